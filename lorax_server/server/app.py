@@ -48,7 +48,7 @@ def make_app(service: Service, address: str = "") -> FastAPI:
     app.add_middleware(RequestMiddleware, routes=routes, service=service, address=address)
     app.add_middleware(Cors, **vars(service.config.cors))
     if service.config.replica_key:
-        app.add_middleware(replica.ClientAddress)
+        app.add_middleware(replica.ClientAddress, ingress_key=service.config.ingress_key or "")
     return app
 
 

@@ -1,10 +1,12 @@
 """Grammars of the forms that can be asked for: all become texts of llguidance's dialect of Lark."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lorax_server.errors import InputError
+from lorax_server.structures.one_of import join_disjoint
 from lorax_server.types import Structure
 
 MAX_GRAMMAR = 2**18  # characters
@@ -25,6 +27,10 @@ def from_json_schema(schema: Mapping[str, Any] | bool) -> Structure:
     if OPTIONS in schema:
         raise InputError(f"the JSON schema has `{OPTIONS}`, which is not a keyword of JSON Schema")
     try:
+        text = json.dumps({**schema}, allow_nan=False)
+        _check_size(text)
+        if text.count('"$id"') == ("$id" in schema):  # else references in some part are of that part
+            schema = join_disjoint(schema)
         text = json.dumps({**schema, OPTIONS: {"whitespace_pattern": WHITESPACE}}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"the JSON schema cannot be written as JSON: {error}") from error
@@ -70,11 +76,12 @@ def from_grammar(text: str) -> Structure:
 def _convert(text: str) -> str:
     if len(text) > MAX_CONVERTED:
         raise InputError(f"a GBNF grammar may have {MAX_CONVERTED} characters, not {len(text)}; write it in Lark")
-    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax  # noqa: PLC0415 - as above
+    if re.search(r"(?m)^[ \t]*(%llguidance\b|start[ \t]*:(?!:=))", text):
+        return text  # it is Lark, with `::=` in a text or a comment
+    if re.search(r"(?m)^[ \t]*start[ \t]*::=", text):
+        raise InputError("a rule of a GBNF grammar may not be named `start`: give it another name; `root` is the first")
+    from llguidance.gbnf_to_lark import gbnf_to_lark  # noqa: PLC0415 - as above
 
-    # The library's search takes time with the square of the blank lines in a row, which mean nothing to it.
-    if is_lark_syntax("\n".join([line for line in text.split("\n") if line.strip()])):
-        return text
     try:
         return str(gbnf_to_lark(text))
     except Exception as error:  # the converter raises whatever it stumbles over

@@ -1,93 +1,86 @@
 """The process that follows structures of one vocabulary: compiles grammars, and computes the masks of answers.
 
-A grammar is tried first in a child of this process, which may take `COMPILE_S` of CPU time and so much memory; what
-ends it there is refused, and hurts nobody. What ends well is compiled here, on another thread, while masks go on.
+A grammar is tried first in a child of this process (`trials.py`). What ends well is compiled here, on another thread,
+while masks go on.
 """
 
 import os
 import pickle
 import queue
-import resource
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from cachetools import TTLCache
 
 from lorax_server.errors import LoraxError
+from lorax_server.machine import count_cores, shorten_turns
 from lorax_server.structures import wire
-from lorax_server.structures.matchers import Compiled, CompiledGrammars, Ending, Follower, GrammarError
+from lorax_server.structures.matchers import (
+    MAX_FORCED,
+    Compiled,
+    CompiledGrammars,
+    Ending,
+    Follower,
+    GrammarError,
+    Together,
+)
+from lorax_server.structures.trials import MAX_PROBLEM, NICENESS, Trier
 from lorax_server.structures.vocabulary import Vocabulary, Words
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
 
-COMPILE_S = 0.25  # of CPU time
-PATIENCE_S = 10.0  # for the same, on a busy machine
-COMPILE_BYTES = 2**30  # beyond what this process has
-NICENESS = 10  # of a child: steps go first
+PATIENCE_S = 10.0  # for a trial, on a busy machine
 MAX_TRIERS = 2
-MAX_PROBLEM = 400  # characters
-MAX_DESCRIPTORS = 4096
+MAX_THREADS = 8
 REFUSED_S, MAX_REFUSED = 60.0, 1024
-TOO_LONG = f"the grammar takes longer than {COMPILE_S:g} s to compile; make it smaller"
-TOO_LARGE = "the grammar is too deep or too large to compile; make it smaller"
+Result = tuple[int, Words | GrammarError]  # of a request
 
 
-class _Trier:
-    """A child that tries grammars, one at a time, for as long as it lives."""
+class Jump(NamedTuple):
+    """An answer on its way through tokens that are forced."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.connection, theirs = Pipe()
-        self.grammar = ""  # that it is busy with
-        self.began = 0.0
-        self.process_id = os.fork()
-        if self.process_id == 0:
-            _try_all(vocabulary, theirs)
-        theirs.close()
-
-    def begin(self, grammar: str) -> None:
-        self.grammar, self.began = grammar, time.monotonic()
-        self.connection.send(grammar)
-
-    def end(self) -> str:
-        """End the child, if it has not ended by itself. Return the reason."""
-        os.kill(self.process_id, signal.SIGKILL)
-        _, status = os.waitpid(self.process_id, 0)
-        self.connection.close()
-        return TOO_LONG if os.WTERMSIG(status) == signal.SIGPROF else TOO_LARGE
+    forced: list[int]  # that were taken
+    words: Words  # the mask after them
+    token_id: int  # the only one that it allows
 
 
 class StructureProgram:
-    """One thread reads messages and computes masks; another one compiles."""
+    """One thread reads messages and lets some compute masks, and another one compiles."""
 
-    def __init__(self, connection: Connection, vocabulary: Vocabulary) -> None:
+    def __init__(self, connection: Connection, vocabulary: Vocabulary, num_threads: int = 1) -> None:
+        """`num_threads` compute masks."""
+        self._together = Together(vocabulary, num_threads)
         self._connection = connection
         self._vocabulary = vocabulary
         self._grammars = CompiledGrammars()
         self._refused: TTLCache[str, str] = TTLCache(MAX_REFUSED, REFUSED_S)
         self._followers: dict[int, Follower] = {}
+        self._jumping: dict[int, Jump] = {}
         self._waiting: dict[str, dict[int, wire.Begin]] = {}  # by grammar and request, in the order of arrival
         self._grammar_of: dict[int, str] = {}  # by request, of those that wait
         self._untried: list[str] = []
-        self._triers: list[_Trier] = []
+        self._triers: list[Trier] = []
         self._num_compiling = 0
-        self._to_compile: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._to_compile: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._compiled: queue.SimpleQueue[tuple[str, Compiled | str]] = queue.SimpleQueue()
         self._wake, self._waker = os.pipe()
 
     def run(self) -> None:
         """Serve until the engine closes the connection."""
-        self._triers.append(_Trier(self._vocabulary))  # before there are threads, and a request that waits for it
+        self._triers.append(Trier(self._vocabulary))  # before there are threads, and requests that wait for it
         threading.Thread(target=self._compile_all, daemon=True).start()
         while True:
             busy = {trier.connection: trier for trier in self._triers if trier.grammar}
-            for ready in wait([self._connection, self._wake, *busy], PATIENCE_S / 10 if busy else None):
+            patience_s = 0 if self._jumping else PATIENCE_S / 10 if busy else None
+            for ready in wait([self._connection, self._wake, *busy], patience_s):
                 if ready is self._connection:
                     self._read()
                 elif ready == self._wake:
@@ -95,6 +88,7 @@ class StructureProgram:
                     self._take_compiled()
                 elif isinstance(ready, Connection):
                     self._hear(busy[ready])
+            self._jump()
             self._end_late()
             self._try_next()
 
@@ -113,9 +107,9 @@ class StructureProgram:
     def _send(self, message: wire.FromProgram) -> None:
         self._connection.send_bytes(pickle.dumps(message, protocol=5))
 
-    def _send_masks(self, masks: dict[int, Words]) -> None:
+    def _send_masks(self, masks: dict[int, Words], forced: dict[int, list[int]] | None = None) -> None:
         if masks:
-            self._send(wire.Masks(list(masks), np.stack(list(masks.values())).tobytes()))
+            self._send(wire.Masks(list(masks), np.stack(list(masks.values())).tobytes(), forced or {}))
 
     def _begin(self, begin: wire.Begin) -> None:
         compiled, refusal = self._grammars.get(begin.grammar), self._refused.get(begin.grammar)
@@ -131,6 +125,7 @@ class StructureProgram:
 
     def _end(self, request_id: int) -> None:
         self._followers.pop(request_id, None)
+        self._jumping.pop(request_id, None)
         grammar = self._grammar_of.pop(request_id, None)
         if grammar is None:
             return
@@ -150,21 +145,69 @@ class StructureProgram:
             self._send(wire.FailedAnswer(begin.request_id, "the model has no token that ends an answer"))
             return
         ending = Ending(begin.eos, begin.stop_tokens, begin.min_new_tokens)
-        follower = self._followers[begin.request_id] = Follower(self._vocabulary, compiled, ending)
+        follower = self._followers[begin.request_id] = Follower(self._vocabulary, compiled, ending, begin.jump_below)
         self._send_masks({begin.request_id: follower.first_mask})
 
-    def _advance(self, tokens: list[tuple[int, int]]) -> None:
-        masks = {}
+    def _advance(self, tokens: Iterable[tuple[int, int]]) -> None:
+        """Take tokens: first those that are taken together, at last those of grammars that take long."""
+        groups: tuple[list[tuple[int, int]], ...] = [], [], []
         for request_id, token_id in tokens:
             follower = self._followers.get(request_id)
-            if follower is None:
-                continue
-            try:
-                masks[request_id] = follower.consume(token_id)
-            except GrammarError as error:
+            if follower is not None:
+                groups[0 if follower.is_quick else 1 + follower.is_slow].append((request_id, token_id))
+        quick, *alone = groups
+        for some in self._divide(quick):
+            self._answer(self._consume_together(some) if len(some) > 1 else self._consume_alone(some))
+        for some in alone:
+            self._answer(self._consume_alone(some))
+
+    def _divide(self, quick: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+        """Divide tokens so that no answer is among more than it may be; the least suspect come first."""
+        parts: list[list[tuple[int, int]]] = [[]]
+        limits = {request_id: self._followers[request_id].max_together for request_id, _ in quick}
+        for request_id, token_id in sorted(quick, key=lambda each: -limits[each[0]]):
+            if len(parts[-1]) >= limits[request_id]:
+                parts.append([])
+            parts[-1].append((request_id, token_id))
+        return parts if quick else []
+
+    def _jump(self) -> None:
+        """Take one forced token of each answer that has one. Masks that others wait for come between two of these."""
+        self._advance([(request_id, jump.token_id) for request_id, jump in self._jumping.items()])
+
+    def _answer(self, results: Sequence[Result]) -> None:
+        """Send masks, but for those that leave no choice: these answers jump."""
+        masks, forced = dict[int, Words](), dict[int, list[int]]()
+        for request_id, result in results:
+            follower, jump = self._followers[request_id], self._jumping.pop(request_id, None)
+            if not isinstance(result, GrammarError):
+                taken = [] if jump is None else [*jump.forced, jump.token_id]
+                token_id = follower.find_forced(result) if len(taken) < MAX_FORCED else None
+                if token_id is not None:
+                    self._jumping[request_id] = Jump(taken, result, token_id)
+                    continue
+                masks[request_id], forced[request_id] = result, taken
+            elif jump is not None:
+                follower.fail_next(result)  # if it gets there
+                masks[request_id], forced[request_id] = jump.words, jump.forced
+            else:
                 del self._followers[request_id]
-                self._send(wire.FailedAnswer(request_id, f"the answer cannot go on in this form: {error}"))
-        self._send_masks(masks)
+                self._send(wire.FailedAnswer(request_id, f"the answer cannot go on in this form: {result}"))
+        self._send_masks(masks, {request_id: taken for request_id, taken in forced.items() if taken})
+
+    def _consume_together(self, tokens: Sequence[tuple[int, int]]) -> list[Result]:
+        followers = [self._followers[request_id] for request_id, _ in tokens]
+        masks = self._together.consume(followers, [token_id for _, token_id in tokens])
+        return [(request_id, mask) for (request_id, _), mask in zip(tokens, masks, strict=True)]
+
+    def _consume_alone(self, tokens: Sequence[tuple[int, int]]) -> list[Result]:
+        results: list[Result] = []
+        for request_id, token_id in tokens:
+            try:
+                results.append((request_id, self._followers[request_id].consume(token_id)))
+            except GrammarError as error:
+                results.append((request_id, error))
+        return results
 
     # --- Trials -------------------------------------------------------------------------------------------------------
 
@@ -176,11 +219,11 @@ class StructureProgram:
             if idle is None:
                 if self._num_compiling or len(self._triers) >= MAX_TRIERS:
                     return
-                idle = _Trier(self._vocabulary)
+                idle = Trier(self._vocabulary)
                 self._triers.append(idle)
             idle.begin(self._untried.pop(0))
 
-    def _hear(self, trier: _Trier) -> None:
+    def _hear(self, trier: Trier) -> None:
         grammar = trier.grammar
         try:
             problem: str | None = trier.connection.recv()
@@ -213,8 +256,8 @@ class StructureProgram:
     # --- Compiling ----------------------------------------------------------------------------------------------------
 
     def _compile_all(self) -> None:
-        while True:
-            grammar = self._to_compile.get()
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # of this thread: steps go first
+        while (grammar := self._to_compile.get()) is not None:
             result: Compiled | str
             try:
                 result = Compiled.of(self._vocabulary, grammar)
@@ -237,45 +280,9 @@ class StructureProgram:
                 self._follow(begin, result)
 
 
-def _try_all(vocabulary: Vocabulary, connection: Connection) -> None:
-    """Compile grammars in this child, say how each went, and end when nobody asks any more."""
-    try:
-        own = os.dup2(connection.fileno(), 3)
-        os.closerange(4, MAX_DESCRIPTORS)  # or others would not notice the end of those who hold them too
-        os.nice(NICENESS)
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            limit = _data_bytes() + COMPILE_BYTES
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        words = Connection(own)
-        while True:
-            grammar = words.recv()
-            signal.setitimer(signal.ITIMER_PROF, COMPILE_S)  # the signal ends the process
-            words.send(_try(vocabulary, grammar))
-    finally:
-        os._exit(0)
-
-
-def _try(vocabulary: Vocabulary, grammar: str) -> str | None:
-    """Return what is wrong with a grammar."""
-    try:
-        Compiled.of(vocabulary, grammar)
-    except GrammarError as error:
-        return str(error)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"[:MAX_PROBLEM]
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-    return None
-
-
-def _data_bytes() -> int:
-    """Return the memory that this process has taken and RLIMIT_DATA counts; 0 where that cannot be read."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
-    except (OSError, StopIteration, ValueError):
-        return 2**40
+def find_num_threads() -> int:
+    """Return the threads for masks: few, since the model computes meanwhile, on a CPU with the same cores."""
+    return max(1, min(MAX_THREADS, count_cores() // 4))
 
 
 def _load(start: wire.Start) -> TextTokenizer:
@@ -291,6 +298,7 @@ def _load(start: wire.Start) -> TextTokenizer:
 
 
 def main() -> None:
+    shorten_turns()  # masks do not wait for the thread that compiles
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the engine ends this process itself
     connection = Connection(int(sys.argv[1]))
     with suppress(EOFError, ConnectionError):
@@ -299,7 +307,7 @@ def main() -> None:
         except LoraxError as error:
             connection.send_bytes(pickle.dumps(wire.Unusable(str(error))))
             return
-        StructureProgram(connection, vocabulary).run()
+        StructureProgram(connection, vocabulary, find_num_threads()).run()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Structures of the engine's requests: which of them wait, and the tokens that each may choose next."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -10,16 +11,24 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lorax_server.errors import BusyError, InputError, LoraxError
+from lorax_server.errors import BusyError, EngineError, InputError, LoraxError
 from lorax_server.structures import wire
 from lorax_server.structures.process import StructureProcess
 from lorax_server.types import Request, Resolved
 
+logger = logging.getLogger(__name__)
 MAX_PROCESSES = 8  # vocabularies: each has a process
 HANG_S = 30.0  # without a mask: the process is ended
 UNUSABLE_S = 60.0  # for which a vocabulary that cannot be used is refused at once
 Words = npt.NDArray[np.int32]
 _Key = tuple[str | None, tuple[str, ...], tuple[tuple[int, ...], ...]]
+
+
+class Next(NamedTuple):
+    """The next tokens of an answer: those that are forced, and the mask of the one after."""
+
+    words: Words  # the mask
+    forced: list[int]  # come in any case
 
 
 class Settled(NamedTuple):
@@ -35,11 +44,12 @@ class Structures:
     def __init__(self, model: Path, on_news: Callable[[], None] = lambda: None) -> None:
         """`on_news` is called, on any thread, when `take_settled` has something to return."""
         self.on_news = on_news
+        self.jumps = True  # whether several forced tokens come at once
         self._model = model
         self._processes: dict[_Key, StructureProcess] = {}  # the one used last at the end
         self._of_request: dict[int, StructureProcess] = {}
         self._changed = threading.Condition()  # guards the next three, which reading threads change
-        self._masks: dict[int, Words | None] = {}  # None: there will be none
+        self._next: dict[int, Next | None] = {}  # None: there will be none
         self._begun: set[int] = set()
         self._settled: deque[Settled] = deque()
 
@@ -50,8 +60,12 @@ class Structures:
     def has_news(self) -> bool:
         return bool(self._settled)
 
-    def begin(self, request: Request) -> None:
-        """Have a request's structure compiled; `take_settled` tells when it can begin. Raise if it cannot be."""
+    def begin(self, request: Request, jump_below: int = 0) -> None:
+        """Have a request's structure compiled; `take_settled` tells when it can begin. Raise if it cannot be.
+
+        Forced tokens with ids below `jump_below` may come several at once, if the request does not ask how likely they
+        were without the mask: with it, it is sure.
+        """
         assert request.structure is not None
         stop = request.stop
         if stop.ignore_eos:
@@ -62,7 +76,10 @@ class Structures:
         process.request_ids.add(request.request_id)
         self._of_request[request.request_id] = process
         eos, others = tuple(sorted(stop.eos_token_ids)), tuple(sorted(stop.stop_token_ids))
-        process.send(wire.Begin(request.request_id, request.structure.grammar, eos, others, stop.min_new_tokens))
+        if not self.jumps or request.sampling.raw_logprobs or request.sampling.num_alternatives:
+            jump_below = 0
+        grammar = request.structure.grammar
+        process.send(wire.Begin(request.request_id, grammar, eos, others, stop.min_new_tokens, jump_below))
         if process.is_gone:  # since a moment ago
             self._take(process, None)
 
@@ -73,15 +90,26 @@ class Structures:
         return [each for each in settled if each.request_id in self._of_request]
 
     def advance(self, tokens: Iterable[tuple[int, int]]) -> None:
-        """Note the tokens that were chosen, by request: the masks of the next ones are computed meanwhile."""
+        """Note the tokens that were chosen, by request: the masks of the next ones are computed meanwhile.
+
+        The masks after forced tokens are there already.
+        """
         parts: dict[StructureProcess, list[tuple[int, int]]] = {}
         with self._changed:
             now = time.monotonic()
             for request_id, token_id in tokens:
-                if self._masks.pop(request_id, None) is not None:
-                    process = self._of_request[request_id]
+                following = self._next.get(request_id)
+                if following is None:
+                    continue  # it has failed
+                process = self._of_request[request_id]
+                if not following.forced:
+                    del self._next[request_id]
                     process.asked_at[request_id] = now
                     parts.setdefault(process, []).append((request_id, token_id))
+                elif (expected := following.forced.pop(0)) != token_id:
+                    error = EngineError(f"token {token_id} was chosen, where {expected} was forced by the structure")
+                    logger.error("Request %d fails: %s", request_id, error)
+                    self._fail(process, request_id, error)
         for process, part in parts.items():
             process.send(wire.Advance(part))
 
@@ -93,21 +121,25 @@ class Structures:
             with self._changed:
                 process.request_ids.discard(request_id)
                 process.asked_at.pop(request_id, None)
-                self._masks.pop(request_id, None)
+                self._next.pop(request_id, None)
                 self._begun.discard(request_id)
 
-    def gather(self, request_ids: Collection[int], patience_s: float) -> dict[int, Words]:
-        """Return the masks of these requests, those that are there within so many seconds."""
-        until = time.monotonic() + patience_s
+    def gather(self, request_ids: Collection[int], patience_s: float, alone_s: float = 0.0) -> dict[int, Next]:
+        """Return what comes next in these requests, of those where it is known within so many seconds.
+
+        While it is not known of any, wait for `alone_s`, if that is longer.
+        """
+        began = time.monotonic()
         with self._changed:
-            while any(each not in self._masks for each in request_ids):
-                left_s = until - time.monotonic()
+            while any(each not in self._next for each in request_ids):
+                is_alone = not any(each in self._next for each in request_ids)
+                left_s = began + (max(patience_s, alone_s) if is_alone else patience_s) - time.monotonic()
                 self._end_hanging()
                 if left_s <= 0:
                     break
                 self._changed.wait(min(left_s, HANG_S))
-            masks = {each: self._masks.get(each) for each in request_ids}
-        return {request_id: mask for request_id, mask in masks.items() if mask is not None}
+            found = {each: self._next.get(each) for each in request_ids}
+        return {request_id: following for request_id, following in found.items() if following is not None}
 
     def close(self) -> None:
         for process in self._processes.values():
@@ -149,8 +181,8 @@ class Structures:
         """Take a message of a process, on its thread."""
         with self._changed:
             match message:
-                case wire.Masks(request_ids, data):
-                    self._take_masks(process, request_ids, data)
+                case wire.Masks():
+                    self._take_masks(process, message)
                 case wire.FailedAnswer(request_id, text, is_busy):
                     self._fail(process, request_id, BusyError(text) if is_busy else InputError(text))
                 case wire.Unusable(text):
@@ -163,13 +195,13 @@ class Structures:
         if has_news:
             self.on_news()
 
-    def _take_masks(self, process: StructureProcess, request_ids: list[int], data: bytes) -> None:
-        words = np.frombuffer(data, np.int32).reshape(len(request_ids), -1)
-        for request_id, mask in zip(request_ids, words, strict=True):
+    def _take_masks(self, process: StructureProcess, masks: wire.Masks) -> None:
+        words = np.frombuffer(masks.words, np.int32).reshape(len(masks.request_ids), -1)
+        for request_id, mask in zip(masks.request_ids, words, strict=True):
             if request_id not in process.request_ids:
                 continue  # it has ended meanwhile
             process.asked_at.pop(request_id, None)
-            self._masks[request_id] = mask
+            self._next[request_id] = Next(mask, masks.forced.get(request_id, []))
             if request_id not in self._begun:
                 self._begun.add(request_id)
                 self._settled.append(Settled(request_id))
@@ -178,7 +210,7 @@ class Structures:
         if request_id not in process.request_ids:
             return  # it has ended meanwhile
         process.asked_at.pop(request_id, None)
-        self._masks[request_id] = None
+        self._next[request_id] = None
         self._settled.append(Settled(request_id, error))
 
     def _fail_all(self, process: StructureProcess, error: LoraxError) -> None:

@@ -41,11 +41,15 @@ class Vocabulary:
         self.num_words = -(-self.num_ids // 32)
         self.tokens = LLTokenizer(TokenizerWrapper(_Bytes(tokenizer)))
 
-    def read_mask(self, mask: bytes) -> tuple[Words, bool]:
-        """Return [words] the allowed tokens of the model, and whether the answer may end."""
-        words = np.frombuffer(mask, np.int32).copy()
+    @property
+    def num_words_and_end(self) -> int:
+        """The words of a mask of all tokens and of the end."""
+        return self.num_ids // 32 + 1
+
+    def read_masks(self, masks: Words) -> tuple[Words, npt.NDArray[np.bool_]]:
+        """Return [answers, words] the allowed tokens of the model, and for each answer whether it may end."""
         word, bit = divmod(self.num_ids, 32)
-        may_end = bool(words[word] >> bit & 1)
+        may_end = (masks[:, word] >> bit & 1).astype(bool)
         if bit:
-            words[word] &= (1 << bit) - 1  # bits beyond the model's tokens
-        return words[: self.num_words], may_end
+            masks[:, word] &= (1 << bit) - 1  # bits beyond the model's tokens
+        return masks[:, : self.num_words], may_end

@@ -13,6 +13,7 @@ class Begin(NamedTuple):
     eos: tuple[int, ...]
     stop_tokens: tuple[int, ...]
     min_new_tokens: int
+    jump_below: int = 0  # forced tokens below this id are taken ahead; 0: none
 
 
 class Advance(NamedTuple):
@@ -29,10 +30,11 @@ ToProgram = Begin | Advance | End
 
 
 class Masks(NamedTuple):
-    """The tokens that may come next in some answers."""
+    """The tokens that may come next in some answers, after those that must come and were taken already."""
 
     request_ids: list[int]
     words: bytes  # [requests, words] int32
+    forced: dict[int, list[int]]  # tokens that must come, by request
 
 
 class FailedAnswer(NamedTuple):

@@ -25,6 +25,12 @@ def all_of(parts: list[Json]) -> Json:
     return {"allOf": parts}
 
 
+def refer_far(length: int, count: int) -> Json:
+    """Have many parts refer to one reference of so many names, none of which there is."""
+    part = {"oneOf": [{"$ref": "#/$defs/a"}], "discriminator": {"propertyName": "t"}}
+    return {"$defs": {"a": {"$ref": "#" + "/" * length}}, "allOf": [part] * count}
+
+
 def many_properties(count: int, **more: Any) -> Json:
     return {"type": "object", "properties": {f"p{i}": {"type": "string", **more} for i in range(count)}}
 
@@ -35,6 +41,7 @@ SCHEMAS: dict[str, Json] = {
     "itself": {"$ref": "#"},
     "a ring": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
     "nowhere": {"$ref": "#/$defs/nothing"},
+    "far away": refer_far(100_000, 100),
     "another machine": {"$ref": "http://169.254.169.254/latest"},
     "a file": {"$ref": "file:///etc/passwd"},
     "a strange id": {"$id": "\x00::not a uri", "type": "string"},

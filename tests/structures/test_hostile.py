@@ -1,20 +1,26 @@
 """Hostile structures: each is followed or refused with a reason, and an answer beside them goes on."""
 
+import os
+import pickle
+import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lorax_server.errors import InputError, LoraxError
+from lorax_server.errors import BusyError, EngineError, InputError, LoraxError
 from lorax_server.structures import wire
 from lorax_server.structures.grammars import from_grammar, from_json_schema, from_regex
+from lorax_server.structures.matchers import PROVEN, Compiled, Ending, GrammarError, Together
+from lorax_server.structures.matchers import Follower as MaskFollower
 from lorax_server.structures.program import StructureProgram
 from lorax_server.structures.structures import Structures
-from lorax_server.structures.vocabulary import Vocabulary
+from lorax_server.structures.vocabulary import Vocabulary, Words
 from lorax_server.text.tokenizer import load_tokenizer
 from lorax_server.types import Request, SamplingParams, StopParams, Structure
 from tests.models.tiny import EOS_ID, SERVED, make_model, make_tokenizer, save
@@ -27,6 +33,12 @@ CASES: dict[str, Callable[[], Structure]] = {
     **{f"regex: {name}": partial(from_regex, regex) for name, regex in REGEXES.items()},
     **{f"grammar: {name}": partial(from_grammar, text) for name, text in GRAMMARS.items()},
 }
+
+
+def choose(mask: Words, random: np.random.Generator) -> int:
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    assert len(allowed), "a mask allows something"
+    return int(random.choice(allowed))
 
 
 class Follower:
@@ -53,12 +65,10 @@ class Follower:
 
     def advance(self, request_id: int, random: np.random.Generator) -> bool:
         """Choose one of the allowed tokens; False if the answer has ended or failed."""
-        mask = self.structures.gather([request_id], 60.0).get(request_id)
-        if mask is None:
+        found = self.structures.gather([request_id], 60.0).get(request_id)
+        if found is None:
             return False
-        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-        assert len(allowed), "a mask allows something"
-        token_id = int(random.choice(allowed))
+        token_id = choose(found.words, random)
         if token_id == EOS_ID:
             return False
         self.structures.advance([(request_id, token_id)])
@@ -117,7 +127,7 @@ def test_what_comes_after_the_end_of_an_answer_is_dropped(follower: Follower) ->
     structures.end(ended)
     last = follower.begin(structure)
     assert follower.settle(last) is None
-    assert ended not in structures._masks
+    assert ended not in structures._next
     assert ended not in structures._begun
     for request_id in (first, last):
         structures.end(request_id)
@@ -136,6 +146,265 @@ def test_a_grammar_that_nobody_waits_for_is_not_tried(follower: Follower) -> Non
     assert [begin.request_id for begin in program._take_waiting("b")] == [2]
     assert program._take_waiting("c") == []
     assert not program._grammar_of
+
+
+def test_a_token_that_is_not_the_forced_one_fails_its_request_alone(
+    follower: Follower, caplog: pytest.LogCaptureFixture
+) -> None:
+    structures, random = follower.structures, np.random.default_rng(0)
+    stop = StopParams(max_new_tokens=50, eos_token_ids=frozenset([EOS_ID]))
+    structure = from_regex("[ab]Q{6}[ab]{9}")
+    for request_id in (1001, 1002):
+        structures.begin(Request(request_id, [0], SamplingParams(), stop, structure=structure), jump_below=10**6)
+        assert follower.settle(request_id) is None
+        assert follower.advance(request_id, random)
+    found = structures.gather([1001, 1002], 60.0)
+    wrong, right = found[1001].forced[0] + 1, list(found[1002].forced)
+    structures.advance([(1001, wrong), *((1002, token_id) for token_id in right), (1001, wrong)])
+    ((request_id, error),) = structures.take_settled()
+    assert (request_id, type(error)) == (1001, EngineError)
+    assert f"token {wrong} was chosen" in caplog.text
+    assert structures.gather([1001], 60.0) == {}  # at once
+    assert follower.advance(1002, random)
+    for request_id in (1001, 1002):
+        structures.end(request_id)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(follower: Follower) -> Vocabulary:
+    return Vocabulary(load_tokenizer(follower.structures._model))
+
+
+def test_a_panic_of_the_library_refuses_its_grammar_alone(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = Pipe()
+    program, compile_grammar, bad = StructureProgram(theirs, vocabulary), Compiled.of, from_regex("a").grammar
+
+    class Panic(BaseException):
+        """Is no Exception, as the library's."""
+
+    def compile_or_panic(vocabulary: Vocabulary, grammar: str) -> Compiled:
+        if grammar == bad:
+            raise Panic("index out of bounds")
+        return compile_grammar(vocabulary, grammar)
+
+    monkeypatch.setattr(Compiled, "of", compile_or_panic)
+    thread = threading.Thread(target=program._compile_all)
+    thread.start()
+    for request_id, grammar in enumerate([bad, from_regex("b").grammar]):  # the thread lives on
+        program._begin(wire.Begin(request_id, grammar, (EOS_ID,), (), 0))
+        program._num_compiling += 1
+        program._to_compile.put(grammar)
+        assert wait([program._wake], 60)
+        os.read(program._wake, 1)
+        program._take_compiled()
+    failed, masks = (pickle.loads(ours.recv_bytes()) for _ in range(2))
+    assert failed == wire.FailedAnswer(0, "Panic: index out of bounds")
+    assert masks.request_ids == [1]
+    program._to_compile.put(None)
+    thread.join()
+    for connection in (ours, theirs):
+        connection.close()
+
+
+def choose_text(mask: Words, random: np.random.Generator) -> int:
+    """Choose a token that does not end the answer."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    bits[EOS_ID] = 0
+    return int(random.choice(np.flatnonzero(bits)))
+
+
+def follow(vocabulary: Vocabulary, number: int) -> MaskFollower:
+    """Follow one of three forms, some with a least number of tokens."""
+    forms = from_json_schema({"type": "array", "minItems": 99}), from_regex("[a-f]{50,60}|[g-z]*"), from_regex("x{30}")
+    compiled = Compiled.of(vocabulary, forms[number % 3].grammar)
+    return MaskFollower(vocabulary, compiled, Ending((EOS_ID,), (), number))
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_tokens_taken_together_give_the_same_masks(vocabulary: Vocabulary, num_threads: int) -> None:
+    """Until they fail: a token that the form does not allow comes at last."""
+    random, together = np.random.default_rng(0), Together(vocabulary, num_threads)
+    alone, others = ([follow(vocabulary, number) for number in range(9)] for _ in range(2))
+    masks = [follower.first_mask for follower in alone]
+    for _ in range(6):
+        tokens = [choose_text(mask, random) for mask in masks]
+        masks = [follower.consume(token) for follower, token in zip(alone, tokens, strict=True)]
+        for mask, other in zip(masks, together.consume(others, tokens), strict=True):
+            assert not isinstance(other, GrammarError)
+            assert np.array_equal(mask, other)
+    tokens = [choose_text(~mask, random) for mask in masks]
+    found = together.consume(others, tokens)
+    for follower, token, other in zip(alone, tokens, found, strict=True):
+        with pytest.raises(GrammarError) as caught:
+            follower.consume(token)
+        assert isinstance(other, GrammarError)
+        assert str(other) == str(caught.value)
+
+
+def test_answers_take_tokens_together_once_they_are_known(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After tokens that two took long for, each takes the next one alone."""
+    random, together = np.random.default_rng(0), Together(vocabulary, 2)
+    followers = [follow(vocabulary, 0) for _ in range(2)]
+    masks = [follower.first_mask for follower in followers]
+    monkeypatch.setattr("lorax_server.structures.matchers.SLOW_S", 60.0)  # however busy this machine is
+    for _ in range(PROVEN):
+        assert not any(follower.is_quick for follower in followers)
+        masks = [follower.consume(choose(mask, random)) for follower, mask in zip(followers, masks, strict=True)]
+    assert all(follower.is_quick for follower in followers)
+    for slow_s, is_quick in ((60.0, True), (-60.0, False)):
+        monkeypatch.setattr("lorax_server.structures.matchers.SLOW_S", slow_s)
+        found = together.consume(followers, [choose(mask, random) for mask in masks])
+        masks = [mask for mask in found if not isinstance(mask, GrammarError)]
+        assert [follower.is_quick for follower in followers] == [is_quick] * 2
+    monkeypatch.setattr("lorax_server.structures.matchers.SLOW_S", 60.0)
+    followers[0].consume(choose(masks[0], random))
+    assert followers[0].is_quick
+
+
+def begin_all(program: StructureProgram, vocabulary: Vocabulary, grammars: list[str]) -> None:
+    for request_id, grammar in enumerate(grammars):
+        program._grammars[grammar] = Compiled.of(vocabulary, grammar)
+        program._begin(wire.Begin(request_id, grammar, (EOS_ID,), (), 0, vocabulary.num_ids))
+
+
+def read_all(connection: Connection) -> list[wire.Masks]:
+    masks = []
+    while connection.poll():
+        masks.append(pickle.loads(connection.recv_bytes()))
+    return masks
+
+
+def test_a_slow_answer_among_many_is_soon_alone(vocabulary: Vocabulary) -> None:
+    """And the others are together again, also after one that was slow by chance."""
+    ours, theirs = Pipe()
+    program, tokens = StructureProgram(theirs, vocabulary), [(request_id, 0) for request_id in range(64)]
+    begin_all(program, vocabulary, [from_regex("[a-z]{9}").grammar] * 64)
+    followers = program._followers
+
+    def take(slow: set[int]) -> list[int]:
+        parts = program._divide([each for each in tokens if followers[each[0]].max_together > 1])
+        for part in parts:
+            members = {request_id for request_id, _ in part}
+            for request_id in members:
+                followers[request_id].note_together(bool(members & slow), len(part))
+        return [len(part) for part in parts]
+
+    assert take(slow={3}) == [64]
+    assert take(slow=set()) == [16] * 4
+    assert take(slow=set()) == [32] * 2
+    assert take(slow={3}) == [64]
+    assert take(slow={3}) == [16] * 4
+    assert take(slow={3}) == [32, 16, 4, 4, 4, 4]
+    assert followers[3].max_together == 1
+    assert sum(follower.max_together == 1 for follower in followers.values()) == 4
+    for connection in (ours, theirs):
+        connection.close()
+
+
+def test_answers_that_become_slow_together_are_found_and_ended(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorax_server.structures.matchers.SLOW_S", 60.0)  # however busy this machine is
+    ours, theirs = Pipe()
+    program, random, sizes = StructureProgram(theirs, vocabulary), np.random.default_rng(0), list[int]()
+    consume = program._together.consume
+
+    def consume_counted(followers: Sequence[MaskFollower], token_ids: Sequence[int]) -> list[Words | GrammarError]:
+        sizes.append(len(followers))
+        return consume(followers, token_ids)
+
+    monkeypatch.setattr(program._together, "consume", consume_counted)
+    begin_all(program, vocabulary, [from_regex("[a-z]{50,60}").grammar] * 8)
+
+    def take() -> list[int]:
+        sizes.clear()
+        found = [(each.request_ids, np.frombuffer(each.words, np.int32)) for each in read_all(ours)]
+        masks = {i: mask for ids, words in found for i, mask in zip(ids, words.reshape(len(ids), -1), strict=True)}
+        program._advance([(request_id, choose(mask, random)) for request_id, mask in sorted(masks.items())])
+        return [*sizes]
+
+    assert [take() for _ in range(PROVEN)] == [[]] * PROVEN
+    assert take() == [8]
+    monkeypatch.setattr("lorax_server.structures.matchers.USUAL_S", -1000.0)  # all that take tokens together are slow
+    assert take() == [8]
+    assert take() == [2] * 4
+    monkeypatch.setattr("lorax_server.structures.matchers.SPENT_S", -1.0)
+    monkeypatch.setattr("lorax_server.structures.matchers.TOKEN_S", -1.0)
+    assert take() == []
+    assert not program._followers
+    for connection in (ours, theirs):
+        connection.close()
+
+
+def test_masks_of_others_come_while_an_answer_jumps(vocabulary: Vocabulary) -> None:
+    ours, theirs = Pipe()
+    program, random = StructureProgram(theirs, vocabulary), np.random.default_rng(0)
+    begin_all(program, vocabulary, [from_regex("[ab]Q{12}[ab]").grammar, from_regex("[a-z]{50,60}").grammar])
+    first, other = (np.frombuffer(masks.words, np.int32) for masks in read_all(ours))
+    program._advance([(0, choose(first, random)), (1, choose(other, random))])
+    for _ in range(4):
+        (masks,) = read_all(ours)
+        assert masks.request_ids == [1]
+        assert 0 in program._jumping
+        program._jump()
+        program._advance([(1, choose(np.frombuffer(masks.words, np.int32), random))])
+    read_all(ours)
+    while program._jumping:
+        program._jump()
+    (masks,) = read_all(ours)
+    ((request_id, forced),) = masks.forced.items()
+    assert request_id == 0
+    assert len(forced) > 4
+    program._advance([(0, choose(np.frombuffer(masks.words, np.int32), random))])
+    program._end(0)
+    for connection in (ours, theirs):
+        connection.close()
+
+
+def test_an_answer_that_fails_while_it_jumps_fails_where_it_gets_there(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = Pipe()
+    program, random = StructureProgram(theirs, vocabulary), np.random.default_rng(0)
+    begin_all(program, vocabulary, [from_regex("[ab]Q{12}[ab]").grammar])
+    (masks,) = read_all(ours)
+    program._advance([(0, choose(np.frombuffer(masks.words, np.int32), random))])
+    program._jump()
+    monkeypatch.setattr("lorax_server.structures.matchers.SPENT_S", -1.0)
+    monkeypatch.setattr("lorax_server.structures.matchers.TOKEN_S", -1.0)
+    program._jump()
+    (masks,) = read_all(ours)
+    assert len(masks.forced[0]) == 1
+    token_id = choose(np.frombuffer(masks.words, np.int32), random)
+    assert token_id == program._followers[0].find_forced(np.frombuffer(masks.words, np.int32))
+    monkeypatch.undo()
+    program._advance([(0, token_id)])
+    failed = pickle.loads(ours.recv_bytes())
+    assert isinstance(failed, wire.FailedAnswer)
+    assert "a token" in failed.message
+    for connection in (ours, theirs):
+        connection.close()
+
+
+def test_a_process_that_hangs_is_ended(follower: Follower, monkeypatch: pytest.MonkeyPatch) -> None:
+    structures = follower.structures
+    request_id = follower.begin(from_regex("[a-z]{3}"))
+    assert follower.settle(request_id) is None
+    process = structures._of_request[request_id]
+    monkeypatch.setattr("lorax_server.structures.structures.HANG_S", 0.2)
+    process._process.send_signal(signal.SIGSTOP)
+    assert follower.advance(request_id, np.random.default_rng(0))
+    assert structures.gather([request_id], 60.0) == {}  # long before these seconds have passed
+    assert process._process.wait(60) == -signal.SIGKILL
+    assert dict(structures.take_settled())[request_id].__class__ is BusyError
+    structures.end(request_id)
+    following = follower.begin(from_regex("[a-z]{3}"))
+    assert follower.settle(following) is None
+    structures.end(following)
 
 
 def test_a_vocabulary_that_cannot_be_used_is_refused_at_once(tmp_path: Path) -> None:

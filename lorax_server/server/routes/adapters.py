@@ -137,13 +137,18 @@ async def load_adapter(service: Service, key: Key, choice: Choice, pin: bool | N
         await service.note_failure(ref, error)
         raise
     await service.change(AdapterFound(identity, name))
-    await engine.load(identity, pin)
-    if pin is not None:
-        await service.change(AdapterPinned(identity, name) if pin else AdapterUnpinned(identity))
+    await pin_adapter(service, identity, name, pin)
     for old in earlier:
         if old != identity and not await _find_holders(service, old, name):
             await _unload_identity(service, old)
     return identity
+
+
+async def pin_adapter(service: Service, identity: str, name: Named, pin: bool | None) -> None:
+    """Bring an adapter to the device, and pin or unpin it there; None leaves that as it is."""
+    await service.engine.load(identity, pin)
+    if pin is not None:
+        await service.change(AdapterPinned(identity, name) if pin else AdapterUnpinned(identity))
 
 
 async def unload_adapter(service: Service, key: Key, adapter_id: str, source: str | None) -> None:

@@ -100,9 +100,8 @@ def _to_options(service: Service, body: ChatCompletionRequest) -> RequestOptions
         check(max_new_tokens >= 1, "`max_completion_tokens` must be at least 1")
         is_possible = body.max_tokens is None or 1 <= body.max_tokens < total
         check(is_possible, f"`max_tokens` must be 1 to {total - 1}, also where `max_completion_tokens` counts")
-    options = openai.to_options(
-        service, body, count, body.top_logprobs or 0, max_new_tokens, service.defaults.max_new_tokens
-    )
+    default, top = service.defaults.max_new_tokens, body.top_logprobs or 0
+    options = openai.to_options(service, body, count, top, max_new_tokens, default, bool(body.logprobs))
     # The template adds the special tokens.
     return replace(options, add_special_tokens=False, logprobs=bool(body.logprobs))
 

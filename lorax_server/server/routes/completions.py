@@ -92,8 +92,9 @@ def _to_options(
     check(not (body.is_scoring and body.stream), "`max_tokens` of 0 is not possible when streaming")
     max_new_tokens = 1 if body.is_scoring else body.max_tokens
     default = service.defaults.max_new_tokens or DEFAULT_MAX_TOKENS
+    has_logprobs = body.logprobs is not None or num_drawn > num_choices  # the likeliest answers are chosen
     return replace(
-        openai.to_options(service, body, num_drawn, body.logprobs or 0, max_new_tokens, default),
+        openai.to_options(service, body, num_drawn, body.logprobs or 0, max_new_tokens, default, has_logprobs),
         add_special_tokens=body.add_special_tokens is not False,
         logprobs=body.logprobs is not None,
         prompt_logprobs=bool(body.echo) and body.logprobs is not None,

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any
 
 from lorax_server import __version__
@@ -90,9 +91,13 @@ def to_options(
     num_alternatives: int,
     max_new_tokens: int | None,
     default_new_tokens: int | None,
+    raw_logprobs: bool,
 ) -> RequestOptions:
-    """Return the options that both routes have in common; each adds its own."""
-    sampling = _sampling(service, body, num_alternatives)
+    """Return the options that both routes have in common; each adds its own.
+
+    Only a request that needs log probabilities asks for raw ones: a structure's tokens could not come several at once.
+    """
+    sampling = replace(_sampling(service, body, num_alternatives), raw_logprobs=raw_logprobs)
     stop = StopParams(
         max_new_tokens=max_new_tokens or default_new_tokens or service.max_total_tokens,
         min_new_tokens=body.min_tokens or 0,
@@ -109,7 +114,6 @@ def to_options(
 
 
 def _sampling(service: Service, body: CommonRequest, num_alternatives: int) -> SamplingParams:
-    """Log probabilities are the model's own, whatever the answer is sampled with."""
     defaults, max_logprobs = service.defaults, service.config.max_logprobs
     fields: dict[str, Any] = {"temperature": 1.0, "top_k": 0} | pick_sampling(body, defaults)
     if body.temperature is None and defaults.do_sample is False:
@@ -126,7 +130,6 @@ def _sampling(service: Service, body: CommonRequest, num_alternatives: int) -> S
         do_sample=fields["temperature"] > 0,
         logit_bias=to_bias(body.logit_bias),
         num_alternatives=num_alternatives,
-        raw_logprobs=True,
     )
 
 

@@ -1,7 +1,7 @@
 """The playground at `/ui`: a page that asks this server like any other client. It holds no secrets and needs no key."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -29,6 +29,9 @@ class Example(msgspec.Struct):
     prompt: str
     models: list[str]
     schema: dict[str, Any] | None = None  # of the answers
+    tools: list[dict[str, Any]] | None = None  # that they may call
+    tool_choice: Literal["auto", "required", "none"] | None = None
+    temperature: float | None = None
 
 
 def make_router(service: Service) -> APIRouter:

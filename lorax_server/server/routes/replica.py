@@ -4,54 +4,89 @@ They are there only for a server that is a replica, and open only to its key, wh
 """
 
 import asyncio
+import hmac
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
-from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorax_server.engine.adapters.entry import State
 from lorax_server.errors import ForbiddenError, InputError, LoraxError
 from lorax_server.server.access.keys import REPLICA, Key
-from lorax_server.server.access.model_names import HUB_NAME, Choice
-from lorax_server.server.routes.adapters import load_adapter, unload_adapter
+from lorax_server.server.access.model_names import HUB_NAME, Choice, Named
+from lorax_server.server.generations import cancel_all
+from lorax_server.server.http.sse import until_gone
+from lorax_server.server.routes.adapters import load_adapter, pin_adapter, unload_adapter
 from lorax_server.server.routes.openai_schemas import AdapterRequest, LoadRequest, VllmLoadRequest, VllmUnloadRequest
 from lorax_server.server.service import MAX_ASKED, Service
 from lorax_server.server.workers.changes import NameAdded
 
 logger = logging.getLogger(__name__)
 
-CLIENT_HEADER = "x-lorax-client"  # the ingress sets it, and drops a client's
+CLIENT_HEADER = "x-lorax-client"  # the ingress's key, a space, and the client's address
 MAX_REPORTED = 2 * MAX_ASKED  # adapters, those found last
 TIERS = {State.DEVICE.value: "device", State.LOADING.value: "device", State.HOST.value: "host"}
 TIERS |= {State.DISK.value: "disk", State.PREPARING.value: "disk"}
 
 
 class ClientAddress:
-    """Takes the client's address from the ingress, by which callers without a key are told apart."""
+    """Takes the client's address from the ingress, by which callers without a key are told apart.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    Whoever reaches this server's port can send the header, so that it counts only with the ingress's key. It goes no
+    further in any case.
+    """
+
+    def __init__(self, app: ASGIApp, ingress_key: str) -> None:
+        self._app, self._proof = app, ingress_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        address = Headers(scope=scope).get(CLIENT_HEADER) if scope["type"] == "http" else None
-        await self._app({**scope, "client": (address, 0)} if address else scope, receive, send)
+        if scope["type"] == "http":
+            name = CLIENT_HEADER.encode()
+            sent = [value for key, value in scope["headers"] if key == name]
+            scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != name]}
+            proof, _, address = sent[0].partition(b" ") if len(sent) == 1 else (b"", b"", b"")
+            if self._proof and address and hmac.compare_digest(proof, self._proof):
+                scope["client"] = (address.decode("latin-1"), 0)
+        await self._app(scope, receive, send)
 
 
 class FollowRequest(BaseModel):
-    """A change that another replica has made: the path and the body of the admin's request."""
+    """A change that a replica has made: the path and the body of the admin's request."""
 
     path: str
     body: dict[str, Any]
+    meant: tuple[str, str] | None = None  # what the name of an unload has stood for, if it may be gone here
+
+
+class PlacedAdapter(BaseModel):
+    """An adapter by its name at its source."""
+
+    source: str
+    name: str
+
+
+class PinRequest(PlacedAdapter):
+    """An adapter that was loaded, by the identity that the load has found."""
+
+    identity: str
+    pin: bool
+
+
+class Followed(NamedTuple):
+    """A change that was made here: the adapter that it was about, and what is left to do for it."""
+
+    source: str
+    name: str
+    is_wanted: bool  # it has to be loaded
+    pin: bool | None  # and then to be pinned or unpinned
 
 
 def make_router(service: Service) -> APIRouter:
     router = APIRouter(include_in_schema=False)
-    loads: set[asyncio.Task[None]] = set()
 
     def check(http: Request) -> Key:
         key = service.keys.identify(http.headers.get("authorization"))
@@ -63,22 +98,38 @@ def make_router(service: Service) -> APIRouter:
     async def state(http: Request) -> Response:
         """Tell what a router and an autoscaler need to know."""
         check(http)
-        content = msgspec.json.encode(await describe_state(service))
-        return Response(content, media_type="application/json")
+        return _json(await describe_state(service))
 
     @router.post("/replica/follow")
     async def follow(http: Request, body: FollowRequest) -> Response:
-        """Make a change that another replica has made. Adapters are loaded later: the next request for a name that is
+        """Make a change of names, at once. The adapter is loaded by another request: the next one for a name that is
         forgotten here resolves it anew."""
-        key = check(http)
-        choice, pin = await follow_change(service, key, body)
-        if choice is not None:
-            task = asyncio.create_task(_load_later(service, key, choice, pin))
-            loads.add(task)
-            task.add_done_callback(loads.discard)
+        return _json((await follow_change(service, check(http), body))._asdict())
+
+    @router.post("/replica/load")
+    async def load(http: Request, body: PlacedAdapter) -> Response:
+        """Load an adapter without a pin, for as long as the replica waits for it."""
+        key, choice = check(http), service.model_names.find(body.name, body.source)
+        loading = asyncio.create_task(load_adapter(service, key, choice, None))
+        leaving = asyncio.create_task(until_gone(http.receive))
+        try:
+            await asyncio.wait((loading, leaving), return_when=asyncio.FIRST_COMPLETED)
+            return _json({"identity": loading.result()}) if loading.done() else Response()
+        finally:
+            await cancel_all([loading, leaving])
+
+    @router.post("/replica/pin")
+    async def pin(http: Request, body: PinRequest) -> Response:
+        """Pin or unpin an adapter that was loaded."""
+        check(http)
+        await pin_adapter(service, body.identity, Named(body.source, body.name), body.pin)
         return Response()
 
     return router
+
+
+def _json(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 async def describe_state(service: Service) -> dict[str, Any]:
@@ -112,43 +163,46 @@ async def _list_names(service: Service) -> dict[str, list[str]]:
     return listed
 
 
-async def follow_change(service: Service, key: Key, change: FollowRequest) -> tuple[Choice | None, bool | None]:
-    """Make a change to names. Return the adapter to load after it, and whether to pin it."""
+async def follow_change(service: Service, key: Key, change: FollowRequest) -> Followed:
+    """Make a change of names. Making it again changes nothing more."""
     names, pin, body = service.model_names, None, change.body
     match change.path:
         case "/v1/adapters/load":
             load = LoadRequest.model_validate(body)
-            choice, alias, pin = names.find(load.adapter_id, load.adapter_source, load.api_token), load.name, load.pin
+            choice, alias, pin = names.find(load.adapter_id, load.adapter_source), load.name, load.pin
         case "/v1/load_lora_adapter":
             added = VllmLoadRequest.model_validate(body)
             is_hub = HUB_NAME.fullmatch(added.lora_path) and service.config.engine.sources.hub
             choice, alias = names.find(added.lora_path, "hub" if is_hub else "local"), added.lora_name
         case "/v1/adapters/unload":
             unload = AdapterRequest.model_validate(body)
-            await _unload(service, key, unload.adapter_id, unload.adapter_source)
-            return None, None
+            return await _unload(service, key, unload.adapter_id, unload.adapter_source, change.meant)
         case "/v1/unload_lora_adapter":
-            await _unload(service, key, VllmUnloadRequest.model_validate(body).lora_name, None)
-            return None, None
+            return await _unload(service, key, VllmUnloadRequest.model_validate(body).lora_name, None, change.meant)
         case _:
             raise InputError(f"there is nothing to follow at {change.path[:64]!r}")
-    (ref,), (name,) = choice.refs, choice.names
+    return await _load(service, choice, alias, pin)
+
+
+async def _load(service: Service, choice: Choice, alias: str | None, pin: bool | None) -> Followed:
+    (name,) = choice.names
     was_used = bool(service.seen.identities(name))
-    await service.engine.forget(ref.source, ref.name)
+    await service.engine.forget(*name)
     if alias:
-        await service.change(NameAdded(alias, ref.source, ref.name))
-    return (choice if pin or was_used else None), pin
+        await service.change(NameAdded(alias, *name))
+    return Followed(*name, bool(pin or was_used), pin)
 
 
-async def _unload(service: Service, key: Key, adapter_id: str, source: str | None) -> None:
-    try:
-        await unload_adapter(service, key, adapter_id, source)
-    except LoraxError as error:  # it may be here by another name, or not at all
-        logger.info("adapter %r was unloaded elsewhere; here: %s", adapter_id[:64], error)
-
-
-async def _load_later(service: Service, key: Key, choice: Choice, pin: bool | None) -> None:
-    try:
-        await load_adapter(service, key, choice, pin)
-    except LoraxError as error:  # `load_adapter` has noted it, and requests for it get the error
-        logger.warning("adapter %r was loaded elsewhere, and cannot be here: %s", choice.label[:64], error)
+async def _unload(
+    service: Service, key: Key, adapter_id: str, source: str | None, meant: tuple[str, str] | None
+) -> Followed:
+    (name,) = service.model_names.find(adapter_id, source).names  # before its alias goes
+    called = [(adapter_id, source)]
+    if meant is not None and meant != name:
+        called.append((meant[1], meant[0]))
+    for label, at in called:
+        try:
+            await unload_adapter(service, key, label, at)
+        except LoraxError as error:  # it may be here by another name, or not at all
+            logger.info("adapter %r was unloaded; here: %s", label[:64], error)
+    return Followed(*name, False, None)

@@ -68,8 +68,8 @@ class AnswerPlan:
         splitter = ThoughtSplitter(has_open_thought(prompt)) if has_thoughts else None
         parser = None
         if self.form is not None and self.offer is not None:
-            names = frozenset(function.name for function in self.offer.functions)
-            parser = ToolParser(self.form, ToolSet(names, is_enforced))
+            schemas = {function.name: function.parameters for function in self.offer.functions}
+            parser = ToolParser(self.form, ToolSet(schemas, is_enforced))
         return AnswerReader(splitter, parser, self.separates)
 
     def make_call_id(self) -> str:
@@ -104,7 +104,9 @@ def _find_format(config: ServerConfig, adapter: str | None, template: str) -> To
             )
         name = choose_format(template)
         if not name:
-            raise NotSupportedError("`tools`: the model writes calls as XML, which is not supported yet")
+            raise NotSupportedError(
+                "`tools`: the model's template writes calls in a form of XML that is not supported; Qwen3-Coder's is"
+            )
     return FORMATS[name]()
 
 

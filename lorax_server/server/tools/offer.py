@@ -8,6 +8,7 @@ from typing import Any
 
 from lorax_server.errors import InputError, NotSupportedError
 from lorax_server.server.checks import check
+from lorax_server.structures.one_of import join_disjoint
 from lorax_server.text.tools.grammar import OPTIONS, FunctionSchema
 
 MAX_TOOLS = 128
@@ -67,6 +68,7 @@ def _to_function(index: int, tool: Mapping[str, Any]) -> FunctionSchema:
     check(schema.get("type", "object") == "object", f"{where}: `parameters` must describe an object")
     _check_properties(where, schema)
     try:
+        schema = join_disjoint(schema)
         json.dumps(schema, allow_nan=False)
     except (ValueError, RecursionError):
         raise InputError(f"{where}: `parameters` cannot be written as JSON") from None

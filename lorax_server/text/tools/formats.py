@@ -3,13 +3,14 @@
 import re
 from collections.abc import Callable, Mapping
 
+from lorax_server.text.tools.families.granite import GraniteFormat
+from lorax_server.text.tools.families.hermes import HermesFormat
+from lorax_server.text.tools.families.llama_json import LlamaJsonFormat
+from lorax_server.text.tools.families.mistral import MistralFormat
+from lorax_server.text.tools.families.plain_json import PlainJsonFormat
+from lorax_server.text.tools.families.pythonic import PythonicFormat
+from lorax_server.text.tools.families.qwen3_coder import Qwen3CoderFormat
 from lorax_server.text.tools.grammar import ToolFormat
-from lorax_server.text.tools.granite import GraniteFormat
-from lorax_server.text.tools.hermes import HermesFormat
-from lorax_server.text.tools.llama_json import LlamaJsonFormat
-from lorax_server.text.tools.mistral import MistralFormat
-from lorax_server.text.tools.plain_json import PlainJsonFormat
-from lorax_server.text.tools.pythonic import PythonicFormat
 
 FORMATS: Mapping[str, Callable[[], ToolFormat]] = {
     "hermes": HermesFormat,
@@ -17,12 +18,14 @@ FORMATS: Mapping[str, Callable[[], ToolFormat]] = {
     "pythonic": PythonicFormat,
     "mistral": MistralFormat,
     "granite": GraniteFormat,
+    "qwen3_coder": Qwen3CoderFormat,
     "json": PlainJsonFormat,
 }
-# The first that a template has decides. Calls in XML are not read: their template decides for none.
+# The first that a template has decides. For other forms of XML it decides for none: they are not read.
 SIGNS: tuple[tuple[str, str], ...] = (
     (r"\[TOOL_CALLS\]", "mistral"),
-    (r"<function=", ""),
+    (r"<parameter=", "qwen3_coder"),
+    (r"<function=|<arg_key>|<invoke name=", ""),
     (r"<\|tool_call\|>|<function_call>", "granite"),
     (r"<tool_call>", "hermes"),
     (r"<\|python_start\|>|\[func_name1\(|\[function_name\(", "pythonic"),

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from lorax_server.errors import InputError
 from lorax_server.text.tools.parser import CallFormat
 
 ANY = r"(.|\n)*"
@@ -14,6 +15,10 @@ OBJECT_START = rf'(\[{BLANK})?\{{{BLANK}"(name|type)"'  # of an answer that is a
 OPTIONS = "x-guidance"  # a keyword of llguidance's own
 # A new line and its indentation, or a blank or two. Without a limit, a model can fill all of its answer with blanks.
 WHITESPACE = r"\r?\n[ \t]{0,32}|[ \t]{1,2}"
+
+DEFINITIONS = ("$defs", "definitions")
+KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITIONS, OPTIONS})
+ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
 
 TokenId = Callable[[str], int | None]
 """Finds the token of a name."""
@@ -53,6 +58,10 @@ class CallGrammar(NamedTuple):
     name: str
     rule: str
     schema: dict[str, Any]
+
+    @property
+    def is_strict(self) -> bool:
+        return "lenient" not in self.schema[OPTIONS]
 
 
 class CallRules(NamedTuple):
@@ -130,14 +139,14 @@ def write_optional(
         rules += f"text: %lark {{\n{text}\n}}\n{_write_calls(form, functions, is_parallel, marks)}"
         return f"start: {before}(text | {opener}calls)\n{rules}"
     before, rules = _write_thought(thought, marks)
-    wrong = [f"{ANY}{_escape(opener)}{ANY}" for opener in form.openers]
+    wrong = [f"{ANY}{escape(opener)}{ANY}" for opener in form.openers]
     if form.start_pattern:
         free, first = "BLANKS? (TEXT | calls)?", r"[^ \n]"
         wrong.append(f"{form.start_pattern}{ANY}")
     else:
         opener, first = form.openers[0], r"(.|\n)"
         free = f"(TEXT | trigger calls{f' | TEXT? {marks.token(opener)} calls' if marks.has_token(opener) else ''})?"
-        rules += f"trigger[lazy]: /{ANY}{_escape(opener)}/\n"
+        rules += f"trigger[lazy]: /{ANY}{escape(opener)}/\n"
     text = " & ".join([f"/{first}{ANY}/", *(f"~/{pattern}/" for pattern in wrong)])
     return f"start: {before}{free}\nTEXT: {text}\n{rules}{_write_calls(form, functions, is_parallel, marks)}"
 
@@ -156,7 +165,7 @@ def _write_thought(thought: Thought | None, marks: Marks, after: str = "") -> tu
     """Write the reference to a thought, with what follows it, and its rules."""
     if thought is None:
         return "", ""
-    closer, opener = _escape(thought.closer), "" if thought.has_begun else marks.write(thought.opener)
+    closer, opener = escape(thought.closer), "" if thought.has_begun else marks.write(thought.opener)
     rest, rules = "reasons", f"reasons[lazy]: /{ANY}{closer}/\n"
     if marks.has_token(thought.closer):
         rest = f"(reasons | REASONS? {marks.token(thought.closer)})"
@@ -164,6 +173,21 @@ def _write_thought(thought: Thought | None, marks: Marks, after: str = "") -> tu
     return (f"{rest}{after} " if thought.has_begun else f"({opener} {rest}{after})? "), rules
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     """Write text for a regular expression between slashes."""
-    return re.escape(text).replace("/", r"\/")
+    return re.escape(text).replace("/", r"\/").replace("\n", "n")  # the backslash is there
+
+
+def check_keywords(call: CallGrammar) -> None:
+    """Refuse a strict schema with keywords for all arguments together, where they are written one by one."""
+    unknown = sorted(call.schema.keys() - KEYWORDS - ANNOTATIONS)
+    if call.is_strict and unknown:
+        raise InputError(
+            f"`tools`: `parameters` of {call.name!r} has `{unknown[0]}`, which cannot be enforced in the form that "
+            "this model writes calls in; leave it out, or let the function not be `strict`"
+        )
+
+
+def share_definitions(call: CallGrammar) -> dict[str, Any]:
+    """Return what the schema of one argument needs of that of all."""
+    return {word: call.schema[word] for word in (*DEFINITIONS, OPTIONS) if word in call.schema}

@@ -121,14 +121,17 @@ def load(text: str) -> Any:
 def _to_arguments(value: Any, text: str | None) -> str:
     if not isinstance(value, dict):
         raise MalformedCallError
+    return dump(value) if text is None else keep_or_dump(value, text)
+
+
+def keep_or_dump(value: Any, text: str) -> str:
+    """Return how a value was written, or, if that is not quite JSON, how it should be."""
     try:
-        if text is not None:
-            json.loads(text, parse_constant=_refuse)
-            text.encode()
-            return text
+        json.loads(text, parse_constant=_refuse)
+        text.encode()
     except (ValueError, RecursionError):
-        pass
-    return dump(value)
+        return dump(value)
+    return text
 
 
 def dump(value: Any) -> str:

@@ -4,8 +4,8 @@ A call that is not well formed, or names a function that was not offered, comes 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Set
-from typing import NamedTuple
+from collections.abc import Mapping, Set
+from typing import Any, NamedTuple
 
 MAX_DROPPED = 64  # blanks before a call that are no text of the answer; more are, or a stream would wait for them
 
@@ -53,9 +53,14 @@ class MalformedCallError(Exception):
 class ToolSet(NamedTuple):
     """The functions that an answer may call."""
 
-    names: Set[str]
+    schemas: Mapping[str, Mapping[str, Any]]
+    """The JSON schema of each function's arguments, by its name."""
     is_enforced: bool = False
     """A grammar vouches for all calls, so that arguments need not wait until they are known to be right."""
+
+    @property
+    def names(self) -> Set[str]:
+        return self.schemas.keys()
 
 
 class Section(ABC):

@@ -148,8 +148,8 @@ def test_templates_for_tools() -> None:
     assert both(talker, tools=TOOLS)["reason"] == "tool_calls"
     assert talker.chat(tools=TOOLS, tool_choice="none").json["choices"][0]["message"]["content"] == CALL
     assert talker.prompts[-1] == "ask"
-    xml = Talker(CALL, "{{ tools }}<tool_call><function=name>").chat(tools=TOOLS)
-    assert (xml.status, "XML" in xml.message) == (400, True)
+    xml = Talker(CALL, "{{ tools }}<tool_call>name<arg_key>").chat(tools=TOOLS)
+    assert (xml.status, "a form of XML that is not supported" in xml.message) == (400, True)
 
 
 # --- What is asked for ------------------------------------------------------------------------------------------------

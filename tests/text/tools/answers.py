@@ -1,7 +1,7 @@
 """Answers with calls, as models of each family write them, and what they mean."""
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from lorax_server.text.tools.formats import FORMATS
 from lorax_server.text.tools.parser import (
@@ -14,7 +14,20 @@ from lorax_server.text.tools.parser import (
     ToolSet,
 )
 
-NAMES = frozenset({"weather", "now"})
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "now": {
+        "type": "object",
+        "properties": {
+            "text": {"$ref": "#/$defs/text"},
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "flag": {"type": "boolean"},
+            "list": {"type": "array"},
+            "either": {"type": ["string", "number"]},
+        },
+        "$defs": {"text": {"enum": ["1", "x"]}},
+    },
+}
 OSLO = '{"city": "Oslo", "days": 2}'
 Meaning = Sequence[str | tuple[str, str]]  # texts and calls
 
@@ -27,9 +40,11 @@ class Example(NamedTuple):
     meaning: Meaning
 
 
-def read(example_form: str, pieces: Iterable[str], is_enforced: bool = False) -> Meaning:
+def read(
+    example_form: str, pieces: Iterable[str], is_enforced: bool = False, schemas: Mapping[str, Any] = SCHEMAS
+) -> Meaning:
     """Read an answer that comes in pieces; check that its events are in order."""
-    parser = ToolParser(FORMATS[example_form](), ToolSet(NAMES, is_enforced))
+    parser = ToolParser(FORMATS[example_form](), ToolSet(schemas, is_enforced))
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
     return to_meaning(events)
 
@@ -64,6 +79,15 @@ def to_meaning(events: Sequence[ParsedEvent]) -> Meaning:
 
 WEATHER, NOW = ("weather", OSLO), ("now", "{}")
 TAGGED = f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>'
+CITY, DAYS = "<parameter=city>\nOslo\n</parameter>\n", "<parameter=days>\n2\n</parameter>\n"
+CODER = f"<tool_call>\n<function=weather>\n{CITY}{DAYS}</function>\n</tool_call>"
+
+
+def coder(name: str, value: str) -> str:
+    """Write a call of `now` with one parameter."""
+    return f"<tool_call>\n<function=now>\n<parameter={name}>\n{value}\n</parameter>\n</function>\n</tool_call>"
+
+
 CALLS = [
     Example("hermes", TAGGED, [WEATHER]),
     Example(
@@ -99,6 +123,32 @@ CALLS = [
     Example("pythonic", r'[now(a="\ud800")]', [("now", r'{"a": "\ud800"}')]),
     Example("granite", '<|tool_call|>[{"name": "now"}]<|/tool_call|>', [NOW]),
     Example("granite", '<function_call> {"name": "now", "arguments": {}}', [NOW]),
+    Example("qwen3_coder", CODER, [WEATHER]),
+    Example(
+        "qwen3_coder",
+        f"Let me see.\n\n{CODER}\n<tool_call>\n<function=now>\n</function>\n</tool_call>\nDone.",
+        ["Let me see.", WEATHER, NOW, "Done."],
+    ),
+    Example("qwen3_coder", CODER.replace("\n", ""), [WEATHER]),
+    Example("qwen3_coder", "Well: <function=now></function> then", ["Well:", NOW, "then"]),
+    Example("qwen3_coder", "<tool_call><function=now></function><function=now></function></tool", [NOW, NOW]),
+    Example("qwen3_coder", "<tool_call><function=now></function></tool is", [NOW, "</tool is"]),
+    Example("qwen3_coder", coder("text", "1"), [("now", '{"text": "1"}')]),
+    Example("qwen3_coder", coder("text", '\n a "b"\\n</p>\n\n'), [("now", r'{"text": "\n a \"b\"\\n</p>\n\n"}')]),
+    Example("qwen3_coder", coder("text", ""), [("now", '{"text": ""}')]),
+    Example("qwen3_coder", coder("maybe", "null"), [("now", '{"maybe": null}')]),
+    Example("qwen3_coder", coder("maybe", "nul"), [("now", '{"maybe": "nul"}')]),
+    Example("qwen3_coder", coder("flag", "True"), [("now", '{"flag": true}')]),
+    Example("qwen3_coder", coder("flag", "maybe"), [("now", '{"flag": "maybe"}')]),
+    Example(
+        "qwen3_coder",
+        coder("list", '[1.50, "</parameter>\\""]\n'),
+        [("now", r'{"list": [1.50, "</parameter>\""]}')],
+    ),
+    Example("qwen3_coder", coder("either", "1.0"), [("now", '{"either": 1.0}')]),
+    Example("qwen3_coder", coder("either", '"1"'), [("now", r'{"either": "\"1\""}')]),
+    Example("qwen3_coder", coder("other", "[1]"), [("now", '{"other": [1]}')]),
+    Example("qwen3_coder", coder("other", "<b>"), [("now", '{"other": "<b>"}')]),
     Example("json", f'{{"name": "weather", "arguments": {OSLO}}}', [WEATHER]),
     Example("json", '[{"name": "now", "arguments": {}}, {"name": "now", "parameters": {}}]', [NOW, NOW]),
 ]
@@ -127,6 +177,14 @@ NO_CALLS = [
     ("mistral", "[TOOL_CALLS]" + "x" * 600 + "{}"),
     ("mistral", "[TOOL_CALLS]now[ARGS]"),
     ("granite", "<|tool_call|>[]"),
+    ("qwen3_coder", "<tool_call>\n<function=nobody>\n</function>\n</tool_call>"),
+    ("qwen3_coder", "<tool_call>\n<function=now>\n<parameter=text>\n1\n</parameter>\n"),
+    ("qwen3_coder", "<tool_call><function=now><parameter=text>1</parameter><parameter=text>1</parameter></function>"),
+    ("qwen3_coder", "<tool_call><function=now>1</function></tool_call>"),
+    ("qwen3_coder", coder("list", "[1 < 2]")),
+    ("qwen3_coder", "<function=" + "x" * 300 + "></function>"),
+    ("qwen3_coder", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'),
+    ("qwen3_coder", "Write <function=now and <parameter=a></parameter>."),
     ("json", "[1, 2]"),
     ("json", '{"name": "Bob", "arguments": {}}'),
 ]

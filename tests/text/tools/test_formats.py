@@ -12,6 +12,8 @@ TEMPLATES = {
     "pythonic": "{% if tools %}[func_name1(params_name1=params_value1), f2(a)]{% endif %}<|start_header_id|>",
     "mistral": "{% if tools %}[AVAILABLE_TOOLS]{{ tools }}[/AVAILABLE_TOOLS]{% endif %}{{ '[TOOL_CALLS]' }}",
     "granite": "{% if tools %}<|start_of_role|>tools<|end_of_role|>{{ tools }}{% endif %}<|tool_call|>",
+    "qwen3_coder": "{% if tools %}{{ '<tools>' }}{% endif %}{{ '<tool_call>\\n<function=' + tool_call.name + '>\\n' }}"
+    "{{ '<parameter=' + name + '>\\n' + value + '\\n</parameter>\\n' }}{{ '</function>\\n</tool_call>' }}",
     "json": "{% if tools %}Answer with JSON. Tools: {{ tools }}{% endif %}",
 }
 
@@ -26,6 +28,7 @@ def test_the_template_chooses(form: str) -> None:
     assert choose_format(TEMPLATES[form]) == form
 
 
-def test_templates_without_tools_and_with_calls_in_xml() -> None:
+def test_templates_without_tools_and_with_calls_in_other_forms() -> None:
     assert not renders_tools("{% for message in messages %}{{ message.content }}{% endfor %} toolset")
-    assert choose_format("{% if tools %}<tool_call>\n<function=name>\n<parameter=a>{% endif %}") == ""
+    for calls in ("<function=name>{...}</function>", "<tool_call>name\n<arg_key>", '<invoke name="'):
+        assert choose_format("{% if tools %}" + calls + "{% endif %}") == ""

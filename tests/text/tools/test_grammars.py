@@ -6,18 +6,20 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer
 
 from lorax_server.errors import InputError
 from lorax_server.text.tokenizer import TextTokenizer
+from lorax_server.text.tools.families.granite import OPENER
 from lorax_server.text.tools.formats import FORMATS
 from lorax_server.text.tools.grammar import FunctionSchema, Marks, Thought, write_optional, write_required
-from lorax_server.text.tools.granite import OPENER
+from lorax_server.text.tools.parameter_text import ALL_TYPES, MAX_PARTS, Seen, _find, find_types
 from tests.text.test_real_tokenizers import installed
 from tests.text.tokenizers import byte_level
-from tests.text.tools.answers import read
+from tests.text.tools.answers import CODER, read
 
 PARAMETERS = {
     "type": "object",
@@ -68,6 +70,12 @@ TEXTS = {
         f'[TOOL_CALLS][{{"name": "weather", "arguments": {OSLO}}}]',
         f'[TOOL_CALLS][{{"name": "weather", "arguments": {WRONG}}}]',
         '[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]',
+    ),
+    "qwen3_coder": Texts(
+        CODER,
+        CODER.replace("<parameter=city>\nOslo\n</parameter>\n", ""),
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>",
     ),
     "pythonic": Texts('[weather(city="Oslo", days=2)]', "[weather(days=2)]", '[weather(city="Oslo"), now()]'),
 }
@@ -160,7 +168,7 @@ def test_calls_that_are_free_to_come(form: str, texts: Texts, kind: str, before:
         assert not accepts(many, before + "Text first.\n" + texts.wrong)
 
 
-@pytest.mark.parametrize("form", ["hermes", "granite", "mistral", "pythonic"])
+@pytest.mark.parametrize("form", ["hermes", "granite", "mistral", "pythonic", "qwen3_coder"])
 def test_an_answer_that_is_calls_or_has_a_form_of_its_own(form: str) -> None:
     text = 'start: %json {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]}'
     either = grammar(write_optional, form, "special", text=text)
@@ -200,12 +208,88 @@ def test_what_a_grammar_allows_is_read_as_calls(form: str) -> None:
             allowed = [byte for byte, bias in enumerate(matcher.compute_logit_bias()[:256]) if bias]
             if not allowed:
                 break
-            ends = [byte for byte in b'"})]' if byte in allowed and len(answer) > 60]
+            closers = [next_of(answer)] if form == "qwen3_coder" else b'"})]'
+            ends = [byte for byte in closers if byte in allowed and len(answer) > 60]
             answer += bytes([ends[0] if ends else rng.choice(allowed)])
             matcher.consume_token(answer[-1])
         (call,) = read(form, [answer.decode()])
         assert call[0] in ("weather", "now")
         assert isinstance(json.loads(call[1]), dict)
+
+
+def next_of(answer: bytes, end: bytes = b"\n</parameter>") -> int:
+    """Return the byte that brings an answer closer to the end of a text."""
+    return next(end[count] for count in reversed(range(len(end))) if answer.endswith(end[:count]))
+
+
+ODD = ["a b", "null", "x|y*(z)\n/", '-#&~"\\', "\N{SNOWMAN}", "</param>", ""]
+TEXT_SCHEMAS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [  # with values as they are written and meant
+    ({"enum": ODD}, {text: text for text in ODD}, ["a", "a  b", "x", "\n"]),
+    ({"const": "1"}, {"1": "1"}, ["2", '"1"']),
+    ({"type": "string", "minLength": 2, "maxLength": 3}, {"ab": "ab", "\n\n": "\n\n"}, ["a", "abcd", "\n"]),
+    ({"type": "string", "enum": ["a", "ab"], "minLength": 2}, {"ab": "ab"}, ["a"]),
+    ({"anyOf": [{"$ref": "#/$defs/ab"}, {"type": "null"}]}, {"ab": "ab", "null": None}, ["a", "nul", ""]),
+    ({"type": ["string", "integer"], "maximum": 9}, {'"a"': "a", "7": 7}, ["a", "12"]),
+    ({"type": "array", "items": {"type": "string"}}, {'["</parameter>"]': ["</parameter>"], "[]": []}, ["a", ""]),
+]
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), TEXT_SCHEMAS)
+def test_texts_between_tags_keep_to_their_schema(
+    schema: dict[str, Any], right: dict[str, Any], wrong: list[str]
+) -> None:
+    """Follow values of a parameter through the grammar, and read them back."""
+    definitions = {"ab": {"enum": ["ab"]}}
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": definitions}
+    text = write_required(
+        FORMATS["qwen3_coder"](), [FunctionSchema("f", parameters, True)], False, Marks(lambda _: None), None
+    )
+    for value in (*right, *wrong):
+        answer = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes())), text, log_level=0)
+        taken = matcher.try_consume_tokens(list(answer.encode()))
+        assert (taken == len(answer.encode()) and matcher.is_accepting()) == (value in right), value
+        if value in right:
+            (call,) = read("qwen3_coder", answer, True, {"f": parameters})
+            arguments = json.loads(call[1])
+            jsonschema.validate(arguments, parameters)
+            assert arguments == {"a": right[value]}
+
+
+@pytest.mark.parametrize(
+    ("properties", "more", "word"),
+    [
+        ({"a": {"type": "string", "pattern": "^a"}}, {}, "pattern"),
+        ({"a": {"type": "string", "allOf": [{"format": "date"}]}}, {}, "allOf"),
+        ({"a": {"anyOf": [{"enum": ["a"]}, {"enum": ["b"]}]}}, {}, "anyOf"),
+        ({"a": {"$ref": "#/$defs/none", "type": "string"}}, {}, r"\$ref"),
+        ({}, {"minProperties": 1}, "minProperties"),
+    ],
+)
+def test_strict_schemas_of_texts_are_refused_for_what_cannot_be_enforced(
+    properties: dict[str, Any], more: dict[str, Any], word: str
+) -> None:
+    parameters = {"type": "object", "properties": properties, **more}
+    strict, other = (FunctionSchema("f", parameters, is_strict) for is_strict in (True, False))
+    with pytest.raises(InputError, match=f"`{word}`"):
+        write_required(FORMATS["qwen3_coder"](), [strict], False, Marks(lambda _: None), None)
+    assert write_required(FORMATS["qwen3_coder"](), [other], False, Marks(lambda _: None), None)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a>b": {}}},
+        {"properties": {"a\nb": {}}},
+        {"properties": {}, "required": ["a"]},
+        {"properties": {"a": {"type": "string", "minLength": "1"}}},
+        {"properties": {"a": {"type": "string", "minLength": 3, "maxLength": 2}}},
+    ],
+)
+def test_parameters_that_tags_cannot_have_are_refused(schema: dict[str, Any]) -> None:
+    functions = [FunctionSchema("f", {"type": "object", **schema}, False)]
+    with pytest.raises(InputError, match="`tools`"):
+        write_required(FORMATS["qwen3_coder"](), functions, False, Marks(lambda _: None), None)
 
 
 class Bytes:
@@ -216,3 +300,15 @@ class Bytes:
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
+
+
+def test_types_of_a_parameter_are_found_in_few_steps() -> None:
+    """Whatever lies behind many parts may be of all types."""
+    texts = [{"type": "string"}] * (MAX_PARTS - 2)
+    assert find_types({"anyOf": texts}, {}) == {"string"}
+    assert find_types({"enum": ["a", 1, 1.5, None, True, [], {}]}, {}) == ALL_TYPES
+    assert find_types({"type": ["integer", {}, "null"]}, {}) == {"number", "null"}
+    many = {"anyOf": [{"anyOf": texts}] * 10_000}
+    seen = Seen()
+    assert _find({"$ref": "#/$defs/a"}, {"$defs": {"a": many}}, seen, 0) == ALL_TYPES
+    assert seen.num_parts < 3 * MAX_PARTS

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lorax_server.config import TOOL_PARSERS
 from lorax_server.text.tools.formats import FORMATS
 from lorax_server.text.tools.parser import MAX_DROPPED, ArgumentsPiece, CallBegins, ToolParser, ToolSet
-from tests.text.tools.answers import CALLS, NAMES, NO_CALLS, OSLO, Example, read
+from tests.text.tools.answers import CALLS, CODER, NO_CALLS, OSLO, SCHEMAS, Example, read
 
 PIECES = [
     *("<tool_call>", "</tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<tool", "_call>"),
@@ -26,6 +26,7 @@ PIECES = [
         "\\",
         ";",
     ),
+    *("<function=now>", "</function>", "<function=", "<parameter=text>", "<parameter=list>", "</parameter>", "</para"),
     *("now", "now()", "[now()]", "weather(city='Oslo')", " ", "\n", ",", "text", "ä", "👍", "<", "("),
 ]
 answers = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
@@ -79,13 +80,20 @@ def test_arguments_come_piece_by_piece_where_a_grammar_vouches_for_them() -> Non
     text = f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>'
     sent = {}
     for is_enforced in (True, False):
-        parser = ToolParser(FORMATS["hermes"](), ToolSet(NAMES, is_enforced))
+        parser = ToolParser(FORMATS["hermes"](), ToolSet(SCHEMAS, is_enforced))
         events = [parser.feed(character) for character in text]
         begun = next(i for i, each in enumerate(events) if any(isinstance(event, CallBegins) for event in each))
         pieces = [event for each in events for event in each if isinstance(event, ArgumentsPiece)]
         assert "".join(piece.text for piece in pieces) == OSLO
         sent[is_enforced] = (begun, len(pieces))
     assert sent == {True: (text.index(OSLO), len(OSLO)), False: (text.index("}}") + 1, 1)}
+
+
+def test_texts_come_piece_by_piece_where_others_come_whole() -> None:
+    parser = ToolParser(FORMATS["qwen3_coder"](), ToolSet(SCHEMAS, True))
+    events = [event for character in CODER for event in parser.feed(character)]
+    pieces = [event.text for event in events if isinstance(event, ArgumentsPiece)]
+    assert pieces == ['{"city": "', *"Oslo", '"', ', "days": ', "2", "}"]
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral", "json"])
@@ -104,12 +112,16 @@ def test_many_blanks_are_text_although_a_call_follows() -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(
-    "piece", ["<tool_call>{", '<tool_call>{"', "[TOOL_CALLS]now", "[now(", "{[", "\n", '{"name": "']
+    "piece",
+    [
+        *("<tool_call>{", '<tool_call>{"', "[TOOL_CALLS]now", "[now(", "{[", "\n", '{"name": "', "<function=now>"),
+        *("<function=now><parameter=text>", "<function=now><parameter=list>[", "<parameter=text></parameter>"),
+    ],
 )
 def test_hostile_answers_take_time_in_proportion(form: str, piece: str) -> None:
     """Text that is looked at again with every piece stays short."""
     count = 2000
-    parser = ToolParser(FORMATS[form](), ToolSet(NAMES))
+    parser = ToolParser(FORMATS[form](), ToolSet(SCHEMAS))
     most = 0
     for _ in range(count):
         parser.feed(piece)

@@ -7,7 +7,14 @@ import re
 from typing import Any
 
 from lorax_server.errors import InputError
-from lorax_server.text.tools.grammar import CallGrammar, CallRules, ToolFormat, write_text
+from lorax_server.text.tools.grammar import (
+    CallGrammar,
+    CallRules,
+    ToolFormat,
+    check_keywords,
+    share_definitions,
+    write_text,
+)
 from lorax_server.text.tools.json_object import Call, dump
 from lorax_server.text.tools.json_section import add_call
 from lorax_server.text.tools.parser import MalformedCallError, ParsedEvent, Section, ToolSet
@@ -149,15 +156,15 @@ class PythonicFormat(ToolFormat):
 
 def _write_keywords(rule: str, call: CallGrammar) -> list[str]:
     """Write rules for the arguments in the schema's order, of which those that are not required may be left out."""
+    check_keywords(call)
     properties, required = call.schema.get("properties", {}), call.schema.get("required", [])
     for name in properties:
         if not name.isidentifier() or keyword.iskeyword(name):
             raise InputError(f"`tools`: {call.name!r} has a parameter {name[:64]!r}, which Python cannot name")
-    shared = {word: call.schema[word] for word in ("$defs", "definitions", "x-guidance") if word in call.schema}
     rules = []
     items = list(properties.items())
     for index, (name, schema) in enumerate(items):
-        value = {**(schema if isinstance(schema, dict) else {}), **shared}
+        value = {**(schema if isinstance(schema, dict) else {}), **share_definitions(call)}
         rules.append(f"{rule}_value_{index}: {write_text(name + '=')} %json {json.dumps(value)}\n")
         first, other = f"{rule}_{index}", f"{rule}_more_{index}"
         given, skipped = f"{rule}_value_{index} {rule}_more_{index + 1}", name not in required

@@ -1,0 +1,214 @@
+"""Values of parameters that are written as text between tags: strings as they are, all others as JSON."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import Any, NamedTuple
+
+from lorax_server.errors import InputError
+from lorax_server.text.tools.grammar import ANNOTATIONS, ANY
+from lorax_server.text.tools.json_object import INSIDE, dump, keep_or_dump, load
+from lorax_server.text.tools.parser import MalformedCallError
+from lorax_server.text.tools.references import resolve
+
+ALL_TYPES = frozenset({"string", "number", "boolean", "null", "array", "object"})
+WORDS = {"True": True, "False": False, "None": None}  # Python's, which models write as well
+OUTSIDE = re.compile('["<]')  # of the strings of JSON
+TEXT_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})
+MAX_DEPTH = 32  # of a schema
+MAX_PARTS = 256  # of a schema whose types are found
+WINDOW = 4096  # characters that are looked at together
+
+
+@dataclass
+class Seen:
+    """The parts that a search has looked at."""
+
+    references: set[str] = field(default_factory=set)
+    num_parts: int = 0
+
+
+def find_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """Find the types of JSON that a schema may allow, whole numbers among the numbers; all of them if it names none.
+
+    A part behind many others counts as one of all types.
+    """
+    return _find(schema, root, Seen(), 0) or ALL_TYPES
+
+
+def _find(schema: Any, root: Mapping[str, Any], seen: Seen, depth: int) -> frozenset[str]:
+    """Find the types; none for a reference that was `seen` before, of which more cannot be learnt."""
+    seen.num_parts += 1
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH or seen.num_parts > MAX_PARTS:
+        return ALL_TYPES
+    types = ALL_TYPES
+    if isinstance(reference := schema.get("$ref"), str):
+        if reference in seen.references:
+            return frozenset()
+        seen.references.add(reference)
+        types &= _find(resolve(reference, root), root, seen, depth + 1)
+    if (named := schema.get("type")) is not None:
+        names = named if isinstance(named, list) else [named]
+        types &= {"number" if name == "integer" else name for name in names if isinstance(name, str)}
+    if "const" in schema:
+        types &= {_type_of(schema["const"])}
+    if isinstance(values := schema.get("enum"), list):
+        types &= set(map(_type_of, {type(value): value for value in values}.values()))
+    for word in ("anyOf", "oneOf"):
+        if isinstance(parts := schema.get(word), list):
+            types &= frozenset().union(*(_find(part, root, seen, depth + 1) for part in parts[:MAX_PARTS]))
+    if isinstance(parts := schema.get("allOf"), list):
+        for part in parts[:MAX_PARTS]:
+            types &= _find(part, root, seen, depth + 1) or ALL_TYPES
+    return types
+
+
+def _type_of(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
+
+
+def is_text(types: frozenset[str]) -> bool:
+    """Tell whether values are texts, or null."""
+    return "string" in types and types <= {"string", "null"}
+
+
+class TextSchema(NamedTuple):
+    """The part of a schema that a text can be held to."""
+
+    length: str  # a regular expression
+    choices: Sequence[str] | None
+    unknown: str = ""  # a keyword that it cannot be held to
+
+
+def find_text_schema(schema: Mapping[str, Any], root: Mapping[str, Any]) -> TextSchema:
+    """Find the schema of a parameter's texts: also behind references, and beside null."""
+    outer: list[str] = []
+    for _ in range(MAX_DEPTH):
+        outer = sorted(schema.keys() & {"$ref", "anyOf"})
+        if not outer:
+            return _read_text_schema(schema)
+        inner = _find_inner(schema, root) if len(outer) == 1 else None
+        if schema.keys() - ANNOTATIONS - set(outer) or not isinstance(inner, Mapping):
+            break
+        schema = inner
+    return TextSchema(ANY, None, outer[0])
+
+
+def _find_inner(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
+    """Follow a reference, or find the only part that allows texts; None if there is none."""
+    reference, parts = schema.get("$ref"), schema.get("anyOf")
+    if isinstance(reference, str):
+        return resolve(reference, root)
+    texts = [part for part in parts if "string" in find_types(part, root)] if isinstance(parts, list) else []
+    return texts[0] if len(texts) == 1 else None
+
+
+def _read_text_schema(schema: Mapping[str, Any]) -> TextSchema:
+    unknown = sorted(schema.keys() - ANNOTATIONS - TEXT_KEYWORDS)
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if type(least) is not int or type(most) not in (int, NoneType) or least < 0 or (most is not None and most < least):
+        raise InputError("`tools`: `minLength` and `maxLength` are whole numbers, the second not less than the first")
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    texts = [choice for choice in choices if isinstance(choice, str)] if isinstance(choices, list) else None
+    return TextSchema(rf"(.|\n){{{least},{'' if most is None else most}}}", texts, unknown[0] if unknown else "")
+
+
+def to_json(text: str, types: frozenset[str], is_json: bool) -> str:
+    """Return a value as JSON. A text that is not of the types stays a string: its reader may say what is wrong."""
+    if is_json or not is_text(types):
+        try:
+            value = load(text)
+        except MalformedCallError:
+            value = WORDS.get(text.strip(), text)
+        if (is_json or not isinstance(value, str)) and _type_of(value) in types:
+            return keep_or_dump(value, text.strip())
+    return "null" if "null" in types and text == "null" else dump(text)
+
+
+def to_piece(text: str) -> str:
+    """Return a part of a string as JSON writes it, without the quotes."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class TextValue:
+    """Reads up to the first closer, which leaves out a line break after the opener and one before the closer."""
+
+    def __init__(self, closer: str) -> None:
+        self.text = ""  # that the last read brought
+        self.is_done = False
+        self._closer = closer
+        self._held = ""  # may belong to the closer, or be the line break before it
+        self._is_start = True
+
+    def read(self, text: str, at: int) -> int:
+        """Read more; return the place of the first character after it."""
+        new = text[at : at + WINDOW]
+        joined = self._held + new
+        place = joined.find(self._closer)
+        self.is_done = place >= 0
+        end = place if self.is_done else max(0, len(joined) - len(self._closer))
+        self._held, self.text = joined[end:], joined[:end]
+        if self._is_start and self.text:
+            self.text, self._is_start = self.text.removeprefix("\n"), False
+        if not self.is_done:
+            return at + len(new)
+        self.text = self.text.removesuffix("\n")
+        return at + len(new) - (len(self._held) - len(self._closer))
+
+
+class JsonValue:
+    """Reads JSON up to a closer that is in none of its strings."""
+
+    def __init__(self, closer: str) -> None:
+        self.text = ""  # that the last read brought
+        self.is_done = False
+        self._closer = closer
+        self._pattern = OUTSIDE
+        self._skips = False  # the next character, after a backslash
+        self._is_closing = False
+        self._num_closed = 0  # characters of the closer
+
+    def read(self, text: str, at: int) -> int:
+        """Read more; return the place of the first character after it."""
+        end = at if self._is_closing else self._find_end(text, at)
+        self.text = text[at:end]
+        start, at = at, end
+        while at < len(text) and not self.is_done:
+            if text[at] != self._closer[self._num_closed]:
+                raise MalformedCallError(at - start)
+            self._num_closed += 1
+            self.is_done = self._num_closed == len(self._closer)
+            at += 1
+        return at
+
+    def _find_end(self, text: str, at: int) -> int:
+        while at < len(text):
+            if self._skips:
+                self._skips = False
+                at += 1
+                continue
+            found = self._pattern.search(text, at)
+            if found is None:
+                return len(text)
+            if found[0] == "<":
+                self._is_closing = True
+                return found.start()
+            at = found.end()
+            if found[0] == '"':
+                self._pattern = OUTSIDE if self._pattern is INSIDE else INSIDE
+            else:
+                self._skips = True
+        return at

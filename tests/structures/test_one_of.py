@@ -1,0 +1,215 @@
+"""`oneOf` becomes `anyOf` where a tag tells its parts apart, and only there."""
+
+import json
+from enum import IntEnum
+from typing import Annotated, Any, Literal, Optional
+
+import jsonschema
+import pytest
+from pydantic import BaseModel, Field, TypeAdapter
+
+from lorax_server.errors import InputError
+from lorax_server.structures.grammars import MAX_GRAMMAR, from_json_schema
+from lorax_server.structures.matchers import GrammarError, compile_grammar
+from lorax_server.structures.one_of import MAX_STEPS, _Joiner, join_disjoint
+from lorax_server.structures.vocabulary import Vocabulary
+from lorax_server.text.tokenizer import TextTokenizer
+from lorax_server.text.tools.references import MAX_REFERENCE, resolve
+from tests.models.tiny import make_tokenizer
+from tests.structures.hostile import refer_far
+
+
+class Size(IntEnum):
+    SMALL = 1
+    LARGE = 2
+
+
+class Cat(BaseModel):
+    kind: Literal["cat", "kitten"]
+    lives: int
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    size: Size
+
+
+class Version1(BaseModel):
+    version: Literal[1]
+    name: str
+
+
+class Version2(BaseModel):
+    version: Literal[2]
+    name: str
+
+
+class Small(BaseModel):
+    size: Literal[Size.SMALL]
+
+
+class Large(BaseModel):
+    size: Literal[Size.LARGE]
+
+
+class On(BaseModel):
+    is_on: Literal[True]
+
+
+class Off(BaseModel):
+    is_on: Literal[False]
+
+
+class Leaf(BaseModel):
+    kind: Literal["leaf"]
+    value: int
+
+
+class Branch(BaseModel):
+    kind: Literal["branch"]
+    parts: "list[Annotated[Branch | Leaf, Field(discriminator='kind')]]"
+
+
+Pet = Annotated[Cat | Dog, Field(discriminator="kind")]
+CAT, DOG, LEAF = {"kind": "kitten", "lives": 9}, {"kind": "dog", "size": 2}, {"kind": "leaf", "value": 1}
+UNIONS: dict[str, tuple[Any, list[Any], list[Any]]] = {  # with instances that are right and wrong
+    "texts": (Pet, [CAT, DOG], [{"kind": "dog", "lives": 9}, {"kind": "cow"}]),
+    "numbers": (
+        Annotated[Version1 | Version2, Field(discriminator="version")],
+        [{"version": 1, "name": "a"}, {"version": 2, "name": "b"}],
+        [{"version": 3, "name": "a"}, {"name": "a"}],
+    ),
+    "members": (Annotated[Small | Large, Field(discriminator="size")], [{"size": 1}, {"size": 2}], [{"size": 3}]),
+    "booleans": (
+        Annotated[On | Off, Field(discriminator="is_on")],
+        [{"is_on": True}, {"is_on": False}],
+        [{"is_on": "x"}, {}],
+    ),
+    "within another": (Annotated[Pet | Leaf, Field(discriminator="kind")], [CAT, LEAF], [{"kind": "leaf"}]),
+    "or null": (Optional[Pet], [None, CAT], [{}]),  # noqa: UP045 - an alias that is not a type
+    "recursive": (Branch, [{"kind": "branch", "parts": [LEAF, {"kind": "branch", "parts": []}]}], [LEAF]),
+}
+A, B = ({"type": "object", "properties": {"t": {"const": tag}}, "required": ["t"]} for tag in "ab")
+NO_TYPE = {"properties": {"t": {"const": "b"}}, "required": ["t"]}  # accepts whatever is no object
+NOT_REQUIRED = {"type": "object", "properties": {"t": {"const": "b"}}}
+OTHERS: dict[str, dict[str, Any]] = {
+    "the same": {"oneOf": [A, A]},
+    "no type": {"oneOf": [A, NO_TYPE]},
+    "not required": {"oneOf": [A, NOT_REQUIRED]},
+    "no tag": {"oneOf": [A, {"type": "object", "required": ["t"]}]},
+    "one number": {"oneOf": [{**A, "properties": {"t": {"enum": [value]}}} for value in (1, 1.0)]},
+    "objects": {"oneOf": [{**A, "properties": {"t": {"const": {"a": value}}}} for value in (1, 2)]},
+    "another beside it": {"oneOf": [A, B], "anyOf": [A]},
+    "a tag that is another": {"oneOf": [A, B], "discriminator": {"propertyName": "other"}},
+    "nowhere": {"oneOf": [{"$ref": "#/$defs/none"}, {"$ref": "elsewhere"}, {"$ref": 1}]},
+    "round in circles": {"oneOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    "itself": {"oneOf": [{"$ref": "#"}, A]},
+    "values": {"const": {"oneOf": [A, B]}, "enum": [{"oneOf": [A, B]}], "default": {"oneOf": [A, B]}},
+    "names": {"properties": {"oneOf": {"type": "string"}}},
+    "nothing": {"oneOf": []},
+    "no list": {"oneOf": A},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> TextTokenizer:
+    return TextTokenizer(make_tokenizer().backend_tokenizer, {}, {})
+
+
+@pytest.mark.parametrize("name", UNIONS)
+def test_unions_of_pydantic(name: str, tokenizer: TextTokenizer) -> None:
+    union, right, wrong = UNIONS[name]
+    schema = TypeAdapter(union).json_schema()
+    assert "oneOf" in json.dumps(schema)
+    assert "oneOf" not in json.dumps(join_disjoint(schema))
+    compiled = compile_grammar(Vocabulary(tokenizer), from_json_schema(schema).grammar)
+    for instance in (*right, *wrong):
+        matcher = compiled.deep_copy()
+        ids = tokenizer.encode(json.dumps(instance), add_special_tokens=False)
+        is_accepted = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+        is_valid = jsonschema.Draft202012Validator(schema).is_valid(instance)
+        assert (is_accepted, is_valid) == (instance in right, instance in right), instance
+
+
+def test_without_a_name_of_the_tag() -> None:
+    assert join_disjoint({"not": {"oneOf": [A, B]}}) == {"not": {"anyOf": [A, B]}}
+    within = {"items": {"oneOf": [A, {"oneOf": [B, {**A, "properties": {"t": {"const": 1}}}]}]}}
+    assert "oneOf" not in json.dumps(join_disjoint(within))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_may_overlap_stays_as_it_is(name: str) -> None:
+    assert join_disjoint(OTHERS[name]) == OTHERS[name]
+
+
+def test_what_may_overlap_is_refused_by_name(tokenizer: TextTokenizer) -> None:
+    with pytest.raises(GrammarError, match=r"oneOf.*anyOf"):
+        compile_grammar(Vocabulary(tokenizer), from_json_schema(OTHERS["the same"]).grammar)
+
+
+def test_hostile_schemas_take_few_steps() -> None:
+    """Have each part refer to all others: the ways through them are without number."""
+    parts = {f"p{index}": {"anyOf": [{"$ref": f"#/$defs/p{other}"} for other in range(60)]} for index in range(60)}
+    schema = {"oneOf": [{"$ref": "#/$defs/p0"}, A], "discriminator": {"propertyName": "t"}, "$defs": parts}
+    many = {"allOf": [schema] * 1000, "$defs": parts}
+    for each in (schema, many, refer_far(200, 1000), refer_far(100_000, 1000)):
+        assert isinstance(each, dict)
+        joiner = _Joiner(each)
+        assert joiner.join(each) == each
+        assert joiner._steps < 2 * MAX_STEPS
+
+
+class Unprintable:
+    """Stands for an object that is too large to be written."""
+
+    def __str__(self) -> str:
+        raise AssertionError("it is written")
+
+
+def test_only_short_texts_are_references() -> None:
+    root = {"a/b": {"~": 1}, "c": [{}]}
+    assert resolve("#", root) is root
+    assert resolve("#/a~1b/~0", root) == 1
+    for reference in (
+        "#/c/0",
+        "#/none/none",
+        "elsewhere#/c",
+        "#c",
+        "",
+        None,
+        Unprintable(),
+        "#/c" + "/" * MAX_REFERENCE,
+    ):
+        assert resolve(reference, root) is None
+    joiner = _Joiner({})
+    assert joiner._resolve({"$ref": Unprintable()}) is None
+    assert joiner._resolve({"$ref": "#" + "/a" * 100}) is None
+    assert joiner._steps == 1 + 101  # each name is a step
+
+
+def test_a_way_that_ends_early_is_not_walked_on() -> None:
+    class Counted(dict[str, Any]):
+        num_asked = 0
+
+        def get(self, key: str, default: Any = None) -> Any:
+            self.num_asked += 1
+            return super().get(key, default)
+
+    root = Counted()
+    assert resolve("#/none" + "/none" * 40, root) is None
+    assert root.num_asked == 1
+
+
+def test_a_schema_with_a_resource_of_its_own_stays_as_it_is() -> None:
+    """References in it mean that resource, not the whole."""
+    union = {"oneOf": [A, B]}
+    assert "anyOf" in from_json_schema({**union, "$id": "urn:whole"}).grammar
+    inner = {"$id": "urn:part", "$defs": {"a": A}, "oneOf": [{"$ref": "#/$defs/a"}, B]}
+    for schema in ({**union, "items": inner}, {"$id": "urn:whole", **union, "items": inner}):
+        assert "anyOf" not in from_json_schema(schema).grammar
+
+
+def test_a_schema_that_is_too_large_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorax_server.structures.grammars.join_disjoint", None)
+    with pytest.raises(InputError, match=f"{MAX_GRAMMAR} characters"):
+        from_json_schema({"const": "x" * MAX_GRAMMAR})
