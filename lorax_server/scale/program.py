@@ -32,6 +32,7 @@ def main() -> int:
         host=order["host"],
         port=order["port"],
         replica_key=order["key"],
+        ingress_key=order["ingress_key"],
         max_connections_per_address=0,
         allowed_hosts=config.allowed_hosts or tuple(order["allowed_hosts"]),
     )

@@ -8,6 +8,7 @@ dies, and which keeps its changes in Ray's own store.
 import asyncio
 import json
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -20,9 +21,9 @@ from lorax_server.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-ADMIN_PATHS = (
-    "/v1/adapters/load", "/v1/load_lora_adapter", "/v1/adapters/unload", "/v1/unload_lora_adapter",
-)  # fmt: skip
+LOAD_PATHS = ("/v1/adapters/load", "/v1/load_lora_adapter")
+ADMIN_PATHS = (*LOAD_PATHS, "/v1/adapters/unload", "/v1/unload_lora_adapter")
+TOKEN = "api_token"  # for an adapter's source: it belongs to the caller, and is kept nowhere
 STORE = "lorax_server"  # our part of Ray's store
 POLL_S = 1.0  # the longest that a replica waits for news before it asks again
 LEASE_S = 5.0  # a replica that has not asked for so long is taken for dead
@@ -42,7 +43,18 @@ class Entry(NamedTuple):
     version: int
     path: str
     body: dict[str, Any]
-    origin: str  # the replica that has made it
+
+    @property
+    def is_load(self) -> bool:
+        return self.path in LOAD_PATHS
+
+    @property
+    def called(self) -> str:
+        """The name that a load gives, or that an unload may take away; "" if there is none."""
+        body = self.body
+        if self.is_load:
+            return str(body.get("lora_name") or body.get("name") or "")
+        return "" if body.get("adapter_source") else str(body.get("lora_name") or body.get("adapter_id"))
 
     @property
     def subject(self) -> tuple[str, ...]:
@@ -67,10 +79,13 @@ class ChangeRegistry:
     """All changes that still matter, in their order, and the replicas that follow."""
 
     def __init__(self, stored: bytes | None, save: Callable[[bytes], None], clock: Callable[[], float]) -> None:
-        entries = [Entry(*entry) for entry in json.loads(stored)] if stored else []
+        # Entries of older versions have one field more, and may hold a token, which is given up here.
+        entries = [Entry(fields[0], fields[1], _keep(fields[2])) for fields in json.loads(stored or b"[]")]
         self._entries = entries
         self._version = max((entry.version for entry in entries), default=0)
         self._save, self._clock = save, clock
+        if entries:
+            self._save(json.dumps(entries).encode())
         self._members: dict[str, Member] = {}
         self._news = asyncio.Condition()
 
@@ -105,11 +120,14 @@ class ChangeRegistry:
 
     # --- Changes ------------------------------------------------------------------------------------------------------
 
-    async def record(self, path: str, body: Mapping[str, Any], origin: str) -> list[str]:
-        """Record a change, and return when all replicas have made it. Return those that have not in time."""
+    async def record(self, path: str, body: Mapping[str, Any]) -> list[str]:
+        """Record a change, and return when all replicas have made it. Return those that have not in time.
+
+        Also the replica that has answered makes it again, so that the last change of a name is the same for all.
+        """
         async with self._news:
             self._version += 1
-            entry = Entry(self._version, path, dict(body), origin)
+            entry = Entry(self._version, path, _keep(body))
             kept = [other for other in self._entries if other.subject != entry.subject]
             self._entries = [*kept, entry]
             self._save(json.dumps(self._entries).encode())
@@ -126,13 +144,15 @@ class ChangeRegistry:
 
     def _find_late(self, entry: Entry) -> list[str]:
         self._drop_dead()
-        return [
-            name for name, member in self._members.items() if member.confirmed < entry.version and name != entry.origin
-        ]
+        return [name for name, member in self._members.items() if member.confirmed < entry.version]
 
     def _drop_dead(self) -> None:
         now = self._clock()
         self._members = {name: each for name, each in self._members.items() if now - each.seen_at < LEASE_S}
+
+
+def _keep(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: body[name] for name in body if name != TOKEN}
 
 
 class RegistryActor:
@@ -157,8 +177,8 @@ class RegistryActor:
     async def members(self) -> dict[str, str]:
         return self._registry.members()
 
-    async def record(self, path: str, body: dict[str, Any], origin: str) -> list[str]:
-        return await self._registry.record(path, body, origin)
+    async def record(self, path: str, body: dict[str, Any]) -> list[str]:
+        return await self._registry.record(path, body)
 
 
 def find_registry(app: str) -> ActorHandle:
@@ -168,6 +188,14 @@ def find_registry(app: str) -> ActorHandle:
     options |= {"get_if_exists": True, "num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
     found: ActorHandle = actor.options(max_concurrency=10_000, **options).remote(app)
     return found
+
+
+def share_key(app: str) -> str:
+    """Return the key by which an application's ingress shows its replicas who it is: the first to ask makes it."""
+    name = f"ingress:{app}".encode()
+    _internal_kv_put(name, secrets.token_urlsafe(32).encode(), overwrite=False, namespace=STORE)
+    key: bytes = _internal_kv_get(name, namespace=STORE)
+    return key.decode()
 
 
 def end_registry(app: str) -> None:

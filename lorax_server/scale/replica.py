@@ -8,22 +8,20 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-import aiohttp
 import ray
 from ray import serve
 from ray.actor import ActorHandle
 
 from lorax_server import __version__
+from lorax_server.scale.follower import RETRY_S, ChangeFollower
 from lorax_server.scale.placement import hash_name
-from lorax_server.scale.registry import LEASE_S, Entry, find_registry
-from lorax_server.scale.server_process import Order, ReplicaError, ServerProcess, UnavailableServerError
+from lorax_server.scale.registry import LEASE_S, find_registry, share_key
+from lorax_server.scale.server_process import Order, ReplicaError, ServerProcess
 
 logger = logging.getLogger(__name__)
 
 TIERS = ("device", "host", "disk", "broken")
 MAX_REPORTED = 2048  # adapters of each tier in a report: every router gets all reports
-RETRY_S = 0.5
-TRIES = 20  # of a change, at a server that does not answer
 WATCH_S = 0.2
 
 
@@ -33,16 +31,17 @@ class ServerReplica:
     async def __init__(self, order: Order, app: str, version: str, host: str = "") -> None:  # type: ignore[misc] # Ray awaits it
         check_version(version)
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._server = ServerProcess(order, host or ray.util.get_node_ip_address())
+        ingress_key = await asyncio.to_thread(share_key, app)
+        self._server = ServerProcess(order, host or ray.util.get_node_ip_address(), ingress_key)
         self._address = f"{self._server.host}:{self._server.port}"
         self._most = 0  # adapters on the device at once so far
-        self._confirmed = 0
+        self._follower = ChangeFollower(self._server)
         try:
             await self._server.wait_until_ready()
             self._registry: ActorHandle = find_registry(app)
-            while entries := await self._registry.join.remote(self._name, self._confirmed, self._address):
+            while entries := await self._registry.join.remote(self._name, self._follower.confirmed, self._address):
                 for entry in entries:
-                    await self._make(entry)
+                    await self._follower.make(entry)
         except BaseException:
             await self._server.stop()
             raise
@@ -79,6 +78,7 @@ class ServerReplica:
             self._following.cancel()
             self._renewing.cancel()
             self._watching.cancel()
+            self._follower.close()
             self._registry.leave.remote(self._name)
         if hasattr(self, "_server"):
             await self._server.stop()
@@ -93,13 +93,16 @@ class ServerReplica:
     # --- Adapters that were loaded by API -----------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        """Make all changes of other replicas. Without a registry this replica goes on with what it knows."""
+        """Make all changes. Without a registry this replica goes on with what it knows."""
         while True:
             try:
-                for entry in await self._registry.poll.remote(self._name, self._confirmed, self._address):
-                    await self._make(entry)
+                for entry in await self._registry.poll.remote(self._name, self._follower.confirmed, self._address):
+                    await self._follower.make(entry)
             except ray.exceptions.RayError as error:
                 logger.warning("the registry of adapters cannot be reached, trying again: %s", error)
+                await asyncio.sleep(RETRY_S)
+            except Exception:  # without this task no later change would be made, and nobody would know
+                logger.exception("a change of adapters could not be made, trying again")
                 await asyncio.sleep(RETRY_S)
 
     async def _renew(self) -> None:
@@ -107,21 +110,7 @@ class ServerReplica:
         while True:
             await asyncio.sleep(LEASE_S / 3)
             with suppress(ray.exceptions.RayError):
-                await self._registry.join.remote(self._name, self._confirmed, self._address)
-
-    async def _make(self, entry: Entry) -> None:
-        """Make a change, and confirm it: also one that this server refuses, since others have made it."""
-        for _ in range(TRIES if entry.origin != self._name else 0):
-            try:
-                await self._server.follow(entry.path, entry.body)
-                break
-            except (UnavailableServerError, aiohttp.ClientError, TimeoutError) as error:
-                logger.warning("a change at %s is not made yet, trying again: %s", entry.path, error)
-                await asyncio.sleep(RETRY_S)
-            except ReplicaError as error:
-                logger.warning("a change at %s cannot be made here: %s", entry.path, error)
-                break
-        self._confirmed = entry.version
+                await self._registry.join.remote(self._name, self._follower.confirmed, self._address)
 
 
 def check_version(built: str) -> None:

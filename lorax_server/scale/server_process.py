@@ -21,6 +21,7 @@ KEPT_LINES = 20  # of the log, to say why it could not start
 POLL_S = 0.1
 END_S = 15.0  # after which it is killed
 TIMEOUT = aiohttp.ClientTimeout(total=30)
+UNLIMITED = aiohttp.ClientTimeout()
 
 
 class ReplicaError(LoraxError):
@@ -42,7 +43,7 @@ class Order(NamedTuple):
 class ServerProcess:
     """A server's process, and the routes that only its replica may use."""
 
-    def __init__(self, order: Order, host: str) -> None:
+    def __init__(self, order: Order, host: str, ingress_key: str) -> None:
         self.host, self.port = host, find_port(host)
         self._key = secrets.token_urlsafe(32)
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
@@ -60,7 +61,7 @@ class ServerProcess:
         assert self._process.stdin is not None
         assert self._process.stderr is not None
         self._lifeline: IO[str] = self._process.stdin
-        own = {"host": host, "port": self.port, "key": self._key}
+        own = {"host": host, "port": self.port, "key": self._key, "ingress_key": ingress_key}
         self._lifeline.write(json.dumps({**order._asdict(), **own}) + "\n")
         self._lifeline.flush()
         threading.Thread(target=self._pass_on, args=(self._process.stderr,), daemon=True).start()
@@ -123,10 +124,24 @@ class ServerProcess:
             state: dict[str, Any] = await self._content(response)
             return state
 
-    async def follow(self, path: str, body: dict[str, Any]) -> None:
-        """Have the server make a change that another replica has made."""
-        async with self._client().post("/replica/follow", json={"path": path, "body": body}) as response:
-            await self._content(response)
+    async def follow(self, path: str, body: dict[str, Any], meant: tuple[str, str] | None) -> dict[str, Any]:
+        """Have the server make a change of names. `meant` is what the name of an unload has stood for."""
+        followed: dict[str, Any] = await self._post("/replica/follow", {"path": path, "body": body, "meant": meant})
+        return followed
+
+    async def load(self, name: tuple[str, str]) -> str:
+        """Have the server load an adapter, however long that takes, and return its identity."""
+        source, label = name
+        loaded = await self._post("/replica/load", {"source": source, "name": label}, UNLIMITED)
+        return str(loaded["identity"])
+
+    async def pin(self, name: tuple[str, str], identity: str, pin: bool) -> None:
+        source, label = name
+        await self._post("/replica/pin", {"source": source, "name": label, "identity": identity, "pin": pin})
+
+    async def _post(self, path: str, body: dict[str, Any], timeout: aiohttp.ClientTimeout = TIMEOUT) -> Any:
+        async with self._client().post(path, json=body, timeout=timeout) as response:
+            return await self._content(response)
 
     async def _content(self, response: aiohttp.ClientResponse) -> Any:
         if response.status != 200:

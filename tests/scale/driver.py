@@ -9,20 +9,25 @@ import logging
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ray
 from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
-from lorax_server.scale.ray_app import build
+from lorax_server import __version__
+from lorax_server.scale import ray_app
 
 APP = "lorax"
 DEPLOY_S = 240  # on a machine that other tests keep busy
 
 
-def run(arguments: dict[str, Any], name: str = APP, route: str = "/") -> None:
-    serve.run(build(arguments), name=name, route_prefix=route, logging_config={"log_level": "WARNING"})
+def run(arguments: dict[str, Any], name: str = APP, route: str = "/", version: str = __version__) -> None:
+    """Run an application, as a machine with some version of the package builds it."""
+    with patch.object(ray_app, "__version__", version):
+        application = ray_app.build(arguments)
+    serve.run(application, name=name, route_prefix=route, logging_config={"log_level": "WARNING"})
 
 
 def deploy(arguments: dict[str, Any], replicas: int) -> None:

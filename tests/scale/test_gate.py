@@ -5,14 +5,17 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from lorax_server.scale.ingress import gate as module
 from lorax_server.scale.ingress.gate import Ingress
 from lorax_server.scale.placement import ReplicaChooser, Wanted, hash_name
+from lorax_server.scale.registry import ChangeRegistry
 from lorax_server.scale.replica import check_version
 from lorax_server.scale.server_process import ReplicaError
 
@@ -26,6 +29,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 0.01)
     monkeypatch.setattr(module, "AGAIN_S", 0.5)
     monkeypatch.setattr(module, "CHOOSE_S", 0.1)
+    monkeypatch.setattr(module, "share_key", lambda app: f"the key of {app}")  # which lies in Ray's store
 
 
 class Chosen:
@@ -151,7 +155,7 @@ def test_events_in_pieces_come_whole() -> None:
     assert body == "data: 1\n\ndata: 2\n\ndata: 3\n\n"
 
 
-@pytest.mark.parametrize("status", [404, 424, 503])
+@pytest.mark.parametrize("status", [403, 404, 424, 503])
 def test_an_adapter_that_one_replica_cannot_serve_is_asked_of_another(status: int) -> None:
     answers = {FIRST: whole(status, "one", '{"error": 1}'), SECOND: whole(200, "two", "{}")}
     answered, headers, _, asked = asyncio.run(ask(answers))
@@ -186,3 +190,57 @@ def test_a_body_above_the_limit_reaches_no_replica() -> None:
 def test_another_version_is_refused() -> None:
     with pytest.raises(ReplicaError, match=r"was built with 0\.0\.1: install the same version"):
         check_version("0.0.1")
+
+
+# --- Changes by API ---------------------------------------------------------------------------------------------------
+
+LOAD = "/v1/adapters/load"
+
+
+class Reached:
+    """A registry as an actor's handle shows it, without the actor."""
+
+    def __init__(self, fails_at: str = "") -> None:
+        self.stored = b""
+        self._registry, self._fails_at = ChangeRegistry(None, self._save, lambda: 0.0), fails_at
+
+    def _save(self, content: bytes) -> None:
+        self.stored = content
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=partial(self._call, method))
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        if method == self._fails_at:
+            raise ray.exceptions.RayActorError
+        answer = getattr(self._registry, method)(*arguments)
+        return await answer if asyncio.iscoroutine(answer) else answer
+
+
+def test_a_token_stays_with_the_replica_that_used_it_and_the_caller_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Reached()
+    monkeypatch.setattr(module, "find_registry", lambda app: registry)  # noqa: ARG005
+    for token, has_note in (({"api_token": "hf_secret"}, True), ({"api_token": None}, False), ({}, False)):
+        load = {"adapter_id": "poet", "name": "mine", **token}
+        status, headers, _, _ = asyncio.run(ask({FIRST: whole(200, "one", "{}")}, LOAD, json.dumps(load).encode()))
+        assert status == 200
+        assert ("others need a token of their own" in headers.get("x-lorax-note", "")) == has_note
+        assert b'"mine"' in registry.stored
+        assert b"secret" not in registry.stored
+
+
+def test_a_registry_that_cannot_be_reached_changes_nothing_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "find_registry", lambda app: Reached(fails_at="members"))  # noqa: ARG005
+    change = json.dumps({"adapter_id": "poet"}).encode()
+    status, headers, body, asked = asyncio.run(ask({FIRST: whole(200, "one", "{}")}, LOAD, change))
+    assert (status, headers["retry-after"], asked) == (503, "1", [])
+    assert "nothing was changed" in body
+    assert asyncio.run(ask({FIRST: whole(200, "one", "{}")}))[0] == 200
+
+
+def test_a_registry_that_is_lost_in_between_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "find_registry", lambda app: Reached(fails_at="record"))  # noqa: ARG005
+    change = json.dumps({"adapter_id": "poet"}).encode()
+    status, _, body, asked = asyncio.run(ask({FIRST: whole(200, "one", "{}")}, LOAD, change))
+    assert (status, asked) == (503, [FIRST])
+    assert "others may not; try again" in body

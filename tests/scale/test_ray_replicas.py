@@ -1,10 +1,11 @@
 """Replicas on a real Ray: both clients, adapters that come and change, replicas that die, come and go."""
 
+import http.client
 import json
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -198,6 +199,46 @@ def test_an_adapter_that_changes_gives_no_stale_answer(cluster: Cluster) -> None
             assert {answer.result()[0] for answer in asked} == {expected}
 
 
+def test_two_changers_at_once_leave_all_replicas_alike(cluster: Cluster) -> None:
+    replicas = pair(cluster)
+
+    def keep_changing(names: Sequence[str]) -> None:
+        for name in names:
+            given = {"adapter_id": name, "adapter_source": "local", "name": "contested"}
+            status, _, answer = send(cluster.port, "POST", "/v1/adapters/load", given)
+            assert status == 200, answer
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(keep_changing, [("pirate", "sql") * 4, ("json", "redact") * 4]))
+    meant = {generate(port, "contested", PROMPT)[0] for port in (cluster.port, *(each.port for each in replicas))}
+    assert len(meant) == 1
+    assert meant < {generate(cluster.port, name, PROMPT)[0] for name in ADAPTERS}
+    assert send(cluster.port, "POST", "/v1/unload_lora_adapter", {"lora_name": "contested"})[0] == 200
+    assert [send(replica.port, "GET", "/v1/models/contested")[0] for replica in replicas] == [404, 404]
+
+
+def test_a_server_knows_its_clients_by_the_ingress_and_by_nobody_else(cluster: Cluster) -> None:
+    """Its audit log has the address of a client whose key is refused."""
+    (replica, _), logs = pair(cluster), cluster.adapters.parent
+
+    def refuse(port: int, source: str, claimed: str) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, source_address=(source, 0), timeout=60)
+        headers = {"authorization": "Bearer wrong", "content-type": "application/json", "x-lorax-client": claimed}
+        connection.request("POST", "/v1/adapters/load", json.dumps({"adapter_id": "sql"}), headers)
+        assert connection.getresponse().status == 401
+        connection.close()
+
+    def is_logged(address: str) -> bool:
+        files = logs.glob("session_2*/logs/**/*.err")
+        return any(f'key="" address={address} ' in file.read_text(errors="replace") for file in files)
+
+    refuse(replica.port, "127.0.0.3", "127.0.0.4")
+    refuse(cluster.port, "127.0.0.2", "127.0.0.5")
+    wait_for(lambda: is_logged("127.0.0.2") and is_logged("127.0.0.3"), "both are logged")
+    assert not is_logged("127.0.0.4")
+    assert not is_logged("127.0.0.5")
+
+
 def test_replicas_come_and_go_under_load(cluster: Cluster) -> None:
     pair(cluster)
     failures, done, answers = list[BaseException](), threading.Event(), list[str]()
@@ -234,6 +275,11 @@ def test_a_replica_that_cannot_start_says_why_and_others_go_on(cluster: Cluster)
     assert "/nowhere/at/all" in cluster.ask("status", "broken")["servers"]
     assert generate(cluster.port, "pirate", PROMPT)[0]
     cluster.ask("delete", "broken")
+    with pytest.raises(AssertionError, match="other"):
+        cluster.ask("run", {"device": "cpu", "name": "other"}, "other", "/other", "0.0.1")
+    assert "was built with 0.0.1: install the same version" in cluster.ask("status", "other")["servers"]
+    assert generate(cluster.port, "pirate", PROMPT)[0]
+    cluster.ask("delete", "other")
     for arguments, message in (
         ({"modle_id": "x"}, "is it --model-id?"),
         ({"replicas": "many"}, "replicas: 'many' is not a number"),

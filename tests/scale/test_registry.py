@@ -1,12 +1,13 @@
 """The order of changes, who has to confirm them, and what is kept of them."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
 from lorax_server.scale import registry as module
-from lorax_server.scale.registry import LEASE_S, ChangeRegistry
+from lorax_server.scale.registry import LEASE_S, ChangeRegistry, Entry
 
 LOAD, UNLOAD = "/v1/adapters/load", "/v1/adapters/unload"
 
@@ -55,13 +56,57 @@ def test_a_change_is_made_when_all_have_confirmed_it() -> None:
         world = World()
         for name in ("a", "b", "c"):
             assert await world.registry.join(name, 0, f"{name}:1") == []
-        followers = [asyncio.create_task(follow(world, name, 3)) for name in ("b", "c")]
+        followers = [asyncio.create_task(follow(world, name, 3)) for name in ("a", "b", "c")]
         for adapter in ("x", "y", "z"):
-            assert await world.registry.record(LOAD, body(adapter), "a") == []
-        assert [await follower for follower in followers] == [["x", "y", "z"]] * 2
+            assert await world.registry.record(LOAD, body(adapter)) == []
+        assert [await follower for follower in followers] == [["x", "y", "z"]] * 3
         assert world.registry.members() == {"a": "a:1", "b": "b:1", "c": "c:1"}
 
     asyncio.run(run())
+
+
+def test_the_replica_that_has_answered_confirms_too() -> None:
+    """Else it could keep its own change where another came before that one in the order."""
+
+    async def run() -> None:
+        world = World()
+        await world.registry.join("a", 0, "a:1")
+        recording = asyncio.create_task(world.registry.record(LOAD, body("x")))
+        (entry,) = await world.registry.poll("a", 0, "a:1")
+        assert not recording.done()
+        await world.registry.poll("a", entry.version, "a:1")
+        assert await recording == []
+
+    asyncio.run(run())
+
+
+def test_a_token_is_kept_nowhere() -> None:
+    async def run() -> None:
+        world = World()
+        await world.registry.record(LOAD, {**body("x"), "api_token": "hf_secret"})
+        (entry,) = await world.registry.join("a", 0, "a:1")
+        assert entry.body == body("x")
+        assert world.stored is not None
+        assert b"secret" not in world.stored
+        assert b"api_token" not in world.stored
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "called"),
+    [
+        (LOAD, {"adapter_id": "x", "name": "mine"}, "mine"),
+        (LOAD, {"adapter_id": "x"}, ""),
+        (LOAD, {"adapter_id": "x", "adapter_source": "hub", "name": "mine"}, "mine"),
+        ("/v1/load_lora_adapter", {"lora_name": "mine", "lora_path": "x"}, "mine"),
+        (UNLOAD, {"adapter_id": "mine"}, "mine"),
+        (UNLOAD, {"adapter_id": "x", "adapter_source": "hub"}, ""),
+        ("/v1/unload_lora_adapter", {"lora_name": "mine"}, "mine"),
+    ],
+)
+def test_the_name_that_comes_and_goes(path: str, content: dict[str, Any], called: str) -> None:
+    assert Entry(1, path, content).called == called
 
 
 def test_a_replica_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +114,7 @@ def test_a_replica_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPa
         world = World()
         await world.registry.join("a", 0, "a:1")
         await world.registry.join("silent", 0, "s:1")
-        recording = asyncio.create_task(world.registry.record(LOAD, body("x"), "a"))
+        recording = asyncio.create_task(world.registry.record(LOAD, body("x")))
         await asyncio.sleep(0.03)
         assert not recording.done()
         world.clock.now = LEASE_S + 1
@@ -84,7 +129,7 @@ def test_a_replica_that_polls_and_does_not_confirm_is_named() -> None:
     async def run() -> None:
         world = World()
         await world.registry.join("late", 0, "l:1")
-        recording = asyncio.create_task(world.registry.record(LOAD, body("x"), "a"))
+        recording = asyncio.create_task(world.registry.record(LOAD, body("x")))
         for _ in range(3):
             await world.registry.poll("late", 0, "l:1")
         world.clock.now = LEASE_S - 1
@@ -101,14 +146,15 @@ def test_only_what_still_matters_is_kept_and_versions_go_on_after_a_restart() ->
     async def run() -> None:
         world = World()
         for path, name in ((LOAD, "x"), (LOAD, "y"), (LOAD, "x"), (UNLOAD, "y")):
-            await world.registry.record(path, body(name), "a")
+            await world.registry.record(path, body(name))
         again = World(world.stored)
         kept = await again.registry.join("b", 0, "b:1")
         assert [(entry.version, entry.path, entry.body["adapter_id"]) for entry in kept] == [
             (3, LOAD, "x"),
             (4, UNLOAD, "y"),
         ]
-        await again.registry.record(LOAD, body("z"), "b")
+        await again.registry.leave("b")
+        await again.registry.record(LOAD, body("z"))
         last = World(again.stored)
         assert [entry.version for entry in await last.registry.join("c", 0, "c:1")] == [3, 4, 5]
 
@@ -120,9 +166,9 @@ def test_a_name_that_was_removed_stays_so_after_a_restart() -> None:
 
     async def run() -> None:
         world = World()
-        await world.registry.record(LOAD, {"adapter_id": "x", "name": "mine"}, "a")
-        await world.registry.record(UNLOAD, {"adapter_id": "mine"}, "a")
-        await world.registry.record(LOAD, body("y"), "a")
+        await world.registry.record(LOAD, {"adapter_id": "x", "name": "mine"})
+        await world.registry.record(UNLOAD, {"adapter_id": "mine"})
+        await world.registry.record(LOAD, body("y"))
         kept = await World(world.stored).registry.join("b", 0, "b:1")
         assert [(entry.path, entry.body["adapter_id"]) for entry in kept] == [
             (LOAD, "x"),
@@ -136,9 +182,19 @@ def test_a_name_that_was_removed_stays_so_after_a_restart() -> None:
 def test_names_of_both_kinds_of_requests_are_the_same_subject() -> None:
     async def run() -> None:
         world = World()
-        await world.registry.record(LOAD, {"adapter_id": "x", "name": "mine"}, "a")
-        await world.registry.record("/v1/unload_lora_adapter", {"lora_name": "mine"}, "a")
+        await world.registry.record(LOAD, {"adapter_id": "x", "name": "mine"})
+        await world.registry.record("/v1/unload_lora_adapter", {"lora_name": "mine"})
         kept = await world.registry.join("b", 0, "b:1")
         assert [entry.path for entry in kept] == ["/v1/unload_lora_adapter"]
 
     asyncio.run(run())
+
+
+def test_entries_of_an_older_version_are_read_and_lose_their_tokens() -> None:
+    old = [[3, LOAD, body("a") | {"api_token": "secret"}, "the replica that made it"], [5, UNLOAD, body("b"), ""]]
+    world = World(json.dumps(old).encode())
+    assert world.stored is not None
+    assert b"secret" not in world.stored
+    entries = asyncio.run(world.registry.join("one", 3, "one:1"))
+    assert entries == [Entry(5, UNLOAD, body("b"))]
+    assert asyncio.run(World(world.stored).registry.join("one", 0, "one:1"))[0] == Entry(3, LOAD, body("a"))

@@ -20,7 +20,7 @@ from lorax_server.scale.ingress.merged_metrics import merge_metrics
 from lorax_server.scale.ingress.request_key import read_wanted
 from lorax_server.scale.ingress.upstream import Answer, Headers, LostError, Received, Upstream
 from lorax_server.scale.placement import Wanted
-from lorax_server.scale.registry import ADMIN_PATHS, CONFIRM_S, REACH_S, RegistryError, find_registry
+from lorax_server.scale.registry import ADMIN_PATHS, CONFIRM_S, REACH_S, TOKEN, RegistryError, find_registry, share_key
 from lorax_server.server.http.problems import describe, http_problem
 from lorax_server.server.http.sse import event
 from lorax_server.server.telemetry.metrics import Metrics
@@ -34,8 +34,12 @@ AGAIN_S = 10.0  # from the first try of a request, until it is given up
 PAUSE_S = 0.2  # before a replica is asked again that has failed already
 PROBES = ("/", "/health", "/ping", "/startup")
 METRICS = "/metrics"
-ELSEWHERE = (404, 424)  # about an adapter: another replica may have it
+ELSEWHERE = (403, 404, 424)  # about an adapter: another replica may have it, or a token for it
 DOWN = 503
+TOKEN_NOTE = (
+    b"api_token is for the replica that answered and is kept nowhere; others need a token of their own: in requests "
+    b"for the adapter, or HF_TOKEN and --use-global-hf-token on each machine"
+)
 METRICS_HEADERS: Headers = [(b"content-type", Metrics.content_type.encode())]
 
 
@@ -47,7 +51,7 @@ class Ingress:
         self._app = app
         self._base_names = base_names
         self._max_body_bytes = max_body_bytes
-        self._upstream = Upstream()
+        self._upstream = Upstream(share_key(app))
 
     def __serve_build_asgi_app__(self) -> Any:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,7 +118,7 @@ class Ingress:
                             refusal = answer
                         else:
                             if registry is not None and answer.status == 200:
-                                await self._record(registry, received, replica)
+                                answer.headers += await self._record(registry, received)
                             await _pass_on(received.path, answer, send)
                             return
                 except LostError as error:
@@ -150,17 +154,19 @@ class Ingress:
             raise RegistryError(message) from error
         return registry
 
-    async def _record(self, registry: ActorHandle, received: Received, replica: str) -> None:
-        """Have all other replicas make a change that one has made."""
+    async def _record(self, registry: ActorHandle, received: Received) -> Headers:
+        """Have all replicas make a change that one has made. Return headers that say more of it."""
+        body = json.loads(received.body)
         try:
             async with asyncio.timeout(CONFIRM_S + REACH_S):
-                late = await registry.record.remote(unquote(received.path), json.loads(received.body), replica)
+                late = await registry.record.remote(unquote(received.path), body)
         except (TimeoutError, ray.exceptions.RayError) as error:
             message = "the registry of adapters was lost: one replica has made this change, others may not; try again"
             raise RegistryError(message) from error
         if late:
             names = ", ".join(late)
             raise RegistryError(f"these replicas have not confirmed the change, and make it when they can: {names}")
+        return [(b"x-lorax-note", TOKEN_NOTE)] if body.get(TOKEN) else []
 
     async def _merge_metrics(self, received: Received) -> str:
         registry = await self._reach_registry()

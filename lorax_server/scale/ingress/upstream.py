@@ -51,10 +51,7 @@ class Answer:
         self.status = response.status
         self.body = body
         self.is_stream = response.content_type == EVENTS
-
-    @property
-    def headers(self) -> Headers:
-        return [pair for pair in self._response.raw_headers if pair[0].lower() not in HOP_BY_HOP | BY_PROXY]
+        self.headers: Headers = [pair for pair in response.raw_headers if pair[0].lower() not in HOP_BY_HOP | BY_PROXY]
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yield whole events, as they come. What is left of an event that never ended is left out."""
@@ -75,7 +72,8 @@ class Answer:
 class Upstream:
     """Connections to the servers of all replicas."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: str) -> None:
+        self._key = key  # the ingress's
         self._session: aiohttp.ClientSession | None = None
 
     @asynccontextmanager
@@ -85,7 +83,7 @@ class Upstream:
             async with self._client().request(
                 received.method,
                 _url(address, received),
-                headers=_forwarded(received),
+                headers=_forwarded(received, self._key),
                 data=received.body or None,
                 skip_auto_headers=AUTOMATIC,
                 allow_redirects=False,
@@ -125,10 +123,11 @@ def _url(address: str, received: Received) -> URL:
     return URL(f"http://{address}{received.path}{query}", encoded=True)
 
 
-def _forwarded(received: Received) -> CIMultiDict[str]:
-    """Return the headers as the client sent them, with its address, which the server cannot see."""
+def _forwarded(received: Received, key: str) -> CIMultiDict[str]:
+    """Return the headers as the client sent them, with its address, which the server cannot see, and the proof that it
+    comes from the ingress."""
     dropped = HOP_BY_HOP | {b"content-length", CLIENT_HEADER.encode()}
     kept: Iterable[tuple[bytes, bytes]] = (pair for pair in received.headers if pair[0].lower() not in dropped)
     headers = CIMultiDict((name.decode("latin-1"), value.decode("latin-1")) for name, value in kept)
-    headers[CLIENT_HEADER] = received.client
+    headers[CLIENT_HEADER] = f"{key} {received.client}"
     return headers

@@ -1,0 +1,89 @@
+"""Changes of adapters at one server, in the registry's order, whichever replica has answered them.
+
+A replica follows its own changes too: of two that overlap, each replica would otherwise keep the one that it has made
+last. Making a change twice does no harm.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+import aiohttp
+
+from lorax_server.scale.registry import Entry
+from lorax_server.scale.server_process import ReplicaError, ServerProcess, UnavailableServerError
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+TRIES = 20  # of a change, at a server that does not answer
+
+Name = tuple[str, str]  # of an adapter: its source, and its name there
+
+
+class ChangeFollower:
+    """Makes changes one after the other. Adapters are loaded beside that, and pinned in turn with changes."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._server = server
+        self.confirmed = 0  # the version of the last change that was made
+        self._turn = asyncio.Lock()
+        self._aliases: dict[str, Name] = {}  # as changes gave them: the server may be ahead
+        self._loads: dict[Name, asyncio.Task[None]] = {}
+
+    async def make(self, entry: Entry) -> None:
+        """Make a change, and confirm it: also one that this server refuses, since others have made it.
+
+        Raise if the server does not answer for long: it is not confirmed, and is to be made again.
+        """
+        async with self._turn:
+            meant = None if entry.is_load else self._aliases.get(entry.called)
+            followed = await self._follow(entry, meant)
+            if not entry.is_load:
+                self._aliases.pop(entry.called, None)
+            if followed is not None:
+                name = meant or (followed["source"], followed["name"])
+                if entry.is_load and entry.called:
+                    self._aliases[entry.called] = name
+                self._cancel(name)
+                if followed["is_wanted"]:
+                    self._loads[name] = asyncio.create_task(self._load(name, followed["pin"]))
+        self.confirmed = entry.version
+
+    def close(self) -> None:
+        for name in list(self._loads):
+            self._cancel(name)
+
+    async def _follow(self, entry: Entry, meant: Name | None) -> dict[str, Any] | None:
+        """Return what the server says of a change; None if it refuses."""
+        for left in reversed(range(TRIES)):
+            try:
+                return await self._server.follow(entry.path, entry.body, meant)
+            except (UnavailableServerError, aiohttp.ClientError, TimeoutError) as error:
+                if not left:
+                    raise
+                logger.warning("a change at %s is not made yet, trying again: %s", entry.path, error)
+                await asyncio.sleep(RETRY_S)
+            except ReplicaError as error:
+                logger.warning("a change at %s cannot be made here: %s", entry.path, error)
+                return None
+        return None
+
+    def _cancel(self, name: Name) -> None:
+        """Give up a load that a later change of the same adapter has made needless."""
+        pending = self._loads.pop(name, None)
+        if pending is not None:
+            pending.cancel()
+
+    async def _load(self, name: Name, pin: bool | None) -> None:
+        """Load an adapter, which may take long, and then pin it, unless a change has come in between."""
+        try:
+            identity = await self._server.load(name)
+            async with self._turn:
+                if pin is not None:
+                    await self._server.pin(name, identity, pin)
+        except (ReplicaError, aiohttp.ClientError, TimeoutError) as error:
+            logger.warning("adapter %r was loaded by API, and cannot be loaded here: %s", name[1][:64], error)
+        finally:
+            if self._loads.get(name) is asyncio.current_task():
+                del self._loads[name]
