@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.engine.adapters.entry import State
@@ -17,13 +16,14 @@ from lorax_server.engine.adapters.resolver import AdapterResolver
 from lorax_server.engine.adapters.table import AdapterTable
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.scheduler import Scheduler
+from lorax_server.engine.step_builder import SubmittedStep
 from lorax_server.errors import AdapterError, EngineError, LoraxError, NotSupportedError
 from lorax_server.plan import Capabilities, Prepared, StepMasks, StepPlan, StepResult
-from lorax_server.structures.structures import Structures
+from lorax_server.structures.structures import Next, Structures
 from lorax_server.types import AdapterRef, AdapterState, EngineStatus, Merge, Output, Request, Resolved
 
 PATIENCE_S = 0.005  # for masks, while other sequences wait to choose
-ALONE_S = 0.05  # while no other does
+ALONE_S = 0.05  # while no other could
 IDLE_S = 0.05  # the longest wait: another thread may have taken what woke it
 TIERS = ("device", "host", "disk")  # where an adapter's weights can be, the best first
 _TIER_OF_STATE = {State.DEVICE: "device", State.LOADING: "host", State.HOST: "host"}
@@ -135,7 +135,7 @@ class Engine:
         # Masks keep `min_new_tokens`, which gives way where the structure has come to its end.
         self._scheduler.add(replace(request, stop=replace(request.stop, min_new_tokens=0)))
         try:
-            self._structures.begin(request)
+            self._structures.begin(request, self.capabilities.vocab_size if self.capabilities.can_chunk else 0)
         except BaseException:
             self._scheduler.abort(request.request_id)
             raise
@@ -195,10 +195,13 @@ class Engine:
         return outputs
 
     def _collect(self) -> list[Output]:
-        outputs = self._scheduler.update(self._executor.collect())
+        result = self._executor.collect()
+        chosen = self._scheduler.oldest_step.list_chosen(result)
+        if chosen and self._structures is not None:  # before all else: the next masks are computed meanwhile
+            self._structures.advance(chosen)
+        outputs = self._scheduler.update(result)
         self._num_in_flight -= 1
-        if self._structures is not None:
-            self._follow(self._structures, outputs)
+        self._end_structures(outputs)
         return outputs
 
     def status(self) -> EngineStatus:
@@ -288,36 +291,30 @@ class Engine:
 
     def _take_failed(self) -> list[Output]:
         failed = self._scheduler.take_failed()
-        if failed and self._structures is not None:
-            self._follow(self._structures, failed)
+        self._end_structures(failed)
         return failed
 
-    def _follow(self, structures: Structures, outputs: Sequence[Output]) -> None:
-        """Tell structures of the tokens that were chosen, and of requests that have ended."""
-        tokens = []
-        for output in outputs:
-            if output.request_id not in structures:
-                continue
-            if output.finish_reason is not None or output.failure is not None:
-                structures.end(output.request_id)
-            else:
-                tokens += [(output.request_id, token.token_id) for token in output.tokens]
-        if tokens:
-            structures.advance(tokens)
+    def _end_structures(self, outputs: Sequence[Output]) -> None:
+        """Tell structures of requests that have ended."""
+        if self._structures is not None:
+            for output in outputs:
+                if output.finish_reason is not None or output.failure is not None:
+                    self._structures.end(output.request_id)
 
     def _mask(self) -> LoraxError | None:
         """Give the last step its masks. A sequence whose mask is late chooses in a later step: others do not wait."""
         assert self._structures is not None
         step = self._scheduler.last_step
         masked = step.list_masked()
-        patience_s = ALONE_S if len(masked) == len(step.sampled) else PATIENCE_S
-        if not self.capabilities.can_chunk:
-            patience_s = math.inf  # nothing can be computed again
-        masks = self._structures.gather([request_id for _, request_id in masked], patience_s)
-        ready = [(number, masks[request_id]) for number, request_id in masked if request_id in masks]
-        late = [number for number, request_id in masked if request_id not in masks]
-        problem = self._executor.mask(_stack(ready))
-        if problem is None and late:
+        patience_s = PATIENCE_S if self.capabilities.can_chunk else math.inf  # or nothing can be computed again
+        alone_s = ALONE_S if len(masked) == len(step.sampled) else 0.0
+        found = self._structures.gather([request_id for _, request_id in masked], patience_s, alone_s)
+        ready = [(number, found[request_id]) for number, request_id in masked if request_id in found]
+        late = [number for number, request_id in masked if request_id not in found]
+        masks = _stack(ready, step)
+        problem = self._executor.mask(masks)
+        if problem is None:
+            step.force(masks.forced)
             step.postpone(late)
         return problem
 
@@ -327,9 +324,15 @@ class Engine:
                 done.set_exception(error) if error is not None else done.set_result(None)
 
 
-def _stack(masks: Sequence[tuple[int, npt.NDArray[np.int32]]]) -> StepMasks:
-    """Put masks of vocabularies of several sizes together."""
-    words = np.zeros((len(masks), max((len(mask) for _, mask in masks), default=1)), np.int32)
-    for place, (_, mask) in enumerate(masks):
-        words[place, : len(mask)] = mask
-    return StepMasks(np.array([number for number, _ in masks], np.int64), words)
+def _stack(ready: Sequence[tuple[int, Next]], step: SubmittedStep) -> StepMasks:
+    """Put masks of vocabularies of several sizes together. The first forced token is chosen, the others follow it."""
+    words = np.zeros((len(ready), max((len(each.words) for _, each in ready), default=1)), np.int32)
+    forced = []
+    for place, (number, (mask, tokens)) in enumerate(ready):
+        if tokens:
+            words.view(np.uint32)[place, tokens[0] // 32] = 1 << tokens[0] % 32
+            if following := tuple(tokens[1 : 1 + step.find_room(number)]):
+                forced.append((number, following))
+        else:
+            words[place, : len(mask)] = mask
+    return StepMasks(np.array([number for number, _ in ready], np.int64), words, tuple(forced))

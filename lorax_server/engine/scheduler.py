@@ -121,20 +121,20 @@ class Scheduler:
         self._queues.fail_late()
         self._take_rows_back()
         builder = StepBuilder(self.limits.max_step_tokens, self.limits.max_chunk, self.limits.can_chunk)
-        long = []
+        jumped, long = list[Sequence](), list[Sequence]()
         for sequence in sort_running(self._running, self._waiting):
             num_tokens = sequence.num_uncomputed
             if num_tokens == 1:
                 self._continue(builder, sequence, 1, samples=True)  # the limits leave one for every running sequence
-            elif num_tokens > 1:
-                long.append(sequence)  # after all that need a single token
+            elif num_tokens > 1:  # after all that need a single token
+                (jumped if sequence.has_jumped else long).append(sequence)
         num_single = len(builder.scheduled)
         self._waiting.charge_all(builder.sum_tokens())
         if num_single:  # their next tokens wait for the prompts of this step
             builder.budget = min(builder.budget, self.limits.max_mixed_tokens or builder.budget)
         is_held_up = False  # a running sequence waits for blocks, which new ones would take
         reserve = builder.budget // 2 if long and self._has_others() else 0
-        for sequence in long:
+        for sequence in jumped + long:
             num_tokens = sequence.num_uncomputed
             count = builder.cut(num_tokens, reserve)
             if count > 0 and not self._continue(builder, sequence, count, samples=count == num_tokens):
@@ -159,7 +159,6 @@ class Scheduler:
             sampled.num_in_flight -= 1
             if not sampled.finished:
                 outputs.append(self._take_token(sampled, result, index))
-        self.counters.generated_tokens += len(outputs)
         return self.take_failed() + outputs
 
     def take_back(self, error: LoraxError) -> None:
@@ -167,6 +166,11 @@ class Scheduler:
         step = self._in_flight.pop()
         self._in_flight.append(step.take_back(self._cache))
         self.fail(step.find_largest().request.request_id, error)
+
+    @property
+    def oldest_step(self) -> SubmittedStep:
+        """The step whose result `update` takes next."""
+        return self._in_flight[0]
 
     @property
     def last_step(self) -> SubmittedStep:
@@ -184,14 +188,17 @@ class Scheduler:
             self._end(sequence)
             is_merged = self._adapters.is_merged(sequence.request.adapter_identity)
             return Output.failed(request_id, make_nan_error(is_merged))
-        sequence.token_ids.append(token_id)
-        reason = sequence.ended_by(token_id)
+        forced = sequence.append(token_id)
+        self.counters.generated_tokens += 1 + len(forced)
+        reason = sequence.ended_by()
         if reason is not None:
             self._backlog.note_answer(sequence.num_generated)
             self._end(sequence)
         else:
             self._queues.let_go(sequence)
-        output = Output(request_id, (SampledToken(token_id, logprob, result.alternatives.get(index)),), reason)
+        chosen = SampledToken(token_id, logprob, result.alternatives.get(index))
+        sure = [SampledToken(each, 0.0) for each in forced] if forced else ()
+        output = Output(request_id, (chosen, *sure), reason)
         return output if sequence.started is None else sequence.report_start(output)
 
     # --- A step -------------------------------------------------------------------------------------------------------
@@ -297,6 +304,7 @@ class Scheduler:
         self._free_rows.append(sequence.row)
         self._waiting.give_row(sequence.request.tenant)
         sequence.row = None
+        sequence.has_jumped = False  # all of its tokens are to be computed
         self._cache.release(sequence)
         self._adapters.release(sequence.request.adapter_identity)
 

@@ -19,6 +19,8 @@ class Sequence:
     arrival: int
     token_ids: list[int] = field(init=False)
     num_in_flight: int = 0  # tokens that steps in flight choose: they count, but are not known
+    forced: tuple[int, ...] = ()  # tokens that follow the one in flight, and count as well
+    has_jumped: bool = False  # it has got several tokens at once, and is to compute them
     num_computed: int = 0  # tokens whose keys and values are there once the steps in flight are done
     num_published: int = 0  # blocks that other sequences can find
     num_sent_blocks: int = 0  # blocks that the workers know of
@@ -74,8 +76,25 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         """Tokens to compute until the next one can be chosen; none if the last one is on its way."""
-        num_tokens = len(self.token_ids) + self.num_in_flight
+        num_tokens = len(self.token_ids) + self.num_in_flight + len(self.forced)
         return num_tokens - self.num_computed if num_tokens < self._max_tokens else 0
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that it may get beyond those in flight."""
+        return self._max_tokens - len(self.token_ids) - self.num_in_flight
+
+    def goes_on(self, token_id: int) -> bool:
+        """Tell whether this token and the forced ones after it surely do not end the answer."""
+        num_tokens = len(self.token_ids) + 1 + len(self.forced)
+        return token_id not in self._ending_token_ids and num_tokens < self._max_tokens
+
+    def append(self, token_id: int) -> tuple[int, ...]:
+        """Append a token and the forced ones that follow it. Return these."""
+        forced, self.forced = self.forced, ()
+        self.token_ids.append(token_id)
+        self.token_ids += forced
+        return forced
 
     @property
     def num_generated(self) -> int:
@@ -91,9 +110,9 @@ class Sequence:
     def _root_hash(self) -> bytes:
         return root_hash(self.request.adapter_identity, self.rope_variant, self.request.salt)
 
-    def ended_by(self, token_id: int) -> FinishReason | None:
+    def ended_by(self) -> FinishReason | None:
         """Return why the token that was just appended is the last, if it is. The detokenizer finds stop strings."""
-        reason = None
+        reason, token_id = None, self.token_ids[-1]
         if token_id in self._ending_token_ids:
             reason = ended_by(token_id, self.num_generated, self.request.stop)
         is_full = len(self.token_ids) >= self._max_tokens

@@ -1,5 +1,6 @@
 """A step under construction."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -8,7 +9,7 @@ import numpy as np
 
 from lorax_server.engine.kv_cache import KvCache
 from lorax_server.engine.sequence import OrderKey, Sequence
-from lorax_server.plan import AdapterOp, NewRow, StepPlan
+from lorax_server.plan import AdapterOp, NewRow, StepPlan, StepResult
 
 
 class Scheduled(NamedTuple):
@@ -45,6 +46,31 @@ class SubmittedStep(NamedTuple):
             for number, sequence in enumerate(self.sampled)
             if sequence is not None and sequence.request.structure is not None and not sequence.finished
         ]
+
+    def list_chosen(self, result: StepResult) -> list[tuple[int, int]]:
+        """List the tokens of answers that have a structure and go on: each request, and a token."""
+        return [
+            (sequence.request.request_id, token_id)
+            for number, sequence in enumerate(self.sampled)
+            if sequence is not None and sequence.request.structure is not None and not sequence.finished
+            if not math.isnan(result.logprobs[number]) and sequence.goes_on(result.token_ids[number])
+            for token_id in (result.token_ids[number], *sequence.forced)
+        ]
+
+    def find_room(self, number: int) -> int:
+        """Return how many tokens a sampled sequence may get after the one that it chooses.
+
+        None while another step chooses a token as well: that one would come between.
+        """
+        sequence = self.sampled[number]
+        return 0 if sequence is None or sequence.num_in_flight > 1 else sequence.num_left
+
+    def force(self, forced: Iterable[tuple[int, tuple[int, ...]]]) -> None:
+        """Let some sampled sequences get more tokens after the one that they choose, which is forced as well."""
+        for number, token_ids in forced:
+            sequence = self.sampled[number]
+            assert sequence is not None
+            sequence.forced, sequence.has_jumped = token_ids, True
 
     def postpone(self, numbers: Iterable[int]) -> None:
         """Take back the choice of some sampled sequences: a later step computes their last token again, and chooses."""
@@ -95,6 +121,7 @@ class StepBuilder:
         self.num_tokens += count
         sequence.num_computed = start + count
         sequence.num_in_flight += samples
+        sequence.has_jumped &= not samples
         self.has_structures |= samples and sequence.request.structure is not None
 
     def sum_tokens(self, first: int = 0) -> dict[tuple[str, str], int]:

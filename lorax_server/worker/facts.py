@@ -3,7 +3,9 @@
 import sys
 
 from lorax_server.adapters.host import UNIT_BYTES
+from lorax_server.adapters.target import Kind
 from lorax_server.layers.rotary import DynamicRotaryEmbedding, LongRotaryEmbedding, RotaryEmbedding
+from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.registry import MANY_POSITIONS
 from lorax_server.plan import Capabilities, RopeRule
@@ -11,7 +13,7 @@ from lorax_server.plan import Capabilities, RopeRule
 
 def describe(model: PagedCausalLM) -> Capabilities:
     """Describe what does not depend on settings; sizes are left open."""
-    dtype = model.lm_head.linear.weight.dtype
+    dtype, targets = model.lm_head.linear.weight.dtype, adapter_targets(model).values()
     return Capabilities(
         vocab_size=model.config.vocab_size,
         max_rows=0,
@@ -20,6 +22,7 @@ def describe(model: PagedCausalLM) -> Capabilities:
         block_size=0,
         adapter_unit_bytes=UNIT_BYTES,
         itemsize=dtype.itemsize,
+        max_inputs=max(target.inputs.full for target in targets if target.kind in (Kind.LINEAR, Kind.HEAD)),
         model_type=model.config.model_type,
         model_class=(getattr(model.config, "architectures", None) or [""])[0],
         dtype=str(dtype),

@@ -297,7 +297,10 @@ class StepGraphs:
     def _capture_one(self, kind: StepKind, pool: Any) -> _Graph:
         layers, x = self._model.model, self._x[: kind.size]
         adapter_data = self._describe(kind.size) if kind.has_adapters else None
-        layers.run_layers(x, self._context(kind, adapter_data))  # compiles kernels, which cannot be captured
+        # The first of its sort runs all layers. Of the others' kernels, only those that depend on the size are new.
+        is_first = all(kind._replace(size=0) != known._replace(size=0) for known in self._graphs)
+        count = None if is_first else layers.lead
+        layers.run_layers(x, self._context(kind, adapter_data), count)  # compiles kernels, which cannot be captured
         torch.cuda.current_stream().synchronize()
         # Another context: what layers derive of lengths must be in the graph. What kernels derive of adapters stays.
         context, graph = self._context(kind, adapter_data), torch.cuda.CUDAGraph()

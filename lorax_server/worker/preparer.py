@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 import torch
 
-from lorax_server.adapters.host import HostAdapter, prepare
+from lorax_server.adapters.host import HostAdapter, check_ranks, prepare
 from lorax_server.adapters.merge import MergedAdapter
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.adapters.target import AdapterTarget
@@ -107,7 +107,7 @@ class Preparer:
     def _prepare(self, spec: AdapterSpec) -> Prepared:
         try:
             pause = partial(self._may_work.wait, REST_S)
-            host = prepare(self._open(spec), self._targets, self._dtype, self._group, self._max_rank, pause)
+            host = prepare(self._open(spec), self._targets, self._dtype, self._group, pause)
             if self._stream is not None:
                 self._stream.synchronize()
         except LoraxError as error:
@@ -143,6 +143,7 @@ class Preparer:
     def _read(self, spec: AdapterSpec) -> AdapterWeights:
         stored = [StoredAdapter(part.folder, part.config, self._targets, part.stamp) for part in spec.parts]
         adapter = stored[0] if spec.merge is None else MergedAdapter(stored, spec.merge)
+        check_ranks(adapter, self._targets, self._max_rank)
         recent = [i for i, part in enumerate(spec.parts) if not part.is_settled]
         if self._group.size() == 1 and not recent:
             return adapter
@@ -182,14 +183,18 @@ class _InMemory:
     def __init__(self, adapter: AdapterWeights) -> None:
         self.name = adapter.name
         self.vocab_size = adapter.vocab_size
+        self._ranks = {module: adapter.find_rank(module) for module in adapter.modules}
         self._modules: dict[str, ModuleWeights] = {module: adapter.load(module) for module in adapter.modules}
 
     @property
     def modules(self) -> list[str]:
-        return list(self._modules)
+        return list(self._ranks)
+
+    def find_rank(self, module: str) -> int:
+        return self._ranks[module]
 
     def load(self, module: str) -> ModuleWeights:
-        return self._modules[module]
+        return self._modules.pop(module)  # each is loaded once, and then takes no memory here
 
     def find_extra(self) -> str | None:
         return None

@@ -119,7 +119,17 @@ class PagedRunner:
         """Choose the tokens of a masked step."""
         token_masks = masks_to_device(masks, ticket.logits.shape[-1], self._device) if len(masks.rows) else None
         sampled = self._choose(ticket.plan, ticket.tokens, ticket.logits, token_masks)
+        if masks.forced:
+            self._write_forced(ticket, masks)
         return self._fetch(Ticket(ticket.plan.step, sampled, ticket.prompts))
+
+    def _write_forced(self, ticket: MaskedTicket, masks: StepMasks) -> None:
+        """Write the tokens that follow those that were chosen."""
+        rows, lengths = ticket.plan.rows[ticket.plan.samples], ticket.tokens.lengths[ticket.plan.samples]
+        firsts = self._tables.select(rows).first_places + lengths + 1
+        places = [firsts[number] + np.arange(len(token_ids)) for number, token_ids in masks.forced]
+        token_ids = np.concatenate([np.array(token_ids, np.int64) for _, token_ids in masks.forced])
+        self._tables.write_tokens(np.concatenate(places), to_device(token_ids, self._device))
 
     def collect(self, ticket: Ticket | MaskedTicket) -> StepResult:
         """Wait for a step."""

@@ -17,6 +17,8 @@ from lorax_server.engine.adapters.table import AdapterTable
 from lorax_server.engine.admission import Backlog, Limits
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.scheduler import Scheduler
+from lorax_server.engine.sequence import Sequence
+from lorax_server.engine.step_builder import SubmittedStep
 from lorax_server.errors import AdapterError, InputError, NotSupportedError, OverloadedError
 from lorax_server.generation.stopping import FinishReason
 from lorax_server.plan import AdapterOp, RopeRule, StepPlan, StepResult
@@ -28,6 +30,7 @@ from lorax_server.types import (
     SamplingParams,
     SchedulerCounters,
     StopParams,
+    Structure,
     Task,
 )
 
@@ -614,6 +617,40 @@ def test_who_has_begun_waits_for_its_adapter_as_long_as_it_takes() -> None:
     engine.scheduler.adapter_arrived("1")
     engine.finish()
     assert len(engine.answers[2]) == 12
+
+
+def test_a_sequence_that_is_preempted_after_a_jump_comes_again_as_a_long_one() -> None:
+    engine = Engine(ROOMY, 6)
+    requests = [make_request(i, [i + 2] * 4, 12, eos=False) for i in range(2)]
+    for request in requests:
+        engine.scheduler.add(request)
+    while not engine.scheduler.counters.preemptions:
+        assert engine.step()
+        for sequence in engine.scheduler._running:
+            sequence.has_jumped = True  # as by `SubmittedStep.force`
+    preempted = [each for each in engine.scheduler._by_id.values() if each.row is None]
+    assert [each.has_jumped for each in preempted] == [False]
+    engine.finish()
+    check(engine, *requests)
+
+
+def test_a_sequence_jumps_only_while_no_other_step_chooses_for_it() -> None:
+    sequence = Sequence(make_request(0, [1], 9), 0)
+    step = SubmittedStep(1, 1, 0.0, [], [sequence, None], [])
+    for num_in_flight, room in ((1, 8), (2, 0)):
+        sequence.num_in_flight = num_in_flight
+        assert [step.find_room(number) for number in (0, 1)] == [room, 0]
+
+
+def test_tokens_of_structures_are_those_of_answers_that_go_on() -> None:
+    def begin(request_id: int, max_new_tokens: int = 9, **more: Any) -> Sequence:
+        return Sequence(make_request(request_id, [1], max_new_tokens, structure=Structure("any")), 0, **more)
+
+    plain = Sequence(make_request(9, [1]), 0)
+    sampled = [begin(0, forced=(2, 3)), begin(1), begin(2, 1), begin(3, finished=True), begin(4), None, plain]
+    tokens, logprobs = [5, EOS, 5, 5, 5, 5, 5], [-1.0] * 4 + [math.nan] + [-1.0] * 2
+    chosen = SubmittedStep(1, 7, 0.0, [], sampled, []).list_chosen(StepResult(1, tokens, logprobs))
+    assert chosen == [(0, 5), (0, 2), (0, 3)]  # not one that ends, by its token or by its length, or has failed
 
 
 def test_an_adapter_that_failed_fails_those_who_wait_for_it() -> None:

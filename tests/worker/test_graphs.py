@@ -41,6 +41,14 @@ def test_sizes_end_with_the_largest_batch() -> None:
     assert list(LADDER) == [1, 2, 4, *range(8, 65, 8), 80, 96, 112, 128, 160, 192, 224, 256]
 
 
+@pytest.mark.parametrize(
+    ("name", "lead"), [("gpt2", 2), ("opt-projection", 2), ("llama-gqa", 2), ("qwen3-window", 2), ("exaone4", 3)]
+)
+def test_leading_layers_are_of_all_kinds(name: str, lead: int) -> None:
+    """EXAONE's third layer is the first that sees all tokens and rotates nothing."""
+    assert make_model(name, CPU).model.lead == lead
+
+
 # --- A crowd of sequences that come and go ----------------------------------------------------------------------------
 
 

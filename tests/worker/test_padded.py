@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.models.causal_lm import CausalLM
 from lorax_server.models.registry import MANY_POSITIONS
-from lorax_server.plan import Drop, NewRow, StepPlan, StepResult
+from lorax_server.plan import Drop, NewRow, StepMasks, StepPlan, StepResult
 from lorax_server.sampling.sampler import History, RowSampling, Sampler
 from lorax_server.types import Alternatives, SamplingParams, StopParams
-from lorax_server.worker.padded import PaddedRunner, padded_capabilities
+from lorax_server.worker.padded import MaskedPlan, PaddedRunner, build_padded, padded_capabilities
 from tests.models.driving import generate
 from tests.models.tiny import EOS_ID, VOCAB, Pair, Zoo
 
@@ -47,6 +48,18 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 @pytest.fixture(scope="module", params=NAMES)
 def pair(request: pytest.FixtureRequest, zoo: Zoo) -> Pair:
     return zoo.pair(request.param)
+
+
+@pytest.mark.parametrize(("name", "relatives"), [("mixtral", "mistral"), ("gpt-neo-window", "gpt2, gpt_bigcode")])
+def test_the_log_says_what_is_missing_and_names_relatives(
+    name: str, relatives: str, zoo: Zoo, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    build_padded(EngineConfig(ModelConfig(zoo.folder(name), device=device)))
+    (record,) = (record for record in caplog.records if "padded batches" in record.getMessage())
+    assert record.levelname == "WARNING"
+    assert "is served in padded batches, without adapters and tensor parallelism" in record.getMessage()
+    assert f"close relatives that are served with both: {relatives}" in record.getMessage()
 
 
 @pytest.fixture(scope="module")
@@ -317,6 +330,26 @@ def test_a_row_can_be_given_away_in_the_next_step(lm: CausalLM, oracle: Any) -> 
     engine.finish()
     for sequence in (old, stays, new):
         check(oracle, sequence)
+
+
+def test_rows_with_masks_choose_among_what_these_allow(lm: CausalLM) -> None:
+    prompts = PROMPT, SHORT, (90, 91, 92)
+    plan = make_plan(0, [2, 0, 1], [0] * 3, [len(prompt) for prompt in prompts], list(map(new_row, (2, 0, 1), prompts)))
+    plain = PaddedRunner(lm)
+    free = plain.collect(plain.submit(plan)).token_ids
+    runner = PaddedRunner(lm)
+    ticket = runner.submit(replace(plan, is_masked=True))
+    assert isinstance(ticket, MaskedPlan)
+    words = np.zeros((2, -(-lm.vocab_size // 32)), np.int32)
+    words[0, 1] = 1 << 5  # token 37 alone
+    words[1] = -1
+    words[1, free[0] // 32] &= ~(1 << free[0] % 32)  # any but the one that it would choose
+    result = runner.collect(runner.mask(ticket, StepMasks(np.array([2, 0]), words)))
+    other, chosen, forced = result.token_ids
+    assert forced == 37
+    assert result.logprobs[2] == 0
+    assert chosen == free[1]
+    assert other != free[0]
 
 
 def test_all_can_end_and_others_begin(lm: CausalLM, oracle: Any) -> None:

@@ -362,6 +362,32 @@ def test_a_rank_that_the_devices_kernels_do_not_serve(targets: dict[str, Adapter
     limited.close()
 
 
+@pytest.mark.parametrize("is_old", [True, False])
+def test_a_rank_that_is_not_served_is_refused_before_the_file_is_read(
+    is_old: bool, targets: dict[str, AdapterTarget], folder: Path
+) -> None:
+    tensors = load_file(folder / "plain" / WEIGHTS_FILE)
+    save_file(
+        {key: torch.full_like(tensor, torch.nan) for key, tensor in tensors.items()}, folder / "plain" / WEIGHTS_FILE
+    )
+    for max_rank, message in ((7, "has rank 8"), (8, "numbers that are not finite")):
+        limited = Preparer(targets, torch.float32, FakeGroup(), max_rank=max_rank)
+        limited.enqueue(aged(make_spec(folder / "plain", targets), is_old))
+        assert message in str(take(limited, 1)[0].error)
+        limited.close()
+
+
+def test_the_ranks_of_a_sum_are_added_up(targets: dict[str, AdapterTarget], folder: Path) -> None:
+    limited = Preparer(targets, torch.float32, FakeGroup(), max_rank=15)
+    for strategy in ("linear", "ties"):
+        merge = Merge((1.0, 1.0), strategy, density=0.5)
+        limited.enqueue(merged_spec([folder / "plain", folder / "plain"], targets, merge))
+    of_sum, of_ties = take(limited, 2)
+    assert "has rank 16, and the kernels of this device serve up to 15" in str(of_sum.error)
+    assert of_ties.error is None
+    limited.close()
+
+
 @pytest.mark.parametrize(
     ("problem", "said"),
     [

@@ -27,6 +27,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "look_up": (P, N, N, N, P, N, N, P),
     "rms_norm": (N, P, N, N, P, P, N, P, P, P, N, N, N, P, N),
     "layer_norm": (N, P, N, N, P, P, R, P, N, N, N, P, N),
+    "scale_and_shift": (N, P, N, N, P, N, N),
     "gate": (N, N, P, N, P, N, N),
     "choose_greedy": (N, P, N, N, N, P, N, P, P, P),
     "find_logprobs": (N, P, N, N, N, P, P, N, P),
@@ -38,7 +39,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "run_program": (P, N, N),
 }
 # Those of a decode step's layers, which a program can hold: `native/program.h` lists them, too.
-RECORDED = ("linear", "rms_norm", "layer_norm", "gate", "rotary", "write_kv", "decode_attention")
+RECORDED = ("linear", "rms_norm", "layer_norm", "scale_and_shift", "gate", "rotary", "write_kv", "decode_attention")
 
 
 class NoLibraryError(Exception):
@@ -56,6 +57,7 @@ class Library:
     look_up: Callable[..., None]
     rms_norm: Callable[..., None]
     layer_norm: Callable[..., None]
+    scale_and_shift: Callable[..., None]
     gate: Callable[..., None]
     choose_greedy: Callable[..., None]
     find_logprobs: Callable[..., None]

@@ -87,6 +87,23 @@ def layer_norm(
     return normed
 
 
+def scale_and_shift(library: Library, out: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
+    if not lora.has_vectors(targets):
+        return
+    adapters = describe_lora(lora)
+    if out.shape[0] != adapters.tokens or out.stride(1) != 1 or out.dtype != lora.buffer.dtype:
+        raise ValueError(f"adapters of {adapters.tokens} tokens, {lora.buffer.dtype}, cannot change {tuple(out.shape)}")
+    library.scale_and_shift(
+        DTYPES[out.dtype],
+        out[:, targets[0].columns.start :].data_ptr(),
+        out.stride(0),
+        adapters.tokens,
+        adapters.address,
+        targets[0].index,
+        targets[-1].index,
+    )
+
+
 def _check(x: torch.Tensor, size: int, *vectors: torch.Tensor | None) -> None:
     for vector in vectors:
         if vector is not None and (vector.shape != (size,) or vector.dtype != x.dtype):

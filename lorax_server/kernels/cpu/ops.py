@@ -38,7 +38,6 @@ class CpuOps:
     # Adapters of embeddings, and those with token rows of their own at the head, which are rare.
     add_lora = staticmethod(reference.add_lora)
     adapt_embedding = staticmethod(reference.adapt_embedding)
-    scale_and_shift = staticmethod(reference.scale_and_shift)
     plan_lora = staticmethod(plan_lora)
     prepare = staticmethod(reference.prepare)  # there is nothing to compile
 
@@ -99,6 +98,9 @@ class CpuOps:
         targets: Sequence[LoraTarget] = (),
     ) -> torch.Tensor:
         return norm.layer_norm(self._library, x, weight, bias, eps, lora, targets)
+
+    def scale_and_shift(self, out: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
+        norm.scale_and_shift(self._library, out, lora, targets)
 
     # --- beside the table: programs, and what sampling asks of a CPU ---
 

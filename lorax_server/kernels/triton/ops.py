@@ -117,7 +117,7 @@ class TritonOps:
             prompt.expand(out, prompt.shrink(x, lora, targets), lora, targets, adds=True)
 
     def scale_and_shift(self, out: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
-        if len(out) <= DECODE_ROWS or lora.has_vectors(targets):
+        if lora.has_vectors(targets):
             vectors.scale_and_shift(out, lora, targets)
 
     look_up = staticmethod(look_up)

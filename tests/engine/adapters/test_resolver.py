@@ -271,7 +271,7 @@ def test_what_was_found_travels_even_after_its_patterns_were_used(bench: Bench) 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"peft_type": "IA3"}, "peft_type"),
+        ({"peft_type": "LOHA"}, "peft_type"),
         ({"auto_mapping": {"base_model_class": "GPT2LMHeadModel"}}, "trained on a GPT2LMHeadModel"),
         ({"base_model_name_or_path": "owner/gpt2"}, "of type 'gpt2'"),
     ],

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from lorax_server.kernels import Field, LoraBatch, LoraTarget, reference
 from lorax_server.kernels.cpu.library import Library
-from lorax_server.kernels.cpu.norm import layer_norm, rms_norm
+from lorax_server.kernels.cpu.norm import layer_norm, rms_norm, scale_and_shift
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # In half precision one step of a value's last place: a sum that differs in its last bit may round to the other side.
@@ -220,3 +220,26 @@ def test_no_nan_of_bfloat16_is_rounded_to_a_number(bits: int, library: Library) 
     assert normed.isnan().all()
     assert total.isnan().all()
     assert layer_norm(library, x, None, None, 1e-5).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 5, 67, 576, 4096])
+def test_rows_are_scaled_and_shifted_as_the_reference_does(size: int, dtype: torch.dtype, library: Library) -> None:
+    """Three targets side by side, of which the second has vectors, in rows with gaps between them."""
+    lora = adapters(size, dtype)
+    targets = [LoraTarget(i, slice(2 + i * size, 2 + (i + 1) * size)) for i in range(3)]
+    rows = normal(len(lora.adapter_indices), 3 * size + 4, seed=7, dtype=dtype)
+    for some in (targets, targets[1:2], targets[:1]):
+        found, expected = rows.clone(), rows.clone()
+        scale_and_shift(library, found, lora, some)
+        reference.scale_and_shift(expected, lora, some)
+        check_close(found, expected)
+        assert torch.equal(found, rows) == (some == targets[:1])
+
+
+def test_rows_of_other_tokens_are_not_scaled(library: Library) -> None:
+    lora, targets = adapters(8, torch.float32), [LoraTarget(1, slice(0, 8))]
+    tokens = len(lora.adapter_indices)
+    for rows in (normal(tokens - 1, 8, seed=1), normal(tokens, 8, seed=1).half(), normal(8, tokens, seed=1).t()):
+        with pytest.raises(ValueError, match=f"adapters of {tokens} tokens"):
+            scale_and_shift(library, rows, lora, targets)

@@ -105,6 +105,9 @@ class Paged:
                 scores = q[row].float().view(self.kv_heads, -1, self.head_dim) @ k_row.mT * spec.scale
                 if spec.soft_cap is not None:
                     scores = spec.soft_cap * (scores / spec.soft_cap).tanh()
+                if spec.slopes is not None:
+                    distances = torch.arange(first + 1 - length, 1, device=DEVICE)
+                    scores = scores + spec.slopes.view(self.kv_heads, -1, 1) * distances
                 out[row] = (scores.softmax(-1) @ v_row).view(self.heads, self.head_dim)
         return out, cache
 
@@ -126,6 +129,10 @@ def _write_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedB
 def check(ops: HopperOps, paged: Paged, spec: AttentionSpec) -> None:
     q, k, v = paged.split()
     assert ops._decode.fits(q, k, v, paged.cache, paged.batch)
+    check_result(ops, paged, spec)
+
+
+def check_result(ops: HopperOps, paged: Paged, spec: AttentionSpec) -> None:
     found, cache = paged.run(ops, spec)
     expected, expected_cache = paged.expect(spec)
     assert found.dtype == paged.dtype
@@ -156,6 +163,34 @@ def test_a_step(ops: HopperOps, heads: tuple[int, int], head_dim: int) -> None:
     for dtype, window, cap in ((BF16, None, None), (FP16, 100, 5.0), (BF16, 300, 20.0)):
         paged = Paged(LENGTHS, *heads, head_dim, dtype)
         check(ops, paged, AttentionSpec(head_dim**-0.5, window, soft_cap=cap))
+
+
+@pytest.mark.parametrize("heads", [(71, 1, 64), (48, 1, 128), (12, 12, 112), (4, 2, 72)], ids=str)
+def test_heads_that_are_left_to_triton(ops: HopperOps, heads: tuple[int, int, int]) -> None:
+    """Those of Falcon 7b and StarCoder, which share too many, and sizes that have no kernel here."""
+    for window, cap in ((None, None), (100, 5.0)):
+        paged = Paged(LENGTHS, *heads)
+        assert not ops._decode.fits(*paged.split(), paged.cache, paged.batch)
+        check_result(ops, paged, AttentionSpec(heads[2] ** -0.5, window, soft_cap=cap))
+
+
+@pytest.mark.parametrize("heads", [(32, 32, 128), (16, 16, 64), (8, 8, 80), (4, 4, 256)], ids=str)
+@pytest.mark.parametrize("cache_dtype", [None, FP8])
+def test_slopes_are_left_to_triton(
+    ops: HopperOps, cache_dtype: torch.dtype | None, heads: tuple[int, int, int]
+) -> None:
+    slopes = torch.tensor([2.0 ** (-8 * (head + 1) / heads[0]) for head in range(heads[0])], device=DEVICE)
+    for dtype in (BF16, FP16):
+        paged = Paged(LENGTHS, *heads, dtype, cache_dtype, rotated=0)
+        spec = AttentionSpec(heads[2] ** -0.5, k_scale=0.5, v_scale=0.3, slopes=slopes)
+        check_result(ops, paged, spec)
+        flat = paged.run(ops, replace(spec, slopes=None))[0]
+        assert not torch.allclose(flat.float(), paged.expect(spec)[0], atol=0.1)  # slopes change the result
+
+
+@pytest.mark.parametrize(("head_dim", "rotated"), [(80, 20), (80, 32), (256, 64), (64, 16), (128, 64), (96, 96)])
+def test_parts_of_heads_as_models_rotate_them(ops: HopperOps, head_dim: int, rotated: int) -> None:
+    check(ops, Paged(LENGTHS, 8, 4, head_dim, rotated=rotated), AttentionSpec(head_dim**-0.5))
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -95,3 +95,27 @@ def test_a_norm_with_factors_and_shifts(ops: HopperOps, rows: int) -> None:
     got = ops.rms_norm(x, None, weight, eps, world.batch(indices), world.targets)[0]
     expected = reference.rms_norm(x, None, weight, eps, world.batch(indices), world.targets)[0]
     torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("width", [3584, 5120, 2304])
+def test_a_norm_whose_weight_is_wider(ops: HopperOps, width: int, dtype: torch.dtype) -> None:
+    """Gemma's norms multiply in float32, and then round: the kernel for weights of the same type is not theirs."""
+    x, residual = (torch.randn(16, width, device="cuda").to(dtype) for _ in range(2))
+    weight, eps = 1 + 0.1 * torch.randn(width, device="cuda"), torch.tensor(1e-6, device="cuda")
+    got, total = ops.rms_norm(x, residual, weight, eps)
+    assert torch.equal(total, x + residual)
+    wide = total.float()
+    expected = (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(dtype)
+    assert (got != expected).float().mean() < 0.02
+    torch.testing.assert_close(got, expected, rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("rows", "width"), [(16, 4544), (300, 8192), (1, 1024)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_layer_norm(ops: HopperOps, has_bias: bool, rows: int, width: int, dtype: torch.dtype) -> None:
+    x, weight, bias = (torch.randn(n, width, device="cuda").to(dtype) for n in (rows, 1, 1))
+    got = ops.layer_norm(x, weight[0], bias[0] if has_bias else None, 1e-5)
+    wide = F.layer_norm(x.double(), (width,), weight[0].double(), bias[0].double() if has_bias else None, 1e-5)
+    torch.testing.assert_close(got.double(), wide, rtol=0.02, atol=2e-2)

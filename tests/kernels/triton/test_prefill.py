@@ -297,3 +297,17 @@ def test_prompts_of_models(
     case.check(spec, device)
     check_cuts(case, 0, [0, 5, 64, 66, 200, 333, 640, 700], spec, device)  # one token would be a decode step
     check_cuts(case, 2, [0, 130], spec, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "dtype", "cache_dtype"),
+    [((32, 32, 128), BF16, BF16), ((16, 16, 64), FP16, FP16), ((12, 12, 112), BF16, BF16), ((8, 8, 80), BF16, FP8)],
+)
+def test_prompts_of_models_with_slopes(heads: Heads, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    slopes = torch.tensor([2.0 ** (-8 * (head + 1) / heads[0]) for head in range(heads[0])], device=device)
+    case = Case([(700, 0), (1, 600), (130, 333), (2, 1000)], heads, dtype, cache_dtype, 16)
+    spec = AttentionSpec(heads[2] ** -0.5, None, 0.1, 0.2, slopes=slopes)
+    case.check(spec, device)
+    check_cuts(case, 0, [0, 5, 64, 66, 200, 640, 700], spec, device)

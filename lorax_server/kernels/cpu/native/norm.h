@@ -187,3 +187,35 @@ EXPORT(layer_norm)(int64_t dtype, const void* x, int64_t token_stride, int64_t h
   else if (dtype == BFLOAT16) run(Bf16());
   else run(Half());
 }
+
+template <class T>
+static void run_scale_and_shift(T* x, int64_t stride, int64_t tokens, const Lora& lora, int64_t first, int64_t last) {
+  int64_t width = 0;
+  for (int64_t target = first; target <= last; target++) width += lora.widths[2 * target + 1];
+  in_threads(tokens > 1 && tokens * width > NORMED_ALONE, [&](int64_t thread, int64_t threads) {
+    const Range mine = part_of(tokens, thread, threads);
+    T* column = x;
+    for (int64_t target = first; target <= last; target++) {
+      Adapters<T> adapters(&lora, target);
+      const int64_t size = lora.widths[2 * target + 1];
+      for (int64_t row = mine.begin; row < mine.end; row++) {
+        const Vectors<T> vectors = adapters.of(row);
+        if (vectors.factor == nullptr && vectors.shift == nullptr) continue;
+        T* at = column + row * stride;
+        for_vectors(size, [&](int64_t i, auto count) {
+          put(at + i, adapt(take(at + i, count), vectors, i, count), count);
+        });
+      }
+      column += size;
+    }
+  });
+}
+
+// Change each row of `x` by its adapter's factor and shift. The targets lie side by side in it.
+EXPORT(scale_and_shift)(int64_t dtype, void* x, int64_t stride, int64_t tokens, const Lora* lora, int64_t first,
+                        int64_t last) {
+  const auto run = [&](auto of) { run_scale_and_shift((decltype(of)*)x, stride, tokens, *lora, first, last); };
+  if (dtype == FLOAT32) run(float());
+  else if (dtype == BFLOAT16) run(Bf16());
+  else run(Half());
+}

@@ -25,6 +25,7 @@ static inline void call_kernel(void (*kernel)(A...), const int64_t* words) {
 CALL(linear)
 CALL(rms_norm)
 CALL(layer_norm)
+CALL(scale_and_shift)
 CALL(gate)
 namespace attention {
 CALL(rotary)
