@@ -63,6 +63,7 @@ def assemble(config: EngineConfig, executor: Executor, sources: Mapping[str, Sou
         ),
         model_type=capabilities.model_type,
         model_class=capabilities.model_class,
+        max_inputs=capabilities.max_inputs,
         num_threads=config.sources.num_threads,
     )
     return Engine(executor, scheduler, pool, table, resolver, Structures(config.model.path))

@@ -15,7 +15,7 @@ from lorax_server.errors import ConfigError
 DTYPES = ("float32", "float16", "bfloat16")
 QUANTIZE = ("fp8-kv",)
 SOURCES = ("hub", "local", "s3")
-TOOL_PARSERS = ("hermes", "llama3_json", "pythonic", "mistral", "granite", "json")
+TOOL_PARSERS = ("hermes", "llama3_json", "pythonic", "mistral", "granite", "qwen3_coder", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 T = TypeVar("T")
 
@@ -207,6 +207,7 @@ class AccessConfig(Settings):
     keys_file: Path | None = setting(None, "file of keys with names, adapters and limits")
     admin_key: str | None = setting(None, "key to load adapters, better set by LORAX_ADMIN_KEY", is_secret=True)
     replica_key: str | None = field(default=None, repr=False)  # of the Ray replica that this server is; no flag
+    ingress_key: str | None = field(default=None, repr=False)  # by which its ingress shows who it is; no flag
     cors: CorsConfig = field(default_factory=CorsConfig)
 
     def __post_init__(self) -> None:

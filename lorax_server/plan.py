@@ -120,6 +120,7 @@ class StepMasks(NamedTuple):
 
     rows: Ints  # among the sequences that `samples`
     words: npt.NDArray[np.int32]  # [rows, words] a bit for each allowed token; tokens beyond are not allowed
+    forced: tuple[tuple[int, tuple[int, ...]], ...] = ()  # rows that get more tokens, which follow the chosen one
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ class Capabilities:
     adapter_unit_bytes: int = 256
     max_adapters: int = 2**31 - 1  # on the device at once: indices 1 to this
     itemsize: int = 4  # bytes of a number of an adapter
+    max_inputs: int = 0  # of any matrix that adapters change
     model_type: str = ""
     model_class: str = ""
     dtype: str = ""  # of the weights

@@ -194,7 +194,7 @@ class Output(NamedTuple):
     """The result of one step for one request: its next tokens, or the failure that ends it."""
 
     request_id: int
-    tokens: tuple[SampledToken, ...] = ()  # none with a failure; one today, several once steps speculate
+    tokens: tuple[SampledToken, ...] = ()  # none with a failure; several where a structure forces them
     finish_reason: FinishReason | None = None  # of the last token, if it ends the request
     failure: Failure | None = None
     started: Started | None = None  # with the first token, as are the next two

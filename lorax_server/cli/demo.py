@@ -18,6 +18,7 @@ SETTINGS: Mapping[str, Any] = {
     "weights_cache_override": FOLDER / "model",
     "adapters_dir": FOLDER / "adapters",
     "playground_examples": EXAMPLES,
+    "tool_parser": ("json=json",),  # who writes JSON can write calls, though no template shows it functions
     "hub": False,
     "cache_bytes": 2**28,
     "adapter_bytes": 2**26,

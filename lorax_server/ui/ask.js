@@ -9,8 +9,8 @@ const withoutTemplate = new Set();
 /** There may be another server now, with other models of the same names. */
 export const forgetTemplates = () => withoutTemplate.clear();
 
-/** Whether the model is asked by messages: not if it has shown that it cannot. */
-export const isChat = (model, parameters) => parameters.mode === "chat" && !withoutTemplate.has(model);
+/** Whether the model is asked by messages: not if it has shown that it cannot, unless it is to call functions. */
+export const isChat = (model, { mode, tools }) => mode === "chat" && (tools || !withoutTemplate.has(model));
 
 export function requestOf(model, prompt, parameters) {
   const common = { model, ...parameters.sampling, stream: true, stream_options: { include_usage: true } };
@@ -23,20 +23,24 @@ export function requestOf(model, prompt, parameters) {
   }
   const system = parameters.system ? [{ role: "system", content: parameters.system }] : [];
   const messages = [...system, { role: "user", content: prompt }];
+  const tools = parameters.tools ? { tools: parameters.tools, tool_choice: parameters.choice } : {};
   return {
     path: "v1/chat/completions",
-    body: { ...common, messages, logprobs: true, top_logprobs: ALTERNATIVES },
+    body: { ...common, messages, ...tools, logprobs: true, top_logprobs: ALTERNATIVES },
   };
 }
 
-/** Yields `{tokens, reason, usage, tier}`, of which each may be missing; `tier` is where the adapter was. */
+/**
+ * Yields `{tokens, text, calls, reason, usage, tier}`, of which all but the first may be missing; `tier` is where the
+ * adapter was.
+ */
 export async function* ask(model, prompt, parameters, signal) {
   const request = requestOf(model, prompt, parameters);
   try {
-    for await (const event of stream(request.path, request.body, signal)) yield read(event);
+    for await (const event of stream(request.path, request.body, signal)) yield read(event, parameters.tools);
   } catch (error) {
     const isPlain = error instanceof ApiError && error.code === NO_TEMPLATE && isChat(model, parameters);
-    if (!isPlain) throw error;
+    if (!isPlain || parameters.tools) throw error;
     withoutTemplate.add(model);
     yield* ask(model, prompt, parameters, signal);
   }
@@ -52,12 +56,16 @@ export function curlOf({ path, body }) {
   return ["curl -N", urlOf(path), "-H 'content-type: application/json'", ...key, "-d", data].join(" ");
 }
 
-function read(event) {
+function read(event, tools) {
   const [choice] = event.choices;
   const tier = event.adapter_tier;
   if (!choice) return { tokens: [], usage: event.usage, tier };
   const text = choice.delta ? choice.delta.content ?? "" : choice.text;
-  return { tokens: divide(text, tokensOf(choice.logprobs)), reason: choice.finish_reason, tier };
+  const tokens = tokensOf(choice.logprobs);
+  // Where there may be calls, an event's text is not that of its tokens: they are shown as the model wrote them.
+  const parts = tools && tokens.length ? tokens.map((token) => ({ ...token, text: token.token })) : null;
+  const calls = choice.delta?.tool_calls ?? [];
+  return { tokens: parts ?? divide(tools ? "" : text, tokens), text, calls, reason: choice.finish_reason, tier };
 }
 
 function tokensOf(logprobs) {
@@ -75,9 +83,9 @@ function tokensOf(logprobs) {
 
 /**
  * Which part of an event's text each of its tokens stands for. All parts together are the text, also where a token is
- * half a character or says nothing: who comes before the next one that is found gets what lies between.
+ * half a character or says nothing: what lies before the next one that is found goes to the one before it.
  */
-function divide(text, tokens) {
+export function divide(text, tokens) {
   if (!tokens.length) return text ? [{ token: text, text, logprob: null, top: [] }] : [];
   const parts = tokens.map((token) => ({ ...token, text: "" }));
   let rest = text;

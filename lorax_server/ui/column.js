@@ -1,8 +1,9 @@
 // One model's answer: its tokens as they come, how fast, and how it ended.
 
-import { ask, curlOf, isChat, requestOf } from "./ask.js";
+import { ask, curlOf, divide, isChat, requestOf } from "./ask.js";
 import { button, make, oncePerFrame } from "./dom.js";
 import { milliseconds, rate } from "./numbers.js";
+import { Calls } from "./tools.js";
 import { treeOf } from "./tree.js";
 
 const LEVELS = 5; // of the tint
@@ -26,9 +27,13 @@ export class Column {
     this.sentAt = performance.now();
     this.curl.textContent = curlOf(requestOf(this.model, prompt, parameters));
     this.#say("waiting", "waiting");
+    let said = "";
     try {
-      for await (const { tokens, reason, usage, tier } of ask(this.model, prompt, parameters, signal)) {
+      for await (const event of ask(this.model, prompt, parameters, signal)) {
+        const { tokens, text = "", calls = [], reason, usage, tier } = event;
         this.#take(tokens);
+        said += text;
+        this.calls.take(calls);
         if (tier) this.kind.textContent = `adapter, was ${TIERS[tier] ?? tier}`;
         if (reason) this.#say(reason, "done");
         if (usage) this.count = usage.completion_tokens;
@@ -40,7 +45,9 @@ export class Column {
     this.curl.textContent = curlOf(requestOf(this.model, prompt, parameters));
     this.plain.hidden = parameters.mode !== "chat" || isChat(this.model, parameters);
     this.#draw();
-    this.#showTree(parameters.schema);
+    this.calls.show();
+    if (parameters.tools && !this.calls.list.length) this.#retell(said);
+    this.#showTree(parameters.schema && !this.calls.list.length);
     return `${this.label}: ${this.state.textContent}`;
   }
 
@@ -75,6 +82,13 @@ export class Column {
     return span;
   }
 
+  /** An answer that might have had calls, and is text: its tokens have that text, without marks of its end. */
+  #retell(text) {
+    const spans = [...this.answer.children];
+    const parts = divide(text, spans.map((span) => this.tooltip.tokens.get(span)));
+    spans.forEach((span, i) => (span.textContent = parts[i].text));
+  }
+
   /** An answer by a schema is shown as a tree as well, if it came to its end. */
   #showTree(schema) {
     const tree = schema ? treeOf(this.answer.textContent) : null;
@@ -107,6 +121,7 @@ export class Column {
     this.plain = make("p", { class: "note", hidden: true }, "There is no chat template: answered as plain text.");
     this.answer = make("div", { class: "answer", role: "group", "aria-label": `Answer of ${this.label}` });
     this.tree = make("div", { class: "tree", role: "group", "aria-label": `Tree of ${this.label}`, hidden: true });
+    this.calls = new Calls(this.label);
     this.error = make("p", { class: "error", role: "alert" });
     this.curl = make("code", {});
     this.numbers = Object.fromEntries(
@@ -126,6 +141,7 @@ export class Column {
       this.plain,
       this.answer,
       this.tree,
+      this.calls.element,
       this.error,
       make(
         "footer",

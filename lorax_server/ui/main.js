@@ -148,10 +148,12 @@ async function startExamples() {
   if (isFirst && examples.length && !byId("prompt").value) fillIn(examples[0]);
 }
 
-function fillIn({ prompt, models: names, schema }) {
+function fillIn({ prompt, models: names, schema, tools, tool_choice: choice, temperature }) {
   byId("prompt").value = prompt;
-  byId("schema").value = schema ? JSON.stringify(schema) : "";
-  byId("schema").dispatchEvent(new Event("input"));
+  parameters.fill("schema", schema);
+  parameters.fill("tools", tools);
+  if (tools) parameters.fill("tool_choice", choice ?? "auto");
+  parameters.fillTemperature(temperature);
   if (names?.length) models.choose(names);
 }
 

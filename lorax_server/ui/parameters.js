@@ -2,6 +2,7 @@
 
 import { byId } from "./dom.js";
 import { recall, remember } from "./store.js";
+import { EXAMPLE, isTools, namedTools } from "./tools.js";
 
 const { MAX_SAFE_INTEGER } = Number;
 const NUMBERS = {
@@ -11,7 +12,14 @@ const NUMBERS = {
   top_k: { holds: (n) => whole(n) && n >= 0 && n < 2 ** 31, rule: "a whole number; 0 means all" },
   seed: { holds: whole, rule: "a whole number" },
 };
-const NAMES = [...Object.keys(NUMBERS), "mode", "system", "schema"];
+const TEXTS = {
+  schema: { holds: isObject, rule: () => "This is a JSON object." },
+  tools: {
+    holds: (value) => isTools(value) && byId("mode").value === "chat",
+    rule: (value) => (isTools(value) ? "Tools need the chat." : "This is a JSON list of functions, each with a name."),
+  },
+};
+const NAMES = [...Object.keys(NUMBERS), ...Object.keys(TEXTS), "mode", "system", "tool_choice"];
 
 export class Parameters {
   constructor() {
@@ -20,7 +28,10 @@ export class Parameters {
       if (typeof before[name] === "string") byId(name).value = before[name];
       byId(name).addEventListener("input", () => this.#changed());
     }
-    if (!byId("mode").value) byId("mode").value = "chat";
+    for (const name of ["mode", "tool_choice"]) {
+      if (!byId(name).value) byId(name).selectedIndex = 0; // what was remembered is no choice any more
+    }
+    byId("tools-example").addEventListener("click", () => this.fill("tools", EXAMPLE));
     this.fitted = byId("max_tokens").defaultValue; // what nobody typed
     this.#summarize();
   }
@@ -34,10 +45,23 @@ export class Parameters {
     this.#summarize();
   }
 
+  /** Put a value in a field, as if it were typed. */
+  fill(name, value) {
+    byId(name).value = typeof value === "string" ? value : value ? JSON.stringify(value) : "";
+    byId(name).dispatchEvent(new Event("input"));
+  }
+
+  /** An example's own temperature, until there is another example; a typed one stays otherwise. */
+  fillTemperature(given) {
+    const isGiven = typeof given === "number";
+    if (isGiven || this.isLent) this.fill("temperature", isGiven ? String(given) : byId("temperature").defaultValue);
+    this.isLent = isGiven;
+  }
+
   /** What to ask with; null if something is wrong, which is then shown. */
   read() {
     const wrong = Object.keys(NUMBERS).filter((name) => !this.#check(name));
-    if (!this.#checkSchema()) wrong.push("schema");
+    wrong.push(...Object.keys(TEXTS).filter((name) => !this.#checkText(name)));
     if (wrong.length) {
       byId("parameters").open = true;
       byId(wrong[0]).focus();
@@ -45,20 +69,25 @@ export class Parameters {
     }
     const given = Object.keys(NUMBERS).filter((name) => byId(name).value !== "");
     const sampling = Object.fromEntries(given.map((name) => [name, Number(byId(name).value)]));
-    return { sampling, mode: byId("mode").value, system: byId("system").value.trim(), schema: schemaOf() };
+    const [schema, tools] = [jsonOf("schema"), jsonOf("tools")];
+    const [mode, choice] = [byId("mode").value, byId("tool_choice").value];
+    const system = byId("system").value.trim();
+    return { sampling, mode, system, schema, tools: tools && namedTools(tools), choice };
   }
 
   #changed() {
     remember("parameters", Object.fromEntries(NAMES.map((name) => [name, byId(name).value])));
     for (const name of Object.keys(NUMBERS)) this.#check(name);
-    this.#checkSchema();
+    for (const name of Object.keys(TEXTS)) this.#checkText(name);
     this.#summarize();
   }
 
-  #checkSchema() {
-    const isRight = schemaOf() !== undefined;
-    byId("schema-error").textContent = isRight ? "" : "This is a JSON object.";
-    byId("schema").setAttribute("aria-invalid", String(!isRight));
+  #checkText(name) {
+    const { holds, rule } = TEXTS[name];
+    const value = jsonOf(name);
+    const isRight = value === null || holds(value);
+    byId(`${name}-error`).textContent = isRight ? "" : rule(value);
+    byId(name).setAttribute("aria-invalid", String(!isRight));
     return isRight;
   }
 
@@ -81,21 +110,25 @@ export class Parameters {
       temperature === "0" ? "greedy" : temperature && `temperature ${temperature}`,
       seed && `seed ${seed}`,
       byId("schema").value.trim() && "by a schema",
+      byId("tools").value.trim() && `tools: ${byId("tool_choice").value}`,
     ];
     byId("parameters-note").textContent = shown.filter(Boolean).join(" · ");
   }
 }
 
-/** The schema that is typed; null if there is none, undefined if it is no object. */
-function schemaOf() {
-  const text = byId("schema").value.trim();
+/** The JSON that is typed; null if nothing is, undefined if it is no JSON, or null itself. */
+function jsonOf(name) {
+  const text = byId(name).value.trim();
   if (!text) return null;
   try {
-    const schema = JSON.parse(text);
-    return schema !== null && typeof schema === "object" && !Array.isArray(schema) ? schema : undefined;
+    return JSON.parse(text) ?? undefined;
   } catch {
     return undefined;
   }
+}
+
+function isObject(value) {
+  return typeof value === "object" && !Array.isArray(value);
 }
 
 function whole(number) {

@@ -71,10 +71,15 @@ class Playground:
         elif message.type in ("error", "warning"):
             self.complaints.append(message.text)
 
-    def open(self, state: str = "ready") -> "Playground":
-        self.page.goto(f"{self.url}/ui")
+    def open(self, state: str = "ready", path: str = "ui") -> "Playground":
+        """Open the page and wait for its server: until it knows the models, it chooses among them by itself."""
+        self.page.goto(f"{self.url}/{path}")
         expect(self.health).to_have_attribute("data-state", state)
         return self
+
+    def reload(self) -> None:
+        self.page.reload()
+        expect(self.health).to_have_attribute("data-state", "ready")
 
     # --- Parts of the page --------------------------------------------------------------------------------------------
 
@@ -118,7 +123,7 @@ class Playground:
             self.at("#parameters summary").click()
         for name, value in parameters.items():
             field = self.at(f"#{name}")
-            field.select_option(value) if name == "mode" else field.fill(value)
+            field.select_option(value) if name in ("mode", "tool_choice") else field.fill(value)
 
     def send(self, prompt: str, *models: str) -> None:
         self.choose(*models)

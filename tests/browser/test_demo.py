@@ -1,8 +1,11 @@
 """The demo in the playground: what a newcomer sees first."""
 
+import json
 import struct
 from collections.abc import Iterator
+from typing import Any
 
+import jsonschema
 import pytest
 from playwright.sync_api import Browser, expect
 
@@ -54,6 +57,39 @@ def test_every_example_is_answered(playground: Playground) -> None:
         playground.at("#send").click()
         playground.wait()
         expect(playground.at(".column[data-state=done]")).to_have_count(len(example["models"]))
+
+
+def test_an_answer_by_a_schema_at_temperature_1(playground: Playground) -> None:
+    example = choose_example(playground, "schema")
+    expect(playground.at("#temperature")).to_have_value("1")
+    for _ in range(3):
+        playground.at("#send").click()
+        playground.wait()
+        answer = json.loads(playground.answer("json"))
+        jsonschema.validate(answer, example["schema"])
+        leaves = playground.column("json").locator(".tree .leaf")
+        expect(leaves).to_have_text([f"{name}: {json.dumps(value)}" for name, value in answer.items()])
+    playground.at("#examples button").first.click()
+    expect(playground.at("#temperature")).to_have_value("0")
+
+
+def test_a_function_is_called(playground: Playground) -> None:
+    example = choose_example(playground, "tools")
+    expect(playground.at("#tool_choice")).to_have_value("required")
+    playground.at("#send").click()
+    playground.wait()
+    call = playground.column("json").locator(".calls .call")
+    expect(call.locator("> .name")).to_have_text(example["tools"][0]["name"])
+    sale = {"person": "Klonny Bardwell", "town": "Spigford", "item": "kites", "colour": "pink", "count": 12}
+    sale |= {"day": "Tuesday", "price": 45}
+    expect(call.locator(".leaf")).to_have_text([f"{name}: {json.dumps(value)}" for name, value in sale.items()])
+
+
+def choose_example(playground: Playground, field: str) -> dict[str, Any]:
+    """Choose the first example that has a field."""
+    place, example = next((place, each) for place, each in enumerate(read_examples()) if field in each)
+    playground.at("#examples button").nth(place).click()
+    return example
 
 
 def test_an_adapter_that_there_is_not(playground: Playground) -> None:

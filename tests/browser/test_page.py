@@ -193,12 +193,12 @@ def test_the_keyboard_stays_where_it_is_when_adapters_come(playground: Playgroun
 
 def test_behind_a_prefix(visit: Visit, server: Server) -> None:
     """Open the page behind a proxy that puts the server below a path."""
-    playground = visit()
     prefix = f"{server.url}/some/where"
+    playground = visit(prefix)
     playground.page.route(
         f"{prefix}/**", lambda route: route.continue_(url=route.request.url.replace(prefix, server.url))
     )
-    playground.page.goto(f"{prefix}/ui/")
+    playground.open(path="ui/")
     playground.set(max_tokens="4")
     playground.ask("Where am I?", "first")
     assert playground.answer("first")
@@ -226,7 +226,7 @@ def test_parameters_reach_the_request(playground: Playground) -> None:
     }
     curl = playground.column("first").locator(".curl code").text_content() or ""
     assert json.loads(curl.partition(" -d '")[2].removesuffix("'")) == sent.value.post_data_json
-    playground.page.reload()
+    playground.reload()
     playground.set(top_p="", top_k="", seed="", system="", temperature="", mode="text")
     expect(playground.at("#max_tokens")).to_have_value("7")
     with playground.page.expect_request("**/v1/completions") as sent:

@@ -10,8 +10,9 @@ from typing import Any
 from lorax_server.cli.flags import KINDS, Parser, write_json
 from lorax_server.cli.planning.capacity import Machinery, Planner
 from lorax_server.cli.planning.demand import AdapterMix, Traffic
+from lorax_server.cli.planning.families import read_sizes, sizes_of
 from lorax_server.cli.planning.gpus import GPUS, Gpu, find_gpu
-from lorax_server.cli.planning.model_sizes import ModelSizes, read_sizes, sizes_of
+from lorax_server.cli.planning.model_sizes import ModelSizes
 from lorax_server.cli.planning.report import format_plan, list_figures
 from lorax_server.config import QUANTIZE, EngineConfig
 from lorax_server.errors import ConfigError

@@ -33,8 +33,8 @@ class MeasuredStep(NamedTuple):
     ms: float
 
 
-PLAIN_STEPS = (MeasuredStep(1, 4.19), MeasuredStep(64, 5.19), MeasuredStep(256, 9.70))
-ADAPTED_STEPS = (MeasuredStep(1, 4.32), MeasuredStep(16, 4.96), MeasuredStep(64, 6.84), MeasuredStep(256, 16.06))
+PLAIN_STEPS = (MeasuredStep(1, 4.12), MeasuredStep(64, 5.13), MeasuredStep(256, 9.27))
+ADAPTED_STEPS = (MeasuredStep(1, 4.17), MeasuredStep(16, 4.70), MeasuredStep(64, 6.85), MeasuredStep(256, 15.73))
 
 
 class StepBytes(NamedTuple):

@@ -7,6 +7,7 @@ import pytest
 
 from lorax_server.cli.planning.capacity import Machinery, Planner
 from lorax_server.cli.planning.demand import AdapterMix, Popularity, Traffic
+from lorax_server.cli.planning.families import sizes_of
 from lorax_server.cli.planning.gpus import GPUS, Gpu
 from lorax_server.cli.planning.measured import (
     ADAPTED_STEPS,
@@ -22,7 +23,7 @@ from lorax_server.cli.planning.measured import (
     find_prompt_rate,
     find_step_time,
 )
-from lorax_server.cli.planning.model_sizes import ModelSizes, sizes_of
+from lorax_server.cli.planning.model_sizes import ModelSizes
 
 DOCS = Path(__file__).parents[3] / "docs"
 H200 = GPUS["H200"]

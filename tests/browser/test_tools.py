@@ -1,0 +1,98 @@
+"""Tools in the playground: what is typed is checked and sent, and calls are shown as they are."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from playwright.sync_api import Route, expect
+
+from tests.browser.conftest import HOSTILE
+from tests.browser.playground import Playground
+
+TOOL = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+
+
+def answer(playground: Playground, *deltas: dict[str, Any], choices: Sequence[dict[str, Any]] = ()) -> list[Any]:
+    """Answer in place of the server, whose model knows no tools; return what it is asked."""
+    asked: list[Any] = []
+
+    def fulfill(route: Route) -> None:
+        asked.append(route.request.post_data_json)
+        events = [{"choices": [choice]} for choice in (*({"index": 0, "delta": delta} for delta in deltas), *choices)]
+        events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+        body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        route.fulfill(body=body, content_type="text/event-stream")
+
+    playground.page.route("**/v1/chat/completions", fulfill)
+    return asked
+
+
+def piece(index: int, **function: str) -> dict[str, Any]:
+    return {"tool_calls": [{"index": index, "function": function}]}
+
+
+def test_calls_are_put_together_and_shown(playground: Playground) -> None:
+    deltas = [piece(0, name="look", arguments=""), piece(0, arguments='{"at": '), piece(0, arguments='["<b>", 1]}')]
+    asked = answer(playground, *deltas, piece(1, name=HOSTILE, arguments='{"cut": "of'))
+    playground.set(tools=json.dumps([TOOL]), tool_choice="required")
+    expect(playground.at("#parameters-note")).to_contain_text("tools: required")
+    playground.ask("Look", "first")
+    assert asked[0]["tools"] == [{"type": "function", "function": TOOL}]
+    assert asked[0]["tool_choice"] == "required"
+    calls = playground.column("first").get_by_role("list", name="Calls of first").locator(".call")
+    expect(calls.locator("> .name")).to_have_text(["look", HOSTILE])
+    expect(calls.first.locator(".leaf")).to_have_text(['0: "<b>"', "1: 1"])
+    expect(calls.nth(1).locator(".tree")).to_have_text('{"cut": "of')
+    expect(playground.column("first").locator(".state")).to_have_text("tool_calls")
+    assert playground.page.evaluate("window.hacked") is None
+    playground.set(tools="")
+    answer(playground, {"content": "No."})
+    playground.ask("And now?", "first")
+    expect(playground.column("first").locator(".calls")).to_be_hidden()
+
+
+def test_an_answer_that_calls_nothing_is_its_text(playground: Playground) -> None:
+    tokens: list[Any] = [{"token": text, "logprob": -0.1, "top_logprobs": []} for text in ("No", ".", "<|end|>")]
+    choices: list[Any] = [
+        *({"delta": {}, "logprobs": {"content": [token]}} for token in tokens),  # held back: they might be a call
+        {"delta": {"content": "No."}, "logprobs": None},
+    ]
+    playground.set(tools=json.dumps([TOOL]))
+    answer(playground, choices=choices)
+    playground.ask("Look", "first")
+    assert playground.answer("first") == "No."
+    expect(playground.column("first").locator(".token")).to_have_text(["No", ".", ""])
+    expect(playground.column("first").locator(".calls")).to_be_hidden()
+
+
+def test_the_example_is_sent_as_it_is(playground: Playground) -> None:
+    asked = answer(playground)
+    playground.set(max_tokens="8")
+    playground.page.get_by_role("button", name="Example of tools").click()
+    expect(playground.at("#tools-error")).to_be_hidden()
+    playground.ask("Look", "first")
+    (tool,) = asked[0]["tools"]
+    assert (tool["type"], tool["function"]["name"], asked[0]["tool_choice"]) == ("function", "weather", "auto")
+    playground.page.reload()
+    expect(playground.at("#parameters-note")).to_contain_text("tools: auto")
+
+
+@pytest.mark.parametrize("typed", ["[", "{}", "[]", "[1]", "null", '[{"function": {}}]', '[{"parameters": {}}]'])
+def test_what_is_no_list_of_functions_is_told(playground: Playground, typed: str) -> None:
+    playground.set(tools=typed)
+    playground.send("Look", "first")
+    expect(playground.at("#tools-error")).to_have_text("This is a JSON list of functions, each with a name.")
+    expect(playground.at("#tools")).to_be_focused()
+    expect(playground.at(".column")).to_have_count(0)
+
+
+def test_tools_need_the_chat(playground: Playground) -> None:
+    playground.set(tools=json.dumps([TOOL]), mode="text")
+    playground.send("Look", "first")
+    expect(playground.at("#tools-error")).to_have_text("Tools need the chat.")
+    playground.set(mode="chat")
+    expect(playground.at("#tools-error")).to_be_hidden()
+    playground.ask("Look", "first")  # the server says the rest
+    expect(playground.column("first").locator(".error")).to_contain_text("template")
+    assert playground.refusals == [400]
