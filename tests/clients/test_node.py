@@ -53,3 +53,22 @@ def test_vercel(server: Server, questions: dict[str, Question]) -> None:
         for model, question in questions.items()
     }
     check(run("ask_vercel.mjs", asked_of(server, asked)), asked)
+
+
+def test_vercel_tools(tool_server: Server) -> None:
+    found = run("ask_vercel_tools.mjs", {"url": tool_server.url, "model": "sql", "prompt": PROMPT})
+    assert found.keys() == {"compatible", "chat", "responses"}
+    for made in found.values():
+        for each in made["objects"]:
+            check_count(each)
+        assert len(made["calls"]) == 4
+        for reason, (name, given) in made["calls"]:
+            assert (reason, name) == ("tool-calls", "tell")
+            check_count(given)
+        (((count, result),), _), (others, _) = made["agent"]
+        assert (result, others) == (f"{count} kites", [])
+
+
+def check_count(value: Any) -> None:
+    assert value.keys() == {"count"}
+    assert 0 <= value["count"] <= 99

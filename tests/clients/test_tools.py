@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import instructor
 import litellm
@@ -27,6 +27,21 @@ class Count(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     count: Number
+
+
+class Known(Count):
+    version: Literal[1]
+
+
+class Unknown(BaseModel):
+    version: Literal[2]
+    reason: Literal["forgotten", "never known"]
+
+
+class Answer(BaseModel):
+    """One of two, by a number: a union that pydantic writes as `oneOf`."""
+
+    found: Annotated[Known | Unknown, Field(discriminator="version")]
 
 
 FUNCTION: dict[str, Any] = {"name": "tell", "description": "Tell it", "parameters": Count.model_json_schema()}
@@ -67,6 +82,14 @@ def test_openai_responses(client: openai.OpenAI) -> None:
     assert call.type == "function_call"
     assert 0 <= json.loads(call.arguments)["count"] <= 99
     assert isinstance(client.responses.parse(text_format=Count, **asked).output_parsed, Count)
+
+
+def test_openai_unions(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "temperature": 1, "max_tokens": 100, "n": 8}
+    answers = client.chat.completions.parse(messages=MESSAGES, response_format=Answer, **asked).choices
+    found = [answer.message.parsed.found for answer in answers if answer.message.parsed]
+    assert len(found) == 8
+    assert {type(each) for each in found} <= {Known, Unknown}
 
 
 # --- Others -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,98 @@
+"""OpenAI's Agents SDK: agents with functions and forms, by responses, which are its default, and by chats."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+from agents import Agent, ModelSettings, RunConfig, Runner, StopAtTools, function_tool
+from agents.models.openai_provider import OpenAIProvider
+
+from tests.clients.conftest import LENGTH, NOBODY, PROMPT, Question, Server
+from tests.clients.test_tools import MODEL, Count, Number
+
+SETTINGS: dict[str, Any] = {"temperature": 0, "max_tokens": 100}
+
+
+@asynccontextmanager
+async def configured(server: Server, by_responses: bool) -> AsyncIterator[RunConfig]:
+    async with openai.AsyncOpenAI(base_url=server.v1, api_key="none", max_retries=0) as client:
+        provider = OpenAIProvider(openai_client=client, use_responses=by_responses)
+        yield RunConfig(model_provider=provider, tracing_disabled=True)
+
+
+def tell(count: Number) -> str:
+    """Tell the number of things."""
+    return f"{count} kites"
+
+
+TELL = function_tool(tell)
+
+
+def run(agent: Agent[Any], server: Server, by_responses: bool, is_streamed: bool) -> tuple[Any, list[str]]:
+    """Run an agent; return its result, and the types of a stream's events."""
+
+    async def act() -> tuple[Any, list[str]]:
+        async with configured(server, by_responses) as config:
+            if not is_streamed:
+                return await Runner.run(agent, PROMPT, run_config=config), []
+            result = Runner.run_streamed(agent, PROMPT, run_config=config)
+            return result, [
+                event.data.type async for event in result.stream_events() if event.type == "raw_response_event"
+            ]
+
+    return asyncio.run(act())
+
+
+@pytest.fixture(params=[True, False], ids=["responses", "chats"])
+def by_responses(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "streamed"])
+def is_streamed(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def test_a_run(server: Server, short: Question, by_responses: bool, is_streamed: bool) -> None:
+    agent = Agent("teller", model=short.model, model_settings=ModelSettings(temperature=0, max_tokens=LENGTH))
+    result, kinds = run(agent, server, by_responses, is_streamed)
+    assert result.final_output == short.chat.text
+    usage = result.context_wrapper.usage
+    assert (usage.input_tokens, usage.output_tokens) == (short.chat.prompt_tokens, short.chat.completion_tokens)
+    assert (kinds.count("response.output_text.delta") > 3) == is_streamed
+
+
+def test_a_form(tool_server: Server, by_responses: bool, is_streamed: bool) -> None:
+    agent = Agent("teller", model=MODEL, output_type=Count, model_settings=ModelSettings(**SETTINGS))
+    result, _ = run(agent, tool_server, by_responses, is_streamed)
+    assert isinstance(result.final_output, Count)
+
+
+@pytest.mark.parametrize("choice", ["required", "tell"])
+def test_a_function(tool_server: Server, by_responses: bool, is_streamed: bool, choice: str) -> None:
+    settings = ModelSettings(**SETTINGS, tool_choice=choice, parallel_tool_calls=False)
+    stops = StopAtTools(stop_at_tool_names=["tell"])
+    agent = Agent("teller", model=MODEL, tools=[TELL], model_settings=settings, tool_use_behavior=stops)
+    result, kinds = run(agent, tool_server, by_responses, is_streamed)
+    number, word = result.final_output.split()
+    assert (0 <= int(number) <= 99, word) == (True, "kites")
+    assert ("response.function_call_arguments.delta" in kinds) == is_streamed
+
+
+def test_an_answer_to_the_result_of_a_function(tool_server: Server, by_responses: bool, is_streamed: bool) -> None:
+    """Run the whole loop: a call, its result, and a last answer with a form."""
+    settings = ModelSettings(**SETTINGS, tool_choice="required")
+    agent = Agent("teller", model=MODEL, tools=[TELL], model_settings=settings, output_type=Count)
+    result, _ = run(agent, tool_server, by_responses, is_streamed)
+    assert isinstance(result.final_output, Count)
+    kinds = [item.type for item in result.new_items]
+    assert kinds[:2] == ["tool_call_item", "tool_call_output_item"]
+    assert kinds[-1] == "message_output_item"
+
+
+def test_a_model_that_is_not_there(server: Server, by_responses: bool) -> None:
+    with pytest.raises(openai.NotFoundError, match=NOBODY):
+        run(Agent("teller", model=NOBODY), server, by_responses, False)
