@@ -4,17 +4,19 @@ The model is random and has the shape of a Llama of 135M parameters, with adapte
 figure is tokens per second over some greedy steps after prompts of 90 tokens, the best of several rounds in which all
 sides take turns. bfloat16 is measured where torch says that the CPU computes it at full speed, or if asked for.
 
-transformers is given its faster attention, PEFT the name of an adapter for each sequence. `--llama-cpp FOLDER` names a
-checkout of llama.cpp, with its converters and `build/bin/llama-batched-bench`. That program draws its tokens instead of
-choosing them, which is a little less work. As released it ignores `--lora`; one that was changed to load the adapter,
-and prints "loaded lora", is measured with it, too.
+Ours is `LLM`, the whole engine: scheduler, choice of tokens and text are part of its steps. transformers is given its
+faster attention, PEFT the name of an adapter for each sequence. `--llama-cpp FOLDER` names a checkout of llama.cpp,
+with its converters and `build/bin/llama-batched-bench`. That program draws its tokens instead of choosing them, which
+is a little less work. As released it ignores `--lora`; one that was changed to load the adapter, and prints "loaded
+lora", is measured with it, too.
 
-At last the demo model is run in `LLM`, the whole engine: the time between two tokens of a request that is alone, and of
+At last the demo model is run in `LLM`, too: the time between two tokens of a request that is alone, and of
 one of six that each have an adapter of their own.
 """
 
 import argparse
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -23,18 +25,19 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from cpu_multi_lora import load_ours, write_adapters
-from paged import Paged, best_of, build_ours, fill
+from cpu_multi_lora import write_adapters
+from gpu_engine import FIRST_WORD, StepClock
+from gpu_model import write_tokenizer
 from report import Record, report
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 from transformers.utils import logging as transformers_logging
 
-from lorax_server.adapters.batch import AdapterArena, AdapterBatchData, AdapterBatchMetadata
 from lorax_server.cli.demo import FOLDER as DEMO
 from lorax_server.cli.demo import SETTINGS
 from lorax_server.llm import LLM
@@ -51,6 +54,7 @@ LLAMA_135M = LlamaConfig(
     tie_word_embeddings=True,
 )
 PROMPT, TOKENS, LLAMA_CPP_TOKENS, RANK = 90, 16, 32, 16
+CACHE_BYTES = 2**30
 ATTENTIONS = ("sdpa", "eager")
 # Without this line the time would be that of the base model.
 LORA_IS_LOADED = "loaded lora"
@@ -86,7 +90,16 @@ BASE = (Case(1), Case(8), Case(32))
 ADAPTED = (Case(1, 1), Case(8, 1), Case(8, 4))
 CASES = BASE + ADAPTED
 Speeds = dict[Case, float]  # tokens per second
-Decode = Callable[[], list[list[int]]]  # returns the tokens of each step
+
+
+class Run(NamedTuple):
+    """The tokens of each sequence, and the seconds of all steps but the first one."""
+
+    tokens: list[list[int]]
+    seconds: float
+
+
+Decode = Callable[[], Run]
 
 # Ratios of what the issue asks for to what its peers reached on the CPU that it was measured on.
 OVER_LLAMA_CPP = {
@@ -103,40 +116,48 @@ OF_OWN_BASE = {
 # --- Ours, transformers and PEFT --------------------------------------------------------------------------------------
 
 
-def fill_caches(model: Any, case: Case) -> tuple[Paged, DynamicCache]:
-    """Fill both sides' caches with the same noise: what prompts leave there does not change the time."""
-    paged, cache = Paged(model, case.batch, PROMPT + TOKENS), DynamicCache(config=model.config)
-    fill(paged, cache, PROMPT)
-    return paged, cache
+class Ours:
+    """Our engine over the files of a model and its adapters."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        most = max(case.batch for case in CASES)
+        self.llm = LLM(folder, folder / "adapters", device="cpu", dtype=dtype, max_rows=most, cache_bytes=CACHE_BYTES)
+        self._clock = StepClock(self.llm)
+
+    def decode(self, case: Case, names: Sequence[str], prompts: Sequence[list[int]]) -> Run:
+        """Answer prompts. Counted are the steps after the first one that gives every sequence a token."""
+        self._clock.marks.clear()
+        stop = StopParams(max_new_tokens=1 + TOKENS + case.batch, ignore_eos=True)  # some may begin before others
+        adapters = [names[index - 1] if index else None for index in case.indices]
+        answers = self.llm.generate(prompts, stop=stop, adapter=adapters, progress=False)
+        marks = self._clock.marks
+        first = next(i for i, mark in enumerate(marks) if mark.num_tokens == case.batch)
+        last = first + TOKENS
+        assert all(mark.num_tokens == case.batch for mark in marks[first : last + 1])
+        return Run([list(answer.token_ids[: 1 + TOKENS]) for answer in answers], marks[last].at - marks[first].at)
 
 
-def ours(paged: Paged, arena: AdapterArena, case: Case, first: torch.Tensor) -> Decode:
-    # The engine, too, keeps this while the batch stays the same.
-    meta = AdapterBatchMetadata.from_indices(torch.tensor(case.indices))
-    data = AdapterBatchData(meta, arena) if case.adapters else None
+class Theirs:
+    """transformers, or PEFT, after the prompts of one case."""
 
-    def decode() -> list[list[int]]:
-        chosen, tokens = first, []
-        for position in range(PROMPT, PROMPT + TOKENS):
-            chosen = paged.forward(chosen[:, None], position, data).argmax(-1)
-            tokens.append(chosen.tolist())
-        return tokens
+    def __init__(self, model: Any, names: Sequence[str], case: Case, prompts: Sequence[list[int]]) -> None:
+        self._model, self._cache = model, DynamicCache(config=model.config)
+        self._more = {"adapter_names": [names[index - 1] for index in case.indices]} if case.adapters else {}
+        self._first = self._forward(torch.tensor(prompts))
 
-    return decode
-
-
-def theirs(model: Any, cache: DynamicCache, names: Sequence[str], case: Case, first: torch.Tensor) -> Decode:
-    more = {"adapter_names": [names[index - 1] for index in case.indices]} if case.adapters else {}
-
-    def decode() -> list[list[int]]:
-        chosen, tokens = first, []
+    def decode(self) -> Run:
+        chosen = [self._first]
+        start = time.perf_counter()
         for _ in range(TOKENS):
-            chosen = model(chosen[:, None], past_key_values=cache, use_cache=True, **more).logits[:, -1].argmax(-1)
-            tokens.append(chosen.tolist())
-        cache.crop(-TOKENS)
-        return tokens
+            chosen.append(self._forward(chosen[-1][:, None]))
+        seconds = time.perf_counter() - start
+        self._cache.crop(-TOKENS)
+        return Run(torch.stack(chosen, 1).tolist(), seconds)
 
-    return decode
+    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self._model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **self._more).logits
+        chosen: torch.Tensor = logits[:, -1].argmax(-1)
+        return chosen
 
 
 def share(model: Any, attention: str) -> Any:
@@ -156,34 +177,27 @@ class Sides(NamedTuple):
 
 def warm_up(case: Case, mine: Decode, others: dict[str, Decode]) -> Sides:
     """Run all once, which compares their tokens, and choose the faster of the others."""
-    tokens, times = {}, {}
-    for attention, decode in others.items():
-        start = time.perf_counter()
-        tokens[attention] = decode()
-        times[attention] = time.perf_counter() - start
-    fastest = min(times, key=lambda attention: times[attention])
-    pairs = list(zip(chain(*mine()), chain(*tokens[fastest]), strict=True))
+    runs = {attention: decode() for attention, decode in others.items()}
+    fastest = min(runs, key=lambda attention: runs[attention].seconds)
+    pairs = list(zip(chain(*mine().tokens), chain(*runs[fastest].tokens), strict=True))
     same = sum(one == two for one, two in pairs) / len(pairs)
     peer = f"transformers{' + PEFT' if case.adapters else ''} ({fastest})"
     print(f"{case}: {same:.1%} of the tokens are those of {peer}", flush=True)
     return Sides(mine, others[fastest], peer)
 
 
-def prepare(base: Any, folder: Path, dtype: torch.dtype) -> dict[Case, Sides]:
-    """Build all sides from one model, which gets PEFT's layers by it."""
-    model = build_ours(LLAMA_135M, {name: x.clone() for name, x in base.state_dict().items()}, dtype)
-    plain = {attention: share(base, attention) for attention in ATTENTIONS}
-    peft_model, folders = write_adapters(base, folder / "adapters", RANK, max(case.adapters for case in CASES))
-    peft_model = peft_model.to(dtype)  # its adapters were float32
-    adapted = {attention: share(peft_model, attention) for attention in ATTENTIONS}
-    arena, names = load_ours(model, folders, dtype), [place.name for place in folders]
-    sides = {}
+def prepare(base: Any, engine: Ours, adapted: Any, names: Sequence[str]) -> dict[Case, Sides]:
+    """Build all sides of all cases; `adapted` is the model with PEFT's layers."""
+    choice, sides = random.Random(0), {}
+    copies = {attention: (share(base, attention), share(adapted, attention)) for attention in ATTENTIONS}
     for case in CASES:
-        paged, cache = fill_caches(model, case)
-        first = torch.randint(0, LLAMA_135M.vocab_size, (case.batch,))
-        models = adapted if case.adapters else plain
-        others = {attention: theirs(models[attention], deepcopy(cache), names, case, first) for attention in ATTENTIONS}
-        sides[case] = warm_up(case, ours(paged, arena, case, first), others)
+        last = LLAMA_135M.vocab_size * 7 // 8
+        prompts = [[choice.randint(FIRST_WORD, last) for _ in range(PROMPT)] for _ in range(case.batch)]
+        others = {
+            attention: Theirs(models[case.adapters > 0], names, case, prompts).decode
+            for attention, models in copies.items()
+        }
+        sides[case] = warm_up(case, partial(engine.decode, case, names, prompts), others)
     return sides
 
 
@@ -244,14 +258,20 @@ def measure(dtype: str, rounds: int, checkout: Path | None) -> list[Record]:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         base.save_pretrained(folder)
-        sides = prepare(base, folder, getattr(torch, dtype))
+        write_tokenizer(folder, LLAMA_135M.vocab_size)
+        plain = deepcopy(base)  # PEFT changes the other one
+        adapted, folders = write_adapters(base, folder / "adapters", RANK, max(case.adapters for case in CASES))
+        engine = Ours(folder, dtype)
+        names = [adapter.name for adapter in folders]
+        sides = prepare(plain, engine, adapted.to(getattr(torch, dtype)), names)  # its adapters were float32
         peer = LlamaCpp(checkout, folder, {"float32": "f32", "bfloat16": "bf16"}[dtype]) if checkout else None
         for _ in range(rounds):
             for case, side in sides.items():
-                speeds = [case.batch * TOKENS / seconds for seconds in best_of(1, side.ours, side.theirs)]
+                speeds = [case.batch * TOKENS / decode().seconds for decode in (side.ours, side.theirs)]
                 mine[case], others[case] = max(mine[case], speeds[0]), max(others[case], speeds[1])
             for case, speed in peer.measure().items() if peer else ():
                 llama_cpp[case] = max(speed, llama_cpp.get(case, 0.0))
+        engine.llm.close()
     show(dtype, {"llama.cpp": llama_cpp, "transformers, PEFT": others, "ours": mine})
     return compare(dtype, mine, others, llama_cpp, {case: side.peer for case, side in sides.items()})
 

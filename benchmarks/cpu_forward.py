@@ -1,40 +1,43 @@
-"""Prefill and decode of two small models on a CPU, against transformers in the same process and with the same threads.
+"""Prefill and decode of models on a CPU, against transformers in the same process and with the same threads.
 
-Both models are random; the shapes are those of GPT-2 small and of a Llama of 160M parameters. Each figure is the best
-of several alternating runs, so that both sides see the same machine.
+All are random. Two are small: their shapes are those of GPT-2 small and of a Llama of 160M parameters. Two have the
+widths of Gemma-2-9B and Phi-4, but only two layers and a vocabulary of 32,000. Each figure is the best of several
+alternating runs, so that both sides see the same machine.
 """
 
-from collections.abc import Iterator
+import argparse
+from collections.abc import Iterator, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
+from model_shapes import list_attentions, make_configs
 from paged import LLAMA_160M, VOCAB, Paged, best_of, build_ours, fill
-from report import Record, parse_args, report
+from report import Record, report
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config
 
 CONFIGS = {
     "gpt2": GPT2Config(n_positions=2304),
     "llama-160m": LLAMA_160M,
 }
-# batch, context, runs, goal
-DECODE = [(1, 256, 30, 1.3), (8, 256, 12, 1.0), (32, 256, 6, 1.0), (8, 2048, 8, 1.3)]
-PREFILL = (8, 256, 4, 1.0)
+SCALED = {"num_hidden_layers": 2, "vocab_size": VOCAB, "layer_types": None}
+Case = tuple[int, int, int, float]  # batch, context, runs, goal
+DECODE: list[Case] = [(1, 256, 30, 1.3), (8, 256, 12, 1.0), (32, 256, 6, 1.0), (8, 2048, 8, 1.3)]
+PREFILL: Case = (8, 256, 4, 1.0)
+SCALED_DECODE: list[Case] = [(1, 256, 8, 1.2), (8, 256, 4, 1.2)]
+SCALED_PREFILL: Case = (1, 128, 2, 1.2)
 
 
-ATTENTIONS = ("sdpa", "eager")
-
-
-def measure(name: str, config: Any) -> list[Record]:
+def measure(name: str, config: Any, prefill: Case, decode: Sequence[Case]) -> list[Record]:
     theirs = AutoModelForCausalLM.from_config(config).eval()
     ours = build_ours(config, theirs.state_dict())
-    records = [measure_prefill(name, ours, theirs)]
-    records += [measure_decode(name, ours, theirs, *case) for case in DECODE]
-    return records
+    return [measure_prefill(name, ours, theirs, *prefill)] + [
+        measure_decode(name, ours, theirs, *case) for case in decode
+    ]
 
 
-def measure_prefill(name: str, ours: Any, theirs: Any) -> Record:
-    batch, length, runs, goal = PREFILL
+def measure_prefill(name: str, ours: Any, theirs: Any, batch: int, length: int, runs: int, goal: float) -> Record:
     ids = torch.randint(0, VOCAB, (batch, length))
     paged = Paged(ours, batch, length)
 
@@ -45,7 +48,7 @@ def measure_prefill(name: str, ours: Any, theirs: Any) -> Record:
         return theirs(ids, use_cache=True, logits_to_keep=1).logits[:, 0]  # type: ignore[no-any-return]
 
     times = {}
-    for attention in ATTENTIONS:
+    for attention in list_attentions(theirs.config):
         theirs.set_attn_implementation(attention)
         difference = mine() - other()
         times[attention] = best_of(runs, mine, other)
@@ -56,7 +59,7 @@ def measure_decode(name: str, ours: Any, theirs: Any, batch: int, context: int, 
     """Measure decode with caches full of the same noise: their content does not change the time."""
     ids = torch.randint(0, VOCAB, (batch, 1))
     times = {}
-    for attention in ATTENTIONS:
+    for attention in list_attentions(theirs.config):
         theirs.set_attn_implementation(attention)
         paged, cache = Paged(ours, batch, context + runs + 1), DynamicCache(config=theirs.config)
         fill(paged, cache, context)
@@ -87,11 +90,18 @@ def compare(name: str, times: dict[str, list[float]], goal: float, difference: t
 
 
 def main() -> None:
-    args = parse_args(__doc__)
+    cases = {name: (config, PREFILL, DECODE) for name, config in CONFIGS.items()}
+    cases |= {name: (config, SCALED_PREFILL, SCALED_DECODE) for name, config in make_configs(**SCALED).items()}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
+    parser.add_argument(
+        "--models", nargs="+", choices=list(cases), default=list(cases), metavar="MODEL", help=f"of {', '.join(cases)}"
+    )
+    args = parser.parse_args()
     torch.manual_seed(0)
     print(f"{torch.get_num_threads()} threads, float32, torch {torch.__version__}")
     with torch.inference_mode():
-        records = [record for name, config in CONFIGS.items() for record in measure(name, config)]
+        records = [record for name in args.models for record in measure(name, *cases[name])]
     report(records, args.json)
 
 

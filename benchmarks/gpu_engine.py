@@ -83,7 +83,7 @@ class Bench(NamedTuple):
 
     llm: LLM
     clock: StepClock
-    shape: ModelShape
+    shape: Any  # a `ModelShape`, or a config of transformers
     folder: Path
 
     def generate(
@@ -113,12 +113,13 @@ class Bench(NamedTuple):
             self.llm._engine.add(Request(first_id + number, prompt, SamplingParams(), stop))
 
 
-def make_parser(description: str | None) -> argparse.ArgumentParser:
+def make_parser(description: str | None, has_folder: bool = True) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
-    parser.add_argument(
-        "--folder", type=Path, help="where the model and the adapters are, or are made; else a temporary one in memory"
-    )
+    if has_folder:
+        parser.add_argument(
+            "--folder", type=Path, help="where model and adapters are, or are made; else a temporary one in memory"
+        )
     parser.add_argument("--tiny", action="store_true", help="a tiny model, for a machine without a GPU")
     return parser
 

@@ -11,7 +11,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,6 +57,11 @@ class ModelShape(NamedTuple):
             "down_proj": (hidden, between),
         }
 
+    def list_modules(self, names: Sequence[str] = ALL_MODULES) -> dict[str, tuple[int, int]]:
+        """Return the outputs and inputs of the linears of these names in all layers, by their full names."""
+        layers = range(self.num_hidden_layers)
+        return {f"model.layers.{layer}.{_path(name)}": self.linears[name] for layer in layers for name in names}
+
 
 LLAMA_8B = ModelShape(128256, 4096, 14336, 32, 32, 8, 128, 131072)
 TINY = ModelShape(1024, 256, 512, 2, 4, 2, 64, 2048)
@@ -86,11 +91,16 @@ class Stored(NamedTuple):
 
 def make_model(folder: Path, shape: ModelShape) -> None:
     """Write a model: config, weights in shards, tokenizer with a chat template."""
-    folder.mkdir(parents=True, exist_ok=True)
     pool, choice = Pool(shape.vocab_size * shape.hidden_size), random.Random(0)
+    write_model(folder, _model_tensors(pool, choice, shape), _list_settings(shape))
+
+
+def write_model(folder: Path, tensors: Iterable[tuple[str, Stored]], config: dict[str, Any]) -> None:
+    """Write a model of these tensors and this config, whose ends are those of the tokenizer that is made."""
+    folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, Stored]] = [{}]
     size = total = 0
-    for name, tensor in _model_tensors(pool, choice, shape):
+    for name, tensor in tensors:
         if size and size + len(tensor.content) > SHARD_BYTES:
             shards.append({})
             size = 0
@@ -102,8 +112,12 @@ def make_model(folder: Path, shape: ModelShape) -> None:
         list(threads.map(_write_tensors, [folder / file for file in files], shards))
     weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
     _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
-    _write_configs(folder, shape)
-    _write_tokenizer(folder, shape.vocab_size)
+    vocab_size = config["vocab_size"]
+    bos = vocab_size - _num_special(vocab_size)
+    ends = {"bos_token_id": bos, "eos_token_id": bos + 1}
+    _write_json(folder / "config.json", config | ends)
+    _write_json(folder / "generation_config.json", ends)
+    write_tokenizer(folder, vocab_size)
 
 
 def make_adapter(
@@ -115,16 +129,24 @@ def make_adapter(
     use_dora: bool = False,
 ) -> None:
     """Write one adapter as PEFT does. Its contents follow from the seed, and differ from those of all others."""
-    _write_adapter(_adapter_pool(shape, rank), folder, shape, seed, rank, modules, use_dora)
+    linears = shape.list_modules(modules)
+    _write_adapter(_adapter_pool(linears, rank), folder, linears, seed, rank, use_dora)
 
 
 def make_adapters(folder: Path, shape: ModelShape, count: int, rank: int = 16, first_seed: int = 0) -> list[str]:
     """Write adapters for all modules to subfolders, and return the names of these."""
-    pool = _adapter_pool(shape, rank)
+    return write_adapters(folder, shape.list_modules(), count, rank, first_seed)
+
+
+def write_adapters(
+    folder: Path, linears: Mapping[str, tuple[int, int]], count: int, rank: int = 16, first_seed: int = 0
+) -> list[str]:
+    """Write adapters for these linears, outputs and inputs by name, and return the names of their subfolders."""
+    pool = _adapter_pool(linears, rank)
     names = [f"adapter-{i:03}" for i in range(count)]
 
     def write(index: int) -> None:
-        _write_adapter(pool, folder / names[index], shape, first_seed + index, rank, ALL_MODULES, False)
+        _write_adapter(pool, folder / names[index], linears, first_seed + index, rank, False)
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         list(threads.map(write, range(count)))
@@ -148,24 +170,22 @@ def _model_tensors(pool: Pool, choice: random.Random, shape: ModelShape) -> Iter
     yield "lm_head.weight", Stored(table, pool.take(choice, table))
 
 
-def _adapter_pool(shape: ModelShape, rank: int) -> Pool:
-    return Pool(rank * max(max(sizes) for sizes in shape.linears.values()))
+def _adapter_pool(linears: Mapping[str, tuple[int, int]], rank: int) -> Pool:
+    return Pool(rank * max(max(sizes) for sizes in linears.values()))
 
 
 def _write_adapter(
-    pool: Pool, folder: Path, shape: ModelShape, seed: int, rank: int, modules: Sequence[str], use_dora: bool
+    pool: Pool, folder: Path, linears: Mapping[str, tuple[int, int]], seed: int, rank: int, use_dora: bool
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     choice = random.Random(f"adapter {seed} {rank}")
     tensors: dict[str, Stored] = {}
-    for layer in range(shape.num_hidden_layers):
-        for module in modules:
-            outputs, inputs = shape.linears[module]
-            prefix = f"base_model.model.model.layers.{layer}.{_path(module)}"
-            for factor, sizes in (("A", (rank, inputs)), ("B", (outputs, rank))):
-                tensors[f"{prefix}.lora_{factor}.weight"] = Stored(sizes, pool.take(choice, sizes))
-            if use_dora:
-                tensors[f"{prefix}.lora_magnitude_vector"] = _make_magnitude(choice, outputs, inputs)
+    for name, (outputs, inputs) in linears.items():
+        for factor, sizes in (("A", (rank, inputs)), ("B", (outputs, rank))):
+            tensors[f"base_model.model.{name}.lora_{factor}.weight"] = Stored(sizes, pool.take(choice, sizes))
+        if use_dora:
+            magnitude = _make_magnitude(choice, outputs, inputs)
+            tensors[f"base_model.model.{name}.lora_magnitude_vector"] = magnitude
     _write_tensors(folder / "adapter_model.safetensors", tensors)
     config = {
         "peft_type": "LORA",
@@ -176,7 +196,7 @@ def _write_adapter(
         "lora_dropout": 0.0,
         "bias": "none",
         "use_dora": use_dora,
-        "target_modules": list(modules),
+        "target_modules": list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linears)),
     }
     _write_json(folder / "adapter_config.json", config)
 
@@ -216,10 +236,8 @@ def _write_tensors(path: Path, tensors: Mapping[str, Stored]) -> None:
 # --- Configs and tokenizer --------------------------------------------------------------------------------------------
 
 
-def _write_configs(folder: Path, shape: ModelShape) -> None:
-    num_words = shape.vocab_size - _num_special(shape.vocab_size)
-    ends = {"bos_token_id": num_words, "eos_token_id": num_words + 1}
-    config = {
+def _list_settings(shape: ModelShape) -> dict[str, Any]:
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "bfloat16",
@@ -237,13 +255,10 @@ def _write_configs(folder: Path, shape: ModelShape) -> None:
         "attention_bias": False,
         "mlp_bias": False,
         **shape._asdict(),
-        **ends,
     }
-    _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", ends)
 
 
-def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """Write a byte-level tokenizer: the 256 bytes, then words of letters, then special tokens.
 
     It has no merges: a text becomes its bytes. Only the tokens that a model chooses are words. Texts are cut into words

@@ -43,10 +43,12 @@ class Agreement(NamedTuple):
 
 
 @torch.inference_mode()
-def compare(folder: Path, samples: Sequence[Sample]) -> Agreement:
-    chosen = [adapted.argmax(dim=1) for adapted, _ in _score_all(folder, samples, torch.bfloat16)]
+def compare(folder: Path, samples: Sequence[Sample], model: Any = None) -> Agreement:
+    """Compare answers with the folder's model, which is `model` if that is loaded. It is float32 after this."""
+    model = load_model(folder / "model") if model is None else model
+    chosen = [adapted.argmax(dim=1) for adapted, _ in _score_all(model, folder, samples)]
     ours, peers, base = [], [], []
-    scores = _score_all(folder, samples, torch.float32)
+    scores = _score_all(model.float(), folder, samples)
     for sample, best, (adapted, plain) in zip(samples, chosen, scores, strict=True):
         answer = torch.tensor(sample.answer)
         ours.append(_find_gaps(adapted, answer))
@@ -72,11 +74,8 @@ def _summarize(ours: torch.Tensor, peers: torch.Tensor, base: torch.Tensor) -> A
     )
 
 
-def _score_all(
-    folder: Path, samples: Sequence[Sample], dtype: torch.dtype
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _score_all(model: Any, folder: Path, samples: Sequence[Sample]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the scores of each answer's tokens, with the adapter and without."""
-    model: Any = _load(folder / "model", dtype)
     for sample in samples:
         if sample.adapter is None:
             plain = _score(model, sample)
@@ -85,22 +84,24 @@ def _score_all(
         adapter: Any = PeftModel.from_pretrained(
             model, folder / "adapters" / sample.adapter, autocast_adapter_dtype=False, low_cpu_mem_usage=True
         )
-        adapter = adapter.to(dtype).eval()
+        for parameter in adapter.parameters():  # not buffers: the model's frequencies are float32 whatever its dtype is
+            parameter.data = parameter.data.to(model.dtype)
+        adapter.eval()
         adapted = _score(adapter, sample)
         with adapter.disable_adapter():
             yield adapted, _score(adapter, sample)
         model = adapter.unload()
 
 
-def _load(folder: Path, dtype: torch.dtype) -> Any:
-    """Load the model. On a GPU the files go straight to it."""
+def load_model(folder: Path) -> Any:
+    """Load the model in bfloat16, as it is stored. On a GPU the files go straight to it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with device:
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     for path in sorted(folder.glob("*.safetensors")):
-        tensors = {name: tensor.to(dtype) for name, tensor in load_file(path, device=str(device)).items()}
-        unexpected = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
-        assert not unexpected, unexpected
+        unexpected = model.load_state_dict(load_file(path, device=str(device)), strict=False, assign=True)
+        assert not unexpected.unexpected_keys, unexpected.unexpected_keys
+    model.tie_weights()
     return model.eval()
 
 

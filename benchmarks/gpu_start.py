@@ -37,7 +37,7 @@ def main() -> None:
         os.environ["LORAX_CACHE"] = str(folder / "kept")
         rows = 8 if args.tiny else 256
         setup = Setup(folder, "cpu" if args.tiny else "cuda", args.tiny, (rows,), 0, 0, (0, 0), 1)
-        first, *others = [measure(setup) for _ in range(1 + args.starts)]
+        first, *others = [measure(setup, args.log) for _ in range(1 + args.starts)]
         records = [Record("the first start ever", first, "s", "", FIRST_GOAL_S, at_most=True)]
         if others:
             records.append(Record("a start", statistics.median(others), "s", "", GOAL_S, at_most=True))
@@ -53,11 +53,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU: only crashes can be found by it")
     parser.add_argument("--starts", type=int, default=3, metavar="N", help="after the first (%(default)s)")
     parser.add_argument("--profile", action="store_true", help="of one more start, of an engine in a script")
+    parser.add_argument("--log", action="store_true", help="show what each server logged, and when")
     parser.add_argument("--folder", type=Path, metavar="PATH", help="for the files; /dev/shm is memory")
     return parser.parse_args()
 
 
-def measure(setup: Setup) -> float:
+def measure(setup: Setup, show_log: bool) -> float:
     """Start a server, ask it for a token, and return the seconds that both took."""
     began = time.monotonic()
     with serving(setup) as (url, _):
@@ -66,6 +67,8 @@ def measure(setup: Setup) -> float:
         seconds = time.monotonic() - began
         phases = PHASES.findall((setup.folder / "log").read_text())
         print(f"the first token after {seconds:.1f} s; engine: {phases}", flush=True)
+        if show_log:
+            print((setup.folder / "log").read_text(), flush=True)
     return seconds
 
 

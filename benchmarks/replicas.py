@@ -5,6 +5,10 @@ and a replica's memory holds 80 of them, on the device and a few in host memory.
 adapters by Zipf's law. After a warm-up the figures are the share of requests whose adapter was on the device, the time
 to the first token, and requests per second. Every router gets replicas that start anew and the same requests.
 
+A second measurement is the same with adapters that have to be loaded from afar: they lie on a hub of this machine that
+takes 300 ms to begin each answer and sends 50 MB/s on each connection, and every replica has a disk of its own, which
+is empty when it starts. An adapter of 10 MB takes three such answers.
+
 The simulation has 100 replicas and 100,000 adapters, and the same code decides (`lorax_server/scale/placement.py`).
 """
 
@@ -15,24 +19,28 @@ import json
 import logging
 import os
 import random
+import shutil
 import socket
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 from replica_simulation import Cluster, Simulation
 from report import Record, report
+from slow_hub import running_hub
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "lorax_server/demo"
 ROUTERS = {"adapters": "our router", "ray": "Ray's default", "random": "chance"}
+PLACES = {"replicas": "from a folder", "hub": "from a slow hub"}
+LATENCY_S, BYTES_PER_S = 0.3, 50e6  # of the hub
 RANK = 64
 TOKENS = 2
 
@@ -75,14 +83,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
     parser.add_argument("--quick", action="store_true", help="small amounts, to see that it runs")
-    parser.add_argument("--only", choices=("replicas", "simulation"), help="one half")
+    parser.add_argument("--only", choices=("simulation", *PLACES), help="one part")
+    parser.add_argument(
+        "--routers", nargs="+", choices=ROUTERS, default=list(ROUTERS), help="only these, in this order"
+    )
     arguments = parser.parse_args()
     amounts = QUICK if arguments.quick else Amounts()
     records: list[Record] = []
-    if arguments.only != "replicas":
+    if arguments.only in (None, "simulation"):
         records += simulate(amounts)
-    if arguments.only != "simulation":
-        records += measure(amounts)
+    for place in PLACES:
+        if arguments.only in (None, place):
+            records += measure(place, amounts, arguments.routers)
     report(records, arguments.json)
 
 
@@ -125,31 +137,63 @@ def leave(simulation: Simulation, amounts: Amounts) -> list[Record]:
 # --- Real replicas ----------------------------------------------------------------------------------------------------
 
 
-def measure(amounts: Amounts) -> list[Record]:
+def measure(place: str, amounts: Amounts, routers: Sequence[str]) -> list[Record]:
     outcomes: dict[str, Outcome] = {}
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        adapters = Path(folder, "adapters")
-        num_bytes = make_adapters(adapters, amounts.adapters)
-        with running_ray(Path(folder)) as port:
-            for router, name in ROUTERS.items():
-                outcomes[router] = measure_router(router, port, adapters, num_bytes, amounts)
-                print(f"{name}: {outcomes[router]}", flush=True)
-    records = []
-    for router, outcome in outcomes.items():
-        is_ours = router == "adapters"
-        records += [
-            Record(f"{ROUTERS[router]}: hits", outcome.hits, "", "", 0.95 if is_ours else None),
-            Record(f"{ROUTERS[router]}: time to first token", 1e3 * outcome.first_token_s, "ms", "", None),
-            Record(f"{ROUTERS[router]}: P95 of it", 1e3 * outcome.late_token_s, "ms", "", None),
-            Record(f"{ROUTERS[router]}: requests", outcome.per_s, "/s", "", None),
-            Record(f"{ROUTERS[router]}: CPU of a request", 1e3 * outcome.cpu_s, "ms", "", None),
-        ]
-    ours, chance, default = outcomes["adapters"], outcomes["random"], outcomes["ray"]
-    records += [
-        Record("requests/s of our router", ours.per_s / chance.per_s, "x", "chance", 2.0),
-        Record("requests/s of our router", ours.per_s / default.per_s, "x", "Ray's default", None),
+    with ExitStack() as stack:
+        folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True))
+        )
+        num_bytes = make_adapters(folder / "adapters", amounts.adapters)
+        flags: dict[str, str | int] = {"adapters_dir": str(folder / "adapters")}
+        if place == "hub":
+            hub = stack.enter_context(running_hub(folder / "adapters", LATENCY_S, BYTES_PER_S))
+            flags = {"hub": "true", "hub_endpoint": hub, "new_adapters_per_minute": 10**6}
+        flags |= {"adapter_bytes": int(1.02 * amounts.held * num_bytes), "adapter_host_bytes": 4 * num_bytes}
+        port = stack.enter_context(running_ray(folder))
+        for router in routers:
+            with disks_of_their_own(folder / f"disks-{router}"):
+                outcomes[router] = measure_router(router, port, flags, amounts)
+            told = f"{PLACES[place]}, {ROUTERS[router]}: {outcomes[router]}"
+            print(f"{told}; load of the machine {os.getloadavg()[0]:.1f}", flush=True)
+    return [record for router in outcomes for record in describe(place, router, outcomes[router])] + [
+        Record(f"{PLACES[place]}: requests/s of our router", outcomes["adapters"].per_s / outcomes[other].per_s,
+               "x", ROUTERS[other], goal)
+        for other, goal in (("random", 2.0), ("ray", None))
+        if {"adapters", other} <= outcomes.keys()
+    ]  # fmt: skip
+
+
+def describe(place: str, router: str, outcome: Outcome) -> list[Record]:
+    name = f"{PLACES[place]}, {ROUTERS[router]}"
+    return [
+        Record(f"{name}: hits", outcome.hits, "", "", 0.95 if router == "adapters" else None),
+        Record(f"{name}: time to first token", 1e3 * outcome.first_token_s, "ms", "", None),
+        Record(f"{name}: P95 of it", 1e3 * outcome.late_token_s, "ms", "", None),
+        Record(f"{name}: requests", outcome.per_s, "/s", "", None),
+        Record(f"{name}: CPU of a request", 1e3 * outcome.cpu_s, "ms", "", None),
     ]
-    return records
+
+
+@contextmanager
+def disks_of_their_own(folder: Path) -> Iterator[None]:
+    """Give each replica a disk of its own for what it fetches, as if it were on a machine of its own."""
+    from lorax_server.scale import ray_app
+    from lorax_server.scale.server_process import Order
+
+    shared = ray_app.ServerReplica
+
+    class OwnDisk(shared):  # type: ignore[misc, valid-type]
+        async def __init__(self, order: Order, *arguments: Any) -> None:
+            folder.mkdir(exist_ok=True)
+            cache = f"--huggingface-hub-cache={tempfile.mkdtemp(dir=folder)}"
+            await super().__init__(order._replace(flags=[*order.flags, cache]), *arguments)
+
+    ray_app.ServerReplica = OwnDisk  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        ray_app.ServerReplica = shared  # type: ignore[misc]
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def make_adapters(folder: Path, count: int) -> int:
@@ -196,27 +240,19 @@ def running_ray(folder: Path) -> Iterator[int]:
         ray.shutdown()
 
 
-def measure_router(router: str, port: int, adapters: Path, num_bytes: int, amounts: Amounts) -> Outcome:
+def measure_router(router: str, port: int, flags: dict[str, str | int], amounts: Amounts) -> Outcome:
     from ray import serve
 
     from lorax_server.scale.ray_app import build
 
-    memory = int(1.02 * amounts.held * num_bytes)
-    flags = {
-        "device": "cpu",
-        "adapters_dir": str(adapters),
-        "adapter_bytes": memory,
-        "adapter_host_bytes": 4 * num_bytes,
-    }
-    serve.run(
-        build({**flags, "replicas": amounts.replicas, "router": router, "host": "127.0.0.1", "log_level": "warning"}),
-        name="lorax",
-    )
+    own = {"device": "cpu", "replicas": amounts.replicas, "router": router, "host": "127.0.0.1", "log_level": "warning"}
+    serve.run(build({**flags, **own}), name="lorax")
+    source = "hub" if "hub" in flags else "local"
     try:
         names = choose_names(amounts)
-        ask_all(port, names[: amounts.warm_up], amounts.clients)
+        ask_all(port, source, names[: amounts.warm_up], amounts.clients)
         begin, cpu_s = time.perf_counter(), count_cpu()
-        asked = ask_all(port, names[amounts.warm_up :], amounts.clients)
+        asked = ask_all(port, source, names[amounts.warm_up :], amounts.clients)
         seconds, cpu_s = time.perf_counter() - begin, count_cpu() - cpu_s
     finally:
         serve.delete("lorax")
@@ -242,14 +278,14 @@ def choose_names(amounts: Amounts) -> list[str]:
     return [*chance.sample(names, len(names)), *drawn][: amounts.warm_up + amounts.requests]
 
 
-def ask_all(port: int, names: Sequence[str], clients: int) -> list[Asked]:
+def ask_all(port: int, source: str, names: Sequence[str], clients: int) -> list[Asked]:
     """Ask for all, by so many clients at once, each on a connection of its own."""
     asked, numbers = list[Asked](), itertools.count()
 
     def work() -> None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
         while (number := next(numbers)) < len(names):
-            asked.append(ask(connection, names[number], number))
+            asked.append(ask(connection, source, names[number], number))
         connection.close()
 
     threads = [threading.Thread(target=work) for _ in range(clients)]
@@ -261,8 +297,10 @@ def ask_all(port: int, names: Sequence[str], clients: int) -> list[Asked]:
     return asked
 
 
-def ask(connection: http.client.HTTPConnection, name: str, number: int) -> Asked:
-    body = {"inputs": f"{number} kites, and", "parameters": {"adapter_id": name, "max_new_tokens": TOKENS}}
+def ask(connection: http.client.HTTPConnection, source: str, name: str, number: int) -> Asked:
+    adapter = f"bench/{name}" if source == "hub" else name
+    parameters = {"adapter_id": adapter, "adapter_source": source, "max_new_tokens": TOKENS}
+    body = {"inputs": f"{number} kites, and", "parameters": parameters}
     begin = time.perf_counter()
     connection.request("POST", "/generate_stream", json.dumps(body), {"content-type": "application/json"})
     response = connection.getresponse()

@@ -34,10 +34,14 @@ class Record:
         }
 
 
-def parse_args(description: str | None) -> argparse.Namespace:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
-    return parser.parse_args()
+    return parser
+
+
+def parse_args(description: str | None) -> argparse.Namespace:
+    return make_parser(description).parse_args()
 
 
 def report(records: list[Record], path: Path | None) -> None:
