@@ -3,7 +3,7 @@
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,16 @@ os.environ.setdefault("LORAX_CACHE", str(Path(__file__).parent.parent / ".cache/
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where models run: cpu (the default) or cuda")
     tqdm.monitor_interval = 0  # or the first bar leaves a thread that looks at bars
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Import without collections: modules make a million objects, of which hardly any is garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
@@ -64,8 +74,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
-# Files that share slow fixtures: a browser and its server, the demo. They run in one process.
-TOGETHER = {"tests/browser/": "browser", "tests/demo/": "demo", "tests/test_readme.py": "demo"}
+# Files that share slow fixtures: a browser and its server, the demo. They run in one process. So do those with a
+# cluster of Ray: two cores are too few for two of them.
+TOGETHER = {
+    "tests/browser/": "browser",
+    "tests/demo/": "demo",
+    "tests/test_readme.py": "demo",
+    "tests/scale/test_ray": "ray",
+    "tests/scale/test_command.py": "ray",
+}
 
 
 @pytest.hookimpl(optionalhook=True)

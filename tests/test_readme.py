@@ -48,9 +48,13 @@ def run(command: str | list[str], url: str = "") -> str:
 def test_questions_are_answered(demo: Demo) -> None:
     activate, *questions = lines("bash")
     assert activate == ". .venv/bin/activate"  # this one is active
-    sentiment, fields, query = (run(line.replace(ADDRESS, demo.url), demo.url).strip() for line in questions)
+    sentiment, fields, sale, query = (run(line.replace(ADDRESS, demo.url), demo.url).strip() for line in questions)
     assert sentiment == "positive"
     assert FIELDS.items() <= json.loads(json.loads(fields)["choices"][0]["message"]["content"]).items()
+    found = json.loads(json.loads(sale)["choices"][0]["message"]["content"])
+    assert found.keys() == {"person", "count", "day"}
+    assert 1 <= found["count"] <= 99
+    assert found["day"] in ("Monday", "Tuesday", "Wednesday")
     assert json.loads(query)["generated_text"] == QUERY
 
 

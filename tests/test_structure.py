@@ -3,6 +3,7 @@
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,11 @@ GENERATED = "pb"
 # Second meanings that are not ours to rename: a contract of `CausalLM`, and a name of the OpenAPI document.
 TWO_MEANINGS = {"Generation", "Model"}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if GENERATED not in path.relative_to(PACKAGE).parts)
-TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in FILES}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in FILES}
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -31,7 +36,9 @@ def test_folders_are_small() -> None:
 
 
 def test_a_folder_says_what_it_is_for() -> None:
-    assert [name for name, tree in TREES.items() if name.endswith("__init__.py") and not ast.get_docstring(tree)] == []
+    assert [
+        name for name, tree in trees().items() if name.endswith("__init__.py") and not ast.get_docstring(tree)
+    ] == []
 
 
 def test_files_are_short() -> None:
@@ -42,14 +49,14 @@ def test_files_are_short() -> None:
 def test_functions_are_short() -> None:
     lengths = {
         f"{name}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         for node in functions(tree)
     }
     assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
 
 
 def test_no_class_name_means_two_things() -> None:
-    names = Counter(node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    names = Counter(node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     assert {name for name, count in names.items() if count > 1} == TWO_MEANINGS
 
 
@@ -58,7 +65,7 @@ def test_a_docstring_begins_with_a_verb_or_a_noun(words: tuple[str, ...]) -> Non
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = {
         f"{name}:{getattr(node, 'name', 'module')}": ast.get_docstring(node) or ""
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, documented)
     }

@@ -14,7 +14,10 @@ from pydantic import BaseModel, Field
 from tests.e2e.http_server import CHAT_TEMPLATE, Server, serving, write_model, write_other
 
 TEMPLATE = "{% if tools %}<tool_call>{% endif %}" + CHAT_TEMPLATE
-PARSERS = {"": "hermes", "first": "json", "second": "pythonic", "third": "mistral", "fourth": "llama3_json"}
+PARSERS = {
+    **{"": "hermes", "first": "json", "second": "pythonic", "third": "mistral", "fourth": "llama3_json"},
+    "fifth": "qwen3_coder",
+}
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -32,7 +35,8 @@ TOOLS: list[Any] = [
 ]
 FUNCTIONS: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
 MESSAGES: list[Any] = [{"role": "user", "content": "?"}]
-LONG: dict[str, Any] = {"temperature": 1.0, "seed": 1}  # and as long as 128 tokens allow
+LENGTH = 256  # tokens, since calls in XML are long
+LONG: dict[str, Any] = {"temperature": 1.0, "seed": 1}  # and as long as they allow
 
 
 class Person(BaseModel):
@@ -44,7 +48,9 @@ class Person(BaseModel):
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("world")
     write_model(folder)
-    for name in ("third", "fourth"):
+    config = folder / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": LENGTH}))
+    for name in ("third", "fourth", "fifth"):
         write_other(folder / "adapters" / "first", folder / "adapters" / name)
     with serving(folder, "--tokenizer-config-path", str(write_template(folder)), *flags()) as made:
         yield made
