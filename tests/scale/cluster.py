@@ -104,9 +104,11 @@ def send(port: int, method: str, path: str, body: Any = None, key: str = ADMIN) 
     return response.status, response.headers, json.loads(content) if is_json else content.decode()
 
 
-def generate(port: int, adapter: str = "", prompt: str = "Hello there, my friend", count: int = 8) -> tuple[str, Any]:
-    """Return the text of a greedy answer, and the headers."""
-    parameters = {"max_new_tokens": count, **({"adapter_id": adapter} if adapter else {})}
+def generate(
+    port: int, adapter: str = "", prompt: str = "Hello there, my friend", count: int = 8, **more: Any
+) -> tuple[str, Any]:
+    """Return the text of a greedy answer, and the headers. `more` are parameters of the request."""
+    parameters = {"max_new_tokens": count, **({"adapter_id": adapter} if adapter else {}), **more}
     status, headers, body = send(port, "POST", "/generate", {"inputs": prompt, "parameters": parameters})
     assert status == 200, body
     return body["generated_text"], headers

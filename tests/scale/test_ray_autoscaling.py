@@ -22,7 +22,8 @@ def test_a_replica_comes_with_the_load_and_goes_with_it() -> None:
         def keep_asking(name: str) -> int:
             count = 0
             while not is_enough.is_set():
-                assert generate(cluster.port, name, count=100)[0]
+                # Answers that end when they want are over before Ray looks, most of the time.
+                assert generate(cluster.port, name, count=400, ignore_eos_token=True)[0]
                 count += 1
             return count
 
