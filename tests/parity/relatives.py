@@ -53,6 +53,7 @@ GRANITE: dict[str, Any] = GQA | {
 SMOLLM3 = GQA | {"tie_word_embeddings": False, "no_rope_layers": [1, 0, 1]}
 
 PARTIAL = rope("default", partial_rotary_factor=0.5)
+WHOLE = rope("default", partial_rotary_factor=1.0)
 PHI = GQA | {"hidden_size": 64} | PARTIAL
 COHERE = GQA | {"logit_scale": 0.5, "layer_norm_eps": 1e-5}
 GPTJ = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "rotary_dim": 8}
@@ -96,7 +97,7 @@ RELATIVES = {
     ),
     "phi3": Variant(Phi3Config, GQA | {"sliding_window": None}, off={"num_key_value_heads": 1}),
     "phi3-window": Variant(Phi3Config, GQA | {"sliding_window": 5}, off={"sliding_window": None}),
-    "phi3-partial-rotary": Variant(Phi3Config, PHI | {"tie_word_embeddings": True}, off=NO_SCALING),
+    "phi3-partial-rotary": Variant(Phi3Config, PHI | {"tie_word_embeddings": True}, off=WHOLE),
     "phi3-longrope-within": Variant(
         Phi3Config,
         GQA | {"original_max_position_embeddings": 64} | rope("longrope", **LONG),
@@ -147,7 +148,7 @@ RELATIVES = {
     "arcee-biases": Variant(
         ArceeConfig, GQA | {"head_dim": 16, "attention_bias": True, "mlp_bias": True}, off={"mlp_bias": False}
     ),
-    "phi": Variant(PhiConfig, PHI, off=NO_SCALING),
+    "phi": Variant(PhiConfig, PHI, off=WHOLE),
     "phi-head-norms": Variant(PhiConfig, PHI | {"qk_layernorm": True}, off={"qk_layernorm": False}),
     "phi-head-bias": Variant(PhiConfig, PHI, spoil=(r"lm_head\.bias", 0.0)),
     "gptj": Variant(GPTJConfig, GPTJ, off={"rotary_dim": 4}),
