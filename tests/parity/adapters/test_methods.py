@@ -27,17 +27,17 @@ BATCHES = {
 LENGTHS, STEPS = (9, 1, 4), 3
 
 
-def run(base: str, folders: list[Path], group: ProcessGroup | None = None) -> list[torch.Tensor]:
+def run(base: str, folders: list[Path], device: torch.device, group: ProcessGroup | None = None) -> list[torch.Tensor]:
     """Return the logits of rows of each adapter and of the base model, in one batch: prompts, then decode."""
-    model = make_model(base, CPU, group)
-    arena = load_adapters(model, folders, CPU, group)
+    model = make_model(base, device, group)
+    arena = load_adapters(model, folders, device, group)
     driver = PagedDriver(model)
     rows = [(index, length) for length in LENGTHS for index in range(len(folders) + 1)]
     seqs = [driver.add(index, length) for index, length in rows]
     prompts = [(seq, tokens(length)) for seq, (_, length) in zip(seqs, rows, strict=True)]
     steps = [prompts, *([(seq, [40 + step]) for seq in seqs] for step in range(STEPS))]
     logits = [driver.forward(feeds, arena) for feeds in steps]
-    return [torch.cat([step[row] for step in logits]) for row in range(len(rows))]
+    return [torch.cat([step[row] for step in logits]).cpu() for row in range(len(rows))]
 
 
 def tokens(length: int) -> list[int]:
@@ -45,17 +45,17 @@ def tokens(length: int) -> list[int]:
 
 
 def run_sharded(group: ProcessGroup, base: str, folders: list[Path]) -> list[torch.Tensor]:
-    return run(base, folders, group)
+    return run(base, folders, CPU, group)
 
 
 @pytest.mark.parametrize("base", BATCHES)
 def test_in_one_batch_and_over_two_ranks(
-    base: str, tmp_path: Path, ranks: RankPool, monkeypatch: pytest.MonkeyPatch
+    base: str, tmp_path: Path, device: torch.device, ranks: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = [tmp_path / name for name in BATCHES[base]]
     for folder in folders:
         CASES[folder.name].write(folder)
-    alone = run(base, folders)
+    alone = run(base, folders, device)
     for index, folder in enumerate(folders, start=1):
         oracle = CASES[folder.name].oracle(folder)
         expected = oracle_logits(oracle, [*tokens(LENGTHS[0]), *range(40, 40 + STEPS)], LENGTHS[0], {})
@@ -64,7 +64,7 @@ def test_in_one_batch_and_over_two_ranks(
         for ours, expected in zip(sharded, alone, strict=True):
             assert (ours - expected).abs().max() < 1e-4
     monkeypatch.setattr(variants, "select_ops", lambda _: reference)
-    for ours, expected in zip(run(base, folders), alone, strict=True):
+    for ours, expected in zip(run(base, folders, device), alone, strict=True):
         assert (ours - expected).abs().max() < 1e-4
 
 

@@ -19,8 +19,6 @@ PROMPTS: list[list[int]] = [
 COUNTS = [14, 6, 9, 12, 10, 7]
 ENDLESS = {"ignore_eos_token": True}
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # GPTBigCode
-
 
 def join_and_leave(lm: CausalLM) -> dict[int, Answer]:
     """Join a long request to short ones and a short one to long ones; remove some from front, middle and end."""
