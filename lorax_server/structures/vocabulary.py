@@ -1,14 +1,15 @@
 """The vocabulary of a tokenizer, as llguidance wants it."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from lorax_server.errors import NotSupportedError
+from lorax_server.structures.slots import Words
 from lorax_server.text.detokenizer import ByteDetokenizer
 from lorax_server.text.tokenizer import TextTokenizer
-
-Words = npt.NDArray[np.int32]
 
 
 class _Bytes:
@@ -46,10 +47,14 @@ class Vocabulary:
         """The words of a mask of all tokens and of the end."""
         return self.num_ids // 32 + 1
 
-    def read_masks(self, masks: Words) -> tuple[Words, npt.NDArray[np.bool_]]:
-        """Return [answers, words] the allowed tokens of the model, and for each answer whether it may end."""
+    def make_masks(self, count: int) -> Words:
+        """Return memory for masks of all tokens and of the end."""
+        return np.zeros((count, self.num_words_and_end), np.int32)
+
+    def take_ends(self, masks: Words, slots: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Take the end out of some of the masks. Return whether their answers may end."""
         word, bit = divmod(self.num_ids, 32)
-        may_end = (masks[:, word] >> bit & 1).astype(bool)
-        if bit:
-            masks[:, word] &= (1 << bit) - 1  # bits beyond the model's tokens
-        return masks[:, : self.num_words], may_end
+        last = masks[slots, word]
+        masks[slots, word] = last & (1 << bit) - 1  # without bits beyond the model's tokens
+        may_end: npt.NDArray[np.bool_] = (last >> bit & 1).astype(bool)
+        return may_end

@@ -9,6 +9,7 @@ class Begin(NamedTuple):
     """Follow an answer from its first token on. A `Masks` with its first mask follows, or a `FailedAnswer`."""
 
     request_id: int
+    slot: int  # where its masks are written
     grammar: str
     eos: tuple[int, ...]
     stop_tokens: tuple[int, ...]
@@ -29,12 +30,18 @@ class End(NamedTuple):
 ToProgram = Begin | Advance | End
 
 
+class Ready(NamedTuple):
+    """The first message: the slots are there."""
+
+    num_words: int  # of a mask
+
+
 class Masks(NamedTuple):
-    """The tokens that may come next in some answers, after those that must come and were taken already."""
+    """The slots of some answers have the tokens that may come next, after those that must come and were taken already."""
 
     request_ids: list[int]
-    words: bytes  # [requests, words] int32
     forced: dict[int, list[int]]  # tokens that must come, by request
+    took_s: float  # since the tokens before had come
 
 
 class FailedAnswer(NamedTuple):
@@ -51,7 +58,7 @@ class Unusable(NamedTuple):
     message: str
 
 
-FromProgram = Masks | FailedAnswer | Unusable
+FromProgram = Ready | Masks | FailedAnswer | Unusable
 
 
 class Start(NamedTuple):
