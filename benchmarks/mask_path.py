@@ -38,21 +38,20 @@ VOCAB, BLOCK_SIZE, LENGTH = 129280, 16, 1024
 FORWARD_S, CHOICE_S = 0.005, 0.0001
 GOAL = 1.03
 EOS = 1
+PHASES = {
+    "schedule": "decide the step",
+    "submit": "submit it: the forward begins",
+    "collect": "wait for the tokens of the step before",
+    "advance": "send these tokens to the process",
+    "update": "take note of them",
+    "gather": "wait for masks",
+    "mask": "take masks to the device",
+}
 _ids = itertools.count(1)
 
 
 class Phases:
     """Times the parts of an engine's steps, by name, from the outside."""
-
-    NAMES = {
-        "schedule": "decide the step",
-        "submit": "submit it: the forward begins",
-        "collect": "wait for the tokens of the step before",
-        "advance": "send these tokens to the process",
-        "update": "take note of them",
-        "gather": "wait for masks",
-        "mask": "take masks to the device",
-    }
 
     def __init__(self, engine: Engine) -> None:
         self._spent: dict[str, list[float]] = defaultdict(list)
@@ -165,7 +164,7 @@ class PretendedDevice:
 
 def describe_phases(phases: dict[str, float]) -> list[str]:
     """Return lines for people."""
-    lines = [f"    {phases[name]:7.3f} ms  {text}" for name, text in Phases.NAMES.items() if name in phases]
+    lines = [f"    {phases[name]:7.3f} ms  {text}" for name, text in PHASES.items() if name in phases]
     if "to the masks" in phases:
         to_masks, busy = phases["to the masks"], phases["busy"]
         lines.append(f"    {to_masks:7.3f} ms  from the tokens to masks, {busy:.3f} ms of it in the process")
@@ -229,8 +228,10 @@ def main() -> None:
         for _, (case, structures) in itertools.product(range(args.rounds), cases.items()):
             step_ms = measure(engine, device, phases, structures)
             found[case].append(step_ms)
-            late_s = (np.mean(late or [0.0]) * 1e3 for late in (device.late_masks_s, device.late_forwards_s))
-            print(f"  {case}: {step_ms:.3f} ms a step; masks late by {next(late_s):.3f} ms, forwards {next(late_s):.3f}")
+            idle = [np.mean(late or [0.0]) * 1e3 for late in (device.late_masks_s, device.late_forwards_s)]
+            print(
+                f"  {case}: {step_ms:.3f} ms a step; the device waits {idle[0]:.3f} for masks, {idle[1]:.3f} for forwards"
+            )
             print(*describe_phases(phases.summarize()), sep="\n", flush=True)
     plain, *others = (min(times) for times in found.values())
     records = [Record(f"{ROWS} rows, no structure: a step", plain, "ms", "", None)]

@@ -328,10 +328,12 @@ def _list_masks(ready: Sequence[tuple[int, Next]], step: SubmittedStep) -> StepM
     """Put masks together. Of forced tokens, the first is chosen, since its mask allows no other; the others follow."""
     words, forced = [], []
     for number, (mask, tokens) in ready:
-        if tokens:
-            mask = np.zeros_like(mask)
-            mask.view(np.uint32)[tokens[0] // 32] = 1 << tokens[0] % 32
-            if following := tuple(tokens[1 : 1 + step.find_room(number)]):
-                forced.append((number, following))
-        words.append(mask)
+        if not tokens:
+            words.append(mask)
+            continue
+        only = np.zeros_like(mask)
+        only.view(np.uint32)[tokens[0] // 32] = 1 << tokens[0] % 32
+        words.append(only)
+        if following := tuple(tokens[1 : 1 + step.find_room(number)]):
+            forced.append((number, following))
     return StepMasks(np.array([number for number, _ in ready], np.int64), words, tuple(forced))

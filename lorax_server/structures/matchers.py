@@ -66,10 +66,10 @@ class Compiled(NamedTuple):
         matcher, masks = compile_grammar(vocabulary, grammar), vocabulary.make_masks(1)
         fill_next_token_bitmask(matcher, masks)
         _check(matcher)
-        (may_end,), words = vocabulary.take_ends(masks, [0]), masks[0, : vocabulary.num_words]
+        may_end, words = vocabulary.take_end(masks[0]), masks[0, : vocabulary.num_words]
         if not may_end and not words.any():
             raise GrammarError(NO_TEXT)
-        return cls(matcher, words, bool(may_end))
+        return cls(matcher, words, may_end)
 
 
 class CompiledGrammars(LRUCache[str, Compiled]):
@@ -104,8 +104,9 @@ class Follower:
     ) -> None:
         """`masks` are those of all slots. Forced tokens below `jump_below` may be taken ahead."""
         self.slot = slot
-        self.words = masks[slot, : vocabulary.num_words]
-        self._masks = masks
+        self._mask = masks[slot]
+        self._address = self._mask.ctypes.data
+        self.words = self._mask[: vocabulary.num_words]
         self._vocabulary = vocabulary
         self._ending = ending
         self._jump_below = jump_below
@@ -138,9 +139,9 @@ class Follower:
         began_s = time.thread_time()
         if not self.matcher.consume_token(token_id):
             _check(self.matcher)
-        fill_next_token_bitmask(self.matcher, self._masks, self.slot)
+        self.matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)  # `_mask` keeps the memory
         _check(self.matcher)
-        self.finish(bool(self._vocabulary.take_ends(self._masks, [self.slot])[0]))
+        self.finish()
         self._last_s = time.thread_time() - began_s
         self._spent_s += self._last_s
         self.note_together(self._last_s >= SLOW_S, 1)
@@ -148,10 +149,10 @@ class Follower:
         if self._spent_s > max(SPENT_S, TOKEN_S * self._num_alone):
             raise GrammarError(f"it takes longer than {TOKEN_S * 1000:g} ms a token; make the grammar smaller")
 
-    def finish(self, may_end: bool) -> None:
+    def finish(self) -> None:
         """Complete the mask after one more token. Raise `GrammarError` if nothing can follow."""
         self._num_tokens += 1
-        self._allow_end(may_end)
+        self._allow_end(self._vocabulary.take_end(self._mask))
         if not self._num_set:
             raise GrammarError(NO_TEXT)
 
@@ -186,9 +187,8 @@ class Follower:
 class Together:
     """Takes tokens of several answers at once: one call for all, on several threads, without Python's lock."""
 
-    def __init__(self, vocabulary: Vocabulary, masks: Words, num_threads: int) -> None:
+    def __init__(self, masks: Words, num_threads: int) -> None:
         """`masks` are those of all slots."""
-        self._vocabulary = vocabulary
         self._masks = masks
         self._num_threads = num_threads
 
@@ -200,18 +200,19 @@ class Together:
     def consume(self, followers: Sequence[Follower], token_ids: Sequence[int]) -> list[GrammarError | None]:
         """Write the masks after these tokens. Return what is wrong. Answers that are quick so far may be given."""
         began_s, busy_s = time.perf_counter(), time.process_time()
-        matchers, slots = [follower.matcher for follower in followers], [follower.slot for follower in followers]
+        matchers = [follower.matcher for follower in followers]
         self._executor.consume_token_par(list(zip(matchers, token_ids, strict=True)))
-        fill_next_token_bitmask_par(self._executor, list(zip(matchers, slots, strict=True)), self._masks)
+        places = [(follower.matcher, follower.slot) for follower in followers]
+        fill_next_token_bitmask_par(self._executor, places, self._masks)
         # On a busy machine others take time too, but not of this process.
         took_s = min(time.perf_counter() - began_s, time.process_time() - busy_s)
         is_slow = took_s > SLOW_S + USUAL_S * len(matchers) / self._num_threads
         errors: list[GrammarError | None] = []
-        for follower, may_end in zip(followers, self._vocabulary.take_ends(self._masks, slots).tolist(), strict=True):
+        for follower in followers:
             follower.note_together(is_slow, len(followers))
             try:
                 _check(follower.matcher)
-                follower.finish(may_end)
+                follower.finish()
                 errors.append(None)
             except GrammarError as error:
                 errors.append(error)

@@ -7,6 +7,7 @@ while masks go on.
 import os
 import pickle
 import queue
+import select
 import signal
 import sys
 import threading
@@ -20,7 +21,7 @@ from typing import NamedTuple
 from cachetools import TTLCache
 
 from lorax_server.errors import LoraxError
-from lorax_server.machine import count_cores, shorten_turns
+from lorax_server.machine import shorten_turns
 from lorax_server.structures import wire
 from lorax_server.structures.matchers import (
     MAX_FORCED,
@@ -39,7 +40,6 @@ from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
 
 PATIENCE_S = 10.0  # for a trial, on a busy machine
 MAX_TRIERS = 2
-MAX_THREADS = 8
 REFUSED_S, MAX_REFUSED = 60.0, 1024
 Result = tuple[int, GrammarError | None]  # of a request: what is wrong, if its mask is not there
 
@@ -56,8 +56,10 @@ class StructureProgram:
 
     def __init__(self, connection: Connection, vocabulary: Vocabulary, masks: Words, num_threads: int = 1) -> None:
         """`masks` are those of all slots; `num_threads` compute them."""
-        self._together = Together(vocabulary, masks, num_threads)
+        self._together = Together(masks, num_threads) if num_threads > 1 else None  # or one by one
         self._connection = connection
+        self._unread = select.poll()
+        self._unread.register(connection.fileno(), select.POLLIN)
         self._masks = masks
         self._vocabulary = vocabulary
         self._grammars = CompiledGrammars()
@@ -97,15 +99,22 @@ class StructureProgram:
     # --- Messages -----------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        message: wire.ToProgram = pickle.loads(self._connection.recv_bytes())
+        """Read all messages that are there. Tokens of several are taken together, so that late answers catch up."""
+        tokens = dict[int, int]()
         self._came_at = time.monotonic()
-        match message:
-            case wire.Begin():
-                self._begin(message)
-            case wire.Advance(tokens):
-                self._advance(tokens)
-            case wire.End(request_id):
-                self._end(request_id)
+        while True:
+            message: wire.ToProgram = pickle.loads(self._connection.recv_bytes())
+            match message:
+                case wire.Begin():
+                    self._begin(message)
+                case wire.Advance(chosen):
+                    tokens.update(chosen)
+                case wire.End(request_id):
+                    tokens.pop(request_id, None)
+                    self._end(request_id)
+            if not self._unread.poll(0):
+                break
+        self._advance(tokens.items())
 
     def _send(self, message: wire.FromProgram) -> None:
         self._connection.send_bytes(pickle.dumps(message, protocol=5))
@@ -153,16 +162,19 @@ class StructureProgram:
         self._send_masks([begin.request_id], {})
 
     def _advance(self, tokens: Iterable[tuple[int, int]]) -> None:
-        """Take tokens: first those that are taken together, at last those of grammars that take long."""
+        """Take tokens: first those of quick answers, at last those of grammars that take long."""
         groups: tuple[list[tuple[int, int]], ...] = [], [], []
         for request_id, token_id in tokens:
             follower = self._followers.get(request_id)
             if follower is not None:
                 groups[0 if follower.is_quick else 1 + follower.is_slow].append((request_id, token_id))
-        quick, *alone = groups
-        for some in self._divide(quick):
-            self._answer(self._consume_together(some) if len(some) > 1 else self._consume_alone(some))
-        for some in alone:
+        quick, *others = groups
+        if self._together is None:
+            others = [quick, *others]
+        else:
+            for some in self._divide(quick):
+                self._answer(self._consume_together(self._together, some))
+        for some in others:
             self._answer(self._consume_alone(some))
 
     def _divide(self, quick: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -199,9 +211,11 @@ class StructureProgram:
                 self._send(wire.FailedAnswer(request_id, f"the answer cannot go on in this form: {error}"))
         self._send_masks(list(forced), {request_id: taken for request_id, taken in forced.items() if taken})
 
-    def _consume_together(self, tokens: Sequence[tuple[int, int]]) -> list[Result]:
+    def _consume_together(self, together: Together, tokens: Sequence[tuple[int, int]]) -> list[Result]:
+        if len(tokens) == 1:
+            return self._consume_alone(tokens)
         followers = [self._followers[request_id] for request_id, _ in tokens]
-        errors = self._together.consume(followers, [token_id for _, token_id in tokens])
+        errors = together.consume(followers, [token_id for _, token_id in tokens])
         return [(request_id, error) for (request_id, _), error in zip(tokens, errors, strict=True)]
 
     def _consume_alone(self, tokens: Sequence[tuple[int, int]]) -> list[Result]:
@@ -285,11 +299,6 @@ class StructureProgram:
                 self._follow(begin, result)
 
 
-def find_num_threads() -> int:
-    """Return the threads for masks: few, since the model computes meanwhile, on a CPU with the same cores."""
-    return max(1, min(MAX_THREADS, count_cores() // 4))
-
-
 def _load(start: wire.Start) -> TextTokenizer:
     folder = Path(start.model)
     base = load_tokenizer(folder)
@@ -308,12 +317,13 @@ def main() -> None:
     connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
     with suppress(EOFError, ConnectionError):
         try:
-            vocabulary = Vocabulary(_load(wire.Start(*pickle.loads(connection.recv_bytes()))))
+            start: wire.Start = pickle.loads(connection.recv_bytes())
+            vocabulary = Vocabulary(_load(start))
         except LoraxError as error:
             connection.send_bytes(pickle.dumps(wire.Unusable(str(error))))
             return
         masks = write_slots(memory, vocabulary.num_words_and_end)
-        StructureProgram(connection, vocabulary, masks, find_num_threads()).run()
+        StructureProgram(connection, vocabulary, masks, start.num_threads).run()
 
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ class MaskSlots:
     def read(self, slot: int) -> Words:
         """Return a slot's mask, which is the answer's next one until another token is chosen."""
         assert self._masks is not None, "the process has not told how long masks are"
-        return self._masks[slot]
+        mask: Words = self._masks[slot]
+        return mask
 
     def close(self) -> None:
         """Let go of the memory; it goes with the last mask that somebody holds."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lorax_server.errors import BusyError, EngineError, InputError, LoraxError
+from lorax_server.machine import count_cores
 from lorax_server.structures import wire
 from lorax_server.structures.process import StructureProcess
 from lorax_server.structures.slots import Words
@@ -16,6 +17,7 @@ from lorax_server.types import Request, Resolved
 
 logger = logging.getLogger(__name__)
 MAX_PROCESSES = 8  # vocabularies: each has a process
+MAX_THREADS = 8  # of a process
 HANG_S = 30.0  # without a mask: the process is ended
 UNUSABLE_S = 60.0  # for which a vocabulary that cannot be used is refused at once
 _Key = tuple[str | None, tuple[str, ...], tuple[tuple[int, ...], ...]]
@@ -35,12 +37,18 @@ class Settled(NamedTuple):
     error: LoraxError | None = None
 
 
+def find_num_threads(device: str) -> int:
+    """Return the threads for masks: fewer on a CPU, where the model computes meanwhile with the same cores."""
+    return max(1, min(MAX_THREADS, count_cores() // (4 if device == "cpu" else 2)))
+
+
 class Structures:
     """Hands answers to processes, one for each vocabulary, and collects their masks. Belongs to the engine's thread."""
 
-    def __init__(self, model: Path, on_news: Callable[[], None] = lambda: None) -> None:
-        """`on_news` is called, on any thread, when `take_settled` has something to return."""
-        self.on_news = on_news
+    def __init__(self, model: Path, num_threads: int = 1) -> None:
+        """`num_threads` compute the masks of a vocabulary."""
+        self.on_news: Callable[[], None] = lambda: None  # called, on any thread, when `take_settled` has something
+        self._num_threads = num_threads
         self.jumps = True  # whether several forced tokens come at once
         self._model = model
         self._processes: dict[_Key, StructureProcess] = {}  # the one used last at the end
@@ -157,7 +165,7 @@ class Structures:
             process = None
         if process is None:
             self._make_room()
-            process = StructureProcess(wire.Start(str(self._model), adapter), self._take)
+            process = StructureProcess(wire.Start(str(self._model), adapter, self._num_threads), self._take)
         self._processes[key] = process
         return process
 

@@ -37,7 +37,7 @@ class Ready(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """The slots of some answers have the tokens that may come next, after those that must come and were taken already."""
+    """Slots have the tokens that may come next in some answers, after those that must come and were taken already."""
 
     request_ids: list[int]
     forced: dict[int, list[int]]  # tokens that must come, by request
@@ -62,7 +62,8 @@ FromProgram = Ready | Masks | FailedAnswer | Unusable
 
 
 class Start(NamedTuple):
-    """The first message to the program: whose tokenizer it has."""
+    """The first message to the program: whose tokenizer it has, and how many threads compute masks."""
 
     model: str  # the base model's folder
     adapter: Resolved | None
+    num_threads: int

@@ -135,8 +135,8 @@ def test_what_comes_after_the_end_of_an_answer_is_dropped(follower: Follower) ->
     assert not structures._begun
 
 
-def make_program(connection: Connection, vocabulary: Vocabulary) -> StructureProgram:
-    return StructureProgram(connection, vocabulary, vocabulary.make_masks(64))
+def make_program(connection: Connection, vocabulary: Vocabulary, num_threads: int = 1) -> StructureProgram:
+    return StructureProgram(connection, vocabulary, vocabulary.make_masks(64), num_threads)
 
 
 def test_a_grammar_that_nobody_waits_for_is_not_tried(follower: Follower) -> None:
@@ -231,14 +231,14 @@ def follow(vocabulary: Vocabulary, masks: Words, number: int) -> MaskFollower:
 def test_tokens_taken_together_give_the_same_masks(vocabulary: Vocabulary, num_threads: int) -> None:
     """Until they fail: a token that the form does not allow comes at last."""
     random, all_masks = np.random.default_rng(0), [vocabulary.make_masks(9) for _ in range(2)]
-    together = Together(vocabulary, all_masks[1], num_threads)
+    together = Together(all_masks[1], num_threads)
     alone, others = ([follow(vocabulary, masks, number) for number in range(9)] for masks in all_masks)
     for _ in range(6):
         tokens = [choose_text(follower.words, random) for follower in alone]
         for follower, token in zip(alone, tokens, strict=True):
             follower.consume(token)
         assert together.consume(others, tokens) == [None] * 9
-        assert np.array_equal(*all_masks)
+        assert np.array_equal(all_masks[0], all_masks[1])
     tokens = [choose_text(~follower.words, random) for follower in alone]
     for follower, token, other in zip(alone, tokens, together.consume(others, tokens), strict=True):
         with pytest.raises(GrammarError) as caught:
@@ -252,7 +252,7 @@ def test_answers_take_tokens_together_once_they_are_known(
 ) -> None:
     """After tokens that two took long for, each takes the next one alone."""
     random, masks = np.random.default_rng(0), vocabulary.make_masks(4)
-    together, followers = Together(vocabulary, masks, 2), [follow(vocabulary, masks, number) for number in (0, 3)]
+    together, followers = Together(masks, 2), [follow(vocabulary, masks, number) for number in (0, 3)]
     monkeypatch.setattr("lorax_server.structures.matchers.SLOW_S", 60.0)  # however busy this machine is
     for _ in range(PROVEN):
         assert not any(follower.is_quick for follower in followers)
@@ -317,7 +317,8 @@ def test_answers_that_become_slow_together_are_found_and_ended(
 ) -> None:
     monkeypatch.setattr("lorax_server.structures.matchers.SLOW_S", 60.0)  # however busy this machine is
     ours, theirs = Pipe()
-    program, random, sizes = make_program(theirs, vocabulary), np.random.default_rng(0), list[int]()
+    program, random, sizes = make_program(theirs, vocabulary, 2), np.random.default_rng(0), list[int]()
+    assert program._together is not None
     consume = program._together.consume
 
     def consume_counted(followers: Sequence[MaskFollower], token_ids: Sequence[int]) -> list[GrammarError | None]:
