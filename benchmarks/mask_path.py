@@ -3,8 +3,8 @@ device that is only pretended: its forward takes 5 ms, and its choice of tokens 
 
 The engine, its scheduler, its structures and their process are the real ones; there are no model and no text. The
 device runs one thing after the other, and remembers how long it had nothing to do: before a choice, since masks were
-late, and before a forward, since the host was. `gpu_structured.py --phases` reports the same phases of a GPU. Cases
-take turns, and the best round counts.
+late, and before a forward, since the host was. As long as neither happens, masks cost nothing. `gpu_structured.py
+--phases` reports the same of a GPU. Cases take turns, and the best round counts.
 """
 
 import itertools
@@ -32,6 +32,7 @@ from lorax_server.machine import shorten_turns
 from lorax_server.plan import Capabilities, Prepared, StepMasks, StepPlan, StepResult
 from lorax_server.types import Request, SamplingParams, StopParams, Structure
 from lorax_server.worker.inputs import MaskLane
+from lorax_server.worker.worker import Worker
 
 ROWS, STEPS, ROUNDS = 64, 100, 3
 VOCAB, BLOCK_SIZE, LENGTH = 129280, 16, 1024
@@ -98,6 +99,42 @@ class Phases:
         structures._take_masks = take_and_note
 
 
+class DeviceIdle:
+    """Measures on a GPU, by events around what it is given, how long it has nothing to do."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._stream = worker._stream
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # what begins and ends there
+        for name in ("submit", "mask"):
+            setattr(worker, name, self._marked(name, getattr(worker, name)))
+
+    def forget(self) -> None:
+        self._events.clear()
+
+    def describe(self) -> str:
+        """Return the mean idle milliseconds before choices, when masks are late, and before forwards."""
+        torch.cuda.synchronize()
+        idle: dict[str, list[float]] = {"mask": [0.0], "submit": [0.0]}
+        for (_, _, ended), (name, began, _) in itertools.pairwise(self._events):
+            idle[name].append(ended.elapsed_time(began))
+        masks, forwards = (statistics.mean(times) for times in idle.values())
+        return f"the device waits {masks:.3f} ms for masks, and {forwards:.3f} ms for the host"
+
+    def _marked(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            began = self._record()
+            found = work(*args)
+            self._events.append((name, began, self._record()))
+            return found
+
+        return run
+
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+
 class Pending(NamedTuple):
     """A step on the device, and when it ends."""
 
@@ -148,6 +185,10 @@ class PretendedDevice:
 
     def close(self) -> None: ...
 
+    def describe_idle(self) -> str:
+        masks, forwards = (sum(late) / max(1, len(late)) * 1e3 for late in (self.late_masks_s, self.late_forwards_s))
+        return f"the device waits {masks:.3f} ms for masks, and {forwards:.3f} ms for the host"
+
     def _begin(self, late_s: list[float]) -> float:
         """Return when what is submitted now begins, and note how long the device had nothing to do."""
         now = time.monotonic()
@@ -183,7 +224,8 @@ def measure(engine: Engine, device: PretendedDevice, phases: Phases, structures:
     for _ in range(12):  # the first tokens are taken one by one
         engine.step()
     phases.forget()
-    device.late_masks_s.clear(), device.late_forwards_s.clear()
+    device.late_masks_s.clear()
+    device.late_forwards_s.clear()
     began, before = time.monotonic(), engine.status().generated_tokens
     for _ in range(STEPS):
         engine.step()
@@ -228,10 +270,7 @@ def main() -> None:
         for _, (case, structures) in itertools.product(range(args.rounds), cases.items()):
             step_ms = measure(engine, device, phases, structures)
             found[case].append(step_ms)
-            idle = [np.mean(late or [0.0]) * 1e3 for late in (device.late_masks_s, device.late_forwards_s)]
-            print(
-                f"  {case}: {step_ms:.3f} ms a step; the device waits {idle[0]:.3f} for masks, {idle[1]:.3f} for forwards"
-            )
+            print(f"  {case}: {step_ms:.3f} ms a step; {device.describe_idle()}")
             print(*describe_phases(phases.summarize()), sep="\n", flush=True)
     plain, *others = (min(times) for times in found.values())
     records = [Record(f"{ROWS} rows, no structure: a step", plain, "ms", "", None)]
