@@ -13,8 +13,9 @@ import pytest
 
 from lorax_server.errors import BusyError
 from lorax_server.structures import wire
-from lorax_server.structures.grammars import from_regex
-from lorax_server.structures.matchers import Compiled
+from lorax_server.structures.grammars import from_json_schema, from_regex
+from lorax_server.structures.matchers import Compiled, Ending
+from lorax_server.structures.matchers import Follower as Matcher
 from lorax_server.structures.program import StructureProgram
 from lorax_server.structures.slots import MaskSlots, write_slots
 from lorax_server.structures.structures import MAX_THREADS, Structures, find_num_threads
@@ -45,6 +46,11 @@ def _nothing_is_left() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("model"), make_model(SERVED["llama"]()), make_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def vocabulary(model: Path) -> Vocabulary:
+    return Vocabulary(load_tokenizer(model))
 
 
 @pytest.fixture
@@ -141,9 +147,8 @@ def test_nobody_waits_for_a_process_that_does_not_read(follower: Follower) -> No
     structures.end(request_id)
 
 
-def test_tokens_of_several_messages_are_taken_together(model: Path) -> None:
-    vocabulary, random = Vocabulary(load_tokenizer(model)), np.random.default_rng(0)
-    ours, theirs = Pipe()
+def test_tokens_of_several_messages_are_taken_together(vocabulary: Vocabulary) -> None:
+    random, (ours, theirs) = np.random.default_rng(0), Pipe()
     program = StructureProgram(theirs, vocabulary, vocabulary.make_masks(3))
     program._grammars[LETTERS.grammar] = Compiled.of(vocabulary, LETTERS.grammar)
     for request_id in range(3):
@@ -160,6 +165,25 @@ def test_tokens_of_several_messages_are_taken_together(model: Path) -> None:
     assert not ours.poll()
     for connection in (ours, theirs):
         connection.close()
+
+
+def test_the_order_of_tokens_in_the_library_changes_no_mask(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    monkeypatch.setattr("lorax_server.structures.vocabulary.SLICES", None)  # the library's own
+    plain, random = Vocabulary(load_tokenizer(model)), np.random.default_rng(0)
+    for schema in ({"type": "string", "maxLength": 12}, {"type": "array", "items": {"type": ["string", "number"]}}):
+        grammar, ending = from_json_schema(schema).grammar, Ending((EOS_ID,), (), 20)
+        ours, theirs = (
+            Matcher(each, Compiled.of(each, grammar), ending, each.make_masks(1)) for each in (vocabulary, plain)
+        )
+        for _ in range(12):
+            assert np.array_equal(ours.words, theirs.words)
+            token_id = choose(ours.words, random)
+            if token_id == EOS_ID:
+                break
+            ours.consume(token_id)
+            theirs.consume(token_id)
 
 
 def test_masks_have_few_threads_where_the_model_needs_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
