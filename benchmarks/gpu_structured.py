@@ -82,7 +82,7 @@ class Breakdown:
 
 
 def measure_all(
-    bench: Bench, params: SamplingParams, rows: int, steps: int, rounds: int, breakdown: Breakdown | None
+    bench: Bench, params: SamplingParams, rows: int, steps: int, rounds: int, breakdown: Breakdown | None = None
 ) -> dict[str, Speed]:
     """Return the medians of some rounds, by case."""
     one, different = [make_schema(0)] * rows, [make_schema(number) for number in range(rows)]

@@ -78,7 +78,7 @@ class StructureProgram:
 
     def run(self) -> None:
         """Serve until the engine closes the connection."""
-        self._send(wire.Ready(self._vocabulary.num_words))
+        self._send(wire.SlotsMade(self._vocabulary.num_words))
         self._triers.append(Trier(self._vocabulary))  # before there are threads, and requests that wait for it
         threading.Thread(target=self._compile_all, daemon=True).start()
         while True:

@@ -186,7 +186,7 @@ class Structures:
         """Take a message of a process, on its thread."""
         with self._changed:
             match message:
-                case wire.Ready(num_words):
+                case wire.SlotsMade(num_words):
                     process.slots.open(num_words)
                 case wire.Masks():
                     self._take_masks(process, message)

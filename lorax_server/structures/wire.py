@@ -30,7 +30,7 @@ class End(NamedTuple):
 ToProgram = Begin | Advance | End
 
 
-class Ready(NamedTuple):
+class SlotsMade(NamedTuple):
     """The first message: the slots are there."""
 
     num_words: int  # of a mask
@@ -58,7 +58,7 @@ class Unusable(NamedTuple):
     message: str
 
 
-FromProgram = Ready | Masks | FailedAnswer | Unusable
+FromProgram = SlotsMade | Masks | FailedAnswer | Unusable
 
 
 class Start(NamedTuple):
