@@ -20,8 +20,8 @@ MAX_SLOTS = 2**14  # answers of a vocabulary at once, also those that wait; only
 
 
 class MaskSlots:
-    """The engine's side: hands out slots, the lowest first, and reads them. Belongs to the engine's thread but for
-    `open`."""
+    """The engine's side. Its thread takes slots, the lowest first, and gives them back; the thread that hears of masks
+    opens and reads them."""
 
     def __init__(self) -> None:
         self.file = _make_file()
