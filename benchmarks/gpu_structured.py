@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from gpu_engine import Bench, Mark, describe_device, make_parser, open_bench
+from mask_path import DeviceIdle, Phases, describe_phases
 from report import Record, report
 from structured import make_schema
 
@@ -62,7 +63,27 @@ def count_tokens(outputs: list[Output]) -> int:
     return sum(len(output.tokens) for output in outputs)
 
 
-def measure_all(bench: Bench, params: SamplingParams, rows: int, steps: int, rounds: int) -> dict[str, Speed]:
+class Breakdown:
+    """Prints where the time of steps goes: on the host by phase, and on the device where it has nothing to do."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._phases = Phases(bench.llm._engine)
+        self._idle = DeviceIdle(bench.llm._engine._executor) if torch.cuda.is_available() else None
+
+    def forget(self) -> None:
+        self._phases.forget()
+        if self._idle is not None:
+            self._idle.forget()
+
+    def print(self) -> None:
+        if self._idle is not None:
+            print(f"    {self._idle.describe()}")
+        print(*describe_phases(self._phases.summarize()), sep="\n", flush=True)
+
+
+def measure_all(
+    bench: Bench, params: SamplingParams, rows: int, steps: int, rounds: int, breakdown: Breakdown | None = None
+) -> dict[str, Speed]:
     """Return the medians of some rounds, by case."""
     one, different = [make_schema(0)] * rows, [make_schema(number) for number in range(rows)]
     cases: dict[str, list[Structure | None]] = {
@@ -80,9 +101,13 @@ def measure_all(bench: Bench, params: SamplingParams, rows: int, steps: int, rou
     for _ in range(rounds):
         for case, structures in cases.items():
             followed.jumps = case.endswith(JUMPING)
+            if breakdown is not None:
+                breakdown.forget()
             speed = measure(bench, structures, params, steps)
             found[case].append(speed)
             print(f"  {case:24}  {speed.step_ms:7.3f} ms a step, {speed.token_ms:7.3f} ms a token", flush=True)
+            if breakdown is not None:
+                breakdown.print()
     return {case: Speed(*map(statistics.median, zip(*speeds, strict=True))) for case, speeds in found.items()}
 
 
@@ -106,15 +131,18 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, help=f"steps of a round, instead of {STEPS}")
     parser.add_argument("--rounds", type=int, help=f"rounds, instead of {ROUNDS}")
+    parser.add_argument("--phases", action="store_true", help="print where the time goes; this takes some itself")
     args = parser.parse_args()
     rows, steps, rounds = (SHORT_ROWS, SHORT_STEPS, SHORT_ROUNDS) if args.tiny else (ROWS, STEPS, ROUNDS)
     steps, rounds = args.steps or steps, args.rounds or rounds
     print(f"{describe_device()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     records: list[Record] = []
     with open_bench(args, [], max_length=MAX_LENGTH) as bench:
+        breakdown = Breakdown(bench) if args.phases else None
         for name, params in (("greedy", SamplingParams()), ("top-p 0.9", DRAWN)):
             print(f"{rows} rows, {name}")
-            records += describe(f"{rows} rows, {name}", measure_all(bench, params, rows, steps, rounds), args.tiny)
+            speeds = measure_all(bench, params, rows, steps, rounds, breakdown)
+            records += describe(f"{rows} rows, {name}", speeds, args.tiny)
     report(records, args.json)
 
 

@@ -197,15 +197,17 @@ def count_forced(tokenizer: TextTokenizer) -> Record:
     """Follow a document as a real model would write it, and count the tokens that have no step of their own."""
     vocabulary, ending = Vocabulary(tokenizer), Ending((1,), (), 0)
     token_ids = tokenizer.encode(json.dumps(DOCUMENT), add_special_tokens=False)
-    follower = Follower(vocabulary, Compiled.of(vocabulary, DOCUMENT_FORM.grammar), ending, tokenizer.num_ids)
-    mask, num_steps, place = follower.first_mask, 0, 0
+    compiled, masks = Compiled.of(vocabulary, DOCUMENT_FORM.grammar), vocabulary.make_masks(1)
+    follower = Follower(vocabulary, compiled, ending, masks, jump_below=tokenizer.num_ids)
+    num_steps = place = 0
     while place < len(token_ids):  # a step chooses a token; those after it come with it, where they are forced as well
         forced: list[int] = []
-        while len(forced) < MAX_FORCED and (token_id := follower.find_forced(mask)) is not None:
+        while len(forced) < MAX_FORCED and (token_id := follower.find_forced()) is not None:
             forced.append(token_id)
-            mask = follower.consume(token_id)
+            follower.consume(token_id)
         if not forced:
-            mask, forced = follower.consume(token_ids[place]), [token_ids[place]]
+            forced = [token_ids[place]]
+            follower.consume(token_ids[place])
         assert token_ids[place : place + len(forced)] == forced, "the document is not written as the schema says"
         num_steps, place = num_steps + 1, place + len(forced)
     saved = 1 - num_steps / len(token_ids)

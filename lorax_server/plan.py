@@ -1,6 +1,6 @@
 """Plans of steps, from the engine to the workers, and their results."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -119,7 +119,7 @@ class StepMasks(NamedTuple):
     """The tokens that some sequences of a step may choose from."""
 
     rows: Ints  # among the sequences that `samples`
-    words: npt.NDArray[np.int32]  # [rows, words] a bit for each allowed token; tokens beyond are not allowed
+    words: Sequence[npt.NDArray[np.int32]]  # for each row a bit for each allowed token; tokens beyond are not allowed
     forced: tuple[tuple[int, tuple[int, ...]], ...] = ()  # rows that get more tokens, which follow the chosen one
 
 

@@ -71,11 +71,14 @@ def test_the_cost_of_structures_is_measured_with_a_tiny_model_too(
     made.make_model(tmp_path / "model", made.TINY)
     with LLM(tmp_path / "model", device="cpu", max_length=256, cache_bytes=2**22) as llm:
         opened = bench.Bench(llm, bench.StepClock(llm), made.TINY, tmp_path)
-        speeds = structured.measure_all(opened, SamplingParams(), rows=3, steps=6, rounds=1)
+        breakdown = structured.Breakdown(opened)
+        speeds = structured.measure_all(opened, SamplingParams(), rows=3, steps=6, rounds=1, breakdown=breakdown)
     records = structured.describe("3 rows", speeds, is_tiny=False)
     assert [record.goal for record in records] == [None, 1.03, 1.03, 1.03, 1.03, None, None]
     assert all(record.value > 0 for record in records)
-    assert "3 schemas" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "3 schemas" in printed
+    assert printed.count("from the tokens to masks") == len(speeds) - 1
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)

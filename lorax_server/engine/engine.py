@@ -311,7 +311,7 @@ class Engine:
         found = self._structures.gather([request_id for _, request_id in masked], patience_s, alone_s)
         ready = [(number, found[request_id]) for number, request_id in masked if request_id in found]
         late = [number for number, request_id in masked if request_id not in found]
-        masks = _stack(ready, step)
+        masks = _list_masks(ready, step)
         problem = self._executor.mask(masks)
         if problem is None:
             step.force(masks.forced)
@@ -324,15 +324,16 @@ class Engine:
                 done.set_exception(error) if error is not None else done.set_result(None)
 
 
-def _stack(ready: Sequence[tuple[int, Next]], step: SubmittedStep) -> StepMasks:
-    """Put masks of vocabularies of several sizes together. The first forced token is chosen, the others follow it."""
-    words = np.zeros((len(ready), max((len(each.words) for _, each in ready), default=1)), np.int32)
-    forced = []
-    for place, (number, (mask, tokens)) in enumerate(ready):
-        if tokens:
-            words.view(np.uint32)[place, tokens[0] // 32] = 1 << tokens[0] % 32
-            if following := tuple(tokens[1 : 1 + step.find_room(number)]):
-                forced.append((number, following))
-        else:
-            words[place, : len(mask)] = mask
+def _list_masks(ready: Sequence[tuple[int, Next]], step: SubmittedStep) -> StepMasks:
+    """Put masks together. Of forced tokens, the first is chosen, since its mask allows no other; the others follow."""
+    words, forced = [], []
+    for number, (mask, tokens) in ready:
+        if not tokens:
+            words.append(mask)
+            continue
+        only = np.zeros_like(mask)
+        only.view(np.uint32)[tokens[0] // 32] = 1 << tokens[0] % 32
+        words.append(only)
+        if following := tuple(tokens[1 : 1 + step.find_room(number)]):
+            forced.append((number, following))
     return StepMasks(np.array([number for number, _ in ready], np.int64), words, tuple(forced))

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from cachetools import LRUCache
 from llguidance import LLExecutor, LLMatcher, LLParserLimits
-from llguidance.numpy import fill_next_token_bitmask_par
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
-from lorax_server.structures.vocabulary import Vocabulary, Words
+from lorax_server.structures.slots import Words
+from lorax_server.structures.vocabulary import Vocabulary
 
 MAX_COMPILED = 256
 MAX_ERROR = 600  # characters
@@ -52,15 +53,6 @@ def _shorten(error: str) -> str:
     return said.removeprefix("at 1(8): ").replace("\n<non-verbose/>", "").strip()[:MAX_ERROR]
 
 
-def compute_mask(vocabulary: Vocabulary, matcher: LLMatcher) -> tuple[Words, bool]:
-    mask = matcher.compute_bitmask()
-    _check(matcher)
-    words, may_end = vocabulary.read_masks(np.frombuffer(mask, np.int32).copy()[None])
-    if not may_end[0] and not words.any():
-        raise GrammarError(NO_TEXT)
-    return words[0], bool(may_end[0])
-
-
 class Compiled(NamedTuple):
     """A grammar at its beginning, and the mask of the first token."""
 
@@ -71,8 +63,13 @@ class Compiled(NamedTuple):
     @classmethod
     def of(cls, vocabulary: Vocabulary, grammar: str) -> "Compiled":
         """Raise `GrammarError` if no answer can begin."""
-        matcher = compile_grammar(vocabulary, grammar)
-        return cls(matcher, *compute_mask(vocabulary, matcher))
+        matcher, masks = compile_grammar(vocabulary, grammar), vocabulary.make_masks(1)
+        fill_next_token_bitmask(matcher, masks)
+        _check(matcher)
+        may_end, words = vocabulary.take_end(masks[0]), masks[0, : vocabulary.num_words]
+        if not may_end and not words.any():
+            raise GrammarError(NO_TEXT)
+        return cls(matcher, words, may_end)
 
 
 class CompiledGrammars(LRUCache[str, Compiled]):
@@ -94,10 +91,22 @@ class Ending(NamedTuple):
 
 
 class Follower:
-    """One answer: it consumes tokens, and tells which may come next."""
+    """One answer: it consumes tokens, and writes into its slot which may come next."""
 
-    def __init__(self, vocabulary: Vocabulary, compiled: Compiled, ending: Ending, jump_below: int = 0) -> None:
-        """Forced tokens below `jump_below` may be taken ahead."""
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        compiled: Compiled,
+        ending: Ending,
+        masks: Words,
+        slot: int = 0,
+        jump_below: int = 0,
+    ) -> None:
+        """`masks` are those of all slots. Forced tokens below `jump_below` may be taken ahead."""
+        self.slot = slot
+        self._mask = masks[slot]
+        self._address = self._mask.ctypes.data
+        self.words = self._mask[: vocabulary.num_words]
         self._vocabulary = vocabulary
         self._ending = ending
         self._jump_below = jump_below
@@ -106,7 +115,8 @@ class Follower:
         self._spent_s = self._last_s = 0.0  # by all tokens that it took alone, and by the last of them
         self.matcher = compiled.matcher.deep_copy()
         self.max_together = MAX_TOGETHER  # answers that take tokens together, this one among them
-        self.first_mask = self._allow_end(compiled.words.copy(), compiled.may_end)
+        self.words[:] = compiled.words
+        self._allow_end(compiled.may_end)
 
     @property
     def is_slow(self) -> bool:
@@ -122,56 +132,64 @@ class Follower:
         """Be among fewer after tokens that took long, and among more after others. So the slow one is soon alone."""
         self.max_together = max(1, num_together // 4) if is_slow else min(MAX_TOGETHER, 2 * self.max_together)
 
-    def consume(self, token_id: int) -> Words:
-        """Take a token, and return the mask of the next. Raise `GrammarError` where that takes too much."""
+    def consume(self, token_id: int) -> None:
+        """Take a token, and write the mask of the next. Raise `GrammarError` where that takes too much."""
         if self._failure is not None:
             raise self._failure
         began_s = time.thread_time()
         if not self.matcher.consume_token(token_id):
             _check(self.matcher)
-        mask = self.finish(*compute_mask(self._vocabulary, self.matcher))
+        self.matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)  # `_mask` keeps the memory
+        _check(self.matcher)
+        self.finish()
         self._last_s = time.thread_time() - began_s
         self._spent_s += self._last_s
         self.note_together(self._last_s >= SLOW_S, 1)
         self._num_alone += 1
         if self._spent_s > max(SPENT_S, TOKEN_S * self._num_alone):
             raise GrammarError(f"it takes longer than {TOKEN_S * 1000:g} ms a token; make the grammar smaller")
-        return mask
 
-    def finish(self, words: Words, may_end: bool) -> Words:
-        """Return the mask after one more token, which the matcher has taken."""
+    def finish(self) -> None:
+        """Complete the mask after one more token. Raise `GrammarError` if nothing can follow."""
         self._num_tokens += 1
-        return self._allow_end(words, may_end)
+        self._allow_end(self._vocabulary.take_end(self._mask))
+        if not self._num_set:
+            raise GrammarError(NO_TEXT)
 
-    def find_forced(self, words: Words) -> int | None:
-        """Return the only token that a mask allows, if it may be taken ahead: it does not end the answer."""
-        if not self._jump_below or np.count_nonzero(words) != 1:
+    def find_forced(self) -> int | None:
+        """Return the only token that the mask allows, if it may be taken ahead: it does not end the answer."""
+        if not self._jump_below or self._num_set != 1:
             return None
-        place = int(np.flatnonzero(words)[0])
-        bits = int(words.view(np.uint32)[place])
+        place = int(np.flatnonzero(self.words)[0])
+        bits = int(self.words.view(np.uint32)[place])
         token_id = place * 32 + bits.bit_length() - 1
         is_only = bits & (bits - 1) == 0
         return token_id if is_only and token_id < self._jump_below and token_id not in self._ending else None
 
-    def fail_next(self, error: GrammarError) -> None:
-        """Raise an error when the next token is taken: it was taken ahead, and the answer may end before."""
+    def fail_after(self, token_id: int, error: GrammarError) -> None:
+        """Raise an error when this token is taken again: it was taken ahead, and the answer may end before."""
+        self.words.fill(0)
+        _set(self.words, (token_id,))
         self._failure = error
 
-    def _allow_end(self, words: Words, may_end: bool) -> Words:
+    def _allow_end(self, may_end: bool) -> None:
+        words = self.words
         if may_end:
             _set(words, self._ending.eos)
         if self._num_tokens < self._ending.min_new_tokens:
             longer = words.copy()
             _clear(longer, self._ending.eos + self._ending.others)
-            return longer if longer.any() else words  # the form goes first
-        return words
+            if longer.any():  # or the form goes first
+                words[:] = longer
+        self._num_set = np.count_nonzero(words)
 
 
 class Together:
     """Takes tokens of several answers at once: one call for all, on several threads, without Python's lock."""
 
-    def __init__(self, vocabulary: Vocabulary, num_threads: int) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, masks: Words, num_threads: int) -> None:
+        """`masks` are those of all slots."""
+        self._masks = masks
         self._num_threads = num_threads
 
     @cached_property
@@ -179,27 +197,26 @@ class Together:
         """Threads, which begin when they are needed: after the first child was forked."""
         return LLExecutor(self._num_threads)
 
-    def consume(self, followers: Sequence[Follower], token_ids: Sequence[int]) -> list[Words | GrammarError]:
-        """Return the masks after these tokens. Answers that are quick so far may be given."""
+    def consume(self, followers: Sequence[Follower], token_ids: Sequence[int]) -> list[GrammarError | None]:
+        """Write the masks after these tokens. Return what is wrong. Answers that are quick so far may be given."""
         began_s, busy_s = time.perf_counter(), time.process_time()
         matchers = [follower.matcher for follower in followers]
         self._executor.consume_token_par(list(zip(matchers, token_ids, strict=True)))
-        masks = np.zeros((len(matchers), self._vocabulary.num_words_and_end), np.int32)
-        fill_next_token_bitmask_par(self._executor, [(each, row) for row, each in enumerate(matchers)], masks)
+        places = [(follower.matcher, follower.slot) for follower in followers]
+        fill_next_token_bitmask_par(self._executor, places, self._masks)
         # On a busy machine others take time too, but not of this process.
         took_s = min(time.perf_counter() - began_s, time.process_time() - busy_s)
         is_slow = took_s > SLOW_S + USUAL_S * len(matchers) / self._num_threads
-        words, may_end = self._vocabulary.read_masks(masks)
-        can_go_on = may_end | words.any(1)
-        found: list[Words | GrammarError] = []
-        for row, (follower, matcher) in enumerate(zip(followers, matchers, strict=True)):
+        errors: list[GrammarError | None] = []
+        for follower in followers:
             follower.note_together(is_slow, len(followers))
-            if matcher.is_error():
-                found.append(GrammarError(_shorten(matcher.get_error())))
-            else:
-                mask = follower.finish(words[row], bool(may_end[row]))
-                found.append(mask if can_go_on[row] else GrammarError(NO_TEXT))
-        return found
+            try:
+                _check(follower.matcher)
+                follower.finish()
+                errors.append(None)
+            except GrammarError as error:
+                errors.append(error)
+        return errors
 
 
 def _set(words: Words, token_ids: Iterable[int]) -> None:

@@ -7,6 +7,7 @@ while masks go on.
 import os
 import pickle
 import queue
+import select
 import signal
 import sys
 import threading
@@ -17,11 +18,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 from cachetools import TTLCache
 
 from lorax_server.errors import LoraxError
-from lorax_server.machine import count_cores, shorten_turns
+from lorax_server.machine import shorten_turns
 from lorax_server.structures import wire
 from lorax_server.structures.matchers import (
     MAX_FORCED,
@@ -32,33 +32,35 @@ from lorax_server.structures.matchers import (
     GrammarError,
     Together,
 )
+from lorax_server.structures.slots import Words, write_slots
 from lorax_server.structures.trials import MAX_PROBLEM, NICENESS, Trier
-from lorax_server.structures.vocabulary import Vocabulary, Words
+from lorax_server.structures.vocabulary import Vocabulary
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
 
 PATIENCE_S = 10.0  # for a trial, on a busy machine
 MAX_TRIERS = 2
-MAX_THREADS = 8
 REFUSED_S, MAX_REFUSED = 60.0, 1024
-Result = tuple[int, Words | GrammarError]  # of a request
+Result = tuple[int, GrammarError | None]  # of a request: what is wrong, if its mask is not there
 
 
 class Jump(NamedTuple):
     """An answer on its way through tokens that are forced."""
 
     forced: list[int]  # that were taken
-    words: Words  # the mask after them
-    token_id: int  # the only one that it allows
+    token_id: int  # the only one that may come after them
 
 
 class StructureProgram:
     """One thread reads messages and lets some compute masks, and another one compiles."""
 
-    def __init__(self, connection: Connection, vocabulary: Vocabulary, num_threads: int = 1) -> None:
-        """`num_threads` compute masks."""
-        self._together = Together(vocabulary, num_threads)
+    def __init__(self, connection: Connection, vocabulary: Vocabulary, masks: Words, num_threads: int = 1) -> None:
+        """`masks` are those of all slots; `num_threads` compute them."""
+        self._together = Together(masks, num_threads) if num_threads > 1 else None  # or one by one
         self._connection = connection
+        self._unread = select.poll()
+        self._unread.register(connection.fileno(), select.POLLIN)
+        self._masks = masks
         self._vocabulary = vocabulary
         self._grammars = CompiledGrammars()
         self._refused: TTLCache[str, str] = TTLCache(MAX_REFUSED, REFUSED_S)
@@ -71,10 +73,12 @@ class StructureProgram:
         self._num_compiling = 0
         self._to_compile: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._compiled: queue.SimpleQueue[tuple[str, Compiled | str]] = queue.SimpleQueue()
+        self._came_at = 0.0  # when the last message came
         self._wake, self._waker = os.pipe()
 
     def run(self) -> None:
         """Serve until the engine closes the connection."""
+        self._send(wire.SlotsMade(self._vocabulary.num_words))
         self._triers.append(Trier(self._vocabulary))  # before there are threads, and requests that wait for it
         threading.Thread(target=self._compile_all, daemon=True).start()
         while True:
@@ -95,21 +99,29 @@ class StructureProgram:
     # --- Messages -----------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        message: wire.ToProgram = pickle.loads(self._connection.recv_bytes())
-        match message:
-            case wire.Begin():
-                self._begin(message)
-            case wire.Advance(tokens):
-                self._advance(tokens)
-            case wire.End(request_id):
-                self._end(request_id)
+        """Read all messages that are there. Tokens of several are taken together, so that late answers catch up."""
+        tokens = dict[int, int]()
+        self._came_at = time.monotonic()
+        while True:
+            message: wire.ToProgram = pickle.loads(self._connection.recv_bytes())
+            match message:
+                case wire.Begin():
+                    self._begin(message)
+                case wire.Advance(chosen):
+                    tokens.update(chosen)
+                case wire.End(request_id):
+                    tokens.pop(request_id, None)
+                    self._end(request_id)
+            if not self._unread.poll(0):
+                break
+        self._advance(tokens.items())
 
     def _send(self, message: wire.FromProgram) -> None:
         self._connection.send_bytes(pickle.dumps(message, protocol=5))
 
-    def _send_masks(self, masks: dict[int, Words], forced: dict[int, list[int]] | None = None) -> None:
-        if masks:
-            self._send(wire.Masks(list(masks), np.stack(list(masks.values())).tobytes(), forced or {}))
+    def _send_masks(self, request_ids: list[int], forced: dict[int, list[int]]) -> None:
+        if request_ids:
+            self._send(wire.Masks(request_ids, forced, time.monotonic() - self._came_at))
 
     def _begin(self, begin: wire.Begin) -> None:
         compiled, refusal = self._grammars.get(begin.grammar), self._refused.get(begin.grammar)
@@ -145,20 +157,24 @@ class StructureProgram:
             self._send(wire.FailedAnswer(begin.request_id, "the model has no token that ends an answer"))
             return
         ending = Ending(begin.eos, begin.stop_tokens, begin.min_new_tokens)
-        follower = self._followers[begin.request_id] = Follower(self._vocabulary, compiled, ending, begin.jump_below)
-        self._send_masks({begin.request_id: follower.first_mask})
+        follower = Follower(self._vocabulary, compiled, ending, self._masks, begin.slot, begin.jump_below)
+        self._followers[begin.request_id] = follower
+        self._send_masks([begin.request_id], {})
 
     def _advance(self, tokens: Iterable[tuple[int, int]]) -> None:
-        """Take tokens: first those that are taken together, at last those of grammars that take long."""
+        """Take tokens: first those of quick answers, at last those of grammars that take long."""
         groups: tuple[list[tuple[int, int]], ...] = [], [], []
         for request_id, token_id in tokens:
             follower = self._followers.get(request_id)
             if follower is not None:
                 groups[0 if follower.is_quick else 1 + follower.is_slow].append((request_id, token_id))
-        quick, *alone = groups
-        for some in self._divide(quick):
-            self._answer(self._consume_together(some) if len(some) > 1 else self._consume_alone(some))
-        for some in alone:
+        quick, *others = groups
+        if self._together is None:
+            others = [quick, *others]
+        else:
+            for some in self._divide(quick):
+                self._answer(self._consume_together(self._together, some))
+        for some in others:
             self._answer(self._consume_alone(some))
 
     def _divide(self, quick: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -176,35 +192,38 @@ class StructureProgram:
         self._advance([(request_id, jump.token_id) for request_id, jump in self._jumping.items()])
 
     def _answer(self, results: Sequence[Result]) -> None:
-        """Send masks, but for those that leave no choice: these answers jump."""
-        masks, forced = dict[int, Words](), dict[int, list[int]]()
-        for request_id, result in results:
+        """Tell of masks, but for those that leave no choice: these answers jump."""
+        forced = dict[int, list[int]]()
+        for request_id, error in results:
             follower, jump = self._followers[request_id], self._jumping.pop(request_id, None)
-            if not isinstance(result, GrammarError):
+            if error is None:
                 taken = [] if jump is None else [*jump.forced, jump.token_id]
-                token_id = follower.find_forced(result) if len(taken) < MAX_FORCED else None
-                if token_id is not None:
-                    self._jumping[request_id] = Jump(taken, result, token_id)
-                    continue
-                masks[request_id], forced[request_id] = result, taken
+                token_id = follower.find_forced() if len(taken) < MAX_FORCED else None
+                if token_id is None:
+                    forced[request_id] = taken
+                else:
+                    self._jumping[request_id] = Jump(taken, token_id)
             elif jump is not None:
-                follower.fail_next(result)  # if it gets there
-                masks[request_id], forced[request_id] = jump.words, jump.forced
+                follower.fail_after(jump.token_id, error)  # if it gets there
+                forced[request_id] = jump.forced
             else:
                 del self._followers[request_id]
-                self._send(wire.FailedAnswer(request_id, f"the answer cannot go on in this form: {result}"))
-        self._send_masks(masks, {request_id: taken for request_id, taken in forced.items() if taken})
+                self._send(wire.FailedAnswer(request_id, f"the answer cannot go on in this form: {error}"))
+        self._send_masks(list(forced), {request_id: taken for request_id, taken in forced.items() if taken})
 
-    def _consume_together(self, tokens: Sequence[tuple[int, int]]) -> list[Result]:
+    def _consume_together(self, together: Together, tokens: Sequence[tuple[int, int]]) -> list[Result]:
+        if len(tokens) == 1:
+            return self._consume_alone(tokens)
         followers = [self._followers[request_id] for request_id, _ in tokens]
-        masks = self._together.consume(followers, [token_id for _, token_id in tokens])
-        return [(request_id, mask) for (request_id, _), mask in zip(tokens, masks, strict=True)]
+        errors = together.consume(followers, [token_id for _, token_id in tokens])
+        return [(request_id, error) for (request_id, _), error in zip(tokens, errors, strict=True)]
 
     def _consume_alone(self, tokens: Sequence[tuple[int, int]]) -> list[Result]:
         results: list[Result] = []
         for request_id, token_id in tokens:
             try:
-                results.append((request_id, self._followers[request_id].consume(token_id)))
+                self._followers[request_id].consume(token_id)
+                results.append((request_id, None))
             except GrammarError as error:
                 results.append((request_id, error))
         return results
@@ -280,11 +299,6 @@ class StructureProgram:
                 self._follow(begin, result)
 
 
-def find_num_threads() -> int:
-    """Return the threads for masks: few, since the model computes meanwhile, on a CPU with the same cores."""
-    return max(1, min(MAX_THREADS, count_cores() // 4))
-
-
 def _load(start: wire.Start) -> TextTokenizer:
     folder = Path(start.model)
     base = load_tokenizer(folder)
@@ -300,14 +314,16 @@ def _load(start: wire.Start) -> TextTokenizer:
 def main() -> None:
     shorten_turns()  # masks do not wait for the thread that compiles
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the engine ends this process itself
-    connection = Connection(int(sys.argv[1]))
+    connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
     with suppress(EOFError, ConnectionError):
         try:
-            vocabulary = Vocabulary(_load(wire.Start(*pickle.loads(connection.recv_bytes()))))
+            start: wire.Start = pickle.loads(connection.recv_bytes())
+            vocabulary = Vocabulary(_load(start))
         except LoraxError as error:
             connection.send_bytes(pickle.dumps(wire.Unusable(str(error))))
             return
-        StructureProgram(connection, vocabulary, find_num_threads()).run()
+        masks = write_slots(memory, vocabulary.num_words_and_end)
+        StructureProgram(connection, vocabulary, masks, start.num_threads).run()
 
 
 if __name__ == "__main__":

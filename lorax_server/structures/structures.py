@@ -8,26 +8,25 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from lorax_server.errors import BusyError, EngineError, InputError, LoraxError
+from lorax_server.machine import count_cores
 from lorax_server.structures import wire
 from lorax_server.structures.process import StructureProcess
+from lorax_server.structures.slots import Words
 from lorax_server.types import Request, Resolved
 
 logger = logging.getLogger(__name__)
 MAX_PROCESSES = 8  # vocabularies: each has a process
+MAX_THREADS = 8  # of a process
 HANG_S = 30.0  # without a mask: the process is ended
 UNUSABLE_S = 60.0  # for which a vocabulary that cannot be used is refused at once
-Words = npt.NDArray[np.int32]
 _Key = tuple[str | None, tuple[str, ...], tuple[tuple[int, ...], ...]]
 
 
 class Next(NamedTuple):
     """The next tokens of an answer: those that are forced, and the mask of the one after."""
 
-    words: Words  # the mask
+    words: Words  # the mask, as the process has written it
     forced: list[int]  # come in any case
 
 
@@ -38,12 +37,18 @@ class Settled(NamedTuple):
     error: LoraxError | None = None
 
 
+def find_num_threads(device: str) -> int:
+    """Return the threads for masks: fewer on a CPU, where the model computes meanwhile with the same cores."""
+    return max(1, min(MAX_THREADS, count_cores() // (4 if device == "cpu" else 2)))
+
+
 class Structures:
     """Hands answers to processes, one for each vocabulary, and collects their masks. Belongs to the engine's thread."""
 
-    def __init__(self, model: Path, on_news: Callable[[], None] = lambda: None) -> None:
-        """`on_news` is called, on any thread, when `take_settled` has something to return."""
-        self.on_news = on_news
+    def __init__(self, model: Path, num_threads: int = 1) -> None:
+        """`num_threads` compute the masks of a vocabulary."""
+        self.on_news: Callable[[], None] = lambda: None  # called, on any thread, when `take_settled` has something
+        self._num_threads = num_threads
         self.jumps = True  # whether several forced tokens come at once
         self._model = model
         self._processes: dict[_Key, StructureProcess] = {}  # the one used last at the end
@@ -73,13 +78,13 @@ class Structures:
         if not stop.eos_token_ids:
             raise InputError("structured output needs a model with a token that ends answers")
         process = self._find_process(request.adapter)
-        process.request_ids.add(request.request_id)
+        slot = process.slot_of[request.request_id] = process.slots.take()
         self._of_request[request.request_id] = process
         eos, others = tuple(sorted(stop.eos_token_ids)), tuple(sorted(stop.stop_token_ids))
         if not self.jumps or request.sampling.raw_logprobs or request.sampling.num_alternatives:
             jump_below = 0
         grammar = request.structure.grammar
-        process.send(wire.Begin(request.request_id, grammar, eos, others, stop.min_new_tokens, jump_below))
+        process.send(wire.Begin(request.request_id, slot, grammar, eos, others, stop.min_new_tokens, jump_below))
         if process.is_gone:  # since a moment ago
             self._take(process, None)
 
@@ -119,7 +124,7 @@ class Structures:
         if process is not None:
             process.send(wire.End(request_id))
             with self._changed:
-                process.request_ids.discard(request_id)
+                process.slots.give_back(process.slot_of.pop(request_id))
                 process.asked_at.pop(request_id, None)
                 self._next.pop(request_id, None)
                 self._begun.discard(request_id)
@@ -160,12 +165,12 @@ class Structures:
             process = None
         if process is None:
             self._make_room()
-            process = StructureProcess(wire.Start(str(self._model), adapter), self._take)
+            process = StructureProcess(wire.Start(str(self._model), adapter, self._num_threads), self._take)
         self._processes[key] = process
         return process
 
     def _make_room(self) -> None:
-        idle = [key for key, process in self._processes.items() if not process.request_ids]
+        idle = [key for key, process in self._processes.items() if not process.slot_of]
         if len(self._processes) >= MAX_PROCESSES:
             if not idle:
                 raise BusyError(f"answers of {MAX_PROCESSES} vocabularies have structures now; try again")
@@ -181,6 +186,8 @@ class Structures:
         """Take a message of a process, on its thread."""
         with self._changed:
             match message:
+                case wire.SlotsMade(num_words):
+                    process.slots.open(num_words)
                 case wire.Masks():
                     self._take_masks(process, message)
                 case wire.FailedAnswer(request_id, text, is_busy):
@@ -196,23 +203,23 @@ class Structures:
             self.on_news()
 
     def _take_masks(self, process: StructureProcess, masks: wire.Masks) -> None:
-        words = np.frombuffer(masks.words, np.int32).reshape(len(masks.request_ids), -1)
-        for request_id, mask in zip(masks.request_ids, words, strict=True):
-            if request_id not in process.request_ids:
+        for request_id in masks.request_ids:
+            slot = process.slot_of.get(request_id)
+            if slot is None:
                 continue  # it has ended meanwhile
             process.asked_at.pop(request_id, None)
-            self._next[request_id] = Next(mask, masks.forced.get(request_id, []))
+            self._next[request_id] = Next(process.slots.read(slot), masks.forced.get(request_id, []))
             if request_id not in self._begun:
                 self._begun.add(request_id)
                 self._settled.append(Settled(request_id))
 
     def _fail(self, process: StructureProcess, request_id: int, error: LoraxError) -> None:
-        if request_id not in process.request_ids:
+        if request_id not in process.slot_of:
             return  # it has ended meanwhile
         process.asked_at.pop(request_id, None)
         self._next[request_id] = None
         self._settled.append(Settled(request_id, error))
 
     def _fail_all(self, process: StructureProcess, error: LoraxError) -> None:
-        for request_id in list(process.request_ids):
+        for request_id in list(process.slot_of):
             self._fail(process, request_id, error)

@@ -9,6 +9,7 @@ class Begin(NamedTuple):
     """Follow an answer from its first token on. A `Masks` with its first mask follows, or a `FailedAnswer`."""
 
     request_id: int
+    slot: int  # where its masks are written
     grammar: str
     eos: tuple[int, ...]
     stop_tokens: tuple[int, ...]
@@ -29,12 +30,18 @@ class End(NamedTuple):
 ToProgram = Begin | Advance | End
 
 
+class SlotsMade(NamedTuple):
+    """The first message: the slots are there."""
+
+    num_words: int  # of a mask
+
+
 class Masks(NamedTuple):
-    """The tokens that may come next in some answers, after those that must come and were taken already."""
+    """Slots have the tokens that may come next in some answers, after those that must come and were taken already."""
 
     request_ids: list[int]
-    words: bytes  # [requests, words] int32
     forced: dict[int, list[int]]  # tokens that must come, by request
+    took_s: float  # since the tokens before had come
 
 
 class FailedAnswer(NamedTuple):
@@ -51,11 +58,12 @@ class Unusable(NamedTuple):
     message: str
 
 
-FromProgram = Masks | FailedAnswer | Unusable
+FromProgram = SlotsMade | Masks | FailedAnswer | Unusable
 
 
 class Start(NamedTuple):
-    """The first message to the program: whose tokenizer it has."""
+    """The first message to the program: whose tokenizer it has, and how many threads compute masks."""
 
     model: str  # the base model's folder
     adapter: Resolved | None
+    num_threads: int

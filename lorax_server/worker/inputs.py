@@ -156,12 +156,33 @@ def to_device(column: Ints | npt.NDArray[np.int32], device: torch.device) -> tor
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def masks_to_device(masks: StepMasks, vocab_size: int, device: torch.device) -> TokenMasks:
-    """Take masks to the device, as wide as its scores."""
-    words = np.zeros((len(masks.rows), -(-vocab_size // 32)), np.int32)
-    width = min(words.shape[1], masks.words.shape[1])
-    words[:, :width] = masks.words[:, :width]
-    return TokenMasks(to_device(masks.rows, device), to_device(words, device))
+class MaskLane:
+    """Takes masks to a device, on a GPU beside the forward, which runs meanwhile: only what comes after waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def send(self, masks: StepMasks, vocab_size: int) -> TokenMasks:
+        """Return masks on the device, as wide as its scores."""
+        words = self._write(masks, -(-vocab_size // 32))
+        if self._stream is None:
+            return TokenMasks(to_device(masks.rows, self._device), words)
+        with torch.cuda.stream(self._stream):
+            sent = TokenMasks(to_device(masks.rows, self._device), words.to(self._device, non_blocking=True))
+        steps = torch.cuda.current_stream(self._device)
+        steps.wait_stream(self._stream)
+        for tensor in sent:
+            tensor.record_stream(steps)  # or its memory would be used again while a step reads it
+        return sent
+
+    def _write(self, masks: StepMasks, width: int) -> torch.Tensor:
+        """Copy masks of any width, to where a GPU can fetch them."""
+        written = torch.empty(len(masks.rows), width, dtype=torch.int32, pin_memory=self._stream is not None)
+        for row, mask in zip(written.numpy(), masks.words, strict=True):
+            row[: len(mask)] = mask[:width]
+            row[len(mask) :] = 0
+        return written
 
 
 def columns_to_device(columns: Sequence[Ints], device: torch.device) -> Sequence[torch.Tensor]:

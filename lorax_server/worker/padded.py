@@ -17,7 +17,7 @@ from lorax_server.models.registry import find_relatives
 from lorax_server.plan import Capabilities, NewRow, StepMasks, StepPlan, StepResult
 from lorax_server.sampling import NextTokenChooser
 from lorax_server.types import Alternatives, StopParams
-from lorax_server.worker.inputs import masks_to_device
+from lorax_server.worker.inputs import MaskLane
 from lorax_server.worker.memory import find_max_rows
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,7 @@ class PaddedRunner:
         self._model = model
         self._pad_token_id = resolve_pad_token(model.tokenizer, model.config, model.vocab_size)
         self._batch: CausalLMBatch | None = None
+        self._mask_lane = MaskLane(model.device)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> StepResult | MaskedPlan:
@@ -163,10 +164,8 @@ class PaddedRunner:
         masked = [row for row, request in enumerate(batch.requests) if request.id in masks]
         token_masks = None
         if masked:
-            words = np.stack([masks[batch.requests[row].id] for row in masked])
-            token_masks = masks_to_device(
-                StepMasks(np.array(masked), words), self._model.vocab_size, self._model.device
-            )
+            words = [masks[batch.requests[row].id] for row in masked]
+            token_masks = self._mask_lane.send(StepMasks(np.array(masked), words), self._model.vocab_size)
         sampled, logits, caches = self._model.compute(batch, token_masks)
         alternatives = sampled.alternatives.by_row() if sampled.alternatives else {}
         outcomes = {}

@@ -18,7 +18,7 @@ from lorax_server.sampling.score_ops import select_score_ops
 from lorax_server.types import Alternatives
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.graphs import GraphSizes, StepGraphs
-from lorax_server.worker.inputs import RowTables, StepLayout, StepTokens, locate_tokens, masks_to_device, to_device
+from lorax_server.worker.inputs import MaskLane, RowTables, StepLayout, StepTokens, locate_tokens, to_device
 
 # Tokens of prompts whose scores are computed at once: of a large vocabulary all of them would not fit.
 SCORED_TOKENS = 256
@@ -89,6 +89,7 @@ class PagedRunner:
         self._score_ops = select_score_ops(model.ops)
         self._kv_cache = model.allocate_kv_cache(num_blocks, block_size)
         self._tables = RowTables(num_rows, max_length, block_size, model.device)
+        self._mask_lane = MaskLane(model.device)
         self._graphs: StepGraphs | None = None
         if graph_sizes is not None and graph_sizes.decode:
             self._graphs = StepGraphs(model, self._kv_cache, self._tables, memory, graph_sizes, capture=capture)
@@ -117,7 +118,7 @@ class PagedRunner:
     @torch.inference_mode()
     def mask(self, ticket: MaskedTicket, masks: StepMasks) -> Ticket:
         """Choose the tokens of a masked step."""
-        token_masks = masks_to_device(masks, ticket.logits.shape[-1], self._device) if len(masks.rows) else None
+        token_masks = self._mask_lane.send(masks, ticket.logits.shape[-1]) if len(masks.rows) else None
         sampled = self._choose(ticket.plan, ticket.tokens, ticket.logits, token_masks)
         if masks.forced:
             self._write_forced(ticket, masks)

@@ -19,8 +19,9 @@ from lorax_server.structures.grammars import from_grammar, from_json_schema, fro
 from lorax_server.structures.matchers import PROVEN, Compiled, Ending, GrammarError, Together
 from lorax_server.structures.matchers import Follower as MaskFollower
 from lorax_server.structures.program import StructureProgram
+from lorax_server.structures.slots import Words
 from lorax_server.structures.structures import Structures
-from lorax_server.structures.vocabulary import Vocabulary, Words
+from lorax_server.structures.vocabulary import Vocabulary
 from lorax_server.text.tokenizer import load_tokenizer
 from lorax_server.types import Request, SamplingParams, StopParams, Structure
 from tests.models.tiny import EOS_ID, SERVED, make_model, make_tokenizer, save
@@ -134,10 +135,14 @@ def test_what_comes_after_the_end_of_an_answer_is_dropped(follower: Follower) ->
     assert not structures._begun
 
 
+def make_program(connection: Connection, vocabulary: Vocabulary, num_threads: int = 1) -> StructureProgram:
+    return StructureProgram(connection, vocabulary, vocabulary.make_masks(64), num_threads)
+
+
 def test_a_grammar_that_nobody_waits_for_is_not_tried(follower: Follower) -> None:
-    program = StructureProgram(Pipe()[0], Vocabulary(load_tokenizer(follower.structures._model)))
+    program = make_program(Pipe()[0], Vocabulary(load_tokenizer(follower.structures._model)))
     for request_id, grammar in enumerate("abbc"):
-        program._begin(wire.Begin(request_id, grammar, (EOS_ID,), (), 0))
+        program._begin(wire.Begin(request_id, request_id, grammar, (EOS_ID,), (), 0))
     for request_id in (0, 1):
         program._end(request_id)
     assert program._untried == list(program._waiting) == ["b", "c"]
@@ -179,7 +184,7 @@ def test_a_panic_of_the_library_refuses_its_grammar_alone(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = Pipe()
-    program, compile_grammar, bad = StructureProgram(theirs, vocabulary), Compiled.of, from_regex("a").grammar
+    program, compile_grammar, bad = make_program(theirs, vocabulary), Compiled.of, from_regex("a").grammar
 
     class Panic(BaseException):
         """Is no Exception, as the library's."""
@@ -193,7 +198,7 @@ def test_a_panic_of_the_library_refuses_its_grammar_alone(
     thread = threading.Thread(target=program._compile_all)
     thread.start()
     for request_id, grammar in enumerate([bad, from_regex("b").grammar]):  # the thread lives on
-        program._begin(wire.Begin(request_id, grammar, (EOS_ID,), (), 0))
+        program._begin(wire.Begin(request_id, request_id, grammar, (EOS_ID,), (), 0))
         program._num_compiling += 1
         program._to_compile.put(grammar)
         assert wait([program._wake], 60)
@@ -215,28 +220,27 @@ def choose_text(mask: Words, random: np.random.Generator) -> int:
     return int(random.choice(np.flatnonzero(bits)))
 
 
-def follow(vocabulary: Vocabulary, number: int) -> MaskFollower:
+def follow(vocabulary: Vocabulary, masks: Words, number: int) -> MaskFollower:
     """Follow one of three forms, some with a least number of tokens."""
     forms = from_json_schema({"type": "array", "minItems": 99}), from_regex("[a-f]{50,60}|[g-z]*"), from_regex("x{30}")
     compiled = Compiled.of(vocabulary, forms[number % 3].grammar)
-    return MaskFollower(vocabulary, compiled, Ending((EOS_ID,), (), number))
+    return MaskFollower(vocabulary, compiled, Ending((EOS_ID,), (), number), masks, number)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_tokens_taken_together_give_the_same_masks(vocabulary: Vocabulary, num_threads: int) -> None:
     """Until they fail: a token that the form does not allow comes at last."""
-    random, together = np.random.default_rng(0), Together(vocabulary, num_threads)
-    alone, others = ([follow(vocabulary, number) for number in range(9)] for _ in range(2))
-    masks = [follower.first_mask for follower in alone]
+    random, all_masks = np.random.default_rng(0), [vocabulary.make_masks(9) for _ in range(2)]
+    together = Together(all_masks[1], num_threads)
+    alone, others = ([follow(vocabulary, masks, number) for number in range(9)] for masks in all_masks)
     for _ in range(6):
-        tokens = [choose_text(mask, random) for mask in masks]
-        masks = [follower.consume(token) for follower, token in zip(alone, tokens, strict=True)]
-        for mask, other in zip(masks, together.consume(others, tokens), strict=True):
-            assert not isinstance(other, GrammarError)
-            assert np.array_equal(mask, other)
-    tokens = [choose_text(~mask, random) for mask in masks]
-    found = together.consume(others, tokens)
-    for follower, token, other in zip(alone, tokens, found, strict=True):
+        tokens = [choose_text(follower.words, random) for follower in alone]
+        for follower, token in zip(alone, tokens, strict=True):
+            follower.consume(token)
+        assert together.consume(others, tokens) == [None] * 9
+        assert np.array_equal(all_masks[0], all_masks[1])
+    tokens = [choose_text(~follower.words, random) for follower in alone]
+    for follower, token, other in zip(alone, tokens, together.consume(others, tokens), strict=True):
         with pytest.raises(GrammarError) as caught:
             follower.consume(token)
         assert isinstance(other, GrammarError)
@@ -247,28 +251,31 @@ def test_answers_take_tokens_together_once_they_are_known(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After tokens that two took long for, each takes the next one alone."""
-    random, together = np.random.default_rng(0), Together(vocabulary, 2)
-    followers = [follow(vocabulary, 0) for _ in range(2)]
-    masks = [follower.first_mask for follower in followers]
+    random, masks = np.random.default_rng(0), vocabulary.make_masks(4)
+    together, followers = Together(masks, 2), [follow(vocabulary, masks, number) for number in (0, 3)]
     monkeypatch.setattr("lorax_server.structures.matchers.SLOW_S", 60.0)  # however busy this machine is
     for _ in range(PROVEN):
         assert not any(follower.is_quick for follower in followers)
-        masks = [follower.consume(choose(mask, random)) for follower, mask in zip(followers, masks, strict=True)]
+        for follower in followers:
+            follower.consume(choose(follower.words, random))
     assert all(follower.is_quick for follower in followers)
     for slow_s, is_quick in ((60.0, True), (-60.0, False)):
         monkeypatch.setattr("lorax_server.structures.matchers.SLOW_S", slow_s)
-        found = together.consume(followers, [choose(mask, random) for mask in masks])
-        masks = [mask for mask in found if not isinstance(mask, GrammarError)]
+        assert together.consume(followers, [choose(each.words, random) for each in followers]) == [None] * 2
         assert [follower.is_quick for follower in followers] == [is_quick] * 2
     monkeypatch.setattr("lorax_server.structures.matchers.SLOW_S", 60.0)
-    followers[0].consume(choose(masks[0], random))
+    followers[0].consume(choose(followers[0].words, random))
     assert followers[0].is_quick
 
 
 def begin_all(program: StructureProgram, vocabulary: Vocabulary, grammars: list[str]) -> None:
     for request_id, grammar in enumerate(grammars):
         program._grammars[grammar] = Compiled.of(vocabulary, grammar)
-        program._begin(wire.Begin(request_id, grammar, (EOS_ID,), (), 0, vocabulary.num_ids))
+        program._begin(wire.Begin(request_id, request_id, grammar, (EOS_ID,), (), 0, vocabulary.num_ids))
+
+
+def choose_next(program: StructureProgram, request_id: int, random: np.random.Generator) -> int:
+    return choose(program._followers[request_id].words, random)
 
 
 def read_all(connection: Connection) -> list[wire.Masks]:
@@ -281,7 +288,7 @@ def read_all(connection: Connection) -> list[wire.Masks]:
 def test_a_slow_answer_among_many_is_soon_alone(vocabulary: Vocabulary) -> None:
     """And the others are together again, also after one that was slow by chance."""
     ours, theirs = Pipe()
-    program, tokens = StructureProgram(theirs, vocabulary), [(request_id, 0) for request_id in range(64)]
+    program, tokens = make_program(theirs, vocabulary), [(request_id, 0) for request_id in range(64)]
     begin_all(program, vocabulary, [from_regex("[a-z]{9}").grammar] * 64)
     followers = program._followers
 
@@ -310,10 +317,11 @@ def test_answers_that_become_slow_together_are_found_and_ended(
 ) -> None:
     monkeypatch.setattr("lorax_server.structures.matchers.SLOW_S", 60.0)  # however busy this machine is
     ours, theirs = Pipe()
-    program, random, sizes = StructureProgram(theirs, vocabulary), np.random.default_rng(0), list[int]()
+    program, random, sizes = make_program(theirs, vocabulary, 2), np.random.default_rng(0), list[int]()
+    assert program._together is not None
     consume = program._together.consume
 
-    def consume_counted(followers: Sequence[MaskFollower], token_ids: Sequence[int]) -> list[Words | GrammarError]:
+    def consume_counted(followers: Sequence[MaskFollower], token_ids: Sequence[int]) -> list[GrammarError | None]:
         sizes.append(len(followers))
         return consume(followers, token_ids)
 
@@ -322,9 +330,8 @@ def test_answers_that_become_slow_together_are_found_and_ended(
 
     def take() -> list[int]:
         sizes.clear()
-        found = [(each.request_ids, np.frombuffer(each.words, np.int32)) for each in read_all(ours)]
-        masks = {i: mask for ids, words in found for i, mask in zip(ids, words.reshape(len(ids), -1), strict=True)}
-        program._advance([(request_id, choose(mask, random)) for request_id, mask in sorted(masks.items())])
+        request_ids = sorted(request_id for masks in read_all(ours) for request_id in masks.request_ids)
+        program._advance([(request_id, choose_next(program, request_id, random)) for request_id in request_ids])
         return [*sizes]
 
     assert [take() for _ in range(PROVEN)] == [[]] * PROVEN
@@ -342,16 +349,16 @@ def test_answers_that_become_slow_together_are_found_and_ended(
 
 def test_masks_of_others_come_while_an_answer_jumps(vocabulary: Vocabulary) -> None:
     ours, theirs = Pipe()
-    program, random = StructureProgram(theirs, vocabulary), np.random.default_rng(0)
+    program, random = make_program(theirs, vocabulary), np.random.default_rng(0)
     begin_all(program, vocabulary, [from_regex("[ab]Q{12}[ab]").grammar, from_regex("[a-z]{50,60}").grammar])
-    first, other = (np.frombuffer(masks.words, np.int32) for masks in read_all(ours))
-    program._advance([(0, choose(first, random)), (1, choose(other, random))])
+    assert [masks.request_ids for masks in read_all(ours)] == [[0], [1]]
+    program._advance([(request_id, choose_next(program, request_id, random)) for request_id in range(2)])
     for _ in range(4):
         (masks,) = read_all(ours)
         assert masks.request_ids == [1]
         assert 0 in program._jumping
         program._jump()
-        program._advance([(1, choose(np.frombuffer(masks.words, np.int32), random))])
+        program._advance([(1, choose_next(program, 1, random))])
     read_all(ours)
     while program._jumping:
         program._jump()
@@ -359,7 +366,7 @@ def test_masks_of_others_come_while_an_answer_jumps(vocabulary: Vocabulary) -> N
     ((request_id, forced),) = masks.forced.items()
     assert request_id == 0
     assert len(forced) > 4
-    program._advance([(0, choose(np.frombuffer(masks.words, np.int32), random))])
+    program._advance([(0, choose_next(program, 0, random))])
     program._end(0)
     for connection in (ours, theirs):
         connection.close()
@@ -369,18 +376,19 @@ def test_an_answer_that_fails_while_it_jumps_fails_where_it_gets_there(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = Pipe()
-    program, random = StructureProgram(theirs, vocabulary), np.random.default_rng(0)
+    program, random = make_program(theirs, vocabulary), np.random.default_rng(0)
     begin_all(program, vocabulary, [from_regex("[ab]Q{12}[ab]").grammar])
     (masks,) = read_all(ours)
-    program._advance([(0, choose(np.frombuffer(masks.words, np.int32), random))])
+    program._advance([(0, choose_next(program, 0, random))])
     program._jump()
     monkeypatch.setattr("lorax_server.structures.matchers.SPENT_S", -1.0)
     monkeypatch.setattr("lorax_server.structures.matchers.TOKEN_S", -1.0)
+    token_id = program._jumping[0].token_id
     program._jump()
     (masks,) = read_all(ours)
     assert len(masks.forced[0]) == 1
-    token_id = choose(np.frombuffer(masks.words, np.int32), random)
-    assert token_id == program._followers[0].find_forced(np.frombuffer(masks.words, np.int32))
+    assert np.bitwise_count(program._followers[0].words.view(np.uint32)).sum() == 1
+    assert choose_next(program, 0, random) == token_id
     monkeypatch.undo()
     program._advance([(0, token_id)])
     failed = pickle.loads(ours.recv_bytes())

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from lorax_server.plan import NewRow, StepPlan
+from lorax_server.plan import NewRow, StepMasks, StepPlan
 from lorax_server.types import SamplingParams, StopParams
-from lorax_server.worker.inputs import RowTables, locate_tokens
+from lorax_server.worker.inputs import MaskLane, RowTables, locate_tokens
 
 CPU = torch.device("cpu")
 ROWS, LENGTH, BLOCK = 6, 40, 4
@@ -122,3 +122,14 @@ def test_a_row_that_is_given_to_another_has_the_parameters_of_that_one() -> None
     for seed in (1, 2):
         tables.write_new(make_plan([3], [0], [1], new_rows=(new_row(3, [5, 6], 2, seed),)))
         assert [sampling.params.seed for sampling in tables.select(np.array([3])).row_sampling] == [seed]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_masks_of_any_width_reach_the_device_as_wide_as_its_scores(device: str) -> None:
+    lane, words = MaskLane(torch.device(device)), [[7], [1, -1], [3, 4, 5]]
+    for _ in range(3):  # in memory that was used before
+        masks = StepMasks(np.array([4, 0, 2]), [np.array(each, np.int32) for each in words])
+        sent = lane.send(masks, vocab_size=60)
+        assert sent.rows.tolist() == [4, 0, 2]
+        assert sent.words.tolist() == [[7, 0], [1, -1], [3, 4]]
+        assert sent.words.device.type == device

@@ -344,7 +344,7 @@ def test_rows_with_masks_choose_among_what_these_allow(lm: CausalLM) -> None:
     words[0, 1] = 1 << 5  # token 37 alone
     words[1] = -1
     words[1, free[0] // 32] &= ~(1 << free[0] % 32)  # any but the one that it would choose
-    result = runner.collect(runner.mask(ticket, StepMasks(np.array([2, 0]), words)))
+    result = runner.collect(runner.mask(ticket, StepMasks(np.array([2, 0]), [*words])))
     other, chosen, forced = result.token_ids
     assert forced == 37
     assert result.logprobs[2] == 0

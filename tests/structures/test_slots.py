@@ -1,0 +1,192 @@
+"""The memory that the engine shares with the processes that follow structures, and the messages about it."""
+
+import gc
+import os
+import pickle
+import signal
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lorax_server.errors import BusyError
+from lorax_server.structures import wire
+from lorax_server.structures.grammars import from_json_schema, from_regex
+from lorax_server.structures.matchers import Compiled, Ending
+from lorax_server.structures.matchers import Follower as Matcher
+from lorax_server.structures.program import StructureProgram
+from lorax_server.structures.slots import MaskSlots, write_slots
+from lorax_server.structures.structures import MAX_THREADS, Structures, find_num_threads
+from lorax_server.structures.vocabulary import Vocabulary
+from lorax_server.text.tokenizer import load_tokenizer
+from tests.models.tiny import EOS_ID, SERVED, make_model, make_tokenizer, save
+from tests.structures.test_hostile import Follower, choose
+
+LETTERS = from_regex("[a-z]{30,40}")
+
+
+def count_memories() -> int:
+    """Count the shared memories that this process has mapped or open."""
+    gc.collect()
+    mapped = Path("/proc/self/maps").read_text().count("lorax-masks")
+    links = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    return mapped + sum("lorax-masks" in os.readlink(link) for link in links if link.is_symlink())
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before, named = count_memories(), set(os.listdir("/dev/shm"))
+    yield
+    assert count_memories() == before
+    assert not [name for name in set(os.listdir("/dev/shm")) - named if "mask" in name]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model"), make_model(SERVED["llama"]()), make_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def vocabulary(model: Path) -> Vocabulary:
+    return Vocabulary(load_tokenizer(model))
+
+
+@pytest.fixture
+def follower(model: Path) -> Iterator[Follower]:
+    structures = Structures(model)
+    yield Follower(structures)
+    structures.close()
+    structures._next.clear()
+
+
+def begin(follower: Follower) -> int:
+    request_id = follower.begin(LETTERS)
+    assert follower.settle(request_id) is None
+    return request_id
+
+
+def test_a_mask_is_read_where_it_was_written() -> None:
+    slots = MaskSlots()
+    written = write_slots(slots.file, 4)
+    slots.open(3)
+    written[7] = 1, -1, 2**31 - 1, 9
+    read = slots.read(7)
+    assert read.tolist() == [1, -1, 2**31 - 1]
+    assert not slots.read(8).any()
+    with pytest.raises(ValueError, match="read-only"):
+        read[0] = 0
+    slots.close()
+    written[7] = 5
+    assert read.tolist() == [5, 5, 5], "what somebody holds stays"
+
+
+def test_the_lowest_slot_that_is_free_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorax_server.structures.slots.MAX_SLOTS", 3)
+    slots = MaskSlots()
+    assert [slots.take() for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(BusyError, match="3 answers"):
+        slots.take()
+    slots.give_back(2)
+    slots.give_back(1)
+    assert [slots.take() for _ in range(2)] == [1, 2]
+    slots.close()
+
+
+def test_slots_are_free_again_when_answers_end(follower: Follower) -> None:
+    structures, random = follower.structures, np.random.default_rng(0)
+    first, second = begin(follower), begin(follower)
+    (process,) = structures._processes.values()
+    assert process.slot_of == {first: 0, second: 1}
+    assert follower.advance(first, random)
+    structures.end(first)  # its mask may be on its way
+    third = begin(follower)
+    assert process.slot_of == {second: 1, third: 0}
+    found = structures.gather([second, third], 60.0)
+    assert np.array_equal(found[second].words, found[third].words)  # both are at their beginning
+    for request_id in (second, third):
+        structures.end(request_id)
+    assert not process.slot_of
+
+
+def test_an_ended_process_leaves_no_memory_and_the_next_has_its_own(follower: Follower) -> None:
+    structures, random = follower.structures, np.random.default_rng(0)
+    ended = begin(follower)
+    (process,) = structures._processes.values()
+    mask = structures.gather([ended], 60.0)[ended].words
+    before, memories = mask.copy(), count_memories()
+    process.kill()
+    while not structures.has_news:
+        assert follower.news.wait(60)
+        follower.news.clear()
+    assert np.array_equal(mask, before), "the engine may be reading it"
+    structures.end(ended)
+    del mask
+    following = begin(follower)
+    assert list(structures._processes.values()) != [process]
+    assert count_memories() == memories
+    assert follower.advance(following, random)
+    structures.end(following)
+
+
+def test_nobody_waits_for_a_process_that_does_not_read(follower: Follower) -> None:
+    structures = follower.structures
+    request_id = begin(follower)
+    (process,) = structures._processes.values()
+    process._process.send_signal(signal.SIGSTOP)
+    for number in range(20_000):
+        process.send(wire.End(10**6 + number))
+    assert process._num_unsent > 0
+    structures.advance(
+        [(request_id, choose(structures.gather([request_id], 60.0)[request_id].words, np.random.default_rng(0)))]
+    )
+    process._process.send_signal(signal.SIGCONT)
+    assert structures.gather([request_id], 60.0), "the token came after all else"
+    assert process._num_unsent == 0
+    structures.end(request_id)
+
+
+def test_tokens_of_several_messages_are_taken_together(vocabulary: Vocabulary) -> None:
+    random, (ours, theirs) = np.random.default_rng(0), Pipe()
+    program = StructureProgram(theirs, vocabulary, vocabulary.make_masks(3))
+    program._grammars[LETTERS.grammar] = Compiled.of(vocabulary, LETTERS.grammar)
+    for request_id in range(3):
+        program._begin(wire.Begin(request_id, request_id, LETTERS.grammar, (EOS_ID,), (), 0))
+        ours.recv_bytes()
+    for request_id in range(3):
+        token_id = choose(program._followers[request_id].words, random)
+        ours.send_bytes(pickle.dumps(wire.Advance([(request_id, token_id)])))
+    ours.send_bytes(pickle.dumps(wire.End(1)))
+    program._read()
+    masks = pickle.loads(ours.recv_bytes())
+    assert masks.request_ids == [0, 2]
+    assert masks.took_s >= 0
+    assert not ours.poll()
+    for connection in (ours, theirs):
+        connection.close()
+
+
+def test_the_order_of_tokens_in_the_library_changes_no_mask(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    monkeypatch.setattr("lorax_server.structures.vocabulary.SLICES", None)  # the library's own
+    plain, random = Vocabulary(load_tokenizer(model)), np.random.default_rng(0)
+    for schema in ({"type": "string", "maxLength": 12}, {"type": "array", "items": {"type": ["string", "number"]}}):
+        grammar, ending = from_json_schema(schema).grammar, Ending((EOS_ID,), (), 20)
+        ours, theirs = (
+            Matcher(each, Compiled.of(each, grammar), ending, each.make_masks(1)) for each in (vocabulary, plain)
+        )
+        for _ in range(12):
+            assert np.array_equal(ours.words, theirs.words)
+            token_id = choose(ours.words, random)
+            if token_id == EOS_ID:
+                break
+            ours.consume(token_id)
+            theirs.consume(token_id)
+
+
+def test_masks_have_few_threads_where_the_model_needs_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, on_cpu, on_gpu in ((1, 1, 1), (2, 1, 1), (8, 2, 4), (16, 4, 8), (200, MAX_THREADS, MAX_THREADS)):
+        monkeypatch.setattr("lorax_server.structures.structures.count_cores", lambda cores=cores: cores)
+        assert (find_num_threads("cpu"), find_num_threads("cuda:1")) == (on_cpu, on_gpu)
