@@ -261,6 +261,28 @@ def test_a_token_stays_with_the_replica_that_used_it_and_the_caller_is_told(monk
         assert b"secret" not in registry.stored
 
 
+def test_a_change_is_answered_when_all_replicas_know_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, order = Reached(), list[str]()
+    monkeypatch.setattr(module, "find_registry", lambda app: registry)  # noqa: ARG005
+
+    async def follow() -> None:
+        (entry,) = await registry.poll.remote("another", 0, "another:1")
+        assert (entry.body["name"], entry.answered_by) == ("mine", FIRST)
+        order.append("known")
+        await registry.poll.remote("another", entry.version, "another:1")
+
+    async def run() -> None:
+        await registry.join.remote("another", 0, "another:1")
+        following = asyncio.create_task(follow())
+        change = json.dumps({"adapter_id": "poet", "name": "mine"}).encode()
+        status, *_ = await ask({FIRST: whole(200, "one", "{}")}, LOAD, change)
+        order.append("answered")
+        await following
+        assert (status, order) == (200, ["known", "answered"])
+
+    asyncio.run(run())
+
+
 def test_a_registry_that_cannot_be_reached_changes_nothing_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_registry", lambda app: Reached(fails_at="members"))  # noqa: ARG005
     change = json.dumps({"adapter_id": "poet"}).encode()
