@@ -33,8 +33,9 @@ class World:
     def ask(self, *headers: str, target: str = "/generate", method: str = "POST") -> str:
         """Send a request with these headers, and return the address by which the server knows the client."""
         path, _, query = target.partition("?")
-        scope: Scope = {"type": "http", "method": method, "raw_path": path.encode(), "query_string": query.encode()}
-        scope |= {"client": (INGRESS, 5), "headers": [(CLIENT_HEADER.encode(), value.encode()) for value in headers]}
+        scope: dict[str, Any] = {"type": "http", "method": method, "client": (INGRESS, 5)}
+        scope |= {"raw_path": path.encode(), "query_string": query.encode()}
+        scope |= {"headers": [(CLIENT_HEADER.encode(), value.encode()) for value in headers]}
         asyncio.run(self._check(scope, None, None))  # type: ignore[arg-type]
         assert self.got["headers"] == []
         return str(self.got["client"][0])
@@ -81,8 +82,8 @@ def test_a_signature_grows_old_and_clocks_that_differ_are_told(caplog: pytest.Lo
         world.clock.now = NOW + later
         assert world.ask(header) == "1.2.3.4"
     with caplog.at_level(logging.WARNING):
-        for later in (GOOD_S + 1, GOOD_S + 2, GOOD_S + 1 + WARN_S):
-            world.clock.now = NOW + later
+        for much_later in (GOOD_S + 1, GOOD_S + 2, GOOD_S + 1 + WARN_S):
+            world.clock.now = NOW + much_later
             assert world.ask(header) == INGRESS
             assert world.ask(sign("another")) == INGRESS
     assert len(caplog.records) == 2
