@@ -5,9 +5,16 @@ and a replica's memory holds 80 of them, on the device and a few in host memory.
 adapters by Zipf's law. After a warm-up the figures are the share of requests whose adapter was on the device, the time
 to the first token, and requests per second. Every router gets replicas that start anew and the same requests.
 
-A second measurement is the same with adapters that have to be loaded from afar: they lie on a hub of this machine that
-takes 300 ms to begin each answer and sends 50 MB/s on each connection, and every replica has a disk of its own, which
-is empty when it starts. An adapter of 10 MB takes three such answers.
+A second measurement (`--only hub`) is the same where adapters have to be loaded from afar. They lie on a hub of this
+machine, and every replica has a disk of its own, which is empty when it starts. An adapter takes three answers of the
+hub, each of which begins after 300 ms, and its 10 MB come at 5 MB/s. So a load takes 3 s, as that of 100 MB at 50 MB/s:
+an adapter of a model with eight billion parameters. Each adapter is named once while the hub is quick; then the hub is
+slow, and requests are measured. A replica that meets an adapter for the first time loads it from the hub, and later
+finds it on its disk. So this is a cluster whose replicas have not met all adapters yet, as one with very many never
+has. The measurement from a folder is the other end: each of its replicas has all adapters on its disk.
+
+A third one (`--only names`) loads adapters by API, each under a new name, and takes the time until every replica has
+answered a request for it: the load itself, the word to all others, their own loads and answers.
 
 The simulation has 100 replicas and 100,000 adapters, and the same code decides (`lorax_server/scale/placement.py`).
 """
@@ -26,6 +33,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,13 +42,14 @@ from typing import Any, NamedTuple
 import psutil
 from replica_simulation import Cluster, Simulation
 from report import Record, report
-from slow_hub import running_hub
+from slow_hub import RunningHub, Speed, running_hub
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "lorax_server/demo"
 ROUTERS = {"adapters": "our router", "ray": "Ray's default", "random": "chance"}
 PLACES = {"replicas": "from a folder", "hub": "from a slow hub"}
-LATENCY_S, BYTES_PER_S = 0.3, 50e6  # of the hub
+SLOW = Speed(latency_s=0.3, bytes_per_s=5e6)
+ADMIN = "the-admins"
 RANK = 64
 TOKENS = 2
 
@@ -53,26 +62,28 @@ class Amounts:
     adapters: int = 200
     held: int = 80  # adapters on a device
     clients: int = 12
-    warm_up: int = 500  # requests
+    warm_up: int = 300  # requests after those that name each adapter once; none where adapters come from a hub
     requests: int = 800
+    names: int = 20  # adapters that are loaded by API
     simulated: Cluster = field(default_factory=Cluster)
     simulated_requests: int = 100_000
 
 
-QUICK = Amounts(2, 12, 5, 2, 12, 20, Cluster(10, 1_000, 120), 5_000)
+QUICK = Amounts(2, 12, 5, 2, 0, 20, 2, Cluster(10, 1_000, 120), 5_000)
 
 
 class Asked(NamedTuple):
     """One request, as its client saw it."""
 
-    is_hit: bool
+    tier: str  # where its adapter was
     first_token_s: float
 
 
 class Outcome(NamedTuple):
     """Figures of one router."""
 
-    hits: float
+    hits: float  # share of requests whose adapter was on the device
+    fetched: float  # share of those whose adapter came from the hub
     first_token_s: float  # the median
     late_token_s: float  # P95
     per_s: float
@@ -83,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
     parser.add_argument("--quick", action="store_true", help="small amounts, to see that it runs")
-    parser.add_argument("--only", choices=("simulation", *PLACES), help="one part")
+    parser.add_argument("--only", choices=("simulation", "names", *PLACES), help="one part")
     parser.add_argument(
         "--routers", nargs="+", choices=ROUTERS, default=list(ROUTERS), help="only these, in this order"
     )
@@ -95,6 +106,8 @@ def main() -> None:
     for place in PLACES:
         if arguments.only in (None, place):
             records += measure(place, amounts, arguments.routers)
+    if arguments.only in (None, "names"):
+        records += measure_names(amounts)
     report(records, arguments.json)
 
 
@@ -140,19 +153,18 @@ def leave(simulation: Simulation, amounts: Amounts) -> list[Record]:
 def measure(place: str, amounts: Amounts, routers: Sequence[str]) -> list[Record]:
     outcomes: dict[str, Outcome] = {}
     with ExitStack() as stack:
-        folder = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True))
-        )
+        folder = stack.enter_context(temporary_folder())
         num_bytes = make_adapters(folder / "adapters", amounts.adapters)
         flags: dict[str, str | int] = {"adapters_dir": str(folder / "adapters")}
+        hub = None
         if place == "hub":
-            hub = stack.enter_context(running_hub(folder / "adapters", LATENCY_S, BYTES_PER_S))
-            flags = {"hub": "true", "hub_endpoint": hub, "new_adapters_per_minute": 10**6}
+            hub = stack.enter_context(running_hub(folder / "adapters"))
+            flags = {"hub": "true", "hub_endpoint": hub.url, "new_adapters_per_minute": 10**6}
         flags |= {"adapter_bytes": int(1.02 * amounts.held * num_bytes), "adapter_host_bytes": 4 * num_bytes}
         port = stack.enter_context(running_ray(folder))
         for router in routers:
-            with disks_of_their_own(folder / f"disks-{router}"):
-                outcomes[router] = measure_router(router, port, flags, amounts)
+            with disks_of_their_own(folder / f"disks-{router}"), serving(flags, amounts.replicas, router):
+                outcomes[router] = measure_router(port, hub, amounts)
             told = f"{PLACES[place]}, {ROUTERS[router]}: {outcomes[router]}"
             print(f"{told}; load of the machine {os.getloadavg()[0]:.1f}", flush=True)
     return [record for router in outcomes for record in describe(place, router, outcomes[router])] + [
@@ -167,11 +179,19 @@ def describe(place: str, router: str, outcome: Outcome) -> list[Record]:
     name = f"{PLACES[place]}, {ROUTERS[router]}"
     return [
         Record(f"{name}: hits", outcome.hits, "", "", 0.95 if router == "adapters" else None),
+        Record(f"{name}: fetched", outcome.fetched, "", "", None),
         Record(f"{name}: time to first token", 1e3 * outcome.first_token_s, "ms", "", None),
         Record(f"{name}: P95 of it", 1e3 * outcome.late_token_s, "ms", "", None),
         Record(f"{name}: requests", outcome.per_s, "/s", "", None),
         Record(f"{name}: CPU of a request", 1e3 * outcome.cpu_s, "ms", "", None),
     ]
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder whose name is short enough for Ray's sockets."""
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as name:
+        yield Path(name)
 
 
 @contextmanager
@@ -240,26 +260,37 @@ def running_ray(folder: Path) -> Iterator[int]:
         ray.shutdown()
 
 
-def measure_router(router: str, port: int, flags: dict[str, str | int], amounts: Amounts) -> Outcome:
+@contextmanager
+def serving(flags: dict[str, str | int], replicas: int, router: str) -> Iterator[None]:
+    """Run replicas that start anew."""
     from ray import serve
 
     from lorax_server.scale.ray_app import build
 
-    own = {"device": "cpu", "replicas": amounts.replicas, "router": router, "host": "127.0.0.1", "log_level": "warning"}
+    own = {"device": "cpu", "replicas": replicas, "router": router, "host": "127.0.0.1", "log_level": "warning"}
     serve.run(build({**flags, **own}), name="lorax")
-    source = "hub" if "hub" in flags else "local"
     try:
-        names = choose_names(amounts)
-        ask_all(port, source, names[: amounts.warm_up], amounts.clients)
-        begin, cpu_s = time.perf_counter(), count_cpu()
-        asked = ask_all(port, source, names[amounts.warm_up :], amounts.clients)
-        seconds, cpu_s = time.perf_counter() - begin, count_cpu() - cpu_s
+        yield
     finally:
         serve.delete("lorax")
+
+
+def measure_router(port: int, hub: RunningHub | None, amounts: Amounts) -> Outcome:
+    source = "local" if hub is None else "hub"
+    warm_up, names = choose_names(amounts, 0 if hub else amounts.warm_up)
+    if hub:
+        hub.set_speed(Speed())
+    ask_all(port, source, warm_up, amounts.clients)
+    if hub:
+        hub.set_speed(SLOW)
+    begin, cpu_s = time.perf_counter(), count_cpu()
+    asked = ask_all(port, source, names, amounts.clients)
+    seconds, cpu_s = time.perf_counter() - begin, count_cpu() - cpu_s
     times = sorted(each.first_token_s for each in asked)
     return Outcome(
-        sum(each.is_hit for each in asked) / len(asked), statistics.median(times), times[int(0.95 * len(times))],
-        len(asked) / seconds, cpu_s / len(asked),
+        sum(each.tier == "device" for each in asked) / len(asked),
+        sum(each.tier == "fetched" for each in asked) / len(asked),
+        statistics.median(times), times[int(0.95 * len(times))], len(asked) / seconds, cpu_s / len(asked),
     )  # fmt: skip
 
 
@@ -269,13 +300,14 @@ def count_cpu() -> float:
     return sum(each.user + each.system for each in times)
 
 
-def choose_names(amounts: Amounts) -> list[str]:
-    """Choose adapters by Zipf's law, the same ones each time. At first each is named once."""
+def choose_names(amounts: Amounts, warm_up: int) -> tuple[list[str], list[str]]:
+    """Choose adapters by Zipf's law, the same ones each time: those of the warm-up, which begins with all of them, and
+    those that are measured."""
     chance = random.Random(0)
     names = [f"adapter-{index:03}" for index in range(amounts.adapters)]
     weights = [1 / rank for rank in range(1, len(names) + 1)]
-    drawn = chance.choices(names, weights, k=amounts.warm_up + amounts.requests)
-    return [*chance.sample(names, len(names)), *drawn][: amounts.warm_up + amounts.requests]
+    drawn = chance.choices(names, weights, k=warm_up + amounts.requests)
+    return [*chance.sample(names, len(names)), *drawn[:warm_up]], drawn[warm_up:]
 
 
 def ask_all(port: int, source: str, names: Sequence[str], clients: int) -> list[Asked]:
@@ -309,7 +341,63 @@ def ask(connection: http.client.HTTPConnection, source: str, name: str, number: 
     first_token_s = time.perf_counter() - begin
     tier = response.headers["x-adapter-tier"]
     response.read()
-    return Asked(tier == "device", first_token_s)
+    return Asked(tier, first_token_s)
+
+
+# --- Names that are given by API --------------------------------------------------------------------------------------
+
+
+def measure_names(amounts: Amounts) -> list[Record]:
+    with ExitStack() as stack:
+        folder = stack.enter_context(temporary_folder())
+        make_adapters(folder / "adapters", amounts.names)
+        port = stack.enter_context(running_ray(folder))
+        flags: dict[str, str | int] = {"adapters_dir": str(folder / "adapters"), "admin_key": ADMIN}
+        stack.enter_context(serving(flags, amounts.replicas, "adapters"))
+        ports = find_ports()
+        assert len(ports) == amounts.replicas
+        for each in ports:  # a replica's first answer takes longer than all others
+            post(each, "/generate", {"inputs": "Kites, and", "parameters": {"max_new_tokens": 1}})
+        times = [spread_name(port, ports, f"adapter-{index:03}", f"name-{index}") for index in range(amounts.names)]
+    known_s, answered_s = (statistics.median(column) for column in zip(*times, strict=True))
+    name = f"an adapter that is loaded by API, {amounts.replicas} replicas"
+    return [
+        Record(f"{name}: all know it, median", known_s, "s", "", 1.0, at_most=True),
+        Record(f"{name}: all have answered, median", answered_s, "s", "", 1.0, at_most=True),
+        Record(f"{name}: all have answered, longest", max(both[1] for both in times), "s", "", None),
+    ]
+
+
+def find_ports() -> list[int]:
+    """Find the ports of all replicas."""
+    import ray
+
+    from lorax_server.scale.registry import find_registry
+
+    members: dict[str, str] = ray.get(find_registry("lorax").members.remote())
+    return [int(address.rpartition(":")[2]) for address in members.values()]
+
+
+def spread_name(port: int, ports: Sequence[int], adapter: str, name: str) -> tuple[float, float]:
+    """Give an adapter a name. Return the seconds until the load is answered, which is when all replicas know the name,
+    and until all have answered a request for it, at which all are asked at once."""
+    begin = time.perf_counter()
+    post(port, "/v1/adapters/load", {"adapter_id": adapter, "adapter_source": "local", "name": name})
+    known_s = time.perf_counter() - begin
+    body = {"inputs": "Kites, and", "parameters": {"adapter_id": name, "max_new_tokens": 1}}
+    with ThreadPoolExecutor(len(ports)) as threads:
+        list(threads.map(lambda each: post(each, "/generate", body), ports))
+    return known_s, time.perf_counter() - begin
+
+
+def post(port: int, path: str, body: dict[str, Any]) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    headers = {"content-type": "application/json", "authorization": f"Bearer {ADMIN}"}
+    connection.request("POST", path, json.dumps(body), headers)
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    assert response.status == 200, content
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A hub that is far away: every answer takes a while to begin, and then comes at some bytes per second.
 
-`python benchmarks/slow_hub.py FOLDER SECONDS BYTES_PER_S` serves each folder below FOLDER as the repository
-`bench/<its name>`, says its port in one line, and ends when its input does.
+`python benchmarks/slow_hub.py FOLDER` serves each folder below FOLDER as the repository `bench/<its name>`, and says
+its port in one line. Each line of its input is a speed, seconds and bytes per second; it ends when its input does.
 """
 
 import hashlib
@@ -16,21 +16,40 @@ from contextlib import contextmanager
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 INFO = re.compile(r"/api/models/bench/([\w-]+)/revision/\w+")
 FILE = re.compile(r"/bench/([\w-]+)/resolve/\w+/([\w.]+)")
 
 
-@contextmanager
-def running_hub(folder: Path, latency_s: float, bytes_per_s: float) -> Iterator[str]:
-    """Run a hub in a process of its own, and yield its address."""
-    command = [sys.executable, __file__, str(folder), str(latency_s), str(bytes_per_s)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+class Speed(NamedTuple):
+    """The seconds until an answer begins, and the bytes per second of each connection from then on."""
+
+    latency_s: float = 0.0
+    bytes_per_s: float = 1e12
+
+
+class RunningHub:
+    """A hub in a process of its own, as quick as the machine until it is told otherwise."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdin is not None
         assert process.stdout is not None
+        self._orders = process.stdin
+        self.url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+
+    def set_speed(self, speed: Speed) -> None:
+        self._orders.write(f"{speed.latency_s} {speed.bytes_per_s}\n")
+        self._orders.flush()
+
+
+@contextmanager
+def running_hub(folder: Path) -> Iterator[RunningHub]:
+    command = [sys.executable, __file__, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
         try:
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+            yield RunningHub(process)
         finally:
             process.stdin.close()
 
@@ -47,14 +66,17 @@ def describe(folder: Path) -> dict[str, Any]:
     return {"id": f"bench/{folder.name}", "sha": commit, "siblings": listed}
 
 
-def make_handler(root: Path, latency_s: float, bytes_per_s: float) -> type[BaseHTTPRequestHandler]:
+def make_handler(root: Path, speeds: list[Speed]) -> type[BaseHTTPRequestHandler]:
+    """Make a handler that takes the last speed of a list."""
+
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
 
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
-            time.sleep(latency_s)
+            speed = speeds[-1]
+            time.sleep(speed.latency_s)
             if asked := INFO.fullmatch(path):
                 content = json.dumps(describe(root / asked[1])).encode()
             elif asked := FILE.fullmatch(path):
@@ -62,7 +84,7 @@ def make_handler(root: Path, latency_s: float, bytes_per_s: float) -> type[BaseH
             else:
                 self.send_error(404)
                 return
-            time.sleep(len(content) / bytes_per_s)
+            time.sleep(len(content) / speed.bytes_per_s)
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
@@ -84,12 +106,13 @@ class Hub(ThreadingHTTPServer):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
-def main(folder: str, latency_s: str, bytes_per_s: str) -> None:
-    handler = make_handler(Path(folder), float(latency_s), float(bytes_per_s))
-    server = Hub(("127.0.0.1", 0), handler)
+def main(folder: str) -> None:
+    speeds = [Speed()]
+    server = Hub(("127.0.0.1", 0), make_handler(Path(folder), speeds))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_address[1], flush=True)
-    sys.stdin.read()
+    for line in sys.stdin:
+        speeds.append(Speed(*map(float, line.split())))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Changes of adapters at one server, in the registry's order, whichever replica has answered them.
 
 A replica follows its own changes too: of two that overlap, each replica would otherwise keep the one that it has made
-last. Making a change twice does no harm.
+last. Making a change twice does no harm. An adapter that its own server has just loaded is not resolved again: only the
+admin's request had the token for it.
 """
 
 import asyncio
@@ -24,8 +25,8 @@ Name = tuple[str, str]  # of an adapter: its source, and its name there
 class ChangeFollower:
     """Makes changes one after the other. Adapters are loaded beside that, and pinned in turn with changes."""
 
-    def __init__(self, server: ServerProcess) -> None:
-        self._server = server
+    def __init__(self, server: ServerProcess, name: str) -> None:
+        self._server, self._name = server, name  # the replica's
         self.confirmed = 0  # the version of the last change that was made
         self._turn = asyncio.Lock()
         self._aliases: dict[str, Name] = {}  # as changes gave them: the server may be ahead
@@ -47,7 +48,8 @@ class ChangeFollower:
                     self._aliases[entry.called] = name
                 self._cancel(name)
                 if followed["is_wanted"]:
-                    self._loads[name] = asyncio.create_task(self._load(name, followed["pin"]))
+                    loading = self._load(name, followed["identity"], followed["pin"])
+                    self._loads[name] = asyncio.create_task(loading)
         self.confirmed = entry.version
 
     def close(self) -> None:
@@ -58,7 +60,7 @@ class ChangeFollower:
         """Return what the server says of a change; None if it refuses."""
         for left in reversed(range(TRIES)):
             try:
-                return await self._server.follow(entry.path, entry.body, meant)
+                return await self._server.follow(entry.path, entry.body, meant, entry.answered_by == self._name)
             except (UnavailableServerError, aiohttp.ClientError, TimeoutError) as error:
                 if not left:
                     raise
@@ -75,10 +77,10 @@ class ChangeFollower:
         if pending is not None:
             pending.cancel()
 
-    async def _load(self, name: Name, pin: bool | None) -> None:
-        """Load an adapter, which may take long, and then pin it, unless a change has come in between."""
+    async def _load(self, name: Name, identity: str, pin: bool | None) -> None:
+        """Load an adapter unless it is known, which may take long, and then pin it, if no change comes in between."""
         try:
-            identity = await self._server.load(name)
+            identity = identity or await self._server.load(name)
             async with self._turn:
                 if pin is not None:
                     await self._server.pin(name, identity, pin)

@@ -13,8 +13,9 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 SPREAD = 1.05  # a hot adapter goes to one more replica where its own have so many times the mean load
+SLACK = 2  # requests above that bound, so that a few requests are not spread for nothing
 TOLERANCE = 1.15  # other adapters do not: a load for few requests costs more than it gains
-SLACK = 2  # requests above these bounds, so that a few requests are not spread for nothing
+PATIENCE = 6  # requests above that bound: a replica computes so many together, while a load may take seconds
 HOT = 0.1  # share of one replica's fair load from which an adapter is hot
 COPIES = 4  # replicas of a hot adapter for each replica that its requests alone would fill
 WINDOW = 20_000  # requests by which shares are measured
@@ -187,7 +188,7 @@ class ReplicaChooser:
         fair = self._shares.of(adapter) * len(self._views)  # of one replica's load
         if fair < HOT:
             holding.sort(key=lambda view: mix(view.seed ^ adapter), reverse=True)
-            bound = mean * TOLERANCE + SLACK
+            bound = mean * TOLERANCE + PATIENCE
         else:
             bound = mean * SPREAD + SLACK
             holding = _by_load(holding, wanted.prefix)

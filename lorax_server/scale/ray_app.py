@@ -25,6 +25,7 @@ from lorax_server.scale.server_process import Order
 
 ROUTERS: Mapping[str, type | None] = {"adapters": AdapterRouter, "ray": None, "random": RandomRouter}
 REPORT_S = 1.0  # between reports of a replica
+REPORTS = 3  # of a replica to the autoscaler, in the time over which they are averaged
 HEALTH_S = 5.0
 MANY = 100_000  # requests at once: the servers refuse what is too much, in their own words
 
@@ -38,6 +39,7 @@ class Scale:
     max_replicas: int | None = None  # more than `replicas`: Ray adds and removes them
     target_waiting: float = 8.0  # requests that wait at a replica, above which there is one more
     target_tokens: float = 100_000.0  # likewise, tokens of the sequences that run
+    look_back_s: float = 30.0  # over which both are averaged
     upscale_delay_s: float = 10.0
     downscale_delay_s: float = 300.0
     ingresses: int = 1
@@ -53,7 +55,7 @@ class Scale:
                 raise ConfigError(f"{field.name} = {value} must be at least 1")
             if field.type in (float, float | None) and value is not None and not value >= 0:
                 raise ConfigError(f"{field.name} = {value} must not be negative")
-        for name in ("target_waiting", "target_tokens"):
+        for name in ("target_waiting", "target_tokens", "look_back_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be above 0")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
@@ -123,6 +125,8 @@ def _deploy_servers(scale: Scale, parsed: Parsed, config: ServerConfig) -> serve
         max_replicas=scale.max_replicas,
         upscale_delay_s=scale.upscale_delay_s,
         downscale_delay_s=scale.downscale_delay_s,
+        look_back_period_s=scale.look_back_s,
+        metrics_interval_s=scale.look_back_s / REPORTS,
         policy=AutoscalingPolicy(policy_function=QueueAndTokens, policy_kwargs=targets),
     )
     return serve.deployment(ServerReplica).options(autoscaling_config=autoscaling, **options)

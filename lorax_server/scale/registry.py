@@ -43,6 +43,7 @@ class Entry(NamedTuple):
     version: int
     path: str
     body: dict[str, Any]
+    answered_by: str = ""  # the replica that has made it already; "" after a restart of the registry
 
     @property
     def is_load(self) -> bool:
@@ -79,7 +80,7 @@ class ChangeRegistry:
     """All changes that still matter, in their order, and the replicas that follow."""
 
     def __init__(self, stored: bytes | None, save: Callable[[bytes], None], clock: Callable[[], float]) -> None:
-        # Entries of older versions have one field more, and may hold a token, which is given up here.
+        # Entries of older versions may hold a token, which is given up here.
         entries = [Entry(fields[0], fields[1], _keep(fields[2])) for fields in json.loads(stored or b"[]")]
         self._entries = entries
         self._version = max((entry.version for entry in entries), default=0)
@@ -120,14 +121,14 @@ class ChangeRegistry:
 
     # --- Changes ------------------------------------------------------------------------------------------------------
 
-    async def record(self, path: str, body: Mapping[str, Any]) -> list[str]:
+    async def record(self, path: str, body: Mapping[str, Any], answered_by: str = "") -> list[str]:
         """Record a change, and return when all replicas have made it. Return those that have not in time.
 
-        Also the replica that has answered makes it again, so that the last change of a name is the same for all.
+        Also the replica that has answered takes it in turn, so that the last change of a name is the same for all.
         """
         async with self._news:
             self._version += 1
-            entry = Entry(self._version, path, _keep(body))
+            entry = Entry(self._version, path, _keep(body), answered_by)
             kept = [other for other in self._entries if other.subject != entry.subject]
             self._entries = [*kept, entry]
             self._save(json.dumps(self._entries).encode())
@@ -177,8 +178,8 @@ class RegistryActor:
     async def members(self) -> dict[str, str]:
         return self._registry.members()
 
-    async def record(self, path: str, body: dict[str, Any]) -> list[str]:
-        return await self._registry.record(path, body)
+    async def record(self, path: str, body: dict[str, Any], answered_by: str = "") -> list[str]:
+        return await self._registry.record(path, body, answered_by)
 
 
 def find_registry(app: str) -> ActorHandle:

@@ -35,7 +35,7 @@ class ServerReplica:
         self._server = ServerProcess(order, host or ray.util.get_node_ip_address(), ingress_key)
         self._address = f"{self._server.host}:{self._server.port}"
         self._most = 0  # adapters on the device at once so far
-        self._follower = ChangeFollower(self._server)
+        self._follower = ChangeFollower(self._server, self._name)
         try:
             await self._server.wait_until_ready()
             self._registry: ActorHandle = find_registry(app)

@@ -124,9 +124,13 @@ class ServerProcess:
             state: dict[str, Any] = await self._content(response)
             return state
 
-    async def follow(self, path: str, body: dict[str, Any], meant: tuple[str, str] | None) -> dict[str, Any]:
-        """Have the server make a change of names. `meant` is what the name of an unload has stood for."""
-        followed: dict[str, Any] = await self._post("/replica/follow", {"path": path, "body": body, "meant": meant})
+    async def follow(
+        self, path: str, body: dict[str, Any], meant: tuple[str, str] | None, is_own: bool
+    ) -> dict[str, Any]:
+        """Have the server make a change of names. `meant` is what the name of an unload has stood for; of its own
+        change it has been the one to answer."""
+        change = {"path": path, "body": body, "meant": meant, "is_own": is_own}
+        followed: dict[str, Any] = await self._post("/replica/follow", change)
         return followed
 
     async def load(self, name: tuple[str, str]) -> str:

@@ -12,6 +12,7 @@ from starlette.routing import BaseRoute
 
 from lorax_server import __version__
 from lorax_server.errors import LoraxError
+from lorax_server.server.access.client_address import ClientAddress
 from lorax_server.server.http.body_errors import describe_shape
 from lorax_server.server.http.cors import Cors
 from lorax_server.server.http.middleware import RequestMiddleware, methods_at
@@ -48,7 +49,7 @@ def make_app(service: Service, address: str = "") -> FastAPI:
     app.add_middleware(RequestMiddleware, routes=routes, service=service, address=address)
     app.add_middleware(Cors, **vars(service.config.cors))
     if service.config.replica_key:
-        app.add_middleware(replica.ClientAddress, ingress_key=service.config.ingress_key or "")
+        app.add_middleware(ClientAddress, ingress_key=service.config.ingress_key or "")
     return app
 
 

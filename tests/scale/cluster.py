@@ -44,6 +44,7 @@ class Cluster:
         self._process = process
         self.port = port
         self.adapters = adapters
+        self._deployed: dict[str, Any] = {}
         self.read()
 
     @property
@@ -70,9 +71,13 @@ class Cluster:
                 return json.loads(line.removeprefix("answer: "))
         raise AssertionError("the driver has ended")
 
-    def scale(self, replicas: int, **arguments: Any) -> None:
+    def scale(self, replicas: int | None, /, **arguments: Any) -> None:
+        """Deploy with so many replicas, or as many as the arguments say, unless that is what runs."""
         settings = {"device": "cpu", "adapters_dir": str(self.adapters), "admin_key": ADMIN, "drain_s": 20}
-        self.ask("deploy", {**settings, "host": "127.0.0.1", **arguments}, replicas)
+        settings |= {"host": "127.0.0.1", **arguments}
+        if self._deployed != {**settings, "servers": replicas}:
+            self.ask("deploy", settings, replicas)
+            self._deployed = {**settings, "servers": replicas}
 
     def replicas(self) -> list[Replica]:
         """List the replicas whose servers listen."""
@@ -126,7 +131,6 @@ def starting() -> Iterator[Cluster]:
         environ = {**os.environ, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
         environ |= {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}  # other tests keep the machine busy
         environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-        environ |= {"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.scale.driver", folder, str(port)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ,

@@ -30,10 +30,11 @@ def run(arguments: dict[str, Any], name: str = APP, route: str = "/", version: s
     serve.run(application, name=name, route_prefix=route, logging_config={"log_level": "WARNING"})
 
 
-def deploy(arguments: dict[str, Any], replicas: int) -> None:
-    """Deploy as `serve deploy` does with a file such as deploy/ray/serve.yaml."""
+def deploy(arguments: dict[str, Any], replicas: int | None) -> None:
+    """Deploy as `serve deploy` does with a file such as deploy/ray/serve.yaml, with or without a number of replicas."""
     application: dict[str, Any] = {"name": APP, "import_path": "lorax_server.scale.ray_app:build", "args": arguments}
-    application |= {"deployments": [{"name": "servers", "num_replicas": replicas}]}
+    if replicas is not None:
+        application |= {"deployments": [{"name": "servers", "num_replicas": replicas}]}
     config = {"applications": [application], "http_options": {"host": "127.0.0.1", "port": int(sys.argv[2])}}
     client = _get_global_client()
     client.deploy_apps(ServeDeploySchema.model_validate(config))

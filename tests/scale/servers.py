@@ -102,7 +102,7 @@ async def following(pair: Pair) -> AsyncIterator[tuple[ChangeRegistry, list[Chan
     """Let both servers follow a registry."""
     loop, stored = asyncio.get_running_loop(), list[bytes]()
     registry = ChangeRegistry(None, stored.append, loop.time)
-    followers = [ChangeFollower(server) for server in pair.servers]
+    followers = [ChangeFollower(*each) for each in zip(pair.servers, ("first", "second"), strict=True)]
 
     async def follow(name: str, follower: ChangeFollower) -> None:
         while True:

@@ -19,11 +19,11 @@ class AbsentServer:
     def __init__(self) -> None:
         self.is_there, self.meant = True, list[Name | None]()
 
-    async def follow(self, _path: str, _body: dict[str, Any], meant: Name | None) -> dict[str, Any]:
+    async def follow(self, _path: str, _body: dict[str, Any], meant: Name | None, _is_own: bool) -> dict[str, Any]:
         if not self.is_there:
             raise UnavailableServerError("it does not answer")
         self.meant.append(meant)
-        return {"source": "local", "name": "json", "is_wanted": False, "pin": None}
+        return {"source": "local", "name": "json", "is_wanted": False, "pin": None, "identity": ""}
 
 
 def test_a_change_that_is_not_made_is_not_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,7 @@ def test_a_change_that_is_not_made_is_not_confirmed(monkeypatch: pytest.MonkeyPa
 
     async def run() -> None:
         server: Any = AbsentServer()
-        follower, unload = ChangeFollower(server), Entry(2, UNLOAD, {"adapter_id": "mine"})
+        follower, unload = ChangeFollower(server, "one"), Entry(2, UNLOAD, {"adapter_id": "mine"})
         await follower.make(Entry(1, LOAD, {"adapter_id": "json", "name": "mine"}))
         server.is_there = False
         for _ in range(2):

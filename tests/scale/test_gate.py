@@ -12,12 +12,25 @@ from typing import Any
 import pytest
 import ray
 
+from lorax_server.errors import (
+    AdapterAccessError,
+    AdapterError,
+    AdapterNotFoundError,
+    AuthenticationError,
+    BusyError,
+    ForbiddenError,
+    InputError,
+    LoraxError,
+    OverloadedError,
+    SourceError,
+)
 from lorax_server.scale.ingress import gate as module
 from lorax_server.scale.ingress.gate import Ingress
 from lorax_server.scale.placement import ReplicaChooser, Wanted, hash_name
 from lorax_server.scale.registry import ChangeRegistry
 from lorax_server.scale.replica import check_version
 from lorax_server.scale.server_process import ReplicaError
+from lorax_server.server.http.problems import describe
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 HEAD = "HTTP/1.1 {} X\r\ncontent-type: {}\r\nx-from: {}\r\ndate: now\r\nx-request-id: r\r\n"
@@ -155,21 +168,40 @@ def test_events_in_pieces_come_whole() -> None:
     assert body == "data: 1\n\ndata: 2\n\ndata: 3\n\n"
 
 
-@pytest.mark.parametrize("status", [403, 404, 424, 503])
-def test_an_adapter_that_one_replica_cannot_serve_is_asked_of_another(status: int) -> None:
-    answers = {FIRST: whole(status, "one", '{"error": 1}'), SECOND: whole(200, "two", "{}")}
-    answered, headers, _, asked = asyncio.run(ask(answers))
+def refusing(error: LoraxError, name: str, path: str) -> tuple[int, str, Answer]:
+    """Return an error of a server as it answers it at a path: status, body and the answer."""
+    problem = describe(error, path)
+    body = json.dumps(problem.body(path))
+    return problem.status, body, whole(problem.status, name, body)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+@pytest.mark.parametrize("kind", [AdapterAccessError, AdapterNotFoundError, AdapterError, SourceError, BusyError])
+def test_an_adapter_that_one_replica_cannot_serve_is_asked_of_another(kind: type[LoraxError], path: str) -> None:
+    status, body, answer = refusing(kind("no"), "one", path)
+    answered, headers, _, asked = asyncio.run(ask({FIRST: answer, SECOND: whole(200, "two", "{}")}, path))
     assert (answered, headers["x-from"], asked) == (200, "two", [FIRST, SECOND])
-    both = {FIRST: whole(status, "one", '{"error": 1}'), SECOND: whole(status, "two", '{"error": 2}')}
-    answered, _, _, asked = asyncio.run(ask(both))
+    answered, _, _, asked = asyncio.run(ask({FIRST: answer, SECOND: answer}, path))
     assert (answered, len(asked)) == (status, 2)
-    alone = asyncio.run(ask({FIRST: whole(status, "one", '{"error": 1}')}))
-    assert (alone[0], alone[2]) == (status, '{"error": 1}')
+    alone = asyncio.run(ask({FIRST: answer}, path))
+    assert (alone[0], alone[2]) == (status, body)
 
 
-def test_other_errors_are_not_asked_again() -> None:
-    answers = {FIRST: whole(429, "one", "{}"), SECOND: whole(200, "two", "{}")}
-    assert asyncio.run(ask(answers))[::3] == (429, [FIRST])
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+@pytest.mark.parametrize("kind", [ForbiddenError, AuthenticationError, InputError, OverloadedError])
+def test_other_errors_are_not_asked_again(kind: type[LoraxError], path: str) -> None:
+    """A key that may not use an adapter is the same at every replica."""
+    status, _, answer = refusing(kind("no"), "one", path)
+    assert asyncio.run(ask({FIRST: answer, SECOND: whole(200, "two", "{}")}, path))[::3] == (status, [FIRST])
+
+
+@pytest.mark.parametrize("body", ["", "{", "[]", '{"error": 1}', '{"error": {}}', '{"error": {"code": ["x"]}}'])
+def test_errors_in_another_form_are_passed_on(body: str) -> None:
+    answers = {FIRST: whole(404, "one", body), SECOND: whole(200, "two", "{}")}
+    assert asyncio.run(ask(answers))[::3] == (404, [FIRST])
+
+
+def test_without_an_adapter_no_other_is_asked() -> None:
     base = json.dumps({"inputs": "x"}).encode()
     assert asyncio.run(ask({"a": whole(404, "a", "{}"), "b": whole(404, "b", "{}")}, body=base))[0] == 404
 
@@ -227,6 +259,28 @@ def test_a_token_stays_with_the_replica_that_used_it_and_the_caller_is_told(monk
         assert ("others need a token of their own" in headers.get("x-lorax-note", "")) == has_note
         assert b'"mine"' in registry.stored
         assert b"secret" not in registry.stored
+
+
+def test_a_change_is_answered_when_all_replicas_know_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, order = Reached(), list[str]()
+    monkeypatch.setattr(module, "find_registry", lambda app: registry)  # noqa: ARG005
+
+    async def follow() -> None:
+        (entry,) = await registry.poll.remote("another", 0, "another:1")
+        assert (entry.body["name"], entry.answered_by) == ("mine", FIRST)
+        order.append("known")
+        await registry.poll.remote("another", entry.version, "another:1")
+
+    async def run() -> None:
+        await registry.join.remote("another", 0, "another:1")
+        following = asyncio.create_task(follow())
+        change = json.dumps({"adapter_id": "poet", "name": "mine"}).encode()
+        status, *_ = await ask({FIRST: whole(200, "one", "{}")}, LOAD, change)
+        order.append("answered")
+        await following
+        assert (status, order) == (200, ["known", "answered"])
+
+    asyncio.run(run())
 
 
 def test_a_registry_that_cannot_be_reached_changes_nothing_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:

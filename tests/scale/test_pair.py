@@ -5,6 +5,7 @@ import http.client
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,11 +16,12 @@ from lorax_server.scale.ingress import gate
 from lorax_server.scale.placement import ReplicaChooser, hash_name
 from lorax_server.scale.registry import Entry
 from lorax_server.scale.server_process import Order, ReplicaError, ServerProcess
-from lorax_server.server.routes.replica import CLIENT_HEADER
+from lorax_server.server.access.client_address import CLIENT_HEADER, sign_client
 from tests.adapters.sources.server import Request
 from tests.e2e.wire import wait_for
 from tests.scale.cluster import ADMIN, generate, send
 from tests.scale.servers import (
+    HUB_TOKEN,
     INGRESS_KEY,
     LIMIT,
     LIMITED,
@@ -71,7 +73,7 @@ def test_a_load_that_is_unloaded_while_it_is_fetched_is_not_pinned(pair: Pair, c
 
     async def run() -> None:
         async with closing_clients(pair):
-            follower = ChangeFollower(server)
+            follower = ChangeFollower(server, "second")
             await follower.make(Entry(1, LOAD, hub_load("json", name="mine", pin=True)))
             await asyncio.to_thread(wait_for, lambda: pair.hub.seen, "the hub is asked")
             (loading,) = follower._loads.values()
@@ -106,7 +108,7 @@ def test_a_pin_that_came_before_its_unload_is_taken_back(pair: Pair) -> None:
 
     async def run() -> None:
         async with closing_clients(pair):
-            follower = ChangeFollower(server)
+            follower = ChangeFollower(server, "second")
             await follower.make(Entry(1, LOAD, hub_load("sql", name="mine", pin=True)))
             (loading,) = follower._loads.values()
             await change(port, UNLOAD, {"adapter_id": "mine"})
@@ -184,6 +186,30 @@ def test_many_changers_at_once_leave_all_replicas_alike(pair: Pair) -> None:
             assert meant == [meaning(pair.ports[0], last)] * 2
 
     asyncio.run(run())
+
+
+# --- Tokens -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_server_that_has_loaded_an_adapter_does_not_resolve_it_again(pair: Pair) -> None:
+    """It had the token for that request only. The order of changes decides about the pin all the same."""
+    port = pair.ports[1]
+    load = hub_load("private", name="mine", pin=True)
+
+    async def run() -> None:
+        async with following(pair) as (registry, followers):
+            await change(port, LOAD, {**load, "api_token": HUB_TOKEN})
+            for pin, answered_by in ((False, "first"), (True, "second")):
+                pair.hub.seen.clear()
+                assert await registry.record(LOAD, {**load, "pin": pin}, answered_by) == []
+                for follower in followers:
+                    await asyncio.gather(*follower._loads.values())
+
+    asyncio.run(run())
+    assert [listed(each)["mine"]["pinned"] for each in pair.ports] == [True, True]
+    asked = [request.headers.get("authorization") for request in pair.hub.seen]
+    send(port, "POST", UNLOAD, {"adapter_id": "mine"})
+    assert set(asked) <= {f"Bearer {HUB_TOKEN}"}  # the first one's own
 
 
 # --- What cannot be done ----------------------------------------------------------------------------------------------
@@ -289,8 +315,9 @@ def test_limits_of_a_key_hold_at_each_replica(pair: Pair) -> None:
 def test_only_the_ingress_tells_a_server_who_its_client_is(pair: Pair) -> None:
     """The audit log has the address of a client whose key is refused."""
     server = pair.servers[1]
-    proven = f"{INGRESS_KEY} 9.9.9.9"
-    for claimed in (["9.9.9.9"], ["x 9.9.9.9"], [INGRESS_KEY], [f"{INGRESS_KEY}9.9.9.9"], [proven, proven]):
+    proven = sign_client(INGRESS_KEY, "GET", "/v1/adapters", "9.9.9.9", time.time())
+    of_another = sign_client("x", "GET", "/v1/adapters", "9.9.9.9", time.time())
+    for claimed in (["9.9.9.9"], [of_another], [f"{INGRESS_KEY} 9.9.9.9"], [proven, proven]):
         assert refused_address(server, claimed) == "127.0.0.1"
     assert refused_address(server, [proven]) == "9.9.9.9"
     assert asyncio.run(ask(pair, named("sql"), key="wrong")) == 401

@@ -1,13 +1,14 @@
 """The choice of a replica: by the adapter's place, by load, by the prompt, and little changes when replicas change."""
 
 import importlib
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lorax_server.scale.placement import HOT, SLACK, ReplicaChooser, Report, Wanted, hash_name
+from lorax_server.scale.placement import PATIENCE, SLACK, TOLERANCE, ReplicaChooser, Report, Wanted, hash_name
 
 REPLICAS = ("a", "b", "c", "d")
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
@@ -112,17 +113,30 @@ def test_a_hot_adapter_is_spread_and_a_cold_one_is_not(placement: ReplicaChooser
     loads: Counter[str] = Counter()
     placed: dict[str, set[str]] = {"hot": set(), "cold": set()}
     for index in range(400):
-        name = "hot" if index % 10 else "cold"
+        name = "cold" if index % 50 == 49 else "hot"
         chosen = choose(placement, name)
         placed[name].add(chosen)
         loads[chosen] += 1
         placement.set_load(chosen, loads[chosen])
     assert placement.is_hot(hash_name("hot"))
+    assert not placement.is_hot(hash_name("cold"))
     assert placed["hot"] == set(REPLICAS)
-    assert len(placed["cold"]) <= 2
+    assert len(placed["cold"]) == 1
     mean = sum(loads.values()) / len(REPLICAS)
     assert max(loads.values()) <= 1.15 * mean + SLACK + 1
-    assert HOT < 1
+
+
+def test_an_adapter_stays_where_it_is_until_that_replica_has_many_more_requests(placement: ReplicaChooser) -> None:
+    adapter = hash_name("x")
+    first, second, *_ = placement.owners(adapter)
+    placement.set_report(first, Report(device={adapter}), 0)
+    assert {choose(placement, f"another-{index}") for index in range(100)} == set(REPLICAS)  # so that none is hot
+    # All requests are there: the mean is a quarter of them.
+    limit = PATIENCE / (1 - TOLERANCE / len(REPLICAS))
+    placement.set_load(first, math.floor(limit))
+    assert choose(placement, "x", now=100) == first
+    placement.set_load(first, math.floor(limit) + 1)
+    assert choose(placement, "x", now=100) == second
 
 
 def test_requests_that_begin_alike_meet_on_a_replica_unless_it_is_busy(placement: ReplicaChooser) -> None:

@@ -28,6 +28,7 @@ def test_arguments_of_a_command_line_and_of_a_file_mean_the_same() -> None:
         ({"replicas": "many"}, "replicas: 'many' is not a number"),
         ({"replicas": 0}, "replicas = 0 must be at least 1"),
         ({"cpus": -1}, "cpus = -1.0 must not be negative"),
+        ({"look_back_s": 0}, r"look_back_s = 0\.0 must be above 0"),
         ({"replicas": 3, "max_replicas": 2}, "max_replicas = 2 must be at least replicas = 3"),
         ({"router": "best"}, "router 'best' is not one of adapters, ray, random"),
         ({"max_total_tokens": -1}, "--max-total-tokens = -1 must be at least 1"),
@@ -40,6 +41,17 @@ def test_wrong_arguments_are_known_before_anything_starts(arguments: dict[str, A
 
 def test_settings_have_no_more_than_their_own_names() -> None:
     assert Scale(**read_arguments({"max_replicas": "3"})[0]).max_replicas == 3
+
+
+@pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
+@pytest.mark.parametrize(("look_back_s", "interval_s"), [(30, 10), (3, 1)])
+def test_loads_are_reported_several_times_in_the_time_they_are_averaged_over(
+    look_back_s: float, interval_s: float
+) -> None:
+    application = build({"device": "cpu", "max_replicas": 2, "look_back_s": look_back_s})
+    servers = application._bound_deployment.init_args[0]._bound_deployment
+    autoscaling = servers._deployment_config.autoscaling_config
+    assert (autoscaling.look_back_period_s, autoscaling.metrics_interval_s) == (look_back_s, interval_s)
 
 
 def context(reported: dict[str, list[float]], least: int = 1, most: int = 8) -> AutoscalingContext:

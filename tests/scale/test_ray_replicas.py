@@ -28,10 +28,17 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def machine() -> Iterator[Cluster]:
+    """A Ray on which nothing runs."""
     with starting() as cluster:
-        cluster.scale(2)
         yield cluster
+
+
+@pytest.fixture
+def cluster(machine: Cluster) -> Cluster:
+    """Two replicas."""
+    machine.scale(2)
+    return machine
 
 
 def pair(cluster: Cluster) -> list[Replica]:
@@ -169,7 +176,12 @@ def test_an_actor_that_dies_takes_only_its_streams_with_it_and_names_survive(clu
     wait_for(lambda: not replicas[0].server.is_running(), "its server ends with it")
     kept, (new,) = replicas[1], [replica for replica in pair(cluster) if replica not in replicas]
     assert kept in cluster.replicas()
-    assert send(new.port, "GET", "/v1/models/captain")[0] == 200
+
+    def knows_it() -> bool:
+        assert generate(cluster.port, "captain", PROMPT)[0]  # it takes no request before it does
+        return send(new.port, "GET", "/v1/models/captain")[0] == 200
+
+    wait_for(knows_it, "the new one has made all changes")
     assert send(cluster.port, "POST", "/v1/unload_lora_adapter", {"lora_name": "captain"})[0] == 200
     assert [send(replica.port, "GET", "/v1/models/captain")[0] for replica in (kept, new)] == [404, 404]
 
@@ -290,3 +302,33 @@ def test_a_replica_that_cannot_start_says_why_and_others_go_on(cluster: Cluster)
     ):
         with pytest.raises(AssertionError, match=message.replace("?", r"\?")):
             cluster.ask("run", arguments)
+
+
+TOKENS = {"target_tokens": 40, "target_waiting": 10**6}
+QUEUE = {"target_tokens": 10**6, "target_waiting": 1, "max_rows": 1}  # a replica that answers one after the other
+
+
+@pytest.mark.parametrize("targets", [TOKENS, QUEUE], ids=["tokens", "queue"])
+def test_a_replica_comes_with_the_load_and_goes_with_it(machine: Cluster, targets: dict[str, int]) -> None:
+    """Four requests at once are more than a replica should have, and none is less."""
+    delays = {"look_back_s": 3, "upscale_delay_s": 1, "downscale_delay_s": 1}
+    machine.scale(None, replicas=1, max_replicas=2, **delays, **targets)
+    wait_for(lambda: len(machine.replicas()) == 1, "there is one")
+    is_enough = threading.Event()
+
+    def keep_asking(name: str) -> int:
+        count = 0
+        while not is_enough.is_set():
+            # Answers that end when they want are over before Ray looks, most of the time.
+            assert generate(machine.port, name, count=400, ignore_eos_token=True)[0]
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(4) as threads:
+        asking = [threads.submit(keep_asking, name) for name in ADAPTERS[:4]]
+        try:
+            wait_for(lambda: len(machine.replicas()) == 2 or any(each.done() for each in asking), "another is there")
+        finally:
+            is_enough.set()
+        assert all(each.result() for each in asking)  # no request was lost
+    wait_for(lambda: len(machine.replicas()) == 1, "one is enough again")

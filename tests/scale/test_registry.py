@@ -80,6 +80,25 @@ def test_the_replica_that_has_answered_confirms_too() -> None:
     asyncio.run(run())
 
 
+def test_a_replica_hears_of_a_change_at_once_and_so_does_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the next time that somebody asks."""
+    monkeypatch.setattr(module, "POLL_S", 10_000.0)
+
+    async def run() -> None:
+        world = World()
+        polls = [asyncio.create_task(world.registry.poll(name, 0, f"{name}:1")) for name in ("a", "b")]
+        await asyncio.sleep(0)
+        recording = asyncio.create_task(world.registry.record(LOAD, body("x"), "a"))
+        news = [await poll for poll in polls]
+        assert news == [[Entry(1, LOAD, body("x"), "a")]] * 2
+        later = [asyncio.create_task(world.registry.poll(name, 1, f"{name}:1")) for name in ("a", "b")]
+        assert await recording == []
+        for poll in later:
+            poll.cancel()
+
+    asyncio.run(run())
+
+
 def test_a_token_is_kept_nowhere() -> None:
     async def run() -> None:
         world = World()

@@ -15,13 +15,13 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.types import Receive, Scope, Send
 
-from lorax_server.errors import EngineError, InputError, LoraxError
+from lorax_server.errors import AdapterAccessError, AdapterNotFoundError, EngineError, InputError, LoraxError
 from lorax_server.scale.ingress.merged_metrics import merge_metrics
 from lorax_server.scale.ingress.request_key import read_wanted
 from lorax_server.scale.ingress.upstream import Answer, Headers, LostError, Received, Upstream
 from lorax_server.scale.placement import Wanted
 from lorax_server.scale.registry import ADMIN_PATHS, CONFIRM_S, REACH_S, TOKEN, RegistryError, find_registry, share_key
-from lorax_server.server.http.problems import describe, http_problem
+from lorax_server.server.http.problems import WORDINGS, describe, http_problem
 from lorax_server.server.http.sse import event
 from lorax_server.server.telemetry.metrics import Metrics
 
@@ -34,7 +34,9 @@ AGAIN_S = 10.0  # from the first try of a request, until it is given up
 PAUSE_S = 0.2  # before a replica is asked again that has failed already
 PROBES = ("/", "/health", "/ping", "/startup")
 METRICS = "/metrics"
-ELSEWHERE = (403, 404, 424)  # about an adapter: another replica may have it, or a token for it
+# About an adapter: another replica may have it, or a token for it. A key that may not use it is the same everywhere.
+ADAPTER_STATUS = 424
+ADAPTER_CODES = frozenset(WORDINGS[kind].code for kind in (AdapterNotFoundError, AdapterAccessError))
 DOWN = 503
 TOKEN_NOTE = (
     b"api_token is for the replica that answered and is kept nowhere; others need a token of their own: in requests "
@@ -118,7 +120,7 @@ class Ingress:
                             refusal = answer
                         else:
                             if registry is not None and answer.status == 200:
-                                answer.headers += await self._record(registry, received)
+                                answer.headers += await self._record(registry, received, replica)
                             await _pass_on(received.path, answer, send)
                             return
                 except LostError as error:
@@ -154,12 +156,12 @@ class Ingress:
             raise RegistryError(message) from error
         return registry
 
-    async def _record(self, registry: ActorHandle, received: Received) -> Headers:
+    async def _record(self, registry: ActorHandle, received: Received, replica: str) -> Headers:
         """Have all replicas make a change that one has made. Return headers that say more of it."""
         body = json.loads(received.body)
         try:
             async with asyncio.timeout(CONFIRM_S + REACH_S):
-                late = await registry.record.remote(unquote(received.path), body)
+                late = await registry.record.remote(unquote(received.path), body, replica)
         except (TimeoutError, ray.exceptions.RayError) as error:
             message = "the registry of adapters was lost: one replica has made this change, others may not; try again"
             raise RegistryError(message) from error
@@ -188,7 +190,19 @@ class _TooLargeError(Exception):
 
 def _may_another(answer: Answer, wanted: Wanted) -> bool:
     """Tell whether another replica may give a better answer than this one."""
-    return answer.status == DOWN or (bool(wanted.adapter) and answer.status in ELSEWHERE)
+    if answer.status == DOWN:
+        return True
+    return bool(wanted.adapter) and (answer.status == ADAPTER_STATUS or _read_code(answer) in ADAPTER_CODES)
+
+
+def _read_code(answer: Answer) -> str:
+    """Return OpenAI's code of an error: of equal statuses it tells an adapter's fault from others."""
+    if answer.status not in (403, 404):
+        return ""
+    try:
+        return str(json.loads(answer.body)["error"]["code"])
+    except (ValueError, KeyError, TypeError):  # LoRAX's form, which has no code, or not JSON
+        return ""
 
 
 def _lost() -> EngineError:

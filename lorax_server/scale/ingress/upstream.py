@@ -1,6 +1,7 @@
 """One request to one replica's server, over HTTP."""
 
 import socket
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
-from lorax_server.server.routes.replica import CLIENT_HEADER
+from lorax_server.server.access.client_address import CLIENT_HEADER, sign_client
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -79,11 +80,12 @@ class Upstream:
     @asynccontextmanager
     async def send(self, address: str, received: Received) -> AsyncIterator[Answer]:
         """Send a request and yield the answer. Leaving before its end closes the connection, which aborts it there."""
+        url = _url(address, received)
         try:
             async with self._client().request(
                 received.method,
-                _url(address, received),
-                headers=_forwarded(received, self._key),
+                url,
+                headers=_forwarded(received, url.raw_path_qs, self._key),
                 data=received.body or None,
                 skip_auto_headers=AUTOMATIC,
                 allow_redirects=False,
@@ -123,11 +125,10 @@ def _url(address: str, received: Received) -> URL:
     return URL(f"http://{address}{received.path}{query}", encoded=True)
 
 
-def _forwarded(received: Received, key: str) -> CIMultiDict[str]:
-    """Return the headers as the client sent them, with its address, which the server cannot see, and the proof that it
-    comes from the ingress."""
+def _forwarded(received: Received, target: str, key: str) -> CIMultiDict[str]:
+    """Return the headers as the client sent them, with its address, which the server cannot see, signed."""
     dropped = HOP_BY_HOP | {b"content-length", CLIENT_HEADER.encode()}
     kept: Iterable[tuple[bytes, bytes]] = (pair for pair in received.headers if pair[0].lower() not in dropped)
     headers = CIMultiDict((name.decode("latin-1"), value.decode("latin-1")) for name, value in kept)
-    headers[CLIENT_HEADER] = f"{key} {received.client}"
+    headers[CLIENT_HEADER] = sign_client(key, received.method, target, received.client, time.time())
     return headers

@@ -4,7 +4,6 @@ They are there only for a server that is a replica, and open only to its key, wh
 """
 
 import asyncio
-import hmac
 import logging
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ import msgspec
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorax_server.engine.adapters.entry import State
 from lorax_server.errors import ForbiddenError, InputError, LoraxError
@@ -27,31 +25,9 @@ from lorax_server.server.workers.changes import NameAdded
 
 logger = logging.getLogger(__name__)
 
-CLIENT_HEADER = "x-lorax-client"  # the ingress's key, a space, and the client's address
 MAX_REPORTED = 2 * MAX_ASKED  # adapters, those found last
 TIERS = {State.DEVICE.value: "device", State.LOADING.value: "device", State.HOST.value: "host"}
 TIERS |= {State.DISK.value: "disk", State.PREPARING.value: "disk"}
-
-
-class ClientAddress:
-    """Takes the client's address from the ingress, by which callers without a key are told apart.
-
-    Whoever reaches this server's port can send the header, so that it counts only with the ingress's key. It goes no
-    further in any case.
-    """
-
-    def __init__(self, app: ASGIApp, ingress_key: str) -> None:
-        self._app, self._proof = app, ingress_key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            name = CLIENT_HEADER.encode()
-            sent = [value for key, value in scope["headers"] if key == name]
-            scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != name]}
-            proof, _, address = sent[0].partition(b" ") if len(sent) == 1 else (b"", b"", b"")
-            if self._proof and address and hmac.compare_digest(proof, self._proof):
-                scope["client"] = (address.decode("latin-1"), 0)
-        await self._app(scope, receive, send)
 
 
 class FollowRequest(BaseModel):
@@ -60,6 +36,7 @@ class FollowRequest(BaseModel):
     path: str
     body: dict[str, Any]
     meant: tuple[str, str] | None = None  # what the name of an unload has stood for, if it may be gone here
+    is_own: bool = False  # this server has answered the admin's request
 
 
 class PlacedAdapter(BaseModel):
@@ -83,6 +60,7 @@ class Followed(NamedTuple):
     name: str
     is_wanted: bool  # it has to be loaded
     pin: bool | None  # and then to be pinned or unpinned
+    identity: str = ""  # of an adapter that is known, and need not be resolved
 
 
 def make_router(service: Service) -> APIRouter:
@@ -181,16 +159,20 @@ async def follow_change(service: Service, key: Key, change: FollowRequest) -> Fo
             return await _unload(service, key, VllmUnloadRequest.model_validate(body).lora_name, None, change.meant)
         case _:
             raise InputError(f"there is nothing to follow at {change.path[:64]!r}")
-    return await _load(service, choice, alias, pin)
+    return await _load(service, choice, alias, pin, change.is_own)
 
 
-async def _load(service: Service, choice: Choice, alias: str | None, pin: bool | None) -> Followed:
+async def _load(service: Service, choice: Choice, alias: str | None, pin: bool | None, is_own: bool) -> Followed:
+    """Learn a name, and forget what it has meant. After its own load, which has resolved it, a server only takes name
+    and pin again, since a change before it in the order of all may have come in between."""
     (name,) = choice.names
-    was_used = bool(service.seen.identities(name))
-    await service.engine.forget(*name)
     if alias:
         await service.change(NameAdded(alias, *name))
-    return Followed(*name, bool(pin or was_used), pin)
+    latest = service.seen.latest(name)
+    if is_own and latest:
+        return Followed(*name, pin is not None, pin, latest)
+    await service.engine.forget(*name)
+    return Followed(*name, bool(pin or latest), pin)
 
 
 async def _unload(

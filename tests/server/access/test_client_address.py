@@ -1,0 +1,90 @@
+"""The address of a client behind an ingress: what is believed, and what is not."""
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from lorax_server.server.access.client_address import CLIENT_HEADER, GOOD_S, WARN_S, ClientAddress, sign_client
+
+KEY, NOW, INGRESS = "a key", 1_800_000_000.0, "10.0.0.1"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class World:
+    """A server behind the check, and the request that it got last."""
+
+    def __init__(self, key: str = KEY) -> None:
+        self.clock, self.got = Clock(), dict[str, Any]()
+        self._check = ClientAddress(self._answer, key, self.clock)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.got = dict(scope)
+
+    def ask(self, *headers: str, target: str = "/generate", method: str = "POST") -> str:
+        """Send a request with these headers, and return the address by which the server knows the client."""
+        path, _, query = target.partition("?")
+        scope: dict[str, Any] = {"type": "http", "method": method, "client": (INGRESS, 5)}
+        scope |= {"raw_path": path.encode(), "query_string": query.encode()}
+        scope |= {"headers": [(CLIENT_HEADER.encode(), value.encode()) for value in headers]}
+        asyncio.run(self._check(scope, None, None))  # type: ignore[arg-type]
+        assert self.got["headers"] == []
+        return str(self.got["client"][0])
+
+
+def sign(key: str = KEY, target: str = "/generate", address: str = "1.2.3.4", now: float = NOW) -> str:
+    return sign_client(key, "POST", target, address, now)
+
+
+@pytest.mark.parametrize("target", ["/generate", "/v1/models?a=b&c=%20", "/a%2Fb"])
+@pytest.mark.parametrize("address", ["1.2.3.4", "fe80::1", "a name"])
+def test_an_address_that_is_signed_is_believed(target: str, address: str) -> None:
+    assert World().ask(sign(target=target, address=address), target=target) == address
+
+
+def test_the_key_does_not_travel() -> None:
+    assert KEY not in sign()
+
+
+def test_a_signature_is_good_for_nothing_else() -> None:
+    world, seconds = World(), str(int(NOW))
+    _, signature, _ = sign().split(" ")
+    assert world.ask(sign("another")) == INGRESS
+    assert world.ask(sign(), target="/v1/models") == INGRESS
+    assert world.ask(sign(), target="/generate?x=1") == INGRESS
+    assert world.ask(sign(), method="GET") == INGRESS
+    assert world.ask(f"{seconds} {signature} 6.6.6.6") == INGRESS
+    assert world.ask(f"{int(NOW) + 1} {signature} 1.2.3.4") == INGRESS
+    assert world.ask(sign(), sign()) == INGRESS
+    for header in ("", " ", "1.2.3.4", f"{seconds} {signature}", f"{seconds} {signature} ", f"x {signature} 1.2.3.4"):
+        assert world.ask(header) == INGRESS
+    assert world.ask(f"{'9' * 5000} {signature} 1.2.3.4") == INGRESS
+    assert world.ask() == INGRESS
+    assert world.ask(sign()) == "1.2.3.4"
+
+
+def test_a_server_without_a_key_believes_nobody() -> None:
+    assert World("").ask(sign("")) == INGRESS
+
+
+def test_a_signature_grows_old_and_clocks_that_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    world, header = World(), sign()
+    for later in (-GOOD_S, GOOD_S):
+        world.clock.now = NOW + later
+        assert world.ask(header) == "1.2.3.4"
+    with caplog.at_level(logging.WARNING):
+        for much_later in (GOOD_S + 1, GOOD_S + 2, GOOD_S + 1 + WARN_S):
+            world.clock.now = NOW + much_later
+            assert world.ask(header) == INGRESS
+            assert world.ask(sign("another")) == INGRESS
+    assert len(caplog.records) == 2
+    assert "set the clocks of both machines" in caplog.text
