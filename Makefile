@@ -12,7 +12,7 @@ CLIENTS_STAMP := $(CLIENTS)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve browser test test-all test-clients lint format format-check types imports check proto bench clean
+.PHONY: help venv venv-clients serve browser test test-all test-clients lint format format-check types imports check proto bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' Makefile
@@ -52,7 +52,9 @@ test: browser ## Run the tests but the slow ones, e.g. make test ARGS="-k llama 
 test-all: browser ## Run all tests; the slow ones alone: make test-all ARGS="-m slow"
 	$(PYTEST) $(ARGS)
 
-test-clients: browser $(CLIENTS_STAMP) ## Run published clients against a server; they get an environment of their own
+venv-clients: $(CLIENTS_STAMP) ## Create .venv-clients and install published clients
+
+test-clients: browser venv-clients ## Run published clients against a server; they get an environment of their own
 	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 
 # What they import is compiled when they do: most of what is installed is never imported.

@@ -1,6 +1,7 @@
 """Weights and adapters in memory, for tests of layers and models."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from lorax_server.kernels.packed import can_pack
 from lorax_server.weights import Weights
 
 CPU = torch.device("cpu")
+ops_of = cache(select_ops)  # a library is loaded once, not for each of thousands of models
 
 # torch for macOS comes without oneDNN; matrices are then never packed.
 needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this torch has no oneDNN")
@@ -21,7 +23,7 @@ needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this
 def how(*, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float32, pack: bool = False) -> dict[str, Any]:
     """Return the arguments of `Weights` besides tensors: one rank of a group that does not communicate, on a CPU."""
     group = FakeGroup(rank, ranks)
-    return {"device": CPU, "dtype": dtype, "process_group": group, "ops": select_ops(CPU), "pack": pack}
+    return {"device": CPU, "dtype": dtype, "process_group": group, "ops": ops_of(CPU), "pack": pack}
 
 
 def memory_weights(tensors: Mapping[str, torch.Tensor], **options: Any) -> Weights:

@@ -20,6 +20,8 @@ pytest_plugins = ["tests.leaks"]
 collect_ignore = ["clients"]  # they have an environment of their own: make test-clients
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: kernels run in its interpreter
+# Nothing is compiled by torch, but bitsandbytes asks for it on import: two seconds of each process, for its compiler.
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
 # What engines keep for the next start: not in the user's home.
 os.environ.setdefault("LORAX_CACHE", str(Path(__file__).parent.parent / ".cache/lorax"))
 

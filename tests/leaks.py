@@ -61,9 +61,21 @@ def find_processes() -> Iterator[Thing]:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return  # there is none, which costs a microsecond to find out
-    for child in psutil.Process().children():
+    for child in _children():
         if _runs(child):
             yield Thing("process", child)
+
+
+def _children() -> Iterator[psutil.Process]:
+    """Find children by thread, where Linux lists them so. Else look at all processes: 3 ms, and after every test."""
+    lists = [*Path("/proc/self/task").glob("*/children")]
+    if not lists:
+        yield from psutil.Process().children()
+    for path in lists:
+        try:
+            yield from [psutil.Process(int(pid)) for pid in path.read_text().split()]
+        except (OSError, psutil.Error):
+            continue  # the thread or a child has just ended
 
 
 def find_orphans() -> Iterator[Thing]:

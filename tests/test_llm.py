@@ -35,6 +35,7 @@ NEW_TOKENS = 12
 STOP = StopParams(max_new_tokens=NEW_TOKENS)
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
 ADDED = [f"<added-{i}>" for i in range(25)]  # more than the rows of the base model's embedding that are not used
+PATIENCE_S = 120  # only ever spent by a test that fails
 TEXTS = ["the quick brown fox", "hello", "the lazy dog, and the world", "naïve 日本語 there"]
 SMALL: dict[str, Any] = {
     "device": "cpu",
@@ -427,12 +428,12 @@ def test_a_thread_gets_all_of_a_stream_that_another_one_steps(llm: LLM, monkeypa
         append_output(output)
         if run.is_done:
             inside.set()
-            go_on.wait(10)
+            assert go_on.wait(PATIENCE_S)
 
     monkeypatch.setattr(run, "append_output", slowly)
     other = threading.Thread(target=lambda: llm.generate(TEXTS[1], stop=StopParams(max_new_tokens=30)))
     other.start()
-    inside.wait(10)
+    assert inside.wait(PATIENCE_S)
     reader = threading.Thread(target=lambda: parts.extend(chunk.text for chunk in stream))
     reader.start()
     go_on.set()
@@ -914,14 +915,14 @@ def test_a_thread_whose_llm_is_closed_is_told(mortal: LLM) -> None:
         try:
             for _ in mortal.stream("hello", stop=StopParams(max_new_tokens=100, ignore_eos=True)):
                 began.set()
-                closed.wait(10)
+                assert closed.wait(PATIENCE_S)
         except EngineError as error:
             errors.append(error)
 
     closed = threading.Event()
     thread = threading.Thread(target=work)
     thread.start()
-    began.wait(10)
+    assert began.wait(PATIENCE_S)
     mortal.close()
     closed.set()
     thread.join()

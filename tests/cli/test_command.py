@@ -22,6 +22,7 @@ from lorax_server.cli.settings import Machine
 from lorax_server.config import ServerConfig
 from lorax_server.errors import ConfigError, EngineError
 
+PATIENCE_S = 120  # only ever spent by a test that fails
 FORBIDDEN = "\x1b]0;hacked\x07\x9b"  # a terminal would obey this
 
 
@@ -408,7 +409,7 @@ def test_a_server_that_says_nothing(server: Server, capsys: pytest.CaptureFixtur
     said = threading.Event()
 
     def wait(_: Any) -> Iterator[bytes]:
-        said.wait(30)
+        said.wait(PATIENCE_S)
         yield b""
 
     server.replies["/generate_stream"] = wait
@@ -422,7 +423,7 @@ def test_an_event_without_an_end(server: Server, monkeypatch: pytest.MonkeyPatch
     server.replies["/generate_stream"] = lambda _: (b"data: aaaaaaaa" for _ in iter(int, 1))
     assert main(["generate", "Hi"]) == 1
     assert "an event without an end" in capsys.readouterr().err
-    assert server.is_gone.wait(10)
+    assert server.is_gone.wait(PATIENCE_S)
 
 
 def test_an_answer_that_nobody_reads(server: Server) -> None:
@@ -513,7 +514,7 @@ def test_ctrl_c_stops_an_answer(server: Server, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(cli_client, "say", say)
     assert talk(monkeypatch, "Count!\nThanks\n") == 0
-    assert server.is_gone.wait(10)
+    assert server.is_gone.wait(PATIENCE_S)
     assert said == ["on ", "on ", " ...", "\n", "ok", "", "", "", "\n"]
     assert server.bodies("/v1/chat/completions")[1]["messages"][1] == {"role": "assistant", "content": "on on "}
 

@@ -36,7 +36,7 @@ from tests.e2e.hostile_cases import (
     loose,
     with_field,
 )
-from tests.e2e.hostile_client import Answer, connect, exchange, post, read, request
+from tests.e2e.hostile_client import TIMEOUT_S, Answer, connect, exchange, post, read, request
 from tests.e2e.http_server import Server, serving, write_model
 
 BODY_TIMEOUT_S = 3.0
@@ -334,4 +334,4 @@ def _has_news(connection: socket.socket) -> bool:
     except (BlockingIOError, ConnectionResetError) as error:
         return not isinstance(error, BlockingIOError)
     finally:
-        connection.settimeout(30)
+        connection.settimeout(TIMEOUT_S)

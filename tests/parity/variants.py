@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from lorax_server.distributed import FakeGroup, ProcessGroup
-from lorax_server.kernels import select_ops
 from lorax_server.weights import Weights
+from tests.builders import ops_of
 from tests.parity.relatives import RELATIVES
 from tests.parity.variant import GATED, GPT2, GQA, LONG, NEOX, NO_SCALING, OPT, Variant, rope
 
@@ -185,7 +185,7 @@ def make_weights(
         device=device,
         dtype=torch.float32,
         process_group=group or FakeGroup(),
-        ops=select_ops(device),
+        ops=ops_of(device),
         pack=pack,
     )
 

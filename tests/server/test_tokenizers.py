@@ -25,7 +25,7 @@ from tests.server.access.test_rate_limits import Clock
 from tests.text.tokenizers import byte_level
 
 CONFIG = {"tokenizer_class": "TokenizersBackend", "eos_token": "</s>", "chat_template": "of the base"}
-WAIT_S = 30.0  # a test that waits for so long has failed
+WAIT_S = 120.0  # a test that waits for so long has failed
 
 
 def save(folder: Path, backend: Tokenizer, **config: Any) -> Resolved:

@@ -150,8 +150,8 @@ def test_what_may_overlap_is_refused_by_name(tokenizer: TextTokenizer) -> None:
 def test_hostile_schemas_take_few_steps() -> None:
     """Have each part refer to all others: the ways through them are without number."""
     parts = {f"p{index}": {"anyOf": [{"$ref": f"#/$defs/p{other}"} for other in range(60)]} for index in range(60)}
-    schema = {"oneOf": [{"$ref": "#/$defs/p0"}, A], "discriminator": {"propertyName": "t"}, "$defs": parts}
-    many = {"allOf": [schema] * 1000, "$defs": parts}
+    tagged = {"oneOf": [{"$ref": "#/$defs/p0"}, A], "discriminator": {"propertyName": "t"}}
+    schema, many = {**tagged, "$defs": parts}, {"allOf": [tagged] * 1000, "$defs": parts}
     for each in (schema, many, refer_far(200, 1000), refer_far(100_000, 1000)):
         assert isinstance(each, dict)
         joiner = _Joiner(each)

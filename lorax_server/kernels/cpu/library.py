@@ -1,6 +1,7 @@
 """The library of native kernels: found, loaded, and called with pointers."""
 
 import ctypes
+import os
 import platform
 import sysconfig
 from collections.abc import Callable
@@ -127,17 +128,17 @@ def _find_address(native: ctypes.CDLL, name: str) -> int:
 
 def _share_openmp() -> ctypes.CDLL:
     """Make torch's OpenMP known to the library, so that both have the same threads: two sets would fight for cores."""
-    found = [path for path in _loaded_libraries() if path.name.startswith(OPENMP)]
+    found = [path for path in _loaded_libraries() if os.path.basename(path).startswith(OPENMP)]
     if not found:
         raise NoLibraryError("torch comes without OpenMP, whose threads they share")
     beside_torch = str(Path(torch.__file__).parent)  # in torch/ or in torch.libs/
-    ours = [path for path in found if str(path).startswith(beside_torch)]
-    return ctypes.CDLL(str((ours or found)[0]), mode=ctypes.RTLD_GLOBAL)
+    ours = [path for path in found if path.startswith(beside_torch)]
+    return ctypes.CDLL((ours or found)[0], mode=ctypes.RTLD_GLOBAL)
 
 
-def _loaded_libraries() -> list[Path]:
+def _loaded_libraries() -> list[str]:
     maps = Path("/proc/self/maps")
     if maps.exists():
         lines = maps.read_text().splitlines()
-        return sorted({Path(line.split(maxsplit=5)[5]) for line in lines if line.count("/")})
-    return sorted((Path(torch.__file__).parent / "lib").iterdir())
+        return sorted({line[line.index("/") :] for line in lines if "/" in line})
+    return sorted(map(str, (Path(torch.__file__).parent / "lib").iterdir()))

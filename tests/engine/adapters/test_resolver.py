@@ -54,7 +54,7 @@ RAW = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"
 NUM_ELEMENTS = 12
 SECRET = "hf_do_not_show_this"
 HUB_NAME = "owner/adapter"
-PATIENCE_S = 20  # only ever spent by a test that fails
+PATIENCE_S = 120  # only ever spent by a test that fails
 
 
 # --- Helpers ----------------------------------------------------------------------------------------------------------

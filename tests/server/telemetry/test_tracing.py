@@ -21,7 +21,7 @@ from lorax_server.server.telemetry.tracing import Tracer
 from tests.optional import present
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-GUARD_S = 30
+GUARD_S = 120
 
 
 class Collector(ThreadingHTTPServer):
