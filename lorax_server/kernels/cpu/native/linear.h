@@ -7,29 +7,33 @@ struct Task {
 };
 
 // Products of some rows of a segment with some rows of A: `low[row][rank]`, scaled.
-template <int ROWS, class T>
+template <int ROWS, class X, class T>
 static inline __attribute__((always_inline)) void shrink_rows(
-    const float* x, int64_t ldx, const T* a, int64_t inputs, int64_t ranks, float scale, float* low, int64_t rank) {
+    const X* x, int64_t ldx, const T* a, int64_t inputs, int64_t ranks, float scale, float* low, int64_t rank) {
   F total[ROWS][SHRINK_RANKS] = {};
   const T* from[SHRINK_RANKS];
   for (int r = 0; r < SHRINK_RANKS; r++) from[r] = a + std::min<int64_t>(r, ranks - 1) * inputs;
   int64_t k = 0;
-  for (; k + VL <= inputs; k += VL)
+  for (; k + VL <= inputs; k += VL) {
+    if (k % (LINE / (int64_t)sizeof(T)) == 0)  // the next rows of A lie behind these, and are mostly multiplied next
+#pragma GCC unroll 4
+      for (int r = 0; r < SHRINK_RANKS; r++) __builtin_prefetch(from[r] + SHRINK_RANKS * inputs + k);
 #pragma GCC unroll 4
     for (int r = 0; r < SHRINK_RANKS; r++) {
       const F weight = load(from[r] + k);
 #pragma GCC unroll 4
       for (int i = 0; i < ROWS; i++) total[i][r] += weight * load(x + i * ldx + k);
     }
+  }
   for (int i = 0; i < ROWS; i++)
     for (int64_t r = 0; r < ranks; r++) {
       float value = sum(total[i][r]);
-      for (int64_t rest = k; rest < inputs; rest++) value = __builtin_fmaf(read(from[r] + rest), x[i * ldx + rest], value);
+      for (int64_t rest = k; rest < inputs; rest++) value = __builtin_fmaf(read(from[r] + rest), read(x + i * ldx + rest), value);
       low[i * rank + r] = value * scale;
     }
 }
 
-// All that a call derives of its adapters before the threads begin.
+// All that a call derives of its adapters before the threads begin. It serves again, so that its memory does.
 template <class T>
 struct Plan {
   std::vector<Part<T>> parts;
@@ -38,9 +42,17 @@ struct Plan {
   int64_t low = 0;
   bool has_vectors = false;
 
-  Plan() = default;
-  Plan(const Lora& lora, int64_t first, int64_t count, int64_t rows) : segment(rows) {
+  void clear() {
+    parts.clear();
+    segment.clear();
+    tasks.clear();
+    low = 0;
+    has_vectors = false;
+  }
+
+  void fill(const Lora& lora, int64_t first, int64_t count, int64_t rows) {
     bool changes = false;
+    segment.resize(rows);
     for (int64_t s = 0; s < lora.segments; s++) {
       std::fill(segment.begin() + lora.bounds[s], segment.begin() + lora.bounds[s + 1], (int32_t)s);
       int64_t column = 0;
@@ -72,13 +84,14 @@ struct Plan {
         tasks.push_back({s, index, row, std::min(SHRINK_ROWS, lora.bounds[s + 1] - row), rank});
   }
 
-  void shrink(const Task& task, const Lora& lora, const float* x, int64_t ldx, int64_t inputs, float* products) const {
+  template <class X>
+  void shrink(const Task& task, const Lora& lora, const X* x, int64_t ldx, int64_t inputs, float* products) const {
     const Part<T>& part = parts[task.part];
     const int64_t ranks = std::min(SHRINK_RANKS, part.rank - task.rank);
     const T* a = part.a + task.rank * inputs;
     float* to = products + part.low + (task.row - lora.bounds[task.segment]) * part.rank + task.rank;
     for (int64_t row = 0; row < task.rows; row += 4) {
-      const float* from = x + (task.row + row) * ldx;
+      const X* from = x + (task.row + row) * ldx;
       float* low_row = to + row * part.rank;
       switch (std::min<int64_t>(4, task.rows - row)) {
         case 1: shrink_rows<1>(from, ldx, a, inputs, ranks, part.scale, low_row, part.rank); break;
@@ -94,32 +107,37 @@ template <class T, class S>
 static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t rows, T* out, const Lora* lora,
                        int64_t first, int64_t count, Gate gate) {
   static thread_local Scratch wide_scratch, low_scratch, tile_scratch;
+  static thread_local Plan<T> own_plan;
   constexpr bool IS_TILED = std::is_same<S, Pair>::value;
   const int64_t inputs = matrix.inputs;
-  Plan<T> plan = lora == nullptr ? Plan<T>() : Plan<T>(*lora, first, count, rows);
-  const bool is_widened = !std::is_same<T, float>::value && (!IS_TILED || !plan.tasks.empty());
-  float* wide = is_widened ? wide_scratch.make<float>(rows * inputs) : nullptr;
+  Plan<T>& plan = own_plan;  // of the calling thread, for all of them
+  plan.clear();
+  if (lora != nullptr) plan.fill(*lora, first, count, rows);
+  constexpr bool IS_WIDENED = !std::is_same<T, float>::value && !IS_TILED;
+  float* wide = IS_WIDENED ? wide_scratch.make<float>(rows * inputs) : nullptr;
   float* low = low_scratch.make<float>(plan.low);
   const int64_t width = gate == NONE ? matrix.outputs : matrix.outputs / 2;
-  const Product<T, S> product{matrix, is_widened ? wide : (const float*)x, is_widened ? inputs : ldx, rows, out, width,
+  const Product<T, S> product{matrix, IS_WIDENED ? wide : (const float*)x, IS_WIDENED ? inputs : ldx, rows, out, width,
                               count, plan.parts.data(), plan.segment.empty() ? nullptr : plan.segment.data(),
                               lora == nullptr ? nullptr : lora->bounds, low, plan.has_vectors, gate};
   const bool is_packed = IS_TILED && TilePacking::is_needed(rows, inputs);
   Bf16* copy = is_packed ? tile_scratch.make<Bf16>(TilePacking::size(rows, inputs)) : nullptr;
   const TilePacking packing{(const Bf16*)x, ldx, rows, inputs, copy};
   in_threads(rows * inputs * matrix.outputs > FEW, [&](int64_t thread, int64_t threads) {
-    if (is_widened || is_packed) {
+    if (IS_WIDENED || is_packed) {
       const Range mine = part_of(rows, thread, threads);
       for (int64_t row = mine.begin; row < mine.end; row++) {
-        if (is_widened) widen(x + row * ldx, wide + row * inputs, inputs);
+        if (IS_WIDENED) widen(x + row * ldx, wide + row * inputs, inputs);
         if (is_packed) packing.copy_row(row);
       }
       meet(threads);
     }
     if (!plan.tasks.empty()) {
       const Range mine = part_of(plan.tasks.size(), thread, threads);
-      for (int64_t i = mine.begin; i < mine.end; i++)
-        plan.shrink(plan.tasks[i], *lora, product.x, product.ldx, inputs, low);
+      for (int64_t i = mine.begin; i < mine.end; i++) {
+        if constexpr (IS_TILED) plan.shrink(plan.tasks[i], *lora, x, ldx, inputs, low);
+        else plan.shrink(plan.tasks[i], *lora, product.x, product.ldx, inputs, low);
+      }
       meet(threads);
     }
     const Range mine = part_of((width + PANEL - 1) / PANEL, thread, threads);

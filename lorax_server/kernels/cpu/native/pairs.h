@@ -10,6 +10,7 @@ struct Pair {
 
 constexpr int64_t ROWS_AT_ONCE = 256;  // rows whose inputs and sums stay in a core's cache
 constexpr int64_t TILES_AT_ONCE = 32;  // tiles of inputs that do, for these rows and for a group of panels
+constexpr int64_t FINISHED_AT_ONCE = 4;  // rows that share what is read of an adapter
 constexpr int64_t FAR = 8192;          // bytes ahead that memory is asked for, where it is what a product waits for
 constexpr int64_t PANEL_TILE = TILE_INPUTS * PANEL;  // numbers of a panel in one step over its inputs
 
@@ -102,7 +103,8 @@ struct TileProduct : Product<Bf16, Pair> {
       for (int64_t panel = panels.begin; panel < panels.end; panel += GROUP) {
         const Range group{panel, std::min(panel + GROUP, panels.end)};
         multiply_group(first, count, group, tiles, sums, width);
-        for (int64_t i = 0; i < count; i++) finish_row(first + i, group, sums + i * width);
+        for (int64_t i = 0; i < count; i += FINISHED_AT_ONCE)
+          finish_rows(first + i, std::min(FINISHED_AT_ONCE, count - i), group, sums + i * width, width);
       }
     }
   }
@@ -130,11 +132,17 @@ struct TileProduct : Product<Bf16, Pair> {
     return (const Pair*)matrix.panels + (index * tiles + tile) * (PANEL_TILE / 2);
   }
 
-  void finish_row(int64_t row, Range group, float* sums) const {
+  void finish_rows(int64_t row, int64_t count, Range group, float* sums, int64_t width) const {
+    float added[FINISHED_AT_ONCE][2][GROUP * PANEL];
+    if (segment != nullptr)
+      for (int64_t side = 0; side < (gate == NONE ? 1 : 2); side++)
+        expand(added[0][side], 2 * GROUP * PANEL, row, count, group.begin * PANEL + side * (matrix.outputs / 2));
+    for (int64_t i = 0; i < count; i++) finish_row(row + i, group, sums + i * width, added[i]);
+  }
+
+  void finish_row(int64_t row, Range group, float* sums, const float (*added)[GROUP * PANEL]) const {
     const int64_t first = group.begin * PANEL, half = matrix.outputs / 2;
-    float added[2][GROUP * PANEL];
     for (int64_t side = 0; side < (gate == NONE ? 1 : 2); side++) {
-      if (segment != nullptr) expand(added[side], row, first + side * half);
       for (int64_t panel = group.begin; panel < group.end; panel++) {
         const int64_t at = panel * PANEL - first;
         finish(sums + side * GROUP * PANEL + at, row, first + at + side * half, added[side] + at);

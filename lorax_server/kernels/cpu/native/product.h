@@ -47,9 +47,26 @@ constexpr int MOST_ROWS = 6;
 constexpr int MOST_ROWS = 12;
 #endif
 
-// A product of one row reads as fast as memory gives; memory is asked for what comes next.
+// A product reads as fast as memory gives; memory is asked for what comes next. With vectors of x86 it is asked whatever
+// the number of rows: a product of many finds its weights in the second cache, whose answer takes a while, too.
+#if VL == 4
 constexpr int64_t AHEAD = 1024;  // bytes
-constexpr int64_t LINE = 64;     // bytes that memory gives at once
+constexpr int ASKING_ROWS = 2;   // the most of a product that asks
+#else
+constexpr int64_t AHEAD = 2048;
+constexpr int ASKING_ROWS = MOST_ROWS;
+#endif
+constexpr int64_t LINE = 64;  // bytes that memory gives at once
+
+// Ask for what lies ahead of some inputs of each panel.
+template <int PANELS, int INPUTS, class S>
+static inline __attribute__((always_inline)) void ask_ahead(const S* const* panels, int64_t k) {
+#pragma GCC unroll 4
+  for (int j = 0; j < PANELS; j++)
+#pragma GCC unroll 2
+    for (int64_t line = 0; line < INPUTS * PANEL * (int64_t)sizeof(S); line += LINE)
+      __builtin_prefetch((const char*)(panels[j] + k * PANEL) + AHEAD + line);
+}
 
 template <int PANELS, class S>
 static inline __attribute__((always_inline)) void load_weights(const S* const* panels, int64_t k, F* weight) {
@@ -73,9 +90,7 @@ static __attribute__((noinline)) void multiply(const float* x, int64_t ldx, cons
     F in[ROWS];
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; i++) in[i] = load(x + i * ldx + k);
-    if (ROWS <= 2)
-#pragma GCC unroll 4
-      for (int j = 0; j < PANELS; j++) __builtin_prefetch((const char*)(panels[j] + k * PANEL) + AHEAD);
+    if (ROWS <= ASKING_ROWS) ask_ahead<PANELS, 4>(panels, k);
 #pragma GCC unroll 4
     for (int l = 0; l < 4; l++) {
       load_weights<PANELS>(panels, k + l, weight);
@@ -87,6 +102,7 @@ static __attribute__((noinline)) void multiply(const float* x, int64_t ldx, cons
   }
 #endif
   for (; k < inputs; k++) {
+    if (ROWS <= ASKING_ROWS) ask_ahead<PANELS, 1>(panels, k);
     load_weights<PANELS>(panels, k, weight);
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; i++) {
@@ -219,41 +235,70 @@ struct Product {
     value[1] = load(copy + VL);
   }
 
-  // What the factors of a row's adapter add to the columns of a group of panels, of which `first` is the first: B is
-  // read by whole lines of memory, and several sums keep a core busy.
-  void expand(float* added, int64_t row, int64_t first) const {
-    std::fill(added, added + GROUP * PANEL, 0.0f);
+  // What the factors of the rows' adapters add to the columns of a group of panels, of which `first` is the first: one
+  // row's columns come `stride` after those of the row before. Rows of one adapter share what is read of B.
+  void expand(float* added, int64_t stride, int64_t row, int64_t count, int64_t first) const {
+    for (int64_t i = 0; i < count;) {
+      int64_t same = 1;
+      while (same < 4 && i + same < count && segment[row + i + same] == segment[row + i]) same++;
+      float* to = added + i * stride;
+      switch (same) {
+        case 1: expand_rows<1>(to, stride, row + i, first); break;
+        case 2: expand_rows<2>(to, stride, row + i, first); break;
+        case 3: expand_rows<3>(to, stride, row + i, first); break;
+        default: expand_rows<4>(to, stride, row + i, first);
+      }
+      i += same;
+    }
+  }
+
+  template <int ROWS>
+  void expand_rows(float* added, int64_t stride, int64_t row, int64_t first) const {
+    for (int i = 0; i < ROWS; i++) std::fill_n(added + i * stride, GROUP * PANEL, 0.0f);
     const Part<T>* part = parts + segment[row] * parts_each;
     for (int64_t i = 0; i < parts_each; i++, part++) {
       const int64_t from = std::max(part->start, first), to = std::min(part->stop, first + GROUP * PANEL);
-      if (from < to && part->rank > 0) expand_part(added + from - first, *part, row, from - part->start, to - from);
+      if (from < to && part->rank > 0)
+        expand_part<ROWS>(added + from - first, stride, *part, row, from - part->start, to - from);
     }
   }
 
-  void expand_part(float* added, const Part<T>& part, int64_t row, int64_t at, int64_t count) const {
+  // B is read by whole lines of memory, and several sums keep a core busy.
+  template <int ROWS>
+  void expand_part(float* added, int64_t stride, const Part<T>& part, int64_t row, int64_t at, int64_t count) const {
+    constexpr int MOST = ROWS == 1 ? 8 : ROWS == 2 && VL != 8 ? 8 : VL != 8 ? 4 : 2;
     const float* weights = low_of(part, row);
     const T* b = part.b + at;
-    const int64_t width = part.stop - part.start;
+    const int64_t width = part.stop - part.start, rank = part.rank;
     int64_t c = 0;
-    for (; c + 8 * VL <= count; c += 8 * VL) expand_vectors<8>(added + c, b + c, width, weights, part.rank);
-    for (; c + VL <= count; c += VL) expand_vectors<1>(added + c, b + c, width, weights, part.rank);
+    for (; c + MOST * VL <= count; c += MOST * VL)
+      expand_vectors<ROWS, MOST>(added + c, stride, b + c, width, weights, rank);
+    for (; c + VL <= count; c += VL) expand_vectors<ROWS, 1>(added + c, stride, b + c, width, weights, rank);
     if (c == count) return;
-    F total = {};
-    for (int64_t r = 0; r < part.rank; r++) total += load_some(b + r * width + c, count - c) * weights[r];
-    store_some(added + c, total, count - c);
+    for (int i = 0; i < ROWS; i++, weights += rank) {
+      F total = {};
+      for (int64_t r = 0; r < rank; r++) total += load_some(b + r * width + c, count - c) * weights[r];
+      store_some(added + i * stride + c, total, count - c);
+    }
   }
 
-  template <int VECTORS>
-  static void expand_vectors(float* added, const T* b, int64_t width, const float* weights, int64_t rank) {
-    F total[VECTORS] = {};
+  template <int ROWS, int VECTORS>
+  static void expand_vectors(float* added, int64_t stride, const T* b, int64_t width, const float* weights, int64_t rank) {
+    F total[ROWS][VECTORS] = {};
     for (int64_t r = 0; r < rank; r++, b += width) {
 #pragma GCC unroll 8
-      for (int j = 0; j < VECTORS; j++) total[j] += load(b + j * VL) * weights[r];
+      for (int j = 0; j < VECTORS; j++) {
+        const F some = load(b + j * VL);
+#pragma GCC unroll 4
+        for (int i = 0; i < ROWS; i++) total[i][j] += some * weights[i * rank + r];
+      }
       for (int64_t ahead = 0; ahead < VECTORS * VL; ahead += LINE / sizeof(T))
-        __builtin_prefetch(b + VECTORS * VL + ahead);  // for the next group: it comes while this one is multiplied
+        __builtin_prefetch(b + GROUP * PANEL + ahead);  // for the next group: it comes while this one is multiplied
     }
+#pragma GCC unroll 4
+    for (int i = 0; i < ROWS; i++)
 #pragma GCC unroll 8
-    for (int j = 0; j < VECTORS; j++) store(added + j * VL, total[j]);
+      for (int j = 0; j < VECTORS; j++) store(added + i * stride + j * VL, total[i][j]);
   }
 
   void put(const float* tile, int64_t row, int64_t column, int64_t outputs) const {
@@ -311,9 +356,8 @@ struct Product {
     const int64_t first = panels.begin * PANEL;
     Added added;
     if (segment != nullptr)
-      for (int64_t i = 0; i < height; i++)
-        for (int side = 0; side < both; side++)
-          expand(added.columns[i][side], row + i, first + side * (matrix.outputs / 2));
+      for (int side = 0; side < both; side++)
+        expand(added.columns[0][side], 2 * GROUP * PANEL, row, height, first + side * (matrix.outputs / 2));
     for (int64_t panel = panels.begin; panel < panels.end;) {
       int count = std::max(1, most / both);
       while (count > panels.end - panel) count /= 2;

@@ -132,13 +132,23 @@ static inline void store_some(T* p, F v, int64_t count) {
   memcpy(p, copy, count * sizeof(T));
 }
 
-// The sum of a vector's floats, always in the same order.
+// The sum of a vector's floats, always in the same order: its upper half is added to its lower one, again and again. By
+// templates, since a compiler does not unroll a loop over halves.
+template <int COUNT>
+static inline float sum_floats(const float* parts) {
+  if constexpr (COUNT == 2) {
+    return parts[0] + parts[1];
+  } else {
+    typedef float Part __attribute__((vector_size(COUNT * 2), aligned(4), may_alias));
+    float halves[COUNT / 2];
+    *(Part*)halves = *(const Part*)parts + *(const Part*)(parts + COUNT / 2);
+    return sum_floats<COUNT / 2>(halves);
+  }
+}
 static inline float sum(F v) {
   float parts[VL];
-  memcpy(parts, &v, sizeof v);
-  for (int width = VL / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) parts[i] += parts[i + width];
-  return parts[0];
+  store(parts, v);
+  return sum_floats<VL>(parts);
 }
 static inline float largest(F v) {
   float best = v[0];
