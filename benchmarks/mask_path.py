@@ -114,10 +114,10 @@ class DeviceIdle:
     def describe(self) -> str:
         """Return the mean idle milliseconds before choices, when masks are late, and before forwards."""
         torch.cuda.synchronize()
-        idle: dict[str, list[float]] = {"mask": [0.0], "submit": [0.0]}
+        idle: dict[str, list[float]] = {"mask": [], "submit": []}
         for (_, _, ended), (name, began, _) in itertools.pairwise(self._events):
             idle[name].append(ended.elapsed_time(began))
-        masks, forwards = (statistics.mean(times) for times in idle.values())
+        masks, forwards = (statistics.mean(times or [0.0]) for times in idle.values())
         return f"the device waits {masks:.3f} ms for masks, and {forwards:.3f} ms for the host"
 
     def _marked(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:

@@ -47,7 +47,7 @@ from slow_hub import RunningHub, Speed, running_hub
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "lorax_server/demo"
 ROUTERS = {"adapters": "our router", "ray": "Ray's default", "random": "chance"}
-PLACES = {"replicas": "from a folder", "hub": "from a slow hub"}
+PLACES = {"replicas": "from a folder", "hub": "from a slow hub, 3 s each"}
 SLOW = Speed(latency_s=0.3, bytes_per_s=5e6)
 ADMIN = "the-admins"
 RANK = 64
@@ -295,7 +295,7 @@ def measure_router(port: int, hub: RunningHub | None, amounts: Amounts) -> Outco
 
 
 def count_cpu() -> float:
-    """Count the CPU seconds of Ray and all replicas. Where other work shares the cores, they tell more than time."""
+    """Count CPU seconds: of Ray, replicas and hub. Where other work shares the cores, they tell more than time."""
     times = (child.cpu_times() for child in psutil.Process().children(recursive=True))
     return sum(each.user + each.system for each in times)
 

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,10 +73,10 @@ def _children() -> Iterator[psutil.Process]:
     if not lists:
         yield from psutil.Process().children()
     for path in lists:
-        try:
-            yield from [psutil.Process(int(pid)) for pid in path.read_text().split()]
-        except (OSError, psutil.Error):
-            continue  # the thread or a child has just ended
+        with suppress(OSError):  # the thread has just ended
+            for pid in path.read_text().split():
+                with suppress(psutil.Error):  # the child has
+                    yield psutil.Process(int(pid))
 
 
 def find_orphans() -> Iterator[Thing]:

@@ -126,7 +126,7 @@ def rope_parameters(config: Any, kind: str | None = None) -> dict[str, Any]:
     for key, fields in spellings.items():
         for field in fields:
             value = getattr(config, field, None)
-            if value is None or (key == "partial_rotary_factor" and key in stored):
+            if value is None or (key == "partial_rotary_factor" and stored.get(key) is not None):
                 continue  # some versions of transformers put a default beside what is stored; this one counts
             if parameters.setdefault(key, value) != value:
                 stored = parameters[key]

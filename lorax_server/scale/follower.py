@@ -7,7 +7,7 @@ admin's request had the token for it.
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -22,6 +22,13 @@ TRIES = 20  # of a change, at a server that does not answer
 Name = tuple[str, str]  # of an adapter: its source, and its name there
 
 
+class Pending(NamedTuple):
+    """A load under way, and whether the adapter is to be pinned then: None leaves that as it is."""
+
+    task: asyncio.Task[None]
+    pin: bool | None
+
+
 class ChangeFollower:
     """Makes changes one after the other. Adapters are loaded beside that, and pinned in turn with changes."""
 
@@ -30,7 +37,7 @@ class ChangeFollower:
         self.confirmed = 0  # the version of the last change that was made
         self._turn = asyncio.Lock()
         self._aliases: dict[str, Name] = {}  # as changes gave them: the server may be ahead
-        self._loads: dict[Name, asyncio.Task[None]] = {}
+        self._loads: dict[Name, Pending] = {}
 
     async def make(self, entry: Entry) -> None:
         """Make a change, and confirm it: also one that this server refuses, since others have made it.
@@ -46,10 +53,7 @@ class ChangeFollower:
                 name = meant or (followed["source"], followed["name"])
                 if entry.is_load and entry.called:
                     self._aliases[entry.called] = name
-                self._cancel(name)
-                if followed["is_wanted"]:
-                    loading = self._load(name, followed["identity"], followed["pin"])
-                    self._loads[name] = asyncio.create_task(loading)
+                self._change_loads(entry, name, followed)
         self.confirmed = entry.version
 
     def close(self) -> None:
@@ -71,21 +75,39 @@ class ChangeFollower:
                 return None
         return None
 
-    def _cancel(self, name: Name) -> None:
-        """Give up a load that a later change of the same adapter has made needless."""
+    def _change_loads(self, entry: Entry, name: Name, followed: dict[str, Any]) -> None:
+        pending = self._cancel(name)
+        if not entry.is_load:
+            return
+        pin, identity = followed["pin"], followed["identity"]
+        if pending is not None:  # another's change: what this server has loaded may be older, and a pin stays
+            pin, identity = pending.pin if pin is None else pin, ""
+        if followed["is_wanted"] or pin is not None:
+            self._loads[name] = Pending(asyncio.create_task(self._load(name, identity, pin)), pin)
+
+    def _cancel(self, name: Name) -> Pending | None:
+        """Give up a load that a later change of the same adapter has made needless, and return it."""
         pending = self._loads.pop(name, None)
         if pending is not None:
-            pending.cancel()
+            pending.task.cancel()
+        return pending
 
     async def _load(self, name: Name, identity: str, pin: bool | None) -> None:
         """Load an adapter unless it is known, which may take long, and then pin it, if no change comes in between."""
         try:
-            identity = identity or await self._server.load(name)
-            async with self._turn:
-                if pin is not None:
-                    await self._server.pin(name, identity, pin)
+            try:
+                await self._pin(name, identity or await self._server.load(name), pin)
+            except ReplicaError:
+                if not identity:
+                    raise
+                await self._pin(name, await self._server.load(name), pin)  # what was known is gone, as after a restart
         except (ReplicaError, aiohttp.ClientError, TimeoutError) as error:
             logger.warning("adapter %r was loaded by API, and cannot be loaded here: %s", name[1][:64], error)
         finally:
-            if self._loads.get(name) is asyncio.current_task():
+            if name in self._loads and self._loads[name].task is asyncio.current_task():
                 del self._loads[name]
+
+    async def _pin(self, name: Name, identity: str, pin: bool | None) -> None:
+        async with self._turn:
+            if pin is not None:
+                await self._server.pin(name, identity, pin)

@@ -26,6 +26,7 @@ from lorax_server.scale.server_process import Order
 ROUTERS: Mapping[str, type | None] = {"adapters": AdapterRouter, "ray": None, "random": RandomRouter}
 REPORT_S = 1.0  # between reports of a replica
 REPORTS = 3  # of a replica to the autoscaler, in the time over which they are averaged
+MAX_LOOK_BACK_S = 3600
 HEALTH_S = 5.0
 MANY = 100_000  # requests at once: the servers refuse what is too much, in their own words
 
@@ -55,9 +56,11 @@ class Scale:
                 raise ConfigError(f"{field.name} = {value} must be at least 1")
             if field.type in (float, float | None) and value is not None and not value >= 0:
                 raise ConfigError(f"{field.name} = {value} must not be negative")
-        for name in ("target_waiting", "target_tokens", "look_back_s"):
+        for name in ("target_waiting", "target_tokens"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be above 0")
+        if not 1 <= self.look_back_s <= MAX_LOOK_BACK_S:
+            raise ConfigError(f"look_back_s = {self.look_back_s} must be between 1 and {MAX_LOOK_BACK_S}")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ConfigError(f"max_replicas = {self.max_replicas} must be at least replicas = {self.replicas}")
         if self.router not in ROUTERS:

@@ -153,12 +153,12 @@ class Follower:
         """Complete the mask after one more token. Raise `GrammarError` if nothing can follow."""
         self._num_tokens += 1
         self._allow_end(self._vocabulary.take_end(self._mask))
-        if not self._num_set:
+        if not self._num_nonzero_words:
             raise GrammarError(NO_TEXT)
 
     def find_forced(self) -> int | None:
         """Return the only token that the mask allows, if it may be taken ahead: it does not end the answer."""
-        if not self._jump_below or self._num_set != 1:
+        if not self._jump_below or self._num_nonzero_words != 1:
             return None
         place = int(np.flatnonzero(self.words)[0])
         bits = int(self.words.view(np.uint32)[place])
@@ -181,7 +181,7 @@ class Follower:
             _clear(longer, self._ending.eos + self._ending.others)
             if longer.any():  # or the form goes first
                 words[:] = longer
-        self._num_set = np.count_nonzero(words)
+        self._num_nonzero_words = np.count_nonzero(words)
 
 
 class Together:

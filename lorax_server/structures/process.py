@@ -34,13 +34,19 @@ class StructureProcess:
         self.slots = MaskSlots()
         given = [theirs.fileno(), self.slots.file]
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "lorax_server.structures.program", *map(str, given)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=given,
-            env=environment | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
-        theirs.close()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lorax_server.structures.program", *map(str, given)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=given,
+                env=environment | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            )
+        except OSError:  # of a machine that is full
+            self._connection.close()
+            self.slots.close()
+            raise
+        finally:
+            theirs.close()
         self._room = select.poll()
         self._room.register(self._connection.fileno(), select.POLLOUT)
         self._sending = threading.Lock()  # guards the next two

@@ -106,6 +106,8 @@ class StructureProgram:
             message: wire.ToProgram = pickle.loads(self._connection.recv_bytes())
             match message:
                 case wire.Begin():
+                    self._advance(tokens.items())  # answers that run do not wait for others to begin
+                    tokens.clear()
                     self._begin(message)
                 case wire.Advance(chosen):
                     tokens.update(chosen)

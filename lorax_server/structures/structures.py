@@ -151,6 +151,7 @@ class Structures:
             process.close()
         self._processes.clear()
         self._of_request.clear()
+        self._next.clear()  # masks, which hold the memory of processes
 
     def _find_process(self, adapter: Resolved | None) -> StructureProcess:
         key: _Key = (None, (), ())

@@ -76,6 +76,7 @@ class Cluster:
         settings = {"device": "cpu", "adapters_dir": str(self.adapters), "admin_key": ADMIN, "drain_s": 20}
         settings |= {"host": "127.0.0.1", **arguments}
         if self._deployed != {**settings, "servers": replicas}:
+            self._deployed = {}  # whatever runs if this fails
             self.ask("deploy", settings, replicas)
             self._deployed = {**settings, "servers": replicas}
 

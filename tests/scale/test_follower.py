@@ -1,4 +1,4 @@
-"""Changes at a server that does not answer. `test_pair.py` has real servers, which do."""
+"""Changes at a server that does not answer, and that come before a load is done. `test_pair.py` has real servers."""
 
 import asyncio
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from lorax_server.scale import follower as module
 from lorax_server.scale.follower import ChangeFollower, Name
 from lorax_server.scale.registry import Entry
-from lorax_server.scale.server_process import UnavailableServerError
+from lorax_server.scale.server_process import ReplicaError, UnavailableServerError
 
 LOAD, UNLOAD = "/v1/adapters/load", "/v1/adapters/unload"
 
@@ -43,5 +43,67 @@ def test_a_change_that_is_not_made_is_not_confirmed(monkeypatch: pytest.MonkeyPa
         await follower.make(unload)
         assert follower.confirmed == 2
         assert server.meant == [None, ("local", "json")]
+
+    asyncio.run(run())
+
+
+class LoadingServer:
+    """Loads when it is told to. It knows the versions of an adapter that it has loaded."""
+
+    def __init__(self) -> None:
+        self.may_load, self.num_loads = asyncio.Event(), 0
+        self.known, self.pinned = set[str](), dict[str, bool]()
+
+    async def follow(self, _path: str, body: dict[str, Any], _meant: Name | None, is_own: bool) -> dict[str, Any]:
+        pin, identity = body.get("pin"), "own" if is_own else ""
+        return {"source": "local", "name": "json", "is_wanted": pin is not None, "pin": pin, "identity": identity}
+
+    async def load(self, _name: Name) -> str:
+        self.num_loads += 1
+        await self.may_load.wait()
+        self.known.add("latest")
+        return "latest"
+
+    async def pin(self, _name: Name, identity: str, pin: bool) -> None:
+        if identity not in self.known:
+            raise ReplicaError("it is not known here any more")
+        self.pinned[identity] = pin
+
+
+def load(version: int, answered_by: str = "", **body: Any) -> Entry:
+    return Entry(version, LOAD, {"adapter_id": "json", **body}, answered_by)
+
+
+@pytest.mark.parametrize(
+    ("changes", "known", "pinned", "num_loads"),
+    [
+        ([load(1, pin=True)], [], {"latest": True}, 1),
+        ([load(1, "one", pin=True)], ["own"], {"own": True}, 0),
+        # A change without a pin leaves that of a load under way.
+        ([load(1, pin=True), load(2, name="mine")], [], {"latest": True}, 2),
+        ([load(1, pin=True), load(2, "one", name="mine")], ["own"], {"latest": True}, 2),
+        ([load(1, pin=True), load(2, pin=False)], [], {"latest": False}, 2),
+        # What this server has loaded may be older than what another has loaded before, in the order of all.
+        ([load(1, pin=True), load(2, "one", pin=True)], ["own"], {"latest": True}, 2),
+        # The engine has forgotten what it had loaded.
+        ([load(1, "one", pin=True)], [], {"latest": True}, 1),
+        ([load(1, pin=True), Entry(2, UNLOAD, {"adapter_id": "json"})], [], {}, 1),
+    ],
+)
+def test_changes_while_a_load_is_under_way(
+    changes: list[Entry], known: list[str], pinned: dict[str, bool], num_loads: int
+) -> None:
+    async def run() -> None:
+        server: Any = LoadingServer()
+        server.known = set(known)
+        follower = ChangeFollower(server, "one")
+        for change in changes:
+            await follower.make(change)
+            await asyncio.sleep(0)  # a load begins
+        server.may_load.set()
+        await asyncio.gather(*(pending.task for pending in follower._loads.values()))
+        assert server.pinned == pinned
+        assert server.num_loads == num_loads
+        assert not follower._loads
 
     asyncio.run(run())

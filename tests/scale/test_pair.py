@@ -127,7 +127,7 @@ def test_a_load_that_replaces_another_decides_about_the_pin(pair: Pair) -> None:
             for pin in (True, False, True):
                 assert await registry.record(LOAD, hub_load("redact", pin=pin)) == []
             for follower in followers:
-                await asyncio.gather(*follower._loads.values())
+                await asyncio.gather(*(pending.task for pending in follower._loads.values()))
             assert [listed(port)["owner/redact"]["pinned"] for port in pair.ports] == [True, True]
             assert await registry.record(UNLOAD, hub_load("redact")) == []
 
@@ -203,7 +203,7 @@ def test_the_server_that_has_loaded_an_adapter_does_not_resolve_it_again(pair: P
                 pair.hub.seen.clear()
                 assert await registry.record(LOAD, {**load, "pin": pin}, answered_by) == []
                 for follower in followers:
-                    await asyncio.gather(*follower._loads.values())
+                    await asyncio.gather(*(pending.task for pending in follower._loads.values()))
 
     asyncio.run(run())
     assert [listed(each)["mine"]["pinned"] for each in pair.ports] == [True, True]
@@ -225,7 +225,7 @@ def test_a_change_that_one_server_cannot_make_holds_up_nobody(pair: Pair) -> Non
             assert await registry.record(LOAD, load) == []
             assert await registry.record("/v1/no/such/change", {}) == []
             for follower in followers:
-                await asyncio.gather(*follower._loads.values())
+                await asyncio.gather(*(pending.task for pending in follower._loads.values()))
 
     asyncio.run(run())
     assert generate(pair.ports[0], "captain", PROMPT)[0]

@@ -62,7 +62,7 @@ def test_both_surfaces_answer_as_each_replica_does(cluster: Cluster) -> None:
     assert len(headers.get_all("x-request-id")) == 1
     status, _, models = send(cluster.port, "GET", "/v1/models")
     assert status == 200
-    assert {model["id"] for model in models["data"]} == {"lorax-demo", *ADAPTERS}
+    assert {model["id"] for model in models["data"]} >= {"lorax-demo", *ADAPTERS}  # others come by tests, in any order
 
 
 def test_clients_work_unmodified(cluster: Cluster) -> None:
@@ -282,16 +282,20 @@ def test_replicas_come_and_go_under_load(cluster: Cluster) -> None:
 
 def test_a_replica_that_cannot_start_says_why_and_others_go_on(cluster: Cluster) -> None:
     settings = {"model_id": "/nowhere/at/all", "device": "cpu", "name": "broken", "hub_offline": True}
-    with pytest.raises(AssertionError, match="broken"):
-        cluster.ask("run", settings, "broken", "/broken")
-    assert "/nowhere/at/all" in cluster.ask("status", "broken")["servers"]
-    assert generate(cluster.port, "pirate", PROMPT)[0]
-    cluster.ask("delete", "broken")
-    with pytest.raises(AssertionError, match="other"):
-        cluster.ask("run", {"device": "cpu", "name": "other"}, "other", "/other", "0.0.1")
-    assert "was built with 0.0.1: install the same version" in cluster.ask("status", "other")["servers"]
-    assert generate(cluster.port, "pirate", PROMPT)[0]
-    cluster.ask("delete", "other")
+    try:
+        with pytest.raises(AssertionError, match="broken"):
+            cluster.ask("run", settings, "broken", "/broken")
+        assert "/nowhere/at/all" in cluster.ask("status", "broken")["servers"]
+        assert generate(cluster.port, "pirate", PROMPT)[0]
+    finally:
+        cluster.ask("delete", "broken")
+    try:
+        with pytest.raises(AssertionError, match="other"):
+            cluster.ask("run", {"device": "cpu", "name": "other"}, "other", "/other", "0.0.1")
+        assert "was built with 0.0.1: install the same version" in cluster.ask("status", "other")["servers"]
+        assert generate(cluster.port, "pirate", PROMPT)[0]
+    finally:
+        cluster.ask("delete", "other")
     for arguments, message in (
         ({"modle_id": "x"}, "is it --model-id?"),
         ({"replicas": "many"}, "replicas: 'many' is not a number"),

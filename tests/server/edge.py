@@ -18,7 +18,7 @@ from tests.server.bench import Bench
 
 GOOD = {"inputs": "ask", "parameters": {"max_new_tokens": 1}}
 HEALTH = request("GET", "/health").replace(b"connection: close\r\n", b"")
-TIMEOUT_S = 120  # nothing takes so long
+TIMEOUT_S = 60  # nothing takes so long, and it is less than the server keeps idle connections
 
 
 class Wire:

@@ -29,6 +29,7 @@ from tests.structures.hostile import GRAMMARS, REGEXES, SCHEMAS
 
 STOP = StopParams(max_new_tokens=50, eos_token_ids=frozenset([EOS_ID]))
 NUM_TOKENS = 6
+MAX_TRIES = 5  # of a grammar, on a busy machine
 CASES: dict[str, Callable[[], Structure]] = {
     **{f"schema: {name}": partial(from_json_schema, schema) for name, schema in SCHEMAS.items()},
     **{f"regex: {name}": partial(from_regex, regex) for name, regex in REGEXES.items()},
@@ -70,7 +71,10 @@ class Follower:
 
     def begin_and_settle(self, structure: Structure) -> tuple[int, LoraxError | None]:
         """Begin, and do so again while the machine is too busy, as a client is told to."""
-        while is_too_busy(error := self.settle(request_id := self.begin(structure))):
+        for _ in range(MAX_TRIES):
+            error = self.settle(request_id := self.begin(structure))
+            if not is_too_busy(error):
+                break
             self.structures.end(request_id)
         return request_id, error
 
@@ -89,7 +93,7 @@ class Follower:
 @pytest.fixture(scope="module")
 def follower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Follower]:
     folder = save(tmp_path_factory.mktemp("model"), make_model(SERVED["llama"]()), make_tokenizer())
-    structures = Structures(folder)
+    structures = Structures(folder, num_threads=2)  # by one, test_slots.py
     yield Follower(structures)
     structures.close()
 
@@ -361,9 +365,10 @@ def test_answers_that_become_slow_together_are_found_and_ended(
         connection.close()
 
 
-def test_masks_of_others_come_while_an_answer_jumps(vocabulary: Vocabulary) -> None:
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_masks_of_others_come_while_an_answer_jumps(vocabulary: Vocabulary, num_threads: int) -> None:
     ours, theirs = Pipe()
-    program, random = make_program(theirs, vocabulary), np.random.default_rng(0)
+    program, random = make_program(theirs, vocabulary, num_threads), np.random.default_rng(0)
     begin_all(program, vocabulary, [from_regex("[ab]Q{12}[ab]").grammar, from_regex("[a-z]{50,60}").grammar])
     assert [masks.request_ids for masks in read_all(ours)] == [[0], [1]]
     program._advance([(request_id, choose_next(program, request_id, random)) for request_id in range(2)])
@@ -386,11 +391,12 @@ def test_masks_of_others_come_while_an_answer_jumps(vocabulary: Vocabulary) -> N
         connection.close()
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
 def test_an_answer_that_fails_while_it_jumps_fails_where_it_gets_there(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, num_threads: int
 ) -> None:
     ours, theirs = Pipe()
-    program, random = make_program(theirs, vocabulary), np.random.default_rng(0)
+    program, random = make_program(theirs, vocabulary, num_threads), np.random.default_rng(0)
     begin_all(program, vocabulary, [from_regex("[ab]Q{12}[ab]").grammar])
     (masks,) = read_all(ours)
     program._advance([(0, choose_next(program, 0, random))])
