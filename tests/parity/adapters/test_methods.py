@@ -63,7 +63,7 @@ def test_in_one_batch_and_over_two_ranks(
     for sharded in ranks.run(2, run_sharded, base, folders):
         for ours, expected in zip(sharded, alone, strict=True):
             assert (ours - expected).abs().max() < 1e-4
-    monkeypatch.setattr(variants, "select_ops", lambda _: reference)
+    monkeypatch.setattr(variants, "ops_of", lambda _: reference)
     for ours, expected in zip(run(base, folders, device), alone, strict=True):
         assert (ours - expected).abs().max() < 1e-4
 
