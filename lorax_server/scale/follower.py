@@ -27,6 +27,7 @@ class Pending(NamedTuple):
 
     task: asyncio.Task[None]
     pin: bool | None
+    is_own: bool  # of an adapter that this server has loaded
 
 
 class ChangeFollower:
@@ -80,10 +81,12 @@ class ChangeFollower:
         if not entry.is_load:
             return
         pin, identity = followed["pin"], followed["identity"]
-        if pending is not None:  # another's change: what this server has loaded may be older, and a pin stays
-            pin, identity = pending.pin if pin is None else pin, ""
+        if pending is not None:
+            pin = pending.pin if pin is None else pin
+            if not pending.is_own:  # what this server has loaded may be older than what another has
+                identity = ""
         if followed["is_wanted"] or pin is not None:
-            self._loads[name] = Pending(asyncio.create_task(self._load(name, identity, pin)), pin)
+            self._loads[name] = Pending(asyncio.create_task(self._load(name, identity, pin)), pin, bool(identity))
 
     def _cancel(self, name: Name) -> Pending | None:
         """Give up a load that a later change of the same adapter has made needless, and return it."""

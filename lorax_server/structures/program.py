@@ -277,7 +277,8 @@ class StructureProgram:
     # --- Compiling ----------------------------------------------------------------------------------------------------
 
     def _compile_all(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # of this thread: steps go first
+        with suppress(OSError):  # only Linux has priorities of threads: steps go first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while (grammar := self._to_compile.get()) is not None:
             result: Compiled | str
             try:

@@ -107,3 +107,19 @@ def test_changes_while_a_load_is_under_way(
         assert not follower._loads
 
     asyncio.run(run())
+
+
+def test_two_own_changes_in_a_row_do_not_resolve_again() -> None:
+    """They may come before the first one's pin: only the admin's requests had the token."""
+
+    async def run() -> None:
+        server: Any = LoadingServer()
+        server.known = {"own"}
+        follower = ChangeFollower(server, "one")
+        for change in (load(1, "one", pin=True), load(2, "one", name="mine")):
+            await follower.make(change)
+        await asyncio.gather(*(pending.task for pending in follower._loads.values()))
+        assert server.pinned == {"own": True}
+        assert server.num_loads == 0
+
+    asyncio.run(run())

@@ -76,7 +76,7 @@ def test_a_load_that_is_unloaded_while_it_is_fetched_is_not_pinned(pair: Pair, c
             follower = ChangeFollower(server, "second")
             await follower.make(Entry(1, LOAD, hub_load("json", name="mine", pin=True)))
             await asyncio.to_thread(wait_for, lambda: pair.hub.seen, "the hub is asked")
-            ((loading, _),) = follower._loads.values()
+            ((loading, *_),) = follower._loads.values()
             if is_answering:
                 await asyncio.to_thread(send, port, "POST", UNLOAD, unload)
             await follower.make(Entry(2, UNLOAD, unload))
@@ -110,7 +110,7 @@ def test_a_pin_that_came_before_its_unload_is_taken_back(pair: Pair) -> None:
         async with closing_clients(pair):
             follower = ChangeFollower(server, "second")
             await follower.make(Entry(1, LOAD, hub_load("sql", name="mine", pin=True)))
-            ((loading, _),) = follower._loads.values()
+            ((loading, *_),) = follower._loads.values()
             await change(port, UNLOAD, {"adapter_id": "mine"})
             await loading
             assert not follower._loads
