@@ -188,7 +188,7 @@ def run_alone(llm: LLM, load: Sequence[Wanted], at_once: int) -> Middle:
         num_ended = llm._num_ended
         runs = [run for run in runs if not run.is_done]
         while len(runs) < at_once and (wanted := next(left, None)) is not None:
-            runs.append(llm._make_run(wanted[0].prompt, resolved[wanted[0].adapter], None, wanted[1], False))
+            runs.append(llm._make_run(wanted[0].prompt, resolved[wanted[0].adapter], None, wanted[1], None, False))
             llm._start(runs[-1], "raise")
         if not runs:
             break
