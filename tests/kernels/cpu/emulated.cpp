@@ -12,6 +12,7 @@ namespace emulated_cpu {
 #include "simd.h"
 #include "threads.h"
 #include "product.h"
+#include "blocks.h"
 #include "tiles.h"
 #include "pairs.h"
 #include "linear.h"

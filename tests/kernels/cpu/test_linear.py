@@ -14,7 +14,7 @@ from lorax_server.kernels.panels import PanelMatrix
 from tests.kernels.batches import Adapter, World, error, mix
 
 OPS = CpuOps()
-ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 17, 33, 70)
+ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 17, 33, 70, 205)  # the last is more than a block
 # inputs, widths of the targets, ranks of adapters by target: of some a target begins and ends within a panel.
 SHAPES = [
     (5, [3], [[2], [0], [7]]),

@@ -11,6 +11,7 @@ namespace ISA {
 #include "simd.h"
 #include "threads.h"
 #include "product.h"
+#include "blocks.h"
 #include "tiles.h"
 #include "pairs.h"
 #include "linear.h"

@@ -106,42 +106,49 @@ struct Plan {
 template <class T, class S>
 static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t rows, T* out, const Lora* lora,
                        int64_t first, int64_t count, Gate gate) {
-  static thread_local Scratch wide_scratch, low_scratch, tile_scratch;
+  static thread_local Scratch wide_scratch, low_scratch, tall_scratch, tile_scratch;
   static thread_local Plan<T> own_plan;
   constexpr bool IS_TILED = std::is_same<S, Pair>::value;
   const int64_t inputs = matrix.inputs;
   Plan<T>& plan = own_plan;  // of the calling thread, for all of them
   plan.clear();
   if (lora != nullptr) plan.fill(*lora, first, count, rows);
-  constexpr bool IS_WIDENED = !std::is_same<T, float>::value && !IS_TILED;
-  float* wide = IS_WIDENED ? wide_scratch.make<float>(rows * inputs) : nullptr;
+  const bool is_many = !IS_TILED && rows > MOST_ROWS;
+  const bool is_widened = !IS_TILED && !is_many && !std::is_same<T, float>::value;
+  float* wide = is_widened ? wide_scratch.make<float>(rows * inputs) : nullptr;
+  float* tall = is_many ? tall_scratch.make<float>(RowTiles::size(rows, inputs)) : nullptr;
   float* low = low_scratch.make<float>(plan.low);
   const int64_t width = gate == NONE ? matrix.outputs : matrix.outputs / 2;
-  const Product<T, S> product{matrix, IS_WIDENED ? wide : (const float*)x, IS_WIDENED ? inputs : ldx, rows, out, width,
+  const Product<T, S> product{matrix, is_widened ? wide : (const float*)x, is_widened ? inputs : ldx, rows, out, width,
                               count, plan.parts.data(), plan.segment.empty() ? nullptr : plan.segment.data(),
                               lora == nullptr ? nullptr : lora->bounds, low, plan.has_vectors, gate};
   const bool is_packed = IS_TILED && TilePacking::is_needed(rows, inputs);
   Bf16* copy = is_packed ? tile_scratch.make<Bf16>(TilePacking::size(rows, inputs)) : nullptr;
   const TilePacking packing{(const Bf16*)x, ldx, rows, inputs, copy};
   in_threads(rows * inputs * matrix.outputs > FEW, [&](int64_t thread, int64_t threads) {
-    if (IS_WIDENED || is_packed) {
+    if (is_widened || is_packed) {
       const Range mine = part_of(rows, thread, threads);
       for (int64_t row = mine.begin; row < mine.end; row++) {
-        if (IS_WIDENED) widen(x + row * ldx, wide + row * inputs, inputs);
+        if (is_widened) widen(x + row * ldx, wide + row * inputs, inputs);
         if (is_packed) packing.copy_row(row);
       }
-      meet(threads);
     }
+    if (is_many) {
+      const int64_t tiles = RowTiles::count(rows);
+      RowTiles{rows}.copy(part_of(tiles, thread, threads), x, ldx, inputs, tall);
+    }
+    if (is_widened || is_packed || is_many) meet(threads);
     if (!plan.tasks.empty()) {
       const Range mine = part_of(plan.tasks.size(), thread, threads);
       for (int64_t i = mine.begin; i < mine.end; i++) {
-        if constexpr (IS_TILED) plan.shrink(plan.tasks[i], *lora, x, ldx, inputs, low);
-        else plan.shrink(plan.tasks[i], *lora, product.x, product.ldx, inputs, low);
+        if (is_widened) plan.shrink(plan.tasks[i], *lora, wide, inputs, inputs, low);
+        else plan.shrink(plan.tasks[i], *lora, x, ldx, inputs, low);
       }
       meet(threads);
     }
     const Range mine = part_of((width + PANEL - 1) / PANEL, thread, threads);
     if constexpr (IS_TILED) TileProduct{product, packing.find()}.run(mine);
+    else if (is_many) BlockProduct<T, S>{product, tall}.run(mine);
     else product.run(mine);
   });
 }
@@ -166,6 +173,7 @@ static void choose_storage(const Matrix& matrix, const void* x, int64_t ldx, int
 EXPORT(linear)(const Matrix* matrix, const void* x, int64_t ldx, int64_t rows, void* out, const Lora* lora,
                int64_t first, int64_t count, int64_t gate) {
   const Gate kind = (Gate)gate;
+  if (rows == 0) return;
   switch (matrix->dtype) {
     case FLOAT32: return choose_storage<float>(*matrix, x, ldx, rows, out, lora, first, count, kind);
     case BFLOAT16: return choose_storage<Bf16>(*matrix, x, ldx, rows, out, lora, first, count, kind);

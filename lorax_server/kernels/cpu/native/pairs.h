@@ -10,7 +10,6 @@ struct Pair {
 
 constexpr int64_t ROWS_AT_ONCE = 256;  // rows whose inputs and sums stay in a core's cache
 constexpr int64_t TILES_AT_ONCE = 32;  // tiles of inputs that do, for these rows and for a group of panels
-constexpr int64_t FINISHED_AT_ONCE = 4;  // rows that share what is read of an adapter
 constexpr int64_t FAR = 8192;          // bytes ahead that memory is asked for, where it is what a product waits for
 constexpr int64_t PANEL_TILE = TILE_INPUTS * PANEL;  // numbers of a panel in one step over its inputs
 
@@ -96,15 +95,14 @@ struct TileProduct : Product<Bf16, Pair> {
   void run(Range panels) const {
     static thread_local Scratch scratch;
     TilesInUse tiles;
-    const int64_t width = (gate == NONE ? 1 : 2) * GROUP * PANEL;
+    const int64_t width = sides() * GROUP * PANEL;
     for (int64_t first = 0; first < rows; first += ROWS_AT_ONCE) {
       const int64_t count = std::min(ROWS_AT_ONCE, rows - first);
       float* sums = scratch.make<float>(count * width);
       for (int64_t panel = panels.begin; panel < panels.end; panel += GROUP) {
         const Range group{panel, std::min(panel + GROUP, panels.end)};
         multiply_group(first, count, group, tiles, sums, width);
-        for (int64_t i = 0; i < count; i += FINISHED_AT_ONCE)
-          finish_rows(first + i, std::min(FINISHED_AT_ONCE, count - i), group, sums + i * width, width);
+        finish_group(first, count, group, sums, width);
       }
     }
   }
@@ -118,7 +116,7 @@ struct TileProduct : Product<Bf16, Pair> {
         from.at += (first + row) / TILE_ROWS * tiled.tile + k * tiled.step;
         tiles.shape(height);
         for (int64_t panel = group.begin; panel < group.end; panel++)
-          for (int64_t side = 0; side < (gate == NONE ? 1 : 2); side++) {
+          for (int64_t side = 0; side < sides(); side++) {
             float* to = sums + row * width + (side * GROUP + panel - group.begin) * PANEL;
             const auto multiply = height > TILE_ROWS ? multiply_tiles<true> : multiply_tiles<false>;
             multiply(from, find(panel, side, k), std::min(TILES_AT_ONCE, all - k), to, width, k == 0);
@@ -130,29 +128,6 @@ struct TileProduct : Product<Bf16, Pair> {
   const Pair* find(int64_t panel, int64_t side, int64_t tile) const {
     const int64_t tiles = count_tiles(matrix.inputs), index = panel + side * (matrix.outputs / 2 / PANEL);
     return (const Pair*)matrix.panels + (index * tiles + tile) * (PANEL_TILE / 2);
-  }
-
-  void finish_rows(int64_t row, int64_t count, Range group, float* sums, int64_t width) const {
-    float added[FINISHED_AT_ONCE][2][GROUP * PANEL];
-    if (segment != nullptr)
-      for (int64_t side = 0; side < (gate == NONE ? 1 : 2); side++)
-        expand(added[0][side], 2 * GROUP * PANEL, row, count, group.begin * PANEL + side * (matrix.outputs / 2));
-    for (int64_t i = 0; i < count; i++) finish_row(row + i, group, sums + i * width, added[i]);
-  }
-
-  void finish_row(int64_t row, Range group, float* sums, const float (*added)[GROUP * PANEL]) const {
-    const int64_t first = group.begin * PANEL, half = matrix.outputs / 2;
-    for (int64_t side = 0; side < (gate == NONE ? 1 : 2); side++) {
-      for (int64_t panel = group.begin; panel < group.end; panel++) {
-        const int64_t at = panel * PANEL - first;
-        finish(sums + side * GROUP * PANEL + at, row, first + at + side * half, added[side] + at);
-      }
-    }
-    for (int64_t panel = group.begin; panel < group.end; panel++) {
-      float* tile = sums + panel * PANEL - first;
-      if (gate != NONE) open(tile, tile + GROUP * PANEL);
-      put(tile, row, panel * PANEL, gate == NONE ? matrix.outputs : half);
-    }
   }
 };
 

@@ -35,8 +35,8 @@ struct Part {
   float scale;
 };
 
-constexpr int64_t CACHED = 512 * 1024;  // bytes of inputs that stay in a core's cache beside the matrix
 constexpr int64_t GROUP = 4;  // panels that all rows of a block are multiplied by, before the next ones
+constexpr int64_t FINISHED_AT_ONCE = 4;  // rows that share what is read of an adapter
 constexpr int64_t FEW = 64 * 1024;  // products that one thread does sooner than several
 
 #if VL == 4
@@ -314,30 +314,27 @@ struct Product {
   // Few rows take several panels at once: a sum waits for its last product, so several sums keep a core busy.
   static int panels_at_once(int64_t height) { return height <= 2 ? 4 : height <= 4 ? 2 : 1; }
 
-  template <class Source>
-  void run_tile(int64_t row, int64_t height, const int64_t* columns, int panels, const Source& source,
-                const Added& added, int64_t first) const {
-    using P = typename Source::Number;
+  void run_tile(const int64_t* columns, int panels, const Added& added, int64_t first) const {
     float values[MOST_ROWS * 4 * PANEL];
-    const P* from[4];
-    for (int j = 0; j < panels; j++) from[j] = source.find(columns[j] / PANEL);
-    const int at_once = std::min(panels, panels_at_once(height));
-    const Multiply<P> multiply = find_multiply<MOST_ROWS, P>(height, at_once);
+    const S* from[4];
+    for (int j = 0; j < panels; j++) from[j] = (const S*)matrix.panels + columns[j] * matrix.inputs;
+    const int at_once = std::min(panels, panels_at_once(rows));
+    const Multiply<S> multiply = find_multiply<MOST_ROWS, S>(rows, at_once);
     for (int j = 0; j < panels; j += at_once)
-      multiply(x + row * ldx, ldx, from + j, matrix.inputs, values + j * PANEL, panels * PANEL);
-    for (int64_t i = 0; i < height; i++) {
+      multiply(x, ldx, from + j, matrix.inputs, values + j * PANEL, panels * PANEL);
+    for (int64_t i = 0; i < rows; i++) {
       float* tile = values + i * panels * PANEL;
       for (int j = 0; j < panels; j++) {
         const bool is_opened = gate != NONE && j >= panels / 2;
         const int64_t at = columns[j] - first - (is_opened ? matrix.outputs / 2 : 0);
-        finish(tile + j * PANEL, row + i, columns[j], added.columns[i][is_opened] + at);
+        finish(tile + j * PANEL, i, columns[j], added.columns[i][is_opened] + at);
       }
       if (gate == NONE)
-        for (int j = 0; j < panels; j++) put(tile + j * PANEL, row + i, columns[j], matrix.outputs);
+        for (int j = 0; j < panels; j++) put(tile + j * PANEL, i, columns[j], matrix.outputs);
       else
         for (int j = 0; j < panels / 2; j++) {
           open(tile + j * PANEL, tile + (panels / 2 + j) * PANEL);
-          put(tile + j * PANEL, row + i, columns[j], matrix.outputs / 2);
+          put(tile + j * PANEL, i, columns[j], matrix.outputs / 2);
         }
     }
   }
@@ -349,15 +346,16 @@ struct Product {
     }
   }
 
-  // Multiply some rows by some panels; with a gate, also by those of what it opens.
-  template <class Source>
-  void run_rows(int64_t row, int64_t height, Range panels, const Source& source) const {
-    const int most = panels_at_once(height), both = gate == NONE ? 1 : 2;
+  int64_t sides() const { return gate == NONE ? 1 : 2; }
+
+  // Multiply all rows, which are few, by a group of panels; with a gate, also by those of what it opens.
+  void run_group(Range panels) const {
+    const int most = panels_at_once(rows), both = sides();
     const int64_t first = panels.begin * PANEL;
     Added added;
     if (segment != nullptr)
       for (int side = 0; side < both; side++)
-        expand(added.columns[0][side], 2 * GROUP * PANEL, row, height, first + side * (matrix.outputs / 2));
+        expand(added.columns[0][side], 2 * GROUP * PANEL, 0, rows, first + side * (matrix.outputs / 2));
     for (int64_t panel = panels.begin; panel < panels.end;) {
       int count = std::max(1, most / both);
       while (count > panels.end - panel) count /= 2;
@@ -366,67 +364,42 @@ struct Product {
         columns[j] = (panel + j) * PANEL;
         if (gate != NONE) columns[count + j] = matrix.outputs / 2 + columns[j];
       }
-      run_tile(row, height, columns, count * both, source, added, first);
+      run_tile(columns, count * both, added, first);
       panel += count;
     }
   }
 
-  template <class Source>
-  void run_tiles(int64_t first, int64_t count, int64_t tiles, Range panels, const Source& source) const {
-    for (int64_t i = 0; i < tiles; i++) {
-      const Range part = part_of(count, i, tiles);
-      run_rows(first + part.begin, part.end - part.begin, panels, source);
-    }
+  void run(Range panels) const {
+    for (int64_t panel = panels.begin; panel < panels.end; panel += GROUP)
+      run_group({panel, std::min(panel + GROUP, panels.end)});
   }
 
-  // The panels as they are stored.
-  struct Stored {
-    using Number = S;
-    const Product& product;
-    const S* find(int64_t panel) const {
-      return (const S*)product.matrix.panels + panel * product.matrix.inputs * PANEL;
-    }
-  };
+  // Add what comes after the product to the sums of a group of panels, and of those that its gate opens.
+  void finish_group(int64_t first, int64_t count, Range group, float* sums, int64_t width) const {
+    for (int64_t i = 0; i < count; i += FINISHED_AT_ONCE)
+      finish_rows(first + i, std::min(FINISHED_AT_ONCE, count - i), group, sums + i * width, width);
+  }
 
-  // Some panels, and those of what their gate opens, as floats: for several tiles that is less work than to widen each
-  // weight for each tile.
-  struct Widened {
-    using Number = float;
-    const Product& product;
-    Range panels;
-    float* copy;
-    int64_t size() const { return product.matrix.inputs * PANEL; }
-    int64_t opened() const { return product.matrix.outputs / 2 / PANEL; }
-    void fill() const {
-      const Stored stored{product};
-      for (int64_t panel = panels.begin; panel < panels.end; panel++) {
-        widen(stored.find(panel), copy + (panel - panels.begin) * size(), size());
-        if (product.gate != NONE)
-          widen(stored.find(opened() + panel), copy + (GROUP + panel - panels.begin) * size(), size());
+  void finish_rows(int64_t row, int64_t count, Range group, float* sums, int64_t width) const {
+    float added[FINISHED_AT_ONCE][2][GROUP * PANEL];
+    if (segment != nullptr)
+      for (int64_t side = 0; side < sides(); side++)
+        expand(added[0][side], 2 * GROUP * PANEL, row, count, group.begin * PANEL + side * (matrix.outputs / 2));
+    for (int64_t i = 0; i < count; i++) finish_row(row + i, group, sums + i * width, added[i]);
+  }
+
+  void finish_row(int64_t row, Range group, float* sums, const float (*added)[GROUP * PANEL]) const {
+    const int64_t first = group.begin * PANEL, half = matrix.outputs / 2;
+    for (int64_t side = 0; side < sides(); side++) {
+      for (int64_t panel = group.begin; panel < group.end; panel++) {
+        const int64_t at = panel * PANEL - first;
+        finish(sums + side * GROUP * PANEL + at, row, first + at + side * half, added[side] + at);
       }
     }
-    const float* find(int64_t panel) const {
-      const bool is_first = panel < panels.end;  // else one of what the gate opens
-      return copy + (is_first ? panel - panels.begin : GROUP + panel - opened() - panels.begin) * size();
-    }
-  };
-
-  // Rows in blocks that stay in a core's cache, in tiles of nearly the same height; one group of panels after the other.
-  void run(Range panels) const {
-    static thread_local Scratch scratch;
-    const int64_t fitting = std::max<int64_t>(MOST_ROWS, CACHED / (4 * matrix.inputs + 1) / MOST_ROWS * MOST_ROWS);
-    for (int64_t first = 0; first < rows; first += fitting) {
-      const int64_t count = std::min(fitting, rows - first), tiles = (count + MOST_ROWS - 1) / MOST_ROWS;
-      for (int64_t panel = panels.begin; panel < panels.end; panel += GROUP) {
-        const Range group{panel, std::min(panel + GROUP, panels.end)};
-        if (std::is_same<S, float>::value || tiles == 1) {
-          run_tiles(first, count, tiles, group, Stored{*this});
-        } else {
-          const Widened widened{*this, group, scratch.make<float>((gate == NONE ? 1 : 2) * GROUP * matrix.inputs * PANEL)};
-          widened.fill();
-          run_tiles(first, count, tiles, group, widened);
-        }
-      }
+    for (int64_t panel = group.begin; panel < group.end; panel++) {
+      float* tile = sums + panel * PANEL - first;
+      if (gate != NONE) open(tile, tile + GROUP * PANEL);
+      put(tile, row, panel * PANEL, gate == NONE ? matrix.outputs : half);
     }
   }
 };

@@ -1,0 +1,151 @@
+// The product of many rows by a matrix, in blocks that stay in a core's cache.
+//
+// Inputs are copied first: those of a tile of rows lie together, `[inputs, rows of the tile]`. A block of a panel is
+// multiplied by all tiles, and sums wait in memory from one block of inputs to the next. So each output is one sum over
+// the inputs in order, as it is in a product of few rows, and has the same bits.
+
+constexpr int64_t BLOCK_ROWS = 192;  // a multiple of `MOST_ROWS`
+constexpr int64_t BLOCK_INPUTS = 256;
+
+// The tiles of rows: those of a block have nearly the same height.
+struct RowTiles {
+  int64_t rows;
+
+  static constexpr int64_t IN_BLOCK = BLOCK_ROWS / MOST_ROWS;
+  static int64_t count(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
+
+  Range find(int64_t tile) const {
+    const int64_t first = tile / IN_BLOCK * BLOCK_ROWS, block = std::min(BLOCK_ROWS, rows - first);
+    const Range part = part_of(block, tile % IN_BLOCK, count(block));
+    return {first + part.begin, first + part.end};
+  }
+
+  // Numbers of the copy: a vector of rows is read at once, though a tile may have fewer.
+  static int64_t size(int64_t rows, int64_t inputs) { return rows * inputs + VL; }
+
+  template <class T>
+  void copy(Range tiles, const T* x, int64_t ldx, int64_t inputs, float* to) const {
+    constexpr int64_t IN_LINE = LINE / sizeof(T);
+    for (int64_t tile = tiles.begin; tile < tiles.end; tile++) {
+      const Range range = find(tile);
+      const int64_t height = range.end - range.begin;
+      const T* from = x + range.begin * ldx;
+      float* at = to + range.begin * inputs;
+      int64_t k = 0;
+      for (; k + IN_LINE <= inputs; k += IN_LINE)  // whole lines of memory: rows may lie where they drive each other out
+        for (int64_t i = 0; i < height; i++) {
+          float* column = at + k * height + i;
+#pragma GCC unroll 32
+          for (int64_t j = 0; j < IN_LINE; j++, column += height) *column = read(from + i * ldx + k + j);
+        }
+      for (; k < inputs; k++)
+        for (int64_t i = 0; i < height; i++) at[k * height + i] = read(from + i * ldx + k);
+    }
+  }
+};
+
+// Add the products of a tile of rows with a block of a panel to their sums. Memory is asked for what comes later, a part
+// of it here: `step` bytes for each input.
+template <int ROWS>
+static __attribute__((noinline)) void multiply_block(const float* x, const float* panel, int64_t inputs, float* sums,
+                                                     int64_t lds, bool is_first, const char* later, int64_t step) {
+  F total[ROWS][2], weight[2];
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) total[i][j] = is_first ? F{} : load(sums + i * lds + j * VL);
+  for (int64_t k = 0; k < inputs; k++, x += ROWS) {
+    __builtin_prefetch(later + k * step, 0, 2);
+    load_weights<1>(&panel, k, weight);
+#if VL == 4  // ARM multiplies by one float of a vector
+    F in[(ROWS + 3) / 4];
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; i += 4) in[i / 4] = load(x + i);
+#endif
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; j++)
+#if VL == 4
+        total[i][j] += weight[j] * in[i / 4][i % 4];
+#else
+        total[i][j] += weight[j] * spread(x[i]);
+#endif
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) store(sums + i * lds + j * VL, total[i][j]);
+}
+
+using MultiplyBlock = void (*)(const float*, const float*, int64_t, float*, int64_t, bool, const char*, int64_t);
+
+template <int ROWS>
+static MultiplyBlock find_multiply_block(int64_t rows) {
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return find_multiply_block<ROWS - 1>(rows);
+  return multiply_block<ROWS>;
+}
+
+template <class T, class S>
+struct BlockProduct : Product<T, S> {
+  using Base = Product<T, S>;
+  const float* copy;  // of the inputs
+
+  // Rows in blocks; for each, one group of panels after the other: first all sums, then what comes after them.
+  void run(Range panels) const {
+    static thread_local Scratch scratch;
+    const int64_t width = Base::sides() * GROUP * PANEL;
+    for (int64_t first = 0; first < Base::rows; first += BLOCK_ROWS) {
+      const int64_t count = std::min(BLOCK_ROWS, Base::rows - first);
+      float* sums = scratch.make<float>(count * width);
+      for (int64_t panel = panels.begin; panel < panels.end; panel += GROUP) {
+        const Range group{panel, std::min(panel + GROUP, panels.end)};
+        multiply_group(first, count, group, sums, width);
+        Base::finish_group(first, count, group, sums, width);
+      }
+    }
+  }
+
+  // Multiply by the blocks of a group: all panels of some inputs, then those of the next.
+  void multiply_group(int64_t first, int64_t count, Range group, float* sums, int64_t width) const {
+    const int64_t inputs = Base::matrix.inputs, sides = Base::sides(), panels = (group.end - group.begin) * sides;
+    const int64_t blocks = (inputs + BLOCK_INPUTS - 1) / BLOCK_INPUTS * panels;
+    for (int64_t block = 0; block < blocks; block++) {
+      const int64_t k = block / panels * BLOCK_INPUTS, panel = group.begin + block % panels / sides, side = block % sides;
+      const int64_t length = std::min(BLOCK_INPUTS, inputs - k);
+      const S* later = find(group, std::min(block + 1, blocks - 1), panels);
+      float* to = sums + (side * GROUP + panel - group.begin) * PANEL;
+      multiply_tiles(first, count, k, length, take(find(group, block, panels), length), to, width, (const char*)later);
+    }
+  }
+
+  void multiply_tiles(int64_t first, int64_t count, int64_t k, int64_t length, const float* weights, float* sums,
+                      int64_t width, const char* later) const {
+    const RowTiles all{Base::rows};
+    const int64_t begin = first / MOST_ROWS, tiles = RowTiles::count(count);
+    const int64_t step = (PANEL * (int64_t)sizeof(S) + tiles - 1) / tiles;
+    for (int64_t tile = begin; tile < begin + tiles; tile++, later += length * step) {
+      const Range range = all.find(tile);
+      const int64_t height = range.end - range.begin;
+      find_multiply_block<MOST_ROWS>(height)(copy + range.begin * Base::matrix.inputs + k * height, weights, length,
+                                             sums + (range.begin - first) * width, width, k == 0, later, step);
+    }
+  }
+
+  // Find a block of a group.
+  const S* find(Range group, int64_t block, int64_t panels) const {
+    const int64_t side = block % Base::sides(), panel = group.begin + block % panels / Base::sides();
+    const int64_t index = panel + side * (Base::matrix.outputs / 2 / PANEL);
+    return (const S*)Base::matrix.panels + (index * Base::matrix.inputs + block / panels * BLOCK_INPUTS) * PANEL;
+  }
+
+  // Take a block as floats: for several tiles that is less work than to widen each weight for each tile.
+  static const float* take(const S* weights, int64_t length) {
+    if constexpr (std::is_same<S, float>::value) return weights;
+    static thread_local Scratch scratch;
+    float* wide = scratch.make<float>(BLOCK_INPUTS * PANEL);
+    widen(weights, wide, length * PANEL);
+    return wide;
+  }
+};
