@@ -81,7 +81,7 @@ class ChangeFollower:
         return entry.answered_by == self._name
 
     def _change_loads(self, entry: Entry, name: Name, followed: dict[str, Any]) -> None:
-        """Decide what is left to do: a pin that was asked for, and the load of what another has changed and was here."""
+        """Decide what is left to do: a pin that was asked for, and the load of what was here and another changed."""
         pending = self._cancel(name)
         if not entry.is_load:
             return
