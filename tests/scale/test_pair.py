@@ -192,24 +192,28 @@ def test_many_changers_at_once_leave_all_replicas_alike(pair: Pair) -> None:
 
 
 def test_the_server_that_has_loaded_an_adapter_does_not_resolve_it_again(pair: Pair) -> None:
-    """It had the token for that request only. The order of changes decides about the pin all the same."""
-    port = pair.ports[1]
+    """It had the token for that request only. Its own changes decide about the pin all the same, and another's cannot."""
+    port, of_first = pair.ports[1], f"Bearer {HUB_TOKEN}"
     load = hub_load("private", name="mine", pin=True)
+    changes = [  # the pin, the server that has answered, the pins then, and the tokens that the hub was shown
+        (False, "second", [False, False], {of_first}),
+        (True, "first", [True, False], {None}),
+        (True, "second", [True, True], {of_first}),
+    ]
 
     async def run() -> None:
         async with following(pair) as (registry, followers):
             await change(port, LOAD, {**load, "api_token": HUB_TOKEN})
-            for pin, answered_by in ((False, "first"), (True, "second")):
+            for pin, answered_by, pinned, shown in changes:
                 pair.hub.seen.clear()
                 assert await registry.record(LOAD, {**load, "pin": pin}, answered_by) == []
                 for follower in followers:
                     await asyncio.gather(*(pending.task for pending in follower._loads.values()))
+                assert [listed(each)["mine"]["pinned"] for each in pair.ports] == pinned
+                assert {request.headers.get("authorization") for request in pair.hub.seen} == shown
 
     asyncio.run(run())
-    assert [listed(each)["mine"]["pinned"] for each in pair.ports] == [True, True]
-    asked = [request.headers.get("authorization") for request in pair.hub.seen]
     send(port, "POST", UNLOAD, {"adapter_id": "mine"})
-    assert set(asked) <= {f"Bearer {HUB_TOKEN}"}  # the first one's own
 
 
 # --- What cannot be done ----------------------------------------------------------------------------------------------
