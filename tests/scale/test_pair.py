@@ -192,7 +192,7 @@ def test_many_changers_at_once_leave_all_replicas_alike(pair: Pair) -> None:
 
 
 def test_the_server_that_has_loaded_an_adapter_does_not_resolve_it_again(pair: Pair) -> None:
-    """It had the token for that request only. Its own changes decide about the pin all the same, and another's cannot."""
+    """It had the token for that request only. Its own changes decide about the pin all the same; another's cannot."""
     port, of_first = pair.ports[1], f"Bearer {HUB_TOKEN}"
     load = hub_load("private", name="mine", pin=True)
     changes = [  # the pin, the server that has answered, the pins then, and the tokens that the hub was shown
