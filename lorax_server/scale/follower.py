@@ -2,7 +2,8 @@
 
 A replica follows its own changes too: of two that overlap, each replica would otherwise keep the one that it has made
 last. Making a change twice does no harm. An adapter that its own server has just loaded is not resolved again: only the
-admin's request had the token for it.
+admin's request had the token for it. The server makes changes of names and says what it knows; what is to be loaded and
+pinned then is decided here.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ class Pending(NamedTuple):
 
     task: asyncio.Task[None]
     pin: bool | None
-    is_own: bool  # of an adapter that this server has loaded
+    known: str  # the identity that this server has loaded already; "": it has to resolve the name
 
 
 class ChangeFollower:
@@ -65,7 +66,7 @@ class ChangeFollower:
         """Return what the server says of a change; None if it refuses."""
         for left in reversed(range(TRIES)):
             try:
-                return await self._server.follow(entry.path, entry.body, meant, entry.answered_by == self._name)
+                return await self._server.follow(entry.path, entry.body, meant, not self._is_own(entry))
             except (UnavailableServerError, aiohttp.ClientError, TimeoutError) as error:
                 if not left:
                     raise
@@ -76,17 +77,21 @@ class ChangeFollower:
                 return None
         return None
 
+    def _is_own(self, entry: Entry) -> bool:
+        return entry.answered_by == self._name
+
     def _change_loads(self, entry: Entry, name: Name, followed: dict[str, Any]) -> None:
+        """Decide what is left to do: a pin that was asked for, and the load of what was here and another changed."""
         pending = self._cancel(name)
         if not entry.is_load:
             return
-        pin, identity = followed["pin"], followed["identity"]
-        if pending is not None:
-            pin = pending.pin if pin is None else pin
-            if not pending.is_own:  # what this server has loaded may be older than what another has
-                identity = ""
-        if followed["is_wanted"] or pin is not None:
-            self._loads[name] = Pending(asyncio.create_task(self._load(name, identity, pin)), pin, bool(identity))
+        pin, latest, is_own = followed["pin"], followed["latest"], self._is_own(entry)
+        if pin is None and pending is not None:
+            pin = pending.pin
+        # What this server has loaded may be older than what another has, whose change has come before.
+        known = latest if is_own and (pending is None or pending.known) else ""
+        if pin is not None or (latest and not is_own):
+            self._loads[name] = Pending(asyncio.create_task(self._load(name, known, pin)), pin, known)
 
     def _cancel(self, name: Name) -> Pending | None:
         """Give up a load that a later change of the same adapter has made needless, and return it."""
@@ -95,13 +100,13 @@ class ChangeFollower:
             pending.task.cancel()
         return pending
 
-    async def _load(self, name: Name, identity: str, pin: bool | None) -> None:
+    async def _load(self, name: Name, known: str, pin: bool | None) -> None:
         """Load an adapter unless it is known, which may take long, and then pin it, if no change comes in between."""
         try:
             try:
-                await self._pin(name, identity or await self._server.load(name), pin)
+                await self._pin(name, known or await self._server.load(name), pin)
             except ReplicaError:
-                if not identity:
+                if not known:
                     raise
                 await self._pin(name, await self._server.load(name), pin)  # what was known is gone, as after a restart
         except (ReplicaError, aiohttp.ClientError, TimeoutError) as error:

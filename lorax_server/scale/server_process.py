@@ -125,11 +125,11 @@ class ServerProcess:
             return state
 
     async def follow(
-        self, path: str, body: dict[str, Any], meant: tuple[str, str] | None, is_own: bool
+        self, path: str, body: dict[str, Any], meant: tuple[str, str] | None, forgets: bool
     ) -> dict[str, Any]:
-        """Have the server make a change of names. `meant` is what the name of an unload has stood for; of its own
-        change it has been the one to answer."""
-        change = {"path": path, "body": body, "meant": meant, "is_own": is_own}
+        """Have the server make a change of names. `meant` is what the name of an unload has stood for; a load may
+        forget what its name means there."""
+        change = {"path": path, "body": body, "meant": meant, "forgets": forgets}
         followed: dict[str, Any] = await self._post("/replica/follow", change)
         return followed
 

@@ -48,8 +48,12 @@ def make_app(service: Service, address: str = "") -> FastAPI:
     describe_limits(app, service)
     app.add_middleware(RequestMiddleware, routes=routes, service=service, address=address)
     app.add_middleware(Cors, **vars(service.config.cors))
-    if service.config.replica_key:
-        app.add_middleware(ClientAddress, ingress_key=service.config.ingress_key or "")
+    config = service.config
+    if config.replica_key:
+        server = f"{config.host}:{config.port}"
+        app.add_middleware(
+            ClientAddress, ingress_key=config.ingress_key or "", server=server, use=service.use_signature
+        )
     return app
 
 

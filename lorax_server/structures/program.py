@@ -32,7 +32,7 @@ from lorax_server.structures.matchers import (
     GrammarError,
     Together,
 )
-from lorax_server.structures.slots import Words, write_slots
+from lorax_server.structures.slots import WrittenSlots
 from lorax_server.structures.trials import MAX_PROBLEM, NICENESS, Trier
 from lorax_server.structures.vocabulary import Vocabulary
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
@@ -54,13 +54,15 @@ class Jump(NamedTuple):
 class StructureProgram:
     """One thread reads messages and lets some compute masks, and another one compiles."""
 
-    def __init__(self, connection: Connection, vocabulary: Vocabulary, masks: Words, num_threads: int = 1) -> None:
-        """`masks` are those of all slots; `num_threads` compute them."""
-        self._together = Together(masks, num_threads) if num_threads > 1 else None  # or one by one
+    def __init__(
+        self, connection: Connection, vocabulary: Vocabulary, slots: WrittenSlots, num_threads: int = 1
+    ) -> None:
+        """`num_threads` compute masks."""
+        self._together = Together(slots.masks, num_threads) if num_threads > 1 else None  # or one by one
         self._connection = connection
         self._unread = select.poll()
         self._unread.register(connection.fileno(), select.POLLIN)
-        self._masks = masks
+        self._slots = slots
         self._vocabulary = vocabulary
         self._grammars = CompiledGrammars()
         self._refused: TTLCache[str, str] = TTLCache(MAX_REFUSED, REFUSED_S)
@@ -111,9 +113,10 @@ class StructureProgram:
                     self._begin(message)
                 case wire.Advance(chosen):
                     tokens.update(chosen)
-                case wire.End(request_id):
+                case wire.End(request_id, slot):
                     tokens.pop(request_id, None)
                     self._end(request_id)
+                    self._slots.give_back(slot)
             if not self._unread.poll(0):
                 break
         self._advance(tokens.items())
@@ -159,7 +162,8 @@ class StructureProgram:
             self._send(wire.FailedAnswer(begin.request_id, "the model has no token that ends an answer"))
             return
         ending = Ending(begin.eos, begin.stop_tokens, begin.min_new_tokens)
-        follower = Follower(self._vocabulary, compiled, ending, self._masks, begin.slot, begin.jump_below)
+        self._slots.take(begin.slot)
+        follower = Follower(self._vocabulary, compiled, ending, self._slots.masks, begin.slot, begin.jump_below)
         self._followers[begin.request_id] = follower
         self._send_masks([begin.request_id], {})
 
@@ -325,8 +329,8 @@ def main() -> None:
         except LoraxError as error:
             connection.send_bytes(pickle.dumps(wire.Unusable(str(error))))
             return
-        masks = write_slots(memory, vocabulary.num_words_and_end)
-        StructureProgram(connection, vocabulary, masks, start.num_threads).run()
+        slots = WrittenSlots.open(memory, vocabulary.num_words_and_end)
+        StructureProgram(connection, vocabulary, slots, start.num_threads).run()
 
 
 if __name__ == "__main__":

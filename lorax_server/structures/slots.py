@@ -17,7 +17,8 @@ import numpy.typing as npt
 from lorax_server.errors import BusyError
 
 Words = npt.NDArray[np.int32]  # of a mask: a bit for each token, the first the lowest
-MAX_SLOTS = 2**14  # answers of a vocabulary at once, also those that wait; only slots that were used take memory
+MAX_SLOTS = 2**14  # answers of a vocabulary at once, also those that wait; only slots that are used take memory
+KEPT_SLOTS = 256  # the lowest ones, whose memory stays
 
 
 class MaskSlots:
@@ -54,10 +55,42 @@ class MaskSlots:
         self._masks = None
 
 
-def write_slots(file: int, row_words: int) -> Words:
-    """Return the memory of all slots in the process that writes them: [slots, words]."""
-    os.ftruncate(file, MAX_SLOTS * row_words * 4)
-    return np.frombuffer(mmap.mmap(file, 0), np.int32).reshape(MAX_SLOTS, row_words)
+class WrittenSlots:
+    """The side of the process that writes masks. What many answers at once have used is given back when they end."""
+
+    def __init__(self, masks: Words, memory: mmap.mmap | None = None) -> None:
+        """`masks` are those of all slots, [slots, words], in a `memory` that can be given back, if it can."""
+        self.masks = masks
+        self._memory = memory
+        self._is_used = np.zeros(len(masks), np.bool_)
+
+    @classmethod
+    def open(cls, file: int, row_words: int) -> "WrittenSlots":
+        os.ftruncate(file, MAX_SLOTS * row_words * 4)
+        memory = mmap.mmap(file, 0)
+        masks = np.frombuffer(memory, np.int32).reshape(MAX_SLOTS, row_words)
+        return cls(masks, memory if hasattr(mmap, "MADV_REMOVE") else None)  # only Linux has it
+
+    def take(self, slot: int) -> None:
+        self._is_used[slot] = True
+
+    def give_back(self, slot: int) -> None:
+        """Give back the memory of a slot, in pages, of which the first and the last may be those of others too."""
+        self._is_used[slot] = False
+        if self._memory is None or slot < KEPT_SLOTS:
+            return
+        row, page = self.masks.strides[0], mmap.PAGESIZE
+        first, end = slot * row // page, -(-(slot + 1) * row // page)
+        first += not self._is_free(first)
+        end -= first < end and not self._is_free(end - 1)
+        if first < end:
+            with suppress(OSError):  # a file in place of memory: not all file systems can
+                self._memory.madvise(mmap.MADV_REMOVE, first * page, (end - first) * page)
+
+    def _is_free(self, page: int) -> bool:
+        row, size = self.masks.strides[0], mmap.PAGESIZE
+        slots = slice(page * size // row, -(-(page + 1) * size // row))
+        return slots.start >= KEPT_SLOTS and not self._is_used[slots].any()
 
 
 def _make_file() -> int:

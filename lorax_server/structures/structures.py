@@ -122,7 +122,7 @@ class Structures:
         """Forget a request, in whatever state it is."""
         process = self._of_request.pop(request_id, None)
         if process is not None:
-            process.send(wire.End(request_id))
+            process.send(wire.End(request_id, process.slot_of[request_id]))
             with self._changed:
                 process.slots.give_back(process.slot_of.pop(request_id))
                 process.asked_at.pop(request_id, None)

@@ -25,6 +25,7 @@ class Advance(NamedTuple):
 
 class End(NamedTuple):
     request_id: int
+    slot: int
 
 
 ToProgram = Begin | Advance | End

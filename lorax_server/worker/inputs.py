@@ -12,6 +12,11 @@ from lorax_server.plan import Ints, StepMasks, StepPlan
 from lorax_server.sampling.sampler import RowSampling, TokenMasks
 from lorax_server.types import SamplingParams
 
+# Of torch's allocator on GPUs: what takes up to the first number of bytes shares segments of the second, what takes
+# less than the third shares segments of the last, and all else has a segment of its own, a multiple of the second.
+SMALL_BYTES, SEGMENT_BYTES = 2**20, 2 * 2**20
+LARGE_BYTES, LARGE_SEGMENT_BYTES = 10 * 2**20, 20 * 2**20
+
 
 class SelectedRows(NamedTuple):
     """Some rows of the tables, as steps need them. They serve until one of them is written again."""
@@ -156,6 +161,26 @@ def to_device(column: Ints | npt.NDArray[np.int32], device: torch.device) -> tor
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
+def count_mask_bytes(max_rows: int, vocab_size: int) -> int:
+    """Count the bytes that torch takes of a GPU for `MaskLane`, whose stream shares no memory with others: for the rows
+    and the masks of a step, and for those of the step before, which may not have ended yet."""
+    rows, words = max_rows * torch.int64.itemsize, max_rows * _count_words(vocab_size) * torch.int32.itemsize
+    small, large = 2 * rows, 0
+    if words <= SMALL_BYTES:
+        small += 2 * words
+    else:
+        large = LARGE_SEGMENT_BYTES if words < LARGE_BYTES else 2 * _fill_segment(words)  # the former holds both
+    return _fill_segment(small) + large
+
+
+def _fill_segment(num_bytes: int) -> int:
+    return -(-num_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
+
+
+def _count_words(vocab_size: int) -> int:
+    return -(-vocab_size // 32)
+
+
 class MaskLane:
     """Takes masks to a device, on a GPU beside the forward, which runs meanwhile: only what comes after waits."""
 
@@ -165,7 +190,7 @@ class MaskLane:
 
     def send(self, masks: StepMasks, vocab_size: int) -> TokenMasks:
         """Return masks on the device, as wide as its scores."""
-        words = self._write(masks, -(-vocab_size // 32))
+        words = self._write(masks, _count_words(vocab_size))
         if self._stream is None:
             return TokenMasks(to_device(masks.rows, self._device), words)
         with torch.cuda.stream(self._stream):

@@ -24,8 +24,15 @@ from lorax_server.machine import (
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.graphs import GraphSizes, measure_graphs
-from lorax_server.worker.inputs import RowTables
-from lorax_server.worker.warm_up import CacheShape, count_prompt_blocks, make_believe, run_choice, run_prompts
+from lorax_server.worker.inputs import RowTables, count_mask_bytes
+from lorax_server.worker.warm_up import (
+    CacheShape,
+    allow_all,
+    count_prompt_blocks,
+    make_believe,
+    run_choice,
+    run_prompts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +51,7 @@ class Needs(NamedTuple):
 
     step: int = 0  # the largest step, while it runs
     graphs: int = 0
-    tables: int = 0  # of the rows
+    tables: int = 0  # of the rows, and their masks
 
 
 def find_max_rows(config: EngineConfig, device: torch.device) -> int:
@@ -115,11 +122,13 @@ def measure_needs(
     prompts -= blocks * block_bytes(model, shape.block_size)
     row_bytes = model.lm_head.linear.weight.shape[1] * model.lm_head.linear.weight.dtype.itemsize
     hidden = step_tokens * row_bytes
-    choice = _measure_peak(model, lambda: run_choice(model, max_rows, shape.max_length))
+    masks = allow_all(model, max_rows)
+    choice = _measure_peak(model, lambda: run_choice(model, max_rows, shape.max_length, masks))
     tables = RowTables(max_rows, shape.max_length, shape.block_size, model.device)
     graphs = measure_graphs(model, memory, graph_sizes, tables)
     # Steps take blocks out of the tables, graphs have a place of their own for them and for embedded tokens.
     held = tables.token_ids.nbytes + 3 * tables.blocks.nbytes + max((0, *graph_sizes.mixed)) * row_bytes
+    held += count_mask_bytes(max_rows, model.lm_head.vocab_size)
     return Needs(max(prompts, hidden + choice), graphs, held)
 
 

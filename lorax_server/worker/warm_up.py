@@ -13,6 +13,7 @@ from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.kernels import MAX_RANK, Field, LinearWeights
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
+from lorax_server.sampling.batch import TokenMasks
 from lorax_server.sampling.sampler import History, RowSampling, Sampler
 from lorax_server.sampling.score_ops import select_score_ops
 from lorax_server.types import SamplingParams, StopParams
@@ -125,14 +126,20 @@ def run_decode(
     )
 
 
-def run_choice(model: PagedCausalLM, rows: int, max_length: int) -> None:
-    """Choose tokens as those requests do that need the most memory, and score tokens of a prompt."""
+def allow_all(model: PagedCausalLM, rows: int) -> TokenMasks:
+    """Make masks for so many rows, which change nothing."""
+    words = torch.full((rows, -(-model.lm_head.vocab_size // 32)), -1, dtype=torch.int32, device=model.device)
+    return TokenMasks(torch.arange(rows, device=model.device), words)
+
+
+def run_choice(model: PagedCausalLM, rows: int, max_length: int, masks: TokenMasks) -> None:
+    """Choose tokens as those requests do that need the most memory, under masks, and score tokens of a prompt."""
     device, head = model.device, model.lm_head
     logits = head.linear.plain.new_zeros(rows, head.vocab_size)
     sampling = RowSampling.of(MOST_DEMANDING, StopParams())
     lengths = torch.ones(rows, dtype=torch.int64, device=device)
     history = History(lengths, lengths, torch.zeros(rows, max_length, dtype=torch.int64, device=device))
-    Sampler([sampling] * rows, head.vocab_size, device, select_score_ops(model.ops))(logits, history)
+    Sampler([sampling] * rows, head.vocab_size, device, select_score_ops(model.ops))(logits, history, masks)
     del history
     logits = head.linear.plain.new_zeros(SCORED_TOKENS, head.vocab_size)
     logits.float().log_softmax(-1).topk(min(MOST_DEMANDING.num_alternatives, head.vocab_size), dim=-1)

@@ -19,11 +19,11 @@ class AbsentServer:
     def __init__(self) -> None:
         self.is_there, self.meant = True, list[Name | None]()
 
-    async def follow(self, _path: str, _body: dict[str, Any], meant: Name | None, _is_own: bool) -> dict[str, Any]:
+    async def follow(self, _path: str, _body: dict[str, Any], meant: Name | None, _forgets: bool) -> dict[str, Any]:
         if not self.is_there:
             raise UnavailableServerError("it does not answer")
         self.meant.append(meant)
-        return {"source": "local", "name": "json", "is_wanted": False, "pin": None, "identity": ""}
+        return {"source": "local", "name": "json", "pin": None, "latest": ""}
 
 
 def test_a_change_that_is_not_made_is_not_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,21 +48,22 @@ def test_a_change_that_is_not_made_is_not_confirmed(monkeypatch: pytest.MonkeyPa
 
 
 class LoadingServer:
-    """Loads when it is told to. It knows the versions of an adapter that it has loaded."""
+    """Loads when it is told to. It knows the versions of an adapter that it has loaded, and remembers the last one."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: set[str], latest: str) -> None:
         self.may_load, self.num_loads = asyncio.Event(), 0
-        self.known, self.pinned = set[str](), dict[str, bool]()
+        self.known, self.latest, self.pinned = known, latest, dict[str, bool]()
+        self.forgets = list[bool]()
 
-    async def follow(self, _path: str, body: dict[str, Any], _meant: Name | None, is_own: bool) -> dict[str, Any]:
-        pin, identity = body.get("pin"), "own" if is_own else ""
-        return {"source": "local", "name": "json", "is_wanted": pin is not None, "pin": pin, "identity": identity}
+    async def follow(self, _path: str, body: dict[str, Any], _meant: Name | None, forgets: bool) -> dict[str, Any]:
+        self.forgets.append(forgets)
+        return {"source": "local", "name": "json", "pin": body.get("pin"), "latest": self.latest}
 
     async def load(self, _name: Name) -> str:
         self.num_loads += 1
         await self.may_load.wait()
-        self.known.add("latest")
-        return "latest"
+        self.known.add("found")
+        return "found"
 
     async def pin(self, _name: Name, identity: str, pin: bool) -> None:
         if identity not in self.known:
@@ -75,27 +76,33 @@ def load(version: int, answered_by: str = "", **body: Any) -> Entry:
 
 
 @pytest.mark.parametrize(
-    ("changes", "known", "pinned", "num_loads"),
+    ("changes", "known", "latest", "pinned", "num_loads"),
     [
-        ([load(1, pin=True)], [], {"latest": True}, 1),
-        ([load(1, "one", pin=True)], ["own"], {"own": True}, 0),
+        ([load(1, pin=True)], [], "", {"found": True}, 1),
+        ([load(1, "one", pin=True)], ["own"], "own", {"own": True}, 0),
+        ([load(1, "one", pin=False)], ["own"], "own", {"own": False}, 0),
+        # What nobody has asked for here is left to the first request; what was here is loaded again.
+        ([load(1)], [], "", {}, 0),
+        ([load(1)], ["old"], "old", {}, 1),
+        ([load(1, "one")], ["own"], "own", {}, 0),
+        ([load(1), load(2, "one")], ["own"], "own", {}, 1),
         # A change without a pin leaves that of a load under way.
-        ([load(1, pin=True), load(2, name="mine")], [], {"latest": True}, 2),
-        ([load(1, pin=True), load(2, "one", name="mine")], ["own"], {"latest": True}, 2),
-        ([load(1, pin=True), load(2, pin=False)], [], {"latest": False}, 2),
+        ([load(1, pin=True), load(2, name="mine")], [], "", {"found": True}, 2),
+        ([load(1, pin=True), load(2, "one", name="mine")], ["own"], "own", {"found": True}, 2),
+        ([load(1, pin=True), load(2, pin=False)], [], "", {"found": False}, 2),
         # What this server has loaded may be older than what another has loaded before, in the order of all.
-        ([load(1, pin=True), load(2, "one", pin=True)], ["own"], {"latest": True}, 2),
-        # The engine has forgotten what it had loaded.
-        ([load(1, "one", pin=True)], [], {"latest": True}, 1),
-        ([load(1, pin=True), Entry(2, UNLOAD, {"adapter_id": "json"})], [], {}, 1),
+        ([load(1, pin=True), load(2, "one", pin=True)], ["own"], "own", {"found": True}, 2),
+        # The engine has forgotten what it had loaded, and so has the server.
+        ([load(1, "one", pin=True)], [], "own", {"found": True}, 1),
+        ([load(1, "one", pin=True)], [], "", {"found": True}, 1),
+        ([load(1, pin=True), Entry(2, UNLOAD, {"adapter_id": "json"})], [], "", {}, 1),
     ],
 )
 def test_changes_while_a_load_is_under_way(
-    changes: list[Entry], known: list[str], pinned: dict[str, bool], num_loads: int
+    changes: list[Entry], known: list[str], latest: str, pinned: dict[str, bool], num_loads: int
 ) -> None:
     async def run() -> None:
-        server: Any = LoadingServer()
-        server.known = set(known)
+        server: Any = LoadingServer(set(known), latest)
         follower = ChangeFollower(server, "one")
         for change in changes:
             await follower.make(change)
@@ -104,6 +111,7 @@ def test_changes_while_a_load_is_under_way(
         await asyncio.gather(*(pending.task for pending in follower._loads.values()))
         assert server.pinned == pinned
         assert server.num_loads == num_loads
+        assert server.forgets == [change.answered_by != "one" for change in changes]
         assert not follower._loads
 
     asyncio.run(run())
@@ -113,8 +121,7 @@ def test_two_own_changes_in_a_row_do_not_resolve_again() -> None:
     """They may come before the first one's pin: only the admin's requests had the token."""
 
     async def run() -> None:
-        server: Any = LoadingServer()
-        server.known = {"own"}
+        server: Any = LoadingServer({"own"}, "own")
         follower = ChangeFollower(server, "one")
         for change in (load(1, "one", pin=True), load(2, "one", name="mine")):
             await follower.make(change)

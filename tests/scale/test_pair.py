@@ -192,24 +192,28 @@ def test_many_changers_at_once_leave_all_replicas_alike(pair: Pair) -> None:
 
 
 def test_the_server_that_has_loaded_an_adapter_does_not_resolve_it_again(pair: Pair) -> None:
-    """It had the token for that request only. The order of changes decides about the pin all the same."""
-    port = pair.ports[1]
+    """It had the token for that request only. Its own changes decide about the pin all the same; another's cannot."""
+    port, of_first = pair.ports[1], f"Bearer {HUB_TOKEN}"
     load = hub_load("private", name="mine", pin=True)
+    changes = [  # the pin, the server that has answered, the pins then, and the tokens that the hub was shown
+        (False, "second", [False, False], {of_first}),
+        (True, "first", [True, False], {None}),
+        (True, "second", [True, True], {of_first}),
+    ]
 
     async def run() -> None:
         async with following(pair) as (registry, followers):
             await change(port, LOAD, {**load, "api_token": HUB_TOKEN})
-            for pin, answered_by in ((False, "first"), (True, "second")):
+            for pin, answered_by, pinned, shown in changes:
                 pair.hub.seen.clear()
                 assert await registry.record(LOAD, {**load, "pin": pin}, answered_by) == []
                 for follower in followers:
                     await asyncio.gather(*(pending.task for pending in follower._loads.values()))
+                assert [listed(each)["mine"]["pinned"] for each in pair.ports] == pinned
+                assert {request.headers.get("authorization") for request in pair.hub.seen} == shown
 
     asyncio.run(run())
-    assert [listed(each)["mine"]["pinned"] for each in pair.ports] == [True, True]
-    asked = [request.headers.get("authorization") for request in pair.hub.seen]
     send(port, "POST", UNLOAD, {"adapter_id": "mine"})
-    assert set(asked) <= {f"Bearer {HUB_TOKEN}"}  # the first one's own
 
 
 # --- What cannot be done ----------------------------------------------------------------------------------------------
@@ -315,11 +319,14 @@ def test_limits_of_a_key_hold_at_each_replica(pair: Pair) -> None:
 def test_only_the_ingress_tells_a_server_who_its_client_is(pair: Pair) -> None:
     """The audit log has the address of a client whose key is refused."""
     server = pair.servers[1]
-    proven = sign_client(INGRESS_KEY, "GET", "/v1/adapters", "9.9.9.9", time.time())
-    of_another = sign_client("x", "GET", "/v1/adapters", "9.9.9.9", time.time())
-    for claimed in (["9.9.9.9"], [of_another], [f"{INGRESS_KEY} 9.9.9.9"], [proven, proven]):
+    address = f"{server.host}:{server.port}"
+    proven = sign_client(INGRESS_KEY, address, "GET", "/v1/adapters", "9.9.9.9", time.time())
+    of_another = sign_client("x", address, "GET", "/v1/adapters", "9.9.9.9", time.time())
+    elsewhere = sign_client(INGRESS_KEY, "127.0.0.1:1", "GET", "/v1/adapters", "9.9.9.9", time.time())
+    for claimed in (["9.9.9.9"], [of_another], [elsewhere], [f"{INGRESS_KEY} 9.9.9.9"], [proven, proven]):
         assert refused_address(server, claimed) == "127.0.0.1"
     assert refused_address(server, [proven]) == "9.9.9.9"
+    assert refused_address(server, [proven]) == "127.0.0.1"  # what was overheard, and is sent again
     assert asyncio.run(ask(pair, named("sql"), key="wrong")) == 401
     assert last_address(server) == CLIENT
 

@@ -19,7 +19,7 @@ from lorax_server.structures.grammars import from_grammar, from_json_schema, fro
 from lorax_server.structures.matchers import PROVEN, Compiled, Ending, GrammarError, Together
 from lorax_server.structures.matchers import Follower as MaskFollower
 from lorax_server.structures.program import StructureProgram
-from lorax_server.structures.slots import Words
+from lorax_server.structures.slots import Words, WrittenSlots
 from lorax_server.structures.structures import Structures
 from lorax_server.structures.vocabulary import Vocabulary
 from lorax_server.text.tokenizer import load_tokenizer
@@ -154,7 +154,7 @@ def test_what_comes_after_the_end_of_an_answer_is_dropped(follower: Follower) ->
 
 
 def make_program(connection: Connection, vocabulary: Vocabulary, num_threads: int = 1) -> StructureProgram:
-    return StructureProgram(connection, vocabulary, vocabulary.make_masks(64), num_threads)
+    return StructureProgram(connection, vocabulary, WrittenSlots(vocabulary.make_masks(64)), num_threads)
 
 
 def test_a_grammar_that_nobody_waits_for_is_not_tried(follower: Follower) -> None:

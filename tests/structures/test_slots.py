@@ -1,6 +1,7 @@
 """The memory that the engine shares with the processes that follow structures, and the messages about it."""
 
 import gc
+import mmap
 import os
 import pickle
 import signal
@@ -17,7 +18,7 @@ from lorax_server.structures.grammars import from_json_schema, from_regex
 from lorax_server.structures.matchers import Compiled, Ending
 from lorax_server.structures.matchers import Follower as Matcher
 from lorax_server.structures.program import StructureProgram
-from lorax_server.structures.slots import MaskSlots, write_slots
+from lorax_server.structures.slots import KEPT_SLOTS, MaskSlots, WrittenSlots
 from lorax_server.structures.structures import MAX_THREADS, Structures, find_num_threads
 from lorax_server.structures.vocabulary import Vocabulary
 from lorax_server.text.tokenizer import load_tokenizer
@@ -69,7 +70,7 @@ def begin(follower: Follower) -> int:
 
 def test_a_mask_is_read_where_it_was_written() -> None:
     slots = MaskSlots()
-    written = write_slots(slots.file, 4)
+    written = WrittenSlots.open(slots.file, 4).masks
     slots.open(3)
     written[7] = 1, -1, 2**31 - 1, 9
     read = slots.read(7)
@@ -110,6 +111,46 @@ def test_slots_are_free_again_when_answers_end(follower: Follower) -> None:
     assert not process.slot_of
 
 
+def count_bytes(file: int) -> int:
+    """Count the bytes of memory that a file without a name takes."""
+    return os.fstat(file).st_blocks * 512
+
+
+@pytest.mark.parametrize("row_words", [10, 1023, 1024, 4009], ids=["many in a page", "less", "a page", "four pages"])
+def test_memory_of_many_answers_is_given_back_when_they_end(row_words: int) -> None:
+    """What others use stays as it is, and so does what few answers need again and again."""
+    slots, random = MaskSlots(), np.random.default_rng(0)
+    written = WrittenSlots.open(slots.file, row_words)
+    count, kept = KEPT_SLOTS + 500, {17, KEPT_SLOTS, KEPT_SLOTS + 100, KEPT_SLOTS + 499}
+    for turn in range(2):
+        for slot in range(count):
+            if not turn or slot not in kept:
+                written.take(slot)
+                written.masks[slot] = slot + 1
+        assert count_bytes(slots.file) >= count * row_words * 4
+        for slot in random.permutation(count).tolist():
+            if slot not in kept:
+                written.give_back(slot)
+        pages = -(-row_words * 4 // mmap.PAGESIZE) + 1  # of a slot, at most
+        most = -(-KEPT_SLOTS * row_words * 4 // mmap.PAGESIZE) + 3 * pages
+        assert count_bytes(slots.file) <= most * mmap.PAGESIZE
+        assert all((written.masks[slot] == slot + 1).all() for slot in (*kept, *range(KEPT_SLOTS)))
+    slots.close()
+
+
+def test_a_process_gives_back_the_memory_of_answers_that_have_ended(follower: Follower) -> None:
+    structures, count = follower.structures, 3 * KEPT_SLOTS
+    answers = [begin(follower) for _ in range(count)]
+    (process,) = structures._processes.values()
+    in_use, row_bytes = count_bytes(process.slots.file), structures.gather(answers[:1], 60.0)[answers[0]].words.nbytes
+    assert in_use >= count * row_bytes
+    for request_id in answers[:-1]:
+        structures.end(request_id)
+    wait_for(lambda: count_bytes(process.slots.file) <= KEPT_SLOTS * row_bytes + 4 * mmap.PAGESIZE, "it is given back")
+    assert follower.advance(answers[-1], np.random.default_rng(0))
+    structures.end(answers[-1])
+
+
 def test_an_ended_process_leaves_no_memory_and_the_next_has_its_own(follower: Follower) -> None:
     structures, random = follower.structures, np.random.default_rng(0)
     ended = begin(follower)
@@ -136,7 +177,7 @@ def test_nobody_waits_for_a_process_that_does_not_read(follower: Follower) -> No
     (process,) = structures._processes.values()
     process._process.send_signal(signal.SIGSTOP)
     for number in range(20_000):
-        process.send(wire.End(10**6 + number))
+        process.send(wire.End(10**6 + number, 0))
     assert process._num_unsent > 0
     structures.advance(
         [(request_id, choose(structures.gather([request_id], 60.0)[request_id].words, np.random.default_rng(0)))]
@@ -149,7 +190,7 @@ def test_nobody_waits_for_a_process_that_does_not_read(follower: Follower) -> No
 
 def test_tokens_of_several_messages_are_taken_together(vocabulary: Vocabulary) -> None:
     random, (ours, theirs) = np.random.default_rng(0), Pipe()
-    program = StructureProgram(theirs, vocabulary, vocabulary.make_masks(3))
+    program = StructureProgram(theirs, vocabulary, WrittenSlots(vocabulary.make_masks(3)))
     program._grammars[LETTERS.grammar] = Compiled.of(vocabulary, LETTERS.grammar)
     for request_id in range(3):
         program._begin(wire.Begin(request_id, request_id, LETTERS.grammar, (EOS_ID,), (), 0))
@@ -157,7 +198,7 @@ def test_tokens_of_several_messages_are_taken_together(vocabulary: Vocabulary) -
     for request_id in range(3):
         token_id = choose(program._followers[request_id].words, random)
         ours.send_bytes(pickle.dumps(wire.Advance([(request_id, token_id)])))
-    ours.send_bytes(pickle.dumps(wire.End(1)))
+    ours.send_bytes(pickle.dumps(wire.End(1, 1)))
     program._read()
     masks = pickle.loads(ours.recv_bytes())
     assert masks.request_ids == [0, 2]

@@ -38,11 +38,21 @@ from lorax_server.plan import (
     StepResult,
     Unload,
 )
+from lorax_server.sampling.batch import TokenMasks
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.worker import executor, memory
 from lorax_server.worker import worker as worker_module
+from lorax_server.worker.graphs import GraphSizes
+from lorax_server.worker.inputs import RowTables, count_mask_bytes
 from lorax_server.worker.memory import block_bytes, count_blocks, model_bytes
-from lorax_server.worker.warm_up import CacheShape, count_prompt_blocks, run_choice, run_decode, run_prompts
+from lorax_server.worker.warm_up import (
+    CacheShape,
+    allow_all,
+    count_prompt_blocks,
+    run_choice,
+    run_decode,
+    run_prompts,
+)
 from lorax_server.worker.worker import Worker, build_worker, is_paged, paged_worker, uses_graphs
 from tests.builders import needs_onednn
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
@@ -497,8 +507,60 @@ def test_a_start_without_enough_memory_is_refused_with_the_numbers(monkeypatch: 
         capabilities()
 
 
-def test_choosing_takes_the_memory_of_the_most_demanding_requests() -> None:
-    run_choice(make_paged("llama-gqa", CPU), 3, 128)
+def test_choosing_takes_the_memory_of_the_most_demanding_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them under masks, which are applied to all scores."""
+    model, applied = make_paged("llama-gqa", CPU), list[tuple[int, ...]]()
+    allowed = TokenMasks.allowed
+
+    def note(self: TokenMasks, vocab_size: int) -> torch.Tensor:
+        flags = allowed(self, vocab_size)
+        assert flags.all()
+        applied.append(tuple(flags.shape))
+        return flags
+
+    monkeypatch.setattr(TokenMasks, "allowed", note)
+    run_choice(model, 3, 128, allow_all(model, 3))
+    assert applied == [(3, model.lm_head.vocab_size)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "num_mib"),
+    [
+        (1, 32, 2),
+        (64, 128_256, 2),
+        (65, 129_024, 4),
+        (67, 128_256, 2 + 20),
+        (256, 128_256, 2 + 20),
+        (64, 262_144, 2 + 20),
+        (512, 262_144, 2 + 32),
+    ],
+)
+def test_masks_take_segments_of_their_own_on_a_gpu(rows: int, vocab_size: int, num_mib: int) -> None:
+    """Two steps are under way: of 64 rows and 128,256 tokens a mask takes 1,002 KiB, of 512 and 262,144 16 MiB."""
+    assert count_mask_bytes(rows, vocab_size) == num_mib * 2**20
+
+
+def test_memory_for_masks_is_among_what_steps_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = make_paged("llama-gqa", CPU)
+    sizes, shape, measured = GraphSizes(), CacheShape(16, 4), list[Any]()
+    masks = allow_all(model, 7)
+    tables = RowTables(7, 16, 4, CPU)
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    monkeypatch.setattr(memory, "allow_all", lambda _, rows: masks if rows == 7 else None)
+    monkeypatch.setattr(memory, "RowTables", lambda *_: tables)
+    monkeypatch.setattr(memory, "measure_graphs", lambda *_: 3)
+    monkeypatch.setattr(memory, "run_prompts", lambda *_: None)
+    monkeypatch.setattr(memory, "run_choice", lambda *arguments: measured.append(arguments))
+
+    def measure(_: Any, run: Any) -> int:
+        run()
+        return 10**6
+
+    monkeypatch.setattr(memory, "_measure_peak", measure)
+    needs = memory.measure_needs(model, None, sizes, 7, 16, shape)
+    assert measured == [(model, 7, 16, masks)]
+    of_rows = tables.token_ids.nbytes + 3 * tables.blocks.nbytes
+    assert needs.tables == of_rows + count_mask_bytes(7, model.lm_head.vocab_size)
 
 
 def test_prompts_take_blocks_of_the_cache() -> None:

@@ -85,7 +85,7 @@ class Upstream:
             async with self._client().request(
                 received.method,
                 url,
-                headers=_forwarded(received, url.raw_path_qs, self._key),
+                headers=_forwarded(received, address, url.raw_path_qs, self._key),
                 data=received.body or None,
                 skip_auto_headers=AUTOMATIC,
                 allow_redirects=False,
@@ -125,10 +125,10 @@ def _url(address: str, received: Received) -> URL:
     return URL(f"http://{address}{received.path}{query}", encoded=True)
 
 
-def _forwarded(received: Received, target: str, key: str) -> CIMultiDict[str]:
+def _forwarded(received: Received, server: str, target: str, key: str) -> CIMultiDict[str]:
     """Return the headers as the client sent them, with its address, which the server cannot see, signed."""
     dropped = HOP_BY_HOP | {b"content-length", CLIENT_HEADER.encode()}
     kept: Iterable[tuple[bytes, bytes]] = (pair for pair in received.headers if pair[0].lower() not in dropped)
     headers = CIMultiDict((name.decode("latin-1"), value.decode("latin-1")) for name, value in kept)
-    headers[CLIENT_HEADER] = sign_client(key, received.method, target, received.client, time.time())
+    headers[CLIENT_HEADER] = sign_client(key, server, received.method, target, received.client, time.time())
     return headers

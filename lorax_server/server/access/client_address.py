@@ -2,40 +2,53 @@
 
 Callers without a key are told apart by their addresses. Whoever reaches a replica's port can send the header, so that
 it counts only with a signature (HMAC-SHA256) by the key that ingress and replicas share. The key itself never travels.
-The signature is good for one method and one target, and for a few minutes, so that what is overheard is of little use.
+The signature is good for one request of one method and one target at one server, within a minute, so that what is
+overheard is of no use.
 """
 
-import hashlib
 import hmac
 import logging
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lorax_server.errors import LoraxError
+from lorax_server.server.access.used_signatures import GOOD_S
+
 logger = logging.getLogger(__name__)
 
-CLIENT_HEADER = "x-lorax-client"  # seconds since 1970, the signature, and the address
-GOOD_S = 300  # of a signature, before and after its time: the clocks of machines differ
-WARN_S = 60.0  # between warnings of clocks that differ more
+CLIENT_HEADER = "x-lorax-client"  # seconds since 1970, a number for one use, the signature, and the address
+NUMBER_BYTES = 8
+WARN_S = 60.0  # between warnings: requests that are sent again and again must not fill the log
 
 
-def sign_client(key: str, method: str, target: str, address: str, now: float) -> str:
-    """Return the header of a request for a path with its query, from a client's address."""
-    seconds = int(now)
-    return f"{seconds} {_sign(key.encode(), seconds, method, target.encode(), address.encode())} {address}"
+def sign_client(key: str, server: str, method: str, target: str, address: str, now: float) -> str:
+    """Return the header of a request to a server, for a path with its query, from a client's address."""
+    seconds, number = str(int(now)), secrets.token_hex(NUMBER_BYTES)
+    parts = (seconds, number, server, method, target, address)
+    return f"{seconds} {number} {_sign(key.encode(), *(part.encode() for part in parts)).hex()} {address}"
 
 
-def _sign(key: bytes, seconds: int, method: str, target: bytes, address: bytes) -> str:
-    signed = b"\n".join((str(seconds).encode(), method.encode(), target, address))
-    return hmac.new(key, signed, hashlib.sha256).hexdigest()
+def _sign(key: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, b"\n".join(parts), "sha256")
 
 
 class ClientAddress:
     """Takes the client's address from the ingress. The header goes no further in any case."""
 
-    def __init__(self, app: ASGIApp, ingress_key: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        ingress_key: str,
+        server: str,
+        use: Callable[[bytes], Awaitable[None]],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Make the check of a server, by the address at which the ingress calls it; `use` refuses what was used."""
         self._app, self._key, self._clock = app, ingress_key.encode(), clock
+        self._server, self._use = server.encode(), use
         self._warned_at = -WARN_S
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,28 +56,39 @@ class ClientAddress:
             name = CLIENT_HEADER.encode()
             sent = [value for key, value in scope["headers"] if key == name]
             scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != name]}
-            address = self._read(scope, sent[0]) if len(sent) == 1 and self._key else b""
+            address = await self._read(scope, sent[0]) if len(sent) == 1 and self._key else b""
             if address:
                 scope["client"] = (address.decode("latin-1"), 0)
         await self._app(scope, receive, send)
 
-    def _read(self, scope: Scope, header: bytes) -> bytes:
-        """Return the address that a header gives, if its signature is good."""
-        seconds, _, rest = header.partition(b" ")
-        signature, _, address = rest.partition(b" ")
-        if not (seconds.isdigit() and len(seconds) < 20 and address):
-            return b""
+    async def _read(self, scope: Scope, header: bytes) -> bytes:
+        """Return the address that a header gives, if its signature is good and was not used before."""
+        seconds, number, signature, address = (*header.split(b" ", 3), b"", b"", b"")[:4]
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
-        expected = _sign(self._key, int(seconds), scope["method"], target, address)
-        if not hmac.compare_digest(expected.encode(), signature):
+        expected = _sign(self._key, seconds, number, self._server, scope["method"].encode(), target, address)
+        if not (address and hmac.compare_digest(expected.hex().encode(), signature)):
             return b""
+        if not self._is_recent(int(seconds)):
+            return b""
+        try:
+            await self._use(expected)
+        except LoraxError as error:
+            self._warn(f"{error}, so that the client is taken for the one who has sent it")
+            return b""
+        return address
+
+    def _is_recent(self, seconds: int) -> bool:
+        apart = seconds - int(self._clock())
+        if abs(apart) <= GOOD_S:
+            return True
+        self._warn(
+            f"a request was signed by the ingress {apart} s from now, so that its client is taken for the ingress: set "
+            "the clocks of both machines"
+        )
+        return False
+
+    def _warn(self, message: str) -> None:
         now = self._clock()
-        if abs(now - int(seconds)) <= GOOD_S:
-            return address
         if now - self._warned_at >= WARN_S:
             self._warned_at = now
-            logger.warning(
-                "a request was signed by the ingress %d s from now, so that its client is taken for the ingress: set "
-                "the clocks of both machines", int(seconds) - int(now)
-            )  # fmt: skip
-        return b""
+            logger.warning("%s", message)

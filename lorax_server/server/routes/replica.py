@@ -36,7 +36,7 @@ class FollowRequest(BaseModel):
     path: str
     body: dict[str, Any]
     meant: tuple[str, str] | None = None  # what the name of an unload has stood for, if it may be gone here
-    is_own: bool = False  # this server has answered the admin's request
+    forgets: bool = True  # what the name of a load means here, so that the next request resolves it anew
 
 
 class PlacedAdapter(BaseModel):
@@ -54,13 +54,12 @@ class PinRequest(PlacedAdapter):
 
 
 class Followed(NamedTuple):
-    """A change that was made here: the adapter that it was about, and what is left to do for it."""
+    """A change that was made here, and the adapter that it was about: what is left to do, the replica decides."""
 
     source: str
     name: str
-    is_wanted: bool  # it has to be loaded
-    pin: bool | None  # and then to be pinned or unpinned
-    identity: str = ""  # of an adapter that is known, and need not be resolved
+    pin: bool | None = None  # what was asked for
+    latest: str = ""  # the identity that the name has meant here last
 
 
 def make_router(service: Service) -> APIRouter:
@@ -80,8 +79,7 @@ def make_router(service: Service) -> APIRouter:
 
     @router.post("/replica/follow")
     async def follow(http: Request, body: FollowRequest) -> Response:
-        """Make a change of names, at once. The adapter is loaded by another request: the next one for a name that is
-        forgotten here resolves it anew."""
+        """Make a change of names, at once. The adapter is loaded by another request."""
         return _json((await follow_change(service, check(http), body))._asdict())
 
     @router.post("/replica/load")
@@ -159,20 +157,16 @@ async def follow_change(service: Service, key: Key, change: FollowRequest) -> Fo
             return await _unload(service, key, VllmUnloadRequest.model_validate(body).lora_name, None, change.meant)
         case _:
             raise InputError(f"there is nothing to follow at {change.path[:64]!r}")
-    return await _load(service, choice, alias, pin, change.is_own)
+    return await _load(service, choice, alias, pin, change.forgets)
 
 
-async def _load(service: Service, choice: Choice, alias: str | None, pin: bool | None, is_own: bool) -> Followed:
-    """Learn a name, and forget what it has meant. After its own load, which has resolved it, a server only takes name
-    and pin again, since a change before it in the order of all may have come in between."""
+async def _load(service: Service, choice: Choice, alias: str | None, pin: bool | None, forgets: bool) -> Followed:
     (name,) = choice.names
     if alias:
         await service.change(NameAdded(alias, *name))
-    latest = service.seen.latest(name)
-    if is_own and latest:
-        return Followed(*name, pin is not None, pin, latest)
-    await service.engine.forget(*name)
-    return Followed(*name, bool(pin or latest), pin)
+    if forgets:
+        await service.engine.forget(*name)
+    return Followed(*name, pin, service.seen.latest(name))
 
 
 async def _unload(
@@ -187,4 +181,4 @@ async def _unload(
             await unload_adapter(service, key, label, at)
         except LoraxError as error:  # it may be here by another name, or not at all
             logger.info("adapter %r was unloaded; here: %s", label[:64], error)
-    return Followed(*name, False, None)
+    return Followed(*name)

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lorax_server.config import ServerConfig
-from lorax_server.errors import InputError, NotSupportedError
+from lorax_server.errors import NotSupportedError
 from lorax_server.server.tools.offer import ToolOffer
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.text.tools import thoughts
 from lorax_server.text.tools.formats import FORMATS, choose_format, renders_tools
-from lorax_server.text.tools.grammar import Marks, Thought, ToolFormat, write_optional, write_required
+from lorax_server.text.tools.grammar import Marks, Thought, ToolFormat, check_size, write_optional, write_required
 from lorax_server.text.tools.parser import ParsedEvent, TextPiece, ThoughtPiece, ToolParser, ToolSet
 from lorax_server.text.tools.thoughts import Part, ThoughtSplitter
 from lorax_server.types import Structure
 
-MAX_GRAMMAR = 2**18  # characters
 ID_CHARACTERS = string.ascii_letters + string.digits
 
 
@@ -50,11 +49,7 @@ class AnswerPlan:
         thought = self._thought(prompt)
         free = {} if offer.is_required or text is None else {"text": text.grammar}
         grammar = write(form, offer.functions, offer.is_parallel, marks, thought, **free)
-        if len(grammar) > MAX_GRAMMAR:
-            raise InputError(
-                f"`tools`: the schemas of all functions make a grammar of {len(grammar)} characters, "
-                f"of {MAX_GRAMMAR} at most; offer fewer, or smaller ones"
-            )
+        check_size(len(grammar))
         return Structure(grammar)
 
     def _thought(self, prompt: str) -> Thought | None:

@@ -16,6 +16,7 @@ OPTIONS = "x-guidance"  # a keyword of llguidance's own
 # A new line and its indentation, or a blank or two. Without a limit, a model can fill all of its answer with blanks.
 WHITESPACE = r"\r?\n[ \t]{0,32}|[ \t]{1,2}"
 
+MAX_GRAMMAR = 2**18  # characters
 DEFINITIONS = ("$defs", "definitions")
 KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITIONS, OPTIONS})
 ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
@@ -185,6 +186,15 @@ def check_keywords(call: CallGrammar) -> None:
         raise InputError(
             f"`tools`: `parameters` of {call.name!r} has `{unknown[0]}`, which cannot be enforced in the form that "
             "this model writes calls in; leave it out, or let the function not be `strict`"
+        )
+
+
+def check_size(num_characters: int) -> None:
+    """Refuse a grammar that is too large. One that grows faster than its schemas is checked while it is written."""
+    if num_characters > MAX_GRAMMAR:
+        raise InputError(
+            f"`tools`: the schemas of all functions make a grammar of {num_characters} characters or more, "
+            f"of {MAX_GRAMMAR} at most; offer fewer, or smaller ones"
         )
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, NamedTuple
@@ -30,39 +30,69 @@ class Seen:
     num_parts: int = 0
 
 
-def find_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Find the types of JSON that a schema may allow, whole numbers among the numbers; all of them if it names none.
+class TypeFinder:
+    """Finds the types of JSON that parts of one schema allow. It remembers what it has found: many parameters may
+    share a part that is large."""
 
-    A part behind many others counts as one of all types.
-    """
-    return _find(schema, root, Seen(), 0) or ALL_TYPES
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self.root = root
+        self._found: dict[int, tuple[Any, Any]] = {}  # by a part's id, which is its own while the part is kept here
+
+    def find(self, schema: Any) -> frozenset[str]:
+        """Find the types that a part may allow, whole numbers among the numbers; all of them if it names none.
+
+        A part behind many others counts as one of all types.
+        """
+        for _ in range(MAX_DEPTH):
+            if not isinstance(schema, Mapping) or schema.keys() - ANNOTATIONS != {"$ref"}:
+                break
+            schema = resolve(schema["$ref"], self.root)
+        types: frozenset[str] = self._remember(schema, lambda: self._find(schema, Seen(), 0) or ALL_TYPES)
+        return types
+
+    def find_text(self, parts: list[Any]) -> Any:
+        """Find the only one of several parts that allows texts; None if there is none, or more than one."""
+
+        def find() -> Any:
+            texts = [part for part in parts if "string" in self.find(part)]
+            return texts[0] if len(texts) == 1 else None
+
+        return self._remember(parts, find)
+
+    def _remember(self, part: Any, find: Callable[[], Any]) -> Any:
+        if id(part) not in self._found:
+            self._found[id(part)] = part, find()
+        return self._found[id(part)][1]
+
+    def _find(self, schema: Any, seen: Seen, depth: int) -> frozenset[str]:
+        """Find the types; none for a reference that was `seen` before, of which more cannot be learnt."""
+        seen.num_parts += 1
+        if not isinstance(schema, Mapping) or depth > MAX_DEPTH or seen.num_parts > MAX_PARTS:
+            return ALL_TYPES
+        types = ALL_TYPES
+        if isinstance(reference := schema.get("$ref"), str):
+            if reference in seen.references:
+                return frozenset()
+            seen.references.add(reference)
+            types &= self._find(resolve(reference, self.root), seen, depth + 1)
+        if (named := schema.get("type")) is not None:
+            names = named if isinstance(named, list) else [named]
+            types &= {"number" if name == "integer" else name for name in names if isinstance(name, str)}
+        if "const" in schema:
+            types &= {_type_of(schema["const"])}
+        if isinstance(values := schema.get("enum"), list):
+            types &= self._remember(values, lambda: _types_of(values))
+        for word in ("anyOf", "oneOf"):
+            if isinstance(parts := schema.get(word), list):
+                types &= frozenset().union(*(self._find(part, seen, depth + 1) for part in parts[:MAX_PARTS]))
+        if isinstance(parts := schema.get("allOf"), list):
+            for part in parts[:MAX_PARTS]:
+                types &= self._find(part, seen, depth + 1) or ALL_TYPES
+        return types
 
 
-def _find(schema: Any, root: Mapping[str, Any], seen: Seen, depth: int) -> frozenset[str]:
-    """Find the types; none for a reference that was `seen` before, of which more cannot be learnt."""
-    seen.num_parts += 1
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH or seen.num_parts > MAX_PARTS:
-        return ALL_TYPES
-    types = ALL_TYPES
-    if isinstance(reference := schema.get("$ref"), str):
-        if reference in seen.references:
-            return frozenset()
-        seen.references.add(reference)
-        types &= _find(resolve(reference, root), root, seen, depth + 1)
-    if (named := schema.get("type")) is not None:
-        names = named if isinstance(named, list) else [named]
-        types &= {"number" if name == "integer" else name for name in names if isinstance(name, str)}
-    if "const" in schema:
-        types &= {_type_of(schema["const"])}
-    if isinstance(values := schema.get("enum"), list):
-        types &= set(map(_type_of, {type(value): value for value in values}.values()))
-    for word in ("anyOf", "oneOf"):
-        if isinstance(parts := schema.get(word), list):
-            types &= frozenset().union(*(_find(part, root, seen, depth + 1) for part in parts[:MAX_PARTS]))
-    if isinstance(parts := schema.get("allOf"), list):
-        for part in parts[:MAX_PARTS]:
-            types &= _find(part, root, seen, depth + 1) or ALL_TYPES
-    return types
+def _types_of(values: list[Any]) -> frozenset[str]:
+    return frozenset(map(_type_of, {type(value): value for value in values}.values()))
 
 
 def _type_of(value: Any) -> str:
@@ -93,27 +123,26 @@ class TextSchema(NamedTuple):
     unknown: str = ""  # a keyword that it cannot be held to
 
 
-def find_text_schema(schema: Mapping[str, Any], root: Mapping[str, Any]) -> TextSchema:
+def find_text_schema(schema: Mapping[str, Any], finder: TypeFinder) -> TextSchema:
     """Find the schema of a parameter's texts: also behind references, and beside null."""
     outer: list[str] = []
     for _ in range(MAX_DEPTH):
         outer = sorted(schema.keys() & {"$ref", "anyOf"})
         if not outer:
             return _read_text_schema(schema)
-        inner = _find_inner(schema, root) if len(outer) == 1 else None
+        inner = _find_inner(schema, finder) if len(outer) == 1 else None
         if schema.keys() - ANNOTATIONS - set(outer) or not isinstance(inner, Mapping):
             break
         schema = inner
     return TextSchema(ANY, None, outer[0])
 
 
-def _find_inner(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
-    """Follow a reference, or find the only part that allows texts; None if there is none."""
+def _find_inner(schema: Mapping[str, Any], finder: TypeFinder) -> Any:
+    """Follow a reference, or find the part that allows texts; None if there is none."""
     reference, parts = schema.get("$ref"), schema.get("anyOf")
     if isinstance(reference, str):
-        return resolve(reference, root)
-    texts = [part for part in parts if "string" in find_types(part, root)] if isinstance(parts, list) else []
-    return texts[0] if len(texts) == 1 else None
+        return resolve(reference, finder.root)
+    return finder.find_text(parts) if isinstance(parts, list) else None
 
 
 def _read_text_schema(schema: Mapping[str, Any]) -> TextSchema:

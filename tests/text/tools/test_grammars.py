@@ -13,10 +13,19 @@ from tokenizers import AddedToken, Tokenizer
 
 from lorax_server.errors import InputError
 from lorax_server.text.tokenizer import TextTokenizer
+from lorax_server.text.tools import parameter_text
+from lorax_server.text.tools.families import qwen3_coder
 from lorax_server.text.tools.families.granite import OPENER
 from lorax_server.text.tools.formats import FORMATS
-from lorax_server.text.tools.grammar import FunctionSchema, Marks, Thought, write_optional, write_required
-from lorax_server.text.tools.parameter_text import ALL_TYPES, MAX_PARTS, Seen, _find, find_types
+from lorax_server.text.tools.grammar import (
+    MAX_GRAMMAR,
+    FunctionSchema,
+    Marks,
+    Thought,
+    write_optional,
+    write_required,
+)
+from lorax_server.text.tools.parameter_text import ALL_TYPES, MAX_PARTS, Seen, TypeFinder
 from tests.text.test_real_tokenizers import installed
 from tests.text.tokenizers import byte_level
 from tests.text.tools.answers import CODER, read
@@ -305,10 +314,65 @@ class Bytes:
 def test_types_of_a_parameter_are_found_in_few_steps() -> None:
     """Whatever lies behind many parts may be of all types."""
     texts = [{"type": "string"}] * (MAX_PARTS - 2)
-    assert find_types({"anyOf": texts}, {}) == {"string"}
-    assert find_types({"enum": ["a", 1, 1.5, None, True, [], {}]}, {}) == ALL_TYPES
-    assert find_types({"type": ["integer", {}, "null"]}, {}) == {"number", "null"}
+    finder = TypeFinder({})
+    assert finder.find({"anyOf": texts}) == {"string"}
+    assert finder.find({"enum": ["a", 1, 1.5, None, True, [], {}]}) == ALL_TYPES
+    assert finder.find({"type": ["integer", {}, "null"]}) == {"number", "null"}
     many = {"anyOf": [{"anyOf": texts}] * 10_000}
     seen = Seen()
-    assert _find({"$ref": "#/$defs/a"}, {"$defs": {"a": many}}, seen, 0) == ALL_TYPES
+    assert TypeFinder({"$defs": {"a": many}})._find({"$ref": "#/$defs/a"}, seen, 0) == ALL_TYPES
     assert seen.num_parts < 3 * MAX_PARTS
+
+
+@pytest.mark.parametrize(
+    ("definition", "types"),
+    [
+        ({"enum": ["a", "b"] * 100}, {"string"}),
+        ({"anyOf": [{"$ref": "#/$defs/null"}] * 20 + [{"enum": ["a"] * 100}]}, {"string", "null"}),
+        ({"$ref": "#/$defs/shared"}, ALL_TYPES),
+    ],
+    ids=["an enumeration", "many parts", "a circle"],
+)
+def test_what_parameters_share_is_looked_at_once(
+    definition: dict[str, Any], types: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a parameter has more than the reference; each costs a few parts of its own, however many there are."""
+    looked, visited = list[int](), 0
+    find_values, find = parameter_text._types_of, TypeFinder._find
+
+    def count_values(values: list[Any]) -> frozenset[str]:
+        looked.append(len(values))
+        return find_values(values)
+
+    def count_parts(self: TypeFinder, *arguments: Any) -> frozenset[str]:
+        nonlocal visited
+        visited += 1
+        return find(self, *arguments)
+
+    monkeypatch.setattr(parameter_text, "_types_of", count_values)
+    monkeypatch.setattr(TypeFinder, "_find", count_parts)
+    properties: dict[str, Any] = {f"p{index}": {"$ref": "#/$defs/shared", "title": str(index)} for index in range(100)}
+    root = {"properties": properties, "$defs": {"shared": definition, "null": {"type": "null"}}}
+    finder = TypeFinder(root)
+    assert all(finder.find(each) == types for each in properties.values())
+    assert all("string" in finder.find({**each, "minLength": 1}) for each in properties.values())
+    assert sum(looked) <= 200
+    assert visited <= 30 + 100 * 25
+
+
+def test_a_grammar_that_outgrows_its_schemas_is_refused_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each parameter has all definitions in its rule. The message tells how much it was when that was too much."""
+    written = list[str]()
+    write = qwen3_coder._write_value
+
+    def note(*arguments: Any) -> str:
+        written.append(write(*arguments))
+        return written[-1]
+
+    monkeypatch.setattr(qwen3_coder, "_write_value", note)
+    large = {"enum": list(range(20_000))}
+    properties = {f"p{index}": {"$ref": "#/$defs/large"} for index in range(1000)}
+    functions = [FunctionSchema("f", {"type": "object", "properties": properties, "$defs": {"large": large}}, False)]
+    with pytest.raises(InputError, match=r"make a grammar of .* characters or more, of 262144 at most"):
+        write_required(FORMATS["qwen3_coder"](), functions, False, Marks(lambda _: None), None)
+    assert sum(map(len, written)) < 2 * MAX_GRAMMAR

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from enum import Enum, auto
 from typing import Any
 
@@ -12,6 +13,7 @@ from lorax_server.text.tools.grammar import (
     CallRules,
     ToolFormat,
     check_keywords,
+    check_size,
     escape,
     share_definitions,
     write_text,
@@ -21,8 +23,8 @@ from lorax_server.text.tools.json_section import add_call
 from lorax_server.text.tools.parameter_text import (
     JsonValue,
     TextValue,
+    TypeFinder,
     find_text_schema,
-    find_types,
     is_text,
     to_json,
     to_piece,
@@ -71,6 +73,7 @@ class Qwen3CoderSection(Section):
         self._next = _NextPart.FUNCTION
         self._tag = ""  # or name, as far as it has come
         self._function, self._key = "", ""
+        self._finder = TypeFinder({})  # of the function's parameters
         self._types: frozenset[str] = frozenset()  # of the value
         self._value: TextValue | JsonValue | None = None
         self._parts: list[str] = []  # of the value
@@ -125,6 +128,7 @@ class Qwen3CoderSection(Section):
 
     def _begin_call(self, name: str, events: list[ParsedEvent]) -> None:
         self._function, self._arguments, self._next = name, {}, _NextPart.PARAMETER
+        self._finder = TypeFinder(self._tools.schemas[name])
         if self._tools.is_enforced:
             events.append(CallBegins(name))
             self.is_open = True
@@ -132,9 +136,8 @@ class Qwen3CoderSection(Section):
     def _begin_value(self, key: str, events: list[ParsedEvent]) -> None:
         if key in self._arguments:
             raise MalformedCallError
-        schema = self._tools.schemas[self._function]
         self._key, self._parts, self._next = key, [], _NextPart.VALUE
-        self._types = find_types(schema.get("properties", {}).get(key), schema)
+        self._types = self._finder.find(self._finder.root.get("properties", {}).get(key))
         is_json = "string" not in self._types or (self._tools.is_enforced and not is_text(self._types))
         self._value = JsonValue(PARAMETER_END) if is_json else TextValue(PARAMETER_END)
         quote = '"' if self._is_streamed else ""
@@ -193,37 +196,39 @@ class Qwen3CoderFormat(ToolFormat):
         heads = [write_text(f"\n{FUNCTION}{call.name}>\n") for call in rules.calls]
         choices = [f"{head} parameters_{index}_0" for index, head in enumerate(heads)]
         lines = [f'calls: tagged{more}\ntagged: ({" | ".join(choices)}) {write_text(FUNCTION_END)} "\\n" {closer}\n']
+        size = 0
         for index, call in enumerate(rules.calls):
-            lines += _write_parameters(f"parameters_{index}", call)
+            for line in _write_parameters(f"parameters_{index}", call):
+                size += len(line)
+                check_size(size)  # of each, since each may have all definitions in it
+                lines.append(line)
         return "".join(lines)
 
 
-def _write_parameters(rule: str, call: CallGrammar) -> list[str]:
+def _write_parameters(rule: str, call: CallGrammar) -> Iterator[str]:
     """Write rules for the parameters in the schema's order, of which those that are not required may be left out."""
     check_keywords(call)
     properties, required = call.schema.get("properties", {}), call.schema.get("required", [])
     if unknown := sorted(set(required) - set(properties)):
         raise InputError(f"`tools`: {call.name!r} requires {unknown[0][:64]!r}, which its `properties` have not")
-    rules = []
+    finder = TypeFinder(call.schema)
     for index, (name, schema) in enumerate(properties.items()):
         if NAME.fullmatch(name) is None or name != name.strip():
             raise InputError(f"`tools`: {call.name!r} has a parameter {name[:64]!r}, which no tag can name")
         rest = f"{rule}_{index + 1}"
         skipped = "" if name in required else f" | {rest}"
-        rules.append(
-            f'{rule}_{index}: {write_text(f"{PARAMETER}{name}>")} "\\n" {rule}_value_{index} "\\n" {rest}{skipped}\n'
-        )
-        rules.append(_write_value(f"{rule}_value_{index}", call, name, schema))
-    return [*rules, f'{rule}_{len(properties)}: ""\n']
+        yield f'{rule}_{index}: {write_text(f"{PARAMETER}{name}>")} "\\n" {rule}_value_{index} "\\n" {rest}{skipped}\n'
+        yield _write_value(f"{rule}_value_{index}", call, name, schema, finder)
+    yield f'{rule}_{len(properties)}: ""\n'
 
 
-def _write_value(rule: str, call: CallGrammar, name: str, schema: Any) -> str:
+def _write_value(rule: str, call: CallGrammar, name: str, schema: Any, finder: TypeFinder) -> str:
     """Write the rule of a value with its closer."""
-    types = find_types(schema, call.schema)
+    types = finder.find(schema)
     if not is_text(types):
         value = {**(schema if isinstance(schema, dict) else {}), **share_definitions(call)}
         return f"{rule}: %json {json.dumps(value)} {write_text(chr(10) + PARAMETER_END)}\n"
-    found = find_text_schema(schema, call.schema)
+    found = find_text_schema(schema, finder)
     if call.is_strict and found.unknown:
         raise InputError(
             f"`tools`: the parameter {name[:64]!r} of {call.name!r} has `{found.unknown}`, which cannot be enforced "
