@@ -9,7 +9,10 @@ RUNTIME := $(VENV)/.runtime
 STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# What is imported is compiled when it is: most of what is installed never is.
+PIP := python -m pip install --quiet --disable-pip-version-check --no-compile
+PIP_INSTALL := $(BIN)/$(PIP) -c constraints.txt
+EXTRAS := import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
 
 .DEFAULT_GOAL := help
 .PHONY: help venv venv-clients serve browser test test-all test-clients lint format format-check types imports check proto bench clean
@@ -31,7 +34,8 @@ $(RUNTIME): pyproject.toml constraints.txt setup.py $(wildcard lorax_server/kern
 
 $(STAMP): $(RUNTIME)
 	@echo "venv: installing its test and dev tools"
-	@$(PIP_INSTALL) -e '.[test,dev]'
+	@$(BIN)/python -c '$(EXTRAS); print(*extras["test"], *extras["dev"], sep="\n")' > $(VENV)/extras.txt
+	@$(PIP_INSTALL) -r $(VENV)/extras.txt # and not `-e .[test,dev]`, which would compile the kernels again
 	@$(PIP_INSTALL) --no-deps lorax-client # its pins clash with transformers 5; the tests run it as it is
 	@touch $(STAMP)
 
@@ -57,12 +61,11 @@ venv-clients: $(CLIENTS_STAMP) ## Create .venv-clients and install published cli
 test-clients: browser venv-clients ## Run published clients against a server; they get an environment of their own
 	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 
-# What they import is compiled when they do: most of what is installed is never imported.
 $(CLIENTS_STAMP): $(addprefix tests/clients/,requirements.txt constraints.txt package.json package-lock.json)
 	@echo "clients: creating $(CLIENTS)"
 	@$(PYTHON) -m venv $(CLIENTS)
 	@echo "clients: installing those for Python"
-	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r tests/clients/requirements.txt -c tests/clients/constraints.txt
+	@$(CLIENTS)/bin/$(PIP) -r tests/clients/requirements.txt -c tests/clients/constraints.txt
 	@echo "clients: installing those for node"
 	@$(CLIENTS)/bin/npm ci --loglevel=error --ignore-scripts --no-audit --no-fund --prefix tests/clients
 	@touch $(CLIENTS_STAMP)
