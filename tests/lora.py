@@ -1,7 +1,8 @@
-"""Hand-made adapters: random factors for every target of a model, and the arena that holds them."""
+"""Hand-made adapters: random factors for every target of a model, and the arena that holds them; PEFT's, saved."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,13 @@ def random_factors(targets: Mapping[str, AdapterTarget], rank: int, seed: int) -
         for name, target in targets.items()
         if target.kind in (Kind.LINEAR, Kind.HEAD)
     }
+
+
+def save_adapter(model: Any, folder: Path, **options: Any) -> None:
+    """Save an adapter as PEFT does. It fills in a card that is there; it would compile a template to make one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text("---\nlibrary_name: peft\n---\n")
+    model.save_pretrained(str(folder), **options)
 
 
 class GivenAdapter:

@@ -29,6 +29,7 @@ from lorax_server.models.registry import MODELS
 from lorax_server.text import adapter_tokenizers
 from lorax_server.types import FinishReason, SamplingParams, StopParams
 from tests.adapters.sources.test_source import Clock
+from tests.lora import save_adapter
 from tests.models.tiny import EOS_ID, SERVED, VOCAB, make_model, make_tokenizer, save
 
 NEW_TOKENS = 12
@@ -62,7 +63,7 @@ def write_adapter(base: Any, folder: Path, seed: int, size: float = 0.2, **setti
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.data.normal_(0, size)
-        model.save_pretrained(str(folder), save_embedding_layers=base.config.vocab_size != VOCAB)
+        save_adapter(model, folder, save_embedding_layers=base.config.vocab_size != VOCAB)
     return folder
 
 

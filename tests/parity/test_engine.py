@@ -22,6 +22,7 @@ from lorax_server.models.registry import build_model
 from lorax_server.types import AdapterRef, EngineStatus, Output, Request, SamplingParams, StopParams
 from lorax_server.worker.memory import block_bytes
 from lorax_server.worker.worker import paged_worker
+from tests.lora import save_adapter
 from tests.parity.adapters.cases import ATTENTION, CASES, randomize
 from tests.parity.adapters.served import open_adapter
 from tests.parity.oracle import oracle_logits, oracle_text
@@ -71,7 +72,7 @@ def write_adapter(oracle: Any, name: str, rank: int, folder: Path) -> Any:
         for parameter_name, parameter in model.named_parameters():
             if "lora_" in parameter_name:
                 parameter.data.normal_(0, 0.2)
-        model.save_pretrained(str(folder))
+        save_adapter(model, folder)
     return model.eval().get_base_model()
 
 

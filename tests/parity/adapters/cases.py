@@ -25,6 +25,7 @@ from peft.tuners.lora.corda import preprocess_corda
 from peft.utils.loftq_utils import _low_rank_decomposition
 from safetensors.torch import load_file, save_file
 
+from tests.lora import save_adapter
 from tests.parity.relatives import RELATIVES
 from tests.parity.variant import VOCAB
 from tests.parity.variants import make_oracle
@@ -117,7 +118,7 @@ def train_and_save(model: Any, case: Case, folder: Path) -> None:
     peft_model = get_peft_model(model, case.config)
     randomize(peft_model)
     # Trained rows must be kept even where PEFT, offline, cannot see that the vocabulary has changed.
-    peft_model.save_pretrained(str(folder), save_embedding_layers=True if case.vocab != VOCAB else "auto")
+    save_adapter(peft_model, folder, save_embedding_layers=True if case.vocab != VOCAB else "auto")
 
 
 @torch.no_grad()
@@ -146,9 +147,9 @@ def save_converted(model: Any, case: Case, folder: Path) -> None:
     peft_model = get_peft_model(model, config)
     trained: Any = peft_model.peft_config["default"]
     trained.init_lora_weights = True
-    peft_model.save_pretrained(str(folder / "initial"))
+    save_adapter(peft_model, folder / "initial")
     add_noise(peft_model)
-    peft_model.save_pretrained(str(folder), path_initial_model_for_weight_conversion=str(folder / "initial"))
+    save_adapter(peft_model, folder, path_initial_model_for_weight_conversion=str(folder / "initial"))
 
 
 def save_loftq(model: Any, case: Case, folder: Path) -> None:
@@ -189,7 +190,7 @@ def save_eva(model: Any, case: Case, folder: Path) -> None:
     batches = [{"input_ids": torch.randint(3, VOCAB, (4, 16))} for _ in range(4)]
     initialize_lora_eva_weights(peft_model, batches, show_progress_bar=False)
     randomize(peft_model)
-    peft_model.save_pretrained(str(folder))
+    save_adapter(peft_model, folder)
 
 
 def on(family: str, *names: str) -> dict[str, Any]:

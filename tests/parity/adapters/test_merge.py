@@ -16,7 +16,7 @@ from lorax_server.distributed import FakeGroup
 from lorax_server.errors import InputError
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.types import Merge
-from tests.lora import fill_arena
+from tests.lora import fill_arena, save_adapter
 from tests.paged import PagedDriver
 from tests.parity.adapters.cases import CASES, Case, randomize
 from tests.parity.adapters.served import make_model, open_adapter
@@ -52,7 +52,7 @@ def _save(model: Any, case: Case, folder: Path, seed: int) -> None:
         for name, parameter in peft_model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
-    peft_model.save_pretrained(str(folder))
+    save_adapter(peft_model, folder)
 
 
 def peft_merged(folders: list[Path], merge: Merge, base: str = "llama-gqa") -> Any:
