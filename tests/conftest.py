@@ -54,12 +54,14 @@ def let_torch_propagate() -> None:
             logger.propagate = True
 
 
-# The slowest files. They come first, or one process would be left with them when the other has nothing to do.
+# The slowest files. They come first, or one process would be left with them when the others have nothing to do: most of
+# all clusters of Ray, and the environment that the Dockerfile's commands make.
 LONG = (
+    "tests/scale/",
+    "tests/deploy/",
     "tests/demo/",
     "tests/browser/",
     "tests/e2e/",
-    "tests/scale/",
     "tests/parity/",
     "tests/models/",
     "tests/engine/",
