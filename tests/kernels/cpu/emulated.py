@@ -10,7 +10,7 @@ from lorax_server.kernels.cpu.library import FOLDER, SIGNATURES, Library
 SOURCE = Path(__file__).parent / "emulated.cpp"
 FLAGS = [
     "-std=c++17",
-    "-O1",
+    "-O0",
     "-fopenmp",
     "-fPIC",
     "-shared",
