@@ -264,6 +264,7 @@ def test_a_kernel_stays_in_registers_and_its_products_overlap(head_dim: int, sof
     """The assembler says where it has to spill, or lets each product end before the next one."""
     log = io.StringIO()
     options = ProgramOptions(std="c++17", arch="sm_90a", ptxas_options=["-v"])
-    Program(PrefillVariant(BF16, head_dim, soft_cap).source, "c++", options).compile("cubin", logs=log)
+    compiled = Program(PrefillVariant(BF16, head_dim, soft_cap).source, "c++", options).compile("cubin", logs=log)
+    assert bytes(compiled.code)[:4] == b"\x7fELF"
     assert " 0 bytes spill stores" in log.getvalue()
     assert "serialized" not in log.getvalue()
