@@ -105,10 +105,11 @@ def metrics(server: Server) -> dict[str, float]:
 
 
 def wait_for(holds: Callable[[], object], what: str) -> None:
-    until = time.monotonic() + PATIENCE_S
+    until, pause_s = time.monotonic() + PATIENCE_S, 0.01
     while not holds():
         assert time.monotonic() < until, what
-        time.sleep(0.02)
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, 0.25)  # to ask takes CPU, of which there is less for what is waited for
 
 
 def is_answered(server: Server, path: str, body: Any) -> bool:
