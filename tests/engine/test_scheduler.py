@@ -18,7 +18,7 @@ from lorax_server.engine.admission import Backlog, Limits
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.scheduler import Scheduler
 from lorax_server.engine.sequence import Sequence
-from lorax_server.engine.step_builder import SubmittedStep
+from lorax_server.engine.step_builder import Scheduled, SubmittedStep
 from lorax_server.errors import AdapterError, InputError, NotSupportedError, OverloadedError
 from lorax_server.generation.stopping import FinishReason
 from lorax_server.plan import AdapterOp, RopeRule, StepPlan, StepResult
@@ -636,7 +636,7 @@ def test_a_sequence_that_is_preempted_after_a_jump_comes_again_as_a_long_one() -
 
 def test_a_sequence_jumps_only_while_no_other_step_chooses_for_it() -> None:
     sequence = Sequence(make_request(0, [1], 9), 0)
-    step = SubmittedStep(1, 1, 0.0, [], [sequence, None], [])
+    step = SubmittedStep(1, 1, 0.0, Scheduled.nothing(), [sequence, None], [])
     for num_in_flight, room in ((1, 8), (2, 0)):
         sequence.num_in_flight = num_in_flight
         assert [step.find_room(number) for number in (0, 1)] == [room, 0]
@@ -649,7 +649,8 @@ def test_tokens_of_structures_are_those_of_answers_that_go_on() -> None:
     plain = Sequence(make_request(9, [1]), 0)
     sampled = [begin(0, forced=(2, 3)), begin(1), begin(2, 1), begin(3, finished=True), begin(4), None, plain]
     tokens, logprobs = [5, EOS, 5, 5, 5, 5, 5], [-1.0] * 4 + [math.nan] + [-1.0] * 2
-    chosen = SubmittedStep(1, 7, 0.0, [], sampled, []).list_chosen(StepResult(1, tokens, logprobs))
+    step = SubmittedStep(1, 7, 0.0, Scheduled.nothing(), sampled, [])
+    chosen = step.list_chosen(StepResult(1, tokens, logprobs))
     assert chosen == [(0, 5), (0, 2), (0, 3)]  # not one that ends, by its token or by its length, or has failed
 
 
