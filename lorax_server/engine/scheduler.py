@@ -14,7 +14,7 @@ from lorax_server.engine.kv_cache import KvCache
 from lorax_server.engine.preemption import find_spare, may_spare, sort_running
 from lorax_server.engine.queues import Queues
 from lorax_server.engine.sequence import Sequence
-from lorax_server.engine.step_builder import Lineup, StepBuilder, SubmittedStep
+from lorax_server.engine.step_builder import Lineup, Scheduled, StepBuilder, SubmittedStep
 from lorax_server.errors import LoraxError
 from lorax_server.plan import NewRow, StepPlan, StepResult
 from lorax_server.types import Output, Request, SampledToken, SchedulerCounters, Started
@@ -131,7 +131,8 @@ class Scheduler:
             elif num_tokens > 1:  # after all that need a single token
                 (jumped if sequence.has_jumped else long).append(sequence)
         num_single = len(builder.sequences)
-        self._waiting.charge_all(builder.sum_tokens())
+        self._lineup = builder.line_up(self._waiting.version, self._lineup)
+        self._waiting.charge_all(self._lineup.sums)
         if num_single:  # their next tokens wait for the prompts of this step
             builder.budget = min(builder.budget, self.limits.max_mixed_tokens or builder.budget)
         is_held_up = False  # a running sequence waits for blocks, which new ones would take
@@ -145,7 +146,10 @@ class Scheduler:
             self._waiting.charge_all(builder.sum_tokens(num_single))
         while not is_held_up and builder.budget > 0 and self._free_rows and self._admit(builder):
             pass
-        return self._submit(builder) if builder.sequences or self._adapters.needs_step else None
+        if not builder.sequences and not self._adapters.needs_step:
+            return None
+        decodes_only = len(builder.sequences) == num_single
+        return self._submit(builder, self._lineup.scheduled if decodes_only else builder.order())
 
     def update(self, result: StepResult) -> list[Output]:
         """Take the result of the oldest step in flight, and return the outputs of its requests."""
@@ -155,13 +159,16 @@ class Scheduler:
         self._adapters.completed(result.step, result.loaded)
         for index, ((sequence, start), logprobs) in enumerate(zip(done.asking, result.prompt_logprobs, strict=True)):
             sequence.note_prompt(start, logprobs, result.prompt_alternatives.get(index))
-        outputs = []
-        for index, sampled in enumerate(done.sampled):
+        outputs, alternatives = list[Output](), result.alternatives
+        chosen = zip(done.sampled, result.token_ids, result.logprobs, strict=True)
+        for index, (sampled, token_id, logprob) in enumerate(chosen):
             if sampled is None:
                 continue
             sampled.num_in_flight -= 1
             if not sampled.finished:
-                outputs.append(self._take_token(sampled, result, index))
+                token = SampledToken(token_id, logprob, alternatives.get(index) if alternatives else None)
+                outputs.append(self._take_token(sampled, token))
+        self.counters.generated_tokens += sum([len(output.tokens) for output in outputs])
         return self.take_failed() + outputs
 
     def take_back(self, error: LoraxError) -> None:
@@ -185,22 +192,22 @@ class Scheduler:
         failed, self._failed = self._failed, []
         return failed
 
-    def _take_token(self, sequence: Sequence, result: StepResult, index: int) -> Output:
-        request_id, token_id, logprob = sequence.request.request_id, result.token_ids[index], result.logprobs[index]
-        if math.isnan(logprob):
+    def _take_token(self, sequence: Sequence, token: SampledToken) -> Output:
+        request_id = sequence.request.request_id
+        if math.isnan(token.logprob):
             self._end(sequence)
             is_merged = self._adapters.is_merged(sequence.request.adapter_identity)
             return Output.failed(request_id, make_nan_error(is_merged))
-        forced, reason = sequence.forced, sequence.append(token_id)
-        self.counters.generated_tokens += 1 + len(forced)
+        tokens: tuple[SampledToken, ...] = (token,)
+        if sequence.forced:
+            tokens += tuple([SampledToken(each, 0.0) for each in sequence.forced])
+        reason = sequence.append(token.token_id)
         if reason is not None:
             self._backlog.note_answer(sequence.num_generated)
             self._end(sequence)
         elif sequence.row is None:
             self._queues.let_go(sequence)
-        chosen = SampledToken(token_id, logprob, result.alternatives.get(index))
-        sure = [SampledToken(each, 0.0) for each in forced] if forced else ()
-        output = Output(request_id, (chosen, *sure), reason)
+        output = Output(request_id, tokens, reason)
         return output if sequence.started is None else sequence.report_start(output)
 
     # --- A step -------------------------------------------------------------------------------------------------------
@@ -275,9 +282,7 @@ class Scheduler:
         self._waiting.charge(sequence.request.tenant, sequence.request.adapter_identity, count)  # before the next one
         return True
 
-    def _submit(self, builder: StepBuilder) -> StepPlan:
-        self._lineup = builder.line_up(self._waiting.version, self._lineup)
-        scheduled = self._lineup.scheduled
+    def _submit(self, builder: StepBuilder, scheduled: Scheduled) -> StepPlan:
         self.counters.steps += 1
         step = builder.summarize(self.counters.steps, scheduled, self._clock())
         self.counters.computed_tokens += step.num_tokens

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -102,11 +101,12 @@ def _need(entry: tuple[Sequence, int, bool]) -> tuple[bool, int, int, OrderKey]:
 
 
 class Lineup(NamedTuple):
-    """Sequences that come into a step in some order, with one token each, and what follows. Most steps repeat it."""
+    """The sequences that decode in a step, with one token each, and what follows: most steps repeat that of the last."""
 
     version: int  # of the rows that sequences have
-    added: list[Sequence]
+    added: list[Sequence]  # in the order in which they came into the step
     scheduled: Scheduled
+    sums: Mapping[tuple[str, str], int]  # tokens of each tenant and adapter
 
 
 @dataclass
@@ -151,8 +151,6 @@ class StepBuilder:
 
     def sum_tokens(self, first: int = 0) -> Mapping[tuple[str, str], int]:
         """Return the tokens of each tenant and adapter, of those sequences that were added from the `first` on."""
-        if not first and len(self.counts) == sum(self.counts):
-            return Counter([sequence.account for sequence in self.sequences])
         sums: dict[tuple[str, str], int] = {}
         for sequence, count in zip(self.sequences[first:], self.counts[first:], strict=True):
             sums[sequence.account] = sums.get(sequence.account, 0) + count
@@ -166,29 +164,32 @@ class StepBuilder:
         return min(num_tokens, available, self.max_chunk or self.budget)
 
     def line_up(self, version: int, known: Lineup | None) -> Lineup:
-        """Put the sequences in the order of their adapters: in the known one, if they are the same in the same rows."""
-        added, counts, samples = self.sequences, self.counts, self.samples
-        is_simple = not self.asking and all(samples) and sum(counts) == len(counts)
-        if is_simple and known is not None and known.version == version and known.added == added:
-            sequences, numbers, flags = known.scheduled
-            numbers = numbers.copy()
-        else:
-            indices = [sequence.adapter_index for sequence in added]
-            order = sorted(range(len(added)), key=indices.__getitem__)
-            sequences = [added[place] for place in order]
-            rows = [sequence.row for sequence in added]
-            # Few arrays, since a small one takes as long to make as dozens of its numbers.
-            numbers = np.array([rows, counts, counts, indices], dtype=np.int64)[:, order]
-            flags = np.array([samples, [sequence in self.asking for sequence in added]], dtype=np.bool_)[:, order]
+        """Order the sequences so far, all of which decode. A known lineup serves, if they are the same in the same
+        rows."""
+        if known is None or known.version != version or known.added != self.sequences:
+            return Lineup(version, self.sequences.copy(), self.order(), self.sum_tokens())
+        sequences, numbers, flags = known.scheduled
+        numbers = numbers.copy()
         numbers[1] = [sequence.num_computed for sequence in sequences]
-        numbers[1] -= numbers[2]
-        return Lineup(version if is_simple else -1, added, Scheduled(sequences, numbers, flags))
+        numbers[1] -= 1
+        return known._replace(scheduled=Scheduled(sequences, numbers, flags))
+
+    def order(self) -> Scheduled:
+        """Put the sequences in the order of their adapters."""
+        added, counts = self.sequences, self.counts
+        rows, indices = [sequence.row for sequence in added], [sequence.adapter_index for sequence in added]
+        starts = [sequence.num_computed - count for sequence, count in zip(added, counts, strict=True)]
+        order = sorted(range(len(added)), key=indices.__getitem__)
+        # Few arrays, since a small one takes as long to make as dozens of its numbers.
+        numbers = np.array([rows, starts, counts, indices], dtype=np.int64)
+        flags = np.array([self.samples, [sequence in self.asking for sequence in added]], dtype=np.bool_)
+        return Scheduled([added[place] for place in order], numbers[:, order], flags[:, order])
 
     def summarize(self, number: int, scheduled: Scheduled, now: float) -> SubmittedStep:
         sampled: list[Sequence | None] = [*scheduled.sequences]
         if not all(self.samples):
             sampled = [*itertools.compress(sampled, scheduled.flags[0].tolist())]
-        asking = [(each, self.asking[each]) for each in scheduled.sequences if each in self.asking]
+        asking = [(each, self.asking[each]) for each in scheduled.sequences if each in self.asking] if self.asking else []
         return SubmittedStep(number, sum(self.counts), now, scheduled, sampled, asking, self.has_structures)
 
     def build_plan(self, step: int, scheduled: Scheduled, adapter_ops: tuple[AdapterOp, ...]) -> StepPlan:
