@@ -17,12 +17,17 @@ class Scheduled(NamedTuple):
     """The sequences of a step, in the order of its plan, and the plan's columns."""
 
     sequences: list[Sequence]
-    numbers: Ints  # [4, sequences] rows, starts, counts, adapters
-    flags: Bools  # [2, sequences] it samples, it asks
+    rows: Ints
+    starts: Ints
+    counts: Ints
+    adapter_indices: Ints
+    samples: Bools
+    asks: Bools
 
     @classmethod
     def nothing(cls) -> "Scheduled":
-        return cls([], np.empty((4, 0), np.int64), np.empty((2, 0), np.bool_))
+        numbers, flags = np.empty(0, np.int64), np.empty(0, np.bool_)
+        return cls([], numbers, numbers, numbers, numbers, flags, flags)
 
 
 class SubmittedStep(NamedTuple):
@@ -38,8 +43,9 @@ class SubmittedStep(NamedTuple):
 
     def take_back(self, cache: KvCache) -> "SubmittedStep":
         """Undo what the step has changed of its sequences. Return what is left of it: a step without any."""
-        sequences, numbers, flags = self.scheduled
-        for sequence, start, samples in zip(sequences, numbers[1].tolist(), flags[0].tolist(), strict=True):
+        scheduled = self.scheduled
+        starts, flags = scheduled.starts.tolist(), scheduled.samples.tolist()
+        for sequence, start, samples in zip(scheduled.sequences, starts, flags, strict=True):
             sequence.num_in_flight -= samples
             cache.take_back(sequence, start)
         return SubmittedStep(self.number, 0, self.submitted_at, Scheduled.nothing(), [], [])
@@ -91,8 +97,9 @@ class SubmittedStep(NamedTuple):
 
     def find_largest(self) -> Sequence:
         """Return the sequence that probably takes the most memory, of several such ones the last to come."""
-        sequences, numbers, flags = self.scheduled
-        return max(zip(sequences, numbers[2].tolist(), flags[1].tolist(), strict=True), key=_need)[0]
+        scheduled = self.scheduled
+        counts, asks = scheduled.counts.tolist(), scheduled.asks.tolist()
+        return max(zip(scheduled.sequences, counts, asks, strict=True), key=_need)[0]
 
 
 def _need(entry: tuple[Sequence, int, bool]) -> tuple[bool, int, int, OrderKey]:
@@ -101,7 +108,7 @@ def _need(entry: tuple[Sequence, int, bool]) -> tuple[bool, int, int, OrderKey]:
 
 
 class Lineup(NamedTuple):
-    """The sequences that decode in a step, with one token each, and what follows: most steps repeat that of the last."""
+    """The sequences that decode in a step, with one token each, and what follows. Most steps repeat the last one's."""
 
     version: int  # of the rows that sequences have
     added: list[Sequence]  # in the order in which they came into the step
@@ -168,43 +175,40 @@ class StepBuilder:
         rows."""
         if known is None or known.version != version or known.added != self.sequences:
             return Lineup(version, self.sequences.copy(), self.order(), self.sum_tokens())
-        sequences, numbers, flags = known.scheduled
-        numbers = numbers.copy()
-        numbers[1] = [sequence.num_computed for sequence in sequences]
-        numbers[1] -= 1
-        return known._replace(scheduled=Scheduled(sequences, numbers, flags))
+        starts = np.array([sequence.num_computed - 1 for sequence in known.scheduled.sequences], np.int64)
+        return known._replace(scheduled=known.scheduled._replace(starts=starts))
 
     def order(self) -> Scheduled:
         """Put the sequences in the order of their adapters."""
-        added, counts = self.sequences, self.counts
-        rows, indices = [sequence.row for sequence in added], [sequence.adapter_index for sequence in added]
-        starts = [sequence.num_computed - count for sequence, count in zip(added, counts, strict=True)]
-        order = sorted(range(len(added)), key=indices.__getitem__)
+        indices = [sequence.adapter_index for sequence in self.sequences]
+        places = sorted(range(len(indices)), key=indices.__getitem__)
+        sequences = [self.sequences[place] for place in places]
+        counts = [self.counts[place] for place in places]
+        rows, starts = [sequence.row for sequence in sequences], [sequence.num_computed for sequence in sequences]
         # Few arrays, since a small one takes as long to make as dozens of its numbers.
-        numbers = np.array([rows, starts, counts, indices], dtype=np.int64)
-        flags = np.array([self.samples, [sequence in self.asking for sequence in added]], dtype=np.bool_)
-        return Scheduled([added[place] for place in order], numbers[:, order], flags[:, order])
+        numbers = np.array([rows, starts, counts, [indices[place] for place in places]], dtype=np.int64)
+        numbers[1] -= numbers[2]
+        samples, asks = [self.samples[place] for place in places], [each in self.asking for each in sequences]
+        return Scheduled(sequences, *numbers, *np.array([samples, asks], dtype=np.bool_))
 
     def summarize(self, number: int, scheduled: Scheduled, now: float) -> SubmittedStep:
         sampled: list[Sequence | None] = [*scheduled.sequences]
         if not all(self.samples):
-            sampled = [*itertools.compress(sampled, scheduled.flags[0].tolist())]
-        asking = [(each, self.asking[each]) for each in scheduled.sequences if each in self.asking] if self.asking else []
+            sampled = [*itertools.compress(sampled, scheduled.samples.tolist())]
+        asking = [(each, self.asking[each]) for each in scheduled.sequences if each in self.asking]
         return SubmittedStep(number, sum(self.counts), now, scheduled, sampled, asking, self.has_structures)
 
     def build_plan(self, step: int, scheduled: Scheduled, adapter_ops: tuple[AdapterOp, ...]) -> StepPlan:
-        rows, starts, counts, adapter_indices = scheduled.numbers
-        samples, asks = scheduled.flags
         return StepPlan(
             step=step,
-            rows=rows,
-            starts=starts,
-            counts=counts,
-            samples=samples,
-            asks=asks,
-            adapter_indices=adapter_indices,
+            rows=scheduled.rows,
+            starts=scheduled.starts,
+            counts=scheduled.counts,
+            samples=scheduled.samples,
+            asks=scheduled.asks,
+            adapter_indices=scheduled.adapter_indices,
             new_rows=tuple(self.new_rows),
-            new_blocks=np.array(self.new_blocks, np.int64).reshape(-1, 3),
+            new_blocks=np.array(self.new_blocks, np.int64) if self.new_blocks else np.empty((0, 3), np.int64),
             adapter_ops=adapter_ops,
             is_masked=self.has_structures,
         )

@@ -121,7 +121,9 @@ def test_what_a_narrow_dtype_holds_exactly_takes_half_the_memory_and_changes_no_
     dtype: torch.dtype, rows: int
 ) -> None:
     weight = torch.randn(50, 40).to(dtype).float()
-    weight[0, :3] = torch.tensor([0.0, -0.0, 2.0**-24 if dtype == torch.float16 else 2.0**-130])  # the last is subnormal
+    weight[0, :3] = torch.tensor(
+        [0.0, -0.0, 2.0**-24 if dtype == torch.float16 else 2.0**-130]
+    )  # the last is subnormal
     narrow, wide = OPS.make_linear(weight, None), OPS.make_linear(weight + weight * 2**-20, None)
     assert isinstance(narrow.weight, PanelMatrix)
     assert isinstance(wide.weight, PanelMatrix)
