@@ -218,6 +218,29 @@ def test_requests_get_what_they_get_alone(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+def test_columns_stay_while_the_same_sequences_decode(depth: int) -> None:
+    engine = Engine(ROOMY, 64, depth)
+    requests = [make_request(i, [1 + i], 12, eos=False, adapter_identity=adapter) for i, adapter in enumerate("21")]
+    for request in requests:
+        engine.scheduler.add(request)
+    for _ in range(4):
+        engine.step()
+    first, second = engine.plans[-2:]
+    assert second.rows is first.rows
+    assert second.starts.tolist() == [start + 1 for start in first.starts.tolist()]
+    requests.append(make_request(2, [5], 12, eos=False, adapter_identity="1"))
+    engine.scheduler.add(requests[-1])
+    for rows in ([1, 2, 0], [1, 2, 0]):  # with its prompt, then with its own token
+        engine.step()
+        assert engine.plans[-1].rows.tolist() == rows
+    engine.scheduler.abort(1)
+    engine.step()
+    assert engine.plans[-1].rows.tolist() == [2, 0]
+    engine.finish()
+    check(engine, requests[0], requests[2])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 def test_a_long_prompt_is_computed_in_chunks_beside_others(depth: int) -> None:
     engine = Engine(make_limits(8, 4, 100), 64, depth)
     long, short = make_request(0, [1, 2, 3] * 10, 6, eos=False), make_request(1, [4], 12, eos=False)
