@@ -93,6 +93,7 @@ class FairQueue:
         self._waiting: dict[str, _Tenant] = {}  # of these: tenants that wait
         self._total_weight = 0.0  # of present tenants
         self._count = 0
+        self.version = 0  # of the rows of tenants, and of their shares
 
     def __len__(self) -> int:
         return self._count
@@ -164,9 +165,11 @@ class FairQueue:
 
     def take_row(self, tenant: str) -> None:
         self._enter(tenant).num_rows += 1
+        self.version += 1
 
     def give_row(self, tenant: str) -> None:
         self._present[tenant].num_rows -= 1
+        self.version += 1
         self._leave(tenant)
 
     def charge_all(self, num_tokens: Mapping[tuple[str, str], int]) -> None:
@@ -187,10 +190,12 @@ class FairQueue:
         if name not in self._present:
             self._present[name] = _Tenant()
             self._total_weight += self._weight(name)
+            self.version += 1
         return self._present[name]
 
     def _leave(self, name: str) -> None:
         tenant = self._present[name]
         if not tenant.num_waiting and not tenant.num_rows:
             del self._present[name]
+            self.version += 1
             self._total_weight = self._total_weight - self._weight(name) if self._present else 0.0

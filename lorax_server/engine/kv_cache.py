@@ -1,5 +1,7 @@
 """The blocks of the key-value cache that sequences hold."""
 
+from collections.abc import Iterable
+
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.sequence import Sequence
 
@@ -29,23 +31,28 @@ class KvCache:
             num_blocks = (len(sequence.token_ids) - 1) // block_size
         sequence.blocks = self._pool.reuse(sequence.hashes(block_size)[:num_blocks])
         sequence.num_published = len(sequence.blocks)
-        sequence.num_computed = len(sequence.blocks) * block_size
+        sequence.num_computed = sequence.room = len(sequence.blocks) * block_size
 
     def hold(self, sequence: Sequence, num_tokens: int) -> bool:
         """Hold blocks for more tokens; False, and nothing changes, if there are too few."""
-        num_missing = -(-(sequence.num_computed + num_tokens) // self._pool.block_size) - len(sequence.blocks)
+        block_size, num_missing = self._pool.block_size, sequence.num_computed + num_tokens - sequence.room
         if num_missing > 0:
-            blocks = self._pool.allocate(num_missing)
+            blocks = self._pool.allocate(-(-num_missing // block_size))
             if blocks is None:
                 return False
             sequence.blocks += blocks
+            sequence.room += len(blocks) * block_size
         return True
 
-    def publish(self, sequence: Sequence) -> None:
-        """Let other sequences find the full blocks whose tokens are known."""
+    def publish_all(self, sequences: Iterable[Sequence]) -> None:
+        """Let other sequences find the full blocks of these whose tokens are known."""
+        block_size = self._pool.block_size
+        for sequence in sequences:
+            if sequence.num_computed >= (sequence.num_published + 1) * block_size:  # as in few steps
+                self._publish(sequence)
+
+    def _publish(self, sequence: Sequence) -> None:
         block_size, num_published = self._pool.block_size, sequence.num_published
-        if sequence.num_computed < (num_published + 1) * block_size:
-            return  # as in most steps
         num_full = min(sequence.num_computed, len(sequence.token_ids)) // block_size
         if num_full > num_published:
             hashes = sequence.hashes(block_size)
@@ -63,4 +70,4 @@ class KvCache:
     def release(self, sequence: Sequence) -> None:
         self._pool.release(sequence.blocks)
         sequence.blocks = []
-        sequence.num_computed = sequence.num_published = sequence.num_sent_blocks = 0
+        sequence.num_computed = sequence.num_published = sequence.num_sent_blocks = sequence.room = 0

@@ -14,7 +14,7 @@ from lorax_server.engine.kv_cache import KvCache
 from lorax_server.engine.preemption import find_spare, may_spare, sort_running
 from lorax_server.engine.queues import Queues
 from lorax_server.engine.sequence import Sequence
-from lorax_server.engine.step_builder import StepBuilder, SubmittedStep
+from lorax_server.engine.step_builder import Lineup, Scheduled, StepBuilder, SubmittedStep
 from lorax_server.errors import LoraxError
 from lorax_server.plan import NewRow, StepPlan, StepResult
 from lorax_server.types import Output, Request, SampledToken, SchedulerCounters, Started
@@ -45,6 +45,8 @@ class Scheduler:
         self._waiting = self._queues.ready
         self._failed: list[Output] = []  # not reported yet
         self._running: list[Sequence] = []  # by order key
+        self._sorted: tuple[int, list[Sequence]] = 0, []  # the same as they go on, at a version of the queue
+        self._lineup: Lineup | None = None  # of the last step
         self._by_id: dict[int, Sequence] = {}
         self._free_rows = list(reversed(range(limits.max_rows)))
         self._in_flight: deque[SubmittedStep] = deque()
@@ -122,14 +124,15 @@ class Scheduler:
         self._take_rows_back()
         builder = StepBuilder(self.limits.max_step_tokens, self.limits.max_chunk, self.limits.can_chunk)
         jumped, long = list[Sequence](), list[Sequence]()
-        for sequence in sort_running(self._running, self._waiting):
+        for sequence in self._sort_running():
             num_tokens = sequence.num_uncomputed
             if num_tokens == 1:
                 self._continue(builder, sequence, 1, samples=True)  # the limits leave one for every running sequence
             elif num_tokens > 1:  # after all that need a single token
                 (jumped if sequence.has_jumped else long).append(sequence)
-        num_single = len(builder.scheduled)
-        self._waiting.charge_all(builder.sum_tokens())
+        num_single = len(builder.sequences)
+        self._lineup = builder.line_up(self._waiting.version, self._lineup)
+        self._waiting.charge_all(self._lineup.sums)
         if num_single:  # their next tokens wait for the prompts of this step
             builder.budget = min(builder.budget, self.limits.max_mixed_tokens or builder.budget)
         is_held_up = False  # a running sequence waits for blocks, which new ones would take
@@ -139,10 +142,14 @@ class Scheduler:
             count = builder.cut(num_tokens, reserve)
             if count > 0 and not self._continue(builder, sequence, count, samples=count == num_tokens):
                 is_held_up = True
-        self._waiting.charge_all(builder.sum_tokens(num_single))
+        if jumped or long:
+            self._waiting.charge_all(builder.sum_tokens(num_single))
         while not is_held_up and builder.budget > 0 and self._free_rows and self._admit(builder):
             pass
-        return self._submit(builder) if builder.scheduled or self._adapters.needs_step else None
+        if not builder.sequences and not self._adapters.needs_step:
+            return None
+        decodes_only = len(builder.sequences) == num_single
+        return self._submit(builder, self._lineup.scheduled if decodes_only else builder.order())
 
     def update(self, result: StepResult) -> list[Output]:
         """Take the result of the oldest step in flight, and return the outputs of its requests."""
@@ -152,13 +159,16 @@ class Scheduler:
         self._adapters.completed(result.step, result.loaded)
         for index, ((sequence, start), logprobs) in enumerate(zip(done.asking, result.prompt_logprobs, strict=True)):
             sequence.note_prompt(start, logprobs, result.prompt_alternatives.get(index))
-        outputs = []
-        for index, sampled in enumerate(done.sampled):
+        outputs, alternatives = list[Output](), result.alternatives
+        chosen = zip(done.sampled, result.token_ids, result.logprobs, strict=True)
+        for index, (sampled, token_id, logprob) in enumerate(chosen):
             if sampled is None:
                 continue
             sampled.num_in_flight -= 1
             if not sampled.finished:
-                outputs.append(self._take_token(sampled, result, index))
+                token = SampledToken(token_id, logprob, alternatives.get(index) if alternatives else None)
+                outputs.append(self._take_token(sampled, token))
+        self.counters.generated_tokens += sum([len(output.tokens) for output in outputs])
         return self.take_failed() + outputs
 
     def take_back(self, error: LoraxError) -> None:
@@ -182,33 +192,40 @@ class Scheduler:
         failed, self._failed = self._failed, []
         return failed
 
-    def _take_token(self, sequence: Sequence, result: StepResult, index: int) -> Output:
-        request_id, token_id, logprob = sequence.request.request_id, result.token_ids[index], result.logprobs[index]
-        if math.isnan(logprob):
+    def _take_token(self, sequence: Sequence, token: SampledToken) -> Output:
+        request_id = sequence.request.request_id
+        if math.isnan(token.logprob):
             self._end(sequence)
             is_merged = self._adapters.is_merged(sequence.request.adapter_identity)
             return Output.failed(request_id, make_nan_error(is_merged))
-        forced = sequence.append(token_id)
-        self.counters.generated_tokens += 1 + len(forced)
-        reason = sequence.ended_by()
+        tokens: tuple[SampledToken, ...] = (token,)
+        if sequence.forced:
+            tokens += tuple([SampledToken(each, 0.0) for each in sequence.forced])
+        reason = sequence.append(token.token_id)
         if reason is not None:
             self._backlog.note_answer(sequence.num_generated)
             self._end(sequence)
-        else:
+        elif sequence.row is None:
             self._queues.let_go(sequence)
-        chosen = SampledToken(token_id, logprob, result.alternatives.get(index))
-        sure = [SampledToken(each, 0.0) for each in forced] if forced else ()
-        output = Output(request_id, (chosen, *sure), reason)
+        output = Output(request_id, tokens, reason)
         return output if sequence.started is None else sequence.report_start(output)
 
     # --- A step -------------------------------------------------------------------------------------------------------
 
     def _continue(self, builder: StepBuilder, sequence: Sequence, count: int, samples: bool) -> bool:
         """Add a running sequence to the step; False if there are no blocks, or it was preempted for another."""
-        if sequence.row is None or not (self._cache.hold(sequence, count) or self._make_room(builder, sequence, count)):
+        if sequence.row is None:
+            return False
+        if sequence.num_computed + count > sequence.room and not self._make_room(builder, sequence, count):
             return False
         builder.add_tokens(sequence, count, samples)
         return True
+
+    def _sort_running(self) -> list[Sequence]:
+        """Return the running sequences in the order in which they go on; nothing of it changes while no row does."""
+        if self._sorted[0] != self._waiting.version:
+            self._sorted = self._waiting.version, sort_running(self._running, self._waiting)
+        return self._sorted[1]
 
     def _has_others(self) -> bool:
         """Tell whether a tenant waits for a row of its own, and finds one: long prompts leave tokens to it."""
@@ -220,8 +237,8 @@ class Scheduler:
         Where that is not enough, the sequence keeps its blocks and waits. The first can always go on: it fits alone.
         """
         while not self._cache.hold(sequence, count):
-            candidates = reversed(sort_running(self._running, self._waiting))
-            last = next((candidate for candidate in candidates if candidate not in builder.sequences), None)
+            scheduled = set(builder.sequences)
+            last = next((each for each in reversed(self._sort_running()) if each not in scheduled), None)
             if last is None or last is sequence:
                 return False
             self.counters.preemptions += 1
@@ -265,17 +282,14 @@ class Scheduler:
         self._waiting.charge(sequence.request.tenant, sequence.request.adapter_identity, count)  # before the next one
         return True
 
-    def _submit(self, builder: StepBuilder) -> StepPlan:
-        builder.sort_by_adapter()
-        num_tokens = builder.num_tokens
+    def _submit(self, builder: StepBuilder, scheduled: Scheduled) -> StepPlan:
         self.counters.steps += 1
-        self.counters.computed_tokens += num_tokens
-        step = builder.summarize(self.counters.steps, num_tokens, self._clock())
-        self.counters.chunks += len(builder.scheduled) - len(step.sampled)
+        step = builder.summarize(self.counters.steps, scheduled, self._clock())
+        self.counters.computed_tokens += step.num_tokens
+        self.counters.chunks += len(scheduled.sequences) - len(step.sampled)
         self._in_flight.append(step)
-        for entry in builder.scheduled:
-            self._cache.publish(entry.sequence)
-        return builder.build_plan(step.number, self._adapters.submit())
+        self._cache.publish_all(scheduled.sequences)
+        return builder.build_plan(step.number, scheduled, self._adapters.submit())
 
     # --- Coming and going ---------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ class Sequence:
     row: int | None = None  # in the workers' tables, while it is running
     adapter_index: int = 0  # of its adapter there, likewise
     blocks: list[int] = field(default_factory=list)
+    room: int = 0  # tokens that these have room for
     has_begun: bool = False  # has run before, if it does not now
     finished: bool = False
     arrived_at: float = 0.0
@@ -38,6 +39,7 @@ class Sequence:
     prompt_logprobs: list[float] | None = field(init=False)  # from the second token on, as they become known
     prompt_alternatives: list[Alternatives] | None = field(init=False)  # likewise
     rope_variant: str = ""
+    account: tuple[str, str] = field(init=False)  # the tenant and the adapter that its tokens are charged to
     _max_tokens: int = field(init=False)
     _ending_token_ids: frozenset[int] = field(init=False)
     _hashes: list[bytes] = field(default_factory=list)
@@ -49,6 +51,7 @@ class Sequence:
         has_alternatives = request.prompt_logprobs and request.sampling.num_alternatives > 0
         self.prompt_logprobs = [math.nan] * num_reported if request.prompt_logprobs else None
         self.prompt_alternatives = [Alternatives([], [])] * num_reported if has_alternatives else None
+        self.account = request.tenant, request.adapter_identity
         self._max_tokens = len(self.token_ids) + request.stop.max_new_tokens
         self._ending_token_ids = request.stop.ending_token_ids
 
@@ -89,12 +92,18 @@ class Sequence:
         num_tokens = len(self.token_ids) + 1 + len(self.forced)
         return token_id not in self._ending_token_ids and num_tokens < self._max_tokens
 
-    def append(self, token_id: int) -> tuple[int, ...]:
-        """Append a token and the forced ones that follow it. Return these."""
-        forced, self.forced = self.forced, ()
-        self.token_ids.append(token_id)
-        self.token_ids += forced
-        return forced
+    def append(self, token_id: int) -> FinishReason | None:
+        """Append a token and the forced ones that follow it. Return why the last is the end, if it is. The detokenizer
+        finds stop strings."""
+        token_ids = self.token_ids
+        token_ids.append(token_id)
+        if self.forced:
+            token_ids += self.forced
+            self.forced = ()
+        reason = None
+        if token_ids[-1] in self._ending_token_ids:
+            reason = ended_by(token_ids[-1], self.num_generated, self.request.stop)
+        return FinishReason.LENGTH if reason is None and len(token_ids) >= self._max_tokens else reason
 
     @property
     def num_generated(self) -> int:
@@ -109,11 +118,3 @@ class Sequence:
 
     def _root_hash(self) -> bytes:
         return root_hash(self.request.adapter_identity, self.rope_variant, self.request.salt)
-
-    def ended_by(self) -> FinishReason | None:
-        """Return why the token that was just appended is the last, if it is. The detokenizer finds stop strings."""
-        reason, token_id = None, self.token_ids[-1]
-        if token_id in self._ending_token_ids:
-            reason = ended_by(token_id, self.num_generated, self.request.stop)
-        is_full = len(self.token_ids) >= self._max_tokens
-        return FinishReason.LENGTH if reason is None and is_full else reason

@@ -1,7 +1,8 @@
 """A step under construction."""
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -9,17 +10,24 @@ import numpy as np
 
 from lorax_server.engine.kv_cache import KvCache
 from lorax_server.engine.sequence import OrderKey, Sequence
-from lorax_server.plan import AdapterOp, NewRow, StepPlan, StepResult
+from lorax_server.plan import AdapterOp, Bools, Ints, NewRow, StepPlan, StepResult
 
 
 class Scheduled(NamedTuple):
-    """The tokens of one sequence in a step."""
+    """The sequences of a step, in the order of its plan, and the plan's columns."""
 
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    samples: bool
-    asks: bool  # for the log probabilities of the prompt's tokens
+    sequences: list[Sequence]
+    rows: Ints
+    starts: Ints
+    counts: Ints
+    adapter_indices: Ints
+    samples: Bools
+    asks: Bools
+
+    @classmethod
+    def nothing(cls) -> "Scheduled":
+        numbers, flags = np.empty(0, np.int64), np.empty(0, np.bool_)
+        return cls([], numbers, numbers, numbers, numbers, flags, flags)
 
 
 class SubmittedStep(NamedTuple):
@@ -28,16 +36,19 @@ class SubmittedStep(NamedTuple):
     number: int
     num_tokens: int
     submitted_at: float
-    scheduled: list[Scheduled]
+    scheduled: Scheduled
     sampled: list[Sequence | None]  # sequences that get a token; None: it is chosen again by a later step
     asking: list[tuple[Sequence, int]]  # sequences whose prompt is reported on, and their first computed token
+    is_masked: bool = True  # there are sequences with a structure among those that get a token
 
     def take_back(self, cache: KvCache) -> "SubmittedStep":
         """Undo what the step has changed of its sequences. Return what is left of it: a step without any."""
-        for entry in self.scheduled:
-            entry.sequence.num_in_flight -= entry.samples
-            cache.take_back(entry.sequence, entry.start)
-        return SubmittedStep(self.number, 0, self.submitted_at, [], [], [])
+        scheduled = self.scheduled
+        starts, flags = scheduled.starts.tolist(), scheduled.samples.tolist()
+        for sequence, start, samples in zip(scheduled.sequences, starts, flags, strict=True):
+            sequence.num_in_flight -= samples
+            cache.take_back(sequence, start)
+        return SubmittedStep(self.number, 0, self.submitted_at, Scheduled.nothing(), [], [])
 
     def list_masked(self) -> list[tuple[int, int]]:
         """List the sampled sequences that need a mask: their numbers among all, and their requests."""
@@ -49,6 +60,8 @@ class SubmittedStep(NamedTuple):
 
     def list_chosen(self, result: StepResult) -> list[tuple[int, int]]:
         """List the tokens of answers that have a structure and go on: each request, and a token."""
+        if not self.is_masked:
+            return []
         return [
             (sequence.request.request_id, token_id)
             for number, sequence in enumerate(self.sampled)
@@ -84,53 +97,70 @@ class SubmittedStep(NamedTuple):
 
     def find_largest(self) -> Sequence:
         """Return the sequence that probably takes the most memory, of several such ones the last to come."""
-        return max(self.scheduled, key=_need).sequence
+        scheduled = self.scheduled
+        counts, asks = scheduled.counts.tolist(), scheduled.asks.tolist()
+        return max(zip(scheduled.sequences, counts, asks, strict=True), key=_need)[0]
 
 
-def _need(entry: Scheduled) -> tuple[bool, int, int, OrderKey]:
-    sequence = entry.sequence
-    return entry.asks, entry.num_tokens, sequence.request.sampling.num_alternatives, sequence.order_key
+def _need(entry: tuple[Sequence, int, bool]) -> tuple[bool, int, int, OrderKey]:
+    sequence, num_tokens, asks = entry
+    return asks, num_tokens, sequence.request.sampling.num_alternatives, sequence.order_key
+
+
+class Lineup(NamedTuple):
+    """The sequences that decode in a step, with one token each, and what follows. Most steps repeat the last one's."""
+
+    version: int  # of the rows that sequences have
+    added: list[Sequence]  # in the order in which they came into the step
+    scheduled: Scheduled
+    sums: Mapping[tuple[str, str], int]  # tokens of each tenant and adapter
 
 
 @dataclass
 class StepBuilder:
-    """The sequences of the step so far, news of them for the workers, and the number of tokens in it and left."""
+    """The sequences of the step so far, news of them for the workers, and the number of tokens left in it."""
 
     budget: int
     max_chunk: int | None = None  # tokens of one sequence
     can_chunk: bool = True
-    num_tokens: int = 0
-    scheduled: list[Scheduled] = field(default_factory=list)
-    sequences: set[Sequence] = field(default_factory=set)
+    sequences: list[Sequence] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)  # tokens of each
+    samples: list[bool] = field(default_factory=list)
+    asking: dict[Sequence, int] = field(default_factory=dict)  # for log probabilities of their prompts; from where on
     new_rows: list[NewRow] = field(default_factory=list)
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
     has_structures: bool = False  # of sequences that get a token
 
     def add_tokens(self, sequence: Sequence, count: int, samples: bool) -> None:
         """Add a number of tokens of a sequence that has a row, and the blocks for them."""
-        assert sequence.row is not None
         if sequence.num_sent_blocks < len(sequence.blocks):
-            for index in range(sequence.num_sent_blocks, len(sequence.blocks)):
-                self.new_blocks.append((sequence.row, index, sequence.blocks[index]))
-            sequence.num_sent_blocks = len(sequence.blocks)
+            self._send_blocks(sequence)
         start = sequence.num_computed
-        asks = sequence.prompt_logprobs is not None and start < len(sequence.request.prompt_ids) - 1
-        self.scheduled.append(Scheduled(sequence, start, count, samples, asks))
-        self.sequences.add(sequence)
+        if sequence.prompt_logprobs is not None and start < len(sequence.request.prompt_ids) - 1:
+            self.asking[sequence] = start
+        self.sequences.append(sequence)
+        self.counts.append(count)
+        self.samples.append(samples)
         self.budget -= count
-        self.num_tokens += count
         sequence.num_computed = start + count
-        sequence.num_in_flight += samples
-        sequence.has_jumped &= not samples
-        self.has_structures |= samples and sequence.request.structure is not None
+        if samples:
+            sequence.num_in_flight += 1
+            sequence.has_jumped = False
+            if sequence.request.structure is not None:
+                self.has_structures = True
 
-    def sum_tokens(self, first: int = 0) -> dict[tuple[str, str], int]:
+    def _send_blocks(self, sequence: Sequence) -> None:
+        assert sequence.row is not None
+        first = sequence.num_sent_blocks
+        for index, block in enumerate(sequence.blocks[first:], first):
+            self.new_blocks.append((sequence.row, index, block))
+        sequence.num_sent_blocks = len(sequence.blocks)
+
+    def sum_tokens(self, first: int = 0) -> Mapping[tuple[str, str], int]:
         """Return the tokens of each tenant and adapter, of those sequences that were added from the `first` on."""
         sums: dict[tuple[str, str], int] = {}
-        for entry in self.scheduled[first:]:
-            request = entry.sequence.request
-            name = request.tenant, request.adapter_identity
-            sums[name] = sums.get(name, 0) + entry.num_tokens
+        for sequence, count in zip(self.sequences[first:], self.counts[first:], strict=True):
+            sums[sequence.account] = sums.get(sequence.account, 0) + count
         return sums
 
     def cut(self, num_tokens: int, reserve: int = 0) -> int:
@@ -140,32 +170,45 @@ class StepBuilder:
         available = max(self.budget - reserve, min(self.budget, 1))
         return min(num_tokens, available, self.max_chunk or self.budget)
 
-    def sort_by_adapter(self) -> None:
-        self.scheduled.sort(key=lambda entry: entry.sequence.adapter_index)
+    def line_up(self, version: int, known: Lineup | None) -> Lineup:
+        """Order the sequences so far, all of which decode. A known lineup serves, if they are the same in the same
+        rows."""
+        if known is None or known.version != version or known.added != self.sequences:
+            return Lineup(version, self.sequences.copy(), self.order(), self.sum_tokens())
+        starts = np.array([sequence.num_computed - 1 for sequence in known.scheduled.sequences], np.int64)
+        return known._replace(scheduled=known.scheduled._replace(starts=starts))
 
-    def summarize(self, number: int, num_tokens: int, now: float) -> SubmittedStep:
-        sampled: list[Sequence | None] = [entry.sequence for entry in self.scheduled if entry.samples]
-        asking = [(entry.sequence, entry.start) for entry in self.scheduled if entry.asks]
-        return SubmittedStep(number, num_tokens, now, self.scheduled, sampled, asking)
-
-    def build_plan(self, step: int, adapter_ops: tuple[AdapterOp, ...]) -> StepPlan:
-        sequences, starts, counts, samples, asks = zip(*self.scheduled, strict=True) if self.scheduled else [()] * 5
-        rows = [sequence.row for sequence in sequences]
-        adapter_indices = [sequence.adapter_index for sequence in sequences]
+    def order(self) -> Scheduled:
+        """Put the sequences in the order of their adapters."""
+        indices = [sequence.adapter_index for sequence in self.sequences]
+        places = sorted(range(len(indices)), key=indices.__getitem__)
+        sequences = [self.sequences[place] for place in places]
+        counts = [self.counts[place] for place in places]
+        rows, starts = [sequence.row for sequence in sequences], [sequence.num_computed for sequence in sequences]
         # Few arrays, since a small one takes as long to make as dozens of its numbers.
-        numbers = np.array([rows, starts, counts, adapter_indices], dtype=np.int64)
-        flags = np.array([samples, asks], dtype=np.bool_)
-        new_blocks = np.array(self.new_blocks, np.int64) if self.new_blocks else np.empty((0, 3), np.int64)
+        numbers = np.array([rows, starts, counts, [indices[place] for place in places]], dtype=np.int64)
+        numbers[1] -= numbers[2]
+        samples, asks = [self.samples[place] for place in places], [each in self.asking for each in sequences]
+        return Scheduled(sequences, *numbers, *np.array([samples, asks], dtype=np.bool_))
+
+    def summarize(self, number: int, scheduled: Scheduled, now: float) -> SubmittedStep:
+        sampled: list[Sequence | None] = [*scheduled.sequences]
+        if not all(self.samples):
+            sampled = [*itertools.compress(sampled, scheduled.samples.tolist())]
+        asking = [(each, self.asking[each]) for each in scheduled.sequences if each in self.asking]
+        return SubmittedStep(number, sum(self.counts), now, scheduled, sampled, asking, self.has_structures)
+
+    def build_plan(self, step: int, scheduled: Scheduled, adapter_ops: tuple[AdapterOp, ...]) -> StepPlan:
         return StepPlan(
             step=step,
-            rows=numbers[0],
-            starts=numbers[1],
-            counts=numbers[2],
-            samples=flags[0],
-            asks=flags[1],
-            adapter_indices=numbers[3],
+            rows=scheduled.rows,
+            starts=scheduled.starts,
+            counts=scheduled.counts,
+            samples=scheduled.samples,
+            asks=scheduled.asks,
+            adapter_indices=scheduled.adapter_indices,
             new_rows=tuple(self.new_rows),
-            new_blocks=new_blocks,
+            new_blocks=np.array(self.new_blocks, np.int64) if self.new_blocks else np.empty((0, 3), np.int64),
             adapter_ops=adapter_ops,
             is_masked=self.has_structures,
         )

@@ -1,5 +1,6 @@
 """Matrices as the CPU's kernels read them: panels of outputs, each from front to back, in the narrowest exact dtype."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -59,10 +60,10 @@ class PanelMatrix:
         return rows[self.start - first * width : self.stop - first * width, : self.inputs].to(self.dtype)
 
 
-def cut_panels(weight: torch.Tensor, width: int) -> PanelMatrix:
-    """Return a copy of a matrix in panels. A float32 one that bfloat16 holds exactly is stored so."""
+def cut_panels(weight: torch.Tensor, width: int, narrow_dtypes: Sequence[torch.dtype] = ()) -> PanelMatrix:
+    """Return a copy of a matrix in panels. A float32 one that a narrow dtype holds exactly is stored so."""
     outputs, inputs = weight.shape
-    filled = F.pad(narrow_exactly(weight), (0, 0, 0, -outputs % width))
+    filled = F.pad(narrow_exactly(weight, narrow_dtypes), (0, 0, 0, -outputs % width))
     panels = filled.view(-1, width, inputs).transpose(1, 2).contiguous()
     return PanelMatrix(panels, weight.dtype, inputs, 0, outputs)
 
@@ -75,12 +76,11 @@ def cut_pairs(weight: torch.Tensor, width: int) -> PanelMatrix:
     return PanelMatrix(panels, weight.dtype, inputs, 0, outputs)
 
 
-def narrow_exactly(weight: torch.Tensor) -> torch.Tensor:
-    """Return the same numbers in half the bytes, where bfloat16 holds them: a row takes as long as they are read.
-
-    Not so float16: to widen it takes ARM longer than to read twice as much.
-    """
-    if weight.dtype != torch.float32:
-        return weight
-    narrow = weight.bfloat16()
-    return narrow if torch.equal(narrow.float(), weight) else weight
+def narrow_exactly(weight: torch.Tensor, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+    """Return the same float32 numbers in the first of some dtypes that holds them: a row takes as long as they are
+    read."""
+    for dtype in dtypes if weight.dtype == torch.float32 else ():
+        narrow = weight.to(dtype)
+        if torch.equal(narrow.float(), weight):
+            return narrow
+    return weight

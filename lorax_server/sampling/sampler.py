@@ -67,6 +67,10 @@ class Sampler:
     @torch.inference_mode()
     def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> Sampled:
         """Choose from [rows, vocabulary] logits, which stay as they are."""
+        return self.choose(logits, history, masks)
+
+    def choose(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> Sampled:
+        """Do the same for a caller that is in inference mode, which takes microseconds to enter."""
         assert history is not None or not self.needs_history, "these rows need to know how long they are"
         if self._whole is not None:
             return self._whole(logits, history, masks)

@@ -41,6 +41,7 @@ class RowTables:
         self.blocks = torch.zeros(num_rows, -(-max_length // block_size), dtype=torch.int32, device=device)
         self.host_prompt_lengths = np.zeros(num_rows, np.int64)
         self._host_tokens = self.token_ids.view(-1).numpy() if device.type == "cpu" else None
+        self._host_blocks = self.blocks.numpy() if device.type == "cpu" else None
         self._shifts = np.zeros(self.blocks.shape, np.int64)  # slots of a block, less the positions of their tokens
         self._row_sampling = [RowSampling(SamplingParams())] * num_rows
         self._selected: SelectedRows | None = None  # those of the last step
@@ -60,9 +61,15 @@ class RowTables:
         if len(plan.new_blocks):
             rows, columns, blocks = plan.new_blocks.T
             self._shifts[rows, columns] = (blocks - columns) * self.block_size
-            on_device = columns_to_device([rows, columns, blocks], device)
-            self.blocks[on_device[0], on_device[1]] = on_device[2].int()
+            self._write_blocks(rows, columns, blocks)
             self._block_tables = None
+
+    def _write_blocks(self, rows: Ints, columns: Ints, blocks: Ints) -> None:
+        if self._host_blocks is not None:
+            self._host_blocks[rows, columns] = blocks
+        else:
+            on_device = columns_to_device([rows, columns, blocks], self.blocks.device)
+            self.blocks[on_device[0], on_device[1]] = on_device[2].int()
 
     def select(self, rows: Ints) -> SelectedRows:
         """Return what is known of some rows: the last answer, where they are the same and none of them is new."""

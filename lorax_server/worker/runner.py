@@ -239,7 +239,7 @@ class PagedRunner:
         if sampler.needs_history:
             token_ids = tables.token_ids[selected.rows, : int(host_lengths.max())] if sampler.needs_tokens else None
             history = History(to_device(host_lengths, self._device), selected.prompt_lengths, token_ids)
-        sampled = sampler(logits, history, masks)
+        sampled = sampler.choose(logits, history, masks)
         tables.write_tokens(selected.first_places + host_lengths, sampled.token_ids)
         return sampled
 

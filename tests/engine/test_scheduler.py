@@ -18,7 +18,7 @@ from lorax_server.engine.admission import Backlog, Limits
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.scheduler import Scheduler
 from lorax_server.engine.sequence import Sequence
-from lorax_server.engine.step_builder import SubmittedStep
+from lorax_server.engine.step_builder import Scheduled, SubmittedStep
 from lorax_server.errors import AdapterError, InputError, NotSupportedError, OverloadedError
 from lorax_server.generation.stopping import FinishReason
 from lorax_server.plan import AdapterOp, RopeRule, StepPlan, StepResult
@@ -215,6 +215,29 @@ def test_requests_get_what_they_get_alone(depth: int) -> None:
     engine.finish()
     check(engine, *requests)
     assert engine.pool.num_free == 64
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_columns_stay_while_the_same_sequences_decode(depth: int) -> None:
+    engine = Engine(ROOMY, 64, depth)
+    requests = [make_request(i, [1 + i], 12, eos=False, adapter_identity=adapter) for i, adapter in enumerate("21")]
+    for request in requests:
+        engine.scheduler.add(request)
+    for _ in range(4):
+        engine.step()
+    first, second = engine.plans[-2:]
+    assert second.rows is first.rows
+    assert second.starts.tolist() == [start + 1 for start in first.starts.tolist()]
+    requests.append(make_request(2, [5], 12, eos=False, adapter_identity="1"))
+    engine.scheduler.add(requests[-1])
+    for rows in ([1, 2, 0], [1, 2, 0]):  # with its prompt, then with its own token
+        engine.step()
+        assert engine.plans[-1].rows.tolist() == rows
+    engine.scheduler.abort(1)
+    engine.step()
+    assert engine.plans[-1].rows.tolist() == [2, 0]
+    engine.finish()
+    check(engine, requests[0], requests[2])
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -636,7 +659,7 @@ def test_a_sequence_that_is_preempted_after_a_jump_comes_again_as_a_long_one() -
 
 def test_a_sequence_jumps_only_while_no_other_step_chooses_for_it() -> None:
     sequence = Sequence(make_request(0, [1], 9), 0)
-    step = SubmittedStep(1, 1, 0.0, [], [sequence, None], [])
+    step = SubmittedStep(1, 1, 0.0, Scheduled.nothing(), [sequence, None], [])
     for num_in_flight, room in ((1, 8), (2, 0)):
         sequence.num_in_flight = num_in_flight
         assert [step.find_room(number) for number in (0, 1)] == [room, 0]
@@ -649,7 +672,8 @@ def test_tokens_of_structures_are_those_of_answers_that_go_on() -> None:
     plain = Sequence(make_request(9, [1]), 0)
     sampled = [begin(0, forced=(2, 3)), begin(1), begin(2, 1), begin(3, finished=True), begin(4), None, plain]
     tokens, logprobs = [5, EOS, 5, 5, 5, 5, 5], [-1.0] * 4 + [math.nan] + [-1.0] * 2
-    chosen = SubmittedStep(1, 7, 0.0, [], sampled, []).list_chosen(StepResult(1, tokens, logprobs))
+    step = SubmittedStep(1, 7, 0.0, Scheduled.nothing(), sampled, [])
+    chosen = step.list_chosen(StepResult(1, tokens, logprobs))
     assert chosen == [(0, 5), (0, 2), (0, 3)]  # not one that ends, by its token or by its length, or has failed
 
 

@@ -18,8 +18,11 @@ GATES = {"silu": Gate.SILU, "swish": Gate.SILU, "gelu_tanh": Gate.GELU_TANH}
 def make_linear(library: Library, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeights:
     if weight.dtype not in DTYPES:
         return LinearWeights(weight, bias)
-    cut = cut_pairs if weight.dtype == torch.bfloat16 and library.has_tiles else cut_panels
-    return LinearWeights(cut(weight, library.panel), None if bias is None else bias.contiguous())
+    if weight.dtype == torch.bfloat16 and library.has_tiles:
+        matrix = cut_pairs(weight, library.panel)
+    else:
+        matrix = cut_panels(weight, library.panel, library.narrow_dtypes)
+    return LinearWeights(matrix, None if bias is None else bias.contiguous())
 
 
 def look_up(library: Library, weight: torch.Tensor | PanelMatrix, ids: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import torch
+
 from lorax_server.kernels.cpu.library import FOLDER, SIGNATURES, Library
 
 SOURCE = Path(__file__).parent / "emulated.cpp"
@@ -31,7 +33,7 @@ class EmulatedLibrary(Library):
             function = getattr(native, f"{op}_emulated")
             function.argtypes, function.restype = SIGNATURES[op], None
             setattr(self, op, function)
-        self.panel, self.has_tiles = 32, self._ask_for_tiles()
+        self.panel, self.has_tiles, self.narrow_dtypes = 32, self._ask_for_tiles(), (torch.bfloat16,)
 
 
 def build_emulated(folder: Path) -> EmulatedLibrary:

@@ -116,12 +116,19 @@ def gated(world: World, x: torch.Tensor, activation: Activation) -> torch.Tensor
 
 
 @pytest.mark.parametrize("rows", [1, 5, 9, 40])
-def test_what_bfloat16_holds_exactly_takes_half_the_memory_and_changes_no_bit(rows: int) -> None:
-    weight = torch.randn(50, 40).bfloat16().float()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_a_narrow_dtype_holds_exactly_takes_half_the_memory_and_changes_no_bit(
+    dtype: torch.dtype, rows: int
+) -> None:
+    weight = torch.randn(50, 40).to(dtype).float()
+    weight[0, :3] = torch.tensor(
+        [0.0, -0.0, 2.0**-24 if dtype == torch.float16 else 2.0**-130]
+    )  # the last is subnormal
     narrow, wide = OPS.make_linear(weight, None), OPS.make_linear(weight + weight * 2**-20, None)
     assert isinstance(narrow.weight, PanelMatrix)
     assert isinstance(wide.weight, PanelMatrix)
-    assert (narrow.weight.panels.dtype, wide.weight.panels.dtype) == (torch.bfloat16, torch.float32)
+    stored = dtype if dtype in OPS._library.narrow_dtypes else torch.float32
+    assert (narrow.weight.panels.dtype, wide.weight.panels.dtype) == (stored, torch.float32)
     assert torch.equal(narrow.plain, weight)
     x, same = torch.randn(rows, 40), LinearWeights(replace(narrow.weight, panels=narrow.weight.panels.float()))
     assert torch.equal(OPS.linear(x, narrow, None, ()), OPS.linear(x, same, None, ()))
