@@ -76,25 +76,15 @@ class TokenMasks(NamedTuple):
         bits = torch.arange(32, dtype=torch.int32, device=self.words.device)
         return ((self.words[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocab_size]
 
-    def count_allowed(self) -> torch.Tensor:
-        """Return [masked rows] the number of bits that are set, on a CPU."""
-        return torch.from_numpy(np.bitwise_count(self.words.numpy().view(np.uint32)).sum(-1, dtype=np.int64))
-
-    def list_allowed(self, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """List the allowed tokens of all masks, where they are few, on a CPU: numbers of masks, and tokens."""
-        words = self.words.numpy().view(np.uint32)
-        masks, places = np.nonzero(words)
-        bits = np.unpackbits(words[masks, places][:, None].view(np.uint8), axis=1, bitorder="little")
-        found, offsets = np.nonzero(bits)
-        ids = places[found] * 32 + offsets
-        is_there = ids < vocab_size
-        return torch.from_numpy(masks[found][is_there]), torch.from_numpy(ids[is_there])
-
     def find_numbers(self, num_rows: int) -> torch.Tensor:
         """Return [num_rows] the number of each row's mask; -1 where it has none."""
         numbers = torch.full((num_rows,), -1, device=self.rows.device)
         numbers[self.rows] = torch.arange(len(self.rows), device=self.rows.device)
         return numbers
+
+    def by_number(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the words of all masks, and the number of each row's."""
+        return self.words, self.find_numbers(num_rows)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Return a copy of [rows, vocabulary] scores, in which tokens that are not allowed have -infinity."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorax_server.sampling.batch import COLDEST, History, RowSampling, Sampled
+from lorax_server.sampling.batch import COLDEST, History, RowSampling, Sampled, TokenMasks
 from lorax_server.sampling.general import GeneralSampler
 from lorax_server.sampling.score_ops import ScoreOps
 from lorax_server.sampling.uniform import HostUniforms
@@ -21,6 +21,7 @@ NUM_FEW = 256  # torch takes half as long again to find twice as many
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+_Masks = tuple[torch.Tensor, torch.Tensor] | tuple[()]  # words and numbers, as `ScoreOps` take them
 
 
 class _Few(NamedTuple):
@@ -54,27 +55,29 @@ class FewSampler:
         self._raw = np.flatnonzero([p.raw_logprobs for p in params])
         self._uniforms = HostUniforms([p.seed for p in params])
 
-    def __call__(self, logits: torch.Tensor, history: History) -> Sampled:
-        few = self._find_few(logits)
+    def __call__(self, logits: torch.Tensor, history: History, masks: TokenMasks | None = None) -> Sampled:
+        numbered = () if masks is None else masks.by_number(len(logits))
+        few = self._find_few(logits, numbered)
         with np.errstate(invalid="ignore", divide="ignore"):  # of rows without numbers, which are not decided here
-            kept = self._cut(few, self._sum_up(logits, few))
+            kept = self._cut(few, self._sum_up(logits, few, numbered))
             token_ids, logprobs = self._draw(few, kept, history)
         self._take_raw_logprobs(logits, token_ids, logprobs)
         undecided = np.flatnonzero(~self._is_decided(few, kept))
         if len(undecided):
             rows = torch.from_numpy(undecided)
             general = GeneralSampler([self._row_sampling[row] for row in undecided.tolist()], self._vocab_size)
-            sampled = general(logits[rows], history.take(rows))
+            own_masks = None if masks is None else masks.take(rows, len(logits))
+            sampled = general(logits[rows], history.take(rows), own_masks)
             token_ids[undecided], logprobs[undecided] = sampled.token_ids.numpy(), sampled.logprobs.numpy()
         return Sampled(torch.from_numpy(token_ids), torch.from_numpy(logprobs), None)
 
-    def _find_few(self, logits: torch.Tensor) -> _Few:
-        best, token_ids = self._ops.find_best(logits, self._num_few)
+    def _find_few(self, logits: torch.Tensor, masks: _Masks) -> _Few:
+        best, token_ids = self._ops.find_best(logits, self._num_few, *masks)
         scores = best.div_(self._temperatures[:, None]).double().numpy()
         with np.errstate(invalid="ignore"):
             return _Few(token_ids.numpy(), scores, np.exp(scores - scores[:, :1]))
 
-    def _sum_up(self, logits: torch.Tensor, few: _Few) -> Floats:
+    def _sum_up(self, logits: torch.Tensor, few: _Few, masks: _Masks) -> Floats:
         """Return [rows] the weights of all tokens that top-p counts, added up, where they are not among the few."""
         if self._num_few == self._vocab_size:
             return few.weights.cumsum(-1)[:, -1]
@@ -84,7 +87,8 @@ class FewSampler:
             if len(self._summed) < len(logits):
                 rows = torch.from_numpy(self._summed)
                 logits, temperatures = logits[rows], temperatures[rows]
-            logprobs = self._ops.find_logprobs(logits, best, temperatures).numpy()
+                masks = (masks[0], masks[1][rows]) if masks else ()
+            logprobs = self._ops.find_logprobs(logits, best, temperatures, *masks).numpy()
             totals[self._summed] = np.exp(-logprobs[:, 0].astype(np.float64))
         return totals
 

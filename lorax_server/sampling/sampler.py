@@ -4,7 +4,6 @@ On a CPU the common ways of choosing have code of their own, which does less. It
 decide which code serves it, so that its result does not depend on its neighbours. On some GPUs a kernel does it all.
 """
 
-import math
 from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple
@@ -13,7 +12,7 @@ import torch
 
 from lorax_server.kernels.hopper.sampling import MAX_VOCAB
 from lorax_server.sampling.batch import History, RowSampling, Sampled, TokenMasks, TopTokens
-from lorax_server.sampling.few import NUM_FEW, FewSampler
+from lorax_server.sampling.few import FewSampler
 from lorax_server.sampling.general import GeneralSampler
 from lorax_server.sampling.rows import RowSampler
 from lorax_server.sampling.score_ops import REFERENCE, ScoreOps
@@ -94,41 +93,14 @@ class Sampler:
         if isinstance(part.chooser, GeneralSampler):
             return part.chooser(logits, history, masks)
         if part.chooser is None:
-            chosen = (masks.words, masks.find_numbers(len(logits))) if masks is not None else ()
-            sampled = Sampled(*self._ops.choose_greedy(logits, *chosen), None)
+            numbered = () if masks is None else masks.by_number(len(logits))
+            sampled = Sampled(*self._ops.choose_greedy(logits, *numbered), None)
         else:
             assert history is not None
-            few = part.chooser
-            sampled = few(logits, history) if masks is None else self._draw(part, few, logits, history, masks)
+            sampled = part.chooser(logits, history, masks)
         if masks is not None:
             self._take_raw_logprobs(part, logits, sampled)
         return sampled
-
-    def _draw(self, part: _Part, few: FewSampler, logits: torch.Tensor, history: History, masks: TokenMasks) -> Sampled:
-        """Draw rows with masks. Those that allow few tokens are drawn from these alone, in the same order."""
-        is_narrow = torch.zeros(len(logits), dtype=torch.bool)
-        is_narrow[masks.rows] = masks.count_allowed() <= NUM_FEW
-        if not is_narrow.any():
-            return few(masks.apply(logits), history)
-        token_ids, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
-        wide, narrow = torch.nonzero(~is_narrow).flatten(), torch.nonzero(is_narrow).flatten()
-        if len(wide):
-            scores = masks.take(wide, len(logits)).apply(logits[wide])
-            token_ids[wide], logprobs[wide], _ = self._few(part, wide)(scores, history.take(wide))
-        if len(narrow):
-            numbers, ids = masks.take(narrow, len(logits)).list_allowed(self._vocab_size)
-            counts = torch.bincount(numbers, minlength=len(narrow))
-            places = torch.arange(len(ids)) - (counts.cumsum(0) - counts)[numbers]
-            few_ids = torch.zeros(len(narrow), NUM_FEW, dtype=torch.int64)
-            scores = torch.full((len(narrow), NUM_FEW), -math.inf)
-            few_ids[numbers, places], scores[numbers, places] = ids, logits[narrow[numbers], ids].float()
-            chosen, logprobs[narrow], _ = self._few(part, narrow, NUM_FEW)(scores, history.take(narrow))
-            token_ids[narrow] = few_ids.gather(1, chosen[:, None]).squeeze(1)
-        return Sampled(token_ids, logprobs, None)
-
-    def _few(self, part: _Part, places: torch.Tensor, vocab_size: int | None = None) -> FewSampler:
-        own = [self._row_sampling[part.rows[place]] for place in places.tolist()]
-        return FewSampler(own, vocab_size or self._vocab_size, self._ops)
 
     def _take_raw_logprobs(self, part: _Part, logits: torch.Tensor, sampled: Sampled) -> None:
         """Take the log probabilities of rows that ask for raw ones from the scores without masks."""

@@ -18,7 +18,7 @@ class ChooseGreedy(Protocol):
     """Returns [rows] the likeliest token, the first of equals, and [rows] float32 its log probability.
 
     Of [masks, words] int32 a row has that of its number, [rows] int64, and chooses as if all tokens whose bits are not
-    set had -infinity; a negative number is of none.
+    set had -infinity; a negative number is of none. The others have the same masks.
     """
 
     def __call__(
@@ -27,18 +27,32 @@ class ChooseGreedy(Protocol):
 
 
 class FindLogprobs(Protocol):
-    """Returns [rows, count] float32 the log probabilities of [rows, count] tokens, by scores that are divided by [rows]
-    temperatures, if there are any."""
+    """Returns [rows, count] float32 the log probabilities of [rows, count] tokens that masks allow, by scores that are
+    divided by [rows] temperatures, if there are any."""
 
     def __call__(
-        self, logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None, /
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        temperatures: torch.Tensor | None = None,
+        words: torch.Tensor | None = None,
+        numbers: torch.Tensor | None = None,
+        /,
     ) -> torch.Tensor: ...
 
 
 class FindBest(Protocol):
-    """Returns [rows, count] float32 the best scores, the best first and a NaN above all, and their tokens."""
+    """Returns [rows, count] float32 the best scores, the best first and a NaN above all, and their tokens: any tokens
+    with -infinity where a mask allows fewer."""
 
-    def __call__(self, logits: torch.Tensor, count: int, /) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        count: int,
+        words: torch.Tensor | None = None,
+        numbers: torch.Tensor | None = None,
+        /,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class ChooseRows(Protocol):
@@ -63,26 +77,39 @@ class ScoreOps(NamedTuple):
     choose_rows: ChooseRows | None = None  # where a GPU has it, it takes the place of all others
 
 
+def _mask(logits: torch.Tensor, words: torch.Tensor | None, numbers: torch.Tensor | None) -> torch.Tensor:
+    scores = logits.detach().float()
+    if words is None or numbers is None:
+        return scores
+    rows = torch.nonzero(numbers >= 0).flatten()
+    return TokenMasks(rows, words[numbers[rows]]).apply(scores)
+
+
 def choose_greedy(
     logits: torch.Tensor, words: torch.Tensor | None = None, numbers: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = logits.detach().float()
-    if words is not None and numbers is not None:
-        rows = torch.nonzero(numbers >= 0).flatten()
-        scores = TokenMasks(rows, words[numbers[rows]]).apply(scores)
+    scores = _mask(logits, words, numbers)
     token_ids = find_likeliest(scores)
     return token_ids, log_softmax(scores).gather(-1, token_ids[:, None]).squeeze(-1)
 
 
 def find_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperatures: torch.Tensor | None = None,
+    words: torch.Tensor | None = None,
+    numbers: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    scores = logits.float() if temperatures is None else logits.float() / temperatures[:, None]
+    scores = _mask(logits, words, numbers)
+    if temperatures is not None:
+        scores = scores / temperatures[:, None]
     return log_softmax(scores).gather(-1, token_ids)
 
 
-def find_best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    best, token_ids = logits.float().topk(count, dim=-1)
+def find_best(
+    logits: torch.Tensor, count: int, words: torch.Tensor | None = None, numbers: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    best, token_ids = _mask(logits, words, numbers).topk(count, dim=-1)
     return best, token_ids
 
 

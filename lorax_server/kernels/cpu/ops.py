@@ -124,12 +124,19 @@ class CpuOps:
         return sampling.choose_greedy(self._library, logits, words, numbers)
 
     def find_logprobs(
-        self, logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        temperatures: torch.Tensor | None = None,
+        words: torch.Tensor | None = None,
+        numbers: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return sampling.find_logprobs(self._library, logits, token_ids, temperatures)
+        return sampling.find_logprobs(self._library, logits, token_ids, temperatures, words, numbers)
 
-    def find_best(self, logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return sampling.find_best(self._library, logits, count)
+    def find_best(
+        self, logits: torch.Tensor, count: int, words: torch.Tensor | None = None, numbers: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return sampling.find_best(self._library, logits, count, words, numbers)
 
     # --- linears ---
 

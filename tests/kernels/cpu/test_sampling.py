@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -180,3 +181,63 @@ def test_there_must_be_so_many(library: Library) -> None:
     for count in (0, 6):
         with pytest.raises(ValueError, match=f"no {count} best of 5"):
             find_best(library, torch.zeros(2, 5), count)
+
+
+# --- masks
+
+
+def pack(allowed: torch.Tensor) -> torch.Tensor:
+    """Pack [masks, tokens] flags into words, with a word more than there must be."""
+    words = np.zeros((len(allowed), allowed.shape[1] // 32 + 2), np.int32)
+    packed = np.packbits(allowed.numpy(), axis=1, bitorder="little")
+    words.view(np.uint8)[:, : packed.shape[1]] = packed
+    return torch.from_numpy(words)
+
+
+def make_masked(vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return scores with equals and NaN, the words of four masks, the number of each row's, and what the rows see."""
+    logits = normal(7, vocabulary, seed=vocabulary, dtype=dtype)
+    logits[2] = logits[2].round()
+    allowed = torch.rand(4, vocabulary, generator=torch.Generator().manual_seed(1)) < 0.5
+    allowed[1] = False
+    allowed[1, [0, vocabulary // 2, vocabulary - 1]] = True
+    allowed[2] = torch.arange(vocabulary) % 1000 == 999
+    numbers = torch.tensor([0, 1, 0, -1, 2, 3, 1])
+    logits[5, allowed[3].nonzero()[::9]] = math.nan
+    logits[6, ~allowed[1]] = math.nan  # of tokens that are not allowed
+    seen = logits.float()
+    for row, number in enumerate(numbers.tolist()):
+        if number >= 0:
+            seen[row, ~allowed[number]] = NEVER
+    return logits, pack(allowed), numbers, seen
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [33, 64, 5003, 49152])
+def test_the_best_that_masks_allow(vocabulary: int, dtype: torch.dtype, library: Library) -> None:
+    logits, words, numbers, seen = make_masked(vocabulary, dtype)
+    count = min(vocabulary, 256)
+    best, token_ids = find_best(library, logits, count, words, numbers)
+    expected, order = seen.sort(dim=-1, descending=True, stable=True)
+    torch.testing.assert_close(best, expected[:, :count], rtol=0, atol=0, equal_nan=True)
+    is_there = expected[:, :count] != NEVER
+    assert torch.equal(token_ids, torch.where(is_there, order[:, :count], 0))
+    assert not is_there.all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_log_probabilities_among_what_masks_allow(dtype: torch.dtype, library: Library) -> None:
+    logits, words, numbers, seen = make_masked(5003, dtype)
+    token_ids, temperatures = seen.argmax(-1, keepdim=True), torch.tensor([0.5, 0.7, 1.0, 1.0, 1.5, 1.0, 2.0])
+    found = find_logprobs(library, logits, token_ids, temperatures, words, numbers)
+    expected = (seen.double() / temperatures[:, None].double()).log_softmax(-1).gather(-1, token_ids)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+def test_masks_that_are_too_few_are_refused(library: Library) -> None:
+    logits, words, numbers, _ = make_masked(5003, torch.float32)
+    for wrong in (words[:, :100], words[:3]):
+        with pytest.raises(ValueError, match="too few for 5003 tokens"):
+            find_best(library, logits, 5, wrong, numbers)
+    with pytest.raises(ValueError, match="masks of 7 rows"):
+        find_best(library, logits, 5, words, numbers[:6])

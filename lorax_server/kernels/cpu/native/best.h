@@ -1,7 +1,8 @@
 // The best scores of each row, in order.
 //
 // The largest score of each small chunk is found first. If `count` chunks have one of at least some bound, so have as
-// many scores: so only those of at least the bound are collected, mostly a few more than `count`, and ordered.
+// many scores: so only those of at least the bound are collected, mostly a few more than `count`, and ordered. Of a row
+// with a mask, chunks in which no token is allowed are not even read.
 
 constexpr int64_t CHUNK = 64;  // scores
 
@@ -18,31 +19,47 @@ static inline bool comes_before(const Candidate& a, const Candidate& b) {
   return a.id < b.id;
 }
 
-// Write the largest score of each chunk; return whether any score is NaN.
+// Return the largest of a chunk's scores, and note in which places any is NaN.
 template <class T>
-static bool find_largest(const T* scores, int64_t vocabulary, float* peaks) {
+static float find_largest_of(const T* scores, int64_t count, I& nan) {
+  F best = spread(-INFINITY);
+  for_vectors(count, [&](int64_t i, auto width) {
+    const F some = take(scores + i, width, -INFINITY);
+    nan |= some != some;
+    best = larger(some, best);
+  });
+  return largest(best);
+}
+
+// Write the largest score of each chunk that the mask allows, which may be null; return whether any of these is NaN.
+template <class T>
+static bool find_largest(const T* scores, const uint32_t* mask, int64_t vocabulary, float* peaks) {
   I nan = {};
   for (int64_t at = 0; at < vocabulary; at += CHUNK) {
-    F best = spread(-INFINITY);
-    for_vectors(std::min(CHUNK, vocabulary - at), [&](int64_t i, auto width) {
-      const F some = take(scores + at + i, width, -INFINITY);
-      nan |= some != some;
-      best = larger(some, best);
-    });
-    peaks[at / CHUNK] = largest(best);
+    const int64_t count = std::min(CHUNK, vocabulary - at);
+    float& peak = peaks[at / CHUNK];
+    if (mask == nullptr) {
+      peak = find_largest_of(scores + at, count, nan);
+    } else if (mask[at / 32] == 0 && (count <= 32 || mask[at / 32 + 1] == 0)) {
+      peak = -INFINITY;
+    } else {
+      alignas(64) float allowed[CHUNK];
+      copy_allowed(scores + at, mask + at / 32, count, allowed);
+      peak = find_largest_of(allowed, count, nan);
+    }
   }
   for (int i = 0; i < VL; i++)
     if (nan[i]) return true;
   return false;
 }
 
-// Collect all scores that may be among the best `count`; return their number.
+// Collect all scores that the mask allows and that may be among the best `count`; return their number.
 template <class T>
-static int64_t collect(const T* scores, int64_t vocabulary, int64_t count, Candidate* into) {
+static int64_t collect(const T* scores, const uint32_t* mask, int64_t vocabulary, int64_t count, Candidate* into) {
   static thread_local Scratch scratch;
   const int64_t chunks = (vocabulary + CHUNK - 1) / CHUNK;
   float *peaks = scratch.make<float>(2 * chunks), *ordered = peaks + chunks;
-  const bool has_nan = find_largest(scores, vocabulary, peaks), takes_all = has_nan || chunks <= count;
+  const bool has_nan = find_largest(scores, mask, vocabulary, peaks), takes_all = has_nan || chunks <= count;
   float bound = -INFINITY;
   if (!takes_all) {
     std::copy(peaks, peaks + chunks, ordered);
@@ -52,35 +69,41 @@ static int64_t collect(const T* scores, int64_t vocabulary, int64_t count, Candi
   int64_t found = 0;
   for (int64_t chunk = 0; chunk < chunks; chunk++) {
     if (!takes_all && peaks[chunk] < bound) continue;
+    if (mask != nullptr && !has_nan && peaks[chunk] == -INFINITY) continue;  // nothing in it can be chosen
     for (int64_t i = chunk * CHUNK; i < std::min(vocabulary, (chunk + 1) * CHUNK); i++) {
       const float score = read(scores + i);
       into[found] = {score, (int32_t)i};
-      found += takes_all || score >= bound;
+      found += (takes_all || score >= bound) && is_allowed(mask, i);
     }
   }
   return found;
 }
 
 template <class T>
-static void find_best_of_row(const T* scores, int64_t vocabulary, int64_t count, float* best, int64_t* ids) {
+static void find_best_of_row(const T* scores, const uint32_t* mask, int64_t vocabulary, int64_t count, float* best,
+                             int64_t* ids) {
   static thread_local Scratch scratch;
   Candidate* some = scratch.make<Candidate>(vocabulary + 1);
-  const int64_t found = collect(scores, vocabulary, count, some);
+  const int64_t found = collect(scores, mask, vocabulary, count, some), there = std::min(found, count);
   const auto before = [](const Candidate& a, const Candidate& b) { return comes_before(a, b); };
   if (found > count) std::nth_element(some, some + count - 1, some + found, before);
-  std::sort(some, some + count, before);
-  for (int64_t i = 0; i < count; i++) best[i] = some[i].score, ids[i] = some[i].id;
+  std::sort(some, some + there, before);
+  for (int64_t i = 0; i < there; i++) best[i] = some[i].score, ids[i] = some[i].id;
+  for (int64_t i = there; i < count; i++) best[i] = -INFINITY, ids[i] = 0;
 }
 
-// Write the `count` best scores of each row, the best first, and their tokens. `count` is at most the vocabulary.
+// Write the `count` best scores of each row, the best first, and their tokens. `count` is at most the vocabulary. Where a
+// row's mask allows fewer, the rest is minus infinity, of token 0. Masks are those of `choose_greedy`.
 EXPORT(find_best)(int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary, int64_t count,
-                  float* best, int64_t* ids) {
+                  const uint32_t* words, int64_t width, const int64_t* numbers, float* best, int64_t* ids) {
+  const MaskedRows masks = {words, width, numbers};
   const auto run = [&](auto of) {
     using T = decltype(of);
     in_threads(rows > 1 && rows * vocabulary > SCORED_ALONE, [&](int64_t thread, int64_t threads) {
       const Range mine = part_of(rows, thread, threads);
       for (int64_t row = mine.begin; row < mine.end; row++)
-        find_best_of_row((const T*)scores + row * stride, vocabulary, count, best + row * count, ids + row * count);
+        find_best_of_row((const T*)scores + row * stride, masks.of(row), vocabulary, count, best + row * count,
+                         ids + row * count);
     });
   };
   if (dtype == FLOAT32) run(float());

@@ -51,6 +51,10 @@ static void copy_allowed(const T* scores, const uint32_t* mask, int64_t count, f
   }
 }
 
+static inline bool is_allowed(const uint32_t* mask, int64_t i) {
+  return mask == nullptr || (mask[i / 32] >> (i % 32) & 1) != 0;
+}
+
 struct MaskedRows {
   const uint32_t* words = nullptr;  // [masks, width]
   int64_t width = 0;
@@ -108,14 +112,13 @@ struct Scores {
   int64_t find_first(int64_t index, const Peak* peaks, Peak whole) const {
     const T* scores = row(index);
     const uint32_t* mask = masks.of(index);
-    const auto is_allowed = [&](int64_t i) { return mask == nullptr || (mask[i / 32] >> (i % 32) & 1) != 0; };
     if (whole.total != whole.total)
       for (int64_t i = 0; i < vocabulary; i++)
-        if (read(scores + i) != read(scores + i) && is_allowed(i)) return i;
+        if (read(scores + i) != read(scores + i) && is_allowed(mask, i)) return i;
     int64_t part = 0;
     while (part + 1 < parts && peaks[part].best != whole.best) part++;
     int64_t i = part * SCORES_AT_ONCE;
-    while (i + 1 < vocabulary && (read(scores + i) != whole.best || !is_allowed(i))) i++;
+    while (i + 1 < vocabulary && (read(scores + i) != whole.best || !is_allowed(mask, i))) i++;
     return i;
   }
 
@@ -153,12 +156,15 @@ EXPORT(choose_greedy)(int64_t dtype, const void* scores, int64_t stride, int64_t
   else run(Half());
 }
 
-// Write the log probabilities of `count` tokens of each row, of scores divided by `temperatures`, which may be null.
+// Write the log probabilities of `count` tokens of each row, of scores divided by `temperatures`, which may be null. Of a
+// row with a mask, as above, they are those among the tokens that it allows; it must allow these.
 EXPORT(find_logprobs)(int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary,
-                      const float* temperatures, const int64_t* ids, int64_t count, float* logprobs) {
+                      const float* temperatures, const uint32_t* words, int64_t width, const int64_t* numbers,
+                      const int64_t* ids, int64_t count, float* logprobs) {
   const auto run = [&](auto of) {
     using T = decltype(of);
-    Scores<T>{(const T*)scores, stride, rows, vocabulary, temperatures}.find_logprobs(ids, count, logprobs);
+    Scores<T>{(const T*)scores, stride, rows, vocabulary, temperatures, {words, width, numbers}}.find_logprobs(
+        ids, count, logprobs);
   };
   if (dtype == FLOAT32) run(float());
   else if (dtype == BFLOAT16) run(Bf16());
