@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from cachetools import LRUCache
@@ -19,7 +19,7 @@ MAX_FORCED = 32  # tokens that are taken ahead at once: masks of others wait mea
 NO_TEXT = "no text has this form"
 TOKEN_S, SPENT_S = 0.01, 0.1  # of CPU time: for a token on average, and for all until the average counts
 SLOW_S = 0.001  # likewise, for a token on average: others do not wait for it
-USUAL_S = 0.0001  # for a token of an answer that is not slow
+USUAL_S = 0.0002  # for a token of an answer that is not slow: seldom it takes more on average
 PROVEN = 4  # tokens that an answer takes alone before it takes them together with others
 MAX_TOGETHER = 1024  # answers that take tokens together
 
@@ -141,7 +141,7 @@ class Follower:
             _check(self.matcher)
         self.matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)  # `_mask` keeps the memory
         _check(self.matcher)
-        self.finish()
+        self.finish(self._vocabulary.take_end(self._mask), int(np.count_nonzero(self.words)))
         self._last_s = time.thread_time() - began_s
         self._spent_s += self._last_s
         self.note_together(self._last_s >= SLOW_S, 1)
@@ -149,10 +149,15 @@ class Follower:
         if self._spent_s > max(SPENT_S, TOKEN_S * self._num_alone):
             raise GrammarError(f"it takes longer than {TOKEN_S * 1000:g} ms a token; make the grammar smaller")
 
-    def finish(self) -> None:
-        """Complete the mask after one more token. Raise `GrammarError` if nothing can follow."""
+    def finish(self, may_end: bool, num_nonzero_words: int) -> None:
+        """Complete the mask after one more token, without its end. Raise `GrammarError` if nothing can follow.
+
+        Of its words that are not zero there are so many, or more if there are two.
+        """
         self._num_tokens += 1
-        self._allow_end(self._vocabulary.take_end(self._mask))
+        self._num_nonzero_words = num_nonzero_words
+        if may_end or self._num_tokens < self._ending.min_new_tokens:
+            self._allow_end(may_end)
         if not self._num_nonzero_words:
             raise GrammarError(NO_TEXT)
 
@@ -181,14 +186,15 @@ class Follower:
             _clear(longer, self._ending.eos + self._ending.others)
             if longer.any():  # or the form goes first
                 words[:] = longer
-        self._num_nonzero_words = np.count_nonzero(words)
+        self._num_nonzero_words = int(np.count_nonzero(words))
 
 
 class Together:
     """Takes tokens of several answers at once: one call for all, on several threads, without Python's lock."""
 
-    def __init__(self, masks: Words, num_threads: int) -> None:
+    def __init__(self, vocabulary: Vocabulary, masks: Words, num_threads: int) -> None:
         """`masks` are those of all slots."""
+        self._vocabulary = vocabulary
         self._masks = masks
         self._num_threads = num_threads
 
@@ -207,16 +213,31 @@ class Together:
         # On a busy machine others take time too, but not of this process.
         took_s = min(time.perf_counter() - began_s, time.process_time() - busy_s)
         is_slow = took_s > SLOW_S + USUAL_S * len(matchers) / self._num_threads
+        slots = [follower.slot for follower in followers]
+        ends = self._vocabulary.take_ends(self._masks, slots)
         errors: list[GrammarError | None] = []
-        for follower in followers:
+        for follower, may_end, count in zip(followers, ends, _count_words(self._masks, slots), strict=True):
             follower.note_together(is_slow, len(followers))
             try:
                 _check(follower.matcher)
-                follower.finish()
+                follower.finish(may_end, count)
                 errors.append(None)
             except GrammarError as error:
                 errors.append(error)
         return errors
+
+
+def _count_words(masks: Words, slots: Sequence[int]) -> list[int]:
+    """Count the words of some masks that are not zero, up to two: of all masks at once, not of each."""
+    first, last = min(slots), max(slots)
+    is_dense = last - first < 2 * len(slots)  # or those between are many, and these are copied
+    some, places = (masks[first : last + 1], np.array(slots) - first) if is_dense else (masks[slots], slice(None))
+    words = some.view(np.uint32)
+    largest, total = np.maximum.reduce(words, axis=1)[places], np.add.reduce(words, axis=1, dtype=np.uint32)[places]
+    counts = np.where(largest == 0, 0, 2)
+    for number in np.flatnonzero((largest == total) & (largest != 0)).tolist():  # one word, or the others add up to 0
+        counts[number] = min(2, np.count_nonzero(masks[slots[number]]))
+    return cast(list[int], counts.tolist())
 
 
 def _set(words: Words, token_ids: Iterable[int]) -> None:

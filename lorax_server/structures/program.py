@@ -58,7 +58,7 @@ class StructureProgram:
         self, connection: Connection, vocabulary: Vocabulary, slots: WrittenSlots, num_threads: int = 1
     ) -> None:
         """`num_threads` compute masks."""
-        self._together = Together(slots.masks, num_threads) if num_threads > 1 else None  # or one by one
+        self._together = Together(vocabulary, slots.masks, num_threads) if num_threads > 1 else None  # or one by one
         self._connection = connection
         self._unread = select.poll()
         self._unread.register(connection.fileno(), select.POLLIN)
@@ -185,13 +185,15 @@ class StructureProgram:
 
     def _divide(self, quick: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         """Divide tokens so that no answer is among more than it may be; the least suspect come first."""
-        parts: list[list[tuple[int, int]]] = [[]]
         limits = {request_id: self._followers[request_id].max_together for request_id, _ in quick}
+        if len(quick) <= min(limits.values(), default=0):
+            return [list(quick)] if quick else []
+        parts: list[list[tuple[int, int]]] = [[]]
         for request_id, token_id in sorted(quick, key=lambda each: -limits[each[0]]):
             if len(parts[-1]) >= limits[request_id]:
                 parts.append([])
             parts[-1].append((request_id, token_id))
-        return parts if quick else []
+        return parts
 
     def _jump(self) -> None:
         """Take one forced token of each answer that has one. Masks that others wait for come between two of these."""

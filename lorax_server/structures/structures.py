@@ -17,7 +17,7 @@ from lorax_server.types import Request, Resolved
 
 logger = logging.getLogger(__name__)
 MAX_PROCESSES = 8  # vocabularies: each has a process
-MAX_THREADS = 8  # of a process
+MAX_THREADS = 8  # of a process: with 12 the masks of 64 answers took as long, that of the dearest one of them
 HANG_S = 30.0  # without a mask: the process is ended
 UNUSABLE_S = 60.0  # for which a vocabulary that cannot be used is refused at once
 _Key = tuple[str | None, tuple[str, ...], tuple[tuple[int, ...], ...]]

@@ -1,5 +1,7 @@
 """The vocabulary of a tokenizer, as llguidance wants it."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -64,3 +66,10 @@ class Vocabulary:
         last = int(mask[word])
         mask[word] = last & (1 << bit) - 1  # without bits beyond the model's tokens
         return bool(last >> bit & 1)
+
+    def take_ends(self, masks: Words, rows: Sequence[int]) -> list[bool]:
+        """Take the end out of some masks. Return which of these answers may end."""
+        word, bit = divmod(self.num_ids, 32)
+        last = masks[rows, word]
+        masks[rows, word] = last & (1 << bit) - 1
+        return [bool(end) for end in (last >> bit & 1).tolist()]

@@ -249,7 +249,7 @@ def follow(vocabulary: Vocabulary, masks: Words, number: int) -> MaskFollower:
 def test_tokens_taken_together_give_the_same_masks(vocabulary: Vocabulary, num_threads: int) -> None:
     """Until they fail: a token that the form does not allow comes at last."""
     random, all_masks = np.random.default_rng(0), [vocabulary.make_masks(9) for _ in range(2)]
-    together = Together(all_masks[1], num_threads)
+    together = Together(vocabulary, all_masks[1], num_threads)
     alone, others = ([follow(vocabulary, masks, number) for number in range(9)] for masks in all_masks)
     for _ in range(6):
         tokens = [choose_text(follower.words, random) for follower in alone]
@@ -270,7 +270,7 @@ def test_answers_take_tokens_together_once_they_are_known(
 ) -> None:
     """After tokens that two took long for, each takes the next one alone."""
     random, masks = np.random.default_rng(0), vocabulary.make_masks(4)
-    together, followers = Together(masks, 2), [follow(vocabulary, masks, number) for number in (0, 3)]
+    together, followers = Together(vocabulary, masks, 2), [follow(vocabulary, masks, number) for number in (0, 3)]
     monkeypatch.setattr("lorax_server.structures.matchers.SLOW_S", 60.0)  # however busy this machine is
     for _ in range(PROVEN):
         assert not any(follower.is_quick for follower in followers)
