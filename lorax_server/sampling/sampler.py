@@ -95,12 +95,11 @@ class Sampler:
         if part.chooser is None:
             numbered = () if masks is None else masks.by_number(len(logits))
             sampled = Sampled(*self._ops.choose_greedy(logits, *numbered), None)
-        else:
-            assert history is not None
-            sampled = part.chooser(logits, history, masks)
-        if masks is not None:
-            self._take_raw_logprobs(part, logits, sampled)
-        return sampled
+            if masks is not None:
+                self._take_raw_logprobs(part, logits, sampled)
+            return sampled
+        assert history is not None
+        return part.chooser(logits, history, masks)
 
     def _take_raw_logprobs(self, part: _Part, logits: torch.Tensor, sampled: Sampled) -> None:
         """Take the log probabilities of rows that ask for raw ones from the scores without masks."""

@@ -1,6 +1,7 @@
 """Masks: a row with one chooses as if all other tokens had a score of -infinity."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,19 @@ def test_what_is_not_allowed_is_as_if_it_had_no_chance(
             check_row(found, row, expected, float(raw) if is_raw else None)
             if row not in masked:
                 assert found.logprobs[row].view(torch.int32) == plain.logprobs[row].view(torch.int32)
+
+
+def test_the_mask_of_a_neighbour_changes_no_bit(ops: ScoreOps, device: torch.device) -> None:
+    """Also of rows that are drawn from many tokens, and ask how likely those were without masks."""
+    drawn = SamplingParams(do_sample=True, temperature=2.0, top_p=0.99, raw_logprobs=True)
+    rows = [RowSampling(replace(drawn, seed=seed)) for seed in range(40)]
+    logits, history, allowed = make_batch(5000, len(rows))
+    sampler, history = Sampler(rows, 5000, device, ops), to(device, history)
+    plain = sampler(logits.to(device), history)
+    found = sampler(logits.to(device), history, to(device, TokenMasks(torch.tensor([7]), pack(allowed[7:8], 0))))
+    others = [row for row in range(len(rows)) if row != 7]
+    assert torch.equal(found.token_ids[others], plain.token_ids[others])
+    assert torch.equal(found.logprobs[others].view(torch.int32), plain.logprobs[others].view(torch.int32))
 
 
 @pytest.mark.parametrize("count", [1, 3, 40, 700])
