@@ -10,7 +10,7 @@ from cachetools import LRUCache
 from llguidance import LLExecutor, LLMatcher, LLParserLimits
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
-from lorax_server.structures.slots import Words
+from lorax_server.structures.slots import KEPT_SLOTS, Words
 from lorax_server.structures.vocabulary import Vocabulary
 
 MAX_COMPILED = 256
@@ -152,7 +152,7 @@ class Follower:
     def finish(self, may_end: bool, num_nonzero_words: int) -> None:
         """Complete the mask after one more token, without its end. Raise `GrammarError` if nothing can follow.
 
-        Of its words that are not zero there are so many, or more if there are two.
+        Of its words so many are not zero; `Together` counts up to two.
         """
         self._num_tokens += 1
         self._num_nonzero_words = num_nonzero_words
@@ -216,7 +216,7 @@ class Together:
         slots = [follower.slot for follower in followers]
         ends = self._vocabulary.take_ends(self._masks, slots)
         errors: list[GrammarError | None] = []
-        for follower, may_end, count in zip(followers, ends, _count_words(self._masks, slots), strict=True):
+        for follower, may_end, count in zip(followers, ends, _count_words_up_to_two(self._masks, slots), strict=True):
             follower.note_together(is_slow, len(followers))
             try:
                 _check(follower.matcher)
@@ -227,10 +227,11 @@ class Together:
         return errors
 
 
-def _count_words(masks: Words, slots: Sequence[int]) -> list[int]:
+def _count_words_up_to_two(masks: Words, slots: Sequence[int]) -> list[int]:
     """Count the words of some masks that are not zero, up to two: of all masks at once, not of each."""
     first, last = min(slots), max(slots)
-    is_dense = last - first < 2 * len(slots)  # or those between are many, and these are copied
+    # Or these are copied: those between are many, or their memory was given back, and to read them would take it again.
+    is_dense = last < min(KEPT_SLOTS, first + 2 * len(slots))
     some, places = (masks[first : last + 1], np.array(slots) - first) if is_dense else (masks[slots], slice(None))
     words = some.view(np.uint32)
     largest, total = np.maximum.reduce(words, axis=1)[places], np.add.reduce(words, axis=1, dtype=np.uint32)[places]

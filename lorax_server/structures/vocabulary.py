@@ -68,7 +68,7 @@ class Vocabulary:
         return bool(last >> bit & 1)
 
     def take_ends(self, masks: Words, rows: Sequence[int]) -> list[bool]:
-        """Take the end out of some masks. Return which of these answers may end."""
+        """Take the end out of some masks, as `take_end` does. Return which of these answers may end."""
         word, bit = divmod(self.num_ids, 32)
         last = masks[rows, word]
         masks[rows, word] = last & (1 << bit) - 1

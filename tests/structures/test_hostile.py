@@ -1,5 +1,6 @@
 """Hostile structures: each is followed or refused with a reason, and an answer beside them goes on."""
 
+import itertools
 import os
 import pickle
 import signal
@@ -16,7 +17,14 @@ import pytest
 from lorax_server.errors import BusyError, EngineError, InputError, LoraxError
 from lorax_server.structures import wire
 from lorax_server.structures.grammars import from_grammar, from_json_schema, from_regex
-from lorax_server.structures.matchers import PROVEN, Compiled, Ending, GrammarError, Together
+from lorax_server.structures.matchers import (
+    PROVEN,
+    Compiled,
+    Ending,
+    GrammarError,
+    Together,
+    _count_words_up_to_two,
+)
 from lorax_server.structures.matchers import Follower as MaskFollower
 from lorax_server.structures.program import StructureProgram
 from lorax_server.structures.slots import Words, WrittenSlots
@@ -263,6 +271,15 @@ def test_tokens_taken_together_give_the_same_masks(vocabulary: Vocabulary, num_t
             follower.consume(token)
         assert isinstance(other, GrammarError)
         assert str(other) == str(caught.value)
+
+
+@pytest.mark.parametrize("slots", [[0, 1, 2, 3], [3, 1], [0, 700, 300], [400, 401, 402], [255, 256]])
+def test_words_of_several_masks_are_counted_up_to_two(slots: list[int]) -> None:
+    masks = np.random.default_rng(0).integers(1, 9, (701, 5), dtype=np.int32)  # those of others are full
+    for place, words in enumerate(itertools.product((0, 1, -1), repeat=5)):
+        masks[slots[place % len(slots)]] = words
+        counts = [min(2, np.count_nonzero(masks[slot])) for slot in slots]
+        assert _count_words_up_to_two(masks, slots) == counts
 
 
 def test_answers_take_tokens_together_once_they_are_known(

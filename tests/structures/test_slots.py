@@ -55,9 +55,9 @@ def vocabulary(model: Path) -> Vocabulary:
     return Vocabulary(load_tokenizer(model))
 
 
-@pytest.fixture
-def follower(model: Path) -> Iterator[Follower]:
-    structures = Structures(model)
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def follower(model: Path, request: pytest.FixtureRequest) -> Iterator[Follower]:
+    structures = Structures(model, request.param)
     yield Follower(structures)
     structures.close()
 
