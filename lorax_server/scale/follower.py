@@ -8,7 +8,9 @@ pinned then is decided here.
 
 import asyncio
 import logging
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 
@@ -19,8 +21,10 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 TRIES = 20  # of a change, at a server that does not answer
+NOT_YET = (UnavailableServerError, aiohttp.ClientError, TimeoutError)
 
 Name = tuple[str, str]  # of an adapter: its source, and its name there
+T = TypeVar("T")
 
 
 class Pending(NamedTuple):
@@ -64,18 +68,14 @@ class ChangeFollower:
 
     async def _follow(self, entry: Entry, meant: Name | None) -> dict[str, Any] | None:
         """Return what the server says of a change; None if it refuses."""
-        for left in reversed(range(TRIES)):
-            try:
-                return await self._server.follow(entry.path, entry.body, meant, not self._is_own(entry))
-            except (UnavailableServerError, aiohttp.ClientError, TimeoutError) as error:
-                if not left:
-                    raise
-                logger.warning("a change at %s is not made yet, trying again: %s", entry.path, error)
-                await asyncio.sleep(RETRY_S)
-            except ReplicaError as error:
-                logger.warning("a change at %s cannot be made here: %s", entry.path, error)
-                return None
-        return None
+        follow = partial(self._server.follow, entry.path, entry.body, meant, not self._is_own(entry))
+        try:
+            return await _try(follow, f"a change at {entry.path} is not made yet")
+        except NOT_YET:
+            raise
+        except ReplicaError as error:
+            logger.warning("a change at %s cannot be made here: %s", entry.path, error)
+            return None
 
     def _is_own(self, entry: Entry) -> bool:
         return entry.answered_by == self._name
@@ -103,19 +103,36 @@ class ChangeFollower:
     async def _load(self, name: Name, known: str, pin: bool | None) -> None:
         """Load an adapter unless it is known, which may take long, and then pin it, if no change comes in between."""
         try:
-            try:
-                await self._pin(name, known or await self._server.load(name), pin)
-            except ReplicaError:
-                if not known:
-                    raise
-                await self._pin(name, await self._server.load(name), pin)  # what was known is gone, as after a restart
+            if not known or not await self._pin_known(name, known, pin):
+                await self._pin(name, await self._server.load(name), pin)
         except (ReplicaError, aiohttp.ClientError, TimeoutError) as error:
             logger.warning("adapter %r was loaded by API, and cannot be loaded here: %s", name[1][:64], error)
         finally:
             if name in self._loads and self._loads[name].task is asyncio.current_task():
                 del self._loads[name]
 
+    async def _pin_known(self, name: Name, known: str, pin: bool | None) -> bool:
+        """Pin an adapter unless what was known is gone, as after a restart; return whether it is done."""
+        try:
+            await _try(partial(self._pin, name, known, pin), f"adapter {name[1][:64]!r} is not pinned yet")
+        except NOT_YET:
+            raise
+        except ReplicaError:
+            return False
+        return True
+
     async def _pin(self, name: Name, identity: str, pin: bool | None) -> None:
         async with self._turn:
             if pin is not None:
                 await self._server.pin(name, identity, pin)
+
+
+async def _try(ask: Callable[[], Awaitable[T]], not_yet: str) -> T:
+    """Ask a server, and again for a while if it does not answer."""
+    for _ in range(TRIES - 1):
+        try:
+            return await ask()
+        except NOT_YET as error:
+            logger.warning("%s, trying again: %s", not_yet, error)
+            await asyncio.sleep(RETRY_S)
+    return await ask()

@@ -130,3 +130,26 @@ def test_two_own_changes_in_a_row_do_not_resolve_again() -> None:
         assert server.num_loads == 0
 
     asyncio.run(run())
+
+
+def test_a_pin_waits_for_a_server_that_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapter is not resolved again: only the admin's request had the token for it."""
+    monkeypatch.setattr(module, "RETRY_S", 0.0)
+
+    async def run() -> None:
+        server: Any = LoadingServer({"own"}, "own")
+        pin, refusals = server.pin, iter(range(3))
+
+        async def pin_later(name: Name, identity: str, is_pinned: bool) -> None:
+            if next(refusals, None) is not None:
+                raise UnavailableServerError("the engine begins again")
+            await pin(name, identity, is_pinned)
+
+        server.pin = pin_later
+        follower = ChangeFollower(server, "one")
+        await follower.make(load(1, "one", pin=True))
+        while follower._loads:
+            await asyncio.sleep(0)
+        assert (server.pinned, server.num_loads) == ({"own": True}, 0)
+
+    asyncio.run(run())

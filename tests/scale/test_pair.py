@@ -320,11 +320,16 @@ def test_only_the_ingress_tells_a_server_who_its_client_is(pair: Pair) -> None:
     """The audit log has the address of a client whose key is refused."""
     server = pair.servers[1]
     address = f"{server.host}:{server.port}"
-    proven = sign_client(INGRESS_KEY, address, "GET", "/v1/adapters", "9.9.9.9", time.time())
-    of_another = sign_client("x", address, "GET", "/v1/adapters", "9.9.9.9", time.time())
-    elsewhere = sign_client(INGRESS_KEY, "127.0.0.1:1", "GET", "/v1/adapters", "9.9.9.9", time.time())
-    for claimed in (["9.9.9.9"], [of_another], [elsewhere], [f"{INGRESS_KEY} 9.9.9.9"], [proven, proven]):
+
+    def sign(key: str = INGRESS_KEY, server: str = address) -> str:
+        return sign_client(key, server, "GET", "/v1/adapters", "9.9.9.9", time.time())
+
+    for claimed in (["9.9.9.9"], [f"{INGRESS_KEY} 9.9.9.9"]):
         assert refused_address(server, claimed) == "127.0.0.1"
+    assert refused_address(server, [sign(key="x")]) == "127.0.0.1"
+    assert refused_address(server, [sign(server="127.0.0.1:1")]) == "127.0.0.1"
+    assert refused_address(server, [sign()] * 2) == "127.0.0.1"
+    proven = sign()
     assert refused_address(server, [proven]) == "9.9.9.9"
     assert refused_address(server, [proven]) == "127.0.0.1"  # what was overheard, and is sent again
     assert asyncio.run(ask(pair, named("sql"), key="wrong")) == 401

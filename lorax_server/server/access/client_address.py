@@ -2,8 +2,8 @@
 
 Callers without a key are told apart by their addresses. Whoever reaches a replica's port can send the header, so that
 it counts only with a signature (HMAC-SHA256) by the key that ingress and replicas share. The key itself never travels.
-The signature is good for one request of one method and one target at one server, within a minute, so that what is
-overheard is of no use.
+The signature is good for one request of one method and one target at one server, within a minute, so that it is of no
+use to those who overhear a request that has arrived.
 """
 
 import hmac
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lorax_server.errors import LoraxError
+from lorax_server.errors import AuthenticationError, LoraxError
 from lorax_server.server.access.used_signatures import GOOD_S
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class ClientAddress:
         """Make the check of a server, by the address at which the ingress calls it; `use` refuses what was used."""
         self._app, self._key, self._clock = app, ingress_key.encode(), clock
         self._server, self._use = server.encode(), use
-        self._warned_at = -WARN_S
+        self._warned_at: dict[str, float] = {}  # by kind of warning
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -72,23 +72,26 @@ class ClientAddress:
             return b""
         try:
             await self._use(expected)
-        except LoraxError as error:
-            self._warn(f"{error}, so that the client is taken for the one who has sent it")
+        except AuthenticationError as error:
+            self._warn("used", f"{error}, so that the client is taken for the one who has sent it")
             return b""
+        except LoraxError:
+            return b""  # the server ends
         return address
 
     def _is_recent(self, seconds: int) -> bool:
-        apart = seconds - int(self._clock())
+        apart = seconds - self._clock()
         if abs(apart) <= GOOD_S:
             return True
         self._warn(
-            f"a request was signed by the ingress {apart} s from now, so that its client is taken for the ingress: set "
-            "the clocks of both machines"
+            "time",
+            f"a request was signed by the ingress {apart:.0f} s from now, so that its client is taken for the one who "
+            "has sent it: set the clocks of both machines, or somebody sends an old request again",
         )
         return False
 
-    def _warn(self, message: str) -> None:
+    def _warn(self, kind: str, message: str) -> None:
         now = self._clock()
-        if now - self._warned_at >= WARN_S:
-            self._warned_at = now
+        if now - self._warned_at.get(kind, -WARN_S) >= WARN_S:
+            self._warned_at[kind] = now
             logger.warning("%s", message)

@@ -1,6 +1,7 @@
 """The address of a client behind an ingress: what is believed, and what is not, once and once more."""
 
 import asyncio
+import itertools
 import logging
 from typing import Any
 
@@ -115,6 +116,26 @@ def test_a_request_that_is_sent_again_is_its_senders_own(caplog: pytest.LogCaptu
     assert world.ask(of_the_same_second) == "1.2.3.4"
     assert 1 <= len(caplog.records) <= 1 + 2 * GOOD_S // WARN_S
     assert "was used before" in caplog.text
+
+
+@pytest.mark.parametrize("began", [0.0, 0.1, 0.5, 0.9])
+def test_a_signature_of_a_clock_that_is_ahead_is_not_good_twice(began: float) -> None:
+    """However the seconds of the clocks lie to each other, and to the times at which signatures are forgotten."""
+    for first, last in itertools.product(range(-10, 12, 3), repeat=2):
+        world = World()
+        for now in (NOW - 1000, NOW + began):
+            world.clock.now = now
+            world.ask(sign(now=now))
+        signed = NOW + 3 * GOOD_S
+        again = [signed - GOOD_S + first / 10, signed + GOOD_S + last / 10]
+        header, believed = sign(now=signed), 0
+        for now in sorted([*again, NOW + began + 2 * GOOD_S, NOW + began + 4 * GOOD_S]):
+            world.clock.now = now
+            if now in again:
+                believed += world.ask(header) == "1.2.3.4"
+            else:
+                world.ask(sign(now=now))
+        assert believed <= 1
 
 
 def test_signatures_are_remembered_while_they_are_good_and_no_longer_than_twice_that() -> None:
