@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from lorax_server.kernels import Activation, LinearWeights, LoraBatch, reference
 from lorax_server.kernels.cpu.ops import CpuOps
-from lorax_server.kernels.panels import PanelMatrix
+from lorax_server.kernels.panels import PanelMatrix, cut_panels
 from tests.kernels.batches import Adapter, World, error, mix
 
 OPS = CpuOps()
@@ -95,14 +95,17 @@ ACTIVATIONS = [
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.name)
-@pytest.mark.parametrize("width", [128, 24, 19])
-def test_gates(width: int, activation: Activation, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("inputs", "width"), [(96, 128), (96, 24), (96, 19), (300, 24)])  # the last: more than a block
+def test_gates(inputs: int, width: int, activation: Activation, dtype: torch.dtype) -> None:
     adapters = [Adapter([8, 4]), Adapter([0, 3], vectors=True)]
-    world = World(96, [width, width], adapters, dtype=dtype, seed=width, device="cpu")
+    world = World(inputs, [width, width], adapters, dtype=dtype, seed=width, device="cpu")
     weights = load(world)
     x, indices = world.normal(max(ROWS), world.inputs), mix(max(ROWS), 2, seed=5)
+    alone = OPS.gated_linear(x[-1:], weights, activation, world.batch(indices[-1:]), world.targets)
     for rows in ROWS:
         found = OPS.gated_linear(x[:rows], weights, activation, world.batch(indices[:rows]), world.targets)
+        if rows == max(ROWS):
+            assert torch.equal(found[-1:], alone)
         gate, up = world.expected(x[:rows], indices[:rows]).chunk(2, dim=-1)
         assert error(found, activation(gate) * up) < 2 * TOLERANCES[dtype]
         assert error(OPS.gated_linear(x[:rows], weights, activation, None, ()), gated(world, x[:rows], activation)) < (
@@ -130,8 +133,12 @@ def test_what_a_narrow_dtype_holds_exactly_takes_half_the_memory_and_changes_no_
     stored = dtype if dtype in OPS._library.narrow_dtypes else torch.float32
     assert (narrow.weight.panels.dtype, wide.weight.panels.dtype) == (stored, torch.float32)
     assert torch.equal(narrow.plain, weight)
-    x, same = torch.randn(rows, 40), LinearWeights(replace(narrow.weight, panels=narrow.weight.panels.float()))
-    assert torch.equal(OPS.linear(x, narrow, None, ()), OPS.linear(x, same, None, ()))
+    # Whatever this CPU stores by itself, it multiplies by both.
+    cut = LinearWeights(cut_panels(weight, OPS._library.panel, (dtype,)))
+    assert isinstance(cut.weight, PanelMatrix)
+    assert cut.weight.panels.dtype == dtype
+    x, same = torch.randn(rows, 40), LinearWeights(replace(cut.weight, panels=cut.weight.panels.float()))
+    assert torch.equal(OPS.linear(x, cut, None, ()), OPS.linear(x, same, None, ()))
 
 
 def test_rows_of_panels() -> None:

@@ -44,8 +44,7 @@ static bool find_largest(const T* scores, const uint32_t* mask, int64_t vocabula
       peak = -INFINITY;
     } else {
       alignas(64) float allowed[CHUNK];
-      copy_allowed(scores + at, mask + at / 32, count, allowed);
-      peak = find_largest_of(allowed, count, nan);
+      peak = find_largest_of(allowed, copy_allowed(scores + at, mask + at / 32, count, allowed), nan);
     }
   }
   for (int i = 0; i < VL; i++)

@@ -92,19 +92,8 @@ struct BlockProduct : Product<T, S> {
   using Base = Product<T, S>;
   const float* copy;  // of the inputs
 
-  // Rows in blocks; for each, one group of panels after the other: first all sums, then what comes after them.
   void run(Range panels) const {
-    static thread_local Scratch scratch;
-    const int64_t width = Base::sides() * GROUP * PANEL;
-    for (int64_t first = 0; first < Base::rows; first += BLOCK_ROWS) {
-      const int64_t count = std::min(BLOCK_ROWS, Base::rows - first);
-      float* sums = scratch.make<float>(count * width);
-      for (int64_t panel = panels.begin; panel < panels.end; panel += GROUP) {
-        const Range group{panel, std::min(panel + GROUP, panels.end)};
-        multiply_group(first, count, group, sums, width);
-        Base::finish_group(first, count, group, sums, width);
-      }
-    }
+    Base::run_blocks(panels, BLOCK_ROWS, [&](auto... of) { multiply_group(of...); });
   }
 
   // Multiply by the blocks of a group: all panels of some inputs, then those of the next.

@@ -91,23 +91,12 @@ struct TilesInUse {
 struct TileProduct : Product<Bf16, Pair> {
   TiledRows tiled;
 
-  // Rows in blocks; for each, one group of panels after the other: first all sums, then what comes after them.
   void run(Range panels) const {
-    static thread_local Scratch scratch;
     TilesInUse tiles;
-    const int64_t width = sides() * GROUP * PANEL;
-    for (int64_t first = 0; first < rows; first += ROWS_AT_ONCE) {
-      const int64_t count = std::min(ROWS_AT_ONCE, rows - first);
-      float* sums = scratch.make<float>(count * width);
-      for (int64_t panel = panels.begin; panel < panels.end; panel += GROUP) {
-        const Range group{panel, std::min(panel + GROUP, panels.end)};
-        multiply_group(first, count, group, tiles, sums, width);
-        finish_group(first, count, group, sums, width);
-      }
-    }
+    run_blocks(panels, ROWS_AT_ONCE, [&](auto... of) { multiply_group(tiles, of...); });
   }
 
-  void multiply_group(int64_t first, int64_t count, Range group, TilesInUse& tiles, float* sums, int64_t width) const {
+  void multiply_group(TilesInUse& tiles, int64_t first, int64_t count, Range group, float* sums, int64_t width) const {
     const int64_t all = count_tiles(matrix.inputs);
     for (int64_t k = 0; k < all; k += TILES_AT_ONCE)
       for (int64_t row = 0; row < count; row += 2 * TILE_ROWS) {

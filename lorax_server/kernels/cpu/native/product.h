@@ -374,6 +374,23 @@ struct Product {
       run_group({panel, std::min(panel + GROUP, panels.end)});
   }
 
+  // Run rows in blocks; for each, one group of panels after the other: `multiply` makes all sums, of `width` floats a row,
+  // and then comes what is added to them.
+  template <class Multiply>
+  void run_blocks(Range panels, int64_t block_rows, Multiply multiply) const {
+    static thread_local Scratch scratch;
+    const int64_t width = sides() * GROUP * PANEL;
+    for (int64_t first = 0; first < rows; first += block_rows) {
+      const int64_t count = std::min(block_rows, rows - first);
+      float* sums = scratch.make<float>(count * width);
+      for (int64_t panel = panels.begin; panel < panels.end; panel += GROUP) {
+        const Range group{panel, std::min(panel + GROUP, panels.end)};
+        multiply(first, count, group, sums, width);
+        finish_group(first, count, group, sums, width);
+      }
+    }
+  }
+
   // Add what comes after the product to the sums of a group of panels, and of those that its gate opens.
   void finish_group(int64_t first, int64_t count, Range group, float* sums, int64_t width) const {
     for (int64_t i = 0; i < count; i += FINISHED_AT_ONCE)

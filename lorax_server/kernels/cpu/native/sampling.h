@@ -32,23 +32,25 @@ static Peak find_peak(const T* scores, int64_t count, float sharpness) {
   return {most, total};
 }
 
-// Copy scores, those that a mask does not allow as minus infinity. A mask has a bit for each, the first the lowest.
+// Copy the scores that a mask allows, without gaps, and return how many are there. A mask has a bit for each, the first the
+// lowest. Where it allows most of 32, all are copied, the others as minus infinity.
 template <class T>
-static void copy_allowed(const T* scores, const uint32_t* mask, int64_t count, float* to) {
-  const F least = spread(-INFINITY);
+static int64_t copy_allowed(const T* scores, const uint32_t* mask, int64_t count, float* to) {
+  int64_t copied = 0;
   for (int64_t at = 0; at < count; at += 32) {
     const uint32_t allowed = mask[at / 32];
-    if (allowed == 0 || at + 32 > count) {
-      for (int64_t i = 0; i < 32; i += VL) store(to + at + i, least);
+    if (at + 32 > count || __builtin_popcount(allowed) < 16) {
       for (uint32_t left = allowed; left != 0; left &= left - 1) {
         const int64_t i = at + __builtin_ctz(left);
-        if (i < count) to[i] = read(scores + i);
+        if (i < count) to[copied++] = read(scores + i);
       }
       continue;
     }
-    for (int64_t i = 0; i < 32; i += VL) store(to + at + i, load(scores + at + i));
-    for (uint32_t left = ~allowed; left != 0; left &= left - 1) to[at + __builtin_ctz(left)] = -INFINITY;
+    for (int64_t i = 0; i < 32; i += VL) store(to + copied + i, load(scores + at + i));
+    for (uint32_t left = ~allowed; left != 0; left &= left - 1) to[copied + __builtin_ctz(left)] = -INFINITY;
+    copied += 32;
   }
+  return copied;
 }
 
 static inline bool is_allowed(const uint32_t* mask, int64_t i) {
@@ -80,11 +82,9 @@ struct Scores {
     const int64_t at = part * SCORES_AT_ONCE, count = std::min(SCORES_AT_ONCE, vocabulary - at);
     const uint32_t* mask = masks.of(index);
     if (mask == nullptr) return find_peak(row(index) + at, count, sharpness(index));
-    const uint32_t *first = mask + at / 32, *last = mask + (at + count + 31) / 32;
-    if (std::all_of(first, last, [](uint32_t word) { return word == 0; })) return {-INFINITY, 0.0f};
     alignas(64) float allowed[SCORES_AT_ONCE];
-    copy_allowed(row(index) + at, first, count, allowed);
-    return find_peak(allowed, count, sharpness(index));
+    const int64_t copied = copy_allowed(row(index) + at, mask + at / 32, count, allowed);
+    return copied == 0 ? Peak{-INFINITY, 0.0f} : find_peak(allowed, copied, sharpness(index));
   }
 
   // [rows, parts]

@@ -16,7 +16,7 @@ struct Crew {
 #if defined(__aarch64__)
   static constexpr int SPINS = 10000;
 #else
-  static constexpr int SPINS = 200;  // of 140 cycles each
+  static constexpr int SPINS = 200;  // of 140 cycles each on newer Intel CPUs, less on others
 #endif
   alignas(64) std::atomic<int64_t> arrived{0};
   alignas(64) std::atomic<int64_t> round{0};
