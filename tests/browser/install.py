@@ -9,17 +9,15 @@ import shutil
 import subprocess
 import sys
 
-PACKAGE = "chromium-headless-shell"
-NAMES = (PACKAGE, "chromium", "chromium-browser", "google-chrome")
+PACKAGES = ("chromium-headless-shell", "chromium")  # older systems have the second only
+NAMES = (*PACKAGES, "chromium-browser", "google-chrome")
 MISSING = (
-    f"there is no Chromium: `apt-get install {PACKAGE}` as root, or set CHROMIUM to the path of one "
+    f"there is no Chromium: `apt-get install {PACKAGES[0]}` as root, or set CHROMIUM to the path of one "
     f"(looked for {', '.join(NAMES)})"
 )
 IMPATIENT = ("-o", "Acquire::Retries=1", "-o", "Acquire::http::Timeout=20")  # a machine without a network says so soon
-APT = (
-    ("apt-get", "update", "--quiet", *IMPATIENT),
-    ("apt-get", "install", "--quiet", "--yes", "--no-install-recommends", *IMPATIENT, PACKAGE),
-)
+UPDATE = ("apt-get", "update", "--quiet", *IMPATIENT)
+INSTALL = ("apt-get", "install", "--quiet", "--yes", "--no-install-recommends", *IMPATIENT)
 LIMIT_S = 600
 
 
@@ -39,12 +37,15 @@ def _runs(path: str) -> bool:
 
 
 def _install() -> None:
-    for command in APT:
-        print("browser:", *command, flush=True)
-        environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        done = subprocess.run(command, env=environ, stdout=subprocess.DEVNULL, timeout=LIMIT_S, check=False)
-        if done.returncode != 0:
-            return
+    if _run(*UPDATE):
+        any(_run(*INSTALL, package) for package in PACKAGES)  # the first that can be
+
+
+def _run(*command: str) -> bool:
+    print("browser:", *command, flush=True)
+    environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    done = subprocess.run(command, env=environ, stdout=subprocess.DEVNULL, timeout=LIMIT_S, check=False)
+    return done.returncode == 0
 
 
 def main() -> None:

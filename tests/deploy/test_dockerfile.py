@@ -143,6 +143,8 @@ def test_the_commands_install_a_server_that_is_healthy(tmp_path: Path) -> None:
                 ["sh", "-ec", command], cwd=sources, env=environ, capture_output=True, text=True, check=False
             )
             assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
+    kernels = {path.name.split(".")[0] for path in prefix.rglob("lorax_server/kernels/cpu/_*.so")}
+    assert kernels in ({"_neon"}, {"_avx2", "_avx512"})  # pip says nothing of kernels that could not be compiled
     check_serving(prefix, tmp_path, find_port())
 
 
