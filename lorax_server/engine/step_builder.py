@@ -110,7 +110,7 @@ def _need(entry: tuple[Sequence, int, bool]) -> tuple[bool, int, int, OrderKey]:
 class Lineup(NamedTuple):
     """The sequences that decode in a step, with one token each, and what follows. Most steps repeat the last one's."""
 
-    version: int  # of the rows that sequences have
+    version: int  # of the queue: of rows and shares
     added: list[Sequence]  # in the order in which they came into the step
     scheduled: Scheduled
     sums: Mapping[tuple[str, str], int]  # tokens of each tenant and adapter

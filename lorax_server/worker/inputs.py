@@ -171,7 +171,7 @@ def to_device(column: Ints | npt.NDArray[np.int32], device: torch.device) -> tor
 def count_mask_bytes(max_rows: int, vocab_size: int) -> int:
     """Count the bytes that torch takes of a GPU for `MaskLane`, whose stream shares no memory with others: for the rows
     and the masks of a step, and for those of the step before, which may not have ended yet."""
-    rows, words = max_rows * torch.int64.itemsize, max_rows * _count_words(vocab_size) * torch.int32.itemsize
+    rows, words = max_rows * torch.int64.itemsize, max_rows * count_mask_words(vocab_size) * torch.int32.itemsize
     small, large = 2 * rows, 0
     if words <= SMALL_BYTES:
         small += 2 * words
@@ -184,7 +184,7 @@ def _fill_segment(num_bytes: int) -> int:
     return -(-num_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
 
 
-def _count_words(vocab_size: int) -> int:
+def count_mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
@@ -197,7 +197,7 @@ class MaskLane:
 
     def send(self, masks: StepMasks, vocab_size: int) -> TokenMasks:
         """Return masks on the device, as wide as its scores."""
-        words = self._write(masks, _count_words(vocab_size))
+        words = self._write(masks, count_mask_words(vocab_size))
         if self._stream is None:
             return TokenMasks(to_device(masks.rows, self._device), words)
         with torch.cuda.stream(self._stream):

@@ -18,6 +18,7 @@ from lorax_server.sampling.sampler import History, RowSampling, Sampler
 from lorax_server.sampling.score_ops import select_score_ops
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.worker.adapter_memory import AdapterMemory
+from lorax_server.worker.inputs import count_mask_words
 from lorax_server.worker.runner import SCORED_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -128,7 +129,8 @@ def run_decode(
 
 def allow_all(model: PagedCausalLM, rows: int) -> TokenMasks:
     """Make masks for so many rows, which change nothing."""
-    words = torch.full((rows, -(-model.lm_head.vocab_size // 32)), -1, dtype=torch.int32, device=model.device)
+    num_words = count_mask_words(model.lm_head.vocab_size)
+    words = torch.full((rows, num_words), -1, dtype=torch.int32, device=model.device)
     return TokenMasks(torch.arange(rows, device=model.device), words)
 
 
