@@ -193,7 +193,7 @@ def check_size(num_characters: int) -> None:
     """Refuse a grammar that is too large. One that grows faster than its schemas is checked while it is written."""
     if num_characters > MAX_GRAMMAR:
         raise InputError(
-            f"`tools`: the schemas of all functions make a grammar of {num_characters} characters, "
+            f"`tools`: the schemas of all functions make a grammar of {num_characters} characters or more, "
             f"of {MAX_GRAMMAR} at most; offer fewer, or smaller ones"
         )
 
