@@ -44,6 +44,13 @@ def test_every_kind_of_adapter_is_in_the_table() -> None:
     assert {kind for kind, _, on_gpu in rows if on_gpu == "-"} == NOT_YET_ON_A_GPU
 
 
+def test_every_architecture_is_in_the_table() -> None:
+    table, _, _ = (DOCS / "models.md").read_text().partition("\n## ")
+    head, *rows = re.findall(r"^\| (`.+?`) \|", table, flags=re.MULTILINE)
+    assert head == "`model_type`"
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(MODELS)
+
+
 def test_the_readme_counts_what_is_compared() -> None:
     readme = (DOCS.parent / "README.md").read_text()
     assert f"{len(CASES)} adapters of {len({case.kind for case in CASES.values()})} kinds" in readme

@@ -98,7 +98,7 @@ def load_rotary(
     if not isinstance(rule, str) or rule not in ROPE_TYPES:
         raise ConfigError(f"config field rope_type = {rule!r} is not supported; known are {', '.join(ROPE_TYPES)}")
     try:
-        dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        dim = count_turned(config, head_dim, kind)
         if dim < 2 or dim % 2:
             raise ConfigError(f"{dim} of head_dim = {head_dim} would be rotated, which is no even number")
         return ROPE_TYPES[rule](parameters, config, dim, device)
@@ -106,6 +106,11 @@ def load_rotary(
         raise ConfigError(f"config field rope_parameters lacks {missing} for rope_type {rule!r}") from missing
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # from implausible values
         raise ConfigError(f"config field rope_parameters cannot be used: {error}") from error
+
+
+def count_turned(config: Any, head_dim: int, kind: str | None = None) -> int:
+    """Return how many of a head's dimensions the rope settings of a config rotate."""
+    return int(head_dim * rope_parameters(config, kind).get("partial_rotary_factor", 1.0))
 
 
 def rope_parameters(config: Any, kind: str | None = None) -> dict[str, Any]:

@@ -34,6 +34,8 @@ MODELS = {
     "gemma": "relatives.gemma.GemmaForCausalLM",
     "gemma2": "relatives.gemma.Gemma2ForCausalLM",
     "gemma3_text": "relatives.gemma.Gemma3ForCausalLM",
+    "glm": "relatives.glm.GLMForCausalLM",
+    "glm4": "relatives.glm.GLM4ForCausalLM",
     "gpt2": "flash_gpt2_modeling.FlashGPT2ForCausalLM",
     "gpt_bigcode": "fused.gpt_bigcode.BigCodeForCausalLM",
     "gpt_neox": "neox_modeling.FlashGPTNeoXForCausalLM",

@@ -12,6 +12,8 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
+    GlmConfig,
     GPT2Config,
     GPTBigCodeConfig,
     GPTJConfig,
@@ -74,6 +76,8 @@ MODELS = {
     "stablelm-80": Variant(StableLmConfig, OF_80 | rope("default", partial_rotary_factor=0.25)),
     "cohere-64": Variant(CohereConfig, GATED | {"logit_scale": 0.5, "use_qk_norm": True}),
     "cohere2-64": Variant(Cohere2Config, GATED | BY_LAYER | {"logit_scale": 0.5}),
+    "glm-128": Variant(GlmConfig, GATED_128 | rope("default", partial_rotary_factor=0.5)),
+    "glm4-128": Variant(Glm4Config, GATED_128 | rope("default", partial_rotary_factor=0.5)),
     "nemotron-128": Variant(
         NemotronConfig, GATED_128 | rope("default", partial_rotary_factor=0.5), norm_mean=0.0
     ),

@@ -13,6 +13,8 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
+    GlmConfig,
     GPTBigCodeConfig,
     GPTJConfig,
     GraniteConfig,
@@ -55,6 +57,8 @@ SMOLLM3 = GQA | {"tie_word_embeddings": False, "no_rope_layers": [1, 0, 1]}
 PARTIAL = rope("default", partial_rotary_factor=0.5)
 WHOLE = rope("default", partial_rotary_factor=1.0)
 PHI = GQA | {"hidden_size": 64} | PARTIAL
+GLM = GQA | {"head_dim": 16} | PARTIAL
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=32, partial_rotary_factor=0.5)
 COHERE = GQA | {"logit_scale": 0.5, "layer_norm_eps": 1e-5}
 GPTJ = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "rotary_dim": 8}
 FALCON = SIZES | {"max_position_embeddings": 128, "hidden_size": 64}
@@ -138,6 +142,15 @@ RELATIVES = {
         COHERE | {"sliding_window": 50, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
         off={"layer_types": ["sliding_attention"] * 3},
     ),
+    "glm": Variant(GlmConfig, GLM | {"attention_bias": True}, off={"attention_bias": False}),
+    "glm-whole-rotary": Variant(
+        GlmConfig, GLM | WHOLE | {"attention_bias": False, "tie_word_embeddings": True}, off=PARTIAL
+    ),
+    "glm4": Variant(Glm4Config, GLM, off=WHOLE),
+    "glm4-post-norms": Variant(
+        Glm4Config, GLM | {"attention_bias": False}, spoil=(r"post_(self_attn|mlp)_layernorm\.weight", 1.0)
+    ),
+    "glm4-yarn": Variant(Glm4Config, GLM | YARN | {"tie_word_embeddings": True}, off=PARTIAL),
     "nemotron": Variant(NemotronConfig, PHI | {"head_dim": 16}, off={"hidden_act": "silu"}),
     "nemotron-biases": Variant(
         NemotronConfig,

@@ -223,6 +223,7 @@ def test_neox_from_a_folder(name: str, tmp_path: Path, device: torch.device) -> 
         ("mistral-window", {"attention_bias": True, "mlp_bias": True}),
         ("qwen2-bias", {"attention_bias": True, "mlp_bias": True}),
         ("qwen3-head-norm", {"mlp_bias": True}),
+        ("glm4", {"mlp_bias": True}),
         ("neox-parallel", {"partial_rotary_factor": 0.75}),  # rope_parameters has one, which counts
     ],
 )

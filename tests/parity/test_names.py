@@ -32,6 +32,7 @@ OLD_CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"type": "linear", "factor": 4.0},
     },
     "phi": {"rope_parameters": None, "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "glm4": {"rope_parameters": None, "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     "gptj": {},
 }
 

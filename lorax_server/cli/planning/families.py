@@ -258,6 +258,10 @@ def _opt(config: Config) -> ModelSizes:
 TO_4H = ("dense_h_to_4h", "dense_4h_to_h")
 GEMMA = Family(biases=_attention_biases, head_dim=256, is_tied=True)
 COHERE = Family(kv_heads=_heads_or_fewer, biases=_attention_biases, norms=lambda _: 1, is_tied=True)
+GLM = Family(
+    mlp=("gate_up_proj", "down_proj"), head_dim=128,
+    biases=lambda config: BiasedParts(qkv=_flag(config, "attention_bias", True)),
+)  # fmt: skip
 FAMILIES: Mapping[str, Callable[[Config], ModelSizes]] = {
     "arcee": Family(mlp=("up_proj", "down_proj"), kv_heads=_heads_or_fewer, biases=_llama_biases).count,
     "bloom": Family(
@@ -274,6 +278,8 @@ FAMILIES: Mapping[str, Callable[[Config], ModelSizes]] = {
     "gemma": GEMMA.count,
     "gemma2": replace(GEMMA, norms=lambda _: 4).count,
     "gemma3_text": replace(GEMMA, norms=lambda _: 4, head_norms=_both_head_norms).count,
+    "glm": GLM.count,
+    "glm4": replace(GLM, norms=lambda _: 4).count,
     "gpt2": Family(
         GPT, "c_attn", "c_proj", ("c_fc", "c_proj"), None, _all_heads, lambda _: ALL, norm_vectors=2, is_tied=True,
         more=lambda dims: dims.length * dims.hidden,

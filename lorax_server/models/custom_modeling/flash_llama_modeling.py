@@ -18,7 +18,7 @@ from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
 from lorax_server.layers.norm import ResidualLayerNorm
 from lorax_server.layers.norm import RMSNorm as LlamaRMSNorm
-from lorax_server.layers.rotary import load_rotary
+from lorax_server.layers.rotary import count_turned, load_rotary
 from lorax_server.models.custom_modeling.paged import (
     LEAD,
     PagedCausalLM,
@@ -118,7 +118,7 @@ class FlashLlamaAttention(nn.Module):
         heads, kv_heads = shards
         names, turned = [f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"], [heads, kv_heads]
         if self.interleaved:
-            pairs = self.head_dim, self.turned_dims(config)
+            pairs = self.head_dim, count_turned(config, self.turned_dims(config))
             turned = [replace(shard, pairs=pairs) for shard in turned]
         return TensorParallelMultiAdapterLinear(weights, names, config.hidden_size, [*turned, kv_heads], bias=bias)
 

@@ -48,7 +48,7 @@ LLAMAS: tuple[str, ...] = (
     "starcoder2",
     "cohere",
 )
-LLAMAS += ("cohere2", "nemotron", "arcee")
+LLAMAS += ("cohere2", "nemotron", "arcee", "glm", "glm4")
 ATTENTION |= dict.fromkeys(("mistral", "qwen2", "qwen3", *LLAMAS), ATTENTION["llama"])
 ATTENTION |= {
     "phi": ["q_proj", "k_proj", "v_proj", "dense"],

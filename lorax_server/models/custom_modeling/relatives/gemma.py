@@ -17,6 +17,7 @@ from lorax_server.models.custom_modeling.flash_llama_modeling import (
     FlashLlamaForCausalLM,
     FlashLlamaLayer,
     LlamaMLP,
+    Names,
 )
 from lorax_server.models.custom_modeling.flash_qwen2_modeling import layer_window
 from lorax_server.models.custom_modeling.flash_qwen3_modeling import FlashQwen3Attention
@@ -60,22 +61,31 @@ class Gemma2MLP(LlamaMLP):
         return get_activation(config.hidden_activation, "hidden_activation")
 
 
-class Gemma2Layer(GemmaLayer):
-    attention_class = Gemma2Attention
-    mlp_class = Gemma2MLP
+class BothNormsLayer(FlashLlamaLayer):
+    """A layer that normalises what attention and feed-forward read, and what they add."""
+
+    added_norms: tuple[str, str]  # of what attention adds, and of what the feed-forward adds
 
     def load_norms(self, prefix: str, config: Any, weights: Weights) -> None:
         super().load_norms(prefix, config, weights)
-        self.pre_feedforward_layernorm = self.make_norm(f"{prefix}.pre_feedforward_layernorm", config, weights)
-        self.post_feedforward_layernorm = self.make_norm(f"{prefix}.post_feedforward_layernorm", config, weights)
+        self.attention_norm, self.mlp_norm = (
+            self.make_norm(f"{prefix}.{name}", config, weights) for name in self.added_norms
+        )
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: CosSin | None, ctx: PagedContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.input_layernorm(x, residual, ctx.adapter_data)
-        x = self.post_attention_layernorm(self.self_attn(x, rope, ctx), None, ctx.adapter_data)[0]
-        x, residual = self.pre_feedforward_layernorm(x, residual, ctx.adapter_data)
-        return self.post_feedforward_layernorm(self.mlp(x, ctx), None, ctx.adapter_data)[0], residual
+        x = self.attention_norm(self.self_attn(x, rope, ctx), None, ctx.adapter_data)[0]
+        x, residual = self.post_attention_layernorm(x, residual, ctx.adapter_data)
+        return self.mlp_norm(self.mlp(x, ctx), None, ctx.adapter_data)[0], residual
+
+
+class Gemma2Layer(BothNormsLayer, GemmaLayer):
+    names = Names(second_norm="pre_feedforward_layernorm")
+    added_norms = "post_attention_layernorm", "post_feedforward_layernorm"
+    attention_class = Gemma2Attention
+    mlp_class = Gemma2MLP
 
 
 class Gemma2ForCausalLM(GemmaForCausalLM):
