@@ -95,7 +95,7 @@ ACTIVATIONS = [
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.name)
-@pytest.mark.parametrize(("inputs", "width"), [(96, 128), (96, 24), (96, 19), (300, 24)])  # the last: more than a block
+@pytest.mark.parametrize(("inputs", "width"), [(96, 128), (96, 24), (96, 19), (600, 24)])  # the last: more than a block
 def test_gates(inputs: int, width: int, activation: Activation, dtype: torch.dtype) -> None:
     adapters = [Adapter([8, 4]), Adapter([0, 3], vectors=True)]
     world = World(inputs, [width, width], adapters, dtype=dtype, seed=width, device="cpu")
