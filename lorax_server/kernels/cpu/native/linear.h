@@ -113,7 +113,7 @@ static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t ro
   Plan<T>& plan = own_plan;  // of the calling thread, for all of them
   plan.clear();
   if (lora != nullptr) plan.fill(*lora, first, count, rows);
-  const bool is_many = !IS_TILED && rows > MOST_ROWS;
+  const bool is_many = !IS_TILED && rows > FEW_ROWS;
   const bool is_widened = !IS_TILED && !is_many && !std::is_same<T, float>::value;
   float* wide = is_widened ? wide_scratch.make<float>(rows * inputs) : nullptr;
   float* tall = is_many ? tall_scratch.make<float>(RowTiles::size(rows, inputs)) : nullptr;

@@ -46,6 +46,7 @@ constexpr int MOST_ROWS = 6;
 #else
 constexpr int MOST_ROWS = 12;
 #endif
+constexpr int FEW_ROWS = VL == 4 ? 10 : MOST_ROWS;  // the most that are not multiplied in blocks
 
 // A product reads as fast as memory gives; memory is asked for what comes next. With vectors of x86 it is asked whatever
 // the number of rows: a product of many finds its weights in the second cache, whose answer takes a while, too.
@@ -161,7 +162,7 @@ struct Product {
 
   // What adapters add to a tile's rows, in the columns of a group of panels and in those that their gate opens.
   struct Added {
-    float columns[MOST_ROWS][2][GROUP * PANEL];
+    float columns[FEW_ROWS][2][GROUP * PANEL];
   };
 
   // Add what comes after the product to one row of a panel; `added` is what the adapter's factors add.
@@ -320,11 +321,11 @@ struct Product {
   static int panels_at_once(int64_t height) { return std::min(MOST_PANELS, height <= 2 ? 4 : height <= 4 ? 2 : 1); }
 
   void run_tile(const int64_t* columns, int panels, const Added& added, int64_t first) const {
-    float values[MOST_ROWS * 4 * PANEL];
+    float values[FEW_ROWS * 4 * PANEL];
     const S* from[4];
     for (int j = 0; j < panels; j++) from[j] = (const S*)matrix.panels + columns[j] * matrix.inputs;
     const int at_once = std::min(panels, panels_at_once(rows));
-    const Multiply<S> multiply = find_multiply<MOST_ROWS, S>(rows, at_once);
+    const Multiply<S> multiply = find_multiply<FEW_ROWS, S>(rows, at_once);
     for (int j = 0; j < panels; j += at_once)
       multiply(x, ldx, from + j, matrix.inputs, values + j * PANEL, panels * PANEL);
     for (int64_t i = 0; i < rows; i++) {
