@@ -17,7 +17,7 @@ from lorax_server.structures.vocabulary import Vocabulary
 
 COMPILE_S = 0.25  # of CPU time
 COMPILE_BYTES = 2**30  # beyond what this process has
-NICENESS = 10  # of a child: steps go first
+NICENESS = 19  # of a child: steps go first
 MAX_PROBLEM = 400  # characters
 MAX_DESCRIPTORS = 4096
 TOO_LONG = f"the grammar takes longer than {COMPILE_S:g} s to compile; make it smaller"

@@ -14,8 +14,7 @@ static void gate_part(const T* left, const T* right, T* out, int64_t size) {
 template <Gate KIND, class T>
 static void run_gate(const T* x, int64_t stride, T* out, int64_t rows, int64_t width) {
   const int64_t parts = (width + GATED_AT_ONCE - 1) / GATED_AT_ONCE;
-  in_threads(rows * width > GATED_ALONE, [&](int64_t thread, int64_t threads) {
-    const Range mine = part_of(rows * parts, thread, threads);
+  in_pieces(rows * parts, 1, rows * width, GATED_ALONE, [&](Range mine) {
     for (int64_t task = mine.begin; task < mine.end; task++) {
       const int64_t row = task / parts, at = task % parts * GATED_AT_ONCE;
       const T* left = x + row * stride + at;

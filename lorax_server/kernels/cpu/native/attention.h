@@ -120,21 +120,17 @@ struct Attention {
     static thread_local Scratch scratch;
     float* parts = scratch.make<float>(places * part_size);
     const int64_t tasks = blocks.size() + pieces.size(), ends = joins.size();
-    int64_t task = 0, end = 0;
-    in_threads(cost > FEW && tasks > 1, [&](int64_t, int64_t threads) {
-      for (int64_t i; (i = next(task)) < tasks;)
+    in_pieces(cost > FEW, tasks, 1, [&](Range mine) {
+      for (int64_t i = mine.begin; i < mine.end; i++)
         if (i < (int64_t)blocks.size())
           attend_block(blocks[i]);
         else
           attend_piece(pieces[i - blocks.size()], parts);
-      if (ends == 0) return;
-      meet(threads);
-      for (int64_t i; (i = next(end)) < ends;) join(joins[i], parts);
+    });
+    in_pieces(cost > FEW, ends, 1, [&](Range mine) {
+      for (int64_t i = mine.begin; i < mine.end; i++) join(joins[i], parts);
     });
   }
-
-  // Take the next task: a thread that others keep from its core takes fewer.
-  static int64_t next(int64_t& task) { return __atomic_fetch_add(&task, 1, __ATOMIC_RELAXED); }
 
   // --- both ---
 

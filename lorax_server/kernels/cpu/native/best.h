@@ -98,8 +98,7 @@ EXPORT(find_best)(int64_t dtype, const void* scores, int64_t stride, int64_t row
   const MaskedRows masks = {words, width, numbers};
   const auto run = [&](auto of) {
     using T = decltype(of);
-    in_threads(rows > 1 && rows * vocabulary > SCORED_ALONE, [&](int64_t thread, int64_t threads) {
-      const Range mine = part_of(rows, thread, threads);
+    in_pieces(rows * vocabulary > SCORED_ALONE, rows, 1, [&](Range mine) {
       for (int64_t row = mine.begin; row < mine.end; row++)
         find_best_of_row((const T*)scores + row * stride, masks.of(row), vocabulary, count, best + row * count,
                          ids + row * count);

@@ -58,8 +58,7 @@ static void rotate_head(T* x, const float* cosine, const float* sine, int64_t ha
 template <class T>
 static void run_rotary(T* x, Strides strides, int64_t tokens, int64_t heads, const float* cosine, const float* sine,
                        int64_t half) {
-  in_threads(tokens * heads * half > FEW_NUMBERS, [&](int64_t thread, int64_t threads) {
-    const Range mine = part_of(tokens, thread, threads);
+  in_pieces(tokens, 1, tokens * heads * half, FEW_NUMBERS, [&](Range mine) {
     for (int64_t i = mine.begin; i < mine.end; i++)
       for (int64_t h = 0; h < heads; h++)
         rotate_head(x + i * strides.token + h * strides.head, cosine + i * half, sine + i * half, half);
@@ -82,8 +81,7 @@ EXPORT(rotary)(void* x, int64_t token, int64_t head, int64_t tokens, int64_t hea
 EXPORT(write_kv)(const Paged* batch, const char* k, int64_t k_token, int64_t k_head, const char* v, int64_t v_token,
                  int64_t v_head, char* keys, char* values) {
   const int64_t size = batch->dtype == FLOAT32 ? 4 : 2, row = batch->head_dim * size;
-  in_threads(batch->count * batch->kv_heads * batch->head_dim > FEW_NUMBERS, [&](int64_t thread, int64_t threads) {
-    const Range mine = part_of(batch->count, thread, threads);
+  in_pieces(batch->count, 1, batch->count * batch->kv_heads * batch->head_dim, FEW_NUMBERS, [&](Range mine) {
     for (int64_t i = mine.begin; i < mine.end; i++) {
       if (batch->slots[i] < 0) continue;
       const int64_t token = batch->stored == nullptr ? i : batch->stored[i];

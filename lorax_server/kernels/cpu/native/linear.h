@@ -103,6 +103,8 @@ struct Plan {
   }
 };
 
+constexpr int64_t COPIED_ALONE = 16 * 1024;  // numbers that one thread copies sooner than several
+
 template <class T, class S>
 static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t rows, T* out, const Lora* lora,
                        int64_t first, int64_t count, Gate gate) {
@@ -125,28 +127,23 @@ static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t ro
   const bool is_packed = IS_TILED && TilePacking::is_needed(rows, inputs);
   Bf16* copy = is_packed ? tile_scratch.make<Bf16>(TilePacking::size(rows, inputs)) : nullptr;
   const TilePacking packing{(const Bf16*)x, ldx, rows, inputs, copy};
-  in_threads(rows * inputs * matrix.outputs > FEW, [&](int64_t thread, int64_t threads) {
-    if (is_widened || is_packed) {
-      const Range mine = part_of(rows, thread, threads);
+  if (is_widened || is_packed)
+    in_pieces(rows, 1, rows * inputs, COPIED_ALONE, [&](Range mine) {
       for (int64_t row = mine.begin; row < mine.end; row++) {
         if (is_widened) widen(x + row * ldx, wide + row * inputs, inputs);
         if (is_packed) packing.copy_row(row);
       }
+    });
+  if (is_many)
+    in_pieces(RowTiles::count(rows), 1, rows * inputs, COPIED_ALONE,
+              [&](Range mine) { RowTiles{rows}.copy(mine, x, ldx, inputs, tall); });
+  in_pieces(plan.tasks.size(), 1, plan.low * inputs, FEW, [&](Range mine) {
+    for (int64_t i = mine.begin; i < mine.end; i++) {
+      if (is_widened) plan.shrink(plan.tasks[i], *lora, wide, inputs, inputs, low);
+      else plan.shrink(plan.tasks[i], *lora, x, ldx, inputs, low);
     }
-    if (is_many) {
-      const int64_t tiles = RowTiles::count(rows);
-      RowTiles{rows}.copy(part_of(tiles, thread, threads), x, ldx, inputs, tall);
-    }
-    if (is_widened || is_packed || is_many) meet(threads);
-    if (!plan.tasks.empty()) {
-      const Range mine = part_of(plan.tasks.size(), thread, threads);
-      for (int64_t i = mine.begin; i < mine.end; i++) {
-        if (is_widened) plan.shrink(plan.tasks[i], *lora, wide, inputs, inputs, low);
-        else plan.shrink(plan.tasks[i], *lora, x, ldx, inputs, low);
-      }
-      meet(threads);
-    }
-    const Range mine = part_of((width + PANEL - 1) / PANEL, thread, threads);
+  });
+  in_pieces((width + PANEL - 1) / PANEL, GROUP, rows * inputs * matrix.outputs, FEW, [&](Range mine) {
     if constexpr (IS_TILED) TileProduct{product, packing.find()}.run(mine);
     else if (is_many) BlockProduct<T, S>{product, tall}.run(mine);
     else product.run(mine);

@@ -127,9 +127,8 @@ static void layer_norm_row(const T* x, const T* weight, const T* bias, float eps
 // Call `step(row, vectors)` for all rows, with threads where there are many.
 template <class T, class Step>
 static void for_rows(const Rows<T>& rows, const Lora* lora, int64_t target, Step step) {
-  in_threads(rows.count() > 1 && rows.count() * rows.size > NORMED_ALONE, [&](int64_t thread, int64_t threads) {
+  in_pieces(rows.count(), 1, rows.count() * rows.size, NORMED_ALONE, [&](Range mine) {
     Adapters<T> adapters(lora, target);
-    const Range mine = part_of(rows.count(), thread, threads);
     for (int64_t row = mine.begin; row < mine.end; row++) step(row, adapters.of(row));
   });
 }
@@ -192,8 +191,7 @@ template <class T>
 static void run_scale_and_shift(T* x, int64_t stride, int64_t tokens, const Lora& lora, int64_t first, int64_t last) {
   int64_t width = 0;
   for (int64_t target = first; target <= last; target++) width += lora.widths[2 * target + 1];
-  in_threads(tokens > 1 && tokens * width > NORMED_ALONE, [&](int64_t thread, int64_t threads) {
-    const Range mine = part_of(tokens, thread, threads);
+  in_pieces(tokens, 1, tokens * width, NORMED_ALONE, [&](Range mine) {
     T* column = x;
     for (int64_t target = first; target <= last; target++) {
       Adapters<T> adapters(&lora, target);

@@ -35,7 +35,7 @@ CALL(decode_attention)
 
 // Each call is `words` long: the address of one of the functions above, then the arguments of its kernel.
 EXPORT(run_program)(const int64_t* calls, int64_t count, int64_t words) {
-  with_crew([&] {
+  with_helpers([&] {
     for (int64_t i = 0; i < count; i++) {
       const int64_t* call = calls + i * words;
       ((void (*)(const int64_t*))call[0])(call + 1);

@@ -91,8 +91,7 @@ struct Scores {
   const Peak* find_peaks() const {
     static thread_local Scratch scratch;
     Peak* peaks = scratch.make<Peak>(rows * parts);
-    in_threads(rows * vocabulary > SCORED_ALONE, [&](int64_t thread, int64_t threads) {
-      const Range mine = part_of(rows * parts, thread, threads);
+    in_pieces(rows * parts, 1, rows * vocabulary, SCORED_ALONE, [&](Range mine) {
       for (int64_t task = mine.begin; task < mine.end; task++) peaks[task] = peak_of(task / parts, task % parts);
     });
     return peaks;

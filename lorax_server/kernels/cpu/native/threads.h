@@ -1,7 +1,7 @@
-// Work for several threads, those of OpenMP.
+// Work for several threads. Who calls a kernel leads; helpers take pieces of its work while it goes on.
 //
-// OpenMP lets its threads sleep between two kernels, as soon as a process has more of them than there are cores, and
-// waking one takes as long as a small kernel. So the threads of a program are a crew, which stays awake until its end.
+// The leader waits for nobody to begin, and at the end only for pieces that somebody has begun. So a helper that other
+// work keeps from its core comes late, or takes fewer pieces, and holds nobody up meanwhile.
 
 static inline void rest() {
 #if defined(__aarch64__)
@@ -11,88 +11,201 @@ static inline void rest() {
 #endif
 }
 
-struct Crew {
-  // Until a thread lets others have its core, for one that it waits for may be among them: about ten microseconds.
 #if defined(__aarch64__)
-  static constexpr int SPINS = 10000;
+constexpr int64_t SPINS = 10000;
 #else
-  static constexpr int SPINS = 200;  // of 140 cycles each on newer Intel CPUs, less on others
+constexpr int64_t SPINS = 200;  // of 140 cycles each on newer Intel CPUs, less on others
 #endif
-  alignas(64) std::atomic<int64_t> arrived{0};
-  alignas(64) std::atomic<int64_t> round{0};
-  int64_t threads;
-  void (*run)(void* work, int64_t thread, int64_t threads) = nullptr;
+constexpr int64_t YIELDS = 100;  // after which a helper sleeps: waking it takes as long as a small kernel
+
+// Wait a moment: at first for a memory line, after about ten microseconds for whoever else wants this core.
+static inline void wait_a_moment(int64_t& waited) {
+  if (waited++ < SPINS) rest();
+  else sched_yield();
+}
+
+struct Helpers {
+  // Items of work, a range of them for each thread to begin with. Who has done its own takes of those of others.
+  struct Share {
+    alignas(64) std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+  static constexpr int64_t MOST = 256;                         // threads
+  static constexpr int64_t MEMBER = 1, OPEN = 1 << 16, NUMBER = 1 << 17;  // of a gate
+
+  // The number of the work, whether helpers may come, and how many are there.
+  alignas(64) std::atomic<int64_t> gate{0};
+  // The work. It is another one only when all helpers have left.
+  alignas(64) void (*run)(void* work, Range piece) = nullptr;
   void* work = nullptr;
+  int64_t piece = 1;
+  Share shares[MOST];
+  alignas(64) std::atomic<int64_t> threads{1};  // that the leader wants, itself among them
+  std::atomic<bool> is_awake{false};            // more work comes soon: nobody sleeps
+  std::atomic<int64_t> spared{0}, spared_until{0};
+  std::mutex leading, resting;
+  std::condition_variable has_work, has_cores;
+  std::atomic<int64_t> sleeping{0};
+  int64_t started = 1;
 
-  explicit Crew(int64_t threads) : threads(threads) {}
+  static Helpers& all() {
+    static Helpers* made = new Helpers;  // never deleted: its threads end with the process
+    return *made;
+  }
 
-  // Wait until all threads are here.
-  void meet() {
-    const int64_t now = round.load(std::memory_order_relaxed);
-    if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
-      arrived.store(0, std::memory_order_relaxed);
-      round.store(now + 1, std::memory_order_release);
-      return;
-    }
-    for (int64_t spins = 0; round.load(std::memory_order_acquire) == now; spins++) {
-      if (spins < SPINS) rest();
-      else sched_yield();
+  static int64_t now() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+  }
+
+  // --- the leader ---
+
+  void start(int64_t count) {
+    threads.store(std::min(count, MOST), std::memory_order_relaxed);
+    for (; started < std::min(count, MOST); started++) {
+      try {
+        std::thread([this, thread = started] { help(thread); }).detach();
+      } catch (const std::system_error&) {
+        break;  // the system has no more threads: those that are there do the work
+      }
     }
   }
 
-  // The first thread hands out work; without any, the others go.
-  void share(void (*next)(void*, int64_t, int64_t), void* its_work) {
-    run = next;
-    work = its_work;
-    meet();
-    if (next == nullptr) return;
-    next(its_work, 0, threads);
-    meet();
+  void share(int64_t count, int64_t its_piece, void (*its_run)(void*, Range), void* its_work) {
+    run = its_run, work = its_work, piece = its_piece;
+    const int64_t parts = threads.load(std::memory_order_relaxed), pieces = (count + piece - 1) / piece;
+    for (int64_t i = 0; i < parts; i++) {
+      const Range part = part_of(pieces, i, parts);
+      shares[i].next.store(part.begin * piece, std::memory_order_relaxed);
+      shares[i].end = std::min(part.end * piece, count);
+    }
+    gate.store(gate.load(std::memory_order_relaxed) + NUMBER + OPEN);
+    if (sleeping.load()) {
+      { const std::lock_guard<std::mutex> lock(resting); }
+      has_work.notify_all();
+    }
+    take_pieces(0);
+    gate.fetch_and(~OPEN, std::memory_order_acq_rel);
+    for (int64_t waited = 0; gate.load(std::memory_order_acquire) & (OPEN - 1);) wait_a_moment(waited);
   }
 
-  void follow(int64_t thread) {
-    for (meet(); run != nullptr; meet()) {
-      run(work, thread, threads);
-      meet();
+  // --- everybody ---
+
+  // Take pieces until none is left, and return true; or until the core is needed for something else.
+  bool take_pieces(int64_t thread) {
+    const int64_t parts = threads.load(std::memory_order_relaxed);
+    for (int64_t i = 0; i < parts; i++) {
+      Share& from = shares[(thread + i) % parts];
+      while (!is_spared(thread)) {
+        const int64_t at = from.next.fetch_add(piece, std::memory_order_relaxed);
+        if (at >= from.end) break;
+        run(work, {at, std::min(at + piece, from.end)});
+      }
+      if (is_spared(thread)) return false;
     }
+    return true;
+  }
+
+  // --- helpers ---
+
+  // Tell whether a thread is to leave its core to others. The first never is.
+  bool is_spared(int64_t thread) const {
+    const int64_t count = spared.load(std::memory_order_relaxed);
+    return count && thread >= std::max<int64_t>(1, threads.load(std::memory_order_relaxed) - count) &&
+           now() < spared_until.load(std::memory_order_relaxed);
+  }
+
+  bool may_come(int64_t thread, int64_t at, int64_t done) const {
+    return at & OPEN && at / NUMBER != done && thread < threads.load(std::memory_order_relaxed);
+  }
+
+  void help(int64_t thread) {
+    int64_t done = 0;  // the number of the work of which it has seen the end
+    for (int64_t waited = 0;;) {
+      int64_t at = gate.load(std::memory_order_acquire);
+      if (is_spared(thread)) {
+        leave_core(thread);
+      } else if (may_come(thread, at, done)) {
+        waited = 0;
+        if (!gate.compare_exchange_weak(at, at + MEMBER, std::memory_order_acq_rel)) continue;
+        if (take_pieces(thread)) done = at / NUMBER;
+        gate.fetch_sub(MEMBER, std::memory_order_release);
+      } else if (waited < SPINS + YIELDS || is_awake.load(std::memory_order_relaxed)) {
+        wait_a_moment(waited);
+      } else {
+        sleep(thread, done);
+        waited = 0;
+      }
+    }
+  }
+
+  void sleep(int64_t thread, int64_t done) {
+    std::unique_lock<std::mutex> lock(resting);
+    sleeping++;
+    has_work.wait(lock, [&] { return may_come(thread, gate.load(), done); });
+    sleeping--;
+  }
+
+  void leave_core(int64_t thread) {
+    std::unique_lock<std::mutex> lock(resting);
+    while (is_spared(thread))
+      has_cores.wait_for(lock, std::chrono::nanoseconds(spared_until.load(std::memory_order_relaxed) - now()));
+  }
+
+  void spare(int64_t count, int64_t nanoseconds) {
+    {
+      const std::lock_guard<std::mutex> lock(resting);
+      spared_until.store(now() + nanoseconds, std::memory_order_relaxed);
+      spared.store(count, std::memory_order_relaxed);
+    }
+    has_cores.notify_all();
   }
 };
 
-static thread_local Crew* crew = nullptr;  // of the program that this thread runs
+static thread_local bool is_leading = false;  // this thread, during a program
 
-// Call `work(thread, threads)` in several threads, or in this one alone: OpenMP takes microseconds even for one thread.
+// Call something while this thread leads; without helpers, if another one does already.
 template <class Work>
-static inline void in_threads(bool several, Work work) {
-  if (!several || (crew == nullptr ? omp_get_max_threads() : crew->threads) == 1) return work((int64_t)0, (int64_t)1);
-  if (crew != nullptr)
-    return crew->share([](void* it, int64_t thread, int64_t threads) { (*(Work*)it)(thread, threads); }, &work);
-#pragma omp parallel
-  work((int64_t)omp_get_thread_num(), (int64_t)omp_get_num_threads());
+static inline void lead(Work do_it) {
+  Helpers& helpers = Helpers::all();
+  const int64_t threads = omp_get_max_threads();
+  if (is_leading || threads == 1 || !helpers.leading.try_lock()) return do_it();
+  const std::lock_guard<std::mutex> lock(helpers.leading, std::adopt_lock);
+  helpers.start(threads);
+  is_leading = true;
+  do_it();
+  is_leading = false;
 }
 
-// Within such work: wait until all of its threads are here.
-static inline void meet(int64_t threads) {
-  if (threads == 1) return;
-  if (crew != nullptr) return crew->meet();
-#pragma omp barrier
-}
-
-// Do something that calls `in_threads` again and again, with threads that stay awake meanwhile.
+// Do `count` items of work in pieces, each by `work(range)`; all at once, if not several threads are to do it.
 template <class Work>
-static inline void with_crew(Work work) {
-  if (omp_get_max_threads() == 1) return work();
-  Crew shared(omp_get_max_threads());
-#pragma omp parallel num_threads(shared.threads)
-  {
-#pragma omp single
-    shared.threads = omp_get_num_threads();  // OpenMP may have granted fewer
-    crew = &shared;
-    if (omp_get_thread_num() == 0) {
-      work();
-      shared.share(nullptr, nullptr);
-    } else {
-      shared.follow(omp_get_thread_num());
-    }
-    crew = nullptr;
-  }
+static inline void in_pieces(bool several, int64_t count, int64_t piece, Work work) {
+  if (!several || count <= piece) return work(Range{0, count});
+  lead([&] {
+    if (!is_leading) return work(Range{0, count});
+    Helpers::all().share(count, piece, [](void* it, Range range) { (*(Work*)it)(range); }, &work);
+  });
 }
+
+// Likewise, in pieces of whole `unit`s. All items together cost `cost`, of which one thread does `few` sooner than several.
+template <class Work>
+static inline void in_pieces(int64_t count, int64_t unit, int64_t cost, int64_t few, Work work) {
+  if (cost <= few || count <= unit) return work(Range{0, count});
+  constexpr int64_t LARGE = 16, LEAST = 8;  // a piece costs so many times `few`, and each thread has at least so many
+  const int64_t by_cost = LARGE * few * count / cost, by_count = count / (LEAST * omp_get_max_threads());
+  in_pieces(true, count, std::max<int64_t>(1, std::min(by_cost, by_count) / unit) * unit, work);
+}
+
+// Do something that calls `in_pieces` again and again, with helpers that stay awake meanwhile.
+template <class Work>
+static inline void with_helpers(Work work) {
+  lead([&] {
+    if (!is_leading) return work();
+    Helpers::all().is_awake.store(true, std::memory_order_relaxed);
+    work();
+    Helpers::all().is_awake.store(false, std::memory_order_relaxed);
+  });
+}
+
+// Leave so many cores to other work for so long, or until this is called again.
+EXPORT(spare_cores)(int64_t count, int64_t nanoseconds) { Helpers::all().spare(count, nanoseconds); }
