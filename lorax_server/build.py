@@ -18,7 +18,7 @@ from lorax_server.engine.scheduler import Scheduler
 from lorax_server.errors import EngineError, SourceError
 from lorax_server.phases import Phases
 from lorax_server.plan import Capabilities
-from lorax_server.structures.structures import Structures, find_num_threads
+from lorax_server.structures.structures import Structures, find_num_processes
 from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
 from lorax_server.worker.executor import build_executor
 from lorax_server.worker.memory import adapter_host_bytes
@@ -66,7 +66,7 @@ def assemble(config: EngineConfig, executor: Executor, sources: Mapping[str, Sou
         max_inputs=capabilities.max_inputs,
         num_threads=config.sources.num_threads,
     )
-    structures = Structures(config.model.path, find_num_threads(config.model.device))
+    structures = Structures(config.model.path, find_num_processes(config.model.device))
     return Engine(executor, scheduler, pool, table, resolver, structures)
 
 

@@ -30,7 +30,6 @@ from lorax_server.structures.matchers import (
     Ending,
     Follower,
     GrammarError,
-    Together,
 )
 from lorax_server.structures.slots import WrittenSlots
 from lorax_server.structures.trials import MAX_PROBLEM, NICENESS, Trier
@@ -52,13 +51,9 @@ class Jump(NamedTuple):
 
 
 class StructureProgram:
-    """One thread reads messages and lets some compute masks, and another one compiles."""
+    """One thread reads messages and computes masks, and another one compiles."""
 
-    def __init__(
-        self, connection: Connection, vocabulary: Vocabulary, slots: WrittenSlots, num_threads: int = 1
-    ) -> None:
-        """`num_threads` compute masks."""
-        self._together = Together(vocabulary, slots.masks, num_threads) if num_threads > 1 else None  # or one by one
+    def __init__(self, connection: Connection, vocabulary: Vocabulary, slots: WrittenSlots) -> None:
         self._connection = connection
         self._unread = select.poll()
         self._unread.register(connection.fileno(), select.POLLIN)
@@ -168,32 +163,14 @@ class StructureProgram:
         self._send_masks([begin.request_id], {})
 
     def _advance(self, tokens: Iterable[tuple[int, int]]) -> None:
-        """Take tokens: first those of quick answers, at last those of grammars that take long."""
-        groups: tuple[list[tuple[int, int]], ...] = [], [], []
+        """Take tokens, at last those of grammars that take long: others do not wait for these."""
+        groups: tuple[list[tuple[int, int]], ...] = [], []
         for request_id, token_id in tokens:
             follower = self._followers.get(request_id)
             if follower is not None:
-                groups[0 if follower.is_quick else 1 + follower.is_slow].append((request_id, token_id))
-        quick, *others = groups
-        if self._together is None:
-            others = [quick, *others]
-        else:
-            for some in self._divide(quick):
-                self._answer(self._consume_together(self._together, some))
-        for some in others:
-            self._answer(self._consume_alone(some))
-
-    def _divide(self, quick: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """Divide tokens so that no answer is among more than it may be; the least suspect come first."""
-        limits = {request_id: self._followers[request_id].max_together for request_id, _ in quick}
-        if len(quick) <= min(limits.values(), default=0):
-            return [list(quick)] if quick else []
-        parts: list[list[tuple[int, int]]] = [[]]
-        for request_id, token_id in sorted(quick, key=lambda each: -limits[each[0]]):
-            if len(parts[-1]) >= limits[request_id]:
-                parts.append([])
-            parts[-1].append((request_id, token_id))
-        return parts
+                groups[follower.is_slow].append((request_id, token_id))
+        for some in groups:
+            self._answer(self._consume(some))
 
     def _jump(self) -> None:
         """Take one forced token of each answer that has one. Masks that others wait for come between two of these."""
@@ -219,14 +196,7 @@ class StructureProgram:
                 self._send(wire.FailedAnswer(request_id, f"the answer cannot go on in this form: {error}"))
         self._send_masks(list(forced), {request_id: taken for request_id, taken in forced.items() if taken})
 
-    def _consume_together(self, together: Together, tokens: Sequence[tuple[int, int]]) -> list[Result]:
-        if len(tokens) == 1:
-            return self._consume_alone(tokens)
-        followers = [self._followers[request_id] for request_id, _ in tokens]
-        errors = together.consume(followers, [token_id for _, token_id in tokens])
-        return [(request_id, error) for (request_id, _), error in zip(tokens, errors, strict=True)]
-
-    def _consume_alone(self, tokens: Sequence[tuple[int, int]]) -> list[Result]:
+    def _consume(self, tokens: Sequence[tuple[int, int]]) -> list[Result]:
         results: list[Result] = []
         for request_id, token_id in tokens:
             try:
@@ -332,7 +302,7 @@ def main() -> None:
             connection.send_bytes(pickle.dumps(wire.Unusable(str(error))))
             return
         slots = WrittenSlots.open(memory, vocabulary.num_words_and_end)
-        StructureProgram(connection, vocabulary, slots, start.num_threads).run()
+        StructureProgram(connection, vocabulary, slots).run()
 
 
 if __name__ == "__main__":

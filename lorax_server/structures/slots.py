@@ -30,6 +30,10 @@ class MaskSlots:
         self._free = list(range(MAX_SLOTS))  # a heap
         self._masks: Words | None = None
 
+    @property
+    def is_open(self) -> bool:
+        return self._masks is not None
+
     def take(self) -> int:
         if not self._free:
             raise BusyError(f"{MAX_SLOTS} answers have structures now; try again")

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +17,10 @@ from lorax_server.structures.slots import Words
 from lorax_server.types import Request, Resolved
 
 logger = logging.getLogger(__name__)
-MAX_PROCESSES = 8  # vocabularies: each has a process
-MAX_THREADS = 8  # of a process: with 12 the masks of 64 answers took as long, that of the dearest one of them
+MAX_VOCABULARIES = 8  # at once: each has a process, the base model's may have several
+MAX_PROCESSES = 4  # of a vocabulary
+MANY = 8  # answers of each process after which another one is started
+KNOWN = 4  # answers that a process may have more than others, and be chosen for a grammar that it knows
 HANG_S = 30.0  # without a mask: the process is ended
 UNUSABLE_S = 60.0  # for which a vocabulary that cannot be used is refused at once
 _Key = tuple[str | None, tuple[str, ...], tuple[tuple[int, ...], ...]]
@@ -37,21 +40,27 @@ class Settled(NamedTuple):
     error: LoraxError | None = None
 
 
-def find_num_threads(device: str) -> int:
-    """Return the threads for masks: fewer on a CPU, where the model computes meanwhile with the same cores."""
-    return max(1, min(MAX_THREADS, count_cores() // (4 if device == "cpu" else 2)))
+def find_num_processes(device: str) -> int:
+    """Return how many processes may compute the masks of the base model's vocabulary: fewer on a CPU, where the model
+    computes meanwhile with the same cores.
+
+    Each has one thread. Several threads of one process, as llguidance has them, took longer than one: to wake them
+    takes as long as most masks, and those of one grammar wait for each other.
+    """
+    return max(1, min(MAX_PROCESSES, count_cores() // (8 if device == "cpu" else 4)))
 
 
 class Structures:
-    """Hands answers to processes, one for each vocabulary, and collects their masks. Belongs to the engine's thread."""
+    """Hands answers to processes, which have one vocabulary each, and collects their masks. Belongs to the engine's
+    thread."""
 
-    def __init__(self, model: Path, num_threads: int = 1) -> None:
-        """`num_threads` compute the masks of a vocabulary."""
+    def __init__(self, model: Path, num_processes: int = 1) -> None:
+        """Up to `num_processes` share the answers with the base model's vocabulary; those of adapters have one each."""
         self.on_news: Callable[[], None] = lambda: None  # called, on any thread, when `take_settled` has something
-        self._num_threads = num_threads
+        self._num_processes = num_processes
         self.jumps = True  # whether several forced tokens come at once
         self._model = model
-        self._processes: dict[_Key, StructureProcess] = {}  # the one used last at the end
+        self._processes: dict[_Key, list[StructureProcess]] = {}  # those used last at the end
         self._of_request: dict[int, StructureProcess] = {}
         self._changed = threading.Condition()  # guards the next three, which reading threads change
         self._next: dict[int, Next | None] = {}  # None: there will be none
@@ -77,13 +86,13 @@ class Structures:
             raise InputError("`ignore_eos_token` cannot be used here: an answer with a structure ends where that does")
         if not stop.eos_token_ids:
             raise InputError("structured output needs a model with a token that ends answers")
-        process = self._find_process(request.adapter)
+        grammar = request.structure.grammar
+        process = self._find_process(request.adapter, grammar)
         slot = process.slot_of[request.request_id] = process.slots.take()
         self._of_request[request.request_id] = process
         eos, others = tuple(sorted(stop.eos_token_ids)), tuple(sorted(stop.stop_token_ids))
         if not self.jumps or request.sampling.raw_logprobs or request.sampling.num_alternatives:
             jump_below = 0
-        grammar = request.structure.grammar
         process.send(wire.Begin(request.request_id, slot, grammar, eos, others, stop.min_new_tokens, jump_below))
         if process.is_gone:  # since a moment ago
             self._take(process, None)
@@ -147,39 +156,53 @@ class Structures:
         return {request_id: following for request_id, following in found.items() if following is not None}
 
     def close(self) -> None:
-        for process in self._processes.values():
+        for process in chain(*self._processes.values()):
             process.close()
         self._processes.clear()
         self._of_request.clear()
         self._next.clear()  # masks, which hold the memory of processes
 
-    def _find_process(self, adapter: Resolved | None) -> StructureProcess:
+    def _find_process(self, adapter: Resolved | None, grammar: str) -> StructureProcess:
+        """Return the process with the fewest answers, or one with a few more that knows the grammar already."""
         key: _Key = (None, (), ())
         if adapter is not None:
             key = adapter.folder, tuple(adapter.tokenizer_files), tuple(map(tuple, adapter.tokenizer_stamps))
-        process = self._processes.pop(key, None)
-        if process is not None and process.is_gone:
-            if time.monotonic() < process.unusable_until:
-                self._processes[key] = process
-                raise InputError(process.problem)
+        found = self._find_processes(key, adapter)
+        digest = hash(grammar)
+        started = [process for process in found if process.slots.is_open] or found
+        chosen = min(started, key=lambda process: len(process.slot_of) - KNOWN * (digest in process.known))
+        chosen.known[digest] = True
+        return chosen
+
+    def _find_processes(self, key: _Key, adapter: Resolved | None) -> list[StructureProcess]:
+        """Return the processes of a vocabulary, of which the last one may just start. Raise if it cannot be used."""
+        found = self._processes.pop(key, [])
+        unusable = next((each for each in found if time.monotonic() < each.unusable_until), None)
+        if unusable is not None:
+            self._processes[key] = found
+            raise InputError(unusable.problem)
+        for process in [each for each in found if each.is_gone]:
             process.close()
-            process = None
-        if process is None:
+            found.remove(process)
+        if not found:
             self._make_room()
-            process = StructureProcess(wire.Start(str(self._model), adapter, self._num_threads), self._take)
-        self._processes[key] = process
-        return process
+        most, num_answers = self._num_processes if adapter is None else 1, sum(len(each.slot_of) for each in found)
+        if not found or (len(found) < most and num_answers >= MANY * len(found)):
+            found.append(StructureProcess(wire.Start(str(self._model), adapter), self._take))
+        self._processes[key] = found
+        return found
 
     def _make_room(self) -> None:
-        idle = [key for key, process in self._processes.items() if not process.slot_of]
-        if len(self._processes) >= MAX_PROCESSES:
+        idle = [key for key, processes in self._processes.items() if not any(each.slot_of for each in processes)]
+        if len(self._processes) >= MAX_VOCABULARIES:
             if not idle:
-                raise BusyError(f"answers of {MAX_PROCESSES} vocabularies have structures now; try again")
-            self._processes.pop(idle[0]).close()
+                raise BusyError(f"answers of {MAX_VOCABULARIES} vocabularies have structures now; try again")
+            for process in self._processes.pop(idle[0]):
+                process.close()
 
     def _end_hanging(self) -> None:
         now = time.monotonic()
-        for process in self._processes.values():
+        for process in chain(*self._processes.values()):
             if now - next(iter(process.asked_at.values()), now) > HANG_S:
                 process.kill()  # its reader notices
 

@@ -1,7 +1,5 @@
 """The vocabulary of a tokenizer, as llguidance wants it."""
 
-from collections.abc import Sequence
-
 import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -66,10 +64,3 @@ class Vocabulary:
         last = int(mask[word])
         mask[word] = last & (1 << bit) - 1  # without bits beyond the model's tokens
         return bool(last >> bit & 1)
-
-    def take_ends(self, masks: Words, rows: Sequence[int]) -> list[bool]:
-        """Take the end out of some masks, as `take_end` does. Return which of these answers may end."""
-        word, bit = divmod(self.num_ids, 32)
-        last = masks[rows, word]
-        masks[rows, word] = last & (1 << bit) - 1
-        return [bool(end) for end in (last >> bit & 1).tolist()]

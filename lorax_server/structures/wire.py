@@ -63,8 +63,7 @@ FromProgram = SlotsMade | Masks | FailedAnswer | Unusable
 
 
 class Start(NamedTuple):
-    """The first message to the program: whose tokenizer it has, and how many threads compute masks."""
+    """The first message to the program: whose tokenizer it has."""
 
     model: str  # the base model's folder
     adapter: Resolved | None
-    num_threads: int

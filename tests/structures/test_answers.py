@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,8 @@ def test_steps_of_all_kinds_give_the_same_answers(
     settings: dict[str, Any], world: World, expected: list[list[int]]
 ) -> None:
     with LLM(world.model, **SETTINGS | settings) as other:
-        assert answer_all(other) == expected
+        for _ in range(2):  # the second time the forms are known, and all answers begin at once
+            assert answer_all(other) == expected
         assert other.status.preemptions > 0 or "cache_bytes" not in settings
         assert other.status.chunks > 0 or "max_step_tokens" not in settings
 
@@ -359,7 +361,7 @@ def test_when_the_process_ends_its_answers_fail_and_the_next_have_a_new_one(llm:
     assert structures is not None
     stream = llm.stream("the", drawn(1)[0], LONG, structure=from_regex("[a-z ]{90,95}"))
     next(stream)
-    for process in structures._processes.values():
+    for process in chain(*structures._processes.values()):
         process.kill()
     with pytest.raises(BusyError, match="try again"):
         list(stream)

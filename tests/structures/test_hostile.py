@@ -1,11 +1,10 @@
 """Hostile structures: each is followed or refused with a reason, and an answer beside them goes on."""
 
-import itertools
 import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -17,15 +16,7 @@ import pytest
 from lorax_server.errors import BusyError, EngineError, InputError, LoraxError
 from lorax_server.structures import wire
 from lorax_server.structures.grammars import from_grammar, from_json_schema, from_regex
-from lorax_server.structures.matchers import (
-    PROVEN,
-    Compiled,
-    Ending,
-    GrammarError,
-    Together,
-    _count_words_up_to_two,
-)
-from lorax_server.structures.matchers import Follower as MaskFollower
+from lorax_server.structures.matchers import Compiled
 from lorax_server.structures.program import StructureProgram
 from lorax_server.structures.slots import Words, WrittenSlots
 from lorax_server.structures.structures import Structures
@@ -101,7 +92,7 @@ class Follower:
 @pytest.fixture(scope="module")
 def follower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Follower]:
     folder = save(tmp_path_factory.mktemp("model"), make_model(SERVED["llama"]()), make_tokenizer())
-    structures = Structures(folder, num_threads=2)  # by one, test_slots.py
+    structures = Structures(folder)
     yield Follower(structures)
     structures.close()
 
@@ -161,8 +152,8 @@ def test_what_comes_after_the_end_of_an_answer_is_dropped(follower: Follower) ->
     assert not structures._begun
 
 
-def make_program(connection: Connection, vocabulary: Vocabulary, num_threads: int = 1) -> StructureProgram:
-    return StructureProgram(connection, vocabulary, WrittenSlots(vocabulary.make_masks(64)), num_threads)
+def make_program(connection: Connection, vocabulary: Vocabulary) -> StructureProgram:
+    return StructureProgram(connection, vocabulary, WrittenSlots(vocabulary.make_masks(64)))
 
 
 def test_a_grammar_that_nobody_waits_for_is_not_tried(follower: Follower) -> None:
@@ -246,63 +237,6 @@ def choose_text(mask: Words, random: np.random.Generator) -> int:
     return int(random.choice(np.flatnonzero(bits)))
 
 
-def follow(vocabulary: Vocabulary, masks: Words, number: int) -> MaskFollower:
-    """Follow one of three forms, some with a least number of tokens."""
-    forms = from_json_schema({"type": "array", "minItems": 99}), from_regex("[a-f]{50,60}|[g-z]*"), from_regex("x{30}")
-    compiled = Compiled.of(vocabulary, forms[number % 3].grammar)
-    return MaskFollower(vocabulary, compiled, Ending((EOS_ID,), (), number), masks, number)
-
-
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_tokens_taken_together_give_the_same_masks(vocabulary: Vocabulary, num_threads: int) -> None:
-    """Until they fail: a token that the form does not allow comes at last."""
-    random, all_masks = np.random.default_rng(0), [vocabulary.make_masks(9) for _ in range(2)]
-    together = Together(vocabulary, all_masks[1], num_threads)
-    alone, others = ([follow(vocabulary, masks, number) for number in range(9)] for masks in all_masks)
-    for _ in range(6):
-        tokens = [choose_text(follower.words, random) for follower in alone]
-        for follower, token in zip(alone, tokens, strict=True):
-            follower.consume(token)
-        assert together.consume(others, tokens) == [None] * 9
-        assert np.array_equal(all_masks[0], all_masks[1])
-    tokens = [choose_text(~follower.words, random) for follower in alone]
-    for follower, token, other in zip(alone, tokens, together.consume(others, tokens), strict=True):
-        with pytest.raises(GrammarError) as caught:
-            follower.consume(token)
-        assert isinstance(other, GrammarError)
-        assert str(other) == str(caught.value)
-
-
-@pytest.mark.parametrize("slots", [[0, 1, 2, 3], [3, 1], [0, 700, 300], [400, 401, 402], [255, 256]])
-def test_words_of_several_masks_are_counted_up_to_two(slots: list[int]) -> None:
-    masks = np.random.default_rng(0).integers(1, 9, (701, 5), dtype=np.int32)  # those of others are full
-    for place, words in enumerate(itertools.product((0, 1, -1), repeat=5)):
-        masks[slots[place % len(slots)]] = words
-        counts = [min(2, np.count_nonzero(masks[slot])) for slot in slots]
-        assert _count_words_up_to_two(masks, slots) == counts
-
-
-def test_answers_take_tokens_together_once_they_are_known(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After tokens that two took long for, each takes the next one alone."""
-    random, masks = np.random.default_rng(0), vocabulary.make_masks(4)
-    together, followers = Together(vocabulary, masks, 2), [follow(vocabulary, masks, number) for number in (0, 3)]
-    monkeypatch.setattr("lorax_server.structures.matchers.SLOW_S", 60.0)  # however busy this machine is
-    for _ in range(PROVEN):
-        assert not any(follower.is_quick for follower in followers)
-        for follower in followers:
-            follower.consume(choose(follower.words, random))
-    assert all(follower.is_quick for follower in followers)
-    for slow_s, is_quick in ((60.0, True), (-60.0, False)):
-        monkeypatch.setattr("lorax_server.structures.matchers.SLOW_S", slow_s)
-        assert together.consume(followers, [choose(each.words, random) for each in followers]) == [None] * 2
-        assert [follower.is_quick for follower in followers] == [is_quick] * 2
-    monkeypatch.setattr("lorax_server.structures.matchers.SLOW_S", 60.0)
-    followers[0].consume(choose(followers[0].words, random))
-    assert followers[0].is_quick
-
-
 def begin_all(program: StructureProgram, vocabulary: Vocabulary, grammars: list[str]) -> None:
     for request_id, grammar in enumerate(grammars):
         program._grammars[grammar] = Compiled.of(vocabulary, grammar)
@@ -320,72 +254,27 @@ def read_all(connection: Connection) -> list[wire.Masks]:
     return masks
 
 
-def test_a_slow_answer_among_many_is_soon_alone(vocabulary: Vocabulary) -> None:
-    """And the others are together again, also after one that was slow by chance."""
-    ours, theirs = Pipe()
-    program, tokens = make_program(theirs, vocabulary), [(request_id, 0) for request_id in range(64)]
-    begin_all(program, vocabulary, [from_regex("[a-z]{9}").grammar] * 64)
-    followers = program._followers
-
-    def take(slow: set[int]) -> list[int]:
-        parts = program._divide([each for each in tokens if followers[each[0]].max_together > 1])
-        for part in parts:
-            members = {request_id for request_id, _ in part}
-            for request_id in members:
-                followers[request_id].note_together(bool(members & slow), len(part))
-        return [len(part) for part in parts]
-
-    assert take(slow={3}) == [64]
-    assert take(slow=set()) == [16] * 4
-    assert take(slow=set()) == [32] * 2
-    assert take(slow={3}) == [64]
-    assert take(slow={3}) == [16] * 4
-    assert take(slow={3}) == [32, 16, 4, 4, 4, 4]
-    assert followers[3].max_together == 1
-    assert sum(follower.max_together == 1 for follower in followers.values()) == 4
-    for connection in (ours, theirs):
-        connection.close()
-
-
-def test_answers_that_become_slow_together_are_found_and_ended(
+def test_masks_of_a_slow_answer_come_after_those_of_others(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorax_server.structures.matchers.SLOW_S", 60.0)  # however busy this machine is
     ours, theirs = Pipe()
-    program, random, sizes = make_program(theirs, vocabulary, 2), np.random.default_rng(0), list[int]()
-    assert program._together is not None
-    consume = program._together.consume
-
-    def consume_counted(followers: Sequence[MaskFollower], token_ids: Sequence[int]) -> list[GrammarError | None]:
-        sizes.append(len(followers))
-        return consume(followers, token_ids)
-
-    monkeypatch.setattr(program._together, "consume", consume_counted)
-    begin_all(program, vocabulary, [from_regex("[a-z]{50,60}").grammar] * 8)
-
-    def take() -> list[int]:
-        sizes.clear()
-        request_ids = sorted(request_id for masks in read_all(ours) for request_id in masks.request_ids)
-        program._advance([(request_id, choose_next(program, request_id, random)) for request_id in request_ids])
-        return [*sizes]
-
-    assert [take() for _ in range(PROVEN)] == [[]] * PROVEN
-    assert take() == [8]
-    monkeypatch.setattr("lorax_server.structures.matchers.USUAL_S", -1000.0)  # all that take tokens together are slow
-    assert take() == [8]
-    assert take() == [2] * 4
-    monkeypatch.setattr("lorax_server.structures.matchers.SPENT_S", -1.0)
-    monkeypatch.setattr("lorax_server.structures.matchers.TOKEN_S", -1.0)
-    assert take() == []
-    assert not program._followers
+    program, random = make_program(theirs, vocabulary), np.random.default_rng(0)
+    begin_all(program, vocabulary, [from_regex("[a-z]{50,60}").grammar] * 3)
+    monkeypatch.setattr("lorax_server.structures.matchers.SLOW_S", 60.0)  # however busy this machine is
+    program._advance([(request_id, choose_next(program, request_id, random)) for request_id in range(3)])
+    assert [masks.request_ids for masks in read_all(ours)] == [[0], [1], [2], [0, 1, 2]]
+    program._followers[0]._spent_s = 61.0
+    program._advance([(request_id, choose_next(program, request_id, random)) for request_id in range(1, 3)])
+    monkeypatch.setattr("lorax_server.structures.matchers.SPENT_S", 1000.0)
+    program._advance([(request_id, choose_next(program, request_id, random)) for request_id in range(3)])
+    assert [masks.request_ids for masks in read_all(ours)] == [[1, 2], [1, 2], [0]]
     for connection in (ours, theirs):
         connection.close()
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_masks_of_others_come_while_an_answer_jumps(vocabulary: Vocabulary, num_threads: int) -> None:
+def test_masks_of_others_come_while_an_answer_jumps(vocabulary: Vocabulary) -> None:
     ours, theirs = Pipe()
-    program, random = make_program(theirs, vocabulary, num_threads), np.random.default_rng(0)
+    program, random = make_program(theirs, vocabulary), np.random.default_rng(0)
     begin_all(program, vocabulary, [from_regex("[ab]Q{12}[ab]").grammar, from_regex("[a-z]{50,60}").grammar])
     assert [masks.request_ids for masks in read_all(ours)] == [[0], [1]]
     program._advance([(request_id, choose_next(program, request_id, random)) for request_id in range(2)])
@@ -408,12 +297,11 @@ def test_masks_of_others_come_while_an_answer_jumps(vocabulary: Vocabulary, num_
         connection.close()
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
 def test_an_answer_that_fails_while_it_jumps_fails_where_it_gets_there(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, num_threads: int
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = Pipe()
-    program, random = make_program(theirs, vocabulary, num_threads), np.random.default_rng(0)
+    program, random = make_program(theirs, vocabulary), np.random.default_rng(0)
     begin_all(program, vocabulary, [from_regex("[ab]Q{12}[ab]").grammar])
     (masks,) = read_all(ours)
     program._advance([(0, choose_next(program, 0, random))])
@@ -457,12 +345,12 @@ def test_a_vocabulary_that_cannot_be_used_is_refused_at_once(tmp_path: Path) -> 
     follower = Follower(structures)
     try:
         request_id = follower.begin(from_regex("a"))
-        (process,) = structures._processes.values()
+        ((process,),) = structures._processes.values()
         assert follower.settle(request_id) is not None
         process._threads[1].join(60)  # it reads until the process has ended
         for _ in range(2):
             with pytest.raises(InputError, match="tokenizer"):
                 follower.begin(from_regex("a"))
-        assert list(structures._processes.values()) == [process]
+        assert list(structures._processes.values()) == [[process]]
     finally:
         structures.close()

@@ -19,7 +19,7 @@ from lorax_server.structures.matchers import Compiled, Ending
 from lorax_server.structures.matchers import Follower as Matcher
 from lorax_server.structures.program import StructureProgram
 from lorax_server.structures.slots import KEPT_SLOTS, MaskSlots, WrittenSlots
-from lorax_server.structures.structures import MAX_THREADS, Structures, find_num_threads
+from lorax_server.structures.structures import KNOWN, MANY, MAX_PROCESSES, Structures, find_num_processes
 from lorax_server.structures.vocabulary import Vocabulary
 from lorax_server.text.tokenizer import load_tokenizer
 from tests.e2e.wire import wait_for
@@ -55,9 +55,9 @@ def vocabulary(model: Path) -> Vocabulary:
     return Vocabulary(load_tokenizer(model))
 
 
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def follower(model: Path, request: pytest.FixtureRequest) -> Iterator[Follower]:
-    structures = Structures(model, request.param)
+@pytest.fixture
+def follower(model: Path) -> Iterator[Follower]:
+    structures = Structures(model)
     yield Follower(structures)
     structures.close()
 
@@ -98,7 +98,7 @@ def test_the_lowest_slot_that_is_free_is_taken(monkeypatch: pytest.MonkeyPatch) 
 def test_slots_are_free_again_when_answers_end(follower: Follower) -> None:
     structures, random = follower.structures, np.random.default_rng(0)
     first, second = begin(follower), begin(follower)
-    (process,) = structures._processes.values()
+    ((process,),) = structures._processes.values()
     assert process.slot_of == {first: 0, second: 1}
     assert follower.advance(first, random)
     structures.end(first)  # its mask may be on its way
@@ -141,7 +141,7 @@ def test_memory_of_many_answers_is_given_back_when_they_end(row_words: int) -> N
 def test_a_process_gives_back_the_memory_of_answers_that_have_ended(follower: Follower) -> None:
     structures, count = follower.structures, 3 * KEPT_SLOTS
     answers = [begin(follower) for _ in range(count)]
-    (process,) = structures._processes.values()
+    ((process,),) = structures._processes.values()
     in_use, row_bytes = count_bytes(process.slots.file), structures.gather(answers[:1], 60.0)[answers[0]].words.nbytes
     assert in_use >= count * row_bytes
     for request_id in answers[:-1]:
@@ -154,7 +154,7 @@ def test_a_process_gives_back_the_memory_of_answers_that_have_ended(follower: Fo
 def test_an_ended_process_leaves_no_memory_and_the_next_has_its_own(follower: Follower) -> None:
     structures, random = follower.structures, np.random.default_rng(0)
     ended = begin(follower)
-    (process,) = structures._processes.values()
+    ((process,),) = structures._processes.values()
     mask = structures.gather([ended], 60.0)[ended].words
     before, memories = mask.copy(), count_memories()
     process.kill()
@@ -165,7 +165,7 @@ def test_an_ended_process_leaves_no_memory_and_the_next_has_its_own(follower: Fo
     structures.end(ended)
     del mask
     following = begin(follower)
-    assert list(structures._processes.values()) != [process]
+    assert list(structures._processes.values()) != [[process]]
     assert count_memories() == memories
     assert follower.advance(following, random)
     structures.end(following)
@@ -174,7 +174,7 @@ def test_an_ended_process_leaves_no_memory_and_the_next_has_its_own(follower: Fo
 def test_nobody_waits_for_a_process_that_does_not_read(follower: Follower) -> None:
     structures = follower.structures
     request_id = begin(follower)
-    (process,) = structures._processes.values()
+    ((process,),) = structures._processes.values()
     process._process.send_signal(signal.SIGSTOP)
     for number in range(20_000):
         process.send(wire.End(10**6 + number, 0))
@@ -227,7 +227,73 @@ def test_the_order_of_tokens_in_the_library_changes_no_mask(
             theirs.consume(token_id)
 
 
-def test_masks_have_few_threads_where_the_model_needs_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, on_cpu, on_gpu in ((1, 1, 1), (2, 1, 1), (8, 2, 4), (16, 4, 8), (200, MAX_THREADS, MAX_THREADS)):
+def test_masks_have_few_processes_where_the_model_needs_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, on_cpu, on_gpu in ((1, 1, 1), (2, 1, 1), (8, 1, 2), (16, 2, 4), (200, MAX_PROCESSES, MAX_PROCESSES)):
         monkeypatch.setattr("lorax_server.structures.structures.count_cores", lambda cores=cores: cores)
-        assert (find_num_threads("cpu"), find_num_threads("cuda:1")) == (on_cpu, on_gpu)
+        assert (find_num_processes("cpu"), find_num_processes("cuda:1")) == (on_cpu, on_gpu)
+
+
+@pytest.fixture
+def shared(model: Path) -> Iterator[Follower]:
+    """Two processes that have started, with many answers."""
+    structures = Structures(model, 2)
+    follower = Follower(structures)
+    for _ in range(MANY):
+        begin(follower)
+    begin(follower)
+    (processes,) = structures._processes.values()
+    wait_for(lambda: all(process.slots.is_open for process in processes), "both have started")
+    yield follower
+    structures.close()
+
+
+def count_answers(follower: Follower) -> list[int]:
+    (processes,) = follower.structures._processes.values()
+    return [len(process.slot_of) for process in processes]
+
+
+def test_another_process_is_started_when_there_are_many_answers(model: Path) -> None:
+    structures = Structures(model, 3)
+    follower = Follower(structures)
+    for num_answers in range(1, 2 * MANY + 2):
+        begin(follower)
+        (processes,) = structures._processes.values()
+        assert len(processes) == min(3, 1 + (num_answers - 1) // MANY)
+    structures.close()
+
+
+def test_processes_share_answers_and_one_that_knows_the_grammar_has_a_few_more(shared: Follower) -> None:
+    structures, random = shared.structures, np.random.default_rng(0)
+    first, _ = count_answers(shared)
+    assert first >= MANY
+    answers = [begin(shared) for _ in range(2 * MANY)]
+    assert max(count_answers(shared)) - min(count_answers(shared)) <= 1, "both know it now"
+    digits = from_regex("[0-9]{30}")
+    one = shared.begin(digits)
+    knows = structures._of_request[one]
+    others = [shared.begin(digits) for _ in range(KNOWN - 1)]
+    assert all(structures._of_request[each] is knows for each in others)
+    for request_id in (one, *others):
+        assert shared.settle(request_id) is None
+    found = structures.gather([one, *others, *answers], 60.0)
+    assert len({found[each].words.tobytes() for each in answers}) == 1, "whoever has computed them"
+    for request_id in answers:
+        assert shared.advance(request_id, random)
+
+
+def test_when_one_of_several_processes_ends_the_answers_of_others_go_on(shared: Follower) -> None:
+    structures, random = shared.structures, np.random.default_rng(0)
+    answers = [begin(shared) for _ in range(2 * MANY)]
+    (processes,) = structures._processes.values()
+    gone, stays = processes
+    gone.kill()
+    failing = set(gone.slot_of)
+    wait_for(lambda: all(structures._next.get(each) is None for each in failing), "its answers have failed")
+    for request_id in failing:
+        structures.end(request_id)
+    for request_id in set(answers) - failing:
+        assert shared.advance(request_id, random)
+    assert begin(shared)
+    (processes,) = structures._processes.values()
+    assert stays in processes
+    assert gone not in processes
