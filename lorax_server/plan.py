@@ -167,6 +167,7 @@ class Capabilities:
     max_step_tokens: int = 512  # computed in a step
     max_mixed_tokens: int | None = None  # of prompts, in a step in which other sequences decode; None: no limit
     depth: int = 1  # steps that may be in flight at once
+    is_synchronous: bool = False  # a step has its scores when `submit` returns
     can_chunk: bool = True  # a prompt can be computed in parts, and again after a preemption
     can_reuse: bool = True  # blocks of one sequence can serve another
     num_adapter_units: int = 0  # 0: there are no adapters

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,7 +23,7 @@ from lorax_server.plan import Capabilities, Prepared, StepMasks, StepPlan, StepR
 from lorax_server.structures.structures import Next, Structures
 from lorax_server.types import AdapterRef, AdapterState, EngineStatus, Merge, Output, Request, Resolved
 
-PATIENCE_S = 0.005  # for masks, while other sequences wait to choose
+PATIENCE_S = 0.005  # the most for masks, while other sequences wait to choose
 ALONE_S = 0.05  # while no other could
 IDLE_S = 0.05  # the longest wait: another thread may have taken what woke it
 TIERS = ("device", "host", "disk")  # where an adapter's weights can be, the best first
@@ -82,6 +83,7 @@ class Engine:
         self._resolver = resolver
         self._structures = structures
         self._num_in_flight = 0
+        self._submit_s = 0.0  # that it took to submit the last step
         self._resolved: deque[AdapterSpec] = deque()  # from any thread: adapters that the table has to know of
         self._loads: dict[str, list[Future[None]]] = {}  # by identity
         executor.on_news(self.wake.set)
@@ -181,7 +183,9 @@ class Engine:
         plan = self._scheduler.schedule()
         outputs = self._take_failed()
         if plan is not None:
+            began = time.monotonic()
             problem = self._executor.submit(plan)
+            self._submit_s = time.monotonic() - began
             self._num_in_flight += 1
             if problem is None and plan.is_masked:
                 while self._num_in_flight > 1:  # masks follow the tokens that were chosen before
@@ -307,8 +311,9 @@ class Engine:
         step = self._scheduler.last_step
         masked = step.list_masked()
         patience_s = PATIENCE_S if self.capabilities.can_chunk else math.inf  # or nothing can be computed again
-        alone_s = ALONE_S if len(masked) == len(step.sampled) else 0.0
-        found = self._structures.gather([request_id for _, request_id in masked], patience_s, alone_s)
+        step_s = self._submit_s if self.capabilities.is_synchronous else math.inf  # or the forward runs meanwhile
+        ids, num_others = [request_id for _, request_id in masked], len(step.sampled) - len(masked)
+        found = self._structures.gather(ids, patience_s, ALONE_S, step_s, num_others)
         ready = [(number, found[request_id]) for number, request_id in masked if request_id in found]
         late = [number for number, request_id in masked if request_id not in found]
         masks = _list_masks(ready, step)

@@ -7,14 +7,11 @@ from typing import Any
 
 from lorax_server.errors import InputError
 from lorax_server.structures.one_of import join_disjoint
+from lorax_server.text.tools.grammar import MAX_GRAMMAR, OPTIONS, WHITESPACE
 from lorax_server.types import Structure
 
-MAX_GRAMMAR = 2**18  # characters
 MAX_CONVERTED = 2**14  # characters of a GBNF grammar, which are converted while other requests wait
 MAX_CHOICES = 1000
-OPTIONS = "x-guidance"  # a keyword of llguidance's own, by which a schema could switch refusals off
-# A new line and its indentation, or a blank or two. Without a limit, a model can fill all of its answer with blanks.
-WHITESPACE = r"\r?\n[ \t]{0,32}|[ \t]{1,2}"
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 

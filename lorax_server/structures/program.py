@@ -32,7 +32,7 @@ from lorax_server.structures.matchers import (
     GrammarError,
 )
 from lorax_server.structures.slots import WrittenSlots
-from lorax_server.structures.trials import MAX_PROBLEM, NICENESS, Trier
+from lorax_server.structures.trials import MAX_PROBLEM, NICENESS, TOO_LARGE, Trier
 from lorax_server.structures.vocabulary import Vocabulary
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
@@ -218,7 +218,9 @@ class StructureProgram:
                     return
                 idle = Trier(self._vocabulary)
                 self._triers.append(idle)
-            idle.begin(self._untried.pop(0))
+            grammar = self._untried.pop(0)
+            if not idle.begin(grammar):
+                self._refuse(grammar, TOO_LARGE)
 
     def _hear(self, trier: Trier) -> None:
         grammar = trier.grammar

@@ -1,6 +1,7 @@
 """Structures of the engine's requests: which of them wait, and the tokens that each may choose next."""
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -138,16 +139,25 @@ class Structures:
                 self._next.pop(request_id, None)
                 self._begun.discard(request_id)
 
-    def gather(self, request_ids: Collection[int], patience_s: float, alone_s: float = 0.0) -> dict[int, Next]:
+    def gather(
+        self,
+        request_ids: Collection[int],
+        patience_s: float,
+        alone_s: float = 0.0,
+        step_s: float = math.inf,
+        num_others: int = 0,
+    ) -> dict[int, Next]:
         """Return what comes next in these requests, of those where it is known within so many seconds.
 
-        While it is not known of any, wait for `alone_s`, if that is longer.
+        Wait only as long as that costs those who could choose, `num_others` among them, less than the late ones lose:
+        a step each. While nobody could choose, wait for `alone_s`, if that is longer.
         """
         began = time.monotonic()
         with self._changed:
-            while any(each not in self._next for each in request_ids):
-                is_alone = not any(each in self._next for each in request_ids)
-                left_s = began + (max(patience_s, alone_s) if is_alone else patience_s) - time.monotonic()
+            while num_late := sum(each not in self._next for each in request_ids):
+                num_able = num_others + len(request_ids) - num_late
+                wait_s = min(patience_s, step_s * num_late / num_able) if num_able else max(patience_s, alone_s)
+                left_s = began + wait_s - time.monotonic()
                 self._end_hanging()
                 if left_s <= 0:
                     break

@@ -3,6 +3,7 @@
 The child may take `COMPILE_S` of CPU time and so much memory; what ends it there is refused, and hurts nobody.
 """
 
+import mmap
 import os
 import resource
 import signal
@@ -14,9 +15,11 @@ from pathlib import Path
 
 from lorax_server.structures.matchers import Compiled, GrammarError
 from lorax_server.structures.vocabulary import Vocabulary
+from lorax_server.text.tools.grammar import MAX_GRAMMAR
 
 COMPILE_S = 0.25  # of CPU time
 COMPILE_BYTES = 2**30  # beyond what this process has
+MAX_BYTES = 8 * MAX_GRAMMAR  # of a grammar as it was made of a request's
 NICENESS = 19  # of a child: steps go first
 MAX_PROBLEM = 400  # characters
 MAX_DESCRIPTORS = 4096
@@ -29,26 +32,34 @@ class Trier:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.connection, theirs = Pipe()
+        self._text = mmap.mmap(-1, MAX_BYTES)  # where the child reads a grammar: nobody waits until it does
         self.grammar = ""  # that it is busy with
         self.began = 0.0
         self.process_id = os.fork()
         if self.process_id == 0:
-            _try_all(vocabulary, theirs)
+            _try_all(vocabulary, theirs, self._text)
         theirs.close()
 
-    def begin(self, grammar: str) -> None:
+    def begin(self, grammar: str) -> bool:
+        """Hand a grammar to the child. Return false if it is too large for that."""
+        text = grammar.encode()
+        if len(text) > MAX_BYTES:
+            return False
         self.grammar, self.began = grammar, time.monotonic()
-        self.connection.send(grammar)
+        self._text[: len(text)] = text
+        self.connection.send(len(text))
+        return True
 
     def end(self) -> str:
         """End the child, if it has not ended by itself. Return the reason."""
         os.kill(self.process_id, signal.SIGKILL)
         _, status = os.waitpid(self.process_id, 0)
         self.connection.close()
+        self._text.close()
         return TOO_LONG if os.WTERMSIG(status) == signal.SIGPROF else TOO_LARGE
 
 
-def _try_all(vocabulary: Vocabulary, connection: Connection) -> None:
+def _try_all(vocabulary: Vocabulary, connection: Connection, text: mmap.mmap) -> None:
     """Compile grammars in this child, say how each went, and end when nobody asks any more."""
     try:
         own = os.dup2(connection.fileno(), 3)
@@ -60,7 +71,7 @@ def _try_all(vocabulary: Vocabulary, connection: Connection) -> None:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         words = Connection(own)
         while True:
-            grammar = words.recv()
+            grammar = text[: words.recv()].decode()
             signal.setitimer(signal.ITIMER_PROF, COMPILE_S)  # the signal ends the process
             words.send(_try(vocabulary, grammar))
     finally:

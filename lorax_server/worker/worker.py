@@ -272,6 +272,7 @@ def _build_paged(
         num_blocks=num_blocks,
         block_size=shape.block_size,
         depth=config.depth or (2 if device.type == "cuda" else 1),
+        is_synchronous=device.type == "cpu",
         num_adapter_units=num_units,
         max_adapters=0 if memory is None else len(memory.arena.host_table) - 1,
     )

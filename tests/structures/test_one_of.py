@@ -9,11 +9,12 @@ import pytest
 from pydantic import BaseModel, Field, TypeAdapter
 
 from lorax_server.errors import InputError
-from lorax_server.structures.grammars import MAX_GRAMMAR, from_json_schema
+from lorax_server.structures.grammars import from_json_schema
 from lorax_server.structures.matchers import GrammarError, compile_grammar
 from lorax_server.structures.one_of import MAX_STEPS, _Joiner, join_disjoint
 from lorax_server.structures.vocabulary import Vocabulary
 from lorax_server.text.tokenizer import TextTokenizer
+from lorax_server.text.tools.grammar import MAX_GRAMMAR
 from lorax_server.text.tools.references import MAX_REFERENCE, resolve
 from tests.models.tiny import make_tokenizer
 from tests.structures.hostile import refer_far

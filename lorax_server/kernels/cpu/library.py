@@ -40,7 +40,6 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "decode_attention": (P, P, N, N, P, P, P, N, R, N, R, P),
     "prefill_attention": (P, P, N, N, P, N, N, P, N, N, P, P, P, N, R, N, R, P),
     "run_program": (P, N, N),
-    "spare_cores": (N, N),
 }
 # Those of a decode step's layers, which a program can hold: `native/program.h` lists them, too.
 RECORDED = ("linear", "rms_norm", "layer_norm", "scale_and_shift", "gate", "rotary", "write_kv", "decode_attention")
@@ -71,7 +70,6 @@ class Library:
     decode_attention: Callable[..., None]
     prefill_attention: Callable[..., None]
     run_program: Callable[..., None]
-    spare_cores: Callable[..., None]
 
     def __init__(self) -> None:
         name, path = _find_library()

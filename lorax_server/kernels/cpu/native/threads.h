@@ -42,20 +42,14 @@ struct Helpers {
   Share shares[MOST];
   alignas(64) std::atomic<int64_t> threads{1};  // that the leader wants, itself among them
   std::atomic<bool> is_awake{false};            // more work comes soon: nobody sleeps
-  std::atomic<int64_t> spared{0}, spared_until{0};
   std::mutex leading, resting;
-  std::condition_variable has_work, has_cores;
+  std::condition_variable has_work;
   std::atomic<int64_t> sleeping{0};
   int64_t started = 1;
 
   static Helpers& all() {
     static Helpers* made = new Helpers;  // never deleted: its threads end with the process
     return *made;
-  }
-
-  static int64_t now() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-        .count();
   }
 
   // --- the leader ---
@@ -91,44 +85,31 @@ struct Helpers {
 
   // --- everybody ---
 
-  // Take pieces until none is left, and return true; or until the core is needed for something else.
-  bool take_pieces(int64_t thread) {
+  // Take pieces until none is left: first one's own.
+  void take_pieces(int64_t thread) {
     const int64_t parts = threads.load(std::memory_order_relaxed);
     for (int64_t i = 0; i < parts; i++) {
       Share& from = shares[(thread + i) % parts];
-      while (!is_spared(thread)) {
-        const int64_t at = from.next.fetch_add(piece, std::memory_order_relaxed);
-        if (at >= from.end) break;
+      for (int64_t at; (at = from.next.fetch_add(piece, std::memory_order_relaxed)) < from.end;)
         run(work, {at, std::min(at + piece, from.end)});
-      }
-      if (is_spared(thread)) return false;
     }
-    return true;
   }
 
   // --- helpers ---
-
-  // Tell whether a thread is to leave its core to others. The first never is.
-  bool is_spared(int64_t thread) const {
-    const int64_t count = spared.load(std::memory_order_relaxed);
-    return count && thread >= std::max<int64_t>(1, threads.load(std::memory_order_relaxed) - count) &&
-           now() < spared_until.load(std::memory_order_relaxed);
-  }
 
   bool may_come(int64_t thread, int64_t at, int64_t done) const {
     return at & OPEN && at / NUMBER != done && thread < threads.load(std::memory_order_relaxed);
   }
 
   void help(int64_t thread) {
-    int64_t done = 0;  // the number of the work of which it has seen the end
+    int64_t done = 0;  // the number of the work that it took part in last
     for (int64_t waited = 0;;) {
       int64_t at = gate.load(std::memory_order_acquire);
-      if (is_spared(thread)) {
-        leave_core(thread);
-      } else if (may_come(thread, at, done)) {
+      if (may_come(thread, at, done)) {
         waited = 0;
         if (!gate.compare_exchange_weak(at, at + MEMBER, std::memory_order_acq_rel)) continue;
-        if (take_pieces(thread)) done = at / NUMBER;
+        take_pieces(thread);
+        done = at / NUMBER;
         gate.fetch_sub(MEMBER, std::memory_order_release);
       } else if (waited < SPINS + YIELDS || is_awake.load(std::memory_order_relaxed)) {
         wait_a_moment(waited);
@@ -144,21 +125,6 @@ struct Helpers {
     sleeping++;
     has_work.wait(lock, [&] { return may_come(thread, gate.load(), done); });
     sleeping--;
-  }
-
-  void leave_core(int64_t thread) {
-    std::unique_lock<std::mutex> lock(resting);
-    while (is_spared(thread))
-      has_cores.wait_for(lock, std::chrono::nanoseconds(spared_until.load(std::memory_order_relaxed) - now()));
-  }
-
-  void spare(int64_t count, int64_t nanoseconds) {
-    {
-      const std::lock_guard<std::mutex> lock(resting);
-      spared_until.store(now() + nanoseconds, std::memory_order_relaxed);
-      spared.store(count, std::memory_order_relaxed);
-    }
-    has_cores.notify_all();
   }
 };
 
@@ -206,6 +172,3 @@ static inline void with_helpers(Work work) {
     Helpers::all().is_awake.store(false, std::memory_order_relaxed);
   });
 }
-
-// Leave so many cores to other work for so long, or until this is called again.
-EXPORT(spare_cores)(int64_t count, int64_t nanoseconds) { Helpers::all().spare(count, nanoseconds); }
