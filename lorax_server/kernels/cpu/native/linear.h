@@ -22,7 +22,7 @@ static inline __attribute__((always_inline)) void shrink_rows(
     for (int r = 0; r < SHRINK_RANKS; r++) {
       const F weight = load(from[r] + k);
 #pragma GCC unroll 4
-      for (int i = 0; i < ROWS; i++) total[i][r] += weight * load(x + i * ldx + k);
+      for (int i = 0; i < ROWS; i++) total[i][r] = fused(weight, load(x + i * ldx + k), total[i][r]);
     }
   }
   for (int i = 0; i < ROWS; i++)

@@ -216,14 +216,17 @@ struct Product {
   }
 
   static void adapt_panel(F* value, const Part<T>& part, int64_t at) {
-    if (part.factor != nullptr) {
-      value[0] *= load(part.factor + at);
-      value[1] *= load(part.factor + at + VL);
-    }
-    if (part.shift != nullptr) {
-      value[0] += load(part.shift + at);
-      value[1] += load(part.shift + at + VL);
-    }
+    for (int j = 0; j < 2; j++, at += VL)
+      value[j] = adapt_by(
+          value[j], part, [&] { return load(part.factor + at); }, [&] { return load(part.shift + at); });
+  }
+
+  // Multiply and add in one expression, which is rounded once wherever this is inlined.
+  template <class V, class Factor, class Shift>
+  static V adapt_by(V value, const Part<T>& part, Factor factor, Shift shift) {
+    if (part.factor != nullptr && part.shift != nullptr) return value * factor() + shift();
+    if (part.factor != nullptr) return value * factor();
+    return part.shift != nullptr ? value + shift() : value;
   }
 
   // The same where a target ends within a panel: number by number.
@@ -233,10 +236,8 @@ struct Product {
     store(copy + VL, value[1]);
     for (int64_t c = from; c < to; c++) {
       const int64_t at = c - part.start;
-      float v = copy[c - column];
-      if (part.factor != nullptr) v *= read(part.factor + at);
-      if (part.shift != nullptr) v += read(part.shift + at);
-      copy[c - column] = v;
+      copy[c - column] = adapt_by(
+          copy[c - column], part, [&] { return read(part.factor + at); }, [&] { return read(part.shift + at); });
     }
     value[0] = load(copy);
     value[1] = load(copy + VL);
@@ -270,7 +271,8 @@ struct Product {
     }
   }
 
-  // B is read by whole lines of memory, and several sums keep a core busy.
+  // B is read by whole lines of memory, and several sums keep a core busy. Whether a product is rounded before it is
+  // added is said here, not left to the compiler: it may decide one way for one row and another for four.
   template <int ROWS>
   void expand_part(float* added, int64_t stride, const Part<T>& part, int64_t row, int64_t at, int64_t count) const {
     constexpr int MOST = ROWS == 1 ? 8 : ROWS == 2 && VL != 8 ? 8 : VL != 8 ? 4 : 2;
@@ -284,7 +286,7 @@ struct Product {
     if (c == count) return;
     for (int i = 0; i < ROWS; i++, weights += rank) {
       F total = {};
-      for (int64_t r = 0; r < rank; r++) total += load_some(b + r * width + c, count - c) * weights[r];
+      for (int64_t r = 0; r < rank; r++) total = fused(load_some(b + r * width + c, count - c), spread(weights[r]), total);
       store_some(added + i * stride + c, total, count - c);
     }
   }
@@ -297,7 +299,7 @@ struct Product {
       for (int j = 0; j < VECTORS; j++) {
         const F some = load(b + j * VL);
 #pragma GCC unroll 4
-        for (int i = 0; i < ROWS; i++) total[i][j] += some * weights[i * rank + r];
+        for (int i = 0; i < ROWS; i++) total[i][j] = fused(some, spread(weights[i * rank + r]), total[i][j]);
       }
       for (int64_t ahead = 0; ahead < VECTORS * VL; ahead += LINE / sizeof(T))
         __builtin_prefetch(b + GROUP * PANEL + ahead);  // for the next group: it comes while this one is multiplied

@@ -55,6 +55,7 @@ static inline F load(const Bf16* p) { return (F)vshll_n_u16(vld1_u16(&p->bits), 
 static inline F load(const Half* p) { return (F)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
 static inline void keep_low(Bf16* p, U v) { vst1_u16(&p->bits, vmovn_u32((uint32x4_t)v)); }
 static inline void store(Half* p, F v) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v))); }
+static inline F fused(F a, F b, F c) { return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 #elif VL == 8 && defined(__x86_64__)
 static inline F load(const Bf16* p) {
   return (F)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
@@ -65,6 +66,7 @@ static inline void keep_low(Bf16* p, U v) {
   _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 0x08)));
 }
 static inline void store(Half* p, F v) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, 0)); }
+static inline F fused(F a, F b, F c) { return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 #elif defined(__x86_64__) && !defined(EMULATED_TILES)
 static inline F load(const Bf16* p) {
   return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
@@ -72,6 +74,7 @@ static inline F load(const Bf16* p) {
 static inline F load(const Half* p) { return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 static inline void keep_low(Bf16* p, U v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v)); }
 static inline void store(Half* p, F v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, 0)); }
+static inline F fused(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 #else  // any vector on any CPU, number by number: to try the widths and the tiles of x86 elsewhere
 static inline F load(const Bf16* p) {
   F v;
@@ -88,6 +91,10 @@ static inline void keep_low(Bf16* p, U v) {
 }
 static inline void store(Half* p, F v) {
   for (int i = 0; i < VL; i++) write(p + i, v[i]);
+}
+static inline F fused(F a, F b, F c) {
+  for (int i = 0; i < VL; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
 }
 #endif
 
