@@ -130,10 +130,10 @@ def _find_address(native: ctypes.CDLL, name: str) -> int:
 
 
 def _share_openmp() -> ctypes.CDLL:
-    """Make torch's OpenMP known to the library, so that both have the same threads: two sets would fight for cores."""
+    """Make torch's OpenMP known to the library, which asks it how many threads there may be."""
     found = [path for path in _loaded_libraries() if os.path.basename(path).startswith(OPENMP)]
     if not found:
-        raise NoLibraryError("torch comes without OpenMP, whose threads they share")
+        raise NoLibraryError("torch comes without OpenMP, which says how many threads there may be")
     beside_torch = str(Path(torch.__file__).parent)  # in torch/ or in torch.libs/
     ours = [path for path in found if path.startswith(beside_torch)]
     return ctypes.CDLL((ours or found)[0], mode=ctypes.RTLD_GLOBAL)
