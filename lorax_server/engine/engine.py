@@ -311,7 +311,8 @@ class Engine:
         step = self._scheduler.last_step
         masked = step.list_masked()
         patience_s = PATIENCE_S if self.capabilities.can_chunk else math.inf  # or nothing can be computed again
-        step_s = self._submit_s if self.capabilities.is_synchronous else math.inf  # or the forward runs meanwhile
+        is_idle = self.capabilities.is_synchronous and self.capabilities.can_chunk  # or the forward runs meanwhile
+        step_s = self._submit_s if is_idle else math.inf
         ids, num_others = [request_id for _, request_id in masked], len(step.sampled) - len(masked)
         found = self._structures.gather(ids, patience_s, ALONE_S, step_s, num_others)
         ready = [(number, found[request_id]) for number, request_id in masked if request_id in found]

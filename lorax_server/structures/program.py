@@ -37,7 +37,7 @@ from lorax_server.structures.vocabulary import Vocabulary
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
 
-PATIENCE_S = 10.0  # for a trial, on a busy machine
+PATIENCE_S = 30.0  # for a trial, on a machine so busy that the lowest priority has little of it
 MAX_TRIERS = 2
 REFUSED_S, MAX_REFUSED = 60.0, 1024
 Result = tuple[int, GrammarError | None]  # of a request: what is wrong, if its mask is not there

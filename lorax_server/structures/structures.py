@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 MAX_VOCABULARIES = 8  # at once: each has a process, the base model's may have several
 MAX_PROCESSES = 4  # of a vocabulary
 MANY = 8  # answers of each process after which another one is started
+CALM_S = 60.0  # after one has ended or could not be started, until another one is started beside others
 KNOWN = 4  # answers that a process may have more than others, and be chosen for a grammar that it knows
 HANG_S = 30.0  # without a mask: the process is ended
 UNUSABLE_S = 60.0  # for which a vocabulary that cannot be used is refused at once
@@ -62,6 +63,7 @@ class Structures:
         self.jumps = True  # whether several forced tokens come at once
         self._model = model
         self._processes: dict[_Key, list[StructureProcess]] = {}  # those used last at the end
+        self._calm_until = 0.0
         self._of_request: dict[int, StructureProcess] = {}
         self._changed = threading.Condition()  # guards the next three, which reading threads change
         self._next: dict[int, Next | None] = {}  # None: there will be none
@@ -187,20 +189,33 @@ class Structures:
     def _find_processes(self, key: _Key, adapter: Resolved | None) -> list[StructureProcess]:
         """Return the processes of a vocabulary, of which the last one may just start. Raise if it cannot be used."""
         found = self._processes.pop(key, [])
+        self._processes[key] = found  # the last now, and known whatever happens below
+        alive = [each for each in found if not each.is_gone]
         unusable = next((each for each in found if time.monotonic() < each.unusable_until), None)
-        if unusable is not None:
-            self._processes[key] = found
+        if unusable is not None and not alive:
             raise InputError(unusable.problem)
-        for process in [each for each in found if each.is_gone]:
-            process.close()
+        for process in set(found) - set(alive):
             found.remove(process)
+            process.close()
+            self._calm_until = time.monotonic() + CALM_S
         if not found:
+            del self._processes[key]
             self._make_room()
+            self._processes[key] = found
         most, num_answers = self._num_processes if adapter is None else 1, sum(len(each.slot_of) for each in found)
-        if not found or (len(found) < most and num_answers >= MANY * len(found)):
-            found.append(StructureProcess(wire.Start(str(self._model), adapter), self._take))
-        self._processes[key] = found
+        may_start = len(found) < most and num_answers >= MANY * len(found) and time.monotonic() >= self._calm_until
+        if not found or may_start:
+            self._start(found, adapter)
         return found
+
+    def _start(self, found: list[StructureProcess], adapter: Resolved | None) -> None:
+        try:
+            found.append(StructureProcess(wire.Start(str(self._model), adapter), self._take))
+        except (OSError, RuntimeError) as error:  # the machine has no room for another process, or for its threads
+            if not found:
+                raise BusyError(f"a process that follows structures cannot be started: {error}; try again") from error
+            logger.warning("Masks have no further process: %s", error)
+            self._calm_until = time.monotonic() + CALM_S
 
     def _make_room(self) -> None:
         idle = [key for key, processes in self._processes.items() if not any(each.slot_of for each in processes)]

@@ -42,7 +42,7 @@ class Trier:
 
     def begin(self, grammar: str) -> bool:
         """Hand a grammar to the child. Return false if it is too large for that."""
-        text = grammar.encode()
+        text = grammar.encode(errors="surrogatepass")
         if len(text) > MAX_BYTES:
             return False
         self.grammar, self.began = grammar, time.monotonic()
@@ -71,7 +71,7 @@ def _try_all(vocabulary: Vocabulary, connection: Connection, text: mmap.mmap) ->
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         words = Connection(own)
         while True:
-            grammar = text[: words.recv()].decode()
+            grammar = text[: words.recv()].decode(errors="surrogatepass")
             signal.setitimer(signal.ITIMER_PROF, COMPILE_S)  # the signal ends the process
             words.send(_try(vocabulary, grammar))
     finally:

@@ -19,7 +19,7 @@ from lorax_server.structures.matchers import Compiled, Ending
 from lorax_server.structures.matchers import Follower as Matcher
 from lorax_server.structures.program import StructureProgram
 from lorax_server.structures.slots import KEPT_SLOTS, MaskSlots, WrittenSlots
-from lorax_server.structures.structures import KNOWN, MANY, MAX_PROCESSES, Structures, find_num_processes
+from lorax_server.structures.structures import KNOWN, MANY, MAX_PROCESSES, Next, Structures, find_num_processes
 from lorax_server.structures.vocabulary import Vocabulary
 from lorax_server.text.tokenizer import load_tokenizer
 from tests.e2e.wire import wait_for
@@ -297,3 +297,99 @@ def test_when_one_of_several_processes_ends_the_answers_of_others_go_on(shared: 
     (processes,) = structures._processes.values()
     assert stays in processes
     assert gone not in processes
+
+
+class Clock:
+    """Time that passes only while somebody waits, and what is known after how long."""
+
+    def __init__(self, structures: Structures, known: dict[float, int]) -> None:
+        self.now, self._structures, self._known = 100.0, structures, known
+
+    def __enter__(self) -> "Clock":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        after = min(self._known, default=float("inf"))
+        if after <= self.now - 100.0 + seconds:
+            self.now = 100.0 + after
+            self._structures._next[self._known.pop(after)] = Next(np.zeros(1, np.int32), [])
+        else:
+            self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("num_ready", "known", "named", "waited_s", "num_found"),
+    [
+        pytest.param(0, {}, {}, 0.05, 0, id="nobody could choose"),
+        pytest.param(0, {0.03: 1}, {}, 0.03, 1, id="nobody could, until"),
+        pytest.param(0, {}, {"num_others": 1}, 0.004, 0, id="somebody without a mask could"),
+        pytest.param(3, {}, {}, 0.004, 3, id="a long step"),
+        pytest.param(3, {}, {"step_s": 0.006}, 0.002, 3, id="one of four is late"),
+        pytest.param(3, {}, {"step_s": 0.006, "num_others": 3}, 0.001, 3, id="one of seven is late"),
+        pytest.param(3, {0.0015: 4}, {"step_s": 0.006}, 0.0015, 4, id="it comes in time"),
+        pytest.param(3, {}, {"step_s": 0.0}, 0.0, 3, id="a step that takes no time"),
+    ],
+)
+def test_a_step_waits_as_long_as_that_costs_less_than_the_late_ones_lose(
+    num_ready: int,
+    known: dict[float, int],
+    named: dict[str, float],
+    waited_s: float,
+    num_found: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    structures = Structures(tmp_path)
+    clock = Clock(structures, {**known})
+    structures._next = {number + 1: Next(np.zeros(1, np.int32), []) for number in range(num_ready)}
+    monkeypatch.setattr(structures, "_changed", clock)
+    monkeypatch.setattr("lorax_server.structures.structures.time", clock)
+    found = structures.gather(range(1, num_ready + 2), 0.004, 0.05, **named)  # type: ignore[arg-type]
+    assert clock.now - 100.0 == pytest.approx(waited_s)
+    assert len(found) == num_found
+
+
+def test_fewer_late_answers_have_less_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    structures = Structures(tmp_path)
+    clock = Clock(structures, {0.001: 1})
+    structures._next = {3: Next(np.zeros(1, np.int32), []), 4: Next(np.zeros(1, np.int32), [])}
+    monkeypatch.setattr(structures, "_changed", clock)
+    monkeypatch.setattr("lorax_server.structures.structures.time", clock)
+    assert len(structures.gather([1, 2, 3, 4], 0.1, 0.1, step_s=0.006)) == 3
+    assert clock.now - 100.0 == pytest.approx(0.002), "at first 0.006, then a third of that"
+
+
+def test_a_further_process_that_cannot_start_leaves_others_as_they_are(
+    follower: Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    structures = follower.structures
+    structures._num_processes = 2
+    answers = [begin(follower) for _ in range(MANY)]
+    (before,) = structures._processes.values()
+
+    def fail(*_: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr("lorax_server.structures.structures.StructureProcess", fail)
+    answers += [begin(follower) for _ in range(3)]
+    assert list(structures._processes.values()) == [before]
+    assert len(before) == 1
+    for request_id in answers:
+        structures.end(request_id)
+
+
+def test_a_further_process_that_cannot_be_used_leaves_others_as_they_are(shared: Follower) -> None:
+    structures = shared.structures
+    (processes,) = structures._processes.values()
+    stays, useless = processes
+    structures._take(useless, wire.Unusable("its tokenizer is gone"))
+    useless.kill()
+    wait_for(lambda: useless.is_gone, "it has ended")
+    begin(shared)
+    begin(shared)
+    assert list(structures._processes.values()) == [[stays]], "and no other one is started for a while"

@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
@@ -19,7 +22,7 @@ def make_logits() -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("restored_threads")
-@pytest.mark.parametrize("threads", [1, 2, 5, 300])
+@pytest.mark.parametrize("threads", [1, 2, 5, 20])
 def test_any_number_of_threads(threads: int, library: Library) -> None:
     logits = make_logits()
     torch.set_num_threads(1)
@@ -32,7 +35,7 @@ def test_any_number_of_threads(threads: int, library: Library) -> None:
 @pytest.mark.usefixtures("restored_threads")
 def test_several_callers_at_once(library: Library) -> None:
     """Only one of them has helpers; the others do their work alone."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     logits = make_logits()
     token_ids = torch.arange(400).view(40, 10)
     expected, stop = find_logprobs(library, logits, token_ids), Event()
@@ -52,17 +55,38 @@ def test_several_callers_at_once(library: Library) -> None:
 
 
 @pytest.mark.usefixtures("restored_threads")
-def test_a_child_that_is_forked_has_no_helpers_and_does_the_work_alone(library: Library) -> None:
-    torch.set_num_threads(2)
+def test_a_child_that_is_forked_has_helpers_of_its_own(library: Library) -> None:
+    """Also while those of its parent sleep."""
+    torch.set_num_threads(3)
     logits = make_logits()
     expected = choose_greedy(library, logits)
+    time.sleep(0.2)
     child = os.fork()
     if child == 0:
         signal.alarm(FORK_S)
         try:
-            found = choose_greedy(library, logits)
-            os._exit(0 if all(map(torch.equal, found, expected)) else 1)
+            for threads in (3, 5, 2, 5):
+                torch.set_num_threads(threads)
+                found = choose_greedy(library, logits)
+                if not all(map(torch.equal, found, expected)):
+                    os._exit(1)
+                time.sleep(0.05)  # they sleep, and are woken again
+            os._exit(0)
         finally:
             os._exit(2)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
+def test_helpers_go_where_openmp_places_threads() -> None:
+    program = """
+import os, torch
+from lorax_server.kernels.cpu.library import Library
+from lorax_server.kernels.cpu.sampling import choose_greedy
+choose_greedy(Library(), torch.zeros(40, 9000))
+print(len({tuple(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")}))
+"""
+    environment = os.environ | {"OMP_PROC_BIND": "true", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) >= 2, "not all are where the first thread is"

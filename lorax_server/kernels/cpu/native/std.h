@@ -12,6 +12,7 @@
 #include <unistd.h>
 #endif
 
+#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>

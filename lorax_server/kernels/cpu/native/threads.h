@@ -43,20 +43,36 @@ struct Helpers {
   alignas(64) std::atomic<int64_t> threads{1};  // that the leader wants, itself among them
   std::atomic<bool> is_awake{false};            // more work comes soon: nobody sleeps
   std::mutex leading, resting;
-  std::condition_variable has_work;
+  std::condition_variable has_work, is_wanted;
   std::atomic<int64_t> sleeping{0};
   int64_t started = 1;
 
+  // Those of this process: one that was forked has none of its parent's threads, and makes new ones. They are never
+  // deleted, and end with the process.
   static Helpers& all() {
-    static Helpers* made = new Helpers;  // never deleted: its threads end with the process
-    return *made;
+    static std::atomic<Helpers*> made{nullptr};
+    static const int forgets = pthread_atfork(nullptr, nullptr, [] { made.store(nullptr); });
+    (void)forgets;
+    Helpers* found = made.load(std::memory_order_acquire);
+    if (found != nullptr) return *found;
+    Helpers* other = new Helpers;
+    if (made.compare_exchange_strong(found, other)) return *other;
+    delete other;
+    return *found;
   }
 
   // --- the leader ---
 
   void start(int64_t count) {
-    threads.store(std::min(count, MOST), std::memory_order_relaxed);
-    for (; started < std::min(count, MOST); started++) {
+    count = std::min(count, MOST);
+    if (threads.load(std::memory_order_relaxed) != count) {
+      {
+        const std::lock_guard<std::mutex> lock(resting);
+        threads.store(count, std::memory_order_relaxed);
+      }
+      is_wanted.notify_all();
+    }
+    for (; started < count; started++) {
       try {
         std::thread([this, thread = started] { help(thread); }).detach();
       } catch (const std::system_error&) {
@@ -97,11 +113,27 @@ struct Helpers {
 
   // --- helpers ---
 
+  bool may_help(int64_t thread) const { return thread < threads.load(std::memory_order_relaxed); }
   bool may_come(int64_t thread, int64_t at, int64_t done) const {
-    return at & OPEN && at / NUMBER != done && thread < threads.load(std::memory_order_relaxed);
+    return at & OPEN && at / NUMBER != done && may_help(thread);
+  }
+
+  // Go where OpenMP would place this thread, if it is to place threads: else all would be where the leader is.
+  static void take_place(int64_t thread) {
+#if defined(__linux__)
+    const int places = omp_get_proc_bind() == omp_proc_bind_false ? 0 : omp_get_num_places();
+    if (places == 0) return;
+    std::vector<int> cores(omp_get_place_num_procs(thread % places));
+    omp_get_place_proc_ids(thread % places, cores.data());
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (const int core : cores) CPU_SET(core, &set);
+    sched_setaffinity(0, sizeof set, &set);
+#endif
   }
 
   void help(int64_t thread) {
+    take_place(thread);
     int64_t done = 0;  // the number of the work that it took part in last
     for (int64_t waited = 0;;) {
       int64_t at = gate.load(std::memory_order_acquire);
@@ -111,7 +143,7 @@ struct Helpers {
         take_pieces(thread);
         done = at / NUMBER;
         gate.fetch_sub(MEMBER, std::memory_order_release);
-      } else if (waited < SPINS + YIELDS || is_awake.load(std::memory_order_relaxed)) {
+      } else if (waited < SPINS + YIELDS || (is_awake.load(std::memory_order_relaxed) && may_help(thread))) {
         wait_a_moment(waited);
       } else {
         sleep(thread, done);
@@ -122,8 +154,9 @@ struct Helpers {
 
   void sleep(int64_t thread, int64_t done) {
     std::unique_lock<std::mutex> lock(resting);
+    is_wanted.wait(lock, [&] { return may_help(thread); });  // those who are not are not woken by each kernel
     sleeping++;
-    has_work.wait(lock, [&] { return may_come(thread, gate.load(), done); });
+    has_work.wait(lock, [&] { return may_come(thread, gate.load(), done) || !may_help(thread); });
     sleeping--;
   }
 };
