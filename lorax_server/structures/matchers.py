@@ -107,14 +107,14 @@ class Follower:
         self._ending = ending
         self._jump_below = jump_below
         self._failure: GrammarError | None = None
-        self._num_tokens, self._spent_s = 0, 0.0  # that it took, and what they took
+        self._num_tokens, self.spent_s = 0, 0.0  # that it took, and what they took
         self.matcher = compiled.matcher.deep_copy()
         self.words[:] = compiled.words
         self._allow_end(compiled.may_end)
 
     @property
     def is_slow(self) -> bool:
-        return self._spent_s > SLOW_S * self._num_tokens
+        return self.spent_s > SLOW_S * self._num_tokens
 
     def consume(self, token_id: int) -> None:
         """Take a token, and write the mask of the next. Raise `GrammarError` where that takes too much."""
@@ -126,8 +126,8 @@ class Follower:
         self.matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)  # `_mask` keeps the memory
         _check(self.matcher)
         self._finish(self._vocabulary.take_end(self._mask))
-        self._spent_s += time.thread_time() - began_s
-        if self._spent_s > max(SPENT_S, TOKEN_S * self._num_tokens):
+        self.spent_s += time.thread_time() - began_s
+        if self.spent_s > max(SPENT_S, TOKEN_S * self._num_tokens):
             raise GrammarError(f"it takes longer than {TOKEN_S * 1000:g} ms a token; make the grammar smaller")
 
     def _finish(self, may_end: bool) -> None:

@@ -39,6 +39,7 @@ from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
 
 PATIENCE_S = 30.0  # for a trial, on a machine so busy that the lowest priority has little of it
 MAX_TRIERS = 2
+JUMP_S = 0.003  # of CPU time: for tokens that are taken ahead at once; steps run on the same cores
 REFUSED_S, MAX_REFUSED = 60.0, 1024
 Result = tuple[int, GrammarError | None]  # of a request: what is wrong, if its mask is not there
 
@@ -48,6 +49,7 @@ class Jump(NamedTuple):
 
     forced: list[int]  # that were taken
     token_id: int  # the only one that may come after them
+    until_s: float  # of the time that the answer's masks take: then it goes on later
 
 
 class StructureProgram:
@@ -183,11 +185,13 @@ class StructureProgram:
             follower, jump = self._followers[request_id], self._jumping.pop(request_id, None)
             if error is None:
                 taken = [] if jump is None else [*jump.forced, jump.token_id]
-                token_id = follower.find_forced() if len(taken) < MAX_FORCED else None
+                until_s = follower.spent_s + JUMP_S if jump is None else jump.until_s
+                may_go_on = len(taken) < MAX_FORCED and follower.spent_s <= until_s
+                token_id = follower.find_forced() if may_go_on else None
                 if token_id is None:
                     forced[request_id] = taken
                 else:
-                    self._jumping[request_id] = Jump(taken, token_id)
+                    self._jumping[request_id] = Jump(taken, token_id, until_s)
             elif jump is not None:
                 follower.fail_after(jump.token_id, error)  # if it gets there
                 forced[request_id] = jump.forced

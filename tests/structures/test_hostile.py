@@ -263,7 +263,7 @@ def test_masks_of_a_slow_answer_come_after_those_of_others(
     monkeypatch.setattr("lorax_server.structures.matchers.SLOW_S", 60.0)  # however busy this machine is
     program._advance([(request_id, choose_next(program, request_id, random)) for request_id in range(3)])
     assert [masks.request_ids for masks in read_all(ours)] == [[0], [1], [2], [0, 1, 2]]
-    program._followers[0]._spent_s = 61.0
+    program._followers[0].spent_s = 61.0
     program._advance([(request_id, choose_next(program, request_id, random)) for request_id in range(1, 3)])
     monkeypatch.setattr("lorax_server.structures.matchers.SPENT_S", 1000.0)
     program._advance([(request_id, choose_next(program, request_id, random)) for request_id in range(3)])
@@ -293,6 +293,25 @@ def test_masks_of_others_come_while_an_answer_jumps(vocabulary: Vocabulary) -> N
     assert len(forced) > 4
     program._advance([(0, choose_next(program, 0, random))])
     program._end(0)
+    for connection in (ours, theirs):
+        connection.close()
+
+
+def test_an_answer_jumps_for_a_short_time_and_goes_on_later(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorax_server.structures.program.JUMP_S", 0.0)
+    ours, theirs = Pipe()
+    program, random = make_program(theirs, vocabulary), np.random.default_rng(0)
+    begin_all(program, vocabulary, [from_regex("[ab]Q{12}[ab]").grammar])
+    read_all(ours)
+    program._advance([(0, choose_next(program, 0, random))])
+    program._jump()
+    assert not program._jumping
+    (masks,) = read_all(ours)
+    assert len(masks.forced[0]) == 1
+    program._advance([(0, choose_next(program, 0, random))])
+    assert 0 in program._jumping
     for connection in (ours, theirs):
         connection.close()
 
