@@ -11,8 +11,8 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from lorax_server.structures.slots import Words
 from lorax_server.structures.vocabulary import Vocabulary
+from lorax_server.structures.wire import MAX_COMPILED
 
-MAX_COMPILED = 256
 MAX_ERROR = 600  # characters
 MAX_FORCED = 32  # tokens that are taken ahead at once: masks of others wait meanwhile
 NO_TEXT = "no text has this form"

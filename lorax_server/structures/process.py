@@ -18,7 +18,6 @@ from lorax_server.structures.slots import MaskSlots
 from lorax_server.text.chat_template import ENVIRONMENT
 
 CLOSE_S = 5.0
-MAX_KNOWN = 256  # grammars, as many as the process keeps
 MAX_AT_ONCE = 2**14  # bytes that are sent without another thread, less than what there is room for
 OnMessage = Callable[["StructureProcess", wire.FromProgram | None], None]
 
@@ -30,7 +29,7 @@ class StructureProcess:
         """`on_message` is called on the reading thread; with None at the end, however it came."""
         self.slot_of: dict[int, int] = {}  # by request that it follows, or that waits for it
         self.asked_at: dict[int, float] = {}  # when it was asked for masks that have not come, by request, in order
-        self.known: LRUCache[int, bool] = LRUCache(MAX_KNOWN)  # hashes of grammars that it was given last
+        self.known: LRUCache[int, bool] = LRUCache(wire.MAX_COMPILED)  # hashes of grammars that it was given last
         self.problem, self.unusable_until = "", 0.0  # of its tokenizer
         self.is_gone = False
         self._on_message = on_message

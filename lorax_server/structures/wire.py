@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from lorax_server.types import Resolved
 
+MAX_COMPILED = 256  # grammars that a process keeps, those used last
+
 
 class Begin(NamedTuple):
     """Follow an answer from its first token on. A `Masks` with its first mask follows, or a `FailedAnswer`."""

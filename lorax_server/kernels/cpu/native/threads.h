@@ -30,7 +30,7 @@ struct Helpers {
     alignas(64) std::atomic<int64_t> next{0};
     int64_t end = 0;
   };
-  static constexpr int64_t MOST = 256;                         // threads
+  static constexpr int64_t MOST = 256;  // threads
   static constexpr int64_t MEMBER = 1, OPEN = 1 << 16, NUMBER = 1 << 17;  // of a gate
 
   // The number of the work, whether helpers may come, and how many are there.
@@ -41,7 +41,7 @@ struct Helpers {
   int64_t piece = 1;
   Share shares[MOST];
   alignas(64) std::atomic<int64_t> threads{1};  // that the leader wants, itself among them
-  std::atomic<bool> is_awake{false};            // more work comes soon: nobody sleeps
+  std::atomic<bool> is_awake{false};  // more work comes soon: nobody sleeps
   std::mutex leading, resting;
   std::condition_variable has_work, is_wanted;
   std::atomic<int64_t> sleeping{0};
