@@ -20,6 +20,7 @@ from lorax_server.scale.server_process import Order, ReplicaError, find_port
 
 APP = "lorax"
 LOCAL = "127.0.0.1"
+NICENESS = "RAY_worker_niceness"  # of replicas; Ray's own 15 lets every other process of the machine go first
 REASON = re.compile(r"ReplicaError: (.*)")
 
 
@@ -38,6 +39,7 @@ def serve_replicas(argv: list[str]) -> int:
     cores, port = count_cores(), config.port or find_port(config.host)
     scale = Scale(replicas=replicas, host=LOCAL, cpus=max(1, cores // replicas))
     order = Order(argv, os.getcwd(), () if _is_local(config.host) else ("*",))
+    os.environ.setdefault(NICENESS, "0")
     ray.init(num_cpus=max(cores, int(scale.cpus * replicas)), include_dashboard=False)
     for number in (signal.SIGINT, signal.SIGTERM):  # now, since Ray has set its own
         signal.signal(number, _interrupt)

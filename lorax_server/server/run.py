@@ -4,7 +4,9 @@ import asyncio
 import gc
 import logging
 import socket
+import time
 from types import FrameType
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -26,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75  # longer than load balancers keep theirs, so that they close connections and not we
 GRACE_S = 5.0  # after the deadline of draining, for last events
+FIRST_S = 1.0  # for the first request of a connection that came just before the end
+LOOK_S = 0.01  # between looks whether it is there
 
 
 def run(config: ServerConfig, engine: EngineClient, keys: KeyRing) -> int:
@@ -77,8 +81,22 @@ class UvicornServer(uvicorn.Server):
         gc.freeze()  # what is there now stays: collecting it would hold up streams for 80 ms
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        await self._await_first_requests()
         self._service.drain()  # here, since a signal may come in the middle of anything
         await super().shutdown(sockets)
+
+    async def _await_first_requests(self) -> None:
+        """Wait until connections that have been accepted have sent their requests: uvicorn closes a connection without
+        one, and the client of a request that is on its way would lose it without a word."""
+        until = time.monotonic() + FIRST_S
+        while self._awaits_request() and not self.force_exit and time.monotonic() < until:
+            await asyncio.sleep(LOOK_S)
+
+    def _awaits_request(self) -> bool:
+        connections: Any = self.server_state.connections
+        return any(connection.awaits_request for connection in connections)
 
 
 def uvicorn_config(service: Service, address: str = "") -> uvicorn.Config:

@@ -127,7 +127,7 @@ class Ingress:
                     logger.warning("replica %s did not answer, another is asked: %s", replica, error)
                 tried.append(replica)
         if refusal is None:
-            raise _lost()
+            raise _lost(f"{len(set(tried))} went away")
         await _send_whole(send, refusal.status, refusal.headers, refusal.body)
 
     @asynccontextmanager
@@ -139,8 +139,10 @@ class Ingress:
                     selection = await stack.enter_async_context(
                         self._servers.choose_replica(tuple(wanted), list(tried))
                     )
-            except (TimeoutError, RayServeException, ray.exceptions.RayError) as error:
-                raise _lost() from error
+            except TimeoutError:
+                raise _lost("none took it in time") from None
+            except (RayServeException, ray.exceptions.RayError) as error:
+                raise _lost(type(error).__name__) from error
             yield selection
 
     # --- The registry -------------------------------------------------------------------------------------------------
@@ -205,8 +207,8 @@ def _read_code(answer: Answer) -> str:
         return ""
 
 
-def _lost() -> EngineError:
-    error = EngineError("no replica can answer now")
+def _lost(reason: str) -> EngineError:
+    error = EngineError(f"no replica can answer now: {reason}")
     error.retry_after_s = 1.0
     return error
 

@@ -153,6 +153,11 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
         self._write_timer.set(0.0, self._drop_unwritten)
 
+    @property
+    def awaits_request(self) -> bool:
+        """Whether a request is to be expected any moment: the first of a connection, or one whose headers have begun."""
+        return self._header_timer.is_set and not (self._is_refused or self._is_answering)
+
     def data_received(self, data: bytes) -> None:
         """Parse, within limits: the parser keeps incomplete headers, however long they get."""
         if self._is_refused:

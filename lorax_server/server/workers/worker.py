@@ -134,6 +134,9 @@ class WorkerServer(UvicornServer):
             task.add_done_callback(self._tasks.discard)
         self._link.note_taken(len(connections))
 
+    def _awaits_request(self) -> bool:
+        return bool(self._tasks) or super()._awaits_request()
+
     async def _adopt(self, connection: socket.socket) -> None:
         """Begin to serve a connection. Its client may have left already."""
         try:
