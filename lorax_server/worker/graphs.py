@@ -5,7 +5,8 @@ steps, in which each sequence has one token, and of mixed steps, in which sequen
 stay outside: there the host decides what is computed.
 
 On a GPU they are CUDA graphs, captured before the first step. On a CPU they are programs of its kernels, of decode
-steps only: one for every number of rows, so that nothing is padded. Each is captured when it is first needed.
+steps only, also of those in which answers have several tokens (`unroll`): one for every number of tokens, so that
+nothing is padded. Each is captured when it is first needed.
 """
 
 import itertools
@@ -44,7 +45,7 @@ MIXED_LADDER: tuple[int, ...] = (
     *range(1024, 2305, 256),
 )
 MIXED_SEQUENCES = 256  # the most of a mixed step with a graph
-CPU_ROWS = 64  # the most of a step with a program: more keep a CPU busy for much longer than Python takes
+CPU_ROWS = 64  # the most tokens of a step with a program: more keep a CPU busy for much longer than Python takes
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -68,8 +69,8 @@ class GraphSizes(NamedTuple):
         return cls(graph_sizes(max_rows), _cut_ladder(MIXED_LADDER, step_tokens))
 
     @classmethod
-    def choose_for_cpu(cls, max_rows: int) -> "GraphSizes":
-        return cls(range(1, min(max_rows, CPU_ROWS) + 1))
+    def choose_for_cpu(cls) -> "GraphSizes":
+        return cls(range(1, CPU_ROWS + 1))
 
     def of(self, tokens: StepTokens) -> Sequence[int]:
         """Return those of steps of one kind."""

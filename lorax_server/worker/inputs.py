@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from lorax_server.types import SamplingParams
 # less than the third shares segments of the last, and all else has a segment of its own, a multiple of the second.
 SMALL_BYTES, SEGMENT_BYTES = 2**20, 2 * 2**20
 LARGE_BYTES, LARGE_SEGMENT_BYTES = 10 * 2**20, 20 * 2**20
+MAX_UNROLLED = 64  # tokens of an answer in a step; more come where it is computed again, after it had to make room
 
 
 class SelectedRows(NamedTuple):
@@ -159,6 +161,29 @@ def _lay_out(plan: StepPlan) -> StepLayout:
         bounds,
         (bounds[1:] - 1)[plan.samples],
         bool(plan.samples.all()),
+    )
+
+
+def unroll(plan: StepPlan, prompt_lengths: Ints) -> StepPlan:
+    """Give each token of an answer an entry of its own, where several come at once since a structure forces them.
+
+    So they are computed as if they had come one by one: by the same program of a CPU, and to the same bits.
+    `prompt_lengths` are those of all rows; prompts stay whole.
+    """
+    several = (plan.counts > 1) & (plan.counts <= MAX_UNROLLED) & (plan.starts >= prompt_lengths[plan.rows])
+    if True not in several.tolist():
+        return plan
+    repeats = np.where(several, plan.counts, 1)
+    sequences, ends = np.repeat(np.arange(len(repeats)), repeats), repeats.cumsum()
+    places = np.arange(len(sequences))
+    return replace(
+        plan,
+        rows=plan.rows[sequences],
+        starts=plan.starts[sequences] + places - (ends - repeats)[sequences],
+        counts=np.where(several, 1, plan.counts)[sequences],
+        samples=plan.samples[sequences] & (places + 1 == ends[sequences]),
+        asks=plan.asks[sequences],
+        adapter_indices=plan.adapter_indices[sequences],
     )
 
 

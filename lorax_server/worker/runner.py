@@ -18,7 +18,7 @@ from lorax_server.sampling.score_ops import select_score_ops
 from lorax_server.types import Alternatives
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.graphs import GraphSizes, StepGraphs
-from lorax_server.worker.inputs import MaskLane, RowTables, StepLayout, StepTokens, locate_tokens, to_device
+from lorax_server.worker.inputs import MaskLane, RowTables, StepLayout, StepTokens, locate_tokens, to_device, unroll
 
 # Tokens of prompts whose scores are computed at once: of a large vocabulary all of them would not fit.
 SCORED_TOKENS = 256
@@ -105,6 +105,8 @@ class PagedRunner:
         self._tables.write_new(plan)
         if not len(plan.rows):
             return self._fetch(Ticket(plan.step))  # it ends when the moves that came with it have
+        if self._device.type == "cpu":
+            plan = unroll(plan, self._tables.host_prompt_lengths)
         tokens = locate_tokens(plan, self._layout)
         self._layout = tokens.layout
         hidden = self._forward(plan, tokens)

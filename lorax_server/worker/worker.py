@@ -251,7 +251,7 @@ def _build_paged(
     step_tokens = _step_tokens(config, device, max_rows)
     sizes = GraphSizes.choose(max_rows, step_tokens) if uses_graphs(model, config, group) else GraphSizes()
     if uses_programs(model, group):
-        sizes = GraphSizes.choose_for_cpu(max_rows)
+        sizes = GraphSizes.choose_for_cpu()
     num_units = 0 if memory is None else memory.num_units
     shape = CacheShape(min(config.max_length or find_max_length(model), find_max_length(model)), config.block_size)
     if device.type == "cuda":

@@ -9,7 +9,7 @@ import torch
 
 from lorax_server.plan import NewRow, StepMasks, StepPlan
 from lorax_server.types import SamplingParams, StopParams
-from lorax_server.worker.inputs import MaskLane, RowTables, locate_tokens
+from lorax_server.worker.inputs import MAX_UNROLLED, MaskLane, RowTables, locate_tokens, unroll
 
 CPU = torch.device("cpu")
 ROWS, LENGTH, BLOCK = 6, 40, 4
@@ -63,6 +63,22 @@ def test_a_layout_serves_again_only_for_the_same_counts_and_samples() -> None:
         assert found.layout.key != first.layout.key
         assert found.layout.last.tolist() == fresh.layout.last.tolist()
         assert found.layout.counts == fresh.layout.counts
+
+
+def test_tokens_of_answers_have_entries_of_their_own_and_prompts_stay_whole() -> None:
+    samples, asks = np.array([True, False, True, True]), np.array([False, True, False, False])
+    adapters = np.array([0, 3, 4, 4])
+    plan = make_plan([2, 0, 3, 1], [9, 0, 5, 6], [1, 4, 3, 2], samples=samples, asks=asks, adapter_indices=adapters)
+    found = unroll(plan, np.array([4, 6, 9, 5]))
+    assert found.rows.tolist() == [2, 0, 3, 3, 3, 1, 1]
+    assert found.starts.tolist() == [9, 0, 5, 6, 7, 6, 7]
+    assert found.counts.tolist() == [1, 4, 1, 1, 1, 1, 1]
+    assert found.samples.tolist() == [True, False, False, False, True, False, True]
+    assert found.asks.tolist() == [False, True, *[False] * 5]
+    assert found.adapter_indices.tolist() == [0, 3, 4, 4, 4, 4, 4]
+    assert unroll(plan, np.array([4, 7, 9, 6])) is plan  # the prompts of the last two end in this step
+    again = make_plan([0], [9], [MAX_UNROLLED + 1])
+    assert unroll(again, np.array([4])) is again
 
 
 @pytest.mark.parametrize("seed", range(5))

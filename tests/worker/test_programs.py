@@ -27,9 +27,9 @@ from lorax_server.worker.worker import uses_programs
 from tests.lora import GivenAdapter, random_factors
 from tests.parity.adapters.served import make_model
 from tests.parity.variants import VARIANTS
-from tests.worker.test_graphs import BLOCK_SIZE, CPU, MAX_LENGTH, NUM_ROWS, Crowd, Rig, make_hosts
+from tests.worker.test_graphs import BLOCK_SIZE, CPU, MAX_LENGTH, Crowd, Rig, make_hosts
 
-SIZES = GraphSizes.choose_for_cpu(NUM_ROWS)
+SIZES = GraphSizes.choose_for_cpu()
 UNRECORDED = "llama-fp8-kv"  # its attention is the reference's
 
 
@@ -233,6 +233,45 @@ def test_tables_of_angles_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recorded.graphs._room == 32
 
 
+def known_plan(
+    step: int, starts: Sequence[int], counts: Sequence[int], ops: Sequence[Any] = (), samples: bool = False
+) -> StepPlan:
+    """Plan a step of two sequences whose prompts have three tokens, and whose answers are known."""
+    new = tuple(NewRow(row, [7 + row, *range(5, 18)], 3, SamplingParams(), StopParams()) for row in (0, 1))
+    width = -(-MAX_LENGTH // BLOCK_SIZE)
+    blocks = [[row, column, row * width + column] for row in (0, 1) for column in range(width)]
+    return StepPlan(
+        step,
+        np.array([0, 1]),
+        np.array(starts),
+        np.array(counts),
+        np.full(2, samples),
+        np.zeros(2, bool),
+        np.array([1, 2]),
+        new if step == 1 else (),
+        np.array(blocks if step == 1 else [], np.int64).reshape(-1, 3),
+        tuple(ops),
+    )
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "qwen3-window"])
+def test_tokens_of_an_answer_that_come_at_once_have_the_bits_of_a_step_each(name: str) -> None:
+    model = make_model(name, CPU)
+    hosts, ops = make_hosts(model), [Load("0", 1, 0), Load("1", 2, 0)]
+    walking, jumping, eager = (Watched(model, hosts, graph_sizes=sizes) for sizes in (SIZES, SIZES, None))
+    for rig in (walking, jumping, eager):
+        rig.collect(known_plan(1, [0, 0], [3, 3], ops))
+    walked = list[torch.Tensor]()
+    for step in range(5):
+        walking.collect(known_plan(2 + step, [3 + step, 3 + step], [1, 1]))
+        walked.append(walking.hidden)
+    check_step(eager, jumping, known_plan(2, [3, 3], [5, 2]))
+    expected = torch.cat([*(hidden[:1] for hidden in walked), *(hidden[1:] for hidden in walked[:2])])
+    assert torch.equal(jumping.hidden.view(torch.uint8), expected.view(torch.uint8))
+    check_step(eager, jumping, known_plan(3, [8, 5], [1, 6], samples=True))
+    assert jumping.kinds == {StepKind(7, has_adapters=True)}
+
+
 # --- What has programs, and what they take ----------------------------------------------------------------------------
 
 
@@ -254,15 +293,14 @@ def test_who_has_programs() -> None:
 
 
 def test_sizes_of_a_cpu() -> None:
-    assert list(GraphSizes.choose_for_cpu(3).decode) == [1, 2, 3]
-    assert GraphSizes.choose_for_cpu(1000).decode[-1] == CPU_ROWS
-    assert not GraphSizes.choose_for_cpu(3).mixed
+    assert list(GraphSizes.choose_for_cpu().decode) == list(range(1, CPU_ROWS + 1))
+    assert not GraphSizes.choose_for_cpu().mixed
 
 
 @torch.inference_mode()
 def test_all_programs_take_the_memory_of_the_largest() -> None:
     model = make_model("llama-gqa", CPU)
-    rig = Watched(model, make_hosts(model), graph_sizes=GraphSizes.choose_for_cpu(64), num_rows=64)
+    rig = Watched(model, make_hosts(model), graph_sizes=GraphSizes.choose_for_cpu(), num_rows=64)
     graphs, taken = rig.graphs, set()
     for size in (1, 64, 17, 2):
         for has_adapters in (False, True):
