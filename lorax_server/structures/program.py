@@ -38,7 +38,7 @@ from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
 
 PATIENCE_S = 30.0  # for a trial, on a machine so busy that the lowest priority has little of it
-MAX_TRIERS = 2
+GIVE_WAY_S = 0.5  # for a trial that gives way to all others, until another one begins
 JUMP_S = 0.003  # of CPU time: for tokens that are taken ahead at once; steps run on the same cores
 REFUSED_S, MAX_REFUSED = 60.0, 1024
 Result = tuple[int, GrammarError | None]  # of a request: what is wrong, if its mask is not there
@@ -78,21 +78,22 @@ class StructureProgram:
     def run(self) -> None:
         """Serve until the engine closes the connection."""
         self._send(wire.SlotsMade(self._vocabulary.num_words))
-        self._triers.append(Trier(self._vocabulary))  # before there are threads, and requests that wait for it
+        self._triers = [Trier(self._vocabulary, gives_way=way) for way in (True, False)]  # before there are threads
         threading.Thread(target=self._compile_all, daemon=True).start()
         while True:
-            busy = {trier.connection: trier for trier in self._triers if trier.grammar}
-            patience_s = 0 if self._jumping else PATIENCE_S / 10 if busy else None
-            for ready in wait([self._connection, self._wake, *busy], patience_s):
+            triers = {trier.connection: trier for trier in self._triers if not trier.is_lost}
+            is_trying = any(trier.grammar for trier in self._triers)
+            patience_s = 0 if self._jumping else GIVE_WAY_S / 2 if is_trying else None
+            for ready in wait([self._connection, self._wake, *triers], patience_s):
                 if ready is self._connection:
                     self._read()
                 elif ready == self._wake:
                     os.read(self._wake, 4096)
                     self._take_compiled()
                 elif isinstance(ready, Connection):
-                    self._hear(busy[ready])
+                    self._hear(triers[ready])
             self._jump()
-            self._end_late()
+            self._look_at_late()
             self._try_next()
 
     # --- Messages -----------------------------------------------------------------------------------------------------
@@ -213,43 +214,54 @@ class StructureProgram:
     # --- Trials -------------------------------------------------------------------------------------------------------
 
     def _try_next(self) -> None:
-        """Hand out grammars. Fork not while the other thread compiles: a child would have its locks, and nobody to open
-        them."""
-        while self._untried:
-            idle = next((trier for trier in self._triers if not trier.grammar), None)
-            if idle is None:
-                if self._num_compiling or len(self._triers) >= MAX_TRIERS:
-                    return
-                idle = Trier(self._vocabulary)
-                self._triers.append(idle)
+        """Hand out grammars, first to the one that gives way to others."""
+        self._replace_lost()
+        while self._untried and (idle := self._find_idle()) is not None:
             grammar = self._untried.pop(0)
             if not idle.begin(grammar):
                 self._refuse(grammar, TOO_LARGE)
 
+    def _find_idle(self) -> Trier | None:
+        return next((trier for trier in self._triers if not (trier.grammar or trier.is_lost)), None)
+
+    def _replace_lost(self) -> None:
+        """Put others in the place of those who were killed. Fork not while the other thread compiles: a child would
+        have its locks, and nobody to open them."""
+        for number, trier in enumerate(self._triers):
+            if trier.is_lost and not self._num_compiling:
+                self._triers[number] = Trier(self._vocabulary, gives_way=trier.gives_way)
+
     def _hear(self, trier: Trier) -> None:
-        grammar = trier.grammar
-        try:
-            problem: str | None = trier.connection.recv()
-        except (EOFError, OSError):
-            self._triers.remove(trier)
-            self._refuse(grammar, trier.end())
+        grammar, is_outrun = trier.grammar, trier.is_outrun
+        problem = trier.hear()
+        if is_outrun or not grammar:
             return
-        trier.grammar = ""
-        if problem is not None:
+        for other in self._triers:
+            other.is_outrun |= other.grammar == grammar
+        if trier.is_lost:
+            self._give_up(grammar)
+        elif problem is not None:
             self._refuse(grammar, problem)
         else:
             self._num_compiling += 1
             self._to_compile.put(grammar)
 
-    def _end_late(self) -> None:
+    def _look_at_late(self) -> None:
+        """Have another one try what has to give way for too long, and give up what takes longer than that."""
         now = time.monotonic()
-        for trier in [each for each in self._triers if each.grammar and now - each.began > PATIENCE_S]:
-            self._triers.remove(trier)
-            trier.end()
-            for begin in self._take_waiting(trier.grammar):
-                self._send(
-                    wire.FailedAnswer(begin.request_id, "the machine is too busy to compile a grammar", is_busy=True)
-                )
+        for trier in [each for each in self._triers if each.grammar and not each.is_outrun]:
+            idle = self._find_idle()
+            if trier.gives_way and now - trier.began > GIVE_WAY_S and idle is not None:
+                trier.is_outrun = idle.begin(trier.grammar)
+            elif now - trier.began > PATIENCE_S:
+                self._give_up(trier.grammar)
+                trier.end()
+
+    def _give_up(self, grammar: str) -> None:
+        """Say that a grammar could not be tried, and that it is not to blame."""
+        for begin in self._take_waiting(grammar):
+            message = "the machine is too busy to compile a grammar; try again"
+            self._send(wire.FailedAnswer(begin.request_id, message, is_busy=True))
 
     def _refuse(self, grammar: str, message: str) -> None:
         self._refused[grammar] = message

@@ -1,6 +1,12 @@
-"""Trials of grammars: each is compiled first in a child of the process that follows structures.
+"""Trials of grammars: each is compiled first in a process of its own.
 
-The child may take `COMPILE_S` of CPU time and so much memory; what ends it there is refused, and hurts nobody.
+That process may take `COMPILE_S` of CPU time and so much memory; what ends it there is refused, and hurts nobody. Its
+parent, the keeper, is forked once from the process that follows structures, and forks the next one when it has ended:
+to fork a process with a large vocabulary takes milliseconds, which masks and steps do not have.
+
+One that gives way runs only while nobody else wants its core, so that the threads of a step come back to that core at
+once. On a machine that is always busy it would never come to an end: then another one has to try, which has the
+smallest share of a core that there is.
 """
 
 import mmap
@@ -20,7 +26,8 @@ from lorax_server.text.tools.grammar import MAX_GRAMMAR
 COMPILE_S = 0.25  # of CPU time
 COMPILE_BYTES = 2**30  # beyond what this process has
 MAX_BYTES = 8 * MAX_GRAMMAR  # of a grammar as it was made of a request's
-NICENESS = 19  # of a child: steps go first
+NICENESS = 19  # of trials: steps go first
+UNDER_WAY = MAX_BYTES  # the place after a grammar: 1 while it is tried
 MAX_PROBLEM = 400  # characters
 MAX_DESCRIPTORS = 4096
 TOO_LONG = f"the grammar takes longer than {COMPILE_S:g} s to compile; make it smaller"
@@ -28,54 +35,95 @@ TOO_LARGE = "the grammar is too deep or too large to compile; make it smaller"
 
 
 class Trier:
-    """A child that tries grammars, one at a time, for as long as it lives."""
+    """A process that tries grammars, one at a time, and its keeper."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, gives_way: bool) -> None:
+        self.gives_way = gives_way
+        self.is_outrun = False  # another one has told of this grammar, or will
         self.connection, theirs = Pipe()
-        self._text = mmap.mmap(-1, MAX_BYTES)  # where the child reads a grammar: nobody waits until it does
+        self._text = mmap.mmap(-1, MAX_BYTES + 1)  # where a grammar is read: nobody waits until it is
         self.grammar = ""  # that it is busy with
         self.began = 0.0
-        self.process_id = os.fork()
-        if self.process_id == 0:
-            _try_all(vocabulary, theirs, self._text)
+        self.is_lost = False
+        self._keeper_id = os.fork()
+        if self._keeper_id == 0:
+            _keep(vocabulary, theirs, self._text, gives_way)
         theirs.close()
 
     def begin(self, grammar: str) -> bool:
-        """Hand a grammar to the child. Return false if it is too large for that."""
+        """Have a grammar tried. Return false if it is too large for that."""
         text = grammar.encode(errors="surrogatepass")
         if len(text) > MAX_BYTES:
             return False
-        self.grammar, self.began = grammar, time.monotonic()
+        self.grammar, self.began, self.is_outrun = grammar, time.monotonic(), False
         self._text[: len(text)] = text
-        self.connection.send(len(text))
+        with suppress(OSError):  # of a keeper that is gone, which `hear` tells
+            self.connection.send(len(text))
         return True
 
-    def end(self) -> str:
-        """End the child, if it has not ended by itself. Return the reason."""
-        os.kill(self.process_id, signal.SIGKILL)
-        _, status = os.waitpid(self.process_id, 0)
+    def hear(self) -> str | None:
+        """Return what is wrong with the grammar. If nobody is left to tell, this one `is_lost`."""
+        self.grammar = ""
+        try:
+            problem: str | None = self.connection.recv()
+        except (EOFError, OSError):
+            self.end()
+            return None
+        return problem
+
+    def end(self) -> None:
+        """End the process and its keeper, if they have not ended by themselves."""
+        self.grammar, self.is_lost = "", True
+        with suppress(ProcessLookupError):
+            os.killpg(self._keeper_id, signal.SIGKILL)
+        os.waitpid(self._keeper_id, 0)
         self.connection.close()
         self._text.close()
-        return TOO_LONG if os.WTERMSIG(status) == signal.SIGPROF else TOO_LARGE
 
 
-def _try_all(vocabulary: Vocabulary, connection: Connection, text: mmap.mmap) -> None:
-    """Compile grammars in this child, say how each went, and end when nobody asks any more."""
+def _keep(vocabulary: Vocabulary, connection: Connection, text: mmap.mmap, gives_way: bool) -> None:
+    """Keep a process that tries grammars, until nobody asks any more. Tell of a trial that has ended it."""
     try:
+        os.setpgid(0, 0)  # to be ended together
         own = os.dup2(connection.fileno(), 3)
         os.closerange(4, MAX_DESCRIPTORS)  # or others would not notice the end of those who hold them too
         os.nice(NICENESS)
+        words = Connection(own)
+        while True:
+            process_id = os.fork()
+            if process_id == 0:
+                if gives_way and hasattr(os, "SCHED_IDLE"):  # of Linux
+                    with suppress(OSError):
+                        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+                _try_all(vocabulary, words, text)
+            _, status = os.waitpid(process_id, 0)
+            if os.WIFEXITED(status):
+                return
+            if text[UNDER_WAY]:
+                text[UNDER_WAY] = 0
+                words.send(TOO_LONG if os.WTERMSIG(status) == signal.SIGPROF else TOO_LARGE)
+    finally:
+        os._exit(0)
+
+
+def _try_all(vocabulary: Vocabulary, connection: Connection, text: mmap.mmap) -> None:
+    """Compile grammars, say how each went, and end when nobody asks any more."""
+    try:
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             limit = _data_bytes() + COMPILE_BYTES
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        words = Connection(own)
         while True:
-            grammar = text[: words.recv()].decode(errors="surrogatepass")
+            grammar = text[: connection.recv()].decode(errors="surrogatepass")
+            text[UNDER_WAY] = 1
             signal.setitimer(signal.ITIMER_PROF, COMPILE_S)  # the signal ends the process
-            words.send(_try(vocabulary, grammar))
-    finally:
+            problem = _try(vocabulary, grammar)
+            text[UNDER_WAY] = 0
+            connection.send(problem)
+    except (EOFError, OSError):
         os._exit(0)
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)  # of a trial that has gone wrong, which the keeper tells
 
 
 def _try(vocabulary: Vocabulary, grammar: str) -> str | None:
