@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from lorax_server.config import EngineConfig, ServerConfig
 from lorax_server.engine.remote.process import connected, serve
 from lorax_server.engine.remote.remote_engine import RemoteEngine
-from lorax_server.machine import count_cores, return_large_blocks, share_arenas, shorten_turns, spare_steps
+from lorax_server.machine import (
+    count_cores,
+    keep_between_steps,
+    return_large_blocks,
+    share_arenas,
+    shorten_turns,
+    spare_steps,
+)
 from lorax_server.types import EngineInfo
 
 if TYPE_CHECKING:
@@ -41,6 +48,7 @@ def serve_forever(config: ServerConfig) -> int:
     from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
 
     return_large_blocks()
+    keep_between_steps()
     keys = KeyRing(config.api_keys, config.admin_key, config.keys_file, config.replica_key)
     engine = replace(config.engine, tenant_weights={**keys.weights, **config.engine.tenant_weights})
     return serve_engine(config, make_client(engine, logs=LogFormat(config.log_level, config.json_logs)), keys)

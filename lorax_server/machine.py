@@ -12,6 +12,7 @@ GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 NEW_FILES, OLD_FILES = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
 ARENA_MAX, MAX_ARENAS = -8, 2  # the name of a setting of glibc's malloc, and its value
 TRIM_THRESHOLD, MMAP_THRESHOLD, LARGE_BLOCK = -1, -3, 2**20  # likewise
+PURGE_DELAY, PURGE_MS = "MIMALLOC_PURGE_DELAY", 1000  # a variable that another malloc reads, and its value, not 10
 FULL_COLLECTIONS = 1000  # of the youngest but one between two of all objects, instead of 10
 TURN_S = 1e-5  # how long a thread runs Python while another one waits for its turn, instead of 5 ms
 TIMER_SLACK, SLACK_NS = 29, 1000  # the name of a setting of Linux, and its value, instead of 50 us
@@ -58,6 +59,12 @@ def return_large_blocks() -> None:
     to 64 MiB in each arena, which suits a process that needs as much again in its next step."""
     _call_libc("mallopt", MMAP_THRESHOLD, LARGE_BLOCK)
     _call_libc("mallopt", TRIM_THRESHOLD, LARGE_BLOCK)
+
+
+def keep_between_steps() -> None:
+    """Let torch keep freed memory for a second, in processes that this one starts. On ARM it has a malloc that returns
+    it to the system after less time than a step takes: to get the memory of scores again takes 5 % of a step."""
+    os.environ.setdefault(PURGE_DELAY, str(PURGE_MS))
 
 
 def give_back_memory() -> None:

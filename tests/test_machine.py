@@ -1,5 +1,6 @@
 """The memory that there is: the machine's, unless a container has less of it."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -9,7 +10,14 @@ from typing import Any
 import pytest
 
 from lorax_server import launch, machine
-from lorax_server.machine import count_cores, free_bytes, give_back_memory, machine_bytes
+from lorax_server.machine import (
+    PURGE_DELAY,
+    count_cores,
+    free_bytes,
+    give_back_memory,
+    keep_between_steps,
+    machine_bytes,
+)
 
 PHYSICAL, LIMIT, USED, OF_FILES = 2**40, 2**26, 3 * 2**24, 2**22
 NEW = {"memory.max": LIMIT, "memory.current": USED, "memory.stat": f"anon 5\ninactive_file {OF_FILES}\n"}
@@ -174,3 +182,9 @@ def test_api_processes_by_cores(monkeypatch: pytest.MonkeyPatch, cores: int, exp
     monkeypatch.setattr(launch, "count_cores", lambda: cores)
     assert launch.default_workers("cuda") == expected
     assert launch.default_workers("cpu") == 1
+
+
+def test_what_the_user_says_of_torchs_memory_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PURGE_DELAY, "7")
+    keep_between_steps()
+    assert os.environ[PURGE_DELAY] == "7"

@@ -29,6 +29,7 @@ class Demo(NamedTuple):
 
     url: str
     greeting: str
+    process_id: int
 
 
 @contextmanager
@@ -52,7 +53,7 @@ def serving_demo(*flags: str) -> Iterator[Demo]:
             reader.start()
             urlopen(f"{found[1]}/health", timeout=60).close()  # its output is complete
             said.seek(0)
-            yield Demo(found[1], said.read())
+            yield Demo(found[1], said.read(), process.pid)
         finally:
             process.terminate()
             if reader.ident:

@@ -12,11 +12,13 @@ from itertools import takewhile
 from pathlib import Path
 
 import httpx2
+import psutil
 import pytest
 
 from demo.evaluate import MODELS, ask, score, texts_of
 from demo.skills import NOTHING_TO_DO, SKILLS, Item, answer_small_talk, cut_short, write_items
 from lorax_server.cli.demo import NAME
+from lorax_server.machine import PURGE_DELAY, PURGE_MS
 from tests.demo.server import FOLDER, Demo, read_examples, serving_demo
 
 ROOT = Path(__file__).parent.parent.parent
@@ -76,6 +78,11 @@ def test_so_it_does_where_adapters_must_come_and_go(items: list[Item], alone: di
         metrics = httpx2.get(f"{demo.url}/metrics").text
     evicted = [line for line in metrics.splitlines() if line.startswith("lorax_adapter_evictions_total")]
     assert sum(float(line.rsplit(" ", 1)[1]) for line in evicted) > 0
+
+
+def test_its_engine_keeps_memory_from_step_to_step(demo: Demo) -> None:
+    environs = [child.environ() for child in psutil.Process(demo.process_id).children(recursive=True)]
+    assert str(PURGE_MS) in [environ.get(PURGE_DELAY) for environ in environs]
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def follower(model: Path) -> Iterator[Follower]:
 
 def find_keepers(follower: Follower) -> list[psutil.Process]:
     ((process,),) = follower.structures._processes.values()
-    keepers = psutil.Process(process._process.pid).children()
+    keepers: list[psutil.Process] = psutil.Process(process._process.pid).children()
     for keeper in keepers:
         wait_for(keeper.children, "it has forked")
     return keepers
