@@ -155,7 +155,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     @property
     def awaits_request(self) -> bool:
-        """Whether a request is to be expected soon: the first of a connection, or one whose headers have begun."""
+        """Tell whether a request is to be expected soon: the first of a connection, or one whose headers have begun."""
         return self._header_timer.is_set and not (self._is_refused or self._is_answering)
 
     def data_received(self, data: bytes) -> None:
