@@ -4,8 +4,8 @@ without structures, with one schema for all, and with 32 different ones.
 The schemas cannot come to an end before the measurement does. Also: what forced tokens save that come several at once;
 what a schema adds to the time of the first token, new and known; and the steps of other sequences while hostile
 structures are refused or followed (`tests/structures`). All cases take turns, and the best round counts: what else runs
-on the machine makes rounds slower, and never faster. The machine's load is printed. On ARM set MIMALLOC_PURGE_DELAY=1000,
-as the server does.
+on the machine makes rounds slower, and never faster. The machine's load is printed. On ARM set
+MIMALLOC_PURGE_DELAY=1000, as the server does.
 """
 
 import itertools

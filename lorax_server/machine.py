@@ -4,6 +4,7 @@ what an engine takes of it where no setting says so."""
 import ctypes
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ PURGE_DELAY, PURGE_MS = "MIMALLOC_PURGE_DELAY", 1000  # a variable that another 
 FULL_COLLECTIONS = 1000  # of the youngest but one between two of all objects, instead of 10
 TURN_S = 1e-5  # how long a thread runs Python while another one waits for its turn, instead of 5 ms
 TIMER_SLACK, SLACK_NS = 29, 1000  # the name of a setting of Linux, and its value, instead of 50 us
+PARENT_SIGNAL = 1  # likewise
 ROWS, LARGE_GPU_ROWS = 64, 256  # sequences at once, and on a GPU of so many bytes and more:
 LARGE_GPU_BYTES = 40 * 10**9
 GPU_ADAPTER_SHARE = 4  # adapters get one part in so many of what the weights leave of a GPU,
@@ -80,6 +82,11 @@ def shorten_turns() -> None:
     """
     sys.setswitchinterval(TURN_S)  # for the whole process
     _call_libc("prctl", TIMER_SLACK, SLACK_NS, 0, 0, 0)
+
+
+def end_with_parent() -> None:
+    """Have the system end this process when the one that forked it has ended, where there is such a setting."""
+    _call_libc("prctl", PARENT_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
 def spare_steps() -> None:

@@ -1,6 +1,6 @@
 """The process that follows structures of one vocabulary: compiles grammars, and computes the masks of answers.
 
-A grammar is tried first in a child of this process (`trials.py`). What ends well is compiled here, on another thread,
+A grammar is tried first in a process of its own (`trials.py`). What ends well is compiled here, on another thread,
 while masks go on.
 """
 
@@ -214,30 +214,40 @@ class StructureProgram:
     # --- Trials -------------------------------------------------------------------------------------------------------
 
     def _try_next(self) -> None:
-        """Hand out grammars, first to the one that gives way to others."""
-        self._replace_lost()
-        while self._untried and (idle := self._find_idle()) is not None:
+        """Hand out grammars, first to the trier that gives way to others."""
+        while self._untried:
+            idle = self._find_idle() or self._replace_lost()
+            if idle is None:
+                break
             grammar = self._untried.pop(0)
             if not idle.begin(grammar):
                 self._refuse(grammar, TOO_LARGE)
+        if all(trier.is_lost for trier in self._triers) and not self._num_compiling:
+            while self._untried:  # there is no room for another process
+                self._give_up(self._untried.pop(0))
 
     def _find_idle(self) -> Trier | None:
         return next((trier for trier in self._triers if not (trier.grammar or trier.is_lost)), None)
 
-    def _replace_lost(self) -> None:
-        """Put others in the place of those who were killed. Fork not while the other thread compiles: a child would
-        have its locks, and nobody to open them."""
+    def _replace_lost(self) -> Trier | None:
+        """Put another trier in the place of one that was killed. Fork not while the other thread compiles: a child
+        would have its locks, and nobody to open them."""
         for number, trier in enumerate(self._triers):
             if trier.is_lost and not self._num_compiling:
-                self._triers[number] = Trier(self._vocabulary, gives_way=trier.gives_way)
+                with suppress(OSError):
+                    self._triers[number] = Trier(self._vocabulary, gives_way=trier.gives_way)
+                    return self._triers[number]
+        return None
 
     def _hear(self, trier: Trier) -> None:
+        """Take the result of a trial. Of two trials of one grammar the first result counts."""
         grammar, is_outrun = trier.grammar, trier.is_outrun
         problem = trier.hear()
-        if is_outrun or not grammar:
+        others = [other for other in self._triers if other.grammar == grammar]
+        if is_outrun or not grammar or (trier.is_lost and others):
             return
-        for other in self._triers:
-            other.is_outrun |= other.grammar == grammar
+        for other in others:
+            other.is_outrun = True
         if trier.is_lost:
             self._give_up(grammar)
         elif problem is not None:
@@ -247,15 +257,17 @@ class StructureProgram:
             self._to_compile.put(grammar)
 
     def _look_at_late(self) -> None:
-        """Have another one try what has to give way for too long, and give up what takes longer than that."""
+        """Have a grammar tried by another trier as well, where one had to give way for too long. Give up those that
+        take longer than `PATIENCE_S`."""
         now = time.monotonic()
         for trier in [each for each in self._triers if each.grammar and not each.is_outrun]:
             idle = self._find_idle()
-            if trier.gives_way and now - trier.began > GIVE_WAY_S and idle is not None:
-                trier.is_outrun = idle.begin(trier.grammar)
-            elif now - trier.began > PATIENCE_S:
-                self._give_up(trier.grammar)
+            if now - trier.began > PATIENCE_S:
+                if not any(other.grammar == trier.grammar for other in self._triers if other is not trier):
+                    self._give_up(trier.grammar)
                 trier.end()
+            elif trier.gives_way and not trier.is_handed_on and now - trier.began > GIVE_WAY_S and idle is not None:
+                trier.is_handed_on = idle.begin(trier.grammar)
 
     def _give_up(self, grammar: str) -> None:
         """Say that a grammar could not be tried, and that it is not to blame."""

@@ -19,6 +19,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from lorax_server.machine import end_with_parent
 from lorax_server.structures.matchers import Compiled, GrammarError
 from lorax_server.structures.vocabulary import Vocabulary
 from lorax_server.text.tools.grammar import MAX_GRAMMAR
@@ -27,6 +28,7 @@ COMPILE_S = 0.25  # of CPU time
 COMPILE_BYTES = 2**30  # beyond what this process has
 MAX_BYTES = 8 * MAX_GRAMMAR  # of a grammar as it was made of a request's
 NICENESS = 19  # of trials: steps go first
+PAUSE_S = 0.5  # after one that has ended without a grammar
 UNDER_WAY = MAX_BYTES  # the place after a grammar: 1 while it is tried
 MAX_PROBLEM = 400  # characters
 MAX_DESCRIPTORS = 4096
@@ -39,7 +41,8 @@ class Trier:
 
     def __init__(self, vocabulary: Vocabulary, *, gives_way: bool) -> None:
         self.gives_way = gives_way
-        self.is_outrun = False  # another one has told of this grammar, or will
+        self.is_handed_on = False  # another one tries this grammar as well, since this one takes long
+        self.is_outrun = False  # another one has told of this grammar
         self.connection, theirs = Pipe()
         self._text = mmap.mmap(-1, MAX_BYTES + 1)  # where a grammar is read: nobody waits until it is
         self.grammar = ""  # that it is busy with
@@ -48,6 +51,8 @@ class Trier:
         self._keeper_id = os.fork()
         if self._keeper_id == 0:
             _keep(vocabulary, theirs, self._text, gives_way)
+        with suppress(OSError):
+            os.setpgid(self._keeper_id, self._keeper_id)  # to be ended with its child; the keeper may come to it later
         theirs.close()
 
     def begin(self, grammar: str) -> bool:
@@ -55,7 +60,7 @@ class Trier:
         text = grammar.encode(errors="surrogatepass")
         if len(text) > MAX_BYTES:
             return False
-        self.grammar, self.began, self.is_outrun = grammar, time.monotonic(), False
+        self.grammar, self.began, self.is_handed_on, self.is_outrun = grammar, time.monotonic(), False, False
         self._text[: len(text)] = text
         with suppress(OSError):  # of a keeper that is gone, which `hear` tells
             self.connection.send(len(text))
@@ -74,8 +79,9 @@ class Trier:
     def end(self) -> None:
         """End the process and its keeper, if they have not ended by themselves."""
         self.grammar, self.is_lost = "", True
-        with suppress(ProcessLookupError):
-            os.killpg(self._keeper_id, signal.SIGKILL)
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError, PermissionError):  # macOS refuses the first if all have ended
+                kill(self._keeper_id, signal.SIGKILL)
         os.waitpid(self._keeper_id, 0)
         self.connection.close()
         self._text.close()
@@ -84,7 +90,8 @@ class Trier:
 def _keep(vocabulary: Vocabulary, connection: Connection, text: mmap.mmap, gives_way: bool) -> None:
     """Keep a process that tries grammars, until nobody asks any more. Tell of a trial that has ended it."""
     try:
-        os.setpgid(0, 0)  # to be ended together
+        os.setpgid(0, 0)
+        end_with_parent()
         own = os.dup2(connection.fileno(), 3)
         os.closerange(4, MAX_DESCRIPTORS)  # or others would not notice the end of those who hold them too
         os.nice(NICENESS)
@@ -92,6 +99,7 @@ def _keep(vocabulary: Vocabulary, connection: Connection, text: mmap.mmap, gives
         while True:
             process_id = os.fork()
             if process_id == 0:
+                end_with_parent()
                 if gives_way and hasattr(os, "SCHED_IDLE"):  # of Linux
                     with suppress(OSError):
                         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -102,6 +110,8 @@ def _keep(vocabulary: Vocabulary, connection: Connection, text: mmap.mmap, gives
             if text[UNDER_WAY]:
                 text[UNDER_WAY] = 0
                 words.send(TOO_LONG if os.WTERMSIG(status) == signal.SIGPROF else TOO_LARGE)
+            else:
+                time.sleep(PAUSE_S)  # the system has no room for it
     finally:
         os._exit(0)
 
@@ -114,8 +124,9 @@ def _try_all(vocabulary: Vocabulary, connection: Connection, text: mmap.mmap) ->
             limit = _data_bytes() + COMPILE_BYTES
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         while True:
-            grammar = text[: connection.recv()].decode(errors="surrogatepass")
+            length = connection.recv()
             text[UNDER_WAY] = 1
+            grammar = text[:length].decode(errors="surrogatepass")
             signal.setitimer(signal.ITIMER_PROF, COMPILE_S)  # the signal ends the process
             problem = _try(vocabulary, grammar)
             text[UNDER_WAY] = 0

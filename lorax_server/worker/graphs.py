@@ -144,6 +144,11 @@ class StepGraphs:
         if capture and model.device.type == "cuda":
             self._capture_all()
 
+    @property
+    def has_programs(self) -> bool:
+        """Tell whether decode steps are programs of a CPU."""
+        return not self._x.is_cuda and bool(self._sizes.decode)
+
     def find(self, tokens: StepTokens, adapter_data: AdapterBatchData | None) -> StepKind | None:
         """Return the kind of a step, or None if it has no graph."""
         count, is_mixed, sizes = len(tokens.rows), not tokens.is_single, self._sizes.of(tokens)

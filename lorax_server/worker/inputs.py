@@ -17,7 +17,7 @@ from lorax_server.types import SamplingParams
 # less than the third shares segments of the last, and all else has a segment of its own, a multiple of the second.
 SMALL_BYTES, SEGMENT_BYTES = 2**20, 2 * 2**20
 LARGE_BYTES, LARGE_SEGMENT_BYTES = 10 * 2**20, 20 * 2**20
-MAX_UNROLLED = 64  # tokens of an answer in a step; more come where it is computed again, after it had to make room
+MAX_UNROLLED_KEYS = 8192  # of all rows of a sequence: more are read faster where its tokens share them
 
 
 class SelectedRows(NamedTuple):
@@ -167,10 +167,12 @@ def _lay_out(plan: StepPlan) -> StepLayout:
 def unroll(plan: StepPlan, prompt_lengths: Ints) -> StepPlan:
     """Give each token of an answer an entry of its own, where several come at once since a structure forces them.
 
-    So they are computed as if they had come one by one: by the same program of a CPU, and to the same bits.
-    `prompt_lengths` are those of all rows; prompts stay whole.
+    So they are computed as if they had come one by one: by the same program of a CPU, and to the same bits. Prompts
+    stay whole, and so do long sequences: whether others are in the step changes nothing. `prompt_lengths` are those of
+    all rows.
     """
-    several = (plan.counts > 1) & (plan.counts <= MAX_UNROLLED) & (plan.starts >= prompt_lengths[plan.rows])
+    num_keys = plan.counts * (plan.starts + plan.counts)
+    several = (plan.counts > 1) & (num_keys <= MAX_UNROLLED_KEYS) & (plan.starts >= prompt_lengths[plan.rows])
     if True not in several.tolist():
         return plan
     repeats = np.where(several, plan.counts, 1)

@@ -105,7 +105,7 @@ class PagedRunner:
         self._tables.write_new(plan)
         if not len(plan.rows):
             return self._fetch(Ticket(plan.step))  # it ends when the moves that came with it have
-        if self._device.type == "cpu":
+        if self._graphs is not None and self._graphs.has_programs:
             plan = unroll(plan, self._tables.host_prompt_lengths)
         tokens = locate_tokens(plan, self._layout)
         self._layout = tokens.layout

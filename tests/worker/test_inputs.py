@@ -9,7 +9,7 @@ import torch
 
 from lorax_server.plan import NewRow, StepMasks, StepPlan
 from lorax_server.types import SamplingParams, StopParams
-from lorax_server.worker.inputs import MAX_UNROLLED, MaskLane, RowTables, locate_tokens, unroll
+from lorax_server.worker.inputs import MAX_UNROLLED_KEYS, MaskLane, RowTables, locate_tokens, unroll
 
 CPU = torch.device("cpu")
 ROWS, LENGTH, BLOCK = 6, 40, 4
@@ -77,8 +77,8 @@ def test_tokens_of_answers_have_entries_of_their_own_and_prompts_stay_whole() ->
     assert found.asks.tolist() == [False, True, *[False] * 5]
     assert found.adapter_indices.tolist() == [0, 3, 4, 4, 4, 4, 4]
     assert unroll(plan, np.array([4, 7, 9, 6])) is plan  # the prompts of the last two end in this step
-    again = make_plan([0], [9], [MAX_UNROLLED + 1])
-    assert unroll(again, np.array([4])) is again
+    long = make_plan([0, 1], [MAX_UNROLLED_KEYS // 2, MAX_UNROLLED_KEYS // 2 - 2], [2, 2])
+    assert unroll(long, np.array([4, 5])).rows.tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -258,18 +259,27 @@ def known_plan(
 def test_tokens_of_an_answer_that_come_at_once_have_the_bits_of_a_step_each(name: str) -> None:
     model = make_model(name, CPU)
     hosts, ops = make_hosts(model), [Load("0", 1, 0), Load("1", 2, 0)]
-    walking, jumping, eager = (Watched(model, hosts, graph_sizes=sizes) for sizes in (SIZES, SIZES, None))
-    for rig in (walking, jumping, eager):
+    walking, jumping = (Watched(model, hosts, graph_sizes=SIZES) for _ in range(2))
+    for rig in (walking, jumping):
         rig.collect(known_plan(1, [0, 0], [3, 3], ops))
     walked = list[torch.Tensor]()
     for step in range(5):
         walking.collect(known_plan(2 + step, [3 + step, 3 + step], [1, 1]))
         walked.append(walking.hidden)
-    check_step(eager, jumping, known_plan(2, [3, 3], [5, 2]))
+    jumping.collect(known_plan(2, [3, 3], [5, 2]))
     expected = torch.cat([*(hidden[:1] for hidden in walked), *(hidden[1:] for hidden in walked[:2])])
     assert torch.equal(jumping.hidden.view(torch.uint8), expected.view(torch.uint8))
-    check_step(eager, jumping, known_plan(3, [8, 5], [1, 6], samples=True))
     assert jumping.kinds == {StepKind(7, has_adapters=True)}
+
+
+def test_without_programs_tokens_that_come_at_once_stay_together() -> None:
+    model = make_model(UNRECORDED, CPU)
+    rig, eager = Watched(model, [], graph_sizes=SIZES), Watched(model, [])
+    for plan in (known_plan(1, [0, 0], [3, 3]), known_plan(2, [3, 3], [1, 1]), known_plan(3, [4, 4], [5, 2])):
+        check_step(eager, rig, replace(plan, adapter_indices=np.zeros(2, np.int64)))
+    assert not rig.kinds
+    assert rig.runner._layout is not None
+    assert rig.runner._layout.counts == [5, 2]
 
 
 # --- What has programs, and what they take ----------------------------------------------------------------------------

@@ -156,7 +156,8 @@ class GuardedProtocol(HttpToolsProtocol):
     @property
     def awaits_request(self) -> bool:
         """Tell whether a request is to be expected soon: the first of a connection, or one whose headers have begun."""
-        return self._header_timer.is_set and not (self._is_refused or self._is_answering)
+        is_over = self._is_refused or self.transport.is_closing()
+        return self._header_timer.is_set and not (is_over or self._is_answering)
 
     def data_received(self, data: bytes) -> None:
         """Parse, within limits: the parser keeps incomplete headers, however long they get."""
