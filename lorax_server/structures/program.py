@@ -243,7 +243,7 @@ class StructureProgram:
         """Take the result of a trial. Of two trials of one grammar the first result counts."""
         grammar, is_outrun = trier.grammar, trier.is_outrun
         problem = trier.hear()
-        others = [other for other in self._triers if other.grammar == grammar]
+        others = self._find_trying(grammar)
         if is_outrun or not grammar or (trier.is_lost and others):
             return
         for other in others:
@@ -256,18 +256,22 @@ class StructureProgram:
             self._num_compiling += 1
             self._to_compile.put(grammar)
 
+    def _find_trying(self, grammar: str) -> list[Trier]:
+        """Return the triers whose result of a grammar would count."""
+        return [trier for trier in self._triers if trier.grammar == grammar and not trier.is_outrun]
+
     def _look_at_late(self) -> None:
         """Have a grammar tried by another trier as well, where one had to give way for too long. Give up those that
         take longer than `PATIENCE_S`."""
         now = time.monotonic()
         for trier in [each for each in self._triers if each.grammar and not each.is_outrun]:
-            idle = self._find_idle()
+            idle, is_alone = self._find_idle(), len(self._find_trying(trier.grammar)) == 1
             if now - trier.began > PATIENCE_S:
-                if not any(other.grammar == trier.grammar for other in self._triers if other is not trier):
+                if is_alone:
                     self._give_up(trier.grammar)
                 trier.end()
-            elif trier.gives_way and not trier.is_handed_on and now - trier.began > GIVE_WAY_S and idle is not None:
-                trier.is_handed_on = idle.begin(trier.grammar)
+            elif trier.gives_way and is_alone and now - trier.began > GIVE_WAY_S and idle is not None:
+                idle.begin(trier.grammar)
 
     def _give_up(self, grammar: str) -> None:
         """Say that a grammar could not be tried, and that it is not to blame."""

@@ -41,7 +41,6 @@ class Trier:
 
     def __init__(self, vocabulary: Vocabulary, *, gives_way: bool) -> None:
         self.gives_way = gives_way
-        self.is_handed_on = False  # another one tries this grammar as well, since this one takes long
         self.is_outrun = False  # another one has told of this grammar
         self.connection, theirs = Pipe()
         self._text = mmap.mmap(-1, MAX_BYTES + 1)  # where a grammar is read: nobody waits until it is
@@ -60,7 +59,7 @@ class Trier:
         text = grammar.encode(errors="surrogatepass")
         if len(text) > MAX_BYTES:
             return False
-        self.grammar, self.began, self.is_handed_on, self.is_outrun = grammar, time.monotonic(), False, False
+        self.grammar, self.began, self.is_outrun = grammar, time.monotonic(), False
         self._text[: len(text)] = text
         with suppress(OSError):  # of a keeper that is gone, which `hear` tells
             self.connection.send(len(text))

@@ -110,11 +110,14 @@ def test_they_end_when_nobody_asks_any_more(trier: Trier) -> None:
     trier.is_lost = True
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="only Linux has this policy")
-def test_whom_they_give_way_to(trier: Trier) -> None:
-    child, policy = find_child(trier), os.SCHED_IDLE if trier.gives_way else os.SCHED_OTHER
-    wait_for(lambda: os.sched_getscheduler(child.pid) == policy, "it has its policy")
+def test_what_they_give_way_to(trier: Trier) -> None:
+    child = find_child(trier)
+    wait_for(lambda: gives_way(child) == trier.gives_way, "it has its policy")
     assert child.nice() == NICENESS
+
+
+def gives_way(process: psutil.Process) -> bool:
+    return os.sched_getscheduler(process.pid) == os.SCHED_IDLE
 
 
 # --- Two triers of one program ----------------------------------------------------------------------------------------
@@ -125,13 +128,13 @@ class Scripted:
 
     def __init__(self, _: object = None, *, gives_way: bool) -> None:
         self.gives_way, self.grammar, self.began = gives_way, "", 0.0
-        self.is_handed_on = self.is_outrun = self.is_lost = False
+        self.is_outrun = self.is_lost = False
         self.problem: str | None = None
         self.begun: list[str] = []
 
     def begin(self, grammar: str) -> bool:
         self.begun.append(grammar)
-        self.grammar, self.began, self.is_handed_on, self.is_outrun = grammar, time.monotonic(), False, False
+        self.grammar, self.began, self.is_outrun = grammar, time.monotonic(), False
         return True
 
     def hear(self) -> str | None:
@@ -189,6 +192,22 @@ def test_of_two_trials_the_first_result_counts(stage: Stage, is_slow_first: bool
     stage.hear(last)
     assert stage.program._num_compiling == 1
     assert stage.read() == []
+
+
+def test_a_result_that_nobody_waits_for_keeps_no_later_trial_from_its_own(stage: Stage) -> None:
+    stage.try_and_look()
+    stage.other.problem = "it is wrong"
+    stage.hear(stage.other)
+    stage.read()
+    stage.program._refused.clear()  # as a minute later, while the first trial still goes on
+    stage.program._begin(wire.Begin(8, 0, "a grammar", (1,), (), 0))
+    stage.try_and_look()
+    assert stage.other.begun == ["a grammar"] * 2
+    stage.other.is_lost = True
+    stage.hear(stage.other)
+    (failed,) = stage.read()
+    assert isinstance(failed, wire.FailedAnswer)
+    assert (failed.request_id, failed.is_busy) == (8, True)
 
 
 @pytest.mark.parametrize("is_slow_lost", [True, False])
@@ -262,10 +281,6 @@ def test_another_one_tries_what_has_to_give_way_for_too_long(follower: Follower)
     assert follower.begin_and_settle(from_regex("third"))[1] is None  # by the other one at once
     slow.resume()
     assert follower.begin_and_settle(from_regex("fourth"))[1] is None
-
-
-def gives_way(process: psutil.Process) -> bool:
-    return not hasattr(os, "SCHED_IDLE") or os.sched_getscheduler(process.pid) == os.SCHED_IDLE
 
 
 def test_a_keeper_that_was_killed_is_replaced_and_no_grammar_is_blamed(follower: Follower) -> None:
