@@ -242,7 +242,7 @@ def make_adapters(folder: Path, count: int) -> int:
 def running_ray(folder: Path) -> Iterator[int]:
     """Run a Ray of this machine only, and yield the port of its proxy."""
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
-    os.environ["RAY_worker_niceness"] = "0"  # as `lorax serve --replicas` has it
+    os.environ |= {"RAY_worker_niceness": "0"}  # as `lorax serve --replicas` has it
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     import ray
     from ray import serve
