@@ -171,8 +171,6 @@ def unroll(plan: StepPlan, prompt_lengths: Ints) -> StepPlan:
     stay whole, and so do long sequences: whether others are in the step changes nothing. `prompt_lengths` are those of
     all rows.
     """
-    if max(plan.counts.tolist()) == 1:  # as nearly always
-        return plan
     num_keys = plan.counts * (plan.starts + plan.counts)
     several = (plan.counts > 1) & (num_keys <= MAX_UNROLLED_KEYS) & (plan.starts >= prompt_lengths[plan.rows])
     if True not in several.tolist():

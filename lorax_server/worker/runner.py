@@ -105,9 +105,10 @@ class PagedRunner:
         self._tables.write_new(plan)
         if not len(plan.rows):
             return self._fetch(Ticket(plan.step))  # it ends when the moves that came with it have
-        if self._graphs is not None and self._graphs.has_programs:
-            plan = unroll(plan, self._tables.host_prompt_lengths)
         tokens = locate_tokens(plan, self._layout)
+        if not tokens.is_single and self._graphs is not None and self._graphs.has_programs:
+            plan = unroll(plan, self._tables.host_prompt_lengths)
+            tokens = locate_tokens(plan)
         self._layout = tokens.layout
         hidden = self._forward(plan, tokens)
         logits = self._score(hidden, tokens.layout.last, plan, tokens) if len(tokens.layout.last) else None
