@@ -3,7 +3,7 @@ without structures, with one schema for all, and with 32 different ones.
 
 The schemas cannot come to an end before the measurement does. Also: what forced tokens save that come several at once;
 what a schema adds to the time of the first token, new and known; and the steps of other sequences while hostile
-structures are refused or followed (`tests/structures`). All cases take turns, and the best round counts: what else runs
+structures are refused or followed (`tests/structured_output`). All cases take turns, and the best round counts: what else runs
 on the machine makes rounds slower, and never faster. The machine's load is printed. On ARM set
 MIMALLOC_PURGE_DELAY=1000, as the server does.
 """
@@ -33,9 +33,9 @@ from lorax_server.build import build_engine
 from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.engine.engine import Engine
 from lorax_server.errors import InputError
-from lorax_server.structures.grammars import from_grammar, from_json_schema, from_regex
-from lorax_server.structures.matchers import MAX_FORCED, Compiled, Ending, Follower
-from lorax_server.structures.vocabulary import Vocabulary
+from lorax_server.structured_output.grammars import from_grammar, from_json_schema, from_regex
+from lorax_server.structured_output.matchers import MAX_FORCED, Compiled, Ending, Follower
+from lorax_server.structured_output.vocabulary import Vocabulary
 from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
 from lorax_server.types import Output, Request, SamplingParams, StopParams, Structure
 
@@ -296,7 +296,7 @@ def has_ended(outputs: Sequence[Output], number: int | None) -> bool:
 def make_hostile() -> dict[str, Structure]:
     """Make those hostile structures that are not refused at once."""
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    from tests.structures.hostile import GRAMMARS, REGEXES, SCHEMAS
+    from tests.structured_output.hostile import GRAMMARS, REGEXES, SCHEMAS
 
     makers: dict[str, Callable[[], Structure]] = {
         **{f"schema: {name}": partial(from_json_schema, schema) for name, schema in SCHEMAS.items()},

@@ -18,7 +18,7 @@ from lorax_server.engine.scheduler import Scheduler
 from lorax_server.errors import EngineError, SourceError
 from lorax_server.phases import Phases
 from lorax_server.plan import Capabilities
-from lorax_server.structures.structures import Structures, find_num_processes
+from lorax_server.structured_output.structures import Structures, find_num_processes
 from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
 from lorax_server.worker.executor import build_executor
 from lorax_server.worker.memory import adapter_host_bytes

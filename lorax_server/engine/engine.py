@@ -20,7 +20,7 @@ from lorax_server.engine.scheduler import Scheduler
 from lorax_server.engine.step_builder import SubmittedStep
 from lorax_server.errors import AdapterError, EngineError, LoraxError, NotSupportedError
 from lorax_server.plan import Capabilities, Prepared, StepMasks, StepPlan, StepResult
-from lorax_server.structures.structures import Next, Structures
+from lorax_server.structured_output.structures import Next, Structures
 from lorax_server.types import AdapterRef, AdapterState, EngineStatus, Merge, Output, Request, Resolved
 
 PATIENCE_S = 0.005  # the most for masks, while other sequences wait to choose

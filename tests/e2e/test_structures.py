@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from tests.e2e.http_server import Server, serving, write_model, write_other
-from tests.structures.schemas import PERSON
+from tests.structured_output.schemas import PERSON
 
 pytestmark = pytest.mark.filterwarnings("ignore:The `dict` method is deprecated")  # LoRAX's client calls it
 

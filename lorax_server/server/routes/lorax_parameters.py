@@ -12,7 +12,7 @@ from lorax_server.server.http.foreign_fields import GENERATE, refuse_foreign
 from lorax_server.server.prompts import RequestOptions
 from lorax_server.server.routes.lorax_schemas import GenerateParameters, MergedAdapters, ResponseFormat
 from lorax_server.server.service import Service
-from lorax_server.structures.asked import choose_structure
+from lorax_server.structured_output.request_formats import choose_structure
 from lorax_server.types import Merge, SamplingParams, StopParams, Structure
 
 

@@ -23,7 +23,7 @@ from lorax_server.server.prompts import RequestOptions
 from lorax_server.server.routes.lorax_parameters import choose_merged
 from lorax_server.server.routes.openai_schemas import CommonRequest, OpenAIErrorResponse
 from lorax_server.server.service import Service
-from lorax_server.structures.asked import choose_structure
+from lorax_server.structured_output.request_formats import choose_structure
 from lorax_server.types import MAX_SEED, FinishReason, SamplingParams, StopParams
 
 TAG = "OpenAI Compatible"

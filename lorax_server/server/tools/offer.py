@@ -8,7 +8,7 @@ from typing import Any
 
 from lorax_server.errors import InputError, NotSupportedError
 from lorax_server.server.checks import check
-from lorax_server.structures.one_of import join_disjoint
+from lorax_server.structured_output.one_of import join_disjoint
 from lorax_server.text.tools.grammar import OPTIONS, FunctionSchema
 
 MAX_TOOLS = 128

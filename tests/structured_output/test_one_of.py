@@ -9,15 +9,15 @@ import pytest
 from pydantic import BaseModel, Field, TypeAdapter
 
 from lorax_server.errors import InputError
-from lorax_server.structures.grammars import from_json_schema
-from lorax_server.structures.matchers import GrammarError, compile_grammar
-from lorax_server.structures.one_of import MAX_STEPS, _Joiner, join_disjoint
-from lorax_server.structures.vocabulary import Vocabulary
+from lorax_server.structured_output.grammars import from_json_schema
+from lorax_server.structured_output.matchers import GrammarError, compile_grammar
+from lorax_server.structured_output.one_of import MAX_STEPS, _Joiner, join_disjoint
+from lorax_server.structured_output.vocabulary import Vocabulary
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.text.tools.grammar import MAX_GRAMMAR
 from lorax_server.text.tools.references import MAX_REFERENCE, resolve
 from tests.models.tiny import make_tokenizer
-from tests.structures.hostile import refer_far
+from tests.structured_output.hostile import refer_far
 
 
 class Size(IntEnum):
@@ -211,6 +211,6 @@ def test_a_schema_with_a_resource_of_its_own_stays_as_it_is() -> None:
 
 
 def test_a_schema_that_is_too_large_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorax_server.structures.grammars.join_disjoint", None)
+    monkeypatch.setattr("lorax_server.structured_output.grammars.join_disjoint", None)
     with pytest.raises(InputError, match=f"{MAX_GRAMMAR} characters"):
         from_json_schema({"const": "x" * MAX_GRAMMAR})

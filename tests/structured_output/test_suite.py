@@ -12,9 +12,9 @@ import pytest
 from llguidance import LLMatcher
 
 from lorax_server.errors import InputError
-from lorax_server.structures.grammars import from_json_schema
-from lorax_server.structures.matchers import GrammarError, compile_grammar
-from lorax_server.structures.vocabulary import Vocabulary
+from lorax_server.structured_output.grammars import from_json_schema
+from lorax_server.structured_output.matchers import GrammarError, compile_grammar
+from lorax_server.structured_output.vocabulary import Vocabulary
 from lorax_server.text.tokenizer import TextTokenizer
 from tests.models.tiny import make_tokenizer
 

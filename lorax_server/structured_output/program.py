@@ -22,8 +22,8 @@ from cachetools import TTLCache
 
 from lorax_server.errors import LoraxError
 from lorax_server.machine import shorten_turns
-from lorax_server.structures import wire
-from lorax_server.structures.matchers import (
+from lorax_server.structured_output import wire
+from lorax_server.structured_output.matchers import (
     MAX_FORCED,
     Compiled,
     CompiledGrammars,
@@ -31,9 +31,9 @@ from lorax_server.structures.matchers import (
     Follower,
     GrammarError,
 )
-from lorax_server.structures.slots import WrittenSlots
-from lorax_server.structures.trials import MAX_PROBLEM, NICENESS, TOO_LARGE, Trier
-from lorax_server.structures.vocabulary import Vocabulary
+from lorax_server.structured_output.slots import WrittenSlots
+from lorax_server.structured_output.trials import MAX_PROBLEM, NICENESS, TOO_LARGE, Trier
+from lorax_server.structured_output.vocabulary import Vocabulary
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from lorax_server.errors import BusyError, EngineError, InputError, LoraxError
 from lorax_server.machine import count_cores
-from lorax_server.structures import wire
-from lorax_server.structures.process import StructureProcess
-from lorax_server.structures.slots import Words
+from lorax_server.structured_output import wire
+from lorax_server.structured_output.process import StructureProcess
+from lorax_server.structured_output.slots import Words
 from lorax_server.types import Request, Resolved
 
 logger = logging.getLogger(__name__)

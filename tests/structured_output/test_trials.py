@@ -14,14 +14,14 @@ import numpy as np
 import psutil
 import pytest
 
-from lorax_server.structures import program, trials, wire
-from lorax_server.structures.grammars import from_regex
-from lorax_server.structures.slots import WrittenSlots
-from lorax_server.structures.structures import Structures
-from lorax_server.structures.trials import NICENESS, TOO_LARGE, TOO_LONG, Trier
+from lorax_server.structured_output import program, trials, wire
+from lorax_server.structured_output.grammars import from_regex
+from lorax_server.structured_output.slots import WrittenSlots
+from lorax_server.structured_output.structures import Structures
+from lorax_server.structured_output.trials import NICENESS, TOO_LARGE, TOO_LONG, Trier
 from tests.e2e.wire import wait_for
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
-from tests.structures.test_hostile import Follower
+from tests.structured_output.test_hostile import Follower
 
 NOTHING: Any = None  # in place of a vocabulary
 

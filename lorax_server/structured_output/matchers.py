@@ -9,9 +9,9 @@ from cachetools import LRUCache
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.numpy import fill_next_token_bitmask
 
-from lorax_server.structures.slots import Words
-from lorax_server.structures.vocabulary import Vocabulary
-from lorax_server.structures.wire import MAX_COMPILED
+from lorax_server.structured_output.slots import Words
+from lorax_server.structured_output.vocabulary import Vocabulary
+from lorax_server.structured_output.wire import MAX_COMPILED
 
 MAX_ERROR = 600  # characters
 MAX_FORCED = 32  # tokens that are taken ahead at once: masks of others wait meanwhile

@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from lorax_server.machine import end_with_parent
-from lorax_server.structures.matchers import Compiled, GrammarError
-from lorax_server.structures.vocabulary import Vocabulary
+from lorax_server.structured_output.matchers import Compiled, GrammarError
+from lorax_server.structured_output.vocabulary import Vocabulary
 from lorax_server.text.tools.grammar import MAX_GRAMMAR
 
 COMPILE_S = 0.25  # of CPU time

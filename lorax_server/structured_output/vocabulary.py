@@ -4,7 +4,7 @@ import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from lorax_server.errors import NotSupportedError
-from lorax_server.structures.slots import Words
+from lorax_server.structured_output.slots import Words
 from lorax_server.text.detokenizer import ByteDetokenizer
 from lorax_server.text.tokenizer import TextTokenizer
 

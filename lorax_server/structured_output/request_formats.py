@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lorax_server.errors import InputError, NotSupportedError
-from lorax_server.structures.grammars import (
+from lorax_server.structured_output.grammars import (
     ANY_OBJECT,
     from_choices,
     from_grammar,

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 
 from lorax_server.errors import BusyError, EngineError, InputError, LoraxError
-from lorax_server.structures import wire
-from lorax_server.structures.grammars import from_grammar, from_json_schema, from_regex
-from lorax_server.structures.matchers import Compiled
-from lorax_server.structures.program import StructureProgram
-from lorax_server.structures.slots import Words, WrittenSlots
-from lorax_server.structures.structures import Structures
-from lorax_server.structures.vocabulary import Vocabulary
+from lorax_server.structured_output import wire
+from lorax_server.structured_output.grammars import from_grammar, from_json_schema, from_regex
+from lorax_server.structured_output.matchers import Compiled
+from lorax_server.structured_output.program import StructureProgram
+from lorax_server.structured_output.slots import Words, WrittenSlots
+from lorax_server.structured_output.structures import Structures
+from lorax_server.structured_output.vocabulary import Vocabulary
 from lorax_server.text.tokenizer import load_tokenizer
 from lorax_server.types import Request, SamplingParams, StopParams, Structure
 from tests.models.tiny import EOS_ID, SERVED, make_model, make_tokenizer, save
-from tests.structures.hostile import GRAMMARS, REGEXES, SCHEMAS
+from tests.structured_output.hostile import GRAMMARS, REGEXES, SCHEMAS
 
 STOP = StopParams(max_new_tokens=50, eos_token_ids=frozenset([EOS_ID]))
 NUM_TOKENS = 6
@@ -260,12 +260,12 @@ def test_masks_of_a_slow_answer_come_after_those_of_others(
     ours, theirs = Pipe()
     program, random = make_program(theirs, vocabulary), np.random.default_rng(0)
     begin_all(program, vocabulary, [from_regex("[a-z]{50,60}").grammar] * 3)
-    monkeypatch.setattr("lorax_server.structures.matchers.SLOW_S", 60.0)  # however busy this machine is
+    monkeypatch.setattr("lorax_server.structured_output.matchers.SLOW_S", 60.0)  # however busy this machine is
     program._advance([(request_id, choose_next(program, request_id, random)) for request_id in range(3)])
     assert [masks.request_ids for masks in read_all(ours)] == [[0], [1], [2], [0, 1, 2]]
     program._followers[0].spent_s = 61.0
     program._advance([(request_id, choose_next(program, request_id, random)) for request_id in range(1, 3)])
-    monkeypatch.setattr("lorax_server.structures.matchers.SPENT_S", 1000.0)
+    monkeypatch.setattr("lorax_server.structured_output.matchers.SPENT_S", 1000.0)
     program._advance([(request_id, choose_next(program, request_id, random)) for request_id in range(3)])
     assert [masks.request_ids for masks in read_all(ours)] == [[1, 2], [1, 2], [0]]
     for connection in (ours, theirs):
@@ -300,7 +300,7 @@ def test_masks_of_others_come_while_an_answer_jumps(vocabulary: Vocabulary) -> N
 def test_an_answer_jumps_for_a_short_time_and_goes_on_later(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorax_server.structures.program.JUMP_S", 0.0)
+    monkeypatch.setattr("lorax_server.structured_output.program.JUMP_S", 0.0)
     ours, theirs = Pipe()
     program, random = make_program(theirs, vocabulary), np.random.default_rng(0)
     begin_all(program, vocabulary, [from_regex("[ab]Q{12}[ab]").grammar])
@@ -325,8 +325,8 @@ def test_an_answer_that_fails_while_it_jumps_fails_where_it_gets_there(
     (masks,) = read_all(ours)
     program._advance([(0, choose_next(program, 0, random))])
     program._jump()
-    monkeypatch.setattr("lorax_server.structures.matchers.SPENT_S", -1.0)
-    monkeypatch.setattr("lorax_server.structures.matchers.TOKEN_S", -1.0)
+    monkeypatch.setattr("lorax_server.structured_output.matchers.SPENT_S", -1.0)
+    monkeypatch.setattr("lorax_server.structured_output.matchers.TOKEN_S", -1.0)
     token_id = program._jumping[0].token_id
     program._jump()
     (masks,) = read_all(ours)
@@ -347,7 +347,7 @@ def test_a_process_that_hangs_is_ended(follower: Follower, monkeypatch: pytest.M
     request_id = follower.begin(from_regex("[a-z]{3}"))
     assert follower.settle(request_id) is None
     process = structures._of_request[request_id]
-    monkeypatch.setattr("lorax_server.structures.structures.HANG_S", 0.2)
+    monkeypatch.setattr("lorax_server.structured_output.structures.HANG_S", 0.2)
     process._process.send_signal(signal.SIGSTOP)
     assert follower.advance(request_id, np.random.default_rng(0))
     assert structures.gather([request_id], 60.0) == {}  # long before these seconds have passed

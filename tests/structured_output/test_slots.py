@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 
 from lorax_server.errors import BusyError
-from lorax_server.structures import wire
-from lorax_server.structures.grammars import from_json_schema, from_regex
-from lorax_server.structures.matchers import Compiled, Ending
-from lorax_server.structures.matchers import Follower as Matcher
-from lorax_server.structures.program import StructureProgram
-from lorax_server.structures.slots import KEPT_SLOTS, MaskSlots, WrittenSlots
-from lorax_server.structures.structures import KNOWN, MANY, MAX_PROCESSES, Next, Structures, find_num_processes
-from lorax_server.structures.vocabulary import Vocabulary
+from lorax_server.structured_output import wire
+from lorax_server.structured_output.grammars import from_json_schema, from_regex
+from lorax_server.structured_output.matchers import Compiled, Ending
+from lorax_server.structured_output.matchers import Follower as Matcher
+from lorax_server.structured_output.program import StructureProgram
+from lorax_server.structured_output.slots import KEPT_SLOTS, MaskSlots, WrittenSlots
+from lorax_server.structured_output.structures import KNOWN, MANY, MAX_PROCESSES, Next, Structures, find_num_processes
+from lorax_server.structured_output.vocabulary import Vocabulary
 from lorax_server.text.tokenizer import load_tokenizer
 from tests.e2e.wire import wait_for
 from tests.models.tiny import EOS_ID, SERVED, make_model, make_tokenizer, save
-from tests.structures.test_hostile import Follower, choose
+from tests.structured_output.test_hostile import Follower, choose
 
 LETTERS = from_regex("[a-z]{30,40}")
 
@@ -84,7 +84,7 @@ def test_a_mask_is_read_where_it_was_written() -> None:
 
 
 def test_the_lowest_slot_that_is_free_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorax_server.structures.slots.MAX_SLOTS", 3)
+    monkeypatch.setattr("lorax_server.structured_output.slots.MAX_SLOTS", 3)
     slots = MaskSlots()
     assert [slots.take() for _ in range(3)] == [0, 1, 2]
     with pytest.raises(BusyError, match="3 answers"):
@@ -211,7 +211,7 @@ def test_tokens_of_several_messages_are_taken_together(vocabulary: Vocabulary) -
 def test_the_order_of_tokens_in_the_library_changes_no_mask(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, model: Path
 ) -> None:
-    monkeypatch.setattr("lorax_server.structures.vocabulary.SLICES", None)  # the library's own
+    monkeypatch.setattr("lorax_server.structured_output.vocabulary.SLICES", None)  # the library's own
     plain, random = Vocabulary(load_tokenizer(model)), np.random.default_rng(0)
     for schema in ({"type": "string", "maxLength": 12}, {"type": "array", "items": {"type": ["string", "number"]}}):
         grammar, ending = from_json_schema(schema).grammar, Ending((EOS_ID,), (), 20)
@@ -229,7 +229,7 @@ def test_the_order_of_tokens_in_the_library_changes_no_mask(
 
 def test_masks_have_few_processes_where_the_model_needs_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, on_cpu, on_gpu in ((1, 1, 1), (2, 1, 1), (8, 1, 2), (16, 2, 4), (200, MAX_PROCESSES, MAX_PROCESSES)):
-        monkeypatch.setattr("lorax_server.structures.structures.count_cores", lambda cores=cores: cores)
+        monkeypatch.setattr("lorax_server.structured_output.structures.count_cores", lambda cores=cores: cores)
         assert (find_num_processes("cpu"), find_num_processes("cuda:1")) == (on_cpu, on_gpu)
 
 
@@ -348,7 +348,7 @@ def test_a_step_waits_as_long_as_that_costs_less_than_the_late_ones_lose(
     clock = Clock(structures, {**known})
     structures._next = {number + 1: Next(np.zeros(1, np.int32), []) for number in range(num_ready)}
     monkeypatch.setattr(structures, "_changed", clock)
-    monkeypatch.setattr("lorax_server.structures.structures.time", clock)
+    monkeypatch.setattr("lorax_server.structured_output.structures.time", clock)
     found = structures.gather(range(1, num_ready + 2), 0.004, 0.05, **named)  # type: ignore[arg-type]
     assert clock.now - 100.0 == pytest.approx(waited_s)
     assert len(found) == num_found
@@ -359,7 +359,7 @@ def test_fewer_late_answers_have_less_time(monkeypatch: pytest.MonkeyPatch, tmp_
     clock = Clock(structures, {0.001: 1})
     structures._next = {3: Next(np.zeros(1, np.int32), []), 4: Next(np.zeros(1, np.int32), [])}
     monkeypatch.setattr(structures, "_changed", clock)
-    monkeypatch.setattr("lorax_server.structures.structures.time", clock)
+    monkeypatch.setattr("lorax_server.structured_output.structures.time", clock)
     assert len(structures.gather([1, 2, 3, 4], 0.1, 0.1, step_s=0.006)) == 3
     assert clock.now - 100.0 == pytest.approx(0.002), "at first 0.006, then a third of that"
 
@@ -375,7 +375,7 @@ def test_a_further_process_that_cannot_start_leaves_others_as_they_are(
     def fail(*_: object) -> None:
         raise OSError("no room")
 
-    monkeypatch.setattr("lorax_server.structures.structures.StructureProcess", fail)
+    monkeypatch.setattr("lorax_server.structured_output.structures.StructureProcess", fail)
     answers += [begin(follower) for _ in range(3)]
     assert list(structures._processes.values()) == [before]
     assert len(before) == 1

@@ -13,8 +13,8 @@ from multiprocessing import Pipe
 
 from cachetools import LRUCache
 
-from lorax_server.structures import wire
-from lorax_server.structures.slots import MaskSlots
+from lorax_server.structured_output import wire
+from lorax_server.structured_output.slots import MaskSlots
 from lorax_server.text.chat_template import ENVIRONMENT
 
 CLOSE_S = 5.0
@@ -39,7 +39,7 @@ class StructureProcess:
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lorax_server.structures.program", *map(str, given)],
+                [sys.executable, "-m", "lorax_server.structured_output.program", *map(str, given)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=given,
                 env=environment | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lorax_server.errors import InputError
-from lorax_server.structures.one_of import join_disjoint
+from lorax_server.structured_output.one_of import join_disjoint
 from lorax_server.text.tools.grammar import MAX_GRAMMAR, OPTIONS, WHITESPACE
 from lorax_server.types import Structure
 

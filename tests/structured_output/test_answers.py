@@ -17,11 +17,11 @@ from lorax_server.engine import engine
 from lorax_server.errors import BusyError, InputError
 from lorax_server.generation.generation import Completion
 from lorax_server.llm import LLM
-from lorax_server.structures.grammars import from_choices, from_grammar, from_json_schema, from_regex
+from lorax_server.structured_output.grammars import from_choices, from_grammar, from_json_schema, from_regex
 from lorax_server.types import FinishReason, SamplingParams, StopParams, Structure
 from tests.demo.server import FOLDER, read_examples
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
-from tests.structures.schemas import PERSON, SCHEMAS
+from tests.structured_output.schemas import PERSON, SCHEMAS
 from tests.test_llm import SMALL, World, write_adapter
 
 Completions = list[Completion]
