@@ -1,11 +1,9 @@
-"""The cost of structured output on a CPU: 32 sequences of a small random Llama with a real vocabulary of 129k tokens,
-without structures, with one schema for all, and with 32 different ones.
+"""Measure what structured output costs on a CPU: a small random Llama with a real vocabulary of 129k tokens.
 
-The schemas cannot come to an end before the measurement does. Also: what forced tokens save that come several at once;
-what a schema adds to the time of the first token, new and known; and the steps of other sequences while hostile
-structures are refused or followed (`tests/structured_output`). All cases take turns, and the best round counts: what else runs
-on the machine makes rounds slower, and never faster. The machine's load is printed. On ARM set
-MIMALLOC_PURGE_DELAY=1000, as the server does.
+Parts: `speed` compares 32 unconstrained sequences with 32 that share a schema and 32 with a schema each; `forced`
+measures forced tokens; `first` the time to the first token with a new and a known schema; `hostile` the slowest step of
+other sequences while a hostile grammar is rejected or followed. Cases take turns and the best round counts, because
+other work on the machine only makes rounds slower. On ARM set MIMALLOC_PURGE_DELAY=1000, as the server does.
 """
 
 import itertools
@@ -18,7 +16,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import resources
@@ -29,23 +28,25 @@ import torch
 from report import Record, make_parser, report
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lorax_server.build import build_engine
+from lorax_server.build import build_engine, build_vocabulary
 from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.engine.engine import Engine
 from lorax_server.errors import InputError
+from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.structured_output.grammars import from_grammar, from_json_schema, from_regex
-from lorax_server.structured_output.matchers import MAX_FORCED, Compiled, Ending, Follower
-from lorax_server.structured_output.vocabulary import Vocabulary
-from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
+from lorax_server.structured_output.manager import MAX_FORCED
+from lorax_server.structured_output.matcher import CompiledGrammar, Ending, GrammarState
+from lorax_server.structured_output.trials import GrammarTrials
+from lorax_server.text.tokenizer import load_tokenizer
 from lorax_server.types import Output, Request, SamplingParams, StopParams, Structure
 
-ROWS, STEPS, ROUNDS, PLENTY = 32, 20, 4, 900
+NUM_SEQUENCES, STEPS, ROUNDS, MANY_TOKENS = 32, 20, 4, 900
 FIRST_ROUNDS = 20
-NEIGHBOURS, WINDOW, CONTROLS = 8, 12, 5  # sequences beside other requests, their steps, and cases without hostility
-MOST_ROUNDS, SLOWDOWN = 8, 1.3
+NUM_OTHERS, WINDOW, CONTROLS = 8, 12, 5  # sequences next to a hostile request, their steps, cases without one
+MAX_ROUNDS, MAX_SLOWDOWN = 8, 2.0
 PROMPT = list(range(100, 116))
 EOS = frozenset([1])
-GREEDY, DRAWN = SamplingParams(), SamplingParams(do_sample=True, top_k=40, temperature=0.8)
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(do_sample=True, top_k=40, temperature=0.8)
 SHAPE: dict[str, Any] = {
     "vocab_size": 129280,
     "hidden_size": 256,
@@ -64,11 +65,10 @@ DOCUMENT: dict[str, Any] = {
     "annual_income_in_thousands": 81,
     "residential_address": {"street_and_number": "Weg 3", "postal_code": "30123"},
 }
-_ids = itertools.count(1)
 
 
 class Speed(NamedTuple):
-    """Tokens of all sequences in a second, and of one in a step."""
+    """Tokens per second of all sequences, and tokens per step of one."""
 
     per_second: float
     per_step: float
@@ -89,16 +89,14 @@ def make_record(names: dict[str, Any]) -> dict[str, Any]:
 
 ADDRESS = make_record({"street_and_number": {"type": "string"}, "postal_code": {"type": "string"}})
 STATUS = {"enum": ["employed", "unemployed", "self_employed", "retired"]}
-DOCUMENT_FORM = from_json_schema(
-    make_record({name: {} for name in DOCUMENT} | {"employment_status": STATUS, "residential_address": ADDRESS})
+DOCUMENT_SCHEMA = make_record(
+    {name: {} for name in DOCUMENT} | {"employment_status": STATUS, "residential_address": ADDRESS}
 )
-LONG_KEYS = from_json_schema(
-    {"type": "array", "items": make_record({key: {"type": "boolean"} for key in KEYS}), "minItems": 10_000}
-)
+LONG_KEYS = {"type": "array", "items": make_record({key: {"type": "boolean"} for key in KEYS}), "minItems": 10_000}
 
 
 def make_schema(number: int) -> Structure:
-    """Return a list of records without an end."""
+    """Return an endless list of records."""
     names = {
         f"name_{number}": {"type": "string", "maxLength": 40},
         f"count_{number}": {"type": "integer"},
@@ -109,133 +107,154 @@ def make_schema(number: int) -> Structure:
     return from_json_schema({"type": "array", "items": make_record(names), "minItems": 10_000})
 
 
-def add(
-    engine: Engine,
-    structure: Structure | None,
-    params: SamplingParams,
-    num_tokens: int,
-    prompt: Sequence[int] = PROMPT,
-) -> int:
-    stop = StopParams(max_new_tokens=num_tokens, eos_token_ids=EOS)
-    number = next(_ids)
-    prompt = [token + number % 50 for token in prompt]
-    engine.add(Request(number, prompt, params, stop, structure=structure))
-    return number
+class Bench:
+    """An engine, and the trial compiles that come before it in a server."""
 
+    def __init__(self, model: Path, sandbox: Sandbox) -> None:
+        self.model = model
+        self.engine: Engine = build_engine(
+            EngineConfig(ModelConfig(model, device="cpu"), max_rows=NUM_SEQUENCES),
+            make_vocabulary=partial(build_vocabulary, model),
+        )
+        self._table = load_tokenizer(model).token_table()
+        self._trials = GrammarTrials(sandbox)
+        self._thread = ThreadPoolExecutor(1)
+        self._ids = itertools.count(1)
 
-def measure_speed(engine: Engine, structures: Sequence[Structure | None], params: SamplingParams) -> Speed:
-    """Return tokens per second and per step while all sequences decode."""
-    numbers = [add(engine, structure, params, PLENTY) for structure in structures]
-    while engine.status().running < len(structures):
-        engine.wait()
-        engine.step()
-    for _ in range(3):
-        engine.step()
-    before, began = engine.status().generated_tokens, time.perf_counter()
-    for _ in range(STEPS):
-        engine.step()
-    count, seconds = engine.status().generated_tokens - before, time.perf_counter() - began
-    for number in numbers:
-        engine.abort(number)
-    finish(engine)
-    return Speed(count / seconds, count / STEPS / len(structures))
+    def close(self) -> None:
+        self._thread.shutdown()
+        self.engine.close()
 
+    def check(self, structure: Structure) -> "Future[Structure]":
+        """Start a trial compile."""
+        return self._thread.submit(self._trials.check_now, structure, self._table)
 
-def finish(engine: Engine) -> None:
-    while engine.has_work:
-        engine.wait()
-        engine.step()
+    def add(
+        self,
+        structure: Structure | None,
+        params: SamplingParams,
+        num_tokens: int,
+        prompt: Sequence[int] = PROMPT,
+    ) -> int:
+        stop = StopParams(max_new_tokens=num_tokens, eos_token_ids=EOS)
+        number = next(self._ids)
+        prompt = [token + number % 50 for token in prompt]
+        self.engine.add(Request(number, prompt, params, stop, structure=structure))
+        return number
+
+    def finish(self) -> None:
+        while self.engine.has_work:
+            self.engine.wait()
+            self.engine.step()
+
+    def measure_speed(self, structures: Sequence[Structure | None], params: SamplingParams) -> Speed:
+        """Return the speed while all sequences decode."""
+        engine = self.engine
+        checked = [structure and self.check(structure).result() for structure in structures]
+        numbers = [self.add(structure, params, MANY_TOKENS) for structure in checked]
+        while engine.status().running < len(structures):
+            engine.wait()
+            engine.step()
+        for _ in range(3):
+            engine.step()
+        before, started = engine.status().generated_tokens, time.perf_counter()
+        for _ in range(STEPS):
+            engine.step()
+        count, seconds = engine.status().generated_tokens - before, time.perf_counter() - started
+        for number in numbers:
+            engine.abort(number)
+        self.finish()
+        return Speed(count / seconds, count / STEPS / len(structures))
+
+    def measure_first(self, structure: Structure | None) -> float:
+        """Return the milliseconds to a request's first token, trial compile included."""
+        started = time.perf_counter()
+        self.add(structure and self.check(structure).result(), GREEDY, 1)
+        while not self.engine.step():
+            self.engine.wait()
+        seconds = time.perf_counter() - started
+        self.finish()
+        return seconds * 1e3
 
 
 def find_best(measured: Sequence[Speed]) -> Speed:
     return max(measured, key=lambda speed: speed.per_second)
 
 
-def compare_speeds(engine: Engine) -> list[Record]:
-    shared, different = make_schema(0), [make_schema(number) for number in range(ROWS)]
+def compare_speeds(bench: Bench) -> list[Record]:
+    shared, different = make_schema(0), [make_schema(number) for number in range(NUM_SEQUENCES)]
     cases: dict[str, Sequence[Structure | None]] = {
-        "none": [None] * ROWS,
-        "one schema": [shared] * ROWS,
-        f"{ROWS} schemas": different,
+        "none": [None] * NUM_SEQUENCES,
+        "one schema": [shared] * NUM_SEQUENCES,
+        f"{NUM_SEQUENCES} schemas": different,
     }
     records = []
-    for name, params in (("greedy", GREEDY), ("drawn", DRAWN)):
+    for name, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
         speeds: dict[str, list[Speed]] = {case: [] for case in cases}
         for _ in range(ROUNDS):
             for case, structures in cases.items():
-                speeds[case].append(measure_speed(engine, structures, params))
+                speeds[case].append(bench.measure_speed(structures, params))
         best = {case: find_best(measured).per_second for case, measured in speeds.items()}
-        records.append(Record(f"{name}, {ROWS} sequences, no structure", best["none"], "tokens/s", "", None))
+        title = f"{name}, {NUM_SEQUENCES} sequences"
+        records.append(Record(f"{title}, unconstrained", best["none"], "tokens/s", "", None))
         for case in list(cases)[1:]:
             ratio = best[case] / best["none"]
-            records.append(Record(f"{name}, {ROWS} sequences, {case}", ratio, "of the speed", "none", 0.95))
+            records.append(Record(f"{title}, {case}", ratio, "of the speed", "unconstrained", 0.9))
     return records
 
 
 # --- Forced tokens ----------------------------------------------------------------------------------------------------
 
 
-def compare_jumps(engine: Engine) -> list[Record]:
-    """Measure records with long keys and short values, with and without forced tokens that come several at once."""
-    followed, records = engine._structures, []
-    assert followed is not None
-    for name, rows in (("1 sequence", 1), (f"{ROWS} sequences", ROWS)):
+def compare_forced(bench: Bench) -> list[Record]:
+    """Measure records with long keys and short values, with and without consuming forced tokens ahead."""
+    structured_output, records = bench.engine._structured_output, []
+    assert structured_output is not None
+    structure = from_json_schema(LONG_KEYS)
+    for name, count in (("1 sequence", 1), (f"{NUM_SEQUENCES} sequences", NUM_SEQUENCES)):
         speeds: dict[bool, list[Speed]] = {False: [], True: []}
         for _ in range(ROUNDS):
-            for jumps, measured in speeds.items():
-                followed.jumps = jumps
-                measured.append(measure_speed(engine, [LONG_KEYS] * rows, DRAWN))
-        walked, jumped = find_best(speeds[False]), find_best(speeds[True])
-        ratio = jumped.per_second / walked.per_second
+            for is_on, measured in speeds.items():
+                structured_output.fast_forward = is_on
+                measured.append(bench.measure_speed([structure] * count, SAMPLED))
+        off, on = find_best(speeds[False]), find_best(speeds[True])
         records += [
-            Record(f"long keys, {name}, forced tokens at once", ratio, "of the speed", "one step each", None),
-            Record(f"long keys, {name}, tokens in a step", jumped.per_step, "tokens", "1", None),
+            Record(f"long keys, {name}, fast forward", on.per_second / off.per_second, "of the speed", "off", None),
+            Record(f"long keys, {name}, tokens per step", on.per_step, "tokens", "1", None),
         ]
-    return [*records, count_forced(load_tokenizer(followed._model))]
+    return [*records, count_forced(bench)]
 
 
-def count_forced(tokenizer: TextTokenizer) -> Record:
-    """Follow a document as a real model would write it, and count the tokens that have no step of their own."""
-    vocabulary, ending = Vocabulary(tokenizer), Ending((1,), (), 0)
+def count_forced(bench: Bench) -> Record:
+    """Follow a document as a real model would write it, and count the tokens that need no step of their own."""
+    tokenizer, vocabulary = load_tokenizer(bench.model), build_vocabulary(bench.model)
     token_ids = tokenizer.encode(json.dumps(DOCUMENT), add_special_tokens=False)
-    compiled, masks = Compiled.of(vocabulary, DOCUMENT_FORM.grammar), vocabulary.make_masks(1)
-    follower = Follower(vocabulary, compiled, ending, masks, jump_below=tokenizer.num_ids)
+    compiled = CompiledGrammar(vocabulary, from_json_schema(DOCUMENT_SCHEMA).grammar)
+    state = GrammarState(compiled, Ending((1,), (), 0), fast_forward_below=tokenizer.num_ids)
     num_steps = place = 0
-    while place < len(token_ids):  # a step chooses a token; those after it come with it, where they are forced as well
+    while place < len(token_ids):  # a step samples one token, and the forced tokens after it come with it
         forced: list[int] = []
-        while len(forced) < MAX_FORCED and (token_id := follower.find_forced()) is not None:
+        while len(forced) < MAX_FORCED and (token_id := state.find_forced()) is not None:
             forced.append(token_id)
-            follower.consume(token_id)
+            state.consume(token_id)
         if not forced:
             forced = [token_ids[place]]
-            follower.consume(token_ids[place])
-        assert token_ids[place : place + len(forced)] == forced, "the document is not written as the schema says"
+            state.consume(token_ids[place])
+        assert token_ids[place : place + len(forced)] == forced, "the document does not match its schema"
         num_steps, place = num_steps + 1, place + len(forced)
-    saved = 1 - num_steps / len(token_ids)
-    return Record("a document as a model writes it: tokens without a step", saved, "share", "", None)
+    return Record("realistic document, tokens without a step", 1 - num_steps / len(token_ids), "share", "", None)
 
 
 # --- Other requests ---------------------------------------------------------------------------------------------------
 
 
-def measure_first(engine: Engine, structure: Structure | None) -> float:
-    """Return the milliseconds until a request's first token."""
-    began = time.perf_counter()
-    add(engine, structure, GREEDY, 1)
-    while not engine.step():
-        engine.wait()
-    seconds = time.perf_counter() - began
-    finish(engine)
-    return seconds * 1e3
-
-
-def compare_first(engine: Engine) -> list[Record]:
+def compare_first(bench: Bench) -> list[Record]:
     known = make_schema(0)
-    measure_first(engine, known)
+    bench.measure_first(known)
     times: list[tuple[float, ...]] = []
     for number in range(FIRST_ROUNDS):
         cases = None, make_schema(1000 + number), known
-        times.append(tuple(measure_first(engine, structure) for structure in cases))
+        times.append(tuple(bench.measure_first(structure) for structure in cases))
     plain, new, again = map(min, zip(*times, strict=True))
     return [
         Record("first token, added by a new schema", new - plain, "ms", "", 20, at_most=True),
@@ -243,58 +262,63 @@ def compare_first(engine: Engine) -> list[Record]:
     ]
 
 
-class Neighbours:
-    """Sequences without a structure, whose steps are timed while others come and go."""
+class Others:
+    """Unconstrained sequences whose steps are timed while another request comes and goes."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
         self._numbers: list[int] = []
 
     def watch(self, structure: Structure | None) -> list[float]:
-        """Return the seconds of some steps from the arrival of a request on. Wait until it has ended."""
-        self._renew()
-        number = None if structure is None else add(self._engine, structure, GREEDY, 4, prompt=PROMPT[:1])
+        """Return the seconds of the steps after a request arrives. Run until the request has finished."""
+        self._restart()
+        trial = None if structure is None else self._bench.check(structure)
+        number: int | None = None
         times = list[float]()
-        for _ in range(WINDOW):
-            began = time.perf_counter()
-            outputs = self._engine.step()
-            times.append(time.perf_counter() - began)
-            number = None if has_ended(outputs, number) else number
-        while number is not None:
-            number = None if has_ended(self._engine.step(), number) else number
-        return times
+        while len(times) < WINDOW or trial is not None or number is not None:
+            started = time.perf_counter()
+            if trial is not None and trial.done():
+                with suppress(InputError):
+                    number = self._bench.add(trial.result(), GREEDY, 4, prompt=PROMPT[:1])
+                trial = None
+            outputs = self._bench.engine.step()
+            times.append(time.perf_counter() - started)
+            number = None if has_finished(outputs, number) else number
+        return times[:WINDOW]
 
     def compare(self, make: Callable[[int], Structure | None]) -> float:
-        """Return the slowest of the steps beside a request, each in its best round, over the median beside nobody.
+        """Return the slowest step next to a request, each step in its best round, over the median next to none.
 
-        Rounds go on while it is above the goal: what the request does to others happens in each of them.
+        Rounds continue while the result is above the goal: what the request causes happens in each of them.
         """
         best = [math.inf] * WINDOW
-        for number in range(MOST_ROUNDS):
+        for number in range(MAX_ROUNDS):
             median = statistics.median(self.watch(None))
-            best = [min(pair) for pair in zip(best, [step / median for step in self.watch(make(number))], strict=True)]
-            if max(best) <= SLOWDOWN and number:
+            steps = [step / median for step in self.watch(make(number))]
+            best = [min(pair) for pair in zip(best, steps, strict=True)]
+            if max(best) <= MAX_SLOWDOWN and number:
                 break
         return max(best)
 
-    def _renew(self) -> None:
-        """Begin again: the sequences would come to their end."""
+    def _restart(self) -> None:
+        """Replace the sequences, which would reach their end."""
+        engine = self._bench.engine
         for number in self._numbers:
-            self._engine.abort(number)
-        self._numbers = [add(self._engine, None, GREEDY, PLENTY) for _ in range(NEIGHBOURS)]
-        while self._engine.status().running < NEIGHBOURS:
-            self._engine.step()
+            engine.abort(number)
+        self._numbers = [self._bench.add(None, GREEDY, MANY_TOKENS) for _ in range(NUM_OTHERS)]
+        while engine.status().running < NUM_OTHERS:
+            engine.step()
         for _ in range(2):
-            self._engine.step()
+            engine.step()
 
 
-def has_ended(outputs: Sequence[Output], number: int | None) -> bool:
-    ended = [output for output in outputs if output.finish_reason is not None or output.failure is not None]
-    return number in [output.request_id for output in ended]
+def has_finished(outputs: Sequence[Output], number: int | None) -> bool:
+    finished = [output for output in outputs if output.finish_reason is not None or output.failure is not None]
+    return number in [output.request_id for output in finished]
 
 
 def make_hostile() -> dict[str, Structure]:
-    """Make those hostile structures that are not refused at once."""
+    """Make the hostile structures that are not rejected before the sandbox."""
     sys.path.insert(0, str(Path(__file__).parent.parent))
     from tests.structured_output.hostile import GRAMMARS, REGEXES, SCHEMAS
 
@@ -310,35 +334,35 @@ def make_hostile() -> dict[str, Structure]:
     return made
 
 
-def compare_hostile(engine: Engine) -> list[Record]:
-    """Compare steps beside nobody, beside harmless requests and beside hostile ones. A comment makes a grammar new."""
-    neighbours, new = Neighbours(engine), itertools.count(2000)
-    neighbours.watch(make_schema(next(new)))
+def compare_hostile(bench: Bench) -> list[Record]:
+    """Compare steps next to nothing, next to harmless requests and next to hostile ones."""
+    others, new = Others(bench), itertools.count(2000)
+    others.watch(make_schema(next(new)))
 
     def vary(structure: Structure, number: int) -> Structure:
-        return replace(structure, grammar=f"{structure.grammar}\n// {number}")
+        return replace(structure, grammar=f"{structure.grammar}\n// {number}")  # a comment makes it new
 
     cases: dict[str, dict[str, Callable[[int], Structure | None]]] = {
-        "nobody": {f"{i}": lambda _: None for i in range(CONTROLS)},
+        "no request": {f"{i}": lambda _: None for i in range(CONTROLS)},
         "a harmless request": {f"{i}": lambda _: make_schema(next(new)) for i in range(CONTROLS)},
-        "a hostile one": {name: partial(vary, structure) for name, structure in make_hostile().items()},
+        "a hostile request": {name: partial(vary, structure) for name, structure in make_hostile().items()},
     }
     records = []
     for kind, makers in cases.items():
-        ratios = {name: neighbours.compare(make) for name, make in makers.items()}
+        ratios = {name: others.compare(make) for name, make in makers.items()}
         worst = sorted(ratios, key=ratios.__getitem__)[-3:][::-1]
-        print(f"beside {kind}: {', '.join(f'{name} {ratios[name]:.2f}' for name in worst)}", flush=True)
-        num_above = sum(ratio > SLOWDOWN for ratio in ratios.values())
+        print(f"next to {kind}: {', '.join(f'{name} {ratios[name]:.2f}' for name in worst)}", flush=True)
+        num_above = sum(ratio > MAX_SLOWDOWN for ratio in ratios.values())
         records += [
-            Record(f"slowest step beside {kind}", ratios[worst[0]], "x", "beside nobody", SLOWDOWN, at_most=True),
-            Record(f"  of {len(ratios)} cases above {SLOWDOWN}", num_above, "cases", "", 0, at_most=True),
+            Record(f"slowest step next to {kind}", ratios[worst[0]], "x", "no request", MAX_SLOWDOWN, at_most=True),
+            Record(f"  of {len(ratios)} cases above {MAX_SLOWDOWN}", num_above, "cases", "", 0, at_most=True),
         ]
     return records
 
 
-PARTS: dict[str, Callable[[Engine], list[Record]]] = {
+PARTS: dict[str, Callable[[Bench], list[Record]]] = {
     "speed": compare_speeds,
-    "forced": compare_jumps,
+    "forced": compare_forced,
     "first": compare_first,
     "hostile": compare_hostile,
 }
@@ -346,25 +370,24 @@ PARTS: dict[str, Callable[[Engine], list[Record]]] = {
 
 def print_load() -> None:
     loads = ", ".join(f"{load:.1f}" for load in os.getloadavg())
-    print(f"load of the last 1, 5 and 15 minutes: {loads}, on {os.cpu_count()} cores", flush=True)
+    print(f"load average over 1, 5 and 15 minutes: {loads}, on {os.cpu_count()} cores", flush=True)
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        config = EngineConfig(ModelConfig(make_model(Path(folder) / "model"), device="cpu"), max_rows=ROWS)
-        engine = build_engine(config)
+    with tempfile.TemporaryDirectory() as folder, closing(Sandbox()) as sandbox:
+        bench = Bench(make_model(Path(folder) / "model"), sandbox)
         try:
             records = list[Record]()
             for part in args.parts:
                 print_load()
-                records += PARTS[part](engine)
+                records += PARTS[part](bench)
             print_load()
             report(records, args.json)
         finally:
-            engine.close()
+            bench.close()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lorax_server.adapters.sources.disk_budget import DiskBudget, find_in_use_s
@@ -18,7 +20,9 @@ from lorax_server.engine.scheduler import Scheduler
 from lorax_server.errors import EngineError, SourceError
 from lorax_server.phases import Phases
 from lorax_server.plan import Capabilities
-from lorax_server.structured_output.structures import Structures, find_num_processes
+from lorax_server.structured_output.manager import StructuredOutput, find_num_threads
+from lorax_server.structured_output.vocabulary import Vocabulary
+from lorax_server.text.tokenizer import load_tokenizer
 from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
 from lorax_server.worker.executor import build_executor
 from lorax_server.worker.memory import adapter_host_bytes
@@ -32,13 +36,14 @@ def build_engine(
     config: EngineConfig,
     on_death: Callable[[EngineError], None] | None = None,
     phases: Phases | None = None,
+    make_vocabulary: Callable[[], Vocabulary] | None = None,
 ) -> Engine:
     """Load the model on all ranks, build an engine on them, preload adapters. `on_death` is called if a rank ends.
 
-    `phases` may have some of this start already.
+    `phases` may have some of this start already. `make_vocabulary` replaces `build_vocabulary`.
     """
     phases = phases or Phases()
-    engine = assemble(config, build_executor(config, on_death, phases))
+    engine = assemble(config, build_executor(config, on_death, phases), make_vocabulary=make_vocabulary)
     engine.start_seconds = phases.seconds
     try:
         with phases.measure("adapters"):
@@ -50,7 +55,12 @@ def build_engine(
     return engine
 
 
-def assemble(config: EngineConfig, executor: Executor, sources: Mapping[str, Source] | None = None) -> Engine:
+def assemble(
+    config: EngineConfig,
+    executor: Executor,
+    sources: Mapping[str, Source] | None = None,
+    make_vocabulary: Callable[[], Vocabulary] | None = None,
+) -> Engine:
     """Build an engine on an executor. Adapters come from `sources`, or from those that the config names."""
     capabilities = executor.capabilities
     pool = BlockPool(capabilities.num_blocks, capabilities.block_size)
@@ -66,8 +76,16 @@ def assemble(config: EngineConfig, executor: Executor, sources: Mapping[str, Sou
         max_inputs=capabilities.max_inputs,
         num_threads=config.sources.num_threads,
     )
-    structures = Structures(config.model.path, find_num_processes(config.model.device))
-    return Engine(executor, scheduler, pool, table, resolver, structures)
+    structured_output = StructuredOutput(
+        make_vocabulary or partial(build_vocabulary, config.model.path), find_num_threads(config.model.device)
+    )
+    return Engine(executor, scheduler, pool, table, resolver, structured_output)
+
+
+def build_vocabulary(model: Path) -> Vocabulary:
+    """Build the base model's vocabulary for structured output."""
+    tokenizer = load_tokenizer(model)
+    return Vocabulary.of_table(tokenizer.token_table(), partial(tokenizer.encode, add_special_tokens=False))
 
 
 def preload(engine: Engine, config: EngineConfig) -> None:

@@ -4,6 +4,7 @@ Both processes import this module, so it imports neither torch, which only the e
 only the server needs.
 """
 
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -81,16 +82,19 @@ def make_client(config: EngineConfig, *, restart: bool = True, logs: LogFormat |
 
 def run_engine(logs: LogFormat | None, config: EngineConfig, address: str) -> None:
     """Run the engine process: build and serve an engine, and report if that fails or a rank dies."""
-    from lorax_server.build import build_engine, warm_up  # noqa: PLC0415
+    from lorax_server.build import build_engine, build_vocabulary, warm_up  # noqa: PLC0415
     from lorax_server.server.telemetry.logs import configure  # noqa: PLC0415
 
     if logs is not None:
         configure(logs.level, logs.is_json)
     share_arenas()
     shorten_turns()
-    with connected(address) as channel:
-        engine = build_engine(config, on_death=channel.report)
+    with connected(address) as channel, ThreadPoolExecutor(1) as thread:
+        # While the weights load: building holds the GIL, and would stall every sequence later.
+        vocabulary = thread.submit(build_vocabulary, config.model.path)
+        engine = build_engine(config, on_death=channel.report, make_vocabulary=vocabulary.result)
         warm_up(engine)
+        wait([vocabulary])
         spare_steps()
         sizes = engine.capabilities
         info = EngineInfo(

@@ -29,6 +29,8 @@ from lorax_server.engine.engine import Engine
 from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError, LoraxError
 from lorax_server.generation.generation import Completion, Generation, TokenEvent
 from lorax_server.phases import Phases
+from lorax_server.sandbox.sandbox import Sandbox
+from lorax_server.structured_output.trials import GrammarTrials
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.generation_defaults import load_generation_defaults
 from lorax_server.text.prompt import Prompt, encode_prompt, list_prompts, spread
@@ -68,7 +70,9 @@ class LLM:
         with phases.measure("tokenizer"):
             self._tokenizer = load_tokenizer(path)
         self._eos_token_ids = load_generation_defaults(path).eos_token_ids
-        self._tokenizers = AdapterTokenizers(self._tokenizer, path)
+        self._sandbox = Sandbox(1)
+        self._trials, self._trial_lock = GrammarTrials(self._sandbox), threading.Lock()
+        self._tokenizers = AdapterTokenizers(self._tokenizer, path, self._sandbox)
         self._lock = threading.Lock()  # guards all below
         config = EngineConfig(ModelConfig(path, dtype=dtype, device=device, quantize=quantize), **settings)
         self._built: Engine | None = build_engine(config, phases=phases)
@@ -95,7 +99,7 @@ class LLM:
         """Answer prompts, given as text or token ids, all together.
 
         `params`, `stop`, `adapter` and `structure` are for all of them, or lists with one for each; the adapter None is
-        the base model. `structures.grammars` makes structures. `progress` shows a bar; None: on a terminal.
+        the base model. `structured_output.grammars` makes structures. `progress` shows a bar; None: on a terminal.
         `on_error="return"` leaves an error in its completion instead of raising the first.
         """
         if on_error not in ("raise", "return"):
@@ -173,7 +177,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the memory. Requests that are under way end with an error."""
-        self._tokenizers.close()
+        self._sandbox.close()
         with self._held():
             engine, self._built = self._built, None
             self._runs.clear()
@@ -204,6 +208,9 @@ class LLM:
             else:
                 tokenizer, identity = self._tokenizers.find(resolved), resolved.identity
             ids = encode_prompt(tokenizer, prompt)
+            if structure is not None:
+                with self._trial_lock:
+                    structure = self._trials.check_now(structure, tokenizer.token_table())
         except LoraxError as error:
             failure = failure or error
         stop = stop or StopParams()
@@ -211,12 +218,8 @@ class LLM:
             stop = replace(stop, eos_token_ids=self._eos_token_ids | tokenizer.eos_token_ids)
         request = Request(next(self._ids), ids, params or SamplingParams(), stop, identity)
         request = replace(request, prompt_logprobs=prompt_logprobs, structure=structure)
-        if (
-            structure is not None
-            and isinstance(resolved, Resolved)
-            and not tokenizer.shares_vocabulary(self._tokenizer)
-        ):
-            request = replace(request, adapter=resolved)
+        if failure is None and structure is not None and not tokenizer.shares_vocabulary(self._tokenizer):
+            request = replace(request, vocabulary=tokenizer.token_table())
         run = Generation(request, tokenizer.detokenizer)
         run.completion.error = failure
         return run

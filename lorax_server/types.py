@@ -114,9 +114,20 @@ class Task(StrEnum):
 
 @dataclass(frozen=True)
 class Structure:
-    """The form that the text of an answer must have."""
+    """The grammar that the text of a completion must match."""
 
     grammar: str  # in llguidance's dialect of Lark
+    num_bytes: int = 0  # memory that the compiled grammar takes, as its trial has measured it
+
+
+class TokenTable(NamedTuple):
+    """The tokens of a vocabulary as bytes, for structured output."""
+
+    digest: str
+    lengths: bytes  # int32 for each token
+    content: bytes  # the bytes of all tokens, one after the other
+    special_ids: list[int]
+    special_tokens: list[bytes]  # the bytes of these
 
 
 @dataclass(frozen=True)
@@ -134,7 +145,7 @@ class Request:
     prompt_logprobs: bool = False  # report how likely each token of the prompt was
     task: Task = Task.GENERATE
     structure: Structure | None = None
-    adapter: "Resolved | None" = None  # with a structure, if the adapter has a vocabulary of its own
+    vocabulary: TokenTable | None = None  # with a structure, if the adapter has a vocabulary of its own
 
 
 class FinishReason(IntEnum):

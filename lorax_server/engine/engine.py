@@ -2,7 +2,6 @@
 
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,11 +19,11 @@ from lorax_server.engine.scheduler import Scheduler
 from lorax_server.engine.step_builder import SubmittedStep
 from lorax_server.errors import AdapterError, EngineError, LoraxError, NotSupportedError
 from lorax_server.plan import Capabilities, Prepared, StepMasks, StepPlan, StepResult
-from lorax_server.structured_output.structures import Next, Structures
+from lorax_server.structured_output.manager import Next, StructuredOutput
 from lorax_server.types import AdapterRef, AdapterState, EngineStatus, Merge, Output, Request, Resolved
 
-PATIENCE_S = 0.005  # the most for masks, while other sequences wait to choose
-ALONE_S = 0.05  # while no other could
+MASK_WAIT_S = 0.005  # for late masks, while other sequences of the batch could take a token
+ALONE_MASK_WAIT_S = 0.05  # while none could
 IDLE_S = 0.05  # the longest wait: another thread may have taken what woke it
 TIERS = ("device", "host", "disk")  # where an adapter's weights can be, the best first
 _TIER_OF_STATE = {State.DEVICE: "device", State.LOADING: "host", State.HOST: "host"}
@@ -70,9 +69,9 @@ class Engine:
         pool: BlockPool,
         table: AdapterTable,
         resolver: AdapterResolver,
-        structures: Structures | None = None,
+        structured_output: StructuredOutput | None = None,
     ) -> None:
-        """Without `structures`, requests for one are refused."""
+        """Without `structured_output`, requests with a grammar are rejected."""
         self.wake = threading.Event()
         self.start_seconds: Mapping[str, float] = {}  # that the start took, by phase
         self.capabilities = executor.capabilities
@@ -81,20 +80,19 @@ class Engine:
         self._pool = pool
         self._table = table
         self._resolver = resolver
-        self._structures = structures
+        self._structured_output = structured_output
         self._num_in_flight = 0
-        self._submit_s = 0.0  # that it took to submit the last step
         self._resolved: deque[AdapterSpec] = deque()  # from any thread: adapters that the table has to know of
         self._loads: dict[str, list[Future[None]]] = {}  # by identity
         executor.on_news(self.wake.set)
-        if structures is not None:
-            structures.on_news = self.wake.set
+        if structured_output is not None:
+            structured_output.on_news = self.wake.set
 
     @property
     def is_busy(self) -> bool:
         """Tell whether `step` has something to do. Else nothing happens until `wake` is set, or time passes."""
         scheduler, table = self._scheduler, self._table
-        has_news = self._structures is not None and self._structures.has_news
+        has_news = self._structured_output is not None and self._structured_output.has_news
         has_sequences = self._num_in_flight or scheduler.num_running or scheduler.num_ready
         return bool(has_sequences or self._resolved or table.needs_step or table.has_news or has_news)
 
@@ -132,12 +130,12 @@ class Engine:
         if request.structure is None:
             self._scheduler.add(request)
             return
-        if self._structures is None:
+        if self._structured_output is None:
             raise NotSupportedError("structured output is not supported by this engine")
         # Masks keep `min_new_tokens`, which gives way where the structure has come to its end.
         self._scheduler.add(replace(request, stop=replace(request.stop, min_new_tokens=0)))
         try:
-            self._structures.begin(request, self.capabilities.vocab_size if self.capabilities.can_chunk else 0)
+            self._structured_output.begin(request, self.capabilities.vocab_size if self.capabilities.can_chunk else 0)
         except BaseException:
             self._scheduler.abort(request.request_id)
             raise
@@ -145,8 +143,8 @@ class Engine:
     def abort(self, request_id: int) -> None:
         """Drop a request; it has no more outputs."""
         self._scheduler.abort(request_id)
-        if self._structures is not None:
-            self._structures.end(request_id)
+        if self._structured_output is not None:
+            self._structured_output.end(request_id)
 
     def load(self, identity: str, pin: bool | None = None) -> "Future[None]":
         """Bring a resolved adapter to the device. A pinned one stays there; None keeps its pin as it is."""
@@ -179,13 +177,11 @@ class Engine:
     def step(self) -> list[Output]:
         """Submit the next step, and collect the one before, or the one before that."""
         self._handle_adapter_news()
-        self._handle_structure_news()
+        self._handle_grammar_news()
         plan = self._scheduler.schedule()
         outputs = self._take_failed()
         if plan is not None:
-            began = time.monotonic()
             problem = self._executor.submit(plan)
-            self._submit_s = time.monotonic() - began
             self._num_in_flight += 1
             if problem is None and plan.is_masked:
                 while self._num_in_flight > 1:  # masks follow the tokens that were chosen before
@@ -201,11 +197,11 @@ class Engine:
     def _collect(self) -> list[Output]:
         result = self._executor.collect()
         chosen = self._scheduler.oldest_step.list_chosen(result)
-        if chosen and self._structures is not None:  # before all else: the next masks are computed meanwhile
-            self._structures.advance(chosen)
+        if chosen and self._structured_output is not None:  # before all else: the next masks are computed meanwhile
+            self._structured_output.advance(chosen)
         outputs = self._scheduler.update(result)
         self._num_in_flight -= 1
-        self._end_structures(outputs)
+        self._end_grammars(outputs)
         return outputs
 
     def status(self) -> EngineStatus:
@@ -227,8 +223,8 @@ class Engine:
     def close(self) -> None:
         """Stop the threads and workers, and fail all that still waits for an adapter."""
         self._resolver.close()
-        if self._structures is not None:
-            self._structures.close()
+        if self._structured_output is not None:
+            self._structured_output.close()
         self._executor.close()
         for identity in list(self._loads):
             self._settle_loads(identity, EngineError("the engine is stopped"))
@@ -282,12 +278,12 @@ class Engine:
             self._scheduler.adapter_failed(identity, error)
             self._settle_loads(identity, error)
 
-    # --- Structures ---------------------------------------------------------------------------------------------------
+    # --- Structured output --------------------------------------------------------------------------------------------
 
-    def _handle_structure_news(self) -> None:
-        if self._structures is None or not self._structures.has_news:
+    def _handle_grammar_news(self) -> None:
+        if self._structured_output is None or not self._structured_output.has_news:
             return
-        for request_id, error in self._structures.take_settled():
+        for request_id, error in self._structured_output.take_settled():
             if error is None:
                 self._scheduler.structure_ready(request_id)
             else:
@@ -295,26 +291,24 @@ class Engine:
 
     def _take_failed(self) -> list[Output]:
         failed = self._scheduler.take_failed()
-        self._end_structures(failed)
+        self._end_grammars(failed)
         return failed
 
-    def _end_structures(self, outputs: Sequence[Output]) -> None:
-        """Tell structures of requests that have ended."""
-        if self._structures is not None:
+    def _end_grammars(self, outputs: Sequence[Output]) -> None:
+        """Forget the grammars of requests that have finished."""
+        if self._structured_output is not None:
             for output in outputs:
                 if output.finish_reason is not None or output.failure is not None:
-                    self._structures.end(output.request_id)
+                    self._structured_output.end(output.request_id)
 
     def _mask(self) -> LoraxError | None:
-        """Give the last step its masks. A sequence whose mask is late chooses in a later step: others do not wait."""
-        assert self._structures is not None
+        """Give the last step its masks. A sequence whose mask is late takes its token in a later step."""
+        assert self._structured_output is not None
         step = self._scheduler.last_step
         masked = step.list_masked()
-        patience_s = PATIENCE_S if self.capabilities.can_chunk else math.inf  # or nothing can be computed again
-        is_idle = self.capabilities.is_synchronous and self.capabilities.can_chunk  # or the forward runs meanwhile
-        step_s = self._submit_s if is_idle else math.inf
+        wait_s = MASK_WAIT_S if self.capabilities.can_chunk else math.inf  # a padded step cannot be repeated
         ids, num_others = [request_id for _, request_id in masked], len(step.sampled) - len(masked)
-        found = self._structures.gather(ids, patience_s, ALONE_S, step_s, num_others)
+        found = self._structured_output.gather(ids, wait_s, ALONE_MASK_WAIT_S, num_others)
         ready = [(number, found[request_id]) for number, request_id in masked if request_id in found]
         late = [number for number, request_id in masked if request_id not in found]
         masks = _list_masks(ready, step)

@@ -133,6 +133,11 @@ class Exchange:
     def _too_late(self) -> DeadlineError:
         return DeadlineError(f"there was no answer within {self.timeout_s:g} s")
 
+    @property
+    def tenant(self) -> str:
+        """The name under which the caller shares the engine and the sandbox with others."""
+        return self.key.name or network(self._http.client.host if self._http.client is not None else "")
+
     # --- Steps of a route, in this order ------------------------------------------------------------------------------
 
     def note_choice(self, choice: Choice) -> None:
@@ -169,9 +174,9 @@ class Exchange:
         stop = fit_stop(service, model.tokenizer, options, len(ids))
         self._num_logprobs += options.count_logprobs(len(ids), stop.max_new_tokens, record.is_streamed)
         check_logprobs(self._num_logprobs)
-        address = self._http.client.host if self._http.client is not None else ""
-        shares = options.structure is None or model.tokenizer.shares_vocabulary(service.tokenizers.base)
-        adapter = None if shares else model.adapter
+        structure, vocabulary = options.structure, None
+        if structure is not None:
+            structure, vocabulary = await service.tokenizers.check_grammar(model.tokenizer, structure, self.tenant)
         generations = []
         for seed in options.seeds:
             request = Request(
@@ -180,12 +185,12 @@ class Exchange:
                 replace(options.sampling, seed=seed),
                 stop,
                 model.adapter.identity,
-                tenant=self.key.name or network(address),
+                tenant=self.tenant,
                 first_id=self.generations[0].request.request_id if self.generations else None,
                 salt=self.key.salt(options.salt),
                 prompt_logprobs=options.prompt_logprobs,
-                structure=options.structure,
-                adapter=adapter,
+                structure=structure,
+                vocabulary=vocabulary,
             )
             generations.append(RemoteGeneration(service.engine, request, model.tokenizer))
             self.generations.append(generations[-1])

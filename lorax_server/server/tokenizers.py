@@ -11,14 +11,17 @@ from lorax_server.engine.adapters.threads import DaemonThreads
 from lorax_server.errors import AdapterError, NoTemplateError
 from lorax_server.files.tokenizer_folder import FolderKey, TokenizerFolder
 from lorax_server.machine import give_back_memory
+from lorax_server.sandbox.sandbox import Sandbox
+from lorax_server.structured_output.trials import GrammarTrials
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers, find_tokenizer_files
-from lorax_server.text.chat_template import ChatTemplate, TemplateRenderer
+from lorax_server.text.chat_template import RENDER_MODULE, ChatTemplate, TemplateRenderer
 from lorax_server.text.tokenizer import TextTokenizer
-from lorax_server.types import Resolved
+from lorax_server.types import Resolved, Structure, TokenTable
 
 SHORT = 1000  # characters that become tokens sooner than another thread has begun
 LONG = 2**16  # characters from which on a text takes long, and hundreds of bytes of memory for each
 NUM_THREADS = 2
+NUM_SANDBOX_WORKERS = 2  # so that one slow task does not hold up all others
 _T = TypeVar("_T")
 
 
@@ -34,29 +37,31 @@ class Tokenizers:
 
     def __init__(self, base: TextTokenizer, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.base = base
-        self._adapters = AdapterTokenizers(base, folder, clock=clock)
+        # Adapter templates, tokenizer files and grammars are untrusted.
+        self._sandbox = Sandbox(NUM_SANDBOX_WORKERS, preload=(RENDER_MODULE,))
+        self._trials = GrammarTrials(self._sandbox)
+        self._adapters = AdapterTokenizers(base, folder, self._sandbox, clock=clock)
         self._loading: dict[FolderKey, asyncio.Task[TextTokenizer]] = {}
         # The process ends without waiting for these threads, whose work may take any time.
         self._of_base = DaemonThreads("tokenizer", NUM_THREADS)
         self._of_others = DaemonThreads("tokenizer-of-adapters", NUM_THREADS)
         self._reading = DaemonThreads("tokenizer-files", NUM_THREADS)
         self._long, self._long_of_others = DaemonThreads("long-texts", 1), DaemonThreads("long-texts-of-adapters", 1)
-        # An adapter's template is code that nobody vouches for. A slow one holds up only other adapters. Where the base
-        # model's template is slow, the messages are to blame.
-        self._renderer, self._adapter_renderer = TemplateRenderer(refuse_s=0), TemplateRenderer()
+        # If the base model's template is slow, the messages are to blame, and the template is not rejected.
+        self._renderer = TemplateRenderer(self._sandbox, reject_s=0)
+        self._adapter_renderer = TemplateRenderer(self._sandbox)
 
     async def start(self) -> None:
-        await self._renderer.start()
+        """Start a sandbox worker before the first request needs it."""
+        await self._renderer.render(ChatTemplate("", {}), [{}])
 
     async def close(self) -> None:
         """Close without waiting for tokenizers that are loading or at work."""
-        self._adapters.close()
         for task in self._loading.values():
             task.cancel()
         for threads in (self._of_base, self._of_others, self._reading, self._long, self._long_of_others):
             threads.close()
-        await self._renderer.close()
-        await self._adapter_renderer.close()
+        await asyncio.to_thread(self._sandbox.close)
 
     async def find(self, adapter: Resolved) -> TextTokenizer:
         """Return an adapter's tokenizer; the base model's if it brings none."""
@@ -93,7 +98,9 @@ class Tokenizers:
         templates = [each.chat_templates.get(name) for each in (tokenizer, self.base) for name in names]
         return next((template for template in templates if template), None)
 
-    async def render(self, tokenizer: TextTokenizer, messages: list[dict[str, Any]], /, **variables: Any) -> str:
+    async def render(
+        self, tokenizer: TextTokenizer, messages: list[dict[str, Any]], tenant: str = "", /, **variables: Any
+    ) -> str:
         """Write messages as one prompt, by the adapter's template if it has one."""
         source = self.template_of(tokenizer, bool(variables.get("tools")))
         if source is None:
@@ -103,7 +110,15 @@ class Tokenizers:
             )
         is_of_base = source in self.base.chat_templates.values()
         renderer = self._renderer if is_of_base else self._adapter_renderer
-        return await renderer.render(ChatTemplate(source, tokenizer.special_tokens), messages, **variables)
+        return await renderer.render(ChatTemplate(source, tokenizer.special_tokens), messages, tenant, **variables)
+
+    async def check_grammar(
+        self, tokenizer: TextTokenizer, structure: Structure, tenant: str
+    ) -> tuple[Structure, TokenTable | None]:
+        """Try a grammar in the sandbox. Return it with its size, and the vocabulary if it is not the base model's."""
+        is_of_base = tokenizer.shares_vocabulary(self.base)
+        table = await self._reading.run(tokenizer.token_table)
+        return await self._trials.check(structure, table, tenant), None if is_of_base else table
 
     # --- Tokenizers of adapters ---------------------------------------------------------------------------------------
 

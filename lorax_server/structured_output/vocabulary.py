@@ -1,66 +1,171 @@
-"""The vocabulary of a tokenizer, as llguidance wants it."""
+"""Vocabularies as llguidance needs them, and the ones that are in use."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from lorax_server.errors import NotSupportedError
-from lorax_server.structured_output.slots import Words
-from lorax_server.text.detokenizer import ByteDetokenizer
-from lorax_server.text.tokenizer import TextTokenizer
+from lorax_server.errors import BusyError, InputError, LoraxError, OverloadedError
+from lorax_server.types import TokenTable
 
-# Tokens are sorted by these patterns. Where a text may go on with whatever has a pattern, its tokens are not looked at
-# one by one. The lengths are for strings with a `maxLength`: with the library's own, 10 and 30, masks of the last 30
-# characters take twice as long.
+Words = npt.NDArray[np.int32]  # a token mask: one bit per token, lowest bit first
+Encode = Callable[[str], list[int]]
+
+# llguidance sorts tokens by these patterns and handles whole groups where a string may continue freely. The lengths
+# are for strings with `maxLength`: with the library's own, masks of the last 30 characters take twice as long.
 _CHARACTER = r'[^"\\\x00-\x1F\x7F]'
-SLICES = [
+SLICES = (
     r"[\x20\x0A\x0D\x09]+",
     *(f"{_CHARACTER}{{1,{length}}}" for length in (3, 6, 10, 16, 30)),
     f"{_CHARACTER}+",
-]
+)
+MAX_VOCABULARIES = 8  # of adapters, besides the base model's; one of 129k tokens takes 60 MB
+MAX_TENANT_VOCABULARIES = 2  # of adapters, used by one tenant at the same time
+UNUSABLE_S = 60.0  # until a vocabulary that failed to build is tried again
 
 
-class _Bytes:
-    """Tokens as bytes, the way our detokenizer reads them, and a last one that is not in the model: the end.
+class _Tokens:
+    """Token bytes in the form of `TokenizerWrapper`, with one more token: the end of the text.
 
-    So a mask says in one bit whether an answer may end here, whatever tokens end it.
+    The mask bit of that token tells whether the completion may end, whatever tokens end it.
     """
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
-        detokenizer, count = tokenizer.detokenizer, tokenizer.num_ids
-        self._tokenizer = tokenizer
-        self.tokens = [detokenizer.token_bytes(token_id) for token_id in range(count)] + [b"<|end of structure|>"]
-        self.special_token_ids = [i for i in range(count) if detokenizer.is_special(i)] + [count]
-        self.eos_token_id = count
+    def __init__(self, tokens: Sequence[bytes], special_ids: Sequence[int], encode: Encode) -> None:
+        self.eos_token_id = len(tokens)
         self.bos_token_id = None
+        self.tokens = [*tokens, b"<|end of text|>"]
+        self.special_token_ids = [*special_ids, self.eos_token_id]
+        self._encode = encode
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode(), add_special_tokens=False)
+        return self._encode(text.decode())
 
 
 class Vocabulary:
-    """The tokens of one tokenizer. To make it takes up to seconds, and holds Python's lock."""
+    """The tokens of one tokenizer. Building takes up to a second for 129k tokens, and holds the GIL."""
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
-        if not isinstance(tokenizer.detokenizer, ByteDetokenizer):
-            raise NotSupportedError(
-                "structured output is not supported with this model's tokenizer: its tokens are not bytes of the text"
-            )
-        self.num_ids = tokenizer.num_ids
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        special_ids: Sequence[int],
+        encode: Encode | None = None,
+        slices: Sequence[str] = SLICES,
+    ) -> None:
+        """`encode` splits forced text into tokens as the model would; None: the longest tokens first."""
+        self.table: TokenTable | None = None
+        self.encode = encode
+        self.num_ids = len(tokens)
         self.num_words = -(-self.num_ids // 32)
-        self.tokens = LLTokenizer(TokenizerWrapper(_Bytes(tokenizer)), slices=SLICES)
+        self.mask_bytes = 4 * (self.num_ids // 32 + 1)  # of all tokens and the end
+        wrapped = _Tokens(tokens, special_ids, encode or self._encode_greedily)
+        self.tokenizer: LLTokenizer | None = None
+        self.tokenizer = LLTokenizer(TokenizerWrapper(wrapped), slices=list(slices))
 
-    @property
-    def num_words_and_end(self) -> int:
-        """The words of a mask of all tokens and of the end."""
-        return self.num_ids // 32 + 1
+    @classmethod
+    def of_table(cls, table: TokenTable, encode: Encode | None = None) -> "Vocabulary":
+        """Build the vocabulary of a token table."""
+        ends = np.cumsum(np.frombuffer(table.lengths, np.int32)).tolist()
+        content = table.content
+        tokens = [content[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        vocabulary = cls(tokens, table.special_ids, encode)
+        vocabulary.table = table
+        return vocabulary
 
-    def make_masks(self, count: int) -> Words:
-        """Return memory for masks of all tokens and of the end."""
-        return np.zeros((count, self.num_words_and_end), np.int32)
+    def build_other(self, table: TokenTable) -> "Vocabulary":
+        """Build an adapter's vocabulary, whose own tokenizer is untrusted and not run.
+
+        If it only adds tokens to this vocabulary, forced text is split by this vocabulary's tokenizer.
+        """
+        own = self.table
+        is_extension = (
+            own is not None and table.lengths.startswith(own.lengths) and table.content.startswith(own.content)
+        )
+        return Vocabulary.of_table(table, self.encode if is_extension else None)
+
+    def make_mask(self) -> Words:
+        """Return an empty mask of all tokens and the end."""
+        return np.zeros(self.mask_bytes // 4, np.int32)
 
     def take_end(self, mask: Words) -> bool:
-        """Take the end out of a mask. Return whether the answer may end."""
+        """Clear the bit for the end in a mask. Return whether it was set."""
         word, bit = divmod(self.num_ids, 32)
         last = int(mask[word])
-        mask[word] = last & (1 << bit) - 1  # without bits beyond the model's tokens
+        mask[word] = last & (1 << bit) - 1  # also clears bits beyond the vocabulary
         return bool(last >> bit & 1)
+
+    def _encode_greedily(self, text: str) -> list[int]:
+        return [] if self.tokenizer is None else self.tokenizer.greedy_tokenize(text)
+
+
+@dataclass
+class _Entry:
+    table: TokenTable | None = None  # None: the base model's
+    vocabulary: Vocabulary | None = None
+    error: LoraxError | None = None
+    failed_at: float = 0.0
+    users: dict[int, str] = field(default_factory=dict)  # tenants by request
+
+
+class Vocabularies:
+    """Keep the base model's vocabulary, and those of adapters that were used last. The caller holds a lock."""
+
+    def __init__(self) -> None:
+        self._entries = {"": _Entry()}  # by digest; the base model's is "", adapters used last are at the end
+
+    def acquire(self, table: TokenTable | None, request_id: int, tenant: str) -> None:
+        """Reserve a vocabulary for a request. Raise if the request cannot have it."""
+        digest = "" if table is None else table.digest
+        entry = self._entries.get(digest)
+        if entry is not None and entry.error is not None and time.monotonic() < entry.failed_at + UNUSABLE_S:
+            raise InputError(str(entry.error))
+        if table is not None:
+            if entry is None or tenant not in entry.users.values():
+                self._check_tenant(tenant)
+            if entry is None:
+                self._evict()
+                entry = _Entry(table)
+            self._entries.pop(digest, None)
+            self._entries[digest] = entry
+        assert entry is not None
+        entry.users[request_id] = tenant
+
+    def release(self, digest: str, request_id: int) -> None:
+        if (entry := self._entries.get(digest)) is not None:
+            entry.users.pop(request_id, None)
+
+    def find(self, digest: str) -> tuple[Vocabulary | None, TokenTable | None]:
+        """Return a vocabulary, if it was built, and the table to build it from."""
+        entry = self._entries.get(digest, _Entry())
+        return entry.vocabulary, entry.table
+
+    def store(self, digest: str, built: Vocabulary | LoraxError) -> None:
+        entry = self._entries.get(digest)
+        if entry is None:
+            return
+        if isinstance(built, Vocabulary):
+            entry.vocabulary, entry.error = built, None
+        else:
+            entry.error, entry.failed_at = built, time.monotonic()
+
+    def _check_tenant(self, tenant: str) -> None:
+        count = sum(tenant in entry.users.values() for digest, entry in self._entries.items() if digest)
+        if count >= MAX_TENANT_VOCABULARIES:
+            raise OverloadedError(
+                f"structured output is running for {count} adapters with tokenizers of their own, the most for one "
+                "client; retry later",
+                1.0,
+            )
+
+    def _evict(self) -> None:
+        adapters = [digest for digest in self._entries if digest]
+        if len(adapters) < MAX_VOCABULARIES:
+            return
+        idle = next((digest for digest in adapters if not self._entries[digest].users), None)
+        if idle is None:
+            raise BusyError(
+                f"structured output is running for {len(adapters)} adapters with tokenizers of their own; retry later"
+            )
+        del self._entries[idle]

@@ -12,7 +12,7 @@ from cachetools import LRUCache, TTLCache
 
 from lorax_server.errors import AdapterError, ConfigError
 from lorax_server.files.tokenizer_folder import FolderKey, TokenizerFolder
-from lorax_server.text.conversion import Converter
+from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.text.tokenizer import TextTokenizer, load_own_tokenizer, share_base_tokenizer
 from lorax_server.types import Resolved
 
@@ -40,18 +40,22 @@ class AdapterTokenizers:
     The key is not the adapter's identity, which covers its weights only.
     """
 
-    def __init__(self, base: TextTokenizer, base_folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        base: TextTokenizer,
+        base_folder: Path,
+        sandbox: Sandbox,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Use `sandbox` to convert tokenizers; whoever made it closes it."""
         self._base = base
         self._base_folder = base_folder
-        self._converter = Converter()
+        self._sandbox = sandbox
         self._lock = threading.Lock()  # guards all below
         self._light: LRUCache[FolderKey, TextTokenizer] = LRUCache(MAX_LIGHT)
         self._heavy: LRUCache[FolderKey, TextTokenizer] = LRUCache(MAX_HEAVY)
         self._failures: TTLCache[FolderKey, str] = TTLCache(MAX_FAILURES, FAILURE_S, timer=clock)
-
-    def close(self) -> None:
-        """End the processes that convert tokenizers."""
-        self._converter.close()
 
     def find(self, adapter: Resolved) -> TextTokenizer:
         """Return the tokenizer of an adapter, the base model's if it brings none. May take seconds."""
@@ -76,7 +80,7 @@ class AdapterTokenizers:
     def build(self, files: TokenizerFolder) -> TextTokenizer:
         """Load a tokenizer with a vocabulary of its own. May take as long as its patterns make it."""
         with self._remembering_failures(files):
-            tokenizer = load_own_tokenizer(files, self._base_folder, self._converter)
+            tokenizer = load_own_tokenizer(files, self._base_folder, self._sandbox)
         return self._keep(files, tokenizer)
 
     def _keep(self, files: TokenizerFolder, tokenizer: TextTokenizer) -> TextTokenizer:

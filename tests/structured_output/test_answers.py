@@ -173,7 +173,7 @@ def test_min_new_tokens_holds_as_long_as_the_form_can_go_on(llm: LLM) -> None:
         (from_json_schema({"not": {}}), 'Unimplemented keys: \\["not"\\]'),
         (from_regex("(?=a)b"), "look-around"),
         (from_grammar("start: nothing"), 'unknown name: "nothing"'),
-        (from_json_schema({"$ref": "#"}), "no text has this form"),
+        (from_json_schema({"$ref": "#"}), "no text matches"),
         (from_json_schema(False), "not"),
     ],
 )
@@ -241,20 +241,20 @@ RECORD = from_json_schema(
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let steps wait for masks on a busy machine too, so that their number says how many tokens came at once."""
-    for name in ("PATIENCE_S", "ALONE_S"):
+    for name in ("MASK_WAIT_S", "ALONE_MASK_WAIT_S"):
         monkeypatch.setattr(engine, name, 60.0)
 
 
 @contextmanager
 def walking(llm: LLM) -> Iterator[None]:
     """Let every token have a step of its own."""
-    structures = llm._engine._structures
+    structures = llm._engine._structured_output
     assert structures is not None
-    structures.jumps = False
+    structures.fast_forward = False
     try:
         yield
     finally:
-        structures.jumps = True
+        structures.fast_forward = True
 
 
 def count_steps(llm: LLM, answer: Callable[[], Completions]) -> tuple[Completions, int]:
@@ -332,8 +332,8 @@ def test_masks_that_are_late_hold_up_nobody(
     llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (plain,) = llm.generate("the", stop=LONG)
-    monkeypatch.setattr(engine, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(engine, "ALONE_S", 0.0)
+    monkeypatch.setattr(engine, "MASK_WAIT_S", 0.0)
+    monkeypatch.setattr(engine, "ALONE_MASK_WAIT_S", 0.0)
     assert answer_all(llm) == expected
     answers = llm.generate(["the"] * 3, [SamplingParams(), *drawn(2)], LONG, structure=[None, WORDS, WORDS])
     assert answers[0].token_ids == plain.token_ids
@@ -357,7 +357,7 @@ def test_several_ranks_give_the_same_answers(world: World, expected: list[list[i
 
 
 def test_when_the_process_ends_its_answers_fail_and_the_next_have_a_new_one(llm: LLM) -> None:
-    structures = llm._engine._structures
+    structures = llm._engine._structured_output
     assert structures is not None
     stream = llm.stream("the", drawn(1)[0], LONG, structure=from_regex("[a-z ]{90,95}"))
     next(stream)

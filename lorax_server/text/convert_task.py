@@ -1,15 +1,8 @@
-"""Convert the tokenizer of a folder into one that `tokenizers` reads, in a process of its own: this needs transformers.
-
-An adapter's files are untrusted, so the process has limits, and its parent gives it no secrets.
-
-`python -m lorax_server.text.conversion_program FOLDER OUT [CONFIG]` writes `tokenizer.json` and `converted.json` to
-OUT. The class of the tokenizer depends on the model's config.json, which is CONFIG where it is not in FOLDER.
-"""
+"""Convert a tokenizer that only transformers reads, as a sandbox task: adapter files are untrusted."""
 
 import json
+import os
 import resource
-import signal
-import sys
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,9 +10,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-ALARM_S = 120  # the parent ends this process sooner, if it still lives
-MAX_MEMORY = 2**32  # transformers alone needs 0.3 GiB, with a vocabulary of 256k tokens 0.7 GiB
-MAX_WRITTEN = 2**28  # bytes of a file
+from lorax_server.sandbox.task import Task
+
+# transformers needs 0.3 GiB, and 0.7 GiB with a vocabulary of 256k tokens.
+CONVERT = Task(
+    "lorax_server.text.convert_task:convert", cpu_s=60.0, memory_bytes=2**32, wall_s=60.0, niceness=5, is_long=True
+)
+MAX_FILE_BYTES = 2**28  # of each file that the task writes
 # Texts that tokenizers treat differently: spaces, cases, digits, scripts, bytes, special tokens.
 SAMPLES = (
     "The quick brown fox, isn't it?  Two spaces\tand a tab.\n\n  Größe 日本語 👍🏽 1234567 don't",
@@ -29,9 +26,16 @@ SAMPLES = (
 )
 
 
-def convert(folder: Path, out: Path, config_path: Path | None) -> None:
-    """Write the converted tokenizer. Raise an error if it does not do what transformers does."""
-    from transformers import AutoConfig  # noqa: PLC0415 - after the limits, and never in the server
+def convert(folder: Path, out: Path, config_path: Path | None) -> bytes:
+    """Write `tokenizer.json` and `converted.json` to `out`. Raise an error if they differ from transformers.
+
+    The tokenizer class depends on the model's config.json, which is `config_path` if it is not in `folder`.
+    """
+    with suppress(ValueError, OSError):  # the system's own limit is lower
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
+    # tiktoken would keep a copy elsewhere.
+    os.environ.update({"HOME": str(out), "TMPDIR": str(out), "TIKTOKEN_CACHE_DIR": ""})
+    from transformers import AutoConfig  # noqa: PLC0415 - in the sandbox only
 
     config = None if config_path is None else AutoConfig.from_pretrained(config_path)
     loaded: Any = _load(folder, config)
@@ -44,6 +48,7 @@ def convert(folder: Path, out: Path, config_path: Path | None) -> None:
     facts = {"special_tokens": loaded.special_tokens_map, "split_special_tokens": bool(loaded.split_special_tokens)}
     (out / "converted.json").write_text(json.dumps(facts))
     _check(loaded, Tokenizer.from_file(str(out / "tokenizer.json")), facts["split_special_tokens"])
+    return b""
 
 
 def _load(folder: Path, config: Any) -> Any:
@@ -64,23 +69,6 @@ def _check(loaded: Any, written: Tokenizer, split_special_tokens: bool) -> None:
         for special in (True, False):
             expected = loaded(text, add_special_tokens=special)["input_ids"]
             if written.encode(text, add_special_tokens=special).ids != expected:
-                raise ValueError(f"{type(loaded).__name__} does what its `tokenizers` backend does not: {text!r}")
-
-
-def limit_process() -> None:
-    """Limit the process. RLIMIT_DATA counts its allocations, RLIMIT_AS also libraries: torch maps gigabytes of them."""
-    limits = {resource.RLIMIT_DATA: MAX_MEMORY, resource.RLIMIT_FSIZE: MAX_WRITTEN, resource.RLIMIT_CORE: 0}
-    for kind, limit in limits.items():
-        with suppress(ValueError, OSError):  # the system's own limit is lower, or it has no such limit
-            resource.setrlimit(kind, (limit, limit))
-    signal.alarm(ALARM_S)
-
-
-def main() -> None:
-    limit_process()
-    folder, out, *rest = map(Path, sys.argv[1:])
-    convert(folder, out, rest[0] if rest else None)
-
-
-if __name__ == "__main__":
-    main()
+                raise ValueError(
+                    f"{type(loaded).__name__} encodes this text differently than its `tokenizers` backend: {text!r}"
+                )

@@ -1,0 +1,1 @@
+"""Child processes for untrusted work: chat templates, tokenizer files, grammars."""

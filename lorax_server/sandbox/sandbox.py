@@ -1,0 +1,242 @@
+"""Run untrusted tasks in a small pool of worker processes, in turns across tenants.
+
+A worker is a new Python interpreter, so it inherits neither threads nor secrets. It runs one task at a time. A task
+that exceeds a limit or crashes takes its worker with it, and the next task gets a new one.
+"""
+
+import asyncio
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from lorax_server.errors import BusyError, OverloadedError
+from lorax_server.sandbox.task import ENVIRONMENT, Task, TaskError, TaskKilledError, TaskTimeError
+from lorax_server.sandbox.worker import LAST, OK, OUT_OF_MEMORY, TIME_SIGNAL, read_frame, write_frame
+
+logger = logging.getLogger(__name__)
+
+START_S = 60.0  # a busy machine takes long to start a process
+RETRY_S = 5.0
+STOPPING = "the server is stopping"
+
+
+class _Job(NamedTuple):
+    task: Task
+    args: Sequence[Any]
+    tenant: str
+    future: "Future[bytes]"
+
+
+class Sandbox:
+    """Run tasks in up to `num_workers` processes. Any thread may submit tasks."""
+
+    def __init__(self, num_workers: int = 2, preload: Sequence[str] = ()) -> None:
+        """`preload` names modules that each worker imports before its first task."""
+        self._num_workers = num_workers
+        self._preload = preload
+        self._changed = threading.Condition()  # guards all below
+        self._queues: dict[str, deque[_Job]] = {}  # by tenant; the tenant that has waited longest comes first
+        self._num_pending: Counter[tuple[str, str]] = Counter()  # queued or running, by function and tenant
+        self._num_idle = 0
+        self._has_long = False
+        self._is_closed = False
+        self._processes: list[_WorkerProcess] = []
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, task: Task, *args: Any, tenant: str = "") -> "Future[bytes]":
+        """Queue a task and return its future, which fails with `TaskError`, `TaskKilledError` or `BusyError`."""
+        job, key = _Job(task, args, tenant, Future()), (task.function, tenant)
+        with self._changed:
+            if self._is_closed:
+                raise BusyError(STOPPING)
+            if task.max_pending is not None and self._num_pending[key] >= task.max_pending:
+                raise OverloadedError(
+                    f"{task.max_pending} requests of this client are being checked already; retry later", RETRY_S
+                )
+            self._num_pending[key] += 1
+            self._queues.setdefault(tenant, deque()).append(job)
+            if self._num_idle < self._num_queued and len(self._threads) < self._num_workers:
+                self._start_thread()
+            self._changed.notify_all()
+        return job.future
+
+    async def run(self, task: Task, *args: Any, tenant: str = "", wait_s: float | None = None) -> bytes:
+        """Run a task from an event loop. Raise `BusyError` if it is not done after `wait_s`."""
+        future = self.submit(task, *args, tenant=tenant)
+        try:
+            async with asyncio.timeout(wait_s):
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            raise BusyError(f"no sandbox worker was free for {wait_s:g} s: the machine is busy", RETRY_S) from None
+
+    def close(self) -> None:
+        """Kill the workers. Tasks that are queued or running fail with `BusyError`."""
+        with self._changed:
+            self._is_closed = True
+            jobs = [job for queue in self._queues.values() for job in queue]
+            self._queues.clear()
+            self._changed.notify_all()
+        for job in jobs:
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_exception(BusyError(STOPPING))
+        for process in self._processes:
+            process.close()
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def _num_queued(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def _start_thread(self) -> None:
+        process = _WorkerProcess(self._preload)
+        thread = threading.Thread(target=self._serve, args=(process,), name="sandbox", daemon=True)
+        thread.start()
+        self._processes.append(process)
+        self._threads.append(thread)
+
+    def _serve(self, process: "_WorkerProcess") -> None:
+        """Run queued tasks, one at a time, in one worker process."""
+        while (job := self._take()) is not None:
+            if job.future.set_running_or_notify_cancel():
+                try:
+                    reply = process.run(job.task, job.args)
+                except BaseException as error:
+                    job.future.set_exception(error)
+                else:
+                    job.future.set_result(reply)
+            with self._changed:
+                self._num_pending -= Counter([(job.task.function, job.tenant)])
+                self._has_long = self._has_long and not job.task.is_long
+                self._changed.notify_all()
+            del job  # with its arguments and its result
+        process.stop()
+
+    def _take(self) -> _Job | None:
+        """Wait for the next task, or for the end. Tenants take turns."""
+        with self._changed:
+            self._num_idle += 1
+            try:
+                while not self._is_closed:
+                    for tenant, queue in self._queues.items():
+                        if self._has_long and queue[0].task.is_long:
+                            continue
+                        job = queue.popleft()
+                        del self._queues[tenant]
+                        if queue:
+                            self._queues[tenant] = queue  # last in turn
+                        self._has_long |= job.task.is_long
+                        return job
+                    self._changed.wait()
+                return None
+            finally:
+                self._num_idle -= 1
+
+
+class _WorkerProcess:
+    """One worker process, started when a task needs it. Belongs to one thread, except for `close`."""
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        self._preload = preload
+        self._lock = threading.Lock()  # guards the next two, which `close` uses too
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
+        self._connection: socket.socket | None = None
+
+    def run(self, task: Task, args: Sequence[Any]) -> bytes:
+        """Run a task. Replace the worker if it is gone."""
+        try:
+            request = pickle.dumps((task, args), protocol=5)
+        except RecursionError:
+            raise TaskError("nested too deeply") from None
+        if self._process is not None and self._process.poll() is not None:
+            logger.warning("a sandbox worker has exited with status %d", self._process.returncode)
+            self.stop()
+        connection = self._connection or self._start()
+        try:
+            connection.settimeout(task.wall_s)
+            write_frame(connection, request)
+            reply = read_frame(connection, task.max_reply_bytes + 2)
+        except TimeoutError:
+            self.stop()
+            logger.warning("a sandbox worker made no progress for %g s", task.wall_s)
+            raise BusyError(f"a task took more than {task.wall_s:g} s: the machine is busy", RETRY_S) from None
+        except (EOFError, OSError):
+            raise self._explain_death(task) from None
+        kind, is_last, body = reply[:1], reply[1:2] == LAST, reply[2:]
+        if is_last:
+            self.stop()
+        if kind == OK:
+            return body
+        if kind == OUT_OF_MEMORY:
+            raise TaskKilledError(f"it needs more than {task.memory_bytes} bytes of memory")
+        raise TaskError(body.decode(errors="replace"))
+
+    def close(self) -> None:
+        """Kill the process from another thread and let no other start."""
+        with self._lock:
+            self._is_closed = True
+            if self._process is not None:
+                self._process.kill()
+
+    def stop(self) -> int | None:
+        """Kill and reap the process. Return its exit status, if there was one."""
+        with self._lock:
+            process, self._process = self._process, None
+            if process is not None:
+                process.kill()
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        return None if process is None else process.wait()
+
+    def _start(self) -> socket.socket:
+        self._connection, theirs = socket.socketpair()
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        command = (sys.executable, "-m", "lorax_server.sandbox.worker", str(theirs.fileno()), *self._preload)
+        try:
+            with self._lock, theirs:
+                if self._is_closed:
+                    raise BusyError(STOPPING)
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env=environment | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+                    start_new_session=True,
+                )
+            self._connection.settimeout(START_S)
+            read_frame(self._connection, 1)
+        except (EOFError, OSError) as error:
+            self.stop()
+            raise BusyError("a sandbox worker does not start; see the log", RETRY_S) from error
+        except BusyError:
+            self.stop()
+            raise
+        return self._connection
+
+    def _explain_death(self, task: Task) -> Exception:
+        # The process closed its socket, or wrote nonsense: let it finish dying, so that its own status counts.
+        process = self._process
+        if process is not None:
+            try:
+                process.wait(1.0)
+            except subprocess.TimeoutExpired:
+                logger.warning("a sandbox worker sent a malformed reply")
+        status = self.stop()
+        if self._is_closed:
+            return BusyError(STOPPING)
+        if status == -TIME_SIGNAL:
+            return TaskTimeError(f"it takes longer than {task.cpu_s:g} s")
+        name = signal.Signals(-status).name if status is not None and status < 0 else f"status {status}"
+        return TaskKilledError(f"it ended its process ({name})")

@@ -1,0 +1,131 @@
+"""Run tasks in a child process of the server, one at a time, until the parent closes the socket.
+
+Start it with `python -m lorax_server.sandbox.worker FD [MODULE ...]`: the socket, and modules to import before the
+first task. A frame is eight bytes of length and a body. A reply starts with one byte that tells its kind.
+"""
+
+import importlib
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lorax_server.machine import end_with_parent
+from lorax_server.sandbox.task import MAX_ERROR, Task, TaskError
+
+LENGTH = struct.Struct(">Q")
+OK, ERROR, OUT_OF_MEMORY = b"o", b"e", b"m"
+LAST = b"l"  # second byte of a reply: the worker exits after it
+TIME_SIGNAL = signal.SIGPROF  # kills a worker whose task exceeds its CPU time
+RETIRE_BYTES = 2**28  # of resident memory: a worker that uses more is replaced
+
+
+def read_exactly(connection: socket.socket, count: int) -> bytes:
+    """Read `count` bytes. Raise `EOFError` if the other side closes the socket first."""
+    parts = bytearray()
+    while len(parts) < count:
+        part = connection.recv(min(count - len(parts), 2**20))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
+
+
+def read_frame(connection: socket.socket, max_bytes: int) -> bytes:
+    """Read a frame. Raise `EOFError` if there is none, or if it is longer than `max_bytes`."""
+    (length,) = LENGTH.unpack(read_exactly(connection, LENGTH.size))
+    if length > max_bytes:
+        raise EOFError
+    return read_exactly(connection, length)
+
+
+def write_frame(connection: socket.socket, body: bytes) -> None:
+    connection.sendall(LENGTH.pack(len(body)) + body)
+
+
+def run_task(task: Task, args: Sequence[Any]) -> bytes:
+    """Run a task under its limits and return the reply. Exceeding the CPU time kills this process."""
+    module, name = task.function.split(":")
+    function: Callable[..., bytes] = getattr(importlib.import_module(module), name)  # at no cost for the task
+    replies: list[bytes] = []
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+
+    def work() -> None:
+        with suppress(OSError):  # only Linux has thread priorities
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness + task.niceness)
+        replies.append(_call(function, args))
+
+    _limit_memory(_used_bytes("VmData") + task.memory_bytes)
+    signal.setitimer(signal.ITIMER_PROF, task.cpu_s)
+    threading.stack_size(task.stack_bytes)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    _limit_memory(resource.RLIM_INFINITY)
+    (reply,) = replies
+    kind, body = reply[:1], reply[1:]
+    is_last = task.is_long or kind == OUT_OF_MEMORY or _used_bytes("VmRSS") > RETIRE_BYTES
+    return kind + (LAST if is_last else b" ") + body
+
+
+def _call(function: Callable[..., bytes], args: Sequence[Any]) -> bytes:
+    try:
+        return OK + function(*args)
+    except MemoryError:
+        return OUT_OF_MEMORY
+    except TaskError as error:
+        message = str(error)
+    except RecursionError:
+        message = "nested too deeply"
+    except BaseException as error:  # including Rust panics
+        message = f"{type(error).__name__}: {error}"
+    return ERROR + message[:MAX_ERROR].encode(errors="backslashreplace")
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Limit heap memory. RLIMIT_AS would count mapped libraries too, and torch maps gigabytes of them."""
+    with suppress(ValueError, OSError):  # some systems have no such limit
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, most))
+
+
+def _used_bytes(field: str) -> int:
+    """Return a memory figure of this process in bytes, or 0 where the system does not tell."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    end_with_parent()
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    write_frame(connection, OK)  # ready
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)  # untrusted code must not write to the server's log
+    with suppress(EOFError, ConnectionError):
+        while True:
+            task, args = pickle.loads(read_frame(connection, sys.maxsize))
+            reply = run_task(task, args)
+            write_frame(connection, reply)
+            if reply[1:2] == LAST:
+                break
+
+
+if __name__ == "__main__":
+    main()

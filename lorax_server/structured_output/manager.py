@@ -1,0 +1,367 @@
+"""Structured output for the engine: which requests wait for their grammar, and which tokens each may take next.
+
+Masks are computed on threads while the next forward runs. llguidance works without the GIL, so neither masks nor
+compiling hold up the engine loop. A grammar gets here only after a trial compile in the sandbox (`trials.py`).
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import NamedTuple
+
+from cachetools import LRUCache
+
+from lorax_server.errors import EngineError, InputError, LoraxError
+from lorax_server.machine import count_cores
+from lorax_server.structured_output.mask_thread import Job, JobThread
+from lorax_server.structured_output.matcher import CompiledGrammar, Ending, GrammarError, GrammarState, SlowGrammarError
+from lorax_server.structured_output.vocabulary import Vocabularies, Vocabulary, Words
+from lorax_server.types import Request
+
+logger = logging.getLogger(__name__)
+
+MAX_THREADS = 4  # for masks
+CACHE_BYTES = 2**28  # compiled grammars
+GRAMMAR_BYTES = 2**20  # least weight of a compiled grammar, for the lexer states that completions add
+MAX_SHARED_TOKENS = 20_000  # consumed by all completions of a compiled grammar, until it is compiled again
+MAX_FORCED = 32  # tokens that are consumed ahead of the model
+FORCED_S = 0.003  # CPU time for them at a stretch: the forward may need the same cores
+COMPILE_NICENESS = 10  # forwards go first, but compiling must finish on a busy machine
+FAST, SLOW = 0, 1  # priorities of mask jobs
+_Key = tuple[str, str]  # a vocabulary's digest, a grammar
+
+
+class Next(NamedTuple):
+    """The forced tokens of a completion, and the mask of the token after them."""
+
+    words: Words
+    forced: list[int]
+
+
+class Settled(NamedTuple):
+    """A request whose first mask is ready, or one that fails."""
+
+    request_id: int
+    error: LoraxError | None = None
+
+
+def find_num_threads(device: str) -> int:
+    """Return the number of mask threads: fewer on a CPU, where the model needs the same cores."""
+    return max(1, min(MAX_THREADS, count_cores() // (8 if device == "cpu" else 4)))
+
+
+class _Completion:
+    """A request with a grammar. Its mask thread owns `state` and `ahead`; the manager's lock guards the rest."""
+
+    def __init__(self, request: Request, key: _Key, thread: JobThread, fast_forward_below: int) -> None:
+        self.request_id = request.request_id
+        self.key = key
+        self.thread = thread
+        self.ending = Ending(
+            tuple(sorted(request.stop.eos_token_ids)),
+            tuple(sorted(request.stop.stop_token_ids)),
+            request.stop.min_new_tokens,
+        )
+        self.fast_forward_below = fast_forward_below
+        self.weight = 0 if request.structure is None else request.structure.num_bytes
+        self.state: GrammarState | None = None
+        self.ahead: list[int] = []  # forced tokens that were consumed since the model's last token
+        self.ahead_until_s = 0.0  # of the state's CPU time
+        self.next: Next | None = None
+        self.has_started = self.has_failed = self.has_ended = False
+
+
+class StructuredOutput:
+    """Compile grammars and compute masks for the engine. Its public methods belong to the engine's thread."""
+
+    def __init__(self, build_base: Callable[[], Vocabulary], num_threads: int = 1) -> None:
+        """`build_base` makes the base model's vocabulary, on another thread, when it is first needed."""
+        self.on_news: Callable[[], None] = lambda: None  # called on any thread when `take_settled` has results
+        self.fast_forward = True  # consume forced tokens ahead of the model
+        self._build_base = build_base
+        self._num_threads = num_threads
+        self._mask_threads: list[JobThread] = []
+        self._compile_thread: JobThread | None = None
+        self._completions: dict[int, _Completion] = {}
+        self._changed = threading.Condition()  # guards all below
+        self._vocabularies = Vocabularies()
+        self._compiled: LRUCache[_Key, tuple[CompiledGrammar, int]] = LRUCache(CACHE_BYTES, lambda entry: entry[1])
+        self._waiting: dict[_Key, list[_Completion]] = {}  # for a compile
+        self._settled: deque[Settled] = deque()
+        self._missing: set[int] = set()  # requests whose masks `gather` waits for
+        self._is_urgent = False  # `gather` waits for any mask, not only for the last
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._completions
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._settled)
+
+    def begin(self, request: Request, fast_forward_below: int = 0) -> None:
+        """Compile a request's grammar; `take_settled` tells when it is ready. Raise if the request is invalid.
+
+        Forced tokens with ids below `fast_forward_below` may be consumed several at a time, unless the request wants
+        log probabilities from before the mask.
+        """
+        assert request.structure is not None
+        stop, sampling = request.stop, request.sampling
+        if stop.ignore_eos:
+            raise InputError("`ignore_eos_token` cannot be combined with structured output, which ends by itself")
+        if not stop.eos_token_ids:
+            raise InputError("structured output needs a model with an end-of-sequence token")
+        self._start_threads()
+        if not self.fast_forward or sampling.raw_logprobs or sampling.num_alternatives:
+            fast_forward_below = 0
+        key = "" if request.vocabulary is None else request.vocabulary.digest, request.structure.grammar
+        # Completions of one grammar share a lexer, which one thread can use at a time.
+        thread = self._mask_threads[hash(key) % len(self._mask_threads)]
+        completion = _Completion(request, key, thread, fast_forward_below)
+        with self._changed:
+            self._vocabularies.acquire(request.vocabulary, request.request_id, request.tenant)
+            self._completions[request.request_id] = completion
+            compiled, _ = self._compiled.get(key, (None, 0))
+            if compiled is not None and compiled.num_tokens > MAX_SHARED_TOKENS:
+                del self._compiled[key]
+                compiled = None
+            if compiled is not None:
+                thread.put([(FAST, partial(self._start_completion, completion, compiled))])
+            else:
+                self._wait_for_compile(completion)
+
+    def take_settled(self) -> list[Settled]:
+        settled = []
+        while self._settled:
+            settled.append(self._settled.popleft())
+        return [each for each in settled if each.request_id in self._completions]
+
+    def advance(self, tokens: Iterable[tuple[int, int]]) -> None:
+        """Take the tokens that a step sampled, by request, and start computing the next masks.
+
+        The masks after forced tokens are ready already.
+        """
+        jobs: dict[JobThread, list[tuple[int, Job]]] = {}
+        for request_id, token_id in tokens:
+            completion = self._completions.get(request_id)
+            following = None if completion is None else completion.next
+            if completion is None or following is None:
+                continue  # it has failed
+            if not following.forced:
+                completion.next = None
+                assert completion.state is not None
+                priority = SLOW if completion.state.is_slow else FAST
+                jobs.setdefault(completion.thread, []).append((priority, partial(self._consume, completion, token_id)))
+            elif (expected := following.forced.pop(0)) != token_id:
+                error = EngineError(f"token {token_id} was sampled where the grammar forces {expected}")
+                logger.error("request %d fails: %s", request_id, error)
+                self._fail([completion], error)
+        for thread, part in jobs.items():
+            thread.put(part)
+
+    def end(self, request_id: int) -> None:
+        """Forget a request in any state."""
+        completion = self._completions.pop(request_id, None)
+        if completion is not None:
+            with self._changed:
+                completion.has_ended = True
+                self._vocabularies.release(completion.key[0], request_id)
+
+    def gather(
+        self, request_ids: Collection[int], wait_s: float, alone_s: float = 0.0, num_others: int = 0
+    ) -> dict[int, Next]:
+        """Return the next masks of requests, except for those that are not ready after `wait_s`.
+
+        While neither these requests nor `num_others` other sequences could take a token, wait up to `alone_s`.
+        """
+        completions = [self._completions[request_id] for request_id in request_ids]
+        deadline = time.monotonic() + wait_s
+        alone_deadline = deadline - wait_s + max(wait_s, alone_s)
+        with self._changed:
+            self._missing = {each.request_id for each in completions if each.next is None and not each.has_failed}
+            while self._missing:
+                self._is_urgent = not num_others and len(self._missing) == len(completions)
+                left_s = (alone_deadline if self._is_urgent else deadline) - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
+            self._missing = set()
+            return {each.request_id: each.next for each in completions if each.next is not None}
+
+    def close(self) -> None:
+        for thread in (*self._mask_threads, *([self._compile_thread] if self._compile_thread else [])):
+            thread.close()
+        self._completions.clear()
+        self._compiled.clear()
+
+    # --- Compiling ----------------------------------------------------------------------------------------------------
+
+    def _start_threads(self) -> None:
+        if self._compile_thread is None:
+            self._compile_thread = JobThread("grammar-compiler", COMPILE_NICENESS)
+            self._mask_threads = [JobThread(f"masks-{number}") for number in range(self._num_threads)]
+
+    def _put_compile(self, job: Job) -> None:
+        assert self._compile_thread is not None
+        self._compile_thread.put([(0, job)])
+
+    def _wait_for_compile(self, completion: _Completion) -> None:
+        waiting = self._waiting.get(completion.key)
+        if waiting is not None:
+            waiting.append(completion)
+            return
+        self._waiting[completion.key] = [completion]
+        self._put_compile(partial(self._compile, completion.key, completion.weight))
+
+    def _compile(self, key: _Key, num_bytes: int) -> None:
+        """Compile a grammar, and start the completions that wait for it. Runs on the compile thread."""
+        compiled: CompiledGrammar | LoraxError
+        try:
+            compiled = self._try_compile(key)
+        except LoraxError as error:
+            compiled = error
+        with self._changed:
+            waiting = [each for each in self._waiting.pop(key) if not each.has_ended]
+            weight = num_bytes + GRAMMAR_BYTES
+            if isinstance(compiled, CompiledGrammar) and weight <= self._compiled.maxsize:
+                self._compiled[key] = compiled, weight
+        if isinstance(compiled, LoraxError):
+            self._fail(waiting, compiled)
+            return
+        for completion in waiting:
+            completion.thread.put([(FAST, partial(self._start_completion, completion, compiled))])
+
+    def _try_compile(self, key: _Key) -> CompiledGrammar:
+        digest, grammar = key
+        try:
+            return CompiledGrammar(self._find_vocabulary(digest), grammar)
+        except GrammarError as error:
+            raise InputError(str(error)) from error
+        except LoraxError:
+            raise
+        except BaseException as error:  # including Rust panics
+            raise InputError(f"the grammar cannot be compiled: {type(error).__name__}: {error}"[:400]) from error
+
+    def _find_vocabulary(self, digest: str) -> Vocabulary:
+        """Return a vocabulary, building it if necessary. Runs on the compile thread."""
+        with self._changed:
+            vocabulary, table = self._vocabularies.find(digest)
+        if vocabulary is not None:
+            return vocabulary
+        built: Vocabulary | LoraxError
+        try:
+            built = self._build_base() if table is None else self._find_vocabulary("").build_other(table)
+        except LoraxError as error:
+            built = error
+        except BaseException as error:  # including Rust panics
+            built = InputError(f"structured output cannot use this tokenizer: {type(error).__name__}: {error}"[:400])
+        with self._changed:
+            self._vocabularies.store(digest, built)
+        if isinstance(built, LoraxError):
+            raise built
+        return built
+
+    # --- Masks, on the completion's mask thread -----------------------------------------------------------------------
+
+    def _start_completion(self, completion: _Completion, compiled: CompiledGrammar) -> None:
+        if completion.has_ended:
+            return
+        vocabulary = compiled.vocabulary
+        if not any(token_id < vocabulary.num_ids for token_id in completion.ending.eos):
+            self._fail([completion], InputError("the model has no end-of-sequence token in its vocabulary"))
+            return
+        try:
+            completion.state = GrammarState(compiled, completion.ending, completion.fast_forward_below)
+        except GrammarError as error:
+            self._fail([completion], InputError(str(error)))
+            return
+        self._publish(completion)
+
+    def _consume(self, completion: _Completion, token_id: int) -> None:
+        """Consume a token, and then forced tokens one by one, with other completions in between."""
+        state = completion.state
+        if completion.has_ended or state is None:
+            return
+        try:
+            state.consume(token_id)
+        except GrammarError as error:
+            with self._changed:
+                compiled, _ = self._compiled.get(completion.key, (None, 0))
+                if compiled is state.compiled:
+                    del self._compiled[completion.key]
+            # The completions before it may have used up the limits of the grammar, but not its own time.
+            if state.compiled.num_completions > 1 and not isinstance(error, SlowGrammarError):
+                self._put_compile(partial(self._compile_again, completion, state))
+            else:
+                self._stop_following(completion, state, error)
+            return
+        self._look_ahead(completion, state)
+
+    def _look_ahead(self, completion: _Completion, state: GrammarState) -> None:
+        if not completion.ahead:
+            completion.ahead_until_s = state.spent_s + FORCED_S
+        forced = None
+        if len(completion.ahead) < MAX_FORCED and state.spent_s <= completion.ahead_until_s:
+            forced = state.find_forced()
+        if forced is None:
+            self._publish(completion)
+            return
+        completion.ahead.append(forced)
+        job = partial(self._consume, completion, forced)
+        completion.thread.put([(SLOW if state.is_slow else FAST, job)])
+
+    def _stop_following(self, completion: _Completion, state: GrammarState, error: GrammarError) -> None:
+        """Fail a completion, or let it fail when it reaches the forced token that could not be consumed."""
+        if completion.ahead:
+            state.fail_when_reached(completion.ahead.pop(), error)
+            self._publish(completion)
+        else:
+            self._fail([completion], InputError(f"the completion cannot continue: {error}"))
+
+    def _compile_again(self, completion: _Completion, state: GrammarState) -> None:
+        """Compile a grammar for one completion alone. Runs on the compile thread."""
+        if completion.has_ended:
+            return
+        try:
+            compiled = self._try_compile(completion.key)
+        except LoraxError as error:
+            self._fail([completion], error)
+            return
+        completion.thread.put([(SLOW, partial(self._repeat, completion, state, compiled))])
+
+    def _repeat(self, completion: _Completion, state: GrammarState, compiled: CompiledGrammar) -> None:
+        try:
+            completion.state = state.restart(compiled)
+        except GrammarError as error:
+            self._stop_following(completion, state, error)
+            return
+        self._look_ahead(completion, completion.state)
+
+    def _publish(self, completion: _Completion) -> None:
+        """Hand the next mask to the engine's thread."""
+        state, forced = completion.state, completion.ahead
+        assert state is not None
+        completion.ahead = []
+        with self._changed:
+            if completion.has_ended:
+                return
+            completion.next = Next(state.words, forced)
+            self._missing.discard(completion.request_id)
+            if self._is_urgent or not self._missing:
+                self._changed.notify_all()
+            if completion.has_started:
+                return
+            completion.has_started = True
+            self._settled.append(Settled(completion.request_id))
+        self.on_news()
+
+    def _fail(self, completions: Iterable[_Completion], error: LoraxError) -> None:
+        with self._changed:
+            for completion in completions:
+                completion.next, completion.has_failed = None, True
+                self._missing.discard(completion.request_id)
+                self._settled.append(Settled(completion.request_id, error))
+            self._changed.notify_all()
+        self.on_news()

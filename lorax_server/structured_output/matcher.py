@@ -1,0 +1,173 @@
+"""Compiled grammars, and completions that follow them token by token."""
+
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits
+
+from lorax_server.structured_output.vocabulary import Vocabulary, Words
+
+MAX_ERROR = 600  # characters
+NO_TEXT = "no text matches this grammar"
+TOKEN_S, SPENT_S = 0.01, 0.1  # CPU time: the average per token, and the total before the average counts
+SLOW_S = 0.001  # CPU time per token above which a completion's masks are computed after all others
+
+
+class GrammarError(Exception):
+    """A grammar that cannot be compiled or followed. The message is for the user."""
+
+
+class SlowGrammarError(GrammarError):
+    """A grammar whose masks take too long to compute."""
+
+
+def make_limits() -> LLParserLimits:
+    """Return the limits of a compiled grammar: about 20 ms to start, 10 ms per token, 50 MB of lexer states."""
+    return LLParserLimits(step_lexer_fuel=100_000, max_lexer_states=50_000, verbose_errors=False)
+
+
+def compile_matcher(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
+    """Compile a grammar without the GIL. Raise `GrammarError` if it is invalid."""
+    assert vocabulary.tokenizer is not None
+    matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=make_limits())
+    _check(matcher)
+    return matcher
+
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise GrammarError(_shorten(matcher.get_error()))
+
+
+def _shorten(error: str) -> str:
+    """Remove the parts of an error that repeat the grammar."""
+    if error.startswith("NoExtension"):
+        return NO_TEXT
+    text, *_ = error.split("\n   1 |", maxsplit=1)
+    text = text.replace("Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Use anyOf")
+    return text.removeprefix("at 1(8): ").replace("\n<non-verbose/>", "").strip()[:MAX_ERROR]
+
+
+class CompiledGrammar:
+    """A grammar at its start, with its first mask. Completions copy the matcher.
+
+    Copies share the lexer, so its states add up over all completions. `num_tokens` counts the tokens that they
+    consumed, to replace the grammar before the sum matters.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, grammar: str) -> None:
+        """Raise `GrammarError` if no text matches."""
+        self.vocabulary = vocabulary
+        self.matcher = compile_matcher(vocabulary, grammar)
+        self.mask = vocabulary.make_mask()
+        self.matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)
+        _check(self.matcher)
+        self.may_end = vocabulary.take_end(self.mask)
+        if not self.may_end and not self.mask.any():
+            raise GrammarError(NO_TEXT)
+        self.num_completions = 0
+        self.num_tokens = 0
+
+
+class Ending(NamedTuple):
+    """The tokens that end a completion."""
+
+    eos: tuple[int, ...]
+    others: tuple[int, ...]  # stop tokens, which may be text
+    min_new_tokens: int  # no ending token comes earlier, unless no other token can
+
+    def __contains__(self, token_id: object) -> bool:
+        return token_id in self.eos or token_id in self.others
+
+
+class GrammarState:
+    """The state of one completion: it consumes tokens and holds the mask of the next one."""
+
+    def __init__(self, compiled: CompiledGrammar, ending: Ending, fast_forward_below: int = 0) -> None:
+        """Forced tokens with ids below `fast_forward_below` may be consumed ahead of the model."""
+        self.compiled = compiled
+        self.history: list[int] = []  # consumed tokens
+        self.spent_s = 0.0
+        self._vocabulary = compiled.vocabulary
+        self._ending = ending
+        self._fast_forward_below = fast_forward_below
+        self._failure: GrammarError | None = None
+        compiled.num_completions += 1
+        self._matcher = compiled.matcher.deep_copy()
+        self._mask = compiled.mask.copy()
+        self._address = self._mask.ctypes.data
+        self.words = self._mask[: self._vocabulary.num_words]
+        self._finish_mask(compiled.may_end)
+
+    @property
+    def is_slow(self) -> bool:
+        return self.spent_s > SLOW_S * len(self.history)
+
+    def consume(self, *token_ids: int) -> None:
+        """Consume tokens and compute the next mask. Raise `GrammarError` if a limit is exceeded."""
+        if self._failure is not None:
+            raise self._failure
+        started_s = time.thread_time()
+        self.history += token_ids
+        self.compiled.num_tokens += len(token_ids)
+        if not self._matcher.consume_tokens(list(token_ids)):
+            _check(self._matcher)
+        self._matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
+        _check(self._matcher)
+        self._finish_mask(self._vocabulary.take_end(self._mask))
+        self.spent_s += time.thread_time() - started_s
+        if self.spent_s > max(SPENT_S, TOKEN_S * len(self.history)):
+            raise SlowGrammarError(f"it takes longer than {TOKEN_S * 1000:g} ms per token; simplify the grammar")
+
+    def restart(self, compiled: CompiledGrammar) -> "GrammarState":
+        """Return a state that has consumed the same tokens with another copy of the grammar."""
+        state = GrammarState(compiled, self._ending, self._fast_forward_below)
+        state.consume(*self.history)
+        return state
+
+    def find_forced(self) -> int | None:
+        """Return the only token that the mask allows, unless it ends the completion."""
+        if not self._fast_forward_below or self._num_nonzero_words != 1:
+            return None
+        place = int(np.flatnonzero(self.words)[0])
+        bits = int(self.words.view(np.uint32)[place])
+        token_id = place * 32 + bits.bit_length() - 1
+        is_only = bits & (bits - 1) == 0
+        return token_id if is_only and token_id < self._fast_forward_below and token_id not in self._ending else None
+
+    def fail_when_reached(self, token_id: int, error: GrammarError) -> None:
+        """Allow only this token, and fail when it is consumed: the completion may end before that."""
+        self.words.fill(0)
+        _set(self.words, (token_id,))
+        self._failure = error
+
+    def _finish_mask(self, may_end: bool) -> None:
+        """Set or clear the ending tokens in the mask. Raise `GrammarError` if no token is left."""
+        words, ending = self.words, self._ending
+        _clear(words, ending.eos)  # an eos token can be text of the grammar too, and would cut it off
+        if may_end:
+            _set(words, ending.eos)
+        if len(self.history) < ending.min_new_tokens:
+            longer = words.copy()
+            _clear(longer, (*ending.eos, *ending.others))
+            if longer.any():
+                words[:] = longer
+        self._num_nonzero_words = int(np.count_nonzero(words))
+        if not self._num_nonzero_words:
+            raise GrammarError(NO_TEXT)
+
+
+def _set(words: Words, token_ids: Iterable[int]) -> None:
+    bits = words.view(np.uint32)
+    for token_id in token_ids:
+        if token_id // 32 < len(bits):
+            bits[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+
+def _clear(words: Words, token_ids: Iterable[int]) -> None:
+    bits = words.view(np.uint32)
+    for token_id in token_ids:
+        if token_id // 32 < len(bits):
+            bits[token_id // 32] &= ~np.uint32(1 << token_id % 32)
