@@ -1,66 +1,87 @@
-"""Chat templates: the same prompts as transformers makes, and hostile templates."""
+"""Chat templates: the same prompts as transformers, and hostile templates."""
 
 import asyncio
-import json
 import os
 import re
 import signal
-import struct
-import subprocess
-import sys
-import threading
-from asyncio.subprocess import Process
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Coroutine, Iterator
+from contextlib import closing
+from typing import Any, TypeVar
 
+import psutil
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from lorax_server.errors import BusyError, TemplateError
-from lorax_server.text import chat_template
-from lorax_server.text.chat_template import MANY, REFUSED_S, ChatTemplate, TemplateRenderer, _to_frame
-from lorax_server.text.template_program import MAX_ERROR, Program, RenderLimits
+from lorax_server.sandbox.sandbox import Sandbox
+from lorax_server.sandbox.task import MAX_ERROR, Task
+from lorax_server.text.chat_template import MAX_CHARACTERS, REJECT_S, RENDER, ChatTemplate, TemplateRenderer
 from tests.test_imports import imported_by
+from tests.text.sandbox_workers import find_workers, wait_until_busy
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 HI = [{"role": "user", "content": "Hi"}]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-PATIENCE_S = 60.0  # for templates that must succeed, however busy the machine
-IMPATIENCE_S = 0.2  # for templates that never end
+LONG_S = 120.0  # for renders that must succeed, however busy the machine
+PATIENT = RENDER._replace(cpu_s=LONG_S, wall_s=LONG_S)
+IMPATIENT = PATIENT._replace(cpu_s=0.2)  # for endless templates
+_T = TypeVar("_T")
 
 
 def template(source: str) -> ChatTemplate:
     return ChatTemplate(source, SPECIAL)
 
 
-def run(test: Callable[[TemplateRenderer], Awaitable[Any]], cpu_s: float = PATIENCE_S, **limits: Any) -> Any:
-    async def body() -> Any:
-        renderer = TemplateRenderer(cpu_s, **{"wait_s": PATIENCE_S} | limits)
-        try:
-            return await test(renderer)
-        finally:
-            await renderer.close()
-
-    return asyncio.run(body())
+def run(work: Coroutine[Any, Any, _T]) -> _T:
+    return asyncio.run(asyncio.wait_for(work, LONG_S))
 
 
-def render_once(source: str, messages: Any = HI, **variables: Any) -> str:
-    """Render in this process, a template that does not try to be endless."""
-    request = {"source": source, "messages": messages, "variables": {**SPECIAL, **variables}}
-    reply = json.loads(Program(RenderLimits(10_000, 2**29, 60)).answer(json.dumps(request).encode()))
-    if "error" in reply:
-        raise TemplateError(reply["error"])
-    return str(reply["text"])
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Sandbox]:
+    """A sandbox for renders that do not look at its workers."""
+    with closing(Sandbox(2)) as sandbox:
+        yield sandbox
 
 
-async def pid(renderer: TemplateRenderer) -> int:
-    await renderer.start()
-    assert renderer._process is not None
-    return renderer._process.pid
+class Lone:
+    """A sandbox with one worker, and a renderer for templates that must succeed."""
+
+    def __init__(self) -> None:
+        self.sandbox = Sandbox(1)
+        self.renderer = self.make_renderer()
+        self._others = find_workers()
+
+    def make_renderer(self, task: Task = PATIENT, **settings: Any) -> TemplateRenderer:
+        return TemplateRenderer(self.sandbox, task, **{"wait_s": LONG_S} | settings)
+
+    def render(self, source: str, messages: Any = HI) -> str:
+        return run(self.renderer.render(template(source), messages))
+
+    def find_workers(self) -> list[psutil.Process]:
+        return [worker for worker in find_workers() if worker not in self._others]
+
+    async def start_worker(self) -> psutil.Process:
+        """Render, so that the sandbox has a worker, and return the worker."""
+        assert await self.renderer.render(template("ready"), HI) == "ready"
+        (worker,) = self.find_workers()
+        return worker
 
 
-# --- The same as transformers -----------------------------------------------------------------------------------------
+@pytest.fixture
+def lone() -> Iterator[Lone]:
+    lone = Lone()
+    with closing(lone.sandbox):
+        yield lone
+
+
+def render_short(sandbox: Sandbox, source: str, messages: Any = HI, **variables: Any) -> str:
+    """Render a prompt of up to 10,000 characters."""
+    renderer = TemplateRenderer(sandbox, PATIENT, max_characters=10_000, wait_s=LONG_S)
+    return run(renderer.render(template(source), messages, **variables))
+
+
+# --- Same prompts as transformers -------------------------------------------------------------------------------------
 
 LLAMA3 = """{{- bos_token }}
 {%- if not date_string is defined %}{% set date_string = "26 Jul 2024" %}{% endif %}
@@ -176,7 +197,7 @@ CHATS: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
 ]
 
 
-def test_prompts_are_those_of_transformers() -> None:
+def test_prompts_match_transformers(lone: Lone) -> None:
     oracle = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **SPECIAL)
     cases = [(source, *chat) for source in STYLES.values() for chat in CHATS]
 
@@ -187,31 +208,56 @@ def test_prompts_are_those_of_transformers() -> None:
         assert isinstance(found, str)
         return found
 
-    async def body(renderer: TemplateRenderer) -> None:
-        answers = [
-            renderer.render(template(source), messages, add_generation_prompt=True, **variables)
+    async def work() -> None:
+        renders = [
+            lone.renderer.render(template(source), messages, add_generation_prompt=True, **variables)
             for source, messages, variables in cases
         ]
         num_prompts = 0
-        for case, answer in zip(cases, await asyncio.gather(*answers, return_exceptions=True), strict=True):
-            if isinstance(answer, TemplateError):
-                with pytest.raises(Exception, match=re.escape(str(answer).split(": ", 1)[-1])):
+        for case, result in zip(cases, await asyncio.gather(*renders, return_exceptions=True), strict=True):
+            if isinstance(result, TemplateError):
+                with pytest.raises(Exception, match=re.escape(str(result).split(": ", 1)[-1])):
                     prompt(*case)
             else:
-                assert answer == prompt(*case)
+                assert result == prompt(*case)
                 num_prompts += 1
         assert num_prompts >= 50
 
-    run(body)
+    run(work())
 
 
-def test_time_is_told() -> None:
-    year = render_once("{{ strftime_now('%Y') }}")
+def test_strftime_now_returns_current_time(shared: Sandbox) -> None:
+    year = render_short(shared, "{{ strftime_now('%Y') }}")
     assert year.isdecimal()
     assert len(year) == 4
 
 
-# --- Refusals and their reasons ---------------------------------------------------------------------------------------
+def test_variables_may_have_any_name(lone: Lone) -> None:
+    names = {"self": 1, "template": 2, "messages": 3, "source": 4, "tenant": 5}
+    source = "{{ template }}{{ source }}{{ tenant }}{{ messages[0].content }}"
+    assert run(lone.renderer.render(template(source), HI, **names)) == "245Hi"
+
+
+def test_concurrent_renders_return_their_own_prompts(shared: Sandbox) -> None:
+    async def work() -> None:
+        renderer = TemplateRenderer(shared, PATIENT, wait_s=LONG_S)
+        chats = [[{"role": "user", "content": f"Größe {i} 日本語 👍🏽"}] for i in range(50)]
+        source = template("{{ messages[0].content }}")
+        tenants = [f"tenant {i % 3}" for i in range(len(chats))]
+        renders = [renderer.render(source, chat, tenant) for chat, tenant in zip(chats, tenants, strict=True)]
+        prompts = await asyncio.gather(*renders)
+        assert prompts == [chat[0]["content"] for chat in chats]
+
+    run(work())
+
+
+def test_chat_of_three_megabytes_renders(lone: Lone) -> None:
+    chat = [{"role": "user", "content": "x" * 1000}] * 3000
+    source = template("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert run(lone.renderer.render(source, chat)) == "x" * 3 * 10**6
+
+
+# --- Errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -246,27 +292,31 @@ def test_time_is_told() -> None:
         ("{{ 'a' * 10001 }}", "more than 10000 characters"),
     ],
 )
-def test_a_template_that_cannot_be_used(source: str, reason: str) -> None:
+def test_unusable_template_is_rejected_with_reason(source: str, reason: str, shared: Sandbox) -> None:
     with pytest.raises(TemplateError, match=reason):
-        render_once(source)
+        render_short(shared, source)
 
 
-def test_as_much_as_is_allowed_is_written() -> None:
-    assert len(render_once("{{ 'a' * 10000 }}")) == 10_000
+def test_prompt_may_have_max_characters(shared: Sandbox) -> None:
+    assert len(render_short(shared, "{{ 'a' * 10000 }}")) == 10_000
 
 
-def test_a_reason_is_short() -> None:
-    with pytest.raises(TemplateError) as refused:
-        render_once("{{ raise_exception('a' * 9999) }}")
-    assert len(str(refused.value)) == MAX_ERROR
+@pytest.mark.parametrize("character", ["\x00", "a", "👍"])
+def test_default_limit_counts_characters_not_bytes(character: str, lone: Lone) -> None:
+    assert lone.render(f"{{{{ '{character}' * {MAX_CHARACTERS} }}}}") == (character * MAX_CHARACTERS)
+    with pytest.raises(TemplateError, match="more than 4000000 characters"):
+        lone.render(f"{{{{ '{character}' * {MAX_CHARACTERS + 1} }}}}")
 
 
-def test_templates_cannot_change_what_the_next_one_sees() -> None:
-    worker = Program(RenderLimits(1000, 2**29, 60))
-    request = {"source": "{% set bos_token = 'x' %}{{ bos_token }}", "messages": HI, "variables": SPECIAL}
-    assert json.loads(worker.answer(json.dumps(request).encode())) == {"text": "x"}
-    request["source"] = "{{ bos_token }}"
-    assert json.loads(worker.answer(json.dumps(request).encode())) == {"text": "<s>"}
+def test_long_reason_is_truncated(shared: Sandbox) -> None:
+    with pytest.raises(TemplateError) as rejected:
+        render_short(shared, "{{ raise_exception('a' * 9999) }}")
+    assert len(str(rejected.value)) == MAX_ERROR
+
+
+def test_template_cannot_change_variables_of_next_render(lone: Lone) -> None:
+    assert lone.render("{% set bos_token = 'x' %}{{ bos_token }}") == "x"
+    assert lone.render("{{ bos_token }}") == "<s>"
 
 
 @pytest.mark.parametrize(
@@ -274,88 +324,75 @@ def test_templates_cannot_change_what_the_next_one_sees() -> None:
     [
         ([], {}, "at least one message"),
         (["hi"], {}, "an object"),
-        ([{"role": "user", "content": "\ud800"}], {}, "lone surrogates"),
+        ([{"role": "user", "content": "\ud800"}], {"name": ""}, "lone surrogates"),
         (HI, {"name": "\udfff"}, "lone surrogates"),
-        ([{"role": "user", "content": b"hi"}], {}, "not JSON"),
-        ([{"role": "user", "content": 10**5000}], {}, "not JSON"),
     ],
 )
-def test_messages_that_cannot_be_sent(messages: Any, variables: dict[str, Any], reason: str) -> None:
+def test_invalid_messages_are_rejected(messages: Any, variables: Any, reason: str, shared: Sandbox) -> None:
     with pytest.raises(TemplateError, match=reason):
-        run(lambda renderer: renderer.render(template("x"), messages, **variables))
+        render_short(shared, "{{ messages[0].content }}{{ name }}", messages, **variables)
 
 
-def test_messages_nested_deeply_end_nothing() -> None:
+def test_messages_nested_too_deeply_fail_alone(lone: Lone) -> None:
     deep: Any = "end"
     for _ in range(100_000):
         deep = [deep]
-
-    async def both(renderer: TemplateRenderer) -> None:
-        with pytest.raises(TemplateError, match="nested too deeply"):
-            await renderer.render(template("x"), [{"content": deep}])
-        assert await renderer.render(template("x"), HI) == "x"
-
-    run(both)
-    while isinstance(deep, list):  # freeing it at once would be as deep
+    with pytest.raises(TemplateError, match="nested too deeply"):
+        lone.render("x", [{"content": deep}])
+    assert lone.render("x") == "x"
+    while isinstance(deep, list):  # freeing it in one go would recurse as deeply
         deep = deep[0]
 
 
 # --- Hostile templates ------------------------------------------------------------------------------------------------
 
 
-def test_an_endless_template_is_ended_and_refused_for_a_while() -> None:
+def test_endless_template_is_killed_and_rejected_for_a_while(lone: Lone) -> None:
     now = [0.0]
+    impatient = lone.make_renderer(IMPATIENT, clock=lambda: now[0])
 
-    async def body(renderer: TemplateRenderer) -> None:
-        first = await pid(renderer)
+    async def work() -> None:
+        first = await lone.start_worker()
+        with pytest.raises(TemplateError, match=r"takes longer than 0\.2 s"):
+            await impatient.render(template(ENDLESS), HI)
+        assert not first.is_running()
+        second = await lone.start_worker()
+        now[0] = REJECT_S - 1
+        with pytest.raises(TemplateError, match="not tried again for 60 s"):
+            await impatient.render(template(ENDLESS), HI)
+        assert lone.find_workers() == [second]
+        now[0] = REJECT_S
         with pytest.raises(TemplateError, match="takes longer than"):
-            await renderer.render(template(ENDLESS), HI)
-        with pytest.raises(ProcessLookupError):
-            os.kill(first, 0)
-        await renderer.start()
-        second = await pid(renderer)
-        now[0] = REFUSED_S - 1
-        with pytest.raises(TemplateError, match="not tried again"):
-            await renderer.render(template(ENDLESS), HI)
-        assert await pid(renderer) == second
-        now[0] = REFUSED_S
-        with pytest.raises(TemplateError, match="takes longer than"):
-            await renderer.render(template(ENDLESS), HI)
+            await impatient.render(template(ENDLESS), HI)
 
-    run(body, IMPATIENCE_S, clock=lambda: now[0])
+    run(work())
 
 
-def test_the_reason_is_known_also_where_asyncio_is_slow_to_learn_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has ended is killed all the same, and its own exit status is the one that counts."""
-    may_learn = threading.Event()
-    wait, kill = os.waitpid, chat_template._kill
-
-    def waitpid(pid: int, options: int) -> tuple[int, int]:
-        assert may_learn.wait(PATIENCE_S)
-        return wait(pid, options)
-
-    def kill_and_learn(process: Process) -> None:
-        kill(process)
-        may_learn.set()
-
-    monkeypatch.setattr("os.waitpid", waitpid)
-    monkeypatch.setattr(chat_template, "_kill", kill_and_learn)
+def test_template_that_is_not_to_blame_is_never_rejected(lone: Lone) -> None:
+    """Messages may make the base model's template slow, so `reject_s` is 0 there."""
+    source = template("{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}done")
+    renderer = lone.make_renderer(PATIENT._replace(cpu_s=1.0), reject_s=0)
     with pytest.raises(TemplateError, match="takes longer than"):
-        run(lambda renderer: renderer.render(template(ENDLESS), HI), IMPATIENCE_S)
+        run(renderer.render(source, [{"content": "loop"}]))
+    assert run(renderer.render(source, HI)) == "done"
 
 
-def test_who_waits_behind_an_endless_template_is_answered() -> None:
-    async def body(renderer: TemplateRenderer) -> None:
-        await renderer.start()
-        sources = [ENDLESS, "{{ messages[0].content }}", ENDLESS, "{{ bos_token }}", "{{ 9 ** (9 ** 9) }}"]
-        tasks = [renderer.render(template(source), HI) for source in sources]
-        first, hi, again, bos, power = await asyncio.gather(*tasks, return_exceptions=True)
-        assert (hi, bos) == ("Hi", "<s>")
-        assert "takes longer" in str(first)
-        assert "not tried again" in str(again)
+def test_renders_queued_behind_endless_templates_finish(lone: Lone) -> None:
+    impatient = lone.make_renderer(IMPATIENT)
+
+    async def work() -> None:
+        renders = [
+            impatient.render(template(ENDLESS), HI),
+            lone.renderer.render(template("{{ messages[0].content }}"), HI),
+            impatient.render(template("{{ 9 ** (9 ** 9) }}"), HI),
+            lone.renderer.render(template("{{ bos_token }}"), HI),
+        ]
+        loop, content, power, bos = await asyncio.gather(*renders, return_exceptions=True)
+        assert (content, bos) == ("Hi", "<s>")
+        assert "takes longer" in str(loop)
         assert "takes longer" in str(power)
 
-    run(body, 0.5)
+    run(work())
 
 
 @pytest.mark.parametrize(
@@ -369,253 +406,120 @@ def test_who_waits_behind_an_endless_template_is_answered() -> None:
         "{{ 'a' | center(10**9) }}",
     ],
 )
-def test_a_template_that_takes_all_memory(source: str) -> None:
-    async def body(renderer: TemplateRenderer) -> None:
-        first = await pid(renderer)
+def test_template_that_exceeds_memory_is_stopped(source: str, lone: Lone) -> None:
+    async def work() -> None:
+        first = await lone.start_worker()
         with pytest.raises(TemplateError, match="memory"):
-            await renderer.render(template(source), HI)
-        assert await renderer.render(template("fine"), HI) == "fine"
-        assert await pid(renderer) != first
+            await lone.renderer.render(template(source), HI)
+        assert await lone.start_worker() != first
 
-    run(body)
-
-
-def test_memory_that_a_template_keeps_is_not_kept_from_the_next() -> None:
-    """jinja computes constants once, so they would stay as long as the template is cached."""
-
-    async def body(renderer: TemplateRenderer) -> None:
-        first = await pid(renderer)
-        for size in range(10_000_000, 10_000_005):  # which would be more than it may use
-            source = f"{{% set x = 'a' * {size} %}}{{{{ x | length }}}}"
-            assert await renderer.render(template(source), HI) == str(size)
-        assert await pid(renderer) != first
-
-    run(body, max_memory=2**27)
+    run(work())
 
 
-def test_what_is_written_at_once_is_limited() -> None:
-    async def body(renderer: TemplateRenderer) -> None:
-        with pytest.raises(TemplateError, match="more than 4000000 characters"):
-            await renderer.render(template("{{ 'a' * 4000001 }}"), HI)
-        assert len(await renderer.render(template("{{ '\x00' * 4000000 }}"), HI)) == 4_000_000
-
-    run(body)
+# --- Busy machines and lost workers -----------------------------------------------------------------------------------
 
 
-# --- A busy machine ---------------------------------------------------------------------------------------------------
+def test_template_is_not_rejected_because_the_machine_is_busy(lone: Lone) -> None:
+    stalled = lone.make_renderer(PATIENT._replace(wall_s=0.2))
+
+    async def work() -> None:
+        first = await lone.start_worker()
+        first.send_signal(signal.SIGSTOP)
+        with pytest.raises(BusyError, match="the machine is busy") as rejected:
+            await stalled.render(template("fine"), HI)
+        assert rejected.value.retry_after_s is not None
+        assert await lone.start_worker() != first
+
+    run(work())
 
 
-def test_a_process_that_cannot_run_is_no_fault_of_the_template() -> None:
-    async def body(renderer: TemplateRenderer) -> None:
-        first = await pid(renderer)
-        os.kill(first, signal.SIGSTOP)
-        with pytest.raises(BusyError, match="the machine is busy") as refused:
-            await renderer.render(template("fine"), HI)
-        assert refused.value.retry_after_s is not None
-        renderer._wait_s = PATIENCE_S
-        assert await renderer.render(template("fine"), HI) == "fine"  # it is not refused, and has a new process
-        assert await pid(renderer) != first
+def test_time_without_cpu_is_not_charged_to_template(lone: Lone) -> None:
+    task = PATIENT._replace(cpu_s=1.0)
 
-    run(body, wait_s=IMPATIENCE_S)
-
-
-def test_time_in_which_a_process_cannot_run_is_not_charged() -> None:
-    async def body(renderer: TemplateRenderer) -> None:
-        first = await pid(renderer)
-        os.kill(first, signal.SIGSTOP)
-        render = asyncio.create_task(renderer.render(template("fine"), HI))
-        await asyncio.sleep(2 * IMPATIENCE_S)
-        os.kill(first, signal.SIGCONT)
+    async def work() -> None:
+        worker = await lone.start_worker()
+        worker.send_signal(signal.SIGSTOP)
+        render = asyncio.create_task(lone.make_renderer(task).render(template("fine"), HI))
+        await asyncio.sleep(1.5 * task.cpu_s)
+        worker.send_signal(signal.SIGCONT)
         assert await render == "fine"
+        assert lone.find_workers() == [worker]
 
-    run(body, IMPATIENCE_S)
+    run(work())
 
 
-def test_a_line_that_is_too_long() -> None:
-    async def body(renderer: TemplateRenderer) -> None:
-        process = await pid(renderer)
-        os.kill(process, signal.SIGSTOP)
-        first = asyncio.create_task(renderer.render(template("first"), HI))
-        for _ in range(10):  # until it waits for the process
-            await asyncio.sleep(0)
-        renderer._wait_s = IMPATIENCE_S
-        with pytest.raises(BusyError, match="other chats") as refused:
-            await renderer.render(template("second"), HI)
-        assert refused.value.retry_after_s is not None
-        os.kill(process, signal.SIGCONT)
+def test_render_that_waits_too_long_fails_as_busy(lone: Lone) -> None:
+    async def work() -> None:
+        worker = await lone.start_worker()
+        worker.send_signal(signal.SIGSTOP)
+        first = asyncio.create_task(lone.renderer.render(template("first"), HI))
+        await asyncio.sleep(0)  # it is queued first
+        with pytest.raises(BusyError, match="no sandbox worker was free") as rejected:
+            await lone.make_renderer(wait_s=0.2).render(template("second"), HI)
+        assert rejected.value.retry_after_s is not None
+        worker.send_signal(signal.SIGCONT)
         assert await first == "first"
-        assert await renderer.render(template("third"), HI) == "third"
+        assert await lone.renderer.render(template("third"), HI) == "third"
 
-    run(body)
-
-
-# --- The process ------------------------------------------------------------------------------------------------------
+    run(work())
 
 
-def test_a_process_that_is_killed_in_a_render() -> None:
-    async def body(renderer: TemplateRenderer) -> None:
-        victim = await pid(renderer)
-        render = asyncio.create_task(renderer.render(template(ENDLESS), HI))
-        waiting = asyncio.create_task(renderer.render(template("next"), HI))
-        while renderer._running is None:
-            await asyncio.sleep(0)
-        os.kill(victim, signal.SIGKILL)
-        with pytest.raises(TemplateError, match="ended the process"):
+def test_killed_worker_fails_its_render_and_is_replaced(lone: Lone) -> None:
+    async def work() -> None:
+        victim = await lone.start_worker()
+        render = asyncio.create_task(lone.renderer.render(template(ENDLESS), HI))
+        waiting = asyncio.create_task(lone.renderer.render(template("next"), HI))
+        await wait_until_busy(victim)
+        victim.kill()
+        with pytest.raises(TemplateError, match=r"it ended its process \(SIGKILL\)"):
             await render
         assert await waiting == "next"
 
-    run(body)
+    run(work())
 
 
-def test_a_process_that_dies_while_nobody_needs_it() -> None:
-    async def body(renderer: TemplateRenderer) -> None:
-        first = await pid(renderer)
-        process = renderer._process
-        assert process is not None
-        os.kill(first, signal.SIGKILL)
-        await process.wait()
-        assert await renderer.render(template("fine"), HI) == "fine"
-        assert await pid(renderer) != first
-
-    run(body)
-
-
-def test_who_goes_away_leaves_no_answer_for_the_next() -> None:
-    async def body(renderer: TemplateRenderer) -> None:
-        first = await pid(renderer)
-        source = template("{% for i in range(99999) %}{% endfor %}gone")
-        gone = [asyncio.create_task(renderer.render(source, HI)) for _ in range(3)]
-        stays = asyncio.create_task(renderer.render(template("stays"), HI))
-        while renderer._running is None:
-            await asyncio.sleep(0)
-        await asyncio.sleep(0)  # the first one is asked for, and takes a while
-        for task in gone:
+def test_cancelled_render_leaves_no_reply_for_the_next(lone: Lone) -> None:
+    async def work() -> None:
+        worker = await lone.start_worker()
+        slow = template("{% for i in range(99999) %}{% endfor %}cancelled")
+        cancelled = [asyncio.create_task(lone.renderer.render(slow, HI)) for _ in range(3)]
+        kept = asyncio.create_task(lone.renderer.render(template("kept"), HI))
+        await wait_until_busy(worker)
+        for task in cancelled:
             task.cancel()
-        assert await stays == "stays"
-        assert all(task.cancelled() for task in gone)
-        assert await pid(renderer) == first
+        assert await kept == "kept"
+        assert all(task.cancelled() for task in cancelled)
+        assert lone.find_workers() == [worker]
 
-    run(body)
-
-
-def test_many_at_once() -> None:
-    async def body(renderer: TemplateRenderer) -> None:
-        chats = [[{"role": "user", "content": f"Größe {i} 日本語 👍🏽"}] for i in range(50)]
-        source = template("{{ messages[0].content }}")
-        answers = await asyncio.gather(*[renderer.render(source, chat) for chat in chats])
-        assert answers == [chat[0]["content"] for chat in chats]
-
-    run(body)
+    run(work())
 
 
-def test_a_large_chat() -> None:
-    chat = [{"role": "user", "content": "x" * 1000}] * 3000
-
-    async def body(renderer: TemplateRenderer) -> None:
-        assert (
-            await renderer.render(template("{% for m in messages %}{{ m.content }}{% endfor %}"), chat)
-            == "x" * 3 * 10**6
-        )
-
-    run(body)
-
-
-def test_thousands_of_messages_are_written_in_turns() -> None:
-    chat = [{"role": "user", "content": f"Größe {i}"} for i in range(2 * MANY + 1)]
-
-    async def body(renderer: TemplateRenderer) -> None:
-        turns = [0]
-
-        async def count() -> None:
-            while True:
-                turns[0] += 1
-                await asyncio.sleep(0)
-
-        counting = asyncio.create_task(count())
-        frame = await _to_frame(template("x"), chat, {"name": "value"})
-        counting.cancel()
-        assert turns[0] == 2
-        request = json.loads(frame)
-        assert request == {"source": "x", "variables": {**SPECIAL, "name": "value"}, "messages": chat}
-        source = "{% for m in messages %}{{ m.content }}{% endfor %}"
-        assert await renderer.render(template(source), chat) == "".join(each["content"] for each in chat)
-
-    run(body)
-
-
-def test_closing_ends_who_waits() -> None:
-    async def body(renderer: TemplateRenderer) -> None:
-        process = await pid(renderer)
-        renders = [asyncio.create_task(renderer.render(template(ENDLESS), HI)) for _ in range(3)]
-        while renderer._running is None:
-            await asyncio.sleep(0)
-        await renderer.close()
+def test_closing_the_sandbox_fails_waiting_renders_as_busy(lone: Lone) -> None:
+    async def work() -> None:
+        worker = await lone.start_worker()
+        renders = [asyncio.create_task(lone.renderer.render(template(ENDLESS), HI)) for _ in range(3)]
+        await wait_until_busy(worker)
+        await asyncio.to_thread(lone.sandbox.close)
         for error in await asyncio.gather(*renders, return_exceptions=True):
             assert isinstance(error, BusyError)
             assert "stopping" in str(error)
-        with pytest.raises(ProcessLookupError):
-            os.kill(process, 0)
+        assert not worker.is_running()
         with pytest.raises(BusyError, match="stopping"):
-            await renderer.render(template("x"), HI)
+            await lone.renderer.render(template("x"), HI)
 
-    run(body)
+    run(work())
 
 
-def test_it_knows_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_has_no_secrets(lone: Lone, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    start, environments = asyncio.create_subprocess_exec, []
-
-    async def spy(*command: str, env: dict[str, str], **options: Any) -> Any:
-        environments.append(env)
-        return await start(*command, env=env, **options)
-
-    monkeypatch.setattr("asyncio.create_subprocess_exec", spy)
-    run(lambda renderer: renderer.start())
-    assert len(environments) == 1
-    assert "HF_TOKEN" not in environments[0]
+    monkeypatch.setenv("LANG", "C.UTF-8")
+    environment = run(lone.start_worker()).environ()
+    assert environment["LANG"] == "C.UTF-8"
+    assert "HF_TOKEN" not in environment
+    assert set(environment) < {*os.environ, "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "HF_HUB_OFFLINE"}
 
 
-def test_a_process_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(BusyError, match="does not start"):
-        run(lambda renderer: renderer.render(template("x"), HI))
-
-
-def test_frames_that_are_too_long_are_not_read() -> None:
-    async def body(renderer: TemplateRenderer) -> None:
-        await renderer.start()
-        process = renderer._process
-        assert process is not None
-        assert process.stdout is not None
-        process.stdout.feed_data(struct.pack(">I", 2**32 - 1))
-        with pytest.raises(TemplateError, match="ended the process"):
-            await renderer.render(template("x"), HI)
-        assert await renderer.render(template("x"), HI) == "x"
-
-    run(body)
-
-
-def test_it_ends_itself_when_there_is_no_parent_to_do_it() -> None:
-    request = json.dumps({"source": ENDLESS, "messages": HI, "variables": {}}).encode()
-    frame = struct.pack(">I", len(request)) + request
-    command = [sys.executable, "-m", "lorax_server.text.template_program", "1000", str(2**29), "0.05"]
-    done = subprocess.run(command, input=frame, capture_output=True, check=False)
-    assert done.returncode == -signal.SIGPROF
-
-
-def test_it_ends_when_nothing_more_can_come() -> None:
-    command = [sys.executable, "-m", "lorax_server.text.template_program", "1000", str(2**29), "60"]
-    done = subprocess.run(command, input=b"\0\0", capture_output=True, check=True)
-    assert (done.stdout, done.stderr) == (bytes(4), b"")
-
-
-def test_variables_may_have_any_name() -> None:
-    names = {"self": 1, "template": 2, "messages": 3, "source": 4}
-    source = "{{ template }}{{ source }}{{ messages[0].content }}"
-    assert run(lambda renderer: renderer.render(template(source), HI, **names)) == "24Hi"
-
-
-def test_it_imports_jinja_and_nothing_heavy() -> None:
-    modules = imported_by("import lorax_server.text.template_program")
+def test_worker_imports_jinja_and_nothing_heavy() -> None:
+    modules = imported_by("import lorax_server.sandbox.worker, lorax_server.text.render_task")
     assert "jinja2" in modules
     assert not modules & {"torch", "numpy", "transformers", "tokenizers", "asyncio.base_events", "msgspec"}
