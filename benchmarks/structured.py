@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -32,6 +32,7 @@ from lorax_server.build import build_engine, build_vocabulary
 from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.engine.engine import Engine
 from lorax_server.errors import InputError
+from lorax_server.machine import shorten_turns
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.structured_output.grammars import from_grammar, from_json_schema, from_regex
 from lorax_server.structured_output.manager import MAX_FORCED
@@ -118,16 +119,14 @@ class Bench:
         )
         self._table = load_tokenizer(model).token_table()
         self._trials = GrammarTrials(sandbox)
-        self._thread = ThreadPoolExecutor(1)
         self._ids = itertools.count(1)
 
     def close(self) -> None:
-        self._thread.shutdown()
         self.engine.close()
 
     def check(self, structure: Structure) -> "Future[Structure]":
         """Start a trial compile."""
-        return self._thread.submit(self._trials.check_now, structure, self._table)
+        return self._trials.submit(structure, self._table)
 
     def add(
         self,
@@ -377,6 +376,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
     args = parser.parse_args()
+    shorten_turns()  # as the engine process does
     with tempfile.TemporaryDirectory() as folder, closing(Sandbox()) as sandbox:
         bench = Bench(make_model(Path(folder) / "model"), sandbox)
         try:

@@ -71,7 +71,7 @@ class LLM:
             self._tokenizer = load_tokenizer(path)
         self._eos_token_ids = load_generation_defaults(path).eos_token_ids
         self._sandbox = Sandbox(1)
-        self._trials, self._trial_lock = GrammarTrials(self._sandbox), threading.Lock()
+        self._trials = GrammarTrials(self._sandbox)
         self._tokenizers = AdapterTokenizers(self._tokenizer, path, self._sandbox)
         self._lock = threading.Lock()  # guards all below
         config = EngineConfig(ModelConfig(path, dtype=dtype, device=device, quantize=quantize), **settings)
@@ -209,8 +209,7 @@ class LLM:
                 tokenizer, identity = self._tokenizers.find(resolved), resolved.identity
             ids = encode_prompt(tokenizer, prompt)
             if structure is not None:
-                with self._trial_lock:
-                    structure = self._trials.check_now(structure, tokenizer.token_table())
+                structure = self._trials.submit(structure, tokenizer.token_table()).result()
         except LoraxError as error:
             failure = failure or error
         stop = stop or StopParams()

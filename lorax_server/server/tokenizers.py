@@ -118,7 +118,8 @@ class Tokenizers:
         """Try a grammar in the sandbox. Return it with its size, and the vocabulary if it is not the base model's."""
         is_of_base = tokenizer.shares_vocabulary(self.base)
         table = await self._reading.run(tokenizer.token_table)
-        return await self._trials.check(structure, table, tenant), None if is_of_base else table
+        tried = self._trials.submit(structure, table, tenant)
+        return await asyncio.wrap_future(tried), None if is_of_base else table
 
     # --- Tokenizers of adapters ---------------------------------------------------------------------------------------
 

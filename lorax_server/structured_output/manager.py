@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cachetools import LRUCache
 
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 MAX_THREADS = 4  # for masks
 CACHE_BYTES = 2**28  # compiled grammars
-GRAMMAR_BYTES = 2**20  # least weight of a compiled grammar, for the lexer states that completions add
-MAX_SHARED_TOKENS = 20_000  # consumed by all completions of a compiled grammar, until it is compiled again
+GRAMMAR_BYTES, TOKEN_BYTES = 2**20, 2**11  # weight of a compiled grammar, and of each token consumed (lexer states)
+MAX_SHARED_TOKENS = 2**13  # consumed by all completions of a compiled grammar, until it is compiled again
 MAX_FORCED = 32  # tokens that are consumed ahead of the model
 FORCED_S = 0.003  # CPU time for them at a stretch: the forward may need the same cores
 COMPILE_NICENESS = 10  # forwards go first, but compiling must finish on a busy machine
@@ -51,6 +51,11 @@ class Settled(NamedTuple):
 def find_num_threads(device: str) -> int:
     """Return the number of mask threads: fewer on a CPU, where the model needs the same cores."""
     return max(1, min(MAX_THREADS, count_cores() // (8 if device == "cpu" else 4)))
+
+
+def _weigh(compiled: CompiledGrammar) -> int:
+    """Estimate the bytes of a compiled grammar: its trial's measure, and growth by use."""
+    return compiled.num_bytes + GRAMMAR_BYTES + TOKEN_BYTES * compiled.num_tokens
 
 
 class _Completion:
@@ -88,7 +93,7 @@ class StructuredOutput:
         self._completions: dict[int, _Completion] = {}
         self._changed = threading.Condition()  # guards all below
         self._vocabularies = Vocabularies()
-        self._compiled: LRUCache[_Key, tuple[CompiledGrammar, int]] = LRUCache(CACHE_BYTES, lambda entry: entry[1])
+        self._compiled: LRUCache[_Key, CompiledGrammar] = LRUCache(CACHE_BYTES, _weigh)
         self._waiting: dict[_Key, list[_Completion]] = {}  # for a compile
         self._settled: deque[Settled] = deque()
         self._missing: set[int] = set()  # requests whose masks `gather` waits for
@@ -123,12 +128,12 @@ class StructuredOutput:
         with self._changed:
             self._vocabularies.acquire(request.vocabulary, request.request_id, request.tenant)
             self._completions[request.request_id] = completion
-            compiled, _ = self._compiled.get(key, (None, 0))
+            compiled = self._compiled.get(key)
             if compiled is not None and compiled.num_tokens > MAX_SHARED_TOKENS:
                 del self._compiled[key]
                 compiled = None
             if compiled is not None:
-                thread.put([(FAST, partial(self._start_completion, completion, compiled))])
+                thread.put([self._make_job(completion, FAST, self._start_completion, compiled)])
             else:
                 self._wait_for_compile(completion)
 
@@ -151,8 +156,7 @@ class StructuredOutput:
                 continue  # it has failed
             if not following.forced:
                 completion.next = None
-                assert completion.state is not None
-                priority = SLOW if completion.state.is_slow else FAST
+                priority = SLOW if completion.state is not None and completion.state.is_slow else FAST
                 jobs.setdefault(completion.thread, []).append((priority, partial(self._consume, completion, token_id)))
             elif (expected := following.forced.pop(0)) != token_id:
                 error = EngineError(f"token {token_id} was sampled where the grammar forces {expected}")
@@ -168,6 +172,8 @@ class StructuredOutput:
             with self._changed:
                 completion.has_ended = True
                 self._vocabularies.release(completion.key[0], request_id)
+                if (compiled := self._compiled.get(completion.key)) is not None:
+                    self._store(completion.key, compiled)  # it has grown
 
     def gather(
         self, request_ids: Collection[int], wait_s: float, alone_s: float = 0.0, num_others: int = 0
@@ -224,14 +230,19 @@ class StructuredOutput:
             compiled = error
         with self._changed:
             waiting = [each for each in self._waiting.pop(key) if not each.has_ended]
-            weight = num_bytes + GRAMMAR_BYTES
-            if isinstance(compiled, CompiledGrammar) and weight <= self._compiled.maxsize:
-                self._compiled[key] = compiled, weight
+            if not isinstance(compiled, LoraxError):
+                compiled.num_bytes = num_bytes
+                self._store(key, compiled)
         if isinstance(compiled, LoraxError):
             self._fail(waiting, compiled)
             return
         for completion in waiting:
-            completion.thread.put([(FAST, partial(self._start_completion, completion, compiled))])
+            completion.thread.put([self._make_job(completion, FAST, self._start_completion, compiled)])
+
+    def _store(self, key: _Key, compiled: CompiledGrammar) -> None:
+        self._compiled.pop(key, None)
+        if _weigh(compiled) <= self._compiled.maxsize:
+            self._compiled[key] = compiled
 
     def _try_compile(self, key: _Key) -> CompiledGrammar:
         digest, grammar = key
@@ -265,9 +276,23 @@ class StructuredOutput:
 
     # --- Masks, on the completion's mask thread -----------------------------------------------------------------------
 
+    def _make_job(
+        self, completion: _Completion, priority: int, work: Callable[..., None], *args: Any
+    ) -> tuple[int, Job]:
+        """Return a mask job with its priority. A completion whose job fails unexpectedly fails, too."""
+
+        def run() -> None:
+            if completion.has_ended:
+                return
+            try:
+                work(completion, *args)
+            except BaseException as error:  # including Rust panics
+                logger.exception("request %d: its mask cannot be computed", completion.request_id)
+                self._fail([completion], EngineError(f"internal error: {type(error).__name__}"))
+
+        return priority, run
+
     def _start_completion(self, completion: _Completion, compiled: CompiledGrammar) -> None:
-        if completion.has_ended:
-            return
         vocabulary = compiled.vocabulary
         if not any(token_id < vocabulary.num_ids for token_id in completion.ending.eos):
             self._fail([completion], InputError("the model has no end-of-sequence token in its vocabulary"))
@@ -282,14 +307,12 @@ class StructuredOutput:
     def _consume(self, completion: _Completion, token_id: int) -> None:
         """Consume a token, and then forced tokens one by one, with other completions in between."""
         state = completion.state
-        if completion.has_ended or state is None:
-            return
+        assert state is not None
         try:
             state.consume(token_id)
         except GrammarError as error:
             with self._changed:
-                compiled, _ = self._compiled.get(completion.key, (None, 0))
-                if compiled is state.compiled:
+                if self._compiled.get(completion.key) is state.compiled:
                     del self._compiled[completion.key]
             # The completions before it may have used up the limits of the grammar, but not its own time.
             if state.compiled.num_completions > 1 and not isinstance(error, SlowGrammarError):
@@ -309,8 +332,8 @@ class StructuredOutput:
             self._publish(completion)
             return
         completion.ahead.append(forced)
-        job = partial(self._consume, completion, forced)
-        completion.thread.put([(SLOW if state.is_slow else FAST, job)])
+        priority = SLOW if state.is_slow else FAST
+        completion.thread.put([self._make_job(completion, priority, self._consume, forced)])
 
     def _stop_following(self, completion: _Completion, state: GrammarState, error: GrammarError) -> None:
         """Fail a completion, or let it fail when it reaches the forced token that could not be consumed."""
@@ -329,7 +352,7 @@ class StructuredOutput:
         except LoraxError as error:
             self._fail([completion], error)
             return
-        completion.thread.put([(SLOW, partial(self._repeat, completion, state, compiled))])
+        completion.thread.put([self._make_job(completion, SLOW, self._repeat, state, compiled)])
 
     def _repeat(self, completion: _Completion, state: GrammarState, compiled: CompiledGrammar) -> None:
         try:

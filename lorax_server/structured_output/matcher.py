@@ -67,6 +67,7 @@ class CompiledGrammar:
         self.may_end = vocabulary.take_end(self.mask)
         if not self.may_end and not self.mask.any():
             raise GrammarError(NO_TEXT)
+        self.num_bytes = 0  # as measured by its trial
         self.num_completions = 0
         self.num_tokens = 0
 

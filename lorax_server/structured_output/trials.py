@@ -1,8 +1,7 @@
 """Trial compiles: a grammar goes to the engine only after the sandbox has compiled it under limits."""
 
-import asyncio
 import json
-from collections.abc import Sequence
+import threading
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -28,57 +27,47 @@ _Key = tuple[str, str]  # a vocabulary's digest, a grammar
 
 
 class GrammarTrials:
-    """Try grammars once each and remember the results. Belongs to one thread or event loop."""
+    """Try grammars once each and remember the results. Any thread may use it."""
 
     def __init__(self, sandbox: Sandbox, task: Task = TRIAL) -> None:
         self._sandbox = sandbox
         self._task = task
+        self._lock = threading.Lock()  # guards all below
         self._passed: LRUCache[_Key, int] = LRUCache(MAX_PASSED)  # bytes that the compiled grammar takes
         self._rejected: TTLCache[_Key, str] = TTLCache(MAX_REJECTED, REJECT_S)
-        self._running: dict[_Key, Future[bytes]] = {}
 
-    async def check(self, structure: Structure, table: TokenTable, tenant: str = "") -> Structure:
-        """Return the structure with its size. Raise `InputError` if it cannot be compiled under the limits."""
-        known = self._recall(structure, table)
-        if known is not None:
-            return known
-        future = self._submit(structure, table, tenant)
-        await asyncio.wait([asyncio.wrap_future(future)])
-        return self._conclude(structure, table, future)
+    def submit(self, structure: Structure, table: TokenTable, tenant: str = "") -> "Future[Structure]":
+        """Return the structure with its size, or an `InputError` if it cannot be compiled under the limits."""
+        key, result = (table.digest, structure.grammar), Future[Structure]()
+        with self._lock:
+            num_bytes, rejection = self._passed.get(key), self._rejected.get(key)
+        if num_bytes is not None:
+            result.set_result(replace(structure, num_bytes=num_bytes))
+        elif rejection is not None:
+            result.set_exception(InputError(rejection))
+        else:
+            special_tokens = list(zip(table.special_ids, table.special_tokens, strict=True))
+            args = structure.grammar, len(table.lengths) // 4, special_tokens
+            trial = self._sandbox.submit(self._task, *args, tenant=tenant)
+            trial.add_done_callback(lambda done: self._conclude(done, key, structure, result))
+        return result
 
-    def check_now(self, structure: Structure, table: TokenTable) -> Structure:
-        """Do the same for a caller without an event loop."""
-        known = self._recall(structure, table)
-        if known is not None:
-            return known
-        return self._conclude(structure, table, self._submit(structure, table, ""))
-
-    def _recall(self, structure: Structure, table: TokenTable) -> Structure | None:
-        key = table.digest, structure.grammar
-        if (rejection := self._rejected.get(key)) is not None:
-            raise InputError(rejection)
-        num_bytes = self._passed.get(key)
-        return None if num_bytes is None else replace(structure, num_bytes=num_bytes)
-
-    def _submit(self, structure: Structure, table: TokenTable, tenant: str) -> "Future[bytes]":
-        """Start a trial, or join one that is running: n completions of a request have one grammar."""
-        key = table.digest, structure.grammar
-        running = self._running.get(key)
-        if running is None:
-            args = structure.grammar, len(table.lengths) // 4, _list_special(table)
-            running = self._running[key] = self._sandbox.submit(self._task, *args, tenant=tenant)
-            running.add_done_callback(lambda _: self._running.pop(key, None))
-        return running
-
-    def _conclude(self, structure: Structure, table: TokenTable, future: "Future[bytes]") -> Structure:
-        key = table.digest, structure.grammar
+    def _conclude(self, trial: "Future[bytes]", key: _Key, structure: Structure, result: "Future[Structure]") -> None:
+        if not result.set_running_or_notify_cancel():
+            return
         try:
-            num_bytes = int(json.loads(future.result())["num_bytes"])
+            num_bytes = int(json.loads(trial.result())["num_bytes"])
         except (TaskError, TaskKilledError) as error:
-            self._rejected[key] = rejection = _describe(error)
-            raise InputError(rejection) from error
-        self._passed[key] = num_bytes
-        return replace(structure, num_bytes=num_bytes)
+            rejection = _describe(error)
+            with self._lock:
+                self._rejected[key] = rejection
+            result.set_exception(InputError(rejection))
+        except BaseException as error:
+            result.set_exception(error)
+        else:
+            with self._lock:
+                self._passed[key] = num_bytes
+            result.set_result(replace(structure, num_bytes=num_bytes))
 
 
 def _describe(error: Exception) -> str:
@@ -87,7 +76,3 @@ def _describe(error: Exception) -> str:
     if isinstance(error, TaskKilledError):
         return "the grammar is too deep or too large to compile; simplify it"
     return str(error)
-
-
-def _list_special(table: TokenTable) -> Sequence[tuple[int, bytes]]:
-    return list(zip(table.special_ids, table.special_tokens, strict=True))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import jsonschema
 import pytest
 
 from lorax_server.engine import engine
-from lorax_server.errors import BusyError, InputError
+from lorax_server.errors import InputError
 from lorax_server.generation.generation import Completion
 from lorax_server.llm import LLM
 from lorax_server.structured_output.grammars import from_choices, from_grammar, from_json_schema, from_regex
@@ -354,19 +353,6 @@ def test_several_ranks_give_the_same_answers(world: World, expected: list[list[i
     with LLM(world.model, tensor_parallel=2, **SETTINGS) as both:
         answers = both.generate(PROMPTS[:2], drawn(2), LONG, structure=[WORDS, FORMS["json"]])
     assert [answer.token_ids for answer in answers] == expected[:2]
-
-
-def test_when_the_process_ends_its_answers_fail_and_the_next_have_a_new_one(llm: LLM) -> None:
-    structures = llm._engine._structured_output
-    assert structures is not None
-    stream = llm.stream("the", drawn(1)[0], LONG, structure=from_regex("[a-z ]{90,95}"))
-    next(stream)
-    for process in chain(*structures._processes.values()):
-        process.kill()
-    with pytest.raises(BusyError, match="try again"):
-        list(stream)
-    (answer,) = llm.generate("the", drawn(1), LONG, structure=FORMS["json"])
-    check(answer, PERSON)
 
 
 def test_the_demo_model_keeps_to_the_schema_of_its_example_at_any_temperature() -> None:

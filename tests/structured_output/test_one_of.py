@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal, Optional
 
 import jsonschema
 import pytest
+from lorax_server.structured_output.matchers import GrammarError, compile_grammar
 from pydantic import BaseModel, Field, TypeAdapter
 
 from lorax_server.errors import InputError
 from lorax_server.structured_output.grammars import from_json_schema
-from lorax_server.structured_output.matchers import GrammarError, compile_grammar
 from lorax_server.structured_output.one_of import MAX_STEPS, _Joiner, join_disjoint
 from lorax_server.structured_output.vocabulary import Vocabulary
 from lorax_server.text.tokenizer import TextTokenizer

@@ -1,0 +1,114 @@
+"""Stands in for the engine: follows completions with tokens that the masks allow."""
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+
+from lorax_server.build import build_vocabulary
+from lorax_server.errors import LoraxError
+from lorax_server.sandbox.sandbox import Sandbox
+from lorax_server.structured_output.manager import StructuredOutput
+from lorax_server.structured_output.trials import GrammarTrials
+from lorax_server.structured_output.vocabulary import Words
+from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
+from lorax_server.types import Request, SamplingParams, StopParams, Structure, TokenTable
+
+EOS_ID = 1
+STOP = StopParams(max_new_tokens=1000, eos_token_ids=frozenset([EOS_ID]))
+TIMEOUT_S = 120.0
+
+
+def list_allowed(words: Words) -> list[int]:
+    return [int(each) for each in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]
+
+
+class Driver:
+    """Starts requests and advances them, as the engine would."""
+
+    def __init__(self, model: Path, sandbox: Sandbox | None = None, num_threads: int = 1) -> None:
+        self.tokenizer: TextTokenizer = load_tokenizer(model)
+        self.structured_output = StructuredOutput(lambda: build_vocabulary(model), num_threads)
+        self.news = threading.Event()
+        self.structured_output.on_news = self.news.set
+        self._trials = None if sandbox is None else GrammarTrials(sandbox)
+        self._next_id = 0
+        self._settled: dict[int, LoraxError | None] = {}
+
+    def close(self) -> None:
+        self.structured_output.close()
+
+    def check(self, structure: Structure, tenant: str = "") -> "Future[Structure]":
+        """Try a grammar in the sandbox, as the API process does before the engine gets it."""
+        assert self._trials is not None
+        return self._trials.submit(structure, self.tokenizer.token_table(), tenant)
+
+    def begin(
+        self,
+        structure: Structure,
+        *,
+        stop: StopParams = STOP,
+        fast_forward: bool = False,
+        vocabulary: TokenTable | None = None,
+        tenant: str = "",
+    ) -> int:
+        self._next_id += 1
+        request = Request(
+            self._next_id,
+            [0],
+            SamplingParams(),
+            stop,
+            structure=structure,
+            vocabulary=vocabulary,
+            tenant=tenant,
+        )
+        self.structured_output.begin(request, 10**6 if fast_forward else 0)
+        return self._next_id
+
+    def settle(self, request_id: int) -> LoraxError | None:
+        """Wait until a request has its first mask. Return its error."""
+        while request_id not in self._settled:
+            assert self.news.wait(TIMEOUT_S), "the request is neither rejected nor started"
+            self.news.clear()
+            self._settled |= dict(self.structured_output.take_settled())
+        return self._settled[request_id]
+
+    def start(self, structure: Structure, **options: object) -> int:
+        request_id = self.begin(structure, **options)  # type: ignore[arg-type]
+        assert self.settle(request_id) is None
+        return request_id
+
+    def find_error(self, request_id: int) -> LoraxError | None:
+        """Return the error of a request that has started."""
+        errors = dict(self.structured_output.take_settled())
+        return errors.get(request_id)
+
+    def allowed(self, request_id: int) -> list[int]:
+        """Wait for the next mask and list its tokens; none if the completion has failed."""
+        found = self.structured_output.gather([request_id], TIMEOUT_S).get(request_id)
+        return [] if found is None else list_allowed(found.words)
+
+    def consume(self, request_id: int, *token_ids: int) -> None:
+        for token_id in token_ids:
+            assert token_id in self.allowed(request_id), self.tokenizer.decode([token_id])
+            self.structured_output.advance([(request_id, token_id)])
+
+    def write(self, request_id: int, text: str) -> None:
+        """Consume a text character by character, in tokens of one character each."""
+        for character in text:
+            (token_id,) = self.tokenizer.encode(character, add_special_tokens=False)
+            self.consume(request_id, token_id)
+
+    def advance(self, request_id: int, random: np.random.Generator) -> bool:
+        """Consume a random allowed token. Return False if the completion has ended or failed."""
+        allowed = self.allowed(request_id)
+        token_id = int(random.choice(allowed)) if allowed else EOS_ID
+        if token_id == EOS_ID:
+            return False
+        self.structured_output.advance([(request_id, token_id)])
+        return True
+
+    def end(self, *request_ids: int) -> None:
+        for request_id in request_ids:
+            self.structured_output.end(request_id)

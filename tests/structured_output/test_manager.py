@@ -1,0 +1,351 @@
+"""Structured output as the engine uses it: masks, forced tokens, vocabularies and the cache of grammars."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lorax_server.errors import BusyError, EngineError, InputError, NotSupportedError, OverloadedError
+from lorax_server.structured_output import manager, matcher
+from lorax_server.structured_output.grammars import from_choices, from_json_schema, from_regex
+from lorax_server.structured_output.manager import StructuredOutput
+from lorax_server.structured_output.matcher import CompiledGrammar, GrammarError, GrammarState
+from lorax_server.structured_output.vocabulary import MAX_TENANT_VOCABULARIES, MAX_VOCABULARIES, Vocabulary
+from lorax_server.text.tokenizer import load_tokenizer
+from lorax_server.types import Request, SamplingParams, StopParams, TokenTable
+from tests.models.tiny import SERVED, make_model, make_tokenizer, save
+from tests.structured_output.driver import EOS_ID, STOP, TIMEOUT_S, Driver, list_allowed
+
+LETTERS = from_regex("[a-z]{50,60}")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model"), make_model(SERVED["llama"]()), make_tokenizer())
+
+
+@pytest.fixture
+def driver(model: Path) -> Iterator[Driver]:
+    made = Driver(model)
+    yield made
+    made.close()
+
+
+class Compiles:
+    """Counts the grammars that are compiled."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.grammars: list[str] = []
+        monkeypatch.setattr(manager, "CompiledGrammar", self._compile)
+
+    def _compile(self, vocabulary: Vocabulary, grammar: str) -> CompiledGrammar:
+        self.grammars.append(grammar)
+        return CompiledGrammar(vocabulary, grammar)
+
+
+class Gate:
+    """Holds up the masks of chosen requests, and records the order in which masks are computed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.order: list[GrammarState] = []
+        self.is_blocked, self.may_pass = threading.Event(), threading.Event()
+        consume = GrammarState.consume
+
+        def enter(state: GrammarState, *token_ids: int) -> None:
+            if not self.order:
+                self.is_blocked.set()
+                assert self.may_pass.wait(TIMEOUT_S)
+            self.order.append(state)
+            consume(state, *token_ids)
+
+        monkeypatch.setattr(GrammarState, "consume", enter)
+
+
+# --- Masks ------------------------------------------------------------------------------------------------------------
+
+
+def test_fast_masks_are_computed_before_slow_ones(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_stop = StopParams(max_new_tokens=100, min_new_tokens=1, eos_token_ids=frozenset([EOS_ID]))
+    monkeypatch.setattr(GrammarState, "is_slow", property(lambda state: state._ending.min_new_tokens == 1))
+    slow = [driver.start(from_regex(f"[a-z]{{{50 + i}}}"), stop=slow_stop) for i in range(3)]
+    fast = driver.start(LETTERS)
+    states = {each: driver.structured_output._completions[each].state for each in (*slow, fast)}
+    gate = Gate(monkeypatch)
+    token_id = driver.allowed(fast)[0]
+    driver.structured_output.advance([(each, driver.allowed(each)[0]) for each in slow])
+    assert gate.is_blocked.wait(TIMEOUT_S)
+    driver.structured_output.advance([(fast, token_id)])
+    gate.may_pass.set()
+    for each in (*slow, fast):
+        assert driver.allowed(each)
+    assert gate.order == [states[slow[0]], states[fast], states[slow[1]], states[slow[2]]]
+
+
+def test_gather_returns_without_late_masks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    late, ready = driver.start(LETTERS), driver.start(from_regex("[a-c]{9}"))
+    gate = Gate(monkeypatch)
+    driver.structured_output.advance([(late, driver.allowed(late)[0])])
+    assert gate.is_blocked.wait(TIMEOUT_S)
+    assert list(driver.structured_output.gather([late, ready], 0.0)) == [ready]
+    assert list(driver.structured_output.gather([late], 0.0, 0.001)) == []
+    gate.may_pass.set()
+    assert set(driver.structured_output.gather([late, ready], TIMEOUT_S)) == {late, ready}
+
+
+def test_late_mask_is_awaited_longer_while_no_sequence_could_continue(driver: Driver) -> None:
+    request_id = driver.start(LETTERS)
+    driver.structured_output.advance([(request_id, driver.allowed(request_id)[0])])
+    assert driver.structured_output.gather([request_id], 0.0, TIMEOUT_S)
+
+
+def test_eos_token_that_is_not_special_cannot_cut_off_the_text(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<|im_end|>"])  # as users add it: not special
+    eos_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tokenizer.save_pretrained(tmp_path)
+    driver = Driver(tmp_path)
+    try:
+        stop = StopParams(max_new_tokens=100, eos_token_ids=frozenset([eos_id]))
+        request_id = driver.start(from_json_schema({"type": "string"}), stop=stop)
+        driver.write(request_id, '"hel')
+        assert eos_id not in driver.allowed(request_id)
+        driver.write(request_id, 'lo"')
+        assert driver.allowed(request_id) == [eos_id]
+    finally:
+        driver.close()
+
+
+def test_completion_whose_masks_take_too_long_fails_alone(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, other = driver.start(LETTERS), driver.start(from_regex("[a-c]{9}"))
+    monkeypatch.setattr(matcher, "SPENT_S", -1.0)
+    monkeypatch.setattr(matcher, "TOKEN_S", -1.0)
+    driver.structured_output.advance([(slow, driver.allowed(slow)[0])])
+    assert driver.structured_output.gather([slow], TIMEOUT_S) == {}
+    monkeypatch.undo()
+    assert "ms per token" in str(driver.find_error(slow))
+    assert driver.advance(other, np.random.default_rng(0))
+
+
+def test_request_that_ends_while_its_grammar_compiles_leaves_nothing(driver: Driver) -> None:
+    first, ended, last = (driver.begin(LETTERS) for _ in range(3))
+    driver.end(ended)
+    assert driver.settle(first) is None
+    assert driver.settle(last) is None
+    assert ended not in driver.structured_output
+    assert ended not in dict(driver.structured_output.take_settled())
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_many_completions_with_and_without_a_shared_grammar(num_threads: int, model: Path) -> None:
+    driver, random = Driver(model, num_threads=num_threads), np.random.default_rng(0)
+    try:
+        grammars = [LETTERS] * 8 + [from_regex(f"[a-z]{{{20 + i},90}}") for i in range(8)]
+        request_ids = [driver.start(grammar) for grammar in grammars]
+        for _ in range(15):
+            found = driver.structured_output.gather(request_ids, TIMEOUT_S)
+            assert set(found) == set(request_ids)
+            tokens = [(each, int(random.choice(list_allowed(following.words)))) for each, following in found.items()]
+            assert all(token_id != EOS_ID for _, token_id in tokens)
+            driver.structured_output.advance(tokens)
+    finally:
+        driver.close()
+
+
+# --- Forced tokens ----------------------------------------------------------------------------------------------------
+
+
+def test_forced_tokens_are_consumed_ahead(driver: Driver) -> None:
+    request_id = driver.start(from_regex("[ab]Q{12}[ab]"), fast_forward=True)
+    driver.consume(request_id, driver.allowed(request_id)[0])
+    following = driver.structured_output.gather([request_id], TIMEOUT_S)[request_id]
+    assert driver.tokenizer.decode(following.forced) == "Q" * 12
+    assert driver.tokenizer.decode([list_allowed(following.words)[0]]) == "a"
+
+
+def test_forced_tokens_are_limited_at_a_stretch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "MAX_FORCED", 5)
+    request_id = driver.start(from_regex("[ab]Q{12}[ab]"), fast_forward=True)
+    driver.consume(request_id, driver.allowed(request_id)[0])
+    following = driver.structured_output.gather([request_id], TIMEOUT_S)[request_id]
+    assert len(following.forced) == 5
+    assert len(list_allowed(following.words)) == 1
+
+
+def test_token_that_is_not_the_forced_one_fails_its_request_alone(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong, right = (driver.start(from_regex("[ab]Q{6}[ab]{9}"), fast_forward=True) for _ in range(2))
+    for each in (wrong, right):
+        driver.consume(each, driver.allowed(each)[0])
+    found = driver.structured_output.gather([wrong, right], TIMEOUT_S)
+    bad, forced = found[wrong].forced[0] + 1, list(found[right].forced)
+    driver.structured_output.advance([(wrong, bad), *((right, token_id) for token_id in forced), (wrong, bad)])
+    assert isinstance(driver.find_error(wrong), EngineError)
+    assert f"token {bad} was sampled" in caplog.text
+    assert driver.structured_output.gather([wrong], TIMEOUT_S) == {}
+    assert driver.advance(right, np.random.default_rng(0))
+
+
+def test_failure_in_a_forced_token_counts_only_if_the_completion_gets_there(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consume, forced_id = GrammarState.consume, driver.tokenizer.encode("Q", add_special_tokens=False)[0]
+
+    def fail_late(state: GrammarState, *token_ids: int) -> None:
+        consume(state, *token_ids)
+        if state.history.count(forced_id) == 4:
+            raise GrammarError("too many states")
+
+    monkeypatch.setattr(GrammarState, "consume", fail_late)
+    request_id = driver.start(from_regex("[ab]Q{12}[ab]"), fast_forward=True)
+    driver.consume(request_id, driver.allowed(request_id)[0])
+    following = driver.structured_output.gather([request_id], TIMEOUT_S)[request_id]
+    assert len(following.forced) == 3
+    assert list_allowed(following.words) == [forced_id]
+    driver.structured_output.advance([(request_id, each) for each in [*following.forced, forced_id]])
+    assert driver.structured_output.gather([request_id], TIMEOUT_S) == {}
+    assert "too many states" in str(driver.find_error(request_id))
+
+
+# --- Compiled grammars ------------------------------------------------------------------------------------------------
+
+
+def test_grammar_is_compiled_once_for_requests_that_share_it(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiles = Compiles(monkeypatch)
+    request_ids = [driver.begin(LETTERS) for _ in range(4)]
+    assert [driver.settle(each) for each in request_ids] == [None] * 4
+    driver.start(LETTERS)
+    assert len(compiles.grammars) == 1
+
+
+def test_cache_of_grammars_is_bounded_in_bytes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "CACHE_BYTES", 40 * 2**20)
+    driver, compiles = Driver(model), Compiles(monkeypatch)
+    try:
+        sized = [replace(from_choices([f"choice {i}"]), num_bytes=15 * 2**20) for i in range(3)]
+        for structure in (*sized, sized[2], sized[1], sized[0]):  # the first was evicted by the third
+            driver.end(driver.start(structure))
+        assert [compiles.grammars.count(each.grammar) for each in sized] == [2, 1, 1]
+        too_large = replace(from_choices(["other"]), num_bytes=50 * 2**20)
+        for _ in range(2):
+            driver.end(driver.start(too_large))
+        assert compiles.grammars.count(too_large.grammar) == 2
+    finally:
+        driver.close()
+
+
+def test_grammar_is_compiled_again_after_many_tokens(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "MAX_SHARED_TOKENS", 10)
+    compiles, random = Compiles(monkeypatch), np.random.default_rng(0)
+    for _ in range(4):
+        request_id = driver.start(LETTERS)
+        for _ in range(6):
+            driver.advance(request_id, random)
+        assert driver.allowed(request_id)
+        driver.end(request_id)
+    assert len(compiles.grammars) == 2
+
+
+def test_grammar_that_fails_is_dropped_and_the_completion_repeated(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit that earlier completions used up must not fail a later one."""
+    compiles, consume = Compiles(monkeypatch), GrammarState.consume
+
+    def fail_when_shared(state: GrammarState, *token_ids: int) -> None:
+        if state.compiled.num_completions > 1 and len(state.history) == 3:
+            raise GrammarError("too many states")
+        consume(state, *token_ids)
+
+    driver.start(LETTERS)
+    monkeypatch.setattr(GrammarState, "consume", fail_when_shared)
+    request_id = driver.start(LETTERS)
+    driver.write(request_id, "abcdefg")
+    assert driver.allowed(request_id)
+    assert driver.find_error(request_id) is None
+    assert len(compiles.grammars) == 2
+    driver.start(LETTERS)
+    assert len(compiles.grammars) == 3
+
+
+def test_panic_of_the_library_fails_its_grammar_alone(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        """Not an Exception, like pyo3's."""
+
+    def panic(vocabulary: Vocabulary, grammar: str) -> CompiledGrammar:
+        if grammar == LETTERS.grammar:
+            raise Panic("index out of bounds")
+        return CompiledGrammar(vocabulary, grammar)
+
+    monkeypatch.setattr(manager, "CompiledGrammar", panic)
+    error = driver.settle(driver.begin(LETTERS))
+    assert isinstance(error, InputError)
+    assert "index out of bounds" in str(error)
+    driver.start(from_regex("[a-c]{9}"))
+
+
+# --- Vocabularies -----------------------------------------------------------------------------------------------------
+
+
+def make_table(driver: Driver, number: int) -> TokenTable:
+    return driver.tokenizer.token_table()._replace(digest=f"adapter {number}")
+
+
+def test_adapter_vocabularies_never_displace_the_base_vocabulary(driver: Driver) -> None:
+    busy = [
+        driver.start(LETTERS, vocabulary=make_table(driver, number), tenant=f"tenant {number}")
+        for number in range(MAX_VOCABULARIES)
+    ]
+    with pytest.raises(BusyError, match="tokenizers of their own"):
+        driver.begin(LETTERS, vocabulary=make_table(driver, 100), tenant="another tenant")
+    assert driver.advance(driver.start(LETTERS, tenant="another tenant"), np.random.default_rng(0))
+    driver.end(busy[0])
+    driver.start(LETTERS, vocabulary=make_table(driver, 100), tenant="another tenant")  # it evicts an idle one
+
+
+def test_one_tenant_cannot_use_all_adapter_vocabularies(driver: Driver) -> None:
+    busy = [
+        driver.start(LETTERS, vocabulary=make_table(driver, number), tenant="greedy")
+        for number in range(MAX_TENANT_VOCABULARIES)
+    ]
+    with pytest.raises(OverloadedError, match="one client"):
+        driver.begin(LETTERS, vocabulary=make_table(driver, 100), tenant="greedy")
+    driver.start(LETTERS, vocabulary=make_table(driver, 0), tenant="greedy")  # a vocabulary that it uses already
+    driver.start(LETTERS, vocabulary=make_table(driver, 101), tenant="other")
+    driver.end(busy[1])
+    driver.start(LETTERS, vocabulary=make_table(driver, 100), tenant="greedy")
+
+
+def test_vocabulary_that_cannot_be_built_is_reported() -> None:
+    calls = []
+
+    def build() -> Vocabulary:
+        calls.append(1)
+        raise NotSupportedError("its tokens are not bytes")
+
+    structured_output = StructuredOutput(build)
+    try:
+        settled = threading.Event()
+        structured_output.on_news = settled.set
+        structured_output.begin(Request(1, [0], SamplingParams(), STOP, structure=LETTERS))
+        assert settled.wait(TIMEOUT_S)
+        assert "not bytes" in str(dict(structured_output.take_settled())[1])
+        with pytest.raises(InputError, match="not bytes"):  # at once
+            structured_output.begin(Request(2, [0], SamplingParams(), STOP, structure=LETTERS))
+        assert len(calls) == 1
+    finally:
+        structured_output.close()
+
+
+def test_adapter_that_adds_tokens_may_use_them(tmp_path: Path, driver: Driver) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["abcdef", "ADDED"])
+    tokenizer.save_pretrained(tmp_path)
+    larger = load_tokenizer(tmp_path)
+    request_id = driver.start(LETTERS, vocabulary=larger.token_table())
+    allowed = driver.allowed(request_id)
+    assert tokenizer.convert_tokens_to_ids("abcdef") in allowed
+    assert tokenizer.convert_tokens_to_ids("ADDED") not in allowed
