@@ -2,26 +2,27 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
 
-from lorax_server.errors import ConfigError, InputError, SourceError
+from lorax_server.errors import BusyError, ConfigError, InputError, SourceError
 from lorax_server.files.adapter_files import tokenizer_files
 from lorax_server.files.plain_file import stamp_of
 from lorax_server.files.tokenizer_folder import TokenizerFolder
 from lorax_server.models.pretrained import eos_token_ids, load_generation_eos
-from lorax_server.text import conversion, conversion_program, tokenizer
-from lorax_server.text.chat_template import ENVIRONMENT
-from lorax_server.text.conversion import Converter
+from lorax_server.sandbox.sandbox import Sandbox
+from lorax_server.sandbox.task import ENVIRONMENT, Task, TaskError
+from lorax_server.text import convert_task, tokenizer
+from lorax_server.text.convert_task import CONVERT
 from lorax_server.text.generation_defaults import GenerationDefaults, load_generation_defaults
 from lorax_server.text.tokenizer import (
     PLAIN_CLASSES,
@@ -33,6 +34,8 @@ from lorax_server.text.tokenizer import (
 )
 from tests.optional import present
 from tests.test_imports import imported_by
+from tests.text.conversions import HANG, OVERFILL, PATIENT, RECORD
+from tests.text.sandbox_workers import find_workers
 from tests.text.test_real_tokenizers import REAL
 from tests.text.tokenizers import (
     BYTE_KINDS,
@@ -87,26 +90,51 @@ def vouch_for(folder: Path) -> TokenizerFolder:
 
 def load_adapter_tokenizer(folder: Path, base: TextTokenizer, base_folder: Path) -> TextTokenizer:
     files = vouch_for(folder)
-    return share_base_tokenizer(files, base, base_folder) or load_own_tokenizer(files, base_folder, Converter())
+    with closing(InlineSandbox(1)) as sandbox:
+        return share_base_tokenizer(files, base, base_folder) or load_own_tokenizer(files, base_folder, sandbox)
+
+
+@pytest.fixture(autouse=True)
+def _patient_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "CONVERT", PATIENT)
+
+
+class InlineSandbox(Sandbox):
+    """Run conversions in this process. In another, each would import transformers first."""
+
+    conversions: ClassVar[list[tuple[Any, ...]] | None] = None  # their arguments
+
+    def submit(self, task: Task, *args: Any, tenant: str = "") -> "Future[bytes]":
+        assert task.function == CONVERT.function
+        assert self.conversions is not None, "use the fixture `converts`"
+        self.conversions.append(args)
+        future: Future[bytes] = Future()
+        try:
+            future.set_result(convert_task.convert(*args))
+        except TaskError as error:
+            future.set_exception(error)
+        except Exception as error:
+            future.set_exception(TaskError(f"{type(error).__name__}: {error}"))
+        return future
 
 
 @pytest.fixture
-def converts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Convert without another process, which would import transformers each time; collect the commands."""
-    commands: list[list[str]] = []
+def converts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Convert in this process and collect the arguments of conversions."""
+    conversions: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(InlineSandbox, "conversions", conversions)
+    monkeypatch.setattr(tokenizer, "Sandbox", InlineSandbox)
+    # A conversion limits its process and changes its environment; here both are restored after the test.
+    monkeypatch.setattr("resource.setrlimit", lambda *_: None)
+    for name in ("HOME", "TMPDIR", "TIKTOKEN_CACHE_DIR"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    return conversions
 
-    def convert(_: Converter, command: list[str], out: Path) -> int:
-        commands.append(command)
-        try:
-            config = Path(command[5]) if command[5:] else None
-            conversion_program.convert(Path(command[3]), Path(command[4]), config)
-        except Exception as error:
-            (out / "log.txt").write_text(f"Traceback\n{error}\n")
-            return 1
-        return 0
 
-    monkeypatch.setattr("lorax_server.text.conversion.Converter._run", convert)
-    return commands
+@pytest.fixture
+def sandbox() -> Iterator[Sandbox]:
+    with closing(Sandbox(1)) as sandbox:
+        yield sandbox
 
 
 @pytest.fixture
@@ -241,7 +269,7 @@ REBUILT = ("llama", "llama of bytes", "qwen2", "gpt2", "bert", "t5", "no class",
 
 
 @pytest.mark.parametrize("kind", REBUILT)
-def test_tokenizers_that_transformers_builds_anew(kind: str, tmp_path: Path, converts: list[list[str]]) -> None:
+def test_tokenizers_that_transformers_builds_anew(kind: str, tmp_path: Path, converts: list[tuple[Any, ...]]) -> None:
     check_parity(rebuilt(tmp_path, kind))
     assert len(converts) == 1
 
@@ -255,92 +283,77 @@ def words_and_merges(folder: Path) -> Path:
     return folder
 
 
-def test_a_folder_without_tokenizer_json_is_converted_in_another_process(tmp_path: Path) -> None:
+def test_folder_without_tokenizer_json_is_converted_in_sandbox(tmp_path: Path) -> None:
     folder = words_and_merges(tmp_path)
     before = sorted(os.listdir(folder))
     check_parity(folder)
     assert sorted(os.listdir(folder)) == before
 
 
-def test_why_it_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    monkeypatch.setattr(
-        "lorax_server.text.conversion.sys.executable", script(tmp_path, "echo first >&2; echo the last >&2; exit 3")
-    )
-    with pytest.raises(ConfigError, match=r"no tokenizer that can be read: the last$"):
-        load_tokenizer(tmp_path)
-    monkeypatch.setattr("lorax_server.text.conversion.sys.executable", script(tmp_path, "exit 3"))
-    with pytest.raises(ConfigError, match="exit status 3"):
-        load_tokenizer(tmp_path)
-    monkeypatch.setattr("lorax_server.text.conversion.CONVERT_S", 0.05)
-    monkeypatch.setattr("lorax_server.text.conversion.sys.executable", script(tmp_path, "exec sleep 100"))
-    with pytest.raises(ConfigError, match="longer than"):
-        load_tokenizer(tmp_path)
+# --- Limits of conversions --------------------------------------------------------------------------------------------
 
 
-def test_the_converter_knows_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason_of_failed_conversion_is_truncated(
+    tmp_path: Path, converts: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise TaskError("a" * 9999)
+
+    monkeypatch.setattr(convert_task, "convert", fail)
+    with pytest.raises(ConfigError, match=r"cannot be converted: a{500}$") as raised:
+        load_tokenizer(words_and_merges(tmp_path))
+    assert str(raised.value).startswith(f"{tmp_path}: ")
+
+
+@pytest.mark.parametrize(
+    ("task", "reason"),
+    [
+        (PATIENT._replace(cpu_s=0.05), r"takes longer than 0\.05 s$"),  # importing transformers takes more
+        (OVERFILL, "[Ff]ile too large"),
+    ],
+)
+def test_conversion_has_limits(task: Task, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "CONVERT", task)
+    with pytest.raises(ConfigError, match=f"its tokenizer cannot be converted: .*{reason}"):
+        load_tokenizer(words_and_merges(tmp_path))
+
+
+def test_hanging_conversion_fails_as_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "CONVERT", HANG._replace(wall_s=0.1))
+    with pytest.raises(BusyError, match=r"took more than 0\.1 s"):
+        load_tokenizer(words_and_merges(tmp_path))
+
+
+def test_conversion_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("HOME", "/home/of/the/server")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
-    program = script(tmp_path, f"env > {tmp_path / 'env'}; exit 1")
-    monkeypatch.setattr("lorax_server.text.conversion.sys.executable", program)
-    (out := tmp_path / "out").mkdir()
-    with pytest.raises(ConfigError, match="exit status 1"):
-        Converter().convert(tmp_path, out, None)
-    seen = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines())
-    assert seen["HF_HUB_OFFLINE"] == "1"
-    assert seen["LD_LIBRARY_PATH"] == "/opt/lib"
-    assert seen["HOME"] == seen["TMPDIR"] == str(out)
-    ours = {"HF_HUB_OFFLINE", "TIKTOKEN_CACHE_DIR", "OMP_NUM_THREADS", "HOME", "TMPDIR"}
-    shells = {"PWD", "SHLVL", "OLDPWD", "_"}
-    assert set(seen) <= {*ENVIRONMENT, *ours, *shells}
+    monkeypatch.setattr(tokenizer, "CONVERT", RECORD)
+    with pytest.raises(ConfigError, match="all is recorded"):
+        load_tokenizer(words_and_merges(tmp_path))
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    environment = seen["environment"]
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    assert environment["LD_LIBRARY_PATH"] == "/opt/lib"
+    assert environment["HOME"] == environment["TMPDIR"] == seen["out"]
+    assert "HF_TOKEN" not in environment
+    assert seen["limits"] == {"RLIMIT_FSIZE": [convert_task.MAX_FILE_BYTES] * 2, "RLIMIT_CORE": [0, 0]}
+    ours = {"HF_HUB_OFFLINE", "TIKTOKEN_CACHE_DIR", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "HOME", "TMPDIR"}
+    assert {name for name, value in environment.items() if os.environ.get(name) == value} <= {*ENVIRONMENT, *ours}
 
 
-def test_the_converter_has_limits() -> None:
-    said = run_limited("import signal; print(*(resource.getrlimit(kind)[1] for kind in KINDS), signal.alarm(0))")
-    *limits, alarm_s = map(int, said.stdout.split())
-    assert limits == [conversion_program.MAX_MEMORY, conversion_program.MAX_WRITTEN, 0]
-    assert conversion.CONVERT_S < alarm_s <= conversion_program.ALARM_S
-    assert "MemoryError" in run_limited("bytearray(conversion_program.MAX_MEMORY)").stderr
+def test_closed_sandbox_starts_no_conversion(tmp_path: Path) -> None:
+    (sandbox := Sandbox(1)).close()
+    with pytest.raises(BusyError, match="the server is stopping"):
+        load_own_tokenizer(vouch_for(words_and_merges(tmp_path)), tmp_path, sandbox)
 
 
-def run_limited(then: str) -> subprocess.CompletedProcess[str]:
-    kinds = "KINDS = (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)"
-    imports = "import resource; from lorax_server.text import conversion_program"
-    code = f"{imports}; conversion_program.limit_process(); {kinds}; {then}"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-
-def test_what_the_converter_says_is_read_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = script(
-        tmp_path, "head -c 100000 /dev/zero | tr '\\0' b >&2; head -c 5000 /dev/zero | tr '\\0' a >&2; exit 1"
-    )
-    monkeypatch.setattr("lorax_server.text.conversion.sys.executable", program)
-    with pytest.raises(ConfigError, match=r": a{500}$") as raised:
-        Converter().convert(tmp_path, tmp_path, None)
-    assert len(str(raised.value)) < 500 + len(str(tmp_path)) + 100
-
-
-def test_a_converter_that_is_closed_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorax_server.text.conversion.sys.executable", str(tmp_path / "no program"))
-    (converter := Converter()).close()
-    with pytest.raises(ConfigError, match="the server is stopping"):
-        converter.convert(tmp_path, tmp_path, None)
-
-
-def script(folder: Path, body: str) -> str:
-    path = folder / "program"
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-def test_the_models_config_may_be_elsewhere(tmp_path: Path, converts: list[list[str]]) -> None:
+def test_the_models_config_may_be_elsewhere(tmp_path: Path, converts: list[tuple[Any, ...]]) -> None:
     model = save(tmp_path / "model", byte_level().tokenizer, model_type="qwen2")
     folder = save(tmp_path / "adapter", byte_level(500).tokenizer)
     base = load_tokenizer(save(tmp_path / "base", byte_level().tokenizer))
     ours = load_adapter_tokenizer(folder, base, model)
-    assert converts[0][-1] == str(model / "config.json")
+    assert converts[0][-1] == model / "config.json"
     wanted = AutoTokenizer.from_pretrained(save(tmp_path / "wanted", byte_level(500).tokenizer, model_type="qwen2"))
     assert type(wanted).__name__ == "Qwen2Tokenizer"
     assert [ours.encode(text) for text in TEXTS] == [wanted(text)["input_ids"] for text in TEXTS]
@@ -348,7 +361,7 @@ def test_the_models_config_may_be_elsewhere(tmp_path: Path, converts: list[list[
 
 @pytest.mark.parametrize("name", ["AutoModelForCausalLM", "pipeline", "Tokenizer/../x", "", 7, ["LlamaTokenizer"]])
 def test_a_class_that_is_no_tokenizers_is_not_even_asked_for(
-    name: Any, tmp_path: Path, converts: list[list[str]]
+    name: Any, tmp_path: Path, converts: list[tuple[Any, ...]]
 ) -> None:
     with pytest.raises(ConfigError, match="is not a tokenizer's class"):
         load_tokenizer(save(tmp_path, byte_level().tokenizer, tokenizer_class=name))
@@ -356,20 +369,21 @@ def test_a_class_that_is_no_tokenizers_is_not_even_asked_for(
 
 
 def test_a_class_that_does_more_than_its_file_is_refused(
-    tmp_path: Path, converts: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, converts: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = rebuilt(tmp_path, "gpt2")
     loaded = AutoTokenizer.from_pretrained(folder)
     monkeypatch.setattr(type(loaded), "__call__", lambda *_, **__: {"input_ids": [1]})
-    with pytest.raises(ConfigError, match="does what its `tokenizers` backend does not"):
+    with pytest.raises(ConfigError, match="encodes this text differently than its `tokenizers` backend"):
         load_tokenizer(folder)
 
 
-def test_sentencepiece_is_asked_for(tmp_path: Path, converts: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sentencepiece_is_asked_for(
+    tmp_path: Path, converts: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e")
-    monkeypatch.setattr("lorax_server.text.conversion_program.find_spec", lambda _: None)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # transformers tries that too, and would leave a folder
+    monkeypatch.setattr("lorax_server.text.convert_task.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="pip install sentencepiece"):
         load_tokenizer(tmp_path)
 
@@ -659,7 +673,7 @@ def test_what_is_no_file_or_too_large(file: str, what: str, tmp_path: Path) -> N
         load_tokenizer(tmp_path)
 
 
-def test_a_vocabulary_that_is_too_large_is_not_converted(tmp_path: Path, converts: list[list[str]]) -> None:
+def test_a_vocabulary_that_is_too_large_is_not_converted(tmp_path: Path, converts: list[tuple[Any, ...]]) -> None:
     (tmp_path / "tokenizer.model").touch()
     os.truncate(tmp_path / "tokenizer.model", 2**26 + 1)
     with pytest.raises(ConfigError, match=r"tokenizer\.model: has"):
@@ -668,15 +682,15 @@ def test_a_vocabulary_that_is_too_large_is_not_converted(tmp_path: Path, convert
 
 
 def test_files_of_an_adapter_that_are_large_together_are_not_copied(
-    tmp_path: Path, converts: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for file, size in (("tokenizer.model", 2**26), ("spiece.model", 2**26), ("vocab.txt", 1)):
         (tmp_path / file).touch()
         os.truncate(tmp_path / file, size)
     monkeypatch.setattr(TokenizerFolder, "read", lambda *_: pytest.fail("it is read"))
     with pytest.raises(ConfigError, match="have 134217729 bytes, at most 134217728 are converted; ship a tokenizer"):
-        load_own_tokenizer(vouch_for(tmp_path), tmp_path, Converter())
-    assert not converts
+        load_own_tokenizer(vouch_for(tmp_path), tmp_path, sandbox)
+    assert not find_workers()
 
 
 def test_templates_that_are_no_text_too_large_or_too_many(
@@ -740,6 +754,7 @@ def test_a_file_that_took_the_place_of_what_was_vouched_for(
         share_base_tokenizer(files, plain, plain_folder)
 
 
+@pytest.mark.usefixtures("converts")
 def test_transformers_sees_only_what_was_vouched_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path / "adapter", byte_level(500).tokenizer, tokenizer_class="GPT2Tokenizer")
     (folder / "additional_chat_templates").mkdir()
@@ -749,14 +764,14 @@ def test_transformers_sees_only_what_was_vouched_for(tmp_path: Path, monkeypatch
         (folder / stray).symlink_to("/etc/passwd")
     seen: list[set[str]] = []
 
-    def convert(_: Converter, copied: Path, *rest: Any) -> None:
+    def convert(copied: Path, *_: Any) -> None:
         seen.append({str(path.relative_to(copied)) for path in copied.rglob("*") if path.is_file()})
         assert not any(path.is_symlink() for path in copied.rglob("*"))
-        raise ConfigError("enough is seen")
+        raise TaskError("enough is seen")
 
-    monkeypatch.setattr(Converter, "convert", convert)
+    monkeypatch.setattr(convert_task, "convert", convert)
     with pytest.raises(ConfigError, match="enough is seen"):
-        load_own_tokenizer(files, tmp_path, Converter())
+        load_own_tokenizer(files, tmp_path, InlineSandbox(1))
     assert seen == [{"tokenizer.json", "tokenizer_config.json", "additional_chat_templates/more.jinja"}]
 
 
@@ -846,4 +861,4 @@ def test_a_models_config_may_hold_infinity(tmp_path: Path) -> None:
 def test_it_needs_neither_torch_nor_transformers() -> None:
     modules = imported_by("import lorax_server.text.tokenizer, lorax_server.text.chat_template")
     assert "tokenizers" in modules
-    assert not modules & {"torch", "numpy", "transformers", "safetensors", "lorax_server.text.conversion_program"}
+    assert not modules & {"torch", "numpy", "transformers", "safetensors"}
