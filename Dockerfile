@@ -35,6 +35,10 @@ RUN /opt/lorax/bin/pip install -c cuda-constraints.txt ".[gpu,otel,s3${RAY:+,ray
 # --- Run: no compiler, no sources, no root ---------------------------------------------------------------------------
 
 FROM python:${PYTHON}-slim-bookworm AS run
+# tini is process 1: it reaps orphaned processes, which would stay zombies otherwise.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends tini \
+    && rm -rf /var/lib/apt/lists/*
 # /data is for what is fetched and compiled: models, adapters, kernels. It should be a volume.
 RUN useradd --uid 10001 --no-create-home --home-dir /data lorax \
     && install --directory --owner=lorax --group=lorax /data
@@ -48,7 +52,7 @@ WORKDIR /data
 EXPOSE 3000
 HEALTHCHECK --interval=15s --timeout=5s --start-period=20m --retries=4 \
     CMD ["python", "-c", "import os, urllib.request as r; r.urlopen('http://127.0.0.1:' + os.environ.get('PORT', '3000') + '/health', timeout=4)"]
-ENTRYPOINT ["lorax", "serve", "--hostname", "0.0.0.0"]
+ENTRYPOINT ["tini", "--", "lorax", "serve", "--hostname", "0.0.0.0"]
 
 FROM run AS cuda
 # Triton compiles a few lines of C for each kernel.

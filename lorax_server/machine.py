@@ -23,6 +23,7 @@ LARGE_GPU_BYTES = 40 * 10**9
 GPU_ADAPTER_SHARE = 4  # adapters get one part in so many of what the weights leave of a GPU,
 LEAST_GPU_ADAPTER_BYTES = 2**28  # but not less than this,
 HOST_ADAPTER_SHARE = 4  # and one part in so many of the host's memory
+GRAMMAR_CACHE_BYTES = 2**28  # compiled grammars in an engine process
 ADAPTER_TABLE_SHARE = 64  # tables beside the adapters get one part in so many of these
 RECLAIMABLE = ("inactive_file", "total_inactive_file")  # names of it in the two kinds of groups
 

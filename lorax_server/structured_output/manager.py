@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from cachetools import LRUCache
 
 from lorax_server.errors import EngineError, InputError, LoraxError
-from lorax_server.machine import count_cores
+from lorax_server.machine import GRAMMAR_CACHE_BYTES, count_cores
 from lorax_server.structured_output.mask_thread import Job, JobThread
 from lorax_server.structured_output.matcher import CompiledGrammar, Ending, GrammarError, GrammarState, SlowGrammarError
 from lorax_server.structured_output.vocabulary import Vocabularies, Vocabulary, Words
@@ -24,7 +24,6 @@ from lorax_server.types import Request
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 4  # for masks
-CACHE_BYTES = 2**28  # compiled grammars
 GRAMMAR_BYTES, TOKEN_BYTES = 2**20, 2**11  # weight of a compiled grammar, and of each token consumed (lexer states)
 MAX_SHARED_TOKENS = 2**13  # consumed by all completions of a compiled grammar, until it is compiled again
 MAX_FORCED = 32  # tokens that are consumed ahead of the model
@@ -93,7 +92,7 @@ class StructuredOutput:
         self._completions: dict[int, _Completion] = {}
         self._changed = threading.Condition()  # guards all below
         self._vocabularies = Vocabularies()
-        self._compiled: LRUCache[_Key, CompiledGrammar] = LRUCache(CACHE_BYTES, _weigh)
+        self._compiled: LRUCache[_Key, CompiledGrammar] = LRUCache(GRAMMAR_CACHE_BYTES, _weigh)
         self._waiting: dict[_Key, list[_Completion]] = {}  # for a compile
         self._settled: deque[Settled] = deque()
         self._missing: set[int] = set()  # requests whose masks `gather` waits for

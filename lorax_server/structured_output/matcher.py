@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits
 
 from lorax_server.structured_output.vocabulary import Vocabulary, Words
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits
 
 MAX_ERROR = 600  # characters
 NO_TEXT = "no text matches this grammar"
@@ -23,20 +25,24 @@ class SlowGrammarError(GrammarError):
     """A grammar whose masks take too long to compute."""
 
 
-def make_limits() -> LLParserLimits:
+def make_limits() -> "LLParserLimits":
     """Return the limits of a compiled grammar: about 20 ms to start, 10 ms per token, 50 MB of lexer states."""
+    from llguidance import LLParserLimits  # noqa: PLC0415 - an engine can run without it
+
     return LLParserLimits(step_lexer_fuel=100_000, max_lexer_states=50_000, verbose_errors=False)
 
 
-def compile_matcher(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
+def compile_matcher(vocabulary: Vocabulary, grammar: str) -> "LLMatcher":
     """Compile a grammar without the GIL. Raise `GrammarError` if it is invalid."""
+    from llguidance import LLMatcher  # noqa: PLC0415 - as above
+
     assert vocabulary.tokenizer is not None
     matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=make_limits())
     _check(matcher)
     return matcher
 
 
-def _check(matcher: LLMatcher) -> None:
+def _check(matcher: "LLMatcher") -> None:
     if matcher.is_error():
         raise GrammarError(_shorten(matcher.get_error()))
 

@@ -3,13 +3,16 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLTokenizer, TokenizerWrapper
 
 from lorax_server.errors import BusyError, InputError, LoraxError, OverloadedError
 from lorax_server.types import TokenTable
+
+if TYPE_CHECKING:
+    pass
 
 Words = npt.NDArray[np.int32]  # a token mask: one bit per token, lowest bit first
 Encode = Callable[[str], list[int]]
@@ -60,6 +63,8 @@ class Vocabulary:
         self.num_ids = len(tokens)
         self.num_words = -(-self.num_ids // 32)
         self.mask_bytes = 4 * (self.num_ids // 32 + 1)  # of all tokens and the end
+        from llguidance import LLTokenizer, TokenizerWrapper  # noqa: PLC0415 - an engine can run without it
+
         wrapped = _Tokens(tokens, special_ids, encode or self._encode_greedily)
         self.tokenizer: LLTokenizer | None = None
         self.tokenizer = LLTokenizer(TokenizerWrapper(wrapped), slices=list(slices))

@@ -13,6 +13,7 @@ from lorax_server.kernels.panels import PanelMatrix
 from lorax_server.machine import (
     ADAPTER_TABLE_SHARE,
     GPU_ADAPTER_SHARE,
+    GRAMMAR_CACHE_BYTES,
     HOST_ADAPTER_SHARE,
     LARGE_GPU_BYTES,
     LARGE_GPU_ROWS,
@@ -139,7 +140,8 @@ def count_blocks(
     size, needed = block_bytes(model, config.block_size), sum(needs or ())
     most = -(-max_rows * max_length // config.block_size)
     if model.device.type != "cuda":
-        available = free_bytes() // CPU_CACHE_SHARE if config.cache_bytes is None else config.cache_bytes
+        free = max(0, free_bytes() - GRAMMAR_CACHE_BYTES)
+        available = free // CPU_CACHE_SHARE if config.cache_bytes is None else config.cache_bytes
     else:
         usable, free = _free_on_gpu(config, model.device)
         available = usable - needed if config.cache_bytes is None else config.cache_bytes
@@ -165,13 +167,14 @@ def report_memory(
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (free_bytes(), machine_bytes())
     logger.info(
         "memory: of %s, weights %s, adapters %s, graphs %s, tables %s, the largest step %s, keys and values %s (%d "
-        "tokens in %d blocks), left free %s; adapters in host memory up to %s",
+        "tokens in %d blocks), left free %s; adapters in host memory up to %s, compiled grammars up to %s",
         *(_in_mb(each) for each in (total, model_bytes(model), num_adapter_bytes, needs.graphs, needs.tables)),
         *(_in_mb(each) for each in (needs.step, cache)),
         num_blocks * config.block_size,
         num_blocks,
         _in_mb(free - sum(needs) - cache),
         _in_mb(adapter_host_bytes(config)),
+        _in_mb(GRAMMAR_CACHE_BYTES),
     )
 
 

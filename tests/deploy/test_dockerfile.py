@@ -60,8 +60,9 @@ def test_what_is_fetched_and_compiled_goes_to_the_volume(target: str) -> None:
 def test_the_entry_point_is_understood(target: str) -> None:
     instructions = whole(STAGES, target)
     (entry,) = values(instructions, "ENTRYPOINT")
-    program, command, *flags = words(entry)
-    assert (program, command) == ("lorax", "serve")
+    init, _, program, command, *flags = words(entry)
+    assert (init, program, command) == ("tini", "lorax", "serve")
+    assert any("apt-get install" in run and " tini " in run for run in values(instructions, "RUN"))
     parsed = parse(flags, variables(instructions), "serve")
     config = parsed.make_config(None)
     assert config.host == "0.0.0.0"
@@ -179,7 +180,7 @@ def check_serving(prefix: Path, folder: Path, port: int) -> None:
     data.mkdir()
     environ = {name: value.replace("/data", str(data)) for name, value in variables(instructions).items()}
     environ |= {"PATH": f"{prefix}/bin{os.pathsep}{os.environ['PATH']}", "PORT": str(port), "OMP_NUM_THREADS": "1"}
-    program, *flags = words(entry)
+    program, *flags = words(entry)[2:]  # without the init
     log = (folder / "log").open("w")
     server = subprocess.Popen([prefix / "bin" / program, *flags], env=environ, cwd=data, stderr=log, stdout=log)
     try:

@@ -56,7 +56,7 @@ def read_settings(variant: str) -> Parsed:
     """Parse what the container gets, as the server does."""
     (entry,) = values(whole(read_stages(), IMAGES[variant]), "ENTRYPOINT")
     environ = {one["name"]: one.get("value", "secret") for one in container(variant)["env"]}
-    return parse([*words(entry)[2:], *container(variant)["args"]], environ, "serve")
+    return parse([*words(entry)[4:], *container(variant)["args"]], environ, "serve")
 
 
 def test_every_file_belongs_to_a_variant() -> None:

@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
 from lorax_server.errors import InputError, LoraxError, OverloadedError
 from lorax_server.sandbox.sandbox import Sandbox
@@ -147,7 +148,7 @@ def test_every_completion_has_the_lexer_limits_to_itself(driver: Driver, monkeyp
     vocabulary = Vocabulary.of_table(driver.tokenizer.token_table())
 
     def compile_with(max_states: int) -> matcher.CompiledGrammar:
-        limits = matcher.LLParserLimits(max_lexer_states=max_states, verbose_errors=False)
+        limits = LLParserLimits(max_lexer_states=max_states, verbose_errors=False)
         monkeypatch.setattr(matcher, "make_limits", lambda: limits)
         return matcher.CompiledGrammar(vocabulary, SENTENCES.grammar)
 

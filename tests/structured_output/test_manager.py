@@ -104,7 +104,7 @@ def test_late_mask_is_awaited_longer_while_no_sequence_could_continue(driver: Dr
 def test_eos_token_that_is_not_special_cannot_cut_off_the_text(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<|im_end|>"])  # as users add it: not special
-    eos_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    eos_id = tokenizer.get_vocab()["<|im_end|>"]
     tokenizer.save_pretrained(tmp_path)
     driver = Driver(tmp_path)
     try:
@@ -222,7 +222,7 @@ def test_grammar_is_compiled_once_for_requests_that_share_it(driver: Driver, mon
 
 
 def test_cache_of_grammars_is_bounded_in_bytes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager, "CACHE_BYTES", 40 * 2**20)
+    monkeypatch.setattr(manager, "GRAMMAR_CACHE_BYTES", 40 * 2**20)
     driver, compiles = Driver(model), Compiles(monkeypatch)
     try:
         sized = [replace(from_choices([f"choice {i}"]), num_bytes=15 * 2**20) for i in range(3)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher
-from lorax_server.structured_output.matchers import GrammarError, compile_grammar
+from lorax_server.structured_output.matcher import GrammarError, compile_matcher
 
 from lorax_server.errors import InputError
 from lorax_server.structured_output.grammars import from_json_schema
@@ -44,7 +44,7 @@ def tokenizer() -> TextTokenizer:
 
 @pytest.fixture(scope="module")
 def vocabulary(tokenizer: TextTokenizer) -> Vocabulary:
-    return Vocabulary(tokenizer)
+    return Vocabulary.of_table(tokenizer.token_table())
 
 
 def is_accepted(compiled: LLMatcher, tokenizer: TextTokenizer, instance: Any) -> bool:
@@ -66,7 +66,7 @@ def test_every_case(vocabulary: Vocabulary, tokenizer: TextTokenizer, capsys: py
     for keyword, groups in json.loads(gzip.decompress(SUITE.read_bytes())).items():
         for group in groups:
             try:
-                compiled = compile_grammar(vocabulary, from_json_schema(group["schema"]).grammar)
+                compiled = compile_matcher(vocabulary, from_json_schema(group["schema"]).grammar)
             except (GrammarError, InputError) as error:
                 counts["refused"] += 1
                 refused[re.split(r"[.'(]", str(error).removeprefix("failed to compile JSON schema: "))[0]] += 1
@@ -97,9 +97,9 @@ def test_what_cannot_be_enforced_is_refused_by_name(keyword: str, vocabulary: Vo
     number = keyword.endswith("Contains")
     schema: dict[str, Any] = {"type": "object", "properties": {"a": {keyword: 1 if number else {"type": "string"}}}}
     with pytest.raises(GrammarError, match=keyword.replace("$", r"\$")):
-        compile_grammar(vocabulary, from_json_schema(schema).grammar)
+        compile_matcher(vocabulary, from_json_schema(schema).grammar)
 
 
 def test_a_format_that_cannot_be_enforced_is_refused_by_name(vocabulary: Vocabulary) -> None:
     with pytest.raises(GrammarError, match="Unknown format: iri"):
-        compile_grammar(vocabulary, from_json_schema({"type": "string", "format": "iri"}).grammar)
+        compile_matcher(vocabulary, from_json_schema({"type": "string", "format": "iri"}).grammar)
