@@ -464,6 +464,9 @@ def damage(world: World, folder: Path, what: str) -> Path:
     elif what == "tokenizer":
         (folder / "tokenizer.json").write_text("{}")
         (folder / "tokenizer_config.json").write_text("{}")
+    elif what == "other targets":
+        config = json.loads((folder / "adapter_config.json").read_text()) | {"target_modules": TARGETS[1:]}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
     elif what == "expanded":
         rank, hidden_size = 64 * VOCAB, world.base.config.hidden_size
         factors = {"A": torch.ones(rank, hidden_size), "B": torch.ones(VOCAB, 64)}
@@ -474,7 +477,7 @@ def damage(world: World, folder: Path, what: str) -> Path:
     return folder
 
 
-DAMAGES = ["cut short", "not json", "not finite", "no weights", "tokenizer", "expanded"]
+DAMAGES = ["cut short", "not json", "not finite", "no weights", "tokenizer", "other targets", "expanded"]
 
 
 @pytest.fixture(scope="module")
