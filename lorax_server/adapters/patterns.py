@@ -14,8 +14,8 @@ BUDGET_S = 10.0  # for all patterns of an adapter together
 # Nodes of a compiled pattern. `regex` takes up to 2 us and 300 bytes for each, and neither can be limited.
 MAX_NODES = 20_000
 # PEFT uses `re`, which cannot be stopped. `regex` can, and reads patterns alike except for these. With the flag `x` it
-# skips spaces and comments in the count of a repeat.
-ONLY_REGEX = re.compile(r"\{[^{}]*[a-z][^{}]*\}|\[:|\(\?[a-zA-Z-]*x")
+# skips other characters than `re` does, also in the count of a repeat, so that nodes cannot be counted.
+ONLY_REGEX = re.compile(r"\{[^{}]*[a-z][^{}]*\}|\[:|(?s:\(\?[a-zA-Z-]*x.*[{+])")
 
 
 class Patterns:

@@ -13,7 +13,7 @@ from lorax_server.errors import AdapterError
 WRAPPINGS = ("X", r"(.*\.)?(X)$", r"(^|.*\.)X($|\..*)", r"(?:^|.*?\.)X\.(?P<index>\d+)\.")
 USUAL = [
     *("q_proj", "layers", r".*\.(q|k)_proj", r"layers\.[01]\..*", "", ".", ".*", "^model", "proj$", "a)|(q_proj"),
-    *("q_proj|v_proj", "(?i)Q_PROJ", "(?i:Q_PROJ)", r"\Amodel.*\Z", r"(?=q)q_\w+", "model|h"),
+    *("q_proj|v_proj", "(?i)Q_PROJ", "(?i:Q_PROJ)", "(?x) q_ proj # comment", r"\Amodel.*\Z", r"(?=q)q_\w+", "model|h"),
     *("[_[]", "[]x]+", "[^.]+", r"[\w.]*", "(?P<x>q)_(?P<y>proj)", r"(o)*\1", "(?:q|qq|q_)*+proj", "(?>q|q_)proj"),
     *("_{1}", "_{1,}", "_{,2}", "_{", "_{}", "_{}e}", r"(?s:.)*", r"(?<=\.)q_proj", r"(?<!\.)q_proj", r"\.\d{1,2}\."),
 ]
@@ -43,7 +43,12 @@ def test_they_mean_what_they_mean_to_re(pattern: str, wrapping: str) -> None:
 
 REFUSED = {
     "fuzzy": ["q_proj{e}", "(?:q_proj){e<=2}", "q{i,d,s}", "(q){s<3:[a-z]}"],
-    "verbose": ["(?x) q_ proj # comment", "(?ix)q", "(?x:q)", "(?i-x:q)", "(?x)(?:(?:q{1 0 0 0}){1 0 0 0}){1 0 0 0}"],
+    "verbose": [
+        "(?x)(?:(?:q{1 0 0 0}){1 0 0 0}){1 0 0 0}",
+        "(?ix)q\n+",
+        "(?x:q\xa0+)",
+        "(?x)" + "(q" * 99 + ")\xa0+" * 99,
+    ],
     "posix": ["[[:alpha:]]+", "[[:^alpha:]x]"],
     "only known to regex": [
         r"\p{L}",
