@@ -277,10 +277,12 @@ class LLM:
                 engine.close()
                 raise
             for output in outputs:
-                run = self._runs.get(output.request_id)
-                if run is None:
+                if (run := self._runs.get(output.request_id)) is None:
                     continue
-                run.append_output(output)
+                try:
+                    run.append_output(output)
+                except Exception as error:  # otherwise other requests would lose their outputs of this step
+                    run.completion.error = LoraxError(f"broken output: {str(error) or type(error).__name__}")
                 if run.is_done:
                     del self._runs[output.request_id]
                     self._num_ended += 1

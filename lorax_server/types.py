@@ -40,17 +40,17 @@ class SamplingParams:
     raw_logprobs: bool = False  # report log probabilities of the model, before the rules above
 
     def __post_init__(self) -> None:
+        if type(self.temperature) is float and self.temperature > MAX_FLOAT:
+            raise InputError(f"`temperature` must be <= {MAX_FLOAT:g} (got {self.temperature})")
         _check(_is_finite(self.temperature) and self.temperature >= 0, "`temperature` must be non-negative")
         _check(_is_count(self.top_k), "`top_k` must be strictly positive")
         _check(_is_finite(self.top_p) and 0 < self.top_p <= 1, "`top_p` must be > 0.0 and <= 1.0")
         _check(_is_finite(self.min_p) and 0 <= self.min_p <= 1, "`min_p` must be >= 0.0 and <= 1.0")
         _check(_is_finite(self.typical_p) and 0 < self.typical_p <= 1, "`typical_p` must be > 0.0 and <= 1.0")
-        _check(
-            _is_finite(self.repetition_penalty) and self.repetition_penalty > 0,
-            "`repetition_penalty` must be strictly positive",
-        )
+        penalty = self.repetition_penalty
+        _check(_is_finite(penalty) and penalty > 0, "`repetition_penalty` must be strictly positive")
         least, most = PENALTIES
-        _check(least <= self.repetition_penalty <= most, f"`repetition_penalty` must be >= {least:g} and <= {most:g}")
+        _check(least <= penalty <= most, f"`repetition_penalty` must be >= {least:g} and <= {most:g}")
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
             _check(_is_finite(value) and -2 <= value <= 2, f"`{name}` must be >= -2.0 and <= 2.0")

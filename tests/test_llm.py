@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -21,9 +22,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 
-from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError, EngineError, InputError
-from lorax_server.generation.generation import Completion
+from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError, EngineError, InputError, LoraxError
+from lorax_server.generation.generation import Completion, Generation
 from lorax_server.llm import LLM
 from lorax_server.models.registry import MODELS
 from lorax_server.text import adapter_tokenizers
@@ -462,10 +464,20 @@ def damage(world: World, folder: Path, what: str) -> Path:
     elif what == "tokenizer":
         (folder / "tokenizer.json").write_text("{}")
         (folder / "tokenizer_config.json").write_text("{}")
+    elif what == "other targets":
+        config = json.loads((folder / "adapter_config.json").read_text()) | {"target_modules": TARGETS[1:]}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+    elif what == "expanded":
+        rank, hidden_size = 64 * VOCAB, world.base.config.hidden_size
+        factors = {"A": torch.ones(rank, hidden_size), "B": torch.ones(VOCAB, 64)}
+        save_file({f"base_model.model.lm_head.lora_{name}.weight": factors[name] for name in "AB"}, weights)
+        blocks = {"target_modules_bd_a": [], "target_modules_bd_b": ["lm_head"], "nblocks": VOCAB}
+        config = {"peft_type": "LORA", "r": rank, "target_modules": ["lm_head"], "use_bdlora": blocks}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
 
-DAMAGES = ["cut short", "not json", "not finite", "no weights", "tokenizer"]
+DAMAGES = ["cut short", "not json", "not finite", "no weights", "tokenizer", "other targets", "expanded"]
 
 
 @pytest.fixture(scope="module")
@@ -494,6 +506,13 @@ def test_a_bad_adapter_harms_nobody_else(what: str, world: World, broken_llm: LL
         next(broken_llm.stream("hello", adapter=what))
     with pytest.raises(AdapterError):
         broken_llm.generate("hello", adapter=what)
+
+
+def test_an_adapter_that_expands_beyond_host_memory_is_rejected_unread(broken_llm: LLM) -> None:
+    """BD-LoRA: the file has a thousandth of what B takes in memory."""
+    with pytest.raises(AdapterError, match=r"may take \d+ bytes of host memory, .* raise adapter_host_bytes"):
+        broken_llm.load_adapter("expanded")
+    assert_idle(broken_llm)
 
 
 def test_an_unknown_adapter_is_told_which_there_are(llm: LLM) -> None:
@@ -568,6 +587,29 @@ def test_an_error_in_the_middle_of_an_answer(llm: LLM, monkeypatch: pytest.Monke
     count = itertools.count()
     with pytest.raises(Exception, match="not numbers"):
         list(llm.stream(TEXTS[0], stop=STOP))
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), InputError("a bug")])
+def test_an_exception_in_one_output_leaves_the_outputs_of_others(
+    error: Exception, world: World, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append_output = Generation.append_output
+
+    def fail(run: Generation, output: Any) -> None:
+        if run.completion.prompt_ids == world.ids(TEXTS[0]) and len(run.completion.token_ids) == 3:
+            raise error
+        append_output(run, output)
+
+    monkeypatch.setattr(Generation, "append_output", fail)
+    failed, *others = llm.generate(TEXTS, stop=STOP, on_error="return")
+    assert isinstance(failed.error, LoraxError)
+    assert "a bug" in str(failed.error)
+    assert len(failed.token_ids) == 3
+    assert texts(others) == [world.answer(text)[1] for text in TEXTS[1:]]
+    assert_idle(llm)
+    with pytest.raises(LoraxError, match="a bug"):
+        list(llm.stream(TEXTS[0], stop=STOP))
+    assert_idle(llm)
 
 
 @pytest.mark.parametrize(

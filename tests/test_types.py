@@ -1,6 +1,7 @@
 """Parameters of requests: bad values are refused with a message that names the parameter."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -45,6 +46,12 @@ def test_numbers_of_sampling(field: str) -> None:
         assert getattr(SamplingParams(**{field: value}), field) == value
     for value in (*bad, *NO_NUMBER, *NOT_FINITE):
         refused(SamplingParams, field, value, field)
+
+
+@pytest.mark.parametrize("value", [1e39, math.inf])
+def test_a_temperature_above_the_limit_is_told_the_limit(value: float) -> None:
+    with pytest.raises(InputError, match=rf"^`temperature` must be <= 3\.40282e\+38 \(got {re.escape(str(value))}\)$"):
+        SamplingParams(temperature=value)
 
 
 @pytest.mark.parametrize("field", COUNTS)

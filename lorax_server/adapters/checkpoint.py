@@ -164,11 +164,14 @@ def assign_tensors(
                 f"adapter {name!r}: tensor {key!r} is for a module that this base model does not have, or that "
                 "adapters cannot change"
             )
-        own_names.setdefault(module, own_name.removeprefix("base_model.model."))
+        own_name = own_name.removeprefix("base_model.model.")
+        own_names.setdefault(module, own_name)
         roles = assigned.setdefault(module, {})
         other = roles.setdefault(role, key)
         if other != key and _is_copy(other) == _is_copy(key):
             raise AdapterError(f"adapter {name!r}: tensors {other!r} and {key!r} are the same thing")
+        if own_names[module] != own_name:
+            raise AdapterError(f"adapter {name!r}: tensor {key!r} and others name module {module!r} in two ways")
         if _is_copy(other):  # PEFT saves some tensors a second time, and does not read that copy
             roles[role] = key
     return assigned, own_names

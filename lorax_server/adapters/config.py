@@ -74,12 +74,18 @@ class AdapterConfig:
         return None if self.feedforward_modules is None else module.endswith(self.feedforward_modules)
 
     def identity_settings(self) -> dict[str, Any]:
-        """Return the settings that, with the tensors, determine the result."""
+        """Return the settings that, with the tensors, determine the result, or whether the adapter is valid.
+
+        Otherwise a copy of the tensors with an invalid config would have the identity of the valid adapter.
+        """
         blocks, tokens = self.block_diagonal, self.token_indices
         names = ("r", "alpha", "use_rslora", "use_dora", "lora_bias", "ensure_weight_tying")
         others = {"method": self.method.value, "use_kasa": self.use_kasa, "projection_seed": self.projection_seed}
+        modules = ("target_modules", "exclude_modules", "layers_to_transform", "feedforward_modules")
         return {name: getattr(self, name) for name in names} | {
             **{name: value for name, value in others.items() if value not in (None, False, Method.LORA.value)},
+            **{name: _ordered(getattr(self, name)) for name in modules},
+            "layers_pattern": self.layers_pattern,
             "rank_pattern": list(self.rank_pattern.items()),  # the first that fits counts, so their order matters
             "alpha_pattern": list(self.alpha_pattern.items()),
             "block_diagonal": None if blocks is None else [blocks.a, blocks.b, blocks.blocks],
@@ -114,6 +120,10 @@ class AdapterConfig:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the compiled patterns: the process that gets the config has a time budget of its own."""
         return {key: value for key, value in vars(self).items() if key != "_patterns"}
+
+
+def _ordered(names: tuple[Any, ...] | str | None) -> list[Any] | str | None:
+    return sorted(names) if isinstance(names, tuple) else names
 
 
 def _ends_with(module: str, names: tuple[str, ...]) -> bool:

@@ -33,7 +33,7 @@ def identify(config: AdapterConfig, path: Path, tensors: Mapping[str, TensorInfo
             with ThreadPoolExecutor(len(shares), "hash adapters") as threads:
                 found = list(threads.map(hash_share, shares))
     digests = {key: digest for share in found for key, digest in share.items()}
-    digest = hashlib.sha256(_line(["lorax adapter", 2, config.identity_settings()]))
+    digest = hashlib.sha256(_line(["lorax adapter", 3, config.identity_settings()]))
     for key in sorted(digests):
         digest.update(digests[key])
     return digest.hexdigest()

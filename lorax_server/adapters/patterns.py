@@ -1,6 +1,7 @@
 """Untrusted regular expressions of adapters: they mean what they mean to PEFT, and have a time budget."""
 
 import re
+import re._parser as re_parser  # type: ignore[import-not-found]
 import time
 from typing import Any
 
@@ -10,8 +11,11 @@ from lorax_server.errors import AdapterError
 
 MAX_LENGTH = 2000
 BUDGET_S = 10.0  # for all patterns of an adapter together
-# PEFT uses `re`, which cannot be stopped. `regex` can, and reads patterns alike except for these.
-ONLY_REGEX = re.compile(r"\{[^{}]*[a-z][^{}]*\}|\[:")
+# Nodes of a compiled pattern. `regex` takes up to 2 us and 300 bytes for each, and neither can be limited.
+MAX_NODES = 20_000
+# PEFT uses `re`, which cannot be stopped. `regex` can, and reads patterns alike except for these. With the flag `x` it
+# skips other characters than `re` does, also in the count of a repeat, so that nodes cannot be counted.
+ONLY_REGEX = re.compile(r"\{[^{}]*[a-z][^{}]*\}|\[:|(?s:\(\?[a-zA-Z-]*x.*[{+])")
 
 
 class Patterns:
@@ -45,7 +49,10 @@ class Patterns:
         if len(pattern) > MAX_LENGTH or ONLY_REGEX.search(pattern):
             raise self._refuse(pattern, "is too long or not plain enough")
         try:
-            re.compile(pattern)
+            # Only parsed: `re` takes milliseconds to compile a set of characters.
+            num_nodes = _count_nodes(re_parser.parse(pattern))
+            if num_nodes > MAX_NODES:
+                raise self._refuse(pattern, f"has {num_nodes} nodes with its repeats; at most {MAX_NODES} are allowed")
             return regex.compile(pattern)
         except (re.error, regex.error, ValueError, OverflowError, RecursionError, MemoryError) as error:
             raise self._refuse(pattern, f"is no regular expression: {error}") from error
@@ -53,3 +60,17 @@ class Patterns:
     def _refuse(self, pattern: str, reason: str) -> AdapterError:
         shown = pattern if len(pattern) <= 80 else f"{pattern[:77]}..."
         return AdapterError(f"adapter {self._adapter_id!r}: pattern {shown!r} {reason}")
+
+
+def _count_nodes(node: Any) -> int:
+    """Count the nodes of a pattern that `re` has parsed, as `regex` compiles them: it unrolls required repeats."""
+    if isinstance(node, re_parser.SubPattern):
+        return sum(map(_count_nodes, node.data))
+    match node:
+        case (re_parser.MAX_REPEAT | re_parser.MIN_REPEAT | re_parser.POSSESSIVE_REPEAT, (int(least), _, repeated)):
+            return (int(least) + 1) * (1 + _count_nodes(repeated))
+        case (re_parser.ASSERT | re_parser.ASSERT_NOT, (-1, preceding)) if len(set(preceding.getwidth())) == 2:
+            raise re.error("look-behind requires fixed-width pattern")
+        case tuple() | list():
+            return 1 + sum(map(_count_nodes, node))
+    return 0

@@ -106,7 +106,7 @@ def build_scaled(scale: Scale, flags: Sequence[str], order: Order | None = None)
         name="ingress", num_replicas=scale.ingresses, max_ongoing_requests=MANY, ray_actor_options={"num_cpus": 0}
     )
     names = [config.model_id, *config.served_names]
-    return ingress.bind(servers, scale.name, names, config.max_body_bytes)
+    return ingress.bind(servers, scale.name, names, config.max_body_bytes, config.body_timeout_s)
 
 
 def _deploy_servers(scale: Scale, parsed: Parsed, config: ServerConfig) -> serve.Deployment:

@@ -28,6 +28,7 @@ STORE = "lorax_server"  # our part of Ray's store
 POLL_S = 1.0  # the longest that a replica waits for news before it asks again
 LEASE_S = 5.0  # a replica that has not asked for so long is taken for dead
 CONFIRM_S = 30.0
+MAX_UNLOADS = 100  # kept for replicas that are behind; a new replica has nothing to unload
 REACH_S = 5.0  # to find the actor, and to get an answer that needs no other replica
 
 
@@ -35,6 +36,10 @@ class RegistryError(EngineError):
     """A registry that cannot be reached, or replicas that did not confirm."""
 
     retry_after_s = 1.0
+
+
+class MissedUnloadError(Exception):
+    """A replica is so far behind that the registry may have dropped an unload that the replica needs."""
 
 
 class Entry(NamedTuple):
@@ -67,6 +72,17 @@ class Entry(NamedTuple):
             return "alias", str(body["name"])
         return "id", str(body.get("adapter_source")), str(body.get("adapter_id"))
 
+    @property
+    def adapter_id(self) -> str:
+        """The adapter ID, or the alias where an unload names an adapter by its alias."""
+        body = self.body
+        return str(body.get("adapter_id") or body.get("lora_path") or body.get("lora_name"))
+
+    def has_same_adapter(self, other: "Entry") -> bool:
+        """Return True if both entries name the same adapter. An entry without a source matches any source."""
+        sources = {each.body.get("adapter_source") for each in (self, other)} - {None}
+        return self.adapter_id == other.adapter_id and len(sources) < 2
+
 
 class Member(NamedTuple):
     """A replica that follows."""
@@ -82,11 +98,11 @@ class ChangeRegistry:
     def __init__(self, stored: bytes | None, save: Callable[[bytes], None], clock: Callable[[], float]) -> None:
         # Entries of older versions may hold a token, which is given up here.
         entries = [Entry(fields[0], fields[1], _keep(fields[2])) for fields in json.loads(stored or b"[]")]
-        self._entries = entries
+        self._entries = _drop_old_unloads(entries)
         self._version = max((entry.version for entry in entries), default=0)
         self._save, self._clock = save, clock
         if entries:
-            self._save(json.dumps(entries).encode())
+            self._save(json.dumps(self._entries).encode())
         self._members: dict[str, Member] = {}
         self._news = asyncio.Condition()
 
@@ -98,8 +114,14 @@ class ChangeRegistry:
         return [entry for entry in self._entries if entry.version > confirmed]
 
     async def poll(self, replica: str, confirmed: int, address: str) -> list[Entry]:
-        """Note that a replica has made all changes up to a version, and return the next ones when there are any."""
+        """Note that a replica has made all changes up to a version, and return the next ones when there are any.
+
+        Raise MissedUnloadError if the replica is behind the oldest of `MAX_UNLOADS` unloads: older ones are gone.
+        """
         async with self._news:
+            unloads = [entry.version for entry in self._entries if not entry.is_load]
+            if len(unloads) == MAX_UNLOADS and confirmed < unloads[0]:
+                raise MissedUnloadError(f"replica {replica} is more than {MAX_UNLOADS} unloads behind")
             self._members[replica] = Member(confirmed, self._clock(), address)
             self._news.notify_all()
             try:
@@ -129,8 +151,9 @@ class ChangeRegistry:
         async with self._news:
             self._version += 1
             entry = Entry(self._version, path, _keep(body), answered_by)
-            kept = [other for other in self._entries if other.subject != entry.subject]
-            self._entries = [*kept, entry]
+            # Only loads are replaced: an unload must still reach replicas that are behind.
+            kept = [other for other in self._entries if other.subject != entry.subject or not other.is_load]
+            self._entries = _drop_old_unloads([*kept, entry])
             self._save(json.dumps(self._entries).encode())
             self._news.notify_all()
         deadline = self._clock() + CONFIRM_S
@@ -150,6 +173,27 @@ class ChangeRegistry:
     def _drop_dead(self) -> None:
         now = self._clock()
         self._members = {name: each for name, each in self._members.items() if now - each.seen_at < LEASE_S}
+
+
+def _drop_old_unloads(entries: list[Entry]) -> list[Entry]:
+    """Drop all but the latest unloads, and what they undid, so that a new replica does not need them."""
+    unloads = [entry for entry in entries if not entry.is_load]
+    for unload in unloads[:-MAX_UNLOADS]:
+        entries = _apply_unload(unload, entries)
+    return entries
+
+
+def _apply_unload(unload: Entry, entries: list[Entry]) -> list[Entry]:
+    """Remove an unload from the entries, with the alias that it removed and the pins of its adapter."""
+    before = [entry for entry in entries if entry.is_load and entry.version < unload.version]
+    removed = [entry for entry in before if entry.called and entry.called == unload.called]
+    unpinned = [entry for entry in before if any(map(entry.has_same_adapter, (unload, *removed)))]
+    gone = [unload, *removed, *(entry for entry in unpinned if not entry.called)]
+    return [_unpin(entry) if entry in unpinned else entry for entry in entries if entry not in gone]
+
+
+def _unpin(entry: Entry) -> Entry:
+    return entry._replace(body={name: entry.body[name] for name in entry.body if name != "pin"})
 
 
 def _keep(body: Mapping[str, Any]) -> dict[str, Any]:

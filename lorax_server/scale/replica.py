@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from lorax_server import __version__
 from lorax_server.scale.follower import RETRY_S, ChangeFollower
 from lorax_server.scale.placement import hash_name
-from lorax_server.scale.registry import LEASE_S, find_registry, share_key
+from lorax_server.scale.registry import LEASE_S, MissedUnloadError, find_registry, share_key
 from lorax_server.scale.server_process import Order, ReplicaError, ServerProcess
 
 logger = logging.getLogger(__name__)
@@ -98,6 +98,9 @@ class ServerReplica:
             try:
                 for entry in await self._registry.poll.remote(self._name, self._follower.confirmed, self._address):
                     await self._follower.make(entry)
+            except MissedUnloadError as error:
+                logger.error("this replica may have adapters that were unloaded, so Ray replaces it: %s", error)
+                os._exit(1)
             except ray.exceptions.RayError as error:
                 logger.warning("the registry of adapters cannot be reached, trying again: %s", error)
                 await asyncio.sleep(RETRY_S)

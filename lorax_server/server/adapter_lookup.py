@@ -97,18 +97,27 @@ class AdapterLookup:
                 raise
             if adapter.tier == FETCHED:
                 fare.owe()
-        await service.change(AdapterFound(adapter.identity, name))
+        await service.change(AdapterFound(adapter.identity, name, ref.token is not None))
         if adapter.stale is not None:
             await service.change(NameFailed(name, adapter.stale.message))
         return ref, adapter
 
     async def _ask_source(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
-        """Show the caller's bearer only to a source that refuses requests without one."""
+        """Show the caller's bearer only to a source that refuses requests without one.
+
+        A hub that knows the server's own token answers 404 for private repositories which that token may not read.
+        """
         engine = self._service.engine
         try:
             return ref, await engine.resolve([ref])
-        except AdapterAccessError:
-            if ref.token is not None or self._bearer is None:
+        except (AdapterAccessError, AdapterNotFoundError) as error:
+            is_hidden = isinstance(error, AdapterNotFoundError)
+            if ref.token is not None or self._bearer is None or (is_hidden and ref.source != HUB):
                 raise
             ref = ref._replace(token=self._bearer)
-            return ref, await engine.resolve([ref])
+            try:
+                return ref, await engine.resolve([ref])
+            except (AdapterAccessError, AdapterNotFoundError):
+                if is_hidden:
+                    raise error from None  # an invalid bearer says nothing about the name
+                raise

@@ -114,7 +114,10 @@ def _mark(last: _Row, following: _Row) -> str:
 
 
 def _list_also(service: Service, key: Key, also: Sequence[str], page: Sequence[_Row]) -> list[_Row]:
-    """Return further adapters that a caller names and may use, unless the page has them already."""
+    """Return further adapters that a caller names and may use, unless the page has them already.
+
+    An adapter that needs a token is left out, unless the operator gave the name: the caller may have no token for it.
+    """
     aliases, others = {row.alias for row in page}, {row.name for row in page if not row.alias}
     rows = {row.alias: row for row in _find_rows(service, key, also)}
     return [row for row in rows.values() if row.alias not in aliases and row.name not in others]
@@ -125,8 +128,10 @@ def _find_rows(service: Service, key: Key, adapter_ids: Iterable[str]) -> Iterat
     for adapter_id in adapter_ids:
         choice = names.find(adapter_id, None)
         (name,), (allowed,) = choice.names, choice.allowed
-        if key.may_use(*allowed, names.default_source, name.source == HUB):
-            yield _Row(choice.label, name, service.seen.latest(name), choice.label in names.adapters)
+        is_listed = choice.label in names.adapters
+        is_hidden = service.seen.is_private(name) and not (is_listed or key.is_admin)
+        if key.may_use(*allowed, names.default_source, name.source == HUB) and not is_hidden:
+            yield _Row(choice.label, name, service.seen.latest(name), is_listed)
 
 
 async def _describe_all(service: Service, rows: list[_Row], states: dict[str, AdapterState]) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ class SeenSnapshot(NamedTuple):
     merges: list[str]
     pins: list[tuple[str, list[Named]]]
     errors: list[tuple[Named, str]]
+    private: list[Named]
 
 
 def blames_adapter(ref: AdapterRef, error: AdapterError) -> bool:
@@ -53,9 +54,14 @@ class SeenAdapters:
         self._merges: OrderedDict[str, None] = OrderedDict()  # identities
         self._pins: dict[str, set[Named]] = {}  # by identity: the names by which it was pinned
         self._errors: FIFOCache[Named, str] = FIFOCache(MAX_FAILED)  # of names whose files cannot be served now
+        self._private: set[Named] = set()  # names that were only found with tokens of callers
 
-    def note(self, identity: str, name: Named) -> None:
-        """Note that a name means an adapter from now on."""
+    def note(self, identity: str, name: Named, needs_token: bool = False) -> None:
+        """Note that a name means an adapter from now on. It is private if no caller has found it without a token."""
+        if not needs_token:
+            self._private.discard(name)
+        elif name not in self._identities:
+            self._private.add(name)
         if identity not in self._names:
             insort(self._sorted, identity)
         names = self._names.setdefault(identity, {})
@@ -77,9 +83,14 @@ class SeenAdapters:
         if len(self._names) > MAX_SEEN:
             self._forget_oldest()
 
-    def knows(self, identity: str, name: Named) -> bool:
+    def knows(self, identity: str, name: Named, needs_token: bool = False) -> bool:
         """Tell whether to note this again would tell nothing new."""
-        return self.latest(name) == identity and name in self.names(identity) and name not in self._errors
+        is_same = self.latest(name) == identity and (needs_token or name not in self._private)
+        return is_same and name in self.names(identity) and name not in self._errors
+
+    def is_private(self, name: Named) -> bool:
+        """Return True if the adapter source gave this adapter only to callers with a token."""
+        return name in self._private
 
     def first_name(self, identity: str) -> Named | None:
         return next(iter(self._names.get(identity, ())), None)
@@ -149,6 +160,7 @@ class SeenAdapters:
             list(self._merges),
             [(identity, list(names)) for identity, names in self._pins.items()],
             list(self._errors.items()),
+            list(self._private),
         )
 
     def restore(self, snapshot: SeenSnapshot) -> None:
@@ -160,6 +172,7 @@ class SeenAdapters:
         self._pins = {identity: set(names) for identity, names in snapshot.pins}
         self._errors = FIFOCache(MAX_FAILED)
         self._errors.update(snapshot.errors)
+        self._private = set(snapshot.private)
 
     # --- Forgetting ---------------------------------------------------------------------------------------------------
 
@@ -184,6 +197,7 @@ class SeenAdapters:
         del names[name], identities[identity]
         if not identities:
             del self._identities[name]
+            self._private.discard(name)
         if not names:
             del self._names[identity], self._sorted[bisect_left(self._sorted, identity)]
             self._merges.pop(identity, None)

@@ -382,6 +382,13 @@ def test_two_keys_for_one_thing_are_refused(first: str, second: str) -> None:
         assert all(text in str(refusal.value) for text in (NAME, first, second))
 
 
+def test_two_names_for_one_module_are_refused() -> None:
+    """Patterns of the config could match one name and not the other."""
+    keys = [f"{PEFT}embed_out.lora_B.weight", f"{PEFT}lm_head.lora_A.weight"]
+    with pytest.raises(AdapterError, match=r"lm_head.lora_A.weight' and others name module 'lm_head' in two ways"):
+        assign_tensors(keys, LLAMA, NAME)
+
+
 def test_the_rows_of_a_resized_vocabulary_come_before_their_copy() -> None:
     keys = [f"{PEFT}lm_head.modules_to_save.weight", f"{PEFT}lm_head.weight"]
     assert assigned_keys(keys, LLAMA) == {"lm_head": {TensorRole.WEIGHT: keys[1]}}

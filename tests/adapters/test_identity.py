@@ -21,6 +21,7 @@ RAW: dict[str, Any] = {
     "trainable_token_indices": {"wte": [1, 2], "lm_head": [3]},
     "use_bdlora": {"target_modules_bd_a": ["o"], "target_modules_bd_b": ["q"], "nblocks": 2},
 }
+LORA_FIELDS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "trainable_token_indices", "use_bdlora")
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4.0).half(), "c": torch.ones(CHUNK_BYTES // 4 + 3)}
 
 
@@ -42,11 +43,12 @@ def test_equal_content_has_an_equal_identity(path: Path) -> None:
     assert identity_of(path, dict(reversed(TENSORS.items()))) == expected
     assert identity_of(path, metadata={"format": "pt"}) == expected
     assert identity_of(path, name="another") == expected
-    for changes in (
+    unimportant: list[dict[str, Any]] = [
         *({"lora_dropout": 0.5}, {"base_model_name_or_path": "x"}, {"peft_version": "9"}, {"inference_mode": False}),
-        *({"target_modules": ["v_proj", "q_proj"]}, {"target_modules": ".*"}, {"bias": "all"}, {"lora_alpha": 8.0}),
-        *({"init_lora_weights": "eva"}, {"exclude_modules": ["k_proj"]}, {"modules_to_save": ["norm", "lm_head"]}),
-    ):
+        *({"target_modules": ["v_proj", "q_proj"]}, {"bias": "all"}, {"lora_alpha": 8.0}),
+        *({"init_lora_weights": "eva"}, {"exclude_modules": []}, {"modules_to_save": ["norm", "lm_head"]}),
+    ]
+    for changes in unimportant:
         assert identity_of(path, **changes) == expected, changes
 
 
@@ -79,6 +81,13 @@ def test_different_content_has_a_different_identity(path: Path) -> None:
         *({"trainable_token_indices": ids} for ids in (None, [1, 2], [2, 1], {"wte": [2, 1], "lm_head": [3]})),
         *({"use_bdlora": RAW["use_bdlora"] | x} for x in bdloras),
         {"use_bdlora": {"target_modules_bd_a": ["q"], "target_modules_bd_b": ["o"], "nblocks": 2}},
+        # With these the same tensors may be invalid.
+        *({"target_modules": modules} for modules in (None, ".*", "q_proj", ["q_proj"])),
+        *({"exclude_modules": modules} for modules in ("v_proj", ["v_proj"], ["q_proj", "v_proj"])),
+        *({"layers_to_transform": [0], "layers_pattern": pattern} for pattern in (None, "h", ["h", "g"], ["g", "h"])),
+        *({"layers_to_transform": layers} for layers in (1, [0, 1])),
+        {"peft_type": "IA3"} | dict.fromkeys(LORA_FIELDS),
+        {"peft_type": "IA3", "feedforward_modules": ["v_proj"]} | dict.fromkeys(LORA_FIELDS),
     ]
     found = [identity_of(path, given) for given in tensors] + [identity_of(path, **changes) for changes in configs]
     assert len(set(found)) == len(found)

@@ -29,6 +29,7 @@ from tests.adapters.test_checkpoint import write_tensors
 from tests.builders import CPU
 from tests.parity.adapters.cases import CASES, KASA, Case
 from tests.parity.adapters.served import make_model, open_adapter
+from tests.parity.variant import VOCAB
 
 Tensors = dict[str, torch.Tensor]
 Damage = Callable[[Tensors], Any] | Mapping[str, torch.Tensor]
@@ -49,6 +50,7 @@ FUSED = Case("", GPT2, {"r": 4, "modules_to_save": ["c_fc"]})
 HEADS = Case("", QWEN, TWO | {"modules_to_save": ["q_norm"]})
 TIED = Case("", "llama-tied-head", CASES["weight-tying-rank-of-embedding"].settings)
 GPT2_IA3 = Case("", GPT2, method=IA3Config)
+BLOCKS = Case("", "llama-mha", CASES["bd-lora"].settings)
 
 
 @cache
@@ -63,7 +65,7 @@ def written(number: int) -> tuple[str, Tensors]:
         return (Path(folder) / CONFIG_FILE).read_text(), load_file(Path(folder) / WEIGHTS_FILE)
 
 
-DAMAGED_CASES = [IA3, VERA, DRAWN, TUNED, OF_KASA, SAVED, FUSED, HEADS, TIED, GPT2_IA3]
+DAMAGED_CASES = [IA3, VERA, DRAWN, TUNED, OF_KASA, SAVED, FUSED, HEADS, TIED, GPT2_IA3, BLOCKS]
 
 
 def store(folder: Path, case: Case, damage: Damage, changes: Mapping[str, Any]) -> None:
@@ -296,3 +298,27 @@ def test_the_memory_of_vera_grows_with_its_rank(modules: list[str], tmp_path: Pa
     peak = max(accumulate(changes))
     counted = count_elements(adapter.config, read_header(tmp_path / WEIGHTS_FILE, "x"), 48) * torch.bfloat16.itemsize
     assert 0.6 * counted < peak < 1.01 * counted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_memory_of_bd_lora_grows_with_its_blocks(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The file has the blocks on the diagonal of B; in memory B has zeros around them."""
+    rank, blocks, targets = 8 * VOCAB, VOCAB, targets_of("llama-mha")
+    head = targets["lm_head"]
+
+    def leave_only_the_head(tensors: Tensors) -> None:
+        tensors.clear()
+        tensors["base_model.model.lm_head.lora_A.weight"] = torch.ones(rank, head.inputs.full, dtype=dtype)
+        tensors["base_model.model.lm_head.lora_B.weight"] = torch.ones(VOCAB, rank // blocks, dtype=dtype)
+
+    config = {"target_modules_bd_a": [], "target_modules_bd_b": ["lm_head"], "nblocks": blocks}
+    changes = {"r": rank, "target_modules": ["lm_head"], "use_bdlora": config}
+    store(tmp_path, BLOCKS, leave_only_the_head, changes)
+    adapter = open_adapter(tmp_path, targets)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        host = prepare(adapter, targets, torch.bfloat16, FakeGroup())
+    allocations = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    peak, tensors = max(accumulate(allocations)), read_header(tmp_path / WEIGHTS_FILE, "x")
+    counted = count_elements(adapter.config, tensors, 48) * torch.bfloat16.itemsize
+    stored = sum(info.stop - info.start for info in tensors.values())
+    assert host.buffer.nbytes < peak < counted + stored

@@ -43,6 +43,12 @@ def test_they_mean_what_they_mean_to_re(pattern: str, wrapping: str) -> None:
 
 REFUSED = {
     "fuzzy": ["q_proj{e}", "(?:q_proj){e<=2}", "q{i,d,s}", "(q){s<3:[a-z]}"],
+    "verbose": [
+        "(?x)(?:(?:q{1 0 0 0}){1 0 0 0}){1 0 0 0}",
+        "(?ix)q\n+",
+        "(?x:q\xa0+)",
+        "(?x)" + "(q" * 99 + ")\xa0+" * 99,
+    ],
     "posix": ["[[:alpha:]]+", "[[:^alpha:]x]"],
     "only known to regex": [
         r"\p{L}",
@@ -58,6 +64,7 @@ REFUSED = {
     ],
     "too long": ["x" * (MAX_LENGTH + 1)],
     "invalid": ["(", ")", "[", "*", "x**", "(?P<", "(?P=x)", "[z-a]", r"\N{x}", r"\1", "x{2,1}", "x{99999999999999}"],
+    "look-behind": ["(?<=a|bc)x", "(?<!a+)x", "(?<=a{2,3})"],
     "nested": ["(" * 4000 + ")" * 4000],
 }
 
@@ -69,6 +76,41 @@ def test_what_re_does_not_know_or_reads_otherwise_is_refused(pattern: str) -> No
             match(pattern, "q_proj")
         assert str(refusal.value).startswith(f"adapter 'acme/tuned': pattern {pattern[:20]!r}"[:-1])
         assert len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("(" * 100 + "a" + end * 100 for end in (")+", ")+?", ")++", "){2}", "){1,}", "){2,3}?", "|b){3}")),
+        *("(?:a{1000}){1000}", "a{1000}" * 280, "(?:a|b){65535}", "(?i:(?:[^k]{200}){200})", "(?=(?:a{500}){500})x"),
+        *("(q)(?(1)(?:a{500}){500}|b)", "(?>(?:a{500}){500})", "q_proj|(?:a{500}){500}", "(?<=(?:a{500}){500})"),
+    ],
+    ids=lambda pattern: pattern[-20:],
+)
+def test_repeats_that_regex_would_unroll_are_refused(pattern: str) -> None:
+    """Compiling them takes all memory: 100 nested `+` are 2^100 nodes."""
+    with pytest.raises(AdapterError, match=r"nodes with its repeats; at most 20000 are allowed"):
+        Patterns("acme/tuned").match(pattern, "q_proj")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(?i)" + "[\u0100-\uffff]" * 380, "[\x00-\U0010ffff]" * 380, "(?i)" + "[a-z]" * 390],
+    ids=["wide, any case", "wide", "any case"],
+)
+def test_many_sets_of_characters(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`re.compile` takes up to 40 ms for each of them, which nothing can stop."""
+    monkeypatch.setattr(re, "compile", None)
+    assert not Patterns("acme/tuned").fullmatch(pattern, "q_proj")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(?:q|k|v){100}", "[a-z]{1,1000}", r"(?:\d{1,3}\.)+", "(?:" * 50 + "a" + ")*" * 50]
+)
+def test_usual_repeats_are_allowed(pattern: str) -> None:
+    oracle = re.compile(pattern)
+    for name in ("q" * 100, "q" * 1000, "1.22.333.", "a" * 9, ""):
+        assert Patterns("x").fullmatch(pattern, name) == (oracle.fullmatch(name) is not None)
 
 
 def test_a_long_pattern_is_allowed() -> None:

@@ -103,7 +103,7 @@ async def ask(answers: Mapping[str, Answer], path: str = "/generate", body: byte
         servers.append(await asyncio.start_server(serve, "127.0.0.1", 0))
         ports[name] = servers[-1].sockets[0].getsockname()[1]
     handle = Chosen(ports)
-    gate = Ingress(handle, "app", ["base"], limit)
+    gate = Ingress(handle, "app", ["base"], limit, body_timeout_s=30.0)
     sent: list[Any] = []
 
     async def receive() -> Any:
@@ -217,6 +217,59 @@ def test_a_body_above_the_limit_reaches_no_replica() -> None:
     status, _, body, asked = asyncio.run(ask({FIRST: whole(200, "one", "{}")}, limit=10))
     assert (status, asked) == (413, [])
     assert "at most 10 bytes" in body
+
+
+SCOPE = {"type": "http", "method": "POST", "path": "/generate", "query_string": b"", "headers": []}
+Sent = list[Any]
+
+
+async def post(gate: Ingress, *messages: Any, then: Awaitable[Any]) -> Sent:
+    """Send a request to a gate: its messages, and then the message that `then` returns. Return the response."""
+    waiting, sent = list(messages), Sent()
+
+    async def receive() -> Any:
+        return waiting.pop(0) if waiting else await then
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await gate.answer(SCOPE, receive, send)
+    return sent
+
+
+def chunk(content: bytes) -> dict[str, Any]:
+    return {"type": "http.request", "body": content, "more_body": True}
+
+
+def test_a_body_that_does_not_arrive_in_time_is_rejected() -> None:
+    async def run() -> None:
+        gate = Ingress(Chosen({}), "app", ["base"], 1000, body_timeout_s=0.01)
+        sent = await post(gate, chunk(b"{"), then=asyncio.Future())
+        assert sent[0]["status"] == 408
+        assert b"did not arrive within 0.01 s" in sent[1]["body"]
+
+    asyncio.run(run())
+
+
+def test_bodies_that_arrive_share_one_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BUFFERED_BYTES", 1000)
+
+    async def run() -> None:
+        gate = Ingress(Chosen({}), "app", ["base"], 1000, body_timeout_s=30.0)
+        rest = asyncio.Future[Any]()
+        slow = asyncio.create_task(post(gate, chunk(bytes(600)), then=rest))
+        await asyncio.sleep(0)
+        rejected = await post(gate, chunk(bytes(600)), then=asyncio.Future())
+        assert rejected[0]["status"] == 503
+        assert b"try again" in rejected[1]["body"]
+        assert (b"retry-after", b"1") in rejected[0]["headers"]
+        rest.set_result({"type": "http.disconnect"})
+        assert await slow == []
+        left = asyncio.Future[Any]()
+        left.set_result({"type": "http.disconnect"})
+        assert await post(gate, chunk(bytes(1000)), then=left) == []  # its bytes were released
+
+    asyncio.run(run())
 
 
 def test_another_version_is_refused() -> None:

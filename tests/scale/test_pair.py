@@ -262,7 +262,8 @@ async def ask(pair: Pair, body: dict[str, Any], key: str = ADMIN) -> int:
     order = ReplicaChooser()
     order.set_replicas(("a", "b"))
     first, second = order.owners(hash_name(body["parameters"]["adapter_id"]))
-    ingress = gate.Ingress(Chosen({first: pair.ports[1], second: pair.ports[0]}), "app", ["lorax-demo"], 10**6)
+    chosen = Chosen({first: pair.ports[1], second: pair.ports[0]})
+    ingress = gate.Ingress(chosen, "app", ["lorax-demo"], 10**6, body_timeout_s=30.0)
     sent: list[Any] = []
 
     async def receive() -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lorax_server.scale import registry as module
-from lorax_server.scale.registry import LEASE_S, ChangeRegistry, Entry
+from lorax_server.scale.registry import LEASE_S, MAX_UNLOADS, ChangeRegistry, Entry, MissedUnloadError
 
 LOAD, UNLOAD = "/v1/adapters/load", "/v1/adapters/unload"
 
@@ -217,3 +217,108 @@ def test_entries_of_an_older_version_are_read_and_lose_their_tokens() -> None:
     entries = asyncio.run(world.registry.join("one", 3, "one:1"))
     assert entries == [Entry(5, UNLOAD, body("b"))]
     assert asyncio.run(World(world.stored).registry.join("one", 0, "one:1"))[0] == Entry(3, LOAD, body("a"))
+
+
+Pair = tuple[str, dict[str, Any], str, dict[str, Any]]
+PAIRS: list[Pair] = [
+    (LOAD, {"adapter_id": "x{}"}, UNLOAD, {"adapter_id": "x{}"}),
+    (LOAD, {"adapter_id": "x{}", "pin": True}, UNLOAD, {"adapter_id": "x{}", "adapter_source": "hub"}),
+    (LOAD, {"adapter_id": "x", "name": "my-{}", "pin": True}, UNLOAD, {"adapter_id": "my-{}"}),
+    (
+        "/v1/load_lora_adapter",
+        {"lora_name": "my-{}", "lora_path": "x"},
+        "/v1/unload_lora_adapter",
+        {"lora_name": "my-{}"},
+    ),
+]
+
+
+def numbered(content: dict[str, Any], number: int) -> dict[str, Any]:
+    return {name: value.format(number) if isinstance(value, str) else value for name, value in content.items()}
+
+
+async def record_pairs(world: World, count: int, pair: Pair) -> None:
+    load_path, load, unload_path, unload = pair
+    for number in range(count):
+        await world.registry.record(load_path, numbered(load, number))
+        await world.registry.record(unload_path, numbered(unload, number))
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_old_unloads_are_dropped_with_their_loads(pair: Pair) -> None:
+    async def run() -> None:
+        world = World()
+        await world.registry.record(LOAD, body("standing"))
+        await record_pairs(world, 3 * MAX_UNLOADS, pair)
+        kept = await world.registry.join("new", 0, "n:1")
+        assert len(kept) <= 1 + 2 * MAX_UNLOADS
+        assert kept[0] == Entry(1, LOAD, body("standing"))
+        assert sum(not entry.is_load for entry in kept) == MAX_UNLOADS
+        assert kept[-1].version == 1 + 6 * MAX_UNLOADS  # a replica that has made them all is up to date
+        again = World(world.stored)
+        assert await again.registry.join("new", 0, "n:1") == kept
+
+    asyncio.run(run())
+
+
+def test_unloads_stored_by_an_older_version_are_dropped() -> None:
+    old = [[version, UNLOAD, {"adapter_id": f"x{version}"}, ""] for version in range(1, 2001)]
+    world = World(json.dumps(old).encode())
+    kept = asyncio.run(world.registry.join("new", 0, "n:1"))
+    assert [entry.version for entry in kept] == list(range(2001 - MAX_UNLOADS, 2001))
+
+
+def test_a_dropped_unload_leaves_other_aliases_unpinned() -> None:
+    """An unload unpins its adapter under every name, and removes only its own name."""
+
+    async def run() -> None:
+        world = World()
+        await world.registry.record(LOAD, {"adapter_id": "x", "name": "first", "pin": True})
+        await world.registry.record(LOAD, {"adapter_id": "x", "pin": True})
+        await world.registry.record(LOAD, {"adapter_id": "x", "name": "second", "pin": True})
+        await world.registry.record(UNLOAD, {"adapter_id": "first"})
+        await world.registry.record(LOAD, {"adapter_id": "x", "name": "third", "pin": True})
+        await record_pairs(world, MAX_UNLOADS, (LOAD, {"adapter_id": "y{}"}, UNLOAD, {"adapter_id": "y{}"}))
+        loads = [entry for entry in await world.registry.join("new", 0, "n:1") if entry.is_load]
+        assert [entry.body for entry in loads] == [
+            {"adapter_id": "x", "name": "second"},
+            {"adapter_id": "x", "name": "third", "pin": True},
+        ]
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_is_behind_still_gets_unloads() -> None:
+    async def run() -> None:
+        world = World()
+        await record_pairs(world, 2 * MAX_UNLOADS, PAIRS[0])
+        behind = 2 * MAX_UNLOADS + 2  # it has made the first unload that is still kept
+        missed = await world.registry.poll("behind", behind, "b:1")
+        unloads = [entry.body["adapter_id"] for entry in missed if not entry.is_load]
+        assert unloads == [f"x{number}" for number in range(MAX_UNLOADS + 1, 2 * MAX_UNLOADS)]
+
+    asyncio.run(run())
+
+
+def test_an_unload_reaches_a_replica_that_is_behind_after_the_name_is_loaded_again() -> None:
+    async def run() -> None:
+        world = World()
+        await world.registry.record(LOAD, {"adapter_id": "x", "pin": True})
+        await world.registry.record(UNLOAD, {"adapter_id": "x"})
+        await world.registry.record(LOAD, {"adapter_id": "x"})
+        missed = await world.registry.poll("behind", 1, "b:1")
+        assert [entry.path for entry in missed] == [UNLOAD, LOAD]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("confirmed", [0, 1])
+def test_a_replica_that_missed_a_dropped_unload_is_told(confirmed: int) -> None:
+    async def run() -> None:
+        world = World()
+        await record_pairs(world, MAX_UNLOADS + 1, PAIRS[0])
+        for registry in (world.registry, World(world.stored).registry):
+            with pytest.raises(MissedUnloadError, match="replica late is more than 100 unloads behind"):
+                await registry.poll("late", confirmed, "l:1")
+
+    asyncio.run(run())

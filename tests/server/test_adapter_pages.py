@@ -114,6 +114,24 @@ def test_a_caller_sees_only_what_it_may_use() -> None:
     assert [each["id"] for each in page["data"]] == ["a-00003", "a-00005", "owner/o-00001"]
 
 
+def test_an_adapter_that_needs_a_token_is_shown_to_admins_only() -> None:
+    bench, name = Pages(0), Named("hub", "owner/private")
+    bench.service.seen.note("hash", name, needs_token=True)
+
+    def ids(key: Key) -> list[str]:
+        return [each["id"] for each in bench.page(key, also=["owner/private"])["data"]]
+
+    bench.service.seen.restore(bench.service.seen.snapshot())  # as in another API process
+    assert ids(Key()) == ids(Key("k")) == ids(Key("k", adapters=("*",))) == []
+    assert ids(ADMIN) == ["owner/private"]
+    bench.service.model_names.add("mine", *name)
+    assert [each["id"] for each in bench.page(also=["mine"])["data"]] == ["mine"]
+    bench.service.model_names.remove("mine")
+    bench.service.seen.note("hash", name)  # it was found without a token, so it is public
+    bench.service.seen.note("hash", name, needs_token=True)
+    assert ids(Key()) == ["owner/private"]
+
+
 def test_search() -> None:
     bench = Pages(20, others=3)
     assert bench.walk(ADMIN, search="-0000", limit=7) == [

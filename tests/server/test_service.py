@@ -11,8 +11,16 @@ import pytest
 from starlette.responses import Response
 
 from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
-from lorax_server.errors import AdapterAccessError, AdapterNotFoundError, ConfigError, OverloadedError
+from lorax_server.errors import (
+    AdapterAccessError,
+    AdapterNotFoundError,
+    ConfigError,
+    LoraxError,
+    OverloadedError,
+    SourceError,
+)
 from lorax_server.server.access.keys import KeyRing
+from lorax_server.server.access.model_names import Named
 from lorax_server.server.exchange import CLIENT_LEFT, Exchange
 from lorax_server.server.http.problems import json_response
 from lorax_server.server.http.sse import EventStream, event
@@ -322,10 +330,33 @@ def test_a_bearer_is_shown_only_to_a_source_that_refuses_who_has_none() -> None:
         response = await bench.ask(for_adapter, authorization="Bearer secret")
         assert body_of(response) == "hash"
         assert response.status_code == 200
-        return [message.refs[0].token for message in bench.engine.sent if hasattr(message, "refs")]
+        tokens = [message.refs[0].token for message in bench.engine.sent if hasattr(message, "refs")]
+        assert bench.service.seen.is_private(Named("hub", "owner/it")) == (tokens[-1] is not None)
+        return tokens
 
     assert asyncio.run(check({"owner/it": Resolved("hash")})) == [None]
-    assert asyncio.run(check({"owner/it": AdapterAccessError("no"), "secret": Resolved("hash")})) == [None, "secret"]
+    for error in (AdapterAccessError("no"), AdapterNotFoundError("no")):
+        assert asyncio.run(check({"owner/it": error, "secret": Resolved("hash")})) == [None, "secret"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        (AdapterNotFoundError("no such name"), AdapterAccessError("bad token"), "no such name"),
+        (AdapterNotFoundError("no such name"), AdapterNotFoundError("not here"), "no such name"),
+        (AdapterAccessError("private"), AdapterAccessError("bad token"), "bad token"),
+        (AdapterAccessError("private"), AdapterNotFoundError("no such name"), "no such name"),
+        (AdapterNotFoundError("no such name"), SourceError("down"), "down"),
+    ],
+)
+def test_a_bearer_that_does_not_help(first: LoraxError, second: LoraxError, told: str) -> None:
+    async def check() -> None:
+        bench = Bench()
+        bench.engine.answers = {"owner/it": first, "secret": second}
+        response = await bench.ask(for_adapter, authorization="Bearer secret")
+        assert told in body_of(response)["error"]
+
+    asyncio.run(check())
 
 
 # --- The end ----------------------------------------------------------------------------------------------------------

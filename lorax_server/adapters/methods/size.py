@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from lorax_server.adapters.checkpoint import TensorInfo, find_projections
 from lorax_server.adapters.config import AdapterConfig
-from lorax_server.adapters.methods.fields import Method
+from lorax_server.adapters.methods.fields import BlockDiagonal, Method
 
 
 def count_elements(config: AdapterConfig, tensors: Mapping[str, TensorInfo], max_inputs: int) -> int:
@@ -14,11 +14,31 @@ def count_elements(config: AdapterConfig, tensors: Mapping[str, TensorInfo], max
     stored = sum(math.prod(info.shape) for info in tensors.values())
     if config.use_kasa:  # the base model's singular values, beside the factors
         return 2 * stored
+    if config.block_diagonal is not None:
+        stored += _count_block_diagonal(config.block_diagonal, tensors)
     if config.modules_to_save or config.method is Method.LN_TUNING:
         # A matrix of a linear has an identity beside it.
         matrices = [info for key, info in tensors.items() if key.endswith(".weight") and ".lora_" not in key]
         stored += sum(min(info.shape) ** 2 for info in matrices if len(info.shape) == 2)
     return stored + (_count_vera(config, tensors, max_inputs) if config.method is Method.VERA else 0)
+
+
+def _count_block_diagonal(blocks: BlockDiagonal, tensors: Mapping[str, TensorInfo]) -> int:
+    """Count the zeros around the diagonal blocks, which the file omits.
+
+    A key contains its module name, so every factor that is expanded is counted here. While one module is prepared, its
+    expanded factor is in float32, which is two elements in half precision. Later the expanded factors are copied once.
+    """
+    expanded = [
+        math.prod(info.shape) * blocks.blocks
+        for key, info in tensors.items()
+        for names, factors in (
+            (blocks.a, (".lora_A", ".lora_embedding_A")),
+            (blocks.b, (".lora_B", ".lora_embedding_B")),
+        )
+        if any(factor in key for factor in factors) and any(name in key for name in names)
+    ]
+    return max(2 * sum(expanded), sum(expanded) + 2 * max(expanded, default=0))
 
 
 def _count_vera(config: AdapterConfig, tensors: Mapping[str, TensorInfo], max_inputs: int) -> int:

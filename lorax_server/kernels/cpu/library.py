@@ -83,7 +83,7 @@ class Library:
                 setattr(self, op, _declare(native, f"{op}_{name}", types))
             # By op: the address of the function by which a program calls it.
             self.entries = {op: _find_address(native, f"call_{op}_{name}") for op in RECORDED}
-        except (OSError, AttributeError) as error:
+        except (OSError, AttributeError, ValueError) as error:
             raise NoLibraryError(f"{path.name} cannot be used: {error}") from error
         self.has_tiles = self._ask_for_tiles()  # whether this CPU multiplies bfloat16 by tiles (AMX)
 
@@ -120,9 +120,14 @@ def _check_digest(native: ctypes.CDLL, name: str) -> None:
 
 
 def _declare(native: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Callable[..., None]:
-    function = getattr(native, name)
-    function.argtypes, function.restype = types, None
+    function: Any = ctypes.CFUNCTYPE(ctypes.c_int, *types)(ctypes.c_void_p.in_dll(native, f"guarded_{name}").value or 0)
+    function.restype = _check  # ctypes calls it with the result
     return function  # type: ignore[no-any-return]
+
+
+def _check(failed: int) -> None:
+    if failed:
+        raise MemoryError("a kernel could not allocate memory for its threads")
 
 
 def _find_address(native: ctypes.CDLL, name: str) -> int:

@@ -78,9 +78,13 @@ def choose_tiling(q: torch.Tensor, cache: torch.Tensor) -> Tiling:
         return Tiling(32, 16, 4, 1)
     dim = fill_up(q.shape[2])
     if product_dtype(q, cache) == tl.float32:
+        if dim > 256:
+            return Tiling(16, 16, 8, 1)
         return Tiling(64, 16, 8, 2) if dim <= 128 else Tiling(32, 16, 8, 2)
     if dim <= 128:
         return Tiling(64, 64, 4, 2)
+    if dim > 256:  # the tiles below would need 384 KiB of shared memory on Hopper and 132 KiB elsewhere
+        return Tiling(32, 16, 8, 2)
     shared = torch.cuda.get_device_properties(q.device).shared_memory_per_multiprocessor
     return Tiling(128, 64, 8, 2) if shared >= LARGE_SHARED else Tiling(64, 32, 4, 2)
 

@@ -13,9 +13,16 @@ import ray
 from ray.actor import ActorHandle
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from lorax_server.errors import AdapterAccessError, AdapterNotFoundError, EngineError, InputError, LoraxError
+from lorax_server.errors import (
+    AdapterAccessError,
+    AdapterNotFoundError,
+    BusyError,
+    EngineError,
+    InputError,
+    LoraxError,
+)
 from lorax_server.scale.ingress.merged_metrics import merge_metrics
 from lorax_server.scale.ingress.request_key import read_wanted
 from lorax_server.scale.ingress.upstream import Answer, Headers, LostError, Received, Upstream
@@ -31,6 +38,8 @@ CHOOSE_S = 10.0  # to wait for a replica where there is none
 PROBE_S = 2.0  # likewise, for probes
 SCRAPE_S = 5.0
 AGAIN_S = 10.0  # from the first try of a request, until it is given up
+# Bytes of all request bodies that one ingress holds. Replicas check keys, so callers without a key can fill it.
+MAX_BUFFERED_BYTES = 2**30
 PAUSE_S = 0.2  # before a replica is asked again that has failed already
 PROBES = ("/", "/health", "/ping", "/startup")
 METRICS = "/metrics"
@@ -48,11 +57,21 @@ METRICS_HEADERS: Headers = [(b"content-type", Metrics.content_type.encode())]
 class Ingress:
     """An actor that has requests answered by replicas. Ray's proxies send it all of them."""
 
-    def __init__(self, servers: DeploymentHandle, app: str, base_names: Sequence[str], max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        servers: DeploymentHandle,
+        app: str,
+        base_names: Sequence[str],
+        max_body_bytes: int,
+        body_timeout_s: float,
+    ) -> None:
         self._servers = servers
         self._app = app
         self._base_names = base_names
         self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
+        self._max_buffered_bytes = max(MAX_BUFFERED_BYTES, max_body_bytes)
+        self._buffered_bytes = 0
         self._upstream = Upstream(share_key(app))
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -67,34 +86,51 @@ class Ingress:
             return
         path = scope["path"]
         try:
-            received = await self._read(scope, receive)
-            if received is not None:
-                await self._answer(received, send)
-        except _TooLargeError:
-            message = f"Failed to buffer the request body: at most {self._max_body_bytes} bytes are taken"
-            await http_problem(413, message).response(path)(scope, receive, send)
+            async with self._read(scope, receive) as received:
+                if received is not None:
+                    await self._answer(received, send)
+        except _BodyError as error:
+            await http_problem(error.status, str(error)).response(path)(scope, receive, send)
         except LoraxError as error:
             await describe(error, path).response(path)(scope, receive, send)
 
-    async def _read(self, scope: Scope, receive: Receive) -> Received | None:
-        """Read a request with its body, since it may have to be sent twice; None if the client left."""
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body += message.get("body", b"")
-            if len(body) > self._max_body_bytes:
-                raise _TooLargeError
-            if not message.get("more_body", False):
-                break
+    @asynccontextmanager
+    async def _read(self, scope: Scope, receive: Receive) -> AsyncIterator[Received | None]:
+        """Read a request and hold its body, since it may have to be sent twice; None if the client left."""
         path = scope.get("raw_path") or scope["path"].encode()
         if not path.startswith(b"/"):
             raise InputError("the path of a request begins with /")
         client = (scope.get("client") or ("",))[0]
-        return Received(
-            scope["method"], path.decode("latin-1"), scope["query_string"], scope["headers"], bytes(body), client
-        )
+        chunks, num_bytes = list[bytes](), 0
+        message: Message = {"type": "http.request", "more_body": True}
+        deadline = time.monotonic() + self._body_timeout_s
+        try:
+            while message["type"] == "http.request" and message.get("more_body", False):
+                message = await self._receive(receive, deadline)
+                chunks.append(message.get("body", b""))
+                num_bytes += len(chunks[-1])
+                self._buffered_bytes += len(chunks[-1])
+                self._check_size(num_bytes)
+            body = b"".join(chunks)
+            chunks.clear()
+            head = scope["method"], path.decode("latin-1"), scope["query_string"], scope["headers"]
+            yield Received(*head, body, client) if message["type"] == "http.request" else None
+        finally:
+            self._buffered_bytes -= num_bytes
+
+    async def _receive(self, receive: Receive, deadline: float) -> Message:
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                return await receive()
+        except TimeoutError:
+            raise _BodyError(408, f"the body did not arrive within {self._body_timeout_s:g} s") from None
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > self._max_body_bytes:
+            message = f"Failed to buffer the request body: at most {self._max_body_bytes} bytes are taken"
+            raise _BodyError(413, message)
+        if self._buffered_bytes > self._max_buffered_bytes:
+            raise BusyError("the bodies of other requests fill the ingress; try again")
 
     # --- Answers ------------------------------------------------------------------------------------------------------
 
@@ -186,8 +222,12 @@ class Ingress:
             return ""  # it has died or hangs, and the others are still of use
 
 
-class _TooLargeError(Exception):
-    """A body above the limit."""
+class _BodyError(Exception):
+    """A body that is too large or too slow."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def _may_another(answer: Answer, wanted: Wanted) -> bool:

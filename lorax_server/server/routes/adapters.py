@@ -136,7 +136,7 @@ async def load_adapter(service: Service, key: Key, choice: Choice, pin: bool | N
     except AdapterError as error:
         await service.note_failure(ref, error)
         raise
-    await service.change(AdapterFound(identity, name))
+    await service.change(AdapterFound(identity, name, ref.token is not None))
     await pin_adapter(service, identity, name, pin)
     for old in earlier:
         if old != identity and not await _find_holders(service, old, name):

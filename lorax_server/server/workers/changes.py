@@ -37,6 +37,7 @@ class AdapterFound(Change, frozen=True):
 
     identity: str
     name: Named
+    needs_token: bool = False  # it was found with a token that a caller sent
 
 
 class AdapterForgotten(Change, frozen=True):
@@ -90,8 +91,8 @@ def make_change(change: Changes, names: ModelNames, seen: SeenAdapters) -> None:
             names.remove(alias)
         case FolderRead(folder):
             names.set_folder(folder)
-        case AdapterFound(identity, named):
-            seen.note(identity, named)
+        case AdapterFound(identity, named, needs_token):
+            seen.note(identity, named, needs_token)
         case AdapterForgotten(identity):
             seen.forget(identity)
         case NameForgotten(identity, named):

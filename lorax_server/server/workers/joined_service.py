@@ -61,7 +61,7 @@ class JoinedService(Service):
         await self.link.ask(messages.SignatureAsked(self.link.new_ticket(), signature))
 
     async def change(self, change: Changes) -> None:
-        if not (isinstance(change, AdapterFound) and self.seen.knows(change.identity, change.name)):
+        if not (isinstance(change, AdapterFound) and self.seen.knows(change.identity, change.name, change.needs_token)):
             await self.link.ask(messages.ChangeAsked(self.link.new_ticket(), change))
 
     async def scrape(self, as_json: bool = False) -> bytes:

@@ -97,3 +97,44 @@ print(count)
     environment = os.environ | {"OMP_PROC_BIND": "true", "OMP_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert int(done.stdout) == min(2, len(os.sched_getaffinity(0))), "not all are where the first thread is"
+
+
+def test_memory_that_cannot_be_allocated_is_an_error() -> None:
+    """In every thread: each piece of the second call needs more memory than the process may have."""
+    program = """
+import resource
+import torch
+from lorax_server.kernels.cpu.library import Library
+torch.set_num_threads(4)
+library = Library()
+
+def prepare(vocabulary):
+    scores = torch.arange(16 * vocabulary, dtype=torch.float32).view(16, vocabulary)
+    best, ids = torch.empty(16, 3), torch.empty(16, 3, dtype=torch.long)
+
+    def call():
+        library.find_best(
+            0, scores.data_ptr(), vocabulary, 16, vocabulary, 3, 0, 0, 0, best.data_ptr(), ids.data_ptr()
+        )
+        return ids.tolist()
+
+    return call
+
+few, many = prepare(10_000), prepare(4_000_000)
+expected = few()  # the threads have started
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * resource.getpagesize()
+hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, hard))
+for _ in range(5):
+    try:
+        many()
+    except MemoryError as error:
+        print(error)
+    assert few() == expected
+resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+assert many()[0] == [3_999_999, 3_999_998, 3_999_997]
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["a kernel could not allocate memory for its threads"] * 5

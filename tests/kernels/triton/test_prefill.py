@@ -4,6 +4,7 @@ import copy
 import warnings
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 
 from lorax_server.kernels import AttentionSpec, HostLengths, LayerCache, PagedBatch, reference
 from lorax_server.kernels.triton.attention import decode_attention
-from lorax_server.kernels.triton.prefill import plan_tiles, prefill_attention
+from lorax_server.kernels.triton.prefill import choose_tiling, plan_tiles, prefill_attention
 from tests.kernels.triton.cases import BF16, FP16, FP32, choose, cover_pairs
 from tests.kernels.triton.paging import (
     BAD,
@@ -311,3 +312,20 @@ def test_prompts_of_models_with_slopes(heads: Heads, dtype: torch.dtype, cache_d
     spec = AttentionSpec(heads[2] ** -0.5, None, 0.1, 0.2, slopes=slopes)
     case.check(spec, device)
     check_cuts(case, 0, [0, 5, 64, 66, 200, 640, 700], spec, device)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 192, 256, 320, 512])
+@pytest.mark.parametrize(("per_processor", "per_program"), [(228, 227), (164, 163), (100, 99)])
+def test_tiles_fit_shared_memory(
+    per_processor: int, per_program: int, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes in KiB of Hopper, of A100 and of GPUs with less. Queries are held once, keys and values for each stage."""
+    properties = SimpleNamespace(shared_memory_per_multiprocessor=per_processor << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)  # noqa: ARG005
+    q, cache = (torch.empty(4, 2, head_dim, dtype=dtype, device="meta") for _ in range(2))
+    tiling = choose_tiling(q, cache)
+    width = 2 ** (head_dim - 1).bit_length() * dtype.itemsize
+    assert (tiling.rows + 2 * tiling.num_stages * tiling.keys) * width <= per_program << 10
+    assert min(tiling.rows, tiling.keys) >= 16  # the smallest side of a product
+    assert tiling.rows % 8 == 0

@@ -115,6 +115,12 @@ def test_numbers(routes: Routes, path: str, field: str) -> None:
             assert is_flag or reply.status == refused, text
 
 
+def test_a_temperature_above_the_limit_is_told_the_limit(routes: Routes) -> None:
+    reply = routes.post(NATIVE, generate(temperature=1e39))
+    assert reply.status == 422
+    assert "`temperature` must be <= 3.40282e+38 (got 1e+39)" in reply.message
+
+
 @pytest.mark.parametrize("what", NAMES)
 def test_names(routes: Routes, what: str) -> None:
     name = NAMES[what]

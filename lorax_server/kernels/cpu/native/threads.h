@@ -42,6 +42,7 @@ struct Helpers {
   Share shares[MOST];
   alignas(64) std::atomic<int64_t> threads{1};  // that the leader wants, itself among them
   std::atomic<bool> is_awake{false};  // more work comes soon: nobody sleeps
+  std::atomic<bool> has_failed{false};  // a piece of the work could not allocate memory
   std::mutex leading, resting;
   std::condition_variable has_work, is_wanted;
   std::atomic<int64_t> sleeping{0};
@@ -83,6 +84,7 @@ struct Helpers {
 
   void share(int64_t count, int64_t its_piece, void (*its_run)(void*, Range), void* its_work) {
     run = its_run, work = its_work, piece = its_piece;
+    has_failed.store(false, std::memory_order_relaxed);
     const int64_t parts = threads.load(std::memory_order_relaxed), pieces = (count + piece - 1) / piece;
     for (int64_t i = 0; i < parts; i++) {
       const Range part = part_of(pieces, i, parts);
@@ -97,6 +99,7 @@ struct Helpers {
     take_pieces(0);
     gate.fetch_and(~OPEN, std::memory_order_acq_rel);
     for (int64_t waited = 0; gate.load(std::memory_order_acquire) & (OPEN - 1);) wait_a_moment(waited);
+    if (has_failed.load(std::memory_order_relaxed)) throw std::bad_alloc();
   }
 
   // --- everybody ---
@@ -106,8 +109,13 @@ struct Helpers {
     const int64_t parts = threads.load(std::memory_order_relaxed);
     for (int64_t i = 0; i < parts; i++) {
       Share& from = shares[(thread + i) % parts];
-      for (int64_t at; (at = from.next.fetch_add(piece, std::memory_order_relaxed)) < from.end;)
-        run(work, {at, std::min(at + piece, from.end)});
+      for (int64_t at; (at = from.next.fetch_add(piece, std::memory_order_relaxed)) < from.end;) {
+        try {
+          run(work, {at, std::min(at + piece, from.end)});
+        } catch (const std::bad_alloc&) {  // an exception that leaves a helper thread would end the process
+          has_failed.store(true, std::memory_order_relaxed);
+        }
+      }
     }
   }
 
@@ -133,7 +141,10 @@ struct Helpers {
   }
 
   void help(int64_t thread) {
-    take_place(thread);
+    try {
+      take_place(thread);
+    } catch (const std::bad_alloc&) {  // without a place it helps as well
+    }
     int64_t done = 0;  // the number of the work that it took part in last
     for (int64_t waited = 0;;) {
       int64_t at = gate.load(std::memory_order_acquire);
@@ -163,6 +174,14 @@ struct Helpers {
 
 static thread_local bool is_leading = false;  // this thread, during a program
 
+template <class Work>
+struct AtExit {
+  Work work;
+  ~AtExit() { work(); }
+};
+template <class Work>
+AtExit(Work) -> AtExit<Work>;
+
 // Call something while this thread leads; without helpers, if another one does already.
 template <class Work>
 static inline void lead(Work do_it) {
@@ -172,8 +191,8 @@ static inline void lead(Work do_it) {
   const std::lock_guard<std::mutex> lock(helpers.leading, std::adopt_lock);
   helpers.start(threads);
   is_leading = true;
+  const AtExit end{[] { is_leading = false; }};
   do_it();
-  is_leading = false;
 }
 
 // Do `count` items of work in pieces, each by `work(range)`; all at once, if not several threads are to do it.
@@ -201,7 +220,7 @@ static inline void with_helpers(Work work) {
   lead([&] {
     if (!is_leading) return work();
     Helpers::all().is_awake.store(true, std::memory_order_relaxed);
+    const AtExit end{[] { Helpers::all().is_awake.store(false, std::memory_order_relaxed); }};
     work();
-    Helpers::all().is_awake.store(false, std::memory_order_relaxed);
   });
 }
