@@ -104,7 +104,7 @@ def _convert(text: str) -> str:
     if re.search(r"(?m)^[ \t]*(%llguidance\b|start[ \t]*:(?!:=))", text):
         return text  # Lark, with `::=` in a string or a comment
     if re.search(r"(?m)^[ \t]*start[ \t]*::=", text):
-        raise InputError("a rule of a GBNF grammar may not be named `start`: rename it; `root` is the first rule")
+        raise InputError("a rule of a GBNF grammar may not be named `start`: give it another name; `root` is the first")
     if len(text) * text.count("::=") > MAX_GBNF_STEPS:
         raise InputError(f"the GBNF grammar has too many rules for its {len(text)} characters; write it in Lark")
     from llguidance.gbnf_to_lark import gbnf_to_lark  # noqa: PLC0415 - as above
