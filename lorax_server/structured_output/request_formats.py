@@ -4,14 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lorax_server.errors import InputError, NotSupportedError
-from lorax_server.structured_output.grammars import (
-    ANY_OBJECT,
-    from_choices,
-    from_grammar,
-    from_json_schema,
-    from_json_text,
-    from_regex,
-)
+from lorax_server.structured_output import grammars
 from lorax_server.types import Structure
 
 GUIDED = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": "guided_grammar"}
@@ -48,7 +41,7 @@ def _list_formats(fields: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[An
         if word in GUIDED and value is not None:
             yield name, _find_reader(word, word, value), value
         elif word == "json_object" and value:
-            yield name, from_json_schema, ANY_OBJECT
+            yield name, grammars.from_json_schema, grammars.ANY_OBJECT
         elif word in UNSUPPORTED and value:
             raise NotSupportedError(f"`{name}` is not supported")
     for word, name in GUIDED.items():
@@ -75,17 +68,17 @@ def _read_response_format(response_format: Mapping[str, Any]) -> Structure:
     if _read_type(response_format) == "json_schema" and nested is not None:
         _check(isinstance(nested, Mapping), "`json_schema` is an object with a `name` and a `schema`")
         schema = nested.get("schema")
-    return from_json_schema(ANY_OBJECT if schema is None else schema)
+    return grammars.from_json_schema(grammars.ANY_OBJECT if schema is None else schema)
 
 
 def _find_reader(kind: str, name: str, value: Any) -> Callable[[Any], Structure]:
     if kind == "json":
-        return from_json_text if isinstance(value, str) else from_json_schema
+        return grammars.from_json_text if isinstance(value, str) else grammars.from_json_schema
     if kind == "choice":
         _check(isinstance(value, list), f"`{name}` is a list of strings")
-        return from_choices
+        return grammars.from_choices
     _check(isinstance(value, str), f"`{name}` is a string")
-    return from_regex if kind == "regex" else from_grammar
+    return grammars.from_regex if kind == "regex" else grammars.from_grammar
 
 
 def _check(holds: bool, message: str) -> None:

@@ -58,12 +58,11 @@ class AnswerPlan:
                 "`response_format` is not supported together with `tools` for a model that writes calls as plain JSON: "
                 "leave one out, or let `tool_choice` be required"
             )
-        write = write_required if offer.is_required else write_optional
-        marks = Marks(tokenizer.token_to_id)
-        thought = self._thought(prompt)
-        free = {} if offer.is_required or text is None else {"text": text.grammar}
         functions = [_prepare_function(function) for function in offer.functions]
-        return Structure(write(form, functions, offer.is_parallel, marks, thought, **free))
+        parts = form, functions, offer.is_parallel, Marks(tokenizer.token_to_id), self._thought(prompt)
+        if offer.is_required or text is not None:
+            return Structure(write_required(*parts, "" if offer.is_required or text is None else text.grammar))
+        return Structure(write_optional(*parts))
 
     def _thought(self, prompt: str) -> Thought | None:
         if not self.knows_thoughts or prompt.rstrip().endswith(thoughts.CLOSER):

@@ -3,7 +3,7 @@
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -123,16 +123,6 @@ def write_list(rules: CallRules, word: str) -> list[str]:
 
 
 def write_required(
-    form: ToolFormat, functions: Sequence[FunctionSchema], is_parallel: bool, marks: Marks, thought: Thought | None
-) -> str:
-    """Write the grammar of an answer that must be calls, after the model's reasoning if there is any."""
-    before, rules = _write_thought(thought, marks, " BLANKS?")
-    opener = "" if form.start_pattern else f"{marks.write(form.openers[0])} "
-    lines = [f"start: {before}{opener}calls\n", rules]
-    return _join_lines(chain(lines, _write_calls(form, functions, is_parallel, marks)))
-
-
-def write_optional(
     form: ToolFormat,
     functions: Sequence[FunctionSchema],
     is_parallel: bool,
@@ -140,12 +130,22 @@ def write_optional(
     thought: Thought | None,
     text: str = "",
 ) -> str:
-    """Write the grammar of an answer that is free except for its calls. `text` is a grammar for text without calls."""
-    before, rules = _write_thought(thought, marks, " BLANKS?" if text else "")
+    """Write the grammar of an answer that must be calls, or text that follows the grammar `text` if there is one.
+
+    Reasoning may come first.
+    """
+    before, rules = _write_thought(thought, marks, " BLANKS?")
+    calls = "calls" if form.start_pattern else f"{marks.write(form.openers[0])} calls"
     if text:
-        opener = "" if form.start_pattern else f"{marks.write(form.openers[0])} "
-        lines = [f"start: {before}(text | {opener}calls)\n", rules, f"text: %lark {{\n{text}\n}}\n"]
-        return _join_lines(chain(lines, _write_calls(form, functions, is_parallel, marks)))
+        calls, rules = f"(text | {calls})", f"{rules}text: %lark {{\n{text}\n}}\n"
+    return _write_grammar(f"start: {before}{calls}\n{rules}", form, functions, is_parallel, marks)
+
+
+def write_optional(
+    form: ToolFormat, functions: Sequence[FunctionSchema], is_parallel: bool, marks: Marks, thought: Thought | None
+) -> str:
+    """Write the grammar of an answer that is free except for its calls."""
+    before, rules = _write_thought(thought, marks)
     wrong = [f"{ANY}{escape(opener)}{ANY}" for opener in form.openers]
     if form.start_pattern:
         free, first = "BLANKS? (TEXT | calls)?", r"[^ \n]"
@@ -154,36 +154,30 @@ def write_optional(
         opener, first = form.openers[0], r"(.|\n)"
         free = f"(TEXT | trigger calls{f' | TEXT? {marks.token(opener)} calls' if marks.has_token(opener) else ''})?"
         rules += f"trigger[lazy]: /{ANY}{escape(opener)}/\n"
-    pattern = " & ".join([f"/{first}{ANY}/", *(f"~/{each}/" for each in wrong)])
-    lines = [f"start: {before}{free}\n", f"TEXT: {pattern}\n", rules]
-    return _join_lines(chain(lines, _write_calls(form, functions, is_parallel, marks)))
+    text = " & ".join([f"/{first}{ANY}/", *(f"~/{pattern}/" for pattern in wrong)])
+    return _write_grammar(f"start: {before}{free}\nTEXT: {text}\n{rules}", form, functions, is_parallel, marks)
 
 
-def _write_calls(
-    form: ToolFormat, functions: Sequence[FunctionSchema], is_parallel: bool, marks: Marks
-) -> Iterator[str]:
+def _write_grammar(
+    head: str, form: ToolFormat, functions: Sequence[FunctionSchema], is_parallel: bool, marks: Marks
+) -> str:
+    """Add the rules of calls. Raise InputError as soon as the grammar is too large, before more rules are written."""
     calls = []
     for index, function in enumerate(functions):
         options = {"whitespace_pattern": WHITESPACE} | ({} if function.is_strict else {"lenient": True})
         calls.append(CallGrammar(function.name, f"arguments_{index}", {**function.parameters, OPTIONS: options}))
-    yield from form.write_rules(CallRules(calls, is_parallel, marks))
-    if form.has_json_arguments:
-        yield from (f"{call.rule}: %json {json.dumps(call.schema)}\n" for call in calls)
-    yield "BLANKS: /[ \\n]+/\n"
-
-
-def _join_lines(lines: Iterable[str]) -> str:
-    """Join the lines of a grammar; raise InputError as soon as it is too large, before more lines are written."""
-    written, num_characters = [], 0
-    for line in lines:
+    rules = form.write_rules(CallRules(calls, is_parallel, marks))
+    arguments = (f"{call.rule}: %json {json.dumps(call.schema)}\n" for call in calls if form.has_json_arguments)
+    lines, num_characters = list[str](), 0
+    for line in chain((head, "BLANKS: /[ \\n]+/\n"), rules, arguments):
         num_characters += len(line)
         if num_characters > MAX_GRAMMAR:
             raise InputError(
                 f"`tools`: the schemas of all functions make a grammar of {num_characters} characters or more, "
                 f"of {MAX_GRAMMAR} at most; offer fewer, or smaller ones"
             )
-        written.append(line)
-    return "".join(written)
+        lines.append(line)
+    return "".join(lines)
 
 
 def _write_thought(thought: Thought | None, marks: Marks, after: str = "") -> tuple[str, str]:

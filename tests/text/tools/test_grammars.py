@@ -180,7 +180,7 @@ def test_calls_that_are_free_to_come(form: str, texts: Texts, kind: str, before:
 @pytest.mark.parametrize("form", ["hermes", "granite", "mistral", "pythonic", "qwen3_coder"])
 def test_an_answer_that_is_calls_or_has_a_form_of_its_own(form: str) -> None:
     text = 'start: %json {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]}'
-    either = grammar(write_optional, form, "special", text=text)
+    either = grammar(write_required, form, "special", text=text)
     accepts = vocabulary("special").accepts
     assert accepts(either, '{"count": 1}')
     assert accepts(either, TEXTS[form].right)

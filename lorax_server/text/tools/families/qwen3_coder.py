@@ -223,8 +223,8 @@ def _write_parameters(rule: str, call: CallGrammar) -> Iterator[str]:
     """Write rules for the parameters in the schema's order; optional parameters may be left out."""
     check_keywords(call)
     properties, required = call.schema.get("properties", {}), frozenset(call.schema.get("required", ()))
-    if unknown := min(required - properties.keys(), default=None):
-        raise InputError(f"`tools`: {call.name!r} requires {unknown[:64]!r}, which its `properties` have not")
+    if unknown := required - properties.keys():
+        raise InputError(f"`tools`: {call.name!r} requires {min(unknown)[:64]!r}, which its `properties` have not")
     finder, definitions, names = TypeFinder(call.schema), Definitions(call.schema), []
     for index, (name, schema) in enumerate(properties.items()):
         if NAME.fullmatch(name) is None or name != name.strip():
