@@ -16,6 +16,7 @@ from lorax_server.types import Structure
 
 MAX_GBNF = 2**14  # characters of a GBNF grammar: the converter takes 25 us for each
 MAX_GBNF_STEPS = 2**20  # characters times rules: the converter's second pass, which takes up to a second
+MIN_STEPS = 1000  # and one per character of the schema, to tell the parts of `oneOf` apart
 MAX_CHOICES = 1000
 # Rules and groups of a user's grammar. llguidance compiles both by recursion, with up to 3.2 KB of stack for each, so
 # a chain of all of them that ends in the deepest JSON schema fits the 4 MiB stack of a trial compile.
@@ -54,7 +55,8 @@ def prepare_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     _check_size(text)
     check_depth(schema)
     # With an `$id` in some part, references in that part do not start at the root.
-    return join_disjoint(schema) if text.count('"$id"') == ("$id" in schema) else {**schema}
+    has_one_root = text.count('"$id"') == ("$id" in schema)
+    return join_disjoint(schema, MIN_STEPS + len(text)) if has_one_root else {**schema}
 
 
 def from_json_text(text: str) -> Structure:

@@ -13,26 +13,28 @@ PARTS = ("anyOf", "oneOf")
 LISTS = ("allOf", "prefixItems", *PARTS)
 MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 SINGLE = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
-# Parts, tag values, required names and reference names that are looked at per schema. Beyond that, `oneOf` stays as it
-# is, and is rejected when the schema is compiled.
-MAX_STEPS = 20_000
+MAX_STEPS = 10_000
 MAX_NAMES = 8  # properties tried as the tag
 
 Tag = tuple[str, Any]  # a kind and a value: in Python, 1 == True
 
 
-def join_disjoint(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an equivalent schema, with `anyOf` in place of each `oneOf` whose parts cannot overlap."""
-    joined: dict[str, Any] = _Joiner(schema).join(schema)
+def join_disjoint(schema: Mapping[str, Any], max_steps: int = MAX_STEPS) -> dict[str, Any]:
+    """Return an equivalent schema, with `anyOf` in place of each `oneOf` whose parts cannot overlap.
+
+    Each part, tag value, required name and reference name that is looked at to compare parts is a step. After
+    `max_steps`, each further `oneOf` stays, and is rejected when the schema is compiled.
+    """
+    joined: dict[str, Any] = _Joiner(schema, max_steps).join(schema)
     return joined
 
 
 class _Joiner:
-    """Rewrites one schema, in time linear in its size: everything beyond visiting each part once counts as a step."""
+    """Rewrites one schema. It visits each part once; everything else counts as a step."""
 
-    def __init__(self, root: Mapping[str, Any]) -> None:
+    def __init__(self, root: Mapping[str, Any], max_steps: int) -> None:
         self._root = root
-        self._num_steps = 0
+        self._steps_left = max_steps
 
     def join(self, schema: Any) -> Any:
         if not isinstance(schema, Mapping):
@@ -104,8 +106,8 @@ class _Joiner:
 
     def _step(self, count: int) -> bool:
         """Count steps before they are taken; return False if there are too many."""
-        self._num_steps += count
-        return self._num_steps <= MAX_STEPS
+        self._steps_left -= count
+        return self._steps_left >= 0
 
 
 UNKNOWN: Tag = ("", None)

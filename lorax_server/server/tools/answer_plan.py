@@ -1,5 +1,6 @@
 """The way to read an answer: its reasoning, its text and its calls, and the grammar that it must follow."""
 
+import json
 import secrets
 import string
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from lorax_server.text.tools.grammar import (
     Marks,
     Thought,
     ToolFormat,
+    check_size,
     write_optional,
     write_required,
 )
@@ -58,6 +60,7 @@ class AnswerPlan:
                 "`response_format` is not supported together with `tools` for a model that writes calls as plain JSON: "
                 "leave one out, or let `tool_choice` be required"
             )
+        check_size(sum(len(json.dumps(function.parameters)) for function in offer.functions))  # before they are read
         functions = [_prepare_function(function) for function in offer.functions]
         parts = form, functions, offer.is_parallel, Marks(tokenizer.token_to_id), self._thought(prompt)
         if offer.is_required or text is not None:

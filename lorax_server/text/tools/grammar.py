@@ -171,13 +171,17 @@ def _write_grammar(
     lines, num_characters = list[str](), 0
     for line in chain((head, "BLANKS: /[ \\n]+/\n"), rules, arguments):
         num_characters += len(line)
-        if num_characters > MAX_GRAMMAR:
-            raise InputError(
-                f"`tools`: the schemas of all functions make a grammar of {num_characters} characters or more, "
-                f"of {MAX_GRAMMAR} at most; offer fewer, or smaller ones"
-            )
+        check_size(num_characters)
         lines.append(line)
     return "".join(lines)
+
+
+def check_size(num_characters: int) -> None:
+    if num_characters > MAX_GRAMMAR:
+        raise InputError(
+            f"`tools`: the schemas of all functions make a grammar of {num_characters} characters or more, "
+            f"of {MAX_GRAMMAR} at most; offer fewer, or smaller ones"
+        )
 
 
 def _write_thought(thought: Thought | None, marks: Marks, after: str = "") -> tuple[str, str]:
