@@ -1,40 +1,29 @@
-"""The structure that a request asks for, in the words of OpenAI, LoRAX and vLLM."""
+"""Read the output format of a request from OpenAI's, LoRAX's and vLLM's fields."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lorax_server.errors import InputError, NotSupportedError
-from lorax_server.structured_output.grammars import (
-    ANY_OBJECT,
-    from_choices,
-    from_grammar,
-    from_json_schema,
-    from_json_text,
-    from_regex,
-)
+from lorax_server.structured_output import grammars
 from lorax_server.types import Structure
 
 GUIDED = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": "guided_grammar"}
-# Settings of vLLM that change what is allowed, with the values that ask for nothing.
+FIELDS = ("response_format", "structured_outputs", *GUIDED.values())
+# vLLM settings that change what is allowed.
 UNSUPPORTED = ("structural_tag", "whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
 
 
-def choose_structure(
-    response_format: Mapping[str, Any] | None, structured: Mapping[str, Any] | None, guided: Mapping[str, Any]
-) -> Structure | None:
-    """Return what OpenAI's `response_format`, vLLM's `structured_outputs` or one of its `guided_...` asks for."""
-    asked: dict[str, Callable[[], Structure]] = {}
-    if response_format is not None and read_type(response_format) != "text":
-        asked["response_format"] = lambda: read_format(response_format)
-    if structured is not None:
-        asked |= _read_structured(structured)
-    for kind, name in GUIDED.items():
-        if (value := guided.get(name)) is not None:
-            asked[name] = _reader(kind, name, value)
-    _check(len(asked) <= 1, f"{' and '.join(f'`{name}`' for name in asked)} ask for two forms of one answer; give one")
-    for name, read in asked.items():
+def choose_structure(fields: Mapping[str, Any]) -> Structure | None:
+    """Return the output format in `FIELDS` of a request, or None.
+
+    This analyzes schemas: call it on a thread, once the request is admitted.
+    """
+    asked = list(_list_formats(fields))
+    names = " and ".join(f"`{name}`" for name, _, _ in asked)
+    _check(len(asked) <= 1, f"{names} ask for two forms of one answer; give one")
+    for name, read, value in asked:
         try:
-            return read()
+            return read(value)
         except NotSupportedError:
             raise
         except InputError as error:
@@ -42,49 +31,54 @@ def choose_structure(
     return None
 
 
-def read_type(response_format: Mapping[str, Any]) -> str:
-    """Return the type in OpenAI's spelling. LoRAX knows some as `JsonObject` too."""
+def _list_formats(fields: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Any], Structure], Any]]:
+    """List each format with its name and the function that reads it."""
+    response_format = fields.get("response_format")
+    if response_format is not None and _read_type(response_format) != "text":
+        yield "response_format", _read_response_format, response_format
+    for word, value in (fields.get("structured_outputs") or {}).items():
+        name = f"structured_outputs.{word}"
+        if word in GUIDED and value is not None:
+            yield name, _find_reader(word, word, value), value
+        elif word == "json_object" and value:
+            yield name, grammars.from_json_schema, grammars.ANY_OBJECT
+        elif word in UNSUPPORTED and value:
+            raise NotSupportedError(f"`{name}` is not supported")
+    for word, name in GUIDED.items():
+        if (value := fields.get(name)) is not None:
+            yield name, _find_reader(word, name, value), value
+
+
+def _read_type(response_format: Mapping[str, Any]) -> str:
+    """Return the type in OpenAI's spelling; LoRAX also has `JsonObject`."""
     kind = response_format.get("type")
     _check(isinstance(kind, str), "`response_format` needs a `type`: text, json_object or json_schema")
-    spelt = str(kind).lower().replace("_", "")
     known = {"text": "text", "jsonobject": "json_object", "jsonschema": "json_schema"}
-    if spelt not in known:
+    found = known.get(str(kind)[:32].lower().replace("_", ""))
+    if found is None:
         raise NotSupportedError(
             f"`response_format` {str(kind)[:32]!r} is not known here; there are text, json_object and json_schema"
         )
-    return known[spelt]
+    return found
 
 
-def read_format(response_format: Mapping[str, Any]) -> Structure:
-    """Read a `response_format` that is not text. OpenAI has the schema in `json_schema`, LoRAX in `schema`."""
-    schema = response_format.get("schema")
-    nested = response_format.get("json_schema")
-    if read_type(response_format) == "json_schema" and nested is not None:
+def _read_response_format(response_format: Mapping[str, Any]) -> Structure:
+    """Read a `response_format` other than text. The schema is in OpenAI's `json_schema`, or in LoRAX's `schema`."""
+    schema, nested = response_format.get("schema"), response_format.get("json_schema")
+    if _read_type(response_format) == "json_schema" and nested is not None:
         _check(isinstance(nested, Mapping), "`json_schema` is an object with a `name` and a `schema`")
         schema = nested.get("schema")
-    return from_json_schema(ANY_OBJECT if schema is None else schema)
+    return grammars.from_json_schema(grammars.ANY_OBJECT if schema is None else schema)
 
 
-def _read_structured(structured: Mapping[str, Any]) -> dict[str, Callable[[], Structure]]:
-    asked: dict[str, Callable[[], Structure]] = {}
-    for name, value in structured.items():
-        if name in GUIDED and value is not None:
-            asked[f"structured_outputs.{name}"] = _reader(name, name, value)
-        elif name == "json_object" and value:
-            asked[f"structured_outputs.{name}"] = lambda: from_json_schema(ANY_OBJECT)
-        elif name in UNSUPPORTED and value:
-            raise NotSupportedError(f"`structured_outputs.{name}` is not supported")
-    return asked
-
-
-def _reader(kind: str, name: str, value: Any) -> Callable[[], Structure]:
+def _find_reader(kind: str, name: str, value: Any) -> Callable[[Any], Structure]:
     if kind == "json":
-        return lambda: from_json_text(value) if isinstance(value, str) else from_json_schema(value)
+        return grammars.from_json_text if isinstance(value, str) else grammars.from_json_schema
     if kind == "choice":
         _check(isinstance(value, list), f"`{name}` is a list of strings")
-        return lambda: from_choices(value)
+        return grammars.from_choices
     _check(isinstance(value, str), f"`{name}` is a string")
-    return lambda: from_regex(value) if kind == "regex" else from_grammar(value)
+    return grammars.from_regex if kind == "regex" else grammars.from_grammar
 
 
 def _check(holds: bool, message: str) -> None:

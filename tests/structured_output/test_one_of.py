@@ -1,17 +1,18 @@
 """`oneOf` becomes `anyOf` where a tag tells its parts apart, and only there."""
 
 import json
+from collections.abc import Iterator
 from enum import IntEnum
 from typing import Annotated, Any, Literal, Optional
 
 import jsonschema
 import pytest
-from lorax_server.structured_output.matchers import GrammarError, compile_grammar
 from pydantic import BaseModel, Field, TypeAdapter
 
 from lorax_server.errors import InputError
-from lorax_server.structured_output.grammars import from_json_schema
-from lorax_server.structured_output.one_of import MAX_STEPS, _Joiner, join_disjoint
+from lorax_server.structured_output.grammars import from_json_schema, prepare_schema
+from lorax_server.structured_output.matcher import GrammarError, compile_matcher
+from lorax_server.structured_output.one_of import MAX_NAMES, MAX_STEPS, join_disjoint
 from lorax_server.structured_output.vocabulary import Vocabulary
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.text.tools.grammar import MAX_GRAMMAR
@@ -123,7 +124,7 @@ def test_unions_of_pydantic(name: str, tokenizer: TextTokenizer) -> None:
     schema = TypeAdapter(union).json_schema()
     assert "oneOf" in json.dumps(schema)
     assert "oneOf" not in json.dumps(join_disjoint(schema))
-    compiled = compile_grammar(Vocabulary(tokenizer), from_json_schema(schema).grammar)
+    compiled = compile_matcher(Vocabulary.of_table(tokenizer.token_table()), from_json_schema(schema).grammar)
     for instance in (*right, *wrong):
         matcher = compiled.deep_copy()
         ids = tokenizer.encode(json.dumps(instance), add_special_tokens=False)
@@ -145,19 +146,84 @@ def test_what_may_overlap_stays_as_it_is(name: str) -> None:
 
 def test_what_may_overlap_is_refused_by_name(tokenizer: TextTokenizer) -> None:
     with pytest.raises(GrammarError, match=r"oneOf.*anyOf"):
-        compile_grammar(Vocabulary(tokenizer), from_json_schema(OTHERS["the same"]).grammar)
+        compile_matcher(Vocabulary.of_table(tokenizer.token_table()), from_json_schema(OTHERS["the same"]).grammar)
 
 
-def test_hostile_schemas_take_few_steps() -> None:
-    """Have each part refer to all others: the ways through them are without number."""
-    parts = {f"p{index}": {"anyOf": [{"$ref": f"#/$defs/p{other}"} for other in range(60)]} for index in range(60)}
-    tagged = {"oneOf": [{"$ref": "#/$defs/p0"}, A], "discriminator": {"propertyName": "t"}}
-    schema, many = {**tagged, "$defs": parts}, {"allOf": [tagged] * 1000, "$defs": parts}
-    for each in (schema, many, refer_far(200, 1000), refer_far(100_000, 1000)):
+class CountedList(list[Any]):
+    """Counts how many of its items are read."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            self.num_read += 1
+            yield item
+
+    def __contains__(self, item: object) -> bool:
+        return any(each == item for each in self)
+
+
+class CountedDict(dict[str, Any]):
+    """Counts how many of its keys are looked up or listed."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for name in super().__iter__():
+            self.num_read += 1
+            yield name
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.num_read += 1
+        return super().get(key, default)
+
+
+def tagged(definition: str) -> dict[str, Any]:
+    return {"oneOf": [{"$ref": f"#/$defs/{definition}"}, A], "discriminator": {"propertyName": "t"}}
+
+
+@pytest.mark.parametrize("count", [300, 1200])
+def test_shared_enum_is_read_in_bounded_steps(count: int) -> None:
+    """Many unions refer to one definition with a large enum and a long `required`."""
+    values, required = CountedList(f"v{i}" for i in range(count)), CountedList([*map(str, range(count)), "t"])
+    large = {"type": "object", "properties": {"t": {"enum": values}}, "required": required}
+    schema = {"allOf": [tagged("large")] * count, "$defs": {"large": large}}
+    joined = join_disjoint(schema, 10 * count)
+    assert "anyOf" in joined["allOf"][0]  # the first unions are within the limit
+    assert "oneOf" in joined["allOf"][-1]
+    assert values.num_read + required.num_read <= 10 * count
+    values.num_read = required.num_read = 0
+    prepare_schema(schema)
+    num_characters = len(json.dumps(schema))
+    assert values.num_read + required.num_read <= 2 * num_characters  # twice: also written as JSON
+
+
+def test_union_of_large_models_is_within_the_limit() -> None:
+    """100 parts that require 100 properties each."""
+    names = [f"p{i}" for i in range(100)]
+    parts = [{"type": "object", "properties": {"t": {"const": i}}, "required": [*names, "t"]} for i in range(100)]
+    assert prepare_schema({"oneOf": parts}) == {"anyOf": parts}
+
+
+def test_properties_of_the_first_part_are_not_all_listed() -> None:
+    properties = CountedDict({f"p{i}": {} for i in range(1000)})
+    first = {"type": "object", "properties": properties, "required": ["p0"]}
+    schema = {"allOf": [{"oneOf": [{"$ref": "#/$defs/a"}]}] * 100, "$defs": {"a": first}}
+    assert join_disjoint(schema) == schema
+    assert properties.num_read < 100 * 3 * MAX_NAMES
+
+
+def test_hostile_references_take_bounded_steps() -> None:
+    """Let each part refer to all others, so that there are exponentially many paths."""
+    parts = CountedDict(
+        {f"p{index}": {"anyOf": [{"$ref": f"#/$defs/p{other}"} for other in range(60)]} for index in range(60)}
+    )
+    many = {"allOf": [tagged("p0")] * 1000, "$defs": parts}
+    assert join_disjoint(many) == many
+    assert parts.num_read <= MAX_STEPS
+    for each in (refer_far(200, 1000), refer_far(100_000, 1000)):
         assert isinstance(each, dict)
-        joiner = _Joiner(each)
-        assert joiner.join(each) == each
-        assert joiner._steps < 2 * MAX_STEPS
+        assert join_disjoint(each) == each
 
 
 class Unprintable:
@@ -182,23 +248,13 @@ def test_only_short_texts_are_references() -> None:
         "#/c" + "/" * MAX_REFERENCE,
     ):
         assert resolve(reference, root) is None
-    joiner = _Joiner({})
-    assert joiner._resolve({"$ref": Unprintable()}) is None
-    assert joiner._resolve({"$ref": "#" + "/a" * 100}) is None
-    assert joiner._steps == 1 + 101  # each name is a step
+    assert join_disjoint({"oneOf": [{"$ref": Unprintable()}]})["oneOf"]
 
 
-def test_a_way_that_ends_early_is_not_walked_on() -> None:
-    class Counted(dict[str, Any]):
-        num_asked = 0
-
-        def get(self, key: str, default: Any = None) -> Any:
-            self.num_asked += 1
-            return super().get(key, default)
-
-    root = Counted()
+def test_missing_target_ends_the_path() -> None:
+    root = CountedDict()
     assert resolve("#/none" + "/none" * 40, root) is None
-    assert root.num_asked == 1
+    assert root.num_read == 1
 
 
 def test_a_schema_with_a_resource_of_its_own_stays_as_it_is() -> None:

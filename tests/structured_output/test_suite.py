@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher
-from lorax_server.structured_output.matcher import GrammarError, compile_matcher
 
 from lorax_server.errors import InputError
 from lorax_server.structured_output.grammars import from_json_schema
+from lorax_server.structured_output.matcher import GrammarError, compile_matcher
 from lorax_server.structured_output.vocabulary import Vocabulary
 from lorax_server.text.tokenizer import TextTokenizer
 from tests.models.tiny import make_tokenizer

@@ -1,5 +1,6 @@
 """OpenAI's `/v1/chat/completions`."""
 
+import asyncio
 import re
 from dataclasses import replace
 from functools import partial
@@ -67,16 +68,26 @@ async def _chat(exchange: Exchange, body: ChatCompletionRequest) -> Response:
 async def prepare(exchange: Exchange, body: ChatCompletionRequest) -> PreparedChat:
     """Check a chat, and make its prompt and its generations."""
     service, options = exchange.service, _to_options(exchange.service, body)
-    offer = make_offer(body.tools, body.tool_choice, body.parallel_tool_calls is not False)
     await exchange.admit(len(options.seeds), bool(body.stream))
+    structure, offer = await openai.choose_structure(body), await _make_offer(body)
     model = await exchange.resolve(await openai.choose_adapter(exchange, body))
     template = service.tokenizers.template_of(model.tokenizer, offer is not None) or ""
     plan = plan_answer(service.config, exchange.record.adapter_id, template, offer, _separates(service, body))
     prompt = await _render(service, model.tokenizer, template, body, offer)
     if plan is not None:
-        structure = plan.write_structure(model.tokenizer, prompt, options.structure)
-        options, model = replace(options, structure=structure), show_markers(model, plan)
+        if offer is not None:
+            structure = await asyncio.to_thread(plan.write_structure, model.tokenizer, prompt, structure)
+        model = show_markers(model, plan)
+    options = replace(options, structure=structure)
     return PreparedChat(await exchange.prepare(model, prompt, options), prompt, plan)
+
+
+async def _make_offer(body: ChatCompletionRequest) -> ToolOffer | None:
+    if not body.tools and not body.tool_choice:
+        return None
+    return await asyncio.to_thread(
+        make_offer, body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls is not False
+    )
 
 
 def _separates(service: Service, body: ChatCompletionRequest) -> bool:

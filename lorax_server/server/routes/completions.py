@@ -65,6 +65,7 @@ async def _complete(exchange: Exchange, body: CompletionRequest) -> Response:
     num_choices, num_drawn = body.n or 1, body.best_of or body.n or 1
     options = _to_options(exchange.service, body, len(prompts), num_choices, num_drawn)
     await exchange.admit(num_drawn * len(prompts), bool(body.stream))
+    options = replace(options, structure=await openai.choose_structure(body))
     model = await exchange.resolve(await openai.choose_adapter(exchange, body))
     answers = []
     for prompt in prompts:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,7 +15,7 @@ from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.foreign_fields import refuse_misplaced
 from lorax_server.server.http.problems import json_response
 from lorax_server.server.http.sse import Shortcut, write_events
-from lorax_server.server.routes.lorax_parameters import choose_adapter, to_options
+from lorax_server.server.routes.lorax_parameters import choose_adapter, choose_structure, to_options
 from lorax_server.server.routes.lorax_schemas import (
     CompatGenerateRequest,
     ErrorResponse,
@@ -63,6 +64,7 @@ async def _prepare(exchange: Exchange, body: GenerateRequest, is_streamed: bool)
     refuse_misplaced(body.model_extra, GenerateParameters.model_fields)
     options = to_options(service, body.inputs, parameters, is_streamed)
     await exchange.admit(len(options.seeds), is_streamed)
+    options = replace(options, structure=await choose_structure(parameters))
     return await exchange.prepare(await exchange.resolve(choice), body.inputs, options)
 
 

@@ -1,5 +1,6 @@
 """From LoRAX's parameters to options of a request. The rules, their order and their words are LoRAX's."""
 
+import asyncio
 import secrets
 from collections.abc import Callable
 
@@ -10,9 +11,9 @@ from lorax_server.server.access.model_names import Choice, ModelNames
 from lorax_server.server.checks import check, check_stops, pick_sampling, to_bias
 from lorax_server.server.http.foreign_fields import GENERATE, refuse_foreign
 from lorax_server.server.prompts import RequestOptions
-from lorax_server.server.routes.lorax_schemas import GenerateParameters, MergedAdapters, ResponseFormat
+from lorax_server.server.routes.lorax_schemas import GenerateParameters, MergedAdapters
 from lorax_server.server.service import Service
-from lorax_server.structured_output.request_formats import choose_structure
+from lorax_server.structured_output import request_formats
 from lorax_server.types import Merge, SamplingParams, StopParams, Structure
 
 
@@ -76,15 +77,19 @@ def to_options(service: Service, inputs: str, parameters: GenerateParameters, is
         truncate=truncate,
         logprobs=bool(parameters.details or parameters.decoder_input_details),
         prompt_logprobs=bool(parameters.decoder_input_details),
-        structure=_choose_structure(parameters.response_format),
     )
 
 
-def _choose_structure(response_format: ResponseFormat | None) -> Structure | None:
-    """Return the form of the answer. The type counts, which LoRAX ignored: `text` asks for nothing."""
-    if response_format is None:
+async def choose_structure(parameters: GenerateParameters) -> Structure | None:
+    """Return the output format of an admitted request. Schemas are analyzed on a thread.
+
+    Unlike in LoRAX, the type counts: `text` asks for nothing.
+    """
+    asked = parameters.response_format
+    if asked is None:
         return None
-    return choose_structure(response_format.model_dump(by_alias=True), None, {})
+    fields = {"type": asked.type, "schema": asked.schema_, "json_schema": asked.json_schema}
+    return await asyncio.to_thread(request_formats.choose_structure, {"response_format": fields})
 
 
 def _merge(merged: MergedAdapters, weights: list[float], seed: int | None) -> Merge:

@@ -1,5 +1,6 @@
 """The common part of OpenAI's two routes: rules of parameters, and the frame of answers."""
 
+import asyncio
 import secrets
 import time
 import uuid
@@ -23,8 +24,8 @@ from lorax_server.server.prompts import RequestOptions
 from lorax_server.server.routes.lorax_parameters import choose_merged
 from lorax_server.server.routes.openai_schemas import CommonRequest, OpenAIErrorResponse
 from lorax_server.server.service import Service
-from lorax_server.structured_output.request_formats import choose_structure
-from lorax_server.types import MAX_SEED, FinishReason, SamplingParams, StopParams
+from lorax_server.structured_output import request_formats
+from lorax_server.types import MAX_SEED, FinishReason, SamplingParams, StopParams, Structure
 
 TAG = "OpenAI Compatible"
 STATUSES = (400, 401, 403, 404, 408, 413, 415, 422, 424, 429, 500, 503, 504)
@@ -108,9 +109,13 @@ def to_options(
     )
     seed = secrets.randbits(64) if body.seed is None else body.seed & MAX_SEED
     seeds = [candidate_seed(seed, index) for index in range(count)]
-    structure = choose_structure(body.response_format, body.structured_outputs, vars(body))
-    may_shorten = max_new_tokens is None
-    return RequestOptions(sampling, stop, seeds, may_shorten, salt=body.cache_salt or "", structure=structure)
+    return RequestOptions(sampling, stop, seeds, may_shorten=max_new_tokens is None, salt=body.cache_salt or "")
+
+
+async def choose_structure(body: CommonRequest) -> Structure | None:
+    """Return the output format of an admitted request. Schemas are analyzed on a thread."""
+    fields = {name: value for name in request_formats.FIELDS if (value := getattr(body, name)) is not None}
+    return await asyncio.to_thread(request_formats.choose_structure, fields) if fields else None
 
 
 def _sampling(service: Service, body: CommonRequest, num_alternatives: int) -> SamplingParams:

@@ -1,17 +1,27 @@
 """The way to read an answer: its reasoning, its text and its calls, and the grammar that it must follow."""
 
+import json
 import secrets
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lorax_server.config import ServerConfig
-from lorax_server.errors import NotSupportedError
+from lorax_server.errors import InputError, NotSupportedError
 from lorax_server.server.tools.offer import ToolOffer
+from lorax_server.structured_output.grammars import prepare_schema
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.text.tools import thoughts
 from lorax_server.text.tools.formats import FORMATS, choose_format, renders_tools
-from lorax_server.text.tools.grammar import Marks, Thought, ToolFormat, check_size, write_optional, write_required
+from lorax_server.text.tools.grammar import (
+    FunctionSchema,
+    Marks,
+    Thought,
+    ToolFormat,
+    check_size,
+    write_optional,
+    write_required,
+)
 from lorax_server.text.tools.parser import ParsedEvent, TextPiece, ThoughtPiece, ToolParser, ToolSet
 from lorax_server.text.tools.thoughts import Part, ThoughtSplitter
 from lorax_server.types import Structure
@@ -35,22 +45,27 @@ class AnswerPlan:
         return (*marks, thoughts.OPENER, thoughts.CLOSER)
 
     def write_structure(self, tokenizer: TextTokenizer, prompt: str, text: Structure | None) -> Structure | None:
-        """Return the structure of the answers to a prompt. `text` is that of an answer which calls nothing."""
+        """Return the grammar of answers to a prompt. `text` is the grammar of an answer without calls.
+
+        This analyzes schemas: call it on a thread, once the request is admitted.
+        """
         form, offer = self.form, self.offer
-        if form is None or offer is None or not (offer.needs_grammar or text is not None):
+        if form is None or offer is None:
+            return text
+        form.prepare(offer.functions)
+        if not (offer.needs_grammar or text is not None):
             return text
         if text is not None and not offer.is_required and "{" in form.starts:
             raise NotSupportedError(
                 "`response_format` is not supported together with `tools` for a model that writes calls as plain JSON: "
                 "leave one out, or let `tool_choice` be required"
             )
-        write = write_required if offer.is_required else write_optional
-        marks = Marks(tokenizer.token_to_id)
-        thought = self._thought(prompt)
-        free = {} if offer.is_required or text is None else {"text": text.grammar}
-        grammar = write(form, offer.functions, offer.is_parallel, marks, thought, **free)
-        check_size(len(grammar))
-        return Structure(grammar)
+        check_size(sum(len(json.dumps(function.parameters)) for function in offer.functions))  # before they are read
+        functions = [_prepare_function(function) for function in offer.functions]
+        parts = form, functions, offer.is_parallel, Marks(tokenizer.token_to_id), self._thought(prompt)
+        if offer.is_required or text is not None:
+            return Structure(write_required(*parts, "" if offer.is_required or text is None else text.grammar))
+        return Structure(write_optional(*parts))
 
     def _thought(self, prompt: str) -> Thought | None:
         if not self.knows_thoughts or prompt.rstrip().endswith(thoughts.CLOSER):
@@ -72,6 +87,13 @@ class AnswerPlan:
         is_short = self.form is not None and self.form.has_short_ids
         ending = "".join(secrets.choice(ID_CHARACTERS) for _ in range(9 if is_short else 24))
         return ending if is_short else f"call_{ending}"
+
+
+def _prepare_function(function: FunctionSchema) -> FunctionSchema:
+    try:
+        return function._replace(parameters=prepare_schema(function.parameters))
+    except InputError as error:
+        raise InputError(f"`tools`: `parameters` of {function.name!r}: {error}") from error
 
 
 def has_open_thought(prompt: str) -> bool:

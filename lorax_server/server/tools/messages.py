@@ -47,16 +47,21 @@ class MessageWriter:
 
     def write_message(self, text: str) -> dict[str, Any]:
         """Write a whole answer: its deltas put together."""
-        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+        texts: dict[str, list[str]] = {"content": []}  # joined once, or the time would be quadratic
         calls: list[dict[str, Any]] = []
+        arguments: list[list[str]] = []
         for delta in self.write_deltas(text, is_last=True):
             for name in delta.keys() & {"content", "reasoning_content"}:
-                message[name] = message.get(name, "") + delta[name]
+                texts.setdefault(name, []).append(delta[name])
             for call in delta.get("tool_calls", ()):
                 if call["index"] == len(calls):
                     calls.append({"id": call["id"], "type": "function", "function": dict(call["function"])})
-                else:
-                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+                    arguments.append([])
+                arguments[-1].append(call["function"]["arguments"])
+        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+        message |= {name: "".join(pieces) for name, pieces in texts.items()}
+        for call, pieces in zip(calls, arguments, strict=True):
+            call["function"]["arguments"] = "".join(pieces)
         if calls:
             message |= {"content": message["content"] or None, "tool_calls": calls}
         return message

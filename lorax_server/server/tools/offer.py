@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lorax_server.errors import InputError, NotSupportedError
 from lorax_server.server.checks import check
-from lorax_server.structured_output.one_of import join_disjoint
 from lorax_server.text.tools.grammar import OPTIONS, FunctionSchema
 
 MAX_TOOLS = 128
@@ -34,7 +34,10 @@ class ToolOffer:
 def make_offer(
     tools: Sequence[Mapping[str, Any]] | None, tool_choice: str | Mapping[str, Any] | None, is_parallel: bool
 ) -> ToolOffer | None:
-    """Check the fields of a request; None if the model is to call nothing."""
+    """Check the tool fields of a request; return None if the model may not call anything.
+
+    This reads whole schemas: call it on a thread, once the request is admitted.
+    """
     choice = tool_choice or "auto"
     if choice == "none" or (not tools and choice == "auto"):
         return None
@@ -42,9 +45,9 @@ def make_offer(
     tools = tools or ()
     check(len(tools) <= MAX_TOOLS, f"`tools`: at most {MAX_TOOLS} are possible, not {len(tools)}")
     functions = [_to_function(index, tool) for index, tool in enumerate(tools)]
-    names = [function.name for function in functions]
-    for name in names:
-        check(names.count(name) == 1, f"`tools` has two functions of the name {name!r}")
+    names = Counter(function.name for function in functions)
+    (name, count), *_ = names.most_common(1)
+    check(count == 1, f"`tools` has two functions of the name {name!r}")
     allowed, is_required, is_single = _choose(choice, names)
     chosen = tuple(function for function in functions if function.name in allowed)
     rendered = [{"type": "function", "function": _without_strict(tool["function"])} for tool in tools]
@@ -68,7 +71,6 @@ def _to_function(index: int, tool: Mapping[str, Any]) -> FunctionSchema:
     check(schema.get("type", "object") == "object", f"{where}: `parameters` must describe an object")
     _check_properties(where, schema)
     try:
-        schema = join_disjoint(schema)
         json.dumps(schema, allow_nan=False)
     except (ValueError, RecursionError):
         raise InputError(f"{where}: `parameters` cannot be written as JSON") from None
@@ -88,7 +90,7 @@ def _without_strict(function: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in function.items() if name != "strict" and value is not None}
 
 
-def _choose(choice: str | Mapping[str, Any], names: Sequence[str]) -> tuple[Sequence[str], bool, bool]:
+def _choose(choice: str | Mapping[str, Any], names: Container[str]) -> tuple[Container[str], bool, bool]:
     """Return the functions that may be called, whether one must be, and whether only one may be."""
     if isinstance(choice, str):
         if choice in ("auto", "required"):
@@ -101,7 +103,7 @@ def _choose(choice: str | Mapping[str, Any], names: Sequence[str]) -> tuple[Sequ
             raise InputError("`tool_choice` of type 'allowed_tools' has a list of `tools`")
         mode = allowed.get("mode", "auto")
         check(mode in ("auto", "required"), "`tool_choice.mode` is auto or required")
-        return [_check_name(_name_of(tool), names) for tool in listed], mode == "required", False
+        return {_check_name(_name_of(tool), names) for tool in listed}, mode == "required", False
     kind = choice.get("type", "function")
     if kind != "function":
         raise NotSupportedError(f"`tool_choice` of type {str(kind)[:32]!r} is not supported; only functions are")
@@ -116,7 +118,7 @@ def _name_of(tool: Any) -> Any:
     return function.get("name") if isinstance(function, Mapping) else None
 
 
-def _check_name(name: Any, names: Sequence[str]) -> str:
+def _check_name(name: Any, names: Container[str]) -> str:
     if not isinstance(name, str) or name not in names:
         raise InputError(f"`tool_choice` names the function {str(name)[:64]!r}, which is not one of `tools`")
     return name

@@ -1,13 +1,15 @@
-"""Grammars that an answer must follow where calls are asked for, in llguidance's dialect of Lark."""
+"""Grammars for tool calls, written in llguidance's Lark dialect."""
 
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from lorax_server.errors import InputError
 from lorax_server.text.tools.parser import CallFormat
+from lorax_server.text.tools.references import DEFINITIONS
 
 ANY = r"(.|\n)*"
 BLANK = r"[ \n]*"
@@ -17,7 +19,6 @@ OPTIONS = "x-guidance"  # a keyword of llguidance's own
 WHITESPACE = r"\r?\n[ \t]{0,32}|[ \t]{1,2}"
 
 MAX_GRAMMAR = 2**18  # characters
-DEFINITIONS = ("$defs", "definitions")
 KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITIONS, OPTIONS})
 ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
 
@@ -78,13 +79,18 @@ class ToolFormat(CallFormat):
 
     start_pattern: str = ""
     """Matches the start of an answer that is a call without an opener; empty if there is none such."""
+    has_json_arguments: bool = True
+    """The rules use `CallGrammar.rule`, all arguments as one JSON object."""
 
     @abstractmethod
-    def write_rules(self, rules: CallRules) -> str:
-        """Write the rule `calls`, which is what follows the first opener if there is one, and those that it needs.
+    def write_rules(self, rules: CallRules) -> Iterable[str]:
+        """Write the lines of the rule `calls`, which follows the first opener if there is one, and of rules it needs.
 
-        The rules of arguments are there already.
+        The rules of JSON arguments are written elsewhere.
         """
+
+    def prepare(self, functions: Sequence[FunctionSchema]) -> None:
+        """Analyze schemas for sections made later, which read answers on the event loop."""
 
 
 class Thought(NamedTuple):
@@ -110,22 +116,13 @@ def write_objects(calls: Sequence[CallGrammar], word: str, rule: str = "object",
     return f"{rule}: {' | '.join(choices)}\n"
 
 
-def write_list(rules: CallRules, word: str) -> str:
+def write_list(rules: CallRules, word: str) -> list[str]:
     """Write the rules `list` and `object`."""
     calls, more = rules.calls, ' (", " object)*' if rules.is_parallel else ""
-    return f'list: first{more} "]"\n{write_objects(calls, word, "first", "[")}{write_objects(calls, word)}'
+    return [f'list: first{more} "]"\n', write_objects(calls, word, "first", "["), write_objects(calls, word)]
 
 
 def write_required(
-    form: ToolFormat, functions: Sequence[FunctionSchema], is_parallel: bool, marks: Marks, thought: Thought | None
-) -> str:
-    """Write the grammar of an answer that must be calls, after the model's reasoning if there is any."""
-    before, rules = _write_thought(thought, marks, " BLANKS?")
-    opener = "" if form.start_pattern else f"{marks.write(form.openers[0])} "
-    return f"start: {before}{opener}calls\n{rules}{_write_calls(form, functions, is_parallel, marks)}"
-
-
-def write_optional(
     form: ToolFormat,
     functions: Sequence[FunctionSchema],
     is_parallel: bool,
@@ -133,12 +130,21 @@ def write_optional(
     thought: Thought | None,
     text: str = "",
 ) -> str:
-    """Write the grammar of an answer that is free but for its calls. `text` is a grammar of what is not free then."""
+    """Write the grammar of an answer that must be calls, or text that follows the grammar `text` if there is one.
+
+    Reasoning may come first.
+    """
+    before, rules = _write_thought(thought, marks, " BLANKS?")
+    calls = "calls" if form.start_pattern else f"{marks.write(form.openers[0])} calls"
     if text:
-        before, rules = _write_thought(thought, marks, " BLANKS?")
-        opener = "" if form.start_pattern else f"{marks.write(form.openers[0])} "
-        rules += f"text: %lark {{\n{text}\n}}\n{_write_calls(form, functions, is_parallel, marks)}"
-        return f"start: {before}(text | {opener}calls)\n{rules}"
+        calls, rules = f"(text | {calls})", f"{rules}text: %lark {{\n{text}\n}}\n"
+    return _write_grammar(f"start: {before}{calls}\n{rules}", form, functions, is_parallel, marks)
+
+
+def write_optional(
+    form: ToolFormat, functions: Sequence[FunctionSchema], is_parallel: bool, marks: Marks, thought: Thought | None
+) -> str:
+    """Write the grammar of an answer that is free except for its calls."""
     before, rules = _write_thought(thought, marks)
     wrong = [f"{ANY}{escape(opener)}{ANY}" for opener in form.openers]
     if form.start_pattern:
@@ -149,17 +155,33 @@ def write_optional(
         free = f"(TEXT | trigger calls{f' | TEXT? {marks.token(opener)} calls' if marks.has_token(opener) else ''})?"
         rules += f"trigger[lazy]: /{ANY}{escape(opener)}/\n"
     text = " & ".join([f"/{first}{ANY}/", *(f"~/{pattern}/" for pattern in wrong)])
-    return f"start: {before}{free}\nTEXT: {text}\n{rules}{_write_calls(form, functions, is_parallel, marks)}"
+    return _write_grammar(f"start: {before}{free}\nTEXT: {text}\n{rules}", form, functions, is_parallel, marks)
 
 
-def _write_calls(form: ToolFormat, functions: Sequence[FunctionSchema], is_parallel: bool, marks: Marks) -> str:
-    calls, rules = [], []
+def _write_grammar(
+    head: str, form: ToolFormat, functions: Sequence[FunctionSchema], is_parallel: bool, marks: Marks
+) -> str:
+    """Add the rules of calls. Raise InputError as soon as the grammar is too large, before more rules are written."""
+    calls = []
     for index, function in enumerate(functions):
         options = {"whitespace_pattern": WHITESPACE} | ({} if function.is_strict else {"lenient": True})
-        schema = {**function.parameters, OPTIONS: options}
-        calls.append(CallGrammar(function.name, f"arguments_{index}", schema))
-        rules.append(f"arguments_{index}: %json {json.dumps(schema)}\n")
-    return form.write_rules(CallRules(calls, is_parallel, marks)) + "".join(rules) + "BLANKS: /[ \\n]+/\n"
+        calls.append(CallGrammar(function.name, f"arguments_{index}", {**function.parameters, OPTIONS: options}))
+    rules = form.write_rules(CallRules(calls, is_parallel, marks))
+    arguments = (f"{call.rule}: %json {json.dumps(call.schema)}\n" for call in calls if form.has_json_arguments)
+    lines, num_characters = list[str](), 0
+    for line in chain((head, "BLANKS: /[ \\n]+/\n"), rules, arguments):
+        num_characters += len(line)
+        check_size(num_characters)
+        lines.append(line)
+    return "".join(lines)
+
+
+def check_size(num_characters: int) -> None:
+    if num_characters > MAX_GRAMMAR:
+        raise InputError(
+            f"`tools`: the schemas of all functions make a grammar of {num_characters} characters or more, "
+            f"of {MAX_GRAMMAR} at most; offer fewer, or smaller ones"
+        )
 
 
 def _write_thought(thought: Thought | None, marks: Marks, after: str = "") -> tuple[str, str]:
@@ -181,23 +203,9 @@ def escape(text: str) -> str:
 
 def check_keywords(call: CallGrammar) -> None:
     """Refuse a strict schema with keywords for all arguments together, where they are written one by one."""
-    unknown = sorted(call.schema.keys() - KEYWORDS - ANNOTATIONS)
+    unknown = min(call.schema.keys() - KEYWORDS - ANNOTATIONS, default="")
     if call.is_strict and unknown:
         raise InputError(
-            f"`tools`: `parameters` of {call.name!r} has `{unknown[0]}`, which cannot be enforced in the form that "
+            f"`tools`: `parameters` of {call.name!r} has `{unknown[:64]}`, which cannot be enforced in the form that "
             "this model writes calls in; leave it out, or let the function not be `strict`"
         )
-
-
-def check_size(num_characters: int) -> None:
-    """Refuse a grammar that is too large. One that grows faster than its schemas is checked while it is written."""
-    if num_characters > MAX_GRAMMAR:
-        raise InputError(
-            f"`tools`: the schemas of all functions make a grammar of {num_characters} characters or more, "
-            f"of {MAX_GRAMMAR} at most; offer fewer, or smaller ones"
-        )
-
-
-def share_definitions(call: CallGrammar) -> dict[str, Any]:
-    """Return what the schema of one argument needs of that of all."""
-    return {word: call.schema[word] for word in (*DEFINITIONS, OPTIONS) if word in call.schema}

@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence, Set
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -18,76 +17,60 @@ WORDS = {"True": True, "False": False, "None": None}  # Python's, which models w
 OUTSIDE = re.compile('["<]')  # of the strings of JSON
 TEXT_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})
 MAX_DEPTH = 32  # of a schema
-MAX_PARTS = 256  # of a schema whose types are found
 WINDOW = 4096  # characters that are looked at together
 
 
-@dataclass
-class Seen:
-    """The parts that a search has looked at."""
-
-    references: set[str] = field(default_factory=set)
-    num_parts: int = 0
-
-
 class TypeFinder:
-    """Finds the types of JSON that parts of one schema allow. It remembers what it has found: many parameters may
-    share a part that is large."""
+    """Finds the JSON types that parts of one schema allow. Each part is read once, however many parts refer to it."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.root = root
-        self._found: dict[int, tuple[Any, Any]] = {}  # by a part's id, which is its own while the part is kept here
+        self._found: dict[tuple[str, int], tuple[Any, Any]] = {}  # holds the parts, so that their ids stay their own
 
     def find(self, schema: Any) -> frozenset[str]:
-        """Find the types that a part may allow, whole numbers among the numbers; all of them if it names none.
-
-        A part behind many others counts as one of all types.
-        """
-        for _ in range(MAX_DEPTH):
-            if not isinstance(schema, Mapping) or schema.keys() - ANNOTATIONS != {"$ref"}:
-                break
-            schema = resolve(schema["$ref"], self.root)
-        types: frozenset[str] = self._remember(schema, lambda: self._find(schema, Seen(), 0) or ALL_TYPES)
-        return types
+        """Return the types that a part allows, with integers among the numbers; all types if it names none."""
+        return self._find(schema, 0) or ALL_TYPES
 
     def find_text(self, parts: list[Any]) -> Any:
-        """Find the only one of several parts that allows texts; None if there is none, or more than one."""
+        """Return the only part that allows strings; None if no part does, or several."""
 
         def find() -> Any:
             texts = [part for part in parts if "string" in self.find(part)]
             return texts[0] if len(texts) == 1 else None
 
-        return self._remember(parts, find)
+        return self.remember("text", parts, find)
 
-    def _remember(self, part: Any, find: Callable[[], Any]) -> Any:
-        if id(part) not in self._found:
-            self._found[id(part)] = part, find()
-        return self._found[id(part)][1]
+    def remember(self, kind: str, part: Any, find: Callable[[], Any], meanwhile: Any = None) -> Any:
+        """Return what `find` has found for a part. `meanwhile` stands for it where the part refers to itself."""
+        key = kind, id(part)
+        if key not in self._found:
+            self._found[key] = part, meanwhile
+            self._found[key] = part, find()
+        return self._found[key][1]
 
-    def _find(self, schema: Any, seen: Seen, depth: int) -> frozenset[str]:
-        """Find the types; none for a reference that was `seen` before, of which more cannot be learnt."""
-        seen.num_parts += 1
-        if not isinstance(schema, Mapping) or depth > MAX_DEPTH or seen.num_parts > MAX_PARTS:
+    def _find(self, schema: Any, depth: int) -> frozenset[str]:
+        if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
             return ALL_TYPES
+        types: frozenset[str] = self.remember("types", schema, lambda: self._read(schema, depth), ALL_TYPES)
+        return types
+
+    def _read(self, schema: Mapping[str, Any], depth: int) -> frozenset[str]:
         types = ALL_TYPES
-        if isinstance(reference := schema.get("$ref"), str):
-            if reference in seen.references:
-                return frozenset()
-            seen.references.add(reference)
-            types &= self._find(resolve(reference, self.root), seen, depth + 1)
+        if "$ref" in schema:
+            types &= self._find(resolve(schema["$ref"], self.root), depth + 1)
         if (named := schema.get("type")) is not None:
             names = named if isinstance(named, list) else [named]
             types &= {"number" if name == "integer" else name for name in names if isinstance(name, str)}
         if "const" in schema:
             types &= {_type_of(schema["const"])}
         if isinstance(values := schema.get("enum"), list):
-            types &= self._remember(values, lambda: _types_of(values))
+            types &= _types_of(values)
         for word in ("anyOf", "oneOf"):
             if isinstance(parts := schema.get(word), list):
-                types &= frozenset().union(*(self._find(part, seen, depth + 1) for part in parts[:MAX_PARTS]))
+                types &= frozenset().union(*(self._find(part, depth + 1) for part in parts))
         if isinstance(parts := schema.get("allOf"), list):
-            for part in parts[:MAX_PARTS]:
-                types &= self._find(part, seen, depth + 1) or ALL_TYPES
+            for part in parts:
+                types &= self._find(part, depth + 1) or ALL_TYPES
         return types
 
 
@@ -125,16 +108,17 @@ class TextSchema(NamedTuple):
 
 def find_text_schema(schema: Mapping[str, Any], finder: TypeFinder) -> TextSchema:
     """Find the schema of a parameter's texts: also behind references, and beside null."""
-    outer: list[str] = []
+    outer = ""
     for _ in range(MAX_DEPTH):
-        outer = sorted(schema.keys() & {"$ref", "anyOf"})
+        outer = next((word for word in ("$ref", "anyOf") if word in schema), "")
         if not outer:
-            return _read_text_schema(schema)
-        inner = _find_inner(schema, finder) if len(outer) == 1 else None
-        if schema.keys() - ANNOTATIONS - set(outer) or not isinstance(inner, Mapping):
+            found: TextSchema = finder.remember("text", schema, lambda: _read_text_schema(schema))  # noqa: B023
+            return found
+        inner = _find_inner(schema, finder)
+        if _find_unknown(schema, {outer}) or not isinstance(inner, Mapping):
             break
         schema = inner
-    return TextSchema(ANY, None, outer[0])
+    return TextSchema(ANY, None, outer)
 
 
 def _find_inner(schema: Mapping[str, Any], finder: TypeFinder) -> Any:
@@ -145,14 +129,18 @@ def _find_inner(schema: Mapping[str, Any], finder: TypeFinder) -> Any:
     return finder.find_text(parts) if isinstance(parts, list) else None
 
 
+def _find_unknown(schema: Mapping[str, Any], known: Set[str]) -> str:
+    """Return the first keyword that is neither known nor an annotation; empty if there is none."""
+    return next((word for word in schema if word not in known and word not in ANNOTATIONS), "")
+
+
 def _read_text_schema(schema: Mapping[str, Any]) -> TextSchema:
-    unknown = sorted(schema.keys() - ANNOTATIONS - TEXT_KEYWORDS)
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if type(least) is not int or type(most) not in (int, NoneType) or least < 0 or (most is not None and most < least):
         raise InputError("`tools`: `minLength` and `maxLength` are whole numbers, the second not less than the first")
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     texts = [choice for choice in choices if isinstance(choice, str)] if isinstance(choices, list) else None
-    return TextSchema(rf"(.|\n){{{least},{'' if most is None else most}}}", texts, unknown[0] if unknown else "")
+    return TextSchema(rf"(.|\n){{{least},{'' if most is None else most}}}", texts, _find_unknown(schema, TEXT_KEYWORDS))
 
 
 def to_json(text: str, types: frozenset[str], is_json: bool) -> str:

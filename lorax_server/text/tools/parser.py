@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
+WINDOW = 4096  # characters read together: each section copies the rest, so a whole answer would take quadratic time
 MAX_DROPPED = 64  # blanks before a call that are no text of the answer; more are, or a stream would wait for them
 
 
@@ -130,8 +131,10 @@ class ToolParser:
     def feed(self, text: str) -> list[ParsedEvent]:
         """Take more text; return what is certain."""
         events: list[ParsedEvent] = []
-        while text:
-            text = self._read_text(text, events) if self._section is None else self._read_section(text, events)
+        for start in range(0, len(text), WINDOW):
+            left = text[start : start + WINDOW]
+            while left:
+                left = self._read_text(left, events) if self._section is None else self._read_section(left, events)
         return events
 
     def finish(self) -> list[ParsedEvent]:

@@ -1,13 +1,19 @@
-"""References within a JSON schema (`$ref`), which others write: each is short, or leads nowhere."""
+"""References within a JSON schema (`$ref`): following them, measuring depth through them, and copying their targets."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lorax_server.errors import InputError
+
 MAX_REFERENCE = 256  # characters
+# JSON levels, counted through references. llguidance compiles schemas by recursion, with up to 5 KB of stack per level,
+# so the deepest schema needs a third of the 4 MiB stack of a trial compile.
+MAX_LEVELS = 256
+DEFINITIONS = ("$defs", "definitions")
 
 
 def split_reference(reference: Any) -> list[str] | None:
-    """Return the names on the way from a schema's root; None if the reference is too long, or leads elsewhere."""
+    """Return the path from the schema root; None if the reference is too long, or points outside the schema."""
     if not isinstance(reference, str) or len(reference) > MAX_REFERENCE:
         return None
     start, *names = reference.split("/")
@@ -15,7 +21,7 @@ def split_reference(reference: Any) -> list[str] | None:
 
 
 def follow_names(names: Sequence[str], root: Mapping[str, Any]) -> Any:
-    """Return what is at the end of the way; None if there is nothing."""
+    """Return the value at a path; None if it does not exist."""
     found: Any = root
     for name in names:
         if not isinstance(found, Mapping):
@@ -25,6 +31,74 @@ def follow_names(names: Sequence[str], root: Mapping[str, Any]) -> Any:
 
 
 def resolve(reference: Any, root: Mapping[str, Any]) -> Any:
-    """Follow a reference within a schema; None if it leads elsewhere, or nowhere."""
+    """Return the target of a reference within a schema; None if it does not exist."""
     names = split_reference(reference)
     return None if names is None else follow_names(names, root)
+
+
+def check_depth(schema: Mapping[str, Any]) -> None:
+    """Raise InputError if a schema nests too deeply, counting the targets of its references."""
+    _DepthMeter(schema).measure(schema, 0)
+
+
+class _DepthMeter:
+    """Measures the depth of each part of a schema once."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._levels: dict[int, int] = {}  # by id of the part
+
+    def measure(self, part: Any, above: int) -> int:
+        """Return the number of levels of a part that lies `above` levels below the root."""
+        if not isinstance(part, Mapping | list | tuple):
+            return 0
+        levels = self._levels.get(id(part))
+        if levels is None and above < MAX_LEVELS:
+            self._levels[id(part)] = 0  # where a recursive schema refers to this part
+            children = (*part.values(), resolve(part.get("$ref"), self._root)) if isinstance(part, Mapping) else part
+            levels = 0
+            for child in children:
+                levels = max(levels, self.measure(child, above + 1))
+            self._levels[id(part)] = levels = levels + 1
+        if levels is None or above + levels > MAX_LEVELS:
+            raise InputError(f"the JSON schema has more than {MAX_LEVELS} levels, counted through `$ref`; flatten it")
+        return levels
+
+
+class Definitions:
+    """Selects the definitions that a part of a schema needs where that part becomes a schema of its own."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._all = {word: root[word] for word in DEFINITIONS if isinstance(root.get(word), Mapping)}
+        self._references: dict[tuple[str, str], list[str]] = {}  # of each definition, read once
+
+    def select(self, part: Any) -> dict[str, Any]:
+        """Return the definitions that a part reaches; all of them if a reference points elsewhere."""
+        selected: dict[str, dict[str, Any]] = {}
+        waiting = find_references(part)
+        while waiting:
+            names = split_reference(waiting.pop())
+            if names is None or len(names) < 2 or names[0] not in DEFINITIONS:
+                return self._all
+            word, name = names[:2]
+            if name in self._all.get(word, {}) and name not in selected.get(word, {}):
+                definition = selected.setdefault(word, {})[name] = self._all[word][name]
+                if (word, name) not in self._references:
+                    self._references[word, name] = find_references(definition)
+                waiting += self._references[word, name]
+        return selected
+
+
+def find_references(schema: Any) -> list[str]:
+    """Return the distinct references in a schema."""
+    found: dict[str, None] = {}
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping):
+            if isinstance(reference := part.get("$ref"), str):
+                found[reference] = None
+            waiting += part.values()
+        elif isinstance(part, list | tuple):
+            waiting += part
+    return list(found)

@@ -2,7 +2,8 @@
 
 import json
 import random
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -13,8 +14,6 @@ from tokenizers import AddedToken, Tokenizer
 
 from lorax_server.errors import InputError
 from lorax_server.text.tokenizer import TextTokenizer
-from lorax_server.text.tools import parameter_text
-from lorax_server.text.tools.families import qwen3_coder
 from lorax_server.text.tools.families.granite import OPENER
 from lorax_server.text.tools.formats import FORMATS
 from lorax_server.text.tools.grammar import (
@@ -25,7 +24,8 @@ from lorax_server.text.tools.grammar import (
     write_optional,
     write_required,
 )
-from lorax_server.text.tools.parameter_text import ALL_TYPES, MAX_PARTS, Seen, TypeFinder
+from lorax_server.text.tools.parameter_text import ALL_TYPES, MAX_DEPTH, TypeFinder
+from lorax_server.text.tools.parser import ToolParser, ToolSet
 from tests.text.test_real_tokenizers import installed
 from tests.text.tokenizers import byte_level
 from tests.text.tools.answers import CODER, read
@@ -180,7 +180,7 @@ def test_calls_that_are_free_to_come(form: str, texts: Texts, kind: str, before:
 @pytest.mark.parametrize("form", ["hermes", "granite", "mistral", "pythonic", "qwen3_coder"])
 def test_an_answer_that_is_calls_or_has_a_form_of_its_own(form: str) -> None:
     text = 'start: %json {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]}'
-    either = grammar(write_optional, form, "special", text=text)
+    either = grammar(write_required, form, "special", text=text)
     accepts = vocabulary("special").accepts
     assert accepts(either, '{"count": 1}')
     assert accepts(either, TEXTS[form].right)
@@ -311,17 +311,26 @@ class Bytes:
         return list(text)
 
 
-def test_types_of_a_parameter_are_found_in_few_steps() -> None:
-    """Whatever lies behind many parts may be of all types."""
-    texts = [{"type": "string"}] * (MAX_PARTS - 2)
+class CountedParts(dict[str, Any]):
+    """A part of a schema that counts how often it is read."""
+
+    num_read = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.num_read += key == "type"  # asked for once per reading
+        return super().get(key, default)
+
+
+def test_types_of_parameters() -> None:
     finder = TypeFinder({})
-    assert finder.find({"anyOf": texts}) == {"string"}
+    assert finder.find({"anyOf": [{"type": "string"}] * 10_000}) == {"string"}
     assert finder.find({"enum": ["a", 1, 1.5, None, True, [], {}]}) == ALL_TYPES
     assert finder.find({"type": ["integer", {}, "null"]}) == {"number", "null"}
-    many = {"anyOf": [{"anyOf": texts}] * 10_000}
-    seen = Seen()
-    assert TypeFinder({"$defs": {"a": many}})._find({"$ref": "#/$defs/a"}, seen, 0) == ALL_TYPES
-    assert seen.num_parts < 3 * MAX_PARTS
+    assert finder.find({"type": "string", "const": 1}) == ALL_TYPES  # nothing is possible
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(2 * MAX_DEPTH):
+        deep = {"anyOf": [deep]}
+    assert finder.find(deep) == ALL_TYPES
 
 
 @pytest.mark.parametrize(
@@ -330,49 +339,114 @@ def test_types_of_a_parameter_are_found_in_few_steps() -> None:
         ({"enum": ["a", "b"] * 100}, {"string"}),
         ({"anyOf": [{"$ref": "#/$defs/null"}] * 20 + [{"enum": ["a"] * 100}]}, {"string", "null"}),
         ({"$ref": "#/$defs/shared"}, ALL_TYPES),
+        ({"type": ["string", "null"] * 100, **{f"x-{i}": i for i in range(100)}}, {"string", "null"}),
     ],
-    ids=["an enumeration", "many parts", "a circle"],
+    ids=["an enum", "many parts", "a cycle", "many keywords"],
 )
-def test_what_parameters_share_is_looked_at_once(
-    definition: dict[str, Any], types: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where a parameter has more than the reference; each costs a few parts of its own, however many there are."""
-    looked, visited = list[int](), 0
-    find_values, find = parameter_text._types_of, TypeFinder._find
-
-    def count_values(values: list[Any]) -> frozenset[str]:
-        looked.append(len(values))
-        return find_values(values)
-
-    def count_parts(self: TypeFinder, *arguments: Any) -> frozenset[str]:
-        nonlocal visited
-        visited += 1
-        return find(self, *arguments)
-
-    monkeypatch.setattr(parameter_text, "_types_of", count_values)
-    monkeypatch.setattr(TypeFinder, "_find", count_parts)
-    properties: dict[str, Any] = {f"p{index}": {"$ref": "#/$defs/shared", "title": str(index)} for index in range(100)}
-    root = {"properties": properties, "$defs": {"shared": definition, "null": {"type": "null"}}}
-    finder = TypeFinder(root)
+def test_shared_definition_is_read_once(definition: dict[str, Any], types: set[str]) -> None:
+    shared, null = CountedParts(definition), CountedParts(type="null")
+    properties: dict[str, Any] = {
+        f"p{index}": {"$ref": "#/$defs/shared", **({"minLength": 1} if index % 2 else {})} for index in range(100)
+    }
+    finder = TypeFinder({"properties": properties, "$defs": {"shared": shared, "null": null}})
     assert all(finder.find(each) == types for each in properties.values())
-    assert all("string" in finder.find({**each, "minLength": 1}) for each in properties.values())
-    assert sum(looked) <= 200
-    assert visited <= 30 + 100 * 25
+    assert (shared.num_read, null.num_read) in ((1, 0), (1, 1))
 
 
-def test_a_grammar_that_outgrows_its_schemas_is_refused_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each parameter has all definitions in its rule. The message tells how much it was when that was too much."""
-    written = list[str]()
-    write = qwen3_coder._write_value
+def test_sections_share_the_types_that_the_format_has_prepared() -> None:
+    """Answers are read on the event loop, where no schema is analyzed again."""
+    part = CountedParts({"type": "string"})
+    schemas = {"weather": {"type": "object", "properties": {"city": part, "days": {"type": "integer"}}}}
+    form = FORMATS["qwen3_coder"]()
+    form.prepare([FunctionSchema("weather", schemas["weather"], False)])
+    for is_enforced in (True, False):
+        for _ in range(3):
+            parser = ToolParser(form, ToolSet(schemas, is_enforced))
+            parser.feed(CODER * 3)
+            parser.finish()
+    assert part.num_read == 1
 
-    def note(*arguments: Any) -> str:
-        written.append(write(*arguments))
-        return written[-1]
 
-    monkeypatch.setattr(qwen3_coder, "_write_value", note)
-    large = {"enum": list(range(20_000))}
-    properties = {f"p{index}": {"$ref": "#/$defs/large"} for index in range(1000)}
-    functions = [FunctionSchema("f", {"type": "object", "properties": properties, "$defs": {"large": large}}, False)]
-    with pytest.raises(InputError, match=r"make a grammar of .* characters or more, of 262144 at most"):
-        write_required(FORMATS["qwen3_coder"](), functions, False, Marks(lambda _: None), None)
-    assert sum(map(len, written)) < 2 * MAX_GRAMMAR
+# --- Size -------------------------------------------------------------------------------------------------------------
+
+
+def write(form: str, parameters: dict[str, Any], is_strict: bool = False) -> str:
+    functions = [FunctionSchema("f", {"type": "object", **parameters}, is_strict)]
+    return write_required(FORMATS[form](), functions, False, Marks(lambda _: None), None)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_too_large_grammar_is_rejected_while_it_is_written(form: str) -> None:
+    """10,000 parameters refer to one definition of 100,000 characters: 1 GB if it is copied to each."""
+    properties = {f"p{index}": {"$ref": "#/$defs/large"} for index in range(10_000)}
+    parameters = {"properties": properties, "$defs": {"large": {"const": ["x" * 100_000]}}}
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match=r"make a grammar of .* characters or more, of 262144 at most"):
+            write(form, parameters)
+        assert tracemalloc.get_traced_memory()[1] < 40 * MAX_GRAMMAR
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("form", ["pythonic", "qwen3_coder"])
+def test_only_definitions_that_a_parameter_reaches_are_copied(form: str) -> None:
+    definitions: dict[str, Any] = {
+        "a": {"items": {"$ref": "#/$defs/b"}},
+        "b": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}},
+        "unused": {"const": "x" * 1000},
+    }
+    properties: dict[str, Any] = {f"p{index}": {"type": "integer"} for index in range(300)}
+    parameters = {"$defs": definitions, "definitions": {"c": {"const": "y" * 1000}}}
+    text = write(form, {**parameters, "properties": {**properties, "p0": {"items": {"$ref": "#/$defs/a"}}}})
+    assert (text.count('"b": {'), "xxx" in text, "yyy" in text) == (1, False, False)
+    text = write(form, {**parameters, "properties": {"p0": {"items": {"$ref": "#/definitions/c"}}}})
+    assert ("xxx" in text, text.count('"const"')) == (False, 1)
+    for elsewhere in ("#", "#/properties/p0", "#anchor", "urn:a"):  # the definitions may be needed
+        text = write(form, {**parameters, "properties": {"p0": {"items": {"$ref": elsewhere}}}})
+        assert ("xxx" in text, "yyy" in text) == (True, True)
+
+
+class CountedNames(list[str]):
+    """Counts how often it is searched."""
+
+    num_searches = 0
+
+    def __contains__(self, name: object) -> bool:
+        self.num_searches += 1
+        return super().__contains__(name)
+
+
+@pytest.mark.parametrize("form", ["pythonic", "qwen3_coder"])
+def test_required_names_are_not_searched_for_each_parameter(form: str) -> None:
+    required = CountedNames(f"p{index}" for index in range(100))
+    text = write(form, {"properties": {name: {} for name in required}, "required": required})
+    assert "p99" in text
+    assert required.num_searches == 0
+
+
+# --- Optional parameters ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["pythonic", "qwen3_coder"])
+@pytest.mark.parametrize("required", ["", "a", "c", "e", "bd", "abcde"])
+def test_every_choice_of_optional_parameters(form: str, required: str) -> None:
+    names = "abcde"
+    properties = {name: {"type": "integer"} for name in names}
+    known = LLTokenizer(TokenizerWrapper(Bytes()))
+    matcher = LLMatcher(known, write(form, {"properties": properties, "required": [*required]}), log_level=0)
+    for bits in range(2 ** len(names)):
+        given = [name for index, name in enumerate(names) if bits >> index & 1]
+        answer = write_call(form, given)
+        copy = matcher.deep_copy()
+        is_accepted = copy.try_consume_tokens(list(answer)) == len(answer) and copy.is_accepting()
+        assert is_accepted == (set(required) <= set(given)), answer
+    wrong = write_call(form, "ba")
+    assert matcher.try_consume_tokens(list(wrong)) < len(wrong)
+
+
+def write_call(form: str, names: Iterable[str]) -> bytes:
+    if form == "pythonic":
+        return f"[f({', '.join(f'{name}=1' for name in names)})]".encode()
+    values = "".join(f"<parameter={name}>\n1\n</parameter>\n" for name in names)
+    return f"<tool_call>\n<function=f>\n{values}</function>\n</tool_call>".encode()

@@ -1,6 +1,7 @@
 """Calls in the text of an answer: found in the forms of all families, however the text is cut, and never lost."""
 
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,19 @@ from hypothesis import strategies as st
 
 from lorax_server.config import TOOL_PARSERS
 from lorax_server.text.tools.formats import FORMATS
-from lorax_server.text.tools.parser import MAX_DROPPED, ArgumentsPiece, CallBegins, ToolParser, ToolSet
+from lorax_server.text.tools.parser import (
+    MAX_DROPPED,
+    WINDOW,
+    ArgumentsPiece,
+    CallBegins,
+    CallFormat,
+    MalformedCallError,
+    ParsedEvent,
+    Section,
+    TextPiece,
+    ToolParser,
+    ToolSet,
+)
 from tests.text.tools.answers import CALLS, CODER, NO_CALLS, OSLO, SCHEMAS, Example, read
 
 PIECES = [
@@ -128,3 +141,30 @@ def test_hostile_answers_take_time_in_proportion(form: str, piece: str) -> None:
         most = max(most, len(parser._held))
     parser.finish()
     assert most <= 2 * MAX_DROPPED
+
+
+class NoCalls(Section):
+    """Finds no call, and records how much text it could have read."""
+
+    lengths: ClassVar[list[int]] = []
+
+    def take(self, text: str, at: int, events: list[ParsedEvent]) -> int:
+        self.lengths.append(len(text))
+        raise MalformedCallError
+
+
+class OpenersOnly(CallFormat):
+    openers = ("<tool_call>",)
+
+    def make_section(self, tools: ToolSet) -> Section:
+        return NoCalls()
+
+
+def test_whole_answer_of_openers_is_read_in_linear_time() -> None:
+    """Each section gets a window of the answer, not all of the rest."""
+    text = "<tool_call>" * 10_000
+    parser = ToolParser(OpenersOnly(), ToolSet({}))
+    events = [*parser.feed(text), *parser.finish()]
+    assert "".join(event.text for event in events if isinstance(event, TextPiece)) == text
+    assert len(NoCalls.lengths) > 9_000
+    assert max(NoCalls.lengths) <= WINDOW

@@ -15,5 +15,5 @@ class GraniteFormat(ToolFormat):
     def make_section(self, tools: ToolSet) -> Section:
         return JsonSection(tools, CLOSER)
 
-    def write_rules(self, rules: CallRules) -> str:
-        return f"calls: list\n{write_list(rules, 'arguments')}"
+    def write_rules(self, rules: CallRules) -> list[str]:
+        return ["calls: list\n", *write_list(rules, "arguments")]

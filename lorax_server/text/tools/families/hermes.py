@@ -14,8 +14,8 @@ class HermesFormat(ToolFormat):
     def make_section(self, tools: ToolSet) -> Section:
         return JsonSection(tools, CLOSER)
 
-    def write_rules(self, rules: CallRules) -> str:
+    def write_rules(self, rules: CallRules) -> list[str]:
         opener, closer = map(rules.marks.write, (OPENER, CLOSER))
         more = rf' ("\n" {opener} tagged)*' if rules.is_parallel else ""
         tagged = rf'"\n" object "\n" {closer}'
-        return f"calls: tagged{more}\ntagged: {tagged}\n{write_objects(rules.calls, 'arguments')}"
+        return [f"calls: tagged{more}\ntagged: {tagged}\n", write_objects(rules.calls, "arguments")]

@@ -16,7 +16,7 @@ class LlamaJsonFormat(ToolFormat):
     def make_section(self, tools: ToolSet) -> Section:
         return JsonSection(tools, separator=";")
 
-    def write_rules(self, rules: CallRules) -> str:
+    def write_rules(self, rules: CallRules) -> list[str]:
         more = ' ("; " object)*' if rules.is_parallel else ""
         tag = f"{rules.marks.token(OPENER)}? " if rules.marks.has_token(OPENER) else ""
-        return f"calls: {tag}object{more}\n{write_objects(rules.calls, 'parameters')}"
+        return [f"calls: {tag}object{more}\n", write_objects(rules.calls, "parameters")]

@@ -47,10 +47,10 @@ class MistralFormat(ToolFormat):
     def make_section(self, tools: ToolSet) -> Section:
         return MistralSection(tools)
 
-    def write_rules(self, rules: CallRules) -> str:
+    def write_rules(self, rules: CallRules) -> list[str]:
         marks, is_parallel = rules.marks, rules.is_parallel
         if marks.has_token(ARGUMENTS):  # the token that newer tokenizers have
             more = f" ({marks.write(OPENER)} call)*" if is_parallel else ""
             named = [f"{write_text(call.name)} {marks.write(ARGUMENTS)} {call.rule}" for call in rules.calls]
-            return f"calls: call{more}\ncall: {' | '.join(named)}\n"
-        return f'calls: " "? list\n{write_list(rules, "arguments")}'
+            return [f"calls: call{more}\n", f"call: {' | '.join(named)}\n"]
+        return ['calls: " "? list\n', *write_list(rules, "arguments")]

@@ -12,6 +12,6 @@ class PlainJsonFormat(ToolFormat):
     def make_section(self, tools: ToolSet) -> Section:
         return JsonSection(tools, separator=";")
 
-    def write_rules(self, rules: CallRules) -> str:
+    def write_rules(self, rules: CallRules) -> list[str]:
         choice = "object | list" if rules.is_parallel else "object"
-        return f"calls: {choice}\n{write_list(rules, 'arguments')}"
+        return [f"calls: {choice}\n", *write_list(rules, "arguments")]

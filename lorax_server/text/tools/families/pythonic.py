@@ -4,20 +4,15 @@ import ast
 import json
 import keyword
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from lorax_server.errors import InputError
-from lorax_server.text.tools.grammar import (
-    CallGrammar,
-    CallRules,
-    ToolFormat,
-    check_keywords,
-    share_definitions,
-    write_text,
-)
+from lorax_server.text.tools.grammar import OPTIONS, CallGrammar, CallRules, ToolFormat, check_keywords, write_text
 from lorax_server.text.tools.json_object import Call, dump
 from lorax_server.text.tools.json_section import add_call
 from lorax_server.text.tools.parser import MalformedCallError, ParsedEvent, Section, ToolSet
+from lorax_server.text.tools.references import Definitions
 
 OPENER = "<|python_start|>"
 MARKS = {False: re.compile(r"""["'{}\[\]()]"""), True: re.compile(r"""["'\\]""")}  # by whether within a string
@@ -138,37 +133,48 @@ class PythonicFormat(ToolFormat):
     starts = "["
     start_pattern = r"\[[ \n]*[a-zA-Z_][a-zA-Z0-9_.]*\("
     markers = (OPENER,)
+    has_json_arguments = False
 
     def make_section(self, tools: ToolSet) -> Section:
         return PythonicSection(tools)
 
-    def write_rules(self, rules: CallRules) -> str:
+    def write_rules(self, rules: CallRules) -> Iterator[str]:
         calls, more = rules.calls, ' (", " call)*' if rules.is_parallel else ""
-        lines = [f'calls: first{more} "]"\n']
+        yield f'calls: first{more} "]"\n'
         for rule, before in (("first", "["), ("call", "")):
             heads = [write_text(f"{before}{call.name}(") for call in calls]
             choices = [f'{head} keywords_{index} ")"' for index, head in enumerate(heads)]
-            lines.append(f"{rule}: {' | '.join(choices)}\n")
+            yield f"{rule}: {' | '.join(choices)}\n"
         for index, call in enumerate(calls):
-            lines += _write_keywords(f"keywords_{index}", call)
-        return "".join(lines)
+            yield from _write_keywords(f"keywords_{index}", call)
 
 
-def _write_keywords(rule: str, call: CallGrammar) -> list[str]:
-    """Write rules for the arguments in the schema's order, of which those that are not required may be left out."""
+def _write_keywords(rule: str, call: CallGrammar) -> Iterator[str]:
+    """Write rules for the arguments in the schema's order; optional arguments may be left out.
+
+    The rules form a binary tree: llguidance recurses into rules, and a chain would take stack for each argument. For
+    each range of arguments, `first` begins with an argument, and `more` has a comma before every argument.
+    """
     check_keywords(call)
-    properties, required = call.schema.get("properties", {}), call.schema.get("required", [])
-    for name in properties:
+    properties, required = call.schema.get("properties", {}), frozenset(call.schema.get("required", ()))
+    definitions, optional = Definitions(call.schema), [name not in required for name in properties]
+    for index, (name, schema) in enumerate(properties.items()):
         if not name.isidentifier() or keyword.iskeyword(name):
             raise InputError(f"`tools`: {call.name!r} has a parameter {name[:64]!r}, which Python cannot name")
-    rules = []
-    items = list(properties.items())
-    for index, (name, schema) in enumerate(items):
-        value = {**(schema if isinstance(schema, dict) else {}), **share_definitions(call)}
-        rules.append(f"{rule}_value_{index}: {write_text(name + '=')} %json {json.dumps(value)}\n")
-        first, other = f"{rule}_{index}", f"{rule}_more_{index}"
-        given, skipped = f"{rule}_value_{index} {rule}_more_{index + 1}", name not in required
-        rules.append(f"{first}: {given}{f' | {rule}_{index + 1}' if skipped else ''}\n")
-        rules.append(f'{other}: ", " {given}{f" | {rule}_more_{index + 1}" if skipped else ""}\n')
-    end = len(items)
-    return [f"{rule}: {rule}_0\n", *rules, f'{rule}_{end}: ""\n{rule}_more_{end}: ""\n']
+        own, place = schema if isinstance(schema, dict) else {}, f"{index}_{index + 1}"
+        value = {**own, **definitions.select(own), OPTIONS: call.schema[OPTIONS]}
+        yield f"{rule}_first_{place}: {write_text(name + '=')} %json {json.dumps(value)}\n"
+        yield f'{rule}_more_{place}: (", " {rule}_first_{place}){"?" if optional[index] else ""}\n'
+    count = len(optional)
+    ranges = [(0, count)]
+    while ranges:
+        start, end = ranges.pop()
+        if end - start > 1:
+            middle = (start + end) // 2
+            left, right = f"{start}_{middle}", f"{middle}_{end}"
+            skipped = f" | {rule}_first_{right}" if all(optional[start:middle]) else ""
+            yield f"{rule}_first_{start}_{end}: {rule}_first_{left} {rule}_more_{right}{skipped}\n"
+            yield f"{rule}_more_{start}_{end}: {rule}_more_{left} {rule}_more_{right}\n"
+            ranges += [(start, middle), (middle, end)]
+    arguments = f"{rule}_first_0_{count}{'?' if all(optional) else ''}" if count else '""'
+    yield f"{rule}: {arguments}\n"

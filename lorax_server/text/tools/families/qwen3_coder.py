@@ -2,20 +2,20 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
 from lorax_server.errors import InputError
 from lorax_server.text.tools.grammar import (
     ANY,
+    OPTIONS,
     CallGrammar,
     CallRules,
+    FunctionSchema,
     ToolFormat,
     check_keywords,
-    check_size,
     escape,
-    share_definitions,
     write_text,
 )
 from lorax_server.text.tools.json_object import Call, dump
@@ -38,6 +38,7 @@ from lorax_server.text.tools.parser import (
     Section,
     ToolSet,
 )
+from lorax_server.text.tools.references import Definitions
 
 OPENER, CLOSER = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -67,9 +68,11 @@ TAGS = {
 class Qwen3CoderSection(Section):
     """Reads functions with their parameters. Calls count also where `<tool_call>` or `</tool_call>` does not come."""
 
-    def __init__(self, tools: ToolSet) -> None:
+    def __init__(self, tools: ToolSet, finders: dict[str, TypeFinder]) -> None:
+        """`finders` by function name are shared by all sections, and get those that are missing."""
         super().__init__()
         self._tools = tools
+        self._finders = finders
         self._next = _NextPart.FUNCTION
         self._tag = ""  # or name, as far as it has come
         self._function, self._key = "", ""
@@ -128,7 +131,7 @@ class Qwen3CoderSection(Section):
 
     def _begin_call(self, name: str, events: list[ParsedEvent]) -> None:
         self._function, self._arguments, self._next = name, {}, _NextPart.PARAMETER
-        self._finder = TypeFinder(self._tools.schemas[name])
+        self._finder = _get_finder(self._finders, name, self._tools.schemas[name])
         if self._tools.is_enforced:
             events.append(CallBegins(name))
             self.is_open = True
@@ -186,47 +189,61 @@ class Qwen3CoderSection(Section):
 class Qwen3CoderFormat(ToolFormat):
     openers = (OPENER, FUNCTION)
     markers = (OPENER, CLOSER)
+    has_json_arguments = False
+
+    def __init__(self) -> None:
+        self._finders: dict[str, TypeFinder] = {}
+
+    def prepare(self, functions: Sequence[FunctionSchema]) -> None:
+        for function in functions:
+            finder = _get_finder(self._finders, function.name, function.parameters)
+            for schema in function.parameters.get("properties", {}).values():
+                finder.find(schema)
 
     def make_section(self, tools: ToolSet) -> Section:
-        return Qwen3CoderSection(tools)
+        return Qwen3CoderSection(tools, self._finders)
 
-    def write_rules(self, rules: CallRules) -> str:
+    def write_rules(self, rules: CallRules) -> Iterator[str]:
         opener, closer = map(rules.marks.write, (OPENER, CLOSER))
         more = rf' ("\n" {opener} tagged)*' if rules.is_parallel else ""
         heads = [write_text(f"\n{FUNCTION}{call.name}>\n") for call in rules.calls]
-        choices = [f"{head} parameters_{index}_0" for index, head in enumerate(heads)]
-        lines = [f'calls: tagged{more}\ntagged: ({" | ".join(choices)}) {write_text(FUNCTION_END)} "\\n" {closer}\n']
-        size = 0
+        choices = [f"{head} parameters_{index}" for index, head in enumerate(heads)]
+        yield f'calls: tagged{more}\ntagged: ({" | ".join(choices)}) {write_text(FUNCTION_END)} "\\n" {closer}\n'
         for index, call in enumerate(rules.calls):
-            for line in _write_parameters(f"parameters_{index}", call):
-                size += len(line)
-                check_size(size)  # of each, since each may have all definitions in it
-                lines.append(line)
-        return "".join(lines)
+            yield from _write_parameters(f"parameters_{index}", call)
+
+
+def _get_finder(finders: dict[str, TypeFinder], name: str, schema: Mapping[str, Any]) -> TypeFinder:
+    if name not in finders or finders[name].root is not schema:
+        finders[name] = TypeFinder(schema)
+    return finders[name]
 
 
 def _write_parameters(rule: str, call: CallGrammar) -> Iterator[str]:
-    """Write rules for the parameters in the schema's order, of which those that are not required may be left out."""
+    """Write rules for the parameters in the schema's order; optional parameters may be left out."""
     check_keywords(call)
-    properties, required = call.schema.get("properties", {}), call.schema.get("required", [])
-    if unknown := sorted(set(required) - set(properties)):
-        raise InputError(f"`tools`: {call.name!r} requires {unknown[0][:64]!r}, which its `properties` have not")
-    finder = TypeFinder(call.schema)
+    properties, required = call.schema.get("properties", {}), frozenset(call.schema.get("required", ()))
+    if unknown := required - properties.keys():
+        raise InputError(f"`tools`: {call.name!r} requires {min(unknown)[:64]!r}, which its `properties` have not")
+    finder, definitions, names = TypeFinder(call.schema), Definitions(call.schema), []
     for index, (name, schema) in enumerate(properties.items()):
         if NAME.fullmatch(name) is None or name != name.strip():
             raise InputError(f"`tools`: {call.name!r} has a parameter {name[:64]!r}, which no tag can name")
-        rest = f"{rule}_{index + 1}"
-        skipped = "" if name in required else f" | {rest}"
-        yield f'{rule}_{index}: {write_text(f"{PARAMETER}{name}>")} "\\n" {rule}_value_{index} "\\n" {rest}{skipped}\n'
-        yield _write_value(f"{rule}_value_{index}", call, name, schema, finder)
-    yield f'{rule}_{len(properties)}: ""\n'
+        given = f"{rule}_given_{index}"
+        names.append(given if name in required else f"{given}?")
+        yield f'{given}: {write_text(f"{PARAMETER}{name}>")} "\\n" {rule}_value_{index} "\\n"\n'
+        yield _write_value(f"{rule}_value_{index}", call, name, schema, finder, definitions)
+    yield f"{rule}: {' '.join(names) or write_text('')}\n"  # one sequence: a chain of rules would take stack for each
 
 
-def _write_value(rule: str, call: CallGrammar, name: str, schema: Any, finder: TypeFinder) -> str:
+def _write_value(
+    rule: str, call: CallGrammar, name: str, schema: Any, finder: TypeFinder, definitions: Definitions
+) -> str:
     """Write the rule of a value with its closer."""
     types = finder.find(schema)
     if not is_text(types):
-        value = {**(schema if isinstance(schema, dict) else {}), **share_definitions(call)}
+        own = schema if isinstance(schema, dict) else {}
+        value = {**own, **definitions.select(own), OPTIONS: call.schema[OPTIONS]}
         return f"{rule}: %json {json.dumps(value)} {write_text(chr(10) + PARAMETER_END)}\n"
     found = find_text_schema(schema, finder)
     if call.is_strict and found.unknown:

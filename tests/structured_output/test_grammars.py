@@ -1,0 +1,291 @@
+"""Limits of schemas and grammars: what passes them compiles on a small stack, and the rest is rejected as text."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from lorax_server.errors import InputError
+from lorax_server.structured_output.grammars import (
+    MAX_GBNF,
+    MAX_RULES,
+    from_choices,
+    from_grammar,
+    from_json_schema,
+    from_json_text,
+    from_regex,
+)
+from lorax_server.text.tools.families.pythonic import PythonicFormat
+from lorax_server.text.tools.families.qwen3_coder import Qwen3CoderFormat
+from lorax_server.text.tools.grammar import MAX_GRAMMAR, FunctionSchema, Marks, ToolFormat, write_required
+from lorax_server.text.tools.references import MAX_LEVELS, check_depth
+
+STACK = 4 * 2**20  # bytes, as in a trial compile
+COMPILE = """
+import json, sys, threading
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+class Bytes:
+    tokens = [*(bytes([byte]) for byte in range(256)), b"<|end|>"]
+    special_token_ids, eos_token_id, bos_token_id = (256,), 256, None
+
+    def __call__(self, text):
+        return list(text)
+
+def compile_all():
+    tokenizer = LLTokenizer(TokenizerWrapper(Bytes()))
+    for name, grammar in json.load(sys.stdin).items():
+        print(name, file=sys.stderr, flush=True)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        errors[name] = matcher.get_error()
+        if not matcher.is_error():
+            matcher.compute_logit_bias()
+
+errors = {}
+threading.stack_size(int(sys.argv[1]))
+thread = threading.Thread(target=compile_all)
+thread.start()
+thread.join()
+print(json.dumps(errors))
+"""
+
+
+def compile_in_process(texts: dict[str, str]) -> dict[str, str]:
+    """Compile grammars in another process, on a small stack; return their errors. Fail if the stack overflows."""
+    command = [sys.executable, "-c", COMPILE, str(STACK)]
+    done = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr.splitlines()[-1]
+    errors: dict[str, str] = json.loads(done.stdout)
+    return errors
+
+
+# --- Depth ------------------------------------------------------------------------------------------------------------
+
+Wrap = Callable[[Any], dict[str, Any]]
+WRAPS: dict[str, Wrap] = {
+    "items": lambda part: {"items": part},
+    "additionalProperties": lambda part: {"type": "object", "additionalProperties": part},
+    "properties": lambda part: {"type": "object", "properties": {"a": part}, "required": ["a"]},
+    "patternProperties": lambda part: {"type": "object", "patternProperties": {"^a": part}},
+    "prefixItems": lambda part: {"prefixItems": [part]},
+    "anyOf": lambda part: {"anyOf": [part, {"type": "null"}]},
+    "allOf": lambda part: {"allOf": [part]},
+    "oneOf": lambda part: {"oneOf": [part]},
+    "bare references": lambda part: part,
+}
+
+
+def chain(wrap: Wrap, count: int, per_definition: int) -> dict[str, Any]:
+    """Nest parts `count` times, cut into a chain of definitions."""
+    part: dict[str, Any] = {}
+    definitions: dict[str, Any] = {}
+    for index in range(count):
+        part = wrap(part)
+        if index % per_definition == per_definition - 1:
+            definitions[f"d{index}"], part = part, {"$ref": f"#/$defs/d{index}"}
+    return {**part, "$defs": definitions}
+
+
+def fits(schema: dict[str, Any]) -> bool:
+    try:
+        check_depth(schema)
+    except InputError:
+        return False
+    return True
+
+
+def deepest(wrap: Wrap, per_definition: int) -> dict[str, Any]:
+    """Return the longest chain that is accepted."""
+    low, high = 1, 2 * MAX_LEVELS
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(chain(wrap, middle, per_definition)) else (low, middle)
+    return chain(wrap, low, per_definition)
+
+
+def test_deepest_accepted_schemas_and_grammars_compile_on_a_small_stack() -> None:
+    schemas = {f"{name}, {count} in each": deepest(wrap, count) for name, wrap in WRAPS.items() for count in (1, 50)}
+    found = {name: from_json_schema(schema).grammar for name, schema in schemas.items()}
+    levels = MAX_RULES // 2 - 1
+    rules = "\n".join(f'r{i}: ("a" r{i + 1} | "b")*' for i in range(levels))
+    terminals = "\n".join(f'R{i}: ("a" R{i + 1} | "b")?' for i in range(levels))
+    flat = "\n".join(f'r{i}: "a" r{i + 1} | "b"' for i in range(MAX_RULES - 2))
+    deep = json.dumps(schemas["items, 50 in each"])
+    found |= {
+        "groups": f'start: r0\n{rules}\nr{levels}: "c"',
+        "terminals": f'start: R0\n{terminals}\nR{levels}: "c"',
+        "a schema after rules": f"start: r0\n{flat}\nr{MAX_RULES - 2}: %json {deep}",
+    }
+    for name in ("groups", "terminals", "a schema after rules"):
+        assert from_grammar(found[name]).grammar == found[name]
+    assert compile_in_process(found) == dict.fromkeys(found, "")
+
+
+@pytest.mark.parametrize("name", WRAPS)
+@pytest.mark.parametrize("per_definition", [1, 10])
+def test_long_chain_of_references_is_rejected(name: str, per_definition: int) -> None:
+    with pytest.raises(InputError, match=f"more than {MAX_LEVELS} levels"):
+        from_json_schema(chain(WRAPS[name], 2600, per_definition))
+
+
+def test_deep_json_is_rejected_however_it_comes() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(MAX_LEVELS):
+        deep = {"items": deep}
+    for depth in (MAX_LEVELS, 20_000):
+        text = '{"items": ' * depth + "{}" + "}" * depth
+        for read in (from_json_text, lambda each: from_grammar(f"start: %json {each}")):
+            with pytest.raises(InputError, match=r"levels|recursion|is not JSON"):
+                read(text)
+    with pytest.raises(InputError, match="levels"):
+        from_json_schema(deep)
+
+
+def test_recursive_schema_has_finite_depth() -> None:
+    tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#/$defs/a"}}}
+    check_depth({**tree, "$defs": {"a": {"items": {"$ref": "#/$defs/b"}}, "b": {"items": {"$ref": "#/$defs/a"}}}})
+
+
+def test_depth_is_measured_once_per_part() -> None:
+    class Counted(dict[str, Any]):
+        num_read = 0
+
+        def get(self, key: str, default: Any = None) -> Any:
+            self.num_read += key == "$ref"  # asked for once per reading
+            return super().get(key, default)
+
+    parts = {f"d{i}": Counted({"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2}) for i in range(40)}
+    check_depth({"$defs": parts, "anyOf": [{"$ref": f"#/$defs/d{i % 40}"} for i in range(1000)]})
+    assert {part.num_read for part in parts.values()} == {1}
+
+
+# --- User grammars ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['r{}: "a" r{}', '  ?r{} : "a"', 'r{}[lazy]: "a"', "R{}.5: /a/", '!r{}: "("', 'r{}{{x}}: "a"'],
+)
+def test_rules_are_counted_in_all_spellings(line: str) -> None:
+    lines = [line.format(index, index + 1) for index in range(MAX_RULES + 1)]
+    with pytest.raises(InputError, match=f"more than {MAX_RULES} rules"):
+        from_grammar('start: "a"\n' + "\n".join(lines))
+    assert from_grammar('start: "a"\n' + "\n".join(lines[: MAX_RULES // 2])).grammar
+
+
+def test_rules_cannot_be_hidden() -> None:
+    rules = "\n".join(f"r{index}: r{index + 1}" for index in range(MAX_RULES))
+    for before in (
+        'start: <"> r0',
+        'start: r0 // "',
+        'start: r0 # "',
+        'start: /"/ r0',
+        'start: "\\"" r0',
+        'start: %json {"a": "\\""} r0',
+    ):
+        with pytest.raises(InputError, match="rules"):
+            from_grammar(f"{before}\n{rules}\n")
+
+
+def test_text_in_strings_and_regexes_is_not_counted() -> None:
+    hidden = ['"(("', "/[(][[]/", "// ((((", "# ((((", '%json {"enum": [[], [[]], "r0: (("]}']
+    text = "\n".join(f"r{index}: {hidden[index % len(hidden)]}" for index in range(MAX_RULES - 1))
+    assert from_grammar(f"start: r0\n{text}").grammar
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"' + '\\"' * 100_000,
+        "/" + "\\/" * 100_000,
+        "<" * 200_000,
+        '"' * 200_000,
+        " \n" * 100_000 + "start: a",
+        "%json " * 40_000,
+    ],
+    ids=["quotes", "slashes", "angles", "strings", "blanks", "schemas"],
+)
+def test_odd_grammars_are_scanned_once(text: str) -> None:
+    """A pattern that searches for a missing end from each start would take minutes, and hit the test timeout."""
+    with suppress(InputError):
+        from_grammar(text)
+
+
+def test_deeply_nested_groups_are_rejected_by_the_library() -> None:
+    """It has limits of its own for brackets of regexes and of rules."""
+    texts = {}
+    for depth in (300, 100_000):
+        texts[f"regex {depth}"] = from_regex("(" * depth + "a" + ")" * depth).grammar
+        texts[f"classes {depth}"] = from_regex("[" * depth + "a" + "]" * depth).grammar
+        pattern = {"type": "string", "pattern": "(" * depth + "a" + ")" * depth}
+        texts[f"pattern {depth}"] = from_json_schema(pattern).grammar
+    texts["rules"] = from_grammar("start: " + "(" * 700 + '"a"' + ")" * 700).grammar
+    texts["nested grammars"] = from_grammar("start: " + "%lark {\nstart: " * 700 + '"a"' + "\n}" * 700).grammar
+    errors = compile_in_process(texts)
+    assert [name for name, error in errors.items() if not error] == []
+
+
+def test_gbnf_with_many_rules_is_rejected_before_it_is_converted() -> None:
+    """The converter passes over the whole grammar once for each rule of a chain."""
+    rules = "".join(f"a{index}::=a{index + 1}\n" for index in range(500)) + 'a500::="x"\n'
+    text = f"root::=b\nb::={'.' * 8000}a0\n{rules}"
+    assert len(text) < MAX_GBNF
+    with pytest.raises(InputError, match="too many rules"):
+        from_grammar(text)
+    assert (
+        "start"
+        in from_grammar("".join(f"a{index}::=a{index + 1}\n" for index in range(200)) + 'a200::="x"\nroot::=a0').grammar
+    )
+
+
+# --- Size -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda text: from_json_schema({"const": text}),
+        from_regex,
+        from_grammar,
+        lambda text: from_choices([text]),
+        lambda text: from_grammar(f"root ::= {text}"),
+    ],
+)
+def test_large_texts_are_rejected(make: Callable[[str], object]) -> None:
+    with pytest.raises(InputError, match="characters"):
+        make("x" * (MAX_GRAMMAR + 1))
+
+
+@pytest.mark.parametrize("make", [from_regex, from_grammar])
+def test_lone_surrogates_are_rejected(make: Callable[[str], object]) -> None:
+    with pytest.raises(InputError, match="lone surrogates"):
+        make("a\ud800")
+
+
+def test_numbers_that_json_does_not_have_are_rejected() -> None:
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(InputError, match="cannot be written as JSON"):
+            from_json_schema({"const": value})
+
+
+# --- Tools ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [PythonicFormat(), Qwen3CoderFormat()], ids=["pythonic", "qwen3_coder"])
+def test_many_parameters_do_not_make_deep_grammars(form: ToolFormat) -> None:
+    """As many as fit the size limit: a chain of rules would overflow the stack."""
+    grammar, count = "", 256
+    while True:
+        properties: dict[str, Any] = {f"p{index}": {"type": "string"} for index in range(count)}
+        functions = [FunctionSchema("f", {"type": "object", "properties": properties}, False)]
+        try:
+            grammar = write_required(form, functions, False, Marks(lambda _: None), None)
+        except InputError:
+            break
+        count += count // 4
+    assert count > 600
+    assert compile_in_process({"tools": grammar}) == {"tools": ""}
