@@ -6,6 +6,8 @@ import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -13,15 +15,19 @@ from unittest.mock import Mock
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from lorax_server.errors import AdapterError, ConfigError, SourceError
+from lorax_server.errors import AdapterError, BusyError, ConfigError, SourceError
 from lorax_server.files.plain_file import stamp_of
 from lorax_server.files.tokenizer_folder import TokenizerFolder
+from lorax_server.sandbox.sandbox import Sandbox
+from lorax_server.sandbox.task import TaskError
 from lorax_server.server.tokenizers import SHORT, Tokenizers
 from lorax_server.text import adapter_tokenizers
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
 from lorax_server.types import Resolved
 from tests.server.access.test_rate_limits import Clock
+from tests.text.conversions import HANG
+from tests.text.sandbox_workers import find_workers, wait_until_busy
 from tests.text.tokenizers import byte_level
 
 CONFIG = {"tokenizer_class": "TokenizersBackend", "eos_token": "</s>", "chat_template": "of the base"}
@@ -143,32 +149,28 @@ def empty(tmp_path: Path, name: str) -> Resolved:
 
 
 @pytest.mark.parametrize(("kind", "num_kept"), [("small", 4), ("large", 2), ("own", 2)])
-def test_how_many_are_kept(
+def test_least_recently_used_tokenizer_is_evicted(
     kind: str,
     num_kept: int,
     base: TextTokenizer,
-    tokenizers: Tokenizers,
-    run: Any,
+    model: Path,
     loads: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(adapter_tokenizers, "MAX_LIGHT", 4)
     monkeypatch.setattr(adapter_tokenizers, "MAX_HEAVY", 2)
-    tokenizers._adapters = AdapterTokenizers(base, tokenizers._adapters._base_folder)
     adapters = [empty(tmp_path, f"{kind}-{i}") for i in range(num_kept + 1)]
-
-    async def work() -> None:
+    with closing(Sandbox(1)) as sandbox:
+        tokenizers = AdapterTokenizers(base, model, sandbox)
         for adapter in adapters[:num_kept]:
-            await tokenizers.find(adapter)
-        await tokenizers.find(adapters[0])  # so the second was used longest ago
-        await tokenizers.find(adapters[num_kept])
-        await tokenizers.find(adapters[0])
+            tokenizers.find(adapter)
+        tokenizers.find(adapters[0])  # so the second was used longest ago
+        tokenizers.find(adapters[num_kept])
+        tokenizers.find(adapters[0])
         assert len(loads) == num_kept + 1
-        await tokenizers.find(adapters[1])
+        tokenizers.find(adapters[1])
         assert loads[-1] == f"{kind}-1"
-
-    run(work())
     assert len(loads) == num_kept + 2
 
 
@@ -307,26 +309,37 @@ def test_only_a_short_text_of_the_base_models_is_done_at_once(
 # --- The end ----------------------------------------------------------------------------------------------------------
 
 
-def test_closing_ends_a_conversion_that_hangs(
+def test_closing_kills_hanging_conversion(
     tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    os.mkfifo(pid_pipe := tmp_path / "pid")
-    program = tmp_path / "program"
-    program.write_text(f"#!/bin/sh\necho $$ > {pid_pipe}\nexec sleep 1000\n")
-    program.chmod(0o755)
-    monkeypatch.setattr("lorax_server.text.conversion.sys.executable", str(program))
+    monkeypatch.setattr("lorax_server.text.tokenizer.CONVERT", HANG)
 
     async def work() -> None:
         slow = asyncio.create_task(tokenizers.find(own(tmp_path, tokenizer_class="LlamaTokenizer")))
-        pid = int(await asyncio.to_thread(pid_pipe.read_text))
-        os.kill(pid, 0)
+        while not (workers := find_workers()):
+            await asyncio.sleep(0.01)
+        await wait_until_busy(workers[0])
         (converting,) = [each for each in threading.enumerate() if each.name == "tokenizer-of-adapters"]
         await tokenizers.close()
         with pytest.raises(AdapterError, match="the server is stopping"):
             await slow
         await asyncio.to_thread(converting.join, WAIT_S)
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+        assert not find_workers()
+
+    run(work())
+
+
+def test_conversion_on_busy_machine_is_not_remembered_as_failure(
+    tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorax_server.text.tokenizer.CONVERT", HANG._replace(wall_s=0.1))
+
+    async def work() -> None:
+        adapter = own(tmp_path, tokenizer_class="LlamaTokenizer")
+        for _ in range(2):
+            with pytest.raises(BusyError, match="the machine is busy") as raised:
+                await tokenizers.find(adapter)
+            assert raised.value.retry_after_s is not None
 
     run(work())
 
@@ -366,15 +379,16 @@ def test_closing_does_not_wait_for_what_cannot_be_ended(
         (
             "added_tokens.json",
             b'{"<x>": 900}',
-            "no tokenizer that can be read: OSError: no 'config.json' of model </s> in",
+            "its tokenizer cannot be converted: OSError: no 'config.json' of model </s> in",
         ),
     ],
 )
-def test_where_the_files_are_is_told_to_the_log_only(
+def test_only_the_log_names_folders(
     file: str,
     content: bytes,
     told: str,
     tokenizers: Tokenizers,
+    model: Path,
     run: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -383,12 +397,10 @@ def test_where_the_files_are_is_told_to_the_log_only(
     folder = tmp_path / "a folder" / "adapter"
     own(folder.parent, "adapter")
     (folder / file).write_bytes(content)
-    program = tmp_path / "program"
-    model = tokenizers._adapters._base_folder
     words = f"OSError: no '{tmp_path}/x/config.json' of {model} </s> in {folder}/tokenizer.model of {folder}"
-    program.write_text(f'#!/bin/sh\necho "{words}" >&2\nexit 1\n')
-    program.chmod(0o755)
-    monkeypatch.setattr("lorax_server.text.conversion.sys.executable", str(program))
+    failed: Future[bytes] = Future()
+    failed.set_exception(TaskError(words))
+    monkeypatch.setattr(Sandbox, "submit", lambda *_, **__: failed)
     with caplog.at_level(logging.WARNING), pytest.raises(AdapterError) as raised:
         run(tokenizers.find(resolved(folder)))
     message = str(raised.value)
