@@ -72,7 +72,7 @@ def ask(routes: Routes, path: str, text: str, **more: Any) -> Any:
 
 
 def with_template(routes: Routes) -> Routes:
-    async def render(_: TextTokenizer, messages: list[dict[str, Any]], /, **__: Any) -> str:
+    async def render(_: TextTokenizer, messages: list[dict[str, Any]], tenant: str = "", /, **__: Any) -> str:
         return "".join(str(message["content"]) for message in messages)
 
     routes.service.tokenizers.render = render  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ class Templated(Routes):
         self.answers["peot"] = AdapterNotFoundError("adapter 'peot': there is no such folder below the server's roots")
         self.service.tokenizers.render = self._render  # type: ignore[method-assign]
 
-    async def _render(self, _: Any, messages: list[dict[str, Any]], /, **variables: Any) -> str:
+    async def _render(self, _: Any, messages: list[dict[str, Any]], tenant: str = "", /, **variables: Any) -> str:
         return "".join(str(message["content"]) for message in messages)
 
 

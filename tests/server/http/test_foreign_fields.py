@@ -26,7 +26,7 @@ class Templated(Routes):
         self.rendered: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
         self.service.tokenizers.render = self._render  # type: ignore[method-assign]
 
-    async def _render(self, _: Any, messages: list[dict[str, Any]], /, **variables: Any) -> str:
+    async def _render(self, _: Any, messages: list[dict[str, Any]], tenant: str = "", /, **variables: Any) -> str:
         self.rendered.append((messages, variables))
         return "ask"
 
