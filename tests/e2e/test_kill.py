@@ -222,7 +222,7 @@ def test_a_full_disk_harms_only_who_needs_it(server: Server, hub: HubServer, fol
 def gated(folder: Path, tmp_path: Path, drain_s: float) -> Iterator[Server]:
     with starting(folder / "model", tmp_path / "gate", drain_s) as (process, log, url):
         assert url, "".join(log)
-        assert children(process.pid).keys() >= {"engine", "renderer"}
+        assert children(process.pid).keys() >= {"engine", "sandbox"}
         yield Server(process, url[0], log)
 
 

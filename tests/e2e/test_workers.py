@@ -180,14 +180,14 @@ def test_one_scrape_counts_the_requests_of_all(server: Server, each: Each) -> No
 
 
 def workers_of(server: Server) -> list[int]:
-    """Return the process ids of the workers: each has a process of its own for templates, the engine has none."""
+    """Return the process ids of the API workers: each has a sandbox, the engine has none."""
     spawned = [child for child in psutil.Process(server.process.pid).children(recursive=True) if is_worker(child)]
     return sorted(child.pid for child in spawned)
 
 
 def is_worker(process: psutil.Process) -> bool:
     try:
-        return any("template_program" in " ".join(child.cmdline()) for child in process.children())
+        return any("lorax_server.sandbox.worker" in child.cmdline() for child in process.children())
     except psutil.NoSuchProcess:
         return False
 

@@ -130,12 +130,13 @@ def count_logged(server: Server, request_id: str) -> int:
 
 
 def children(pid: int) -> dict[str, int]:
-    """Return the process ids of a server's children: engine, template renderer, Python's resource tracker."""
+    """Return the process ids of a server's children: engine, sandbox worker, Python's resource tracker."""
+    kinds = {"engine": b"spawn_main", "sandbox": b"lorax_server.sandbox.worker", "tracker": b"resource_tracker"}
     found: dict[str, int] = {}
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        command = Path(f"/proc/{child}/cmdline").read_bytes()
-        kinds = {"engine": b"spawn_main", "renderer": b"template_program", "tracker": b"resource_tracker"}
-        found |= {kind: int(child) for kind, mark in kinds.items() if mark in command}
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):  # by the thread that started them
+        for child in path.read_text().split():
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+            found |= {kind: int(child) for kind, mark in kinds.items() if mark in command}
     return found
 
 
