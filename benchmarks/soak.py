@@ -337,7 +337,7 @@ class Server:
 def name_of(process: psutil.Process) -> str:
     """Return the process's purpose, by the way it was started."""
     words = " ".join(process.cmdline())
-    kinds = {"resource_tracker": "resource tracker", "spawn_main": "engine", "template_program": "template worker"}
+    kinds = {"resource_tracker": "resource tracker", "spawn_main": "engine", "sandbox.worker": "sandbox worker"}
     return next((name for sign, name in kinds.items() if sign in words), "API")
 
 
