@@ -22,7 +22,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -311,7 +311,13 @@ class Server:
         self._process = psutil.Process(process_id)
 
     def usage(self) -> dict[str, Usage]:
-        return {name_of(process): usage_of(process) for process in self.processes()}
+        """Return the usage by purpose, of the largest process if several have the same."""
+        usage: dict[str, Usage] = {}
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):  # sandbox workers come and go
+                name, found = name_of(process), usage_of(process)
+                usage[name] = max(found, usage.get(name, found), key=lambda each: each.rss)
+        return usage
 
     def metrics(self) -> dict[str, float]:
         with urllib.request.urlopen(f"{self._url}/metrics") as response:
