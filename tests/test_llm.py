@@ -793,7 +793,7 @@ def test_a_tokenizer_that_fails_is_tried_again_after_a_while(
     tokenizer.save_pretrained(tmp_path / "own")
     with LLM(world.model, {"own": tmp_path / "own"}, **SMALL) as llm:
         clock = Clock()
-        llm._tokenizers = adapter_tokenizers.AdapterTokenizers(llm._tokenizer, world.model, clock=clock)
+        llm._tokenizers = adapter_tokenizers.AdapterTokenizers(llm._tokenizer, world.model, llm._sandbox, clock=clock)
         with monkeypatch.context() as patch:
             patch.setattr(adapter_tokenizers, "load_own_tokenizer", tried := Mock(side_effect=problem))
             failed = llm.generate(["hello"] * 3, stop=STOP, adapter="own", on_error="return")
@@ -991,5 +991,5 @@ def test_an_engine_that_fails_fails_for_all(mortal: LLM, monkeypatch: pytest.Mon
 
 
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="no tokenizer that can be read"):
+    with pytest.raises(Exception, match="its tokenizer cannot be converted"):
         LLM(tmp_path / "nothing", device="cpu")
