@@ -20,7 +20,7 @@ from lorax_server.engine.scheduler import Scheduler
 from lorax_server.errors import EngineError, SourceError
 from lorax_server.phases import Phases
 from lorax_server.plan import Capabilities
-from lorax_server.structured_output.manager import StructuredOutput, find_num_threads
+from lorax_server.structured_output.manager import StructuredOutput
 from lorax_server.structured_output.vocabulary import Vocabulary
 from lorax_server.text.tokenizer import load_tokenizer
 from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
@@ -76,9 +76,7 @@ def assemble(
         max_inputs=capabilities.max_inputs,
         num_threads=config.sources.num_threads,
     )
-    structured_output = StructuredOutput(
-        make_vocabulary or partial(build_vocabulary, config.model.path), find_num_threads(config.model.device)
-    )
+    structured_output = StructuredOutput(make_vocabulary or partial(build_vocabulary, config.model.path))
     return Engine(executor, scheduler, pool, table, resolver, structured_output)
 
 

@@ -76,7 +76,7 @@ class Sandbox:
             async with asyncio.timeout(wait_s):
                 return await asyncio.wrap_future(future)
         except TimeoutError:
-            raise BusyError(f"no sandbox worker was free for {wait_s:g} s: the machine is busy", RETRY_S) from None
+            raise BusyError(f"the sandbox gave no result within {wait_s:g} s: the machine is busy", RETRY_S) from None
 
     def close(self) -> None:
         """Kill the workers. Tasks that are queued or running fail with `BusyError`."""

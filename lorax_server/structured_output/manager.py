@@ -8,28 +8,37 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import compress
+from typing import NamedTuple
 
 from cachetools import LRUCache
 
 from lorax_server.errors import EngineError, InputError, LoraxError
-from lorax_server.machine import GRAMMAR_CACHE_BYTES, count_cores
-from lorax_server.structured_output.mask_thread import Job, JobThread
-from lorax_server.structured_output.matcher import CompiledGrammar, Ending, GrammarError, GrammarState, SlowGrammarError
+from lorax_server.machine import GRAMMAR_CACHE_BYTES
+from lorax_server.structured_output.mask_thread import WorkThread
+from lorax_server.structured_output.matcher import (
+    CompiledGrammar,
+    Ending,
+    GrammarError,
+    GrammarState,
+    SlowGrammarError,
+    consume_together,
+    make_executor,
+)
 from lorax_server.structured_output.vocabulary import Vocabularies, Vocabulary, Words
 from lorax_server.types import Request
 
 logger = logging.getLogger(__name__)
 
-MAX_THREADS = 4  # for masks
 GRAMMAR_BYTES, TOKEN_BYTES = 2**20, 2**11  # weight of a compiled grammar, and of each token consumed (lexer states)
 MAX_SHARED_TOKENS = 2**13  # consumed by all completions of a compiled grammar, until it is compiled again
+MAX_BATCH = 256  # masks that are computed at once
 MAX_FORCED = 32  # tokens that are consumed ahead of the model
 FORCED_S = 0.003  # CPU time for them at a stretch: the forward may need the same cores
 COMPILE_NICENESS = 10  # forwards go first, but compiling must finish on a busy machine
-FAST, SLOW = 0, 1  # priorities of mask jobs
+BATCH_S = 0.003  # for masks that are computed together; if they take longer, each is timed again
 _Key = tuple[str, str]  # a vocabulary's digest, a grammar
 
 
@@ -47,23 +56,17 @@ class Settled(NamedTuple):
     error: LoraxError | None = None
 
 
-def find_num_threads(device: str) -> int:
-    """Return the number of mask threads: fewer on a CPU, where the model needs the same cores."""
-    return max(1, min(MAX_THREADS, count_cores() // (8 if device == "cpu" else 4)))
-
-
 def _weigh(compiled: CompiledGrammar) -> int:
     """Estimate the bytes of a compiled grammar: its trial's measure, and growth by use."""
     return compiled.num_bytes + GRAMMAR_BYTES + TOKEN_BYTES * compiled.num_tokens
 
 
 class _Completion:
-    """A request with a grammar. Its mask thread owns `state` and `ahead`; the manager's lock guards the rest."""
+    """A request with a grammar. The thread that computes its mask owns `state` and `ahead`; a lock guards the rest."""
 
-    def __init__(self, request: Request, key: _Key, thread: JobThread, fast_forward_below: int) -> None:
+    def __init__(self, request: Request, key: _Key, fast_forward_below: int) -> None:
         self.request_id = request.request_id
         self.key = key
-        self.thread = thread
         self.ending = Ending(
             tuple(sorted(request.stop.eos_token_ids)),
             tuple(sorted(request.stop.stop_token_ids)),
@@ -78,17 +81,31 @@ class _Completion:
         self.has_started = self.has_failed = self.has_ended = False
 
 
+class _Item(NamedTuple):
+    """A token that a completion consumes next."""
+
+    completion: _Completion
+    token_id: int
+
+
+_Job = partial[None]
+
+
+class _Threads(NamedTuple):
+    fast: WorkThread[_Item]
+    slow: WorkThread[_Job]
+    compile: WorkThread[_Job]
+
+
 class StructuredOutput:
     """Compile grammars and compute masks for the engine. Its public methods belong to the engine's thread."""
 
-    def __init__(self, build_base: Callable[[], Vocabulary], num_threads: int = 1) -> None:
+    def __init__(self, build_base: Callable[[], Vocabulary]) -> None:
         """`build_base` makes the base model's vocabulary, on another thread, when it is first needed."""
         self.on_news: Callable[[], None] = lambda: None  # called on any thread when `take_settled` has results
         self.fast_forward = True  # consume forced tokens ahead of the model
         self._build_base = build_base
-        self._num_threads = num_threads
-        self._mask_threads: list[JobThread] = []
-        self._compile_thread: JobThread | None = None
+        self._threads: _Threads | None = None
         self._completions: dict[int, _Completion] = {}
         self._changed = threading.Condition()  # guards all below
         self._vocabularies = Vocabularies()
@@ -117,13 +134,11 @@ class StructuredOutput:
             raise InputError("`ignore_eos_token` cannot be combined with structured output, which ends by itself")
         if not stop.eos_token_ids:
             raise InputError("structured output needs a model with an end-of-sequence token")
-        self._start_threads()
+        threads = self._start_threads()
         if not self.fast_forward or sampling.raw_logprobs or sampling.num_alternatives:
             fast_forward_below = 0
         key = "" if request.vocabulary is None else request.vocabulary.digest, request.structure.grammar
-        # Completions of one grammar share a lexer, which one thread can use at a time.
-        thread = self._mask_threads[hash(key) % len(self._mask_threads)]
-        completion = _Completion(request, key, thread, fast_forward_below)
+        completion = _Completion(request, key, fast_forward_below)
         with self._changed:
             self._vocabularies.acquire(request.vocabulary, request.request_id, request.tenant)
             self._completions[request.request_id] = completion
@@ -132,9 +147,12 @@ class StructuredOutput:
                 del self._compiled[key]
                 compiled = None
             if compiled is not None:
-                thread.put([self._make_job(completion, FAST, self._start_completion, compiled)])
+                threads.slow.put([partial(self._start_completion, completion, compiled)])
+            elif (waiting := self._waiting.get(key)) is not None:
+                waiting.append(completion)
             else:
-                self._wait_for_compile(completion)
+                self._waiting[key] = [completion]
+                threads.compile.put([partial(self._compile, key, request.structure.num_bytes)])
 
     def take_settled(self) -> list[Settled]:
         settled = []
@@ -147,7 +165,7 @@ class StructuredOutput:
 
         The masks after forced tokens are ready already.
         """
-        jobs: dict[JobThread, list[tuple[int, Job]]] = {}
+        items: list[_Item] = []
         for request_id, token_id in tokens:
             completion = self._completions.get(request_id)
             following = None if completion is None else completion.next
@@ -155,14 +173,12 @@ class StructuredOutput:
                 continue  # it has failed
             if not following.forced:
                 completion.next = None
-                priority = SLOW if completion.state is not None and completion.state.is_slow else FAST
-                jobs.setdefault(completion.thread, []).append((priority, partial(self._consume, completion, token_id)))
+                items.append(_Item(completion, token_id))
             elif (expected := following.forced.pop(0)) != token_id:
                 error = EngineError(f"token {token_id} was sampled where the grammar forces {expected}")
                 logger.error("request %d fails: %s", request_id, error)
                 self._fail([completion], error)
-        for thread, part in jobs.items():
-            thread.put(part)
+        self._put(items)
 
     def end(self, request_id: int) -> None:
         """Forget a request in any state."""
@@ -196,29 +212,31 @@ class StructuredOutput:
             return {each.request_id: each.next for each in completions if each.next is not None}
 
     def close(self) -> None:
-        for thread in (*self._mask_threads, *([self._compile_thread] if self._compile_thread else [])):
+        for thread in self._threads or ():
             thread.close()
         self._completions.clear()
         self._compiled.clear()
 
     # --- Compiling ----------------------------------------------------------------------------------------------------
 
-    def _start_threads(self) -> None:
-        if self._compile_thread is None:
-            self._compile_thread = JobThread("grammar-compiler", COMPILE_NICENESS)
-            self._mask_threads = [JobThread(f"masks-{number}") for number in range(self._num_threads)]
+    def _start_threads(self) -> "_Threads":
+        if self._threads is None:
+            self._threads = _Threads(
+                WorkThread("masks", self._consume_together, max_items=MAX_BATCH),
+                WorkThread("slow-masks", self._run_jobs, max_items=1),
+                WorkThread("grammar-compiler", self._run_jobs, max_items=1, niceness=COMPILE_NICENESS),
+            )
+            self._executor = make_executor()
+        return self._threads
 
-    def _put_compile(self, job: Job) -> None:
-        assert self._compile_thread is not None
-        self._compile_thread.put([(0, job)])
-
-    def _wait_for_compile(self, completion: _Completion) -> None:
-        waiting = self._waiting.get(completion.key)
-        if waiting is not None:
-            waiting.append(completion)
-            return
-        self._waiting[completion.key] = [completion]
-        self._put_compile(partial(self._compile, completion.key, completion.weight))
+    def _run_jobs(self, jobs: Sequence["_Job"]) -> None:
+        for job in jobs:
+            try:
+                job()
+            except BaseException as error:  # including Rust panics
+                logger.exception("structured output failed unexpectedly")
+                completions = [each for each in job.args if isinstance(each, _Completion)]
+                self._fail(completions, EngineError(f"internal error: {type(error).__name__}"))
 
     def _compile(self, key: _Key, num_bytes: int) -> None:
         """Compile a grammar, and start the completions that wait for it. Runs on the compile thread."""
@@ -235,8 +253,7 @@ class StructuredOutput:
         if isinstance(compiled, LoraxError):
             self._fail(waiting, compiled)
             return
-        for completion in waiting:
-            completion.thread.put([self._make_job(completion, FAST, self._start_completion, compiled)])
+        self._start_threads().slow.put([partial(self._start_completion, each, compiled) for each in waiting])
 
     def _store(self, key: _Key, compiled: CompiledGrammar) -> None:
         self._compiled.pop(key, None)
@@ -273,25 +290,48 @@ class StructuredOutput:
             raise built
         return built
 
-    # --- Masks, on the completion's mask thread -----------------------------------------------------------------------
+    # --- Masks --------------------------------------------------------------------------------------------------------
 
-    def _make_job(
-        self, completion: _Completion, priority: int, work: Callable[..., None], *args: Any
-    ) -> tuple[int, Job]:
-        """Return a mask job with its priority. A completion whose job fails unexpectedly fails, too."""
+    def _put(self, items: Sequence["_Item"]) -> None:
+        """Queue masks: those of fast grammars together, all others one by one on another thread."""
+        threads = self._start_threads()
+        is_fast = [item.completion.state is not None and item.completion.state.compiled.is_fast for item in items]
+        if any(is_fast):
+            threads.fast.put(compress(items, is_fast))
+        if not all(is_fast):
+            threads.slow.put(
+                [partial(self._consume, *item) for item, fast in zip(items, is_fast, strict=True) if not fast]
+            )
 
-        def run() -> None:
-            if completion.has_ended:
-                return
-            try:
-                work(completion, *args)
-            except BaseException as error:  # including Rust panics
-                logger.exception("request %d: its mask cannot be computed", completion.request_id)
-                self._fail([completion], EngineError(f"internal error: {type(error).__name__}"))
+    def _consume_together(self, items: Sequence["_Item"]) -> None:
+        """Consume tokens of fast grammars, those of each vocabulary at once."""
+        try:
+            self._consume_batches(items)
+        except BaseException as error:  # including Rust panics
+            logger.exception("masks cannot be computed")
+            self._fail([item.completion for item in items], EngineError(f"internal error: {type(error).__name__}"))
 
-        return priority, run
+    def _consume_batches(self, items: Sequence["_Item"]) -> None:
+        started = time.monotonic()
+        batches: dict[int, list[tuple[_Completion, GrammarState, int]]] = {}
+        for completion, token_id in items:
+            state = completion.state
+            if completion.has_ended or state is None:
+                continue
+            if state.has_failed:
+                self._consume(completion, token_id)
+            else:
+                batches.setdefault(id(state.compiled.vocabulary), []).append((completion, state, token_id))
+        for batch in batches.values():
+            errors = consume_together(self._executor, [(state, token_id) for _, state, token_id in batch])
+            is_late = time.monotonic() - started > BATCH_S
+            for (completion, state, _), error in zip(batch, errors, strict=True):
+                state.compiled.is_fast = state.compiled.is_fast and not is_late
+                self._finish_token(completion, state, error)
 
     def _start_completion(self, completion: _Completion, compiled: CompiledGrammar) -> None:
+        if completion.has_ended:
+            return
         vocabulary = compiled.vocabulary
         if not any(token_id < vocabulary.num_ids for token_id in completion.ending.eos):
             self._fail([completion], InputError("the model has no end-of-sequence token in its vocabulary"))
@@ -304,22 +344,28 @@ class StructuredOutput:
         self._publish(completion)
 
     def _consume(self, completion: _Completion, token_id: int) -> None:
-        """Consume a token, and then forced tokens one by one, with other completions in between."""
-        state = completion.state
-        assert state is not None
+        state, error = completion.state, None
+        if completion.has_ended or state is None:
+            return
         try:
             state.consume(token_id)
-        except GrammarError as error:
-            with self._changed:
-                if self._compiled.get(completion.key) is state.compiled:
-                    del self._compiled[completion.key]
-            # The completions before it may have used up the limits of the grammar, but not its own time.
-            if state.compiled.num_completions > 1 and not isinstance(error, SlowGrammarError):
-                self._put_compile(partial(self._compile_again, completion, state))
-            else:
-                self._stop_following(completion, state, error)
+        except GrammarError as raised:
+            error = raised
+        self._finish_token(completion, state, error)
+
+    def _finish_token(self, completion: _Completion, state: GrammarState, error: GrammarError | None) -> None:
+        """Publish the next mask, or go on with a forced token, or recover from an error."""
+        if error is None:
+            self._look_ahead(completion, state)
             return
-        self._look_ahead(completion, state)
+        with self._changed:
+            if self._compiled.get(completion.key) is state.compiled:
+                del self._compiled[completion.key]
+        # The completions before it may have used up the limits of the grammar, but not its own time.
+        if state.compiled.num_completions > 1 and not isinstance(error, SlowGrammarError):
+            self._start_threads().compile.put([partial(self._compile_again, completion, state)])
+        else:
+            self._stop_following(completion, state, error)
 
     def _look_ahead(self, completion: _Completion, state: GrammarState) -> None:
         if not completion.ahead:
@@ -331,8 +377,7 @@ class StructuredOutput:
             self._publish(completion)
             return
         completion.ahead.append(forced)
-        priority = SLOW if state.is_slow else FAST
-        completion.thread.put([self._make_job(completion, priority, self._consume, forced)])
+        self._put([_Item(completion, forced)])
 
     def _stop_following(self, completion: _Completion, state: GrammarState, error: GrammarError) -> None:
         """Fail a completion, or let it fail when it reaches the forced token that could not be consumed."""
@@ -351,7 +396,7 @@ class StructuredOutput:
         except LoraxError as error:
             self._fail([completion], error)
             return
-        completion.thread.put([self._make_job(completion, SLOW, self._repeat, state, compiled)])
+        self._start_threads().slow.put([partial(self._repeat, completion, state, compiled)])
 
     def _repeat(self, completion: _Completion, state: GrammarState, compiled: CompiledGrammar) -> None:
         try:

@@ -1,29 +1,28 @@
 """Threads that compute token masks and compile grammars beside the engine loop."""
 
-import heapq
-import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from typing import Generic, TypeVar
 
 STACK_BYTES = 16 * 2**20  # llguidance recurses; the trial compile has a quarter of this
-Job = Callable[[], None]
+Item = TypeVar("Item")
 
 logger = logging.getLogger(__name__)
 _starting = threading.Lock()  # `threading.stack_size` is a setting of the whole process
 
 
-class JobThread:
-    """Run jobs on one thread, urgent ones first."""
+class WorkThread(Generic[Item]):
+    """Hand items to a function on another thread: all that are queued, or one at a time."""
 
-    def __init__(self, name: str, niceness: int = 0) -> None:
-        """`niceness` lowers the priority of the thread, on systems that have thread priorities."""
+    def __init__(self, name: str, work: Callable[[Sequence[Item]], None], *, max_items: int, niceness: int = 0) -> None:
+        self._work = work
+        self._max_items = max_items
         self._niceness = niceness
-        self._changed = threading.Condition()
-        self._jobs: list[tuple[int, int, Job]] = []  # a heap: priority, order of arrival
-        self._numbers = itertools.count()
+        self._changed = threading.Condition()  # guards the next two
+        self._items: list[Item] = []
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         with _starting:
@@ -33,15 +32,13 @@ class JobThread:
             finally:
                 threading.stack_size(before)
 
-    def put(self, jobs: Iterable[tuple[int, Job]]) -> None:
-        """Queue jobs with their priorities; the lowest runs first."""
+    def put(self, items: Iterable[Item]) -> None:
         with self._changed:
-            for priority, job in jobs:
-                heapq.heappush(self._jobs, (priority, next(self._numbers), job))
+            self._items += items
             self._changed.notify()
 
     def close(self) -> None:
-        """Finish the job that is running, drop the others."""
+        """Finish the items that are being worked on, drop the others."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -53,13 +50,9 @@ class JobThread:
             os.setpriority(os.PRIO_PROCESS, thread_id, os.getpriority(os.PRIO_PROCESS, thread_id) + self._niceness)
         while True:
             with self._changed:
-                while not self._jobs and not self._is_closed:
+                while not self._items and not self._is_closed:
                     self._changed.wait()
                 if self._is_closed:
                     return
-                *_, job = heapq.heappop(self._jobs)
-            try:
-                job()
-            except Exception:
-                logger.exception("a structured-output job failed")
-            del job
+                items, self._items = self._items[: self._max_items], self._items[self._max_items :]
+            self._work(items)

@@ -1,20 +1,22 @@
 """Compiled grammars, and completions that follow them token by token."""
 
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from lorax_server.structured_output.mask_thread import STACK_BYTES
 from lorax_server.structured_output.vocabulary import Vocabulary, Words
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
 MAX_ERROR = 600  # characters
 NO_TEXT = "no text matches this grammar"
 TOKEN_S, SPENT_S = 0.01, 0.1  # CPU time: the average per token, and the total before the average counts
-SLOW_S = 0.001  # CPU time per token above which a completion's masks are computed after all others
+NUM_TIMED, SLOW_S = 4, 0.001  # masks whose CPU time decides whether a grammar is fast, and their average
 
 
 class GrammarError(Exception):
@@ -67,15 +69,24 @@ class CompiledGrammar:
         """Raise `GrammarError` if no text matches."""
         self.vocabulary = vocabulary
         self.matcher = compile_matcher(vocabulary, grammar)
-        self.mask = vocabulary.make_mask()
+        self.mask = vocabulary.make_masks(1)[0]
         self.matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)
         _check(self.matcher)
-        self.may_end = vocabulary.take_end(self.mask)
+        self.may_end = bool(vocabulary.take_ends(self.mask[None])[0])
         if not self.may_end and not self.mask.any():
             raise GrammarError(NO_TEXT)
         self.num_bytes = 0  # as measured by its trial
         self.num_completions = 0
         self.num_tokens = 0
+        self.is_fast = False  # known to compute masks fast
+        self._spent_s: list[float] = []
+
+    def record(self, spent_s: float) -> None:
+        """Note the CPU time of a mask, and decide from a few whether the grammar is fast."""
+        self._spent_s.append(spent_s)
+        if len(self._spent_s) == NUM_TIMED:
+            self.is_fast = sum(self._spent_s) <= NUM_TIMED * SLOW_S
+            self._spent_s = []
 
 
 class Ending(NamedTuple):
@@ -96,21 +107,19 @@ class GrammarState:
         """Forced tokens with ids below `fast_forward_below` may be consumed ahead of the model."""
         self.compiled = compiled
         self.history: list[int] = []  # consumed tokens
-        self.spent_s = 0.0
+        self.spent_s = 0.0  # CPU time of masks that were computed alone
         self._vocabulary = compiled.vocabulary
         self._ending = ending
         self._fast_forward_below = fast_forward_below
         self._failure: GrammarError | None = None
         compiled.num_completions += 1
-        self._matcher = compiled.matcher.deep_copy()
-        self._mask = compiled.mask.copy()
-        self._address = self._mask.ctypes.data
-        self.words = self._mask[: self._vocabulary.num_words]
+        self.matcher = compiled.matcher.deep_copy()
+        self.words = compiled.mask[: self._vocabulary.num_words].copy()
         self._finish_mask(compiled.may_end)
 
     @property
-    def is_slow(self) -> bool:
-        return self.spent_s > SLOW_S * len(self.history)
+    def has_failed(self) -> bool:
+        return self._failure is not None
 
     def consume(self, *token_ids: int) -> None:
         """Consume tokens and compute the next mask. Raise `GrammarError` if a limit is exceeded."""
@@ -119,17 +128,25 @@ class GrammarState:
         started_s = time.thread_time()
         self.history += token_ids
         self.compiled.num_tokens += len(token_ids)
-        if not self._matcher.consume_tokens(list(token_ids)):
-            _check(self._matcher)
-        self._matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
-        _check(self._matcher)
-        self._finish_mask(self._vocabulary.take_end(self._mask))
-        self.spent_s += time.thread_time() - started_s
+        if not self.matcher.consume_tokens(list(token_ids)):
+            _check(self.matcher)
+        mask = self._vocabulary.make_masks(1)
+        self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self.take_mask(mask[0], bool(self._vocabulary.take_ends(mask)[0]))
+        spent_s = time.thread_time() - started_s
+        self.compiled.record(spent_s)
+        self.spent_s += spent_s
         if self.spent_s > max(SPENT_S, TOKEN_S * len(self.history)):
             raise SlowGrammarError(f"it takes longer than {TOKEN_S * 1000:g} ms per token; simplify the grammar")
 
+    def take_mask(self, mask: Words, may_end: bool) -> None:
+        """Take the mask of the next token. Raise `GrammarError` if the matcher has failed or no token is left."""
+        _check(self.matcher)
+        self.words = mask[: self._vocabulary.num_words]
+        self._finish_mask(may_end)
+
     def restart(self, compiled: CompiledGrammar) -> "GrammarState":
-        """Return a state that has consumed the same tokens with another copy of the grammar."""
+        """Return a state that has consumed the same tokens with another compiled grammar."""
         state = GrammarState(compiled, self._ending, self._fast_forward_below)
         state.consume(*self.history)
         return state
@@ -164,6 +181,43 @@ class GrammarState:
         self._num_nonzero_words = int(np.count_nonzero(words))
         if not self._num_nonzero_words:
             raise GrammarError(NO_TEXT)
+
+
+def consume_together(executor: "LLExecutor", items: Sequence[tuple[GrammarState, int]]) -> list[GrammarError | None]:
+    """Consume a token of each completion and compute their next masks, all without the GIL. Return their errors.
+
+    The completions share a vocabulary.
+    """
+    vocabulary = items[0][0].compiled.vocabulary
+    for state, token_id in items:
+        state.history.append(token_id)
+        state.compiled.num_tokens += 1
+    executor.consume_token_par([(state.matcher, token_id) for state, token_id in items])
+    masks = vocabulary.make_masks(len(items))
+    places = [(state.matcher, place) for place, (state, _) in enumerate(items)]
+    executor.unsafe_compute_mask_ptr(places, masks.ctypes.data, vocabulary.mask_bytes, len(items))
+    errors: list[GrammarError | None] = []
+    for (state, _), mask, may_end in zip(items, masks, vocabulary.take_ends(masks).tolist(), strict=True):
+        try:
+            state.take_mask(mask, may_end)
+            errors.append(None)
+        except GrammarError as error:
+            errors.append(error)
+    return errors
+
+
+def make_executor() -> "LLExecutor":
+    """Make an executor of one thread. More do not help: completions of one grammar wait for each other."""
+    from llguidance import LLExecutor  # noqa: PLC0415 - as above
+
+    name, before = "RUST_MIN_STACK", os.environ.get("RUST_MIN_STACK")
+    os.environ[name] = str(STACK_BYTES)  # read when the thread starts
+    try:
+        return LLExecutor(1)
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def _set(words: Words, token_ids: Iterable[int]) -> None:

@@ -90,16 +90,16 @@ class Vocabulary:
         )
         return Vocabulary.of_table(table, self.encode if is_extension else None)
 
-    def make_mask(self) -> Words:
-        """Return an empty mask of all tokens and the end."""
-        return np.zeros(self.mask_bytes // 4, np.int32)
+    def make_masks(self, count: int) -> Words:
+        """Return empty masks of all tokens and the end, [count, words]."""
+        return np.zeros((count, self.mask_bytes // 4), np.int32)
 
-    def take_end(self, mask: Words) -> bool:
-        """Clear the bit for the end in a mask. Return whether it was set."""
+    def take_ends(self, masks: Words) -> npt.NDArray[np.bool_]:
+        """Clear the bit for the end in each mask. Return where it was set."""
         word, bit = divmod(self.num_ids, 32)
-        last = int(mask[word])
-        mask[word] = last & (1 << bit) - 1  # also clears bits beyond the vocabulary
-        return bool(last >> bit & 1)
+        last = masks[:, word].astype(np.uint32)
+        masks[:, word] = (last & np.uint32((1 << bit) - 1)).astype(np.int32)  # also clears bits beyond the vocabulary
+        return (last >> np.uint32(bit) & np.uint32(1)).astype(np.bool_)
 
     def _encode_greedily(self, text: str) -> list[int]:
         return [] if self.tokenizer is None else self.tokenizer.greedy_tokenize(text)

@@ -1,9 +1,11 @@
 """Turn messages into a prompt with a chat template. Templates are untrusted code, so they run in the sandbox."""
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 from cachetools import TTLCache
 
@@ -48,6 +50,7 @@ class TemplateRenderer:
         self._max_characters = max_characters
         self._reject_s = reject_s
         self._wait_s = wait_s
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by source
         self._rejected: TTLCache[str, bool] = TTLCache(MAX_REJECTED, reject_s, timer=clock)  # by source
 
     async def render(
@@ -58,13 +61,20 @@ class TemplateRenderer:
             raise TemplateError("a chat needs at least one message")
         if not all(isinstance(message, dict) for message in messages):
             raise TemplateError("a message must be an object with a role and a content")
-        if template.source in self._rejected:
-            raise TemplateError(
-                f"the chat template took longer than {self._task.cpu_s:g} s and is not tried again for "
-                f"{self._reject_s:g} s"
-            )
         values = {**template.special_tokens, **variables}
         args = (template.source, messages, values, self._max_characters)
+        if not self._reject_s:
+            return await self._render(template, args, tenant)
+        turn = self._turns.setdefault(template.source, asyncio.Lock())
+        async with turn:  # so that a slow template is rejected before its other requests use as much time
+            if template.source in self._rejected:
+                raise TemplateError(
+                    f"the chat template took longer than {self._task.cpu_s:g} s and is not tried again for "
+                    f"{self._reject_s:g} s"
+                )
+            return await self._render(template, args, tenant)
+
+    async def _render(self, template: ChatTemplate, args: tuple[Any, ...], tenant: str) -> str:
         try:
             prompt = await self._sandbox.run(self._task, *args, tenant=tenant, wait_s=self._wait_s)
         except TaskTimeError as error:

@@ -102,6 +102,10 @@ def _to_json(
 
 def render(source: str, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any], max_characters: int) -> bytes:
     """Return the prompt as UTF-8. Raise `TaskError` if the template rejects the messages or cannot be used."""
+    try:
+        json.dumps([messages, variables], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise TaskError("the messages hold lone surrogates, which are not text") from None
     values = {"tools": None, "documents": None, "add_generation_prompt": False, **variables}
     values["messages"] = [_with_reasoning(message) for message in messages]
     texts, count = [], 0

@@ -27,9 +27,9 @@ def list_allowed(words: Words) -> list[int]:
 class Driver:
     """Starts requests and advances them, as the engine would."""
 
-    def __init__(self, model: Path, sandbox: Sandbox | None = None, num_threads: int = 1) -> None:
+    def __init__(self, model: Path, sandbox: Sandbox | None = None) -> None:
         self.tokenizer: TextTokenizer = load_tokenizer(model)
-        self.structured_output = StructuredOutput(lambda: build_vocabulary(model), num_threads)
+        self.structured_output = StructuredOutput(lambda: build_vocabulary(model))
         self.news = threading.Event()
         self.structured_output.on_news = self.news.set
         self._trials = None if sandbox is None else GrammarTrials(sandbox)

@@ -19,7 +19,7 @@ from lorax_server.types import Request, SamplingParams, StopParams, TokenTable
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
 from tests.structured_output.driver import EOS_ID, STOP, TIMEOUT_S, Driver, list_allowed
 
-LETTERS = from_regex("[a-z]{50,60}")
+LETTERS = from_regex("[a-z]{400,500}")
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +46,22 @@ class Compiles:
         return CompiledGrammar(vocabulary, grammar)
 
 
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no grammar count as fast, so that masks are computed one by one."""
+    monkeypatch.setattr(matcher, "NUM_TIMED", 10**9)
+
+
 class Gate:
-    """Holds up the masks of chosen requests, and records the order in which masks are computed."""
+    """Holds up masks that are computed one by one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.order: list[GrammarState] = []
         self.is_blocked, self.may_pass = threading.Event(), threading.Event()
         consume = GrammarState.consume
 
         def enter(state: GrammarState, *token_ids: int) -> None:
-            if not self.order:
-                self.is_blocked.set()
-                assert self.may_pass.wait(TIMEOUT_S)
-            self.order.append(state)
+            self.is_blocked.set()
+            assert self.may_pass.wait(TIMEOUT_S)
             consume(state, *token_ids)
 
         monkeypatch.setattr(GrammarState, "consume", enter)
@@ -67,23 +70,51 @@ class Gate:
 # --- Masks ------------------------------------------------------------------------------------------------------------
 
 
-def test_fast_masks_are_computed_before_slow_ones(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_stop = StopParams(max_new_tokens=100, min_new_tokens=1, eos_token_ids=frozenset([EOS_ID]))
-    monkeypatch.setattr(GrammarState, "is_slow", property(lambda state: state._ending.min_new_tokens == 1))
-    slow = [driver.start(from_regex(f"[a-z]{{{50 + i}}}"), stop=slow_stop) for i in range(3)]
-    fast = driver.start(LETTERS)
-    states = {each: driver.structured_output._completions[each].state for each in (*slow, fast)}
+def test_slow_masks_do_not_delay_fast_ones(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher, "SLOW_S", 60.0)  # however busy this machine is
+    fast, random = driver.start(LETTERS), np.random.default_rng(0)
+    for _ in range(matcher.NUM_TIMED):
+        assert driver.advance(fast, random)
+    assert driver.allowed(fast)
+    slow = [driver.start(from_regex(f"[a-z]{{{50 + i}}}")) for i in range(3)]
     gate = Gate(monkeypatch)
-    token_id = driver.allowed(fast)[0]
     driver.structured_output.advance([(each, driver.allowed(each)[0]) for each in slow])
     assert gate.is_blocked.wait(TIMEOUT_S)
-    driver.structured_output.advance([(fast, token_id)])
+    for _ in range(5):
+        assert driver.advance(fast, random)
+    assert driver.allowed(fast)
+    assert driver.structured_output.gather(slow, 0.0, num_others=1) == {}
     gate.may_pass.set()
-    for each in (*slow, fast):
-        assert driver.allowed(each)
-    assert gate.order == [states[slow[0]], states[fast], states[slow[1]], states[slow[2]]]
+    assert set(driver.structured_output.gather(slow, TIMEOUT_S)) == set(slow)
 
 
+def test_grammar_whose_masks_take_long_is_not_fast(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher, "SLOW_S", -1.0)
+    request_id, random = driver.start(LETTERS), np.random.default_rng(0)
+    for _ in range(3 * matcher.NUM_TIMED):
+        assert driver.advance(request_id, random)
+    gate = Gate(monkeypatch)
+    assert driver.advance(request_id, random)
+    assert gate.is_blocked.wait(TIMEOUT_S)
+    gate.may_pass.set()
+    assert driver.allowed(request_id)
+
+
+def test_batch_that_takes_long_has_its_grammars_timed_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher, "SLOW_S", 60.0)
+    monkeypatch.setattr(manager, "BATCH_S", -1.0)
+    request_id, random = driver.start(LETTERS), np.random.default_rng(0)
+    for _ in range(matcher.NUM_TIMED + 1):  # the last one in a batch
+        assert driver.advance(request_id, random)
+    assert driver.allowed(request_id)
+    gate = Gate(monkeypatch)
+    assert driver.advance(request_id, random)
+    assert gate.is_blocked.wait(TIMEOUT_S)
+    gate.may_pass.set()
+    assert driver.allowed(request_id)
+
+
+@pytest.mark.usefixtures("one_by_one")
 def test_gather_returns_without_late_masks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     late, ready = driver.start(LETTERS), driver.start(from_regex("[a-c]{9}"))
     gate = Gate(monkeypatch)
@@ -118,6 +149,7 @@ def test_eos_token_that_is_not_special_cannot_cut_off_the_text(tmp_path: Path) -
         driver.close()
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_completion_whose_masks_take_too_long_fails_alone(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, other = driver.start(LETTERS), driver.start(from_regex("[a-c]{9}"))
     monkeypatch.setattr(matcher, "SPENT_S", -1.0)
@@ -138,20 +170,31 @@ def test_request_that_ends_while_its_grammar_compiles_leaves_nothing(driver: Dri
     assert ended not in dict(driver.structured_output.take_settled())
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_many_completions_with_and_without_a_shared_grammar(num_threads: int, model: Path) -> None:
-    driver, random = Driver(model, num_threads=num_threads), np.random.default_rng(0)
-    try:
-        grammars = [LETTERS] * 8 + [from_regex(f"[a-z]{{{20 + i},90}}") for i in range(8)]
-        request_ids = [driver.start(grammar) for grammar in grammars]
-        for _ in range(15):
-            found = driver.structured_output.gather(request_ids, TIMEOUT_S)
-            assert set(found) == set(request_ids)
-            tokens = [(each, int(random.choice(list_allowed(following.words)))) for each, following in found.items()]
-            assert all(token_id != EOS_ID for _, token_id in tokens)
-            driver.structured_output.advance(tokens)
-    finally:
-        driver.close()
+@pytest.mark.parametrize("num_timed", [2, 10**9])
+def test_masks_are_the_same_in_a_batch_and_alone(
+    num_timed: int, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matcher, "NUM_TIMED", num_timed)
+    monkeypatch.setattr(matcher, "SLOW_S", 60.0)
+    random, table = np.random.default_rng(0), driver.tokenizer.token_table()._replace(digest="other")
+    grammars = [LETTERS] * 6 + [from_regex(f"[a-z]{{{20 + i},90}}") for i in range(6)]
+    requests = {
+        driver.start(grammar, vocabulary=table if i % 3 else None): grammar for i, grammar in enumerate(grammars)
+    }
+    vocabulary = Vocabulary.of_table(table)
+    states = {
+        request_id: GrammarState(CompiledGrammar(vocabulary, grammar.grammar), matcher.Ending((EOS_ID,), (), 0))
+        for request_id, grammar in requests.items()
+    }
+    for _ in range(12):
+        found = driver.structured_output.gather(requests, TIMEOUT_S)
+        assert set(found) == set(requests)
+        tokens = []
+        for request_id, following in found.items():
+            assert np.array_equal(following.words, states[request_id].words)
+            tokens.append((request_id, int(random.choice(list_allowed(following.words)))))
+            states[request_id].consume(tokens[-1][1])
+        driver.structured_output.advance(tokens)
 
 
 # --- Forced tokens ----------------------------------------------------------------------------------------------------
@@ -189,6 +232,7 @@ def test_token_that_is_not_the_forced_one_fails_its_request_alone(
     assert driver.advance(right, np.random.default_rng(0))
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_failure_in_a_forced_token_counts_only_if_the_completion_gets_there(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +293,7 @@ def test_grammar_is_compiled_again_after_many_tokens(driver: Driver, monkeypatch
     assert len(compiles.grammars) == 2
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_grammar_that_fails_is_dropped_and_the_completion_repeated(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,7 +73,7 @@ async def prepare(exchange: Exchange, body: ChatCompletionRequest) -> PreparedCh
     model = await exchange.resolve(await openai.choose_adapter(exchange, body))
     template = service.tokenizers.template_of(model.tokenizer, offer is not None) or ""
     plan = plan_answer(service.config, exchange.record.adapter_id, template, offer, _separates(service, body))
-    prompt = await _render(service, model.tokenizer, template, body, offer)
+    prompt = await _render(exchange, model.tokenizer, template, body, offer)
     if plan is not None:
         if offer is not None:
             structure = await asyncio.to_thread(plan.write_structure, model.tokenizer, prompt, structure)
@@ -118,7 +118,7 @@ def _to_options(service: Service, body: ChatCompletionRequest) -> RequestOptions
 
 
 async def _render(
-    service: Service, tokenizer: TextTokenizer, template: str, body: ChatCompletionRequest, offer: ToolOffer | None
+    exchange: Exchange, tokenizer: TextTokenizer, template: str, body: ChatCompletionRequest, offer: ToolOffer | None
 ) -> str:
     if body.guideline is None and re.search(r"\bguideline\b", template):
         raise MissingVariableError("Missing template vatiable: guideline")  # spelt as LoRAX does
@@ -134,7 +134,7 @@ async def _render(
     messages = [_message(index, message, has_developer) for index, message in enumerate(body.messages)]
     if any(message.tool_calls is not None or message.role == "tool" for message in body.messages):
         messages = prepare_calls(messages)
-    return await service.tokenizers.render(tokenizer, messages, **variables)
+    return await exchange.service.tokenizers.render(tokenizer, messages, exchange.tenant, **variables)
 
 
 def _message(index: int, message: Message, has_developer: bool) -> dict[str, Any]:
