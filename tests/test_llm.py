@@ -336,7 +336,6 @@ def test_a_stream_that_is_forgotten_frees_everything(llm: LLM) -> None:
     assert_idle(llm)
 
 
-@pytest.mark.timeout(60)
 def test_a_stream_that_is_forgotten_in_the_middle_of_a_step(llm: LLM, in_submit: Any) -> None:
     """The garbage collector may run at any time, also in a thread that holds the lock."""
 
@@ -900,12 +899,11 @@ def test_after_it_is_closed(mortal: LLM) -> None:
             call()
     with mortal:
         pass
-    for _ in range(1000):  # until the threads that looked for adapters have ended, too
-        gc.collect()
-        if engine() is None:
-            break
+    until = time.monotonic() + PATIENCE_S
+    while engine() is not None:  # the threads that looked for adapters may hold it until they end
+        assert time.monotonic() < until, "the memory is not given back"
         time.sleep(0.01)
-    assert engine() is None  # the memory is given back
+        gc.collect()
 
 
 def test_a_thread_whose_llm_is_closed_is_told(mortal: LLM) -> None:

@@ -39,7 +39,7 @@ from tests.e2e.hostile_cases import (
 from tests.e2e.hostile_client import TIMEOUT_S, Answer, connect, exchange, post, read, request
 from tests.e2e.http_server import Server, serving, write_model
 
-BODY_TIMEOUT_S = 3.0
+BODY_TIMEOUT_S = 6.0
 MAX_GROWTH = 300 * 2**20  # of all processes together: memory that allocators keep after large requests, no leak
 
 

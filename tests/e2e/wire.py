@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.e2e.http_server import Server
 
-PATIENCE_S = 120  # a test that waits for so long has failed
+PATIENCE_S = 240  # a test that waits for so long has failed
 NATIVE, COMPLETIONS, CHAT = "/generate_stream", "/v1/completions", "/v1/chat/completions"
 RST = struct.pack("ii", 1, 0)  # SO_LINGER: closed at once, which the other side sees as a reset
 
