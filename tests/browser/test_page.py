@@ -44,6 +44,7 @@ TEXTS = [
 ]
 
 
+@pytest.mark.slow
 def test_nothing_on_a_phone_scrolls_sideways(visit: Visit) -> None:
     playground = visit(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True).open()
     playground.set(max_tokens="60", temperature="7")
@@ -63,6 +64,7 @@ def test_nothing_on_a_phone_scrolls_sideways(visit: Visit) -> None:
     assert second["y"] >= first["y"] + first["height"]  # one below the other
 
 
+@pytest.mark.slow
 def test_columns_are_side_by_side_where_there_is_room(playground: Playground) -> None:
     playground.set(max_tokens="4")
     playground.ask("Stand in line", "tiny", "first", "second")
@@ -85,6 +87,7 @@ def test_light_and_dark(visit: Visit) -> None:
         assert light.page.evaluate(colour) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_can_be_read(visit: Visit, scheme: str) -> None:
     playground = visit(color_scheme=scheme).open()
@@ -149,6 +152,7 @@ def tab_to(playground: Playground, selector: str) -> None:
     raise AssertionError(f"the Tab key does not lead to {selector}")
 
 
+@pytest.mark.slow
 def test_a_key_that_is_held_sends_once(playground: Playground) -> None:
     playground.set(max_tokens="8")
     playground.ask("Once", "tiny")
@@ -162,6 +166,7 @@ def test_a_key_that_is_held_sends_once(playground: Playground) -> None:
     assert len([address for address in playground.asked if "completions" in address]) == 2
 
 
+@pytest.mark.slow
 def test_escape_does_one_thing_at_a_time(playground: Playground, server: Server) -> None:
     keyboard, running = playground.page.keyboard, playground.at("body[data-running=true]")
     playground.set(max_tokens="30000")
@@ -181,6 +186,7 @@ def test_escape_does_one_thing_at_a_time(playground: Playground, server: Server)
     expect(playground.column("first").locator(".state")).to_have_text("stopped")
 
 
+@pytest.mark.slow
 def test_the_keyboard_stays_where_it_is_when_adapters_come(playground: Playground, server: Server) -> None:
     adapters = server.send("GET", "/v1/adapters").json
     adapters["data"].append(adapters["data"][0] | {"id": "newcomer"})
@@ -191,6 +197,7 @@ def test_the_keyboard_stays_where_it_is_when_adapters_come(playground: Playgroun
     expect(playground.chip("third")).to_be_focused()
 
 
+@pytest.mark.slow
 def test_behind_a_prefix(visit: Visit, server: Server) -> None:
     """Open the page behind a proxy that puts the server below a path."""
     prefix = f"{server.url}/some/where"
@@ -205,6 +212,7 @@ def test_behind_a_prefix(visit: Visit, server: Server) -> None:
     assert [each for each in playground.asked if not each.startswith(f"{prefix}/")] == []
 
 
+@pytest.mark.slow
 def test_everything_has_a_name(playground: Playground) -> None:
     nameless = """[...document.querySelectorAll("input, select, textarea, button, a, summary")]
         .filter((each) => !each.labels?.length && !each.ariaLabel && !each.textContent.trim()).map((each) => each.id)"""
@@ -258,6 +266,7 @@ def test_bad_values_are_refused(playground: Playground) -> None:
     assert not any("completions" in address for address in playground.asked)
 
 
+@pytest.mark.slow
 def test_there_has_to_be_a_prompt_and_somebody_to_answer(playground: Playground) -> None:
     playground.send("  ", "tiny")
     expect(playground.at("#prompt-error")).to_have_text("Write a prompt first.")
@@ -281,6 +290,7 @@ def test_examples_are_offered_and_the_first_is_filled_in(visit: Visit) -> None:
     expect(playground.at("#models .chip[aria-pressed=true]")).to_have_text(["second"])
 
 
+@pytest.mark.slow
 def test_examples_come_also_after_a_failure(visit: Visit) -> None:
     examples = [{"title": "One", "prompt": "First prompt", "models": ["second"]}]
     playground = visit()
@@ -299,6 +309,7 @@ def fail(route: Route) -> None:
 # --- Adapters of the server, and a server that is away ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_thousand_adapters(visit: Visit) -> None:
     names = [f"adapter-{number:04}" for number in range(1000)]
     base = {"id": "tiny", "parent": None}
@@ -323,6 +334,7 @@ def test_a_thousand_adapters(visit: Visit) -> None:
     expect(playground.chip("adapter-0500")).to_have_attribute("aria-pressed", "true")
 
 
+@pytest.mark.slow
 def test_more_adapters_than_a_page_has(visit: Visit) -> None:
     """The filter asks the server, which knows names that the page was not told."""
     nothing: dict[str, Any] = {"source": "local", "bytes": None, "pinned": False, "requests": 0, "uses": 0}
@@ -348,6 +360,7 @@ def test_more_adapters_than_a_page_has(visit: Visit) -> None:
         near.append("newly-named")
 
 
+@pytest.mark.slow
 def test_who_answers_after_a_failure_may_be_another_server(visit: Visit, server: Server) -> None:
     playground = visit()
     info = server.send("GET", "/info").json | {"max_total_tokens": 64}

@@ -78,6 +78,7 @@ def test_the_example_is_sent_as_it_is(playground: Playground) -> None:
     expect(playground.at("#parameters-note")).to_contain_text("tools: auto")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", ["[", "{}", "[]", "[1]", "null", '[{"function": {}}]', '[{"parameters": {}}]'])
 def test_what_is_no_list_of_functions_is_told(playground: Playground, typed: str) -> None:
     playground.set(tools=typed)

@@ -157,7 +157,7 @@ def check_crowd(config: EngineConfig, oracles: list[Any]) -> EngineStatus:
 
 
 # Engines of all run in one process in tests/parity/test_engine.py.
-QUICK = (("llama-gqa", 1), ("llama-gqa", 2))
+QUICK = (("llama-gqa", 2),)
 
 
 @pytest.mark.usefixtures("forked_engines")
@@ -182,7 +182,8 @@ def test_every_request_gets_what_it_gets_alone(name: str, ranks: int, tmp_path: 
 
 
 @pytest.mark.usefixtures("forked_engines")
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_drawn_depends_on_nothing_but_the_request(ranks: int, tmp_path: Path) -> None:
     write_models("llama-gqa", tmp_path)
     prompts = make_prompts()

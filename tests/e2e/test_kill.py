@@ -302,6 +302,7 @@ def test_what_is_under_way_may_end_when_the_server_is_told_to_stop(folder: Path,
         assert server.process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 def test_what_takes_longer_is_told_why_it_ends(folder: Path, tmp_path: Path) -> None:
     lost = native(5, adapter_id="somewhere", adapter_source="local")  # which this engine never finds
     with gated(folder, tmp_path, drain_s=1) as server, open_streams(server, 5000) as events:
@@ -315,6 +316,7 @@ def test_what_takes_longer_is_told_why_it_ends(folder: Path, tmp_path: Path) -> 
         assert server.process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(folder: Path, tmp_path: Path) -> None:
     with gated(folder, tmp_path, drain_s=600) as server, open_streams(server, 5000):
         tell_to_stop(server)
@@ -346,6 +348,7 @@ def test_a_stream_that_runs_out_of_time_ends_with_an_error(folder: Path, tmp_pat
         server.process.terminate()
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_server_that_is_killed(folder: Path, tmp_path: Path) -> None:
     with gated(folder, tmp_path, drain_s=600) as server, open_streams(server, 5000):
         server.process.kill()

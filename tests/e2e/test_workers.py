@@ -259,6 +259,7 @@ def engine_of(server: Server) -> int:
     return int(engine.pid)
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_ends_all_streams_and_all_workers_find_the_next(folder: Path, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with gated(folder, gate, drain_s=5) as server:
@@ -280,6 +281,7 @@ def test_an_engine_that_dies_ends_all_streams_and_all_workers_find_the_next(fold
         assert server.process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 def test_all_workers_let_their_requests_end_and_take_no_more(folder: Path, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with gated(folder, gate) as server, streams(server, 4, 30) as events:
@@ -327,6 +329,7 @@ def test_a_worker_that_is_told_to_stop_ends_its_streams_first(folder: Path, tmp_
         assert server.process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_start_is_a_clear_error_and_the_end(folder: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(folder / "model", model)
