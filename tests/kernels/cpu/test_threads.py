@@ -78,6 +78,7 @@ def test_a_child_that_is_forked_has_helpers_of_its_own(library: Library) -> None
     assert os.waitstatus_to_exitcode(status) == 0
 
 
+@pytest.mark.slow
 def test_helpers_go_where_openmp_places_threads() -> None:
     program = """
 import os, time
