@@ -71,6 +71,7 @@ def test_reading_and_fetching_adapters_and_placing_them_needs_no_torch() -> None
     assert not modules & {"torch", "numpy", "transformers", "safetensors", "boto3"}
 
 
+@pytest.mark.slow
 def test_the_core_needs_no_web_stack_no_queue_no_protobuf_and_no_triton() -> None:
     modules = imported_beside_others()["core"]
     assert "lorax_server.layers.linear" in modules
@@ -90,6 +91,7 @@ def test_a_second_start_imports_neither_transformers_nor_a_compiler() -> None:
     assert found.splitlines()[-1] == "['torch']"
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_web_stack_no_queue_and_no_protobuf() -> None:
     modules = imported_beside_others()["script"]
     assert "lorax_server.llm" in modules

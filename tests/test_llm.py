@@ -476,7 +476,7 @@ def broken_llm(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield llm
 
 
-@pytest.mark.parametrize("what", [*DAMAGES, "gone", "unknown"])
+@pytest.mark.parametrize("what", [*DAMAGES[:-1], pytest.param(DAMAGES[-1], marks=pytest.mark.slow), "gone", "unknown"])
 def test_a_bad_adapter_harms_nobody_else(what: str, world: World, broken_llm: LLM) -> None:
     names = ["first", what, None, what]
     for _ in range(2):  # also while the failure is remembered
@@ -779,6 +779,7 @@ def _not_here(*args: Any, **kwargs: Any) -> Any:
 # --- Models without code of our own -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_of_another_architecture(tmp_path: Path, world: World) -> None:
     config = SERVED["codegen"]()
     assert config.model_type not in MODELS
@@ -946,6 +947,7 @@ def test_an_engine_that_fails_fails_for_all(mortal: LLM, monkeypatch: pytest.Mon
     mortal.close()
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="no tokenizer that can be read"):
         LLM(tmp_path / "nothing", device="cpu")

@@ -195,6 +195,7 @@ def run_without_protobuf(code: str, *arguments: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_models_and_sampling_need_no_protobuf_and_messages_do() -> None:
     code = (
         "import lorax_server.models.causal_lm, lorax_server.sampling\n"

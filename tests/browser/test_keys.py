@@ -13,6 +13,7 @@ from tests.e2e.http_server import Server, serving
 KEY, WRONG = "secret-key", "wrong-key"
 
 # A browser that is told to keep nothing.
+pytestmark = pytest.mark.slow  # test_answers.py is the part of the playground that `make test` runs
 FORBID_STORAGE = """for (const kind of ["localStorage", "sessionStorage"]) {
     Object.defineProperty(window, kind, { get() { throw new DOMException("forbidden", "SecurityError"); } });
 }"""
@@ -88,7 +89,6 @@ def test_a_key_is_used_until_another_is_found_right(playground: Playground) -> N
     check_is_let_in(playground)
 
 
-@pytest.mark.slow
 def test_a_late_answer_to_the_key_before_changes_nothing(playground: Playground) -> None:
     def be_late(route: Route) -> None:
         give_key(playground, KEY)
@@ -101,7 +101,6 @@ def test_a_late_answer_to_the_key_before_changes_nothing(playground: Playground)
     check_is_let_in(playground)
 
 
-@pytest.mark.slow
 def test_the_form_goes_when_the_server_asks_no_more(playground: Playground) -> None:
     playground.open("locked")
     give_key(playground, WRONG)
@@ -116,7 +115,6 @@ def with_key(route: Route) -> dict[str, str]:
     return route.request.headers | {"authorization": f"Bearer {KEY}"}
 
 
-@pytest.mark.slow
 def test_a_browser_that_may_keep_nothing(playground: Playground) -> None:
     playground.page.add_init_script(FORBID_STORAGE)
     playground.open("locked")

@@ -15,6 +15,7 @@ from tests.e2e.http_server import Server, serving
 Visit = Callable[..., Playground]
 
 # The colours of text and background, of the first visible element of each kind.
+pytestmark = pytest.mark.slow  # test_answers.py is the part of the playground that `make test` runs
 CONTRAST = """(selectors) => {
     const canvas = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
     const over = (colours) => {
@@ -44,7 +45,6 @@ TEXTS = [
 ]
 
 
-@pytest.mark.slow
 def test_nothing_on_a_phone_scrolls_sideways(visit: Visit) -> None:
     playground = visit(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True).open()
     playground.set(max_tokens="60", temperature="7")
@@ -64,7 +64,6 @@ def test_nothing_on_a_phone_scrolls_sideways(visit: Visit) -> None:
     assert second["y"] >= first["y"] + first["height"]  # one below the other
 
 
-@pytest.mark.slow
 def test_columns_are_side_by_side_where_there_is_room(playground: Playground) -> None:
     playground.set(max_tokens="4")
     playground.ask("Stand in line", "tiny", "first", "second")
@@ -87,7 +86,6 @@ def test_light_and_dark(visit: Visit) -> None:
         assert light.page.evaluate(colour) == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_can_be_read(visit: Visit, scheme: str) -> None:
     playground = visit(color_scheme=scheme).open()
@@ -152,7 +150,6 @@ def tab_to(playground: Playground, selector: str) -> None:
     raise AssertionError(f"the Tab key does not lead to {selector}")
 
 
-@pytest.mark.slow
 def test_a_key_that_is_held_sends_once(playground: Playground) -> None:
     playground.set(max_tokens="8")
     playground.ask("Once", "tiny")
@@ -166,7 +163,6 @@ def test_a_key_that_is_held_sends_once(playground: Playground) -> None:
     assert len([address for address in playground.asked if "completions" in address]) == 2
 
 
-@pytest.mark.slow
 def test_escape_does_one_thing_at_a_time(playground: Playground, server: Server) -> None:
     keyboard, running = playground.page.keyboard, playground.at("body[data-running=true]")
     playground.set(max_tokens="30000")
@@ -186,7 +182,6 @@ def test_escape_does_one_thing_at_a_time(playground: Playground, server: Server)
     expect(playground.column("first").locator(".state")).to_have_text("stopped")
 
 
-@pytest.mark.slow
 def test_the_keyboard_stays_where_it_is_when_adapters_come(playground: Playground, server: Server) -> None:
     adapters = server.send("GET", "/v1/adapters").json
     adapters["data"].append(adapters["data"][0] | {"id": "newcomer"})
@@ -197,7 +192,6 @@ def test_the_keyboard_stays_where_it_is_when_adapters_come(playground: Playgroun
     expect(playground.chip("third")).to_be_focused()
 
 
-@pytest.mark.slow
 def test_behind_a_prefix(visit: Visit, server: Server) -> None:
     """Open the page behind a proxy that puts the server below a path."""
     prefix = f"{server.url}/some/where"
@@ -212,7 +206,6 @@ def test_behind_a_prefix(visit: Visit, server: Server) -> None:
     assert [each for each in playground.asked if not each.startswith(f"{prefix}/")] == []
 
 
-@pytest.mark.slow
 def test_everything_has_a_name(playground: Playground) -> None:
     nameless = """[...document.querySelectorAll("input, select, textarea, button, a, summary")]
         .filter((each) => !each.labels?.length && !each.ariaLabel && !each.textContent.trim()).map((each) => each.id)"""
@@ -266,7 +259,6 @@ def test_bad_values_are_refused(playground: Playground) -> None:
     assert not any("completions" in address for address in playground.asked)
 
 
-@pytest.mark.slow
 def test_there_has_to_be_a_prompt_and_somebody_to_answer(playground: Playground) -> None:
     playground.send("  ", "tiny")
     expect(playground.at("#prompt-error")).to_have_text("Write a prompt first.")
@@ -290,7 +282,6 @@ def test_examples_are_offered_and_the_first_is_filled_in(visit: Visit) -> None:
     expect(playground.at("#models .chip[aria-pressed=true]")).to_have_text(["second"])
 
 
-@pytest.mark.slow
 def test_examples_come_also_after_a_failure(visit: Visit) -> None:
     examples = [{"title": "One", "prompt": "First prompt", "models": ["second"]}]
     playground = visit()
@@ -309,7 +300,6 @@ def fail(route: Route) -> None:
 # --- Adapters of the server, and a server that is away ----------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_thousand_adapters(visit: Visit) -> None:
     names = [f"adapter-{number:04}" for number in range(1000)]
     base = {"id": "tiny", "parent": None}
@@ -334,7 +324,6 @@ def test_a_thousand_adapters(visit: Visit) -> None:
     expect(playground.chip("adapter-0500")).to_have_attribute("aria-pressed", "true")
 
 
-@pytest.mark.slow
 def test_more_adapters_than_a_page_has(visit: Visit) -> None:
     """The filter asks the server, which knows names that the page was not told."""
     nothing: dict[str, Any] = {"source": "local", "bytes": None, "pinned": False, "requests": 0, "uses": 0}
@@ -360,7 +349,6 @@ def test_more_adapters_than_a_page_has(visit: Visit) -> None:
         near.append("newly-named")
 
 
-@pytest.mark.slow
 def test_who_answers_after_a_failure_may_be_another_server(visit: Visit, server: Server) -> None:
     playground = visit()
     info = server.send("GET", "/info").json | {"max_total_tokens": 64}
@@ -391,7 +379,6 @@ def refuse_chat(route: Route) -> None:
     route.fulfill(status=400, json={"error": {"message": "no", "code": "no_chat_template"}})
 
 
-@pytest.mark.slow
 def test_a_server_that_goes_and_comes_back_without_a_template(browser: Browser, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     for name in ("chat_template.jinja", "tokenizer_config.json"):

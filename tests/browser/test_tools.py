@@ -10,6 +10,7 @@ from playwright.sync_api import Route, expect
 from tests.browser.conftest import HOSTILE
 from tests.browser.playground import Playground
 
+pytestmark = pytest.mark.slow  # test_answers.py is the part of the playground that `make test` runs
 TOOL = {"name": "look", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -78,7 +79,6 @@ def test_the_example_is_sent_as_it_is(playground: Playground) -> None:
     expect(playground.at("#parameters-note")).to_contain_text("tools: auto")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("typed", ["[", "{}", "[]", "[1]", "null", '[{"function": {}}]', '[{"parameters": {}}]'])
 def test_what_is_no_list_of_functions_is_told(playground: Playground, typed: str) -> None:
     playground.set(tools=typed)

@@ -151,7 +151,7 @@ def make_prompts() -> list[list[int]]:
 
 
 # Variants that the engine itself notices, by their length or their cache. Architectures are compared in test_paged.py.
-QUICK = ("gpt2", "llama-fp8-kv", "llama-gqa", "llama-rope-dynamic-beyond", "mistral-window")
+QUICK = ("gpt2", "llama-fp8-kv", "mistral-window")
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, VARIANTS))

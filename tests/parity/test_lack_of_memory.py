@@ -67,7 +67,7 @@ def run_all(models: Models, engine: Engine) -> DisturbedCrowd:
 
 
 @pytest.mark.parametrize("place", ["_forward", "_choose", "_score_prompts"])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", slow_except([2], [1, 2]))
 def test_others_get_the_same_tokens(
     place: str, depth: int, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return Zoo(tmp_path_factory.mktemp("zoo"))
 
 
-@pytest.fixture(scope="module", params=slow_except(["gpt-neo-window", "mixtral"], NAMES))
+@pytest.fixture(scope="module", params=slow_except(["gpt-neo-window"], NAMES))
 def pair(request: pytest.FixtureRequest, zoo: Zoo) -> Pair:
     return zoo.pair(request.param)
 
