@@ -1,6 +1,7 @@
 """Ray's router with our choice of replicas, without Ray: replicas are values. `test_ray_replicas.py` has a cluster."""
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +17,9 @@ DEPLOYMENT = DeploymentID("servers", "lorax")
 NAMES = ("a", "b", "c")
 
 
-def make_replica(name: str, is_draining: bool = False, **adapters: list[str]) -> Any:
-    """Return a replica that reports these adapters by their tier."""
-    report: dict[str, Any] = {tier: _pack(adapters.get(tier, ())) for tier in TIERS}
+def make_replica(name: str, device: Sequence[str] = (), is_draining: bool = False) -> Any:
+    """Return a replica that reports these adapters on its device."""
+    report: dict[str, Any] = {tier: _pack(device if tier == "device" else ()) for tier in TIERS}
     report |= {"capacity": None, "is_draining": is_draining}
     return SimpleNamespace(replica_id=ReplicaID(name, DEPLOYMENT), routing_stats=report)
 
@@ -50,7 +51,7 @@ def owners(adapter: str) -> list[str]:
 
 def test_a_request_goes_where_its_adapter_is(router: Any) -> None:
     last = owners("poet")[-1]
-    replicas = [make_replica(name, **({"device": ["poet"]} if name == last else {})) for name in NAMES]
+    replicas = [make_replica(name, device=["poet"] if name == last else []) for name in NAMES]
     router.update_replicas(replicas)
     (first,), others = choose(router, replicas, Wanted(hash_name("poet")), ())
     assert first == last
