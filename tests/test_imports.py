@@ -6,6 +6,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "lorax_server/demo"
 # Modules that torch and transformers import themselves on a GPU do not count.
@@ -69,12 +71,14 @@ def test_reading_and_fetching_adapters_and_placing_them_needs_no_torch() -> None
     assert not modules & {"torch", "numpy", "transformers", "safetensors", "boto3"}
 
 
+@pytest.mark.slow
 def test_the_core_needs_no_web_stack_no_queue_no_protobuf_and_no_triton() -> None:
     modules = imported_beside_others()["core"]
     assert "lorax_server.layers.linear" in modules
     assert not modules & {"fastapi", "uvicorn", "msgspec", "zmq", "google.protobuf", "triton", "peft"}
 
 
+@pytest.mark.slow
 def test_a_second_start_imports_neither_transformers_nor_a_compiler() -> None:
     """To import one takes seconds. The first start keeps what transformers says of a config."""
     start = "import sys\nfrom lorax_server.llm import LLM\n"
@@ -87,6 +91,7 @@ def test_a_second_start_imports_neither_transformers_nor_a_compiler() -> None:
     assert found.splitlines()[-1] == "['torch']"
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_web_stack_no_queue_and_no_protobuf() -> None:
     modules = imported_beside_others()["script"]
     assert "lorax_server.llm" in modules

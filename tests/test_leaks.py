@@ -106,6 +106,7 @@ def test_what_is_left_behind_is_named(tmp_path: Path) -> None:
     assert left.keys() > {"test_short_grace", "test_tidy"}
 
 
+@pytest.mark.slow
 def test_fixtures_of_modules_hold_things_until_they_end(tmp_path: Path) -> None:
     left = run(tmp_path, SHARED)
     *before, last = left

@@ -338,7 +338,6 @@ def test_a_stream_that_is_forgotten_frees_everything(llm: LLM) -> None:
     assert_idle(llm)
 
 
-@pytest.mark.timeout(60)
 def test_a_stream_that_is_forgotten_in_the_middle_of_a_step(llm: LLM, in_submit: Any) -> None:
     """The garbage collector may run at any time, also in a thread that holds the lock."""
 
@@ -489,7 +488,7 @@ def broken_llm(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield llm
 
 
-@pytest.mark.parametrize("what", [*DAMAGES, "gone", "unknown"])
+@pytest.mark.parametrize("what", [*DAMAGES[:-1], pytest.param(DAMAGES[-1], marks=pytest.mark.slow), "gone", "unknown"])
 def test_a_bad_adapter_harms_nobody_else(what: str, world: World, broken_llm: LLM) -> None:
     names = ["first", what, None, what]
     for _ in range(2):  # also while the failure is remembered
@@ -822,6 +821,7 @@ def _not_here(*args: Any, **kwargs: Any) -> Any:
 # --- Models without code of our own -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_of_another_architecture(tmp_path: Path, world: World) -> None:
     config = SERVED["codegen"]()
     assert config.model_type not in MODELS
@@ -942,12 +942,11 @@ def test_after_it_is_closed(mortal: LLM) -> None:
             call()
     with mortal:
         pass
-    for _ in range(1000):  # until the threads that looked for adapters have ended, too
-        gc.collect()
-        if engine() is None:
-            break
+    until = time.monotonic() + PATIENCE_S
+    while engine() is not None:  # the threads that looked for adapters may hold it until they end
+        assert time.monotonic() < until, "the memory is not given back"
         time.sleep(0.01)
-    assert engine() is None  # the memory is given back
+        gc.collect()
 
 
 def test_a_thread_whose_llm_is_closed_is_told(mortal: LLM) -> None:
@@ -990,6 +989,7 @@ def test_an_engine_that_fails_fails_for_all(mortal: LLM, monkeypatch: pytest.Mon
     mortal.close()
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="its tokenizer cannot be converted"):
         LLM(tmp_path / "nothing", device="cpu")

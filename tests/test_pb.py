@@ -195,6 +195,7 @@ def run_without_protobuf(code: str, *arguments: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_models_and_sampling_need_no_protobuf_and_messages_do() -> None:
     code = (
         "import lorax_server.models.causal_lm, lorax_server.sampling\n"
@@ -204,6 +205,7 @@ def test_models_and_sampling_need_no_protobuf_and_messages_do() -> None:
     assert run_without_protobuf(code) == "google"
 
 
+@pytest.mark.slow
 def test_a_batch_runs_without_protobuf(tmp_path: Path) -> None:
     zoo = Zoo(tmp_path)
     requests = [request(i, ids, 4, stop={"ignore_eos_token": True}) for i, ids in enumerate([[5, 9, 20], [7]])]

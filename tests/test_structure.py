@@ -1,8 +1,7 @@
-"""The shape of the package: sizes of folders, files and functions, one meaning for each class name."""
+"""The shape of the package: a docstring for each folder, one meaning for each class name."""
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -11,9 +10,6 @@ import pytest
 import lorax_server
 
 PACKAGE = Path(lorax_server.__file__).parent
-MAX_TOP_MODULES = 10  # without __init__.py
-MAX_MODULES = 12  # of any folder, likewise
-MAX_LINES, MAX_FUNCTION_LINES = 350, 45
 GENERATED = "pb"
 # Second meanings that are not ours to rename: a contract of `CausalLM`, and a name of the OpenAPI document.
 TWO_MEANINGS = {"Generation", "Model"}
@@ -25,34 +21,10 @@ def trees() -> dict[str, ast.Module]:
     return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in FILES}
 
 
-def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-
-
-def test_folders_are_small() -> None:
-    modules = Counter(path.parent.relative_to(PACKAGE).as_posix() for path in FILES if path.name != "__init__.py")
-    assert modules.pop(".") <= MAX_TOP_MODULES
-    assert {folder: count for folder, count in modules.items() if count > MAX_MODULES} == {}
-
-
 def test_a_folder_says_what_it_is_for() -> None:
     assert [
         name for name, tree in trees().items() if name.endswith("__init__.py") and not ast.get_docstring(tree)
     ] == []
-
-
-def test_files_are_short() -> None:
-    lengths = {path.relative_to(PACKAGE).as_posix(): len(path.read_text().splitlines()) for path in FILES}
-    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
-
-
-def test_functions_are_short() -> None:
-    lengths = {
-        f"{name}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
-        for name, tree in trees().items()
-        for node in functions(tree)
-    }
-    assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
 
 
 def test_no_class_name_means_two_things() -> None:

@@ -198,6 +198,7 @@ def test_plain_text(playground: Playground, server: Server) -> None:
     assert share(playground.at("#tooltip strong").text_content()) == pytest.approx(100 * likeliest, abs=0.01)
 
 
+@pytest.mark.slow
 def test_the_tint_can_be_switched_off(playground: Playground) -> None:
     playground.set(max_tokens="60")
     playground.ask("Surprise me", "tiny")
@@ -233,6 +234,7 @@ def test_an_adapter_is_loaded_by_its_name(playground: Playground) -> None:
     assert playground.answer("team/deep")
 
 
+@pytest.mark.slow
 def test_an_adapter_that_the_server_does_not_list_is_elsewhere(playground: Playground) -> None:
     nothing: dict[str, Any] = {"data": []}
     playground.page.route("**/v1/adapters?also=team%2Fdeep", lambda route: route.fulfill(json=nothing))
@@ -240,6 +242,7 @@ def test_an_adapter_that_the_server_does_not_list_is_elsewhere(playground: Playg
     expect(playground.resident("not shown", "team/deep")).to_be_visible()
 
 
+@pytest.mark.slow
 def test_the_base_model_is_no_adapter_also_if_it_is_loaded(playground: Playground) -> None:
     playground.choose("first")
     playground.load("tiny")
@@ -247,6 +250,7 @@ def test_the_base_model_is_no_adapter_also_if_it_is_loaded(playground: Playgroun
     expect(playground.chip("tiny")).to_have_count(1)
 
 
+@pytest.mark.slow
 def test_a_load_does_not_take_the_keyboard_away(playground: Playground) -> None:
     def type_meanwhile(route: Route) -> None:
         playground.at("#prompt").fill("Meanwhile")
@@ -259,6 +263,7 @@ def test_a_load_does_not_take_the_keyboard_away(playground: Playground) -> None:
     expect(playground.at("#prompt")).to_be_focused()
 
 
+@pytest.mark.slow
 def test_a_load_can_be_stopped(playground: Playground) -> None:
     playground.page.route("**/v1/completions", lambda _: playground.at("#stop").click())
     playground.load("team/deep")

@@ -32,6 +32,7 @@ def playground(browser: Browser, url: str) -> Iterator[Playground]:
         yield playground.open()
 
 
+@pytest.mark.slow
 def test_three_adapters_do_three_things(playground: Playground) -> None:
     chosen = ("json", "sql", "pirate")
     playground.ask(read_examples()[0]["prompt"], *chosen)
@@ -42,6 +43,7 @@ def test_three_adapters_do_three_things(playground: Playground) -> None:
     assert all(playground.answer(name).strip() for name in chosen)
 
 
+@pytest.mark.slow
 def test_the_first_example_is_filled_in(playground: Playground) -> None:
     expect(playground.at("#prompt")).to_have_value(read_examples()[0]["prompt"])
     playground.at("#send").click()
@@ -59,6 +61,7 @@ def test_every_example_is_answered(playground: Playground) -> None:
         expect(playground.at(".column[data-state=done]")).to_have_count(len(example["models"]))
 
 
+@pytest.mark.slow
 def test_an_answer_by_a_schema_at_temperature_1(playground: Playground) -> None:
     example = choose_example(playground, "schema")
     expect(playground.at("#temperature")).to_have_value("1")
@@ -73,6 +76,7 @@ def test_an_answer_by_a_schema_at_temperature_1(playground: Playground) -> None:
     expect(playground.at("#temperature")).to_have_value("0")
 
 
+@pytest.mark.slow
 def test_a_function_is_called(playground: Playground) -> None:
     example = choose_example(playground, "tools")
     expect(playground.at("#tool_choice")).to_have_value("required")
@@ -92,6 +96,7 @@ def choose_example(playground: Playground, field: str) -> dict[str, Any]:
     return example
 
 
+@pytest.mark.slow
 def test_an_adapter_that_there_is_not(playground: Playground) -> None:
     playground.at("#name").fill("nobody")
     playground.at("#name").press("Enter")

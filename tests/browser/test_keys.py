@@ -13,6 +13,7 @@ from tests.e2e.http_server import Server, serving
 KEY, WRONG = "secret-key", "wrong-key"
 
 # A browser that is told to keep nothing.
+pytestmark = pytest.mark.slow  # test_answers.py is the part of the playground that `make test` runs
 FORBID_STORAGE = """for (const kind of ["localStorage", "sessionStorage"]) {
     Object.defineProperty(window, kind, { get() { throw new DOMException("forbidden", "SecurityError"); } });
 }"""

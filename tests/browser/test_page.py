@@ -15,6 +15,7 @@ from tests.e2e.http_server import Server, serving
 Visit = Callable[..., Playground]
 
 # The colours of text and background, of the first visible element of each kind.
+pytestmark = pytest.mark.slow  # test_answers.py is the part of the playground that `make test` runs
 CONTRAST = """(selectors) => {
     const canvas = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
     const over = (colours) => {
@@ -378,7 +379,6 @@ def refuse_chat(route: Route) -> None:
     route.fulfill(status=400, json={"error": {"message": "no", "code": "no_chat_template"}})
 
 
-@pytest.mark.slow
 def test_a_server_that_goes_and_comes_back_without_a_template(browser: Browser, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     for name in ("chat_template.jinja", "tokenizer_config.json"):

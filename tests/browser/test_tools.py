@@ -10,6 +10,7 @@ from playwright.sync_api import Route, expect
 from tests.browser.conftest import HOSTILE
 from tests.browser.playground import Playground
 
+pytestmark = pytest.mark.slow  # test_answers.py is the part of the playground that `make test` runs
 TOOL = {"name": "look", "parameters": {"type": "object", "properties": {}}}
 
 

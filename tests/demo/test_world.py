@@ -37,6 +37,7 @@ def tested() -> list[Item]:
     return write_items(7, 1_000, held_out=True)
 
 
+@pytest.mark.slow
 def test_no_word_that_is_tested_is_learnt(learnt: list[str], tested: list[Item]) -> None:
     known = {word for text in learnt for word in WORDS.findall(text)}
     values = {str(getattr(item.note.event, field)) for item in tested for field in OPEN}

@@ -110,6 +110,7 @@ def test_a_revision_is_another_adapter(open_server: Server) -> None:
     assert older.headers["x-adapter-id"] == f"{PUBLIC}@older"
 
 
+@pytest.mark.slow
 def test_where_the_server_has_keys_they_never_leave_it(hub: HubServer, folder: Path, tmp_path: Path) -> None:
     with serving_with(hub, folder, tmp_path, "--api-key", KEY) as server:
         hub.reset()

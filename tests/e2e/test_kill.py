@@ -5,7 +5,7 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,13 @@ from tests.e2e.wire import (
     all_of,
     children,
     count_logged,
+    engine_metrics,
     get,
     is_answered,
     is_idle,
     metrics,
     native,
+    num_unfinished,
     openai,
     resident_bytes,
     tokens_of,
@@ -89,25 +91,43 @@ def test_streams_of_a_killed_engine_end_with_an_error_and_it_comes_back(server: 
         "completion": (COMPLETIONS, openai(4000, n=2)),
         "chat": (CHAT, openai(4000, messages=messages)),
     }
-    clients = [Client(server, path, body, x_request_id=name) for name, (path, body) in bodies.items()]
-    with all_of(Client(server, "/generate", native(4000), x_request_id="whole"), *clients) as (whole, *streams):
+    engine = children(server.process.pid)["engine"]
+    with ExitStack() as stack:
+        with server.paused():  # or the first stream might finish before the last one starts
+            clients = [Client(server, path, body, x_request_id=name) for name, (path, body) in bodies.items()]
+            clients.append(Client(server, "/generate", native(4000), x_request_id="whole"))
+            *streams, whole = stack.enter_context(all_of(*clients))
+            wait_for(lambda: num_unfinished(metrics(server)) == len(clients), "all have come")
         events = [stream.events() for stream in streams]
         for each in events:
             assert "error" not in next(each)
-        wait_for(lambda: metrics(server)["lorax_batch_current_size"] == len(bodies) + 2, "all of them run")
-        os.kill(children(server.process.pid)["engine"], signal.SIGKILL)
+        wait_for(lambda: engine_metrics(server)["lorax_batch_current_size"] == len(bodies) + 2, "all of them run")
+        os.kill(engine, signal.SIGKILL)
         for (path, _), each in zip(bodies.values(), events, strict=True):
             *_, last = each  # and no [DONE]
             message = last["error"]["message"] if path.startswith("/v1") else last["error"]
             assert "the engine process ended (exit code -9, SIGKILL); it is being started again" in message
         assert whole.status == 503
-    check_is_down(server)
+    with next_engine_paused(server, engine):
+        check_is_down(server)
 
     wait_for(lambda: get(server, "/health")[0] == 200, "the engine comes back")
     with closing(Client(server, NATIVE, native(60, **first))) as client:
         assert tokens_of(client.events()) == before
     wait_for(lambda: all(count_logged(server, name) for name in (*bodies, "whole")), "all are logged")
     assert all(count_logged(server, name) == 1 for name in (*bodies, "whole"))
+
+
+@contextmanager
+def next_engine_paused(server: Server, engine: int) -> Iterator[None]:
+    """Pause the process that replaces an engine before it is ready."""
+    wait_for(lambda: children(server.process.pid).get("engine", engine) != engine, "another engine starts")
+    new = children(server.process.pid)["engine"]
+    os.kill(new, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(new, signal.SIGCONT)
 
 
 def check_is_down(server: Server) -> None:
@@ -123,7 +143,10 @@ def check_is_down(server: Server) -> None:
 
 
 def vanish(server: Server, count: int) -> None:
-    """Open requests whose clients leave at every point, half of them with a reset."""
+    """Open requests whose clients leave at every point, half of them with a reset.
+
+    The engine is paused while the last clients leave, until the API process has aborted every request.
+    """
     clients = []
     for i in range(count):
         path, body = ((NATIVE, native), (COMPLETIONS, openai), ("/generate", native))[i // 2 % 3]
@@ -133,22 +156,24 @@ def vanish(server: Server, count: int) -> None:
         if i % 3 == 0:
             client.close(RST if i % 2 else None)  # before it has got anything
         clients.append(client)
-    for i, client in enumerate(clients):  # in the middle, or in the queue
-        client.close(RST if i % 2 else None)
+    with server.paused():
+        for i, client in enumerate(clients):  # in the middle, or in the queue
+            client.close(RST if i % 2 else None)
+        wait_for(lambda: num_unfinished(metrics(server)) == 0, "the API process has aborted all requests")
 
 
 def test_clients_that_vanish_leave_nothing_behind(server: Server) -> None:
     vanish(server, 40)  # makes everything that is made only once
     wait_for(lambda: is_idle(server), "the first ones are gone")
     pids = (server.process.pid, children(server.process.pid)["engine"])
-    before, old = [usage(pid) for pid in pids], metrics(server)
+    before, old = [usage(pid) for pid in pids], engine_metrics(server)
     memory = sum(map(resident_bytes, pids))
 
     vanish(server, 200)
-    steps = metrics(server)["lorax_engine_steps_total"]
+    steps = engine_metrics(server)["lorax_engine_steps_total"]  # the engine gets this query after all aborts
     wait_for(lambda: is_idle(server), "all are gone")
-    new = metrics(server)
-    assert new["lorax_engine_steps_total"] - steps < 100  # 75 000 are needed to answer them
+    new = engine_metrics(server)
+    assert new["lorax_engine_steps_total"] - steps <= 2  # the step under way, and one that the query may have met
     assert new["lorax_kv_blocks_free"] == old["lorax_kv_blocks_free"] == new["lorax_kv_blocks"]
     wait_for(lambda: all(now <= then for now, then in zip(map(usage, pids), before, strict=True)), "files, threads")
     assert sum(map(resident_bytes, pids)) - memory < 32 * 2**20
@@ -175,10 +200,11 @@ def test_a_request_may_say_how_long_it_waits(server: Server) -> None:
     with all_of(*(Client(server, NATIVE, native(4000)) for _ in range(ROWS))) as long:
         for client in long:
             next(client.events())
-        for path, body in ((NATIVE, native(5)), ("/generate", native(5)), (COMPLETIONS, openai(5))):  # in the queue
-            with closing(Client(server, path, body, x_request_timeout="0.2")) as client:
-                assert client.status == 504
-                assert "there was no answer within 0.2 s" in str(client.json()["error"])
+        with server.paused():  # or a stream might finish, and make room for a request in the queue
+            for path, body in ((NATIVE, native(5)), ("/generate", native(5)), (COMPLETIONS, openai(5))):
+                with closing(Client(server, path, body, x_request_timeout="0.2")) as client:
+                    assert client.status == 504
+                    assert "there was no answer within 0.2 s" in str(client.json()["error"])
     with closing(Client(server, "/generate", native(4000), x_request_timeout="0.2")) as client:
         assert (client.status, client.json()["error_type"]) == (504, "timeout")
     for asked in ("0", "-1", "nan", "inf", "soon"):
@@ -276,6 +302,7 @@ def test_what_is_under_way_may_end_when_the_server_is_told_to_stop(folder: Path,
         assert server.process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 def test_what_takes_longer_is_told_why_it_ends(folder: Path, tmp_path: Path) -> None:
     lost = native(5, adapter_id="somewhere", adapter_source="local")  # which this engine never finds
     with gated(folder, tmp_path, drain_s=1) as server, open_streams(server, 5000) as events:
@@ -289,6 +316,7 @@ def test_what_takes_longer_is_told_why_it_ends(folder: Path, tmp_path: Path) -> 
         assert server.process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(folder: Path, tmp_path: Path) -> None:
     with gated(folder, tmp_path, drain_s=600) as server, open_streams(server, 5000):
         tell_to_stop(server)
@@ -304,15 +332,23 @@ def test_a_stream_that_runs_out_of_time_ends_with_an_error(folder: Path, tmp_pat
             (COMPLETIONS, openai(9, n=2)),
             ("/generate", native(9)),
         )
-        with all_of(*(Client(server, path, body, x_request_timeout="2.5") for path, body in bodies)) as clients:
-            for client in clients[:-1]:
-                *some, last = client.events()
-                assert some
-                assert "there was no answer within 2.5 s" in str(last["error"])
-            assert (clients[-1].status, clients[-1].json()["error_type"]) == (504, "timeout")
+        for timeout_s in (1, 4, 16, 64):
+            asked = [Client(server, path, body, x_request_timeout=str(timeout_s)) for path, body in bodies]
+            with all_of(*asked) as (*streams, whole):
+                if any(client.status == 504 for client in streams):
+                    continue  # a busy machine has not got as far as the first token
+                for client in streams:
+                    *some, last = client.events()
+                    assert some
+                    assert f"there was no answer within {timeout_s} s" in str(last["error"])
+                assert (whole.status, whole.json()["error_type"]) == (504, "timeout")
+                break
+        else:
+            pytest.fail("no stream has started in time")
         server.process.terminate()
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_server_that_is_killed(folder: Path, tmp_path: Path) -> None:
     with gated(folder, tmp_path, drain_s=600) as server, open_streams(server, 5000):
         server.process.kill()

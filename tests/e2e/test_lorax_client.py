@@ -20,7 +20,10 @@ from tests.e2e.http_server import Server, ids_of, serving, write_model, write_ot
 from tests.e2e.test_architectures import LENGTH, NEW_TOKENS, PROMPT, Both, greedy, make_models, text_of, token_ids
 from tests.parity.oracle import oracle_logits
 
-pytestmark = pytest.mark.filterwarnings("ignore:The `dict` method is deprecated")  # the client calls it
+pytestmark = [
+    pytest.mark.slow,  # test_native_surface.py has the same routes
+    pytest.mark.filterwarnings("ignore:The `dict` method is deprecated"),  # the client calls it
+]
 
 
 class World(NamedTuple):

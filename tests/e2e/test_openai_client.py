@@ -13,6 +13,7 @@ import torch
 from tests.e2e.http_server import Server, ids_of, make_tokenizer, serving, with_adapter, write_model
 from tests.parity.oracle import oracle_greedy, oracle_logits
 
+pytestmark = pytest.mark.slow  # test_openai_surface.py has the same routes
 PROMPT = "The quick brown fox"
 NEW_TOKENS = 12
 GREEDY: dict[str, Any] = {"max_tokens": NEW_TOKENS, "temperature": 0, "extra_body": {"ignore_eos": True}}

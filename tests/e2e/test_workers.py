@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.e2e.wire import (
     PATIENCE_S,
     Client,
     all_of,
+    engine_metrics,
     get,
     metrics,
     native,
@@ -152,10 +154,12 @@ def test_a_folder_that_comes_later_is_known_to_all(folder: Path, each: Each) -> 
 
 
 def test_the_rate_of_a_key_is_that_of_all_workers_together(each: Each) -> None:
+    start = time.monotonic()
     asked = [each.send(turn % WORKERS, "POST", "/tokenize", {"inputs": "a"}, "limited") for turn in range(2 * RATE)]
     statuses = [status for status, _ in asked]
+    refilled = (time.monotonic() - start) * RATE / 60  # a busy machine takes seconds
     assert statuses[:RATE] == [200] * RATE
-    assert statuses.count(429) >= RATE - 2  # a little is earned meanwhile
+    assert statuses.count(429) >= RATE - 1 - refilled
     assert "used up its 30 requests a minute" in str(asked[-1][1])
 
 
@@ -167,6 +171,7 @@ def test_one_scrape_counts_the_requests_of_all(server: Server, each: Each) -> No
         for worker in range(WORKERS):  # at once, and at any worker
             text = each.send(worker, "GET", "/metrics")[1]
             assert f"lorax_request_success {before[0]['lorax_request_success'] + turn + 1}" in text
+    wait_for(lambda: metrics(server)["lorax_connections"] == WORKERS + 1, "the first two scrapes are closed")
     after = metrics(server)
     name = 'lorax_adapter_tokens_total{adapter="first",kind="generated"}'
     assert after[name] - before[0].get(name, 0) == 18
@@ -220,7 +225,7 @@ def test_a_worker_that_is_killed_is_replaced_and_others_notice_nothing(folder: P
         before = workers_of(server)
         assert len(before) == WORKERS
         with streams(server, 6, 50) as events:
-            assert metrics(server)["lorax_batch_current_size"] == 6
+            assert engine_metrics(server)["lorax_batch_current_size"] == 6
             os.kill(before[0], signal.SIGKILL)
             wait_for(lambda: metrics(server)["lorax_batch_current_size"] == 3, "its streams are aborted")
             assert get(server, "/health")[0] == 200
@@ -254,6 +259,7 @@ def engine_of(server: Server) -> int:
     return int(engine.pid)
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_ends_all_streams_and_all_workers_find_the_next(folder: Path, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with gated(folder, gate, drain_s=5) as server:
@@ -275,6 +281,7 @@ def test_an_engine_that_dies_ends_all_streams_and_all_workers_find_the_next(fold
         assert server.process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 def test_all_workers_let_their_requests_end_and_take_no_more(folder: Path, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with gated(folder, gate) as server, streams(server, 4, 30) as events:
@@ -322,6 +329,7 @@ def test_a_worker_that_is_told_to_stop_ends_its_streams_first(folder: Path, tmp_
         assert server.process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_start_is_a_clear_error_and_the_end(folder: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(folder / "model", model)

@@ -943,13 +943,14 @@ def crowd(seed: int) -> Engine:
     return engine
 
 
-def test_crowds_get_what_each_gets_alone() -> None:
-    engines = [crowd(seed) for seed in range(60)]
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 60), marks=pytest.mark.slow)], ids=len)
+def test_crowds_get_what_each_gets_alone(seeds: range) -> None:
+    engines = [crowd(seed) for seed in seeds]
     counters = [engine.scheduler.counters for engine in engines]
-    assert sum(each.preemptions for each in counters) > 500
-    assert sum(each.chunks for each in counters) > 500
-    assert sum(each.prefix_tokens for each in counters) > 5000
-    assert sum(engine.pool.num_evictions for engine in engines) > 5000
+    assert sum(each.preemptions for each in counters) > 8 * len(seeds)
+    assert sum(each.chunks for each in counters) > 8 * len(seeds)
+    assert sum(each.prefix_tokens for each in counters) > 80 * len(seeds)
+    assert sum(engine.pool.num_evictions for engine in engines) > 80 * len(seeds)
 
 
 # --- Anything, in any order -------------------------------------------------------------------------------------------

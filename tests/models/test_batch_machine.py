@@ -191,8 +191,11 @@ class Batches(RuleBasedStateMachine):
 SLOW = ("deepseek-v3", "falcon-new", "gemma3-window", "gpt2")  # test_padded_cache.py has their kinds of cache
 
 
-@pytest.mark.parametrize("name", [*[pytest.param(name, marks=pytest.mark.slow) for name in SLOW], "llama"])
-def test_a_request_gets_what_it_gets_alone(name: str, zoo: Zoo) -> None:
+@pytest.mark.parametrize(
+    ("name", "max_examples"),
+    [("llama", 2), *(pytest.param(name, 8, marks=pytest.mark.slow) for name in (*SLOW, "llama"))],
+)
+def test_a_request_gets_what_it_gets_alone(name: str, max_examples: int, zoo: Zoo) -> None:
     oracle, lm = zoo.pair(name)
 
     @cache
@@ -207,7 +210,7 @@ def test_a_request_gets_what_it_gets_alone(name: str, zoo: Zoo) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=8,
+            max_examples=max_examples,
             stateful_step_count=30,
             derandomize=True,
             deadline=None,

@@ -22,6 +22,7 @@ from lorax_server.models.registry import build_model
 from lorax_server.types import AdapterRef, EngineStatus, Output, Request, SamplingParams, StopParams
 from lorax_server.worker.memory import block_bytes
 from lorax_server.worker.worker import paged_worker
+from tests.grids import slow_except
 from tests.lora import save_adapter
 from tests.parity.adapters.cases import ATTENTION, CASES, randomize
 from tests.parity.adapters.served import open_adapter
@@ -149,24 +150,11 @@ def make_prompts() -> list[list[int]]:
     ]
 
 
-# One of each architecture, and variants that the engine itself notices: by their length or their cache. All are
-# compared in test_paged.py.
-QUICK = (
-    "gpt2",
-    "llama-fp8-kv",
-    "llama-gqa",
-    "llama-rope-dynamic-beyond",
-    "mistral-window",
-    "neox-parallel",
-    "opt-pre-norm",
-    "qwen2-bias",
-    "qwen3-head-norm",
-)
+# Variants that the engine itself notices, by their length or their cache. Architectures are compared in test_paged.py.
+QUICK = ("gpt2", "llama-fp8-kv", "mistral-window")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in VARIANTS]
-)
+@pytest.mark.parametrize("name", slow_except(QUICK, VARIANTS))
 def test_every_request_gets_what_it_gets_alone(name: str, device: torch.device, tmp_path: Path) -> None:
     models = make_models(name, tmp_path, device)
     crowd = Crowd(make_engine(models), models.folders)

@@ -14,6 +14,7 @@ from lorax_server.types import Failure, SamplingParams
 from lorax_server.worker import inputs, runner
 from lorax_server.worker.runner import PagedRunner
 from lorax_server.worker.worker import Worker
+from tests.grids import slow_except
 from tests.parity.test_engine import NEW_TOKENS, NUM_BLOCKS, WHO, Crowd, Models, make_engine, make_models, make_prompts
 
 MAX_ROWS = 4
@@ -66,7 +67,7 @@ def run_all(models: Models, engine: Engine) -> DisturbedCrowd:
 
 
 @pytest.mark.parametrize("place", ["_forward", "_choose", "_score_prompts"])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", slow_except([2], [1, 2]))
 def test_others_get_the_same_tokens(
     place: str, depth: int, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +88,7 @@ def test_others_get_the_same_tokens(
             assert output.prompt_logprobs == pytest.approx(other.prompt_logprobs, abs=1e-5, nan_ok=True)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", slow_except([0], range(6)))
 def test_wherever_memory_ends_nothing_wrong_is_remembered(
     seed: int, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from transformers.pytorch_utils import Conv1D
 from lorax_server.adapters.target import Kind
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.registry import build_model
+from tests.grids import slow_except
 from tests.lora import make_arena, merged, random_factors
 from tests.paged import PagedDriver
 from tests.parity.oracle import oracle_logits
@@ -27,10 +28,11 @@ NAMES = [
     "opt-projection",
     *(name for name in RELATIVES if "-" not in name),
 ]
+QUICK = ("llama-gqa", "llama-attention-bias", "gpt2", "neox-parallel", "opt-projection", "falcon", "phi3", "gemma2")
 RANKS = (1, 3, 16)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_except(QUICK, NAMES))
 def test_batch_of_adapters_equals_merged_models(name: str, device: torch.device) -> None:
     oracle = make_oracle(name).to(device)
     tensors = checkpoint(name, oracle)
@@ -60,7 +62,7 @@ def test_batch_of_adapters_equals_merged_models(name: str, device: torch.device)
     assert all((a - differ[0]).abs().max() > 0.1 for a in differ[1:])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_except(QUICK, NAMES))
 def test_every_matrix_is_a_target(name: str) -> None:
     """Every linear of the oracle can be adapted: no module that PEFT can train is missing."""
     oracle = make_oracle(name)

@@ -16,6 +16,7 @@ from lorax_server.models.custom_modeling.neox_modeling import GPTNeoxForCausalLM
 from lorax_server.models.custom_modeling.opt_modeling import OPTForCausalLM
 from lorax_server.models.registry import build_model
 from lorax_server.weights import Weights
+from tests.grids import slow_except
 from tests.lora import make_arena, merged, random_factors
 from tests.optional import present
 from tests.paged import PagedDriver
@@ -23,6 +24,7 @@ from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weight
 
 NAMES = [name for name in VARIANTS if name.startswith(("neox", "opt", "galactica"))]
 CLASSES = {"gpt_neox": GPTNeoxForCausalLM, "opt": OPTForCausalLM}
+QUICK = ("neox-parallel", "neox-rope-dynamic-beyond", "opt-pre-norm", "opt-350m-like", "galactica-like")
 BOTH = ["neox-parallel", "neox-sequential", "opt-pre-norm", "opt-350m-like"]
 TOLERANCE = 1e-4
 
@@ -56,7 +58,7 @@ def accepted(model: Any, **inputs: Any) -> dict[str, Any]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_except(QUICK, NAMES))
 def test_left_padded_batch_equals_transformers_alone(name: str, device: torch.device) -> None:
     """Prompts of different lengths, then 20 decode steps with the past handed back."""
     _, model = make_pair(name, device)
@@ -90,7 +92,7 @@ def test_left_padded_batch_equals_transformers_alone(name: str, device: torch.de
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_except(QUICK, NAMES))
 def test_padded_equals_paged(name: str, device: torch.device) -> None:
     oracle, padded = make_pair(name, device)
     paged = PagedDriver(build_model(VARIANTS[name].config(), make_weights(checkpoint(name, oracle), device)))

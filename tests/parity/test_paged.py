@@ -9,9 +9,10 @@ import torch
 
 from lorax_server.errors import WeightsError
 from lorax_server.models.registry import build_model
+from tests.grids import slow_except
 from tests.paged import PagedDriver
 from tests.parity.oracle import oracle_logits, oracle_text
-from tests.parity.variants import LENGTH_DEPENDENT, TOLERANCE, VARIANTS, checkpoint, make_oracle, make_weights
+from tests.parity.variants import LENGTH_DEPENDENT, QUICK, TOLERANCE, VARIANTS, checkpoint, make_oracle, make_weights
 
 PROMPT = 23
 DECODE = 12
@@ -38,7 +39,7 @@ class Pair:
         return PagedDriver(self.model, **settings)
 
 
-@pytest.fixture(scope="module", params=list(VARIANTS))
+@pytest.fixture(scope="module", params=slow_except(QUICK, VARIANTS))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -90,7 +91,7 @@ def test_greedy_text(pair: Pair) -> None:
     assert ours[: len(expected)] == expected
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 17])
+@pytest.mark.parametrize("chunk", slow_except([7, 16], [1, 7, 16, 17]))
 def test_chunked_prefill(pair: Pair, chunk: int) -> None:
     # Blocks of 8 against chunks of 1, 7, 16 and 17: prefixes that end inside a block and at its edge.
     ids = random_ids(36)
@@ -121,7 +122,7 @@ def test_batch_equals_each_alone(pair: Pair) -> None:
         assert difference(torch.cat(got[row]), pair.expected(ids, lengths[row])) < pair.tolerance, f"row {row}"
 
 
-@pytest.mark.parametrize("name", LENGTH_DEPENDENT, scope="module")
+@pytest.mark.parametrize("name", slow_except(QUICK, LENGTH_DEPENDENT), scope="module")
 def test_neighbour_does_not_change_angles(pair: Pair) -> None:
     """A long neighbour in the batch leaves a short sequence with the angles of its own length."""
     short, long = random_ids(10, seed=1), random_ids(60, seed=2)

@@ -13,6 +13,7 @@ from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.custom_modeling.neox_modeling import GPTNeoxForCausalLM
 from lorax_server.models.custom_modeling.opt_modeling import OPTForCausalLM
 from lorax_server.models.registry import build_model
+from tests.grids import slow_except
 from tests.lora import make_arena, random_factors
 from tests.paged import PagedDriver
 from tests.parity.variants import TOLERANCE, VARIANTS, checkpoint, make_oracle, make_weights
@@ -21,6 +22,7 @@ from tests.ranks import GROUP_SIZES, RankPool
 CPU = torch.device("cpu")
 ROWS = [[5, 9, 33, 60, 7, 7, 81, 12, 3, 44, 90, 96], [96, 4], [17, 23, 55, 61, 8]]
 ADAPTERS = [2, 0, 1]
+PADDED = ("neox-parallel", "neox-sequential", "opt-pre-norm", "opt-350m-like")
 
 
 def run_paged(group: ProcessGroup, name: str, stored: bytes) -> torch.Tensor:
@@ -65,16 +67,20 @@ def alone(name: str, stored: bytes) -> torch.Tensor:
     return run_paged(FakeGroup(), name, stored)
 
 
-@pytest.mark.parametrize("size", GROUP_SIZES)
-@pytest.mark.parametrize("name", list(VARIANTS), scope="module")
+# One variant for each way to divide matrices over ranks.
+QUICK = ("llama-gqa", "gpt2", "neox-parallel", "opt-pre-norm", "falcon", "bloom", "phi3", "gemma2")
+
+
+@pytest.mark.parametrize("size", slow_except(GROUP_SIZES[:1], GROUP_SIZES))
+@pytest.mark.parametrize("name", slow_except(QUICK, VARIANTS), scope="module")
 def test_paged(name: str, size: int, stored: bytes, alone: torch.Tensor, ranks: RankPool) -> None:
     for logits in ranks.run(size, run_paged, name, stored):
         assert logits.shape == alone.shape
         assert (logits - alone).abs().max() < (TOLERANCE[name] if "fp8" in name else limit(alone))
 
 
-@pytest.mark.parametrize("size", GROUP_SIZES)
-@pytest.mark.parametrize("name", ["neox-parallel", "neox-sequential", "opt-pre-norm", "opt-350m-like"], scope="module")
+@pytest.mark.parametrize("size", slow_except(GROUP_SIZES[-1:], GROUP_SIZES))
+@pytest.mark.parametrize("name", slow_except(QUICK, PADDED), scope="module")
 def test_padded(name: str, size: int, stored: bytes, ranks: RankPool) -> None:
     alone = run_padded(FakeGroup(), name, stored)
     for logits in ranks.run(size, run_padded, name, stored):

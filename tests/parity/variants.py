@@ -153,6 +153,11 @@ VARIANTS |= RELATIVES
 
 # A float8 cache rounds coarsely: a difference in the last digit of float32 can become a step of float8.
 TOLERANCE = {name: 2e-2 if "fp8" in name else 1e-4 for name in VARIANTS}
+# What `make test` compares: the first variant of each architecture, and variants with caches or angles of their own.
+QUICK = {
+    *{variant.config().model_type: name for name, variant in reversed(VARIANTS.items())}.values(),
+    *("llama-gqa", "llama-fp8-kv", "llama-rope-dynamic-beyond", "llama-rope-longrope-beyond", "gemma3-window"),
+}
 LENGTH_DEPENDENT = [name for name in VARIANTS if "dynamic" in name or "longrope" in name]
 
 

@@ -8,8 +8,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import psutil
 from lorax_server.scale.command import NICENESS
 from tests.demo.server import FOLDER
 from tests.e2e.http_server import Server, import_path
-from tests.e2e.wire import wait_for
+from tests.e2e.wire import children, num_unfinished, parse_metrics, wait_for
 
 ADMIN = "the-admins"
 ADAPTERS = ("answer", "json", "pirate", "redact", "sentiment", "sql")
@@ -36,6 +36,24 @@ class Replica:
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    @contextmanager
+    def paused(self) -> Iterator[Callable[[], None]]:
+        """Pause the engine, so that its streams cannot finish. Yield a function that resumes the engine early."""
+        engine = psutil.Process(children(self.server.pid)["engine"])
+
+        def resume() -> None:
+            with suppress(psutil.NoSuchProcess):
+                engine.resume()
+
+        engine.suspend()
+        try:
+            yield resume
+        finally:
+            resume()
+
+    def num_unfinished(self) -> float:
+        return num_unfinished(parse_metrics(send(self.port, "GET", "/metrics")[2]))
 
 
 class Cluster:

@@ -16,8 +16,6 @@ from tests.e2e.http_server import READY, import_path
 from tests.e2e.wire import PATIENCE_S, wait_for
 from tests.scale.cluster import generate
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def test_a_number_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--replicas", "0"]) == 2

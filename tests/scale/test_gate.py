@@ -40,8 +40,6 @@ BODY = json.dumps({"inputs": "x", "parameters": {"adapter_id": "poet"}}).encode(
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 0.01)
-    monkeypatch.setattr(module, "AGAIN_S", 0.5)
-    monkeypatch.setattr(module, "CHOOSE_S", 0.1)
     monkeypatch.setattr(module, "share_key", lambda app: f"the key of {app}")  # which lies in Ray's store
 
 
@@ -206,7 +204,9 @@ def test_without_an_adapter_no_other_is_asked() -> None:
     assert asyncio.run(ask({"a": whole(404, "a", "{}"), "b": whole(404, "b", "{}")}, body=base))[0] == 404
 
 
-def test_when_no_replica_answers_the_client_is_told_when_to_come_back() -> None:
+def test_when_no_replica_answers_the_client_is_told_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AGAIN_S", 0.5)
+    monkeypatch.setattr(module, "CHOOSE_S", 0.1)
     for answers, reason in (({FIRST: hang_up, SECOND: hang_up}, "2 went away"), ({}, "none took it in time")):
         status, headers, body, _ = asyncio.run(ask(answers))
         assert (status, headers["retry-after"]) == (503, "1")

@@ -15,7 +15,7 @@ from lorax_server.scale.follower import ChangeFollower
 from lorax_server.scale.ingress import gate
 from lorax_server.scale.placement import ReplicaChooser, hash_name
 from lorax_server.scale.registry import Entry
-from lorax_server.scale.server_process import Order, ReplicaError, ServerProcess
+from lorax_server.scale.server_process import ServerProcess
 from lorax_server.server.access.client_address import CLIENT_HEADER, sign_client
 from tests.adapters.sources.server import Request
 from tests.e2e.wire import wait_for
@@ -33,6 +33,7 @@ from tests.scale.servers import (
 )
 from tests.scale.test_gate import Chosen
 
+pytestmark = pytest.mark.slow  # test_follower.py, test_gate.py and test_server_process.py have the parts
 LOAD, UNLOAD = "/v1/adapters/load", "/v1/adapters/unload"
 CLIENT = "1.2.3.4"
 PROMPT = "Klonny Bardwell bought 12 pink kites on Tuesday for 45 coins."
@@ -238,20 +239,6 @@ def test_a_change_that_one_server_cannot_make_holds_up_nobody(pair: Pair) -> Non
     )
     assert (status, answer["error_type"]) == (424, "generation")
     assert generate(pair.ports[1], "", PROMPT)[0]
-
-
-def test_a_server_that_cannot_start_says_why() -> None:
-    async def run() -> None:
-        server = ServerProcess(Order(["--model-id=/nowhere/at/all", "--hub-offline=true"]), "127.0.0.1", INGRESS_KEY)
-        try:
-            with pytest.raises(ReplicaError, match=r"could not start: lorax: .*/nowhere/at/all"):
-                await server.wait_until_ready()
-            with pytest.raises(ReplicaError, match="has ended"):
-                server.check()
-        finally:
-            await server.stop()
-
-    asyncio.run(run())
 
 
 # --- Behind the ingress -----------------------------------------------------------------------------------------------

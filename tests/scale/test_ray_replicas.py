@@ -5,9 +5,9 @@ import json
 import shutil
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lorax
@@ -147,15 +147,23 @@ def running(cluster: Cluster) -> list[float]:
 
 
 @contextmanager
-def stream_on_each(cluster: Cluster, path: str, body: Any) -> Iterator[list[Iterator[Any]]]:
-    """Begin a stream at each of two replicas. A new one may take a moment until it gets requests."""
+def paused_streams(
+    cluster: Cluster, replicas: Sequence[Replica], path: str, body: Any
+) -> Iterator[tuple[list[Iterator[Any]], list[Callable[[], None]]]]:
+    """Start a stream on each of two replicas, and pause both engines before the streams finish.
+
+    Yield the streams and, for each replica, a function that resumes its engine. The router may send both streams to one
+    replica while the other is new, and a stream may finish before the pause: then two new streams are started.
+    """
     while True:
-        with all_of(*(Client(cluster.server, path, body) for _ in range(2))) as clients:
+        wait_for(lambda: sum(replica.num_unfinished() for replica in replicas) == 0, "no request runs")
+        with all_of(*(Client(cluster.server, path, body) for _ in range(2))) as clients, ExitStack() as stack:
             streams = [client.events() for client in clients]
             for stream in streams:
                 next(stream)
-            if sorted(running(cluster)) == [1, 1]:
-                yield streams
+            resume = [stack.enter_context(replica.paused()) for replica in replicas]
+            if [replica.num_unfinished() for replica in replicas] == [1, 1]:
+                yield streams, resume
                 return
 
 
@@ -165,15 +173,16 @@ def test_an_actor_that_dies_takes_only_its_streams_with_it_and_names_survive(clu
     status, _, described = send(cluster.port, "POST", "/v1/adapters/load", given)
     assert (status, described["id"]) == (200, "captain")
     assert [send(replica.port, "GET", "/v1/models/captain")[0] for replica in replicas] == [200, 200]
-    with stream_on_each(cluster, NATIVE, native(480)) as streams:
+    with paused_streams(cluster, replicas, NATIVE, native(480)) as (streams, resume):
         replicas[0].actor.send_signal(signal.SIGKILL)
+        resume[1]()
         after = [generate(cluster.port, name, PROMPT)[0] for name in ADAPTERS]  # another replica answers at once
         assert all(after)
         ends = sorted((list(stream)[-1] for stream in streams), key=lambda event: "error" in event)
         assert ends[0]["generated_text"]
         assert ends[1]["error_type"] == "generation"
         assert "send the request again" in ends[1]["error"]
-    wait_for(lambda: not replicas[0].server.is_running(), "its server ends with it")
+        wait_for(lambda: not replicas[0].server.is_running(), "its server ends with it")
     kept, (new,) = replicas[1], [replica for replica in pair(cluster) if replica not in replicas]
     assert kept in cluster.replicas()
 
@@ -188,8 +197,9 @@ def test_an_actor_that_dies_takes_only_its_streams_with_it_and_names_survive(clu
 
 def test_a_server_that_dies_is_replaced_and_openai_streams_get_their_form_of_the_error(cluster: Cluster) -> None:
     replicas = pair(cluster)
-    with stream_on_each(cluster, COMPLETIONS, completion(480)) as streams:
+    with paused_streams(cluster, replicas, COMPLETIONS, completion(480)) as (streams, resume):
         replicas[1].server.send_signal(signal.SIGKILL)
+        resume[0]()
         ends = [list(stream)[-1] for stream in streams]
     (error,) = [end["error"] for end in ends if end != "[DONE]"]
     assert error["type"] == "server_error"

@@ -28,6 +28,12 @@ class Wire:
         self._reader, self._writer = reader, writer
         self._parser = _Reader()
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """The client's own address."""
+        host, port = self._writer.get_extra_info("sockname")[:2]
+        return host, port
+
     async def send(self, data: bytes) -> None:
         self._writer.write(data)
         await self._writer.drain()
@@ -125,7 +131,7 @@ class Shared:
     """A whole server for several tests, since making one takes half a second; tests run on its event loop."""
 
     def __init__(self, **config: Any) -> None:
-        self.bench = Bench(**{"default_source": "local", "body_timeout_s": 0.2} | config)
+        self.bench = Bench(**{"default_source": "local", "body_timeout_s": TIMEOUT_S} | config)
         self._settings = uvicorn_config(self.bench.service)
         self._runner = asyncio.Runner()
 

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from lorax_server.text.detokenizer import ByteDetokenizer, WindowDetokenizer, make_detokenizer
+from tests.grids import slow_except
 from tests.optional import present
 from tests.text.tokenizers import (
     BOS,
@@ -32,6 +33,7 @@ from tests.text.tokenizers import (
     words,
 )
 
+QUICK = ("byte-level", "metaspace-always")
 NUM_TEXTS = 1000
 # Tokenizers with tokens of bytes: these can be cut within a character, and can spell invalid text.
 WITH_BYTES = ["byte-level", "sentencepiece", "sentencepiece-no-strip"]
@@ -60,7 +62,7 @@ def test_tokens_that_are_bytes_are_recognised(name: str) -> None:
     assert isinstance(make_detokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer)), ByteDetokenizer)
 
 
-@pytest.mark.parametrize("name", BYTE_KINDS)
+@pytest.mark.parametrize("name", slow_except(QUICK, BYTE_KINDS))
 def test_a_text_that_is_streamed_is_the_text(name: str) -> None:
     kind, rng, within = BYTE_KINDS[name](), random.Random(1), 0
     for text in random_texts(NUM_TEXTS, seed=0):
@@ -72,7 +74,7 @@ def test_a_text_that_is_streamed_is_the_text(name: str) -> None:
     assert (within > 50) == (name in WITH_BYTES)  # many a prompt ended within a character
 
 
-@pytest.mark.parametrize("name", BYTE_KINDS)
+@pytest.mark.parametrize("name", slow_except(QUICK, BYTE_KINDS))
 def test_nothing_is_lost_between_prompt_and_text(name: str) -> None:
     kind, rng = BYTE_KINDS[name](), random.Random(2)
     detokenizer = make_detokenizer(kind.tokenizer)
@@ -88,7 +90,7 @@ def test_nothing_is_lost_between_prompt_and_text(name: str) -> None:
             assert before + generated == whole
 
 
-@pytest.mark.parametrize("name", BYTE_KINDS)
+@pytest.mark.parametrize("name", slow_except(QUICK, BYTE_KINDS))
 def test_several_tokens_at_once_are_the_same_as_one_by_one(name: str) -> None:
     kind, rng = BYTE_KINDS[name](), random.Random(4)
     detokenizer = make_detokenizer(kind.tokenizer)
@@ -142,7 +144,7 @@ def test_any_bytes_cut_anywhere(spelled: bytes, data: st.DataObject) -> None:
     check_every_step(make_detokenizer(kind.tokenizer), kind, ids, prompt)
 
 
-@pytest.mark.parametrize("name", BYTE_KINDS)
+@pytest.mark.parametrize("name", slow_except(QUICK, BYTE_KINDS))
 def test_special_tokens_and_unknown_ones_add_nothing(name: str) -> None:
     kind, rng = BYTE_KINDS[name](), random.Random(8)
     detokenizer, skipped = make_detokenizer(kind.tokenizer), [kind.token_id(EOS), UNKNOWN_ID]
@@ -304,7 +306,7 @@ def test_a_decoder_that_tidies_up_loses_no_words() -> None:
 # --- Cost of looking back ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*BYTE_KINDS, *OTHER_KINDS])
+@pytest.mark.parametrize("name", slow_except([*QUICK, *OTHER_KINDS], [*BYTE_KINDS, *OTHER_KINDS]))
 def test_the_offsets_stay_close(name: str) -> None:
     tokenizer = BYTE_KINDS[name]().tokenizer if name in BYTE_KINDS else OTHER_KINDS[name]()
     ids = [t for text in random_texts(200, seed=18) for t in encode(tokenizer, text) if t != 0][:3000]
@@ -314,7 +316,7 @@ def test_the_offsets_stay_close(name: str) -> None:
         assert 0 <= progress.read_offset - progress.prefix_offset <= 6
 
 
-@pytest.mark.parametrize("name", [*BYTE_KINDS, *OTHER_KINDS])
+@pytest.mark.parametrize("name", slow_except([*QUICK, *OTHER_KINDS], [*BYTE_KINDS, *OTHER_KINDS]))
 def test_the_tokens_before_the_prefix_are_not_needed(name: str) -> None:
     tokenizer = BYTE_KINDS[name]().tokenizer if name in BYTE_KINDS else OTHER_KINDS[name]()
     detokenizer, rng = make_detokenizer(tokenizer), random.Random(19)

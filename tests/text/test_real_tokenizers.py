@@ -22,6 +22,7 @@ from transformers.convert_slow_tokenizer import (
 )
 
 from lorax_server.text.detokenizer import ByteDetokenizer, make_detokenizer
+from tests.grids import slow_except
 from tests.text.tokenizers import UNKNOWN_ID, Kind, check_every_step, random_ends, random_texts, streamed
 
 NUM_TEXTS = 1000
@@ -103,7 +104,7 @@ REAL: dict[str, Callable[[], Kind]] = {
 }
 
 
-@pytest.fixture(scope="module", params=REAL)
+@pytest.fixture(scope="module", params=slow_except(["mistral"], REAL))
 def kind(request: pytest.FixtureRequest) -> Kind:
     return REAL[request.param]()
 

@@ -159,6 +159,7 @@ def test_tokenizers_of_every_kind(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("never_converts")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["deepseek", "mistral"])  # the other two take seconds to make
 def test_tokenizers_of_real_models(kind: str, tmp_path: Path) -> None:
     check_parity(save(tmp_path, REAL[kind]().tokenizer))

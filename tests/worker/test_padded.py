@@ -17,6 +17,7 @@ from lorax_server.plan import Drop, NewRow, StepMasks, StepPlan, StepResult
 from lorax_server.sampling.sampler import History, RowSampling, Sampler
 from lorax_server.types import Alternatives, SamplingParams, StopParams
 from lorax_server.worker.padded import MaskedPlan, PaddedRunner, build_padded, padded_capabilities
+from tests.grids import slow_except
 from tests.models.driving import generate
 from tests.models.tiny import EOS_ID, VOCAB, Pair, Zoo
 
@@ -45,7 +46,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return Zoo(tmp_path_factory.mktemp("zoo"))
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=slow_except(["gpt-neo-window"], NAMES))
 def pair(request: pytest.FixtureRequest, zoo: Zoo) -> Pair:
     return zoo.pair(request.param)
 
@@ -267,7 +268,7 @@ def crowd(lm: CausalLM, seed: int, steps: int = 50) -> list[Running]:
     return everyone
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_except([0], range(3)))
 def test_in_a_crowd_each_gets_what_transformers_gives_it_alone(pair: Pair, seed: int) -> None:
     everyone = crowd(pair.served, seed)
     for sequence in everyone:

@@ -25,9 +25,10 @@ from lorax_server.types import SamplingParams, StopParams
 from lorax_server.weights import Weights
 from lorax_server.worker.graphs import CPU_ROWS, GraphSizes, StepGraphs, StepKind
 from lorax_server.worker.worker import uses_programs
+from tests.grids import slow_except
 from tests.lora import GivenAdapter, random_factors
 from tests.parity.adapters.served import make_model
-from tests.parity.variants import VARIANTS
+from tests.parity.variants import QUICK, VARIANTS
 from tests.worker.test_graphs import BLOCK_SIZE, CPU, MAX_LENGTH, Crowd, Rig, make_hosts
 
 SIZES = GraphSizes.choose_for_cpu()
@@ -110,7 +111,7 @@ def make_strange_hosts(model: PagedCausalLM) -> list[HostAdapter]:
     return [prepare(adapter, targets, torch.float32, FakeGroup()) for adapter in given]
 
 
-@pytest.mark.parametrize("name", sorted({*VARIANTS} - {UNRECORDED}))
+@pytest.mark.parametrize("name", slow_except(QUICK, sorted({*VARIANTS} - {UNRECORDED})))
 def test_programs_give_the_same_bits(name: str) -> None:
     """Rows join and leave, adapters come and go, sequences reach the greatest length.
 

@@ -285,7 +285,7 @@ def test_a_server_that_drips_is_given_up(hub: HubServer, tmp_path: Path) -> None
 def test_a_description_that_drips_is_given_up(hub: HubServer, tmp_path: Path) -> None:
     hub.faults["info"] = Fault(drips=True)
     with pytest.raises(SourceError, match=f"{NAME}.* the hub answers too slowly"):
-        fetch(HubSource(tmp_path / "cache", hub.url, timeout_s=0.2), NAME)
+        fetch(HubSource(tmp_path / "cache", hub.url, timeout_s=1.0), NAME)
 
 
 @pytest.mark.parametrize("coding", ["gzip", "identity"])

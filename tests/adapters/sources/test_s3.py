@@ -28,6 +28,7 @@ from tests.adapters.sources.child import run_child, run_children
 from tests.adapters.sources.hub_server import HubServer, Repo
 from tests.adapters.sources.s3_server import S3Proxy
 from tests.adapters.sources.server import Fault, Reply, Request, running
+from tests.grids import slow_except
 
 BUCKET = "bucket"
 NAME = "team/adapter"
@@ -292,7 +293,9 @@ def test_all_sources_have_the_same_files_of_an_adapter(places: dict[str, tuple[S
         assert _read_templates(files, {}) == {"default": "one in its place", "tool_use": "another"}
 
 
-@pytest.mark.parametrize("file", ["additional_chat_templates/default.jinja", "vocab.txt", "tekken.json"])
+@pytest.mark.parametrize(
+    "file", slow_except(["vocab.txt"], ["additional_chat_templates/default.jinja", "vocab.txt", "tekken.json"])
+)
 def test_a_file_of_the_tokenizer_makes_another_version(admin: Any, source: S3Source, file: str) -> None:
     put(admin, NAME, FULL)
     first = fetch(source, NAME)
@@ -427,7 +430,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("checksum", ["md5", "sha256"])
+@pytest.mark.parametrize("checksum", slow_except(["sha256"], ["md5", "sha256"]))
 @pytest.mark.parametrize("damaged", DAMAGE.values(), ids=DAMAGE)
 def test_damaged_weights_are_refused(
     admin: Any, proxy: S3Proxy, source: S3Source, tmp_path: Path, damaged: bytes, checksum: str
@@ -548,6 +551,7 @@ FETCH_IN_A_CHILD = """
 """
 
 
+@pytest.mark.slow
 def test_two_processes_fetch_once(proxy: S3Proxy, tmp_path: Path) -> None:
     run_children(2, FETCH_IN_A_CHILD, tmp_path / "cache", proxy.url)
     assert len(proxy.requests(WEIGHTS)) == 1

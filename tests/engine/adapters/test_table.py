@@ -25,6 +25,7 @@ from lorax_server.errors import AdapterError, InputError, LoraxError, SourceErro
 from lorax_server.plan import AdapterOp, Drop, Load, Prepare, Prepared, Unload
 from lorax_server.types import AdapterRef, Merge
 from tests.engine.fake_workers import UNIT_BYTES, VOCAB, World, make_capabilities, make_spec
+from tests.grids import slow_except
 
 
 class Desk:
@@ -860,7 +861,10 @@ KINDS_OF_WAITING = [
 
 @pytest.mark.parametrize(
     ("kind", "limit"),
-    [*((kind, "units") for kind in KINDS_OF_WAITING), *((kind, "indices") for kind in KINDS_OF_WAITING[:4])],
+    [
+        *((kind, "units") for kind in KINDS_OF_WAITING),
+        *(pytest.param(kind, "indices", marks=pytest.mark.slow) for kind in KINDS_OF_WAITING[:4]),
+    ],
 )
 def test_many_that_wait_take_time_by_their_number(kind: str, limit: str) -> None:
     """Count the lines that one `advance` runs: about ten times as many for ten times as many adapters."""
@@ -1086,7 +1090,7 @@ def test_loads_are_answered() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("host_units", [3, 6, 30])
+@pytest.mark.parametrize("host_units", slow_except([6], [3, 6, 30]))
 @pytest.mark.parametrize("cold", ["c", "cde"])
 def test_cold_adapters_are_served_under_endless_traffic_for_others(depth: int, host_units: int, cold: str) -> None:
     """Serve each of them within a bounded number of steps, again and again: no starvation."""

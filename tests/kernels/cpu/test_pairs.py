@@ -20,7 +20,11 @@ SILU = Activation("silu", F.silu)
 NATIVE = CpuOps()
 
 
-@pytest.fixture(params=["emulated", "native"] if NATIVE.has_fast_bfloat16 else ["emulated"])
+# The emulation is compiled first, for seconds.
+EMULATED = pytest.param("emulated", marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=[EMULATED, "native"] if NATIVE.has_fast_bfloat16 else [EMULATED])
 def ops(request: pytest.FixtureRequest, restored_threads: None, emulated: CpuOps) -> CpuOps:
     torch.set_num_threads(2)
     return emulated if request.param == "emulated" else NATIVE

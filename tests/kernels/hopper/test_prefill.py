@@ -258,8 +258,9 @@ def test_heads_are_packed_where_they_fill_the_rows() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("soft_cap", [False, True])
-@pytest.mark.parametrize("head_dim", [128, *(pytest.param(n, marks=pytest.mark.slow) for n in HEAD_DIMS if n != 128)])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_kernel_stays_in_registers_and_its_products_overlap(head_dim: int, soft_cap: bool) -> None:
     """The assembler says where it has to spill, or lets each product end before the next one."""
     log = io.StringIO()

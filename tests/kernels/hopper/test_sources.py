@@ -49,9 +49,8 @@ MORE_VARIANTS: list[Variant] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "variant", [*VARIANTS, *(pytest.param(variant, marks=pytest.mark.slow) for variant in MORE_VARIANTS)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [*VARIANTS, *MORE_VARIANTS], ids=str)
 def test_a_variant_compiles(variant: Variant, tmp_path: Path) -> None:
     assert Compiler("sm_90a", tmp_path).compile(variant.source)[:4] == b"\x7fELF"
 

@@ -132,6 +132,7 @@ def test_stretches_grow_with_a_sequence_and_are_all_listed(
     )
 
 
+@pytest.mark.slow
 def test_neighbours_change_no_bit(device: torch.device) -> None:
     lengths = (
         [40, 0, 9, 16, 1, 33] if device.type == "cpu" else [3000, 0, 9, 256, 1, 513, 9000, 8193, *range(1, 900, 14)]

@@ -142,7 +142,7 @@ def check_rotation(
         ((5, 1, 6), 2, (torch.bfloat16, torch.bfloat16)),
         ((2, 2, 4), 0, (torch.float32, torch.float32)),
         ((2, 2, 4), None, (torch.float32, FP8)),
-        ((40, 33, 128), 128, (torch.bfloat16, torch.bfloat16)),
+        pytest.param((40, 33, 128), 128, (torch.bfloat16, torch.bfloat16), marks=pytest.mark.slow),
     ],
 )
 def test_rotation_and_write(

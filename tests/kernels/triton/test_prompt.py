@@ -169,7 +169,7 @@ def test_a_long_prompts_gate_and_factors_alone(
     )
 
 
-@pytest.mark.parametrize("name", choose(["quick_gelu", "relu"], list(ACTIVATIONS)))
+@pytest.mark.parametrize("name", choose(["quick_gelu", "relu"], list(ACTIVATIONS), fast=1))
 @pytest.mark.parametrize(
     "runs", [[(0, 3), (1, 2)], [(0, 40 if IS_INTERPRETED else 270), (1, 2)]], ids=["decode", "prompt"]
 )
@@ -184,7 +184,8 @@ def find_places(batch: LoraBatch) -> dict[object, int]:
     return {key: tile.data_ptr() for key, tile in batch.derived.items() if tiles.PROMPT_TILES in str(key)}
 
 
-@pytest.mark.parametrize("layer", choose(SMALL_LAYERS[2:3], LAYERS, fast=1), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", choose(SMALL_LAYERS[2:3], LAYERS), ids=str)
 def test_a_batch_in_a_graph_gets_other_adapters_in_place(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, layer: Layer
 ) -> None:

@@ -10,6 +10,7 @@ from lorax_server.adapters.batch import AdapterArena, AdapterBatchData, AdapterB
 from lorax_server.distributed import ProcessGroup
 from lorax_server.models.custom_modeling.neox_modeling import GPTNeoxForCausalLM
 from lorax_server.models.custom_modeling.opt_modeling import OPTForCausalLM
+from tests.grids import slow_except
 from tests.paged import PagedDriver
 from tests.parity.adapters.mixed import SPREAD, mixed_cases, write_mixed
 from tests.parity.adapters.served import load_adapters, make_model
@@ -59,7 +60,7 @@ def compare(base: str, rows: list[tuple[int, int, list[int]]], batched: list[Any
         assert torch.equal(together.argmax(1), single.argmax(1)), what
 
 
-@pytest.mark.parametrize("base", ["llama-attention-bias", "gpt2"])
+@pytest.mark.parametrize("base", ["llama-attention-bias", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_paged(base: str, tmp_path: Path, device: torch.device) -> None:
     written = write_mixed(base, tmp_path)
     model = make_model(base, device, spread=SPREAD)
@@ -75,7 +76,7 @@ def test_paged(base: str, tmp_path: Path, device: torch.device) -> None:
         assert (got - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("base", PADDED)
+@pytest.mark.parametrize("base", slow_except(["neox-parallel"], PADDED))
 def test_padded(base: str, tmp_path: Path, device: torch.device) -> None:
     written = write_mixed(base, tmp_path)
     served = make_model(base, device, spread=SPREAD)
@@ -131,7 +132,7 @@ def run_sharded_padded(group: ProcessGroup, base: str, folders: list[Path]) -> l
     return run_padded(model, arena, make_rows(base))
 
 
-@pytest.mark.parametrize("base", PADDED)
+@pytest.mark.parametrize("base", slow_except(["opt-pre-norm"], PADDED))
 def test_tensor_parallel_padded(base: str, tmp_path: Path, ranks: RankPool) -> None:
     folders = [folder for _, folder in write_mixed(base, tmp_path)]
     rows = make_rows(base)
@@ -142,11 +143,8 @@ def test_tensor_parallel_padded(base: str, tmp_path: Path, ranks: RankPool) -> N
             assert torch.allclose(padded, expected, rtol=0, atol=1e-4)
 
 
-# The models themselves over several ranks: tests/parity/test_tensor_parallel.py.
-SLOW = [pytest.param(base, marks=pytest.mark.slow) for base in ("gpt2", "neox-parallel", "opt-pre-norm")]
-
-
-@pytest.mark.parametrize("base", ["llama-attention-bias", *SLOW])
+@pytest.mark.slow  # the models themselves over several ranks: tests/parity/test_tensor_parallel.py
+@pytest.mark.parametrize("base", ["llama-attention-bias", "gpt2", "neox-parallel", "opt-pre-norm"])
 def test_tensor_parallel(base: str, tmp_path: Path, ranks: RankPool) -> None:
     folders = [folder for _, folder in write_mixed(base, tmp_path)]
     rows = make_rows(base)

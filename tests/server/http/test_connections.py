@@ -152,8 +152,19 @@ async def stay(edge: Edge, address: str = "127.0.0.1") -> Wire:
     await wire.send(HEALTH)
     await wire.hear(1)
     await wire.send(BUSY)
-    await asyncio.sleep(0.01)
+    await until_app_has(edge, wire)
     return wire
+
+
+async def until_app_has(edge: Edge, wire: Wire) -> None:
+    """Wait until the application has the request for `/stay`."""
+
+    def is_there(connection: Any) -> bool:
+        return bool(connection.client == wire.address and connection.scope and connection.scope.get("path") == "/stay")
+
+    async with asyncio.timeout(30):
+        while not any(map(is_there, edge.state.connections)):
+            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize(("limits", "status", "reason"), [((2, 0), 503, "full"), ((9, 2), 429, "address")])
@@ -351,7 +362,7 @@ def test_a_connection_that_answers_is_not_taken_for_an_idle_one() -> None:
         await wire.send(HEALTH + BUSY[:-2])
         assert [answer.status for answer in await wire.hear(1)] == [200]
         await wire.send(BUSY[-2:])
-        await asyncio.sleep(0.05)
+        await until_app_has(edge, wire)
         connection: Any
         (connection,) = edge.state.connections
         assert connection.timeout_keep_alive_task is None

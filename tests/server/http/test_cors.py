@@ -8,6 +8,7 @@ from fastapi import FastAPI
 
 from lorax_server.config import CorsConfig
 from lorax_server.server.app import make_app
+from tests.grids import slow_except
 from tests.server.bench import Bench
 from tests.server.fake_server import Reply, Routes
 
@@ -40,7 +41,7 @@ def send(cors: CorsConfig, method: str, path: str, headers: Mapping[str, str]) -
 
 
 @pytest.mark.parametrize("origins", [("*",), (PAGE,)])
-@pytest.mark.parametrize("has_credentials", [False, True])
+@pytest.mark.parametrize("has_credentials", slow_except([True], [False, True]))
 def test_sdks_may_ask_from_a_page_that_is_allowed(origins: tuple[str, ...], has_credentials: bool) -> None:
     reply = ask_before(CorsConfig(origins, allow_credentials=has_credentials))
     assert reply.status == 200

@@ -1,0 +1,16 @@
+"""Grids of cases: `make test` runs a representative part of them, `make test-all` and CI run all."""
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+import pytest
+
+
+def slow_except(quick: Container[Any], values: Iterable[Any]) -> list[Any]:
+    """Return the values as test parameters, those outside `quick` marked as slow."""
+    return [pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in values]
+
+
+def some_fast(rows: Iterable[tuple[Any, ...]], every: int = 5) -> list[Any]:
+    """Return the rows as test parameters, all but one in `every` marked as slow."""
+    return [pytest.param(*row, marks=pytest.mark.slow if index % every else ()) for index, row in enumerate(rows)]

@@ -1,0 +1,77 @@
+"""Ray's router with our choice of replicas, without Ray: replicas are values. `test_ray_replicas.py` has a cluster."""
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve._private.common import DeploymentID, ReplicaID
+from ray.serve.request_router import RequestRouter
+
+from lorax_server.scale.placement import ReplicaChooser, Wanted, hash_name
+from lorax_server.scale.ray_router import AdapterRouter, RandomRouter
+from lorax_server.scale.replica import TIERS, _pack
+
+DEPLOYMENT = DeploymentID("servers", "lorax")
+NAMES = ("a", "b", "c")
+
+
+def make_replica(name: str, device: Sequence[str] = (), is_draining: bool = False) -> Any:
+    """Return a replica that reports these adapters on its device."""
+    report: dict[str, Any] = {tier: _pack(device if tier == "device" else ()) for tier in TIERS}
+    report |= {"capacity": None, "is_draining": is_draining}
+    return SimpleNamespace(replica_id=ReplicaID(name, DEPLOYMENT), routing_stats=report)
+
+
+@pytest.fixture
+def router(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a router that Ray has not started."""
+    monkeypatch.setattr(RequestRouter, "update_replicas", lambda *_: None)
+    router: Any = AdapterRouter.__new__(AdapterRouter)
+    router._use_replica_queue_len_cache = False
+    router._replica_queue_len_cache = {}
+    router.initialize_state()
+    return router
+
+
+def choose(router: Any, replicas: list[Any], *args: Any) -> list[list[str]]:
+    """Return the names of the replicas in the ranks of a request with these arguments."""
+    request: Any = SimpleNamespace(args=args, routing_context=SimpleNamespace(should_backoff=False))
+    ranks = asyncio.run(router.choose_replicas(replicas, request))
+    assert request.routing_context.should_backoff
+    return [[each.replica_id.unique_id for each in rank] for rank in ranks]
+
+
+def owners(adapter: str) -> list[str]:
+    chooser = ReplicaChooser()
+    chooser.set_replicas(NAMES)
+    return chooser.owners(hash_name(adapter))
+
+
+def test_a_request_goes_where_its_adapter_is(router: Any) -> None:
+    last = owners("poet")[-1]
+    replicas = [make_replica(name, device=["poet"] if name == last else []) for name in NAMES]
+    router.update_replicas(replicas)
+    (first,), others = choose(router, replicas, Wanted(hash_name("poet")), ())
+    assert first == last
+    assert sorted([first, *others]) == sorted(NAMES)
+
+
+def test_replicas_that_failed_to_respond_are_avoided(router: Any) -> None:
+    replicas = [make_replica(name) for name in NAMES]
+    router.update_replicas(replicas)
+    first, second, third = owners("poet")
+    assert choose(router, replicas, Wanted(hash_name("poet")), [first]) == [[second], [third]]
+
+
+def test_draining_replicas_get_no_requests(router: Any) -> None:
+    replicas = [make_replica(name, is_draining=True) for name in NAMES]
+    router.update_replicas(replicas)
+    assert choose(router, replicas, Wanted(hash_name("poet")), ()) == []
+
+
+def test_the_random_router_ranks_all_replicas() -> None:
+    replicas = [make_replica(name) for name in NAMES]
+    router: Any = RandomRouter.__new__(RandomRouter)
+    assert sorted(choose(router, replicas)) == [[name] for name in NAMES]
