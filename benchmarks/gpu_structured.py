@@ -5,7 +5,7 @@ The model is random, in bfloat16, and its tokenizer is made: 128k tokens of word
 before the measurement does. A step is timed from its end to the end of the next, text included, and counts if all
 sequences get a token in both. The time per token counts all steps, including steps in which a sequence gets no token
 because its mask is late. Rounds are interleaved. The first cases sample each token in a step of its own; in the cases
-with `fast forward`, forced tokens are consumed ahead of the model, as in a server.
+with `fast forward`, forced tokens are consumed ahead of the model; a server does that with up to 16 sequences.
 """
 
 import statistics
@@ -21,13 +21,14 @@ from report import Record, report
 from structured import make_schema
 
 from lorax_server.engine.engine import Engine
+from lorax_server.machine import shorten_turns
 from lorax_server.types import Output, SamplingParams, StopParams, Structure
 from lorax_server.worker.worker import Worker
 
 ROWS, PROMPT, STEPS, ROUNDS = 64, 128, 128, 5
 SHORT_ROWS, SHORT_STEPS, SHORT_ROUNDS = 8, 24, 1  # of a tiny model
 MAX_LENGTH = 1024
-GOAL = 1.03
+GOAL = 1.05
 FAST_FORWARD = ", fast forward"
 SAMPLED = SamplingParams(do_sample=True, temperature=0.8, top_p=0.9, seed=1)
 PHASES = {
@@ -220,6 +221,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help=f"rounds (default: {ROUNDS})")
     parser.add_argument("--phases", action="store_true", help="print where the time goes, which takes time too")
     args = parser.parse_args()
+    shorten_turns()  # as the engine process does
     rows, steps, rounds = (SHORT_ROWS, SHORT_STEPS, SHORT_ROUNDS) if args.tiny else (ROWS, STEPS, ROUNDS)
     steps, rounds = args.steps or steps, args.rounds or rounds
     print(f"{describe_device()}, torch {torch.__version__}, CUDA {torch.version.cuda}")

@@ -76,7 +76,8 @@ def assemble(
         max_inputs=capabilities.max_inputs,
         num_threads=config.sources.num_threads,
     )
-    structured_output = StructuredOutput(make_vocabulary or partial(build_vocabulary, config.model.path))
+    make_vocabulary = make_vocabulary or partial(build_vocabulary, config.model.path)
+    structured_output = StructuredOutput.for_device(make_vocabulary, config.model.device)
     return Engine(executor, scheduler, pool, table, resolver, structured_output)
 
 

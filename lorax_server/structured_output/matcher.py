@@ -115,7 +115,7 @@ class GrammarState:
         compiled.num_completions += 1
         self.matcher = compiled.matcher.deep_copy()
         self.words = compiled.mask[: self._vocabulary.num_words].copy()
-        self._finish_mask(compiled.may_end)
+        self._finish_mask(compiled.may_end, int(np.count_nonzero(self.words)))
 
     @property
     def has_failed(self) -> bool:
@@ -130,20 +130,21 @@ class GrammarState:
         self.compiled.num_tokens += len(token_ids)
         if not self.matcher.consume_tokens(list(token_ids)):
             _check(self.matcher)
-        mask = self._vocabulary.make_masks(1)
-        self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        self.take_mask(mask[0], bool(self._vocabulary.take_ends(mask)[0]))
+        masks = self._vocabulary.make_masks(1)
+        self.matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
+        may_end = bool(self._vocabulary.take_ends(masks)[0])
+        self.take_mask(masks[0], may_end, int(np.count_nonzero(masks)))
         spent_s = time.thread_time() - started_s
         self.compiled.record(spent_s)
         self.spent_s += spent_s
         if self.spent_s > max(SPENT_S, TOKEN_S * len(self.history)):
             raise SlowGrammarError(f"it takes longer than {TOKEN_S * 1000:g} ms per token; simplify the grammar")
 
-    def take_mask(self, mask: Words, may_end: bool) -> None:
+    def take_mask(self, mask: Words, may_end: bool, num_nonzero: int) -> None:
         """Take the mask of the next token. Raise `GrammarError` if the matcher has failed or no token is left."""
         _check(self.matcher)
         self.words = mask[: self._vocabulary.num_words]
-        self._finish_mask(may_end)
+        self._finish_mask(may_end, num_nonzero)
 
     def restart(self, compiled: CompiledGrammar) -> "GrammarState":
         """Return a state that has consumed the same tokens with another compiled grammar."""
@@ -164,22 +165,29 @@ class GrammarState:
     def fail_when_reached(self, token_id: int, error: GrammarError) -> None:
         """Allow only this token, and fail when it is consumed: the completion may end before that."""
         self.words.fill(0)
-        _set(self.words, (token_id,))
+        self.words.view(np.uint32)[token_id // 32] = 1 << token_id % 32
         self._failure = error
 
-    def _finish_mask(self, may_end: bool) -> None:
+    def _finish_mask(self, may_end: bool, num_nonzero: int) -> None:
         """Set or clear the ending tokens in the mask. Raise `GrammarError` if no token is left."""
-        words, ending = self.words, self._ending
-        _clear(words, ending.eos)  # an eos token can be text of the grammar too, and would cut it off
-        if may_end:
-            _set(words, ending.eos)
+        bits, ending = self.words.view(np.uint32), self._ending
+        for token_id in ending.eos:  # an eos token can be text of the grammar too, and would cut it off
+            word, bit = token_id // 32, 1 << token_id % 32
+            if word >= len(bits):
+                continue
+            before = int(bits[word])
+            after = before | bit if may_end else before & ~bit
+            if after != before:
+                bits[word] = after
+                num_nonzero += bool(after) - bool(before)
         if len(self.history) < ending.min_new_tokens:
-            longer = words.copy()
+            longer = self.words.copy()
             _clear(longer, (*ending.eos, *ending.others))
             if longer.any():
-                words[:] = longer
-        self._num_nonzero_words = int(np.count_nonzero(words))
-        if not self._num_nonzero_words:
+                self.words[:] = longer
+                num_nonzero = int(np.count_nonzero(longer))
+        self._num_nonzero_words = num_nonzero
+        if not num_nonzero:
             raise GrammarError(NO_TEXT)
 
 
@@ -197,34 +205,29 @@ def consume_together(executor: "LLExecutor", items: Sequence[tuple[GrammarState,
     places = [(state.matcher, place) for place, (state, _) in enumerate(items)]
     executor.unsafe_compute_mask_ptr(places, masks.ctypes.data, vocabulary.mask_bytes, len(items))
     errors: list[GrammarError | None] = []
-    for (state, _), mask, may_end in zip(items, masks, vocabulary.take_ends(masks).tolist(), strict=True):
+    ends = vocabulary.take_ends(masks).tolist()
+    counts = np.count_nonzero(masks, axis=1).tolist()
+    for (state, _), mask, may_end, num_nonzero in zip(items, masks, ends, counts, strict=True):
         try:
-            state.take_mask(mask, may_end)
+            state.take_mask(mask, may_end, num_nonzero)
             errors.append(None)
         except GrammarError as error:
             errors.append(error)
     return errors
 
 
-def make_executor() -> "LLExecutor":
-    """Make an executor of one thread. More do not help: completions of one grammar wait for each other."""
+def make_executor(num_threads: int) -> "LLExecutor":
+    """Make an executor whose threads have the stack of mask threads."""
     from llguidance import LLExecutor  # noqa: PLC0415 - as above
 
     name, before = "RUST_MIN_STACK", os.environ.get("RUST_MIN_STACK")
-    os.environ[name] = str(STACK_BYTES)  # read when the thread starts
+    os.environ[name] = str(STACK_BYTES)  # read when the threads start
     try:
-        return LLExecutor(1)
+        return LLExecutor(num_threads)
     finally:
         del os.environ[name]
         if before is not None:
             os.environ[name] = before
-
-
-def _set(words: Words, token_ids: Iterable[int]) -> None:
-    bits = words.view(np.uint32)
-    for token_id in token_ids:
-        if token_id // 32 < len(bits):
-            bits[token_id // 32] |= np.uint32(1 << token_id % 32)
 
 
 def _clear(words: Words, token_ids: Iterable[int]) -> None:

@@ -16,6 +16,7 @@ from lorax_server.engine import engine
 from lorax_server.errors import InputError
 from lorax_server.generation.generation import Completion
 from lorax_server.llm import LLM
+from lorax_server.structured_output import manager
 from lorax_server.structured_output.grammars import from_choices, from_grammar, from_json_schema, from_regex
 from lorax_server.types import FinishReason, SamplingParams, StopParams, Structure
 from tests.demo.server import FOLDER, read_examples
@@ -242,6 +243,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let steps wait for masks on a busy machine too, so that their number says how many tokens came at once."""
     for name in ("MASK_WAIT_S", "ALONE_MASK_WAIT_S"):
         monkeypatch.setattr(engine, name, 60.0)
+    monkeypatch.setattr(manager, "FORCED_S", 60.0)
 
 
 @contextmanager

@@ -93,6 +93,7 @@ def test_grammar_whose_masks_take_long_is_not_fast(driver: Driver, monkeypatch: 
     request_id, random = driver.start(LETTERS), np.random.default_rng(0)
     for _ in range(3 * matcher.NUM_TIMED):
         assert driver.advance(request_id, random)
+    assert driver.allowed(request_id)
     gate = Gate(monkeypatch)
     assert driver.advance(request_id, random)
     assert gate.is_blocked.wait(TIMEOUT_S)
@@ -102,7 +103,7 @@ def test_grammar_whose_masks_take_long_is_not_fast(driver: Driver, monkeypatch: 
 
 def test_batch_that_takes_long_has_its_grammars_timed_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matcher, "SLOW_S", 60.0)
-    monkeypatch.setattr(manager, "BATCH_S", -1.0)
+    monkeypatch.setattr(manager, "BATCH_S", -60.0)
     request_id, random = driver.start(LETTERS), np.random.default_rng(0)
     for _ in range(matcher.NUM_TIMED + 1):  # the last one in a batch
         assert driver.advance(request_id, random)
@@ -200,6 +201,12 @@ def test_masks_are_the_same_in_a_batch_and_alone(
 # --- Forced tokens ----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let forced tokens take as long as a busy machine needs."""
+    monkeypatch.setattr(manager, "FORCED_S", 60.0)
+
+
 def test_forced_tokens_are_consumed_ahead(driver: Driver) -> None:
     request_id = driver.start(from_regex("[ab]Q{12}[ab]"), fast_forward=True)
     driver.consume(request_id, driver.allowed(request_id)[0])
@@ -215,6 +222,20 @@ def test_forced_tokens_are_limited_at_a_stretch(driver: Driver, monkeypatch: pyt
     following = driver.structured_output.gather([request_id], TIMEOUT_S)[request_id]
     assert len(following.forced) == 5
     assert len(list_allowed(following.words)) == 1
+
+
+def test_many_completions_do_not_fast_forward(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(model)
+    monkeypatch.setattr(driver.structured_output, "_max_fast_forward", 1)
+    try:
+        first, second = (driver.start(from_regex("[ab]Q{12}[ab]"), fast_forward=True) for _ in range(2))
+        driver.consume(first, driver.allowed(first)[0])
+        assert not driver.structured_output.gather([first], TIMEOUT_S)[first].forced
+        driver.end(second)
+        driver.consume(first, driver.allowed(first)[0])
+        assert driver.structured_output.gather([first], TIMEOUT_S)[first].forced
+    finally:
+        driver.close()
 
 
 def test_token_that_is_not_the_forced_one_fails_its_request_alone(
