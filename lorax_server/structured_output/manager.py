@@ -39,9 +39,9 @@ MAX_THREADS = 4
 MAX_GPU_FAST_FORWARD = 16  # an H200 saves 8 % per token with 16 completions and loses 20 % with 64
 MAX_BATCH = 256  # masks that are computed at once
 MAX_FORCED = 32  # tokens that are consumed ahead of the model
-FORCED_S = 0.002  # for them at a stretch, so that their mask is not late
+FORCED_S, GPU_FORCED_S = 0.01, 0.002  # for them at a stretch, so that their mask is not late
 COMPILE_NICENESS = 10  # forwards go first, but compiling must finish on a busy machine
-BATCH_S, BATCH_MASK_S = 0.003, 0.0001  # a batch of masks that takes longer, in all and per mask, is timed one by one
+BATCH_S, BATCH_MASK_S = 0.01, 0.0005  # a batch of masks that takes longer, in all and per mask, is timed one by one
 _Key = tuple[str, str]  # a vocabulary's digest, a grammar
 
 
@@ -104,17 +104,22 @@ class StructuredOutput:
     """Compile grammars and compute masks for the engine. Its public methods belong to the engine's thread."""
 
     def __init__(
-        self, build_base: Callable[[], Vocabulary], num_threads: int = 1, max_fast_forward: float = math.inf
+        self,
+        build_base: Callable[[], Vocabulary],
+        num_threads: int = 1,
+        max_fast_forward: float = math.inf,
+        forced_s: float = FORCED_S,
     ) -> None:
         """`build_base` makes the base model's vocabulary, on another thread, when it is first needed.
 
-        Forced tokens are consumed ahead while there are at most `max_fast_forward` completions with a grammar.
+        Forced tokens are consumed ahead while there are at most `max_fast_forward` completions with a grammar, for up
+        to `forced_s` at a stretch.
         """
         self.on_news: Callable[[], None] = lambda: None  # called on any thread when `take_settled` has results
         self.fast_forward = True  # consume forced tokens ahead of the model
         self._build_base = build_base
         self._num_threads = num_threads
-        self._max_fast_forward = max_fast_forward
+        self._max_fast_forward, self._forced_s = max_fast_forward, forced_s
         self._threads: _Threads | None = None
         self._completions: dict[int, _Completion] = {}
         self._changed = threading.Condition()  # guards all below
@@ -130,7 +135,7 @@ class StructuredOutput:
         """On a CPU, the model needs the cores; on a GPU, steps of many sequences with forced tokens are slow."""
         if device == "cpu":
             return cls(build_base)
-        return cls(build_base, max(1, min(MAX_THREADS, count_cores() // 4)), MAX_GPU_FAST_FORWARD)
+        return cls(build_base, max(1, min(MAX_THREADS, count_cores() // 4)), MAX_GPU_FAST_FORWARD, GPU_FORCED_S)
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._completions
@@ -392,7 +397,7 @@ class StructuredOutput:
     def _look_ahead(self, completion: _Completion, state: GrammarState) -> None:
         now = time.monotonic()
         if not completion.ahead:
-            completion.ahead_until = now + FORCED_S
+            completion.ahead_until = now + self._forced_s
         may_continue = len(completion.ahead) < MAX_FORCED and now <= completion.ahead_until
         may_continue &= len(self._completions) <= self._max_fast_forward
         forced = state.find_forced() if may_continue else None

@@ -201,12 +201,6 @@ def test_masks_are_the_same_in_a_batch_and_alone(
 # --- Forced tokens ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let forced tokens take as long as a busy machine needs."""
-    monkeypatch.setattr(manager, "FORCED_S", 60.0)
-
-
 def test_forced_tokens_are_consumed_ahead(driver: Driver) -> None:
     request_id = driver.start(from_regex("[ab]Q{12}[ab]"), fast_forward=True)
     driver.consume(request_id, driver.allowed(request_id)[0])
