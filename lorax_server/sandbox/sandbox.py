@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from lorax_server.errors import BusyError, OverloadedError
-from lorax_server.sandbox.task import ENVIRONMENT, Task, TaskError, TaskKilledError, TaskTimeError
+from lorax_server.sandbox.task import ENVIRONMENT, SandboxTask, TaskError, TaskKilledError, TaskTimeError
 from lorax_server.sandbox.worker import LAST, OK, OUT_OF_MEMORY, TIME_SIGNAL, read_frame, write_frame
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ STOPPING = "the server is stopping"
 
 
 class _Job(NamedTuple):
-    task: Task
+    task: SandboxTask
     args: Sequence[Any]
     tenant: str
     future: "Future[bytes]"
@@ -52,7 +52,7 @@ class Sandbox:
         self._processes: list[_WorkerProcess] = []
         self._threads: list[threading.Thread] = []
 
-    def submit(self, task: Task, *args: Any, tenant: str = "") -> "Future[bytes]":
+    def submit(self, task: SandboxTask, *args: Any, tenant: str = "") -> "Future[bytes]":
         """Queue a task and return its future, which fails with `TaskError`, `TaskKilledError` or `BusyError`."""
         job, key = _Job(task, args, tenant, Future()), (task.function, tenant)
         with self._changed:
@@ -69,7 +69,7 @@ class Sandbox:
             self._changed.notify_all()
         return job.future
 
-    async def run(self, task: Task, *args: Any, tenant: str = "", wait_s: float | None = None) -> bytes:
+    async def run(self, task: SandboxTask, *args: Any, tenant: str = "", wait_s: float | None = None) -> bytes:
         """Run a task from an event loop. Raise `BusyError` if it is not done after `wait_s`."""
         future = self.submit(task, *args, tenant=tenant)
         try:
@@ -152,7 +152,7 @@ class _WorkerProcess:
         self._is_closed = False
         self._connection: socket.socket | None = None
 
-    def run(self, task: Task, args: Sequence[Any]) -> bytes:
+    def run(self, task: SandboxTask, args: Sequence[Any]) -> bytes:
         """Run a task. Replace the worker if it is gone."""
         try:
             request = pickle.dumps((task, args), protocol=5)
@@ -225,7 +225,7 @@ class _WorkerProcess:
             raise
         return self._connection
 
-    def _explain_death(self, task: Task) -> Exception:
+    def _explain_death(self, task: SandboxTask) -> Exception:
         # The process closed its socket, or wrote nonsense: let it finish dying, so that its own status counts.
         process = self._process
         if process is not None:

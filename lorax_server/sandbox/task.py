@@ -7,7 +7,7 @@ ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 MAX_ERROR = 2000  # characters: untrusted code may raise errors of any length
 
 
-class Task(NamedTuple):
+class SandboxTask(NamedTuple):
     """A function for a sandbox worker, and its limits."""
 
     function: str  # "module:name"; it returns bytes and raises `TaskError` for errors that the user caused

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lorax_server.machine import end_with_parent
-from lorax_server.sandbox.task import MAX_ERROR, Task, TaskError
+from lorax_server.sandbox.task import MAX_ERROR, SandboxTask, TaskError
 
 LENGTH = struct.Struct(">Q")
 OK, ERROR, OUT_OF_MEMORY = b"o", b"e", b"m"
@@ -51,7 +51,7 @@ def write_frame(connection: socket.socket, body: bytes) -> None:
     connection.sendall(LENGTH.pack(len(body)) + body)
 
 
-def run_task(task: Task, args: Sequence[Any]) -> bytes:
+def run_task(task: SandboxTask, args: Sequence[Any]) -> bytes:
     """Run a task under its limits and return the reply. Exceeding the CPU time kills this process."""
     module, name = task.function.split(":")
     function: Callable[..., bytes] = getattr(importlib.import_module(module), name)  # at no cost for the task

@@ -9,10 +9,10 @@ from cachetools import LRUCache, TTLCache
 
 from lorax_server.errors import InputError
 from lorax_server.sandbox.sandbox import Sandbox
-from lorax_server.sandbox.task import Task, TaskError, TaskKilledError, TaskTimeError
+from lorax_server.sandbox.task import SandboxTask, TaskError, TaskKilledError, TaskTimeError
 from lorax_server.types import Structure, TokenTable
 
-TRIAL = Task(
+TRIAL = SandboxTask(
     "lorax_server.structured_output.trial_task:compile_grammar",
     cpu_s=0.25,
     memory_bytes=2**28,
@@ -29,7 +29,7 @@ _Key = tuple[str, str]  # a vocabulary's digest, a grammar
 class GrammarTrials:
     """Try grammars once each and remember the results. Any thread may use it."""
 
-    def __init__(self, sandbox: Sandbox, task: Task = TRIAL) -> None:
+    def __init__(self, sandbox: Sandbox, task: SandboxTask = TRIAL) -> None:
         self._sandbox = sandbox
         self._task = task
         self._lock = threading.Lock()  # guards all below

@@ -106,7 +106,7 @@ class Vocabulary:
 
 
 @dataclass
-class _Entry:
+class _KeptVocabulary:
     table: TokenTable | None = None  # None: the base model's
     vocabulary: Vocabulary | None = None
     error: LoraxError | None = None
@@ -118,7 +118,7 @@ class Vocabularies:
     """Keep the base model's vocabulary, and those of adapters that were used last. The caller holds a lock."""
 
     def __init__(self) -> None:
-        self._entries = {"": _Entry()}  # by digest; the base model's is "", adapters used last are at the end
+        self._entries = {"": _KeptVocabulary()}  # by digest; the base model's is "", adapters used last are at the end
 
     def acquire(self, table: TokenTable | None, request_id: int, tenant: str) -> None:
         """Reserve a vocabulary for a request. Raise if the request cannot have it."""
@@ -131,7 +131,7 @@ class Vocabularies:
                 self._check_tenant(tenant)
             if entry is None:
                 self._evict()
-                entry = _Entry(table)
+                entry = _KeptVocabulary(table)
             self._entries.pop(digest, None)
             self._entries[digest] = entry
         assert entry is not None
@@ -143,7 +143,7 @@ class Vocabularies:
 
     def find(self, digest: str) -> tuple[Vocabulary | None, TokenTable | None]:
         """Return a vocabulary, if it was built, and the table to build it from."""
-        entry = self._entries.get(digest, _Entry())
+        entry = self._entries.get(digest, _KeptVocabulary())
         return entry.vocabulary, entry.table
 
     def store(self, digest: str, built: Vocabulary | LoraxError) -> None:

@@ -11,11 +11,11 @@ from cachetools import TTLCache
 
 from lorax_server.errors import TemplateError
 from lorax_server.sandbox.sandbox import Sandbox
-from lorax_server.sandbox.task import Task, TaskError, TaskKilledError, TaskTimeError
+from lorax_server.sandbox.task import SandboxTask, TaskError, TaskKilledError, TaskTimeError
 
 RENDER_MODULE = "lorax_server.text.render_task"
 MAX_CHARACTERS = 4_000_000  # of a prompt
-RENDER = Task(f"{RENDER_MODULE}:render", cpu_s=2.0, memory_bytes=2**29, max_reply_bytes=4 * MAX_CHARACTERS)
+RENDER = SandboxTask(f"{RENDER_MODULE}:render", cpu_s=2.0, memory_bytes=2**29, max_reply_bytes=4 * MAX_CHARACTERS)
 WAIT_S = 30.0
 REJECT_S = 60.0
 MAX_REJECTED = 256
@@ -38,7 +38,7 @@ class TemplateRenderer:
     def __init__(
         self,
         sandbox: Sandbox,
-        task: Task = RENDER,
+        task: SandboxTask = RENDER,
         *,
         max_characters: int = MAX_CHARACTERS,
         reject_s: float = REJECT_S,

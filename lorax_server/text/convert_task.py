@@ -10,10 +10,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from lorax_server.sandbox.task import Task
+from lorax_server.sandbox.task import SandboxTask
 
 # transformers needs 0.3 GiB, and 0.7 GiB with a vocabulary of 256k tokens.
-CONVERT = Task("lorax_server.text.convert_task:convert", cpu_s=60.0, memory_bytes=2**32, wall_s=600.0, is_long=True)
+CONVERT = SandboxTask(
+    "lorax_server.text.convert_task:convert", cpu_s=60.0, memory_bytes=2**32, wall_s=600.0, is_long=True
+)
 MAX_FILE_BYTES = 2**28  # of each file that the task writes
 # Texts that tokenizers treat differently: spaces, cases, digits, scripts, bytes, special tokens.
 SAMPLES = (

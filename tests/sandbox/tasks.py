@@ -7,13 +7,13 @@ import sys
 import threading
 import time
 
-from lorax_server.sandbox.task import Task, TaskError
+from lorax_server.sandbox.task import SandboxTask, TaskError
 
 
-def make_task(name: str, **limits: object) -> Task:
+def make_task(name: str, **limits: object) -> SandboxTask:
     """Return a task of this module with generous limits, which a busy machine does not reach."""
     values = {"cpu_s": 60.0, "memory_bytes": 2**28, "wall_s": 120.0} | limits
-    return Task(f"{__name__}:{name}", **values)  # type: ignore[arg-type]
+    return SandboxTask(f"{__name__}:{name}", **values)  # type: ignore[arg-type]
 
 
 def echo(text: str) -> bytes:

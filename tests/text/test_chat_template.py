@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lorax_server.errors import BusyError, TemplateError
 from lorax_server.sandbox.sandbox import Sandbox
-from lorax_server.sandbox.task import MAX_ERROR, Task
+from lorax_server.sandbox.task import MAX_ERROR, SandboxTask
 from lorax_server.text.chat_template import MAX_CHARACTERS, REJECT_S, RENDER, ChatTemplate, TemplateRenderer
 from tests.test_imports import imported_by
 from tests.text.sandbox_workers import find_workers, wait_until_busy
@@ -52,7 +52,7 @@ class Lone:
         self.renderer = self.make_renderer()
         self._others = find_workers()
 
-    def make_renderer(self, task: Task = PATIENT, **settings: Any) -> TemplateRenderer:
+    def make_renderer(self, task: SandboxTask = PATIENT, **settings: Any) -> TemplateRenderer:
         return TemplateRenderer(self.sandbox, task, **{"wait_s": LONG_S} | settings)
 
     def render(self, source: str, messages: Any = HI) -> str:

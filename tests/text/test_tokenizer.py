@@ -20,7 +20,7 @@ from lorax_server.files.plain_file import stamp_of
 from lorax_server.files.tokenizer_folder import TokenizerFolder
 from lorax_server.models.pretrained import eos_token_ids, load_generation_eos
 from lorax_server.sandbox.sandbox import Sandbox
-from lorax_server.sandbox.task import ENVIRONMENT, Task, TaskError
+from lorax_server.sandbox.task import ENVIRONMENT, SandboxTask, TaskError
 from lorax_server.text import convert_task, tokenizer
 from lorax_server.text.convert_task import CONVERT
 from lorax_server.text.generation_defaults import GenerationDefaults, load_generation_defaults
@@ -104,7 +104,7 @@ class InlineSandbox(Sandbox):
 
     conversions: ClassVar[list[tuple[Any, ...]] | None] = None  # their arguments
 
-    def submit(self, task: Task, *args: Any, tenant: str = "") -> "Future[bytes]":
+    def submit(self, task: SandboxTask, *args: Any, tenant: str = "") -> "Future[bytes]":
         assert task.function == CONVERT.function
         assert self.conversions is not None, "use the fixture `converts`"
         self.conversions.append(args)
@@ -313,7 +313,7 @@ def test_reason_of_failed_conversion_is_truncated(
         (OVERFILL, "[Ff]ile too large"),
     ],
 )
-def test_conversion_has_limits(task: Task, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion_has_limits(task: SandboxTask, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "CONVERT", task)
     with pytest.raises(ConfigError, match=f"its tokenizer cannot be converted: .*{reason}"):
         load_tokenizer(words_and_merges(tmp_path))
