@@ -169,7 +169,7 @@ class StructuredOutput:
                 del self._compiled[key]
                 compiled = None
             if compiled is not None:
-                threads.slow.put([partial(self._start_completion, completion, compiled)])
+                threads.slow.put([partial(self._start_completion, completion, compiled)], is_urgent=True)
             elif (waiting := self._waiting.get(key)) is not None:
                 waiting.append(completion)
             else:
@@ -275,7 +275,8 @@ class StructuredOutput:
         if isinstance(compiled, LoraxError):
             self._fail(waiting, compiled)
             return
-        self._start_threads().slow.put([partial(self._start_completion, each, compiled) for each in waiting])
+        starts = [partial(self._start_completion, each, compiled) for each in waiting]
+        self._start_threads().slow.put(starts, is_urgent=True)
 
     def _store(self, key: _Key, compiled: CompiledGrammar) -> None:
         self._compiled.pop(key, None)

@@ -32,9 +32,10 @@ class WorkThread(Generic[Item]):
             finally:
                 threading.stack_size(before)
 
-    def put(self, items: Iterable[Item]) -> None:
+    def put(self, items: Iterable[Item], *, is_urgent: bool = False) -> None:
+        """Queue items, urgent ones before all others."""
         with self._changed:
-            self._items += items
+            self._items = [*items, *self._items] if is_urgent else [*self._items, *items]
             self._changed.notify()
 
     def close(self) -> None:
