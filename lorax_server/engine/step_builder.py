@@ -70,6 +70,10 @@ class SubmittedStep(NamedTuple):
             for token_id in (result.token_ids[number], *sequence.forced)
         ]
 
+    def count_continuing(self) -> int:
+        """Count the sampled sequences that have not finished."""
+        return sum(sequence is not None and not sequence.finished for sequence in self.sampled)
+
     def find_room(self, number: int) -> int:
         """Return how many tokens a sampled sequence may get after the one that it chooses.
 

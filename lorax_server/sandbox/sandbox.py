@@ -60,7 +60,7 @@ class Sandbox:
                 raise BusyError(STOPPING)
             if task.max_pending is not None and self._num_pending[key] >= task.max_pending:
                 raise OverloadedError(
-                    f"{task.max_pending} requests of this client are being checked already; retry later", RETRY_S
+                    f"{task.max_pending} tasks of this client are queued already; retry later", RETRY_S
                 )
             self._num_pending[key] += 1
             self._queues.setdefault(tenant, deque()).append(job)
@@ -114,6 +114,7 @@ class Sandbox:
                     job.future.set_exception(error)
                 else:
                     job.future.set_result(reply)
+                    del reply
             with self._changed:
                 self._num_pending -= Counter([(job.task.function, job.tenant)])
                 self._has_long = self._has_long and not job.task.is_long
@@ -200,10 +201,10 @@ class _WorkerProcess:
         return None if process is None else process.wait()
 
     def _start(self) -> socket.socket:
-        self._connection, theirs = socket.socketpair()
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-        command = (sys.executable, "-m", "lorax_server.sandbox.worker", str(theirs.fileno()), *self._preload)
         try:
+            self._connection, theirs = socket.socketpair()
+            command = (sys.executable, "-m", "lorax_server.sandbox.worker", str(theirs.fileno()), *self._preload)
             with self._lock, theirs:
                 if self._is_closed:
                     raise BusyError(STOPPING)

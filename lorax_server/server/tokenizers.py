@@ -14,7 +14,7 @@ from lorax_server.machine import give_back_memory
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.structured_output.trials import GrammarTrials
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers, find_tokenizer_files
-from lorax_server.text.chat_template import RENDER_MODULE, ChatTemplate, TemplateRenderer
+from lorax_server.text.chat_template import RENDER, RENDER_MODULE, ChatTemplate, TemplateRenderer
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.types import Resolved, Structure, TokenTable
 
@@ -53,7 +53,7 @@ class Tokenizers:
 
     async def start(self) -> None:
         """Start a sandbox worker before the first request needs it."""
-        await self._renderer.render(ChatTemplate("", {}), [{}])
+        await self._sandbox.run(RENDER, "", [{}], {}, 1)
 
     async def close(self) -> None:
         """Close without waiting for tokenizers that are loading or at work."""

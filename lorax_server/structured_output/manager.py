@@ -76,7 +76,6 @@ class _Completion:
             request.stop.min_new_tokens,
         )
         self.fast_forward_below = fast_forward_below
-        self.weight = 0 if request.structure is None else request.structure.num_bytes
         self.state: GrammarState | None = None
         self.ahead: list[int] = []  # forced tokens that were consumed since the model's last token
         self.ahead_until = 0.0
@@ -162,7 +161,9 @@ class StructuredOutput:
         key = "" if request.vocabulary is None else request.vocabulary.digest, request.structure.grammar
         completion = _Completion(request, key, fast_forward_below)
         with self._changed:
-            self._vocabularies.acquire(request.vocabulary, request.request_id, request.tenant)
+            evicted = self._vocabularies.acquire(request.vocabulary, request.request_id, request.tenant)
+            for stale in [other for other in self._compiled if other[0] == evicted]:
+                del self._compiled[stale]  # it would keep its vocabulary in memory
             self._completions[request.request_id] = completion
             compiled = self._compiled.get(key)
             if compiled is not None and compiled.num_tokens > MAX_SHARED_TOKENS:
@@ -220,8 +221,8 @@ class StructuredOutput:
         While neither these requests nor `num_others` other sequences could take a token, wait up to `alone_s`.
         """
         completions = [self._completions[request_id] for request_id in request_ids]
-        deadline = time.monotonic() + wait_s
-        alone_deadline = deadline - wait_s + max(wait_s, alone_s)
+        started = time.monotonic()
+        deadline, alone_deadline = started + wait_s, started + max(wait_s, alone_s)
         with self._changed:
             self._missing = {each.request_id for each in completions if each.next is None and not each.has_failed}
             while self._missing:
@@ -243,12 +244,12 @@ class StructuredOutput:
 
     def _start_threads(self) -> "_Threads":
         if self._threads is None:
+            self._executor = make_executor(self._num_threads)
             self._threads = _Threads(
                 WorkThread("masks", self._consume_together, max_items=MAX_BATCH),
                 WorkThread("slow-masks", self._run_jobs, max_items=1),
                 WorkThread("grammar-compiler", self._run_jobs, max_items=1, niceness=COMPILE_NICENESS),
             )
-            self._executor = make_executor(self._num_threads)
         return self._threads
 
     def _run_jobs(self, jobs: Sequence["_Job"]) -> None:
@@ -262,6 +263,10 @@ class StructuredOutput:
 
     def _compile(self, key: _Key, num_bytes: int) -> None:
         """Compile a grammar, and start the completions that wait for it. Runs on the compile thread."""
+        with self._changed:
+            if all(each.has_ended for each in self._waiting[key]):
+                del self._waiting[key]
+                return
         compiled: CompiledGrammar | LoraxError
         try:
             compiled = self._try_compile(key)
@@ -271,7 +276,8 @@ class StructuredOutput:
             waiting = [each for each in self._waiting.pop(key) if not each.has_ended]
             if not isinstance(compiled, LoraxError):
                 compiled.num_bytes = num_bytes
-                self._store(key, compiled)
+                if key[0] in self._vocabularies:
+                    self._store(key, compiled)
         if isinstance(compiled, LoraxError):
             self._fail(waiting, compiled)
             return

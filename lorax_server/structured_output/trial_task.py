@@ -5,6 +5,8 @@ import json
 from collections.abc import Sequence
 from functools import lru_cache
 
+import llguidance  # noqa: F401 - so that its import is not charged to the task
+
 from lorax_server.sandbox.task import TaskError
 from lorax_server.structured_output.matcher import GrammarError, compile_matcher
 from lorax_server.structured_output.vocabulary import Vocabulary

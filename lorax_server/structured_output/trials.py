@@ -4,6 +4,7 @@ import json
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 from cachetools import LRUCache, TTLCache
 
@@ -14,7 +15,7 @@ from lorax_server.types import Structure, TokenTable
 
 TRIAL = SandboxTask(
     "lorax_server.structured_output.trial_task:compile_grammar",
-    cpu_s=0.25,
+    cpu_s=0.5,  # of which a new worker needs up to 0.1 s for the vocabulary
     memory_bytes=2**28,
     stack_bytes=4 * 2**20,  # a quarter of the engine's, so that a grammar that passes cannot overflow there
     max_reply_bytes=2**12,
@@ -35,39 +36,57 @@ class GrammarTrials:
         self._lock = threading.Lock()  # guards all below
         self._passed: LRUCache[_Key, int] = LRUCache(MAX_PASSED)  # bytes that the compiled grammar takes
         self._rejected: TTLCache[_Key, str] = TTLCache(MAX_REJECTED, REJECT_S)
+        self._waiting: dict[tuple[_Key, str], list[Future[int]]] = {}  # for a running trial, by grammar and tenant
 
     def submit(self, structure: Structure, table: TokenTable, tenant: str = "") -> "Future[Structure]":
         """Return the structure with its size, or an `InputError` if it cannot be compiled under the limits."""
-        key, result = (table.digest, structure.grammar), Future[Structure]()
+        key, size, result = (table.digest, structure.grammar), Future[int](), Future[Structure]()
+        size.add_done_callback(partial(_settle, structure, result))
         with self._lock:
             num_bytes, rejection = self._passed.get(key), self._rejected.get(key)
+            waiting = self._waiting.get((key, tenant))
+            if waiting is not None:  # requests with the same new grammar share one trial
+                waiting.append(size)
+                return result
+            if num_bytes is None and rejection is None:
+                special_tokens = list(zip(table.special_ids, table.special_tokens, strict=True))
+                args = structure.grammar, len(table.lengths) // 4, special_tokens
+                trial = self._sandbox.submit(self._task, *args, tenant=tenant)
+                self._waiting[key, tenant] = [size]
         if num_bytes is not None:
-            result.set_result(replace(structure, num_bytes=num_bytes))
+            size.set_result(num_bytes)
         elif rejection is not None:
-            result.set_exception(InputError(rejection))
+            size.set_exception(InputError(rejection))
         else:
-            special_tokens = list(zip(table.special_ids, table.special_tokens, strict=True))
-            args = structure.grammar, len(table.lengths) // 4, special_tokens
-            trial = self._sandbox.submit(self._task, *args, tenant=tenant)
-            trial.add_done_callback(lambda done: self._conclude(done, key, structure, result))
+            trial.add_done_callback(lambda done: self._conclude(done, key, tenant))
         return result
 
-    def _conclude(self, trial: "Future[bytes]", key: _Key, structure: Structure, result: "Future[Structure]") -> None:
-        if not result.set_running_or_notify_cancel():
-            return
-        try:
+    def _conclude(self, trial: "Future[bytes]", key: _Key, tenant: str) -> None:
+        num_bytes, failure = 0, trial.exception()
+        if failure is None:
             num_bytes = int(json.loads(trial.result())["num_bytes"])
-        except (TaskError, TaskKilledError) as error:
-            rejection = _describe(error)
-            with self._lock:
-                self._rejected[key] = rejection
-            result.set_exception(InputError(rejection))
-        except BaseException as error:
-            result.set_exception(error)
-        else:
-            with self._lock:
+        with self._lock:
+            if failure is None:
                 self._passed[key] = num_bytes
-            result.set_result(replace(structure, num_bytes=num_bytes))
+            elif isinstance(failure, TaskError | TaskKilledError):
+                self._rejected[key] = _describe(failure)
+                failure = InputError(_describe(failure))
+            waiting = self._waiting.pop((key, tenant))
+        for size in waiting:
+            if failure is None:
+                size.set_result(num_bytes)
+            else:
+                size.set_exception(failure)
+
+
+def _settle(structure: Structure, result: "Future[Structure]", size: "Future[int]") -> None:
+    if not result.set_running_or_notify_cancel():
+        return  # the caller has left
+    failure = size.exception()
+    if failure is None:
+        result.set_result(replace(structure, num_bytes=size.result()))
+    else:
+        result.set_exception(failure)
 
 
 def _describe(error: Exception) -> str:

@@ -120,8 +120,15 @@ class Vocabularies:
     def __init__(self) -> None:
         self._entries = {"": _KeptVocabulary()}  # by digest; the base model's is "", adapters used last are at the end
 
-    def acquire(self, table: TokenTable | None, request_id: int, tenant: str) -> None:
-        """Reserve a vocabulary for a request. Raise if the request cannot have it."""
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._entries
+
+    def acquire(self, table: TokenTable | None, request_id: int, tenant: str) -> str | None:
+        """Reserve a vocabulary for a request. Return the digest of one that was evicted for it.
+
+        Raise if the request cannot have it.
+        """
+        evicted = None
         digest = "" if table is None else table.digest
         entry = self._entries.get(digest)
         if entry is not None and entry.error is not None and time.monotonic() < entry.failed_at + UNUSABLE_S:
@@ -130,12 +137,13 @@ class Vocabularies:
             if entry is None or tenant not in entry.users.values():
                 self._check_tenant(tenant)
             if entry is None:
-                self._evict()
+                evicted = self._evict()
                 entry = _KeptVocabulary(table)
             self._entries.pop(digest, None)
             self._entries[digest] = entry
         assert entry is not None
         entry.users[request_id] = tenant
+        return evicted
 
     def release(self, digest: str, request_id: int) -> None:
         if (entry := self._entries.get(digest)) is not None:
@@ -143,7 +151,9 @@ class Vocabularies:
 
     def find(self, digest: str) -> tuple[Vocabulary | None, TokenTable | None]:
         """Return a vocabulary, if it was built, and the table to build it from."""
-        entry = self._entries.get(digest, _KeptVocabulary())
+        entry = self._entries.get(digest)
+        if entry is None:  # its request has ended, and another one has evicted it
+            raise BusyError("the adapter's vocabulary was evicted; retry")
         return entry.vocabulary, entry.table
 
     def store(self, digest: str, built: Vocabulary | LoraxError) -> None:
@@ -156,6 +166,8 @@ class Vocabularies:
             entry.error, entry.failed_at = built, time.monotonic()
 
     def _check_tenant(self, tenant: str) -> None:
+        if not tenant:  # a script, which has no other tenants
+            return
         count = sum(tenant in entry.users.values() for digest, entry in self._entries.items() if digest)
         if count >= MAX_TENANT_VOCABULARIES:
             raise OverloadedError(
@@ -164,13 +176,14 @@ class Vocabularies:
                 1.0,
             )
 
-    def _evict(self) -> None:
+    def _evict(self) -> str | None:
         adapters = [digest for digest in self._entries if digest]
         if len(adapters) < MAX_VOCABULARIES:
-            return
+            return None
         idle = next((digest for digest in adapters if not self._entries[digest].users), None)
         if idle is None:
             raise BusyError(
                 f"structured output is running for {len(adapters)} adapters with tokenizers of their own; retry later"
             )
         del self._entries[idle]
+        return idle

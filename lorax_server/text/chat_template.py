@@ -50,7 +50,7 @@ class TemplateRenderer:
         self._max_characters = max_characters
         self._reject_s = reject_s
         self._wait_s = wait_s
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by source
+        self._turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()  # by source and tenant
         self._rejected: TTLCache[str, bool] = TTLCache(MAX_REJECTED, reject_s, timer=clock)  # by source
 
     async def render(
@@ -65,7 +65,7 @@ class TemplateRenderer:
         args = (template.source, messages, values, self._max_characters)
         if not self._reject_s:
             return await self._render(template, args, tenant)
-        turn = self._turns.setdefault(template.source, asyncio.Lock())
+        turn = self._turns.setdefault((template.source, tenant), asyncio.Lock())
         async with turn:  # so that a slow template is rejected before its other requests use as much time
             if template.source in self._rejected:
                 raise TemplateError(

@@ -7,6 +7,7 @@ from lorax_server.errors import NotSupportedError
 from lorax_server.text.detokenizer import ByteDetokenizer, Detokenizer
 from lorax_server.types import TokenTable
 
+MAX_IDS = 2**20  # an adapter's ids can be sparse
 MAX_BYTES = 2**23  # of all tokens: a table goes to the engine with each request of its adapter
 
 
@@ -18,6 +19,10 @@ def make_token_table(detokenizer: Detokenizer, num_ids: int) -> TokenTable:
     if not isinstance(detokenizer, ByteDetokenizer):
         raise NotSupportedError(
             "structured output is not supported with this model's tokenizer: its tokens are not bytes of the text"
+        )
+    if num_ids > MAX_IDS:
+        raise NotSupportedError(
+            f"structured output supports token ids below {MAX_IDS}; this vocabulary has {num_ids - 1}"
         )
     tokens = [detokenizer.token_bytes(token_id) for token_id in range(num_ids)]
     content = b"".join(tokens)

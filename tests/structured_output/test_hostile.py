@@ -106,6 +106,7 @@ def test_pending_trials_are_limited_and_other_tenants_are_served(
         hostile = [trials.submit(from_regex(f"{i}a"), table, "hostile") for i in range(TRIAL.max_pending or 0)]
         with pytest.raises(OverloadedError):
             trials.submit(from_regex("b"), table, "hostile")
+        hostile += [trials.submit(from_regex("0a"), table, "hostile") for _ in range(40)]  # they share a trial
         finished: list[str] = []
         for each in hostile:
             each.add_done_callback(lambda _: finished.append("hostile"))
@@ -114,7 +115,7 @@ def test_pending_trials_are_limited_and_other_tenants_are_served(
         go.touch()
         for each in (*hostile, other):
             each.result(TIMEOUT_S)
-        assert finished.index("other") == 1  # after one of the queued trials, not after all
+        assert finished.index("other") <= 41  # after the first of the queued trials, not after all
         assert blocked.done()
     finally:
         sandbox.close()

@@ -1,5 +1,6 @@
 """Structured output as the engine uses it: masks, forced tokens, vocabularies and the cache of grammars."""
 
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from lorax_server.structured_output.grammars import from_choices, from_json_sche
 from lorax_server.structured_output.manager import StructuredOutput
 from lorax_server.structured_output.matcher import CompiledGrammar, GrammarError, GrammarState
 from lorax_server.structured_output.vocabulary import MAX_TENANT_VOCABULARIES, MAX_VOCABULARIES, Vocabulary
+from lorax_server.text.token_table import MAX_IDS, make_token_table
 from lorax_server.text.tokenizer import load_tokenizer
 from lorax_server.types import Request, SamplingParams, StopParams, TokenTable
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
@@ -364,6 +366,43 @@ def test_adapter_vocabularies_never_displace_the_base_vocabulary(driver: Driver)
     assert driver.advance(driver.start(LETTERS, tenant="another tenant"), np.random.default_rng(0))
     driver.end(busy[0])
     driver.start(LETTERS, vocabulary=make_table(driver, 100), tenant="another tenant")  # it evicts an idle one
+
+
+def test_evicted_vocabulary_takes_its_grammars_along(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiles = Compiles(monkeypatch)
+    for number in (
+        *range(MAX_VOCABULARIES + 1),
+        MAX_VOCABULARIES,
+        0,
+    ):  # the last one evicts the first, the first returns
+        driver.end(driver.start(LETTERS, vocabulary=make_table(driver, number)))
+    assert len(compiles.grammars) == MAX_VOCABULARIES + 2
+
+
+def test_sparse_token_ids_are_rejected(driver: Driver) -> None:
+    with pytest.raises(NotSupportedError, match="token ids below"):
+        make_token_table(driver.tokenizer.detokenizer, MAX_IDS + 1)
+
+
+def test_grammar_of_requests_that_have_ended_is_not_compiled(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiles, may_pass = Compiles(monkeypatch), threading.Event()
+    monkeypatch.setattr(driver.structured_output, "_build_base", lambda: may_pass.wait(TIMEOUT_S) and _build(driver))
+    first, ended = driver.begin(LETTERS), driver.begin(from_regex("[a-c]{9}"))
+    driver.end(ended)
+    may_pass.set()
+    assert driver.settle(first) is None
+    driver.start(from_regex("[d-f]{9}"))
+    assert len(compiles.grammars) == 2
+
+
+def _build(driver: Driver) -> Vocabulary:
+    return Vocabulary.of_table(driver.tokenizer.token_table())
+
+
+def test_padded_step_waits_for_its_masks(driver: Driver) -> None:
+    request_id = driver.start(LETTERS)
+    driver.structured_output.advance([(request_id, driver.allowed(request_id)[0])])
+    assert driver.structured_output.gather([request_id], math.inf, 0.05)
 
 
 def test_one_tenant_cannot_use_all_adapter_vocabularies(driver: Driver) -> None:
