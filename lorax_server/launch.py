@@ -6,7 +6,7 @@ only the server needs.
 
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from lorax_server.config import EngineConfig, ServerConfig
@@ -90,11 +90,12 @@ def run_engine(logs: LogFormat | None, config: EngineConfig, address: str) -> No
     share_arenas()
     shorten_turns()
     with connected(address) as channel, ThreadPoolExecutor(1) as thread:
-        # While the weights load: building holds the GIL, and would stall every sequence later.
-        vocabulary = thread.submit(build_vocabulary, config.model.path)
-        engine = build_engine(config, on_death=channel.report, make_vocabulary=vocabulary.result)
+        make_vocabulary = cache(partial(build_vocabulary, config.model.path))
+        engine = build_engine(config, on_death=channel.report, make_vocabulary=make_vocabulary)
+        # Before the first request: building holds the GIL, and would stall every sequence later.
+        building = thread.submit(make_vocabulary)
         warm_up(engine)
-        wait([vocabulary])
+        wait([building])
         spare_steps()
         sizes = engine.capabilities
         info = EngineInfo(

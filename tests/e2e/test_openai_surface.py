@@ -88,7 +88,7 @@ def test_bodies_and_events(server: Server) -> None:
     *chunks, done = streamed.events
     assert done == "[DONE]"
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
-    assert "usage" not in chunks[0]
+    assert not [chunk for chunk in chunks[:-1] if "usage" in chunk]  # a slow reader may get one chunk only
     assert chunks[-1]["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
     talked = chat(server, "first", stream=True)
     assert talked.body.endswith(b"data: [DONE]\n\n")

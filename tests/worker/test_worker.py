@@ -21,7 +21,7 @@ from lorax_server.errors import BusyError, ConfigError, EngineError
 from lorax_server.kernels import Ops, reference
 from lorax_server.layers.norm import RMSNorm
 from lorax_server.layers.rotary import DynamicRotaryEmbedding, RotaryEmbedding
-from lorax_server.machine import machine_bytes
+from lorax_server.machine import GRAMMAR_CACHE_BYTES, machine_bytes
 from lorax_server.models.registry import MODELS, build_model, get_model
 from lorax_server.plan import (
     AdapterOp,
@@ -432,9 +432,9 @@ def test_blocks_that_fit(block_size: int) -> None:
 
 def test_a_quarter_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_paged("llama-gqa", CPU)
-    monkeypatch.setattr(memory, "free_bytes", lambda: 40 * block_bytes(model, 4))
+    monkeypatch.setattr(memory, "free_bytes", lambda: GRAMMAR_CACHE_BYTES + 40 * block_bytes(model, 4))
     assert count_blocks(model, config_of(), 64, 10**6) == 10
-    monkeypatch.setattr(memory, "free_bytes", lambda: 3 * block_bytes(model, 4))
+    monkeypatch.setattr(memory, "free_bytes", lambda: GRAMMAR_CACHE_BYTES + 3 * block_bytes(model, 4))
     with pytest.raises(ConfigError, match="raise cache_bytes, or lower adapter_bytes"):
         count_blocks(model, config_of(), 64, 10**6)
 
@@ -492,7 +492,7 @@ def test_memory_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch, caplog:
     assert [record.message for record in caplog.records] == [
         "memory: of 100000 MB, weights 0 MB, adapters 2000 MB, graphs 3000 MB, tables 1000 MB, "
         f"the largest step 4000 MB, keys and values 10000 MB ({4 * blocks} tokens in {blocks} blocks), "
-        "left free 62000 MB; adapters in host memory up to 5000 MB"
+        "left free 62000 MB; adapters in host memory up to 5000 MB, compiled grammars up to 268 MB"
     ]
 
 
