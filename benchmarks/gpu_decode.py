@@ -163,7 +163,6 @@ def main() -> None:
     settings = {"max_length": MAX_LENGTH, "cuda_graphs": False if args.no_graphs else None}
     records: list[Record] = []
     with open_bench(args, list(dict.fromkeys(needed)), **settings) as bench:
-        print(f"{'':66}      ms   floor  x floor")
         for case in cases:
             records += measure_case(bench, case, steps, args.runs or (SHORT_RUNS if args.tiny else RUNS))
         records += check(bench) if args.check else []
