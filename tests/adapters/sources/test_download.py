@@ -23,7 +23,7 @@ def fake(path: Path, content: bytes = CONTENT, **options: Any) -> Download:
         yield offset, (content[start : start + 256] for start in range(offset, len(content), 256))
 
     given: dict[str, Any]
-    given = {"is_right": lambda part: part.read_bytes() == CONTENT, "open_at": open_at, "timeout_s": 10.0}
+    given = {"is_valid": lambda part: part.read_bytes() == CONTENT, "open_at": open_at, "timeout_s": 10.0}
     return Download(what="the file", path=path, size=len(CONTENT), **given | options)
 
 
