@@ -1,7 +1,6 @@
 """Find a base model: a local folder, or a download from a hub or a bucket. Pickled weights are never downloaded."""
 
 import logging
-import sys
 from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import get_token
-from huggingface_hub.utils import tqdm  # type: ignore[attr-defined] # public, but imported lazily
 
 from lorax_server.adapters.sources.hub import HubSource
 from lorax_server.adapters.sources.remote import RemoteSource
@@ -52,11 +50,11 @@ def find_model(
             bucket, _, path = model_id.removeprefix("s3://").strip("/").partition("/")
             if not path:
                 raise ConfigError(f"model {model_id!r}: a model of S3 is named as s3://bucket/path")
-            make = partial(S3Source, bucket, cache / "s3-models", endpoint_url=endpoint, **options)
-            return check_folder(_download(make, path))
+            bucket_source = S3Source(bucket, cache / "s3-models", endpoint_url=endpoint, **options)
+            return check_folder(_download(bucket_source, path))
         # Unlike for adapters, the user's stored token is used: this user starts the server.
-        make_hub = partial(HubSource, cache, endpoint, token or get_token(), **options)
-        return check_folder(_find_on_hub(make_hub, f"{model_id}@{revision}" if revision else model_id, offline))
+        make = partial(HubSource, cache, endpoint, token or get_token(), **options)
+        return check_folder(_find_on_hub(make, f"{model_id}@{revision}" if revision else model_id, offline))
     except (AdapterAccessError, AdapterNotFoundError) as error:
         hint = "" if offline else f". {HINTS[source]}"
         raise ConfigError(f"{error}{hint}") from error
@@ -71,7 +69,7 @@ def _find_on_hub(make: Callable[..., HubSource], name: str, offline: bool) -> Pa
     failure = None
     if not offline:
         try:
-            return _download(make, name)
+            return _download(make(offline=False), name)
         except SourceError as error:
             failure = error
     cached = make(offline=True)
@@ -84,14 +82,10 @@ def _find_on_hub(make: Callable[..., HubSource], name: str, offline: bool) -> Pa
     return cached.fetch(files, list(files.sizes), None)
 
 
-def _download(make: Callable[..., RemoteSource], name: str) -> Path:
-    """Download a model, with a progress bar if there is a terminal."""
-    with tqdm(unit="B", unit_scale=True, desc=name, disable=not sys.stderr.isatty()) as bar:  # type: ignore[no-untyped-call]
-        source = make(on_chunk=bar.update)
-        files = source.find(name, None)
-        bar.reset(total=sum(files.sizes.values()))
-        logger.info("model %r: downloading missing files of %d", name, len(files.sizes))
-        return source.fetch(files, list(files.sizes), None)
+def _download(source: RemoteSource, name: str) -> Path:
+    files = source.find(name, None)
+    logger.info("model %r: downloading missing files of %d", name, len(files.sizes))
+    return source.fetch(files, list(files.sizes), None)
 
 
 def choose_files(model_id: str, names: Collection[str]) -> list[str]:

@@ -6,7 +6,6 @@ verify a checksum (both accept a flipped bit), stop a response that is larger th
 (boto3 accepts it), and limit the total time (a server that sends a byte now and then holds both forever).
 """
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -19,11 +18,8 @@ from filelock import FileLock, Timeout
 
 from lorax_server.errors import SourceError
 
-logger = logging.getLogger(__name__)
-
 ATTEMPTS = 5
 LOCK, PART = ".lock", ".part"
-LOG_EVERY_S = 5.0
 # A slower server may delay on purpose.
 MIN_BYTES_PER_S = 50_000
 
@@ -38,7 +34,7 @@ class Download:
     is_valid: Callable[[Path], bool]
     open_at: Callable[[int], AbstractContextManager[tuple[int, Iterator[bytes]]]]
     timeout_s: float  # for each wait on the server
-    on_chunk: Callable[[int], None] = lambda _: None  # receives the size of each chunk
+    on_chunk: Callable[[], None] = lambda: None
 
 
 def is_complete(path: Path, size: int) -> bool:
@@ -104,18 +100,21 @@ def _fill(out: BinaryIO, file: Download, deadline: float) -> None:
 
 
 def _append(out: BinaryIO, file: Download, deadline: float) -> None:
-    logged = time.monotonic()
     with file.open_at(out.tell()) as (start, chunks):
         out.truncate(start)
         out.seek(start)
         for chunk in chunks:
             out.write(chunk)
-            file.on_chunk(len(chunk))
-            done, now = out.tell(), time.monotonic()
-            if done > file.size:
+            file.on_chunk()
+            if out.tell() > file.size:
                 return
-            if now > deadline:
-                raise SourceError(f"{file.what}: arrives too slowly, {done} of {file.size} bytes; try again later")
-            if now - logged > LOG_EVERY_S:
-                logger.info("%s: %d of %d bytes, %d%%", file.what, done, file.size, 100 * done // file.size)
-                logged = now
+            if time.monotonic() > deadline:
+                raise SourceError(
+                    f"{file.what}: arrives too slowly, {out.tell()} of {file.size} bytes; try again later"
+                )
+
+
+def count_bytes(path: Path) -> int:
+    """Return the bytes of a file that are on the disk, in place or in part."""
+    sizes = (os.path.getsize(each) for each in (path, f"{path}{PART}") if os.path.exists(each))
+    return next(sizes, 0)

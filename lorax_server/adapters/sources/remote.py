@@ -1,6 +1,8 @@
 """Sources on the network: files are downloaded into a cache with a disk budget, and served from there."""
 
+import logging
 import os
+import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -11,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from lorax_server.adapters.sources.disk_budget import MARK_AGAIN_S, DiskBudget, mark_downloaded, mark_used
-from lorax_server.adapters.sources.download import Download, download, is_complete, storing
+from lorax_server.adapters.sources.download import Download, count_bytes, download, is_complete, storing
 from lorax_server.adapters.sources.source import AdapterFiles, Source
 from lorax_server.errors import SourceError
 from lorax_server.files.adapter_files import known_files
 
+logger = logging.getLogger(__name__)
+
+LOG_EVERY_S = 5.0
 ATTEMPTS = 3  # for a version that is evicted while it is downloaded
 
 
@@ -23,7 +28,7 @@ class RemoteSource(Source):
     """A source whose files are downloaded to a cache, in huggingface_hub's layout.
 
     `lorax download` uses the same sources for base models: with `noun` "model", files chosen by `choose`, and without a
-    budget. `on_chunk` receives the size of each downloaded chunk.
+    budget.
     """
 
     def __init__(
@@ -35,7 +40,6 @@ class RemoteSource(Source):
         noun: str = "adapter",
         choose: Callable[[Collection[str]], Sequence[str]] = known_files,
         num_threads: int = 1,  # concurrent downloads of one version
-        on_chunk: Callable[[int], object] = lambda _: None,
     ) -> None:
         self._cache_dir = cache_dir
         self._timeout_s = timeout_s
@@ -43,7 +47,6 @@ class RemoteSource(Source):
         self._noun = noun
         self._choose = choose
         self._num_threads = num_threads
-        self._on_chunk = on_chunk
 
     def fetch(self, files: AdapterFiles, names: Sequence[str], token: str | None) -> Path:
         folder = self._repo_folder(files.name) / "snapshots" / files.version
@@ -109,12 +112,17 @@ class RemoteSource(Source):
 
     def _download_all(self, client: Any, files: AdapterFiles, folder: Path, blobs: dict[str, Path]) -> None:
         failures: list[BaseException] = []
+        total, log_at = sum(files.sizes[file] for file in blobs), time.monotonic() + LOG_EVERY_S
 
-        def on_chunk(num_bytes: int) -> None:
+        def on_chunk() -> None:
+            nonlocal log_at
             if failures:
                 raise CancelledError
-            mark_used(folder, MARK_AGAIN_S)
-            self._on_chunk(num_bytes)
+            if time.monotonic() >= log_at:
+                log_at = time.monotonic() + LOG_EVERY_S
+                done = sum(map(count_bytes, blobs.values()))
+                logger.info("%s: %d of %d bytes, %d%%", self._what(files.name), done, total, 100 * done // total)
+                mark_used(folder)
 
         def download_one(file: str) -> None:
             what, open_at = f"{self._what(files.name)}: {file}", partial(self._open, client, files, file)

@@ -546,6 +546,7 @@ def test_a_long_download_is_in_use(
 ) -> None:
     """The mark is renewed during the download, however long that takes."""
     marked: list[Path] = []
+    monkeypatch.setattr(remote, "LOG_EVERY_S", 0.0)
     monkeypatch.setattr(remote, "mark_used", lambda folder, *_: marked.append(folder))
     folder = fetch(hub_source(hub, tmp_path, clock, 10**9), NAME).folder
     assert len(marked) > 6
