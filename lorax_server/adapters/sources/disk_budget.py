@@ -30,7 +30,6 @@ IN_USE_S = 300.0  # minimum; the adapter timeout if that is longer
 MAX_IN_USE_S = 86400.0  # for adapter timeouts without a limit, so that files can be evicted at all
 MARK_AGAIN_S = 60.0  # a version in constant use is marked this often
 MEASURE_AGAIN_S = 60.0  # changes by other processes are noticed after this time
-LOCK_WAIT_S = 60.0  # for another process that evicts
 FILL = 0.9  # eviction goes below the limit, so that the next downloads need not measure the caches
 
 
@@ -116,18 +115,23 @@ class DiskBudget:
                 else:
                     self._measured_at = float("-inf")  # parts of the files may take space
 
-    def sweep(self) -> None:
-        """Remove old parts of interrupted downloads."""
-        for part in self._find_parts():
+    def sweep(self) -> dict[Path, int]:
+        """Remove files of downloads that were interrupted a while ago. Return the sizes of more recent ones."""
+        sizes = {}
+        for path, used_at in self._find_unfinished():
+            blob = path.with_name(path.name.removesuffix(PART))
             try:
-                if abs(self._now() - part.stat().st_mtime) >= IN_USE_S:
-                    with _locked([part.with_suffix("")]):
-                        part.unlink()
-                        part.with_suffix(LOCK).unlink(missing_ok=True)
+                sizes[path] = path.stat().st_size
+                if abs(self._now() - used_at) >= IN_USE_S:
+                    with _locked([blob]):
+                        path.unlink()
+                        blob.with_name(blob.name + LOCK).unlink(missing_ok=True)
+                        del sizes[path]
             except (FileNotFoundError, Timeout):
                 pass
             except OSError as error:
-                logger.warning("%s cannot be removed: %s", part, error)
+                logger.warning("%s cannot be removed: %s", path, error)
+        return sizes
 
     @property
     def _excess(self) -> int:
@@ -137,28 +141,23 @@ class DiskBudget:
     def _make_room(self, what: str, num_bytes: int) -> None:
         if abs(self._now() - self._measured_at) < MEASURE_AGAIN_S and self._excess <= 0:
             return
-        locks = self._folder / ".locks"  # huggingface_hub has this folder too
         with storing(what):
-            locks.mkdir(parents=True, exist_ok=True)
-            try:
-                with FileLock(locks / f"lorax-budget{LOCK}", timeout=LOCK_WAIT_S):
-                    self.sweep()
-                    versions = list(self._find_versions())
-                    sizes = self._measure(versions)
-                    if num_bytes <= self._limit:
-                        self._evict(versions, sizes)
-            except Timeout as error:
-                raise SourceError(f"{what}: another process makes room on the disk; try again later") from error
+            self._folder.mkdir(parents=True, exist_ok=True)
+            sizes = self.sweep()
+            versions = list(self._find_versions())
+            self._measure(versions, sizes)
+            if self._excess > 0 and num_bytes <= self._limit:
+                self._evict(versions, sizes)
         if self._excess > 0:
             size = f"{what}: takes {num_bytes} bytes of the disk, where adapters have {self._limit}"
             if num_bytes > self._limit:
                 raise AdapterError(f"{size}; the server's operator can raise --adapter-disk-bytes or free the disk")
             raise SourceError(f"{size}, most of which others use now; try again in some minutes")
 
-    def _measure(self, versions: Collection[CachedVersion]) -> dict[Path, int]:
-        """Return the sizes of all files except those of current downloads, which count in full."""
-        sizes = {path: size for version in versions for path, size in version.files.items()}
-        sizes |= {part: _size_of(part) for part in self._find_parts()}
+    def _measure(self, versions: Collection[CachedVersion], sizes: dict[Path, int]) -> None:
+        """Add the files of versions to `sizes`, and drop the files of current downloads, which count in full."""
+        for version in versions:
+            sizes.update(version.files)
         space = sum(sizes.values()) + shutil.disk_usage(self._folder).free
         self._limit = space // 2 if self._max_bytes is None else min(self._max_bytes, space)
         for _, files in self._downloads:
@@ -167,7 +166,6 @@ class DiskBudget:
                 sizes.pop(path.with_name(path.name + PART), None)
         self._used = sum(sizes.values())
         self._measured_at = self._now()
-        return sizes
 
     def _evict(self, versions: list[CachedVersion], sizes: Mapping[Path, int]) -> None:
         """Evict the least recently used versions, if that makes enough room."""
@@ -187,8 +185,7 @@ class DiskBudget:
             self._used -= self._remove(version)
 
     def _is_idle(self, version: CachedVersion) -> bool:
-        mark = look(mark_of(version.folder))
-        return mark is None or abs(self._now() - mark.st_mtime) >= self._in_use_s
+        return abs(self._now() - _time_of(mark_of(version.folder))) >= self._in_use_s
 
     def _remove(self, version: CachedVersion) -> int:
         """Remove a version unless it is in use, and return the freed bytes.
@@ -221,16 +218,25 @@ class DiskBudget:
         return freed
 
     def _find_versions(self) -> Iterator[CachedVersion]:
-        for cache in self._caches:
-            for repo in _list(cache):
-                for mark in _list(repo / ".lorax"):
-                    folder, status = repo / "snapshots" / mark.name, look(mark)
-                    files = {blob: _size_of(blob) for blob in _find_blobs(folder)}
-                    yield CachedVersion(folder, status.st_mtime if status else 0.0, files)
+        for repo in self._list_repos():
+            for mark in _list(repo / ".lorax"):
+                folder = repo / "snapshots" / mark.name
+                yield CachedVersion(folder, _time_of(mark), {blob: _size_of(blob) for blob in _find_blobs(folder)})
 
-    def _find_parts(self) -> list[Path]:
-        blobs = (blob for cache in self._caches for repo in _list(cache) for blob in _list(repo / "blobs"))
-        return [blob for blob in blobs if blob.suffix == PART]
+    def _find_unfinished(self) -> Iterator[tuple[Path, float]]:
+        """Yield parts of downloads, and blobs of versions that are not complete, with the time of their last use."""
+        for repo in self._list_repos():
+            marks = _list(repo / ".lorax")
+            used_at = max(map(_time_of, marks), default=0.0)
+            linked = set[Path]().union(*map(_find_blobs, _list(repo / "snapshots")))
+            for path in _list(repo / "blobs"):
+                if path.suffix == PART:
+                    yield path, _time_of(path)
+                elif marks and not path.suffix and path not in linked:
+                    yield path, used_at
+
+    def _list_repos(self) -> Iterator[Path]:
+        return (repo for cache in self._caches for repo in _list(cache))
 
 
 @contextmanager
@@ -262,3 +268,8 @@ def _list(folder: Path) -> list[Path]:
 def _size_of(path: Path) -> int:
     status = look(path)
     return 0 if status is None else status.st_size
+
+
+def _time_of(path: Path) -> float:
+    status = look(path)
+    return 0.0 if status is None else status.st_mtime

@@ -270,8 +270,14 @@ def test_what_is_coming_counts(tmp_path: Path, root: Path, clock: Clock) -> None
 def test_the_folder_is_not_looked_at_for_each_one(
     tmp_path: Path, root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = []
-    monkeypatch.setattr(DiskBudget, "sweep", lambda _: looks.append(1))
+    looks: list[DiskBudget] = []
+    sweep = DiskBudget.sweep
+
+    def look(budget: DiskBudget) -> dict[Path, int]:
+        looks.append(budget)
+        return sweep(budget)
+
+    monkeypatch.setattr(DiskBudget, "sweep", look)
     budget = make_budget(tmp_path, clock)
     for _ in range(5):
         with budget.room_for("adapter", MB // 10):
@@ -524,6 +530,22 @@ def test_a_version_whose_removal_was_interrupted_is_downloaded_again(
         pass
     assert fetch(source, NAME) == first
     check_contents(first)
+
+
+def test_files_of_an_incomplete_version_count_and_leave(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
+    source = hub_source(hub, tmp_path, clock, 450_000)
+    hub.faults["tokenizer.json"] = Fault(reply=Reply(503))
+    with pytest.raises(SourceError):
+        fetch(source, NAME)
+    assert not [path for path in repo_folder(tmp_path).glob("snapshots/*/*") if path.name != "adapter_config.json"]
+    age(tmp_path, clock.now)
+    with pytest.raises(SourceError, match="others use now"), budget_of(source).room_for("another", 100_000):
+        pass
+    clock.now += LATER
+    with budget_of(source).room_for("another", 450_000):
+        assert not repo_folder(tmp_path).exists()
+    hub.faults.clear()
+    check_contents(fetch(source, NAME))
 
 
 def test_a_part_of_a_hubs_file(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
