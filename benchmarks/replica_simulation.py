@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lorax_server.scale.placement import ReplicaChooser, Report, Wanted, hash_name
+from lorax_server.scale.placement import ReplicaChooser, Report, RoutingKey, hash_name
 
 REPORT_S = 1.0
 
@@ -132,7 +132,7 @@ class Simulation:
 
     def owners(self) -> dict[int, str]:
         """Return the first replica in the order of every adapter."""
-        return {name: self.placement.owners(name)[0] for name in self._names}
+        return {name: self.placement.rank(name)[0] for name in self._names}
 
     def _arrivals(self, requests: int) -> Iterator[tuple[int, float]]:
         rate = self.cluster.replicas * self.cluster.in_flight / self.cluster.answer_s
@@ -162,10 +162,10 @@ class Simulation:
     def _report(self) -> None:
         if self._is_ours:
             for name, device in self.devices.items():
-                self.placement.set_report(name, Report(device.adapters, capacity=device.capacity), self.now)
+                self.placement.set_report(name, Report(device.adapters.keys(), capacity=device.capacity), self.now)
 
     def _ask_router(self, adapter: int, now: float) -> str:
-        chosen = self.placement.choose(Wanted(adapter), now)
+        chosen = self.placement.choose(RoutingKey(adapter), now)
         assert chosen is not None
         return chosen
 
