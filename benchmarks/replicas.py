@@ -36,6 +36,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -198,15 +199,15 @@ def temporary_folder() -> Iterator[Path]:
 def disks_of_their_own(folder: Path) -> Iterator[None]:
     """Give each replica a disk of its own for what it fetches, as if it were on a machine of its own."""
     from lorax_server.scale import ray_app
-    from lorax_server.scale.server_process import Order
+    from lorax_server.scale.server_process import ServerOptions
 
     shared = ray_app.ServerReplica
 
     class OwnDisk(shared):  # type: ignore[misc, valid-type]
-        async def __init__(self, order: Order, *arguments: Any) -> None:
+        async def __init__(self, options: ServerOptions, *arguments: Any) -> None:
             folder.mkdir(exist_ok=True)
             cache = f"--huggingface-hub-cache={tempfile.mkdtemp(dir=folder)}"
-            await super().__init__(order._replace(flags=[*order.flags, cache]), *arguments)
+            await super().__init__(options._replace(flags=[*options.flags, cache]), *arguments)
 
     ray_app.ServerReplica = OwnDisk  # type: ignore[misc]
     try:
@@ -373,10 +374,18 @@ def find_ports() -> list[int]:
     """Find the ports of all replicas."""
     import ray
 
-    from lorax_server.scale.registry import find_registry
+    from lorax_server.scale.change_registry import find_registry
 
     members: dict[str, str] = ray.get(find_registry("lorax").members.remote())
     return [int(address.rpartition(":")[2]) for address in members.values()]
+
+
+@cache
+def find_secret() -> str:
+    """Return the secret that replicas require."""
+    from lorax_server.scale.change_registry import share_secret
+
+    return share_secret("lorax")
 
 
 def spread_name(port: int, ports: Sequence[int], adapter: str, name: str) -> tuple[float, float]:
@@ -393,7 +402,7 @@ def spread_name(port: int, ports: Sequence[int], adapter: str, name: str) -> tup
 
 def post(port: int, path: str, body: dict[str, Any]) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    headers = {"content-type": "application/json", "authorization": f"Bearer {ADMIN}"}
+    headers = {"content-type": "application/json", "authorization": f"Bearer {ADMIN}", "x-lorax-secret": find_secret()}
     connection.request("POST", path, json.dumps(body), headers)
     response = connection.getresponse()
     content = response.read()

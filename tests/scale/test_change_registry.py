@@ -1,15 +1,20 @@
-"""The order of changes, who has to confirm them, and what is kept of them."""
+"""The order of changes, the replicas that confirm them, and the changes that are kept."""
 
 import asyncio
-import json
-from typing import Any
 
 import pytest
 
-from lorax_server.scale import registry as module
-from lorax_server.scale.registry import LEASE_S, MAX_UNLOADS, ChangeRegistry, Entry, MissedUnloadError
+from lorax_server.scale import change_registry as module
+from lorax_server.scale.change_registry import LEASE_S, MAX_UNLOADS, ChangeRegistry, Entry, MissedUnloadError
+from lorax_server.server.http.replica_protocol import AdapterChange
 
-LOAD, UNLOAD = "/v1/adapters/load", "/v1/adapters/unload"
+
+def load(name: str, alias: str = "", pin: bool | None = None) -> AdapterChange:
+    return AdapterChange(True, "hub", name, alias, pin)
+
+
+def unload(name: str, alias: str = "") -> AdapterChange:
+    return AdapterChange(False, "hub", name, alias)
 
 
 class Clock:
@@ -36,16 +41,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POLL_S", 0.01)
 
 
-def body(name: str) -> dict[str, Any]:
-    return {"adapter_id": name, "name": f"my-{name}"}
-
-
 async def follow(world: World, replica: str, count: int) -> list[str]:
-    """Confirm changes until there were `count`, and return their bodies' ids."""
+    """Confirm changes until there were `count`, and return their adapters."""
     made, confirmed = list[str](), 0
     while len(made) < count:
         for entry in await world.registry.poll(replica, confirmed, f"{replica}:1"):
-            made.append(entry.body["adapter_id"])
+            made.append(entry.change.name)
             confirmed = entry.version
     await world.registry.poll(replica, confirmed, f"{replica}:1")
     return made
@@ -58,9 +59,9 @@ def test_a_change_is_made_when_all_have_confirmed_it() -> None:
             assert await world.registry.join(name, 0, f"{name}:1") == []
         followers = [asyncio.create_task(follow(world, name, 3)) for name in ("a", "b", "c")]
         for adapter in ("x", "y", "z"):
-            assert await world.registry.record(LOAD, body(adapter)) == []
+            assert await world.registry.record(load(adapter)) == []
         assert [await follower for follower in followers] == [["x", "y", "z"]] * 3
-        assert world.registry.members() == {"a": "a:1", "b": "b:1", "c": "c:1"}
+        assert await world.registry.members() == {"a": "a:1", "b": "b:1", "c": "c:1"}
 
     asyncio.run(run())
 
@@ -71,7 +72,7 @@ def test_the_replica_that_has_answered_confirms_too() -> None:
     async def run() -> None:
         world = World()
         await world.registry.join("a", 0, "a:1")
-        recording = asyncio.create_task(world.registry.record(LOAD, body("x")))
+        recording = asyncio.create_task(world.registry.record(load("x")))
         (entry,) = await world.registry.poll("a", 0, "a:1")
         assert not recording.done()
         await world.registry.poll("a", entry.version, "a:1")
@@ -88,9 +89,9 @@ def test_a_replica_hears_of_a_change_at_once_and_so_does_its_caller(monkeypatch:
         world = World()
         polls = [asyncio.create_task(world.registry.poll(name, 0, f"{name}:1")) for name in ("a", "b")]
         await asyncio.sleep(0)
-        recording = asyncio.create_task(world.registry.record(LOAD, body("x"), "a"))
+        recording = asyncio.create_task(world.registry.record(load("x"), "a"))
         news = [await poll for poll in polls]
-        assert news == [[Entry(1, LOAD, body("x"), "a")]] * 2
+        assert news == [[Entry(1, load("x"), "a")]] * 2
         later = [asyncio.create_task(world.registry.poll(name, 1, f"{name}:1")) for name in ("a", "b")]
         assert await recording == []
         for poll in later:
@@ -99,47 +100,18 @@ def test_a_replica_hears_of_a_change_at_once_and_so_does_its_caller(monkeypatch:
     asyncio.run(run())
 
 
-def test_a_token_is_kept_nowhere() -> None:
-    async def run() -> None:
-        world = World()
-        await world.registry.record(LOAD, {**body("x"), "api_token": "hf_secret"})
-        (entry,) = await world.registry.join("a", 0, "a:1")
-        assert entry.body == body("x")
-        assert world.stored is not None
-        assert b"secret" not in world.stored
-        assert b"api_token" not in world.stored
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    ("path", "content", "called"),
-    [
-        (LOAD, {"adapter_id": "x", "name": "mine"}, "mine"),
-        (LOAD, {"adapter_id": "x"}, ""),
-        (LOAD, {"adapter_id": "x", "adapter_source": "hub", "name": "mine"}, "mine"),
-        ("/v1/load_lora_adapter", {"lora_name": "mine", "lora_path": "x"}, "mine"),
-        (UNLOAD, {"adapter_id": "mine"}, "mine"),
-        (UNLOAD, {"adapter_id": "x", "adapter_source": "hub"}, ""),
-        ("/v1/unload_lora_adapter", {"lora_name": "mine"}, "mine"),
-    ],
-)
-def test_the_name_that_comes_and_goes(path: str, content: dict[str, Any], called: str) -> None:
-    assert Entry(1, path, content).called == called
-
-
 def test_a_replica_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         world = World()
         await world.registry.join("a", 0, "a:1")
         await world.registry.join("silent", 0, "s:1")
-        recording = asyncio.create_task(world.registry.record(LOAD, body("x")))
+        recording = asyncio.create_task(world.registry.record(load("x")))
         await asyncio.sleep(0.03)
         assert not recording.done()
         world.clock.now = LEASE_S + 1
         assert await recording == []
         # It comes back, and gets what it has missed.
-        assert [entry.body["adapter_id"] for entry in await world.registry.join("silent", 0, "s:1")] == ["x"]
+        assert [entry.change.name for entry in await world.registry.join("silent", 0, "s:1")] == ["x"]
 
     asyncio.run(run())
 
@@ -148,7 +120,7 @@ def test_a_replica_that_polls_and_does_not_confirm_is_named() -> None:
     async def run() -> None:
         world = World()
         await world.registry.join("late", 0, "l:1")
-        recording = asyncio.create_task(world.registry.record(LOAD, body("x")))
+        recording = asyncio.create_task(world.registry.record(load("x")))
         for _ in range(3):
             await world.registry.poll("late", 0, "l:1")
         world.clock.now = LEASE_S - 1
@@ -161,129 +133,75 @@ def test_a_replica_that_polls_and_does_not_confirm_is_named() -> None:
     asyncio.run(run())
 
 
-def test_only_what_still_matters_is_kept_and_versions_go_on_after_a_restart() -> None:
+def test_a_later_load_replaces_an_earlier_one_and_versions_continue_after_a_restart() -> None:
     async def run() -> None:
         world = World()
-        for path, name in ((LOAD, "x"), (LOAD, "y"), (LOAD, "x"), (UNLOAD, "y")):
-            await world.registry.record(path, body(name))
+        for change in (load("x", "my-x"), load("y"), load("z", "my-x"), unload("y")):
+            await world.registry.record(change)
         again = World(world.stored)
         kept = await again.registry.join("b", 0, "b:1")
-        assert [(entry.version, entry.path, entry.body["adapter_id"]) for entry in kept] == [
-            (3, LOAD, "x"),
-            (4, UNLOAD, "y"),
-        ]
+        assert kept == [Entry(3, load("z", "my-x")), Entry(4, unload("y"))]
         await again.registry.leave("b")
-        await again.registry.record(LOAD, body("z"))
+        await again.registry.record(load("w"))
         last = World(again.stored)
         assert [entry.version for entry in await last.registry.join("c", 0, "c:1")] == [3, 4, 5]
 
     asyncio.run(run())
 
 
-def test_a_name_that_was_removed_stays_so_after_a_restart() -> None:
-    """An adapter may be unloaded by the name that it was given, which another request calls its id."""
-
+@pytest.mark.parametrize(
+    ("loaded", "unloaded"),
+    [
+        (load("x{}"), unload("x{}")),
+        (load("x{}", pin=True), unload("x{}")),
+        (load("x{}"), unload("x{}", "x{}")),  # a name in a folder, which a request without a source gives
+        (load("x", "my-{}", pin=True), unload("x", "my-{}")),
+    ],
+)
+def test_unloaded_names_are_forgotten(loaded: AdapterChange, unloaded: AdapterChange) -> None:
     async def run() -> None:
         world = World()
-        await world.registry.record(LOAD, {"adapter_id": "x", "name": "mine"})
-        await world.registry.record(UNLOAD, {"adapter_id": "mine"})
-        await world.registry.record(LOAD, body("y"))
-        kept = await World(world.stored).registry.join("b", 0, "b:1")
-        assert [(entry.path, entry.body["adapter_id"]) for entry in kept] == [
-            (LOAD, "x"),
-            (UNLOAD, "mine"),
-            (LOAD, "y"),
-        ]
-
-    asyncio.run(run())
-
-
-def test_names_of_both_kinds_of_requests_are_the_same_subject() -> None:
-    async def run() -> None:
-        world = World()
-        await world.registry.record(LOAD, {"adapter_id": "x", "name": "mine"})
-        await world.registry.record("/v1/unload_lora_adapter", {"lora_name": "mine"})
-        kept = await world.registry.join("b", 0, "b:1")
-        assert [entry.path for entry in kept] == ["/v1/unload_lora_adapter"]
-
-    asyncio.run(run())
-
-
-def test_entries_of_an_older_version_are_read_and_lose_their_tokens() -> None:
-    old = [[3, LOAD, body("a") | {"api_token": "secret"}, "the replica that made it"], [5, UNLOAD, body("b"), ""]]
-    world = World(json.dumps(old).encode())
-    assert world.stored is not None
-    assert b"secret" not in world.stored
-    entries = asyncio.run(world.registry.join("one", 3, "one:1"))
-    assert entries == [Entry(5, UNLOAD, body("b"))]
-    assert asyncio.run(World(world.stored).registry.join("one", 0, "one:1"))[0] == Entry(3, LOAD, body("a"))
-
-
-Pair = tuple[str, dict[str, Any], str, dict[str, Any]]
-PAIRS: list[Pair] = [
-    (LOAD, {"adapter_id": "x{}"}, UNLOAD, {"adapter_id": "x{}"}),
-    (LOAD, {"adapter_id": "x{}", "pin": True}, UNLOAD, {"adapter_id": "x{}", "adapter_source": "hub"}),
-    (LOAD, {"adapter_id": "x", "name": "my-{}", "pin": True}, UNLOAD, {"adapter_id": "my-{}"}),
-    (
-        "/v1/load_lora_adapter",
-        {"lora_name": "my-{}", "lora_path": "x"},
-        "/v1/unload_lora_adapter",
-        {"lora_name": "my-{}"},
-    ),
-]
-
-
-def numbered(content: dict[str, Any], number: int) -> dict[str, Any]:
-    return {name: value.format(number) if isinstance(value, str) else value for name, value in content.items()}
-
-
-async def record_pairs(world: World, count: int, pair: Pair) -> None:
-    load_path, load, unload_path, unload = pair
-    for number in range(count):
-        await world.registry.record(load_path, numbered(load, number))
-        await world.registry.record(unload_path, numbered(unload, number))
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-def test_old_unloads_are_dropped_with_their_loads(pair: Pair) -> None:
-    async def run() -> None:
-        world = World()
-        await world.registry.record(LOAD, body("standing"))
-        await record_pairs(world, 3 * MAX_UNLOADS, pair)
+        await world.registry.record(load("standing"))
+        await record_pairs(world, 3 * MAX_UNLOADS, loaded, unloaded)
         kept = await world.registry.join("new", 0, "n:1")
-        assert len(kept) <= 1 + 2 * MAX_UNLOADS
-        assert kept[0] == Entry(1, LOAD, body("standing"))
-        assert sum(not entry.is_load for entry in kept) == MAX_UNLOADS
-        assert kept[-1].version == 1 + 6 * MAX_UNLOADS  # a replica that has made them all is up to date
-        again = World(world.stored)
-        assert await again.registry.join("new", 0, "n:1") == kept
+        assert kept[0] == Entry(1, load("standing"))
+        assert [entry.change.is_load for entry in kept[1:]] == [False] * MAX_UNLOADS
+        assert kept[-1].version == 1 + 6 * MAX_UNLOADS  # a replica that has applied them all is up to date
+        assert await World(world.stored).registry.join("new", 0, "n:1") == kept
 
     asyncio.run(run())
 
 
-def test_unloads_stored_by_an_older_version_are_dropped() -> None:
-    old = [[version, UNLOAD, {"adapter_id": f"x{version}"}, ""] for version in range(1, 2001)]
-    world = World(json.dumps(old).encode())
-    kept = asyncio.run(world.registry.join("new", 0, "n:1"))
-    assert [entry.version for entry in kept] == list(range(2001 - MAX_UNLOADS, 2001))
+async def record_pairs(world: World, count: int, loaded: AdapterChange, unloaded: AdapterChange) -> None:
+    """Record pairs of a load and an unload, with numbers in their names."""
+    for number in range(count):
+        for change in (loaded, unloaded):
+            numbered = change._replace(name=change.name.format(number), alias=change.alias.format(number))
+            await world.registry.record(numbered)
 
 
-def test_a_dropped_unload_leaves_other_aliases_unpinned() -> None:
-    """An unload unpins its adapter under every name, and removes only its own name."""
+def test_an_unload_unpins_its_adapter_under_every_alias_and_removes_one() -> None:
+    async def run() -> None:
+        world = World()
+        for change in (load("x", "first", pin=True), load("x", pin=True), load("x", "second", pin=True)):
+            await world.registry.record(change)
+        await world.registry.record(unload("x", "first"))
+        await world.registry.record(load("x", "third", pin=True))
+        loads = [entry.change for entry in await world.registry.join("new", 0, "n:1") if entry.change.is_load]
+        assert loads == [load("x", "second"), load("x", "third", pin=True)]
+
+    asyncio.run(run())
+
+
+def test_an_unload_concerns_the_adapter_of_the_last_recorded_load() -> None:
+    """Another replica may have loaded another adapter under the alias since the unload was processed."""
 
     async def run() -> None:
         world = World()
-        await world.registry.record(LOAD, {"adapter_id": "x", "name": "first", "pin": True})
-        await world.registry.record(LOAD, {"adapter_id": "x", "pin": True})
-        await world.registry.record(LOAD, {"adapter_id": "x", "name": "second", "pin": True})
-        await world.registry.record(UNLOAD, {"adapter_id": "first"})
-        await world.registry.record(LOAD, {"adapter_id": "x", "name": "third", "pin": True})
-        await record_pairs(world, MAX_UNLOADS, (LOAD, {"adapter_id": "y{}"}, UNLOAD, {"adapter_id": "y{}"}))
-        loads = [entry for entry in await world.registry.join("new", 0, "n:1") if entry.is_load]
-        assert [entry.body for entry in loads] == [
-            {"adapter_id": "x", "name": "second"},
-            {"adapter_id": "x", "name": "third", "pin": True},
-        ]
+        await world.registry.record(load("old", "mine"))
+        await world.registry.record(load("new", "mine", pin=True))
+        await world.registry.record(unload("old", "mine"))
+        assert await world.registry.join("b", 0, "b:1") == [Entry(3, unload("new", "mine"))]
 
     asyncio.run(run())
 
@@ -291,32 +209,30 @@ def test_a_dropped_unload_leaves_other_aliases_unpinned() -> None:
 def test_a_replica_that_is_behind_still_gets_unloads() -> None:
     async def run() -> None:
         world = World()
-        await record_pairs(world, 2 * MAX_UNLOADS, PAIRS[0])
-        behind = 2 * MAX_UNLOADS + 2  # it has made the first unload that is still kept
+        await record_pairs(world, 2 * MAX_UNLOADS, load("x{}"), unload("x{}"))
+        behind = 2 * MAX_UNLOADS + 2  # the version of the first unload that is still kept
         missed = await world.registry.poll("behind", behind, "b:1")
-        unloads = [entry.body["adapter_id"] for entry in missed if not entry.is_load]
-        assert unloads == [f"x{number}" for number in range(MAX_UNLOADS + 1, 2 * MAX_UNLOADS)]
+        assert [entry.change.name for entry in missed] == [f"x{n}" for n in range(MAX_UNLOADS + 1, 2 * MAX_UNLOADS)]
 
     asyncio.run(run())
 
 
-def test_an_unload_reaches_a_replica_that_is_behind_after_the_name_is_loaded_again() -> None:
+def test_an_unload_reaches_a_replica_that_is_behind_after_the_adapter_is_loaded_again() -> None:
     async def run() -> None:
         world = World()
-        await world.registry.record(LOAD, {"adapter_id": "x", "pin": True})
-        await world.registry.record(UNLOAD, {"adapter_id": "x"})
-        await world.registry.record(LOAD, {"adapter_id": "x"})
+        for change in (load("x", pin=True), unload("x"), load("x")):
+            await world.registry.record(change)
         missed = await world.registry.poll("behind", 1, "b:1")
-        assert [entry.path for entry in missed] == [UNLOAD, LOAD]
+        assert [entry.change for entry in missed] == [unload("x"), load("x")]
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("confirmed", [0, 1])
-def test_a_replica_that_missed_a_dropped_unload_is_told(confirmed: int) -> None:
+def test_a_replica_that_missed_a_dropped_unload_gets_an_error(confirmed: int) -> None:
     async def run() -> None:
         world = World()
-        await record_pairs(world, MAX_UNLOADS + 1, PAIRS[0])
+        await record_pairs(world, MAX_UNLOADS + 1, load("x{}"), unload("x{}"))
         for registry in (world.registry, World(world.stored).registry):
             with pytest.raises(MissedUnloadError, match="replica late is more than 100 unloads behind"):
                 await registry.poll("late", confirmed, "l:1")

@@ -1,6 +1,6 @@
 """Routes by which a replica's Ray actor controls its server. `ReplicaAccess` keeps clients out."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body
 from starlette.responses import Response
@@ -36,7 +36,7 @@ def make_router(service: Service) -> APIRouter:
         return json_response(content)
 
     @router.post("/changes")
-    async def apply(change: AdapterChange, is_own: bool = Body()) -> Response:
+    async def apply(change: Annotated[AdapterChange, Body()], is_own: Annotated[bool, Body()]) -> Response:
         """Apply a load or unload. Respond before the adapter is loaded."""
         await replicator.apply(change, is_own)
         return Response()

@@ -1,155 +1,155 @@
-"""Changes at a server that does not answer, and that come before a load is done. `test_pair.py` has real servers."""
+"""Changes during a load, and while the engine restarts. `tests/scale/test_pair.py` has real servers."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lorax_server.scale import follower as module
-from lorax_server.scale.follower import ChangeFollower, Name
-from lorax_server.scale.registry import Entry
-from lorax_server.scale.server_process import ReplicaError, UnavailableServerError
+from lorax_server.errors import AdapterNotFoundError, EngineError
+from lorax_server.server.access.model_names import Named
+from lorax_server.server.http.replica_protocol import AdapterChange
+from lorax_server.server.routes import change_replicator as module
+from lorax_server.server.routes.change_replicator import ChangeReplicator
 
-LOAD, UNLOAD = "/v1/adapters/load", "/v1/adapters/unload"
-
-
-class AbsentServer:
-    """Answers to changes once it is there."""
-
-    def __init__(self) -> None:
-        self.is_there, self.meant = True, list[Name | None]()
-
-    async def follow(self, _path: str, _body: dict[str, Any], meant: Name | None, _forgets: bool) -> dict[str, Any]:
-        if not self.is_there:
-            raise UnavailableServerError("it does not answer")
-        self.meant.append(meant)
-        return {"source": "local", "name": "json", "pin": None, "latest": ""}
+NAME = Named("local", "json")
+OWN, OTHER = True, False
 
 
-def test_a_change_that_is_not_made_is_not_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made when the server is there again, of the adapter that its name meant."""
-    monkeypatch.setattr(module, "RETRY_S", 0.0)
+class Server:
+    """The parts of a server that load and pin adapters. Loads finish when `may_load` is set."""
 
-    async def run() -> None:
-        server: Any = AbsentServer()
-        follower, unload = ChangeFollower(server, "one"), Entry(2, UNLOAD, {"adapter_id": "mine"})
-        await follower.make(Entry(1, LOAD, {"adapter_id": "json", "name": "mine"}))
-        server.is_there = False
-        for _ in range(2):
-            with pytest.raises(UnavailableServerError):
-                await follower.make(unload)
-            assert follower.confirmed == 1
-        server.is_there = True
-        await follower.make(unload)
-        assert follower.confirmed == 2
-        assert server.meant == [None, ("local", "json")]
-
-    asyncio.run(run())
-
-
-class LoadingServer:
-    """Loads when it is told to. It knows the versions of an adapter that it has loaded, and remembers the last one."""
-
-    def __init__(self, known: set[str], latest: str) -> None:
-        self.may_load, self.num_loads = asyncio.Event(), 0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, known: set[str], latest: str) -> None:
+        self.may_load, self.num_loads, self.num_failures = asyncio.Event(), 0, 0
         self.known, self.latest, self.pinned = known, latest, dict[str, bool]()
-        self.forgets = list[bool]()
+        self.forgotten = 0
+        for function in (self.load_adapter, self.pin_adapter, self.unload_adapter):
+            monkeypatch.setattr(module, function.__name__, function)
+        monkeypatch.setattr(module, "RETRY_S", 0.0)
+        service: Any = SimpleNamespace(
+            engine=SimpleNamespace(forget=self.forget),
+            seen=SimpleNamespace(latest=lambda name: self.latest),  # noqa: ARG005
+            model_names=SimpleNamespace(find=lambda *name: name),
+            change=self.change,
+        )
+        self.replicator = ChangeReplicator(service)
 
-    async def follow(self, _path: str, body: dict[str, Any], _meant: Name | None, forgets: bool) -> dict[str, Any]:
-        self.forgets.append(forgets)
-        return {"source": "local", "name": "json", "pin": body.get("pin"), "latest": self.latest}
+    async def change(self, change: Any) -> None:
+        pass
 
-    async def load(self, _name: Name) -> str:
+    async def forget(self, *name: str) -> None:
+        assert name == NAME
+        self.forgotten += 1
+
+    async def load_adapter(self, *_: Any) -> str:
         self.num_loads += 1
         await self.may_load.wait()
         self.known.add("found")
         return "found"
 
-    async def pin(self, _name: Name, identity: str, pin: bool) -> None:
+    async def pin_adapter(self, _service: Any, identity: str, _name: Named, pin: bool) -> None:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise EngineError("the engine restarts")
         if identity not in self.known:
-            raise ReplicaError("it is not known here any more")
+            raise AdapterNotFoundError("it is not known any more")
         self.pinned[identity] = pin
 
+    async def unload_adapter(self, *_: Any) -> None:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise EngineError("the engine restarts")
+        raise AdapterNotFoundError("it is not loaded")
 
-def load(version: int, answered_by: str = "", **body: Any) -> Entry:
-    return Entry(version, LOAD, {"adapter_id": "json", **body}, answered_by)
+    async def finish(self) -> None:
+        self.may_load.set()
+        while self.replicator._loads:
+            await asyncio.sleep(0)
+
+
+def load(alias: str = "", pin: bool | None = None) -> AdapterChange:
+    return AdapterChange(True, *NAME, alias, pin)
+
+
+UNLOAD = AdapterChange(False, *NAME)
 
 
 @pytest.mark.parametrize(
     ("changes", "known", "latest", "pinned", "num_loads"),
     [
-        ([load(1, pin=True)], [], "", {"found": True}, 1),
-        ([load(1, "one", pin=True)], ["own"], "own", {"own": True}, 0),
-        ([load(1, "one", pin=False)], ["own"], "own", {"own": False}, 0),
-        # What nobody has asked for here is left to the first request; what was here is loaded again.
-        ([load(1)], [], "", {}, 0),
-        ([load(1)], ["old"], "old", {}, 1),
-        ([load(1, "one")], ["own"], "own", {}, 0),
-        ([load(1), load(2, "one")], ["own"], "own", {}, 1),
-        # A change without a pin leaves that of a load under way.
-        ([load(1, pin=True), load(2, name="mine")], [], "", {"found": True}, 2),
-        ([load(1, pin=True), load(2, "one", name="mine")], ["own"], "own", {"found": True}, 2),
-        ([load(1, pin=True), load(2, pin=False)], [], "", {"found": False}, 2),
-        # What this server has loaded may be older than what another has loaded before, in the order of all.
-        ([load(1, pin=True), load(2, "one", pin=True)], ["own"], "own", {"found": True}, 2),
-        # The engine has forgotten what it had loaded, and so has the server.
-        ([load(1, "one", pin=True)], [], "own", {"found": True}, 1),
-        ([load(1, "one", pin=True)], [], "", {"found": True}, 1),
-        ([load(1, pin=True), Entry(2, UNLOAD, {"adapter_id": "json"})], [], "", {}, 1),
+        ([(load(pin=True), OTHER)], [], "", {"found": True}, 1),
+        ([(load(pin=True), OWN)], ["own"], "own", {"own": True}, 0),
+        ([(load(pin=False), OWN)], ["own"], "own", {"own": False}, 0),
+        # An adapter that no request has used here is loaded by the first request; an older version is replaced.
+        ([(load(), OTHER)], [], "", {}, 0),
+        ([(load(), OTHER)], ["old"], "old", {}, 1),
+        ([(load(), OWN)], ["own"], "own", {}, 0),
+        ([(load(), OTHER), (load(), OWN)], ["own"], "own", {}, 1),
+        # A change without a pin keeps the pin of a pending load.
+        ([(load(pin=True), OTHER), (load("mine"), OTHER)], [], "", {"found": True}, 2),
+        ([(load(pin=True), OTHER), (load("mine"), OWN)], ["own"], "own", {"found": True}, 2),
+        ([(load(pin=True), OTHER), (load(pin=False), OTHER)], [], "", {"found": False}, 2),
+        # The version that this server has loaded may be older than that of another server's earlier change.
+        ([(load(pin=True), OTHER), (load(pin=True), OWN)], ["own"], "own", {"found": True}, 2),
+        # The engine has lost the adapter.
+        ([(load(pin=True), OWN)], [], "own", {"found": True}, 1),
+        ([(load(pin=True), OWN)], [], "", {"found": True}, 1),
+        ([(load(pin=True), OTHER), (UNLOAD, OTHER)], [], "", {}, 1),
     ],
 )
-def test_changes_while_a_load_is_under_way(
-    changes: list[Entry], known: list[str], latest: str, pinned: dict[str, bool], num_loads: int
+def test_changes_during_a_load(
+    monkeypatch: pytest.MonkeyPatch,
+    changes: list[tuple[AdapterChange, bool]],
+    known: list[str],
+    latest: str,
+    pinned: dict[str, bool],
+    num_loads: int,
 ) -> None:
     async def run() -> None:
-        server: Any = LoadingServer(set(known), latest)
-        follower = ChangeFollower(server, "one")
-        for change in changes:
-            await follower.make(change)
-            await asyncio.sleep(0)  # a load begins
-        server.may_load.set()
-        await asyncio.gather(*(pending.task for pending in follower._loads.values()))
+        server = Server(monkeypatch, set(known), latest)
+        for change, is_own in changes:
+            await server.replicator.apply(change, is_own)
+            await asyncio.sleep(0)  # a load starts
+        await server.finish()
         assert server.pinned == pinned
         assert server.num_loads == num_loads
-        assert server.forgets == [change.answered_by != "one" for change in changes]
-        assert not follower._loads
+        assert server.forgotten == sum(change.is_load and not is_own for change, is_own in changes)
 
     asyncio.run(run())
 
 
-def test_two_own_changes_in_a_row_do_not_resolve_again() -> None:
-    """They may come before the first one's pin: only the admin's requests had the token."""
+def test_two_own_changes_in_a_row_do_not_resolve_the_adapter_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second may arrive before the first one's pin: only the admin's requests had the token."""
 
     async def run() -> None:
-        server: Any = LoadingServer({"own"}, "own")
-        follower = ChangeFollower(server, "one")
-        for change in (load(1, "one", pin=True), load(2, "one", name="mine")):
-            await follower.make(change)
-        await asyncio.gather(*(pending.task for pending in follower._loads.values()))
-        assert server.pinned == {"own": True}
-        assert server.num_loads == 0
-
-    asyncio.run(run())
-
-
-def test_a_pin_waits_for_a_server_that_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The adapter is not resolved again: only the admin's request had the token for it."""
-    monkeypatch.setattr(module, "RETRY_S", 0.0)
-
-    async def run() -> None:
-        server: Any = LoadingServer({"own"}, "own")
-        pin, refusals = server.pin, iter(range(3))
-
-        async def pin_later(name: Name, identity: str, is_pinned: bool) -> None:
-            if next(refusals, None) is not None:
-                raise UnavailableServerError("the engine begins again")
-            await pin(name, identity, is_pinned)
-
-        server.pin = pin_later
-        follower = ChangeFollower(server, "one")
-        await follower.make(load(1, "one", pin=True))
-        while follower._loads:
-            await asyncio.sleep(0)
+        server = Server(monkeypatch, {"own"}, "own")
+        for change in (load(pin=True), load("mine")):
+            await server.replicator.apply(change, OWN)
+        await server.finish()
         assert (server.pinned, server.num_loads) == ({"own": True}, 0)
+
+    asyncio.run(run())
+
+
+def test_a_pin_waits_for_an_engine_that_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapter is not resolved again: only the admin's request had the token for it."""
+
+    async def run() -> None:
+        server = Server(monkeypatch, {"own"}, "own")
+        server.num_failures = 3
+        await server.replicator.apply(load(pin=True), OWN)
+        await server.finish()
+        assert (server.pinned, server.num_loads) == ({"own": True}, 0)
+
+    asyncio.run(run())
+
+
+def test_a_change_fails_only_if_the_engine_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        server = Server(monkeypatch, set(), "")
+        server.num_failures = 1
+        with pytest.raises(EngineError):
+            await server.replicator.apply(UNLOAD, OTHER)
+        await server.replicator.apply(UNLOAD, OTHER)
 
     asyncio.run(run())
