@@ -38,8 +38,7 @@ def make_app(service: Service, address: str = "") -> FastAPI:
         redirect_slashes=False,
     )
     routes: list[BaseRoute] = []
-    modules = [lorax, completions, chat, responses, info, adapters, playground]
-    for module in (*modules, replica) if service.config.replica_secret else modules:
+    for module in (lorax, completions, chat, responses, info, adapters, playground):
         router = module.make_router(service)
         app.include_router(router)
         routes += router.routes
@@ -49,7 +48,9 @@ def make_app(service: Service, address: str = "") -> FastAPI:
     app.add_middleware(RequestMiddleware, routes=routes, service=service, address=address)
     app.add_middleware(Cors, **vars(service.config.cors))
     if service.config.replica_secret:
-        app.add_middleware(ReplicaAccess, secret=service.config.replica_secret)
+        app.add_middleware(
+            ReplicaAccess, secret=service.config.replica_secret, control=replica.make_control_app(service)
+        )
     return app
 
 

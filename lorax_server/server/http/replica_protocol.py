@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorax_server.errors import ForbiddenError
-from lorax_server.server.http.problems import describe, http_problem
+from lorax_server.server.http.problems import describe
 
 SECRET_HEADER = "x-lorax-secret"  # on every request to a replica's server
 CLIENT_HEADER = "x-lorax-client"  # the client address, on every request that the ingress forwards
@@ -31,10 +31,13 @@ class AdapterChange(NamedTuple):
 
 
 class ReplicaAccess:
-    """ASGI middleware that admits requests from the ingress and from the replica's actor only."""
+    """ASGI middleware that admits requests from the ingress and from the replica's actor only.
 
-    def __init__(self, app: ASGIApp, secret: str) -> None:
-        self._app, self._secret = app, secret.encode()
+    A request without a client address is the actor's own, and may use the routes of the `control` application.
+    """
+
+    def __init__(self, app: ASGIApp, secret: str, control: ASGIApp) -> None:
+        self._app, self._secret, self._control = app, secret.encode(), control
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -46,8 +49,8 @@ class ReplicaAccess:
             error = ForbiddenError("this server is a replica; send requests to the address of the deployment")
             await describe(error, path).response(path)(scope, receive, send)
             return
-        if client is not None and path.startswith(CONTROL_PREFIX):
-            await http_problem(404).response(path)(scope, receive, send)
+        if client is None and path.startswith(CONTROL_PREFIX):
+            await self._control(scope, receive, send)
             return
         own = (SECRET_HEADER.encode(), CLIENT_HEADER.encode())
         headers = [pair for pair in scope["headers"] if pair[0] not in own]

@@ -1,11 +1,14 @@
 """Routes by which a replica's Ray actor controls its server. `ReplicaAccess` keeps clients out."""
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Body
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from lorax_server.engine.adapters.entry import State
+from lorax_server.errors import LoraxError
 from lorax_server.server.http.problems import json_response
 from lorax_server.server.http.replica_protocol import AdapterChange
 from lorax_server.server.routes.change_replicator import ChangeReplicator
@@ -16,12 +19,11 @@ TIERS = {State.DEVICE.value: "device", State.LOADING.value: "device", State.HOST
 TIERS |= {State.DISK.value: "disk", State.PREPARING.value: "disk"}
 
 
-def make_router(service: Service) -> APIRouter:
-    router = APIRouter(prefix="/replica", include_in_schema=False)
+def make_control_app(service: Service) -> Starlette:
+    """Make the application for requests of the actor. They need no API key, and work while the server drains."""
     replicator = ChangeReplicator(service)
 
-    @router.get("/state")
-    async def state() -> Response:
+    async def state(_: Request) -> Response:
         """Describe the load for the autoscaler, and adapter locations for the request router."""
         status, info = await service.engine.status(), service.engine.info
         content = {
@@ -35,13 +37,17 @@ def make_router(service: Service) -> APIRouter:
         }
         return json_response(content)
 
-    @router.post("/changes")
-    async def apply(change: Annotated[AdapterChange, Body()], is_own: Annotated[bool, Body()]) -> Response:
+    async def apply_change(http: Request) -> Response:
         """Apply a load or unload. Respond before the adapter is loaded."""
-        await replicator.apply(change, is_own)
+        body = await http.json()
+        await replicator.apply(AdapterChange(**body["change"]), body["is_own"])
         return Response()
 
-    return router
+    async def fail(_: Request, error: Exception) -> Response:
+        return Response(str(error), 503)
+
+    routes = [Route("/replica/state", state), Route("/replica/changes", apply_change, methods=["POST"])]
+    return Starlette(routes=routes, exception_handlers={LoraxError: fail})
 
 
 async def _list_names(service: Service) -> dict[str, list[str]]:

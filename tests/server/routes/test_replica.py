@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from lorax_server.server.http.replica_protocol import (
 from lorax_server.types import EngineStatus
 from tests.server.fake_server import Reply, Routes
 
-SECRET, ADMIN = "the-deployments-secret", "the-admins"
+SECRET, ADMIN, CLIENT_KEY = "the-deployments-secret", "the-admins", "the-clients"
 LOAD, UNLOAD = "/v1/adapters/load", "/v1/adapters/unload"
 CHANGE = AdapterChange(True, "local", "poet", "mine", pin=True)
 
@@ -27,9 +28,9 @@ CHANGE = AdapterChange(True, "local", "poet", "mine", pin=True)
 class ReplicaRoutes(Routes):
     """The routes of a replica's server."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys_file: Path) -> None:
         super().__init__(["poet"], replica_secret=SECRET)
-        self.service.keys = KeyRing((), ADMIN)
+        self.service.keys = KeyRing((), ADMIN, keys_file)
         self.app, self._served = make_app(self.service), self.service
 
     def _obey(self, message: messages.ToEngine) -> None:
@@ -48,17 +49,25 @@ class ReplicaRoutes(Routes):
 
 
 @pytest.fixture(scope="module")
-def shared() -> ReplicaRoutes:
-    return ReplicaRoutes()
+def shared(tmp_path_factory: pytest.TempPathFactory) -> ReplicaRoutes:
+    """A replica's server whose clients need keys."""
+    keys_file = tmp_path_factory.mktemp("keys") / "keys.toml"
+    keys_file.write_text(f'[keys.client]\nkey = "{CLIENT_KEY}"\n')
+    return ReplicaRoutes(keys_file)
 
 
 def test_state_names_the_adapters_that_the_router_needs(shared: ReplicaRoutes) -> None:
     request = {"inputs": "x", "parameters": {"adapter_id": "poet"}}
-    assert shared.ask("POST", "/generate", request).status == 200
+    assert shared.ask("POST", "/generate", request, authorization=f"Bearer {CLIENT_KEY}").status == 200
     state = shared.ask("GET", "/replica/state")
     assert state.status == 200
     assert state.json["names"] == {"device": ["poet"]}
     assert (state.json["running"], state.json["waiting"], state.json["is_draining"]) == (2, 4, False)
+    shared.service.is_draining = True
+    try:
+        assert shared.ask("GET", "/replica/state").json["is_draining"]
+    finally:
+        shared.service.is_draining = False
 
 
 def test_changes_of_another_replica_are_applied(shared: ReplicaRoutes) -> None:
@@ -112,6 +121,6 @@ def test_the_application_sees_the_client_address_and_not_the_secret(address: str
     headers = {SECRET_HEADER: SECRET, CLIENT_HEADER: address, "x-other": "kept"}
     scope = {"type": "http", "path": "/generate", "client": ("10.0.0.1", 5)}
     scope |= {"headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
-    asyncio.run(ReplicaAccess(application, SECRET)(scope, None, None))  # type: ignore[arg-type]
+    asyncio.run(ReplicaAccess(application, SECRET, application)(scope, None, None))  # type: ignore[arg-type]
     assert seen["headers"] == [(b"x-other", b"kept")]
     assert seen["client"][0] == (address or "10.0.0.1")
