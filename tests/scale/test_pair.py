@@ -187,7 +187,8 @@ def test_many_changes_at_once_leave_the_same_adapter_everywhere(pair: Pair) -> N
 def test_the_server_that_has_loaded_an_adapter_does_not_resolve_it_again(pair: Pair) -> None:
     """It had the token for that request only. Its own changes can still pin the adapter; another server's cannot."""
     port, of_first = pair.ports[1], f"Bearer {HUB_TOKEN}"
-    changes = [  # the pin, the server that has processed the load, the pins then, and the tokens that the hub was sent
+    changes: list[tuple[bool, str, list[bool], set[str | None]]] = [
+        # the pin, the server that has processed the load, the pins then, and the tokens that the hub was sent
         (False, "second", [False, False], {of_first}),
         (True, "first", [True, False], {None}),
         (True, "second", [True, True], {of_first}),

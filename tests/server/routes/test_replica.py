@@ -40,12 +40,12 @@ class ReplicaRoutes(Routes):
             reply = messages.StatusReply(message.query_id, EngineStatus(**numbers))
             asyncio.get_running_loop().call_soon(self.engine._settle, reply)
 
-    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
+    def request(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
         """Send a request with the secret."""
         return self.send(method, path, body, {SECRET_HEADER: SECRET, **headers})
 
     def apply(self, change: AdapterChange) -> Reply:
-        return self.ask("POST", "/replica/changes", {"change": change._asdict(), "is_own": False})
+        return self.request("POST", "/replica/changes", {"change": change._asdict(), "is_own": False})
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +58,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> ReplicaRoutes:
 
 def test_state_names_the_adapters_that_the_router_needs(shared: ReplicaRoutes) -> None:
     request = {"inputs": "x", "parameters": {"adapter_id": "poet"}}
-    assert shared.ask("POST", "/generate", request, authorization=f"Bearer {CLIENT_KEY}").status == 200
-    state = shared.ask("GET", "/replica/state")
+    assert shared.request("POST", "/generate", request, authorization=f"Bearer {CLIENT_KEY}").status == 200
+    state = shared.request("GET", "/replica/state")
     assert state.status == 200
     assert state.json["names"] == {"device": ["poet"]}
     assert (state.json["running"], state.json["waiting"], state.json["is_draining"]) == (2, 4, False)
     shared.service.is_draining = True
     try:
-        assert shared.ask("GET", "/replica/state").json["is_draining"]
+        assert shared.request("GET", "/replica/state").json["is_draining"]
     finally:
         shared.service.is_draining = False
 
@@ -84,10 +84,10 @@ def test_a_change_that_is_rejected_here_is_no_error(shared: ReplicaRoutes) -> No
 
 def test_responses_to_loads_and_unloads_describe_the_change(shared: ReplicaRoutes) -> None:
     body = {"adapter_id": "poet", "adapter_source": "local", "name": "mine", "pin": True}
-    assert read_change(shared.ask("POST", LOAD, body, authorization=f"Bearer {ADMIN}")) == CHANGE
-    unloaded = shared.ask("POST", UNLOAD, {"adapter_id": "mine"}, authorization=f"Bearer {ADMIN}")
+    assert read_change(shared.request("POST", LOAD, body, authorization=f"Bearer {ADMIN}")) == CHANGE
+    unloaded = shared.request("POST", UNLOAD, {"adapter_id": "mine"}, authorization=f"Bearer {ADMIN}")
     assert read_change(unloaded) == CHANGE._replace(is_load=False, pin=None)
-    for reply in (shared.ask("POST", LOAD, body), shared.ask("GET", "/health")):
+    for reply in (shared.request("POST", LOAD, body), shared.request("GET", "/health")):
         assert CHANGE_HEADER not in reply.headers
 
 
@@ -106,9 +106,9 @@ def test_a_request_without_the_secret_is_rejected(shared: ReplicaRoutes) -> None
 
 def test_clients_cannot_use_the_routes_of_the_actor(shared: ReplicaRoutes) -> None:
     for address in ("1.2.3.4", ""):
-        assert shared.ask("GET", "/replica/state", **{CLIENT_HEADER: address}).status == 404
-        assert shared.ask("POST", "/replica/changes", {}, **{CLIENT_HEADER: address}).status == 404
-        assert shared.ask("GET", "/health", **{CLIENT_HEADER: address}).status == 200
+        assert shared.request("GET", "/replica/state", **{CLIENT_HEADER: address}).status == 404
+        assert shared.request("POST", "/replica/changes", {}, **{CLIENT_HEADER: address}).status == 404
+        assert shared.request("GET", "/health", **{CLIENT_HEADER: address}).status == 200
 
 
 @pytest.mark.parametrize("address", ["1.2.3.4", "fe80::1", ""])
@@ -119,7 +119,7 @@ def test_the_application_sees_the_client_address_and_not_the_secret(address: str
         seen.update(scope)
 
     headers = {SECRET_HEADER: SECRET, CLIENT_HEADER: address, "x-other": "kept"}
-    scope = {"type": "http", "path": "/generate", "client": ("10.0.0.1", 5)}
+    scope: dict[str, Any] = {"type": "http", "path": "/generate", "client": ("10.0.0.1", 5)}
     scope |= {"headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
     asyncio.run(ReplicaAccess(application, SECRET, application)(scope, None, None))  # type: ignore[arg-type]
     assert seen["headers"] == [(b"x-other", b"kept")]
