@@ -206,8 +206,7 @@ class AccessConfig(Settings):
     )
     keys_file: Path | None = setting(None, "file of keys with names, adapters and limits")
     admin_key: str | None = setting(None, "key to load adapters, better set by LORAX_ADMIN_KEY", is_secret=True)
-    replica_key: str | None = field(default=None, repr=False)  # of the Ray replica that this server is; no flag
-    ingress_key: str | None = field(default=None, repr=False)  # by which its ingress shows who it is; no flag
+    replica_secret: str | None = field(default=None, repr=False)  # required on requests to a Ray replica; no flag
     cors: CorsConfig = field(default_factory=CorsConfig)
 
     def __post_init__(self) -> None:

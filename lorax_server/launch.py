@@ -40,7 +40,7 @@ def check_files(config: ServerConfig) -> None:
     from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
     from lorax_server.server.routes.playground import read_examples  # noqa: PLC0415
 
-    KeyRing(config.api_keys, config.admin_key, config.keys_file, config.replica_key)
+    KeyRing(config.api_keys, config.admin_key, config.keys_file)
     read_examples(config.examples)
 
 
@@ -50,7 +50,7 @@ def serve_forever(config: ServerConfig) -> int:
 
     return_large_blocks()
     keep_between_steps()
-    keys = KeyRing(config.api_keys, config.admin_key, config.keys_file, config.replica_key)
+    keys = KeyRing(config.api_keys, config.admin_key, config.keys_file)
     engine = replace(config.engine, tenant_weights={**keys.weights, **config.engine.tenant_weights})
     return serve_engine(config, make_client(engine, logs=LogFormat(config.log_level, config.json_logs)), keys)
 

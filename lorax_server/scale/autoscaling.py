@@ -1,4 +1,4 @@
-"""The number of replicas, by the requests that wait and the tokens in flight."""
+"""Autoscaling by waiting requests and running tokens."""
 
 import math
 from typing import Any
@@ -7,9 +7,9 @@ from ray.serve.config import AutoscalingContext
 
 
 class QueueAndTokens:
-    """A policy for Ray Serve's autoscaler: as many replicas as keep each below both targets.
+    """A Ray Serve autoscaling policy: as many replicas as keep each one below both targets.
 
-    Ray asks it again and again, and applies its own delays and bounds to what it answers.
+    Ray calls it periodically, and applies its own delays and bounds to the result.
     """
 
     def __init__(self, target_waiting: float, target_tokens: float) -> None:

@@ -1,4 +1,4 @@
-"""`lorax serve --replicas N`: a Ray of this machine only, with the application on it, until a signal comes."""
+"""`lorax serve --replicas N`: runs the application on a Ray cluster of this machine until a signal arrives."""
 
 import os
 import re
@@ -15,12 +15,12 @@ from ray import serve
 from lorax_server.cli.settings import parse
 from lorax_server.errors import ConfigError, LoraxError
 from lorax_server.machine import count_cores
-from lorax_server.scale.ray_app import Scale, build_scaled
-from lorax_server.scale.server_process import Order, ReplicaError, find_port
+from lorax_server.scale.ray_app import ScaleConfig, build_application
+from lorax_server.scale.server_process import ReplicaError, ServerOptions, find_port
 
 APP = "lorax"
-LOCAL = "127.0.0.1"
-NICENESS = "RAY_worker_niceness"  # of replicas; Ray's own 15 lets every other process of the machine go first
+LOCALHOST = "127.0.0.1"
+NICENESS = "RAY_worker_niceness"  # Ray's default of 15 gives every other process of the machine priority over replicas
 REASON = re.compile(r"ReplicaError: (.*)")
 
 
@@ -33,19 +33,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def serve_replicas(argv: list[str]) -> int:
-    """Serve until a signal comes, and return the exit code."""
+    """Serve until a signal arrives, and return the exit code."""
     parsed = parse(argv, os.environ, "serve")
     config, replicas = parsed.make_config(None), parsed.values["replicas"]
     cores, port = count_cores(), config.port or find_port(config.host)
-    scale = Scale(replicas=replicas, host=LOCAL, cpus=max(1, cores // replicas))
-    order = Order(argv, os.getcwd(), () if _is_local(config.host) else ("*",))
+    scale = ScaleConfig(replicas=replicas, host=LOCALHOST, cpus=max(1, cores // replicas))
+    options = ServerOptions(argv, os.getcwd(), () if _is_local(config.host) else ("*",))
     os.environ.setdefault(NICENESS, "0")
     ray.init(num_cpus=max(cores, int(scale.cpus * replicas)), include_dashboard=False)
-    for number in (signal.SIGINT, signal.SIGTERM):  # now, since Ray has set its own
+    for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which sets its own handlers
         signal.signal(number, _interrupt)
     try:
         serve.start(http_options={"host": config.host, "port": port})
-        _deploy(build_scaled(scale, argv, order))
+        _deploy(build_application(scale, options))
         print(f"ready: http://{config.host}:{port} serves {config.model_id} by {replicas} replicas", flush=True)
         while True:
             signal.pause()
@@ -64,8 +64,8 @@ def _deploy(application: serve.Application) -> None:
     try:
         serve.run(application, name=APP)
     except RuntimeError as error:
-        told = serve.status().applications[APP].deployments.values()
-        reasons = [reason for each in told for reason in REASON.findall(each.message)]
+        deployments = serve.status().applications[APP].deployments.values()
+        reasons = [reason for each in deployments for reason in REASON.findall(each.message)]
         raise ReplicaError(reasons[-1] if reasons else str(error)) from error
 
 

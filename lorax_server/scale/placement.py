@@ -1,67 +1,72 @@
-"""Decides which replica answers a request. Ray's router and the simulation of a large cluster share it.
+"""Chooses the replica for a request. Ray's router and the cluster simulation share this code.
 
-Every adapter has an order of all replicas, by rendezvous hashing: each pair of adapter and replica has a score, and the
-highest is first. So a thousand adapters spread without a table, every router finds the same order, and when a replica
-goes only its own adapters move. Three things change the choice: where adapters are in memory, how much each replica has
-to do, and how much of all requests an adapter gets.
+Every adapter ranks all replicas by rendezvous hashing: each pair of adapter and replica has a score, and the highest
+score ranks first. So thousands of adapters spread without a table, every router computes the same ranking, and when a
+replica leaves, only its own adapters move. Three things change the choice: where adapters are in memory, how many
+requests each replica has, and the share of all requests that an adapter gets.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
-SPREAD = 1.05  # a hot adapter goes to one more replica where its own have so many times the mean load
-SLACK = 2  # requests above that bound, so that a few requests are not spread for nothing
-TOLERANCE = 1.15  # other adapters do not: a load for few requests costs more than it gains
-PATIENCE = 6  # requests above that bound: a replica computes so many together, while a load may take seconds
-HOT = 0.1  # share of one replica's fair load from which an adapter is hot
+# A replica is overloaded above these multiples of the mean load, plus a number of requests. The bound is higher for an
+# adapter that is not hot: a replica computes a few more requests together in less time than a load may take.
+HOT_LOAD_RATIO, HOT_EXTRA_REQUESTS = 1.05, 2
+COLD_LOAD_RATIO, COLD_EXTRA_REQUESTS = 1.15, 6
+HOT_SHARE = 0.1  # of one replica's fair load; an adapter with a larger share is hot
 COPIES = 4  # replicas of a hot adapter for each replica that its requests alone would fill
-WINDOW = 20_000  # requests by which shares are measured
-RECENT_S = 3.0  # until a replica's report has an adapter that was sent there
-MAX_ORDERS = 200_000  # adapters whose order is remembered
+WINDOW_REQUESTS = 20_000  # requests by which shares are measured
+RECENT_S = 3.0  # until a replica's report contains an adapter that was sent there
 MASK = 2**64 - 1
 
 
-class Wanted(NamedTuple):
-    """A request as far as it matters to the choice."""
+class RoutingKey(NamedTuple):
+    """The parts of a request that determine its replica."""
 
-    adapter: int = 0  # the hash of its name; 0 is the base model
-    prefix: int = 0  # the hash of the beginning of its prompt; 0 is none
+    adapter: int = 0  # hash of the adapter name; 0 is the base model
+    prefix: int = 0  # hash of the prompt prefix; 0 if the prompt is short
+
+
+class Report(NamedTuple):
+    """A replica's adapters by tier, as hashes of their names."""
+
+    device: Set[int] = frozenset()
+    host: Set[int] = frozenset()
+    disk: Set[int] = frozenset()
+    broken: Set[int] = frozenset()  # adapters that could not be loaded
+    capacity: int | None = None  # adapters that fit on the device, if known
+    is_draining: bool = False
 
 
 @dataclass(eq=False)
 class ReplicaView:
-    """A replica as a router sees it."""
+    """A replica as a router knows it."""
 
     name: str
-    load: float = 0.0  # requests that it has
-    capacity: int | None = None  # adapters that its device holds, if that is known
-    device: set[int] = field(default_factory=set)
-    host: frozenset[int] = frozenset()
-    disk: frozenset[int] = frozenset()
-    broken: frozenset[int] = frozenset()  # adapters that it could not load
-    is_draining: bool = False
-    sent: dict[int, float] = field(default_factory=dict)  # adapters sent there of late, and when
+    load: float = 0.0  # requests
+    report: Report = field(default_factory=Report)
+    device: set[int] = field(default_factory=set)  # adapters in the report, and adapters sent since
+    sent: dict[int, float] = field(default_factory=dict)  # times at which adapters were sent
 
     def __post_init__(self) -> None:
         self.seed = hash_name(self.name)
 
-    @property
-    def has_room(self) -> bool:
-        return self.capacity is None or len(self.device) < self.capacity
+    def score(self, number: int) -> int:
+        """Scatter 64 bits by the replica's name (the finalizer of splitmix64)."""
+        number ^= self.seed
+        number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & MASK
+        number = (number ^ number >> 27) * 0x94D049BB133111EB & MASK
+        return number ^ number >> 31
 
-
-class Report(NamedTuple):
-    """The adapters of a replica, as it tells of them."""
-
-    device: Collection[int] = ()
-    host: Collection[int] = ()
-    disk: Collection[int] = ()
-    broken: Collection[int] = ()
-    capacity: int | None = None
-    is_draining: bool = False
+    def distance(self, adapter: int) -> int:
+        """Return a cost of moving an adapter to the device. A full device has to evict another adapter."""
+        has_space = self.report.capacity is None or len(self.device) < self.report.capacity
+        if adapter in self.report.host:
+            return 0 if has_space else 1
+        return (2 if adapter in self.report.disk else 3) if has_space else 4
 
 
 def hash_name(name: str) -> int:
@@ -69,15 +74,8 @@ def hash_name(name: str) -> int:
     return int.from_bytes(blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest(), "little") or 1
 
 
-def mix(number: int) -> int:
-    """Scatter 64 bits (the finalizer of splitmix64)."""
-    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & MASK
-    number = (number ^ number >> 27) * 0x94D049BB133111EB & MASK
-    return number ^ number >> 31
-
-
 class Shares:
-    """Shares of adapters in the latest requests; older requests count half, a quarter, and so on."""
+    """Adapter shares of recent requests. Older requests count half, a quarter, and so on."""
 
     def __init__(self) -> None:
         self._counts: dict[int, float] = {}
@@ -86,157 +84,103 @@ class Shares:
     def count(self, adapter: int) -> None:
         self._counts[adapter] = self._counts.get(adapter, 0.0) + 1
         self._total += 1
-        if self._total >= WINDOW:
+        if self._total >= WINDOW_REQUESTS:
             self._counts = {adapter: count / 2 for adapter, count in self._counts.items() if count > 1}
             self._total = sum(self._counts.values())
 
     def of(self, adapter: int) -> float:
-        return self._counts.get(adapter, 0.0) / self._total if self._total > 1 / HOT else 0.0
+        return self._counts.get(adapter, 0.0) / self._total if self._total > 1 / HOT_SHARE else 0.0
 
 
 class ReplicaChooser:
-    """Chooses replicas. It belongs to one router, and is told of all that changes."""
+    """Chooses replicas for one router."""
 
     def __init__(self) -> None:
         self._views: dict[str, ReplicaView] = {}
-        self._holders: dict[int, set[str]] = {}  # by adapter: the replicas that have it on the device
-        self._orders: dict[int, list[ReplicaView]] = {}
-        self._open: list[ReplicaView] = []  # those that do not drain
-        self._total_load = 0.0  # of those
         self._shares = Shares()
 
     @property
     def views(self) -> Mapping[str, ReplicaView]:
         return self._views
 
-    # --- Replicas that come, go and report ----------------------------------------------------------------------------
-
     def set_replicas(self, names: Iterable[str]) -> None:
-        """Replace the set of replicas; those that stay keep what is known of them."""
-        names = set(names)
-        if names == self._views.keys():
-            return
-        for name in self._views.keys() - names:
-            self._set_device(self._views.pop(name), set())
-        for name in sorted(names - self._views.keys()):
-            self._views[name] = ReplicaView(name)
-        self._orders.clear()
-        self._find_open()
+        """Replace the set of replicas. Replicas that stay keep their state."""
+        self._views = {name: self._views.get(name) or ReplicaView(name) for name in sorted(names)}
 
     def set_load(self, name: str, load: float) -> None:
-        view = self._views[name]
-        if not view.is_draining:
-            self._total_load += load - view.load
-        view.load = load
+        self._views[name].load = load
 
     def set_report(self, name: str, report: Report, now: float) -> None:
-        """Take over a replica's report, and add what was sent there since it was written."""
+        """Store a replica's report, and add adapters that were sent to the replica since."""
         view = self._views[name]
+        view.report = report
         view.sent = {adapter: at for adapter, at in view.sent.items() if now - at < RECENT_S}
-        view.broken, view.capacity = frozenset(report.broken), report.capacity
-        view.host, view.disk = frozenset(report.host), frozenset(report.disk)
-        self._set_device(view, {*report.device, *view.sent} - view.broken)
-        if view.is_draining != report.is_draining:
-            view.is_draining = report.is_draining
-            self._find_open()
+        view.device = {*report.device, *view.sent} - report.broken
 
-    def _set_device(self, view: ReplicaView, adapters: set[int]) -> None:
-        for adapter in view.device - adapters:
-            holders = self._holders[adapter]
-            holders.discard(view.name)
-            if not holders:
-                del self._holders[adapter]
-        for adapter in adapters - view.device:
-            self._holders.setdefault(adapter, set()).add(view.name)
-        view.device = adapters
+    def choose(self, key: RoutingKey, now: float, avoided: Collection[str] = ()) -> str | None:
+        """Choose a replica, or return None if all replicas drain.
 
-    def _find_open(self) -> None:
-        self._open = [view for view in self._views.values() if not view.is_draining]
-        self._total_load = sum(view.load for view in self._open)
-
-    # --- Requests -----------------------------------------------------------------------------------------------------
-
-    def choose(self, wanted: Wanted, now: float, avoided: Collection[str] = ()) -> str | None:
-        """Choose a replica, and note that the adapter will be there; None if no replica takes requests.
-
-        `avoided` have failed to answer this request. They are taken only if no other is left.
+        `avoided` replicas have failed to serve this request. They are chosen only if no other replica is left.
         """
-        candidates = [view for view in self._open if view.name not in avoided] if avoided else self._open
-        candidates = candidates or self._open
-        if not candidates:
+        available = [view for view in self._views.values() if not view.report.is_draining]
+        if not available:
             return None
-        mean = self._total_load / len(self._open)
-        if wanted.adapter:
-            self._shares.count(wanted.adapter)
-            view = self._choose_for_adapter(wanted, candidates, mean)
-            self._note_sent(view, wanted.adapter, now)
-        else:
-            view = self._choose_for_prefix(wanted.prefix, candidates, mean)
+        candidates = [view for view in available if view.name not in avoided] or available
+        mean = sum(view.load for view in available) / len(available)
+        if not key.adapter:
+            return _choose_by_prefix(key.prefix, candidates, mean).name
+        self._shares.count(key.adapter)
+        view = self._choose_by_adapter(key, candidates, mean)
+        view.sent[key.adapter] = now
+        view.device.add(key.adapter)
         return view.name
 
     def is_hot(self, adapter: int) -> bool:
-        return self._shares.of(adapter) * len(self._views) >= HOT
+        return self._fair_load(adapter) >= HOT_SHARE
 
-    def owners(self, adapter: int) -> list[str]:
-        """List all replicas in the order of an adapter."""
-        return [view.name for view in self._order(adapter)]
+    def rank(self, adapter: int) -> list[str]:
+        """Rank the names of all replicas for an adapter."""
+        return [view.name for view in _rank(self._views.values(), adapter)]
 
-    def _choose_for_adapter(self, wanted: Wanted, candidates: list[ReplicaView], mean: float) -> ReplicaView:
-        adapter = wanted.adapter
-        holding = [self._views[name] for name in self._holders.get(adapter, ())]
-        holding = [view for view in holding if view in candidates]
-        fair = self._shares.of(adapter) * len(self._views)  # of one replica's load
-        if fair < HOT:
-            holding.sort(key=lambda view: mix(view.seed ^ adapter), reverse=True)
-            bound = mean * TOLERANCE + PATIENCE
+    def _fair_load(self, adapter: int) -> float:
+        """Return the number of replicas that an adapter's requests would fill."""
+        return self._shares.of(adapter) * len(self._views)
+
+    def _choose_by_adapter(self, key: RoutingKey, candidates: list[ReplicaView], mean: float) -> ReplicaView:
+        adapter = key.adapter
+        holders = [view for view in candidates if adapter in view.device]
+        bound = mean * HOT_LOAD_RATIO + HOT_EXTRA_REQUESTS
+        if self.is_hot(adapter):
+            if all(view.load > HOT_EXTRA_REQUESTS for view in holders):
+                copies = _rank(candidates, adapter)[: math.ceil(self._fair_load(adapter) * COPIES)]
+                holders += [view for view in copies if view not in holders and adapter not in view.report.broken]
+            holders, holder_bound = _sort_by_load(holders, key.prefix), bound
         else:
-            bound = mean * SPREAD + SLACK
-            holding = _by_load(holding, wanted.prefix)
-            if not holding or holding[0].load > SLACK:
-                own = self._order(adapter)[: math.ceil(fair * COPIES)]
-                more = [view for view in own if view not in holding and view in candidates]
-                holding = _by_load([*holding, *(view for view in more if adapter not in view.broken)], wanted.prefix)
-        found = next((view for view in holding if view.load <= bound), None)
-        if found is not None:
-            return found
-        allowed = {view.name for view in candidates}
-        order = [view for view in self._order(adapter) if view.name in allowed]
-        able = [view for view in order if adapter not in view.broken] or order
-        free = [view for view in able if view.load <= mean * SPREAD + SLACK] or able
-        return min(free, key=lambda view: _distance(view, adapter))  # of equals the first in the adapter's order
-
-    def _choose_for_prefix(self, prefix: int, candidates: list[ReplicaView], mean: float) -> ReplicaView:
-        """Choose by the beginning of the prompt, whose keys and values may still be there, or else by load."""
-        if prefix:
-            bound = mean * SPREAD + SLACK
-            return max(candidates, key=lambda view: (view.load <= bound, mix(view.seed ^ prefix)))
-        return min(candidates, key=lambda view: view.load)
-
-    def _order(self, adapter: int) -> list[ReplicaView]:
-        order = self._orders.get(adapter)
-        if order is None:
-            if len(self._orders) >= MAX_ORDERS:
-                self._orders.clear()
-            order = sorted(self._views.values(), key=lambda view: mix(view.seed ^ adapter), reverse=True)
-            self._orders[adapter] = order
-        return order
-
-    def _note_sent(self, view: ReplicaView, adapter: int, now: float) -> None:
-        view.sent[adapter] = now
-        view.device.add(adapter)
-        self._holders.setdefault(adapter, set()).add(view.name)
+            holders, holder_bound = _rank(holders, adapter), mean * COLD_LOAD_RATIO + COLD_EXTRA_REQUESTS
+        for view in holders:
+            if view.load <= holder_bound:
+                return view
+        ranked = _rank(candidates, adapter)
+        able = [view for view in ranked if adapter not in view.report.broken] or ranked
+        free = [view for view in able if view.load <= bound] or able
+        return min(free, key=lambda view: view.distance(adapter))  # the first of equals ranks highest
 
 
-def _by_load(views: list[ReplicaView], prefix: int) -> list[ReplicaView]:
-    """Sort replicas of a hot adapter by load. Of those with about the least, prompts that begin alike choose one."""
+def _rank(views: Iterable[ReplicaView], adapter: int) -> list[ReplicaView]:
+    return sorted(views, key=lambda view: view.score(adapter), reverse=True)
+
+
+def _sort_by_load(views: list[ReplicaView], prefix: int) -> list[ReplicaView]:
+    """Sort the replicas of a hot adapter by load. Equal prompt prefixes sort replicas of about equal load alike."""
     if not prefix or not views:
         return sorted(views, key=lambda view: view.load)
     least = min(view.load for view in views)
-    return sorted(views, key=lambda view: (max(0, view.load - least - SLACK), -mix(view.seed ^ prefix)))
+    return sorted(views, key=lambda view: (max(0, view.load - least - HOT_EXTRA_REQUESTS), -view.score(prefix)))
 
 
-def _distance(view: ReplicaView, adapter: int) -> int:
-    """Return how far an adapter is from the device of a replica. A full device has to evict another."""
-    if adapter in view.host:
-        return 0 if view.has_room else 1
-    return (2 if adapter in view.disk else 3) if view.has_room else 4
+def _choose_by_prefix(prefix: int, candidates: list[ReplicaView], mean: float) -> ReplicaView:
+    """Choose the replica whose cache may hold the prompt prefix, or the least loaded replica without a prefix."""
+    if not prefix:
+        return min(candidates, key=lambda view: view.load)
+    bound = mean * HOT_LOAD_RATIO + HOT_EXTRA_REQUESTS
+    return max(candidates, key=lambda view: (view.load <= bound, view.score(prefix)))

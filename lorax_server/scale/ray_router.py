@@ -1,56 +1,59 @@
-"""Ray Serve's request router, with `ReplicaChooser` to decide."""
+"""Ray Serve request routers."""
 
 import random
 import time
 from array import array
-from collections.abc import Collection
+from collections.abc import Iterable
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from lorax_server.scale.placement import ReplicaChooser, Report, Wanted
+from lorax_server.scale.placement import ReplicaChooser, Report, RoutingKey, hash_name
+
+TIERS = ("device", "host", "disk", "broken")
+MAX_REPORTED = 2048  # adapters of each tier in a report: every router gets all reports
 
 
 class AdapterRouter(RequestRouter):  # type: ignore[misc] # Ray has no types that mypy can use
-    """Sends a request where its adapter is. The first argument of a request is a `Wanted`, the second the replicas that
-    have failed to answer it."""
+    """Sends a request where its adapter is. The arguments of a request are its `RoutingKey` and the names of replicas
+    that have failed to serve it."""
 
     def initialize_state(self, **_: Any) -> None:
-        self._placement = ReplicaChooser()
-        self._reports: dict[str, dict[str, Any]] = {}
+        self._chooser = ReplicaChooser()
+        self._reports: dict[str, dict[str, Any]] = {}  # the latest report of each replica
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        names = {replica.replica_id.unique_id: replica for replica in replicas}
-        self._placement.set_replicas(names)
-        self._reports = {name: report for name, report in self._reports.items() if name in names}
-        for name, replica in names.items():
-            if replica.routing_stats and replica.routing_stats is not self._reports.get(name):
-                self._reports[name] = replica.routing_stats
-                self._placement.set_report(name, _unpack(replica.routing_stats), time.monotonic())
+        reports = {replica.replica_id.unique_id: replica.routing_stats for replica in replicas}
+        self._chooser.set_replicas(reports)
+        for name, report in reports.items():
+            if report and report is not self._reports.get(name):
+                self._chooser.set_report(name, unpack_report(report), time.monotonic())
+        self._reports = reports
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Rank the one that is chosen first, and then all others, since the first may refuse."""
+        """Rank the chosen replica first, and then all others, since the first may reject the request."""
         if pending_request is None or not candidate_replicas:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
-        wanted, avoided = _read(pending_request)
+        key, avoided = pending_request.args or (RoutingKey(), ())
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        self._placement.set_replicas(by_name)
+        self._chooser.set_replicas(by_name)
         for name, replica in by_name.items():
-            self._placement.set_load(name, self.replica_queue_len_cache.get(replica.replica_id) or 0)
-        chosen = self._placement.choose(wanted, time.monotonic(), avoided)
+            self._chooser.set_load(name, self.replica_queue_len_cache.get(replica.replica_id) or 0)
+        chosen = self._chooser.choose(RoutingKey(*key), time.monotonic(), avoided)
         if chosen is None:
-            return []  # all drain: Ray asks again when another is there
-        self.on_send_request(by_name[chosen].replica_id)  # counts at once: the replica's own number comes later
-        others = (name for name, view in self._placement.views.items() if not view.is_draining and name not in avoided)
-        return [[by_name[chosen]], [by_name[name] for name in others if name != chosen]]
+            return []  # all replicas drain: Ray asks again when there is another one
+        self.on_send_request(by_name[chosen].replica_id)  # Ray's cached queue length is updated later
+        views = self._chooser.views.items()
+        others = [name for name, view in views if not view.report.is_draining and name not in (chosen, *avoided)]
+        return [[by_name[chosen]], [by_name[name] for name in others]]
 
 
-class RandomRouter(RequestRouter):  # type: ignore[misc] # likewise
-    """Sends requests anywhere, to compare."""
+class RandomRouter(RequestRouter):  # type: ignore[misc] # as above
+    """Sends requests to random replicas, as a baseline for benchmarks."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -60,11 +63,15 @@ class RandomRouter(RequestRouter):  # type: ignore[misc] # likewise
         return [[replica] for replica in random.sample(candidate_replicas, len(candidate_replicas))]
 
 
-def _read(request: PendingRequest) -> tuple[Wanted, Collection[str]]:
-    wanted, avoided = request.args if len(request.args) == 2 else (Wanted(), ())
-    return Wanted(*wanted), avoided
+def pack_report(names: dict[str, list[str]], capacity: int | None, is_draining: bool) -> dict[str, Any]:
+    """Encode adapter names by tier for Ray. Hashes are sorted, because Ray broadcasts only reports that differ."""
+    tiers = {tier: _pack_names(names.get(tier, ())[:MAX_REPORTED]) for tier in TIERS}
+    return {**tiers, "capacity": capacity, "is_draining": is_draining}
 
 
-def _unpack(report: dict[str, Any]) -> Report:
-    device, host, disk, broken = (array("Q", report[tier]) for tier in ("device", "host", "disk", "broken"))
-    return Report(device, host, disk, broken, report["capacity"], report["is_draining"])
+def _pack_names(names: Iterable[str]) -> bytes:
+    return array("Q", sorted({hash_name(name) for name in names})).tobytes()
+
+
+def unpack_report(report: dict[str, Any]) -> Report:
+    return Report(**{**report, **{tier: frozenset(array("Q", report[tier])) for tier in TIERS}})

@@ -1,9 +1,8 @@
-"""The server of a replica: a process of its own, started, watched and ended by the replica."""
+"""The server process of a replica."""
 
 import asyncio
 import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -16,56 +15,50 @@ from typing import IO, Any, NamedTuple
 import aiohttp
 
 from lorax_server.errors import LoraxError
+from lorax_server.server.http.replica_protocol import SECRET_HEADER, AdapterChange
 
-KEPT_LINES = 20  # of the log, to say why it could not start
+MAX_LOG_LINES = 20  # kept to report why the server stopped
 POLL_S = 0.1
-END_S = 15.0  # after which it is killed
-TIMEOUT = aiohttp.ClientTimeout(total=30)
-UNLIMITED = aiohttp.ClientTimeout()
+STOP_S = 15.0  # after SIGTERM, until SIGKILL
+REQUEST_S = 30.0
 
 
 class ReplicaError(LoraxError):
-    """A replica that cannot start, or that has lost its server."""
+    """The server of a replica cannot start, has stopped, or rejects a request."""
 
 
-class UnavailableServerError(ReplicaError):
-    """A server that cannot answer now, and may later."""
-
-
-class Order(NamedTuple):
-    """A server to start, as the application's builder describes it."""
+class ServerOptions(NamedTuple):
+    """The server to start."""
 
     flags: Sequence[str]  # of `lorax serve`
-    folder: str = ""  # of the command, on one machine
-    allowed_hosts: Sequence[str] = ()
+    folder: str | None = None  # working directory
+    allowed_hosts: Sequence[str] = ()  # used if no flag sets any
 
 
 class ServerProcess:
-    """A server's process, and the routes that only its replica may use."""
+    """A server process and its control routes."""
 
-    def __init__(self, order: Order, host: str, ingress_key: str) -> None:
+    def __init__(self, options: ServerOptions, host: str, secret: str) -> None:
         self.host, self.port = host, find_port(host)
-        self._key = secrets.token_urlsafe(32)
-        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
-        program = [sys.executable, "-m", "lorax_server.scale.program"]
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self.log_lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
         self._process = subprocess.Popen(
-            program,
+            [sys.executable, "-m", "lorax_server.scale.server_main"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env=environ,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            cwd=options.folder,
             start_new_session=True,
         )
         assert self._process.stdin is not None
         assert self._process.stderr is not None
-        self._lifeline: IO[str] = self._process.stdin
-        own = {"host": host, "port": self.port, "key": self._key, "ingress_key": ingress_key}
-        self._lifeline.write(json.dumps({**order._asdict(), **own}) + "\n")
-        self._lifeline.flush()
-        threading.Thread(target=self._pass_on, args=(self._process.stderr,), daemon=True).start()
-        self._session: aiohttp.ClientSession | None = None
+        own = {"host": host, "port": self.port, "secret": secret}
+        self._process.stdin.write(json.dumps({**options._asdict(), **own}) + "\n")
+        self._process.stdin.flush()
+        threading.Thread(target=self._copy_log, args=(self._process.stderr,), daemon=True).start()
+        self._url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        self._headers = {SECRET_HEADER: secret, "host": "localhost"}
 
     @property
     def pid(self) -> int:
@@ -75,94 +68,65 @@ class ServerProcess:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    def _pass_on(self, log: IO[str]) -> None:
+    def _copy_log(self, log: IO[str]) -> None:
         with log:
             for line in log:
-                self._lines.append(line)
+                self.log_lines.append(line)
                 sys.stderr.write(line)
 
-    # --- Its life -----------------------------------------------------------------------------------------------------
-
     async def wait_until_ready(self) -> None:
-        """Wait until it answers. A model may take minutes to fetch and load, so that only its end is an error."""
+        """Wait until the server is healthy. A model may load for minutes, so there is no timeout."""
         while True:
             if not self.is_running:
-                await asyncio.sleep(POLL_S)  # for the last lines of its log
+                await asyncio.sleep(POLL_S)  # for the last log lines
                 raise ReplicaError(f"the replica's server could not start: {self._last_words()}")
             try:
-                async with self._client().get("/health") as response:
-                    if response.status == 200:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(POLL_S)
+                await self._request("GET", "/health")
+                return
+            except (aiohttp.ClientError, ReplicaError):
+                await asyncio.sleep(POLL_S)
 
     def check(self) -> None:
         if not self.is_running:
-            raise ReplicaError(f"the replica's server has ended: {self._last_words()}")
+            raise ReplicaError(f"the replica's server has stopped: {self._last_words()}")
 
     def _last_words(self) -> str:
-        return "".join(self._lines).strip()[-2000:] or f"exit code {self._process.returncode}, without a word"
+        return "".join(self.log_lines).strip()[-2000:] or f"exit code {self._process.returncode}, without a message"
 
     async def stop(self) -> None:
-        """End it. Whoever calls this has waited for its requests."""
-        if self._session is not None:
-            await self._session.close()
-        if self.is_running:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                await asyncio.to_thread(self._process.wait, END_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                await asyncio.to_thread(self._process.wait)
-        self._lifeline.close()
-
-    # --- Its routes ---------------------------------------------------------------------------------------------------
+        """Stop the server. Its requests have finished."""
+        self._process.send_signal(signal.SIGTERM)  # ignored if the process has ended
+        try:
+            await asyncio.to_thread(self._process.wait, STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     async def read_state(self) -> dict[str, Any]:
-        async with self._client().get("/replica/state") as response:
-            state: dict[str, Any] = await self._content(response)
-            return state
+        state: dict[str, Any] = json.loads(await self._request("GET", "/replica/state"))
+        return state
 
-    async def follow(
-        self, path: str, body: dict[str, Any], meant: tuple[str, str] | None, forgets: bool
-    ) -> dict[str, Any]:
-        """Have the server make a change of names. `meant` is what the name of an unload has stood for; a load may
-        forget what its name means there."""
-        change = {"path": path, "body": body, "meant": meant, "forgets": forgets}
-        followed: dict[str, Any] = await self._post("/replica/follow", change)
-        return followed
+    async def apply(self, change: AdapterChange, is_own: bool) -> None:
+        """Apply an adapter change. `is_own` is True if this server has processed the request."""
+        await self._request("POST", "/replica/changes", {"change": change._asdict(), "is_own": is_own})
 
-    async def load(self, name: tuple[str, str]) -> str:
-        """Have the server load an adapter, however long that takes, and return its identity."""
-        source, label = name
-        loaded = await self._post("/replica/load", {"source": source, "name": label}, UNLIMITED)
-        return str(loaded["identity"])
-
-    async def pin(self, name: tuple[str, str], identity: str, pin: bool) -> None:
-        source, label = name
-        await self._post("/replica/pin", {"source": source, "name": label, "identity": identity, "pin": pin})
-
-    async def _post(self, path: str, body: dict[str, Any], timeout: aiohttp.ClientTimeout = TIMEOUT) -> Any:
-        async with self._client().post(path, json=body, timeout=timeout) as response:
-            return await self._content(response)
-
-    async def _content(self, response: aiohttp.ClientResponse) -> Any:
-        if response.status != 200:
-            kind = UnavailableServerError if response.status >= 500 else ReplicaError
-            raise kind(f"the replica's server answered {response.status}: {(await response.text())[:500]}")
-        return await response.json() if response.content_type == "application/json" else None
-
-    def _client(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            headers = {"authorization": f"Bearer {self._key}", "host": "localhost"}
-            base = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
-            self._session = aiohttp.ClientSession(base, headers=headers, timeout=TIMEOUT)
-        return self._session
+    async def _request(self, method: str, path: str, body: Any = None) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=REQUEST_S)
+        async with (
+            aiohttp.ClientSession(self._url, headers=self._headers, timeout=timeout) as session,
+            session.request(method, path, json=body) as response,
+        ):
+            content = await response.read()
+            if response.status != 200:
+                text = content.decode(errors="replace")[:500]
+                raise ReplicaError(f"the replica's server responded with status {response.status}: {text}")
+            return content
 
 
 def find_port(host: str) -> int:
-    """Find a port that is free. If another takes it first, the server says so, and Ray starts the replica again."""
+    """Find a free port. If another process takes it first, the server fails to start, and Ray restarts the replica."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as found:
         found.bind((host, 0))

@@ -12,12 +12,12 @@ from starlette.routing import BaseRoute
 
 from lorax_server import __version__
 from lorax_server.errors import LoraxError
-from lorax_server.server.access.client_address import ClientAddress
 from lorax_server.server.http.body_errors import describe_shape
 from lorax_server.server.http.cors import Cors
 from lorax_server.server.http.middleware import RequestMiddleware, methods_at
 from lorax_server.server.http.openapi import describe_limits
 from lorax_server.server.http.problems import Problem, describe, http_problem, json_response
+from lorax_server.server.http.replica_protocol import ReplicaAccess
 from lorax_server.server.routes import adapters, chat, completions, info, lorax, playground, replica
 from lorax_server.server.routes.responses import route as responses
 from lorax_server.server.service import Service
@@ -38,8 +38,7 @@ def make_app(service: Service, address: str = "") -> FastAPI:
         redirect_slashes=False,
     )
     routes: list[BaseRoute] = []
-    modules = [lorax, completions, chat, responses, info, adapters, playground]
-    for module in (*modules, replica) if service.config.replica_key else modules:
+    for module in (lorax, completions, chat, responses, info, adapters, playground):
         router = module.make_router(service)
         app.include_router(router)
         routes += router.routes
@@ -48,11 +47,9 @@ def make_app(service: Service, address: str = "") -> FastAPI:
     describe_limits(app, service)
     app.add_middleware(RequestMiddleware, routes=routes, service=service, address=address)
     app.add_middleware(Cors, **vars(service.config.cors))
-    config = service.config
-    if config.replica_key:
-        server = f"{config.host}:{config.port}"
+    if service.config.replica_secret:
         app.add_middleware(
-            ClientAddress, ingress_key=config.ingress_key or "", server=server, use=service.use_signature
+            ReplicaAccess, secret=service.config.replica_secret, control=replica.make_control_app(service)
         )
     return app
 

@@ -16,7 +16,6 @@ from lorax_server.errors import AdapterError, ConfigError, EngineError, InputErr
 from lorax_server.server.access.keys import Key, KeyRing
 from lorax_server.server.access.model_names import ModelNames, Named
 from lorax_server.server.access.rate_limits import RateLimits
-from lorax_server.server.access.used_signatures import UsedSignatures
 from lorax_server.server.checks import pick_sampling
 from lorax_server.server.generations import cancel_all
 from lorax_server.server.seen_adapters import IN_MEMORY, SeenAdapters, blames_adapter
@@ -82,7 +81,6 @@ class Service:
         self.rate_limits = RateLimits(
             config.max_concurrent_requests, new_adapters_per_minute=config.new_adapters_per_minute
         )
-        self.used_signatures = UsedSignatures()
         self.metrics = self._make_metrics()
         self.audit_log = AuditLog(self.metrics)
 
@@ -172,10 +170,6 @@ class Service:
     def fare(self, key: Key, name: Named) -> Payable:
         """Return what the requests of a key that wait for one adapter share."""
         return self.rate_limits.fare(key, name)
-
-    async def use_signature(self, signature: bytes) -> None:
-        """Use a signature of the ingress for a request, or refuse it since it was used."""
-        self.used_signatures.use(signature)
 
     async def change(self, change: Changes) -> None:
         """Change what is known of names and adapters, everywhere."""

@@ -102,7 +102,7 @@ class Vocabulary:
 
 
 @dataclass
-class _Entry:
+class _KeptVocabulary:
     table: TokenTable | None = None  # None: the base model's
     built: Vocabulary | LoraxError | None = None
     users: dict[int, str] = field(default_factory=dict)  # tenants by request
@@ -112,7 +112,7 @@ class Vocabularies:
     """Keep the base model's vocabulary, and those of adapters that were used last. The caller holds a lock."""
 
     def __init__(self) -> None:
-        self._entries = {"": _Entry()}  # by digest; the base model's is "", adapters used last are at the end
+        self._entries = {"": _KeptVocabulary()}  # by digest; the base model's is "", adapters used last are at the end
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._entries
@@ -132,7 +132,7 @@ class Vocabularies:
                 self._check_tenant(tenant)
             if entry is None:
                 evicted = self._evict()
-            self._entries[digest] = self._entries.pop(digest, _Entry(table))
+            self._entries[digest] = self._entries.pop(digest, _KeptVocabulary(table))
         self._entries[digest].users[request_id] = tenant
         return evicted
 

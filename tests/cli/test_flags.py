@@ -78,8 +78,7 @@ NO_FLAG = {
     "path": "the folder of --model-id, fetched or not",
     "model_id": "--model-id, which has another default for each command",
     "hub_token": "a secret: HF_TOKEN and the like, with --use-global-hf-token",
-    "replica_key": "a secret that a replica on Ray makes for its own server",
-    "ingress_key": "a secret that replicas on Ray and their ingress share",
+    "replica_secret": "a secret that the processes of a Ray deployment share",
     "tenant_weights": "`weight` of the keys in --keys-file",
     **dict.fromkeys(("model", "sources", "engine", "cors"), "settings of their own"),
 }

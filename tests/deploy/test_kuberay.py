@@ -10,7 +10,7 @@ from ray.serve.schema import ServeDeploySchema
 from lorax_server.cli.flags import FLAGS
 from lorax_server.cli.lorax_flags import TOKENS
 from lorax_server.cli.settings import parse
-from lorax_server.scale.ray_app import Scale, build, read_arguments
+from lorax_server.scale.ray_app import build, read_arguments
 from tests.deploy.dockerfile import ROOT, read_stages, values, whole
 from tests.deploy.test_kubernetes import FOLDER, REST_S, VERSIONS, render
 
@@ -66,7 +66,7 @@ def test_configs_are_those_of_ray_serve_and_their_arguments_ours(name: str) -> N
     (application,) = ServeDeploySchema.model_validate(configs()[name]).applications
     assert application.import_path == f"{build.__module__}:{build.__name__}"
     own, flags = read_arguments(application.args)
-    assert Scale(**own).gpus == 1
+    assert own.gpus == 1
     parsed = parse(flags, {}, "serve")
     parsed.make_config(None)
     assert not parsed.warnings
@@ -79,8 +79,8 @@ def test_replicas_fit_the_workers() -> None:
     own, flags = read_arguments(application["args"])
     resources = container("workers")["resources"]
     assert application["deployments"][0]["num_replicas"] == workers["replicas"] >= workers["minReplicas"]
-    assert own["gpus"] == resources["limits"]["nvidia.com/gpu"]
-    assert own["cpus"] < int(resources["requests"]["cpu"])
+    assert own.gpus == resources["limits"]["nvidia.com/gpu"]
+    assert own.cpus < int(resources["requests"]["cpu"])
     drain_s = parse(flags, {}, "serve").make_config(None).drain_s
     assert pod("workers")["spec"]["terminationGracePeriodSeconds"] >= drain_s + REST_S
 

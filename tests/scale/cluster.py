@@ -17,11 +17,13 @@ from typing import Any
 import psutil
 
 from lorax_server.scale.command import NICENESS
+from lorax_server.server.http.replica_protocol import SECRET_HEADER
 from tests.demo.server import FOLDER
 from tests.e2e.http_server import Server, import_path
 from tests.e2e.wire import children, num_unfinished, parse_metrics, wait_for
 
 ADMIN = "the-admins"
+SECRET = "the-deployments-secret"
 ADAPTERS = ("answer", "json", "pirate", "redact", "sentiment", "sql")
 
 
@@ -103,7 +105,7 @@ class Cluster:
         """List the replicas whose servers listen."""
         found = []
         for process in psutil.process_iter(["cmdline"]):
-            if "lorax_server.scale.program" in (process.info["cmdline"] or ()):
+            if "lorax_server.scale.server_main" in (process.info["cmdline"] or ()):
                 try:
                     ports = [each.laddr.port for each in process.net_connections("tcp") if each.status == "LISTEN"]
                     found += [Replica(port, process, process.parent()) for port in ports]
@@ -116,10 +118,10 @@ class Cluster:
 
 
 def send(port: int, method: str, path: str, body: Any = None, key: str = ADMIN) -> tuple[int, Any, Any]:
-    """Send a request, and return status, headers and body."""
+    """Send a request, and return status, headers and body. Replicas need the secret; the ingress replaces it."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
-        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json", SECRET_HEADER: SECRET}
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         response = connection.getresponse()
         content = response.read()

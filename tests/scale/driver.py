@@ -13,11 +13,14 @@ from unittest.mock import patch
 
 import ray
 from ray import serve
+from ray.experimental.internal_kv import _internal_kv_put
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
 from lorax_server import __version__
 from lorax_server.scale import ray_app
+from lorax_server.scale.change_registry import STORE
+from tests.scale.cluster import SECRET
 
 APP = "lorax"
 DEPLOY_S = 240  # on a machine that other tests keep busy
@@ -56,6 +59,7 @@ def main() -> None:
     ray.init(
         num_cpus=8, include_dashboard=False, _temp_dir=str(folder), log_to_driver=False, logging_level=logging.ERROR
     )
+    _internal_kv_put(f"secret:{APP}".encode(), SECRET.encode(), namespace=STORE)  # for requests to replicas
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         say(None)

@@ -1,5 +1,4 @@
-"""Two servers of replicas without Ray: processes of the demo model, each with adapters and a disk of its own, and a hub
-that both ask."""
+"""Two replica servers without Ray: processes of the demo model with their own adapters and disks, and one hub."""
 
 import asyncio
 import os
@@ -10,27 +9,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from lorax_server.scale.follower import ChangeFollower
-from lorax_server.scale.registry import ChangeRegistry
-from lorax_server.scale.server_process import Order, ServerProcess
+from lorax_server.scale.change_registry import ChangeRegistry
+from lorax_server.scale.server_process import ServerOptions, ServerProcess
 from tests.adapters.sources.hub_server import HubServer, Repo
 from tests.adapters.sources.server import running
 from tests.demo.server import FOLDER
-from tests.scale.cluster import ADMIN, send
+from tests.scale.cluster import ADMIN, SECRET, send
 
 HUB_TOKEN = "hf_of_the_first"
-INGRESS_KEY = "the-ingresses-own"
 LIMITED = "the-limited-ones"
 LIMIT = 3  # requests a minute
 KEYS = f"""[keys.limited]
 key = "{LIMITED}"
 requests_per_minute = {LIMIT}
 """
+NAMES = ("first", "second")
 
 
 class Pair(NamedTuple):
-    """Two servers and their hub. `pirate` is in the folder of the first one only, which also has a token of its own
-    for `owner/private`. The second one has two API processes."""
+    """Two servers and their hub. Only the first server has `pirate` in its folder and a token for `owner/private`."""
 
     servers: tuple[ServerProcess, ServerProcess]
     hub: HubServer
@@ -50,8 +47,8 @@ def starting_pair(folder: Path) -> Iterator[Pair]:
             hub.repos[f"owner/{name}"] = Repo({file.name: file.read_bytes() for file in files})
         hub.repos["owner/private"] = Repo(hub.repos["owner/json"].files, token=HUB_TOKEN)
         with patch.dict(os.environ, HF_TOKEN=HUB_TOKEN):
-            first = _start(folder / "first", hub.url, 1, "pirate")
-        pair = Pair((first, _start(folder / "second", hub.url, 2)), hub)
+            first = _start(folder / "first", hub.url, "pirate")
+        pair = Pair((first, _start(folder / "second", hub.url)), hub)
         try:
             asyncio.run(_wait(pair))
             yield pair
@@ -59,7 +56,7 @@ def starting_pair(folder: Path) -> Iterator[Pair]:
             asyncio.run(_stop(pair))
 
 
-def _start(folder: Path, hub: str, num_workers: int, *names: str) -> ServerProcess:
+def _start(folder: Path, hub: str, *names: str) -> ServerProcess:
     (folder / "adapters").mkdir(parents=True)
     for name in names:
         shutil.copytree(FOLDER / "adapters" / name, folder / "adapters" / name)
@@ -69,16 +66,15 @@ def _start(folder: Path, hub: str, num_workers: int, *names: str) -> ServerProce
         "hub": "true",
         "hub-endpoint": hub,
         "admin-key": ADMIN,
+        "use-global-hf-token": "true",
+        "huggingface-hub-cache": folder / "cache",
+        "keys-file": folder.parent / "keys.toml",
     }
-    flags |= {"use-global-hf-token": "true", "api-workers": num_workers}
-    flags |= {"huggingface-hub-cache": folder / "cache", "keys-file": folder.parent / "keys.toml"}
-    order = Order([f"--{flag}={value}" for flag, value in flags.items()])
-    return ServerProcess(order, "127.0.0.1", INGRESS_KEY)
+    return ServerProcess(ServerOptions([f"--{flag}={value}" for flag, value in flags.items()]), "127.0.0.1", SECRET)
 
 
 async def _wait(pair: Pair) -> None:
-    async with closing_clients(pair):
-        await asyncio.gather(*(server.wait_until_ready() for server in pair.servers))
+    await asyncio.gather(*(server.wait_until_ready() for server in pair.servers))
 
 
 async def _stop(pair: Pair) -> None:
@@ -86,42 +82,26 @@ async def _stop(pair: Pair) -> None:
 
 
 @asynccontextmanager
-async def closing_clients(pair: Pair) -> AsyncIterator[None]:
-    """Close the clients of a test: they belong to its event loop."""
-    try:
-        yield
-    finally:
-        for server in pair.servers:
-            client, server._session = server._session, None
-            if client is not None:
-                await client.close()
+async def following(pair: Pair) -> AsyncIterator[ChangeRegistry]:
+    """Have both servers apply the changes of a registry."""
+    registry = ChangeRegistry(None, list[bytes]().append, asyncio.get_running_loop().time)
 
-
-@asynccontextmanager
-async def following(pair: Pair) -> AsyncIterator[tuple[ChangeRegistry, list[ChangeFollower]]]:
-    """Let both servers follow a registry."""
-    loop, stored = asyncio.get_running_loop(), list[bytes]()
-    registry = ChangeRegistry(None, stored.append, loop.time)
-    followers = [ChangeFollower(*each) for each in zip(pair.servers, ("first", "second"), strict=True)]
-
-    async def follow(name: str, follower: ChangeFollower) -> None:
+    async def follow(name: str, server: ServerProcess) -> None:
+        confirmed = 0
         while True:
-            for entry in await registry.poll(name, follower.confirmed, name):
-                await follower.make(entry)
+            for entry in await registry.poll(name, confirmed, name):
+                await server.apply(entry.change, is_own=entry.served_by == name)
+                confirmed = entry.version
 
-    async with closing_clients(pair):
-        for name in ("first", "second"):
-            await registry.join(name, 0, name)
-        names = zip(("first", "second"), followers, strict=True)
-        tasks = [asyncio.create_task(follow(*each)) for each in names]
-        try:
-            yield registry, followers
-        finally:
-            for follower in followers:
-                follower.close()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    for name in NAMES:
+        await registry.join(name, 0, name)
+    tasks = [asyncio.create_task(follow(*each)) for each in zip(NAMES, pair.servers, strict=True)]
+    try:
+        yield registry
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def listed(port: int) -> Mapping[str, Any]:

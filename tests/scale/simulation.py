@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lorax_server.scale.placement import ReplicaChooser, Report, Wanted, hash_name
+from lorax_server.scale.placement import ReplicaChooser, Report, RoutingKey, hash_name
 
 REPORT_S = 1.0
 
@@ -112,7 +112,7 @@ class Simulation:
 
     def owners(self) -> dict[int, str]:
         """Return the preferred replica of every adapter."""
-        return {name: self.placement.owners(name)[0] for name in self._names}
+        return {name: self.placement.rank(name)[0] for name in self._names}
 
     def _arrivals(self, requests: int) -> Iterator[int]:
         """Advance the time to each arrival and yield its adapter."""
@@ -140,6 +140,6 @@ class Simulation:
     def _choose(self, adapter: int) -> str:
         if self.is_random:
             return self.random.choice(list(self.devices))
-        chosen = self.placement.choose(Wanted(adapter), self.now)
+        chosen = self.placement.choose(RoutingKey(adapter), self.now)
         assert chosen is not None
         return chosen

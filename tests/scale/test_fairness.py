@@ -5,7 +5,7 @@ import heapq
 import random
 from collections import Counter, deque
 
-from lorax_server.scale.placement import ReplicaChooser, Wanted, hash_name
+from lorax_server.scale.placement import ReplicaChooser, RoutingKey, hash_name
 
 REPLICAS, ROWS = 4, 8
 
@@ -43,7 +43,7 @@ def serve(outstanding: dict[str, int], adapters: dict[str, int], answers: int) -
 
     def ask(key: str) -> None:
         adapter = hash_name(f"{key}-{chance.randrange(adapters[key])}")
-        name = placement.choose(Wanted(adapter), now)
+        name = placement.choose(RoutingKey(adapter), now)
         assert name is not None
         replicas[name].waiting.setdefault(key, deque()).append(key)
         begin(name)

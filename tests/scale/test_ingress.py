@@ -1,68 +1,388 @@
-"""What the ingress reads of a request, and how it merges metrics."""
+"""The ingress between clients and servers that fail in all ways. The servers are sockets, and our router chooses; only
+Ray's way to it is left out."""
 
+import asyncio
 import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+import ray
 
-from lorax_server.scale.ingress.merged_metrics import merge_metrics
-from lorax_server.scale.ingress.request_key import PREFIX_BYTES, read_wanted
-from lorax_server.scale.placement import Wanted, hash_name
-
-BASES = ("base", "alias-of-base")
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "adapter"),
-    [
-        ("/generate", {"inputs": "x", "parameters": {"adapter_id": "poet"}}, "poet"),
-        ("/generate", {"inputs": "x"}, ""),
-        ("/v1/completions", {"model": "poet", "prompt": "x"}, "poet"),
-        ("/v1/completions", {"model": "base", "prompt": "x"}, ""),
-        ("/v1/completions", {"model": "alias-of-base", "prompt": ["x", "y"]}, ""),
-        ("/v1/chat/completions", {"model": "base:poet", "messages": []}, "poet"),
-        ("/v1/chat/completions", {"model": "base", "adapter_id": "poet"}, "poet"),
-        ("/generate", {"inputs": "x", "parameters": {"merged_adapters": {"ids": ["a", "b"]}}}, "a,b"),
-        ("/v1/adapters/load", {"adapter_id": "poet", "name": "mine"}, "poet"),
-        ("/v1/load_lora_adapter", {"lora_name": "mine", "lora_path": "poet"}, "mine"),
-        ("/generate", {"inputs": 3, "parameters": {"adapter_id": 5}}, ""),
-    ],
+from lorax_server.errors import (
+    AdapterAccessError,
+    AdapterError,
+    AdapterNotFoundError,
+    AuthenticationError,
+    BusyError,
+    ForbiddenError,
+    InputError,
+    LoraxError,
+    OverloadedError,
+    SourceError,
 )
-def test_the_adapter_of_a_request(path: str, body: Any, adapter: str) -> None:
-    wanted = read_wanted(path, json.dumps(body).encode(), BASES)
-    assert wanted == Wanted(hash_name(adapter) if adapter else 0)
+from lorax_server.scale import ingress as module
+from lorax_server.scale.change_registry import ChangeRegistry
+from lorax_server.scale.ingress import Ingress
+from lorax_server.scale.placement import ReplicaChooser, RoutingKey, hash_name
+from lorax_server.scale.replica import check_version
+from lorax_server.scale.server_process import ReplicaError
+from lorax_server.server.http.problems import describe
+from lorax_server.server.http.replica_protocol import CHANGE_HEADER, AdapterChange
+
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+HEAD = "HTTP/1.1 {} X\r\ncontent-type: {}\r\nx-from: {}\r\ndate: now\r\nx-request-id: r\r\n"
+BODY = json.dumps({"inputs": "x", "parameters": {"adapter_id": "poet"}}).encode()
 
 
-UNREADABLE = [b"", b"{", b"[]", b"\xff", b'{"parameters": 3}', b"1" * 10_000, b'{"model": "\xff"}']
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "share_secret", lambda app: f"the secret of {app}")  # which is in Ray's store
+    monkeypatch.setattr(module, "find_registry", lambda app: Reached())  # noqa: ARG005
 
 
-@pytest.mark.parametrize("body", [*UNREADABLE, b'{"x": ' + b"[" * 200_000])
-def test_what_cannot_be_read_goes_anywhere(body: bytes) -> None:
-    assert read_wanted("/generate", body, BASES) == Wanted()
+class Chosen:
+    """Ray's handle, with our router behind it and nothing between."""
+
+    def __init__(self, ports: dict[str, int]) -> None:
+        self._ports, self.placement = ports, ReplicaChooser()
+        self.placement.set_replicas(ports)
+        self.loads = dict.fromkeys(ports, 0)
+
+    @asynccontextmanager
+    async def choose_replica(self, key: tuple[int, int], tried: list[str]) -> AsyncIterator[Any]:
+        while (name := self.placement.choose(RoutingKey(*key), 0, tried)) is None:
+            await asyncio.sleep(0.01)
+        self.loads[name] += 1
+        try:
+            yield SimpleNamespace(replica_id=name, replica_metadata={"host": "127.0.0.1", "port": self._ports[name]})
+        finally:
+            self.loads[name] -= 1
 
 
-def test_prompts_that_begin_alike_have_the_same_prefix() -> None:
-    long = "a system prompt " * 64
-    first, second, other, short = (
-        read_wanted("/v1/completions", json.dumps({"model": "base", "prompt": text}).encode(), BASES)
-        for text in (long + "one", long + "two", "b" + long, "short")
-    )
-    assert first == second
-    assert first.prefix != other.prefix
-    assert short.prefix == 0
-    assert len(long) > PREFIX_BYTES
+def whole(status: int, name: str, body: str, more_headers: str = "") -> Answer:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = HEAD.format(status, "application/json", name) + more_headers
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+
+    return answer
 
 
-def test_metrics_of_replicas_are_one_text_that_parses() -> None:
-    text = (
-        "# HELP a_total Things\n# TYPE a_total counter\na_total 1.0\n"
-        '# HELP b Others\n# TYPE b gauge\nb{kind="x, }"} 2.0\nb{kind="y"} NaN\n'
-    )
-    families = {
-        family.name: family for family in text_string_to_metric_families(merge_metrics({"r2": text, "r1": text}))
+def stream(name: str, *pieces: str, ends: bool = True) -> Answer:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(f"{HEAD.format(200, 'text/event-stream', name)}transfer-encoding: chunked\r\n\r\n".encode())
+        for piece in pieces:
+            writer.write(f"{len(piece):x}\r\n{piece}\r\n".encode())
+        if ends:
+            writer.write(b"0\r\n\r\n")
+
+    return answer
+
+
+async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+
+
+async def ask(
+    answers: Mapping[str, Answer],
+    path: str = "/generate",
+    body: bytes = BODY,
+    limit: int = 1000,
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    heads: list[str] | None = None,
+) -> Any:
+    """Ask an ingress with replicas that answer so, and return status, headers, body, and the replicas' order."""
+    ports, servers, asked = {}, [], list[str]()
+    for name, answer in answers.items():
+
+        async def serve(
+            reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str = name, answer: Answer = answer
+        ) -> None:
+            head = await reader.readuntil(b"\r\n\r\n")
+            asked.append(name)
+            if heads is not None:
+                heads.append(head.decode())
+            await answer(reader, writer)
+            writer.close()
+
+        servers.append(await asyncio.start_server(serve, "127.0.0.1", 0))
+        ports[name] = servers[-1].sockets[0].getsockname()[1]
+    handle = Chosen(ports)
+    ingress = Ingress(handle, "app", ["base"], limit, body_timeout_s=30.0)
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": headers,
+        "client": ("1.2.3.4", 5),
     }
-    assert set(families) == {"a", "b"}
-    assert [sample.labels for sample in families["a"].samples] == [{"replica": "r1"}, {"replica": "r2"}]
-    assert families["b"].samples[0].labels == {"replica": "r1", "kind": "x, }"}
-    assert merge_metrics({}) == "\n"
+    await ingress.serve(scope, receive, send)
+    await ingress._upstream.close()
+    for server in servers:
+        server.close()
+    assert not any(handle.loads.values())
+    returned = {key.decode(): value.decode() for key, value in sent[0]["headers"]}
+    return sent[0]["status"], returned, b"".join(each.get("body", b"") for each in sent[1:]).decode(), asked
+
+
+def order(*names: str) -> list[str]:
+    placement = ReplicaChooser()
+    placement.set_replicas(names)
+    return placement.rank(hash_name("poet"))
+
+
+FIRST, SECOND = order("a", "b")
+
+
+def test_an_answer_comes_through_as_it_is() -> None:
+    status, headers, body, asked = asyncio.run(ask({FIRST: whole(418, "one", "{}"), SECOND: hang_up}))
+    assert (status, body, asked) == (418, "{}", [FIRST])
+    assert headers == {"content-type": "application/json", "x-from": "one", "content-length": "2"}
+
+
+def test_a_replica_that_is_gone_before_it_answers_is_no_ones_loss() -> None:
+    for lost in (hang_up, stream("one", ends=False), stream("one", 'data: {"cut', ends=False)):
+        status, headers, body, asked = asyncio.run(ask({FIRST: lost, SECOND: whole(200, "two", "{}")}))
+        assert (status, headers["x-from"], body, asked) == (200, "two", "{}", [FIRST, SECOND])
+
+
+def test_a_stream_that_breaks_ends_with_an_error_after_its_last_whole_event() -> None:
+    event = 'data: {"token": 1}\n\n'
+    for path, is_openai in (("/generate_stream", False), ("/v1/completions", True)):
+        lost = stream("one", event, event, 'data: {"tok', ends=False)
+        status, _, body, asked = asyncio.run(ask({FIRST: lost, SECOND: whole(200, "two", "{}")}, path))
+        assert (status, asked) == (200, [FIRST])
+        assert body.startswith(event * 2)
+        last = json.loads(body.removeprefix(event * 2).removeprefix("data: "))
+        assert "has gone; send the request again" in str(last["error"])
+        assert (last["error"]["type"] == "server_error") if is_openai else (last["error_type"] == "generation")
+
+
+def test_events_in_pieces_come_whole() -> None:
+    whole_stream = stream("one", "data: 1\n", "\ndata: 2\n\nda", "ta: 3\n\n")
+    body = asyncio.run(ask({FIRST: whole_stream, SECOND: hang_up}))[2]
+    assert body == "data: 1\n\ndata: 2\n\ndata: 3\n\n"
+
+
+def refusing(error: LoraxError, name: str, path: str) -> tuple[int, str, Answer]:
+    """Return an error of a server as it answers it at a path: status, body and the answer."""
+    problem = describe(error, path)
+    body = json.dumps(problem.body(path))
+    return problem.status, body, whole(problem.status, name, body)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+@pytest.mark.parametrize("kind", [AdapterAccessError, AdapterNotFoundError, AdapterError, SourceError, BusyError])
+def test_an_adapter_that_one_replica_cannot_serve_is_asked_of_another(kind: type[LoraxError], path: str) -> None:
+    status, body, answer = refusing(kind("no"), "one", path)
+    answered, headers, _, asked = asyncio.run(ask({FIRST: answer, SECOND: whole(200, "two", "{}")}, path))
+    assert (answered, headers["x-from"], asked) == (200, "two", [FIRST, SECOND])
+    answered, _, _, asked = asyncio.run(ask({FIRST: answer, SECOND: answer}, path))
+    assert (answered, len(asked)) == (status, 2)
+    alone = asyncio.run(ask({FIRST: answer}, path))
+    assert (alone[0], alone[2]) == (status, body)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+@pytest.mark.parametrize("kind", [ForbiddenError, AuthenticationError, InputError, OverloadedError])
+def test_other_errors_are_not_asked_again(kind: type[LoraxError], path: str) -> None:
+    """A key that may not use an adapter is the same at every replica."""
+    status, _, answer = refusing(kind("no"), "one", path)
+    assert asyncio.run(ask({FIRST: answer, SECOND: whole(200, "two", "{}")}, path))[::3] == (status, [FIRST])
+
+
+@pytest.mark.parametrize("body", ["", "{", "[]", '{"error": 1}', '{"error": {}}', '{"error": {"code": ["x"]}}'])
+def test_errors_in_another_form_are_passed_on(body: str) -> None:
+    answers = {FIRST: whole(404, "one", body), SECOND: whole(200, "two", "{}")}
+    assert asyncio.run(ask(answers))[::3] == (404, [FIRST])
+
+
+def test_without_an_adapter_no_other_is_asked() -> None:
+    base = json.dumps({"inputs": "x"}).encode()
+    assert asyncio.run(ask({"a": whole(404, "a", "{}"), "b": whole(404, "b", "{}")}, body=base))[0] == 404
+
+
+def test_when_no_replica_answers_the_client_is_told_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.5)
+    monkeypatch.setattr(module, "CHOOSE_S", 0.1)
+    for answers, reason in (({FIRST: hang_up, SECOND: hang_up}, "2 disconnected"), ({}, "none is available")):
+        status, headers, body, _ = asyncio.run(ask(answers))
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert f"no replica can respond now: {reason}" in body
+
+
+def test_a_body_above_the_limit_reaches_no_replica() -> None:
+    status, _, body, asked = asyncio.run(ask({FIRST: whole(200, "one", "{}")}, limit=10))
+    assert (status, asked) == (413, [])
+    assert "at most 10 bytes" in body
+
+
+SCOPE = {"type": "http", "method": "POST", "path": "/generate", "query_string": b"", "headers": []}
+Sent = list[Any]
+
+
+async def post(ingress: Ingress, *messages: Any, then: Awaitable[Any]) -> Sent:
+    """Send a request to an ingress: its messages, and then the message that `then` returns. Return the response."""
+    waiting, sent = list(messages), Sent()
+
+    async def receive() -> Any:
+        return waiting.pop(0) if waiting else await then
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await ingress.serve(SCOPE, receive, send)
+    return sent
+
+
+def chunk(content: bytes) -> dict[str, Any]:
+    return {"type": "http.request", "body": content, "more_body": True}
+
+
+def test_a_body_that_does_not_arrive_in_time_is_rejected() -> None:
+    async def run() -> None:
+        ingress = Ingress(Chosen({}), "app", ["base"], 1000, body_timeout_s=0.01)
+        sent = await post(ingress, chunk(b"{"), then=asyncio.Future())
+        assert sent[0]["status"] == 408
+        assert b"did not arrive within 0.01 s" in sent[1]["body"]
+
+    asyncio.run(run())
+
+
+def test_bodies_that_arrive_share_one_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BUFFERED_BYTES", 1000)
+
+    async def run() -> None:
+        ingress = Ingress(Chosen({}), "app", ["base"], 1000, body_timeout_s=30.0)
+        rest = asyncio.Future[Any]()
+        slow = asyncio.create_task(post(ingress, chunk(bytes(600)), then=rest))
+        await asyncio.sleep(0)
+        rejected = await post(ingress, chunk(bytes(600)), then=asyncio.Future())
+        assert rejected[0]["status"] == 503
+        assert b"try again" in rejected[1]["body"]
+        assert (b"retry-after", b"1") in rejected[0]["headers"]
+        rest.set_result({"type": "http.disconnect"})
+        assert await slow == []
+        left = asyncio.Future[Any]()
+        left.set_result({"type": "http.disconnect"})
+        assert await post(ingress, chunk(bytes(1000)), then=left) == []  # its bytes were released
+
+    asyncio.run(run())
+
+
+def test_another_version_is_refused() -> None:
+    with pytest.raises(ReplicaError, match=r"was built with 0\.0\.1: install the same version"):
+        check_version("0.0.1")
+
+
+# --- Changes by API ---------------------------------------------------------------------------------------------------
+
+LOAD = "/v1/adapters/load"
+CHANGE = AdapterChange(True, "local", "poet", "mine")
+LOADED = whole(200, "one", "{}", f"{CHANGE_HEADER}: {json.dumps(CHANGE._asdict())}\r\n")
+LOAD_BODY = json.dumps({"adapter_id": "poet", "name": "mine"}).encode()
+
+
+class Reached:
+    """A registry as an actor's handle shows it, without the actor."""
+
+    def __init__(self, fails_at: str = "") -> None:
+        self.stored = b""
+        self._registry, self._fails_at = ChangeRegistry(None, self._save, lambda: 0.0), fails_at
+
+    def _save(self, content: bytes) -> None:
+        self.stored = content
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=partial(self._call, method))
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        if method == self._fails_at:
+            raise ray.exceptions.RayActorError
+        return await getattr(self._registry, method)(*arguments)
+
+
+def use_registry(monkeypatch: pytest.MonkeyPatch, registry: Reached) -> None:
+    monkeypatch.setattr(module, "find_registry", lambda app: registry)  # noqa: ARG005
+
+
+def test_the_response_to_a_load_with_a_token_says_that_other_replicas_need_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Reached()
+    use_registry(monkeypatch, registry)
+    for token, has_note in (({"api_token": "hf_secret"}, True), ({"api_token": None}, False), ({}, False)):
+        load = {"adapter_id": "poet", "name": "mine", **token}
+        status, headers, _, _ = asyncio.run(ask({FIRST: LOADED}, LOAD, json.dumps(load).encode()))
+        assert status == 200
+        assert ("the other replicas need a token" in headers.get("x-lorax-note", "")) == has_note
+        assert CHANGE_HEADER not in headers
+        assert b'"mine"' in registry.stored
+        assert b"hf_secret" not in registry.stored
+
+
+def test_a_load_finishes_when_all_replicas_have_applied_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, order = Reached(), list[str]()
+    use_registry(monkeypatch, registry)
+
+    async def follow() -> None:
+        (entry,) = await registry.poll.remote("another", 0, "another:1")
+        assert (entry.change, entry.served_by) == (CHANGE, FIRST)
+        order.append("applied")
+        await registry.poll.remote("another", entry.version, "another:1")
+
+    async def run() -> None:
+        await registry.join.remote("another", 0, "another:1")
+        following = asyncio.create_task(follow())
+        status, *_ = await ask({FIRST: LOADED}, LOAD, LOAD_BODY)
+        order.append("responded")
+        await following
+        assert (status, order) == (200, ["applied", "responded"])
+
+    asyncio.run(run())
+
+
+def test_a_load_changes_nothing_if_the_registry_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_registry(monkeypatch, Reached(fails_at="members"))
+    status, headers, body, asked = asyncio.run(ask({FIRST: LOADED}, LOAD, LOAD_BODY))
+    assert (status, headers["retry-after"], asked) == (503, "1", [])
+    assert "nothing was changed" in body
+    assert asyncio.run(ask({FIRST: whole(200, "one", "{}")}))[0] == 200
+
+
+def test_a_registry_that_is_lost_during_a_load_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_registry(monkeypatch, Reached(fails_at="record"))
+    status, _, body, asked = asyncio.run(ask({FIRST: LOADED}, LOAD, LOAD_BODY))
+    assert (status, asked) == (503, [FIRST])
+    assert "others may not; try again" in body
+
+
+def test_a_failed_load_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Reached()
+    use_registry(monkeypatch, registry)
+    assert asyncio.run(ask({FIRST: whole(401, "one", "{}")}, LOAD, LOAD_BODY))[0] == 401
+    assert not registry.stored
+
+
+def test_replicas_get_the_secret_and_the_client_address_from_the_ingress_only() -> None:
+    heads = list[str]()
+
+    claimed = [(b"X-Lorax-Client", b"6.6.6.6"), (b"x-lorax-secret", b"guessed")]
+    asyncio.run(ask({FIRST: whole(200, "one", "{}")}, headers=claimed, heads=heads))
+    (head,) = heads
+    assert re.findall(r"x-lorax-client: (.*)\r", head, re.IGNORECASE) == ["1.2.3.4"]
+    assert re.findall(r"x-lorax-secret: (.*)\r", head, re.IGNORECASE) == ["the secret of app"]

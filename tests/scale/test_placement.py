@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from lorax_server.scale.placement import PATIENCE, SLACK, TOLERANCE, ReplicaChooser, Report, Wanted, hash_name
+from lorax_server.scale.placement import (
+    COLD_EXTRA_REQUESTS,
+    COLD_LOAD_RATIO,
+    HOT_EXTRA_REQUESTS,
+    ReplicaChooser,
+    Report,
+    RoutingKey,
+    hash_name,
+)
 from tests.scale.simulation import Cluster, Simulation
 
 REPLICAS = ("a", "b", "c", "d")
@@ -20,8 +28,8 @@ def placement() -> ReplicaChooser:
 
 
 def choose(placement: ReplicaChooser, adapter: str, prefix: str = "", now: float = 0.0, **options: Any) -> str:
-    wanted = Wanted(hash_name(adapter) if adapter else 0, hash_name(prefix) if prefix else 0)
-    chosen = placement.choose(wanted, now, **options)
+    key = RoutingKey(hash_name(adapter) if adapter else 0, hash_name(prefix) if prefix else 0)
+    chosen = placement.choose(key, now, **options)
     assert chosen is not None
     return chosen
 
@@ -38,18 +46,18 @@ def test_routers_that_know_nothing_agree_and_spread(placement: ReplicaChooser) -
 
 def test_only_adapters_of_a_replica_that_leaves_move_and_come_back(placement: ReplicaChooser) -> None:
     names = [hash_name(f"adapter-{index}") for index in range(1000)]
-    before = {name: placement.owners(name)[0] for name in names}
+    before = {name: placement.rank(name)[0] for name in names}
     placement.set_replicas(("a", "b", "d"))
-    after = {name: placement.owners(name)[0] for name in names}
+    after = {name: placement.rank(name)[0] for name in names}
     assert all(after[name] == before[name] for name in names if before[name] != "c")
     assert {after[name] for name in names if before[name] == "c"} == {"a", "b", "d"}
     placement.set_replicas(REPLICAS)
-    assert {name: placement.owners(name)[0] for name in names} == before
+    assert {name: placement.rank(name)[0] for name in names} == before
 
 
 def test_nearer_memory_wins(placement: ReplicaChooser) -> None:
     adapter = hash_name("x")
-    far = placement.owners(adapter)[::-1]
+    far = placement.rank(adapter)[::-1]
     placement.set_report(far[2], Report(disk={adapter}), 0)
     assert choose(placement, "x", now=0) == far[2]
     placement = renewed(far, disk=far[2], host=far[1])
@@ -68,7 +76,7 @@ def renewed(names: list[str], **tiers: str) -> ReplicaChooser:
 
 
 def test_a_device_with_room_wins_over_a_full_one(placement: ReplicaChooser) -> None:
-    first, second, *_ = placement.owners(hash_name("x"))
+    first, second, *_ = placement.rank(hash_name("x"))
     placement.set_report(first, Report(device={1, 2}, capacity=2), 0)
     assert choose(placement, "x") == second
     for name in REPLICAS:
@@ -77,7 +85,7 @@ def test_a_device_with_room_wins_over_a_full_one(placement: ReplicaChooser) -> N
 
 
 def test_an_adapter_stays_where_it_was_sent_until_a_report_denies_it(placement: ReplicaChooser) -> None:
-    first, second, *_ = placement.owners(hash_name("x"))
+    first, second, *_ = placement.rank(hash_name("x"))
     placement.set_load(first, 100)
     assert choose(placement, "x", now=0) == second
     placement.set_load(first, 0)
@@ -89,19 +97,19 @@ def test_an_adapter_stays_where_it_was_sent_until_a_report_denies_it(placement: 
 
 def test_a_draining_or_failed_replica_gets_nothing_new(placement: ReplicaChooser) -> None:
     adapter = hash_name("x")
-    first, second, third, _ = placement.owners(adapter)
+    first, second, third, _ = placement.rank(adapter)
     placement.set_report(first, Report(device={adapter}, is_draining=True), 0)
     assert choose(placement, "x") == second
     assert choose(placement, "x", avoided={second}) == third
     assert choose(placement, "", "text", avoided={second, third}) not in {first, second, third}
     for name in REPLICAS:
         placement.set_report(name, Report(is_draining=True), 0)
-    assert placement.choose(Wanted(adapter), 0) is None
+    assert placement.choose(RoutingKey(adapter), 0) is None
 
 
 def test_a_replica_that_could_not_load_an_adapter_is_asked_last(placement: ReplicaChooser) -> None:
     adapter = hash_name("x")
-    first, second, *_ = placement.owners(adapter)
+    first, second, *_ = placement.rank(adapter)
     placement.set_report(first, Report(broken={adapter}), 0)
     assert choose(placement, "x") == second
     assert choose(placement, "x", avoided=set(REPLICAS) - {first}) == first
@@ -121,16 +129,16 @@ def test_a_hot_adapter_is_spread_and_a_cold_one_is_not(placement: ReplicaChooser
     assert placed["hot"] == set(REPLICAS)
     assert len(placed["cold"]) == 1
     mean = sum(loads.values()) / len(REPLICAS)
-    assert max(loads.values()) <= 1.15 * mean + SLACK + 1
+    assert max(loads.values()) <= 1.15 * mean + HOT_EXTRA_REQUESTS + 1
 
 
 def test_an_adapter_stays_where_it_is_until_that_replica_has_many_more_requests(placement: ReplicaChooser) -> None:
     adapter = hash_name("x")
-    first, second, *_ = placement.owners(adapter)
+    first, second, *_ = placement.rank(adapter)
     placement.set_report(first, Report(device={adapter}), 0)
     assert {choose(placement, f"another-{index}") for index in range(100)} == set(REPLICAS)  # so that none is hot
     # All requests are there: the mean is a quarter of them.
-    limit = PATIENCE / (1 - TOLERANCE / len(REPLICAS))
+    limit = COLD_EXTRA_REQUESTS / (1 - COLD_LOAD_RATIO / len(REPLICAS))
     placement.set_load(first, math.floor(limit))
     assert choose(placement, "x", now=100) == first
     placement.set_load(first, math.floor(limit) + 1)
@@ -148,7 +156,7 @@ def test_requests_that_begin_alike_meet_on_a_replica_unless_it_is_busy(placement
 
 
 def test_no_replica_is_no_choice() -> None:
-    assert ReplicaChooser().choose(Wanted(1), 0) is None
+    assert ReplicaChooser().choose(RoutingKey(1), 0) is None
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ import pytest
 from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve.request_router import RequestRouter
 
-from lorax_server.scale.placement import ReplicaChooser, Wanted, hash_name
-from lorax_server.scale.ray_router import AdapterRouter, RandomRouter
-from lorax_server.scale.replica import TIERS, _pack
+from lorax_server.scale.placement import ReplicaChooser, RoutingKey, hash_name
+from lorax_server.scale.ray_router import AdapterRouter, RandomRouter, pack_report
 
 DEPLOYMENT = DeploymentID("servers", "lorax")
 NAMES = ("a", "b", "c")
@@ -19,8 +18,7 @@ NAMES = ("a", "b", "c")
 
 def make_replica(name: str, device: Sequence[str] = (), is_draining: bool = False) -> Any:
     """Return a replica that reports these adapters on its device."""
-    report: dict[str, Any] = {tier: _pack(device if tier == "device" else ()) for tier in TIERS}
-    report |= {"capacity": None, "is_draining": is_draining}
+    report = pack_report({"device": list(device)}, None, is_draining)
     return SimpleNamespace(replica_id=ReplicaID(name, DEPLOYMENT), routing_stats=report)
 
 
@@ -43,17 +41,17 @@ def choose(router: Any, replicas: list[Any], *args: Any) -> list[list[str]]:
     return [[each.replica_id.unique_id for each in rank] for rank in ranks]
 
 
-def owners(adapter: str) -> list[str]:
+def ranked(adapter: str) -> list[str]:
     chooser = ReplicaChooser()
     chooser.set_replicas(NAMES)
-    return chooser.owners(hash_name(adapter))
+    return chooser.rank(hash_name(adapter))
 
 
 def test_a_request_goes_where_its_adapter_is(router: Any) -> None:
-    last = owners("poet")[-1]
+    last = ranked("poet")[-1]
     replicas = [make_replica(name, device=["poet"] if name == last else []) for name in NAMES]
     router.update_replicas(replicas)
-    (first,), others = choose(router, replicas, Wanted(hash_name("poet")), ())
+    (first,), others = choose(router, replicas, RoutingKey(hash_name("poet")), ())
     assert first == last
     assert sorted([first, *others]) == sorted(NAMES)
 
@@ -61,14 +59,14 @@ def test_a_request_goes_where_its_adapter_is(router: Any) -> None:
 def test_replicas_that_failed_to_respond_are_avoided(router: Any) -> None:
     replicas = [make_replica(name) for name in NAMES]
     router.update_replicas(replicas)
-    first, second, third = owners("poet")
-    assert choose(router, replicas, Wanted(hash_name("poet")), [first]) == [[second], [third]]
+    first, second, third = ranked("poet")
+    assert choose(router, replicas, RoutingKey(hash_name("poet")), [first]) == [[second], [third]]
 
 
 def test_draining_replicas_get_no_requests(router: Any) -> None:
     replicas = [make_replica(name, is_draining=True) for name in NAMES]
     router.update_replicas(replicas)
-    assert choose(router, replicas, Wanted(hash_name("poet")), ()) == []
+    assert choose(router, replicas, RoutingKey(hash_name("poet")), ()) == []
 
 
 def test_the_random_router_ranks_all_replicas() -> None:

@@ -10,9 +10,9 @@ from ray import serve
 
 from lorax_server import __version__
 from lorax_server.scale import replica as module
-from lorax_server.scale.registry import MissedUnloadError
+from lorax_server.scale.change_registry import MissedUnloadError
 from lorax_server.scale.replica import ServerReplica
-from lorax_server.scale.server_process import Order
+from lorax_server.scale.server_process import ServerOptions
 
 
 class RunningServer:
@@ -57,7 +57,7 @@ class Replica(ServerReplica):
 def test_a_replica_that_missed_an_unload_exits_so_that_ray_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="one"))
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(module, "share_key", str)
+    monkeypatch.setattr(module, "share_secret", str)
     monkeypatch.setattr(module, "find_registry", lambda app: Registry())  # noqa: ARG005
     monkeypatch.setattr(module, "ServerProcess", RunningServer)
 
@@ -65,7 +65,7 @@ def test_a_replica_that_missed_an_unload_exits_so_that_ray_replaces_it(monkeypat
         codes = asyncio.Queue[int]()
         monkeypatch.setattr(os, "_exit", codes.put_nowait)
         replica: Any = Replica.__new__(Replica)
-        await replica.__init__(Order([]), "app", __version__, "127.0.0.1")
+        await replica.__init__(ServerOptions([]), "app", __version__, "127.0.0.1")
         assert await codes.get() == 1
         await replica.close()
 

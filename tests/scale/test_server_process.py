@@ -4,17 +4,18 @@ import asyncio
 
 import pytest
 
-from lorax_server.scale.server_process import Order, ReplicaError, ServerProcess
-from tests.scale.servers import INGRESS_KEY
+from lorax_server.scale.server_process import ReplicaError, ServerOptions, ServerProcess
+from tests.scale.cluster import SECRET
 
 
 def test_a_server_that_cannot_start_says_why() -> None:
     async def run() -> None:
-        server = ServerProcess(Order(["--model-id=/nowhere/at/all", "--hub-offline=true"]), "127.0.0.1", INGRESS_KEY)
+        options = ServerOptions(["--model-id=/nowhere/at/all", "--hub-offline=true"])
+        server = ServerProcess(options, "127.0.0.1", SECRET)
         try:
             with pytest.raises(ReplicaError, match=r"could not start: lorax: .*/nowhere/at/all"):
                 await server.wait_until_ready()
-            with pytest.raises(ReplicaError, match="has ended"):
+            with pytest.raises(ReplicaError, match="has stopped"):
                 server.check()
         finally:
             await server.stop()

@@ -38,7 +38,6 @@ HUB = "hub"  # the source whose names may end in a revision
 MAX_HEADER_CHARACTERS = 4096
 MAX_SECRET_CHARACTERS = MAX_HEADER_CHARACTERS // 2
 MAX_NAME_CHARACTERS = 64
-REPLICA = "replica-control"  # the name of the key by which a replica on Ray speaks to its own server
 SHOWN_CHARACTERS = 128  # of a name that a client sent
 BEARER = re.compile(r"bearer +([!-~]+) *", re.IGNORECASE)
 SECRET = re.compile(r"[!-~]+")  # what a header can carry, without spaces
@@ -123,7 +122,6 @@ class KeyRing:
         api_keys: Sequence[str] = (),
         admin_key: str | None = None,
         keys_file: Path | None = None,
-        replica_key: str | None = None,
     ) -> None:
         self._keys: dict[bytes, Key] = {}
         self._named: dict[str, Key] = {"": Key()}
@@ -136,8 +134,6 @@ class KeyRing:
         if keys_file is not None:
             for digest, key in _read_keys(keys_file):
                 self._add(digest, key, f"{keys_file}: key {key.name!r}")
-        if replica_key is not None:
-            self._add(_digest_of(replica_key, "the replica's key"), Key(REPLICA), "the replica's key")
 
     @property
     def weights(self) -> dict[str, float]:

@@ -20,6 +20,7 @@ from lorax_server.server.adapter_pages import (
     list_page,
 )
 from lorax_server.server.http.problems import json_response
+from lorax_server.server.http.replica_protocol import AdapterChange
 from lorax_server.server.routes.openai import ERRORS
 from lorax_server.server.routes.openai_schemas import (
     Adapter,
@@ -84,6 +85,7 @@ def _add_ours(router: APIRouter, service: Service) -> None:
         identity = await load_adapter(service, key, choice, body.pin)
         if body.name:
             await service.change(NameAdded(body.name, choice.refs[0].source, choice.refs[0].name))
+        http.state.adapter_change = AdapterChange(True, *choice.names[0], body.name or "", body.pin)
         return json_response(await _describe(service, identity, body.name or body.adapter_id))
 
     @router.post("/v1/adapters/unload", operation_id="unload_adapter", response_model=AdapterList, responses=HELD)
@@ -91,7 +93,7 @@ def _add_ours(router: APIRouter, service: Service) -> None:
         """Unload an adapter as soon as no request needs it, also if it is pinned by this name. A request that names it
         loads it again, unless it had its name from here."""
         key = service.check_admin(http, "unload", body.adapter_id)
-        await unload_adapter(service, key, body.adapter_id, body.adapter_source)
+        http.state.adapter_change = await unload_adapter(service, key, body.adapter_id, body.adapter_source)
         return json_response(await list_page(service, key))
 
 
@@ -109,6 +111,7 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
         choice = service.model_names.find(body.lora_path, source)
         await load_adapter(service, key, choice, None)
         await service.change(NameAdded(body.lora_name, source, body.lora_path))
+        http.state.adapter_change = AdapterChange(True, *choice.names[0], body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
     @router.post(
@@ -120,7 +123,7 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
     async def unload(http: Request, body: VllmUnloadRequest) -> Response:
         """As in vLLM: unload an adapter, and remove its name."""
         key = service.check_admin(http, "unload", body.lora_name)
-        await unload_adapter(service, key, body.lora_name, None)
+        http.state.adapter_change = await unload_adapter(service, key, body.lora_name, None)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
 
@@ -151,7 +154,7 @@ async def pin_adapter(service: Service, identity: str, name: Named, pin: bool | 
         await service.change(AdapterPinned(identity, name) if pin else AdapterUnpinned(identity))
 
 
-async def unload_adapter(service: Service, key: Key, adapter_id: str, source: str | None) -> None:
+async def unload_adapter(service: Service, key: Key, adapter_id: str, source: str | None) -> AdapterChange:
     names, choice = service.model_names, service.model_names.find(adapter_id, source)
     (name,) = choice.names
     identities = service.seen.identities(name)
@@ -167,6 +170,7 @@ async def unload_adapter(service: Service, key: Key, adapter_id: str, source: st
     await service.forget_unloaded(name)
     if source is None:
         await service.change(NameRemoved(choice.label))
+    return AdapterChange(False, *name, "" if source else choice.label)
 
 
 async def _find_holders(service: Service, identity: str, name: Named) -> list[str]:

@@ -14,7 +14,6 @@ from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.errors import LoraxError
 from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.access.rate_limits import RateLimits
-from lorax_server.server.access.used_signatures import UsedSignatures
 from lorax_server.server.seen_adapters import SeenAdapters
 from lorax_server.server.telemetry.metrics import Metrics
 from lorax_server.server.workers import messages
@@ -47,7 +46,6 @@ class Desk:
         self._limits = RateLimits(
             config.max_concurrent_requests, new_adapters_per_minute=config.new_adapters_per_minute
         )
-        self._used_signatures = UsedSignatures()
         self._metrics: Metrics | None = None  # once the engine is known
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -132,7 +130,7 @@ class Desk:
                 self._begin(self._answer(seat, question, self.change(change)))
             case messages.ScrapeAsked(question, as_json):
                 self._begin(self._answer(seat, question, self.scrape(as_json)))
-            case messages.EnterAsked() | messages.FareAsked() | messages.SignatureAsked():
+            case messages.EnterAsked() | messages.FareAsked():
                 self._decide(seat, message)
             case messages.TicketLeft(ticket, tokens):
                 permit = seat.permits.pop(ticket, None)
@@ -175,7 +173,7 @@ class Desk:
                 seat.count(num_open, taken)
                 metrics.set_connections(sum(each.num_open for each in self.seats))
 
-    def _decide(self, seat: Seat, message: messages.EnterAsked | messages.FareAsked | messages.SignatureAsked) -> None:
+    def _decide(self, seat: Seat, message: messages.EnterAsked | messages.FareAsked) -> None:
         """Allow or refuse at once, in the order in which workers ask."""
         question = message.question
         try:
@@ -184,8 +182,6 @@ class Desk:
                     seat.permits[question] = self._limits.enter(self._keys.named(key), count)
                 case messages.FareAsked(_, ticket):
                     seat.fares[ticket].take()
-                case messages.SignatureAsked(_, signature):
-                    self._used_signatures.use(signature)
         except LoraxError as error:
             seat.send(messages.Denied(question, Failure.of(error)))
         else:

@@ -57,9 +57,6 @@ class JoinedService(Service):
     def fare(self, key: Key, name: Named) -> Payable:
         return NoFare() if name.source == LOCAL else AskedFare(self.link, key, name)
 
-    async def use_signature(self, signature: bytes) -> None:
-        await self.link.ask(messages.SignatureAsked(self.link.new_ticket(), signature))
-
     async def change(self, change: Changes) -> None:
         if not (isinstance(change, AdapterFound) and self.seen.knows(change.identity, change.name, change.needs_token)):
             await self.link.ask(messages.ChangeAsked(self.link.new_ticket(), change))

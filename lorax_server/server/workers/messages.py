@@ -124,12 +124,6 @@ class FareClosed(WireMessage, frozen=True):
     is_answered: bool
 
 
-class SignatureAsked(Question, frozen=True):
-    """May a signature of the ingress be used? It is used then."""
-
-    signature: bytes
-
-
 class ChangeAsked(Question, frozen=True):
     change: Changes
 
@@ -173,7 +167,6 @@ ToParent = (
     | FareOwed
     | FareGivenBack
     | FareClosed
-    | SignatureAsked
     | ChangeAsked
     | ScrapeAsked
     | RequestBegun

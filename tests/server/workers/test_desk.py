@@ -163,19 +163,6 @@ def test_a_new_adapter_is_paid_for_once_by_all_workers(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
-def test_a_signature_that_one_worker_has_used_is_used_for_all(tmp_path: Path) -> None:
-    async def test(desk: Desk, one: HeardSeat, other: HeardSeat) -> None:
-        desk.handle(one, messages.SignatureAsked(1, b"signed"))
-        assert one.take_last() == messages.Answered(1)
-        for seat in (one, other):
-            desk.handle(seat, messages.SignatureAsked(2, b"signed"))
-            assert seat.take_last().failure.kind == "AuthenticationError"
-        desk.handle(other, messages.SignatureAsked(3, b"another"))
-        assert other.take_last() == messages.Answered(3)
-
-    run(tmp_path, test)
-
-
 def test_a_change_is_answered_when_all_have_made_it(tmp_path: Path) -> None:
     async def test(desk: Desk, one: HeardSeat, other: HeardSeat) -> None:
         desk.handle(one, messages.ChangeAsked(9, NameAdded("mine", "local", "first")))

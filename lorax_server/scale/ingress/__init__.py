@@ -1,1 +1,0 @@
-"""The one address of all replicas: requests go to a replica and come back byte by byte."""

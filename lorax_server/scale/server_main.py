@@ -1,0 +1,44 @@
+"""The program of a replica's server process: `lorax serve` at an address and with a secret that the replica sets.
+
+The replica writes one line of JSON to the standard input and keeps it open. When the replica ends, for any reason, the
+input closes and this process exits: the replica's successor needs its memory and its GPU.
+"""
+
+import json
+import os
+import sys
+import threading
+from dataclasses import replace
+from typing import NoReturn
+
+from lorax_server.cli.command import read_config
+from lorax_server.errors import ConfigError, LoraxError
+from lorax_server.launch import serve_forever
+
+
+def main() -> int:
+    options = json.loads(sys.stdin.readline())
+    threading.Thread(target=_exit_with_replica, daemon=True).start()
+    try:
+        config = read_config(options["flags"], os.environ)
+    except LoraxError as error:
+        print(f"lorax: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    own = replace(
+        config,
+        host=options["host"],
+        port=options["port"],
+        replica_secret=options["secret"],
+        max_connections_per_address=0,  # all connections come from the ingress
+        allowed_hosts=config.allowed_hosts or tuple(options["allowed_hosts"]),
+    )
+    return serve_forever(own)
+
+
+def _exit_with_replica() -> NoReturn:
+    sys.stdin.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""The protocol between a Ray deployment and the servers of its replicas.
+
+All processes of a deployment share one random secret. A replica's server rejects requests without it, and trusts the
+client address in `CLIENT_HEADER` because only the ingress can have sent it.
+"""
+
+import hmac
+import json
+from typing import NamedTuple
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lorax_server.errors import ForbiddenError
+from lorax_server.server.http.problems import describe
+
+SECRET_HEADER = "x-lorax-secret"  # on every request to a replica's server
+CLIENT_HEADER = "x-lorax-client"  # the client address, on every request that the ingress forwards
+CHANGE_HEADER = "x-lorax-change"  # an `AdapterChange` as JSON, on responses to loads and unloads
+CONTROL_PREFIX = "/replica/"  # routes for the replica's actor
+
+
+class AdapterChange(NamedTuple):
+    """A load or unload by API, as the server that processed the request understood it."""
+
+    is_load: bool
+    source: str
+    name: str
+    alias: str = ""  # the alias that the load assigns or that the unload removes
+    pin: bool | None = None  # None leaves the pin as it is
+
+
+class ReplicaAccess:
+    """ASGI middleware that admits requests from the ingress and from the replica's actor only.
+
+    A request without a client address is the actor's own, and may use the routes of the `control` application.
+    """
+
+    def __init__(self, app: ASGIApp, secret: str, control: ASGIApp) -> None:
+        self._app, self._secret, self._control = app, secret.encode(), control
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        sent, path = Headers(scope=scope), scope["path"]
+        client = sent.get(CLIENT_HEADER)
+        if not hmac.compare_digest(sent.get(SECRET_HEADER, "").encode(), self._secret):
+            error = ForbiddenError("this server is a replica; send requests to the address of the deployment")
+            await describe(error, path).response(path)(scope, receive, send)
+            return
+        if client is None and path.startswith(CONTROL_PREFIX):
+            await self._control(scope, receive, send)
+            return
+        own = (SECRET_HEADER.encode(), CLIENT_HEADER.encode())
+        headers = [pair for pair in scope["headers"] if pair[0] not in own]
+        scope = {**scope, "headers": headers, "state": scope.get("state", {})}
+        if client:
+            scope["client"] = (client, 0)
+
+        async def send_with_change(message: Message) -> None:
+            change = scope["state"].get("adapter_change")
+            if message["type"] == "http.response.start" and change is not None:
+                MutableHeaders(scope=message)[CHANGE_HEADER] = json.dumps(change._asdict())
+            await send(message)
+
+        await self._app(scope, receive, send_with_change)

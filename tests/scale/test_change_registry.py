@@ -1,0 +1,240 @@
+"""The order of changes, the replicas that confirm them, and the changes that are kept."""
+
+import asyncio
+
+import pytest
+
+from lorax_server.scale import change_registry as module
+from lorax_server.scale.change_registry import LEASE_S, MAX_UNLOADS, ChangeRegistry, Entry, MissedUnloadError
+from lorax_server.server.http.replica_protocol import AdapterChange
+
+
+def load(name: str, alias: str = "", pin: bool | None = None) -> AdapterChange:
+    return AdapterChange(True, "hub", name, alias, pin)
+
+
+def unload(name: str, alias: str = "") -> AdapterChange:
+    return AdapterChange(False, "hub", name, alias)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class World:
+    """A registry, its clock, and what it has stored."""
+
+    def __init__(self, stored: bytes | None = None) -> None:
+        self.clock, self.stored = Clock(), stored
+        self.registry = ChangeRegistry(stored, self._save, self.clock)
+
+    def _save(self, content: bytes) -> None:
+        self.stored = content
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.01)
+
+
+async def follow(world: World, replica: str, count: int) -> list[str]:
+    """Confirm changes until there were `count`, and return their adapters."""
+    made, confirmed = list[str](), 0
+    while len(made) < count:
+        for entry in await world.registry.poll(replica, confirmed, f"{replica}:1"):
+            made.append(entry.change.name)
+            confirmed = entry.version
+    await world.registry.poll(replica, confirmed, f"{replica}:1")
+    return made
+
+
+def test_a_change_is_made_when_all_have_confirmed_it() -> None:
+    async def run() -> None:
+        world = World()
+        for name in ("a", "b", "c"):
+            assert await world.registry.join(name, 0, f"{name}:1") == []
+        followers = [asyncio.create_task(follow(world, name, 3)) for name in ("a", "b", "c")]
+        for adapter in ("x", "y", "z"):
+            assert await world.registry.record(load(adapter)) == []
+        assert [await follower for follower in followers] == [["x", "y", "z"]] * 3
+        assert await world.registry.members() == {"a": "a:1", "b": "b:1", "c": "c:1"}
+
+    asyncio.run(run())
+
+
+def test_the_replica_that_has_answered_confirms_too() -> None:
+    """Else it could keep its own change where another came before that one in the order."""
+
+    async def run() -> None:
+        world = World()
+        await world.registry.join("a", 0, "a:1")
+        recording = asyncio.create_task(world.registry.record(load("x")))
+        (entry,) = await world.registry.poll("a", 0, "a:1")
+        assert not recording.done()
+        await world.registry.poll("a", entry.version, "a:1")
+        assert await recording == []
+
+    asyncio.run(run())
+
+
+def test_a_replica_hears_of_a_change_at_once_and_so_does_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the next time that somebody asks."""
+    monkeypatch.setattr(module, "POLL_S", 10_000.0)
+
+    async def run() -> None:
+        world = World()
+        polls = [asyncio.create_task(world.registry.poll(name, 0, f"{name}:1")) for name in ("a", "b")]
+        await asyncio.sleep(0)
+        recording = asyncio.create_task(world.registry.record(load("x"), "a"))
+        news = [await poll for poll in polls]
+        assert news == [[Entry(1, load("x"), "a")]] * 2
+        later = [asyncio.create_task(world.registry.poll(name, 1, f"{name}:1")) for name in ("a", "b")]
+        assert await recording == []
+        for poll in later:
+            poll.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        world = World()
+        await world.registry.join("a", 0, "a:1")
+        await world.registry.join("silent", 0, "s:1")
+        recording = asyncio.create_task(world.registry.record(load("x")))
+        await asyncio.sleep(0.03)
+        assert not recording.done()
+        world.clock.now = LEASE_S + 1
+        assert await recording == []
+        # It comes back, and gets what it has missed.
+        assert [entry.change.name for entry in await world.registry.join("silent", 0, "s:1")] == ["x"]
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_polls_and_does_not_confirm_is_named() -> None:
+    async def run() -> None:
+        world = World()
+        await world.registry.join("late", 0, "l:1")
+        recording = asyncio.create_task(world.registry.record(load("x")))
+        for _ in range(3):
+            await world.registry.poll("late", 0, "l:1")
+        world.clock.now = LEASE_S - 1
+        await world.registry.poll("late", 0, "l:1")
+        assert not recording.done()
+        world.clock.now = module.CONFIRM_S + 1
+        await world.registry.join("late", 0, "l:1")
+        assert await recording == ["late"]
+
+    asyncio.run(run())
+
+
+def test_a_later_load_replaces_an_earlier_one_and_versions_continue_after_a_restart() -> None:
+    async def run() -> None:
+        world = World()
+        for change in (load("x", "my-x"), load("y"), load("z", "my-x"), unload("y")):
+            await world.registry.record(change)
+        again = World(world.stored)
+        kept = await again.registry.join("b", 0, "b:1")
+        assert kept == [Entry(3, load("z", "my-x")), Entry(4, unload("y"))]
+        await again.registry.leave("b")
+        await again.registry.record(load("w"))
+        last = World(again.stored)
+        assert [entry.version for entry in await last.registry.join("c", 0, "c:1")] == [3, 4, 5]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("loaded", "unloaded"),
+    [
+        (load("x{}"), unload("x{}")),
+        (load("x{}", pin=True), unload("x{}")),
+        (load("x{}"), unload("x{}", "x{}")),  # a name in a folder, which a request without a source gives
+        (load("x", "my-{}", pin=True), unload("x", "my-{}")),
+    ],
+)
+def test_unloaded_names_are_forgotten(loaded: AdapterChange, unloaded: AdapterChange) -> None:
+    async def run() -> None:
+        world = World()
+        await world.registry.record(load("standing"))
+        await record_pairs(world, 3 * MAX_UNLOADS, loaded, unloaded)
+        kept = await world.registry.join("new", 0, "n:1")
+        assert kept[0] == Entry(1, load("standing"))
+        assert [entry.change.is_load for entry in kept[1:]] == [False] * MAX_UNLOADS
+        assert kept[-1].version == 1 + 6 * MAX_UNLOADS  # a replica that has applied them all is up to date
+        assert await World(world.stored).registry.join("new", 0, "n:1") == kept
+
+    asyncio.run(run())
+
+
+async def record_pairs(world: World, count: int, loaded: AdapterChange, unloaded: AdapterChange) -> None:
+    """Record pairs of a load and an unload, with numbers in their names."""
+    for number in range(count):
+        for change in (loaded, unloaded):
+            numbered = change._replace(name=change.name.format(number), alias=change.alias.format(number))
+            await world.registry.record(numbered)
+
+
+def test_an_unload_unpins_its_adapter_under_every_alias_and_removes_one() -> None:
+    async def run() -> None:
+        world = World()
+        for change in (load("x", "first", pin=True), load("x", pin=True), load("x", "second", pin=True)):
+            await world.registry.record(change)
+        await world.registry.record(unload("x", "first"))
+        await world.registry.record(load("x", "third", pin=True))
+        loads = [entry.change for entry in await world.registry.join("new", 0, "n:1") if entry.change.is_load]
+        assert loads == [load("x", "second"), load("x", "third", pin=True)]
+
+    asyncio.run(run())
+
+
+def test_an_unload_concerns_the_adapter_of_the_last_recorded_load() -> None:
+    """Another replica may have loaded another adapter under the alias since the unload was processed."""
+
+    async def run() -> None:
+        world = World()
+        await world.registry.record(load("old", "mine"))
+        await world.registry.record(load("new", "mine", pin=True))
+        await world.registry.record(unload("old", "mine"))
+        assert await world.registry.join("b", 0, "b:1") == [Entry(3, unload("new", "mine"))]
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_is_behind_still_gets_unloads() -> None:
+    async def run() -> None:
+        world = World()
+        await record_pairs(world, 2 * MAX_UNLOADS, load("x{}"), unload("x{}"))
+        behind = 2 * MAX_UNLOADS + 2  # the version of the first unload that is still kept
+        missed = await world.registry.poll("behind", behind, "b:1")
+        assert [entry.change.name for entry in missed] == [f"x{n}" for n in range(MAX_UNLOADS + 1, 2 * MAX_UNLOADS)]
+
+    asyncio.run(run())
+
+
+def test_an_unload_reaches_a_replica_that_is_behind_after_the_adapter_is_loaded_again() -> None:
+    async def run() -> None:
+        world = World()
+        for change in (load("x", pin=True), unload("x"), load("x")):
+            await world.registry.record(change)
+        missed = await world.registry.poll("behind", 1, "b:1")
+        assert [entry.change for entry in missed] == [unload("x"), load("x")]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("confirmed", [0, 1])
+def test_a_replica_that_missed_a_dropped_unload_gets_an_error(confirmed: int) -> None:
+    async def run() -> None:
+        world = World()
+        await record_pairs(world, MAX_UNLOADS + 1, load("x{}"), unload("x{}"))
+        for registry in (world.registry, World(world.stored).registry):
+            with pytest.raises(MissedUnloadError, match="replica late is more than 100 unloads behind"):
+                await registry.poll("late", confirmed, "l:1")
+
+    asyncio.run(run())

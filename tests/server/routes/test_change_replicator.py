@@ -1,0 +1,155 @@
+"""Changes during a load, and while the engine restarts. `tests/scale/test_pair.py` has real servers."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lorax_server.errors import AdapterNotFoundError, EngineError
+from lorax_server.server.access.model_names import Named
+from lorax_server.server.http.replica_protocol import AdapterChange
+from lorax_server.server.routes import change_replicator as module
+from lorax_server.server.routes.change_replicator import ChangeReplicator
+
+NAME = Named("local", "json")
+OWN, OTHER = True, False
+
+
+class Server:
+    """The parts of a server that load and pin adapters. Loads finish when `may_load` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, known: set[str], latest: str) -> None:
+        self.may_load, self.num_loads, self.num_failures = asyncio.Event(), 0, 0
+        self.known, self.latest, self.pinned = known, latest, dict[str, bool]()
+        self.forgotten = 0
+        for function in (self.load_adapter, self.pin_adapter, self.unload_adapter):
+            monkeypatch.setattr(module, function.__name__, function)
+        monkeypatch.setattr(module, "RETRY_S", 0.0)
+        service: Any = SimpleNamespace(
+            engine=SimpleNamespace(forget=self.forget),
+            seen=SimpleNamespace(latest=lambda name: self.latest),  # noqa: ARG005
+            model_names=SimpleNamespace(find=lambda *name: name),
+            change=self.change,
+        )
+        self.replicator = ChangeReplicator(service)
+
+    async def change(self, change: Any) -> None:
+        pass
+
+    async def forget(self, *name: str) -> None:
+        assert name == NAME
+        self.forgotten += 1
+
+    async def load_adapter(self, *_: Any) -> str:
+        self.num_loads += 1
+        await self.may_load.wait()
+        self.known.add("found")
+        return "found"
+
+    async def pin_adapter(self, _service: Any, identity: str, _name: Named, pin: bool) -> None:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise EngineError("the engine restarts")
+        if identity not in self.known:
+            raise AdapterNotFoundError("it is not known any more")
+        self.pinned[identity] = pin
+
+    async def unload_adapter(self, *_: Any) -> None:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise EngineError("the engine restarts")
+        raise AdapterNotFoundError("it is not loaded")
+
+    async def finish(self) -> None:
+        self.may_load.set()
+        while self.replicator._loads:
+            await asyncio.sleep(0)
+
+
+def load(alias: str = "", pin: bool | None = None) -> AdapterChange:
+    return AdapterChange(True, *NAME, alias, pin)
+
+
+UNLOAD = AdapterChange(False, *NAME)
+
+
+@pytest.mark.parametrize(
+    ("changes", "known", "latest", "pinned", "num_loads"),
+    [
+        ([(load(pin=True), OTHER)], [], "", {"found": True}, 1),
+        ([(load(pin=True), OWN)], ["own"], "own", {"own": True}, 0),
+        ([(load(pin=False), OWN)], ["own"], "own", {"own": False}, 0),
+        # An adapter that no request has used here is loaded by the first request; an older version is replaced.
+        ([(load(), OTHER)], [], "", {}, 0),
+        ([(load(), OTHER)], ["old"], "old", {}, 1),
+        ([(load(), OWN)], ["own"], "own", {}, 0),
+        ([(load(), OTHER), (load(), OWN)], ["own"], "own", {}, 1),
+        # A change without a pin keeps the pin of a pending load.
+        ([(load(pin=True), OTHER), (load("mine"), OTHER)], [], "", {"found": True}, 2),
+        ([(load(pin=True), OTHER), (load("mine"), OWN)], ["own"], "own", {"found": True}, 2),
+        ([(load(pin=True), OTHER), (load(pin=False), OTHER)], [], "", {"found": False}, 2),
+        # The version that this server has loaded may be older than that of another server's earlier change.
+        ([(load(pin=True), OTHER), (load(pin=True), OWN)], ["own"], "own", {"found": True}, 2),
+        # The engine has lost the adapter.
+        ([(load(pin=True), OWN)], [], "own", {"found": True}, 1),
+        ([(load(pin=True), OWN)], [], "", {"found": True}, 1),
+        ([(load(pin=True), OTHER), (UNLOAD, OTHER)], [], "", {}, 1),
+    ],
+)
+def test_changes_during_a_load(
+    monkeypatch: pytest.MonkeyPatch,
+    changes: list[tuple[AdapterChange, bool]],
+    known: list[str],
+    latest: str,
+    pinned: dict[str, bool],
+    num_loads: int,
+) -> None:
+    async def run() -> None:
+        server = Server(monkeypatch, set(known), latest)
+        for change, is_own in changes:
+            await server.replicator.apply(change, is_own)
+            await asyncio.sleep(0)  # a load starts
+        await server.finish()
+        assert server.pinned == pinned
+        assert server.num_loads == num_loads
+        assert server.forgotten == sum(change.is_load and not is_own for change, is_own in changes)
+
+    asyncio.run(run())
+
+
+def test_two_own_changes_in_a_row_do_not_resolve_the_adapter_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second may arrive before the first one's pin: only the admin's requests had the token."""
+
+    async def run() -> None:
+        server = Server(monkeypatch, {"own"}, "own")
+        for change in (load(pin=True), load("mine")):
+            await server.replicator.apply(change, OWN)
+        await server.finish()
+        assert (server.pinned, server.num_loads) == ({"own": True}, 0)
+
+    asyncio.run(run())
+
+
+def test_a_pin_waits_for_an_engine_that_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapter is not resolved again: only the admin's request had the token for it."""
+
+    async def run() -> None:
+        server = Server(monkeypatch, {"own"}, "own")
+        server.num_failures = 3
+        await server.replicator.apply(load(pin=True), OWN)
+        await server.finish()
+        assert (server.pinned, server.num_loads) == ({"own": True}, 0)
+
+    asyncio.run(run())
+
+
+def test_a_change_fails_only_if_the_engine_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        server = Server(monkeypatch, set(), "")
+        server.num_failures = 1
+        with pytest.raises(EngineError):
+            await server.replicator.apply(UNLOAD, OTHER)
+        await server.replicator.apply(UNLOAD, OTHER)
+
+    asyncio.run(run())
