@@ -198,8 +198,6 @@ TABLE: Mapping[str, tuple[Flag, ...]] = {
         *_make_flags(config.ModelConfig),
         *_make_flags(config.EngineConfig),
         Flag("--sharded", "divide the model over several GPUs, or do not", "switch"),
-        Flag("--max-batch-total-tokens", "the cache's size in tokens, instead of --cache-bytes", "integer"),
-        Flag("--adapter-memory-fraction", "share of a GPU, instead of --adapter-bytes", "number", default="0.1"),
     ),
     "logs, and what else": (
         *_make_flags(config.LogConfig),
