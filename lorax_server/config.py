@@ -139,6 +139,7 @@ class EngineConfig(Settings):
         "memory for keys and values on every GPU, such as 512M or 4G",
         none="a quarter of a CPU's free memory, the rest of a GPU's",
     )
+    cache_tokens: int | None = setting(None, "the cache's size in tokens, instead of --cache-bytes")
     gpu_memory_fraction: float = setting(0.9, "share of a GPU's memory to use in all")
 
     adapter_bytes: int | None = setting(
@@ -147,6 +148,7 @@ class EngineConfig(Settings):
         none="1G on a CPU, a quarter of what the weights leave of a GPU",
         at_least=0,
     )
+    adapter_memory_fraction: float | None = setting(None, "share of a GPU, instead of --adapter-bytes", at_least=0)
     adapter_host_bytes: int | None = setting(
         None, "host memory for prepared adapters, for every GPU", none="a quarter of the memory"
     )
@@ -168,6 +170,14 @@ class EngineConfig(Settings):
         super().__post_init__()
         if not 0 < self.gpu_memory_fraction <= 1:
             raise ConfigError(f"gpu_memory_fraction = {self.gpu_memory_fraction} must be above 0 and at most 1")
+        if self.adapter_memory_fraction is not None and self.adapter_memory_fraction >= 1:
+            raise ConfigError(f"adapter_memory_fraction = {self.adapter_memory_fraction} must be below 1")
+        for one, other in (("cache_bytes", "cache_tokens"), ("adapter_bytes", "adapter_memory_fraction")):
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                values = f"{one} = {getattr(self, one)} or {other} = {getattr(self, other)}"
+                raise ConfigError(f"give {values}, not both")
+        if self.cache_tokens is not None and self.cache_tokens < (self.max_length or 0):
+            raise ConfigError(f"cache_tokens = {self.cache_tokens} must be at least max_length = {self.max_length}")
         if not all(weight > 0 for weight in self.tenant_weights.values()):
             raise ConfigError("tenant_weights must be above 0")
         if self.max_step_tokens is not None and self.max_step_tokens < (self.max_rows or 0):

@@ -38,7 +38,7 @@ class LogFormat(NamedTuple):
 def check_files(config: ServerConfig) -> None:
     """Read the files that settings name, so that what is wrong with them is known before a model is fetched."""
     from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
-    from lorax_server.server.routes.playground import read_examples  # noqa: PLC0415
+    from lorax_server.server.examples import read_examples  # noqa: PLC0415
 
     KeyRing(config.api_keys, config.admin_key, config.keys_file)
     read_examples(config.examples)

@@ -71,6 +71,12 @@ def test_reading_and_fetching_adapters_and_placing_them_needs_no_torch() -> None
     assert not modules & {"torch", "numpy", "transformers", "safetensors", "boto3"}
 
 
+def test_the_engine_is_started_before_fastapi_is_imported() -> None:
+    modules = imported_by("import lorax_server.cli.command, lorax_server.launch, lorax_server.server.run")
+    assert "lorax_server.server.service" in modules
+    assert not modules & {"fastapi", "pydantic", "torch", "numpy", "transformers"}
+
+
 @pytest.mark.slow
 def test_the_core_needs_no_web_stack_no_queue_no_protobuf_and_no_triton() -> None:
     modules = imported_beside_others()["core"]

@@ -170,6 +170,12 @@ def in_submit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Calla
 # --- The same as transformers and PEFT --------------------------------------------------------------------------------
 
 
+def test_the_cache_can_be_sized_in_tokens(world: World) -> None:
+    settings = {name: value for name, value in SMALL.items() if name != "cache_bytes"}
+    with LLM(world.model, **settings | {"cache_tokens": 100, "block_size": 16}) as llm:
+        assert llm.status.num_blocks == 7
+
+
 def test_a_float8_cache_changes_log_probabilities_a_little(world: World, llm: LLM) -> None:
     prompt = list(range(3, 23))
     with LLM(world.model, quantize="fp8-kv", **SMALL) as small:

@@ -2,6 +2,7 @@ import json
 import os
 import pickle
 import random
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ import torch
 from safetensors.torch import save_file, save_model
 from torch import nn
 
+from lorax_server.cli.demo import FOLDER
+from lorax_server.config import ModelConfig
 from lorax_server.distributed import FakeGroup, Shard, shard_evenly, shard_units, shard_vocab, whole
 from lorax_server.errors import WeightsError
+from lorax_server.models import get_model
 from lorax_server.weights import Weights, estimate_bytes, open_tensors, open_weights
 from tests.builders import how, memory_weights
 
@@ -483,3 +487,24 @@ def test_a_pickle_of_before_torch_1_6_loads(tmp_path: Path) -> None:
     torch.save({"matrix": tensor}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     weights: Weights = open_weights(tmp_path, **how())
     assert torch.equal(weights.get_tensor("matrix"), tensor)
+
+
+def test_progress_is_logged_while_a_model_loads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lorax_server.weights.progress.LOG_INTERVAL_S", 0.0)
+    caplog.set_level("INFO", "lorax_server.weights.progress")
+    get_model(ModelConfig(FOLDER / "model"))
+    pattern = r"loading weights: (\d+\.\d\d) of (\d+\.\d\d) GB in \d+ s"
+    amounts = [re.fullmatch(pattern, message) for message in caplog.messages]
+    loaded = [float(match[1]) for match in amounts if match]
+    assert len(loaded) > 10
+    assert loaded == sorted(loaded)
+    assert amounts[-1] is not None
+    assert amounts[-1][1] == amounts[-1][2]
+
+
+def test_progress_is_not_logged_for_a_model_that_loads_quickly(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lorax_server.weights.progress")
+    get_model(ModelConfig(FOLDER / "model"))
+    assert caplog.messages == []

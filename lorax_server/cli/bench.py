@@ -1,8 +1,6 @@
 """`lorax bench`: measure how fast a server answers many requests at once."""
 
-import asyncio
 import itertools
-import json
 import math
 import random
 import sys
@@ -10,18 +8,25 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import httpx2
 from tqdm import tqdm
 
 from lorax_server.cli.flags import Parser, write_json
-from lorax_server.cli.http import EventReader, client_settings, count_of, explaining, last_details, read_event, refusal
+from lorax_server.cli.http import Api, find_details
 from lorax_server.errors import ConfigError, LoraxError
 
 WORDS = ("the", "of", "and", "to", "in", "is", "it", "was", "for", "on", "are", "as", "with", "at", "be", "from", "by")
 QUANTILES = (0.5, 0.95, 0.99)
+COUNTS = {
+    "requests": (50, "requests in all"),
+    "concurrency": (8, "requests at once"),
+    "prompt_tokens": (64, "words of a prompt, about as many tokens"),
+    "max_new_tokens": (64, "tokens of an answer"),
+}
 
 
 @dataclass
@@ -47,24 +52,27 @@ def add_bench(parser: Parser) -> None:
     parser.epilog = (
         "example:\n  lorax bench --requests 200 --concurrency 16 --adapter poet --adapter lawyer --json out.json"
     )
-    for name, default, text in (
-        ("--requests", 50, "requests in all"),
-        ("--concurrency", 8, "requests at once"),
-        ("--prompt-tokens", 64, "words of a prompt, about as many tokens"),
-        ("--max-new-tokens", 64, "tokens of an answer"),
-    ):
-        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    for name, (default, text) in COUNTS.items():
+        help_text = f"{text} (default: {default})"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help=help_text)
     parser.add_argument("--adapter", action="append", metavar="NAME", help="in turn; repeatable (default: base model)")
     parser.add_argument("--adapter-source", metavar="SOURCE", help="hub, local or s3 (default: the server's)")
     parser.add_json()
 
 
-def bench(args: Namespace) -> int:
-    for name in ("requests", "concurrency", "prompt_tokens", "max_new_tokens"):
+def bench(api: Api, args: Namespace) -> int:
+    for name in COUNTS:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     started = time.perf_counter()
-    samples = asyncio.run(_send_all(args))
+    with (
+        tqdm(total=args.requests, unit="request", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar,
+        ThreadPoolExecutor(min(args.concurrency, args.requests)) as threads,
+    ):
+        samples = []
+        for sample in threads.map(partial(_measure, api), make_bodies(args)):
+            samples.append(sample)
+            bar.update()
     figures = summarize(samples, time.perf_counter() - started)
     if args.json != "-":
         print(format_figures(figures))
@@ -74,7 +82,7 @@ def bench(args: Namespace) -> int:
 
 
 def make_bodies(args: Namespace) -> Iterator[dict[str, Any]]:
-    """Make the requests. They begin differently, so that none finds another's prompt in the cache."""
+    """Make the requests. Each prompt starts differently, so that prompts share no prefix in the cache."""
     generator = random.Random(0)  # the same prompts in every run
     adapter_ids = itertools.cycle(args.adapter or [None])
     for number, adapter_id in zip(range(args.requests), adapter_ids, strict=False):
@@ -85,53 +93,24 @@ def make_bodies(args: Namespace) -> Iterator[dict[str, Any]]:
         yield {"inputs": " ".join(words), "parameters": parameters}
 
 
-async def _send_all(args: Namespace) -> list[Sample]:
-    samples: list[Sample] = []
-    bodies, url = make_bodies(args), args.url.rstrip("/")
-    limits = httpx2.Limits(max_connections=args.concurrency)
-    settings = client_settings(url, args.api_key, args.timeout)
-
-    async def worker(client: httpx2.AsyncClient, bar: Any) -> None:
-        for body in bodies:
-            samples.append(await _send(client, url, body, args.timeout))
-            bar.update()
-
-    with tqdm(total=args.requests, unit="request", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
-        async with httpx2.AsyncClient(limits=limits, **settings) as client:
-            await asyncio.gather(*(worker(client, bar) for _ in range(min(args.concurrency, args.requests))))
-    return samples
-
-
-async def _send(client: httpx2.AsyncClient, url: str, body: Mapping[str, Any], timeout_s: float) -> Sample:
-    sample = Sample()
+def _measure(api: Api, body: Mapping[str, Any]) -> Sample:
+    """Send a request and read its stream."""
+    sample, last = Sample(), None
     started = time.perf_counter()
     try:
-        with explaining(url, timeout_s):
-            await _follow(client, f"{url}/generate_stream", body, sample, started)
+        for last in api.stream("/generate_stream", body):  # noqa: B007 - its details are read afterwards
+            sample.tokens += 1
+            if sample.first_s is None:
+                sample.first_s = time.perf_counter() - started
+        sample.prompt_tokens = find_details(last).get("prompt_tokens", 0)
     except LoraxError as error:
         sample.error = str(error)
     sample.total_s = time.perf_counter() - started
     return sample
 
 
-async def _follow(client: httpx2.AsyncClient, url: str, body: Any, sample: Sample, started: float) -> None:
-    """Read a stream to its end, and note its tokens in the sample."""
-    events = EventReader()
-    last: Any = None
-    async with client.stream("POST", url, content=json.dumps(body).encode()) as response:
-        if not response.is_success:
-            raise refusal(response.status_code, await response.aread())
-        async for chunk in response.aiter_bytes():
-            for data in events.feed(chunk):
-                last = read_event(data)
-                sample.tokens += 1
-                if sample.first_s is None:
-                    sample.first_s = time.perf_counter() - started
-    sample.prompt_tokens = count_of(last_details(last), "prompt_tokens")
-
-
 def summarize(samples: Sequence[Sample], wall_s: float) -> dict[str, Any]:
-    """Count failures and their reasons, and compute rates and times of the answered requests."""
+    """Count failed requests by reason, and compute rates and times of the others."""
     done = [sample for sample in samples if not sample.error]
     tokens = sum(sample.tokens for sample in done)
     return {

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 from lorax_server.cli.bench import add_bench, bench
 from lorax_server.cli.flags import Parser
-from lorax_server.cli.http import Api, add_connection, clean, count_of, last_details, say, tolerate_any_text
+from lorax_server.cli.http import Api, add_connection, clean, find_details, replace_unknown_letters, say
 from lorax_server.errors import ConfigError, LoraxError
 
 SAMPLING: Mapping[str, tuple[type, str]] = {
@@ -23,12 +23,13 @@ SAMPLING: Mapping[str, tuple[type, str]] = {
 }
 CHAT_HELP = "/adapter NAME changes the adapter (without a name: the base model), /reset forgets, /quit leaves"
 ACTIONS = {"load": "loaded", "unload": "unloaded", "pin": "loaded and pinned", "unpin": "no longer pinned"}
+PINS = {"load": None, "pin": True, "unpin": False}  # None leaves it as it is
 COLUMNS = ("id", "source", "state", "bytes", "pinned", "requests", "hash")
 
 
 def run(command: str, argv: list[str], environ: Mapping[str, str]) -> int:
     """Run a command and return its exit code."""
-    tolerate_any_text()
+    replace_unknown_letters()
     add_flags, run_command = {
         "generate": (_add_generate, _generate),
         "chat": (_add_chat, _chat),
@@ -39,11 +40,10 @@ def run(command: str, argv: list[str], environ: Mapping[str, str]) -> int:
     add_flags(parser)
     add_connection(parser, environ)
     args = parser.parse_args(argv)
-    if not args.timeout > 0:
-        raise ConfigError(f"--timeout {args.timeout} must be above 0")
     if command == "adapters":
         args.api_key = args.admin_key or environ.get("LORAX_ADMIN_KEY") or args.api_key
-    return run_command(args)
+    with Api(args) as api:
+        return run_command(api, args)
 
 
 # --- generate ---------------------------------------------------------------------------------------------------------
@@ -56,87 +56,63 @@ def _add_generate(parser: Parser) -> None:
         "  lorax generate - < prompt.txt                     the prompt from a file"
     )
     parser.add_argument("prompt", metavar="PROMPT", help="the text; - reads it from standard input")
-    _add_adapter(parser)
-    parser.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="tokens of the answer at most (default: what there is room for)"
-    )
     _add_sampling(parser)
+    limit = "tokens of the answer at most (default: what there is room for)"
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help=limit)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the answer; repeatable")
     parser.add_argument("--details", action="store_true", help="report the number of tokens and their speed afterwards")
     parser.add_argument("--no-stream", action="store_true", help="wait for the whole answer")
 
 
-def _add_adapter(parser: Parser) -> None:
+def _add_sampling(parser: Parser) -> None:
     parser.add_argument("--adapter", metavar="NAME", help="adapter to use (default: the base model)")
     parser.add_argument("--adapter-source", metavar="SOURCE", help="hub, local or s3 (default: the server's)")
-
-
-def _add_sampling(parser: Parser) -> None:
     for name, (kind, text) in SAMPLING.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X" if kind is float else "N", help=text)
 
 
-def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def _sampling(args: Namespace) -> dict[str, Any]:
-    return _without_none({name: getattr(args, name) for name in SAMPLING})
+    return _without_none(**{name: getattr(args, name) for name in SAMPLING})
 
 
-def _generate(args: Namespace) -> int:
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+def _generate(api: Api, args: Namespace) -> int:
     sampling = _sampling(args)
-    parameters = {
-        "adapter_id": args.adapter,
-        "adapter_source": args.adapter_source,
-        "max_new_tokens": args.max_new_tokens,
+    parameters = _without_none(
+        adapter_id=args.adapter,
+        adapter_source=args.adapter_source,
+        max_new_tokens=args.max_new_tokens,
+        stop=args.stop or [],
+        do_sample=bool({"temperature", "top_p", "top_k"} & sampling.keys()) and sampling.get("temperature") != 0,
+        details=args.details,
         **sampling,
-        "stop": args.stop or [],
-        "do_sample": bool({"temperature", "top_p", "top_k"} & sampling.keys()) and sampling.get("temperature") != 0,
-        "details": args.details,
-    }
-    body = {"inputs": prompt, "parameters": _without_none(parameters)}
-    started = time.perf_counter()
-    details, first = _print_whole(Api(args), body) if args.no_stream else _print_tokens(Api(args), body)
-    if args.details:
-        _print_details(details, first and first - started, time.perf_counter() - started)
-    return 0
-
-
-def _print_whole(api: Api, body: Mapping[str, Any]) -> tuple[Any, None]:
-    answer = api.ask("/generate", body)
-    if not isinstance(answer, dict) or not isinstance(answer.get("generated_text"), str):
-        raise LoraxError("the server's answer has no generated_text; is it a lorax server?")
-    say(answer["generated_text"] + "\n")
-    return answer.get("details"), None
-
-
-def _print_tokens(api: Api, body: Mapping[str, Any]) -> tuple[Any, float | None]:
-    """Return the details, and the time of the first token."""
-    first, last = None, None
-    with closing(api.stream("/generate_stream", body)) as events:
-        for last in events:
-            first = first or time.perf_counter()
-            say(_token_text(last))
-    details = last_details(last)
+    )
+    body = {"inputs": sys.stdin.read() if args.prompt == "-" else args.prompt, "parameters": parameters}
+    started, first_s, last = time.perf_counter(), None, None
+    if args.no_stream:
+        last = api.request("/generate", body)
+        if not isinstance(last, dict) or not isinstance(last.get("generated_text"), str):
+            raise LoraxError("the server's answer has no generated_text; is it a lorax server?")
+        say(last["generated_text"])
+    else:
+        for last in api.stream("/generate_stream", body):
+            first_s = first_s or time.perf_counter() - started
+            token = last.get("token") if isinstance(last, dict) else None
+            if not isinstance(token, dict):
+                raise LoraxError("the server's events have no token; is it a lorax server?")
+            say("" if token.get("special") else str(token.get("text", "")))
+    details, total_s = find_details(last), time.perf_counter() - started
     say("\n")
-    return details, first
-
-
-def _token_text(event: Any) -> str:
-    token = event.get("token") if isinstance(event, dict) else None
-    if not isinstance(token, dict):
-        raise LoraxError("the server's events have no token; is it a lorax server?")
-    return "" if token.get("special") else str(token.get("text", ""))
-
-
-def _print_details(details: Any, first_s: float | None, total_s: float) -> None:
-    entries = details if isinstance(details, dict) else {}
-    figures = [f"{name} {entries.get(name)}" for name in ("finish_reason", "prompt_tokens", "generated_tokens", "seed")]
-    figures += [f"first token after {first_s:.3f} s"] if first_s is not None else []
-    figures += [f"{total_s:.3f} s", f"{count_of(details, 'generated_tokens') / total_s:.1f} tokens/s"]
-    print(clean(", ".join(figures)), file=sys.stderr)
+    if args.details:
+        names = ("finish_reason", "prompt_tokens", "generated_tokens", "seed")
+        figures = [f"{name} {details.get(name)}" for name in names]
+        figures += [f"first token after {first_s:.3f} s"] if first_s is not None else []
+        figures += [f"{total_s:.3f} s", f"{details.get('generated_tokens', 0) / total_s:.1f} tokens/s"]
+        print(clean(", ".join(figures)), file=sys.stderr)
+    return 0
 
 
 # --- chat -------------------------------------------------------------------------------------------------------------
@@ -145,10 +121,9 @@ def _print_details(details: Any, first_s: float | None, total_s: float) -> None:
 def _add_chat(parser: Parser) -> None:
     parser.description = f"Talk to a model. {CHAT_HELP}.\nCtrl-C stops an answer, Ctrl-D leaves."
     parser.epilog = "examples:\n  lorax chat --adapter poet --system 'You are a poet.'\n  echo 'Hello!' | lorax chat"
-    _add_adapter(parser)
+    _add_sampling(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message, the first of the conversation")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of an answer at most")
-    _add_sampling(parser)
 
 
 class Conversation:
@@ -156,68 +131,66 @@ class Conversation:
 
     def __init__(self, api: Api, args: Namespace) -> None:
         self._api = api
-        self._settings = _sampling(args) | _without_none({"max_tokens": args.max_tokens})
+        self._settings = _sampling(args) | _without_none(max_tokens=args.max_tokens)
         self._start = [{"role": "system", "content": args.system}] if args.system else []
         self._adapter_source = args.adapter_source
         self.adapter_id = args.adapter or ""
-        self.reset()
+        self.messages = [*self._start]
 
-    def reset(self) -> None:
-        self._messages = [*self._start]
+    def handle(self, line: str) -> None:
+        """Run a chat command, or print the answer to a message."""
+        word, _, rest = line.partition(" ")
+        if word == "/reset":
+            self.messages = [*self._start]
+        elif word == "/adapter":
+            self.adapter_id = rest.strip()
+        elif word == "/help":
+            print(CHAT_HELP, file=sys.stderr)
+        elif line:
+            question = {"role": "user", "content": line}
+            answer = self._print_answer([*self.messages, question])
+            if answer:
+                self.messages += [question, {"role": "assistant", "content": answer}]
 
-    def answer(self, text: str) -> None:
-        """Print the answer to a message. An answer that is stopped stays as far as it came; one that fails does not."""
-        self._messages.append({"role": "user", "content": text})
-        said = ""
+    def _print_answer(self, messages: list[dict[str, str]]) -> str:
+        """Print an answer and return its text, or the part that was printed before Ctrl-C."""
+        answer = ""
         try:
-            with closing(self._stream_text()) as pieces:
+            with closing(self._stream_text(messages)) as pieces:
                 for piece in pieces:
-                    said += piece
+                    answer += piece
                     say(piece)
         except KeyboardInterrupt:
             say(" ...")
-        except BaseException:
-            self._messages.pop()
-            raise
         say("\n")
-        if said:
-            self._messages.append({"role": "assistant", "content": said})
-        else:
-            self._messages.pop()
+        return answer
 
-    def _stream_text(self) -> Generator[str]:
-        body = {"model": self.adapter_id, "messages": self._messages, "stream": True, **self._settings}
+    def _stream_text(self, messages: list[dict[str, str]]) -> Generator[str]:
+        body = {"model": self.adapter_id, "messages": messages, "stream": True, **self._settings}
         if self.adapter_id and self._adapter_source:
             body["adapter_source"] = self._adapter_source
         is_complete = False
         with closing(self._api.stream("/v1/chat/completions", body)) as events:
             for event in events:
-                text, is_last = _chat_text(event)
-                is_complete = is_complete or is_last
+                try:
+                    choice = ((event or {"choices": []})["choices"] or [{}])[0]
+                    text = str((choice.get("delta") or {}).get("content") or "")
+                    is_complete |= event is None or bool(choice.get("finish_reason"))
+                except (KeyError, TypeError, AttributeError) as error:
+                    raise LoraxError("the server's events have no choices; is it a lorax server?") from error
                 yield text
         if not is_complete:
             raise LoraxError("the stream ended before the answer did")
 
 
-def _chat_text(event: Any) -> tuple[str, bool]:
-    """Return the text that an event adds, and True if it completes the answer."""
-    if event is None:
-        return "", True
-    try:
-        choice = (event["choices"] or [{}])[0]
-        return str((choice.get("delta") or {}).get("content") or ""), bool(choice.get("finish_reason"))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise LoraxError("the server's events have no choices; is it a lorax server?") from error
-
-
-def _chat(args: Namespace) -> int:
-    conversation = Conversation(Api(args), args)
+def _chat(api: Api, args: Namespace) -> int:
+    conversation = Conversation(api, args)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print(f"{CHAT_HELP}; Ctrl-D leaves too.", file=sys.stderr)
     while (line := _read_line(conversation, is_terminal)) not in (None, "/quit"):
         try:
-            _handle_line(conversation, str(line))
+            conversation.handle(str(line))
         except LoraxError as error:
             if not is_terminal:
                 raise
@@ -238,18 +211,6 @@ def _read_line(conversation: Conversation, is_terminal: bool) -> str | None:
                 return None
 
 
-def _handle_line(conversation: Conversation, line: str) -> None:
-    word, _, rest = line.partition(" ")
-    if word == "/reset":
-        conversation.reset()
-    elif word == "/adapter":
-        conversation.adapter_id = rest.strip()
-    elif word == "/help":
-        print(CHAT_HELP, file=sys.stderr)
-    elif line:
-        conversation.answer(line)
-
-
 # --- adapters ---------------------------------------------------------------------------------------------------------
 
 
@@ -263,43 +224,41 @@ def _add_adapters(parser: Parser) -> None:
     parser.add_argument("--admin-key", metavar="KEY", help="needed to change anything [LORAX_ADMIN_KEY]")
 
 
-def _adapters(args: Namespace) -> int:
+def _adapters(api: Api, args: Namespace) -> int:
     if (args.action == "list") != (args.name is None):
         raise ConfigError(f"lorax adapters {args.action} " + ("needs a NAME" if args.name is None else "takes no NAME"))
-    api = Api(args)
     if args.action == "list":
-        answer = _list_adapters(api)
-        text = None if args.json else _format_table(answer)
+        response = _list_adapters(api)
+        text = _format_table(response["data"])
     else:
-        body = _without_none({"adapter_id": args.name, "adapter_source": args.source})
-        if args.action != "unload":
-            body["pin"] = {"pin": True, "unpin": False}.get(args.action)  # None leaves it as it is
-        answer = api.ask(f"/v1/adapters/{'unload' if args.action == 'unload' else 'load'}", body)
+        body = _without_none(adapter_id=args.name, adapter_source=args.source)
+        route = "load" if args.action in PINS else "unload"
+        response = api.request(f"/v1/adapters/{route}", body | ({"pin": PINS[args.action]} if route == "load" else {}))
         text = f"{args.name}: {ACTIONS[args.action]}"
-    print(json.dumps(answer, indent=2) if args.json else text)
+    print(json.dumps(response, indent=2) if args.json else text)
     return 0
 
 
-def _list_adapters(api: Api) -> Any:
-    """Return the server's list with all of its pages as one. Other answers are returned as they are."""
-    answer = page = api.ask("/v1/adapters")
-    marks = set()
-    while isinstance(page, dict) and page.get("next"):
-        mark = str(page["next"])
-        if mark in marks:
-            raise LoraxError(f"the server's pages of adapters come again after {clean(mark)[:80]!r}; try again later")
-        marks.add(mark)
-        page = api.ask("/v1/adapters?" + urlencode({"after": mark}))
-        if not isinstance(page, dict) or not isinstance(page.get("data"), list):
-            raise LoraxError("a page of the server's answer lists no adapters; is it a lorax server?")
-        answer = {**answer, "data": [*answer["data"], *page["data"]], "has_more": False, "next": None}
-    return answer
+def _list_adapters(api: Api) -> dict[str, Any]:
+    """Return the server's list with all of its pages joined."""
+    joined: dict[str, Any] = {}
+    marks = [""]
+    while True:
+        page = api.request("/v1/adapters" + (f"?{urlencode({'after': marks[-1]})}" if marks[-1] else ""))
+        listed = page.get("data") if isinstance(page, dict) else None
+        if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+            raise LoraxError("the server's answer lists no adapters; is it a lorax server?")
+        joined = page | {"data": [*joined.get("data", []), *listed]}
+        if not page.get("next"):
+            return joined
+        marks.append(str(page["next"]))
+        if marks[-1] in marks[:-1]:
+            raise LoraxError(
+                f"the server's pages of adapters come again after {clean(marks[-1])[:80]!r}; try again later"
+            )
 
 
-def _format_table(answer: Any) -> str:
-    listed = answer.get("data") if isinstance(answer, dict) else None
-    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
-        raise LoraxError("the server's answer lists no adapters; is it a lorax server?")
+def _format_table(listed: list[dict[str, Any]]) -> str:
     if not listed:
         return "no adapters are known"
     rows = [COLUMNS, *([_cell(name, item.get(name)) for name in COLUMNS] for item in listed)]

@@ -14,14 +14,14 @@ from pathlib import Path
 from lorax_server import __version__
 from lorax_server.cli.flags import Parser
 from lorax_server.cli.model_folder import check_folder
-from lorax_server.cli.settings import Machine, Parsed, parse
+from lorax_server.cli.settings import Parsed, parse
 from lorax_server.config import ServerConfig
 from lorax_server.errors import ConfigError, LoraxError
 
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "huggingface_hub")
-PROBE = "import torch\nprint(torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0)"
+PROBE = "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')"
 COMMANDS = {
     "serve": "start a server",
     "generate": "continue a text",
@@ -124,8 +124,7 @@ def _complete(parsed: Parsed) -> ServerConfig:
 
     check_files(parsed.make_config(None))
     folder = _find_model(parsed)
-    machine = Machine() if parsed.values.get("device") == "cpu" else find_machine()
-    return parsed.make_config(folder, machine)
+    return parsed.make_config(folder, "cpu" if parsed.values.get("device") == "cpu" else find_device())
 
 
 def _serve_replicas(argv: list[str], count: int) -> int:
@@ -203,21 +202,17 @@ def _find_model(parsed: Parsed) -> Path:
     )
 
 
-def find_machine() -> Machine:
-    """Find a GPU that torch can use, and its memory.
-
-    If there is a driver, another process asks torch: this one is going to serve, and needs no torch for that.
-    """
+def find_device() -> str:
+    """Return cuda if torch can use a GPU. Another process asks torch: this one serves requests, and needs no torch."""
     if not Path("/dev/nvidiactl").exists() and shutil.which("nvidia-smi") is None:
-        return Machine()
+        return "cpu"
     try:
         probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, check=True)
-        gpu_bytes = int(probe.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+    except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(
             f"cannot tell whether there is a GPU: give --device cpu or --device cuda ({error})"
         ) from error
-    return Machine("cuda", gpu_bytes) if gpu_bytes else Machine()
+    return probe.stdout.strip()
 
 
 def describe_installation() -> str:

@@ -24,6 +24,8 @@ SETTINGS: Mapping[str, Any] = {
     "adapter_bytes": 2**26,
     "adapter_host_bytes": 2**26,
 }
+# Sizes that replace a size above.
+ALTERNATIVES = {"max_batch_total_tokens": "cache_bytes", "adapter_memory_fraction": "adapter_bytes"}
 ABOUT_A_MODEL = ("revision", "source", "weights_cache_override", "tokenizer_config_path")
 
 
@@ -33,4 +35,5 @@ def add_settings(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(MISSING)
     if not (FOLDER / "model" / MODEL_CONFIG_FILE).is_file():
         raise ConfigError(f"{MISSING} (this installation came without the demo model)")
-    return {**SETTINGS, **values}
+    replaced = {ALTERNATIVES[name] for name in values if name in ALTERNATIVES}
+    return {name: value for name, value in SETTINGS.items() if name not in replaced} | dict(values)

@@ -112,7 +112,7 @@ def _to_number(text: str) -> float:
     return number
 
 
-def _to_size(text: str) -> int:
+def to_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kmgt]?)(?:i?b)?", text.strip().lower(), re.ASCII)
     if match is None:
         raise ValueError
@@ -124,7 +124,7 @@ KINDS: Mapping[str, ValueKind] = {
     "text": ValueKind(str, "a text", "TEXT"),
     "integer": ValueKind(int, "a whole number", "N"),
     "number": ValueKind(_to_number, "a number", "X"),
-    "size": ValueKind(_to_size, "a size such as 4096, 512M or 4G", "SIZE"),
+    "size": ValueKind(to_size, "a size such as 4096, 512M or 4G", "SIZE"),
     "switch": ValueKind(lambda text: RawConfigParser.BOOLEAN_STATES[text.lower()], "true or false", "true|false"),
     "path": ValueKind(lambda text: Path(text).expanduser(), "a path", "PATH"),
 }
@@ -198,8 +198,6 @@ TABLE: Mapping[str, tuple[Flag, ...]] = {
         *_make_flags(config.ModelConfig),
         *_make_flags(config.EngineConfig),
         Flag("--sharded", "divide the model over several GPUs, or do not", "switch"),
-        Flag("--max-batch-total-tokens", "the cache's size in tokens, instead of --cache-bytes", "integer"),
-        Flag("--adapter-memory-fraction", "share of a GPU, instead of --adapter-bytes", "number", default="0.1"),
     ),
     "logs, and what else": (
         *_make_flags(config.LogConfig),

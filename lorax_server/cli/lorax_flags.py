@@ -24,6 +24,8 @@ FLAG_NAMES = {
     "max_input_length": "--max-input-length",
     "max_length": "--max-total-tokens",
     "max_step_tokens": "--max-batch-prefill-tokens",
+    "cache_tokens": "--max-batch-total-tokens",
+    "adapter_memory_fraction": "--adapter-memory-fraction",
     "gpu_memory_fraction": "--cuda-memory-fraction",
     "json_logs": "--json-output",
     "otlp_endpoint": "--otlp-endpoint",

@@ -3,7 +3,6 @@
 Flags win over environment variables, and an empty value is none. Nothing is read but the arguments of `parse`.
 """
 
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,22 +14,11 @@ from typing import Any
 from lorax_server.cli import demo
 from lorax_server.cli.flags import FLAGS, LAUNCHER_DEFAULTS, Flag, build_parser
 from lorax_server.cli.lorax_flags import REFUSED_VARIABLES, TOKENS, UNUSED_VARIABLES, WATERMARK
-from lorax_server.cli.model_folder import token_bytes
 from lorax_server.config import CorsConfig, EngineConfig, ModelConfig, ServerConfig, SourceConfig
 from lorax_server.errors import ConfigError
 
-logger = logging.getLogger(__name__)
-
 GPU_NAME = re.compile(r"\s*(\d+|(GPU|MIG)-[\w/-]+)\s*", re.ASCII)
 WATERMARK_VALUES = {"watermark_gamma": 0.5, "watermark_delta": 2.0}
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The hardware that missing settings are chosen for."""
-
-    device: str = "cpu"
-    gpu_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,21 +52,21 @@ class Parsed:
             return self.model_id
         return "/".join(filter(None, ("s3:/", bucket, bucket and prefix, self.model_id)))
 
-    def make_config(self, model_folder: Path | None, machine: Machine | None = None) -> ServerConfig:
-        """Make the server's settings, without a model's folder as far as they are known before it is fetched.
+    def make_config(self, model_folder: Path | None, device: str = "cpu") -> ServerConfig:
+        """Make the server's settings. Without a model folder, only check them, before the model is downloaded.
 
-        Errors name the flags or variables that are wrong.
+        `device` is the best one of this machine. Errors name the flags or variables that are wrong.
         """
         origins = {flag.field or flag.key: self.origins.get(flag.key, flag.name) for flag in FLAGS}
         try:
-            return self._make_config(model_folder, machine or Machine())
+            return self._make_config(model_folder, device)
         except ConfigError as error:
             message = re.sub(r"(?<![\w-])\w+(?= = | ')", lambda match: origins.get(match[0], match[0]), str(error))
             raise ConfigError(message) from error
 
-    def _make_config(self, folder: Path | None, machine: Machine) -> ServerConfig:
+    def _make_config(self, folder: Path | None, best_device: str) -> ServerConfig:
         device = self.values.get("device", "auto")
-        chosen = {"path": folder or Path(), "device": machine.device if device == "auto" else device}
+        chosen = {"path": folder or Path(), "device": best_device if device == "auto" else device}
         model = ModelConfig(**self._fields_of(ModelConfig) | chosen)
         ranks = self.num_shard or (max(1, self.num_visible) if model.device == "cuda" else 1)
         source = self.values.get("adapter_source", "hub")
@@ -89,9 +77,8 @@ class Parsed:
         sources = self._sources([name for source, name in adapters if source == "local"])
         for source, _ in adapters:
             _check_source(source, sources)
-        sizes = self._sizes(model, ranks, machine) if folder else {}
         parts = {"tensor_parallel": ranks, "sources": sources, "preload": adapters}
-        engine = EngineConfig(model, **self._fields_of(EngineConfig) | parts | sizes)
+        engine = EngineConfig(model, **self._fields_of(EngineConfig) | parts)
         computed = {
             "model_revision": self.revision,
             "static_adapter": static[0] if static else None,
@@ -129,25 +116,6 @@ class Parsed:
             raise ConfigError("--cors-allow-credentials needs --cors-allow-origin: not every page may send credentials")
         return cors
 
-    def _sizes(self, model: ModelConfig, ranks: int, machine: Machine) -> dict[str, int]:
-        """Turn a size in tokens, and a share of a GPU, into bytes."""
-        sizes = {}
-        tokens, share = self.values.get("max_batch_total_tokens"), self.values.get("adapter_memory_fraction")
-        if tokens is not None:
-            total = self.values.get("max_total_tokens", 1)
-            if not tokens >= total:
-                raise ConfigError(f"--max-batch-total-tokens = {tokens} must be at least {total}, one request's tokens")
-            block = self.values.get("block_size", EngineConfig.block_size)
-            sizes["cache_bytes"] = -(-tokens // block) * block * token_bytes(model, ranks)
-        if share is not None:
-            if not 0 <= share < 1:
-                raise ConfigError(f"--adapter-memory-fraction = {share} must be at least 0 and below 1")
-            if machine.gpu_bytes is None or model.device == "cpu":
-                logger.warning("--adapter-memory-fraction has no effect on a CPU: use --adapter-bytes")
-            else:
-                sizes["adapter_bytes"] = int(share * machine.gpu_bytes)
-        return sizes
-
 
 def _locate(source: str, name: str) -> tuple[str, str]:
     """Name a local folder by its whole path, since names are looked for below the roots."""
@@ -179,7 +147,7 @@ def _missing_sources(sources: SourceConfig) -> dict[str, str]:
 def parse(argv: Sequence[str], environ: Mapping[str, str], command: str) -> Parsed:
     """Read flags and environment variables. `command` is `serve` or `launcher`."""
     values, origins = _read(argv, environ, command)
-    warnings = (*_check(values, origins, environ), *_check_pairs(values, origins))
+    warnings = tuple(_check(values, origins, environ))
     if command == "serve" and "model_id" not in values:
         values = demo.add_settings(values)
     if command == "launcher":
@@ -245,18 +213,12 @@ def _check(values: Mapping[str, Any], origins: Mapping[str, str], environ: Mappi
             raise ConfigError(f"{origin} = {value} cannot be changed: {WATERMARK}")
         if flag.unused:
             yield f"{origin} has no effect: {flag.unused}"
+    if values.get("sharded") is False and values.get("num_shard", 1) > 1:
+        yield f"{origins['num_shard']} has no effect: {origins['sharded']} is false"
     for name in filter(environ.get, REFUSED_VARIABLES):
         raise ConfigError(f"the environment variable {name}: {REFUSED_VARIABLES[name]}")
     for name in filter(environ.get, UNUSED_VARIABLES):
         yield f"the environment variable {name} has no effect: {UNUSED_VARIABLES[name]}"
-
-
-def _check_pairs(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
-    for one, other in (("cache_bytes", "max_batch_total_tokens"), ("adapter_bytes", "adapter_memory_fraction")):
-        if one in values and other in values:
-            raise ConfigError(f"give {origins[one]} or {origins[other]}, not both")
-    if values.get("sharded") is False and values.get("num_shard", 1) > 1:
-        yield f"{origins['num_shard']} has no effect: {origins['sharded']} is false"
 
 
 def _split_revision(model_id: str, revision: str | None) -> tuple[str, str | None]:

@@ -20,7 +20,7 @@ from lorax_server.kernels.packed import can_pack
 from lorax_server.machine import machine_bytes
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.stored_config import read_config
-from lorax_server.weights import Weights, estimate_bytes, open_weights
+from lorax_server.weights import LoadProgress, Weights, estimate_bytes, open_weights
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,7 @@ def get_model(
             process_group=process_group,
             ops=ops,
             pack=_should_pack(settings, device, dtype, ops),
+            progress=LoadProgress(needed),
         ) as weights:
             return build_model(config, weights)
     except torch.OutOfMemoryError as error:

@@ -1,7 +1,9 @@
 """The routes put together: one ASGI application around a `Service`."""
 
 from collections.abc import Sequence
+from functools import partial
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -44,7 +46,7 @@ def make_app(service: Service, address: str = "") -> FastAPI:
         routes += router.routes
     app.add_route("/openapi.json", lambda _: json_response(app.openapi()), include_in_schema=False)
     _add_handlers(app, routes)
-    describe_limits(app, service)
+    app.openapi = partial(_make_openapi, app, service)  # type: ignore[method-assign]
     app.add_middleware(RequestMiddleware, routes=routes, service=service, address=address)
     app.add_middleware(Cors, **vars(service.config.cors))
     if service.config.replica_secret:
@@ -52,6 +54,15 @@ def make_app(service: Service, address: str = "") -> FastAPI:
             ReplicaAccess, secret=service.config.replica_secret, control=replica.make_control_app(service)
         )
     return app
+
+
+def _make_openapi(app: FastAPI, service: Service) -> dict[str, Any]:
+    """Generate the OpenAPI document when it is first requested: it takes longer than the rest of the application."""
+    if app.openapi_schema is None:
+        FastAPI.openapi(app)
+        describe_limits(app, service)
+    assert app.openapi_schema is not None
+    return app.openapi_schema
 
 
 def _add_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:

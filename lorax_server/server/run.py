@@ -5,6 +5,7 @@ import gc
 import logging
 import socket
 import time
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
@@ -15,7 +16,6 @@ from lorax_server.config import ServerConfig
 from lorax_server.engine.remote.client import EngineClient
 from lorax_server.errors import LoraxError
 from lorax_server.server.access.keys import KeyRing
-from lorax_server.server.app import make_app
 from lorax_server.server.greeting import say_ready
 from lorax_server.server.http.connections import Connections
 from lorax_server.server.http.listener import BACKLOG, bind_port, fit_connections, raise_file_limit, url_of
@@ -50,9 +50,12 @@ def run(config: ServerConfig, engine: EngineClient, keys: KeyRing) -> int:
 
 
 async def _serve(config: ServerConfig, engine: EngineClient, keys: KeyRing, listener: socket.socket) -> int:
+    # FastAPI takes a second to import, which passes while the engine process loads the model.
+    importing = asyncio.create_task(asyncio.to_thread(import_module, "lorax_server.server.app"))
     service = await wait_for_start(Service.start(config, engine, keys), config.model_id)
     if service is None:
         return 1
+    await importing
     try:
         await UvicornServer(service, listener.getsockname()[0]).serve([listener])
     finally:
@@ -100,6 +103,8 @@ class UvicornServer(uvicorn.Server):
 
 
 def uvicorn_config(service: Service, address: str = "") -> uvicorn.Config:
+    from lorax_server.server.app import make_app  # noqa: PLC0415 - imported while the engine starts
+
     config = service.config
     connections = Connections(config.max_connections, config.max_connections_per_address, service.metrics)
     return uvicorn.Config(

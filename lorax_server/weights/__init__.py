@@ -1,5 +1,6 @@
 """Checkpoints: tensors by name, read lazily, each rank only its part."""
 
 from lorax_server.weights.checkpoint import Placement, StoredTensor, Weights, estimate_bytes, open_tensors, open_weights
+from lorax_server.weights.progress import LoadProgress
 
-__all__ = ["Placement", "StoredTensor", "Weights", "estimate_bytes", "open_tensors", "open_weights"]
+__all__ = ["LoadProgress", "Placement", "StoredTensor", "Weights", "estimate_bytes", "open_tensors", "open_weights"]

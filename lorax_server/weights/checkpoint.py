@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from lorax_server.distributed import ProcessGroup, Shard
 from lorax_server.errors import WeightsError
 from lorax_server.kernels import Ops
+from lorax_server.weights.progress import LoadProgress
 from lorax_server.weights.reader import WeightsReader
 
 # A checkpoint that was saved from the inner model lacks the first word of its names.
@@ -36,6 +37,7 @@ class Placement(TypedDict):
     process_group: ProcessGroup
     ops: Ops
     pack: NotRequired[bool]  # keep packed copies of matrices; False unless given
+    progress: NotRequired[LoadProgress]  # logs the bytes loaded
 
 
 class Weights:
@@ -57,6 +59,7 @@ class Weights:
         self.process_group = placement["process_group"]
         self.ops = placement["ops"]
         self.pack = placement.get("pack", False)
+        self._progress = placement.get("progress")
 
     def __enter__(self) -> Self:
         return self
@@ -118,7 +121,10 @@ class Weights:
             raise WeightsError(
                 f"{self.where(name)}: tensor {name!r} is {tensor.dtype}; only float16 to 64 is supported"
             )
-        return tensor.to(device=self.device, dtype=self.dtype)
+        loaded = tensor.to(device=self.device, dtype=self.dtype)
+        if self._progress is not None:
+            self._progress.add(loaded.nbytes)
+        return loaded
 
     def _resolve(self, name: str) -> str:
         for candidate in _spellings(name):

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -62,6 +63,21 @@ def find_max_rows(config: EngineConfig, device: torch.device) -> int:
     is_large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU_BYTES
     rows = LARGE_GPU_ROWS if is_large else ROWS
     return rows if config.max_step_tokens is None else min(rows, config.max_step_tokens)
+
+
+def resolve_sizes(config: EngineConfig, model: PagedCausalLM) -> EngineConfig:
+    """Convert sizes in tokens, and as a share of a GPU, to bytes."""
+    if config.cache_tokens is not None:
+        num_blocks = -(-config.cache_tokens // config.block_size)
+        num_bytes = num_blocks * block_bytes(model, config.block_size)
+        config = replace(config, cache_bytes=num_bytes, cache_tokens=None)
+    share = config.adapter_memory_fraction
+    if share is not None and model.device.type != "cuda":
+        logger.warning("--adapter-memory-fraction has no effect on a CPU: use --adapter-bytes")
+    elif share is not None:
+        total = torch.cuda.get_device_properties(model.device).total_memory
+        config = replace(config, adapter_bytes=int(share * total), adapter_memory_fraction=None)
+    return config
 
 
 def adapter_bytes(config: EngineConfig, device: torch.device) -> int:

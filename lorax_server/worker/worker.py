@@ -47,6 +47,7 @@ from lorax_server.worker.memory import (
     lacks_memory,
     measure_needs,
     report_memory,
+    resolve_sizes,
 )
 from lorax_server.worker.preparer import Preparer
 from lorax_server.worker.runner import PagedRunner
@@ -225,6 +226,7 @@ def paged_worker(
     model: PagedCausalLM, config: EngineConfig, group: ProcessGroup, phases: Phases | None = None
 ) -> Worker:
     """Build a worker around this rank's part of a model. Refuse where the device's memory does not suffice."""
+    config = resolve_sizes(config, model)
     num_units = _fewest(adapter_bytes(config, model.device) // UNIT_BYTES, group, model.device)
     copier = Copier(StreamLane(model.device)) if num_units and model.device.type == "cuda" else None
     try:

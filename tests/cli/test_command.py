@@ -18,7 +18,6 @@ from lorax_server.cli import command as cli
 from lorax_server.cli import http as cli_http
 from lorax_server.cli import launcher, main
 from lorax_server.cli.bench import Sample, quantiles, summarize
-from lorax_server.cli.settings import Machine
 from lorax_server.config import ServerConfig
 from lorax_server.errors import ConfigError, EngineError
 
@@ -173,25 +172,28 @@ def test_the_launcher_reads_the_environment(
     assert served[0].engine.model.path == model
 
 
-def test_the_machine_is_looked_at(served: list[ServerConfig], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "find_machine", lambda: Machine("cuda", 2**30))
-    main(["serve", "--model-id", str(model), "--adapter-memory-fraction", "0.5"])
-    assert (served[0].engine.model.device, served[0].engine.adapter_bytes) == ("cuda", 2**29)
+def test_a_gpu_is_used_if_there_is_one(
+    served: list[ServerConfig], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "find_device", lambda: "cuda")
+    main(["serve", "--model-id", str(model)])
+    main(["serve", "--model-id", str(model), "--device", "cpu"])
+    assert [config.engine.model.device for config in served] == ["cuda", "cpu"]
 
 
-def test_a_gpu_is_looked_for_without_torch_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_detected_without_torch_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda _: "/bin/nvidia-smi")
-    for code, expected in (("print(2**30)", Machine("cuda", 2**30)), ("print(0)", Machine())):
-        monkeypatch.setattr(cli, "PROBE", code)
-        assert cli.find_machine() == expected
+    for device in ("cuda", "cpu"):
+        monkeypatch.setattr(cli, "PROBE", f"print('{device}')")
+        assert cli.find_device() == device
     monkeypatch.setattr(cli, "PROBE", "1 / 0")
     with pytest.raises(ConfigError, match="give --device cpu or --device cuda"):
-        cli.find_machine()
+        cli.find_device()
 
 
 def test_what_is_asked_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
     exec(cli.PROBE)
-    assert (int(capsys.readouterr().out) > 0) == torch.cuda.is_available()
+    assert (capsys.readouterr().out == "cuda\n") == torch.cuda.is_available()
 
 
 @pytest.mark.parametrize(
@@ -244,7 +246,7 @@ def test_how_a_server_ends(
 
 
 def test_a_bug_of_ours_is_not_hidden(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "find_machine", lambda: 1 / 0)
+    monkeypatch.setattr(cli, "find_device", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["serve", "--model-id", str(model)])
 

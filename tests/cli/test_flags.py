@@ -1,17 +1,15 @@
-import json
 import re
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lorax_server.cli import demo
 from lorax_server.cli.flags import FLAGS, TABLE, Flag, build_parser
 from lorax_server.cli.lorax_flags import FLAG_NAMES, VARIABLES
-from lorax_server.cli.settings import Machine, Parsed, parse
+from lorax_server.cli.settings import Parsed, parse
 from lorax_server.config import CorsConfig, EngineConfig, ModelConfig, ServerConfig, SourceConfig
 from lorax_server.errors import ConfigError
 
@@ -32,7 +30,6 @@ LORAX_FLAGS = re.findall(
 --download-only --tokenizer-config-path --backend --embedding-dim --disable-sgmv --memory-wiggle-room
 """,
 )
-GPU = Machine("cuda", 80 * 2**30)
 SAMPLES = {"text": "x", "integer": "100", "number": "0.5", "size": "4K", "switch": "true", "path": "/x"}
 FITTING = {
     **dict.fromkeys(("--source", "--adapter-source", "--default-adapter-source", "--preloaded-adapter-source"), "hub"),
@@ -47,23 +44,8 @@ def read(line: str = "", environ: dict[str, str] | None = None, command: str = "
     return parse(words if "--model-id" in words else ["--model-id", "owner/model", *words], environ or {}, command)
 
 
-def config(line: str = "", environ: dict[str, str] | None = None, machine: Machine | None = None) -> ServerConfig:
-    return read(line, environ).make_config(Path("/model"), machine)
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(
-        json.dumps({"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64})
-    )
-    return tmp_path
-
-
-def put(model: Path, **changes: Any) -> None:
-    fields_of_model = json.loads((model / "config.json").read_text()) | changes
-    (model / "config.json").write_text(
-        json.dumps({name: value for name, value in fields_of_model.items() if value is not None})
-    )
+def config(line: str = "", environ: dict[str, str] | None = None, device: str = "cpu") -> ServerConfig:
+    return read(line, environ).make_config(Path("/model"), device)
 
 
 # --- the table
@@ -270,7 +252,7 @@ def test_what_repeats() -> None:
         ("--max-connections-per-address -1", {}, "--max-connections-per-address = -1 must not be negative"),
         ("--adapter-memory-fraction 1.5", {}, "--adapter-memory-fraction = 1.5 must be"),
         ("--adapter-memory-fraction 0.1 --adapter-bytes 1G", {}, "not both"),
-        ("--cache-bytes 1G", {"MAX_BATCH_TOTAL_TOKENS": "5"}, "give --cache-bytes or the environment variable MAX_B"),
+        ("--cache-bytes 1G", {"MAX_BATCH_TOTAL_TOKENS": "5"}, "or the environment variable MAX_BATCH_TOTAL_TOKENS = 5"),
         ("--modle-id x", {}, "'--modle-id' is not known; is it --model-id?"),
         ("--model x", {}, "'--model' is not known"),
         ("--port", {}, "expected one argument"),
@@ -336,19 +318,17 @@ def test_without_a_model_it_is_the_one_of_the_package(shipped: Path) -> None:
     assert made.default_source == "local"
     assert made.engine.adapter_bytes == 2**26
     assert made.engine.model.device == "cpu"
-    on_gpu = parse(["--device", "auto"], {}, "serve").make_config(Path("/model"), Machine("cuda", 2**36))
+    on_gpu = parse(["--device", "auto"], {}, "serve").make_config(Path("/model"), "cuda")
     assert on_gpu.engine.model.device == "cuda"
 
 
 def test_settings_that_are_given_win_over_the_demo(shipped: Path) -> None:
-    model = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 32}
-    (shipped / "model" / "config.json").write_text(json.dumps(model))
     line = "--adapters-dir /mine --hub true --adapter-bytes 1G --max-batch-total-tokens 4096 -p 8080"
     made = parse(line.split(), {}, "serve").make_config(shipped / "model")
     assert made.adapters_dir == Path("/mine")
     assert made.engine.sources.hub
     assert made.engine.adapter_bytes == 2**30
-    assert made.engine.cache_bytes == 4096 * 2 * 2 * 8 * 4
+    assert (made.engine.cache_tokens, made.engine.cache_bytes) == (4096, None)
 
 
 def test_a_model_is_no_demo(shipped: Path) -> None:
@@ -437,7 +417,7 @@ def test_models_of_s3(line: str, environ: dict[str, str], location: str) -> None
 def test_number_of_shards(line: str, visible: str, ranks: int) -> None:
     for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
         parsed = read(line, {name: visible})
-        assert parsed.make_config(Path("/model"), GPU).engine.tensor_parallel == ranks
+        assert parsed.make_config(Path("/model"), "cuda").engine.tensor_parallel == ranks
         assert not parsed.warnings
 
 
@@ -457,61 +437,19 @@ def test_shards_that_cannot_be() -> None:
 
 
 def test_the_device_is_the_best_there_is() -> None:
-    assert config(machine=GPU).engine.model.device == "cuda"
-    assert config("--device cpu", machine=GPU).engine.model.device == "cpu"
+    assert config(device="cuda").engine.model.device == "cuda"
+    assert config("--device cpu", device="cuda").engine.model.device == "cpu"
     assert config("--device auto").engine.model.device == "cpu"
 
 
 # --- memory
 
 
-@pytest.mark.parametrize(
-    ("line", "machine", "expected"),
-    [
-        ("", Machine(), 2 * 2 * 2 * 8 * 4),  # keys and values, layers, heads, size, bytes
-        ("", GPU, 2 * 2 * 2 * 8 * 2),
-        ("--dtype bfloat16", Machine(), 2 * 2 * 2 * 8 * 2),
-        ("--dtype float32", GPU, 2 * 2 * 2 * 8 * 4),
-        ("--quantize fp8-kv", GPU, 2 * 2 * 2 * 8),
-        ("--num-shard 2", GPU, 2 * 2 * 1 * 8 * 2),
-        ("--num-shard 4", GPU, 2 * 2 * 1 * 8 * 2),
-    ],
-)
-def test_tokens_of_the_cache_are_bytes(model: Path, line: str, machine: Machine, expected: int) -> None:
-    made = read(f"--max-batch-total-tokens 100 {line}").make_config(model, machine)
-    assert made.engine.cache_bytes == 112 * expected, "whole blocks"
-
-
-def test_tokens_of_the_cache_are_whole_blocks(model: Path) -> None:
-    made = read("--max-batch-total-tokens 100 --block-size 64").make_config(model)
-    assert made.engine.cache_bytes == 128 * 2 * 2 * 2 * 8 * 4
-
-
-def test_configs_of_other_models(model: Path) -> None:
-    put(model, num_hidden_layers=None, num_attention_heads=None, num_key_value_heads=None, hidden_size=None)
-    put(model, n_layer=2, n_head=4, n_embd=32, torch_dtype="float32")
-    assert read("--max-batch-total-tokens 16").make_config(model, GPU).engine.cache_bytes == 16 * 2 * 2 * 4 * 8 * 4
-    put(model, head_dim=16)
-    assert read("--max-batch-total-tokens 16").make_config(model, GPU).engine.cache_bytes == 16 * 2 * 2 * 4 * 16 * 4
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"num_hidden_layers": "many"}', "[" * 100_000, '"text"'])
-def test_a_config_that_does_not_say(model: Path, text: str) -> None:
-    (model / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match="use --cache-bytes"):
-        read("--max-batch-total-tokens 16").make_config(model)
-
-
-def test_a_cache_that_holds_no_request(model: Path) -> None:
-    with pytest.raises(ConfigError, match="must be at least 20"):
-        read("--max-batch-total-tokens 16 --max-total-tokens 20").make_config(model)
-
-
-def test_a_share_of_a_gpu_for_adapters(caplog: pytest.LogCaptureFixture) -> None:
-    assert config("--adapter-memory-fraction 0.25", machine=GPU).engine.adapter_bytes == 20 * 2**30
-    assert not caplog.text
-    assert config("--adapter-memory-fraction 0.25").engine.adapter_bytes is None
-    assert "no effect on a CPU" in caplog.text
+def test_sizes_in_tokens_and_as_a_share() -> None:
+    engine = config("--max-batch-total-tokens 100 --adapter-memory-fraction 0.25", device="cuda").engine
+    assert (engine.cache_tokens, engine.adapter_memory_fraction) == (100, 0.25)
+    with pytest.raises(ConfigError, match="--max-batch-total-tokens = 16 must be at least --max-total-tokens = 20"):
+        config("--max-batch-total-tokens 16 --max-total-tokens 20")
 
 
 # --- adapters and their sources

@@ -1,28 +1,21 @@
-"""`lorax plan`: its flags, their checks, and the report."""
+"""`lorax plan`: its flags and its report."""
 
 import argparse
 import math
+import re
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from lorax_server.cli.flags import KINDS, Parser, write_json
-from lorax_server.cli.planning.capacity import Machinery, Planner
-from lorax_server.cli.planning.demand import AdapterMix, Traffic
-from lorax_server.cli.planning.families import read_sizes, sizes_of
-from lorax_server.cli.planning.gpus import GPUS, Gpu, find_gpu
-from lorax_server.cli.planning.model_sizes import ModelSizes
-from lorax_server.cli.planning.report import format_plan, list_figures
+from lorax_server.cli.flags import Parser, to_size, write_json
+from lorax_server.cli.planning.capacity import AdapterMix, Planner, Traffic, format_gb
+from lorax_server.cli.planning.model_sizes import MAX_LAYERS, ModelSizes, make_llama_sizes, read_sizes
+from lorax_server.cli.planning.step_time import GPUS, SERVED_SHARE, Gpu, find_gpu
 from lorax_server.config import QUANTIZE, EngineConfig
 from lorax_server.errors import ConfigError
+from lorax_server.kernels import MAX_RANK
 
-MAX_RANK = 512  # that the kernels of a GPU serve
-MAX_ADAPTERS = 10**9
-MAX_ROWS = 2**16
-MAX_WORKERS = 64
-MAX_TOKENS = 2**31
-MAX_REQUESTS = 1e9
 EXAMPLES = """\
 examples:
   lorax plan --model ./my-model --gpu H200 --adapters 1000 --rank 16 --requests-per-s 50
@@ -30,20 +23,60 @@ examples:
   lorax plan --layers 32 --hidden-size 4096 --intermediate-size 14336 --heads 32 --kv-heads 8 --vocab-size 128256 \\
       --gpu-memory 80G --gpu-bandwidth 3350 --gpu-tflops 989 --adapters 100 --requests-per-s 10
 
-The figures follow from sizes in bytes and from times that were measured on one kind of GPU; docs/capacity.md says how
-far to trust them. Nothing is run, and no GPU is needed.
+The figures follow from sizes in bytes and from times measured on one kind of GPU; docs/capacity.md says how far to
+trust them. The model is not run, and no GPU is needed.
 """
-# Flags of a Llama's sizes, by the fields of a config.
+# A Llama's config fields, by flag.
 SIZES = {
     "layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
     "heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
     "kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
-    "vocab_size": "vocab_size",
 }
-OPTIONAL_SIZES = ("kv_heads", "head_dim")
+REQUIRED_SIZES = [*SIZES][:5]
+LIMITS = {
+    "rows": "the number of rows: more rows give more tokens a second, and more time between them (--max-rows)",
+    "latency": "bandwidth and the goal for the time between tokens (--token-ms)",
+    "cache": "memory for keys and values",
+    "adapters": "memory for the adapters that are needed at once (--adapter-bytes)",
+    "api": "the CPU time of the process that answers requests",
+    "copies": "copies of adapters from host memory, as too few of them stay on the device (--adapter-bytes)",
+}
+MAX_ADAPTERS = 10**6
+LEAST = 1e-9  # of numbers that must be above 0
+METAVARS = {int: "N", float: "X", to_size: "SIZE"}
+# Flags with a number, by group: name, type, least and greatest value, default, and help.
+NUMBERS: dict[str, list[tuple[str, Any, float, float, Any, str]]] = {
+    "model": [
+        ("--layers", int, 1, MAX_LAYERS, None, "or its sizes, as a Llama's: num_hidden_layers"),
+        *((f"--{name.replace('_', '-')}", int, 1, 2**32, None, SIZES[name]) for name in [*SIZES][1:]),
+    ],
+    "machine of a replica": [
+        ("--gpu-memory", to_size, 0, 2**60, None, "its memory, such as 80G"),
+        ("--gpu-bandwidth", float, LEAST, 1e6, None, "GB/s of its memory, as published"),
+        ("--gpu-tflops", float, LEAST, 1e6, None, "dense, in bfloat16, as published"),
+        ("--host-memory", to_size, 0, 2**60, 2**36, "64G unless given"),
+        ("--max-rows", int, 1, 2**16, None, "sequences at once; the server's default unless given"),
+        ("--adapter-bytes", to_size, 0, 2**60, None, "memory for adapters on the GPU; the server's unless given"),
+        ("--cuda-memory-fraction", float, LEAST, 1, EngineConfig.gpu_memory_fraction, "share of GPU memory to use"),
+    ],
+    "adapters": [
+        ("--adapters", int, 0, MAX_ADAPTERS, None, "their number (default: 0)"),
+        ("--rank", int, 1, MAX_RANK, None, "the rank of all (default: 16)"),
+    ],
+    "traffic": [
+        ("--requests-per-s", float, LEAST, 1e9, 1.0, "requests a second, over all replicas"),
+        ("--prompt-tokens", int, 1, 2**31, 512, "tokens of a prompt, on average"),
+        ("--answer-tokens", int, 1, 2**31, 128, "tokens of an answer, on average"),
+        ("--zipf", float, 0, 10, 1.0, "popularity: the k-th adapter gets traffic as 1 / k^X; 0: all the same"),
+        ("--base-share", float, 0, 1, 0.0, "share of requests without an adapter"),
+        ("--load", float, LEAST, 1, 0.8, "share of its greatest load that a replica should have"),
+        ("--token-ms", float, LEAST, 1e6, None, "milliseconds between two tokens of an answer, at most"),
+    ],
+}
 
 
 def run(argv: list[str]) -> int:
@@ -52,147 +85,70 @@ def run(argv: list[str]) -> int:
     parser.description = "Compute how much a GPU holds, how fast it answers, and how many replicas some traffic needs."
     _add_flags(parser)
     args = parser.parse_args(argv)
-    planner = make_planner(args)
-    replica = planner.plan_replica(args.token_ms)
-    figures = list_figures(planner, replica, args.load)
+    figures = make_planner(args).plan(args.token_ms, args.load)
     if args.json != "-":
-        print(format_plan(planner, replica, args.load))
+        print(format_plan(figures, args.cuda_memory_fraction))
     if args.json:
         write_json(figures, args.json)
     return 0
 
 
 def make_planner(args: Namespace) -> Planner:
-    """Put together what the flags describe. Whatever cannot be is refused."""
-    sizes = _read_model(args)
+    gpu, sizes = _read_gpu(args), _read_model(args)
     traffic = Traffic(args.requests_per_s, args.prompt_tokens, args.answer_tokens, args.zipf, args.base_share)
     length = traffic.prompt_tokens + traffic.answer_tokens
     if length > sizes.max_length:
         raise ConfigError(f"a request of {length} tokens is longer than the model's {sizes.max_length}")
-    machinery = Machinery(
-        _read_gpu(args),
-        args.host_memory,
-        args.cuda_memory_fraction,
-        args.adapter_bytes,
-        args.max_rows,
-        args.quantize is not None,
-        args.api_workers,
-    )
-    return Planner(sizes, _read_mix(args, sizes), traffic, machinery)
-
-
-# --- Flags ------------------------------------------------------------------------------------------------------------
+    settings = (args.host_memory, args.cuda_memory_fraction, args.adapter_bytes, args.max_rows, bool(args.quantize))
+    return Planner(sizes, _read_mix(args, sizes), traffic, gpu, *settings)
 
 
 def _add_flags(parser: Parser) -> None:
-    model = parser.add_argument_group("model")
+    model, machine, adapters, _ = groups = [parser.add_argument_group(title) for title in NUMBERS]
     model.add_argument("--model", type=Path, metavar="PATH", help="its folder, or its config.json")
-    for name, field in SIZES.items():
-        text = f"or its sizes, as a Llama's: {field}" if name == "layers" else field
-        model.add_argument(_flag(name), type=_whole(1, 2**32), metavar="N", help=text)
+    machine.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}")
+    for group, flags in zip(groups, NUMBERS.values(), strict=True):
+        for name, kind, least, most, default, text in flags:
+            shown = text if default is None or kind is to_size else f"{text} (default: {default})"
+            number = _number(kind, least, most)
+            group.add_argument(name, type=number, metavar=METAVARS[kind], default=default, help=shown)
     model.add_argument("--quantize", choices=QUANTIZE, help="fp8-kv stores keys and values as float8")
-    gpu = parser.add_argument_group("machine of a replica")
-    gpu.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}")
-    gpu.add_argument("--gpu-memory", type=_size, metavar="SIZE", help="its memory, such as 80G")
-    gpu.add_argument("--gpu-bandwidth", type=_number(0, 1e6), metavar="GB/S", help="of its memory, as published")
-    gpu.add_argument("--gpu-tflops", type=_number(0, 1e6), metavar="X", help="dense, in bfloat16, as published")
-    gpu.add_argument("--host-memory", type=_size, default=64 * 2**30, metavar="SIZE", help="(default: 64G)")
-    for name, kind, metavar, text in (
-        ("--max-rows", _whole(1, MAX_ROWS), "N", "sequences at once (default: the server's)"),
-        ("--adapter-bytes", _size, "SIZE", "memory for adapters on the GPU (default: the server's)"),
-    ):
-        gpu.add_argument(name, type=kind, metavar=metavar, help=text)
-    workers = "processes that answer requests (default: 1)"
-    gpu.add_argument("--api-workers", type=_whole(1, MAX_WORKERS), default=1, metavar="N", help=workers)
-    fraction = EngineConfig.gpu_memory_fraction
-    gpu.add_argument("--cuda-memory-fraction", type=_number(0, 1), default=fraction, metavar="X", help="(default: 0.9)")
-    _add_demand(parser)
-    parser.add_json()
-
-
-def _add_demand(parser: Parser) -> None:
-    adapters = parser.add_argument_group("adapters")
-    adapters.add_argument("--adapters", type=_whole(0, MAX_ADAPTERS), metavar="N", help="their number (default: 0)")
-    adapters.add_argument("--rank", type=_whole(1, MAX_RANK), metavar="N", help="the rank of all (default: 16)")
     adapters.add_argument("--ranks", metavar="RANK:N,...", help="or ranks with their numbers, such as 8:700,64:100")
     adapters.add_argument("--modules", metavar="NAME,...", help="modules that they adapt (default: all linears)")
     adapters.add_argument("--dora", action="store_true", help="they use DoRA")
-    traffic = parser.add_argument_group("traffic")
-    for name, kind, default, text in (
-        ("--requests-per-s", _number(0, MAX_REQUESTS), 1.0, "requests a second, over all replicas"),
-        ("--prompt-tokens", _whole(1, MAX_TOKENS), 512, "tokens of a prompt, on average"),
-        ("--answer-tokens", _whole(1, MAX_TOKENS), 128, "tokens of an answer, on average"),
-        ("--zipf", _number(-1, 10, "0"), 1.0, "popularity: the k-th adapter gets traffic as 1 / k^X; 0: all the same"),
-        ("--base-share", _number(-1, 1, "0"), 0.0, "share of requests without an adapter"),
-        ("--load", _number(0, 1), 0.8, "share of its greatest load that a replica should have"),
-    ):
-        shown = f"{text} (default: {default})"
-        traffic.add_argument(
-            name, type=kind, default=default, metavar="N" if isinstance(default, int) else "X", help=shown
-        )
-    goal = "milliseconds between two tokens of an answer, at most (default: no goal)"
-    traffic.add_argument("--token-ms", type=_number(0, 1e6), metavar="MS", help=goal)
+    parser.add_json()
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _number(convert: Callable[[str], float], least: float, most: float) -> Callable[[str], float]:
+    """Return an argparse type for numbers in a range."""
 
-
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
+    def parse(text: str) -> float:
         try:
-            number = int(text) if len(text) < 40 else None
-        except ValueError:
-            number = None
-        if number is None or not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from {least} to {most}")
-        return number
+            value = convert(text)
+        except (ValueError, OverflowError):
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from {least} to {most}")
+        return value
 
-    return convert
-
-
-def _number(above: float, most: float, least: str = "") -> Callable[[str], float]:
-    """Convert numbers above one and up to another. `least` says the smallest in words, where -1 stands below it."""
-
-    def convert(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not above < number <= most or (least and number < float(least)):
-            raise argparse.ArgumentTypeError(
-                f"{text[:40]!r} is not a number " + (f"from {least}" if least else f"above {above:g}") + f" to {most:g}"
-            )
-        return number
-
-    return convert
-
-
-def _size(text: str) -> int:
-    try:
-        size: int = KINDS["size"].convert(text[:40])
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {KINDS['size'].expected}") from None
-    if not size < 2**60:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is more than any machine has")
-    return size
-
-
-# --- What the flags describe ------------------------------------------------------------------------------------------
+    return parse
 
 
 def _read_model(args: Namespace) -> ModelSizes:
     given = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
     if args.model is not None:
         if given:
-            raise ConfigError(f"--model says what the sizes are: leave out {', '.join(map(_flag, given))}")
+            raise ConfigError(f"--model says what the sizes are: leave out {_list_flags(given)}")
         return read_sizes(args.model.expanduser())
-    missing = [_flag(name) for name in SIZES if name not in given and name not in OPTIONAL_SIZES]
+    missing = [name for name in REQUIRED_SIZES if name not in given]
     if missing:
-        wanted = f"; of its sizes, {', '.join(missing)} are missing" if given else ", or a Llama's sizes by flags"
-        raise ConfigError(f"give --model, a model's folder or its config.json{wanted}")
-    config: dict[str, Any] = {SIZES[name]: value for name, value in given.items()}
-    return sizes_of({"model_type": "llama", "max_position_embeddings": MAX_TOKENS, **config})
+        hint = f"; of its sizes, {_list_flags(missing)} are missing" if given else ", or a Llama's sizes by flags"
+        raise ConfigError(f"give --model, a model's folder or its config.json{hint}")
+    return make_llama_sizes({SIZES[name]: value for name, value in given.items()})
+
+
+def _list_flags(names: Iterable[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def _read_gpu(args: Namespace) -> Gpu:
@@ -200,33 +156,90 @@ def _read_gpu(args: Namespace) -> Gpu:
     if args.gpu is None and None in given:
         raise ConfigError("give --gpu, a GPU's name, or all of --gpu-memory, --gpu-bandwidth and --gpu-tflops")
     known = find_gpu(args.gpu) if args.gpu else Gpu("GPU", 0, 0, 0)
-    memory, bandwidth, tflops = given
-    return Gpu(
-        known.name,
-        known.memory if memory is None else memory,
-        known.bandwidth if bandwidth is None else bandwidth * 1e9,
-        known.flop if tflops is None else tflops * 1e12,
-    )
+    units = (1, 1e9, 1e12)
+    figures = [old if new is None else new * unit for old, new, unit in zip(known[1:], given, units, strict=True)]
+    return Gpu(known.name, *figures)
 
 
 def _read_mix(args: Namespace, sizes: ModelSizes) -> AdapterMix:
     if args.ranks is not None and (args.adapters is not None or args.rank is not None):
         raise ConfigError("give --ranks, or --adapters and --rank, not both")
-    ranks = ((args.rank or 16, args.adapters or 0),) if args.ranks is None else _read_ranks(args.ranks)
-    names = tuple(dict.fromkeys(matrix.name for matrix in sizes.matrices))
-    modules = names if args.modules is None else tuple(name.strip() for name in args.modules.split(","))
+    ranks = [(args.rank or 16, args.adapters or 0)] if args.ranks is None else _read_ranks(args.ranks)
+    names = list(dict.fromkeys(matrix.name for matrix in sizes.matrices))
+    modules = names if args.modules is None else [name.strip() for name in args.modules.split(",")]
     unknown = [name[:40] for name in modules if name not in names]
     if unknown:
         raise ConfigError(f"--modules: there is no {unknown[0]!r} in this model; there are {', '.join(names)}")
-    return AdapterMix(ranks, modules, args.dora)
+    return AdapterMix.of_ranks(sizes, ranks, modules, args.dora)
 
 
-def _read_ranks(text: str) -> tuple[tuple[int, int], ...]:
-    pairs = [pair.partition(":") for pair in text.split(",")]
-    try:
-        ranks = tuple((_whole(1, MAX_RANK)(rank), _whole(1, MAX_ADAPTERS)(count)) for rank, _, count in pairs)
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"--ranks {text[:100]!r} is not like 8:700,64:100: {error}") from None
-    if sum(count for _, count in ranks) > MAX_ADAPTERS:
-        raise ConfigError(f"--ranks {text[:100]!r} has more than {MAX_ADAPTERS} adapters")
+def _read_ranks(text: str) -> list[tuple[int, int]]:
+    if re.fullmatch(r"\d{1,9}:\d{1,9}(,\d{1,9}:\d{1,9})*", text, re.ASCII) is None:
+        raise ConfigError(f"--ranks {text[:100]!r} is not like 8:700,64:100")
+    pairs = [pair.split(":") for pair in text.split(",")]
+    ranks = [(int(rank), int(count)) for rank, count in pairs]
+    if not all(1 <= rank <= MAX_RANK for rank, _ in ranks) or sum(count for _, count in ranks) > MAX_ADAPTERS:
+        raise ConfigError(f"--ranks {text[:100]!r} has a rank above {MAX_RANK}, or more than {MAX_ADAPTERS} adapters")
     return ranks
+
+
+# --- Report -----------------------------------------------------------------------------------------------------------
+
+
+def format_plan(figures: dict[str, Any], gpu_memory_fraction: float) -> str:
+    """Describe in a few lines what fits, how fast it is, what limits it, and how many replicas are needed."""
+    sections = {
+        "memory": _describe_memory(figures, gpu_memory_fraction),
+        "adapters": _describe_adapters(figures["adapters"], figures["memory"]),
+        "a replica": _describe_replica(figures["replica"]),
+        "replicas": _describe_replicas(figures),
+    }
+    return "\n".join(
+        f"{'' if number else title:14}{line}" for title, lines in sections.items() for number, line in enumerate(lines)
+    )
+
+
+def _describe_memory(figures: dict[str, Any], gpu_memory_fraction: float) -> list[str]:
+    memory = figures["memory"]
+    names = {"weights": "weights", "adapters": "adapters", "steps": "steps and graphs", "cache": "keys and values"}
+    usable = format_gb(memory["total"] * gpu_memory_fraction)
+    return [
+        f"{figures['gpu']['name']}, {format_gb(memory['total'])}, of which {usable} are used",
+        ", ".join(f"{name} {format_gb(memory[key])}" for key, name in names.items()),
+        f"room for {memory['cache_tokens']:,} tokens of keys and values",
+    ]
+
+
+def _describe_adapters(adapters: dict[str, Any], memory: dict[str, Any]) -> list[str]:
+    if not adapters["count"]:
+        return ["none; --adapter-bytes 0 gives their memory to keys and values"]
+    total, mean = adapters["bytes"], adapters["mean_bytes"]
+    lines = [
+        f"{adapters['count']:,} of {mean / 1e6:.1f} MB on average, {format_gb(total)} in all",
+        f"on the GPU {memory['device_adapters']:,}, in host memory {memory['host_adapters']:,}",
+        f"{adapters['device_share']:.1%} of requests find theirs on the GPU, {adapters['host_share']:.1%} there or in "
+        "host memory",
+    ]
+    if total < memory["adapters"]:
+        lines.append(f"all fit on the GPU: --adapter-bytes {total} leaves more for keys and values")
+    return lines
+
+
+def _describe_replica(replica: dict[str, Any]) -> list[str]:
+    step, floor = replica["step_ms"], replica["floor_ms"]
+    parts = ", ".join(f"{name} {ms:.2f}" for name, ms in replica["step_parts_ms"].items() if ms)
+    return [
+        f"{replica['rows']} sequences at once, of {replica['distinct_adapters']:.0f} adapters on average",
+        f"a step takes {step:.2f} ms, {step / floor:.2f} times its floor ({parts})",
+        f"prompts: {replica['prompt_tokens_per_s']:,.0f} tokens/s alone, {replica['prompt_share']:.0%} of the time",
+        f"{replica['tokens_per_s']:,.0f} tokens/s, {replica['requests_per_s']:.2f} requests/s, "
+        f"{replica['token_ms']:.1f} ms between tokens (served: {SERVED_SHARE:g} of what steps allow)",
+        f"limited by {LIMITS[replica['limit']]}"
+        + (", and busy with prompts for most of the time" if replica["is_busy_with_prompts"] else ""),
+    ]
+
+
+def _describe_replicas(figures: dict[str, Any]) -> list[str]:
+    count, wanted = figures["replicas"], figures["traffic"]["requests_per_s"]
+    used = wanted / (count * figures["replica"]["requests_per_s"])
+    return [f"{count:,} for {wanted:g} requests/s at {figures['load']:.0%} of their greatest load at most ({used:.0%})"]

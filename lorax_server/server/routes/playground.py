@@ -1,14 +1,12 @@
 """The playground at `/ui`: a page that asks this server like any other client. It holds no secrets and needs no key."""
 
 from pathlib import Path
-from typing import Any, Literal
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
-from lorax_server.errors import ConfigError
+from lorax_server.server.examples import read_examples
 from lorax_server.server.service import Service
 
 FOLDER = Path(__file__).parents[2] / "ui"
@@ -20,18 +18,6 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-
-
-class Example(msgspec.Struct):
-    """A prompt that the page offers, and the models that are to answer it."""
-
-    title: str
-    prompt: str
-    models: list[str]
-    schema: dict[str, Any] | None = None  # of the answers
-    tools: list[dict[str, Any]] | None = None  # that they may call
-    tool_choice: Literal["auto", "required", "none"] | None = None
-    temperature: float | None = None
 
 
 def make_router(service: Service) -> APIRouter:
@@ -61,17 +47,3 @@ def make_router(service: Service) -> APIRouter:
         return response
 
     return router
-
-
-def read_examples(path: Path | None) -> bytes:
-    """Return the file of examples as it is, once it is known to be one."""
-    if path is None:
-        return b"[]"
-    try:
-        content = path.read_bytes()
-        msgspec.json.decode(content, type=list[Example])
-    except OSError as error:
-        raise ConfigError(f"{path}: the examples cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: this is not a JSON list of title, prompt and models: {error}") from None
-    return content

@@ -1,0 +1,122 @@
+"""GPU data sheets, and step and prompt times extrapolated from measurements.
+
+All measurements are from one H200 with a Llama of the 8B shape in bfloat16 and adapters of rank 16 at all seven modules
+(docs/kernels.md, "Whole steps" and "Prompts on a GPU"; docs/engine.md, "Measured"; 2026-11-17). A step takes the time
+to read its bytes once, plus an excess for kernel launches and, in large batches, for matrix products that take longer
+than reading. The excess hardly depends on the number of adapters. It is stored relative to the time to read the
+weights, at the batch size where matrix products take the same share of the time, so that it applies to other GPUs and
+models.
+"""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import NamedTuple
+
+from lorax_server.errors import ConfigError
+
+MIB = 2**20
+
+
+class Gpu(NamedTuple):
+    """Memory in bytes, bandwidth in bytes per second, and dense bfloat16 operations per second."""
+
+    name: str
+    memory: float
+    bandwidth: float
+    flop: float
+
+
+# Memory is what the driver reports, slightly less than the data sheet says.
+_GPUS = (
+    Gpu("B200", 183_359 * MIB, 8.0e12, 2250e12),
+    Gpu("H200", 143_771 * MIB, 4.8e12, 989e12),
+    Gpu("GH200-96GB", 97_871 * MIB, 4.0e12, 989e12),
+    Gpu("H100", 81_559 * MIB, 3.35e12, 989e12),
+    Gpu("H100-NVL", 95_830 * MIB, 3.9e12, 835e12),
+    Gpu("H100-PCIe", 81_559 * MIB, 2.0e12, 756e12),
+    Gpu("H20", 97_871 * MIB, 4.0e12, 148e12),
+    Gpu("A100-80GB", 81_920 * MIB, 2.039e12, 312e12),
+    Gpu("A100-80GB-PCIe", 81_920 * MIB, 1.935e12, 312e12),
+    Gpu("A100-40GB", 40_960 * MIB, 1.555e12, 312e12),
+    Gpu("A40", 46_068 * MIB, 0.696e12, 149.7e12),
+    Gpu("A10", 23_028 * MIB, 0.6e12, 125e12),
+    Gpu("L40S", 46_068 * MIB, 0.864e12, 362e12),
+    Gpu("L4", 23_034 * MIB, 0.3e12, 121e12),
+    Gpu("RTX-4090", 24_564 * MIB, 1.008e12, 165e12),
+    Gpu("RTX-3090", 24_576 * MIB, 0.936e12, 71e12),
+)
+GPUS = {gpu.name: gpu for gpu in _GPUS}
+
+
+MEASURED_GPU = GPUS["H200"]
+READ_SHARE = 4.1 / 4.8  # share of the published bandwidth that kernels reach: 4.1 TB/s on an H200
+WEIGHT_BYTES, TOKEN_BYTES, ADAPTER_BYTES = 15_009_316_864, 131_072, 83_886_080  # read per step by the measured model
+CONTEXT = 196  # tokens per sequence
+CACHE_EXCESS = 1.15  # attention time relative to reading the KV cache: 1.05 to 1.25, from 512 to 8,192 tokens
+FLOAT8_SPEED = 0.8  # attention time with a float8 cache relative to bfloat16: 0.72 to 0.80
+SERVED_SHARE = 0.9  # throughput over HTTP relative to what steps and prompts allow: 0.90 and 0.91
+PROMPT_SHARE, ADAPTED_PROMPT_SHARE = 0.629, 0.591  # of peak FLOPS: 43,730 and 41,110 tokens/s with 1,024-token prompts
+LAYERS = 32  # of the measured model
+ENGINE_MS, ENGINE_ROW_MS = 0.2, 0.0042  # scheduling time per step and per row: 0.47 ms for 64 rows, 1.26 for 256
+API_TOKENS_PER_S = 1 / 36e-6  # the API process needs 36 us of CPU time per streamed token
+COPIED_BYTES_PER_S = 12e9  # from host memory to the device: 12 to 15 GB/s
+# Rows and milliseconds of decode steps without adapters, and with a different adapter in each row.
+PLAIN_STEPS = ((1, 4.12), (64, 5.13), (256, 9.27))
+ADAPTED_STEPS = ((1, 4.17), (16, 4.70), (64, 6.85), (256, 15.73))
+
+
+def find_gpu(name: str) -> Gpu:
+    """Find a GPU by name, with or without the vendor, in any case."""
+    key = name.lower().removeprefix("nvidia").strip(" -").replace(" ", "-")
+    found = next((gpu for gpu in GPUS.values() if gpu.name.lower() == key), None)
+    if found is None:
+        raise ConfigError(
+            f"--gpu {name[:100]!r} is not known; known are {', '.join(GPUS)}. For others give --gpu-memory, "
+            "--gpu-bandwidth and --gpu-tflops"
+        )
+    return found
+
+
+def find_step_ms(
+    gpu: Gpu, rows: float, read: Mapping[str, float], layers: int, is_float8: bool = False
+) -> dict[str, float]:
+    """Return the milliseconds of a decode step by cause. `read` are bytes of `weights`, `adapters` and `cache`."""
+    parts = {name: _read_ms(gpu, num_bytes) for name, num_bytes in read.items()}
+    parts["cache"] *= CACHE_EXCESS * (FLOAT8_SPEED if is_float8 else 1)
+    scheduling = ENGINE_MS + ENGINE_ROW_MS * rows  # overlaps with the step, so the longer of the two counts
+    # The batch size at which the measured GPU spends the same share of its time on matrix products.
+    equivalent = rows * (MEASURED_GPU.flop / MEASURED_GPU.bandwidth) / (gpu.flop / gpu.bandwidth)
+    points = _measure_excess(is_adapted=read["adapters"] > 0)
+    single, weights = points[0][1], parts["weights"]
+    # How much of a single row's excess is launches, by layer, and how much is slow reading has not been measured.
+    least = max(weights, layers / LAYERS * _read_ms(MEASURED_GPU, WEIGHT_BYTES)) * single
+    excess = least + weights * (_interpolate(points, equivalent) - single)
+    return parts | {"excess": max(excess, scheduling - sum(parts.values()))}
+
+
+def find_floor_ms(gpu: Gpu, read: Mapping[str, float]) -> float:
+    """Return the milliseconds to read every byte once."""
+    return _read_ms(gpu, sum(read.values()))
+
+
+def find_prompt_rate(gpu: Gpu, flop: float, is_adapted: bool) -> float:
+    """Return prompt tokens per second at `flop` operations per token."""
+    return gpu.flop * (ADAPTED_PROMPT_SHARE if is_adapted else PROMPT_SHARE) / flop
+
+
+def _read_ms(gpu: Gpu, num_bytes: float) -> float:
+    return num_bytes / (gpu.bandwidth * READ_SHARE) * 1e3
+
+
+def _measure_excess(is_adapted: bool) -> list[tuple[int, float]]:
+    """Return rows and the measured excess relative to the time to read the weights."""
+    weights = _read_ms(MEASURED_GPU, WEIGHT_BYTES)
+    row = CACHE_EXCESS * _read_ms(MEASURED_GPU, CONTEXT * TOKEN_BYTES)
+    row += _read_ms(MEASURED_GPU, ADAPTER_BYTES) if is_adapted else 0
+    return [(rows, (ms - rows * row) / weights - 1) for rows, ms in (ADAPTED_STEPS if is_adapted else PLAIN_STEPS)]
+
+
+def _interpolate(points: list[tuple[int, float]], x: float) -> float:
+    """Interpolate linearly; extrapolate beyond the last point, and use the first below it."""
+    (x0, y0), (x1, y1) = next((pair for pair in pairwise(points) if x <= pair[1][0]), points[-2:])
+    return y0 + max(x - x0, 0) * (y1 - y0) / (x1 - x0)
