@@ -28,8 +28,8 @@ from lorax_server.engine.remote.channel import EngineChannel
 from lorax_server.engine.remote.messages import EngineMessage, Outputs
 from lorax_server.engine.remote.process import connected, serve
 from lorax_server.engine.remote.remote_engine import RemoteEngine
-from lorax_server.launch import serve_engine
 from lorax_server.server.access.keys import KeyRing
+from lorax_server.server.run import run
 from lorax_server.types import (
     AdapterRef,
     EngineInfo,
@@ -200,13 +200,13 @@ class SampledEngine(RemoteEngine):
         return super().new_id()
 
 
-def main(folder: str, step_ms: str, report: str, workers: str = "1", tokens_per_s: str = "0") -> int:
+def main(folder: str, step_ms: str, report: str, tokens_per_s: str = "0") -> int:
     config = ServerConfig(EngineConfig(ModelConfig(Path(folder))), "stand-in", port=0, default_source="local")
-    config = replace(config, api_workers=int(workers), max_concurrent_requests=MANY)
+    config = replace(config, max_concurrent_requests=MANY)
     sampler = Sampler()
     client = SampledEngine(Pace(float(step_ms) / 1e3, report, float(tokens_per_s)), sampler)
     try:
-        return serve_engine(config, client, KeyRing((), None, None))
+        return run(config, client, KeyRing((), None, None))
     finally:
         sampler.stop()
         Path(report).write_text(json.dumps({"parts": sampler.parts, "lines": sampler.lines.most_common(60)}))

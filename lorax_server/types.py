@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import astuple, dataclass, field
-from enum import IntEnum, StrEnum
+from enum import Enum, IntEnum, StrEnum
 from typing import NamedTuple
 
 from lorax_server import errors
@@ -313,6 +313,17 @@ class EngineStatus(SchedulerCounters, AdapterCounters):
     adapters_on_host: int
     adapters_on_device: int
     idle_s: float = 0.0  # spent waiting for work so far, by an engine with a process of its own
+
+
+class AdapterStage(Enum):
+    """The stages of an adapter on its way to the device. The values are shown to users."""
+
+    DISK = "on disk"
+    PREPARING = "being prepared"
+    HOST = "in host memory"
+    LOADING = "being loaded"
+    DEVICE = "on the device"
+    FAILED = "failed"
 
 
 class AdapterState(NamedTuple):

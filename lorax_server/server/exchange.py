@@ -20,6 +20,7 @@ from starlette.responses import Response
 from lorax_server.errors import DeadlineError, LoraxError
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import Choice
+from lorax_server.server.access.rate_limits import Permit
 from lorax_server.server.adapter_lookup import AdapterLookup, ResolvedModel
 from lorax_server.server.checks import TIMEOUT_HEADER, check_logprobs, shorten_timeout
 from lorax_server.server.generations import RemoteGeneration, count_cached
@@ -27,7 +28,7 @@ from lorax_server.server.http.connections import network
 from lorax_server.server.http.problems import Problem, describe
 from lorax_server.server.http.sse import EventStream, Shortcut, event, until_gone
 from lorax_server.server.prompts import RequestOptions, encode_prompt, fit_stop
-from lorax_server.server.service import Leavable, Service
+from lorax_server.server.service import Service
 from lorax_server.server.telemetry.logs import log_request
 from lorax_server.server.telemetry.request_record import RequestRecord
 from lorax_server.text.prompt import Prompt
@@ -55,7 +56,7 @@ class Exchange:
         self._http = http
         self._began = time.monotonic()
         self._bearer: str | None = None
-        self._permit: Leavable | None = None
+        self._permit: Permit | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._stopped: asyncio.Future[LoraxError] = asyncio.get_running_loop().create_future()
         self._num_characters = 0
@@ -73,7 +74,7 @@ class Exchange:
         A stream goes on after this has returned, and ends the exchange itself.
         """
         self.service.metrics.begin()
-        self.service.exchanges.add(self)
+        self.service.running.add(self)
         response: Response | None = None
         try:
             response = await self._work(work)
@@ -146,12 +147,12 @@ class Exchange:
         record.adapter_id, record.source = choice.label, choice.source
         is_listed = choice.asked_source is None and choice.label in service.model_names.adapters
         is_single = len(choice.refs) == 1  # callers can make up merges, also of known names
-        record.is_known = is_single and (is_listed or bool(service.seen.latest(choice.names[0])))
+        record.is_known = is_single and (is_listed or bool(service.adapter_index.latest(choice.names[0])))
 
     async def admit(self, count: int, is_streamed: bool) -> None:
         """Let `count` answers in, or refuse them all."""
         self.record.num_choices, self.record.is_streamed = count, is_streamed
-        self._permit = await self.service.enter(self.key, count)
+        self._permit = self.service.rate_limits.acquire(self.key, count)
 
     @cached_property
     def lookup(self) -> AdapterLookup:
@@ -270,7 +271,7 @@ class Exchange:
 
     def _end(self, has_left: bool) -> None:
         """Give back what the request holds, and write down how it went."""
-        self.service.exchanges.discard(self)
+        self.service.running.discard(self)
         if self._timer is not None:
             self._timer.cancel()
         record = self.record
@@ -278,7 +279,7 @@ class Exchange:
         record.total_s = time.monotonic() - self._began
         self._sum_up()
         if self._permit is not None:
-            self._permit.leave(record.prompt_tokens + record.generated_tokens)
+            self._permit.release(record.prompt_tokens + record.generated_tokens)
         self.service.metrics.end(record)
         self.service.tracer.end(record)
         log_request(record)

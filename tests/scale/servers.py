@@ -50,8 +50,8 @@ def starting_pair(folder: Path) -> Iterator[Pair]:
             hub.repos[f"owner/{name}"] = Repo({file.name: file.read_bytes() for file in files})
         hub.repos["owner/private"] = Repo(hub.repos["owner/json"].files, token=HUB_TOKEN)
         with patch.dict(os.environ, HF_TOKEN=HUB_TOKEN):
-            first = _start(folder / "first", hub.url, 1, "pirate")
-        pair = Pair((first, _start(folder / "second", hub.url, 2)), hub)
+            first = _start(folder / "first", hub.url, "pirate")
+        pair = Pair((first, _start(folder / "second", hub.url)), hub)
         try:
             asyncio.run(_wait(pair))
             yield pair
@@ -59,7 +59,7 @@ def starting_pair(folder: Path) -> Iterator[Pair]:
             asyncio.run(_stop(pair))
 
 
-def _start(folder: Path, hub: str, num_workers: int, *names: str) -> ServerProcess:
+def _start(folder: Path, hub: str, *names: str) -> ServerProcess:
     (folder / "adapters").mkdir(parents=True)
     for name in names:
         shutil.copytree(FOLDER / "adapters" / name, folder / "adapters" / name)
@@ -70,7 +70,7 @@ def _start(folder: Path, hub: str, num_workers: int, *names: str) -> ServerProce
         "hub-endpoint": hub,
         "admin-key": ADMIN,
     }
-    flags |= {"use-global-hf-token": "true", "api-workers": num_workers}
+    flags["use-global-hf-token"] = "true"
     flags |= {"huggingface-hub-cache": folder / "cache", "keys-file": folder.parent / "keys.toml"}
     order = Order([f"--{flag}={value}" for flag, value in flags.items()])
     return ServerProcess(order, "127.0.0.1", INGRESS_KEY)

@@ -198,7 +198,7 @@ class Bench:
 
     def check_all_is_given_back(self) -> None:
         assert self.rate_limits.num_running == 0
-        assert not self.service.exchanges
+        assert not self.service.running
         assert not self.engine._streams
 
 

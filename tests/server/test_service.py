@@ -48,7 +48,7 @@ def test_an_answer_is_noted_once_and_gives_back_its_place(records: Records) -> N
         bench = Bench()
         answer = bench.ask(whole)
         await settle()
-        assert (bench.rate_limits.num_running, len(bench.service.exchanges)) == (1, 1)
+        assert (bench.rate_limits.num_running, len(bench.service.running)) == (1, 1)
         bench.engine.give(1, *ids("quick brown"), end=FinishReason.LENGTH)
         response = await answer
         assert (response.status_code, body_of(response)) == (200, {"text": "quick brown"})
@@ -331,7 +331,7 @@ def test_a_bearer_is_shown_only_to_a_source_that_refuses_who_has_none() -> None:
         assert body_of(response) == "hash"
         assert response.status_code == 200
         tokens = [message.refs[0].token for message in bench.engine.sent if hasattr(message, "refs")]
-        assert bench.service.seen.is_private(Named("hub", "owner/it")) == (tokens[-1] is not None)
+        assert bench.service.adapter_index.is_private(Named("hub", "owner/it")) == (tokens[-1] is not None)
         return tokens
 
     assert asyncio.run(check({"owner/it": Resolved("hash")})) == [None]

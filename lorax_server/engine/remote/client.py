@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from lorax_server.engine.remote.mailbox import Take
+from lorax_server.engine.remote.output_stream import Handler
 from lorax_server.errors import LoraxError
 from lorax_server.types import AdapterRef, AdapterState, EngineInfo, EngineStatus, Merge, Output, Request, Resolved
 
@@ -27,12 +27,12 @@ class EngineClient(Protocol):
 
     async def close(self) -> None: ...
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        """Yield the request's outputs as they come, or raise the error that ends it. A reader that stops aborts it."""
+        """Yield outputs one by one, like `stream`."""
 
-    def stream(self, request: Request, take: Take | None = None) -> AsyncGenerator[list[Output], None]:
-        """Yield outputs like `generate`, but in lists: all that came since the last list.
+    def stream(self, request: Request, handler: Handler | None = None) -> AsyncGenerator[list[Output], None]:
+        """Yield lists of outputs as they arrive, or raise the error that ends the request. Closing aborts the request.
 
-        Outputs that end nothing are offered to `take` first, if the reader waits: no task wakes for them then.
+        While the reader waits, outputs other than the last are offered to `handler` first, so that no task has to wake.
         """
 
     def abort(self, request_id: int, error: LoraxError | None = None) -> None:

@@ -71,8 +71,6 @@ class _EngineLoop:
         self._engine = engine
         self._channel = channel
         self._refused: list[Output] = []  # sent with the outputs of the step
-        self._of_workers: dict[int, set[int]] = {}  # requests of further API processes that have not ended
-        self._gone: set[int] = set()  # numbers of further API processes that have left
         self._is_stopping = False
         self._idle_s = 0.0
         self._num_idle = 0  # idle turns since the last output
@@ -124,15 +122,9 @@ class _EngineLoop:
                 self._is_stopping = True
             case messages.Abort(request_ids):
                 for request_id in request_ids:
-                    self._forget(request_id)
                     self._engine.abort(request_id)
             case messages.Add(request):
                 self._add(request)
-            case messages.Join(worker):
-                if worker not in self._gone:
-                    self._channel.join(worker)
-            case messages.Leave(worker):
-                self._drop(worker)
             case _:
                 try:
                     self._answer(message)
@@ -140,30 +132,10 @@ class _EngineLoop:
                     self._refuse(message.query_id, error)
 
     def _add(self, request: Request) -> None:
-        worker = messages.worker_of(request.request_id)
-        if worker in self._gone:
-            return
-        if worker:
-            self._of_workers.setdefault(worker, set()).add(request.request_id)
         try:
             self._engine.add(request)
         except Exception as error:
             self._refused.append(Output.failed(request.request_id, _to_report(error)))
-
-    def _drop(self, worker: int) -> None:
-        """Abort the requests of a further API process that is gone. Those that still arrive are not taken."""
-        self._gone.add(worker)
-        self._channel.part(worker)
-        requests = self._of_workers.pop(worker, ())
-        for request_id in requests:
-            self._engine.abort(request_id)
-        logger.info("API process %d is gone: %d requests are aborted", worker, len(requests))
-
-    def _forget(self, request_id: int) -> None:
-        """Forget a request that has ended, if it is of a further API process."""
-        requests = self._of_workers.get(messages.worker_of(request_id))
-        if requests is not None:
-            requests.discard(request_id)
 
     def _answer(self, message: messages.Queries) -> None:
         query_id, engine = message.query_id, self._engine
@@ -201,10 +173,6 @@ class _EngineLoop:
         outputs, self._refused = self._refused + outputs, []
         if outputs:
             self._num_idle = 0
-            if self._of_workers:
-                for output in outputs:
-                    if output.finish_reason is not None or output.failure is not None:
-                        self._forget(output.request_id)
             try:
                 self._channel.send(messages.Outputs(outputs))
             except messages.ChannelError:

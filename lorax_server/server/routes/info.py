@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -12,11 +13,11 @@ from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import Response
 
 from lorax_server import __version__
-from lorax_server.errors import InputError, NotSupportedError
+from lorax_server.errors import InputError, LoraxError, NotSupportedError
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import Named, unknown_model
 from lorax_server.server.access.nearest import with_nearest
-from lorax_server.server.adapter_pages import FEW, off_loop, select_names
+from lorax_server.server.adapter_listing import MAX_INLINE_NAMES, run_in_thread, select_names
 from lorax_server.server.checks import check_text
 from lorax_server.server.http.problems import Problem, json_response
 from lorax_server.server.routes.lorax import ERRORS
@@ -40,6 +41,7 @@ MAX_CHARACTERS = 2**18  # each becomes up to fifty characters of the answer
 WRITTEN = 4  # listing tokens takes so many times as long as making them
 MANY = 4096  # tokens that are encoded as JSON at once
 PROBE_S = 5.0  # a probe's success holds so long: callers without a key cannot keep the engine at work
+STATUS_S = 2.0  # metrics are useful without the status of a slow engine, too
 METHODS = ["GET", "POST", "DELETE", "PUT", "PATCH"]
 NO_RESPONSES = "responses are not stored, so that none can be asked for; POST /v1/responses answers"
 NOT_YET = {
@@ -73,7 +75,7 @@ def make_router(service: Service) -> APIRouter:
         def write() -> Response:
             return json_response({"object": "list", "data": _models(service, key, allowed)})
 
-        return await off_loop(len(allowed) > FEW, write)
+        return await run_in_thread(len(allowed) > MAX_INLINE_NAMES, write)
 
     @router.get("/v1/models/{model:path}", operation_id="get_model", response_model=Model, **openai)
     async def model(http: Request, model: str) -> Response:
@@ -154,9 +156,14 @@ def _add_metrics(router: APIRouter, service: Service) -> None:
     @router.get("/metrics", operation_id="get_metrics", response_class=Response, responses=answers, tags=["LoRAX"])
     async def metrics(http: Request) -> Response:
         """Metrics for Prometheus; as JSON for clients that accept that."""
+        status, engine = None, service.engine
+        with suppress(LoraxError, TimeoutError):
+            async with asyncio.timeout(STATUS_S):
+                status = await engine.status()
+        service.metrics.engine.update(status, engine.is_healthy, engine.num_restarts)
         if JSON in http.headers.get("accept", ""):
-            return Response(await service.scrape(as_json=True), media_type=JSON)
-        return Response(await service.scrape(), headers={"content-type": Metrics.content_type})
+            return json_response(service.metrics.json())
+        return Response(service.metrics.prometheus(), headers={"content-type": Metrics.content_type})
 
 
 def _add_tokenizer(router: APIRouter, service: Service) -> None:
@@ -174,7 +181,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
         def write() -> Response:
             return list_pieces(tokenizer.pieces(body.inputs, with_special))
 
-        with await service.enter(key):
+        with service.rate_limits.acquire(key):
             return await service.tokenizers.run(tokenizer, WRITTEN * len(body.inputs), write)
 
     @router.post("/detokenize", operation_id="detokenize", response_model=DetokenizeResponse, **common)
@@ -182,7 +189,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
         """Return the text that tokens stand for."""
         key = service.identify(http.headers)
         tokenizer, skip_special = service.tokenizers.base, body.skip_special_tokens is not False
-        with await service.enter(key):
+        with service.rate_limits.acquire(key):
             return json_response({"text": await service.tokenizers.decode(tokenizer, body.ids, skip_special)})
 
 

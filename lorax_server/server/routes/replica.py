@@ -12,7 +12,6 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from lorax_server.engine.adapters.entry import State
 from lorax_server.errors import ForbiddenError, InputError, LoraxError
 from lorax_server.server.access.keys import REPLICA, Key
 from lorax_server.server.access.model_names import HUB_NAME, Choice, Named
@@ -21,13 +20,13 @@ from lorax_server.server.http.sse import until_gone
 from lorax_server.server.routes.adapters import load_adapter, pin_adapter, unload_adapter
 from lorax_server.server.routes.openai_schemas import AdapterRequest, LoadRequest, VllmLoadRequest, VllmUnloadRequest
 from lorax_server.server.service import MAX_ASKED, Service
-from lorax_server.server.workers.changes import NameAdded
+from lorax_server.types import AdapterStage
 
 logger = logging.getLogger(__name__)
 
 MAX_REPORTED = 2 * MAX_ASKED  # adapters, those found last
-TIERS = {State.DEVICE.value: "device", State.LOADING.value: "device", State.HOST.value: "host"}
-TIERS |= {State.DISK.value: "disk", State.PREPARING.value: "disk"}
+TIERS = {AdapterStage.DEVICE.value: "device", AdapterStage.LOADING.value: "device", AdapterStage.HOST.value: "host"}
+TIERS |= {AdapterStage.DISK.value: "disk", AdapterStage.PREPARING.value: "disk"}
 
 
 class FollowRequest(BaseModel):
@@ -123,7 +122,7 @@ async def describe_state(service: Service) -> dict[str, Any]:
 
 async def _list_names(service: Service) -> dict[str, list[str]]:
     """List the names of adapters by where they are: each adapter by all names that requests may give it."""
-    seen, listed = service.seen, dict[str, list[str]]()
+    seen, listed = service.adapter_index, dict[str, list[str]]()
     aliases: dict[Any, list[str]] = {}
     for alias, named in service.model_names.aliases.items():
         aliases.setdefault(named, []).append(alias)
@@ -163,10 +162,10 @@ async def follow_change(service: Service, key: Key, change: FollowRequest) -> Fo
 async def _load(service: Service, choice: Choice, alias: str | None, pin: bool | None, forgets: bool) -> Followed:
     (name,) = choice.names
     if alias:
-        await service.change(NameAdded(alias, *name))
+        service.model_names.add(alias, *name)
     if forgets:
         await service.engine.forget(*name)
-    return Followed(*name, pin, service.seen.latest(name))
+    return Followed(*name, pin, service.adapter_index.latest(name))
 
 
 async def _unload(

@@ -13,7 +13,7 @@ from typing import Any
 
 from lorax_server.server.http.problems import Problem
 from lorax_server.server.telemetry.logs import FIELDS, log_request, shorten
-from lorax_server.server.telemetry.metrics import RequestMetrics
+from lorax_server.server.telemetry.metrics import Metrics
 from lorax_server.server.telemetry.request_record import RequestRecord
 
 logger = logging.getLogger(__name__)
@@ -56,19 +56,13 @@ class LineBudget:
 
 
 class AuditLog:
-    """Writes the lines of one event loop; of several processes each writes its share."""
+    """Writes the lines of one server."""
 
-    def __init__(
-        self,
-        metrics: RequestMetrics,
-        clock: Callable[[], float] = time.monotonic,
-        num_processes: int = 1,
-    ) -> None:
-        most = max(1, LINES_PER_MINUTE // num_processes)
+    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
-        self._requests = LineBudget(most, clock)
-        self._connections = LineBudget(most, clock)
-        self._keys = LineBudget(most, clock)
+        self._requests = LineBudget(LINES_PER_MINUTE, clock)
+        self._connections = LineBudget(LINES_PER_MINUTE, clock)
+        self._keys = LineBudget(LINES_PER_MINUTE, clock)
 
     def refuse(self, record: RequestRecord, problem: Problem) -> None:
         """Count and log a request that is refused outside of `Exchange.answer`."""

@@ -120,8 +120,6 @@ NUMBERS = {int: st.integers(0, 2**63), float: floats, "int": st.integers(0, 2**6
 statuses = st.builds(EngineStatus, **{field.name: NUMBERS[field.type] for field in dataclasses.fields(EngineStatus)})
 
 TO_ENGINE = {
-    messages.Join: st.builds(messages.Join, ids),
-    messages.Leave: st.builds(messages.Leave, ids),
     messages.Add: st.builds(messages.Add, requests),
     messages.Abort: st.builds(messages.Abort, st.lists(ids, max_size=5).map(tuple)),
     messages.Resolve: st.builds(messages.Resolve, ids, refs, st.none() | merges),
@@ -196,15 +194,13 @@ def test_whatever_bytes_arrive_they_are_a_message_or_a_clear_error(
             except messages.ChannelError as error:
                 answer = messages.answer_to_unreadable(damaged, error)
                 assert answer is None or isinstance(answer, messages.EngineMessage)
-        assert isinstance(
-            messages.decode_urgent(damaged), messages.Resolve | messages.ForgetAdapter | messages.Join | None
-        )
+        assert isinstance(messages.decode_urgent(damaged), messages.Resolve | messages.ForgetAdapter | None)
 
 
 @given(st.one_of(*TO_ENGINE.values()))
 @settings(max_examples=100, deadline=None)
-def test_questions_about_names_and_new_api_processes_need_no_step(message: messages.ToEngine) -> None:
-    is_question = isinstance(message, messages.Resolve | messages.ForgetAdapter | messages.Join)
+def test_queries_about_names_need_no_step(message: messages.ToEngine) -> None:
+    is_question = isinstance(message, messages.Resolve | messages.ForgetAdapter)
     assert messages.decode_urgent(messages.encode(message)) == (message if is_question else None)
 
 
