@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lorax_server.config import DTYPES, QUANTIZE, EngineConfig, ModelConfig, SourceConfig
+from lorax_server.config import DTYPES, QUANTIZE, EngineConfig, ModelConfig, ServerConfig, SourceConfig
 from lorax_server.errors import ConfigError
 
 

@@ -16,8 +16,8 @@ from lorax_server.server.access.client_address import ClientAddress
 from lorax_server.server.http.body_errors import describe_shape
 from lorax_server.server.http.cors import Cors
 from lorax_server.server.http.middleware import RequestMiddleware, methods_at
-from lorax_server.server.http.openapi import describe_limits
 from lorax_server.server.http.problems import Problem, describe, http_problem, json_response
+from lorax_server.server.openapi import describe_limits
 from lorax_server.server.routes import adapters, chat, completions, info, lorax, playground, replica
 from lorax_server.server.routes.responses import route as responses
 from lorax_server.server.service import Service
@@ -46,7 +46,14 @@ def make_app(service: Service, address: str = "") -> FastAPI:
     app.add_route("/openapi.json", lambda _: json_response(app.openapi()), include_in_schema=False)
     _add_handlers(app, routes)
     describe_limits(app, service)
-    app.add_middleware(RequestMiddleware, routes=routes, service=service, address=address)
+    app.add_middleware(
+        RequestMiddleware,
+        routes=routes,
+        config=service.config,
+        identify=service.identify,
+        audit_log=service.audit_log,
+        address=address,
+    )
     app.add_middleware(Cors, **vars(service.config.cors))
     config = service.config
     if config.replica_key:
@@ -89,7 +96,7 @@ def _add_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 
 def _refuse(http: Request, problem: Problem) -> Response:
-    """Answer a request that is refused outside of an `Exchange`. `RequestMiddleware` logs it."""
+    """Answer a request that is refused outside of an `RequestContext`. `RequestMiddleware` logs it."""
     http.state.problem = problem
     return problem.response(http.url.path)
 

@@ -125,20 +125,17 @@ class Service:
 
     def identify(self, headers: Headers) -> Key:
         """Return the key of a request, before anything else of it is read."""
-        self.check_is_open()
+        if self.is_draining:
+            raise _shutting_down()
         return self.keys.identify(headers.get("authorization"))
 
     def check_admin(self, http: Request, action: str, adapter_id: str) -> Key:
         """Return an admin's key, or reject the caller. The audit log records the caller and the outcome."""
-        act = http.state.admin_action = AdminAction(action, adapter_id)
-        self.check_is_open()
-        key = self.keys.check_admin(http.headers.get("authorization"))
+        act, key = AdminAction(action, adapter_id), http.state.key
+        http.state.admin_action = act
+        self.keys.check_admin(key)
         act.key = key.name
         return key
-
-    def check_is_open(self) -> None:
-        if self.is_draining:
-            raise _shutting_down()
 
     async def use_signature(self, signature: bytes) -> None:
         """Use a signature of the ingress for a request, or refuse it since it was used."""

@@ -27,8 +27,8 @@ from lorax_server.engine.adapters.pointers import (
     is_local,
     shows_writing,
 )
-from lorax_server.engine.adapters.threads import DaemonThreads, done, failed, gather
 from lorax_server.errors import EngineError, InputError, LoraxError, OverloadedError
+from lorax_server.threads import DaemonThreads, done, failed, gather
 from lorax_server.types import AdapterRef, Merge, Resolved
 
 logger = logging.getLogger(__name__)

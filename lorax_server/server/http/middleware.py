@@ -6,17 +6,19 @@ Each request gets an id, and refusals are logged. Every route of a router needs 
 import asyncio
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lorax_server.config import ServerConfig
 from lorax_server.errors import LoraxError
+from lorax_server.server.access.keys import Key
 from lorax_server.server.http.hosts import Hosts
 from lorax_server.server.http.problems import Problem, describe, http_problem
-from lorax_server.server.service import Service
+from lorax_server.server.telemetry.audit import AuditLog
 from lorax_server.server.telemetry.request_record import RequestRecord
 
 MAX_DISCARDED = 16 * 2**20
@@ -45,11 +47,19 @@ class _RefusedError(Exception):
 class RequestMiddleware:
     """Reads the whole body before a route begins: routes take bodies whole, and a bad one is refused here."""
 
-    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute], service: Service, address: str = "") -> None:
-        config = service.config
+    def __init__(
+        self,
+        app: ASGIApp,
+        routes: Sequence[BaseRoute],
+        config: ServerConfig,
+        identify: Callable[[Headers], Key],
+        audit_log: AuditLog,
+        address: str = "",
+    ) -> None:
         self._app = app
         self._routes = routes
-        self._service = service
+        self._identify = identify
+        self._audit_log = audit_log
         self._hosts = Hosts(config.host, config.allowed_hosts, address)
         self._max_body_bytes = config.max_body_bytes
         self._body_timeout_s = config.body_timeout_s
@@ -62,7 +72,7 @@ class RequestMiddleware:
         headers = Headers(scope=scope)
         record = _describe_request(scope, headers)
         state = scope.setdefault("state", {})
-        state["request_id"] = record.request_id
+        state["record"] = record
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -77,7 +87,7 @@ class RequestMiddleware:
         except _RefusedError as refused:
             await self._refuse(record, refused.problem, receive, send_with_id)
         finally:
-            self._service.audit_log.end(record, state.get("admin_action"))
+            self._audit_log.end(record, state.get("admin_action"))
 
     async def _answer(
         self, scope: Scope, headers: Headers, record: RequestRecord, receive: Receive, send: Send
@@ -89,7 +99,8 @@ class RequestMiddleware:
         self._check_headers(headers)
         if has_route and not is_public:
             try:
-                record.key = self._service.identify(headers).name
+                key = scope["state"]["key"] = self._identify(headers)
+                record.key = key.name
             except LoraxError as error:
                 raise _RefusedError(describe(error, path)) from None
         if has_route and method == "POST":
@@ -106,7 +117,7 @@ class RequestMiddleware:
         await self._app(scope, receive, send)
         problem = scope["state"].get("problem")  # of the schema, or of a route
         if problem is not None:
-            self._service.audit_log.refuse(record, problem)
+            self._audit_log.refuse(record, problem)
 
     def _check_headers(self, headers: Headers) -> None:
         for name in SINGLE:
@@ -150,7 +161,7 @@ class RequestMiddleware:
 
     async def _refuse(self, record: RequestRecord, problem: Problem, receive: Receive, send: Send) -> None:
         """Answer at once, then read on for a while: a client that is cut off while it sends does not see the answer."""
-        self._service.audit_log.refuse(record, problem)
+        self._audit_log.refuse(record, problem)
         response = problem.response(record.route)
         await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": True})

@@ -21,7 +21,7 @@ from lorax_server.server.adapter_listing import (
 )
 from lorax_server.server.http.problems import json_response
 from lorax_server.server.routes.openai import ERRORS
-from lorax_server.server.routes.openai_schemas import (
+from lorax_server.server.schemas.openai import (
     Adapter,
     AdapterList,
     AdapterRequest,
@@ -66,7 +66,7 @@ def _add_ours(router: APIRouter, service: Service) -> None:
         """List adapters in pages: their place and their use. An admin sees all, others those with a name they
         may use, and those that they name by `also`."""
         query = PageQuery(limit, after, search, also)
-        return json_response(await list_page(service, service.identify(http.headers), query))
+        return json_response(await list_page(service, http.state.key, query))
 
     @router.post("/v1/adapters/load", operation_id="load_adapter", response_model=Adapter, responses=ERRORS)
     async def load(http: Request, body: LoadRequest) -> Response:

@@ -21,15 +21,15 @@ from lorax_server.server.adapter_listing import MAX_INLINE_NAMES, run_in_thread,
 from lorax_server.server.checks import check_text
 from lorax_server.server.http.problems import Problem, json_response
 from lorax_server.server.routes.lorax import ERRORS
-from lorax_server.server.routes.lorax_schemas import (
+from lorax_server.server.routes.openai import ERRORS as OPENAI_ERRORS
+from lorax_server.server.schemas.lorax import (
     DetokenizeRequest,
     DetokenizeResponse,
     Info,
     SimpleToken,
     TokenizeRequest,
 )
-from lorax_server.server.routes.openai import ERRORS as OPENAI_ERRORS
-from lorax_server.server.routes.openai_schemas import Model, ModelList
+from lorax_server.server.schemas.openai import Model, ModelList
 from lorax_server.server.service import Service
 from lorax_server.server.telemetry.metrics import Metrics
 from lorax_server.text.tokenizer import Piece
@@ -60,16 +60,15 @@ def make_router(service: Service) -> APIRouter:
     _add_tokenizer(router, service)
 
     @router.get("/info", operation_id="get_info", response_model=Info, responses=ERRORS, tags=["LoRAX"])
-    async def info(http: Request) -> Response:
+    async def info() -> Response:
         """Describe the model that is served, and the limits in force."""
-        service.identify(http.headers)
         return json_response(_info(service))
 
     @router.get("/v1/models/", include_in_schema=False)
     @router.get("/v1/models", operation_id="list_models", response_model=ModelList, **openai)
     async def models(http: Request) -> Response:
         """List the base model and the adapters that have a name. Requests may name any adapter of a source as well."""
-        key = service.identify(http.headers)
+        key: Key = http.state.key
         allowed = await select_names(service.model_names, key)
 
         def write() -> Response:
@@ -80,7 +79,7 @@ def make_router(service: Service) -> APIRouter:
     @router.get("/v1/models/{model:path}", operation_id="get_model", response_model=Model, **openai)
     async def model(http: Request, model: str) -> Response:
         """Describe one model."""
-        key, names = service.identify(http.headers), service.model_names
+        key, names = http.state.key, service.model_names
         named = names.adapters.get(model)
         allowed = [(model, named)] if named is not None and names.may_use(key, model, named) else []
         for described in _models(service, key, allowed):
@@ -172,7 +171,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
     @router.post("/tokenize", operation_id="tokenize", response_model=list[SimpleToken], **common)
     async def tokenize(http: Request, body: TokenizeRequest) -> Response:
         """Split a text into tokens."""
-        key = service.identify(http.headers)
+        key: Key = http.state.key
         if len(body.inputs) > MAX_CHARACTERS:
             raise InputError(f"`inputs` must have at most {MAX_CHARACTERS} characters here. Given: {len(body.inputs)}")
         check_text(body.inputs)
@@ -187,7 +186,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
     @router.post("/detokenize", operation_id="detokenize", response_model=DetokenizeResponse, **common)
     async def detokenize(http: Request, body: DetokenizeRequest) -> Response:
         """Return the text that tokens stand for."""
-        key = service.identify(http.headers)
+        key: Key = http.state.key
         tokenizer, skip_special = service.tokenizers.base, body.skip_special_tokens is not False
         with service.rate_limits.acquire(key):
             return json_response({"text": await service.tokenizers.decode(tokenizer, body.ids, skip_special)})

@@ -18,7 +18,7 @@ from lorax_server.server.access.model_names import HUB_NAME, Choice, Named
 from lorax_server.server.generations import cancel_all
 from lorax_server.server.http.sse import until_gone
 from lorax_server.server.routes.adapters import load_adapter, pin_adapter, unload_adapter
-from lorax_server.server.routes.openai_schemas import AdapterRequest, LoadRequest, VllmLoadRequest, VllmUnloadRequest
+from lorax_server.server.schemas.openai import AdapterRequest, LoadRequest, VllmLoadRequest, VllmUnloadRequest
 from lorax_server.server.service import MAX_ASKED, Service
 from lorax_server.types import AdapterStage
 

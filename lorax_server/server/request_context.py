@@ -1,7 +1,8 @@
-"""One HTTP request for an answer, from its arrival to its last byte: the caller, the generations, the outcome.
+"""One generation request, from its arrival to its last byte: the caller, the generations and the outcome.
 
-A route makes an `Exchange` and hands its own work to `Exchange.answer`, which surrounds it with what all routes need:
-the caller's key, deadlines, errors, logs. The work itself calls `admit`, `resolve` and `prepare`.
+A route creates a `RequestContext` and passes a coroutine to `RequestContext.answer`, which adds timeouts, errors, logs
+and metrics. The coroutine calls `record_model`, `admit`, `resolve` and `prepare`. The middleware has authenticated the
+caller and created the request record.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
@@ -42,20 +44,20 @@ SAFE = "/@:,.-_ +"  # characters of names that headers show as they are
 SMALL = 2000  # tokens, with their alternatives, that are written sooner than another thread has begun
 
 
-class Exchange:
-    """A request and all that it holds until it ends."""
+class RequestContext:
+    """A request and its resources until it ends."""
 
     def __init__(self, service: Service, http: HttpRequest) -> None:
         self.service = service
         self.path = http.url.path
-        self.key = Key()
+        self.key: Key = http.state.key
         self.generations: list[RemoteGeneration] = []
-        self.record = RequestRecord(http.state.request_id, self.path, started_at=time.time())
+        self.record: RequestRecord = http.state.record
+        self.record.status, self.record.started_at = HTTPStatus.OK, time.time()
         self.record.trace_parent = http.headers.get("traceparent")
         self.timeout_s = service.config.request_timeout_s
         self._http = http
         self._began = time.monotonic()
-        self._bearer: str | None = None
         self._permit: Permit | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._stopped: asyncio.Future[LoraxError] = asyncio.get_running_loop().create_future()
@@ -71,7 +73,7 @@ class Exchange:
     async def answer(self, work: Coroutine[Any, Any, Response]) -> Response:
         """Do a route's work and return its response; errors become responses, too.
 
-        A stream goes on after this has returned, and ends the exchange itself.
+        A stream goes on after this has returned, and ends the context itself.
         """
         self.service.metrics.begin()
         self.service.running.add(self)
@@ -93,8 +95,7 @@ class Exchange:
     async def _work(self, work: Coroutine[Any, Any, Response]) -> Response | None:
         """Return the work's response, or None if the client has left before."""
         try:
-            self.service.check_is_open()
-            self._identify()
+            self.timeout_s = shorten_timeout(self.timeout_s, self._http.headers.get(TIMEOUT_HEADER))
         except BaseException:
             work.close()
             raise
@@ -114,15 +115,6 @@ class Exchange:
             working.cancel()
             await asyncio.wait((working, leaving))
 
-    def _identify(self) -> None:
-        """Find the caller's key and deadline. Where the server has no keys, a bearer is meant for a source."""
-        self.timeout_s = shorten_timeout(self.timeout_s, self._http.headers.get(TIMEOUT_HEADER))
-        authorization = self._http.headers.get("authorization") or ""
-        self.key = self.service.keys.identify(self._http.headers.get("authorization"))
-        self.record.key = self.key.name
-        if authorization.lower().startswith(BEARER) and self.service.keys.is_open and not self.key.is_admin:
-            self._bearer = authorization[len(BEARER) :].strip() or None
-
     def stop(self, error: LoraxError) -> None:
         """End the work, also before the engine is asked; its reader gets the error."""
         if not self._stopped.done():
@@ -141,7 +133,7 @@ class Exchange:
 
     # --- Steps of a route, in this order ------------------------------------------------------------------------------
 
-    def note_choice(self, choice: Choice) -> None:
+    def record_model(self, choice: Choice) -> None:
         """Note the adapter that a request names, before anything else: a refused request is counted there too."""
         record, service = self.record, self.service
         record.adapter_id, record.source = choice.label, choice.source
@@ -156,11 +148,14 @@ class Exchange:
 
     @cached_property
     def lookup(self) -> AdapterLookup:
-        return AdapterLookup(self.service, self.key, self._bearer, self.path)
+        """The lookup for this caller. On a server without keys, the bearer token is meant for the adapter source."""
+        authorization, is_open = self._http.headers.get("authorization", ""), self.service.keys.is_open
+        is_for_source = is_open and not self.key.is_admin and authorization.lower().startswith(BEARER)
+        bearer = authorization[len(BEARER) :].strip() if is_for_source else ""
+        return AdapterLookup(self.service, self.key, bearer or None, self.path)
 
     async def resolve(self, choice: Choice) -> ResolvedModel:
         """Find the model that a request chose, if the caller may use it."""
-        self.note_choice(choice)
         adapter = await self.lookup.resolve(choice)
         self.record.identity, self._adapter_tier = adapter.identity, adapter.tier
         self._is_stale = adapter.stale is not None
@@ -277,14 +272,14 @@ class Exchange:
         record = self.record
         record.is_dropped = has_left
         record.total_s = time.monotonic() - self._began
-        self._sum_up()
+        self._finish_record()
         if self._permit is not None:
             self._permit.release(record.prompt_tokens + record.generated_tokens)
         self.service.metrics.end(record)
         self.service.tracer.end(record)
         log_request(record)
 
-    def _sum_up(self) -> None:
+    def _finish_record(self) -> None:
         record, generations = self.record, self.generations
         completions = [generation.completion for generation in generations]
         num_generated = sum(len(completion.token_ids) for completion in completions)
@@ -331,7 +326,7 @@ class Exchange:
 
     def headers(self, generated_tokens: int) -> dict[str, str]:
         """Return the headers of a whole answer, with its times in milliseconds."""
-        self._sum_up()
+        self._finish_record()
         record = self.record
         total_s = time.monotonic() - self._began
         first_s = record.first_token_s or 0.0
