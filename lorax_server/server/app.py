@@ -46,14 +46,7 @@ def make_app(service: Service, address: str = "") -> FastAPI:
     app.add_route("/openapi.json", lambda _: json_response(app.openapi()), include_in_schema=False)
     _add_handlers(app, routes)
     describe_limits(app, service)
-    app.add_middleware(
-        RequestMiddleware,
-        routes=routes,
-        config=service.config,
-        identify=service.identify,
-        audit_log=service.audit_log,
-        address=address,
-    )
+    app.add_middleware(RequestMiddleware, routes=routes, service=service, address=address)
     app.add_middleware(Cors, **vars(service.config.cors))
     config = service.config
     if config.replica_key:

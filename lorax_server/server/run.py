@@ -13,7 +13,7 @@ import uvicorn
 import uvloop
 
 from lorax_server.config import ServerConfig
-from lorax_server.engine.remote.client import EngineClient
+from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.errors import LoraxError
 from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.app import make_app
@@ -34,7 +34,7 @@ FIRST_S = 1.0  # for the first request of a connection that came just before the
 LOOK_S = 0.01  # between looks whether it is there
 
 
-def run(config: ServerConfig, engine: EngineClient, keys: KeyRing) -> int:
+def run(config: ServerConfig, engine: RemoteEngine, keys: KeyRing) -> int:
     """Run the server until a signal stops it, and return the exit code.
 
     The port is bound before the model is loaded, so that a taken port is known at once. It does not listen yet, so that
@@ -51,7 +51,7 @@ def run(config: ServerConfig, engine: EngineClient, keys: KeyRing) -> int:
         return 1
 
 
-async def _serve(config: ServerConfig, engine: EngineClient, keys: KeyRing, listener: socket.socket) -> int:
+async def _serve(config: ServerConfig, engine: RemoteEngine, keys: KeyRing, listener: socket.socket) -> int:
     service = await _start(config, engine, keys)
     if service is None:
         return 1
@@ -62,7 +62,7 @@ async def _serve(config: ServerConfig, engine: EngineClient, keys: KeyRing, list
     return 0
 
 
-async def _start(config: ServerConfig, engine: EngineClient, keys: KeyRing) -> Service | None:
+async def _start(config: ServerConfig, engine: RemoteEngine, keys: KeyRing) -> Service | None:
     """Start the service. Return None if a signal comes first."""
     starting = asyncio.create_task(Service.start(config, engine, keys))
     loop = asyncio.get_running_loop()

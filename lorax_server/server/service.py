@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from lorax_server.config import ServerConfig
-from lorax_server.engine.remote.client import EngineClient
+from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.errors import AdapterError, ConfigError, EngineError, InputError, LoraxError, SourceError
 from lorax_server.server.access.folder import FolderWatch
 from lorax_server.server.access.keys import Key, KeyRing
@@ -44,7 +44,7 @@ class Service:
     """Everything that requests share. It belongs to one event loop, and `start` creates it."""
 
     config: ServerConfig
-    engine: EngineClient
+    engine: RemoteEngine
     keys: KeyRing
     model_names: ModelNames
     tokenizers: Tokenizers
@@ -73,7 +73,7 @@ class Service:
     # --- Start and end ------------------------------------------------------------------------------------------------
 
     @classmethod
-    async def start(cls, config: ServerConfig, engine: EngineClient, keys: KeyRing) -> "Service":
+    async def start(cls, config: ServerConfig, engine: RemoteEngine, keys: KeyRing) -> "Service":
         """Return a service that is ready for requests. Files are read while the engine loads the model."""
         folder, names = config.engine.model.path, _make_names(config)
         async with AsyncExitStack() as closing:

@@ -15,6 +15,7 @@ from lorax_server.errors import (
     AdapterAccessError,
     AdapterNotFoundError,
     ConfigError,
+    EngineError,
     LoraxError,
     OverloadedError,
     SourceError,

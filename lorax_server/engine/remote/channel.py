@@ -34,7 +34,9 @@ from lorax_server.engine.remote.messages import (
     Ready,
     Stop,
     ToEngine,
+    answer_to_unreadable,
     decode_from_engine,
+    decode_to_engine,
     encode,
 )
 from lorax_server.errors import EngineError, LoraxError
@@ -172,18 +174,18 @@ class ClientChannel:
 
 
 class EngineChannel:
-    """The end in the engine process. A thread receives messages, and sets `wake` for each.
+    """The engine process's end. A thread receives messages, and sets `wake` for each. Any thread may send.
 
-    Messages that `answer_at_once` takes, on that thread, are not kept. Any thread may send.
+    Messages that `handle_urgent` handles, on that thread, do not reach `take`.
     """
 
     def __init__(self, address: str) -> None:
         self.wake = threading.Event()
-        self.answer_at_once: Callable[[bytes], bool] = lambda _: False  # True if it has taken the message
+        self.handle_urgent: Callable[[ToEngine], bool] = lambda _: False  # returns True if it has handled the message
         self._address = address
         self._context = zmq.Context()
         self._from_engine = self._context.socket(zmq.PUSH)
-        self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self.has_failed = False
         self._was_heard = False
         self._sending = threading.Lock()
@@ -194,8 +196,8 @@ class EngineChannel:
         connect(self._from_engine, self._address, FROM_ENGINE)
         threading.Thread(target=self._listen, args=(to_engine,), name="lorax-channel", daemon=True).start()
 
-    def take(self) -> list[bytes]:
-        """Return all messages so far, undecoded: the caller answers those that cannot be decoded."""
+    def take(self) -> list[ToEngine]:
+        """Return all messages so far."""
         return [self._inbox.get() for _ in range(self._inbox.qsize())]
 
     def send(self, message: EngineMessage) -> None:
@@ -216,10 +218,10 @@ class EngineChannel:
     def fail(self, error: Exception) -> None:
         """Report, and wait until the report has arrived: messages on their way may be lost when a process ends."""
         self.report(error)
-        until, stop = time.monotonic() + ACKNOWLEDGE_S, encode(Stop())
+        until = time.monotonic() + ACKNOWLEDGE_S
         with suppress(queue.Empty):
             while not self._was_heard:
-                self._was_heard = self._inbox.get(timeout=max(0.0, until - time.monotonic())) == stop
+                self._was_heard = isinstance(self._inbox.get(timeout=max(0.0, until - time.monotonic())), Stop)
 
     def close(self) -> None:
         with self._sending:
@@ -234,7 +236,7 @@ class EngineChannel:
             poller.register(parent.sentinel, zmq.POLLIN)
         try:
             while any(ready is to_engine for ready, _ in poller.poll()):
-                self._put(to_engine.recv())
+                self._receive(to_engine.recv())
         except zmq.ContextTerminated:
             return
         except Exception as error:
@@ -248,20 +250,30 @@ class EngineChannel:
         """Report that no message can be received any more, and stop, so that another engine is started."""
         logger.error("the engine cannot listen any more, and ends", exc_info=error)
         self.report(error)
-        self._inbox.put(encode(Stop()))
+        self._inbox.put(Stop())
         self.wake.set()
 
     def _end_as_orphan(self) -> None:
         """Clean up after the API process, which is gone, and stop; by force if that takes long."""
         shutil.rmtree(self._address, ignore_errors=True)
-        self._put(encode(Stop()))
+        self._inbox.put(Stop())
+        self.wake.set()
         time.sleep(ORPHAN_S)  # a daemon thread does not keep the process alive
         os._exit(1)
 
-    def _put(self, data: bytes) -> None:
-        if not self.answer_at_once(data):
-            self._inbox.put(data)
-            self.wake.set()
+    def _receive(self, data: bytes) -> None:
+        try:
+            message = decode_to_engine(data)
+        except ChannelError as error:
+            answer = answer_to_unreadable(data, error)
+            if answer is None:
+                raise  # a caller would wait for ever
+            logger.exception("a message that cannot be read is rejected")
+            self.send(answer)
+        else:
+            if not self.handle_urgent(message):
+                self._inbox.put(message)
+                self.wake.set()
 
 
 def describe(exit_code: int | None) -> str:

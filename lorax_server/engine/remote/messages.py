@@ -134,16 +134,6 @@ FromEngine = Ready | Outputs | ResolveReply | StatusReply | AdaptersReply | Done
 # --- Bytes ------------------------------------------------------------------------------------------------------------
 
 
-class _Tagged(msgspec.Struct):
-    """The name of a message, without its content."""
-
-    type: str
-
-
-AT_ONCE = frozenset(kind.__name__ for kind in (Resolve, ForgetAdapter))
-
-
-_TAGGED: msgspec.msgpack.Decoder[_Tagged] = msgspec.msgpack.Decoder(_Tagged)
 _TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
@@ -161,17 +151,6 @@ def decode_to_engine(data: bytes) -> ToEngine:
 
 def decode_from_engine(data: bytes) -> FromEngine:
     return _decode(data, _FROM_ENGINE)
-
-
-def decode_urgent(data: bytes) -> Resolve | ForgetAdapter | None:
-    """Decode a query about names, which needs no engine step. Return None for other or unreadable messages."""
-    try:
-        if _TAGGED.decode(data).type not in AT_ONCE:
-            return None
-        message = decode_to_engine(data)
-    except (msgspec.DecodeError, ChannelError, RecursionError, UnicodeDecodeError):
-        return None
-    return message if isinstance(message, Resolve | ForgetAdapter) else None
 
 
 def answer_to_unreadable(data: bytes, error: ChannelError) -> FromEngine | None:

@@ -18,7 +18,7 @@ from lorax_server.engine.remote import messages
 from lorax_server.engine.remote.channel import EngineChannel
 from lorax_server.errors import EngineError, LoraxError
 from lorax_server.machine import give_back_memory
-from lorax_server.types import EngineInfo, Failure, Output, Request
+from lorax_server.types import EngineInfo, Failure, Output
 
 if TYPE_CHECKING:
     from lorax_server.engine.engine import Engine  # with numpy, which the API process does not need
@@ -78,11 +78,11 @@ class _EngineLoop:
     def run(self, info: EngineInfo) -> None:
         engine, channel = self._engine, self._channel
         channel.wake = engine.wake
-        channel.answer_at_once = self._answer_at_once
+        channel.handle_urgent = self._handle_urgent
         channel.send(messages.Ready(info))
         while True:
-            for data in channel.take():
-                self._take(data)
+            for message in channel.take():
+                self._handle(message)
             if self._is_stopping:
                 return
             self._send(engine.step())
@@ -97,24 +97,12 @@ class _EngineLoop:
 
     # --- Messages to the engine ---------------------------------------------------------------------------------------
 
-    def _answer_at_once(self, data: bytes) -> bool:
-        """Handle what needs no step, on the channel's thread, where nothing may wait; False for other messages."""
-        message = messages.decode_urgent(data)
-        if message is not None:
+    def _handle_urgent(self, message: messages.ToEngine) -> bool:
+        """Handle queries about names, which need no step, on the channel's thread, where nothing may block."""
+        is_urgent = isinstance(message, messages.Resolve | messages.ForgetAdapter)
+        if is_urgent:
             self._handle(message)
-        return message is not None
-
-    def _take(self, data: bytes) -> None:
-        try:
-            message = messages.decode_to_engine(data)
-        except messages.ChannelError as error:
-            answer = messages.answer_to_unreadable(data, error)
-            if answer is None:
-                raise  # a caller would wait for ever
-            logger.exception("A message that cannot be read is refused")
-            self._reply(answer)
-        else:
-            self._handle(message)
+        return is_urgent
 
     def _handle(self, message: messages.ToEngine) -> None:
         match message:
@@ -124,18 +112,15 @@ class _EngineLoop:
                 for request_id in request_ids:
                     self._engine.abort(request_id)
             case messages.Add(request):
-                self._add(request)
+                try:
+                    self._engine.add(request)
+                except Exception as error:
+                    self._refused.append(Output.failed(request.request_id, _to_report(error)))
             case _:
                 try:
                     self._answer(message)
                 except Exception as error:
                     self._refuse(message.query_id, error)
-
-    def _add(self, request: Request) -> None:
-        try:
-            self._engine.add(request)
-        except Exception as error:
-            self._refused.append(Output.failed(request.request_id, _to_report(error)))
 
     def _answer(self, message: messages.Queries) -> None:
         query_id, engine = message.query_id, self._engine

@@ -27,7 +27,7 @@ STEADY_S = 300.0  # an engine that ran this long did not die because of its star
 
 
 class RemoteEngine:
-    """An `EngineClient` that starts an engine process, passes requests to it, and restarts it when it dies.
+    """A client that starts an engine process, passes requests to it, and restarts it when it dies.
 
     `target(config, address)` is a function at module level that builds an engine and calls `process.serve`. All methods
     belong to one event loop. Outputs are buffered for slow readers, so that a slow reader delays no other.

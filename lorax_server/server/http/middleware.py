@@ -6,8 +6,9 @@ Each request gets an id, and refusals are logged. Every route of a router needs 
 import asyncio
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import BaseRoute, Route
@@ -44,22 +45,23 @@ class _RefusedError(Exception):
         self.problem = problem._replace(headers={**problem.headers, "connection": "close"})
 
 
+class Guard(Protocol):
+    """The part of the service that authenticates requests and logs rejected ones."""
+
+    config: ServerConfig
+    audit_log: AuditLog
+
+    def identify(self, headers: Headers) -> Key: ...
+
+
 class RequestMiddleware:
     """Reads the whole body before a route begins: routes take bodies whole, and a bad one is refused here."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        routes: Sequence[BaseRoute],
-        config: ServerConfig,
-        identify: Callable[[Headers], Key],
-        audit_log: AuditLog,
-        address: str = "",
-    ) -> None:
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute], service: Guard, address: str = "") -> None:
+        config = service.config
         self._app = app
         self._routes = routes
-        self._identify = identify
-        self._audit_log = audit_log
+        self._service = service
         self._hosts = Hosts(config.host, config.allowed_hosts, address)
         self._max_body_bytes = config.max_body_bytes
         self._body_timeout_s = config.body_timeout_s
@@ -87,7 +89,7 @@ class RequestMiddleware:
         except _RefusedError as refused:
             await self._refuse(record, refused.problem, receive, send_with_id)
         finally:
-            self._audit_log.end(record, state.get("admin_action"))
+            self._service.audit_log.end(record, state.get("admin_action"))
 
     async def _answer(
         self, scope: Scope, headers: Headers, record: RequestRecord, receive: Receive, send: Send
@@ -99,7 +101,7 @@ class RequestMiddleware:
         self._check_headers(headers)
         if has_route and not is_public:
             try:
-                key = scope["state"]["key"] = self._identify(headers)
+                key = scope["state"]["key"] = self._service.identify(headers)
                 record.key = key.name
             except LoraxError as error:
                 raise _RefusedError(describe(error, path)) from None
@@ -117,7 +119,7 @@ class RequestMiddleware:
         await self._app(scope, receive, send)
         problem = scope["state"].get("problem")  # of the schema, or of a route
         if problem is not None:
-            self._audit_log.refuse(record, problem)
+            self._service.audit_log.refuse(record, problem)
 
     def _check_headers(self, headers: Headers) -> None:
         for name in SINGLE:
@@ -161,7 +163,7 @@ class RequestMiddleware:
 
     async def _refuse(self, record: RequestRecord, problem: Problem, receive: Receive, send: Send) -> None:
         """Answer at once, then read on for a while: a client that is cut off while it sends does not see the answer."""
-        self._audit_log.refuse(record, problem)
+        self._service.audit_log.refuse(record, problem)
         response = problem.response(record.route)
         await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": True})
