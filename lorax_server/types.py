@@ -173,7 +173,8 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: LoraxError) -> "Failure":
-        return cls(type(error).__name__, error.status, str(error), error.retry_after_s)
+        message = str(error).encode(errors="backslashreplace").decode()  # it may quote lone surrogates
+        return cls(type(error).__name__, error.status, message, error.retry_after_s)
 
     def to_error(self) -> LoraxError:
         """Return an error of the same class as the one that this failure was made of."""

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import cached_property
 from http import HTTPStatus
@@ -20,12 +20,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from lorax_server.errors import DeadlineError, LoraxError
+from lorax_server.generation.generation import TokenEvent
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import Choice
 from lorax_server.server.access.rate_limits import Permit
 from lorax_server.server.adapter_lookup import AdapterLookup, ResolvedModel
 from lorax_server.server.checks import TIMEOUT_HEADER, check_logprobs, shorten_timeout
-from lorax_server.server.generations import RemoteGeneration, count_cached
+from lorax_server.server.generations import RemoteGeneration, count_cached, interleave
 from lorax_server.server.http.connections import network
 from lorax_server.server.http.problems import Problem, describe
 from lorax_server.server.http.sse import EventStream, Shortcut, event, until_gone
@@ -42,6 +43,10 @@ CLIENT_LEFT = 499  # for the log: there is no client to read it
 BEARER = "bearer "
 SAFE = "/@:,.-_ +"  # characters of names that headers show as they are
 SMALL = 2000  # tokens, with their alternatives, that are written sooner than another thread has begun
+
+
+WriteEvents = Callable[[int, list[TokenEvent], bool], bytes]
+"""Encodes new tokens of the generation with this index; True for its first tokens."""
 
 
 class RequestContext:
@@ -216,9 +221,24 @@ class RequestContext:
             size += len(completion.prompt_logprobs or ())
         return make() if size <= SMALL else await asyncio.to_thread(make)
 
-    async def stream(self, events: AsyncGenerator[bytes, None], shortcut: Shortcut) -> EventStream:
-        keep_alive_s = self.service.config.keep_alive_s
-        return EventStream(await self.open_stream(events), keep_alive_s, self.stream_headers(), shortcut=shortcut)
+    async def stream(self, write: WriteEvents, write_end: Callable[[], bytes] = lambda: b"") -> EventStream:
+        """Respond with the events of all generations as they arrive, and `write_end` after the last."""
+        shortcut, keep_alive_s = Shortcut(), self.service.config.keep_alive_s
+        if len(self.generations) == 1:  # several alternate, which the shortcut does not support
+            self.generations[0].use(shortcut, lambda token_events: write(0, token_events, False))
+        events = await self.open_stream(self._write_events(write, write_end))
+        return EventStream(events, keep_alive_s, self.stream_headers(), shortcut=shortcut)
+
+    async def _write_events(self, write: WriteEvents, write_end: Callable[[], bytes]) -> AsyncGenerator[bytes, None]:
+        begun = set[int]()
+        async with aclosing(interleave(self.generations)) as stream:
+            async for index, token_events in stream:
+                piece = write(index, token_events, index not in begun)
+                begun.add(index)
+                if piece:
+                    yield piece
+        if end := write_end():
+            yield end
 
     async def open_stream(self, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
         """Return the same events when the first is there, or takes long.

@@ -131,60 +131,35 @@ class _EngineLoop:
                 self._reply_when_done(query_id, engine.load(identity, pin), messages.Done)
             case messages.UnloadAdapter(_, identity):
                 engine.unload(identity)
-                self._reply(messages.Done(query_id))
+                self._channel.send(messages.Done(query_id))
             case messages.ForgetAdapter(_, source, name):
                 engine.forget(source, name)
-                self._reply(messages.Done(query_id))
+                self._channel.send(messages.Done(query_id))
             case messages.ListAdapters(_, identities):
-                self._reply(messages.AdaptersReply(query_id, engine.list_adapters(identities)))
+                self._channel.send(messages.AdaptersReply(query_id, engine.list_adapters(identities)))
             case messages.GetStatus():
-                self._reply(messages.StatusReply(query_id, replace(engine.status(), idle_s=self._idle_s)))
+                self._channel.send(messages.StatusReply(query_id, replace(engine.status(), idle_s=self._idle_s)))
 
     def _reply_when_done(self, query_id: int, future: Future[Result], kind: type[messages.Reply[Result]]) -> None:
         def when_done(done: Future[Result]) -> None:
             try:
-                result = done.result()
+                self._channel.send(kind(query_id, done.result()))
             except BaseException as error:  # whatever it is, it belongs to the caller
                 self._refuse(query_id, error)
-            else:
-                self._reply(kind(query_id, result))
 
         future.add_done_callback(when_done)
 
     # --- Messages from the engine -------------------------------------------------------------------------------------
 
     def _send(self, outputs: list[Output]) -> None:
-        """Send all outputs in one message. An output that cannot be sent fails alone."""
+        """Send all outputs in one message."""
         outputs, self._refused = self._refused + outputs, []
         if outputs:
             self._num_idle = 0
-            try:
-                self._channel.send(messages.Outputs(outputs))
-            except messages.ChannelError:
-                self._channel.send(messages.Outputs([self._make_sendable(output) for output in outputs]))
-
-    def _make_sendable(self, output: Output) -> Output:
-        try:
-            messages.encode(messages.Outputs([output]))
-        except messages.ChannelError as error:
-            self._engine.abort(output.request_id)
-            return Output.failed(output.request_id, _to_report(error))
-        return output
-
-    def _reply(self, reply: messages.EngineMessage) -> None:
-        """Send a reply at once, on any thread."""
-        try:
-            self._channel.send(reply)
-        except messages.ChannelError as error:
-            if not isinstance(reply, messages.Reply):
-                raise
-            self._refuse(reply.query_id, error)
+            self._channel.send(messages.Outputs(outputs))
 
     def _refuse(self, query_id: int, error: BaseException) -> None:
-        try:
-            self._channel.send(messages.Refused(query_id, Failure.of(_to_report(error))))
-        except messages.ChannelError as unsendable:  # the error quotes text that is none, such as a lone surrogate
-            self._channel.send(messages.Refused(query_id, Failure.of(_to_report(unsendable))))
+        self._channel.send(messages.Refused(query_id, Failure.of(_to_report(error))))
 
 
 def _to_report(error: BaseException) -> LoraxError:

@@ -126,7 +126,7 @@ class KeyRing:
         replica_key: str | None = None,
     ) -> None:
         self._keys: dict[bytes, Key] = {}
-        self._named: dict[str, Key] = {"": Key()}
+        self._names: set[str] = set()
         self.is_open = not api_keys and keys_file is None  # to callers without a key; also an empty file closes it
         self.has_admin = False
         for number, secret in enumerate(api_keys, 1):
@@ -143,10 +143,6 @@ class KeyRing:
     def weights(self) -> dict[str, float]:
         """The shares of keys, by their names."""
         return {key.name: key.weight for key in self._keys.values()}
-
-    def named(self, name: str) -> Key:
-        """Return the key of a name; a caller without a key has none."""
-        return self._named[name]
 
     def identify(self, authorization: str | None) -> Key:
         """Find the key of an `Authorization` header. An open server takes any: it may be meant for a source."""
@@ -183,10 +179,10 @@ class KeyRing:
             raise ConfigError(
                 f"{where} is the same as that of {self._keys[digest].name!r}; every key has to be its own"
             )
-        if key.name in self._named:
+        if key.name in self._names:
             raise ConfigError(f"{where}: the name {key.name!r} is taken; use another")
         self._keys[digest] = key
-        self._named[key.name] = key
+        self._names.add(key.name)
         self.has_admin |= key.is_admin
 
 

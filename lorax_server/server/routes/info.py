@@ -113,38 +113,21 @@ def _add_health(router: APIRouter, service: Service) -> None:
     for path, name in (("/health", "check_health"), ("/ping", "ping"), ("/", "check")):
         router.get(path, operation_id=name, **empty)(health)
 
-    probe = _Probe(service)
+    lock, valid_until = asyncio.Lock(), -math.inf
 
     @router.get("/startup", operation_id="check_startup", **empty)
     async def startup() -> Response:
         """Ask the base model for a token, unless one has come in the last seconds."""
+        nonlocal valid_until
         if not service.is_ready:
             return unhealthy.response("/")
-        return Response() if await probe.run() else Problem(503, "failed healthcheck", "Empty generation").response("/")
-
-
-class _Probe:
-    """Asks the engine for a token: once for all callers that wait, and not again soon after a success."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._good_until = -math.inf
-        self._running: asyncio.Task[bool] | None = None
-
-    async def run(self) -> bool:
-        if time.monotonic() < self._good_until:
-            return True
-        if self._running is None or self._running.done():
-            self._running = asyncio.create_task(self._generate())
-        return await asyncio.shield(self._running)
-
-    async def _generate(self) -> bool:
-        engine = self._service.engine
-        request = EngineRequest(engine.new_id(), [0], SamplingParams(), StopParams(max_new_tokens=1))
-        tokens = [output async for output in engine.generate(request)]
-        if tokens:
-            self._good_until = time.monotonic() + PROBE_S
-        return bool(tokens)
+        async with lock:  # one probe for all callers that wait
+            if time.monotonic() >= valid_until:
+                request = EngineRequest(service.engine.new_id(), [0], SamplingParams(), StopParams(max_new_tokens=1))
+                if not [output async for output in service.engine.generate(request)]:
+                    return Problem(503, "failed healthcheck", "Empty generation").response("/")
+                valid_until = time.monotonic() + PROBE_S
+        return Response()
 
 
 def _add_metrics(router: APIRouter, service: Service) -> None:

@@ -1,7 +1,5 @@
 """LoRAX's own routes for text: `/`, `/invocations`, `/generate` and `/generate_stream`."""
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +10,7 @@ from lorax_server.generation.candidates import sort_candidates
 from lorax_server.generation.generation import TokenEvent
 from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.problems import json_response
-from lorax_server.server.http.sse import Shortcut, write_events
+from lorax_server.server.http.sse import write_events
 from lorax_server.server.request_context import RequestContext
 from lorax_server.server.routes.lorax_parameters import choose_adapter, choose_structure, to_options
 from lorax_server.server.schemas.lorax import (
@@ -95,35 +93,24 @@ def _write(
 
 async def _answer_stream(context: RequestContext, body: GenerateRequest) -> Response:
     (generation,) = await _prepare(context, body, is_streamed=True)
-    shortcut = Shortcut()
-    generation.use(shortcut, lambda token_events: write_events(_describe(generation, token_events)))
-    return await context.stream(_stream(context, generation, body), shortcut)
+    parameters, extra = body.parameters or GenerateParameters(), dict(context.first_event)
 
+    def write(_: int, token_events: list[TokenEvent], is_first: bool) -> bytes:
+        events: list[dict[str, Any]] = [
+            {"token": _token(generation, token_event), "generated_text": None, "details": None}
+            for token_event in token_events
+        ]
+        if token_events[-1].finish_reason is not None:
+            prefix = body.inputs if parameters.return_full_text else ""
+            events[-1]["generated_text"] = prefix + generation.text
+            if parameters.details:
+                prompt_tokens = len(generation.request.prompt_ids)
+                events[-1]["details"] = _summary(generation) | {"prompt_tokens": prompt_tokens}
+        if is_first:
+            events[0] |= extra
+        return write_events(events)
 
-async def _stream(
-    context: RequestContext, generation: RemoteGeneration, body: GenerateRequest
-) -> AsyncGenerator[bytes, None]:
-    parameters, first = body.parameters or GenerateParameters(), context.first_event
-    async with aclosing(generation.stream()) as stream:
-        async for token_events in stream:
-            answers = _describe(generation, token_events)
-            if generation.completion.finish_reason is not None:
-                prefix = body.inputs if parameters.return_full_text else ""
-                answers[-1]["generated_text"] = prefix + generation.text
-                if parameters.details:
-                    prompt_tokens = len(generation.request.prompt_ids)
-                    answers[-1]["details"] = _summary(generation) | {"prompt_tokens": prompt_tokens}
-            if answers and first:
-                answers[0] |= first
-                first = {}
-            yield write_events(answers)
-
-
-def _describe(generation: RemoteGeneration, token_events: list[TokenEvent]) -> list[dict[str, Any]]:
-    return [
-        {"token": _token(generation, token_event), "generated_text": None, "details": None}
-        for token_event in token_events
-    ]
+    return await context.stream(write)
 
 
 def _summary(generation: RemoteGeneration) -> dict[str, Any]:

@@ -4,8 +4,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +16,8 @@ from lorax_server.server.access.keys import HUB
 from lorax_server.server.access.model_names import Choice, ModelNames, Named
 from lorax_server.server.adapter_lookup import ResolvedModel
 from lorax_server.server.checks import MAX_BIASES, check, check_stops, pick_sampling, to_bias
-from lorax_server.server.generations import RemoteGeneration, count_cached, interleave
-from lorax_server.server.http.sse import DONE, EventStream, Shortcut, event, write_events
+from lorax_server.server.generations import RemoteGeneration, count_cached
+from lorax_server.server.http.sse import DONE, EventStream, event, write_events
 from lorax_server.server.prompts import RequestOptions
 from lorax_server.server.request_context import RequestContext
 from lorax_server.server.routes.lorax_parameters import choose_merged
@@ -191,35 +190,25 @@ Write = Callable[[int, list[TokenEvent], bool], list[dict[str, Any]]]
 async def stream_choices(
     context: RequestContext, body: CommonRequest, frame: dict[str, Any], write: Write
 ) -> EventStream:
-    """Answer with the events of all generations, as they come."""
-    shortcut = Shortcut()
-    if len(context.generations) == 1:  # several take turns, which the shortcut does not know
-        context.generations[0].use(
-            shortcut, lambda token_events: write_events(_frame(body, frame, write(0, token_events, False)))
-        )
-    return await context.stream(_stream(context, body, frame, write), shortcut)
+    """Respond with the events of all generations, as they arrive."""
+    num_left, extra = len(context.generations), dict(context.first_event)
+    no_usage = {"usage": None} if body.wants_usage else {}
 
+    def write_choices(index: int, token_events: list[TokenEvent], is_first: bool) -> bytes:
+        nonlocal num_left
+        chunks: list[dict[str, Any]] = [
+            {**frame, "choices": [choice], **no_usage} for choice in write(index, token_events, is_first)
+        ]
+        num_left -= token_events[-1].finish_reason is not None
+        if body.says_nothing_of_usage and not num_left:
+            chunks[-1]["usage"] = count_usage(context)
+        if chunks:
+            chunks[0] |= extra
+            extra.clear()
+        return write_events(chunks)
 
-async def _stream(
-    context: RequestContext, body: CommonRequest, frame: dict[str, Any], write: Write
-) -> AsyncGenerator[bytes, None]:
-    begun, num_left, first = set[int](), len(context.generations), context.first_event
-    async with aclosing(interleave(context.generations)) as stream:
-        async for index, token_events in stream:
-            answers = _frame(body, frame, write(index, token_events, index not in begun))
-            begun.add(index)
-            num_left -= token_events[-1].finish_reason is not None
-            if body.says_nothing_of_usage and not num_left:
-                answers[-1]["usage"] = count_usage(context)
-            if answers:
-                answers[0] |= first
-                first = {}
-                yield write_events(answers)
-    if body.wants_usage:
-        yield event(frame | {"choices": [], "usage": count_usage(context)})
-    yield DONE
+    def write_end() -> bytes:
+        usage = event(frame | {"choices": [], "usage": count_usage(context)}) if body.wants_usage else b""
+        return usage + DONE
 
-
-def _frame(body: CommonRequest, frame: dict[str, Any], choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    usage = {"usage": None} if body.wants_usage else {}
-    return [{**frame, "choices": [choice], **usage} for choice in choices]
+    return await context.stream(write_choices, write_end)

@@ -197,19 +197,6 @@ def test_an_engine_that_cannot_hear_any_more_ends_with_a_reason(peer: Peer, monk
     assert peer.engine.is_closed
 
 
-def test_what_cannot_be_sent_fails_alone(peer: Peer) -> None:
-    peer.engine.step = lambda: next(steps, [])  # type: ignore[method-assign]
-    steps = iter([[one(1, 5, 0.0), one(2, 5, object()), one(3, 6, 0.0)]])
-    peer.engine.wake.set()
-    message = peer.receive()
-    assert isinstance(message, messages.Outputs)
-    assert [(output.request_id, ids_of(output)) for output in message.outputs] == [(1, [5]), (2, []), (3, [6])]
-    assert message.outputs[1].failure is not None
-    assert "it holds object" in message.outputs[1].failure.message
-    assert 2 in peer.engine._aborted
-    stop(peer)
-
-
 def test_it_steps_now_and_then_though_nothing_happens(waiting_peer: Peer) -> None:
     peer = waiting_peer
     peer.engine.idle_s = 0.001

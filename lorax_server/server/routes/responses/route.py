@@ -2,8 +2,6 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,7 +13,7 @@ from lorax_server.generation.generation import TokenEvent
 from lorax_server.server.checks import check, not_yet
 from lorax_server.server.generations import RemoteGeneration
 from lorax_server.server.http.problems import json_response
-from lorax_server.server.http.sse import Shortcut, named_event
+from lorax_server.server.http.sse import named_event
 from lorax_server.server.request_context import RequestContext
 from lorax_server.server.routes import chat, openai
 from lorax_server.server.routes.responses.items import to_messages, to_tool
@@ -53,9 +51,17 @@ async def _respond(context: RequestContext, body: ResponsesRequest) -> Response:
     writer = ResponseWriter(_make_frame(context, body), plan, reader)
     if body.stream:
         context.write_failure = lambda problem: _write_events(writer.fail(problem.message))
-        shortcut = Shortcut()
-        generation.use(shortcut, lambda token_events: _write_events(_feed(writer, asked, generation, token_events)))
-        return await context.stream(_stream(context, asked, generation, writer), shortcut)
+
+        def write(_: int, token_events: list[TokenEvent], is_first: bool) -> bytes:
+            events = writer.begin() if is_first else []
+            if is_first:
+                events[0]["response"] |= context.first_event
+            events += _feed(writer, asked, generation, token_events)
+            if token_events[-1].finish_reason is not None:
+                events += _end(context, generation, writer)
+            return _write_events(events)
+
+        return await context.stream(write)
     await generation.finish()
     return await context.write(lambda: _write(context, asked, generation, writer))
 
@@ -178,23 +184,6 @@ def _write(
         _feed(writer, asked, generation, [token_event])
     _end(context, generation, writer)
     return json_response(writer.response, 200, context.headers(writer.response["usage"]["output_tokens"]))
-
-
-async def _stream(
-    context: RequestContext, asked: ChatCompletionRequest, generation: RemoteGeneration, writer: ResponseWriter
-) -> AsyncGenerator[bytes, None]:
-    events: list[Event] = []
-    has_begun = False
-    async with aclosing(generation.stream()) as stream:
-        async for token_events in stream:
-            if not has_begun:
-                events, has_begun = writer.begin(), True
-                events[0]["response"] |= context.first_event
-            events += _feed(writer, asked, generation, token_events)
-            if token_events and token_events[-1].finish_reason is not None:
-                events += _end(context, generation, writer)
-            yield _write_events(events)
-            events = []
 
 
 def _write_events(events: list[Event]) -> bytes:
