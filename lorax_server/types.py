@@ -226,6 +226,9 @@ class AdapterRef(NamedTuple):
     token: str | None = None  # decides what the caller may read
 
 
+MAX_MERGED = 32  # adapters in one merge
+
+
 @dataclass(frozen=True)
 class Merge:
     """A merge of adapters, as a request describes it."""

@@ -45,6 +45,7 @@ SAFE = "/@:,.-_ +"  # characters of names that headers show as they are
 SMALL = 2000  # tokens, with their alternatives, that are written sooner than another thread has begun
 
 
+Work = Callable[["RequestContext"], Coroutine[Any, Any, Response]]
 WriteEvents = Callable[[int, list[TokenEvent], bool], bytes]
 """Encodes new tokens of the generation with this index; True for its first tokens."""
 
@@ -75,10 +76,10 @@ class RequestContext:
 
     # --- Around a route's work ----------------------------------------------------------------------------------------
 
-    async def answer(self, work: Coroutine[Any, Any, Response]) -> Response:
-        """Do a route's work and return its response; errors become responses, too.
+    async def answer(self, work: Work) -> Response:
+        """Run a route's work and return its response; errors become responses, too.
 
-        A stream goes on after this has returned, and ends the context itself.
+        A stream continues after this has returned, and ends the request itself.
         """
         self.service.metrics.begin()
         self.service.running.add(self)
@@ -97,24 +98,20 @@ class RequestContext:
                 self._end(has_left=response is None)
         return Response(status_code=CLIENT_LEFT) if response is None else response
 
-    async def _work(self, work: Coroutine[Any, Any, Response]) -> Response | None:
-        """Return the work's response, or None if the client has left before."""
+    async def _work(self, work: Work) -> Response | None:
+        """Return the work's response, or None if the client has disconnected."""
+        self.timeout_s = shorten_timeout(self.timeout_s, self._http.headers.get(TIMEOUT_HEADER))
+        if self.timeout_s is not None:
+            too_late = DeadlineError(f"there was no answer within {self.timeout_s:g} s")
+            self._timer = asyncio.get_running_loop().call_later(self.timeout_s, self.stop, too_late)
+        working, leaving = asyncio.create_task(work(self)), asyncio.create_task(until_gone(self._http.receive))
         try:
-            self.timeout_s = shorten_timeout(self.timeout_s, self._http.headers.get(TIMEOUT_HEADER))
-        except BaseException:
-            work.close()
-            raise
-        working, leaving = asyncio.create_task(work), asyncio.create_task(until_gone(self._http.receive))
-        try:
-            ends = (working, leaving, self._stopped)
-            await asyncio.wait(ends, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((working, leaving, self._stopped), return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 return working.result()
-            if leaving.done():
-                return None
             if self._stopped.done():
                 raise self._stopped.result()
-            raise self._too_late
+            return None
         finally:
             leaving.cancel()
             working.cancel()
@@ -126,10 +123,6 @@ class RequestContext:
             self._stopped.set_result(error)
         for generation in self.generations:
             generation.stop(error)
-
-    @property
-    def _too_late(self) -> DeadlineError:
-        return DeadlineError(f"there was no answer within {self.timeout_s:g} s")
 
     @property
     def tenant(self) -> str:
@@ -202,13 +195,7 @@ class RequestContext:
         if service.config.log_prompts:
             text = prompt if isinstance(prompt, str) else str(list(prompt))
             record.prompt = text if record.prompt is None else f"{record.prompt}\n{text}"
-        self._set_timer()
         return generations
-
-    def _set_timer(self) -> None:
-        if self.timeout_s is not None and self._timer is None:
-            left_s = self.timeout_s - (time.monotonic() - self._began)
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, left_s), self.stop, self._too_late)
 
     # --- Responses ----------------------------------------------------------------------------------------------------
 

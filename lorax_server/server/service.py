@@ -131,8 +131,8 @@ class Service:
 
     def check_admin(self, http: Request, action: str, adapter_id: str) -> Key:
         """Return an admin's key, or reject the caller. The audit log records the caller and the outcome."""
-        act, key = AdminAction(action, adapter_id), http.state.key
-        http.state.admin_action = act
+        key: Key = http.state.key
+        act = http.state.admin_action = AdminAction(action, adapter_id)
         self.keys.check_admin(key)
         act.key = key.name
         return key

@@ -191,8 +191,7 @@ class Bench:
         return asyncio.create_task(self._answer(http, work))
 
     async def _answer(self, http: HttpRequest, work: Work) -> Response:
-        context = RequestContext(self.service, http)
-        return await context.answer(work(context))
+        return await RequestContext(self.service, http).answer(work)
 
     async def read(self, response: Response) -> None:
         await response({"type": "http"}, self.peer.receive, self.peer.send)

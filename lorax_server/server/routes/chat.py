@@ -39,8 +39,7 @@ def make_router(service: Service) -> APIRouter:
     )
     async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:
         """Answer messages. With `stream` the events are `chat.completion.chunk`s, then `[DONE]`."""
-        context = RequestContext(service, http)
-        return await context.answer(_chat(context, body))
+        return await RequestContext(service, http).answer(lambda context: _chat(context, body))
 
     return router
 

@@ -52,8 +52,7 @@ def make_router(service: Service) -> APIRouter:
     @router.post("/v1/completions", operation_id="complete", response_model=CompletionResponse, responses=openai.ERRORS)
     async def completions(http: Request, body: CompletionRequest) -> Response:
         """Continue one or several prompts. With `stream` the events are chunks of the same form, then `[DONE]`."""
-        context = RequestContext(service, http)
-        return await context.answer(_complete(context, body))
+        return await RequestContext(service, http).answer(lambda context: _complete(context, body))
 
     return router
 

@@ -35,20 +35,18 @@ def make_router(service: Service) -> APIRouter:
     @router.post("/generate", operation_id="generate", response_model=GenerateResponse, responses=ERRORS)
     async def generate(http: Request, body: GenerateRequest) -> Response:
         """Answer a prompt."""
-        context = RequestContext(service, http)
-        return await context.answer(_answer_whole(context, body, as_list=False))
+        return await RequestContext(service, http).answer(lambda context: _answer_whole(context, body, as_list=False))
 
     @router.post("/generate_stream", operation_id="generate_stream", response_class=Response, responses=ERRORS)
     async def generate_stream(http: Request, body: GenerateRequest) -> Response:
         """Answer a prompt token by token. Each event is a `StreamResponse`; the last one has `generated_text`."""
-        context = RequestContext(service, http)
-        return await context.answer(_answer_stream(context, body))
+        return await RequestContext(service, http).answer(lambda context: _answer_stream(context, body))
 
     async def compat(http: Request, body: CompatGenerateRequest) -> Response:
         """Answer a prompt, in a list of one answer; or token by token if `stream` is true."""
-        context = RequestContext(service, http)
-        work = _answer_stream(context, body) if body.stream else _answer_whole(context, body, as_list=True)
-        return await context.answer(work)
+        if body.stream:
+            return await generate_stream(http, body)
+        return await RequestContext(service, http).answer(lambda context: _answer_whole(context, body, as_list=True))
 
     for path, name in (("/", "answer"), ("/invocations", "invoke")):
         router.post(path, operation_id=name, response_model=list[GenerateResponse], responses=ERRORS)(compat)

@@ -5,7 +5,6 @@ import secrets
 from collections.abc import Callable
 
 from lorax_server.config import ServerConfig
-from lorax_server.engine.adapters.resolver import MAX_MERGED
 from lorax_server.generation.candidates import candidate_seed
 from lorax_server.server.access.model_names import Choice, ModelNames
 from lorax_server.server.checks import check, check_stops, pick_sampling, to_bias
@@ -14,7 +13,7 @@ from lorax_server.server.schemas.lorax import GenerateParameters, MergedAdapters
 from lorax_server.server.schemas.unsupported_fields import GENERATE, reject_unsupported
 from lorax_server.server.service import Service
 from lorax_server.structured_output import request_formats
-from lorax_server.types import Merge, SamplingParams, StopParams, Structure
+from lorax_server.types import MAX_MERGED, Merge, SamplingParams, StopParams, Structure
 
 
 def choose_adapter(parameters: GenerateParameters, names: ModelNames) -> Choice:

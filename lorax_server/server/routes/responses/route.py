@@ -35,8 +35,7 @@ def make_router(service: Service) -> APIRouter:
     @router.post("/v1/responses", operation_id="respond", response_model=ResponseObject, responses=openai.ERRORS)
     async def respond(http: Request, body: ResponsesRequest) -> Response:
         """Answer items. With `stream` the events are those of OpenAI's responses. Nothing is stored."""
-        context = RequestContext(service, http)
-        return await context.answer(_respond(context, body))
+        return await RequestContext(service, http).answer(lambda context: _respond(context, body))
 
     return router
 
