@@ -6,7 +6,7 @@ queried only for the adapters of the page.
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -112,20 +112,16 @@ def _list_also(service: Service, key: Key, also: Sequence[str], page: Sequence[_
 
     An adapter that needs a token is left out, unless it has an operator's name: the caller may have no token for it.
     """
+    names, index, rows = service.model_names, service.adapter_index, dict[str, _Row]()
     aliases, others = {row.alias for row in page}, {row.name for row in page if not row.alias}
-    rows = {row.alias: row for row in _find_rows(service, key, also)}
-    return [row for row in rows.values() if row.alias not in aliases and row.name not in others]
-
-
-def _find_rows(service: Service, key: Key, adapter_ids: Iterable[str]) -> Iterator[_Row]:
-    names, index = service.model_names, service.adapter_index
-    for adapter_id in adapter_ids:
+    for adapter_id in also:
         choice = names.find(adapter_id, None)
         (name,), (allowed,) = choice.names, choice.allowed
-        is_listed = choice.label in names.adapters
+        is_listed, is_there = choice.label in names.adapters, choice.label in aliases or name in others
         is_hidden = index.is_private(name) and not (is_listed or key.is_admin)
-        if key.may_use(*allowed, names.default_source, name.source == HUB) and not is_hidden:
-            yield _Row(choice.label, name, index.latest(name), is_listed)
+        if not (is_there or is_hidden) and key.may_use(*allowed, names.default_source, name.source == HUB):
+            rows[choice.label] = _Row(choice.label, name, index.latest(name), is_listed)
+    return list(rows.values())
 
 
 def describe(alias: str, name: Named | None, state: AdapterState | None, error: str | None) -> dict[str, Any]:
