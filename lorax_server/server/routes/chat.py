@@ -19,7 +19,7 @@ from lorax_server.server.prompts import RequestOptions
 from lorax_server.server.request_context import RequestContext
 from lorax_server.server.routes import openai
 from lorax_server.server.schemas.openai import ChatCompletionRequest, ChatCompletionResponse, Message, TextPart
-from lorax_server.server.schemas.unsupported_fields import CHAT
+from lorax_server.server.schemas.unsupported_fields import CHAT, reject_unsupported
 from lorax_server.server.service import Service
 from lorax_server.server.tools.answer_plan import AnswerPlan, plan_answer
 from lorax_server.server.tools.conversation import prepare_calls
@@ -71,7 +71,9 @@ async def prepare(context: RequestContext, body: ChatCompletionRequest, choice: 
     structure, offer = await openai.choose_structure(body), await _make_offer(body)
     model = await openai.resolve(context, body, choice)
     template = service.tokenizers.template_of(model.tokenizer, offer is not None) or ""
-    plan = plan_answer(service.config, context.record.adapter_id, template, offer, _separates(service, body))
+    asked = body.separate_reasoning
+    separates = service.config.separate_reasoning if asked is None else asked
+    plan = plan_answer(service.config, context.record.adapter_id, template, offer, separates)
     prompt = await _render(context, model.tokenizer, template, body, offer)
     if plan is not None:
         if offer is not None:
@@ -89,13 +91,8 @@ async def _make_offer(body: ChatCompletionRequest) -> ToolOffer | None:
     )
 
 
-def _separates(service: Service, body: ChatCompletionRequest) -> bool:
-    asked = body.separate_reasoning
-    return service.config.separate_reasoning if asked is None else asked
-
-
 def _to_options(service: Service, body: ChatCompletionRequest) -> RequestOptions:
-    openai.refuse_unsupported(CHAT, body)
+    reject_unsupported(CHAT, body.model_extra, vars(body))
     check(bool(body.messages), "`messages` must not be empty")
     check(not body.top_logprobs or bool(body.logprobs), "`top_logprobs` needs `logprobs` to be true")
     check((body.top_logprobs or 0) >= 0, "`top_logprobs` must not be negative")

@@ -19,7 +19,7 @@ from lorax_server.server.prompts import RequestOptions
 from lorax_server.server.request_context import RequestContext
 from lorax_server.server.routes import openai
 from lorax_server.server.schemas.openai import CompletionRequest, CompletionResponse
-from lorax_server.server.schemas.unsupported_fields import COMPLETIONS
+from lorax_server.server.schemas.unsupported_fields import COMPLETIONS, reject_unsupported
 from lorax_server.server.service import Service
 from lorax_server.text.prompt import Prompt, list_prompts
 from lorax_server.text.tokenizer import TextTokenizer
@@ -81,7 +81,7 @@ async def _complete(context: RequestContext, body: CompletionRequest) -> Respons
 def _to_options(
     service: Service, body: CompletionRequest, num_prompts: int, num_choices: int, num_drawn: int
 ) -> RequestOptions:
-    openai.refuse_unsupported(COMPLETIONS, body)
+    reject_unsupported(COMPLETIONS, body.model_extra, vars(body))
     openai.check_stopping(service, body)
     openai.check_count(service, num_choices)
     check(num_drawn >= num_choices, f"`best_of` ({num_drawn}) must be at least `n` ({num_choices})")

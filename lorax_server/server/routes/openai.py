@@ -22,7 +22,6 @@ from lorax_server.server.prompts import RequestOptions
 from lorax_server.server.request_context import RequestContext
 from lorax_server.server.routes.lorax_parameters import choose_merged
 from lorax_server.server.schemas.openai import CommonRequest, OpenAIErrorResponse
-from lorax_server.server.schemas.unsupported_fields import reject_unsupported
 from lorax_server.server.service import Service
 from lorax_server.structured_output import request_formats
 from lorax_server.types import MAX_SEED, FinishReason, SamplingParams, StopParams, Structure
@@ -75,10 +74,6 @@ def _choose(body: CommonRequest, names: ModelNames) -> Choice:
 
 
 # --- Parameters -------------------------------------------------------------------------------------------------------
-
-
-def refuse_unsupported(route: str, body: CommonRequest) -> None:
-    reject_unsupported(route, body.model_extra, vars(body))
 
 
 def check_stopping(service: Service, body: CommonRequest) -> None:
