@@ -198,7 +198,7 @@ def _digest_of(secret: str, where: str) -> bytes:
 # --- Files of keys ----------------------------------------------------------------------------------------------------
 
 
-class _Entry(Permissions, frozen=True, kw_only=True):
+class _KeyEntry(Permissions, frozen=True, kw_only=True):
     """A table of the file. It is never printed, since `key` is a secret."""
 
     key: str | None = None
@@ -239,7 +239,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 def _read_key(where: str, name: str, table: object) -> tuple[bytes, Key]:
     try:
-        entry = msgspec.convert(table, _Entry)
+        entry = msgspec.convert(table, _KeyEntry)
     except msgspec.ValidationError as error:  # it names types and fields, never values
         raise ConfigError(f"{where}: {error}") from None
     if not (math.isfinite(entry.weight) and entry.weight > 0):
