@@ -251,11 +251,7 @@ class LimitsConfig(Settings):
     )
     body_timeout_s: float = setting(30.0, "seconds for headers, and for a body, to arrive", above=0)
     keep_alive_s: float = setting(15.0, "seconds of silence until a stream sends a comment", above=0)
-    api_workers: int | None = setting(
-        None,
-        "API processes in front of the engine",
-        none="one for every four cores, at most 8; 1 where the model runs on a CPU",
-    )
+    api_workers: int = setting(1, "API processes; only 1 is supported, scale out with --replicas")
     drain_s: float = setting(90.0, "seconds that requests have to end when the server stops", at_least=0)
 
 
@@ -296,6 +292,11 @@ class ServerConfig(AccessConfig, LimitsConfig, LogConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.api_workers != 1:
+            raise ConfigError(
+                f"api_workers = {self.api_workers} is not supported: one API process carries 40,000 tokens/s; "
+                "scale out with replicas (lorax serve --replicas)"
+            )
         for parser in self.tool_parsers:
             name = parser.rpartition("=")[2]
             if name not in TOOL_PARSERS:

@@ -7,13 +7,12 @@ only the server needs.
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from lorax_server.config import EngineConfig, ServerConfig
 from lorax_server.engine.remote.process import connected, serve
 from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.machine import (
-    count_cores,
     keep_between_steps,
     return_large_blocks,
     share_arenas,
@@ -21,11 +20,6 @@ from lorax_server.machine import (
     spare_steps,
 )
 from lorax_server.types import EngineInfo
-
-if TYPE_CHECKING:
-    from lorax_server.server.access.keys import KeyRing
-
-CORES_PER_WORKER, MAX_WORKERS = 4, 8
 
 
 class LogFormat(NamedTuple):
@@ -47,32 +41,13 @@ def check_files(config: ServerConfig) -> None:
 def serve_forever(config: ServerConfig) -> int:
     """Serve until a signal comes, and return the exit code."""
     from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
+    from lorax_server.server.run import run  # noqa: PLC0415
 
     return_large_blocks()
     keep_between_steps()
     keys = KeyRing(config.api_keys, config.admin_key, config.keys_file)
     engine = replace(config.engine, tenant_weights={**keys.weights, **config.engine.tenant_weights})
-    return serve_engine(config, make_client(engine, logs=LogFormat(config.log_level, config.json_logs)), keys)
-
-
-def serve_engine(config: ServerConfig, engine: RemoteEngine, keys: "KeyRing") -> int:
-    """Serve an engine by one API process, which is this one, or by several, of which this one is the parent."""
-    count = config.api_workers or default_workers(config.engine.model.device)
-    if count > 1:
-        from lorax_server.server.workers.parent import run_parent  # noqa: PLC0415
-
-        return run_parent(config, engine, keys, count)
-    from lorax_server.server.run import run  # noqa: PLC0415
-
-    return run(config, engine, keys)
-
-
-def default_workers(device: str) -> int:
-    """Return the number of API processes for this machine: one for every four cores, and no more than eight.
-
-    On a CPU the engine needs all cores, and one API process carries more tokens than it can make.
-    """
-    return 1 if device == "cpu" else max(1, min(MAX_WORKERS, count_cores() // CORES_PER_WORKER))
+    return run(config, make_client(engine, logs=LogFormat(config.log_level, config.json_logs)), keys)
 
 
 def make_client(config: EngineConfig, *, restart: bool = True, logs: LogFormat | None = None) -> RemoteEngine:

@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import astuple, dataclass, field
-from enum import IntEnum, StrEnum
+from enum import Enum, IntEnum, StrEnum
 from typing import NamedTuple
 
 from lorax_server import errors
@@ -173,7 +173,8 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: LoraxError) -> "Failure":
-        return cls(type(error).__name__, error.status, str(error), error.retry_after_s)
+        message = str(error).encode(errors="backslashreplace").decode()  # it may quote lone surrogates
+        return cls(type(error).__name__, error.status, message, error.retry_after_s)
 
     def to_error(self) -> LoraxError:
         """Return an error of the same class as the one that this failure was made of."""
@@ -223,6 +224,9 @@ class AdapterRef(NamedTuple):
     source: str
     name: str
     token: str | None = None  # decides what the caller may read
+
+
+MAX_MERGED = 32  # adapters in one merge
 
 
 @dataclass(frozen=True)
@@ -313,6 +317,17 @@ class EngineStatus(SchedulerCounters, AdapterCounters):
     adapters_on_host: int
     adapters_on_device: int
     idle_s: float = 0.0  # spent waiting for work so far, by an engine with a process of its own
+
+
+class AdapterStage(Enum):
+    """The stages of an adapter on its way to the device. The values are shown to users."""
+
+    DISK = "on disk"
+    PREPARING = "being prepared"
+    HOST = "in host memory"
+    LOADING = "being loaded"
+    DEVICE = "on the device"
+    FAILED = "failed"
 
 
 class AdapterState(NamedTuple):

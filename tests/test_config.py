@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lorax_server.config import DTYPES, QUANTIZE, EngineConfig, ModelConfig, SourceConfig
+from lorax_server.config import DTYPES, QUANTIZE, EngineConfig, ModelConfig, ServerConfig, SourceConfig
 from lorax_server.errors import ConfigError
 
 
@@ -135,3 +135,10 @@ def test_sources_need_some_of_everything(name: str) -> None:
 
 def test_a_token_is_not_shown() -> None:
     assert "secret" not in repr(EngineConfig(MODEL, sources=SourceConfig(hub_token="secret")))
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_several_api_processes_are_rejected(count: int) -> None:
+    with pytest.raises(ConfigError, match=r"40,000 tokens/s; scale out with replicas \(lorax serve --replicas\)"):
+        ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base", api_workers=count)
+    assert ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base", api_workers=1).api_workers == 1

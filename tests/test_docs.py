@@ -14,8 +14,8 @@ from lorax_server.adapters.methods.fields import FIELDS, Method
 from lorax_server.cli.flags import FLAGS
 from lorax_server.config import EngineConfig
 from lorax_server.models.registry import MODELS
-from lorax_server.server.routes.lorax_schemas import GenerateParameters
-from lorax_server.server.routes.openai_schemas import (
+from lorax_server.server.schemas.lorax import GenerateParameters
+from lorax_server.server.schemas.openai import (
     ChatCompletionRequest,
     CompletionRequest,
     LoadRequest,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lorax_server import launch, machine
+from lorax_server import machine
 from lorax_server.machine import (
     PURGE_DELAY,
     count_cores,
@@ -175,13 +175,6 @@ def test_large_blocks_are_returned_when_they_are_freed() -> None:
 
 def _no_file(*args: Any, **kwargs: Any) -> Any:
     raise FileNotFoundError
-
-
-@pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 1), (7, 1), (8, 2), (16, 4), (32, 8), (128, 8)])
-def test_api_processes_by_cores(monkeypatch: pytest.MonkeyPatch, cores: int, expected: int) -> None:
-    monkeypatch.setattr(launch, "count_cores", lambda: cores)
-    assert launch.default_workers("cuda") == expected
-    assert launch.default_workers("cpu") == 1
 
 
 def test_what_the_user_says_of_torchs_memory_stays(monkeypatch: pytest.MonkeyPatch) -> None:

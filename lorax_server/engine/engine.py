@@ -11,7 +11,6 @@ from typing import Protocol
 import numpy as np
 
 from lorax_server.adapters.spec import AdapterSpec
-from lorax_server.engine.adapters.entry import State
 from lorax_server.engine.adapters.resolver import AdapterResolver
 from lorax_server.engine.adapters.table import AdapterTable
 from lorax_server.engine.block_pool import BlockPool
@@ -20,13 +19,13 @@ from lorax_server.engine.step_builder import SubmittedStep
 from lorax_server.errors import AdapterError, EngineError, LoraxError, NotSupportedError
 from lorax_server.plan import Capabilities, Prepared, StepMasks, StepPlan, StepResult
 from lorax_server.structured_output.manager import Next, StructuredOutput
-from lorax_server.types import AdapterRef, AdapterState, EngineStatus, Merge, Output, Request, Resolved
+from lorax_server.types import AdapterRef, AdapterStage, AdapterState, EngineStatus, Merge, Output, Request, Resolved
 
 MASK_WAIT_S = 0.005  # for late masks, while other sequences of the batch could take a token
 ALONE_MASK_WAIT_S = 0.05  # while none could
 IDLE_S = 0.05  # the longest wait: another thread may have taken what woke it
 TIERS = ("device", "host", "disk")  # where an adapter's weights can be, the best first
-_TIER_OF_STATE = {State.DEVICE: "device", State.LOADING: "host", State.HOST: "host"}
+_TIER_OF_STATE = {AdapterStage.DEVICE: "device", AdapterStage.LOADING: "host", AdapterStage.HOST: "host"}
 
 
 class Executor(Protocol):

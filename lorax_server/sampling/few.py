@@ -59,7 +59,7 @@ class FewSampler:
         numbered = () if masks is None else masks.by_number(len(logits))
         few = self._find_few(logits, numbered)
         with np.errstate(invalid="ignore", divide="ignore"):  # of rows without numbers, which are not decided here
-            kept = self._cut(few, self._sum_up(logits, few, numbered))
+            kept = self._cut(few, self._finish_record(logits, few, numbered))
             token_ids, logprobs = self._draw(few, kept, history)
         self._take_raw_logprobs(logits, token_ids, logprobs)
         undecided = np.flatnonzero(~self._is_decided(few, kept))
@@ -77,7 +77,7 @@ class FewSampler:
         with np.errstate(invalid="ignore"):
             return _Few(token_ids.numpy(), scores, np.exp(scores - scores[:, :1]))
 
-    def _sum_up(self, logits: torch.Tensor, few: _Few, masks: _Masks) -> Floats:
+    def _finish_record(self, logits: torch.Tensor, few: _Few, masks: _Masks) -> Floats:
         """Return [rows] the weights of all tokens that top-p counts, added up, where they are not among the few."""
         if self._num_few == self._vocab_size:
             return few.weights.cumsum(-1)[:, -1]

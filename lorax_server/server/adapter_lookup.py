@@ -15,10 +15,9 @@ from lorax_server.errors import (
 from lorax_server.server.access.keys import HUB, Key
 from lorax_server.server.access.model_names import Choice, Named, unknown_model
 from lorax_server.server.access.nearest import with_nearest
+from lorax_server.server.adapter_name_index import MERGES
 from lorax_server.server.http.problems import OPENAI_PREFIX
-from lorax_server.server.seen_adapters import MERGES
 from lorax_server.server.service import Service
-from lorax_server.server.workers.changes import AdapterFound, NameFailed
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.types import AdapterRef, Resolved
 
@@ -63,7 +62,7 @@ class AdapterLookup:
         if choice.merge is None:
             return adapters[0]
         merged = await self._service.engine.resolve(refs, choice.merge)
-        await self._service.change(AdapterFound(merged.identity, Named(MERGES, choice.label[:MAX_LABEL])))
+        self._service.adapter_index.add(merged.identity, Named(MERGES, choice.label[:MAX_LABEL]))
         is_fetched = any(adapter.tier == FETCHED for adapter in adapters)  # by now the engine has them all
         return merged._replace(tier=FETCHED) if is_fetched else merged
 
@@ -81,25 +80,25 @@ class AdapterLookup:
     async def _resolve_one(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
         """Resolve one name. A new name counts against the caller's quota, unless the failure is transient."""
         service, name = self._service, Named(ref.source, ref.name)
-        with service.fare(self._key, name) as fare:
-            if ref.source != LOCAL and not service.seen.latest(name):
-                await fare.ask()
+        with service.adapter_quota.share(self._key, name) as quota:
+            if ref.source != LOCAL and not service.adapter_index.latest(name):
+                quota.charge()
             try:
                 ref, adapter = await self._ask_source(ref)
             except TRANSIENT:
-                fare.give_back()
+                quota.refund()
                 raise
             except AdapterNotFoundError:
                 await service.forget_unloaded(name)
                 raise
             except AdapterError as error:
-                await service.note_failure(ref, error)
+                service.record_failure(ref, error)
                 raise
             if adapter.tier == FETCHED:
-                fare.owe()
-        await service.change(AdapterFound(adapter.identity, name, ref.token is not None))
+                quota.charge_late()
+        service.adapter_index.add(adapter.identity, name, ref.token is not None)
         if adapter.stale is not None:
-            await service.change(NameFailed(name, adapter.stale.message))
+            service.adapter_index.set_error(name, adapter.stale.message)
         return ref, adapter
 
     async def _ask_source(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:

@@ -17,9 +17,9 @@ from lorax_server.errors import LoraxError
 from lorax_server.server.http.body_errors import describe_shape
 from lorax_server.server.http.cors import Cors
 from lorax_server.server.http.middleware import RequestMiddleware, methods_at
-from lorax_server.server.http.openapi import describe_limits
 from lorax_server.server.http.problems import Problem, describe, http_problem, json_response
 from lorax_server.server.http.replica_protocol import ReplicaAccess
+from lorax_server.server.openapi import describe_limits
 from lorax_server.server.routes import adapters, chat, completions, info, lorax, playground, replica
 from lorax_server.server.routes.responses import route as responses
 from lorax_server.server.service import Service
@@ -97,7 +97,7 @@ def _add_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 
 def _refuse(http: Request, problem: Problem) -> Response:
-    """Answer a request that is refused outside of an `Exchange`. `RequestMiddleware` logs it."""
+    """Answer a request that is refused outside of an `RequestContext`. `RequestMiddleware` logs it."""
     http.state.problem = problem
     return problem.response(http.url.path)
 

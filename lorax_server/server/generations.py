@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from lorax_server.engine.remote.client import EngineClient
+from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.errors import LoraxError
 from lorax_server.generation.generation import Completion, Generation, TokenEvent
 from lorax_server.server.http.sse import Shortcut
@@ -17,9 +17,9 @@ _Item = tuple[int, list[TokenEvent]] | BaseException | None
 
 
 class RemoteGeneration(Generation):
-    """A generation whose outputs come from an `EngineClient`. Its request is sent when it is read."""
+    """A generation whose outputs come from a `RemoteEngine`. Its request is sent when it is read."""
 
-    def __init__(self, engine: EngineClient, request: Request, tokenizer: TextTokenizer) -> None:
+    def __init__(self, engine: RemoteEngine, request: Request, tokenizer: TextTokenizer) -> None:
         super().__init__(request, tokenizer.detokenizer)
         self.tokenizer = tokenizer
         self.started: Started | None = None

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import signal
 import socket
 import time
 from importlib import import_module
@@ -13,7 +14,7 @@ import uvicorn
 import uvloop
 
 from lorax_server.config import ServerConfig
-from lorax_server.engine.remote.client import EngineClient
+from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.errors import LoraxError
 from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.greeting import say_ready
@@ -22,17 +23,18 @@ from lorax_server.server.http.listener import BACKLOG, bind_port, fit_connection
 from lorax_server.server.http.protocol import make_protocol
 from lorax_server.server.service import Service
 from lorax_server.server.telemetry.logs import configure
-from lorax_server.server.workers.common import wait_for_start
 
 logger = logging.getLogger(__name__)
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PROGRESS_S = 15.0
 KEEP_ALIVE_S = 75  # longer than load balancers keep theirs, so that they close connections and not we
 GRACE_S = 5.0  # after the deadline of draining, for last events
 FIRST_S = 1.0  # for the first request of a connection that came just before the end
 LOOK_S = 0.01  # between looks whether it is there
 
 
-def run(config: ServerConfig, engine: EngineClient, keys: KeyRing) -> int:
+def run(config: ServerConfig, engine: RemoteEngine, keys: KeyRing) -> int:
     """Run the server until a signal stops it, and return the exit code.
 
     The port is bound before the model is loaded, so that a taken port is known at once. It does not listen yet, so that
@@ -49,10 +51,10 @@ def run(config: ServerConfig, engine: EngineClient, keys: KeyRing) -> int:
         return 1
 
 
-async def _serve(config: ServerConfig, engine: EngineClient, keys: KeyRing, listener: socket.socket) -> int:
+async def _serve(config: ServerConfig, engine: RemoteEngine, keys: KeyRing, listener: socket.socket) -> int:
     # FastAPI takes a second to import, which passes while the engine process loads the model.
     importing = asyncio.create_task(asyncio.to_thread(import_module, "lorax_server.server.app"))
-    service = await wait_for_start(Service.start(config, engine, keys), config.model_id)
+    service = await _start(config, engine, keys)
     if service is None:
         return 1
     await importing
@@ -61,6 +63,25 @@ async def _serve(config: ServerConfig, engine: EngineClient, keys: KeyRing, list
     finally:
         await service.close()
     return 0
+
+
+async def _start(config: ServerConfig, engine: RemoteEngine, keys: KeyRing) -> Service | None:
+    """Start the service. Return None if a signal comes first."""
+    starting = asyncio.create_task(Service.start(config, engine, keys))
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, starting.cancel)
+    logger.info("loading %s", config.model_id)
+    seconds = 0.0
+    while not (await asyncio.wait((starting,), timeout=PROGRESS_S))[0]:
+        seconds += PROGRESS_S
+        logger.info("still loading after %g s", seconds)
+    for number in SIGNALS:
+        loop.remove_signal_handler(number)
+    if starting.cancelled():
+        logger.info("stopped before it was ready")
+        return None
+    return starting.result()
 
 
 class UvicornServer(uvicorn.Server):

@@ -1,30 +1,29 @@
-"""The server as a whole: what all requests share, from its start to its end."""
+"""The state that all requests share."""
 
 import asyncio
 import logging
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Protocol
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from lorax_server.config import ServerConfig
-from lorax_server.engine.remote.client import EngineClient
-from lorax_server.errors import AdapterError, ConfigError, EngineError, InputError, LoraxError
+from lorax_server.engine.remote.remote_engine import RemoteEngine
+from lorax_server.errors import AdapterError, ConfigError, EngineError, InputError, LoraxError, SourceError
+from lorax_server.server.access.folder import FolderWatch
 from lorax_server.server.access.keys import Key, KeyRing
 from lorax_server.server.access.model_names import ModelNames, Named
-from lorax_server.server.access.rate_limits import RateLimits
+from lorax_server.server.access.rate_limits import AdapterQuota, RateLimits
+from lorax_server.server.adapter_name_index import IN_MEMORY, AdapterNameIndex, blames_adapter
 from lorax_server.server.checks import pick_sampling
 from lorax_server.server.generations import cancel_all
-from lorax_server.server.seen_adapters import IN_MEMORY, SeenAdapters, blames_adapter
 from lorax_server.server.telemetry.audit import AdminAction, AuditLog
-from lorax_server.server.telemetry.metrics import Metrics, RequestMetrics
+from lorax_server.server.telemetry.metrics import Metrics
 from lorax_server.server.telemetry.tracing import Tracer
 from lorax_server.server.tokenizers import Tokenizers
-from lorax_server.server.workers.changes import Changes, NameFailed, NameForgotten, make_change
-from lorax_server.server.workers.common import make_names, note_preloaded, scrape, watch_folder
 from lorax_server.text.generation_defaults import GenerationDefaults, load_generation_defaults
 from lorax_server.text.tokenizer import load_tokenizer
 from lorax_server.types import AdapterRef, SamplingParams
@@ -32,60 +31,38 @@ from lorax_server.types import AdapterRef, SamplingParams
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-MAX_ASKED = 1000  # identities in one question to the engine
+MAX_ASKED = 1000  # identities in one query to the engine
 
 
 class Stoppable(Protocol):
     def stop(self, error: LoraxError) -> None: ...
 
 
-class Payable(Protocol):
-    """The price of a new adapter: `Fare`, or one at another process."""
-
-    async def ask(self) -> None: ...
-    def owe(self) -> None: ...
-    def give_back(self) -> None: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None: ...
-
-
-class Leavable(Protocol):
-    """The right to be answered: a `Permit`, or one at another process."""
-
-    def leave(self, tokens: int = 0) -> None: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_: object) -> None: ...
-
-
 @dataclass(eq=False)
 class Service:
-    """Everything that requests share. It belongs to one event loop, and `start` makes it."""
+    """Everything that requests share. It belongs to one event loop, and `start` creates it."""
 
     config: ServerConfig
-    engine: EngineClient
+    engine: RemoteEngine
     keys: KeyRing
     model_names: ModelNames
     tokenizers: Tokenizers
     defaults: GenerationDefaults
     tracer: Tracer
-    seen: SeenAdapters = field(default_factory=SeenAdapters)
-    created: int = field(default_factory=lambda: int(time.time()))  # when the models of this server came to be
+    adapter_index: AdapterNameIndex = field(default_factory=AdapterNameIndex)
+    created: int = field(default_factory=lambda: int(time.time()))  # `created` of all models
     is_draining: bool = False
-    exchanges: set[Stoppable] = field(default_factory=set)
+    running: set[Stoppable] = field(default_factory=set)  # requests
     _closing: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     def __post_init__(self) -> None:
         config, total = self.config, self.engine.info.max_length
         self.max_total_tokens = total
         self.max_input_length = min(config.max_input_length or total, total - 1)
-        self.rate_limits = RateLimits(
-            config.max_concurrent_requests, new_adapters_per_minute=config.new_adapters_per_minute
-        )
-        self.metrics = self._make_metrics()
+        self.rate_limits = RateLimits(config.max_concurrent_requests)
+        self.adapter_quota = AdapterQuota(config.new_adapters_per_minute)
+        self.metrics = Metrics(max_input_length=self.max_input_length, max_total_tokens=self.max_total_tokens)
         self.audit_log = AuditLog(self.metrics)
-
-    def _make_metrics(self) -> RequestMetrics:
-        return Metrics(max_input_length=self.max_input_length, max_total_tokens=self.max_total_tokens)
 
     @property
     def is_ready(self) -> bool:
@@ -94,50 +71,50 @@ class Service:
     # --- Start and end ------------------------------------------------------------------------------------------------
 
     @classmethod
-    async def start(cls, config: ServerConfig, engine: EngineClient, keys: KeyRing) -> "Service":
-        """Start a service and return it when it is ready: the engine has answered a request of its own by then.
-
-        Files are read while the engine loads the model.
-        """
-        names = make_names(config)
+    async def start(cls, config: ServerConfig, engine: RemoteEngine, keys: KeyRing) -> "Service":
+        """Return a service that is ready for requests. Files are read while the engine loads the model."""
+        folder, names = config.engine.model.path, _make_names(config)
         async with AsyncExitStack() as closing:
             starting = asyncio.create_task(engine.start())
             closing.push_async_callback(engine.close)
             closing.push_async_callback(cancel_all, [starting])
-            parts = await cls._read_files(config, closing)
-            await watch_folder(config, names.set_folder, closing)
+            tracer = Tracer(config.otlp_endpoint, model=config.model_id)
+            closing.push_async_callback(asyncio.to_thread, tracer.close)
+            base = await asyncio.to_thread(load_tokenizer, folder, template_config=config.tokenizer_config_path)
+            defaults = await asyncio.to_thread(load_generation_defaults, folder)
+            _check_defaults(defaults)
+            tokenizers = Tokenizers(base, folder)
+            closing.push_async_callback(tokenizers.close)
+            await tokenizers.start()
+            if config.adapters_dir:
+                watch = FolderWatch(config.adapters_dir, names.set_folder)
+                closing.callback(watch.close)
+                await asyncio.to_thread(watch.start)
             await starting
-            service = cls(config, engine, keys, names, *parts)
-            await note_preloaded(config, engine, names, service.change)
+            service = cls(config, engine, keys, names, tokenizers, defaults, tracer)
+            await service._index_preloaded()
             service._closing = closing.pop_all()
         return service
 
-    @staticmethod
-    async def _read_files(
-        config: ServerConfig, closing: AsyncExitStack
-    ) -> tuple[Tokenizers, GenerationDefaults, Tracer]:
-        """Read the files that every API process needs for itself."""
-        folder = config.engine.model.path
-        tracer = Tracer(config.otlp_endpoint, model=config.model_id)
-        closing.push_async_callback(asyncio.to_thread, tracer.close)
-        base = await asyncio.to_thread(load_tokenizer, folder, template_config=config.tokenizer_config_path)
-        defaults = await asyncio.to_thread(load_generation_defaults, folder)
-        _check_defaults(defaults)
-        tokenizers = Tokenizers(base, folder)
-        closing.push_async_callback(tokenizers.close)
-        await tokenizers.start()
-        return tokenizers, defaults, tracer
+    async def _index_preloaded(self) -> None:
+        """Index the adapters that the engine has loaded and pinned at its start."""
+        for source, name in self.config.engine.preload:
+            with suppress(SourceError):  # the engine has logged it
+                identity = (await self.engine.resolve([AdapterRef(source, name)])).identity
+                named = self.model_names.tidy(source, name)
+                self.adapter_index.add(identity, named)
+                self.adapter_index.pin(identity, named)
 
     def drain(self) -> None:
-        """Refuse new requests. Those under way have until the deadline, and then get an error that says why."""
+        """Reject new requests. Running requests have until the deadline, and then fail with an error that says why."""
         if not self.is_draining:
             self.is_draining = True
-            logger.info("stopping: %d requests may take up to %g s", len(self.exchanges), self.config.drain_s)
-            asyncio.get_running_loop().call_later(self.config.drain_s, self._stop_exchanges)
+            logger.info("stopping: %d requests may take up to %g s", len(self.running), self.config.drain_s)
+            asyncio.get_running_loop().call_later(self.config.drain_s, self._stop_requests)
 
-    def _stop_exchanges(self) -> None:
-        for exchange in list(self.exchanges):
-            exchange.stop(_shutting_down())
+    def _stop_requests(self) -> None:
+        for request in list(self.running):
+            request.stop(_shutting_down())
 
     async def close(self) -> None:
         await self._closing.aclose()
@@ -145,57 +122,48 @@ class Service:
     # --- Callers ------------------------------------------------------------------------------------------------------
 
     def identify(self, headers: Headers) -> Key:
-        """Return the key of a request, before anything else of it is looked at."""
-        self.check_is_open()
+        """Return the key of a request, before anything else of it is read."""
+        if self.is_draining:
+            raise _shutting_down()
         return self.keys.identify(headers.get("authorization"))
 
     def check_admin(self, http: Request, action: str, adapter_id: str) -> Key:
-        """Return an admin's key, or refuse the caller. The audit log tells who did it, and how it ended."""
+        """Return an admin's key, or reject the caller. The audit log records the caller and the outcome."""
+        key: Key = http.state.key
         act = http.state.admin_action = AdminAction(action, adapter_id)
-        self.check_is_open()
-        key = self.keys.check_admin(http.headers.get("authorization"))
+        self.keys.check_admin(key)
         act.key = key.name
         return key
 
-    def check_is_open(self) -> None:
-        if self.is_draining:
-            raise _shutting_down()
-
-    # --- State that is one for all API processes, here where there is one -------------------------------------------
-
-    async def enter(self, key: Key, count: int = 1) -> Leavable:
-        """Let in `count` answers to one request, or refuse them all."""
-        return self.rate_limits.enter(key, count)
-
-    def fare(self, key: Key, name: Named) -> Payable:
-        """Return what the requests of a key that wait for one adapter share."""
-        return self.rate_limits.fare(key, name)
-
-    async def change(self, change: Changes) -> None:
-        """Change what is known of names and adapters, everywhere."""
-        make_change(change, self.model_names, self.seen)
-
-    async def scrape(self, as_json: bool = False) -> bytes:
-        """Write the metrics of all."""
-        assert isinstance(self.metrics, Metrics)
-        return await scrape(self.metrics, self.engine, as_json)
-
     # --- Adapters -----------------------------------------------------------------------------------------------------
 
-    async def note_failure(self, ref: AdapterRef, error: AdapterError) -> None:
-        """Note why a name cannot be served, if that is the adapter's fault."""
+    def record_failure(self, ref: AdapterRef, error: AdapterError) -> None:
+        """Index why a name cannot be served, if that is the adapter's fault."""
         if blames_adapter(ref, error):
-            await self.change(NameFailed(Named(ref.source, ref.name), str(error)))
+            self.adapter_index.set_error(Named(ref.source, ref.name), str(error))
 
     async def forget_unloaded(self, name: Named) -> None:
-        """Forget those adapters that a name has meant and that are in memory no longer."""
-        identities = self.seen.identities(name)[-MAX_ASKED:]
+        """Remove the adapters from the index that a name has meant and that are no longer in memory."""
+        identities = self.adapter_index.identities(name)[-MAX_ASKED:]
         if identities:
             states = await self.engine.list_adapters(identities)
             in_memory = {state.identity for state in states if state.state in IN_MEMORY}
             for identity in identities:
                 if identity not in in_memory:
-                    await self.change(NameForgotten(identity, name))
+                    self.adapter_index.remove(identity, only=name)
+
+
+def _make_names(config: ServerConfig) -> ModelNames:
+    names = ModelNames(
+        config.model_id,
+        config.served_names,
+        config.default_source,
+        config.static_adapter,
+        config.engine.sources.roots,
+    )
+    for source, name in config.engine.preload:
+        names.add(name, source, name)
+    return names
 
 
 def _shutting_down() -> EngineError:
@@ -205,8 +173,8 @@ def _shutting_down() -> EngineError:
 
 
 def _check_defaults(defaults: GenerationDefaults) -> None:
-    """Refuse settings of the model that no request could use."""
+    """Reject settings of the model that no request could use."""
     try:
         SamplingParams(**pick_sampling(defaults))
     except InputError as error:
-        raise ConfigError(f"generation_config.json: {error}; mend the model's file") from error
+        raise ConfigError(f"generation_config.json: {error}; correct the model's file") from error

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lorax_server.engine.adapters.threads import DaemonThreads
 from lorax_server.errors import AdapterError, NoTemplateError
 from lorax_server.files.tokenizer_folder import FolderKey, TokenizerFolder
 from lorax_server.machine import give_back_memory
@@ -16,6 +15,7 @@ from lorax_server.structured_output.trials import GrammarTrials
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers, find_tokenizer_files
 from lorax_server.text.chat_template import RENDER, RENDER_MODULE, ChatTemplate, TemplateRenderer
 from lorax_server.text.tokenizer import TextTokenizer
+from lorax_server.threads import DaemonThreads
 from lorax_server.types import Resolved, Structure, TokenTable
 
 SHORT = 1000  # characters that become tokens sooner than another thread has begun

@@ -35,7 +35,7 @@ FITTING = {
     **dict.fromkeys(("--source", "--adapter-source", "--default-adapter-source", "--preloaded-adapter-source"), "hub"),
     "--dtype": "float16", "--quantize": "fp8-kv", "--device": "cpu", "--log-level": "debug", "--watermark-delta": "2",
     "--embedding-dim": "", "--trust-remote-code": "false", "--sharded": "false", "--cors-allow-credentials": "false",
-    "--hostname": "1.2.3.4", "--tool-parser": "hermes",
+    "--hostname": "1.2.3.4", "--tool-parser": "hermes", "--api-workers": "1",
 }  # fmt: skip
 
 

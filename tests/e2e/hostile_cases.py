@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from lorax_server.server.routes import lorax_schemas, openai_schemas
+from lorax_server.server.schemas import lorax, openai
 from tests.e2e.hostile_client import chunked, post, request
 
 MAX_BODY = 2 * 2**20
@@ -75,8 +75,8 @@ OTHERS: dict[str, Any] = {
     "string": "x", "integer": 2**53, "number": 0.5, "boolean": True, "array": [[]], "object": {"\0": 1},
 }  # fmt: skip
 SCHEMAS: dict[str, type[BaseModel]]
-SCHEMAS = {NATIVE: lorax_schemas.GenerateParameters, COMPLETIONS: openai_schemas.CompletionRequest,
-           CHAT: openai_schemas.ChatCompletionRequest}  # fmt: skip
+SCHEMAS = {NATIVE: lorax.GenerateParameters, COMPLETIONS: openai.CompletionRequest,
+           CHAT: openai.ChatCompletionRequest}  # fmt: skip
 FIELDS = [(path, field) for path, schema in SCHEMAS.items() for field in schema.model_fields]
 
 

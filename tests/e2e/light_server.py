@@ -1,5 +1,5 @@
 """The server as a process of its own in front of an engine that needs no torch, and whose streams last as long as a
-test wants: `python -m tests.e2e.light_server <folder of the model> <gate> <seconds to drain> [<API processes>]`.
+test wants: `python -m tests.e2e.light_server <folder of the model> <gate> <seconds to drain>`.
 
 Every request gets its first token at once, and the others once there is a file `gate`. Its status tells how many run.
 """
@@ -15,8 +15,8 @@ from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
 from lorax_server.engine.remote.channel import EngineChannel
 from lorax_server.engine.remote.process import connected, serve
 from lorax_server.engine.remote.remote_engine import RemoteEngine
-from lorax_server.launch import serve_engine
 from lorax_server.server.access.keys import KeyRing
+from lorax_server.server.run import run
 from lorax_server.types import (
     AdapterRef,
     EngineInfo,
@@ -78,11 +78,10 @@ def run_engine(gate: str, address: str) -> None:
         serve(GatedEngine(channel, Path(gate)), channel, INFO)
 
 
-def main(folder: str, gate: str, drain_s: str, api_workers: str = "1") -> int:
+def main(folder: str, gate: str, drain_s: str) -> int:
     model = ModelConfig(Path(folder))
     config = ServerConfig(EngineConfig(model), "light", port=0, default_source="local", drain_s=float(drain_s))
-    config = replace(config, api_workers=int(api_workers))
-    return serve_engine(config, RemoteEngine(run_engine, gate), KeyRing((), None, None))
+    return run(config, RemoteEngine(run_engine, gate), KeyRing((), None, None))
 
 
 if __name__ == "__main__":

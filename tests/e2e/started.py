@@ -17,11 +17,11 @@ from tests.e2e.wire import PATIENCE_S, wait_for
 
 @contextmanager
 def starting(
-    model: Path, gate: Path, drain_s: float = 600, workers: int = 1
+    model: Path, gate: Path, drain_s: float = 600
 ) -> Iterator[tuple["subprocess.Popen[str]", list[str], list[str]]]:
     """Start a light server. Yield its process, log and address, if it has one; fail if a process or a file stays."""
     with tempfile.TemporaryDirectory(prefix="gated-") as scratch:  # short: sockets' paths have a limit
-        arguments = [str(model), str(gate), str(drain_s), str(workers)]
+        arguments = [str(model), str(gate), str(drain_s)]
         environ = {**os.environ, "PYTHONPATH": import_path(), "TMPDIR": scratch}
         command = [sys.executable, "-m", "tests.e2e.light_server", *arguments]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)

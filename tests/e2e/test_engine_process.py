@@ -267,10 +267,10 @@ def test_a_dead_rank_is_noticed_and_all_come_back_together(tmp_path: Path) -> No
 
 
 def engine_of(client: RemoteEngine) -> int:
-    assert client._own_channel is not None
-    assert client._own_channel._process is not None
-    assert client._own_channel._process.pid is not None
-    return client._own_channel._process.pid
+    assert client._channel is not None
+    assert client._channel._process is not None
+    assert client._channel._process.pid is not None
+    return client._channel._process.pid
 
 
 def forked() -> set[int]:

@@ -53,7 +53,7 @@ def test_a_seed_keeps_its_bits_as_a_signed_number(seed: int) -> None:
     assert as_signed(seed) % WORD == seed
 
 
-def test_none_is_one_and_none_rounds_a_sum_up_to_itself(device: torch.device) -> None:
+def test_none_is_one_and_none_rounds_a_finish_record_to_itself(device: torch.device) -> None:
     found = draw(range(100_000), [0] * 100_000, device)
     assert found.min() >= 0
     assert found.max() < 1

@@ -135,7 +135,7 @@ class Simulation:
 
     def _report(self) -> None:
         for name, device in self.devices.items():
-            self.placement.set_report(name, Report(device.adapters, capacity=device.capacity), self.now)
+            self.placement.set_report(name, Report(device.adapters.keys(), capacity=device.capacity), self.now)
 
     def _choose(self, adapter: int) -> str:
         if self.is_random:

@@ -18,13 +18,14 @@ from lorax_server.errors import LoraxError
 from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.access.model_names import ModelNames
 from lorax_server.server.access.rate_limits import RateLimits
-from lorax_server.server.exchange import Exchange
 from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.problems import json_response
 from lorax_server.server.http.sse import EventStream, event
 from lorax_server.server.prompts import RequestOptions
+from lorax_server.server.request_context import RequestContext
 from lorax_server.server.service import Service
 from lorax_server.server.telemetry.metrics import Metrics
+from lorax_server.server.telemetry.request_record import RequestRecord
 from lorax_server.server.telemetry.tracing import Tracer
 from lorax_server.server.tokenizers import Tokenizers
 from lorax_server.text.generation_defaults import GenerationDefaults
@@ -46,7 +47,7 @@ from lorax_server.types import (
 from tests.text.tokenizers import byte_level
 
 Message = dict[str, Any]
-Work = Callable[[Exchange], Coroutine[Any, Any, Response]]
+Work = Callable[[RequestContext], Coroutine[Any, Any, Response]]
 INFO = EngineInfo(max_length=128, vocab_size=300, num_blocks=1, block_size=16, dtype="float32", device="cpu")
 
 
@@ -173,7 +174,6 @@ class Bench:
 
     @property
     def metrics(self) -> Metrics:
-        assert isinstance(self.service.metrics, Metrics)
         return self.service.metrics
 
     def ask(self, work: Work, path: str = "/generate", **headers: str) -> "asyncio.Task[Response]":
@@ -183,42 +183,43 @@ class Bench:
             "method": "POST",
             "path": path,
             "headers": named,
-            "state": {"request_id": "it"},
+            "state": {"record": RequestRecord("it", path)},
         }
         scope |= {"query_string": b"", "server": ("host", 80), "scheme": "http"}
         http = HttpRequest(scope, self.peer.receive)
+        http.state.key = self.service.identify(http.headers)
         return asyncio.create_task(self._answer(http, work))
 
     async def _answer(self, http: HttpRequest, work: Work) -> Response:
-        exchange = Exchange(self.service, http)
-        return await exchange.answer(work(exchange))
+        return await RequestContext(self.service, http).answer(work)
 
     async def read(self, response: Response) -> None:
         await response({"type": "http"}, self.peer.receive, self.peer.send)
 
     def check_all_is_given_back(self) -> None:
         assert self.rate_limits.num_running == 0
-        assert not self.service.exchanges
+        assert not self.service.running
         assert not self.engine._streams
 
 
 # --- Work of routes ---------------------------------------------------------------------------------------------------
 
 
-async def prepare(call: Exchange) -> list[RemoteGeneration]:
+async def prepare(call: RequestContext) -> list[RemoteGeneration]:
+    call.record_model(call.service.model_names.base)
     model = await call.resolve(call.service.model_names.base)
     options = RequestOptions(SamplingParams(), StopParams(max_new_tokens=128), [0], may_shorten=True)
     return await call.prepare(model, "ask", options)
 
 
-async def whole(call: Exchange) -> Response:
+async def whole(call: RequestContext) -> Response:
     await call.admit(1, False)
     generations = await prepare(call)
     await finish_all(generations)
     return json_response({"text": generations[0].text}, 200, call.headers(1))
 
 
-async def streamed(call: Exchange) -> Response:
+async def streamed(call: RequestContext) -> Response:
     await call.admit(1, True)
     (generation,) = await prepare(call)
 
@@ -230,9 +231,10 @@ async def streamed(call: Exchange) -> Response:
     return EventStream(await call.open_stream(events()), 1000.0, call.stream_headers())
 
 
-async def for_adapter(call: Exchange) -> Response:
+async def for_adapter(call: RequestContext) -> Response:
     await call.admit(1, False)
-    await call.resolve(call.service.model_names.find("owner/it", None))
+    call.record_model(choice := call.service.model_names.find("owner/it", None))
+    await call.resolve(choice)
     return json_response(call.record.identity)
 
 

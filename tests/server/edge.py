@@ -148,7 +148,7 @@ class Shared:
     async def _run(self, check: Callable[[Edge], Awaitable[None]]) -> None:
         async with listening(self._settings, self.bench.metrics) as edge:
             await check(edge)
-        assert self.bench.service.exchanges == set()
+        assert self.bench.service.running == set()
 
     def close(self) -> None:
         self._runner.run(self.bench.engine.close())

@@ -13,7 +13,7 @@ from lorax_server.engine.remote import messages
 from lorax_server.errors import InputError, LoraxError
 from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.access.model_names import ModelNames
-from lorax_server.server.access.rate_limits import RateLimits
+from lorax_server.server.access.rate_limits import AdapterQuota, RateLimits
 from lorax_server.server.app import make_app
 from lorax_server.server.service import Service
 from lorax_server.types import AdapterState, Failure, FinishReason, Resolved
@@ -66,7 +66,8 @@ class Routes(Bench):
         service.keys = KeyRing(service.config.api_keys, admin_key, keys_file)
         service.model_names = ModelNames("base", default_source=default_source)
         service.model_names.set_folder(folder or [])
-        service.rate_limits = RateLimits(1000, new_adapters_per_minute=new_adapters_per_minute)
+        service.rate_limits = RateLimits(1000)
+        service.adapter_quota = AdapterQuota(new_adapters_per_minute)
         self.answers: dict[str, Resolved | LoraxError] = {}
         self.engine._send = self._obey  # type: ignore[method-assign]
         self.app, self._served = _shared()

@@ -8,8 +8,8 @@ from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
 from lorax_server.errors import InputError, NotSupportedError
 from lorax_server.server.checks import MAX_LOGPROBS, MAX_STOP_LENGTH, check_logprobs, check_stops, not_yet
 from lorax_server.server.routes import lorax_parameters, openai
-from lorax_server.server.routes.lorax_schemas import GenerateParameters
-from lorax_server.server.routes.openai_schemas import CompletionRequest
+from lorax_server.server.schemas.lorax import GenerateParameters
+from lorax_server.server.schemas.openai import CompletionRequest
 from tests.server.bench import Bench
 
 CONFIG = ServerConfig(EngineConfig(ModelConfig(Path("model"))), "model")

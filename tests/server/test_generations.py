@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lorax_server.engine.remote.client import EngineClient
+from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.errors import AdapterError, DeadlineError, EngineError
 from lorax_server.server.generations import RemoteGeneration, count_cached, finish_all, interleave
 from lorax_server.types import (
@@ -23,7 +23,7 @@ from tests.server.bench import ScriptedClient, ids, settle, tokenizer
 
 
 def make_generations(
-    engine: EngineClient, count: int = 1, sampling: SamplingParams | None = None, **stop: Any
+    engine: RemoteEngine, count: int = 1, sampling: SamplingParams | None = None, **stop: Any
 ) -> list[RemoteGeneration]:
     params = StopParams(**{"max_new_tokens": 100} | stop)
     requests = [Request(engine.new_id(), ids("ask"), sampling or SamplingParams(), params) for _ in range(count)]

@@ -15,15 +15,16 @@ from lorax_server.errors import (
     AdapterAccessError,
     AdapterNotFoundError,
     ConfigError,
+    EngineError,
     LoraxError,
     OverloadedError,
     SourceError,
 )
 from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.access.model_names import Named
-from lorax_server.server.exchange import CLIENT_LEFT, Exchange
 from lorax_server.server.http.problems import json_response
 from lorax_server.server.http.sse import EventStream, event
+from lorax_server.server.request_context import CLIENT_LEFT, RequestContext
 from lorax_server.server.service import Service
 from lorax_server.server.telemetry.logs import FIELDS
 from lorax_server.types import FinishReason, Resolved
@@ -48,7 +49,7 @@ def test_an_answer_is_noted_once_and_gives_back_its_place(records: Records) -> N
         bench = Bench()
         answer = bench.ask(whole)
         await settle()
-        assert (bench.rate_limits.num_running, len(bench.service.exchanges)) == (1, 1)
+        assert (bench.rate_limits.num_running, len(bench.service.running)) == (1, 1)
         bench.engine.give(1, *ids("quick brown"), end=FinishReason.LENGTH)
         response = await answer
         assert (response.status_code, body_of(response)) == (200, {"text": "quick brown"})
@@ -113,7 +114,7 @@ def test_what_takes_too_long_is_given_up(work: Work, records: Records) -> None:
 @pytest.mark.parametrize(("own", "asked", "expected"), [(5, "3", 3), (5, "9", 5), (None, "3.5", 3.5), (5, None, 5)])
 def test_a_request_may_ask_for_less_time_than_it_has(own: float | None, asked: str | None, expected: float) -> None:
     async def check() -> None:
-        async def tell(call: Exchange) -> Response:
+        async def tell(call: RequestContext) -> Response:
             return json_response(call.timeout_s)
 
         headers = {} if asked is None else {"x_request_timeout": asked}
@@ -139,7 +140,7 @@ def test_a_mistake_of_ours_is_written_down_and_not_told(records: Records, caplog
     async def check() -> None:
         bench = Bench()
 
-        async def mistaken(call: Exchange) -> Response:
+        async def mistaken(call: RequestContext) -> Response:
             await call.admit(1, False)
             raise KeyError("a secret")
 
@@ -272,7 +273,7 @@ def test_a_mistake_within_a_stream_is_its_last_event(records: Records, caplog: p
     async def check() -> None:
         bench = Bench()
 
-        async def mistaken(call: Exchange) -> Response:
+        async def mistaken(call: RequestContext) -> Response:
             await call.admit(1, True)
 
             async def events() -> AsyncGenerator[bytes, None]:
@@ -331,7 +332,7 @@ def test_a_bearer_is_shown_only_to_a_source_that_refuses_who_has_none() -> None:
         assert body_of(response) == "hash"
         assert response.status_code == 200
         tokens = [message.refs[0].token for message in bench.engine.sent if hasattr(message, "refs")]
-        assert bench.service.seen.is_private(Named("hub", "owner/it")) == (tokens[-1] is not None)
+        assert bench.service.adapter_index.is_private(Named("hub", "owner/it")) == (tokens[-1] is not None)
         return tokens
 
     assert asyncio.run(check({"owner/it": Resolved("hash")})) == [None]
@@ -371,8 +372,9 @@ def test_who_comes_when_the_server_is_stopping_is_sent_elsewhere(caplog: pytest.
             bench.service.drain()
             bench.service.drain()
         assert not bench.service.is_ready
-        response = await bench.ask(whole)
-        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        with pytest.raises(EngineError, match="shutting down") as caught:
+            bench.ask(whole)
+        assert caught.value.retry_after_s == 1
         bench.engine.give(1, *ids("quick"), end=FinishReason.LENGTH)
         assert (await going).status_code == 200
         bench.check_all_is_given_back()

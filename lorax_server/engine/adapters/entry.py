@@ -2,21 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from enum import Enum
 
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.errors import LoraxError
-
-
-class State(Enum):
-    """The stages of an adapter on its way to the device."""
-
-    DISK = "on disk"
-    PREPARING = "being prepared"
-    HOST = "in host memory"
-    LOADING = "being loaded"
-    DEVICE = "on the device"
-    FAILED = "failed"
+from lorax_server.types import AdapterStage
 
 
 @dataclass(eq=False, slots=True)
@@ -55,11 +44,11 @@ class AdapterEntry:
         return self.spec.identity
 
     @property
-    def state(self) -> State:
+    def state(self) -> AdapterStage:
         if self.index is not None:
-            return State.DEVICE if self.is_loaded else State.LOADING
+            return AdapterStage.DEVICE if self.is_loaded else AdapterStage.LOADING
         if self.is_prepared:
-            return State.HOST
+            return AdapterStage.HOST
         if self.error is not None:
-            return State.FAILED
-        return State.PREPARING if self.is_preparing else State.DISK
+            return AdapterStage.FAILED
+        return AdapterStage.PREPARING if self.is_preparing else AdapterStage.DISK

@@ -4,9 +4,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from lorax_server.adapters.spec import AdapterSpec
-from lorax_server.engine.adapters.entry import AdapterEntry, State
+from lorax_server.engine.adapters.entry import AdapterEntry
 from lorax_server.errors import AdapterError, InputError
-from lorax_server.types import AdapterState
+from lorax_server.types import AdapterStage, AdapterState
 
 MAX_KNOWN = 100_000  # adapters that are remembered though they are nowhere but on disk
 MAX_MERGES = 1000  # of these: merged by requests. A request that names one again gets it again, made of its parts
@@ -47,7 +47,7 @@ class AdapterRegistry:
         entry = self.entries.get(identity)
         if entry is None:
             raise AdapterError(f"adapter {identity[:64]!r} is not known here any more; name it again")
-        if entry.error is not None and entry.state is State.FAILED:
+        if entry.error is not None and entry.state is AdapterStage.FAILED:
             if now < entry.retry_at:
                 raise type(entry.error)(str(entry.error), entry.retry_at - now)
             entry.error = None
@@ -71,7 +71,7 @@ class AdapterRegistry:
         forgotten = []
         while len(among) > limit:
             identity, entry = next(iter(among.items()))
-            if entry.num_requests or entry.is_asked_for or entry.state not in (State.DISK, State.FAILED):
+            if entry.num_requests or entry.is_asked_for or entry.state not in (AdapterStage.DISK, AdapterStage.FAILED):
                 among.move_to_end(identity)
                 break
             del self.entries[identity]
@@ -89,5 +89,5 @@ def _describe(entry: AdapterEntry, itemsize: int) -> AdapterState:
         entry.is_pinned,
         entry.num_requests,
         entry.num_uses,
-        str(entry.error) if entry.error is not None and entry.state is State.FAILED else None,
+        str(entry.error) if entry.error is not None and entry.state is AdapterStage.FAILED else None,
     )

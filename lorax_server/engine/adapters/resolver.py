@@ -27,14 +27,13 @@ from lorax_server.engine.adapters.pointers import (
     is_local,
     shows_writing,
 )
-from lorax_server.engine.adapters.threads import DaemonThreads, done, failed, gather
 from lorax_server.errors import EngineError, InputError, LoraxError, OverloadedError
-from lorax_server.types import AdapterRef, Merge, Resolved
+from lorax_server.threads import DaemonThreads, done, failed, gather
+from lorax_server.types import MAX_MERGED, AdapterRef, Merge, Resolved
 
 logger = logging.getLogger(__name__)
 
 FETCHED = "fetched"  # the tier of an adapter whose files had to be brought here for the request
-MAX_MERGED = 32  # adapters, into one
 MAX_FLIGHTS = 10_000  # running and waiting for a thread
 NUM_LOOKERS = 2  # threads for each kind of source that look at files
 

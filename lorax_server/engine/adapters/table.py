@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.engine.adapters.device_tier import DeviceTier, Leaving
-from lorax_server.engine.adapters.entry import AdapterEntry, State
+from lorax_server.engine.adapters.entry import AdapterEntry
 from lorax_server.engine.adapters.host_tier import HostTier
 from lorax_server.engine.adapters.registry import AdapterRegistry
 from lorax_server.errors import AdapterError, LoraxError
 from lorax_server.plan import AdapterOp, Capabilities, Prepared
-from lorax_server.types import AdapterCounters, AdapterState
+from lorax_server.types import AdapterCounters, AdapterStage, AdapterState
 
 BASE_MODEL = ""
 MAX_PREPARING = 4  # at once: enough to keep the workers busy, and few enough that a new one does not wait for many
@@ -73,7 +73,7 @@ class AdapterTable:
             self._prefetch.pop(identity, None)
         entry.is_dismissed = False
         self._has_changed = True
-        if prefetch and entry.state is State.DISK:
+        if prefetch and entry.state is AdapterStage.DISK:
             self._prefetch[spec.identity] = entry
 
     @property
@@ -88,7 +88,7 @@ class AdapterTable:
     def num_on_device(self) -> int:
         return len(self._device)
 
-    def state(self, identity: str) -> State | None:
+    def state(self, identity: str) -> AdapterStage | None:
         """Return an adapter's state; None if it is not known."""
         entry = self._registry.get(identity)
         return None if entry is None else entry.state
@@ -148,7 +148,7 @@ class AdapterTable:
                 break
         while self._prefetch and not self._to_prepare and self.num_preparing < MAX_PREPARING:
             identity, entry = next(iter(self._prefetch.items()))
-            if entry.state is State.DISK and not self._prepare(entry, has_waited=False):
+            if entry.state is AdapterStage.DISK and not self._prepare(entry, has_waited=False):
                 break
             self._prefetch.pop(identity, None)
 
@@ -225,7 +225,7 @@ class AdapterTable:
             return
         entry.is_wanted, entry.waits_since = True, self._clock()
         self._has_changed = True
-        if entry.is_loaded or entry.state is State.HOST:
+        if entry.is_loaded or entry.state is AdapterStage.HOST:
             self._to_load[identity] = entry
         elif entry.index is None and not entry.is_preparing:  # else it is on its way
             self._to_prepare[identity] = entry

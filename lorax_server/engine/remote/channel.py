@@ -4,12 +4,8 @@
     ClientChannel  PUSH ──> to_engine    (the engine listens)      ──> PULL  EngineChannel
                    PULL <── from_engine  (the API process listens) <── PUSH
 
-Each process listens before the other one sends, so no message waits for a second try to connect. The sockets have no
-limit: the scheduler decides how much may wait, and tells refused callers when to come back.
-
-Further API processes (`JoinedEngine`) send to the same socket, and each listens at one of its own. The ids of requests
-and queries tell them apart, and say whom an output or a reply is for. One socket that addresses them all (ROUTER) would
-drop what the engine sends before such a process has connected, and could not be used by two threads.
+Each process listens before the other one sends, so no message waits for a second connection attempt. The sockets have
+no high-water mark: the scheduler limits the queue, and tells rejected callers when to retry.
 """
 
 import asyncio
@@ -31,36 +27,45 @@ from pathlib import Path
 import zmq
 
 from lorax_server.engine.remote.messages import (
+    ChannelError,
     EngineMessage,
     Failed,
     FromEngine,
     Ready,
     Stop,
+    ToEngine,
+    answer_to_unreadable,
+    decode_from_engine,
+    decode_to_engine,
     encode,
-    split,
 )
-from lorax_server.engine.remote.sockets import FROM_ENGINE, TO_ENGINE, ClientSockets, bind, connect, name_of
 from lorax_server.errors import EngineError, LoraxError
 from lorax_server.types import EngineInfo
 
 logger = logging.getLogger(__name__)
 
+TO_ENGINE, FROM_ENGINE = "to_engine", "from_engine"  # socket names in the folder
 GRACE_S = 10.0  # for a process to end by itself, before stronger signals
 LINGER_MS = 1000  # for the last messages, when a process ends
 ACKNOWLEDGE_S = 5.0  # how long a failing engine waits until its reason has arrived
 ORPHAN_S = 10.0  # how long an engine may take to end once the API process is gone
 
 
-class ClientChannel(ClientSockets):
-    """The end in the process that starts the engine, from the engine's start to its end.
+class ClientChannel:
+    """The API process's end, for one engine process and one event loop, from the engine's start to its end.
 
-    The process's sentinel shows its end: the system makes it readable the moment it is gone.
+    The event loop watches the socket itself: `zmq.asyncio` costs a fifth of a millisecond per message, and there is one
+    message per step. The process sentinel becomes readable when the engine process is gone.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._has_heard = False
+        self._from_engine = self._context.socket(zmq.PULL)
+        self._to_engine: zmq.Socket[bytes] | None = None
+        self._inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._has_received = False
         self._process: multiprocessing.process.BaseProcess | None = None
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._exit_code: int | None = None
@@ -85,18 +90,32 @@ class ClientChannel(ClientSockets):
     def open(self) -> str:
         """Listen, and return the address for the engine."""
         self._folder = tempfile.TemporaryDirectory(prefix="lorax-")  # with mode 0700
-        self.listen(self._folder.name, 0)
+        bind(self._from_engine, self._folder.name, FROM_ENGINE)
+        self._loop.add_reader(self._from_engine.fileno(), self._read_socket)
         return self._folder.name
 
     async def receive(self) -> FromEngine | None:
-        message = await super().receive()
-        self._has_heard |= message is not None
-        return message
+        """Return the next message, or None after the last message of an engine that is gone."""
+        data = await self._inbox.get()
+        if data is None:
+            self._inbox.put_nowait(None)  # for the next call
+            return None
+        self._has_received = True
+        return decode_from_engine(data)
 
     @property
-    def address(self) -> str:
-        """The folder, at which further API processes find the engine."""
-        return self._address
+    def has_more(self) -> bool:
+        """True if the next message has already arrived."""
+        return not self._inbox.empty()
+
+    def send(self, message: ToEngine) -> None:
+        """Send without waiting. The engine listens from its first message on."""
+        data = encode(message)
+        if self._to_engine is None:
+            assert self._folder is not None, "the channel is not open"
+            self._to_engine = self._context.socket(zmq.PUSH)
+            connect(self._to_engine, self._folder.name, TO_ENGINE)
+        self._to_engine.send(data, zmq.NOBLOCK)
 
     async def end(self) -> int | None:
         """End the process, leave nothing of it behind, and return its exit code. May be called again if cancelled."""
@@ -107,7 +126,11 @@ class ClientChannel(ClientSockets):
 
     def close(self) -> None:
         """Close the sockets and remove the folder. Unread messages are lost."""
-        super().close()
+        if not self._from_engine.closed and self._folder is not None:
+            self._loop.remove_reader(self._from_engine.fileno())
+        if self._to_engine is not None:
+            self._to_engine.close(linger=0)
+        self._context.destroy(linger=0)
         if self._folder is not None:
             self._folder.cleanup()
 
@@ -124,13 +147,20 @@ class ClientChannel(ClientSockets):
 
     def _note_end(self, sentinel: int) -> None:
         self._loop.remove_reader(sentinel)
-        self.finish()
+        self._read_socket()
+        self._inbox.put_nowait(None)
         if not self._ended.done():
             self._ended.set_result(None)
 
+    def _read_socket(self) -> None:
+        """Read all messages: the socket does not become readable again for messages that are left in it."""
+        with suppress(zmq.Again):
+            while not self._from_engine.closed:
+                self._inbox.put_nowait(self._from_engine.recv(zmq.NOBLOCK))
+
     async def _end_process(self, process: multiprocessing.process.BaseProcess) -> None:
         """Ask the process to stop, if it listens, then terminate it, then kill it."""
-        stop: list[Callable[[], None]] = [partial(self.send, Stop())] if self._has_heard else []
+        stop: list[Callable[[], None]] = [partial(self.send, Stop())] if self._has_received else []
         for end in (*stop, process.terminate, process.kill):
             if not self._ended.done():
                 end()
@@ -144,19 +174,18 @@ class ClientChannel(ClientSockets):
 
 
 class EngineChannel:
-    """The end in the engine process. A thread receives messages, and sets `wake` for each.
+    """The engine process's end. A thread receives messages, and sets `wake` for each. Any thread may send.
 
-    Messages that `answer_at_once` takes, on that thread, are not kept. Any thread may send.
+    Messages that `handle_urgent` handles, on that thread, do not reach `take`.
     """
 
     def __init__(self, address: str) -> None:
         self.wake = threading.Event()
-        self.answer_at_once: Callable[[bytes], bool] = lambda _: False  # True if it has taken the message
+        self.handle_urgent: Callable[[ToEngine], bool] = lambda _: False  # returns True if it has handled the message
         self._address = address
         self._context = zmq.Context()
         self._from_engine = self._context.socket(zmq.PUSH)
-        self._workers: dict[int, zmq.Socket[bytes]] = {}  # to further API processes, by their numbers
-        self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self.has_failed = False
         self._was_heard = False
         self._sending = threading.Lock()
@@ -167,35 +196,15 @@ class EngineChannel:
         connect(self._from_engine, self._address, FROM_ENGINE)
         threading.Thread(target=self._listen, args=(to_engine,), name="lorax-channel", daemon=True).start()
 
-    def take(self) -> list[bytes]:
-        """Return all messages so far, undecoded: the caller answers those that cannot be decoded."""
+    def take(self) -> list[ToEngine]:
+        """Return all messages so far."""
         return [self._inbox.get() for _ in range(self._inbox.qsize())]
 
     def send(self, message: EngineMessage) -> None:
-        """Send to each API process what is meant for it. Nothing is sent if a part of it cannot be."""
-        parts = split(message) if self._workers else {0: message}
-        encoded = [(worker, encode(part)) for worker, part in parts.items()]
+        data = encode(message)
         with self._sending:
-            for worker, data in encoded:
-                socket = self._workers.get(worker, self._from_engine)
-                if not socket.closed:  # else the API process has stopped listening
-                    socket.send(data, zmq.NOBLOCK)
-
-    def join(self, worker: int) -> None:
-        """Send to a further API process from now on what is meant for it. It listens already."""
-        socket = self._context.socket(zmq.PUSH)
-        connect(socket, self._address, name_of(worker))
-        with self._sending:
-            self._workers[worker] = socket
-
-    def part(self, worker: int) -> None:
-        """Drop what a further API process has not read: it is gone."""
-        with self._sending:
-            socket = self._workers.pop(worker, None)
-            if socket is not None:
-                socket.close(linger=0)
-        with suppress(OSError):
-            Path(self._address, name_of(worker)).unlink(missing_ok=True)
+            if not self._from_engine.closed:  # otherwise the API process has stopped listening
+                self._from_engine.send(data, zmq.NOBLOCK)
 
     def report(self, error: Exception) -> None:
         """Report why the engine ends, from any thread, even if the step hangs. Only the first reason counts."""
@@ -209,15 +218,14 @@ class EngineChannel:
     def fail(self, error: Exception) -> None:
         """Report, and wait until the report has arrived: messages on their way may be lost when a process ends."""
         self.report(error)
-        until, stop = time.monotonic() + ACKNOWLEDGE_S, encode(Stop())
+        until = time.monotonic() + ACKNOWLEDGE_S
         with suppress(queue.Empty):
             while not self._was_heard:
-                self._was_heard = self._inbox.get(timeout=max(0.0, until - time.monotonic())) == stop
+                self._was_heard = isinstance(self._inbox.get(timeout=max(0.0, until - time.monotonic())), Stop)
 
     def close(self) -> None:
         with self._sending:
-            for socket in (self._from_engine, *self._workers.values()):
-                socket.close(linger=LINGER_MS)
+            self._from_engine.close(linger=LINGER_MS)
         self._context.term()  # also ends the thread
 
     def _listen(self, to_engine: zmq.Socket[bytes]) -> None:
@@ -228,7 +236,7 @@ class EngineChannel:
             poller.register(parent.sentinel, zmq.POLLIN)
         try:
             while any(ready is to_engine for ready, _ in poller.poll()):
-                self._put(to_engine.recv())
+                self._receive(to_engine.recv())
         except zmq.ContextTerminated:
             return
         except Exception as error:
@@ -242,20 +250,30 @@ class EngineChannel:
         """Report that no message can be received any more, and stop, so that another engine is started."""
         logger.error("the engine cannot listen any more, and ends", exc_info=error)
         self.report(error)
-        self._inbox.put(encode(Stop()))
+        self._inbox.put(Stop())
         self.wake.set()
 
     def _end_as_orphan(self) -> None:
         """Clean up after the API process, which is gone, and stop; by force if that takes long."""
         shutil.rmtree(self._address, ignore_errors=True)
-        self._put(encode(Stop()))
+        self._inbox.put(Stop())
+        self.wake.set()
         time.sleep(ORPHAN_S)  # a daemon thread does not keep the process alive
         os._exit(1)
 
-    def _put(self, data: bytes) -> None:
-        if not self.answer_at_once(data):
-            self._inbox.put(data)
-            self.wake.set()
+    def _receive(self, data: bytes) -> None:
+        try:
+            message = decode_to_engine(data)
+        except ChannelError as error:
+            answer = answer_to_unreadable(data, error)
+            if answer is None:
+                raise  # a caller would wait for ever
+            logger.exception("a message that cannot be read is rejected")
+            self.send(answer)
+        else:
+            if not self.handle_urgent(message):
+                self._inbox.put(message)
+                self.wake.set()
 
 
 def describe(exit_code: int | None) -> str:
@@ -265,3 +283,17 @@ def describe(exit_code: int | None) -> str:
         with suppress(ValueError):
             name = f", {signal.Signals(-exit_code).name}"
     return f"exit code {exit_code}{name}"
+
+
+def bind(socket: zmq.Socket[bytes], folder: str, name: str) -> None:
+    socket.set_hwm(0)
+    address = f"ipc://{Path(folder) / name}"
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise ChannelError(f"cannot listen at {address}: {error}; TMPDIR chooses another folder") from error
+
+
+def connect(socket: zmq.Socket[bytes], folder: str, name: str) -> None:
+    socket.set_hwm(0)
+    socket.connect(f"ipc://{Path(folder) / name}")

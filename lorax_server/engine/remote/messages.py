@@ -21,13 +21,6 @@ from lorax_server.types import (
 Received = TypeVar("Received")
 Result = TypeVar("Result")
 
-WORKER_BITS = 40  # of an id: those above are the number of the API process that made it, 0 for the engine's parent
-
-
-def worker_of(some_id: int) -> int:
-    """Return the number of the API process that made the id of a request or a query."""
-    return some_id >> WORKER_BITS
-
 
 class ChannelError(EngineError):
     """A message that cannot be sent, or that cannot be read."""
@@ -81,24 +74,12 @@ class ListAdapters(Query, frozen=True):
     identities: tuple[str, ...]
 
 
-class Join(EngineMessage, frozen=True):
-    """The first message of a further API process: it listens at its own place in the engine's folder."""
-
-    worker: int
-
-
-class Leave(EngineMessage, frozen=True):
-    """A further API process is gone: its requests are dropped, and whatever else of it arrives."""
-
-    worker: int
-
-
 class Stop(EngineMessage, frozen=True):
     """End now; also confirms that a `Failed` has arrived."""
 
 
 Queries = Resolve | LoadAdapter | UnloadAdapter | ForgetAdapter | ListAdapters | GetStatus
-ToEngine = Add | Abort | Queries | Join | Leave | Stop
+ToEngine = Add | Abort | Queries | Stop
 
 # --- From the engine --------------------------------------------------------------------------------------------------
 
@@ -153,16 +134,6 @@ FromEngine = Ready | Outputs | ResolveReply | StatusReply | AdaptersReply | Done
 # --- Bytes ------------------------------------------------------------------------------------------------------------
 
 
-class _Tagged(msgspec.Struct):
-    """The name of a message, without its content."""
-
-    type: str
-
-
-AT_ONCE = frozenset(kind.__name__ for kind in (Resolve, ForgetAdapter, Join))
-
-
-_TAGGED: msgspec.msgpack.Decoder[_Tagged] = msgspec.msgpack.Decoder(_Tagged)
 _TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
@@ -180,31 +151,6 @@ def decode_to_engine(data: bytes) -> ToEngine:
 
 def decode_from_engine(data: bytes) -> FromEngine:
     return _decode(data, _FROM_ENGINE)
-
-
-def decode_urgent(data: bytes) -> Resolve | ForgetAdapter | Join | None:
-    """Decode a message that needs no step of the engine, a query about names or the first message of an API process;
-    None for other or unreadable messages."""
-    try:
-        if _TAGGED.decode(data).type not in AT_ONCE:
-            return None
-        message = decode_to_engine(data)
-    except (msgspec.DecodeError, ChannelError, RecursionError, UnicodeDecodeError):
-        return None
-    return message if isinstance(message, Resolve | ForgetAdapter | Join) else None
-
-
-def split(message: EngineMessage) -> "dict[int, EngineMessage]":
-    """Return the parts of a message by the number of the API process that each is for."""
-    match message:
-        case Outputs(outputs):
-            parts: dict[int, list[Output]] = {}
-            for output in outputs:
-                parts.setdefault(worker_of(output.request_id), []).append(output)
-            return {worker: Outputs(part) for worker, part in parts.items()}
-        case Reply():
-            return {worker_of(message.query_id): message}
-    return {0: message}
 
 
 def answer_to_unreadable(data: bytes, error: ChannelError) -> FromEngine | None:

@@ -18,7 +18,7 @@ from lorax_server.engine.remote import messages
 from lorax_server.engine.remote.channel import EngineChannel
 from lorax_server.errors import EngineError, LoraxError
 from lorax_server.machine import give_back_memory
-from lorax_server.types import EngineInfo, Failure, Output, Request
+from lorax_server.types import EngineInfo, Failure, Output
 
 if TYPE_CHECKING:
     from lorax_server.engine.engine import Engine  # with numpy, which the API process does not need
@@ -71,8 +71,6 @@ class _EngineLoop:
         self._engine = engine
         self._channel = channel
         self._refused: list[Output] = []  # sent with the outputs of the step
-        self._of_workers: dict[int, set[int]] = {}  # requests of further API processes that have not ended
-        self._gone: set[int] = set()  # numbers of further API processes that have left
         self._is_stopping = False
         self._idle_s = 0.0
         self._num_idle = 0  # idle turns since the last output
@@ -80,11 +78,11 @@ class _EngineLoop:
     def run(self, info: EngineInfo) -> None:
         engine, channel = self._engine, self._channel
         channel.wake = engine.wake
-        channel.answer_at_once = self._answer_at_once
+        channel.handle_urgent = self._handle_urgent
         channel.send(messages.Ready(info))
         while True:
-            for data in channel.take():
-                self._take(data)
+            for message in channel.take():
+                self._handle(message)
             if self._is_stopping:
                 return
             self._send(engine.step())
@@ -99,24 +97,12 @@ class _EngineLoop:
 
     # --- Messages to the engine ---------------------------------------------------------------------------------------
 
-    def _answer_at_once(self, data: bytes) -> bool:
-        """Handle what needs no step, on the channel's thread, where nothing may wait; False for other messages."""
-        message = messages.decode_urgent(data)
-        if message is not None:
+    def _handle_urgent(self, message: messages.ToEngine) -> bool:
+        """Handle queries about names, which need no step, on the channel's thread, where nothing may block."""
+        is_urgent = isinstance(message, messages.Resolve | messages.ForgetAdapter)
+        if is_urgent:
             self._handle(message)
-        return message is not None
-
-    def _take(self, data: bytes) -> None:
-        try:
-            message = messages.decode_to_engine(data)
-        except messages.ChannelError as error:
-            answer = messages.answer_to_unreadable(data, error)
-            if answer is None:
-                raise  # a caller would wait for ever
-            logger.exception("A message that cannot be read is refused")
-            self._reply(answer)
-        else:
-            self._handle(message)
+        return is_urgent
 
     def _handle(self, message: messages.ToEngine) -> None:
         match message:
@@ -124,46 +110,17 @@ class _EngineLoop:
                 self._is_stopping = True
             case messages.Abort(request_ids):
                 for request_id in request_ids:
-                    self._forget(request_id)
                     self._engine.abort(request_id)
             case messages.Add(request):
-                self._add(request)
-            case messages.Join(worker):
-                if worker not in self._gone:
-                    self._channel.join(worker)
-            case messages.Leave(worker):
-                self._drop(worker)
+                try:
+                    self._engine.add(request)
+                except Exception as error:
+                    self._refused.append(Output.failed(request.request_id, _to_report(error)))
             case _:
                 try:
                     self._answer(message)
                 except Exception as error:
                     self._refuse(message.query_id, error)
-
-    def _add(self, request: Request) -> None:
-        worker = messages.worker_of(request.request_id)
-        if worker in self._gone:
-            return
-        if worker:
-            self._of_workers.setdefault(worker, set()).add(request.request_id)
-        try:
-            self._engine.add(request)
-        except Exception as error:
-            self._refused.append(Output.failed(request.request_id, _to_report(error)))
-
-    def _drop(self, worker: int) -> None:
-        """Abort the requests of a further API process that is gone. Those that still arrive are not taken."""
-        self._gone.add(worker)
-        self._channel.part(worker)
-        requests = self._of_workers.pop(worker, ())
-        for request_id in requests:
-            self._engine.abort(request_id)
-        logger.info("API process %d is gone: %d requests are aborted", worker, len(requests))
-
-    def _forget(self, request_id: int) -> None:
-        """Forget a request that has ended, if it is of a further API process."""
-        requests = self._of_workers.get(messages.worker_of(request_id))
-        if requests is not None:
-            requests.discard(request_id)
 
     def _answer(self, message: messages.Queries) -> None:
         query_id, engine = message.query_id, self._engine
@@ -174,64 +131,35 @@ class _EngineLoop:
                 self._reply_when_done(query_id, engine.load(identity, pin), messages.Done)
             case messages.UnloadAdapter(_, identity):
                 engine.unload(identity)
-                self._reply(messages.Done(query_id))
+                self._channel.send(messages.Done(query_id))
             case messages.ForgetAdapter(_, source, name):
                 engine.forget(source, name)
-                self._reply(messages.Done(query_id))
+                self._channel.send(messages.Done(query_id))
             case messages.ListAdapters(_, identities):
-                self._reply(messages.AdaptersReply(query_id, engine.list_adapters(identities)))
+                self._channel.send(messages.AdaptersReply(query_id, engine.list_adapters(identities)))
             case messages.GetStatus():
-                self._reply(messages.StatusReply(query_id, replace(engine.status(), idle_s=self._idle_s)))
+                self._channel.send(messages.StatusReply(query_id, replace(engine.status(), idle_s=self._idle_s)))
 
     def _reply_when_done(self, query_id: int, future: Future[Result], kind: type[messages.Reply[Result]]) -> None:
         def when_done(done: Future[Result]) -> None:
             try:
-                result = done.result()
+                self._channel.send(kind(query_id, done.result()))
             except BaseException as error:  # whatever it is, it belongs to the caller
                 self._refuse(query_id, error)
-            else:
-                self._reply(kind(query_id, result))
 
         future.add_done_callback(when_done)
 
     # --- Messages from the engine -------------------------------------------------------------------------------------
 
     def _send(self, outputs: list[Output]) -> None:
-        """Send all outputs in one message. An output that cannot be sent fails alone."""
+        """Send all outputs in one message."""
         outputs, self._refused = self._refused + outputs, []
         if outputs:
             self._num_idle = 0
-            if self._of_workers:
-                for output in outputs:
-                    if output.finish_reason is not None or output.failure is not None:
-                        self._forget(output.request_id)
-            try:
-                self._channel.send(messages.Outputs(outputs))
-            except messages.ChannelError:
-                self._channel.send(messages.Outputs([self._make_sendable(output) for output in outputs]))
-
-    def _make_sendable(self, output: Output) -> Output:
-        try:
-            messages.encode(messages.Outputs([output]))
-        except messages.ChannelError as error:
-            self._engine.abort(output.request_id)
-            return Output.failed(output.request_id, _to_report(error))
-        return output
-
-    def _reply(self, reply: messages.EngineMessage) -> None:
-        """Send a reply at once, on any thread."""
-        try:
-            self._channel.send(reply)
-        except messages.ChannelError as error:
-            if not isinstance(reply, messages.Reply):
-                raise
-            self._refuse(reply.query_id, error)
+            self._channel.send(messages.Outputs(outputs))
 
     def _refuse(self, query_id: int, error: BaseException) -> None:
-        try:
-            self._channel.send(messages.Refused(query_id, Failure.of(_to_report(error))))
-        except messages.ChannelError as unsendable:  # the error quotes text that is none, such as a lone surrogate
-            self._channel.send(messages.Refused(query_id, Failure.of(_to_report(unsendable))))
+        self._channel.send(messages.Refused(query_id, Failure.of(_to_report(error))))
 
 
 def _to_report(error: BaseException) -> LoraxError:

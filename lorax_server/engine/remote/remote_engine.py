@@ -1,29 +1,36 @@
-"""The engine in a process of its own, as the API process that starts it sees it."""
+"""The engine in a process of its own, as the API process sees it."""
 
 import asyncio
 import functools
+import itertools
 import logging
+import math
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
 
 from lorax_server.engine.remote import messages
 from lorax_server.engine.remote.channel import ClientChannel, describe
-from lorax_server.engine.remote.engine_requests import EngineRequests
+from lorax_server.engine.remote.output_stream import Handler, OutputStream
+from lorax_server.errors import EngineError, InputError, LoraxError
+from lorax_server.types import AdapterRef, AdapterState, EngineInfo, EngineStatus, Merge, Output, Request, Resolved
 
 logger = logging.getLogger(__name__)
 Config = TypeVar("Config")
+Result = TypeVar("Result")
 
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0
-STEADY_S = 300.0  # an engine that ran so long did not die because of its start
+STEADY_S = 300.0  # an engine that ran this long did not die because of its start
 
 
-class RemoteEngine(EngineRequests):
-    """An `EngineClient` that starts an engine process, passes requests to it, and starts it again when it dies.
+class RemoteEngine:
+    """A client that starts an engine process, passes requests to it, and restarts it when it dies.
 
-    `target(config, address)` is a function at the top of a module; it builds an engine and calls `process.serve`.
-    `on_change` is called whenever the engine is there, and whenever it is lost.
+    `target(config, address)` is a function at module level that builds an engine and calls `process.serve`. All methods
+    belong to one event loop. Outputs are buffered for slow readers, so that a slow reader delays no other.
     """
 
     def __init__(
@@ -34,40 +41,178 @@ class RemoteEngine(EngineRequests):
         restart: bool = True,
         first_pause_s: float = FIRST_PAUSE_S,
     ) -> None:
-        super().__init__()
-        self.on_change: Callable[[], None] = lambda: None
+        self.is_healthy = False
+        self.num_restarts = 0
+        self.info: EngineInfo  # known once the engine has started
         self._target = functools.partial(target, config)
         self._restart = restart
         self._first_pause_s = first_pause_s
-        self._own_channel: ClientChannel | None = None
+        self._ids = itertools.count(1)
+        self._queries: dict[int, asyncio.Future[messages.Reply[Any]]] = {}
+        self._streams: dict[int, OutputStream] = {}
+        self._channel: ClientChannel | None = None
         self._supervisor: asyncio.Task[None] | None = None
+        self._problem = "the engine is not started"
+        self._retry_after_s: float | None = None
 
-    @property
-    def address(self) -> str | None:
-        """The address at which further API processes find the engine; None while it is lost."""
-        return self._own_channel.address if self.is_healthy and self._own_channel is not None else None
-
-    def let_go(self, worker: int) -> None:
-        """Tell the engine that a further API process is gone. An engine that is lost itself has no requests of it."""
-        if self.is_healthy:
-            self._send(messages.Leave(worker))
+    def new_id(self) -> int:
+        """Return a unique request id, also across engine restarts."""
+        return next(self._ids)
 
     # --- Start and end ------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Wait until the engine takes requests. An engine that never did is not started again."""
+        """Wait until the engine accepts requests. An engine whose first start fails is not restarted."""
         assert self._supervisor is None, "the client is started already"
         start_s = await self._launch()
         self._supervisor = asyncio.create_task(self._supervise(start_s))
 
     async def close(self) -> None:
-        """End the engine, and with an error all requests and queries."""
+        """Stop the engine. All requests and queries fail."""
         self._lose("the engine is stopped", None)
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.wait((self._supervisor,))
-        if self._own_channel is not None:
-            await self._own_channel.end()
+        if self._channel is not None:
+            await self._channel.end()
+
+    # --- Requests and queries -----------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+        """Yield outputs one by one, like `stream`."""
+        async with aclosing(self.stream(request)) as stream:
+            async for outputs in stream:
+                for output in outputs:
+                    yield output
+
+    async def stream(self, request: Request, handler: Handler | None = None) -> AsyncGenerator[list[Output], None]:
+        """Yield lists of outputs as they arrive, or raise the error that ends the request. Closing aborts the request.
+
+        While the reader waits, outputs other than the last are offered to `handler` first.
+        """
+        request_id = request.request_id
+        assert request_id not in self._streams, f"request {request_id} is here already"
+        self._send(messages.Add(request))
+        stream = self._streams[request_id] = OutputStream(handler)
+        try:
+            while True:
+                await stream.wait()
+                outputs = stream.drain()
+                if outputs:
+                    yield outputs
+                if stream.is_closed and not stream.outputs:
+                    if stream.error is not None:
+                        raise stream.error
+                    return
+        finally:
+            self.abort(request_id)
+
+    def abort(self, request_id: int, error: LoraxError | None = None) -> None:
+        """Abort a request. Its reader gets the error, if any. Does nothing if the request has finished."""
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            stream.close(error)
+            self._send(messages.Abort((request_id,)))
+
+    async def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Resolved:
+        return await self._query(messages.Resolve(self.new_id(), tuple(refs), merge), messages.ResolveReply)
+
+    async def load(self, identity: str, pin: bool | None = None) -> None:
+        await self._query(messages.LoadAdapter(self.new_id(), identity, pin), messages.Done)
+
+    async def unload(self, identity: str) -> None:
+        await self._query(messages.UnloadAdapter(self.new_id(), identity), messages.Done)
+
+    async def forget(self, source: str, name: str) -> None:
+        await self._query(messages.ForgetAdapter(self.new_id(), source, name), messages.Done)
+
+    async def list_adapters(self, identities: Sequence[str]) -> list[AdapterState]:
+        return await self._query(messages.ListAdapters(self.new_id(), tuple(identities)), messages.AdaptersReply)
+
+    async def status(self) -> EngineStatus:
+        return await self._query(messages.GetStatus(self.new_id()), messages.StatusReply)
+
+    async def _query(self, message: messages.Queries, kind: type[messages.Reply[Result]]) -> Result:
+        self._send(message)
+        query = self._queries[message.query_id] = asyncio.get_running_loop().create_future()
+        try:
+            reply = await query
+            assert isinstance(reply, kind)
+            return reply.result
+        finally:
+            self._queries.pop(message.query_id, None)
+
+    def _send(self, message: messages.ToEngine) -> None:
+        if not self.is_healthy or self._channel is None:
+            raise self._loss()
+        try:
+            self._channel.send(message)
+        except messages.ChannelError as error:
+            raise InputError(str(error)) from error
+
+    # --- Outputs and replies ------------------------------------------------------------------------------------------
+
+    async def _deliver_all(self, channel: ClientChannel) -> str:
+        """Deliver the engine's messages until it stops, and return the reason."""
+        steps: list[list[Output]] = []  # not delivered yet
+        while True:
+            try:
+                message = await channel.receive()
+            except messages.ChannelError as error:
+                self._deliver_steps(steps)
+                return f"the engine is not understood: {error}"
+            if isinstance(message, messages.Outputs):
+                steps.append(message.outputs)
+                if channel.has_more:
+                    continue
+            self._deliver_steps(steps)
+            steps.clear()
+            match message:
+                case None:
+                    return f"the engine process ended ({describe(await channel.end())})"
+                case messages.Failed(reason):
+                    return f"the engine failed: {reason}"
+                case messages.Outputs():
+                    pass
+                case messages.Reply():
+                    self._settle(message)
+                case _:
+                    return f"the engine is not understood: {type(message).__name__} is not due"
+
+    def _deliver_steps(self, steps: Sequence[Sequence[Output]]) -> None:
+        """Deliver the outputs of steps. If several steps have arrived, the outputs of a request are combined."""
+        if len(steps) == 1:
+            for output in steps[0]:
+                self._deliver(output)
+            return
+        by_request: defaultdict[int, list[Output]] = defaultdict(list)
+        for outputs in steps:
+            for output in outputs:
+                by_request[output.request_id].append(output)
+        for outputs in by_request.values():
+            self._deliver(*outputs)
+
+    def _deliver(self, *outputs: Output) -> None:
+        """Deliver outputs of one request."""
+        last = outputs[-1]
+        stream = self._streams.get(last.request_id)
+        if stream is None:
+            return  # aborted meanwhile
+        if last.failure is None and last.finish_reason is None:
+            stream.push(outputs)
+            return
+        del self._streams[last.request_id]
+        stream.push(outputs if last.failure is None else outputs[:-1], is_last=True)
+        stream.close(None if last.failure is None else last.failure.to_error())
+
+    def _settle(self, reply: messages.Reply[Any]) -> None:
+        query = self._queries.get(reply.query_id)
+        if query is None or query.done():
+            return
+        if isinstance(reply, messages.Refused):
+            query.set_exception(reply.result.to_error())
+        else:
+            query.set_result(reply)
 
     # --- Death and restart --------------------------------------------------------------------------------------------
 
@@ -76,53 +221,59 @@ class RemoteEngine(EngineRequests):
         began = time.monotonic()
         channel = ClientChannel()
         self.info = await channel.start(self._target)
-        self._channel = self._own_channel = channel
+        self._channel = channel
         self.is_healthy = True
-        self.on_change()
         return time.monotonic() - began
-
-    async def _describe_end(self) -> str:
-        assert self._own_channel is not None
-        return f"the engine process ended ({describe(await self._own_channel.end())})"
-
-    def _lose(self, problem: str, retry_after_s: float | None) -> None:
-        super()._lose(problem, retry_after_s)
-        self.on_change()
 
     async def _supervise(self, start_s: float) -> None:
         pause_s = 0.0
         try:
             while True:
-                assert self._own_channel is not None
+                assert self._channel is not None
                 began = time.monotonic()
-                problem = await self._deliver_all(self._own_channel)
+                problem = await self._deliver_all(self._channel)
                 pause_s = next_pause_s(pause_s, time.monotonic() - began, self._first_pause_s)
                 logger.error("%s; %d requests are lost", problem, len(self._streams))
                 self._lose(problem, pause_s + start_s if self._restart else None)
-                await self._own_channel.end()  # it may hold what the next one needs
+                await self._channel.end()  # it may hold resources that the next engine needs
                 if not self._restart:
                     return
-                start_s, pause_s = await self._launch_again(start_s, pause_s)
-        finally:  # also a bug in here must leave no caller waiting
+                start_s, pause_s = await self._relaunch(start_s, pause_s)
+        finally:  # a bug here must leave no caller waiting
             if self.is_healthy:
                 self._lose("the engine is not watched any more", None)
 
-    async def _launch_again(self, start_s: float, pause_s: float) -> tuple[float, float]:
-        """Try until it succeeds. Return the seconds that the start took, and those of the pause before it."""
+    async def _relaunch(self, start_s: float, pause_s: float) -> tuple[float, float]:
+        """Retry until a start succeeds. Return its seconds, and the seconds of the pause before it."""
         while True:
             await asyncio.sleep(pause_s)
             try:
                 start_s = await self._launch()
                 self.num_restarts += 1
                 return start_s, pause_s
-            except Exception as error:  # also for lack of a process or a folder: the next try may find one
+            except Exception as error:  # also when no process or folder can be created: the next try may succeed
                 pause_s = next_pause_s(pause_s, 0.0, self._first_pause_s)
                 logger.error("%s", error)
                 self._lose(str(error), pause_s + start_s)
 
+    def _lose(self, problem: str, retry_after_s: float | None) -> None:
+        """Fail all requests and queries: the engine will not answer."""
+        if retry_after_s is not None:
+            problem, retry_after_s = f"{problem}; it is being started again", float(math.ceil(max(1.0, retry_after_s)))
+        self.is_healthy, self._problem, self._retry_after_s = False, problem, retry_after_s
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.close(self._loss())
+        for query in self._queries.values():
+            if not query.done():
+                query.set_exception(self._loss())
+
+    def _loss(self) -> EngineError:
+        return EngineError(self._problem, self._retry_after_s)
+
 
 def next_pause_s(last_s: float, lived_s: float, first_s: float) -> float:
-    """Return the pause before an engine is started again: none if it lived, else longer each time, up to a limit."""
+    """Return the pause before a restart: none for an engine that lived, otherwise doubling up to a limit."""
     if lived_s >= STEADY_S:
         return 0.0
     return min(max(first_s, 2 * last_s), MAX_PAUSE_S)

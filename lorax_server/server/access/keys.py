@@ -124,7 +124,7 @@ class KeyRing:
         keys_file: Path | None = None,
     ) -> None:
         self._keys: dict[bytes, Key] = {}
-        self._named: dict[str, Key] = {"": Key()}
+        self._names: set[str] = set()
         self.is_open = not api_keys and keys_file is None  # to callers without a key; also an empty file closes it
         self.has_admin = False
         for number, secret in enumerate(api_keys, 1):
@@ -140,10 +140,6 @@ class KeyRing:
         """The shares of keys, by their names."""
         return {key.name: key.weight for key in self._keys.values()}
 
-    def named(self, name: str) -> Key:
-        """Return the key of a name; a caller without a key has none."""
-        return self._named[name]
-
     def identify(self, authorization: str | None) -> Key:
         """Find the key of an `Authorization` header. An open server takes any: it may be meant for a source."""
         key = self._find(authorization)
@@ -155,15 +151,13 @@ class KeyRing:
             raise AuthenticationError("an API key is needed: send the header `Authorization: Bearer <key>`")
         raise AuthenticationError("this API key is not known; the header looks like `Authorization: Bearer <key>`")
 
-    def check_admin(self, authorization: str | None) -> Key:
+    def check_admin(self, key: Key) -> None:
         if not self.has_admin:
             raise ForbiddenError("nobody may do this: there is no admin key; start the server with --admin-key")
-        key = self._find(authorization)
-        if key is None:
+        if not key.name:
             raise AuthenticationError("an admin's key is needed: send the header `Authorization: Bearer <key>`")
         if not key.is_admin:
             raise ForbiddenError("this API key is not an admin's")
-        return key
 
     def _find(self, authorization: str | None) -> Key | None:
         """Look a key up by the digest of what was sent, which costs the same for one key and for ten thousand.
@@ -181,10 +175,10 @@ class KeyRing:
             raise ConfigError(
                 f"{where} is the same as that of {self._keys[digest].name!r}; every key has to be its own"
             )
-        if key.name in self._named:
+        if key.name in self._names:
             raise ConfigError(f"{where}: the name {key.name!r} is taken; use another")
         self._keys[digest] = key
-        self._named[key.name] = key
+        self._names.add(key.name)
         self.has_admin |= key.is_admin
 
 
@@ -200,7 +194,7 @@ def _digest_of(secret: str, where: str) -> bytes:
 # --- Files of keys ----------------------------------------------------------------------------------------------------
 
 
-class _Entry(Permissions, frozen=True, kw_only=True):
+class _KeyEntry(Permissions, frozen=True, kw_only=True):
     """A table of the file. It is never printed, since `key` is a secret."""
 
     key: str | None = None
@@ -241,7 +235,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 def _read_key(where: str, name: str, table: object) -> tuple[bytes, Key]:
     try:
-        entry = msgspec.convert(table, _Entry)
+        entry = msgspec.convert(table, _KeyEntry)
     except msgspec.ValidationError as error:  # it names types and fields, never values
         raise ConfigError(f"{where}: {error}") from None
     if not (math.isfinite(entry.weight) and entry.weight > 0):

@@ -20,20 +20,7 @@ logger = logging.getLogger(__name__)
 
 BASE_MODEL = "__base_model__"  # a name of LoRAX's clients
 MAX_ALIASES = 100_000
-MAX_SIGNED = 20_000
-MAX_SIGNED_CHARACTERS = 128
-SIGNATURE_BITS = 191
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@.+)?", re.ASCII)
-
-
-def signature_of(name: str) -> int:
-    """Return a number with a bit for each character of a name, and for each pair of neighbours. Names that look alike
-    have most bits in common."""
-    codes = name[:MAX_SIGNED_CHARACTERS].casefold().encode(errors="replace")
-    signature = 0
-    for code, following in zip(codes, codes[1:] + b"\0", strict=True):
-        signature |= 1 << code % SIGNATURE_BITS | 1 << (code * 31 + following) % SIGNATURE_BITS
-    return signature
 
 
 def unknown_model(name: str) -> AdapterNotFoundError:
@@ -81,11 +68,6 @@ class Listing:
     def named(self) -> frozenset[Named]:
         """All that the names stand for."""
         return frozenset(self.adapters.values())
-
-    @cached_property
-    def signatures(self) -> list[int]:
-        """Signatures of the names, by which `nearest` finds them; only of the first ones if there are many."""
-        return [signature_of(name) for name in self.names[:MAX_SIGNED]]
 
 
 class ModelNames:
@@ -142,12 +124,6 @@ class ModelNames:
             self._aliases[alias] = self.tidy(source, name)
             self._listing = None
 
-    def restore(self, aliases: Mapping[str, Named], folder: Iterable[str]) -> None:
-        """Take over the names of another process, in place of all that the operator gave here."""
-        with self._lock:
-            self._aliases = dict(aliases)
-        self.set_folder(folder)
-
     def remove(self, alias: str) -> bool:
         """Remove a name. Return whether it was there."""
         with self._lock:
@@ -165,7 +141,7 @@ class ModelNames:
             self._listing = None
         listing = self.listing
         # These are computed here, on the thread that watches the folder, and not while requests wait.
-        _ = listing.names, listing.named, listing.signatures
+        _ = listing.names, listing.named
 
     # --- Names of requests --------------------------------------------------------------------------------------------
 

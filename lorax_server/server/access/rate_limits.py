@@ -1,14 +1,15 @@
-"""Limits of what is answered at once, in all and for each key, and of what a key may ask for in a minute.
+"""Limits on concurrent responses, in total and per key, and on a key's requests, tokens and new adapters per minute.
 
-No request waits here: one that is over a limit is refused, with the time when to come back. Rates are buckets that fill
-as time goes on, up to what a minute allows. A request is taken from its bucket when it comes. Its tokens are taken when
-it ends, since their number is not known earlier; a key that is in debt then is refused until it has earned them. New
-adapters have a rate of their own: a key that has used it up can still use known adapters.
+No request waits here: a request over a limit is rejected with a retry time. Rates are token buckets that refill over
+time, up to the amount of one minute. A request is charged when it arrives. Its tokens are charged when it finishes,
+since their number is not known earlier; a key in debt is rejected until its bucket has refilled. New adapters have a
+rate of their own: a key that has used it up can still use known adapters.
 """
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Self
 
 from lorax_server.errors import InputError, OverloadedError
@@ -23,8 +24,8 @@ ROUNDING = 1e-6  # a client that comes back when it was told to must not be refu
 Clock = Callable[[], float]
 
 
-class _Bucket:
-    """A rate, and what is left of it; below 0 it is debt. Without a number there is no limit."""
+class TokenBucket:
+    """A rate and its remaining amount; below 0 it is debt. None: no limit."""
 
     def __init__(self, per_minute: int | None, clock: Clock) -> None:
         self.per_minute = per_minute
@@ -49,16 +50,15 @@ class _Bucket:
 
 
 class _Usage:
-    """The running answers of a key, and what is left of its rates."""
+    """The running responses of a key, and the rest of its rates."""
 
-    def __init__(self, key: Key, adapters_per_minute: int | None, clock: Clock) -> None:
+    def __init__(self, key: Key, clock: Clock) -> None:
         self.num_running = 0
-        self.adapters = _Bucket(adapters_per_minute, clock)
-        self.requests = _Bucket(key.requests_per_minute, clock)
-        self.tokens = _Bucket(key.tokens_per_minute, clock)
+        self.requests = TokenBucket(key.requests_per_minute, clock)
+        self.tokens = TokenBucket(key.tokens_per_minute, clock)
 
     def check_rates(self) -> None:
-        """Refuse a request while a rate is used up; of two, the one that takes longer to recover."""
+        """Reject a request while a rate is used up; of two, name the one that takes longer to recover."""
         rates = ((self.requests, "requests"), (self.tokens, "tokens"))
         wait_s, limit = max((bucket.wait_s(), f"{bucket.per_minute} {unit}") for bucket, unit in rates)
         if wait_s > 0:
@@ -68,24 +68,22 @@ class _Usage:
 
 
 class RateLimits:
-    """Lets requests in. It belongs to one event loop. Its memory is bounded, since the server's keys never change."""
+    """Issues permits for requests. Its memory is bounded, since the server's keys never change."""
 
-    def __init__(
-        self, max_concurrent: int, clock: Clock = time.monotonic, new_adapters_per_minute: int | None = None
-    ) -> None:
+    def __init__(self, max_concurrent: int, clock: Clock = time.monotonic) -> None:
         self.num_running = 0
-        self._new_adapters_per_minute = new_adapters_per_minute
         self._max_concurrent = max_concurrent
         self._clock = clock
-        self._usages: dict[str, _Usage] = {}  # by the key's name
-        self._fares: dict[tuple[str, Named], Fare] = {}  # that further requests may share
+        self._usages: dict[str, _Usage] = {}  # by key name
 
-    def enter(self, key: Key, count: int = 1) -> "Permit":
-        """Let in `count` answers to one request, until their permit is left, or refuse them all."""
+    def acquire(self, key: Key, count: int = 1) -> "Permit":
+        """Return a permit for `count` responses to one request, or reject all of them."""
         limit = min(self._max_concurrent, key.max_concurrent or self._max_concurrent)
-        if not 1 <= count <= limit:  # so waiting would not help
+        if not 1 <= count <= limit:  # waiting would not help
             raise InputError(f"a request may ask for 1 to {limit} answers at once, not {count}")
-        usage = self._usage(key)
+        usage = self._usages.get(key.name)
+        if usage is None:
+            usage = self._usages[key.name] = _Usage(key, self._clock)
         usage.check_rates()
         if key.max_concurrent is not None and usage.num_running + count > key.max_concurrent:
             raise OverloadedError(
@@ -100,46 +98,17 @@ class RateLimits:
         self.num_running += count
         return Permit(self, usage, count)
 
-    def take_adapter(self, key: Key) -> None:
-        """Let a key name one more adapter that is new here, or refuse it."""
-        bucket = self._usage(key).adapters
-        wait_s = bucket.wait_s()
-        if wait_s > 0:
-            owner = "this API key has" if key.name else "the callers of this server have"
-            raise OverloadedError(
-                f"{owner} used up the {bucket.per_minute} new adapters a minute (new_adapters_per_minute); those "
-                f"that are known here can be used all the same, others in {math.ceil(wait_s)} s",
-                wait_s,
-            )
-        bucket.take(1)
-
-    def fare(self, key: Key, name: Named) -> "Fare":
-        """Return what the requests of a key that wait for one adapter share: they pay for it once."""
-        return self._fares.setdefault((key.name, name), Fare(self, key, name))
-
-    def _usage(self, key: Key) -> _Usage:
-        usage = self._usages.get(key.name)
-        if usage is None:
-            usage = self._usages[key.name] = _Usage(key, self._adapters_per_minute(key), self._clock)
-        return usage
-
-    def _adapters_per_minute(self, key: Key) -> int | None:
-        """Return the key's own rate, else the server's, else the usual one. The last two do not bind admins."""
-        if key.new_adapters_per_minute is not None or key.is_admin:
-            return key.new_adapters_per_minute
-        return self._new_adapters_per_minute or (NEW_ADAPTERS_PER_MINUTE if key.name else None)
-
 
 class Permit:
-    """The right of a request to be answered, until it is left."""
+    """Counts a request as running until it is released."""
 
     def __init__(self, rate_limits: RateLimits, usage: _Usage, count: int) -> None:
         self._rate_limits = rate_limits
         self._usage = usage
         self._count = count
 
-    def leave(self, tokens: int = 0) -> None:
-        """Pay for the tokens of the request, of prompts and answers. Only the first call counts."""
+    def release(self, tokens: int = 0) -> None:
+        """Charge the tokens of prompts and responses. Only the first call counts."""
         if self._count > 0:
             self._rate_limits.num_running -= self._count
             self._usage.num_running -= self._count
@@ -150,50 +119,71 @@ class Permit:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.leave()
+        self.release()
 
 
-class Fare:
-    """The price of a new adapter, which the requests of a key that wait for it pay together.
+class AdapterQuota:
+    """A token bucket of new adapters per key. Concurrent requests of a key for the same adapter are charged once."""
 
-    The first answer closes it, so that a later request shares nothing with a fetch that has ended.
-    """
+    def __init__(self, per_minute: int | None = None, clock: Clock = time.monotonic) -> None:
+        self._per_minute = per_minute
+        self._clock = clock
+        self._buckets: dict[str, TokenBucket] = {}  # by key name
+        self._charges: dict[tuple[str, Named], AdapterCharge] = {}  # of adapters that are being resolved
 
-    def __init__(self, rate_limits: RateLimits, key: Key, name: Named) -> None:
-        self._rate_limits = rate_limits
-        self._key = key
-        self._pair = key.name, name
-        self._num_waiting = 0
-        self._is_paid = False
+    @contextmanager
+    def share(self, key: Key, name: Named) -> Iterator["AdapterCharge"]:
+        """Return the charge that all requests of a key share while they wait for the same adapter."""
+        charge = self._charges.get((key.name, name))
+        if charge is None:
+            charge = self._charges[key.name, name] = AdapterCharge(self._bucket(key), bool(key.name))
+        charge.num_waiting += 1
+        try:
+            yield charge
+        finally:
+            charge.num_waiting -= 1
+            if not charge.num_waiting:
+                del self._charges[key.name, name]
 
-    async def ask(self) -> None:
-        """Take the fare here and now. Where the limits are another process's, it has to be asked."""
-        self.take()
+    def _bucket(self, key: Key) -> TokenBucket:
+        """Return the bucket of a key. The key's own rate counts, else the server's, which does not bind admins."""
+        if key.name not in self._buckets:
+            per_minute = key.new_adapters_per_minute
+            if per_minute is None and not key.is_admin:
+                per_minute = self._per_minute or (NEW_ADAPTERS_PER_MINUTE if key.name else None)
+            self._buckets[key.name] = TokenBucket(per_minute, self._clock)
+        return self._buckets[key.name]
 
-    def take(self) -> None:
-        """Pay for an adapter that is new here, or refuse the request."""
-        if not self._is_paid:
-            self._rate_limits.take_adapter(self._key)
-            self._is_paid = True
 
-    def owe(self) -> None:
-        """Pay for an adapter that had to be fetched again."""
-        if not self._is_paid:
-            self._rate_limits._usage(self._key).adapters.take(1)
-            self._is_paid = True
+class AdapterCharge:
+    """The charge for one new adapter."""
 
-    def give_back(self) -> None:
-        """Return the price of an adapter that its source could not give."""
-        if self._is_paid:
-            self._rate_limits._usage(self._key).adapters.take(-1)
-            self._is_paid = False
+    def __init__(self, bucket: TokenBucket, is_of_key: bool) -> None:
+        self.num_waiting = 0
+        self._bucket = bucket
+        self._is_of_key = is_of_key
+        self._is_charged = False
 
-    def __enter__(self) -> Self:
-        self._num_waiting += 1
-        return self
+    def charge(self) -> None:
+        """Charge the quota for an adapter that is new here, or reject the request."""
+        wait_s = self._bucket.wait_s()
+        if wait_s > 0 and not self._is_charged:
+            owner = "this API key has" if self._is_of_key else "the callers of this server have"
+            raise OverloadedError(
+                f"{owner} used up the {self._bucket.per_minute} new adapters a minute (new_adapters_per_minute); those "
+                f"that are known here can be used all the same, others in {math.ceil(wait_s)} s",
+                wait_s,
+            )
+        self.charge_late()
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._num_waiting -= 1
-        is_answered = error is None or isinstance(error, Exception)  # else the client has left, and others wait on
-        if (is_answered or self._num_waiting == 0) and self._rate_limits._fares.get(self._pair) is self:
-            del self._rate_limits._fares[self._pair]
+    def charge_late(self) -> None:
+        """Charge the quota for a known adapter that had to be fetched again; the bucket may go into debt."""
+        if not self._is_charged:
+            self._bucket.take(1)
+            self._is_charged = True
+
+    def refund(self) -> None:
+        """Refund the charge for an adapter that its source could not provide now."""
+        if self._is_charged:
+            self._bucket.take(-1)
+            self._is_charged = False

@@ -9,7 +9,7 @@ from ipaddress import IPv6Address
 from typing import Protocol
 
 from lorax_server.server.http.hosts import parse_address
-from lorax_server.server.telemetry.metrics import RequestMetrics
+from lorax_server.server.telemetry.metrics import Metrics
 
 FULL, FULL_ADDRESS, GAVE_WAY = "full", "address", "gave_way"
 NETWORK_BITS = 64  # of IPv6: a provider's customer has a whole network, and can be at any address of it
@@ -31,7 +31,7 @@ class _Address:
 class Connections:
     """The open connections of one event loop. A limit of 0 for an address is none."""
 
-    def __init__(self, most: int, most_per_address: int, metrics: RequestMetrics) -> None:
+    def __init__(self, most: int, most_per_address: int, metrics: Metrics) -> None:
         self._most = most
         self._most_per_address = most_per_address
         self._metrics = metrics

@@ -8,15 +8,18 @@ import re
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lorax_server.config import ServerConfig
 from lorax_server.errors import LoraxError
+from lorax_server.server.access.keys import Key
 from lorax_server.server.http.hosts import Hosts
 from lorax_server.server.http.problems import Problem, describe, http_problem
-from lorax_server.server.service import Service
+from lorax_server.server.telemetry.audit import AuditLog
 from lorax_server.server.telemetry.request_record import RequestRecord
 
 MAX_DISCARDED = 16 * 2**20
@@ -42,10 +45,19 @@ class _RefusedError(Exception):
         self.problem = problem._replace(headers={**problem.headers, "connection": "close"})
 
 
+class Guard(Protocol):
+    """The part of the service that authenticates requests and logs rejected ones."""
+
+    config: ServerConfig
+    audit_log: AuditLog
+
+    def identify(self, headers: Headers) -> Key: ...
+
+
 class RequestMiddleware:
     """Reads the whole body before a route begins: routes take bodies whole, and a bad one is refused here."""
 
-    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute], service: Service, address: str = "") -> None:
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute], service: Guard, address: str = "") -> None:
         config = service.config
         self._app = app
         self._routes = routes
@@ -62,7 +74,7 @@ class RequestMiddleware:
         headers = Headers(scope=scope)
         record = _describe_request(scope, headers)
         state = scope.setdefault("state", {})
-        state["request_id"] = record.request_id
+        state["record"] = record
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -89,7 +101,8 @@ class RequestMiddleware:
         self._check_headers(headers)
         if has_route and not is_public:
             try:
-                record.key = self._service.identify(headers).name
+                key = scope["state"]["key"] = self._service.identify(headers)
+                record.key = key.name
             except LoraxError as error:
                 raise _RefusedError(describe(error, path)) from None
         if has_route and method == "POST":

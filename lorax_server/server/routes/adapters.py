@@ -9,7 +9,7 @@ from lorax_server.errors import AdapterError, AdapterNotFoundError, ConflictErro
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import HUB_NAME, Choice, Named
 from lorax_server.server.access.nearest import with_nearest
-from lorax_server.server.adapter_pages import (
+from lorax_server.server.adapter_listing import (
     BY_NAME,
     MARK,
     MAX_ALSO,
@@ -22,7 +22,7 @@ from lorax_server.server.adapter_pages import (
 from lorax_server.server.http.problems import json_response
 from lorax_server.server.http.replica_protocol import AdapterChange
 from lorax_server.server.routes.openai import ERRORS
-from lorax_server.server.routes.openai_schemas import (
+from lorax_server.server.schemas.openai import (
     Adapter,
     AdapterList,
     AdapterRequest,
@@ -32,13 +32,6 @@ from lorax_server.server.routes.openai_schemas import (
     VllmUnloadRequest,
 )
 from lorax_server.server.service import Service
-from lorax_server.server.workers.changes import (
-    AdapterFound,
-    AdapterPinned,
-    AdapterUnpinned,
-    NameAdded,
-    NameRemoved,
-)
 
 TAG = "Adapters"
 MAX_HOLDERS = 5  # names in a message
@@ -74,7 +67,7 @@ def _add_ours(router: APIRouter, service: Service) -> None:
         """List adapters in pages: their place and their use. An admin sees all, others those with a name they
         may use, and those that they name by `also`."""
         query = PageQuery(limit, after, search, also)
-        return json_response(await list_page(service, service.identify(http.headers), query))
+        return json_response(await list_page(service, http.state.key, query))
 
     @router.post("/v1/adapters/load", operation_id="load_adapter", response_model=Adapter, responses=ERRORS)
     async def load(http: Request, body: LoadRequest) -> Response:
@@ -84,7 +77,7 @@ def _add_ours(router: APIRouter, service: Service) -> None:
         choice = names.find(body.adapter_id, body.adapter_source, body.api_token or None)
         identity = await load_adapter(service, key, choice, body.pin)
         if body.name:
-            await service.change(NameAdded(body.name, choice.refs[0].source, choice.refs[0].name))
+            names.add(body.name, *choice.names[0])
         http.state.adapter_change = AdapterChange(True, *choice.names[0], body.name or "", body.pin)
         return json_response(await _describe(service, identity, body.name or body.adapter_id))
 
@@ -110,7 +103,7 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
         source = "hub" if HUB_NAME.fullmatch(body.lora_path) and service.config.engine.sources.hub else "local"
         choice = service.model_names.find(body.lora_path, source)
         await load_adapter(service, key, choice, None)
-        await service.change(NameAdded(body.lora_name, source, body.lora_path))
+        service.model_names.add(body.lora_name, source, body.lora_path)
         http.state.adapter_change = AdapterChange(True, *choice.names[0], body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
@@ -130,16 +123,16 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
 async def load_adapter(service: Service, key: Key, choice: Choice, pin: bool | None) -> str:
     """Resolve a name anew and load its adapter. Adapters that the name meant before are unloaded."""
     engine, (ref,), (name,) = service.engine, choice.refs, choice.names
-    earlier = service.seen.identities(name)
+    earlier = service.adapter_index.identities(name)
     await engine.forget(ref.source, ref.name)
     try:
         identity = (await engine.resolve([ref])).identity
     except AdapterNotFoundError as error:
         raise await with_nearest(error, choice.label, choice.asked_source, service.model_names, key) from None
     except AdapterError as error:
-        await service.note_failure(ref, error)
+        service.record_failure(ref, error)
         raise
-    await service.change(AdapterFound(identity, name, ref.token is not None))
+    service.adapter_index.add(identity, name, ref.token is not None)
     await pin_adapter(service, identity, name, pin)
     for old in earlier:
         if old != identity and not await _find_holders(service, old, name):
@@ -150,14 +143,16 @@ async def load_adapter(service: Service, key: Key, choice: Choice, pin: bool | N
 async def pin_adapter(service: Service, identity: str, name: Named, pin: bool | None) -> None:
     """Bring an adapter to the device, and pin or unpin it there; None leaves that as it is."""
     await service.engine.load(identity, pin)
-    if pin is not None:
-        await service.change(AdapterPinned(identity, name) if pin else AdapterUnpinned(identity))
+    if pin:
+        service.adapter_index.pin(identity, name)
+    elif pin is not None:
+        service.adapter_index.unpin(identity)
 
 
 async def unload_adapter(service: Service, key: Key, adapter_id: str, source: str | None) -> AdapterChange:
     names, choice = service.model_names, service.model_names.find(adapter_id, source)
     (name,) = choice.names
-    identities = service.seen.identities(name)
+    identities = service.adapter_index.identities(name)
     if not identities and choice.label not in names.adapters:
         error = AdapterNotFoundError(f"adapter {adapter_id[:64]!r} is not loaded; /v1/adapters lists those that are")
         raise await with_nearest(error, adapter_id, source, names, key)
@@ -169,13 +164,13 @@ async def unload_adapter(service: Service, key: Key, adapter_id: str, source: st
             await _unload_identity(service, identity)
     await service.forget_unloaded(name)
     if source is None:
-        await service.change(NameRemoved(choice.label))
+        names.remove(choice.label)
     return AdapterChange(False, *name, "" if source else choice.label)
 
 
 async def _find_holders(service: Service, identity: str, name: Named) -> list[str]:
     """List other names that have pinned an adapter, if it still is pinned: an engine that starts anew has no pins."""
-    others = service.seen.pinned_by(identity) - {name}
+    others = service.adapter_index.pinned_by(identity) - {name}
     if not others or not any(state.is_pinned for state in await service.engine.list_adapters([identity])):
         return []
     aliases = {alias for alias, named in service.model_names.adapters.items() if named in others}
@@ -184,7 +179,7 @@ async def _find_holders(service: Service, identity: str, name: Named) -> list[st
 
 async def _unload_identity(service: Service, identity: str) -> None:
     await service.engine.unload(identity)
-    await service.change(AdapterUnpinned(identity))
+    service.adapter_index.unpin(identity)
 
 
 def _conflict(adapter_id: str, holders: list[str]) -> ConflictError:
@@ -197,5 +192,5 @@ def _conflict(adapter_id: str, holders: list[str]) -> ConflictError:
 
 async def _describe(service: Service, identity: str, alias: str) -> dict[str, Any]:
     for state in await service.engine.list_adapters([identity]):
-        return describe(alias, service.seen.first_name(identity), state, None)
+        return describe(alias, service.adapter_index.first_name(identity), state, None)
     raise LoraxError("the adapter has gone again")

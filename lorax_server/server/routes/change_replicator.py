@@ -10,7 +10,6 @@ from lorax_server.server.access.model_names import Named
 from lorax_server.server.http.replica_protocol import AdapterChange
 from lorax_server.server.routes.adapters import load_adapter, pin_adapter, unload_adapter
 from lorax_server.server.service import Service
-from lorax_server.server.workers.changes import NameAdded, NameRemoved
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +61,10 @@ class ChangeReplicator:
     async def _load(self, change: AdapterChange, name: Named, is_own: bool, pending: PendingLoad | None) -> None:
         """Assign the alias. Start a load if the adapter is to be pinned or if this server has an older version."""
         if change.alias:
-            await self._service.change(NameAdded(change.alias, *name))
+            self._service.model_names.add(change.alias, *name)
         if not is_own:
             await self._service.engine.forget(*name)
-        latest, pin = self._service.seen.latest(name), change.pin
+        latest, pin = self._service.adapter_index.latest(name), change.pin
         if pin is None and pending is not None:
             pin = pending.pin
         # A pending load of another replica's change may find a later version than this server has loaded.
@@ -75,7 +74,7 @@ class ChangeReplicator:
 
     async def _unload(self, change: AdapterChange) -> None:
         if change.alias:
-            await self._service.change(NameRemoved(change.alias))
+            self._service.model_names.remove(change.alias)
         await unload_adapter(self._service, REPLICA, change.name, change.source)
 
     async def _load_and_pin(self, name: Named, known: str, pin: bool | None) -> None:

@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from lorax_server.errors import InputError, MissingVariableError, NotSupportedError
+from lorax_server.errors import InputError, LoraxError, MissingVariableError, NotSupportedError
 from lorax_server.generation.generation import TokenEvent
+from lorax_server.server.access.model_names import Choice
 from lorax_server.server.checks import check
-from lorax_server.server.exchange import Exchange
 from lorax_server.server.generations import RemoteGeneration, finish_all
-from lorax_server.server.http.foreign_fields import CHAT
 from lorax_server.server.http.problems import json_response
 from lorax_server.server.prompts import RequestOptions
+from lorax_server.server.request_context import RequestContext
 from lorax_server.server.routes import openai
-from lorax_server.server.routes.openai_schemas import ChatCompletionRequest, ChatCompletionResponse, Message, TextPart
+from lorax_server.server.schemas.openai import ChatCompletionRequest, ChatCompletionResponse, Message, TextPart
+from lorax_server.server.schemas.unsupported_fields import CHAT, reject_unsupported
 from lorax_server.server.service import Service
 from lorax_server.server.tools.answer_plan import AnswerPlan, plan_answer
 from lorax_server.server.tools.conversation import prepare_calls
@@ -38,8 +39,7 @@ def make_router(service: Service) -> APIRouter:
     )
     async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:
         """Answer messages. With `stream` the events are `chat.completion.chunk`s, then `[DONE]`."""
-        exchange = Exchange(service, http)
-        return await exchange.answer(_chat(exchange, body))
+        return await RequestContext(service, http).answer(lambda context: _chat(context, body))
 
     return router
 
@@ -52,34 +52,35 @@ class PreparedChat(NamedTuple):
     plan: AnswerPlan | None  # None: answers are nothing but text
 
 
-async def _chat(exchange: Exchange, body: ChatCompletionRequest) -> Response:
-    openai.note_adapter(exchange, body)
-    generations, prompt, plan = await prepare(exchange, body)
+async def _chat(context: RequestContext, body: ChatCompletionRequest) -> Response:
+    generations, prompt, plan = await prepare(context, body, openai.choose_model(context, body))
     writers = make_writers(plan, prompt, generations)
     if body.stream:
-        frame = openai.make_frame(exchange, body, "chatcmpl", "chat.completion.chunk")
+        frame = openai.make_frame(context, body, "chatcmpl", "chat.completion.chunk")
         write = partial(_write_deltas, body, generations, writers)
-        return await openai.stream_choices(exchange, body, frame, write)
+        return await openai.stream_choices(context, body, frame, write)
     await finish_all(generations)
-    frame = openai.make_frame(exchange, body, "chatcmpl", "chat.completion")
-    return await exchange.write(lambda: _write(exchange, body, frame, writers))
+    frame = openai.make_frame(context, body, "chatcmpl", "chat.completion")
+    return await context.write(lambda: _write(context, body, frame, writers))
 
 
-async def prepare(exchange: Exchange, body: ChatCompletionRequest) -> PreparedChat:
+async def prepare(context: RequestContext, body: ChatCompletionRequest, choice: Choice | LoraxError) -> PreparedChat:
     """Check a chat, and make its prompt and its generations."""
-    service, options = exchange.service, _to_options(exchange.service, body)
-    await exchange.admit(len(options.seeds), bool(body.stream))
+    service, options = context.service, _to_options(context.service, body)
+    await context.admit(len(options.seeds), bool(body.stream))
     structure, offer = await openai.choose_structure(body), await _make_offer(body)
-    model = await exchange.resolve(await openai.choose_adapter(exchange, body))
+    model = await openai.resolve(context, body, choice)
     template = service.tokenizers.template_of(model.tokenizer, offer is not None) or ""
-    plan = plan_answer(service.config, exchange.record.adapter_id, template, offer, _separates(service, body))
-    prompt = await _render(exchange, model.tokenizer, template, body, offer)
+    asked = body.separate_reasoning
+    separates = service.config.separate_reasoning if asked is None else asked
+    plan = plan_answer(service.config, context.record.adapter_id, template, offer, separates)
+    prompt = await _render(context, model.tokenizer, template, body, offer)
     if plan is not None:
         if offer is not None:
             structure = await asyncio.to_thread(plan.write_structure, model.tokenizer, prompt, structure)
         model = show_markers(model, plan)
     options = replace(options, structure=structure)
-    return PreparedChat(await exchange.prepare(model, prompt, options), prompt, plan)
+    return PreparedChat(await context.prepare(model, prompt, options), prompt, plan)
 
 
 async def _make_offer(body: ChatCompletionRequest) -> ToolOffer | None:
@@ -90,13 +91,8 @@ async def _make_offer(body: ChatCompletionRequest) -> ToolOffer | None:
     )
 
 
-def _separates(service: Service, body: ChatCompletionRequest) -> bool:
-    asked = body.separate_reasoning
-    return service.config.separate_reasoning if asked is None else asked
-
-
 def _to_options(service: Service, body: ChatCompletionRequest) -> RequestOptions:
-    openai.refuse_unsupported(CHAT, body)
+    reject_unsupported(CHAT, body.model_extra, vars(body))
     check(bool(body.messages), "`messages` must not be empty")
     check(not body.top_logprobs or bool(body.logprobs), "`top_logprobs` needs `logprobs` to be true")
     check((body.top_logprobs or 0) >= 0, "`top_logprobs` must not be negative")
@@ -118,7 +114,11 @@ def _to_options(service: Service, body: ChatCompletionRequest) -> RequestOptions
 
 
 async def _render(
-    exchange: Exchange, tokenizer: TextTokenizer, template: str, body: ChatCompletionRequest, offer: ToolOffer | None
+    context: RequestContext,
+    tokenizer: TextTokenizer,
+    template: str,
+    body: ChatCompletionRequest,
+    offer: ToolOffer | None,
 ) -> str:
     if body.guideline is None and re.search(r"\bguideline\b", template):
         raise MissingVariableError("Missing template vatiable: guideline")  # spelt as LoRAX does
@@ -134,7 +134,7 @@ async def _render(
     messages = [_message(index, message, has_developer) for index, message in enumerate(body.messages)]
     if any(message.tool_calls is not None or message.role == "tool" for message in body.messages):
         messages = prepare_calls(messages)
-    return await exchange.service.tokenizers.render(tokenizer, messages, exchange.tenant, **variables)
+    return await context.service.tokenizers.render(tokenizer, messages, context.tenant, **variables)
 
 
 def _message(index: int, message: Message, has_developer: bool) -> dict[str, Any]:
@@ -168,10 +168,10 @@ def _join_text(message_index: int, content: list[TextPart | dict[str, Any]]) -> 
 
 
 def _write(
-    exchange: Exchange, body: ChatCompletionRequest, frame: dict[str, Any], writers: list[MessageWriter]
+    context: RequestContext, body: ChatCompletionRequest, frame: dict[str, Any], writers: list[MessageWriter]
 ) -> Response:
     choices = []
-    for index, generation in enumerate(exchange.generations):
+    for index, generation in enumerate(context.generations):
         message: dict[str, Any] = {"role": "assistant", "content": generation.text, "refusal": None}
         reason = openai.finish_reason(generation.completion.finish_reason)
         if writers:
@@ -179,10 +179,8 @@ def _write(
             reason = writers[index].finish_reason(reason)
         logprobs = write_logprobs(body, generation, generation.events)
         choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
-    usage = openai.count_usage(exchange)
-    return json_response(
-        frame | {"choices": choices, "usage": usage}, 200, exchange.headers(usage["completion_tokens"])
-    )
+    usage = openai.count_usage(context)
+    return json_response(frame | {"choices": choices, "usage": usage}, 200, context.headers(usage["completion_tokens"]))
 
 
 def _write_deltas(

@@ -13,13 +13,13 @@ from starlette.responses import Response
 from lorax_server.generation.candidates import sort_candidates
 from lorax_server.generation.generation import TokenEvent, locate_tokens
 from lorax_server.server.checks import check
-from lorax_server.server.exchange import Exchange
 from lorax_server.server.generations import RemoteGeneration, finish_all
-from lorax_server.server.http.foreign_fields import COMPLETIONS
 from lorax_server.server.http.problems import json_response
 from lorax_server.server.prompts import RequestOptions
+from lorax_server.server.request_context import RequestContext
 from lorax_server.server.routes import openai
-from lorax_server.server.routes.openai_schemas import CompletionRequest, CompletionResponse
+from lorax_server.server.schemas.openai import CompletionRequest, CompletionResponse
+from lorax_server.server.schemas.unsupported_fields import COMPLETIONS, reject_unsupported
 from lorax_server.server.service import Service
 from lorax_server.text.prompt import Prompt, list_prompts
 from lorax_server.text.tokenizer import TextTokenizer
@@ -52,37 +52,36 @@ def make_router(service: Service) -> APIRouter:
     @router.post("/v1/completions", operation_id="complete", response_model=CompletionResponse, responses=openai.ERRORS)
     async def completions(http: Request, body: CompletionRequest) -> Response:
         """Continue one or several prompts. With `stream` the events are chunks of the same form, then `[DONE]`."""
-        exchange = Exchange(service, http)
-        return await exchange.answer(_complete(exchange, body))
+        return await RequestContext(service, http).answer(lambda context: _complete(context, body))
 
     return router
 
 
-async def _complete(exchange: Exchange, body: CompletionRequest) -> Response:
-    openai.note_adapter(exchange, body)
+async def _complete(context: RequestContext, body: CompletionRequest) -> Response:
+    choice = openai.choose_model(context, body)
     prompts = list_prompts(body.prompt)
     check(bool(prompts) and all(len(prompt) > 0 for prompt in prompts), "`prompt` must not be empty")
     num_choices, num_drawn = body.n or 1, body.best_of or body.n or 1
-    options = _to_options(exchange.service, body, len(prompts), num_choices, num_drawn)
-    await exchange.admit(num_drawn * len(prompts), bool(body.stream))
+    options = _to_options(context.service, body, len(prompts), num_choices, num_drawn)
+    await context.admit(num_drawn * len(prompts), bool(body.stream))
     options = replace(options, structure=await openai.choose_structure(body))
-    model = await exchange.resolve(await openai.choose_adapter(exchange, body))
+    model = await openai.resolve(context, body, choice)
     answers = []
     for prompt in prompts:
-        generations = await exchange.prepare(model, prompt, options)
-        answers.append(await _echo(exchange.service, body, model.tokenizer, prompt, generations))
+        generations = await context.prepare(model, prompt, options)
+        answers.append(await _echo(context.service, body, model.tokenizer, prompt, generations))
         await asyncio.sleep(0)  # short prompts become tokens at once; others are not to wait for all of them
-    frame = openai.make_frame(exchange, body, "cmpl", "text_completion")
+    frame = openai.make_frame(context, body, "cmpl", "text_completion")
     if body.stream:
-        return await openai.stream_choices(exchange, body, frame, _choice_writer(body, answers))
-    await finish_all(exchange.generations)
-    return await exchange.write(lambda: _write(exchange, body, answers, frame, num_choices))
+        return await openai.stream_choices(context, body, frame, _choice_writer(body, answers))
+    await finish_all(context.generations)
+    return await context.write(lambda: _write(context, body, answers, frame, num_choices))
 
 
 def _to_options(
     service: Service, body: CompletionRequest, num_prompts: int, num_choices: int, num_drawn: int
 ) -> RequestOptions:
-    openai.refuse_unsupported(COMPLETIONS, body)
+    reject_unsupported(COMPLETIONS, body.model_extra, vars(body))
     openai.check_stopping(service, body)
     openai.check_count(service, num_choices)
     check(num_drawn >= num_choices, f"`best_of` ({num_drawn}) must be at least `n` ({num_choices})")
@@ -127,7 +126,11 @@ async def _echo(
 
 
 def _write(
-    exchange: Exchange, body: CompletionRequest, all_answers: list[_Answers], frame: dict[str, Any], num_choices: int
+    context: RequestContext,
+    body: CompletionRequest,
+    all_answers: list[_Answers],
+    frame: dict[str, Any],
+    num_choices: int,
 ) -> Response:
     chosen = [(answers, generation) for answers in all_answers for generation in _choose(answers, num_choices)]
     choices = []
@@ -135,8 +138,8 @@ def _write(
         token_events = [] if body.is_scoring else generation.events
         choices.append(_choice(body, index, answers, generation, token_events, length=len(generation.text)))
     num_shown = 0 if body.is_scoring else sum(len(generation.completion.token_ids) for _, generation in chosen)
-    usage = openai.count_usage(exchange, body.is_scoring)
-    return json_response(frame | {"choices": choices, "usage": usage}, 200, exchange.headers(num_shown))
+    usage = openai.count_usage(context, body.is_scoring)
+    return json_response(frame | {"choices": choices, "usage": usage}, 200, context.headers(num_shown))
 
 
 def _choose(answers: _Answers, count: int) -> list[RemoteGeneration]:

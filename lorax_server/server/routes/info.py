@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -12,23 +13,23 @@ from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import Response
 
 from lorax_server import __version__
-from lorax_server.errors import InputError, NotSupportedError
+from lorax_server.errors import InputError, LoraxError, NotSupportedError
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import Named, unknown_model
 from lorax_server.server.access.nearest import with_nearest
-from lorax_server.server.adapter_pages import FEW, off_loop, select_names
+from lorax_server.server.adapter_listing import MAX_INLINE_NAMES, run_in_thread, select_names
 from lorax_server.server.checks import check_text
 from lorax_server.server.http.problems import Problem, json_response
 from lorax_server.server.routes.lorax import ERRORS
-from lorax_server.server.routes.lorax_schemas import (
+from lorax_server.server.routes.openai import ERRORS as OPENAI_ERRORS
+from lorax_server.server.schemas.lorax import (
     DetokenizeRequest,
     DetokenizeResponse,
     Info,
     SimpleToken,
     TokenizeRequest,
 )
-from lorax_server.server.routes.openai import ERRORS as OPENAI_ERRORS
-from lorax_server.server.routes.openai_schemas import Model, ModelList
+from lorax_server.server.schemas.openai import Model, ModelList
 from lorax_server.server.service import Service
 from lorax_server.server.telemetry.metrics import Metrics
 from lorax_server.text.tokenizer import Piece
@@ -40,6 +41,7 @@ MAX_CHARACTERS = 2**18  # each becomes up to fifty characters of the answer
 WRITTEN = 4  # listing tokens takes so many times as long as making them
 MANY = 4096  # tokens that are encoded as JSON at once
 PROBE_S = 5.0  # a probe's success holds so long: callers without a key cannot keep the engine at work
+STATUS_S = 2.0  # metrics are useful without the status of a slow engine, too
 METHODS = ["GET", "POST", "DELETE", "PUT", "PATCH"]
 NO_RESPONSES = "responses are not stored, so that none can be asked for; POST /v1/responses answers"
 NOT_YET = {
@@ -58,27 +60,26 @@ def make_router(service: Service) -> APIRouter:
     _add_tokenizer(router, service)
 
     @router.get("/info", operation_id="get_info", response_model=Info, responses=ERRORS, tags=["LoRAX"])
-    async def info(http: Request) -> Response:
+    async def info() -> Response:
         """Describe the model that is served, and the limits in force."""
-        service.identify(http.headers)
         return json_response(_info(service))
 
     @router.get("/v1/models/", include_in_schema=False)
     @router.get("/v1/models", operation_id="list_models", response_model=ModelList, **openai)
     async def models(http: Request) -> Response:
         """List the base model and the adapters that have a name. Requests may name any adapter of a source as well."""
-        key = service.identify(http.headers)
+        key: Key = http.state.key
         allowed = await select_names(service.model_names, key)
 
         def write() -> Response:
             return json_response({"object": "list", "data": _models(service, key, allowed)})
 
-        return await off_loop(len(allowed) > FEW, write)
+        return await run_in_thread(len(allowed) > MAX_INLINE_NAMES, write)
 
     @router.get("/v1/models/{model:path}", operation_id="get_model", response_model=Model, **openai)
     async def model(http: Request, model: str) -> Response:
         """Describe one model."""
-        key, names = service.identify(http.headers), service.model_names
+        key, names = http.state.key, service.model_names
         named = names.adapters.get(model)
         allowed = [(model, named)] if named is not None and names.may_use(key, model, named) else []
         for described in _models(service, key, allowed):
@@ -112,38 +113,21 @@ def _add_health(router: APIRouter, service: Service) -> None:
     for path, name in (("/health", "check_health"), ("/ping", "ping"), ("/", "check")):
         router.get(path, operation_id=name, **empty)(health)
 
-    probe = _Probe(service)
+    lock, valid_until = asyncio.Lock(), -math.inf
 
     @router.get("/startup", operation_id="check_startup", **empty)
     async def startup() -> Response:
         """Ask the base model for a token, unless one has come in the last seconds."""
+        nonlocal valid_until
         if not service.is_ready:
             return unhealthy.response("/")
-        return Response() if await probe.run() else Problem(503, "failed healthcheck", "Empty generation").response("/")
-
-
-class _Probe:
-    """Asks the engine for a token: once for all callers that wait, and not again soon after a success."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._good_until = -math.inf
-        self._running: asyncio.Task[bool] | None = None
-
-    async def run(self) -> bool:
-        if time.monotonic() < self._good_until:
-            return True
-        if self._running is None or self._running.done():
-            self._running = asyncio.create_task(self._generate())
-        return await asyncio.shield(self._running)
-
-    async def _generate(self) -> bool:
-        engine = self._service.engine
-        request = EngineRequest(engine.new_id(), [0], SamplingParams(), StopParams(max_new_tokens=1))
-        tokens = [output async for output in engine.generate(request)]
-        if tokens:
-            self._good_until = time.monotonic() + PROBE_S
-        return bool(tokens)
+        async with lock:  # one probe for all callers that wait
+            if time.monotonic() >= valid_until:
+                request = EngineRequest(service.engine.new_id(), [0], SamplingParams(), StopParams(max_new_tokens=1))
+                if not [output async for output in service.engine.generate(request)]:
+                    return Problem(503, "failed healthcheck", "Empty generation").response("/")
+                valid_until = time.monotonic() + PROBE_S
+        return Response()
 
 
 def _add_metrics(router: APIRouter, service: Service) -> None:
@@ -154,9 +138,14 @@ def _add_metrics(router: APIRouter, service: Service) -> None:
     @router.get("/metrics", operation_id="get_metrics", response_class=Response, responses=answers, tags=["LoRAX"])
     async def metrics(http: Request) -> Response:
         """Metrics for Prometheus; as JSON for clients that accept that."""
+        status, engine = None, service.engine
+        with suppress(LoraxError, TimeoutError):
+            async with asyncio.timeout(STATUS_S):
+                status = await engine.status()
+        service.metrics.engine.update(status, engine.is_healthy, engine.num_restarts)
         if JSON in http.headers.get("accept", ""):
-            return Response(await service.scrape(as_json=True), media_type=JSON)
-        return Response(await service.scrape(), headers={"content-type": Metrics.content_type})
+            return json_response(service.metrics.json())
+        return Response(service.metrics.prometheus(), headers={"content-type": Metrics.content_type})
 
 
 def _add_tokenizer(router: APIRouter, service: Service) -> None:
@@ -165,7 +154,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
     @router.post("/tokenize", operation_id="tokenize", response_model=list[SimpleToken], **common)
     async def tokenize(http: Request, body: TokenizeRequest) -> Response:
         """Split a text into tokens."""
-        key = service.identify(http.headers)
+        key: Key = http.state.key
         if len(body.inputs) > MAX_CHARACTERS:
             raise InputError(f"`inputs` must have at most {MAX_CHARACTERS} characters here. Given: {len(body.inputs)}")
         check_text(body.inputs)
@@ -174,15 +163,15 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
         def write() -> Response:
             return list_pieces(tokenizer.pieces(body.inputs, with_special))
 
-        with await service.enter(key):
+        with service.rate_limits.acquire(key):
             return await service.tokenizers.run(tokenizer, WRITTEN * len(body.inputs), write)
 
     @router.post("/detokenize", operation_id="detokenize", response_model=DetokenizeResponse, **common)
     async def detokenize(http: Request, body: DetokenizeRequest) -> Response:
         """Return the text that tokens stand for."""
-        key = service.identify(http.headers)
+        key: Key = http.state.key
         tokenizer, skip_special = service.tokenizers.base, body.skip_special_tokens is not False
-        with await service.enter(key):
+        with service.rate_limits.acquire(key):
             return json_response({"text": await service.tokenizers.decode(tokenizer, body.ids, skip_special)})
 
 

@@ -1,7 +1,5 @@
 """LoRAX's own routes for text: `/`, `/invocations`, `/generate` and `/generate_stream`."""
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -10,19 +8,19 @@ from starlette.responses import Response
 
 from lorax_server.generation.candidates import sort_candidates
 from lorax_server.generation.generation import TokenEvent
-from lorax_server.server.exchange import Exchange
 from lorax_server.server.generations import RemoteGeneration, finish_all
-from lorax_server.server.http.foreign_fields import refuse_misplaced
 from lorax_server.server.http.problems import json_response
-from lorax_server.server.http.sse import Shortcut, write_events
+from lorax_server.server.http.sse import write_events
+from lorax_server.server.request_context import RequestContext
 from lorax_server.server.routes.lorax_parameters import choose_adapter, choose_structure, to_options
-from lorax_server.server.routes.lorax_schemas import (
+from lorax_server.server.schemas.lorax import (
     CompatGenerateRequest,
     ErrorResponse,
     GenerateParameters,
     GenerateRequest,
     GenerateResponse,
 )
+from lorax_server.server.schemas.unsupported_fields import reject_misplaced
 from lorax_server.server.service import Service
 
 TAG = "LoRAX"
@@ -37,44 +35,44 @@ def make_router(service: Service) -> APIRouter:
     @router.post("/generate", operation_id="generate", response_model=GenerateResponse, responses=ERRORS)
     async def generate(http: Request, body: GenerateRequest) -> Response:
         """Answer a prompt."""
-        exchange = Exchange(service, http)
-        return await exchange.answer(_answer_whole(exchange, body, as_list=False))
+        return await RequestContext(service, http).answer(lambda context: _answer_whole(context, body, as_list=False))
 
     @router.post("/generate_stream", operation_id="generate_stream", response_class=Response, responses=ERRORS)
     async def generate_stream(http: Request, body: GenerateRequest) -> Response:
         """Answer a prompt token by token. Each event is a `StreamResponse`; the last one has `generated_text`."""
-        exchange = Exchange(service, http)
-        return await exchange.answer(_answer_stream(exchange, body))
+        return await RequestContext(service, http).answer(lambda context: _answer_stream(context, body))
 
     async def compat(http: Request, body: CompatGenerateRequest) -> Response:
         """Answer a prompt, in a list of one answer; or token by token if `stream` is true."""
-        exchange = Exchange(service, http)
-        work = _answer_stream(exchange, body) if body.stream else _answer_whole(exchange, body, as_list=True)
-        return await exchange.answer(work)
+        if body.stream:
+            return await generate_stream(http, body)
+        return await RequestContext(service, http).answer(lambda context: _answer_whole(context, body, as_list=True))
 
     for path, name in (("/", "answer"), ("/invocations", "invoke")):
         router.post(path, operation_id=name, response_model=list[GenerateResponse], responses=ERRORS)(compat)
     return router
 
 
-async def _prepare(exchange: Exchange, body: GenerateRequest, is_streamed: bool) -> list[RemoteGeneration]:
-    service, parameters = exchange.service, body.parameters or GenerateParameters()
+async def _prepare(context: RequestContext, body: GenerateRequest, is_streamed: bool) -> list[RemoteGeneration]:
+    service, parameters = context.service, body.parameters or GenerateParameters()
     choice = choose_adapter(parameters, service.model_names)
-    exchange.note_choice(choice)
-    refuse_misplaced(body.model_extra, GenerateParameters.model_fields)
+    context.record_model(choice)
+    reject_misplaced(body.model_extra, GenerateParameters.model_fields)
     options = to_options(service, body.inputs, parameters, is_streamed)
-    await exchange.admit(len(options.seeds), is_streamed)
+    await context.admit(len(options.seeds), is_streamed)
     options = replace(options, structure=await choose_structure(parameters))
-    return await exchange.prepare(await exchange.resolve(choice), body.inputs, options)
+    return await context.prepare(await context.resolve(choice), body.inputs, options)
 
 
-async def _answer_whole(exchange: Exchange, body: GenerateRequest, as_list: bool) -> Response:
-    generations = await _prepare(exchange, body, is_streamed=False)
+async def _answer_whole(context: RequestContext, body: GenerateRequest, as_list: bool) -> Response:
+    generations = await _prepare(context, body, is_streamed=False)
     await finish_all(generations)
-    return await exchange.write(lambda: _write(exchange, body, generations, as_list))
+    return await context.write(lambda: _write(context, body, generations, as_list))
 
 
-def _write(exchange: Exchange, body: GenerateRequest, generations: list[RemoteGeneration], as_list: bool) -> Response:
+def _write(
+    context: RequestContext, body: GenerateRequest, generations: list[RemoteGeneration], as_list: bool
+) -> Response:
     order = sort_candidates([generation.completion.logprobs for generation in generations])
     best, *others = [generations[index] for index in order]
     parameters = body.parameters or GenerateParameters()
@@ -87,41 +85,30 @@ def _write(exchange: Exchange, body: GenerateRequest, generations: list[RemoteGe
                 _details(other) | {"generated_text": prefix + other.text} for other in others
             ]
         answer["details"] = details
-    headers = exchange.headers(len(best.completion.token_ids))
+    headers = context.headers(len(best.completion.token_ids))
     return json_response([answer] if as_list else answer, 200, headers)
 
 
-async def _answer_stream(exchange: Exchange, body: GenerateRequest) -> Response:
-    (generation,) = await _prepare(exchange, body, is_streamed=True)
-    shortcut = Shortcut()
-    generation.use(shortcut, lambda token_events: write_events(_describe(generation, token_events)))
-    return await exchange.stream(_stream(exchange, generation, body), shortcut)
+async def _answer_stream(context: RequestContext, body: GenerateRequest) -> Response:
+    (generation,) = await _prepare(context, body, is_streamed=True)
+    parameters, extra = body.parameters or GenerateParameters(), dict(context.first_event)
 
+    def write(_: int, token_events: list[TokenEvent], is_first: bool) -> bytes:
+        events: list[dict[str, Any]] = [
+            {"token": _token(generation, token_event), "generated_text": None, "details": None}
+            for token_event in token_events
+        ]
+        if token_events[-1].finish_reason is not None:
+            prefix = body.inputs if parameters.return_full_text else ""
+            events[-1]["generated_text"] = prefix + generation.text
+            if parameters.details:
+                prompt_tokens = len(generation.request.prompt_ids)
+                events[-1]["details"] = _summary(generation) | {"prompt_tokens": prompt_tokens}
+        if is_first:
+            events[0] |= extra
+        return write_events(events)
 
-async def _stream(
-    exchange: Exchange, generation: RemoteGeneration, body: GenerateRequest
-) -> AsyncGenerator[bytes, None]:
-    parameters, first = body.parameters or GenerateParameters(), exchange.first_event
-    async with aclosing(generation.stream()) as stream:
-        async for token_events in stream:
-            answers = _describe(generation, token_events)
-            if generation.completion.finish_reason is not None:
-                prefix = body.inputs if parameters.return_full_text else ""
-                answers[-1]["generated_text"] = prefix + generation.text
-                if parameters.details:
-                    prompt_tokens = len(generation.request.prompt_ids)
-                    answers[-1]["details"] = _summary(generation) | {"prompt_tokens": prompt_tokens}
-            if answers and first:
-                answers[0] |= first
-                first = {}
-            yield write_events(answers)
-
-
-def _describe(generation: RemoteGeneration, token_events: list[TokenEvent]) -> list[dict[str, Any]]:
-    return [
-        {"token": _token(generation, token_event), "generated_text": None, "details": None}
-        for token_event in token_events
-    ]
+    return await context.stream(write)
 
 
 def _summary(generation: RemoteGeneration) -> dict[str, Any]:

@@ -5,16 +5,15 @@ import secrets
 from collections.abc import Callable
 
 from lorax_server.config import ServerConfig
-from lorax_server.engine.adapters.resolver import MAX_MERGED
 from lorax_server.generation.candidates import candidate_seed
 from lorax_server.server.access.model_names import Choice, ModelNames
 from lorax_server.server.checks import check, check_stops, pick_sampling, to_bias
-from lorax_server.server.http.foreign_fields import GENERATE, refuse_foreign
 from lorax_server.server.prompts import RequestOptions
-from lorax_server.server.routes.lorax_schemas import GenerateParameters, MergedAdapters
+from lorax_server.server.schemas.lorax import GenerateParameters, MergedAdapters
+from lorax_server.server.schemas.unsupported_fields import GENERATE, reject_unsupported
 from lorax_server.server.service import Service
 from lorax_server.structured_output import request_formats
-from lorax_server.types import Merge, SamplingParams, StopParams, Structure
+from lorax_server.types import MAX_MERGED, Merge, SamplingParams, StopParams, Structure
 
 
 def choose_adapter(parameters: GenerateParameters, names: ModelNames) -> Choice:
@@ -54,7 +53,7 @@ def to_options(service: Service, inputs: str, parameters: GenerateParameters, is
         not (is_streamed and parameters.decoder_input_details),
         "`decoder_input_details` == true is not supported when streaming tokens",
     )
-    refuse_foreign(GENERATE, parameters.model_extra, vars(parameters))
+    reject_unsupported(GENERATE, parameters.model_extra, vars(parameters))
     sampling = SamplingParams(
         **pick_sampling(parameters),
         do_sample=_samples(parameters),

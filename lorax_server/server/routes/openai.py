@@ -4,8 +4,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +14,14 @@ from lorax_server.generation.candidates import candidate_seed
 from lorax_server.generation.generation import TokenEvent
 from lorax_server.server.access.keys import HUB
 from lorax_server.server.access.model_names import Choice, ModelNames, Named
+from lorax_server.server.adapter_lookup import ResolvedModel
 from lorax_server.server.checks import MAX_BIASES, check, check_stops, pick_sampling, to_bias
-from lorax_server.server.exchange import Exchange
-from lorax_server.server.generations import RemoteGeneration, count_cached, interleave
-from lorax_server.server.http.foreign_fields import refuse_foreign
-from lorax_server.server.http.sse import DONE, EventStream, Shortcut, event, write_events
+from lorax_server.server.generations import RemoteGeneration, count_cached
+from lorax_server.server.http.sse import DONE, EventStream, event, write_events
 from lorax_server.server.prompts import RequestOptions
+from lorax_server.server.request_context import RequestContext
 from lorax_server.server.routes.lorax_parameters import choose_merged
-from lorax_server.server.routes.openai_schemas import CommonRequest, OpenAIErrorResponse
+from lorax_server.server.schemas.openai import CommonRequest, OpenAIErrorResponse
 from lorax_server.server.service import Service
 from lorax_server.structured_output import request_formats
 from lorax_server.types import MAX_SEED, FinishReason, SamplingParams, StopParams, Structure
@@ -35,21 +34,29 @@ FINGERPRINT = f"lorax-{__version__}"
 # --- Adapters ---------------------------------------------------------------------------------------------------------
 
 
-def note_adapter(exchange: Exchange, body: CommonRequest) -> None:
-    """Note the adapter that is named, so that a refused request is counted there; a name that cannot exist is not."""
-    with suppress(LoraxError):
-        exchange.note_choice(_choose(body, exchange.service.model_names))
+def choose_model(context: RequestContext, body: CommonRequest) -> Choice | LoraxError:
+    """Return the model that a request names, or the error, which `resolve` raises once the request is admitted.
 
-
-async def choose_adapter(exchange: Exchange, body: CommonRequest) -> Choice:
-    names = exchange.service.model_names
+    The name is recorded first, so that a rejected request is counted for its adapter, unless it cannot exist.
+    """
     try:
-        return _choose(body, names)
-    except AdapterNotFoundError as error:
+        choice = _choose(body, context.service.model_names)
+    except LoraxError as error:
+        return error
+    context.record_model(choice)
+    return choice
+
+
+async def resolve(context: RequestContext, body: CommonRequest, choice: Choice | LoraxError) -> ResolvedModel:
+    if isinstance(choice, Choice):
+        return await context.resolve(choice)
+    if isinstance(choice, AdapterNotFoundError):
+        names = context.service.model_names
         named = Named(names.default_source, body.adapter_id or names.without_base(body.model))
         # First, so that a caller who may not use the name does not learn that it is missing.
-        await exchange.lookup.check_may_use(named, named.source == HUB, None)
-        raise await exchange.lookup.add_nearest(error, named.name, None) from None
+        await context.lookup.check_may_use(named, named.source == HUB, None)
+        raise await context.lookup.add_nearest(choice, named.name, None) from None
+    raise choice
 
 
 def _choose(body: CommonRequest, names: ModelNames) -> Choice:
@@ -67,10 +74,6 @@ def _choose(body: CommonRequest, names: ModelNames) -> Choice:
 
 
 # --- Parameters -------------------------------------------------------------------------------------------------------
-
-
-def refuse_unsupported(route: str, body: CommonRequest) -> None:
-    refuse_foreign(route, body.model_extra, vars(body))
 
 
 def check_stopping(service: Service, body: CommonRequest) -> None:
@@ -145,21 +148,21 @@ def _stop_strings(body: CommonRequest) -> list[str]:
 # --- Answers ----------------------------------------------------------------------------------------------------------
 
 
-def make_frame(exchange: Exchange, body: CommonRequest, prefix: str, kind: str) -> dict[str, Any]:
+def make_frame(context: RequestContext, body: CommonRequest, prefix: str, kind: str) -> dict[str, Any]:
     """Return the fields around the choices of an answer, and of each event. The model has the request's name for it."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
-        "model": body.adapter_id or body.model or exchange.service.model_names.primary,
+        "model": body.adapter_id or body.model or context.service.model_names.primary,
         "system_fingerprint": FINGERPRINT,
     }
 
 
-def count_usage(exchange: Exchange, is_scoring: bool = False) -> dict[str, Any]:
+def count_usage(context: RequestContext, is_scoring: bool = False) -> dict[str, Any]:
     """Count the tokens of all answers, also of those that were generated and not chosen."""
-    generations: Sequence[RemoteGeneration] = exchange.generations
-    num_prompt_tokens = exchange.record.prompt_tokens
+    generations: Sequence[RemoteGeneration] = context.generations
+    num_prompt_tokens = context.record.prompt_tokens
     num_generated = 0 if is_scoring else sum(len(generation.completion.token_ids) for generation in generations)
     return {
         "prompt_tokens": num_prompt_tokens,
@@ -179,36 +182,28 @@ Write = Callable[[int, list[TokenEvent], bool], list[dict[str, Any]]]
 """Makes choices of a generation's index, its new tokens, and whether they are its first."""
 
 
-async def stream_choices(exchange: Exchange, body: CommonRequest, frame: dict[str, Any], write: Write) -> EventStream:
-    """Answer with the events of all generations, as they come."""
-    shortcut = Shortcut()
-    if len(exchange.generations) == 1:  # several take turns, which the shortcut does not know
-        exchange.generations[0].use(
-            shortcut, lambda token_events: write_events(_frame(body, frame, write(0, token_events, False)))
-        )
-    return await exchange.stream(_stream(exchange, body, frame, write), shortcut)
+async def stream_choices(
+    context: RequestContext, body: CommonRequest, frame: dict[str, Any], write: Write
+) -> EventStream:
+    """Respond with the events of all generations, as they arrive."""
+    num_left, extra = len(context.generations), dict(context.first_event)
+    no_usage = {"usage": None} if body.wants_usage else {}
 
+    def write_choices(index: int, token_events: list[TokenEvent], is_first: bool) -> bytes:
+        nonlocal num_left
+        chunks: list[dict[str, Any]] = [
+            {**frame, "choices": [choice], **no_usage} for choice in write(index, token_events, is_first)
+        ]
+        num_left -= token_events[-1].finish_reason is not None
+        if body.says_nothing_of_usage and not num_left:
+            chunks[-1]["usage"] = count_usage(context)
+        if chunks:
+            chunks[0] |= extra
+            extra.clear()
+        return write_events(chunks)
 
-async def _stream(
-    exchange: Exchange, body: CommonRequest, frame: dict[str, Any], write: Write
-) -> AsyncGenerator[bytes, None]:
-    begun, num_left, first = set[int](), len(exchange.generations), exchange.first_event
-    async with aclosing(interleave(exchange.generations)) as stream:
-        async for index, token_events in stream:
-            answers = _frame(body, frame, write(index, token_events, index not in begun))
-            begun.add(index)
-            num_left -= token_events[-1].finish_reason is not None
-            if body.says_nothing_of_usage and not num_left:
-                answers[-1]["usage"] = count_usage(exchange)
-            if answers:
-                answers[0] |= first
-                first = {}
-                yield write_events(answers)
-    if body.wants_usage:
-        yield event(frame | {"choices": [], "usage": count_usage(exchange)})
-    yield DONE
+    def write_end() -> bytes:
+        usage = event(frame | {"choices": [], "usage": count_usage(context)}) if body.wants_usage else b""
+        return usage + DONE
 
-
-def _frame(body: CommonRequest, frame: dict[str, Any], choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    usage = {"usage": None} if body.wants_usage else {}
-    return [{**frame, "choices": [choice], **usage} for choice in choices]
+    return await context.stream(write_choices, write_end)

@@ -7,16 +7,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lorax_server.engine.adapters.entry import State
 from lorax_server.errors import LoraxError
 from lorax_server.server.http.problems import json_response
 from lorax_server.server.http.replica_protocol import AdapterChange
 from lorax_server.server.routes.change_replicator import ChangeReplicator
 from lorax_server.server.service import MAX_ASKED, Service
+from lorax_server.types import AdapterStage
 
 MAX_REPORTED = 2 * MAX_ASKED  # adapters, the most recently resolved ones
-TIERS = {State.DEVICE.value: "device", State.LOADING.value: "device", State.HOST.value: "host"}
-TIERS |= {State.DISK.value: "disk", State.PREPARING.value: "disk"}
+TIERS = {AdapterStage.DEVICE.value: "device", AdapterStage.LOADING.value: "device", AdapterStage.HOST.value: "host"}
+TIERS |= {AdapterStage.DISK.value: "disk", AdapterStage.PREPARING.value: "disk"}
 
 
 def make_control_app(service: Service) -> Starlette:
@@ -52,7 +52,7 @@ def make_control_app(service: Service) -> Starlette:
 
 async def _list_names(service: Service) -> dict[str, list[str]]:
     """List adapters by tier, each under every name and alias that requests may use."""
-    seen, listed = service.seen, dict[str, list[str]]()
+    seen, listed = service.adapter_index, dict[str, list[str]]()
     aliases: dict[Any, list[str]] = {}
     for alias, named in service.model_names.aliases.items():
         aliases.setdefault(named, []).append(alias)

@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
-from lorax_server.server.http.problems import Problem
 from lorax_server.server.telemetry.logs import FIELDS, log_request, shorten
-from lorax_server.server.telemetry.metrics import RequestMetrics
+from lorax_server.server.telemetry.metrics import Metrics
 from lorax_server.server.telemetry.request_record import RequestRecord
 
 logger = logging.getLogger(__name__)
@@ -29,6 +28,17 @@ class AdminAction:
     action: str
     adapter_id: str
     key: str = ""  # the name of the admin's key; "" if the caller is no admin
+
+
+class Rejection(Protocol):
+    """The part of an error response that is logged."""
+
+    @property
+    def status(self) -> int: ...
+    @property
+    def error_type(self) -> str: ...
+    @property
+    def message(self) -> str: ...
 
 
 class LineBudget:
@@ -56,29 +66,23 @@ class LineBudget:
 
 
 class AuditLog:
-    """Writes the lines of one event loop; of several processes each writes its share."""
+    """Writes the lines of one server."""
 
-    def __init__(
-        self,
-        metrics: RequestMetrics,
-        clock: Callable[[], float] = time.monotonic,
-        num_processes: int = 1,
-    ) -> None:
-        most = max(1, LINES_PER_MINUTE // num_processes)
+    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
-        self._requests = LineBudget(most, clock)
-        self._connections = LineBudget(most, clock)
-        self._keys = LineBudget(most, clock)
+        self._requests = LineBudget(LINES_PER_MINUTE, clock)
+        self._connections = LineBudget(LINES_PER_MINUTE, clock)
+        self._keys = LineBudget(LINES_PER_MINUTE, clock)
 
-    def refuse(self, record: RequestRecord, problem: Problem) -> None:
-        """Count and log a request that is refused outside of `Exchange.answer`."""
+    def refuse(self, record: RequestRecord, problem: Rejection) -> None:
+        """Count and log a request that is rejected outside of `RequestContext.answer`."""
         record.status, record.error_type, record.error = problem.status, problem.error_type, problem.message
         self._metrics.refuse(record)
         left_out = {} if record.key else self._requests.spend()
         if left_out is not None:
             log_request(record, {"address": record.address} | left_out)
 
-    def refuse_connection(self, address: str, problem: Problem) -> None:
+    def refuse_connection(self, address: str, problem: Rejection) -> None:
         left_out = self._connections.spend()
         if left_out is not None:
             fields = {"address": address, "status": problem.status, "error": problem.message}

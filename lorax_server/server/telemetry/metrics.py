@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable
 from functools import partial
 from hashlib import sha256
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -60,16 +60,6 @@ class Registry(CollectorRegistry):
             if family.name in UPSTREAM_COUNTERS:
                 family.samples = [sample._replace(name=family.name) for sample in family.samples]
             yield family
-
-
-class RequestMetrics(Protocol):
-    """The part of `Metrics` that requests and connections are counted by, here or in another process."""
-
-    def begin(self) -> None: ...
-    def end(self, record: RequestRecord) -> None: ...
-    def refuse(self, record: RequestRecord) -> None: ...
-    def set_connections(self, count: int) -> None: ...
-    def refuse_connection(self, reason: str) -> None: ...
 
 
 class Metrics:

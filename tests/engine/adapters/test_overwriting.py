@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from lorax_server.adapters.sources.local import LocalSource
-from lorax_server.engine.adapters.entry import State
 from lorax_server.engine.adapters.pointers import LOOK_AGAIN_S, RETRY_S, WRITING_S
 from lorax_server.engine.engine import Engine
 from lorax_server.errors import AdapterError, AdapterNotFoundError, SourceError
 from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
-from lorax_server.types import AdapterRef, Failure, Merge, Resolved
+from lorax_server.types import AdapterRef, AdapterStage, Failure, Merge, Resolved
 from tests.engine.adapters.test_resolver import Bench, files_of, identity_of, result
 
 OLD, NEW = files_of(1), files_of(2)
@@ -189,8 +188,8 @@ def test_a_merge_says_that_a_part_is_not_the_newest(bench: Bench) -> None:
 # --- The engine, which knows which adapters are in memory -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", [*State, None])
-def test_what_was_there_before_is_served_only_from_memory(state: State | None) -> None:
+@pytest.mark.parametrize("state", [*AdapterStage, None])
+def test_what_was_there_before_is_served_only_from_memory(state: AdapterStage | None) -> None:
     """An old version that is not in memory cannot be served: its files have changed."""
     stale = Resolved("old", stale=Failure("AdapterError", 424, "half of it is missing"))
     found: Future[Any] = Future()
@@ -200,7 +199,7 @@ def test_what_was_there_before_is_served_only_from_memory(state: State | None) -
     resolver = SimpleNamespace(resolve=lambda *_: found)
     engine = Engine(executor, None, None, table, resolver)  # type: ignore[arg-type]
     answer = engine.resolve([AdapterRef("local", "tuned")])
-    if state in (State.DEVICE, State.LOADING, State.HOST):
+    if state in (AdapterStage.DEVICE, AdapterStage.LOADING, AdapterStage.HOST):
         assert answer.result().stale == stale.stale
     else:
         with pytest.raises(AdapterError, match="half of it is missing"):

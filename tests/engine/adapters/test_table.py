@@ -19,11 +19,10 @@ from lorax_server.adapters.config import AdapterConfig
 from lorax_server.adapters.spec import AdapterSpec, StoredPart
 from lorax_server.engine.adapters import device_tier, host_tier, registry, table
 from lorax_server.engine.adapters.device_tier import FRESH_S
-from lorax_server.engine.adapters.entry import State
 from lorax_server.engine.adapters.table import MAX_PREPARING, AdapterTable
 from lorax_server.errors import AdapterError, InputError, LoraxError, SourceError
 from lorax_server.plan import AdapterOp, Drop, Load, Prepare, Prepared, Unload
-from lorax_server.types import AdapterRef, Merge
+from lorax_server.types import AdapterRef, AdapterStage, Merge
 from tests.engine.fake_workers import UNIT_BYTES, VOCAB, World, make_capabilities, make_spec
 from tests.grids import slow_except
 
@@ -102,12 +101,13 @@ class Desk:
             self.begin(identity)
             self.end(identity)
 
-    def state(self, *identities: str) -> list[State | None]:
+    def state(self, *identities: str) -> list[AdapterStage | None]:
         return [self.table.state(identity) for identity in identities]
 
     @property
     def on_device(self) -> set[str]:
-        return {identity for identity in self.table._registry.entries if self.table.state(identity) is State.DEVICE}
+        entries = self.table._registry.entries
+        return {identity for identity in entries if self.table.state(identity) is AdapterStage.DEVICE}
 
     @property
     def on_host(self) -> set[str]:
@@ -121,19 +121,19 @@ def test_an_adapter_moves_up_from_disk_to_the_device() -> None:
     desk = Desk()
     assert desk.state("a") == [None]
     desk.know(a=3)
-    assert desk.state("a") == [State.DISK]
+    assert desk.state("a") == [AdapterStage.DISK]
     desk.want("a")
     assert [type(op) for op in desk.step(prepare=False)] == [Prepare]
-    assert desk.state("a") == [State.PREPARING]
+    assert desk.state("a") == [AdapterStage.PREPARING]
     assert desk.table.num_preparing == 1
     desk.answer("a")
-    assert desk.state("a") == [State.HOST]
+    assert desk.state("a") == [AdapterStage.HOST]
     assert desk.step(load=False) == [Load("a", 1, 0)]
-    assert desk.state("a") == [State.LOADING]
+    assert desk.state("a") == [AdapterStage.LOADING]
     assert desk.table.is_loading
     assert desk.table.index_of("a", has_begun=False) is None
     desk.step()
-    assert desk.state("a") == [State.DEVICE]
+    assert desk.state("a") == [AdapterStage.DEVICE]
     assert desk.table.index_of("a", has_begun=False) == 1
     assert desk.table.vocab_size("a") == VOCAB
     assert desk.table.take_arrived() == ["a"]
@@ -317,7 +317,7 @@ def test_who_never_fits_beside_the_pinned_ones_is_told() -> None:
     [(identity, error)] = desk.table.take_failed()
     assert identity == "a"
     assert "takes 20 bytes of device memory; adapters have 40 in all, of which 24 are pinned" in str(error)
-    assert desk.state("a") == [State.FAILED]
+    assert desk.state("a") == [AdapterStage.FAILED]
     assert desk.on_host == {"pinned", "b"}
     desk.table.end_request("a", has_begun=False)
     desk.table.dismiss("pinned")
@@ -344,7 +344,7 @@ def test_an_adapter_that_failed_is_refused_for_a_while() -> None:
     desk.step(prepare=False)
     desk.answer("a", SourceError("gone"))
     assert desk.table.take_failed()[0][0] == "a"
-    assert desk.state("a") == [State.FAILED]
+    assert desk.state("a") == [AdapterStage.FAILED]
     assert desk.table._host.bytes_used == 0
     desk.table.end_request("a", has_begun=False)
     desk.now = 4.0
@@ -374,10 +374,10 @@ def test_who_is_named_is_prepared_before_it_is_asked_for() -> None:
     desk.table.register(make_spec("a", 4))
     assert desk.table.has_news
     desk.step()
-    assert desk.state("a") == [State.HOST]
+    assert desk.state("a") == [AdapterStage.HOST]
     desk.table.register(make_spec("a", 4))
     assert desk.steps() == []
-    assert desk.state("a") == [State.HOST]
+    assert desk.state("a") == [AdapterStage.HOST]
     assert len(desk.ops) == 1
 
 
@@ -389,7 +389,7 @@ def test_who_waits_is_prepared_before_who_is_only_named() -> None:
     ops = desk.step()
     assert [op.spec.identity for op in ops if isinstance(op, Prepare)] == [f"w{i}" for i in range(MAX_PREPARING)]
     desk.step()
-    assert desk.state("named") == [State.HOST]
+    assert desk.state("named") == [AdapterStage.HOST]
 
 
 def test_nothing_is_dropped_in_vain_for_who_is_only_named() -> None:
@@ -443,7 +443,7 @@ def test_one_that_is_dismissed_leaves_at_once() -> None:
     desk.table.dismiss("a")
     assert desk.table.needs_step
     assert desk.step() == [Unload(1), Drop("a")]
-    assert desk.state("a") == [State.DISK]
+    assert desk.state("a") == [AdapterStage.DISK]
     assert desk.table._host.bytes_used == 0
 
 
@@ -460,7 +460,7 @@ def test_one_that_is_dismissed_under_traffic_leaves_after_it() -> None:
     desk.end("a")
     assert desk.on_device == {"a"}
     desk.end("a")
-    assert desk.state("a") == [State.DISK]
+    assert desk.state("a") == [AdapterStage.DISK]
 
 
 def test_a_request_after_the_dismissal_keeps_it() -> None:
@@ -495,7 +495,7 @@ def test_one_that_is_dismissed_on_its_way_leaves_when_it_is_there(steps: int) ->
     desk.table.dismiss("a")
     desk.step()
     assert desk.steps() == []
-    assert desk.state("a") == [State.DISK]
+    assert desk.state("a") == [AdapterStage.DISK]
     assert not desk.table.needs_step
     assert desk.table._host.bytes_used == 0
 
@@ -506,7 +506,7 @@ def test_a_request_that_goes_while_its_adapter_is_loaded_does_not_hinder_the_nex
     desk.want("a")
     desk.step()
     desk.step(load=False)
-    assert desk.state("a") == [State.LOADING]
+    assert desk.state("a") == [AdapterStage.LOADING]
     desk.table.end_request("a", has_begun=False)
     desk.want("a")
     desk.step(load=False)
@@ -782,9 +782,9 @@ def test_what_failed_in_one_place_is_tried_at_once_in_another() -> None:
     desk.step(prepare=False)
     desk.answer("a", AdapterError("gone"))
     desk.table.register(spec)
-    assert desk.state("a") == [State.FAILED]
+    assert desk.state("a") == [AdapterStage.FAILED]
     desk.table.register(moved)
-    assert desk.state("a") == [State.DISK]
+    assert desk.state("a") == [AdapterStage.DISK]
     desk.use("a")
     assert desk.on_device == {"a"}
 
@@ -797,9 +797,9 @@ def test_the_longest_unnamed_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     desk.want("b")
     desk.table.register(make_spec("c", 1))
     desk.know(d=1, e=1, f=1, g=1)
-    assert desk.state("a", "b", "c", "d") == [State.DEVICE, State.DISK, None, None]
+    assert desk.state("a", "b", "c", "d") == [AdapterStage.DEVICE, AdapterStage.DISK, None, None]
     desk.steps()
-    assert desk.state("b") == [State.DEVICE]
+    assert desk.state("b") == [AdapterStage.DEVICE]
     with pytest.raises(AdapterError, match="name it again"):
         desk.table.add_request("c")
 
@@ -814,9 +814,9 @@ def test_merges_that_are_in_memory_no_longer_are_forgotten_sooner(monkeypatch: p
     for spec in merges:
         desk.table.register(spec)
     states = desk.state(*(spec.identity for spec in merges))
-    assert (states[0], states[-1]) == (State.DEVICE, State.DISK)
+    assert (states[0], states[-1]) == (AdapterStage.DEVICE, AdapterStage.DISK)
     assert len(states) - states.count(None) <= 3
-    assert desk.state("x", "y", "z") == [State.DISK] * 3
+    assert desk.state("x", "y", "z") == [AdapterStage.DISK] * 3
     assert [desk.table.is_merged(name) for name in ("m0", "m1", "x", "")] == [True, False, False, False]
 
 
@@ -973,7 +973,7 @@ def test_an_adapter_begins_to_move_up_when_it_is_named() -> None:
     world.put("a", 1, 4)
     world.engine.resolve([AdapterRef("local", "a")])
     world.settle()
-    assert world.table.state("a@1") is State.HOST
+    assert world.table.state("a@1") is AdapterStage.HOST
 
 
 @pytest.mark.parametrize("method", ["load", "unload", "list_adapters"])
@@ -982,7 +982,7 @@ def test_whoever_was_told_of_an_adapter_can_ask_for_it_before_any_step(method: s
     world.put("a", 1, 4)
     identity = world.engine.resolve([AdapterRef("local", "a")]).result().identity
     found = getattr(world.engine, method)([identity] if method == "list_adapters" else identity)
-    assert world.table.state(identity) is State.DISK
+    assert world.table.state(identity) is AdapterStage.DISK
     if method == "list_adapters":
         assert [state.identity for state in found] == [identity]
     if method == "load":
@@ -1021,7 +1021,7 @@ def test_the_answer_says_where_the_weights_are() -> None:
     world.names.is_new = False
     world.workers.failing["b@1"] = 1
     world.settle()
-    assert world.table.state("b@1") is State.FAILED
+    assert world.table.state("b@1") is AdapterStage.FAILED
     assert tier_of(world, "b") == "disk"
 
 

@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from lorax_server.errors import AdapterNotFoundError
 from lorax_server.server.http.body_errors import FORMS
-from lorax_server.server.routes.openai_schemas import ChatCompletionRequest, CompletionRequest, Message
+from lorax_server.server.schemas.openai import ChatCompletionRequest, CompletionRequest, Message
 from tests.server.fake_server import Reply, Routes, chat, complete, generate
 
 NATIVE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completions"

@@ -14,7 +14,6 @@ from lorax_server.server.routes import info
 from lorax_server.server.telemetry import audit
 from lorax_server.server.telemetry.audit import LINES_PER_MINUTE
 from lorax_server.server.telemetry.logs import FIELDS
-from lorax_server.server.workers import common
 from lorax_server.types import FinishReason
 from tests.e2e.hostile_client import post, request
 from tests.server.edge import GOOD, HEALTH, Edge, Shared, error_of, head, with_key
@@ -32,7 +31,7 @@ def keyed() -> Iterator[Shared]:
     """Make a server whose callers need a key."""
     with pytest.MonkeyPatch.context() as patch, closing(Shared(api_keys=("good",), admin_key=SECRET)) as shared:
         patch.setattr(middleware, "DISCARD_S", 0.01)
-        patch.setattr(common, "STATUS_TIMEOUT_S", 0.01)  # the engine never reports its status
+        patch.setattr(info, "STATUS_S", 0.01)  # the engine never reports its status
         yield shared
 
 

@@ -9,16 +9,16 @@ import pytest
 from pydantic import BaseModel
 
 from lorax_server.errors import AdapterNotFoundError
-from lorax_server.server.routes import lorax_schemas, openai_schemas
+from lorax_server.server.schemas import lorax, openai
 from lorax_server.types import Resolved
 from tests.server.fake_server import Reply, Routes, chat, complete, generate
 
 NATIVE, STREAM, COMPLETIONS, CHAT = "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions"
 ADMIN = "admin-key"
 SCHEMAS: dict[str, type[BaseModel]] = {
-    NATIVE: lorax_schemas.GenerateParameters,
-    COMPLETIONS: openai_schemas.CompletionRequest,
-    CHAT: openai_schemas.ChatCompletionRequest,
+    NATIVE: lorax.GenerateParameters,
+    COMPLETIONS: openai.CompletionRequest,
+    CHAT: openai.ChatCompletionRequest,
 }
 NUMBERS: dict[str, str] = {  # as JSON
     "NaN": "NaN",

@@ -150,7 +150,7 @@ def test_an_alias_is_another_name_of_the_same_place(routes: Loads) -> None:
 def test_what_was_unloaded_is_forgotten(routes: Loads) -> None:
     routes.use("json")
     routes.unload("json")
-    assert routes.service.seen.identities(Named("local", "json")) == []
+    assert routes.service.adapter_index.identities(Named("local", "json")) == []
     assert routes.listed()["json"]["hash"] is None
 
 
@@ -173,7 +173,7 @@ def test_a_place_that_is_gone_is_forgotten_when_it_is_asked_for(routes: Loads) -
     routes.answers["elsewhere"] = AdapterNotFoundError("no such folder")
     routes.use("elsewhere")
     assert "elsewhere" not in routes.listed()
-    assert routes.service.seen.names("hash of elsewhere") == ()
+    assert routes.service.adapter_index.names("hash of elsewhere") == ()
 
 
 # --- Lists of folders that cannot be served ---------------------------------------------------------------------------
@@ -267,4 +267,4 @@ def test_a_merge_that_has_left_memory_is_listed_no_longer(routes: Loads) -> None
     merge(routes)
     routes.device.clear()
     assert "sql,json" not in routes.listed()
-    assert routes.service.seen.names("merged") == ()
+    assert routes.service.adapter_index.names("merged") == ()

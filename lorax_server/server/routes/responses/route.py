@@ -2,8 +2,6 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,16 +11,16 @@ from starlette.responses import Response
 from lorax_server.errors import InputError, NotSupportedError
 from lorax_server.generation.generation import TokenEvent
 from lorax_server.server.checks import check, not_yet
-from lorax_server.server.exchange import Exchange
 from lorax_server.server.generations import RemoteGeneration
-from lorax_server.server.http.foreign_fields import RESPONSES, refuse_foreign
 from lorax_server.server.http.problems import json_response
-from lorax_server.server.http.sse import Shortcut, named_event
+from lorax_server.server.http.sse import named_event
+from lorax_server.server.request_context import RequestContext
 from lorax_server.server.routes import chat, openai
-from lorax_server.server.routes.openai_schemas import ChatCompletionRequest, CommonRequest
 from lorax_server.server.routes.responses.items import to_messages, to_tool
 from lorax_server.server.routes.responses.output import Event, ResponseWriter
-from lorax_server.server.routes.responses.schemas import ResponseObject, ResponsesRequest
+from lorax_server.server.schemas.openai import ChatCompletionRequest, CommonRequest
+from lorax_server.server.schemas.responses import ResponseObject, ResponsesRequest
+from lorax_server.server.schemas.unsupported_fields import RESPONSES, reject_unsupported
 from lorax_server.server.service import Service
 from lorax_server.types import FinishReason
 
@@ -37,34 +35,41 @@ def make_router(service: Service) -> APIRouter:
     @router.post("/v1/responses", operation_id="respond", response_model=ResponseObject, responses=openai.ERRORS)
     async def respond(http: Request, body: ResponsesRequest) -> Response:
         """Answer items. With `stream` the events are those of OpenAI's responses. Nothing is stored."""
-        exchange = Exchange(service, http)
-        return await exchange.answer(_respond(exchange, body))
+        return await RequestContext(service, http).answer(lambda context: _respond(context, body))
 
     return router
 
 
-async def _respond(exchange: Exchange, body: ResponsesRequest) -> Response:
-    openai.note_adapter(exchange, body)
+async def _respond(context: RequestContext, body: ResponsesRequest) -> Response:
+    choice = openai.choose_model(context, body)
     _refuse_unsupported(body)
     asked = _to_chat(body)
-    prepared = await chat.prepare(exchange, asked)
+    prepared = await chat.prepare(context, asked, choice)
     (generation,), plan = prepared.generations, prepared.plan
     reader = plan.make_reader(prepared.prompt, generation.request.structure is not None) if plan else None
-    writer = ResponseWriter(_make_frame(exchange, body), plan, reader)
+    writer = ResponseWriter(_make_frame(context, body), plan, reader)
     if body.stream:
-        exchange.write_failure = lambda problem: _write_events(writer.fail(problem.message))
-        shortcut = Shortcut()
-        generation.use(shortcut, lambda token_events: _write_events(_feed(writer, asked, generation, token_events)))
-        return await exchange.stream(_stream(exchange, asked, generation, writer), shortcut)
+        context.write_failure = lambda problem: _write_events(writer.fail(problem.message))
+
+        def write(_: int, token_events: list[TokenEvent], is_first: bool) -> bytes:
+            events = writer.begin() if is_first else []
+            if is_first:
+                events[0]["response"] |= context.first_event
+            events += _feed(writer, asked, generation, token_events)
+            if token_events[-1].finish_reason is not None:
+                events += _end(context, generation, writer)
+            return _write_events(events)
+
+        return await context.stream(write)
     await generation.finish()
-    return await exchange.write(lambda: _write(exchange, asked, generation, writer))
+    return await context.write(lambda: _write(context, asked, generation, writer))
 
 
 # --- The request ------------------------------------------------------------------------------------------------------
 
 
 def _refuse_unsupported(body: ResponsesRequest) -> None:
-    refuse_foreign(RESPONSES, body.model_extra, vars(body))
+    reject_unsupported(RESPONSES, body.model_extra, vars(body))
     if body.store:
         raise NotSupportedError("`store`: this server keeps no responses; leave it out, or set it to false")
     not_yet(body.truncation not in (None, "disabled"), "`truncation`")
@@ -113,9 +118,9 @@ def _to_response_format(form: dict[str, Any]) -> dict[str, Any]:
 # --- The answer -------------------------------------------------------------------------------------------------------
 
 
-def _make_frame(exchange: Exchange, body: ResponsesRequest) -> dict[str, Any]:
+def _make_frame(context: RequestContext, body: ResponsesRequest) -> dict[str, Any]:
     """Return the fields of the response that do not change."""
-    model = body.adapter_id or body.model or exchange.service.model_names.primary
+    model = body.adapter_id or body.model or context.service.model_names.primary
     text = {"format": {"type": "text"}} if body.text is None else body.text.model_dump(exclude_none=True)
     return {
         "id": f"resp_{uuid.uuid4().hex}",
@@ -154,13 +159,13 @@ def _feed(
     return events
 
 
-def _end(exchange: Exchange, generation: RemoteGeneration, writer: ResponseWriter) -> list[Event]:
+def _end(context: RequestContext, generation: RemoteGeneration, writer: ResponseWriter) -> list[Event]:
     is_cut = generation.completion.finish_reason is FinishReason.LENGTH
-    return writer.end(is_cut, _count_usage(exchange, writer))
+    return writer.end(is_cut, _count_usage(context, writer))
 
 
-def _count_usage(exchange: Exchange, writer: ResponseWriter) -> dict[str, Any]:
-    usage = openai.count_usage(exchange)
+def _count_usage(context: RequestContext, writer: ResponseWriter) -> dict[str, Any]:
+    usage = openai.count_usage(context)
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"],
@@ -172,29 +177,12 @@ def _count_usage(exchange: Exchange, writer: ResponseWriter) -> dict[str, Any]:
 
 
 def _write(
-    exchange: Exchange, asked: ChatCompletionRequest, generation: RemoteGeneration, writer: ResponseWriter
+    context: RequestContext, asked: ChatCompletionRequest, generation: RemoteGeneration, writer: ResponseWriter
 ) -> Response:
     for token_event in generation.events:
         _feed(writer, asked, generation, [token_event])
-    _end(exchange, generation, writer)
-    return json_response(writer.response, 200, exchange.headers(writer.response["usage"]["output_tokens"]))
-
-
-async def _stream(
-    exchange: Exchange, asked: ChatCompletionRequest, generation: RemoteGeneration, writer: ResponseWriter
-) -> AsyncGenerator[bytes, None]:
-    events: list[Event] = []
-    has_begun = False
-    async with aclosing(generation.stream()) as stream:
-        async for token_events in stream:
-            if not has_begun:
-                events, has_begun = writer.begin(), True
-                events[0]["response"] |= exchange.first_event
-            events += _feed(writer, asked, generation, token_events)
-            if token_events and token_events[-1].finish_reason is not None:
-                events += _end(exchange, generation, writer)
-            yield _write_events(events)
-            events = []
+    _end(context, generation, writer)
+    return json_response(writer.response, 200, context.headers(writer.response["usage"]["output_tokens"]))
 
 
 def _write_events(events: list[Event]) -> bytes:

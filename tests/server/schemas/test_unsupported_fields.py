@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from lorax_server.server.http.foreign_fields import BY_ROUTE, CHAT, COMPLETIONS, FOREIGN, GENERATE
-from lorax_server.server.routes.lorax_schemas import GenerateParameters
-from lorax_server.server.routes.openai_schemas import ChatCompletionRequest, CompletionRequest
+from lorax_server.server.schemas.lorax import GenerateParameters
+from lorax_server.server.schemas.openai import ChatCompletionRequest, CompletionRequest
+from lorax_server.server.schemas.unsupported_fields import BY_ROUTE, CHAT, COMPLETIONS, FIELDS, GENERATE
 from lorax_server.types import Merge
 from tests.server.fake_server import Reply, Routes, chat, complete, generate
 
@@ -62,7 +62,7 @@ def test_what_asks_for_nothing_passes(route: str, routes: Templated) -> None:
     for nothing in nothings:
         fields = {name: nothing for name, field in BY_ROUTE[route].items() if not field.defaults_to_true}
         if nothing == 0 and nothing is not False:
-            fields = {name: value for name, value in fields.items() if not BY_ROUTE[route][name].zero_asks}
+            fields = {name: value for name, value in fields.items() if not BY_ROUTE[route][name].zero_is_set}
         assert ask(routes, route, **fields).status == 200
     usual = {name: value for name, field in BY_ROUTE[route].items() for value in field.usual}
     assert len(usual) >= 5
@@ -128,11 +128,11 @@ def test_no_field_is_both_known_and_foreign(route: str) -> None:
 
 
 def test_each_is_listed_once_with_who_has_it() -> None:
-    pairs = [(field.name, route) for field in FOREIGN for route in field.routes]
+    pairs = [(field.name, route) for field in FIELDS for route in field.routes]
     assert len(pairs) == len(set(pairs))
-    assert all(field.dialects for field in FOREIGN)
+    assert all(field.dialects for field in FIELDS)
     described = (Path(__file__).parents[3] / "docs" / "http-api.md").read_text()
-    missing = [field.name for field in FOREIGN if not re.search(rf"`{field.name}`", described)]
+    missing = [field.name for field in FIELDS if not re.search(rf"`{field.name}`", described)]
     assert missing == []
 
 

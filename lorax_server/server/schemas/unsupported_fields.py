@@ -26,7 +26,7 @@ OPENAI = (CHAT, COMPLETIONS, RESPONSES)
 EVERYWHERE = (GENERATE, *OPENAI)
 
 
-class ForeignField(NamedTuple):
+class UnsupportedField(NamedTuple):
     """A field that is refused."""
 
     name: str
@@ -34,9 +34,9 @@ class ForeignField(NamedTuple):
     dialects: str
     instead: str = ""  # the field of this server that says the same
     usual: tuple[Any, ...] = ()  # values that ask for nothing, besides empty ones
-    zero_asks: bool = False  # 0 is not empty
+    zero_is_set: bool = False  # 0 is not empty
 
-    def asks(self, value: Any, fields: Mapping[str, Any]) -> bool:
+    def is_set(self, value: Any, fields: Mapping[str, Any]) -> bool:
         """Tell whether a value changes the answer to a request that has these fields of the route's schema.
 
         Clients that speak to several servers may say the same in several words. Where true is the default, only `false`
@@ -46,7 +46,7 @@ class ForeignField(NamedTuple):
             return False
         if self.defaults_to_true:
             return value is False
-        is_empty = not value and not (self.zero_asks and value is not False and value == 0)
+        is_empty = not value and not (self.zero_is_set and value is not False and value == 0)
         return not is_empty and value not in self.usual
 
     @property
@@ -60,11 +60,11 @@ class ForeignField(NamedTuple):
         return f"`{self.name}` is not supported yet; without it the answer would not be what you ask for"
 
 
-def _unsupported(dialects: str, routes: tuple[str, ...], *names: str) -> list[ForeignField]:
-    return [ForeignField(name, routes, dialects) for name in names]
+def _unsupported(dialects: str, routes: tuple[str, ...], *names: str) -> list[UnsupportedField]:
+    return [UnsupportedField(name, routes, dialects) for name in names]
 
 
-FOREIGN = (
+FIELDS = (
     *_unsupported("LoRAX before `response_format`", (GENERATE,), "schema"),
     *_unsupported("LoRAX, TGI", OPENAI, "parameters", "watermark", "truncate", "return_full_text"),
     *_unsupported("OpenAI", OPENAI, "functions", "audio", "web_search_options"),
@@ -91,63 +91,63 @@ FOREIGN = (
     *_unsupported("transformers", EVERYWHERE, "no_repeat_ngram_size", "penalty_alpha", "bad_words_ids"),
     *_unsupported("transformers", EVERYWHERE, "max_length", "max_time", "min_length"),
     # Fields that this server has by another name, or that have values which ask for nothing.
-    ForeignField("function_call", OPENAI, "OpenAI", usual=("none", "auto")),
-    ForeignField("modalities", OPENAI, "OpenAI", usual=(["text"],)),
-    ForeignField("num_beams", EVERYWHERE, "transformers", usual=(1,)),
-    ForeignField("num_return_sequences", EVERYWHERE, "transformers", usual=(1,)),
-    ForeignField("n", (GENERATE,), "OpenAI", usual=(1,)),
-    ForeignField("top_n_sigma", EVERYWHERE, "llama.cpp", usual=(-1,)),
-    ForeignField("repeat_penalty", EVERYWHERE, "llama.cpp", "repetition_penalty", usual=(1,)),
-    ForeignField("best_of", (CHAT, RESPONSES), "vLLM", usual=(1,)),
-    ForeignField("do_sample", OPENAI, "TGI, transformers", "temperature", usual=(True,)),
-    ForeignField("logprobs", (GENERATE,), "OpenAI", "details"),
-    ForeignField("top_logprobs", (GENERATE,), "OpenAI", "return_k_alternatives"),
-    ForeignField("max_new_tokens", (CHAT, COMPLETIONS), "LoRAX, TGI", "max_tokens"),
-    ForeignField("max_new_tokens", (RESPONSES,), "LoRAX, TGI", "max_output_tokens"),
-    ForeignField("max_completion_tokens", (RESPONSES,), "OpenAI", "max_output_tokens"),
-    ForeignField("max_tokens", (GENERATE,), "OpenAI", "max_new_tokens"),
-    ForeignField("max_completion_tokens", (GENERATE,), "OpenAI", "max_new_tokens"),
-    ForeignField("n_predict", (CHAT, COMPLETIONS), "llama.cpp", "max_tokens", usual=(-1,)),
-    ForeignField("n_predict", (RESPONSES,), "llama.cpp", "max_output_tokens", usual=(-1,)),
-    ForeignField("n_predict", (GENERATE,), "llama.cpp", "max_new_tokens", usual=(-1,)),
-    ForeignField("min_new_tokens", OPENAI, "transformers, SGLang", "min_tokens"),
-    ForeignField("min_tokens", (GENERATE,), "vLLM", "min_new_tokens"),
-    ForeignField("ignore_eos", (GENERATE,), "vLLM", "ignore_eos_token"),
-    ForeignField("stop_sequences", EVERYWHERE, "TGI's clients", "stop"),
-    ForeignField("stop_strings", EVERYWHERE, "transformers", "stop"),
-    ForeignField("eos_token_id", EVERYWHERE, "transformers", zero_asks=True),
-    ForeignField("documents", (CHAT, RESPONSES), "vLLM", "chat_template_kwargs"),
-    ForeignField("echo", (GENERATE,), "OpenAI", "return_full_text"),
+    UnsupportedField("function_call", OPENAI, "OpenAI", usual=("none", "auto")),
+    UnsupportedField("modalities", OPENAI, "OpenAI", usual=(["text"],)),
+    UnsupportedField("num_beams", EVERYWHERE, "transformers", usual=(1,)),
+    UnsupportedField("num_return_sequences", EVERYWHERE, "transformers", usual=(1,)),
+    UnsupportedField("n", (GENERATE,), "OpenAI", usual=(1,)),
+    UnsupportedField("top_n_sigma", EVERYWHERE, "llama.cpp", usual=(-1,)),
+    UnsupportedField("repeat_penalty", EVERYWHERE, "llama.cpp", "repetition_penalty", usual=(1,)),
+    UnsupportedField("best_of", (CHAT, RESPONSES), "vLLM", usual=(1,)),
+    UnsupportedField("do_sample", OPENAI, "TGI, transformers", "temperature", usual=(True,)),
+    UnsupportedField("logprobs", (GENERATE,), "OpenAI", "details"),
+    UnsupportedField("top_logprobs", (GENERATE,), "OpenAI", "return_k_alternatives"),
+    UnsupportedField("max_new_tokens", (CHAT, COMPLETIONS), "LoRAX, TGI", "max_tokens"),
+    UnsupportedField("max_new_tokens", (RESPONSES,), "LoRAX, TGI", "max_output_tokens"),
+    UnsupportedField("max_completion_tokens", (RESPONSES,), "OpenAI", "max_output_tokens"),
+    UnsupportedField("max_tokens", (GENERATE,), "OpenAI", "max_new_tokens"),
+    UnsupportedField("max_completion_tokens", (GENERATE,), "OpenAI", "max_new_tokens"),
+    UnsupportedField("n_predict", (CHAT, COMPLETIONS), "llama.cpp", "max_tokens", usual=(-1,)),
+    UnsupportedField("n_predict", (RESPONSES,), "llama.cpp", "max_output_tokens", usual=(-1,)),
+    UnsupportedField("n_predict", (GENERATE,), "llama.cpp", "max_new_tokens", usual=(-1,)),
+    UnsupportedField("min_new_tokens", OPENAI, "transformers, SGLang", "min_tokens"),
+    UnsupportedField("min_tokens", (GENERATE,), "vLLM", "min_new_tokens"),
+    UnsupportedField("ignore_eos", (GENERATE,), "vLLM", "ignore_eos_token"),
+    UnsupportedField("stop_sequences", EVERYWHERE, "TGI's clients", "stop"),
+    UnsupportedField("stop_strings", EVERYWHERE, "transformers", "stop"),
+    UnsupportedField("eos_token_id", EVERYWHERE, "transformers", zero_is_set=True),
+    UnsupportedField("documents", (CHAT, RESPONSES), "vLLM", "chat_template_kwargs"),
+    UnsupportedField("echo", (GENERATE,), "OpenAI", "return_full_text"),
     *(
-        ForeignField(name, (GENERATE,), "vLLM", "response_format")
+        UnsupportedField(name, (GENERATE,), "vLLM", "response_format")
         for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
     ),
-    ForeignField("skip_special_tokens", EVERYWHERE, "vLLM, SGLang", usual=(True,)),
-    ForeignField("spaces_between_special_tokens", EVERYWHERE, "vLLM", usual=(True,)),
-    ForeignField("prompt_logprobs", EVERYWHERE, "vLLM", zero_asks=True),
-    ForeignField("lora_path", EVERYWHERE, "SGLang", "adapter_id"),
-    ForeignField("lora", EVERYWHERE, "llama.cpp", "adapter_id"),
+    UnsupportedField("skip_special_tokens", EVERYWHERE, "vLLM, SGLang", usual=(True,)),
+    UnsupportedField("spaces_between_special_tokens", EVERYWHERE, "vLLM", usual=(True,)),
+    UnsupportedField("prompt_logprobs", EVERYWHERE, "vLLM", zero_is_set=True),
+    UnsupportedField("lora_path", EVERYWHERE, "SGLang", "adapter_id"),
+    UnsupportedField("lora", EVERYWHERE, "llama.cpp", "adapter_id"),
 )
-BY_ROUTE = {route: {field.name: field for field in FOREIGN if route in field.routes} for route in EVERYWHERE}
+BY_ROUTE = {route: {field.name: field for field in FIELDS if route in field.routes} for route in EVERYWHERE}
 
 
-def refuse_foreign(route: str, unknown: Mapping[str, Any] | None, fields: Mapping[str, Any]) -> None:
+def reject_unsupported(route: str, unknown: Mapping[str, Any] | None, fields: Mapping[str, Any]) -> None:
     """Refuse the first field that asks for something, of those that the route's schema does not have."""
     for name, value in (unknown or {}).items():
-        foreign = BY_ROUTE[route].get(name)
-        if foreign is not None and foreign.asks(value, fields):
-            raise NotSupportedError(foreign.reason)
+        field = BY_ROUTE[route].get(name)
+        if field is not None and field.is_set(value, fields):
+            raise NotSupportedError(field.reason)
 
 
-def refuse_misplaced(unknown: Mapping[str, Any] | None, parameters: Container[str]) -> None:
+def reject_misplaced(unknown: Mapping[str, Any] | None, parameters: Container[str]) -> None:
     """Refuse fields beside `parameters` that LoRAX's routes have in it."""
     for name, value in (unknown or {}).items():
-        foreign = BY_ROUTE[GENERATE].get(name)
-        if foreign.asks(value, {}) if foreign is not None else name in parameters and bool(value):
+        field = BY_ROUTE[GENERATE].get(name)
+        if field.is_set(value, {}) if field is not None else name in parameters and bool(value):
             raise InputError(f"`{name}` is not known beside `inputs`; what is asked for belongs into `parameters`")
 
 
-def describe_refused(route: str) -> str:
+def describe_unsupported(route: str) -> str:
     """Write a sentence for the route's schema."""
     names = ", ".join(f"`{name}`" for name in sorted(BY_ROUTE[route]))
     return f"Refused, because the answer would be another one: {names}."

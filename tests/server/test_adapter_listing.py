@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from lorax_server.engine.remote import messages
-from lorax_server.server import adapter_pages
+from lorax_server.server import adapter_listing
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import Named
-from lorax_server.server.adapter_pages import MAX_ALSO, MAX_LIMIT, PageQuery, list_page, select_names
+from lorax_server.server.adapter_listing import MAX_ALSO, MAX_LIMIT, PageQuery, list_page, select_names
 from lorax_server.types import AdapterState
 from tests.server.bench import Bench
 
@@ -26,9 +26,9 @@ class Pages(Bench):
         self.engine._send = self._reply  # type: ignore[method-assign]
         self.service.model_names.set_folder([f"a-{number:05}" for number in range(count)])
         for number in range(0, count, every):
-            self.service.seen.note(f"hash-{number:05}", Named("local", f"a-{number:05}"))
+            self.service.adapter_index.add(f"hash-{number:05}", Named("local", f"a-{number:05}"))
         for number in range(others):
-            self.service.seen.note(f"other-{number:05}", Named("hub", f"owner/o-{number:05}"))
+            self.service.adapter_index.add(f"other-{number:05}", Named("hub", f"owner/o-{number:05}"))
 
     def _reply(self, message: messages.ToEngine) -> None:
         assert isinstance(message, messages.ListAdapters)
@@ -92,7 +92,7 @@ def test_a_page_looks_at_no_more_names_than_it_has(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_takes_longer_is_done_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, aside = Pages(adapter_pages.FEW + 1), []
+    bench, aside = Pages(adapter_listing.MAX_INLINE_NAMES + 1), []
     to_thread = asyncio.to_thread
 
     async def note(work: Any) -> Any:
@@ -100,7 +100,7 @@ def test_what_takes_longer_is_done_beside_the_event_loop(monkeypatch: pytest.Mon
         return await to_thread(work)
 
     monkeypatch.setattr(asyncio, "to_thread", note)
-    assert len(asyncio.run(select_names(bench.service.model_names, Key()))) == adapter_pages.FEW + 1
+    assert len(asyncio.run(select_names(bench.service.model_names, Key()))) == adapter_listing.MAX_INLINE_NAMES + 1
     key = Key(name="k", adapters=("*-00007",))
     assert [name for name, _ in asyncio.run(select_names(bench.service.model_names, key, count=5))] == ["a-00007"]
     assert len(aside) == 2
@@ -116,19 +116,18 @@ def test_a_caller_sees_only_what_it_may_use() -> None:
 
 def test_an_adapter_that_needs_a_token_is_shown_to_admins_only() -> None:
     bench, name = Pages(0), Named("hub", "owner/private")
-    bench.service.seen.note("hash", name, needs_token=True)
+    bench.service.adapter_index.add("hash", name, needs_token=True)
 
     def ids(key: Key) -> list[str]:
         return [each["id"] for each in bench.page(key, also=["owner/private"])["data"]]
 
-    bench.service.seen.restore(bench.service.seen.snapshot())  # as in another API process
     assert ids(Key()) == ids(Key("k")) == ids(Key("k", adapters=("*",))) == []
     assert ids(ADMIN) == ["owner/private"]
     bench.service.model_names.add("mine", *name)
     assert [each["id"] for each in bench.page(also=["mine"])["data"]] == ["mine"]
     bench.service.model_names.remove("mine")
-    bench.service.seen.note("hash", name)  # it was found without a token, so it is public
-    bench.service.seen.note("hash", name, needs_token=True)
+    bench.service.adapter_index.add("hash", name)  # it was found without a token, so it is public
+    bench.service.adapter_index.add("hash", name, needs_token=True)
     assert ids(Key()) == ["owner/private"]
 
 
@@ -140,28 +139,6 @@ def test_search() -> None:
     ]
     assert bench.walk(search="A-0001", limit=100) == [[f"a-{number:05}" for number in range(10, 20)]]
     assert bench.walk(search="\0") == [[]]
-
-
-def test_a_search_of_many_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, turns = Pages(0, others=25), []
-    monkeypatch.setattr(adapter_pages, "FEW", 10)
-
-    async def search() -> dict[str, Any]:
-        beside = asyncio.create_task(look())
-        page = await list_page(bench.service, ADMIN, PageQuery(search="o-00024"))
-        beside.cancel()
-        return page
-
-    async def look() -> None:
-        while not bench.asked:
-            turns.append(1)
-            await asyncio.sleep(0)
-
-    assert [each["id"] for each in asyncio.run(search())["data"]] == ["owner/o-00024"]
-    assert len(turns) >= 2
-    assert bench.walk(ADMIN, limit=10) == [
-        [f"owner/o-{number:05}" for number in range(start, min(start + 10, 25))] for start in (0, 10, 20)
-    ]
 
 
 def test_an_adapter_that_is_also_asked_for_is_on_the_first_page_and_on_its_own() -> None:

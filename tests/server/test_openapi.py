@@ -10,7 +10,7 @@ import pytest
 
 from lorax_server.server.app import make_app
 from lorax_server.server.http.middleware import PUBLIC
-from lorax_server.server.http.openapi import EVENT_SCHEMA
+from lorax_server.server.openapi import EVENT_SCHEMA
 from lorax_server.types import Resolved
 from tests.server.bench import Bench
 from tests.server.fake_server import Routes, chat, complete, generate

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lorax_server.server.http.foreign_fields import GENERATE, describe_refused
+from lorax_server.server.schemas.unsupported_fields import GENERATE, describe_unsupported
 from lorax_server.types import MAX_FLOAT
 
 _T = TypeVar("_T")
@@ -39,7 +39,7 @@ def refusing(route: str) -> Callable[[dict[str, Any]], None]:
     """Return a function that adds to a schema the fields of other dialects that its route refuses."""
 
     def add(schema: dict[str, Any]) -> None:
-        schema["description"] = f"{schema.get('description', '')}\n\n{describe_refused(route)}".lstrip()
+        schema["description"] = f"{schema.get('description', '')}\n\n{describe_unsupported(route)}".lstrip()
 
     return add
 

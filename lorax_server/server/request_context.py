@@ -1,16 +1,18 @@
-"""One HTTP request for an answer, from its arrival to its last byte: the caller, the generations, the outcome.
+"""One generation request, from its arrival to its last byte: the caller, the generations and the outcome.
 
-A route makes an `Exchange` and hands its own work to `Exchange.answer`, which surrounds it with what all routes need:
-the caller's key, deadlines, errors, logs. The work itself calls `admit`, `resolve` and `prepare`.
+A route creates a `RequestContext` and passes a coroutine to `RequestContext.answer`, which adds timeouts, errors, logs
+and metrics. The coroutine calls `record_model`, `admit`, `resolve` and `prepare`. The middleware has authenticated the
+caller and created the request record.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import cached_property
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
@@ -18,16 +20,18 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from lorax_server.errors import DeadlineError, LoraxError
+from lorax_server.generation.generation import TokenEvent
 from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import Choice
+from lorax_server.server.access.rate_limits import Permit
 from lorax_server.server.adapter_lookup import AdapterLookup, ResolvedModel
 from lorax_server.server.checks import TIMEOUT_HEADER, check_logprobs, shorten_timeout
-from lorax_server.server.generations import RemoteGeneration, count_cached
+from lorax_server.server.generations import RemoteGeneration, count_cached, interleave
 from lorax_server.server.http.connections import network
 from lorax_server.server.http.problems import Problem, describe
 from lorax_server.server.http.sse import EventStream, Shortcut, event, until_gone
 from lorax_server.server.prompts import RequestOptions, encode_prompt, fit_stop
-from lorax_server.server.service import Leavable, Service
+from lorax_server.server.service import Service
 from lorax_server.server.telemetry.logs import log_request
 from lorax_server.server.telemetry.request_record import RequestRecord
 from lorax_server.text.prompt import Prompt
@@ -41,21 +45,26 @@ SAFE = "/@:,.-_ +"  # characters of names that headers show as they are
 SMALL = 2000  # tokens, with their alternatives, that are written sooner than another thread has begun
 
 
-class Exchange:
-    """A request and all that it holds until it ends."""
+Work = Callable[["RequestContext"], Coroutine[Any, Any, Response]]
+WriteEvents = Callable[[int, list[TokenEvent], bool], bytes]
+"""Encodes new tokens of the generation with this index; True for its first tokens."""
+
+
+class RequestContext:
+    """A request and its resources until it ends."""
 
     def __init__(self, service: Service, http: HttpRequest) -> None:
         self.service = service
         self.path = http.url.path
-        self.key = Key()
+        self.key: Key = http.state.key
         self.generations: list[RemoteGeneration] = []
-        self.record = RequestRecord(http.state.request_id, self.path, started_at=time.time())
+        self.record: RequestRecord = http.state.record
+        self.record.status, self.record.started_at = HTTPStatus.OK, time.time()
         self.record.trace_parent = http.headers.get("traceparent")
         self.timeout_s = service.config.request_timeout_s
         self._http = http
         self._began = time.monotonic()
-        self._bearer: str | None = None
-        self._permit: Leavable | None = None
+        self._permit: Permit | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._stopped: asyncio.Future[LoraxError] = asyncio.get_running_loop().create_future()
         self._num_characters = 0
@@ -67,13 +76,13 @@ class Exchange:
 
     # --- Around a route's work ----------------------------------------------------------------------------------------
 
-    async def answer(self, work: Coroutine[Any, Any, Response]) -> Response:
-        """Do a route's work and return its response; errors become responses, too.
+    async def answer(self, work: Work) -> Response:
+        """Run a route's work and return its response; errors become responses, too.
 
-        A stream goes on after this has returned, and ends the exchange itself.
+        A stream continues after this has returned, and ends the request itself.
         """
         self.service.metrics.begin()
-        self.service.exchanges.add(self)
+        self.service.running.add(self)
         response: Response | None = None
         try:
             response = await self._work(work)
@@ -89,38 +98,24 @@ class Exchange:
                 self._end(has_left=response is None)
         return Response(status_code=CLIENT_LEFT) if response is None else response
 
-    async def _work(self, work: Coroutine[Any, Any, Response]) -> Response | None:
-        """Return the work's response, or None if the client has left before."""
+    async def _work(self, work: Work) -> Response | None:
+        """Return the work's response, or None if the client has disconnected."""
+        self.timeout_s = shorten_timeout(self.timeout_s, self._http.headers.get(TIMEOUT_HEADER))
+        if self.timeout_s is not None:
+            too_late = DeadlineError(f"there was no answer within {self.timeout_s:g} s")
+            self._timer = asyncio.get_running_loop().call_later(self.timeout_s, self.stop, too_late)
+        working, leaving = asyncio.create_task(work(self)), asyncio.create_task(until_gone(self._http.receive))
         try:
-            self.service.check_is_open()
-            self._identify()
-        except BaseException:
-            work.close()
-            raise
-        working, leaving = asyncio.create_task(work), asyncio.create_task(until_gone(self._http.receive))
-        try:
-            ends = (working, leaving, self._stopped)
-            await asyncio.wait(ends, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((working, leaving, self._stopped), return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 return working.result()
-            if leaving.done():
-                return None
             if self._stopped.done():
                 raise self._stopped.result()
-            raise self._too_late
+            return None
         finally:
             leaving.cancel()
             working.cancel()
             await asyncio.wait((working, leaving))
-
-    def _identify(self) -> None:
-        """Find the caller's key and deadline. Where the server has no keys, a bearer is meant for a source."""
-        self.timeout_s = shorten_timeout(self.timeout_s, self._http.headers.get(TIMEOUT_HEADER))
-        authorization = self._http.headers.get("authorization") or ""
-        self.key = self.service.keys.identify(self._http.headers.get("authorization"))
-        self.record.key = self.key.name
-        if authorization.lower().startswith(BEARER) and self.service.keys.is_open and not self.key.is_admin:
-            self._bearer = authorization[len(BEARER) :].strip() or None
 
     def stop(self, error: LoraxError) -> None:
         """End the work, also before the engine is asked; its reader gets the error."""
@@ -130,36 +125,35 @@ class Exchange:
             generation.stop(error)
 
     @property
-    def _too_late(self) -> DeadlineError:
-        return DeadlineError(f"there was no answer within {self.timeout_s:g} s")
-
-    @property
     def tenant(self) -> str:
         """The name under which the caller shares the engine and the sandbox with others."""
         return self.key.name or network(self._http.client.host if self._http.client is not None else "")
 
     # --- Steps of a route, in this order ------------------------------------------------------------------------------
 
-    def note_choice(self, choice: Choice) -> None:
+    def record_model(self, choice: Choice) -> None:
         """Note the adapter that a request names, before anything else: a refused request is counted there too."""
         record, service = self.record, self.service
         record.adapter_id, record.source = choice.label, choice.source
         is_listed = choice.asked_source is None and choice.label in service.model_names.adapters
         is_single = len(choice.refs) == 1  # callers can make up merges, also of known names
-        record.is_known = is_single and (is_listed or bool(service.seen.latest(choice.names[0])))
+        record.is_known = is_single and (is_listed or bool(service.adapter_index.latest(choice.names[0])))
 
     async def admit(self, count: int, is_streamed: bool) -> None:
         """Let `count` answers in, or refuse them all."""
         self.record.num_choices, self.record.is_streamed = count, is_streamed
-        self._permit = await self.service.enter(self.key, count)
+        self._permit = self.service.rate_limits.acquire(self.key, count)
 
     @cached_property
     def lookup(self) -> AdapterLookup:
-        return AdapterLookup(self.service, self.key, self._bearer, self.path)
+        """The lookup for this caller. On a server without keys, the bearer token is meant for the adapter source."""
+        authorization, is_open = self._http.headers.get("authorization", ""), self.service.keys.is_open
+        is_for_source = is_open and not self.key.is_admin and authorization.lower().startswith(BEARER)
+        bearer = authorization[len(BEARER) :].strip() if is_for_source else ""
+        return AdapterLookup(self.service, self.key, bearer or None, self.path)
 
     async def resolve(self, choice: Choice) -> ResolvedModel:
         """Find the model that a request chose, if the caller may use it."""
-        self.note_choice(choice)
         adapter = await self.lookup.resolve(choice)
         self.record.identity, self._adapter_tier = adapter.identity, adapter.tier
         self._is_stale = adapter.stale is not None
@@ -201,13 +195,7 @@ class Exchange:
         if service.config.log_prompts:
             text = prompt if isinstance(prompt, str) else str(list(prompt))
             record.prompt = text if record.prompt is None else f"{record.prompt}\n{text}"
-        self._set_timer()
         return generations
-
-    def _set_timer(self) -> None:
-        if self.timeout_s is not None and self._timer is None:
-            left_s = self.timeout_s - (time.monotonic() - self._began)
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, left_s), self.stop, self._too_late)
 
     # --- Responses ----------------------------------------------------------------------------------------------------
 
@@ -220,9 +208,24 @@ class Exchange:
             size += len(completion.prompt_logprobs or ())
         return make() if size <= SMALL else await asyncio.to_thread(make)
 
-    async def stream(self, events: AsyncGenerator[bytes, None], shortcut: Shortcut) -> EventStream:
-        keep_alive_s = self.service.config.keep_alive_s
-        return EventStream(await self.open_stream(events), keep_alive_s, self.stream_headers(), shortcut=shortcut)
+    async def stream(self, write: WriteEvents, write_end: Callable[[], bytes] = lambda: b"") -> EventStream:
+        """Respond with the events of all generations as they arrive, and `write_end` after the last."""
+        shortcut, keep_alive_s = Shortcut(), self.service.config.keep_alive_s
+        if len(self.generations) == 1:  # several alternate, which the shortcut does not support
+            self.generations[0].use(shortcut, lambda token_events: write(0, token_events, False))
+        events = await self.open_stream(self._write_events(write, write_end))
+        return EventStream(events, keep_alive_s, self.stream_headers(), shortcut=shortcut)
+
+    async def _write_events(self, write: WriteEvents, write_end: Callable[[], bytes]) -> AsyncGenerator[bytes, None]:
+        begun = set[int]()
+        async with aclosing(interleave(self.generations)) as stream:
+            async for index, token_events in stream:
+                piece = write(index, token_events, index not in begun)
+                begun.add(index)
+                if piece:
+                    yield piece
+        if end := write_end():
+            yield end
 
     async def open_stream(self, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
         """Return the same events when the first is there, or takes long.
@@ -270,20 +273,20 @@ class Exchange:
 
     def _end(self, has_left: bool) -> None:
         """Give back what the request holds, and write down how it went."""
-        self.service.exchanges.discard(self)
+        self.service.running.discard(self)
         if self._timer is not None:
             self._timer.cancel()
         record = self.record
         record.is_dropped = has_left
         record.total_s = time.monotonic() - self._began
-        self._sum_up()
+        self._finish_record()
         if self._permit is not None:
-            self._permit.leave(record.prompt_tokens + record.generated_tokens)
+            self._permit.release(record.prompt_tokens + record.generated_tokens)
         self.service.metrics.end(record)
         self.service.tracer.end(record)
         log_request(record)
 
-    def _sum_up(self) -> None:
+    def _finish_record(self) -> None:
         record, generations = self.record, self.generations
         completions = [generation.completion for generation in generations]
         num_generated = sum(len(completion.token_ids) for completion in completions)
@@ -330,7 +333,7 @@ class Exchange:
 
     def headers(self, generated_tokens: int) -> dict[str, str]:
         """Return the headers of a whole answer, with its times in milliseconds."""
-        self._sum_up()
+        self._finish_record()
         record = self.record
         total_s = time.monotonic() - self._began
         first_s = record.first_token_s or 0.0

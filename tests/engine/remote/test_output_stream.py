@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lorax_server.engine.remote.mailbox import Mailbox
+from lorax_server.engine.remote.output_stream import OutputStream
 from lorax_server.errors import EngineError
 from lorax_server.types import Output
 from tests.server.bench import settle
@@ -13,19 +13,19 @@ from tests.server.bench import settle
 
 def test_outputs_come_together_and_in_order() -> None:
     async def check() -> None:
-        mailbox = Mailbox()
-        mailbox.put([Output(1)])
-        mailbox.put([Output(2)])
-        await mailbox.wait()
-        assert mailbox.empty() == [Output(1), Output(2)]
-        waiting = asyncio.create_task(mailbox.wait())
+        stream = OutputStream()
+        stream.push([Output(1)])
+        stream.push([Output(2)])
+        await stream.wait()
+        assert stream.drain() == [Output(1), Output(2)]
+        waiting = asyncio.create_task(stream.wait())
         await settle()
         assert not waiting.done()
-        mailbox.put([Output(3)])
-        mailbox.end()
+        stream.push([Output(3)])
+        stream.close()
         await waiting
-        assert (mailbox.empty(), mailbox.is_ended, mailbox.error) == ([Output(3)], True, None)
-        await mailbox.wait()  # there will be no more
+        assert (stream.drain(), stream.is_closed, stream.error) == ([Output(3)], True, None)
+        await stream.wait()  # there will be no more
 
     asyncio.run(check())
 
@@ -39,21 +39,21 @@ def test_an_output_is_offered_only_while_its_reader_waits(takes: bool) -> None:
             offered.extend(outputs)
             return takes
 
-        mailbox = Mailbox(take)
-        mailbox.put([Output(1)])
+        stream = OutputStream(take)
+        stream.push([Output(1)])
         assert not offered  # the reader is busy, and has not seen what came before
-        await mailbox.wait()
-        mailbox.empty()
-        waiting = asyncio.create_task(mailbox.wait())
+        await stream.wait()
+        stream.drain()
+        waiting = asyncio.create_task(stream.wait())
         await settle()
-        mailbox.put([Output(2)])
-        mailbox.put([Output(3)])
+        stream.push([Output(2)])
+        stream.push([Output(3)])
         await settle()
         assert waiting.done() is not takes
         # A reader that was woken must get the next one too, so that their order stays.
         assert offered == ([Output(2), Output(3)] if takes else [Output(2)])
-        assert mailbox.empty() == ([] if takes else [Output(2), Output(3)])
-        mailbox.end()
+        assert stream.drain() == ([] if takes else [Output(2), Output(3)])
+        stream.close()
         await waiting
 
     asyncio.run(check())
@@ -61,14 +61,14 @@ def test_an_output_is_offered_only_while_its_reader_waits(takes: bool) -> None:
 
 def test_a_reader_that_was_cancelled_is_offered_nothing() -> None:
     async def check() -> None:
-        mailbox = Mailbox(bool)
-        waiting = asyncio.create_task(mailbox.wait())
+        stream = OutputStream(bool)
+        waiting = asyncio.create_task(stream.wait())
         await settle()
         waiting.cancel()
-        mailbox.put([Output(1)])
+        stream.push([Output(1)])
         await settle()
-        mailbox.put([Output(2)])
-        assert mailbox.empty()[-1] == Output(2)
+        stream.push([Output(2)])
+        assert stream.drain()[-1] == Output(2)
 
     asyncio.run(check())
 
@@ -78,24 +78,24 @@ def test_a_mistake_in_place_of_the_reader_ends_only_this_reader() -> None:
         def fail(outputs: Sequence[Output]) -> bool:
             raise KeyError("what")
 
-        mailbox = Mailbox(fail)
-        waiting = asyncio.create_task(mailbox.wait())
+        stream = OutputStream(fail)
+        waiting = asyncio.create_task(stream.wait())
         await settle()
-        mailbox.put([Output(1)])
+        stream.push([Output(1)])
         await waiting
-        assert (mailbox.empty(), mailbox.is_ended, repr(mailbox.error)) == ([], True, "KeyError('what')")
-        mailbox.put([Output(2)])
-        assert mailbox.empty() == []
+        assert (stream.drain(), stream.is_closed, repr(stream.error)) == ([], True, "KeyError('what')")
+        stream.push([Output(2)])
+        assert stream.drain() == []
 
     asyncio.run(check())
 
 
 def test_only_the_first_reason_counts() -> None:
-    mailbox, reason = Mailbox(), EngineError("first")
-    mailbox.end(reason)
-    mailbox.end(EngineError("later"))
-    mailbox.end()
-    assert mailbox.error is reason
+    stream, reason = OutputStream(), EngineError("first")
+    stream.close(reason)
+    stream.close(EngineError("later"))
+    stream.close()
+    assert stream.error is reason
 
 
 def test_after_an_error_of_the_one_in_its_place_a_reader_gets_no_more() -> None:
@@ -103,14 +103,14 @@ def test_after_an_error_of_the_one_in_its_place_a_reader_gets_no_more() -> None:
         def take(outputs: Sequence[Output]) -> bool:
             raise ValueError(outputs)
 
-        mailbox = Mailbox(take)
-        waiting = asyncio.create_task(mailbox.wait())
+        stream = OutputStream(take)
+        waiting = asyncio.create_task(stream.wait())
         await settle()
-        mailbox.put([Output(1)])
-        mailbox.put_last([Output(2)])
-        mailbox.end()
+        stream.push([Output(1)])
+        stream.push([Output(2)], is_last=True)
+        stream.close()
         await waiting
-        assert not mailbox.empty()  # or the answer would lack a token in its middle
-        assert isinstance(mailbox.error, ValueError)
+        assert not stream.drain()  # or the answer would lack a token in its middle
+        assert isinstance(stream.error, ValueError)
 
     asyncio.run(check())

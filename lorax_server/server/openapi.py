@@ -9,9 +9,9 @@ from pydantic.json_schema import models_json_schema
 from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.http.middleware import PUBLIC
 from lorax_server.server.http.problems import OPENAI_PREFIX
-from lorax_server.server.routes.lorax_schemas import ErrorResponse, StreamResponse
-from lorax_server.server.routes.openai_schemas import ChatCompletionChunk, CompletionChunk, OpenAIErrorResponse
-from lorax_server.server.routes.responses.schemas import ResponseEvent
+from lorax_server.server.schemas.lorax import ErrorResponse, StreamResponse
+from lorax_server.server.schemas.openai import ChatCompletionChunk, CompletionChunk, OpenAIErrorResponse
+from lorax_server.server.schemas.responses import ResponseEvent
 from lorax_server.server.service import Service
 
 REFERENCE = "#/components/schemas/{model}"

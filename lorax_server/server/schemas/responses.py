@@ -4,10 +4,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from lorax_server.server.http.foreign_fields import RESPONSES
-from lorax_server.server.routes.lorax_schemas import Many, OpenSchema, Schema, refusing
-from lorax_server.server.routes.openai_schemas import MAX_MESSAGES, CommonRequest
-from lorax_server.server.routes.tool_schemas import ToolChoice
+from lorax_server.server.schemas.lorax import Many, OpenSchema, Schema, refusing
+from lorax_server.server.schemas.openai import MAX_MESSAGES, CommonRequest
+from lorax_server.server.schemas.tools import ToolChoice
+from lorax_server.server.schemas.unsupported_fields import RESPONSES
 
 FUNCTION_TOOL = {
     "required": ["type", "name"],

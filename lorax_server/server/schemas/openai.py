@@ -4,9 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from lorax_server.server.http.foreign_fields import CHAT, COMPLETIONS
-from lorax_server.server.routes.lorax_schemas import CommonOptions, Many, Schema, Share, Stop, Tier, TokenIds, refusing
-from lorax_server.server.routes.tool_schemas import ToolCall, ToolCallDelta, ToolChoice, Tools
+from lorax_server.server.schemas.lorax import CommonOptions, Many, Schema, Share, Stop, Tier, TokenIds, refusing
+from lorax_server.server.schemas.tools import ToolCall, ToolCallDelta, ToolChoice, Tools
+from lorax_server.server.schemas.unsupported_fields import CHAT, COMPLETIONS
 
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 OpenAISeed = Annotated[

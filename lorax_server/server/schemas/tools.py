@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from lorax_server.server.routes.lorax_schemas import Many, Schema
+from lorax_server.server.schemas.lorax import Many, Schema
 
 FUNCTION = {
     "type": "object",

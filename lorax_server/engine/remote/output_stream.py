@@ -1,0 +1,64 @@
+"""Outputs of one request on their way to its reader."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from lorax_server.types import Output
+
+Handler = Callable[[Sequence[Output]], bool]  # returns True if it has handled the outputs
+
+
+class OutputStream:
+    """Buffers outputs until the reader drains them. While the reader waits, `handler` may consume them instead.
+
+    A decode step of 256 streams has 256 outputs, and waking a task for each would cost more than writing them.
+    """
+
+    __slots__ = ("_handler", "_waiter", "error", "is_closed", "outputs")
+
+    def __init__(self, handler: Handler | None = None) -> None:
+        self.outputs: list[Output] = []
+        self.is_closed = False
+        self.error: Exception | None = None  # the reason for closing, if the request failed
+        self._handler = handler
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        """Wait until the stream has outputs or is closed."""
+        if self.outputs or self.is_closed:
+            return
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def drain(self) -> list[Output]:
+        """Return and remove all buffered outputs."""
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+    def push(self, outputs: Sequence[Output], is_last: bool = False) -> None:
+        """Add outputs. The handler never gets the last ones, because the reader has to finish. A closed stream ignores
+        them."""
+        if self.is_closed:
+            return
+        if self._handler is not None and not is_last and self._waiter is not None and not self._waiter.done():
+            try:
+                if self._handler(outputs):
+                    return
+            except Exception as error:  # belongs to this reader only
+                self.close(error)
+                return
+        self.outputs += outputs
+        self._wake()
+
+    def close(self, error: Exception | None = None) -> None:
+        """Tell the reader that no more outputs follow. Only the first error counts."""
+        if not self.is_closed:
+            self.is_closed, self.error = True, error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

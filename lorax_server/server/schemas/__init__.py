@@ -1,0 +1,1 @@
+"""Request and response bodies of LoRAX, OpenAI and the Responses API."""
