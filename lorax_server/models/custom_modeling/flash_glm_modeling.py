@@ -1,0 +1,21 @@
+"""GLM: interleaved partial RoPE, and a fused matrix for gate and up projection."""
+
+from typing import Any
+
+from lorax_server.models.custom_modeling.flash_llama_modeling import (
+    Architecture,
+    BiasFlags,
+    FlashLlamaForCausalLM,
+    ModuleNames,
+)
+
+
+class FlashGLMForCausalLM(FlashLlamaForCausalLM):
+    @staticmethod
+    def describe(config: Any) -> Architecture:
+        return Architecture(
+            names=ModuleNames(mlp=("mlp.gate_up_proj", "mlp.down_proj")),
+            biases=BiasFlags(qkv=bool(config.attention_bias)),
+            interleaved=True,
+            partial_rotary=True,
+        )
