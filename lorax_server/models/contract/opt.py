@@ -7,18 +7,9 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lorax_server.adapters.batch import AdapterBatchData
-from lorax_server.models.contract.padded_forward import (
-    OutputOptions,
-    PaddedCausalLM,
-    PaddedContext,
-    PaddedInputs,
-    PaddedOutput,
-)
-from lorax_server.models.custom_modeling.flash_opt_modeling import (
-    FlashOPTForCausalLM,
-    OPTDecoder,
-    positions_from_mask,
-)
+from lorax_server.models.contract.padded_forward import OutputOptions, PaddedCausalLM, PaddedInputs, PaddedOutput
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaModel
+from lorax_server.models.custom_modeling.flash_opt_modeling import FlashOPTForCausalLM, positions_from_mask
 from lorax_server.weights import Weights
 
 
@@ -27,12 +18,12 @@ class OPTPreTrainedModel(PaddedCausalLM):
 
 
 class OPTModel(nn.Module):
-    def __init__(self, decoder: OPTDecoder) -> None:
+    def __init__(self, decoder: FlashLlamaModel) -> None:
         super().__init__()
         self.decoder = decoder
 
-    def forward(self, input_ids: torch.Tensor, ctx: PaddedContext) -> BaseModelOutputWithPast:
-        hidden_states = self.decoder.run_layers(self.decoder.embed(input_ids, ctx), ctx)
+    def forward(self, input_ids: torch.Tensor, ctx: Any) -> BaseModelOutputWithPast:
+        hidden_states: Any = self.decoder.run_layers(self.decoder.embed(input_ids, ctx), ctx)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states)
 
 

@@ -1,7 +1,7 @@
 """The padded forward of the seed contract: a rectangle of tokens in, an output of transformers out.
 
-The layers are the ones that serve paged batches. They only see a context, and `PaddedContext` attends over past keys and
-values instead of blocks.
+The layers are the ones that serve paged batches. They only see a context, and `PaddedContext` attends over past keys
+and values instead of blocks.
 """
 
 from dataclasses import dataclass, field
@@ -14,12 +14,13 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lorax_server.adapters.batch import AdapterBatchData
+from lorax_server.distributed import shard_evenly
 from lorax_server.errors import InputError
 from lorax_server.kernels import AttentionSpec, CosSin, reference
 from lorax_server.kernels.reference.decode import score
 from lorax_server.layers.attention import KVCache
 from lorax_server.models.custom_modeling.flash_llama_modeling import Architecture, FlashLlamaModel
-from lorax_server.models.custom_modeling.paged import load_head, local_heads
+from lorax_server.models.custom_modeling.paged import load_head
 from lorax_server.weights import Weights
 
 PaddedOutput = tuple[Any, ...] | CausalLMOutputWithPast
@@ -88,8 +89,6 @@ class PaddedContext:
             v = torch.cat([self.past[layer_id][1], v], dim=2)
         self.present.append((k, v))
         scores = score(q.float(), k.float(), spec)
-        if spec.slopes is not None:
-            scores = scores + spec.slopes[:, None, None] * self._distances
         # Not -inf: a query of padding sees nothing at all, and must not become a NaN.
         scores = scores.masked_fill(~self._visible, torch.finfo(torch.float32).min)
         weights = scores.softmax(-1).to(v.dtype)
@@ -103,12 +102,6 @@ class PaddedContext:
         """Return flat tokens as `[num_seqs, num_new, ...]`."""
         rows: torch.Tensor = flat.unflatten(0, (self.num_seqs, self.num_new))
         return rows
-
-    @cached_property
-    def _distances(self) -> torch.Tensor:
-        """The places of all keys, less that of each new token: `[new, cached and new]`."""
-        keys = torch.arange(self.attention_mask.shape[1], device=self.attention_mask.device)
-        return keys - keys[len(keys) - self.num_new :, None]
 
     @cached_property
     def _visible(self) -> torch.Tensor:
@@ -127,7 +120,7 @@ class PaddedCausalLM(nn.Module):
     def __init__(self, config: Any, weights: Weights, arch: Architecture) -> None:
         super().__init__()
         self.config = config
-        self.heads = local_heads(weights, config.num_attention_heads)
+        self.heads = shard_evenly(weights.process_group, config.num_attention_heads, "num_attention_heads")
         create_layer = partial(arch.layer_class, arch=arch)
         self.decoder = arch.model_class(arch.names.model, config, weights, create_layer, arch)
         self.lm_head = load_head(weights, config, "", self.decoder.embed_tokens)

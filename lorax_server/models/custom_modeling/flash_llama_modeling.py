@@ -318,6 +318,8 @@ class FlashLlamaForCausalLM(PagedCausalLM):
     def __init__(self, prefix: str, config: Any, weights: Weights, create_layer_fn: LayerFactory | None = None) -> None:
         """`create_layer_fn(layer_id, prefix=, config=, weights=)` makes each layer; None for this class's own."""
         arch = self.describe(config)
+        # First, because not every config has `num_key_value_heads`, which the next error would name.
+        shard_evenly(weights.process_group, config.num_attention_heads, "num_attention_heads")
         kv_heads = shard_kv_heads(weights.process_group, arch.count_kv_heads(config), 1)
         super().__init__(config, weights, (kv_heads.size, head_dim(config)))
         prefix = f"{prefix}." if prefix else ""

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lorax_server.adapters.batch import AdapterBatchData
-from lorax_server.distributed import Shard, shard_units, shard_vocab
+from lorax_server.distributed import shard_vocab
 from lorax_server.errors import ConfigError, InputError
 from lorax_server.kernels import AttentionSpec
 from lorax_server.layers.attention import KVCache, PagedContext, Seqlen
@@ -176,10 +176,6 @@ def head_size(hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads != 0:
         raise ConfigError(f"config field hidden_size = {hidden_size} is not a multiple of {num_heads} attention heads")
     return hidden_size // num_heads
-
-
-def local_heads(weights: Weights, num_heads: int) -> Shard:
-    return shard_units(weights.process_group, [(num_heads, 1)], "num_attention_heads")
 
 
 def check_positions(ctx: PagedContext, limit: int) -> None:

@@ -1,4 +1,4 @@
-"""Choose the next token of one sequence."""
+"""`NextTokenChooser` of the seed contract: `Sampler` for one sequence."""
 
 from typing import Any
 

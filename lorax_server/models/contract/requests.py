@@ -1,9 +1,11 @@
-"""Requests of the message protocol, checked against their model."""
+"""Requests in messages, checked against their model."""
 
 from typing import Any
 
 from lorax_server.errors import AdapterError, InputError
-from lorax_server.models.pretrained import eos_token_ids, max_positions
+from lorax_server.generation.stopping import StoppingCriteria
+from lorax_server.models.contract.next_token_chooser import NextTokenChooser
+from lorax_server.models.pretrained import eos_token_ids, max_positions, resolve_pad_token
 from lorax_server.text.detokenizer import special_tokens
 from lorax_server.types import StopParams
 
@@ -34,6 +36,23 @@ def prompt_ids(request: Any, tokenizer: Any) -> list[int]:
     if not ids:
         raise InputError("`inputs` cannot be empty: its text has no tokens")
     return ids[-request.truncate :] if request.truncate else ids
+
+
+def read_request(request: Any, tokenizer: Any, config: Any) -> tuple[list[int], NextTokenChooser, StoppingCriteria]:
+    """Return the prompt, the sampling parameters and the stop rules of a request. Reject invalid requests."""
+    check_served(request)
+    stop = stop_from_pb(request.stopping_parameters, tokenizer, config)
+    ids = prompt_ids(request, tokenizer)
+    if config is not None:
+        check_limits(ids, stop, request.parameters.logit_bias, config)
+    return ids, NextTokenChooser.from_pb(request.parameters, stop, len(ids)), StoppingCriteria(stop)
+
+
+def find_pad_token(tokenizer: Any, config: Any) -> int:
+    """Return a token that the model has. Without a config any token will do: padding is masked."""
+    if config is not None:
+        return resolve_pad_token(tokenizer, config, config.get_text_config(decoder=True).vocab_size)
+    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
 
 def check_served(request: Any) -> None:

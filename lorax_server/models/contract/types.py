@@ -1,9 +1,9 @@
-"""Padded batches, and the results of each of their steps."""
+"""The base classes of the seed contract, and the results of a step."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from lorax_server.generation.stopping import FinishReason
 
@@ -40,6 +40,31 @@ class Batch(ABC):
     def __len__(self) -> int: ...
 
 
+class Model(ABC):
+    """A model that computes batches."""
+
+    @property
+    @abstractmethod
+    def batch_type(self) -> type[Batch]: ...
+
+    @abstractmethod
+    def generate_token(self, batch: Any) -> "tuple[list[Generation], Batch | None]":
+        """Compute one step: the next token of every request, and the batch to continue with, if any is left."""
+
+
+class TokenizerManager:
+    """The tokenizers of adapters that have their own, by adapter index."""
+
+    def __init__(self) -> None:
+        self._tokenizers: dict[int, Any] = {}
+
+    def add_tokenizer(self, adapter_index: int, tokenizer: Any) -> None:
+        self._tokenizers[adapter_index] = tokenizer
+
+    def get_tokenizer(self, adapter_index: int, default: Any) -> Any:
+        return self._tokenizers.get(adapter_index, default)
+
+
 @dataclass
 class GeneratedText:
     """A finished request."""
@@ -50,9 +75,9 @@ class GeneratedText:
     finish_reason: FinishReason
     seed: int | None  # None if nothing was drawn
 
-    def to_pb(self) -> "generate_pb2.GeneratedText":
+    def to_pb(self) -> Any:
         fields = {**vars(self), "finish_reason": int(self.finish_reason)}
-        return cast("generate_pb2.GeneratedText", messages().GeneratedText(**fields))
+        return messages().GeneratedText(**fields)
 
 
 @dataclass
@@ -63,9 +88,8 @@ class AlternativeTokens:
     logprobs: list[float]
     texts: list[str]
 
-    def to_pb(self) -> "generate_pb2.AlternativeTokens":
-        message = messages().AlternativeTokens(ids=self.token_ids, logprobs=self.logprobs, texts=self.texts)
-        return cast("generate_pb2.AlternativeTokens", message)
+    def to_pb(self) -> Any:
+        return messages().AlternativeTokens(ids=self.token_ids, logprobs=self.logprobs, texts=self.texts)
 
 
 @dataclass
@@ -81,15 +105,14 @@ class NextTokens:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def to_pb(self) -> "generate_pb2.NextTokens":
-        message = messages().NextTokens(
+    def to_pb(self) -> Any:
+        return messages().NextTokens(
             ids=self.token_ids,
             logprobs=self.logprobs,
             texts=self.texts,
             is_special=self.is_special,
             alternative_tokens=[alternatives.to_pb() for alternatives in self.alternative_tokens],
         )
-        return cast("generate_pb2.NextTokens", message)
 
 
 @dataclass
@@ -102,12 +125,11 @@ class Generation:
     next_tokens: NextTokens
     generated_text: GeneratedText | None  # with the last token
 
-    def to_pb(self) -> "generate_pb2.Generation":
-        message = messages().Generation(
+    def to_pb(self) -> Any:
+        return messages().Generation(
             request_id=self.request_id,
             prefill_tokens=self.prefill_tokens and self.prefill_tokens.to_pb(),
             prefill_tokens_length=self.prefill_tokens_length,
             next_tokens=self.next_tokens.to_pb(),
             generated_text=self.generated_text and self.generated_text.to_pb(),
         )
-        return cast("generate_pb2.Generation", message)
