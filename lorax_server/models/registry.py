@@ -56,7 +56,7 @@ MODELS = {
     "starcoder2": "flash_starcoder2_modeling.FlashStarCoder2ForCausalLM",
 }
 
-# Fields that are set in models of a type above which run in padded batches all the same.
+# By model type: a config field that, if set, makes the model run in padded batches.
 PADDED_FIELDS = {"falcon": "alibi"}
 MANY_POSITIONS = 2**17  # the longest sequence of a model that has no limit
 
@@ -115,7 +115,7 @@ def find_class(model_type: Any) -> type[Any]:
         raise UnsupportedModelError(
             f"config field model_type = {model_type!r} is not supported; known are {', '.join(sorted(MODELS))}"
             + (f"; close relatives are {', '.join(relatives)}" if relatives else "")
-            + "; models.causal_lm.CausalLM serves others, without adapters"
+            + "; models.padded_lm.PaddedLM serves others, without adapters"
         )
     module, name = MODELS[model_type].rsplit(".", 1)
     model_class: type[Any] = getattr(import_module(f"lorax_server.models.custom_modeling.{module}"), name)
