@@ -1,13 +1,36 @@
 """GPT-NeoX in padded batches."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.models.contract.padded_forward import OutputOptions, PaddedCausalLM, PaddedInputs, PaddedOutput
+from lorax_server.models.custom_modeling.common import PlainMLP
+from lorax_server.models.custom_modeling.flash_llama_modeling import (
+    FlashLlamaAttention,
+    FlashLlamaLayer,
+    FlashLlamaModel,
+)
 from lorax_server.models.custom_modeling.flash_neox_modeling import FlashGPTNeoXForCausalLM
 from lorax_server.weights import Weights
+
+
+class GPTNeoXAttention(FlashLlamaAttention):
+    """Attention, under the contract's name."""
+
+
+class GPTNeoXMLP(PlainMLP):
+    """The MLP, under the contract's name."""
+
+
+class GPTNeoXLayer(FlashLlamaLayer):
+    """A layer, under the contract's name."""
+
+
+class GPTNeoXModel(FlashLlamaModel):
+    """The decoder, under the contract's name."""
 
 
 class GPTNeoXPreTrainedModel(PaddedCausalLM):
@@ -16,7 +39,14 @@ class GPTNeoXPreTrainedModel(PaddedCausalLM):
 
 class GPTNeoxForCausalLM(GPTNeoXPreTrainedModel):
     def __init__(self, config: Any, weights: Weights) -> None:
-        super().__init__(config, weights, FlashGPTNeoXForCausalLM.describe(config))
+        arch = replace(
+            FlashGPTNeoXForCausalLM.describe(config),
+            attention_class=GPTNeoXAttention,
+            mlp_class=GPTNeoXMLP,
+            layer_class=GPTNeoXLayer,
+            model_class=GPTNeoXModel,
+        )
+        super().__init__(config, weights, arch)
         self.gpt_neox, self.embed_out = self.decoder, self.lm_head
 
     def forward(

@@ -1,5 +1,6 @@
 """OPT in padded batches."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,9 +9,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.models.contract.padded_forward import OutputOptions, PaddedCausalLM, PaddedInputs, PaddedOutput
-from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaModel
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaAttention, FlashLlamaModel
 from lorax_server.models.custom_modeling.flash_opt_modeling import FlashOPTForCausalLM, positions_from_mask
 from lorax_server.weights import Weights
+
+
+class OPTAttention(FlashLlamaAttention):
+    """Attention, under the contract's name."""
 
 
 class OPTPreTrainedModel(PaddedCausalLM):
@@ -29,7 +34,8 @@ class OPTModel(nn.Module):
 
 class OPTForCausalLM(OPTPreTrainedModel):
     def __init__(self, config: Any, weights: Weights) -> None:
-        super().__init__(config, weights, FlashOPTForCausalLM.describe(config))
+        arch = replace(FlashOPTForCausalLM.describe(config), attention_class=OPTAttention)
+        super().__init__(config, weights, arch)
         self.model = OPTModel(self.decoder)
 
     def forward(

@@ -25,7 +25,7 @@ from lorax_server.weights import Weights
 
 
 class FlashGPT2PreTrainedModel(FlashLlamaForCausalLM):
-    """The base class that the seed contract names."""
+    """The base class, under the name of the seed contract."""
 
 
 class FlashGPT2Attention(FlashLlamaAttention):
@@ -38,15 +38,15 @@ class FlashGPT2Attention(FlashLlamaAttention):
 
 
 class GPT2MLP(PlainMLP):
-    """An MLP without a gate; the seed contract names this class."""
+    """The MLP, under the name of the seed contract."""
 
 
 class GPT2Block(FlashLlamaLayer):
-    """Llama's layer; the seed contract names this class."""
+    """A layer, under the name of the seed contract."""
 
 
 class FlashGPT2Model(LearnedPositionsModel):
-    """A decoder with learned positions; the seed contract names this class."""
+    """The decoder, under the name of the seed contract."""
 
 
 class FlashGPT2ForCausalLM(FlashGPT2PreTrainedModel):

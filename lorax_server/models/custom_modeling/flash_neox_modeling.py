@@ -8,28 +8,9 @@ from lorax_server.models.custom_modeling.common import PlainMLP
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
     Architecture,
     BiasFlags,
-    FlashLlamaAttention,
     FlashLlamaForCausalLM,
-    FlashLlamaLayer,
-    FlashLlamaModel,
     ModuleNames,
 )
-
-
-class GPTNeoXAttention(FlashLlamaAttention):
-    """Llama's attention; the seed contract names this class."""
-
-
-class GPTNeoXMLP(PlainMLP):
-    """An MLP without a gate; the seed contract names this class."""
-
-
-class GPTNeoXLayer(FlashLlamaLayer):
-    """Llama's layer; the seed contract names this class."""
-
-
-class GPTNeoXModel(FlashLlamaModel):
-    """Llama's decoder; the seed contract names this class."""
 
 
 class FlashGPTNeoXForCausalLM(FlashLlamaForCausalLM):
@@ -48,10 +29,7 @@ class FlashGPTNeoXForCausalLM(FlashLlamaForCausalLM):
         return Architecture(
             names=names,
             biases=BiasFlags(qkv=bias, output=bias, mlp=True),
-            attention_class=GPTNeoXAttention,
-            mlp_class=GPTNeoXMLP,
-            layer_class=GPTNeoXLayer,
-            model_class=GPTNeoXModel,
+            mlp_class=PlainMLP,
             norm=partial(ResidualLayerNorm, eps=config.layer_norm_eps),
             is_parallel=config.use_parallel_residual,
             num_kv_heads=config.num_attention_heads,

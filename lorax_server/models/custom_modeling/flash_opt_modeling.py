@@ -17,7 +17,6 @@ from lorax_server.models.custom_modeling.common import PlainMLP
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
     Architecture,
     BiasFlags,
-    FlashLlamaAttention,
     FlashLlamaForCausalLM,
     FlashLlamaLayer,
     FlashLlamaModel,
@@ -47,10 +46,6 @@ class OPTLearnedPositionalEmbedding(nn.Module):
 def positions_from_mask(attention_mask: torch.Tensor, num_cached: int) -> torch.Tensor:
     mask = attention_mask.long()
     return (mask.cumsum(1) * mask - 1)[:, num_cached:]
-
-
-class OPTAttention(FlashLlamaAttention):
-    """Llama's attention; the seed contract names this class."""
 
 
 class OPTDecoderLayer(FlashLlamaLayer):
@@ -109,7 +104,6 @@ class FlashOPTForCausalLM(FlashLlamaForCausalLM):
         return Architecture(
             names=names,
             biases=BiasFlags(qkv=bias, output=bias, mlp=bias),
-            attention_class=OPTAttention,
             mlp_class=PlainMLP,
             layer_class=OPTDecoderLayer,
             model_class=OPTDecoder,

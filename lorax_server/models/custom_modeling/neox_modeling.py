@@ -1,9 +1,9 @@
 """The GPT-NeoX names of the seed contract (`docs/seed-contract.md`). Serving uses `flash_neox_modeling`."""
 
 from lorax_server.layers.rotary import RotaryEmbedding as RotaryEmbedding
+from lorax_server.models.contract.neox import GPTNeoXAttention as GPTNeoXAttention
 from lorax_server.models.contract.neox import GPTNeoxForCausalLM as GPTNeoxForCausalLM
+from lorax_server.models.contract.neox import GPTNeoXLayer as GPTNeoXLayer
+from lorax_server.models.contract.neox import GPTNeoXMLP as GPTNeoXMLP
+from lorax_server.models.contract.neox import GPTNeoXModel as GPTNeoXModel
 from lorax_server.models.contract.neox import GPTNeoXPreTrainedModel as GPTNeoXPreTrainedModel
-from lorax_server.models.custom_modeling.flash_neox_modeling import GPTNeoXAttention as GPTNeoXAttention
-from lorax_server.models.custom_modeling.flash_neox_modeling import GPTNeoXLayer as GPTNeoXLayer
-from lorax_server.models.custom_modeling.flash_neox_modeling import GPTNeoXMLP as GPTNeoXMLP
-from lorax_server.models.custom_modeling.flash_neox_modeling import GPTNeoXModel as GPTNeoXModel

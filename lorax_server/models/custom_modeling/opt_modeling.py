@@ -1,9 +1,9 @@
 """The OPT names of the seed contract (`docs/seed-contract.md`). Serving uses `flash_opt_modeling`."""
 
+from lorax_server.models.contract.opt import OPTAttention as OPTAttention
 from lorax_server.models.contract.opt import OPTForCausalLM as OPTForCausalLM
 from lorax_server.models.contract.opt import OPTModel as OPTModel
 from lorax_server.models.contract.opt import OPTPreTrainedModel as OPTPreTrainedModel
-from lorax_server.models.custom_modeling.flash_opt_modeling import OPTAttention as OPTAttention
 from lorax_server.models.custom_modeling.flash_opt_modeling import OPTDecoder as OPTDecoder
 from lorax_server.models.custom_modeling.flash_opt_modeling import OPTDecoderLayer as OPTDecoderLayer
 from lorax_server.models.custom_modeling.flash_opt_modeling import (
