@@ -19,7 +19,8 @@ from lorax_server.errors import InputError
 from lorax_server.kernels import AttentionSpec, CosSin, reference
 from lorax_server.kernels.reference.decode import score
 from lorax_server.layers.attention import KVCache
-from lorax_server.models.custom_modeling.flash_llama_modeling import Architecture, FlashLlamaModel
+from lorax_server.models.custom_modeling.architecture import Architecture
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaLayer, FlashLlamaModel
 from lorax_server.models.custom_modeling.paged import load_head
 from lorax_server.weights import Weights
 
@@ -121,8 +122,8 @@ class PaddedCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.heads = shard_evenly(weights.process_group, config.num_attention_heads, "num_attention_heads")
-        create_layer = partial(arch.layer_class, arch=arch)
-        self.decoder = arch.model_class(arch.names.model, config, weights, create_layer, arch)
+        layer_class, model_class = arch.layer_class or FlashLlamaLayer, arch.model_class or FlashLlamaModel
+        self.decoder = model_class(arch.names.model, config, weights, partial(layer_class, arch=arch), arch)
         self.lm_head = load_head(weights, config, "", self.decoder.embed_tokens)
 
     def run(self, inputs: PaddedInputs, options: OutputOptions) -> PaddedOutput:

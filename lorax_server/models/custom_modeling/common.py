@@ -13,12 +13,11 @@ from lorax_server.kernels import CosSin
 from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
 from lorax_server.layers.norm import LayerNorm, RMSNorm, head_norm_target, place_head_norms
+from lorax_server.models.custom_modeling.architecture import Architecture, ModuleNames
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
-    Architecture,
     FlashLlamaAttention,
     FlashLlamaLayer,
     FlashLlamaModel,
-    ModuleNames,
 )
 from lorax_server.models.custom_modeling.paged import check_positions
 from lorax_server.weights import Weights

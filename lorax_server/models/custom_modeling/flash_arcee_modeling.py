@@ -2,13 +2,9 @@
 
 from typing import Any
 
+from lorax_server.models.custom_modeling.architecture import Architecture, ModuleNames, read_biases
 from lorax_server.models.custom_modeling.common import PlainMLP
-from lorax_server.models.custom_modeling.flash_llama_modeling import (
-    Architecture,
-    FlashLlamaForCausalLM,
-    ModuleNames,
-    read_biases,
-)
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
 
 
 class FlashArceeForCausalLM(FlashLlamaForCausalLM):

@@ -9,14 +9,12 @@ from lorax_server.errors import ConfigError
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.norm import ResidualLayerNorm
+from lorax_server.models.custom_modeling.architecture import Architecture, BiasFlags, ModuleNames
 from lorax_server.models.custom_modeling.common import PlainMLP, alibi_slopes
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
-    Architecture,
-    BiasFlags,
     FlashLlamaForCausalLM,
     FlashLlamaModel,
     LayerFactory,
-    ModuleNames,
 )
 from lorax_server.weights import Weights
 

@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+from lorax_server.models.custom_modeling.architecture import Architecture
 from lorax_server.models.custom_modeling.common import layer_windows
 from lorax_server.models.custom_modeling.flash_cohere_modeling import FlashCohereForCausalLM
-from lorax_server.models.custom_modeling.flash_llama_modeling import Architecture, FlashLlamaAttention
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaAttention
 
 
 class FlashCohere2ForCausalLM(FlashCohereForCausalLM):

@@ -8,13 +8,8 @@ from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.distributed import Shard, whole
 from lorax_server.layers.adapt import LogitRule
 from lorax_server.layers.norm import HeadNorm, ResidualLayerNorm, place_head_norms
-from lorax_server.models.custom_modeling.flash_llama_modeling import (
-    Architecture,
-    FlashLlamaAttention,
-    FlashLlamaForCausalLM,
-    ModuleNames,
-    read_biases,
-)
+from lorax_server.models.custom_modeling.architecture import Architecture, ModuleNames, read_biases
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaAttention, FlashLlamaForCausalLM
 from lorax_server.weights import Weights
 
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from lorax_server.models.custom_modeling.architecture import Architecture
 from lorax_server.models.custom_modeling.common import PostNormLayer, SharedHeadNormAttention, layer_windows
-from lorax_server.models.custom_modeling.flash_llama_modeling import Architecture, FlashLlamaForCausalLM
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
 
 
 class FlashExaone4ForCausalLM(FlashLlamaForCausalLM):

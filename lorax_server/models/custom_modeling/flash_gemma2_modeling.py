@@ -5,9 +5,9 @@ from typing import Any
 
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.adapt import LogitRule
+from lorax_server.models.custom_modeling.architecture import Architecture, ModuleNames
 from lorax_server.models.custom_modeling.common import BothNormsLayer, layer_windows
 from lorax_server.models.custom_modeling.flash_gemma_modeling import FlashGemmaForCausalLM
-from lorax_server.models.custom_modeling.flash_llama_modeling import Architecture, ModuleNames
 
 
 class FlashGemma2ForCausalLM(FlashGemmaForCausalLM):

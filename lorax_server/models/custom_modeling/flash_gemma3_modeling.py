@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
+from lorax_server.models.custom_modeling.architecture import Architecture
 from lorax_server.models.custom_modeling.common import HeadRMSNorm, SharedHeadNormAttention
 from lorax_server.models.custom_modeling.flash_gemma2_modeling import FlashGemma2ForCausalLM
-from lorax_server.models.custom_modeling.flash_llama_modeling import Architecture
 from lorax_server.weights import Weights
 
 

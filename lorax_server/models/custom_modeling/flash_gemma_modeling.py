@@ -7,12 +7,8 @@ import torch
 
 from lorax_server.errors import ConfigError
 from lorax_server.layers.norm import RMSNorm
-from lorax_server.models.custom_modeling.flash_llama_modeling import (
-    Architecture,
-    FlashLlamaForCausalLM,
-    FlashLlamaModel,
-    read_biases,
-)
+from lorax_server.models.custom_modeling.architecture import Architecture, read_biases
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM, FlashLlamaModel
 from lorax_server.weights import Weights
 
 

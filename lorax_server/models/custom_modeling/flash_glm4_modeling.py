@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
+from lorax_server.models.custom_modeling.architecture import Architecture
 from lorax_server.models.custom_modeling.common import BothNormsLayer
 from lorax_server.models.custom_modeling.flash_glm_modeling import FlashGLMForCausalLM
-from lorax_server.models.custom_modeling.flash_llama_modeling import Architecture
 
 
 class FlashGLM4ForCausalLM(FlashGLMForCausalLM):

@@ -2,12 +2,8 @@
 
 from typing import Any
 
-from lorax_server.models.custom_modeling.flash_llama_modeling import (
-    Architecture,
-    BiasFlags,
-    FlashLlamaForCausalLM,
-    ModuleNames,
-)
+from lorax_server.models.custom_modeling.architecture import Architecture, BiasFlags, ModuleNames
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
 
 
 class FlashGLMForCausalLM(FlashLlamaForCausalLM):

@@ -11,14 +11,12 @@ from lorax_server.errors import ConfigError
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import KVCache, Seqlen
 from lorax_server.layers.norm import ResidualLayerNorm
+from lorax_server.models.custom_modeling.architecture import Architecture, BiasFlags, ModuleNames
 from lorax_server.models.custom_modeling.common import LearnedPositionsModel, PlainMLP
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
-    Architecture,
-    BiasFlags,
     FlashLlamaAttention,
     FlashLlamaForCausalLM,
     FlashLlamaLayer,
-    ModuleNames,
 )
 from lorax_server.models.custom_modeling.paged import PagedOutput
 from lorax_server.weights import Weights

@@ -3,8 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
+from lorax_server.models.custom_modeling.architecture import Architecture
 from lorax_server.models.custom_modeling.flash_gpt2_modeling import describe_gpt2
-from lorax_server.models.custom_modeling.flash_llama_modeling import Architecture, FlashLlamaForCausalLM
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
 
 
 class FlashGPTBigCodeForCausalLM(FlashLlamaForCausalLM):

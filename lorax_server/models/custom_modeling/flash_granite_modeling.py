@@ -7,12 +7,8 @@ import torch
 from lorax_server.kernels import CosSin
 from lorax_server.layers.adapt import LogitRule
 from lorax_server.layers.attention import PagedContext
-from lorax_server.models.custom_modeling.flash_llama_modeling import (
-    Architecture,
-    FlashLlamaForCausalLM,
-    FlashLlamaLayer,
-    read_biases,
-)
+from lorax_server.models.custom_modeling.architecture import Architecture, read_biases
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM, FlashLlamaLayer
 from lorax_server.weights import Weights
 
 

@@ -1,13 +1,13 @@
 """Llama, and the base of every architecture with its dataflow.
 
-An architecture is described by `Architecture`, whose defaults are Llama's: `docs/adding-a-model.md`.
+`Architecture` describes how others differ: `docs/adding-a-model.md`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,18 +15,16 @@ from torch import nn
 from lorax_server.adapters.target import AdapterTarget
 from lorax_server.distributed import Shard, join_shards, shard_evenly, shard_grouped, shard_kv_heads, shard_units
 from lorax_server.errors import ConfigError
-from lorax_server.kernels import Activation, CosSin
-from lorax_server.layers.activation import get_activation
-from lorax_server.layers.adapt import LogitRule
+from lorax_server.kernels import CosSin
 from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
-from lorax_server.layers.norm import RMSNorm as LlamaRMSNorm
+from lorax_server.layers.norm import RMSNorm as LlamaRMSNorm  # noqa: F401 - a name of the seed contract
 from lorax_server.layers.rotary import count_turned, load_rotary
+from lorax_server.models.custom_modeling.architecture import Architecture, ModuleNames, head_dim, read_biases
 from lorax_server.models.custom_modeling.paged import (
     LEAD,
     PagedCausalLM,
     find_head,
-    head_size,
     load_attention_spec,
     load_embedding,
     load_head,
@@ -46,32 +44,8 @@ def __getattr__(name: str) -> Any:
 LayerFactory = Callable[..., nn.Module]  # (layer_id, prefix=, config=, weights=)
 
 
-class BiasFlags(NamedTuple):
-    """The matrices of a layer that have a bias."""
-
-    qkv: bool = False
-    output: bool = False
-    mlp: bool = False
-
-
-class ModuleNames(NamedTuple):
-    """Module names in the checkpoint, which are the names in transformers."""
-
-    model: str = "model"
-    embedding: str = "embed_tokens"
-    layers: str = "layers"
-    input_norm: str = "input_layernorm"
-    second_norm: str | None = "post_attention_layernorm"  # before the MLP; None: the MLP reads the attention's input
-    added_norms: tuple[str, str] | None = None  # on the outputs of attention and MLP
-    final_norm: str | None = "norm"
-    attention: str = "self_attn"
-    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # in `attention`; one name is a fused matrix
-    output: str = "o_proj"
-    mlp: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # the last one is the output
-
-
 class FlashLlamaAttention(nn.Module):
-    def __init__(self, prefix: str, config: Any, weights: Weights, layer_id: int, arch: "Architecture") -> None:
+    def __init__(self, prefix: str, config: Any, weights: Weights, layer_id: int, arch: Architecture) -> None:
         super().__init__()
         self.layer_id = layer_id
         self.head_dim = head_dim(config)
@@ -116,7 +90,7 @@ class FlashLlamaAttention(nn.Module):
     def load_head_norms(self, prefix: str, config: Any, weights: Weights) -> None:
         """Set `q_norm`, `k_norm` and `targets`. Llama has no head norms."""
 
-    def _shard_qkv(self, config: Any, arch: "Architecture", heads: Shard, kv_heads: Shard) -> list[Shard]:
+    def _shard_qkv(self, config: Any, arch: Architecture, heads: Shard, kv_heads: Shard) -> list[Shard]:
         """Return one shard for each matrix in `arch.names.qkv`."""
         if arch.grouped_qkv:
             counts = config.num_attention_heads, arch.count_kv_heads(config)
@@ -144,7 +118,7 @@ class FlashLlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """A gated MLP. Gate and up projection are two matrices, or one fused matrix."""
 
-    def __init__(self, prefix: str, config: Any, weights: Weights, arch: "Architecture") -> None:
+    def __init__(self, prefix: str, config: Any, weights: Weights, arch: Architecture) -> None:
         super().__init__()
         size, bias = config.hidden_size, arch.biases.mlp
         *inputs, output = (f"{prefix}.{name}" for name in arch.names.mlp)
@@ -164,14 +138,15 @@ class LlamaMLP(nn.Module):
 
 class FlashLlamaLayer(nn.Module):
     def __init__(
-        self, layer_id: int, prefix: str, config: Any, weights: Weights, arch: "Architecture | None" = None
+        self, layer_id: int, prefix: str, config: Any, weights: Weights, arch: Architecture | None = None
     ) -> None:
         super().__init__()
         arch = arch or FlashLlamaForCausalLM.describe(config)
         names = arch.names
         self.is_parallel = arch.is_parallel
-        self.self_attn = arch.attention_class(f"{prefix}.{names.attention}", config, weights, layer_id, arch)
-        self.mlp = arch.mlp_class(prefix, config, weights, arch)
+        attention_class, mlp_class = arch.attention_class or FlashLlamaAttention, arch.mlp_class or LlamaMLP
+        self.self_attn = attention_class(f"{prefix}.{names.attention}", config, weights, layer_id, arch)
+        self.mlp = mlp_class(prefix, config, weights, arch)
         self.load_norms(names, partial(arch.load_norm, prefix, config=config, weights=weights))
 
     def load_norms(self, names: ModuleNames, load: Callable[[str], nn.Module]) -> None:
@@ -200,7 +175,7 @@ class FlashLlamaModel(nn.Module):
         config: Any,
         weights: Weights,
         create_layer_fn: Callable[..., nn.Module],
-        arch: "Architecture",
+        arch: Architecture,
     ) -> None:
         super().__init__()
         names, layer_ids = arch.names, range(config.num_hidden_layers)
@@ -253,67 +228,6 @@ def _find_lead(rope_kinds: Sequence[str | None], layers: Iterable[nn.Module]) ->
     return max([LEAD, *(kinds.index(kind) + 1 for kind in kinds)])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """An architecture with Llama's dataflow. The defaults are Llama's without biases."""
-
-    names: ModuleNames = field(default_factory=ModuleNames)
-    biases: BiasFlags = field(default_factory=BiasFlags)
-    attention_class: type[FlashLlamaAttention] = FlashLlamaAttention
-    mlp_class: type[nn.Module] = LlamaMLP
-    layer_class: type[FlashLlamaLayer] = FlashLlamaLayer
-    model_class: type[FlashLlamaModel] = FlashLlamaModel
-
-    # `(name, weights, size)` loads a norm over the hidden size. None: RMSNorm with the config's `rms_norm_eps`.
-    norm: Callable[[str, Weights, int], nn.Module] | None = None
-    is_parallel: bool = False  # whether attention and MLP read the same residual, each through its own norm
-    fan_in_fan_out: bool = False  # whether matrices are stored as [in, out]
-
-    # Attention
-    num_kv_heads: int | None = None  # None: the config's `num_key_value_heads`
-    grouped_qkv: bool = False  # whether a fused matrix stores queries, key and value group by group
-    scale: float | None = None  # of attention scores; None: head_dim**-0.5
-    soft_cap: float | None = None  # of attention scores
-    windows: Sequence[int | None] | None = None  # by layer, in tokens including the current one; None: no limit
-    slopes: torch.Tensor | None = None  # ALiBi slopes of all heads
-
-    # RoPE
-    rotates: bool = True
-    interleaved: bool = False  # whether RoPE pairs are adjacent dimensions, instead of half a head apart
-    partial_rotary: bool = False  # whether `partial_rotary_factor` is supported
-    rotary_dim: int | None = None  # before `partial_rotary_factor`; None: the whole head
-    # By layer, the key in the config's rope settings; None for a layer without RoPE. A config with one setting for all
-    # layers has no keys.
-    rope_kinds: Sequence[str | None] | None = None
-
-    # MLP
-    inner_size: int | None = None  # None: the config's `intermediate_size`
-    activation: Activation | None = None  # None: the config's `hidden_act`
-
-    # Embedding and head
-    embedding_size: int | None = None  # None: the hidden size
-    embedding_multiplier: float | None = None
-    logit_rule: LogitRule | None = None  # a scale or soft cap on logits
-    head_bias: bool = False
-
-    def count_kv_heads(self, config: Any) -> int:
-        """Return the number of key and value heads on all ranks together."""
-        return int(self.num_kv_heads or config.num_key_value_heads)
-
-    def count_rotary_dims(self, config: Any) -> int:
-        return self.rotary_dim or head_dim(config)
-
-    def count_inner(self, config: Any) -> int:
-        return int(self.inner_size or config.intermediate_size)
-
-    def find_activation(self, config: Any) -> Activation:
-        return self.activation or get_activation(config.hidden_act, "hidden_act")
-
-    def load_norm(self, prefix: str, name: str, config: Any, weights: Weights) -> nn.Module:
-        load = self.norm or partial(LlamaRMSNorm, eps=config.rms_norm_eps)
-        return load(f"{prefix}.{name}", weights, config.hidden_size)
-
-
 class FlashLlamaForCausalLM(PagedCausalLM):
     def __init__(self, prefix: str, config: Any, weights: Weights, create_layer_fn: LayerFactory | None = None) -> None:
         """`create_layer_fn(layer_id, prefix=, config=, weights=)` makes each layer; None for this class's own."""
@@ -323,8 +237,9 @@ class FlashLlamaForCausalLM(PagedCausalLM):
         kv_heads = shard_kv_heads(weights.process_group, arch.count_kv_heads(config), 1)
         super().__init__(config, weights, (kv_heads.size, head_dim(config)))
         prefix = f"{prefix}." if prefix else ""
-        create_layer_fn = create_layer_fn or partial(arch.layer_class, arch=arch)
-        self.model = arch.model_class(f"{prefix}{arch.names.model}", config, weights, create_layer_fn, arch)
+        layer_class, model_class = arch.layer_class or FlashLlamaLayer, arch.model_class or FlashLlamaModel
+        create_layer_fn = create_layer_fn or partial(layer_class, arch=arch)
+        self.model = model_class(f"{prefix}{arch.names.model}", config, weights, create_layer_fn, arch)
         self.lm_head = load_head(weights, config, prefix, self.model.embed_tokens, bias=arch.head_bias)
         self.lm_head.rule = arch.logit_rule
 
@@ -332,12 +247,3 @@ class FlashLlamaForCausalLM(PagedCausalLM):
     def describe(config: Any) -> Architecture:
         """Describe the architecture of a config. Reject values that this class does not support."""
         return Architecture(biases=read_biases(config))
-
-
-def read_biases(config: Any) -> BiasFlags:
-    attention, mlp = (bool(getattr(config, field, False)) for field in ("attention_bias", "mlp_bias"))
-    return BiasFlags(attention, attention, mlp)
-
-
-def head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or head_size(config.hidden_size, config.num_attention_heads)

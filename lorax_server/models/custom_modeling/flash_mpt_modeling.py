@@ -9,8 +9,9 @@ import torch
 from lorax_server.errors import ConfigError
 from lorax_server.layers.activation import get_activation
 from lorax_server.layers.norm import ResidualLayerNorm
+from lorax_server.models.custom_modeling.architecture import Architecture, ModuleNames
 from lorax_server.models.custom_modeling.common import PlainMLP
-from lorax_server.models.custom_modeling.flash_llama_modeling import Architecture, FlashLlamaForCausalLM, ModuleNames
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
 
 
 class FlashMPTForCausalLM(FlashLlamaForCausalLM):

@@ -4,13 +4,9 @@ from functools import partial
 from typing import Any
 
 from lorax_server.layers.norm import ResidualLayerNorm
+from lorax_server.models.custom_modeling.architecture import Architecture, BiasFlags, ModuleNames
 from lorax_server.models.custom_modeling.common import PlainMLP
-from lorax_server.models.custom_modeling.flash_llama_modeling import (
-    Architecture,
-    BiasFlags,
-    FlashLlamaForCausalLM,
-    ModuleNames,
-)
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
 
 
 class FlashGPTNeoXForCausalLM(FlashLlamaForCausalLM):

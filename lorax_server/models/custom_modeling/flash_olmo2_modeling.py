@@ -9,13 +9,9 @@ from torch import nn
 from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.distributed import shard_kv_heads, whole
 from lorax_server.layers.norm import RMSNorm, place_head_norms
+from lorax_server.models.custom_modeling.architecture import Architecture, read_biases
 from lorax_server.models.custom_modeling.common import PostNormLayer
-from lorax_server.models.custom_modeling.flash_llama_modeling import (
-    Architecture,
-    FlashLlamaAttention,
-    FlashLlamaForCausalLM,
-    read_biases,
-)
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaAttention, FlashLlamaForCausalLM
 from lorax_server.weights import Weights
 
 

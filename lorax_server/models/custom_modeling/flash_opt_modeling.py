@@ -13,14 +13,12 @@ from lorax_server.layers.activation import get_activation
 from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.linear import TensorParallelMultiAdapterLinear
 from lorax_server.layers.norm import ResidualLayerNorm
+from lorax_server.models.custom_modeling.architecture import Architecture, BiasFlags, ModuleNames
 from lorax_server.models.custom_modeling.common import PlainMLP
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
-    Architecture,
-    BiasFlags,
     FlashLlamaForCausalLM,
     FlashLlamaLayer,
     FlashLlamaModel,
-    ModuleNames,
 )
 from lorax_server.models.custom_modeling.paged import check_positions
 from lorax_server.weights import Weights

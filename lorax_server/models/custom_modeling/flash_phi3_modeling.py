@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from lorax_server.models.custom_modeling.flash_llama_modeling import Architecture, FlashLlamaForCausalLM, ModuleNames
+from lorax_server.models.custom_modeling.architecture import Architecture, ModuleNames
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
 
 
 class FlashPhi3ForCausalLM(FlashLlamaForCausalLM):

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from lorax_server.models.custom_modeling.architecture import Architecture, BiasFlags
 from lorax_server.models.custom_modeling.common import layer_windows
-from lorax_server.models.custom_modeling.flash_llama_modeling import Architecture, BiasFlags, FlashLlamaForCausalLM
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
 
 
 class FlashQwen2ForCausalLM(FlashLlamaForCausalLM):

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from lorax_server.models.custom_modeling.architecture import Architecture, read_biases
 from lorax_server.models.custom_modeling.common import SharedHeadNormAttention, layer_windows
-from lorax_server.models.custom_modeling.flash_llama_modeling import Architecture, FlashLlamaForCausalLM, read_biases
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
 
 
 class FlashQwen3ForCausalLM(FlashLlamaForCausalLM):

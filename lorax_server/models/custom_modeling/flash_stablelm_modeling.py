@@ -6,13 +6,8 @@ from typing import Any
 import torch
 
 from lorax_server.layers.norm import HeadNorm, ResidualLayerNorm
-from lorax_server.models.custom_modeling.flash_llama_modeling import (
-    Architecture,
-    BiasFlags,
-    FlashLlamaAttention,
-    FlashLlamaForCausalLM,
-    ModuleNames,
-)
+from lorax_server.models.custom_modeling.architecture import Architecture, BiasFlags, ModuleNames
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaAttention, FlashLlamaForCausalLM
 from lorax_server.weights import Weights
 
 
