@@ -123,7 +123,7 @@ def find_class(model_type: Any) -> type[Any]:
 
 
 def find_relatives(model_type: str) -> list[str]:
-    """Return the types that we have a class for whose names are like this one, which we have none for."""
+    """Return supported model types with names similar to this unsupported one."""
     name = model_type.lower()
     stem = name[: len(name) - len(name.lstrip(ascii_lowercase))]
     same = [known for known in sorted(MODELS) if stem and known.startswith(stem)]
@@ -131,7 +131,7 @@ def find_relatives(model_type: str) -> list[str]:
 
 
 def _read_type(settings: ModelConfig) -> str:
-    """Return a model's type. Refuse those that we have no class for."""
+    """Return a model's type. Reject unsupported types."""
     path = settings.path / MODEL_CONFIG_FILE
     try:
         model_type: str = json.loads(path.read_text())["model_type"]
@@ -144,7 +144,7 @@ def _read_type(settings: ModelConfig) -> str:
 
 
 def load_config(settings: ModelConfig) -> Any:
-    """Return a model's config with its defaults. Refuse values that nothing can be built from."""
+    """Return a model's config with its defaults. Reject invalid values."""
     path, model_type = settings.path / MODEL_CONFIG_FILE, _read_type(settings)
     try:
         config = read_config(settings.path)
@@ -158,7 +158,7 @@ def load_config(settings: ModelConfig) -> Any:
 
 
 def _check_config(config: Any) -> None:
-    """Refuse values that transformers lets through and that no architecture can be built from."""
+    """Reject invalid values that transformers accepts."""
     for field in COUNTS:
         value = getattr(config, field, None)
         if value is not None and not (isinstance(value, int) and value > 0):
@@ -203,7 +203,7 @@ def _should_pack(settings: ModelConfig, device: torch.device, dtype: torch.dtype
 
 
 def _find_free_bytes(device: torch.device) -> int:
-    """Return the free memory of a GPU, after what an engine of this process has left behind is given back."""
+    """Return the free memory of a GPU, after cached memory of earlier engines in this process is released."""
     gc.collect()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)

@@ -44,7 +44,7 @@ class PaddedInputs(NamedTuple):
 
 
 class OutputOptions(NamedTuple):
-    """The outputs that a caller of a padded forward asks for; None for what the config says."""
+    """The requested outputs of a padded forward; None for the config's setting."""
 
     labels: torch.Tensor | None
     use_cache: bool | None
@@ -90,7 +90,7 @@ class PaddedContext:
             v = torch.cat([self.past[layer_id][1], v], dim=2)
         self.present.append((k, v))
         scores = score(q.float(), k.float(), spec)
-        # Not -inf: a query of padding sees nothing at all, and must not become a NaN.
+        # Not -inf: a padding query sees no key, and must not become a NaN.
         scores = scores.masked_fill(~self._visible, torch.finfo(torch.float32).min)
         weights = scores.softmax(-1).to(v.dtype)
         if self.head_mask is not None:
@@ -106,7 +106,7 @@ class PaddedContext:
 
     @cached_property
     def _visible(self) -> torch.Tensor:
-        """The keys that each new token may look at: `[num_seqs, 1, new, cached and new]`."""
+        """The keys that each new token attends to: `[num_seqs, 1, new, cached and new]`."""
         num_keys = self.attention_mask.shape[1]
         keys = torch.arange(num_keys, device=self.attention_mask.device)
         queries = keys[num_keys - self.num_new :]

@@ -28,7 +28,7 @@ def stop_from_pb(pb: Any, tokenizer: Any, config: Any) -> StopParams:
 
 
 def prompt_ids(request: Any, tokenizer: Any) -> list[int]:
-    """Return the ids that a request carries, else those of its text; the last `truncate` of them."""
+    """Return the last `truncate` prompt ids: the request's ids, or its tokenized text."""
     ids = list(request.tokenized_inputs.ids)
     if not ids and not request.inputs:
         raise InputError("`inputs` cannot be empty")  # also where the tokenizer would begin it with a token
@@ -56,7 +56,7 @@ def find_pad_token(tokenizer: Any, config: Any) -> int:
 
 
 def check_served(request: Any) -> None:
-    """Refuse requests that padded batches cannot serve."""
+    """Reject requests that padded batches cannot serve."""
     if request.parameters.adapter_id not in BASE_MODEL_IDS and request.adapter_index == 0:
         raise AdapterError(f"the adapter {request.parameters.adapter_id!r} is named and not loaded")
     if request.tokenized_inputs.input_chunks:
@@ -66,7 +66,7 @@ def check_served(request: Any) -> None:
 
 
 def check_limits(ids: list[int], stop: StopParams, logit_bias: Any, config: Any) -> None:
-    """Refuse requests that the model cannot take: an error in a step would fail the whole batch."""
+    """Reject requests that the model cannot compute: an error in a step would fail the whole batch."""
     vocab_size = config.get_text_config(decoder=True).vocab_size
     beyond = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
     if beyond:

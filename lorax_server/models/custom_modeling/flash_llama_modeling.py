@@ -180,7 +180,7 @@ class FlashLlamaModel(nn.Module):
         super().__init__()
         names, layer_ids = arch.names, range(config.num_hidden_layers)
         self.embedding_multiplier = arch.embedding_multiplier
-        self.rope_kinds = list(arch.rope_kinds or ["all" if arch.rotates else None] * len(layer_ids))
+        self.rope_kinds = list(arch.rope_kinds or ["all" if arch.rotates else None] * len(layer_ids))[: len(layer_ids)]
         self.rotaries = nn.ModuleDict(
             {
                 kind: load_rotary(

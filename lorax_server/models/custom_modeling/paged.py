@@ -1,4 +1,4 @@
-"""The common part of all paged architectures: forward, cache, embedding and head, and small facts of the config."""
+"""The base of paged architectures: forward, KV cache, embedding and head."""
 
 from typing import Any, Protocol
 
@@ -14,16 +14,16 @@ from lorax_server.layers.embedding import TensorParallelEmbedding
 from lorax_server.layers.linear import MultiAdapterHead
 from lorax_server.weights import Weights
 
-LEAD = 2  # of layers that are all alike: the first has no residual yet
+LEAD = 2  # layers, if all are of one kind: the first layer has no residual yet
 
 PagedOutput = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Decoder(Protocol):
-    """All of a model but its head, in two halves.
+    """A model without its head, in two halves.
 
-    Whatever the host decides about a batch's tokens is in `embed`. `run_layers` only launches what its context's
-    tensors describe, so a graph of it can be replayed with other contents.
+    `embed` may read the batch on the host. `run_layers` only launches kernels on the context's tensors, so its graph can
+    be replayed with other contents.
     """
 
     lead: int  # the number of first layers that together launch every kernel
@@ -164,7 +164,7 @@ def kv_is_quantized(config: Any) -> bool:
 def load_attention_spec(
     weights: Weights, config: Any, prefix: str, scale: float, window: int | None = None
 ) -> AttentionSpec:
-    """Describe a layer's attention, with the checkpoint's scales of a float8 cache, or 1 where it brings none."""
+    """Describe a layer's attention. The scales of a float8 cache come from the checkpoint, or are 1."""
     if not kv_is_quantized(config):
         return AttentionSpec(scale, window)
     names = (f"{prefix}.k_scale", f"{prefix}.v_scale")
@@ -179,6 +179,6 @@ def head_size(hidden_size: int, num_heads: int) -> int:
 
 
 def check_positions(ctx: PagedContext, limit: int) -> None:
-    """Refuse a sequence that is longer than the table of learned positions."""
+    """Reject a sequence that is longer than the table of learned positions."""
     if ctx.max_position > limit:
         raise InputError(f"a sequence of {ctx.max_position} tokens is longer than the model's {limit} positions")
