@@ -22,8 +22,8 @@ PagedOutput = tuple[torch.Tensor, torch.Tensor | None]
 class Decoder(Protocol):
     """A model without its head, in two halves.
 
-    `embed` may read the batch on the host. `run_layers` only launches kernels on the context's tensors, so its graph can
-    be replayed with other contents.
+    `embed` may read the batch on the host. `run_layers` only launches kernels on the context's tensors, so its graph
+    can be replayed with other contents.
     """
 
     lead: int  # the number of first layers that together launch every kernel
