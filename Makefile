@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+SCRIPT ?= cpu_forward
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -91,8 +92,8 @@ check: format-check lint types imports test-all test-clients ## Everything CI ru
 proto: venv ## Write lorax_server/pb from proto/generate.proto
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=lorax_server/pb --pyi_out=lorax_server/pb proto/generate.proto
 
-bench: venv ## Run the CPU forward benchmark
-	$(BIN)/python benchmarks/cpu_forward.py $(ARGS)
+bench: venv ## Run a benchmark, e.g. make bench SCRIPT=http_load ARGS="--json FILE"; benchmarks/README.md lists them
+	$(BIN)/python benchmarks/$(SCRIPT).py $(ARGS)
 
 clean: ## Remove caches and build products; environments stay
 	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

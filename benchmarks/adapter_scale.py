@@ -1,25 +1,23 @@
-"""Many adapters, few places: 2,000 on disk, device memory for 64, against 16 that are always there.
+"""Measure many adapters with little device memory: 2,000 adapters on disk, memory for 64, against 16 resident adapters.
 
-Requests name adapters drawn from a Zipf distribution (exponent 1). 32 requests are under way at any time: when one
-ends, the next comes, is resolved, and waits for its adapter if that is not on the device. All is measured from a cold
-start, so the first request for each adapter reads, checks and prepares its files. The model is tiny, which is the hard
-case: there is little computing to hide the loading behind.
+Requests name adapters drawn from a Zipf distribution (exponent 1). 32 requests are in flight; a finished request is
+replaced by the next one, which is resolved and waits for its adapter if that is not on the device. The run includes a
+cold start, so the first request for each adapter reads, checks and prepares its files. The model is tiny, which is the
+hard case: little computation hides the loading.
 """
 
-import json
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
-from report import Record, parse_args, report
-from safetensors.numpy import save_file
+from harness.models import write_adapter
+from harness.report import Record, make_parser, report
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -50,7 +48,7 @@ class Run:
 
 
 def main() -> None:
-    args = parse_args(__doc__)
+    args = make_parser(__doc__).parse_args()
     transformers_logging.disable_progress_bar()
     best: dict[int, Run] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -63,26 +61,25 @@ def main() -> None:
                 if count not in best or run.seconds < best[count].seconds:
                     best[count] = run
     few, many = best[FEW], best[MANY]
-    assert many.status is not None
     late = [statistics.quantiles(run.first_tokens, n=100)[98] * 1e3 for run in (few, many)]
     report(
         [
-            Record(f"requests per second, {FEW} adapters", few.requests_per_s, "1/s", "", None),
-            Record(f"requests per second, {MANY} adapters", many.requests_per_s, "1/s", "", None),
+            Record(f"requests per second, {FEW} adapters", few.requests_per_s, "1/s"),
+            Record(f"requests per second, {MANY} adapters", many.requests_per_s, "1/s"),
             Record("throughput", many.requests_per_s / few.requests_per_s, "x", f"{FEW} adapters", 0.8),
-            Record(f"P99 time to first token, {FEW} adapters", late[0], "ms", "", None),
-            Record(f"P99 time to first token, {MANY} adapters", late[1], "ms", "", None),
+            Record(f"P99 time to first token, {FEW} adapters", late[0], "ms"),
+            Record(f"P99 time to first token, {MANY} adapters", late[1], "ms"),
             Record("P99 time to first token", late[1] / late[0], "x", f"{FEW} adapters", None),
-            Record("adapters prepared", many.status.adapters_prepared, "", "", None),
-            Record("adapters loaded to the device", many.status.adapters_loaded, "", "", None),
-            Record("adapters evicted from the device", many.status.adapters_evicted_from_device, "", "", None),
+            Record("adapters prepared", many.status.adapters_prepared, ""),
+            Record("adapters loaded to the device", many.status.adapters_loaded, ""),
+            Record("adapters evicted from the device", many.status.adapters_evicted_from_device, ""),
         ],
         args.json,
     )
 
 
-def make_files(folder: Path, count: int = MANY) -> None:
-    """Write a model, and adapters as PEFT writes them, each with numbers of its own."""
+def make_files(folder: Path) -> None:
+    """Write a model and random adapters."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=HIDDEN,
@@ -95,34 +92,12 @@ def make_files(folder: Path, count: int = MANY) -> None:
     )
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     chance = np.random.default_rng(0)
-    for i in range(count):
+    for i in range(MANY):
         write_adapter(folder / f"adapter-{i}", chance, RANK, HIDDEN, LAYERS, MODULES)
 
 
-def write_adapter(
-    folder: Path, chance: np.random.Generator, rank: int, hidden: int, layers: int, modules: Sequence[str]
-) -> None:
-    """Write an adapter as PEFT saves it, with random numbers, for square matrices of a Llama's attention."""
-    folder.mkdir(parents=True)
-    settings = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": 16,
-        "target_modules": list(modules),
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    tensors = {}
-    for layer in range(layers):
-        for module in modules:
-            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            tensors[f"{name}.lora_A.weight"] = chance.normal(0, 0.1, (rank, hidden)).astype(np.float32)
-            tensors[f"{name}.lora_B.weight"] = chance.normal(0, 0.1, (hidden, rank)).astype(np.float32)
-    save_file(tensors, folder / "adapter_model.safetensors")
-
-
 def make_engine(folder: Path) -> Engine:
-    shorten_turns()  # as in a process of its own
+    shorten_turns()  # as the engine process does
     units = -(-RANK * HIDDEN * 4 // UNIT_BYTES) * 2 * len(MODULES) * LAYERS
     return build_engine(
         EngineConfig(

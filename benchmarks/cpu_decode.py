@@ -1,20 +1,18 @@
-"""Decode of a small Llama on a CPU, with and without adapters, against transformers, PEFT and llama.cpp.
+"""Measure decode of a small Llama on a CPU, with and without adapters, against transformers, PEFT and llama.cpp.
 
 The model is random and has the shape of a Llama of 135M parameters, with adapters of rank 16 on all linear layers. A
-figure is tokens per second over some greedy steps after prompts of 90 tokens, the best of several rounds in which all
-sides take turns. bfloat16 is measured where torch says that the CPU computes it at full speed, or if asked for.
+value is tokens per second over greedy steps after prompts of 90 tokens, the best of several rounds in which all sides
+take turns. bfloat16 is measured if torch reports that the CPU has fast bfloat16, or with `--dtypes`.
 
-Ours is `LLM`, the whole engine: scheduler, choice of tokens and text are part of its steps. transformers is given its
-faster attention, PEFT the name of an adapter for each sequence. `--llama-cpp FOLDER` names a checkout of llama.cpp,
-with its converters and `build/bin/llama-batched-bench`. That program draws its tokens instead of choosing them, which
-is a little less work. As released it ignores `--lora`; one that was changed to load the adapter, and prints "loaded
-lora", is measured with it, too.
+Ours is `LLM`, the whole engine with scheduler, sampling and text. transformers uses its faster attention; PEFT gets the
+adapter name of each sequence. `--llama-cpp FOLDER` is a checkout of llama.cpp with its converters and
+`build/bin/llama-batched-bench`, which draws tokens instead of choosing them (a little less work). The released program
+ignores `--lora`; a patched one that loads the adapter and prints "loaded lora" is measured with the adapter, too.
 
-At last the demo model is run in `LLM`, too: the time between two tokens of a request that is alone, and of
-one of six that each have an adapter of their own.
+The last part measures the bundled model in `LLM`: the time between two tokens of one request, and of one of six
+requests with different adapters.
 """
 
-import argparse
 import json
 import random
 import statistics
@@ -32,9 +30,10 @@ from typing import Any, NamedTuple
 
 import torch
 from cpu_multi_lora import write_adapters
-from gpu_engine import FIRST_WORD, StepClock
-from gpu_model import write_tokenizer
-from report import Record, report
+from harness.engine import FIRST_WORD, StepClock
+from harness.files import write_tokenizer
+from harness.models import SIZE_135M
+from harness.report import Record, make_parser, report
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 from transformers.utils import logging as transformers_logging
 
@@ -43,20 +42,11 @@ from lorax_server.cli.demo import SETTINGS
 from lorax_server.llm import LLM
 from lorax_server.types import StopParams
 
-LLAMA_135M = LlamaConfig(
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    vocab_size=49152,
-    max_position_embeddings=2048,
-    tie_word_embeddings=True,
-)
+LLAMA_135M = LlamaConfig(**SIZE_135M, max_position_embeddings=2048, tie_word_embeddings=True)
 PROMPT, TOKENS, LLAMA_CPP_TOKENS, RANK = 90, 16, 32, 16
 CACHE_BYTES = 2**30
 ATTENTIONS = ("sdpa", "eager")
-# Without this line the time would be that of the base model.
+# Printed by llama.cpp if it uses the adapter.
 LORA_IS_LOADED = "loaded lora"
 NO_VOCABULARY = """
 import sys
@@ -72,7 +62,7 @@ DEMO_GOALS = {1: 2.0, 6: 4.0}
 
 
 class Case(NamedTuple):
-    """A batch: its sequences, and the adapters that they are divided over; 0: the base model."""
+    """A batch of sequences over some adapters; 0 adapters is the base model."""
 
     batch: int
     adapters: int = 0
@@ -82,7 +72,7 @@ class Case(NamedTuple):
 
     @property
     def indices(self) -> list[int]:
-        """The adapter of each sequence, ordered as an engine would order them; 0 is the base model."""
+        """The adapter of each sequence, sorted as the engine does; 0 is the base model."""
         return sorted(i % self.adapters + 1 if self.adapters else 0 for i in range(self.batch))
 
 
@@ -93,7 +83,7 @@ Speeds = dict[Case, float]  # tokens per second
 
 
 class Run(NamedTuple):
-    """The tokens of each sequence, and the seconds of all steps but the first one."""
+    """Tokens of each sequence, and the seconds of all steps except the first one."""
 
     tokens: list[list[int]]
     seconds: float
@@ -101,7 +91,7 @@ class Run(NamedTuple):
 
 Decode = Callable[[], Run]
 
-# Ratios of what the issue asks for to what its peers reached on the CPU that it was measured on.
+# Goals, as ratios to peers.
 OVER_LLAMA_CPP = {
     "float32": {Case(1): 33 / 32, Case(8): 135 / 129, Case(32): 240 / 228},
     "bfloat16": {Case(1): 58 / 58, Case(8): 200 / 147, Case(32): 450 / 205},
@@ -117,7 +107,7 @@ OF_OWN_BASE = {
 
 
 class Ours:
-    """Our engine over the files of a model and its adapters."""
+    """Our engine."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         most = max(case.batch for case in CASES)
@@ -125,9 +115,9 @@ class Ours:
         self._clock = StepClock(self.llm)
 
     def decode(self, case: Case, names: Sequence[str], prompts: Sequence[list[int]]) -> Run:
-        """Answer prompts. Counted are the steps after the first one that gives every sequence a token."""
+        """Decode. Steps count after the first step in which every sequence gets a token."""
         self._clock.marks.clear()
-        stop = StopParams(max_new_tokens=1 + TOKENS + case.batch, ignore_eos=True)  # some may begin before others
+        stop = StopParams(max_new_tokens=1 + TOKENS + case.batch, ignore_eos=True)  # sequences start at different steps
         adapters = [names[index - 1] if index else None for index in case.indices]
         answers = self.llm.generate(prompts, stop=stop, adapter=adapters, progress=False)
         marks = self._clock.marks
@@ -138,7 +128,7 @@ class Ours:
 
 
 class Theirs:
-    """transformers, or PEFT, after the prompts of one case."""
+    """transformers or PEFT, after the prompts of one case."""
 
     def __init__(self, model: Any, names: Sequence[str], case: Case, prompts: Sequence[list[int]]) -> None:
         self._model, self._cache = model, DynamicCache(config=model.config)
@@ -161,14 +151,14 @@ class Theirs:
 
 
 def share(model: Any, attention: str) -> Any:
-    """Copy a model but for its tensors, and let the copy attend in its own way."""
+    """Copy a model without its tensors, and set the attention of the copy."""
     shared = deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
     shared.set_attn_implementation(attention)
     return shared
 
 
 class Sides(NamedTuple):
-    """One case: our run, their faster one, and what they are."""
+    """One case: our run, the faster run of the peer, and its name."""
 
     ours: Decode
     theirs: Decode
@@ -176,7 +166,7 @@ class Sides(NamedTuple):
 
 
 def warm_up(case: Case, mine: Decode, others: dict[str, Decode]) -> Sides:
-    """Run all once, which compares their tokens, and choose the faster of the others."""
+    """Run all sides once, compare tokens, and choose the faster peer."""
     runs = {attention: decode() for attention, decode in others.items()}
     fastest = min(runs, key=lambda attention: runs[attention].seconds)
     pairs = list(zip(chain(*mine().tokens), chain(*runs[fastest].tokens), strict=True))
@@ -187,7 +177,7 @@ def warm_up(case: Case, mine: Decode, others: dict[str, Decode]) -> Sides:
 
 
 def prepare(base: Any, engine: Ours, adapted: Any, names: Sequence[str]) -> dict[Case, Sides]:
-    """Build all sides of all cases; `adapted` is the model with PEFT's layers."""
+    """Build all sides of all cases. `adapted` is the model with PEFT layers."""
     choice, sides = random.Random(0), {}
     copies = {attention: (share(base, attention), share(adapted, attention)) for attention in ATTENTIONS}
     for case in CASES:
@@ -205,10 +195,10 @@ def prepare(base: Any, engine: Ours, adapted: Any, names: Sequence[str]) -> dict
 
 
 class LlamaCpp:
-    """A built checkout of llama.cpp, and a model with an adapter in its format."""
+    """A built checkout of llama.cpp, with the model and one adapter in its format."""
 
     def __init__(self, checkout: Path, folder: Path, kind: str) -> None:
-        """`folder` has the model, and the adapter in `adapters/`; `kind` is how the matrices are stored."""
+        """`folder` has the model and `adapters/`; `kind` is the storage type."""
         self._program = checkout / "build/bin/llama-batched-bench"
         if not self._program.is_file():
             raise SystemExit(f"{self._program} is missing: build it")
@@ -220,21 +210,21 @@ class LlamaCpp:
         run([sys.executable, *lora, adapter])
 
     def measure(self) -> Speeds:
-        """Run all cases that it can batch."""
+        """Run all cases that llama.cpp can batch."""
         speeds = {Case(batch): speed for batch, speed in self._run(BASE).items()}
         adapted = self._run([case for case in ADAPTED if case.adapters == 1], "--lora", self._adapter)
         return speeds | {Case(batch, 1): speed for batch, speed in adapted.items()}
 
     def _run(self, cases: Sequence[Case], *more: str | Path) -> dict[int, float]:
-        """Return the tokens per second by batch; none if an adapter was asked for and not loaded."""
+        """Return tokens per second by batch size; empty if the adapter was not loaded."""
         most = max(case.batch for case in cases)
         threads, batches = torch.get_num_threads(), ",".join(str(case.batch) for case in cases)
-        # One prompt for all sequences, of which each gets its copy: only the steps are measured.
+        # All sequences share one prompt, because only decode steps are measured.
         sizes = f"-pps -npp {PROMPT} -ntg {LLAMA_CPP_TOKENS} -npl {batches} -c {most * (PROMPT + LLAMA_CPP_TOKENS)}"
         flags = f"{sizes} -b 2048 -ub 512 -t {threads} -tb {threads} --output-format jsonl".split()
         printed = run([self._program, "-m", self._model, *flags, *more])
         if more and LORA_IS_LOADED not in printed:
-            print("llama.cpp with an adapter is left out: this llama-batched-bench does not say that it has loaded it")
+            print("llama.cpp with an adapter is skipped: llama-batched-bench did not load it")
             return {}
         found = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
         return {row["pl"]: row["speed_tg"] for row in found}
@@ -247,7 +237,7 @@ def run(command: Sequence[object]) -> str:
     return done.stdout + done.stderr
 
 
-# --- The table --------------------------------------------------------------------------------------------------------
+# --- Comparison -------------------------------------------------------------------------------------------------------
 
 
 def measure(dtype: str, rounds: int, checkout: Path | None) -> list[Record]:
@@ -259,11 +249,11 @@ def measure(dtype: str, rounds: int, checkout: Path | None) -> list[Record]:
         folder = Path(place)
         base.save_pretrained(folder)
         write_tokenizer(folder, LLAMA_135M.vocab_size)
-        plain = deepcopy(base)  # PEFT changes the other one
+        plain = deepcopy(base)  # PEFT changes `base`
         adapted, folders = write_adapters(base, folder / "adapters", RANK, max(case.adapters for case in CASES))
         engine = Ours(folder, dtype)
         names = [adapter.name for adapter in folders]
-        sides = prepare(plain, engine, adapted.to(getattr(torch, dtype)), names)  # its adapters were float32
+        sides = prepare(plain, engine, adapted.to(getattr(torch, dtype)), names)  # PEFT creates float32 adapters
         peer = LlamaCpp(checkout, folder, {"float32": "f32", "bfloat16": "bf16"}[dtype]) if checkout else None
         for _ in range(rounds):
             for case, side in sides.items():
@@ -272,22 +262,14 @@ def measure(dtype: str, rounds: int, checkout: Path | None) -> list[Record]:
             for case, speed in peer.measure().items() if peer else ():
                 llama_cpp[case] = max(speed, llama_cpp.get(case, 0.0))
         engine.llm.close()
-    show(dtype, {"llama.cpp": llama_cpp, "transformers, PEFT": others, "ours": mine})
     return compare(dtype, mine, others, llama_cpp, {case: side.peer for case, side in sides.items()})
-
-
-def show(dtype: str, table: dict[str, Speeds]) -> None:
-    print(f"\n{dtype + ', tokens/s':24}" + "".join(f"{case!s:>15}" for case in CASES))
-    for name, speeds in table.items():
-        print(f"{name:24}" + "".join(f"{speeds[case]:15.1f}" if case in speeds else " " * 15 for case in CASES))
-    print(flush=True)
 
 
 def compare(dtype: str, mine: Speeds, others: Speeds, llama_cpp: Speeds, peers: dict[Case, str]) -> list[Record]:
     records = []
     for case in CASES:
         name, speed = f"{dtype} {case}", mine[case]
-        records.append(Record(name, speed, "tokens/s", "", None))
+        records.append(Record(name, speed, "tokens/s"))
         goal = OVER_TRANSFORMERS[dtype].get(case)
         records.append(Record(f"{name}, over transformers", speed / others[case], "x", peers[case], goal))
         if case in llama_cpp:
@@ -299,7 +281,7 @@ def compare(dtype: str, mine: Speeds, others: Speeds, llama_cpp: Speeds, peers: 
     return records
 
 
-# --- The demo model in the engine -------------------------------------------------------------------------------------
+# --- Bundled model ----------------------------------------------------------------------------------------------------
 
 
 def measure_demo(rounds: int) -> list[Record]:
@@ -325,7 +307,7 @@ def measure_demo(rounds: int) -> list[Record]:
 
 
 def time_step(llm: LLM, adapters: Sequence[str | None]) -> float:
-    """Return the usual time between two tokens of the last of some streams, while all others decode as well."""
+    """Return the median time between two tokens of the last stream while all streams decode."""
     stop = StopParams(max_new_tokens=DEMO_TOKENS + 4 * len(adapters), ignore_eos=True)
     streams = [llm.stream(DEMO_PROMPT, stop=stop, adapter=adapter) for adapter in adapters]
     for stream in streams:
@@ -342,12 +324,11 @@ def time_step(llm: LLM, adapters: Sequence[str | None]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
-    parser.add_argument("--dtypes", nargs="+", choices=list(OF_OWN_BASE), help="those to measure; see above")
-    parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="a checkout of llama.cpp that is built")
-    parser.add_argument("--only", choices=["model", "demo"], help="one part of it")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="how often all is measured (%(default)s)")
+    parser = make_parser(__doc__)
+    parser.add_argument("--dtypes", nargs="+", choices=list(OF_OWN_BASE), help="see above")
+    parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="a built checkout of llama.cpp")
+    parser.add_argument("--only", choices=["model", "demo"], help="measure one part")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds (%(default)s)")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers_logging.disable_progress_bar()
@@ -356,7 +337,7 @@ def main() -> None:
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         dtypes = args.dtypes or ["float32", "bfloat16"]
     elif "bfloat16" not in dtypes:
-        print("bfloat16 is left out: torch says that this CPU does not compute it at full speed")
+        print("bfloat16 is skipped: according to torch, this CPU has no fast bfloat16")
     records = []
     if args.only != "demo":
         with torch.inference_mode():

@@ -1,22 +1,18 @@
-"""Prefill and decode of models on a CPU, against transformers in the same process and with the same threads.
+"""Measure prefill and decode of float32 models on a CPU, against transformers in the same process.
 
-All are random. Two are small: their shapes are those of GPT-2 small and of a Llama of 160M parameters. Two have the
-widths of Gemma-2-9B and Phi-4, but only two layers and a vocabulary of 32,000. One row of those waits for memory, so it
-is measured again with numbers that bfloat16 holds, as the published checkpoints have them: both sides compute in
-float32, but we store such a matrix in half the memory. Each figure is the best of several alternating runs, so that
-both sides see the same machine.
+All models are random. Two are small: GPT-2 small and a Llama of 160M parameters. Two have the widths of Gemma-2-9B
+and Phi-4, but two layers and a vocabulary of 32,000. One sequence of these is memory-bound, so it is measured again
+with values that bfloat16 represents exactly, as in published checkpoints: both sides compute in float32, but we
+store such a matrix in half the memory. Each value is the best of several alternating runs.
 """
 
-import argparse
 from collections.abc import Iterator, Sequence
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
-from model_shapes import list_attentions, make_configs
-from paged import LLAMA_160M, VOCAB, Paged, best_of, build_ours, fill
-from report import Record, report
+from harness.models import LLAMA_160M, VOCAB, Paged, best_of, build_ours, fill, list_attentions, make_configs
+from harness.report import Record, make_parser, report
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config
 
 CONFIGS = {
@@ -29,7 +25,7 @@ DECODE: list[Case] = [(1, 256, 30, 1.3), (8, 256, 12, 1.0), (32, 256, 6, 1.0), (
 PREFILL: Case = (8, 256, 4, 1.0)
 SCALED_DECODE: list[Case] = [(1, 256, 8, 1.2), (8, 256, 4, 1.2)]
 SCALED_PREFILL: Case = (1, 128, 2, 1.2)
-PUBLISHED = "numbers of bfloat16"
+PUBLISHED = "bfloat16 values"
 
 
 def measure(name: str, config: Any, prefill: Case, decode: Sequence[Case], is_published: bool) -> list[Record]:
@@ -66,7 +62,7 @@ def measure_prefill(name: str, ours: Any, theirs: Any, batch: int, length: int, 
 
 
 def measure_decode(name: str, ours: Any, theirs: Any, batch: int, context: int, runs: int, goal: float) -> Record:
-    """Measure decode with caches full of the same noise: their content does not change the time."""
+    """Measure decode with the same noise in both caches."""
     ids = torch.randint(0, VOCAB, (batch, 1))
     times = {}
     for attention in list_attentions(theirs.config):
@@ -87,7 +83,7 @@ def measure_decode(name: str, ours: Any, theirs: Any, batch: int, context: int, 
 
 
 def compare(name: str, times: dict[str, list[float]], goal: float, difference: torch.Tensor) -> Record:
-    """Compare our best time with the best of their faster attention."""
+    """Compare our best time with the faster attention of transformers."""
     mine = min(ours for ours, _ in times.values())
     fastest = min(times, key=lambda attention: times[attention][1])
     other, peer = times[fastest][1], f"transformers ({fastest})"
@@ -102,11 +98,8 @@ def compare(name: str, times: dict[str, list[float]], goal: float, difference: t
 def main() -> None:
     cases = {name: (config, PREFILL, DECODE, False) for name, config in CONFIGS.items()}
     cases |= {name: (config, SCALED_PREFILL, SCALED_DECODE, True) for name, config in make_configs(**SCALED).items()}
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
-    parser.add_argument(
-        "--models", nargs="+", choices=list(cases), default=list(cases), metavar="MODEL", help=f"of {', '.join(cases)}"
-    )
+    parser = make_parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=cases, default=cases, metavar="MODEL", help="%(choices)s")
     args = parser.parse_args()
     torch.manual_seed(0)
     print(f"{torch.get_num_threads()} threads, float32, torch {torch.__version__}")

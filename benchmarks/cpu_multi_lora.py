@@ -1,8 +1,8 @@
-"""Decode of a batch that mixes adapters on a CPU, against transformers and PEFT in the same process.
+"""Measure decode of a batch that mixes adapters on a CPU, against transformers and PEFT in the same process.
 
-A random Llama of 160M parameters, 16 sequences, adapters of rank 16 on all its linear layers, made by PEFT and loaded
-by both sides from the same files. PEFT is given `adapter_names`, one for each sequence. Each figure is the best of
-several runs, the sides taking turns.
+The model is a random Llama of 160M parameters with 16 sequences. Adapters of rank 16 on all linear layers are written
+by PEFT and loaded by both sides from the same files. PEFT gets `adapter_names`, one for each sequence. Each value is
+the best of several runs; the sides take turns.
 """
 
 import json
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from paged import LLAMA_160M, VOCAB, Paged, best_of, build_ours, fill
+from harness.models import LLAMA_160M, VOCAB, Paged, best_of, build_ours, fill
+from harness.report import Record, make_parser, report
 from peft import LoraConfig, PeftModel, get_peft_model
-from report import Record, parse_args, report
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from lorax_server.adapters.batch import AdapterArena, AdapterBatchData, AdapterBatchMetadata
@@ -35,6 +35,7 @@ COUNTS = (0, 1, 4, 16)
 GOALS = {4: 2.0, 16: 2.0}
 SHARE_OF_BASE = 0.7  # with 16 adapters, of our own speed without any
 OTHER_RANKS = (8, 32, 64)
+Step = Callable[[], torch.Tensor]
 
 
 def write_adapters(base: Any, folder: Path, rank: int, number: int) -> tuple[PeftModel, list[Path]]:
@@ -66,33 +67,26 @@ def load_ours(model: Any, folders: list[Path], dtype: torch.dtype = torch.float3
 
 
 def rows(number: int) -> list[int]:
-    """Return the adapter of each sequence, ordered by adapter, as an engine would order them."""
+    """Return the adapter of each sequence, sorted as the engine does."""
     return sorted(index % number + 1 for index in range(BATCH)) if number else [0] * BATCH
 
 
-def ours(model: Any, arena: AdapterArena, number: int) -> Callable[[], torch.Tensor]:
-    paged, cache = Paged(model, BATCH, CONTEXT + RUNS + 2), DynamicCache(config=model.config)
-    torch.manual_seed(1)
-    fill(paged, cache, CONTEXT)
+def ours(model: Any, arena: AdapterArena, number: int, cache: DynamicCache | None = None) -> Step:
+    """Return a decode step over `number` adapters. A cache of transformers gets the same noise as ours."""
+    paged = Paged(model, BATCH, CONTEXT + RUNS + 2)
+    fill(paged, DynamicCache(config=model.config) if cache is None else cache, CONTEXT)
     ids, position = torch.arange(BATCH)[:, None] + 100, count(CONTEXT)
     adapters = torch.tensor(rows(number))
 
     def step() -> torch.Tensor:
-        # Built anew in every step, as for a batch that has just changed.
+        # Rebuilt in every step, as for a batch that has just changed.
         meta = AdapterBatchMetadata.from_indices(adapters)
         return paged.forward(ids, next(position), AdapterBatchData(meta, arena))
 
     return step
 
 
-def theirs(model: Any, names: list[str], number: int) -> Callable[[], torch.Tensor]:
-    config = model.config
-    cache = DynamicCache(config=config)
-    torch.manual_seed(1)
-    head_dim = config.hidden_size // config.num_attention_heads
-    for layer in range(config.num_hidden_layers):
-        past = torch.randn(2, BATCH, config.num_key_value_heads, CONTEXT, head_dim) * 0.1
-        cache.update(past[0], past[1], layer)
+def theirs(model: Any, names: list[str], number: int, cache: DynamicCache) -> Step:
     ids = torch.arange(BATCH)[:, None] + 100
     chosen = [names[index - 1] for index in rows(number)] if number else []
 
@@ -111,9 +105,10 @@ def measure(folder: Path) -> list[Record]:
     peft_model, folders = write_adapters(base, folder, RANK, max(COUNTS))
     arena = load_ours(model, folders)
     names = [place.name for place in folders]
-    # All take turns, so that none is measured while the machine is slower than for the others.
-    mine = [ours(model, arena, number) for number in COUNTS]
-    other = [theirs(peft_model, names, number) for number in COUNTS]
+    # All sides take turns, because the speed of the machine varies.
+    caches = {number: DynamicCache(config=model.config) for number in COUNTS}
+    mine = [ours(model, arena, number, cache) for number, cache in caches.items()]
+    other = [theirs(peft_model, names, number, cache) for number, cache in caches.items()]
     differences = [float((one() - two()).abs().max()) for one, two in zip(mine, other, strict=True)]
     times = best_of(RUNS, *mine, *other)
     records, speeds = [], {}
@@ -125,7 +120,7 @@ def measure(folder: Path) -> list[Record]:
             flush=True,
         )
         peer = "transformers + PEFT" if number else "transformers + PEFT, adapters off"
-        records.append(Record(f"decode, {number} adapters", speeds[number], "tokens/s", "", None))
+        records.append(Record(f"decode, {number} adapters", speeds[number], "tokens/s"))
         records.append(Record(f"over peer, {number} adapters", their_time / our_time, "x", peer, GOALS.get(number)))
     share = speeds[16] / speeds[0]
     records.append(Record("16 adapters, of own base", share, "of tokens/s", "our base model", SHARE_OF_BASE))
@@ -134,7 +129,7 @@ def measure(folder: Path) -> list[Record]:
 
 
 def measure_prefill(model: Any, arena: AdapterArena) -> Record:
-    """Measure 16 prompts, each of its own adapter: runs that are multiplied one by one."""
+    """Measure 16 prompts, each with its own adapter."""
     paged, ids = Paged(model, BATCH, PROMPT), torch.randint(0, VOCAB, (BATCH, PROMPT))
 
     def prefill(number: int) -> torch.Tensor:
@@ -147,18 +142,18 @@ def measure_prefill(model: Any, arena: AdapterArena) -> Record:
 
 
 def measure_growth(model: Any, folder: Path, arena: AdapterArena) -> list[Record]:
-    """Measure the time that 16 adapters add to a step, by rank: it should grow with the rank and no faster."""
+    """Measure the time that 16 adapters add to a step, by rank."""
     arenas = {RANK: arena}
     for rank in OTHER_RANKS:
         base = AutoModelForCausalLM.from_config(LLAMA_160M).eval()
         arenas[rank] = load_ours(model, write_adapters(base, folder / str(rank), rank, BATCH)[1])
     base_time, *times = best_of(RUNS, ours(model, arena, 0), *(ours(model, each, BATCH) for each in arenas.values()))
     added = {rank: seconds - base_time for rank, seconds in zip(arenas, times, strict=True)}
-    return [Record(f"added by 16 of rank {rank}", added[rank] * 1e3, "ms a step", "", None) for rank in sorted(added)]
+    return [Record(f"added by 16 of rank {rank}", added[rank] * 1e3, "ms a step") for rank in sorted(added)]
 
 
 def main() -> None:
-    args = parse_args(__doc__)
+    args = make_parser(__doc__).parse_args()
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
     print(f"{torch.get_num_threads()} threads, float32, vocabulary {VOCAB}, torch {torch.__version__}")

@@ -1,15 +1,13 @@
-"""A crowd of requests for 32 adapters on a CPU: our engine against transformers and PEFT in static batches.
+"""Measure a mixed load for 32 adapters on a CPU: our engine against transformers and PEFT in static batches.
 
-200 requests with prompts of 16 to 128 tokens want 8 to 128 tokens each (both log-uniform: most are short, as in real
-traffic); which of 32 adapters, of rank 4 to 16, each one names is drawn from a Zipf distribution. The model has the
-shape of a Llama of 160M parameters. The peer takes requests in the order of their arrival, up to the same number as we
-run at once, into a batch in which every row has its own adapter (PEFT's `adapter_names`), and starts the next batch
-when all of it is done. Its adapters are all loaded before; ours come from their folders while we are measured.
-
-First all requests are there from the start (throughput). Then they arrive at random at 70 % of our own capacity.
+200 requests have prompts of 16 to 128 tokens and completions of 8 to 128 (both log-uniform). Each names one of 32
+adapters of rank 4 to 16, drawn from a Zipf distribution. The model is a Llama of 160M parameters. The peer takes
+requests in order of arrival into batches of at most `--rows`, with an adapter for each sequence (`adapter_names` of
+PEFT), and starts the next batch when all sequences are finished. Its adapters are loaded before; ours are loaded from
+their folders during the measurement. First all requests are present from the start (throughput). Then they arrive at
+random, at 70 % of our capacity.
 """
 
-import argparse
 import random
 import statistics
 import tempfile
@@ -18,13 +16,14 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness.models import SIZE_160M, VOCAB
+from harness.report import Record, make_parser, report
 from peft import LoraConfig, PeftModel, get_peft_model
-from report import Record, report
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -36,14 +35,13 @@ from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
 
 ADAPTERS = 32
 PROMPTS, ANSWERS = (16, 128), (8, 128)  # tokens
-VOCAB = 32000
 LOAD = 0.7  # of our capacity
 PEER = "transformers + PEFT, static batches"
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request of the load."""
+    """One request of the load."""
 
     request_id: int
     prompt: list[int]
@@ -53,13 +51,10 @@ class Wanted:
 
 @dataclass
 class Served:
-    """The tokens of each request and their times, in seconds since the start."""
+    """Times and tokens of each request, in seconds since the start."""
 
     arrivals: dict[int, float]
     shown: dict[int, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
-
-    def show(self, request_id: int, now: float, token_id: int) -> None:
-        self.shown[request_id].append((now, token_id))
 
     @property
     def seconds(self) -> float:
@@ -71,12 +66,15 @@ class Served:
 
     @property
     def gaps(self) -> list[float]:
-        """Return the times between tokens of a request."""
+        """Seconds between two tokens of a request."""
         return [b[0] - a[0] for times in self.shown.values() for a, b in pairwise(times)]
 
 
 def main() -> None:
-    args = parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--requests", type=int, default=200, help="(%(default)s)")
+    parser.add_argument("--rows", type=int, default=16, help="largest batch of each side (%(default)s)")
+    args = parser.parse_args()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     load = make_load(args.requests)
@@ -85,8 +83,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         peer = make_models(folder)
-        engine = make_engine(folder, args.rows)
-        run_ours(engine, load[:2], [0.0] * 2)  # work that is slow only once
+        model, sources = ModelConfig(folder / "model"), SourceConfig((folder,))
+        shorten_turns()  # as the engine process does
+        engine = build_engine(EngineConfig(model, max_rows=args.rows, sources=sources, adapter_bytes=2**28))
+        run_ours(engine, load[:2], [0.0] * 2)  # warm-up
         run_peer(peer, load[:2], [0.0] * 2, args.rows)
         at_once = [0.0] * len(load)
         ours, theirs = run_ours(engine, load, at_once), run_peer(peer, load, at_once, args.rows)
@@ -96,34 +96,26 @@ def main() -> None:
         ours_late, theirs_late = run_ours(engine, load, arrivals), run_peer(peer, load, arrivals, args.rows)
         engine.close()
     records = [
-        Record("throughput, ours", total / ours.seconds, "tokens/s", "", None),
-        Record("throughput, peer", total / theirs.seconds, "tokens/s", "", None),
+        Record("throughput, ours", total / ours.seconds, "tokens/s"),
+        Record("throughput, peer", total / theirs.seconds, "tokens/s"),
         Record("throughput", theirs.seconds / ours.seconds, "x", PEER, 3.0),
-        Record("requests with the same tokens", same_tokens(ours, theirs), "of 1", PEER, None),
+        Record("requests with the same tokens", same_tokens(ours, theirs), "of 1", PEER),
         *compare("time to first token", ours_late.first_tokens, theirs_late.first_tokens, goal=1.0),
         *compare("time between tokens", ours_late.gaps, theirs_late.gaps, goal=None),
     ]
     report(records, args.json)
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--rows", type=int, default=16, help="requests that either side runs at once")
-    return parser.parse_args()
-
-
 def compare(name: str, ours: Sequence[float], theirs: Sequence[float], goal: float | None) -> Iterator[Record]:
     for percent in (50, 90, 99):
         mine, other = (statistics.quantiles(values, n=100)[percent - 1] for values in (ours, theirs))
-        yield Record(f"{name}, P{percent}, ours", mine * 1e3, "ms", "", None)
-        yield Record(f"{name}, P{percent}, peer", other * 1e3, "ms", "", None)
+        yield Record(f"{name}, P{percent}, ours", mine * 1e3, "ms")
+        yield Record(f"{name}, P{percent}, peer", other * 1e3, "ms")
         yield Record(f"{name}, P{percent}: times shorter", other / mine, "x", PEER, goal if percent == 50 else None)
 
 
 def same_tokens(ours: Served, theirs: Served) -> float:
-    """Return the share of requests with equal tokens. Where two logits are close, rounding may differ."""
+    """Return the share of requests with equal tokens. Rounding may decide between close logits."""
     tokens = [([t for _, t in ours.shown[i]], [t for _, t in shown]) for i, shown in theirs.shown.items()]
     return statistics.mean(mine == other for mine, other in tokens)
 
@@ -151,27 +143,19 @@ def log_uniform(chance: random.Random, bounds: tuple[int, int]) -> int:
 
 
 def poisson(count: int, rate: float) -> list[float]:
-    chance, arrival, arrivals = random.Random(1), 0.0, []
-    for _ in range(count):
-        arrivals.append(arrival)
-        arrival += chance.expovariate(rate)
-    return arrivals
+    chance = random.Random(1)
+    return list(accumulate((chance.expovariate(rate) for _ in range(count - 1)), initial=0.0))
 
 
 def name_of(adapter: int) -> str:
-    return f"adapter-{adapter}"  # PEFT takes a plain number for that of a layer
+    return f"adapter-{adapter}"  # PEFT takes a plain number for a layer
 
 
 def make_models(folder: Path) -> Any:
-    """Write the base model and its adapters into folders; return PEFT's model with all of them."""
+    """Write the base model and its adapters. Return the PEFT model with all adapters."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=768,
-        intermediate_size=3072,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=12,
-        vocab_size=VOCAB,
+        **SIZE_160M,
         max_position_embeddings=1024,
         initializer_range=0.05,
         bos_token_id=0,
@@ -202,12 +186,6 @@ def make_models(folder: Path) -> Any:
 # --- Ours -------------------------------------------------------------------------------------------------------------
 
 
-def make_engine(folder: Path, rows: int) -> Engine:
-    model = ModelConfig(folder / "model")
-    shorten_turns()  # as in a process of its own
-    return build_engine(EngineConfig(model, max_rows=rows, sources=SourceConfig((folder,)), adapter_bytes=2**28))
-
-
 def run_ours(engine: Engine, load: Sequence[Wanted], arrivals: Sequence[float]) -> Served:
     served = Served({wanted.request_id: arrival for wanted, arrival in zip(load, arrivals, strict=True)})
     to_come, resolving = list(zip(load, arrivals, strict=True)), []
@@ -228,7 +206,7 @@ def run_ours(engine: Engine, load: Sequence[Wanted], arrivals: Sequence[float]) 
         outputs = engine.step()
         now = time.perf_counter() - start
         for output in outputs:
-            served.show(output.request_id, now, output.tokens[0].token_id)
+            served.shown[output.request_id].append((now, output.tokens[0].token_id))
     return served
 
 
@@ -236,7 +214,7 @@ def run_ours(engine: Engine, load: Sequence[Wanted], arrivals: Sequence[float]) 
 
 
 class Watch:
-    """A callback of `generate`, called after each token of a batch."""
+    """A stopping criterion of `generate` that records the time of each token."""
 
     def __init__(self, start: float) -> None:
         self.start = start
@@ -279,7 +257,7 @@ def generate(model: Any, batch: Sequence[Wanted], served: Served, start: float) 
     for row, wanted in enumerate(batch):
         tokens = output[row, width : width + wanted.num_tokens].tolist()
         for moment, token_id in zip(watch.times, tokens, strict=False):
-            served.show(wanted.request_id, moment, token_id)
+            served.shown[wanted.request_id].append((moment, token_id))
 
 
 if __name__ == "__main__":

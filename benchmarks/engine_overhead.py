@@ -1,10 +1,8 @@
-"""The cost of a step besides the model: deciding it, writing the plan, making the inputs, choosing tokens, taking note
-of the result, and sending it.
+"""Measure the cost of a step without the model: schedule, build inputs, sample, update sequences, send outputs.
 
-The engine, its scheduler, its adapter table, the worker, the runner with its tables and the channel are the real ones.
-The model is replaced by one that computes nothing: its hidden states are zeros, and of eight tokens one is always the
-best. All sequences decode, each for one of 16 adapters or the base model. A vocabulary of usual size is measured apart:
-how long it takes to choose from it depends on kernels.
+Engine, scheduler, adapter table, worker, runner and channel are the real ones. The model computes nothing: its hidden
+states are zeros, and the best of eight tokens is always the same. All sequences decode, each for one of 16 adapters or
+the base model. A vocabulary of usual size is measured separately, because sampling from it depends on kernels.
 """
 
 import itertools
@@ -16,7 +14,7 @@ from typing import Any
 
 import torch
 import zmq
-from report import Record, parse_args, report
+from harness.report import Record, make_parser, report
 
 from lorax_server.adapters.host import HostAdapter, empty_table
 from lorax_server.adapters.spec import AdapterSpec
@@ -43,13 +41,13 @@ GREEDY, DRAWN = SamplingParams(), SamplingParams(do_sample=True, temperature=0.8
 
 
 class NoModel:
-    """The interface of a paged model without the model."""
+    """A paged model that computes nothing."""
 
     device = torch.device("cpu")
     ops = select_ops(device)
 
     def __init__(self, vocab_size: int) -> None:
-        """A larger vocabulary has scores like those of a model: a few tokens have nearly all of the mass."""
+        """With a large vocabulary, a few tokens have nearly all of the probability."""
         self.logits = -torch.arange(vocab_size).float().repeat(max(SEQUENCES) if vocab_size == VOCAB else 8, 1)
         if vocab_size > VOCAB:
             self.logits.normal_(std=2.0, generator=torch.Generator().manual_seed(0))
@@ -68,7 +66,7 @@ class NoModel:
 
 
 class Ready:
-    """Adapters that are loaded at once, and hold nothing."""
+    """A preparer whose adapters are empty and ready immediately."""
 
     def __init__(self) -> None:
         self.notify = lambda: None
@@ -88,7 +86,7 @@ class Ready:
 
 
 class Reader:
-    """The API process's end of the channel, which reads in the end."""
+    """The API side of the channel. It reads all messages at the end."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -128,7 +126,7 @@ def make_engine(num_rows: int, vocab_size: int) -> Engine:
 def measure(
     num_rows: int, params: SamplingParams = GREEDY, answer: int = LENGTH - PROMPT, vocab_size: int = VOCAB
 ) -> float:
-    """Return the milliseconds of a step in which so many sequences decode. After short answers, others follow."""
+    """Return milliseconds per step. A finished sequence is replaced by a new one."""
     engine, reader = make_engine(num_rows, vocab_size), Reader()
     for i in range(NUM_ADAPTERS):
         engine._table.register(AdapterSpec(str(i), str(i), (), 1))
@@ -142,7 +140,7 @@ def measure(
         engine.add(Request(i, prompt, params, stop, adapter_identity=adapter, tenant=adapter))
 
     for i in range(num_rows):
-        add(answer if answer == LENGTH - PROMPT else 1 + i % answer)  # so that they do not end together
+        add(answer if answer == LENGTH - PROMPT else 1 + i % answer)  # so that they finish at different steps
     while engine.status().running < num_rows or engine.status().generated_tokens < 4 * num_rows:
         for output in engine.step():
             if output.finish_reason is not None:
@@ -163,7 +161,7 @@ def measure(
 
 
 def main() -> None:
-    args = parse_args(__doc__)
+    args = make_parser(__doc__).parse_args()
     torch.set_num_threads(1)
     found = {count: min(measure(count) for _ in range(3)) for count in SEQUENCES}
     records = [
@@ -171,15 +169,14 @@ def main() -> None:
         for count, goal in zip(SEQUENCES, GOALS_MS, strict=True)
     ]
     growth = found[256] / found[64]
-    # Linear growth is at most as much as the number of sequences.
     records.append(Record("growth from 64 to 256 sequences", growth, "x", "", 256 / 64, at_most=True))
     sampled = min(measure(8, DRAWN) for _ in range(3))
-    records.append(Record("8 sequences that sample", sampled, "ms", "", None))
+    records.append(Record("8 sequences that sample", sampled, "ms"))
     for name, params in (("are greedy", GREEDY), ("sample", DRAWN)):
         large = min(measure(8, params, vocab_size=LARGE_VOCAB) for _ in range(3))
-        records.append(Record(f"8 sequences that {name}, {LARGE_VOCAB} tokens, 1 thread", large, "ms", "", None))
+        records.append(Record(f"8 sequences that {name}, {LARGE_VOCAB} tokens, 1 thread", large, "ms"))
     churn = min(measure(256, DRAWN, answer=256) for _ in range(3))
-    records.append(Record("256 sequences that sample, one ends and one comes each step", churn, "ms", "", None))
+    records.append(Record("256 sequences that sample, one ends and one comes each step", churn, "ms"))
     report(records, args.json)
 
 

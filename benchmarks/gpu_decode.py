@@ -1,28 +1,23 @@
-"""Decode steps of a Llama-3.1-8B on one GPU through `LLM`: files, adapters, scheduler, layers, sampling, text.
+"""Measure decode steps of a Llama-3.1-8B on one GPU through `LLM`: scheduler, layers, adapters, sampling, text.
 
-Model and adapters are random, in bfloat16, and real files; adapters are loaded by requests, after graphs were captured.
-Prompts have 128 tokens. A step is timed from its end to the end of the next, text included, and counts if all sequences
-get a token in both. The byte floor is the time to read weights, keys and values, and the adapters once at 4.1 TB/s. The
-peer is vLLM 0.26, as shipped and at its best, measured on the same kind of GPU (H200) before: it cannot run beside us.
+Model and adapters are random bfloat16 files; adapters are loaded by requests, after the CUDA graphs were captured.
+Prompts have 128 tokens. A step is timed from the end of the step before and counts if all sequences get a token in
+both. The byte floor is the time to read weights, KV cache and adapters once at 4.1 TB/s. The peer is vLLM 0.26, as
+shipped and tuned, measured earlier on the same kind of GPU (H200).
 """
 
 import statistics
-import time
-from collections import Counter
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import torch
-from gpu_engine import Adapter, Bench, Mark, describe_device, make_parser, open_bench, plain_adapters
-from gpu_model import TINY, ModelShape
-from report import Record, report
+from harness.engine import Adapter, Bench, make_parser, open_bench, plain_adapters
+from harness.files import TINY, ModelShape
+from harness.report import Record, report
 
-from lorax_server.types import Output
-
-PROMPT, STEPS, RUNS, PROFILED = 128, 128, 3, 20
+PROMPT, STEPS, RUNS = 128, 128, 3
 MAX_LENGTH = 1024
-BANDWIDTH = 4.1e12  # bytes a second that an H200 reads at best
-SHORT_STEPS, SHORT_RUNS = 8, 1  # of a tiny model
+BANDWIDTH = 4.1e12  # bytes per second that an H200 reaches
+SHORT_STEPS, SHORT_RUNS = 8, 1  # with a tiny model
 MIXED_RANKS = (8,) * 30 + (16,) * 16 + (32,) * 10 + (64,) * 6
 LARGE = Adapter("large", rank=512)
 PARTIAL = Adapter("partial", modules=("q_proj", "v_proj"))
@@ -33,7 +28,7 @@ CHECKED_TOKENS = 32
 
 
 class DecodeCase(NamedTuple):
-    """So many rows over some adapters, our goal in milliseconds, and the peer's as shipped and at its best."""
+    """A batch of `rows` sequences over some adapters. Goal and peers are milliseconds per step."""
 
     key: str
     rows: int
@@ -55,7 +50,7 @@ class DecodeCase(NamedTuple):
 
     @property
     def row_adapters(self) -> list[str | None]:
-        """The adapters of the rows, as many rows for each."""
+        """The adapter of each sequence."""
         if not self.adapters:
             return [None] * self.rows
         return [self.adapters[i * len(self.adapters) // self.rows].name for i in range(self.rows)]
@@ -83,19 +78,20 @@ CASES = (
     DecodeCase("mixed", 64, MIXED, note=" (ranks 8 to 64, one 512, one lacks modules)"),
     DecodeCase("dora", 64, DORA, note=" with DoRA"),
 )
-PROFILED_CASES = ("64/base", "64/1", "64/64")
 
 
 class Measured(NamedTuple):
-    """The milliseconds of a step, and the tokens of each sequence at that time."""
+    """Milliseconds per step, and the mean sequence length."""
 
     ms: float
     context: float
 
 
 def measure(bench: Bench, case: DecodeCase, steps: int) -> Measured:
-    """Return the median of the steps of one run in which all sequences decode."""
-    budget = bench.llm._engine.capabilities.max_step_tokens - case.rows  # for prompts, while others decode already
+    """Return the median time of steps in which all sequences decode."""
+    budget = (
+        bench.llm._engine.capabilities.max_step_tokens - case.rows
+    )  # tokens for prompts while other sequences decode
     start_steps = -(-case.rows * PROMPT // max(budget, 1))
     bench.clock.marks.clear()
     bench.generate(
@@ -112,7 +108,7 @@ def measure(bench: Bench, case: DecodeCase, steps: int) -> Measured:
 
 
 def find_floor_ms(case: DecodeCase, shape: ModelShape, context: float) -> float:
-    """Return the milliseconds that reading every byte once takes."""
+    """Return the milliseconds that it takes to read every byte once."""
     weights = shape.num_hidden_layers * sum(outputs * inputs for outputs, inputs in shape.linears.values())
     weights += shape.vocab_size * shape.hidden_size  # the head
     cached = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * context * case.rows
@@ -120,8 +116,8 @@ def find_floor_ms(case: DecodeCase, shape: ModelShape, context: float) -> float:
     return (2 * (weights + cached) + adapters) / BANDWIDTH * 1e3
 
 
-def measure_case(bench: Bench, case: DecodeCase, steps: int, num_runs: int) -> tuple[float, list[Record]]:
-    """Return the milliseconds of a step, and all that is to be reported of the case."""
+def measure_case(bench: Bench, case: DecodeCase, steps: int, num_runs: int) -> list[Record]:
+    """Return the step time, its ratio to the byte floor, and the time to load adapters."""
     num_before = bench.llm.status.adapters_loaded
     seconds = bench.load(case.adapters)
     num_loaded = bench.llm.status.adapters_loaded - num_before
@@ -133,121 +129,42 @@ def measure_case(bench: Bench, case: DecodeCase, steps: int, num_runs: int) -> t
     goal = None if bench.shape is TINY else case.goal
     records = [
         Record(f"step, {case.name}", ms, "ms", case.peer, goal, at_most=True),
-        Record(f"  over its floor, {case.name}", ms / floor, "x", f"{floor:.2f} ms", None),
+        Record(f"  over its floor, {case.name}", ms / floor, "x", f"{floor:.2f} ms"),
     ]
     if num_loaded > 0:
-        print(f"  {count(num_loaded, 'adapter')} from files to the device in {seconds:.1f} s")
-        records.append(Record(f"  {count(num_loaded, 'adapter')} more on the device", seconds, "s", "", None))
-    return ms, records
-
-
-# --- Profile ----------------------------------------------------------------------------------------------------------
-
-
-def profile(bench: Bench, case: DecodeCase, step_ms: float) -> None:
-    """Print the time of a step by kernel, and the time in which no kernel runs. Kernels may overlap."""
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-    first, full = 10, 0
-
-    def watch(mark: Mark, _: list[Output]) -> None:
-        nonlocal full
-        if mark.num_tokens == case.rows:
-            full += 1
-            if full in (first, first + PROFILED):
-                torch.cuda.synchronize()
-                profiler.start() if full == first else profiler.stop()
-
-    with bench.clock.observed(watch):
-        measure(bench, case, first + PROFILED + 10)
-    events = [event for event in profiler.events() if event.device_type == torch._C._autograd.DeviceType.CUDA]
-    print_kernels(step_ms * 1e3, events)
-
-
-def print_kernels(step_us: float, events: list[Any]) -> None:
-    spans = sorted((event.time_range.start, event.time_range.end) for event in events)
-    busy, end = 0.0, spans[0][0]
-    for first, last in spans:
-        busy += max(0.0, last - max(first, end))
-        end = max(end, last)
-    sums: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for event in events:
-        sums[event.name] += event.time_range.end - event.time_range.start
-        counts[event.name] += 1
-    profiled = (end - spans[0][0]) / PROFILED
-    print(f"  a step of {step_us:.0f} us, {profiled:.0f} us while profiled; a kernel runs in", end=" ")
-    print(f"{busy / PROFILED:.0f} of these ({busy / PROFILED / profiled:.1%}); all kernels", end=" ")
-    print(f"{sums.total() / PROFILED:.0f} us ({sums.total() / PROFILED / step_us:.1%} of the step)")
-    for name, total in sums.most_common(14):
-        print(f"  {total / PROFILED:8.1f} us {counts[name] / PROFILED:6.1f} x  {name[:90]}")
-
-
-# --- Check ------------------------------------------------------------------------------------------------------------
+        print(f"  {count(num_loaded, 'adapter')} loaded in {seconds:.1f} s")
+        records.append(Record(f"  {count(num_loaded, 'adapter')} loaded", seconds, "s"))
+    return records
 
 
 def check(bench: Bench) -> list[Record]:
-    """Compare the tokens of sequences of all kinds of adapters, decoded together, with transformers and PEFT."""
-    from gpu_reference import Sample, compare  # needs PEFT
+    """Decode sequences with all kinds of adapters in one batch and compare their tokens with transformers and PEFT."""
+    from harness.reference import Sample, compare  # needs PEFT
 
     prompts = bench.draw_prompts(len(CHECKED), PROMPT, seed=1)
     names = [adapter and adapter.name for adapter in CHECKED]
-    begin = time.monotonic()
-    answers = bench.generate(prompts, CHECKED_TOKENS, names)
-    print(f"check: {len(names)} answers with their adapters in {time.monotonic() - begin:.1f} s", flush=True)
-    samples = [Sample(*one) for one in zip(names, prompts, answers, strict=True)]
-    agreement = compare(bench.folder, samples)
-    tokens = agreement.num_tokens
-    print(
-        f"check: {agreement.num_equal} of {tokens} tokens have the best score in float32, {agreement.peer_equal} of "
-        f"those that transformers chooses in bfloat16; {agreement.num_near} of ours are near it: the furthest is "
-        f"{agreement.largest_gap:.3f} below, {agreement.tolerance:.3f} allowed; had the reference no adapters, "
-        f"{agreement.num_near_base} of {agreement.num_adapted} would be near; {time.monotonic() - begin:.1f} s"
-    )
-    peer, own_error = "transformers and PEFT in float32", max(agreement.peer_mean_gap, 1e-6)
-    return [
-        Record("checked tokens within rounding of the best", agreement.num_near / tokens, "share", peer, 1.0),
-        Record("checked tokens that are the best", agreement.num_equal / tokens, "share", peer, None),
-        Record(
-            "their mean distance from the best",
-            agreement.mean_gap / own_error,
-            "x",
-            f"{own_error:.4f} of transformers in bfloat16",
-            1.5,
-            at_most=True,
-        ),
-    ]
+    completions = bench.generate(prompts, CHECKED_TOKENS, names)
+    samples = [Sample(*one) for one in zip(names, prompts, completions, strict=True)]
+    return compare(bench.folder, samples).make_records("check")
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--cases", nargs="+", metavar="CASE", help=f"of {', '.join(case.key for case in CASES)}")
-    parser.add_argument("--steps", type=int, help=f"steps of a run, instead of {STEPS}")
-    parser.add_argument("--runs", type=int, help=f"runs of a case, instead of {RUNS}")
-    parser.add_argument(
-        "--profile", action="store_true", help=f"print the kernels of {', '.join(PROFILED_CASES)} as well"
-    )
-    parser.add_argument("--check", action="store_true", help="compare tokens with transformers and PEFT as well")
-    parser.add_argument("--no-graphs", action="store_true", help="launch every kernel on its own")
+    parser.add_argument("--cases", nargs="+", choices=[case.key for case in CASES], metavar="CASE", help="%(choices)s")
+    parser.add_argument("--steps", type=int, help=f"steps per run (default: {STEPS})")
+    parser.add_argument("--runs", type=int, help=f"runs per case (default: {RUNS})")
+    parser.add_argument("--check", action="store_true", help="also compare tokens with transformers and PEFT")
+    parser.add_argument("--no-graphs", action="store_true", help="run without CUDA graphs")
     args = parser.parse_args()
-    unknown = set(args.cases or ()) - {case.key for case in CASES}
-    if args.profile and not torch.cuda.is_available():
-        parser.error("--profile needs a GPU")
-    if unknown:
-        parser.error(f"there is no case {', '.join(sorted(unknown))}")
     cases = [case for case in CASES if args.cases is None or case.key in args.cases]
     steps = args.steps or (SHORT_STEPS if args.tiny else STEPS)
     needed = [adapter for case in cases for adapter in case.adapters]
     needed += [adapter for adapter in CHECKED if adapter is not None and args.check]
     settings = {"max_length": MAX_LENGTH, "cuda_graphs": False if args.no_graphs else None}
-    print(f"{describe_device()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     records: list[Record] = []
     with open_bench(args, list(dict.fromkeys(needed)), **settings) as bench:
-        print(f"{'':66}      ms   floor  x floor")
         for case in cases:
-            step_ms, found = measure_case(bench, case, steps, args.runs or (SHORT_RUNS if args.tiny else RUNS))
-            records += found
-            if args.profile and case.key in PROFILED_CASES:
-                profile(bench, case, step_ms)
+            records += measure_case(bench, case, steps, args.runs or (SHORT_RUNS if args.tiny else RUNS))
         records += check(bench) if args.check else []
     report(records, args.json)
 

@@ -1,9 +1,9 @@
-"""Prompts of a Llama-3.1-8B on one GPU through `LLM`: input tokens a second, and what they do to those that decode.
+"""Measure prefill of a Llama-3.1-8B on one GPU through `LLM`, and how much prompts delay sequences that decode.
 
-64 prompts of 1,024 random tokens are given at once, and get one token each; no two prompts begin alike. Then 64 such
-prompts arrive while 32 sequences decode: gaps are the times between two tokens of one of these, until the last prompt
-has its token. `--step-tokens` compares budgets of tokens for a step. The peer is vLLM 0.26, as shipped and at its best,
-measured on the same kind of GPU (H200) before; products alone would allow 46,000 tokens a second.
+64 prompts of 1,024 random tokens arrive together and get one token each; no two prompts share a prefix. Then 64 such
+prompts arrive while 32 sequences decode; the gaps between two tokens of these sequences are measured until the last
+prompt has its token. `--step-tokens` compares token budgets per step. The peer is vLLM 0.26, as shipped and tuned,
+measured earlier on the same kind of GPU (H200). Matrix products alone would allow 46,000 tokens per second.
 """
 
 import statistics
@@ -11,10 +11,9 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-from gpu_engine import Adapter, Bench, Mark, describe_device, make_parser, open_bench, plain_adapters
-from gpu_model import TINY
-from report import Record, report
+from harness.engine import Adapter, Bench, Mark, make_parser, open_bench, plain_adapters
+from harness.files import TINY
+from harness.report import Record, percentile, report
 
 from lorax_server.types import Output
 
@@ -22,11 +21,11 @@ PROMPTS, LENGTH, RUNS = 64, 1024, 3
 TINY_LENGTH, TINY_RUNS = 64, 1
 MAX_LENGTH = 2048
 DECODERS, DECODER_PROMPT, DECODER_TOKENS, ALONE = 32, 128, 300, 20
-FIRST_ID = 10**9  # of requests that are none of the LLM's
+FIRST_ID = 10**9  # of requests that the LLM does not know
 
 
 class PrefillCase(NamedTuple):
-    """The adapters of the prompts, our goal in tokens a second, and the peer's as shipped and at its best."""
+    """Prompts over some adapters. Goal and peers are tokens per second."""
 
     name: str
     adapters: tuple[Adapter, ...]
@@ -48,12 +47,11 @@ CASES = (
 
 
 class Gaps:
-    """Watches sequences that decode: the times between their tokens from the arrival of prompts to their last token."""
+    """Times between tokens of decoding sequences, before and while prompts arrive."""
 
     def __init__(self, bench: Bench, prompts: list[list[int]]) -> None:
         self.found: list[float] = []
         self.alone: list[float] = []  # before the prompts arrive
-        self.steps = 0
         self.seconds = 0.0  # until the last prompt has its token
         self._bench, self._prompts = bench, prompts
         self._last: dict[int, float] = {}
@@ -61,7 +59,6 @@ class Gaps:
 
     def watch(self, mark: Mark, outputs: list[Output]) -> None:
         is_active = self._arrived_at > 0 and self._num_left > 0
-        self.steps += is_active
         for output in outputs:
             if output.failure is not None:
                 raise output.failure.to_error()
@@ -81,7 +78,7 @@ class Gaps:
 
 
 def measure(bench: Bench, case: PrefillCase, length: int, seed: int) -> float:
-    """Return the input tokens a second of one run."""
+    """Return the input tokens per second of one run."""
     names = [case.adapters[i * len(case.adapters) // PROMPTS].name if case.adapters else None for i in range(PROMPTS)]
     prompts = bench.draw_prompts(PROMPTS, length, seed)
     begin = time.perf_counter()
@@ -94,12 +91,12 @@ def measure_gaps(bench: Bench, length: int, seed: int) -> Gaps:
     decoders = bench.draw_prompts(DECODERS, min(DECODER_PROMPT, length), seed + 1)
     with bench.clock.observed(gaps.watch):
         bench.generate(decoders, DECODER_TOKENS, [None] * DECODERS)
-    assert gaps.seconds, "the prompts did not end before the sequences that decode"
+    assert gaps.seconds, "the decoding sequences finished before the prompts"
     return gaps
 
 
 def set_step_tokens(bench: Bench, step_tokens: int) -> None:
-    """Lower the tokens of a step while the engine runs: another start would take longer than all runs."""
+    """Change the token budget of a running engine, because a start takes longer than all runs."""
     scheduler = bench.llm._engine._scheduler
     scheduler.limits = replace(scheduler.limits, max_step_tokens=step_tokens)
 
@@ -110,43 +107,33 @@ def measure_budget(bench: Bench, budget: int, length: int, num_runs: int) -> lis
         runs = [measure(bench, case, length, seed=1000 * budget + 10 * number + run) for run in range(num_runs)]
         value = statistics.median(runs)
         each = " ".join(f"{run:.0f}" for run in runs)
-        print(
-            f"{budget:6} tokens a step, {case.name:12} {value:8.0f} tokens/s  ({each}; goal {case.goal:.0f})",
-            flush=True,
-        )
+        print(f"{budget:6} tokens a step, {case.name:12} {value:8.0f} tokens/s  ({each})", flush=True)
         goal = None if bench.shape is TINY else case.goal
         records.append(Record(f"prompts, {case.name}, {budget} a step", value, "tokens/s", case.peer, goal))
     gaps = measure_gaps(bench, length, seed=1000 * budget + 500)
-    found = sorted(gaps.found)
     alone = statistics.median(gaps.alone) * 1e3
-    rate = PROMPTS * length / gaps.seconds
-    print(
-        f"{budget:6} tokens a step, {DECODERS} sequences decode: {alone:.1f} ms between tokens before the prompts; "
-        f"then {gaps.steps} steps, {rate:.0f} tokens/s"
-    )
     for name, value in (("P50", 0.5), ("P99", 0.99), ("longest", 1.0)):
-        ms = found[min(int(value * len(found)), len(found) - 1)] * 1e3
-        records.append(
-            Record(f"{name} gap while prompts arrive, {budget} a step", ms, "ms", f"{alone:.1f} before", None)
-        )
+        ms = percentile(gaps.found, value) * 1e3
+        records.append(Record(f"{name} gap while prompts arrive, {budget} a step", ms, "ms", f"{alone:.1f} before"))
     return records
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--step-tokens", type=int, nargs="+", metavar="N", help="budgets, instead of the engine's own")
-    parser.add_argument("--runs", type=int, help=f"runs of a case, instead of {RUNS}")
+    parser.add_argument(
+        "--step-tokens", type=int, nargs="+", metavar="N", help="token budgets (default: that of the engine)"
+    )
+    parser.add_argument("--runs", type=int, help=f"runs per case (default: {RUNS})")
     args = parser.parse_args()
     length = TINY_LENGTH if args.tiny else LENGTH
     adapters = list(CASES[-1].adapters)
     most = None if args.step_tokens is None else max(args.step_tokens)
-    print(f"{describe_device()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     records = []
     with open_bench(args, adapters, max_length=MAX_LENGTH, max_step_tokens=most) as bench:
-        print(f"{len(adapters)} adapters there after {bench.load(adapters):.1f} s")
+        print(f"{len(adapters)} adapters loaded in {bench.load(adapters):.1f} s")
         for budget in args.step_tokens or [bench.llm._engine.capabilities.max_step_tokens]:
             set_step_tokens(bench, budget)
-            measure(bench, CASES[-1], length, seed=budget)  # what is compiled or allocated at first use
+            measure(bench, CASES[-1], length, seed=budget)  # warm-up
             records += measure_budget(bench, budget, length, args.runs or (TINY_RUNS if args.tiny else RUNS))
     report(records, args.json)
 

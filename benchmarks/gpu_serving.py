@@ -1,133 +1,92 @@
-"""The HTTP server on a GPU against the engine alone: streams of a model of the 8B shape over 64 adapters.
+"""Compare the HTTP server with the engine alone: streams of a Llama-3.1-8B shape over 64 adapters on one GPU.
 
-First `LLM` answers requests in a process of its own, then `lorax serve` answers the same ones, with the same settings,
-to several processes that read its streams (`http_client.py`). So many requests are under way at any time; when one
-ends, the next comes. Prompts have 128 tokens, answers 128 to 256. All adapters have been used before. Measured is the
-middle, from 30 % to 75 % of all tokens: at the beginning all prompts come at once, and at the end fewer requests are
-left. Weights are random, in bfloat16. `LLM` turns tokens into text within its loop, as it always does.
+`LLM` runs in a process of its own first. Then `lorax serve` gets the same requests with the same settings from
+several client processes (`harness/http_client.py`). The number of requests in flight is constant. Prompts have 128
+tokens, completions 128 to 256. All adapters have been used before. The middle of each run is measured, from 30 % to
+75 % of all tokens, because all prompts arrive together at the start. Weights are random, in bfloat16.
 """
 
-import argparse
-import json
 import random
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-from gpu_model import LLAMA_8B, TINY, make_adapters, make_model
-from http_streams import percentile
-from report import Record, report
-from server_log import wait_for_url
+from harness.files import LLAMA_8B, TINY, make_adapters, make_model, scratch_folder
+from harness.report import Record, make_parser, percentile, report
+from harness.server import LETTERS, LoadRequest, check_complete, local_flags, serving
 
 from lorax_server.llm import LLM
 from lorax_server.types import StopParams
 
-ROOT = Path(__file__).parent.parent
-LEAST_SHARE = 0.95
-FROM, TO = 0.3, 0.75  # of all tokens
-START_S, RUN_S, END_S = 300, 300, 60
+MIN_SHARE = 0.95
+FROM, TO = 0.3, 0.75  # measured part, as shares of all tokens
 MAX_LENGTH, RANK = 1024, 16
-ROUNDS = 3  # requests for each that is under way
-LETTERS = "abcdefghijklmnopqrstuvwxyz     "
-PATH = "/generate_stream"
+ROUNDS = 3  # requests per request in flight
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The size of the model and of the load."""
+    """Size of the model and of the load."""
 
     folder: Path
-    device: str
-    is_tiny: bool
-    streams: tuple[int, ...]
-    adapters: int
-    prompt: int
-    answers: tuple[int, int]
+    streams: Sequence[int]
     clients: int
+    device: str = "cuda"
+    adapters: int = 64
+    prompt: int = 128
+    answers: tuple[int, int] = (128, 256)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of the engine, by the names of `EngineConfig`."""
-        rows = {"max_rows": max(self.streams), "max_length": MAX_LENGTH}
-        return {**rows, "cache_bytes": 2**28, "adapter_bytes": 2**26} if self.is_tiny else rows
+        """Engine settings, named as in `EngineConfig`."""
+        rows = {"device": self.device, "max_rows": max(self.streams), "max_length": MAX_LENGTH}
+        return {**rows, "cache_bytes": 2**28, "adapter_bytes": 2**26} if self.device == "cpu" else rows
 
     @property
-    def flags(self) -> list[str]:
-        """The same settings as flags of the command."""
+    def flags(self) -> dict[str, object]:
+        """The same settings as flags of `lorax serve`."""
         names = {"max_length": "max-total-tokens"}
-        pairs = [(f"--{names.get(name, name).replace('_', '-')}", str(value)) for name, value in self.settings.items()]
-        return [word for pair in pairs for word in pair]
-
-
-class Wanted(NamedTuple):
-    prompt: str
-    adapter: str
-    answer: int
-
-    @property
-    def body(self) -> dict[str, Any]:
-        parameters = {"max_new_tokens": self.answer, "ignore_eos_token": True, "adapter_id": self.adapter}
-        return {"inputs": self.prompt, "parameters": parameters}
+        return {names.get(name, name).replace("_", "-"): value for name, value in self.settings.items()}
 
 
 class Middle(NamedTuple):
     """The measured part of a run."""
 
     tokens_per_s: float
-    gaps: list[float]  # between the tokens of a stream, or the steps of the engine, in seconds
-    firsts: list[float]  # until a request's first token
-    api_us: float = 0.0  # of CPU time, for each token of the whole run
+    gaps: list[float]  # seconds between the tokens of a stream, or between engine steps
+    firsts: list[float]  # seconds to first token
+    api_us: float = 0.0  # CPU time per token of the whole run
 
 
 def main() -> None:
-    args = parse_args()
-    with tempfile.TemporaryDirectory(dir=args.folder) as name:
-        setup = make_setup(args, Path(name))
-        began = time.monotonic()
-        shape = TINY if args.tiny else LLAMA_8B
-        make_model(setup.folder / "model", shape)
-        make_adapters(setup.folder / "adapters", shape, setup.adapters, RANK)
-        print(f"files in {time.monotonic() - began:.1f} s", flush=True)
+    parser = make_parser(__doc__)
+    parser.add_argument("--tiny", action="store_true", help="tiny model on the CPU, only to see that it runs")
+    parser.add_argument("--streams", type=int, nargs="+", metavar="N", help="requests in flight (default: 256 64)")
+    parser.add_argument("--clients", type=int, default=4, metavar="N", help="client processes (%(default)s)")
+    parser.add_argument("--folder", type=Path, metavar="PATH", help="for temporary files")
+    args = parser.parse_args()
+    with scratch_folder(args.folder) as folder:
+        shape, setup = LLAMA_8B, Setup(folder, args.streams or (256, 64), args.clients)
+        if args.tiny:
+            shape, setup = TINY, Setup(folder, args.streams or (16, 8), 2, "cpu", 4, 16, (8, 16))
+        make_model(folder / "model", shape)
+        make_adapters(folder / "adapters", shape, setup.adapters, RANK)
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             alone = process.submit(measure_alone, setup).result()
         served = measure_served(setup)
-    records = [record for count in setup.streams for record in compare(count, alone[count], served[count])]
-    report(records, args.json)
+    report([record for count in setup.streams for record in compare(count, alone[count], served[count])], args.json)
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU: only crashes can be found by it")
-    parser.add_argument("--streams", type=int, nargs="+", metavar="N", help="under way at once (default: 256 64)")
-    parser.add_argument("--clients", type=int, default=4, metavar="N", help="processes that read the streams")
-    parser.add_argument("--folder", type=Path, metavar="PATH", help="for the files; /dev/shm is memory")
-    return parser.parse_args()
-
-
-def make_setup(args: argparse.Namespace, folder: Path) -> Setup:
-    streams = tuple(args.streams or ((16, 8) if args.tiny else (256, 64)))
-    if args.tiny:
-        return Setup(folder, "cpu", True, streams, 4, 16, (8, 16), min(2, args.clients))
-    return Setup(folder, "cuda", False, streams, 64, 128, (128, 256), args.clients)
-
-
-def make_load(setup: Setup, count: int, seed: int) -> list[Wanted]:
-    """Make requests; those of another seed have other prompts. A prompt's first token begins the text, the others are
-    characters."""
+def make_load(setup: Setup, count: int, seed: int) -> list[LoadRequest]:
+    """Make requests. The tokenizer adds one token to the characters of a prompt."""
     choice = random.Random(seed)
     return [
-        Wanted(
+        LoadRequest(
             "".join(choice.choices(LETTERS, k=setup.prompt - 1)),
             f"adapter-{number % setup.adapters:03}",
             choice.randint(*setup.answers),
@@ -136,17 +95,14 @@ def make_load(setup: Setup, count: int, seed: int) -> list[Wanted]:
     ]
 
 
-def make_warm_up(setup: Setup, at_once: int) -> list[Wanted]:
+def make_warm_up(setup: Setup, at_once: int) -> list[LoadRequest]:
     """Make short requests for all adapters."""
-    return [wanted._replace(answer=4) for wanted in make_load(setup, max(at_once, setup.adapters), seed=-1)]
-
-
-def say(what: str, middle: Middle, warm_s: float, seconds: float) -> None:
-    print(f"{what}: {middle.tokens_per_s:.0f} tokens/s, {seconds:.1f} s, of these {warm_s:.1f} to warm up", flush=True)
+    load = make_load(setup, max(at_once, setup.adapters), seed=-1)
+    return [LoadRequest(wanted.prompt, wanted.adapter, 4) for wanted in load]
 
 
 def find_middle(arrivals: Sequence[tuple[float, int]]) -> tuple[float, float, int]:
-    """Return when the measured part begins and ends, and its tokens, from sorted times and the tokens that came."""
+    """Return start, end and token count of the measured part. `arrivals` are sorted times and token counts."""
     total, so_far, begin = sum(count for _, count in arrivals), 0, None
     at_begin = 0
     for moment, count in arrivals:
@@ -155,32 +111,24 @@ def find_middle(arrivals: Sequence[tuple[float, int]]) -> tuple[float, float, in
             begin, at_begin = moment, so_far
         if begin is not None and so_far >= TO * total:
             return begin, moment, so_far - at_begin
-    raise ValueError("no tokens came")
-
-
-# --- The engine alone -------------------------------------------------------------------------------------------------
+    raise ValueError("no tokens arrived")
 
 
 def measure_alone(setup: Setup) -> dict[int, Middle]:
-    began = time.monotonic()
-    with LLM(setup.folder / "model", setup.folder / "adapters", device=setup.device, **setup.settings) as llm:
-        print(f"LLM started in {time.monotonic() - began:.1f} s", flush=True)
+    with LLM(setup.folder / "model", setup.folder / "adapters", **setup.settings) as llm:
         found = {}
         for count in setup.streams:
-            began = time.monotonic()
             run_alone(llm, make_warm_up(setup, count), count)
-            warm_s = time.monotonic() - began
             found[count] = run_alone(llm, make_load(setup, ROUNDS * count, seed=count), count)
-            say(f"{count} at once, LLM", found[count], warm_s, time.monotonic() - began)
+            print(f"{count} at once, LLM: {found[count].tokens_per_s:.0f} tokens/s", flush=True)
         return found
 
 
-def run_alone(llm: LLM, load: Sequence[Wanted], at_once: int) -> Middle:
-    """Keep so many requests under way, by the steps of which `LLM.generate` is made."""
-    names = sorted({wanted.adapter for wanted in load})
+def run_alone(llm: LLM, load: Sequence[LoadRequest], at_once: int) -> Middle:
+    """Keep `at_once` requests in flight, with the internal steps of `LLM.generate`."""
+    names = sorted({wanted.adapter for wanted in load if wanted.adapter})
     resolved = dict(zip(names, llm._resolve_all(names, "raise"), strict=True))
-    stops = [StopParams(max_new_tokens=wanted.answer, ignore_eos=True) for wanted in load]
-    left = iter(zip(load, stops, strict=True))
+    left = iter(load)
     runs: list[Any] = []
     steps: list[tuple[float, int]] = []
     num_tokens = llm.status.generated_tokens
@@ -188,7 +136,8 @@ def run_alone(llm: LLM, load: Sequence[Wanted], at_once: int) -> Middle:
         num_ended = llm._num_ended
         runs = [run for run in runs if not run.is_done]
         while len(runs) < at_once and (wanted := next(left, None)) is not None:
-            runs.append(llm._make_run(wanted[0].prompt, resolved[wanted[0].adapter], None, wanted[1], None, False))
+            stop = StopParams(max_new_tokens=wanted.answer, ignore_eos=True)
+            runs.append(llm._make_run(wanted.prompt, resolved[wanted.adapter or ""], None, stop, None, False))
             llm._start(runs[-1], "raise")
         if not runs:
             break
@@ -203,45 +152,22 @@ def run_alone(llm: LLM, load: Sequence[Wanted], at_once: int) -> Middle:
     return Middle(tokens / (end - begin), gaps, [])
 
 
-# --- The server -------------------------------------------------------------------------------------------------------
-
-
 def measure_served(setup: Setup) -> dict[int, Middle]:
-    with serving(setup) as (url, process):
+    with serving(setup.folder / "log", local_flags(setup.folder) | setup.flags) as server:
         found = {}
         for count in setup.streams:
-            began = time.monotonic()
-            run_clients(setup, url, make_warm_up(setup, count), count)
-            warm_s = time.monotonic() - began
-            load, cpu_s = make_load(setup, ROUNDS * count, seed=count), sum(process.cpu_times()[:2])
-            results = run_clients(setup, url, load, count)
-            cpu_s = sum(process.cpu_times()[:2]) - cpu_s
-            found[count] = look_at(results)._replace(api_us=cpu_s / sum(wanted.answer for wanted in load) * 1e6)
-            say(f"{count} at once, over HTTP", found[count], warm_s, time.monotonic() - began)
+            server.send(make_warm_up(setup, count), count, num_clients=setup.clients)
+            load, cpu_s = make_load(setup, ROUNDS * count, seed=count), server.api_cpu_s()
+            results = server.send(load, count, num_clients=setup.clients)
+            check_complete(load, results)
+            cpu_s = server.api_cpu_s() - cpu_s
+            found[count] = find_gaps(results)._replace(api_us=cpu_s / sum(wanted.answer for wanted in load) * 1e6)
+            print(f"{count} at once, over HTTP: {found[count].tokens_per_s:.0f} tokens/s", flush=True)
         return found
 
 
-def run_clients(setup: Setup, url: str, load: Sequence[Wanted], at_once: int) -> list[dict[str, Any]]:
-    """Divide the load over client processes, and return what became of each."""
-    count = setup.clients
-    places = [(setup.folder / f"bodies-{i}.json", setup.folder / f"result-{i}.json") for i in range(count)]
-    commands = []
-    for number, (bodies, result) in enumerate(places):
-        bodies.write_text(json.dumps([wanted.body for wanted in load[number::count]]))
-        command = [sys.executable, str(Path(__file__).with_name("http_client.py")), url, str(bodies), "--path", PATH]
-        commands.append([*command, "--at-once", str(at_once // count), "--json", str(result)])
-    clients = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
-    for client in clients:
-        assert client.wait(RUN_S) == 0, "a client failed"
-    results = [json.loads(result.read_text()) for _, result in places]
-    for number, result in enumerate(results):
-        for sample, wanted in zip(result["samples"], load[number::count], strict=True):
-            assert sample["tokens"] == wanted.answer, sample["error"] or "tokens are missing"
-    return results
-
-
-def look_at(results: Sequence[dict[str, Any]]) -> Middle:
-    """Look at the middle of all clients' streams, on the clock that they share."""
+def find_gaps(results: Sequence[dict[str, Any]]) -> Middle:
+    """Evaluate the streams of all clients on the clock that they share."""
     streams = [(result["start"], sample) for result in results for sample in result["samples"]]
     arrivals = sorted((start + at, count) for start, sample in streams for at, count in sample["arrivals"])
     begin, end, tokens = find_middle(arrivals)
@@ -255,47 +181,24 @@ def look_at(results: Sequence[dict[str, Any]]) -> Middle:
     return Middle(tokens / (end - begin), gaps, firsts)
 
 
-@contextmanager
-def serving(setup: Setup) -> Iterator[tuple[str, psutil.Process]]:
-    """Run `lorax serve`; return its address and its API process."""
-    log, began = setup.folder / "log", time.monotonic()
-    folders = {"--model-id": "model", "--adapters-dir": "adapters", "--huggingface-hub-cache": "cache"}
-    paths = [word for flag, name in folders.items() for word in (flag, str(setup.folder / name))]
-    command = [sys.executable, "-m", "lorax_server.cli", "serve", "--no-hub", "--port", "0", "--device", setup.device]
-    with log.open("w") as file, subprocess.Popen([*command, *paths, *setup.flags], stderr=file, cwd=ROOT) as process:
-        try:
-            url = wait_for_url(process, log, START_S)
-            print(f"server started in {time.monotonic() - began:.1f} s", flush=True)
-            yield url, psutil.Process(process.pid)
-        except BaseException:
-            print(log.read_text()[-3000:])
-            raise
-        finally:
-            process.terminate()
-            process.wait(END_S)
-
-
-# --- Figures ----------------------------------------------------------------------------------------------------------
-
-
 def compare(count: int, alone: Middle, served: Middle) -> list[Record]:
     name, share = f"{count} streams", served.tokens_per_s / alone.tokens_per_s
 
     def ms(what: str, values: list[float], part: float) -> Record:
-        return Record(f"{name}: {what}", percentile(values, part) * 1e3, "ms", "", None)
+        return Record(f"{name}: {what}", percentile(values, part) * 1e3, "ms")
 
     return [
-        Record(f"{name}: tokens over HTTP", served.tokens_per_s, "1/s", "", None),
-        Record(f"{name}: tokens by LLM", alone.tokens_per_s, "1/s", "", None),
-        Record(f"{name}: HTTP's share", share, "of 1", "the engine alone", LEAST_SHARE),
+        Record(f"{name}: tokens over HTTP", served.tokens_per_s, "1/s"),
+        Record(f"{name}: tokens by LLM", alone.tokens_per_s, "1/s"),
+        Record(f"{name}: share of the server", share, "of 1", "LLM", MIN_SHARE),
         ms("P50 between tokens", served.gaps, 0.5),
         ms("P99 between tokens", served.gaps, 0.99),
-        ms("most between tokens", served.gaps, 1.0),
-        ms("P50 of the engine's steps alone", alone.gaps, 0.5),
-        ms("P99 of the engine's steps alone", alone.gaps, 0.99),
-        ms("P50 until the first token", served.firsts, 0.5),
-        ms("P99 until the first token", served.firsts, 0.99),
-        Record(f"{name}: CPU of the API process", served.api_us, "us for each token", "", None),
+        ms("longest time between tokens", served.gaps, 1.0),
+        ms("P50 engine step, LLM", alone.gaps, 0.5),
+        ms("P99 engine step, LLM", alone.gaps, 0.99),
+        ms("P50 time to first token", served.firsts, 0.5),
+        ms("P99 time to first token", served.firsts, 0.99),
+        Record(f"{name}: CPU of the API process", served.api_us, "us per token"),
     ]
 
 

@@ -1,15 +1,14 @@
 """Measure what structured output costs on a CPU: a small random Llama with a real vocabulary of 129k tokens.
 
 Parts: `speed` compares 32 unconstrained sequences with 32 that share a schema and 32 with a schema each; `forced`
-measures forced tokens; `first` the time to the first token with a new and a known schema; `hostile` the slowest step of
-other sequences while a hostile grammar is rejected or followed. Cases take turns and the best round counts, because
-other work on the machine only makes rounds slower. On ARM set MIMALLOC_PURGE_DELAY=1000, as the server does.
+measures forced tokens; `first` the time to the first token with a new and a known schema; `hostile` the slowest step
+of other sequences while a hostile grammar is rejected or followed. Cases take turns and the best round counts,
+because other work on the machine only makes rounds slower. On ARM set MIMALLOC_PURGE_DELAY=1000, as the server does.
 """
 
 import itertools
 import json
 import math
-import os
 import shutil
 import statistics
 import sys
@@ -25,7 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from report import Record, make_parser, report
+from harness.report import Record, make_parser, report
+from harness.schemas import make_object, make_schema
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lorax_server.build import build_engine, build_vocabulary
@@ -35,8 +35,6 @@ from lorax_server.errors import InputError
 from lorax_server.machine import shorten_turns
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.structured_output.grammars import from_grammar, from_json_schema, from_regex
-from lorax_server.structured_output.manager import MAX_FORCED
-from lorax_server.structured_output.matcher import CompiledGrammar, Ending, GrammarState
 from lorax_server.structured_output.trials import GrammarTrials
 from lorax_server.text.tokenizer import load_tokenizer
 from lorax_server.types import Output, Request, SamplingParams, StopParams, Structure
@@ -59,13 +57,6 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 KEYS = ("first_name_of_the_applicant", "date_of_the_application", "has_accepted_the_conditions", "number_of_children")
-DOCUMENT: dict[str, Any] = {
-    "first_name": "Ann",
-    "date_of_birth": "1990-02-03",
-    "employment_status": "self_employed",
-    "annual_income_in_thousands": 81,
-    "residential_address": {"street_and_number": "Weg 3", "postal_code": "30123"},
-}
 
 
 class Speed(NamedTuple):
@@ -84,28 +75,7 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def make_record(names: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": names, "required": list(names), "additionalProperties": False}
-
-
-ADDRESS = make_record({"street_and_number": {"type": "string"}, "postal_code": {"type": "string"}})
-STATUS = {"enum": ["employed", "unemployed", "self_employed", "retired"]}
-DOCUMENT_SCHEMA = make_record(
-    {name: {} for name in DOCUMENT} | {"employment_status": STATUS, "residential_address": ADDRESS}
-)
-LONG_KEYS = {"type": "array", "items": make_record({key: {"type": "boolean"} for key in KEYS}), "minItems": 10_000}
-
-
-def make_schema(number: int) -> Structure:
-    """Return an endless list of records."""
-    names = {
-        f"name_{number}": {"type": "string", "maxLength": 40},
-        f"count_{number}": {"type": "integer"},
-        "kind": {"enum": [f"kind {number + i}" for i in range(5)]},
-        "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
-        "place": {"type": "object", "properties": {"x": {"type": "number"}, "y": {"type": "number"}}},
-    }
-    return from_json_schema({"type": "array", "items": make_record(names), "minItems": 10_000})
+LONG_KEYS = {"type": "array", "items": make_object({key: {"type": "boolean"} for key in KEYS}), "minItems": 10_000}
 
 
 class Bench:
@@ -195,7 +165,7 @@ def compare_speeds(bench: Bench) -> list[Record]:
                 speeds[case].append(bench.measure_speed(structures, params))
         best = {case: find_best(measured).per_second for case, measured in speeds.items()}
         title = f"{name}, {NUM_SEQUENCES} sequences"
-        records.append(Record(f"{title}, unconstrained", best["none"], "tokens/s", "", None))
+        records.append(Record(f"{title}, unconstrained", best["none"], "tokens/s"))
         for case in list(cases)[1:]:
             ratio = best[case] / best["none"]
             records.append(Record(f"{title}, {case}", ratio, "of the speed", "unconstrained", 0.9))
@@ -218,26 +188,10 @@ def compare_forced(bench: Bench) -> list[Record]:
                 measured.append(bench.measure_speed([structure] * count, SAMPLED))
         off, on = find_best(speeds[False]), find_best(speeds[True])
         records += [
-            Record(f"long keys, {name}, fast forward", on.per_second / off.per_second, "of the speed", "off", None),
-            Record(f"long keys, {name}, tokens per step", on.per_step, "tokens", "1", None),
+            Record(f"long keys, {name}, fast forward", on.per_second / off.per_second, "of the speed", "off"),
+            Record(f"long keys, {name}, tokens per step", on.per_step, "tokens", "1"),
         ]
-    return [*records, count_forced(bench)]
-
-
-def count_forced(bench: Bench) -> Record:
-    """Follow a document as a real model would write it, and count the tokens that need no step of their own."""
-    tokenizer, vocabulary = load_tokenizer(bench.model), build_vocabulary(bench.model)
-    token_ids = tokenizer.encode(json.dumps(DOCUMENT), add_special_tokens=False)
-    compiled = CompiledGrammar(vocabulary, from_json_schema(DOCUMENT_SCHEMA).grammar)
-    state = GrammarState(compiled, Ending((1,), (), 0), fast_forward_below=tokenizer.num_ids)
-    num_steps = place = 0
-    while place < len(token_ids):  # a step samples one token, and the forced tokens after it come with it
-        state.consume(token_ids[place], MAX_FORCED)
-        place += 1
-        following = token_ids[place : place + len(state.forced)]
-        assert following == state.forced, "the document does not match its schema"
-        num_steps, place = num_steps + 1, place + len(following)
-    return Record("realistic document, tokens without a step", 1 - num_steps / len(token_ids), "share", "", None)
+    return records
 
 
 # --- Other requests ---------------------------------------------------------------------------------------------------
@@ -363,11 +317,6 @@ PARTS: dict[str, Callable[[Bench], list[Record]]] = {
 }
 
 
-def print_load() -> None:
-    loads = ", ".join(f"{load:.1f}" for load in os.getloadavg())
-    print(f"load average over 1, 5 and 15 minutes: {loads}, on {os.cpu_count()} cores", flush=True)
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
@@ -378,9 +327,7 @@ def main() -> None:
         try:
             records = list[Record]()
             for part in args.parts:
-                print_load()
                 records += PARTS[part](bench)
-            print_load()
             report(records, args.json)
         finally:
             bench.close()

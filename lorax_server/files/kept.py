@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-import tempfile
+import uuid
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -42,16 +42,14 @@ def read_kept(path: Path) -> bytes | None:
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Write a file as a whole or not at all. A folder that cannot be written costs the next start its time."""
+    """Write a file atomically. If the folder cannot be written, the next start takes longer."""
+    part = path.with_name(f".{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            try:
-                file.write(hashlib.sha256(content).digest() + content)
-                file.close()
-                os.replace(file.name, path)
-            except OSError:
-                os.unlink(file.name)
-                raise
+        try:
+            part.write_bytes(hashlib.sha256(content).digest() + content)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("%s cannot be kept for the next start: %s", path.parent, error)

@@ -22,43 +22,9 @@ MAX_COPIED_BYTES = 2**27  # of one adapter
 FolderKey = tuple[Path, tuple[tuple[str, Stamp], ...]]  # a folder, and the stamps of its files
 
 
-def check_size(path: Path, limit: int | None = None, stamp: Stamp | None = None) -> int:
-    """Refuse a path that is no file or too large, and return the limit. With a stamp, the disk is not asked."""
-    limit = limit or find_limit(path.name) or MAX_TOKENIZER_BYTES
-    if stamp is None and not path.is_file():
-        raise ConfigError(f"{path}: is not a file")
-    size = path.stat().st_size if stamp is None else size_in(stamp)
-    if size > limit:
-        raise ConfigError(f"{path}: has {size} bytes, at most {limit} are allowed")
-    return limit
-
-
-def read_bytes(path: Path, limit: int | None = None, stamp: Stamp | None = None) -> bytes:
-    """Read a plain file. With a stamp, a file that is gone or replaced is a ChangedError."""
-    try:
-        limit = check_size(path, limit, stamp)
-        with open_plain(path, stamp) as file:
-            return file.read(limit)
-    except OSError as error:
-        if stamp is not None and (isinstance(error, ChangedError) or find_stamp(path) != stamp):
-            raise ChangedError(0, "it changed after it was chosen") from error
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-
-
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object; None if there is no such file."""
-    return _parse(path, read_bytes(path)) if path.exists() else None
-
-
-def _parse(path: Path, content: bytes) -> dict[str, Any]:
-    try:
-        # A model's config may hold numbers that JSON does not know.
-        parsed = json.loads(content) if path.name == MODEL_CONFIG_FILE else parse_json(content)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is refused: {error}") from error
-    if not isinstance(parsed, dict):
-        raise ConfigError(f"{path}: is not a JSON object")
-    return parsed
+    """Read a JSON object of a model; None if there is no such file."""
+    return TokenizerFolder(path.parent).read_json(path.name)
 
 
 class TokenizerFolder:
@@ -83,25 +49,49 @@ class TokenizerFolder:
     def has(self, name: str) -> bool:
         return (self.path / name).exists() if self._stamps is None else name in self._stamps
 
+    def check(self, name: str, limit: int | None = None) -> int:
+        """Reject a path that is not a file or is too large, without reading it. Return the limit."""
+        path, stamp = self.path / name, self._stamp(name)
+        limit = limit or find_limit(path.name) or MAX_TOKENIZER_BYTES
+        if stamp is None and not path.is_file():
+            raise ConfigError(f"{path}: is not a file")
+        size = path.stat().st_size if stamp is None else size_in(stamp)
+        if size > limit:
+            raise ConfigError(f"{path}: has {size} bytes, at most {limit} are allowed")
+        return limit
+
     def read(self, name: str, limit: int | None = None) -> bytes:
+        path, stamp = self.path / name, self._stamp(name)
         try:
-            return read_bytes(self.path / name, limit, self._stamp(name))
-        except ChangedError as error:  # the source, asked again, stamps the new file
+            limit = self.check(name, limit)
+            with open_plain(path, stamp) as file:
+                return file.read(limit)
+        except OSError as error:
+            is_changed = isinstance(error, ChangedError) or find_stamp(path) != stamp
+            if stamp is None or not is_changed:
+                raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+            # The source stamps the new file when it is asked again.
             raise SourceError(f"adapter {self.path.name!r}: {name} changed after it was chosen; try again") from error
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Read a JSON object; None if there is no such file."""
-        return _parse(self.path / name, self.read(name)) if self.has(name) else None
+        if not self.has(name):
+            return None
+        path, content = self.path / name, self.read(name)
+        try:
+            # A model's config may hold numbers that JSON does not know.
+            parsed = json.loads(content) if name == MODEL_CONFIG_FILE else parse_json(content)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: is refused: {error}") from error
+        if not isinstance(parsed, dict):
+            raise ConfigError(f"{path}: is not a JSON object")
+        return parsed
 
     def read_template(self, name: str) -> str:
         try:
             return self.read(name, MAX_TEMPLATE_BYTES).decode()
         except UnicodeDecodeError as error:
             raise ConfigError(f"{self.path / name}: is not UTF-8") from error
-
-    def check(self, name: str) -> None:
-        """Refuse a path that is no file or too large, without reading it."""
-        check_size(self.path / name, stamp=self._stamp(name))
 
     def list_templates(self) -> list[str]:
         """List the folder of templates, up to one more than there may be."""

@@ -1,6 +1,6 @@
 """A matrix packed for oneDNN, which multiplies a batch by it up to twice as fast as by a plain one on a CPU.
 
-A single row is faster with the plain matrix (`benchmarks/cpu_linear.py` has the figures), so both are kept.
+A single row is faster with the plain matrix, so both are kept.
 
 oneDNN builds a kernel for every number of rows that it meets, which takes longer than to run it, and keeps a thousand
 kernels: hundreds of megabytes where they are machine code. Steps have any number of tokens, so rows are filled up to

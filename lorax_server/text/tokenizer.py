@@ -27,7 +27,7 @@ from lorax_server.files.names import (
     TOKENIZER_CONFIG_FILE,
     VOCABULARY_FILE,
 )
-from lorax_server.files.tokenizer_folder import TokenizerFolder, read_bytes, read_json
+from lorax_server.files.tokenizer_folder import TokenizerFolder, read_json
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.sandbox.task import TaskError, TaskKilledError
 from lorax_server.text.config_tokens import add_config_tokens, read_added_tokens, read_named_tokens
@@ -309,7 +309,7 @@ def _convert(files: TokenizerFolder, model_config: Path, sandbox: Sandbox) -> tu
             sandbox.submit(CONVERT, *args, tenant=f"tokenizer {files.path}").result()
         except (TaskError, TaskKilledError) as error:
             raise ConfigError(f"{files.path}: its tokenizer cannot be converted: {str(error)[:500]}") from error
-        backend = _make_backend(out / VOCABULARY_FILE, read_bytes(out / VOCABULARY_FILE))
+        backend = _make_backend(out / VOCABULARY_FILE, TokenizerFolder(out).read(VOCABULARY_FILE))
         facts = read_json(out / "converted.json")
     assert facts is not None
     backend.encode_special_tokens = facts["split_special_tokens"]

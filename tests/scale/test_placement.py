@@ -1,17 +1,15 @@
 """The choice of a replica: by the adapter's place, by load, by the prompt, and little changes when replicas change."""
 
-import importlib
 import math
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lorax_server.scale.placement import PATIENCE, SLACK, TOLERANCE, ReplicaChooser, Report, Wanted, hash_name
+from tests.scale.simulation import Cluster, Simulation
 
 REPLICAS = ("a", "b", "c", "d")
-BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 
 
 @pytest.fixture
@@ -153,22 +151,20 @@ def test_no_replica_is_no_choice() -> None:
     assert ReplicaChooser().choose(Wanted(1), 0) is None
 
 
-@pytest.fixture
-def simulation(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("replica_simulation")
-
-
-def test_a_simulated_cluster_hits_and_is_even(simulation: Any) -> None:
-    cluster = simulation.Cluster(replicas=10, adapters=1_000, capacity=120, in_flight=20)
-    ours = simulation.Simulation(cluster)
+@pytest.mark.parametrize(
+    ("cluster", "requests"),
+    [(Cluster(10, 1_000, 120), 10_000), pytest.param(Cluster(), 100_000, marks=pytest.mark.slow)],
+    ids=["10 replicas", "100 replicas"],
+)
+def test_simulated_cluster_hits_adapters_and_balances_load(cluster: Cluster, requests: int) -> None:
+    ours = Simulation(cluster)
     ours.warm_up()
-    outcome = ours.run(10_000)
+    outcome = ours.run(requests)
     assert outcome.hits > 0.95
     assert outcome.load_spread < 1.3
     before = ours.owners()
     gone = set(ours.leave(0.1))
     assert all(owner == before[name] for name, owner in ours.owners().items() if before[name] not in gone)
-    chance = simulation.Simulation(cluster, "random")
+    chance = Simulation(cluster, is_random=True)
     chance.warm_up()
-    assert chance.run(5_000).hits < 0.7
+    assert chance.run(requests // 2).hits < 0.7

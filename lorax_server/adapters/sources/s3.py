@@ -1,25 +1,22 @@
-"""Adapters from an S3 bucket.
+"""Adapters and base models from an S3 bucket, with the server's own credentials; request tokens are ignored.
 
-The server's own credentials decide what can be read; a request's token plays no part.
+boto3 sends the requests, `download.py` transfers the files and says why.
 """
 
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lorax_server.adapters.sources.caches import FolderCache
-from lorax_server.adapters.sources.disk_budget import DiskBudget
 from lorax_server.adapters.sources.remote import RemoteSource
 from lorax_server.adapters.sources.source import AdapterFiles
-from lorax_server.errors import AdapterAccessError, AdapterNotFoundError, ConfigError, SourceError
-from lorax_server.files.adapter_files import TEMPLATES_FOLDER, known_files
+from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoundError, ConfigError, SourceError
+from lorax_server.files.adapter_files import TEMPLATES_FOLDER
 
 CHUNK_BYTES = 2**16
 MD5 = re.compile(r"[0-9a-f]{32}")
@@ -41,32 +38,27 @@ class S3Source(RemoteSource):
         prefix: str = "",
         endpoint_url: str | None = None,
         client: Any = None,
-        timeout_s: float = 10.0,
-        budget: DiskBudget | None = None,
-        choose: Callable[[Collection[str]], Sequence[str]] = known_files,  # the files of an adapter among those listed
-        num_threads: int = 1,  # files to download at once
+        **options: Any,
     ) -> None:
-        super().__init__(FolderCache(cache_dir), budget or DiskBudget(cache_dir), timeout_s)
-        self._budget.add(self._cache)
+        super().__init__(cache_dir, **options)
+        if self._budget is not None:
+            self._budget.add(cache_dir)
         self._bucket = bucket
-        self._cache_dir = cache_dir
         self._prefix = prefix.strip("/")
-        self._client = client or _connect(endpoint_url, timeout_s)
-        self._choose = choose
-        self._num_threads = num_threads
+        self._client = client or _make_client(endpoint_url, self._timeout_s)
 
     def authorize(self, name: str, token: str | None) -> None:  # noqa: ARG002 - see the module's docstring
         """Allow all names that exist."""
-        with _asking(name):
+        with self._requesting(name):
             listed = self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._folder(name), MaxKeys=1)
         if not listed.get("Contents"):
-            raise _not_found(name)
+            raise self._not_found(name)
 
     def find(self, name: str, token: str | None) -> AdapterFiles:  # noqa: ARG002
         folder = self._folder(name)
         listed, subfolders = self._list(folder, name)
         if not listed:
-            raise _not_found(name)
+            raise self._not_found(name)
         if f"{TEMPLATES_FOLDER}/" in subfolders:
             templates, _ = self._list(f"{folder}{TEMPLATES_FOLDER}/", name)
             listed |= {f"{TEMPLATES_FOLDER}/{file}": item for file, item in templates.items()}
@@ -75,24 +67,31 @@ class S3Source(RemoteSource):
         sizes, etags = {file: listed[file][0] for file in files}, {file: listed[file][1] for file in files}
         return AdapterFiles(self.kind, name, version, sizes, etags)
 
-    def _folder_of(self, files: AdapterFiles) -> Path:
-        version = repr((self._bucket, self._folder(files.name), files.version))
-        return self._cache_dir / hashlib.sha256(version.encode()).hexdigest()
+    def _repo_folder(self, name: str) -> Path:
+        return self._cache_dir / hashlib.sha256(repr((self._bucket, self._folder(name))).encode()).hexdigest()
 
-    def _path_of(self, files: AdapterFiles, file: str) -> Path:
-        return self._folder_of(files) / file
+    def _blob_name(self, files: AdapterFiles, file: str) -> str:
+        return hashlib.sha256(repr((file, files.sizes[file], files.tags[file])).encode()).hexdigest()
 
-    def _download_all(self, files: AdapterFiles, paths: Mapping[str, Path], token: str | None) -> None:  # noqa: ARG002
-        with ThreadPoolExecutor(self._num_threads) as pool:
-            list(pool.map(partial(self._download_file, files), paths, paths.values()))
+    def _connect(self, token: str | None) -> AbstractContextManager[Any]:  # noqa: ARG002
+        return nullcontext(self._client)
 
-    def _download_file(self, files: AdapterFiles, file: str, path: Path) -> None:
-        # The tag makes sure that we read the bytes that were found, not a later version.
-        request = {"Bucket": self._bucket, "Key": self._folder(files.name) + file, "IfMatch": files.tags[file]}
-        with _asking(files.name):
-            head = self._client.head_object(**request, ChecksumMode="ENABLED")
-        open_at = partial(self._open, files.name, request)
-        self._download(files, file, path, open_at, partial(_is_right, head=head))
+    @contextmanager
+    def _open(self, client: Any, files: AdapterFiles, file: str, offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
+        range_header = {"Range": f"bytes={offset}-"} if offset else {}
+        with self._requesting(files.name):
+            reply = client.get_object(**self._object(files, file), **range_header)
+            with closing(reply["Body"]) as body:
+                # A store may ignore the range, and send the whole file.
+                yield offset if "ContentRange" in reply else 0, body.iter_chunks(CHUNK_BYTES)
+
+    def _make_check(self, client: Any, files: AdapterFiles, file: str) -> Callable[[Path], bool]:
+        with self._requesting(files.name):
+            return partial(_is_valid, head=client.head_object(**self._object(files, file), ChecksumMode="ENABLED"))
+
+    def _object(self, files: AdapterFiles, file: str) -> dict[str, str]:
+        # The tag selects the version that `find` saw.
+        return {"Bucket": self._bucket, "Key": self._folder(files.name) + file, "IfMatch": files.tags[file]}
 
     def _list(self, folder: str, name: str) -> tuple[dict[str, tuple[int, str]], set[str]]:
         """List a folder: size and tag of each file, and the names of its subfolders."""
@@ -102,7 +101,7 @@ class S3Source(RemoteSource):
         )
         listed: dict[str, tuple[int, str]] = {}
         subfolders: set[str] = set()
-        with _asking(name):
+        with self._requesting(name):
             for page in islice(pages, MAX_PAGES):
                 items = page.get("Contents", ())
                 listed |= {item["Key"].removeprefix(folder): (item["Size"], item["ETag"]) for item in items}
@@ -118,20 +117,38 @@ class S3Source(RemoteSource):
         names = path.rstrip("/").split("/")
         # Keys are flat, but a store that keeps them as files may see a path in them.
         if "\\" in path or set(names) & {"", ".", ".."}:
-            raise _not_found(name)
+            raise self._not_found(name)
         return "/".join([self._prefix, *names]).lstrip("/") + "/"
 
     @contextmanager
-    def _open(self, name: str, request: Mapping[str, str], offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
-        range_header = {"Range": f"bytes={offset}-"} if offset else {}
-        with _asking(name):
-            reply = self._client.get_object(**request, **range_header)
-            with closing(reply["Body"]) as body:
-                # A store may ignore the range, and send the whole file.
-                yield offset if "ContentRange" in reply else 0, body.iter_chunks(CHUNK_BYTES)
+    def _requesting(self, name: str) -> Iterator[None]:
+        from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 - an extra
+
+        what = self._what(name)
+        try:
+            yield
+        except ClientError as error:
+            raise self._refusal(name, error.response["ResponseMetadata"].get("HTTPStatusCode", 0)) from error
+        except KeyError as error:
+            raise SourceError(f"{what}: the bucket's answer has no {error}; is it a bucket?") from error
+        except BotoCoreError as error:
+            raise SourceError(f"{what}: the bucket cannot be read ({type(error).__name__}); {ADVICE}") from error
+
+    def _refusal(self, name: str, status: int) -> AdapterError:
+        what = self._what(name)
+        if status in (401, 403):
+            return AdapterAccessError(f"{what}: the bucket refuses the server's credentials ({status}); check them")
+        if status == 404:
+            return self._not_found(name)
+        if status == 412:
+            return SourceError(f"{what}: its files changed while they were fetched; try again")
+        return SourceError(f"{what}: the bucket answers with status {status}; {ADVICE}")
+
+    def _not_found(self, name: str) -> AdapterNotFoundError:
+        return AdapterNotFoundError(f"{self._what(name)}: the server's bucket has no such folder; check the name")
 
 
-def _connect(endpoint_url: str | None, timeout_s: float) -> Any:
+def _make_client(endpoint_url: str | None, timeout_s: float) -> Any:
     try:
         import boto3  # noqa: PLC0415 - an extra
         from botocore.config import Config  # noqa: PLC0415 - an extra
@@ -143,39 +160,8 @@ def _connect(endpoint_url: str | None, timeout_s: float) -> Any:
     return boto3.Session().client("s3", endpoint_url=endpoint_url, config=config)
 
 
-@contextmanager
-def _asking(name: str) -> Iterator[None]:
-    from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 - an extra
-
-    try:
-        yield
-    except ClientError as error:
-        raise _refusal(name, error.response["ResponseMetadata"].get("HTTPStatusCode", 0)) from error
-    except KeyError as error:
-        raise SourceError(f"adapter {name!r}: the bucket's answer has no {error}; is it a bucket?") from error
-    except BotoCoreError as error:
-        reason = type(error).__name__
-        raise SourceError(f"adapter {name!r}: the bucket cannot be read ({reason}); {ADVICE}") from error
-
-
-def _refusal(name: str, status: int) -> Exception:
-    if status in (401, 403):
-        return AdapterAccessError(
-            f"adapter {name!r}: the bucket refuses the server's credentials ({status}); check them"
-        )
-    if status == 404:
-        return _not_found(name)
-    if status == 412:
-        return SourceError(f"adapter {name!r}: its files changed while they were fetched; try again")
-    return SourceError(f"adapter {name!r}: the bucket answers with status {status}; {ADVICE}")
-
-
-def _not_found(name: str) -> AdapterNotFoundError:
-    return AdapterNotFoundError(f"adapter {name!r}: the server's bucket has no such folder; check the name")
-
-
-def _is_right(path: Path, head: Mapping[str, Any]) -> bool:
-    """Check a file by sha256 where the store knows it, by md5 where the tag is one; otherwise accept its size."""
+def _is_valid(path: Path, head: Mapping[str, Any]) -> bool:
+    """Verify a file by sha256 if the store has it, by md5 if the tag is an md5; otherwise accept its size."""
     expected, etag = str(head.get("ChecksumSHA256", "")), str(head.get("ETag", "")).strip('"')
     # The tag of an object that is encrypted with its owner's keys looks like an md5 and is none.
     is_encrypted = head.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in head

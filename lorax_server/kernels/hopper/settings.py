@@ -5,7 +5,7 @@ from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
-TABLE = "settings.json"  # benchmarks/tune_linears.py makes it
+TABLE = "settings.json"  # measured on an H200
 
 
 class LinearSetting(NamedTuple):

@@ -1,5 +1,3 @@
-import logging
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,7 +6,6 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from lorax_server.adapters.sources import download as module
 from lorax_server.adapters.sources.download import Download, download
 from lorax_server.errors import SourceError
 
@@ -23,7 +20,7 @@ def fake(path: Path, content: bytes = CONTENT, **options: Any) -> Download:
         yield offset, (content[start : start + 256] for start in range(offset, len(content), 256))
 
     given: dict[str, Any]
-    given = {"is_right": lambda part: part.read_bytes() == CONTENT, "open_at": open_at, "timeout_s": 10.0}
+    given = {"is_valid": lambda part: part.read_bytes() == CONTENT, "open_at": open_at, "timeout_s": 10.0}
     return Download(what="the file", path=path, size=len(CONTENT), **given | options)
 
 
@@ -57,11 +54,3 @@ def test_a_wrong_part_is_thrown_away(tmp_path: Path, part: bytes) -> None:
 def test_another_process_that_never_ends_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     with FileLock(tmp_path / "file.lock"), pytest.raises(SourceError, match="the file: another request is still"):
         download(fake(tmp_path / "file", timeout_s=0.1))
-
-
-def test_progress_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger=module.__name__)
-    seconds = iter(range(1000))
-    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
-    download(fake(tmp_path / "file", timeout_s=1000.0))
-    assert caplog.messages == ["the file: 1536 of 2560 bytes, 60%"]

@@ -12,6 +12,7 @@ import httpx2
 import pytest
 from huggingface_hub import close_session, constants, hf_hub_download, scan_cache_dir
 
+from lorax_server.adapters.sources import remote
 from lorax_server.adapters.sources.hub import HubSource
 from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoundError, SourceError
 from tests.adapters.sources.adapters import ADAPTER, OTHERS, WEIGHTS, accept, check_contents, fetch, front
@@ -392,6 +393,17 @@ def test_a_server_that_knows_no_ranges_sends_all_again(hub: HubServer, source: H
     hub.knows_ranges = False
     hub.faults[WEIGHTS] = Fault(times=1, cut_after=100_000)
     check_contents(fetch(source, NAME))
+
+
+def test_progress_is_logged(
+    hub: HubServer, source: HubSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote, "LOG_EVERY_S", 0.0)
+    caplog.set_level(logging.INFO, logger=remote.__name__)
+    hub.faults[WEIGHTS] = Fault(times=1, cut_after=100_000)
+    fetch(source, NAME)
+    assert caplog.messages[-1].startswith(f"adapter '{NAME}': ")
+    assert caplog.messages[-1].endswith(" of 400032 bytes, 99%")  # the last chunk is not on the disk yet
 
 
 DAMAGE = {

@@ -1,9 +1,8 @@
-"""Comparison of answers with transformers and PEFT, token by token.
+"""Compare generated tokens with transformers and PEFT.
 
-The reference reads a prompt and our answer at once, in float32, and gives scores for every token of the answer. A token
-is `gap` below the best one there. Rounding to 8 bits alone moves scores, so the same is asked of transformers in
-bfloat16: the tokens that it would choose have gaps, too. Ours may be twice as far below the best as the furthest of
-those. The comparison is made without the adapter as well, to show that it can fail.
+The reference reads prompt and completion in float32. The gap of a token is the difference of its score and the best
+score. Rounding to bfloat16 moves scores, so the gaps of the tokens that transformers would choose in bfloat16 set the
+tolerance: twice their largest gap. The comparison without the adapter shows that it can fail.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,51 +14,68 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-ALLOWED = 2.0  # times the furthest of the tokens that transformers chooses in bfloat16
-LEAST = 1e-3  # is allowed, where these are all the best
+from harness.report import Record
+
+MAX_RATIO = 2.0  # to the largest gap of transformers in bfloat16
+MIN_TOLERANCE = 1e-3
 
 
 class Sample(NamedTuple):
-    """An answer, and the adapter that gave it."""
+    """A completion and its adapter."""
 
     adapter: str | None
     prompt: list[int]
-    answer: list[int]
+    completion: list[int]
 
 
 class Agreement(NamedTuple):
-    """The tokens that agree, and those that would by mistake."""
+    """Result of a comparison."""
 
     num_tokens: int
     num_equal: int  # tokens with the best score
-    num_near: int  # tokens whose score is near the best
+    num_near: int  # tokens within the tolerance
     mean_gap: float
     largest_gap: float
     tolerance: float
-    peer_equal: int  # of the tokens that transformers chooses in bfloat16
+    peer_equal: int  # tokens of transformers in bfloat16 with the best score
     peer_mean_gap: float
-    num_adapted: int  # tokens of adapters
-    num_near_base: int  # tokens of these that would pass if the reference had no adapter
+    num_adapted: int  # tokens with an adapter
+    num_near_base: int  # of these, tokens that would pass without the adapter
+
+    def make_records(self, name: str) -> list[Record]:
+        tokens, peer, own_error = self.num_tokens, "transformers and PEFT in float32", max(self.peer_mean_gap, 1e-6)
+        print(
+            f"{name}: {self.num_equal} of {tokens} tokens have the best score (transformers in bfloat16: "
+            f"{self.peer_equal}), {self.num_near} are within {self.tolerance:.3f}; largest gap {self.largest_gap:.3f}; "
+            f"without adapters {self.num_near_base} of {self.num_adapted} would pass",
+            flush=True,
+        )
+        own = f"{own_error:.4f} of transformers in bfloat16"
+        return [
+            Record(f"{name}, tokens within rounding of the best", self.num_near / tokens, "share", peer, 1.0),
+            Record(f"{name}, tokens that are the best", self.num_equal / tokens, "share", peer),
+            Record(f"{name}, mean gap", self.mean_gap / own_error, "x", own, 1.5, at_most=True),
+        ]
 
 
 @torch.inference_mode()
 def compare(folder: Path, samples: Sequence[Sample], model: Any = None) -> Agreement:
-    """Compare answers with the folder's model, which is `model` if that is loaded. It is float32 after this."""
+    """Compare completions with the model in the folder. A loaded `model` is converted to float32."""
     model = load_model(folder / "model") if model is None else model
     chosen = [adapted.argmax(dim=1) for adapted, _ in _score_all(model, folder, samples)]
     ours, peers, base = [], [], []
     scores = _score_all(model.float(), folder, samples)
     for sample, best, (adapted, plain) in zip(samples, chosen, scores, strict=True):
-        answer = torch.tensor(sample.answer)
-        ours.append(_find_gaps(adapted, answer))
+        completion = torch.tensor(sample.completion)
+        ours.append(_find_gaps(adapted, completion))
         peers.append(_find_gaps(adapted, best))
-        base += [_find_gaps(plain, answer)] if sample.adapter is not None else []
+        base += [_find_gaps(plain, completion)] if sample.adapter is not None else []
     return _summarize(torch.cat(ours), torch.cat(peers), torch.cat([torch.empty(0), *base]))
 
 
 def _summarize(ours: torch.Tensor, peers: torch.Tensor, base: torch.Tensor) -> Agreement:
-    """Count gaps: of our tokens, of transformers' in bfloat16, and of ours if the reference had no adapter."""
-    tolerance = max(ALLOWED * float(peers.max()), LEAST)
+    """Count gaps of our tokens, of transformers in bfloat16, and of our tokens without the adapter."""
+    tolerance = max(MAX_RATIO * float(peers.max()), MIN_TOLERANCE)
     return Agreement(
         num_tokens=len(ours),
         num_equal=int((ours <= 0).sum()),
@@ -75,7 +91,7 @@ def _summarize(ours: torch.Tensor, peers: torch.Tensor, base: torch.Tensor) -> A
 
 
 def _score_all(model: Any, folder: Path, samples: Sequence[Sample]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the scores of each answer's tokens, with the adapter and without."""
+    """Yield the scores of each completion with and without the adapter."""
     for sample in samples:
         if sample.adapter is None:
             plain = _score(model, sample)
@@ -84,7 +100,7 @@ def _score_all(model: Any, folder: Path, samples: Sequence[Sample]) -> Iterator[
         adapter: Any = PeftModel.from_pretrained(
             model, folder / "adapters" / sample.adapter, autocast_adapter_dtype=False, low_cpu_mem_usage=True
         )
-        for parameter in adapter.parameters():  # not buffers: the model's frequencies are float32 whatever its dtype is
+        for parameter in adapter.parameters():  # not buffers: RoPE frequencies stay float32
             parameter.data = parameter.data.to(model.dtype)
         adapter.eval()
         adapted = _score(adapter, sample)
@@ -94,7 +110,7 @@ def _score_all(model: Any, folder: Path, samples: Sequence[Sample]) -> Iterator[
 
 
 def load_model(folder: Path) -> Any:
-    """Load the model in bfloat16, as it is stored. On a GPU the files go straight to it."""
+    """Load the model in bfloat16, directly to the GPU if there is one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with device:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
@@ -106,8 +122,8 @@ def load_model(folder: Path) -> Any:
 
 
 def _score(model: Any, sample: Sample) -> torch.Tensor:
-    ids = torch.tensor([sample.prompt + sample.answer[:-1]], device=next(model.parameters()).device)
-    logits: torch.Tensor = model(ids, use_cache=False, logits_to_keep=len(sample.answer)).logits[0].float().cpu()
+    ids = torch.tensor([sample.prompt + sample.completion[:-1]], device=next(model.parameters()).device)
+    logits: torch.Tensor = model(ids, use_cache=False, logits_to_keep=len(sample.completion)).logits[0].float().cpu()
     return logits
 
 

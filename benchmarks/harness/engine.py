@@ -1,9 +1,8 @@
-"""Shared code of the benchmarks of the whole engine: random files, an `LLM` over them, the times of its steps."""
+"""An `LLM` over random files whose engine steps are timed."""
 
 import argparse
 import logging
 import random
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,18 +11,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gpu_model import ALL_MODULES, LLAMA_8B, TINY, ModelShape, make_adapter, make_adapters, make_model
 
+from harness import report
+from harness.files import (
+    ALL_MODULES,
+    LLAMA_8B,
+    TINY,
+    ModelShape,
+    make_adapter,
+    make_adapters,
+    make_model,
+    scratch_folder,
+)
 from lorax_server.llm import LLM
 from lorax_server.types import Output, Request, SamplingParams, StopParams
 
-FIRST_WORD = 256  # of the tokenizer's tokens, after the bytes
+FIRST_WORD = 256  # the first token id that is not a byte
 MAX_ROWS = 256
-ADAPTER_BYTES, ADAPTER_HOST_BYTES = 24 * 2**30, 34 * 2**30  # on the device 256 of rank 16, on the host others beside
+ADAPTER_BYTES = 24 * 2**30  # device memory for 256 adapters of rank 16
+ADAPTER_HOST_BYTES = 34 * 2**30
 
 
 class Adapter(NamedTuple):
-    """An adapter to be made."""
+    """Description of a random adapter."""
 
     name: str
     rank: int = 16
@@ -35,7 +45,7 @@ class Adapter(NamedTuple):
         return self.name.startswith("adapter-")
 
     def count_bytes(self, shape: ModelShape) -> int:
-        """Count the bytes that a step reads of it."""
+        """Count the bytes that a step reads."""
         widths = sum(sum(shape.linears[module]) for module in self.modules)
         factors = sum(shape.linears[module][0] for module in self.modules) if self.use_dora else 0
         return 2 * shape.num_hidden_layers * (self.rank * widths + factors)
@@ -46,14 +56,14 @@ def plain_adapters(count: int) -> tuple[Adapter, ...]:
 
 
 class Mark(NamedTuple):
-    """The end of a step: when it was, and how many sequences got a token."""
+    """The end of a step: its time, and the number of sequences that received a token."""
 
     at: float
     num_tokens: int
 
 
 class StepClock:
-    """Notes the end of every step of an LLM's engine. What the LLM does between two steps is part of the second one."""
+    """Record the end of every engine step. Work of the LLM between two steps counts for the second step."""
 
     def __init__(self, llm: LLM) -> None:
         self.marks: list[Mark] = []
@@ -89,13 +99,13 @@ class Bench(NamedTuple):
     def generate(
         self, prompts: Sequence[list[int]], max_new_tokens: int, adapters: Sequence[str | None], **sampling: Any
     ) -> list[list[int]]:
-        """Answer prompts with exactly so many tokens each."""
+        """Generate exactly `max_new_tokens` for each prompt."""
         stop = StopParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-        answers = self.llm.generate(prompts, SamplingParams(**sampling), stop, adapter=adapters, progress=False)
-        return [answer.token_ids for answer in answers]
+        completions = self.llm.generate(prompts, SamplingParams(**sampling), stop, adapter=adapters, progress=False)
+        return [completion.token_ids for completion in completions]
 
     def load(self, adapters: Iterable[Adapter]) -> float:
-        """Bring adapters to the device by requests that need them, and return the seconds that this takes."""
+        """Load adapters to the device by requests that use them. Return the seconds."""
         names = [adapter.name for adapter in adapters]
         begin = time.monotonic()
         self.generate([[FIRST_WORD]] * len(names), 1, names)
@@ -107,35 +117,32 @@ class Bench(NamedTuple):
         return [[choice.randint(FIRST_WORD, last_word) for _ in range(length)] for _ in range(count)]
 
     def add_to_engine(self, first_id: int, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
-        """Give the engine requests that are none of the LLM's, between two steps."""
+        """Add requests to the engine that the LLM does not know."""
         stop = StopParams(max_new_tokens=max_new_tokens, ignore_eos=True)
         for number, prompt in enumerate(prompts):
             self.llm._engine.add(Request(first_id + number, prompt, SamplingParams(), stop))
 
 
 def make_parser(description: str | None, has_folder: bool = True) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
+    parser = report.make_parser(description)
     if has_folder:
         parser.add_argument(
-            "--folder", type=Path, help="where model and adapters are, or are made; else a temporary one in memory"
+            "--folder", type=Path, help="model and adapter files, created if missing (default: temporary)"
         )
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, for a machine without a GPU")
+    parser.add_argument("--tiny", action="store_true", help="tiny model, for a machine without a GPU")
     return parser
 
 
 @contextmanager
 def open_bench(args: argparse.Namespace, adapters: Sequence[Adapter], **settings: Any) -> Iterator[Bench]:
-    """Make the files that are missing, and start an engine over them."""
+    """Create missing files and start an engine."""
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)6d ms  %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    print(f"{describe_device()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     shape = TINY if args.tiny else LLAMA_8B
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="lorax-bench-", dir=memory if memory.is_dir() else None) as scratch:
-        folder = args.folder or Path(scratch)
-        begin = time.monotonic()
+    with scratch_folder() as scratch:
+        folder = args.folder or scratch
         make_files(folder, shape, adapters)
-        print(f"files made in {time.monotonic() - begin:.1f} s", flush=True)
         if not args.tiny:
             settings |= {"adapter_bytes": ADAPTER_BYTES, "adapter_host_bytes": ADAPTER_HOST_BYTES}
         begin = time.monotonic()
@@ -145,14 +152,13 @@ def open_bench(args: argparse.Namespace, adapters: Sequence[Adapter], **settings
 
 
 def make_files(folder: Path, shape: ModelShape, adapters: Sequence[Adapter]) -> None:
-    """Make the model, and those of the adapters that are not there. Contents follow from the adapter's name."""
-    if not (folder / "model/tokenizer_config.json").exists():  # the last file of a model
+    """Write the model and the adapters that do not exist. Adapter weights follow from the adapter name."""
+    if not (folder / "model/tokenizer_config.json").exists():  # the last file that is written
         make_model(folder / "model", shape)
     missing = [one for one in adapters if not (folder / "adapters" / one.name / "adapter_config.json").exists()]
     (folder / "adapters").mkdir(exist_ok=True)
-    num_plain = sum(one.is_plain for one in adapters)
     if any(one.is_plain for one in missing):
-        make_adapters(folder / "adapters", shape, num_plain)
+        make_adapters(folder / "adapters", shape, sum(one.is_plain for one in adapters))
 
     def make(one: Adapter) -> None:
         seed = int.from_bytes(one.name.encode(), "little")

@@ -1,10 +1,11 @@
-"""Adapters made directly in host memory, and an executor that notes the times of steps and loads."""
+"""Adapters created in host memory, and an executor that records the times of steps and adapter loads."""
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,13 +16,13 @@ from lorax_server.distributed import FakeGroup
 from lorax_server.kernels import Field, find_max_rank
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
-from lorax_server.plan import Capabilities, Load, Prepared, StepPlan, StepResult
+from lorax_server.plan import Load, Prepared, StepPlan, StepResult
 from lorax_server.worker.preparer import Preparer
 from lorax_server.worker.worker import Worker
 
 
 class HostPool(Preparer):
-    """A preparer that has many adapters ready, and prepares all others as usual."""
+    """A preparer with many adapters in host memory. Other adapters are prepared as usual."""
 
     def __init__(self, model: PagedCausalLM, hosts: Sequence[HostAdapter]) -> None:
         dtype = model.lm_head.linear.weight.dtype
@@ -43,7 +44,7 @@ def name_of(adapter: int) -> str:
 
 
 def make_hosts(model: PagedCausalLM, count: int, rank: int) -> list[HostAdapter]:
-    """Make adapters at all linears, each of numbers that begin elsewhere in one random pool."""
+    """Create adapters for all linear layers, as slices of one pool of random numbers."""
     targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
     table, end, unit = empty_table(len(targets)), 0, UNIT_BYTES // dtype.itemsize
     for index, target in enumerate(targets.values()):
@@ -65,34 +66,30 @@ def make_hosts(model: PagedCausalLM, count: int, rank: int) -> list[HostAdapter]
 
 @dataclass
 class Step:
-    """One step as the worker saw it."""
+    """One step of the worker."""
 
     rows: int
     has_prompt: bool
-    is_loading: bool  # at some time from its submission to its end
+    is_loading: bool  # at some time between submission and result
     ended_at: float = 0.0
-    gap: float = 0.0  # since the end of the step before
+    gap: float = 0.0  # since the result of the step before
 
 
-@dataclass
 class Watch:
-    """An executor that notes the times of a worker's steps and loads."""
+    """An executor that records the times of steps and adapter loads."""
 
-    worker: Worker
-    steps: list[Step] = field(default_factory=list)
-    loading: Counter[int] = field(default_factory=Counter)
-    num_ended: int = 0
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.steps: list[Step] = []
+        self.num_ended = 0
+        self._loading: Counter[int] = Counter()
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.worker.capabilities
-
-    def on_news(self, notify: Callable[[], None]) -> None:
-        self.worker.on_news(notify)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.worker, name)
 
     def submit(self, plan: StepPlan) -> None:
-        self.loading.update(op.index for op in plan.adapter_ops if isinstance(op, Load))
-        is_loading = self.loading.total() > 0
+        self._loading.update(op.index for op in plan.adapter_ops if isinstance(op, Load))
+        is_loading = self._loading.total() > 0
         for step in self.steps[self.num_ended :]:
             step.is_loading |= is_loading
         self.steps.append(Step(len(plan.rows), bool((plan.counts > 1).any()), is_loading))
@@ -104,16 +101,10 @@ class Watch:
         step = self.steps[self.num_ended]
         step.ended_at, step.gap = now, now - before.ended_at if before is not None else 0.0
         self.num_ended += 1
-        self.loading.subtract(result.loaded)
+        self._loading.subtract(result.loaded)
         return result
-
-    def take_prepared(self) -> list[Prepared]:
-        return self.worker.take_prepared()
 
     def take_loaded(self) -> list[int]:
         loaded = self.worker.take_loaded()
-        self.loading.subtract(loaded)
+        self._loading.subtract(loaded)
         return loaded
-
-    def close(self) -> None:
-        self.worker.close()

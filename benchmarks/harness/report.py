@@ -1,21 +1,24 @@
-"""Reports of the benchmarks' figures: a table for people, a JSON file for machines."""
+"""Benchmark results: a table on the terminal and, with `--json FILE`, a JSON file."""
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+FIELDS = ("name", "value", "unit", "peer", "goal", "met")
 
 
 @dataclass(frozen=True)
 class Record:
-    """One measured claim. `met` is computed from the value and the goal, never given."""
+    """One measured value. `met` follows from the value and the goal."""
 
     name: str
     value: float
     unit: str
-    peer: str
-    goal: float | None
-    at_most: bool = False  # the goal is a limit
+    peer: str = ""
+    goal: float | None = None
+    at_most: bool = False  # the goal is an upper bound
 
     @property
     def met(self) -> bool | None:
@@ -23,29 +26,21 @@ class Record:
             return None
         return self.value <= self.goal if self.at_most else self.value >= self.goal
 
-    def as_json(self) -> dict[str, object]:
-        return {
-            "name": self.name,
-            "value": self.value,
-            "unit": self.unit,
-            "peer": self.peer,
-            "goal": self.goal,
-            "met": self.met,
-        }
-
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description)
+    """Return a parser with `--json`. The description is usually the docstring of the script."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
     return parser
 
 
-def parse_args(description: str | None) -> argparse.Namespace:
-    return make_parser(description).parse_args()
+def percentile(values: Sequence[float], part: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(int(part * len(ordered)), len(ordered) - 1)]
 
 
-def report(records: list[Record], path: Path | None) -> None:
-    """Print the records as a table and, if asked, write them as JSON."""
+def report(records: Sequence[Record], path: Path | None) -> None:
+    """Print the records as a table. Write them as JSON if `path` is set."""
     width = max(len(record.name) for record in records)
     print(f"\n{'':{width}}  {'value':>10}  {'goal':>6}  met   unit")
     for record in records:
@@ -54,4 +49,5 @@ def report(records: list[Record], path: Path | None) -> None:
         unit = f"{record.unit}, against {record.peer}" if record.peer else record.unit
         print(f"{record.name:{width}}  {record.value:10.3f}  {goal:>6}  {met:4}  {unit}")
     if path is not None:
-        path.write_text(json.dumps([record.as_json() for record in records], indent=2) + "\n")
+        rows = [{name: getattr(record, name) for name in FIELDS} for record in records]
+        path.write_text(json.dumps(rows, indent=2) + "\n")

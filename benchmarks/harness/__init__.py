@@ -1,0 +1,1 @@
+"""Shared benchmark code: models and adapters, load generation, GPU timing, reports."""
