@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lorax_server.generation.stopping import FinishReason
-from lorax_server.models.types import AlternativeTokens, GeneratedText, Generation, NextTokens
+from lorax_server.models.contract.types import AlternativeTokens, GeneratedText, Generation, NextTokens
 from lorax_server.pb import generate_pb2 as pb
 from tests.models.driving import request, run
 from tests.models.tiny import Zoo
@@ -168,7 +168,7 @@ STEPS = """
 from types import SimpleNamespace
 import torch
 from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
-from lorax_server.sampling import NextTokenChooser
+from lorax_server.models.contract.next_token_chooser import NextTokenChooser
 from lorax_server.generation.stopping import StoppingCriteria
 from lorax_server.types import SamplingParams, StopParams
 
@@ -177,7 +177,7 @@ prompts, stop = [[5, 9, 20], [7]], StopParams(max_new_tokens=4, ignore_eos=True)
 requests = [SimpleNamespace(id=i, adapter_index=0, prefill_logprobs=i == 0) for i in range(2)]
 choosers = [NextTokenChooser(SamplingParams(), stop, len(prompt)) for prompt in prompts]
 stops = [StoppingCriteria(stop) for _ in prompts]
-batch, tokens = CausalLMBatch.from_prompts(3, requests, prompts, choosers, stops, 0, lm.device), {0: [], 1: []}
+batch, tokens = CausalLMBatch.from_prompts(requests, prompts, choosers, stops, 0, lm.device, batch_id=3), {0: [], 1: []}
 while batch is not None:
     generations, batch = lm.generate_token(batch)
     for each in generations:
@@ -199,7 +199,7 @@ def run_without_protobuf(code: str, *arguments: str) -> str:
 def test_models_and_sampling_need_no_protobuf_and_messages_do() -> None:
     code = (
         "import lorax_server.models.causal_lm, lorax_server.sampling\n"
-        "from lorax_server.models.types import messages\n"
+        "from lorax_server.models.contract.types import messages\n"
         "try: messages()\nexcept ModuleNotFoundError as error: print(error.name.split('.')[0])"
     )
     assert run_without_protobuf(code) == "google"

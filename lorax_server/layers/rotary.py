@@ -13,7 +13,7 @@ from torch import nn
 
 from lorax_server.errors import ConfigError
 from lorax_server.kernels import CosSin
-from lorax_server.layers.attention import Context
+from lorax_server.layers.attention import PagedContext
 
 # The largest plausible value of each setting.
 LIMITS = {
@@ -43,7 +43,7 @@ class RotaryEmbedding(nn.Module):
         if count > len(self.cos):
             self.cos, self.sin = self._table(count)
 
-    def forward(self, ctx: Context) -> CosSin:
+    def forward(self, ctx: PagedContext) -> CosSin:
         if ctx.max_position > len(self.cos):
             self.cos, self.sin = self._table(max(ctx.max_position, 2 * len(self.cos)))
         ids = ctx.position_ids
@@ -61,7 +61,7 @@ class DynamicRotaryEmbedding(nn.Module):
         self.dim, self.base, self.factor, self.max_positions = dim, base, factor, max_positions
         self.exponents = _exponents(dim).to(device)
 
-    def forward(self, ctx: Context) -> CosSin:
+    def forward(self, ctx: PagedContext) -> CosSin:
         lengths = ctx.rope_lengths().clamp(min=self.max_positions)
         growth = self.factor * lengths / self.max_positions - (self.factor - 1)
         base = self.base * growth ** (self.dim / (self.dim - 2))  # [num_tokens]
@@ -79,7 +79,7 @@ class LongRotaryEmbedding(nn.Module):
         self.original = original
         self.attention_factor = attention_factor
 
-    def forward(self, ctx: Context) -> CosSin:
+    def forward(self, ctx: PagedContext) -> CosSin:
         chosen = self.inv_freq[(ctx.rope_lengths() > self.original).long()]
         return _angles(ctx.position_ids, chosen, self.attention_factor)
 

@@ -1,4 +1,4 @@
-"""Any HuggingFace causal language model and its tokenizer, loaded or refused."""
+"""Load HuggingFace causal language models and their tokenizers, or reject them."""
 
 import json
 import logging
@@ -40,7 +40,7 @@ def load_config(model_id: str, revision: str | None, trust_remote_code: bool) ->
 
 
 def is_stored_in_8_bits(model_id: str, config: Any) -> bool:
-    """Return whether bitsandbytes has quantized the checkpoint. Other quantizations are refused."""
+    """Return whether bitsandbytes has quantized the checkpoint. Reject other quantizations."""
     stored = getattr(config, "quantization_config", None)
     if not stored:
         return False
@@ -51,7 +51,7 @@ def is_stored_in_8_bits(model_id: str, config: Any) -> bool:
 
 
 def load_generation_eos(model_id: str, revision: str | None) -> frozenset[int]:
-    """Return the eos tokens of `generation_config.json`, if there is one. Refuse a damaged file."""
+    """Return the eos tokens in `generation_config.json`, if the file exists. Reject a damaged file."""
     path = cached_file(model_id, GENERATION_CONFIG_FILE, revision=revision, _raise_exceptions_for_missing_entries=False)
     if path is None:
         return frozenset()
@@ -111,7 +111,7 @@ def load_model(
 
 
 def resolve_pad_token(tokenizer: Any, config: Any, vocab_size: int) -> int:
-    """Find the token that pads shorter prompts. It is masked, so any will do that the model knows."""
+    """Find the padding token. Padding is masked, so any token in the model's vocabulary works."""
     eos = sorted(eos_token_ids(config, tokenizer))
     for token_id in (tokenizer.pad_token_id, getattr(config, "pad_token_id", None), *eos):
         if token_id is not None and 0 <= token_id < vocab_size:

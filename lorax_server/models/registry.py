@@ -25,38 +25,38 @@ from lorax_server.weights import LoadProgress, Weights, estimate_bytes, open_wei
 logger = logging.getLogger(__name__)
 
 MODELS = {
-    "arcee": "relatives.nemotron.ArceeForCausalLM",
-    "bloom": "fused.bloom.BloomForCausalLM",
-    "cohere": "relatives.cohere.CohereForCausalLM",
-    "cohere2": "relatives.cohere.Cohere2ForCausalLM",
-    "exaone4": "relatives.olmo2.Exaone4ForCausalLM",
-    "falcon": "fused.falcon.FalconForCausalLM",
-    "gemma": "relatives.gemma.GemmaForCausalLM",
-    "gemma2": "relatives.gemma.Gemma2ForCausalLM",
-    "gemma3_text": "relatives.gemma.Gemma3ForCausalLM",
-    "glm": "relatives.glm.GLMForCausalLM",
-    "glm4": "relatives.glm.GLM4ForCausalLM",
+    "arcee": "flash_arcee_modeling.FlashArceeForCausalLM",
+    "bloom": "flash_bloom_modeling.FlashBloomForCausalLM",
+    "cohere": "flash_cohere_modeling.FlashCohereForCausalLM",
+    "cohere2": "flash_cohere2_modeling.FlashCohere2ForCausalLM",
+    "exaone4": "flash_exaone4_modeling.FlashExaone4ForCausalLM",
+    "falcon": "flash_falcon_modeling.FlashFalconForCausalLM",
+    "gemma": "flash_gemma_modeling.FlashGemmaForCausalLM",
+    "gemma2": "flash_gemma2_modeling.FlashGemma2ForCausalLM",
+    "gemma3_text": "flash_gemma3_modeling.FlashGemma3ForCausalLM",
+    "glm": "flash_glm_modeling.FlashGLMForCausalLM",
+    "glm4": "flash_glm4_modeling.FlashGLM4ForCausalLM",
     "gpt2": "flash_gpt2_modeling.FlashGPT2ForCausalLM",
-    "gpt_bigcode": "fused.gpt_bigcode.BigCodeForCausalLM",
-    "gpt_neox": "neox_modeling.FlashGPTNeoXForCausalLM",
-    "gptj": "relatives.gptj.GPTJForCausalLM",
-    "granite": "relatives.granite.GraniteForCausalLM",
+    "gpt_bigcode": "flash_gpt_bigcode_modeling.FlashGPTBigCodeForCausalLM",
+    "gpt_neox": "flash_neox_modeling.FlashGPTNeoXForCausalLM",
+    "gptj": "flash_gptj_modeling.FlashGPTJForCausalLM",
+    "granite": "flash_granite_modeling.FlashGraniteForCausalLM",
     "llama": "flash_llama_modeling.FlashLlamaForCausalLM",
     "mistral": "flash_mistral_modeling.FlashMistralForCausalLM",
-    "mpt": "fused.mpt.MPTForCausalLM",
-    "nemotron": "relatives.nemotron.NemotronForCausalLM",
-    "olmo2": "relatives.olmo2.OLMo2ForCausalLM",
-    "opt": "opt_modeling.FlashOPTForCausalLM",
-    "phi": "relatives.phi.PhiForCausalLM",
-    "phi3": "relatives.phi3.Phi3ForCausalLM",
+    "mpt": "flash_mpt_modeling.FlashMPTForCausalLM",
+    "nemotron": "flash_nemotron_modeling.FlashNemotronForCausalLM",
+    "olmo2": "flash_olmo2_modeling.FlashOLMo2ForCausalLM",
+    "opt": "flash_opt_modeling.FlashOPTForCausalLM",
+    "phi": "flash_phi_modeling.FlashPhiForCausalLM",
+    "phi3": "flash_phi3_modeling.FlashPhi3ForCausalLM",
     "qwen2": "flash_qwen2_modeling.FlashQwen2ForCausalLM",
     "qwen3": "flash_qwen3_modeling.FlashQwen3ForCausalLM",
-    "smollm3": "relatives.smollm3.SmolLM3ForCausalLM",
-    "stablelm": "relatives.stablelm.StableLMForCausalLM",
-    "starcoder2": "relatives.starcoder2.StarCoder2ForCausalLM",
+    "smollm3": "flash_smollm3_modeling.FlashSmolLM3ForCausalLM",
+    "stablelm": "flash_stablelm_modeling.FlashStableLMForCausalLM",
+    "starcoder2": "flash_starcoder2_modeling.FlashStarCoder2ForCausalLM",
 }
 
-# Fields that are set in models of a type above which run in padded batches all the same.
+# By model type: a config field that, if set, makes the model run in padded batches.
 PADDED_FIELDS = {"falcon": "alibi"}
 MANY_POSITIONS = 2**17  # the longest sequence of a model that has no limit
 
@@ -116,7 +116,7 @@ def find_class(model_type: Any) -> type[Any]:
         raise UnsupportedModelError(
             f"config field model_type = {model_type!r} is not supported; known are {', '.join(sorted(MODELS))}"
             + (f"; close relatives are {', '.join(relatives)}" if relatives else "")
-            + "; models.causal_lm.CausalLM serves others, without adapters"
+            + "; models.padded_lm.PaddedLM serves others, without adapters"
         )
     module, name = MODELS[model_type].rsplit(".", 1)
     model_class: type[Any] = getattr(import_module(f"lorax_server.models.custom_modeling.{module}"), name)
@@ -124,7 +124,7 @@ def find_class(model_type: Any) -> type[Any]:
 
 
 def find_relatives(model_type: str) -> list[str]:
-    """Return the types that we have a class for whose names are like this one, which we have none for."""
+    """Return supported model types with names similar to this unsupported one."""
     name = model_type.lower()
     stem = name[: len(name) - len(name.lstrip(ascii_lowercase))]
     same = [known for known in sorted(MODELS) if stem and known.startswith(stem)]
@@ -132,7 +132,7 @@ def find_relatives(model_type: str) -> list[str]:
 
 
 def _read_type(settings: ModelConfig) -> str:
-    """Return a model's type. Refuse those that we have no class for."""
+    """Return a model's type. Reject unsupported types."""
     path = settings.path / MODEL_CONFIG_FILE
     try:
         model_type: str = json.loads(path.read_text())["model_type"]
@@ -145,7 +145,7 @@ def _read_type(settings: ModelConfig) -> str:
 
 
 def load_config(settings: ModelConfig) -> Any:
-    """Return a model's config with its defaults. Refuse values that nothing can be built from."""
+    """Return a model's config with its defaults. Reject invalid values."""
     path, model_type = settings.path / MODEL_CONFIG_FILE, _read_type(settings)
     try:
         config = read_config(settings.path)
@@ -159,7 +159,7 @@ def load_config(settings: ModelConfig) -> Any:
 
 
 def _check_config(config: Any) -> None:
-    """Refuse values that transformers lets through and that no architecture can be built from."""
+    """Reject invalid values that transformers accepts."""
     for field in COUNTS:
         value = getattr(config, field, None)
         if value is not None and not (isinstance(value, int) and value > 0):
@@ -204,7 +204,7 @@ def _should_pack(settings: ModelConfig, device: torch.device, dtype: torch.dtype
 
 
 def _find_free_bytes(device: torch.device) -> int:
-    """Return the free memory of a GPU, after what an engine of this process has left behind is given back."""
+    """Return the free memory of a GPU, after cached memory of earlier engines in this process is released."""
     gc.collect()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)

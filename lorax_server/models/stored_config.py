@@ -1,6 +1,6 @@
-"""A model's config with all of its defaults, as transformers reads it.
+"""A model's config with its defaults, as transformers reads it.
 
-To import what transformers needs for that takes seconds of every start. So the result is kept on disk.
+Importing transformers takes seconds at every start, so the result is cached on disk.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 The text of a request continues its prompt: it is what decoding prompt and tokens together adds to decoding the prompt.
 So a leading space is kept, and a character whose first bytes end the prompt is completed. Special tokens are skipped. A
-request's position in its tokens is two numbers, as in `models.causal_lm`: the text of all tokens before `read_offset`
+request's position in its tokens is two numbers: the text of all tokens before `read_offset`
 is out, and decoding continues from the tokens from `prefix_offset` on.
 """
 

@@ -11,11 +11,12 @@ import torch
 from lorax_server.config import EngineConfig
 from lorax_server.errors import ConfigError
 from lorax_server.generation.stopping import StoppingCriteria
-from lorax_server.models.causal_lm import CausalLM, CausalLMBatch, prompt_logprobs
-from lorax_server.models.pretrained import max_positions, resolve_pad_token
+from lorax_server.models.padded_batch import Chooser, PaddedBatch
+from lorax_server.models.padded_lm import PaddedLM, prompt_logprobs
+from lorax_server.models.pretrained import max_positions
 from lorax_server.models.registry import find_relatives
 from lorax_server.plan import Capabilities, NewRow, StepMasks, StepPlan, StepResult
-from lorax_server.sampling import NextTokenChooser
+from lorax_server.sampling.batch import RowSampling
 from lorax_server.types import Alternatives, StopParams
 from lorax_server.worker.inputs import MaskLane
 from lorax_server.worker.memory import find_max_rows
@@ -32,7 +33,7 @@ def build_padded(config: EngineConfig) -> tuple[Capabilities, "PaddedRunner"]:
     if config.model.quantize is not None:
         raise ConfigError(f"{config.model.path}: models of this type do not support quantize = {config.model.quantize}")
     dtype = None if config.model.dtype is None else getattr(torch, config.model.dtype)
-    model = CausalLM(str(config.model.path), dtype=dtype)
+    model = PaddedLM(str(config.model.path), dtype=dtype)
     if model.device.type != torch.device(config.model.device).type:
         raise ConfigError(
             f"{config.model.path}: models of this type run on a GPU where there is one, not on {config.model.device}"
@@ -47,7 +48,7 @@ def build_padded(config: EngineConfig) -> tuple[Capabilities, "PaddedRunner"]:
     return padded_capabilities(model, max_rows, config.max_length), PaddedRunner(model)
 
 
-def padded_capabilities(model: CausalLM, max_rows: int, max_length: int | None) -> Capabilities:
+def padded_capabilities(model: PaddedLM, max_rows: int, max_length: int | None) -> Capabilities:
     """Describe a `PaddedRunner` of this model. It has no blocks; the engine is told of enough for everything."""
     longest = max_positions(model.config)
     max_length = longest if max_length is None else min(max_length, longest)
@@ -73,7 +74,6 @@ class _Request(NamedTuple):
 
     id: int
     prefill_logprobs: bool
-    adapter_index: int = 0
 
 
 class _Outcome(NamedTuple):
@@ -100,10 +100,9 @@ class PaddedRunner:
     ones. So it keeps to this if a step may have as many tokens as there are rows, and blocks do not run out.
     """
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: PaddedLM) -> None:
         self._model = model
-        self._pad_token_id = resolve_pad_token(model.tokenizer, model.config, model.vocab_size)
-        self._batch: CausalLMBatch | None = None
+        self._batch: PaddedBatch | None = None
         self._mask_lane = MaskLane(model.device)
 
     @torch.inference_mode()
@@ -123,42 +122,42 @@ class PaddedRunner:
         outcomes: dict[int, _Outcome] = {}
         for batch in batches:
             outcomes.update(self._step(batch, masks))
-        self._batch = CausalLMBatch.concatenate(batches) if len(batches) > 1 else next(iter(batches), None)
+        self._batch = PaddedBatch.concatenate(batches) if len(batches) > 1 else next(iter(batches), None)
         return _make_result(plan, outcomes)
 
     def collect(self, ticket: StepResult | MaskedPlan) -> StepResult:
         assert isinstance(ticket, StepResult), "its masks have not come"
         return ticket
 
-    def _continue(self, plan: StepPlan) -> CausalLMBatch | None:
+    def _continue(self, plan: StepPlan) -> PaddedBatch | None:
         """Return the batch without ended sequences, in its own order: to follow the plan's would cost copies."""
         new_rows = {new.row for new in plan.new_rows}
         starts = zip(plan.rows.tolist(), plan.starts.tolist(), strict=True)
         running = {row: start for row, start in starts if row not in new_rows}
         batch = self._batch
-        held = {} if batch is None else dict(zip(batch.requests_idx_mapping, batch.input_lengths, strict=True))
+        ids = [request.id for request in batch.requests] if batch is not None else []
+        held = dict(zip(ids, batch.input_lengths, strict=True)) if batch is not None else {}
         for row, start in running.items():
             assert held.get(row) == start + 1, (
                 f"row {row} was not in every step: {start} computed, {held.get(row)} held"
             )
         return None if batch is None else batch.filter([row for row in held if row in running])
 
-    def _start(self, plan: StepPlan) -> CausalLMBatch | None:
+    def _start(self, plan: StepPlan) -> PaddedBatch | None:
         if not plan.new_rows:
             return None
         asking = set(plan.rows[plan.asks].tolist())
         requests: list[Any] = [_Request(new.row, new.row in asking) for new in plan.new_rows]
-        return CausalLMBatch.from_prompts(
-            plan.step,
+        return PaddedBatch.from_prompts(
             requests,
             [new.token_ids for new in plan.new_rows],
-            [NextTokenChooser(new.sampling, new.stop, new.prompt_length) for new in plan.new_rows],
+            [Chooser(RowSampling.of(new.sampling, new.stop), new.prompt_length) for new in plan.new_rows],
             [_room_for(new) for new in plan.new_rows],
-            self._pad_token_id,
+            self._model.pad_token_id,
             self._model.device,
         )
 
-    def _step(self, batch: CausalLMBatch, masks: Mapping[int, npt.NDArray[np.int32]]) -> dict[int, _Outcome]:
+    def _step(self, batch: PaddedBatch, masks: Mapping[int, npt.NDArray[np.int32]]) -> dict[int, _Outcome]:
         """Choose a token for each row of the batch, and make it ready for the next step."""
         is_first = batch.past_key_values is None
         masked = [row for row, request in enumerate(batch.requests) if request.id in masks]
@@ -198,12 +197,10 @@ def _room_for(new: NewRow) -> StoppingCriteria:
     return StoppingCriteria(StopParams(max_new_tokens=new.stop.max_new_tokens - num_generated))
 
 
-def _score_prompt(
-    batch: CausalLMBatch, row: int, logits: torch.Tensor
-) -> tuple[list[float], list[Alternatives] | None]:
+def _score_prompt(batch: PaddedBatch, row: int, logits: torch.Tensor) -> tuple[list[float], list[Alternatives] | None]:
     """Score the prompt alone, also where tokens that were generated before are computed again after it."""
     chooser = batch.next_token_choosers[row]
-    prompt_length, count = chooser.prompt_length, chooser.params.num_alternatives
+    prompt_length, count = chooser.prompt_length, chooser.row_sampling.params.num_alternatives
     num_generated = batch.input_lengths[row] - prompt_length
     columns = logits[row, : logits.shape[1] - num_generated]
     logprobs = prompt_logprobs(columns, batch.all_input_ids[row][:prompt_length, 0])

@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from lorax_server.kernels import AttentionSpec, reference
-from lorax_server.layers.attention import KVCache, PaddedContext, PagedContext, Seqlen
+from lorax_server.layers.attention import KVCache, PagedContext, Seqlen
+from lorax_server.models.contract.padded_forward import PaddedContext
 
 SPEC = AttentionSpec(0.5)
 
@@ -153,16 +154,14 @@ def test_a_masked_head_adds_nothing() -> None:
     assert torch.equal(out[:, 4:], torch.zeros(3, 4))
 
 
-def test_attentions_and_hidden_states_are_kept_only_when_asked_for() -> None:
+def test_attentions_are_kept_only_on_request() -> None:
     q, k, v = (normal(6, 2, 4, seed=seed) for seed in range(3))
-    quiet, keeping = padded([[1] * 3] * 2, 3), padded([[1] * 3] * 2, 3, keep_attentions=True, keep_hidden_states=True)
+    quiet, keeping = padded([[1] * 3] * 2, 3), padded([[1] * 3] * 2, 3, keep_attentions=True)
     for ctx in (quiet, keeping):
         ctx.attend(0, q, k, v, SPEC)
-        ctx.record(normal(6, 5, seed=4))
-    assert quiet.attentions == quiet.hidden_states == []
+    assert quiet.attentions == []
     assert keeping.attentions[0].shape == (2, 2, 3, 3)
     torch.testing.assert_close(keeping.attentions[0].sum(-1), torch.ones(2, 2, 3))
-    assert torch.equal(keeping.hidden_states[0], normal(6, 5, seed=4).view(2, 3, 5))
 
 
 def test_padding_does_not_count_for_the_length_that_chooses_angles() -> None:

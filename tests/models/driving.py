@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
-from lorax_server.models.types import GeneratedText, Generation, NextTokens
+from lorax_server.models.contract.types import GeneratedText, Generation, NextTokens
 from lorax_server.pb import generate_pb2 as pb
 
 NO_TOKEN = 1_000_000  # beyond every vocabulary here

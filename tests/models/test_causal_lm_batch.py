@@ -11,8 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from lorax_server.errors import AdapterError, InputError
 from lorax_server.generation.stopping import FinishReason
 from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
-from lorax_server.models.model import TokenizerManager
-from lorax_server.models.types import Batch
+from lorax_server.models.contract.types import Batch, TokenizerManager
 from lorax_server.pb import generate_pb2 as pb
 from tests.models.driving import Driver, batch_of, request, run
 from tests.models.tiny import BOS_ID, VOCAB, Zoo, make_tokenizer
@@ -315,7 +314,7 @@ def test_nothing_kept_is_nothing(lm: CausalLM) -> None:
 @pytest.mark.parametrize("wrong", [[3], [0, 3], [1, 1], [0, 1, 2, 2]])
 def test_unknown_and_repeated_ids_are_refused_and_change_nothing(lm: CausalLM, wrong: list[int]) -> None:
     batch = three(lm)
-    with pytest.raises(ValueError, match=r"batch 7 holds \[0, 1, 2\], asked for"):
+    with pytest.raises(ValueError, match=r"the batch holds requests \[0, 1, 2\], not each of"):
         batch.filter(wrong)
     assert ids_of(batch) == [0, 1, 2]
     assert len(batch.input_ids) == 3

@@ -524,7 +524,7 @@ def test_a_layer_that_is_missing_is_named(edited: Callable[..., Path]) -> None:
 
 
 def test_a_group_that_the_model_cannot_be_divided_over_is_refused(llama: Path, gpt2: Path) -> None:
-    with pytest.raises(ConfigError, match="num_key_value_heads = 2 cannot be divided over 3"):
+    with pytest.raises(ConfigError, match="num_attention_heads = 4 cannot be divided over 3"):
         get_model(ModelConfig(llama), FakeGroup(0, 3))
     with pytest.raises(ConfigError, match="num_attention_heads = 4 cannot be divided over 3"):
         get_model(ModelConfig(gpt2), FakeGroup(0, 3))

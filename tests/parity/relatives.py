@@ -1,4 +1,4 @@
-"""Variants of the architectures in `custom_modeling/relatives`, as `variants.py` has those of others."""
+"""Variants of the architectures that have no seed, in the form of `variants.py`."""
 
 from dataclasses import replace
 from typing import Any

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from lorax_server.errors import InputError
+from lorax_server.models.contract.next_token_chooser import NextTokenChooser, params_from_pb
 from lorax_server.pb.generate_pb2 import LogitBias, NextTokenChooserParameters
-from lorax_server.sampling import NextTokenChooser
-from lorax_server.sampling.next_token_chooser import params_from_pb
 from lorax_server.types import MAX_SEED, SamplingParams, StopParams
 from tests.optional import present
 

@@ -23,7 +23,8 @@ from transformers.generation.logits_process import (
 )
 
 from lorax_server.errors import InputError
-from lorax_server.sampling import NextTokenChooser, Sampled, Sampler
+from lorax_server.models.contract.next_token_chooser import NextTokenChooser
+from lorax_server.sampling import Sampled, Sampler
 from lorax_server.sampling.sampler import History, RowSampling
 from lorax_server.sampling.watermark import green_mask, hash_tokens
 from lorax_server.types import MAX_SEED, Alternatives, SamplingParams, StopParams

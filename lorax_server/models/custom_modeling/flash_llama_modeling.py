@@ -1,28 +1,30 @@
-"""Llama, the base of all architectures with its dataflow: `docs/adding-a-model.md` lists what they override."""
+"""Llama, and the base of every architecture with its dataflow.
 
-from collections.abc import Callable, Iterable
+`Architecture` describes how others differ: `docs/adding-a-model.md`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from lorax_server.adapters.target import AdapterTarget
-from lorax_server.distributed import Shard, shard_evenly, shard_kv_heads, shard_units
+from lorax_server.distributed import Shard, join_shards, shard_evenly, shard_grouped, shard_kv_heads, shard_units
 from lorax_server.errors import ConfigError
-from lorax_server.kernels import Activation, CosSin
-from lorax_server.layers.activation import get_activation
-from lorax_server.layers.adapt import LogitRule
+from lorax_server.kernels import CosSin
 from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
-from lorax_server.layers.norm import ResidualLayerNorm
-from lorax_server.layers.norm import RMSNorm as LlamaRMSNorm
+from lorax_server.layers.norm import RMSNorm as LlamaRMSNorm  # noqa: F401 - a name of the seed contract
 from lorax_server.layers.rotary import count_turned, load_rotary
+from lorax_server.models.custom_modeling.architecture import Architecture, ModuleNames, head_dim, read_biases
 from lorax_server.models.custom_modeling.paged import (
     LEAD,
     PagedCausalLM,
-    head_size,
+    find_head,
     load_attention_spec,
     load_embedding,
     load_head,
@@ -31,7 +33,7 @@ from lorax_server.weights import Weights
 
 
 def __getattr__(name: str) -> Any:
-    """Return `LlamaConfig`, which this module promises, when someone asks for it: to import it takes seconds."""
+    """Import `LlamaConfig` lazily: importing transformers takes seconds."""
     if name != "LlamaConfig":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from transformers import LlamaConfig  # noqa: PLC0415
@@ -39,113 +41,73 @@ def __getattr__(name: str) -> Any:
     return LlamaConfig
 
 
-def head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or head_size(config.hidden_size, config.num_attention_heads)
-
-
-class Biases(NamedTuple):
-    """The matrices of a layer that have a bias."""
-
-    qkv: bool = False
-    output: bool = False
-    mlp: bool = False
-
-
-class Names(NamedTuple):
-    """The modules of an architecture, as transformers calls them."""
-
-    model: str = "model"
-    embedding: str = "embed_tokens"
-    layers: str = "layers"
-    attention: str = "self_attn"
-    mlp: str = "mlp"
-    input_norm: str = "input_layernorm"
-    norm: str = "norm"  # after the last layer
-    second_norm: str = "post_attention_layernorm"
-
-
-class LayerNorms(NamedTuple):
-    """The layer norms of an architecture that has those instead of Llama's norms."""
-
-    epsilon: str  # the config's field
-    bias: bool = True
-    offset: float = 0.0  # is added to the weights that are stored
+LayerFactory = Callable[..., nn.Module]  # (layer_id, prefix=, config=, weights=)
 
 
 class FlashLlamaAttention(nn.Module):
-    output_name = "o_proj"
-    targets: tuple[AdapterTarget, ...] = ()  # norms of heads, of queries and then of keys
-    interleaved = False  # whether neighbours in a head turn together, instead of those that are half of it apart
-
-    def __init__(self, prefix: str, config: Any, weights: Weights, layer_id: int, biases: Biases) -> None:
+    def __init__(self, prefix: str, config: Any, weights: Weights, layer_id: int, arch: Architecture) -> None:
         super().__init__()
         self.layer_id = layer_id
         self.head_dim = head_dim(config)
-        num_heads, num_kv_heads = config.num_attention_heads, self.count_kv_heads(config)
+        num_heads, num_kv_heads = config.num_attention_heads, arch.count_kv_heads(config)
         if num_heads % num_kv_heads != 0:
             raise ConfigError(f"{num_heads} attention heads cannot share num_key_value_heads = {num_kv_heads}")
         group = weights.process_group
         heads = shard_units(group, [(num_heads, self.head_dim)], "num_attention_heads")
         kv_heads = shard_kv_heads(group, num_kv_heads, self.head_dim)
-        self.num_heads, self.num_kv_heads = heads.size // self.head_dim, kv_heads.size // self.head_dim
-        self.qkv_proj = self.load_qkv(prefix, config, weights, (heads, kv_heads), biases.qkv)
+        # The heads that this rank holds.
+        self.heads, self.kv_heads = (
+            range(shard.ranges[0][0] // self.head_dim, shard.ranges[0][1] // self.head_dim)
+            for shard in (heads, kv_heads)
+        )
+        self.num_heads, self.num_kv_heads = len(self.heads), len(self.kv_heads)
+        self.qkv_proj = TensorParallelMultiAdapterLinear(
+            weights,
+            [f"{prefix}.{name}" for name in arch.names.qkv],
+            config.hidden_size,
+            self._shard_qkv(config, arch, heads, kv_heads),
+            bias=arch.biases.qkv,
+            fan_in_fan_out=arch.fan_in_fan_out,
+        )
         self.o_proj = TensorParallelAdapterRowLinear(
-            weights, f"{prefix}.{self.output_name}", heads, config.hidden_size, bias=biases.output
+            weights,
+            f"{prefix}.{arch.names.output}",
+            heads,
+            config.hidden_size,
+            bias=arch.biases.output,
+            fan_in_fan_out=arch.fan_in_fan_out,
         )
-        window = self.window(config, layer_id)
-        spec = load_attention_spec(weights, config, prefix, self.scale(config), window)
-        self.spec = replace(spec, soft_cap=self.soft_cap(config))
+        scale = self.head_dim**-0.5 if arch.scale is None else arch.scale
+        window = arch.windows[layer_id] if arch.windows else None
+        slopes = None if arch.slopes is None else arch.slopes[self.heads.start : self.heads.stop].to(weights.device)
+        spec = load_attention_spec(weights, config, prefix, scale, window)
+        self.spec = replace(spec, soft_cap=arch.soft_cap, slopes=slopes)
+        self.q_norm: nn.Module | None = None  # norms of query and key heads, before RoPE
+        self.k_norm: nn.Module | None = None
+        self.targets: tuple[AdapterTarget, ...] = ()  # adapter targets of these norms
+        self.load_head_norms(prefix, config, weights)
 
-    def find_heads(self, config: Any, weights: Weights) -> tuple[range, range]:
-        """Return the heads of queries, and of keys and values, that this rank holds."""
-        group = weights.process_group
-        shards = (
-            shard_units(group, [(config.num_attention_heads, 1)], "num_attention_heads"),
-            shard_kv_heads(group, self.count_kv_heads(config), 1),
-        )
-        heads, kv_heads = (range(*shard.ranges[0]) for shard in shards)
-        return heads, kv_heads
+    def load_head_norms(self, prefix: str, config: Any, weights: Weights) -> None:
+        """Set `q_norm`, `k_norm` and `targets`. Llama has no head norms."""
 
-    @staticmethod
-    def count_kv_heads(config: Any) -> int:
-        """Return the number of key and value heads, all ranks together."""
-        return int(config.num_key_value_heads)
-
-    def load_qkv(
-        self, prefix: str, config: Any, weights: Weights, shards: tuple[Shard, Shard], bias: bool
-    ) -> TensorParallelMultiAdapterLinear:
-        """Load the matrix onto queries, keys and values; `shards` are those of queries, and of keys or values."""
-        heads, kv_heads = shards
-        names, turned = [f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"], [heads, kv_heads]
-        if self.interleaved:
-            pairs = self.head_dim, count_turned(config, self.turned_dims(config))
-            turned = [replace(shard, pairs=pairs) for shard in turned]
-        return TensorParallelMultiAdapterLinear(weights, names, config.hidden_size, [*turned, kv_heads], bias=bias)
-
-    @staticmethod
-    def turned_dims(config: Any) -> int:
-        """Return the number of a head's dimensions that are rotated, unless the config's rope settings say less."""
-        return head_dim(config)
-
-    def scale(self, config: Any) -> float:  # noqa: ARG002 - for subclasses
-        """Return the factor of scores."""
-        return float(self.head_dim**-0.5)
-
-    def soft_cap(self, config: Any) -> float | None:  # noqa: ARG002 - for subclasses
-        """Return the range that scores are squeezed into; None for no limit."""
-        return None
-
-    def window(self, config: Any, layer_id: int) -> int | None:  # noqa: ARG002 - for subclasses
-        """Return the number of tokens that a layer looks back over, itself included; None for all."""
-        return None
-
-    def normalize_heads(self, qk: torch.Tensor) -> torch.Tensor:
-        """Normalise queries and keys, side by side as `[tokens, heads, head_dim]`, before they are rotated."""
-        return qk
+    def _shard_qkv(self, config: Any, arch: Architecture, heads: Shard, kv_heads: Shard) -> list[Shard]:
+        """Return one shard for each matrix in `arch.names.qkv`."""
+        if arch.grouped_qkv:
+            counts = config.num_attention_heads, arch.count_kv_heads(config)
+            return [shard_grouped(self.heads, self.kv_heads, counts, self.head_dim)]
+        if len(arch.names.qkv) == 1:
+            return [join_shards([heads, kv_heads, kv_heads])]
+        if not arch.interleaved:
+            return [heads, kv_heads, kv_heads]
+        pairs = self.head_dim, count_turned(config, arch.count_rotary_dims(config))
+        return [replace(heads, pairs=pairs), replace(kv_heads, pairs=pairs), kv_heads]
 
     def forward(self, x: torch.Tensor, rope: CosSin | None, ctx: PagedContext) -> torch.Tensor:
         heads = self.qkv_proj(x, ctx.adapter_data).view(x.shape[0], -1, self.head_dim)
-        qk = self.normalize_heads(heads[:, : self.num_heads + self.num_kv_heads])
+        qk = heads[:, : self.num_heads + self.num_kv_heads]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
         if self.targets and ctx.adapter_data is not None:
             self.o_proj.ops.scale_and_shift(qk.flatten(1), ctx.adapter_data.lora, ctx.adapter_data.find(self.targets))
         q, k, v = qk[:, : self.num_heads], qk[:, self.num_heads :], heads[:, -self.num_kv_heads :]
@@ -154,30 +116,19 @@ class FlashLlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    def __init__(self, prefix: str, config: Any, weights: Weights, bias: bool) -> None:
+    """A gated MLP. Gate and up projection are two matrices, or one fused matrix."""
+
+    def __init__(self, prefix: str, config: Any, weights: Weights, arch: Architecture) -> None:
         super().__init__()
-        shard = shard_evenly(weights.process_group, config.intermediate_size, "intermediate_size")
-        self.gate_up_proj = self.load_gate(prefix, config, weights, shard, bias)
-        up = self.gate_up_proj.targets[-1]  # what gates let through, or gates and then that
-        self.down_proj = TensorParallelAdapterRowLinear(
-            weights,
-            f"{prefix}.down_proj",
-            shard,
-            config.hidden_size,
-            bias=bias,
-            scaled_at=(up.name, up.outputs.full - shard.full),
-        )
-        self.activation = self.load_activation(config)
-
-    def load_gate(
-        self, prefix: str, config: Any, weights: Weights, shard: Shard, bias: bool
-    ) -> TensorParallelMultiAdapterLinear:
-        """Load the matrix onto gates and what they let through; each is cut by `shard`."""
-        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        return TensorParallelMultiAdapterLinear(weights, names, config.hidden_size, [shard, shard], bias=bias)
-
-    def load_activation(self, config: Any) -> Activation:
-        return get_activation(config.hidden_act, "hidden_act")
+        size, bias = config.hidden_size, arch.biases.mlp
+        *inputs, output = (f"{prefix}.{name}" for name in arch.names.mlp)
+        shard = shard_evenly(weights.process_group, arch.count_inner(config), "intermediate_size")
+        shards = [shard, shard] if len(inputs) == 2 else [join_shards([shard, shard])]
+        self.gate_up_proj = TensorParallelMultiAdapterLinear(weights, inputs, size, shards, bias=bias)
+        up = self.gate_up_proj.targets[-1]  # a fused matrix ends with the up projection
+        scaled_at = (up.name, up.outputs.full - shard.full)
+        self.down_proj = TensorParallelAdapterRowLinear(weights, output, shard, size, bias=bias, scaled_at=scaled_at)
+        self.activation = arch.find_activation(config)
 
     def forward(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
         gated = self.gate_up_proj.gated(x, self.activation, ctx.adapter_data)
@@ -185,87 +136,35 @@ class LlamaMLP(nn.Module):
         return out
 
 
-class PlainMLP(nn.Module):
-    """A feed-forward of two matrices, without a gate."""
-
-    first, second = "fc1", "fc2"
-
-    def __init__(self, prefix: str, config: Any, weights: Weights, bias: bool) -> None:
-        super().__init__()
-        size, inner = config.hidden_size, self.inner_size(config)
-        shard = shard_evenly(weights.process_group, inner, "intermediate_size")
-        self.up = TensorParallelMultiAdapterLinear(weights, [f"{prefix}.{self.first}"], size, [shard], bias=bias)
-        self.down = TensorParallelAdapterRowLinear(
-            weights, f"{prefix}.{self.second}", shard, size, bias=bias, scales_input=True
-        )
-        self.activation = self.load_activation(config)
-
-    def inner_size(self, config: Any) -> int:
-        return int(config.intermediate_size)
-
-    def load_activation(self, config: Any) -> Activation:
-        return get_activation(config.hidden_act, "hidden_act")
-
-    def forward(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
-        out: torch.Tensor = self.down(self.activation(self.up(x, ctx.adapter_data)), ctx.adapter_data)
-        return out
-
-
 class FlashLlamaLayer(nn.Module):
-    names = Names()
-    attention_class: type[FlashLlamaAttention] = FlashLlamaAttention
-    mlp_class: type[LlamaMLP] | type[PlainMLP] = LlamaMLP
-    partial_rotary = False  # whether a config may rotate a part of each head
-    rotates = True
-    is_parallel = False  # whether attention and feed-forward read the same norm, side by side
-    layer_norms: LayerNorms | None = None
-
-    def __init__(self, layer_id: int, prefix: str, config: Any, weights: Weights) -> None:
+    def __init__(
+        self, layer_id: int, prefix: str, config: Any, weights: Weights, arch: Architecture | None = None
+    ) -> None:
         super().__init__()
-        biases, self.is_parallel = self.biases(config), self.runs_parallel(config)
-        attention = f"{prefix}.{self.names.attention}"
-        self.self_attn = self.attention_class(attention, config, weights, layer_id, biases)
-        self.mlp = self.mlp_class(f"{prefix}.{self.names.mlp}", config, weights, biases.mlp)
-        self.load_norms(prefix, config, weights)
+        arch = arch or FlashLlamaForCausalLM.describe(config)
+        names = arch.names
+        self.is_parallel = arch.is_parallel
+        attention_class, mlp_class = arch.attention_class or FlashLlamaAttention, arch.mlp_class or LlamaMLP
+        self.self_attn = attention_class(f"{prefix}.{names.attention}", config, weights, layer_id, arch)
+        self.mlp = mlp_class(prefix, config, weights, arch)
+        self.load_norms(names, partial(arch.load_norm, prefix, config=config, weights=weights))
 
-    def load_norms(self, prefix: str, config: Any, weights: Weights) -> None:
-        self.input_layernorm = self.make_norm(f"{prefix}.{self.names.input_norm}", config, weights)
-        if not self.is_parallel:
-            self.post_attention_layernorm = self.make_norm(f"{prefix}.{self.names.second_norm}", config, weights)
-
-    def runs_parallel(self, config: Any) -> bool:  # noqa: ARG002 - for subclasses
-        """Tell whether the layers of this config are parallel."""
-        return self.is_parallel
-
-    @classmethod
-    def make_norm(cls, name: str, config: Any, weights: Weights) -> nn.Module:
-        """Load a norm over the hidden size, of the layers or after them."""
-        if cls.layer_norms is None:
-            return LlamaRMSNorm(name, weights, config.hidden_size, config.rms_norm_eps)
-        field, bias, offset = cls.layer_norms
-        eps = getattr(config, field)
-        return ResidualLayerNorm(name, weights, config.hidden_size, eps, bias=bias, offset=offset)
-
-    @staticmethod
-    def rope_kind(config: Any, layer_id: int) -> str | None:  # noqa: ARG004 - for subclasses
-        """Return the key of a layer's settings in the config's rope settings; None for a layer that rotates nothing.
-
-        A config with one set for all layers has no such keys. Not called where no layer rotates.
-        """
-        return "all"
-
-    def biases(self, config: Any) -> Biases:
-        attention, mlp = (bool(getattr(config, field, False)) for field in ("attention_bias", "mlp_bias"))
-        return Biases(attention, attention, mlp)
+    def load_norms(self, names: ModuleNames, load: Callable[[str], nn.Module]) -> None:
+        self.input_layernorm = load(names.input_norm)
+        self.post_attention_layernorm: Any = None if names.second_norm is None else load(names.second_norm)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: CosSin | None, ctx: PagedContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the last branch's output and the residual stream, which the next norm adds."""
         x, residual = self.input_layernorm(x, residual, ctx.adapter_data)
+        attended = self.self_attn(x, rope, ctx)
+        if self.post_attention_layernorm is None:
+            return attended + self.mlp(x, ctx), residual
         if self.is_parallel:
-            return self.self_attn(x, rope, ctx) + self.mlp(x, ctx), residual
-        x = self.self_attn(x, rope, ctx)
-        x, residual = self.post_attention_layernorm(x, residual, ctx.adapter_data)
+            x, _ = self.post_attention_layernorm(residual, None, ctx.adapter_data)
+            return attended + self.mlp(x, ctx), residual
+        x, residual = self.post_attention_layernorm(attended, residual, ctx.adapter_data)
         return self.mlp(x, ctx), residual
 
 
@@ -276,41 +175,52 @@ class FlashLlamaModel(nn.Module):
         config: Any,
         weights: Weights,
         create_layer_fn: Callable[..., nn.Module],
-        layer_class: type[FlashLlamaLayer] = FlashLlamaLayer,
+        arch: Architecture,
     ) -> None:
-        """`layer_class` names modules, makes norms and chooses rotations; `create_layer_fn` makes layers."""
         super().__init__()
-        names, layers = layer_class.names, range(config.num_hidden_layers)
-        self.embedding_multiplier: float | None = None
-        self.rope_kinds = [layer_class.rope_kind(config, i) if layer_class.rotates else None for i in layers]
-        size, partial = layer_class.attention_class.turned_dims(config), layer_class.partial_rotary
-        kinds = [kind for kind in dict.fromkeys(self.rope_kinds) if kind is not None]
+        names, layer_ids = arch.names, range(config.num_hidden_layers)
+        self.embedding_multiplier = arch.embedding_multiplier
+        self.rope_kinds = list(arch.rope_kinds or ["all" if arch.rotates else None] * len(layer_ids))[: len(layer_ids)]
         self.rotaries = nn.ModuleDict(
-            {kind: load_rotary(config, size, weights.device, partial=partial, kind=kind) for kind in kinds}
+            {
+                kind: load_rotary(
+                    config, arch.count_rotary_dims(config), weights.device, partial=arch.partial_rotary, kind=kind
+                )
+                for kind in dict.fromkeys(self.rope_kinds)
+                if kind is not None
+            }
         )
-        head_name, embedding = f"{prefix.removesuffix(names.model)}lm_head", f"{prefix}.{names.embedding}"
-        self.embed_tokens = load_embedding(weights, config, embedding, head_name, config.hidden_size)
+        head_name = find_head(weights, prefix.removesuffix(names.model))
+        size = arch.embedding_size or config.hidden_size
+        self.embed_tokens = load_embedding(weights, config, f"{prefix}.{names.embedding}", head_name, size)
         self.layers = nn.ModuleList(
             create_layer_fn(layer_id, prefix=f"{prefix}.{names.layers}.{layer_id}", config=config, weights=weights)
-            for layer_id in layers
+            for layer_id in layer_ids
         )
-        self.norm = layer_class.make_norm(f"{prefix}.{names.norm}", config, weights)
+        self.norm = None
+        if names.final_norm is not None:
+            self.norm = arch.load_norm(prefix, names.final_norm, config, weights)
         self.lead = _find_lead(self.rope_kinds, self.layers)
 
     def embed(self, input_ids: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
-        x: torch.Tensor = self.embed_tokens(input_ids, ctx.adapter_data)
+        return self.transform_embeddings(self.embed_tokens(input_ids, ctx.adapter_data), ctx)
+
+    def transform_embeddings(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:  # noqa: ARG002 - for subclasses
+        """Turn token embeddings into the first layer's input."""
         return x if self.embedding_multiplier is None else x * self.embedding_multiplier
 
     def run_layers(self, x: torch.Tensor, ctx: PagedContext, count: int | None = None) -> torch.Tensor:
         residual, ropes = None, {kind: rotary(ctx) for kind, rotary in self.rotaries.items()}
         for kind, layer in islice(zip(self.rope_kinds, self.layers, strict=True), count):
             x, residual = layer(x, residual, None if kind is None else ropes[kind], ctx)
+        if self.norm is None:
+            return x if residual is None else x + residual
         normed: torch.Tensor = self.norm(x, residual, ctx.adapter_data)[0]
         return normed
 
 
-def _find_lead(rope_kinds: list[str | None], layers: Iterable[nn.Module]) -> int:
-    """Return how many of the first layers it takes to have one of each kind; of layers by others, all."""
+def _find_lead(rope_kinds: Sequence[str | None], layers: Iterable[nn.Module]) -> int:
+    """Return how many leading layers include one layer of each kind: all of them if layers are not ours."""
     kinds: list[Any] = []
     for rope, layer in zip(rope_kinds, layers, strict=True):
         spec = layer.self_attn.spec if isinstance(layer, FlashLlamaLayer) else None
@@ -319,31 +229,21 @@ def _find_lead(rope_kinds: list[str | None], layers: Iterable[nn.Module]) -> int
 
 
 class FlashLlamaForCausalLM(PagedCausalLM):
-    layer_class: type[FlashLlamaLayer] = FlashLlamaLayer
-    model_class: type[FlashLlamaModel] = FlashLlamaModel
-    head_bias = False
-
-    def __init__(
-        self, prefix: str, config: Any, weights: Weights, create_layer_fn: Callable[..., nn.Module] | None = None
-    ) -> None:
+    def __init__(self, prefix: str, config: Any, weights: Weights, create_layer_fn: LayerFactory | None = None) -> None:
         """`create_layer_fn(layer_id, prefix=, config=, weights=)` makes each layer; None for this class's own."""
-        kv_heads = shard_kv_heads(weights.process_group, self.layer_class.attention_class.count_kv_heads(config), 1)
+        arch = self.describe(config)
+        # First, because not every config has `num_key_value_heads`, which the next error would name.
+        shard_evenly(weights.process_group, config.num_attention_heads, "num_attention_heads")
+        kv_heads = shard_kv_heads(weights.process_group, arch.count_kv_heads(config), 1)
         super().__init__(config, weights, (kv_heads.size, head_dim(config)))
-        self.check(config)
         prefix = f"{prefix}." if prefix else ""
-        name = f"{prefix}{self.layer_class.names.model}"
-        self.model = self.model_class(name, config, weights, create_layer_fn or self.layer_class, self.layer_class)
-        self.model.embedding_multiplier = self.embedding_multiplier(config)
-        self.lm_head = load_head(weights, config, f"{prefix}lm_head", self.model.embed_tokens, bias=self.head_bias)
-        self.lm_head.rule = self.logit_rule(config)
+        layer_class, model_class = arch.layer_class or FlashLlamaLayer, arch.model_class or FlashLlamaModel
+        create_layer_fn = create_layer_fn or partial(layer_class, arch=arch)
+        self.model = model_class(f"{prefix}{arch.names.model}", config, weights, create_layer_fn, arch)
+        self.lm_head = load_head(weights, config, prefix, self.model.embed_tokens, bias=arch.head_bias)
+        self.lm_head.rule = arch.logit_rule
 
-    def check(self, config: Any) -> None:
-        """Refuse values of the config that change the numbers in a way that this class lacks."""
-
-    def embedding_multiplier(self, config: Any) -> float | None:  # noqa: ARG002 - for subclasses
-        """Return the factor of embeddings, as the model's dtype rounds it; None for none."""
-        return None
-
-    def logit_rule(self, config: Any) -> LogitRule | None:  # noqa: ARG002 - for subclasses
-        """Return the change of all logits after the head; None for none."""
-        return None
+    @staticmethod
+    def describe(config: Any) -> Architecture:
+        """Describe the architecture of a config. Reject values that this class does not support."""
+        return Architecture(biases=read_biases(config))

@@ -1,27 +1,12 @@
-"""Mistral: Llama that looks back over a window."""
+"""Mistral: Llama with a sliding window."""
 
 from typing import Any
 
-from lorax_server.models.custom_modeling.flash_llama_modeling import (
-    Biases,
-    FlashLlamaAttention,
-    FlashLlamaForCausalLM,
-    FlashLlamaLayer,
-)
-
-
-class FlashMistralAttention(FlashLlamaAttention):
-    def window(self, config: Any, layer_id: int) -> int | None:  # noqa: ARG002
-        window: int | None = config.sliding_window
-        return window
-
-
-class FlashMistralLayer(FlashLlamaLayer):
-    attention_class = FlashMistralAttention
-
-    def biases(self, config: Any) -> Biases:  # noqa: ARG002 - whatever the config says
-        return Biases()
+from lorax_server.models.custom_modeling.architecture import Architecture
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
 
 
 class FlashMistralForCausalLM(FlashLlamaForCausalLM):
-    layer_class = FlashMistralLayer
+    @staticmethod
+    def describe(config: Any) -> Architecture:
+        return Architecture(windows=[config.sliding_window] * config.num_hidden_layers)

@@ -1,4 +1,4 @@
-"""The common part of all paged architectures: forward, cache, embedding and head, and small facts of the config."""
+"""The base of paged architectures: forward, KV cache, embedding and head."""
 
 from typing import Any, Protocol
 
@@ -6,24 +6,24 @@ import torch
 from torch import nn
 
 from lorax_server.adapters.batch import AdapterBatchData
-from lorax_server.distributed import Shard, shard_units, shard_vocab
+from lorax_server.distributed import shard_vocab
 from lorax_server.errors import ConfigError, InputError
 from lorax_server.kernels import AttentionSpec
-from lorax_server.layers.attention import Context, KVCache, PagedContext, Seqlen
+from lorax_server.layers.attention import KVCache, PagedContext, Seqlen
 from lorax_server.layers.embedding import TensorParallelEmbedding
 from lorax_server.layers.linear import MultiAdapterHead
 from lorax_server.weights import Weights
 
-LEAD = 2  # of layers that are all alike: the first has no residual yet
+LEAD = 2  # layers, if all are of one kind: the first layer has no residual yet
 
 PagedOutput = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Decoder(Protocol):
-    """All of a model but its head, in two halves.
+    """A model without its head, in two halves.
 
-    Whatever the host decides about a batch's tokens is in `embed`. `run_layers` only launches what its context's
-    tensors describe, so a graph of it can be replayed with other contents.
+    `embed` may read the batch on the host. `run_layers` only launches kernels on the context's tensors, so its graph
+    can be replayed with other contents.
     """
 
     lead: int  # the number of first layers that together launch every kernel
@@ -124,7 +124,7 @@ class PagedCausalLM(nn.Module):
 
 
 def load_embedding(weights: Weights, config: Any, name: str, head_name: str, size: int) -> TensorParallelEmbedding:
-    """Load the token embedding; of a tied pair, a checkpoint may hold only the head."""
+    """Load the token embedding. A checkpoint with tied weights may store only the head."""
     stored = name
     if config.tie_word_embeddings and not weights.has(f"{name}.weight") and weights.has(f"{head_name}.weight"):
         stored = head_name
@@ -132,29 +132,29 @@ def load_embedding(weights: Weights, config: Any, name: str, head_name: str, siz
 
 
 def load_head(
-    weights: Weights,
-    config: Any,
-    name: str,
-    embedding: TensorParallelEmbedding,
-    target_name: str | None = None,
-    *,
-    bias: bool = False,
+    weights: Weights, config: Any, prefix: str, embedding: TensorParallelEmbedding, *, bias: bool = False
 ) -> MultiAdapterHead:
-    """Load the head: its own tensor if the checkpoint has one, else the embedding's if the two are tied.
+    """Load the head: its own tensor if the checkpoint has one, otherwise the embedding's if the two are tied.
 
-    A fine-tune may store a head of its own under a config that still says tied; transformers then uses it, and so do
-    we. Adapters call the head `target_name`, if not by its tensor's name.
+    A fine-tune may store its own head under a config that still says tied. transformers uses this head, and so do we.
     """
+    name, target_name = find_head(weights, prefix), f"{prefix}lm_head"
     size, shard = embedding.weight.shape[1], shard_vocab(weights.process_group, config.vocab_size)
     added = weights.get_sharded(f"{name}.bias", 0, shard, (config.vocab_size,)) if bias else None
     if config.tie_word_embeddings and not weights.has(f"{name}.weight"):
         assert isinstance(embedding.weight, torch.Tensor)
-        head = MultiAdapterHead(embedding.weight, target_name or name, config.vocab_size, weights, bias=added)
+        head = MultiAdapterHead(embedding.weight, target_name, config.vocab_size, weights, bias=added)
         (target,) = head.targets
         assert target.weight is not None
         embedding.share(target.weight)
         return head
     return MultiAdapterHead.load(weights, name, size, config.vocab_size, target_name, bias=added)
+
+
+def find_head(weights: Weights, prefix: str) -> str:
+    """Return the head's name in the checkpoint: `lm_head`, or `embed_out` in GPT-NeoX checkpoints."""
+    has_other = weights.has(f"{prefix}embed_out.weight") and not weights.has(f"{prefix}lm_head.weight")
+    return f"{prefix}embed_out" if has_other else f"{prefix}lm_head"
 
 
 def kv_is_quantized(config: Any) -> bool:
@@ -164,7 +164,7 @@ def kv_is_quantized(config: Any) -> bool:
 def load_attention_spec(
     weights: Weights, config: Any, prefix: str, scale: float, window: int | None = None
 ) -> AttentionSpec:
-    """Describe a layer's attention, with the checkpoint's scales of a float8 cache, or 1 where it brings none."""
+    """Describe a layer's attention. The scales of a float8 cache come from the checkpoint, or are 1."""
     if not kv_is_quantized(config):
         return AttentionSpec(scale, window)
     names = (f"{prefix}.k_scale", f"{prefix}.v_scale")
@@ -178,11 +178,7 @@ def head_size(hidden_size: int, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
-def local_heads(weights: Weights, num_heads: int) -> Shard:
-    return shard_units(weights.process_group, [(num_heads, 1)], "num_attention_heads")
-
-
-def check_positions(ctx: Context, limit: int) -> None:
-    """Refuse a sequence that is longer than the table of learned positions."""
+def check_positions(ctx: PagedContext, limit: int) -> None:
+    """Reject a sequence that is longer than the table of learned positions."""
     if ctx.max_position > limit:
         raise InputError(f"a sequence of {ctx.max_position} tokens is longer than the model's {limit} positions")

@@ -94,7 +94,7 @@ def computing_anew(batches: Sequence[CausalLMBatch]) -> CausalLMBatch:
     prompts = [ids[:, 0].tolist() for batch in batches for ids in batch.all_input_ids]
     choosers, stops = lists["next_token_choosers"], lists["stopping_criterias"]
     device = batches[0].input_ids.device
-    joined = CausalLMBatch.from_prompts(0, lists["requests"], prompts, choosers, stops, 0, device)
+    joined = CausalLMBatch.from_prompts(lists["requests"], prompts, choosers, stops, 0, device, batch_id=0)
     joined.prefix_offsets, joined.read_offsets = lists["prefix_offsets"], lists["read_offsets"]
     return joined
 

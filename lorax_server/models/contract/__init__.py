@@ -1,0 +1,1 @@
+"""The seed contract: LoRAX's padded batches, messages and padded model classes. Serving does not import it."""

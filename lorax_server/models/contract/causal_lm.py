@@ -1,0 +1,283 @@
+"""`CausalLM` and `CausalLMBatch` of the seed contract: padded batches that are driven by messages."""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from lorax_server.adapters.batch import AdapterBatchData, AdapterBatchMetadata
+from lorax_server.errors import AdapterError, LoraxError
+from lorax_server.generation.stopping import StoppingCriteria
+from lorax_server.kernels import LayerCache
+from lorax_server.models.contract.next_token_chooser import NextTokenChooser
+from lorax_server.models.contract.requests import find_pad_token, read_request
+from lorax_server.models.contract.types import (
+    AlternativeTokens,
+    Batch,
+    GeneratedText,
+    Generation,
+    Model,
+    NextTokens,
+    TokenizerManager,
+    messages,
+)
+from lorax_server.models.padded_batch import PaddedBatch
+from lorax_server.models.padded_lm import PaddedLM, prompt_logprobs
+from lorax_server.text.detokenizer import make_detokenizer
+from lorax_server.types import Alternatives
+
+if TYPE_CHECKING:
+    from lorax_server.pb import generate_pb2
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class CausalLMBatch(PaddedBatch, Batch):
+    """A padded batch with the fields of the contract, in its order."""
+
+    per_row = (*PaddedBatch.per_row, "prefix_offsets", "read_offsets")
+
+    batch_id: int
+    requests: "list[generate_pb2.Request]"
+    requests_idx_mapping: dict[int, int]
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    position_ids: torch.Tensor
+    past_key_values: list[LayerCache] | None
+
+    all_input_ids: list[torch.Tensor]
+    input_lengths: list[int]
+    prefix_offsets: list[int]
+    read_offsets: list[int]
+
+    next_token_choosers: list[NextTokenChooser]
+    stopping_criterias: list[StoppingCriteria]
+    adapter_meta: AdapterBatchMetadata  # one index for each of `input_ids`
+
+    max_input_length: int
+    padding_right_offset: int
+    max_tokens: int  # the capacity of the batch, including padding
+    keys_head_dim_last: bool = True  # False: keys are [rows, heads, size, columns], as in old versions of BLOOM
+
+    @classmethod
+    def from_pb(
+        cls,
+        pb: "generate_pb2.Batch",
+        tokenizer: Any,
+        tokenizers: Any,
+        processor: Any,  # noqa: ARG003 - of the contract; images are rejected
+        config: Any,
+        dtype: torch.dtype,  # noqa: ARG003 - of the contract; the model knows its own
+        device: torch.device,
+    ) -> "CausalLMBatch":
+        """Use the ids that requests carry, or tokenize their text. Without a `config` prompts are not limited.
+
+        The config is the one that `CausalLM` has completed: its eos tokens include those of `generation_config.json`.
+        """
+        prompts, choosers, stops = [], [], []
+        for request in pb.requests:
+            try:
+                row = read_request(request, tokenizers.get_tokenizer(request.adapter_index, tokenizer), config)
+            except LoraxError as error:
+                raise error.of(request.id) from error
+            prompts.append(row[0])
+            choosers.append(row[1])
+            stops.append(row[2])
+        pad = find_pad_token(tokenizer, config)
+        return cls.from_prompts(list(pb.requests), prompts, choosers, stops, pad, device, batch_id=pb.id)
+
+    @classmethod
+    def from_prompts(cls, requests: list[Any], prompts: Sequence[Sequence[int]], *args: Any, **more: Any) -> Self:
+        lengths = [len(ids) for ids in prompts]
+        more |= {"prefix_offsets": [0] * len(lengths), "read_offsets": lengths}
+        more |= {"requests_idx_mapping": {}, "adapter_meta": None, "max_tokens": 0}  # set below
+        return super().from_prompts(requests, prompts, *args, **more).update_derived()
+
+    def to_pb(self) -> "generate_pb2.CachedBatch":
+        message: generate_pb2.CachedBatch = messages().CachedBatch(
+            id=self.batch_id,
+            request_ids=[request.id for request in self.requests],
+            size=len(self),
+            max_tokens=self.max_tokens,
+            current_tokens=len(self) * self.max_input_length,
+        )
+        return message
+
+    def filter(self, request_ids: list[int]) -> "CausalLMBatch | None":
+        self._standardize_keys()
+        try:
+            kept = super().filter(request_ids)
+        finally:
+            self._restore_keys()
+        return None if kept is None else kept.update_derived()
+
+    @classmethod
+    def concatenate(cls, batches: "Sequence[CausalLMBatch]") -> "CausalLMBatch":  # type: ignore[override]
+        if not batches:
+            raise ValueError("there are no batches to join")
+        if len({batch.keys_head_dim_last for batch in batches}) != 1:
+            raise ValueError("batches with different layouts of their keys cannot be joined")
+        first = batches[0]
+        for batch in batches:
+            batch._standardize_keys()
+        more: dict[str, Any] = {"batch_id": first.batch_id, "keys_head_dim_last": first.keys_head_dim_last}
+        more |= {"requests_idx_mapping": {}, "adapter_meta": None, "max_tokens": 0}  # set below
+        joined = super().concatenate(batches, **more)
+        joined._restore_keys()
+        return joined.update_derived()
+
+    def update_derived(self) -> Self:
+        """Compute the fields that follow from others."""
+        self.requests_idx_mapping = {request.id: row for row, request in enumerate(self.requests)}
+        indices = torch.tensor([request.adapter_index for request in self.requests], device=self.input_ids.device)
+        self.adapter_meta = AdapterBatchMetadata.from_indices(indices.repeat_interleave(self.input_ids.shape[1]))
+        self.max_tokens = len(self) * (self.max_input_length + self.padding_right_offset)
+        return self
+
+    def _standardize_keys(self) -> None:
+        """Make all caches [rows, heads, columns, size]. Old models fold rows and heads into one axis."""
+        for layer, cache in enumerate(self.past_key_values or []):
+            keys, values = (each if each.dim() == 4 else each.unflatten(0, (len(self), -1)) for each in cache)
+            if cache[0].dim() == 3 or not self.keys_head_dim_last:
+                assert self.past_key_values is not None
+                self.past_key_values[layer] = (keys if self.keys_head_dim_last else keys.mT), values
+
+    def _restore_keys(self) -> None:
+        if not self.keys_head_dim_last and self.past_key_values is not None:
+            self.past_key_values = [(keys.mT, values) for keys, values in self.past_key_values]
+
+
+class CausalLM(PaddedLM, Model):
+    """Any model that `AutoModelForCausalLM` loads, without adapters."""
+
+    dynamic_adapter_loading_enabled = False
+
+    def __init__(
+        self,
+        model_id: str,
+        revision: str | None = None,
+        quantize: str | None = None,
+        compile: bool = False,
+        dtype: torch.dtype | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if compile:
+            logger.warning("%s: compile is not supported here and has no effect", model_id)
+        super().__init__(model_id, revision, quantize, dtype, trust_remote_code)
+        self.tokenizer.pad_token_id = self.pad_token_id  # as in LoRAX; stays None if the tokenizer lacks the id
+        self.tokenizers = TokenizerManager()
+        self.detokenizer = make_detokenizer(self.tokenizer)
+        self.requires_padding = True
+        self.rank, self.world_size = 0, 1
+
+    @property
+    def batch_type(self) -> type[CausalLMBatch]:
+        return CausalLMBatch
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        past_key_values: Sequence[LayerCache] | None = None,
+        adapter_data: AdapterBatchData | None = None,
+        *,
+        only_last: bool = False,
+    ) -> tuple[torch.Tensor, list[LayerCache]]:
+        if adapter_data is not None and any(adapter_data.meta.segment_indices):
+            raise self._no_adapters()
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values, only_last=only_last)
+
+    @torch.inference_mode()
+    def generate_token(self, batch: CausalLMBatch) -> tuple[list[Generation], CausalLMBatch | None]:
+        """Compute one step. A finished request gets no more results, and stays until it is filtered out."""
+        adapted = [request.id for request in batch.requests if request.adapter_index]
+        if adapted:
+            raise self._no_adapters().of(*adapted)
+        is_first = batch.past_key_values is None
+        sampled, logits, caches = self.compute(batch)
+        logprobs = sampled.logprobs.tolist()
+        _check_numbers(batch, logprobs)
+
+        alternatives = sampled.alternatives.by_row() if sampled.alternatives else {}
+        token_ids = sampled.token_ids.tolist()
+        batch.append(token_ids)
+        generations = []
+        for row, token_id in enumerate(token_ids):
+            if batch.stopping_criterias[row].finish_reason is not None:
+                continue
+            text, is_special = self._append_text(batch, row, token_id)
+            if row % self.world_size == self.rank:
+                others = self._add_texts(alternatives.get(row))
+                token = NextTokens([token_id], [logprobs[row]], [text], [is_special], others)
+                generations.append(self._make_generation(batch, row, token, logits if is_first else None))
+        if all(stop.finish_reason is not None for stop in batch.stopping_criterias):
+            return generations, None
+        self.advance(batch, sampled.token_ids, caches)
+        batch.update_derived()
+        return generations, batch
+
+    def _no_adapters(self) -> AdapterError:
+        return AdapterError(f"{self.model_id}: only models with an implementation of our own are served with adapters")
+
+    def _append_text(self, batch: CausalLMBatch, row: int, token_id: int) -> tuple[str, bool]:
+        """Advance a row's text and stop rules by a token. Return the text it adds, and whether its token is special."""
+        stop, prefix, read = batch.stopping_criterias[row], batch.prefix_offsets[row], batch.read_offsets[row]
+        if stop.current_tokens == 0:
+            prefix, read = self.detokenizer.start(batch.all_input_ids[row][:-1, 0].tolist())
+        ids = batch.all_input_ids[row][prefix:, 0].tolist()
+        progress = self.detokenizer.advance(ids, 0, read - prefix)
+        pending = ""
+        if stop.may_end_with(token_id):
+            pending = self.detokenizer.pending(ids, progress.prefix_offset, progress.read_offset)
+        stop(token_id, progress.text, pending)
+        batch.prefix_offsets[row] = prefix + progress.prefix_offset
+        batch.read_offsets[row] = prefix + progress.read_offset
+        is_special = self.detokenizer.is_special(token_id) and not stop.new_text
+        return (self.detokenizer.token_text(token_id) if is_special else stop.new_text), is_special
+
+    def _add_texts(self, alternatives: Alternatives | None) -> list[AlternativeTokens]:
+        if alternatives is None:
+            return []
+        texts = [self.detokenizer.token_text(token_id) for token_id in alternatives.token_ids]
+        return [AlternativeTokens(alternatives.token_ids, alternatives.logprobs, texts)]
+
+    def _make_generation(
+        self, batch: CausalLMBatch, row: int, token: NextTokens, prompt_logits: torch.Tensor | None
+    ) -> Generation:
+        """Make one request's result; with its first token come the logits of the prompts."""
+        request, stop, chooser = batch.requests[row], batch.stopping_criterias[row], batch.next_token_choosers[row]
+        prompt, prompt_length, text = None, 0, None
+        if prompt_logits is not None:
+            prompt_length = chooser.prompt_length
+            prompt = self._prompt_tokens(batch, row, prompt_logits) if request.prefill_logprobs else None
+        if stop.finish_reason is not None:
+            seed = None if chooser.params.is_greedy else chooser.params.seed
+            text = GeneratedText(stop.current_output, stop.current_tokens, 0, stop.finish_reason, seed)
+        return Generation(request.id, prompt, prompt_length, token, text)
+
+    def _prompt_tokens(self, batch: CausalLMBatch, row: int, logits: torch.Tensor) -> NextTokens:
+        """Return the prompt with the log probability of each of its tokens."""
+        ids = batch.all_input_ids[row][:-1, 0]
+        token_ids = ids.tolist()
+        return NextTokens(
+            token_ids,
+            [math.nan, *prompt_logprobs(logits[row], ids)],
+            [self.detokenizer.token_text(token_id) for token_id in token_ids],
+            [self.detokenizer.is_special(token_id) for token_id in token_ids],
+        )
+
+
+def _check_numbers(batch: CausalLMBatch, logprobs: list[float]) -> None:
+    rows = zip(batch.requests, batch.stopping_criterias, logprobs, strict=True)
+    failed = [request.id for request, stop, logprob in rows if stop.finish_reason is None and math.isnan(logprob)]
+    if failed:
+        raise LoraxError(
+            "the model's scores are not numbers (too large for its dtype?); "
+            "the batch is as it was, and the others can continue without it"
+        ).of(*failed)

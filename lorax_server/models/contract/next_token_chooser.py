@@ -1,0 +1,56 @@
+"""`NextTokenChooser` of the seed contract: `Sampler` for one sequence."""
+
+from typing import Any
+
+import torch
+
+from lorax_server.errors import InputError
+from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler
+from lorax_server.types import SamplingParams, StopParams
+
+
+class NextTokenChooser:
+    """The sampling parameters of one request, and the length of its prompt."""
+
+    def __init__(self, params: SamplingParams, stop: StopParams | None = None, prompt_length: int = 0) -> None:
+        self.params = params
+        self.row_sampling = RowSampling(params) if stop is None else RowSampling.of(params, stop)
+        self.prompt_length = prompt_length
+
+    @classmethod
+    def from_pb(cls, pb: Any, stop: StopParams | None = None, prompt_length: int = 0) -> "NextTokenChooser":
+        """Read a `NextTokenChooserParameters`."""
+        return cls(params_from_pb(pb), stop, prompt_length)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Sampled:
+        """Choose from [1, vocabulary] scores, after [1, tokens] of prompt and answer."""
+        length, prompt_length = torch.tensor([[input_ids.shape[1]], [self.prompt_length]], device=scores.device)
+        sampler = Sampler([self.row_sampling], scores.shape[-1], scores.device)
+        return sampler(scores, History(length, prompt_length, input_ids))
+
+
+def params_from_pb(pb: Any) -> SamplingParams:
+    """Read sampling parameters. Proto3 cannot tell 0 from unset, so a 0 without meaning is the default.
+
+    Whether to sample follows LoRAX's rule.
+    """
+    if getattr(pb, "schema", ""):
+        raise InputError("`schema`: structured output is not supported yet")
+    top_p, typical_p = pb.top_p or 1.0, pb.typical_p or 1.0
+    asks = pb.do_sample or pb.temperature not in (0, 1) or pb.top_k > 0 or top_p < 1 or typical_p < 1 or pb.min_p > 0
+    return SamplingParams(
+        do_sample=asks,
+        temperature=pb.temperature,
+        top_k=pb.top_k,
+        top_p=top_p,
+        min_p=pb.min_p,
+        typical_p=typical_p,
+        repetition_penalty=pb.repetition_penalty or 1.0,
+        frequency_penalty=pb.frequency_penalty,
+        presence_penalty=pb.presence_penalty,
+        logit_bias={entry.token_id: entry.bias for entry in pb.logit_bias},
+        watermark=pb.watermark,
+        seed=pb.seed,
+        num_alternatives=pb.return_k_alternatives,
+        raw_logprobs=pb.raw_logprobs,
+    )

@@ -1,0 +1,135 @@
+"""The base classes of the seed contract, and the results of a step."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lorax_server.generation.stopping import FinishReason
+
+if TYPE_CHECKING:
+    from lorax_server.pb import generate_pb2
+
+
+def messages() -> Any:
+    """Import the message types: only callers that exchange messages need protobuf."""
+    from lorax_server.pb import generate_pb2  # noqa: PLC0415
+
+    return generate_pb2
+
+
+class Batch(ABC):
+    """Requests that are computed together."""
+
+    @classmethod
+    @abstractmethod
+    def from_pb(cls, pb: "generate_pb2.Batch", *args: Any, **kwargs: Any) -> "Batch": ...
+
+    @abstractmethod
+    def to_pb(self) -> "generate_pb2.CachedBatch": ...
+
+    @abstractmethod
+    def filter(self, request_ids: list[int]) -> "Batch | None":
+        """Keep these requests, in this order."""
+
+    @classmethod
+    @abstractmethod
+    def concatenate(cls, batches: Sequence[Any]) -> "Batch": ...
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+
+class Model(ABC):
+    """A model that computes batches."""
+
+    @property
+    @abstractmethod
+    def batch_type(self) -> type[Batch]: ...
+
+    @abstractmethod
+    def generate_token(self, batch: Any) -> "tuple[list[Generation], Batch | None]":
+        """Compute one step: the next token of every request, and the batch to continue with, if any is left."""
+
+
+class TokenizerManager:
+    """The tokenizers of adapters that have their own, by adapter index."""
+
+    def __init__(self) -> None:
+        self._tokenizers: dict[int, Any] = {}
+
+    def add_tokenizer(self, adapter_index: int, tokenizer: Any) -> None:
+        self._tokenizers[adapter_index] = tokenizer
+
+    def get_tokenizer(self, adapter_index: int, default: Any) -> Any:
+        return self._tokenizers.get(adapter_index, default)
+
+
+@dataclass
+class GeneratedText:
+    """A finished request."""
+
+    text: str
+    generated_tokens: int
+    skipped_tokens: int
+    finish_reason: FinishReason
+    seed: int | None  # None if nothing was drawn
+
+    def to_pb(self) -> Any:
+        fields = {**vars(self), "finish_reason": int(self.finish_reason)}
+        return messages().GeneratedText(**fields)
+
+
+@dataclass
+class AlternativeTokens:
+    """The likeliest tokens at one position, best first."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    texts: list[str]
+
+    def to_pb(self) -> Any:
+        return messages().AlternativeTokens(ids=self.token_ids, logprobs=self.logprobs, texts=self.texts)
+
+
+@dataclass
+class NextTokens:
+    """Tokens of a request. The texts of those that are not special, one after the other, are the request's text."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    texts: list[str]
+    is_special: list[bool]
+    alternative_tokens: list[AlternativeTokens] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def to_pb(self) -> Any:
+        return messages().NextTokens(
+            ids=self.token_ids,
+            logprobs=self.logprobs,
+            texts=self.texts,
+            is_special=self.is_special,
+            alternative_tokens=[alternatives.to_pb() for alternatives in self.alternative_tokens],
+        )
+
+
+@dataclass
+class Generation:
+    """One request's share of a step."""
+
+    request_id: int
+    prefill_tokens: NextTokens | None  # with the first token, if it was asked for
+    prefill_tokens_length: int  # of the prompt with the first token, else 0
+    next_tokens: NextTokens
+    generated_text: GeneratedText | None  # with the last token
+
+    def to_pb(self) -> Any:
+        return messages().Generation(
+            request_id=self.request_id,
+            prefill_tokens=self.prefill_tokens and self.prefill_tokens.to_pb(),
+            prefill_tokens_length=self.prefill_tokens_length,
+            next_tokens=self.next_tokens.to_pb(),
+            generated_text=self.generated_text and self.generated_text.to_pb(),
+        )

@@ -1,0 +1,111 @@
+"""The description of an architecture with Llama's dataflow."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lorax_server.kernels import Activation
+from lorax_server.layers.activation import get_activation
+from lorax_server.layers.adapt import LogitRule
+from lorax_server.layers.norm import RMSNorm
+from lorax_server.models.custom_modeling.paged import head_size
+from lorax_server.weights import Weights
+
+
+class BiasFlags(NamedTuple):
+    """The matrices of a layer that have a bias."""
+
+    qkv: bool = False
+    output: bool = False
+    mlp: bool = False
+
+
+class ModuleNames(NamedTuple):
+    """Module names in the checkpoint, which are the names in transformers."""
+
+    model: str = "model"
+    embedding: str = "embed_tokens"
+    layers: str = "layers"
+    input_norm: str = "input_layernorm"
+    second_norm: str | None = "post_attention_layernorm"  # before the MLP; None: the MLP reads the attention's input
+    added_norms: tuple[str, str] | None = None  # on the outputs of attention and MLP
+    final_norm: str | None = "norm"
+    attention: str = "self_attn"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # in `attention`; one name is a fused matrix
+    output: str = "o_proj"
+    mlp: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # the last one is the output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """An architecture with Llama's dataflow. The defaults are Llama's without biases."""
+
+    names: ModuleNames = field(default_factory=ModuleNames)
+    biases: BiasFlags = field(default_factory=BiasFlags)
+    # The classes of the model's parts. None: Llama's.
+    attention_class: Callable[..., Any] | None = None
+    mlp_class: Callable[..., Any] | None = None
+    layer_class: Callable[..., Any] | None = None
+    model_class: Callable[..., Any] | None = None
+
+    # `(name, weights, size)` loads a norm over the hidden size. None: RMSNorm with the config's `rms_norm_eps`.
+    norm: Callable[[str, Weights, int], nn.Module] | None = None
+    is_parallel: bool = False  # whether attention and MLP read the same residual, each through its own norm
+    fan_in_fan_out: bool = False  # whether matrices are stored as [in, out]
+
+    # Attention
+    num_kv_heads: int | None = None  # None: the config's `num_key_value_heads`
+    grouped_qkv: bool = False  # whether a fused matrix stores queries, key and value group by group
+    scale: float | None = None  # of attention scores; None: head_dim**-0.5
+    soft_cap: float | None = None  # of attention scores
+    windows: Sequence[int | None] | None = None  # by layer, in tokens including the current one; None: no limit
+    slopes: torch.Tensor | None = None  # ALiBi slopes of all heads
+
+    # RoPE
+    rotates: bool = True
+    interleaved: bool = False  # whether RoPE pairs are adjacent dimensions, instead of half a head apart
+    partial_rotary: bool = False  # whether `partial_rotary_factor` is supported
+    rotary_dim: int | None = None  # before `partial_rotary_factor`; None: the whole head
+    # By layer, the key in the config's rope settings; None for a layer without RoPE. A config with one setting for all
+    # layers has no keys.
+    rope_kinds: Sequence[str | None] | None = None
+
+    # MLP
+    inner_size: int | None = None  # None: the config's `intermediate_size`
+    activation: Activation | None = None  # None: the config's `hidden_act`
+
+    # Embedding and head
+    embedding_size: int | None = None  # None: the hidden size
+    embedding_multiplier: float | None = None
+    logit_rule: LogitRule | None = None  # a scale or soft cap on logits
+    head_bias: bool = False
+
+    def count_kv_heads(self, config: Any) -> int:
+        """Return the number of key and value heads on all ranks together."""
+        return int(self.num_kv_heads or config.num_key_value_heads)
+
+    def count_rotary_dims(self, config: Any) -> int:
+        return self.rotary_dim or head_dim(config)
+
+    def count_inner(self, config: Any) -> int:
+        return int(self.inner_size or config.intermediate_size)
+
+    def find_activation(self, config: Any) -> Activation:
+        return self.activation or get_activation(config.hidden_act, "hidden_act")
+
+    def load_norm(self, prefix: str, name: str, config: Any, weights: Weights) -> nn.Module:
+        load = self.norm or partial(RMSNorm, eps=config.rms_norm_eps)
+        return load(f"{prefix}.{name}", weights, config.hidden_size)
+
+
+def read_biases(config: Any) -> BiasFlags:
+    attention, mlp = (bool(getattr(config, field, False)) for field in ("attention_bias", "mlp_bias"))
+    return BiasFlags(attention, attention, mlp)
+
+
+def head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or head_size(config.hidden_size, config.num_attention_heads)

@@ -1,0 +1,46 @@
+"""Cohere: interleaved RoPE, attention parallel to the MLP, optional head norms, scaled logits."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.distributed import Shard, whole
+from lorax_server.layers.adapt import LogitRule
+from lorax_server.layers.norm import HeadNorm, ResidualLayerNorm, place_head_norms
+from lorax_server.models.custom_modeling.architecture import Architecture, ModuleNames, read_biases
+from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaAttention, FlashLlamaForCausalLM
+from lorax_server.weights import Weights
+
+
+class CohereAttention(FlashLlamaAttention):
+    """Attention with norms in which every head has its own weight."""
+
+    def load_head_norms(self, prefix: str, config: Any, weights: Weights) -> None:
+        if config.use_qk_norm:
+            self.q_norm = self._load_head_norm(f"{prefix}.q_norm", config, weights, self.heads)
+            self.k_norm = self._load_head_norm(f"{prefix}.k_norm", config, weights, self.kv_heads)
+
+    def _load_head_norm(self, name: str, config: Any, weights: Weights, heads: range) -> HeadNorm:
+        """Load one norm and add its adapter target. Weights are stored in the order in which kernels rotate a head."""
+        size = self.head_dim
+        count = config.num_attention_heads if heads is self.heads else config.num_key_value_heads
+        shard = replace(whole(size), pairs=(size, size))
+        weight = weights.get_sharded(f"{name}.weight", 1, shard, (count, size))[heads.start : heads.stop]
+        outputs = Shard(count * size, ((heads.start * size, heads.stop * size),), (size, size))
+        target = AdapterTarget(name, Kind.NORM, whole(count * size), outputs, slice(0), weight.flatten(), None)
+        self.targets = place_head_norms([*self.targets, replace(target, stored_shape=(count, size))])
+        return HeadNorm(weight, config.layer_norm_eps, weights)
+
+
+class FlashCohereForCausalLM(FlashLlamaForCausalLM):
+    @staticmethod
+    def describe(config: Any) -> Architecture:
+        return Architecture(
+            names=ModuleNames(second_norm=None),
+            biases=read_biases(config)._replace(mlp=False),
+            attention_class=CohereAttention,
+            norm=partial(ResidualLayerNorm, eps=config.layer_norm_eps, bias=False),
+            interleaved=True,
+            logit_rule=LogitRule(float(config.logit_scale)),
+        )

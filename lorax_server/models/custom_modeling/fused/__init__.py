@@ -1,1 +1,0 @@
-"""Decoders whose queries, keys and values come of one matrix, in groups of heads; several know positions by ALiBi."""

@@ -1,1 +1,0 @@
-"""Relatives of Llama: each overrides what differs."""
