@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 from lorax_server.build import build_engine
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.engine import Engine
-from lorax_server.machine import shorten_turns
+from lorax_server.process_tuning import set_gil_switch_interval
 from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
 
 ADAPTERS = 32
@@ -204,7 +204,7 @@ def make_models(folder: Path) -> Any:
 
 def make_engine(folder: Path, rows: int) -> Engine:
     model = ModelConfig(folder / "model")
-    shorten_turns()  # as in a process of its own
+    set_gil_switch_interval()  # as in a process of its own
     return build_engine(EngineConfig(model, max_rows=rows, sources=SourceConfig((folder,)), adapter_bytes=2**28))
 
 

@@ -30,8 +30,8 @@ from lorax_server.build import assemble
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.engine.engine import Engine
-from lorax_server.machine import shorten_turns, spare_steps
 from lorax_server.models.registry import get_model
+from lorax_server.process_tuning import set_gil_switch_interval, tune_gc
 from lorax_server.types import AdapterRef, Request, SampledToken, SamplingParams, StopParams
 from lorax_server.worker.worker import paged_worker
 
@@ -317,7 +317,7 @@ def measure(folder: Path, scale: Scale) -> list[Record]:
     names = make_adapters(folder / "adapters", scale.shape, COLD, COLD_RANK)
     made = time.monotonic()
     engine, watch = make_engine(folder, scale)
-    spare_steps()
+    tune_gc()
     print(f"files in {made - begin:.0f} s, engine in {time.monotonic() - made:.0f} s", flush=True)
     runs = []
     for run, num_adapters in enumerate((1, scale.adapters)):
@@ -337,7 +337,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to this file")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU, to see that all works")
     args = parser.parse_args()
-    shorten_turns()  # as in a process of its own
+    set_gil_switch_interval()  # as in a process of its own
     with tempfile.TemporaryDirectory(dir=SHM if SHM.is_dir() else None) as folder:
         records = measure(Path(folder), SMALL if args.tiny else LARGE)
     report(records, args.json)

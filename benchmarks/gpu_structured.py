@@ -21,7 +21,7 @@ from report import Record, report
 from structured import make_schema
 
 from lorax_server.engine.engine import Engine
-from lorax_server.machine import shorten_turns
+from lorax_server.process_tuning import set_gil_switch_interval
 from lorax_server.types import Output, SamplingParams, StopParams, Structure
 from lorax_server.worker.worker import Worker
 
@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help=f"rounds (default: {ROUNDS})")
     parser.add_argument("--phases", action="store_true", help="print where the time goes, which takes time too")
     args = parser.parse_args()
-    shorten_turns()  # as the engine process does
+    set_gil_switch_interval()  # as the engine process does
     rows, steps, rounds = (SHORT_ROWS, SHORT_STEPS, SHORT_ROUNDS) if args.tiny else (ROWS, STEPS, ROUNDS)
     steps, rounds = args.steps or steps, args.rounds or rounds
     print(f"{describe_device()}, torch {torch.__version__}, CUDA {torch.version.cuda}")

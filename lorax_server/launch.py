@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from lorax_server.config import EngineConfig, ServerConfig
 from lorax_server.engine.remote.process import connected, serve
 from lorax_server.engine.remote.remote_engine import RemoteEngine
-from lorax_server.machine import (
-    count_cores,
-    keep_between_steps,
-    return_large_blocks,
-    share_arenas,
-    shorten_turns,
-    spare_steps,
+from lorax_server.machine import count_cores
+from lorax_server.process_tuning import (
+    limit_malloc_arenas,
+    set_gil_switch_interval,
+    set_malloc_thresholds,
+    set_mimalloc_purge_delay,
+    tune_gc,
 )
 from lorax_server.types import EngineInfo
 
@@ -48,8 +48,8 @@ def serve_forever(config: ServerConfig) -> int:
     """Serve until a signal comes, and return the exit code."""
     from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
 
-    return_large_blocks()
-    keep_between_steps()
+    set_malloc_thresholds()
+    set_mimalloc_purge_delay()
     keys = KeyRing(config.api_keys, config.admin_key, config.keys_file, config.replica_key)
     engine = replace(config.engine, tenant_weights={**keys.weights, **config.engine.tenant_weights})
     return serve_engine(config, make_client(engine, logs=LogFormat(config.log_level, config.json_logs)), keys)
@@ -87,8 +87,8 @@ def run_engine(logs: LogFormat | None, config: EngineConfig, address: str) -> No
 
     if logs is not None:
         configure(logs.level, logs.is_json)
-    share_arenas()
-    shorten_turns()
+    limit_malloc_arenas()
+    set_gil_switch_interval()
     with connected(address) as channel, ThreadPoolExecutor(1) as thread:
         make_vocabulary = cache(partial(build_vocabulary, config.model.path))
         engine = build_engine(config, on_death=channel.report, make_vocabulary=make_vocabulary)
@@ -96,7 +96,7 @@ def run_engine(logs: LogFormat | None, config: EngineConfig, address: str) -> No
         building = thread.submit(make_vocabulary)
         warm_up(engine)
         wait([building])
-        spare_steps()
+        tune_gc()
         sizes = engine.capabilities
         info = EngineInfo(
             max_length=sizes.max_length,
