@@ -33,7 +33,6 @@ def main() -> int:
         port=order["port"],
         replica_key=order["key"],
         ingress_key=order["ingress_key"],
-        max_connections_per_address=0,
         allowed_hosts=config.allowed_hosts or tuple(order["allowed_hosts"]),
     )
     return serve_forever(own)

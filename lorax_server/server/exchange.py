@@ -23,7 +23,7 @@ from lorax_server.server.access.model_names import Choice
 from lorax_server.server.adapter_lookup import AdapterLookup, ResolvedModel
 from lorax_server.server.checks import TIMEOUT_HEADER, check_logprobs, shorten_timeout
 from lorax_server.server.generations import RemoteGeneration, count_cached
-from lorax_server.server.http.connections import network
+from lorax_server.server.http.hosts import client_network
 from lorax_server.server.http.problems import Problem, describe
 from lorax_server.server.http.sse import EventStream, Shortcut, event, until_gone
 from lorax_server.server.prompts import RequestOptions, encode_prompt, fit_stop
@@ -136,7 +136,7 @@ class Exchange:
     @property
     def tenant(self) -> str:
         """The name under which the caller shares the engine and the sandbox with others."""
-        return self.key.name or network(self._http.client.host if self._http.client is not None else "")
+        return self.key.name or client_network(self._http.client.host if self._http.client is not None else "")
 
     # --- Steps of a route, in this order ------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 
-from lorax_server.server.http.listener import BACKLOG
+from lorax_server.server.http.uvicorn_server import BACKLOG
 from lorax_server.server.workers.seat import Seat
 
 logger = logging.getLogger(__name__)

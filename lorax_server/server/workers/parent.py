@@ -15,7 +15,7 @@ from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.errors import LoraxError
 from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.greeting import say_ready
-from lorax_server.server.http.listener import bind_port, fit_connections, raise_file_limit, url_of
+from lorax_server.server.http.listener import bind_port, raise_file_limit, url_of
 from lorax_server.server.telemetry.logs import configure
 from lorax_server.server.workers.common import SIGNALS, note_preloaded, wait_for_start, watch_folder
 from lorax_server.server.workers.desk import Desk
@@ -34,9 +34,8 @@ def run_parent(config: ServerConfig, engine: RemoteEngine, keys: KeyRing, count:
     probes are refused until all is ready.
     """
     configure(config.log_level, config.json_logs)
-    max_files = raise_file_limit()
+    raise_file_limit()
     try:
-        config = fit_connections(config, max_files)
         with bind_port(config) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(Parent(config, engine, keys, count, listener).run())
     except LoraxError as error:
@@ -139,5 +138,4 @@ def _share(config: ServerConfig, count: int) -> ServerConfig:
     return replace(
         config,
         max_connections=-(-config.max_connections // count),
-        max_connections_per_address=-(-config.max_connections_per_address // count),
     )

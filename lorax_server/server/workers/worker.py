@@ -13,11 +13,12 @@ import uvloop
 
 from lorax_server.config import ServerConfig
 from lorax_server.errors import LoraxError
-from lorax_server.machine import return_large_blocks
+from lorax_server.process_tuning import set_malloc_thresholds
 from lorax_server.server.access.keys import KeyRing
+from lorax_server.server.app import make_app
 from lorax_server.server.generations import cancel_all
 from lorax_server.server.http.listener import raise_file_limit
-from lorax_server.server.run import UvicornServer
+from lorax_server.server.http.uvicorn_server import GracefulServer, make_uvicorn_config
 from lorax_server.server.telemetry.logs import configure
 from lorax_server.server.workers.door import take_connections
 from lorax_server.server.workers.joined_service import JoinedService
@@ -42,7 +43,7 @@ class WorkerPlan(NamedTuple):
 def run_worker(plan: WorkerPlan, wire: socket.socket, door: socket.socket) -> None:
     """Serve until the parent says that it is enough, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent decides
-    return_large_blocks()
+    set_malloc_thresholds()
     configure(plan.config.log_level, plan.config.json_logs)
     raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -94,11 +95,13 @@ async def _first(*futures: "asyncio.Future[Any]") -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
-class WorkerServer(UvicornServer):
+class WorkerServer(GracefulServer):
     """uvicorn without a listening socket: connections come from the parent."""
 
     def __init__(self, service: JoinedService, address: str, door: socket.socket) -> None:
-        super().__init__(service, address)
+        app = make_app(service, address)
+        config = make_uvicorn_config(app, service.config, service.metrics, service.audit_log)
+        super().__init__(config, lambda: None, service.drain)
         self._link = service.link
         self._door = door
         self._tasks: set[asyncio.Task[None]] = set()
@@ -133,9 +136,6 @@ class WorkerServer(UvicornServer):
             self._tasks.add(task)  # a task that nobody holds may vanish
             task.add_done_callback(self._tasks.discard)
         self._link.note_taken(len(connections))
-
-    def _awaits_request(self) -> bool:
-        return bool(self._tasks) or super()._awaits_request()
 
     async def _adopt(self, connection: socket.socket) -> None:
         """Begin to serve a connection. Its client may have left already."""
