@@ -186,7 +186,6 @@ class Exchange:
                 stop,
                 model.adapter.identity,
                 tenant=self.tenant,
-                first_id=self.generations[0].request.request_id if self.generations else None,
                 salt=self.key.salt(options.salt),
                 prompt_logprobs=options.prompt_logprobs,
                 structure=structure,
