@@ -8,6 +8,7 @@ from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 WINDOW = 4096  # characters read together: each section copies the rest, so a whole answer would take quadratic time
+MAX_CALL = 2**16  # characters of a call that is buffered and parsed as a whole, on the event loop
 MAX_DROPPED = 64  # blanks before a call that are no text of the answer; more are, or a stream would wait for them
 
 
@@ -67,7 +68,9 @@ class ToolSet(NamedTuple):
 class Section(ABC):
     """The text from an opener on: one call or several."""
 
-    def __init__(self) -> None:
+    def __init__(self, closer: str = "") -> None:
+        self.closer = closer  # that ends the section after its last call
+        self.closed = ""  # the part of it that was read
         self.taken: list[str] = []  # text since the last call ended
         self.has_ended = False
         self.is_open = False  # a call has begun whose arguments are sent as they come
@@ -93,6 +96,15 @@ class Section(ABC):
     @abstractmethod
     def take(self, text: str, at: int, events: list[ParsedEvent]) -> int:
         """Take at least one character from `at` on, or end the section; return how many."""
+
+    def take_closer(self, character: str) -> int:
+        """Take a character after the last call. The section ends with the closer, or before any other text."""
+        closed = self.closed + character
+        if not self.closer.startswith(closed):
+            self.unread, self.has_ended = self.closed, True
+            return 0
+        self.closed, self.has_ended = closed, closed == self.closer
+        return 1
 
     def forgives(self, text: str) -> bool:
         """Tell whether text after the last call says nothing where the answer ends."""
