@@ -101,7 +101,7 @@ class ObjectReader(BracketScanner):
         name = value.get("name") if isinstance(value, dict) else None
         if not isinstance(name, str):
             raise MalformedCallError
-        arguments = next((value[word] for word in ARGUMENTS if value.get(word) is not None), {})
+        arguments: Any = next((value[word] for word in ARGUMENTS if value.get(word) is not None), {})
         if isinstance(arguments, str):  # some models write the arguments as a string of JSON
             arguments = load(arguments)
         if not isinstance(arguments, dict):

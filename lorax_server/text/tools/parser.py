@@ -4,7 +4,7 @@ A call that is not well formed, or names a function that was not offered, comes 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 WINDOW = 4096  # characters read together: each section copies the rest, so a whole answer would take quadratic time
@@ -184,7 +184,7 @@ class ToolParser:
         openers = self._form.openers
         found = min((place for opener in openers if (place := text.find(opener)) >= 0), default=-1)
         if found < 0:
-            self._held = text[self._find_held(text) :]
+            self._held = text[find_held(text, openers) :]
             self._add_text(text[: len(text) - len(self._held)], events)
             return ""
         opener = next(opener for opener in openers if text.startswith(opener, found))
@@ -192,16 +192,6 @@ class ToolParser:
         self._add_text(text[:start], events)
         self._open(text[start:end])
         return text[end:]
-
-    def _find_held(self, text: str) -> int:
-        """Find the start of text that may belong to an opener, and of the blanks before it."""
-        openers = self._form.openers
-        if not openers:
-            return len(text)
-        for start in range(max(0, len(text) - max(map(len, openers)) + 1), len(text)):
-            if any(opener.startswith(text[start:]) for opener in openers):
-                return find_blanks(text, start)
-        return find_blanks(text, len(text))
 
     def _add_text(self, text: str, events: list[ParsedEvent]) -> None:
         if self._is_after_call:
@@ -250,3 +240,13 @@ def find_blanks(text: str, end: int) -> int:
     while start > max(0, end - MAX_DROPPED) and text[start - 1].isspace():
         start -= 1
     return start
+
+
+def find_held(text: str, marks: Sequence[str]) -> int:
+    """Find the start of text that may belong to a mark whose end is missing, and of the blanks before it."""
+    if not marks:
+        return len(text)
+    for start in range(max(0, len(text) - max(map(len, marks)) + 1), len(text)):
+        if any(mark.startswith(text[start:]) for mark in marks):
+            return find_blanks(text, start)
+    return find_blanks(text, len(text))
