@@ -25,7 +25,7 @@ from lorax_server.adapters.host import UNIT_BYTES
 from lorax_server.build import build_engine
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.engine import Engine
-from lorax_server.machine import shorten_turns
+from lorax_server.process_tuning import set_gil_switch_interval
 from lorax_server.types import AdapterRef, EngineStatus, Request, Resolved, SamplingParams, StopParams
 
 MANY, FEW, PLACES = 2000, 16, 64
@@ -97,7 +97,7 @@ def make_files(folder: Path) -> None:
 
 
 def make_engine(folder: Path) -> Engine:
-    shorten_turns()  # as the engine process does
+    set_gil_switch_interval()  # as in a process of its own
     units = -(-RANK * HIDDEN * 4 // UNIT_BYTES) * 2 * len(MODULES) * LAYERS
     return build_engine(
         EngineConfig(

@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 from lorax_server.build import build_engine
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.engine.engine import Engine
-from lorax_server.machine import shorten_turns
+from lorax_server.process_tuning import set_gil_switch_interval
 from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
 
 ADAPTERS = 32
@@ -84,7 +84,7 @@ def main() -> None:
         folder = Path(name)
         peer = make_models(folder)
         model, sources = ModelConfig(folder / "model"), SourceConfig((folder,))
-        shorten_turns()  # as the engine process does
+        set_gil_switch_interval()  # as the engine process does
         engine = build_engine(EngineConfig(model, max_rows=args.rows, sources=sources, adapter_bytes=2**28))
         run_ours(engine, load[:2], [0.0] * 2)  # warm-up
         run_peer(peer, load[:2], [0.0] * 2, args.rows)

@@ -25,8 +25,8 @@ from lorax_server.build import assemble
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.engine.engine import Engine
-from lorax_server.machine import shorten_turns, spare_steps
 from lorax_server.models.registry import get_model
+from lorax_server.process_tuning import set_gil_switch_interval, tune_gc
 from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
 from lorax_server.worker.worker import paged_worker
 
@@ -266,7 +266,7 @@ def measure(folder: Path, scale: Scale) -> list[Record]:
     names = make_adapters(folder / "adapters", scale.shape, COLD, COLD_RANK)
     made = time.monotonic()
     engine, watch = make_engine(folder, scale)
-    spare_steps()
+    tune_gc()
     print(f"files in {made - begin:.0f} s, engine in {time.monotonic() - made:.0f} s", flush=True)
     runs = []
     for run, num_adapters in enumerate((1, scale.adapters)):
@@ -283,7 +283,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="tiny model on the CPU, only to see that it runs")
     args = parser.parse_args()
-    shorten_turns()  # as the engine process does
+    set_gil_switch_interval()  # as the engine process does
     with scratch_folder() as folder:
         records = measure(folder, SMALL if args.tiny else LARGE)
     report(records, args.json)

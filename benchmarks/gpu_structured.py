@@ -16,7 +16,7 @@ from harness.engine import Bench, Mark, make_parser, open_bench
 from harness.report import Record, report
 from harness.schemas import make_schema
 
-from lorax_server.machine import shorten_turns
+from lorax_server.process_tuning import set_gil_switch_interval
 from lorax_server.types import Output, SamplingParams, StopParams, Structure
 
 ROWS, PROMPT, STEPS, ROUNDS = 64, 128, 128, 5
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help=f"steps per round (default: {STEPS})")
     parser.add_argument("--rounds", type=int, help=f"rounds (default: {ROUNDS})")
     args = parser.parse_args()
-    shorten_turns()  # as the engine process does
+    set_gil_switch_interval()  # as the engine process does
     rows, steps, rounds = (SHORT_ROWS, SHORT_STEPS, SHORT_ROUNDS) if args.tiny else (ROWS, STEPS, ROUNDS)
     steps, rounds = args.steps or steps, args.rounds or rounds
     records: list[Record] = []

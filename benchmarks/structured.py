@@ -32,7 +32,7 @@ from lorax_server.build import build_engine, build_vocabulary
 from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.engine.engine import Engine
 from lorax_server.errors import InputError
-from lorax_server.machine import shorten_turns
+from lorax_server.process_tuning import set_gil_switch_interval
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.structured_output.grammars import from_grammar, from_json_schema, from_regex
 from lorax_server.structured_output.trials import GrammarTrials
@@ -321,7 +321,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
     args = parser.parse_args()
-    shorten_turns()  # as the engine process does
+    set_gil_switch_interval()  # as the engine process does
     with tempfile.TemporaryDirectory() as folder, closing(Sandbox()) as sandbox:
         bench = Bench(make_model(Path(folder) / "model"), sandbox)
         try:

@@ -232,10 +232,7 @@ class AccessConfig(Settings):
 class LimitsConfig(Settings):
     """Bounds on connections and requests."""
 
-    max_connections: int = setting(8192, "open connections; idle ones are closed for new ones")
-    max_connections_per_address: int = setting(
-        2048, "open connections of one client's address; 0 is no limit, for servers behind a proxy", at_least=0
-    )
+    max_connections: int = setting(8192, "open connections; more are closed with status 503")
     max_concurrent_requests: int = setting(1024, "answers in progress; more are refused")
     new_adapters_per_minute: int | None = setting(
         None, "adapters that a key may name and that are new to the server", none="60; without keys no limit"

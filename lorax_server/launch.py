@@ -12,12 +12,12 @@ from typing import NamedTuple
 from lorax_server.config import EngineConfig, ServerConfig
 from lorax_server.engine.remote.process import connected, serve
 from lorax_server.engine.remote.remote_engine import RemoteEngine
-from lorax_server.machine import (
-    keep_between_steps,
-    return_large_blocks,
-    share_arenas,
-    shorten_turns,
-    spare_steps,
+from lorax_server.process_tuning import (
+    limit_malloc_arenas,
+    set_gil_switch_interval,
+    set_malloc_thresholds,
+    set_mimalloc_purge_delay,
+    tune_gc,
 )
 from lorax_server.types import EngineInfo
 
@@ -32,7 +32,7 @@ class LogFormat(NamedTuple):
 def check_files(config: ServerConfig) -> None:
     """Read the files that settings name, so that what is wrong with them is known before a model is fetched."""
     from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
-    from lorax_server.server.examples import read_examples  # noqa: PLC0415
+    from lorax_server.server.schemas.examples import read_examples  # noqa: PLC0415
 
     KeyRing(config.api_keys, config.admin_key, config.keys_file)
     read_examples(config.examples)
@@ -43,8 +43,8 @@ def serve_forever(config: ServerConfig) -> int:
     from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
     from lorax_server.server.run import run  # noqa: PLC0415
 
-    return_large_blocks()
-    keep_between_steps()
+    set_malloc_thresholds()
+    set_mimalloc_purge_delay()
     keys = KeyRing(config.api_keys, config.admin_key, config.keys_file)
     engine = replace(config.engine, tenant_weights={**keys.weights, **config.engine.tenant_weights})
     return run(config, make_client(engine, logs=LogFormat(config.log_level, config.json_logs)), keys)
@@ -62,8 +62,8 @@ def run_engine(logs: LogFormat | None, config: EngineConfig, address: str) -> No
 
     if logs is not None:
         configure(logs.level, logs.is_json)
-    share_arenas()
-    shorten_turns()
+    limit_malloc_arenas()
+    set_gil_switch_interval()
     with connected(address) as channel, ThreadPoolExecutor(1) as thread:
         make_vocabulary = cache(partial(build_vocabulary, config.model.path))
         engine = build_engine(config, on_death=channel.report, make_vocabulary=make_vocabulary)
@@ -71,7 +71,7 @@ def run_engine(logs: LogFormat | None, config: EngineConfig, address: str) -> No
         building = thread.submit(make_vocabulary)
         warm_up(engine)
         wait([building])
-        spare_steps()
+        tune_gc()
         sizes = engine.capabilities
         info = EngineInfo(
             max_length=sizes.max_length,

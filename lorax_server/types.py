@@ -140,7 +140,6 @@ class Request:
     stop: StopParams
     adapter_identity: str = ""  # the hash of its content; empty: the base model
     tenant: str = ""  # tenants share the engine fairly
-    first_id: int | None = None  # of the call's first answer, if this is a further one: those give way to other calls
     salt: str = ""  # prompts share keys and values only with prompts of the same salt
     prompt_logprobs: bool = False  # report how likely each token of the prompt was
     task: Task = Task.GENERATE

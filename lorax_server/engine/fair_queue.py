@@ -7,7 +7,7 @@ tenant the adapter that was served least comes first.
 import heapq
 from collections.abc import Collection, Mapping
 
-from lorax_server.engine.sequence import OrderKey, Sequence
+from lorax_server.engine.sequence import Sequence
 
 MAX_NAMES = 10_000  # remembered in a ledger though nothing waits for them
 ROUNDING = 1e-6  # the part of a row by which sums of weights may be off
@@ -43,13 +43,13 @@ class _Tenant:
     """The rows and the waiting sequences of one tenant: a heap for each adapter. Adapters share equally."""
 
     def __init__(self) -> None:
-        self._heaps: dict[str, list[tuple[OrderKey, Sequence]]] = {}  # by the identity of the adapter
+        self._heaps: dict[str, list[tuple[int, Sequence]]] = {}  # by adapter identity, ordered by arrival
         self._ledger = _Ledger()
         self.num_waiting = 0
         self.num_rows = 0
 
     @property
-    def head(self) -> tuple[float, OrderKey, Sequence]:
+    def head(self) -> tuple[float, int, Sequence]:
         served = self._ledger.served
         return min((served[identity], *heap[0]) for identity, heap in self._heaps.items())
 
@@ -57,7 +57,7 @@ class _Tenant:
         identity = sequence.request.adapter_identity
         if identity not in self._heaps:
             self._ledger.enter(identity, self._heaps)
-        heapq.heappush(self._heaps.setdefault(identity, []), (sequence.order_key, sequence))
+        heapq.heappush(self._heaps.setdefault(identity, []), (sequence.arrival, sequence))
         self.num_waiting += 1
 
     def remove(self, sequence: Sequence) -> None:
@@ -67,7 +67,7 @@ class _Tenant:
         if heap[0][1] is sequence:
             heapq.heappop(heap)
         else:
-            heap.remove((sequence.order_key, sequence))
+            heap.remove((sequence.arrival, sequence))
             heapq.heapify(heap)
         if not heap:
             del self._heaps[identity]

@@ -11,7 +11,7 @@ from lorax_server.engine.admission import Backlog, Limits, check_request, make_n
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.fair_queue import FairQueue
 from lorax_server.engine.kv_cache import KvCache
-from lorax_server.engine.preemption import find_spare, may_spare, sort_running
+from lorax_server.engine.preemption import find_spare, sort_running
 from lorax_server.engine.queues import Queues
 from lorax_server.engine.sequence import Sequence
 from lorax_server.engine.step_builder import Lineup, Scheduled, StepBuilder, SubmittedStep
@@ -247,7 +247,7 @@ class Scheduler:
 
     def _take_rows_back(self) -> None:
         """Preempt sequences beyond their share for waiting ones with less."""
-        head = self._queues.next() if may_spare(self._running, self._waiting) else None
+        head = self._queues.next() if len(self._waiting) and self._waiting.has_excess else None
         if head is None:
             return
         # A step would probably have no blocks left for the head: then a free row is of no use to it.
@@ -309,7 +309,7 @@ class Scheduler:
             self._backlog.num_tokens -= sequence.expected_tokens
             self._adapters.begin(identity)
         self._adapters.hold(identity)
-        insort(self._running, sequence, key=lambda running: running.order_key)
+        insort(self._running, sequence, key=lambda running: running.arrival)
         self.counters.prefix_tokens += sequence.num_computed
 
     def _leave(self, sequence: Sequence) -> None:

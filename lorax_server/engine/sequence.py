@@ -7,9 +7,6 @@ from lorax_server.engine.block_pool import chain_hash, root_hash
 from lorax_server.generation.stopping import ended_by
 from lorax_server.types import Alternatives, FinishReason, Output, Request, Started
 
-FURTHER_LAG = 64  # arrivals that go before a further answer to a call
-OrderKey = tuple[int, int]
-
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -70,11 +67,6 @@ class Sequence:
         )
         self.started = self.prompt_logprobs = self.prompt_alternatives = None
         return output
-
-    @property
-    def order_key(self) -> OrderKey:
-        """Smaller keys are served first. A further answer to a call lets some later arrivals go before it."""
-        return self.arrival + (0 if self.request.first_id is None else FURTHER_LAG), self.arrival
 
     @property
     def num_uncomputed(self) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lorax_server.engine.kv_cache import KvCache
-from lorax_server.engine.sequence import OrderKey, Sequence
+from lorax_server.engine.sequence import Sequence
 from lorax_server.plan import AdapterOp, Bools, Ints, NewRow, StepPlan, StepResult
 
 
@@ -106,9 +106,9 @@ class SubmittedStep(NamedTuple):
         return max(zip(scheduled.sequences, counts, asks, strict=True), key=_need)[0]
 
 
-def _need(entry: tuple[Sequence, int, bool]) -> tuple[bool, int, int, OrderKey]:
+def _need(entry: tuple[Sequence, int, bool]) -> tuple[bool, int, int, int]:
     sequence, num_tokens, asks = entry
-    return asks, num_tokens, sequence.request.sampling.num_alternatives, sequence.order_key
+    return asks, num_tokens, sequence.request.sampling.num_alternatives, sequence.arrival
 
 
 class Lineup(NamedTuple):

@@ -4,6 +4,7 @@ Start it with `python -m lorax_server.sandbox.worker FD [MODULE ...]`: the socke
 first task. A frame is eight bytes of length and a body. A reply starts with one byte that tells its kind.
 """
 
+import ctypes
 import importlib
 import os
 import pickle
@@ -18,10 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lorax_server.machine import end_with_parent
 from lorax_server.sandbox.task import MAX_ERROR, SandboxTask, TaskError
 
 LENGTH = struct.Struct(">Q")
+PR_SET_PDEATHSIG = 1
 OK, ERROR, OUT_OF_MEMORY = b"o", b"e", b"m"
 LAST = b"l"  # second byte of a reply: the worker exits after it
 TIME_SIGNAL = signal.SIGPROF  # kills a worker whose task exceeds its CPU time
@@ -107,9 +108,16 @@ def _used_bytes(field: str) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
 
 
+def _end_with_parent() -> None:
+    """Make Linux kill this process when the thread that started it exits."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
-    end_with_parent()
+    _end_with_parent()
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for module in sys.argv[2:]:

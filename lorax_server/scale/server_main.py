@@ -29,7 +29,6 @@ def main() -> int:
         host=options["host"],
         port=options["port"],
         replica_secret=options["secret"],
-        max_connections_per_address=0,  # all connections come from the ingress
         allowed_hosts=config.allowed_hosts or tuple(options["allowed_hosts"]),
     )
     return serve_forever(own)

@@ -27,7 +27,7 @@ from lorax_server.server.access.rate_limits import Permit
 from lorax_server.server.adapter_lookup import AdapterLookup, ResolvedModel
 from lorax_server.server.checks import TIMEOUT_HEADER, check_logprobs, shorten_timeout
 from lorax_server.server.generations import RemoteGeneration, count_cached, interleave
-from lorax_server.server.http.connections import network
+from lorax_server.server.http.hosts import client_network
 from lorax_server.server.http.problems import Problem, describe
 from lorax_server.server.http.sse import EventStream, Shortcut, event, until_gone
 from lorax_server.server.prompts import RequestOptions, encode_prompt, fit_stop
@@ -127,7 +127,7 @@ class RequestContext:
     @property
     def tenant(self) -> str:
         """The name under which the caller shares the engine and the sandbox with others."""
-        return self.key.name or network(self._http.client.host if self._http.client is not None else "")
+        return self.key.name or client_network(self._http.client.host if self._http.client is not None else "")
 
     # --- Steps of a route, in this order ------------------------------------------------------------------------------
 
@@ -180,7 +180,6 @@ class RequestContext:
                 stop,
                 model.adapter.identity,
                 tenant=self.tenant,
-                first_id=self.generations[0].request.request_id if self.generations else None,
                 salt=self.key.salt(options.salt),
                 prompt_logprobs=options.prompt_logprobs,
                 structure=structure,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from lorax_server.errors import AdapterError, NoTemplateError
 from lorax_server.files.tokenizer_folder import FolderKey, TokenizerFolder
-from lorax_server.machine import give_back_memory
+from lorax_server.process_tuning import trim_malloc
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.structured_output.trials import GrammarTrials
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers, find_tokenizer_files
@@ -153,4 +153,4 @@ def _give_back_after(work: Callable[[], _T]) -> _T:
     try:
         return work()
     finally:
-        give_back_memory()
+        trim_malloc()

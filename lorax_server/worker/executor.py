@@ -21,9 +21,9 @@ import torch
 from lorax_server.config import EngineConfig
 from lorax_server.distributed import join_group
 from lorax_server.errors import ConfigError, EngineError, LoraxError
-from lorax_server.machine import give_back_memory, share_arenas
 from lorax_server.phases import Phases
 from lorax_server.plan import Capabilities, Prepared, StepMasks, StepPlan, StepResult
+from lorax_server.process_tuning import limit_malloc_arenas, trim_malloc
 from lorax_server.worker.worker import Worker, build_worker
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ def _run_rank(config: EngineConfig, rank: int, meeting: str, connection: Connect
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the engine ends its ranks itself
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        share_arenas()
+        limit_malloc_arenas()
         worker = _join(config, rank, meeting)
         while True:
             plan = receive_plan(connection)
@@ -186,7 +186,7 @@ def _run_rank(config: EngineConfig, rank: int, meeting: str, connection: Connect
 def receive_plan(connection: Connection) -> StepPlan:
     """Wait for the next plan. If none comes for a while, give back, once, the memory that the largest step needed."""
     if not connection.poll(REST_S):
-        give_back_memory()
+        trim_malloc()
     plan: StepPlan = pickle.loads(connection.recv_bytes())
     return plan
 

@@ -249,7 +249,6 @@ def test_what_repeats() -> None:
         ("--allowed-host https://api.example.com", {}, "--allowed-host 'https://api.example.com' must be a name"),
         ("--allowed-host api.example.com:80", {}, "--allowed-host 'api.example.com:80' must be a name"),
         ("--max-connections 0", {}, "--max-connections = 0 must be at least 1"),
-        ("--max-connections-per-address -1", {}, "--max-connections-per-address = -1 must not be negative"),
         ("--adapter-memory-fraction 1.5", {}, "--adapter-memory-fraction = 1.5 must be"),
         ("--adapter-memory-fraction 0.1 --adapter-bytes 1G", {}, "not both"),
         ("--cache-bytes 1G", {"MAX_BATCH_TOTAL_TOKENS": "5"}, "or the environment variable MAX_BATCH_TOTAL_TOKENS = 5"),

@@ -18,7 +18,7 @@ import pytest
 from demo.evaluate import MODELS, ask, score, texts_of
 from demo.skills import NOTHING_TO_DO, SKILLS, Item, answer_small_talk, cut_short, write_items
 from lorax_server.cli.demo import NAME
-from lorax_server.machine import PURGE_DELAY, PURGE_MS
+from lorax_server.process_tuning import MIMALLOC_PURGE_DELAY, PURGE_DELAY_MS
 from tests.demo.server import FOLDER, Demo, read_examples, serving_demo
 
 ROOT = Path(__file__).parent.parent.parent
@@ -83,7 +83,7 @@ def test_so_it_does_where_adapters_must_come_and_go(items: list[Item], alone: di
 def test_its_engine_keeps_memory_from_step_to_step(demo: Demo) -> None:
     children = psutil.Process(demo.process_id).children()
     (engine,) = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
-    assert engine.environ()[PURGE_DELAY] == os.environ.get(PURGE_DELAY, str(PURGE_MS))
+    assert engine.environ()[MIMALLOC_PURGE_DELAY] == os.environ.get(MIMALLOC_PURGE_DELAY, str(PURGE_DELAY_MS))
 
 
 @pytest.mark.slow

@@ -186,7 +186,6 @@ def loose(method: str, path: str, *headers: tuple[str, str], body: bytes = b"") 
     return request(method, path, headers, body).replace(b"connection: close\r\n", b"")
 
 
-UPGRADE = (("upgrade", "h2c"), ("connection", "upgrade, http2-settings"), ("http2-settings", "AAMAAABkAAQAAP__"))
 RAW: dict[str, Raw] = {
     "CR in a request's id": Raw(get(b"x-request-id: a\rset-cookie: b"), (400,)),
     "LF in a request's id": Raw(get(b"x-request-id: a\nset-cookie: b"), (400,)),
@@ -216,8 +215,8 @@ RAW: dict[str, Raw] = {
     "garbage": Raw(bytes(range(256)) * 10, (400,)),
     "an unknown method": Raw(request("BREW", "/"), (400,)),
     "a method in lower case": Raw(request("get", "/"), (400,)),
-    "CONNECT": Raw(request("CONNECT", "evil:443"), (405,)),
-    "CONNECT to a route": Raw(request("CONNECT", NATIVE), (405,)),
+    "CONNECT": Raw(request("CONNECT", "evil:443"), (400,)),
+    "CONNECT to a route": Raw(request("CONNECT", NATIVE), (400,)),
     "a chunk's size that is none": Raw(chunked(NATIVE, b"zz\r\nabc\r\n0\r\n\r\n"), (400,)),
     "a chunk's size below 0": Raw(chunked(COMPLETIONS, b"-1\r\nabc\r\n0\r\n\r\n"), (400,), COMPLETIONS),
     "a chunk's size beyond all": Raw(chunked(NATIVE, b"f" * 20 + b"\r\nabc"), (400,)),

@@ -31,7 +31,6 @@ from tests.e2e.hostile_cases import (
     SCHEMAS,
     SLOW,
     STREAM,
-    UPGRADE,
     VALUES,
     loose,
     with_field,
@@ -252,28 +251,6 @@ def test_garbage_is_not_answered_within_a_stream(server: Server) -> None:
     assert b"HTTP/1.1" not in rest.partition(b"\r\n0\r\n\r\n")[0]
 
 
-@pytest.mark.parametrize("wait", [False, True])
-def test_who_asks_for_another_protocol_is_answered_in_this_one(server: Server, wait: bool) -> None:
-    """Send requests with a body, as Java's client does, two on one connection."""
-    head = loose("POST", NATIVE, *UPGRADE, ("content-type", "application/json"), ("content-length", str(len(GOOD))))
-    with connect(server.port) as connection:
-        for _ in range(2):
-            if wait:
-                connection.sendall(head)
-                assert exchange(server.port, ALIVE)[0].status == 200  # the server has seen it by now
-                connection.sendall(GOOD)
-            else:
-                connection.sendall(head + GOOD)
-            (answer,) = read(connection, 1)
-            assert answer.status == 200
-            assert "generated_text" in answer.json()
-
-
-def test_many_upgrades_in_one_piece(server: Server) -> None:
-    answers = exchange(server.port, loose("GET", "/health", *UPGRADE) * 1500 + ALIVE)
-    assert [answer.status for answer in answers] == [200] * 1501
-
-
 def test_a_large_body_does_not_count_as_the_next_headers(server: Server) -> None:
     body = GOOD + b" " * 500_000
     first = loose("POST", NATIVE, ("content-type", "application/json"), ("content-length", str(len(body))), body=body)
@@ -301,9 +278,6 @@ def test_who_says_no_more_and_waits_is_let_go(server: Server) -> None:
     for data in (b"", ALIVE[:10], post(NATIVE, GOOD, ("content-length", "1000"))):
         answers = exchange(server.port, data, half_close=True)
         assert [answer.status for answer in answers] in ([], [400])
-    answers = exchange(server.port, post(STREAM, INPUTS), half_close=True)
-    assert answers[-1].status == 200  # a 100 may come before it, by which the server probes the client
-    assert answers[-1].is_complete
 
 
 def test_who_connects_and_leaves(server: Server) -> None:

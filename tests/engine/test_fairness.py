@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from lorax_server.engine.fair_queue import FairQueue
 from lorax_server.engine.scheduler import Scheduler
-from lorax_server.engine.sequence import FURTHER_LAG, Sequence
+from lorax_server.engine.sequence import Sequence
 from lorax_server.plan import StepPlan
 from lorax_server.types import Request
 from tests.engine.test_scheduler import Engine, check, make_limits, make_request
@@ -160,77 +160,16 @@ def test_a_long_prompt_leaves_room_to_who_finds_a_row() -> None:
     check(engine, long, small)
 
 
-# --- Calls of one tenant ----------------------------------------------------------------------------------------------
+# --- Requests of one tenant -------------------------------------------------------------------------------------------
 
 
-def call(engine: Engine, first: int, count: int) -> list[Request]:
-    """Add one call with several answers."""
-    requests = [
-        make_request(first + i, [1, 2, 3], 40, eos=False, tenant="one", first_id=first if i else None)
-        for i in range(count)
-    ]
-    for request in requests:
-        engine.scheduler.add(request)
-    return requests
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_further_answers_of_a_call_give_way_to_other_calls_of_its_tenant(depth: int) -> None:
-    engine = Engine(LIMITS, 200, depth)
-    many = call(engine, 0, 20)
-    run(engine, 5)
-    others = [*call(engine, 100, 1), *call(engine, 200, 3)]
-    run(engine, 1 + depth)
-    assert len(engine.answers[100]) >= 1
-    assert len(engine.answers[200]) >= 1
-    assert 201 not in engine.answers  # a further answer waits for a row that is free
-    assert engine.scheduler.counters.rows_taken_back == 2
-    engine.finish()
-    check(engine, *many, *others)
-
-
-def test_the_only_row_of_a_call_is_kept() -> None:
-    """Keep the row although it belongs to a further answer of the call."""
-    engine = Engine(replace(LIMITS, max_rows=2), 200)
-    short = make_request(0, [1, 2, 3], 4, eos=False, tenant="one")
-    further = make_request(1, [1, 2, 3], 40, eos=False, tenant="one", first_id=0)
-    for request in (short, further):
-        engine.scheduler.add(request)
-    while 0 not in engine.reasons:
-        engine.step()
-    others = [*call(engine, 100, 1), *call(engine, 200, 1)]
-    run(engine, 5)
-    assert engine.scheduler.counters.rows_taken_back == 0
-    engine.finish()
-    check(engine, short, further, *others)
-
-
-def test_further_answers_let_only_so_many_go_before_them() -> None:
-    engine = Engine(LIMITS, 400)
-    call(engine, 0, 60)
-    keys = sorted(sequence.order_key for sequence in engine.scheduler._by_id.values())
-    assert keys[-1][0] - keys[0][0] == 59 + FURTHER_LAG
-
-
-def test_first_answers_wait_for_first_answers() -> None:
+def test_requests_of_one_tenant_do_not_preempt_each_other() -> None:
     engine = Engine(LIMITS, 200)
-    flood(engine, 20)  # so many calls
+    flood(engine, 20)
     run(engine, 5)
     flood(engine, 4, first=100)
     run(engine, 20)
     assert engine.scheduler.counters.rows_taken_back == 0
-
-
-def test_further_answers_have_their_turn_though_calls_never_end_to_come() -> None:
-    engine = Engine(replace(LIMITS, max_rows=2), 64)
-    call(engine, 0, 4)
-    num_calls = 100
-    while not all(i in engine.reasons for i in range(4)):
-        if engine.scheduler.num_waiting < 4:
-            engine.scheduler.add(make_request(num_calls, [1], 2, eos=False, tenant="one"))
-            num_calls += 1
-        engine.step()
-        assert num_calls < 500
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -309,8 +248,7 @@ class Machine(RuleBasedStateMachine):
     def ask(self, prompt: list[int], new: int, eos: bool, tenant: str, count: int) -> None:
         first = len(self.requests)
         for number in range(count):
-            first_id = first if number else None
-            request = make_request(first + number, prompt, new, eos, tenant=tenant, first_id=first_id)
+            request = make_request(first + number, prompt, new, eos, tenant=tenant)
             self.requests[request.request_id] = request
             self.engine.scheduler.add(request)
 

@@ -257,7 +257,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_others(depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_long_prompt_that_goes_first_does_not_hold_up_those_that_run(depth: int) -> None:
     engine = Engine(make_limits(8, 4, 100), 64, depth)
-    short, long = make_request(0, [4], 30, eos=False, first_id=9), make_request(1, [1, 2, 3] * 20, 2, eos=False)
+    short, long = make_request(0, [4], 30, eos=False), make_request(1, [1, 2, 3] * 20, 2, eos=False)
     engine.scheduler.add(short)
     engine.step()
     engine.scheduler.add(long)
@@ -766,8 +766,7 @@ def test_prompts_are_reported_on_in_chunks_and_after_giving_way(depth: int, max_
             prompt = [1, 2, 3, 4] * 2 + [rng.randint(1, 5) for _ in range(rng.randint(0, 12))]
             if i % 4 == 3:
                 prompt = prompt[:1]
-            more = {"prompt_logprobs": i % 2 == 1, "first_id": rng.choice([1000, 1000, None])}
-            requests.append(make_request(i, prompt, rng.randint(1, 9), eos=False, **more))
+            requests.append(make_request(i, prompt, rng.randint(1, 9), eos=False, prompt_logprobs=i % 2 == 1))
             engine.scheduler.add(requests[-1])
             for _ in range(rng.randint(0, 4)):
                 engine.step()
@@ -865,19 +864,6 @@ def test_a_step_must_have_room_for_a_whole_prompt() -> None:
         make_limits(40, 4, 40, can_chunk=False)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_first_answer_takes_the_blocks_of_a_further_one_that_runs(depth: int) -> None:
-    engine = ReportingEngine(make_limits(64, 4, 60), 6, depth)
-    further, first = make_request(0, [1] * 4, 16, eos=False, first_id=9), make_request(1, [2] * 4, 16, eos=False)
-    engine.scheduler.add(further)
-    engine.step()
-    engine.scheduler.add(first)
-    engine.finish()
-    check(engine, further, first)
-    assert list(engine.reasons) == [1, 0]
-    assert engine.scheduler.counters.preemptions > 0
-
-
 def test_a_step_without_sequences_is_for_what_workers_must_be_told_only() -> None:
     engine = ReportingEngine(ROOMY, 64)
     assert engine.scheduler.schedule() is None
@@ -923,7 +909,6 @@ def crowd(seed: int) -> Engine:
         prompt = [*rng.choice(beginnings), *(rng.randint(1, 6) for _ in range(rng.choice([0, 0, 1, 5])))]
         options = {
             "adapter_identity": rng.choice(["", "1"]),
-            "first_id": rng.choice([1000, 1000, 1000, None]),
             "tenant": rng.choice("ab"),
         }
         requests.append(make_request(i, prompt, rng.randint(1, 20), rng.random() < 0.3, **options))
@@ -967,13 +952,12 @@ class Machine(RuleBasedStateMachine):
         prompt=st.lists(st.integers(1, 2), min_size=1, max_size=14),
         new=st.integers(1, 9),
         adapter=st.sampled_from(["", "1", "2"]),
-        first_id=st.sampled_from([None, 1000]),
         tenant=st.sampled_from("ab"),
         eos=st.booleans(),
     )
-    def add(self, prompt: list[int], new: int, adapter: str, first_id: int | None, tenant: str, eos: bool) -> None:
+    def add(self, prompt: list[int], new: int, adapter: str, tenant: str, eos: bool) -> None:
         request_id = len(self.requests)
-        request = make_request(request_id, prompt, new, eos, adapter_identity=adapter, first_id=first_id, tenant=tenant)
+        request = make_request(request_id, prompt, new, eos, adapter_identity=adapter, tenant=tenant)
         self.engine.scheduler.add(request)
         self.requests[request_id] = request
 

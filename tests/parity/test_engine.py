@@ -213,8 +213,8 @@ def test_rows_that_are_taken_back_change_no_token(device: torch.device, tmp_path
         engine = make_engine(models, adapter_bytes=2 * max(units(models)) * UNIT_BYTES, **room)
         crowd = Crowd(engine, models.folders)
         for i, prompt in enumerate(prompts):
-            more = {"tenant": "big", "first_id": 0 if i else None} if i < 6 else {"tenant": f"small {i}"}
-            crowd.add(i, prompt, adapter=WHO[i], sampling=drawn if i % 3 == 0 else SamplingParams(), **more)
+            tenant = "big" if i < 6 else f"small {i}"
+            crowd.add(i, prompt, adapter=WHO[i], sampling=drawn if i % 3 == 0 else SamplingParams(), tenant=tenant)
             while is_alone and engine.has_work:
                 crowd.step()
         return crowd, crowd.finish()

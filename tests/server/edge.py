@@ -10,7 +10,8 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from lorax_server.server.run import uvicorn_config
+from lorax_server.server.app import make_app
+from lorax_server.server.http.uvicorn_server import make_uvicorn_config
 from lorax_server.server.telemetry.audit import AuditLog
 from lorax_server.server.telemetry.metrics import Metrics
 from tests.e2e.hostile_client import Answer, _Reader, post, request
@@ -56,6 +57,12 @@ class Wire:
         with suppress(ConnectionError):
             return len(await self._reader.read(count))
         return 0
+
+    async def read(self) -> bytes:
+        """Read some bytes; none when the server has closed the connection."""
+        with suppress(ConnectionError):
+            return await self._reader.read(2**16)
+        return b""
 
     async def close(self) -> None:
         self._writer.close()
@@ -132,7 +139,8 @@ class Shared:
 
     def __init__(self, **config: Any) -> None:
         self.bench = Bench(**{"default_source": "local", "body_timeout_s": TIMEOUT_S} | config)
-        self._settings = uvicorn_config(self.bench.service)
+        service = self.bench.service
+        self._settings = make_uvicorn_config(make_app(service), service.config, service.metrics, service.audit_log)
         self._runner = asyncio.Runner()
 
     @property

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.responses import Response
 from starlette.routing import Route
 
 from lorax_server.errors import BusyError
-from lorax_server.server import run
 from lorax_server.server import tokenizers as module
 from lorax_server.server.http.middleware import LARGE, RequestMiddleware
 from lorax_server.server.routes.info import MANY, list_pieces
@@ -160,7 +158,7 @@ def test_long_texts_become_tokens_one_after_the_other(
 
 def test_memory_is_given_back_after_a_long_text(tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch) -> None:
     given_back: list[None] = []
-    monkeypatch.setattr(module, "give_back_memory", lambda: given_back.append(None))
+    monkeypatch.setattr(module, "trim_malloc", lambda: given_back.append(None))
 
     async def body() -> None:
         await tokenizers.encode(tokenizer(), "a" * LONG, True)
@@ -225,20 +223,6 @@ def test_large_bodies_are_parsed_in_turns(size: int, at_once: bool) -> None:
     async def send(_: Any) -> None: ...
 
     asyncio.run(body())
-
-
-def test_collections_do_not_look_through_what_a_server_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A collection of all objects would take 80 ms, in the middle of a long list of messages."""
-    events: list[str] = []
-
-    async def startup(*_: Any) -> None:
-        events.append("started")
-
-    monkeypatch.setattr(uvicorn.Server, "startup", startup)
-    monkeypatch.setattr(run, "uvicorn_config", lambda *_: uvicorn.Config(startup))
-    monkeypatch.setattr("gc.freeze", lambda: events.append("frozen"))
-    asyncio.run(run.UvicornServer(Bench().service, "").startup())
-    assert events == ["started", "frozen"]
 
 
 def test_others_have_turns_between_the_prompts_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:

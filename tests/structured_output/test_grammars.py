@@ -19,9 +19,9 @@ from lorax_server.structured_output.grammars import (
     from_json_text,
     from_regex,
 )
-from lorax_server.text.tools.families.pythonic import PythonicFormat
-from lorax_server.text.tools.families.qwen3_coder import Qwen3CoderFormat
 from lorax_server.text.tools.grammar import MAX_GRAMMAR, FunctionSchema, Marks, ToolFormat, write_required
+from lorax_server.text.tools.pythonic import PythonicFormat
+from lorax_server.text.tools.qwen3_coder import Qwen3CoderFormat
 from lorax_server.text.tools.references import MAX_LEVELS, check_depth
 
 STACK = 4 * 2**20  # bytes, as in a trial compile

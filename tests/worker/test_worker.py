@@ -656,7 +656,7 @@ def test_a_rank_that_has_nothing_to_do_gives_back_memory_once(monkeypatch: pytes
         given_back.append(None)
         there.send_bytes(pickle.dumps("plan"))
 
-    monkeypatch.setattr(executor, "give_back_memory", give_back)
+    monkeypatch.setattr(executor, "trim_malloc", give_back)
     here, there = multiprocessing.Pipe()
     with here, there:
         plan: Any = executor.receive_plan(here)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from lorax_server.engine.remote import messages
 from lorax_server.engine.remote.channel import EngineChannel
 from lorax_server.errors import EngineError, LoraxError
-from lorax_server.machine import give_back_memory
+from lorax_server.process_tuning import trim_malloc
 from lorax_server.types import EngineInfo, Failure, Output
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ class _EngineLoop:
                 self._idle_s += time.monotonic() - since
                 self._num_idle += 1
                 if self._num_idle == REST_AFTER:  # once: it takes milliseconds, and the next step takes memory again
-                    gc.collect()  # which steps are spared
-                    give_back_memory()
+                    gc.collect()  # full collections are rare while steps run
+                    trim_malloc()
 
     # --- Messages to the engine ---------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 ANY = "*"
+IPV6_NETWORK_BITS = 64  # a client may use any address of its /64 network
 HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:]*))(?::\d*)?", re.IGNORECASE | re.ASCII)
 
 
@@ -42,3 +43,11 @@ def parse_address(name: str) -> IPv4Address | IPv6Address | None:
     except ValueError:
         return None
     return getattr(address, "ipv4_mapped", None) or address
+
+
+def client_network(client: str) -> str:
+    """Return the unit that counts as one client: an IPv4 address, or the /64 network of an IPv6 address."""
+    address = parse_address(client.partition("%")[0])
+    if isinstance(address, IPv6Address):
+        return f"{int(address) >> IPV6_NETWORK_BITS:x}"
+    return client if address is None else str(address)

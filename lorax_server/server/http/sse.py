@@ -1,8 +1,6 @@
 """Server-sent events: a response that is written piece by piece."""
 
 import asyncio
-import logging
-import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any, Protocol
 
@@ -11,11 +9,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 KEEP_ALIVE = b":\n\n"
-STUCK_S = 120.0  # a client that reads nothing for so long has gone, whatever its socket says
 DONE = b"data: [DONE]\n\n"
 PIECE_WRITER = "lorax.piece_writer"  # the extension of ASGI by which a connection offers one, as a weak reference
-
-logger = logging.getLogger(__name__)
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -70,10 +65,9 @@ class Shortcut:
 
 
 class EventStream(Response):
-    """Writes what `events` yields, each piece one or more whole events, at the pace of the client that reads it.
+    """Writes the pieces of `events`, each one or more whole events, at the pace of the client that reads them.
 
-    A client that leaves, or reads nothing for longer than `stuck_s`, ends it. `on_end` is called once, with whether the
-    client left.
+    The stream ends when the client disconnects. `on_end` is called once, with whether the client disconnected.
     """
 
     def __init__(
@@ -81,7 +75,6 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         keep_alive_s: float,
         headers: dict[str, str] | None = None,
-        stuck_s: float = STUCK_S,
         shortcut: Shortcut | None = None,
     ) -> None:
         # As a header, since starlette would add a charset to a media type, which events do not have.
@@ -91,7 +84,6 @@ class EventStream(Response):
         self._events = events
         self._keep_alive_s = keep_alive_s
         self.on_end: Callable[[bool], None] | None = None
-        self._stuck_s = stuck_s
         self._shortcut = shortcut or Shortcut()
         self._num_sent = 0
         self._is_sending = False
@@ -137,31 +129,12 @@ class EventStream(Response):
             on_end(has_left)
 
     async def _keep_alive(self, send: Send) -> None:
-        """Send a comment after each silence, until the client is stuck. Each piece is whole events, so that a comment
-        falls between events."""
-        stuck_since = None
+        """Send a comment after each silence. Each piece is whole events, so a comment falls between events."""
         while True:
-            num_sent, now = self._num_sent + self._shortcut.num_written, time.monotonic()
+            num_sent = self._num_sent + self._shortcut.num_written
             await asyncio.sleep(self._keep_alive_s)
-            if num_sent != self._num_sent + self._shortcut.num_written:
-                stuck_since = None
-            elif self._is_sending:
-                stuck_since = stuck_since or now
-                if time.monotonic() - stuck_since >= self._stuck_s:
-                    return
-            elif not await self._send_comment(send):
-                return
-
-    async def _send_comment(self, send: Send) -> bool:
-        """Tell whether the client took it. A comment that cannot be written for another reason counts as taken."""
-        try:
-            async with asyncio.timeout(self._stuck_s):
+            if not self._is_sending and num_sent == self._num_sent + self._shortcut.num_written:
                 await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
-        except TimeoutError:
-            return False
-        except Exception:
-            logger.debug("a keep-alive comment could not be written", exc_info=True)
-        return True
 
 
 async def until_gone(receive: Receive) -> None:

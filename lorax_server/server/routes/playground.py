@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
-from lorax_server.server.examples import read_examples
+from lorax_server.server.schemas.examples import read_examples
 from lorax_server.server.service import Service
 
 FOLDER = Path(__file__).parents[2] / "ui"

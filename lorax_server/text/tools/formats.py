@@ -3,14 +3,16 @@
 import re
 from collections.abc import Callable, Mapping
 
-from lorax_server.text.tools.families.granite import GraniteFormat
-from lorax_server.text.tools.families.hermes import HermesFormat
-from lorax_server.text.tools.families.llama_json import LlamaJsonFormat
-from lorax_server.text.tools.families.mistral import MistralFormat
-from lorax_server.text.tools.families.plain_json import PlainJsonFormat
-from lorax_server.text.tools.families.pythonic import PythonicFormat
-from lorax_server.text.tools.families.qwen3_coder import Qwen3CoderFormat
 from lorax_server.text.tools.grammar import ToolFormat
+from lorax_server.text.tools.json_formats import (
+    GraniteFormat,
+    HermesFormat,
+    LlamaJsonFormat,
+    MistralFormat,
+    PlainJsonFormat,
+)
+from lorax_server.text.tools.pythonic import PythonicFormat
+from lorax_server.text.tools.qwen3_coder import Qwen3CoderFormat
 
 FORMATS: Mapping[str, Callable[[], ToolFormat]] = {
     "hermes": HermesFormat,

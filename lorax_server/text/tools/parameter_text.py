@@ -1,23 +1,19 @@
 """Values of parameters that are written as text between tags: strings as they are, all others as JSON."""
 
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from types import NoneType
 from typing import Any, NamedTuple
 
 from lorax_server.errors import InputError
 from lorax_server.text.tools.grammar import ANNOTATIONS, ANY
-from lorax_server.text.tools.json_object import INSIDE, dump, keep_or_dump, load
+from lorax_server.text.tools.json_section import dump, load
 from lorax_server.text.tools.parser import MalformedCallError
 from lorax_server.text.tools.references import resolve
 
 ALL_TYPES = frozenset({"string", "number", "boolean", "null", "array", "object"})
 WORDS = {"True": True, "False": False, "None": None}  # Python's, which models write as well
-OUTSIDE = re.compile('["<]')  # of the strings of JSON
 TEXT_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})
 MAX_DEPTH = 32  # of a schema
-WINDOW = 4096  # characters that are looked at together
 
 
 class TypeFinder:
@@ -148,84 +144,9 @@ def to_json(text: str, types: frozenset[str], is_json: bool) -> str:
     if is_json or not is_text(types):
         try:
             value = load(text)
+            dump(value)  # NaN is not JSON
         except MalformedCallError:
             value = WORDS.get(text.strip(), text)
         if (is_json or not isinstance(value, str)) and _type_of(value) in types:
-            return keep_or_dump(value, text.strip())
+            return dump(value)
     return "null" if "null" in types and text == "null" else dump(text)
-
-
-def to_piece(text: str) -> str:
-    """Return a part of a string as JSON writes it, without the quotes."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-class TextValue:
-    """Reads up to the first closer, which leaves out a line break after the opener and one before the closer."""
-
-    def __init__(self, closer: str) -> None:
-        self.text = ""  # that the last read brought
-        self.is_done = False
-        self._closer = closer
-        self._held = ""  # may belong to the closer, or be the line break before it
-        self._is_start = True
-
-    def read(self, text: str, at: int) -> int:
-        """Read more; return the place of the first character after it."""
-        new = text[at : at + WINDOW]
-        joined = self._held + new
-        place = joined.find(self._closer)
-        self.is_done = place >= 0
-        end = place if self.is_done else max(0, len(joined) - len(self._closer))
-        self._held, self.text = joined[end:], joined[:end]
-        if self._is_start and self.text:
-            self.text, self._is_start = self.text.removeprefix("\n"), False
-        if not self.is_done:
-            return at + len(new)
-        self.text = self.text.removesuffix("\n")
-        return at + len(new) - (len(self._held) - len(self._closer))
-
-
-class JsonValue:
-    """Reads JSON up to a closer that is in none of its strings."""
-
-    def __init__(self, closer: str) -> None:
-        self.text = ""  # that the last read brought
-        self.is_done = False
-        self._closer = closer
-        self._pattern = OUTSIDE
-        self._skips = False  # the next character, after a backslash
-        self._is_closing = False
-        self._num_closed = 0  # characters of the closer
-
-    def read(self, text: str, at: int) -> int:
-        """Read more; return the place of the first character after it."""
-        end = at if self._is_closing else self._find_end(text, at)
-        self.text = text[at:end]
-        start, at = at, end
-        while at < len(text) and not self.is_done:
-            if text[at] != self._closer[self._num_closed]:
-                raise MalformedCallError(at - start)
-            self._num_closed += 1
-            self.is_done = self._num_closed == len(self._closer)
-            at += 1
-        return at
-
-    def _find_end(self, text: str, at: int) -> int:
-        while at < len(text):
-            if self._skips:
-                self._skips = False
-                at += 1
-                continue
-            found = self._pattern.search(text, at)
-            if found is None:
-                return len(text)
-            if found[0] == "<":
-                self._is_closing = True
-                return found.start()
-            at = found.end()
-            if found[0] == '"':
-                self._pattern = OUTSIDE if self._pattern is INSIDE else INSIDE
-            else:
-                self._skips = True
-        return at

@@ -4,10 +4,11 @@ A call that is not well formed, or names a function that was not offered, comes 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 WINDOW = 4096  # characters read together: each section copies the rest, so a whole answer would take quadratic time
+MAX_CALL = 2**16  # characters of a call that is buffered and parsed as a whole, on the event loop
 MAX_DROPPED = 64  # blanks before a call that are no text of the answer; more are, or a stream would wait for them
 
 
@@ -67,7 +68,9 @@ class ToolSet(NamedTuple):
 class Section(ABC):
     """The text from an opener on: one call or several."""
 
-    def __init__(self) -> None:
+    def __init__(self, closer: str = "") -> None:
+        self.closer = closer  # that ends the section after its last call
+        self.closed = ""  # the part of it that was read
         self.taken: list[str] = []  # text since the last call ended
         self.has_ended = False
         self.is_open = False  # a call has begun whose arguments are sent as they come
@@ -93,6 +96,15 @@ class Section(ABC):
     @abstractmethod
     def take(self, text: str, at: int, events: list[ParsedEvent]) -> int:
         """Take at least one character from `at` on, or end the section; return how many."""
+
+    def take_closer(self, character: str) -> int:
+        """Take a character after the last call. The section ends with the closer, or before any other text."""
+        closed = self.closed + character
+        if not self.closer.startswith(closed):
+            self.unread, self.has_ended = self.closed, True
+            return 0
+        self.closed, self.has_ended = closed, closed == self.closer
+        return 1
 
     def forgives(self, text: str) -> bool:
         """Tell whether text after the last call says nothing where the answer ends."""
@@ -172,7 +184,7 @@ class ToolParser:
         openers = self._form.openers
         found = min((place for opener in openers if (place := text.find(opener)) >= 0), default=-1)
         if found < 0:
-            self._held = text[self._find_held(text) :]
+            self._held = text[find_held(text, openers) :]
             self._add_text(text[: len(text) - len(self._held)], events)
             return ""
         opener = next(opener for opener in openers if text.startswith(opener, found))
@@ -180,16 +192,6 @@ class ToolParser:
         self._add_text(text[:start], events)
         self._open(text[start:end])
         return text[end:]
-
-    def _find_held(self, text: str) -> int:
-        """Find the start of text that may belong to an opener, and of the blanks before it."""
-        openers = self._form.openers
-        if not openers:
-            return len(text)
-        for start in range(max(0, len(text) - max(map(len, openers)) + 1), len(text)):
-            if any(opener.startswith(text[start:]) for opener in openers):
-                return find_blanks(text, start)
-        return find_blanks(text, len(text))
 
     def _add_text(self, text: str, events: list[ParsedEvent]) -> None:
         if self._is_after_call:
@@ -238,3 +240,13 @@ def find_blanks(text: str, end: int) -> int:
     while start > max(0, end - MAX_DROPPED) and text[start - 1].isspace():
         start -= 1
     return start
+
+
+def find_held(text: str, marks: Sequence[str]) -> int:
+    """Find the start of text that may belong to a mark whose end is missing, and of the blanks before it."""
+    if not marks:
+        return len(text)
+    for start in range(max(0, len(text) - max(map(len, marks)) + 1), len(text)):
+        if any(mark.startswith(text[start:]) for mark in marks):
+            return find_blanks(text, start)
+    return find_blanks(text, len(text))

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from lorax_server.text.tools.parser import find_blanks
+from lorax_server.text.tools.parser import find_blanks, find_held
 
 OPENER, CLOSER = "<think>", "</think>"
 
@@ -44,43 +44,33 @@ class ThoughtSplitter:
         return [Part(held.rstrip() if self.is_thought else held, held, self.is_thought)] if held else []
 
     def _open(self, text: str, parts: list[Part]) -> str:
+        """Read the opener if there is one; return the text after it."""
         first = text.lstrip()
-        blanks = find_blanks(text, len(text) - len(first))
+        start = len(text) - len(first)
+        blanks, end = find_blanks(text, start), start + len(OPENER)
         self._add(text[:blanks], text[:blanks], parts)
-        text = text[blanks:]
-        if OPENER.startswith(first):  # not decided yet
-            self._held = text
-            if first == OPENER:
-                self._held = ""
-                self._begin(text, parts)
+        if first != OPENER and OPENER.startswith(first):  # not decided yet
+            self._held = text[blanks:]
             return ""
-        if first.startswith(OPENER):
-            end = len(text) - len(first) + len(OPENER)
-            self._begin(text[:end], parts)
-            return text[end:]
         self._is_start = False
-        return text
-
-    def _begin(self, raw: str, parts: list[Part]) -> None:
-        self._is_start, self.is_thought, self._drops_blanks = False, True, True
-        parts.append(Part("", raw, True))
+        if not first.startswith(OPENER):
+            return text[blanks:]
+        self.is_thought = self._drops_blanks = True
+        parts.append(Part("", text[blanks:end], True))
+        return text[end:]
 
     def _think(self, text: str, parts: list[Part]) -> str:
         """Read a thought; return the text after it."""
         place = text.find(CLOSER)
-        if place >= 0:
-            end = place + len(CLOSER)
-            self._add(text[: find_blanks(text, place)], text[:end], parts)
-            self.is_thought, self._drops_blanks = False, True
-            return text[end:]
-        start = next(
-            (at for at in range(max(0, len(text) - len(CLOSER) + 1), len(text)) if CLOSER.startswith(text[at:])),
-            len(text),
-        )
-        start = find_blanks(text, start)
-        sure, self._held = text[:start], text[start:]
-        self._add(sure, sure, parts)
-        return ""
+        if place < 0:
+            start = find_held(text, (CLOSER,))
+            self._held = text[start:]
+            self._add(text[:start], text[:start], parts)
+            return ""
+        end = place + len(CLOSER)
+        self._add(text[: find_blanks(text, place)], text[:end], parts)
+        self.is_thought, self._drops_blanks = False, True
+        return text[end:]
 
     def _add(self, text: str, raw: str, parts: list[Part]) -> None:
         if self._drops_blanks:

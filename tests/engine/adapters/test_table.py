@@ -1168,7 +1168,7 @@ def play(seed: int, num_actions: int) -> tuple[World, Counter[str]]:
         else:
             prompt = [*rng.choice(beginnings), *(rng.randrange(VOCAB) for _ in range(rng.choice([0, 0, 3])))]
             name = rng.choice([*names, None]) if rng.random() < 0.6 else names[0]
-            options = {"first_id": rng.choice([1000, 1000, 1000, None]), "tenant": rng.choice("ab")}
+            options = {"tenant": rng.choice("ab")}
             world.ask(name, prompt, rng.randint(1, 12), **options)
         if rng.random() < 0.05 and world.open:
             world.abort(rng.choice(list(world.open.values())))
@@ -1257,11 +1257,10 @@ class Machine(RuleBasedStateMachine):
         name=st.sampled_from(["a", "a", "b", "c", "d", None]),
         prompt=st.lists(st.integers(1, 2), min_size=1, max_size=10),
         num_tokens=st.integers(1, 9),
-        first_id=st.sampled_from([None, 1000]),
         tenant=st.sampled_from("ab"),
     )
-    def ask(self, name: str | None, prompt: list[int], num_tokens: int, first_id: int | None, tenant: str) -> None:
-        self.world.ask(name, prompt, num_tokens, first_id=first_id, tenant=tenant)
+    def ask(self, name: str | None, prompt: list[int], num_tokens: int, tenant: str) -> None:
+        self.world.ask(name, prompt, num_tokens, tenant=tenant)
 
     @rule(count=st.integers(1, 6))
     def turns(self, count: int) -> None:

@@ -79,7 +79,6 @@ requests = st.builds(
     stop=stop,
     adapter_identity=texts,
     tenant=texts,
-    first_id=st.none() | ids,
     salt=texts,
     prompt_logprobs=st.booleans(),
     task=st.sampled_from(Task),
@@ -217,7 +216,7 @@ def test_whatever_is_a_sequence_or_a_mapping_may_be_sent() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"salt": "\ud800"}, {"first_id": 2**64}, {"adapter_identity": object()}],
+    [{"salt": "\ud800"}, {"request_id": 2**64}, {"adapter_identity": object()}],
     ids=["surrogate", "large", "object"],
 )
 def test_what_cannot_be_sent_is_a_clear_error(fields: dict[str, Any]) -> None:

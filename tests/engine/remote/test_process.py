@@ -117,7 +117,7 @@ def test_one_message_for_each_step_with_what_was_refused(waiting_peer: Peer) -> 
 def test_an_idle_engine_gives_back_memory_once(waiting_peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     peer, given_back = waiting_peer, queue.Queue[None]()
     peer.engine.idle_s = 0.001
-    monkeypatch.setattr(process, "give_back_memory", lambda: given_back.put(None))
+    monkeypatch.setattr(process, "trim_malloc", lambda: given_back.put(None))
     peer.start()
     given_back.get(timeout=60)
     peer.send(messages.Add(ask_for(1, (7,))))

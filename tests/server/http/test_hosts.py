@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
-from lorax_server.server.http.hosts import Hosts
+from lorax_server.server.http.hosts import Hosts, client_network
 from lorax_server.server.http.listener import bind_port
 
 
@@ -93,3 +93,19 @@ def test_the_socket_says_what_a_name_means(name: str) -> None:
     config = ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base", host=name, port=0)
     with bind_port(config) as listener:
         assert not Hosts(name, (), listener.getsockname()[0]).allow("evil.example")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("1.2.3.4", "1.2.3.5", False),
+        ("::ffff:1.2.3.4", "1.2.3.4", True),
+        ("2001:db8::1", "2001:db8::ffff:1", True),  # one customer has all of these addresses
+        ("2001:db8:0:1::1", "2001:db8:0:2::1", False),
+        ("fe80::1%eth0", "fe80::2%eth0", True),
+        ("", "", True),
+        ("no address", "1.2.3.4", False),
+    ],
+)
+def test_addresses_that_count_as_one_client(one: str, other: str, is_same: bool) -> None:
+    assert (client_network(one) == client_network(other)) is is_same

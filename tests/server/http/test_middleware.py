@@ -335,21 +335,6 @@ def test_a_connection_on_which_nobody_asks_is_not_a_request(lines: Lines, impati
     assert lines("request") == []
 
 
-def test_a_body_that_nobody_wants_does_not_keep_a_connection_open(impatient: Shared) -> None:
-    """A byte now and then does not keep a connection open, even after the answer was sent."""
-
-    async def check(server: Edge) -> None:
-        wire = await server.connect()
-        await wire.send(head("GET", "/health", [b"host: localhost", b"content-length: 1000000"]))
-        assert [answer.status for answer in await wire.hear(1)] == [200]
-        with suppress(ConnectionError):
-            while True:
-                await wire.send(b"x")
-                await asyncio.sleep(0.01)
-
-    impatient.run(check)
-
-
 def test_a_body_that_nobody_wants_may_end_and_another_request_follow(keyed: Shared) -> None:
     async def check(server: Edge) -> None:
         wire = await server.connect()

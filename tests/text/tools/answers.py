@@ -99,7 +99,7 @@ CALLS = [
     Example("hermes", '<tool_call>{"name": "now"}<tool_call>{"name": "now"}', [NOW, NOW]),
     Example("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_c', [NOW]),
     Example("hermes", '<tool_call>{"name": "now", "arguments": {"a": "b\nc"}}', [("now", '{"a": "b\\nc"}')]),
-    Example("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1.50}"}', [("now", '{"a": 1.50}')]),
+    Example("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1.50}"}', [("now", '{"a": 1.5}')]),
     Example("llama3_json", f'{{"name": "weather", "parameters": {OSLO}}}', [WEATHER]),
     Example("llama3_json", '\n{"type": "function", "name": "now", "parameters": {}}', [NOW]),
     Example("llama3_json", f'<|python_tag|>{{"name": "weather", "parameters": {OSLO}}}', [WEATHER]),
@@ -143,7 +143,7 @@ CALLS = [
     Example(
         "qwen3_coder",
         coder("list", '[1.50, "</parameter>\\""]\n'),
-        [("now", r'{"list": [1.50, "</parameter>\""]}')],
+        [("now", r'{"list": [1.5, "</parameter>\""]}')],
     ),
     Example("qwen3_coder", coder("either", "1.0"), [("now", '{"either": 1.0}')]),
     Example("qwen3_coder", coder("either", '"1"'), [("now", r'{"either": "\"1\""}')]),

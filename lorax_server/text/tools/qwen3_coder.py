@@ -1,0 +1,193 @@
+"""Qwen3-Coder: `<tool_call>` with `<function=name>` in it, and in that `<parameter=name>` around each value.
+
+A call is buffered, and parsed at its end tag.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lorax_server.errors import InputError
+from lorax_server.text.tools.grammar import (
+    ANY,
+    OPTIONS,
+    CallGrammar,
+    CallRules,
+    FunctionSchema,
+    ToolFormat,
+    check_keywords,
+    escape,
+    write_text,
+)
+from lorax_server.text.tools.json_section import Call, add_call, dump
+from lorax_server.text.tools.parameter_text import TypeFinder, find_text_schema, is_text, to_json
+from lorax_server.text.tools.parser import MAX_CALL, MalformedCallError, ParsedEvent, Section, ToolSet
+from lorax_server.text.tools.references import Definitions
+
+OPENER, CLOSER = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+MAX_HEAD = 512  # characters up to the end of the function name
+MAX_TRIES = 16  # end tags in one call: each but the last is part of a value, and the call is parsed at each
+NAME = re.compile(r"[^<>\n]{1,256}")
+TAG = re.compile(rf"\s*(?:{PARAMETER}({NAME.pattern})>|({FUNCTION_END}))")
+JSON_VALUE = re.compile(rf'((?:[^"<]++|"(?:[^"\\]++|\\.)*+")*+){PARAMETER_END}', re.DOTALL)
+TEXT_VALUE = re.compile(rf"(.*?){PARAMETER_END}", re.DOTALL)
+
+
+class Qwen3CoderSection(Section):
+    """Reads one call. It counts also where `<tool_call>` or `</tool_call>` is missing."""
+
+    def __init__(self, tools: ToolSet, finders: dict[str, TypeFinder]) -> None:
+        """`finders` by function name are shared by all sections, and get those that are missing."""
+        super().__init__(CLOSER)
+        self._tools = tools
+        self._finders = finders
+        self._head = ""
+        self._function = ""
+        self._body: list[str] = []
+        self._tail = ""  # of the body: may be the start of the end tag
+        self._length = 0  # of the body
+        self._num_tries = 0
+        self._has_call = False
+
+    def take(self, text: str, at: int, events: list[ParsedEvent]) -> int:
+        if self._has_call:
+            return 1 if text[at].isspace() and not self.closed else self.take_closer(text[at])
+        return self._take_body(text, at, events) if self._function else self._take_head(text[at])
+
+    def _take_head(self, character: str) -> int:
+        """Take one more character of `<function=name>`. The opener may have had the first part."""
+        head = (self._head + character).lstrip()
+        name = head.removeprefix(FUNCTION)
+        if character == ">" and name[:-1].strip() in self._tools.names:
+            self._function = name[:-1].strip()
+        elif len(self.taken) > MAX_HEAD or not (FUNCTION.startswith(head) or NAME.fullmatch(name)):
+            raise MalformedCallError
+        self._head = head
+        return 1
+
+    def _take_body(self, text: str, at: int, events: list[ParsedEvent]) -> int:
+        held = len(self._tail)
+        window = self._tail + text[at : at + MAX_CALL - self._length]
+        place = window.find(FUNCTION_END)
+        end = len(window) if place < 0 else place + len(FUNCTION_END)
+        self._body.append(window[held:end])
+        self._tail = window[max(0, end - len(FUNCTION_END) + 1) :] if place < 0 else ""
+        self._length += end - held
+        try:
+            if place >= 0:
+                self._end_call(events)
+            if self._length == MAX_CALL and not self._has_call:
+                raise MalformedCallError
+        except MalformedCallError:
+            raise MalformedCallError(end - held) from None
+        return end - held
+
+    def _end_call(self, events: list[ParsedEvent]) -> None:
+        arguments = self._parse("".join(self._body))
+        self._num_tries += 1
+        if arguments is not None:
+            self._has_call = True
+            written = ", ".join(f"{dump(key)}: {value}" for key, value in arguments.items())
+            add_call(Call(self._function, f"{{{written}}}"), events)
+        elif self._num_tries == MAX_TRIES:
+            raise MalformedCallError
+
+    def _parse(self, body: str) -> dict[str, str] | None:
+        """Return the arguments as JSON, by name; None if the end tag is part of a value."""
+        schema = self._tools.schemas[self._function]
+        finder = _get_finder(self._finders, self._function, schema)
+        arguments: dict[str, str] = {}
+        tag = TAG.match(body)
+        while tag is not None and not tag[2]:
+            key = tag[1].strip()
+            types = finder.find(schema.get("properties", {}).get(key))
+            is_json = "string" not in types or (self._tools.is_enforced and not is_text(types))
+            value = (JSON_VALUE if is_json else TEXT_VALUE).match(body, tag.end())
+            if value is None:
+                return None
+            if key in arguments:
+                raise MalformedCallError
+            text = value[1].strip() if is_json else value[1].removeprefix("\n").removesuffix("\n")
+            arguments[key] = to_json(text, types, is_json)
+            tag = TAG.match(body, value.end())
+        if tag is None:
+            raise MalformedCallError
+        return arguments
+
+    def forgives(self, text: str) -> bool:
+        return CLOSER.startswith(text.strip())
+
+
+class Qwen3CoderFormat(ToolFormat):
+    openers = (OPENER, FUNCTION)
+    markers = (OPENER, CLOSER)
+    has_json_arguments = False
+
+    def __init__(self) -> None:
+        self._finders: dict[str, TypeFinder] = {}
+
+    def prepare(self, functions: Sequence[FunctionSchema]) -> None:
+        for function in functions:
+            finder = _get_finder(self._finders, function.name, function.parameters)
+            for schema in function.parameters.get("properties", {}).values():
+                finder.find(schema)
+
+    def make_section(self, tools: ToolSet) -> Section:
+        return Qwen3CoderSection(tools, self._finders)
+
+    def write_rules(self, rules: CallRules) -> Iterator[str]:
+        opener, closer = map(rules.marks.write, (OPENER, CLOSER))
+        more = rf' ("\n" {opener} tagged)*' if rules.is_parallel else ""
+        heads = [write_text(f"\n{FUNCTION}{call.name}>\n") for call in rules.calls]
+        choices = [f"{head} parameters_{index}" for index, head in enumerate(heads)]
+        yield f'calls: tagged{more}\ntagged: ({" | ".join(choices)}) {write_text(FUNCTION_END)} "\\n" {closer}\n'
+        for index, call in enumerate(rules.calls):
+            yield from _write_parameters(f"parameters_{index}", call)
+
+
+def _get_finder(finders: dict[str, TypeFinder], name: str, schema: Mapping[str, Any]) -> TypeFinder:
+    if name not in finders or finders[name].root is not schema:
+        finders[name] = TypeFinder(schema)
+    return finders[name]
+
+
+def _write_parameters(rule: str, call: CallGrammar) -> Iterator[str]:
+    """Write rules for the parameters in the schema's order; optional parameters may be left out."""
+    check_keywords(call)
+    properties, required = call.schema.get("properties", {}), frozenset(call.schema.get("required", ()))
+    if unknown := required - properties.keys():
+        raise InputError(f"`tools`: {call.name!r} requires {min(unknown)[:64]!r}, which its `properties` have not")
+    finder, definitions, names = TypeFinder(call.schema), Definitions(call.schema), []
+    for index, (name, schema) in enumerate(properties.items()):
+        if NAME.fullmatch(name) is None or name != name.strip():
+            raise InputError(f"`tools`: {call.name!r} has a parameter {name[:64]!r}, which no tag can name")
+        given = f"{rule}_given_{index}"
+        names.append(given if name in required else f"{given}?")
+        yield f'{given}: {write_text(f"{PARAMETER}{name}>")} "\\n" {rule}_value_{index} "\\n"\n'
+        yield _write_value(f"{rule}_value_{index}", call, name, schema, finder, definitions)
+    yield f"{rule}: {' '.join(names) or write_text('')}\n"  # one sequence: a chain of rules would take stack for each
+
+
+def _write_value(
+    rule: str, call: CallGrammar, name: str, schema: Any, finder: TypeFinder, definitions: Definitions
+) -> str:
+    """Write the rule of a value with its closer."""
+    types = finder.find(schema)
+    if not is_text(types):
+        own = schema if isinstance(schema, dict) else {}
+        value = {**own, **definitions.select(own), OPTIONS: call.schema[OPTIONS]}
+        return f"{rule}: %json {json.dumps(value)} {write_text(chr(10) + PARAMETER_END)}\n"
+    found = find_text_schema(schema, finder)
+    if call.is_strict and found.unknown:
+        raise InputError(
+            f"`tools`: the parameter {name[:64]!r} of {call.name!r} has `{found.unknown}`, which cannot be enforced "
+            "where a model writes texts as they are; leave it out, or let the function not be `strict`"
+        )
+    closer, null = escape("\n" + PARAMETER_END), "|null" if "null" in types else ""
+    patterns = [rf"/({found.length}{null}){closer}/"]
+    if found.choices is not None:
+        patterns.append(rf"/({'|'.join(map(escape, found.choices))}{null}){closer}/")
+    return f"{rule}[lazy]: {' & '.join(patterns)} & ~/{ANY}{escape(PARAMETER_END)}(.|\\n)+/\n"

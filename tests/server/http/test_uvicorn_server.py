@@ -1,0 +1,302 @@
+"""Connection limits and timeouts, on sockets, and the graceful stop."""
+
+import asyncio
+import re
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
+from lorax_server.server.http import uvicorn_server
+from lorax_server.server.http.uvicorn_server import GracefulServer, make_uvicorn_config
+from lorax_server.server.telemetry.audit import AuditLog
+from lorax_server.server.telemetry.metrics import Metrics
+from tests.server.edge import HEALTH, TIMEOUT_S, Edge, Wire, head, listening
+
+# --- On sockets -------------------------------------------------------------------------------------------------------
+
+BUSY = head("GET", "/stay", [b"host: localhost"])
+LONG = b"x" * 2**23  # more than the sockets of both ends take
+ASK_LONG = head("GET", "/long", [b"host: localhost"])
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Answer, at length for `/long`; for `/stay`, wait until the client leaves."""
+    while scope["path"] == "/stay" and (await receive())["type"] != "http.disconnect":
+        pass
+    body = LONG if scope["path"] == "/long" else b""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+@asynccontextmanager
+async def limited(max_connections: int, keep_alive_s: float) -> AsyncIterator[Edge]:
+    """Serve without timers that close a connection in the place of what is tested."""
+    metrics = Metrics(max_input_length=1, max_total_tokens=2)
+    config = ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base")
+    config = replace(config, max_connections=max_connections, body_timeout_s=1000.0)
+    settings: Any = make_uvicorn_config(app, config, metrics, AuditLog(metrics))
+    settings.timeout_keep_alive = keep_alive_s  # uvicorn accepts fractions
+    async with listening(settings, metrics) as edge:
+        yield edge
+
+
+def run(check: Callable[[Edge], Awaitable[None]], max_connections: int = 2, keep_alive_s: float = 75.0) -> None:
+    """Run a check on the server's event loop, whose transports are not those of asyncio."""
+
+    async def inside() -> None:
+        async with limited(max_connections, keep_alive_s) as edge:
+            await check(edge)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(inside())
+
+
+async def stay(edge: Edge, address: str = "127.0.0.1") -> Wire:
+    """Open a connection whose request the server has, and does not answer."""
+    wire = await edge.connect(address)
+    await wire.send(HEALTH)
+    await wire.hear(1)
+    await wire.send(BUSY)
+    await until_app_has(edge, wire)
+    return wire
+
+
+async def until_app_has(edge: Edge, wire: Wire) -> None:
+    """Wait until the application has the request for `/stay`."""
+
+    def is_there(connection: Any) -> bool:
+        return bool(connection.client == wire.address and connection.scope and connection.scope.get("path") == "/stay")
+
+    async with asyncio.timeout(30):
+        while not any(map(is_there, edge.state.connections)):
+            await asyncio.sleep(0.001)
+
+
+def test_connections_above_the_limit_get_503() -> None:
+    async def check(edge: Edge) -> None:
+        first, _ = await stay(edge), await stay(edge)
+        for _ in range(4):
+            wire = await edge.connect()
+            (answer,) = await wire.hear()
+            assert answer.status == 503
+            assert answer.headers["retry-after"] == "1"
+            assert answer.headers["connection"] == "close"
+            assert answer.json()["error_type"] == "overloaded"
+        assert edge.count("lorax_connections_refused_total", 'reason="full"') == 4
+        await until_open(edge, 2)
+        assert edge.count("lorax_connections") == 2
+        await first.close()
+        await until_open(edge, 1)
+        assert (await edge.ask(HEALTH)).status == 200
+
+    run(check)
+
+
+@pytest.mark.parametrize("data", [BUSY, head("POST", "/", [b"host: localhost", b"content-length: 9"]) + b"half"])
+def test_client_that_disconnects_ends_its_request(data: bytes) -> None:
+    async def check(edge: Edge) -> None:
+        wire = await edge.connect()
+        await wire.send(data)
+        await until_open(edge, 1)
+        await wire.close()
+        await until_open(edge, 0)
+
+    run(check)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "CONNECT"])
+def test_upgrade_is_rejected_with_a_reason(method: str) -> None:
+    async def check(edge: Edge) -> None:
+        wire = await edge.connect()
+        path = "example.com:443" if method == "CONNECT" else "/"
+        headers = [b"host: localhost", b"connection: upgrade", b"upgrade: h2c", b"content-length: 2"]
+        await wire.send(head(method, path, headers) + b"{}")
+        (answer,) = await wire.hear()
+        assert answer.status == 400
+        assert "HTTP/1.1 without an `Upgrade` header" in answer.json()["error"]
+
+    run(check)
+
+
+# --- Clients that do not read -----------------------------------------------------------------------------------------
+
+
+async def until_open(edge: Edge, count: int) -> None:
+    async with asyncio.timeout(30):
+        while len(edge.state.connections) != count:
+            await asyncio.sleep(0.001)
+
+
+async def until_written(edge: Edge) -> None:
+    """Wait until each answer has begun and its writing is blocked."""
+    async with asyncio.timeout(30):
+        while not all(each.transport.get_write_buffer_size() for each in edge.state.connections):
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("kind", ["kept", "close"])
+def test_a_whole_answer_that_nobody_reads_does_not_keep_a_connection(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uvicorn_server, "WRITE_TIMEOUT_S", 0.05)
+
+    async def check(edge: Edge) -> None:
+        wire = await edge.connect_deaf()
+        closing = [b"connection: close"] if kind == "close" else []
+        await wire.send(head("GET", "/long", [b"host: localhost", *closing]))
+        await until_open(edge, 1)
+        await until_open(edge, 0)
+        assert edge.count("lorax_connections") == 0
+
+    run(check)
+
+
+def test_a_little_that_nobody_reads_does_not_keep_one_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer too small to pause writing: the connection is closed as idle, but not at once."""
+    monkeypatch.setattr(uvicorn_server, "WRITE_TIMEOUT_S", 0.05)
+
+    async def check(edge: Edge) -> None:
+        await edge.connect_deaf()
+        await until_open(edge, 1)
+        (connection,) = edge.state.connections
+        connection.transport.set_write_buffer_limits(high=2 * len(LONG))  # so that all of it is little
+        connection.data_received(ASK_LONG)
+        await until_written(edge)
+        await until_open(edge, 0)
+
+    run(check, keep_alive_s=0.05)
+
+
+def test_a_slow_reader_gets_all_of_a_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each check of the timer finds less to write than the one before."""
+    monkeypatch.setattr(uvicorn_server, "WRITE_TIMEOUT_S", 1000.0)
+
+    async def check(edge: Edge) -> None:
+        wire = await edge.connect_deaf()
+        await wire.send(ASK_LONG)
+        await until_open(edge, 1)
+        await until_written(edge)
+        connection: Any
+        (connection,) = edge.state.connections
+        looks, taken, left = 0, 0, connection.transport.get_write_buffer_size()
+        while taken < len(LONG):
+            got = await wire.take(2**16)
+            assert got, "it was cut off"
+            taken += got
+            now = connection.transport.get_write_buffer_size()
+            if now < left and connection._write_timer is not None:
+                looks, left = looks + 1, now
+                connection._stop_write_timer()
+                connection._on_write_timeout()  # as the timer does
+        assert looks > 3
+        assert (await edge.ask(HEALTH)).status == 200
+
+    run(check)
+
+
+# --- A timer for every connection -------------------------------------------------------------------------------------
+
+REST = head("GET", "/health", [b"host: localhost", b"content-length: 3"])
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [(HEALTH, b"\r\n"), (HEALTH, b"\r\n\r\n"), (REST, b"xxx"), (REST, b"xxx\r\n")], ids=repr
+)
+def test_bytes_that_are_no_request_do_not_keep_a_connection(first: bytes, then: bytes) -> None:
+    async def check(edge: Edge) -> None:
+        wire = await edge.connect()
+        await wire.send(first)
+        assert [answer.status for answer in await wire.hear(1)] == [200]
+        await wire.send(then)
+        assert len(await wire.hear()) == 1, "closed without another word"
+
+    run(check, keep_alive_s=0.05)
+
+
+def test_unread_body_does_not_keep_a_connection_open() -> None:
+    async def check(edge: Edge) -> None:
+        wire = await edge.connect()
+        await wire.send(head("GET", "/health", [b"host: localhost", b"content-length: 1000000"]))
+        assert [answer.status for answer in await wire.hear(1)] == [200]
+        with suppress(ConnectionError):
+            while True:
+                await wire.send(b"x")
+                await asyncio.sleep(0.01)
+
+    run(check, keep_alive_s=0.05)
+
+
+def test_a_connection_that_answers_is_not_taken_for_an_idle_one() -> None:
+    """End the first answer while the headers of the second request are on their way."""
+
+    async def check(edge: Edge) -> None:
+        wire = await edge.connect()
+        await wire.send(HEALTH + BUSY[:-2])
+        assert [answer.status for answer in await wire.hear(1)] == [200]
+        await wire.send(BUSY[-2:])
+        await until_app_has(edge, wire)
+        connection: Any
+        (connection,) = edge.state.connections
+        assert connection.timeout_keep_alive_task is None
+        assert connection._header_timer is None
+
+    run(check)
+
+
+# --- Stop -------------------------------------------------------------------------------------------------------------
+
+
+def test_stop_finishes_running_responses() -> None:
+    """A running response is completed; a connection without a request is closed."""
+    may_finish = asyncio.Event()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first ", "more_body": True})
+        await may_finish.wait()
+        await send({"type": "http.response.body", "body": b"last", "more_body": False})
+
+    async def inside() -> None:
+        metrics, events = Metrics(max_input_length=1, max_total_tokens=2), list[str]()
+        config = ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base")
+        settings = make_uvicorn_config(slow, config, metrics, AuditLog(metrics))
+        server = GracefulServer(settings, lambda: events.append("ready"), lambda: events.append("stop"))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            serving = asyncio.create_task(server.serve([listener]))
+            edge = Edge(listener.getsockname()[1], metrics, server.server_state)
+            silent, wire = await edge.connect(), await edge.connect()
+            await wire.send(HEALTH)
+            assert await wire.take(1) == 1
+            server.handle_exit(15, None)
+            assert await silent.hear() == []
+            may_finish.set()
+            rest = b""
+            while data := await wire.read():
+                rest += data
+            await asyncio.wait_for(serving, TIMEOUT_S)
+            await edge.close()
+        assert rest.endswith(b"4\r\nlast\r\n0\r\n\r\n")
+        assert events == ["ready", "stop"]
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(inside())
+
+
+# --- Version ----------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_uvicorn_internals_are_used_in_one_module_with_a_pinned_version() -> None:
+    pattern = re.compile(r"^\s*(?:import|from) (?:uvicorn|httptools)\b", re.MULTILINE)
+    users = [path.name for path in (ROOT / "lorax_server").rglob("*.py") if pattern.search(path.read_text())]
+    assert users == ["uvicorn_server.py"]
+    (pin,) = re.findall(r'"(uvicorn==[\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert pin in (ROOT / "constraints.txt").read_text().splitlines()

@@ -1,0 +1,120 @@
+"""Process settings. Each is checked in a process of its own, since it cannot be undone."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lorax_server import process_tuning
+from lorax_server.process_tuning import MIMALLOC_PURGE_DELAY, VARIABLE, set_mimalloc_purge_delay, trim_malloc
+
+SWITCH_INTERVAL = (
+    "import ctypes, sys\n"
+    "from lorax_server.process_tuning import set_gil_switch_interval\n"
+    "set_gil_switch_interval()\n"
+    "print(sys.getswitchinterval(), ctypes.CDLL(None).prctl(30))\n"  # 30: PR_GET_TIMERSLACK
+)
+GC = (
+    "import gc\n"
+    "from lorax_server.process_tuning import tune_gc\n"
+    "youngest = gc.get_threshold()[:2]\n"
+    "tune_gc()\n"
+    "print(gc.get_freeze_count() > 1000, gc.isenabled(), gc.get_threshold()[:2] == youngest, gc.get_threshold()[2])"
+)
+ARENAS = (
+    "import ctypes, threading\n"
+    "from lorax_server.process_tuning import limit_malloc_arenas\n"
+    "limit_malloc_arenas()\n"
+    "malloc, all_here, go = ctypes.CDLL(None).malloc, threading.Barrier(9), threading.Barrier(9)\n"
+    "malloc.restype = ctypes.c_void_p\n"
+    "def work(): malloc(2**16), all_here.wait(), go.wait()\n"
+    "threads = [threading.Thread(target=work) for _ in range(8)]\n"
+    "[thread.start() for thread in threads]\n"
+    "all_here.wait()\n"
+    "ctypes.CDLL(None).malloc_info(0, ctypes.c_void_p.in_dll(ctypes.CDLL(None), 'stdout'))\n"
+    "ctypes.CDLL(None).fflush(None)\n"
+    "go.wait()\n"
+)
+THRESHOLDS = (
+    "import ctypes\n"
+    "from lorax_server.process_tuning import set_malloc_thresholds\n"
+    "set_malloc_thresholds()\n"
+    "libc = ctypes.CDLL(None)\n"
+    "libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]\n"
+    "def take(size):\n"
+    "    block = libc.malloc(size)\n"
+    "    ctypes.memset(ctypes.c_void_p(block), 1, size)\n"
+    "    return block\n"
+    "def resident(): return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
+    "libc.free(take(2**24))\n"
+    "before = resident()\n"
+    "blocks = [take(2**23), take(2**23)]\n"
+    "small = take(2**16)\n"
+    "[libc.free(block) for block in blocks]\n"
+    "print(resident() - before)\n"
+)
+ALL = (
+    "import ctypes, gc, os, sys\n"
+    "from lorax_server import process_tuning\n"
+    "def read(): return sys.getswitchinterval(), gc.get_threshold(), ctypes.CDLL(None).prctl(30), len(os.environ)\n"
+    "calls, before = [], read()\n"
+    "process_tuning._call_libc = lambda name, *args: calls.append(name)\n"
+    "process_tuning.set_gil_switch_interval()\n"
+    "process_tuning.freeze_gc()\n"
+    "process_tuning.tune_gc()\n"
+    "process_tuning.limit_malloc_arenas()\n"
+    "process_tuning.set_malloc_thresholds()\n"
+    "process_tuning.set_mimalloc_purge_delay()\n"
+    "process_tuning.trim_malloc()\n"
+    "print(read() == before, gc.get_freeze_count(), calls)\n"
+)
+
+
+def run(script: str, **variables: str) -> str:
+    environ = {name: value for name, value in os.environ.items() if name not in (VARIABLE, MIMALLOC_PURGE_DELAY)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environ | variables
+    )
+    return done.stdout
+
+
+def test_gil_switch_interval_and_timer_slack() -> None:
+    words = [float(word) for word in run(SWITCH_INTERVAL).split()]
+    assert words == pytest.approx([process_tuning.GIL_SWITCH_INTERVAL_S, process_tuning.TIMER_SLACK_NS])
+
+
+def test_full_collections_are_rare_and_skip_objects_of_the_start() -> None:
+    assert run(GC).split() == ["True", "True", "True", str(process_tuning.FULL_COLLECTION_THRESHOLD)]
+
+
+def test_threads_share_malloc_arenas() -> None:
+    assert run(ARENAS).count("<heap nr=") <= process_tuning.MAX_ARENAS
+
+
+def test_malloc_returns_freed_large_blocks() -> None:
+    """Blocks are returned even after a first free, and if a small block lies behind them."""
+    assert int(run(THRESHOLDS)) < 2**23, "bytes that are free and kept"
+
+
+@pytest.mark.parametrize("value", ["0", "false", "off", " NO "])
+def test_one_variable_turns_all_tuning_off(value: str) -> None:
+    assert run(ALL, **{VARIABLE: value}).strip() == "True 0 []"
+
+
+@pytest.mark.parametrize("variables", [{}, {VARIABLE: "1"}])
+def test_tuning_is_on_by_default(variables: dict[str, str]) -> None:
+    is_same, num_frozen, *calls = run(ALL, **variables).split(maxsplit=2)
+    assert is_same == "False"
+    assert int(num_frozen) > 0
+    assert calls == ["['prctl', 'mallopt', 'mallopt', 'mallopt', 'malloc_trim']\n"]
+
+
+def test_malloc_can_be_trimmed() -> None:
+    trim_malloc()
+
+
+def test_mimalloc_setting_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MIMALLOC_PURGE_DELAY, "7")
+    set_mimalloc_purge_delay()
+    assert os.environ[MIMALLOC_PURGE_DELAY] == "7"
