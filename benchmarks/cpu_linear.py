@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from report import Record, report
 
 from lorax_server.kernels.cpu.ops import CpuOps
-from lorax_server.kernels.packed import pack, packed_linear
 
 SHAPES = [(768, 2304), (768, 768), (768, 6144), (3072, 768), (768, 32000), (2048, 2048)]
 ROWS = (1, 2, 4, 8, 32, 256, 2048)
@@ -43,8 +42,8 @@ def store(plain: list[torch.Tensor], dtype: torch.dtype) -> dict[str, Callable[[
         "[in, out]": lambda x, i: x @ turned[i],
     }
     if dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        packed = [pack(matrix) for matrix in plain]
-        products["packed"] = lambda x, i: packed_linear(x, packed[i], None)
+        packed = [torch.ops.mkldnn._reorder_linear_weight(matrix.contiguous(), None) for matrix in plain]
+        products["packed"] = lambda x, i: torch.ops.mkldnn._linear_pointwise(x, packed[i], None, "none", [], "")
     return products
 
 

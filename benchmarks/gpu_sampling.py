@@ -19,7 +19,6 @@ from report import Record, report
 from lorax_server.kernels import Ops, select_ops
 from lorax_server.sampling.general import GeneralSampler
 from lorax_server.sampling.sampler import History, RowSampling, Sampler
-from lorax_server.sampling.score_ops import select_score_ops
 from lorax_server.types import SamplingParams
 
 ROWS, VOCAB, TENSORS, HISTORY = 256, 128_256, 4, 1024
@@ -93,7 +92,7 @@ def measure_case(ops: Ops, case: Case, dtype: torch.dtype, with_peer: bool) -> R
     lengths = torch.full((ROWS,), HISTORY, device=device)
     history = History(lengths, lengths // 2, tokens)
     tensors = make_logits(case.shape, dtype)
-    sampler = Sampler(rows, VOCAB, device, select_score_ops(ops))
+    sampler = Sampler(rows, VOCAB, device, ops)
     value = measure(lambda logits: sampler(logits, history), tensors, 30)
     peer = None
     if with_peer:

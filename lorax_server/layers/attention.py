@@ -12,7 +12,6 @@ import torch
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.kernels import AttentionSpec, CosSin, HostLengths, LayerCache, Ops, PagedBatch, reference
-from lorax_server.kernels.reference.decode import score
 
 KVCache = list[LayerCache]  # by layer
 
@@ -146,7 +145,7 @@ class PaddedContext:
             k = torch.cat([self.past[layer_id][0], k], dim=2)
             v = torch.cat([self.past[layer_id][1], v], dim=2)
         self.present.append((k, v))
-        scores = score(q.float(), k.float(), spec)
+        scores = reference.score(q.float(), k.float(), spec)
         if spec.slopes is not None:
             scores = scores + spec.slopes[:, None, None] * self._distances
         # Not -inf: a query of padding sees nothing at all, and must not become a NaN.

@@ -7,7 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorax_server.kernels.hopper.sampling import (
+from lorax_server.kernels.ops import ChooseRows
+from lorax_server.kernels.sampling import (
     MAX_LISTED,
     RAW,
     ROW,
@@ -19,7 +20,6 @@ from lorax_server.kernels.hopper.sampling import (
 )
 from lorax_server.sampling.batch import COLDEST, History, RowSampling, Sampled, TokenMasks, TopTokens
 from lorax_server.sampling.general import GeneralSampler
-from lorax_server.sampling.score_ops import ChooseRows
 from lorax_server.sampling.upload import Upload
 
 _NOT_ASKED, _MOST = -1.0, 2**31 - 1

@@ -1,4 +1,4 @@
-"""A matrix, and what adapters change of its output."""
+"""Matrices, and what adapters change of their outputs."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,14 @@ import torch
 import torch.nn.functional as F
 
 from lorax_server.kernels.ops import Activation, LinearWeights, LoraBatch, LoraTarget
-from lorax_server.kernels.packed import packed_linear
+from lorax_server.kernels.panels import PanelMatrix
 from lorax_server.kernels.reference.lora import add_lora, scale_and_shift
 
 
 def linear(
     x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
 ) -> torch.Tensor:
-    if weights.packed is not None and x.shape[0] > 1:
-        out = packed_linear(x, weights.packed, weights.bias)
-    else:
-        out = F.linear(x, weights.plain, weights.bias)
+    out = F.linear(x, weights.plain, weights.bias)
     if lora is not None:
         add_lora(out, x, lora, targets)
         scale_and_shift(out, lora, targets)
@@ -36,6 +33,10 @@ def gated_linear(
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeights:
     return LinearWeights(weight, bias)
+
+
+def look_up(weight: torch.Tensor | PanelMatrix, ids: torch.Tensor) -> torch.Tensor:
+    return weight.look_up(ids) if isinstance(weight, PanelMatrix) else F.embedding(ids, weight)
 
 
 def prepare(linears: Sequence[LinearWeights], with_lora: bool) -> None:

@@ -1,4 +1,4 @@
-"""Norms and rotation."""
+"""Norms."""
 
 from collections.abc import Sequence
 
@@ -42,14 +42,3 @@ def layer_norm(
     if lora is not None:
         scale_and_shift(normed, lora, targets)
     return normed
-
-
-def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    if x.dtype != cos.dtype:
-        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    rotated = torch.addcmul(first * cos, second, sin, value=-1)
-    second.mul_(cos).addcmul_(first, sin)
-    first.copy_(rotated)
