@@ -8,7 +8,7 @@ import torch
 
 from lorax_server.errors import InputError
 from lorax_server.kernels.ops import Remembers
-from lorax_server.kernels.reference.sampling import unpack_masks
+from lorax_server.kernels.reference import unpack_masks
 from lorax_server.types import Alternatives, SamplingParams, StopParams
 
 COLDEST = 1e-6  # a lower temperature would make scores infinite, and the likeliest token as unlikely as the others

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lorax_server.kernels.reference.sampling import find_likeliest, log_softmax
+from lorax_server.kernels.reference import find_likeliest, log_softmax
 from lorax_server.sampling.batch import COLDEST, History, RowSampling, Sampled, TokenMasks, TopTokens
 from lorax_server.sampling.processors import (
     NEVER,

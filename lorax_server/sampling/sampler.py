@@ -12,11 +12,10 @@ import torch
 
 from lorax_server.kernels import Ops, reference
 from lorax_server.kernels.device import is_host
-from lorax_server.kernels.sampling import MAX_VOCAB
 from lorax_server.sampling.batch import History, RowSampling, Sampled, TokenMasks, TopTokens
 from lorax_server.sampling.few import FewSampler
 from lorax_server.sampling.general import GeneralSampler
-from lorax_server.sampling.rows import RowSampler
+from lorax_server.sampling.rows import RowSampler, can_choose
 
 __all__ = ["History", "RowSampling", "Sampled", "Sampler", "TokenMasks", "TopTokens"]
 
@@ -55,7 +54,7 @@ class Sampler:
         self._parts: list[_Part] = []
         if is_host(torch.device(device)):
             self._parts = self._divide(ways)
-        elif ops.choose_rows is not None and vocab_size <= MAX_VOCAB:
+        elif ops.choose_rows is not None and can_choose(row_sampling, vocab_size):
             self._whole = RowSampler(row_sampling, vocab_size, device, ops.choose_rows)
         else:
             self._whole = GeneralSampler(row_sampling, vocab_size, device)

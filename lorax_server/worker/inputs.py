@@ -13,10 +13,7 @@ from lorax_server.plan import Ints, StepMasks, StepPlan
 from lorax_server.sampling.sampler import RowSampling, TokenMasks
 from lorax_server.types import SamplingParams
 
-# Of torch's allocator on GPUs: what takes up to the first number of bytes shares segments of the second, what takes
-# less than the third shares segments of the last, and all else has a segment of its own, a multiple of the second.
-SMALL_BYTES, SEGMENT_BYTES = 2**20, 2 * 2**20
-LARGE_BYTES, LARGE_SEGMENT_BYTES = 10 * 2**20, 20 * 2**20
+SEGMENT_BYTES = 20 * 2**20  # that torch's allocator of a GPU takes at once for a stream
 MAX_UNROLLED_KEYS = 8192  # of all rows of a sequence: more are read faster where its tokens share them
 
 
@@ -190,19 +187,12 @@ def unroll(plan: StepPlan, prompt_lengths: Ints) -> StepPlan:
 
 
 def count_mask_bytes(max_rows: int, vocab_size: int) -> int:
-    """Count the bytes that torch takes of a GPU for `MaskLane`, whose stream shares no memory with others: for the rows
-    and the masks of a step, and for those of the step before, which may not have ended yet."""
-    rows, words = max_rows * torch.int64.itemsize, max_rows * count_mask_words(vocab_size) * torch.int32.itemsize
-    small, large = 2 * rows, 0
-    if words <= SMALL_BYTES:
-        small += 2 * words
-    else:
-        large = LARGE_SEGMENT_BYTES if words < LARGE_BYTES else 2 * _fill_segment(words)  # the former holds both
-    return _fill_segment(small) + large
+    """Return the most bytes that torch takes of a GPU for `MaskLane`, whose stream shares no memory with others.
 
-
-def _fill_segment(num_bytes: int) -> int:
-    return -(-num_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
+    They are for the masks of a step, and for those of the step before, which may not have ended yet.
+    """
+    num_bytes = max_rows * (torch.int64.itemsize + count_mask_words(vocab_size) * torch.int32.itemsize)
+    return 2 * -(-num_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
 
 
 def count_mask_words(vocab_size: int) -> int:

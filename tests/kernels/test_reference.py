@@ -20,7 +20,6 @@ from lorax_server.kernels import (
     PagedBatch,
     reference,
 )
-from lorax_server.kernels.reference import attention
 
 FP8 = torch.float8_e4m3fn
 HALF = [torch.bfloat16, torch.float16]
@@ -461,7 +460,7 @@ def test_prefill_with_heads_that_share_keys(heads: tuple[int, int], window: int 
 def test_prefill_with_a_soft_cap(
     heads: tuple[int, int], window: int | None, max_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "MAX_SCORES", max_scores)
+    monkeypatch.setattr(reference, "MAX_SCORES", max_scores)
     check_prefill(MIXED, heads=heads, window=window, soft_cap=1.5)
     check_prefill(MIXED, heads=heads, window=window, soft_cap=1.5, dtype=torch.bfloat16, tolerance=2e-2)
 

@@ -491,14 +491,6 @@ def test_the_memory_of_a_gpu_is_reported(monkeypatch: pytest.MonkeyPatch, caplog
     assert (in_use["step"], in_use["graphs"], in_use["tables"]) == needs
     assert in_use["left free"] == 76 * 10**9  # the largest step comes and goes
     assert caplog.records[-1].message.endswith("76000 MB of up to 100000 MB")
-        "76000",
-        "MB",
-        "of",
-        "up",
-        "to",
-        "100000",
-        "MB",
-    ][-5:]
 
 
 def test_the_memory_of_a_cpu_adds_up_to_that_of_the_process() -> None:
@@ -538,19 +530,10 @@ def test_choosing_takes_the_memory_of_the_most_demanding_requests(monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("rows", "vocab_size", "num_mib"),
-    [
-        (1, 32, 2),
-        (64, 128_256, 2),
-        (65, 129_024, 4),
-        (67, 128_256, 2 + 20),
-        (256, 128_256, 2 + 20),
-        (64, 262_144, 2 + 20),
-        (512, 262_144, 2 + 32),
-    ],
+    ("rows", "vocab_size", "num_mib"), [(1, 32, 40), (64, 128_256, 40), (512, 262_144, 40), (1024, 262_144, 80)]
 )
 def test_masks_take_segments_of_their_own_on_a_gpu(rows: int, vocab_size: int, num_mib: int) -> None:
-    """Two steps are under way: of 64 rows and 128,256 tokens a mask takes 1,002 KiB, of 512 and 262,144 16 MiB."""
+    """Two steps are under way: of 512 rows and 262,144 tokens the masks of one take 16 MiB."""
     assert count_mask_bytes(rows, vocab_size) == num_mib * 2**20
 
 
