@@ -62,10 +62,10 @@ class Sandbox:
                 raise OverloadedError(
                     f"{task.max_pending} tasks of this client are queued already; retry later", RETRY_S
                 )
+            if self._num_idle <= self._num_queued and len(self._threads) < self._num_workers:
+                self._start_thread()  # before the job is queued: this can fail
             self._num_pending[key] += 1
             self._queues.setdefault(tenant, deque()).append(job)
-            if self._num_idle < self._num_queued and len(self._threads) < self._num_workers:
-                self._start_thread()
             self._changed.notify_all()
         return job.future
 

@@ -10,15 +10,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
-from itertools import compress
 from typing import NamedTuple, Self
 
 from cachetools import LRUCache
 
 from lorax_server.errors import EngineError, InputError, LoraxError
 from lorax_server.machine import GRAMMAR_CACHE_BYTES, count_cores
-from lorax_server.structured_output.mask_thread import WorkThread
+from lorax_server.structured_output.mask_thread import start_thread
 from lorax_server.structured_output.matcher import (
     CompiledGrammar,
     Ending,
@@ -37,9 +35,7 @@ GRAMMAR_BYTES, TOKEN_BYTES = 2**20, 2**11  # weight of a compiled grammar, and o
 MAX_SHARED_TOKENS = 2**13  # consumed by all completions of a compiled grammar, until it is compiled again
 MAX_THREADS = 4
 MAX_GPU_FAST_FORWARD = 16  # an H200 saves 8 % per token with 16 completions and loses 20 % with 64
-MAX_BATCH = 256  # masks that are computed at once
 MAX_FORCED = 32  # tokens that are consumed ahead of the model
-FORCED_S, GPU_FORCED_S = 0.01, 0.002  # for them at a stretch, so that their mask is not late
 COMPILE_NICENESS = 10  # forwards go first, but compiling must finish on a busy machine
 BATCH_S, BATCH_MASK_S = 0.01, 0.0005  # a batch of masks that takes longer, in all and per mask, is timed one by one
 _Key = tuple[str, str]  # a vocabulary's digest, a grammar
@@ -65,20 +61,15 @@ def _weigh(compiled: CompiledGrammar) -> int:
 
 
 class _Completion:
-    """A request with a grammar. The thread that computes its mask owns `state` and `ahead`; a lock guards the rest."""
+    """A request with a grammar. The thread that computes its mask owns `state`; a lock guards the rest."""
 
     def __init__(self, request: Request, key: _Key, fast_forward_below: int) -> None:
+        stop = request.stop
         self.request_id = request.request_id
         self.key = key
-        self.ending = Ending(
-            tuple(sorted(request.stop.eos_token_ids)),
-            tuple(sorted(request.stop.stop_token_ids)),
-            request.stop.min_new_tokens,
-        )
+        self.ending = Ending(tuple(sorted(stop.eos_token_ids)), tuple(sorted(stop.stop_token_ids)), stop.min_new_tokens)
         self.fast_forward_below = fast_forward_below
         self.state: GrammarState | None = None
-        self.ahead: list[int] = []  # forced tokens that were consumed since the model's last token
-        self.ahead_until = 0.0
         self.next: Next | None = None
         self.has_started = self.has_failed = self.has_ended = False
 
@@ -87,38 +78,39 @@ class _Item(NamedTuple):
     """A token that a completion consumes next."""
 
     completion: _Completion
+    state: GrammarState
     token_id: int
 
 
-_Job = partial[None]
+class _Threads:
+    """Fast grammars are served in batches, others one by one, so that fast masks do not wait for slow ones."""
 
+    def __init__(self, num_threads: int) -> None:
+        self.executor = make_executor(num_threads)
+        self.fast = start_thread("masks")
+        self.slow = start_thread("slow-masks")
+        self.compile = start_thread("grammar-compiler", COMPILE_NICENESS)
 
-class _Threads(NamedTuple):
-    fast: WorkThread[_Item]
-    slow: WorkThread[_Job]
-    compile: WorkThread[_Job]
+    def close(self) -> None:
+        for thread in (self.fast, self.slow, self.compile):
+            thread.shutdown(cancel_futures=True)
 
 
 class StructuredOutput:
     """Compile grammars and compute masks for the engine. Its public methods belong to the engine's thread."""
 
     def __init__(
-        self,
-        build_base: Callable[[], Vocabulary],
-        num_threads: int = 1,
-        max_fast_forward: float = math.inf,
-        forced_s: float = FORCED_S,
+        self, build_base: Callable[[], Vocabulary], num_threads: int = 1, max_fast_forward: float = math.inf
     ) -> None:
         """`build_base` makes the base model's vocabulary, on another thread, when it is first needed.
 
-        Forced tokens are consumed ahead while there are at most `max_fast_forward` completions with a grammar, for up
-        to `forced_s` at a stretch.
+        Forced tokens are consumed ahead while there are at most `max_fast_forward` completions with a grammar.
         """
         self.on_news: Callable[[], None] = lambda: None  # called on any thread when `take_settled` has results
         self.fast_forward = True  # consume forced tokens ahead of the model
         self._build_base = build_base
         self._num_threads = num_threads
-        self._max_fast_forward, self._forced_s = max_fast_forward, forced_s
+        self._max_fast_forward = max_fast_forward
         self._threads: _Threads | None = None
         self._completions: dict[int, _Completion] = {}
         self._changed = threading.Condition()  # guards all below
@@ -134,7 +126,7 @@ class StructuredOutput:
         """On a CPU, the model needs the cores; on a GPU, steps of many sequences with forced tokens are slow."""
         if device == "cpu":
             return cls(build_base)
-        return cls(build_base, max(1, min(MAX_THREADS, count_cores() // 4)), MAX_GPU_FAST_FORWARD, GPU_FORCED_S)
+        return cls(build_base, max(1, min(MAX_THREADS, count_cores() // 4)), MAX_GPU_FAST_FORWARD)
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._completions
@@ -155,7 +147,6 @@ class StructuredOutput:
             raise InputError("`ignore_eos_token` cannot be combined with structured output, which ends by itself")
         if not stop.eos_token_ids:
             raise InputError("structured output needs a model with an end-of-sequence token")
-        threads = self._start_threads()
         if not self.fast_forward or sampling.raw_logprobs or sampling.num_alternatives:
             fast_forward_below = 0
         key = "" if request.vocabulary is None else request.vocabulary.digest, request.structure.grammar
@@ -169,13 +160,12 @@ class StructuredOutput:
             if compiled is not None and compiled.num_tokens > MAX_SHARED_TOKENS:
                 del self._compiled[key]
                 compiled = None
-            if compiled is not None:
-                threads.slow.put([partial(self._start_completion, completion, compiled)], is_urgent=True)
-            elif (waiting := self._waiting.get(key)) is not None:
-                waiting.append(completion)
-            else:
-                self._waiting[key] = [completion]
-                threads.compile.put([partial(self._compile, key, request.structure.num_bytes)])
+            if compiled is None:
+                self._waiting.setdefault(key, []).append(completion)
+                if len(self._waiting[key]) == 1:
+                    self._start_threads().compile.submit(self._compile, key, request.structure.num_bytes)
+        if compiled is not None:
+            self._start(completion, compiled)
 
     def take_settled(self) -> list[Settled]:
         settled = []
@@ -188,20 +178,27 @@ class StructuredOutput:
 
         The masks after forced tokens are ready already.
         """
-        items: list[_Item] = []
+        fast: list[_Item] = []
+        threads = self._start_threads()
         for request_id, token_id in tokens:
             completion = self._completions.get(request_id)
             following = None if completion is None else completion.next
-            if completion is None or following is None:
+            if completion is None or completion.state is None or following is None:
                 continue  # it has failed
-            if not following.forced:
-                completion.next = None
-                items.append(_Item(completion, token_id))
-            elif (expected := following.forced.pop(0)) != token_id:
-                error = EngineError(f"token {token_id} was sampled where the grammar forces {expected}")
-                logger.error("request %d fails: %s", request_id, error)
-                self._fail([completion], error)
-        self._put(items)
+            if following.forced:
+                if (expected := following.forced.pop(0)) != token_id:
+                    error = EngineError(f"token {token_id} was sampled where the grammar forces {expected}")
+                    logger.error("request %d fails: %s", request_id, error)
+                    self._fail(completion, error)
+                continue
+            completion.next = None
+            item = _Item(completion, completion.state, token_id)
+            if item.state.compiled.is_fast:
+                fast.append(item)
+            else:
+                threads.slow.submit(self._consume, item)
+        if fast:
+            threads.fast.submit(self._consume_together, fast)
 
     def end(self, request_id: int) -> None:
         """Forget a request in any state."""
@@ -235,31 +232,17 @@ class StructuredOutput:
             return {each.request_id: each.next for each in completions if each.next is not None}
 
     def close(self) -> None:
-        for thread in self._threads or ():
-            thread.close()
+        if self._threads is not None:
+            self._threads.close()
         self._completions.clear()
         self._compiled.clear()
 
     # --- Compiling ----------------------------------------------------------------------------------------------------
 
-    def _start_threads(self) -> "_Threads":
+    def _start_threads(self) -> _Threads:
         if self._threads is None:
-            self._executor = make_executor(self._num_threads)
-            self._threads = _Threads(
-                WorkThread("masks", self._consume_together, max_items=MAX_BATCH),
-                WorkThread("slow-masks", self._run_jobs, max_items=1),
-                WorkThread("grammar-compiler", self._run_jobs, max_items=1, niceness=COMPILE_NICENESS),
-            )
+            self._threads = _Threads(self._num_threads)
         return self._threads
-
-    def _run_jobs(self, jobs: Sequence["_Job"]) -> None:
-        for job in jobs:
-            try:
-                job()
-            except BaseException as error:  # including Rust panics
-                logger.exception("structured output failed unexpectedly")
-                completions = [each for each in job.args if isinstance(each, _Completion)]
-                self._fail(completions, EngineError(f"internal error: {type(error).__name__}"))
 
     def _compile(self, key: _Key, num_bytes: int) -> None:
         """Compile a grammar, and start the completions that wait for it. Runs on the compile thread."""
@@ -267,189 +250,124 @@ class StructuredOutput:
             if all(each.has_ended for each in self._waiting[key]):
                 del self._waiting[key]
                 return
-        compiled: CompiledGrammar | LoraxError
         try:
-            compiled = self._try_compile(key)
-        except LoraxError as error:
-            compiled = error
-        with self._changed:
-            waiting = [each for each in self._waiting.pop(key) if not each.has_ended]
-            if not isinstance(compiled, LoraxError):
-                compiled.num_bytes = num_bytes
-                if key[0] in self._vocabularies:
-                    self._store(key, compiled)
-        if isinstance(compiled, LoraxError):
-            self._fail(waiting, compiled)
+            compiled = CompiledGrammar(self._find_vocabulary(key[0]), key[1])
+            compiled.num_bytes = num_bytes
+        except BaseException as error:  # including Rust panics
+            with self._changed:
+                waiting = self._waiting.pop(key)
+            for each in waiting:
+                self._fail(each, error)
             return
-        starts = [partial(self._start_completion, each, compiled) for each in waiting]
-        self._start_threads().slow.put(starts, is_urgent=True)
+        with self._changed:
+            waiting = self._waiting.pop(key)
+            if key[0] in self._vocabularies:
+                self._store(key, compiled)
+        for each in waiting:
+            self._start(each, compiled)
 
     def _store(self, key: _Key, compiled: CompiledGrammar) -> None:
         self._compiled.pop(key, None)
         if _weigh(compiled) <= self._compiled.maxsize:
             self._compiled[key] = compiled
 
-    def _try_compile(self, key: _Key) -> CompiledGrammar:
-        digest, grammar = key
-        try:
-            return CompiledGrammar(self._find_vocabulary(digest), grammar)
-        except GrammarError as error:
-            raise InputError(str(error)) from error
-        except LoraxError:
-            raise
-        except BaseException as error:  # including Rust panics
-            raise InputError(f"the grammar cannot be compiled: {type(error).__name__}: {error}"[:400]) from error
-
     def _find_vocabulary(self, digest: str) -> Vocabulary:
         """Return a vocabulary, building it if necessary. Runs on the compile thread."""
         with self._changed:
-            vocabulary, table = self._vocabularies.find(digest)
-        if vocabulary is not None:
-            return vocabulary
-        built: Vocabulary | LoraxError
+            found = self._vocabularies.find(digest)
+        if isinstance(found, Vocabulary):
+            return found
         try:
-            built = self._build_base() if table is None else self._find_vocabulary("").build_other(table)
-        except LoraxError as error:
-            built = error
+            built = self._build_base() if found is None else self._find_vocabulary("").build_other(found)
         except BaseException as error:  # including Rust panics
-            built = InputError(f"structured output cannot use this tokenizer: {type(error).__name__}: {error}"[:400])
+            problem = f"structured output cannot use this tokenizer: {type(error).__name__}: {error}"[:400]
+            failure = error if isinstance(error, LoraxError) else InputError(problem)
+            with self._changed:
+                self._vocabularies.store(digest, failure)
+            raise failure from error
         with self._changed:
             self._vocabularies.store(digest, built)
-        if isinstance(built, LoraxError):
-            raise built
         return built
+
+    def _start(self, completion: _Completion, compiled: CompiledGrammar) -> None:
+        """Give a completion its first mask, which takes microseconds."""
+        try:
+            completion.state = GrammarState(compiled, completion.ending, completion.fast_forward_below)
+        except BaseException as error:  # including Rust panics
+            self._fail(completion, error)
+        else:
+            self._publish([completion])
 
     # --- Masks --------------------------------------------------------------------------------------------------------
 
-    def _put(self, items: Sequence["_Item"]) -> None:
-        """Queue masks: those of fast grammars together, all others one by one on another thread."""
-        threads = self._start_threads()
-        is_fast = [item.completion.state is not None and item.completion.state.compiled.is_fast for item in items]
-        if any(is_fast):
-            threads.fast.put(compress(items, is_fast))
-        if not all(is_fast):
-            threads.slow.put(
-                [partial(self._consume, *item) for item, fast in zip(items, is_fast, strict=True) if not fast]
-            )
+    @property
+    def _max_forced(self) -> int:
+        return MAX_FORCED if len(self._completions) <= self._max_fast_forward else 0
 
-    def _consume_together(self, items: Sequence["_Item"]) -> None:
+    def _consume_together(self, items: Sequence[_Item]) -> None:
         """Consume tokens of fast grammars, those of each vocabulary at once."""
-        try:
-            self._consume_batches(items)
-        except BaseException as error:  # including Rust panics
-            logger.exception("masks cannot be computed")
-            self._fail([item.completion for item in items], EngineError(f"internal error: {type(error).__name__}"))
-
-    def _consume_batches(self, items: Sequence["_Item"]) -> None:
-        started = time.monotonic()
-        batches: dict[int, list[tuple[_Completion, GrammarState, int]]] = {}
-        for completion, token_id in items:
-            state = completion.state
-            if completion.has_ended or state is None:
-                continue
-            if state.has_failed:
-                self._consume(completion, token_id)
-            else:
-                batches.setdefault(id(state.compiled.vocabulary), []).append((completion, state, token_id))
+        batches: dict[int, list[_Item]] = {}
+        for item in items:
+            if not item.completion.has_ended:
+                batches.setdefault(id(item.state.compiled.vocabulary), []).append(item)
         for batch in batches.values():
-            errors = consume_together(self._executor, [(state, token_id) for _, state, token_id in batch])
-            is_late = time.monotonic() - started > BATCH_S + BATCH_MASK_S * len(batch)
-            ready: list[_Completion] = []
-            for (completion, state, _), error in zip(batch, errors, strict=True):
-                state.compiled.is_fast = state.compiled.is_fast and not is_late
-                if error is None and state.find_forced() is None:
-                    ready.append(completion)
-                else:
-                    self._finish_token(completion, state, error)
-            self._publish(ready)
+            started = time.monotonic()
+            errors: Sequence[BaseException | None]
+            try:
+                pairs = [(item.state, item.token_id) for item in batch]
+                errors = consume_together(self._start_threads().executor, pairs, self._max_forced)
+            except BaseException as panic:
+                errors = [panic] * len(batch)
+            if time.monotonic() - started > BATCH_S + BATCH_MASK_S * len(batch):
+                for item in batch:
+                    item.state.compiled.is_fast = False
+            self._publish([item.completion for item, error in zip(batch, errors, strict=True) if error is None])
+            for item, error in zip(batch, errors, strict=True):
+                if error is not None:
+                    self._recover(item, error)
 
-    def _start_completion(self, completion: _Completion, compiled: CompiledGrammar) -> None:
-        if completion.has_ended:
-            return
-        vocabulary = compiled.vocabulary
-        if not any(token_id < vocabulary.num_ids for token_id in completion.ending.eos):
-            self._fail([completion], InputError("the model has no end-of-sequence token in its vocabulary"))
+    def _consume(self, item: _Item) -> None:
+        if item.completion.has_ended:
             return
         try:
-            completion.state = GrammarState(compiled, completion.ending, completion.fast_forward_below)
-        except GrammarError as error:
-            self._fail([completion], InputError(str(error)))
-            return
-        self._publish([completion])
+            item.state.consume(item.token_id, self._max_forced)
+        except BaseException as error:  # including Rust panics
+            self._recover(item, error)
+        else:
+            self._publish([item.completion])
 
-    def _consume(self, completion: _Completion, token_id: int) -> None:
-        state, error = completion.state, None
-        if completion.has_ended or state is None:
-            return
-        try:
-            state.consume(token_id)
-        except GrammarError as raised:
-            error = raised
-        self._finish_token(completion, state, error)
-
-    def _finish_token(self, completion: _Completion, state: GrammarState, error: GrammarError | None) -> None:
-        """Publish the next mask, or go on with a forced token, or recover from an error."""
-        if error is None:
-            self._look_ahead(completion, state)
-            return
+    def _recover(self, item: _Item, error: BaseException) -> None:
+        """Repeat a completion with a new grammar if earlier ones may have used up its limits. Otherwise fail it."""
         with self._changed:
-            if self._compiled.get(completion.key) is state.compiled:
-                del self._compiled[completion.key]
-        # The completions before it may have used up the limits of the grammar, but not its own time.
-        if state.compiled.num_completions > 1 and not isinstance(error, SlowGrammarError):
-            self._start_threads().compile.put([partial(self._compile_again, completion, state)])
+            if self._compiled.get(item.completion.key) is item.state.compiled:
+                del self._compiled[item.completion.key]
+        is_limit = isinstance(error, GrammarError) and not isinstance(error, SlowGrammarError)
+        if is_limit and item.state.compiled.num_completions > 1:
+            self._start_threads().compile.submit(self._repeat, item)
         else:
-            self._stop_following(completion, state, error)
+            self._fail(item.completion, error)
 
-    def _look_ahead(self, completion: _Completion, state: GrammarState) -> None:
-        now = time.monotonic()
-        if not completion.ahead:
-            completion.ahead_until = now + self._forced_s
-        may_continue = len(completion.ahead) < MAX_FORCED and now <= completion.ahead_until
-        may_continue &= len(self._completions) <= self._max_fast_forward
-        forced = state.find_forced() if may_continue else None
-        if forced is None:
-            self._publish([completion])
-            return
-        completion.ahead.append(forced)
-        self._put([_Item(completion, forced)])
-
-    def _stop_following(self, completion: _Completion, state: GrammarState, error: GrammarError) -> None:
-        """Fail a completion, or let it fail when it reaches the forced token that could not be consumed."""
-        if completion.ahead:
-            state.fail_when_reached(completion.ahead.pop(), error)
-            self._publish([completion])
-        else:
-            self._fail([completion], InputError(f"the completion cannot continue: {error}"))
-
-    def _compile_again(self, completion: _Completion, state: GrammarState) -> None:
+    def _repeat(self, item: _Item) -> None:
         """Compile a grammar for one completion alone. Runs on the compile thread."""
+        completion = item.completion
         if completion.has_ended:
             return
         try:
-            compiled = self._try_compile(completion.key)
-        except LoraxError as error:
-            self._fail([completion], error)
-            return
-        self._start_threads().slow.put([partial(self._repeat, completion, state, compiled)])
-
-    def _repeat(self, completion: _Completion, state: GrammarState, compiled: CompiledGrammar) -> None:
-        try:
-            completion.state = state.restart(compiled)
-        except GrammarError as error:
-            self._stop_following(completion, state, error)
-            return
-        self._look_ahead(completion, completion.state)
+            digest, grammar = completion.key
+            completion.state = item.state.restart(CompiledGrammar(self._find_vocabulary(digest), grammar))
+        except BaseException as error:  # including Rust panics
+            self._fail(completion, error)
+        else:
+            self._publish([completion])
 
     def _publish(self, completions: Sequence[_Completion]) -> None:
         """Hand the next masks to the engine's thread."""
         has_news = False
         with self._changed:
             for completion in completions:
-                forced, completion.ahead = completion.ahead, []
                 if completion.has_ended or completion.state is None:
                     continue
-                completion.next = Next(completion.state.words, forced)
+                completion.next = Next(completion.state.words, completion.state.forced)
                 self._missing.discard(completion.request_id)
                 if not completion.has_started:
                     completion.has_started = has_news = True
@@ -459,11 +377,17 @@ class StructuredOutput:
         if has_news:
             self.on_news()
 
-    def _fail(self, completions: Iterable[_Completion], error: LoraxError) -> None:
+    def _fail(self, completion: _Completion, error: BaseException) -> None:
+        if isinstance(error, LoraxError):
+            reason = error
+        elif isinstance(error, GrammarError):
+            reason = InputError(f"the completion cannot continue: {error}" if completion.has_started else str(error))
+        else:
+            logger.error("structured output fails", exc_info=error)
+            reason = InputError(f"the grammar cannot be followed: {type(error).__name__}: {error}"[:400])
         with self._changed:
-            for completion in completions:
-                completion.next, completion.has_failed = None, True
-                self._missing.discard(completion.request_id)
-                self._settled.append(Settled(completion.request_id, error))
+            completion.next, completion.has_failed = None, True
+            self._missing.discard(completion.request_id)
+            self._settled.append(Settled(completion.request_id, reason))
             self._changed.notify_all()
         self.on_news()

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -105,111 +106,116 @@ class GrammarState:
 
     def __init__(self, compiled: CompiledGrammar, ending: Ending, fast_forward_below: int = 0) -> None:
         """Forced tokens with ids below `fast_forward_below` may be consumed ahead of the model."""
+        if not any(token_id < compiled.vocabulary.num_ids for token_id in ending.eos):
+            raise GrammarError("the model has no end-of-sequence token in its vocabulary")
         self.compiled = compiled
         self.history: list[int] = []  # consumed tokens
+        self.forced: list[int] = []  # tokens that were consumed after the model's last one: the grammar allows no other
         self.spent_s = 0.0  # CPU time of masks that were computed alone
-        self._vocabulary = compiled.vocabulary
         self._ending = ending
         self._fast_forward_below = fast_forward_below
-        self._failure: GrammarError | None = None
         compiled.num_completions += 1
         self.matcher = compiled.matcher.deep_copy()
-        self.words = compiled.mask[: self._vocabulary.num_words].copy()
-        self._finish_mask(compiled.may_end, int(np.count_nonzero(self.words)))
+        self._take_mask(compiled.mask.copy(), compiled.may_end)
 
-    @property
-    def has_failed(self) -> bool:
-        return self._failure is not None
+    def consume(self, token_id: int, max_forced: int = 0) -> None:
+        """Consume a token and up to `max_forced` forced ones, and compute the next mask.
 
-    def consume(self, *token_ids: int) -> None:
-        """Consume tokens and compute the next mask. Raise `GrammarError` if a limit is exceeded."""
-        if self._failure is not None:
-            raise self._failure
+        Raise `GrammarError` if a limit is exceeded.
+        """
         started_s = time.thread_time()
-        self.history += token_ids
-        self.compiled.num_tokens += len(token_ids)
-        if not self.matcher.consume_tokens(list(token_ids)):
-            _check(self.matcher)
-        masks = self._vocabulary.make_masks(1)
+        self.matcher.consume_token(token_id)
+        self.note(token_id)
+        self.look_ahead(max_forced)
+        vocabulary = self.compiled.vocabulary
+        masks = vocabulary.make_masks(1)
         self.matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
-        may_end = bool(self._vocabulary.take_ends(masks)[0])
-        self.take_mask(masks[0], may_end, int(np.count_nonzero(masks)))
+        (may_end,) = vocabulary.take_ends(masks)
+        self.finish(masks[0], bool(may_end))
         spent_s = time.thread_time() - started_s
         self.compiled.record(spent_s)
         self.spent_s += spent_s
         if self.spent_s > max(SPENT_S, TOKEN_S * len(self.history)):
             raise SlowGrammarError(f"it takes longer than {TOKEN_S * 1000:g} ms per token; simplify the grammar")
 
-    def take_mask(self, mask: Words, may_end: bool, num_nonzero: int) -> None:
+    def note(self, *token_ids: int) -> None:
+        """Record tokens that the matcher has consumed."""
+        self.history += token_ids
+        self.compiled.num_tokens += len(token_ids)
+
+    def look_ahead(self, max_forced: int) -> None:
+        """Consume the tokens that the grammar forces, except for those that end the completion."""
+        self.forced = []
+        if max_forced and self._fast_forward_below:
+            following = self.matcher.compute_ff_tokens()[:max_forced]
+            self.forced = list(takewhile(self._may_force, following))
+            if self.forced:
+                self.matcher.consume_tokens(self.forced)
+                self.note(*self.forced)
+
+    def finish(self, mask: Words, may_end: bool) -> None:
         """Take the mask of the next token. Raise `GrammarError` if the matcher has failed or no token is left."""
-        _check(self.matcher)
-        self.words = mask[: self._vocabulary.num_words]
-        self._finish_mask(may_end, num_nonzero)
+        try:
+            _check(self.matcher)
+            self._take_mask(mask, may_end)
+        except GrammarError:
+            if not self.forced:
+                raise
+            # The completion may end before the forced tokens do, so it fails only when it consumes one more.
+            mask.fill(0)
+            mask.view(np.uint32)[self.forced[0] // 32] = 1 << self.forced[0] % 32
+            self.words = mask[: self.compiled.vocabulary.num_words]
+            del self.history[-len(self.forced) :]
+            self.forced = []
 
     def restart(self, compiled: CompiledGrammar) -> "GrammarState":
         """Return a state that has consumed the same tokens with another compiled grammar."""
         state = GrammarState(compiled, self._ending, self._fast_forward_below)
-        state.consume(*self.history)
+        *before, last = self.history
+        state.matcher.consume_tokens(before)
+        state.note(*before)
+        state.consume(last)
         return state
 
-    def find_forced(self) -> int | None:
-        """Return the only token that the mask allows, unless it ends the completion."""
-        if not self._fast_forward_below or self._num_nonzero_words != 1:
-            return None
-        place = int(np.flatnonzero(self.words)[0])
-        bits = int(self.words.view(np.uint32)[place])
-        token_id = place * 32 + bits.bit_length() - 1
-        is_only = bits & (bits - 1) == 0
-        return token_id if is_only and token_id < self._fast_forward_below and token_id not in self._ending else None
+    def _may_force(self, token_id: int) -> bool:
+        return token_id < self._fast_forward_below and token_id not in self._ending
 
-    def fail_when_reached(self, token_id: int, error: GrammarError) -> None:
-        """Allow only this token, and fail when it is consumed: the completion may end before that."""
-        self.words.fill(0)
-        self.words.view(np.uint32)[token_id // 32] = 1 << token_id % 32
-        self._failure = error
-
-    def _finish_mask(self, may_end: bool, num_nonzero: int) -> None:
-        """Set or clear the ending tokens in the mask. Raise `GrammarError` if no token is left."""
-        bits, ending = self.words.view(np.uint32), self._ending
-        for token_id in ending.eos:  # an eos token can be text of the grammar too, and would cut it off
-            word, bit = token_id // 32, 1 << token_id % 32
-            if word >= len(bits):
-                continue
-            before = int(bits[word])
-            after = before | bit if may_end else before & ~bit
-            if after != before:
-                bits[word] = after
-                num_nonzero += bool(after) - bool(before)
-        if len(self.history) < ending.min_new_tokens:
+    def _take_mask(self, mask: Words, may_end: bool) -> None:
+        """Set or clear the ending tokens in a mask. Raise `GrammarError` if no token is left."""
+        self.words = mask[: self.compiled.vocabulary.num_words]
+        bits = self.words.view(np.uint32)
+        for token_id in self._ending.eos:  # an eos token can be text of the grammar too, and would cut it off
+            if token_id // 32 < len(bits):
+                bit = np.uint32(1 << token_id % 32)
+                bits[token_id // 32] = bits[token_id // 32] | bit if may_end else bits[token_id // 32] & ~bit
+        if len(self.history) < self._ending.min_new_tokens:
             longer = self.words.copy()
-            _clear(longer, (*ending.eos, *ending.others))
+            _clear(longer, (*self._ending.eos, *self._ending.others))
             if longer.any():
-                self.words[:] = longer
-                num_nonzero = int(np.count_nonzero(longer))
-        self._num_nonzero_words = num_nonzero
-        if not num_nonzero:
+                self.words = longer
+        if not self.words.any():
             raise GrammarError(NO_TEXT)
 
 
-def consume_together(executor: "LLExecutor", items: Sequence[tuple[GrammarState, int]]) -> list[GrammarError | None]:
+def consume_together(
+    executor: "LLExecutor", items: Sequence[tuple[GrammarState, int]], max_forced: int
+) -> list[GrammarError | None]:
     """Consume a token of each completion and compute their next masks, all without the GIL. Return their errors.
 
     The completions share a vocabulary.
     """
     vocabulary = items[0][0].compiled.vocabulary
-    for state, token_id in items:
-        state.history.append(token_id)
-        state.compiled.num_tokens += 1
     executor.consume_token_par([(state.matcher, token_id) for state, token_id in items])
+    for state, token_id in items:
+        state.note(token_id)
+        state.look_ahead(max_forced)
     masks = vocabulary.make_masks(len(items))
-    places = [(state.matcher, place) for place, (state, _) in enumerate(items)]
-    executor.unsafe_compute_mask_ptr(places, masks.ctypes.data, vocabulary.mask_bytes, len(items))
+    rows = [(state.matcher, row) for row, (state, _) in enumerate(items)]
+    executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, vocabulary.mask_bytes, len(items))
     errors: list[GrammarError | None] = []
-    ends = vocabulary.take_ends(masks).tolist()
-    counts = np.count_nonzero(masks, axis=1).tolist()
-    for (state, _), mask, may_end, num_nonzero in zip(items, masks, ends, counts, strict=True):
+    for (state, _), mask, may_end in zip(items, masks, vocabulary.take_ends(masks).tolist(), strict=True):
         try:
-            state.take_mask(mask, may_end, num_nonzero)
+            state.finish(mask, may_end)
             errors.append(None)
         except GrammarError as error:
             errors.append(error)

@@ -23,7 +23,7 @@ TRIAL = SandboxTask(
     max_pending=16,
 )
 MAX_PASSED = 4096
-MAX_REJECTED, REJECT_S = 1024, 60.0
+MAX_TRIALS, TRIAL_S = 1024, 60.0
 _Key = tuple[str, str]  # a vocabulary's digest, a grammar
 
 
@@ -33,65 +33,42 @@ class GrammarTrials:
     def __init__(self, sandbox: Sandbox, task: SandboxTask = TRIAL) -> None:
         self._sandbox = sandbox
         self._task = task
-        self._lock = threading.Lock()  # guards all below
-        self._passed: LRUCache[_Key, int] = LRUCache(MAX_PASSED)  # bytes that the compiled grammar takes
-        self._rejected: TTLCache[_Key, str] = TTLCache(MAX_REJECTED, REJECT_S)
-        self._waiting: dict[tuple[_Key, str], list[Future[int]]] = {}  # for a running trial, by grammar and tenant
+        self._lock = threading.RLock()  # guards all below; a trial that is done calls back at once
+        self._passed: LRUCache[_Key, Future[bytes]] = LRUCache(MAX_PASSED)
+        self._recent: TTLCache[tuple[_Key, str], Future[bytes]] = TTLCache(MAX_TRIALS, TRIAL_S)  # also by tenant
 
     def submit(self, structure: Structure, table: TokenTable, tenant: str = "") -> "Future[Structure]":
         """Return the structure with its size, or an `InputError` if it cannot be compiled under the limits."""
-        key, size, result = (table.digest, structure.grammar), Future[int](), Future[Structure]()
-        size.add_done_callback(partial(_settle, structure, result))
+        key = table.digest, structure.grammar
         with self._lock:
-            num_bytes, rejection = self._passed.get(key), self._rejected.get(key)
-            waiting = self._waiting.get((key, tenant))
-            if waiting is not None:  # requests with the same new grammar share one trial
-                waiting.append(size)
-                return result
-            if num_bytes is None and rejection is None:
+            trial = self._passed.get(key) or self._recent.get((key, tenant))
+            if trial is None:  # requests with the same new grammar share one trial
                 special_tokens = list(zip(table.special_ids, table.special_tokens, strict=True))
                 args = structure.grammar, len(table.lengths) // 4, special_tokens
-                trial = self._sandbox.submit(self._task, *args, tenant=tenant)
-                self._waiting[key, tenant] = [size]
-        if num_bytes is not None:
-            size.set_result(num_bytes)
-        elif rejection is not None:
-            size.set_exception(InputError(rejection))
-        else:
-            trial.add_done_callback(lambda done: self._conclude(done, key, tenant))
+                trial = self._recent[key, tenant] = self._sandbox.submit(self._task, *args, tenant=tenant)
+                trial.add_done_callback(partial(self._conclude, key, tenant))
+        result = Future[Structure]()
+        trial.add_done_callback(partial(_settle, structure, result))
         return result
 
-    def _conclude(self, trial: "Future[bytes]", key: _Key, tenant: str) -> None:
-        num_bytes, failure = 0, trial.exception()
-        if failure is None:
-            num_bytes = int(json.loads(trial.result())["num_bytes"])
+    def _conclude(self, key: _Key, tenant: str, trial: "Future[bytes]") -> None:
         with self._lock:
-            if failure is None:
-                self._passed[key] = num_bytes
-            elif isinstance(failure, TaskError | TaskKilledError):
-                self._rejected[key] = _describe(failure)
-                failure = InputError(_describe(failure))
-            waiting = self._waiting.pop((key, tenant))
-        for size in waiting:
-            if failure is None:
-                size.set_result(num_bytes)
-            else:
-                size.set_exception(failure)
+            if trial.exception() is None:
+                self._passed[key] = trial
+            elif not isinstance(trial.exception(), TaskError | TaskKilledError):  # it may pass next time
+                self._recent.pop((key, tenant), None)
 
 
-def _settle(structure: Structure, result: "Future[Structure]", size: "Future[int]") -> None:
+def _settle(structure: Structure, result: "Future[Structure]", trial: "Future[bytes]") -> None:
     if not result.set_running_or_notify_cancel():
         return  # the caller has left
-    failure = size.exception()
+    failure = trial.exception()
     if failure is None:
-        result.set_result(replace(structure, num_bytes=size.result()))
+        result.set_result(replace(structure, num_bytes=int(json.loads(trial.result())["num_bytes"])))
+    elif isinstance(failure, TaskTimeError):
+        limit_s = f"{TRIAL.cpu_s:g} s"
+        result.set_exception(InputError(f"the grammar takes longer than {limit_s} to compile; simplify it"))
+    elif isinstance(failure, TaskKilledError):
+        result.set_exception(InputError("the grammar is too deep or too large to compile; simplify it"))
     else:
-        result.set_exception(failure)
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, TaskTimeError):
-        return f"the grammar takes longer than {TRIAL.cpu_s:g} s to compile; simplify it"
-    if isinstance(error, TaskKilledError):
-        return "the grammar is too deep or too large to compile; simplify it"
-    return str(error)
+        result.set_exception(InputError(str(failure)) if isinstance(failure, TaskError) else failure)

@@ -1,18 +1,13 @@
 """Vocabularies as llguidance needs them, and the ones that are in use."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from lorax_server.errors import BusyError, InputError, LoraxError, OverloadedError
+from lorax_server.errors import BusyError, LoraxError, OverloadedError
 from lorax_server.types import TokenTable
-
-if TYPE_CHECKING:
-    pass
 
 Words = npt.NDArray[np.int32]  # a token mask: one bit per token, lowest bit first
 Encode = Callable[[str], list[int]]
@@ -27,7 +22,6 @@ SLICES = (
 )
 MAX_VOCABULARIES = 8  # of adapters, besides the base model's; one of 129k tokens takes 60 MB
 MAX_TENANT_VOCABULARIES = 2  # of adapters, used by one tenant at the same time
-UNUSABLE_S = 60.0  # until a vocabulary that failed to build is tried again
 
 
 class _Tokens:
@@ -66,8 +60,10 @@ class Vocabulary:
         from llguidance import LLTokenizer, TokenizerWrapper  # noqa: PLC0415 - an engine can run without it
 
         wrapped = _Tokens(tokens, special_ids, encode or self._encode_greedily)
+        wrapper = TokenizerWrapper(wrapped)
         self.tokenizer: LLTokenizer | None = None
-        self.tokenizer = LLTokenizer(TokenizerWrapper(wrapped), slices=list(slices))
+        self.tokenizer = LLTokenizer(wrapper, slices=list(slices))
+        wrapper.tokens = wrapped.tokens = []  # the tokenizer has its own copy
 
     @classmethod
     def of_table(cls, table: TokenTable, encode: Encode | None = None) -> "Vocabulary":
@@ -106,11 +102,9 @@ class Vocabulary:
 
 
 @dataclass
-class _KeptVocabulary:
+class _Entry:
     table: TokenTable | None = None  # None: the base model's
-    vocabulary: Vocabulary | None = None
-    error: LoraxError | None = None
-    failed_at: float = 0.0
+    built: Vocabulary | LoraxError | None = None
     users: dict[int, str] = field(default_factory=dict)  # tenants by request
 
 
@@ -118,7 +112,7 @@ class Vocabularies:
     """Keep the base model's vocabulary, and those of adapters that were used last. The caller holds a lock."""
 
     def __init__(self) -> None:
-        self._entries = {"": _KeptVocabulary()}  # by digest; the base model's is "", adapters used last are at the end
+        self._entries = {"": _Entry()}  # by digest; the base model's is "", adapters used last are at the end
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._entries
@@ -131,45 +125,36 @@ class Vocabularies:
         evicted = None
         digest = "" if table is None else table.digest
         entry = self._entries.get(digest)
-        if entry is not None and entry.error is not None and time.monotonic() < entry.failed_at + UNUSABLE_S:
-            raise InputError(str(entry.error))
+        if entry is not None and isinstance(entry.built, LoraxError):
+            raise entry.built
         if table is not None:
             if entry is None or tenant not in entry.users.values():
                 self._check_tenant(tenant)
             if entry is None:
                 evicted = self._evict()
-                entry = _KeptVocabulary(table)
-            self._entries.pop(digest, None)
-            self._entries[digest] = entry
-        assert entry is not None
-        entry.users[request_id] = tenant
+            self._entries[digest] = self._entries.pop(digest, _Entry(table))
+        self._entries[digest].users[request_id] = tenant
         return evicted
 
     def release(self, digest: str, request_id: int) -> None:
         if (entry := self._entries.get(digest)) is not None:
             entry.users.pop(request_id, None)
 
-    def find(self, digest: str) -> tuple[Vocabulary | None, TokenTable | None]:
-        """Return a vocabulary, if it was built, and the table to build it from."""
+    def find(self, digest: str) -> Vocabulary | TokenTable | None:
+        """Return a vocabulary, or the table to build it from; None if the base model's is not built."""
         entry = self._entries.get(digest)
         if entry is None:  # its request has ended, and another one has evicted it
             raise BusyError("the adapter's vocabulary was evicted; retry")
-        return entry.vocabulary, entry.table
+        return entry.built if isinstance(entry.built, Vocabulary) else entry.table
 
     def store(self, digest: str, built: Vocabulary | LoraxError) -> None:
-        entry = self._entries.get(digest)
-        if entry is None:
-            return
-        if isinstance(built, Vocabulary):
-            entry.vocabulary, entry.error = built, None
-        else:
-            entry.error, entry.failed_at = built, time.monotonic()
+        """Keep a vocabulary, or the reason why it cannot be built."""
+        if (entry := self._entries.get(digest)) is not None:
+            entry.built = built
 
     def _check_tenant(self, tenant: str) -> None:
-        if not tenant:  # a script, which has no other tenants
-            return
         count = sum(tenant in entry.users.values() for digest, entry in self._entries.items() if digest)
-        if count >= MAX_TENANT_VOCABULARIES:
+        if tenant and count >= MAX_TENANT_VOCABULARIES:  # a script has no tenant
             raise OverloadedError(
                 f"structured output is running for {count} adapters with tokenizers of their own, the most for one "
                 "client; retry later",

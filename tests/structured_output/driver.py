@@ -29,7 +29,7 @@ class Driver:
 
     def __init__(self, model: Path, sandbox: Sandbox | None = None) -> None:
         self.tokenizer: TextTokenizer = load_tokenizer(model)
-        self.structured_output = StructuredOutput(lambda: build_vocabulary(model), forced_s=TIMEOUT_S)
+        self.structured_output = StructuredOutput(lambda: build_vocabulary(model))
         self.news = threading.Event()
         self.structured_output.on_news = self.news.set
         self._trials = None if sandbox is None else GrammarTrials(sandbox)

@@ -1,7 +1,6 @@
 """Answers with a structure, of tiny random models: whatever they would rather say, the form is kept."""
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from lorax_server.errors import InputError
 from lorax_server.generation.generation import Completion
 from lorax_server.llm import LLM
 from lorax_server.structured_output.grammars import from_choices, from_grammar, from_json_schema, from_regex
-from lorax_server.structured_output.manager import StructuredOutput
 from lorax_server.types import FinishReason, SamplingParams, StopParams, Structure
 from tests.demo.server import FOLDER, read_examples
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
@@ -244,7 +242,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let steps wait for masks on a busy machine too, so that their number says how many tokens came at once."""
     for name in ("MASK_WAIT_S", "ALONE_MASK_WAIT_S"):
         monkeypatch.setattr(engine, name, 60.0)
-    monkeypatch.setattr(StructuredOutput.__init__, "__defaults__", (1, math.inf, 60.0))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from lorax_server.structured_output import manager, matcher
 from lorax_server.structured_output.grammars import from_choices, from_json_schema, from_regex
 from lorax_server.structured_output.manager import StructuredOutput
 from lorax_server.structured_output.matcher import CompiledGrammar, GrammarError, GrammarState
-from lorax_server.structured_output.vocabulary import MAX_TENANT_VOCABULARIES, MAX_VOCABULARIES, Vocabulary
+from lorax_server.structured_output.vocabulary import MAX_TENANT_VOCABULARIES, MAX_VOCABULARIES, Vocabulary, Words
 from lorax_server.text.token_table import MAX_IDS, make_token_table
 from lorax_server.text.tokenizer import load_tokenizer
 from lorax_server.types import Request, SamplingParams, StopParams, TokenTable
@@ -61,10 +61,10 @@ class Gate:
         self.is_blocked, self.may_pass = threading.Event(), threading.Event()
         consume = GrammarState.consume
 
-        def enter(state: GrammarState, *token_ids: int) -> None:
+        def enter(state: GrammarState, token_id: int, max_forced: int = 0) -> None:
             self.is_blocked.set()
             assert self.may_pass.wait(TIMEOUT_S)
-            consume(state, *token_ids)
+            consume(state, token_id, max_forced)
 
         monkeypatch.setattr(GrammarState, "consume", enter)
 
@@ -249,26 +249,46 @@ def test_token_that_is_not_the_forced_one_fails_its_request_alone(
     assert driver.advance(right, np.random.default_rng(0))
 
 
-@pytest.mark.usefixtures("one_by_one")
 def test_failure_in_a_forced_token_counts_only_if_the_completion_gets_there(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    consume, forced_id = GrammarState.consume, driver.tokenizer.encode("Q", add_special_tokens=False)[0]
-
-    def fail_late(state: GrammarState, *token_ids: int) -> None:
-        consume(state, *token_ids)
-        if state.history.count(forced_id) == 4:
-            raise GrammarError("too many states")
-
-    monkeypatch.setattr(GrammarState, "consume", fail_late)
     request_id = driver.start(from_regex("[ab]Q{12}[ab]"), fast_forward=True)
+    take_mask = GrammarState._take_mask
+
+    def fail_late(state: GrammarState, mask: Words, may_end: bool) -> None:
+        if len(state.history) > 5:
+            raise GrammarError("too many states")
+        take_mask(state, mask, may_end)
+
+    monkeypatch.setattr(GrammarState, "_take_mask", fail_late)
     driver.consume(request_id, driver.allowed(request_id)[0])
     following = driver.structured_output.gather([request_id], TIMEOUT_S)[request_id]
-    assert len(following.forced) == 3
-    assert list_allowed(following.words) == [forced_id]
-    driver.structured_output.advance([(request_id, each) for each in [*following.forced, forced_id]])
+    assert not following.forced
+    (forced_id,) = list_allowed(following.words)
+    assert driver.tokenizer.decode([forced_id]).startswith("Q")
+    driver.structured_output.advance([(request_id, forced_id)])
     assert driver.structured_output.gather([request_id], TIMEOUT_S) == {}
-    assert "too many states" in str(driver.find_error(request_id))
+    assert "cannot continue" in str(driver.find_error(request_id))
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(foo|bar) don't QQQQ 12 (1|2)", r'\{"name": "[ab]{2}", "über": \[1, [23]\]\}']
+)
+def test_forced_tokens_are_those_that_masks_would_force_one_by_one(pattern: str, driver: Driver) -> None:
+    ahead, alone = driver.start(from_regex(pattern), fast_forward=True), driver.start(from_regex(pattern))
+    random, forced = np.random.default_rng(0), 0
+    while True:
+        following = driver.structured_output.gather([ahead], TIMEOUT_S)[ahead]
+        for token_id in list(following.forced):
+            assert driver.allowed(alone) == [token_id]
+            driver.structured_output.advance([(ahead, token_id), (alone, token_id)])
+            forced += 1
+        assert driver.allowed(alone) == list_allowed(following.words)
+        token_id = int(random.choice(list_allowed(following.words)))
+        if token_id == EOS_ID:
+            break
+        driver.structured_output.advance([(ahead, token_id), (alone, token_id)])
+    assert forced > 3
 
 
 # --- Compiled grammars ------------------------------------------------------------------------------------------------
@@ -317,10 +337,10 @@ def test_grammar_that_fails_is_dropped_and_the_completion_repeated(
     """A limit that earlier completions used up must not fail a later one."""
     compiles, consume = Compiles(monkeypatch), GrammarState.consume
 
-    def fail_when_shared(state: GrammarState, *token_ids: int) -> None:
+    def fail_when_shared(state: GrammarState, token_id: int, max_forced: int = 0) -> None:
+        consume(state, token_id, max_forced)
         if state.compiled.num_completions > 1 and len(state.history) == 3:
             raise GrammarError("too many states")
-        consume(state, *token_ids)
 
     driver.start(LETTERS)
     monkeypatch.setattr(GrammarState, "consume", fail_when_shared)
@@ -432,7 +452,7 @@ def test_vocabulary_that_cannot_be_built_is_reported() -> None:
         structured_output.begin(Request(1, [0], SamplingParams(), STOP, structure=LETTERS))
         assert settled.wait(TIMEOUT_S)
         assert "not bytes" in str(dict(structured_output.take_settled())[1])
-        with pytest.raises(InputError, match="not bytes"):  # at once
+        with pytest.raises(NotSupportedError, match="not bytes"):  # at once
             structured_output.begin(Request(2, [0], SamplingParams(), STOP, structure=LETTERS))
         assert len(calls) == 1
     finally:
