@@ -1,4 +1,4 @@
-"""What differs between a CPU, whose kernels use the host's memory, and a GPU, which the host sends copies to."""
+"""Differences between a CPU, whose kernels use the host's memory, and a GPU, which the host sends copies to."""
 
 import mmap
 from collections.abc import Sequence

@@ -271,9 +271,7 @@ def test_failure_in_a_forced_token_counts_only_if_the_completion_gets_there(
     assert "cannot continue" in str(driver.find_error(request_id))
 
 
-@pytest.mark.parametrize(
-    "pattern", ["(foo|bar) don't QQQQ 12 (1|2)", r'\{"name": "[ab]{2}", "über": \[1, [23]\]\}']
-)
+@pytest.mark.parametrize("pattern", ["(foo|bar) don't QQQQ 12 (1|2)", r'\{"name": "[ab]{2}", "über": \[1, [23]\]\}'])
 def test_forced_tokens_are_those_that_masks_would_force_one_by_one(pattern: str, driver: Driver) -> None:
     ahead, alone = driver.start(from_regex(pattern), fast_forward=True), driver.start(from_regex(pattern))
     random, forced = np.random.default_rng(0), 0

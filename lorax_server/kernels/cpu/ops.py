@@ -56,7 +56,7 @@ class CpuRecorder:
 
     def __init__(self, ops: CpuOps, max_rows: int) -> None:
         self._ops = ops
-        self._buffers = BufferPool(max_rows)
+        self.buffers = BufferPool(max_rows)
 
     def record(self, run: Callable[[], torch.Tensor], rows: int) -> CpuGraph:
-        return self._ops.record(run, rows, self._buffers)
+        return self._ops.record(run, rows, self.buffers)
