@@ -64,11 +64,6 @@ class ModelConfig(Settings):
     dtype: str | None = setting(None, "float32, float16 or bfloat16", none=DTYPE_DEFAULT)
     device: str = setting("cpu", "cpu, cuda or cuda:<index>; auto takes a GPU if there is one")
     quantize: str | None = setting(None, "fp8-kv stores keys and values as float8")
-    pack_weights: bool | None = setting(
-        None,
-        "multiply by oneDNN on a CPU, with a packed copy of each matrix for batches",
-        none="only without native kernels, if both copies fit in half of the memory",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,6 +2,7 @@
 no setting says so."""
 
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,15 @@ def free_bytes() -> int:
     except (OSError, KeyError):  # not Linux
         return machine_bytes() // 2
     return max(0, min([available, *(limit - used for limit, used in _groups())]))
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process has in RAM (RSS)."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # macOS: the most so far, in bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _groups() -> Iterator[tuple[int, int]]:

@@ -4,26 +4,21 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 
 from lorax_server.adapters.batch import AdapterArena, AdapterBatchData, AdapterBatchMetadata
 from lorax_server.distributed import FakeGroup
 from lorax_server.kernels import select_ops
-from lorax_server.kernels.packed import can_pack
 from lorax_server.weights import Weights
 
 CPU = torch.device("cpu")
 ops_of = cache(select_ops)  # a library is loaded once, not for each of thousands of models
 
-# torch for macOS comes without oneDNN; matrices are then never packed.
-needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this torch has no oneDNN")
 
-
-def how(*, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float32, pack: bool = False) -> dict[str, Any]:
+def how(*, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Return the arguments of `Weights` besides tensors: one rank of a group that does not communicate, on a CPU."""
     group = FakeGroup(rank, ranks)
-    return {"device": CPU, "dtype": dtype, "process_group": group, "ops": ops_of(CPU), "pack": pack}
+    return {"device": CPU, "dtype": dtype, "process_group": group, "ops": ops_of(CPU)}
 
 
 def memory_weights(tensors: Mapping[str, torch.Tensor], **options: Any) -> Weights:

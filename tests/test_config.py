@@ -12,7 +12,7 @@ from lorax_server.errors import ConfigError
 def test_a_path_is_enough() -> None:
     settings = ModelConfig(Path("model"))
     assert settings.path == Path("model")
-    assert (settings.dtype, settings.device, settings.quantize, settings.pack_weights) == (None, "cpu", None, None)
+    assert (settings.dtype, settings.device, settings.quantize) == (None, "cpu", None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

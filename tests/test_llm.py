@@ -709,7 +709,7 @@ def test_the_start_tells_its_seconds_by_phase(world: World, caplog: pytest.LogCa
         assert all(seconds >= 0 for seconds in llm.start_seconds.values())
     (said,) = [record.message for record in caplog.records if record.message.startswith("started in ")]
     assert all(name in said for name in llm.start_seconds)
-    assert sum(record.message.startswith("memory: of ") for record in caplog.records) == 1
+    assert sum(record.message.startswith("memory: weights ") for record in caplog.records) == 1
 
 
 def test_loading_pinning_and_unloading(world: World) -> None:

@@ -13,7 +13,7 @@ from lorax_server.adapters.host import UNIT_BYTES, HostAdapter, empty_table
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.adapters.target import Kind
 from lorax_server.distributed import FakeGroup
-from lorax_server.kernels import Field, find_max_rank
+from lorax_server.kernels import Field
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import Load, Prepared, StepPlan, StepResult
@@ -26,7 +26,7 @@ class HostPool(Preparer):
 
     def __init__(self, model: PagedCausalLM, hosts: Sequence[HostAdapter]) -> None:
         dtype = model.lm_head.linear.weight.dtype
-        super().__init__(adapter_targets(model), dtype, FakeGroup(), max_rank=find_max_rank(model.device))
+        super().__init__(adapter_targets(model), dtype, FakeGroup(), max_rank=model.ops.max_lora_rank)
         self._made = {name_of(i): host for i, host in enumerate(hosts)}
 
     def enqueue(self, spec: AdapterSpec) -> None:

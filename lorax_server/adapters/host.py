@@ -20,8 +20,7 @@ from lorax_server.adapters.tensor_reader import is_finite
 from lorax_server.adapters.weights import AdapterWeights, ModuleWeights
 from lorax_server.distributed import ProcessGroup, Shard
 from lorax_server.errors import AdapterError
-from lorax_server.kernels import NUM_OFFSETS, Field
-from lorax_server.kernels.panels import PanelMatrix
+from lorax_server.kernels import NUM_OFFSETS, Field, PanelMatrix
 
 UNIT_BYTES = 256
 NORM_ROWS = 1024  # rows of a matrix that are cast to float32 at a time when norms are computed

@@ -6,7 +6,7 @@ from enum import Enum
 import torch
 
 from lorax_server.distributed import Shard
-from lorax_server.kernels.panels import PanelMatrix
+from lorax_server.kernels import PanelMatrix
 
 
 class Kind(Enum):

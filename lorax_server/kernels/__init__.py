@@ -15,8 +15,11 @@ from lorax_server.kernels.ops import (
     LoraTarget,
     Ops,
     PagedBatch,
+    RecordedGraph,
+    UnrecordableError,
 )
-from lorax_server.kernels.select import find_max_rank, select_ops
+from lorax_server.kernels.panels import PanelMatrix
+from lorax_server.kernels.select import select_ops
 
 __all__ = [
     "MAX_RANK",
@@ -33,6 +36,8 @@ __all__ = [
     "LoraTarget",
     "Ops",
     "PagedBatch",
-    "find_max_rank",
+    "PanelMatrix",
+    "RecordedGraph",
+    "UnrecordableError",
     "select_ops",
 ]

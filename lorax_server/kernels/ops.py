@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from lorax_server.kernels.panels import PanelMatrix
+from lorax_server.kernels.sampling import ChosenRows, RowBatch, RowInputs
 
 T = TypeVar("T")
 
@@ -68,7 +69,6 @@ class LinearWeights(Remembers):
 
     weight: torch.Tensor | PanelMatrix  # [out, in]
     bias: torch.Tensor | None = None
-    packed: torch.Tensor | None = None  # a copy for batches in plain torch on a CPU; the plain one serves single rows
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -234,12 +234,66 @@ class LoraBatch(Remembers):
         return _Has(low_rank.tolist(), vectors.tolist(), rows.tolist())
 
 
+class UnrecordableError(Exception):
+    """A run did something that no graph can replay, which the message names."""
+
+
+class RecordedGraph(Protocol):
+    """A recorded run. The tensors that it reads must stay in their places."""
+
+    output: torch.Tensor  # of the last replay
+
+    def replay(self) -> None: ...
+
+
+class Recorder(Protocol):
+    """Records runs of a model's layers. The graphs share the memory of what they compute on the way."""
+
+    def record(self, run: Callable[[], torch.Tensor], rows: int) -> RecordedGraph:
+        """Record a run over so many rows without running it. Raise `UnrecordableError` if that is impossible.
+
+        Only one thread may use the ops meanwhile.
+        """
+        ...
+
+
+ChooseRows = Callable[[RowBatch, RowInputs], ChosenRows]
+
+
 class Ops(Protocol):
     """The table. A cache and a tensor named `out` are written; all else is only read, unless a docstring says so.
 
     Queries are `[num_tokens, num_heads, head_dim]`, and so are the results of attention. Keys and values are
-    `[num_tokens, num_kv_heads, head_dim]`.
+    `[num_tokens, num_kv_heads, head_dim]`. Logits are `[rows, vocabulary]` of any dtype.
     """
+
+    # --- capabilities ---
+
+    @property
+    def records_graphs(self) -> bool:
+        """Return True if the kernels of a step read nothing on the host, so that a graph can replay them."""
+        ...
+
+    @property
+    def has_fast_bfloat16(self) -> bool:
+        """Return True if bfloat16 is at least as fast as float32."""
+        ...
+
+    @property
+    def max_lora_rank(self) -> int | None:
+        """Return the largest rank that LoRA at a linear may have; None if there is no limit."""
+        ...
+
+    @property
+    def choose_rows(self) -> ChooseRows | None:
+        """Return a kernel that samples all rows of a batch by all parameters; None if there is none."""
+        ...
+
+    def make_recorder(self, max_rows: int) -> "Recorder | None":
+        """Return a recorder for steps of up to `max_rows` tokens; None if graphs are CUDA graphs, or there are none."""
+        ...
+
+    # --- layers ---
 
     def attend(
         self,
@@ -339,4 +393,42 @@ class Ops(Protocol):
 
     def plan_lora(self, lora: LoraBatch, current: LoraBatch) -> None:
         """Work out again, in place, what was derived of a batch in a graph, which has the adapters of another now."""
+        ...
+
+    # --- sampling ---
+
+    def choose_greedy(
+        self, logits: torch.Tensor, words: torch.Tensor | None = None, numbers: torch.Tensor | None = None, /
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return [rows] the likeliest token, the first of equals, and [rows] float32 its log probability.
+
+        `words`, [masks, words] int32, are token masks: a bit for each token, set if it is allowed. A row has the mask
+        of its number, [rows] int64, and chooses as if all other tokens had a score of -infinity. A negative number
+        means no mask.
+        """
+        ...
+
+    def find_logprobs(
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        temperatures: torch.Tensor | None = None,
+        words: torch.Tensor | None = None,
+        numbers: torch.Tensor | None = None,
+        /,
+    ) -> torch.Tensor:
+        """Return [rows, count] float32 the log probabilities of [rows, count] tokens that masks allow, by scores that
+        are divided by [rows] temperatures, if there are any."""
+        ...
+
+    def find_best(
+        self,
+        logits: torch.Tensor,
+        count: int,
+        words: torch.Tensor | None = None,
+        numbers: torch.Tensor | None = None,
+        /,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return [rows, count] float32 the best scores, the best first and a NaN above all, and their tokens: any
+        tokens with -infinity where a mask allows fewer."""
         ...

@@ -5,16 +5,11 @@ import logging
 import torch
 
 from lorax_server.kernels import reference
-from lorax_server.kernels.ops import MAX_RANK, Ops
+from lorax_server.kernels.ops import Ops
 
 logger = logging.getLogger(__name__)
 
 AMPERE, HOPPER = 8, 9  # major compute capability
-
-
-def find_max_rank(device: torch.device) -> int | None:
-    """Return the largest rank that LoRA at a linear may have on a device; None where the kernels serve any."""
-    return MAX_RANK if device.type == "cuda" else None
 
 
 def select_ops(device: torch.device) -> Ops:

@@ -8,8 +8,7 @@ from torch import nn
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.distributed import shard_vocab, whole
-from lorax_server.kernels import EmbeddingTarget
-from lorax_server.kernels.panels import PanelMatrix
+from lorax_server.kernels import EmbeddingTarget, PanelMatrix
 from lorax_server.weights import Weights
 
 

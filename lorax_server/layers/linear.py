@@ -17,14 +17,9 @@ from torch import nn
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.distributed import Shard, shard_vocab, vocab_block, whole
-from lorax_server.kernels import Activation, LinearWeights, LoraBatch, LoraTarget
-from lorax_server.kernels.packed import pack
+from lorax_server.kernels import Activation, LoraBatch, LoraTarget
 from lorax_server.layers.adapt import LogitRule, replace_scores, resize_scores
 from lorax_server.weights import Weights
-
-
-def load_weights(weights: Weights, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeights:
-    return LinearWeights(weight, bias, pack(weight)) if weights.pack else weights.ops.make_linear(weight, bias)
 
 
 def find_lora(
@@ -57,7 +52,7 @@ class TensorParallelMultiAdapterLinear(nn.Module):
                 matrices.append(weights.get_sharded(f"{name}.weight", 0, shard, (shard.full, in_features)))
             if bias:
                 biases.append(weights.get_sharded(f"{name}.bias", 0, shard, (shard.full,)))
-        self.linear = load_weights(weights, torch.cat(matrices).contiguous(), torch.cat(biases) if bias else None)
+        self.linear = weights.ops.make_linear(torch.cat(matrices).contiguous(), torch.cat(biases) if bias else None)
         stops = accumulate(shard.size for shard in outputs)
         self.targets = tuple(
             self._make_target(name, in_features, shard, slice(stop - shard.size, stop), fan_in_fan_out)
@@ -110,7 +105,7 @@ class TensorParallelAdapterRowLinear(nn.Module):
             matrix = weights.get_sharded(f"{name}.weight", 1, inputs, (out_features, inputs.full))
         added = weights.get_tensor(f"{name}.bias", (out_features,)) if bias else None
         is_first = weights.process_group.rank() == 0
-        self.linear = load_weights(weights, matrix.contiguous(), added if is_first else None)
+        self.linear = weights.ops.make_linear(matrix.contiguous(), added if is_first else None)
         outputs, columns = whole(out_features), slice(0, out_features)
         shape = (inputs.full, out_features) if fan_in_fan_out else None
         place = (f"{name}:input", 0) if scales_input else scaled_at
@@ -150,7 +145,7 @@ class MultiAdapterHead(nn.Module):
         shard = shard_vocab(weights.process_group, vocab_size)
         padding = vocab_block(weights.process_group, vocab_size) - shard.size
         filled = None if bias is None else F.pad(bias, (0, padding))
-        self.linear = load_weights(weights, F.pad(matrix, (0, 0, 0, padding)) if padding else matrix, filled)
+        self.linear = weights.ops.make_linear(F.pad(matrix, (0, 0, 0, padding)) if padding else matrix, filled)
         inputs, columns = whole(matrix.shape[1]), slice(0, shard.size)
         # A tied pair is known by the one matrix that both have. The head's may lie in panels, which serve as both.
         weight = self.linear.weight[columns] if not is_tied else matrix if padding else self.linear.weight

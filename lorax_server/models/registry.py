@@ -14,10 +14,8 @@ from lorax_server.config import DTYPES, ModelConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import ConfigError, UnsupportedModelError
 from lorax_server.files.names import MODEL_CONFIG_FILE
-from lorax_server.kernels import Ops, reference, select_ops
-from lorax_server.kernels.cpu.ops import CpuOps
-from lorax_server.kernels.packed import can_pack
-from lorax_server.machine import machine_bytes
+from lorax_server.kernels import Ops, select_ops
+from lorax_server.kernels.device import is_host
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.stored_config import read_config
 from lorax_server.weights import LoadProgress, Weights, estimate_bytes, open_weights
@@ -85,7 +83,7 @@ def get_model(
     ops, process_group = ops or select_ops(device), process_group or FakeGroup()
     dtype = _choose_dtype(settings, config, ops)
     needed = estimate_bytes(settings.path, dtype) // process_group.size()
-    free = _find_free_bytes(device) if device.type == "cuda" else needed
+    free = needed if is_host(device) else _find_free_bytes(device)
     if needed > free:
         raise _explain_lack(device, needed, free)
     try:
@@ -95,7 +93,6 @@ def get_model(
             dtype=dtype,
             process_group=process_group,
             ops=ops,
-            pack=_should_pack(settings, device, dtype, ops),
             progress=LoadProgress(needed),
         ) as weights:
             return build_model(config, weights)
@@ -175,12 +172,11 @@ def _check_config(config: Any) -> None:
 def _choose_dtype(settings: ModelConfig, config: Any, ops: Ops) -> torch.dtype:
     """Choose the dtype, and say why."""
     stored = str(getattr(config, "dtype", None) or torch.float16).removeprefix("torch.")
-    is_fast = isinstance(ops, CpuOps) and ops.has_fast_bfloat16
     if settings.dtype is not None:
         name, reason = settings.dtype, "as asked for"
     elif settings.device != "cpu":
         name, reason = stored, "as it is stored"
-    elif stored == "bfloat16" and is_fast:
+    elif stored == "bfloat16" and ops.has_fast_bfloat16:
         name, reason = stored, "as it is stored: this CPU computes it at full speed (AMX); --dtype float32 is exact"
     else:
         name = "float32"
@@ -190,17 +186,6 @@ def _choose_dtype(settings: ModelConfig, config: Any, ops: Ops) -> torch.dtype:
     logger.info("the model runs in %s: %s", name, reason)
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def _should_pack(settings: ModelConfig, device: torch.device, dtype: torch.dtype, ops: Ops) -> bool:
-    possible = can_pack(device, dtype)
-    if settings.pack_weights is None and ops is not reference:
-        return False  # they lay out matrices as they need them
-    if settings.pack_weights is None:
-        return possible and 2 * estimate_bytes(settings.path, dtype) <= machine_bytes() / 2
-    if settings.pack_weights and not possible:
-        raise ConfigError("pack_weights needs a CPU, float32 and a torch with oneDNN")
-    return settings.pack_weights
 
 
 def _find_free_bytes(device: torch.device) -> int:

@@ -1,15 +1,14 @@
 """The sequences of a batch that sampling needs to know of, and the tokens that it chooses for them."""
 
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from lorax_server.errors import InputError
 from lorax_server.kernels.ops import Remembers
+from lorax_server.kernels.reference import unpack_masks
 from lorax_server.types import Alternatives, SamplingParams, StopParams
 
 COLDEST = 1e-6  # a lower temperature would make scores infinite, and the likeliest token as unlikely as the others
@@ -70,30 +69,13 @@ class TokenMasks(NamedTuple):
 
     def allowed(self, vocab_size: int) -> torch.Tensor:
         """Return [masked rows, vocabulary] bool."""
-        if self.words.device.type == "cpu":
-            flags = np.unpackbits(self.words.numpy().view(np.uint8), axis=1, bitorder="little", count=vocab_size)
-            return torch.from_numpy(flags).view(torch.bool)
-        bits = torch.arange(32, dtype=torch.int32, device=self.words.device)
-        return ((self.words[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocab_size]
-
-    def find_numbers(self, num_rows: int) -> torch.Tensor:
-        """Return [num_rows] the number of each row's mask; -1 where it has none."""
-        numbers = torch.full((num_rows,), -1, device=self.rows.device)
-        numbers[self.rows] = torch.arange(len(self.rows), device=self.rows.device)
-        return numbers
+        return unpack_masks(self.words, vocab_size)
 
     def by_number(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the words of all masks, and the number of each row's."""
-        return self.words, self.find_numbers(num_rows)
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return a copy of [rows, vocabulary] scores, in which tokens that are not allowed have -infinity."""
-        allowed, never = self.allowed(logits.shape[-1]), -math.inf
-        if len(self.rows) == len(logits):  # each once, in any order
-            return torch.where(allowed[self.rows.argsort()], logits, never)
-        masked = logits.clone()
-        masked[self.rows] = torch.where(allowed, logits[self.rows], never)
-        return masked
+        """Return the words of all masks, and [num_rows] the number of each row's mask; -1 where it has none."""
+        numbers = torch.full((num_rows,), -1, device=self.rows.device)
+        numbers[self.rows] = torch.arange(len(self.rows), device=self.rows.device)
+        return self.words, numbers
 
     def take(self, rows: torch.Tensor, num_rows: int) -> "TokenMasks":
         """Return the masks of some rows of `num_rows`, by their numbers among these."""

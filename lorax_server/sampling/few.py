@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lorax_server.kernels import Ops
 from lorax_server.sampling.batch import COLDEST, History, RowSampling, Sampled, TokenMasks
 from lorax_server.sampling.general import GeneralSampler
-from lorax_server.sampling.score_ops import ScoreOps
 from lorax_server.sampling.uniform import HostUniforms
 
 NUM_FEW = 256  # torch takes half as long again to find twice as many
@@ -21,7 +21,7 @@ NUM_FEW = 256  # torch takes half as long again to find twice as many
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-_Masks = tuple[torch.Tensor, torch.Tensor] | tuple[()]  # words and numbers, as `ScoreOps` take them
+_Masks = tuple[torch.Tensor, torch.Tensor] | tuple[()]  # words and numbers, as `Ops` take them
 
 
 class _Few(NamedTuple):
@@ -38,7 +38,7 @@ class FewSampler:
     Sums are float64 and go from one token to the next, so that neither threads nor other rows change them.
     """
 
-    def __init__(self, row_sampling: Sequence[RowSampling], vocab_size: int, ops: ScoreOps) -> None:
+    def __init__(self, row_sampling: Sequence[RowSampling], vocab_size: int, ops: Ops) -> None:
         params = [sampling.params for sampling in row_sampling]
         self._row_sampling = row_sampling
         self._vocab_size = vocab_size

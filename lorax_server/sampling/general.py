@@ -5,17 +5,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lorax_server.kernels.reference import find_likeliest, log_softmax
 from lorax_server.sampling.batch import COLDEST, History, RowSampling, Sampled, TokenMasks, TopTokens
 from lorax_server.sampling.processors import (
     NEVER,
     count_tokens,
     draw,
-    find_likeliest,
     keep_min_p,
     keep_top_k,
     keep_top_p,
     keep_typical,
-    log_softmax,
     order_scores,
     penalize_counts,
     penalize_repetition,

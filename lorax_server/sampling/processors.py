@@ -5,6 +5,8 @@ Scores are float32 [rows, vocabulary], parameters [rows]. Each function changes 
 
 import torch
 
+from lorax_server.kernels.device import is_host
+
 NEVER = float("-inf")
 FEW = 1024  # tokens to search for the nucleus first
 
@@ -51,7 +53,7 @@ def _sort_until(scores: torch.Tensor, weights: torch.Tensor, mass: torch.Tensor)
 
     A CPU sorts slowly, and a few are nearly always enough. A GPU sorts fast, and the host would wait for the check.
     """
-    if scores.device.type == "cpu":
+    if is_host(scores.device):
         best, ids = scores.topk(min(FEW, scores.shape[-1]), dim=-1)
         if bool((weights.gather(-1, ids).sum(-1, keepdim=True, dtype=torch.float64) >= mass).all()):
             return best, ids
@@ -80,26 +82,11 @@ def keep_typical(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill_(distance > last_kept, NEVER)
 
 
-def log_softmax(scores: torch.Tensor) -> torch.Tensor:
-    """Return log probabilities. The sum is float64: torch's own loses digits of a large vocabulary on a CPU, and its
-    order, which depends on the number of rows and on threads, would show."""
-    shifted = scores - scores.amax(-1, keepdim=True)
-    return shifted.sub_(shifted.exp().sum(-1, keepdim=True, dtype=torch.float64).log_().float())
-
-
 def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return [rows] the token at which probabilities, summed in order of the vocabulary, pass `uniform` (float64)."""
     summed = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
     drawn = (uniform * summed[:, -1])[:, None]
     return torch.searchsorted(summed, drawn, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)
-
-
-def find_likeliest(scores: torch.Tensor) -> torch.Tensor:
-    """Return [rows] the token of the highest score, the first of equals. numpy looks at several scores at once on a
-    CPU, which torch does not."""
-    if scores.device.type == "cpu":
-        return torch.from_numpy(scores.numpy().argmax(-1))
-    return scores.argmax(-1)
 
 
 def order_scores(scores: torch.Tensor) -> torch.Tensor:

@@ -7,19 +7,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorax_server.kernels.hopper.sampling import (
+from lorax_server.kernels.ops import ChooseRows
+from lorax_server.kernels.sampling import (
     MAX_LISTED,
+    MAX_VOCAB,
     RAW,
     ROW,
     SAMPLED,
     WATERMARK,
-    ChosenRows,
     RowBatch,
     RowInputs,
 )
 from lorax_server.sampling.batch import COLDEST, History, RowSampling, Sampled, TokenMasks, TopTokens
-from lorax_server.sampling.general import GeneralSampler
-from lorax_server.sampling.score_ops import ChooseRows
 from lorax_server.sampling.upload import Upload
 
 _NOT_ASKED, _MOST = -1.0, 2**31 - 1
@@ -52,6 +51,12 @@ def _pack(sampling: RowSampling) -> _Packed:
     return _Packed(row.tobytes(), is_special, params.watermark or sampling.has_penalties)
 
 
+def can_choose(row_sampling: Sequence[RowSampling], vocab_size: int) -> bool:
+    """Return True if the kernel serves a batch: not a vocabulary, or alternatives, beyond what it counts."""
+    most = max((sampling.params.num_alternatives for sampling in row_sampling), default=0)
+    return vocab_size <= MAX_VOCAB and min(most, vocab_size) <= MAX_LISTED
+
+
 class RowSampler:
     """Made for a batch, used until the batch changes. `GeneralSampler` is the specification."""
 
@@ -71,14 +76,13 @@ class RowSampler:
             self._describe_special(row, sampling, vocab_size)
             if sampling.changes_scores:
                 row["changed"], num_changed = num_changed, num_changed + 1
-            if 0 < row["num_alternatives"] <= MAX_LISTED:
+            if row["num_alternatives"]:
                 row["listed"] = len(self._num_alternatives)
             if sampling.params.num_alternatives:
                 self._num_alternatives[number] = sampling.params.num_alternatives
         most = min(max(self._num_alternatives.values(), default=0), vocab_size)
         self._batch = self._send(table, len(self._num_alternatives), most, torch.device(device))
         self.needs_tokens = any(each.needs_tokens for each in packed)
-        self._many = self._prepare_many(row_sampling, vocab_size, torch.device(device))
 
     def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> Sampled:
         """Choose from [rows, vocabulary] logits, which stay as they are. Greedy rows without more need no history."""
@@ -92,8 +96,6 @@ class RowSampler:
         chosen = self._choose(self._batch, inputs)
         if not self._num_alternatives:
             return Sampled(chosen.token_ids, chosen.logprobs, None)
-        if self._many is not None:
-            self._list_many(chosen, logits, history, masks)
         alternatives = TopTokens(self._num_alternatives, chosen.listed_ids, chosen.listed_logprobs)
         return Sampled(chosen.token_ids, chosen.logprobs, alternatives)
 
@@ -120,29 +122,3 @@ class RowSampler:
         )
         upload.send()
         return batch
-
-    # --- More alternatives than the kernel lists ---------------------------------------------------------------------
-
-    def _prepare_many(
-        self, row_sampling: Sequence[RowSampling], vocab_size: int, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor, GeneralSampler] | None:
-        """Return the rows that ask for more alternatives than the kernel lists, and their places among the asking."""
-        asking = list(self._num_alternatives)
-        rows = [row for row in asking if min(self._num_alternatives[row], vocab_size) > MAX_LISTED]
-        if not rows:
-            return None
-        upload = Upload(2 * len(rows), device)
-        on_device = upload.add(rows, torch.int64), upload.add([asking.index(row) for row in rows], torch.int64)
-        upload.send()
-        return *on_device, GeneralSampler([row_sampling[row] for row in rows], vocab_size, device)
-
-    def _list_many(
-        self, chosen: ChosenRows, logits: torch.Tensor, history: History | None, masks: TokenMasks | None
-    ) -> None:
-        assert self._many is not None
-        rows, places, general = self._many
-        own_history = None if history is None else history.take(rows)
-        own_masks = None if masks is None else masks.take(rows, len(logits))
-        found = general(logits[rows], own_history, own_masks).alternatives
-        assert found is not None
-        chosen.listed_ids[places], chosen.listed_logprobs[places] = found.token_ids, found.logprobs

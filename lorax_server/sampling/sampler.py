@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from lorax_server.kernels.hopper.sampling import MAX_VOCAB
+from lorax_server.kernels import Ops, reference
+from lorax_server.kernels.device import is_host
 from lorax_server.sampling.batch import History, RowSampling, Sampled, TokenMasks, TopTokens
 from lorax_server.sampling.few import FewSampler
 from lorax_server.sampling.general import GeneralSampler
-from lorax_server.sampling.rows import RowSampler
-from lorax_server.sampling.score_ops import REFERENCE, ScoreOps
+from lorax_server.sampling.rows import RowSampler, can_choose
 
 __all__ = ["History", "RowSampling", "Sampled", "Sampler", "TokenMasks", "TopTokens"]
 
@@ -43,7 +43,7 @@ class Sampler:
         row_sampling: Sequence[RowSampling],
         vocab_size: int,
         device: torch.device | str = "cpu",
-        ops: ScoreOps = REFERENCE,
+        ops: Ops = reference,
     ) -> None:
         self._row_sampling = row_sampling
         self._vocab_size = vocab_size
@@ -52,9 +52,9 @@ class Sampler:
         # Of a batch that is chosen as a whole, on a GPU.
         self._whole: RowSampler | GeneralSampler | None = None
         self._parts: list[_Part] = []
-        if torch.device(device).type == "cpu":
+        if is_host(torch.device(device)):
             self._parts = self._divide(ways)
-        elif ops.choose_rows is not None and vocab_size <= MAX_VOCAB:
+        elif ops.choose_rows is not None and can_choose(row_sampling, vocab_size):
             self._whole = RowSampler(row_sampling, vocab_size, device, ops.choose_rows)
         else:
             self._whole = GeneralSampler(row_sampling, vocab_size, device)

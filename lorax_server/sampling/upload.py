@@ -6,6 +6,8 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from lorax_server.kernels.device import is_host
+
 _ALIGNMENT = 8  # the size of the largest numbers
 
 
@@ -14,7 +16,7 @@ class Upload:
 
     def __init__(self, num_numbers: int, device: torch.device) -> None:
         """`num_numbers` is the most that will be added."""
-        self._is_direct = device.type == "cpu"
+        self._is_direct = is_host(device)
         self._num_used = 0
         if not self._is_direct:
             self._host = torch.empty(num_numbers * _ALIGNMENT, dtype=torch.uint8, pin_memory=True)

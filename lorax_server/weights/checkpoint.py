@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from lorax_server.distributed import ProcessGroup, Shard
 from lorax_server.errors import WeightsError
 from lorax_server.kernels import Ops
+from lorax_server.kernels.device import is_host
 from lorax_server.weights.progress import LoadProgress
 from lorax_server.weights.reader import WeightsReader
 
@@ -36,7 +37,6 @@ class Placement(TypedDict):
     dtype: torch.dtype
     process_group: ProcessGroup
     ops: Ops
-    pack: NotRequired[bool]  # keep packed copies of matrices; False unless given
     progress: NotRequired[LoadProgress]  # logs the bytes loaded
 
 
@@ -58,7 +58,6 @@ class Weights:
         self.dtype = placement["dtype"]
         self.process_group = placement["process_group"]
         self.ops = placement["ops"]
-        self.pack = placement.get("pack", False)
         self._progress = placement.get("progress")
 
     def __enter__(self) -> Self:
@@ -91,8 +90,12 @@ class Weights:
         return self._get_shape(self._resolve(name))
 
     def get_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """Return a whole tensor, in the model's dtype and on its device."""
-        return self._load(self._resolve(name), shape, ())
+        """Return a whole tensor, in the model's dtype and on its device.
+
+        On a CPU it is a copy: a view of a mapped file would keep all of the file in memory.
+        """
+        tensor = self._load(self._resolve(name), shape, ())
+        return tensor.clone() if is_host(self.device) else tensor
 
     def get_number(self, name: str) -> float:
         """Return a tensor of one element, as it is stored: a small scale would not survive a narrow dtype."""

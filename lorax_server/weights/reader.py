@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from lorax_server.errors import WeightsError
+from lorax_server.kernels.device import make_stream
 
 NUM_THREADS = 8
 NUM_BUFFERS = 2 * NUM_THREADS  # while half of them are filled, the others are copied
@@ -61,7 +62,7 @@ class WeightsReader:
     def __init__(self, device: torch.device, *, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._device = device
         self._buffer_bytes = buffer_bytes
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = make_stream(device)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="read weights")
         self._free: SimpleQueue[_Staging] = SimpleQueue()  # the longest unused first
         for _ in range(NUM_BUFFERS):

@@ -9,6 +9,7 @@ from lorax_server.adapters.batch import AdapterArena
 from lorax_server.adapters.host import UNIT_BYTES, HostAdapter, empty_table
 from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.kernels import NUM_OFFSETS
+from lorax_server.kernels.device import allocate_zeros, is_host, write
 from lorax_server.worker.copier import Arrival, Copier
 
 # An adapter is moved over itself in pieces of this size, so that it needs little room.
@@ -61,9 +62,9 @@ class AdapterMemory:
         table = self._nothing.repeat(num_rows, 1, 1)
         widths = [size for target in targets.values() for size in (target.inputs.size, target.outputs.size)]
         # A kernel may read 16 rows of a factor where it has fewer.
-        room = 16 * max(widths, default=0) if device.type == "cuda" else 0
+        room = 0 if is_host(device) else 16 * max(widths, default=0)
         self.arena = AdapterArena(
-            torch.zeros(num_units * self._unit + room, dtype=dtype, device=device),
+            allocate_zeros([num_units * self._unit + room], dtype, device),
             table.to(device),
             torch.zeros(num_rows, len(targets), device=device),
             table,
@@ -75,7 +76,7 @@ class AdapterMemory:
             copier.follow_caller()  # which fills the buffer with zeros
         # For moves: a step must not look for memory.
         self._spare = torch.empty(min(MOVE_UNITS, num_units) * self._unit, dtype=dtype, device=device)
-        if device.type == "cuda":
+        if not is_host(device):
             _pin_room(table[0], self.arena.scales[0].cpu())
 
     def on_arrival(self, notify: Callable[[], None]) -> None:
@@ -106,7 +107,7 @@ class AdapterMemory:
         self._residents[index] = _Resident(adapter.table, adapter.scales, adapter.buffer.numel(), arrival)
         self._point(index, start)
         self.arena.vocab_sizes[index] = adapter.vocab_size
-        _write(self.arena.scales[index], adapter.scales)
+        write(self.arena.scales[index], adapter.scales)
 
     def wait_for(self, index: int) -> None:
         """Let the steps from now on wait, on the device, until all of an adapter has arrived."""
@@ -150,15 +151,10 @@ class AdapterMemory:
         offsets.add_(offsets >= 0, alpha=start)
         self.arena.host_table[index] = row
         if self.arena.table is not self.arena.host_table:
-            _write(self.arena.table[index], row)
+            write(self.arena.table[index], row)
 
 
 def _pin_room(*rows: torch.Tensor) -> None:
     """Let torch pin memory for the rows of loads, which it keeps for them: to pin it then would take long."""
     held = [row.pin_memory() for row in rows for _ in range(PINNED_ROWS)]  # at once, or it would be the same
     del held
-
-
-def _write(row: torch.Tensor, values: torch.Tensor) -> None:
-    """Write to the device without waiting for it, which takes pinned memory."""
-    row.copy_(values.pin_memory() if row.is_cuda else values, non_blocking=row.is_cuda)

@@ -20,9 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lorax_server.adapters.batch import AdapterBatchData, AdapterBatchMetadata
-from lorax_server.kernels import Ops, reference
-from lorax_server.kernels.cpu.ops import CpuOps
-from lorax_server.kernels.cpu.program import KernelProgram, RunBuffers, UnrecordableError
+from lorax_server.kernels import RecordedGraph, UnrecordableError
 from lorax_server.layers.attention import KVCache, PagedContext, Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import StepPlan
@@ -77,11 +75,6 @@ class GraphSizes(NamedTuple):
         return self.decode if tokens.is_single else self.mixed
 
 
-def can_capture(ops: Ops) -> bool:
-    """Return whether kernels read nothing on the host, so that a graph may launch them: the reference ones do."""
-    return ops is not reference
-
-
 class StepKind(NamedTuple):
     """A kind of step that has a graph."""
 
@@ -103,7 +96,7 @@ class StepKind(NamedTuple):
 class _Graph(NamedTuple):
     """A captured kind of step."""
 
-    graph: torch.cuda.CUDAGraph | KernelProgram
+    graph: torch.cuda.CUDAGraph | RecordedGraph
     hidden: torch.Tensor  # its output
     context: PagedContext  # holds the tensors that it reads
 
@@ -137,17 +130,17 @@ class StepGraphs:
         self._graphs: dict[StepKind, _Graph] = {}
         self._planned: dict[StepKind, bytes] = {}  # the adapters that a graph was last planned for
         self._capture = capture
-        self._buffers = RunBuffers(most)  # of programs
+        self._recorder = model.ops.make_recorder(most) if capture else None  # None: CUDA graphs
         # Bytes that the graphs of each size take, those of the largest first, then likewise those of mixed steps.
         self.num_bytes: list[int] = []
         self._room = find_rotary_room(model)
-        if capture and model.device.type == "cuda":
+        if capture and self._recorder is None:
             self._capture_all()
 
     @property
     def has_programs(self) -> bool:
         """Tell whether decode steps are programs of a CPU."""
-        return not self._x.is_cuda and bool(self._sizes.decode)
+        return self._recorder is not None and bool(self._sizes.decode)
 
     def find(self, tokens: StepTokens, adapter_data: AdapterBatchData | None) -> StepKind | None:
         """Return the kind of a step, or None if it has no graph."""
@@ -159,7 +152,7 @@ class StepGraphs:
             return kind if adapter_data is None or adapter_data.lora.fits_graph else None
         if is_mixed:
             return kind._replace(has_adapters=self._memory is not None)
-        if self._x.is_cuda or not self._capture:
+        if self._recorder is None:
             return kind
         self._make_room(max(tokens.lengths.tolist()))
         return kind if kind in self._graphs or self._record(kind) else None
@@ -193,10 +186,10 @@ class StepGraphs:
             self._planned[kind] = adapters
 
     def _run_one_by_one(self, kind: StepKind, adapter_data: AdapterBatchData | None) -> torch.Tensor:
-        """Launch what a graph of this kind launches. On a CPU, kernels need the adapters of the batch on the host."""
+        """Launch what a graph of this kind launches. Ops without graphs need the adapters of the batch on the host."""
         layers, x = self._model.model, self._x[: kind.size]
         data = self._describe(kind.size, _pad(adapter_data, kind.size)) if kind.has_adapters else None
-        if data is not None and x.is_cuda:
+        if data is not None and self._model.ops.records_graphs:
             captured = self._describe(kind.size)
             layers.run_layers(x, self._context(kind, captured))  # derives what is then planned
             self._model.ops.plan_lora(captured.lora, data.lora)
@@ -238,14 +231,14 @@ class StepGraphs:
 
     def _record(self, kind: StepKind) -> bool:
         """Record a kind of step. If that is impossible for one, no step has a graph from now on."""
-        assert isinstance(self._model.ops, CpuOps), "only a CPU captures when a step needs it"
+        assert self._recorder is not None
         adapter_data = self._describe(kind.size) if kind.has_adapters else None
         if adapter_data is not None:
             self._model.ops.plan_lora(adapter_data.lora, adapter_data.lora)  # describes them: not part of the program
         context = self._context(kind, adapter_data)
         run = partial(self._model.model.run_layers, self._x[: kind.size], context)
         try:
-            program = self._model.ops.record(run, kind.size, self._buffers)
+            program = self._recorder.record(run, kind.size)
         except UnrecordableError as what:
             logger.info("steps run without programs: %s cannot be recorded", what)
             self._sizes = GraphSizes()

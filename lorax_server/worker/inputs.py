@@ -1,7 +1,6 @@
 """The inputs of a step: what its plan says, and tables on the device, so that plans need not repeat what is known."""
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,14 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lorax_server.kernels.device import columns_to_device, host_view, make_stream, to_device
 from lorax_server.plan import Ints, StepMasks, StepPlan
 from lorax_server.sampling.sampler import RowSampling, TokenMasks
 from lorax_server.types import SamplingParams
 
-# Of torch's allocator on GPUs: what takes up to the first number of bytes shares segments of the second, what takes
-# less than the third shares segments of the last, and all else has a segment of its own, a multiple of the second.
-SMALL_BYTES, SEGMENT_BYTES = 2**20, 2 * 2**20
-LARGE_BYTES, LARGE_SEGMENT_BYTES = 10 * 2**20, 20 * 2**20
+SEGMENT_BYTES = 20 * 2**20  # that torch's allocator of a GPU takes at once for a stream
 MAX_UNROLLED_KEYS = 8192  # of all rows of a sequence: more are read faster where its tokens share them
 
 
@@ -42,8 +39,8 @@ class RowTables:
         self.token_ids = torch.zeros(num_rows, max_length + 1, dtype=torch.int64, device=device)
         self.blocks = torch.zeros(num_rows, -(-max_length // block_size), dtype=torch.int32, device=device)
         self.host_prompt_lengths = np.zeros(num_rows, np.int64)
-        self._host_tokens = self.token_ids.view(-1).numpy() if device.type == "cpu" else None
-        self._host_blocks = self.blocks.numpy() if device.type == "cpu" else None
+        self._host_tokens = host_view(self.token_ids.view(-1))
+        self._host_blocks = host_view(self.blocks)
         self._shifts = np.zeros(self.blocks.shape, np.int64)  # slots of a block, less the positions of their tokens
         self._row_sampling = [RowSampling(SamplingParams())] * num_rows
         self._selected: SelectedRows | None = None  # those of the last step
@@ -189,26 +186,13 @@ def unroll(plan: StepPlan, prompt_lengths: Ints) -> StepPlan:
     )
 
 
-def to_device(column: Ints | npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
-    """Copy to a device. To a GPU this takes pinned memory, or the host would wait; a CPU has the memory already."""
-    host = torch.from_numpy(column)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
-
-
 def count_mask_bytes(max_rows: int, vocab_size: int) -> int:
-    """Count the bytes that torch takes of a GPU for `MaskLane`, whose stream shares no memory with others: for the rows
-    and the masks of a step, and for those of the step before, which may not have ended yet."""
-    rows, words = max_rows * torch.int64.itemsize, max_rows * count_mask_words(vocab_size) * torch.int32.itemsize
-    small, large = 2 * rows, 0
-    if words <= SMALL_BYTES:
-        small += 2 * words
-    else:
-        large = LARGE_SEGMENT_BYTES if words < LARGE_BYTES else 2 * _fill_segment(words)  # the former holds both
-    return _fill_segment(small) + large
+    """Return the most bytes that torch takes of a GPU for `MaskLane`, whose stream shares no memory with others.
 
-
-def _fill_segment(num_bytes: int) -> int:
-    return -(-num_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
+    They are for the masks of a step, and for those of the step before, which may not have ended yet.
+    """
+    num_bytes = max_rows * (torch.int64.itemsize + count_mask_words(vocab_size) * torch.int32.itemsize)
+    return 2 * -(-num_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
 
 
 def count_mask_words(vocab_size: int) -> int:
@@ -220,7 +204,7 @@ class MaskLane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = make_stream(device)
 
     def send(self, masks: StepMasks, vocab_size: int) -> TokenMasks:
         """Return masks on the device, as wide as its scores."""
@@ -242,13 +226,6 @@ class MaskLane:
             row[: len(mask)] = mask[:width]
             row[len(mask) :] = 0
         return written
-
-
-def columns_to_device(columns: Sequence[Ints], device: torch.device) -> Sequence[torch.Tensor]:
-    """Copy several columns of one length at once."""
-    if device.type == "cpu":
-        return [torch.from_numpy(column) for column in columns]
-    return to_device(np.stack(columns), device).unbind()
 
 
 class _Places(NamedTuple):
@@ -296,7 +273,8 @@ class FixedInputs:
         self._tables = tables
         self._at = at = _Places.lay_out(num_tokens, num_seqs)
         self._numbers = torch.zeros(at.small.stop, dtype=torch.int64, device=device)
-        self._in_place = _Columns.divide(self._numbers.numpy(), at) if device.type == "cpu" else None
+        numbers = host_view(self._numbers)
+        self._in_place = None if numbers is None else _Columns.divide(numbers, at)
         self._written: tuple[object, ...] = ()  # what was written that the next step may repeat
         self.rows, self.cache_lengths, self.input_lengths = self._numbers[at.sequences].view(3, -1)
         self.cu_seqlens = self._numbers[at.bounds].view(torch.int32)[: num_seqs + 1]

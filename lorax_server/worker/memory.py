@@ -9,8 +9,8 @@ import torch
 
 from lorax_server.config import EngineConfig
 from lorax_server.errors import ConfigError
-from lorax_server.kernels import Field, LinearWeights
-from lorax_server.kernels.panels import PanelMatrix
+from lorax_server.kernels import Field, LinearWeights, PanelMatrix
+from lorax_server.kernels.device import is_host
 from lorax_server.machine import (
     ADAPTER_TABLE_SHARE,
     GPU_ADAPTER_SHARE,
@@ -22,6 +22,7 @@ from lorax_server.machine import (
     ROWS,
     free_bytes,
     machine_bytes,
+    resident_bytes,
 )
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.worker.adapter_memory import AdapterMemory
@@ -38,8 +39,8 @@ from lorax_server.worker.warm_up import (
 
 logger = logging.getLogger(__name__)
 
-CPU_ADAPTER_BYTES = 2**30
-CPU_CACHE_SHARE = 4  # one part in so many of the free memory
+CPU_ADAPTER_BYTES = 2**30  # a bound, as that of the cache: a CPU's memory is taken as adapters and tokens come
+CPU_CACHE_SHARE = 4  # the cache may grow to one part in so many of the free memory
 LEAST_ADAPTER_ROWS = 64
 
 
@@ -60,7 +61,7 @@ def find_max_rows(config: EngineConfig, device: torch.device) -> int:
     """Return the number of sequences that run at once."""
     if config.max_rows is not None:
         return config.max_rows
-    is_large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU_BYTES
+    is_large = not is_host(device) and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU_BYTES
     rows = LARGE_GPU_ROWS if is_large else ROWS
     return rows if config.max_step_tokens is None else min(rows, config.max_step_tokens)
 
@@ -84,7 +85,7 @@ def adapter_bytes(config: EngineConfig, device: torch.device) -> int:
     """Return the bytes for adapters on the device, once the model's weights are there."""
     if config.adapter_bytes is not None:
         return config.adapter_bytes
-    if device.type != "cuda":
+    if is_host(device):
         return CPU_ADAPTER_BYTES
     free, _ = _free_on_gpu(config, device)
     return max(free // GPU_ADAPTER_SHARE, LEAST_GPU_ADAPTER_BYTES)
@@ -104,7 +105,6 @@ def adapter_host_bytes(config: EngineConfig) -> int:
 def model_bytes(model: PagedCausalLM) -> int:
     """Return the bytes of all tensors that a model holds, each once."""
     tensors: dict[int, torch.Tensor] = {}
-    packed = 0  # copies by oneDNN, which tells no address
     for module in model.modules():
         for value in vars(module).values():
             held = (value.weight, value.bias) if isinstance(value, LinearWeights) else (value,)
@@ -112,9 +112,7 @@ def model_bytes(model: PagedCausalLM) -> int:
                 tensor = one.panels if isinstance(one, PanelMatrix) else one
                 if isinstance(tensor, torch.Tensor):
                     tensors[tensor.data_ptr()] = tensor
-            if isinstance(value, LinearWeights) and value.packed is not None:
-                packed += value.weight.shape[0] * value.weight.shape[1] * value.weight.dtype.itemsize
-    return packed + sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
 
 
 def block_bytes(model: PagedCausalLM, block_size: int) -> int:
@@ -131,7 +129,7 @@ def measure_needs(
     shape: CacheShape,
 ) -> Needs:
     """Measure, on a GPU, by running the largest step and capturing some graphs."""
-    if model.device.type != "cuda":
+    if is_host(model.device):
         return Needs()
     data = None if memory is None else make_believe(memory, step_tokens)
     prompts = _measure_peak(model, lambda: run_prompts(model, step_tokens, shape, data))
@@ -155,7 +153,7 @@ def count_blocks(
     """Count the blocks that fit, but not more than all sequences at once can ever need. Refuse if none does."""
     size, needed = block_bytes(model, config.block_size), sum(needs or ())
     most = -(-max_rows * max_length // config.block_size)
-    if model.device.type != "cuda":
+    if is_host(model.device):
         free = max(0, free_bytes() - GRAMMAR_CACHE_BYTES)
         available = free // CPU_CACHE_SHARE if config.cache_bytes is None else config.cache_bytes
     else:
@@ -175,23 +173,41 @@ def count_blocks(
     return count
 
 
+class MemoryRow(NamedTuple):
+    """A line of the report: the bytes that something takes now, and the most that it may grow to."""
+
+    name: str
+    in_use: int
+    limit: int | None = None
+
+
 def report_memory(
-    model: PagedCausalLM, config: EngineConfig, num_adapter_bytes: int, num_blocks: int, needs: Needs
-) -> None:
-    """Say, in one line, what the start gives to whom."""
-    cache, device = num_blocks * block_bytes(model, config.block_size), model.device
-    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (free_bytes(), machine_bytes())
-    logger.info(
-        "memory: of %s, weights %s, adapters %s, graphs %s, tables %s, the largest step %s, keys and values %s (%d "
-        "tokens in %d blocks), left free %s; adapters in host memory up to %s, compiled grammars up to %s",
-        *(_in_mb(each) for each in (total, model_bytes(model), num_adapter_bytes, needs.graphs, needs.tables)),
-        *(_in_mb(each) for each in (needs.step, cache)),
-        num_blocks * config.block_size,
-        num_blocks,
-        _in_mb(free - sum(needs) - cache),
-        _in_mb(adapter_host_bytes(config)),
-        _in_mb(GRAMMAR_CACHE_BYTES),
-    )
+    model: PagedCausalLM, config: EngineConfig, memory: AdapterMemory | None, num_blocks: int, needs: Needs
+) -> list[MemoryRow]:
+    """Log, and return, what the memory of the device is used for. On a CPU the lines add up to the process's RSS."""
+    cache, arena = num_blocks * block_bytes(model, config.block_size), None if memory is None else memory.arena
+    buffer = 0 if arena is None else arena.buffer.nbytes
+    tables = 0 if arena is None else arena.host_table.nbytes + arena.scales.nbytes
+    weights, is_lazy = model_bytes(model), is_host(model.device)
+    rows = [
+        MemoryRow("weights", weights),
+        MemoryRow("adapters", tables if is_lazy else tables + buffer, tables + buffer),
+        MemoryRow(f"keys and values of {num_blocks * config.block_size} tokens", 0 if is_lazy else cache, cache),
+    ]
+    if is_lazy:
+        rows.append(MemoryRow("compiled grammars", 0, GRAMMAR_CACHE_BYTES))
+        rows.append(MemoryRow("adapters ready to load", 0, adapter_host_bytes(config)))
+        total = resident_bytes()
+        rows.append(MemoryRow("Python, torch and other libraries", total - sum(row.in_use for row in rows)))
+        rows.append(MemoryRow("resident memory of this process", total, machine_bytes()))
+    else:
+        rows += [MemoryRow(name, num_bytes) for name, num_bytes in needs._asdict().items()]
+        free, total = torch.cuda.mem_get_info(model.device)
+        rows.append(MemoryRow("left free", free - needs.step, total))
+    for row in rows:
+        limit = "" if row.limit is None else f" of up to {row.limit / 1e6:.0f} MB"
+        logger.info("memory: %-40s %8.0f MB%s", row.name, row.in_use / 1e6, limit)
+    return rows
 
 
 def explain_lack(model: PagedCausalLM, num_adapter_bytes: int) -> ConfigError:
@@ -218,7 +234,3 @@ def _measure_peak(model: PagedCausalLM, run: Callable[[], None]) -> int:
     before = torch.cuda.memory_allocated(model.device)
     run()
     return int(torch.cuda.max_memory_allocated(model.device) - before)
-
-
-def _in_mb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.0f} MB"

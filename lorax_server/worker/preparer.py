@@ -4,7 +4,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from queue import SimpleQueue
@@ -18,6 +17,7 @@ from lorax_server.adapters.target import AdapterTarget
 from lorax_server.adapters.weights import AdapterWeights, ModuleWeights, StoredAdapter
 from lorax_server.distributed import ProcessGroup
 from lorax_server.errors import AdapterError, EngineError, LoraxError
+from lorax_server.kernels.device import make_stream, use_stream
 from lorax_server.plan import Prepared
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,9 @@ class Preparer:
         self._dtype = dtype
         self._group = group
         self._max_rank = max_rank
-        self._stream = _low_priority_stream(targets)
+        weight = next((target.weight for target in targets.values() if target.weight is not None), None)
+        # For norms over the model's weights, so that no step waits behind them.
+        self._stream = None if weight is None else make_stream(weight.device)
         self._failure: Exception | None = None  # after which nothing can be prepared
         self._ready: dict[str, HostAdapter] = {}
         self._added = threading.Condition()  # to `_ready`
@@ -94,7 +96,7 @@ class Preparer:
         self._thread.join(timeout=10)
 
     def _run(self) -> None:
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with use_stream(self._stream):
             self._prepare_all()
 
     def _prepare_all(self) -> None:
@@ -153,16 +155,6 @@ class Preparer:
             if stored[i].identify() != spec.parts[i].identity:
                 raise AdapterError(f"adapter {stored[i].name!r}: changed while it was read; try again")
         return in_memory
-
-
-def _low_priority_stream(targets: Mapping[str, AdapterTarget]) -> torch.cuda.Stream | None:
-    """Return a stream for norms over the model's weights on a GPU, so that no step waits behind them."""
-    weight = next((target.weight for target in targets.values() if target.weight is not None), None)
-    if weight is None or weight.device.type != "cuda":
-        return None
-    stream = torch.cuda.Stream(weight.device, priority=0)  # the lowest that there is
-    stream.wait_stream(torch.cuda.current_stream(weight.device))  # until the weights are there
-    return stream
 
 
 def _explain(spec: AdapterSpec, error: Exception) -> AdapterError:

@@ -10,15 +10,15 @@ import torch
 
 from lorax_server.adapters.batch import AdapterBatchData, AdapterBatchMetadata
 from lorax_server.kernels import HostLengths
+from lorax_server.kernels.device import is_host, to_device
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import AdapterOp, Ints, Load, Move, StepMasks, StepPlan, StepResult, Unload
 from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler, TokenMasks, TopTokens
-from lorax_server.sampling.score_ops import select_score_ops
 from lorax_server.types import Alternatives
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.graphs import GraphSizes, StepGraphs
-from lorax_server.worker.inputs import MaskLane, RowTables, StepLayout, StepTokens, locate_tokens, to_device, unroll
+from lorax_server.worker.inputs import MaskLane, RowTables, StepLayout, StepTokens, locate_tokens, unroll
 
 # Tokens of prompts whose scores are computed at once: of a large vocabulary all of them would not fit.
 SCORED_TOKENS = 256
@@ -86,7 +86,6 @@ class PagedRunner:
         self._model = model
         self._device = model.device
         self._memory = memory
-        self._score_ops = select_score_ops(model.ops)
         self._kv_cache = model.allocate_kv_cache(num_blocks, block_size)
         self._tables = RowTables(num_rows, max_length, block_size, model.device)
         self._mask_lane = MaskLane(model.device)
@@ -248,7 +247,7 @@ class PagedRunner:
 
     def _find_sampler(self, row_sampling: list[RowSampling], vocab_size: int) -> Sampler:
         if self._sampler is None or self._sampler[:2] != (vocab_size, row_sampling):
-            self._sampler = vocab_size, row_sampling, Sampler(row_sampling, vocab_size, self._device, self._score_ops)
+            self._sampler = vocab_size, row_sampling, Sampler(row_sampling, vocab_size, self._device, self._model.ops)
         return self._sampler[2]
 
     def _count_prompt_tokens(self, plan: StepPlan) -> list[int]:
@@ -275,7 +274,7 @@ class PagedRunner:
 
     def _fetch(self, ticket: Ticket) -> Ticket:
         """Begin to copy the results to the host; waiting for the device would also wait for the step after."""
-        if self._device.type != "cuda":
+        if is_host(self._device):
             return ticket
         ticket = cast(Ticket, _to_host(ticket))
         done: Any = torch.cuda.current_stream(self._device).record_event()

@@ -11,11 +11,11 @@ import torch
 from lorax_server.adapters.batch import AdapterArena, AdapterBatchData, AdapterBatchMetadata
 from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.kernels import MAX_RANK, Field, LinearWeights
+from lorax_server.kernels.device import is_host
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.sampling.batch import TokenMasks
 from lorax_server.sampling.sampler import History, RowSampling, Sampler
-from lorax_server.sampling.score_ops import select_score_ops
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.inputs import count_mask_words
@@ -49,7 +49,7 @@ def warm_up(
 
     Decode steps of `decode_rows` are run. Those that become graphs are run again before they are captured.
     """
-    if model.device.type != "cuda":
+    if is_host(model.device):
         return
     start = time.monotonic()
     model.ops.prepare(_find_linears(model), with_lora=memory is not None)
@@ -141,7 +141,7 @@ def run_choice(model: PagedCausalLM, rows: int, max_length: int, masks: TokenMas
     sampling = RowSampling.of(MOST_DEMANDING, StopParams())
     lengths = torch.ones(rows, dtype=torch.int64, device=device)
     history = History(lengths, lengths, torch.zeros(rows, max_length, dtype=torch.int64, device=device))
-    Sampler([sampling] * rows, head.vocab_size, device, select_score_ops(model.ops))(logits, history, masks)
+    Sampler([sampling] * rows, head.vocab_size, device, model.ops)(logits, history, masks)
     del history
     logits = head.linear.plain.new_zeros(SCORED_TOKENS, head.vocab_size)
     logits.float().log_softmax(-1).topk(min(MOST_DEMANDING.num_alternatives, head.vocab_size), dim=-1)

@@ -4,7 +4,6 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -15,8 +14,8 @@ from lorax_server.config import EngineConfig
 from lorax_server.distributed import FakeGroup, ProcessGroup, TorchGroup
 from lorax_server.errors import BusyError, ConfigError, LoraxError
 from lorax_server.files.names import MODEL_CONFIG_FILE
-from lorax_server.kernels import find_max_rank, select_ops
-from lorax_server.kernels.cpu.ops import CpuOps
+from lorax_server.kernels import select_ops
+from lorax_server.kernels.device import is_host, make_stream, use_stream
 from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.registry import MODELS, PADDED_FIELDS, get_model, load_config
@@ -37,7 +36,7 @@ from lorax_server.plan import (
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.copier import Copier, StreamLane
 from lorax_server.worker.facts import describe, find_max_length, fix_rotary
-from lorax_server.worker.graphs import STEP_PRIORITY, GraphSizes, can_capture, graph_sizes
+from lorax_server.worker.graphs import STEP_PRIORITY, GraphSizes, graph_sizes
 from lorax_server.worker.memory import (
     adapter_bytes,
     adapter_rows,
@@ -104,7 +103,7 @@ class Worker:
     def submit(self, plan: StepPlan) -> LoraxError | None:
         """Start a step. If there is no memory for its sequences, even when none is kept for later, compute nothing, and
         return the error for the one that asks for too much."""
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with use_stream(self._stream):
             return self._submit(plan)
 
     def _submit(self, plan: StepPlan) -> LoraxError | None:
@@ -118,7 +117,7 @@ class Worker:
     def mask(self, masks: StepMasks) -> LoraxError | None:
         """Let the last step choose its tokens. Errors are those of `submit`."""
         ticket = self._tickets.pop()
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with use_stream(self._stream):
             return self._run(lambda: self._tickets.append(self._runner.mask(ticket, masks)), ticket.plan)
 
     def _run(self, work: Callable[[], None], plan: StepPlan) -> LoraxError | None:
@@ -228,7 +227,7 @@ def paged_worker(
     """Build a worker around this rank's part of a model. Refuse where the device's memory does not suffice."""
     config = resolve_sizes(config, model)
     num_units = _fewest(adapter_bytes(config, model.device) // UNIT_BYTES, group, model.device)
-    copier = Copier(StreamLane(model.device)) if num_units and model.device.type == "cuda" else None
+    copier = Copier(StreamLane(model.device)) if num_units and not is_host(model.device) else None
     try:
         memory = _make_memory(model, num_units, group, copier) if num_units else None
         return _build_paged(model, config, group, phases or Phases(), memory)
@@ -249,32 +248,32 @@ def _make_memory(model: PagedCausalLM, num_units: int, group: ProcessGroup, copi
 def _build_paged(
     model: PagedCausalLM, config: EngineConfig, group: ProcessGroup, phases: Phases, memory: AdapterMemory | None
 ) -> Worker:
-    device, max_rows = model.device, _fewest(find_max_rows(config, model.device), group, model.device)
-    step_tokens = _step_tokens(config, device, max_rows)
+    device, is_gpu = model.device, not is_host(model.device)
+    max_rows = _fewest(find_max_rows(config, device), group, device)
+    step_tokens = max(config.max_step_tokens or (GPU_STEP_TOKENS if is_gpu else CPU_STEP_TOKENS), max_rows)
     sizes = GraphSizes.choose(max_rows, step_tokens) if uses_graphs(model, config, group) else GraphSizes()
     if uses_programs(model, group):
         sizes = GraphSizes.choose_for_cpu()
     num_units = 0 if memory is None else memory.num_units
     shape = CacheShape(min(config.max_length or find_max_length(model), find_max_length(model)), config.block_size)
-    if device.type == "cuda":
+    if is_gpu:
         fix_rotary(model, shape.max_length)
     with phases.measure("kernels"):
         warm_up(model, memory, {max_rows} if sizes.decode else {*graph_sizes(max_rows), max_rows}, step_tokens, shape)
     with phases.measure("memory"):
         needs = measure_needs(model, memory, sizes, max_rows, step_tokens, shape)
         num_blocks = _fewest(count_blocks(model, config, max_rows, shape.max_length, needs), group, device)
-    report_memory(model, config, num_units * UNIT_BYTES, num_blocks, needs)
     max_length = min(shape.max_length, num_blocks * config.block_size)
     capabilities = replace(
         describe(model),
         max_rows=max_rows,
         max_length=max_length,
         max_step_tokens=step_tokens,
-        max_mixed_tokens=config.max_mixed_tokens or (GPU_MIXED_TOKENS if device.type == "cuda" else None),
+        max_mixed_tokens=config.max_mixed_tokens or (GPU_MIXED_TOKENS if is_gpu else None),
         num_blocks=num_blocks,
         block_size=shape.block_size,
-        depth=config.depth or (2 if device.type == "cuda" else 1),
-        is_synchronous=device.type == "cpu",
+        depth=config.depth or (2 if is_gpu else 1),
+        is_synchronous=not is_gpu,
         num_adapter_units=num_units,
         max_adapters=0 if memory is None else len(memory.arena.host_table) - 1,
     )
@@ -289,38 +288,27 @@ def _build_paged(
             graph_sizes=sizes,
         )
     preparer = None if memory is None else _make_preparer(model, group)
-    stream = _make_stream(device) if device.type == "cuda" else None
+    report_memory(model, config, memory, num_blocks, needs)
+    stream = make_stream(device, STEP_PRIORITY)
     return Worker(capabilities, runner, memory, preparer, can_retry=group.size() == 1, stream=stream)
-
-
-def _make_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream for steps, which begins when all that the start has made is there."""
-    stream = torch.cuda.Stream(device, priority=STEP_PRIORITY)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return stream
 
 
 def _make_preparer(model: PagedCausalLM, group: ProcessGroup) -> Preparer:
     host_group = group.make_host_group() if isinstance(group, TorchGroup) else group
     targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
-    return Preparer(targets, dtype, host_group, max_rank=find_max_rank(model.device))
-
-
-def _step_tokens(config: EngineConfig, device: torch.device, max_rows: int) -> int:
-    step_tokens = config.max_step_tokens or (GPU_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS)
-    return max(step_tokens, max_rows)
+    return Preparer(targets, dtype, host_group, max_rank=model.ops.max_lora_rank)
 
 
 def uses_graphs(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup) -> bool:
     """Tell whether small steps run as CUDA graphs. Refuse where they were asked for and cannot be."""
-    is_gpu = model.device.type == "cuda"
+    is_gpu = not is_host(model.device)
     if config.cuda_graphs is False or (config.cuda_graphs is None and not is_gpu):
         return False
     if not is_gpu:
         problem = "need a GPU"
     elif group.size() > 1:
         problem = "are for one GPU so far"
-    elif not can_capture(model.ops):
+    elif not model.ops.records_graphs:
         problem = "need kernels for this GPU, and there are none"
     else:
         return True
@@ -335,8 +323,8 @@ def uses_programs(model: PagedCausalLM, group: ProcessGroup) -> bool:
 
     Ranks wait for each other between kernels, and a float8 cache is read by plain torch.
     """
-    has_kernels = isinstance(model.ops, CpuOps) and model.kv_dtype == model.lm_head.linear.weight.dtype
-    return has_kernels and group.size() == 1
+    has_own_dtype = model.kv_dtype == model.lm_head.linear.weight.dtype
+    return is_host(model.device) and model.ops.records_graphs and has_own_dtype and group.size() == 1
 
 
 def _fewest(count: int, group: ProcessGroup, device: torch.device) -> int:

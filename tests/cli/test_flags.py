@@ -87,7 +87,6 @@ def test_flags_need_no_docstrings() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("--pack-weights", "switch"),
         ("--max-waiting", "integer"),
         ("--max-wait-s", "number"),
         ("--max-adapter-file-bytes", "size"),

@@ -72,7 +72,7 @@ def server(folder: Path, hub: HubServer) -> Iterator[Server]:
 
 
 def test_the_log_has_the_engines_start_and_memory(server: Server) -> None:
-    lines = [line for line in server.log if "started in" in line or "memory: of" in line]
+    lines = [line for line in server.log if "started in" in line or "memory: weights" in line]
     assert [line.split()[1:3] for line in lines] == [
         ["INFO", "lorax_server.worker.memory"],
         ["INFO", "lorax_server.build"],

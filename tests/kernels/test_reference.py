@@ -20,10 +20,6 @@ from lorax_server.kernels import (
     PagedBatch,
     reference,
 )
-from lorax_server.kernels.packed import pack
-from lorax_server.kernels.reference import prefill
-from lorax_server.kernels.reference.lora import TILE
-from tests.builders import needs_onednn
 
 FP8 = torch.float8_e4m3fn
 HALF = [torch.bfloat16, torch.float16]
@@ -170,9 +166,6 @@ def written_cache(
     cache, block_size = cache.clone(), cache.shape[2]
     tokens = new_tokens(shapes)
     kept = range(len(tokens)) if kept is None else kept
-    for row, position in (tokens[index] for index in kept):
-        if position // block_size * block_size >= shapes[row][1]:  # the sequence had nothing in this block before
-            cache[tables[row][position // block_size]] = 0
     stored = as_fp8(new, 1.0) if cache.dtype == FP8 else new.to(cache.dtype)
     for index in kept:
         row, position = tokens[index]
@@ -196,7 +189,7 @@ def used_caches(block_size: int, dtype: torch.dtype, seed: int) -> list[torch.Te
 @pytest.mark.parametrize("layout", [contiguous, scattered])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
-def test_write_kv_stores_each_token_clears_the_rest_of_a_new_block_and_leaves_all_others(
+def test_write_kv_stores_each_token_and_leaves_the_rest_of_the_cache(
     layout: Layout, block_size: int, dtype: torch.dtype
 ) -> None:
     tables = layout([new + cached for new, cached in MIXED], block_size)
@@ -461,20 +454,13 @@ def test_prefill_with_heads_that_share_keys(heads: tuple[int, int], window: int 
     check_prefill(MIXED, heads=heads, window=window)
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
-@pytest.mark.parametrize("window", [None, 4])
-def test_prefill_in_pieces_as_a_gpu_needs_it(count: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "_count_at_once", lambda *_: count)
-    check_prefill(MIXED, window=window)
-
-
 @pytest.mark.parametrize("max_scores", [1, 200, 2**27])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 def test_prefill_with_a_soft_cap(
     heads: tuple[int, int], window: int | None, max_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill, "MAX_SCORES", max_scores)
+    monkeypatch.setattr(reference, "MAX_SCORES", max_scores)
     check_prefill(MIXED, heads=heads, window=window, soft_cap=1.5)
     check_prefill(MIXED, heads=heads, window=window, soft_cap=1.5, dtype=torch.bfloat16, tolerance=2e-2)
 
@@ -488,16 +474,6 @@ def test_slopes(window: int | None, soft_cap: float | None) -> None:
     check_decode(scattered([9], 4), [9], 4, window=window, cache_dtype=FP8, scales=(0.05, 0.02), slopes=slopes)
     check_prefill(MIXED, window=window, soft_cap=soft_cap, slopes=slopes)
     check_prefill(MIXED, window=window, soft_cap=soft_cap, slopes=slopes, dtype=torch.bfloat16, tolerance=2e-2)
-
-
-def test_prefill_asks_for_no_slots_where_all_tokens_are_stored() -> None:
-    """Slots are wrong here: whoever read them would take keys that are given, which are NaNs."""
-    q, k_cache, v_cache = normal(1, 2, 8, seed=1), random_cache(2, 4, 8, 4), random_cache(2, 4, 8, 5)
-    nothing = torch.full((1, 2, 8), math.nan)
-    batch = PagedBatch(torch.tensor([[7]]), torch.tensor([1]), torch.tensor([2]), torch.tensor([-1]), stores_all=True)
-    out = reference.prefill_attention(q, nothing, nothing, (k_cache, v_cache), batch, AttentionSpec(1.0))
-    keys, values = ([token(cache, [7], position) for position in range(3)] for cache in (k_cache, v_cache))
-    torch.testing.assert_close(out[0].double(), attend_one(q[0], keys, values, 1.0, None), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.02)])
@@ -627,7 +603,7 @@ LORA_LAYERS = {
     "one target": [LoraTarget(0, slice(0, 9))],
     "three targets": [LoraTarget(1, slice(0, 7)), LoraTarget(2, slice(7, 11)), LoraTarget(3, slice(11, 16))],
 }
-LONG = reference.LONG_RUN
+LONG = 8  # tokens of a long run
 Runs = Sequence[tuple[int, int]]  # adapter, number of tokens
 
 
@@ -727,7 +703,7 @@ def test_each_token_goes_through_its_own_adapter(seed: int, layer: str) -> None:
 
 ALL_HAVE_3 = [[3] * 4] * 4
 SOME_LACK_17 = [[17, 0, 17, 0], [0, 0, 0, 17], [17] * 4, [0] * 4]
-MIXED_RANKS = [[1, 3, 64, TILE], [16, 17, 0, 1], [TILE + 1, TILE - 1, 0, 0], [0] * 4]
+MIXED_RANKS = [[1, 3, 64, 8], [16, 17, 0, 1], [9, 7, 0, 0], [0] * 4]
 SINGLE_TOKENS = [(1, 1), (3, 1), (2, 1), (4, 1), (1, 1)]
 
 
@@ -736,7 +712,7 @@ SINGLE_TOKENS = [(1, 1), (3, 1), (2, 1), (4, 1), (1, 1)]
 @pytest.mark.parametrize(
     "runs",
     [
-        SINGLE_TOKENS,  # one tile for each token if no rank exceeds a tile
+        SINGLE_TOKENS,
         [(0, 1), *SINGLE_TOKENS, (0, 2)],
         [(1, LONG * 3)],
         [(1, LONG - 1), (2, LONG), (3, LONG + 1), (1, LONG - 1)],
@@ -751,16 +727,6 @@ def test_runs_and_ranks_of_every_shape(layer: str, ranks: list[list[int]], runs:
     check_lora(lora_batch(runs, ranks), LORA_LAYERS[layer])
 
 
-@pytest.mark.parametrize("ranks", [ALL_HAVE_3, MIXED_RANKS], ids=["equal", "mixed"])
-@pytest.mark.parametrize("runs", [SINGLE_TOKENS, [(1, 3), (2, 3), (3, 3)], [(4, 1), (2, 2), (0, 2), (3, 1)]])
-@pytest.mark.parametrize("size", [1, 200])
-def test_factors_are_gathered_in_pieces(
-    ranks: list[list[int]], runs: Runs, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reference.lora, "PIECE_BYTES", size)
-    check_lora(lora_batch(runs, ranks), LORA_LAYERS["three targets"])
-
-
 @pytest.mark.parametrize("runs", [[], [(0, 5)], [(0, LONG + 5)], [(4, 3), (0, 1), (4, LONG)]])
 def test_without_anything_to_add_the_output_stays_as_it_is(runs: Runs) -> None:
     batch = lora_batch(runs, MIXED_RANKS, factors=[1], shifts=[2])
@@ -773,7 +739,7 @@ def test_without_anything_to_add_the_output_stays_as_it_is(runs: Runs) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_token_does_not_feel_its_neighbours(seed: int) -> None:
-    """Compare with each run alone, whose tiles and padding depend on no other run."""
+    """Compare with each run alone."""
     runs, ranks = random_mix(seed, (0, 3, 16, 17))
     batch, targets = lora_batch(runs, ranks), LORA_LAYERS["three targets"]
     x, together = normal(batch.bounds[-1], 10, seed=1), torch.zeros(batch.bounds[-1], 16)
@@ -785,7 +751,6 @@ def test_a_token_does_not_feel_its_neighbours(seed: int) -> None:
 
 
 def test_tokens_that_are_not_numbers_stay_among_themselves() -> None:
-    """Token 2, of the base model, follows a run of two tokens that is computed together with a run of three."""
     batch, targets = lora_batch([(1, 2), (0, 1), (2, 3), (3, LONG)], MIXED_RANKS), LORA_LAYERS["three targets"]
     x, out, clean = normal(6 + LONG, 10, seed=1), torch.zeros(6 + LONG, 16), torch.zeros(6 + LONG, 16)
     reference.add_lora(clean, x, batch, targets)
@@ -830,16 +795,15 @@ def test_outputs_are_multiplied_and_then_shifted(
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 9])
-@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_onednn)])
-def test_a_linear_multiplies_with_or_without_a_packed_copy(bias: bool, rows: int, packed: bool) -> None:
+def test_a_linear_multiplies(bias: bool, rows: int) -> None:
     weight, added, x = normal(10, 6, seed=1), normal(10, seed=2) if bias else None, normal(rows, 6, seed=3)
-    out = reference.linear(x, LinearWeights(weight, added, pack(weight) if packed else None), None, ())
+    out = reference.linear(x, LinearWeights(weight, added), None, ())
     torch.testing.assert_close(out, F.linear(x, weight, added), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("with_rank", [False, True])
 @pytest.mark.parametrize("with_vectors", [False, True])
-def test_a_linear_computes_only_what_a_batch_has(with_rank: bool, with_vectors: bool) -> None:
+def test_a_linear_adds_lora_and_then_vectors(with_rank: bool, with_vectors: bool) -> None:
     having = [1] if with_vectors else []
     batch = lora_batch([(0, 2), (1, 3)], [[4 * with_rank] * 4], factors=having, shifts=having)
     weights, x = LinearWeights(normal(9, 12, seed=1)), normal(5, 12, seed=2)
@@ -847,6 +811,4 @@ def test_a_linear_computes_only_what_a_batch_has(with_rank: bool, with_vectors: 
     expected = F.linear(x, weights.plain)
     reference.add_lora(expected, x, batch, targets)
     reference.scale_and_shift(expected, batch, targets)
-    batch.derived.clear()
     assert torch.equal(reference.linear(x, weights, batch, targets), expected)
-    assert ("runs" in batch.derived) == (with_rank or with_vectors)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lorax_server.kernels import find_max_rank, reference, select_ops
+from lorax_server.kernels import reference, select_ops
 from lorax_server.kernels.cpu import library
 from lorax_server.kernels.cpu.ops import CpuOps
 
@@ -55,8 +55,3 @@ def test_a_library_of_other_sources_is_not_used(
     monkeypatch.setattr(library, "FOLDER", tmp_path / "cpu")
     assert select_ops(torch.device("cpu")) is reference
     assert "other sources" in caplog.text
-
-
-def test_kernels_of_a_gpu_limit_the_rank() -> None:
-    assert find_max_rank(torch.device("cpu")) is None
-    assert find_max_rank(torch.device("cuda")) == 512

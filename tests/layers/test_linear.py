@@ -22,7 +22,7 @@ from lorax_server.layers.linear import (
 from lorax_server.layers.norm import LayerNorm, RMSNorm
 from lorax_server.layers.targets import adapter_targets
 from tests.adapters.test_host import merged_rows
-from tests.builders import CPU, adapter_batch, memory_weights, needs_onednn
+from tests.builders import CPU, adapter_batch, memory_weights
 from tests.lora import Factors, GivenAdapter, fill_arena, make_arena
 from tests.optional import present
 
@@ -69,15 +69,14 @@ def place(parts: Sequence[torch.Tensor], shards: Sequence[Shard]) -> torch.Tenso
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("fan_in_fan_out", [False, True])
-@pytest.mark.parametrize("pack", [False, pytest.param(True, marks=needs_onednn)])
-def test_columns_of_all_ranks_are_the_whole(ranks: int, bias: bool, fan_in_fan_out: bool, pack: bool) -> None:
+def test_columns_of_all_ranks_are_the_whole(ranks: int, bias: bool, fan_in_fan_out: bool) -> None:
     weight, added, x = normal(24, INPUTS, seed=1), normal(24, seed=2), normal(5, INPUTS, seed=3)
     tensors = {"fc.weight": weight.t().contiguous() if fan_in_fan_out else weight, "fc.bias": added}
     # Three fused parts, each cut on its own.
     shards = [shard_units(FakeGroup(rank, ranks), [(4, 2)] * 3, "heads") for rank in range(ranks)]
     parts = []
     for rank, shard in enumerate(shards):
-        weights = memory_weights(tensors, rank=rank, ranks=ranks, pack=pack)
+        weights = memory_weights(tensors, rank=rank, ranks=ranks)
         layer = TensorParallelMultiAdapterLinear(
             weights, ["fc"], INPUTS, [shard], bias=bias, fan_in_fan_out=fan_in_fan_out
         )
@@ -153,8 +152,7 @@ def test_gathered_logits_are_in_the_order_of_the_vocabulary(vocab_size: int) -> 
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("pack", [False, pytest.param(True, marks=needs_onednn)])
-def test_adapters_on_fused_columns(ranks: int, pack: bool) -> None:
+def test_adapters_on_fused_columns(ranks: int) -> None:
     """Query, key and value as Llama has them: 8 query heads and 2 key heads, shared where there are more ranks."""
     sizes = {"q": 32, "k": 8, "v": 8}
     tensors = {f"{name}.weight": normal(size, INPUTS, seed=size) for name, size in sizes.items()}
@@ -168,7 +166,7 @@ def test_adapters_on_fused_columns(ranks: int, pack: bool) -> None:
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in sizes}
     shards: dict[str, list[Shard]] = {name: [] for name in sizes}
     for rank in range(ranks):
-        weights = memory_weights(tensors, rank=rank, ranks=ranks, pack=pack)
+        weights = memory_weights(tensors, rank=rank, ranks=ranks)
         group = weights.process_group
         outputs = [shard_units(group, [(8, 4)], "heads"), shard_kv_heads(group, 2, 4), shard_kv_heads(group, 2, 4)]
         layer = TensorParallelMultiAdapterLinear(weights, list(sizes), INPUTS, outputs, bias=True)

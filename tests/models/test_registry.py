@@ -1,6 +1,5 @@
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,15 +19,14 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lorax_server import machine
 from lorax_server.config import ModelConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import ConfigError, UnsupportedModelError, WeightsError
-from lorax_server.kernels import LinearWeights, reference
+from lorax_server.kernels import reference
 from lorax_server.kernels.cpu.ops import CpuOps
 from lorax_server.models import get_model, registry
 from lorax_server.models.registry import MODELS, build_model, find_class, find_relatives
-from tests.builders import memory_weights, needs_onednn
+from tests.builders import memory_weights
 from tests.paged import PagedDriver
 
 
@@ -83,24 +81,15 @@ def edited(llama: Path, tmp_path: Path) -> Callable[..., Path]:
     return edit
 
 
-def is_packed(model: torch.nn.Module) -> bool:
-    linears: list[Any] = [module.linear for module in model.modules() if hasattr(module, "linear")]
-    assert all(isinstance(linear, LinearWeights) for linear in linears)
-    packed = {linear.packed is not None for linear in linears}
-    assert len(packed) == 1
-    return packed.pop()
-
-
 # --- from a folder to logits
 
 
-@pytest.mark.parametrize("pack_weights", [False, pytest.param(True, marks=needs_onednn)])
 @pytest.mark.parametrize(("folder", "theirs"), [("llama", LlamaForCausalLM), ("gpt2", GPT2LMHeadModel)])
 def test_a_folder_that_transformers_wrote_gives_its_logits(
-    folder: str, theirs: type[PreTrainedModel], pack_weights: bool, request: pytest.FixtureRequest
+    folder: str, theirs: type[PreTrainedModel], request: pytest.FixtureRequest
 ) -> None:
     path = request.getfixturevalue(folder)
-    model = get_model(ModelConfig(path, pack_weights=pack_weights))
+    model = get_model(ModelConfig(path))
     expected_model = theirs.from_pretrained(path, dtype=torch.float32).eval()
     prompts = [[5, 17, 3, 60, 8, 2, 11], [1, 44], [9]]
     driver = PagedDriver(model)
@@ -192,67 +181,6 @@ def test_a_scale_for_each_head_is_refused(llama: Path, tmp_path: Path) -> None:
         get_model(ModelConfig(folder, quantize="fp8-kv"))
 
 
-@needs_onednn
-def test_matrices_are_packed_when_asked_for_and_when_both_copies_fit(llama: Path) -> None:
-    assert is_packed(get_model(ModelConfig(llama, pack_weights=True)))
-    assert not is_packed(get_model(ModelConfig(llama, pack_weights=False)))
-    assert not is_packed(get_model(ModelConfig(llama)))  # native kernels have a layout of their own
-    # Some kilobytes fit in any machine's memory.
-    assert is_packed(get_model(ModelConfig(llama), ops=reference))
-    assert not is_packed(get_model(ModelConfig(llama, dtype="bfloat16"), ops=reference))
-
-
-def count_numbers(folder: Path) -> int:
-    return sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
-
-
-def set_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size}.__getitem__)
-
-
-@needs_onednn
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_both_copies_must_fit_in_half_of_the_memory(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype
-) -> None:
-    folder = tmp_path / "stored"
-    theirs: Any = LlamaForCausalLM.from_pretrained(llama)
-    theirs.to(stored).save_pretrained(folder)
-    loaded = 4 * count_numbers(folder)
-    set_memory(monkeypatch, 4 * loaded)
-    assert is_packed(get_model(ModelConfig(folder), ops=reference))
-    set_memory(monkeypatch, 4 * loaded - 1)
-    assert not is_packed(get_model(ModelConfig(folder), ops=reference))
-    assert is_packed(get_model(ModelConfig(folder, pack_weights=True), ops=reference))
-
-
-@needs_onednn
-def test_a_container_in_a_big_host_has_too_little_memory_for_both_copies(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded = 4 * count_numbers(llama)
-    (tmp_path / "memory.current").write_text("0")
-    monkeypatch.setattr(machine, "GROUPS", tmp_path)
-    for limit, fits in ((4 * loaded, True), (4 * loaded - 1, False)):
-        (tmp_path / "memory.max").write_text(str(limit))
-        assert is_packed(get_model(ModelConfig(llama), ops=reference)) == fits
-
-
-@needs_onednn
-def test_weights_that_are_there_in_both_formats_count_once(
-    edited: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = edited()
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    set_memory(monkeypatch, 4 * (folder / "model.safetensors").stat().st_size)
-    assert is_packed(get_model(ModelConfig(folder), ops=reference))
-
-
-def test_packing_what_cannot_be_packed_is_refused(llama: Path) -> None:
-    with pytest.raises(ConfigError, match="pack_weights needs a CPU, float32"):
-        get_model(ModelConfig(llama, dtype="bfloat16", pack_weights=True))
-
-
 # --- a config.json that cannot be used
 
 
@@ -260,7 +188,7 @@ def test_weights_that_a_gpu_has_no_room_for_are_refused_with_the_numbers(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu: Any = SimpleNamespace(total_memory=456)
-    size = 4 * count_numbers(llama)
+    size = 4 * sum(tensor.numel() for tensor in load_file(llama / "model.safetensors").values())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (123, 456))
     with pytest.raises(ConfigError, match=f"take about {size // 2} bytes, and 123 are free of the 456 bytes of cuda"):

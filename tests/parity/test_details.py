@@ -17,7 +17,6 @@ from lorax_server.layers.targets import adapter_targets
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM, FlashLlamaLayer
 from lorax_server.models.registry import build_model, get_model
 from lorax_server.weights import Weights
-from tests.builders import needs_onednn
 from tests.paged import PagedDriver
 from tests.parity.oracle import oracle_logits
 from tests.parity.variant import GQA, rope
@@ -26,9 +25,9 @@ from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weight
 IDS = [5, 9, 33, 60, 7, 7, 81, 12, 3, 44, 90, 96]
 
 
-def make(name: str, device: torch.device, pack: bool = False) -> tuple[Any, Any]:
+def make(name: str, device: torch.device) -> tuple[Any, Any]:
     oracle = make_oracle(name).to(device)
-    return oracle, build_model(VARIANTS[name].config(), make_weights(checkpoint(name, oracle), device, pack=pack))
+    return oracle, build_model(VARIANTS[name].config(), make_weights(checkpoint(name, oracle), device))
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "neox-parallel", "opt-projection"])
@@ -148,23 +147,6 @@ def test_gpt2_scores_are_float32_in_half_precision(device: torch.device) -> None
     assert torch.finfo(torch.float16).max < 450.0**2 * 8**-0.5
     assert (got[0] - got[1]).abs().max() < 0.2
     assert (got[0] - got[1]).abs().mean() < 0.02
-
-
-@needs_onednn
-@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "neox-parallel", "opt-pre-norm", "qwen3-window"])
-def test_packed_weights(name: str) -> None:
-    """The packed copies that serve batches on a CPU give the same numbers."""
-    cpu = torch.device("cpu")
-    oracle, model = make(name, cpu, pack=True)
-    assert model.lm_head.linear.packed is not None
-    driver = PagedDriver(model)
-    seqs = [driver.add(), driver.add()]
-    got = driver.forward([(seqs[0], IDS), (seqs[1], IDS[:4])])
-    for token in (17, 18):
-        pieces = driver.forward([(seqs[0], [token]), (seqs[1], [token])])
-        got = [torch.cat([before, piece]) for before, piece in zip(got, pieces, strict=True)]
-    for row, length in ((0, 12), (1, 4)):
-        assert (got[row] - oracle_logits(oracle, [*IDS[:length], 17, 18], length, {})).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", ["llama-tied-head", "gpt2", "neox-tied-head", "opt-pre-norm"])

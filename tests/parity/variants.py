@@ -182,16 +182,13 @@ def _build_oracle(name: str, spread: float) -> tuple[Any, torch.Tensor]:
     return model, torch.get_rng_state()
 
 
-def make_weights(
-    tensors: dict[str, torch.Tensor], device: torch.device, group: ProcessGroup | None = None, pack: bool = False
-) -> Weights:
+def make_weights(tensors: dict[str, torch.Tensor], device: torch.device, group: ProcessGroup | None = None) -> Weights:
     return Weights(
         tensors,
         device=device,
         dtype=torch.float32,
         process_group=group or FakeGroup(),
         ops=ops_of(device),
-        pack=pack,
     )
 
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from lorax_server.kernels import reference
 from lorax_server.sampling import few
 from lorax_server.sampling.few import NUM_FEW, FewSampler
 from lorax_server.sampling.general import GeneralSampler
 from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler
-from lorax_server.sampling.score_ops import REFERENCE
 from lorax_server.types import SamplingParams
 
 ROWS = 64
@@ -63,21 +63,21 @@ def check_same(found: Sampled, expected: Sampled) -> None:
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_they_are_those_of_the_whole_vocabulary(setting: dict[str, Any], vocab: int, shape: str) -> None:
     rows, history, logits = make_rows(setting), make_history(ROWS), make_logits(vocab, shape)
-    check_same(FewSampler(rows, vocab, REFERENCE)(logits, history), GeneralSampler(rows, vocab)(logits, history))
+    check_same(FewSampler(rows, vocab, reference)(logits, history), GeneralSampler(rows, vocab)(logits, history))
 
 
 def test_what_few_tokens_decide_is_not_computed_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few, "GeneralSampler", None)
     for setting in SETTINGS[:-2]:
-        FewSampler(make_rows(setting), 5003, REFERENCE)(make_logits(5003, "usual"), make_history(ROWS))
+        FewSampler(make_rows(setting), 5003, reference)(make_logits(5003, "usual"), make_history(ROWS))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_rows_without_numbers_are_as_ever_and_harm_no_neighbour(value: float) -> None:
     rows, history, logits = make_rows({"top_p": 0.9, "top_k": 50}), make_history(ROWS), make_logits(300, "usual")
-    alone = FewSampler(rows, 300, REFERENCE)(logits, history)
+    alone = FewSampler(rows, 300, reference)(logits, history)
     logits[::2] = value
-    found = FewSampler(rows, 300, REFERENCE)(logits, history)
+    found = FewSampler(rows, 300, reference)(logits, history)
     check_same(found, GeneralSampler(rows, 300)(logits, history))
     assert torch.equal(found.token_ids[1::2], alone.token_ids[1::2])
     assert torch.equal(found.logprobs[1::2], alone.logprobs[1::2])

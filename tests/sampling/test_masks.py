@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from lorax_server.kernels import select_ops
+from lorax_server.kernels import Ops, reference, select_ops
 from lorax_server.sampling.general import GeneralSampler
 from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler, TokenMasks
-from lorax_server.sampling.score_ops import REFERENCE, ScoreOps, select_score_ops
 from lorax_server.types import SamplingParams
 
 SETTINGS: list[dict[str, Any]] = [
@@ -48,8 +47,8 @@ def pack(allowed: np.ndarray, beyond: int) -> torch.Tensor:
 
 
 @pytest.fixture(params=["torch", "kernels"])
-def ops(request: pytest.FixtureRequest, device: torch.device) -> ScoreOps:
-    return REFERENCE if request.param == "torch" else select_score_ops(select_ops(device))
+def ops(request: pytest.FixtureRequest, device: torch.device) -> Ops:
+    return reference if request.param == "torch" else select_ops(device)
 
 
 def to(device: torch.device, value: Any) -> Any:
@@ -76,9 +75,7 @@ def check_row(found: Sampled, row: int, expected: Sampled, logprob: float | None
 
 @pytest.mark.parametrize("beyond", [0, 1])
 @pytest.mark.parametrize("vocab", [2, 33, 300, 1000])
-def test_what_is_not_allowed_is_as_if_it_had_no_chance(
-    vocab: int, beyond: int, ops: ScoreOps, device: torch.device
-) -> None:
+def test_what_is_not_allowed_is_as_if_it_had_no_chance(vocab: int, beyond: int, ops: Ops, device: torch.device) -> None:
     rows = make_rows()
     logits, history, allowed = make_batch(vocab, len(rows))
     history, sampler = to(device, history), Sampler(rows, vocab, device, ops)
@@ -97,7 +94,7 @@ def test_what_is_not_allowed_is_as_if_it_had_no_chance(
                 assert found.logprobs[row].view(torch.int32) == plain.logprobs[row].view(torch.int32)
 
 
-def test_the_mask_of_a_neighbour_changes_no_bit(ops: ScoreOps, device: torch.device) -> None:
+def test_the_mask_of_a_neighbour_changes_no_bit(ops: Ops, device: torch.device) -> None:
     """Also of rows that are drawn from many tokens, and ask how likely those were without masks."""
     drawn = SamplingParams(do_sample=True, temperature=2.0, top_p=0.99, raw_logprobs=True)
     rows = [RowSampling(replace(drawn, seed=seed)) for seed in range(40)]
@@ -111,7 +108,7 @@ def test_the_mask_of_a_neighbour_changes_no_bit(ops: ScoreOps, device: torch.dev
 
 
 @pytest.mark.parametrize("count", [1, 3, 40, 700])
-def test_masks_of_any_width_choose_as_the_specification_does(count: int, ops: ScoreOps, device: torch.device) -> None:
+def test_masks_of_any_width_choose_as_the_specification_does(count: int, ops: Ops, device: torch.device) -> None:
     rows, vocab = make_rows(), 1000
     logits, history, allowed = make_batch(vocab, len(rows))
     allowed[:] = False
@@ -125,7 +122,7 @@ def test_masks_of_any_width_choose_as_the_specification_does(count: int, ops: Sc
     assert torch.allclose(found.logprobs, expected.logprobs, atol=1e-4, equal_nan=True)
 
 
-def test_greedy_rows_with_masks_need_no_history(ops: ScoreOps, device: torch.device) -> None:
+def test_greedy_rows_with_masks_need_no_history(ops: Ops, device: torch.device) -> None:
     logits, _, allowed = make_batch(100, 3)
     sampler = Sampler([RowSampling(SamplingParams())] * 3, 100, device, ops)
     masks = TokenMasks(torch.tensor([2, 0]), pack(allowed[[2, 0]], 1))
@@ -134,7 +131,7 @@ def test_greedy_rows_with_masks_need_no_history(ops: ScoreOps, device: torch.dev
     assert found == [best[0], int(logits[1].argmax()), best[2]]
 
 
-def test_where_nothing_is_allowed_there_is_no_log_probability_but_a_token(ops: ScoreOps, device: torch.device) -> None:
+def test_where_nothing_is_allowed_there_is_no_log_probability_but_a_token(ops: Ops, device: torch.device) -> None:
     rows = [row for row in make_rows() if not row.params.raw_logprobs]
     logits, history, _ = make_batch(70, len(rows))
     masks = TokenMasks(torch.tensor([*range(len(rows))]), torch.zeros(len(rows), 3, dtype=torch.int32))

@@ -8,125 +8,139 @@ import ctypes
 
 import torch
 
+from lorax_server.kernels import reference
+from lorax_server.kernels.cpu.abi import list_fields
 from lorax_server.kernels.cpu.library import DTYPES, Library
 from lorax_server.kernels.cpu.structs import Described
-from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
-from lorax_server.kernels.reference import cache as reference_cache
-from lorax_server.kernels.reference import decode as reference_decode
-from lorax_server.kernels.reference import prefill as reference_prefill
+from lorax_server.kernels.ops import AttentionSpec, CosSin, LayerCache, PagedBatch
 
 WHOLE = 2**60  # a window that no sequence is longer than
 
 
 class Paged(ctypes.Structure):
-    """The places of a batch's tokens in caches of one shape: `native/cache.h` has the same fields."""
+    """The places of a batch's tokens in caches of one shape."""
 
-    _fields_ = (
-        ("tables", ctypes.c_void_p),
-        ("inputs", ctypes.c_void_p),
-        ("cached", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("stored", ctypes.c_void_p),
-        ("width", ctypes.c_int64),
-        ("sequences", ctypes.c_int64),
-        ("count", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),
-        ("dtype", ctypes.c_int32),
-    )
+    _fields_ = list_fields("Paged")
 
 
-def rotary(library: Library, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate as the op table says."""
-    tokens, heads, _ = x.shape
-    angles, turned = cos, sin
-    if cos.dtype != torch.float32 or not (cos.is_contiguous() and sin.is_contiguous()):
-        angles, turned = cos.float().contiguous(), sin.float().contiguous()
-    library.rotary(
-        x.data_ptr(),
-        *_strides(x),
-        tokens,
-        heads,
-        angles.data_ptr(),
-        turned.data_ptr(),
-        angles.shape[1],
-        DTYPES[x.dtype],
-    )
+class CpuAttention:
+    """Attention, and its steps, which have the arguments and results of the reference's."""
+
+    _library: Library
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: CosSin | None,
+        cache: LayerCache,
+        batch: PagedBatch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        if angles is not None:
+            for heads in _join_heads(q, k):
+                self.rotary(heads, *angles)
+        self.write_kv(k, v, cache, batch, spec)
+        if batch.cu_seqlens is None:
+            return self.decode_attention(q, cache, batch, spec)
+        return self.prefill_attention(q, k, v, cache, batch, spec)
+
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotate as the op table says."""
+        tokens, heads, _ = x.shape
+        angles, turned = cos, sin
+        if cos.dtype != torch.float32 or not (cos.is_contiguous() and sin.is_contiguous()):
+            angles, turned = cos.float().contiguous(), sin.float().contiguous()
+        self._library.rotary(
+            x.data_ptr(),
+            *_strides(x),
+            tokens,
+            heads,
+            angles.data_ptr(),
+            turned.data_ptr(),
+            angles.shape[1],
+            DTYPES[x.dtype],
+        )
+
+    def write_kv(
+        self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
+    ) -> None:
+        """Store as the op table says; what a fresh block held before stays there, since no kernel here reads it."""
+        keys, values = cache
+        if k.dtype != keys.dtype:
+            return reference.write_kv(k, v, cache, batch, spec)
+        self._library.write_kv(
+            _describe(batch, keys).address,
+            k.data_ptr(),
+            *_strides(k),
+            v.data_ptr(),
+            *_strides(v),
+            keys.data_ptr(),
+            values.data_ptr(),
+        )
+
+    def decode_attention(
+        self, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """Attend as the op table says. A row has the same bits in every batch; that of an empty sequence is zeros."""
+        keys, values = cache
+        if q.dtype != keys.dtype:
+            return reference.decode_attention(q, cache, batch, spec)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self._library.decode_attention(
+            _describe(batch, keys).address,
+            q.data_ptr(),
+            *_strides(q),
+            keys.data_ptr(),
+            values.data_ptr(),
+            out.data_ptr(),
+            q.shape[1],
+            *_describe_rule(spec),
+        )
+        return out
+
+    def prefill_attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: LayerCache,
+        batch: PagedBatch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """Attend as the op table says.
+
+        A row has the same bits in every batch, and however its prompt was cut. Only a sequence with one new token has
+        the bits of `decode_attention`, which adds in another order.
+        """
+        keys, values = cache
+        if q.dtype != keys.dtype:
+            return reference.prefill_attention(q, k, v, cache, batch, spec)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self._library.prefill_attention(
+            _describe(batch, keys).address,
+            q.data_ptr(),
+            *_strides(q),
+            k.data_ptr(),
+            *_strides(k),
+            v.data_ptr(),
+            *_strides(v),
+            keys.data_ptr(),
+            values.data_ptr(),
+            out.data_ptr(),
+            q.shape[1],
+            *_describe_rule(spec),
+        )
+        return out
 
 
-def write_kv(
-    library: Library, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
-) -> None:
-    """Store as the op table says; what a fresh block held before stays there, since no kernel here reads it."""
-    keys, values = cache
-    if k.dtype != keys.dtype:  # the reference's attention asks that fresh blocks are cleared, as it does
-        return reference_cache.write_kv(k, v, cache, batch, spec)
-    library.write_kv(
-        _describe(batch, keys).address,
-        k.data_ptr(),
-        *_strides(k),
-        v.data_ptr(),
-        *_strides(v),
-        keys.data_ptr(),
-        values.data_ptr(),
-    )
-
-
-def decode_attention(
-    library: Library, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
-) -> torch.Tensor:
-    """Attend as the op table says. A row has the same bits in every batch; that of an empty sequence is zeros."""
-    keys, values = cache
-    if q.dtype != keys.dtype:
-        return reference_decode.decode_attention(q, cache, batch, spec)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    library.decode_attention(
-        _describe(batch, keys).address,
-        q.data_ptr(),
-        *_strides(q),
-        keys.data_ptr(),
-        values.data_ptr(),
-        out.data_ptr(),
-        q.shape[1],
-        *_describe_rule(spec),
-    )
-    return out
-
-
-def prefill_attention(
-    library: Library,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cache: LayerCache,
-    batch: PagedBatch,
-    spec: AttentionSpec,
-) -> torch.Tensor:
-    """Attend as the op table says.
-
-    A row has the same bits in every batch, and however its prompt was cut: but a sequence with one new token has those
-    of `decode_attention`, which adds in another order.
-    """
-    keys, values = cache
-    if q.dtype != keys.dtype:
-        return reference_prefill.prefill_attention(q, k, v, cache, batch, spec)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    library.prefill_attention(
-        _describe(batch, keys).address,
-        q.data_ptr(),
-        *_strides(q),
-        k.data_ptr(),
-        *_strides(k),
-        v.data_ptr(),
-        *_strides(v),
-        keys.data_ptr(),
-        values.data_ptr(),
-        out.data_ptr(),
-        q.shape[1],
-        *_describe_rule(spec),
-    )
-    return out
+def _join_heads(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return queries and keys as one tensor, if they lie side by side, so that one call rotates them."""
+    end = q.data_ptr() + q.shape[1] * q.stride(1) * q.itemsize
+    if q.stride() != k.stride() or k.data_ptr() != end:
+        return q, k
+    return (q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), q.stride()),)
 
 
 def _describe_rule(spec: AttentionSpec) -> tuple[float, int, float, int | None]:

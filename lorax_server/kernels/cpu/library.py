@@ -7,42 +7,20 @@ import sysconfig
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from lorax_server.kernels.cpu.abi import ARGUMENT_TYPES, AbiError, Dtype, check_declarations
+from lorax_server.kernels.panels import TILE_INPUTS
 
 FOLDER = Path(__file__).parent
 # By the name that torch has for what this CPU can do: the names of instruction sets, the best first.
 CAPABILITIES = {"AVX2": ("avx2",), "AVX512": ("avx512", "avx2")}
-VECTORS = {"neon": 4, "avx2": 8, "avx512": 16}  # floats in a vector
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
 # By instruction set: dtypes that are widened in less time than to read float32 takes. ARM takes longer for float16.
 NARROW_DTYPES = {"neon": (torch.bfloat16,)}
-PAIRS = 3  # in the place of a dtype: a bfloat16 matrix whose inputs lie in pairs
 OPENMP = ("libgomp", "libiomp5", "libomp")
-
-# Addresses and numbers of 64 bits: ctypes passes a number as an address in a third of the time.
-P = N = ctypes.c_void_p
-R = ctypes.c_float
-SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "linear": (P, P, N, N, P, P, N, N, N),
-    "use_tiles": (P,),
-    "look_up": (P, N, N, N, P, N, N, P),
-    "rms_norm": (N, P, N, N, P, P, N, P, P, P, N, N, N, P, N),
-    "layer_norm": (N, P, N, N, P, P, R, P, N, N, N, P, N),
-    "scale_and_shift": (N, P, N, N, P, N, N),
-    "gate": (N, N, P, N, P, N, N),
-    "choose_greedy": (N, P, N, N, N, P, N, P, P, P),
-    "find_logprobs": (N, P, N, N, N, P, P, N, P, P, N, P),
-    "find_best": (N, P, N, N, N, N, P, N, P, P, P),
-    "rotary": (P, N, N, N, N, P, P, N, N),
-    "write_kv": (P, P, N, N, P, N, N, P, P),
-    "decode_attention": (P, P, N, N, P, P, P, N, R, N, R, P),
-    "prefill_attention": (P, P, N, N, P, N, N, P, N, N, P, P, P, N, R, N, R, P),
-    "run_program": (P, N, N),
-}
-# Those of a decode step's layers, which a program can hold: `native/program.h` lists them, too.
-RECORDED = ("linear", "rms_norm", "layer_norm", "scale_and_shift", "gate", "rotary", "write_kv", "decode_attention")
 
 
 class NoLibraryError(Exception):
@@ -55,42 +33,38 @@ class Library:
     Nothing is checked there: the callers see to shapes, strides and dtypes.
     """
 
-    linear: Callable[..., None]
-    use_tiles: Callable[..., None]
-    look_up: Callable[..., None]
-    rms_norm: Callable[..., None]
-    layer_norm: Callable[..., None]
-    scale_and_shift: Callable[..., None]
-    gate: Callable[..., None]
-    choose_greedy: Callable[..., None]
-    find_logprobs: Callable[..., None]
-    find_best: Callable[..., None]
-    rotary: Callable[..., None]
-    write_kv: Callable[..., None]
-    decode_attention: Callable[..., None]
-    prefill_attention: Callable[..., None]
-    run_program: Callable[..., None]
-
     def __init__(self) -> None:
         name, path = _find_library()
-        self.panel = 2 * VECTORS[name]  # outputs of a matrix that lie side by side
         self.narrow_dtypes = NARROW_DTYPES.get(name, (torch.bfloat16, torch.float16))
         try:
             self._openmp = _share_openmp()
-            native = ctypes.CDLL(str(path))
-            _check_digest(native, name)
-            for op, types in SIGNATURES.items():
-                setattr(self, op, _declare(native, f"{op}_{name}", types))
-            # By op: the address of the function by which a program calls it.
-            self.entries = {op: _find_address(native, f"call_{op}_{name}") for op in RECORDED}
+            self._load(ctypes.CDLL(str(path)), name)
         except (OSError, AttributeError, ValueError) as error:
             raise NoLibraryError(f"{path.name} cannot be used: {error}") from error
-        self.has_tiles = self._ask_for_tiles()  # whether this CPU multiplies bfloat16 by tiles (AMX)
 
-    def _ask_for_tiles(self) -> bool:
-        may = ctypes.c_int64()
-        self.use_tiles(ctypes.addressof(may))
-        return bool(may)
+    def _load(self, native: ctypes.CDLL, name: str) -> None:
+        """Declare the functions of an instruction set. Raise an `AbiError` where Python and C++ disagree on one."""
+        _check_digest(native, name)
+        check_declarations(
+            lambda what: (ctypes.c_char_p.in_dll(native, f"declaration_{what}_{name}").value or b"").decode()
+        )
+        for op, types in ARGUMENT_TYPES.items():
+            setattr(self, op, _declare(_read_address(native, f"guarded_{op}_{name}"), types))
+        # By op: the address of the function by which a program calls it.
+        self.entries = {op: _read_address(native, f"words_{op}_{name}") for op in ARGUMENT_TYPES}
+        self._read_facts()
+
+    def _read_facts(self) -> None:
+        panel, tile_inputs, has_tiles = (ctypes.c_int64() for _ in range(3))
+        self.get_facts(*map(ctypes.addressof, (panel, tile_inputs, has_tiles)))
+        if tile_inputs.value != TILE_INPUTS:
+            raise AbiError(f"a tile has {tile_inputs.value} inputs in C++, but {TILE_INPUTS} in Python")
+        self.panel = panel.value  # outputs of a matrix that lie side by side
+        self.has_tiles = bool(has_tiles)  # whether this CPU multiplies bfloat16 by tiles (AMX)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, op: str) -> Callable[..., None]: ...
 
 
 def _find_library() -> tuple[str, Path]:
@@ -119,8 +93,8 @@ def _check_digest(native: ctypes.CDLL, name: str) -> None:
             raise NoLibraryError("they were built of other sources than these: install lorax_server again (make venv)")
 
 
-def _declare(native: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Callable[..., None]:
-    function: Any = ctypes.CFUNCTYPE(ctypes.c_int, *types)(ctypes.c_void_p.in_dll(native, f"guarded_{name}").value or 0)
+def _declare(address: int, types: tuple[Any, ...]) -> Callable[..., None]:
+    function: Any = ctypes.CFUNCTYPE(ctypes.c_int, *types)(address)
     function.restype = _check  # ctypes calls it with the result
     return function  # type: ignore[no-any-return]
 
@@ -130,8 +104,8 @@ def _check(failed: int) -> None:
         raise MemoryError("a kernel could not allocate memory for its threads")
 
 
-def _find_address(native: ctypes.CDLL, name: str) -> int:
-    return ctypes.cast(getattr(native, name), ctypes.c_void_p).value or 0
+def _read_address(native: ctypes.CDLL, name: str) -> int:
+    return ctypes.c_void_p.in_dll(native, name).value or 0
 
 
 def _share_openmp() -> ctypes.CDLL:

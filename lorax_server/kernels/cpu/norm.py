@@ -12,96 +12,101 @@ from lorax_server.kernels.cpu.structs import describe_lora
 from lorax_server.kernels.ops import LoraBatch, LoraTarget
 
 
-def rms_norm(
-    library: Library,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: torch.Tensor,
-    lora: LoraBatch | None = None,
-    targets: Sequence[LoraTarget] = (),
-) -> tuple[torch.Tensor, torch.Tensor]:
-    size = x.shape[-1]
-    is_wide = weight.dtype == torch.float32
-    if not is_wide:
-        _check(x, size, weight)
-    elif weight.shape != (size,):
-        raise ValueError(f"a norm of {size} numbers needs a weight of as many, not {weight.shape}")
-    total, added, sums = x, None, None
-    if residual is not None:
-        if residual.numel() != x.numel() or residual.dtype != x.dtype:
-            raise ValueError("rms_norm needs a residual of the same shape and dtype")
-        x, residual = x.contiguous(), residual.contiguous()
-        total = torch.empty_like(x)
-        added, sums = residual.data_ptr(), total.data_ptr()
-    x, normed, token_stride, head_stride, tokens, heads = _lay_out(x, size)
-    adapters, target = (None, 0) if lora is None or not targets else _find_target(x, lora, targets)
-    library.rms_norm(
-        DTYPES[x.dtype],
-        x.data_ptr(),
-        token_stride,
-        head_stride,
-        added,
-        weight.data_ptr(),
-        is_wide,
-        eps.data_ptr(),
-        normed.data_ptr(),
-        sums,
-        tokens,
-        heads,
-        size,
-        adapters,
-        target,
-    )
-    return normed, total
+class CpuNorms:
+    """The norms, and the factors and shifts of adapters."""
 
+    _library: Library
 
-def layer_norm(
-    library: Library,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    lora: LoraBatch | None = None,
-    targets: Sequence[LoraTarget] = (),
-) -> torch.Tensor:
-    size = x.shape[-1]
-    _check(x, size, weight, bias)
-    x, normed, token_stride, head_stride, tokens, heads = _lay_out(x, size)
-    adapters, target = (None, 0) if lora is None or not targets else _find_target(x, lora, targets)
-    library.layer_norm(
-        DTYPES[x.dtype],
-        x.data_ptr(),
-        token_stride,
-        head_stride,
-        None if weight is None else weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        eps,
-        normed.data_ptr(),
-        tokens,
-        heads,
-        size,
-        adapters,
-        target,
-    )
-    return normed
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: torch.Tensor,
+        lora: LoraBatch | None = None,
+        targets: Sequence[LoraTarget] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        size = x.shape[-1]
+        is_wide = weight.dtype == torch.float32
+        if not is_wide:
+            _check(x, size, weight)
+        elif weight.shape != (size,):
+            raise ValueError(f"a norm of {size} numbers needs a weight of as many, not {weight.shape}")
+        total, added, sums = x, None, None
+        if residual is not None:
+            if residual.numel() != x.numel() or residual.dtype != x.dtype:
+                raise ValueError("rms_norm needs a residual of the same shape and dtype")
+            x, residual = x.contiguous(), residual.contiguous()
+            total = torch.empty_like(x)
+            added, sums = residual.data_ptr(), total.data_ptr()
+        x, normed, token_stride, head_stride, tokens, heads = _lay_out(x, size)
+        adapters, target = (None, 0) if lora is None or not targets else _find_target(x, lora, targets)
+        self._library.rms_norm(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            token_stride,
+            head_stride,
+            added,
+            weight.data_ptr(),
+            is_wide,
+            eps.data_ptr(),
+            normed.data_ptr(),
+            sums,
+            tokens,
+            heads,
+            size,
+            adapters,
+            target,
+        )
+        return normed, total
 
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        lora: LoraBatch | None = None,
+        targets: Sequence[LoraTarget] = (),
+    ) -> torch.Tensor:
+        size = x.shape[-1]
+        _check(x, size, weight, bias)
+        x, normed, token_stride, head_stride, tokens, heads = _lay_out(x, size)
+        adapters, target = (None, 0) if lora is None or not targets else _find_target(x, lora, targets)
+        self._library.layer_norm(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            token_stride,
+            head_stride,
+            None if weight is None else weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            eps,
+            normed.data_ptr(),
+            tokens,
+            heads,
+            size,
+            adapters,
+            target,
+        )
+        return normed
 
-def scale_and_shift(library: Library, out: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
-    if not lora.has_vectors(targets):
-        return
-    adapters = describe_lora(lora)
-    if out.shape[0] != adapters.tokens or out.stride(1) != 1 or out.dtype != lora.buffer.dtype:
-        raise ValueError(f"adapters of {adapters.tokens} tokens, {lora.buffer.dtype}, cannot change {tuple(out.shape)}")
-    library.scale_and_shift(
-        DTYPES[out.dtype],
-        out[:, targets[0].columns.start :].data_ptr(),
-        out.stride(0),
-        adapters.tokens,
-        adapters.address,
-        targets[0].index,
-        targets[-1].index,
-    )
+    def scale_and_shift(self, out: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
+        if not lora.has_vectors(targets):
+            return
+        adapters = describe_lora(lora)
+        if out.shape[0] != adapters.tokens or out.stride(1) != 1 or out.dtype != lora.buffer.dtype:
+            raise ValueError(
+                f"adapters of {adapters.tokens} tokens, {lora.buffer.dtype}, cannot change {tuple(out.shape)}"
+            )
+        self._library.scale_and_shift(
+            DTYPES[out.dtype],
+            out[:, targets[0].columns.start :].data_ptr(),
+            out.stride(0),
+            adapters.tokens,
+            adapters.address,
+            targets[0].index,
+            targets[-1].index,
+        )
 
 
 def _check(x: torch.Tensor, size: int, *vectors: torch.Tensor | None) -> None:

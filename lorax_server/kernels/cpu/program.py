@@ -1,10 +1,10 @@
-"""Programs: what a run of a model's layers calls, recorded once, then called again without Python between.
+"""Graphs: what a run of a model's layers calls, recorded once, then called again without Python between.
 
 While a run is recorded, no kernel is called. Each call is noted with its arguments, and what torch allocates lies in
 buffers that stay. Torch's own operations on them are noted, too, and made again between the kernels; views are not, as
-they only name a place. A run that does anything else, above all one that reads a number on the host, has no program.
+they only name a place. A run that does anything else, above all one that reads a number on the host, has no graph.
 
-All programs share the buffers: one that is given up within a run serves again in it, and in every other program.
+All graphs share the buffers: one that is released within a run serves again in it, and in every other graph.
 """
 
 import ctypes
@@ -20,9 +20,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lorax_server.kernels.cpu.library import RECORDED, SIGNATURES, Library, R
+from lorax_server.kernels.cpu.abi import ARGUMENT_TYPES
+from lorax_server.kernels.cpu.library import Library
+from lorax_server.kernels.ops import UnrecordableError
 
-WORDS = 1 + max(len(SIGNATURES[op]) for op in RECORDED)  # of a call: its function, then its arguments
+# The kernels of a decode step's layers. Others write to memory that does not outlive a call.
+RECORDED = ("linear", "rms_norm", "layer_norm", "scale_and_shift", "gate", "rotary", "write_kv", "decode_attention")
+WORDS = 1 + max(len(ARGUMENT_TYPES[op]) for op in RECORDED)  # of a call: its function, then its arguments
 aten = torch.ops.aten
 ALLOCATIONS = (aten.empty.memory_format, aten.empty_like.default)
 # Beside those on each number alone, those that move numbers.
@@ -44,7 +48,7 @@ _Step = Callable[[], Any]
 _Bytes = npt.NDArray[np.uint8]
 
 
-class RunBuffers:
+class BufferPool:
     """Memory for what runs of up to `max_rows` rows compute on the way. A tensor's is free again when it is gone."""
 
     def __init__(self, max_rows: int) -> None:
@@ -66,7 +70,7 @@ class RunBuffers:
         weakref.finalize(mine, free.append, whole).atexit = False
         return torch.from_numpy(mine).view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
 
-    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the same tensor; one in a buffer without keeping the buffer from serving again."""
         whole = self._made.get(tensor.untyped_storage().data_ptr())
         if whole is None:
@@ -80,11 +84,7 @@ class RunBuffers:
         return whole
 
 
-class UnrecordableError(Exception):
-    """A run did something that no program can hold, which the message names."""
-
-
-class KernelProgram:
+class CpuGraph:
     """A recorded run. What its kernels read besides the buffers must live as long as it does."""
 
     def __init__(self, steps: Sequence[_Step], output: torch.Tensor) -> None:
@@ -96,16 +96,16 @@ class KernelProgram:
             step()
 
 
-class _Notes(Library):
+class RecordingLibrary(Library):
     """A library whose functions only note their calls."""
 
     def __init__(self, library: Library, note: Callable[..., None]) -> None:
         self.panel, self.has_tiles = library.panel, library.has_tiles
-        for op in SIGNATURES:
+        for op in ARGUMENT_TYPES:
             setattr(self, op, partial(note, op))
 
 
-class Recorder(TorchDispatchMode):
+class Recording(TorchDispatchMode):
     """Notes what a run of so many rows does."""
 
     @classmethod
@@ -113,21 +113,21 @@ class Recorder(TorchDispatchMode):
         """Keep torch from importing its compiler, which is never used here: it takes seconds and 100 MB."""
         return False
 
-    def __init__(self, library: Library, buffers: RunBuffers, rows: int) -> None:
+    def __init__(self, library: Library, buffers: BufferPool, rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._library, self._buffers, self._rows = library, buffers, rows
         self._steps: list[_Step] = []
         self._calls: list[bytes] = []  # of kernels, since the last operation of torch
-        self.notes = _Notes(library, self._note)
+        self.library = RecordingLibrary(library, self._note)
 
-    def finish(self, output: torch.Tensor) -> KernelProgram:
+    def finish(self, output: torch.Tensor) -> CpuGraph:
         self._end_calls()
-        return KernelProgram(self._steps, self._buffers.hold(output))
+        return CpuGraph(self._steps, self._buffers.alias(output))
 
     def _note(self, op: str, *arguments: Any) -> None:
         if op not in RECORDED:
             raise UnrecordableError(op)
-        words = [_to_word(*pair) for pair in zip(arguments, SIGNATURES[op], strict=True)]
+        words = [_to_word(*pair) for pair in zip(arguments, ARGUMENT_TYPES[op], strict=True)]
         words = [struct.pack("q", self._library.entries[op]), *words]
         self._calls.append(b"".join(words).ljust(8 * WORDS, b"\0"))
 
@@ -153,8 +153,8 @@ class Recorder(TorchDispatchMode):
     def _note_torch(self, func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> torch.Tensor:
         self._end_calls()
         kept = self._buffers.take(result, self._rows).copy_(result)  # others may be looked up by these numbers
-        args, kwargs = tree_map_only(torch.Tensor, self._buffers.hold, (args, kwargs))
-        self._steps.append(partial(_compute, self._buffers.hold(kept), partial(func, *args, **kwargs)))
+        args, kwargs = tree_map_only(torch.Tensor, self._buffers.alias, (args, kwargs))
+        self._steps.append(partial(_compute, self._buffers.alias(kept), partial(func, *args, **kwargs)))
         return kept
 
 
@@ -163,7 +163,7 @@ def _compute(out: torch.Tensor, function: Callable[[], torch.Tensor]) -> None:
 
 
 def _to_word(argument: Any, kind: Any) -> bytes:
-    if kind is R:
+    if kind is ctypes.c_float:
         return struct.pack("fxxxx", argument)
     return struct.pack("q", argument or 0)
 

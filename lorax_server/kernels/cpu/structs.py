@@ -6,35 +6,20 @@ from typing import NamedTuple
 
 import torch
 
+from lorax_server.kernels.cpu.abi import list_fields
 from lorax_server.kernels.ops import LoraBatch
 
 
 class Matrix(ctypes.Structure):
-    """A packed matrix: `native/linear.h` has the same fields."""
+    """A packed matrix."""
 
-    _fields_ = (
-        ("panels", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("outputs", ctypes.c_int64),
-        ("inputs", ctypes.c_int64),
-        ("stored", ctypes.c_int32),
-        ("dtype", ctypes.c_int32),
-    )
+    _fields_ = list_fields("Matrix")
 
 
 class Lora(ctypes.Structure):
-    """The adapters of a batch: `native/linear.h` has the same fields."""
+    """The adapters of a batch."""
 
-    _fields_ = (
-        ("buffer", ctypes.c_void_p),
-        ("table", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("widths", ctypes.c_void_p),
-        ("targets", ctypes.c_int64),
-        ("bounds", ctypes.c_void_p),
-        ("adapters", ctypes.c_void_p),
-        ("segments", ctypes.c_int64),
-    )
+    _fields_ = list_fields("Lora")
 
 
 class Described(NamedTuple):

@@ -25,8 +25,6 @@ struct DecodePlanArgs {
   int num_seqs, window;
 };
 
-constexpr int STRETCH = 256, MAX_SPLITS = 32, PLAN_THREADS = 256;
-
 struct DecodeArgs {
   u8 *k_cache, *v_cache;      // [blocks][kv_heads][block_size][D]
   const u16 *q, *k, *v;       // [tokens][heads or kv_heads][D]

@@ -1,11 +1,11 @@
 """Attention of sequences with one new token, from its rotation to the joined stretches, in one launch."""
 
-import ctypes
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from lorax_server.kernels.hopper.arguments import MAX_SPLITS, PLAN_THREADS, STRETCH, DecodeArgs, DecodePlanArgs
 from lorax_server.kernels.hopper.driver import Kernels
 from lorax_server.kernels.hopper.sources import NUMBERS, SHARED_BYTES, TWO_BLOCKS_BYTES, read_source, write_kernel
 from lorax_server.kernels.ops import AttentionSpec, CosSin, LayerCache, PagedBatch
@@ -13,8 +13,8 @@ from lorax_server.kernels.ops import AttentionSpec, CosSin, LayerCache, PagedBat
 SOURCES = ("prelude.cu", "decode.cu", "workers.cu", "clerks.cu")
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_SHARING = 16  # query heads of one head of keys
-STRETCH, MAX_SPLITS, ENTRY_BYTES = 256, 32, 32  # of decode.cu
-THREADS, PLAN_THREADS = 256, 256
+ENTRY_BYTES = 32  # of `Entry` of decode.cu
+THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class DecodePlanVariant:
 
     @property
     def source(self) -> str:
-        call = write_kernel("PLAN_THREADS", "DecodePlanArgs", "plan_decode(p);")
+        call = write_kernel("PLAN_THREADS", DecodePlanArgs, "plan_decode(p);")
         return "\n".join((*map(read_source, SOURCES), call))
 
 
@@ -72,31 +72,10 @@ class DecodeVariant:
     def source(self) -> str:
         float8 = "true" if self.is_float8 else "false"
         arguments = f"{NUMBERS[self.dtype]}, {float8}, {self.head_dim}, {self.tiles}, {self.stages}"
-        call = write_kernel(f"DECODE_THREADS, {self.blocks_per_sm}", "DecodeArgs", f"decode<{arguments}>(p);")
-        check = f"static_assert(DecodeBlock<{arguments}>::BYTES == {self.shared_bytes});"
+        call = write_kernel(f"DECODE_THREADS, {self.blocks_per_sm}", DecodeArgs, f"decode<{arguments}>(p);")
+        sizes = {f"DecodeBlock<{arguments}>::BYTES": self.shared_bytes, "sizeof(Entry)": ENTRY_BYTES}
+        check = "\n".join(f"static_assert({found} == {expected});" for found, expected in sizes.items())
         return "\n".join((*map(read_source, SOURCES), check, call))
-
-
-class _DecodePlanArgs(ctypes.Structure):
-    """`DecodePlanArgs` of decode.cu, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("input_lengths", "cache_lengths", "bounds", "entries", "num_entries")),
-        *((name, ctypes.c_int) for name in ("num_seqs", "window")),
-    )
-
-
-class _DecodeArgs(ctypes.Structure):
-    """`DecodeArgs` of decode.cu, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "q", "k", "v", "out", "cos", "sin", "slots")),
-        *((name, ctypes.c_void_p) for name in ("tables", "entries", "num_entries", "sums", "masses", "counters")),
-        *((name, ctypes.c_int64) for name in ("q_token", "k_token", "v_token", "angle_token", "table_stride")),
-        *((name, ctypes.c_int) for name in ("q_head", "k_head", "v_head", "half")),
-        *((name, ctypes.c_int) for name in ("kv_heads", "sharing", "block_size", "block_shift")),
-        *((name, ctypes.c_float) for name in ("scale", "k_scale", "v_scale", "soft_cap")),
-    )
 
 
 class _Plan(NamedTuple):
@@ -188,7 +167,7 @@ class DecodeAttention:
             torch.empty(1, dtype=torch.int32, device=device),
         )
         lengths = batch.input_lengths.long().contiguous(), batch.cache_lengths.long().contiguous()
-        args = _DecodePlanArgs(*(length.data_ptr() for length in lengths), None, plan.entries.data_ptr())
+        args = DecodePlanArgs(*(length.data_ptr() for length in lengths), None, plan.entries.data_ptr())
         args.num_entries, args.num_seqs, args.window = plan.num_entries.data_ptr(), num_seqs, window
         if batch.cu_seqlens is not None:
             args.bounds = batch.cu_seqlens.data_ptr()
@@ -226,9 +205,9 @@ def _describe(
     cache: LayerCache,
     batch: PagedBatch,
     spec: AttentionSpec,
-) -> _DecodeArgs:
+) -> DecodeArgs:
     """Fill in the arguments that come from the caller."""
-    args = _DecodeArgs(k_cache=cache[0].data_ptr(), v_cache=cache[1].data_ptr())
+    args = DecodeArgs(k_cache=cache[0].data_ptr(), v_cache=cache[1].data_ptr())
     args.q, args.k, args.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
     args.q_token, args.k_token, args.v_token = q.stride(0), k.stride(0), v.stride(0)
     args.q_head, args.k_head, args.v_head = q.stride(1), k.stride(1), v.stride(1)

@@ -10,12 +10,11 @@ import torch
 from cuda.bindings import driver
 
 from lorax_server.errors import EngineError
+from lorax_server.kernels.hopper.arguments import MAP_BYTES
 from lorax_server.kernels.hopper.compiler import Compiler
 from lorax_server.kernels.hopper.sources import Variant, find_kernel
 
 logger = logging.getLogger(__name__)
-
-MAP_BYTES = 128
 
 
 def check(result: tuple[Any, ...]) -> Any:

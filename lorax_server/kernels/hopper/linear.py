@@ -7,12 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
-from lorax_server.kernels.hopper.driver import MAP_BYTES, Kernels, factor_maps, matrix_map
+from lorax_server.kernels.hopper.arguments import (
+    ITEM_RANKS,
+    MAP_BYTES,
+    MAX_SLICES,
+    PART_RANKS,
+    PLAN_THREADS,
+    THREADS,
+    Args,
+    PlanArgs,
+)
+from lorax_server.kernels.hopper.driver import Kernels, factor_maps, matrix_map
 from lorax_server.kernels.hopper.settings import LinearSetting, find_setting
 from lorax_server.kernels.hopper.sources import (
     HEIGHTS,
-    PLAN_THREADS,
-    THREADS,
     AddLoraVariant,
     LinearVariant,
     PlanVariant,
@@ -21,37 +29,8 @@ from lorax_server.kernels.hopper.sources import (
 from lorax_server.kernels.ops import MAX_RANK, LinearWeights, LoraBatch, LoraTarget
 
 MAX_ROWS = PLAN_THREADS
-MAX_SLICES = 3
-ITEM_RANKS = 16
-MAX_PARTS = MAX_RANK // 64
+MAX_PARTS = MAX_RANK // PART_RANKS
 RECORD_BYTES = 32
-
-
-class _Args(ctypes.Structure):
-    """`Args` of lora.cu, field by field."""
-
-    _fields_ = (
-        ("maps", ctypes.c_ubyte * (8 * MAP_BYTES)),
-        *((name, ctypes.c_void_p) for name in ("x", "buffer", "y", "v", "d", "bias", "table", "adapters")),
-        *((name, ctypes.c_void_p) for name in ("items", "records", "parts")),
-        *((name, ctypes.c_void_p) for name in ("num_items", "num_parts", "num_tiles", "flags", "counters")),
-        ("inputs", ctypes.c_int),
-        ("outputs", ctypes.c_int * MAX_SLICES),
-        *((name, ctypes.c_int) for name in ("slices", "x_stride", "y_stride", "rows")),
-        *((name, ctypes.c_int) for name in ("plan_rows", "max_items", "max_parts")),
-        *((name, ctypes.c_int) for name in ("target", "num_targets", "lora_blocks", "steps", "early", "zero")),
-        ("fill", ctypes.c_ubyte * 60),  # up to a multiple of its alignment
-    )
-
-
-class _PlanArgs(ctypes.Structure):
-    """`PlanArgs` of plan.cu, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("adapters", "table", "scales", "records", "items", "parts")),
-        *((name, ctypes.c_void_p) for name in ("num_items", "num_parts", "num_tiles", "flags")),
-        *((name, ctypes.c_int) for name in ("rows", "plan_rows", "num_targets", "max_items", "max_parts")),
-    )
 
 
 @dataclass(frozen=True)
@@ -140,7 +119,7 @@ class FusedLinear:
     def replan(self, lora: LoraBatch) -> None:
         """Work out a batch's plan again, in the same places."""
         plan, num_targets = self.plan(lora), lora.table.shape[1]
-        args = _PlanArgs(
+        args = PlanArgs(
             lora.adapter_indices.data_ptr(),
             lora.table.data_ptr(),
             lora.scales.data_ptr(),
@@ -208,24 +187,24 @@ class FusedLinear:
         lora: LoraBatch | None,
         targets: Sequence[LoraTarget],
         width: int,
-    ) -> _Args:
-        args = _Args(x=x.data_ptr(), y=out.data_ptr(), bias=0 if bias is None else bias.data_ptr())
-        args.inputs, args.x_stride, args.y_stride, args.rows = x.shape[1], x.stride(0), out.stride(0), len(x)
-        args.outputs[0], args.slices = out.shape[1], 1
+    ) -> Args:
+        args = Args(x=x.data_ptr(), y=out.data_ptr(), bias=0 if bias is None else bias.data_ptr())
+        args.K, args.x_stride, args.y_stride, args.M = x.shape[1], x.stride(0), out.stride(0), len(x)
+        args.N[0], args.slices = out.shape[1], 1
         if lora is None:
             return args
         plan, first = self.plan(lora), targets[0].index
         widths = [target.columns.stop - target.columns.start for target in targets]
         maps = [self._maps(lora.buffer, stride, width) for stride in (x.shape[1], *widths)]
-        ctypes.memmove(args.maps, b"".join(maps), len(maps) * 2 * MAP_BYTES)
-        args.outputs[: len(widths)], args.slices = widths, len(widths)
+        ctypes.memmove(ctypes.addressof(args), b"".join(maps), len(maps) * 2 * MAP_BYTES)  # `a`, then `b`
+        args.N[: len(widths)], args.slices = widths, len(widths)
         args.buffer, args.table = lora.buffer.data_ptr(), lora.table.data_ptr()
         args.adapters, args.v = lora.adapter_indices.data_ptr(), self.low_rank.data_ptr()
         args.items, args.records = plan.items[first].data_ptr(), plan.records[first].data_ptr()
         args.parts, args.num_tiles = plan.parts[first].data_ptr(), plan.num_tiles.data_ptr()
         args.num_items, args.num_parts = plan.num_items[first:].data_ptr(), plan.num_parts[first:].data_ptr()
         args.flags, args.counters = plan.flags[first].data_ptr(), self.counters.data_ptr()
-        args.plan_rows, args.max_items, args.max_parts = plan.rows, plan.items.shape[1], plan.parts.shape[1]
+        args.T, args.max_items, args.max_parts = plan.rows, plan.items.shape[1], plan.parts.shape[1]
         args.target, args.num_targets = first, lora.table.shape[1]
         return args
 

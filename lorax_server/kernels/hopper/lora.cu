@@ -11,16 +11,12 @@
 // into parts, each with a D of its own, so that no block has much more to do than the others.
 // Whatever lies behind L2 is asked for two stages ahead: records 32 at a time, one in each lane; x and V in registers.
 
-constexpr int MAX_RANK = 512;   // room for one slice in a row of V
 constexpr int TILE_ROWS = 8;    // rows of one adapter that are multiplied together
-constexpr int ITEM_RANKS = 16;
-constexpr int PART_RANKS = 64;
 constexpr int D_ROWS = 128;     // rows that a D has room for
-constexpr int THREADS = 288, COMPUTING = 256;
+constexpr int COMPUTING = 256;
 constexpr int HEAD_BYTES = 9216;  // of shared memory in front of the ring: sums of the warps, and barriers
 constexpr uint4 ZEROS = {0, 0, 0, 0};
 constexpr int HAS_LORA = 1, HAS_FACTOR = 2, HAS_SHIFT = 4, MORE_PARTS = 8;  // flags: the last, times the parts but one
-constexpr int FIELDS = 10, FIELD_A = 0, FIELD_B = 1, FIELD_FACTOR = 2, FIELD_SHIFT = 3, FIELD_RANK = 7;
 
 struct Record {  // one tile at one slice
   i64 a, b;      // where its factors lie
@@ -50,8 +46,6 @@ struct Args {
   int early;                // 0: plain launch. 1: wait for the kernel before. 2: and let the next one start at once. 3: or after the last load
   int zero;                 // 0, which the compiler does not know (see `Ring::release`)
 };
-
-static_assert(sizeof(Args) == 1280, "as linear.py lays it out");
 
 // The stages that a block's fetching thread fills and its warps read, in the same order.
 template <int WIDTH, int BYTES>

@@ -31,6 +31,7 @@ from lorax_server.kernels.ops import (
     LoraTarget,
     PagedBatch,
 )
+from lorax_server.kernels.sampling import ChosenRows, RowBatch, RowInputs
 from lorax_server.kernels.triton import prefill
 from lorax_server.kernels.triton.cache import rotate_and_write
 from lorax_server.kernels.triton.ops import TritonOps
@@ -166,7 +167,7 @@ class HopperOps(TritonOps):
         else:
             super().add_lora(out, x, lora, targets)
 
-    def choose_rows(self, batch: sampling.RowBatch, inputs: sampling.RowInputs) -> sampling.ChosenRows:
+    def choose_rows(self, batch: RowBatch, inputs: RowInputs) -> ChosenRows:
         return sampling.choose_rows(self._kernels, batch, inputs)
 
     def plan_lora(self, lora: LoraBatch, current: LoraBatch) -> None:

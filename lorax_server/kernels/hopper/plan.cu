@@ -12,8 +12,6 @@ struct PlanArgs {
   int M, T, num_targets, max_items, max_parts;
 };
 
-constexpr int PLAN_THREADS = 256;  // as many as there may be rows
-
 // The sum of the values of this and all threads before it.
 DEVICE int inclusive_sum(int value, int* warps) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;

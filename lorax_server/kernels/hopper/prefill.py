@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 
 from lorax_server.errors import EngineError
-from lorax_server.kernels.hopper.driver import MAP_BYTES, Kernel, Kernels, tensor_map
+from lorax_server.kernels.hopper.arguments import MAP_BYTES, PrefillArgs, check_layout
+from lorax_server.kernels.hopper.driver import Kernel, Kernels, tensor_map
 from lorax_server.kernels.hopper.sources import NUMBERS, read_source
 from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
 from lorax_server.kernels.triton.prefill import plan_tiles
@@ -68,6 +69,7 @@ class PrefillVariant:
                 read_source("prelude.cu"),
                 _wgmma_attention(self.head_dim, self.keys),
                 read_source("prefill.cu"),
+                check_layout(PrefillArgs),
                 f'extern "C" __global__ void __launch_bounds__({self.threads}, 1) prefill_kernel('
                 "const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, "
                 "const __grid_constant__ TensorMap v, const __grid_constant__ PrefillArgs p) {",
@@ -75,17 +77,6 @@ class PrefillVariant:
                 "}",
             )
         )
-
-
-class _PrefillArgs(ctypes.Structure):
-    """`PrefillArgs` of prefill.cu, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("tiles", "tables", "out")),
-        *((name, ctypes.c_int) for name in ("items", "heads", "group", "pack", "tokens")),
-        *((name, ctypes.c_int) for name in ("block_size", "box", "num_blocks", "table_stride", "window")),
-        *((name, ctypes.c_float) for name in ("factor", "cap")),
-    )
 
 
 class _Map(ctypes.Structure):
@@ -99,7 +90,7 @@ class _Launch(NamedTuple):
 
     kernel: Kernel
     tiles: torch.Tensor
-    args: _PrefillArgs
+    args: PrefillArgs
     blocks: int
     threads: int
     query_box: tuple[int, int]  # heads and tokens
@@ -144,7 +135,7 @@ class PrefillAttention:
         launch = batch.once(key, self._prepare, q, cache, batch, spec)
         if not len(launch.tiles):
             return
-        args = _PrefillArgs.from_buffer_copy(launch.args)
+        args = PrefillArgs.from_buffer_copy(launch.args)
         args.out = out.data_ptr()
         queries = _find_map(launch.query_maps, _query_map, q, launch.query_box)
         keys, values = (_find_map(launch.cache_maps, _cache_map, x, args.box) for x in cache)
@@ -160,7 +151,7 @@ class PrefillAttention:
         tokens = variant.rows // pack
         place = plan_tiles if batch.in_graph else _place_tiles
         tiles = batch.once(("packed tiles", tokens), place, batch, tokens)
-        args = _PrefillArgs(tiles=tiles.data_ptr(), tables=batch.block_tables.data_ptr())
+        args = PrefillArgs(tiles=tiles.data_ptr(), tables=batch.block_tables.data_ptr())
         args.items, args.heads, args.group = len(tiles) * (heads // pack), heads, heads // num_kv_heads
         args.pack, args.tokens = pack, tokens
         args.block_size, args.box, args.num_blocks = block_size, math.gcd(block_size, variant.keys), num_blocks

@@ -4,7 +4,7 @@
 // the tall side of the MMA. Lane (g, c) has columns 8 g to 8 g + 7 and ranks 4 c to 4 c + 3: MMA number i multiplies
 // columns 2 i and 2 i + 1 of every lane's eight, so that a lane ends up with eight neighbours, one store for each token.
 
-constexpr int PROMPT_THREADS = 256, WARP_COLUMNS = 64, BLOCK_COLUMNS = PROMPT_THREADS / 32 * WARP_COLUMNS, CHUNK = 16;
+constexpr int WARP_COLUMNS = 64, BLOCK_COLUMNS = PROMPT_THREADS / 32 * WARP_COLUMNS, CHUNK = 16;
 
 struct PromptArgs {
   const u16 *v, *buffer, *bias;  // [tokens][slices][room]; the adapters' memory; [N] or null

@@ -1,37 +1,18 @@
 """Launch the LoRA of prompts. Triton multiplies by A; what follows is here."""
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
+from lorax_server.kernels.hopper.arguments import PROMPT_THREADS, PromptArgs, SumArgs
 from lorax_server.kernels.hopper.driver import Kernels
-from lorax_server.kernels.hopper.sources import PROMPT_COLUMNS, PROMPT_THREADS, PromptVariant
+from lorax_server.kernels.hopper.sources import PROMPT_COLUMNS, PromptVariant
 from lorax_server.kernels.ops import LinearWeights, LoraBatch, LoraTarget
 from lorax_server.kernels.triton.prompt import shrink
 from lorax_server.kernels.triton.tiles import prompt_tiles
 
 TILE_TOKENS = 128
-
-
-class _PromptArgs(ctypes.Structure):
-    """`PromptArgs` of prompt.cu, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("v", "buffer", "bias", "y", "out", "tiles", "table")),
-        *((name, ctypes.c_int) for name in ("target", "num_targets", "y_stride", "slices", "room")),
-        ("widths", ctypes.c_int * 3),
-    )
-
-
-class _SumArgs(ctypes.Structure):
-    """`SumArgs` of prompt.cu, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("parts", "v", "adapters", "table", "scales")),
-        *((name, ctypes.c_int) for name in ("num_parts", "tokens", "slices", "room", "target", "num_targets")),
-    )
 
 
 def linear(
@@ -41,7 +22,7 @@ def linear(
     out = torch.empty(len(x), weights.plain.shape[0], dtype=x.dtype, device=x.device)
     args = _args(out, _low_rank(kernels, x, lora, targets), lora, targets)
     args.bias = 0 if weights.bias is None else weights.bias.data_ptr()
-    blocks = sum(-(-width // PROMPT_COLUMNS) for width in args.widths)
+    blocks = sum(-(-width // PROMPT_COLUMNS) for width in args.N)
     _launch(kernels, PromptVariant(x.dtype, "expand_prompt"), blocks, args, lora)
     return out.addmm_(x, weights.plain.t())
 
@@ -70,7 +51,7 @@ def _low_rank(kernels: Kernels, x: torch.Tensor, lora: LoraBatch, targets: Seque
     parts = shrink(x, lora, targets).v
     count, tokens, slices, room = parts.shape
     v = torch.empty(tokens, slices, room, dtype=x.dtype, device=x.device)
-    args = _SumArgs(
+    args = SumArgs(
         parts.data_ptr(),
         v.data_ptr(),
         lora.adapter_indices.data_ptr(),
@@ -89,15 +70,15 @@ def _low_rank(kernels: Kernels, x: torch.Tensor, lora: LoraBatch, targets: Seque
     return v
 
 
-def _args(y: torch.Tensor, low_rank: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> _PromptArgs:
-    args = _PromptArgs(v=low_rank.data_ptr(), buffer=lora.buffer.data_ptr(), y=y.data_ptr())
+def _args(y: torch.Tensor, low_rank: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> PromptArgs:
+    args = PromptArgs(v=low_rank.data_ptr(), buffer=lora.buffer.data_ptr(), y=y.data_ptr())
     args.tiles, args.table = prompt_tiles(lora, TILE_TOKENS).data_ptr(), lora.table.data_ptr()
     args.target, args.num_targets = targets[0].index, lora.table.shape[1]
     args.y_stride, args.slices, args.room = y.stride(0), len(targets), low_rank.shape[2]
-    args.widths[: len(targets)] = [target.columns.stop - target.columns.start for target in targets]
+    args.N[: len(targets)] = [target.columns.stop - target.columns.start for target in targets]
     return args
 
 
-def _launch(kernels: Kernels, variant: PromptVariant, blocks: int, args: _PromptArgs, lora: LoraBatch) -> None:
+def _launch(kernels: Kernels, variant: PromptVariant, blocks: int, args: PromptArgs, lora: LoraBatch) -> None:
     tiles = len(prompt_tiles(lora, TILE_TOKENS))
     kernels.get(variant).launch((blocks, tiles), PROMPT_THREADS, [args], early=True)

@@ -2,8 +2,8 @@
 //
 // All sums are of integers: weights exp(score - highest), as fixed-point numbers. So no order of adding changes a bit.
 
-constexpr int CHOOSE_THREADS = 1024, WARPS = CHOOSE_THREADS / 32;
-constexpr int BINS = 2048, LISTED = 2048, SEGMENT = 256, MAX_SEGMENTS = 2048;
+constexpr int WARPS = CHOOSE_THREADS / 32;
+constexpr int BINS = 2048;
 constexpr int STEP = CHOOSE_THREADS * 8;  // tokens that a block reads at once
 constexpr int FRACTION = 44;              // bits of a weight; the sum of 2^19 of them fits
 constexpr float FIRST_SCALE = 128;        // bins for each unit of score, in the first look at a row

@@ -1,8 +1,7 @@
 // Choose the next token of every row. One block has one row, and reads it several times: it stays in the L2 cache.
 
-enum { SAMPLED = 1, RAW = 2, WATERMARK = 4 };
 
-struct RowParams {  // `ROW` of sampling.py, field by field
+struct RowParams {
   u64 seed;
   float temperature, rest, min_p, typical_p;  // rest = 1 - top_p; below 0 where top-p, or typical-p, is not asked for
   int top_k, flags, changed, listed;          // row of the changed scores, row of the alternatives; -1: none
@@ -10,7 +9,6 @@ struct RowParams {  // `ROW` of sampling.py, field by field
   float repetition, frequency, presence;
   int biases, biases_end, forbidden, forbidden_end, pad;  // stretches of the entries
 };
-static_assert(sizeof(RowParams) == 80, "as in sampling.py");
 
 struct ChooseArgs {
   const void* logits;

@@ -1,9 +1,8 @@
 """Launch what stands between the linears: norm and gate."""
 
-import ctypes
-
 import torch
 
+from lorax_server.kernels.hopper.arguments import GateArgs, NormArgs
 from lorax_server.kernels.hopper.driver import Kernels
 from lorax_server.kernels.hopper.linear import LoraPlan
 from lorax_server.kernels.hopper.sources import GATE_THREADS, GateVariant, NormVariant
@@ -11,22 +10,6 @@ from lorax_server.kernels.ops import LoraBatch, LoraTarget
 
 NORM_THREADS = 1024
 MAX_CHUNKS = 4
-
-
-class _NormArgs(ctypes.Structure):
-    """`NormArgs` of small.cu, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "residual", "weight", "out", "total", "eps")),
-        *((name, ctypes.c_void_p) for name in ("buffer", "table", "adapters", "flags")),
-        *((name, ctypes.c_int) for name in ("width", "target", "num_targets")),
-    )
-
-
-class _GateArgs(ctypes.Structure):
-    """`GateArgs` of small.cu, field by field."""
-
-    _fields_ = (("gate_up", ctypes.c_void_p), ("out", ctypes.c_void_p), ("width", ctypes.c_int))
 
 
 def can_norm(x: torch.Tensor, residual: torch.Tensor | None) -> bool:
@@ -54,7 +37,7 @@ def rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, width = x.shape
     out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
-    args = _NormArgs(x=x.data_ptr(), weight=weight.data_ptr(), out=out.data_ptr(), eps=eps.data_ptr(), width=width)
+    args = NormArgs(x=x.data_ptr(), weight=weight.data_ptr(), out=out.data_ptr(), eps=eps.data_ptr(), n=width)
     if residual is not None:
         args.residual, args.total = residual.data_ptr(), total.data_ptr()
     if adapters is not None:
@@ -71,7 +54,7 @@ def rms_norm(
 def gate(kernels: Kernels, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    args = _GateArgs(gate_up.data_ptr(), out.data_ptr(), width)
+    args = GateArgs(gate_up.data_ptr(), out.data_ptr(), width)
     blocks = rows * -(-width // (GATE_THREADS * 8))
     kernels.get(GateVariant(gate_up.dtype, activation)).launch(blocks, GATE_THREADS, [args], early=True)
     return out

@@ -1,5 +1,6 @@
 """The sources of the kernels' variants. Each variant is compiled on its own, when a model needs it."""
 
+import ctypes
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -8,14 +9,22 @@ from typing import Protocol
 
 import torch
 
+from lorax_server.kernels.hopper.arguments import (
+    Args,
+    GateArgs,
+    NormArgs,
+    PlanArgs,
+    PromptArgs,
+    SumArgs,
+    check_layout,
+    write_constants,
+)
+
 NUMBERS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 ACTIVATIONS = {"silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh", "relu": "Relu"}
 GATE_THREADS = 256
-PROMPT_THREADS = 256
 PROMPT_COLUMNS = 512  # of a block
 HEIGHTS = (8, 16, 32, 64, 128)  # rows of x that a product is made for
-THREADS = 288
-PLAN_THREADS = 256
 TILE_BYTES = 128 * 128  # 128 columns of 64 weights
 SHARED_BYTES = 227 * 1024  # that a block may have
 TWO_BLOCKS_BYTES = 113 * 1024  # that each of two blocks on a processor may have
@@ -64,6 +73,7 @@ class LinearVariant:
                 read_source("lora.cu"),
                 _wgmma(self.height),
                 read_source("linear.cu"),
+                check_layout(Args),
                 f'extern "C" __global__ void __cluster_dims__({self.cluster}) '
                 f"__launch_bounds__(THREADS, {self.blocks_per_sm}) linear_kernel(const __grid_constant__ TensorMap w, "
                 "const __grid_constant__ TensorMap x, const __grid_constant__ Args p) {",
@@ -85,7 +95,7 @@ class AddLoraVariant:
 
     @property
     def source(self) -> str:
-        call = write_kernel("THREADS, 1", "Args", f"add_lora<{NUMBERS[self.dtype]}>(p);")
+        call = write_kernel("THREADS, 1", Args, f"add_lora<{NUMBERS[self.dtype]}>(p);")
         return "\n".join((read_source("prelude.cu"), read_source("lora.cu"), call))
 
 
@@ -97,7 +107,8 @@ class PlanVariant:
 
     @property
     def source(self) -> str:
-        return "\n".join((read_source("prelude.cu"), read_source("lora.cu"), read_source("plan.cu")))
+        parts = map(read_source, ("prelude.cu", "lora.cu", "plan.cu"))
+        return "\n".join((*parts, check_layout(PlanArgs)))
 
 
 @dataclass(frozen=True)
@@ -110,7 +121,7 @@ class NormVariant:
 
     @property
     def source(self) -> str:
-        call = write_kernel("1024", "NormArgs", f"rms_norm<{NUMBERS[self.dtype]}, {self.chunks}>(p);")
+        call = write_kernel("1024", NormArgs, f"rms_norm<{NUMBERS[self.dtype]}, {self.chunks}>(p);")
         return "\n".join((read_source("prelude.cu"), read_source("lora.cu"), read_source("small.cu"), call))
 
 
@@ -125,7 +136,7 @@ class GateVariant:
     @property
     def source(self) -> str:
         call = f"gate<{NUMBERS[self.dtype]}, {ACTIVATIONS[self.activation]}>(p);"
-        kernel = write_kernel(str(GATE_THREADS), "GateArgs", call)
+        kernel = write_kernel(str(GATE_THREADS), GateArgs, call)
         return "\n".join((read_source("prelude.cu"), read_source("lora.cu"), read_source("small.cu"), kernel))
 
 
@@ -141,16 +152,16 @@ class PromptVariant:
     @property
     def source(self) -> str:
         types = NUMBERS[self.dtype] + (f", {ACTIVATIONS[self.activation]}" if self.activation else "")
-        args = "SumArgs" if self.step == "sum_parts" else "PromptArgs"
+        args = SumArgs if self.step == "sum_parts" else PromptArgs
         parts = map(read_source, ("prelude.cu", "lora.cu", "small.cu", "prompt.cu"))
         return "\n".join((*parts, write_kernel("PROMPT_THREADS, 2", args, f"{self.step}<{types}>(p);")))
 
 
-def write_kernel(bounds: str, args: str, call: str) -> str:
+def write_kernel(bounds: str, args: type[ctypes.Structure], call: str) -> str:
     """Write the kernel of a variant, which calls a function of its source, and is named after it."""
     name = re.split(r"\W", call, maxsplit=1)[0] + "_kernel"
-    head = f'extern "C" __global__ void __launch_bounds__({bounds}) {name}(const __grid_constant__ {args} p)'
-    return f"{head} {{ {call} }}"
+    head = f'extern "C" __global__ void __launch_bounds__({bounds}) {name}(const __grid_constant__ {args.__name__} p)'
+    return f"{check_layout(args)}\n{head} {{ {call} }}"
 
 
 def find_kernel(source: str) -> str:
@@ -161,7 +172,8 @@ def find_kernel(source: str) -> str:
 
 @cache
 def read_source(name: str) -> str:
-    return (files("lorax_server.kernels.hopper") / name).read_text()
+    text = (files("lorax_server.kernels.hopper") / name).read_text()
+    return f"{write_constants()}\n{text}" if name == "prelude.cu" else text
 
 
 def _wgmma(height: int) -> str:

@@ -9,21 +9,23 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from lorax_server.kernels import reference
 from lorax_server.kernels.ops import (
+    MAX_RANK,
     Activation,
     AttentionSpec,
+    ChooseRows,
     CosSin,
-    EmbeddingTarget,
     LayerCache,
     LinearWeights,
     LoraBatch,
     LoraTarget,
     PagedBatch,
 )
-from lorax_server.kernels.reference import look_up, make_linear
-from lorax_server.kernels.triton import decode, embedding, gate, prompt, vectors
+from lorax_server.kernels.triton import decode, gate, prompt, vectors
 from lorax_server.kernels.triton.attention import decode_attention
 from lorax_server.kernels.triton.cache import rotate_and_write
+from lorax_server.kernels.triton.embedding import adapt_embedding
 from lorax_server.kernels.triton.norm import layer_norm, rms_norm
 from lorax_server.kernels.triton.prefill import prefill_attention
 from lorax_server.kernels.triton.tiles import DECODE_ROWS, plan_decode, plan_prompt
@@ -41,7 +43,19 @@ class TritonOps:
     def __init__(self) -> None:
         self._scratch: dict[tuple[torch.device, int], torch.Tensor] = {}
 
-    make_linear = staticmethod(make_linear)
+    records_graphs = True
+    has_fast_bfloat16 = True
+    max_lora_rank: int | None = MAX_RANK
+    choose_rows: ChooseRows | None = None
+    make_recorder = staticmethod(reference.make_recorder)
+    make_linear = staticmethod(reference.make_linear)
+    look_up = staticmethod(reference.look_up)
+    choose_greedy = staticmethod(reference.choose_greedy)
+    find_logprobs = staticmethod(reference.find_logprobs)
+    find_best = staticmethod(reference.find_best)
+    rms_norm = staticmethod(rms_norm)
+    layer_norm = staticmethod(layer_norm)
+    adapt_embedding = staticmethod(adapt_embedding)
 
     def attend(
         self,
@@ -60,28 +74,6 @@ class TritonOps:
 
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
         """Compile nothing yet: Triton does when a kernel is first launched."""
-
-    def rms_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor,
-        eps: torch.Tensor,
-        lora: LoraBatch | None = None,
-        targets: Sequence[LoraTarget] = (),
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return rms_norm(x, residual, weight, eps, lora, targets)
-
-    def layer_norm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-        lora: LoraBatch | None = None,
-        targets: Sequence[LoraTarget] = (),
-    ) -> torch.Tensor:
-        return layer_norm(x, weight, bias, eps, lora, targets)
 
     def linear(
         self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
@@ -119,11 +111,6 @@ class TritonOps:
     def scale_and_shift(self, out: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
         if lora.has_vectors(targets):
             vectors.scale_and_shift(out, lora, targets)
-
-    look_up = staticmethod(look_up)
-
-    def adapt_embedding(self, out: torch.Tensor, ids: torch.Tensor, lora: LoraBatch, target: EmbeddingTarget) -> None:
-        embedding.adapt_embedding(out, ids, lora, target)
 
     def plan_lora(self, lora: LoraBatch, current: LoraBatch) -> None:
         if len(lora.adapter_indices) <= DECODE_ROWS:

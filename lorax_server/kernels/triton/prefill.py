@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lorax_server.kernels import reference
 from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
-from lorax_server.kernels.reference.prefill import prefill_with
 from lorax_server.kernels.triton.attention import (
     Scales,
     check_layout,
@@ -39,7 +39,7 @@ def prefill_attention(
 ) -> torch.Tensor:
     """Attend as the op table says; a sequence with one new token has the bits of a decode step."""
     if not batch.stores_all:
-        return prefill_with(decode_attention, q, k, v, cache, batch, spec)
+        return reference.prefill_attention(q, k, v, cache, batch, spec)
     # In a graph, sequences without a single token have theirs in a row after the last.
     room = torch.empty(len(q) + batch.in_graph, *q.shape[1:], dtype=q.dtype, device=q.device)
     out = room[: len(q)]

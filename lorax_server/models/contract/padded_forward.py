@@ -17,7 +17,6 @@ from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.distributed import shard_evenly
 from lorax_server.errors import InputError
 from lorax_server.kernels import AttentionSpec, CosSin, reference
-from lorax_server.kernels.reference.decode import score
 from lorax_server.layers.attention import KVCache
 from lorax_server.models.custom_modeling.architecture import Architecture
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaLayer, FlashLlamaModel
@@ -89,7 +88,7 @@ class PaddedContext:
             k = torch.cat([self.past[layer_id][0], k], dim=2)
             v = torch.cat([self.past[layer_id][1], v], dim=2)
         self.present.append((k, v))
-        scores = score(q.float(), k.float(), spec)
+        scores = reference.score(q.float(), k.float(), spec)
         # Not -inf: a padding query sees no key, and must not become a NaN.
         scores = scores.masked_fill(~self._visible, torch.finfo(torch.float32).min)
         weights = scores.softmax(-1).to(v.dtype)

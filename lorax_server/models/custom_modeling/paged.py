@@ -9,6 +9,7 @@ from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.distributed import shard_vocab
 from lorax_server.errors import ConfigError, InputError
 from lorax_server.kernels import AttentionSpec
+from lorax_server.kernels.device import allocate_zeros, is_host
 from lorax_server.layers.attention import KVCache, PagedContext, Seqlen
 from lorax_server.layers.embedding import TensorParallelEmbedding
 from lorax_server.layers.linear import MultiAdapterHead
@@ -55,12 +56,15 @@ class PagedCausalLM(nn.Module):
         self.num_layers: int = config.num_hidden_layers
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Allocate the cache of every layer: zeros, because attention reads past a sequence's end, at weight 0."""
+        """Allocate the cache of every layer: zeros, because attention reads past a sequence's end, at weight 0.
+
+        On a CPU it takes memory as it is used.
+        """
         num_kv_heads, head_dim = self.kv_shape
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
 
         def zeros() -> torch.Tensor:
-            return torch.zeros(shape, dtype=self.kv_dtype, device=self.device)
+            return allocate_zeros(shape, self.kv_dtype, self.device)
 
         return [(zeros(), zeros()) for _ in range(self.num_layers)]
 
@@ -148,6 +152,8 @@ def load_head(
         assert target.weight is not None
         embedding.share(target.weight)
         return head
+    if is_host(weights.device) and isinstance(embedding.weight, torch.Tensor):
+        embedding.share(embedding.weight.clone())  # a view of a mapped file would keep all of the file in memory
     return MultiAdapterHead.load(weights, name, size, config.vocab_size, target_name, bias=added)
 
 

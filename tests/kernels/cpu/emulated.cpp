@@ -7,8 +7,9 @@
 #endif
 #define VL 16
 #define EMULATED_TILES
-#define EXPORT(name) extern "C" void name##_emulated
+#define ISA emulated
 namespace emulated_cpu {
+#include "abi.h"
 #include "simd.h"
 #include "threads.h"
 #include "product.h"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from lorax_server.kernels.cpu.library import FOLDER, SIGNATURES, Library
+from lorax_server.kernels.cpu.abi import ARGUMENT_TYPES
+from lorax_server.kernels.cpu.library import FOLDER, Library
 
 SOURCE = Path(__file__).parent / "emulated.cpp"
 FLAGS = [
@@ -21,7 +22,7 @@ FLAGS = [
     "-Wno-psabi",
     "-w",
 ]
-OPS = ("linear", "look_up", "use_tiles")
+OPS = ("linear", "look_up", "get_facts")
 
 
 class EmulatedLibrary(Library):
@@ -31,9 +32,10 @@ class EmulatedLibrary(Library):
         native = ctypes.CDLL(str(path))
         for op in OPS:
             function = getattr(native, f"{op}_emulated")
-            function.argtypes, function.restype = SIGNATURES[op], None
+            function.argtypes, function.restype = ARGUMENT_TYPES[op], None
             setattr(self, op, function)
-        self.panel, self.has_tiles, self.narrow_dtypes = 32, self._ask_for_tiles(), (torch.bfloat16,)
+        self.narrow_dtypes = (torch.bfloat16,)
+        self._read_facts()
 
 
 def build_emulated(folder: Path) -> EmulatedLibrary:

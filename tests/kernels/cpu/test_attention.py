@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lorax_server.kernels import AttentionSpec, HostLengths, LayerCache, PagedBatch, reference
-from lorax_server.kernels.cpu.attention import decode_attention, prefill_attention, rotary, write_kv
 from lorax_server.kernels.cpu.library import Library
+from lorax_server.kernels.cpu.ops import CpuOps
 from tests.kernels.triton.cases import BF16, DTYPES, FP16, FP32, cover_pairs
 from tests.kernels.triton.paging import BAD, FP8, attend_plainly, check_bits, fill, make_batch, normal, without_bad
 
@@ -48,10 +48,10 @@ class Case:
         self.q, self.k, self.v = fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
 
     def decode(self, library: Library) -> torch.Tensor:
-        return decode_attention(library, self.q, self.cache, self.batch, self.spec)
+        return CpuOps(library).decode_attention(self.q, self.cache, self.batch, self.spec)
 
     def prefill(self, library: Library) -> torch.Tensor:
-        return prefill_attention(library, self.q, self.k, self.v, self.cache, self.batch, self.spec)
+        return CpuOps(library).prefill_attention(self.q, self.k, self.v, self.cache, self.batch, self.spec)
 
 
 def cut(case: Case, rows: Sequence[int]) -> Case:
@@ -103,7 +103,7 @@ def test_prefill_attention(
     library: Library, heads: Heads, dtype: torch.dtype, window: int | None, block_size: int
 ) -> None:
     case = Case(PROMPTS, heads, block_size=block_size, dtype=dtype, window=window)
-    write_kv(library, case.k, case.v, case.cache, case.batch, case.spec)  # the reference reads single tokens there
+    CpuOps(library).write_kv(case.k, case.v, case.cache, case.batch, case.spec)
     q, k, v = (x.float() for x in (case.q, case.k, case.v))
     expected = reference.prefill_attention(q, k, v, wide(case.cache), replace(case.batch, derived={}), case.spec)
     check_close(case.prefill(library), expected, dtype)
@@ -115,7 +115,7 @@ def test_many_lengths(library: Library) -> None:
     expected = reference.decode_attention(case.q, wide(case.cache), replace(case.batch, derived={}), case.spec)
     check_close(case.decode(library), expected, FP32)
     case = Case([(n % 97 + 1, n) for n in range(0, 200, 11)], (2, 1, 8))
-    write_kv(library, case.k, case.v, case.cache, case.batch, case.spec)
+    CpuOps(library).write_kv(case.k, case.v, case.cache, case.batch, case.spec)
     expected = reference.prefill_attention(
         case.q, case.k, case.v, wide(case.cache), replace(case.batch, derived={}), case.spec
     )
@@ -125,7 +125,7 @@ def test_many_lengths(library: Library) -> None:
 def test_new_tokens_need_not_be_stored(library: Library) -> None:
     case = Case(PROMPTS, window=40)
     cached = Case(PROMPTS, window=40)
-    write_kv(library, cached.k, cached.v, cached.cache, cached.batch, cached.spec)
+    CpuOps(library).write_kv(cached.k, cached.v, cached.cache, cached.batch, cached.spec)
     check_bits(case.prefill(library), cached.prefill(library))
 
 
@@ -139,7 +139,7 @@ def cut_padding(library: Library) -> torch.Tensor:
     case = Case([(0, 0), (1, 40), (0, 0)])
     batch = case.batch
     alone = PagedBatch(batch.block_tables[1:2], batch.input_lengths[1:2], batch.cache_lengths[1:2], batch.slots[1:2])
-    return decode_attention(library, case.q[1:2], case.cache, alone, case.spec)
+    return CpuOps(library).decode_attention(case.q[1:2], case.cache, alone, case.spec)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -163,7 +163,7 @@ def test_what_is_not_a_number_stays_in_its_sequence(library: Library, dtype: tor
 @pytest.mark.parametrize(("dtype", "window"), [(FP32, None), (BF16, 50), (FP16, None)], ids=str)
 def test_a_row_has_the_same_bits_alone_and_in_a_mix(library: Library, dtype: torch.dtype, window: int | None) -> None:
     case = Case(MIX, (9, 3, 64), dtype=dtype, window=window)
-    write_kv(library, case.k, case.v, case.cache, case.batch, case.spec)
+    CpuOps(library).write_kv(case.k, case.v, case.cache, case.batch, case.spec)
     together = case.prefill(library)
     for row in range(len(MIX)):
         check_bits(cut(case, [row]).prefill(library), together[tokens_of(case, row)])
@@ -177,14 +177,14 @@ def test_a_row_has_the_same_bits_alone_and_in_a_mix(library: Library, dtype: tor
 def test_bits_do_not_depend_on_the_cut_of_a_prompt(library: Library) -> None:
     whole = Case([(300, 0)], (9, 3, 64), window=150)
     expected, found = whole.prefill(library), []
-    write_kv(library, whole.k, whole.v, whole.cache, whole.batch, whole.spec)
+    CpuOps(library).write_kv(whole.k, whole.v, whole.cache, whole.batch, whole.spec)
     start = 0
     for count in (2, 61, 37, 200):
         batch = replace(
             whole.batch, input_lengths=torch.tensor([count]), cache_lengths=torch.tensor([start]), derived={}
         )
         q, k, v = (x[start : start + count] for x in (whole.q, whole.k, whole.v))
-        found.append(prefill_attention(library, q, k, v, whole.cache, batch, whole.spec))
+        found.append(CpuOps(library).prefill_attention(q, k, v, whole.cache, batch, whole.spec))
         start += count
     check_bits(torch.cat(found), expected)
 
@@ -197,8 +197,8 @@ def test_bits_do_not_depend_on_threads(library: Library) -> None:
         long = Case([(1, n) for n in (3, 600, 1300)], (9, 3, 64))
         prompts = Case([*MIX, (1, 600), (300, 0)], (9, 3, 64), block_size=8)
         turned, (cos, sin) = prompts.q.clone(), angles(len(prompts.q), 32)
-        rotary(library, turned, cos, sin)
-        write_kv(library, prompts.k, prompts.v, prompts.cache, prompts.batch, prompts.spec)
+        CpuOps(library).rotary(turned, cos, sin)
+        CpuOps(library).write_kv(prompts.k, prompts.v, prompts.cache, prompts.batch, prompts.spec)
         found.append([long.decode(library), prompts.prefill(library), turned, *prompts.cache])
     for others in found[1:]:
         for one, other in zip(found[0], others, strict=True):
@@ -232,7 +232,7 @@ def angles(tokens: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_rotary(library: Library, dtype: torch.dtype, head_dim: int, half: int) -> None:
     fused = normal(9, 7, head_dim, seed=3, dtype=dtype)
     expected, (cos, sin) = fused.clone(), angles(9, half)
-    rotary(library, fused[:, 1:5], cos, sin)
+    CpuOps(library).rotary(fused[:, 1:5], cos, sin)
     reference.rotary(expected[:, 1:5], cos, sin)
     torch.testing.assert_close(fused, expected, rtol=TOLERANCE[dtype] / 2, atol=TOLERANCE[dtype] / 2)
     check_bits(fused[:, [0, 5, 6]], expected[:, [0, 5, 6]])
@@ -252,7 +252,7 @@ def test_write_kv(library: Library, dtype: torch.dtype, stored: list[int] | None
         slot = int(slots[token])
         if slot >= 0:
             expected[0][slot // 7, :, slot % 7], expected[1][slot // 7, :, slot % 7] = case.k[token], case.v[token]
-    write_kv(library, case.k, case.v, case.cache, batch, case.spec)
+    CpuOps(library).write_kv(case.k, case.v, case.cache, batch, case.spec)
     for found, kept in zip(case.cache, expected, strict=True):
         check_bits(found, kept)
 
@@ -262,7 +262,7 @@ def test_a_float8_cache_goes_through_the_reference(library: Library) -> None:
     for each in (case, same):
         keys, values = without_bad(each.cache)
         each.cache, each.spec = (keys.to(FP8), values.to(FP8)), AttentionSpec(0.2, None, 0.5, 0.25)
-    write_kv(library, case.k, case.v, case.cache, case.batch, case.spec)
+    CpuOps(library).write_kv(case.k, case.v, case.cache, case.batch, case.spec)
     reference.write_kv(same.k, same.v, same.cache, same.batch, same.spec)
     check_bits(case.cache[0], same.cache[0])
     expected = reference.prefill_attention(same.q, same.k, same.v, same.cache, same.batch, same.spec)
@@ -279,13 +279,13 @@ def test_soft_cap_and_slopes(library: Library, window: int | None, soft_cap: flo
     case.spec = AttentionSpec(0.9, window, soft_cap=soft_cap, slopes=slopes)
     for cache in case.cache:
         cache.fill_(BAD)
-    write_kv(library, case.k, case.v, case.cache, case.batch, case.spec)
+    CpuOps(library).write_kv(case.k, case.v, case.cache, case.batch, case.spec)
     expected = attend_plainly(case.q, case.cache, case.batch, case.spec)
     check_close(case.prefill(library), expected.float(), FP32)
     ends = case.batch.input_lengths.cumsum(0) - 1
     one = torch.ones_like(ends)
     step = PagedBatch(case.batch.block_tables, one, case.batch.input_lengths - 1, case.batch.slots[ends])
-    found = decode_attention(library, case.q[ends], case.cache, step, case.spec)
+    found = CpuOps(library).decode_attention(case.q[ends], case.cache, step, case.spec)
     check_close(found, expected[ends].float(), FP32)
 
 

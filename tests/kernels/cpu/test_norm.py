@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from lorax_server.kernels import Field, LoraBatch, LoraTarget, reference
 from lorax_server.kernels.cpu.library import Library
-from lorax_server.kernels.cpu.norm import layer_norm, rms_norm, scale_and_shift
+from lorax_server.kernels.cpu.ops import CpuOps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # In half precision one step of a value's last place: a sum that differs in its last bit may round to the other side.
@@ -33,8 +33,8 @@ def both_norms(library: Library, weight: torch.Tensor, bias: torch.Tensor) -> li
     """Return functions of rows, residuals and adapters."""
     targets = [LoraTarget(1, slice(0, len(weight)))]
     return [
-        lambda x, residual, lora: rms_norm(library, x, residual, weight, EPS, lora, targets)[0],
-        lambda x, _, lora: layer_norm(library, x, weight, bias, 1e-5, lora, targets),
+        lambda x, residual, lora: CpuOps(library).rms_norm(x, residual, weight, EPS, lora, targets)[0],
+        lambda x, _, lora: CpuOps(library).layer_norm(x, weight, bias, 1e-5, lora, targets),
     ]
 
 
@@ -46,7 +46,7 @@ def test_rms_norm(dtype: torch.dtype, has_residual: bool, library: Library) -> N
             x, weight = normal(rows, size, seed=1, dtype=dtype), normal(size, seed=2, dtype=dtype)
             residual = normal(rows, size, seed=3, dtype=dtype) if has_residual else None
             expected, summed = reference.rms_norm(x, residual, weight, EPS)
-            found, total = rms_norm(library, x, residual, weight, EPS)
+            found, total = CpuOps(library).rms_norm(x, residual, weight, EPS)
             check_close(found, expected)
             assert torch.equal(total, summed)
             assert has_residual or total is x
@@ -56,7 +56,7 @@ def test_rms_norm(dtype: torch.dtype, has_residual: bool, library: Library) -> N
 def test_rms_norm_rounds_as_the_reference(dtype: torch.dtype, library: Library) -> None:
     """Nearly all values are the same: a rounding more or less would change a tenth of them."""
     x, residual, weight = (normal(*shape, seed=4, dtype=dtype) for shape in ((64, 576), (64, 576), (576,)))
-    found, _ = rms_norm(library, x, residual, weight, EPS)
+    found, _ = CpuOps(library).rms_norm(x, residual, weight, EPS)
     expected, _ = reference.rms_norm(x, residual, weight, EPS)
     assert (found != expected).float().mean() < 1e-3
 
@@ -65,14 +65,14 @@ def test_rms_norm_rounds_as_the_reference(dtype: torch.dtype, library: Library) 
 def test_a_weight_of_float32_multiplies_before_rounding(dtype: torch.dtype, library: Library) -> None:
     x, residual = (normal(64, 576, seed=seed, dtype=dtype) for seed in (4, 5))
     weight = normal(576, seed=6) + 1
-    found, total = rms_norm(library, x, residual, weight, EPS)
+    found, total = CpuOps(library).rms_norm(x, residual, weight, EPS)
     expected, summed = reference.rms_norm(x, residual, weight, EPS)
     assert torch.equal(total, summed)
     assert (found != expected).float().mean() < 1e-3
     narrow, _ = reference.rms_norm(x, residual, weight.to(dtype), EPS)
     assert (found != narrow).float().mean() > 0.1
     with pytest.raises(ValueError, match="needs a weight of as many"):
-        rms_norm(library, x, residual, weight[1:], EPS)
+        CpuOps(library).rms_norm(x, residual, weight[1:], EPS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -83,13 +83,13 @@ def test_layer_norm(dtype: torch.dtype, library: Library) -> None:
             for affine in (False, True):
                 weight, bias = (normal(size, seed=seed, dtype=dtype) if affine else None for seed in (2, 3))
                 expected = reference.layer_norm(x, weight, bias, 1e-5)
-                check_close(layer_norm(library, x, weight, bias, 1e-5), expected)
+                check_close(CpuOps(library).layer_norm(x, weight, bias, 1e-5), expected)
 
 
 def test_a_mean_far_from_zero_costs_no_precision(library: Library) -> None:
     x = normal(3, 4000, seed=1) * 0.1 + 300
     expected = F.layer_norm(x.double(), (4000,), eps=1e-5)
-    found = layer_norm(library, x, None, None, 1e-5)
+    found = CpuOps(library).layer_norm(x, None, None, 1e-5)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-3)  # of the rounding of x itself
 
 
@@ -98,11 +98,11 @@ def test_rows_may_lie_apart(dtype: torch.dtype, library: Library) -> None:
     whole, weight = normal(4, 6, 20, seed=1, dtype=dtype), normal(20, seed=2, dtype=dtype)
     layouts = [whole, whole[:, 1:4], whole[:, 2], whole[1:, :, :].transpose(0, 1), normal(20, 6, seed=3, dtype=dtype).T]
     for x in layouts:
-        found, same = rms_norm(library, x, None, weight, EPS)
+        found, same = CpuOps(library).rms_norm(x, None, weight, EPS)
         assert same is x or torch.equal(same, x)
         check_close(found, reference.rms_norm(x, None, weight, EPS)[0])
-        check_close(layer_norm(library, x, weight, None, 1e-5), reference.layer_norm(x, weight, None, 1e-5))
-        summed = rms_norm(library, x, torch.ones_like(x), weight, EPS)
+        check_close(CpuOps(library).layer_norm(x, weight, None, 1e-5), reference.layer_norm(x, weight, None, 1e-5))
+        summed = CpuOps(library).rms_norm(x, torch.ones_like(x), weight, EPS)
         for ours, theirs in zip(summed, reference.rms_norm(x, torch.ones_like(x), weight, EPS), strict=True):
             check_close(ours, theirs)
 
@@ -111,7 +111,7 @@ def test_a_residual_of_another_shape_or_dtype_is_refused(library: Library) -> No
     x, weight = normal(3, 8, seed=1), normal(8, seed=2)
     for residual in (normal(2, 8, seed=3), normal(3, 8, seed=3).half()):
         with pytest.raises(ValueError, match="same shape and dtype"):
-            rms_norm(library, x, residual, weight, EPS)
+            CpuOps(library).rms_norm(x, residual, weight, EPS)
 
 
 # --- adapters
@@ -151,22 +151,22 @@ def test_each_row_is_changed_by_its_adapter(dtype: torch.dtype, size: int, libra
     weight, bias = normal(size, seed=3, dtype=dtype), normal(size, seed=4, dtype=dtype)
     lora, targets = adapters(size, dtype), [LoraTarget(1, slice(0, size))]
     expected, summed = reference.rms_norm(x, residual, weight, EPS, lora, targets)
-    found, total = rms_norm(library, x, residual, weight, EPS, lora, targets)
+    found, total = CpuOps(library).rms_norm(x, residual, weight, EPS, lora, targets)
     check_close(found, expected)
     assert torch.equal(total, summed)
-    plain, _ = rms_norm(library, x, residual, weight, EPS, lora, [])
+    plain, _ = CpuOps(library).rms_norm(x, residual, weight, EPS, lora, [])
     check_close(plain, reference.rms_norm(x, residual, weight, EPS)[0])
     assert torch.equal(plain[:3], found[:3])
     assert not torch.allclose(plain[3:].float(), found[3:].float(), atol=0.1)
     expected = reference.layer_norm(x, weight, bias, 1e-5, lora, targets)
-    check_close(layer_norm(library, x, weight, bias, 1e-5, lora, targets), expected)
+    check_close(CpuOps(library).layer_norm(x, weight, bias, 1e-5, lora, targets), expected)
 
 
 def test_adapters_of_other_tokens_or_columns_are_refused(library: Library) -> None:
     x, weight = normal(20, 8, seed=1), normal(8, seed=2)
     for rows, columns in ((x[:19], slice(0, 8)), (x, slice(0, 4))):
         with pytest.raises(ValueError, match="cannot change"):
-            rms_norm(library, rows, None, weight, EPS, adapters(8, x.dtype), [LoraTarget(1, columns)])
+            CpuOps(library).rms_norm(rows, None, weight, EPS, adapters(8, x.dtype), [LoraTarget(1, columns)])
 
 
 # --- one row and its neighbours
@@ -216,10 +216,10 @@ def test_threads_change_no_bit(dtype: torch.dtype, library: Library) -> None:
 def test_no_nan_of_bfloat16_is_rounded_to_a_number(bits: int, library: Library) -> None:
     x = torch.full((1, 20), bits, dtype=torch.int16).view(torch.bfloat16)
     assert x.isnan().all()
-    normed, total = rms_norm(library, x, torch.ones_like(x), torch.ones(20, dtype=x.dtype), EPS)
+    normed, total = CpuOps(library).rms_norm(x, torch.ones_like(x), torch.ones(20, dtype=x.dtype), EPS)
     assert normed.isnan().all()
     assert total.isnan().all()
-    assert layer_norm(library, x, None, None, 1e-5).isnan().all()
+    assert CpuOps(library).layer_norm(x, None, None, 1e-5).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -231,7 +231,7 @@ def test_rows_are_scaled_and_shifted_as_the_reference_does(size: int, dtype: tor
     rows = normal(len(lora.adapter_indices), 3 * size + 4, seed=7, dtype=dtype)
     for some in (targets, targets[1:2], targets[:1]):
         found, expected = rows.clone(), rows.clone()
-        scale_and_shift(library, found, lora, some)
+        CpuOps(library).scale_and_shift(found, lora, some)
         reference.scale_and_shift(expected, lora, some)
         check_close(found, expected)
         assert torch.equal(found, rows) == (some == targets[:1])
@@ -242,4 +242,4 @@ def test_rows_of_other_tokens_are_not_scaled(library: Library) -> None:
     tokens = len(lora.adapter_indices)
     for rows in (normal(tokens - 1, 8, seed=1), normal(tokens, 8, seed=1).half(), normal(8, tokens, seed=1).t()):
         with pytest.raises(ValueError, match=f"adapters of {tokens} tokens"):
-            scale_and_shift(library, rows, lora, targets)
+            CpuOps(library).scale_and_shift(rows, lora, targets)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from lorax_server.kernels import Activation
-from lorax_server.kernels.cpu.library import PAIRS
+from lorax_server.kernels.cpu.abi import Dtype
 from lorax_server.kernels.cpu.ops import CpuOps
 from lorax_server.kernels.panels import PanelMatrix, cut_pairs
 from tests.kernels.batches import Adapter, World, error, mix
@@ -146,7 +146,7 @@ def test_float32_stays_exact(ops: CpuOps) -> None:
 def test_pairs_are_beside_each_other() -> None:
     weight = torch.arange(40 * 34).view(40, 34).bfloat16()
     panels = cut_pairs(weight, 32).panels
-    assert (panels.shape, PAIRS) == ((2, 32, 32, 2), 3)
+    assert (panels.shape, Dtype.BFLOAT16_PAIRS) == ((2, 32, 32, 2), 3)
     assert torch.equal(panels[1, 4, 7], weight[39, 8:10])
     assert not bool(panels[:, 17:].any())
     assert not bool(panels[1, :, 8:].any())

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from lorax_server.kernels import UnrecordableError
 from lorax_server.kernels.cpu.ops import CpuOps
-from lorax_server.kernels.cpu.program import KernelProgram, RunBuffers, UnrecordableError
+from lorax_server.kernels.cpu.program import BufferPool, CpuGraph
 from lorax_server.kernels.ops import LinearWeights
 
 ROWS, SIZE = 3, 40
@@ -20,12 +21,12 @@ def make_weights(seed: int = 0) -> LinearWeights:
     return OPS.make_linear(torch.randn(SIZE, SIZE, generator=generator), None)
 
 
-def record(run: Callable[[], torch.Tensor], buffers: RunBuffers | None = None) -> KernelProgram:
+def record(run: Callable[[], torch.Tensor], buffers: BufferPool | None = None) -> CpuGraph:
     with torch.inference_mode():
-        return OPS.record(run, ROWS, buffers or RunBuffers(2 * ROWS))
+        return OPS.record(run, ROWS, buffers or BufferPool(2 * ROWS))
 
 
-def replay(program: KernelProgram) -> torch.Tensor:
+def replay(program: CpuGraph) -> torch.Tensor:
     with torch.inference_mode():
         program.replay()
         return program.output.clone()
@@ -56,7 +57,7 @@ def test_a_program_gives_the_bits_of_the_run(threads: int, restored_threads: Non
 
 def test_nothing_runs_while_it_is_recorded() -> None:
     x, weights = torch.randn(ROWS, SIZE), make_weights()
-    buffers = RunBuffers(ROWS)
+    buffers = BufferPool(ROWS)
     program = record(lambda: OPS.linear(x, weights, None, ()), buffers)
     with torch.inference_mode():
         program.output.fill_(7)
@@ -105,7 +106,7 @@ def test_buffers_serve_again_as_soon_as_they_are_free() -> None:
             result = OPS.linear(result, weights, None, ())
         return result
 
-    buffers = RunBuffers(2 * ROWS)
+    buffers = BufferPool(2 * ROWS)
     programs = [record(partial(run, depth), buffers) for depth in (2, 9)]
     assert buffers.num_bytes == 2 * 2 * ROWS * SIZE * 4
     for program, depth in zip(programs, (2, 9), strict=True):
@@ -113,7 +114,7 @@ def test_buffers_serve_again_as_soon_as_they_are_free() -> None:
 
 
 def test_buffers_of_fewer_rows_are_those_of_more() -> None:
-    buffers, weights = RunBuffers(8), make_weights()
+    buffers, weights = BufferPool(8), make_weights()
     with torch.inference_mode():
         for rows in (8, 1, 5):
             x = torch.randn(rows, SIZE)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lorax_server.kernels.cpu.library import Library
-from lorax_server.kernels.cpu.sampling import choose_greedy, find_logprobs
+from lorax_server.kernels.cpu.ops import CpuOps
 
 FORK_S = 60  # after which a child that hangs is ended
 
@@ -26,10 +26,10 @@ def make_logits() -> torch.Tensor:
 def test_any_number_of_threads(threads: int, library: Library) -> None:
     logits = make_logits()
     torch.set_num_threads(1)
-    expected = choose_greedy(library, logits)
+    expected = CpuOps(library).choose_greedy(logits)
     torch.set_num_threads(threads)
     for _ in range(20):
-        assert all(map(torch.equal, choose_greedy(library, logits), expected))
+        assert all(map(torch.equal, CpuOps(library).choose_greedy(logits), expected))
 
 
 @pytest.mark.usefixtures("restored_threads")
@@ -38,13 +38,13 @@ def test_several_callers_at_once(library: Library) -> None:
     torch.set_num_threads(1)
     logits = make_logits()
     token_ids = torch.arange(400).view(40, 10)
-    expected, stop = find_logprobs(library, logits, token_ids), Event()
+    expected, stop = CpuOps(library).find_logprobs(logits, token_ids), Event()
 
     def call() -> int:
         torch.set_num_threads(2)  # OpenMP keeps it for each thread
         count = 0
         while not stop.is_set():
-            assert torch.equal(find_logprobs(library, logits, token_ids), expected)
+            assert torch.equal(CpuOps(library).find_logprobs(logits, token_ids), expected)
             count += 1
             if count >= 50:
                 stop.set()
@@ -59,7 +59,7 @@ def test_a_child_that_is_forked_has_helpers_of_its_own(library: Library) -> None
     """Also while those of its parent sleep."""
     torch.set_num_threads(3)
     logits = make_logits()
-    expected = choose_greedy(library, logits)
+    expected = CpuOps(library).choose_greedy(logits)
     time.sleep(0.2)
     child = os.fork()
     if child == 0:
@@ -67,7 +67,7 @@ def test_a_child_that_is_forked_has_helpers_of_its_own(library: Library) -> None
         try:
             for threads in (3, 5, 2, 5):
                 torch.set_num_threads(threads)
-                found = choose_greedy(library, logits)
+                found = CpuOps(library).choose_greedy(logits)
                 if not all(map(torch.equal, found, expected)):
                     os._exit(1)
                 time.sleep(0.05)  # they sleep, and are woken again
@@ -85,8 +85,8 @@ import os, time
 import numpy as np
 import torch
 from lorax_server.kernels.cpu.library import Library
-from lorax_server.kernels.cpu.sampling import choose_greedy
-choose_greedy(Library(), torch.from_numpy(np.zeros((40, 9000), np.float32)))  # no operation of torch starts threads
+from lorax_server.kernels.cpu.ops import CpuOps
+CpuOps(Library()).choose_greedy(torch.from_numpy(np.zeros((40, 9000), np.float32)))  # torch starts no threads
 deadline = time.monotonic() + 120
 while True:  # nobody waits for a helper to begin
     places = {tuple(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")}

@@ -1,10 +1,12 @@
 """The CUDA sources compile, for every shape of the table, without a GPU."""
 
+import ctypes
 from pathlib import Path
 
 import pytest
 import torch
 
+from lorax_server.kernels.hopper import sources
 from lorax_server.kernels.hopper.sampling import LOGITS, SampleVariant
 from lorax_server.kernels.hopper.settings import LONG_STAGES, SHORT_STAGES
 from lorax_server.kernels.hopper.sources import (
@@ -60,6 +62,15 @@ def test_stages_fit_into_shared_memory(height: int) -> None:
     assert LinearVariant(BF16, height, LONG_STAGES[height], 1, True).shared_bytes <= SHARED_BYTES
     if height < 128:
         assert LinearVariant(BF16, height, SHORT_STAGES[height], 1, True).blocks_per_sm == 2
+
+
+def test_a_struct_of_another_layout_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class GateArgs(ctypes.Structure):
+        _fields_ = (("out", ctypes.c_void_p), ("gate_up", ctypes.c_void_p), ("n", ctypes.c_int))
+
+    monkeypatch.setattr(sources, "GateArgs", GateArgs)
+    with pytest.raises(Exception, match="Python has another layout of GateArgs"):
+        Compiler("sm_90a", tmp_path).compile(GateVariant(BF16, "silu").source)
 
 
 def test_a_compiled_kernel_is_kept_on_disk(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ static void run_gate(const T* x, int64_t stride, T* out, int64_t rows, int64_t w
 }
 
 // Write `activation(left) * right` of the two halves of each row, rounded once; each half is `width` wide.
-EXPORT(gate)(int64_t dtype, int64_t kind, const void* x, int64_t stride, void* out, int64_t rows, int64_t width) {
+EXPORT(gate, int64_t dtype, int64_t kind, const void* x, int64_t stride, void* out, int64_t rows, int64_t width) {
   const auto run = [&](auto of) {
     using T = decltype(of);
     if (kind == SILU) run_gate<SILU>((const T*)x, stride, (T*)out, rows, width);

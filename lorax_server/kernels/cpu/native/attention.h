@@ -328,7 +328,7 @@ static void run_decode(const Paged& batch, const void* q, Strides strides, const
 }
 
 // Attend from one token of each sequence, whose key and value are in the cache.
-EXPORT(decode_attention)(const Paged* batch, const void* q, int64_t token, int64_t head, const void* keys,
+EXPORT(decode_attention, const Paged* batch, const void* q, int64_t token, int64_t head, const void* keys,
                          const void* values, void* out, int64_t heads, float scale, int64_t window, float cap,
                          const float* slopes) {
   const Rule rule{scale, window, cap, slopes};
@@ -355,7 +355,7 @@ static void run_prefill(const Paged& batch, const Fresh& fresh, const void* keys
 }
 
 // Attend from any number of new tokens of each sequence to those before them: cached ones, and each other.
-EXPORT(prefill_attention)(const Paged* batch, const void* q, int64_t q_token, int64_t q_head, const void* k,
+EXPORT(prefill_attention, const Paged* batch, const void* q, int64_t q_token, int64_t q_head, const void* k,
                           int64_t k_token, int64_t k_head, const void* v, int64_t v_token, int64_t v_head,
                           const void* keys, const void* values, void* out, int64_t heads, float scale,
                           int64_t window, float cap, const float* slopes) {

@@ -93,7 +93,7 @@ static void find_best_of_row(const T* scores, const uint32_t* mask, int64_t voca
 
 // Write the `count` best scores of each row, the best first, and their tokens. `count` is at most the vocabulary. Where a
 // row's mask allows fewer, the rest is minus infinity, of token 0. Masks are those of `choose_greedy`.
-EXPORT(find_best)(int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary, int64_t count,
+EXPORT(find_best, int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary, int64_t count,
                   const uint32_t* words, int64_t width, const int64_t* numbers, float* best, int64_t* ids) {
   const MaskedRows masks = {words, width, numbers};
   const auto run = [&](auto of) {

@@ -2,15 +2,11 @@
 
 namespace attention {
 
-// As `PagedBatch` has it, and the shape of the caches.
-struct Paged {
-  const int32_t* tables;  // [sequences, width]
-  const int64_t *inputs, *cached;  // [sequences]
-  const int64_t *slots, *stored;   // [count]; `stored` may be null
-  int64_t width, sequences, count;
-  int64_t kv_heads, block_size, head_dim;
-  int32_t dtype;
-};
+// As `PagedBatch` has it, and the shape of the caches. `tables` is [sequences, width], `inputs` and `cached`
+// [sequences], `slots` and `stored`, which may be null, [count].
+STRUCT(Paged, const int32_t* tables; const int64_t* inputs; const int64_t* cached; const int64_t* slots;
+       const int64_t* stored; int64_t width; int64_t sequences; int64_t count; int64_t kv_heads; int64_t block_size;
+       int64_t head_dim; int32_t dtype;);
 
 // `[tokens, heads, head_dim]`: numbers from one token to the next, and from one head to the next.
 struct Strides {
@@ -66,7 +62,7 @@ static void run_rotary(T* x, Strides strides, int64_t tokens, int64_t heads, con
 }
 
 // Turn dimension i of each head with dimension i + half, by angles `[tokens, half]`.
-EXPORT(rotary)(void* x, int64_t token, int64_t head, int64_t tokens, int64_t heads, const float* cosine,
+EXPORT(rotary, void* x, int64_t token, int64_t head, int64_t tokens, int64_t heads, const float* cosine,
                const float* sine, int64_t half, int64_t dtype) {
   switch (dtype) {
     case FLOAT32: return run_rotary((float*)x, {token, head}, tokens, heads, cosine, sine, half);
@@ -78,7 +74,7 @@ EXPORT(rotary)(void* x, int64_t token, int64_t head, int64_t tokens, int64_t hea
 // --- the cache ---
 
 // Store new keys and values in their slots.
-EXPORT(write_kv)(const Paged* batch, const char* k, int64_t k_token, int64_t k_head, const char* v, int64_t v_token,
+EXPORT(write_kv, const Paged* batch, const char* k, int64_t k_token, int64_t k_head, const char* v, int64_t v_token,
                  int64_t v_head, char* keys, char* values) {
   const int64_t size = batch->dtype == FLOAT32 ? 4 : 2, row = batch->head_dim * size;
   in_pieces(batch->count, 1, batch->count * batch->kv_heads * batch->head_dim, FEW_NUMBERS, [&](Range mine) {

@@ -167,7 +167,7 @@ static void choose_storage(const Matrix& matrix, const void* x, int64_t ldx, int
 
 // Multiply `rows` rows of `x` by a matrix. With a gate, the matrix has as many outputs for it as for what it opens, a
 // multiple of `PANEL`. `lora` may be null; its targets `first` and the `count - 1` after it are those of the matrix.
-EXPORT(linear)(const Matrix* matrix, const void* x, int64_t ldx, int64_t rows, void* out, const Lora* lora,
+EXPORT(linear, const Matrix* matrix, const void* x, int64_t ldx, int64_t rows, void* out, const Lora* lora,
                int64_t first, int64_t count, int64_t gate) {
   const Gate kind = (Gate)gate;
   if (rows == 0) return;

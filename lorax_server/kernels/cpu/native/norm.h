@@ -159,7 +159,7 @@ static void run_layer_norm(const Rows<T>& rows, const void* weight, const void* 
 
 // Normalise each row of `x + residual` by its root mean square. `residual`, `total` (that sum) and `lora` may be null;
 // they and `normed` have no gaps. A wide weight is of floats. With `lora` there is one head for each token.
-EXPORT(rms_norm)(int64_t dtype, const void* x, int64_t token_stride, int64_t head_stride, const void* residual,
+EXPORT(rms_norm, int64_t dtype, const void* x, int64_t token_stride, int64_t head_stride, const void* residual,
                  const void* weight, int64_t is_wide, const float* eps, void* normed, void* total, int64_t tokens,
                  int64_t heads, int64_t size, const Lora* lora, int64_t target) {
   const auto run = [&](auto of) {
@@ -174,7 +174,7 @@ EXPORT(rms_norm)(int64_t dtype, const void* x, int64_t token_stride, int64_t hea
 }
 
 // Subtract each row's mean and divide it by its deviation. `weight`, `bias` and `lora` may be null.
-EXPORT(layer_norm)(int64_t dtype, const void* x, int64_t token_stride, int64_t head_stride, const void* weight,
+EXPORT(layer_norm, int64_t dtype, const void* x, int64_t token_stride, int64_t head_stride, const void* weight,
                    const void* bias, float eps, void* normed, int64_t tokens, int64_t heads, int64_t size,
                    const Lora* lora, int64_t target) {
   const auto run = [&](auto of) {
@@ -210,7 +210,7 @@ static void run_scale_and_shift(T* x, int64_t stride, int64_t tokens, const Lora
 }
 
 // Change each row of `x` by its adapter's factor and shift. The targets lie side by side in it.
-EXPORT(scale_and_shift)(int64_t dtype, void* x, int64_t stride, int64_t tokens, const Lora* lora, int64_t first,
+EXPORT(scale_and_shift, int64_t dtype, void* x, int64_t stride, int64_t tokens, const Lora* lora, int64_t first,
                         int64_t last) {
   const auto run = [&](auto of) { run_scale_and_shift((decltype(of)*)x, stride, tokens, *lora, first, last); };
   if (dtype == FLOAT32) run(float());

@@ -6,26 +6,16 @@
 
 constexpr int PANEL = 2 * VL;
 
-struct Matrix {
-  const void* panels;
-  const void* bias;  // or null
-  int64_t outputs, inputs;
-  int32_t stored, dtype;  // of the panels; of inputs, outputs, bias and adapters
-};
+// `stored` is the dtype of the panels, `dtype` that of inputs, outputs, bias (which may be null) and adapters.
+STRUCT(Matrix, const void* panels; const void* bias; int64_t outputs; int64_t inputs; int32_t stored; int32_t dtype;);
 
 // As `LoraBatch` has it: segment i is rows bounds[i] to bounds[i + 1], of one adapter.
-struct Lora {
-  const void* buffer;
-  const int64_t* table;  // [adapters, targets, FIELDS]
-  const float* scales;   // [adapters, targets]
-  const int64_t* widths; // [targets, 2]
-  int64_t targets;
-  const int64_t *bounds, *adapters;
-  int64_t segments;
-};
+// `table` is [adapters, targets, FIELDS], `scales` [adapters, targets], `widths` [targets, 2].
+STRUCT(Lora, const void* buffer; const int64_t* table; const float* scales; const int64_t* widths; int64_t targets;
+       const int64_t* bounds; const int64_t* adapters; int64_t segments;);
 
-enum Field { A = 0, B = 1, FACTOR = 2, SHIFT = 3, RANK = 7, FIELDS = 10 };
-enum Gate : int32_t { NONE = 0, SILU = 1, GELU_TANH = 2 };
+ENUM(Field, A = 0, B = 1, FACTOR = 2, SHIFT = 3, RANK = 7, FIELDS = 10);
+ENUM(Gate, NONE = 0, SILU = 1, GELU_TANH = 2);
 
 // One adapter's part in one target of a linear, for one segment of rows.
 template <class T>

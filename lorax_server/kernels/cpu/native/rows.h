@@ -33,7 +33,7 @@ static void choose_rows(const void* panels, int64_t stored, int64_t inputs, int6
 
 // Copy some rows of panels of one dtype, which is `stored`, to `[count, inputs]` of another. They are counted from the
 // row `first` on.
-EXPORT(look_up)(const void* panels, int64_t stored, int64_t inputs, int64_t first, const int64_t* rows, int64_t count,
+EXPORT(look_up, const void* panels, int64_t stored, int64_t inputs, int64_t first, const int64_t* rows, int64_t count,
                 int64_t dtype, void* out) {
   switch (dtype) {
     case FLOAT32: return choose_rows(panels, stored, inputs, first, rows, count, (float*)out);

@@ -144,7 +144,7 @@ struct Scores {
 
 // Choose the token with the largest score of each row, the first of equals, and write its log probability. Rows that have
 // one of the `words` choose as if all tokens that it does not allow had minus infinity; `words` may be null.
-EXPORT(choose_greedy)(int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary,
+EXPORT(choose_greedy, int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary,
                       const uint32_t* words, int64_t width, const int64_t* numbers, int64_t* ids, float* logprobs) {
   const auto run = [&](auto of) {
     using T = decltype(of);
@@ -157,7 +157,7 @@ EXPORT(choose_greedy)(int64_t dtype, const void* scores, int64_t stride, int64_t
 
 // Write the log probabilities of `count` tokens of each row, of scores divided by `temperatures`, which may be null. Of a
 // row with a mask, as above, they are those among the tokens that it allows; it must allow these.
-EXPORT(find_logprobs)(int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary,
+EXPORT(find_logprobs, int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary,
                       const float* temperatures, const uint32_t* words, int64_t width, const int64_t* numbers,
                       const int64_t* ids, int64_t count, float* logprobs) {
   const auto run = [&](auto of) {

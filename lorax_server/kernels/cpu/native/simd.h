@@ -16,7 +16,7 @@ struct Half {
 };
 
 // The codes of dtypes, as Python has them; the last is that of a matrix whose inputs lie in pairs.
-enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, BFLOAT16_PAIRS = 3 };
+ENUM(Dtype, FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, BFLOAT16_PAIRS = 3);
 
 static inline float read(const float* p) { return *p; }
 static inline float read(const Bf16* p) {

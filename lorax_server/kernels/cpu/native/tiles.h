@@ -100,4 +100,9 @@ static bool may_use_tiles() {
 #endif
 }
 
-EXPORT(use_tiles)(int64_t* may) { *may = may_use_tiles(); }
+// What Python has to know: the outputs of a panel, the inputs of a tile, and whether this CPU has tiles.
+EXPORT(get_facts, int64_t* panel, int64_t* tile_inputs, int64_t* has_tiles) {
+  *panel = PANEL;
+  *tile_inputs = TILE_INPUTS;
+  *has_tiles = may_use_tiles();
+}

@@ -1,0 +1,115 @@
+"""The interface of the native library: its structs, enumerations and functions, as C++ declares them.
+
+The library exports the text of its own declarations (`native/abi.h`). They are compared when it is loaded, so that an
+argument or a field that has been added, removed, renamed or moved on one side only is an error there.
+"""
+
+import ctypes
+import re
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+from typing import Any
+
+from lorax_server.kernels.ops import Field
+
+DECLARATIONS = """
+struct Paged { const int32_t* tables; const int64_t* inputs; const int64_t* cached; const int64_t* slots;
+  const int64_t* stored; int64_t width; int64_t sequences; int64_t count; int64_t kv_heads; int64_t block_size;
+  int64_t head_dim; int32_t dtype; };
+struct Matrix { const void* panels; const void* bias; int64_t outputs; int64_t inputs; int32_t stored; int32_t dtype; };
+struct Lora { const void* buffer; const int64_t* table; const float* scales; const int64_t* widths; int64_t targets;
+  const int64_t* bounds; const int64_t* adapters; int64_t segments; };
+void linear(const Matrix* matrix, const void* x, int64_t ldx, int64_t rows, void* out, const Lora* lora,
+  int64_t first, int64_t count, int64_t gate);
+void get_facts(int64_t* panel, int64_t* tile_inputs, int64_t* has_tiles);
+void look_up(const void* panels, int64_t stored, int64_t inputs, int64_t first, const int64_t* rows, int64_t count,
+  int64_t dtype, void* out);
+void rms_norm(int64_t dtype, const void* x, int64_t token_stride, int64_t head_stride, const void* residual,
+  const void* weight, int64_t is_wide, const float* eps, void* normed, void* total, int64_t tokens, int64_t heads,
+  int64_t size, const Lora* lora, int64_t target);
+void layer_norm(int64_t dtype, const void* x, int64_t token_stride, int64_t head_stride, const void* weight,
+  const void* bias, float eps, void* normed, int64_t tokens, int64_t heads, int64_t size, const Lora* lora,
+  int64_t target);
+void scale_and_shift(int64_t dtype, void* x, int64_t stride, int64_t tokens, const Lora* lora, int64_t first,
+  int64_t last);
+void gate(int64_t dtype, int64_t kind, const void* x, int64_t stride, void* out, int64_t rows, int64_t width);
+void choose_greedy(int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary,
+  const uint32_t* words, int64_t width, const int64_t* numbers, int64_t* ids, float* logprobs);
+void find_logprobs(int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary,
+  const float* temperatures, const uint32_t* words, int64_t width, const int64_t* numbers, const int64_t* ids,
+  int64_t count, float* logprobs);
+void find_best(int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary, int64_t count,
+  const uint32_t* words, int64_t width, const int64_t* numbers, float* best, int64_t* ids);
+void rotary(void* x, int64_t token, int64_t head, int64_t tokens, int64_t heads, const float* cosine,
+  const float* sine, int64_t half, int64_t dtype);
+void write_kv(const Paged* batch, const char* k, int64_t k_token, int64_t k_head, const char* v, int64_t v_token,
+  int64_t v_head, char* keys, char* values);
+void decode_attention(const Paged* batch, const void* q, int64_t token, int64_t head, const void* keys,
+  const void* values, void* out, int64_t heads, float scale, int64_t window, float cap, const float* slopes);
+void prefill_attention(const Paged* batch, const void* q, int64_t q_token, int64_t q_head, const void* k,
+  int64_t k_token, int64_t k_head, const void* v, int64_t v_token, int64_t v_head, const void* keys,
+  const void* values, void* out, int64_t heads, float scale, int64_t window, float cap, const float* slopes);
+void run_program(const int64_t* calls, int64_t count, int64_t words);
+"""
+POINTER_OR_INT = ctypes.c_void_p  # also for int64_t arguments: ctypes converts to it three times as fast
+FIELD_TYPES = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}
+
+
+class Dtype(IntEnum):
+    """Number formats of tensors. In `BFLOAT16_PAIRS` the inputs of a matrix lie in pairs."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+    BFLOAT16_PAIRS = 3
+
+
+class Gate(IntEnum):
+    """Activations that the kernels have built in."""
+
+    NONE = 0
+    SILU = 1
+    GELU_TANH = 2
+
+
+ENUMS: dict[str, Mapping[str, int]] = {
+    "Dtype": Dtype.__members__,
+    "Gate": Gate.__members__,
+    "Field": {**Field.__members__, "FIELDS": len(Field)},
+}
+
+
+def _parse(pattern: str) -> dict[str, str]:
+    return {name: " ".join(body.split()) for name, body in re.findall(pattern, DECLARATIONS, re.DOTALL)}
+
+
+STRUCTS = _parse(r"struct (\w+) {(.*?)};")
+FUNCTIONS = _parse(r"void (\w+)\((.*?)\);")
+ARGUMENT_TYPES = {
+    name: tuple(
+        ctypes.c_float if argument.strip().startswith("float ") else POINTER_OR_INT for argument in text.split(",")
+    )
+    for name, text in FUNCTIONS.items()
+}
+
+
+def list_fields(struct: str) -> list[tuple[str, Any]]:
+    """Return `_fields_` of the ctypes structure of a C++ struct."""
+    declarations = [text.strip().rsplit(" ", 1) for text in STRUCTS[struct].rstrip(";").split(";")]
+    return [(name, ctypes.c_void_p if "*" in kind else FIELD_TYPES[kind]) for kind, name in declarations]
+
+
+class AbiError(Exception):
+    """Python and the native library disagree on a declaration."""
+
+
+def check_declarations(read: Callable[[str], str]) -> None:
+    """Raise an `AbiError` unless the library's declarations, which `read` returns by name, are those of this module."""
+    for name, expected in (STRUCTS | FUNCTIONS).items():
+        if read(name) != expected:
+            raise AbiError(f"`{name}` is declared as ({read(name)}) in C++, but as ({expected}) in Python")
+    for enum, members in ENUMS.items():
+        for entry in read(enum).split(", "):
+            name, value = entry.split(" = ")
+            if members.get(name) != int(value):
+                raise AbiError(f"`{enum}.{name}` is {value} in C++, but {members.get(name)} in Python")

@@ -1,0 +1,53 @@
+// The interface to Python. Each declaration is also exported as its own text, which `cpu/abi.py` compares with what Python
+// relies on when it loads the library: a swapped argument or field is an error then, and not corrupted memory.
+
+#define JOIN_AGAIN(a, b) a##_##b
+#define JOIN(a, b) JOIN_AGAIN(a, b)
+#define VISIBLE __attribute__((visibility("default")))
+#define DECLARE(name, ...) \
+  extern "C" { VISIBLE const char* JOIN(declaration_##name, ISA) = #__VA_ARGS__; }
+
+#define STRUCT(name, ...) DECLARE(name, __VA_ARGS__) struct name { __VA_ARGS__ }
+#define ENUM(name, ...) DECLARE(name, __VA_ARGS__) enum name : int32_t { __VA_ARGS__ }
+
+template <auto kernel>
+struct Kernel;
+template <class... A, void (*kernel)(A...)>
+struct Kernel<kernel> {
+  // As Python calls it. Return 1 if memory could not be allocated: no exception may reach Python.
+  static int call(A... arguments) {
+    try {
+      kernel(arguments...);
+      return 0;
+    } catch (const std::bad_alloc&) {
+      return 1;
+    }
+  }
+
+  // As a program calls it: arguments are words of 64 bits.
+  static void call_words(const int64_t* words) { call_words(words, std::index_sequence_for<A...>()); }
+
+ private:
+  template <size_t... I>
+  static void call_words(const int64_t* words, std::index_sequence<I...>) {
+    kernel(take<A>(words + I)...);
+  }
+
+  template <class T>
+  static T take(const int64_t* word) {
+    static_assert(sizeof(T) <= sizeof(int64_t), "a word holds each argument");
+    T argument;
+    memcpy(&argument, word, sizeof(T));
+    return argument;
+  }
+};
+
+// Define a kernel: EXPORT(name, its parameters) { its body }
+#define EXPORT(name, ...)                                                              \
+  DECLARE(name, __VA_ARGS__)                                                           \
+  extern "C" void JOIN(name, ISA)(__VA_ARGS__);                                        \
+  extern "C" {                                                                         \
+  VISIBLE void* JOIN(guarded_##name, ISA) = (void*)&Kernel<&JOIN(name, ISA)>::call;     \
+  VISIBLE void* JOIN(words_##name, ISA) = (void*)(void (*)(const int64_t*)) & Kernel<&JOIN(name, ISA)>::call_words; \
+  }                                                                                    \
+  extern "C" void JOIN(name, ISA)(__VA_ARGS__)
