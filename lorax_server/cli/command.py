@@ -47,15 +47,15 @@ lorax COMMAND --help describes a command. lorax-launcher is lorax serve with the
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `lorax`."""
-    return _guarded("lorax", lambda: _dispatch(list(sys.argv[1:] if argv is None else argv)))
+    return guarded("lorax", lambda: _dispatch(list(sys.argv[1:] if argv is None else argv)))
 
 
 def launcher(argv: Sequence[str] | None = None) -> int:
     """Run `lorax-launcher`."""
-    return _guarded("lorax-launcher", lambda: _serve(list(sys.argv[1:] if argv is None else argv), "launcher"))
+    return guarded("lorax-launcher", lambda: _serve(list(sys.argv[1:] if argv is None else argv), "launcher"))
 
 
-def _guarded(program: str, run: Callable[[], int]) -> int:
+def guarded(program: str, run: Callable[[], int]) -> int:
     """Return the exit code. An error that the user can mend is one line: code 2 for a setting, 1 for the rest."""
     try:
         return run()

@@ -5,18 +5,18 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from ipaddress import ip_address
 from types import FrameType
 from typing import NoReturn
 
 import ray
 from ray import serve
 
+from lorax_server.cli.command import guarded
 from lorax_server.cli.settings import parse
-from lorax_server.errors import ConfigError, LoraxError
 from lorax_server.machine import count_cores
 from lorax_server.scale.ray_app import ScaleConfig, build_application
 from lorax_server.scale.server_process import ReplicaError, ServerOptions, find_port
+from lorax_server.server.http.hosts import is_local
 
 APP = "lorax"
 LOCALHOST = "127.0.0.1"
@@ -25,11 +25,7 @@ REASON = re.compile(r"ReplicaError: (.*)")
 
 
 def main(argv: Sequence[str]) -> int:
-    try:
-        return serve_replicas(list(argv))
-    except LoraxError as error:
-        print(f"lorax: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    return guarded("lorax", lambda: serve_replicas(list(argv)))
 
 
 def serve_replicas(argv: list[str]) -> int:
@@ -38,7 +34,7 @@ def serve_replicas(argv: list[str]) -> int:
     config, replicas = parsed.make_config(None), parsed.values["replicas"]
     cores, port = count_cores(), config.port or find_port(config.host)
     scale = ScaleConfig(replicas=replicas, host=LOCALHOST, cpus=max(1, cores // replicas))
-    options = ServerOptions(argv, os.getcwd(), () if _is_local(config.host) else ("*",))
+    options = ServerOptions(argv, os.getcwd(), () if is_local(config.host) else ("*",))
     os.environ.setdefault(NICENESS, "0")
     ray.init(num_cpus=max(cores, int(scale.cpus * replicas)), include_dashboard=False)
     for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which sets its own handlers
@@ -67,13 +63,6 @@ def _deploy(application: serve.Application) -> None:
         deployments = serve.status().applications[APP].deployments.values()
         reasons = [reason for each in deployments for reason in REASON.findall(each.message)]
         raise ReplicaError(reasons[-1] if reasons else str(error)) from error
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 if __name__ == "__main__":

@@ -3,17 +3,23 @@
 import asyncio
 import json
 import logging
+import re
+import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
+import aiohttp
 import ray
+from multidict import CIMultiDict
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
+from yarl import URL
 
 from lorax_server.errors import (
     AdapterAccessError,
@@ -24,12 +30,16 @@ from lorax_server.errors import (
     LoraxError,
 )
 from lorax_server.scale.change_registry import CONFIRM_S, RegistryError, find_registry, share_secret
-from lorax_server.scale.merged_metrics import merge_metrics
 from lorax_server.scale.placement import RoutingKey
 from lorax_server.scale.routing_key import read_routing_key
-from lorax_server.scale.upstream import Answer, ForwardedRequest, Headers, LostReplicaError, Upstream
 from lorax_server.server.http.problems import WORDINGS, describe, http_problem
-from lorax_server.server.http.replica_protocol import AdapterChange
+from lorax_server.server.http.replica_protocol import (
+    CHANGE_HEADER,
+    CHANGE_PATHS,
+    CLIENT_HEADER,
+    SECRET_HEADER,
+    AdapterChange,
+)
 from lorax_server.server.http.sse import event
 from lorax_server.server.telemetry.metrics import Metrics
 
@@ -44,7 +54,6 @@ PAUSE_S = 0.2  # before another attempt at a replica that has failed
 # Bytes of all request bodies that one ingress holds. Replicas check keys, so callers without a key can fill it.
 MAX_BUFFERED_BYTES = 2**30
 PROBES = ("/", "/health", "/ping", "/startup")
-CHANGE_PATHS = ("/v1/adapters/load", "/v1/adapters/unload", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 # Errors about an adapter: another replica may have the adapter, or a token for it. All replicas reject a key that may
 # not use the adapter.
 ADAPTER_STATUS = 424
@@ -53,6 +62,110 @@ TOKEN_NOTE = (
     b"only the replica that responded has used api_token, and no replica stores it; the other replicas need a token of "
     b"their own: in requests for the adapter, or HF_TOKEN and --use-global-hf-token on each machine"
 )
+SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?( .*)")  # a line of Prometheus's text format
+
+Headers = list[tuple[bytes, bytes]]
+
+# Headers that belong to a connection and not to a request.
+HOP_BY_HOP = frozenset(
+    (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
+     b"trailer", b"transfer-encoding", b"upgrade")
+)  # fmt: skip
+NOT_FORWARDED = HOP_BY_HOP | {b"content-length", CLIENT_HEADER.encode(), SECRET_HEADER.encode()}
+NOT_RETURNED = HOP_BY_HOP | {b"date", b"server", b"x-request-id", CHANGE_HEADER.encode()}  # Ray's proxy adds its own
+AUTOMATIC_HEADERS = ("accept", "accept-encoding", "content-type", "user-agent")  # those that aiohttp would add
+EVENT_STREAM = "text/event-stream"
+EVENT_END = b"\n\n"
+CONNECT_S = 5.0
+# A machine that loses power closes no connection. Keep-alive probes: seconds until the first one, seconds between them,
+# and their number; then milliseconds that sent bytes may stay unacknowledged. Not all systems have all options.
+KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
+KEEP_ALIVE_OPTIONS = {getattr(socket, name): value for name, value in KEEP_ALIVE.items() if hasattr(socket, name)}
+
+
+class LostReplicaError(Exception):
+    """A replica disconnected before the end of its response."""
+
+
+class ForwardedRequest(NamedTuple):
+    """A client's request with its whole body."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: Headers
+    body: bytearray
+    client: str  # the client address
+
+
+class Answer:
+    """A replica's response: a whole body, or a stream of events."""
+
+    def __init__(self, response: aiohttp.ClientResponse, body: bytes) -> None:
+        self._response = response
+        self.status = response.status
+        self.body = body
+        self.is_stream = response.content_type == EVENT_STREAM
+        self.change = response.headers.get(CHANGE_HEADER)
+        self.headers: Headers = [pair for pair in response.raw_headers if pair[0].lower() not in NOT_RETURNED]
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield complete events. An incomplete event at the end of a broken stream is dropped."""
+        rest = b""
+        try:
+            async for chunk in self._response.content.iter_any():
+                events, end, rest = (rest + chunk).rpartition(EVENT_END)
+                if end:
+                    yield events + end
+        except (aiohttp.ClientError, OSError) as error:
+            raise LostReplicaError(str(error)) from error
+
+
+class Upstream:
+    """Connections to the servers of all replicas."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
+
+    @asynccontextmanager
+    async def send(self, address: str, request: ForwardedRequest) -> AsyncIterator[Answer]:
+        """Send a request and yield the response. Leaving early closes the connection, which aborts the request."""
+        query = f"?{request.query.decode('latin-1')}" if request.query else ""
+        kept = ((name, value) for name, value in request.headers if name.lower() not in NOT_FORWARDED)
+        headers = CIMultiDict((name.decode("latin-1"), value.decode("latin-1")) for name, value in kept)
+        headers[SECRET_HEADER], headers[CLIENT_HEADER] = self._secret, request.client
+        try:
+            async with self.session.request(
+                request.method,
+                URL(f"http://{address}{request.path}{query}", encoded=True),
+                headers=headers,
+                data=request.body or None,
+                skip_auto_headers=AUTOMATIC_HEADERS,
+                allow_redirects=False,
+            ) as response:
+                body = b"" if response.content_type == EVENT_STREAM else await response.read()
+                yield Answer(response, body)
+        except (aiohttp.ClientError, OSError) as error:
+            raise LostReplicaError(str(error)) from error
+
+    @cached_property
+    def session(self) -> aiohttp.ClientSession:
+        """Created by the first request, on the event loop that serves it."""
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, socket_factory=_make_socket),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+
+def _make_socket(address: tuple[Any, ...]) -> socket.socket:
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEP_ALIVE_OPTIONS.items():
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 class Ingress:
@@ -263,3 +376,24 @@ async def _send_whole(send: Send, status: int, headers: Headers, body: bytes) ->
 
 async def _send_part(send: Send, body: bytes, more_body: bool = True) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+
+# --- Metrics of all replicas ------------------------------------------------------------------------------------------
+
+
+def merge_metrics(texts: Mapping[str, str]) -> str:
+    """Merge Prometheus texts by replica. The format requires that all series of a metric stay together."""
+    families: dict[str, list[str]] = {}
+    for replica, text in sorted(texts.items()):
+        known, family = set(families), ""
+        for line in text.splitlines():
+            if line.startswith("#"):
+                family = line.split(" ", 3)[2]
+                lines = families.setdefault(family, [])
+                if family not in known:
+                    lines.append(line)
+            elif match := SAMPLE.fullmatch(line):
+                name, labels, value = match.groups()
+                label = f'replica="{replica}"' + (f",{labels}" if labels else "")
+                families.setdefault(family or name, []).append(f"{name}{{{label}}}{value}")
+    return "\n".join(line for lines in families.values() for line in lines) + "\n"

@@ -3,6 +3,7 @@
 Arguments are the fields of `ScaleConfig`. All others are flags of `lorax serve`, with underscores for dashes.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -10,13 +11,12 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
 
 from lorax_server import __version__
 from lorax_server.cli.settings import Parsed, parse
 from lorax_server.config import ServerConfig, Settings, setting
 from lorax_server.errors import ConfigError
-from lorax_server.scale.autoscaling import QueueAndTokens
 from lorax_server.scale.ingress import Ingress
 from lorax_server.scale.ray_router import AdapterRouter, RandomRouter
 from lorax_server.scale.replica import ServerReplica
@@ -135,3 +135,22 @@ def _count_gpus(scale: ScaleConfig, parsed: Parsed) -> float:
         device == "auto" and ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
     )
     return float(parsed.num_shard or 1) if has_gpus else 0.0
+
+
+# --- Autoscaling ------------------------------------------------------------------------------------------------------
+
+
+class QueueAndTokens:
+    """A Ray Serve autoscaling policy: as many replicas as keep each one below both targets.
+
+    Ray calls it periodically, and applies its own delays and bounds to the result.
+    """
+
+    def __init__(self, target_waiting: float, target_tokens: float) -> None:
+        self._targets = {"waiting": target_waiting, "tokens": target_tokens}
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        reported = context.aggregated_metrics or {}
+        needed = (sum(reported.get(kind, {}).values()) / target for kind, target in self._targets.items())
+        least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
+        return min(most, max(least, 1, math.ceil(max(needed)))), {}

@@ -58,7 +58,7 @@ class ServerReplica:
         return pack_report(state["names"], capacity, state["is_draining"])
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the load, for `scale.autoscaling`."""
+        """Return the load, for `ray_app.QueueAndTokens`."""
         state = await self._server.read_state()
         return {"waiting": state["waiting"], "tokens": state["tokens"]}
 

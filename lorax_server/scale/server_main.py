@@ -9,21 +9,20 @@ import os
 import sys
 import threading
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from lorax_server.cli.command import read_config
-from lorax_server.errors import ConfigError, LoraxError
+from lorax_server.cli.command import guarded, read_config
 from lorax_server.launch import serve_forever
 
 
 def main() -> int:
     options = json.loads(sys.stdin.readline())
     threading.Thread(target=_exit_with_replica, daemon=True).start()
-    try:
-        config = read_config(options["flags"], os.environ)
-    except LoraxError as error:
-        print(f"lorax: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    return guarded("lorax", lambda: _serve(options))
+
+
+def _serve(options: dict[str, Any]) -> int:
+    config = read_config(options["flags"], os.environ)
     own = replace(
         config,
         host=options["host"],

@@ -6,9 +6,9 @@ queried only for the adapters of the page.
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from lorax_server.server.access.keys import HUB, Key
 from lorax_server.server.access.model_names import ModelNames, Named
@@ -19,10 +19,8 @@ from lorax_server.types import AdapterStage, AdapterState
 MAX_LIMIT = 1000  # adapters per page
 MAX_TEXT = 1024  # characters of `search` and `after`
 MAX_ALSO = 100
-MAX_INLINE_NAMES = 1000  # more names are searched on a thread
 BY_NAME, BY_HASH = "name:", "hash:"
 MARK = f"^({BY_NAME}|{BY_HASH})"  # prefix of `after`
-Result = TypeVar("Result")
 
 
 class PageQuery(NamedTuple):
@@ -72,13 +70,7 @@ async def select_names(
         kept = (pair for pair in following if text in pair[0].casefold() and names.may_use(key, *pair))
         return list(islice(kept, count))
 
-    is_long = len(listed) > MAX_INLINE_NAMES and bool(text or key.adapters is not None or count is None)
-    return await run_in_thread(is_long, select)
-
-
-async def run_in_thread(is_long: bool, work: Callable[[], Result]) -> Result:
-    """Run work, on a thread if it is long, so that it does not block the event loop."""
-    return await asyncio.to_thread(work) if is_long else work()
+    return await asyncio.to_thread(select)  # there may be a hundred thousand names
 
 
 async def _list_named(service: Service, key: Key, query: PageQuery) -> list[_Row]:

@@ -13,8 +13,7 @@ from lorax_server.errors import (
     SourceError,
 )
 from lorax_server.server.access.keys import HUB, Key
-from lorax_server.server.access.model_names import Choice, Named, unknown_model
-from lorax_server.server.access.nearest import with_nearest
+from lorax_server.server.access.model_names import Choice, Named, unknown_model, with_nearest
 from lorax_server.server.adapter_name_index import MERGES
 from lorax_server.server.http.problems import OPENAI_PREFIX
 from lorax_server.server.service import Service

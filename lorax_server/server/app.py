@@ -14,10 +14,9 @@ from starlette.routing import BaseRoute
 
 from lorax_server import __version__
 from lorax_server.errors import LoraxError
-from lorax_server.server.http.body_errors import describe_shape
 from lorax_server.server.http.cors import Cors
 from lorax_server.server.http.middleware import RequestMiddleware, methods_at
-from lorax_server.server.http.problems import Problem, describe, http_problem, json_response
+from lorax_server.server.http.problems import Problem, describe, describe_shape, http_problem, json_response
 from lorax_server.server.http.replica_protocol import ReplicaAccess
 from lorax_server.server.openapi import describe_limits
 from lorax_server.server.routes import adapters, chat, completions, info, lorax, playground, replica

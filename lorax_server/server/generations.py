@@ -68,15 +68,6 @@ class RemoteGeneration(Generation):
         shortcut.write(write(self.take_events()))
         return True
 
-    async def finish(self) -> Completion:
-        """Read the whole stream; `events` has all of its events then."""
-        events = []
-        async with aclosing(self.stream()) as stream:
-            async for new_events in stream:
-                events += new_events
-        self.events = events
-        return self.completion
-
     def stop(self, error: LoraxError) -> None:
         """End the request; its reader gets the error."""
         self._engine.abort(self.request.request_id, error)
@@ -93,12 +84,14 @@ def count_cached(generations: Sequence[RemoteGeneration]) -> int:
 
 
 async def finish_all(generations: Sequence[RemoteGeneration]) -> list[Completion]:
-    """Finish generations together; the first that fails ends the others."""
-    tasks = [asyncio.create_task(generation.finish()) for generation in generations]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        await cancel_all(tasks)
+    """Read the streams of all generations, whose `events` are complete then. The first that fails ends the others."""
+    events: list[list[TokenEvent]] = [[] for _ in generations]
+    async with aclosing(interleave(generations)) as stream:
+        async for index, new_events in stream:
+            events[index] += new_events
+    for generation, its_events in zip(generations, events, strict=True):
+        generation.events = its_events
+    return [generation.completion for generation in generations]
 
 
 async def interleave(generations: Sequence[RemoteGeneration]) -> AsyncGenerator[tuple[int, list[TokenEvent]], None]:

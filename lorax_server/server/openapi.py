@@ -9,6 +9,7 @@ from pydantic.json_schema import models_json_schema
 from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.http.middleware import PUBLIC
 from lorax_server.server.http.problems import OPENAI_PREFIX
+from lorax_server.server.http.replica_protocol import CHANGE_PATHS
 from lorax_server.server.schemas.lorax import ErrorResponse, StreamResponse
 from lorax_server.server.schemas.openai import ChatCompletionChunk, CompletionChunk, OpenAIErrorResponse
 from lorax_server.server.schemas.responses import ResponseEvent
@@ -16,7 +17,6 @@ from lorax_server.server.service import Service
 
 REFERENCE = "#/components/schemas/{model}"
 
-ADMIN = ("/v1/adapters/load", "/v1/adapters/unload", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 SCHEME = {
     "type": "http",
     "scheme": "bearer",
@@ -91,5 +91,5 @@ def _describe_operations(document: dict[str, Any], keys: KeyRing) -> None:
             if path.startswith(OPENAI_PREFIX):
                 del operation["responses"]["422"]
             if method != "get" or not PUBLIC.fullmatch(path):
-                needs_key = not keys.is_open or (path in ADMIN and keys.has_admin)
+                needs_key = not keys.is_open or (path in CHANGE_PATHS and keys.has_admin)
                 operation["security"] = [{"bearer": []}] if needs_key else [{"bearer": []}, {}]

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 from importlib import import_module
@@ -10,11 +11,10 @@ import uvloop
 
 from lorax_server.config import ServerConfig
 from lorax_server.engine.remote.remote_engine import RemoteEngine
-from lorax_server.errors import LoraxError
+from lorax_server.errors import ConfigError, LoraxError
 from lorax_server.process_tuning import freeze_gc
 from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.greeting import say_ready
-from lorax_server.server.http.listener import bind_port, raise_file_limit, url_of
 from lorax_server.server.http.uvicorn_server import GracefulServer, make_uvicorn_config
 from lorax_server.server.service import Service
 from lorax_server.server.telemetry.logs import configure
@@ -80,3 +80,32 @@ async def _start(config: ServerConfig, engine: RemoteEngine, keys: KeyRing) -> S
         logger.info("stopped before it was ready")
         return None
     return starting.result()
+
+
+# --- The listening socket, and the open file limit --------------------------------------------------------------------
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def bind_port(config: ServerConfig) -> socket.socket:
+    """Bind the port without listening."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen at {config.host}:{config.port}: {error.strerror}; choose another with --port"
+        ) from error
+    return listener
+
+
+def raise_file_limit() -> None:
+    """Allow as many open files as possible, since every connection is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -167,9 +167,7 @@ def _make_names(config: ServerConfig) -> ModelNames:
 
 
 def _shutting_down() -> EngineError:
-    error = EngineError("the server is shutting down")
-    error.retry_after_s = RETRY_S  # another server may take its place
-    return error
+    return EngineError("the server is shutting down", retry_after_s=RETRY_S)  # another server may take its place
 
 
 def _check_defaults(defaults: GenerationDefaults) -> None:

@@ -131,7 +131,7 @@ async def ask(
         "client": ("1.2.3.4", 5),
     }
     await ingress.serve(scope, receive, send)
-    await ingress._upstream.close()
+    await ingress._upstream.session.close()
     for server in servers:
         server.close()
     assert not any(handle.loads.values())

@@ -264,7 +264,7 @@ async def ask(pair: Pair, body: dict[str, Any], key: str = ADMIN) -> int:
     scope = {"type": "http", "method": "POST", "path": "/generate", "query_string": b"", "client": (CLIENT, 5)}
     scope["headers"] = [(name.encode(), value.encode()) for name, value in headers.items()]
     await ingress.serve(scope, receive, take)
-    await ingress._upstream.close()
+    await ingress._upstream.session.close()
     return int(sent[0]["status"])
 
 

@@ -7,8 +7,7 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve.config import AutoscalingContext
 
 from lorax_server.errors import ConfigError
-from lorax_server.scale.autoscaling import QueueAndTokens
-from lorax_server.scale.ray_app import ScaleConfig, build, read_arguments
+from lorax_server.scale.ray_app import QueueAndTokens, ScaleConfig, build, read_arguments
 
 DEPLOYMENT = DeploymentID("servers", "lorax")
 

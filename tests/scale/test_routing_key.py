@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lorax_server.scale.merged_metrics import merge_metrics
+from lorax_server.scale.ingress import merge_metrics
 from lorax_server.scale.placement import RoutingKey, hash_name
 from lorax_server.scale.routing_key import PREFIX_BYTES, read_routing_key
 

@@ -21,8 +21,7 @@ from lorax_server.server.access.rate_limits import RateLimits
 from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.problems import json_response
 from lorax_server.server.http.sse import EventStream, event
-from lorax_server.server.prompts import RequestOptions
-from lorax_server.server.request_context import RequestContext
+from lorax_server.server.request_context import RequestContext, RequestOptions
 from lorax_server.server.service import Service
 from lorax_server.server.telemetry.metrics import Metrics
 from lorax_server.server.telemetry.request_record import RequestRecord

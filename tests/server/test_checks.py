@@ -7,7 +7,7 @@ import pytest
 from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
 from lorax_server.errors import InputError, NotSupportedError
 from lorax_server.server.checks import MAX_LOGPROBS, MAX_STOP_LENGTH, check_logprobs, check_stops, not_yet
-from lorax_server.server.routes import lorax_parameters, openai
+from lorax_server.server.routes import lorax, openai
 from lorax_server.server.schemas.lorax import GenerateParameters
 from lorax_server.server.schemas.openai import CompletionRequest
 from tests.server.bench import Bench
@@ -27,7 +27,7 @@ def test_both_surfaces_look_at_stops() -> None:
     service = Bench().service
     long = ["a" * (MAX_STOP_LENGTH + 1)]
     with pytest.raises(InputError, match="1025"):
-        lorax_parameters.to_options(service, "hello", GenerateParameters(stop=long), False)
+        lorax.to_options(service, "hello", GenerateParameters(stop=long), False)
     with pytest.raises(InputError, match="1025"):
         openai.check_stopping(service, CompletionRequest(model="", prompt="a", stop=long))
     many = CompletionRequest(model="", prompt="a", stop_token_ids=list(range(1025)))

@@ -66,10 +66,10 @@ def test_a_stop_string_ends_the_engines_request_too() -> None:
     async def check() -> None:
         engine = ScriptedClient()
         (generation,) = make_generations(engine, stop_strings=("brown",), include_stop=False)
-        running = asyncio.create_task(generation.finish())
+        running = asyncio.create_task(finish_all([generation]))
         await settle()
         engine.give(1, *ids("quick brown fox"))  # the last tokens came before the request was aborted
-        completion = await running
+        (completion,) = await running
         assert completion.finish_reason is FinishReason.STOP_SEQUENCE
         assert completion.text == text_of(generation.events) == "quick "
         assert len(completion.token_ids) < len(ids("quick brown fox"))
@@ -82,11 +82,11 @@ def test_one_step_may_bring_several_tokens() -> None:
     async def check(end: FinishReason | None, **stop: Any) -> Any:
         engine = ScriptedClient()
         (generation,) = make_generations(engine, **stop)
-        running = asyncio.create_task(generation.finish())
+        running = asyncio.create_task(finish_all([generation]))
         await settle()
         tokens = tuple(SampledToken(token_id, -0.5) for token_id in ids("quick brown fox"))
         engine._deliver(Output(1, tokens, end))
-        completion = await running
+        (completion,) = await running
         assert completion.text == text_of(generation.events)
         return completion
 
@@ -118,7 +118,7 @@ def test_who_is_told_to_stop_gets_what_came_before_and_then_the_reason() -> None
     async def check() -> None:
         engine = ScriptedClient()
         (generation,) = make_generations(engine)
-        running = asyncio.create_task(generation.finish())
+        running = asyncio.create_task(finish_all([generation]))
         await settle()
         engine.give(1, *ids("quick"))
         generation.stop(DeadlineError("too late"))

@@ -23,9 +23,8 @@ class Hosts:
     def __init__(self, bound: str, allowed: Sequence[str], address: str = "") -> None:
         address = address or bound
         ip = parse_address(address)
-        is_local = address.lower() == "localhost" or (ip is not None and ip.is_loopback)
         self._names = frozenset(name.strip("[]").lower() for name in (*LOCAL, bound, address, *allowed))
-        self._is_checked = ANY not in allowed and (bool(allowed) or is_local)
+        self._is_checked = ANY not in allowed and (bool(allowed) or is_local(address))
         self._takes_addresses = ip is not None and ip.is_unspecified  # then it listens on all of the machine's
 
     def allow(self, host: str) -> bool:
@@ -34,6 +33,12 @@ class Hosts:
         match = HOST.fullmatch(host)
         name = (match[1] or match[2]).lower() if match else ""
         return bool(name) and (name in self._names or (self._takes_addresses and parse_address(name) is not None))
+
+
+def is_local(host: str) -> bool:
+    """Return True if only this machine can connect to a host."""
+    ip = parse_address(host)
+    return host.lower() == "localhost" or (ip is not None and ip.is_loopback)
 
 
 def parse_address(name: str) -> IPv4Address | IPv6Address | None:

@@ -119,7 +119,7 @@ class RequestMiddleware:
         await self._app(scope, receive, send)
         problem = scope["state"].get("problem")  # of the schema, or of a route
         if problem is not None:
-            self._service.audit_log.refuse(record, problem)
+            self._service.audit_log.refuse(record, problem.status, problem.error_type, problem.message)
 
     def _check_headers(self, headers: Headers) -> None:
         for name in SINGLE:
@@ -163,7 +163,7 @@ class RequestMiddleware:
 
     async def _refuse(self, record: RequestRecord, problem: Problem, receive: Receive, send: Send) -> None:
         """Answer at once, then read on for a while: a client that is cut off while it sends does not see the answer."""
-        self._service.audit_log.refuse(record, problem)
+        self._service.audit_log.refuse(record, problem.status, problem.error_type, problem.message)
         response = problem.response(record.route)
         await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": True})

@@ -17,6 +17,8 @@ from lorax_server.server.http.problems import describe
 SECRET_HEADER = "x-lorax-secret"  # on every request to a replica's server
 CLIENT_HEADER = "x-lorax-client"  # the client address, on every request that the ingress forwards
 CHANGE_HEADER = "x-lorax-change"  # an `AdapterChange` as JSON, on responses to loads and unloads
+# Requests that change adapters, on all replicas.
+CHANGE_PATHS = ("/v1/adapters/load", "/v1/adapters/unload", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 CONTROL_PREFIX = "/replica/"  # routes for the replica's actor
 
 

@@ -93,7 +93,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_header_timer()
             return
         self._metrics.refuse_connection("full")
-        self._audit_log.refuse_connection(self._address, TOO_MANY_CONNECTIONS)
+        self._audit_log.refuse_connection(self._address, TOO_MANY_CONNECTIONS.status, TOO_MANY_CONNECTIONS.message)
         self._write_problem(TOO_MANY_CONNECTIONS)
         self._close()
 
@@ -213,7 +213,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if not (self._is_responding and self.cycle.response_started):
             self._write_problem(problem)
             if self._num_header_bytes or hasattr(self, "url"):  # else the client has sent nothing
-                self._audit_log.refuse(RequestRecord("", self._path, address=self._address), problem)
+                record = RequestRecord("", self._path, address=self._address)
+                self._audit_log.refuse(record, problem.status, problem.error_type, problem.message)
         self._close()
 
     def _write_problem(self, problem: Problem) -> None:

@@ -7,8 +7,7 @@ from starlette.responses import Response
 
 from lorax_server.errors import AdapterError, AdapterNotFoundError, ConflictError, LoraxError
 from lorax_server.server.access.keys import Key
-from lorax_server.server.access.model_names import HUB_NAME, Choice, Named
-from lorax_server.server.access.nearest import with_nearest
+from lorax_server.server.access.model_names import HUB_NAME, Choice, Named, with_nearest
 from lorax_server.server.adapter_listing import (
     BY_NAME,
     MARK,

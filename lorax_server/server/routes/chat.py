@@ -15,15 +15,13 @@ from lorax_server.server.access.model_names import Choice
 from lorax_server.server.checks import check
 from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.problems import json_response
-from lorax_server.server.prompts import RequestOptions
-from lorax_server.server.request_context import RequestContext
+from lorax_server.server.request_context import RequestContext, RequestOptions
 from lorax_server.server.routes import openai
 from lorax_server.server.schemas.openai import ChatCompletionRequest, ChatCompletionResponse, Message, TextPart
 from lorax_server.server.schemas.unsupported_fields import CHAT, reject_unsupported
 from lorax_server.server.service import Service
 from lorax_server.server.tools.answer_plan import AnswerPlan, plan_answer
-from lorax_server.server.tools.conversation import prepare_calls
-from lorax_server.server.tools.messages import MessageWriter, make_writers, show_markers
+from lorax_server.server.tools.messages import MessageWriter, prepare_calls
 from lorax_server.server.tools.offer import ToolOffer, make_offer
 from lorax_server.text.detokenizer import Detokenizer
 from lorax_server.text.tokenizer import TextTokenizer
@@ -54,7 +52,8 @@ class PreparedChat(NamedTuple):
 
 async def _chat(context: RequestContext, body: ChatCompletionRequest) -> Response:
     generations, prompt, plan = await prepare(context, body, openai.choose_model(context, body))
-    writers = make_writers(plan, prompt, generations)
+    is_enforced = generations[0].request.structure is not None
+    writers = [] if plan is None else [MessageWriter(plan, prompt, is_enforced) for _ in generations]
     if body.stream:
         frame = openai.make_frame(context, body, "chatcmpl", "chat.completion.chunk")
         write = partial(_write_deltas, body, generations, writers)
@@ -68,7 +67,10 @@ async def prepare(context: RequestContext, body: ChatCompletionRequest, choice: 
     """Check a chat, and make its prompt and its generations."""
     service, options = context.service, _to_options(context.service, body)
     await context.admit(len(options.seeds), bool(body.stream))
-    structure, offer = await openai.choose_structure(body), await _make_offer(body)
+    structure, offer = await openai.choose_structure(body), None
+    if body.tools or body.tool_choice:
+        is_parallel = body.parallel_tool_calls is not False
+        offer = await asyncio.to_thread(make_offer, body.tools, body.tool_choice, is_parallel)
     model = await openai.resolve(context, body, choice)
     template = service.tokenizers.template_of(model.tokenizer, offer is not None) or ""
     asked = body.separate_reasoning
@@ -78,17 +80,9 @@ async def prepare(context: RequestContext, body: ChatCompletionRequest, choice: 
     if plan is not None:
         if offer is not None:
             structure = await asyncio.to_thread(plan.write_structure, model.tokenizer, prompt, structure)
-        model = show_markers(model, plan)
+        model = model._replace(tokenizer=model.tokenizer.showing(plan.markers))
     options = replace(options, structure=structure)
     return PreparedChat(await context.prepare(model, prompt, options), prompt, plan)
-
-
-async def _make_offer(body: ChatCompletionRequest) -> ToolOffer | None:
-    if not body.tools and not body.tool_choice:
-        return None
-    return await asyncio.to_thread(
-        make_offer, body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls is not False
-    )
 
 
 def _to_options(service: Service, body: ChatCompletionRequest) -> RequestOptions:

@@ -2,10 +2,10 @@
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -15,8 +15,7 @@ from lorax_server.generation.generation import TokenEvent, locate_tokens
 from lorax_server.server.checks import check
 from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.problems import json_response
-from lorax_server.server.prompts import RequestOptions
-from lorax_server.server.request_context import RequestContext
+from lorax_server.server.request_context import RequestContext, RequestOptions
 from lorax_server.server.routes import openai
 from lorax_server.server.schemas.openai import CompletionRequest, CompletionResponse
 from lorax_server.server.schemas.unsupported_fields import COMPLETIONS, reject_unsupported
@@ -35,15 +34,6 @@ class _Answers:
     generations: list[RemoteGeneration]
     text: str = ""  # of the prompt, if the answers repeat it
     starts: Sequence[int] = ()  # of the prompt's tokens in its text, if these are reported on
-
-
-class _TokenLogprob(NamedTuple):
-    """A token in OpenAI's lists, which are named like these fields."""
-
-    text_offset: int
-    token_logprobs: float | None
-    tokens: str
-    top_logprobs: dict[str, float] | None
 
 
 def make_router(service: Service) -> APIRouter:
@@ -73,7 +63,12 @@ async def _complete(context: RequestContext, body: CompletionRequest) -> Respons
         await asyncio.sleep(0)  # short prompts become tokens at once; others are not to wait for all of them
     frame = openai.make_frame(context, body, "cmpl", "text_completion")
     if body.stream:
-        return await openai.stream_choices(context, body, frame, _choice_writer(body, answers))
+        pairs = [(each, generation) for each in answers for generation in each.generations]
+
+        def write(index: int, token_events: list[TokenEvent], is_first: bool) -> list[dict[str, Any]]:
+            return [_choice(body, index, *pairs[index], token_events, is_first)]
+
+        return await openai.stream_choices(context, body, frame, write)
     await finish_all(context.generations)
     return await context.write(lambda: _write(context, body, answers, frame, num_choices))
 
@@ -151,15 +146,6 @@ def _choose(answers: _Answers, count: int) -> list[RemoteGeneration]:
     return [generations[index] for index in order[:count]]
 
 
-def _choice_writer(body: CompletionRequest, all_answers: list[_Answers]) -> openai.Write:
-    pairs = [(answers, generation) for answers in all_answers for generation in answers.generations]
-
-    def write(index: int, token_events: list[TokenEvent], is_first: bool) -> list[dict[str, Any]]:
-        return [_choice(body, index, *pairs[index], token_events, is_first)]
-
-    return write
-
-
 def _choice(
     body: CompletionRequest,
     index: int,
@@ -170,15 +156,11 @@ def _choice(
     length: int = sys.maxsize,
 ) -> dict[str, Any]:
     """Describe new tokens of an answer with `length` characters in all."""
-    is_echoed, logprobs = is_first and bool(body.echo), None
-    if body.logprobs is not None:
-        tokens = _prompt_logprobs(answers, generation) if is_echoed else []
-        tokens += _logprobs(answers, generation, token_events, length)
-        logprobs = _to_lists(tokens, body.logprobs)
+    is_echoed = is_first and bool(body.echo)
     return {
         "index": index,
         "text": (answers.text if is_echoed else "") + "".join([token_event.text for token_event in token_events]),
-        "logprobs": logprobs,
+        "logprobs": _write_logprobs(body, answers, generation, token_events, is_echoed, length),
         # Not the generation's own: it may have ended while these events waited for a slow client.
         "finish_reason": "length" if body.is_scoring else openai.finish_reason(token_events[-1].finish_reason),
     }
@@ -187,40 +169,42 @@ def _choice(
 # --- Log probabilities ------------------------------------------------------------------------------------------------
 
 
-def _prompt_logprobs(answers: _Answers, generation: RemoteGeneration) -> list[_TokenLogprob]:
-    completion, token_text = generation.completion, generation.tokenizer.detokenizer.token_text
-    first, *others = map(token_text, generation.request.prompt_ids)
-    first_start, *starts = answers.starts
-    tokens = [_TokenLogprob(first_start, None, first, None)]  # nothing comes before it
-    logprobs = completion.prompt_logprobs or []
-    alternatives: Sequence[Alternatives | None] = completion.prompt_alternatives or [None] * len(logprobs)
-    for token, start, logprob, top in zip(others, starts, logprobs, alternatives, strict=True):
-        tokens.append(_TokenLogprob(start, logprob, token, _top(generation, token, logprob, top)))
-    return tokens
-
-
-def _logprobs(
-    answers: _Answers, generation: RemoteGeneration, token_events: list[TokenEvent], length: int
-) -> list[_TokenLogprob]:
-    """List tokens of an answer. A token may begin in a stop string that is not shown, beyond its `length`."""
-    tokens = []
-    for token_event in token_events:
-        token, logprob = generation.tokenizer.detokenizer.token_text(token_event.token_id), token_event.logprob
-        start = len(answers.text) + min(token_event.offset, length)
-        tokens.append(_TokenLogprob(start, logprob, token, _top(generation, token, logprob, token_event.alternatives)))
-    return tokens
+def _write_logprobs(
+    body: CompletionRequest,
+    answers: _Answers,
+    generation: RemoteGeneration,
+    token_events: list[TokenEvent],
+    is_echoed: bool,
+    length: int,
+) -> dict[str, Any] | None:
+    """Write OpenAI's lists of tokens. A token may begin in a stop string that is not shown, beyond its `length`."""
+    if body.logprobs is None:
+        return None
+    tokens: list[tuple[int, int, float | None, Alternatives | None]] = []
+    if is_echoed:  # nothing comes before the first token, so that it has no log probability
+        completion, ids = generation.completion, generation.request.prompt_ids
+        alternatives: Sequence[Alternatives | None] = completion.prompt_alternatives or [None] * (len(ids) - 1)
+        logprobs = completion.prompt_logprobs or []
+        tokens += zip(answers.starts, ids, [None, *logprobs], [None, *alternatives], strict=True)
+    for event in token_events:
+        start = len(answers.text) + min(event.offset, length)
+        tokens.append((start, event.token_id, event.logprob, event.alternatives))
+    token_text = generation.tokenizer.detokenizer.token_text
+    return {
+        "text_offset": [start for start, *_ in tokens],
+        "token_logprobs": [logprob for _, _, logprob, _ in tokens],
+        "tokens": [token_text(token_id) for _, token_id, *_ in tokens],
+        "top_logprobs": [_top(token_text, *token[1:]) for token in tokens] if body.logprobs else None,
+    }
 
 
 def _top(
-    generation: RemoteGeneration, token: str, logprob: float, alternatives: Alternatives | None
-) -> dict[str, float]:
-    token_text, top = generation.tokenizer.detokenizer.token_text, dict[str, float]()
+    token_text: Callable[[int], str], chosen_id: int, logprob: float | None, alternatives: Alternatives | None
+) -> dict[str, float] | None:
+    if logprob is None:
+        return None
+    top = dict[str, float]()
     for token_id, other in zip(*(alternatives or ((), ())), strict=True):
         top.setdefault(token_text(token_id), other)
-    top[token] = logprob  # whichever else looks the same, such as bytes that are no character
+    top[token_text(chosen_id)] = logprob  # whichever else looks the same, such as bytes that are no character
     return top
-
-
-def _to_lists(tokens: list[_TokenLogprob], count: int) -> dict[str, Any]:
-    lists: dict[str, Any] = {name: [getattr(token, name) for token in tokens] for name in _TokenLogprob._fields}
-    return lists if count else {**lists, "top_logprobs": None}

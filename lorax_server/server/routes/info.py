@@ -15,9 +15,8 @@ from starlette.responses import Response
 from lorax_server import __version__
 from lorax_server.errors import InputError, LoraxError, NotSupportedError
 from lorax_server.server.access.keys import Key
-from lorax_server.server.access.model_names import Named, unknown_model
-from lorax_server.server.access.nearest import with_nearest
-from lorax_server.server.adapter_listing import MAX_INLINE_NAMES, run_in_thread, select_names
+from lorax_server.server.access.model_names import Named, unknown_model, with_nearest
+from lorax_server.server.adapter_listing import select_names
 from lorax_server.server.checks import check_text
 from lorax_server.server.http.problems import Problem, json_response
 from lorax_server.server.routes.lorax import ERRORS
@@ -71,10 +70,8 @@ def make_router(service: Service) -> APIRouter:
         key: Key = http.state.key
         allowed = await select_names(service.model_names, key)
 
-        def write() -> Response:
-            return json_response({"object": "list", "data": _models(service, key, allowed)})
-
-        return await run_in_thread(len(allowed) > MAX_INLINE_NAMES, write)
+        models = await asyncio.to_thread(_models, service, key, allowed)
+        return await asyncio.to_thread(json_response, {"object": "list", "data": models})
 
     @router.get("/v1/models/{model:path}", operation_id="get_model", response_model=Model, **openai)
     async def model(http: Request, model: str) -> Response:

@@ -18,9 +18,8 @@ from lorax_server.server.adapter_lookup import ResolvedModel
 from lorax_server.server.checks import MAX_BIASES, check, check_stops, pick_sampling, to_bias
 from lorax_server.server.generations import RemoteGeneration, count_cached
 from lorax_server.server.http.sse import DONE, EventStream, event, write_events
-from lorax_server.server.prompts import RequestOptions
-from lorax_server.server.request_context import RequestContext
-from lorax_server.server.routes.lorax_parameters import choose_merged
+from lorax_server.server.request_context import RequestContext, RequestOptions
+from lorax_server.server.routes.lorax import choose_merged
 from lorax_server.server.schemas.openai import CommonRequest, OpenAIErrorResponse
 from lorax_server.server.service import Service
 from lorax_server.structured_output import request_formats

@@ -1,19 +1,32 @@
-"""Routes by which a replica's Ray actor controls its server. `ReplicaAccess` keeps clients out."""
+"""Routes by which a replica's Ray actor controls its server, and adapter changes of other replicas.
 
-from typing import Any
+`ReplicaAccess` keeps clients out.
+"""
+
+import asyncio
+import logging
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lorax_server.errors import LoraxError
+from lorax_server.errors import BusyError, EngineError, LoraxError
+from lorax_server.server.access.keys import Key
+from lorax_server.server.access.model_names import Named
 from lorax_server.server.http.problems import json_response
 from lorax_server.server.http.replica_protocol import AdapterChange
-from lorax_server.server.routes.change_replicator import ChangeReplicator
+from lorax_server.server.routes.adapters import load_adapter, pin_adapter, unload_adapter
 from lorax_server.server.service import MAX_ASKED, Service
 from lorax_server.types import AdapterStage
 
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+MAX_TRIES = 20  # while the engine restarts
+UNAVAILABLE = (EngineError, BusyError)
+REPLICA = Key("replica")
 MAX_REPORTED = 2 * MAX_ASKED  # adapters, the most recently resolved ones
 TIERS = {AdapterStage.DEVICE.value: "device", AdapterStage.LOADING.value: "device", AdapterStage.HOST.value: "host"}
 TIERS |= {AdapterStage.DISK.value: "disk", AdapterStage.PREPARING.value: "disk"}
@@ -66,3 +79,87 @@ async def _list_names(service: Service) -> dict[str, list[str]]:
     for name in seen.failed_names():
         listed.setdefault("broken", []).extend((name.name, *aliases.get(name, ())))
     return listed
+
+
+# --- Changes that another replica has processed -----------------------------------------------------------------------
+
+
+class PendingLoad(NamedTuple):
+    """A load in the background."""
+
+    task: asyncio.Task[None]
+    pin: bool | None  # whether to pin the adapter after the load; None leaves the pin as it is
+    known: str  # identity that this server has loaded already; "" if it has to resolve the name
+
+
+class ChangeReplicator:
+    """Applies changes in the registry's order, one at a time. Adapters load in the background.
+
+    A server also applies the changes that it processed itself: otherwise two overlapping changes would leave each
+    replica with its own change as the last one. Applying a change twice is harmless. The server does not resolve an
+    adapter again that it has just loaded, because only the admin's request had the token for it.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._lock = asyncio.Lock()  # held while a change or a pin is applied
+        self._loads: dict[Named, PendingLoad] = {}
+
+    async def apply(self, change: AdapterChange, is_own: bool) -> None:
+        """Apply a change, or log why this server rejects it. Raise if the engine is unavailable."""
+        name = Named(change.source, change.name)
+        async with self._lock:
+            pending = self._loads.pop(name, None)
+            if pending is not None:
+                pending.task.cancel()
+            try:
+                if change.is_load:
+                    await self._load(change, name, is_own, pending)
+                else:
+                    await self._unload(change)
+            except UNAVAILABLE:
+                raise
+            except LoraxError as error:
+                action = "load" if change.is_load else "unload"
+                logger.warning("cannot apply the %s of adapter %r: %s", action, change.name[:64], error)
+
+    async def _load(self, change: AdapterChange, name: Named, is_own: bool, pending: PendingLoad | None) -> None:
+        """Assign the alias. Start a load if the adapter is to be pinned or if this server has an older version."""
+        if change.alias:
+            self._service.model_names.add(change.alias, *name)
+        if not is_own:
+            await self._service.engine.forget(*name)
+        latest, pin = self._service.adapter_index.latest(name), change.pin
+        if pin is None and pending is not None:
+            pin = pending.pin
+        # A pending load of another replica's change may find a later version than this server has loaded.
+        known = latest if is_own and (pending is None or pending.known) else ""
+        if pin is not None or (latest and not is_own):
+            self._loads[name] = PendingLoad(asyncio.create_task(self._load_and_pin(name, known, pin)), pin, known)
+
+    async def _unload(self, change: AdapterChange) -> None:
+        if change.alias:
+            self._service.model_names.remove(change.alias)
+        await unload_adapter(self._service, REPLICA, change.name, change.source)
+
+    async def _load_and_pin(self, name: Named, known: str, pin: bool | None) -> None:
+        for _ in range(MAX_TRIES):
+            try:
+                identity = known or await self._resolve(name)
+                if pin is not None:
+                    async with self._lock:
+                        await pin_adapter(self._service, identity, name, pin)
+                break
+            except UNAVAILABLE:
+                await asyncio.sleep(RETRY_S)
+            except LoraxError as error:
+                if not known:
+                    logger.warning("cannot load adapter %r as another replica did: %s", name.name[:64], error)
+                    break
+                known = ""  # the engine has restarted and lost the adapter
+        if self._loads[name].task is asyncio.current_task():
+            del self._loads[name]
+
+    async def _resolve(self, name: Named) -> str:
+        choice = self._service.model_names.find(name.name, name.source)
+        return await load_adapter(self._service, REPLICA, choice, None)

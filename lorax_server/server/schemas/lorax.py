@@ -1,6 +1,6 @@
 """Bodies of LoRAX's own routes. Names, types and defaults are those of LoRAX, since clients rely on them.
 
-Limits of fields are in the schema for its readers only; `lorax_parameters` checks them, with LoRAX's words.
+Limits of fields are in the schema for its readers only; `routes.lorax` checks them, with LoRAX's words.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,8 @@ Many = Annotated[
 
 Seed = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 2**64 - 1})]
 Positive = Annotated[int, Field(json_schema_extra={"minimum": 1, "maximum": 2**31 - 1})]
+NotNegative = Annotated[int, Field(json_schema_extra={"minimum": 0})]
+AtLeastOne = Annotated[int, Field(json_schema_extra={"minimum": 1})]
 Share = Annotated[float, Field(json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})]
 Penalty = Annotated[float, Field(json_schema_extra={"minimum": -2, "maximum": 2})]
 # Checked later: pydantic would report all of a hundred thousand wrong values.
@@ -26,7 +28,7 @@ Bias = Annotated[
     Field(json_schema_extra={"additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
 ]
 Stop = Annotated[str, Field(json_schema_extra={"minLength": 1, "maxLength": 1024})]
-TokenIds = Many[Annotated[int, Field(json_schema_extra={"minimum": 0})]]
+TokenIds = Many[NotNegative]
 
 
 class Schema(BaseModel):
@@ -93,15 +95,13 @@ class GenerateParameters(CommonOptions):
     adapter_id: str | None = Field(
         default=None, description="The adapter's name; null, empty or `__base_model__`: none"
     )
-    best_of: Annotated[int, Field(json_schema_extra={"minimum": 0})] | None = Field(
-        default=None, description="Draw so many answers and give the likeliest; 0: one"
-    )
+    best_of: NotNegative | None = Field(default=None, description="Draw so many answers and give the likeliest; 0: one")
     temperature: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": MAX_FLOAT})] | None = None
     top_k: Positive | None = None
     typical_p: Annotated[float, Field(json_schema_extra={"exclusiveMinimum": 0, "exclusiveMaximum": 1})] | None = None
     do_sample: bool | None = False
     max_new_tokens: Positive | None = Field(default=None, description="null: as many as fit")
-    min_new_tokens: Annotated[int, Field(json_schema_extra={"minimum": 0})] | None = None
+    min_new_tokens: NotNegative | None = None
     return_full_text: bool | None = Field(default=None, description="Begin `generated_text` with the prompt")
     stop: Many[Stop] | None = []
     truncate: Positive | None = Field(

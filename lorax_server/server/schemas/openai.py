@@ -4,20 +4,80 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from lorax_server.server.schemas.lorax import CommonOptions, Many, Schema, Share, Stop, Tier, TokenIds, refusing
-from lorax_server.server.schemas.tools import ToolCall, ToolCallDelta, ToolChoice, Tools
+from lorax_server.server.schemas.lorax import (
+    AtLeastOne,
+    CommonOptions,
+    Many,
+    NotNegative,
+    Schema,
+    Share,
+    Stop,
+    Tier,
+    TokenIds,
+    refusing,
+)
 from lorax_server.server.schemas.unsupported_fields import CHAT, COMPLETIONS
+
+# Tools and calls. `server.tools.offer` checks the fields of tools.
+FUNCTION = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"},
+        "description": {"type": "string"},
+        "parameters": {"type": "object", "description": "A JSON schema"},
+        "strict": {"type": ["boolean", "null"]},
+    },
+}
+TOOL = {
+    "required": ["type", "function"],
+    "properties": {"type": {"const": "function"}, "function": FUNCTION},
+}
+Tools = Annotated[Many[Annotated[dict[str, Any], Field(json_schema_extra=TOOL)]], Field(max_length=128)]
+ToolChoice = Annotated[
+    str | dict[str, Any],
+    Field(description="`none`, `auto`, `required`, or a function: `{type: function, function: {name}}`"),
+]
+
+
+class CalledFunction(Schema):
+    name: str
+    arguments: str = Field(description="A JSON text")
+
+
+class ToolCall(Schema):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class CalledFunctionDelta(Schema):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(Schema):
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunctionDelta
+
+
+# --- Requests ---------------------------------------------------------------------------------------------------------
 
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 OpenAISeed = Annotated[
     int,  # pydantic writes its own limits as floats, which these are not
     Field(ge=MIN_SEED, le=MAX_SEED, json_schema_extra={"minimum": MIN_SEED, "maximum": MAX_SEED}),
 ]
+NumAlternatives = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 20})]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 4096
 StopTokenIds = Many[Annotated[int, Field(ge=0, lt=2**31)]]
-Prompts = Field(max_length=MAX_PROMPTS)
+Prompts = Field(max_length=MAX_PROMPTS, json_schema_extra={"minItems": 1})
+PromptText = Annotated[str, Field(json_schema_extra={"minLength": 1})]
+PromptIds = Annotated[TokenIds, Field(json_schema_extra={"minItems": 1})]
 Format = Annotated[
     dict[str, Any],
     Field(
@@ -37,7 +97,7 @@ class CommonRequest(CommonOptions):
     """Fields of both routes."""
 
     model: str = Field(description="The base model, or an adapter: `name`, `base:name` or `name@revision`")
-    max_tokens: Annotated[int, Field(json_schema_extra={"minimum": 1})] | None = None
+    max_tokens: AtLeastOne | None = None
     temperature: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 2})] | None = None
     n: Count | None = None
     stream: bool | None = False
@@ -52,7 +112,7 @@ class CommonRequest(CommonOptions):
     adapter_id: str | None = Field(default=None, description="The adapter, where `model` names the base model or none")
 
     # Of vLLM.
-    min_tokens: Annotated[int, Field(json_schema_extra={"minimum": 0})] | None = None
+    min_tokens: NotNegative | None = None
     ignore_eos: bool | None = False
     stop_token_ids: StopTokenIds | None = None
     cache_salt: str | None = None
@@ -82,24 +142,11 @@ class CompletionRequest(CommonRequest):
 
     model_config = ConfigDict(json_schema_extra=refusing(COMPLETIONS))
 
-    prompt: str | Annotated[Many[str], Prompts] | TokenIds | Annotated[Many[TokenIds], Prompts] = Field(
-        json_schema_extra={
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-                {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-                {
-                    "type": "array",
-                    "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-                    "minItems": 1,
-                },
-            ]
-        }
-    )
+    prompt: PromptText | Annotated[Many[PromptText], Prompts] | PromptIds | Annotated[Many[PromptIds], Prompts]
     best_of: Count | None = None
     echo: bool | None = False
-    logprobs: Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 20})] | None = None
-    max_tokens: Annotated[int, Field(json_schema_extra={"minimum": 1})] | None = Field(
+    logprobs: NumAlternatives | None = None
+    max_tokens: AtLeastOne | None = Field(
         default=None, description="null: 16. With `echo` it may be 0, to have only the prompt's log probabilities"
     )
     add_special_tokens: bool | None = True
@@ -138,9 +185,9 @@ class ChatCompletionRequest(CommonRequest):
     model_config = ConfigDict(json_schema_extra=refusing(CHAT))
 
     messages: Many[Message] = Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
-    max_completion_tokens: Annotated[int, Field(json_schema_extra={"minimum": 1})] | None = None
+    max_completion_tokens: AtLeastOne | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 20})] | None = None
+    top_logprobs: NumAlternatives | None = None
     guideline: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

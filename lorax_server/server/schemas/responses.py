@@ -4,9 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from lorax_server.server.schemas.lorax import Many, OpenSchema, Schema, refusing
-from lorax_server.server.schemas.openai import MAX_MESSAGES, CommonRequest
-from lorax_server.server.schemas.tools import ToolChoice
+from lorax_server.server.schemas.lorax import AtLeastOne, Many, OpenSchema, Schema, refusing
+from lorax_server.server.schemas.openai import MAX_MESSAGES, CommonRequest, NumAlternatives, ToolChoice
 from lorax_server.server.schemas.unsupported_fields import RESPONSES
 
 FUNCTION_TOOL = {
@@ -43,14 +42,14 @@ class ResponsesRequest(CommonRequest):
 
     input: str | Items
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(json_schema_extra={"minimum": 1})] | None = None
+    max_output_tokens: AtLeastOne | None = None
     tools: FunctionTools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: Many[str] | None = None
-    top_logprobs: Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 20})] | None = None
+    top_logprobs: NumAlternatives | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = Field(default=None, description="Not true: this server keeps nothing")
     truncation: str | None = Field(default=None, json_schema_extra={"enum": ["disabled", None]})

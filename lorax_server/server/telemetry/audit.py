@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 
+from lorax_server.server.access.rate_limits import TokenBucket
 from lorax_server.server.telemetry.logs import FIELDS, log_request, shorten
 from lorax_server.server.telemetry.metrics import Metrics
 from lorax_server.server.telemetry.request_record import RequestRecord
@@ -18,7 +19,6 @@ from lorax_server.server.telemetry.request_record import RequestRecord
 logger = logging.getLogger(__name__)
 
 LINES_PER_MINUTE = 60
-MINUTE_S = 60.0
 
 
 @dataclass
@@ -30,37 +30,20 @@ class AdminAction:
     key: str = ""  # the name of the admin's key; "" if the caller is no admin
 
 
-class Rejection(Protocol):
-    """The part of an error response that is logged."""
-
-    @property
-    def status(self) -> int: ...
-    @property
-    def error_type(self) -> str: ...
-    @property
-    def message(self) -> str: ...
-
-
 class LineBudget:
-    """Log lines that may still be written in this minute."""
+    """Log lines that may still be written."""
 
-    def __init__(self, most: int, clock: Callable[[], float]) -> None:
-        self._most = most
-        self._clock = clock
-        self._began = clock()
-        self._count = 0
+    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
+        self._bucket = TokenBucket(per_minute, clock)
         self._left_out = 0
 
     def spend(self) -> dict[str, int] | None:
         """Spend one line. Return a field that tells how many were left out before it, if any were; None if this one is
         to be left out as well."""
-        now = self._clock()
-        if now - self._began >= MINUTE_S:
-            self._began, self._count = now, 0
-        self._count += 1
-        if self._count > self._most:
+        if self._bucket.wait_s() > 0:
             self._left_out += 1
             return None
+        self._bucket.take(1)
         left_out, self._left_out = self._left_out, 0
         return {"left_out": left_out} if left_out else {}
 
@@ -74,18 +57,18 @@ class AuditLog:
         self._connections = LineBudget(LINES_PER_MINUTE, clock)
         self._keys = LineBudget(LINES_PER_MINUTE, clock)
 
-    def refuse(self, record: RequestRecord, problem: Rejection) -> None:
+    def refuse(self, record: RequestRecord, status: int, error_type: str, message: str) -> None:
         """Count and log a request that is rejected outside of `RequestContext.answer`."""
-        record.status, record.error_type, record.error = problem.status, problem.error_type, problem.message
+        record.status, record.error_type, record.error = status, error_type, message
         self._metrics.refuse(record)
         left_out = {} if record.key else self._requests.spend()
         if left_out is not None:
             log_request(record, {"address": record.address} | left_out)
 
-    def refuse_connection(self, address: str, problem: Rejection) -> None:
+    def refuse_connection(self, address: str, status: int, message: str) -> None:
         left_out = self._connections.spend()
         if left_out is not None:
-            fields = {"address": address, "status": problem.status, "error": problem.message}
+            fields = {"address": address, "status": status, "error": message}
             logger.warning("connection refused", extra={FIELDS: fields | left_out})
 
     def end(self, record: RequestRecord, action: AdminAction | None) -> None:

@@ -1,4 +1,4 @@
-"""Metrics of requests, adapters and keys, for Prometheus and as JSON.
+"""Metrics of requests, adapters, keys and the engine, for Prometheus and as JSON.
 
 Metrics that LoRAX has keep LoRAX's names, also where Prometheus would end a counter in `_total`; the others end so.
 A name that a client chose becomes a label only if its adapter was found, in a short and printable form, and for a
@@ -10,16 +10,17 @@ from collections.abc import Hashable, Iterable
 from functools import partial
 from hashlib import sha256
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
-from lorax_server.server.telemetry.engine_metrics import EngineMetrics
 from lorax_server.server.telemetry.request_record import RequestRecord
+from lorax_server.types import EngineStatus
 
+MetricT = TypeVar("MetricT", Counter, Gauge)
 SECONDS = tuple(float(f"{0.0001 * 1.5**power:.6g}") for power in range(1, 36))
 NUM_STEPS = 100  # of histograms of tokens
 MAX_LABEL_CHARACTERS = 64
@@ -77,19 +78,21 @@ class Metrics:
         self._success = counter("lorax_request_success", "Requests that were answered")
         self._failure = counter("lorax_request_failure", "Requests that failed, by the kind of failure", ("err",))
         duration = partial(Histogram, registry=registry, buckets=SECONDS)
-        self._total = duration("lorax_request_duration", "Seconds from a request to the end of its answer")
-        self._validation = duration("lorax_request_validation_duration", "Seconds until it was handed to the engine")
-        self._queue = duration("lorax_request_queue_duration", "Seconds from there until its first step")
-        self._adapter = duration("lorax_request_adapter_duration", "Seconds of these that it waited for its adapter")
-        self._inference = duration("lorax_request_inference_duration", "Seconds from its first step to the end")
+        self._adapter = duration("lorax_request_adapter_duration", "Seconds in the queue, waiting for its adapter")
         self._mean = duration("lorax_request_mean_time_per_token_duration", "Seconds of inference for each token")
         self._first = duration("lorax_request_time_to_first_token_duration", "Seconds until its first token")
         self._later = duration("lorax_request_time_per_output_token_duration", "Seconds for each token after the first")
         tokens = partial(Histogram, registry=registry)
         inputs, outputs = _steps(max_input_length), _steps(max_total_tokens)
-        self._input_length = tokens("lorax_request_input_length", "Tokens of a prompt", buckets=inputs)
-        self._generated = tokens("lorax_request_generated_tokens", "Tokens of an answer", buckets=outputs)
-        self._max_new = tokens("lorax_request_max_new_tokens", "Tokens it might have had", buckets=outputs)
+        self._measured = {  # by the field of a record that each shows
+            "total_s": duration("lorax_request_duration", "Seconds from a request to the end of its answer"),
+            "validation_s": duration("lorax_request_validation_duration", "Seconds until it was handed to the engine"),
+            "queue_s": duration("lorax_request_queue_duration", "Seconds from there until its first step"),
+            "inference_s": duration("lorax_request_inference_duration", "Seconds from its first step to the end"),
+            "prompt_tokens": tokens("lorax_request_input_length", "Tokens of a prompt", buckets=inputs),
+            "generated_tokens": tokens("lorax_request_generated_tokens", "Tokens of an answer", buckets=outputs),
+            "max_new_tokens": tokens("lorax_request_max_new_tokens", "Tokens it might have had", buckets=outputs),
+        }
         self._connections = Gauge("lorax_connections", "Connections that are open", registry=registry)
         self._refused = counter("lorax_connections_refused_total", "Connections not kept, by reason", ("reason",))
         self._adapters = _AdapterMetrics(registry, max_labels)
@@ -134,15 +137,10 @@ class Metrics:
             self._failure.labels(failure).inc()
             return
         self._success.inc()
-        self._total.observe(_amount(record.total_s))
-        self._validation.observe(_amount(record.validation_s))
-        self._queue.observe(_amount(record.queue_s))
-        self._inference.observe(_amount(record.inference_s))
+        for field, histogram in self._measured.items():
+            histogram.observe(_amount(getattr(record, field)))
         if record.adapter_id:
             self._adapter.observe(_amount(record.adapter_s))
-        self._input_length.observe(_amount(record.prompt_tokens))
-        self._generated.observe(_amount(record.generated_tokens))
-        self._max_new.observe(_amount(record.max_new_tokens))
         self._observe_throughput(record)
 
     def _observe_throughput(self, record: RequestRecord) -> None:
@@ -246,3 +244,115 @@ def _steps(limit: int) -> tuple[float, ...]:
 def _amount(value: float) -> float:
     """Return 0 for NaN, an infinite or a negative number: one of them would spoil a sum for good."""
     return value if isfinite(value) and value > 0 else 0.0
+
+
+# --- The engine -------------------------------------------------------------------------------------------------------
+
+
+class StatusMetric(NamedTuple):
+    """One metric that shows fields of the engine's status. Several fields are told apart by a label."""
+
+    name: str
+    text: str
+    fields: str | dict[str, str]  # one, or several by the label's value
+    label: str = ""
+
+
+ENGINE_COUNTERS = (
+    StatusMetric(
+        "lorax_batch_inference_count", "Steps; each has prompts and single tokens", {"step": "steps"}, "method"
+    ),
+    StatusMetric("lorax_engine_steps_total", "Steps of the engine", "steps"),
+    StatusMetric(
+        "lorax_engine_tokens_total",
+        "Tokens that went through the model, and those it generated",
+        {"computed": "computed_tokens", "generated": "generated_tokens"},
+        "kind",
+    ),
+    StatusMetric("lorax_prefix_cache_tokens_total", "Tokens found in the cache instead of computed", "prefix_tokens"),
+    StatusMetric("lorax_engine_idle_seconds_total", "Seconds without anything to do", "idle_s"),
+    StatusMetric("lorax_prompt_chunks_total", "Parts of prompts that did not fit into one step", "chunks"),
+    StatusMetric("lorax_preemptions_total", "Requests that gave way for a while for lack of blocks", "preemptions"),
+    StatusMetric("lorax_rows_taken_back_total", "Rows that others had a right to", "rows_taken_back"),
+    StatusMetric("lorax_cache_evictions_total", "Blocks of the cache that were given to others", "cache_evictions"),
+    StatusMetric("lorax_engine_refused_total", "Requests the engine refused because of overload", "refused"),
+    StatusMetric("lorax_adapters_prepared_total", "Adapters made ready in host memory", "adapters_prepared"),
+    StatusMetric("lorax_adapters_loaded_total", "Adapters brought to the device", "adapters_loaded"),
+    StatusMetric("lorax_adapters_failed_total", "Adapters that could not be made ready", "adapters_failed"),
+    StatusMetric(
+        "lorax_adapter_evictions_total",
+        "Adapters that had to leave, by where they were",
+        {"device": "adapters_evicted_from_device", "host": "adapters_evicted_from_host"},
+        "tier",
+    ),
+    StatusMetric("lorax_adapter_moves_total", "Adapters moved within the device's memory", "adapter_moves"),
+)
+
+
+ENGINE_GAUGES = (
+    StatusMetric("lorax_queue_length", "Requests that wait", "waiting"),
+    StatusMetric("lorax_batch_current_size", "Requests that run", "running"),
+    StatusMetric("lorax_waiting_for_adapters", "Requests that wait for their adapter", "waiting_for_adapters"),
+    StatusMetric("lorax_kv_blocks", "Blocks of the cache", "num_blocks"),
+    StatusMetric("lorax_kv_blocks_free", "Blocks of the cache that no request uses", "free_blocks"),
+    StatusMetric(
+        "lorax_adapters_resident",
+        "Adapters by where they are",
+        {
+            "device": "adapters_on_device",
+            "host": "adapters_on_host",
+            "preparing": "adapters_preparing",
+            "fetching": "adapters_fetching",
+        },
+        "tier",
+    ),
+)
+
+
+class EngineMetrics:
+    """Metrics of the engine's status.
+
+    An engine that was restarted counts from 0 again. The counters here go on from their last value.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._healthy = Gauge("lorax_engine_healthy", "Whether the engine answers", registry=registry)
+        self._restarts = Counter("lorax_engine_restarts_total", "Restarts of the engine", registry=registry)
+        self._gauges = _make_metrics(Gauge, ENGINE_GAUGES, registry)
+        self._counters = _make_metrics(Counter, ENGINE_COUNTERS, registry)
+        self._last = {field: 0.0 for field, _ in self._counters}  # of the engine's present life
+        self._last_restarts = 0  # when that status was reported
+        self._num_restarts = 0
+
+    def update(self, status: EngineStatus | None, is_healthy: bool, num_restarts: int) -> None:
+        """Show a status; None if the engine does not answer."""
+        self._healthy.set(is_healthy)
+        self._restarts.inc(max(0, num_restarts - self._num_restarts))
+        self._num_restarts = max(num_restarts, self._num_restarts)
+        for field, gauge in self._gauges:
+            gauge.set(0 if status is None else getattr(status, field))
+        if status is not None:
+            self._count(status, num_restarts)
+
+    def _count(self, status: EngineStatus, num_restarts: int) -> None:
+        now = {field: getattr(status, field) for field in self._last}
+        if num_restarts != self._last_restarts or any(now[field] < self._last[field] for field in now):
+            self._last = dict.fromkeys(now, 0.0)
+            self._last_restarts = num_restarts
+        for field, counter in self._counters:
+            counter.inc(now[field] - self._last[field])
+        self._last = now
+
+
+def _make_metrics(
+    kind: type[MetricT], rows: tuple[StatusMetric, ...], registry: CollectorRegistry
+) -> list[tuple[str, MetricT]]:
+    """Make metrics of one kind. Return each series with the field of the status that it shows."""
+    series = []
+    for row in rows:
+        metric = kind(row.name, row.text, (row.label,) if row.label else (), registry=registry)
+        if isinstance(row.fields, str):
+            series.append((row.fields, metric))
+        else:
+            series += [(field, metric.labels(value)) for value, field in row.fields.items()]
+    return series

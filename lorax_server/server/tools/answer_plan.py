@@ -40,7 +40,7 @@ class AnswerPlan:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Special tokens that have to be part of the text."""
+        """Marks of calls and of reasoning, which have to be part of the text, also if they are special tokens."""
         marks = self.form.markers if self.form is not None else ()
         return (*marks, thoughts.OPENER, thoughts.CLOSER)
 

@@ -1,10 +1,10 @@
 """Answers with calls, as OpenAI's chats write them: whole, or as the deltas that its clients put together."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lorax_server.server.adapter_lookup import ResolvedModel
-from lorax_server.server.generations import RemoteGeneration
+from lorax_server.errors import InputError, NotSupportedError
 from lorax_server.server.tools.answer_plan import AnswerPlan, AnswerReader
 from lorax_server.text.tools.parser import (
     ArgumentsPiece,
@@ -14,20 +14,6 @@ from lorax_server.text.tools.parser import (
     TextPiece,
     ThoughtPiece,
 )
-
-
-def show_markers(model: ResolvedModel, plan: AnswerPlan) -> ResolvedModel:
-    """Return a model in whose answers the marks of calls and of reasoning are text, also if they are special tokens."""
-    return model._replace(tokenizer=model.tokenizer.showing(plan.markers))
-
-
-def make_writers(
-    plan: AnswerPlan | None, prompt: str, generations: Sequence[RemoteGeneration]
-) -> "list[MessageWriter]":
-    """Make a writer for each answer; none where answers are nothing but text."""
-    if plan is None:
-        return []
-    return [MessageWriter(plan, prompt, generation.request.structure is not None) for generation in generations]
 
 
 class MessageWriter:
@@ -84,3 +70,50 @@ class MessageWriter:
                 return {"tool_calls": [{"index": self.num_calls - 1, "function": {"arguments": text}}]}
             case CallEnds():
                 return None
+
+
+# --- Calls of earlier answers, and their results ----------------------------------------------------------------------
+
+
+def prepare_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Write calls and results in the form that templates read.
+
+    Arguments become objects, since templates write them as JSON themselves, and a result has the name of its function,
+    which only some clients send.
+    """
+    names: dict[str, str] = {}
+    prepared = []
+    for index, message in enumerate(messages):
+        written = dict(message)
+        if "tool_calls" in written:
+            calls = [_to_call(f"`messages[{index}].tool_calls[{at}]`", call) for at, call in _list(index, written)]
+            names |= {call["id"]: call["function"]["name"] for call in calls if isinstance(call.get("id"), str)}
+            written["tool_calls"] = calls
+            if not calls:
+                del written["tool_calls"]
+        if written.get("role") == "tool" and "name" not in written:
+            name = names.get(written.get("tool_call_id", ""))
+            written |= {} if name is None else {"name": name}
+        prepared.append(written)
+    return prepared
+
+
+def _list(index: int, message: Mapping[str, Any]) -> list[tuple[int, Any]]:
+    if message.get("role") != "assistant" and message["tool_calls"]:
+        raise InputError(f"`messages[{index}].tool_calls`: only messages of the role 'assistant' have calls")
+    return list(enumerate(message["tool_calls"]))
+
+
+def _to_call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
+    kind, function = call.get("type", "function"), call.get("function")
+    if kind != "function":
+        raise NotSupportedError(f"{where}: calls of type {str(kind)[:32]!r} are not supported; only functions are")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InputError(f"{where} has no `function` with a `name`")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = function["arguments"]  # as the model wrote it
+    return {**call, "type": "function", "function": {**function, "arguments": {} if arguments is None else arguments}}

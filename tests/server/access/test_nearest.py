@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from lorax_server.server.access import nearest
+from lorax_server.server.access import model_names
 from lorax_server.server.access.keys import Key
-from lorax_server.server.access.model_names import ModelNames
-from lorax_server.server.access.nearest import find_nearest
+from lorax_server.server.access.model_names import MAX_CHECKS, NUM_SUGGESTIONS, ModelNames, find_nearest
 
 MANY = ["poet", "poet-german", "pirate", "tutor", "sql-writer", "team/secret-poet", "Überset\u00adzer"]
 
@@ -47,7 +46,7 @@ def test_names_that_are_like_none(wanted: str) -> None:
 
 def test_few_are_told() -> None:
     names = make([f"adapter-{n}" for n in range(50)])
-    assert len(find_nearest("adapter-1", None, names, Key())) == nearest.NUM_SUGGESTIONS
+    assert len(find_nearest("adapter-1", None, names, Key())) == NUM_SUGGESTIONS
 
 
 def test_only_what_the_caller_may_use() -> None:
@@ -82,14 +81,14 @@ def test_a_key_of_many_patterns_costs_no_more(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Key, "may_use", may_use)
     names = make([f"adapter-{number}" for number in range(3000)])
     assert find_nearest("adapter-x", None, names, Key("k", adapters=("a",) * 500)) == []
-    assert len(looks) <= 2 * nearest.MAX_CHECKS / 500
+    assert len(looks) <= 2 * MAX_CHECKS / 500
     looks.clear()
     find_nearest("adapter-x", None, names, Key("k", adapters=("a",)))
-    assert len(looks) <= nearest.MAX_CHECKS
+    assert len(looks) <= MAX_CHECKS
 
 
 def test_of_many_names_the_alphabetical_neighbors_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nearest, "MAX_NAMES", 20)
+    monkeypatch.setattr(model_names, "MAX_NAMES", 20)
     names = make([f"adapter-{number:06}" for number in range(300)])
     assert find_nearest("adapter-00025", None, names, Key())[0].startswith("adapter-00025")
     assert find_nearest("adapter-00029x", None, names, Key())

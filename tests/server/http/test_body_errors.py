@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel
 
 from lorax_server.errors import AdapterNotFoundError
-from lorax_server.server.http.body_errors import FORMS
+from lorax_server.server.http.problems import FORMS
 from lorax_server.server.schemas.openai import ChatCompletionRequest, CompletionRequest, Message
 from tests.server.fake_server import Reply, Routes, chat, complete, generate
 

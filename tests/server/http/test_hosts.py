@@ -4,7 +4,7 @@ import pytest
 
 from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
 from lorax_server.server.http.hosts import Hosts, client_network
-from lorax_server.server.http.listener import bind_port
+from lorax_server.server.run import bind_port
 
 
 @pytest.mark.parametrize(

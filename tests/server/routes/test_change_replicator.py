@@ -9,8 +9,8 @@ import pytest
 from lorax_server.errors import AdapterNotFoundError, EngineError
 from lorax_server.server.access.model_names import Named
 from lorax_server.server.http.replica_protocol import AdapterChange
-from lorax_server.server.routes import change_replicator as module
-from lorax_server.server.routes.change_replicator import ChangeReplicator
+from lorax_server.server.routes import replica as module
+from lorax_server.server.routes.replica import ChangeReplicator
 
 NAME = Named("local", "json")
 OWN, OTHER = True, False
@@ -28,14 +28,10 @@ class Server:
         monkeypatch.setattr(module, "RETRY_S", 0.0)
         service: Any = SimpleNamespace(
             engine=SimpleNamespace(forget=self.forget),
-            seen=SimpleNamespace(latest=lambda name: self.latest),  # noqa: ARG005
-            model_names=SimpleNamespace(find=lambda *name: name),
-            change=self.change,
+            adapter_index=SimpleNamespace(latest=lambda name: self.latest),  # noqa: ARG005
+            model_names=SimpleNamespace(find=lambda *name: name, add=lambda *_: None, remove=lambda *_: None),
         )
         self.replicator = ChangeReplicator(service)
-
-    async def change(self, change: Any) -> None:
-        pass
 
     async def forget(self, *name: str) -> None:
         assert name == NAME

@@ -30,6 +30,7 @@ class ResponseWriter:
         self._reader = reader
         self._num_events = 0
         self._item: dict[str, Any] | None = None
+        self._pieces: list[str] = []  # of the item's text or arguments, joined when it ends: adding would be quadratic
         self._logprobs: list[Mapping[str, Any]] = []  # of text that the reader holds back
         self.num_thought_tokens = 0
 
@@ -65,6 +66,8 @@ class ResponseWriter:
 
     def fail(self, message: str) -> list[Event]:
         """End a response that cannot be completed. Clients want it to have begun."""
+        if self._item is not None:
+            self._join_pieces(self._item)
         begun = [] if self._num_events else self.begin()
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": message}}
         return [*begun, self._event("response.failed", response=self._snapshot())]
@@ -87,7 +90,7 @@ class ResponseWriter:
                     events.append(self._add_text("response.reasoning_text.delta", text))
                 case ArgumentsPiece(text):
                     assert self._item is not None
-                    self._item["arguments"] += text
+                    self._pieces.append(text)
                     events.append(self._item_event("response.function_call_arguments.delta", delta=text))
                 case CallEnds():
                     events += self._close(status)
@@ -112,11 +115,10 @@ class ResponseWriter:
 
     def _add_text(self, kind: str, text: str, logprobs: list[Mapping[str, Any]] | None = None) -> Event:
         assert self._item is not None
-        part = self._item["content"][0]
-        part["text"] += text
+        self._pieces.append(text)
         if logprobs is None:
             return self._item_event(kind, content_index=0, delta=text)
-        part["logprobs"] += logprobs
+        self._item["content"][0]["logprobs"] += logprobs
         return self._item_event(kind, content_index=0, delta=text, logprobs=logprobs)
 
     def _close(self, status: str) -> list[Event]:
@@ -124,6 +126,7 @@ class ResponseWriter:
         if item is None:
             return []
         item["status"] = status
+        self._join_pieces(item)
         if item["type"] == "function_call":
             done = [self._item_event("response.function_call_arguments.done", **_pick(item, "arguments", "name"))]
         else:
@@ -135,6 +138,11 @@ class ResponseWriter:
         done.append(self._event("response.output_item.done", output_index=self._place, item=_copy(item)))
         self._item = None
         return done
+
+    def _join_pieces(self, item: dict[str, Any]) -> None:
+        owner, name = (item, "arguments") if item["type"] == "function_call" else (item["content"][0], "text")
+        owner[name] += "".join(self._pieces)
+        self._pieces = []
 
     # --- Events -------------------------------------------------------------------------------------------------------
 
