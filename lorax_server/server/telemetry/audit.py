@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from lorax_server.server.access.rate_limits import TokenBucket
 from lorax_server.server.telemetry.logs import FIELDS, log_request, shorten
 from lorax_server.server.telemetry.metrics import Metrics
 from lorax_server.server.telemetry.request_record import RequestRecord
@@ -19,6 +18,7 @@ from lorax_server.server.telemetry.request_record import RequestRecord
 logger = logging.getLogger(__name__)
 
 LINES_PER_MINUTE = 60
+MINUTE_S = 60.0
 
 
 @dataclass
@@ -31,19 +31,25 @@ class AdminAction:
 
 
 class LineBudget:
-    """Log lines that may still be written."""
+    """Log lines that may still be written in this minute."""
 
-    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
-        self._bucket = TokenBucket(per_minute, clock)
+    def __init__(self, most: int, clock: Callable[[], float]) -> None:
+        self._most = most
+        self._clock = clock
+        self._began = clock()
+        self._count = 0
         self._left_out = 0
 
     def spend(self) -> dict[str, int] | None:
         """Spend one line. Return a field that tells how many were left out before it, if any were; None if this one is
         to be left out as well."""
-        if self._bucket.wait_s() > 0:
+        now = self._clock()
+        if now - self._began >= MINUTE_S:
+            self._began, self._count = now, 0
+        self._count += 1
+        if self._count > self._most:
             self._left_out += 1
             return None
-        self._bucket.take(1)
         left_out, self._left_out = self._left_out, 0
         return {"left_out": left_out} if left_out else {}
 

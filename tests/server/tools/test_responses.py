@@ -10,6 +10,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from lorax_server.errors import AdapterNotFoundError, EngineError
+from lorax_server.server.routes.responses.output import ResponseWriter
 from lorax_server.types import FinishReason
 from tests.server.fake_server import Reply
 from tests.server.tools.talker import Talker
@@ -320,3 +321,10 @@ def test_a_failure_after_the_headers_comes_after_the_beginning() -> None:
     events = events_of(Late(keep_alive_s=0.01).respond(stream=True))
     assert [event["type"] for event in events] == ["response.created", "response.in_progress", "response.failed"]
     assert [event["sequence_number"] for event in events] == [0, 1, 2]
+
+
+def test_a_failed_response_has_the_text_so_far() -> None:
+    writer = ResponseWriter({"id": "resp_1"}, None, None)
+    events = [*writer.begin(), *writer.feed("two ", 1), *writer.feed("words", 1), *writer.fail("it broke")]
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "two words"
