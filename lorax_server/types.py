@@ -162,8 +162,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: LoraxError) -> "Failure":
-        message = str(error).encode(errors="backslashreplace").decode()  # it may quote lone surrogates
-        return cls(type(error).__name__, error.status, message, error.retry_after_s)
+        return cls(type(error).__name__, error.status, str(error), error.retry_after_s)
 
     def to_error(self) -> LoraxError:
         """Return an error of the same class as the one that this failure was made of."""

@@ -105,8 +105,7 @@ def _write_keywords(rule: str, call: CallGrammar) -> Iterator[str]:
     for index, (name, schema) in enumerate(properties.items()):
         if not name.isidentifier() or keyword.iskeyword(name):
             raise InputError(f"`tools`: {call.name!r} has a parameter {name[:64]!r}, which Python cannot name")
-        own, place = schema if isinstance(schema, dict) else {}, f"{index}_{index + 1}"
-        value = {**own, **definitions.select(own), OPTIONS: call.schema[OPTIONS]}
+        place, value = f"{index}_{index + 1}", {**definitions.complete(schema), OPTIONS: call.schema[OPTIONS]}
         yield f"{rule}_first_{place}: {write_text(name + '=')} %json {json.dumps(value)}\n"
         yield f'{rule}_more_{place}: (", " {rule}_first_{place}){"?" if optional[index] else ""}\n'
     count = len(optional)

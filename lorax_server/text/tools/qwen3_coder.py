@@ -163,8 +163,7 @@ def _write_value(
     """Write the rule of a value with its closer."""
     types = finder.find(schema)
     if not is_text(types):
-        own = schema if isinstance(schema, dict) else {}
-        value = {**own, **definitions.select(own), OPTIONS: call.schema[OPTIONS]}
+        value = {**definitions.complete(schema), OPTIONS: call.schema[OPTIONS]}
         return f"{rule}: %json {json.dumps(value)} {write_text(chr(10) + PARAMETER_END)}\n"
     found = finder.find_text(schema)
     if call.is_strict and found.unknown:
