@@ -211,20 +211,14 @@ class ToolParser:
         left = section.read(text, events)
         if any(isinstance(event, CallEnds) for event in events[count:]):
             self._opener, self._is_after_call = "", True
-        if section.is_malformed:
-            self._fail(section, events)
-        elif section.has_ended:
-            self._section = None
-        return left
-
-    def _fail(self, section: Section, events: list[ParsedEvent]) -> None:
-        """Give back the text of a call that is none, unless parts of it are out already."""
-        self._section = None
-        if section.is_open:
+        if section.is_malformed and section.is_open:  # parts of the call are out already
             self._is_after_call = True
             events.append(CallEnds())
-        else:
+        elif section.is_malformed:
             self._add_text(self._opener + "".join(section.taken), events)
+        if section.is_malformed or section.has_ended:
+            self._section = None
+        return left
 
 
 def find_blanks(text: str, end: int) -> int:
