@@ -19,7 +19,6 @@ from lorax_server.engine.engine import Engine, Executor
 from lorax_server.engine.scheduler import Scheduler
 from lorax_server.errors import EngineError, SourceError
 from lorax_server.phases import Phases
-from lorax_server.plan import Capabilities
 from lorax_server.structured_output.manager import StructuredOutput
 from lorax_server.structured_output.vocabulary import Vocabulary
 from lorax_server.text.tokenizer import load_tokenizer
@@ -65,7 +64,14 @@ def assemble(
     capabilities = executor.capabilities
     pool = BlockPool(capabilities.num_blocks, capabilities.block_size)
     table = AdapterTable(capabilities, host_bytes=adapter_host_bytes(config), patience_s=config.adapter_patience_s)
-    scheduler = Scheduler(_limits(config, capabilities), pool, table, config.tenant_weights)
+    limits = Limits(
+        **vars(capabilities),
+        max_chunk=config.max_chunk,
+        max_waiting=config.max_waiting,
+        max_wait_s=config.max_wait_s,
+        adapter_timeout_s=config.adapter_timeout_s,
+    )
+    scheduler = Scheduler(limits, pool, table, config.tenant_weights)
     resolver = AdapterResolver(
         AdapterSources(
             build_sources(config.sources, config.adapter_timeout_s) if sources is None else sources,
@@ -120,16 +126,6 @@ def _await(engine: Engine, futures: Sequence["Future[Any]"]) -> None:
     while not all(future.done() for future in futures):
         engine.wait()
         engine.step()
-
-
-def _limits(config: EngineConfig, capabilities: Capabilities) -> Limits:
-    return Limits(
-        **vars(capabilities),
-        max_chunk=config.max_chunk,
-        max_waiting=config.max_waiting,
-        max_wait_s=config.max_wait_s,
-        adapter_timeout_s=config.adapter_timeout_s,
-    )
 
 
 def build_sources(config: SourceConfig, adapter_timeout_s: float = 0.0) -> dict[str, Source]:

@@ -35,6 +35,7 @@ from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.generation_defaults import load_generation_defaults
 from lorax_server.text.prompt import Prompt, encode_prompt, list_prompts, spread
 from lorax_server.text.tokenizer import load_tokenizer
+from lorax_server.threads import failed
 from lorax_server.types import AdapterRef, EngineStatus, Request, Resolved, SamplingParams, StopParams, Structure
 
 _T = TypeVar("_T")
@@ -322,10 +323,8 @@ class LLM:
     def _resolve(self, adapter_id: str) -> "Future[Resolved]":
         """Ask the engine which adapter an adapter_id means now. All failures are in the Future."""
         if self._folders and adapter_id not in self._folders:
-            unknown: Future[Resolved] = Future()
             names = ", ".join(sorted(self._folders))
-            unknown.set_exception(AdapterNotFoundError(f"adapter {adapter_id!r}: there are {names}"))
-            return unknown
+            return failed(AdapterNotFoundError(f"adapter {adapter_id!r}: there are {names}"))
         with self._held():
             return self._engine.resolve([AdapterRef("local", str(self._folders.get(adapter_id, adapter_id)))])
 

@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import astuple, dataclass, field
-from enum import Enum, IntEnum, StrEnum
+from enum import Enum, IntEnum
 from typing import NamedTuple
 
 from lorax_server import errors
@@ -103,15 +103,6 @@ class StopParams:
         return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | self.eos_token_ids
 
 
-class Task(StrEnum):
-    """The kind of result that a request asks for. Engines refuse all but `GENERATE` so far."""
-
-    GENERATE = "generate"
-    EMBED = "embed"
-    CLASSIFY = "classify"
-    SCORE = "score"
-
-
 @dataclass(frozen=True)
 class Structure:
     """The grammar that the text of a completion must match."""
@@ -142,7 +133,6 @@ class Request:
     tenant: str = ""  # tenants share the engine fairly
     salt: str = ""  # prompts share keys and values only with prompts of the same salt
     prompt_logprobs: bool = False  # report how likely each token of the prompt was
-    task: Task = Task.GENERATE
     structure: Structure | None = None
     vocabulary: TokenTable | None = None  # with a structure, if the adapter has a vocabulary of its own
 
@@ -172,8 +162,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: LoraxError) -> "Failure":
-        message = str(error).encode(errors="backslashreplace").decode()  # it may quote lone surrogates
-        return cls(type(error).__name__, error.status, message, error.retry_after_s)
+        return cls(type(error).__name__, error.status, str(error), error.retry_after_s)
 
     def to_error(self) -> LoraxError:
         """Return an error of the same class as the one that this failure was made of."""

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -145,7 +146,10 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
     elif damage == "sizes":
         header = json.dumps({"x": {"dtype": "F32", "shape": [100], "data_offsets": ["a", "b"]}}).encode()
         path.write_bytes(len(header).to_bytes(8, "little") + header)
-    with WeightsReader(CPU, buffer_bytes=64) as reader, pytest.raises(WeightsError, match=r"model\.safetensors"):
+    with (
+        closing(WeightsReader(CPU, buffer_bytes=64)) as reader,
+        pytest.raises(WeightsError, match=r"model\.safetensors"),
+    ):
         reader.read(path, "x", (100,), ())
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from lorax_server import __version__
 from lorax_server.cli.flags import Parser
-from lorax_server.cli.model_folder import check_folder
-from lorax_server.cli.settings import Parsed, parse
+from lorax_server.cli.settings import Parsed, check_folder, parse
 from lorax_server.config import ServerConfig
 from lorax_server.errors import ConfigError, LoraxError
 

@@ -12,7 +12,7 @@ from huggingface_hub import get_token
 from lorax_server.adapters.sources.hub import HubSource
 from lorax_server.adapters.sources.remote import RemoteSource
 from lorax_server.adapters.sources.s3 import S3Source
-from lorax_server.cli.model_folder import check_folder
+from lorax_server.cli.settings import check_folder
 from lorax_server.errors import AdapterAccessError, AdapterNotFoundError, ConfigError, SourceError, WeightsError
 from lorax_server.files.adapter_files import is_template
 

@@ -16,6 +16,7 @@ from lorax_server.cli.flags import FLAGS, LAUNCHER_DEFAULTS, Flag, build_parser
 from lorax_server.cli.lorax_flags import REFUSED_VARIABLES, TOKENS, UNUSED_VARIABLES, WATERMARK
 from lorax_server.config import CorsConfig, EngineConfig, ModelConfig, ServerConfig, SourceConfig
 from lorax_server.errors import ConfigError
+from lorax_server.files.names import MODEL_CONFIG_FILE
 
 GPU_NAME = re.compile(r"\s*(\d+|(GPU|MIG)-[\w/-]+)\s*", re.ASCII)
 WATERMARK_VALUES = {"watermark_gamma": 0.5, "watermark_delta": 2.0}
@@ -139,6 +140,13 @@ def _missing_sources(sources: SourceConfig) -> dict[str, str]:
         "local": "" if sources.roots else "there is no folder to read from: give --local-adapters or --adapters-dir",
         "s3": "" if sources.s3_bucket else "there is no bucket: give --s3-bucket",
     }
+
+
+def check_folder(folder: Path) -> Path:
+    """Return a model folder. Raise ConfigError if it has no config.json."""
+    if not (folder / MODEL_CONFIG_FILE).is_file():
+        raise ConfigError(f"model {str(folder)!r}: there is no config.json in it, so it is not a model's folder")
+    return folder
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from lorax_server.errors import ContextLengthError, InputError, LoraxError, NotSupportedError, OverloadedError
+from lorax_server.errors import ContextLengthError, InputError, LoraxError, OverloadedError
 from lorax_server.plan import Capabilities
-from lorax_server.types import Request, SchedulerCounters, Task
+from lorax_server.types import Request, SchedulerCounters
 
 MEMORY = 0.98  # the weight of the past in the averages, at each new step or request
 
@@ -29,10 +29,8 @@ class Limits(Capabilities):
 
 
 def check_request(request: Request, max_length: int) -> None:
-    """Refuse a task that the engine does not have, and a request that does not fit even alone."""
+    """Reject an empty prompt, and a request that does not fit even alone."""
     num_prompt, num_new = len(request.prompt_ids), request.stop.max_new_tokens
-    if request.task is not Task.GENERATE:
-        raise NotSupportedError(f"task {request.task.value!r} is not supported yet; this server only generates text")
     if not num_prompt:
         raise InputError("`inputs` cannot be empty")
     if num_prompt + num_new > max_length:

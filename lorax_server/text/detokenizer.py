@@ -10,6 +10,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Sequence, Set
+from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -104,8 +105,8 @@ class ByteDetokenizer(Detokenizer):
         self._name_of = name_of
         self._scheme = scheme
         self._special = special
-        self._bytes: dict[int, bytes] = {}
-        self._texts: dict[int, str] = {}  # of tokens that are whole characters; others have an empty one
+        self._bytes_of = cache(self._read_bytes)
+        self._text_of = cache(self._read_text)
 
     def showing(self, token_ids: Set[int]) -> "ByteDetokenizer":
         return ByteDetokenizer(self._name_of, self._scheme, self._special - token_ids)
@@ -154,24 +155,14 @@ class ByteDetokenizer(Detokenizer):
             count += len(self._bytes_of(ids[end]))
         return end
 
-    def _text_of(self, token_id: int) -> str:
+    def _read_text(self, token_id: int) -> str:
         """Return the text of a token that is whole characters, and of any other an empty one."""
-        cached = self._texts.get(token_id)
-        if cached is None:
-            try:
-                cached = self._to_bytes(token_id).decode()
-            except UnicodeDecodeError:
-                cached = ""
-            self._texts[token_id] = cached
-        return cached
+        try:
+            return self._read_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            return ""
 
-    def _bytes_of(self, token_id: int) -> bytes:
-        cached = self._bytes.get(token_id)
-        if cached is None:
-            cached = self._bytes[token_id] = self._to_bytes(token_id)
-        return cached
-
-    def _to_bytes(self, token_id: int) -> bytes:
+    def _read_bytes(self, token_id: int) -> bytes:
         name = None if token_id in self._special else self._name_of(token_id)
         return b"" if name is None else self._scheme.to_bytes(name)
 

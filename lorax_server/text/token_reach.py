@@ -38,16 +38,6 @@ def longest_reach(backend: Tokenizer) -> int | None:
     return shrinkage * max(map(len, backend.get_vocab()), default=1) if is_sure else None
 
 
-def has_plain_names(backend: Tokenizer) -> bool:
-    """Tell whether an encoding names tokens as the vocabulary does. Some are named by the text they come from."""
-    added = backend.get_added_tokens_decoder().values()
-    is_normalized = backend.normalizer is not None
-    odd = any(token.lstrip or token.rstrip or (token.normalized and is_normalized) for token in added)
-    around = [pair for step in _steps(backend.post_processor) for pair in _put_around(step)]
-    is_plain = all(backend.id_to_token(token_id) == name for token_id, name in around)
-    return isinstance(backend.model, models.BPE) and not odd and is_plain
-
-
 def _steps(component: Any) -> Iterator[dict[str, Any]]:
     """Yield the steps of a tokenizer's component, as `tokenizer.json` describes them."""
     return _flatten(json.loads(component.__getstate__())) if component is not None else iter(())
@@ -79,14 +69,6 @@ def _keeps_text(step: dict[str, Any]) -> bool:
     if step["type"] == "TemplateProcessing":
         return any("Sequence" in piece for piece in step["single"])
     return step["type"] in KEEPING_PROCESSORS
-
-
-def _put_around(step: dict[str, Any]) -> Iterator[tuple[int, str]]:
-    """Yield the tokens that are put around a text, with their names there."""
-    for special in step.get("special_tokens", {}).values():
-        yield from zip(special["ids"], special["tokens"], strict=True)
-    for name, token_id in (step[key] for key in ("cls", "sep") if key in step):
-        yield token_id, name
 
 
 def _knows_every_byte(model: Any, is_byte_level: bool) -> bool:

@@ -33,7 +33,7 @@ from lorax_server.sandbox.task import TaskError, TaskKilledError
 from lorax_server.text.config_tokens import add_config_tokens, read_added_tokens, read_named_tokens
 from lorax_server.text.convert_task import CONVERT
 from lorax_server.text.detokenizer import Detokenizer, make_detokenizer
-from lorax_server.text.token_reach import has_plain_names, longest_reach
+from lorax_server.text.token_reach import longest_reach
 from lorax_server.text.token_table import make_token_table
 from lorax_server.types import TokenTable
 
@@ -78,7 +78,6 @@ class TextTokenizer:
         self.eos_token_ids = self._find_eos()
         self.num_ids = max(backend.get_vocab().values(), default=-1) + 1
         self._reach = longest_reach(backend)
-        self._has_plain_names = has_plain_names(backend)
 
     # The backend's calls for batches release Python's lock, also for a batch of one; `encode` and `decode` do not.
 
@@ -87,14 +86,10 @@ class TextTokenizer:
 
     def pieces(self, text: str, add_special_tokens: bool = True) -> list[Piece]:
         encoding = self._encode(self._backend.encode_batch, text, add_special_tokens)
-        ids = encoding.ids
-        if self._has_plain_names:  # all names at once, and all offsets, would hold the lock for long
-            name_of = {token_id: str(self._backend.id_to_token(token_id)) for token_id in set(ids)}
-            names = [name_of[token_id] for token_id in ids]
-        else:
-            names = encoding.tokens
+        ids = encoding.ids  # unlike `tokens` and `offsets`, which hold the GIL for 0.3 s with a million tokens
+        name_of = {token_id: self._backend.id_to_token(token_id) or "" for token_id in set(ids)}
         spans = [encoding.token_to_chars(position) or (0, 0) for position in range(len(ids))]  # None: not in the text
-        return [Piece(token_id, name, *span) for token_id, name, span in zip(ids, names, spans, strict=True)]
+        return [Piece(token_id, name_of[token_id], *span) for token_id, span in zip(ids, spans, strict=True)]
 
     def locate(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the position in a text at which each of its tokens begins.

@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NotRequired, Self, TypedDict, Unpack
 from zipfile import is_zipfile
 
@@ -63,14 +62,9 @@ class Weights:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._reader is not None:
             self._reader.close()
-
-    def _get_shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
 
     def _read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         stored = self._tensors[name]
@@ -87,7 +81,7 @@ class Weights:
         return any(candidate in self._tensors for candidate in _spellings(name))
 
     def get_shape(self, name: str) -> tuple[int, ...]:
-        return self._get_shape(self._resolve(name))
+        return tuple(self._tensors[self._resolve(name)].shape)
 
     def get_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """Return a whole tensor, in the model's dtype and on its device.
@@ -115,7 +109,7 @@ class Weights:
         return shard.order(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim), dim)
 
     def _load(self, name: str, shape: tuple[int, ...] | None, index: tuple[slice, ...]) -> torch.Tensor:
-        stored = self._get_shape(name)
+        stored = tuple(self._tensors[name].shape)
         if shape is not None and stored != shape:
             raise WeightsError(f"{self.where(name)}: tensor {name!r} has shape {stored}, the config asks for {shape}")
         tensor = self._read(name, index)

@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,14 +68,6 @@ class WeightsReader:
             memory = torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
             self._free.put(_Staging(memory, None if self._stream is None else torch.cuda.Event()))
         self._files: dict[Path, _File] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Wait for all copies, and close the files."""

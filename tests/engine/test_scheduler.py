@@ -19,7 +19,7 @@ from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.scheduler import Scheduler
 from lorax_server.engine.sequence import Sequence
 from lorax_server.engine.step_builder import Scheduled, SubmittedStep
-from lorax_server.errors import AdapterError, InputError, NotSupportedError, OverloadedError
+from lorax_server.errors import AdapterError, InputError, OverloadedError
 from lorax_server.generation.stopping import FinishReason
 from lorax_server.plan import AdapterOp, RopeRule, StepPlan, StepResult
 from lorax_server.types import (
@@ -31,7 +31,6 @@ from lorax_server.types import (
     SchedulerCounters,
     StopParams,
     Structure,
-    Task,
 )
 
 EOS = 0
@@ -781,14 +780,6 @@ def test_prompts_are_reported_on_in_chunks_and_after_giving_way(depth: int, max_
             assert first.prompt_logprobs == (expected if request.prompt_logprobs else None)
             assert all(output.prompt_logprobs is None for output in rest)
     assert num_preempted_in_the_prompt > 0
-
-
-@pytest.mark.parametrize("task", [task for task in Task if task is not Task.GENERATE])
-def test_other_tasks_are_refused(task: Task) -> None:
-    engine = Engine(ROOMY, 64)
-    with pytest.raises(NotSupportedError, match=f"task '{task}' is not supported yet"):
-        engine.scheduler.add(make_request(0, [1], task=task))
-    assert not engine.scheduler.has_work
 
 
 def test_alternatives_reach_who_asked() -> None:

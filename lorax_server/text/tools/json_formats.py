@@ -76,8 +76,7 @@ class MistralSection(JsonSection):
             self._has_begun = True
             return super().take(text, at, events)
         self._name += character
-        if len(self._name) > MAX_NAME:
-            raise MalformedCallError(1)
+        self.is_malformed = len(self._name) > MAX_NAME
         return 1
 
     def _take_name(self, text: str, at: int, events: list[ParsedEvent]) -> int:

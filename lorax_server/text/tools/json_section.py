@@ -194,17 +194,18 @@ class JsonSection(Section):
                 events.append(CallEnds())
                 self.is_open = False
             else:
-                add_call(self._to_call(reader, count), events)
+                self._add_call(reader, events)
         return count
 
-    def _to_call(self, reader: ObjectReader, count: int) -> Call:
+    def _add_call(self, reader: ObjectReader, events: list[ParsedEvent]) -> None:
         try:
             call = reader.to_call()
         except MalformedCallError:
-            raise MalformedCallError(count) from None
-        if call.name not in self._tools.names:
-            raise MalformedCallError(count)
-        return call
+            self.is_malformed = True
+            return
+        self.is_malformed = call.name not in self._tools.names
+        if not self.is_malformed:
+            add_call(call, events)
 
     def forgives(self, text: str) -> bool:
         left = text.strip().removeprefix("]").lstrip()

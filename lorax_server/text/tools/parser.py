@@ -46,11 +46,6 @@ ParsedEvent = TextPiece | ThoughtPiece | CallBegins | ArgumentsPiece | CallEnds
 class MalformedCallError(Exception):
     """Text that cannot be a call."""
 
-    def __init__(self, num_taken: int = 0) -> None:
-        super().__init__()
-        self.num_taken = num_taken  # characters that were read of the last text
-        self.num_left = 0  # that were not
-
 
 class ToolSet(NamedTuple):
     """The functions that an answer may call."""
@@ -73,20 +68,19 @@ class Section(ABC):
         self.closed = ""  # the part of it that was read
         self.taken: list[str] = []  # text since the last call ended
         self.has_ended = False
+        self.is_malformed = False  # the text since the last call is not a call
         self.is_open = False  # a call has begun whose arguments are sent as they come
         self.unread = ""  # text that was taken and is not the section's
 
     def read(self, text: str, events: list[ParsedEvent]) -> str:
         """Read text up to the section's end, or up to a character that cannot be there; return what is left."""
         at = 0
-        while at < len(text) and not self.has_ended:
+        while at < len(text) and not self.has_ended and not self.is_malformed:
             num_events = len(events)
             try:
                 count = self.take(text, at, events)
-            except MalformedCallError as error:
-                self.taken.append(text[at : at + error.num_taken])
-                error.num_left = len(text) - at - error.num_taken
-                raise
+            except MalformedCallError:
+                count, self.is_malformed = 0, True
             self.taken.append(text[at : at + count])
             at += count
             if len(events) > num_events and isinstance(events[-1], CallEnds):
@@ -95,7 +89,11 @@ class Section(ABC):
 
     @abstractmethod
     def take(self, text: str, at: int, events: list[ParsedEvent]) -> int:
-        """Take at least one character from `at` on, or end the section; return how many."""
+        """Take at least one character from `at` on, or end the section; return how many.
+
+        A call that proves to be malformed sets `is_malformed`. If not even the first character can belong to a call,
+        this raises `MalformedCallError`.
+        """
 
     def take_closer(self, character: str) -> int:
         """Take a character after the last call. The section ends with the closer, or before any other text."""
@@ -210,28 +208,17 @@ class ToolParser:
         """Read more of the section; return the text after it."""
         section, count = self._section, len(events)
         assert section is not None
-        left = text
-        try:
-            left = section.read(text, events)
-            is_wrong = False
-        except MalformedCallError as error:
-            is_wrong, left = True, text[len(text) - error.num_left :]
+        left = section.read(text, events)
         if any(isinstance(event, CallEnds) for event in events[count:]):
             self._opener, self._is_after_call = "", True
-        if is_wrong:
-            self._fail(section, events)
-        elif section.has_ended:
-            self._section = None
-        return left
-
-    def _fail(self, section: Section, events: list[ParsedEvent]) -> None:
-        """Give back the text of a call that is none, unless parts of it are out already."""
-        self._section = None
-        if section.is_open:
+        if section.is_malformed and section.is_open:  # parts of the call are out already
             self._is_after_call = True
             events.append(CallEnds())
-        else:
+        elif section.is_malformed:
             self._add_text(self._opener + "".join(section.taken), events)
+        if section.is_malformed or section.has_ended:
+            self._section = None
+        return left
 
 
 def find_blanks(text: str, end: int) -> int:

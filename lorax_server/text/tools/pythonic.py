@@ -35,32 +35,22 @@ class PythonicSection(Section):
         count = self._scanner.scan(text[at : at + MAX_CALL - self._length], 0)
         self._length += count
         self.has_ended = self._scanner.is_done
-        try:
-            if self.has_ended:
-                self._add_calls("".join(self.taken) + text[at : at + count], events)
-            elif self._length == MAX_CALL:
-                raise MalformedCallError
-        except MalformedCallError:
-            raise MalformedCallError(count) from None
+        self.is_malformed = self._length == MAX_CALL and not self.has_ended
+        if self.has_ended:
+            calls = read_calls("".join(self.taken) + text[at : at + count])
+            self.is_malformed = not calls or any(call.name not in self._tools.names for call in calls)
+            for call in () if self.is_malformed else calls:
+                add_call(call, events)
         return count
-
-    def _add_calls(self, text: str, events: list[ParsedEvent]) -> None:
-        calls = read_calls(text)
-        if not calls or any(call.name not in self._tools.names for call in calls):
-            raise MalformedCallError
-        for call in calls:
-            add_call(call, events)
 
 
 def read_calls(text: str) -> list[Call]:
-    """Read a list of calls with literal arguments. No code is executed."""
+    """Read a list of calls with literal arguments; return an empty one if it cannot be read. No code is executed."""
     try:
         tree = ast.parse(ESCAPES.sub(_escape, text.strip()), mode="eval").body
-        if not isinstance(tree, ast.List):
-            raise MalformedCallError
-        return [_read_call(node) for node in tree.elts]
-    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
-        raise MalformedCallError from None
+        return [_read_call(node) for node in tree.elts] if isinstance(tree, ast.List) else []
+    except (MalformedCallError, SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        return []
 
 
 def _escape(found: re.Match[str]) -> str:
@@ -115,8 +105,7 @@ def _write_keywords(rule: str, call: CallGrammar) -> Iterator[str]:
     for index, (name, schema) in enumerate(properties.items()):
         if not name.isidentifier() or keyword.iskeyword(name):
             raise InputError(f"`tools`: {call.name!r} has a parameter {name[:64]!r}, which Python cannot name")
-        own, place = schema if isinstance(schema, dict) else {}, f"{index}_{index + 1}"
-        value = {**own, **definitions.select(own), OPTIONS: call.schema[OPTIONS]}
+        place, value = f"{index}_{index + 1}", {**definitions.complete(schema), OPTIONS: call.schema[OPTIONS]}
         yield f"{rule}_first_{place}: {write_text(name + '=')} %json {json.dumps(value)}\n"
         yield f'{rule}_more_{place}: (", " {rule}_first_{place}){"?" if optional[index] else ""}\n'
     count = len(optional)

@@ -5,7 +5,7 @@ A call is buffered, and parsed at its end tag.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lorax_server.errors import InputError
@@ -21,7 +21,7 @@ from lorax_server.text.tools.grammar import (
     write_text,
 )
 from lorax_server.text.tools.json_section import Call, add_call, dump
-from lorax_server.text.tools.parameter_text import TypeFinder, find_text_schema, is_text, to_json
+from lorax_server.text.tools.parameter_text import TypeFinder, is_text, to_json
 from lorax_server.text.tools.parser import MAX_CALL, MalformedCallError, ParsedEvent, Section, ToolSet
 from lorax_server.text.tools.references import Definitions
 
@@ -39,16 +39,13 @@ TEXT_VALUE = re.compile(rf"(.*?){PARAMETER_END}", re.DOTALL)
 class Qwen3CoderSection(Section):
     """Reads one call. It counts also where `<tool_call>` or `</tool_call>` is missing."""
 
-    def __init__(self, tools: ToolSet, finders: dict[str, TypeFinder]) -> None:
-        """`finders` by function name are shared by all sections, and get those that are missing."""
+    def __init__(self, tools: ToolSet, finders: dict[int, TypeFinder]) -> None:
+        """`finders` by schema id are shared by all sections, which add missing ones."""
         super().__init__(CLOSER)
         self._tools = tools
         self._finders = finders
-        self._head = ""
         self._function = ""
-        self._body: list[str] = []
-        self._tail = ""  # of the body: may be the start of the end tag
-        self._length = 0  # of the body
+        self._body = ""
         self._num_tries = 0
         self._has_call = False
 
@@ -59,34 +56,29 @@ class Qwen3CoderSection(Section):
 
     def _take_head(self, character: str) -> int:
         """Take one more character of `<function=name>`. The opener may have had the first part."""
-        head = (self._head + character).lstrip()
+        head = ("".join(self.taken) + character).lstrip()
         name = head.removeprefix(FUNCTION)
         if character == ">" and name[:-1].strip() in self._tools.names:
             self._function = name[:-1].strip()
         elif len(self.taken) > MAX_HEAD or not (FUNCTION.startswith(head) or NAME.fullmatch(name)):
             raise MalformedCallError
-        self._head = head
         return 1
 
     def _take_body(self, text: str, at: int, events: list[ParsedEvent]) -> int:
-        held = len(self._tail)
-        window = self._tail + text[at : at + MAX_CALL - self._length]
-        place = window.find(FUNCTION_END)
-        end = len(window) if place < 0 else place + len(FUNCTION_END)
-        self._body.append(window[held:end])
-        self._tail = window[max(0, end - len(FUNCTION_END) + 1) :] if place < 0 else ""
-        self._length += end - held
+        length = len(self._body)
+        body = self._body + text[at : at + MAX_CALL - length]
+        place = body.find(FUNCTION_END, max(0, length - len(FUNCTION_END) + 1))
+        self._body = body if place < 0 else body[: place + len(FUNCTION_END)]
         try:
             if place >= 0:
                 self._end_call(events)
-            if self._length == MAX_CALL and not self._has_call:
-                raise MalformedCallError
+            self.is_malformed = len(self._body) == MAX_CALL and not self._has_call
         except MalformedCallError:
-            raise MalformedCallError(end - held) from None
-        return end - held
+            self.is_malformed = True
+        return len(self._body) - length
 
     def _end_call(self, events: list[ParsedEvent]) -> None:
-        arguments = self._parse("".join(self._body))
+        arguments = self._parse(self._body)
         self._num_tries += 1
         if arguments is not None:
             self._has_call = True
@@ -98,7 +90,7 @@ class Qwen3CoderSection(Section):
     def _parse(self, body: str) -> dict[str, str] | None:
         """Return the arguments as JSON, by name; None if the end tag is part of a value."""
         schema = self._tools.schemas[self._function]
-        finder = _get_finder(self._finders, self._function, schema)
+        finder = self._finders.setdefault(id(schema), TypeFinder(schema))
         arguments: dict[str, str] = {}
         tag = TAG.match(body)
         while tag is not None and not tag[2]:
@@ -127,11 +119,11 @@ class Qwen3CoderFormat(ToolFormat):
     has_json_arguments = False
 
     def __init__(self) -> None:
-        self._finders: dict[str, TypeFinder] = {}
+        self._finders: dict[int, TypeFinder] = {}
 
     def prepare(self, functions: Sequence[FunctionSchema]) -> None:
         for function in functions:
-            finder = _get_finder(self._finders, function.name, function.parameters)
+            finder = self._finders.setdefault(id(function.parameters), TypeFinder(function.parameters))
             for schema in function.parameters.get("properties", {}).values():
                 finder.find(schema)
 
@@ -146,12 +138,6 @@ class Qwen3CoderFormat(ToolFormat):
         yield f'calls: tagged{more}\ntagged: ({" | ".join(choices)}) {write_text(FUNCTION_END)} "\\n" {closer}\n'
         for index, call in enumerate(rules.calls):
             yield from _write_parameters(f"parameters_{index}", call)
-
-
-def _get_finder(finders: dict[str, TypeFinder], name: str, schema: Mapping[str, Any]) -> TypeFinder:
-    if name not in finders or finders[name].root is not schema:
-        finders[name] = TypeFinder(schema)
-    return finders[name]
 
 
 def _write_parameters(rule: str, call: CallGrammar) -> Iterator[str]:
@@ -177,10 +163,9 @@ def _write_value(
     """Write the rule of a value with its closer."""
     types = finder.find(schema)
     if not is_text(types):
-        own = schema if isinstance(schema, dict) else {}
-        value = {**own, **definitions.select(own), OPTIONS: call.schema[OPTIONS]}
+        value = {**definitions.complete(schema), OPTIONS: call.schema[OPTIONS]}
         return f"{rule}: %json {json.dumps(value)} {write_text(chr(10) + PARAMETER_END)}\n"
-    found = find_text_schema(schema, finder)
+    found = finder.find_text(schema)
     if call.is_strict and found.unknown:
         raise InputError(
             f"`tools`: the parameter {name[:64]!r} of {call.name!r} has `{found.unknown}`, which cannot be enforced "

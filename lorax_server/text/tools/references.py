@@ -72,8 +72,12 @@ class Definitions:
         self._all = {word: root[word] for word in DEFINITIONS if isinstance(root.get(word), Mapping)}
         self._references: dict[tuple[str, str], list[str]] = {}  # of each definition, read once
 
-    def select(self, part: Any) -> dict[str, Any]:
-        """Return the definitions that a part reaches; all of them if a reference points elsewhere."""
+    def complete(self, part: Any) -> dict[str, Any]:
+        """Return a part with the definitions that it reaches; with all of them if a reference points elsewhere."""
+        own = part if isinstance(part, dict) else {}
+        return {**own, **self._select(own)}
+
+    def _select(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
         selected: dict[str, dict[str, Any]] = {}
         waiting = find_references(part)
         while waiting:

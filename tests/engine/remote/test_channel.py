@@ -36,7 +36,6 @@ from lorax_server.types import (
     SamplingParams,
     Started,
     StopParams,
-    Task,
 )
 
 ids = st.integers(0, 2**64 - 1)
@@ -81,7 +80,6 @@ requests = st.builds(
     tenant=texts,
     salt=texts,
     prompt_logprobs=st.booleans(),
-    task=st.sampled_from(Task),
 )
 failures = st.builds(Failure, texts, st.integers(400, 599), texts, st.none() | floats)
 alternatives = st.builds(Alternatives, st.lists(token_ids, max_size=3), st.lists(floats, max_size=3))
