@@ -135,7 +135,7 @@ class Engine:
         try:
             self._structured_output.begin(request, self.capabilities.vocab_size if self.capabilities.can_chunk else 0)
         except BaseException:
-            self._scheduler.abort(request.request_id)
+            self.abort(request.request_id)
             raise
 
     def abort(self, request_id: int) -> None:

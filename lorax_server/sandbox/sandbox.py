@@ -173,6 +173,9 @@ class _WorkerProcess:
             raise BusyError(f"a task took more than {task.wall_s:g} s: the machine is busy", RETRY_S) from None
         except (EOFError, OSError):
             raise self._explain_death(task) from None
+        except BaseException:  # the rest of the reply would be taken for that of the next task
+            self.stop()
+            raise
         kind, is_last, body = reply[:1], reply[1:2] == LAST, reply[2:]
         if is_last:
             self.stop()
@@ -221,7 +224,7 @@ class _WorkerProcess:
         except (EOFError, OSError) as error:
             self.stop()
             raise BusyError("a sandbox worker does not start; see the log", RETRY_S) from error
-        except BusyError:
+        except BaseException:
             self.stop()
             raise
         return self._connection

@@ -10,11 +10,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple, Self
 
 from cachetools import LRUCache
 
-from lorax_server.errors import EngineError, InputError, LoraxError
+from lorax_server.errors import EngineError, InputError, LoraxError, NotSupportedError
 from lorax_server.machine import GRAMMAR_CACHE_BYTES, count_cores
 from lorax_server.structured_output.mask_thread import start_thread
 from lorax_server.structured_output.matcher import (
@@ -96,6 +98,15 @@ class _Threads:
             thread.shutdown(cancel_futures=True)
 
 
+def _submit(thread: ThreadPoolExecutor, work: Callable[..., None], *args: object) -> None:
+    thread.submit(work, *args).add_done_callback(_log_failure)
+
+
+def _log_failure(job: "Future[None]") -> None:
+    if not job.cancelled() and (error := job.exception()) is not None:
+        logger.error("a job of structured output failed", exc_info=error)
+
+
 class StructuredOutput:
     """Compile grammars and compute masks for the engine. Its public methods belong to the engine's thread."""
 
@@ -151,6 +162,7 @@ class StructuredOutput:
             fast_forward_below = 0
         key = "" if request.vocabulary is None else request.vocabulary.digest, request.structure.grammar
         completion = _Completion(request, key, fast_forward_below)
+        threads = self._start_threads()
         with self._changed:
             evicted = self._vocabularies.acquire(request.vocabulary, request.request_id, request.tenant)
             for stale in [other for other in self._compiled if other[0] == evicted]:
@@ -161,9 +173,9 @@ class StructuredOutput:
                 del self._compiled[key]
                 compiled = None
             if compiled is None:
+                if key not in self._waiting:
+                    _submit(threads.compile, self._compile, key, request.structure.num_bytes)
                 self._waiting.setdefault(key, []).append(completion)
-                if len(self._waiting[key]) == 1:
-                    self._start_threads().compile.submit(self._compile, key, request.structure.num_bytes)
         if compiled is not None:
             self._start(completion, compiled)
 
@@ -196,9 +208,9 @@ class StructuredOutput:
             if item.state.compiled.is_fast:
                 fast.append(item)
             else:
-                threads.slow.submit(self._consume, item)
+                _submit(threads.slow, self._consume, item)
         if fast:
-            threads.fast.submit(self._consume_together, fast)
+            _submit(threads.fast, self._consume_together, fast)
 
     def end(self, request_id: int) -> None:
         """Forget a request in any state."""
@@ -268,7 +280,7 @@ class StructuredOutput:
 
     def _store(self, key: _Key, compiled: CompiledGrammar) -> None:
         self._compiled.pop(key, None)
-        if _weigh(compiled) <= self._compiled.maxsize:
+        with suppress(ValueError):  # it is larger than the cache
             self._compiled[key] = compiled
 
     def _find_vocabulary(self, digest: str) -> Vocabulary:
@@ -280,11 +292,11 @@ class StructuredOutput:
         try:
             built = self._build_base() if found is None else self._find_vocabulary("").build_other(found)
         except BaseException as error:  # including Rust panics
-            problem = f"structured output cannot use this tokenizer: {type(error).__name__}: {error}"[:400]
-            failure = error if isinstance(error, LoraxError) else InputError(problem)
+            failure = f"structured output is not supported with this tokenizer: {type(error).__name__}: {error}"[:400]
+            failure = str(error) if isinstance(error, LoraxError) else failure
             with self._changed:
-                self._vocabularies.store(digest, failure)
-            raise failure from error
+                self._vocabularies.store(digest, None, failure)
+            raise NotSupportedError(failure) from error
         with self._changed:
             self._vocabularies.store(digest, built)
         return built
@@ -312,9 +324,8 @@ class StructuredOutput:
                 batches.setdefault(id(item.state.compiled.vocabulary), []).append(item)
         for batch in batches.values():
             started = time.monotonic()
-            errors: Sequence[BaseException | None]
+            pairs = [(item.state, item.token_id) for item in batch]
             try:
-                pairs = [(item.state, item.token_id) for item in batch]
                 errors = consume_together(self._start_threads().executor, pairs, self._max_forced)
             except BaseException as panic:
                 errors = [panic] * len(batch)
@@ -343,7 +354,7 @@ class StructuredOutput:
                 del self._compiled[item.completion.key]
         is_limit = isinstance(error, GrammarError) and not isinstance(error, SlowGrammarError)
         if is_limit and item.state.compiled.num_completions > 1:
-            self._start_threads().compile.submit(self._repeat, item)
+            _submit(self._start_threads().compile, self._repeat, item)
         else:
             self._fail(item.completion, error)
 

@@ -199,26 +199,29 @@ class GrammarState:
 
 def consume_together(
     executor: "LLExecutor", items: Sequence[tuple[GrammarState, int]], max_forced: int
-) -> list[GrammarError | None]:
+) -> list[BaseException | None]:
     """Consume a token of each completion and compute their next masks, all without the GIL. Return their errors.
 
     The completions share a vocabulary.
     """
     vocabulary = items[0][0].compiled.vocabulary
     executor.consume_token_par([(state.matcher, token_id) for state, token_id in items])
+    errors: list[BaseException | None] = []
     for state, token_id in items:
-        state.note(token_id)
-        state.look_ahead(max_forced)
+        errors.append(None)
+        try:
+            state.note(token_id)
+            state.look_ahead(max_forced)
+        except BaseException as error:
+            errors[-1] = error
     masks = vocabulary.make_masks(len(items))
     rows = [(state.matcher, row) for row, (state, _) in enumerate(items)]
     executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, vocabulary.mask_bytes, len(items))
-    errors: list[GrammarError | None] = []
-    for (state, _), mask, may_end in zip(items, masks, vocabulary.take_ends(masks).tolist(), strict=True):
+    for row, may_end in enumerate(vocabulary.take_ends(masks).tolist()):
         try:
-            state.finish(mask, may_end)
-            errors.append(None)
+            items[row][0].finish(masks[row], may_end)
         except GrammarError as error:
-            errors.append(error)
+            errors[row] = errors[row] or error
     return errors
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 import llguidance  # noqa: F401 - so that its import is not charged to the task
 
 from lorax_server.sandbox.task import TaskError
-from lorax_server.structured_output.matcher import GrammarError, compile_matcher
+from lorax_server.structured_output.matcher import CompiledGrammar, GrammarError
 from lorax_server.structured_output.vocabulary import Vocabulary
 
 NUM_VOCABULARIES = 8
@@ -32,11 +32,12 @@ def compile_grammar(grammar: str, num_ids: int, special_tokens: Sequence[tuple[i
     vocabulary = _make_vocabulary(num_ids, tuple(special_tokens))
     before = _allocated_bytes()
     try:
-        matcher = compile_matcher(vocabulary, grammar)
-        matcher.compute_bitmask()
+        compiled = CompiledGrammar(vocabulary, grammar)
     except GrammarError as error:
         raise TaskError(str(error)) from None
-    return json.dumps({"num_bytes": max(0, _allocated_bytes() - before)}).encode()
+    num_bytes = max(0, _allocated_bytes() - before)
+    del compiled
+    return json.dumps({"num_bytes": num_bytes}).encode()
 
 
 @lru_cache(NUM_VOCABULARIES)

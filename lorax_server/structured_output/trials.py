@@ -1,5 +1,6 @@
 """Trial compiles: a grammar goes to the engine only after the sandbox has compiled it under limits."""
 
+import hashlib
 import json
 import threading
 from concurrent.futures import Future
@@ -23,8 +24,7 @@ TRIAL = SandboxTask(
     max_pending=16,
 )
 MAX_PASSED = 4096
-MAX_TRIALS, TRIAL_S = 1024, 60.0
-_Key = tuple[str, str]  # a vocabulary's digest, a grammar
+MAX_REJECTED, REJECT_S = 1024, 60.0
 
 
 class GrammarTrials:
@@ -34,41 +34,58 @@ class GrammarTrials:
         self._sandbox = sandbox
         self._task = task
         self._lock = threading.RLock()  # guards all below; a trial that is done calls back at once
-        self._passed: LRUCache[_Key, Future[bytes]] = LRUCache(MAX_PASSED)
-        self._recent: TTLCache[tuple[_Key, str], Future[bytes]] = TTLCache(MAX_TRIALS, TRIAL_S)  # also by tenant
+        self._passed: LRUCache[str, int] = LRUCache(MAX_PASSED)  # bytes that the compiled grammar takes, by digest
+        self._rejected: TTLCache[str, str] = TTLCache(MAX_REJECTED, REJECT_S)
+        self._running: dict[tuple[str, str], Future[bytes]] = {}  # by digest and tenant
 
     def submit(self, structure: Structure, table: TokenTable, tenant: str = "") -> "Future[Structure]":
         """Return the structure with its size, or an `InputError` if it cannot be compiled under the limits."""
-        key = table.digest, structure.grammar
+        result = Future[Structure]()
+        digest = hashlib.sha256(f"{table.digest}\n{structure.grammar}".encode()).hexdigest()
         with self._lock:
-            trial = self._passed.get(key) or self._recent.get((key, tenant))
-            if trial is None:  # requests with the same new grammar share one trial
+            if digest in self._passed:
+                result.set_result(replace(structure, num_bytes=self._passed[digest]))
+                return result
+            if (reason := self._rejected.get(digest)) is not None:
+                result.set_exception(InputError(reason))
+                return result
+            trial = self._running.get((digest, tenant))  # requests with the same new grammar share one trial
+            if trial is None:
                 special_tokens = list(zip(table.special_ids, table.special_tokens, strict=True))
                 args = structure.grammar, len(table.lengths) // 4, special_tokens
-                trial = self._recent[key, tenant] = self._sandbox.submit(self._task, *args, tenant=tenant)
-                trial.add_done_callback(partial(self._conclude, key, tenant))
-        result = Future[Structure]()
-        trial.add_done_callback(partial(_settle, structure, result))
+                trial = self._running[digest, tenant] = self._sandbox.submit(self._task, *args, tenant=tenant)
+                trial.add_done_callback(partial(self._conclude, digest, tenant))
+        trial.add_done_callback(partial(self._settle, structure, result))
         return result
 
-    def _conclude(self, key: _Key, tenant: str, trial: "Future[bytes]") -> None:
+    def _conclude(self, digest: str, tenant: str, trial: "Future[bytes]") -> None:
+        """Remember a result, but not that the sandbox was busy."""
+        failure = trial.exception()
         with self._lock:
-            if trial.exception() is None:
-                self._passed[key] = trial
-            elif not isinstance(trial.exception(), TaskError | TaskKilledError):  # it may pass next time
-                self._recent.pop((key, tenant), None)
+            del self._running[digest, tenant]
+            if failure is None:
+                self._passed[digest] = _read_size(trial)
+            elif isinstance(failure, TaskError | TaskKilledError):
+                self._rejected[digest] = self._describe(failure)
+
+    def _settle(self, structure: Structure, result: "Future[Structure]", trial: "Future[bytes]") -> None:
+        if not result.set_running_or_notify_cancel():
+            return  # the caller has left
+        failure = trial.exception()
+        if failure is None:
+            result.set_result(replace(structure, num_bytes=_read_size(trial)))
+        elif isinstance(failure, TaskError | TaskKilledError):
+            result.set_exception(InputError(self._describe(failure)))
+        else:
+            result.set_exception(failure)
+
+    def _describe(self, failure: Exception) -> str:
+        if isinstance(failure, TaskTimeError):
+            return f"the grammar takes longer than {self._task.cpu_s:g} s to compile; simplify it"
+        if isinstance(failure, TaskKilledError):
+            return "the grammar is too deep or too large to compile; simplify it"
+        return str(failure)
 
 
-def _settle(structure: Structure, result: "Future[Structure]", trial: "Future[bytes]") -> None:
-    if not result.set_running_or_notify_cancel():
-        return  # the caller has left
-    failure = trial.exception()
-    if failure is None:
-        result.set_result(replace(structure, num_bytes=int(json.loads(trial.result())["num_bytes"])))
-    elif isinstance(failure, TaskTimeError):
-        limit_s = f"{TRIAL.cpu_s:g} s"
-        result.set_exception(InputError(f"the grammar takes longer than {limit_s} to compile; simplify it"))
-    elif isinstance(failure, TaskKilledError):
-        result.set_exception(InputError("the grammar is too deep or too large to compile; simplify it"))
-    else:
-        result.set_exception(InputError(str(failure)) if isinstance(failure, TaskError) else failure)
+def _read_size(trial: "Future[bytes]") -> int:
+    return int(json.loads(trial.result())["num_bytes"])

@@ -1,12 +1,13 @@
 """Vocabularies as llguidance needs them, and the ones that are in use."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from lorax_server.errors import BusyError, LoraxError, OverloadedError
+from lorax_server.errors import BusyError, NotSupportedError, OverloadedError
 from lorax_server.types import TokenTable
 
 Words = npt.NDArray[np.int32]  # a token mask: one bit per token, lowest bit first
@@ -22,6 +23,7 @@ SLICES = (
 )
 MAX_VOCABULARIES = 8  # of adapters, besides the base model's; one of 129k tokens takes 60 MB
 MAX_TENANT_VOCABULARIES = 2  # of adapters, used by one tenant at the same time
+RETRY_S = 60.0  # until a vocabulary that failed to build is tried again
 
 
 class _Tokens:
@@ -30,15 +32,15 @@ class _Tokens:
     The mask bit of that token tells whether the completion may end, whatever tokens end it.
     """
 
-    def __init__(self, tokens: Sequence[bytes], special_ids: Sequence[int], encode: Encode) -> None:
+    def __init__(self, tokens: Sequence[bytes], special_ids: Sequence[int], encode: Callable[[str], list[int]]) -> None:
         self.eos_token_id = len(tokens)
         self.bos_token_id = None
         self.tokens = [*tokens, b"<|end of text|>"]
         self.special_token_ids = [*special_ids, self.eos_token_id]
-        self._encode = encode
+        self.encode = encode
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._encode(text.decode())
+        return self.encode(text.decode())
 
 
 class Vocabulary:
@@ -59,9 +61,10 @@ class Vocabulary:
         self.mask_bytes = 4 * (self.num_ids // 32 + 1)  # of all tokens and the end
         from llguidance import LLTokenizer, TokenizerWrapper  # noqa: PLC0415 - an engine can run without it
 
-        wrapped = _Tokens(tokens, special_ids, encode or self._encode_greedily)
+        self._special_ids = frozenset(special_ids)
+        wrapped = _Tokens(tokens, special_ids, self._encode)
+        self.tokenizer: LLTokenizer | None = None  # the wrapper calls `_encode` while it is made
         wrapper = TokenizerWrapper(wrapped)
-        self.tokenizer: LLTokenizer | None = None
         self.tokenizer = LLTokenizer(wrapper, slices=list(slices))
         wrapper.tokens = wrapped.tokens = []  # the tokenizer has its own copy
 
@@ -97,14 +100,23 @@ class Vocabulary:
         masks[:, word] = (last & np.uint32((1 << bit) - 1)).astype(np.int32)  # also clears bits beyond the vocabulary
         return (last >> np.uint32(bit) & np.uint32(1)).astype(np.bool_)
 
-    def _encode_greedily(self, text: str) -> list[int]:
-        return [] if self.tokenizer is None else self.tokenizer.greedy_tokenize(text)
+    def _encode(self, text: str) -> list[int]:
+        """Split text as the model would. Text that looks like a special token is still text to a grammar."""
+        if self.tokenizer is None:
+            return []
+        token_ids = [] if self.encode is None else self.encode(text)
+        if token_ids and self._special_ids.isdisjoint(token_ids):
+            return token_ids
+        greedy: list[int] = self.tokenizer.greedy_tokenize(text)
+        return greedy
 
 
 @dataclass
 class _KeptVocabulary:
     table: TokenTable | None = None  # None: the base model's
-    built: Vocabulary | LoraxError | None = None
+    vocabulary: Vocabulary | None = None
+    failure: str = ""  # why it cannot be built
+    failed_at: float = 0.0
     users: dict[int, str] = field(default_factory=dict)  # tenants by request
 
 
@@ -125,8 +137,8 @@ class Vocabularies:
         evicted = None
         digest = "" if table is None else table.digest
         entry = self._entries.get(digest)
-        if entry is not None and isinstance(entry.built, LoraxError):
-            raise entry.built
+        if entry is not None:
+            _check(entry)
         if table is not None:
             if entry is None or tenant not in entry.users.values():
                 self._check_tenant(tenant)
@@ -145,12 +157,13 @@ class Vocabularies:
         entry = self._entries.get(digest)
         if entry is None:  # its request has ended, and another one has evicted it
             raise BusyError("the adapter's vocabulary was evicted; retry")
-        return entry.built if isinstance(entry.built, Vocabulary) else entry.table
+        _check(entry)
+        return entry.vocabulary or entry.table
 
-    def store(self, digest: str, built: Vocabulary | LoraxError) -> None:
+    def store(self, digest: str, vocabulary: Vocabulary | None, failure: str = "") -> None:
         """Keep a vocabulary, or the reason why it cannot be built."""
         if (entry := self._entries.get(digest)) is not None:
-            entry.built = built
+            entry.vocabulary, entry.failure, entry.failed_at = vocabulary, failure, time.monotonic()
 
     def _check_tenant(self, tenant: str) -> None:
         count = sum(tenant in entry.users.values() for digest, entry in self._entries.items() if digest)
@@ -172,3 +185,8 @@ class Vocabularies:
             )
         del self._entries[idle]
         return idle
+
+
+def _check(entry: _KeptVocabulary) -> None:
+    if entry.failure and time.monotonic() < entry.failed_at + RETRY_S:
+        raise NotSupportedError(entry.failure)

@@ -164,3 +164,10 @@ def test_every_completion_has_the_lexer_limits_to_itself(driver: Driver, monkeyp
         driver.consume(request_id, *text)
         assert driver.allowed(request_id)
         driver.end(request_id)
+
+
+def test_trial_measures_a_small_grammar_and_rejects_one_without_a_match(driver: Driver) -> None:
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    assert 0 < driver.check(from_json_schema(schema)).result(TIMEOUT_S).num_bytes < 2**20
+    with pytest.raises(InputError, match="no text matches"):
+        driver.check(from_grammar("start: A\nA: /a/ & /b/")).result(TIMEOUT_S)

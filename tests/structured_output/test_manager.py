@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lorax_server.errors import BusyError, EngineError, InputError, NotSupportedError, OverloadedError
-from lorax_server.structured_output import manager, matcher
+from lorax_server.structured_output import manager, matcher, vocabulary
 from lorax_server.structured_output.grammars import from_choices, from_json_schema, from_regex
 from lorax_server.structured_output.manager import StructuredOutput
 from lorax_server.structured_output.matcher import CompiledGrammar, GrammarError, GrammarState
@@ -466,3 +466,52 @@ def test_adapter_that_adds_tokens_may_use_them(tmp_path: Path, driver: Driver) -
     allowed = driver.allowed(request_id)
     assert tokenizer.convert_tokens_to_ids("abcdef") in allowed
     assert tokenizer.convert_tokens_to_ids("ADDED") not in allowed
+
+
+def follow(driver: Driver, request_id: int) -> list[int]:
+    """Consume the first allowed token until the end of the text. Return all tokens before it."""
+    token_ids: list[int] = []
+    while True:
+        following = driver.structured_output.gather([request_id], TIMEOUT_S)[request_id]
+        token_id = following.forced[0] if following.forced else list_allowed(following.words)[0]
+        if token_id == EOS_ID:
+            return token_ids
+        token_ids.append(token_id)
+        driver.structured_output.advance([(request_id, token_id)])
+
+
+@pytest.mark.parametrize("fast_forward", [False, True])
+def test_forced_text_is_split_into_tokens_of_an_unrelated_vocabulary(fast_forward: bool, driver: Driver) -> None:
+    table, last = driver.tokenizer.token_table(), b"hello"
+    lengths = table.lengths[:-4] + len(last).to_bytes(4, "little")  # the last token becomes another one
+    content = table.content[: -int.from_bytes(table.lengths[-4:], "little")] + last
+    other = table._replace(digest="unrelated", lengths=lengths, content=content)
+    token_ids = follow(driver, driver.start(from_choices(["hello world"]), vocabulary=other, fast_forward=fast_forward))
+    num_ids = len(lengths) // 4
+    assert token_ids[0] == num_ids - 1
+    assert driver.tokenizer.decode(token_ids[1:]) == " world"
+
+
+@pytest.mark.parametrize("fast_forward", [False, True])
+def test_text_of_a_special_token_is_written_as_text(fast_forward: bool, driver: Driver) -> None:
+    table = driver.tokenizer.token_table()
+    special_id, special = table.special_ids[-1], table.special_tokens[-1].decode()
+    text = f"a {special} b"
+    assert special_id in driver.tokenizer.encode(text, add_special_tokens=False)
+    token_ids = follow(driver, driver.start(from_choices([text]), fast_forward=fast_forward))
+    assert special_id not in token_ids
+    assert driver.tokenizer.decode(token_ids) == text
+
+
+def test_failed_vocabulary_is_built_again_later(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary, "RETRY_S", 0.0)
+    build, errors = driver.structured_output._build_base, [MemoryError("at the moment")]
+    monkeypatch.setattr(
+        driver.structured_output, "_build_base", lambda: build() if not errors else _raise(errors.pop())
+    )
+    assert "at the moment" in str(driver.settle(driver.begin(LETTERS)))
+    driver.start(LETTERS)
+
+
+def _raise(error: BaseException) -> Vocabulary:
+    raise error
