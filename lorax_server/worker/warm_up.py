@@ -52,8 +52,8 @@ def warm_up(
     if is_host(model.device):
         return
     start = time.monotonic()
-    linears = [getattr(module, "linear", None) for module in model.modules()]
-    linears = [linear for linear in linears if isinstance(linear, LinearWeights)]
+    found = [getattr(module, "linear", None) for module in model.modules()]
+    linears = [linear for linear in found if isinstance(linear, LinearWeights)]
     model.ops.prepare(linears, with_lora=memory is not None)
     for tokens in sorted({min(count, step_tokens) for count in TOKEN_COUNTS}):
         run_prompts(model, tokens, shape)
