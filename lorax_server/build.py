@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lorax_server.adapters.sources.disk_budget import DiskBudget, find_in_use_s
+from lorax_server.adapters.sources.finder import AdapterFinder
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.adapters.sources.source import AdapterSources, Source
 from lorax_server.config import EngineConfig, SourceConfig
@@ -72,7 +73,7 @@ def assemble(
         adapter_timeout_s=config.adapter_timeout_s,
     )
     scheduler = Scheduler(limits, pool, table, config.tenant_weights)
-    resolver = AdapterResolver(
+    finder = AdapterFinder(
         AdapterSources(
             build_sources(config.sources, config.adapter_timeout_s) if sources is None else sources,
             max_bytes=config.sources.max_bytes,
@@ -80,8 +81,8 @@ def assemble(
         model_type=capabilities.model_type,
         model_class=capabilities.model_class,
         max_inputs=capabilities.max_inputs,
-        num_threads=config.sources.num_threads,
     )
+    resolver = AdapterResolver(finder, num_threads=config.sources.num_threads)
     make_vocabulary = make_vocabulary or partial(build_vocabulary, config.model.path)
     structured_output = StructuredOutput.for_device(make_vocabulary, config.model.device)
     return Engine(executor, scheduler, pool, table, resolver, structured_output)

@@ -57,9 +57,6 @@ class GivenAdapter:
     def load(self, module: str) -> ModuleWeights:
         return self._modules[module]
 
-    def find_extra(self) -> str | None:
-        return None
-
 
 def make_arena(
     targets: Mapping[str, AdapterTarget],

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lorax_server.adapters.weights import AdapterWeights, ModuleWeights
+from lorax_server.adapters.weights import ModuleWeights, StoredAdapter
 from lorax_server.errors import InputError
 from lorax_server.types import Merge
 
@@ -19,9 +19,7 @@ from lorax_server.types import Merge
 class MergedAdapter:
     """A merge of adapters. Nothing is computed before a module is loaded."""
 
-    def __init__(self, adapters: Sequence[AdapterWeights], merge: Merge) -> None:
-        if len(adapters) != len(merge.weights):
-            raise InputError(f"{len(adapters)} adapters to merge, but {len(merge.weights)} weights")
+    def __init__(self, adapters: Sequence[StoredAdapter], merge: Merge) -> None:
         for adapter in adapters:
             extra = adapter.find_extra()
             if extra is not None:
@@ -37,9 +35,6 @@ class MergedAdapter:
     @property
     def modules(self) -> list[str]:
         return list(dict.fromkeys(module for adapter in self._adapters for module in adapter.modules))
-
-    def find_extra(self) -> str | None:
-        return None
 
     def find_rank(self, module: str) -> int:
         ranks = [adapter.find_rank(module) for adapter in self._adapters if module in adapter.modules]

@@ -14,7 +14,7 @@ from lorax_server.adapters.config import AdapterConfig
 from lorax_server.adapters.identity import identify
 from lorax_server.adapters.methods.contents import FACTORS, AdapterContents
 from lorax_server.adapters.methods.fields import Method
-from lorax_server.adapters.methods.vera import make_projections
+from lorax_server.adapters.methods.matrices import make_projections
 from lorax_server.adapters.target import AdapterTarget
 from lorax_server.adapters.tensor_reader import TensorReader
 from lorax_server.errors import AdapterError, SourceError
@@ -58,10 +58,6 @@ class AdapterWeights(Protocol):
 
     def load(self, module: str) -> ModuleWeights: ...
 
-    def find_extra(self) -> str | None:
-        """Describe a tensor that is not one of a pair of factors, if there is one: such adapters cannot be merged."""
-        ...
-
 
 class StoredAdapter:
     """An adapter in a file. Opening it checks names and shapes; tensors are read when a module is loaded."""
@@ -95,6 +91,7 @@ class StoredAdapter:
             return identify(self.config, self.path, self.tensors)
 
     def find_extra(self) -> str | None:
+        """Describe a tensor that is not one of a pair of factors, if there is one: such adapters cannot be merged."""
         if self.config.method is not Method.LORA:
             return f"peft_type = {self.config.method.value}"
         if self.config.modules_to_save:

@@ -80,7 +80,6 @@ class Engine:
         self._table = table
         self._resolver = resolver
         self._structured_output = structured_output
-        self._num_in_flight = 0
         self._resolved: deque[AdapterSpec] = deque()  # from any thread: adapters that the table has to know of
         self._loads: dict[str, list[Future[None]]] = {}  # by identity
         executor.on_news(self.wake.set)
@@ -92,13 +91,13 @@ class Engine:
         """Tell whether `step` has something to do. Else nothing happens until `wake` is set, or time passes."""
         scheduler, table = self._scheduler, self._table
         has_news = self._structured_output is not None and self._structured_output.has_news
-        has_sequences = self._num_in_flight or scheduler.num_running or scheduler.num_ready
+        has_sequences = scheduler.in_flight or scheduler.num_running or scheduler.num_ready
         return bool(has_sequences or self._resolved or table.needs_step or table.has_news or has_news)
 
     @property
     def deadline_s(self) -> float | None:
         """Seconds until `step` must be called even if it is not busy and nothing happens; None: never."""
-        deadlines = (self._scheduler.deadline_s, self._table.deadline_s)
+        deadlines = (self._scheduler.queues.deadline_s, self._table.deadline_s)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def wait(self) -> None:
@@ -181,25 +180,24 @@ class Engine:
         outputs = self._take_failed()
         if plan is not None:
             problem = self._executor.submit(plan)
-            self._num_in_flight += 1
             if problem is None and plan.is_masked:
-                while self._num_in_flight > 1:  # masks follow the tokens that were chosen before
+                while len(self._scheduler.in_flight) > 1:  # masks follow the tokens that were chosen before
                     outputs += self._collect()
                 problem = self._mask()
             if problem is not None:
                 self._scheduler.take_back(problem)
                 outputs += self._take_failed()
-        if self._num_in_flight and (plan is None or self._num_in_flight >= self.capabilities.depth):
+        num_in_flight = len(self._scheduler.in_flight)
+        if num_in_flight and (plan is None or num_in_flight >= self.capabilities.depth):
             outputs += self._collect()
         return outputs
 
     def _collect(self) -> list[Output]:
         result = self._executor.collect()
-        chosen = self._scheduler.oldest_step.list_chosen(result)
+        chosen = self._scheduler.in_flight[0].list_chosen(result)
         if chosen and self._structured_output is not None:  # before all else: the next masks are computed meanwhile
             self._structured_output.advance(chosen)
         outputs = self._scheduler.update(result)
-        self._num_in_flight -= 1
         self._end_grammars(outputs)
         return outputs
 
@@ -207,7 +205,7 @@ class Engine:
         return EngineStatus(
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
-            waiting_for_adapters=self._scheduler.num_waiting_for_adapters,
+            waiting_for_adapters=self._scheduler.queues.num_waiting_for_adapters,
             free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
             cache_evictions=self._pool.num_evictions,
@@ -267,14 +265,14 @@ class Engine:
         self._register_resolved()
         for prepared in self._executor.take_prepared():
             self._table.prepared(prepared)
-        if self._table.is_loading and not self._num_in_flight:  # else the result of the step reports it
+        if self._table.is_loading and not self._scheduler.in_flight:  # else the result of the step reports it
             self._table.loaded(self._executor.take_loaded())
         self._table.advance()
         for identity in self._table.take_arrived():
-            self._scheduler.adapter_arrived(identity)
+            self._scheduler.queues.adapter_arrived(identity)
             self._settle_loads(identity, None)
         for identity, error in self._table.take_failed():
-            self._scheduler.adapter_failed(identity, error)
+            self._scheduler.queues.adapter_failed(identity, error)
             self._settle_loads(identity, error)
 
     # --- Structured output --------------------------------------------------------------------------------------------
@@ -303,7 +301,7 @@ class Engine:
     def _mask(self) -> LoraxError | None:
         """Give the last step its masks. A sequence whose mask is late takes its token in a later step."""
         assert self._structured_output is not None
-        step = self._scheduler.last_step
+        step = self._scheduler.in_flight[-1]
         masked = step.list_masked()
         wait_s = MASK_WAIT_S if self.capabilities.can_chunk else math.inf  # a padded step cannot be repeated
         ids, num_others = [request_id for _, request_id in masked], step.count_continuing() - len(masked)

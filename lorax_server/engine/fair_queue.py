@@ -6,6 +6,7 @@ tenant the adapter that was served least comes first.
 
 import heapq
 from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Rows
 
 from lorax_server.engine.sequence import Sequence
 
@@ -132,9 +133,37 @@ class FairQueue:
             for name, tenant in self._waiting.items()
         )
 
-    def has_no_row(self, tenant: str) -> bool:
-        """Tell whether a waiting tenant has no row at all."""
-        return self._waiting[tenant].num_rows == 0
+    def sort_running(self, running: Rows[Sequence]) -> list[Sequence]:
+        """Put sequences within their tenant's share before others; `running` is sorted by arrival.
+
+        The first sequence stays the first, so that it always makes progress.
+        """
+        if not self.has_excess:
+            return list(running)
+        within, beyond = self._split(running)
+        return within + beyond
+
+    def find_spare(self, running: Rows[Sequence], head: Sequence, num_free: int) -> list[Sequence]:
+        """Return the sequences to preempt, the newest first; `head` is the next in the queue.
+
+        A tenant keeps its share of the rows. Only rows beyond it are taken back, so rows change hands only when
+        requests arrive and finish. Where shares are less than a row, return one sequence, for the head alone: no other
+        tenant is sure to get the row.
+        """
+        num_due = self.num_due or int(self._waiting[head.request.tenant].num_rows == 0)
+        return self._split(running)[1][::-1][: max(0, num_due - num_free)]
+
+    def _split(self, running: Rows[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Return the sequences within their tenant's share of the rows, and the sequences beyond, in their order."""
+        left: dict[str, int] = {}  # rows of each tenant's share
+        within, beyond = list[Sequence](), list[Sequence]()
+        for sequence in running:
+            tenant = sequence.request.tenant
+            if tenant not in left:
+                left[tenant] = self.kept_rows(tenant)
+            left[tenant] -= 1
+            (within if left[tenant] >= 0 else beyond).append(sequence)
+        return within, beyond
 
     def push(self, sequence: Sequence) -> None:
         name = sequence.request.tenant
@@ -172,16 +201,12 @@ class FairQueue:
         self.version += 1
         self._leave(tenant)
 
-    def charge_all(self, num_tokens: Mapping[tuple[str, str], int]) -> None:
+    def charge(self, num_tokens: Mapping[tuple[str, str], int]) -> None:
         """Charge tokens to tenants that have rows, and to their adapters."""
         for (tenant, identity), count in num_tokens.items():
-            self.charge(tenant, identity, count)
-
-    def charge(self, tenant: str, identity: str, num_tokens: int) -> None:
-        """Charge tokens to a tenant that has a row, and to its adapter."""
-        self._present[tenant].charge(identity, num_tokens)
-        rise = num_tokens / self._total_weight
-        self._ledger.charge(tenant, num_tokens / self._weight(tenant), rise, self._waiting)
+            self._present[tenant].charge(identity, count)
+            rise = count / self._total_weight
+            self._ledger.charge(tenant, count / self._weight(tenant), rise, self._waiting)
 
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)

@@ -48,17 +48,14 @@ class KvCache:
         """Let other sequences find the full blocks of these whose tokens are known."""
         block_size = self._pool.block_size
         for sequence in sequences:
-            if sequence.num_computed >= (sequence.num_published + 1) * block_size:  # as in few steps
-                self._publish(sequence)
-
-    def _publish(self, sequence: Sequence) -> None:
-        block_size, num_published = self._pool.block_size, sequence.num_published
-        num_full = min(sequence.num_computed, len(sequence.token_ids)) // block_size
-        if num_full > num_published:
+            num_published = sequence.num_published
+            if sequence.num_computed < (num_published + 1) * block_size:  # as in most steps
+                continue
+            num_full = min(sequence.num_computed, len(sequence.token_ids)) // block_size
             hashes = sequence.hashes(block_size)
             for index in range(num_published, num_full):
                 self._pool.publish(sequence.blocks[index], hashes[index])
-            sequence.num_published = num_full
+            sequence.num_published = max(num_published, num_full)
 
     def take_back(self, sequence: Sequence, num_computed: int) -> None:
         """Note that a sequence has only so many computed tokens after all. It keeps its blocks."""

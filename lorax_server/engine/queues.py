@@ -1,9 +1,8 @@
 """The queues of sequences that do not run: they wait for news, then for their adapter, then for their turn."""
 
-import math
+from collections import OrderedDict
 from collections.abc import Callable
 
-from lorax_server.engine.adapter_queue import AdapterQueue
 from lorax_server.engine.adapters.table import AdapterTable
 from lorax_server.engine.admission import Limits, find_token_problem
 from lorax_server.engine.fair_queue import FairQueue
@@ -28,17 +27,19 @@ class Queues:
         self._adapters = adapters
         self._fail = fail
         self._clock = clock
-        self._adapter_queue = AdapterQueue()
+        self._for_adapter: dict[str, dict[Sequence, None]] = {}  # by adapter identity, in order of arrival
+        # Adapter timeouts, in order, since all sequences with a timeout wait equally long.
+        self._deadlines: OrderedDict[Sequence, float] = OrderedDict()
         self._held: set[Sequence] = set()  # wait for their structure, or for a token in flight when they were preempted
 
     @property
     def num_waiting_for_adapters(self) -> int:
-        return len(self._adapter_queue)
+        return sum(map(len, self._for_adapter.values()))
 
     @property
     def deadline_s(self) -> float | None:
         """Seconds until `fail_late` has something to do."""
-        deadline = self._adapter_queue.deadline
+        deadline = next(iter(self._deadlines.values()), None)
         return None if deadline is None else max(0.0, deadline - self._clock())
 
     def hold(self, sequence: Sequence) -> None:
@@ -59,13 +60,21 @@ class Queues:
             return
         timeout_s = None if sequence.has_begun else self._limits.adapter_timeout_s
         sequence.adapter_wait_began = now = self._clock()
-        self._adapter_queue.push(sequence, math.inf if timeout_s is None else now + timeout_s)
+        self._for_adapter.setdefault(identity, {})[sequence] = None
+        if timeout_s is not None:
+            self._deadlines[sequence] = now + timeout_s
         self._adapters.bring(identity)
 
     def remove(self, sequence: Sequence) -> None:
+        identity = sequence.request.adapter_identity
         if sequence in self._held:
             self._held.remove(sequence)
-        elif not self._adapter_queue.remove(sequence):
+        elif sequence in self._for_adapter.get(identity, ()):
+            del self._for_adapter[identity][sequence]
+            if not self._for_adapter[identity]:
+                del self._for_adapter[identity]
+            self._deadlines.pop(sequence, None)
+        else:
             self.ready.remove(sequence)
 
     def next(self) -> Sequence | None:
@@ -78,18 +87,27 @@ class Queues:
         return None
 
     def adapter_arrived(self, identity: str) -> None:
-        for sequence in self._adapter_queue.pop_all(identity):
+        for sequence in self._pop_all(identity):
             self._enqueue(sequence)
 
     def adapter_failed(self, identity: str, error: LoraxError) -> None:
-        for sequence in self._adapter_queue.pop_all(identity):
+        for sequence in self._pop_all(identity):
             self._fail(sequence, error)
 
     def fail_late(self) -> None:
         """Fail the sequences that have waited too long for their adapter."""
-        while (sequence := self._adapter_queue.pop_late(self._clock())) is not None:
-            limit_s = self._limits.adapter_timeout_s
+        now, limit_s = self._clock(), self._limits.adapter_timeout_s
+        while self._deadlines and next(iter(self._deadlines.values())) <= now:
+            sequence = next(iter(self._deadlines))
+            self.remove(sequence)
             self._fail(sequence, SourceError(f"the adapter did not arrive within {limit_s:g} s; try again"))
+
+    def _pop_all(self, identity: str) -> list[Sequence]:
+        """Remove and return the sequences that wait for an adapter."""
+        sequences = list(self._for_adapter.pop(identity, ()))
+        for sequence in sequences:
+            self._deadlines.pop(sequence, None)
+        return sequences
 
     def _enqueue(self, sequence: Sequence) -> None:
         """Queue a sequence whose adapter is loaded, or fail it if its tokens do not fit the adapter's vocabulary."""

@@ -11,7 +11,6 @@ from lorax_server.engine.admission import Backlog, Limits, check_request, make_n
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.fair_queue import FairQueue
 from lorax_server.engine.kv_cache import KvCache
-from lorax_server.engine.preemption import find_spare, sort_running
 from lorax_server.engine.queues import Queues
 from lorax_server.engine.sequence import Sequence
 from lorax_server.engine.step_builder import Lineup, Scheduled, StepBuilder, SubmittedStep
@@ -41,15 +40,15 @@ class Scheduler:
         self._adapters = adapters
         self._clock = clock
         self._backlog = Backlog(limits, self.counters)
-        self._queues = Queues(limits, adapters, FairQueue(weights, limits.max_rows), self._fail, clock)
-        self._waiting = self._queues.ready
+        self.queues = Queues(limits, adapters, FairQueue(weights, limits.max_rows), self._fail, clock)
+        self._waiting = self.queues.ready
         self._failed: list[Output] = []  # not reported yet
         self._running: list[Sequence] = []  # by order key
         self._sorted: tuple[int, list[Sequence]] = 0, []  # the same as they go on, at a version of the queue
         self._lineup: Lineup | None = None  # of the last step
         self._by_id: dict[int, Sequence] = {}
         self._free_rows = list(reversed(range(limits.max_rows)))
-        self._in_flight: deque[SubmittedStep] = deque()
+        self.in_flight: deque[SubmittedStep] = deque()  # the oldest first
         self._num_arrived = 0
 
     @property
@@ -66,17 +65,8 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def num_waiting_for_adapters(self) -> int:
-        return self._queues.num_waiting_for_adapters
-
-    @property
     def has_work(self) -> bool:
         return bool(self._by_id)
-
-    @property
-    def deadline_s(self) -> float | None:
-        """Seconds until `schedule` must be called though nothing has happened: a request gives up its adapter."""
-        return self._queues.deadline_s
 
     def add(self, request: Request) -> None:
         """Take a request. Raise if it could never run or would wait for too long."""
@@ -91,20 +81,14 @@ class Scheduler:
         self._num_arrived += 1
         self._by_id[request.request_id] = sequence
         if request.structure is None:
-            self._queues.wait(sequence)
+            self.queues.wait(sequence)
         else:
-            self._queues.hold(sequence)
-
-    def adapter_arrived(self, identity: str) -> None:
-        self._queues.adapter_arrived(identity)
-
-    def adapter_failed(self, identity: str, error: LoraxError) -> None:
-        self._queues.adapter_failed(identity, error)
+            self.queues.hold(sequence)
 
     def structure_ready(self, request_id: int) -> None:
         sequence = self._by_id.get(request_id)
         if sequence is not None:
-            self._queues.let_go(sequence)
+            self.queues.let_go(sequence)
 
     def fail(self, request_id: int, error: LoraxError) -> None:
         """End a request in whatever state it is, with an error. Do nothing if it has ended already."""
@@ -120,7 +104,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Return the next step; None if there is nothing to do now."""
-        self._queues.fail_late()
+        self.queues.fail_late()
         self._take_rows_back()
         builder = StepBuilder(self.limits.max_step_tokens, self.limits.max_chunk, self.limits.can_chunk)
         jumped, long = list[Sequence](), list[Sequence]()
@@ -132,7 +116,7 @@ class Scheduler:
                 (jumped if sequence.has_jumped else long).append(sequence)
         num_single = len(builder.sequences)
         self._lineup = builder.line_up(self._waiting.version, self._lineup)
-        self._waiting.charge_all(self._lineup.sums)
+        self._waiting.charge(self._lineup.sums)
         if num_single:  # their next tokens wait for the prompts of this step
             builder.budget = min(builder.budget, self.limits.max_mixed_tokens or builder.budget)
         is_held_up = False  # a running sequence waits for blocks, which new ones would take
@@ -143,7 +127,7 @@ class Scheduler:
             if count > 0 and not self._continue(builder, sequence, count, samples=count == num_tokens):
                 is_held_up = True
         if jumped or long:
-            self._waiting.charge_all(builder.sum_tokens(num_single))
+            self._waiting.charge(builder.sum_tokens(num_single))
         while not is_held_up and builder.budget > 0 and self._free_rows and self._admit(builder):
             pass
         if not builder.sequences and not self._adapters.needs_step:
@@ -153,7 +137,7 @@ class Scheduler:
 
     def update(self, result: StepResult) -> list[Output]:
         """Take the result of the oldest step in flight, and return the outputs of its requests."""
-        done = self._in_flight.popleft()
+        done = self.in_flight.popleft()
         assert done.number == result.step, f"step {done.number} was to come next, not {result.step}"
         self._backlog.note_step(done.num_tokens, done.submitted_at, self._clock())
         self._adapters.completed(result.step, result.loaded)
@@ -173,19 +157,9 @@ class Scheduler:
 
     def take_back(self, error: LoraxError) -> None:
         """Undo the last step, for which there was no memory. Its largest sequence fails, the others come again."""
-        step = self._in_flight.pop()
-        self._in_flight.append(step.take_back(self._cache))
+        step = self.in_flight.pop()
+        self.in_flight.append(step.take_back(self._cache))
         self.fail(step.find_largest().request.request_id, error)
-
-    @property
-    def oldest_step(self) -> SubmittedStep:
-        """The step whose result `update` takes next."""
-        return self._in_flight[0]
-
-    @property
-    def last_step(self) -> SubmittedStep:
-        """The step that was submitted last."""
-        return self._in_flight[-1]
 
     def take_failed(self) -> list[Output]:
         """Return the failures that were not reported yet."""
@@ -206,7 +180,7 @@ class Scheduler:
             self._backlog.note_answer(sequence.num_generated)
             self._end(sequence)
         elif sequence.row is None:
-            self._queues.let_go(sequence)
+            self.queues.let_go(sequence)
         output = Output(request_id, tokens, reason)
         return output if sequence.started is None else sequence.report_start(output)
 
@@ -224,7 +198,7 @@ class Scheduler:
     def _sort_running(self) -> list[Sequence]:
         """Return the running sequences in the order in which they go on; nothing of it changes while no row does."""
         if self._sorted[0] != self._waiting.version:
-            self._sorted = self._waiting.version, sort_running(self._running, self._waiting)
+            self._sorted = self._waiting.version, self._waiting.sort_running(self._running)
         return self._sorted[1]
 
     def _has_others(self) -> bool:
@@ -247,13 +221,13 @@ class Scheduler:
 
     def _take_rows_back(self) -> None:
         """Preempt sequences beyond their share for waiting ones with less."""
-        head = self._queues.next() if len(self._waiting) and self._waiting.has_excess else None
+        head = self.queues.next() if len(self._waiting) and self._waiting.has_excess else None
         if head is None:
             return
         # A step would probably have no blocks left for the head: then a free row is of no use to it.
         num_tokens = min(len(head.token_ids), self.limits.max_step_tokens) + len(self._running)
         num_free = 0 if self._cache.num_free_tokens < num_tokens else len(self._free_rows)
-        for sequence in find_spare(self._running, self._waiting, head, num_free):
+        for sequence in self._waiting.find_spare(self._running, head, num_free):
             self.counters.rows_taken_back += 1
             self._preempt(sequence)
 
@@ -261,13 +235,13 @@ class Scheduler:
         """Take a sequence's row and blocks; it waits. Its tokens stay, and are computed again where not cached."""
         self._leave(sequence)
         if sequence.num_in_flight:
-            self._queues.hold(sequence)
+            self.queues.hold(sequence)
         else:
-            self._queues.wait(sequence)
+            self.queues.wait(sequence)
 
     def _admit(self, builder: StepBuilder) -> bool:
         """Add the next waiting sequence, if there are blocks for as much of it as the step has left."""
-        sequence = self._queues.next()
+        sequence = self.queues.next()
         if sequence is None:
             return False
         self._cache.hold_prefix(sequence)
@@ -279,7 +253,7 @@ class Scheduler:
         self._waiting.remove(sequence)
         self._enter(builder, sequence)
         builder.add_tokens(sequence, count, samples=count == num_tokens)
-        self._waiting.charge(sequence.request.tenant, sequence.request.adapter_identity, count)  # before the next one
+        self._waiting.charge({sequence.account: count})  # before the next one
         return True
 
     def _submit(self, builder: StepBuilder, scheduled: Scheduled) -> StepPlan:
@@ -287,7 +261,7 @@ class Scheduler:
         step = builder.summarize(self.counters.steps, scheduled, self._clock())
         self.counters.computed_tokens += step.num_tokens
         self.counters.chunks += len(scheduled.sequences) - len(step.sampled)
-        self._in_flight.append(step)
+        self.in_flight.append(step)
         self._cache.publish_all(scheduled.sequences)
         return builder.build_plan(step.number, scheduled, self._adapters.submit())
 
@@ -332,7 +306,7 @@ class Scheduler:
         if sequence.row is not None:
             self._leave(sequence)
         else:
-            self._queues.remove(sequence)
+            self.queues.remove(sequence)
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:

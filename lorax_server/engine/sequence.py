@@ -30,7 +30,6 @@ class Sequence:
     arrived_at: float = 0.0
     adapter_wait_began: float | None = None  # since when it waits for its adapter
     adapter_wait_s: float = 0.0  # how long it has waited for its adapter before
-    adapter_deadline: float = math.inf  # when it stops waiting for its adapter
     started: Started | None = None  # reported with its first token
     expected_tokens: float = 0.0  # as guessed when it arrived
     prompt_logprobs: list[float] | None = field(init=False)  # from the second token on, as they become known

@@ -20,14 +20,9 @@ class Scheduled(NamedTuple):
     rows: Ints
     starts: Ints
     counts: Ints
-    adapter_indices: Ints
     samples: Bools
     asks: Bools
-
-    @classmethod
-    def nothing(cls) -> "Scheduled":
-        numbers, flags = np.empty(0, np.int64), np.empty(0, np.bool_)
-        return cls([], numbers, numbers, numbers, numbers, flags, flags)
+    adapter_indices: Ints
 
 
 class SubmittedStep(NamedTuple):
@@ -42,13 +37,13 @@ class SubmittedStep(NamedTuple):
     is_masked: bool = True  # there are sequences with a structure among those that get a token
 
     def take_back(self, cache: KvCache) -> "SubmittedStep":
-        """Undo what the step has changed of its sequences. Return what is left of it: a step without any."""
+        """Undo what the step has changed of its sequences. Return the rest of it: a step without tokens."""
         scheduled = self.scheduled
         starts, flags = scheduled.starts.tolist(), scheduled.samples.tolist()
         for sequence, start, samples in zip(scheduled.sequences, starts, flags, strict=True):
             sequence.num_in_flight -= samples
             cache.take_back(sequence, start)
-        return SubmittedStep(self.number, 0, self.submitted_at, Scheduled.nothing(), [], [])
+        return self._replace(num_tokens=0, sampled=[], asking=[])
 
     def list_masked(self) -> list[tuple[int, int]]:
         """List the sampled sequences that need a mask: their numbers among all, and their requests."""
@@ -192,8 +187,9 @@ class StepBuilder:
         # Few arrays, since a small one takes as long to make as dozens of its numbers.
         numbers = np.array([rows, starts, counts, [indices[place] for place in places]], dtype=np.int64)
         numbers[1] -= numbers[2]
-        samples, asks = [self.samples[place] for place in places], [each in self.asking for each in sequences]
-        return Scheduled(sequences, *numbers, *np.array([samples, asks], dtype=np.bool_))
+        flags = [self.samples[place] for place in places], [each in self.asking for each in sequences]
+        samples, asks = np.array(flags, dtype=np.bool_)
+        return Scheduled(sequences, numbers[0], numbers[1], numbers[2], samples, asks, numbers[3])
 
     def summarize(self, number: int, scheduled: Scheduled, now: float) -> SubmittedStep:
         sampled: list[Sequence | None] = [*scheduled.sequences]
@@ -204,13 +200,8 @@ class StepBuilder:
 
     def build_plan(self, step: int, scheduled: Scheduled, adapter_ops: tuple[AdapterOp, ...]) -> StepPlan:
         return StepPlan(
-            step=step,
-            rows=scheduled.rows,
-            starts=scheduled.starts,
-            counts=scheduled.counts,
-            samples=scheduled.samples,
-            asks=scheduled.asks,
-            adapter_indices=scheduled.adapter_indices,
+            step,
+            *scheduled[1:],
             new_rows=tuple(self.new_rows),
             new_blocks=np.array(self.new_blocks, np.int64) if self.new_blocks else np.empty((0, 3), np.int64),
             adapter_ops=adapter_ops,

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from itertools import cycle
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,48 +19,27 @@ NUM_BUFFERS, BUFFER_BYTES = 4, 8 * 2**20
 CHECK_S = 0.1  # between two looks at whether the copier still works, for a thread that waits for it
 
 
-class Mark(Protocol):
-    """A place in the order of a lane. On a GPU this is an event."""
-
-    def synchronize(self) -> None:
-        """Wait until the lane has come here."""
-
-    def wait(self) -> None:
-        """Let the caller's stream wait, on the device, until the lane has come here."""
-
-
-class Lane(Protocol):
-    """Copies from pinned memory to the device, in order, beside everything else."""
-
-    def pin(self, num_bytes: int) -> torch.Tensor:
-        """Allocate memory that this lane can copy from."""
-        ...
-
-    def follow_caller(self) -> None:
-        """Copy nothing more until the caller's stream has done what it was given so far."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
-        """Begin to copy. Return the mark of its end."""
-        ...
-
-
 class StreamLane:
-    """A lane on a GPU: a stream of the lowest priority."""
+    """Copies from pinned memory to a GPU, in order, on a stream of the lowest priority."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=0)  # the lowest that there is
 
     def pin(self, num_bytes: int) -> torch.Tensor:
+        """Allocate memory that this lane can copy from."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def follow_caller(self) -> None:
+        """Copy nothing more until the caller's stream has done its work so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
+        """Start a copy. Return the event of its end."""
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            mark: Mark = self._stream.record_event(torch.cuda.Event(blocking=True))  # a thread that waits sleeps
-        return mark
+            end = torch.cuda.Event(blocking=True)  # a thread that waits sleeps
+            self._stream.record_event(end)
+        return end
 
 
 class Arrival:
@@ -68,7 +47,7 @@ class Arrival:
 
     def __init__(self) -> None:
         self.is_there = False  # all of it
-        self.end: Mark | None = None  # once all pieces have been handed to the lane
+        self.end: torch.cuda.Event | None = None  # once all pieces have been handed to the lane
         self.has_end = threading.Event()
 
 
@@ -84,13 +63,13 @@ class _Buffer:
     def __init__(self, pinned: torch.Tensor) -> None:
         self.pinned = pinned
         self.bytes = pinned.numpy()
-        self.mark: Mark | None = None
+        self.mark: torch.cuda.Event | None = None
 
 
 class Copier:
     """Makes copies on a thread of its own, one after the other. Who asks for one waits for nothing."""
 
-    def __init__(self, lane: Lane, num_buffers: int = NUM_BUFFERS, buffer_bytes: int = BUFFER_BYTES) -> None:
+    def __init__(self, lane: StreamLane, num_buffers: int = NUM_BUFFERS, buffer_bytes: int = BUFFER_BYTES) -> None:
         self.notify: Callable[[], None] = lambda: None  # called, on the thread, when a copy has arrived or failed
         self._lane = lane
         self._buffer_bytes = buffer_bytes
@@ -148,7 +127,7 @@ class Copier:
         """Make one copy, and wait for its end. The next piece is staged while the lane copies the ones before."""
         source, target = task.source.view(torch.uint8), task.target.view(torch.uint8)
         staged = source.numpy()
-        mark: Mark | None = None
+        mark: torch.cuda.Event | None = None
         for start in range(0, len(staged), self._buffer_bytes):
             piece = slice(start, min(start + self._buffer_bytes, len(staged)))
             count = piece.stop - piece.start

@@ -60,15 +60,12 @@ class RowTables:
         if len(plan.new_blocks):
             rows, columns, blocks = plan.new_blocks.T
             self._shifts[rows, columns] = (blocks - columns) * self.block_size
-            self._write_blocks(rows, columns, blocks)
             self._block_tables = None
-
-    def _write_blocks(self, rows: Ints, columns: Ints, blocks: Ints) -> None:
-        if self._host_blocks is not None:
-            self._host_blocks[rows, columns] = blocks
-        else:
-            on_device = columns_to_device([rows, columns, blocks], self.blocks.device)
-            self.blocks[on_device[0], on_device[1]] = on_device[2].int()
+            if self._host_blocks is not None:
+                self._host_blocks[rows, columns] = blocks
+            else:
+                on_device = columns_to_device([rows, columns, blocks], device)
+                self.blocks[on_device[0], on_device[1]] = on_device[2].int()
 
     def select(self, rows: Ints) -> SelectedRows:
         """Return what is known of some rows: the last answer, where they are the same and none of them is new."""

@@ -97,14 +97,11 @@ class Preparer:
 
     def _run(self) -> None:
         with use_stream(self._stream):
-            self._prepare_all()
-
-    def _prepare_all(self) -> None:
-        while (task := self._tasks.get()) is not None and not self._is_closed:
-            if isinstance(task, AdapterSpec):
-                self._results.append(self._prepare(task))
-                self.notify()
-            del task  # the last that holds a dropped adapter
+            while (task := self._tasks.get()) is not None and not self._is_closed:
+                if isinstance(task, AdapterSpec):
+                    self._results.append(self._prepare(task))
+                    self.notify()
+                del task  # the last that holds a dropped adapter
 
     def _prepare(self, spec: AdapterSpec) -> Prepared:
         try:
@@ -144,7 +141,7 @@ class Preparer:
 
     def _read(self, spec: AdapterSpec) -> AdapterWeights:
         stored = [StoredAdapter(part.folder, part.config, self._targets, part.stamp) for part in spec.parts]
-        adapter = stored[0] if spec.merge is None else MergedAdapter(stored, spec.merge)
+        adapter: AdapterWeights = stored[0] if spec.merge is None else MergedAdapter(stored, spec.merge)
         check_ranks(adapter, self._targets, self._max_rank)
         recent = [i for i, part in enumerate(spec.parts) if not part.is_settled]
         if self._group.size() == 1 and not recent:
@@ -187,6 +184,3 @@ class _InMemory:
 
     def load(self, module: str) -> ModuleWeights:
         return self._modules.pop(module)  # each is loaded once, and then takes no memory here
-
-    def find_extra(self) -> str | None:
-        return None

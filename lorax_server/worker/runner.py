@@ -250,16 +250,12 @@ class PagedRunner:
             self._sampler = vocab_size, row_sampling, Sampler(row_sampling, vocab_size, self._device, self._model.ops)
         return self._sampler[2]
 
-    def _count_prompt_tokens(self, plan: StepPlan) -> list[int]:
-        """Count the prompt tokens to score of each asking sequence: all that follow a computed token."""
-        rows, starts, counts = plan.rows[plan.asks], plan.starts[plan.asks], plan.counts[plan.asks]
-        ends = np.minimum(starts + counts, self._tables.host_prompt_lengths[rows] - 1)
-        return cast(list[int], (ends - starts).tolist())
-
     def _score_prompts(self, plan: StepPlan, tokens: StepTokens, hidden: torch.Tensor) -> ScoredPrompts:
-        sequences = tokens.layout.sequences
-        counts, first = self._count_prompt_tokens(plan), tokens.layout.bounds[:-1][plan.asks]
-        most = [sampling.params.num_alternatives for sampling in self._tables.select(plan.rows[plan.asks]).row_sampling]
+        """Score the prompt tokens of each asking sequence that follow a computed token."""
+        sequences, rows, starts = tokens.layout.sequences, plan.rows[plan.asks], plan.starts[plan.asks]
+        ends = np.minimum(starts + plan.counts[plan.asks], self._tables.host_prompt_lengths[rows] - 1)
+        counts, first = (ends - starts).tolist(), tokens.layout.bounds[:-1][plan.asks]
+        most = [sampling.params.num_alternatives for sampling in self._tables.select(rows).row_sampling]
         scored = np.concatenate([np.arange(start, start + n) for start, n in zip(first, counts, strict=True)])
         pieces = []
         for start in range(0, len(scored), SCORED_TOKENS):

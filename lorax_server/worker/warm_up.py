@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from lorax_server.adapters.batch import AdapterArena, AdapterBatchData, AdapterBatchMetadata
-from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.adapters.target import Kind
 from lorax_server.kernels import MAX_RANK, Field, LinearWeights
 from lorax_server.kernels.device import is_host
 from lorax_server.layers.attention import Seqlen
@@ -52,7 +52,9 @@ def warm_up(
     if is_host(model.device):
         return
     start = time.monotonic()
-    model.ops.prepare(_find_linears(model), with_lora=memory is not None)
+    found = [getattr(module, "linear", None) for module in model.modules()]
+    linears = [linear for linear in found if isinstance(linear, LinearWeights)]
+    model.ops.prepare(linears, with_lora=memory is not None)
     for tokens in sorted({min(count, step_tokens) for count in TOKEN_COUNTS}):
         run_prompts(model, tokens, shape)
         if memory is not None:
@@ -68,30 +70,18 @@ def warm_up(
     logger.info("kernels are compiled, in %.1f s", time.monotonic() - start)
 
 
-def _find_linears(model: PagedCausalLM) -> list[LinearWeights]:
-    linears: list[LinearWeights] = []
-    for module in model.modules():
-        linear: object = getattr(module, "linear", None)
-        if isinstance(linear, LinearWeights):
-            linears.append(linear)
-    return linears
-
-
 def make_believe(memory: AdapterMemory, tokens: int) -> AdapterBatchData:
     """Describe tokens of one adapter that changes every target, with the first bytes of the buffer."""
     arena, device = memory.arena, memory.arena.buffer.device
     table = torch.cat([arena.host_table[:1], torch.zeros_like(arena.host_table[:1])])
-    widths = [width for target in arena.targets.values() if target.kind is Kind.LINEAR for width in _widths(target)]
-    table[1, :, Field.RANK] = min(MAX_RANK, arena.buffer.numel() // max(widths, default=1))
+    linears = [target for target in arena.targets.values() if target.kind is Kind.LINEAR]
+    widest = max((max(target.inputs.size, target.outputs.size) for target in linears), default=1)
+    table[1, :, Field.RANK] = min(MAX_RANK, arena.buffer.numel() // widest)
     believed = AdapterArena(
         arena.buffer, table.to(device), arena.scales[:2], table, arena.vocab_sizes[:1] * 2, arena.targets
     )
     indices = torch.ones(tokens, dtype=torch.int32, device=device)
     return AdapterBatchData(AdapterBatchMetadata(indices, [0, tokens], [1]), believed)
-
-
-def _widths(target: AdapterTarget) -> tuple[int, int]:
-    return target.inputs.size, target.outputs.size
 
 
 def _adapt_head(model: PagedCausalLM, data: AdapterBatchData) -> None:

@@ -104,15 +104,12 @@ class Worker:
         """Start a step. If there is no memory for its sequences, even when none is kept for later, compute nothing, and
         return the error for the one that asks for too much."""
         with use_stream(self._stream):
-            return self._submit(plan)
-
-    def _submit(self, plan: StepPlan) -> LoraxError | None:
-        for op in plan.adapter_ops:
-            self._do(op)
-        if self._memory is not None:
-            for index in set(plan.adapter_indices.tolist()) - {0}:
-                self._memory.wait_for(index)
-        return self._run(lambda: self._tickets.append(self._runner.submit(plan)), plan)
+            for op in plan.adapter_ops:
+                self._do(op)
+            if self._memory is not None:
+                for index in set(plan.adapter_indices.tolist()) - {0}:
+                    self._memory.wait_for(index)
+            return self._run(lambda: self._tickets.append(self._runner.submit(plan)), plan)
 
     def mask(self, masks: StepMasks) -> LoraxError | None:
         """Let the last step choose its tokens. Errors are those of `submit`."""

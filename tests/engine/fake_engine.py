@@ -162,9 +162,6 @@ class FakeEngine(Engine):
             case "unprintable":
                 self._left.pop(request_id, None)
                 return Output.failed(request_id, AdapterError("broken \udcff"))
-            case "odd":
-                self._left.pop(request_id, None)
-                return Output(request_id, (SampledToken(2**70, 0.0),))
             case "hang":
                 return Output(request_id, (SampledToken(token_id, 0.0),))
         return Output(request_id, (SampledToken(token_id, -0.5),), None if left else FinishReason.EOS_TOKEN)

@@ -218,7 +218,7 @@ def test_parts_are_of_those_who_are_here() -> None:
     assert not queue.is_shared
     queue.remove(sequences[2])
     queue.take_row("plain")
-    queue.charge("plain", "", 10)
+    queue.charge({("plain", ""): 10})
     queue.give_row("plain")
     assert len(queue) == 0
     queue.push(sequences[1])

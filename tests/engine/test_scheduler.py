@@ -18,7 +18,7 @@ from lorax_server.engine.admission import Backlog, Limits
 from lorax_server.engine.block_pool import BlockPool
 from lorax_server.engine.scheduler import Scheduler
 from lorax_server.engine.sequence import Sequence
-from lorax_server.engine.step_builder import Scheduled, SubmittedStep
+from lorax_server.engine.step_builder import StepBuilder, SubmittedStep
 from lorax_server.errors import AdapterError, InputError, OverloadedError
 from lorax_server.generation.stopping import FinishReason
 from lorax_server.plan import AdapterOp, RopeRule, StepPlan, StepResult
@@ -368,7 +368,7 @@ def test_a_request_whose_adapter_is_on_its_way_keeps_nobody_waiting() -> None:
     assert not engine.step()
     assert engine.adapters.wanted == {"1"}
     engine.adapters.missing.clear()
-    engine.scheduler.adapter_arrived("1")
+    engine.scheduler.queues.adapter_arrived("1")
     engine.finish()
     check(engine, cold, warm)
 
@@ -384,7 +384,7 @@ def test_an_adapter_that_left_before_its_request_ran_is_asked_for_again() -> Non
         engine.step()
     assert engine.adapters.wanted == {"1"}
     engine.adapters.missing.clear()
-    engine.scheduler.adapter_arrived("1")
+    engine.scheduler.queues.adapter_arrived("1")
     engine.finish()
     check(engine, first, second)
 
@@ -596,7 +596,7 @@ def test_who_waits_for_an_adapter_for_too_long_is_told_to_try_again(depth: int) 
     engine.scheduler.add(make_request(1, [1], adapter_identity="1"))
     engine.scheduler.add(make_request(2, [1], adapter_identity="2"))
     engine.scheduler.add(make_request(3, [1], 4, eos=False))
-    assert engine.scheduler.deadline_s == 20.0
+    assert engine.scheduler.queues.deadline_s == 20.0
     engine.now = 29.9
     engine.step()
     assert 0 not in engine.outputs
@@ -606,12 +606,12 @@ def test_who_waits_for_an_adapter_for_too_long_is_told_to_try_again(depth: int) 
     assert (failure.kind, failure.status) == ("SourceError", 503)
     assert "within 30 s" in failure.message
     engine.adapters.missing.remove("2")
-    engine.scheduler.adapter_arrived("2")
+    engine.scheduler.queues.adapter_arrived("2")
     engine.now = 40.0
     engine.finish()
     assert engine.failure(1).kind == "SourceError"
     assert set(engine.reasons) == {2, 3}
-    assert engine.scheduler.num_waiting_for_adapters == 0
+    assert engine.scheduler.queues.num_waiting_for_adapters == 0
     assert not any(engine.adapters.requests.values())
 
 
@@ -624,19 +624,19 @@ def test_who_has_begun_waits_for_its_adapter_as_long_as_it_takes() -> None:
     engine.scheduler.add(make_request(1, [2] * 4, 12, eos=False))
     engine.scheduler.add(make_request(2, [3] * 4, 12, eos=False, adapter_identity="1"))
     engine.adapters.missing.remove("1")
-    engine.scheduler.adapter_arrived("1")
+    engine.scheduler.queues.adapter_arrived("1")
     while not engine.scheduler.counters.preemptions:  # the last gives way
         assert engine.step()
     engine.adapters.missing.add("1")
     while engine.step():
         pass
-    assert engine.scheduler.num_waiting_for_adapters == 2
+    assert engine.scheduler.queues.num_waiting_for_adapters == 2
     engine.now = 100.0
     engine.step()
     assert engine.failure(0).kind == "SourceError"
     assert engine.outputs[2][-1].failure is None
     engine.adapters.missing.remove("1")
-    engine.scheduler.adapter_arrived("1")
+    engine.scheduler.queues.adapter_arrived("1")
     engine.finish()
     assert len(engine.answers[2]) == 12
 
@@ -658,7 +658,7 @@ def test_a_sequence_that_is_preempted_after_a_jump_comes_again_as_a_long_one() -
 
 def test_a_sequence_jumps_only_while_no_other_step_chooses_for_it() -> None:
     sequence = Sequence(make_request(0, [1], 9), 0)
-    step = SubmittedStep(1, 1, 0.0, Scheduled.nothing(), [sequence, None], [])
+    step = SubmittedStep(1, 1, 0.0, StepBuilder(0).order(), [sequence, None], [])
     for num_in_flight, room in ((1, 8), (2, 0)):
         sequence.num_in_flight = num_in_flight
         assert [step.find_room(number) for number in (0, 1)] == [room, 0]
@@ -671,7 +671,7 @@ def test_tokens_of_structures_are_those_of_answers_that_go_on() -> None:
     plain = Sequence(make_request(9, [1]), 0)
     sampled = [begin(0, forced=(2, 3)), begin(1), begin(2, 1), begin(3, finished=True), begin(4), None, plain]
     tokens, logprobs = [5, EOS, 5, 5, 5, 5, 5], [-1.0] * 4 + [math.nan] + [-1.0] * 2
-    step = SubmittedStep(1, 7, 0.0, Scheduled.nothing(), sampled, [])
+    step = SubmittedStep(1, 7, 0.0, StepBuilder(0).order(), sampled, [])
     chosen = step.list_chosen(StepResult(1, tokens, logprobs))
     assert chosen == [(0, 5), (0, 2), (0, 3)]  # not one that ends, by its token or by its length, or has failed
 
@@ -683,12 +683,12 @@ def test_an_adapter_that_failed_fails_those_who_wait_for_it() -> None:
         engine.scheduler.add(make_request(i, [1], 3, eos=False, adapter_identity=adapter))
     error = AdapterError("damaged")
     error.retry_after_s = 7.0
-    engine.scheduler.adapter_failed("1", error)
-    engine.scheduler.adapter_failed("nobody's", error)
+    engine.scheduler.queues.adapter_failed("1", error)
+    engine.scheduler.queues.adapter_failed("nobody's", error)
     engine.step()
     assert engine.failure(0) == engine.failure(2) == ("AdapterError", 424, "damaged", 7.0)
     engine.adapters.missing.clear()
-    engine.scheduler.adapter_arrived("2")
+    engine.scheduler.queues.adapter_arrived("2")
     engine.finish()
     assert set(engine.reasons) == {1, 3}
 
@@ -737,7 +737,7 @@ def test_tokens_that_a_model_does_not_have_are_refused_before_a_step(
     engine.scheduler.add(bad)
     engine.scheduler.add(good)
     engine.adapters.missing.clear()
-    engine.scheduler.adapter_arrived("1")
+    engine.scheduler.queues.adapter_arrived("1")
     engine.finish()
     check(engine, good)
     assert (engine.failure(0).kind, len(engine.outputs[0])) == ("InputError", 1)
@@ -962,7 +962,7 @@ class Machine(RuleBasedStateMachine):
         adapters = self.engine.adapters
         if adapter in adapters.missing:
             adapters.missing.remove(adapter)
-            self.engine.scheduler.adapter_arrived(adapter)
+            self.engine.scheduler.queues.adapter_arrived(adapter)
         elif not adapters.held.get(adapter):
             adapters.missing.add(adapter)
 
@@ -986,7 +986,7 @@ class Machine(RuleBasedStateMachine):
             return
         for adapter in sorted(self.engine.adapters.missing):
             self.engine.adapters.missing.remove(adapter)
-            self.engine.scheduler.adapter_arrived(adapter)
+            self.engine.scheduler.queues.adapter_arrived(adapter)
         bound = 20 + 40 * len(self.requests)  # every request that is left finishes
         self.engine.finish(bound)
         check(self.engine, *(each for i, each in self.requests.items() if i not in self.aborted))

@@ -210,7 +210,7 @@ def beside(
     lane: FakeLane | StreamLane, num_units: int, buffer_bytes: int = 256, is_follower: bool = False
 ) -> Iterator[AdapterMemory]:
     """Make a memory whose adapters come through small buffers, on a thread."""
-    device = GPU if isinstance(lane, StreamLane) else CPU
+    device = CPU if isinstance(lane, FakeLane) else GPU
     copier = Copier(lane, 2, buffer_bytes)
     memory = AdapterMemory(TARGETS, torch.float32, device, num_units, is_follower=is_follower, copier=copier)
     yield memory

@@ -6,7 +6,6 @@ from lorax_server.adapters.checkpoint import RENAMED_MODULES, TensorInfo, Tensor
 from lorax_server.adapters.config import AdapterConfig
 from lorax_server.adapters.methods.fields import Method
 from lorax_server.adapters.methods.matrices import find_product_size
-from lorax_server.adapters.methods.vocabulary import AdapterVocabulary, find_token_ids
 from lorax_server.adapters.target import AdapterTarget, Kind
 from lorax_server.errors import AdapterError
 
@@ -44,15 +43,15 @@ class AdapterContents:
         self.scales = {module: config.scale(name) for module, name in self._own_names.items() if is_lora}
         self._share_tied_rank()
         self._copied = self._find_copies()
-        self.token_ids = find_token_ids(config, self._embedding, self._head)
+        self.token_ids = _find_token_ids(config, self._embedding, self._head)
         self._share_tied_rows()
         self._check_complete()
-        self._vocabulary = AdapterVocabulary(self.name, tensors, self.keys, self.token_ids)
-        self.vocab_size = self._vocabulary.find_size(self._embedding, self._head)
+        self.vocab_size = self._find_vocab_size()
         self.input_scales = self._place_input_scales()  # by target: the module whose inputs it scales, and from where
         for module, keys in self.keys.items():
             self._check_roles(targets[module], keys)
-            self._check_shapes(targets[module], keys)
+            for role, key in keys.items():
+                self._check_shape(key, self._expected_shape(targets[module], role))
         self._check_projections()
         self._check_kasa()
 
@@ -189,6 +188,36 @@ class AdapterContents:
                         "config's modules_to_save, target_modules or trainable_token_indices ask for it"
                     )
 
+    def _find_vocab_size(self) -> int:
+        """Return the vocabulary size: the base model's, unless the adapter brings a head of another size."""
+        base = self._head.outputs.full
+        sizes = {target.name: self._count_tokens(target.name, base) for target in (self._embedding, self._head)}
+        changed = {name: size for name, size in sizes.items() if size is not None}
+        grows = max(changed.values(), default=base) > base
+        if len(set(changed.values())) > 1 or (grows and len(changed) == 1):
+            raise AdapterError(
+                f"adapter {self.name!r} changes the vocabulary, but not alike in embedding and head: it has "
+                + " and ".join(f"{size or base} rows at {name!r}" for name, size in sizes.items())
+            )
+        return next(iter(changed.values()), base)
+
+    def _count_tokens(self, module: str, base: int) -> int | None:
+        """Return the number of tokens of the adapter at an embedding or head; None where it keeps the base model's."""
+        keys = self.keys.get(module, {})
+        stored = base
+        if TensorRole.WEIGHT in keys:
+            shape = self.tensors[keys[TensorRole.WEIGHT]].shape
+            if len(shape) != 2 or shape[0] == 0:
+                raise self._refuse(keys[TensorRole.WEIGHT], f"has shape {shape}, which no embedding or head has")
+            stored = shape[0]
+        size = stored
+        if TensorRole.TOKEN_ROWS in keys:
+            token_ids = self.token_ids.get(module, ())
+            size = max(stored, 1 + max(token_ids, default=0))
+            if len({token_id for token_id in token_ids if token_id >= stored}) != size - stored:
+                raise self._refuse(keys[TensorRole.TOKEN_ROWS], f"leaves out some of the tokens {stored} to {size - 1}")
+        return None if size == base and TensorRole.WEIGHT not in keys else size
+
     def _check_roles(self, target: AdapterTarget, keys: Mapping[TensorRole, str]) -> None:
         """Refuse tensors that do not belong together, or not at this module."""
         method = self.config.method
@@ -273,10 +302,6 @@ class AdapterContents:
                 "model of its own with PEFT's merge_and_unload"
             )
 
-    def _check_shapes(self, target: AdapterTarget, keys: Mapping[TensorRole, str]) -> None:
-        for role, key in keys.items():
-            self._check_shape(key, self._expected_shape(target, role))
-
     def _check_shape(self, key: str, expected: tuple[int, ...]) -> None:
         shape = self.tensors[key].shape
         if shape != expected:
@@ -285,9 +310,9 @@ class AdapterContents:
     def _expected_shape(self, target: AdapterTarget, role: TensorRole) -> tuple[int, ...]:
         inputs, outputs = target.inputs.full, target.outputs.full
         if target.kind is Kind.EMBEDDING:
-            inputs = self._vocabulary.size_at(target.name, inputs) or inputs
+            inputs = self._count_tokens(target.name, inputs) or inputs
         elif target.kind is Kind.HEAD:
-            outputs = self._vocabulary.size_at(target.name, outputs) or outputs
+            outputs = self._count_tokens(target.name, outputs) or outputs
         size = outputs if target.kind is Kind.EMBEDDING else inputs
         if role is TensorRole.WEIGHT and target.stored_shape is not None:
             return target.stored_shape
@@ -307,3 +332,21 @@ class AdapterContents:
             TensorRole.VERA_D: (self.config.r,),
             TensorRole.TOKEN_ROWS: (len(self.token_ids.get(target.name, ())), size),
         }.get(role, (outputs,))
+
+
+def _find_token_ids(config: AdapterConfig, embedding: AdapterTarget, head: AdapterTarget) -> dict[str, tuple[int, ...]]:
+    """Return the tokens with trained rows by module. Without names the embedding is meant."""
+    indices = config.token_indices
+    if not isinstance(indices, Mapping):
+        return {embedding.name: indices}
+    token_ids: dict[str, tuple[int, ...]] = {}
+    modules = [embedding.name, head.name]
+    for name, ids in indices.items():
+        fits = [module for module in modules if f".{module}".endswith(f".{name}")]
+        if len(fits) != 1 or fits[0] in token_ids:
+            raise AdapterError(
+                f"adapter {config.name!r}: trainable_token_indices names {name[:80]!r}, which is not one of "
+                f"{modules[0]!r} and {modules[1]!r}, or is named twice"
+            )
+        token_ids[fits[0]] = ids
+    return token_ids

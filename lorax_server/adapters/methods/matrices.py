@@ -3,6 +3,7 @@
 The matrices are read, taken to the CPU and cast in stretches of rows: as a whole they may be larger than what is free.
 """
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -57,6 +58,16 @@ def find_smallest(
     for rows, matrix in stretches:
         parts.addmm_(vectors[:, rows], matrix)
     return parts.float(), vectors.float()
+
+
+def make_projections(seed: int, rank: int, inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw VeRA's shared A and B as PEFT draws them. Each module scales the ranks and the outputs of a part of them."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = []
+    for shape in ((rank, inputs), (outputs, rank)):
+        bound = math.sqrt(3.0) * math.sqrt(2.0) / math.sqrt(shape[1])
+        drawn.append(torch.empty(shape).uniform_(-bound, bound, generator=generator))
+    return drawn[0], drawn[1]
 
 
 def _multiplies_inputs(target: AdapterTarget) -> bool:

@@ -83,7 +83,7 @@ class AdapterFinder:
         clock: Callable[[], float] = time.monotonic,
         time_ns: Callable[[], int] = time.time_ns,  # compared with the times of files
     ) -> None:
-        self._sources = sources
+        self.sources = sources
         self._model_type = model_type
         self._model_class = model_class
         self._max_inputs = max_inputs
@@ -98,11 +98,11 @@ class AdapterFinder:
         failure = SourceError(f"adapter {ref.name!r}: a file of it changed while it was read; try again")
         for _ in range(ATTEMPTS):
             began_ns = self._time_ns()
-            paths = self._sources.find_watched_paths(ref.source, ref.name)
+            paths = self.sources.find_watched_paths(ref.source, ref.name)
             roots = {root: _find_inode(root) for root in paths.roots}
             folders = _stamps(paths.folders)  # before the files in them are read
             try:
-                fetched = self._sources.fetch(ref.source, ref.name, ref.token, check)
+                fetched = self.sources.fetch(ref.source, ref.name, ref.token, check)
             except SourceError as error:
                 if not paths.roots:
                     raise
@@ -110,7 +110,7 @@ class AdapterFinder:
                 continue
             found = self._identify(ref.name, fetched)
             # It may have moved meanwhile, to a root that is not watched.
-            if found is not None and self._sources.find_watched_paths(ref.source, ref.name) == paths:
+            if found is not None and self.sources.find_watched_paths(ref.source, ref.name) == paths:
                 files = {**folders, **found.files}
                 settled = all(is_settled(stamp, began_ns) for stamp in files.values() if stamp is not None)
                 return replace(found, files=files, roots=roots, is_settled=settled)

@@ -5,7 +5,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
-from lorax_server.engine.adapters.entry import AdapterEntry
+from lorax_server.engine.adapters.registry import AdapterEntry
 from lorax_server.engine.adapters.space import AdapterSpace
 from lorax_server.errors import AdapterError
 from lorax_server.plan import AdapterOp, Capabilities, Load, Move, Unload
@@ -60,7 +60,8 @@ class DeviceTier:
     drain: no new sequence begins with them.
     """
 
-    def __init__(self, capabilities: Capabilities, counters: AdapterCounters) -> None:
+    def __init__(self, capabilities: Capabilities, counters: AdapterCounters, ops: list[AdapterOp]) -> None:
+        """Operations for the workers are appended to `ops`."""
         self._num_units = capabilities.num_adapter_units
         self._max_adapters = capabilities.max_adapters
         self._unit_bytes = capabilities.adapter_unit_bytes
@@ -72,7 +73,7 @@ class DeviceTier:
         self._loading: set[int] = set()
         self._num_pinned = 0
         self._num_pinned_units = 0
-        self._ops: list[AdapterOp] = []
+        self._ops = ops
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -82,24 +83,23 @@ class DeviceTier:
         return bool(self._loading)
 
     @property
-    def has_ops(self) -> bool:
-        return bool(self._ops) or self._space.needs_step
+    def needs_step(self) -> bool:
+        """Tell whether moves wait for a step, even if it computes nothing."""
+        return self._space.needs_step
 
     @property
     def _has_index(self) -> bool:
         return len(self._entries) < self._max_adapters
 
-    def submit(self) -> list[AdapterOp]:
-        """Return the operations that the workers do before the step that goes out now, in this order."""
+    def submit(self) -> list[Move]:
+        """Return the moves that the workers do before the step that goes out now, and before all other operations."""
         _, moves = self._space.submit()
         self._counters.adapter_moves += len(moves)
-        ops: list[AdapterOp] = []
+        ops = []
         for move in moves:
             index = self._entries[str(move.key)].index
             assert index is not None
             ops.append(Move(index, move.source, move.target))
-        ops += self._ops
-        self._ops = []
         return ops
 
     def completed(self, step: int) -> None:
@@ -188,13 +188,13 @@ class DeviceTier:
     def _evict_some(self, units: int, leaving: Leaving, even_wanted: bool) -> list[AdapterEntry]:
         """Evict until so many units and an index are free, or no more adapters may leave."""
         victims: list[AdapterEntry] = []
-        while self._lacks(units) and (victim := leaving.take(even_wanted)) is not None:
+        while self._space.num_free_units < units or not self._has_index:
+            victim = leaving.take(even_wanted)
+            if victim is None:
+                break
             self.evict(victim)
             victims.append(victim)
         return victims
-
-    def _lacks(self, units: int) -> bool:
-        return self._space.num_free_units < units or not self._has_index
 
     def _drain(self, missing: int) -> None:
         """Let no sequence begin with some running adapters, so that there will be room when they are done."""

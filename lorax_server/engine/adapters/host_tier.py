@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from lorax_server.adapters.spec import AdapterSpec
-from lorax_server.engine.adapters.entry import AdapterEntry
+from lorax_server.engine.adapters.registry import AdapterEntry
 from lorax_server.errors import AdapterError
 from lorax_server.plan import AdapterOp, Drop, Prepare, Prepared
 from lorax_server.types import AdapterCounters
@@ -18,31 +18,23 @@ class HostTier:
     those adapters stay on the device until the requests are done.
     """
 
-    def __init__(self, num_bytes: int, itemsize: int, counters: AdapterCounters) -> None:
+    def __init__(self, num_bytes: int, itemsize: int, counters: AdapterCounters, ops: list[AdapterOp]) -> None:
+        """Operations for the workers are appended to `ops`."""
         self.bytes_used = 0
         self.num_preparing = 0
         self._num_bytes = num_bytes
         self._itemsize = itemsize
         self._counters = counters
         self._entries: OrderedDict[str, AdapterEntry] = OrderedDict()  # those that are prepared, by last use
-        self._ops: list[AdapterOp] = []
+        self._ops = ops
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    @property
-    def has_ops(self) -> bool:
-        return bool(self._ops)
-
-    def take_ops(self) -> list[AdapterOp]:
-        """Return the operations for the workers, in this order."""
-        ops, self._ops = self._ops, []
-        return ops
-
     def begin(self, entry: AdapterEntry, has_waited: bool) -> bool:
         """Let the workers prepare an adapter; False if there is no room."""
         num_bytes = self._most_bytes(entry.spec)
-        if not self._make_room(num_bytes, has_waited):
+        if not self.make_room(num_bytes, has_waited):
             return False
         entry.spec_in_work = entry.spec
         entry.is_preparing, entry.num_bytes, entry.error = True, num_bytes, None
@@ -74,10 +66,6 @@ class HostTier:
             entry.is_prepared, entry.units, entry.vocab_size = True, result.units, result.vocab_size
             self._entries[entry.identity] = entry
 
-    def trim(self) -> None:
-        """Keep the limit where an adapter took more than was expected."""
-        self._make_room(0, has_waited=False)
-
     def touch(self, entry: AdapterEntry) -> None:
         """Note that an adapter is used, whether it has a copy here or not."""
         if entry.is_prepared:
@@ -89,7 +77,7 @@ class HostTier:
         self.bytes_used -= entry.num_bytes
         entry.is_prepared, entry.num_bytes = False, 0
 
-    def _make_room(self, num_bytes: int, has_waited: bool) -> bool:
+    def make_room(self, num_bytes: int, has_waited: bool) -> bool:
         """Drop adapters until so many bytes are free. Drop none in vain, except for an adapter that has waited: it gets
         what is free later."""
         left, victims = self.bytes_used, []

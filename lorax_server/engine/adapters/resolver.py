@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from lorax_server.adapters.sources.finder import AdapterFinder, FoundAdapter
-from lorax_server.adapters.sources.source import MAX_NAME_LENGTH, AdapterSources, Key, key_of
+from lorax_server.adapters.sources.source import MAX_NAME_LENGTH, Key, key_of
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.engine.adapters.pointers import (
     RETRY_S,
@@ -59,25 +59,15 @@ class AdapterResolver:
 
     def __init__(
         self,
-        sources: AdapterSources,
+        finder: AdapterFinder,
         *,
-        model_type: str,
-        model_class: str,
-        max_inputs: int = 0,  # of any matrix that adapters change
         num_threads: int = 16,  # of each kind of source
         revalidate_s: float = 60,
         clock: Callable[[], float] = time.monotonic,
-        time_ns: Callable[[], int] = time.time_ns,  # compared with the times of files
     ) -> None:
         self._clock = clock
-        self._finder = AdapterFinder(
-            sources,
-            model_type=model_type,
-            model_class=model_class,
-            max_inputs=max_inputs,
-            clock=clock,
-            time_ns=time_ns,
-        )
+        self._finder = finder
+        sources = finder.sources
         self._threads = {kind: DaemonThreads(f"adapters of {kind}", num_threads) for kind in sources.kinds}
         self._other_threads = DaemonThreads("adapters of nowhere", 1)  # for sources that do not exist
         # A look would wait behind slow fetches for a thread, and a caller must not wait for a file system.

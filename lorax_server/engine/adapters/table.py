@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.engine.adapters.device_tier import DeviceTier, Leaving
-from lorax_server.engine.adapters.entry import AdapterEntry
 from lorax_server.engine.adapters.host_tier import HostTier
-from lorax_server.engine.adapters.registry import AdapterRegistry
+from lorax_server.engine.adapters.registry import AdapterEntry, AdapterRegistry
 from lorax_server.errors import AdapterError, LoraxError
 from lorax_server.plan import AdapterOp, Capabilities, Prepared
 from lorax_server.types import AdapterCounters, AdapterStage, AdapterState
@@ -44,8 +43,9 @@ class AdapterTable:
         self._patience_s = patience_s
         self._retry_s = retry_s
         self._clock = clock
-        self._host = HostTier(host_bytes, capabilities.itemsize, self.counters)
-        self._device = DeviceTier(capabilities, self.counters)
+        self._ops: list[AdapterOp] = []  # for the next step
+        self._host = HostTier(host_bytes, capabilities.itemsize, self.counters, self._ops)
+        self._device = DeviceTier(capabilities, self.counters, self._ops)
         self._registry = AdapterRegistry()
         self._to_prepare: OrderedDict[str, AdapterEntry] = OrderedDict()  # wanted on the device, in order of arrival
         self._to_load: OrderedDict[str, AdapterEntry] = OrderedDict()  # likewise
@@ -128,7 +128,7 @@ class AdapterTable:
             if entry.is_wanted:
                 self._to_load[entry.identity] = entry
             self._leave_if_dismissed(entry)
-            self._host.trim()
+            self._host.make_room(0, has_waited=False)  # it may have taken more than was expected
         elif entry.spec == entry.spec_in_work:
             self._fail(entry, result.error)
         elif entry.is_wanted:  # it was found in another folder since the preparation began
@@ -219,7 +219,7 @@ class AdapterTable:
             self._leave_if_dismissed(entry)
 
     def bring(self, identity: str) -> None:
-        """Bring an adapter to the device; `Scheduler.adapter_arrived` or `adapter_failed` is called then."""
+        """Bring an adapter to the device; `Queues.adapter_arrived` or `adapter_failed` is called then."""
         entry = self._registry[identity]
         if entry.is_wanted:
             return
@@ -254,7 +254,7 @@ class AdapterTable:
     @property
     def needs_step(self) -> bool:
         """Tell whether the workers have operations to do, even if there is nothing to compute."""
-        return self._device.has_ops or self._host.has_ops
+        return bool(self._ops) or self._device.needs_step
 
     @property
     def is_loading(self) -> bool:
@@ -262,9 +262,9 @@ class AdapterTable:
 
     def submit(self) -> tuple[AdapterOp, ...]:
         """Return the operations for the workers before the step that goes out now."""
-        # The order of the tiers does not matter: what is being loaded is not dropped, and what is dropped is not loaded
-        # before it was prepared again.
-        return (*self._device.submit(), *self._host.take_ops())
+        ops = (*self._device.submit(), *self._ops)
+        self._ops.clear()
+        return ops
 
     def completed(self, step: int, loaded: Iterable[int]) -> None:
         """Note that a step has ended, and these loads have."""

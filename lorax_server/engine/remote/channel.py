@@ -26,19 +26,7 @@ from pathlib import Path
 
 import zmq
 
-from lorax_server.engine.remote.messages import (
-    ChannelError,
-    EngineMessage,
-    Failed,
-    FromEngine,
-    Ready,
-    Stop,
-    ToEngine,
-    answer_to_unreadable,
-    decode_from_engine,
-    decode_to_engine,
-    encode,
-)
+from lorax_server.engine.remote import messages
 from lorax_server.errors import EngineError, LoraxError
 from lorax_server.types import EngineInfo
 
@@ -81,10 +69,10 @@ class ClientChannel:
         except BaseException:
             await self.end()
             raise
-        if isinstance(first, Ready):
+        if isinstance(first, messages.Ready):
             return first.info
         exit_code = await self.end()
-        reason = f": {first.message}" if isinstance(first, Failed) else ""
+        reason = f": {first.message}" if isinstance(first, messages.Failed) else ""
         raise EngineError(f"the engine process ended while it was starting ({describe(exit_code)}){reason}")
 
     def open(self) -> str:
@@ -94,23 +82,23 @@ class ClientChannel:
         self._loop.add_reader(self._from_engine.fileno(), self._read_socket)
         return self._folder.name
 
-    async def receive(self) -> FromEngine | None:
+    async def receive(self) -> messages.FromEngine | None:
         """Return the next message, or None after the last message of an engine that is gone."""
         data = await self._inbox.get()
         if data is None:
             self._inbox.put_nowait(None)  # for the next call
             return None
         self._has_received = True
-        return decode_from_engine(data)
+        return messages.decode_from_engine(data)
 
     @property
     def has_more(self) -> bool:
         """True if the next message has already arrived."""
         return not self._inbox.empty()
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: messages.ToEngine) -> None:
         """Send without waiting. The engine listens from its first message on."""
-        data = encode(message)
+        data = messages.encode(message)
         if self._to_engine is None:
             assert self._folder is not None, "the channel is not open"
             self._to_engine = self._context.socket(zmq.PUSH)
@@ -160,7 +148,7 @@ class ClientChannel:
 
     async def _end_process(self, process: multiprocessing.process.BaseProcess) -> None:
         """Ask the process to stop, if it listens, then terminate it, then kill it."""
-        stop: list[Callable[[], None]] = [partial(self.send, Stop())] if self._has_received else []
+        stop: list[Callable[[], None]] = [partial(self.send, messages.Stop())] if self._has_received else []
         for end in (*stop, process.terminate, process.kill):
             if not self._ended.done():
                 end()
@@ -181,11 +169,12 @@ class EngineChannel:
 
     def __init__(self, address: str) -> None:
         self.wake = threading.Event()
-        self.handle_urgent: Callable[[ToEngine], bool] = lambda _: False  # returns True if it has handled the message
+        # Returns True if it has handled the message.
+        self.handle_urgent: Callable[[messages.ToEngine], bool] = lambda _: False
         self._address = address
         self._context = zmq.Context()
         self._from_engine = self._context.socket(zmq.PUSH)
-        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[messages.ToEngine] = queue.SimpleQueue()
         self.has_failed = False
         self._was_heard = False
         self._sending = threading.Lock()
@@ -196,12 +185,12 @@ class EngineChannel:
         connect(self._from_engine, self._address, FROM_ENGINE)
         threading.Thread(target=self._listen, args=(to_engine,), name="lorax-channel", daemon=True).start()
 
-    def take(self) -> list[ToEngine]:
+    def take(self) -> list[messages.ToEngine]:
         """Return all messages so far."""
         return [self._inbox.get() for _ in range(self._inbox.qsize())]
 
-    def send(self, message: EngineMessage) -> None:
-        data = encode(message)
+    def send(self, message: messages.EngineMessage) -> None:
+        data = messages.encode(message)
         with self._sending:
             if not self._from_engine.closed:  # otherwise the API process has stopped listening
                 self._from_engine.send(data, zmq.NOBLOCK)
@@ -213,7 +202,7 @@ class EngineChannel:
                 return
             self.has_failed = True
         reason = str(error) if isinstance(error, LoraxError) else f"{type(error).__name__}: {error}"
-        self.send(Failed(reason.encode(errors="backslashreplace").decode()))
+        self.send(messages.Failed(reason.encode(errors="backslashreplace").decode()))
 
     def fail(self, error: Exception) -> None:
         """Report, and wait until the report has arrived: messages on their way may be lost when a process ends."""
@@ -221,7 +210,7 @@ class EngineChannel:
         until = time.monotonic() + ACKNOWLEDGE_S
         with suppress(queue.Empty):
             while not self._was_heard:
-                self._was_heard = isinstance(self._inbox.get(timeout=max(0.0, until - time.monotonic())), Stop)
+                self._was_heard = isinstance(self._inbox.get(timeout=max(0.0, until - time.monotonic())), messages.Stop)
 
     def close(self) -> None:
         with self._sending:
@@ -250,22 +239,22 @@ class EngineChannel:
         """Report that no message can be received any more, and stop, so that another engine is started."""
         logger.error("the engine cannot listen any more, and ends", exc_info=error)
         self.report(error)
-        self._inbox.put(Stop())
+        self._inbox.put(messages.Stop())
         self.wake.set()
 
     def _end_as_orphan(self) -> None:
         """Clean up after the API process, which is gone, and stop; by force if that takes long."""
         shutil.rmtree(self._address, ignore_errors=True)
-        self._inbox.put(Stop())
+        self._inbox.put(messages.Stop())
         self.wake.set()
         time.sleep(ORPHAN_S)  # a daemon thread does not keep the process alive
         os._exit(1)
 
     def _receive(self, data: bytes) -> None:
         try:
-            message = decode_to_engine(data)
-        except ChannelError as error:
-            answer = answer_to_unreadable(data, error)
+            message = messages.decode_to_engine(data)
+        except messages.ChannelError as error:
+            answer = messages.answer_to_unreadable(data, error)
             if answer is None:
                 raise  # a caller would wait for ever
             logger.exception("a message that cannot be read is rejected")
@@ -291,7 +280,7 @@ def bind(socket: zmq.Socket[bytes], folder: str, name: str) -> None:
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        raise ChannelError(f"cannot listen at {address}: {error}; TMPDIR chooses another folder") from error
+        raise messages.ChannelError(f"cannot listen at {address}: {error}; TMPDIR chooses another folder") from error
 
 
 def connect(socket: zmq.Socket[bytes], folder: str, name: str) -> None:

@@ -27,6 +27,7 @@ from lorax_server.adapters.sources.disk_budget import (
     mark_of,
     mark_used,
 )
+from lorax_server.adapters.sources.finder import AdapterFinder
 from lorax_server.adapters.sources.hub import HubSource
 from lorax_server.adapters.sources.source import AdapterSources
 from lorax_server.adapters.weights import StoredAdapter
@@ -487,7 +488,8 @@ SMALL = {"adapter_config.json": json.dumps(CONFIG).encode(), WEIGHTS: save({"x.l
 
 def bench_of(source: HubSource, times: Callable[[], float] = time.monotonic) -> AdapterResolver:
     sources = AdapterSources({"hub": source}, max_bytes=2**30, clock=times)
-    return AdapterResolver(sources, model_type="llama", model_class="Llama", clock=times)
+    finder = AdapterFinder(sources, model_type="llama", model_class="Llama", clock=times)
+    return AdapterResolver(finder, clock=times)
 
 
 def test_an_adapter_that_left_the_disk_is_fetched_again_when_it_is_named(

@@ -163,12 +163,13 @@ class Bench:
         self.gates: list[Gate] = []
         self.resolver = self.make()
 
-    def make(self, *more: Source, **options: Any) -> AdapterResolver:
+    def make(self, *more: Source, time_ns: Callable[[], int] = time.time_ns, **options: Any) -> AdapterResolver:
         kinds: list[Source] = [LocalSource([self.root]), self.fake, self.other, *more]
         sources = AdapterSources({source.kind: source for source in kinds}, max_bytes=2**30, clock=self.clock)
-        defaults: dict[str, Any]
-        defaults = {"model_type": "llama", "model_class": "LlamaForCausalLM", "clock": self.clock}
-        self.made.append(AdapterResolver(sources, **defaults | options))
+        found_by = finder.AdapterFinder(
+            sources, model_type="llama", model_class="LlamaForCausalLM", clock=self.clock, time_ns=time_ns
+        )
+        self.made.append(AdapterResolver(found_by, clock=self.clock, **options))
         return self.made[-1]
 
     def gate(self) -> Gate:
@@ -1010,12 +1011,13 @@ def test_a_change_is_seen_by_the_next_request_though_all_was_known(
     (bench.root / "tuned" / TEMPLATES_FOLDER).mkdir()
     sources = {"local": LocalSource([bench.tmp_path / "earlier", bench.root])}
     now_ns = time.time_ns() + SETTLED_NS + 10**9
-    bench.resolver = AdapterResolver(
+    found_by = finder.AdapterFinder(
         AdapterSources(sources, max_bytes=2**30),
         model_type="llama",
         model_class="LlamaForCausalLM",
         time_ns=lambda: now_ns,
     )
+    bench.resolver = AdapterResolver(found_by)
     bench.made.append(bench.resolver)
     known = result(bench.begin("tuned", "local"))
     assert result(bench.begin("tuned", "local")) == known

@@ -180,9 +180,3 @@ def test_who_a_merge_is() -> None:
     ]
     assert merge.identity(["a", "b"]) == same.identity(["a", "b"])
     assert len({merge.identity(["a", "b"]), merge.identity(["b", "a"]), *(m.identity(["a", "b"]) for m in others)}) == 7
-
-
-def test_as_many_weights_as_adapters(tmp_path: Path) -> None:
-    folders = write(tmp_path, [{}, {}])
-    with pytest.raises(InputError, match="2 adapters to merge, but 1 weights"):
-        our_logits(folders, Merge((1.0,)), [3, 4], torch.device("cpu"), "llama-gqa")
