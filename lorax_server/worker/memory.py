@@ -73,7 +73,7 @@ def resolve_sizes(config: EngineConfig, model: PagedCausalLM) -> EngineConfig:
         num_bytes = num_blocks * block_bytes(model, config.block_size)
         config = replace(config, cache_bytes=num_bytes, cache_tokens=None)
     share = config.adapter_memory_fraction
-    if share is not None and model.device.type != "cuda":
+    if share is not None and is_host(model.device):
         logger.warning("--adapter-memory-fraction has no effect on a CPU: use --adapter-bytes")
     elif share is not None:
         total = torch.cuda.get_device_properties(model.device).total_memory

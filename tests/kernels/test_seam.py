@@ -8,7 +8,7 @@ import lorax_server
 ROOT = Path(lorax_server.__file__).parent
 FORBIDDEN = re.compile(r"device\.type|\.is_cuda|isinstance\([\w.]*\bops\b|\bops is (not )?reference")
 # Modules that choose a device, or tell a library which one was chosen.
-SELECTION = {"distributed.py", "models/causal_lm.py", "models/pretrained.py", "worker/executor.py", "worker/padded.py"}
+SELECTION = {"distributed.py", "models/padded_lm.py", "models/pretrained.py", "worker/executor.py", "worker/padded.py"}
 
 
 def test_only_kernels_know_devices() -> None:

@@ -90,7 +90,7 @@ def test_padded(name: str, size: int, stored: bytes, ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("name", "size", "message"),
     [
-        ("llama-gqa", 3, "num_key_value_heads = 2 cannot be divided over 3 tensor-parallel ranks"),
+        ("llama-gqa", 3, "num_attention_heads = 4 cannot be divided over 3 tensor-parallel ranks"),
         ("llama-mqa", 8, "num_attention_heads = 4 cannot be divided over 8 tensor-parallel ranks"),
         ("gpt2", 3, "num_attention_heads = 4 cannot be divided over 3 tensor-parallel ranks"),
         ("neox-parallel", 8, "num_attention_heads = 4 cannot be divided over 8 tensor-parallel ranks"),

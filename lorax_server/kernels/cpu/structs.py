@@ -42,6 +42,8 @@ class DescribedLora(NamedTuple):
         """Write the segments. Tokens after the last of them are padding, and belong to the base model."""
         if bounds[-1] < self.tokens:
             bounds, adapters = [*bounds, self.tokens], [*adapters, 0]
+        elif len(adapters) > 1 and bounds[-2] == bounds[-1]:  # a padded batch without padding
+            bounds, adapters = bounds[:-1], adapters[:-1]
         count, room = len(adapters), len(self.numbers) // 2
         self.numbers[: count + 1] = [*bounds]
         self.numbers[room + 1 : room + 1 + count] = [*adapters]
