@@ -34,7 +34,7 @@ from lorax_server.kernels import (
 from lorax_server.kernels.triton.gate import gate
 from lorax_server.kernels.triton.ops import TritonOps
 from lorax_server.sampling.general import GeneralSampler
-from lorax_server.sampling.sampler import History, RowSampling, Sampler
+from lorax_server.sampling.sampler import History, Sampler, SequenceSampling
 from lorax_server.types import SamplingParams
 
 # --- Linear layers ----------------------------------------------------------------------------------------------------
@@ -256,7 +256,9 @@ def measure_sampling(ops: Ops) -> list[Record]:
     tokens, lengths = torch.randint(VOCAB, (ROWS, HISTORY), device=device), torch.full((ROWS,), HISTORY, device=device)
     history = History(lengths, lengths // 2, tokens)
     for case in SAMPLING:
-        rows = [RowSampling(SamplingParams(**{"do_sample": True, "seed": row, **case.params})) for row in range(ROWS)]
+        rows = [
+            SequenceSampling(SamplingParams(**{"do_sample": True, "seed": row, **case.params})) for row in range(ROWS)
+        ]
         tensors = itertools.cycle([make_logits() for _ in range(TENSORS)])  # more than L2 holds
         sampler, peer = Sampler(rows, VOCAB, device, ops), GeneralSampler(rows, VOCAB, device)
         (ours,) = measure_calls([lambda: sampler(next(tensors), history)], 30)  # noqa: B023 - called here

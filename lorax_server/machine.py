@@ -8,7 +8,7 @@ from pathlib import Path
 
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 NEW_FILES, OLD_FILES = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
-ROWS, LARGE_GPU_ROWS = 64, 256  # sequences at once, and on a GPU of so many bytes and more:
+MAX_NUM_SEQS, LARGE_GPU_MAX_NUM_SEQS = 64, 256  # sequences at once, and on a GPU of so many bytes and more:
 LARGE_GPU_BYTES = 40 * 10**9
 GPU_ADAPTER_SHARE = 4  # adapters get one part in so many of what the weights leave of a GPU,
 LEAST_GPU_ADAPTER_BYTES = 2**28  # but not less than this,

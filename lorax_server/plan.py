@@ -74,10 +74,10 @@ class Prepared:
 # --- Steps ------------------------------------------------------------------------------------------------------------
 
 
-class NewRow(NamedTuple):
-    """A sequence that takes a row of the workers' tables, with all its tokens so far."""
+class NewSequence(NamedTuple):
+    """A sequence that takes a slot of the workers' tables, with all its tokens so far."""
 
-    row: int
+    slot: int
     token_ids: list[int]
     prompt_length: int
     sampling: SamplingParams
@@ -93,14 +93,14 @@ class StepPlan:
     """
 
     step: int
-    rows: Ints
+    slots: Ints
     starts: Ints  # tokens computed before
     counts: Ints  # tokens to be computed now
     samples: Bools  # the token after them is chosen
-    asks: Bools  # log probabilities of the prompt's tokens among them are reported
+    scores_prompt: Bools  # log probabilities of the prompt's tokens among them are reported
     adapter_indices: Ints
-    new_rows: tuple[NewRow, ...]
-    new_blocks: Ints  # [blocks, 3] row, index in its table, block
+    new_sequences: tuple[NewSequence, ...]
+    new_blocks: Ints  # [blocks, 3] slot, index in its table, block
     adapter_ops: tuple[AdapterOp, ...] = ()  # done before the step, in this order
     is_masked: bool = False  # tokens are chosen when a `StepMasks` has come
 
@@ -109,18 +109,18 @@ class StepPlan:
         return int(self.counts.sum())
 
     def without_sequences(self) -> "StepPlan":
-        """Return a plan that tells of the same rows and blocks, and computes nothing; the adapters' part is done."""
+        """Return a plan that tells of the same slots and blocks, and computes nothing; the adapters' part is done."""
         none, no = np.empty(0, np.int64), np.empty(0, np.bool_)
-        numbers = replace(self, rows=none, starts=none, counts=none, adapter_indices=none)
-        return replace(numbers, samples=no, asks=no, adapter_ops=(), is_masked=False)
+        numbers = replace(self, slots=none, starts=none, counts=none, adapter_indices=none)
+        return replace(numbers, samples=no, scores_prompt=no, adapter_ops=(), is_masked=False)
 
 
 class StepMasks(NamedTuple):
     """The tokens that some sequences of a step may choose from."""
 
-    rows: Ints  # among the sequences that `samples`
+    rows: Ints  # of the logits: indices among the sequences with `samples`
     words: Sequence[npt.NDArray[np.int32]]  # for each row a bit for each allowed token; tokens beyond are not allowed
-    forced: tuple[tuple[int, tuple[int, ...]], ...] = ()  # rows that get more tokens, which follow the chosen one
+    forced: tuple[tuple[int, tuple[int, ...]], ...] = ()  # rows that get more tokens after the sampled one
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class StepResult:
     logprobs: list[float]
     alternatives: Mapping[int, Alternatives] = field(default_factory=dict)  # by index in `token_ids`
     prompt_logprobs: list[list[float]] = field(default_factory=list)
-    """For each sequence that `asks`: of the prompt's tokens after each computed one."""
+    """For each sequence that `scores_prompt`: of the prompt's tokens after each computed one."""
     prompt_alternatives: Mapping[int, list[Alternatives]] = field(default_factory=dict)
     """By index in `prompt_logprobs`, of sequences that ask for alternatives: one for each log probability."""
     loaded: list[int] = field(default_factory=list)  # adapter indices whose load has ended
@@ -160,7 +160,7 @@ class Capabilities:
     """The sizes of an executor, and its features."""
 
     vocab_size: int
-    max_rows: int  # sequences at once
+    max_num_seqs: int  # sequences at once
     max_length: int  # tokens of a sequence
     num_blocks: int
     block_size: int

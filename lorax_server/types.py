@@ -274,7 +274,7 @@ class SchedulerCounters:
     prefix_tokens: int = 0  # found in the cache instead of computed
     chunks: int = 0  # parts of prompts, or of recomputed sequences, that did not fit into one step
     preemptions: int = 0  # for lack of blocks
-    rows_taken_back: int = 0  # for tenants or calls with less than their share
+    fairness_preemptions: int = 0  # for tenants or calls with less than their share
     refused: int = 0  # requests, because of overload
 
 

@@ -11,10 +11,10 @@ import torch
 
 from lorax_server.adapters.host import UNIT_BYTES, HostAdapter, empty_table
 from lorax_server.adapters.spec import AdapterSpec
-from lorax_server.adapters.target import Kind
+from lorax_server.adapters.target import TargetKind
 from lorax_server.distributed import FakeGroup
 from lorax_server.kernels import Field
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import Load, Prepared, StepPlan, StepResult
 from lorax_server.worker.preparer import Preparer
@@ -26,7 +26,7 @@ class HostPool(Preparer):
 
     def __init__(self, model: PagedCausalLM, hosts: Sequence[HostAdapter]) -> None:
         dtype = model.lm_head.linear.weight.dtype
-        super().__init__(adapter_targets(model), dtype, FakeGroup(), max_rank=model.ops.max_lora_rank)
+        super().__init__(collect_adapter_targets(model), dtype, FakeGroup(), max_rank=model.ops.max_lora_rank)
         self._made = {name_of(i): host for i, host in enumerate(hosts)}
 
     def enqueue(self, spec: AdapterSpec) -> None:
@@ -45,10 +45,10 @@ def name_of(adapter: int) -> str:
 
 def make_hosts(model: PagedCausalLM, count: int, rank: int) -> list[HostAdapter]:
     """Create adapters for all linear layers, as slices of one pool of random numbers."""
-    targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
+    targets, dtype = collect_adapter_targets(model), model.lm_head.linear.weight.dtype
     table, end, unit = empty_table(len(targets)), 0, UNIT_BYTES // dtype.itemsize
     for index, target in enumerate(targets.values()):
-        if target.kind is Kind.LINEAR:
+        if target.kind is TargetKind.LINEAR:
             for place, width in ((Field.A, target.inputs.size), (Field.B, target.outputs.size)):
                 table[index, place] = end
                 end += -(-rank * width // unit) * unit
@@ -92,7 +92,7 @@ class Watch:
         is_loading = self._loading.total() > 0
         for step in self.steps[self.num_ended :]:
             step.is_loading |= is_loading
-        self.steps.append(Step(len(plan.rows), bool((plan.counts > 1).any()), is_loading))
+        self.steps.append(Step(len(plan.slots), bool((plan.counts > 1).any()), is_loading))
         self.worker.submit(plan)
 
     def collect(self) -> StepResult:

@@ -27,7 +27,7 @@ from lorax_server.llm import LLM
 from lorax_server.types import Output, Request, SamplingParams, StopParams
 
 FIRST_WORD = 256  # the first token id that is not a byte
-MAX_ROWS = 256
+MAX_NUM_SEQS = 256
 ADAPTER_BYTES = 24 * 2**30  # device memory for 256 adapters of rank 16
 ADAPTER_HOST_BYTES = 34 * 2**30
 
@@ -146,7 +146,7 @@ def open_bench(args: argparse.Namespace, adapters: Sequence[Adapter], **settings
         if not args.tiny:
             settings |= {"adapter_bytes": ADAPTER_BYTES, "adapter_host_bytes": ADAPTER_HOST_BYTES}
         begin = time.monotonic()
-        with LLM(folder / "model", folder / "adapters", max_rows=MAX_ROWS, **settings) as llm:
+        with LLM(folder / "model", folder / "adapters", max_rows=MAX_NUM_SEQS, **settings) as llm:
             print(f"engine started in {time.monotonic() - begin:.1f} s", flush=True)
             yield Bench(llm, StepClock(llm), shape, folder)
 

@@ -23,8 +23,8 @@ class Limits(Capabilities):
 
     def __post_init__(self) -> None:
         assert self.max_chunk is None or self.max_chunk > 0, self.max_chunk
-        assert self.max_step_tokens >= self.max_rows > 0, "every running sequence needs a token of each step"
-        least = self.max_length + self.max_rows
+        assert self.max_step_tokens >= self.max_num_seqs > 0, "every running sequence needs a token of each step"
+        least = self.max_length + self.max_num_seqs
         assert self.can_chunk or self.max_step_tokens >= least, "a prompt must fit into a step beside all that run"
 
 

@@ -1,17 +1,17 @@
 """The order of waiting sequences.
 
-First come tenants with fewer rows than their share, then the tenant that was served least or came first. Within a
+First come tenants with fewer slots than their share, then the tenant that was served least or came first. Within a
 tenant the adapter that was served least comes first.
 """
 
 import heapq
 from collections.abc import Collection, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Sequences
 
 from lorax_server.engine.sequence import Sequence
 
 MAX_NAMES = 10_000  # remembered in a ledger though nothing waits for them
-ROUNDING = 1e-6  # the part of a row by which sums of weights may be off
+ROUNDING = 1e-6  # the part of a slot by which sums of weights may be off
 
 
 class _Ledger:
@@ -41,13 +41,13 @@ class _Ledger:
 
 
 class _Tenant:
-    """The rows and the waiting sequences of one tenant: a heap for each adapter. Adapters share equally."""
+    """The slots and the waiting sequences of one tenant: a heap for each adapter. Adapters share equally."""
 
     def __init__(self) -> None:
         self._heaps: dict[str, list[tuple[int, Sequence]]] = {}  # by adapter identity, ordered by arrival
         self._ledger = _Ledger()
         self.num_waiting = 0
-        self.num_rows = 0
+        self.num_slots = 0
 
     @property
     def head(self) -> tuple[float, int, Sequence]:
@@ -79,22 +79,22 @@ class _Tenant:
 
 
 class FairQueue:
-    """Waiting sequences of several tenants, and the number of rows of each tenant.
+    """Waiting sequences of several tenants, and the number of slots of each tenant.
 
-    Rows are divided among the tenants that run or wait, by their weights. Tenants with fewer rows than their share come
-    first. All others share by the tokens that they were served, divided by their weights.
+    Slots are divided among the tenants with running or waiting sequences, by weight. Tenants below their share come
+    first. The other tenants follow in the order of served tokens divided by weight.
     """
 
-    def __init__(self, weights: Mapping[str, float] | None = None, num_rows: int = 1) -> None:
+    def __init__(self, weights: Mapping[str, float] | None = None, num_slots: int = 1) -> None:
         self._weights = weights or {}
         self._most_weight = max([1.0, *self._weights.values()])
-        self._num_rows = num_rows
+        self._num_slots = num_slots
         self._ledger = _Ledger()
         self._present: dict[str, _Tenant] = {}  # tenants that run or wait
         self._waiting: dict[str, _Tenant] = {}  # of these: tenants that wait
         self._total_weight = 0.0  # of present tenants
         self._count = 0
-        self.version = 0  # of the rows of tenants, and of their shares
+        self.version = 0  # of the slots of tenants, and of their shares
 
     def __len__(self) -> int:
         return self._count
@@ -105,35 +105,35 @@ class FairQueue:
         return len(self._present) > 1
 
     def share_of(self, tenant: str) -> int:
-        """Return the tenant's whole rows by its weight: none where there are too many tenants, or heavier ones."""
-        return int(self._num_rows * self._weight(tenant) / self._total_weight + ROUNDING)
+        """Return the tenant's whole slots by its weight: none where there are too many tenants, or heavier ones."""
+        return int(self._num_slots * self._weight(tenant) / self._total_weight + ROUNDING)
 
-    def kept_rows(self, tenant: str) -> int:
-        """Return the rows that are never taken from the tenant: its share, and one at least."""
+    def guaranteed_slots(self, tenant: str) -> int:
+        """Return the slots that are never taken from the tenant: its share, and one at least."""
         return max(1, self.share_of(tenant))
 
     @property
     def has_excess(self) -> bool:
-        """Tell whether a tenant has more rows than it keeps."""
+        """Tell whether a tenant has more slots than it keeps."""
         tenants = self._present.items()
-        return any(tenant.num_rows > self.kept_rows(name) for name, tenant in tenants if tenant.num_rows > 1)
+        return any(tenant.num_slots > self.guaranteed_slots(name) for name, tenant in tenants if tenant.num_slots > 1)
 
     @property
     def has_due(self) -> bool:
-        """Tell whether a tenant waits that has fewer rows than it could keep."""
-        return any(tenant.num_rows < self.kept_rows(name) for name, tenant in self._waiting.items())
+        """Tell whether a tenant waits that has fewer slots than it could keep."""
+        return any(tenant.num_slots < self.guaranteed_slots(name) for name, tenant in self._waiting.items())
 
     @property
     def num_due(self) -> int:
-        """Return the rows that waiting tenants lack of their shares."""
-        if self._num_rows * self._most_weight < self._total_weight:
-            return 0  # so many tenants that no share is a row
+        """Return the slots that waiting tenants lack of their shares."""
+        if self._num_slots * self._most_weight < self._total_weight:
+            return 0  # so many tenants that no share is a slot
         return sum(
-            min(tenant.num_waiting, max(0, self.share_of(name) - tenant.num_rows))
+            min(tenant.num_waiting, max(0, self.share_of(name) - tenant.num_slots))
             for name, tenant in self._waiting.items()
         )
 
-    def sort_running(self, running: Rows[Sequence]) -> list[Sequence]:
+    def sort_running(self, running: Sequences[Sequence]) -> list[Sequence]:
         """Put sequences within their tenant's share before others; `running` is sorted by arrival.
 
         The first sequence stays the first, so that it always makes progress.
@@ -143,24 +143,24 @@ class FairQueue:
         within, beyond = self._split(running)
         return within + beyond
 
-    def find_spare(self, running: Rows[Sequence], head: Sequence, num_free: int) -> list[Sequence]:
+    def find_spare(self, running: Sequences[Sequence], head: Sequence, num_free: int) -> list[Sequence]:
         """Return the sequences to preempt, the newest first; `head` is the next in the queue.
 
-        A tenant keeps its share of the rows. Only rows beyond it are taken back, so rows change hands only when
-        requests arrive and finish. Where shares are less than a row, return one sequence, for the head alone: no other
-        tenant is sure to get the row.
+        A tenant keeps its share of the slots. Only slots beyond it are taken back, so slots change hands only when
+        requests arrive and finish. Where shares are less than a slot, return one sequence, for the head alone: no other
+        tenant is sure to get the slot.
         """
-        num_due = self.num_due or int(self._waiting[head.request.tenant].num_rows == 0)
+        num_due = self.num_due or int(self._waiting[head.request.tenant].num_slots == 0)
         return self._split(running)[1][::-1][: max(0, num_due - num_free)]
 
-    def _split(self, running: Rows[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Return the sequences within their tenant's share of the rows, and the sequences beyond, in their order."""
-        left: dict[str, int] = {}  # rows of each tenant's share
+    def _split(self, running: Sequences[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Return the sequences within their tenant's share of the slots, and the sequences beyond, in their order."""
+        left: dict[str, int] = {}  # slots of each tenant's share
         within, beyond = list[Sequence](), list[Sequence]()
         for sequence in running:
             tenant = sequence.request.tenant
             if tenant not in left:
-                left[tenant] = self.kept_rows(tenant)
+                left[tenant] = self.guaranteed_slots(tenant)
             left[tenant] -= 1
             (within if left[tenant] >= 0 else beyond).append(sequence)
         return within, beyond
@@ -177,7 +177,7 @@ class FairQueue:
     def peek(self) -> Sequence | None:
         """Return the next sequence; None if none waits."""
         heads = (
-            (tenant.num_rows >= self.share_of(name), self._ledger.served[name], *tenant.head[1:])
+            (tenant.num_slots >= self.share_of(name), self._ledger.served[name], *tenant.head[1:])
             for name, tenant in self._waiting.items()
         )
         best = min(heads, default=None)
@@ -192,17 +192,17 @@ class FairQueue:
         self._count -= 1
         self._leave(name)
 
-    def take_row(self, tenant: str) -> None:
-        self._enter(tenant).num_rows += 1
+    def acquire_slot(self, tenant: str) -> None:
+        self._enter(tenant).num_slots += 1
         self.version += 1
 
-    def give_row(self, tenant: str) -> None:
-        self._present[tenant].num_rows -= 1
+    def release_slot(self, tenant: str) -> None:
+        self._present[tenant].num_slots -= 1
         self.version += 1
         self._leave(tenant)
 
     def charge(self, num_tokens: Mapping[tuple[str, str], int]) -> None:
-        """Charge tokens to tenants that have rows, and to their adapters."""
+        """Charge tokens to tenants that have slots, and to their adapters."""
         for (tenant, identity), count in num_tokens.items():
             self._present[tenant].charge(identity, count)
             rise = count / self._total_weight
@@ -220,7 +220,7 @@ class FairQueue:
 
     def _leave(self, name: str) -> None:
         tenant = self._present[name]
-        if not tenant.num_waiting and not tenant.num_rows:
+        if not tenant.num_waiting and not tenant.num_slots:
             del self._present[name]
             self.version += 1
             self._total_weight = self._total_weight - self._weight(name) if self._present else 0.0

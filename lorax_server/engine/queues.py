@@ -11,7 +11,7 @@ from lorax_server.errors import LoraxError, SourceError
 
 
 class Queues:
-    """A sequence that has no row is in one of them."""
+    """A sequence that has no slot is in one of them."""
 
     def __init__(
         self,

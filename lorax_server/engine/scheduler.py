@@ -15,7 +15,7 @@ from lorax_server.engine.queues import Queues
 from lorax_server.engine.sequence import Sequence
 from lorax_server.engine.step_builder import Lineup, Scheduled, StepBuilder, SubmittedStep
 from lorax_server.errors import LoraxError
-from lorax_server.plan import NewRow, StepPlan, StepResult
+from lorax_server.plan import NewSequence, StepPlan, StepResult
 from lorax_server.types import Output, Request, SampledToken, SchedulerCounters, Started
 
 
@@ -40,14 +40,14 @@ class Scheduler:
         self._adapters = adapters
         self._clock = clock
         self._backlog = Backlog(limits, self.counters)
-        self.queues = Queues(limits, adapters, FairQueue(weights, limits.max_rows), self._fail, clock)
+        self.queues = Queues(limits, adapters, FairQueue(weights, limits.max_num_seqs), self._fail, clock)
         self._waiting = self.queues.ready
         self._failed: list[Output] = []  # not reported yet
         self._running: list[Sequence] = []  # by order key
         self._sorted: tuple[int, list[Sequence]] = 0, []  # the same as they go on, at a version of the queue
         self._lineup: Lineup | None = None  # of the last step
         self._by_id: dict[int, Sequence] = {}
-        self._free_rows = list(reversed(range(limits.max_rows)))
+        self._free_slots = list(reversed(range(limits.max_num_seqs)))
         self.in_flight: deque[SubmittedStep] = deque()  # the oldest first
         self._num_arrived = 0
 
@@ -105,7 +105,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Return the next step; None if there is nothing to do now."""
         self.queues.fail_late()
-        self._take_rows_back()
+        self._preempt_for_fairness()
         builder = StepBuilder(self.limits.max_step_tokens, self.limits.max_chunk, self.limits.can_chunk)
         jumped, long = list[Sequence](), list[Sequence]()
         for sequence in self._sort_running():
@@ -128,7 +128,7 @@ class Scheduler:
                 is_held_up = True
         if jumped or long:
             self._waiting.charge(builder.sum_tokens(num_single))
-        while not is_held_up and builder.budget > 0 and self._free_rows and self._admit(builder):
+        while not is_held_up and builder.budget > 0 and self._free_slots and self._admit(builder):
             pass
         if not builder.sequences and not self._adapters.needs_step:
             return None
@@ -179,7 +179,7 @@ class Scheduler:
         if reason is not None:
             self._backlog.note_answer(sequence.num_generated)
             self._end(sequence)
-        elif sequence.row is None:
+        elif sequence.slot is None:
             self.queues.let_go(sequence)
         output = Output(request_id, tokens, reason)
         return output if sequence.started is None else sequence.report_start(output)
@@ -188,7 +188,7 @@ class Scheduler:
 
     def _continue(self, builder: StepBuilder, sequence: Sequence, count: int, samples: bool) -> bool:
         """Add a running sequence to the step; False if there are no blocks, or it was preempted for another."""
-        if sequence.row is None:
+        if sequence.slot is None:
             return False
         if sequence.num_computed + count > sequence.room and not self._make_room(builder, sequence, count):
             return False
@@ -196,14 +196,14 @@ class Scheduler:
         return True
 
     def _sort_running(self) -> list[Sequence]:
-        """Return the running sequences in the order in which they go on; nothing of it changes while no row does."""
+        """Return the running sequences in the order in which they go on; nothing of it changes while no slot does."""
         if self._sorted[0] != self._waiting.version:
             self._sorted = self._waiting.version, self._waiting.sort_running(self._running)
         return self._sorted[1]
 
     def _has_others(self) -> bool:
-        """Tell whether a tenant waits for a row of its own, and finds one: long prompts leave tokens to it."""
-        return bool(self._free_rows) and self._waiting.is_shared and self._waiting.has_due
+        """Tell whether a tenant waits for a slot of its own, and finds one: long prompts leave tokens to it."""
+        return bool(self._free_slots) and self._waiting.is_shared and self._waiting.has_due
 
     def _make_room(self, builder: StepBuilder, sequence: Sequence, count: int) -> bool:
         """Hold blocks for more tokens: those of later sequences that are not in the step.
@@ -219,20 +219,20 @@ class Scheduler:
             self._preempt(last)
         return True
 
-    def _take_rows_back(self) -> None:
+    def _preempt_for_fairness(self) -> None:
         """Preempt sequences beyond their share for waiting ones with less."""
         head = self.queues.next() if len(self._waiting) and self._waiting.has_excess else None
         if head is None:
             return
-        # A step would probably have no blocks left for the head: then a free row is of no use to it.
+        # A step would probably have no blocks left for the head: then a free slot is of no use to it.
         num_tokens = min(len(head.token_ids), self.limits.max_step_tokens) + len(self._running)
-        num_free = 0 if self._cache.num_free_tokens < num_tokens else len(self._free_rows)
+        num_free = 0 if self._cache.num_free_tokens < num_tokens else len(self._free_slots)
         for sequence in self._waiting.find_spare(self._running, head, num_free):
-            self.counters.rows_taken_back += 1
+            self.counters.fairness_preemptions += 1
             self._preempt(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's row and blocks; it waits. Its tokens stay, and are computed again where not cached."""
+        """Take a sequence's slot and blocks; it waits. Its tokens stay, and are computed again where not cached."""
         self._leave(sequence)
         if sequence.num_in_flight:
             self.queues.hold(sequence)
@@ -269,10 +269,12 @@ class Scheduler:
 
     def _enter(self, builder: StepBuilder, sequence: Sequence) -> None:
         request, identity = sequence.request, sequence.request.adapter_identity
-        sequence.row = self._free_rows.pop()
-        self._waiting.take_row(request.tenant)
+        sequence.slot = self._free_slots.pop()
+        self._waiting.acquire_slot(request.tenant)
         tokens = sequence.token_ids.copy()
-        builder.new_rows.append(NewRow(sequence.row, tokens, len(request.prompt_ids), request.sampling, request.stop))
+        builder.new_sequences.append(
+            NewSequence(sequence.slot, tokens, len(request.prompt_ids), request.sampling, request.stop)
+        )
         index = self._adapters.index_of(identity, sequence.has_begun)
         assert index is not None
         sequence.adapter_index = index
@@ -287,11 +289,11 @@ class Scheduler:
         self.counters.prefix_tokens += sequence.num_computed
 
     def _leave(self, sequence: Sequence) -> None:
-        assert sequence.row is not None
+        assert sequence.slot is not None
         self._running.remove(sequence)
-        self._free_rows.append(sequence.row)
-        self._waiting.give_row(sequence.request.tenant)
-        sequence.row = None
+        self._free_slots.append(sequence.slot)
+        self._waiting.release_slot(sequence.request.tenant)
+        sequence.slot = None
         sequence.has_jumped = False  # all of its tokens are to be computed
         self._cache.release(sequence)
         self._adapters.release(sequence.request.adapter_identity)
@@ -302,8 +304,8 @@ class Scheduler:
         self._forget(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        """Take a sequence from its row or queue."""
-        if sequence.row is not None:
+        """Take a sequence from its slot or queue."""
+        if sequence.slot is not None:
             self._leave(sequence)
         else:
             self.queues.remove(sequence)

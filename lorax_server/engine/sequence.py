@@ -21,7 +21,7 @@ class Sequence:
     num_computed: int = 0  # tokens whose keys and values are there once the steps in flight are done
     num_published: int = 0  # blocks that other sequences can find
     num_sent_blocks: int = 0  # blocks that the workers know of
-    row: int | None = None  # in the workers' tables, while it is running
+    slot: int | None = None  # in the workers' tables, while it is running
     adapter_index: int = 0  # of its adapter there, likewise
     blocks: list[int] = field(default_factory=list)
     room: int = 0  # tokens that these have room for

@@ -10,18 +10,18 @@ import numpy as np
 
 from lorax_server.engine.kv_cache import KvCache
 from lorax_server.engine.sequence import Sequence
-from lorax_server.plan import AdapterOp, Bools, Ints, NewRow, StepPlan, StepResult
+from lorax_server.plan import AdapterOp, Bools, Ints, NewSequence, StepPlan, StepResult
 
 
 class Scheduled(NamedTuple):
     """The sequences of a step, in the order of its plan, and the plan's columns."""
 
     sequences: list[Sequence]
-    rows: Ints
+    slots: Ints
     starts: Ints
     counts: Ints
     samples: Bools
-    asks: Bools
+    scores_prompt: Bools
     adapter_indices: Ints
 
 
@@ -91,25 +91,25 @@ class SubmittedStep(NamedTuple):
             assert sequence is not None
             self.sampled[number] = None
             sequence.num_in_flight -= 1
-            if sequence.row is not None:
+            if sequence.slot is not None:
                 sequence.num_computed -= 1
 
     def find_largest(self) -> Sequence:
         """Return the sequence that probably takes the most memory, of several such ones the last to come."""
         scheduled = self.scheduled
-        counts, asks = scheduled.counts.tolist(), scheduled.asks.tolist()
-        return max(zip(scheduled.sequences, counts, asks, strict=True), key=_need)[0]
+        counts, scores_prompt = scheduled.counts.tolist(), scheduled.scores_prompt.tolist()
+        return max(zip(scheduled.sequences, counts, scores_prompt, strict=True), key=_need)[0]
 
 
 def _need(entry: tuple[Sequence, int, bool]) -> tuple[bool, int, int, int]:
-    sequence, num_tokens, asks = entry
-    return asks, num_tokens, sequence.request.sampling.num_alternatives, sequence.arrival
+    sequence, num_tokens, scores_prompt = entry
+    return scores_prompt, num_tokens, sequence.request.sampling.num_alternatives, sequence.arrival
 
 
 class Lineup(NamedTuple):
     """The sequences that decode in a step, with one token each, and what follows. Most steps repeat the last one's."""
 
-    version: int  # of the queue: of rows and shares
+    version: int  # of the queue: of slots and shares
     added: list[Sequence]  # in the order in which they came into the step
     scheduled: Scheduled
     sums: Mapping[tuple[str, str], int]  # tokens of each tenant and adapter
@@ -126,12 +126,12 @@ class StepBuilder:
     counts: list[int] = field(default_factory=list)  # tokens of each
     samples: list[bool] = field(default_factory=list)
     asking: dict[Sequence, int] = field(default_factory=dict)  # for log probabilities of their prompts; from where on
-    new_rows: list[NewRow] = field(default_factory=list)
+    new_sequences: list[NewSequence] = field(default_factory=list)
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
     has_structures: bool = False  # of sequences that get a token
 
     def add_tokens(self, sequence: Sequence, count: int, samples: bool) -> None:
-        """Add a number of tokens of a sequence that has a row, and the blocks for them."""
+        """Add a number of tokens of a sequence that has a slot, and the blocks for them."""
         if sequence.num_sent_blocks < len(sequence.blocks):
             self._send_blocks(sequence)
         start = sequence.num_computed
@@ -149,10 +149,10 @@ class StepBuilder:
                 self.has_structures = True
 
     def _send_blocks(self, sequence: Sequence) -> None:
-        assert sequence.row is not None
+        assert sequence.slot is not None
         first = sequence.num_sent_blocks
         for index, block in enumerate(sequence.blocks[first:], first):
-            self.new_blocks.append((sequence.row, index, block))
+            self.new_blocks.append((sequence.slot, index, block))
         sequence.num_sent_blocks = len(sequence.blocks)
 
     def sum_tokens(self, first: int = 0) -> Mapping[tuple[str, str], int]:
@@ -171,7 +171,7 @@ class StepBuilder:
 
     def line_up(self, version: int, known: Lineup | None) -> Lineup:
         """Order the sequences so far, all of which decode. A known lineup serves, if they are the same in the same
-        rows."""
+        slots."""
         if known is None or known.version != version or known.added != self.sequences:
             return Lineup(version, self.sequences.copy(), self.order(), self.sum_tokens())
         starts = np.array([sequence.num_computed - 1 for sequence in known.scheduled.sequences], np.int64)
@@ -183,13 +183,13 @@ class StepBuilder:
         places = sorted(range(len(indices)), key=indices.__getitem__)
         sequences = [self.sequences[place] for place in places]
         counts = [self.counts[place] for place in places]
-        rows, starts = [sequence.row for sequence in sequences], [sequence.num_computed for sequence in sequences]
+        slots, starts = [sequence.slot for sequence in sequences], [sequence.num_computed for sequence in sequences]
         # Few arrays, since a small one takes as long to make as dozens of its numbers.
-        numbers = np.array([rows, starts, counts, [indices[place] for place in places]], dtype=np.int64)
+        numbers = np.array([slots, starts, counts, [indices[place] for place in places]], dtype=np.int64)
         numbers[1] -= numbers[2]
         flags = [self.samples[place] for place in places], [each in self.asking for each in sequences]
-        samples, asks = np.array(flags, dtype=np.bool_)
-        return Scheduled(sequences, numbers[0], numbers[1], numbers[2], samples, asks, numbers[3])
+        samples, scores_prompt = np.array(flags, dtype=np.bool_)
+        return Scheduled(sequences, numbers[0], numbers[1], numbers[2], samples, scores_prompt, numbers[3])
 
     def summarize(self, number: int, scheduled: Scheduled, now: float) -> SubmittedStep:
         sampled: list[Sequence | None] = [*scheduled.sequences]
@@ -202,7 +202,7 @@ class StepBuilder:
         return StepPlan(
             step,
             *scheduled[1:],
-            new_rows=tuple(self.new_rows),
+            new_sequences=tuple(self.new_sequences),
             new_blocks=np.array(self.new_blocks, np.int64) if self.new_blocks else np.empty((0, 3), np.int64),
             adapter_ops=adapter_ops,
             is_masked=self.has_structures,

@@ -9,13 +9,13 @@ from torch.nn.utils.rnn import pad_sequence
 from lorax_server.generation.stopping import StoppingCriteria
 from lorax_server.kernels import LayerCache
 from lorax_server.models.padded_cache import join_rows, select_rows
-from lorax_server.sampling.batch import RowSampling
+from lorax_server.sampling.batch import SequenceSampling
 
 
 class Chooser(NamedTuple):
     """The sampling parameters of one sequence, and the length of its prompt."""
 
-    row_sampling: RowSampling
+    sequence_sampling: SequenceSampling
     prompt_length: int
 
 
@@ -96,7 +96,7 @@ class PaddedBatch:
         for name in self.per_row:
             setattr(self, name, [getattr(self, name)[row] for row in rows])
         index = torch.tensor(rows, device=self.input_ids.device)
-        width, room = max(self.input_lengths), self._count_room()
+        width, room = max(self.input_lengths), self._count_future_tokens()
         end = self.attention_mask.shape[1] - self.padding_right_offset
         columns = slice(-width, None) if self.past_key_values is None else slice(None)
         self.input_ids = self.input_ids[index, columns]
@@ -143,7 +143,7 @@ class PaddedBatch:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def _count_room(self) -> int:
+    def _count_future_tokens(self) -> int:
         """Return the number of future tokens. A finished request needs none."""
         running = [stop for stop in self.stopping_criterias if stop.finish_reason is None]
         return max((stop.remaining_tokens for stop in running), default=0)

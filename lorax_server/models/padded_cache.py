@@ -14,12 +14,12 @@ from transformers.cache_utils import DynamicLayer
 
 from lorax_server.kernels import LayerCache
 
-COLUMNS = 2  # the axis
-MIN_ROOM = 16  # columns
+COLUMN_AXIS = 2  # the axis
+MIN_SPARE_COLUMNS = 16  # columns
 
 
 @dataclass
-class Buffers:
+class KVBuffers:
     """Keys and values [rows, heads, columns, size]. The first `num_filled` columns are in use."""
 
     keys: torch.Tensor
@@ -27,64 +27,64 @@ class Buffers:
     num_filled: int
 
 
-class RoomyCache(tuple[torch.Tensor, torch.Tensor]):
+class GrowableCache(tuple[torch.Tensor, torch.Tensor]):
     """(keys, values): the first `length` columns of two buffers, which may have room for more columns."""
 
-    buffers: Buffers
+    buffers: KVBuffers
     length: int
 
-    def __new__(cls, buffers: Buffers, length: int) -> "RoomyCache":
+    def __new__(cls, buffers: KVBuffers, length: int) -> "GrowableCache":
         cache = super().__new__(cls, (buffers.keys[:, :, :length], buffers.values[:, :, :length]))
         cache.buffers, cache.length = buffers, length
         return cache
 
-    def __getnewargs__(self) -> tuple[Buffers, int]:  # for copies
+    def __getnewargs__(self) -> tuple[KVBuffers, int]:  # for copies
         return self.buffers, self.length
 
     @classmethod
-    def wrap(cls, cache: LayerCache) -> "RoomyCache":
+    def wrap(cls, cache: LayerCache) -> "GrowableCache":
         """Use these tensors as buffers, without room."""
-        length = int(cache[0].shape[COLUMNS])
-        return cls(Buffers(*cache, length), length)
+        length = int(cache[0].shape[COLUMN_AXIS])
+        return cls(KVBuffers(*cache, length), length)
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> "RoomyCache":
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> "GrowableCache":
         """Write new columns behind the last one: in place if there is room that no other cache has used."""
-        length, total = self.length, self.length + int(keys.shape[COLUMNS])
+        length, total = self.length, self.length + int(keys.shape[COLUMN_AXIS])
         buffers = self.buffers
-        if buffers.num_filled != length or buffers.keys.shape[COLUMNS] < total:
+        if buffers.num_filled != length or buffers.keys.shape[COLUMN_AXIS] < total:
             buffers = join_rows([self], length, total - length).buffers
         buffers.keys[:, :, length:total], buffers.values[:, :, length:total] = keys, values
         buffers.num_filled = total
-        return RoomyCache(buffers, total)
+        return GrowableCache(buffers, total)
 
 
-def select_rows(cache: LayerCache, rows: Sequence[int], length: int) -> RoomyCache:
+def select_rows(cache: LayerCache, rows: Sequence[int], length: int) -> GrowableCache:
     """Return the last `length` columns of these rows."""
     keys, values = (tensor[list(rows)] for tensor in cache)
     return join_rows([(keys, values)], length)
 
 
-def join_rows(caches: Sequence[LayerCache], length: int, num_new: int = 0) -> RoomyCache:
+def join_rows(caches: Sequence[LayerCache], length: int, num_new: int = 0) -> GrowableCache:
     """Copy all rows of several caches to new buffers, right-aligned, with room for at least `num_new` columns."""
     num_rows, row = sum(len(keys) for keys, _ in caches), 0
-    room = num_new + max(MIN_ROOM, length // 8)
+    room = num_new + max(MIN_SPARE_COLUMNS, length // 8)
     keys, values = (like.new_empty(num_rows, like.shape[1], length + room, like.shape[3]) for like in caches[0])
     for cache in caches:
         stop = row + len(cache[0])
         for buffer, tensor in zip((keys, values), cache, strict=True):
-            padding = max(length - tensor.shape[COLUMNS], 0)
+            padding = max(length - tensor.shape[COLUMN_AXIS], 0)
             buffer[row:stop, :, :padding] = 0
-            buffer[row:stop, :, padding:length] = tensor[:, :, tensor.shape[COLUMNS] - length + padding :]
+            buffer[row:stop, :, padding:length] = tensor[:, :, tensor.shape[COLUMN_AXIS] - length + padding :]
         row = stop
-    return RoomyCache(Buffers(keys, values, length), length)
+    return GrowableCache(KVBuffers(keys, values, length), length)
 
 
 class GrowingLayer(DynamicLayer):
-    """A layer of a transformers cache that appends to a `RoomyCache`."""
+    """A layer of a transformers cache that appends to a `GrowableCache`."""
 
     def __init__(self, cache: LayerCache | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.cache: RoomyCache | None = None
+        self.cache: GrowableCache | None = None
         if cache is not None:
             self._set(cache)
 
@@ -96,7 +96,7 @@ class GrowingLayer(DynamicLayer):
         return self._set(self.cache.append(key_states, value_states))
 
     def _set(self, cache: LayerCache) -> LayerCache:
-        self.cache = cache if isinstance(cache, RoomyCache) else RoomyCache.wrap(cache)
+        self.cache = cache if isinstance(cache, GrowableCache) else GrowableCache.wrap(cache)
         self.keys, self.values = self.cache
         self.dtype, self.device = self.keys.dtype, self.keys.device
         self.is_initialized = True

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lorax_server.kernels import LayerCache
 from lorax_server.models.padded_batch import PaddedBatch
 from lorax_server.models.padded_cache import GrowingCache
-from lorax_server.models.padding_check import check_padding, takes
+from lorax_server.models.padding_check import check_padding, accepts_parameter
 from lorax_server.models.pretrained import (
     eos_token_ids,
     is_stored_in_8_bits,
@@ -24,11 +24,11 @@ from lorax_server.sampling import Sampled, Sampler
 from lorax_server.sampling.batch import History, TokenMasks
 
 # All but cuDNN's, which plans again for every new length. A growing batch has a new length at every step: with 160M
-# parameters on an H200 such a step takes 77 ms instead of 12.
+# parameters on an H200 such a step accepts_parameter 77 ms instead of 12.
 ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-class Computed(NamedTuple):
+class PaddedStepOutput(NamedTuple):
     """The results of a step, before they are written to the batch."""
 
     sampled: Sampled
@@ -60,8 +60,8 @@ class PaddedLM:
         eos = sorted(generation_eos | eos_token_ids(self.config, self.tokenizer)) or None
         object.__setattr__(self.config, "eos_token_id", eos)  # some configs check that it is one id
         self.pad_token_id = resolve_pad_token(self.tokenizer, self.config, self.vocab_size)
-        self._takes_positions = takes(model, "position_ids")
-        self._takes_logits_to_keep = takes(model, "logits_to_keep")
+        self._accepts_position_ids = accepts_parameter(model, "position_ids")
+        self._accepts_logits_to_keep = accepts_parameter(model, "logits_to_keep")
         self._sampler: tuple[list[Any], Sampler] | None = None
         rounded_to = self.dtype if quantize is None else torch.float16  # 8-bit layers round their input to float16
         name = f"{model_id} ({type(model).__name__})"
@@ -79,8 +79,8 @@ class PaddedLM:
     ) -> tuple[torch.Tensor, list[LayerCache]]:
         """Return logits [rows, columns, vocabulary], of the last column alone if `only_last`, and the caches."""
         cache = GrowingCache(past_key_values)
-        arguments: dict[str, Any] = {"position_ids": position_ids} if self._takes_positions else {}
-        if only_last and self._takes_logits_to_keep:
+        arguments: dict[str, Any] = {"position_ids": position_ids} if self._accepts_position_ids else {}
+        if only_last and self._accepts_logits_to_keep:
             arguments["logits_to_keep"] = 1
         with sdpa_kernel(ATTENTION_BACKENDS):
             output = self.model(
@@ -94,7 +94,7 @@ class PaddedLM:
         return output.logits.to(self.device), cache.layer_caches()
 
     @torch.inference_mode()
-    def compute(self, batch: PaddedBatch, masks: TokenMasks | None = None) -> Computed:
+    def compute(self, batch: PaddedBatch, masks: TokenMasks | None = None) -> PaddedStepOutput:
         """Choose the next token of every row. The batch stays as it is."""
         is_first = batch.past_key_values is None
         logits, caches = self.forward(
@@ -104,7 +104,7 @@ class PaddedLM:
             batch.past_key_values,
             only_last=not (is_first and any(request.prefill_logprobs for request in batch.requests)),
         )
-        return Computed(self._choose(batch, logits[:, -1], masks), logits, caches)
+        return PaddedStepOutput(self._choose(batch, logits[:, -1], masks), logits, caches)
 
     @torch.inference_mode()
     def advance(self, batch: PaddedBatch, token_ids: torch.Tensor, caches: list[LayerCache]) -> None:
@@ -122,7 +122,7 @@ class PaddedLM:
     def _choose(self, batch: PaddedBatch, logits: torch.Tensor, masks: TokenMasks | None) -> Sampled:
         choosers = batch.next_token_choosers
         if self._sampler is None or self._sampler[0] != choosers:
-            sampler = Sampler([chooser.row_sampling for chooser in choosers], logits.shape[-1], logits.device)
+            sampler = Sampler([chooser.sequence_sampling for chooser in choosers], logits.shape[-1], logits.device)
             self._sampler = (choosers.copy(), sampler)
         sampler = self._sampler[1]
         lengths = torch.tensor([batch.input_lengths, [chooser.prompt_length for chooser in choosers]])

@@ -11,12 +11,15 @@ from lorax_server.kernels import LayerCache
 
 Forward = Callable[..., tuple[torch.Tensor, list[LayerCache]]]
 
-LONG, SHORT = 6, 2  # tokens of the two prompts
-TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the mean difference, by the spread of the logits
-TOLERANCE = 0.05  # of other types
+LONG_PROMPT_TOKENS, SHORT_PROMPT_TOKENS = 6, 2  # tokens of the two prompts
+MAX_DIFFERENCE_BY_DTYPE = {
+    torch.float32: 1e-3,
+    torch.float64: 1e-3,
+}  # of the mean difference, by the spread of the logits
+MAX_DIFFERENCE = 0.05  # of other types
 
 
-def takes(model: torch.nn.Module, parameter: str) -> bool:
+def accepts_parameter(model: torch.nn.Module, parameter: str) -> bool:
     """Return whether the model's forward has a parameter of this name."""
     return parameter in inspect.signature(model.forward).parameters
 
@@ -27,12 +30,17 @@ def check_padding(forward: Forward, name: str, vocab_size: int, pad: int, dtype:
     A model can ignore its mask or its positions, see the future, keep no cache or keep one of another form. Without
     this check, users would be the first to notice, by wrong answers.
     """
-    tokens = torch.arange(LONG + 1, device=device).mul(7).add(3).remainder(vocab_size)
-    prompts, then = [tokens[:LONG], tokens[LONG - SHORT : LONG]], tokens[LONG]
+    tokens = torch.arange(LONG_PROMPT_TOKENS + 1, device=device).mul(7).add(3).remainder(vocab_size)
+    prompts, then = (
+        [tokens[:LONG_PROMPT_TOKENS], tokens[LONG_PROMPT_TOKENS - SHORT_PROMPT_TOKENS : LONG_PROMPT_TOKENS]],
+        tokens[LONG_PROMPT_TOKENS],
+    )
     try:
         alone = [_two_steps(forward, [prompt], then, pad) for prompt in prompts]
         together = _two_steps(forward, prompts, then, pad)
-        at_once, _ = forward(tokens[None], torch.ones_like(tokens)[None], torch.arange(LONG + 1, device=device)[None])
+        at_once, _ = forward(
+            tokens[None], torch.ones_like(tokens)[None], torch.arange(LONG_PROMPT_TOKENS + 1, device=device)[None]
+        )
     except Exception as error:  # a model that is not made for this may raise anything
         raise UnsupportedModelError(f"{name}: cannot run in padded batches: {error}") from error
     comparisons = {
@@ -41,7 +49,7 @@ def check_padding(forward: Forward, name: str, vocab_size: int, pad: int, dtype:
     }
     for when, (logits, expected) in comparisons.items():
         difference = ((logits - expected).abs().mean() / expected.std()).item()
-        if not difference <= TOLERANCES.get(dtype, TOLERANCE):
+        if not difference <= MAX_DIFFERENCE_BY_DTYPE.get(dtype, MAX_DIFFERENCE):
             raise UnsupportedModelError(
                 f"{name}: cannot run in padded batches: its logits change by {difference:.1%} of their spread {when}"
             )

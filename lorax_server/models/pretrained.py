@@ -14,11 +14,15 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from lorax_server.errors import ConfigError, UnsupportedModelError, WeightsError
 from lorax_server.files.names import GENERATION_CONFIG_FILE
-from lorax_server.models.registry import MANY_POSITIONS
+from lorax_server.models.registry import DEFAULT_MAX_POSITIONS
 
 logger = logging.getLogger(__name__)
 
-ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")  # kinds of layer that keep keys and values
+KV_LAYER_TYPES = (
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+)  # kinds of layer that keep keys and values
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -33,9 +37,9 @@ def load_config(model_id: str, revision: str | None, trust_remote_code: bool) ->
     attention = getattr(config, "_attn_implementation", None) or ""
     if "/" in attention:  # transformers would fetch and run it
         raise ConfigError(f"{model_id}: its config asks for code of another repository: {attention}")
-    other = sorted(set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ()) - set(ATTENTION))
+    other = sorted(set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ()) - set(KV_LAYER_TYPES))
     if other:
-        raise _keeps_other_state(model_id, config.model_type, f"its layers are {', '.join(other)}")
+        raise _unsupported_state_error(model_id, config.model_type, f"its layers are {', '.join(other)}")
     return config
 
 
@@ -83,9 +87,9 @@ def load_model(
     device: torch.device,
     trust_remote_code: bool,
 ) -> Any:
-    placement = _placement(quantize, device)
+    placement_args = _placement_args(quantize, device)
     if is_stored_in_8_bits(model_id, config):
-        placement.pop("quantization_config", None)  # it has its own
+        placement_args.pop("quantization_config", None)  # it has its own
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model_id,
@@ -94,20 +98,20 @@ def load_model(
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            **placement,
+            **placement_args,
         )
     except Exception as error:
         raise WeightsError(f"{model_id}: cannot be loaded as a causal language model: {error}") from error
     model, report = loaded
     if report["missing_keys"]:
-        raise WeightsError(f"{model_id}: the checkpoint lacks {_some(report['missing_keys'])}")
+        raise WeightsError(f"{model_id}: the checkpoint lacks {_abbreviate(report['missing_keys'])}")
     if report["unexpected_keys"]:
-        logger.warning("%s: not used by the model: %s", model_id, _some(report["unexpected_keys"]))
+        logger.warning("%s: not used by the model: %s", model_id, _abbreviate(report["unexpected_keys"]))
     if quantize and not any(type(module).__name__ == "Linear8bitLt" for module in model.modules()):
         raise ConfigError(f"{model_id}: bitsandbytes finds nothing to quantize in {type(model).__name__}")
     if getattr(model, "_is_stateful", False):
-        raise _keeps_other_state(model_id, config.model_type, f"{type(model).__name__} is recurrent")
-    return model if "device_map" in placement else model.to(device)
+        raise _unsupported_state_error(model_id, config.model_type, f"{type(model).__name__} is recurrent")
+    return model if "device_map" in placement_args else model.to(device)
 
 
 def resolve_pad_token(tokenizer: Any, config: Any, vocab_size: int) -> int:
@@ -148,7 +152,7 @@ def max_positions(config: Any) -> int:
             field = "original_max_position_embeddings"
             unscaled = rope.get(field) or getattr(text, field, None)
             limits += [unscaled] if unscaled else []
-    return min(limits, default=MANY_POSITIONS)
+    return min(limits, default=DEFAULT_MAX_POSITIONS)
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
@@ -160,7 +164,7 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     return nested or [rope]
 
 
-def _placement(quantize: str | None, device: torch.device) -> dict[str, Any]:
+def _placement_args(quantize: str | None, device: torch.device) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that say how the weights are stored, and where."""
     several_gpus = device.type == "cuda" and torch.cuda.device_count() > 1
     if quantize is None:
@@ -178,13 +182,13 @@ def _placement(quantize: str | None, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _keeps_other_state(model_id: str, model_type: str, why: str) -> UnsupportedModelError:
+def _unsupported_state_error(model_id: str, model_type: str, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{model_id}: model type {model_type!r} keeps state that is not keys and values ({why}), "
         "which padded batches cannot join and split"
     )
 
 
-def _some(names: Any, most: int = 5) -> str:
+def _abbreviate(names: Any, most: int = 5) -> str:
     names = sorted(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -17,7 +17,7 @@ from lorax_server.files.names import MODEL_CONFIG_FILE
 from lorax_server.kernels import Ops, select_ops
 from lorax_server.kernels.device import is_host
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
-from lorax_server.models.stored_config import read_config
+from lorax_server.models.config_cache import read_config
 from lorax_server.weights import LoadProgress, Weights, estimate_bytes, open_weights
 
 logger = logging.getLogger(__name__)
@@ -55,10 +55,10 @@ MODELS = {
 }
 
 # By model type: a config field that, if set, makes the model run in padded batches.
-PADDED_FIELDS = {"falcon": "alibi"}
-MANY_POSITIONS = 2**17  # the longest sequence of a model that has no limit
+PADDED_ONLY_FIELDS = {"falcon": "alibi"}
+DEFAULT_MAX_POSITIONS = 2**17  # the longest sequence of a model that has no limit
 
-COUNTS = (
+POSITIVE_INT_FIELDS = (
     "head_dim",
     "hidden_size",
     "intermediate_size",
@@ -71,7 +71,7 @@ COUNTS = (
     "sliding_window",
     "vocab_size",
 )
-EPSILONS = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps")
+EPSILON_FIELDS = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps")
 
 
 def get_model(
@@ -83,9 +83,9 @@ def get_model(
     ops, process_group = ops or select_ops(device), process_group or FakeGroup()
     dtype = _choose_dtype(settings, config, ops)
     needed = estimate_bytes(settings.path, dtype) // process_group.size()
-    free = needed if is_host(device) else _find_free_bytes(device)
+    free = needed if is_host(device) else _get_free_bytes(device)
     if needed > free:
-        raise _explain_lack(device, needed, free)
+        raise _weights_memory_error(device, needed, free)
     try:
         with open_weights(
             settings.path,
@@ -97,19 +97,19 @@ def get_model(
         ) as weights:
             return build_model(config, weights)
     except torch.OutOfMemoryError as error:
-        raise _explain_lack(device, needed, free) from error
+        raise _weights_memory_error(device, needed, free) from error
 
 
 def build_model(config: Any, weights: Weights) -> PagedCausalLM:
     """Build the paged model of a config."""
     with torch.no_grad():
-        model: PagedCausalLM = find_class(config.model_type)("", config, weights)
+        model: PagedCausalLM = find_model_class(config.model_type)("", config, weights)
     return model.eval()
 
 
-def find_class(model_type: Any) -> type[Any]:
+def find_model_class(model_type: Any) -> type[Any]:
     if not isinstance(model_type, str) or model_type not in MODELS:
-        relatives = find_relatives(str(model_type))
+        relatives = find_similar_types(str(model_type))
         raise UnsupportedModelError(
             f"config field model_type = {model_type!r} is not supported; known are {', '.join(sorted(MODELS))}"
             + (f"; close relatives are {', '.join(relatives)}" if relatives else "")
@@ -120,7 +120,7 @@ def find_class(model_type: Any) -> type[Any]:
     return model_class
 
 
-def find_relatives(model_type: str) -> list[str]:
+def find_similar_types(model_type: str) -> list[str]:
     """Return supported model types with names similar to this unsupported one."""
     name = model_type.lower()
     stem = name[: len(name) - len(name.lstrip(ascii_lowercase))]
@@ -128,7 +128,7 @@ def find_relatives(model_type: str) -> list[str]:
     return list(dict.fromkeys([*same, *get_close_matches(name, sorted(MODELS))]))
 
 
-def _read_type(settings: ModelConfig) -> str:
+def _read_model_type(settings: ModelConfig) -> str:
     """Return a model's type. Reject unsupported types."""
     path = settings.path / MODEL_CONFIG_FILE
     try:
@@ -137,13 +137,13 @@ def _read_type(settings: ModelConfig) -> str:
         raise ConfigError(
             f"{path}: cannot be used as a model's config, a JSON object with a `model_type`: {error}"
         ) from error
-    find_class(model_type)
+    find_model_class(model_type)
     return model_type
 
 
 def load_config(settings: ModelConfig) -> Any:
     """Return a model's config with its defaults. Reject invalid values."""
-    path, model_type = settings.path / MODEL_CONFIG_FILE, _read_type(settings)
+    path, model_type = settings.path / MODEL_CONFIG_FILE, _read_model_type(settings)
     try:
         config = read_config(settings.path)
     except Exception as error:  # transformers raises anything for a value that it cannot take
@@ -157,11 +157,11 @@ def load_config(settings: ModelConfig) -> Any:
 
 def _check_config(config: Any) -> None:
     """Reject invalid values that transformers accepts."""
-    for field in COUNTS:
+    for field in POSITIVE_INT_FIELDS:
         value = getattr(config, field, None)
         if value is not None and not (isinstance(value, int) and value > 0):
             raise ConfigError(f"config field {field} = {value!r} is not a positive number")
-    for field in EPSILONS:
+    for field in EPSILON_FIELDS:
         value = getattr(config, field, 0.0)
         if not (isinstance(value, int | float) and 0 <= value < 1):
             raise ConfigError(f"config field {field} = {value!r} is not a small positive number")
@@ -188,7 +188,7 @@ def _choose_dtype(settings: ModelConfig, config: Any, ops: Ops) -> torch.dtype:
     return dtype
 
 
-def _find_free_bytes(device: torch.device) -> int:
+def _get_free_bytes(device: torch.device) -> int:
     """Return the free memory of a GPU, after cached memory of earlier engines in this process is released."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -196,7 +196,7 @@ def _find_free_bytes(device: torch.device) -> int:
     return free
 
 
-def _explain_lack(device: torch.device, needed: int, free: int) -> ConfigError:
+def _weights_memory_error(device: torch.device, needed: int, free: int) -> ConfigError:
     return ConfigError(
         f"the model's weights take about {needed} bytes, and {free} are free of the "
         f"{torch.cuda.get_device_properties(device).total_memory} bytes of {device}; use a larger GPU, a smaller "

@@ -15,7 +15,7 @@ COLDEST = 1e-6  # a lower temperature would make scores infinite, and the likeli
 
 
 @dataclass(frozen=True)
-class RowSampling(Remembers):
+class SequenceSampling(Remembers):
     """The parameters of one sequence, and what samplers derive of them, since a sequence is in many batches. Until
     `min_new_tokens` its `ending_token_ids` are not chosen."""
 
@@ -25,7 +25,7 @@ class RowSampling(Remembers):
     derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, params: SamplingParams, stop: StopParams) -> "RowSampling":
+    def of(cls, params: SamplingParams, stop: StopParams) -> "SequenceSampling":
         return cls(params, stop.min_new_tokens, stop.ending_token_ids)
 
     @property

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from lorax_server.kernels import Ops
-from lorax_server.sampling.batch import COLDEST, History, RowSampling, Sampled, TokenMasks
+from lorax_server.sampling.batch import COLDEST, History, Sampled, SequenceSampling, TokenMasks
 from lorax_server.sampling.general import GeneralSampler
 from lorax_server.sampling.uniform import HostUniforms
 
@@ -38,9 +38,9 @@ class FewSampler:
     Sums are float64 and go from one token to the next, so that neither threads nor other rows change them.
     """
 
-    def __init__(self, row_sampling: Sequence[RowSampling], vocab_size: int, ops: Ops) -> None:
-        params = [sampling.params for sampling in row_sampling]
-        self._row_sampling = row_sampling
+    def __init__(self, sequence_sampling: Sequence[SequenceSampling], vocab_size: int, ops: Ops) -> None:
+        params = [sampling.params for sampling in sequence_sampling]
+        self._sequence_sampling = sequence_sampling
         self._vocab_size = vocab_size
         self._ops = ops
         self._num_few = min(NUM_FEW, vocab_size)
@@ -65,7 +65,7 @@ class FewSampler:
         undecided = np.flatnonzero(~self._is_decided(few, kept))
         if len(undecided):
             rows = torch.from_numpy(undecided)
-            general = GeneralSampler([self._row_sampling[row] for row in undecided.tolist()], self._vocab_size)
+            general = GeneralSampler([self._sequence_sampling[row] for row in undecided.tolist()], self._vocab_size)
             own_masks = None if masks is None else masks.take(rows, len(logits))
             sampled = general(logits[rows], history.take(rows), own_masks)
             token_ids[undecided], logprobs[undecided] = sampled.token_ids.numpy(), sampled.logprobs.numpy()

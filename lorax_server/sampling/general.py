@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lorax_server.kernels.reference import find_likeliest, log_softmax
-from lorax_server.sampling.batch import COLDEST, History, RowSampling, Sampled, TokenMasks, TopTokens
+from lorax_server.sampling.batch import COLDEST, History, Sampled, SequenceSampling, TokenMasks, TopTokens
 from lorax_server.sampling.processors import (
     NEVER,
     count_tokens,
@@ -52,12 +52,12 @@ class GeneralSampler:
     """
 
     def __init__(
-        self, row_sampling: Sequence[RowSampling], vocab_size: int, device: torch.device | str = "cpu"
+        self, sequence_sampling: Sequence[SequenceSampling], vocab_size: int, device: torch.device | str = "cpu"
     ) -> None:
         self._device = torch.device(device)
         self._vocab_size = vocab_size
-        params = [sampling.params for sampling in row_sampling]
-        self._upload = Upload(_count_numbers(row_sampling), self._device)
+        params = [sampling.params for sampling in sequence_sampling]
+        self._upload = Upload(_count_numbers(sequence_sampling), self._device)
         self._watermark = self._group([p.watermark for p in params])
         if self._watermark is not None:
             self._watermark = self._watermark._replace(values=(hash_tokens(vocab_size, self._device),))
@@ -69,8 +69,8 @@ class GeneralSampler:
             [p.frequency_penalty for p in params],
             [p.presence_penalty for p in params],
         )
-        self._bias = self._list_biases(row_sampling)
-        self._forbidden = self._list_forbidden(row_sampling)
+        self._bias = self._list_biases(sequence_sampling)
+        self._forbidden = self._list_forbidden(sequence_sampling)
         self._sampled = self._group([not p.is_greedy for p in params])
         sampled = [p for p in params if not p.is_greedy]
         self._seeds = self._tensor([as_signed(p.seed) for p in sampled], torch.int64)
@@ -164,19 +164,19 @@ class GeneralSampler:
         columns = tuple(self._tensor([column[row] for row in rows], dtype) for column in values)
         return _RowGroup(self._tensor(rows, torch.int64), len(rows) == len(asks), columns)
 
-    def _list_biases(self, row_sampling: Sequence[RowSampling]) -> _Entries | None:
+    def _list_biases(self, sequence_sampling: Sequence[SequenceSampling]) -> _Entries | None:
         entries = [
             (row, token_id, bias)
-            for row, sampling in enumerate(row_sampling)
+            for row, sampling in enumerate(sequence_sampling)
             for token_id, bias in sampling.list_biases(self._vocab_size)
         ]
         return self._entries(entries, torch.float32)
 
-    def _list_forbidden(self, row_sampling: Sequence[RowSampling]) -> _Entries | None:
+    def _list_forbidden(self, sequence_sampling: Sequence[SequenceSampling]) -> _Entries | None:
         """List the tokens that may not be chosen yet, each with the number of tokens to generate before."""
         entries = [
             (row, token_id, sampling.min_new_tokens)
-            for row, sampling in enumerate(row_sampling)
+            for row, sampling in enumerate(sequence_sampling)
             if sampling.min_new_tokens > 0
             for token_id in sorted(sampling.ending_token_ids)
             if token_id < self._vocab_size
@@ -206,7 +206,7 @@ class GeneralSampler:
         return [(function, group) for function, group in warpers if group is not None]
 
 
-def _count_numbers(row_sampling: Sequence[RowSampling]) -> int:
+def _count_numbers(sequence_sampling: Sequence[SequenceSampling]) -> int:
     """Count the numbers that a sampler takes to the device, or some more."""
-    entries = sum(len(sampling.params.logit_bias) + len(sampling.ending_token_ids) for sampling in row_sampling)
-    return _MOST_COLUMNS * len(row_sampling) + 3 * (entries + 2)
+    entries = sum(len(sampling.params.logit_bias) + len(sampling.ending_token_ids) for sampling in sequence_sampling)
+    return _MOST_COLUMNS * len(sequence_sampling) + 3 * (entries + 2)

@@ -18,7 +18,7 @@ from lorax_server.kernels.sampling import (
     RowBatch,
     RowInputs,
 )
-from lorax_server.sampling.batch import COLDEST, History, RowSampling, Sampled, TokenMasks, TopTokens
+from lorax_server.sampling.batch import COLDEST, History, Sampled, SequenceSampling, TokenMasks, TopTokens
 from lorax_server.sampling.upload import Upload
 
 _NOT_ASKED, _MOST = -1.0, 2**31 - 1
@@ -32,7 +32,7 @@ class _Packed(NamedTuple):
     needs_tokens: bool
 
 
-def _pack(sampling: RowSampling) -> _Packed:
+def _pack(sampling: SequenceSampling) -> _Packed:
     params, row = sampling.params, np.zeros((), ROW)
     row["temperature"], row["rest"], row["typical_p"] = 1, _NOT_ASKED, _NOT_ASKED
     row["changed"] = row["listed"] = -1
@@ -51,9 +51,9 @@ def _pack(sampling: RowSampling) -> _Packed:
     return _Packed(row.tobytes(), is_special, params.watermark or sampling.has_penalties)
 
 
-def can_choose(row_sampling: Sequence[RowSampling], vocab_size: int) -> bool:
+def can_choose(sequence_sampling: Sequence[SequenceSampling], vocab_size: int) -> bool:
     """Return True if the kernel serves a batch: not a vocabulary, or alternatives, beyond what it counts."""
-    most = max((sampling.params.num_alternatives for sampling in row_sampling), default=0)
+    most = max((sampling.params.num_alternatives for sampling in sequence_sampling), default=0)
     return vocab_size <= MAX_VOCAB and min(most, vocab_size) <= MAX_LISTED
 
 
@@ -61,10 +61,14 @@ class RowSampler:
     """Made for a batch, used until the batch changes. `GeneralSampler` is the specification."""
 
     def __init__(
-        self, row_sampling: Sequence[RowSampling], vocab_size: int, device: torch.device | str, choose: ChooseRows
+        self,
+        sequence_sampling: Sequence[SequenceSampling],
+        vocab_size: int,
+        device: torch.device | str,
+        choose: ChooseRows,
     ) -> None:
         self._choose = choose
-        packed = [sampling.once("packed", _pack, sampling) for sampling in row_sampling]
+        packed = [sampling.once("packed", _pack, sampling) for sampling in sequence_sampling]
         table = np.frombuffer(bytearray().join([each.record for each in packed]), ROW)
         np.minimum(table["top_k"], vocab_size, out=table["top_k"])
         np.minimum(table["num_alternatives"], vocab_size, out=table["num_alternatives"])
@@ -72,7 +76,7 @@ class RowSampler:
         self._entries: list[tuple[int, float]] = []  # token ids and values
         num_changed = 0
         for number in (number for number, each in enumerate(packed) if each.is_special):
-            sampling, row = row_sampling[number], table[number]
+            sampling, row = sequence_sampling[number], table[number]
             self._describe_special(row, sampling, vocab_size)
             if sampling.changes_scores:
                 row["changed"], num_changed = num_changed, num_changed + 1
@@ -99,7 +103,7 @@ class RowSampler:
         alternatives = TopTokens(self._num_alternatives, chosen.listed_ids, chosen.listed_logprobs)
         return Sampled(chosen.token_ids, chosen.logprobs, alternatives)
 
-    def _describe_special(self, row: Any, sampling: RowSampling, vocab_size: int) -> None:
+    def _describe_special(self, row: Any, sampling: SequenceSampling, vocab_size: int) -> None:
         """Add the entries of a row."""
         row["biases"], row["biases_end"] = self._add_entries(sampling.list_biases(vocab_size))
         forbidden = [(token, 0.0) for token in sampling.ending_token_ids if token < vocab_size]

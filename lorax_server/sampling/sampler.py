@@ -12,12 +12,12 @@ import torch
 
 from lorax_server.kernels import Ops, reference
 from lorax_server.kernels.device import is_host
-from lorax_server.sampling.batch import History, RowSampling, Sampled, TokenMasks, TopTokens
+from lorax_server.sampling.batch import History, Sampled, SequenceSampling, TokenMasks, TopTokens
 from lorax_server.sampling.few import FewSampler
 from lorax_server.sampling.general import GeneralSampler
 from lorax_server.sampling.rows import RowSampler, can_choose
 
-__all__ = ["History", "RowSampling", "Sampled", "Sampler", "TokenMasks", "TopTokens"]
+__all__ = ["History", "Sampled", "Sampler", "SequenceSampling", "TokenMasks", "TopTokens"]
 
 
 class _Way(Enum):
@@ -40,24 +40,24 @@ class Sampler:
 
     def __init__(
         self,
-        row_sampling: Sequence[RowSampling],
+        sequence_sampling: Sequence[SequenceSampling],
         vocab_size: int,
         device: torch.device | str = "cpu",
         ops: Ops = reference,
     ) -> None:
-        self._row_sampling = row_sampling
+        self._sequence_sampling = sequence_sampling
         self._vocab_size = vocab_size
         self._ops = ops
-        ways = [sampling.once("way", _way_of, sampling) for sampling in row_sampling]
+        ways = [sampling.once("way", _way_of, sampling) for sampling in sequence_sampling]
         # Of a batch that is chosen as a whole, on a GPU.
         self._whole: RowSampler | GeneralSampler | None = None
         self._parts: list[_Part] = []
         if is_host(torch.device(device)):
             self._parts = self._divide(ways)
-        elif ops.choose_rows is not None and can_choose(row_sampling, vocab_size):
-            self._whole = RowSampler(row_sampling, vocab_size, device, ops.choose_rows)
+        elif ops.choose_rows is not None and can_choose(sequence_sampling, vocab_size):
+            self._whole = RowSampler(sequence_sampling, vocab_size, device, ops.choose_rows)
         else:
-            self._whole = GeneralSampler(row_sampling, vocab_size, device)
+            self._whole = GeneralSampler(sequence_sampling, vocab_size, device)
         choosers = [self._whole, *(part.chooser for part in self._parts)]
         self.needs_history = any(way is not _Way.LIKELIEST for way in ways)
         # True if any parameter depends on the tokens of the sequences.
@@ -103,7 +103,7 @@ class Sampler:
 
     def _take_raw_logprobs(self, part: _Part, logits: torch.Tensor, sampled: Sampled) -> None:
         """Take the log probabilities of rows that ask for raw ones from the scores without masks."""
-        raw = [place for place, row in enumerate(part.rows) if self._row_sampling[row].params.raw_logprobs]
+        raw = [place for place, row in enumerate(part.rows) if self._sequence_sampling[row].params.raw_logprobs]
         if raw:
             rows = slice(None) if len(raw) == len(part.rows) else torch.tensor(raw)
             sampled.logprobs[rows] = self._ops.find_logprobs(logits[rows], sampled.token_ids[rows, None]).squeeze(-1)
@@ -113,7 +113,7 @@ class Sampler:
         parts = []
         for way in dict.fromkeys(ways) or [_Way.GENERAL]:
             rows = [row for row, its_way in enumerate(ways) if its_way is way]
-            own = [self._row_sampling[row] for row in rows]
+            own = [self._sequence_sampling[row] for row in rows]
             chooser: FewSampler | GeneralSampler | None = None
             if way is _Way.FEW:
                 chooser = FewSampler(own, self._vocab_size, self._ops)
@@ -123,7 +123,7 @@ class Sampler:
         return parts
 
 
-def _way_of(sampling: RowSampling) -> _Way:
+def _way_of(sampling: SequenceSampling) -> _Way:
     """Return the way of a sequence on a CPU."""
     params = sampling.params
     if sampling.changes_scores or params.num_alternatives:

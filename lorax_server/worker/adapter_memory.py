@@ -7,7 +7,7 @@ import torch
 
 from lorax_server.adapters.batch import AdapterArena
 from lorax_server.adapters.host import UNIT_BYTES, HostAdapter, empty_table
-from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.adapters.target import AdapterTarget, TargetKind
 from lorax_server.kernels import NUM_OFFSETS
 from lorax_server.kernels.device import allocate_zeros, is_host, write
 from lorax_server.worker.copier import Arrival, Copier
@@ -57,7 +57,7 @@ class AdapterMemory:
         self.num_units = num_units
         self._unit = UNIT_BYTES // dtype.itemsize
         self._nothing = empty_table(len(targets))
-        self._base_vocab = next((t.outputs.full for t in targets.values() if t.kind is Kind.HEAD), 0)
+        self._base_vocab = next((t.outputs.full for t in targets.values() if t.kind is TargetKind.HEAD), 0)
         self._residents: dict[int, _Resident] = {}
         table = self._nothing.repeat(num_rows, 1, 1)
         widths = [size for target in targets.values() for size in (target.inputs.size, target.outputs.size)]

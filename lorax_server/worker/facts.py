@@ -3,26 +3,26 @@
 import sys
 
 from lorax_server.adapters.host import UNIT_BYTES
-from lorax_server.adapters.target import Kind
+from lorax_server.adapters.target import TargetKind
 from lorax_server.layers.rotary import DynamicRotaryEmbedding, LongRotaryEmbedding, RotaryEmbedding
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
-from lorax_server.models.registry import MANY_POSITIONS
+from lorax_server.models.registry import DEFAULT_MAX_POSITIONS
 from lorax_server.plan import Capabilities, RopeRule
 
 
 def describe(model: PagedCausalLM) -> Capabilities:
     """Describe what does not depend on settings; sizes are left open."""
-    dtype, targets = model.lm_head.linear.weight.dtype, adapter_targets(model).values()
+    dtype, targets = model.lm_head.linear.weight.dtype, collect_adapter_targets(model).values()
     return Capabilities(
         vocab_size=model.config.vocab_size,
-        max_rows=0,
+        max_num_seqs=0,
         max_length=0,
         num_blocks=0,
         block_size=0,
         adapter_unit_bytes=UNIT_BYTES,
         itemsize=dtype.itemsize,
-        max_inputs=max(target.inputs.full for target in targets if target.kind in (Kind.LINEAR, Kind.HEAD)),
+        max_inputs=max(target.inputs.full for target in targets if target.kind in (TargetKind.LINEAR, TargetKind.HEAD)),
         model_type=model.config.model_type,
         model_class=(getattr(model.config, "architectures", None) or [""])[0],
         dtype=str(dtype),
@@ -33,7 +33,7 @@ def describe(model: PagedCausalLM) -> Capabilities:
 def find_max_length(model: PagedCausalLM) -> int:
     """Return the length the model was made for; rotary scaling by length extends it."""
     fields = ("max_position_embeddings", "max_seq_len", "seq_length")
-    length = next((limit for field in fields if (limit := getattr(model.config, field, None))), MANY_POSITIONS)
+    length = next((limit for field in fields if (limit := getattr(model.config, field, None))), DEFAULT_MAX_POSITIONS)
     stretch = max((m.factor for m in model.modules() if isinstance(m, DynamicRotaryEmbedding)), default=1.0)
     return int(length * stretch)
 
@@ -42,7 +42,7 @@ def fix_rotary(model: PagedCausalLM, max_length: int) -> None:
     """Let the tables of angles keep their places, which graphs know, for sequences of up to so many tokens."""
     for module in model.modules():
         if isinstance(module, RotaryEmbedding):
-            module.make_room(max_length)
+            module.reserve(max_length)
 
 
 def find_rotary_room(model: PagedCausalLM) -> int:

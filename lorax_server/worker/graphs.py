@@ -26,7 +26,7 @@ from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import StepPlan
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.facts import find_rotary_room, fix_rotary
-from lorax_server.worker.inputs import FixedInputs, RowTables, StepTokens
+from lorax_server.worker.inputs import FixedInputs, SlotTables, StepTokens
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +46,9 @@ MIXED_SEQUENCES = 256  # the most of a mixed step with a graph
 CPU_ROWS = 64  # the most tokens of a step with a program: more keep a CPU busy for much longer than Python takes
 
 
-def graph_sizes(max_rows: int) -> list[int]:
+def graph_sizes(max_num_seqs: int) -> list[int]:
     """Return the batch sizes of decode steps that have a graph, in ascending order."""
-    return _cut_ladder(LADDER, max_rows)
+    return _cut_ladder(LADDER, max_num_seqs)
 
 
 def _cut_ladder(ladder: Sequence[int], most: int) -> list[int]:
@@ -63,8 +63,8 @@ class GraphSizes(NamedTuple):
     mixed: Sequence[int] = ()
 
     @classmethod
-    def choose(cls, max_rows: int, step_tokens: int) -> "GraphSizes":
-        return cls(graph_sizes(max_rows), _cut_ladder(MIXED_LADDER, step_tokens))
+    def choose(cls, max_num_seqs: int, step_tokens: int) -> "GraphSizes":
+        return cls(graph_sizes(max_num_seqs), _cut_ladder(MIXED_LADDER, step_tokens))
 
     @classmethod
     def choose_for_cpu(cls) -> "GraphSizes":
@@ -112,7 +112,7 @@ class StepGraphs:
         self,
         model: PagedCausalLM,
         kv_cache: KVCache,
-        tables: RowTables,
+        tables: SlotTables,
         memory: AdapterMemory | None,
         sizes: GraphSizes,
         *,
@@ -144,7 +144,7 @@ class StepGraphs:
 
     def find(self, tokens: StepTokens, adapter_data: AdapterBatchData | None) -> StepKind | None:
         """Return the kind of a step, or None if it has no graph."""
-        count, is_mixed, sizes = len(tokens.rows), not tokens.is_single, self._sizes.of(tokens)
+        count, is_mixed, sizes = len(tokens.slots), not tokens.is_single, self._sizes.of(tokens)
         if not sizes or count > sizes[-1] or len(tokens.lengths) > MIXED_SEQUENCES:
             return None
         kind = StepKind(sizes[bisect_left(sizes, count)], is_mixed, adapter_data is not None)
@@ -161,7 +161,7 @@ class StepGraphs:
         self, kind: StepKind, plan: StepPlan, tokens: StepTokens, adapter_data: AdapterBatchData | None
     ) -> torch.Tensor:
         """Return the hidden states after each token of a step of this kind."""
-        count = len(tokens.rows)
+        count = len(tokens.slots)
         input_ids = self._inputs.write(plan, tokens, kind.num_seqs)
         self._x[:count] = self._embed(input_ids, adapter_data)
         if not self._capture:
@@ -206,7 +206,7 @@ class StepGraphs:
             Seqlen(inputs.input_lengths[seqs], inputs.cache_lengths[seqs]),
             inputs.position_ids[tokens],
             block_tables=inputs.block_tables[seqs],
-            slots=inputs.slots[tokens],
+            slots=inputs.kv_slots[tokens],
             cu_seqlens=inputs.cu_seqlens[: kind.num_seqs + 1] if kind.is_mixed else None,
             token_prompt_lengths=inputs.prompt_lengths[tokens],
             stores_all=kind.is_mixed,  # but for padding
@@ -273,11 +273,11 @@ class StepGraphs:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # of the stream above, which no step uses
         self.num_bytes = [after - before for before, after in itertools.pairwise(used)]
-        rows, tokens = (", ".join(map(str, sizes)) for sizes in self._sizes)
+        num_seqs, tokens = (", ".join(map(str, sizes)) for sizes in self._sizes)
         seconds, num_bytes = time.monotonic() - start, sum(self.num_bytes)
         logger.info(
-            "captured graphs of %s rows and of %s tokens of mixed steps in %.1f s; they take %d bytes",
-            rows,
+            "captured graphs of %s sequences and of %s tokens of mixed steps in %.1f s; they take %d bytes",
+            num_seqs,
             tokens,
             seconds,
             num_bytes,
@@ -298,7 +298,7 @@ class StepGraphs:
         adapter_data = self._describe(kind.size) if kind.has_adapters else None
         # The first of its sort runs all layers. Of the others' kernels, only those that depend on the size are new.
         is_first = all(kind._replace(size=0) != known._replace(size=0) for known in self._graphs)
-        count = None if is_first else layers.lead
+        count = None if is_first else layers.num_warmup_layers
         layers.run_layers(x, self._context(kind, adapter_data), count)  # compiles kernels, which cannot be captured
         torch.cuda.current_stream().synchronize()
         # Another context: what layers derive of lengths must be in the graph. What kernels derive of adapters stays.
@@ -318,7 +318,7 @@ def _pad(adapter_data: AdapterBatchData | None, size: int) -> _Segments:
     return [*meta.adapter_segments, size], [*meta.segment_indices, 0]
 
 
-def measure_graphs(model: PagedCausalLM, memory: AdapterMemory | None, sizes: GraphSizes, tables: RowTables) -> int:
+def measure_graphs(model: PagedCausalLM, memory: AdapterMemory | None, sizes: GraphSizes, tables: SlotTables) -> int:
     """Return the bytes that graphs of these sizes will take beside the cache, whose place they must know.
 
     So those of the two largest sizes of each kind are captured over a cache of one block, and given up. The largest

@@ -10,85 +10,86 @@ import torch
 
 from lorax_server.kernels.device import columns_to_device, host_view, make_stream, to_device
 from lorax_server.plan import Ints, StepMasks, StepPlan
-from lorax_server.sampling.sampler import RowSampling, TokenMasks
+from lorax_server.sampling.sampler import SequenceSampling, TokenMasks
 from lorax_server.types import SamplingParams
 
 SEGMENT_BYTES = 20 * 2**20  # that torch's allocator of a GPU takes at once for a stream
-MAX_UNROLLED_KEYS = 8192  # of all rows of a sequence: more are read faster where its tokens share them
+MAX_UNROLLED_KEYS = 8192  # of all slots of a sequence: more are read faster where its tokens share them
 
 
-class SelectedRows(NamedTuple):
-    """Some rows of the tables, as steps need them. They serve until one of them is written again."""
+class SelectedSlots(NamedTuple):
+    """Some slots of the tables, as steps need them. They serve until one of them is written again."""
 
     key: bytes
-    rows: torch.Tensor
-    first_places: Ints  # where their tokens begin in `RowTables.token_ids`, counted from its first row on
+    slots: torch.Tensor
+    first_places: Ints  # where their tokens begin in `SlotTables.token_ids`, counted from its first row on
     prompt_lengths: torch.Tensor
-    row_sampling: list[RowSampling]
+    sequence_sampling: list[SequenceSampling]
 
 
-class RowTables:
-    """By row, each a running sequence: its tokens, its blocks, the length of its prompt, its sampling parameters.
+class SlotTables:
+    """By slot, each a running sequence: its tokens, its blocks, the length of its prompt, its sampling parameters.
 
     The host keeps a copy of whatever it knows, since reading the device's would wait for the device. What follows from
     it is computed on the host: there an operation on a few numbers takes a fraction of torch's time.
     """
 
-    def __init__(self, num_rows: int, max_length: int, block_size: int, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, max_length: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
-        self.token_ids = torch.zeros(num_rows, max_length + 1, dtype=torch.int64, device=device)
-        self.blocks = torch.zeros(num_rows, -(-max_length // block_size), dtype=torch.int32, device=device)
-        self.host_prompt_lengths = np.zeros(num_rows, np.int64)
+        self.token_ids = torch.zeros(max_num_seqs, max_length + 1, dtype=torch.int64, device=device)
+        self.blocks = torch.zeros(max_num_seqs, -(-max_length // block_size), dtype=torch.int32, device=device)
+        self.host_prompt_lengths = np.zeros(max_num_seqs, np.int64)
         self._host_tokens = host_view(self.token_ids.view(-1))
         self._host_blocks = host_view(self.blocks)
-        self._shifts = np.zeros(self.blocks.shape, np.int64)  # slots of a block, less the positions of their tokens
-        self._row_sampling = [RowSampling(SamplingParams())] * num_rows
-        self._selected: SelectedRows | None = None  # those of the last step
+        self._shifts = np.zeros(self.blocks.shape, np.int64)  # kv_slots of a block, less the positions of their tokens
+        self._sequence_sampling = [SequenceSampling(SamplingParams())] * max_num_seqs
+        self._selected: SelectedSlots | None = None  # those of the last step
         self._block_tables: tuple[bytes, int, torch.Tensor] | None = None  # likewise, with their width
-        self.version = 0  # of rows and blocks
+        self.version = 0  # of slots and blocks
 
     def write_new(self, plan: StepPlan) -> None:
-        """Write the rows and blocks that are new in a step."""
+        """Write the slots and blocks that are new in a step."""
         device = self.blocks.device
-        self.version += bool(plan.new_rows) or len(plan.new_blocks) > 0
-        for new in plan.new_rows:
+        self.version += bool(plan.new_sequences) or len(plan.new_blocks) > 0
+        for new in plan.new_sequences:
             tokens = to_device(np.array(new.token_ids, np.int64), device)
-            self.token_ids[new.row, : len(tokens)] = tokens
-            self.host_prompt_lengths[new.row] = new.prompt_length
-            self._row_sampling[new.row] = RowSampling.of(new.sampling, new.stop)
+            self.token_ids[new.slot, : len(tokens)] = tokens
+            self.host_prompt_lengths[new.slot] = new.prompt_length
+            self._sequence_sampling[new.slot] = SequenceSampling.of(new.sampling, new.stop)
             self._selected = None
         if len(plan.new_blocks):
-            rows, columns, blocks = plan.new_blocks.T
-            self._shifts[rows, columns] = (blocks - columns) * self.block_size
+            slots, columns, blocks = plan.new_blocks.T
+            self._shifts[slots, columns] = (blocks - columns) * self.block_size
             self._block_tables = None
             if self._host_blocks is not None:
-                self._host_blocks[rows, columns] = blocks
+                self._host_blocks[slots, columns] = blocks
             else:
-                on_device = columns_to_device([rows, columns, blocks], device)
+                on_device = columns_to_device([slots, columns, blocks], device)
                 self.blocks[on_device[0], on_device[1]] = on_device[2].int()
 
-    def select(self, rows: Ints) -> SelectedRows:
-        """Return what is known of some rows: the last answer, where they are the same and none of them is new."""
-        key = rows.tobytes()
+    def select(self, slots: Ints) -> SelectedSlots:
+        """Return what is known of some slots: the last answer, where they are the same and none of them is new."""
+        key = slots.tobytes()
         if self._selected is None or self._selected.key != key:
-            on_device, prompt_lengths = columns_to_device([rows, self.host_prompt_lengths[rows]], self.blocks.device)
-            first_places, row_sampling = rows * self.token_ids.shape[1], [self._row_sampling[row] for row in rows]
-            self._selected = SelectedRows(key, on_device, first_places, prompt_lengths, row_sampling)
+            on_device, prompt_lengths = columns_to_device([slots, self.host_prompt_lengths[slots]], self.blocks.device)
+            first_places = slots * self.token_ids.shape[1]
+            sequence_sampling = [self._sequence_sampling[slot] for slot in slots]
+            self._selected = SelectedSlots(key, on_device, first_places, prompt_lengths, sequence_sampling)
         return self._selected
 
-    def take_blocks(self, selected: SelectedRows, max_length: int) -> torch.Tensor:
-        """Return the blocks of rows, as many columns as the longest of them needs."""
+    def take_blocks(self, selected: SelectedSlots, max_length: int) -> torch.Tensor:
+        """Return the blocks of slots, as many columns as the longest of them needs."""
         width = -(-max_length // self.block_size)
         known = self._block_tables
         if known is None or known[0] != selected.key or known[1] != width:
-            known = selected.key, width, self.blocks.index_select(0, selected.rows)[:, :width]
+            known = selected.key, width, self.blocks.index_select(0, selected.slots)[:, :width]
             self._block_tables = known
         return known[2]
 
-    def find_slots(self, rows: Ints, positions: Ints) -> Ints:
+    def find_kv_slots(self, slots: Ints, positions: Ints) -> Ints:
         """Return the places of tokens in the cache."""
-        slots: Ints = self._shifts[rows, positions // self.block_size] + positions
-        return slots
+        kv_slots: Ints = self._shifts[slots, positions // self.block_size] + positions
+        return kv_slots
 
     def read_tokens(self, places: Ints) -> torch.Tensor:
         """Return tokens at places of `token_ids`, counted from its first row on."""
@@ -120,7 +121,7 @@ class StepTokens(NamedTuple):
     """The tokens of a step, on the host."""
 
     layout: StepLayout
-    rows: Ints  # [tokens]
+    slots: Ints  # [tokens]
     positions: Ints  # [tokens]
     lengths: Ints  # [sequences] up to the last token of the step
 
@@ -137,9 +138,9 @@ def locate_tokens(plan: StepPlan, known: StepLayout | None = None) -> StepTokens
         layout = _lay_out(plan)
     lengths = plan.starts + plan.counts
     if layout.max_count == 1:
-        return StepTokens(layout, plan.rows, plan.starts, lengths)
-    rows, positions = plan.rows[layout.sequences], plan.starts[layout.sequences] + layout.offsets
-    return StepTokens(layout, rows, positions, lengths)
+        return StepTokens(layout, plan.slots, plan.starts, lengths)
+    slots, positions = plan.slots[layout.sequences], plan.starts[layout.sequences] + layout.offsets
+    return StepTokens(layout, slots, positions, lengths)
 
 
 def _lay_out(plan: StepPlan) -> StepLayout:
@@ -163,10 +164,10 @@ def unroll(plan: StepPlan, prompt_lengths: Ints) -> StepPlan:
 
     So they are computed as if they had come one by one: by the same program of a CPU, and to the same bits. Prompts
     stay whole, and so do long sequences: whether others are in the step changes nothing. `prompt_lengths` are those of
-    all rows.
+    all slots.
     """
     num_keys = plan.counts * (plan.starts + plan.counts)
-    several = (plan.counts > 1) & (num_keys <= MAX_UNROLLED_KEYS) & (plan.starts >= prompt_lengths[plan.rows])
+    several = (plan.counts > 1) & (num_keys <= MAX_UNROLLED_KEYS) & (plan.starts >= prompt_lengths[plan.slots])
     if True not in several.tolist():
         return plan
     repeats = np.where(several, plan.counts, 1)
@@ -174,21 +175,21 @@ def unroll(plan: StepPlan, prompt_lengths: Ints) -> StepPlan:
     places = np.arange(len(sequences))
     return replace(
         plan,
-        rows=plan.rows[sequences],
+        slots=plan.slots[sequences],
         starts=plan.starts[sequences] + places - (ends - repeats)[sequences],
         counts=np.where(several, 1, plan.counts)[sequences],
         samples=plan.samples[sequences] & (places + 1 == ends[sequences]),
-        asks=plan.asks[sequences],
+        scores_prompt=plan.scores_prompt[sequences],
         adapter_indices=plan.adapter_indices[sequences],
     )
 
 
-def count_mask_bytes(max_rows: int, vocab_size: int) -> int:
+def count_mask_bytes(max_num_seqs: int, vocab_size: int) -> int:
     """Return the most bytes that torch takes of a GPU for `MaskLane`, whose stream shares no memory with others.
 
     They are for the masks of a step, and for those of the step before, which may not have ended yet.
     """
-    num_bytes = max_rows * (torch.int64.itemsize + count_mask_words(vocab_size) * torch.int32.itemsize)
+    num_bytes = max_num_seqs * (torch.int64.itemsize + count_mask_words(vocab_size) * torch.int32.itemsize)
     return 2 * -(-num_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
 
 
@@ -228,9 +229,9 @@ class MaskLane:
 class _Places(NamedTuple):
     """Columns of the inputs of a step, as parts of one array of int64, in which int32 takes half the room."""
 
-    sequences: slice  # three columns: rows, tokens in the cache, tokens of this step
+    sequences: slice  # three columns: slots, tokens in the cache, tokens of this step
     bounds: slice  # of the sequences, int32
-    tokens: slice  # three columns: slots, prompt lengths, places in the table of tokens
+    tokens: slice  # three columns: kv_slots, prompt lengths, places in the table of tokens
     small: slice  # two columns of int32: positions, adapters
 
     @classmethod
@@ -264,7 +265,7 @@ class FixedInputs:
     of padding go nowhere.
     """
 
-    def __init__(self, tables: RowTables, num_tokens: int, num_seqs: int) -> None:
+    def __init__(self, tables: SlotTables, num_tokens: int, num_seqs: int) -> None:
         """`num_tokens` and `num_seqs` are the most of a step."""
         device = tables.blocks.device
         self._tables = tables
@@ -273,18 +274,18 @@ class FixedInputs:
         numbers = host_view(self._numbers)
         self._in_place = None if numbers is None else _Columns.divide(numbers, at)
         self._written: tuple[object, ...] = ()  # what was written that the next step may repeat
-        self.rows, self.cache_lengths, self.input_lengths = self._numbers[at.sequences].view(3, -1)
+        self.slots, self.cache_lengths, self.input_lengths = self._numbers[at.sequences].view(3, -1)
         self.cu_seqlens = self._numbers[at.bounds].view(torch.int32)[: num_seqs + 1]
-        self.slots, self.prompt_lengths, self.places = self._numbers[at.tokens].view(3, -1)
+        self.kv_slots, self.prompt_lengths, self.places = self._numbers[at.tokens].view(3, -1)
         self.position_ids, self.adapter_indices = self._numbers[at.small].view(torch.int32).view(2, -1)
         self.block_tables = torch.zeros(num_seqs, tables.blocks.shape[1], dtype=torch.int32, device=device)
-        self.slots.fill_(-1)
+        self.kv_slots.fill_(-1)
 
     def write(self, plan: StepPlan, tokens: StepTokens, padded_seqs: int) -> torch.Tensor:
         """Write a step. Return its tokens."""
-        count, tables, columns = len(tokens.rows), self._tables, self._in_place
+        count, tables, columns = len(tokens.slots), self._tables, self._in_place
         if columns is not None:
-            key = plan.rows.tobytes(), plan.adapter_indices.tobytes(), tokens.layout.key, padded_seqs, tables.version
+            key = plan.slots.tobytes(), plan.adapter_indices.tobytes(), tokens.layout.key, padded_seqs, tables.version
             if key != self._written:
                 self._written = ()
                 columns.numbers.fill(0)
@@ -302,22 +303,22 @@ class FixedInputs:
 
     def _write_all(self, columns: _Columns, plan: StepPlan, tokens: StepTokens) -> None:
         """Write what stays the same while the same sequences decode."""
-        num_seqs, count = len(plan.rows), len(tokens.rows)
-        columns.by_seq[0, :num_seqs] = plan.rows
+        num_seqs, count = len(plan.slots), len(tokens.slots)
+        columns.by_seq[0, :num_seqs] = plan.slots
         columns.by_seq[2, :num_seqs] = plan.counts
         columns.bounds[: num_seqs + 1] = tokens.layout.bounds
         columns.bounds[num_seqs + 1 :] = count
         columns.by_token[0, count:] = -1
-        columns.by_token[1, :count] = self._tables.host_prompt_lengths[tokens.rows]
+        columns.by_token[1, :count] = self._tables.host_prompt_lengths[tokens.slots]
         columns.small[1, :count] = plan.adapter_indices[tokens.layout.sequences]
 
     def _write_places(self, columns: _Columns, plan: StepPlan, tokens: StepTokens) -> None:
         """Write what each step changes."""
-        num_seqs, count, tables = len(plan.rows), len(tokens.rows), self._tables
+        num_seqs, count, tables = len(plan.slots), len(tokens.slots), self._tables
         columns.by_seq[1, :num_seqs] = plan.starts
-        columns.by_token[0, :count] = tables.find_slots(tokens.rows, tokens.positions)
-        columns.by_token[2, :count] = tokens.rows * tables.token_ids.shape[1] + tokens.positions
+        columns.by_token[0, :count] = tables.find_kv_slots(tokens.slots, tokens.positions)
+        columns.by_token[2, :count] = tokens.slots * tables.token_ids.shape[1] + tokens.positions
         columns.small[0, :count] = tokens.positions
 
     def _take_blocks(self, padded_seqs: int) -> None:
-        torch.index_select(self._tables.blocks, 0, self.rows[:padded_seqs], out=self.block_tables[:padded_seqs])
+        torch.index_select(self._tables.blocks, 0, self.slots[:padded_seqs], out=self.block_tables[:padded_seqs])

@@ -17,9 +17,9 @@ from lorax_server.machine import (
     GRAMMAR_CACHE_BYTES,
     HOST_ADAPTER_SHARE,
     LARGE_GPU_BYTES,
-    LARGE_GPU_ROWS,
+    LARGE_GPU_MAX_NUM_SEQS,
     LEAST_GPU_ADAPTER_BYTES,
-    ROWS,
+    MAX_NUM_SEQS,
     free_bytes,
     machine_bytes,
     resident_bytes,
@@ -27,7 +27,7 @@ from lorax_server.machine import (
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.graphs import GraphSizes, measure_graphs
-from lorax_server.worker.inputs import RowTables, count_mask_bytes
+from lorax_server.worker.inputs import SlotTables, count_mask_bytes
 from lorax_server.worker.warm_up import (
     CacheShape,
     allow_all,
@@ -57,13 +57,13 @@ class Needs(NamedTuple):
     tables: int = 0  # of the rows, and their masks
 
 
-def find_max_rows(config: EngineConfig, device: torch.device) -> int:
+def find_max_num_seqs(config: EngineConfig, device: torch.device) -> int:
     """Return the number of sequences that run at once."""
     if config.max_rows is not None:
         return config.max_rows
     is_large = not is_host(device) and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU_BYTES
-    rows = LARGE_GPU_ROWS if is_large else ROWS
-    return rows if config.max_step_tokens is None else min(rows, config.max_step_tokens)
+    max_num_seqs = LARGE_GPU_MAX_NUM_SEQS if is_large else MAX_NUM_SEQS
+    return max_num_seqs if config.max_step_tokens is None else min(max_num_seqs, config.max_step_tokens)
 
 
 def resolve_sizes(config: EngineConfig, model: PagedCausalLM) -> EngineConfig:
@@ -124,7 +124,7 @@ def measure_needs(
     model: PagedCausalLM,
     memory: AdapterMemory | None,
     graph_sizes: GraphSizes,
-    max_rows: int,
+    max_num_seqs: int,
     step_tokens: int,
     shape: CacheShape,
 ) -> Needs:
@@ -137,22 +137,22 @@ def measure_needs(
     prompts -= blocks * block_bytes(model, shape.block_size)
     row_bytes = model.lm_head.linear.weight.shape[1] * model.lm_head.linear.weight.dtype.itemsize
     hidden = step_tokens * row_bytes
-    masks = allow_all(model, max_rows)
-    choice = _measure_peak(model, lambda: run_choice(model, max_rows, shape.max_length, masks))
-    tables = RowTables(max_rows, shape.max_length, shape.block_size, model.device)
+    masks = allow_all(model, max_num_seqs)
+    choice = _measure_peak(model, lambda: run_choice(model, max_num_seqs, shape.max_length, masks))
+    tables = SlotTables(max_num_seqs, shape.max_length, shape.block_size, model.device)
     graphs = measure_graphs(model, memory, graph_sizes, tables)
     # Steps take blocks out of the tables, graphs have a place of their own for them and for embedded tokens.
     held = tables.token_ids.nbytes + 3 * tables.blocks.nbytes + max((0, *graph_sizes.mixed)) * row_bytes
-    held += count_mask_bytes(max_rows, model.lm_head.vocab_size)
+    held += count_mask_bytes(max_num_seqs, model.lm_head.vocab_size)
     return Needs(max(prompts, hidden + choice), graphs, held)
 
 
 def count_blocks(
-    model: PagedCausalLM, config: EngineConfig, max_rows: int, max_length: int, needs: Needs | None = None
+    model: PagedCausalLM, config: EngineConfig, max_num_seqs: int, max_length: int, needs: Needs | None = None
 ) -> int:
     """Count the blocks that fit, but not more than all sequences at once can ever need. Refuse if none does."""
     size, needed = block_bytes(model, config.block_size), sum(needs or ())
-    most = -(-max_rows * max_length // config.block_size)
+    most = -(-max_num_seqs * max_length // config.block_size)
     if is_host(model.device):
         free = max(0, free_bytes() - GRAMMAR_CACHE_BYTES)
         available = free // CPU_CACHE_SHARE if config.cache_bytes is None else config.cache_bytes

@@ -14,12 +14,12 @@ from lorax_server.generation.stopping import StoppingCriteria
 from lorax_server.models.padded_batch import Chooser, PaddedBatch
 from lorax_server.models.padded_lm import PaddedLM, prompt_logprobs
 from lorax_server.models.pretrained import max_positions
-from lorax_server.models.registry import find_relatives
-from lorax_server.plan import Capabilities, NewRow, StepMasks, StepPlan, StepResult
-from lorax_server.sampling.batch import RowSampling
+from lorax_server.models.registry import find_similar_types
+from lorax_server.plan import Capabilities, NewSequence, StepMasks, StepPlan, StepResult
+from lorax_server.sampling.batch import SequenceSampling
 from lorax_server.types import Alternatives, StopParams
 from lorax_server.worker.inputs import MaskLane
-from lorax_server.worker.memory import find_max_rows
+from lorax_server.worker.memory import find_max_num_seqs
 
 logger = logging.getLogger(__name__)
 
@@ -38,26 +38,26 @@ def build_padded(config: EngineConfig) -> tuple[Capabilities, "PaddedRunner"]:
         raise ConfigError(
             f"{config.model.path}: models of this type run on a GPU where there is one, not on {config.model.device}"
         )
-    relatives = find_relatives(str(model.config.model_type))
+    relatives = find_similar_types(str(model.config.model_type))
     logger.warning(
         "model type %s is served in padded batches, without adapters and tensor parallelism%s",
         model.config.model_type,
         f"; close relatives that are served with both: {', '.join(relatives)}" if relatives else "",
     )
-    max_rows = find_max_rows(config, model.device)
-    return padded_capabilities(model, max_rows, config.max_length), PaddedRunner(model)
+    max_num_seqs = find_max_num_seqs(config, model.device)
+    return padded_capabilities(model, max_num_seqs, config.max_length), PaddedRunner(model)
 
 
-def padded_capabilities(model: PaddedLM, max_rows: int, max_length: int | None) -> Capabilities:
+def padded_capabilities(model: PaddedLM, max_num_seqs: int, max_length: int | None) -> Capabilities:
     """Describe a `PaddedRunner` of this model. It has no blocks; the engine is told of enough for everything."""
     longest = max_positions(model.config)
     max_length = longest if max_length is None else min(max_length, longest)
     return Capabilities(
         vocab_size=model.vocab_size,
-        max_rows=max_rows,
+        max_num_seqs=max_num_seqs,
         max_length=max_length,
-        max_step_tokens=max_length + max_rows,  # any prompt, whole, beside all that run
-        num_blocks=max_rows * -(-max_length // BLOCK_SIZE),
+        max_step_tokens=max_length + max_num_seqs,  # any prompt, whole, beside all that run
+        num_blocks=max_num_seqs * -(-max_length // BLOCK_SIZE),
         block_size=BLOCK_SIZE,
         depth=1,
         can_chunk=False,
@@ -70,7 +70,7 @@ def padded_capabilities(model: PaddedLM, max_rows: int, max_length: int | None) 
 
 
 class _Request(NamedTuple):
-    """A sequence of a batch, identified by its row in the plan."""
+    """A sequence of a batch, identified by its slot."""
 
     id: int
     prefill_logprobs: bool
@@ -96,8 +96,8 @@ class PaddedRunner:
     """A model and its running batch.
 
     Every running sequence must have its token in every plan: a step adds a column to the whole batch, so a sequence
-    that is not in a plan has ended, and its row is free. The scheduler serves running sequences before it admits new
-    ones. So it keeps to this if a step may have as many tokens as there are rows, and blocks do not run out.
+    that is not in a plan has ended, and its slot is free. The scheduler serves running sequences before it admits new
+    ones. So it keeps to this if a step may have as many tokens as there are slots, and blocks do not run out.
     """
 
     def __init__(self, model: PaddedLM) -> None:
@@ -114,8 +114,8 @@ class PaddedRunner:
 
     @torch.inference_mode()
     def mask(self, ticket: MaskedPlan, masks: StepMasks) -> StepResult:
-        rows = ticket.plan.rows[masks.rows].tolist()
-        return self._run(ticket.plan, dict(zip(rows, masks.words, strict=True)))
+        slots = ticket.plan.slots[masks.rows].tolist()
+        return self._run(ticket.plan, dict(zip(slots, masks.words, strict=True)))
 
     def _run(self, plan: StepPlan, masks: Mapping[int, npt.NDArray[np.int32]]) -> StepResult:
         batches = [batch for batch in (self._continue(plan), self._start(plan)) if batch is not None]
@@ -131,28 +131,28 @@ class PaddedRunner:
 
     def _continue(self, plan: StepPlan) -> PaddedBatch | None:
         """Return the batch without ended sequences, in its own order: to follow the plan's would cost copies."""
-        new_rows = {new.row for new in plan.new_rows}
-        starts = zip(plan.rows.tolist(), plan.starts.tolist(), strict=True)
-        running = {row: start for row, start in starts if row not in new_rows}
+        new_sequences = {new.slot for new in plan.new_sequences}
+        starts = zip(plan.slots.tolist(), plan.starts.tolist(), strict=True)
+        running = {slot: start for slot, start in starts if slot not in new_sequences}
         batch = self._batch
         ids = [request.id for request in batch.requests] if batch is not None else []
         held = dict(zip(ids, batch.input_lengths, strict=True)) if batch is not None else {}
-        for row, start in running.items():
-            assert held.get(row) == start + 1, (
-                f"row {row} was not in every step: {start} computed, {held.get(row)} held"
+        for slot, start in running.items():
+            assert held.get(slot) == start + 1, (
+                f"slot {slot} was not in every step: {start} computed, {held.get(slot)} held"
             )
-        return None if batch is None else batch.filter([row for row in held if row in running])
+        return None if batch is None else batch.filter([slot for slot in held if slot in running])
 
     def _start(self, plan: StepPlan) -> PaddedBatch | None:
-        if not plan.new_rows:
+        if not plan.new_sequences:
             return None
-        asking = set(plan.rows[plan.asks].tolist())
-        requests: list[Any] = [_Request(new.row, new.row in asking) for new in plan.new_rows]
+        asking = set(plan.slots[plan.scores_prompt].tolist())
+        requests: list[Any] = [_Request(new.slot, new.slot in asking) for new in plan.new_sequences]
         return PaddedBatch.from_prompts(
             requests,
-            [new.token_ids for new in plan.new_rows],
-            [Chooser(RowSampling.of(new.sampling, new.stop), new.prompt_length) for new in plan.new_rows],
-            [_room_for(new) for new in plan.new_rows],
+            [new.token_ids for new in plan.new_sequences],
+            [Chooser(SequenceSampling.of(new.sampling, new.stop), new.prompt_length) for new in plan.new_sequences],
+            [_room_for(new) for new in plan.new_sequences],
             self._model.pad_token_id,
             self._model.device,
         )
@@ -184,15 +184,15 @@ def _check(plan: StepPlan) -> None:
     assert not plan.adapter_ops, "there are no adapters here"
     assert not plan.adapter_indices.any(), "there are no adapters here"
     assert plan.samples.all(), "prompts are not computed in parts"
-    whole = {new.row: len(new.token_ids) for new in plan.new_rows}
-    for row, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
-        expected = (0, whole.pop(row)) if row in whole else (start, 1)
-        assert (start, count) == expected, f"row {row}: {count} tokens from {start} on are not all of its new ones"
-    assert not whole, f"rows {sorted(whole)} are new and have no part in the step"
+    whole = {new.slot: len(new.token_ids) for new in plan.new_sequences}
+    for slot, start, count in zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
+        expected = (0, whole.pop(slot)) if slot in whole else (start, 1)
+        assert (start, count) == expected, f"slot {slot}: {count} tokens from {start} on are not all of its new ones"
+    assert not whole, f"slots {sorted(whole)} are new and have no part in the step"
 
 
-def _room_for(new: NewRow) -> StoppingCriteria:
-    """Count the tokens that are yet to come, for the batch to be wide enough. The engine decides when a row ends."""
+def _room_for(new: NewSequence) -> StoppingCriteria:
+    """Return a stop criterion with the remaining tokens, which sizes the batch. The engine finishes sequences."""
     num_generated = len(new.token_ids) - new.prompt_length
     return StoppingCriteria(StopParams(max_new_tokens=new.stop.max_new_tokens - num_generated))
 
@@ -200,7 +200,7 @@ def _room_for(new: NewRow) -> StoppingCriteria:
 def _score_prompt(batch: PaddedBatch, row: int, logits: torch.Tensor) -> tuple[list[float], list[Alternatives] | None]:
     """Score the prompt alone, also where tokens that were generated before are computed again after it."""
     chooser = batch.next_token_choosers[row]
-    prompt_length, count = chooser.prompt_length, chooser.row_sampling.params.num_alternatives
+    prompt_length, count = chooser.prompt_length, chooser.sequence_sampling.params.num_alternatives
     num_generated = batch.input_lengths[row] - prompt_length
     columns = logits[row, : logits.shape[1] - num_generated]
     logprobs = prompt_logprobs(columns, batch.all_input_ids[row][:prompt_length, 0])
@@ -211,8 +211,8 @@ def _score_prompt(batch: PaddedBatch, row: int, logits: torch.Tensor) -> tuple[l
 
 
 def _make_result(plan: StepPlan, outcomes: dict[int, _Outcome]) -> StepResult:
-    ordered = [outcomes[row] for row in plan.rows.tolist()]
-    asking = [outcomes[row] for row in plan.rows[plan.asks].tolist()]
+    ordered = [outcomes[slot] for slot in plan.slots.tolist()]
+    asking = [outcomes[slot] for slot in plan.slots[plan.scores_prompt].tolist()]
     return StepResult(
         plan.step,
         [outcome.token_id for outcome in ordered],

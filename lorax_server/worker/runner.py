@@ -14,11 +14,11 @@ from lorax_server.kernels.device import is_host, to_device
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import AdapterOp, Ints, Load, Move, StepMasks, StepPlan, StepResult, Unload
-from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler, TokenMasks, TopTokens
+from lorax_server.sampling.sampler import History, Sampled, Sampler, SequenceSampling, TokenMasks, TopTokens
 from lorax_server.types import Alternatives
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.graphs import GraphSizes, StepGraphs
-from lorax_server.worker.inputs import MaskLane, RowTables, StepLayout, StepTokens, locate_tokens, unroll
+from lorax_server.worker.inputs import MaskLane, SlotTables, StepLayout, StepTokens, locate_tokens, unroll
 
 # Tokens of prompts whose scores are computed at once: of a large vocabulary all of them would not fit.
 SCORED_TOKENS = 256
@@ -76,7 +76,7 @@ class PagedRunner:
         *,
         num_blocks: int,
         block_size: int,
-        num_rows: int,
+        max_num_seqs: int,
         max_length: int,
         memory: AdapterMemory | None = None,
         graph_sizes: GraphSizes | None = None,
@@ -87,13 +87,13 @@ class PagedRunner:
         self._device = model.device
         self._memory = memory
         self._kv_cache = model.allocate_kv_cache(num_blocks, block_size)
-        self._tables = RowTables(num_rows, max_length, block_size, model.device)
+        self._tables = SlotTables(max_num_seqs, max_length, block_size, model.device)
         self._mask_lane = MaskLane(model.device)
         self._graphs: StepGraphs | None = None
         if graph_sizes is not None and graph_sizes.decode:
             self._graphs = StepGraphs(model, self._kv_cache, self._tables, memory, graph_sizes, capture=capture)
         self._layout: StepLayout | None = None  # of the last step
-        self._sampler: tuple[int, list[RowSampling], Sampler] | None = None
+        self._sampler: tuple[int, list[SequenceSampling], Sampler] | None = None
         self._adapter_data: dict[bytes, AdapterBatchData | None] = {}  # of the last step, by the adapters of its tokens
 
     @torch.inference_mode()
@@ -102,7 +102,7 @@ class PagedRunner:
         if plan.adapter_ops:
             self._forget_adapters(plan.adapter_ops)
         self._tables.write_new(plan)
-        if not len(plan.rows):
+        if not len(plan.slots):
             return self._fetch(Ticket(plan.step))  # it ends when the moves that came with it have
         tokens = locate_tokens(plan, self._layout)
         if not tokens.is_single and self._graphs is not None and self._graphs.has_programs:
@@ -112,7 +112,7 @@ class PagedRunner:
         hidden = self._forward(plan, tokens)
         logits = self._score(hidden, tokens.layout.last, plan, tokens) if len(tokens.layout.last) else None
         sampled = None if logits is None or plan.is_masked else self._choose(plan, tokens, logits)
-        prompts = self._score_prompts(plan, tokens, hidden) if True in plan.asks.tolist() else None
+        prompts = self._score_prompts(plan, tokens, hidden) if True in plan.scores_prompt.tolist() else None
         if logits is not None and plan.is_masked:
             return MaskedTicket(plan, tokens, logits, prompts)
         return self._fetch(Ticket(plan.step, sampled, prompts))
@@ -128,8 +128,8 @@ class PagedRunner:
 
     def _write_forced(self, ticket: MaskedTicket, masks: StepMasks) -> None:
         """Write the tokens that follow those that were chosen."""
-        rows, lengths = ticket.plan.rows[ticket.plan.samples], ticket.tokens.lengths[ticket.plan.samples]
-        firsts = self._tables.select(rows).first_places + lengths + 1
+        slots, lengths = ticket.plan.slots[ticket.plan.samples], ticket.tokens.lengths[ticket.plan.samples]
+        firsts = self._tables.select(slots).first_places + lengths + 1
         places = [firsts[number] + np.arange(len(token_ids)) for number, token_ids in masks.forced]
         token_ids = np.concatenate([np.array(token_ids, np.int64) for _, token_ids in masks.forced])
         self._tables.write_tokens(np.concatenate(places), to_device(token_ids, self._device))
@@ -157,10 +157,10 @@ class PagedRunner:
 
     def _run_eagerly(self, plan: StepPlan, tokens: StepTokens, adapter_data: AdapterBatchData | None) -> torch.Tensor:
         tables, layout = self._tables, tokens.layout
-        selected = tables.select(plan.rows)
+        selected = tables.select(plan.slots)
         starts = to_device(plan.starts, self._device)
         positions = to_device(tokens.positions.astype(np.int32), self._device)
-        slots = to_device(tables.find_slots(tokens.rows, tokens.positions), self._device)
+        kv_slots = to_device(tables.find_kv_slots(tokens.slots, tokens.positions), self._device)
         cu_seqlens, first_places = None, selected.first_places
         if not tokens.is_single:
             cu_seqlens = to_device(layout.bounds.astype(np.int32), self._device)
@@ -182,7 +182,7 @@ class PagedRunner:
             cu_seqlens,
             self._kv_cache,
             tables.take_blocks(selected, max_s),
-            slots,
+            kv_slots,
             seqlen,
             max_s,
             adapter_data,
@@ -232,35 +232,43 @@ class PagedRunner:
         self, plan: StepPlan, tokens: StepTokens, logits: torch.Tensor, masks: TokenMasks | None = None
     ) -> Sampled:
         tables = self._tables
-        rows, host_lengths = plan.rows, tokens.lengths
+        slots, host_lengths = plan.slots, tokens.lengths
         if not tokens.layout.samples_all:
-            rows, host_lengths = rows[plan.samples], host_lengths[plan.samples]
-        selected = tables.select(rows)
-        sampler = self._find_sampler(selected.row_sampling, logits.shape[-1])
+            slots, host_lengths = slots[plan.samples], host_lengths[plan.samples]
+        selected = tables.select(slots)
+        sampler = self._find_sampler(selected.sequence_sampling, logits.shape[-1])
         history = None
         if sampler.needs_history:
-            token_ids = tables.token_ids[selected.rows, : int(host_lengths.max())] if sampler.needs_tokens else None
+            token_ids = tables.token_ids[selected.slots, : int(host_lengths.max())] if sampler.needs_tokens else None
             history = History(to_device(host_lengths, self._device), selected.prompt_lengths, token_ids)
         sampled = sampler.choose(logits, history, masks)
         tables.write_tokens(selected.first_places + host_lengths, sampled.token_ids)
         return sampled
 
-    def _find_sampler(self, row_sampling: list[RowSampling], vocab_size: int) -> Sampler:
-        if self._sampler is None or self._sampler[:2] != (vocab_size, row_sampling):
-            self._sampler = vocab_size, row_sampling, Sampler(row_sampling, vocab_size, self._device, self._model.ops)
+    def _find_sampler(self, sequence_sampling: list[SequenceSampling], vocab_size: int) -> Sampler:
+        if self._sampler is None or self._sampler[:2] != (vocab_size, sequence_sampling):
+            self._sampler = (
+                vocab_size,
+                sequence_sampling,
+                Sampler(sequence_sampling, vocab_size, self._device, self._model.ops),
+            )
         return self._sampler[2]
 
     def _score_prompts(self, plan: StepPlan, tokens: StepTokens, hidden: torch.Tensor) -> ScoredPrompts:
         """Score the prompt tokens of each asking sequence that follow a computed token."""
-        sequences, rows, starts = tokens.layout.sequences, plan.rows[plan.asks], plan.starts[plan.asks]
-        ends = np.minimum(starts + plan.counts[plan.asks], self._tables.host_prompt_lengths[rows] - 1)
-        counts, first = (ends - starts).tolist(), tokens.layout.bounds[:-1][plan.asks]
-        most = [sampling.params.num_alternatives for sampling in self._tables.select(rows).row_sampling]
+        sequences, slots, starts = (
+            tokens.layout.sequences,
+            plan.slots[plan.scores_prompt],
+            plan.starts[plan.scores_prompt],
+        )
+        ends = np.minimum(starts + plan.counts[plan.scores_prompt], self._tables.host_prompt_lengths[slots] - 1)
+        counts, first = (ends - starts).tolist(), tokens.layout.bounds[:-1][plan.scores_prompt]
+        most = [sampling.params.num_alternatives for sampling in self._tables.select(slots).sequence_sampling]
         scored = np.concatenate([np.arange(start, start + n) for start, n in zip(first, counts, strict=True)])
         pieces = []
         for start in range(0, len(scored), SCORED_TOKENS):
             piece = scored[start : start + SCORED_TOKENS]
-            places = self._tables.select(plan.rows).first_places[sequences[piece]] + tokens.positions[piece] + 1
+            places = self._tables.select(plan.slots).first_places[sequences[piece]] + tokens.positions[piece] + 1
             following = self._tables.read_tokens(places)
             all_logprobs = self._score(hidden, piece, plan, tokens).float().log_softmax(-1)
             logprobs = all_logprobs.gather(-1, following[:, None]).squeeze(-1)

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 
 from lorax_server.adapters.batch import AdapterArena, AdapterBatchData, AdapterBatchMetadata
-from lorax_server.adapters.target import Kind
+from lorax_server.adapters.target import TargetKind
 from lorax_server.kernels import MAX_RANK, Field, LinearWeights
 from lorax_server.kernels.device import is_host
 from lorax_server.layers.attention import Seqlen
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.sampling.batch import TokenMasks
-from lorax_server.sampling.sampler import History, RowSampling, Sampler
+from lorax_server.sampling.sampler import History, Sampler, SequenceSampling
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.inputs import count_mask_words
@@ -74,7 +74,7 @@ def make_believe(memory: AdapterMemory, tokens: int) -> AdapterBatchData:
     """Describe tokens of one adapter that changes every target, with the first bytes of the buffer."""
     arena, device = memory.arena, memory.arena.buffer.device
     table = torch.cat([arena.host_table[:1], torch.zeros_like(arena.host_table[:1])])
-    linears = [target for target in arena.targets.values() if target.kind is Kind.LINEAR]
+    linears = [target for target in arena.targets.values() if target.kind is TargetKind.LINEAR]
     widest = max((max(target.inputs.size, target.outputs.size) for target in linears), default=1)
     table[1, :, Field.RANK] = min(MAX_RANK, arena.buffer.numel() // widest)
     believed = AdapterArena(
@@ -128,7 +128,7 @@ def run_choice(model: PagedCausalLM, rows: int, max_length: int, masks: TokenMas
     """Choose tokens as those requests do that need the most memory, under masks, and score tokens of a prompt."""
     device, head = model.device, model.lm_head
     logits = head.linear.plain.new_zeros(rows, head.vocab_size)
-    sampling = RowSampling.of(MOST_DEMANDING, StopParams())
+    sampling = SequenceSampling.of(MOST_DEMANDING, StopParams())
     lengths = torch.ones(rows, dtype=torch.int64, device=device)
     history = History(lengths, lengths, torch.zeros(rows, max_length, dtype=torch.int64, device=device))
     Sampler([sampling] * rows, head.vocab_size, device, model.ops)(logits, history, masks)

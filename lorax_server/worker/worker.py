@@ -16,9 +16,9 @@ from lorax_server.errors import BusyError, ConfigError, LoraxError
 from lorax_server.files.names import MODEL_CONFIG_FILE
 from lorax_server.kernels import select_ops
 from lorax_server.kernels.device import is_host, make_stream, use_stream
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
-from lorax_server.models.registry import MODELS, PADDED_FIELDS, get_model, load_config
+from lorax_server.models.registry import MODELS, PADDED_ONLY_FIELDS, get_model, load_config
 from lorax_server.phases import Phases
 from lorax_server.plan import (
     AdapterOp,
@@ -42,7 +42,7 @@ from lorax_server.worker.memory import (
     adapter_rows,
     count_blocks,
     explain_lack,
-    find_max_rows,
+    find_max_num_seqs,
     lacks_memory,
     measure_needs,
     report_memory,
@@ -123,7 +123,7 @@ class Worker:
         torch.cuda.empty_cache()
         if self._try(work):
             return None
-        logger.warning("a step of %d tokens in %d sequences has no memory", plan.num_tokens, len(plan.rows))
+        logger.warning("a step of %d tokens in %d sequences has no memory", plan.num_tokens, len(plan.slots))
         self._tickets.append(self._runner.submit(plan.without_sequences()))
         return BusyError(
             "the device has too little memory for this request beside the others; try again, or ask for less: a "
@@ -213,7 +213,7 @@ def is_paged(config: EngineConfig) -> bool:
     try:
         stored = json.loads((config.model.path / MODEL_CONFIG_FILE).read_text())
         model_type = stored.get("model_type")
-        return model_type in MODELS and not stored.get(PADDED_FIELDS.get(model_type))
+        return model_type in MODELS and not stored.get(PADDED_ONLY_FIELDS.get(model_type))
     except (OSError, ValueError, AttributeError, TypeError):
         return True
 
@@ -237,7 +237,7 @@ def paged_worker(
 
 
 def _make_memory(model: PagedCausalLM, num_units: int, group: ProcessGroup, copier: Copier | None) -> AdapterMemory:
-    targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
+    targets, dtype = collect_adapter_targets(model), model.lm_head.linear.weight.dtype
     num_rows = adapter_rows(num_units * UNIT_BYTES, len(targets))
     return AdapterMemory(targets, dtype, model.device, num_units, num_rows, group.rank() > 0, copier)
 
@@ -246,9 +246,9 @@ def _build_paged(
     model: PagedCausalLM, config: EngineConfig, group: ProcessGroup, phases: Phases, memory: AdapterMemory | None
 ) -> Worker:
     device, is_gpu = model.device, not is_host(model.device)
-    max_rows = _fewest(find_max_rows(config, device), group, device)
-    step_tokens = max(config.max_step_tokens or (GPU_STEP_TOKENS if is_gpu else CPU_STEP_TOKENS), max_rows)
-    sizes = GraphSizes.choose(max_rows, step_tokens) if uses_graphs(model, config, group) else GraphSizes()
+    max_num_seqs = _fewest(find_max_num_seqs(config, device), group, device)
+    step_tokens = max(config.max_step_tokens or (GPU_STEP_TOKENS if is_gpu else CPU_STEP_TOKENS), max_num_seqs)
+    sizes = GraphSizes.choose(max_num_seqs, step_tokens) if uses_graphs(model, config, group) else GraphSizes()
     if uses_programs(model, group):
         sizes = GraphSizes.choose_for_cpu()
     num_units = 0 if memory is None else memory.num_units
@@ -256,14 +256,20 @@ def _build_paged(
     if is_gpu:
         fix_rotary(model, shape.max_length)
     with phases.measure("kernels"):
-        warm_up(model, memory, {max_rows} if sizes.decode else {*graph_sizes(max_rows), max_rows}, step_tokens, shape)
+        warm_up(
+            model,
+            memory,
+            {max_num_seqs} if sizes.decode else {*graph_sizes(max_num_seqs), max_num_seqs},
+            step_tokens,
+            shape,
+        )
     with phases.measure("memory"):
-        needs = measure_needs(model, memory, sizes, max_rows, step_tokens, shape)
-        num_blocks = _fewest(count_blocks(model, config, max_rows, shape.max_length, needs), group, device)
+        needs = measure_needs(model, memory, sizes, max_num_seqs, step_tokens, shape)
+        num_blocks = _fewest(count_blocks(model, config, max_num_seqs, shape.max_length, needs), group, device)
     max_length = min(shape.max_length, num_blocks * config.block_size)
     capabilities = replace(
         describe(model),
-        max_rows=max_rows,
+        max_num_seqs=max_num_seqs,
         max_length=max_length,
         max_step_tokens=step_tokens,
         max_mixed_tokens=config.max_mixed_tokens or (GPU_MIXED_TOKENS if is_gpu else None),
@@ -279,7 +285,7 @@ def _build_paged(
             model,
             num_blocks=num_blocks,
             block_size=config.block_size,
-            num_rows=max_rows,
+            max_num_seqs=max_num_seqs,
             max_length=max_length,
             memory=memory,
             graph_sizes=sizes,
@@ -292,7 +298,7 @@ def _build_paged(
 
 def _make_preparer(model: PagedCausalLM, group: ProcessGroup) -> Preparer:
     host_group = group.make_host_group() if isinstance(group, TorchGroup) else group
-    targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
+    targets, dtype = collect_adapter_targets(model), model.lm_head.linear.weight.dtype
     return Preparer(targets, dtype, host_group, max_rank=model.ops.max_lora_rank)
 
 

@@ -21,7 +21,7 @@ def test_a_step_that_only_moves_adapters_ends_when_they_have_moved() -> None:
     """The memory that a move frees goes to another adapter then, whose bytes come on another stream."""
     tensors = checkpoint("llama-gqa", make_oracle("llama-gqa"))
     model = build_model(VARIANTS["llama-gqa"].config(), make_weights(tensors, torch.device("cuda")))
-    runner = PagedRunner(model, num_blocks=4, block_size=4, num_rows=1, max_length=16)
+    runner = PagedRunner(model, num_blocks=4, block_size=4, max_num_seqs=1, max_length=16)
     none = np.zeros(0, dtype=np.int64)
     nobody = none.astype(bool)
     torch.cuda.synchronize()

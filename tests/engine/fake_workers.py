@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lorax_server.adapters.config import parse_config
-from lorax_server.adapters.spec import AdapterSpec, StoredPart
+from lorax_server.adapters.spec import AdapterSpec, AdapterCheckpoint
 from lorax_server.engine.adapters.table import AdapterTable
 from lorax_server.engine.admission import Limits
 from lorax_server.engine.block_pool import BlockPool
@@ -56,7 +56,7 @@ def make_spec(identity: str, units: int, name: str | None = None) -> AdapterSpec
 
 
 def make_capabilities(num_units: int, depth: int = 1, **more: Any) -> Capabilities:
-    values = {"max_rows": 3, "max_length": 40, "num_blocks": 24, "max_step_tokens": 12} | more
+    values = {"max_num_seqs": 3, "max_length": 40, "num_blocks": 24, "max_step_tokens": 12} | more
     return Capabilities(
         vocab_size=VOCAB,
         block_size=SIZE,
@@ -163,7 +163,7 @@ class Workers:
         self._check_host()
         self._check_collisions()
         problem = None
-        if len(plan.rows) and self.lacks_memory(plan):
+        if len(plan.slots) and self.lacks_memory(plan):
             problem = BusyError("too little memory")
             self.refused.append(plan)
             plan = plan.without_sequences()
@@ -308,27 +308,27 @@ class Workers:
 
     def _compute(self, step: _Step) -> StepResult:
         plan = step.plan
-        for new in plan.new_rows:
-            self._tokens[new.row], self._chains[new.row], self._tables[new.row] = list(new.token_ids), [], {}
-        for row, place, block in plan.new_blocks.tolist():
-            assert place not in self._tables[row], "told twice"
-            self._tables[row][place] = block
-        columns = (plan.rows, plan.starts, plan.counts, plan.samples, plan.adapter_indices)
+        for new in plan.new_sequences:
+            self._tokens[new.slot], self._chains[new.slot], self._tables[new.slot] = list(new.token_ids), [], {}
+        for slot, place, block in plan.new_blocks.tolist():
+            assert place not in self._tables[slot], "told twice"
+            self._tables[slot][place] = block
+        columns = (plan.slots, plan.starts, plan.counts, plan.samples, plan.adapter_indices)
         tokens = []
         parts = list(zip(*(column.tolist() for column in columns), strict=True))
-        for row, start, count, _, index in parts:
+        for slot, start, count, _, index in parts:
             identity = self._found(step.reads[index]) if index else ""
-            chains = self._extend_chain(row, identity, start + count)
+            chains = self._extend_chain(slot, identity, start + count)
             for position in range(start, start + count):
-                self._cache[self._slot(row, position)] = chains[position]
-        for row, start, count, samples, _ in parts:
-            chains = self._chains[row]
+                self._cache[self._kv_slot(slot, position)] = chains[position]
+        for slot, start, count, samples, _ in parts:
+            chains = self._chains[slot]
             for position in range(start + count):
-                assert self._cache[self._slot(row, position)] == chains[position], "another's keys"
+                assert self._cache[self._kv_slot(slot, position)] == chains[position], "another's keys"
             if samples:
-                assert start + count == len(self._tokens[row])
+                assert start + count == len(self._tokens[slot])
                 tokens.append(token_after(chains[start + count - 1]))
-                self._tokens[row].append(tokens[-1])
+                self._tokens[slot].append(tokens[-1])
         return StepResult(plan.step, tokens, [0.0] * len(tokens))
 
     def _found(self, reading: _Reading) -> str:
@@ -336,14 +336,14 @@ class Workers:
         assert held is not None
         return held[0]
 
-    def _extend_chain(self, row: int, identity: str, length: int) -> list[int]:
-        chains, tokens = self._chains[row], self._tokens[row]
+    def _extend_chain(self, slot: int, identity: str, length: int) -> list[int]:
+        chains, tokens = self._chains[slot], self._tokens[slot]
         while len(chains) < length:
             chains.append(chain(chains[-1] if chains else seed_of(identity), tokens[len(chains)]))
         return chains
 
-    def _slot(self, row: int, position: int) -> int:
-        return self._tables[row][position // SIZE] * SIZE + position % SIZE
+    def _kv_slot(self, slot: int, position: int) -> int:
+        return self._tables[slot][position // SIZE] * SIZE + position % SIZE
 
 
 @dataclass
@@ -359,7 +359,7 @@ class Names:
         specs = [self.specs[ref.name] for ref in refs]
         spec = specs[0]
         if merge is not None:
-            parts = tuple(StoredPart(Path(), RAW, (), each.identity) for each in specs)
+            parts = tuple(AdapterCheckpoint(Path(), RAW, (), each.identity) for each in specs)
             spec = AdapterSpec("+".join(each.identity for each in specs), "merged", parts, 4, merge)
         answer.set_result((spec, Resolved(spec.identity, tier="fetched" if self.is_new else "")))
         return answer

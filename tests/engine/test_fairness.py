@@ -1,4 +1,4 @@
-"""Rows are shared between tenants: a newcomer begins at once, others keep their share, and no token changes."""
+"""Slots are shared between tenants: a newcomer begins at once, others keep their share, and no token changes."""
 
 from collections import Counter
 from dataclasses import replace
@@ -15,12 +15,12 @@ from lorax_server.plan import StepPlan
 from lorax_server.types import Request
 from tests.engine.test_scheduler import Engine, check, make_limits, make_request
 
-ROWS = 8
-LIMITS = make_limits(max_step_tokens=64, max_rows=ROWS, max_length=100)
+MAX_NUM_SEQS = 8
+LIMITS = make_limits(max_step_tokens=64, max_num_seqs=MAX_NUM_SEQS, max_length=100)
 
 
 def flood(engine: Engine, count: int, first: int = 0, **more: object) -> list[Request]:
-    """Add long requests of one tenant, which take all rows."""
+    """Add long requests of one tenant, which take all slots."""
     requests = [
         make_request(i, [1, 2, 3, 1 + i % 5], 40, eos=False, **{"tenant": "big"} | more)
         for i in range(first, first + count)
@@ -30,7 +30,7 @@ def flood(engine: Engine, count: int, first: int = 0, **more: object) -> list[Re
     return requests
 
 
-def rows_of(engine: Engine) -> Counter[str]:
+def slots_of(engine: Engine) -> Counter[str]:
     return Counter(sequence.request.tenant for sequence in engine.scheduler._running)
 
 
@@ -44,14 +44,14 @@ def test_who_comes_begins_in_the_next_step(depth: int) -> None:
     engine = Engine(LIMITS, 200, depth)
     many = flood(engine, 16)
     run(engine, 5)
-    assert engine.scheduler.num_running == ROWS
+    assert engine.scheduler.num_running == MAX_NUM_SEQS
     small = make_request(100, [4, 5], 3, eos=False, tenant="small", adapter_identity="1")
     engine.scheduler.add(small)
     run(engine, depth)
     assert len(engine.answers[100]) == 1
     engine.finish()
     check(engine, *many, small)
-    assert engine.scheduler.counters.rows_taken_back == 1
+    assert engine.scheduler.counters.fairness_preemptions == 1
     assert engine.scheduler.counters.preemptions == 0
 
 
@@ -59,12 +59,12 @@ def test_who_comes_begins_in_the_next_step(depth: int) -> None:
 def test_a_tenant_alone_has_all_rows_for_itself(depth: int) -> None:
     engine = Engine(LIMITS, 200, depth)
     many = flood(engine, 24)
-    while len(engine.reasons) < ROWS:
+    while len(engine.reasons) < MAX_NUM_SEQS:
         engine.step()
-        assert engine.reasons or engine.scheduler.num_running == ROWS
+        assert engine.reasons or engine.scheduler.num_running == MAX_NUM_SEQS
     engine.finish()
     check(engine, *many)
-    assert engine.scheduler.counters.rows_taken_back == 0
+    assert engine.scheduler.counters.fairness_preemptions == 0
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -76,17 +76,17 @@ def test_each_gets_its_part_of_the_rows_and_keeps_it(depth: int, weights: dict[s
     others = flood(engine, 24, first=100, tenant="other")
     part = 6 if weights else 4
     run(engine, 2)
-    assert rows_of(engine) == {"big": ROWS - part, "other": part}
+    assert slots_of(engine) == {"big": MAX_NUM_SEQS - part, "other": part}
     run(engine, 20)
-    assert rows_of(engine) == {"big": ROWS - part, "other": part}
-    assert engine.scheduler.counters.rows_taken_back == part
+    assert slots_of(engine) == {"big": MAX_NUM_SEQS - part, "other": part}
+    assert engine.scheduler.counters.fairness_preemptions == part
     engine.finish()
     check(engine, *many, *others)
 
 
 def test_those_who_came_first_keep_their_rows() -> None:
     engine = Engine(LIMITS, 200)
-    flood(engine, ROWS)
+    flood(engine, MAX_NUM_SEQS)
     run(engine, 3)
     flood(engine, 4, first=100, tenant="other")
     run(engine, 1)
@@ -96,17 +96,17 @@ def test_those_who_came_first_keep_their_rows() -> None:
 def test_with_more_tenants_than_rows_nobody_loses_its_row() -> None:
     engine = Engine(LIMITS, 400)
     requests = []
-    for i in range(4 * ROWS):
-        requests.append(make_request(i, [1 + i % 5], 12, eos=False, tenant=str(i % (2 * ROWS))))
+    for i in range(4 * MAX_NUM_SEQS):
+        requests.append(make_request(i, [1 + i % 5], 12, eos=False, tenant=str(i % (2 * MAX_NUM_SEQS))))
         engine.scheduler.add(requests[-1])
         engine.step()
     engine.finish()
     check(engine, *requests)
-    assert engine.scheduler.counters.rows_taken_back == 0
+    assert engine.scheduler.counters.fairness_preemptions == 0
 
 
 def test_who_waits_does_not_fall_behind_tenants_that_never_end_to_come() -> None:
-    engine = Engine(replace(LIMITS, max_rows=1), 64)
+    engine = Engine(replace(LIMITS, max_num_seqs=1), 64)
     for i in range(2):
         engine.scheduler.add(make_request(i, [1], 20, eos=False, tenant="old"))
     num_new = 100
@@ -132,15 +132,15 @@ def test_who_comes_also_gets_blocks(depth: int) -> None:
     check(engine, *many, small)
 
 
-@pytest.mark.parametrize("others", [ROWS - 1, ROWS, 3 * ROWS])
+@pytest.mark.parametrize("others", [MAX_NUM_SEQS - 1, MAX_NUM_SEQS, 3 * MAX_NUM_SEQS])
 def test_however_many_come_nobody_waits_for_whole_answers_of_who_has_all_rows(others: int) -> None:
     engine = Engine(LIMITS, 400)
-    many = flood(engine, 2 * ROWS)
+    many = flood(engine, 2 * MAX_NUM_SEQS)
     run(engine, 3)
     small = [make_request(100 + i, [4, 5], 2, eos=False, tenant=f"small-{i}") for i in range(others)]
     for request in small:
         engine.scheduler.add(request)
-    run(engine, ROWS + 3 * (1 + others // (ROWS - 1)))
+    run(engine, MAX_NUM_SEQS + 3 * (1 + others // (MAX_NUM_SEQS - 1)))
     assert all(request.request_id in engine.answers for request in small)
     engine.finish()
     check(engine, *many, *small)
@@ -169,13 +169,13 @@ def test_requests_of_one_tenant_do_not_preempt_each_other() -> None:
     run(engine, 5)
     flood(engine, 4, first=100)
     run(engine, 20)
-    assert engine.scheduler.counters.rows_taken_back == 0
+    assert engine.scheduler.counters.fairness_preemptions == 0
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_adapters_of_a_tenant_share_what_is_free(depth: int) -> None:
-    """A flood for one adapter does not hold up another adapter of the same tenant, though no row is taken back."""
-    engine = Engine(replace(LIMITS, max_rows=2), 64, depth)
+    """A flood for one adapter does not hold up another adapter of the same tenant, though no slot is taken back."""
+    engine = Engine(replace(LIMITS, max_num_seqs=2), 64, depth)
     many = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter_identity="1") for i in range(20)]
     few = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter_identity="2") for i in range(100, 103)]
     for request in (*many, *few):
@@ -183,11 +183,11 @@ def test_adapters_of_a_tenant_share_what_is_free(depth: int) -> None:
     engine.finish()
     check(engine, *many, *few)
     assert max(list(engine.reasons).index(request.request_id) for request in few) < 8
-    assert engine.scheduler.counters.rows_taken_back == 0
+    assert engine.scheduler.counters.fairness_preemptions == 0
 
 
 def test_adapters_that_never_end_to_come_do_not_keep_others_waiting() -> None:
-    engine = Engine(replace(LIMITS, max_rows=1), 64)
+    engine = Engine(replace(LIMITS, max_num_seqs=1), 64)
     for i in range(2):
         engine.scheduler.add(make_request(i, [1], 20, eos=False, tenant="one"))
     num_new = 100
@@ -217,9 +217,9 @@ def test_parts_are_of_those_who_are_here() -> None:
     assert queue.share_of("plain") == 64
     assert not queue.is_shared
     queue.remove(sequences[2])
-    queue.take_row("plain")
+    queue.acquire_slot("plain")
     queue.charge({("plain", ""): 10})
-    queue.give_row("plain")
+    queue.release_slot("plain")
     assert len(queue) == 0
     queue.push(sequences[1])
     assert queue.share_of("light") == 64
@@ -229,11 +229,11 @@ def test_parts_are_of_those_who_are_here() -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """Requests of several tenants, with enough blocks and tokens for all, so that they share nothing but rows."""
+    """Requests of several tenants, with enough blocks and tokens for all, so that they share nothing but slots."""
 
-    @initialize(depth=st.integers(1, 2), rows=st.integers(1, 5), weight=st.sampled_from([0.2, 1.0, 2.5]))
-    def begin(self, depth: int, rows: int, weight: float) -> None:
-        self.engine = Engine(make_limits(200, rows, 24), 100, depth, weights={"a": weight})
+    @initialize(depth=st.integers(1, 2), slots=st.integers(1, 5), weight=st.sampled_from([0.2, 1.0, 2.5]))
+    def begin(self, depth: int, slots: int, weight: float) -> None:
+        self.engine = Engine(make_limits(200, slots, 24), 100, depth, weights={"a": weight})
         self.engine.scheduler.schedule = self.schedule  # type: ignore[method-assign]
         self.requests: dict[int, Request] = {}
         self.aborted: set[int] = set()
@@ -266,21 +266,21 @@ class Machine(RuleBasedStateMachine):
             self.engine.scheduler.abort(request_id)
 
     def schedule(self) -> StepPlan | None:
-        """No request waits while a row is free. No tenant waits for its share while another has more than its own."""
+        """No request waits while a slot is free. No tenant waits for its share while another has more than its own."""
         scheduler = self.engine.scheduler
         plan = Scheduler.schedule(scheduler)
-        queue, rows = scheduler._waiting, rows_of(self.engine)
-        assert rows == {name: tenant.num_rows for name, tenant in queue._present.items() if tenant.num_rows}
-        assert not (len(queue) and scheduler._free_rows)
-        short = [tenant for tenant in queue._waiting if rows[tenant] < queue.share_of(tenant)]
-        beyond = [tenant for tenant in rows if rows[tenant] > queue.kept_rows(tenant)]
-        assert not (short and beyond), (short, beyond, rows)
+        queue, slots = scheduler._waiting, slots_of(self.engine)
+        assert slots == {name: tenant.num_slots for name, tenant in queue._present.items() if tenant.num_slots}
+        assert not (len(queue) and scheduler._free_slots)
+        short = [tenant for tenant in queue._waiting if slots[tenant] < queue.share_of(tenant)]
+        beyond = [tenant for tenant in slots if slots[tenant] > queue.guaranteed_slots(tenant)]
+        assert not (short and beyond), (short, beyond, slots)
         return plan
 
     @invariant()
     def rows_hold(self) -> None:
         if hasattr(self, "engine"):
-            assert self.engine.scheduler.num_running <= self.engine.scheduler.limits.max_rows
+            assert self.engine.scheduler.num_running <= self.engine.scheduler.limits.max_num_seqs
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

@@ -23,7 +23,7 @@ def check_answers(world: World, failed: list[Asked]) -> None:
         else:
             assert asked.tokens == alone(asked.identity, asked.prompt, asked.num_tokens)
     world.check_nothing_is_left()
-    assert len(world.scheduler._free_rows) == world.scheduler.limits.max_rows
+    assert len(world.scheduler._free_slots) == world.scheduler.limits.max_num_seqs
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -64,7 +64,7 @@ def test_of_equal_requests_the_last_one_fails() -> None:
 
 def test_one_request_after_the_other_fails_until_there_is_memory() -> None:
     world = World(8, 8, depth=2)
-    world.workers.lacks_memory = lambda plan: len(plan.rows) > 1
+    world.workers.lacks_memory = lambda plan: len(plan.slots) > 1
     requests = [world.ask(None, [i] * (i + 2), 5) for i in range(3)]
     world.finish(100)
     check_answers(world, requests[1:])
@@ -130,7 +130,7 @@ def test_whatever_comes_others_get_their_tokens(depth: int, seed: int) -> None:
     failed = [asked for asked in world.asked.values() if asked.failure]
     assert len(failed) == len(world.workers.refused) > 0
     world.check_nothing_is_left()
-    assert len(world.scheduler._free_rows) == world.scheduler.limits.max_rows
+    assert len(world.scheduler._free_slots) == world.scheduler.limits.max_num_seqs
 
 
 def test_alternatives_count_as_memory() -> None:

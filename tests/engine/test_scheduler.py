@@ -55,40 +55,40 @@ def alone(adapter: int, prompt: list[int], stop: StopParams) -> list[int]:
 
 @dataclass
 class Device:
-    """Rows of tokens, tables of blocks, and a cache that remembers the adapter and the tokens behind each slot.
+    """Slots of tokens, tables of blocks, and a cache that remembers the adapter and the tokens behind each slot.
 
     A step reads all keys and values of a sequence, as attention does, and so notices foreign ones.
     """
 
-    num_rows: int
+    max_num_seqs: int
     tokens: dict[int, list[int]] = field(default_factory=dict)
     tables: dict[int, dict[int, int]] = field(default_factory=dict)
     cache: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def run(self, plan: StepPlan) -> StepResult:
-        assert len(set(plan.rows.tolist())) == len(plan.rows)
-        for new in plan.new_rows:
-            assert 0 <= new.row < self.num_rows
-            self.tokens[new.row], self.tables[new.row] = list(new.token_ids), {}
-        for row, place, block in plan.new_blocks.tolist():
-            assert place not in self.tables[row], "told twice"
-            self.tables[row][place] = block
-        columns = (plan.rows, plan.starts, plan.counts, plan.samples, plan.adapter_indices)
+        assert len(set(plan.slots.tolist())) == len(plan.slots)
+        for new in plan.new_sequences:
+            assert 0 <= new.slot < self.max_num_seqs
+            self.tokens[new.slot], self.tables[new.slot] = list(new.token_ids), {}
+        for slot, place, block in plan.new_blocks.tolist():
+            assert place not in self.tables[slot], "told twice"
+            self.tables[slot][place] = block
+        columns = (plan.slots, plan.starts, plan.counts, plan.samples, plan.adapter_indices)
         steps = list(zip(*(column.tolist() for column in columns), strict=True))
-        for row, start, count, _, adapter in steps:
+        for slot, start, count, _, adapter in steps:
             assert count > 0
             for position in range(start, start + count):
-                written = (adapter, tuple(self.tokens[row][: position + 1]))
-                self.cache[self.tables[row][position // SIZE] * SIZE + position % SIZE] = written
+                written = (adapter, tuple(self.tokens[slot][: position + 1]))
+                self.cache[self.tables[slot][position // SIZE] * SIZE + position % SIZE] = written
         chosen = []
-        for row, start, count, samples, adapter in steps:
+        for slot, start, count, samples, adapter in steps:
             for position in range(start + count):
-                slot = self.tables[row][position // SIZE] * SIZE + position % SIZE
-                assert self.cache[slot] == (adapter, tuple(self.tokens[row][: position + 1])), "another's keys"
+                kv_slot = self.tables[slot][position // SIZE] * SIZE + position % SIZE
+                assert self.cache[kv_slot] == (adapter, tuple(self.tokens[slot][: position + 1])), "another's keys"
             if samples:
-                assert start + count == len(self.tokens[row])
-                token = next_token(adapter, self.tokens[row])
-                self.tokens[row].append(token)
+                assert start + count == len(self.tokens[slot])
+                token = next_token(adapter, self.tokens[slot])
+                self.tokens[slot].append(token)
                 chosen.append(token)
         return StepResult(plan.step, chosen, [0.0] * len(chosen))
 
@@ -150,9 +150,9 @@ def make_request(request_id: int, prompt: list[int], max_new_tokens: int = 5, eo
 
 
 def make_limits(
-    max_step_tokens: int, max_rows: int, max_length: int, max_chunk: int | None = None, **more: Any
+    max_step_tokens: int, max_num_seqs: int, max_length: int, max_chunk: int | None = None, **more: Any
 ) -> Limits:
-    return Limits(VOCAB, max_rows, max_length, 0, SIZE, max_step_tokens, max_chunk=max_chunk, **more)
+    return Limits(VOCAB, max_num_seqs, max_length, 0, SIZE, max_step_tokens, max_chunk=max_chunk, **more)
 
 
 class Engine:
@@ -161,7 +161,7 @@ class Engine:
     def __init__(self, limits: Limits, num_blocks: int, depth: int = 1, **options: Any) -> None:
         self.pool, self.adapters, self.depth = BlockPool(num_blocks, SIZE), Loaded(), depth
         self.scheduler = Scheduler(limits, self.pool, self.adapters, **options)
-        self.device = Device(limits.max_rows)
+        self.device = Device(limits.max_num_seqs)
         self.results: deque[StepResult] = deque()
         self.answers: dict[int, list[int]] = {}
         self.reasons: dict[int, FinishReason] = {}
@@ -199,7 +199,7 @@ def check(engine: Engine, *requests: Request) -> None:
         assert engine.reasons[request.request_id] == (FinishReason.EOS_TOKEN if last_is_eos else FinishReason.LENGTH)
 
 
-ROOMY = make_limits(max_step_tokens=64, max_rows=8, max_length=100)
+ROOMY = make_limits(max_step_tokens=64, max_num_seqs=8, max_length=100)
 
 
 # --- One thing at a time ----------------------------------------------------------------------------------------------
@@ -225,16 +225,16 @@ def test_columns_stay_while_the_same_sequences_decode(depth: int) -> None:
     for _ in range(4):
         engine.step()
     first, second = engine.plans[-2:]
-    assert second.rows is first.rows
+    assert second.slots is first.slots
     assert second.starts.tolist() == [start + 1 for start in first.starts.tolist()]
     requests.append(make_request(2, [5], 12, eos=False, adapter_identity="1"))
     engine.scheduler.add(requests[-1])
-    for rows in ([1, 2, 0], [1, 2, 0]):  # with its prompt, then with its own token
+    for slots in ([1, 2, 0], [1, 2, 0]):  # with its prompt, then with its own token
         engine.step()
-        assert engine.plans[-1].rows.tolist() == rows
+        assert engine.plans[-1].slots.tolist() == slots
     engine.scheduler.abort(1)
     engine.step()
-    assert engine.plans[-1].rows.tolist() == [2, 0]
+    assert engine.plans[-1].slots.tolist() == [2, 0]
     engine.finish()
     check(engine, requests[0], requests[2])
 
@@ -250,7 +250,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_others(depth: int) -> None:
     check(engine, long, short)
     assert engine.scheduler.counters.chunks >= 3
     assert all(plan.num_tokens <= 8 for plan in engine.plans)
-    assert sum(len(plan.rows) == 2 for plan in engine.plans) >= 4  # the short one never waited
+    assert sum(len(plan.slots) == 2 for plan in engine.plans) >= 4  # the short one never waited
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -262,7 +262,7 @@ def test_a_long_prompt_that_goes_first_does_not_hold_up_those_that_run(depth: in
     engine.scheduler.add(long)
     engine.finish()
     check(engine, long, short)
-    assert all(0 in plan.rows for plan in engine.plans[: len(engine.answers[0])])
+    assert all(0 in plan.slots for plan in engine.plans[: len(engine.answers[0])])
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -275,7 +275,7 @@ def test_prompts_take_less_of_a_step_while_others_decode(depth: int) -> None:
     engine.finish()
     check(engine, long, short)
     assert engine.plans[0].num_tokens == 20  # nobody waits for a token
-    mixed = [plan for plan in engine.plans if len(plan.rows) == 2]
+    mixed = [plan for plan in engine.plans if len(plan.slots) == 2]
     assert len(mixed) >= 2
     assert all(plan.num_tokens == 6 for plan in mixed)
     assert max(plan.num_tokens for plan in engine.plans) == 32  # once the short one has ended
@@ -454,20 +454,20 @@ class ReportingDevice(Device):
     prompts: dict[int, list[int]] = field(default_factory=dict)
 
     def run(self, plan: StepPlan) -> StepResult:
-        for new in plan.new_rows:
-            self.prompts[new.row] = list(new.token_ids[: new.prompt_length])
+        for new in plan.new_sequences:
+            self.prompts[new.slot] = list(new.token_ids[: new.prompt_length])
         result = super().run(plan)
         reports = []
-        for row, start, count, asks in zip(plan.rows, plan.starts, plan.counts, plan.asks, strict=True):
+        for slot, start, count, asks in zip(plan.slots, plan.starts, plan.counts, plan.scores_prompt, strict=True):
             if asks:
-                prompt = self.prompts[row]
+                prompt = self.prompts[slot]
                 ends = min(start + count, len(prompt) - 1)
                 assert ends > start
                 reports.append([code(prompt, position + 1) for position in range(start, ends)])
-        sampled = [int(row) for row, samples in zip(plan.rows, plan.samples, strict=True) if samples]
+        sampled = [int(slot) for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples]
         logprobs = [-0.5] * len(sampled)
-        for place, row in enumerate(sampled):
-            if self.tokens[row][0] == 6 and len(self.tokens[row]) == len(self.prompts[row]) + 3:
+        for place, slot in enumerate(sampled):
+            if self.tokens[slot][0] == 6 and len(self.tokens[slot]) == len(self.prompts[slot]) + 3:
                 logprobs[place] = math.nan
         alternatives = {place: Alternatives([token], [-0.25]) for place, token in enumerate(result.token_ids)}
         return replace(result, logprobs=logprobs, alternatives=alternatives, prompt_logprobs=reports)
@@ -479,7 +479,7 @@ class ReportingEngine(Engine):
     def __init__(self, limits: Limits, num_blocks: int, depth: int = 1, **options: Any) -> None:
         self.now = 0.0
         super().__init__(limits, num_blocks, depth, clock=lambda: self.now, **options)
-        self.device = ReportingDevice(limits.max_rows)
+        self.device = ReportingDevice(limits.max_num_seqs)
         self.outputs: dict[int, list[Output]] = {}
 
     def step(self) -> bool:
@@ -511,7 +511,7 @@ class ReportingEngine(Engine):
 
 
 def test_more_than_a_number_of_waiting_requests_are_refused() -> None:
-    engine = ReportingEngine(replace(ROOMY, max_rows=2, max_waiting=3), 64)
+    engine = ReportingEngine(replace(ROOMY, max_num_seqs=2, max_waiting=3), 64)
     for i in range(2):
         engine.scheduler.add(make_request(i, [1], 5, eos=False))
     engine.step()
@@ -528,7 +528,7 @@ def test_more_than_a_number_of_waiting_requests_are_refused() -> None:
 
 
 def test_what_would_wait_for_too_long_is_refused_and_told_when_to_come_back() -> None:
-    engine = ReportingEngine(replace(ROOMY, max_rows=1, max_wait_s=10.0), 64, depth=2)
+    engine = ReportingEngine(replace(ROOMY, max_num_seqs=1, max_wait_s=10.0), 64, depth=2)
     engine.scheduler.add(make_request(0, [1] * 8, 3, eos=False))  # at first no throughput is known
     engine.step()
     while engine.scheduler.has_work:
@@ -650,7 +650,7 @@ def test_a_sequence_that_is_preempted_after_a_jump_comes_again_as_a_long_one() -
         assert engine.step()
         for sequence in engine.scheduler._running:
             sequence.has_jumped = True  # as by `SubmittedStep.force`
-    preempted = [each for each in engine.scheduler._by_id.values() if each.row is None]
+    preempted = [each for each in engine.scheduler._by_id.values() if each.slot is None]
     assert [each.has_jumped for each in preempted] == [False]
     engine.finish()
     check(engine, *requests)
@@ -769,7 +769,7 @@ def test_prompts_are_reported_on_in_chunks_and_after_giving_way(depth: int, max_
             engine.scheduler.add(requests[-1])
             for _ in range(rng.randint(0, 4)):
                 engine.step()
-                waiting = [each for each in engine.scheduler._by_id.values() if each.has_begun and each.row is None]
+                waiting = [each for each in engine.scheduler._by_id.values() if each.has_begun and each.slot is None]
                 num_preempted_in_the_prompt += sum(bool(each.prompt_logprobs) for each in waiting)
         engine.finish()
         check(engine, *requests)
@@ -861,7 +861,7 @@ def test_a_step_without_sequences_is_for_what_workers_must_be_told_only() -> Non
     engine.adapters.needs_step = True
     plan = engine.scheduler.schedule()
     assert plan is not None
-    assert len(plan.rows) == 0
+    assert len(plan.slots) == 0
     engine.adapters.needs_step = False
     assert engine.scheduler.schedule() is None
     assert engine.scheduler.update(StepResult(plan.step, [], [])) == []
@@ -979,7 +979,7 @@ class Machine(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             limits = self.engine.scheduler.limits
             assert all(plan.num_tokens <= limits.max_step_tokens for plan in self.engine.plans)
-            assert self.engine.scheduler.num_running <= limits.max_rows
+            assert self.engine.scheduler.num_running <= limits.max_num_seqs
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

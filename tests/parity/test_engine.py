@@ -16,7 +16,7 @@ from lorax_server.build import assemble
 from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.engine.engine import Engine
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.registry import build_model
 from lorax_server.types import AdapterRef, EngineStatus, Output, Request, SamplingParams, StopParams
@@ -78,7 +78,7 @@ def write_adapter(oracle: Any, name: str, rank: int, folder: Path) -> Any:
 
 
 def units(models: Models) -> list[int]:
-    targets = adapter_targets(models.ours)
+    targets = collect_adapter_targets(models.ours)
     return [prepare(open_adapter(f, targets), targets, torch.float32, FakeGroup()).units for f in models.folders]
 
 
@@ -220,8 +220,8 @@ def test_rows_that_are_taken_back_change_no_token(device: torch.device, tmp_path
         return crowd, crowd.finish()
 
     (crowd, status), (alone, status_alone) = run(is_alone=False), run(is_alone=True)
-    assert status.rows_taken_back > 0
-    assert status.preemptions == status_alone.preemptions == status_alone.rows_taken_back == 0
+    assert status.fairness_preemptions > 0
+    assert status.preemptions == status_alone.preemptions == status_alone.fairness_preemptions == 0
     for i in range(len(prompts)):
         assert crowd.tokens(i) == alone.tokens(i)
 

@@ -17,7 +17,7 @@ from lorax_server.worker.worker import Worker
 from tests.grids import slow_except
 from tests.parity.test_engine import NEW_TOKENS, NUM_BLOCKS, WHO, Crowd, Models, make_engine, make_models, make_prompts
 
-MAX_ROWS = 4
+MAX_NUM_SEQS = 4
 
 
 class DisturbedCrowd(Crowd):
@@ -62,7 +62,7 @@ def run_all(models: Models, engine: Engine) -> DisturbedCrowd:
         crowd.add(i, prompt, adapter=WHO[i], sampling=drawn if i % 3 == 0 else SamplingParams(), **more)
     status = crowd.finish()
     assert status.free_blocks == NUM_BLOCKS
-    assert len(engine._scheduler._free_rows) == MAX_ROWS
+    assert len(engine._scheduler._free_slots) == MAX_NUM_SEQS
     return crowd
 
 

@@ -10,7 +10,7 @@ from lorax_server.kernels import reference
 from lorax_server.sampling import few
 from lorax_server.sampling.few import NUM_FEW, FewSampler
 from lorax_server.sampling.general import GeneralSampler
-from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler
+from lorax_server.sampling.sampler import History, Sampled, Sampler, SequenceSampling
 from lorax_server.types import SamplingParams
 
 ROWS = 64
@@ -30,8 +30,8 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def make_rows(setting: dict[str, Any]) -> list[RowSampling]:
-    return [RowSampling(SamplingParams(do_sample=True, seed=seed, **setting)) for seed in range(ROWS)]
+def make_rows(setting: dict[str, Any]) -> list[SequenceSampling]:
+    return [SequenceSampling(SamplingParams(do_sample=True, seed=seed, **setting)) for seed in range(ROWS)]
 
 
 def make_history(rows: int) -> History:
@@ -92,7 +92,7 @@ def test_each_row_of_a_mixed_batch_goes_its_own_way() -> None:
         SamplingParams(raw_logprobs=True),
         SamplingParams(repetition_penalty=1.5),
     ]
-    rows, logits = [RowSampling(each) for each in params], make_logits(300, "usual")[: len(params)]
+    rows, logits = [SequenceSampling(each) for each in params], make_logits(300, "usual")[: len(params)]
     history = make_history(len(rows))._replace(token_ids=torch.arange(8 * len(rows)).view(len(rows), 8))
     found, expected = Sampler(rows, 300)(logits, history), GeneralSampler(rows, 300)(logits, history)
     check_same(found, expected)

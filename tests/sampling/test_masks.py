@@ -10,7 +10,7 @@ import torch
 
 from lorax_server.kernels import Ops, reference, select_ops
 from lorax_server.sampling.general import GeneralSampler
-from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler, TokenMasks
+from lorax_server.sampling.sampler import History, Sampled, Sampler, SequenceSampling, TokenMasks
 from lorax_server.types import SamplingParams
 
 SETTINGS: list[dict[str, Any]] = [
@@ -30,9 +30,9 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def make_rows() -> list[RowSampling]:
+def make_rows() -> list[SequenceSampling]:
     params = (SamplingParams(**{"do_sample": True, "seed": seed, **each}) for seed, each in enumerate(SETTINGS))
-    return [*map(RowSampling, params), RowSampling(SamplingParams(), 9, frozenset({0, 3}))]
+    return [*map(SequenceSampling, params), SequenceSampling(SamplingParams(), 9, frozenset({0, 3}))]
 
 
 def pack(allowed: np.ndarray, beyond: int) -> torch.Tensor:
@@ -97,7 +97,7 @@ def test_what_is_not_allowed_is_as_if_it_had_no_chance(vocab: int, beyond: int, 
 def test_the_mask_of_a_neighbour_changes_no_bit(ops: Ops, device: torch.device) -> None:
     """Also of rows that are drawn from many tokens, and ask how likely those were without masks."""
     drawn = SamplingParams(do_sample=True, temperature=2.0, top_p=0.99, raw_logprobs=True)
-    rows = [RowSampling(replace(drawn, seed=seed)) for seed in range(40)]
+    rows = [SequenceSampling(replace(drawn, seed=seed)) for seed in range(40)]
     logits, history, allowed = make_batch(5000, len(rows))
     sampler, history = Sampler(rows, 5000, device, ops), to(device, history)
     plain = sampler(logits.to(device), history)
@@ -124,7 +124,7 @@ def test_masks_of_any_width_choose_as_the_specification_does(count: int, ops: Op
 
 def test_greedy_rows_with_masks_need_no_history(ops: Ops, device: torch.device) -> None:
     logits, _, allowed = make_batch(100, 3)
-    sampler = Sampler([RowSampling(SamplingParams())] * 3, 100, device, ops)
+    sampler = Sampler([SequenceSampling(SamplingParams())] * 3, 100, device, ops)
     masks = TokenMasks(torch.tensor([2, 0]), pack(allowed[[2, 0]], 1))
     found = sampler(logits.to(device), None, to(device, masks)).token_ids.tolist()
     best = np.where(allowed, logits.numpy(), -np.inf).argmax(-1).tolist()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lorax_server.kernels import Ops
-from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler, TokenMasks
+from lorax_server.sampling.sampler import History, Sampled, Sampler, SequenceSampling, TokenMasks
 from lorax_server.types import SamplingParams
 
 pytest.importorskip("cuda.bindings", reason="needs cuda-core")
@@ -91,10 +91,10 @@ def make_logits(rows: int, vocab: int, shape: str, dtype: torch.dtype) -> torch.
 
 def make_rows(
     settings: Sequence[dict[str, Any]] = SETTINGS, greedy: Sequence[dict[str, Any]] = GREEDY
-) -> list[RowSampling]:
+) -> list[SequenceSampling]:
     params = [SamplingParams(do_sample=True, seed=seed, **setting) for seed, setting in enumerate(settings)]
-    rows = [RowSampling(each) for each in [*params, *(SamplingParams(**setting) for setting in greedy)]]
-    ending = RowSampling(SamplingParams(do_sample=True, top_p=0.9, seed=99), 3, frozenset({0, 2, 10**9}))
+    rows = [SequenceSampling(each) for each in [*params, *(SamplingParams(**setting) for setting in greedy)]]
+    ending = SequenceSampling(SamplingParams(do_sample=True, top_p=0.9, seed=99), 3, frozenset({0, 2, 10**9}))
     return [*rows, ending, replace(ending, min_new_tokens=1)]
 
 
@@ -116,7 +116,7 @@ def to_cuda(value: Any) -> Any:
     return type(value)(*(None if each is None else each.cuda() for each in value))
 
 
-def describe_differences(found: Sampled, expected: Sampled, rows: Sequence[RowSampling]) -> list[str]:
+def describe_differences(found: Sampled, expected: Sampled, rows: Sequence[SequenceSampling]) -> list[str]:
     """List the rows that differ, with their parameters."""
     differences = []
     found_top = found.alternatives.by_row() if found.alternatives is not None else {}
@@ -142,7 +142,7 @@ def is_close(found: float, expected: float) -> bool:
     return both_nan or found == expected or abs(found - expected) <= 2e-4 + 1e-6 * abs(expected)
 
 
-def compare(ops: Ops, rows: list[RowSampling], logits: torch.Tensor, masks: TokenMasks | None = None) -> None:
+def compare(ops: Ops, rows: list[SequenceSampling], logits: torch.Tensor, masks: TokenMasks | None = None) -> None:
     vocab, history = logits.shape[1], make_history(len(rows), logits.shape[1])
     expected = Sampler(rows, vocab)(logits, history, masks)
     sampler = Sampler(rows, vocab, "cuda", ops)
@@ -220,7 +220,7 @@ def test_the_host_waits_for_nothing(ops: Ops) -> None:
 
 def test_plain_greedy_rows_need_no_history(ops: Ops) -> None:
     logits = make_logits(9, 32_000, "ties", torch.bfloat16)
-    sampler = Sampler([RowSampling(SamplingParams())] * 9, 32_000, "cuda", ops)
+    sampler = Sampler([SequenceSampling(SamplingParams())] * 9, 32_000, "cuda", ops)
     assert not sampler.needs_history
     assert sampler(logits.cuda(), None).token_ids.tolist() == logits.float().numpy().argmax(-1).tolist()
 
@@ -235,7 +235,7 @@ def test_more_alternatives_than_the_kernel_lists(ops: Ops) -> None:
 def test_draws_have_the_right_probabilities(ops: Ops, setting: dict[str, Any]) -> None:
     draws = 50_000
     logits = torch.tensor([2.0, 1.5, 1.5, 0.3, -0.2, -1.0, -math.inf, 0.9, -2.5, 1.1, -0.7, 0.0])
-    row = RowSampling(SamplingParams(do_sample=True, seed=1234, num_alternatives=len(logits), **setting))
+    row = SequenceSampling(SamplingParams(do_sample=True, seed=1234, num_alternatives=len(logits), **setting))
     lengths = torch.arange(draws, device="cuda") + 3
     plain = replace(row, params=SamplingParams(do_sample=True, seed=1234, **setting))
     sampler = Sampler([plain] * draws, len(logits), "cuda", ops)

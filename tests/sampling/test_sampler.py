@@ -25,7 +25,7 @@ from transformers.generation.logits_process import (
 from lorax_server.errors import InputError
 from lorax_server.models.contract.next_token_chooser import NextTokenChooser
 from lorax_server.sampling import Sampled, Sampler
-from lorax_server.sampling.sampler import History, RowSampling
+from lorax_server.sampling.sampler import History, SequenceSampling
 from lorax_server.sampling.watermark import green_mask, hash_tokens
 from lorax_server.types import MAX_SEED, Alternatives, SamplingParams, StopParams
 from tests.grids import slow_except
@@ -44,8 +44,8 @@ class Row(NamedTuple):
     stop: StopParams | None = None
 
     @property
-    def row_sampling(self) -> RowSampling:
-        return RowSampling(self.params) if self.stop is None else RowSampling.of(self.params, self.stop)
+    def sequence_sampling(self) -> SequenceSampling:
+        return SequenceSampling(self.params) if self.stop is None else SequenceSampling.of(self.params, self.stop)
 
 
 def choose(rows: Sequence[Row], device: torch.device, garbage: int = 0, extra: int = 0) -> Sampled:
@@ -55,7 +55,7 @@ def choose(rows: Sequence[Row], device: torch.device, garbage: int = 0, extra: i
     lengths = torch.tensor([len(row.ids) for row in rows], device=device)
     prompts = torch.tensor([row.prompt_length for row in rows], device=device)
     logits = torch.stack([row.logits for row in rows]).to(device)
-    sampler = Sampler([row.row_sampling for row in rows], logits.shape[1], device)
+    sampler = Sampler([row.sequence_sampling for row in rows], logits.shape[1], device)
     return sampler(logits, History(lengths, prompts, ids))
 
 
@@ -368,18 +368,20 @@ def is_drawn_from(tokens: np.ndarray, probabilities: np.ndarray) -> bool:
 
 def draw_seeds(asked: dict[str, Any], device: torch.device) -> np.ndarray:
     """Draw a token for each of many seeds, at one position."""
-    row_sampling = [RowSampling(SamplingParams(do_sample=True, seed=seed, **asked)) for seed in range(DRAWS)]
+    sequence_sampling = [SequenceSampling(SamplingParams(do_sample=True, seed=seed, **asked)) for seed in range(DRAWS)]
     prompts = torch.full((DRAWS,), len(PROMPT), device=device)
     ids = torch.tensor([PROMPT + GENERATED], device=device).expand(DRAWS, -1)
     logits = torch.tensor(LOGITS, dtype=torch.float32, device=device).expand(DRAWS, -1)
-    sampled = Sampler(row_sampling, len(LOGITS), device)(logits, History(prompts + len(GENERATED), prompts, ids))
+    sampled = Sampler(sequence_sampling, len(LOGITS), device)(logits, History(prompts + len(GENERATED), prompts, ids))
     return sampled.token_ids.cpu().numpy()
 
 
 def draw_positions(asked: dict[str, Any], device: torch.device) -> np.ndarray:
     """Draw a token for each of many positions, with one seed."""
     lengths = torch.arange(DRAWS, device=device) + 3
-    sampler = Sampler([RowSampling(SamplingParams(do_sample=True, seed=1234, **asked))] * DRAWS, len(LOGITS), device)
+    sampler = Sampler(
+        [SequenceSampling(SamplingParams(do_sample=True, seed=1234, **asked))] * DRAWS, len(LOGITS), device
+    )
     logits = torch.tensor(LOGITS, dtype=torch.float32, device=device).expand(DRAWS, -1)
     return sampler(logits, History(lengths, torch.full_like(lengths, 3))).token_ids.cpu().numpy()
 
@@ -490,7 +492,7 @@ def test_logits_stay_as_they_are(dtype: torch.dtype, device: torch.device) -> No
         before = given_logits.clone()
         ids = torch.zeros(len(rows), 3, dtype=torch.int64, device=device)
         lengths = torch.tensor([len(row.ids) for row in rows], device=device)
-        sampler = Sampler([row.row_sampling for row in rows], 57, device)
+        sampler = Sampler([row.sequence_sampling for row in rows], 57, device)
         found = sampler(given_logits, History(lengths, torch.ones_like(lengths), ids))
         assert torch.equal(given_logits, before)
         assert found.logprobs.dtype == torch.float32
@@ -573,7 +575,9 @@ def test_a_forbidden_token_is_never_drawn_and_other_rows_may_have_it(device: tor
 @pytest.mark.parametrize("token", [7, 8, 2**31, 2**70])
 def test_a_bias_beyond_the_vocabulary_is_refused(token: int, device: torch.device) -> None:
     with pytest.raises(InputError, match=f"`logit_bias`: token {token} is beyond the vocabulary of 7"):
-        Sampler([RowSampling(SamplingParams()), RowSampling(SamplingParams(logit_bias={token: 1.0}))], 7, device)
+        Sampler(
+            [SequenceSampling(SamplingParams()), SequenceSampling(SamplingParams(logit_bias={token: 1.0}))], 7, device
+        )
 
 
 def test_a_bias_of_the_last_token_is_not_refused(device: torch.device) -> None:
@@ -613,9 +617,9 @@ def test_tokens_are_needed_only_by_what_looks_at_them(device: torch.device) -> N
         SamplingParams(frequency_penalty=0.1),
         SamplingParams(presence_penalty=-0.1),
     ):
-        assert Sampler([RowSampling(SamplingParams()), RowSampling(params)], 7, device).needs_tokens
+        assert Sampler([SequenceSampling(SamplingParams()), SequenceSampling(params)], 7, device).needs_tokens
     free = SamplingParams(True, 0.7, 3, 0.9, 0.1, 0.9, logit_bias={1: 2.0}, num_alternatives=2, raw_logprobs=True)
-    sampler = Sampler([RowSampling(free, 3, frozenset({1}))], 7, device)
+    sampler = Sampler([SequenceSampling(free, 3, frozenset({1}))], 7, device)
     length = torch.tensor([3], device=device)
     assert not sampler.needs_tokens
     assert len(sampler(torch.zeros(1, 7, device=device), History(length, length)).token_ids) == 1
@@ -627,10 +631,10 @@ def test_tokens_are_needed_only_by_what_looks_at_them(device: torch.device) -> N
 @pytest.mark.gpu
 def test_the_cpu_never_waits_for_the_gpu() -> None:
     rows, vocab = 8, 5003
-    row_sampling = [RowSampling(SamplingParams(**{**vars(EVERYTHING), "watermark": True}), 5, frozenset({1, 2}))] * (
-        rows - 1
-    )
-    sampler = Sampler([*row_sampling, RowSampling(SamplingParams())], vocab, "cuda")
+    sequence_sampling = [
+        SequenceSampling(SamplingParams(**{**vars(EVERYTHING), "watermark": True}), 5, frozenset({1, 2}))
+    ] * (rows - 1)
+    sampler = Sampler([*sequence_sampling, SequenceSampling(SamplingParams())], vocab, "cuda")
     ids = torch.zeros(rows, 6, dtype=torch.int64, device="cuda")
     lengths = torch.full((rows,), 5, device="cuda")
     history = History(lengths, lengths - 2, ids)

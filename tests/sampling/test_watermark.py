@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lorax_server.sampling.sampler import History, RowSampling, Sampler
+from lorax_server.sampling.sampler import History, Sampler, SequenceSampling
 from lorax_server.sampling.watermark import BIAS, GREEN_SHARE, HASH_KEY, favour_green, green_mask, hash_tokens
 from lorax_server.types import SamplingParams
 
@@ -68,8 +68,8 @@ def test_the_half_does_not_depend_on_how_wide_the_batch_is() -> None:
     params = [SamplingParams(watermark=True)]
     scores, history = torch.randn(1, VOCAB), History(torch.tensor([2]), torch.tensor([1]), torch.tensor([[3, 5]]))
     wide = torch.cat([scores, torch.full((1, 40), -math.inf)], -1)
-    narrow = Sampler([RowSampling(each) for each in params], VOCAB)(scores, history)
-    beside = Sampler([RowSampling(each) for each in params], VOCAB + 40)(wide, history)
+    narrow = Sampler([SequenceSampling(each) for each in params], VOCAB)(scores, history)
+    beside = Sampler([SequenceSampling(each) for each in params], VOCAB + 40)(wide, history)
     assert torch.equal(narrow.token_ids, beside.token_ids)
     assert torch.equal(narrow.logprobs, beside.logprobs)
 
@@ -83,7 +83,7 @@ def test_nothing_is_drawn_and_nothing_is_fetched_from_the_device(monkeypatch: py
     torch.manual_seed(5)
     before = torch.get_rng_state()
     params = [SamplingParams(watermark=row != 1) for row in range(3)]
-    sampler = Sampler([RowSampling(each) for each in params], VOCAB)
+    sampler = Sampler([SequenceSampling(each) for each in params], VOCAB)
     lengths = torch.full((3,), 4)
     sampler(torch.zeros(3, VOCAB), History(lengths, lengths - 1, torch.arange(12).view(3, 4)))
     assert torch.equal(torch.get_rng_state(), before)
@@ -92,7 +92,7 @@ def test_nothing_is_drawn_and_nothing_is_fetched_from_the_device(monkeypatch: py
 def generate(params: list[SamplingParams], num_tokens: int, device: torch.device) -> torch.Tensor:
     """Generate sequences from random logits, each from a token of its own."""
     generator = torch.Generator().manual_seed(0)
-    sampler = Sampler([RowSampling(each) for each in params], VOCAB, device)
+    sampler = Sampler([SequenceSampling(each) for each in params], VOCAB, device)
     ids = torch.arange(len(params), device=device)[:, None] + 10
     for _ in range(num_tokens):
         lengths = torch.full((len(params),), ids.shape[1], device=device)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lorax_server.adapters.host import UNIT_BYTES, HostAdapter, empty_table, prepare
-from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.adapters.target import AdapterTarget, TargetKind
 from lorax_server.adapters.weights import ModuleWeights
 from lorax_server.distributed import FakeGroup, whole
 from lorax_server.errors import EngineError
@@ -24,8 +24,8 @@ from tests.worker.fake_lane import FakeLane
 
 INPUTS, OUTPUTS, VOCAB = 10, 24, 17
 TARGETS = {
-    "up": AdapterTarget("up", Kind.LINEAR, whole(INPUTS), whole(OUTPUTS), slice(0, OUTPUTS), None, None),
-    "head": AdapterTarget("head", Kind.HEAD, whole(INPUTS), whole(VOCAB), slice(0, VOCAB), None, None),
+    "up": AdapterTarget("up", TargetKind.LINEAR, whole(INPUTS), whole(OUTPUTS), slice(0, OUTPUTS), None, None),
+    "head": AdapterTarget("head", TargetKind.HEAD, whole(INPUTS), whole(VOCAB), slice(0, VOCAB), None, None),
 }
 DTYPES = [torch.float32, torch.bfloat16]
 

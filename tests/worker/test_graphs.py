@@ -10,14 +10,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lorax_server.adapters.host import HostAdapter, prepare
-from lorax_server.adapters.target import Kind
+from lorax_server.adapters.target import TargetKind
 from lorax_server.adapters.weights import ModuleWeights
 from lorax_server.distributed import FakeGroup
 from lorax_server.kernels import select_ops
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
-from lorax_server.plan import AdapterOp, Load, NewRow, StepPlan, StepResult, Unload
+from lorax_server.plan import AdapterOp, Load, NewSequence, StepPlan, StepResult, Unload
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.weights import Weights
 from lorax_server.worker.adapter_memory import AdapterMemory
@@ -27,7 +27,7 @@ from lorax_server.worker.runner import PagedRunner
 from tests.lora import GivenAdapter, random_factors
 from tests.parity.adapters.served import make_model
 
-NUM_ROWS, BLOCK_SIZE, MAX_LENGTH = 6, 4, 32
+MAX_NUM_SEQS, BLOCK_SIZE, MAX_LENGTH = 6, 4, 32
 RANKS = (1, 4, 16, 32)
 NAMES = ("llama-gqa", "gpt2", "opt-projection", "neox-parallel", "llama-rope-dynamic-beyond", "qwen3-window")
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def test_sizes_end_with_the_largest_batch() -> None:
 )
 def test_leading_layers_are_of_all_kinds(name: str, lead: int) -> None:
     """EXAONE's third layer is the first that sees all tokens and rotates nothing."""
-    assert make_model(name, CPU).model.lead == lead
+    assert make_model(name, CPU).model.num_warmup_layers == num_warmup_layers
 
 
 # --- A crowd of sequences that come and go ----------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def test_leading_layers_are_of_all_kinds(name: str, lead: int) -> None:
 
 def make_hosts(model: PagedCausalLM) -> list[HostAdapter]:
     """Prepare adapters of several ranks; the last two lack modules, or have nothing but a bias."""
-    targets, vocab_size = adapter_targets(model), model.config.vocab_size
+    targets, vocab_size = collect_adapter_targets(model), model.config.vocab_size
     dtype, device = model.lm_head.linear.weight.dtype, model.device
     adapters = []
     ranks = (*RANKS[:-1], 512) if device.type == "cuda" else RANKS
@@ -63,7 +63,7 @@ def make_hosts(model: PagedCausalLM) -> list[HostAdapter]:
         names = list(factors)[::3] if seed == len(RANKS) else list(factors)
         modules = {name: ModuleWeights(*factors[name], 0.5 / rank) for name in names}
         adapters.append(GivenAdapter(modules, vocab_size))
-    norms = [name for name, target in targets.items() if target.kind is Kind.NORM and target.weight is not None]
+    norms = [name for name, target in targets.items() if target.kind is TargetKind.NORM and target.weight is not None]
     for norm in norms[:1]:
         size = targets[norm].outputs.full
         adapters.append(GivenAdapter({norm: ModuleWeights(weight=torch.linspace(0.5, 1.5, size))}, vocab_size))
@@ -79,9 +79,9 @@ class Crowd:
         self._sampling = sampling
         self._mixed = mixed
         self._step = 0
-        self._lengths: dict[int, int] = {}  # by row
-        self._adapters: dict[int, int] = {}  # index of each row's adapter
-        self._new: list[NewRow] = []
+        self._lengths: dict[int, int] = {}  # by slot
+        self._adapters: dict[int, int] = {}  # index of each slot's adapter
+        self._new: list[NewSequence] = []
         self.loaded: dict[int, int] = {}  # by index: the adapter there
 
     def plans(self, count: int) -> Iterator[StepPlan]:
@@ -91,19 +91,19 @@ class Crowd:
     def _plan(self) -> StepPlan:
         self._step += 1
         draw, ops = self._draw, self._change_adapters()
-        for row in list(self._lengths):
-            if self._lengths[row] >= MAX_LENGTH - 1 or draw.random() < 0.05:
-                del self._lengths[row], self._adapters[row]
+        for slot in list(self._lengths):
+            if self._lengths[slot] >= MAX_LENGTH - 1 or draw.random() < 0.05:
+                del self._lengths[slot], self._adapters[slot]
         self._new, blocks = [], []
-        for row in range(NUM_ROWS):
-            if row not in self._lengths and draw.random() < 0.2 and (self._mixed or self._step == 1):
-                blocks += self._join(row)
-        order = sorted(self._lengths, key=lambda row: self._adapters[row])
-        prompts = {new.row: len(new.token_ids) for new in self._new}
-        counts = np.array([prompts.get(row, 1) for row in order], np.int64)
-        starts = np.array([0 if row in prompts else self._lengths[row] for row in order], np.int64)
-        for row in order:
-            self._lengths[row] = prompts.get(row, self._lengths[row] + 1)
+        for slot in range(MAX_NUM_SEQS):
+            if slot not in self._lengths and draw.random() < 0.2 and (self._mixed or self._step == 1):
+                blocks += self._join(slot)
+        order = sorted(self._lengths, key=lambda slot: self._adapters[slot])
+        prompts = {new.slot: len(new.token_ids) for new in self._new}
+        counts = np.array([prompts.get(slot, 1) for slot in order], np.int64)
+        starts = np.array([0 if slot in prompts else self._lengths[slot] for slot in order], np.int64)
+        for slot in order:
+            self._lengths[slot] = prompts.get(slot, self._lengths[slot] + 1)
         return StepPlan(
             self._step,
             np.array(order, np.int64),
@@ -111,13 +111,13 @@ class Crowd:
             counts,
             np.ones(len(order), bool),
             np.zeros(len(order), bool),
-            np.array([self._adapters[row] for row in order], np.int64),
+            np.array([self._adapters[slot] for slot in order], np.int64),
             tuple(self._new),
             np.array(blocks, np.int64).reshape(-1, 3),
             tuple(ops),
         )
 
-    def _join(self, row: int) -> list[list[int]]:
+    def _join(self, slot: int) -> list[list[int]]:
         draw = self._draw
         prompt = [draw.randrange(3, 90) for _ in range(draw.randrange(1, 8))]
         options: dict[str, Any] = {}
@@ -125,11 +125,11 @@ class Crowd:
             options = {"do_sample": True, "seed": draw.randrange(1000), "temperature": 0.8, "top_k": 20, "top_p": 0.9}
         if self._sampling and draw.random() < 0.3:
             options |= {"repetition_penalty": 1.2, "logit_bias": {5: 1.0}, "num_alternatives": 2}
-        self._new.append(NewRow(row, prompt, len(prompt), SamplingParams(**options), StopParams()))
-        self._lengths[row] = 0
-        self._adapters[row] = draw.choice([0, *self.loaded])
-        per_row = MAX_LENGTH // BLOCK_SIZE
-        return [[row, column, row * per_row + column] for column in range(per_row)]
+        self._new.append(NewSequence(slot, prompt, len(prompt), SamplingParams(**options), StopParams()))
+        self._lengths[slot] = 0
+        self._adapters[slot] = draw.choice([0, *self.loaded])
+        per_slot = MAX_LENGTH // BLOCK_SIZE
+        return [[slot, column, slot * per_slot + column] for column in range(per_slot)]
 
     def _change_adapters(self) -> list[AdapterOp]:
         ops: list[AdapterOp] = []
@@ -155,7 +155,7 @@ def close_rigs() -> Iterator[None]:
 
 
 class Rig:
-    """A runner with adapters, which it has at a place each, and blocks for all its rows."""
+    """A runner with adapters, which it has at a place each, and blocks for all its slots."""
 
     made: ClassVar[list["Rig"]] = []  # in this test
 
@@ -164,13 +164,13 @@ class Rig:
         model: PagedCausalLM,
         hosts: list[HostAdapter],
         *,
-        num_rows: int = NUM_ROWS,
+        max_num_seqs: int = MAX_NUM_SEQS,
         max_length: int = MAX_LENGTH,
         block_size: int = BLOCK_SIZE,
         **options: Any,
     ) -> None:
         Rig.made.append(self)
-        targets, dtype = adapter_targets(model), model.lm_head.linear.weight.dtype
+        targets, dtype = collect_adapter_targets(model), model.lm_head.linear.weight.dtype
         self._hosts, self._units = hosts, max((host.units for host in hosts), default=1)
         self._memory = None
         if hosts:
@@ -179,9 +179,9 @@ class Rig:
             self._memory = AdapterMemory(targets, dtype, model.device, num_units, len(hosts) + 1, copier=copier)
         self.runner = PagedRunner(
             model,
-            num_blocks=num_rows * -(-max_length // block_size),
+            num_blocks=max_num_seqs * -(-max_length // block_size),
             block_size=block_size,
-            num_rows=num_rows,
+            max_num_seqs=max_num_seqs,
             max_length=max_length,
             memory=self._memory,
             **options,
@@ -211,7 +211,7 @@ class Rig:
 def check_same(model: PagedCausalLM, hosts: list[HostAdapter], seed: int, *, steps: int = 60, capture: bool) -> None:
     eager = Rig(model, hosts)
     padded = Rig(
-        model, hosts, graph_sizes=GraphSizes(graph_sizes(NUM_ROWS - 1)), capture=capture
+        model, hosts, graph_sizes=GraphSizes(graph_sizes(MAX_NUM_SEQS - 1)), capture=capture
     )  # the largest batch has none
     num_tokens = 0
     for plan in Crowd(len(hosts), seed).plans(steps):
@@ -238,7 +238,7 @@ def test_rows_of_padding_are_nowhere() -> None:
     for plan in plans:
         rig.run(plan)
     assert rig.runner._graphs is not None
-    inputs, count = rig.runner._graphs._inputs, len(plans[-1].rows)
+    inputs, count = rig.runner._graphs._inputs, len(plans[-1].slots)
     assert 0 < count < 4
     assert inputs.input_lengths.tolist() == [1] * count + [0] * (4 - count)
     assert inputs.cache_lengths.tolist() == [*plans[-1].starts, *[0] * (4 - count)]
@@ -299,11 +299,11 @@ def test_graphs_of_half_precision_give_the_same_tokens(dtype: torch.dtype) -> No
 @pytest.mark.parametrize("with_adapters", [False, True])
 def test_the_host_does_not_wait_for_a_decode_step(sampling: bool, with_adapters: bool) -> None:
     model = gpu_model("llama-gqa")
-    rig = Rig(model, make_hosts(model) if with_adapters else [], graph_sizes=GraphSizes(graph_sizes(NUM_ROWS)))
+    rig = Rig(model, make_hosts(model) if with_adapters else [], graph_sizes=GraphSizes(graph_sizes(MAX_NUM_SEQS)))
     crowd = Crowd(len(RANKS) * with_adapters, seed=3, sampling=sampling)
     num_checked = 0
     for number, plan in enumerate(crowd.plans(40)):
-        checked = number > 5 and bool((plan.counts == 1).all()) and len(plan.rows) > 0
+        checked = number > 5 and bool((plan.counts == 1).all()) and len(plan.slots) > 0
         num_checked += checked
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if checked else "default")

@@ -7,40 +7,40 @@ import numpy as np
 import pytest
 import torch
 
-from lorax_server.plan import NewRow, StepMasks, StepPlan
+from lorax_server.plan import NewSequence, StepMasks, StepPlan
 from lorax_server.types import SamplingParams, StopParams
-from lorax_server.worker.inputs import MAX_UNROLLED_KEYS, MaskLane, RowTables, locate_tokens, unroll
+from lorax_server.worker.inputs import MAX_UNROLLED_KEYS, MaskLane, SlotTables, locate_tokens, unroll
 
 CPU = torch.device("cpu")
-ROWS, LENGTH, BLOCK = 6, 40, 4
+MAX_NUM_SEQS, LENGTH, BLOCK = 6, 40, 4
 
 
-def make_plan(rows: list[int], starts: list[int], counts: list[int], **more: Any) -> StepPlan:
+def make_plan(slots: list[int], starts: list[int], counts: list[int], **more: Any) -> StepPlan:
     given: dict[str, Any] = {
-        "rows": np.array(rows, np.int64),
+        "slots": np.array(slots, np.int64),
         "starts": np.array(starts, np.int64),
         "counts": np.array(counts, np.int64),
-        "samples": np.ones(len(rows), bool),
-        "asks": np.zeros(len(rows), bool),
-        "adapter_indices": np.zeros(len(rows), np.int64),
-        "new_rows": (),
+        "samples": np.ones(len(slots), bool),
+        "scores_prompt": np.zeros(len(slots), bool),
+        "adapter_indices": np.zeros(len(slots), np.int64),
+        "new_sequences": (),
         "new_blocks": np.zeros((0, 3), np.int64),
     }
     return StepPlan(1, **given | more)
 
 
-def new_row(row: int, token_ids: list[int], prompt_length: int, seed: int = 0) -> NewRow:
-    return NewRow(row, token_ids, prompt_length, SamplingParams(seed=seed), StopParams())
+def new_sequence(slot: int, token_ids: list[int], prompt_length: int, seed: int = 0) -> NewSequence:
+    return NewSequence(slot, token_ids, prompt_length, SamplingParams(seed=seed), StopParams())
 
 
 @pytest.mark.parametrize("counts", [[1], [1, 1, 1], [3, 1, 2], [5]])
 def test_each_token_has_its_sequence_its_row_and_its_position(counts: list[int]) -> None:
-    rows, starts = [4, 0, 2][: len(counts)], [7, 0, 12][: len(counts)]
+    slots, starts = [4, 0, 2][: len(counts)], [7, 0, 12][: len(counts)]
     samples = np.arange(len(counts)) % 2 == 0
-    found = locate_tokens(make_plan(rows, starts, counts, samples=samples))
-    tokens = [(i, rows[i], starts[i] + j) for i, count in enumerate(counts) for j in range(count)]
+    found = locate_tokens(make_plan(slots, starts, counts, samples=samples))
+    tokens = [(i, slots[i], starts[i] + j) for i, count in enumerate(counts) for j in range(count)]
     layout = found.layout
-    assert list(zip(layout.sequences, found.rows, found.positions, strict=True)) == tokens
+    assert list(zip(layout.sequences, found.slots, found.positions, strict=True)) == tokens
     assert found.is_single == (max(counts) == 1)
     assert layout.counts == counts
     assert layout.max_count == max(counts)
@@ -54,7 +54,7 @@ def test_a_layout_serves_again_only_for_the_same_counts_and_samples() -> None:
     first = locate_tokens(make_plan([0, 1], [3, 4], [1, 1]))
     again = locate_tokens(make_plan([1, 2], [9, 5], [1, 1]), first.layout)
     assert again.layout is first.layout
-    assert (again.rows.tolist(), again.positions.tolist()) == ([1, 2], [9, 5])
+    assert (again.slots.tolist(), again.positions.tolist()) == ([1, 2], [9, 5])
     others: list[dict[str, Any]] = [{"counts": [1, 2]}, {"counts": [1, 1], "samples": np.array([True, False])}]
     for other in others:
         plan = make_plan([0, 1], [3, 4], **other)
@@ -70,74 +70,75 @@ def test_tokens_of_answers_have_entries_of_their_own_and_prompts_stay_whole() ->
     adapters = np.array([0, 3, 4, 4])
     plan = make_plan([2, 0, 3, 1], [9, 0, 5, 6], [1, 4, 3, 2], samples=samples, asks=asks, adapter_indices=adapters)
     found = unroll(plan, np.array([4, 6, 9, 5]))
-    assert found.rows.tolist() == [2, 0, 3, 3, 3, 1, 1]
+    assert found.slots.tolist() == [2, 0, 3, 3, 3, 1, 1]
     assert found.starts.tolist() == [9, 0, 5, 6, 7, 6, 7]
     assert found.counts.tolist() == [1, 4, 1, 1, 1, 1, 1]
     assert found.samples.tolist() == [True, False, False, False, True, False, True]
-    assert found.asks.tolist() == [False, True, *[False] * 5]
+    assert found.scores_prompt.tolist() == [False, True, *[False] * 5]
     assert found.adapter_indices.tolist() == [0, 3, 4, 4, 4, 4, 4]
     assert unroll(plan, np.array([4, 7, 9, 6])) is plan  # the prompts of the last two end in this step
     long = make_plan([0, 1], [MAX_UNROLLED_KEYS // 2, MAX_UNROLLED_KEYS // 2 - 2], [2, 2])
-    assert unroll(long, np.array([4, 5])).rows.tolist() == [0, 1, 1]
+    assert unroll(long, np.array([4, 5])).slots.tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_tables_say_what_was_written_last(seed: int) -> None:
-    """Rows change hands and grow in any order; tokens are read and written beside them."""
-    some, tables = random.Random(seed), RowTables(ROWS, LENGTH, BLOCK, CPU)
+    """Slots change hands and grow in any order; tokens are read and written beside them."""
+    some, tables = random.Random(seed), SlotTables(MAX_NUM_SEQS, LENGTH, BLOCK, CPU)
     tokens: dict[int, list[int]] = {}
     blocks: dict[int, dict[int, int]] = {}
     prompts: dict[int, int] = {}
     for step in range(60):
-        rows = some.sample(range(ROWS), some.randint(1, ROWS))
-        new = [row for row in rows if row not in tokens or some.random() < 0.1]
+        slots = some.sample(range(MAX_NUM_SEQS), some.randint(1, MAX_NUM_SEQS))
+        new = [slot for slot in slots if slot not in tokens or some.random() < 0.1]
         new_blocks = []
-        for row in new:
-            tokens[row] = [some.randrange(1000) for _ in range(some.randint(1, 20))]
-            prompts[row] = some.randint(1, len(tokens[row]))
-            blocks[row] = {}
-        for row in rows:
-            for index in range(-(-(len(tokens[row]) + 1) // BLOCK)):
-                if index not in blocks[row]:
-                    blocks[row][index] = some.randrange(500)
-                    new_blocks.append((row, index, blocks[row][index]))
+        for slot in new:
+            tokens[slot] = [some.randrange(1000) for _ in range(some.randint(1, 20))]
+            prompts[slot] = some.randint(1, len(tokens[slot]))
+            blocks[slot] = {}
+        for slot in slots:
+            for index in range(-(-(len(tokens[slot]) + 1) // BLOCK)):
+                if index not in blocks[slot]:
+                    blocks[slot][index] = some.randrange(500)
+                    new_blocks.append((slot, index, blocks[slot][index]))
         plan = make_plan(
-            rows,
-            [len(tokens[row]) - 1 for row in rows],
-            [1] * len(rows),
-            new_rows=tuple(new_row(row, tokens[row], prompts[row], step) for row in new),
+            slots,
+            [len(tokens[slot]) - 1 for slot in slots],
+            [1] * len(slots),
+            new_sequences=tuple(new_sequence(slot, tokens[slot], prompts[slot], step) for slot in new),
             new_blocks=np.array(new_blocks, np.int64).reshape(-1, 3),
         )
         tables.write_new(plan)
         for _ in range(2):  # also from what is remembered
-            selected = tables.select(plan.rows)
-            assert selected.rows.tolist() == rows
-            assert selected.prompt_lengths.tolist() == [prompts[row] for row in rows]
+            selected = tables.select(plan.slots)
+            assert selected.slots.tolist() == slots
+            assert selected.prompt_lengths.tolist() == [prompts[slot] for slot in slots]
             places = selected.first_places + plan.starts
-            assert tables.read_tokens(places).tolist() == [tokens[row][-1] for row in rows]
-            width = max(len(tokens[row]) for row in rows)
+            assert tables.read_tokens(places).tolist() == [tokens[slot][-1] for slot in slots]
+            width = max(len(tokens[slot]) for slot in slots)
             table = tables.take_blocks(selected, width)
-            assert table.shape == (len(rows), -(-width // BLOCK))
-            for row, found in zip(rows, table.tolist(), strict=True):
-                count = -(-len(tokens[row]) // BLOCK)
-                assert found[:count] == [blocks[row][index] for index in range(count)]
-            slots = [
-                blocks[row][(len(tokens[row]) - 1) // BLOCK] * BLOCK + (len(tokens[row]) - 1) % BLOCK for row in rows
+            assert table.shape == (len(slots), -(-width // BLOCK))
+            for slot, found in zip(slots, table.tolist(), strict=True):
+                count = -(-len(tokens[slot]) // BLOCK)
+                assert found[:count] == [blocks[slot][index] for index in range(count)]
+            kv_slots = [
+                blocks[slot][(len(tokens[slot]) - 1) // BLOCK] * BLOCK + (len(tokens[slot]) - 1) % BLOCK
+                for slot in slots
             ]
-            assert tables.find_slots(plan.rows, plan.starts).tolist() == slots
-        chosen = [some.randrange(1000) for _ in rows]
+            assert tables.find_kv_slots(plan.slots, plan.starts).tolist() == kv_slots
+        chosen = [some.randrange(1000) for _ in slots]
         tables.write_tokens(selected.first_places + plan.starts + 1, torch.tensor(chosen))
-        for row, token in zip(rows, chosen, strict=True):
-            tokens[row].append(token)
-            if len(tokens[row]) >= LENGTH - 1:
-                del tokens[row]
+        for slot, token in zip(slots, chosen, strict=True):
+            tokens[slot].append(token)
+            if len(tokens[slot]) >= LENGTH - 1:
+                del tokens[slot]
 
 
 def test_a_row_that_is_given_to_another_has_the_parameters_of_that_one() -> None:
-    tables = RowTables(ROWS, LENGTH, BLOCK, CPU)
+    tables = SlotTables(MAX_NUM_SEQS, LENGTH, BLOCK, CPU)
     for seed in (1, 2):
-        tables.write_new(make_plan([3], [0], [1], new_rows=(new_row(3, [5, 6], 2, seed),)))
-        assert [sampling.params.seed for sampling in tables.select(np.array([3])).row_sampling] == [seed]
+        tables.write_new(make_plan([3], [0], [1], new_sequences=(new_sequence(3, [5, 6], 2, seed),)))
+        assert [sampling.params.seed for sampling in tables.select(np.array([3])).sequence_sampling] == [seed]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -13,7 +13,7 @@ import torch
 from lorax_server.adapters.host import HostAdapter
 from lorax_server.kernels import Field
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
-from lorax_server.plan import AdapterOp, Load, NewRow, StepPlan, StepResult, Unload
+from lorax_server.plan import AdapterOp, Load, NewSequence, StepPlan, StepResult, Unload
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.worker.graphs import LADDER, MIXED_LADDER, GraphSizes, StepGraphs
 from lorax_server.worker.inputs import locate_tokens
@@ -45,7 +45,7 @@ Check = Callable[[StepResult, StepResult, str], None]  # the last names the step
 class Running:
     """A running sequence: its tokens, as far as they are prompt, and how many of all its tokens are computed."""
 
-    row: int
+    slot: int
     adapter: int
     prompt: list[int]
     computed: int = 0
@@ -58,7 +58,7 @@ class Traffic:
     Sequences join and leave, and so do adapters, of which index `i` holds host `(i + shift) % number`.
     """
 
-    num_rows: int
+    max_num_seqs: int
     max_length: int
     block_size: int
     most: int
@@ -81,13 +81,13 @@ class Traffic:
         new, blocks = self.join()
         order = sorted(self.running, key=lambda each: each.adapter)
         counts = self.share_out(order)
-        order = [each for each in order if counts.get(each.row)]
+        order = [each for each in order if counts.get(each.slot)]
         plan = StepPlan(
             self.step,
-            np.array([each.row for each in order], np.int64),
+            np.array([each.slot for each in order], np.int64),
             np.array([each.computed for each in order], np.int64),
-            np.array([counts[each.row] for each in order], np.int64),
-            np.array([each.computed + counts[each.row] >= len(each.prompt) for each in order], bool),
+            np.array([counts[each.slot] for each in order], np.int64),
+            np.array([each.computed + counts[each.slot] >= len(each.prompt) for each in order], bool),
             np.zeros(len(order), bool),
             np.array([each.adapter for each in order], np.int64),
             tuple(new),
@@ -95,24 +95,24 @@ class Traffic:
             tuple(ops),
         )
         for each in order:
-            each.computed += counts[each.row]
+            each.computed += counts[each.slot]
         return plan
 
     def share_out(self, order: Sequence[Running]) -> dict[int, int]:
         """Give each sequence that decodes a token, and prompts what is left, in pieces."""
-        counts = {each.row: 1 for each in order if each.computed >= len(each.prompt)}
+        counts = {each.slot: 1 for each in order if each.computed >= len(each.prompt)}
         left = self.draw.randint(0, self.most) - len(counts)
         for each in order:
-            if each.row not in counts and left > 0:
+            if each.slot not in counts and left > 0:
                 rest = len(each.prompt) - each.computed
-                counts[each.row] = min(rest if self.draw.random() < 0.7 else self.draw.randint(1, rest), left)
-                left -= counts[each.row]
+                counts[each.slot] = min(rest if self.draw.random() < 0.7 else self.draw.randint(1, rest), left)
+                left -= counts[each.slot]
         return counts
 
-    def join(self) -> tuple[list[NewRow], list[list[int]]]:
+    def join(self) -> tuple[list[NewSequence], list[list[int]]]:
         new, blocks, draw = [], [], self.draw
         width = -(-self.max_length // self.block_size)
-        for row in sorted(set(range(self.num_rows)) - {each.row for each in self.running}):
+        for slot in sorted(set(range(self.max_num_seqs)) - {each.slot for each in self.running}):
             if draw.random() < 0.7:
                 continue
             longest = draw.choice([2, 3, 8, self.max_length - 2])
@@ -120,9 +120,9 @@ class Traffic:
             options: dict[str, Any] = {}
             if draw.random() < 0.3:
                 options = {"do_sample": True, "seed": draw.randrange(1000), "temperature": 0.8, "top_k": 20}
-            new.append(NewRow(row, prompt, len(prompt), SamplingParams(**options), StopParams()))
-            blocks += [[row, column, row * width + column] for column in range(width)]
-            self.running.append(Running(row, draw.choice([0, *self.loaded]), prompt))
+            new.append(NewSequence(slot, prompt, len(prompt), SamplingParams(**options), StopParams()))
+            blocks += [[slot, column, slot * width + column] for column in range(width)]
+            self.running.append(Running(slot, draw.choice([0, *self.loaded]), prompt))
         return new, blocks
 
     def change_adapters(self) -> list[AdapterOp]:
@@ -146,7 +146,7 @@ def check_traffic(traffic: Traffic, rigs: tuple[Rig, Rig], steps: int, check: Ch
     for _ in range(steps):
         plan = traffic.plan()
         kind, first, second = None, *(rig.collect(plan) for rig in rigs)
-        if len(plan.rows) and not (tokens := locate_tokens(plan)).is_single:
+        if len(plan.slots) and not (tokens := locate_tokens(plan)).is_single:
             kind = graphs.find(tokens, rigs[1].runner._adapt_tokens(plan.adapter_indices, plan.counts))
             sizes |= {kind.size} if kind is not None else set()
         note = (
@@ -169,7 +169,7 @@ def is_near(first: StepResult, second: StepResult, note: str) -> None:
 
 def is_same(first: StepResult, second: StepResult, note: str) -> None:
     pairs = zip(first.logprobs, second.logprobs, strict=True)
-    assert [row for row, (one, other) in enumerate(pairs) if one != other] == [], note
+    assert [slot for slot, (one, other) in enumerate(pairs) if one != other] == [], note
     assert first.token_ids == second.token_ids, note
 
 
@@ -180,7 +180,7 @@ def make_rigs(
     return first, second
 
 
-SMALL: dict[str, Any] = {"num_rows": 7, "max_length": 30, "block_size": 4}
+SMALL: dict[str, Any] = {"max_num_seqs": 7, "max_length": 30, "block_size": 4}
 
 
 @pytest.mark.parametrize("name", slow_except(["llama-gqa", "gpt2"], NAMES))
@@ -200,7 +200,7 @@ def test_padded_inputs_without_adapters() -> None:
 
 @pytest.mark.parametrize("size", [16, 32, 96, 192, 256, 320, 640, 1280])
 def test_padded_inputs_of_all_sizes(size: int) -> None:
-    shape: dict[str, Any] = {"num_rows": 24, "max_length": 64, "block_size": 8}
+    shape: dict[str, Any] = {"max_num_seqs": 24, "max_length": 64, "block_size": 8}
     model = make_model("qwen3-window", CPU)
     hosts = make_hosts(model)
     rigs = make_rigs(model, hosts, shape, {}, {"graph_sizes": GraphSizes(LADDER, [size]), "capture": False})
@@ -209,9 +209,9 @@ def test_padded_inputs_of_all_sizes(size: int) -> None:
 
 def test_padding_is_nowhere() -> None:
     rig = Rig(make_model("llama-gqa", CPU), [], graph_sizes=GraphSizes([4], [16]), capture=False)
-    new = tuple(NewRow(row, [5, 6, 7, 8], 4, SamplingParams(), StopParams()) for row in (2, 5))
+    new = tuple(NewSequence(slot, [5, 6, 7, 8], 4, SamplingParams(), StopParams()) for slot in (2, 5))
     blocks = np.array([[2, 0, 9], [2, 1, 8], [5, 0, 7]], np.int64)
-    rig.run(make_plan([2, 5], [0, 1], [4, 3], new_rows=new, new_blocks=blocks))
+    rig.run(make_plan([2, 5], [0, 1], [4, 3], new_sequences=new, new_blocks=blocks))
     assert rig.runner._graphs is not None
     inputs = rig.runner._graphs._inputs
     assert inputs.input_lengths.tolist() == [4, 3, *[0] * 14]
@@ -228,14 +228,14 @@ def test_larger_steps_have_no_graph() -> None:
     graphs = rig.runner._graphs
     assert isinstance(graphs, StepGraphs)
     graphs.run = None  # type: ignore[assignment, method-assign] # a call would fail
-    new = tuple(NewRow(row, [5, 6, 7], 3, SamplingParams(), StopParams()) for row in (0, 1))
+    new = tuple(NewSequence(slot, [5, 6, 7], 3, SamplingParams(), StopParams()) for slot in (0, 1))
     blocks = np.array([[0, 0, 0], [1, 0, 1]], np.int64)
-    rig.run(make_plan([0, 1], [0, 0], [3, 3], new_rows=new, new_blocks=blocks))
+    rig.run(make_plan([0, 1], [0, 0], [3, 3], new_sequences=new, new_blocks=blocks))
 
 
 # --- On a GPU ---------------------------------------------------------------------------------------------------------
 
-LARGE: dict[str, Any] = {"num_rows": 40, "max_length": 400, "block_size": 16}
+LARGE: dict[str, Any] = {"max_num_seqs": 40, "max_length": 400, "block_size": 16}
 
 
 @pytest.mark.gpu
@@ -257,7 +257,7 @@ def check_all_sizes(
     check: Check,
 ) -> set[int]:
     """Compare graphs of these sizes, captured without any adapter and any prompt, with a runner with other options."""
-    options = {"graph_sizes": GraphSizes([4, 16, LARGE["num_rows"]], sizes)}
+    options = {"graph_sizes": GraphSizes([4, 16, LARGE["max_num_seqs"]], sizes)}
     rigs = make_rigs(model, hosts, LARGE, options | others, options)
     traffic = Traffic(**LARGE, most=0, num_hosts=len(hosts), seed=len(hosts))
     found = set()
@@ -309,18 +309,18 @@ def test_a_row_that_decodes_has_the_same_bits_beside_prompts(count: int) -> None
     """Sizes between which the sums of linears do not change."""
     model = half_model(torch.bfloat16, (8, 2), 128)
     sizes = (8, 16, 64)
-    shape: dict[str, Any] = {"num_rows": 64, "max_length": 64, "block_size": 16}
+    shape: dict[str, Any] = {"max_num_seqs": 64, "max_length": 64, "block_size": 16}
     alone, beside = make_rigs(model, [], shape, *[{"graph_sizes": GraphSizes(sizes, sizes)}] * 2)
     decoding = count - 3  # so that a prompt of three tokens fits into the same size
-    prompts = tuple(NewRow(row, [row + 3] * 20, 20, SamplingParams(), StopParams()) for row in range(decoding))
-    third = NewRow(decoding, [9, 8, 7], 3, SamplingParams(), StopParams())
-    blocks = np.array([[row, column, row * 4 + column] for row in range(count) for column in range(4)], np.int64)
+    prompts = tuple(NewSequence(slot, [slot + 3] * 20, 20, SamplingParams(), StopParams()) for slot in range(decoding))
+    third = NewSequence(decoding, [9, 8, 7], 3, SamplingParams(), StopParams())
+    blocks = np.array([[slot, column, slot * 4 + column] for slot in range(count) for column in range(4)], np.int64)
 
-    rows, starts, ones = list(range(decoding)), [20] * decoding, [1] * decoding
+    slots, starts, ones = list(range(decoding)), [20] * decoding, [1] * decoding
     for rig in (alone, beside):
-        rig.collect(make_plan(rows, [0] * decoding, starts, new_rows=prompts, new_blocks=blocks))
-    expected = alone.collect(make_plan(rows, starts, ones))
-    found = beside.collect(make_plan([*rows, decoding], [*starts, 0], [*ones, 3], new_rows=(third,)))
+        rig.collect(make_plan(slots, [0] * decoding, starts, new_sequences=prompts, new_blocks=blocks))
+    expected = alone.collect(make_plan(slots, starts, ones))
+    found = beside.collect(make_plan([*slots, decoding], [*starts, 0], [*ones, 3], new_sequences=(third,)))
     assert found.token_ids[:-1] == expected.token_ids
     assert found.logprobs[:-1] == expected.logprobs
 

@@ -12,9 +12,9 @@ import torch
 
 from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.models.causal_lm import CausalLM
-from lorax_server.models.registry import MANY_POSITIONS
-from lorax_server.plan import Drop, NewRow, StepMasks, StepPlan, StepResult
-from lorax_server.sampling.sampler import History, RowSampling, Sampler
+from lorax_server.models.registry import DEFAULT_MAX_POSITIONS
+from lorax_server.plan import Drop, NewSequence, StepMasks, StepPlan, StepResult
+from lorax_server.sampling.sampler import History, Sampler, SequenceSampling
 from lorax_server.types import Alternatives, SamplingParams, StopParams
 from lorax_server.worker.padded import MaskedPlan, PaddedRunner, build_padded, padded_capabilities
 from tests.grids import slow_except
@@ -100,7 +100,7 @@ class Running:
 
 
 class Engine:
-    """A stand-in for the engine: it gives away the row that became free last, and orders plans at random."""
+    """A stand-in for the engine: it gives away the slot that became free last, and orders plans at random."""
 
     def __init__(self, lm: CausalLM, seed: int = 0) -> None:
         self.runner = PaddedRunner(lm)
@@ -109,25 +109,27 @@ class Engine:
         self.num_steps = 0
 
     def leave(self, *sequences: Running) -> None:
-        self.running = {row: each for row, each in self.running.items() if each not in sequences}
+        self.running = {slot: each for slot, each in self.running.items() if each not in sequences}
 
     def step(self, *joining: Running) -> StepResult:
-        rows = dict(zip(self._free_rows(len(joining)), joining, strict=True))
-        order = [*self.running.items(), *rows.items()]
+        slots = dict(zip(self._free_slots(len(joining)), joining, strict=True))
+        order = [*self.running.items(), *slots.items()]
         self.rng.shuffle(order)
-        new_rows = [NewRow(row, each.all_ids, len(each.prompt), each.sampling, each.stop) for row, each in rows.items()]
-        counts = [len(each.all_ids) if row in rows else 1 for row, each in order]
+        new_sequences = [
+            NewSequence(slot, each.all_ids, len(each.prompt), each.sampling, each.stop) for slot, each in slots.items()
+        ]
+        counts = [len(each.all_ids) if slot in slots else 1 for slot, each in order]
         plan = make_plan(
             self.num_steps,
-            [row for row, _ in order],
+            [slot for slot, _ in order],
             [len(each.all_ids) - count for (_, each), count in zip(order, counts, strict=True)],
             counts,
-            new_rows,
-            [each.asks and row in rows for row, each in order],
+            new_sequences,
+            [each.asks and slot in slots for slot, each in order],
         )
         self.num_steps += 1
         result = self.runner.collect(self.runner.submit(plan))
-        self.running |= rows
+        self.running |= slots
         self._note(plan, result)
         self.leave(*[each for each in self.running.values() if each.is_full])
         return result
@@ -137,16 +139,16 @@ class Engine:
         while self.running:
             self.step()
 
-    def _free_rows(self, count: int) -> list[int]:
-        return [row for row in range(len(self.running) + count) if row not in self.running][:count]
+    def _free_slots(self, count: int) -> list[int]:
+        return [slot for slot in range(len(self.running) + count) if slot not in self.running][:count]
 
     def _note(self, plan: StepPlan, result: StepResult) -> None:
         assert result.step == plan.step
-        assert set(result.alternatives) <= set(range(len(plan.rows)))
+        assert set(result.alternatives) <= set(range(len(plan.slots)))
         of_prompts = iter(enumerate(result.prompt_logprobs))
-        columns = zip(plan.rows.tolist(), plan.asks.tolist(), result.token_ids, result.logprobs, strict=True)
-        for place, (row, asks, token_id, logprob) in enumerate(columns):
-            sequence = self.running[row]
+        columns = zip(plan.slots.tolist(), plan.scores_prompt.tolist(), result.token_ids, result.logprobs, strict=True)
+        for place, (slot, asks, token_id, logprob) in enumerate(columns):
+            sequence = self.running[slot]
             sequence.token_ids.append(token_id)
             sequence.logprobs.append(logprob)
             sequence.alternatives.append(result.alternatives.get(place))
@@ -159,21 +161,21 @@ class Engine:
 
 def make_plan(
     step: int,
-    rows: Sequence[int],
+    slots: Sequence[int],
     starts: Sequence[int],
     counts: Sequence[int],
-    new_rows: Sequence[NewRow] = (),
+    new_sequences: Sequence[NewSequence] = (),
     asks: Sequence[bool] | None = None,
 ) -> StepPlan:
     return StepPlan(
         step=step,
-        rows=np.array(rows, dtype=np.int64),
+        slots=np.array(slots, dtype=np.int64),
         starts=np.array(starts, dtype=np.int64),
         counts=np.array(counts, dtype=np.int64),
-        samples=np.ones(len(rows), dtype=np.bool_),
-        asks=np.array([False] * len(rows) if asks is None else asks, dtype=np.bool_),
-        adapter_indices=np.zeros(len(rows), dtype=np.int64),
-        new_rows=tuple(new_rows),
+        samples=np.ones(len(slots), dtype=np.bool_),
+        scores_prompt=np.array([False] * len(slots) if asks is None else asks, dtype=np.bool_),
+        adapter_indices=np.zeros(len(slots), dtype=np.int64),
+        new_sequences=tuple(new_sequences),
         new_blocks=np.zeros((0, 3), dtype=np.int64),
     )
 
@@ -194,7 +196,7 @@ def check(oracle: Any, sequence: Running) -> None:
     ids, num_prompt, num_new = sequence.all_ids, len(sequence.prompt), len(sequence.logprobs)
     logits = oracle(torch.tensor([ids], device=oracle.device)).logits[0].cpu()
     lengths = torch.arange(len(ids) - num_new, len(ids))
-    sampler = Sampler([RowSampling.of(sequence.sampling, sequence.stop)] * num_new, logits.shape[-1])
+    sampler = Sampler([SequenceSampling.of(sequence.sampling, sequence.stop)] * num_new, logits.shape[-1])
     history = History(lengths, torch.full_like(lengths, num_prompt), torch.tensor([ids]).expand(num_new, -1))
     expected = sampler(logits[lengths - 1], history)
     assert ids[len(ids) - num_new :] == expected.token_ids.tolist()
@@ -323,11 +325,11 @@ def test_a_row_can_be_given_away_in_the_next_step(lm: CausalLM, oracle: Any) -> 
     engine = Engine(lm)
     old, stays = Running(PROMPT), Running(SHORT)
     engine.step(old, stays)
-    [row] = [row for row, each in engine.running.items() if each is old]
+    [slot] = [slot for slot, each in engine.running.items() if each is old]
     engine.leave(old)
     new = Running((90, 91, 92))
     engine.step(new)
-    assert engine.running[row] is new
+    assert engine.running[slot] is new
     engine.finish()
     for sequence in (old, stays, new):
         check(oracle, sequence)
@@ -335,7 +337,9 @@ def test_a_row_can_be_given_away_in_the_next_step(lm: CausalLM, oracle: Any) -> 
 
 def test_rows_with_masks_choose_among_what_these_allow(lm: CausalLM) -> None:
     prompts = PROMPT, SHORT, (90, 91, 92)
-    plan = make_plan(0, [2, 0, 1], [0] * 3, [len(prompt) for prompt in prompts], list(map(new_row, (2, 0, 1), prompts)))
+    plan = make_plan(
+        0, [2, 0, 1], [0] * 3, [len(prompt) for prompt in prompts], list(map(new_sequence, (2, 0, 1), prompts))
+    )
     plain = PaddedRunner(lm)
     free = plain.collect(plain.submit(plan)).token_ids
     runner = PaddedRunner(lm)
@@ -419,7 +423,7 @@ def test_prompt_logprobs_are_those_of_transformers(pair: Pair) -> None:
 
 def test_one_that_runs_has_no_prompt_to_report(lm: CausalLM) -> None:
     runner = PaddedRunner(lm)
-    new = NewRow(3, list(PROMPT), len(PROMPT), SamplingParams(), StopParams())
+    new = NewSequence(3, list(PROMPT), len(PROMPT), SamplingParams(), StopParams())
     runner.submit(make_plan(0, [3], [0], [5], [new], asks=[True]))
     assert runner.collect(runner.submit(make_plan(1, [3], [5], [1], asks=[True]))).prompt_logprobs == [[]]
 
@@ -499,25 +503,25 @@ def test_scores_that_are_not_numbers_are_reported_and_harm_nobody_else(
 # --- Impossible plans -------------------------------------------------------------------------------------------------
 
 
-def new_row(row: int, prompt: Sequence[int] = PROMPT) -> NewRow:
-    return NewRow(row, list(prompt), len(prompt), SamplingParams(), StopParams())
+def new_sequence(slot: int, prompt: Sequence[int] = PROMPT) -> NewSequence:
+    return NewSequence(slot, list(prompt), len(prompt), SamplingParams(), StopParams())
 
 
 def test_one_that_was_left_out_cannot_go_on(lm: CausalLM) -> None:
     runner = PaddedRunner(lm)
-    runner.submit(make_plan(0, [0, 1], [0, 0], [5, 5], [new_row(0), new_row(1)]))
+    runner.submit(make_plan(0, [0, 1], [0, 0], [5, 5], [new_sequence(0), new_sequence(1)]))
     runner.submit(make_plan(1, [0], [5], [1]))
-    with pytest.raises(AssertionError, match="row 1 was not in every step"):
+    with pytest.raises(AssertionError, match="slot 1 was not in every step"):
         runner.submit(make_plan(2, [0, 1], [6, 5], [1, 1]))
 
 
-BEGIN = make_plan(1, [0], [0], [5], [new_row(0)])
+BEGIN = make_plan(1, [0], [0], [5], [new_sequence(0)])
 IMPOSSIBLE = {
-    "part of a prompt": (make_plan(1, [0], [0], [3], [new_row(0)]), "not all of its new ones"),
-    "a prompt that is there": (make_plan(1, [0], [2], [3], [new_row(0)]), "not all of its new ones"),
+    "part of a prompt": (make_plan(1, [0], [0], [3], [new_sequence(0)]), "not all of its new ones"),
+    "a prompt that is there": (make_plan(1, [0], [2], [3], [new_sequence(0)]), "not all of its new ones"),
     "two tokens": (make_plan(1, [0], [4], [2]), "not all of its new ones"),
-    "nobody's row": (make_plan(1, [0], [4], [1]), "row 0 was not in every step"),
-    "a row without a part": (make_plan(1, [], [], [], [new_row(0)]), "have no part"),
+    "nobody's slot": (make_plan(1, [0], [4], [1]), "slot 0 was not in every step"),
+    "a slot without a part": (make_plan(1, [], [], [], [new_sequence(0)]), "have no part"),
     "no token": (replace(BEGIN, samples=np.array([False])), "in parts"),
     "an adapter": (replace(BEGIN, adapter_indices=np.array([1])), "no adapters"),
     "an operation": (replace(BEGIN, adapter_ops=(Drop("x"),)), "no adapters"),
@@ -536,8 +540,8 @@ def test_what_it_cannot_do_is_not_asked_of_it(lm: CausalLM, name: str) -> None:
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, 128), (100, 100), (500, 128)])
 def test_capabilities(lm: CausalLM, asked: int | None, expected: int) -> None:
-    found = padded_capabilities(lm, max_rows=5, max_length=asked)
-    assert (found.vocab_size, found.max_rows, found.max_length) == (VOCAB, 5, expected)
+    found = padded_capabilities(lm, max_num_seqs=5, max_length=asked)
+    assert (found.vocab_size, found.max_num_seqs, found.max_length) == (VOCAB, 5, expected)
     assert (found.depth, found.can_chunk, found.can_reuse, found.num_adapter_units) == (1, False, False, 0)
     assert (found.model_type, found.model_class) == ("gptj", "GPTJForCausalLM")
     assert found.max_step_tokens == expected + 5
@@ -545,4 +549,4 @@ def test_capabilities(lm: CausalLM, asked: int | None, expected: int) -> None:
 
 
 def test_a_model_without_a_limit_has_a_large_one(zoo: Zoo) -> None:
-    assert padded_capabilities(zoo.served("bloom"), 1, None).max_length == MANY_POSITIONS
+    assert padded_capabilities(zoo.served("bloom"), 1, None).max_length == DEFAULT_MAX_POSITIONS

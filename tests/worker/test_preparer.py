@@ -20,15 +20,15 @@ from safetensors.torch import load_file, save_file
 from lorax_server.adapters.config import parse_config
 from lorax_server.adapters.host import HostAdapter, prepare
 from lorax_server.adapters.merge import MergedAdapter
-from lorax_server.adapters.spec import AdapterSpec, StoredPart
+from lorax_server.adapters.spec import AdapterSpec, AdapterCheckpoint
 from lorax_server.adapters.target import AdapterTarget
 from lorax_server.adapters.weights import AdapterWeights, StoredAdapter
 from lorax_server.distributed import FakeGroup, HostGroup, TorchGroup
 from lorax_server.errors import AdapterError, InputError
 from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
-from lorax_server.files.plain_file import stamp_of
+from lorax_server.files.regular_file import read_stamp
 from lorax_server.kernels import Field
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.plan import Prepared
 from lorax_server.types import Merge
 from lorax_server.worker import preparer as preparer_module
@@ -60,7 +60,7 @@ def folder(originals: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def targets() -> dict[str, AdapterTarget]:
-    return adapter_targets(make_model(BASE, CPU))
+    return collect_adapter_targets(make_model(BASE, CPU))
 
 
 @pytest.fixture
@@ -70,10 +70,10 @@ def preparer(targets: dict[str, AdapterTarget]) -> Iterator[Preparer]:
     preparer.close()
 
 
-def stored(folder: Path, targets: dict[str, AdapterTarget]) -> StoredPart:
+def stored(folder: Path, targets: dict[str, AdapterTarget]) -> AdapterCheckpoint:
     config = parse_config(json.loads((folder / CONFIG_FILE).read_text()), folder.name)
     opened = StoredAdapter(folder, config, targets)
-    return StoredPart(folder, config, stamp_of(folder / WEIGHTS_FILE), opened.identify())
+    return AdapterCheckpoint(folder, config, read_stamp(folder / WEIGHTS_FILE), opened.identify())
 
 
 def make_spec(folder: Path, targets: dict[str, AdapterTarget]) -> AdapterSpec:
@@ -317,8 +317,8 @@ def test_a_file_that_changes_without_a_new_stamp(
     """Change a file twice within a tick of the file system's clock: a young file is read again."""
     plain, stamp = folder / "plain", (1, 2, 3, 4)
     with (
-        mock.patch("lorax_server.adapters.weights.stamp_of", return_value=stamp),
-        mock.patch("lorax_server.files.plain_file.stamp_of", return_value=stamp),
+        mock.patch("lorax_server.adapters.weights.read_stamp", return_value=stamp),
+        mock.patch("lorax_server.files.regular_file.read_stamp", return_value=stamp),
     ):
         spec = make_spec(plain, targets)
         if is_merged:
@@ -430,7 +430,7 @@ def on_ranks(group: TorchGroup, size: int, folder: Path, spoilt: str = "") -> An
     second = beside(group, size)
     if second is None:
         return None
-    preparer = Preparer(adapter_targets(make_model(BASE, CPU, second)), torch.float32, second)
+    preparer = Preparer(collect_adapter_targets(make_model(BASE, CPU, second)), torch.float32, second)
     specs = make_specs(folder)
     try:
         taken = []
@@ -450,7 +450,7 @@ def on_ranks(group: TorchGroup, size: int, folder: Path, spoilt: str = "") -> An
 
 
 def make_specs(folder: Path) -> list[AdapterSpec]:
-    alone = adapter_targets(make_model(BASE, CPU))
+    alone = collect_adapter_targets(make_model(BASE, CPU))
     merged = merged_spec([folder / "plain", folder / "rank-pattern"], alone, Merge((0.5, 2.0)))
     return [*(make_spec(folder / name, alone) for name in NAMES[1:]), merged, make_spec(folder / NAMES[0], alone)]
 
@@ -461,7 +461,7 @@ def spoil_part(spec: AdapterSpec, folder: Path, how: str) -> AdapterSpec:
     parts = {
         "vanished": replace(part, folder=folder / "nowhere"),
         "stamp": replace(part, stamp=(0, 0, 0, 0)),
-        "values": replace(part, folder=folder / "spoilt", stamp=stamp_of(folder / "spoilt" / WEIGHTS_FILE)),
+        "values": replace(part, folder=folder / "spoilt", stamp=read_stamp(folder / "spoilt" / WEIGHTS_FILE)),
     }
     return replace(spec, parts=(parts.get(how, part),))
 
@@ -476,7 +476,7 @@ def expected_on(group: TorchGroup, size: int, folder: Path) -> list[HostAdapter]
     second = beside(group, size)
     if second is None:
         return None
-    targets = adapter_targets(make_model(BASE, CPU, second))
+    targets = collect_adapter_targets(make_model(BASE, CPU, second))
     plain, *adapters = (open_adapter(folder / name, targets) for name in NAMES)
     merged = MergedAdapter([plain, adapters[-1]], Merge((0.5, 2.0)))
     prepared: list[AdapterWeights] = [*adapters, merged]

@@ -12,15 +12,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lorax_server.adapters.host import HostAdapter, prepare
-from lorax_server.adapters.target import Kind
+from lorax_server.adapters.target import TargetKind
 from lorax_server.adapters.weights import ModuleWeights
 from lorax_server.distributed import FakeGroup
 from lorax_server.kernels import reference, select_ops
 from lorax_server.layers import rotary
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
-from lorax_server.plan import Load, Move, NewRow, StepPlan
+from lorax_server.plan import Load, Move, NewSequence, StepPlan
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.weights import Weights
 from lorax_server.worker.graphs import CPU_ROWS, GraphSizes, StepGraphs, StepKind
@@ -85,7 +85,7 @@ def run_crowd(
 def make_strange_hosts(model: PagedCausalLM) -> list[HostAdapter]:
     """Prepare adapters with magnitudes and biases, with an embedding, rows and tokens of their own, and with norms and
     scales for all else."""
-    targets, vocab_size = adapter_targets(model), model.config.vocab_size
+    targets, vocab_size = collect_adapter_targets(model), model.config.vocab_size
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -96,14 +96,14 @@ def make_strange_hosts(model: PagedCausalLM) -> list[HostAdapter]:
     biased = {name: ModuleWeights(a, b, 0.3, lora_bias=draw(len(b))) for name, (a, b) in linears.items()}
     rows: dict[str, ModuleWeights] = {}
     for name, target in targets.items():
-        if target.kind is Kind.EMBEDDING:
+        if target.kind is TargetKind.EMBEDDING:
             a, b = draw(2, target.inputs.full), draw(target.outputs.full, 2)
             rows[name] = ModuleWeights(a, b, 0.1, token_ids=(5, 9), token_rows=draw(2, target.outputs.full))
-        elif target.kind is Kind.HEAD:
+        elif target.kind is TargetKind.HEAD:
             rows[name] = ModuleWeights(token_ids=(5, 9), token_rows=draw(2, target.inputs.full))
     scaled = {
         name: ModuleWeights(weight=draw(target.outputs.full))
-        if target.kind is Kind.NORM and target.weight is not None
+        if target.kind is TargetKind.NORM and target.weight is not None
         else ModuleWeights(output_scale=draw(target.outputs.full))
         for name, target in targets.items()
     }
@@ -166,11 +166,11 @@ class Duet:
 
     def plan(self, adapters: Sequence[int], ops: Sequence[Any] = ()) -> StepPlan:
         self._step += 1
-        new: tuple[NewRow, ...] = ()
+        new: tuple[NewSequence, ...] = ()
         blocks = []
         counts = np.ones(2, np.int64)
         if self._step == 1:
-            new = tuple(NewRow(row, [7, 8, 9], 3, SamplingParams(), StopParams()) for row in (0, 1))
+            new = tuple(NewSequence(row, [7, 8, 9], 3, SamplingParams(), StopParams()) for row in (0, 1))
             counts = np.full(2, 3)
         starts = self._lengths.copy()
         self._lengths += counts
@@ -224,7 +224,7 @@ def test_adapters_that_move_and_are_replaced_between_steps() -> None:
 
 
 def test_tables_of_angles_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotary, "FIRST_ROWS", 8)
+    monkeypatch.setattr(rotary, "INITIAL_TABLE_ROWS", 8)
     eager, recorded = make_pair(make_model("llama-gqa", CPU), [])
     rows = recorded.graphs._room
     recorded.graphs._model = make_model("llama-gqa", CPU)  # with tables of its own
@@ -239,7 +239,7 @@ def known_plan(
     step: int, starts: Sequence[int], counts: Sequence[int], ops: Sequence[Any] = (), samples: bool = False
 ) -> StepPlan:
     """Plan a step of two sequences whose prompts have three tokens, and whose answers are known."""
-    new = tuple(NewRow(row, [7 + row, *range(5, 18)], 3, SamplingParams(), StopParams()) for row in (0, 1))
+    new = tuple(NewSequence(row, [7 + row, *range(5, 18)], 3, SamplingParams(), StopParams()) for row in (0, 1))
     width = -(-MAX_LENGTH // BLOCK_SIZE)
     blocks = [[row, column, row * width + column] for row in (0, 1) for column in range(width)]
     return StepPlan(
@@ -311,7 +311,7 @@ def test_sizes_of_a_cpu() -> None:
 @torch.inference_mode()
 def test_all_programs_take_the_memory_of_the_largest() -> None:
     model = make_model("llama-gqa", CPU)
-    rig = Watched(model, make_hosts(model), graph_sizes=GraphSizes.choose_for_cpu(), num_rows=64)
+    rig = Watched(model, make_hosts(model), graph_sizes=GraphSizes.choose_for_cpu(), max_num_seqs=64)
     graphs, taken = rig.graphs, set()
     recorder: Any = graphs._recorder
     for size in (1, 64, 17, 2):

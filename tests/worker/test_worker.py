@@ -29,7 +29,7 @@ from lorax_server.plan import (
     Drop,
     Load,
     Move,
-    NewRow,
+    NewSequence,
     Prepare,
     Prepared,
     RopeRule,
@@ -43,7 +43,7 @@ from lorax_server.types import SamplingParams, StopParams
 from lorax_server.worker import executor, memory
 from lorax_server.worker import worker as worker_module
 from lorax_server.worker.graphs import GraphSizes
-from lorax_server.worker.inputs import RowTables, count_mask_bytes
+from lorax_server.worker.inputs import SlotTables, count_mask_bytes
 from lorax_server.worker.memory import block_bytes, count_blocks, model_bytes
 from lorax_server.worker.warm_up import (
     CacheShape,
@@ -68,13 +68,13 @@ CONFIG = EngineConfig(ModelConfig(Path("in-memory")), max_rows=2, block_size=4, 
 def make_plan(step: int, ops: Sequence[AdapterOp] = (), indices: Sequence[int] = (), **columns: Any) -> StepPlan:
     count = len(indices)
     given: dict[str, Any] = {
-        "rows": np.arange(count),
+        "slots": np.arange(count),
         "starts": np.zeros(count, np.int64),
         "counts": np.ones(count, np.int64),
         "samples": np.ones(count, bool),
-        "asks": np.zeros(count, bool),
+        "scores_prompt": np.zeros(count, bool),
         "adapter_indices": np.array(indices, np.int64),
-        "new_rows": (),
+        "new_sequences": (),
         "new_blocks": np.zeros((0, 3), np.int64),
     }
     return StepPlan(step, **given | columns, adapter_ops=tuple(ops))
@@ -237,7 +237,7 @@ class FullDevice:
 
     def submit(self, plan: StepPlan) -> StepPlan:
         self.plans.append(plan)
-        if len(plan.rows) and self.fails.pop(0):
+        if len(plan.slots) and self.fails.pop(0):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return plan
 
@@ -252,9 +252,9 @@ class FullDevice:
 def test_a_step_without_memory_is_tried_twice(fails: list[bool], is_done: bool, record: Record) -> None:
     runner, below = FullDevice(fails.copy()), cast(Any, record)
     worker = Worker(Capabilities(97, 2, 8, 2, 4), runner, below, below, can_retry=True)
-    new = NewRow(1, [5, 6], 2, SamplingParams(), StopParams())
+    new = NewSequence(1, [5, 6], 2, SamplingParams(), StopParams())
     ops: list[AdapterOp] = [Load("b", 3, 9)]
-    error = worker.submit(make_plan(5, ops, [0, 3], new_rows=(new,), new_blocks=np.array([[1, 0, 4]])))
+    error = worker.submit(make_plan(5, ops, [0, 3], new_sequences=(new,), new_blocks=np.array([[1, 0, 4]])))
     assert [said[0] for said in record.said] == ["load", "wait_for"]  # once
     assert len(runner.plans) == len(fails) + (not is_done)
     result = worker.collect()
@@ -266,7 +266,12 @@ def test_a_step_without_memory_is_tried_twice(fails: list[bool], is_done: bool, 
     assert (error.status, error.retry_after_s) == (503, 1.0)
     assert result == StepResult(5, [], [])
     left = runner.plans[-1]
-    assert (left.new_rows, left.new_blocks.tolist(), left.adapter_ops, left.num_tokens) == ((new,), [[1, 0, 4]], (), 0)
+    assert (left.new_sequences, left.new_blocks.tolist(), left.adapter_ops, left.num_tokens) == (
+        (new,),
+        [[1, 0, 4]],
+        (),
+        0,
+    )
 
 
 def test_a_step_that_cannot_be_tried_again_ends_the_worker() -> None:
@@ -295,8 +300,8 @@ def test_a_real_step_with_and_without_rows() -> None:
     worker = paged_worker(make_paged("llama-gqa", CPU), CONFIG, FakeGroup())
     worker.submit(make_plan(0))
     assert worker.collect() == StepResult(0, [], [])
-    new = NewRow(0, [5, 6, 7], 3, SamplingParams(), StopParams())
-    prompt = {"new_rows": (new,), "new_blocks": np.array([[0, 0, 1]]), "counts": np.array([3])}
+    new = NewSequence(0, [5, 6, 7], 3, SamplingParams(), StopParams())
+    prompt = {"new_sequences": (new,), "new_blocks": np.array([[0, 0, 1]]), "counts": np.array([3])}
     worker.submit(make_plan(1, [], [0], **prompt))
     worker.submit(make_plan(2))
     first = worker.collect()
@@ -344,7 +349,7 @@ def capabilities(**settings: Any) -> Capabilities:
 
 def test_capabilities() -> None:
     found = capabilities()
-    assert (found.vocab_size, found.max_rows, found.block_size, found.itemsize) == (97, 3, 4, 4)
+    assert (found.vocab_size, found.max_num_seqs, found.block_size, found.itemsize) == (97, 3, 4, 4)
     assert (found.max_length, found.num_blocks) == (128, 3 * 128 // 4)  # more could never be used
     assert (found.num_adapter_units, found.adapter_unit_bytes) == (2**16 // UNIT_BYTES, UNIT_BYTES)
     assert found.max_adapters == 63
@@ -473,9 +478,9 @@ def test_adapters_get_a_quarter_of_what_weights_leave_of_a_gpu(monkeypatch: pyte
 @pytest.mark.parametrize(("device", "total", "rows"), [("cpu", 0, 64), ("cuda", 24, 64), ("cuda", 42, 256)])
 def test_rows_that_suit_the_machine(device: str, total: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeGpu(monkeypatch, free=0, total=total * 10**9)
-    assert memory.find_max_rows(config_of(), torch.device(device)) == rows
-    assert memory.find_max_rows(config_of(max_step_tokens=10), torch.device(device)) == 10
-    assert memory.find_max_rows(config_of(max_rows=7), torch.device(device)) == 7
+    assert memory.find_max_num_seqs(config_of(), torch.device(device)) == rows
+    assert memory.find_max_num_seqs(config_of(max_step_tokens=10), torch.device(device)) == 10
+    assert memory.find_max_num_seqs(config_of(max_rows=7), torch.device(device)) == 7
 
 
 def test_the_memory_of_a_gpu_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -541,10 +546,10 @@ def test_memory_for_masks_is_among_what_steps_need(monkeypatch: pytest.MonkeyPat
     model: Any = make_paged("llama-gqa", CPU)
     sizes, shape, measured = GraphSizes(), CacheShape(16, 4), list[Any]()
     masks = allow_all(model, 7)
-    tables = RowTables(7, 16, 4, CPU)
+    tables = SlotTables(7, 16, 4, CPU)
     monkeypatch.setattr(model, "device", torch.device("cuda"))
-    monkeypatch.setattr(memory, "allow_all", lambda _, rows: masks if rows == 7 else None)
-    monkeypatch.setattr(memory, "RowTables", lambda *_: tables)
+    monkeypatch.setattr(memory, "allow_all", lambda _, num_seqs: masks if num_seqs == 7 else None)
+    monkeypatch.setattr(memory, "SlotTables", lambda *_: tables)
     monkeypatch.setattr(memory, "measure_graphs", lambda *_: 3)
     monkeypatch.setattr(memory, "run_prompts", lambda *_: None)
     monkeypatch.setattr(memory, "run_choice", lambda *arguments: measured.append(arguments))
@@ -618,7 +623,7 @@ def test_any_other_model_is_padded(codegen: Path) -> None:
     assert not is_paged(config)
     worker = build_worker(config)
     found = worker.capabilities
-    assert (found.max_rows, found.max_length, found.num_adapter_units, found.can_chunk) == (3, 40, 0, False)
+    assert (found.max_num_seqs, found.max_length, found.num_adapter_units, found.can_chunk) == (3, 40, 0, False)
     worker.close()
 
 

@@ -85,7 +85,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         traffic, is_large = self.traffic, self.gpu.memory >= machine.LARGE_GPU_BYTES
-        self._rows = self.max_rows or (machine.LARGE_GPU_ROWS if is_large else machine.ROWS)
+        self._rows = self.max_rows or (machine.LARGE_GPU_MAX_NUM_SEQS if is_large else machine.MAX_NUM_SEQS)
         self._popularity = Popularity(self.mix.count, traffic.zipf)
         self._is_adapted = self.mix.count > 0 and traffic.base_share < 1
         self._mean_length = traffic.prompt_tokens + traffic.answer_tokens / 2  # of running sequences

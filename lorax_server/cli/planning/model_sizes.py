@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from lorax_server.adapters.host import UNIT_BYTES
-from lorax_server.adapters.target import Kind
+from lorax_server.adapters.target import TargetKind
 from lorax_server.config import ModelConfig
 from lorax_server.distributed import FakeGroup, Shard
 from lorax_server.errors import ConfigError
 from lorax_server.files.names import MODEL_CONFIG_FILE
 from lorax_server.kernels import reference
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.registry import build_model, load_config
 from lorax_server.weights import Weights
 from lorax_server.worker.facts import find_max_length
@@ -67,7 +67,7 @@ class ModelSizes:
         except (RuntimeError, TypeError, OverflowError) as error:  # torch raises these for sizes beyond 64 bits
             raise ConfigError(f"the config's sizes are too large: {str(error).splitlines()[0]}") from error
         head = model.lm_head.targets[0]
-        linears = [target for target in adapter_targets(model).values() if target.kind is Kind.LINEAR]
+        linears = [target for target in collect_adapter_targets(model).values() if target.kind is TargetKind.LINEAR]
         self.matrices = [
             MatrixSize(target.name.rpartition(".")[2], target.outputs.full, target.inputs.full) for target in linears
         ]

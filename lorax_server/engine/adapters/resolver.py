@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from lorax_server.adapters.sources.finder import AdapterFinder, FoundAdapter
-from lorax_server.adapters.sources.source import MAX_NAME_LENGTH, Key, key_of
+from lorax_server.adapters.sources.source import MAX_NAME_LENGTH, Key, make_ref_key
 from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.engine.adapters.pointers import (
     RETRY_S,
@@ -115,7 +115,7 @@ class AdapterResolver:
             answer.set_exception(_closed())
 
     def _find(self, ref: AdapterRef) -> "Future[FoundAdapter]":
-        key = key_of(ref)
+        key = make_ref_key(ref)
         with self._lock:
             pointer = self._pointers.recall(key)
             if pointer is not None:

@@ -13,7 +13,7 @@ from lorax_server.errors import AdapterError, LoraxError
 from lorax_server.generation.stopping import StoppingCriteria
 from lorax_server.kernels import LayerCache
 from lorax_server.models.contract.next_token_chooser import NextTokenChooser
-from lorax_server.models.contract.requests import find_pad_token, read_request
+from lorax_server.models.contract.requests import find_pad_token, parse_request
 from lorax_server.models.contract.types import (
     AlternativeTokens,
     Batch,
@@ -82,7 +82,7 @@ class CausalLMBatch(PaddedBatch, Batch):
         prompts, choosers, stops = [], [], []
         for request in pb.requests:
             try:
-                row = read_request(request, tokenizers.get_tokenizer(request.adapter_index, tokenizer), config)
+                row = parse_request(request, tokenizers.get_tokenizer(request.adapter_index, tokenizer), config)
             except LoraxError as error:
                 raise error.of(request.id) from error
             prompts.append(row[0])

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from lorax_server.errors import InputError
-from lorax_server.sampling.sampler import History, RowSampling, Sampled, Sampler
+from lorax_server.sampling.sampler import History, Sampled, Sampler, SequenceSampling
 from lorax_server.types import SamplingParams, StopParams
 
 
@@ -14,7 +14,7 @@ class NextTokenChooser:
 
     def __init__(self, params: SamplingParams, stop: StopParams | None = None, prompt_length: int = 0) -> None:
         self.params = params
-        self.row_sampling = RowSampling(params) if stop is None else RowSampling.of(params, stop)
+        self.sequence_sampling = SequenceSampling(params) if stop is None else SequenceSampling.of(params, stop)
         self.prompt_length = prompt_length
 
     @classmethod
@@ -25,7 +25,7 @@ class NextTokenChooser:
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Sampled:
         """Choose from [1, vocabulary] scores, after [1, tokens] of prompt and answer."""
         length, prompt_length = torch.tensor([[input_ids.shape[1]], [self.prompt_length]], device=scores.device)
-        sampler = Sampler([self.row_sampling], scores.shape[-1], scores.device)
+        sampler = Sampler([self.sequence_sampling], scores.shape[-1], scores.device)
         return sampler(scores, History(length, prompt_length, input_ids))
 
 

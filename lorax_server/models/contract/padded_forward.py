@@ -1,4 +1,4 @@
-"""The padded forward of the seed contract: a rectangle of tokens in, an output of transformers out.
+"""The padded forward of the seed contract: a to_padded of tokens in, an output of transformers out.
 
 The layers are the ones that serve paged batches. They only see a context, and `PaddedContext` attends over past keys
 and values instead of blocks.
@@ -54,7 +54,7 @@ class OutputOptions(NamedTuple):
 
 @dataclass
 class PaddedContext:
-    """A rectangle of tokens, padded on the left, with the keys and values of earlier tokens as tensors."""
+    """A to_padded of tokens, padded on the left, with the keys and values of earlier tokens as tensors."""
 
     num_seqs: int
     num_new: int
@@ -83,14 +83,14 @@ class PaddedContext:
         if angles is not None:
             reference.rotary(q, *angles)
             reference.rotary(k, *angles)
-        q, k, v = (self.rectangle(x).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (self.to_padded(x).transpose(1, 2) for x in (q, k, v))
         if self.past is not None:
             k = torch.cat([self.past[layer_id][0], k], dim=2)
             v = torch.cat([self.past[layer_id][1], v], dim=2)
         self.present.append((k, v))
         scores = reference.score(q.float(), k.float(), spec)
         # Not -inf: a padding query sees no key, and must not become a NaN.
-        scores = scores.masked_fill(~self._visible, torch.finfo(torch.float32).min)
+        scores = scores.masked_fill(~self._visible_keys, torch.finfo(torch.float32).min)
         weights = scores.softmax(-1).to(v.dtype)
         if self.head_mask is not None:
             weights = weights * self.head_mask[layer_id][:, None, None].to(weights.dtype)
@@ -98,13 +98,13 @@ class PaddedContext:
             self.attentions.append(weights)
         return (weights @ v).transpose(1, 2).reshape(self.num_seqs * self.num_new, -1)
 
-    def rectangle(self, flat: torch.Tensor) -> torch.Tensor:
+    def to_padded(self, flat: torch.Tensor) -> torch.Tensor:
         """Return flat tokens as `[num_seqs, num_new, ...]`."""
         rows: torch.Tensor = flat.unflatten(0, (self.num_seqs, self.num_new))
         return rows
 
     @cached_property
-    def _visible(self) -> torch.Tensor:
+    def _visible_keys(self) -> torch.Tensor:
         """The keys that each new token attends to: `[num_seqs, 1, new, cached and new]`."""
         num_keys = self.attention_mask.shape[1]
         keys = torch.arange(num_keys, device=self.attention_mask.device)
@@ -133,13 +133,13 @@ class PaddedCausalLM(nn.Module):
         hidden_states: list[torch.Tensor] = []
         keep_states = self._choose(options.output_hidden_states, "output_hidden_states", False)
         final = self._run_decoder(inputs, ctx, hidden_states if keep_states else None)
-        logits = ctx.rectangle(self.lm_head(final, inputs.adapter_data)[0])
+        logits = ctx.to_padded(self.lm_head(final, inputs.adapter_data)[0])
         # transformers annotates its own types of tensor and cache here; the contract names plain ones.
         fields: dict[str, Any] = {
             "loss": None if options.labels is None else _next_token_loss(logits, options.labels),
             "logits": logits,
             "past_key_values": tuple(ctx.present) if self._choose(options.use_cache, "use_cache", True) else None,
-            "hidden_states": tuple(map(ctx.rectangle, hidden_states)) or None,
+            "hidden_states": tuple(map(ctx.to_padded, hidden_states)) or None,
             "attentions": tuple(ctx.attentions) or None,
         }
         output = CausalLMOutputWithPast(**fields)

@@ -38,9 +38,9 @@ def prompt_ids(request: Any, tokenizer: Any) -> list[int]:
     return ids[-request.truncate :] if request.truncate else ids
 
 
-def read_request(request: Any, tokenizer: Any, config: Any) -> tuple[list[int], NextTokenChooser, StoppingCriteria]:
+def parse_request(request: Any, tokenizer: Any, config: Any) -> tuple[list[int], NextTokenChooser, StoppingCriteria]:
     """Return the prompt, the sampling parameters and the stop rules of a request. Reject invalid requests."""
-    check_served(request)
+    check_supported(request)
     stop = stop_from_pb(request.stopping_parameters, tokenizer, config)
     ids = prompt_ids(request, tokenizer)
     if config is not None:
@@ -55,7 +55,7 @@ def find_pad_token(tokenizer: Any, config: Any) -> int:
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
 
-def check_served(request: Any) -> None:
+def check_supported(request: Any) -> None:
     """Reject requests that padded batches cannot serve."""
     if request.parameters.adapter_id not in BASE_MODEL_IDS and request.adapter_index == 0:
         raise AdapterError(f"the adapter {request.parameters.adapter_id!r} is named and not loaded")

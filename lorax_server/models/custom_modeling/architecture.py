@@ -10,7 +10,7 @@ from torch import nn
 
 from lorax_server.kernels import Activation
 from lorax_server.layers.activation import get_activation
-from lorax_server.layers.adapt import LogitRule
+from lorax_server.layers.logits import LogitTransform
 from lorax_server.layers.norm import RMSNorm
 from lorax_server.models.custom_modeling.paged import head_size
 from lorax_server.weights import Weights
@@ -66,7 +66,7 @@ class Architecture:
     slopes: torch.Tensor | None = None  # ALiBi slopes of all heads
 
     # RoPE
-    rotates: bool = True
+    uses_rope: bool = True
     interleaved: bool = False  # whether RoPE pairs are adjacent dimensions, instead of half a head apart
     partial_rotary: bool = False  # whether `partial_rotary_factor` is supported
     rotary_dim: int | None = None  # before `partial_rotary_factor`; None: the whole head
@@ -81,17 +81,17 @@ class Architecture:
     # Embedding and head
     embedding_size: int | None = None  # None: the hidden size
     embedding_multiplier: float | None = None
-    logit_rule: LogitRule | None = None  # a scale or soft cap on logits
+    logit_transform: LogitTransform | None = None  # a scale or soft cap on logits
     head_bias: bool = False
 
-    def count_kv_heads(self, config: Any) -> int:
+    def get_num_kv_heads(self, config: Any) -> int:
         """Return the number of key and value heads on all ranks together."""
         return int(self.num_kv_heads or config.num_key_value_heads)
 
-    def count_rotary_dims(self, config: Any) -> int:
+    def get_rotary_dim(self, config: Any) -> int:
         return self.rotary_dim or head_dim(config)
 
-    def count_inner(self, config: Any) -> int:
+    def get_inner_size(self, config: Any) -> int:
         return int(self.inner_size or config.intermediate_size)
 
     def find_activation(self, config: Any) -> Activation:

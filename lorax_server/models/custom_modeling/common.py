@@ -12,7 +12,7 @@ from lorax_server.errors import ConfigError
 from lorax_server.kernels import CosSin
 from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
-from lorax_server.layers.norm import LayerNorm, RMSNorm, head_norm_target, place_head_norms
+from lorax_server.layers.norm import LayerNorm, RMSNorm, make_head_norm_target, concat_head_norm_targets
 from lorax_server.models.custom_modeling.architecture import Architecture, ModuleNames
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
     FlashLlamaAttention,
@@ -50,7 +50,7 @@ class PlainMLP(nn.Module):
         super().__init__()
         size, bias, transposed = config.hidden_size, arch.biases.mlp, arch.fan_in_fan_out
         first, second = (f"{prefix}.{name}" for name in arch.names.mlp)
-        shard = shard_evenly(weights.process_group, arch.count_inner(config), "intermediate_size")
+        shard = shard_evenly(weights.process_group, arch.get_inner_size(config), "intermediate_size")
         self.up = TensorParallelMultiAdapterLinear(
             weights, [first], size, [shard], bias=bias, fan_in_fan_out=transposed
         )
@@ -74,9 +74,9 @@ class SharedHeadNormAttention(FlashLlamaAttention):
         names = [f"{prefix}.{name}" for name in self.norm_names]
         norms = [self.load_head_norm(name, config, weights) for name in names]
         self.q_norm, self.k_norm = norms
-        self.targets = place_head_norms(
+        self.targets = concat_head_norm_targets(
             [
-                head_norm_target(name, norm, count, self.head_dim, self.norm_offset)
+                make_head_norm_target(name, norm, count, self.head_dim, self.norm_offset)
                 for name, norm, count in zip(names, norms, (self.num_heads, self.num_kv_heads), strict=True)
             ]
         )
@@ -92,7 +92,7 @@ class HeadRMSNorm(RMSNorm):
         return super().forward(heads)[0]
 
 
-class BothNormsLayer(FlashLlamaLayer):
+class SandwichNormLayer(FlashLlamaLayer):
     """A layer with norms on the inputs and on the outputs of attention and MLP."""
 
     def load_norms(self, names: ModuleNames, load: Callable[[str], nn.Module]) -> None:

@@ -56,7 +56,7 @@ class FlashBloomForCausalLM(FlashLlamaForCausalLM):
             num_kv_heads=config.num_attention_heads,
             grouped_qkv=True,
             slopes=alibi_slopes(config.num_attention_heads),
-            rotates=False,
+            uses_rope=False,
             inner_size=4 * config.hidden_size,
             activation=get_activation("gelu_pytorch_tanh", "activation"),
         )

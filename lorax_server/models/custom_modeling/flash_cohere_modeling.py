@@ -4,10 +4,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.adapters.target import AdapterTarget, TargetKind
 from lorax_server.distributed import Shard, whole
-from lorax_server.layers.adapt import LogitRule
-from lorax_server.layers.norm import HeadNorm, ResidualLayerNorm, place_head_norms
+from lorax_server.layers.logits import LogitTransform
+from lorax_server.layers.norm import HeadNorm, ResidualLayerNorm, concat_head_norm_targets
 from lorax_server.models.custom_modeling.architecture import Architecture, ModuleNames, read_biases
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaAttention, FlashLlamaForCausalLM
 from lorax_server.weights import Weights
@@ -28,8 +28,8 @@ class CohereAttention(FlashLlamaAttention):
         shard = replace(whole(size), pairs=(size, size))
         weight = weights.get_sharded(f"{name}.weight", 1, shard, (count, size))[heads.start : heads.stop]
         outputs = Shard(count * size, ((heads.start * size, heads.stop * size),), (size, size))
-        target = AdapterTarget(name, Kind.NORM, whole(count * size), outputs, slice(0), weight.flatten(), None)
-        self.targets = place_head_norms([*self.targets, replace(target, stored_shape=(count, size))])
+        target = AdapterTarget(name, TargetKind.NORM, whole(count * size), outputs, slice(0), weight.flatten(), None)
+        self.targets = concat_head_norm_targets([*self.targets, replace(target, checkpoint_shape=(count, size))])
         return HeadNorm(weight, config.layer_norm_eps, weights)
 
 
@@ -42,5 +42,5 @@ class FlashCohereForCausalLM(FlashLlamaForCausalLM):
             attention_class=CohereAttention,
             norm=partial(ResidualLayerNorm, eps=config.layer_norm_eps, bias=False),
             interleaved=True,
-            logit_rule=LogitRule(float(config.logit_scale)),
+            logit_transform=LogitTransform(float(config.logit_scale)),
         )

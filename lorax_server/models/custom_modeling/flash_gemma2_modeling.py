@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from lorax_server.layers.activation import get_activation
-from lorax_server.layers.adapt import LogitRule
+from lorax_server.layers.logits import LogitTransform
 from lorax_server.models.custom_modeling.architecture import Architecture, ModuleNames
-from lorax_server.models.custom_modeling.common import BothNormsLayer, layer_windows
+from lorax_server.models.custom_modeling.common import SandwichNormLayer, layer_windows
 from lorax_server.models.custom_modeling.flash_gemma_modeling import FlashGemmaForCausalLM
 
 
@@ -20,10 +20,10 @@ class FlashGemma2ForCausalLM(FlashGemmaForCausalLM):
         return replace(
             FlashGemmaForCausalLM.describe(config),
             names=names,
-            layer_class=BothNormsLayer,
+            layer_class=SandwichNormLayer,
             scale=config.query_pre_attn_scalar**-0.5,
             soft_cap=config.attn_logit_softcapping,
             windows=layer_windows(config),
             activation=get_activation(config.hidden_activation, "hidden_activation"),
-            logit_rule=LogitRule(soft_cap=config.final_logit_softcapping),
+            logit_transform=LogitTransform(soft_cap=config.final_logit_softcapping),
         )

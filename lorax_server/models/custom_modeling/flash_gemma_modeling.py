@@ -27,5 +27,5 @@ class FlashGemmaForCausalLM(FlashLlamaForCausalLM):
         return Architecture(
             biases=read_biases(config)._replace(mlp=False),
             model_class=GemmaModel,
-            norm=partial(RMSNorm, eps=config.rms_norm_eps, offset=1.0, wide=True),
+            norm=partial(RMSNorm, eps=config.rms_norm_eps, offset=1.0, upcast=True),
         )

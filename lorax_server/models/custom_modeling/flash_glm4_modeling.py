@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from lorax_server.models.custom_modeling.architecture import Architecture
-from lorax_server.models.custom_modeling.common import BothNormsLayer
+from lorax_server.models.custom_modeling.common import SandwichNormLayer
 from lorax_server.models.custom_modeling.flash_glm_modeling import FlashGLMForCausalLM
 
 
@@ -13,4 +13,4 @@ class FlashGLM4ForCausalLM(FlashGLMForCausalLM):
     def describe(config: Any) -> Architecture:
         glm = FlashGLMForCausalLM.describe(config)
         names = glm.names._replace(added_norms=("post_self_attn_layernorm", "post_mlp_layernorm"))
-        return replace(glm, names=names, layer_class=BothNormsLayer)
+        return replace(glm, names=names, layer_class=SandwichNormLayer)

@@ -117,7 +117,7 @@ def describe_gpt2(config: Any) -> Architecture:
         fan_in_fan_out=True,
         num_kv_heads=config.num_attention_heads,
         scale=None if config.scale_attn_weights else 1.0,
-        rotates=False,
+        uses_rope=False,
         inner_size=config.n_inner or 4 * config.hidden_size,
         activation=get_activation(config.activation_function, "activation_function"),
     )

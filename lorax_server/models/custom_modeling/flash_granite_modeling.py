@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from lorax_server.kernels import CosSin
-from lorax_server.layers.adapt import LogitRule
+from lorax_server.layers.logits import LogitTransform
 from lorax_server.layers.attention import PagedContext
 from lorax_server.models.custom_modeling.architecture import Architecture, read_biases
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM, FlashLlamaLayer
@@ -34,5 +34,5 @@ class FlashGraniteForCausalLM(FlashLlamaForCausalLM):
             layer_class=GraniteLayer,
             scale=float(config.attention_multiplier),
             embedding_multiplier=float(config.embedding_multiplier),
-            logit_rule=LogitRule(1 / config.logits_scaling),
+            logit_transform=LogitTransform(1 / config.logits_scaling),
         )

@@ -19,10 +19,10 @@ from lorax_server.kernels import CosSin
 from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
 from lorax_server.layers.norm import RMSNorm as LlamaRMSNorm  # noqa: F401 - a name of the seed contract
-from lorax_server.layers.rotary import count_turned, load_rotary
+from lorax_server.layers.rotary import partial_rotary_dim, load_rotary
 from lorax_server.models.custom_modeling.architecture import Architecture, ModuleNames, head_dim, read_biases
 from lorax_server.models.custom_modeling.paged import (
-    LEAD,
+    MIN_WARMUP_LAYERS,
     PagedCausalLM,
     find_head,
     load_attention_spec,
@@ -49,7 +49,7 @@ class FlashLlamaAttention(nn.Module):
         super().__init__()
         self.layer_id = layer_id
         self.head_dim = head_dim(config)
-        num_heads, num_kv_heads = config.num_attention_heads, arch.count_kv_heads(config)
+        num_heads, num_kv_heads = config.num_attention_heads, arch.get_num_kv_heads(config)
         if num_heads % num_kv_heads != 0:
             raise ConfigError(f"{num_heads} attention heads cannot share num_key_value_heads = {num_kv_heads}")
         group = weights.process_group
@@ -93,13 +93,13 @@ class FlashLlamaAttention(nn.Module):
     def _shard_qkv(self, config: Any, arch: Architecture, heads: Shard, kv_heads: Shard) -> list[Shard]:
         """Return one shard for each matrix in `arch.names.qkv`."""
         if arch.grouped_qkv:
-            counts = config.num_attention_heads, arch.count_kv_heads(config)
+            counts = config.num_attention_heads, arch.get_num_kv_heads(config)
             return [shard_grouped(self.heads, self.kv_heads, counts, self.head_dim)]
         if len(arch.names.qkv) == 1:
             return [join_shards([heads, kv_heads, kv_heads])]
         if not arch.interleaved:
             return [heads, kv_heads, kv_heads]
-        pairs = self.head_dim, count_turned(config, arch.count_rotary_dims(config))
+        pairs = self.head_dim, partial_rotary_dim(config, arch.get_rotary_dim(config))
         return [replace(heads, pairs=pairs), replace(kv_heads, pairs=pairs), kv_heads]
 
     def forward(self, x: torch.Tensor, rope: CosSin | None, ctx: PagedContext) -> torch.Tensor:
@@ -122,16 +122,18 @@ class LlamaMLP(nn.Module):
         super().__init__()
         size, bias = config.hidden_size, arch.biases.mlp
         *inputs, output = (f"{prefix}.{name}" for name in arch.names.mlp)
-        shard = shard_evenly(weights.process_group, arch.count_inner(config), "intermediate_size")
+        shard = shard_evenly(weights.process_group, arch.get_inner_size(config), "intermediate_size")
         shards = [shard, shard] if len(inputs) == 2 else [join_shards([shard, shard])]
         self.gate_up_proj = TensorParallelMultiAdapterLinear(weights, inputs, size, shards, bias=bias)
         up = self.gate_up_proj.targets[-1]  # a fused matrix ends with the up projection
-        scaled_at = (up.name, up.outputs.full - shard.full)
-        self.down_proj = TensorParallelAdapterRowLinear(weights, output, shard, size, bias=bias, scaled_at=scaled_at)
+        input_scale_target = (up.name, up.outputs.full - shard.full)
+        self.down_proj = TensorParallelAdapterRowLinear(
+            weights, output, shard, size, bias=bias, input_scale_target=input_scale_target
+        )
         self.activation = arch.find_activation(config)
 
     def forward(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
-        gated = self.gate_up_proj.gated(x, self.activation, ctx.adapter_data)
+        gated = self.gate_up_proj.forward_gated(x, self.activation, ctx.adapter_data)
         out: torch.Tensor = self.down_proj(gated, ctx.adapter_data)
         return out
 
@@ -180,11 +182,13 @@ class FlashLlamaModel(nn.Module):
         super().__init__()
         names, layer_ids = arch.names, range(config.num_hidden_layers)
         self.embedding_multiplier = arch.embedding_multiplier
-        self.rope_kinds = list(arch.rope_kinds or ["all" if arch.rotates else None] * len(layer_ids))[: len(layer_ids)]
+        self.rope_kinds = list(arch.rope_kinds or ["all" if arch.uses_rope else None] * len(layer_ids))[
+            : len(layer_ids)
+        ]
         self.rotaries = nn.ModuleDict(
             {
                 kind: load_rotary(
-                    config, arch.count_rotary_dims(config), weights.device, partial=arch.partial_rotary, kind=kind
+                    config, arch.get_rotary_dim(config), weights.device, partial=arch.partial_rotary, kind=kind
                 )
                 for kind in dict.fromkeys(self.rope_kinds)
                 if kind is not None
@@ -200,7 +204,7 @@ class FlashLlamaModel(nn.Module):
         self.norm = None
         if names.final_norm is not None:
             self.norm = arch.load_norm(prefix, names.final_norm, config, weights)
-        self.lead = _find_lead(self.rope_kinds, self.layers)
+        self.num_warmup_layers = _count_warmup_layers(self.rope_kinds, self.layers)
 
     def embed(self, input_ids: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
         return self.transform_embeddings(self.embed_tokens(input_ids, ctx.adapter_data), ctx)
@@ -219,13 +223,13 @@ class FlashLlamaModel(nn.Module):
         return normed
 
 
-def _find_lead(rope_kinds: Sequence[str | None], layers: Iterable[nn.Module]) -> int:
+def _count_warmup_layers(rope_kinds: Sequence[str | None], layers: Iterable[nn.Module]) -> int:
     """Return how many leading layers include one layer of each kind: all of them if layers are not ours."""
     kinds: list[Any] = []
     for rope, layer in zip(rope_kinds, layers, strict=True):
         spec = layer.self_attn.spec if isinstance(layer, FlashLlamaLayer) else None
         kinds.append((rope, spec.window, spec.soft_cap) if spec is not None else layer)
-    return max([LEAD, *(kinds.index(kind) + 1 for kind in kinds)])
+    return max([MIN_WARMUP_LAYERS, *(kinds.index(kind) + 1 for kind in kinds)])
 
 
 class FlashLlamaForCausalLM(PagedCausalLM):
@@ -234,14 +238,14 @@ class FlashLlamaForCausalLM(PagedCausalLM):
         arch = self.describe(config)
         # First, because not every config has `num_key_value_heads`, which the next error would name.
         shard_evenly(weights.process_group, config.num_attention_heads, "num_attention_heads")
-        kv_heads = shard_kv_heads(weights.process_group, arch.count_kv_heads(config), 1)
+        kv_heads = shard_kv_heads(weights.process_group, arch.get_num_kv_heads(config), 1)
         super().__init__(config, weights, (kv_heads.size, head_dim(config)))
         prefix = f"{prefix}." if prefix else ""
         layer_class, model_class = arch.layer_class or FlashLlamaLayer, arch.model_class or FlashLlamaModel
         create_layer_fn = create_layer_fn or partial(layer_class, arch=arch)
         self.model = model_class(f"{prefix}{arch.names.model}", config, weights, create_layer_fn, arch)
         self.lm_head = load_head(weights, config, prefix, self.model.embed_tokens, bias=arch.head_bias)
-        self.lm_head.rule = arch.logit_rule
+        self.lm_head.logit_transform = arch.logit_transform
 
     @staticmethod
     def describe(config: Any) -> Architecture:

@@ -46,7 +46,7 @@ class FlashMPTForCausalLM(FlashLlamaForCausalLM):
             num_kv_heads=config.num_attention_heads,
             scale=attention.get("softmax_scale") or None,
             slopes=_slopes(config.num_attention_heads, attention.get("alibi_bias_max", 8)),
-            rotates=False,
+            uses_rope=False,
             inner_size=4 * config.hidden_size,
             activation=get_activation("gelu", "activation"),
         )

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.adapters.target import AdapterTarget, TargetKind
 from lorax_server.distributed import shard_kv_heads, whole
-from lorax_server.layers.norm import RMSNorm, place_head_norms
+from lorax_server.layers.norm import RMSNorm, concat_head_norm_targets
 from lorax_server.models.custom_modeling.architecture import Architecture, read_biases
 from lorax_server.models.custom_modeling.common import PostNormLayer
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaAttention, FlashLlamaForCausalLM
@@ -23,7 +23,7 @@ class JointHeadNorm(nn.Module):
         group, size = weights.process_group, num_heads * head_dim
         shard = shard_kv_heads(group, num_heads, head_dim)
         self.weight = weights.get_sharded(f"{name}.weight", 0, shard, (size,)).float()
-        self.target = AdapterTarget(name, Kind.NORM, whole(size), shard, slice(0), self.weight, None)
+        self.target = AdapterTarget(name, TargetKind.NORM, whole(size), shard, slice(0), self.weight, None)
         self.eps = torch.tensor(eps, device=weights.device)
         self.group, self.ops = group, weights.ops
         self.count = max(size, shard.size * group.size())  # key heads that several ranks hold are summed several times
@@ -46,7 +46,7 @@ class OLMo2Attention(FlashLlamaAttention):
             for name, count in zip(("q_norm", "k_norm"), counts, strict=True)
         )
         self.q_norm, self.k_norm = q_norm, k_norm
-        self.targets = place_head_norms([q_norm.target, k_norm.target])
+        self.targets = concat_head_norm_targets([q_norm.target, k_norm.target])
 
 
 class FlashOLMo2ForCausalLM(FlashLlamaForCausalLM):
@@ -56,5 +56,5 @@ class FlashOLMo2ForCausalLM(FlashLlamaForCausalLM):
             biases=read_biases(config)._replace(mlp=False),
             attention_class=OLMo2Attention,
             layer_class=PostNormLayer,
-            norm=partial(RMSNorm, eps=config.rms_norm_eps, wide=True),
+            norm=partial(RMSNorm, eps=config.rms_norm_eps, upcast=True),
         )

@@ -107,7 +107,7 @@ class FlashOPTForCausalLM(FlashLlamaForCausalLM):
             model_class=OPTDecoder,
             norm=partial(ResidualLayerNorm, affine=config.layer_norm_elementwise_affine),
             num_kv_heads=config.num_attention_heads,
-            rotates=False,
+            uses_rope=False,
             inner_size=config.ffn_dim,
             activation=get_activation(config.activation_function, "activation_function"),
             embedding_size=config.word_embed_proj_dim,

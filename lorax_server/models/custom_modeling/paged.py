@@ -15,7 +15,7 @@ from lorax_server.layers.embedding import TensorParallelEmbedding
 from lorax_server.layers.linear import MultiAdapterHead
 from lorax_server.weights import Weights
 
-LEAD = 2  # layers, if all are of one kind: the first layer has no residual yet
+MIN_WARMUP_LAYERS = 2  # layers, if all are of one kind: the first layer has no residual yet
 
 PagedOutput = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -27,7 +27,7 @@ class Decoder(Protocol):
     can be replayed with other contents.
     """
 
-    lead: int  # the number of first layers that together launch every kernel
+    num_warmup_layers: int  # the number of first layers that together launch every kernel
 
     def embed(self, input_ids: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
         """Return `[num_tokens, size]`, the first layer's inputs."""
@@ -150,10 +150,12 @@ def load_head(
         head = MultiAdapterHead(embedding.weight, target_name, config.vocab_size, weights, bias=added)
         (target,) = head.targets
         assert target.weight is not None
-        embedding.share(target.weight)
+        embedding.replace_weight(target.weight)
         return head
     if is_host(weights.device) and isinstance(embedding.weight, torch.Tensor):
-        embedding.share(embedding.weight.clone())  # a view of a mapped file would keep all of the file in memory
+        embedding.replace_weight(
+            embedding.weight.clone()
+        )  # a view of a mapped file would keep all of the file in memory
     return MultiAdapterHead.load(weights, name, size, config.vocab_size, target_name, bias=added)
 
 
@@ -174,7 +176,7 @@ def load_attention_spec(
     if not kv_is_quantized(config):
         return AttentionSpec(scale, window)
     names = (f"{prefix}.k_scale", f"{prefix}.v_scale")
-    k_scale, v_scale = (weights.get_number(name) if weights.has(name) else 1.0 for name in names)
+    k_scale, v_scale = (weights.get_scalar(name) if weights.has(name) else 1.0 for name in names)
     return AttentionSpec(scale, window, k_scale, v_scale)
 
 

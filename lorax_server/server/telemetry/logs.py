@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 LEVELS = ("debug", "info", "warning", "error", "critical")
 FIELDS = "fields"  # their name in `extra`
 PLAIN_VALUE = re.compile(r"[\w./:@,+*~()\[\]-]+")
-MAX_CHARACTERS = 1024  # of a value that a client chose, except for prompts and texts, which are logged whole
+MAX_VALUE_CHARACTERS = 1024  # of a value that a client chose, except for prompts and texts, which are logged whole
 HASH_CHARACTERS = 12
 # Errors whose messages may quote the request.
 ABOUT_CONTENT = ("validation", "template_error", "missing_template_variable", "tool_error")
@@ -64,7 +64,7 @@ def log_request(record: RequestRecord, more: Mapping[str, Any] | None = None) ->
 
 def shorten(text: str) -> str:
     """Shorten a client's text to a length that a log can bear."""
-    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}... ({len(text)} characters)"
+    return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[:MAX_VALUE_CHARACTERS]}... ({len(text)} characters)"
 
 
 def _to_ms(seconds: float | None) -> float | None:

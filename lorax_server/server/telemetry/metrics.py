@@ -273,7 +273,9 @@ ENGINE_COUNTERS = (
     StatusMetric("lorax_engine_idle_seconds_total", "Seconds without anything to do", "idle_s"),
     StatusMetric("lorax_prompt_chunks_total", "Parts of prompts that did not fit into one step", "chunks"),
     StatusMetric("lorax_preemptions_total", "Requests that gave way for a while for lack of blocks", "preemptions"),
-    StatusMetric("lorax_rows_taken_back_total", "Rows that others had a right to", "rows_taken_back"),
+    StatusMetric(
+        "lorax_rows_taken_back_total", "Preemptions for tenants below their share of slots", "fairness_preemptions"
+    ),
     StatusMetric("lorax_cache_evictions_total", "Blocks of the cache that were given to others", "cache_evictions"),
     StatusMetric("lorax_engine_refused_total", "Requests the engine refused because of overload", "refused"),
     StatusMetric("lorax_adapters_prepared_total", "Adapters made ready in host memory", "adapters_prepared"),

@@ -26,7 +26,7 @@ TRACES_PATH = "/v1/traces"
 GRPC_PORT = 4317
 SEND_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
-MAX_CHARACTERS = 256  # of a value that a client chose
+MAX_ATTRIBUTE_CHARACTERS = 256  # of a value that a client chose
 NS = 1_000_000_000
 SERVICE = "lorax.server"
 
@@ -132,7 +132,7 @@ def attributes(record: RequestRecord, model: str) -> "Mapping[str, AttributeValu
 
 def _text(text: str) -> str:
     """Shorten a text, and make it valid Unicode: one bad string would cost all spans of the same batch."""
-    return text[:MAX_CHARACTERS].encode(errors="replace").decode()
+    return text[:MAX_ATTRIBUTE_CHARACTERS].encode(errors="replace").decode()
 
 
 def _ns(record: RequestRecord, after_s: float) -> int:

@@ -28,7 +28,7 @@ from lorax_server.adapters.sources import source as source_module
 from lorax_server.adapters.sources.hub import HubSource
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.adapters.sources.source import AdapterFiles, AdapterSources, Source, read_json
-from lorax_server.adapters.spec import SETTLED_NS, AdapterSpec, StoredPart
+from lorax_server.adapters.spec import MIN_STAMP_AGE_NS, AdapterSpec, AdapterCheckpoint
 from lorax_server.engine.adapters import pointers
 from lorax_server.engine.adapters import resolver as resolver_module
 from lorax_server.engine.adapters.resolver import AdapterResolver
@@ -44,7 +44,7 @@ from lorax_server.errors import (
 )
 from lorax_server.files.adapter_files import REQUIRED_FILES, TEMPLATES_FOLDER
 from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
-from lorax_server.files.plain_file import Stamp, find_stamp, stamp_of
+from lorax_server.files.regular_file import Stamp, read_stamp_or_none, read_stamp
 from lorax_server.types import AdapterRef, Merge, Resolved
 from tests.adapters.sources.hub_server import HubServer, Repo
 from tests.adapters.sources.server import Fault, Reply, running
@@ -244,9 +244,9 @@ def test_an_adapter_of_this_machine(bench: Bench) -> None:
     folder = write(bench.root / "team/tuned", {"tokenizer.json": b"{}", "README.md": b"no"})
     spec, resolved = result(bench.begin("team/tuned", "local"))
     config = parse_config(RAW, "team/tuned")
-    part = StoredPart(folder, config, stamp_of(folder / WEIGHTS_FILE), identity, is_settled=False)
+    part = AdapterCheckpoint(folder, config, read_stamp(folder / WEIGHTS_FILE), identity, is_settled=False)
     assert spec == AdapterSpec(identity, "team/tuned", (part,), NUM_ELEMENTS)
-    stamps = (stamp_of(folder / "tokenizer.json"),)
+    stamps = (read_stamp(folder / "tokenizer.json"),)
     assert resolved == Resolved(identity, str(folder), ("tokenizer.json",), tokenizer_stamps=stamps)
 
 
@@ -296,7 +296,7 @@ def test_the_base_models_type_is_asked_for_once(bench: Bench) -> None:
         for name in ("known", "unknown", "odd"):
             bench.ask(name, "local")
     assert Counter(bench.fake.bases_asked) == {"owner/llama": 1, "owner/secret": 1}
-    bench.clock.now += finder.UNKNOWN_BASE_S
+    bench.clock.now += finder.UNKNOWN_BASE_TTL_S
     for name in ("known", "unknown"):
         bench.ask(name, "local")
     assert Counter(bench.fake.bases_asked) == {"owner/llama": 1, "owner/secret": 2}
@@ -416,7 +416,7 @@ def test_weights_are_read_once_as_long_as_they_stay_the_same(
     bench: Bench, source: str, count_reads: list[Path]
 ) -> None:
     first = bench.put("tuned", 1)
-    now_ns = stamp_of(bench.root / "tuned" / WEIGHTS_FILE)[-1] + SETTLED_NS + 1
+    now_ns = read_stamp(bench.root / "tuned" / WEIGHTS_FILE)[-1] + MIN_STAMP_AGE_NS + 1
     bench.resolver = bench.make(time_ns=lambda: now_ns, revalidate_s=0)
     for token in (None, None, "other"):
         assert bench.ask("tuned", source, token) == first
@@ -432,10 +432,10 @@ def test_weights_are_read_once_as_long_as_they_stay_the_same(
     assert len(count_reads) == 3
 
 
-@pytest.mark.parametrize("age_ns", [-(10**12), 0, SETTLED_NS])
+@pytest.mark.parametrize("age_ns", [-(10**12), 0, MIN_STAMP_AGE_NS])
 def test_a_file_that_may_change_unseen_is_read_again(bench: Bench, count_reads: list[Path], age_ns: int) -> None:
     bench.put("tuned", 1)
-    now_ns = stamp_of(bench.root / "tuned" / WEIGHTS_FILE)[-1] + age_ns
+    now_ns = read_stamp(bench.root / "tuned" / WEIGHTS_FILE)[-1] + age_ns
     bench.resolver = bench.make(time_ns=lambda: now_ns)
     assert bench.ask("tuned", "local") == bench.ask("tuned", "local")
     assert len(count_reads) == 2
@@ -456,7 +456,7 @@ def test_a_file_that_changes_while_it_is_read(bench: Bench, monkeypatch: Any, ti
     if times < finder.ATTEMPTS:
         spec, _ = result(bench.begin("tuned", "local"))
         assert spec.identity == identity_of(bench.tmp_path, files_of(times))
-        assert spec.parts[0].stamp == stamp_of(bench.root / "tuned" / WEIGHTS_FILE)
+        assert spec.parts[0].stamp == read_stamp(bench.root / "tuned" / WEIGHTS_FILE)
     else:
         with pytest.raises(SourceError, match=r"'tuned'.* changed while it was read; try again"):
             bench.ask("tuned", "local")
@@ -934,14 +934,14 @@ class Looks:
         self.stats: list[Path] = []
         self.reads: list[Path] = []
         self.threads: set[int] = set()
-        monkeypatch.setattr(finder, "find_stamp", self._stamp)
+        monkeypatch.setattr(finder, "read_stamp_or_none", self._stamp)
         monkeypatch.setattr(source_module, "read_json", self._read)
         monkeypatch.setattr(finder, "read_json", self._read)
 
     def _stamp(self, path: Path) -> Stamp | None:
         self.stats.append(path)
         self.threads.add(threading.get_ident())
-        return find_stamp(path)
+        return read_stamp_or_none(path)
 
     def _read(self, path: Path, *rest: Any) -> dict[str, Any]:
         self.reads.append(path)
@@ -954,7 +954,7 @@ class Looks:
 
 def settled(bench: Bench) -> AdapterResolver:
     """Make a resolver to which all present files are old."""
-    now_ns = time.time_ns() + SETTLED_NS + 10**9
+    now_ns = time.time_ns() + MIN_STAMP_AGE_NS + 10**9
     return bench.make(time_ns=lambda: now_ns)
 
 
@@ -1010,7 +1010,7 @@ def test_a_change_is_seen_by_the_next_request_though_all_was_known(
     first = bench.put("tuned", 1)
     (bench.root / "tuned" / TEMPLATES_FOLDER).mkdir()
     sources = {"local": LocalSource([bench.tmp_path / "earlier", bench.root])}
-    now_ns = time.time_ns() + SETTLED_NS + 10**9
+    now_ns = time.time_ns() + MIN_STAMP_AGE_NS + 10**9
     found_by = finder.AdapterFinder(
         AdapterSources(sources, max_bytes=2**30),
         model_type="llama",
@@ -1340,7 +1340,7 @@ def test_a_hub_is_asked_again_after_a_while(bench: Bench, hub: HubServer) -> Non
     assert len(hub.seen) == num_requests
     bench.clock.now += 60
     assert bench.ask(HUB_NAME, "hub", SECRET) == second
-    assert stamp_of(spec.parts[0].folder / WEIGHTS_FILE) == spec.parts[0].stamp, "who uses the first may go on"
+    assert read_stamp(spec.parts[0].folder / WEIGHTS_FILE) == spec.parts[0].stamp, "who uses the first may go on"
 
 
 def test_a_cache_that_was_emptied_is_filled_again(bench: Bench, hub: HubServer) -> None:
@@ -1348,7 +1348,7 @@ def test_a_cache_that_was_emptied_is_filled_again(bench: Bench, hub: HubServer) 
     shutil.rmtree(bench.tmp_path / "cache")
     spec, _ = result(bench.begin(HUB_NAME, "hub"))
     assert spec.identity == first
-    assert spec.parts[0].stamp == stamp_of(spec.parts[0].folder / WEIGHTS_FILE)
+    assert spec.parts[0].stamp == read_stamp(spec.parts[0].folder / WEIGHTS_FILE)
 
 
 def test_a_hub_that_is_down(bench: Bench, hub: HubServer) -> None:

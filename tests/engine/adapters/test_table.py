@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lorax_server.adapters.config import AdapterConfig
-from lorax_server.adapters.spec import AdapterSpec, StoredPart
+from lorax_server.adapters.spec import AdapterSpec, AdapterCheckpoint
 from lorax_server.engine.adapters import device_tier, host_tier, registry, table
 from lorax_server.engine.adapters.device_tier import FRESH_S
 from lorax_server.engine.adapters.table import MAX_PREPARING, AdapterTable
@@ -259,7 +259,7 @@ def test_one_that_failed_because_it_lies_elsewhere_now_is_prepared_again() -> No
     desk.table.add_request("a")
     desk.table.bring("a")
     desk.step(prepare=False)
-    part = StoredPart(Path("/elsewhere"), AdapterConfig("a", 1, 1.0), (1,))
+    part = AdapterCheckpoint(Path("/elsewhere"), AdapterConfig("a", 1, 1.0), (1,))
     desk.table.register(replace(make_spec("a", 4), parts=(part,)))
     desk.answer("a", AdapterError("changed while it was read"))
     assert desk.table.take_failed() == []
@@ -762,7 +762,7 @@ def test_a_copy_that_somebody_has_begun_with_and_that_is_nowhere_else_is_kept() 
 def test_the_same_content_in_another_place_is_read_there() -> None:
     desk = Desk(units=100, host=4)
     spec = make_spec("a", 4)
-    moved = replace(spec, parts=(StoredPart(Path("/elsewhere"), AdapterConfig("a", 1, 1.0), (1,)),))
+    moved = replace(spec, parts=(AdapterCheckpoint(Path("/elsewhere"), AdapterConfig("a", 1, 1.0), (1,)),))
     desk.table.register(spec)
     desk.steps()
     desk.table.register(moved)  # though it is in host memory
@@ -777,7 +777,7 @@ def test_the_same_content_in_another_place_is_read_there() -> None:
 def test_what_failed_in_one_place_is_tried_at_once_in_another() -> None:
     desk = Desk()
     spec = make_spec("a", 4)
-    moved = replace(spec, parts=(StoredPart(Path("/elsewhere"), AdapterConfig("a", 1, 1.0), (1,)),))
+    moved = replace(spec, parts=(AdapterCheckpoint(Path("/elsewhere"), AdapterConfig("a", 1, 1.0), (1,)),))
     desk.table.register(spec)
     desk.step(prepare=False)
     desk.answer("a", AdapterError("gone"))
@@ -1095,8 +1095,8 @@ def test_loads_are_answered() -> None:
 def test_cold_adapters_are_served_under_endless_traffic_for_others(depth: int, host_units: int, cold: str) -> None:
     """Serve each of them within a bounded number of steps, again and again: no starvation."""
     for seed in range(4):
-        rows = 3 + 4 * (seed % 2)  # few, so that they give way to each other; or enough for all to run all the time
-        world = World(6, host_units, depth=depth, seed=seed, num_blocks=8 * rows, max_rows=rows)
+        slots = 3 + 4 * (seed % 2)  # few, so that they give way to each other; or enough for all to run all the time
+        world = World(6, host_units, depth=depth, seed=seed, num_blocks=8 * slots, max_num_seqs=slots)
         for name in "ab" + cold:
             world.put(name, 1, 3)
         rng = random.Random(seed)
@@ -1314,7 +1314,7 @@ class Machine(RuleBasedStateMachine):
             of = [each for each in world.scheduler._by_id.values() if each.request.adapter_identity == entry.identity]
             assert entry.num_requests == len(of)
             assert entry.num_begun == sum(each.has_begun for each in of)
-            assert entry.num_running == sum(each.row is not None for each in of)
+            assert entry.num_running == sum(each.slot is not None for each in of)
         assert device._num_pinned_units == sum(each.units for each in on_device if each.is_pinned)
 
     def teardown(self) -> None:
