@@ -134,7 +134,7 @@ KIND_OF_TYPE = {bool: "switch", float: "number", int: "integer", Path: "path"}
 # --- The table --------------------------------------------------------------------------------------------------------
 
 
-def _make_flags(settings: type) -> Iterator[Flag]:
+def make_flags(settings: type) -> Iterator[Flag]:
     """Make a flag of every field that has a `Setting`; fields of base classes belong to those."""
     for field in fields(settings):
         setting: config.Setting | None = field.metadata.get("setting")
@@ -174,7 +174,7 @@ TABLE: Mapping[str, tuple[Flag, ...]] = {
         Flag("--model-id", "base model: a hub id, id@revision, or a folder; s3://bucket/path with --source s3"),
         Flag("--source", "source of the model", choices=("hub", "s3"), default="hub"),
         Flag("--weights-cache-override", "use the model in this folder instead of fetching it", "path"),
-        *_make_flags(config.ServerConfig),
+        *make_flags(config.ServerConfig),
         Flag("--adapter-source", "source of --adapter-id", choices=SOURCES, default="hub"),
         Flag("--preloaded-adapter-source", "source of preloaded adapters", choices=SOURCES, default="--adapter-source"),
         Flag(
@@ -186,21 +186,21 @@ TABLE: Mapping[str, tuple[Flag, ...]] = {
         Flag("--embedding-dim", "not supported", "integer", refusal="embeddings are not supported yet"),
     ),
     "sources of adapters": (
-        *_make_flags(config.SourceConfig),
+        *make_flags(config.SourceConfig),
         Flag("--use-global-hf-token", "use the server's hub token for requests without one", "switch", is_ours=True),
     ),
-    "network and access": (*_make_flags(config.AccessConfig), *_make_flags(config.CorsConfig)),
+    "network and access": (*make_flags(config.AccessConfig), *make_flags(config.CorsConfig)),
     "limits": (
-        *_make_flags(config.LimitsConfig),
+        *make_flags(config.LimitsConfig),
         Flag("--replicas", "servers on this machine behind one address; needs Ray", "integer", is_ours=True),
     ),
     "memory and speed": (
-        *_make_flags(config.ModelConfig),
-        *_make_flags(config.EngineConfig),
+        *make_flags(config.ModelConfig),
+        *make_flags(config.EngineConfig),
         Flag("--sharded", "divide the model over several GPUs, or do not", "switch"),
     ),
     "logs, and what else": (
-        *_make_flags(config.LogConfig),
+        *make_flags(config.LogConfig),
         Flag("--env", "print what this machine and installation are, then go on", "switch"),
         Flag("--download-only", "fetch the model, then stop", "switch"),
     ),

@@ -10,6 +10,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import ray
@@ -78,6 +79,7 @@ class ChangeRegistry:
     async def join(self, replica: str, confirmed: int, address: str) -> list[Entry]:
         """Register a replica or renew its lease. Return the changes that it has to apply before it takes requests."""
         self._members[replica] = Member(confirmed, self._clock(), address)
+        await self._notify()
         return self._entries_after(confirmed)
 
     async def poll(self, replica: str, confirmed: int, address: str) -> list[Entry]:
@@ -85,28 +87,34 @@ class ChangeRegistry:
 
         Raise MissedUnloadError if the replica is behind the oldest of `MAX_UNLOADS` unloads: older ones are gone.
         """
-        async with self._news:
-            if len(self._unloads) == MAX_UNLOADS and confirmed < self._unloads[0].version:
-                raise MissedUnloadError(f"replica {replica} is more than {MAX_UNLOADS} unloads behind")
-            self._members[replica] = Member(confirmed, self._clock(), address)
-            self._news.notify_all()
-            try:
-                async with asyncio.timeout(POLL_S):
-                    await self._news.wait_for(lambda: self._version > confirmed)
-            except TimeoutError:
-                return []
-            return self._entries_after(confirmed)
+        if len(self._unloads) == MAX_UNLOADS and confirmed < self._unloads[0].version:
+            raise MissedUnloadError(f"replica {replica} is more than {MAX_UNLOADS} unloads behind")
+        await self.join(replica, confirmed, address)
+        await self._wait_until(lambda: self._version > confirmed)
+        return self._entries_after(confirmed)
 
     async def leave(self, replica: str) -> None:
-        async with self._news:
-            self._members.pop(replica, None)
-            self._news.notify_all()
+        self._members.pop(replica, None)
+        await self._notify()
 
     async def members(self) -> dict[str, str]:
         """Return the addresses of all live replicas."""
-        now = self._clock()
-        self._members = {name: each for name, each in self._members.items() if now - each.seen_at < LEASE_S}
-        return {name: member.address for name, member in self._members.items()}
+        return {name: member.address for name, member in self._live_members().items()}
+
+    def _live_members(self) -> dict[str, Member]:
+        oldest = self._clock() - LEASE_S
+        self._members = {name: member for name, member in self._members.items() if member.seen_at > oldest}
+        return self._members
+
+    async def _notify(self) -> None:
+        async with self._news:
+            self._news.notify_all()
+
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition, at most `POLL_S`: no notification is sent when a lease expires."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(POLL_S), self._news:
+                await self._news.wait_for(condition)
 
     # --- Changes ------------------------------------------------------------------------------------------------------
 
@@ -115,23 +123,17 @@ class ChangeRegistry:
 
         The replica that has processed the request applies the change too, so that all replicas end with the same one.
         """
-        async with self._news:
-            self._version += 1
-            entry = Entry(self._version, change, served_by)
-            if change.is_load:
-                self._loads[entry.key] = entry
-            else:
-                self._unload(entry)
-            self._save(json.dumps(self._entries_after(0)).encode())
-            self._news.notify_all()
+        self._version += 1
+        entry = Entry(self._version, change, served_by)
+        if change.is_load:
+            self._loads[entry.key] = entry
+        else:
+            self._unload(entry)
+        self._save(json.dumps(self._entries_after(0)).encode())
+        await self._notify()
         deadline = self._clock() + CONFIRM_S
-        while (late := await self._find_late(entry)) and self._clock() < deadline:
-            async with self._news:
-                try:
-                    async with asyncio.timeout(POLL_S):
-                        await self._news.wait()
-                except TimeoutError:
-                    continue
+        while (late := self._find_late(entry.version)) and self._clock() < deadline:
+            await self._wait_until(lambda: not self._find_late(entry.version))
         return late
 
     def _unload(self, entry: Entry) -> None:
@@ -147,9 +149,8 @@ class ChangeRegistry:
                 self._loads[key] = load._replace(change=load.change._replace(pin=None))
         self._unloads = [*self._unloads, entry][-MAX_UNLOADS:]
 
-    async def _find_late(self, entry: Entry) -> list[str]:
-        await self.members()
-        return [name for name, member in self._members.items() if member.confirmed < entry.version]
+    def _find_late(self, version: int) -> list[str]:
+        return [name for name, member in self._live_members().items() if member.confirmed < version]
 
 
 class RegistryActor(ChangeRegistry):

@@ -5,8 +5,6 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
-from typing import NoReturn
 
 import ray
 from ray import serve
@@ -16,7 +14,7 @@ from lorax_server.cli.settings import parse
 from lorax_server.machine import count_cores
 from lorax_server.scale.ray_app import ScaleConfig, build_application
 from lorax_server.scale.server_process import ReplicaError, ServerOptions, find_port
-from lorax_server.server.http.hosts import is_local
+from lorax_server.server.http.hosts import is_loopback
 
 APP = "lorax"
 LOCALHOST = "127.0.0.1"
@@ -34,14 +32,15 @@ def serve_replicas(argv: list[str]) -> int:
     config, replicas = parsed.make_config(None), parsed.values["replicas"]
     cores, port = count_cores(), config.port or find_port(config.host)
     scale = ScaleConfig(replicas=replicas, host=LOCALHOST, cpus=max(1, cores // replicas))
-    options = ServerOptions(argv, os.getcwd(), () if is_local(config.host) else ("*",))
+    if not config.allowed_hosts and not is_loopback(config.host):
+        argv = [*argv, "--allowed-host=*"]  # replicas listen locally, and would check the host
     os.environ.setdefault(NICENESS, "0")
     ray.init(num_cpus=max(cores, int(scale.cpus * replicas)), include_dashboard=False)
     for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which sets its own handlers
-        signal.signal(number, _interrupt)
+        signal.signal(number, signal.default_int_handler)
     try:
         serve.start(http_options={"host": config.host, "port": port})
-        _deploy(build_application(scale, options))
+        _deploy(build_application(scale, ServerOptions(argv, os.getcwd())))
         print(f"ready: http://{config.host}:{port} serves {config.model_id} by {replicas} replicas", flush=True)
         while True:
             signal.pause()
@@ -50,10 +49,6 @@ def serve_replicas(argv: list[str]) -> int:
     finally:
         ray.shutdown()
     return 0
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
-    raise KeyboardInterrupt
 
 
 def _deploy(application: serve.Application) -> None:

@@ -7,9 +7,9 @@ import re
 import socket
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote
 
 import aiohttp
@@ -18,21 +18,15 @@ from multidict import CIMultiDict
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
-from starlette.types import Message, Receive, Scope, Send
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
 from yarl import URL
 
-from lorax_server.errors import (
-    AdapterAccessError,
-    AdapterNotFoundError,
-    BusyError,
-    EngineError,
-    InputError,
-    LoraxError,
-)
+from lorax_server.errors import BusyError, EngineError, InputError, LoraxError
 from lorax_server.scale.change_registry import CONFIRM_S, RegistryError, find_registry, share_secret
 from lorax_server.scale.placement import RoutingKey
 from lorax_server.scale.routing_key import read_routing_key
-from lorax_server.server.http.problems import WORDINGS, describe, http_problem
+from lorax_server.server.http.error_responses import make_error_response, make_http_error
 from lorax_server.server.http.replica_protocol import (
     CHANGE_HEADER,
     CHANGE_PATHS,
@@ -40,7 +34,7 @@ from lorax_server.server.http.replica_protocol import (
     SECRET_HEADER,
     AdapterChange,
 )
-from lorax_server.server.http.sse import event
+from lorax_server.server.http.sse import encode_event
 from lorax_server.server.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -57,7 +51,7 @@ PROBES = ("/", "/health", "/ping", "/startup")
 # Errors about an adapter: another replica may have the adapter, or a token for it. All replicas reject a key that may
 # not use the adapter.
 ADAPTER_STATUS = 424
-ADAPTER_CODES = frozenset(WORDINGS[kind].code for kind in (AdapterNotFoundError, AdapterAccessError))
+ADAPTER_CODES = (b'"model_not_found"', b'"model_access_denied"')  # of OpenAI's routes, with status 404 and 403
 TOKEN_NOTE = (
     b"only the replica that responded has used api_token, and no replica stores it; the other replicas need a token of "
     b"their own: in requests for the adapter, or HF_TOKEN and --use-global-hf-token on each machine"
@@ -66,14 +60,14 @@ SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?( .*)")  # a line of Promet
 
 Headers = list[tuple[bytes, bytes]]
 
-# Headers that belong to a connection and not to a request.
+# Headers that apply to one connection and are not forwarded.
 HOP_BY_HOP = frozenset(
-    (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
-     b"trailer", b"transfer-encoding", b"upgrade")
+    ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+     "transfer-encoding", "upgrade")
 )  # fmt: skip
-NOT_FORWARDED = HOP_BY_HOP | {b"content-length", CLIENT_HEADER.encode(), SECRET_HEADER.encode()}
-NOT_RETURNED = HOP_BY_HOP | {b"date", b"server", b"x-request-id", CHANGE_HEADER.encode()}  # Ray's proxy adds its own
-AUTOMATIC_HEADERS = ("accept", "accept-encoding", "content-type", "user-agent")  # those that aiohttp would add
+NOT_FORWARDED = HOP_BY_HOP | {"content-length", CLIENT_HEADER, SECRET_HEADER}
+NOT_RETURNED = HOP_BY_HOP | {"date", "server", "x-request-id", CHANGE_HEADER}  # Ray's proxy adds the first three
+AUTOMATIC_HEADERS = ("accept", "accept-encoding", "content-type", "user-agent")  # aiohttp adds these by default
 EVENT_STREAM = "text/event-stream"
 EVENT_END = b"\n\n"
 CONNECT_S = 5.0
@@ -81,91 +75,7 @@ CONNECT_S = 5.0
 # and their number; then milliseconds that sent bytes may stay unacknowledged. Not all systems have all options.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 KEEP_ALIVE_OPTIONS = {getattr(socket, name): value for name, value in KEEP_ALIVE.items() if hasattr(socket, name)}
-
-
-class LostReplicaError(Exception):
-    """A replica disconnected before the end of its response."""
-
-
-class ForwardedRequest(NamedTuple):
-    """A client's request with its whole body."""
-
-    method: str
-    path: str
-    query: bytes
-    headers: Headers
-    body: bytearray
-    client: str  # the client address
-
-
-class Answer:
-    """A replica's response: a whole body, or a stream of events."""
-
-    def __init__(self, response: aiohttp.ClientResponse, body: bytes) -> None:
-        self._response = response
-        self.status = response.status
-        self.body = body
-        self.is_stream = response.content_type == EVENT_STREAM
-        self.change = response.headers.get(CHANGE_HEADER)
-        self.headers: Headers = [pair for pair in response.raw_headers if pair[0].lower() not in NOT_RETURNED]
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """Yield complete events. An incomplete event at the end of a broken stream is dropped."""
-        rest = b""
-        try:
-            async for chunk in self._response.content.iter_any():
-                events, end, rest = (rest + chunk).rpartition(EVENT_END)
-                if end:
-                    yield events + end
-        except (aiohttp.ClientError, OSError) as error:
-            raise LostReplicaError(str(error)) from error
-
-
-class Upstream:
-    """Connections to the servers of all replicas."""
-
-    def __init__(self, secret: str) -> None:
-        self._secret = secret
-
-    @asynccontextmanager
-    async def send(self, address: str, request: ForwardedRequest) -> AsyncIterator[Answer]:
-        """Send a request and yield the response. Leaving early closes the connection, which aborts the request."""
-        query = f"?{request.query.decode('latin-1')}" if request.query else ""
-        kept = ((name, value) for name, value in request.headers if name.lower() not in NOT_FORWARDED)
-        headers = CIMultiDict((name.decode("latin-1"), value.decode("latin-1")) for name, value in kept)
-        headers[SECRET_HEADER], headers[CLIENT_HEADER] = self._secret, request.client
-        try:
-            async with self.session.request(
-                request.method,
-                URL(f"http://{address}{request.path}{query}", encoded=True),
-                headers=headers,
-                data=request.body or None,
-                skip_auto_headers=AUTOMATIC_HEADERS,
-                allow_redirects=False,
-            ) as response:
-                body = b"" if response.content_type == EVENT_STREAM else await response.read()
-                yield Answer(response, body)
-        except (aiohttp.ClientError, OSError) as error:
-            raise LostReplicaError(str(error)) from error
-
-    @cached_property
-    def session(self) -> aiohttp.ClientSession:
-        """Created by the first request, on the event loop that serves it."""
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, socket_factory=_make_socket),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
-
-
-def _make_socket(address: tuple[Any, ...]) -> socket.socket:
-    family, kind, protocol, *_ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEP_ALIVE_OPTIONS.items():
-        made.setsockopt(socket.IPPROTO_TCP, option, value)
-    return made
+LOST = (aiohttp.ClientError, OSError)  # raised if a replica disconnects before the end of its response
 
 
 class Ingress:
@@ -185,7 +95,7 @@ class Ingress:
         self._body_timeout_s = body_timeout_s
         self._max_buffered_bytes = max(MAX_BUFFERED_BYTES, max_body_bytes)
         self._buffered_bytes = 0
-        self._upstream = Upstream(share_secret(app))
+        self._secret = share_secret(app)
         self._registry = find_registry(app)
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -197,88 +107,101 @@ class Ingress:
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return  # nothing to start or stop
-        path = scope["path"]
+        request, path = Request(scope, receive), scope["path"]
+        body = bytearray()  # kept until the end of the response, for retries
         try:
-            async with self._read(scope, receive) as request:
-                if request is not None:
-                    await self._respond(request, send)
+            await self._read_body(request, body)
+            await self._respond(request, body, send)
+        except ClientDisconnect:
+            return
         except HTTPException as error:
-            await http_problem(error.status_code, error.detail).response(path)(scope, receive, send)
+            await make_http_error(error.status_code, error.detail).to_response(path)(scope, receive, send)
         except LoraxError as error:
-            await describe(error, path).response(path)(scope, receive, send)
-
-    # --- Requests -----------------------------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def _read(self, scope: Scope, receive: Receive) -> AsyncIterator[ForwardedRequest | None]:
-        """Read a request, and hold its body for further attempts. Yield None if the client has disconnected."""
-        path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
-        if not path.startswith("/"):
-            raise InputError("the request path must start with /")
-        client, body = (scope.get("client") or ("",))[0], bytearray()
-        request = ForwardedRequest(scope["method"], path, scope["query_string"], scope["headers"], body, client)
-        try:
-            yield request if await self._read_body(receive, body) else None
+            await make_error_response(error, path).to_response(path)(scope, receive, send)
         finally:
             self._buffered_bytes -= len(body)
 
-    async def _read_body(self, receive: Receive, body: bytearray) -> bool:
-        """Append a request body. Return False if the client has disconnected."""
-        message: Message = {"more_body": True}
+    async def _read_body(self, request: Request, body: bytearray) -> None:
         try:
             async with asyncio.timeout(self._body_timeout_s):
-                while message.get("more_body", False):
-                    message = await receive()
-                    if message["type"] != "http.request":
-                        return False
-                    body += message.get("body", b"")
-                    self._buffered_bytes += len(message.get("body", b""))
-                    self._check_size(len(body))
+                async for chunk in request.stream():
+                    body += chunk
+                    self._buffered_bytes += len(chunk)
+                    if len(body) > self._max_body_bytes:
+                        limit = f"it must have at most {self._max_body_bytes} bytes"
+                        raise HTTPException(413, f"Failed to buffer the request body: {limit}")
+                    if self._buffered_bytes > self._max_buffered_bytes:
+                        raise BusyError("the ingress holds too many request bodies; try again")
         except TimeoutError:
             raise HTTPException(408, f"the body did not arrive within {self._body_timeout_s:g} s") from None
-        return True
-
-    def _check_size(self, num_bytes: int) -> None:
-        if num_bytes > self._max_body_bytes:
-            message = f"Failed to buffer the request body: it must have at most {self._max_body_bytes} bytes"
-            raise HTTPException(413, message)
-        if self._buffered_bytes > self._max_buffered_bytes:
-            raise BusyError("the ingress holds too many request bodies; try again")
 
     # --- Responses ----------------------------------------------------------------------------------------------------
 
-    async def _respond(self, request: ForwardedRequest, send: Send) -> None:
+    async def _respond(self, request: Request, body: bytearray, send: Send) -> None:
         """Forward a request to a replica, and to another one if the first disconnects before it responds, or cannot
         serve the adapter."""
-        if request.path == "/metrics" and request.method == "GET" and not _accepts_json(request):
+        path = _raw_path(request)
+        if path == "/metrics" and request.method == "GET" and not _accepts_json(request):
             headers = [(b"content-type", Metrics.content_type.encode())]
             await _send_whole(send, 200, headers, (await self._merge_metrics(request)).encode())
             return
-        if request.method == "POST" and unquote(request.path) in CHANGE_PATHS:
+        if request.method == "POST" and unquote(path) in CHANGE_PATHS:
             await self._list_replicas()  # the registry must be reachable before a replica changes anything
-        key = read_routing_key(request.path, request.body, self._base_names)
+        key = read_routing_key(path, body, self._base_names)
         tried, rejection, deadline = list[str](), None, time.monotonic() + RETRY_S
         while time.monotonic() < deadline:
-            async with self._choose(key, tried, request.path) as selection:
-                replica, where = selection.replica_id, selection.replica_metadata
+            async with self._choose(key, tried, path) as selection:
+                replica = selection.replica_id
                 if replica in tried:
                     if rejection is not None:
                         break
                     await asyncio.sleep(PAUSE_S)
                 try:
-                    async with self._upstream.send(f"{where['host']}:{where['port']}", request) as answer:
-                        if tried or not _may_differ_elsewhere(answer, key):
-                            if answer.change is not None:
-                                answer.headers += await self._record(request, answer.change, replica)
-                            await _send_answer(request.path, answer, send)
+                    async with self._forward(selection.replica_metadata["address"], request, body) as response:
+                        headers = _select_headers(response)
+                        content = b"" if response.content_type == EVENT_STREAM else await response.read()
+                        if tried or not _may_differ_elsewhere(response.status, content, key):
+                            if change := response.headers.get(CHANGE_HEADER):
+                                headers += await self._record(body, change, replica)
+                            if response.content_type == EVENT_STREAM:
+                                await _send_stream(send, response, headers, path)
+                            else:
+                                await _send_whole(send, response.status, headers, content)
                             return
-                        rejection = answer
-                except LostReplicaError as error:
+                        rejection = response.status, headers, content
+                except LOST as error:
                     logger.warning("replica %s did not respond, trying another: %s", replica, error)
                 tried.append(replica)
         if rejection is None:
             raise EngineError(f"no replica can respond now: {len(set(tried))} disconnected", retry_after_s=1.0)
-        await _send_whole(send, rejection.status, rejection.headers, rejection.body)
+        await _send_whole(send, *rejection)
+
+    def _forward(
+        self, address: str, request: Request, body: bytearray
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Send a request to a replica. Leaving the context early closes the connection, which aborts the request."""
+        headers = CIMultiDict(pair for pair in request.headers.items() if pair[0].lower() not in NOT_FORWARDED)
+        headers[SECRET_HEADER] = self._secret
+        headers[CLIENT_HEADER] = request.client.host if request.client else ""
+        query = request.scope["query_string"].decode("latin-1")
+        return self._session.request(
+            request.method,
+            URL(f"http://{address}{_raw_path(request)}?{query}".removesuffix("?"), encoded=True),
+            headers=headers,
+            data=body or None,
+            skip_auto_headers=AUTOMATIC_HEADERS,
+            allow_redirects=False,
+        )
+
+    @cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        """Connections to all replicas. Created by the first request, on the event loop that serves it."""
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, socket_factory=_make_socket),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
 
     @asynccontextmanager
     async def _choose(self, key: RoutingKey, tried: Sequence[str], path: str) -> AsyncIterator[Any]:
@@ -298,12 +221,11 @@ class Ingress:
         """Return the addresses of all replicas."""
         try:
             async with asyncio.timeout(REGISTRY_S):
-                members: dict[str, str] = await self._registry.members.remote()
-                return members
+                return dict(await self._registry.members.remote())
         except (TimeoutError, ray.exceptions.RayError) as error:
             raise RegistryError("the adapter registry is unavailable, so nothing was changed; try again") from error
 
-    async def _record(self, request: ForwardedRequest, change: str, replica: str) -> Headers:
+    async def _record(self, body: bytearray, change: str, replica: str) -> Headers:
         """Have all replicas apply a change that one replica has made. Return additional response headers."""
         try:
             async with asyncio.timeout(CONFIRM_S + REGISTRY_S):
@@ -314,59 +236,79 @@ class Ingress:
         if late:
             names = ", ".join(late)
             raise RegistryError(f"these replicas have not confirmed the change, and make it when they can: {names}")
-        return [(b"x-lorax-note", TOKEN_NOTE)] if json.loads(request.body).get("api_token") else []
+        return [(b"x-lorax-note", TOKEN_NOTE)] if json.loads(body).get("api_token") else []
 
-    async def _merge_metrics(self, request: ForwardedRequest) -> str:
+    async def _merge_metrics(self, request: Request) -> str:
         members = await self._list_replicas()
         texts = await asyncio.gather(*(self._scrape(address, request) for address in members.values()))
         return merge_metrics({name: text for name, text in zip(members, texts, strict=True) if text})
 
-    async def _scrape(self, address: str, request: ForwardedRequest) -> str:
+    async def _scrape(self, address: str, request: Request) -> str:
         try:
-            async with asyncio.timeout(SCRAPE_S), self._upstream.send(address, request) as answer:
-                return answer.body.decode()
-        except (LostReplicaError, TimeoutError):
+            async with asyncio.timeout(SCRAPE_S), self._forward(address, request, bytearray()) as response:
+                return await response.text()
+        except LOST:
             return ""  # the metrics of the other replicas are still useful
 
 
-def _may_differ_elsewhere(answer: Answer, key: RoutingKey) -> bool:
+def _make_socket(address: tuple[Any, ...]) -> socket.socket:
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEP_ALIVE_OPTIONS.items():
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
+
+
+def _raw_path(request: Request) -> str:
+    """Return the path with its percent-encoding."""
+    path: str = (request.scope.get("raw_path") or request.scope["path"].encode()).decode("latin-1")
+    if not path.startswith("/"):
+        raise InputError("the request path must start with /")
+    return path
+
+
+def _accepts_json(request: Request) -> bool:
+    return "application/json" in request.headers.get("accept", "")
+
+
+def _select_headers(response: aiohttp.ClientResponse) -> Headers:
+    return [(name, value) for name, value in response.raw_headers if name.decode().lower() not in NOT_RETURNED]
+
+
+def _may_differ_elsewhere(status: int, body: bytes, key: RoutingKey) -> bool:
     """Return True if another replica may be able to serve a request that this one could not."""
-    if answer.status == 503:
-        return True
-    return bool(key.adapter) and (answer.status == ADAPTER_STATUS or _read_code(answer) in ADAPTER_CODES)
+    if status in (403, 404):
+        return bool(key.adapter) and any(code in body for code in ADAPTER_CODES)
+    return status == 503 or (bool(key.adapter) and status == ADAPTER_STATUS)
 
 
-def _read_code(answer: Answer) -> str:
-    """Return the OpenAI error code, which tells an adapter error from other errors with the same status."""
-    if answer.status not in (403, 404):
-        return ""
-    try:
-        return str(json.loads(answer.body)["error"]["code"])
-    except (ValueError, KeyError, TypeError):  # a LoRAX error, which has no code, or not JSON
-        return ""
-
-
-def _accepts_json(request: ForwardedRequest) -> bool:
-    return any(name.lower() == b"accept" and b"application/json" in value for name, value in request.headers)
-
-
-async def _send_answer(path: str, answer: Answer, send: Send) -> None:
-    """Send a response to the client. A stream starts with its first event, so that another replica can still respond
+async def _send_stream(send: Send, response: aiohttp.ClientResponse, headers: Headers, path: str) -> None:
+    """Send events to the client. The response starts with the first event, so that another replica can still respond
     if this one disconnects before."""
-    if not answer.is_stream:
-        await _send_whole(send, answer.status, answer.headers, answer.body)
-        return
-    events = answer.events()
+    events = _read_events(response, path)
     first = await anext(events, b"")
-    await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+    await send({"type": "http.response.start", "status": response.status, "headers": headers})
     await _send_part(send, first)
-    try:
-        async for part in events:
-            await _send_part(send, part)
-    except LostReplicaError:
-        error = EngineError("the replica of this stream has gone; send the request again", retry_after_s=1.0)
-        await _send_part(send, event(describe(error, path).body(path)))
+    async for part in events:
+        await _send_part(send, part)
     await _send_part(send, b"", more_body=False)
+
+
+async def _read_events(response: aiohttp.ClientResponse, path: str) -> AsyncIterator[bytes]:
+    """Yield complete events, and an error event if the replica disconnects after the first one."""
+    has_started, rest = False, b""
+    try:
+        async for chunk in response.content.iter_any():
+            events, end, rest = (rest + chunk).rpartition(EVENT_END)
+            if end:
+                has_started = True
+                yield events + end
+    except LOST:
+        if not has_started:
+            raise
+        error = EngineError("the replica of this stream has gone; send the request again", retry_after_s=1.0)
+        yield encode_event(make_error_response(error, path).body(path))
 
 
 async def _send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:
@@ -383,17 +325,15 @@ async def _send_part(send: Send, body: bytes, more_body: bool = True) -> None:
 
 def merge_metrics(texts: Mapping[str, str]) -> str:
     """Merge Prometheus texts by replica. The format requires that all series of a metric stay together."""
-    families: dict[str, list[str]] = {}
+    families: dict[str, dict[str, None]] = {}  # lines by metric; the same comments of all replicas become one key
     for replica, text in sorted(texts.items()):
-        known, family = set(families), ""
+        family = ""
         for line in text.splitlines():
             if line.startswith("#"):
                 family = line.split(" ", 3)[2]
-                lines = families.setdefault(family, [])
-                if family not in known:
-                    lines.append(line)
+                families.setdefault(family, {})[line] = None
             elif match := SAMPLE.fullmatch(line):
                 name, labels, value = match.groups()
                 label = f'replica="{replica}"' + (f",{labels}" if labels else "")
-                families.setdefault(family or name, []).append(f"{name}{{{label}}}{value}")
+                families.setdefault(family, {})[f"{name}{{{label}}}{value}"] = None
     return "\n".join(line for lines in families.values() for line in lines) + "\n"

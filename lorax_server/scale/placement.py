@@ -7,7 +7,7 @@ requests each replica has, and the share of all requests that an adapter gets.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
@@ -96,23 +96,19 @@ class ReplicaChooser:
     """Chooses replicas for one router."""
 
     def __init__(self) -> None:
-        self._views: dict[str, ReplicaView] = {}
+        self.views: dict[str, ReplicaView] = {}
         self._shares = Shares()
-
-    @property
-    def views(self) -> Mapping[str, ReplicaView]:
-        return self._views
 
     def set_replicas(self, names: Iterable[str]) -> None:
         """Replace the set of replicas. Replicas that stay keep their state."""
-        self._views = {name: self._views.get(name) or ReplicaView(name) for name in sorted(names)}
+        self.views = {name: self.views.get(name) or ReplicaView(name) for name in sorted(names)}
 
     def set_load(self, name: str, load: float) -> None:
-        self._views[name].load = load
+        self.views[name].load = load
 
     def set_report(self, name: str, report: Report, now: float) -> None:
         """Store a replica's report, and add adapters that were sent to the replica since."""
-        view = self._views[name]
+        view = self.views[name]
         view.report = report
         view.sent = {adapter: at for adapter, at in view.sent.items() if now - at < RECENT_S}
         view.device = {*report.device, *view.sent} - report.broken
@@ -122,7 +118,7 @@ class ReplicaChooser:
 
         `avoided` replicas have failed to serve this request. They are chosen only if no other replica is left.
         """
-        available = [view for view in self._views.values() if not view.report.is_draining]
+        available = [view for view in self.views.values() if not view.report.is_draining]
         if not available:
             return None
         candidates = [view for view in available if view.name not in avoided] or available
@@ -140,11 +136,11 @@ class ReplicaChooser:
 
     def rank(self, adapter: int) -> list[str]:
         """Rank the names of all replicas for an adapter."""
-        return [view.name for view in _rank(self._views.values(), adapter)]
+        return [view.name for view in _rank(self.views.values(), adapter)]
 
     def _fair_load(self, adapter: int) -> float:
         """Return the number of replicas that an adapter's requests would fill."""
-        return self._shares.of(adapter) * len(self._views)
+        return self._shares.of(adapter) * len(self.views)
 
     def _choose_by_adapter(self, key: RoutingKey, candidates: list[ReplicaView], mean: float) -> ReplicaView:
         adapter = key.adapter

@@ -2,8 +2,6 @@
 
 import random
 import time
-from array import array
-from collections.abc import Iterable
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -64,14 +62,10 @@ class RandomRouter(RequestRouter):  # type: ignore[misc] # as above
 
 
 def pack_report(names: dict[str, list[str]], capacity: int | None, is_draining: bool) -> dict[str, Any]:
-    """Encode adapter names by tier for Ray. Hashes are sorted, because Ray broadcasts only reports that differ."""
-    tiers = {tier: _pack_names(names.get(tier, ())[:MAX_REPORTED]) for tier in TIERS}
+    """Encode a report for Ray. Hashes are sorted, because Ray broadcasts only reports that differ as text."""
+    tiers = {tier: sorted(map(hash_name, set(names.get(tier, ())[:MAX_REPORTED]))) for tier in TIERS}
     return {**tiers, "capacity": capacity, "is_draining": is_draining}
 
 
-def _pack_names(names: Iterable[str]) -> bytes:
-    return array("Q", sorted({hash_name(name) for name in names})).tobytes()
-
-
 def unpack_report(report: dict[str, Any]) -> Report:
-    return Report(**{**report, **{tier: frozenset(array("Q", report[tier])) for tier in TIERS}})
+    return Report(**{**report, **{tier: frozenset(report[tier]) for tier in TIERS}})

@@ -29,14 +29,13 @@ class ServerReplica:
         self._name = serve.get_replica_context().replica_id.unique_id
         secret = await asyncio.to_thread(share_secret, app)
         self._server = ServerProcess(options, host or ray.util.get_node_ip_address(), secret)
-        self._address = f"{self._server.host}:{self._server.port}"
         self._confirmed = 0  # version of the last adapter change that the server has applied
         self._max_on_device = 0  # adapters on the device at the same time so far
         self._tasks: list[asyncio.Task[None]] = []
         try:
             await self._server.wait_until_ready()
             self._registry = find_registry(app)
-            while entries := await self._registry.join.remote(self._name, self._confirmed, self._address):
+            while entries := await self._registry.join.remote(self._name, self._confirmed, self._server.address):
                 await self._apply(entries)
         except BaseException:
             await self._server.stop()
@@ -47,7 +46,7 @@ class ServerReplica:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return the address of the server, for the ingress."""
-        return {"host": self._server.host, "port": self._server.port, "pid": self._server.pid}
+        return {"address": self._server.address}
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return the locations of adapters, for request routers."""
@@ -61,9 +60,6 @@ class ServerReplica:
         """Return the load, for `ray_app.QueueAndTokens`."""
         state = await self._server.read_state()
         return {"waiting": state["waiting"], "tokens": state["tokens"]}
-
-    async def check_health(self) -> None:
-        self._server.check()
 
     async def __del__(self) -> None:
         for task in getattr(self, "_tasks", ()):
@@ -79,22 +75,19 @@ class ServerReplica:
         """Exit with the server, so that Ray replaces the replica immediately."""
         while self._server.is_running:
             await asyncio.sleep(WATCH_S)
-        logger.error("the replica's server has stopped, so the replica exits")
+        logger.error("the replica's server has stopped, so the replica exits: %s", self._server.last_log())
         os._exit(1)
 
     async def _apply_changes(self) -> None:
         """Apply adapter changes. Without a registry, the replica keeps the adapters that it knows."""
         while True:
             try:
-                await self._apply(await self._registry.poll.remote(self._name, self._confirmed, self._address))
+                await self._apply(await self._registry.poll.remote(self._name, self._confirmed, self._server.address))
             except MissedUnloadError as error:
                 logger.error("this replica may have adapters that were unloaded, so Ray replaces it: %s", error)
                 os._exit(1)
-            except ray.exceptions.RayError as error:
-                logger.warning("the adapter registry is unavailable, trying again: %s", error)
-                await asyncio.sleep(RETRY_S)
-            except Exception:  # without this task, no later change would be applied
-                logger.exception("cannot apply an adapter change, trying again")
+            except Exception as error:  # without this task, no later change would be applied
+                logger.warning("cannot read or apply adapter changes, retrying: %r", error)
                 await asyncio.sleep(RETRY_S)
 
     async def _apply(self, entries: Iterable[Entry]) -> None:
@@ -107,7 +100,7 @@ class ServerReplica:
         while True:
             await asyncio.sleep(LEASE_S / 3)
             with suppress(ray.exceptions.RayError):
-                await self._registry.join.remote(self._name, self._confirmed, self._address)
+                await self._registry.join.remote(self._name, self._confirmed, self._server.address)
 
 
 def check_version(built: str) -> None:

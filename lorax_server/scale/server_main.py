@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from lorax_server.cli.command import guarded, read_config
 from lorax_server.launch import serve_forever
@@ -18,19 +18,11 @@ from lorax_server.launch import serve_forever
 def main() -> int:
     options = json.loads(sys.stdin.readline())
     threading.Thread(target=_exit_with_replica, daemon=True).start()
-    return guarded("lorax", lambda: _serve(options))
+    return guarded("lorax", lambda: _serve(**options))
 
 
-def _serve(options: dict[str, Any]) -> int:
-    config = read_config(options["flags"], os.environ)
-    own = replace(
-        config,
-        host=options["host"],
-        port=options["port"],
-        replica_secret=options["secret"],
-        allowed_hosts=config.allowed_hosts or tuple(options["allowed_hosts"]),
-    )
-    return serve_forever(own)
+def _serve(flags: list[str], secret: str) -> int:
+    return serve_forever(replace(read_config(flags, os.environ), replica_secret=secret))
 
 
 def _exit_with_replica() -> NoReturn:

@@ -28,19 +28,19 @@ class ReplicaError(LoraxError):
 
 
 class ServerOptions(NamedTuple):
-    """The server to start."""
+    """Flags and working directory for `lorax serve`."""
 
-    flags: Sequence[str]  # of `lorax serve`
-    folder: str | None = None  # working directory
-    allowed_hosts: Sequence[str] = ()  # used if no flag sets any
+    flags: Sequence[str]
+    folder: str | None = None
 
 
 class ServerProcess:
     """A server process and its control routes."""
 
     def __init__(self, options: ServerOptions, host: str, secret: str) -> None:
-        self.host, self.port = host, find_port(host)
-        self.log_lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
+        self.port = find_port(host)
+        self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        self._log_lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lorax_server.scale.server_main"],
             stdin=subprocess.PIPE,
@@ -53,16 +53,11 @@ class ServerProcess:
         )
         assert self._process.stdin is not None
         assert self._process.stderr is not None
-        own = {"host": host, "port": self.port, "secret": secret}
-        self._process.stdin.write(json.dumps({**options._asdict(), **own}) + "\n")
+        flags = [*options.flags, f"--hostname={host}", f"--port={self.port}"]  # the last value of a flag counts
+        self._process.stdin.write(json.dumps({"flags": flags, "secret": secret}) + "\n")
         self._process.stdin.flush()
         threading.Thread(target=self._copy_log, args=(self._process.stderr,), daemon=True).start()
-        self._url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         self._headers = {SECRET_HEADER: secret, "host": "localhost"}
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def is_running(self) -> bool:
@@ -71,7 +66,7 @@ class ServerProcess:
     def _copy_log(self, log: IO[str]) -> None:
         with log:
             for line in log:
-                self.log_lines.append(line)
+                self._log_lines.append(line)
                 sys.stderr.write(line)
 
     async def wait_until_ready(self) -> None:
@@ -79,19 +74,15 @@ class ServerProcess:
         while True:
             if not self.is_running:
                 await asyncio.sleep(POLL_S)  # for the last log lines
-                raise ReplicaError(f"the replica's server could not start: {self._last_words()}")
+                raise ReplicaError(f"the replica's server could not start: {self.last_log()}")
             try:
                 await self._request("GET", "/health")
                 return
             except (aiohttp.ClientError, ReplicaError):
                 await asyncio.sleep(POLL_S)
 
-    def check(self) -> None:
-        if not self.is_running:
-            raise ReplicaError(f"the replica's server has stopped: {self._last_words()}")
-
-    def _last_words(self) -> str:
-        return "".join(self.log_lines).strip()[-2000:] or f"exit code {self._process.returncode}, without a message"
+    def last_log(self) -> str:
+        return "".join(self._log_lines).strip()[-2000:] or f"exit code {self._process.returncode}, without a message"
 
     async def stop(self) -> None:
         """Stop the server. Its requests have finished."""
@@ -115,7 +106,7 @@ class ServerProcess:
     async def _request(self, method: str, path: str, body: Any = None) -> bytes:
         timeout = aiohttp.ClientTimeout(total=REQUEST_S)
         async with (
-            aiohttp.ClientSession(self._url, headers=self._headers, timeout=timeout) as session,
+            aiohttp.ClientSession(f"http://{self.address}", headers=self._headers, timeout=timeout) as session,
             session.request(method, path, json=body) as response,
         ):
             content = await response.read()

@@ -31,7 +31,7 @@ from lorax_server.scale.ingress import Ingress
 from lorax_server.scale.placement import ReplicaChooser, RoutingKey, hash_name
 from lorax_server.scale.replica import check_version
 from lorax_server.scale.server_process import ReplicaError
-from lorax_server.server.http.problems import describe
+from lorax_server.server.http.error_responses import make_error_response
 from lorax_server.server.http.replica_protocol import CHANGE_HEADER, AdapterChange
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -60,7 +60,7 @@ class Chosen:
             await asyncio.sleep(0.01)
         self.loads[name] += 1
         try:
-            yield SimpleNamespace(replica_id=name, replica_metadata={"host": "127.0.0.1", "port": self._ports[name]})
+            yield SimpleNamespace(replica_id=name, replica_metadata={"address": f"127.0.0.1:{self._ports[name]}"})
         finally:
             self.loads[name] -= 1
 
@@ -131,7 +131,7 @@ async def ask(
         "client": ("1.2.3.4", 5),
     }
     await ingress.serve(scope, receive, send)
-    await ingress._upstream.session.close()
+    await ingress._session.close()
     for server in servers:
         server.close()
     assert not any(handle.loads.values())
@@ -180,7 +180,7 @@ def test_events_in_pieces_come_whole() -> None:
 
 def refusing(error: LoraxError, name: str, path: str) -> tuple[int, str, Answer]:
     """Return an error of a server as it answers it at a path: status, body and the answer."""
-    problem = describe(error, path)
+    problem = make_error_response(error, path)
     body = json.dumps(problem.body(path))
     return problem.status, body, whole(problem.status, name, body)
 

@@ -24,13 +24,13 @@ def test_arguments_of_a_command_line_and_of_a_file_mean_the_same() -> None:
     ("arguments", "message"),
     [
         ({"modle_id": "x"}, r"'--modle-id=x' is not known; is it --model-id\?"),
-        ({"replicas": "many"}, "replicas: 'many' is not a number"),
+        ({"replicas": "many"}, "replicas: 'many' is not a whole number"),
         ({"replicas": 0}, "replicas = 0 must be at least 1"),
         ({"cpus": -1}, "cpus = -1.0 must not be negative"),
         ({"look_back_s": 0}, r"look_back_s = 0\.0 must be at least 1"),
-        ({"look_back_s": "inf"}, "look_back_s = inf must be at most 3600"),
+        ({"look_back_s": "inf"}, "look_back_s: 'inf' is not a number"),
         ({"replicas": 3, "max_replicas": 2}, "max_replicas = 2 must be at least replicas = 3"),
-        ({"router": "best"}, "router 'best' is not one of adapters, ray, random"),
+        ({"router": "best"}, "router: 'best' is not one of adapters, ray, random"),
         ({"max_total_tokens": -1}, "--max-total-tokens = -1 must be at least 1"),
     ],
 )
@@ -54,13 +54,13 @@ def test_loads_are_reported_several_times_in_the_time_they_are_averaged_over(
     assert (autoscaling.look_back_period_s, autoscaling.metrics_interval_s) == (look_back_s, interval_s)
 
 
-def context(reported: dict[str, list[float]], least: int = 1, most: int = 8) -> AutoscalingContext:
+def context(reported: dict[str, list[float]]) -> AutoscalingContext:
     replicas = [ReplicaID(str(index), DEPLOYMENT) for index in range(8)]
     return AutoscalingContext(
         deployment_id=DEPLOYMENT, deployment_name="servers", app_name="lorax", current_num_replicas=2,
         target_num_replicas=2, running_replicas=replicas[:2], total_num_requests=0, total_queued_requests=0,
         aggregated_metrics={kind: dict(zip(replicas, values, strict=False)) for kind, values in reported.items()},
-        raw_metrics={}, capacity_adjusted_min_replicas=least, capacity_adjusted_max_replicas=most, policy_state={},
+        raw_metrics={}, capacity_adjusted_min_replicas=1, capacity_adjusted_max_replicas=8, policy_state={},
         last_scale_up_time=None, last_scale_down_time=None, current_time=None, config=None,
     )  # fmt: skip
 
@@ -72,9 +72,8 @@ def context(reported: dict[str, list[float]], least: int = 1, most: int = 8) -> 
         ({"waiting": [0, 0], "tokens": [0, 0]}, 1),
         ({"waiting": [20, 0], "tokens": [10, 10]}, 2),
         ({"waiting": [0, 0], "tokens": [2500, 1000]}, 4),
-        ({"waiting": [400, 0], "tokens": [0, 0]}, 8),
+        ({"waiting": [400, 0], "tokens": [0, 0]}, 40),
     ],
 )
 def test_replicas_follow_the_queue_and_the_tokens(reported: dict[str, list[float]], replicas: int) -> None:
     assert QueueAndTokens(target_waiting=10, target_tokens=1000)(context(reported)) == (replicas, {})
-    assert QueueAndTokens(target_waiting=10, target_tokens=1000)(context(reported, least=3))[0] == max(3, replicas)

@@ -308,10 +308,10 @@ def test_a_replica_that_cannot_start_says_why_and_others_go_on(cluster: Cluster)
         cluster.ask("delete", "other")
     for arguments, message in (
         ({"modle_id": "x"}, "is it --model-id?"),
-        ({"replicas": "many"}, "replicas: 'many' is not a number"),
+        ({"replicas": "many"}, "replicas: 'many' is not a whole number"),
         ({"replicas": 0}, "replicas = 0 must be at least 1"),
         ({"replicas": 3, "max_replicas": 2}, "max_replicas = 2 must be at least replicas = 3"),
-        ({"router": "best"}, "router 'best' is not one of"),
+        ({"router": "best"}, "router: 'best' is not one of"),
         ({"max_total_tokens": -1}, "must be at least 1"),
     ):
         with pytest.raises(AssertionError, match=message.replace("?", r"\?")):

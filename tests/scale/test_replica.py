@@ -16,7 +16,7 @@ from lorax_server.scale.server_process import ServerOptions
 
 
 class RunningServer:
-    host, port, pid, is_running = "127.0.0.1", 1, 1, True
+    address, is_running = "127.0.0.1:1", True
 
     def __init__(self, *_: Any) -> None:
         pass
