@@ -14,7 +14,7 @@ from lorax_server.adapters.sources.remote import RemoteSource
 from lorax_server.adapters.sources.s3 import S3Source
 from lorax_server.cli.settings import check_folder
 from lorax_server.errors import AdapterAccessError, AdapterNotFoundError, ConfigError, SourceError, WeightsError
-from lorax_server.files.adapter_files import is_template
+from lorax_server.files.adapter_files import is_template_file
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def find_model(
         return check_folder(folder)
     if source != "s3" and model_id.startswith(("/", ".", "~", "\\")):
         raise ConfigError(f"model {model_id!r}: there is no such folder; check the path")
-    options: dict[str, Any] = {"noun": "model", "choose": partial(choose_files, model_id), "num_threads": NUM_THREADS}
+    options: dict[str, Any] = {"noun": "model", "select_files": partial(choose_files, model_id), "num_threads": NUM_THREADS}
     try:
         if source == "s3":
             bucket, _, path = model_id.removeprefix("s3://").strip("/").partition("/")
@@ -99,7 +99,7 @@ def choose_files(model_id: str, names: Collection[str]) -> list[str]:
                 "(save_pretrained writes safetensors)"
             )
         raise WeightsError(f"model {model_id!r}: there are no weights (*.safetensors) in it; check the name")
-    return chosen + [name for name in names if is_template(name)]
+    return chosen + [name for name in names if is_template_file(name)]
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -10,7 +10,7 @@ from huggingface_hub import close_session, constants, hf_hub_download
 from moto import mock_aws
 
 from lorax_server.adapters.sources import s3
-from lorax_server.adapters.sources.download import LOCK
+from lorax_server.adapters.sources.download import LOCK_SUFFIX
 from lorax_server.cli import download
 from lorax_server.cli.download import choose_files, find_model
 from lorax_server.errors import ConfigError, LoraxError, SourceError, WeightsError
@@ -275,4 +275,4 @@ def test_half_a_file_is_not_left_behind(cache: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(download, "NUM_THREADS", 1)
     with pytest.raises(SourceError, match="full"):
         find_model("s3://models/team/base", None, "s3", cache)
-    assert not [path for path in cache.rglob("*") if path.is_file() and path.suffix != LOCK]
+    assert not [path for path in cache.rglob("*") if path.is_file() and path.suffix != LOCK_SUFFIX]

@@ -155,7 +155,7 @@ class Planner:
             "distinct_adapters": self._expect_distinct(rows),
             "step_ms": sum(step.values()),
             "step_parts_ms": step,
-            "floor_ms": step_time.find_floor_ms(self.gpu, self._count_read(rows)),
+            "floor_ms": step_time.read_ms(self.gpu, sum(self._count_read(rows).values())),
             "token_ms": 1e3 * rows / (requests_per_s * traffic.answer_tokens),  # other requests' prompts included
             "prompt_tokens_per_s": self._prompt_rate,  # if the replica did nothing else
             "prompt_share": prompt_share,
@@ -198,7 +198,7 @@ class Planner:
             )
         adapters = self.adapter_bytes
         if adapters is None:
-            adapters = max(free // machine.GPU_ADAPTER_SHARE, machine.LEAST_GPU_ADAPTER_BYTES)
+            adapters = max(free // machine.GPU_ADAPTER_DIVISOR, machine.MIN_GPU_ADAPTER_BYTES)
         if self._is_adapted and self.mix.largest_bytes > adapters:
             raise ConfigError(
                 f"an adapter of the highest rank takes {format_gb(self.mix.largest_bytes)}, and adapters get "
@@ -207,7 +207,7 @@ class Planner:
         widest = max(matrix.outputs for matrix in sizes.matrices)
         steps = STEP_TOKENS * (STEP_HIDDEN * sizes.hidden + STEP_WIDEST * widest) * HALF_BYTES + GRAPH_BYTES
         steps += self._rows * sizes.vocab_size * LOGIT_BYTES
-        cache = max(free - adapters - adapters // machine.ADAPTER_TABLE_SHARE - steps, 0)
+        cache = max(free - adapters - adapters // machine.ADAPTER_TABLE_DIVISOR - steps, 0)
         block_size = EngineConfig.block_size
         block_bytes = block_size * sizes.token_bytes // (2 if self.is_float8 else 1)
         tokens = min(cache // block_bytes, self._rows * sizes.max_length // block_size) * block_size
@@ -218,7 +218,7 @@ class Planner:
                 f"{format_gb(adapters)} for adapters and {format_gb(steps)} for steps, and a request has {needed}: "
                 "lower --adapter-bytes, or use a larger GPU"
             )
-        mean, host = self.mix.mean_bytes, self.host_memory // machine.HOST_ADAPTER_SHARE
+        mean, host = self.mix.mean_bytes, self.host_memory // machine.HOST_ADAPTER_DIVISOR
         on_device, on_host = (min(int(room // mean), self.mix.count) if mean else 0 for room in (adapters, host))
         return {
             "total": int(self.gpu.memory),

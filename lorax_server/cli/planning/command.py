@@ -10,7 +10,7 @@ from typing import Any
 
 from lorax_server.cli.flags import Parser, to_size, write_json
 from lorax_server.cli.planning.capacity import AdapterMix, Planner, Traffic, format_gb
-from lorax_server.cli.planning.model_sizes import MAX_LAYERS, ModelSizes, make_llama_sizes, read_sizes
+from lorax_server.cli.planning.model_sizes import ModelSizes, make_llama_sizes, read_sizes
 from lorax_server.cli.planning.step_time import GPUS, SERVED_SHARE, Gpu, find_gpu
 from lorax_server.config import QUANTIZE, EngineConfig
 from lorax_server.errors import ConfigError
@@ -45,14 +45,14 @@ LIMITS = {
     "api": "the CPU time of the process that answers requests",
     "copies": "copies of adapters from host memory, as too few of them stay on the device (--adapter-bytes)",
 }
+PROMPT_NOTE = ", and busy with prompts for most of the time"
 MAX_ADAPTERS = 10**6
 LEAST = 1e-9  # of numbers that must be above 0
 METAVARS = {int: "N", float: "X", to_size: "SIZE"}
 # Flags with a number, by group: name, type, least and greatest value, default, and help.
 NUMBERS: dict[str, list[tuple[str, Any, float, float, Any, str]]] = {
     "model": [
-        ("--layers", int, 1, MAX_LAYERS, None, "or its sizes, as a Llama's: num_hidden_layers"),
-        *((f"--{name.replace('_', '-')}", int, 1, 2**32, None, SIZES[name]) for name in [*SIZES][1:]),
+        (f"--{name.replace('_', '-')}", int, 1, 2**32, None, f"or {field} of a Llama") for name, field in SIZES.items()
     ],
     "machine of a replica": [
         ("--gpu-memory", to_size, 0, 2**60, None, "its memory, such as 80G"),
@@ -186,28 +186,39 @@ def _read_ranks(text: str) -> list[tuple[int, int]]:
 # --- Report -----------------------------------------------------------------------------------------------------------
 
 
+REPORT = """\
+memory        {gpu}, {total}, of which {usable} are used
+              weights {weights}, adapters {adapters}, steps and graphs {steps}, keys and values {cache}
+              room for {cache_tokens:,} tokens of keys and values
+adapters      {adapter_lines}
+a replica     {rows} sequences at once, of {distinct_adapters:.0f} adapters on average
+              a step takes {step_ms:.2f} ms, {floor_ratio:.2f} times its floor ({step_parts})
+              prompts: {prompt_tokens_per_s:,.0f} tokens/s alone, {prompt_share:.0%} of the time
+              {tokens_per_s:,.0f} tokens/s, {requests_per_s:.2f} requests/s, {token_ms:.1f} ms between tokens \
+(served: {served_share:g} of what steps allow)
+              limited by {limit_reason}
+replicas      {replicas:,} for {wanted:g} requests/s at {load:.0%} of their greatest load at most ({used:.0%})"""
+
+
 def format_plan(figures: dict[str, Any], gpu_memory_fraction: float) -> str:
-    """Describe in a few lines what fits, how fast it is, what limits it, and how many replicas are needed."""
-    sections = {
-        "memory": _describe_memory(figures, gpu_memory_fraction),
-        "adapters": _describe_adapters(figures["adapters"], figures["memory"]),
-        "a replica": _describe_replica(figures["replica"]),
-        "replicas": _describe_replicas(figures),
-    }
-    return "\n".join(
-        f"{'' if number else title:14}{line}" for title, lines in sections.items() for number, line in enumerate(lines)
+    """Describe what fits, how fast a replica is and what limits it, and how many replicas are needed."""
+    memory, replica, wanted = figures["memory"], figures["replica"], figures["traffic"]["requests_per_s"]
+    return REPORT.format(
+        **replica,
+        **{name: format_gb(memory[name]) for name in ("total", "weights", "adapters", "steps", "cache")},
+        gpu=figures["gpu"]["name"],
+        usable=format_gb(memory["total"] * gpu_memory_fraction),
+        cache_tokens=memory["cache_tokens"],
+        adapter_lines=f"\n{'':14}".join(_describe_adapters(figures["adapters"], memory)),
+        floor_ratio=replica["step_ms"] / replica["floor_ms"],
+        step_parts=", ".join(f"{name} {ms:.2f}" for name, ms in replica["step_parts_ms"].items() if ms),
+        served_share=SERVED_SHARE,
+        limit_reason=LIMITS[replica["limit"]] + PROMPT_NOTE * replica["is_busy_with_prompts"],
+        replicas=figures["replicas"],
+        load=figures["load"],
+        wanted=wanted,
+        used=wanted / (figures["replicas"] * replica["requests_per_s"]),
     )
-
-
-def _describe_memory(figures: dict[str, Any], gpu_memory_fraction: float) -> list[str]:
-    memory = figures["memory"]
-    names = {"weights": "weights", "adapters": "adapters", "steps": "steps and graphs", "cache": "keys and values"}
-    usable = format_gb(memory["total"] * gpu_memory_fraction)
-    return [
-        f"{figures['gpu']['name']}, {format_gb(memory['total'])}, of which {usable} are used",
-        ", ".join(f"{name} {format_gb(memory[key])}" for key, name in names.items()),
-        f"room for {memory['cache_tokens']:,} tokens of keys and values",
-    ]
 
 
 def _describe_adapters(adapters: dict[str, Any], memory: dict[str, Any]) -> list[str]:
@@ -223,23 +234,3 @@ def _describe_adapters(adapters: dict[str, Any], memory: dict[str, Any]) -> list
     if total < memory["adapters"]:
         lines.append(f"all fit on the GPU: --adapter-bytes {total} leaves more for keys and values")
     return lines
-
-
-def _describe_replica(replica: dict[str, Any]) -> list[str]:
-    step, floor = replica["step_ms"], replica["floor_ms"]
-    parts = ", ".join(f"{name} {ms:.2f}" for name, ms in replica["step_parts_ms"].items() if ms)
-    return [
-        f"{replica['rows']} sequences at once, of {replica['distinct_adapters']:.0f} adapters on average",
-        f"a step takes {step:.2f} ms, {step / floor:.2f} times its floor ({parts})",
-        f"prompts: {replica['prompt_tokens_per_s']:,.0f} tokens/s alone, {replica['prompt_share']:.0%} of the time",
-        f"{replica['tokens_per_s']:,.0f} tokens/s, {replica['requests_per_s']:.2f} requests/s, "
-        f"{replica['token_ms']:.1f} ms between tokens (served: {SERVED_SHARE:g} of what steps allow)",
-        f"limited by {LIMITS[replica['limit']]}"
-        + (", and busy with prompts for most of the time" if replica["is_busy_with_prompts"] else ""),
-    ]
-
-
-def _describe_replicas(figures: dict[str, Any]) -> list[str]:
-    count, wanted = figures["replicas"], figures["traffic"]["requests_per_s"]
-    used = wanted / (count * figures["replica"]["requests_per_s"])
-    return [f"{count:,} for {wanted:g} requests/s at {figures['load']:.0%} of their greatest load at most ({used:.0%})"]

@@ -27,26 +27,27 @@ class Gpu(NamedTuple):
 
 
 # Memory is what the driver reports, slightly less than the data sheet says.
-_GPUS = (
-    Gpu("B200", 183_359 * MIB, 8.0e12, 2250e12),
-    Gpu("H200", 143_771 * MIB, 4.8e12, 989e12),
-    Gpu("GH200-96GB", 97_871 * MIB, 4.0e12, 989e12),
-    Gpu("H100", 81_559 * MIB, 3.35e12, 989e12),
-    Gpu("H100-NVL", 95_830 * MIB, 3.9e12, 835e12),
-    Gpu("H100-PCIe", 81_559 * MIB, 2.0e12, 756e12),
-    Gpu("H20", 97_871 * MIB, 4.0e12, 148e12),
-    Gpu("A100-80GB", 81_920 * MIB, 2.039e12, 312e12),
-    Gpu("A100-80GB-PCIe", 81_920 * MIB, 1.935e12, 312e12),
-    Gpu("A100-40GB", 40_960 * MIB, 1.555e12, 312e12),
-    Gpu("A40", 46_068 * MIB, 0.696e12, 149.7e12),
-    Gpu("A10", 23_028 * MIB, 0.6e12, 125e12),
-    Gpu("L40S", 46_068 * MIB, 0.864e12, 362e12),
-    Gpu("L4", 23_034 * MIB, 0.3e12, 121e12),
-    Gpu("RTX-4090", 24_564 * MIB, 1.008e12, 165e12),
-    Gpu("RTX-3090", 24_576 * MIB, 0.936e12, 71e12),
-)
-GPUS = {gpu.name: gpu for gpu in _GPUS}
-
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("B200", 183_359 * MIB, 8.0e12, 2250e12),
+        Gpu("H200", 143_771 * MIB, 4.8e12, 989e12),
+        Gpu("GH200-96GB", 97_871 * MIB, 4.0e12, 989e12),
+        Gpu("H100", 81_559 * MIB, 3.35e12, 989e12),
+        Gpu("H100-NVL", 95_830 * MIB, 3.9e12, 835e12),
+        Gpu("H100-PCIe", 81_559 * MIB, 2.0e12, 756e12),
+        Gpu("H20", 97_871 * MIB, 4.0e12, 148e12),
+        Gpu("A100-80GB", 81_920 * MIB, 2.039e12, 312e12),
+        Gpu("A100-80GB-PCIe", 81_920 * MIB, 1.935e12, 312e12),
+        Gpu("A100-40GB", 40_960 * MIB, 1.555e12, 312e12),
+        Gpu("A40", 46_068 * MIB, 0.696e12, 149.7e12),
+        Gpu("A10", 23_028 * MIB, 0.6e12, 125e12),
+        Gpu("L40S", 46_068 * MIB, 0.864e12, 362e12),
+        Gpu("L4", 23_034 * MIB, 0.3e12, 121e12),
+        Gpu("RTX-4090", 24_564 * MIB, 1.008e12, 165e12),
+        Gpu("RTX-3090", 24_576 * MIB, 0.936e12, 71e12),
+    )
+}
 
 MEASURED_GPU = GPUS["H200"]
 READ_SHARE = 4.1 / 4.8  # share of the published bandwidth that kernels reach: 4.1 TB/s on an H200
@@ -81,7 +82,7 @@ def find_step_ms(
     gpu: Gpu, rows: float, read: Mapping[str, float], layers: int, is_float8: bool = False
 ) -> dict[str, float]:
     """Return the milliseconds of a decode step by cause. `read` are bytes of `weights`, `adapters` and `cache`."""
-    parts = {name: _read_ms(gpu, num_bytes) for name, num_bytes in read.items()}
+    parts = {name: read_ms(gpu, num_bytes) for name, num_bytes in read.items()}
     parts["cache"] *= CACHE_EXCESS * (FLOAT8_SPEED if is_float8 else 1)
     scheduling = ENGINE_MS + ENGINE_ROW_MS * rows  # overlaps with the step, so the longer of the two counts
     # The batch size at which the measured GPU spends the same share of its time on matrix products.
@@ -89,14 +90,14 @@ def find_step_ms(
     points = _measure_excess(is_adapted=read["adapters"] > 0)
     single, weights = points[0][1], parts["weights"]
     # How much of a single row's excess is launches, by layer, and how much is slow reading has not been measured.
-    least = max(weights, layers / LAYERS * _read_ms(MEASURED_GPU, WEIGHT_BYTES)) * single
+    least = max(weights, layers / LAYERS * read_ms(MEASURED_GPU, WEIGHT_BYTES)) * single
     excess = least + weights * (_interpolate(points, equivalent) - single)
     return parts | {"excess": max(excess, scheduling - sum(parts.values()))}
 
 
-def find_floor_ms(gpu: Gpu, read: Mapping[str, float]) -> float:
-    """Return the milliseconds to read every byte once."""
-    return _read_ms(gpu, sum(read.values()))
+def read_ms(gpu: Gpu, num_bytes: float) -> float:
+    """Return the milliseconds to read bytes from device memory once."""
+    return num_bytes / (gpu.bandwidth * READ_SHARE) * 1e3
 
 
 def find_prompt_rate(gpu: Gpu, flop: float, is_adapted: bool) -> float:
@@ -104,15 +105,11 @@ def find_prompt_rate(gpu: Gpu, flop: float, is_adapted: bool) -> float:
     return gpu.flop * (ADAPTED_PROMPT_SHARE if is_adapted else PROMPT_SHARE) / flop
 
 
-def _read_ms(gpu: Gpu, num_bytes: float) -> float:
-    return num_bytes / (gpu.bandwidth * READ_SHARE) * 1e3
-
-
 def _measure_excess(is_adapted: bool) -> list[tuple[int, float]]:
     """Return rows and the measured excess relative to the time to read the weights."""
-    weights = _read_ms(MEASURED_GPU, WEIGHT_BYTES)
-    row = CACHE_EXCESS * _read_ms(MEASURED_GPU, CONTEXT * TOKEN_BYTES)
-    row += _read_ms(MEASURED_GPU, ADAPTER_BYTES) if is_adapted else 0
+    weights = read_ms(MEASURED_GPU, WEIGHT_BYTES)
+    row = CACHE_EXCESS * read_ms(MEASURED_GPU, CONTEXT * TOKEN_BYTES)
+    row += read_ms(MEASURED_GPU, ADAPTER_BYTES) if is_adapted else 0
     return [(rows, (ms - rows * row) / weights - 1) for rows, ms in (ADAPTED_STEPS if is_adapted else PLAIN_STEPS)]
 
 

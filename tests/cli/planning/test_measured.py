@@ -19,9 +19,9 @@ from lorax_server.cli.planning.step_time import (
     TOKEN_BYTES,
     WEIGHT_BYTES,
     Gpu,
-    find_floor_ms,
     find_prompt_rate,
     find_step_ms,
+    read_ms,
 )
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -76,7 +76,7 @@ def test_a_step_takes_about_what_was_measured(row: list[str]) -> None:
     case, ms, floor = row[0], float(row[1]), float(row[2])
     rows = int(case.split()[0])
     read = count_read(sizes().read_bytes, adapters_of(case), rows * CONTEXT * sizes().token_bytes)
-    assert find_floor_ms(H200, read) == pytest.approx(floor, rel=0.01)
+    assert read_ms(H200, sum(read.values())) == pytest.approx(floor, rel=0.01)
     assert sum(find_step_ms(H200, rows, read, LAYERS).values()) == pytest.approx(ms, rel=TOLERANCE)
 
 
@@ -129,7 +129,7 @@ def test_a_step_grows_with_its_rows_on_every_gpu(gpu: Gpu) -> None:
     for rows in (1, 2, 16, 64, 200, 256, 512):
         read = count_read(model.read_bytes, rows * ADAPTER_BYTES, rows * CONTEXT * TOKEN_BYTES)
         times.append(sum(find_step_ms(gpu, rows, read, LAYERS).values()))
-        assert times[-1] > find_floor_ms(gpu, read)
+        assert times[-1] > read_ms(gpu, sum(read.values()))
     assert times == sorted(times)
 
 

@@ -13,14 +13,14 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
-from lorax_server.adapters.target import Kind
+from lorax_server.adapters.target import TargetKind
 from lorax_server.cli import main
 from lorax_server.cli.planning.command import LIMITS
 from lorax_server.cli.planning.model_sizes import HALF_BYTES, ModelSizes, read_sizes
 from lorax_server.cli.planning.step_time import GPUS, find_gpu
 from lorax_server.errors import ConfigError
-from lorax_server.layers.targets import adapter_targets
-from lorax_server.models.registry import MANY_POSITIONS, MODELS, build_model
+from lorax_server.layers.targets import collect_adapter_targets
+from lorax_server.models.registry import DEFAULT_MAX_POSITIONS, MODELS, build_model
 from tests.cli.planning.test_measured import LLAMA_8B
 from tests.models.tiny import GPT2, LLAMA, NO_GQA, make_model
 from tests.parity.relatives import RELATIVES
@@ -39,7 +39,7 @@ FALCON_7B = {  # as on the hub, but for what has nothing to do with sizes
     "parallel_attn": True,
     "vocab_size": 65024,
 }
-UNUSABLE = "config.json: cannot be used as a model's config"
+UNUSABLE = "config.json: a model config must be a JSON object with a `model_type`"
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**LLAMA),
     "llama-biased": lambda: transformers.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True),
@@ -101,12 +101,12 @@ def test_weights_cache_and_adapters_match_the_served_model(name: str) -> None:
     assert counted.weight_bytes == HALF_BYTES * sum(parameter.numel() for parameter in oracle.parameters())
     model = build_model(config, make_weights(checkpoint(name, oracle), torch.device("cpu")))
     assert counted.token_bytes == 2 * HALF_BYTES * model.num_layers * math.prod(model.kv_shape)
-    targets = [target for target in adapter_targets(model).values() if target.kind is Kind.LINEAR]
+    targets = [target for target in collect_adapter_targets(model).values() if target.kind is TargetKind.LINEAR]
     sizes = [rank * size for target in targets for size in (target.inputs.full, target.outputs.full)]
     modules = {target.name.rpartition(".")[2] for target in targets}
     assert {matrix.name for matrix in counted.matrices} == modules
     assert counted.adapter_bytes(rank, modules) == 256 * sum(-(-HALF_BYTES * size // 256) for size in sizes)
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", MANY_POSITIONS)
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", DEFAULT_MAX_POSITIONS)
     assert counted.max_length == limit
 
 
@@ -288,7 +288,7 @@ def test_half_of_the_sizes_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
         (b"[" * 5000, UNUSABLE),
         (b"{}", UNUSABLE),
         (b'{"model_type": ["llama"]}', "is not supported"),
-        (b'{"model_type": "mamba"}', "known are arcee, bloom, cohere"),
+        (b'{"model_type": "mamba"}', "supported types are arcee, bloom, cohere"),
         (json.dumps(LLAMA_8B | {"num_hidden_layers": -3}).encode(), "num_hidden_layers = -3"),
         (json.dumps(LLAMA_8B | {"num_hidden_layers": 2.5}).encode(), "num_hidden_layers"),
         (json.dumps(LLAMA_8B | {"num_hidden_layers": True}).encode(), "num_hidden_layers"),
