@@ -1,1 +1,1 @@
-"""The HTTP process: takes requests, asks the engine, writes answers. No torch."""
+"""The HTTP process: receives requests, forwards them to the engine, and writes responses. It does not import torch."""

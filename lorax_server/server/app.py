@@ -1,4 +1,4 @@
-"""The routes put together: one ASGI application around a `Service`."""
+"""The ASGI application: all routes, middleware and error handlers around one `Service`."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,9 +14,15 @@ from starlette.routing import BaseRoute
 
 from lorax_server import __version__
 from lorax_server.errors import LoraxError
-from lorax_server.server.http.cors import Cors
-from lorax_server.server.http.middleware import RequestMiddleware, methods_at
-from lorax_server.server.http.problems import Problem, describe, describe_shape, http_problem, json_response
+from lorax_server.server.http.cors import JsonCorsMiddleware
+from lorax_server.server.http.error_responses import (
+    ErrorResponse,
+    json_response,
+    make_error_response,
+    make_http_error,
+    make_validation_error,
+)
+from lorax_server.server.http.middleware import RequestMiddleware, find_methods
 from lorax_server.server.http.replica_protocol import ReplicaAccess
 from lorax_server.server.openapi import describe_limits
 from lorax_server.server.routes import adapters, chat, completions, info, lorax, playground, replica
@@ -24,11 +30,11 @@ from lorax_server.server.routes.responses import route as responses
 from lorax_server.server.service import Service
 
 OPENAPI_PATH = "/api-doc/openapi.json"
-DESCRIPTION = "Many fine-tuned models from one base model: name a LoRA adapter in your request."
+DESCRIPTION = "Serves many fine-tuned models on one base model: name a LoRA adapter in your request."
 
 
 def make_app(service: Service, address: str = "") -> FastAPI:
-    """Make the application. `address` is that of the socket, where there is one."""
+    """Create the application. `address` is the listening socket's address, or "" without a socket."""
     app: FastAPI = FastAPIOffline(
         redoc_url=None,
         static_url="/docs/static",
@@ -47,7 +53,7 @@ def make_app(service: Service, address: str = "") -> FastAPI:
     _add_handlers(app, routes)
     app.openapi = partial(_make_openapi, app, service)  # type: ignore[method-assign]
     app.add_middleware(RequestMiddleware, routes=routes, service=service, address=address)
-    app.add_middleware(Cors, **vars(service.config.cors))
+    app.add_middleware(JsonCorsMiddleware, **vars(service.config.cors))
     if service.config.replica_secret:
         app.add_middleware(
             ReplicaAccess, secret=service.config.replica_secret, control=replica.make_control_app(service)
@@ -56,7 +62,7 @@ def make_app(service: Service, address: str = "") -> FastAPI:
 
 
 def _make_openapi(app: FastAPI, service: Service) -> dict[str, Any]:
-    """Generate the OpenAPI document when it is first requested: it takes longer than the rest of the application."""
+    """Generate the OpenAPI document on first use, because it takes longer than the rest of the startup."""
     if app.openapi_schema is None:
         FastAPI.openapi(app)
         describe_limits(app, service)
@@ -65,43 +71,43 @@ def _make_openapi(app: FastAPI, service: Service) -> dict[str, Any]:
 
 
 def _add_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Answer errors as JSON, in the form that the route's clients expect."""
+    """Convert exceptions to JSON error responses in the format of the route (LoRAX or OpenAI)."""
 
     @app.exception_handler(LoraxError)
-    async def refuse(http: Request, error: LoraxError) -> Response:
-        return _refuse(http, describe(error, http.url.path))
+    async def handle_lorax_error(http: Request, error: LoraxError) -> Response:
+        return _reject(http, make_error_response(error, http.url.path))
 
     @app.exception_handler(RequestValidationError)
-    async def refuse_shape(http: Request, error: RequestValidationError) -> Response:
+    async def handle_validation_error(http: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
-            reason = first.get("ctx", {}).get("error", "it is cut off")
-            return _refuse(http, http_problem(400, f"Failed to parse the request body as JSON: {reason}"))
-        return _refuse(http, describe_shape(error.errors(), http.url.path))
+            reason = first.get("ctx", {}).get("error", "unexpected end of input")
+            return _reject(http, make_http_error(400, f"Failed to parse the request body as JSON: {reason}"))
+        return _reject(http, make_validation_error(error.errors(), http.url.path))
 
     @app.exception_handler(HTTPException)
-    async def refuse_http(http: Request, error: HTTPException) -> Response:
+    async def handle_http_error(http: Request, error: HTTPException) -> Response:
         headers = {name.lower(): value for name, value in (error.headers or {}).items()}
         message = str(error.detail)
-        allowed = methods_at(http.url.path, routes)
+        allowed = find_methods(http.url.path, routes)
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED and allowed:
-            headers["allow"] = ", ".join(sorted(allowed))  # of all routes with this path, not only of the first
-        if isinstance(error.__cause__, ValueError | RecursionError):  # that FastAPI's parser of JSON lets through
-            message = f"Failed to parse the request body as JSON: {_reason(error.__cause__)}"
-        return _refuse(http, http_problem(error.status_code, message, headers))
+            headers["allow"] = ", ".join(sorted(allowed))  # Starlette lists only the first matching route's methods
+        if isinstance(error.__cause__, ValueError | RecursionError):  # FastAPI's JSON parser does not catch these
+            message = f"Failed to parse the request body as JSON: {_describe_json_error(error.__cause__)}"
+        return _reject(http, make_http_error(error.status_code, message, headers))
 
     @app.exception_handler(Exception)
-    async def fail(http: Request, error: Exception) -> Response:
-        return describe(error, http.url.path).response(http.url.path)
+    async def handle_unexpected_error(http: Request, error: Exception) -> Response:
+        return make_error_response(error, http.url.path).to_response(http.url.path)
 
 
-def _refuse(http: Request, problem: Problem) -> Response:
-    """Answer a request that is refused outside of an `RequestContext`. `RequestMiddleware` logs it."""
-    http.state.problem = problem
-    return problem.response(http.url.path)
+def _reject(http: Request, error_response: ErrorResponse) -> Response:
+    """Reject a request that has no `RequestContext` yet. `RequestMiddleware` logs the error."""
+    http.state.error_response = error_response
+    return error_response.to_response(http.url.path)
 
 
-def _reason(error: ValueError | RecursionError) -> str:
+def _describe_json_error(error: ValueError | RecursionError) -> str:
     if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    return "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else "a number is too long"
+        return "nested too deeply"
+    return "not valid UTF-8" if isinstance(error, UnicodeDecodeError) else "a number is too long"

@@ -1,4 +1,4 @@
-"""Generations by an engine in another process: those that make up one answer run together."""
+"""Generations that run in the engine process, and helpers to run all generations of one response together."""
 
 import asyncio
 import time
@@ -9,73 +9,73 @@ from typing import Any
 from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.errors import LoraxError
 from lorax_server.generation.generation import Completion, Generation, TokenEvent
-from lorax_server.server.http.sse import Shortcut
+from lorax_server.server.http.sse import DirectWriter
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.types import Output, Request, Started
 
-_Item = tuple[int, list[TokenEvent]] | BaseException | None
+_QueueItem = tuple[int, list[TokenEvent]] | BaseException | None
 
 
 class RemoteGeneration(Generation):
-    """A generation whose outputs come from a `RemoteEngine`. Its request is sent when it is read."""
+    """A generation whose outputs come from a `RemoteEngine`. The request is submitted when `stream` is first read."""
 
     def __init__(self, engine: RemoteEngine, request: Request, tokenizer: TextTokenizer) -> None:
         super().__init__(request, tokenizer.detokenizer)
         self.tokenizer = tokenizer
         self.started: Started | None = None
-        self.sent_at: float | None = None
-        self.first_at: float | None = None
-        self._shortcut: Shortcut | None = None
+        self.submitted_at: float | None = None
+        self.first_output_at: float | None = None
+        self._direct_writer: DirectWriter | None = None
         self._write: Callable[[list[TokenEvent]], bytes] | None = None
         self._engine = engine
 
     @property
     def seed(self) -> int | None:
-        """The seed of a sampled generation; None if it is greedy."""
+        """The sampling seed; None for greedy decoding."""
         sampling = self.request.sampling
         return None if sampling.is_greedy else sampling.seed
 
     async def stream(self) -> AsyncGenerator[list[TokenEvent], None]:
-        """Yield events as they come. A reader that closes the stream ends the request."""
-        self.sent_at = time.monotonic()
+        """Yield token events as they arrive. Closing the stream aborts the request."""
+        self.submitted_at = time.monotonic()
         try:
-            async with aclosing(self._engine.stream(self.request, self._take)) as stream:
+            async with aclosing(self._engine.stream(self.request, self._try_direct_write)) as stream:
                 async for outputs in stream:
-                    if self.first_at is None:
-                        self.first_at, self.started = time.monotonic(), outputs[0].started
+                    if self.first_output_at is None:
+                        self.first_output_at, self.started = time.monotonic(), outputs[0].started
                     for output in outputs:
-                        if not self.is_done:  # the engine does not know yet that a stop string has ended it
+                        if not self.is_done:  # the engine does not know yet that a stop string matched
                             self.append_output(output)
                     yield self.take_events()
                     if self.is_done:
                         return
         finally:
-            self._write = None  # it refers to this generation, which would stay until Python looks for such rings
+            self._write = None  # it refers to this generation: break the reference cycle
 
-    def use(self, shortcut: Shortcut, write: Callable[[list[TokenEvent]], bytes]) -> None:
-        """Write events by the shortcut, if it is open: neither the first, nor the last, nor any that a reader has."""
-        self._shortcut, self._write = shortcut, write
+    def set_direct_writer(self, direct_writer: DirectWriter, write: Callable[[list[TokenEvent]], bytes]) -> None:
+        """Write events directly to the open connection. The first and last events still go through `stream`."""
+        self._direct_writer, self._write = direct_writer, write
 
-    def _take(self, outputs: Sequence[Output]) -> bool:
-        """Handle outputs in place of the reader of `stream`, which waits for them; False if the reader must do it."""
-        shortcut, write = self._shortcut, self._write
-        if shortcut is None or write is None or self.first_at is None or not shortcut.is_open:
+    def _try_direct_write(self, outputs: Sequence[Output]) -> bool:
+        """Write outputs directly to the connection. Return False if the `stream` reader must handle them."""
+        direct_writer, write = self._direct_writer, self._write
+        if direct_writer is None or write is None or self.first_output_at is None or not direct_writer.is_open:
             return False
         for output in outputs:
             self.append_output(output)
-            if self.is_done:  # by a stop string; the reader finds the events
+            if self.is_done:  # a stop string matched: the reader gets the last events
                 return False
-        shortcut.write(write(self.take_events()))
+        direct_writer.write(write(self.take_events()))
         return True
 
     def stop(self, error: LoraxError) -> None:
-        """End the request; its reader gets the error."""
+        """Abort the request and raise `error` in its reader."""
         self._engine.abort(self.request.request_id, error)
 
 
-def count_cached(generations: Sequence[RemoteGeneration]) -> int:
-    """Count the prompt tokens that were not computed; a prompt with several answers counts once."""
-    by_prompt: dict[int, int] = {}  # all answers to a prompt share its list of tokens
+def count_cached_tokens(generations: Sequence[RemoteGeneration]) -> int:
+    """Count the prompt tokens found in the prefix cache. A prompt with several completions counts once."""
+    by_prompt: dict[int, int] = {}  # keyed by `id`: completions of one prompt share its token list
     for generation in generations:
         cached = 0 if generation.started is None else generation.started.cached_tokens
         prompt = id(generation.request.prompt_ids)
@@ -84,28 +84,27 @@ def count_cached(generations: Sequence[RemoteGeneration]) -> int:
 
 
 async def finish_all(generations: Sequence[RemoteGeneration]) -> list[Completion]:
-    """Read the streams of all generations, whose `events` are complete then. The first that fails ends the others."""
+    """Run all generations to completion and set their `events`. If one fails, the others are aborted."""
     events: list[list[TokenEvent]] = [[] for _ in generations]
     async with aclosing(interleave(generations)) as stream:
         async for index, new_events in stream:
             events[index] += new_events
-    for generation, its_events in zip(generations, events, strict=True):
-        generation.events = its_events
+    for generation, generation_events in zip(generations, events, strict=True):
+        generation.events = generation_events
     return [generation.completion for generation in generations]
 
 
 async def interleave(generations: Sequence[RemoteGeneration]) -> AsyncGenerator[tuple[int, list[TokenEvent]], None]:
-    """Yield the events of all generations as they come, each with its generation's index.
-
-    The first generation that fails ends the others.
-    """
+    """Yield events as they arrive, with their generation's index. If one generation fails, the others are aborted."""
     if len(generations) == 1:
         async with aclosing(generations[0].stream()) as stream:
             async for events in stream:
                 yield 0, events
         return
-    queue: asyncio.Queue[_Item] = asyncio.Queue()
-    tasks = [asyncio.create_task(_feed(index, generation, queue)) for index, generation in enumerate(generations)]
+    queue: asyncio.Queue[_QueueItem] = asyncio.Queue()
+    tasks = [
+        asyncio.create_task(_forward_events(index, generation, queue)) for index, generation in enumerate(generations)
+    ]
     num_running = len(tasks)
     try:
         while num_running:
@@ -120,7 +119,7 @@ async def interleave(generations: Sequence[RemoteGeneration]) -> AsyncGenerator[
         await cancel_all(tasks)
 
 
-async def _feed(index: int, generation: RemoteGeneration, queue: "asyncio.Queue[_Item]") -> None:
+async def _forward_events(index: int, generation: RemoteGeneration, queue: "asyncio.Queue[_QueueItem]") -> None:
     try:
         async with aclosing(generation.stream()) as stream:
             async for events in stream:
@@ -132,7 +131,7 @@ async def _feed(index: int, generation: RemoteGeneration, queue: "asyncio.Queue[
 
 
 async def cancel_all(tasks: "Sequence[asyncio.Task[Any]]") -> None:
-    """Cancel tasks, and wait until they have ended."""
+    """Cancel tasks and wait until they have finished."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The OpenAPI document with the limits in force, so that its readers can keep them."""
+"""Completes the OpenAPI document with the server's limits, stream events and authentication."""
 
 from typing import Any
 
@@ -7,24 +7,24 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from lorax_server.server.access.keys import KeyRing
-from lorax_server.server.http.middleware import PUBLIC
-from lorax_server.server.http.problems import OPENAI_PREFIX
+from lorax_server.server.http.error_responses import OPENAI_PREFIX
+from lorax_server.server.http.middleware import PUBLIC_PATHS
 from lorax_server.server.http.replica_protocol import CHANGE_PATHS
 from lorax_server.server.schemas.lorax import ErrorResponse, StreamResponse
 from lorax_server.server.schemas.openai import ChatCompletionChunk, CompletionChunk, OpenAIErrorResponse
 from lorax_server.server.schemas.responses import ResponseEvent
 from lorax_server.server.service import Service
 
-REFERENCE = "#/components/schemas/{model}"
+SCHEMA_REFERENCE = "#/components/schemas/{model}"
 
-SCHEME = {
+BEARER_SCHEME = {
     "type": "http",
     "scheme": "bearer",
-    "description": "A key of the server, where it has any; else what an adapter's source wants to see of the caller.",
+    "description": "A server API key. If the server has no keys, a token for the adapter source.",
 }
-EVENT_SCHEMA = "x-event-schema"  # OpenAPI has a word for it from 3.2 on, which tools do not know yet
-# The events of each stream, and the last event of a stream that fails.
-STREAMS: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {
+EVENT_SCHEMA = "x-event-schema"  # OpenAPI 3.2 has a standard field, but tools do not support it yet
+# The event schema of each stream, and the schema of its last event after an error.
+STREAM_EVENTS: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {
     "/": (StreamResponse, ErrorResponse),
     "/invocations": (StreamResponse, ErrorResponse),
     "/generate_stream": (StreamResponse, ErrorResponse),
@@ -35,7 +35,7 @@ STREAMS: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {
 
 
 def describe_limits(app: FastAPI, service: Service) -> None:
-    """Fill in what is known only once the model is loaded."""
+    """Add the limits that are only known after the model is loaded."""
     document = app.openapi()
     config, schemas = service.config, document["components"]["schemas"]
     max_id = service.tokenizers.base.num_ids - 1
@@ -44,52 +44,54 @@ def describe_limits(app: FastAPI, service: Service) -> None:
     limits |= dict.fromkeys(("return_k_alternatives", "logprobs", "top_logprobs"), config.max_logprobs)
     limits |= dict.fromkeys(("n", "best_of"), config.max_choices)
     limits["truncate"] = service.max_input_length
-    limits["prompt"] = max(service.engine.info.vocab_size - 1, max_id)  # of token ids
+    limits["prompt"] = max(service.engine.info.vocab_size - 1, max_id)  # a prompt may be token ids
     for name in ("GenerateParameters", "CompletionRequest", "ChatCompletionRequest", "ResponsesRequest"):
         fields = schemas[name]["properties"]
         for field in limits.keys() & fields.keys():
-            _limit(fields[field], "integer", "maximum", limits[field])
-        _limit(fields["stop"], "array", "maxItems", config.max_stop_sequences)
-    _limit(schemas["GenerateParameters"]["properties"]["best_of"], "integer", "maximum", config.max_best_of)
-    _limit(schemas["DetokenizeRequest"]["properties"]["ids"], "integer", "maximum", max_id)
+            _set_limit(fields[field], "integer", "maximum", limits[field])
+        _set_limit(fields["stop"], "array", "maxItems", config.max_stop_sequences)
+    _set_limit(schemas["GenerateParameters"]["properties"]["best_of"], "integer", "maximum", config.max_best_of)
+    _set_limit(schemas["DetokenizeRequest"]["properties"]["ids"], "integer", "maximum", max_id)
     _describe_streams(document)
     _describe_operations(document, service.keys)
 
 
-def _limit(schema: dict[str, Any], kind: str, word: str, limit: int) -> None:
-    """Set a limit of all values of a kind, however deep they lie."""
+def _set_limit(schema: dict[str, Any], kind: str, keyword: str, limit: int) -> None:
+    """Set a keyword such as `maximum` on every nested schema of type `kind`."""
     if schema.get("type") == kind:
-        schema[word] = limit
+        schema[keyword] = limit
     for inner in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else ())):
-        _limit(inner, kind, word, limit)
+        _set_limit(inner, kind, keyword, limit)
 
 
 def _describe_streams(document: dict[str, Any]) -> None:
-    """Add the schemas of events. To most tools a stream is text; people, and tools that know the field, see more."""
-    models = sorted({model for pair in STREAMS.values() for model in pair}, key=lambda model: model.__name__)
-    _, schemas = models_json_schema([(model, "serialization") for model in models], ref_template=REFERENCE)
+    """Describe streams as text, which generated clients support, and add event schemas in `x-event-schema`."""
+    models = sorted({model for pair in STREAM_EVENTS.values() for model in pair}, key=lambda model: model.__name__)
+    _, schemas = models_json_schema([(model, "serialization") for model in models], ref_template=SCHEMA_REFERENCE)
     for name, schema in schemas["$defs"].items():
         document["components"]["schemas"].setdefault(name, schema)
-    for path, pair in STREAMS.items():
+    for path, pair in STREAM_EVENTS.items():
         event, error = (model.__name__ for model in pair)
-        description = f"Events: each is `data: ` and a `{event}`. One that fails ends with an `{error}`."
+        description = (
+            f"Server-sent events: each is `data: ` and a `{event}`. After an error, the last event is an `{error}`."
+        )
         content = document["paths"][path]["post"]["responses"]["200"].setdefault("content", {})
         content["text/event-stream"] = {
             "schema": {"type": "string", "description": description},
-            EVENT_SCHEMA: {"oneOf": [{"$ref": REFERENCE.format(model=name)} for name in (event, error)]},
+            EVENT_SCHEMA: {"oneOf": [{"$ref": SCHEMA_REFERENCE.format(model=name)} for name in (event, error)]},
         }
 
 
 def _describe_operations(document: dict[str, Any], keys: KeyRing) -> None:
-    """Say which operations need a key, and which take one: the page at `/docs` sends it only where this says so.
+    """Mark operations that require or accept a key, because the page at `/docs` sends keys only to those.
 
-    FastAPI adds a 422 to each, for which OpenAI's routes have 400.
+    Also remove the 422 response that FastAPI adds to OpenAI routes, which respond with 400 instead.
     """
-    document["components"]["securitySchemes"] = {"bearer": SCHEME}
+    document["components"]["securitySchemes"] = {"bearer": BEARER_SCHEME}
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             if path.startswith(OPENAI_PREFIX):
                 del operation["responses"]["422"]
-            if method != "get" or not PUBLIC.fullmatch(path):
-                needs_key = not keys.is_open or (path in CHANGE_PATHS and keys.has_admin)
+            if method != "get" or not PUBLIC_PATHS.fullmatch(path):
+                needs_key = not keys.allows_anonymous or (path in CHANGE_PATHS and keys.has_admin)
                 operation["security"] = [{"bearer": []}] if needs_key else [{"bearer": []}, {}]

@@ -1,4 +1,4 @@
-"""The state that all requests share."""
+"""`Service`, the state that all requests share, and its startup and shutdown."""
 
 import asyncio
 import logging
@@ -13,12 +13,12 @@ from starlette.requests import Request
 from lorax_server.config import ServerConfig
 from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.errors import AdapterError, ConfigError, EngineError, InputError, LoraxError, SourceError
-from lorax_server.server.access.folder import FolderWatch
+from lorax_server.server.access.folder_watcher import FolderWatcher
 from lorax_server.server.access.keys import Key, KeyRing
-from lorax_server.server.access.model_names import ModelNames, Named
+from lorax_server.server.access.model_names import AdapterKey, ModelNames
 from lorax_server.server.access.rate_limits import AdapterQuota, RateLimits
-from lorax_server.server.adapter_name_index import IN_MEMORY, AdapterNameIndex, blames_adapter
-from lorax_server.server.checks import pick_sampling
+from lorax_server.server.adapter_name_index import IN_MEMORY_STAGES, AdapterNameIndex, is_adapter_fault
+from lorax_server.server.checks import collect_sampling_fields
 from lorax_server.server.generations import cancel_all
 from lorax_server.server.telemetry.audit import AdminAction, AuditLog
 from lorax_server.server.telemetry.metrics import Metrics
@@ -30,8 +30,8 @@ from lorax_server.types import AdapterRef, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 1.0
-MAX_ASKED = 1000  # identities in one query to the engine
+SHUTDOWN_RETRY_S = 1.0
+MAX_IDENTITIES_PER_QUERY = 1000  # identities in one query to the engine
 
 
 class Stoppable(Protocol):
@@ -40,7 +40,7 @@ class Stoppable(Protocol):
 
 @dataclass(eq=False)
 class Service:
-    """Everything that requests share. It belongs to one event loop, and `start` creates it."""
+    """State shared by all requests. Create it with `start`; it belongs to one event loop."""
 
     config: ServerConfig
     engine: RemoteEngine
@@ -52,7 +52,7 @@ class Service:
     adapter_index: AdapterNameIndex = field(default_factory=AdapterNameIndex)
     created: int = field(default_factory=lambda: int(time.time()))  # `created` of all models
     is_draining: bool = False
-    running: set[Stoppable] = field(default_factory=set)  # requests
+    running: set[Stoppable] = field(default_factory=set)  # requests that `drain` may stop
     _closing: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     def __post_init__(self) -> None:
@@ -68,11 +68,11 @@ class Service:
     def is_ready(self) -> bool:
         return self.engine.is_healthy and not self.is_draining
 
-    # --- Start and end ------------------------------------------------------------------------------------------------
+    # --- Startup and shutdown -----------------------------------------------------------------------------------------
 
     @classmethod
     async def start(cls, config: ServerConfig, engine: RemoteEngine, keys: KeyRing) -> "Service":
-        """Return a service that is ready for requests. Files are read while the engine loads the model."""
+        """Create a service that is ready for requests. Reads tokenizer files while the engine loads the model."""
         folder, names = config.engine.model.path, _make_names(config)
         async with AsyncExitStack() as closing:
             starting = asyncio.create_task(engine.start())
@@ -87,7 +87,7 @@ class Service:
             closing.push_async_callback(tokenizers.close)
             await tokenizers.start()
             if config.adapters_dir:
-                watch = FolderWatch(config.adapters_dir, names.set_folder)
+                watch = FolderWatcher(config.adapters_dir, names.set_folder_names)
                 closing.callback(watch.close)
                 await asyncio.to_thread(watch.start)
             await starting
@@ -97,19 +97,19 @@ class Service:
         return service
 
     async def _index_preloaded(self) -> None:
-        """Index the adapters that the engine has loaded and pinned at its start."""
+        """Add the adapters that the engine preloaded and pinned to the index."""
         for source, name in self.config.engine.preload:
             with suppress(SourceError):  # the engine has logged it
                 identity = (await self.engine.resolve([AdapterRef(source, name)])).identity
-                named = self.model_names.tidy(source, name)
+                named = self.model_names.normalize(source, name)
                 self.adapter_index.add(identity, named)
                 self.adapter_index.pin(identity, named)
 
     def drain(self) -> None:
-        """Reject new requests. Running requests have until the deadline, and then fail with an error that says why."""
+        """Reject new requests. Requests still running after `drain_s` fail with "the server is shutting down"."""
         if not self.is_draining:
             self.is_draining = True
-            logger.info("stopping: %d requests may take up to %g s", len(self.running), self.config.drain_s)
+            logger.info("shutting down: waiting up to %g s for %d requests", self.config.drain_s, len(self.running))
             asyncio.get_running_loop().call_later(self.config.drain_s, self._stop_requests)
 
     def _stop_requests(self) -> None:
@@ -122,32 +122,32 @@ class Service:
     # --- Callers ------------------------------------------------------------------------------------------------------
 
     def identify(self, headers: Headers) -> Key:
-        """Return the key of a request, before anything else of it is read."""
+        """Return the caller's key from the request headers. Runs before the body is read."""
         if self.is_draining:
             raise _shutting_down()
         return self.keys.identify(headers.get("authorization"))
 
     def check_admin(self, http: Request, action: str, adapter_id: str) -> Key:
-        """Return an admin's key, or reject the caller. The audit log records the caller and the outcome."""
+        """Return the caller's key, or raise if it is not an admin key. The audit log records the outcome."""
         key: Key = http.state.key
-        act = http.state.admin_action = AdminAction(action, adapter_id)
+        admin_action = http.state.admin_action = AdminAction(action, adapter_id)
         self.keys.check_admin(key)
-        act.key = key.name
+        admin_action.key = key.name
         return key
 
     # --- Adapters -----------------------------------------------------------------------------------------------------
 
     def record_failure(self, ref: AdapterRef, error: AdapterError) -> None:
-        """Index why a name cannot be served, if that is the adapter's fault."""
-        if blames_adapter(ref, error):
-            self.adapter_index.set_error(Named(ref.source, ref.name), str(error))
+        """Record in the index why an adapter cannot be served, if the adapter's files are the cause."""
+        if is_adapter_fault(ref, error):
+            self.adapter_index.set_error(AdapterKey(ref.source, ref.name), str(error))
 
-    async def forget_unloaded(self, name: Named) -> None:
-        """Remove the adapters from the index that a name has meant and that are no longer in memory."""
-        identities = self.adapter_index.identities(name)[-MAX_ASKED:]
+    async def forget_unloaded(self, name: AdapterKey) -> None:
+        """Remove a name's adapter versions that are no longer in memory from the index."""
+        identities = self.adapter_index.identities_of(name)[-MAX_IDENTITIES_PER_QUERY:]
         if identities:
             states = await self.engine.list_adapters(identities)
-            in_memory = {state.identity for state in states if state.state in IN_MEMORY}
+            in_memory = {state.identity for state in states if state.state in IN_MEMORY_STAGES}
             for identity in identities:
                 if identity not in in_memory:
                     self.adapter_index.remove(identity, only=name)
@@ -162,17 +162,19 @@ def _make_names(config: ServerConfig) -> ModelNames:
         config.engine.sources.roots,
     )
     for source, name in config.engine.preload:
-        names.add(name, source, name)
+        names.add_alias(name, source, name)
     return names
 
 
 def _shutting_down() -> EngineError:
-    return EngineError("the server is shutting down", retry_after_s=RETRY_S)  # another server may take its place
+    return EngineError(
+        "the server is shutting down", retry_after_s=SHUTDOWN_RETRY_S
+    )  # another server may be up by then
 
 
 def _check_defaults(defaults: GenerationDefaults) -> None:
-    """Reject settings of the model that no request could use."""
+    """Raise `ConfigError` if `generation_config.json` has invalid sampling values."""
     try:
-        SamplingParams(**pick_sampling(defaults))
+        SamplingParams(**collect_sampling_fields(defaults))
     except InputError as error:
-        raise ConfigError(f"generation_config.json: {error}; correct the model's file") from error
+        raise ConfigError(f"generation_config.json: {error}; correct the file") from error

@@ -19,8 +19,8 @@ from lorax_server.server.access.keys import KeyRing
 from lorax_server.server.access.model_names import ModelNames
 from lorax_server.server.access.rate_limits import RateLimits
 from lorax_server.server.generations import RemoteGeneration, finish_all
-from lorax_server.server.http.problems import json_response
-from lorax_server.server.http.sse import EventStream, event
+from lorax_server.server.http.error_responses import json_response
+from lorax_server.server.http.sse import EventStream, encode_event
 from lorax_server.server.request_context import RequestContext, RequestOptions
 from lorax_server.server.service import Service
 from lorax_server.server.telemetry.metrics import Metrics
@@ -69,12 +69,12 @@ class ScriptedClient(RemoteEngine):
         pass
 
     async def close(self) -> None:
-        self._lose("the engine is stopped", None)
+        self._fail_all("the engine is stopped", None)
         self.is_closed = True
 
     def _send(self, message: messages.ToEngine) -> None:
         if not self.is_healthy:
-            raise self._loss()
+            raise self._make_unavailable_error()
         self.sent.append(message)
         if isinstance(message, messages.Resolve):
             ref = message.refs[0]
@@ -102,7 +102,7 @@ class ScriptedClient(RemoteEngine):
 
 def _reply(query_id: int, answer: Resolved | LoraxError) -> messages.Reply[Any]:
     if isinstance(answer, LoraxError):
-        return messages.Refused(query_id, Failure.of(answer))
+        return messages.QueryFailed(query_id, Failure.of(answer))
     return messages.ResolveReply(query_id, answer)
 
 
@@ -190,7 +190,7 @@ class Bench:
         return asyncio.create_task(self._answer(http, work))
 
     async def _answer(self, http: HttpRequest, work: Work) -> Response:
-        return await RequestContext(self.service, http).answer(work)
+        return await RequestContext(self.service, http).run(work)
 
     async def read(self, response: Response) -> None:
         await response({"type": "http"}, self.peer.receive, self.peer.send)
@@ -205,9 +205,9 @@ class Bench:
 
 
 async def prepare(call: RequestContext) -> list[RemoteGeneration]:
-    call.record_model(call.service.model_names.base)
-    model = await call.resolve(call.service.model_names.base)
-    options = RequestOptions(SamplingParams(), StopParams(max_new_tokens=128), [0], may_shorten=True)
+    call.record_model(call.service.model_names.base_selection)
+    model = await call.resolve(call.service.model_names.base_selection)
+    options = RequestOptions(SamplingParams(), StopParams(max_new_tokens=128), [0], may_clamp_max_new_tokens=True)
     return await call.prepare(model, "ask", options)
 
 
@@ -215,7 +215,7 @@ async def whole(call: RequestContext) -> Response:
     await call.admit(1, False)
     generations = await prepare(call)
     await finish_all(generations)
-    return json_response({"text": generations[0].text}, 200, call.headers(1))
+    return json_response({"text": generations[0].text}, 200, call.response_headers(1))
 
 
 async def streamed(call: RequestContext) -> Response:
@@ -225,14 +225,14 @@ async def streamed(call: RequestContext) -> Response:
     async def events() -> AsyncGenerator[bytes, None]:
         async with aclosing(generation.stream()) as stream:
             async for token_events in stream:
-                yield event("".join(token_event.text for token_event in token_events))
+                yield encode_event("".join(token_event.text for token_event in token_events))
 
-    return EventStream(await call.open_stream(events()), 1000.0, call.stream_headers())
+    return EventStream(await call.await_first_event(events()), 1000.0, call.stream_headers())
 
 
 async def for_adapter(call: RequestContext) -> Response:
     await call.admit(1, False)
-    call.record_model(choice := call.service.model_names.find("owner/it", None))
+    call.record_model(choice := call.service.model_names.select_adapter("owner/it", None))
     await call.resolve(choice)
     return json_response(call.record.identity)
 

@@ -105,7 +105,7 @@ class Edge:
 
     def count(self, name: str, label: str = "") -> float:
         """Return a metric's value; 0 if nothing was counted."""
-        family = self.metrics.json().get(name, {"data": []})
+        family = self.metrics.render_json().get(name, {"data": []})
         values: list[float] = [sample["value"] for sample in family["data"] if label in sample["key"]]
         return sum(values)
 

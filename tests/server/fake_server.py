@@ -65,7 +65,7 @@ class Routes(Bench):
         service = self.service
         service.keys = KeyRing(service.config.api_keys, admin_key, keys_file)
         service.model_names = ModelNames("base", default_source=default_source)
-        service.model_names.set_folder(folder or [])
+        service.model_names.set_folder_names(folder or [])
         service.rate_limits = RateLimits(1000)
         service.adapter_quota = AdapterQuota(new_adapters_per_minute)
         self.answers: dict[str, Resolved | LoraxError] = {}
@@ -84,7 +84,7 @@ class Routes(Bench):
                 self.answering = asyncio.create_task(self._give(request.request_id, *ids("quick")))
             case messages.Resolve(query_id, refs, None):
                 found = self.answers.get(refs[0].name, Resolved(f"hash of {refs[0].name}"))
-                reply = messages.Refused(query_id, Failure.of(found)) if isinstance(found, LoraxError) else None
+                reply = messages.QueryFailed(query_id, Failure.of(found)) if isinstance(found, LoraxError) else None
                 soon(self.engine._settle, reply or messages.ResolveReply(query_id, found))  # type: ignore[arg-type]
             case messages.Resolve(query_id, _, _):
                 soon(self.engine._settle, messages.ResolveReply(query_id, Resolved("merged", tier="host")))

@@ -8,8 +8,8 @@ import pytest
 
 from lorax_server.engine.remote import messages
 from lorax_server.server.access.keys import Key
-from lorax_server.server.access.model_names import Named
-from lorax_server.server.adapter_listing import MAX_ALSO, MAX_LIMIT, PageQuery, list_page, select_names
+from lorax_server.server.access.model_names import AdapterKey
+from lorax_server.server.adapter_listing import MAX_ALSO_NAMES, MAX_PAGE_SIZE, PageQuery, list_page, select_names
 from lorax_server.types import AdapterState
 from tests.server.bench import Bench
 
@@ -23,11 +23,11 @@ class Pages(Bench):
         super().__init__()
         self.asked: list[Sequence[str]] = []  # of the engine
         self.engine._send = self._reply  # type: ignore[method-assign]
-        self.service.model_names.set_folder([f"a-{number:05}" for number in range(count)])
+        self.service.model_names.set_folder_names([f"a-{number:05}" for number in range(count)])
         for number in range(0, count, every):
-            self.service.adapter_index.add(f"hash-{number:05}", Named("local", f"a-{number:05}"))
+            self.service.adapter_index.add(f"hash-{number:05}", AdapterKey("local", f"a-{number:05}"))
         for number in range(others):
-            self.service.adapter_index.add(f"other-{number:05}", Named("hub", f"owner/o-{number:05}"))
+            self.service.adapter_index.add(f"other-{number:05}", AdapterKey("hub", f"owner/o-{number:05}"))
 
     def _reply(self, message: messages.ToEngine) -> None:
         assert isinstance(message, messages.ListAdapters)
@@ -73,8 +73,8 @@ def test_the_engine_is_asked_for_a_page_at_most() -> None:
     bench = Pages(3000, others=2000)
     bench.page(ADMIN, limit=10)
     bench.page(ADMIN, limit=10, after="name:a-02990")
-    bench.page(ADMIN, limit=MAX_LIMIT, also=[f"x-{number}" for number in range(MAX_ALSO)])
-    assert [len(identities) for identities in bench.asked] == [10, 10, MAX_LIMIT]
+    bench.page(ADMIN, limit=MAX_PAGE_SIZE, also=[f"x-{number}" for number in range(MAX_ALSO_NAMES)])
+    assert [len(identities) for identities in bench.asked] == [10, 10, MAX_PAGE_SIZE]
 
 
 def test_a_page_looks_at_no_more_names_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_a_caller_sees_only_what_it_may_use() -> None:
 
 
 def test_an_adapter_that_needs_a_token_is_shown_to_admins_only() -> None:
-    bench, name = Pages(0), Named("hub", "owner/private")
+    bench, name = Pages(0), AdapterKey("hub", "owner/private")
     bench.service.adapter_index.add("hash", name, needs_token=True)
 
     def ids(key: Key) -> list[str]:
@@ -122,9 +122,9 @@ def test_an_adapter_that_needs_a_token_is_shown_to_admins_only() -> None:
 
     assert ids(Key()) == ids(Key("k")) == ids(Key("k", adapters=("*",))) == []
     assert ids(ADMIN) == ["owner/private"]
-    bench.service.model_names.add("mine", *name)
+    bench.service.model_names.add_alias("mine", *name)
     assert [each["id"] for each in bench.page(also=["mine"])["data"]] == ["mine"]
-    bench.service.model_names.remove("mine")
+    bench.service.model_names.remove_alias("mine")
     bench.service.adapter_index.add("hash", name)  # it was found without a token, so it is public
     bench.service.adapter_index.add("hash", name, needs_token=True)
     assert ids(Key()) == ["owner/private"]
@@ -154,7 +154,9 @@ def test_an_adapter_that_is_also_asked_for_is_on_the_first_page_and_on_its_own()
 def test_names_that_come_and_go_between_pages() -> None:
     bench = Pages(6)
     first = bench.page(limit=2)
-    bench.service.model_names.set_folder(["a-00000", "a-00002", "a-000015", "a-00004"])  # the last one shown has gone
+    bench.service.model_names.set_folder_names(
+        ["a-00000", "a-00002", "a-000015", "a-00004"]
+    )  # the last one shown has gone
     second = bench.page(limit=9, after=first["next"])
     assert [each["id"] for each in second["data"]] == ["a-000015", "a-00002", "a-00004"]
 

@@ -3,19 +3,19 @@
 import pytest
 
 from lorax_server.server import adapter_name_index
-from lorax_server.server.access.model_names import Named
-from lorax_server.server.adapter_name_index import MAX_NAMES, AdapterNameIndex
+from lorax_server.server.access.model_names import AdapterKey
+from lorax_server.server.adapter_name_index import MAX_NAMES_PER_ADAPTER, AdapterNameIndex
 
-POET, BARD = Named("hub", "owner/poet"), Named("local", "bard")
+POET, BARD = AdapterKey("hub", "owner/poet"), AdapterKey("local", "bard")
 
 
 def test_a_name_that_has_meant_several() -> None:
     index = AdapterNameIndex()
     for identity in ("old", "new", "newer", "new"):
         index.add(identity, POET)
-    assert index.identities(POET) == ["old", "newer", "new"]
+    assert index.identities_of(POET) == ["old", "newer", "new"]
     assert index.first_name("old") == POET
-    assert index.identities(BARD) == []
+    assert index.identities_of(BARD) == []
     assert index.first_name("unknown") is None
 
 
@@ -23,8 +23,8 @@ def test_two_names_that_mean_the_same() -> None:
     index = AdapterNameIndex()
     index.add("shared", POET)
     index.add("shared", BARD)
-    assert index.identities(POET) == index.identities(BARD) == ["shared"]
-    assert list(index.names("shared")) == [POET, BARD]
+    assert index.identities_of(POET) == index.identities_of(BARD) == ["shared"]
+    assert list(index.names_of("shared")) == [POET, BARD]
 
 
 def test_what_is_forgotten_leaves_nothing_behind() -> None:
@@ -34,7 +34,7 @@ def test_what_is_forgotten_leaves_nothing_behind() -> None:
     index.pin("new", BARD)
     index.remove("new", only=POET)
     index.remove("new", only=POET)
-    assert (index.latest(POET), index.latest(BARD), index.first_name("new")) == ("old", "new", BARD)
+    assert (index.latest_identity(POET), index.latest_identity(BARD), index.first_name("new")) == ("old", "new", BARD)
     index.remove("old")
     index.remove("new")
     assert not any((index._names, index._identities, index._pins))
@@ -47,12 +47,12 @@ def test_what_is_pinned_is_remembered_by_whom(monkeypatch: pytest.MonkeyPatch) -
     index.pin("pinned", POET)
     for identity in "abcde":
         index.add(identity, BARD)
-    assert index.identities(POET) == ["pinned"]  # or it could not be unloaded by name
-    assert index.identities(BARD) == ["d", "e"]
-    assert index.pinned_by("pinned") == {POET}
+    assert index.identities_of(POET) == ["pinned"]  # or it could not be unloaded by name
+    assert index.identities_of(BARD) == ["d", "e"]
+    assert index.pinning_names("pinned") == {POET}
     index.unpin("pinned")
     index.unpin("pinned")
-    assert index.pinned_by("pinned") == set()
+    assert index.pinning_names("pinned") == set()
 
 
 def test_merges_are_few_and_forget_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,22 +60,22 @@ def test_merges_are_few_and_forget_no_adapter(monkeypatch: pytest.MonkeyPatch) -
     index = AdapterNameIndex()
     index.add("poet", POET)
     for number in range(100):
-        index.add(f"merge {number}", Named("", "poet,bard"))
+        index.add(f"merge {number}", AdapterKey("", "poet,bard"))
     assert sorted(index.identities_after("")) == ["merge 98", "merge 99", "poet"]
     assert len(index._merges) == 2
 
 
 def test_what_is_wrong_with_a_place_is_known_until_it_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_name_index, "MAX_FAILED", 2)
+    monkeypatch.setattr(adapter_name_index, "MAX_FAILED_NAMES", 2)
     index = AdapterNameIndex()
     for number in range(5):
-        index.set_error(Named("local", str(number)), "half of it is missing")
+        index.set_error(AdapterKey("local", str(number)), "half of it is missing")
     index.set_error(POET, "no header")
-    assert index.error(POET) == "no header"
-    assert index.error(Named("local", "4"))
-    assert index.error(Named("local", "3")) is index.error(BARD) is index.error(None) is None
+    assert index.find_error(POET) == "no header"
+    assert index.find_error(AdapterKey("local", "4"))
+    assert index.find_error(AdapterKey("local", "3")) is index.find_error(BARD) is index.find_error(None) is None
     index.add("whole", POET)
-    assert index.error(POET) is None
+    assert index.find_error(POET) is None
 
 
 def test_only_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,10 +85,10 @@ def test_only_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None
     index.add("a", BARD)
     for identity in ("b", "c", "a", "d"):
         index.add(identity, POET)
-    assert index.identities(POET) == ["c", "a", "d"]
+    assert index.identities_of(POET) == ["c", "a", "d"]
     index.add("e", POET)
     index.add("f", POET)
-    assert index.identities(BARD) == []
+    assert index.identities_of(BARD) == []
     assert index.first_name("a") is None
     assert len(index._identities) == 1
 
@@ -96,14 +96,14 @@ def test_only_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_adapter_of_which_there_are_many_copies_has_few_places() -> None:
     index = AdapterNameIndex()
     index.add("shared", POET)
-    copies = [Named("local", f"bard-{number}") for number in range(100)]
+    copies = [AdapterKey("local", f"bard-{number}") for number in range(100)]
     for name in copies:
         index.add("shared", name)
         index.add("shared", BARD)  # the one that is used is kept
-    assert len(list(index.names("shared"))) == len(index._identities) == MAX_NAMES
+    assert len(list(index.names_of("shared"))) == len(index._identities) == MAX_NAMES_PER_ADAPTER
     assert index.first_name("shared") == POET
-    assert index.latest(POET) == index.latest(BARD) == index.latest(copies[-1]) == "shared"
-    assert index.latest(copies[1]) == ""
+    assert index.latest_identity(POET) == index.latest_identity(BARD) == index.latest_identity(copies[-1]) == "shared"
+    assert index.latest_identity(copies[1]) == ""
 
 
 def test_many_copies_do_not_push_out_the_place_that_is_pinned() -> None:
@@ -111,7 +111,7 @@ def test_many_copies_do_not_push_out_the_place_that_is_pinned() -> None:
     index.add("shared", POET)
     index.add("shared", BARD)
     index.pin("shared", BARD)
-    for copy in range(2 * MAX_NAMES):
-        index.add("shared", Named("hub", f"owner/copy-{copy}"))
-    assert index.identities(BARD) == ["shared"]
-    assert len(list(index.names("shared"))) == MAX_NAMES
+    for copy in range(2 * MAX_NAMES_PER_ADAPTER):
+        index.add("shared", AdapterKey("hub", f"owner/copy-{copy}"))
+    assert index.identities_of(BARD) == ["shared"]
+    assert len(list(index.names_of("shared"))) == MAX_NAMES_PER_ADAPTER

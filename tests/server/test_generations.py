@@ -9,7 +9,7 @@ import pytest
 
 from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.errors import AdapterError, DeadlineError, EngineError
-from lorax_server.server.generations import RemoteGeneration, count_cached, finish_all, interleave
+from lorax_server.server.generations import RemoteGeneration, count_cached_tokens, finish_all, interleave
 from lorax_server.types import (
     FinishReason,
     Output,
@@ -54,9 +54,9 @@ def test_what_has_come_meanwhile_comes_together() -> None:
         assert generation.text == generation.completion.text == "quick brown fox dog"
         assert generation.completion.finish_reason is FinishReason.EOS_TOKEN
         assert generation.started == Started(0.25, 0.125, 3)
-        assert generation.sent_at is not None
-        assert generation.first_at is not None
-        assert generation.sent_at <= generation.first_at
+        assert generation.submitted_at is not None
+        assert generation.first_output_at is not None
+        assert generation.submitted_at <= generation.first_output_at
         assert engine.aborted == []
 
     asyncio.run(check())
@@ -138,7 +138,7 @@ def test_a_generation_that_nobody_reads_is_not_sent() -> None:
         await generation.stream().aclose()
         generation.stop(EngineError("nothing to stop"))
         assert engine.sent == []
-        assert (generation.started, generation.sent_at, generation.first_at) == (None, None, None)
+        assert (generation.started, generation.submitted_at, generation.first_output_at) == (None, None, None)
 
     asyncio.run(check())
 
@@ -255,7 +255,7 @@ def test_an_engine_that_is_lost_ends_all_with_the_reason() -> None:
         engine = ScriptedClient()
         running = asyncio.create_task(finish_all(make_generations(engine, 2)))
         await settle()
-        engine._lose("the engine process ended", 2.0)
+        engine._fail_all("the engine process ended", 2.0)
         with pytest.raises(EngineError, match="started again") as raised:
             await running
         assert raised.value.retry_after_s == 2.0
@@ -274,5 +274,5 @@ def test_a_prompt_with_several_answers_is_found_in_the_cache_once() -> None:
         request = Request(engine.new_id(), prompt, SamplingParams(), StopParams(max_new_tokens=1))
         generations.append(RemoteGeneration(engine, request, tokenizer()))
         generations[-1].started = None if cached is None else Started(0.0, 0.0, cached)
-    assert count_cached(generations) == 3 + 1
-    assert count_cached([]) == 0
+    assert count_cached_tokens(generations) == 3 + 1
+    assert count_cached_tokens([]) == 0

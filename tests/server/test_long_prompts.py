@@ -13,9 +13,9 @@ from starlette.routing import Route
 
 from lorax_server.errors import BusyError
 from lorax_server.server import tokenizers as module
-from lorax_server.server.http.middleware import LARGE, RequestMiddleware
-from lorax_server.server.routes.info import MANY, list_pieces
-from lorax_server.server.tokenizers import LONG, NUM_THREADS, SHORT, Tokenizers
+from lorax_server.server.http.middleware import LARGE_BODY_BYTES, RequestMiddleware
+from lorax_server.server.routes.info import ENCODE_BATCH_TOKENS, encode_pieces
+from lorax_server.server.tokenizers import LONG_TEXT_CHARACTERS, MAX_INLINE_CHARACTERS, NUM_THREADS, Tokenizers
 from lorax_server.text.tokenizer import TextTokenizer
 from tests.server.bench import Bench, ids, settle, tokenizer
 from tests.server.fake_server import Routes, chat, complete
@@ -143,9 +143,9 @@ def test_long_texts_become_tokens_one_after_the_other(
     async def body() -> None:
         with monkeypatch.context() as patch:
             patch.setattr(used, "encode", stuck)
-            long = [asyncio.create_task(tokenizers.encode(used, "a" * (LONG + 1), True)) for _ in range(4)]
+            long = [asyncio.create_task(tokenizers.encode(used, "a" * (LONG_TEXT_CHARACTERS + 1), True)) for _ in range(4)]
             await stuck.begun()
-            others = [asyncio.create_task(tokenizers.encode(used, "a" * LONG, True)) for _ in range(4)]
+            others = [asyncio.create_task(tokenizers.encode(used, "a" * LONG_TEXT_CHARACTERS, True)) for _ in range(4)]
             await stuck.begun(NUM_THREADS)
             await settle()
             assert stuck.count == 1 + NUM_THREADS
@@ -161,11 +161,11 @@ def test_memory_is_given_back_after_a_long_text(tokenizers: Tokenizers, monkeypa
     monkeypatch.setattr(module, "trim_malloc", lambda: given_back.append(None))
 
     async def body() -> None:
-        await tokenizers.encode(tokenizer(), "a" * LONG, True)
+        await tokenizers.encode(tokenizer(), "a" * LONG_TEXT_CHARACTERS, True)
         assert given_back == []
-        await tokenizers.encode(tokenizer(), "a" * (LONG + 1), True)
+        await tokenizers.encode(tokenizer(), "a" * (LONG_TEXT_CHARACTERS + 1), True)
         assert given_back == [None]
-        await tokenizers.decode(tokenizer(), [1] * (LONG + 1))
+        await tokenizers.decode(tokenizer(), [1] * (LONG_TEXT_CHARACTERS + 1))
         assert given_back == [None] * 2
         await tokenizers.close()
 
@@ -199,7 +199,7 @@ class Turns:
         self._handle.cancel()
 
 
-@pytest.mark.parametrize(("size", "at_once"), [(LARGE + 1, False), (LARGE, True)])
+@pytest.mark.parametrize(("size", "at_once"), [(LARGE_BODY_BYTES + 1, False), (LARGE_BODY_BYTES, True)])
 def test_large_bodies_are_parsed_in_turns(size: int, at_once: bool) -> None:
     async def body() -> None:
         turns, parsed = Turns(), []
@@ -246,9 +246,9 @@ def test_others_have_turns_between_the_prompts_of_a_request(monkeypatch: pytest.
 
 
 def test_a_list_of_many_tokens_is_whole() -> None:
-    for count in (0, 1, MANY - 1, MANY, 2 * MANY + 5):
+    for count in (0, 1, ENCODE_BATCH_TOKENS - 1, ENCODE_BATCH_TOKENS, 2 * ENCODE_BATCH_TOKENS + 5):
         pieces = tokenizer().pieces("z" * count, False)
-        answer = list_pieces(pieces)
+        answer = encode_pieces(pieces)
         assert json.loads(bytes(answer.body)) == [piece._asdict() for piece in pieces]
         assert answer.headers["content-type"] == "application/json"
 
@@ -263,9 +263,9 @@ def test_a_short_list_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     routes = Routes()
     monkeypatch.setattr(routes.service.tokenizers, "run", run)
     routes.post(TOKENIZE, {"inputs": "a" * 10})
-    routes.post(TOKENIZE, {"inputs": "a" * LONG})
-    assert sizes[0] <= SHORT
-    assert sizes[1] > LONG
+    routes.post(TOKENIZE, {"inputs": "a" * LONG_TEXT_CHARACTERS})
+    assert sizes[0] <= MAX_INLINE_CHARACTERS
+    assert sizes[1] > LONG_TEXT_CHARACTERS
 
 
 def test_echoed_tokens_are_decoded_where_texts_are(spy: Spy) -> None:
@@ -294,6 +294,6 @@ def test_a_chat_that_cannot_be_rendered_now_may_come_back(busy: Routes) -> None:
     refused = busy.post(CHAT, chat())
     assert (refused.status, refused.headers["retry-after"]) == (503, "5")
     assert refused.json["error"] == {"message": "2 s went by", "type": "server_error", "param": None, "code": None}
-    counted = json.dumps(busy.metrics.json())
+    counted = json.dumps(busy.metrics.render_json())
     assert "overloaded" in counted
     assert "template" not in counted

@@ -9,7 +9,7 @@ import openapi_spec_validator
 import pytest
 
 from lorax_server.server.app import make_app
-from lorax_server.server.http.middleware import PUBLIC
+from lorax_server.server.http.middleware import PUBLIC_PATHS
 from lorax_server.server.openapi import EVENT_SCHEMA
 from lorax_server.types import Resolved
 from tests.server.bench import Bench
@@ -122,7 +122,7 @@ def test_a_page_can_show_a_key_where_one_is_wanted(locked: Any, with_admin: Any)
     for found, is_open, has_admin in ((document(), True, False), (with_admin, True, True), (locked, False, False)):
         assert found["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
         for (method, path), operation in operations(found).items():
-            is_public = method == "get" and PUBLIC.fullmatch(path)
+            is_public = method == "get" and PUBLIC_PATHS.fullmatch(path)
             is_admin = "load" in operation["operationId"]
             optional: list[Any] = [{}] if is_open and not (is_admin and has_admin) else []
             assert operation.get("security") == (None if is_public else [{"bearer": []}, *optional]), path

@@ -21,12 +21,12 @@ from lorax_server.errors import (
     SourceError,
 )
 from lorax_server.server.access.keys import KeyRing
-from lorax_server.server.access.model_names import Named
-from lorax_server.server.http.problems import json_response
-from lorax_server.server.http.sse import EventStream, event
-from lorax_server.server.request_context import CLIENT_LEFT, RequestContext
+from lorax_server.server.access.model_names import AdapterKey
+from lorax_server.server.http.error_responses import json_response
+from lorax_server.server.http.sse import EventStream, encode_event
+from lorax_server.server.request_context import CLIENT_DISCONNECTED_STATUS, RequestContext
 from lorax_server.server.service import Service
-from lorax_server.server.telemetry.logs import FIELDS
+from lorax_server.server.telemetry.logs import EXTRA_KEY
 from lorax_server.types import FinishReason, Resolved
 from tests.server.bench import PLACES, Bench, ScriptedClient, Work, body_of, for_adapter, ids, settle, streamed, whole
 
@@ -35,7 +35,7 @@ from tests.server.bench import PLACES, Bench, ScriptedClient, Work, body_of, for
 def records(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[dict[str, Any]]]]:
     """Return a function that finds the fields of logged requests."""
     with caplog.at_level(logging.INFO):
-        yield lambda: [getattr(each, FIELDS) for each in caplog.records if hasattr(each, FIELDS)]
+        yield lambda: [getattr(each, EXTRA_KEY) for each in caplog.records if hasattr(each, EXTRA_KEY)]
 
 
 Records = Callable[[], list[dict[str, Any]]]
@@ -71,7 +71,7 @@ def test_a_client_that_leaves_before_its_answer_ends_it(records: Records) -> Non
         answer = bench.ask(whole)
         await settle()
         bench.peer.leave()
-        assert (await answer).status_code == CLIENT_LEFT
+        assert (await answer).status_code == CLIENT_DISCONNECTED_STATUS
         assert bench.engine.aborted == [1]
         bench.check_all_is_given_back()
 
@@ -180,7 +180,7 @@ def test_a_lost_engine_is_an_error_that_says_when_to_come_back() -> None:
         bench = Bench()
         answer = bench.ask(whole)
         await settle()
-        bench.engine._lose("the engine process ended", 3.0)
+        bench.engine._fail_all("the engine process ended", 3.0)
         for response in (await answer, await bench.ask(whole), await bench.ask(streamed)):
             assert (response.status_code, response.headers["retry-after"]) == (503, "3")
         assert not bench.service.is_ready
@@ -205,7 +205,7 @@ def test_a_stream_ends_its_call_itself(records: Records) -> None:
         await settle()
         bench.engine.give(1, *ids(" brown"), end=FinishReason.EOS_TOKEN)
         await reading
-        assert bench.peer.body == event("quick") + event(" brown")
+        assert bench.peer.body == encode_event("quick") + encode_event(" brown")
         bench.check_all_is_given_back()
 
     asyncio.run(check())
@@ -277,10 +277,10 @@ def test_a_mistake_within_a_stream_is_its_last_event(records: Records, caplog: p
             await call.admit(1, True)
 
             async def events() -> AsyncGenerator[bytes, None]:
-                yield event("quick")
+                yield encode_event("quick")
                 raise KeyError("a secret")
 
-            return EventStream(await call.open_stream(events()), 1000.0)
+            return EventStream(await call.await_first_event(events()), 1000.0)
 
         await bench.read(await bench.ask(mistaken, "/v1/completions"))
         first, last = bench.peer.body.split(b"\n\n")[:2]
@@ -302,7 +302,7 @@ def test_a_stream_whose_first_token_takes_long_begins_without_it() -> None:
         await settle()
         bench.engine.give(1, *ids("quick"), end=FinishReason.LENGTH)
         await reading
-        assert bench.peer.body == event("quick")
+        assert bench.peer.body == encode_event("quick")
         bench.check_all_is_given_back()
 
     asyncio.run(check())
@@ -314,7 +314,7 @@ def test_a_deadline_within_a_stream_is_its_last_event() -> None:
         response = await bench.ask(streamed, x_request_timeout="0.5")
         assert response.status_code == 200
         await bench.read(response)
-        assert bench.peer.body == event({"error": "there was no answer within 0.5 s", "error_type": "timeout"})
+        assert bench.peer.body == encode_event({"error": "there was no answer within 0.5 s", "error_type": "timeout"})
         assert bench.engine.aborted == [1]
         bench.check_all_is_given_back()
 
@@ -332,7 +332,7 @@ def test_a_bearer_is_shown_only_to_a_source_that_refuses_who_has_none() -> None:
         assert body_of(response) == "hash"
         assert response.status_code == 200
         tokens = [message.refs[0].token for message in bench.engine.sent if hasattr(message, "refs")]
-        assert bench.service.adapter_index.is_private(Named("hub", "owner/it")) == (tokens[-1] is not None)
+        assert bench.service.adapter_index.is_private(AdapterKey("hub", "owner/it")) == (tokens[-1] is not None)
         return tokens
 
     assert asyncio.run(check({"owner/it": Resolved("hash")})) == [None]
@@ -380,7 +380,7 @@ def test_who_comes_when_the_server_is_stopping_is_sent_elsewhere(caplog: pytest.
         bench.check_all_is_given_back()
 
     asyncio.run(check())
-    assert sum("stopping: 1 requests" in each.getMessage() for each in caplog.records) == 1
+    assert sum("for 1 requests" in each.getMessage() for each in caplog.records) == 1
 
 
 @pytest.mark.parametrize("work", [whole, for_adapter, streamed])

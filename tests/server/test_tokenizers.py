@@ -16,11 +16,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from lorax_server.errors import AdapterError, BusyError, ConfigError, SourceError
-from lorax_server.files.plain_file import stamp_of
+from lorax_server.files.regular_file import read_stamp
 from lorax_server.files.tokenizer_folder import TokenizerFolder
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.sandbox.task import TaskError
-from lorax_server.server.tokenizers import SHORT, Tokenizers
+from lorax_server.server.tokenizers import MAX_INLINE_CHARACTERS, Tokenizers
 from lorax_server.text import adapter_tokenizers
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
@@ -44,7 +44,7 @@ def save(folder: Path, backend: Tokenizer, **config: Any) -> Resolved:
 def resolved(folder: Path) -> Resolved:
     """Resolve a folder as its source vouches for it now."""
     files = tuple(sorted(os.listdir(folder)))
-    stamps = tuple(stamp_of(folder / file) for file in files)
+    stamps = tuple(read_stamp(folder / file) for file in files)
     return Resolved(folder.name, str(folder), files, tokenizer_stamps=stamps)
 
 
@@ -106,7 +106,7 @@ def test_an_adapter_that_brings_nothing_else_has_the_base_models(
         assert await tokenizers.find(same(tmp_path)) is base
         other = await tokenizers.find(same(tmp_path, "other", chat_template="its own"))
         assert other.shares_vocabulary(base)
-        assert tokenizers.template_of(other) == "its own"
+        assert tokenizers.find_template(other) == "its own"
         assert not (await tokenizers.find(own(tmp_path))).shares_vocabulary(base)
 
     run(work())
@@ -118,7 +118,7 @@ def test_a_file_that_changes_is_read_again(tokenizers: Tokenizers, run: Any, tmp
         assert await tokenizers.find(adapter) is await tokenizers.find(adapter)
         config = CONFIG | {"chat_template": "and then another"}
         (tmp_path / "same" / "tokenizer_config.json").write_text(json.dumps(config))
-        assert tokenizers.template_of(await tokenizers.find(resolved(tmp_path / "same"))) == "and then another"
+        assert tokenizers.find_template(await tokenizers.find(resolved(tmp_path / "same"))) == "and then another"
 
     run(work())
 
@@ -243,7 +243,7 @@ def test_who_asks_for_the_same_waits_for_the_same(
 def test_a_vocabulary_of_an_adapter_holds_up_only_others(
     base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text, long = "Hello dog", "Hello dog " * SHORT
+    text, long = "Hello dog", "Hello dog " * MAX_INLINE_CHARACTERS
 
     async def work() -> None:
         slow = await tokenizers.find(own(tmp_path))
@@ -264,7 +264,7 @@ def test_a_vocabulary_of_an_adapter_holds_up_only_others(
         stuck.go.set()
         assert await waiting == base.encode(text)
         assert await asyncio.gather(*asking[1:]) == [[7], [7]]
-        assert stuck.threads == {"tokenizer-of-adapters"}
+        assert stuck.threads == {"adapter-tokenizer"}
 
     run(work())
 
@@ -278,7 +278,9 @@ def test_loading_a_vocabulary_holds_up_only_others(
     async def work() -> None:
         slow = [asyncio.create_task(tokenizers.find(own(tmp_path, f"slow-{i}"))) for i in range(3)]
         await stuck.begun(2)
-        assert await tokenizers.encode(base, "a " * SHORT, False) == base.encode("a " * SHORT, False)
+        assert await tokenizers.encode(base, "a " * MAX_INLINE_CHARACTERS, False) == base.encode(
+            "a " * MAX_INLINE_CHARACTERS, False
+        )
         assert await tokenizers.find(same(tmp_path)) is base
         assert stuck.count == 2
         stuck.go.set()
@@ -299,9 +301,9 @@ def test_only_a_short_text_of_the_base_models_is_done_at_once(
         here = threading.current_thread().name
         template_only = await tokenizers.find(same(tmp_path, chat_template="its own"))
         for sharing in (base, template_only):
-            assert await thread_of(sharing, "a" * SHORT) == here
-            assert await thread_of(sharing, "a" * (SHORT + 1)) == "tokenizer"
-        assert await thread_of(await tokenizers.find(own(tmp_path)), "a") == "tokenizer-of-adapters"
+            assert await thread_of(sharing, "a" * MAX_INLINE_CHARACTERS) == here
+            assert await thread_of(sharing, "a" * (MAX_INLINE_CHARACTERS + 1)) == "tokenizer"
+        assert await thread_of(await tokenizers.find(own(tmp_path)), "a") == "adapter-tokenizer"
 
     run(work())
 
@@ -319,7 +321,7 @@ def test_closing_kills_hanging_conversion(
         while not (workers := find_workers()):
             await asyncio.sleep(0.01)
         await wait_until_busy(workers[0])
-        (converting,) = [each for each in threading.enumerate() if each.name == "tokenizer-of-adapters"]
+        (converting,) = [each for each in threading.enumerate() if each.name == "adapter-tokenizer"]
         await tokenizers.close()
         with pytest.raises(AdapterError, match="the server is stopping"):
             await slow
@@ -357,7 +359,7 @@ def test_closing_does_not_wait_for_what_cannot_be_ended(
         for each in slow:
             with pytest.raises(AdapterError, match="the server is stopping"):
                 await each
-        return [each for each in threading.enumerate() if each.name == "tokenizer-of-adapters"]
+        return [each for each in threading.enumerate() if each.name == "adapter-tokenizer"]
 
     threads = run(work())
     assert [each.daemon for each in threads] == [True, True]  # the process would wait for others

@@ -1,4 +1,4 @@
-"""Server-sent events: a response that is written piece by piece."""
+"""Server-sent events: a response that is written chunk by piece."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
@@ -8,66 +8,66 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-KEEP_ALIVE = b":\n\n"
-DONE = b"data: [DONE]\n\n"
-PIECE_WRITER = "lorax.piece_writer"  # the extension of ASGI by which a connection offers one, as a weak reference
+KEEP_ALIVE_COMMENT = b":\n\n"
+DONE_EVENT = b"data: [DONE]\n\n"
+CHUNK_WRITER = "lorax.chunk_writer"  # the extension of ASGI by which a connection offers one, as a weak reference
 
 encode_json = msgspec.json.Encoder().encode
 
 
-def event(content: Any) -> bytes:
+def encode_event(content: Any) -> bytes:
     return b"data: " + encode_json(content) + b"\n\n"
 
 
-def named_event(name: str, content: Any) -> bytes:
-    return b"event: " + name.encode() + b"\n" + event(content)
+def encode_named_event(name: str, content: Any) -> bytes:
+    return b"event: " + name.encode() + b"\n" + encode_event(content)
 
 
-def write_events(contents: Iterable[Any]) -> bytes:
-    return b"".join(map(event, contents))
+def encode_events(contents: Iterable[Any]) -> bytes:
+    return b"".join(map(encode_event, contents))
 
 
-class PieceWriter(Protocol):
-    """A connection whose response has begun."""
+class ChunkWriter(Protocol):
+    """A connection whose response has started."""
 
     @property
     def is_writable(self) -> bool:
-        """The client is there, and has read enough to get more."""
+        """True if the client is connected and the write buffer has space."""
 
-    def write(self, piece: bytes) -> None:
-        """Write a piece of the body at once."""
+    def write(self, chunk: bytes) -> None:
+        """Write a chunk of the body at once."""
 
 
-class Shortcut:
-    """A way past all tasks for the pieces of one stream, to be used while its `EventStream` waits for the next one.
+class DirectWriter:
+    """Writes chunks of a stream directly to the connection while its `EventStream` is idle.
 
-    Through tasks, generators and layers of ASGI a piece takes three times as long.
+    The regular path through tasks, generators and ASGI layers takes three times as long per chunk.
     """
 
     def __init__(self) -> None:
         self.num_written = 0
-        self._writer: PieceWriter | None = None
+        self._writer: ChunkWriter | None = None
 
-    def open(self, writer: PieceWriter | None) -> None:
+    def attach(self, writer: ChunkWriter | None) -> None:
         self._writer = writer
 
-    def close(self) -> None:
+    def detach(self) -> None:
         self._writer = None
 
     @property
     def is_open(self) -> bool:
         return self._writer is not None and self._writer.is_writable
 
-    def write(self, piece: bytes) -> None:
-        if piece and self._writer is not None:
+    def write(self, chunk: bytes) -> None:
+        if chunk and self._writer is not None:
             self.num_written += 1
-            self._writer.write(piece)
+            self._writer.write(chunk)
 
 
 class EventStream(Response):
-    """Writes the pieces of `events`, each one or more whole events, at the pace of the client that reads them.
+    """Streams the chunks in `events` with backpressure. Each chunk contains complete events.
 
-    The stream ends when the client disconnects. `on_end` is called once, with whether the client disconnected.
+    The stream stops if the client disconnects. `on_finish` is called once; its argument is True after a disconnect.
     """
 
     def __init__(
@@ -75,69 +75,69 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         keep_alive_s: float,
         headers: dict[str, str] | None = None,
-        shortcut: Shortcut | None = None,
+        direct_writer: DirectWriter | None = None,
     ) -> None:
-        # As a header, since starlette would add a charset to a media type, which events do not have.
+        # Not as `media_type`: Starlette would add a charset.
         kind = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(None, 200, {**kind, **(headers or {})})
         del self.headers["content-length"]
         self._events = events
         self._keep_alive_s = keep_alive_s
-        self.on_end: Callable[[bool], None] | None = None
-        self._shortcut = shortcut or Shortcut()
+        self.on_finish: Callable[[bool], None] | None = None
+        self._direct_writer = direct_writer or DirectWriter()
         self._num_sent = 0
         self._is_sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection = scope.get("extensions", {}).get(PIECE_WRITER, lambda: None)()
+        connection = scope.get("extensions", {}).get(CHUNK_WRITER, lambda: None)()
         writer = asyncio.create_task(self._write(send, connection))
-        helpers = [asyncio.create_task(until_gone(receive)), asyncio.create_task(self._keep_alive(send))]
+        helpers = [asyncio.create_task(wait_for_disconnect(receive)), asyncio.create_task(self._keep_alive(send))]
         try:
             await asyncio.wait((writer, *helpers), return_when=asyncio.FIRST_COMPLETED)
-            has_left = not writer.done()
+            is_disconnected = not writer.done()
         except asyncio.CancelledError:
-            has_left = True
+            is_disconnected = True
             raise
         finally:
-            self._shortcut.close()
+            self._direct_writer.detach()
             for task in (*helpers, writer):
                 task.cancel()
             try:
                 await asyncio.wait((*helpers, writer))
                 await self._events.aclose()
             finally:
-                self._end(has_left)
-        if not has_left:
+                self._finish(is_disconnected)
+        if not is_disconnected:
             writer.result()
 
-    async def _write(self, send: Send, connection: PieceWriter | None) -> None:
+    async def _write(self, send: Send, connection: ChunkWriter | None) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        self._shortcut.open(connection)
-        async for piece in self._events:
+        self._direct_writer.attach(connection)
+        async for chunk in self._events:
             self._is_sending = True
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
             self._is_sending = False
             self._num_sent += 1
-        # Before the last message: a client that has it may ask again, and needs what this request holds.
-        self._end(has_left=False)
-        self._is_sending = True  # until the end, so that no comment comes after the last message
+        # Release resources before the last message: the client may send its next request as soon as it arrives.
+        self._finish(is_disconnected=False)
+        self._is_sending = True  # no keep-alive comment after the last message
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _end(self, has_left: bool) -> None:
-        on_end, self.on_end = self.on_end, None
-        if on_end is not None:
-            on_end(has_left)
+    def _finish(self, is_disconnected: bool) -> None:
+        on_finish, self.on_finish = self.on_finish, None
+        if on_finish is not None:
+            on_finish(is_disconnected)
 
     async def _keep_alive(self, send: Send) -> None:
-        """Send a comment after each silence. Each piece is whole events, so a comment falls between events."""
+        """Send a comment after each idle interval. Chunks contain complete events, so comments do not split events."""
         while True:
-            num_sent = self._num_sent + self._shortcut.num_written
+            num_sent = self._num_sent + self._direct_writer.num_written
             await asyncio.sleep(self._keep_alive_s)
-            if not self._is_sending and num_sent == self._num_sent + self._shortcut.num_written:
-                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            if not self._is_sending and num_sent == self._num_sent + self._direct_writer.num_written:
+                await send({"type": "http.response.body", "body": KEEP_ALIVE_COMMENT, "more_body": True})
 
 
-async def until_gone(receive: Receive) -> None:
-    """Wait until the client has left."""
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,9 +1,9 @@
-"""uvicorn with header, connection and time limits, and a graceful stop.
+"""uvicorn server with header, connection and time limits, and graceful shutdown.
 
 This is the only module that uses uvicorn and httptools internals; pyproject.toml pins the uvicorn version for it.
 
-A connection always has a running timer: for request headers, for the next request, or for unread data. A request
-that is being processed has the timeouts of the middleware and of its route.
+Every connection has a timeout at all times: for request headers, for the next request (keep-alive), or for unread data.
+While a request runs, the timeouts of the middleware and the route apply.
 """
 
 import asyncio
@@ -23,36 +23,38 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from lorax_server.config import ServerConfig
-from lorax_server.server.http.problems import Problem, http_problem
-from lorax_server.server.http.sse import PIECE_WRITER
+from lorax_server.server.http.error_responses import ErrorResponse, make_http_error
+from lorax_server.server.http.sse import CHUNK_WRITER
 from lorax_server.server.telemetry.audit import AuditLog
 from lorax_server.server.telemetry.metrics import Metrics
 from lorax_server.server.telemetry.request_record import RequestRecord
 
 BACKLOG = 4096
-KEEP_ALIVE_S = 75  # longer than load balancers keep idle connections, so that they close first
+KEEP_ALIVE_TIMEOUT_S = 75  # longer than load balancers keep idle connections, so that they close first
 SHUTDOWN_GRACE_S = 5.0  # after the drain deadline, for final events
 MAX_HEADER_BYTES = 64 * 1024
-WRITE_TIMEOUT_S = 120.0  # without progress: a client that reads nothing for this long is gone
-RETRY_S = 1.0
+WRITE_TIMEOUT_S = 120.0  # close the connection if the client reads no data for this long
+OVERLOAD_RETRY_S = 1.0
 
-HEADERS_TOO_LARGE = http_problem(431, f"request headers must be at most {MAX_HEADER_BYTES} bytes")
-INVALID_REQUEST = http_problem(400, "this is not a valid HTTP/1.1 request")
-UPGRADE = http_problem(
+HEADERS_TOO_LARGE = make_http_error(431, f"request headers must be at most {MAX_HEADER_BYTES} bytes")
+INVALID_REQUEST = make_http_error(400, "this is not a valid HTTP/1.1 request")
+UPGRADE_NOT_SUPPORTED = make_http_error(
     400, "protocol upgrades and CONNECT are not supported; send plain HTTP/1.1 without an `Upgrade` header"
 )
-TOO_MANY_CONNECTIONS = Problem(503, "overloaded", "the server has reached --max-connections", retry_after_s=RETRY_S)
+TOO_MANY_CONNECTIONS = ErrorResponse(
+    503, "overloaded", "the server has reached --max-connections", retry_after_s=OVERLOAD_RETRY_S
+)
 
 
 class _RejectedError(Exception):
     """Raised in a parser callback to reject a request."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, error_response: ErrorResponse) -> None:
+        self.error_response = error_response
 
 
 class _ChunkedCycle(RequestResponseCycle):
-    """A request and its response. Implements `PieceWriter` once the response has started."""
+    """A request and its response. Implements `ChunkWriter` once the response has started."""
 
     @property
     def is_writable(self) -> bool:
@@ -60,12 +62,12 @@ class _ChunkedCycle(RequestResponseCycle):
             self.flow.write_paused or self.disconnected or self.response_complete
         )
 
-    def write(self, piece: bytes) -> None:
-        self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+    def write(self, chunk: bytes) -> None:
+        self.transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection, with limits. Errors are JSON."""
+    """HTTP/1.1 protocol with limits and JSON errors. One instance per connection."""
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_timer: TimerHandle | None = None
         self._write_timer: TimerHandle | None = None
         self._num_header_bytes = 0
-        self._num_unwritten = 0
+        self._num_unwritten_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -92,9 +94,11 @@ class LimitedProtocol(HttpToolsProtocol):
         if len(self.connections) <= self._max_connections:
             self._start_header_timer()
             return
-        self._metrics.refuse_connection("full")
-        self._audit_log.refuse_connection(self._address, TOO_MANY_CONNECTIONS.status, TOO_MANY_CONNECTIONS.message)
-        self._write_problem(TOO_MANY_CONNECTIONS)
+        self._metrics.count_rejected_connection("full")
+        self._audit_log.log_rejected_connection(
+            self._address, TOO_MANY_CONNECTIONS.status, TOO_MANY_CONNECTIONS.message
+        )
+        self._write_error_response(TOO_MANY_CONNECTIONS)
         self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -107,7 +111,7 @@ class LimitedProtocol(HttpToolsProtocol):
     # --- Requests -----------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parse data. Incomplete headers stay in the parser, so their size is checked here as well."""
+        """Parse data. The parser buffers incomplete headers, so their size is checked here too."""
         if self.transport.is_closing():
             return
         self._num_header_bytes += len(data)
@@ -115,8 +119,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self.parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             cause = error.__context__
-            problem = cause.problem if isinstance(cause, _RejectedError) else INVALID_REQUEST
-            self._reject(HEADERS_TOO_LARGE if self._are_headers_too_large else problem)
+            error_response = cause.error_response if isinstance(cause, _RejectedError) else INVALID_REQUEST
+            self._reject(HEADERS_TOO_LARGE if self._are_headers_too_large else error_response)
         if self._are_headers_too_large:
             self._reject(HEADERS_TOO_LARGE)
 
@@ -132,12 +136,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._are_headers_too_large:
             raise _RejectedError(HEADERS_TOO_LARGE)
         if self.parser.should_upgrade():
-            raise _RejectedError(UPGRADE)
+            raise _RejectedError(UPGRADE_NOT_SUPPORTED)
         self._stop_header_timer()
-        self._unset_keepalive_if_required()  # set again if the previous response completed meanwhile
+        self._unset_keepalive_if_required()  # set again if the previous response has completed
         super().on_headers_complete()
         self.cycle.__class__ = _ChunkedCycle  # uvicorn has no hook for its class
-        self.cycle.scope["extensions"] = {PIECE_WRITER: weakref.ref(self.cycle)}  # type: ignore[dict-item]
+        self.cycle.scope["extensions"] = {CHUNK_WRITER: weakref.ref(self.cycle)}  # type: ignore[dict-item]
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -164,10 +168,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._header_timer = None
 
     def _on_header_timeout(self) -> None:
-        if self._is_responding:  # to the previous request of a pipeline
+        if self._is_responding:  # to the previous pipelined request
             self._start_header_timer()
         else:
-            self._reject(http_problem(408, f"the headers did not arrive within {self._header_timeout_s:g} s"))
+            self._reject(make_http_error(408, f"the headers did not arrive within {self._header_timeout_s:g} s"))
 
     def timeout_keep_alive_handler(self) -> None:
         self._close()
@@ -182,9 +186,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop_write_timer()
 
     def _start_write_timer(self) -> None:
-        """Abort the connection unless the client reads. Nothing is written meanwhile, so the buffer only shrinks."""
+        """Start the write timeout. No data is written until it stops, so the buffer only shrinks."""
         if self._write_timer is None:
-            self._num_unwritten = self.transport.get_write_buffer_size()
+            self._num_unwritten_bytes = self.transport.get_write_buffer_size()
             self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self._on_write_timeout)
 
     def _stop_write_timer(self) -> None:
@@ -194,7 +198,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _on_write_timeout(self) -> None:
         self._write_timer = None
-        if self.transport.get_write_buffer_size() < self._num_unwritten:
+        if self.transport.get_write_buffer_size() < self._num_unwritten_bytes:
             self._start_write_timer()
         else:
             self.transport.abort()
@@ -202,31 +206,33 @@ class LimitedProtocol(HttpToolsProtocol):
     # --- Errors -------------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """Close after all data is written, within the write timeout."""
+        """Close the connection after buffered data is written, or after the write timeout."""
         self.transport.close()
         self._start_write_timer()
 
-    def _reject(self, problem: Problem) -> None:
-        """Close the connection, with an error response unless another response has started."""
+    def _reject(self, error_response: ErrorResponse) -> None:
+        """Close the connection. Send an error response first unless another response has started."""
         if self.transport.is_closing():
             return
         if not (self._is_responding and self.cycle.response_started):
-            self._write_problem(problem)
-            if self._num_header_bytes or hasattr(self, "url"):  # else the client has sent nothing
+            self._write_error_response(error_response)
+            if self._num_header_bytes or hasattr(self, "url"):  # skip the log for idle connections
                 record = RequestRecord("", self._path, address=self._address)
-                self._audit_log.refuse(record, problem.status, problem.error_type, problem.message)
+                self._audit_log.log_rejection(
+                    record, error_response.status, error_response.error_type, error_response.message
+                )
         self._close()
 
-    def _write_problem(self, problem: Problem) -> None:
-        response = problem.response(self._path)
+    def _write_error_response(self, error_response: ErrorResponse) -> None:
+        response = error_response.to_response(self._path)
         headers = [*response.raw_headers, (b"connection", b"close")]
-        lines = [b"HTTP/1.1 %d %s" % (problem.status, HTTPStatus(problem.status).phrase.encode())]
+        lines = [b"HTTP/1.1 %d %s" % (error_response.status, HTTPStatus(error_response.status).phrase.encode())]
         lines += [b"%s: %s" % header for header in headers]
         self.transport.write(b"\r\n".join([*lines, b"", b""]) + bytes(response.body))
 
     @property
     def _path(self) -> str:
-        """The path without its query, which may hold secrets that must not be logged."""
+        """The path without its query, which may contain secrets that must not be logged."""
         return getattr(self, "url", b"").partition(b"?")[0].decode("latin-1")
 
     @property
@@ -235,7 +241,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class GracefulServer(uvicorn.Server):
-    """A server that finishes running requests at the first signal, and stops immediately at the second."""
+    """A uvicorn server that drains on the first signal and stops immediately on the second."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None]) -> None:
         super().__init__(config)
@@ -243,7 +249,7 @@ class GracefulServer(uvicorn.Server):
         self._on_stop = on_stop
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """Stop. uvicorn's own method would raise the signal again at the end."""
+        """Request a shutdown. The base method would raise the signal again after shutdown."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -274,7 +280,7 @@ def make_uvicorn_config(app: ASGIApp, config: ServerConfig, metrics: Metrics, au
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_keep_alive=KEEP_ALIVE_TIMEOUT_S,
         timeout_graceful_shutdown=int(config.drain_s + SHUTDOWN_GRACE_S),
         backlog=BACKLOG,
     )

@@ -1,1 +1,1 @@
-"""HTTP routes, each with its schemas and parameters."""
+"""HTTP routes: LoRAX, OpenAI, adapters, server info and the playground."""

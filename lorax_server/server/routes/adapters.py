@@ -1,4 +1,4 @@
-"""Routes for adapters: callers see those that have names, an admin sees and changes all."""
+"""Routes to list, load and unload adapters, including vLLM's routes. Loading and unloading need an admin key."""
 
 from typing import Annotated, Any
 
@@ -7,18 +7,18 @@ from starlette.responses import Response
 
 from lorax_server.errors import AdapterError, AdapterNotFoundError, ConflictError, LoraxError
 from lorax_server.server.access.keys import Key
-from lorax_server.server.access.model_names import HUB_NAME, Choice, Named, with_nearest
+from lorax_server.server.access.model_names import HUB_NAME_PATTERN, AdapterKey, ModelSelection, with_suggestions
 from lorax_server.server.adapter_listing import (
-    BY_NAME,
-    MARK,
-    MAX_ALSO,
-    MAX_LIMIT,
-    MAX_TEXT,
+    CURSOR_PATTERN,
+    MAX_ALSO_NAMES,
+    MAX_PAGE_SIZE,
+    MAX_QUERY_CHARACTERS,
+    NAME_CURSOR,
     PageQuery,
-    describe,
+    adapter_to_json,
     list_page,
 )
-from lorax_server.server.http.problems import json_response
+from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.http.replica_protocol import AdapterChange
 from lorax_server.server.routes.openai import ERRORS
 from lorax_server.server.schemas.openai import (
@@ -33,63 +33,71 @@ from lorax_server.server.schemas.openai import (
 from lorax_server.server.service import Service
 
 TAG = "Adapters"
-MAX_HOLDERS = 5  # names in a message
-HELD: dict[int | str, dict[str, Any]] = {**ERRORS, 409: {"model": OpenAIErrorResponse}}
-Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Adapters of a page.")]
+MAX_LISTED_HOLDERS = 5  # in an error message
+ERRORS_AND_CONFLICT: dict[int | str, dict[str, Any]] = {**ERRORS, 409: {"model": OpenAIErrorResponse}}
+Limit = Annotated[int, Query(ge=1, le=MAX_PAGE_SIZE, description="Maximum number of adapters per page.")]
 After = Annotated[
     str,
-    Query(max_length=MAX_TEXT, pattern=MARK, description="`next` of the page before; left out: the first page."),
+    Query(
+        max_length=MAX_QUERY_CHARACTERS,
+        pattern=CURSOR_PATTERN,
+        description="`next` from the previous page; omit it for the first page.",
+    ),
 ]
-Search = Annotated[str, Query(max_length=MAX_TEXT, description="Only adapters whose name has this text.")]
+Search = Annotated[
+    str, Query(max_length=MAX_QUERY_CHARACTERS, description="Only adapters whose name contains this text.")
+]
 Also = Annotated[
     list[str],
     Query(
         default_factory=list,
-        max_length=MAX_ALSO,
-        description="Names of further adapters that may have been used; they are on the first page.",
+        max_length=MAX_ALSO_NAMES,
+        description="Names of additional adapters to include on the first page.",
     ),
 ]
 
 
 def make_router(service: Service) -> APIRouter:
     router = APIRouter(tags=[TAG])
-    _add_ours(router, service)
-    _add_vllm(router, service)
+    _add_adapter_routes(router, service)
+    _add_vllm_routes(router, service)
     return router
 
 
-def _add_ours(router: APIRouter, service: Service) -> None:
+def _add_adapter_routes(router: APIRouter, service: Service) -> None:
     @router.get("/v1/adapters", operation_id="list_adapters", response_model=AdapterList, responses=ERRORS)
     async def adapters(
-        http: Request, also: Also, limit: Limit = MAX_LIMIT, after: After = BY_NAME, search: Search = ""
+        http: Request, also: Also, limit: Limit = MAX_PAGE_SIZE, after: After = NAME_CURSOR, search: Search = ""
     ) -> Response:
-        """List adapters in pages: their place and their use. An admin sees all, others those with a name they
-        may use, and those that they name by `also`."""
+        """List adapters in pages, with their memory tier and usage. Admins see all adapters. Other callers see the
+        named adapters that they may use, and the adapters in `also`."""
         query = PageQuery(limit, after, search, also)
         return json_response(await list_page(service, http.state.key, query))
 
     @router.post("/v1/adapters/load", operation_id="load_adapter", response_model=Adapter, responses=ERRORS)
     async def load(http: Request, body: LoadRequest) -> Response:
-        """Bring an adapter to the device, its latest version if it was here before, and pin it there if asked to."""
+        """Load the latest adapter version to the device, and pin or unpin it if `pin` is set."""
         key = service.check_admin(http, "load", body.adapter_id)
         names = service.model_names
-        choice = names.find(body.adapter_id, body.adapter_source, body.api_token or None)
+        choice = names.select_adapter(body.adapter_id, body.adapter_source, body.api_token or None)
         identity = await load_adapter(service, key, choice, body.pin)
         if body.name:
-            names.add(body.name, *choice.names[0])
-        http.state.adapter_change = AdapterChange(True, *choice.names[0], body.name or "", body.pin)
+            names.add_alias(body.name, *choice.adapter_keys[0])
+        http.state.adapter_change = AdapterChange(True, *choice.adapter_keys[0], body.name or "", body.pin)
         return json_response(await _describe(service, identity, body.name or body.adapter_id))
 
-    @router.post("/v1/adapters/unload", operation_id="unload_adapter", response_model=AdapterList, responses=HELD)
+    @router.post(
+        "/v1/adapters/unload", operation_id="unload_adapter", response_model=AdapterList, responses=ERRORS_AND_CONFLICT
+    )
     async def unload(http: Request, body: AdapterRequest) -> Response:
-        """Unload an adapter as soon as no request needs it, also if it is pinned by this name. A request that names it
-        loads it again, unless it had its name from here."""
+        """Unload an adapter when no request needs it any more, even if it is pinned under this name. A later request
+        loads it again, unless its name was assigned by the load route."""
         key = service.check_admin(http, "unload", body.adapter_id)
         http.state.adapter_change = await unload_adapter(service, key, body.adapter_id, body.adapter_source)
         return json_response(await list_page(service, key))
 
 
-def _add_vllm(router: APIRouter, service: Service) -> None:
+def _add_vllm_routes(router: APIRouter, service: Service) -> None:
     as_text: dict[int | str, dict[str, Any]] = {
         **ERRORS,
         200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
@@ -97,50 +105,50 @@ def _add_vllm(router: APIRouter, service: Service) -> None:
 
     @router.post("/v1/load_lora_adapter", operation_id="load_lora_adapter", response_class=Response, responses=as_text)
     async def load(http: Request, body: VllmLoadRequest) -> Response:
-        """As in vLLM: give a name to a folder, or to a repository of the hub, and load it."""
+        """Load a folder or hub repository and assign a name to it, as in vLLM."""
         key = service.check_admin(http, "load", f"{body.lora_name}={body.lora_path}")
-        source = "hub" if HUB_NAME.fullmatch(body.lora_path) and service.config.engine.sources.hub else "local"
-        choice = service.model_names.find(body.lora_path, source)
+        source = "hub" if HUB_NAME_PATTERN.fullmatch(body.lora_path) and service.config.engine.sources.hub else "local"
+        choice = service.model_names.select_adapter(body.lora_path, source)
         await load_adapter(service, key, choice, None)
-        service.model_names.add(body.lora_name, source, body.lora_path)
-        http.state.adapter_change = AdapterChange(True, *choice.names[0], body.lora_name)
+        service.model_names.add_alias(body.lora_name, source, body.lora_path)
+        http.state.adapter_change = AdapterChange(True, *choice.adapter_keys[0], body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
     @router.post(
         "/v1/unload_lora_adapter",
         operation_id="unload_lora_adapter",
         response_class=Response,
-        responses={**HELD, **as_text},
+        responses={**ERRORS_AND_CONFLICT, **as_text},
     )
     async def unload(http: Request, body: VllmUnloadRequest) -> Response:
-        """As in vLLM: unload an adapter, and remove its name."""
+        """Unload an adapter and remove its name, as in vLLM."""
         key = service.check_admin(http, "unload", body.lora_name)
         http.state.adapter_change = await unload_adapter(service, key, body.lora_name, None)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
 
-async def load_adapter(service: Service, key: Key, choice: Choice, pin: bool | None) -> str:
-    """Resolve a name anew and load its adapter. Adapters that the name meant before are unloaded."""
-    engine, (ref,), (name,) = service.engine, choice.refs, choice.names
-    earlier = service.adapter_index.identities(name)
+async def load_adapter(service: Service, key: Key, choice: ModelSelection, pin: bool | None) -> str:
+    """Resolve a name without the cache and load its adapter. Unload versions that the name resolved to before."""
+    engine, (ref,), (name,) = service.engine, choice.refs, choice.adapter_keys
+    old_identities = service.adapter_index.identities_of(name)
     await engine.forget(ref.source, ref.name)
     try:
         identity = (await engine.resolve([ref])).identity
     except AdapterNotFoundError as error:
-        raise await with_nearest(error, choice.label, choice.asked_source, service.model_names, key) from None
+        raise await with_suggestions(error, choice.label, choice.requested_source, service.model_names, key) from None
     except AdapterError as error:
         service.record_failure(ref, error)
         raise
     service.adapter_index.add(identity, name, ref.token is not None)
     await pin_adapter(service, identity, name, pin)
-    for old in earlier:
-        if old != identity and not await _find_holders(service, old, name):
-            await _unload_identity(service, old)
+    for old_identity in old_identities:
+        if old_identity != identity and not await _find_other_pins(service, old_identity, name):
+            await _unload_identity(service, old_identity)
     return identity
 
 
-async def pin_adapter(service: Service, identity: str, name: Named, pin: bool | None) -> None:
-    """Bring an adapter to the device, and pin or unpin it there; None leaves that as it is."""
+async def pin_adapter(service: Service, identity: str, name: AdapterKey, pin: bool | None) -> None:
+    """Load an adapter to the device, and pin or unpin it. None leaves the pin unchanged."""
     await service.engine.load(identity, pin)
     if pin:
         service.adapter_index.pin(identity, name)
@@ -149,13 +157,15 @@ async def pin_adapter(service: Service, identity: str, name: Named, pin: bool | 
 
 
 async def unload_adapter(service: Service, key: Key, adapter_id: str, source: str | None) -> AdapterChange:
-    names, choice = service.model_names, service.model_names.find(adapter_id, source)
-    (name,) = choice.names
-    identities = service.adapter_index.identities(name)
+    names, choice = service.model_names, service.model_names.select_adapter(adapter_id, source)
+    (name,) = choice.adapter_keys
+    identities = service.adapter_index.identities_of(name)
     if not identities and choice.label not in names.adapters:
-        error = AdapterNotFoundError(f"adapter {adapter_id[:64]!r} is not loaded; /v1/adapters lists those that are")
-        raise await with_nearest(error, adapter_id, source, names, key)
-    holders = {identity: await _find_holders(service, identity, name) for identity in identities}
+        error = AdapterNotFoundError(
+            f"adapter {adapter_id[:64]!r} is not loaded; GET /v1/adapters lists the loaded adapters"
+        )
+        raise await with_suggestions(error, adapter_id, source, names, key)
+    holders = {identity: await _find_other_pins(service, identity, name) for identity in identities}
     if identities and holders[identities[-1]]:
         raise _conflict(choice.label, holders[identities[-1]])
     for identity in identities:
@@ -163,16 +173,16 @@ async def unload_adapter(service: Service, key: Key, adapter_id: str, source: st
             await _unload_identity(service, identity)
     await service.forget_unloaded(name)
     if source is None:
-        names.remove(choice.label)
+        names.remove_alias(choice.label)
     return AdapterChange(False, *name, "" if source else choice.label)
 
 
-async def _find_holders(service: Service, identity: str, name: Named) -> list[str]:
-    """List other names that have pinned an adapter, if it still is pinned: an engine that starts anew has no pins."""
-    others = service.adapter_index.pinned_by(identity) - {name}
+async def _find_other_pins(service: Service, identity: str, name: AdapterKey) -> list[str]:
+    """List other names that have pinned this adapter. Queries the engine, because a restarted engine has no pins."""
+    others = service.adapter_index.pinning_names(identity) - {name}
     if not others or not any(state.is_pinned for state in await service.engine.list_adapters([identity])):
         return []
-    aliases = {alias for alias, named in service.model_names.adapters.items() if named in others}
+    aliases = {alias for alias, key in service.model_names.adapters.items() if key in others}
     return sorted(aliases or {other.name for other in others})
 
 
@@ -182,14 +192,14 @@ async def _unload_identity(service: Service, identity: str) -> None:
 
 
 def _conflict(adapter_id: str, holders: list[str]) -> ConflictError:
-    listed = ", ".join(map(repr, holders[:MAX_HOLDERS]))
+    listed = ", ".join(map(repr, holders[:MAX_LISTED_HOLDERS]))
     return ConflictError(
-        f"adapter {adapter_id[:64]!r} has the same content as {listed}, which is pinned, so that it stays. Unload that "
-        'one, or load it with "pin": false, and then unload this one'
+        f"adapter {adapter_id[:64]!r} cannot be unloaded because it has the same content as {listed}, which is pinned. "
+        'First unload the pinned adapter, or load it with "pin": false'
     )
 
 
 async def _describe(service: Service, identity: str, alias: str) -> dict[str, Any]:
     for state in await service.engine.list_adapters([identity]):
-        return describe(alias, service.adapter_index.first_name(identity), state, None)
-    raise LoraxError("the adapter has gone again")
+        return adapter_to_json(alias, service.adapter_index.first_name(identity), state, None)
+    raise LoraxError("the adapter was evicted right after the load")

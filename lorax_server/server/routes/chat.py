@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/chat/completions`."""
+"""The OpenAI route `/v1/chat/completions`."""
 
 import asyncio
 import re
@@ -11,22 +11,22 @@ from starlette.responses import Response
 
 from lorax_server.errors import InputError, LoraxError, MissingVariableError, NotSupportedError
 from lorax_server.generation.generation import TokenEvent
-from lorax_server.server.access.model_names import Choice
+from lorax_server.server.access.model_names import ModelSelection
 from lorax_server.server.checks import check
 from lorax_server.server.generations import RemoteGeneration, finish_all
-from lorax_server.server.http.problems import json_response
+from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.request_context import RequestContext, RequestOptions
 from lorax_server.server.routes import openai
 from lorax_server.server.schemas.openai import ChatCompletionRequest, ChatCompletionResponse, Message, TextPart
 from lorax_server.server.schemas.unsupported_fields import CHAT, reject_unsupported
 from lorax_server.server.service import Service
-from lorax_server.server.tools.answer_plan import AnswerPlan, plan_answer
-from lorax_server.server.tools.messages import MessageWriter, prepare_calls
-from lorax_server.server.tools.offer import ToolOffer, make_offer
+from lorax_server.server.tools.messages import MessageWriter, normalize_tool_calls
+from lorax_server.server.tools.output_format import OutputFormat, choose_output_format
+from lorax_server.server.tools.tool_definitions import ToolDefinitions, parse_tool_definitions
 from lorax_server.text.detokenizer import Detokenizer
 from lorax_server.text.tokenizer import TextTokenizer
 
-RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 
 
 def make_router(service: Service) -> APIRouter:
@@ -36,63 +36,65 @@ def make_router(service: Service) -> APIRouter:
         "/v1/chat/completions", operation_id="chat", response_model=ChatCompletionResponse, responses=openai.ERRORS
     )
     async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:
-        """Answer messages. With `stream` the events are `chat.completion.chunk`s, then `[DONE]`."""
-        return await RequestContext(service, http).answer(lambda context: _chat(context, body))
+        """Complete a chat. With `stream`, the events are `chat.completion.chunk` objects followed by `[DONE]`."""
+        return await RequestContext(service, http).run(lambda context: _chat(context, body))
 
     return router
 
 
 class PreparedChat(NamedTuple):
-    """A chat whose answers can begin."""
+    """A checked chat request with its prompt and generations, ready to run."""
 
     generations: list[RemoteGeneration]
     prompt: str
-    plan: AnswerPlan | None  # None: answers are nothing but text
+    output_format: OutputFormat | None  # None: completions are plain text
 
 
 async def _chat(context: RequestContext, body: ChatCompletionRequest) -> Response:
-    generations, prompt, plan = await prepare(context, body, openai.choose_model(context, body))
+    generations, prompt, output_format = await prepare(context, body, openai.choose_model(context, body))
     is_enforced = generations[0].request.structure is not None
-    writers = [] if plan is None else [MessageWriter(plan, prompt, is_enforced) for _ in generations]
+    writers = [] if output_format is None else [MessageWriter(output_format, prompt, is_enforced) for _ in generations]
     if body.stream:
-        frame = openai.make_frame(context, body, "chatcmpl", "chat.completion.chunk")
+        envelope = openai.make_envelope(context, body, "chatcmpl", "chat.completion.chunk")
         write = partial(_write_deltas, body, generations, writers)
-        return await openai.stream_choices(context, body, frame, write)
+        return await openai.stream_choices(context, body, envelope, write)
     await finish_all(generations)
-    frame = openai.make_frame(context, body, "chatcmpl", "chat.completion")
-    return await context.write(lambda: _write(context, body, frame, writers))
+    envelope = openai.make_envelope(context, body, "chatcmpl", "chat.completion")
+    return await context.build_response(lambda: _write(context, body, envelope, writers))
 
 
-async def prepare(context: RequestContext, body: ChatCompletionRequest, choice: Choice | LoraxError) -> PreparedChat:
-    """Check a chat, and make its prompt and its generations."""
+async def prepare(
+    context: RequestContext, body: ChatCompletionRequest, choice: ModelSelection | LoraxError
+) -> PreparedChat:
+    """Check a chat request, render its prompt and create its generations."""
     service, options = context.service, _to_options(context.service, body)
     await context.admit(len(options.seeds), bool(body.stream))
-    structure, offer = await openai.choose_structure(body), None
+    structure, tools = await openai.choose_structure(body), None
     if body.tools or body.tool_choice:
         is_parallel = body.parallel_tool_calls is not False
-        offer = await asyncio.to_thread(make_offer, body.tools, body.tool_choice, is_parallel)
+        tools = await asyncio.to_thread(parse_tool_definitions, body.tools, body.tool_choice, is_parallel)
     model = await openai.resolve(context, body, choice)
-    template = service.tokenizers.template_of(model.tokenizer, offer is not None) or ""
-    asked = body.separate_reasoning
-    separates = service.config.separate_reasoning if asked is None else asked
-    plan = plan_answer(service.config, context.record.adapter_id, template, offer, separates)
-    prompt = await _render(context, model.tokenizer, template, body, offer)
-    if plan is not None:
-        if offer is not None:
-            structure = await asyncio.to_thread(plan.write_structure, model.tokenizer, prompt, structure)
-        model = model._replace(tokenizer=model.tokenizer.showing(plan.markers))
+    template = service.tokenizers.find_template(model.tokenizer, tools is not None) or ""
+    requested = body.separate_reasoning
+    separate_reasoning = service.config.separate_reasoning if requested is None else requested
+    output_format = choose_output_format(service.config, context.record.adapter_id, template, tools, separate_reasoning)
+    prompt = await _render(context, model.tokenizer, template, body, tools)
+    if output_format is not None:
+        if tools is not None:
+            structure = await asyncio.to_thread(output_format.build_grammar, model.tokenizer, prompt, structure)
+        model = model._replace(tokenizer=model.tokenizer.showing(output_format.markers))
     options = replace(options, structure=structure)
-    return PreparedChat(await context.prepare(model, prompt, options), prompt, plan)
+    return PreparedChat(await context.prepare(model, prompt, options), prompt, output_format)
 
 
 def _to_options(service: Service, body: ChatCompletionRequest) -> RequestOptions:
     reject_unsupported(CHAT, body.model_extra, vars(body))
     check(bool(body.messages), "`messages` must not be empty")
-    check(not body.top_logprobs or bool(body.logprobs), "`top_logprobs` needs `logprobs` to be true")
+    check(not body.top_logprobs or bool(body.logprobs), "`top_logprobs` requires `logprobs` to be true")
     check((body.top_logprobs or 0) >= 0, "`top_logprobs` must not be negative")
-    openai.check_stopping(service, body)
+    openai.check_stop_conditions(service, body)
     count = 1 if body.n is None else body.n
-    openai.check_count(service, count)
+    openai.check_num_choices(service, count)
     max_new_tokens, total = body.max_completion_tokens, service.max_total_tokens
     if max_new_tokens is None:
         max_new_tokens = body.max_tokens
@@ -100,10 +102,10 @@ def _to_options(service: Service, body: ChatCompletionRequest) -> RequestOptions
     else:
         check(max_new_tokens >= 1, "`max_completion_tokens` must be at least 1")
         is_possible = body.max_tokens is None or 1 <= body.max_tokens < total
-        check(is_possible, f"`max_tokens` must be 1 to {total - 1}, also where `max_completion_tokens` counts")
+        check(is_possible, f"`max_tokens` must be between 1 and {total - 1}, even if `max_completion_tokens` is set")
     default, top = service.defaults.max_new_tokens, body.top_logprobs or 0
     options = openai.to_options(service, body, count, top, max_new_tokens, default, bool(body.logprobs))
-    # The template adds the special tokens.
+    # The chat template adds the special tokens.
     return replace(options, add_special_tokens=False, logprobs=bool(body.logprobs))
 
 
@@ -112,35 +114,35 @@ async def _render(
     tokenizer: TextTokenizer,
     template: str,
     body: ChatCompletionRequest,
-    offer: ToolOffer | None,
+    tools: ToolDefinitions | None,
 ) -> str:
     if body.guideline is None and re.search(r"\bguideline\b", template):
-        raise MissingVariableError("Missing template vatiable: guideline")  # spelt as LoRAX does
+        raise MissingVariableError("Missing template vatiable: guideline")  # LoRAX has this typo
     variables = dict(body.chat_template_kwargs or {})
-    for name in RESERVED:
-        check(name not in variables, f"`chat_template_kwargs` must not have `{name}`")
+    for name in RESERVED_VARIABLES:
+        check(name not in variables, f"`chat_template_kwargs` must not contain `{name}`")
     if body.guideline is not None:
         variables["guideline"] = body.guideline
     variables["add_generation_prompt"] = body.add_generation_prompt is not False
-    if offer is not None:
-        variables["tools"] = offer.rendered
+    if tools is not None:
+        variables["tools"] = tools.rendered
     has_developer = "developer" in template
-    messages = [_message(index, message, has_developer) for index, message in enumerate(body.messages)]
+    messages = [_to_template_message(index, message, has_developer) for index, message in enumerate(body.messages)]
     if any(message.tool_calls is not None or message.role == "tool" for message in body.messages):
-        messages = prepare_calls(messages)
+        messages = normalize_tool_calls(messages)
     return await context.service.tokenizers.render(tokenizer, messages, context.tenant, **variables)
 
 
-def _message(index: int, message: Message, has_developer: bool) -> dict[str, Any]:
-    """Write a message as chat templates expect it: fields that are not there are left out, and text is one string.
+def _to_template_message(index: int, message: Message, has_developer: bool) -> dict[str, Any]:
+    """Convert a message for the chat template: null fields are dropped and text parts are joined.
 
-    `developer`, OpenAI's newer name of `system`, is for templates that know it.
+    The role `developer`, OpenAI's newer name for `system`, is kept only if the template supports it.
     """
     content = _join_text(index, message.content) if isinstance(message.content, list) else message.content
-    content = content or ""  # templates add to it
+    content = content or ""  # templates concatenate it with strings
     role = "system" if message.role == "developer" and not has_developer else message.role
     if message.has_only_text:
-        return {"role": role, "content": content}  # the usual form, of which there may be thousands
+        return {"role": role, "content": content}  # fast path: a chat may have thousands of such messages
     others = message.model_dump(exclude={"role", "content"}, exclude_none=True)
     return {"role": role, "content": content, **others}
 
@@ -151,18 +153,18 @@ def _join_text(message_index: int, content: list[TextPart | dict[str, Any]]) -> 
         kind, text = (item.type, item.text) if isinstance(item, TextPart) else (item.get("type"), item.get("text"))
         where = f"`messages[{message_index}].content[{index}]`"
         if kind != "text":
-            raise NotSupportedError(f"{where}: content of type {str(kind)[:32]!r} is not supported yet; only text is")
+            raise NotSupportedError(f"{where}: content of type {str(kind)[:32]!r} is not supported yet; use 'text'")
         if not isinstance(text, str):
-            raise InputError(f"{where} is of type 'text' and has no `text`, or one that is not a string")
+            raise InputError(f"{where} has type 'text', so `text` must be a string")
         texts.append(text)
     return "".join(texts)
 
 
-# --- Answers ----------------------------------------------------------------------------------------------------------
+# --- Responses --------------------------------------------------------------------------------------------------------
 
 
 def _write(
-    context: RequestContext, body: ChatCompletionRequest, frame: dict[str, Any], writers: list[MessageWriter]
+    context: RequestContext, body: ChatCompletionRequest, envelope: dict[str, Any], writers: list[MessageWriter]
 ) -> Response:
     choices = []
     for index, generation in enumerate(context.generations):
@@ -174,7 +176,9 @@ def _write(
         logprobs = write_logprobs(body, generation, generation.events)
         choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
     usage = openai.count_usage(context)
-    return json_response(frame | {"choices": choices, "usage": usage}, 200, context.headers(usage["completion_tokens"]))
+    return json_response(
+        envelope | {"choices": choices, "usage": usage}, 200, context.response_headers(usage["completion_tokens"])
+    )
 
 
 def _write_deltas(
@@ -185,26 +189,26 @@ def _write_deltas(
     token_events: list[TokenEvent],
     is_first: bool,
 ) -> list[dict[str, Any]]:
-    """Write choices: the role at first, new text, and the end."""
-    deltas = [_delta(index, {"role": "assistant", "content": "", "refusal": None})] if is_first else []
+    """Return stream choices: first the role, then new content, and the finish reason at the end."""
+    deltas = [_make_choice(index, {"role": "assistant", "content": "", "refusal": None})] if is_first else []
     text = "".join([token_event.text for token_event in token_events])
     logprobs = write_logprobs(body, generations[index], token_events)
     reason = openai.finish_reason(token_events[-1].finish_reason)
-    news = [{"content": text}] if text else []
+    new_deltas = [{"content": text}] if text else []
     if writers:
-        news = writers[index].write_deltas(text, is_last=reason is not None)
+        new_deltas = writers[index].write_deltas(text, is_last=reason is not None)
         reason = writers[index].finish_reason(reason)
-    if logprobs is not None and not news:
-        news = [{"content": ""}]
-    for new in news:
-        deltas.append(_delta(index, new, logprobs))
-        logprobs = None  # once is enough
+    if logprobs is not None and not new_deltas:
+        new_deltas = [{"content": ""}]
+    for new_delta in new_deltas:
+        deltas.append(_make_choice(index, new_delta, logprobs))
+        logprobs = None  # only the first delta carries them
     if reason is not None:
-        deltas.append(_delta(index, {}, None, reason))
+        deltas.append(_make_choice(index, {}, None, reason))
     return deltas
 
 
-def _delta(
+def _make_choice(
     index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
 ) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
@@ -218,12 +222,12 @@ def write_logprobs(
     detokenizer, content = generation.tokenizer.detokenizer, []
     for token_event in token_events:
         alternatives = list(zip(*(token_event.alternatives or ((), ())), strict=True))
-        top = [_logprob(detokenizer, *alternative) for alternative in alternatives[: body.top_logprobs or 0]]
-        content.append(_logprob(detokenizer, token_event.token_id, token_event.logprob) | {"top_logprobs": top})
+        top = [_format_logprob(detokenizer, *alternative) for alternative in alternatives[: body.top_logprobs or 0]]
+        content.append(_format_logprob(detokenizer, token_event.token_id, token_event.logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def _logprob(detokenizer: Detokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+def _format_logprob(detokenizer: Detokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     return {
         "token": detokenizer.token_text(token_id),
         "logprob": logprob,

@@ -1,4 +1,4 @@
-"""LoRAX's own routes for text: `/`, `/invocations`, `/generate` and `/generate_stream`."""
+"""The LoRAX routes for text generation: `/`, `/invocations`, `/generate` and `/generate_stream`."""
 
 import asyncio
 import secrets
@@ -12,11 +12,11 @@ from starlette.responses import Response
 from lorax_server.config import ServerConfig
 from lorax_server.generation.candidates import candidate_seed, sort_candidates
 from lorax_server.generation.generation import TokenEvent
-from lorax_server.server.access.model_names import Choice, ModelNames
-from lorax_server.server.checks import check, check_stops, pick_sampling, to_bias
+from lorax_server.server.access.model_names import ModelNames, ModelSelection
+from lorax_server.server.checks import check, check_stop_strings, collect_sampling_fields, parse_logit_bias
 from lorax_server.server.generations import RemoteGeneration, finish_all
-from lorax_server.server.http.problems import json_response
-from lorax_server.server.http.sse import write_events
+from lorax_server.server.http.error_responses import json_response
+from lorax_server.server.http.sse import encode_events
 from lorax_server.server.request_context import RequestContext, RequestOptions
 from lorax_server.server.schemas.lorax import (
     CompatGenerateRequest,
@@ -42,40 +42,40 @@ def make_router(service: Service) -> APIRouter:
 
     @router.post("/generate", operation_id="generate", response_model=GenerateResponse, responses=ERRORS)
     async def generate(http: Request, body: GenerateRequest) -> Response:
-        """Answer a prompt."""
-        return await RequestContext(service, http).answer(lambda context: _answer_whole(context, body, as_list=False))
+        """Complete a prompt."""
+        return await RequestContext(service, http).run(lambda context: _generate_whole(context, body, as_list=False))
 
     @router.post("/generate_stream", operation_id="generate_stream", response_class=Response, responses=ERRORS)
     async def generate_stream(http: Request, body: GenerateRequest) -> Response:
-        """Answer a prompt token by token. Each event is a `StreamResponse`; the last one has `generated_text`."""
-        return await RequestContext(service, http).answer(lambda context: _answer_stream(context, body))
+        """Complete a prompt and stream its tokens. Each event is a `StreamResponse`; the last has `generated_text`."""
+        return await RequestContext(service, http).run(lambda context: _generate_stream(context, body))
 
     async def compat(http: Request, body: CompatGenerateRequest) -> Response:
-        """Answer a prompt, in a list of one answer; or token by token if `stream` is true."""
+        """Complete a prompt. The response is a list with one item, or a stream if `stream` is true."""
         if body.stream:
             return await generate_stream(http, body)
-        return await RequestContext(service, http).answer(lambda context: _answer_whole(context, body, as_list=True))
+        return await RequestContext(service, http).run(lambda context: _generate_whole(context, body, as_list=True))
 
     for path, name in (("/", "answer"), ("/invocations", "invoke")):
         router.post(path, operation_id=name, response_model=list[GenerateResponse], responses=ERRORS)(compat)
     return router
 
 
-async def _prepare(context: RequestContext, body: GenerateRequest, is_streamed: bool) -> list[RemoteGeneration]:
+async def _prepare(context: RequestContext, body: GenerateRequest, is_stream: bool) -> list[RemoteGeneration]:
     service, parameters = context.service, body.parameters or GenerateParameters()
     choice = choose_adapter(parameters, service.model_names)
     context.record_model(choice)
     reject_misplaced(body.model_extra, GenerateParameters.model_fields)
-    options = to_options(service, body.inputs, parameters, is_streamed)
-    await context.admit(len(options.seeds), is_streamed)
+    options = to_options(service, body.inputs, parameters, is_stream)
+    await context.admit(len(options.seeds), is_stream)
     options = replace(options, structure=await choose_structure(parameters))
     return await context.prepare(await context.resolve(choice), body.inputs, options)
 
 
-async def _answer_whole(context: RequestContext, body: GenerateRequest, as_list: bool) -> Response:
-    generations = await _prepare(context, body, is_streamed=False)
+async def _generate_whole(context: RequestContext, body: GenerateRequest, as_list: bool) -> Response:
+    generations = await _prepare(context, body, is_stream=False)
     await finish_all(generations)
-    return await context.write(lambda: _write(context, body, generations, as_list))
+    return await context.build_response(lambda: _write(context, body, generations, as_list))
 
 
 def _write(
@@ -85,21 +85,21 @@ def _write(
     best, *others = [generations[index] for index in order]
     parameters = body.parameters or GenerateParameters()
     prefix = body.inputs if parameters.return_full_text else ""
-    answer: dict[str, Any] = {"generated_text": prefix + best.text}
+    content: dict[str, Any] = {"generated_text": prefix + best.text}
     if parameters.details or parameters.decoder_input_details:
         details = _details(best) | {"prompt_tokens": len(best.request.prompt_ids), "skipped_tokens": 0}
         if others:
             details["best_of_sequences"] = [
                 _details(other) | {"generated_text": prefix + other.text} for other in others
             ]
-        answer["details"] = details
-    headers = context.headers(len(best.completion.token_ids))
-    return json_response([answer] if as_list else answer, 200, headers)
+        content["details"] = details
+    headers = context.response_headers(len(best.completion.token_ids))
+    return json_response([content] if as_list else content, 200, headers)
 
 
-async def _answer_stream(context: RequestContext, body: GenerateRequest) -> Response:
-    (generation,) = await _prepare(context, body, is_streamed=True)
-    parameters, extra = body.parameters or GenerateParameters(), dict(context.first_event)
+async def _generate_stream(context: RequestContext, body: GenerateRequest) -> Response:
+    (generation,) = await _prepare(context, body, is_stream=True)
+    parameters, extra = body.parameters or GenerateParameters(), dict(context.first_event_fields)
 
     def write(_: int, token_events: list[TokenEvent], is_first: bool) -> bytes:
         events: list[dict[str, Any]] = [
@@ -114,9 +114,9 @@ async def _answer_stream(context: RequestContext, body: GenerateRequest) -> Resp
                 events[-1]["details"] = _summary(generation) | {"prompt_tokens": prompt_tokens}
         if is_first:
             events[0] |= extra
-        return write_events(events)
+        return encode_events(events)
 
-    return await context.stream(write)
+    return await context.stream_events(write)
 
 
 def _summary(generation: RemoteGeneration) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _token(generation: RemoteGeneration, token_event: TokenEvent) -> dict[str, A
 
 
 def _prefill(generation: RemoteGeneration) -> list[dict[str, Any]]:
-    """Describe the prompt's tokens; the first one has no log probability."""
+    """Return the prompt tokens with log probabilities. The first token has none."""
     logprobs = generation.completion.prompt_logprobs
     if logprobs is None:
         return []
@@ -162,33 +162,33 @@ def _prefill(generation: RemoteGeneration) -> list[dict[str, Any]]:
     return [{"id": token_id, "text": token_text(token_id), "logprob": logprob} for token_id, logprob in pairs]
 
 
-# --- Parameters: the rules, their order and their words are LoRAX's ---------------------------------------------------
+# --- Parameters: the checks, their order and their messages match LoRAX -----------------------------------------------
 
 
-def choose_adapter(parameters: GenerateParameters, names: ModelNames) -> Choice:
+def choose_adapter(parameters: GenerateParameters, names: ModelNames) -> ModelSelection:
     merged, token = parameters.merged_adapters, parameters.api_token or None
     check(
         parameters.adapter_id is None or merged is None,
         "at most one of `adapter_id` or `adapters` may be provided",
     )
     if merged is None:
-        return names.by_adapter(parameters.adapter_id, parameters.adapter_source, token)
+        return names.select_adapter_id(parameters.adapter_id, parameters.adapter_source, token)
     return choose_merged(merged, parameters.adapter_source, token, names, parameters.seed)
 
 
 def choose_merged(
     merged: MergedAdapters, source: str | None, token: str | None, names: ModelNames, seed: int | None
-) -> Choice:
+) -> ModelSelection:
     check(bool(merged.ids), "at least one adapter ID must be provided when setting `adapters`")
-    check(len(merged.ids) <= MAX_MERGED, f"at most {MAX_MERGED} adapters are merged. Given: {len(merged.ids)}")
+    check(len(merged.ids) <= MAX_MERGED, f"at most {MAX_MERGED} adapters can be merged. Given: {len(merged.ids)}")
     weights = merged.weights or [1.0] * len(merged.ids)
     check(len(merged.ids) == len(weights), "number of adapter IDs must match number of adapter weights")
-    if len(merged.ids) == 1:  # nothing to merge it with
-        return names.by_adapter(merged.ids[0], source, token)
-    return names.merged(merged.ids, _merge(merged, weights, seed), source, token)
+    if len(merged.ids) == 1:  # use the adapter unchanged
+        return names.select_adapter_id(merged.ids[0], source, token)
+    return names.select_merged(merged.ids, _merge(merged, weights, seed), source, token)
 
 
-def to_options(service: Service, inputs: str, parameters: GenerateParameters, is_streamed: bool) -> RequestOptions:
+def to_options(service: Service, inputs: str, parameters: GenerateParameters, is_stream: bool) -> RequestOptions:
     _check_parameters(parameters, service.config)
     check(bool(inputs), "`inputs` cannot be empty")
     truncate, max_length = parameters.truncate, service.max_input_length
@@ -197,16 +197,16 @@ def to_options(service: Service, inputs: str, parameters: GenerateParameters, is
         f"`truncate` must be strictly positive and less than {max_length}. Given: {truncate}",
     )
     best_of = parameters.best_of or 1
-    check(not is_streamed or best_of == 1, "`best_of` != 1 is not supported when streaming tokens")
+    check(not is_stream or best_of == 1, "`best_of` != 1 is not supported when streaming tokens")
     check(
-        not (is_streamed and parameters.decoder_input_details),
+        not (is_stream and parameters.decoder_input_details),
         "`decoder_input_details` == true is not supported when streaming tokens",
     )
     reject_unsupported(GENERATE, parameters.model_extra, vars(parameters))
     sampling = SamplingParams(
-        **pick_sampling(parameters),
-        do_sample=_samples(parameters),
-        logit_bias=to_bias(parameters.logit_bias),
+        **collect_sampling_fields(parameters),
+        do_sample=_uses_sampling(parameters),
+        logit_bias=parse_logit_bias(parameters.logit_bias),
         watermark=bool(parameters.watermark),
         num_alternatives=parameters.return_k_alternatives or 0,
     )
@@ -221,7 +221,7 @@ def to_options(service: Service, inputs: str, parameters: GenerateParameters, is
         sampling,
         stop,
         [candidate_seed(seed, index) for index in range(best_of)],
-        may_shorten=parameters.max_new_tokens is None,
+        may_clamp_max_new_tokens=parameters.max_new_tokens is None,
         truncate=truncate,
         logprobs=bool(parameters.details or parameters.decoder_input_details),
         prompt_logprobs=bool(parameters.decoder_input_details),
@@ -229,28 +229,28 @@ def to_options(service: Service, inputs: str, parameters: GenerateParameters, is
 
 
 async def choose_structure(parameters: GenerateParameters) -> Structure | None:
-    """Return the output format of an admitted request. Schemas are analyzed on a thread.
+    """Return the request's grammar, or None. Call it after admission: it analyzes schemas on a thread.
 
-    Unlike in LoRAX, the type counts: `text` asks for nothing.
+    Unlike LoRAX, the type matters: `text` applies no constraint.
     """
-    asked = parameters.response_format
-    if asked is None:
+    response_format = parameters.response_format
+    if response_format is None:
         return None
-    fields = {"response_format": asked.model_dump(by_alias=True)}
+    fields = {"response_format": response_format.model_dump(by_alias=True)}
     return await asyncio.to_thread(request_formats.choose_structure, fields)
 
 
 def _merge(merged: MergedAdapters, weights: list[float], seed: int | None) -> Merge:
-    """Use the request's seed only where DARE drops numbers by chance.
+    """Use the request's seed only for DARE, which drops weights at random.
 
-    Without a seed the choice is always the same: merges with seeds of their own could not be shared by requests.
+    Without a seed, DARE always uses seed 0, so that requests can share the merged adapter.
     """
     strategy = (merged.merge_strategy or "linear").lower()
-    # LoRAX's default of 0 keeps nothing of the adapters; clients who leave it out want all of them.
+    # LoRAX's default of 0 would drop all weights; clients that leave `density` out expect to keep all.
     density = merged.density or 1.0
-    is_drawn = strategy.startswith("dare") and density < 1
+    is_random = strategy.startswith("dare") and density < 1
     sign_method = (merged.majority_sign_method or "total").lower()
-    return Merge(tuple(weights), strategy, density, sign_method, seed=seed if seed and is_drawn else 0)
+    return Merge(tuple(weights), strategy, density, sign_method, seed=seed if seed and is_random else 0)
 
 
 def _check_parameters(parameters: GenerateParameters, config: ServerConfig) -> None:
@@ -258,11 +258,14 @@ def _check_parameters(parameters: GenerateParameters, config: ServerConfig) -> N
     if best_of is not None and not 0 <= best_of <= most:
         check(most > 1, "`best_of` != 1 is not allowed for this endpoint")
         check(False, f"`best_of` must be > 0 and <= {most}. Given: {best_of}")
-    is_several = (best_of or 1) > 1
-    check(not is_several or _samples(parameters, any_temperature=True), "you must use sampling when `best_of` is > 1")
+    has_candidates = (best_of or 1) > 1
+    check(
+        not has_candidates or _uses_sampling(parameters, any_temperature=True),
+        "you must use sampling when `best_of` is > 1",
+    )
     _check_ranges(parameters, config)
-    check_stops(parameters.stop or [], config)
-    check(not is_several or parameters.seed is None, "`seed` must not be set when `best_of` > 1")
+    check_stop_strings(parameters.stop or [], config)
+    check(not has_candidates or parameters.seed is None, "`seed` must not be set when `best_of` > 1")
 
 
 def _check_ranges(parameters: GenerateParameters, config: ServerConfig) -> None:
@@ -284,16 +287,18 @@ def _check_ranges(parameters: GenerateParameters, config: ServerConfig) -> None:
         (parameters.max_new_tokens, lambda value: value >= 1, "`max_new_tokens` must be strictly positive"),
     )
     for value, holds, message in rules:
-        check(value is None or holds(value), message)  # no rule holds for NaN
+        check(value is None or holds(value), message)  # NaN fails every rule
 
 
 def _is_penalty(value: float) -> bool:
     return -2 <= value <= 2
 
 
-def _samples(parameters: GenerateParameters, any_temperature: bool = False) -> bool:
-    """Tell whether parameters ask for sampling. A temperature of 1 alone changes nothing, so LoRAX does not sample for
-    it, but accepts it as a wish to (`any_temperature`)."""
+def _uses_sampling(parameters: GenerateParameters, any_temperature: bool = False) -> bool:
+    """Return True if the parameters enable sampling, with LoRAX's rules.
+
+    `any_temperature` also accepts values without effect, such as a temperature of 1, as `best_of` does in LoRAX.
+    """
     temperature = parameters.temperature
     by_temperature = temperature is not None and (any_temperature or temperature not in (0, 1))
     top_p, typical_p = parameters.top_p, parameters.typical_p

@@ -1,4 +1,4 @@
-"""The common part of OpenAI's two routes: rules of parameters, and the frame of answers."""
+"""Code shared by the OpenAI routes: model selection, parameters, and responses."""
 
 import asyncio
 import secrets
@@ -13,11 +13,17 @@ from lorax_server.errors import AdapterNotFoundError, LoraxError
 from lorax_server.generation.candidates import candidate_seed
 from lorax_server.generation.generation import TokenEvent
 from lorax_server.server.access.keys import HUB
-from lorax_server.server.access.model_names import Choice, ModelNames, Named
+from lorax_server.server.access.model_names import AdapterKey, ModelNames, ModelSelection
 from lorax_server.server.adapter_lookup import ResolvedModel
-from lorax_server.server.checks import MAX_BIASES, check, check_stops, pick_sampling, to_bias
-from lorax_server.server.generations import RemoteGeneration, count_cached
-from lorax_server.server.http.sse import DONE, EventStream, event, write_events
+from lorax_server.server.checks import (
+    MAX_LOGIT_BIASES,
+    check,
+    check_stop_strings,
+    collect_sampling_fields,
+    parse_logit_bias,
+)
+from lorax_server.server.generations import RemoteGeneration, count_cached_tokens
+from lorax_server.server.http.sse import DONE_EVENT, EventStream, encode_event, encode_events
 from lorax_server.server.request_context import RequestContext, RequestOptions
 from lorax_server.server.routes.lorax import choose_merged
 from lorax_server.server.schemas.openai import CommonRequest, OpenAIErrorResponse
@@ -33,58 +39,58 @@ FINGERPRINT = f"lorax-{__version__}"
 # --- Adapters ---------------------------------------------------------------------------------------------------------
 
 
-def choose_model(context: RequestContext, body: CommonRequest) -> Choice | LoraxError:
-    """Return the model that a request names, or the error, which `resolve` raises once the request is admitted.
+def choose_model(context: RequestContext, body: CommonRequest) -> ModelSelection | LoraxError:
+    """Return the model that a request names, or the error that `resolve` raises after the request is admitted.
 
-    The name is recorded first, so that a rejected request is counted for its adapter, unless it cannot exist.
+    The name is recorded here, so that metrics count a rejected request for its adapter.
     """
     try:
-        choice = _choose(body, context.service.model_names)
+        choice = _select_model(body, context.service.model_names)
     except LoraxError as error:
         return error
     context.record_model(choice)
     return choice
 
 
-async def resolve(context: RequestContext, body: CommonRequest, choice: Choice | LoraxError) -> ResolvedModel:
-    if isinstance(choice, Choice):
+async def resolve(context: RequestContext, body: CommonRequest, choice: ModelSelection | LoraxError) -> ResolvedModel:
+    if isinstance(choice, ModelSelection):
         return await context.resolve(choice)
     if isinstance(choice, AdapterNotFoundError):
         names = context.service.model_names
-        named = Named(names.default_source, body.adapter_id or names.without_base(body.model))
-        # First, so that a caller who may not use the name does not learn that it is missing.
+        named = AdapterKey(names.default_source, body.adapter_id or names.strip_base_name(body.model))
+        # Check permission first, so that callers cannot probe which adapters exist.
         await context.lookup.check_may_use(named, named.source == HUB, None)
-        raise await context.lookup.add_nearest(choice, named.name, None) from None
+        raise await context.lookup.add_suggestions(choice, named.name, None) from None
     raise choice
 
 
-def _choose(body: CommonRequest, names: ModelNames) -> Choice:
-    """Choose what `model` names, or LoRAX's `adapter_id` or `merged_adapters` where it names no adapter."""
-    model, token = names.without_base(body.model), body.api_token or None
+def _select_model(body: CommonRequest, names: ModelNames) -> ModelSelection:
+    """Select the model by `model`, or by LoRAX's `adapter_id` or `merged_adapters` if `model` names no adapter."""
+    model, token = names.strip_base_name(body.model), body.api_token or None
     if body.merged_adapters is not None:
-        check(not model, "`model` and `merged_adapters` name different adapters; name one")
+        check(not model, "`model` and `merged_adapters` name different adapters; use only one of them")
         check(not body.adapter_id, "at most one of `adapter_id` or `merged_adapters` may be provided")
         seed = None if body.seed is None else body.seed & MAX_SEED
         return choose_merged(body.merged_adapters, body.adapter_source, token, names, seed)
     if body.adapter_id and body.adapter_id != model:
-        check(not model, "`model` and `adapter_id` name different adapters; name one")
-        return names.by_adapter(body.adapter_id, body.adapter_source, token)
-    return names.by_model(body.model, body.adapter_source, token)
+        check(not model, "`model` and `adapter_id` name different adapters; use only one of them")
+        return names.select_adapter_id(body.adapter_id, body.adapter_source, token)
+    return names.select_model(body.model, body.adapter_source, token)
 
 
 # --- Parameters -------------------------------------------------------------------------------------------------------
 
 
-def check_stopping(service: Service, body: CommonRequest) -> None:
-    check_stops(_stop_strings(body), service.config)
+def check_stop_conditions(service: Service, body: CommonRequest) -> None:
+    check_stop_strings(_stop_strings(body), service.config)
     count = len(body.stop_token_ids or ())
-    check(count <= MAX_BIASES, f"`stop_token_ids` has at most {MAX_BIASES} tokens. Given: {count}")
+    check(count <= MAX_LOGIT_BIASES, f"`stop_token_ids` supports up to {MAX_LOGIT_BIASES} tokens. Given: {count}")
 
 
-def check_count(service: Service, count: int) -> None:
+def check_num_choices(service: Service, count: int) -> None:
     most = service.config.max_choices
     check(count >= 1, "`n` must be at least 1")
-    check(count <= most, f"`n`: at most {most} answers are given to a request, not {count}")
+    check(count <= most, f"`n`: a request may have at most {most} completions in total (got {count})")
 
 
 def to_options(
@@ -96,9 +102,9 @@ def to_options(
     default_new_tokens: int | None,
     raw_logprobs: bool,
 ) -> RequestOptions:
-    """Return the options that both routes have in common; each adds its own.
+    """Return the options that the OpenAI routes share.
 
-    Only a request that needs log probabilities asks for raw ones: a structure's tokens could not come several at once.
+    `raw_logprobs` is set only if log probabilities are needed, because it disables forced tokens in structured output.
     """
     sampling = replace(_sampling(service, body, num_alternatives), raw_logprobs=raw_logprobs)
     stop = StopParams(
@@ -111,18 +117,20 @@ def to_options(
     )
     seed = secrets.randbits(64) if body.seed is None else body.seed & MAX_SEED
     seeds = [candidate_seed(seed, index) for index in range(count)]
-    return RequestOptions(sampling, stop, seeds, may_shorten=max_new_tokens is None, salt=body.cache_salt or "")
+    return RequestOptions(
+        sampling, stop, seeds, may_clamp_max_new_tokens=max_new_tokens is None, salt=body.cache_salt or ""
+    )
 
 
 async def choose_structure(body: CommonRequest) -> Structure | None:
-    """Return the output format of an admitted request. Schemas are analyzed on a thread."""
+    """Return the request's grammar, or None. Call it after admission: it analyzes schemas on a thread."""
     fields = {name: value for name in request_formats.FIELDS if (value := getattr(body, name)) is not None}
     return await asyncio.to_thread(request_formats.choose_structure, fields) if fields else None
 
 
 def _sampling(service: Service, body: CommonRequest, num_alternatives: int) -> SamplingParams:
     defaults, max_logprobs = service.defaults, service.config.max_logprobs
-    fields: dict[str, Any] = {"temperature": 1.0, "top_k": 0} | pick_sampling(body, defaults)
+    fields: dict[str, Any] = {"temperature": 1.0, "top_k": 0} | collect_sampling_fields(body, defaults)
     if body.temperature is None and defaults.do_sample is False:
         fields["temperature"] = 0.0
     check(0 <= fields["temperature"] <= 2, "`temperature` must be >= 0 and <= 2")
@@ -130,12 +138,12 @@ def _sampling(service: Service, body: CommonRequest, num_alternatives: int) -> S
         num_alternatives <= max_logprobs,
         f"`return_k_alternatives` must be <= {max_logprobs}. Given: {num_alternatives}",
     )
-    check(fields["top_k"] >= -1, "`top_k` must be >= 1, or -1 or 0 for all")
+    check(fields["top_k"] >= -1, "`top_k` must be >= 1, or 0 or -1 to disable it")
     fields["top_k"] = max(0, fields["top_k"])
     return SamplingParams(
         **fields,
         do_sample=fields["temperature"] > 0,
-        logit_bias=to_bias(body.logit_bias),
+        logit_bias=parse_logit_bias(body.logit_bias),
         num_alternatives=num_alternatives,
     )
 
@@ -144,22 +152,22 @@ def _stop_strings(body: CommonRequest) -> list[str]:
     return [body.stop] if isinstance(body.stop, str) else body.stop or []
 
 
-# --- Answers ----------------------------------------------------------------------------------------------------------
+# --- Responses --------------------------------------------------------------------------------------------------------
 
 
-def make_frame(context: RequestContext, body: CommonRequest, prefix: str, kind: str) -> dict[str, Any]:
-    """Return the fields around the choices of an answer, and of each event. The model has the request's name for it."""
+def make_envelope(context: RequestContext, body: CommonRequest, prefix: str, kind: str) -> dict[str, Any]:
+    """Return all response fields except choices and usage. `model` repeats the name from the request."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
-        "model": body.adapter_id or body.model or context.service.model_names.primary,
+        "model": body.adapter_id or body.model or context.service.model_names.primary_name,
         "system_fingerprint": FINGERPRINT,
     }
 
 
 def count_usage(context: RequestContext, is_scoring: bool = False) -> dict[str, Any]:
-    """Count the tokens of all answers, also of those that were generated and not chosen."""
+    """Return `usage` for all completions, including `best_of` candidates that were not chosen."""
     generations: Sequence[RemoteGeneration] = context.generations
     num_prompt_tokens = context.record.prompt_tokens
     num_generated = 0 if is_scoring else sum(len(generation.completion.token_ids) for generation in generations)
@@ -167,7 +175,7 @@ def count_usage(context: RequestContext, is_scoring: bool = False) -> dict[str, 
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt_tokens + num_generated,
-        "prompt_tokens_details": {"cached_tokens": count_cached(generations)},
+        "prompt_tokens_details": {"cached_tokens": count_cached_tokens(generations)},
     }
 
 
@@ -177,32 +185,32 @@ def finish_reason(reason: FinishReason | None) -> str | None:
     return "length" if reason is FinishReason.LENGTH else "stop"
 
 
-Write = Callable[[int, list[TokenEvent], bool], list[dict[str, Any]]]
-"""Makes choices of a generation's index, its new tokens, and whether they are its first."""
+WriteChoices = Callable[[int, list[TokenEvent], bool], list[dict[str, Any]]]
+"""Builds choices from a generation's index, its new token events, and whether they are the first."""
 
 
 async def stream_choices(
-    context: RequestContext, body: CommonRequest, frame: dict[str, Any], write: Write
+    context: RequestContext, body: CommonRequest, envelope: dict[str, Any], write: WriteChoices
 ) -> EventStream:
-    """Respond with the events of all generations, as they arrive."""
-    num_left, extra = len(context.generations), dict(context.first_event)
-    no_usage = {"usage": None} if body.wants_usage else {}
+    """Stream the chunks of all generations as they arrive."""
+    num_running, extra = len(context.generations), dict(context.first_event_fields)
+    null_usage = {"usage": None} if body.wants_usage else {}
 
     def write_choices(index: int, token_events: list[TokenEvent], is_first: bool) -> bytes:
-        nonlocal num_left
+        nonlocal num_running
         chunks: list[dict[str, Any]] = [
-            {**frame, "choices": [choice], **no_usage} for choice in write(index, token_events, is_first)
+            {**envelope, "choices": [choice], **null_usage} for choice in write(index, token_events, is_first)
         ]
-        num_left -= token_events[-1].finish_reason is not None
-        if body.says_nothing_of_usage and not num_left:
+        num_running -= token_events[-1].finish_reason is not None
+        if body.usage_in_last_chunk and not num_running:
             chunks[-1]["usage"] = count_usage(context)
         if chunks:
             chunks[0] |= extra
             extra.clear()
-        return write_events(chunks)
+        return encode_events(chunks)
 
     def write_end() -> bytes:
-        usage = event(frame | {"choices": [], "usage": count_usage(context)}) if body.wants_usage else b""
-        return usage + DONE
+        usage = encode_event(envelope | {"choices": [], "usage": count_usage(context)}) if body.wants_usage else b""
+        return usage + DONE_EVENT
 
-    return await context.stream(write_choices, write_end)
+    return await context.stream_events(write_choices, write_end)

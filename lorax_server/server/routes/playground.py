@@ -1,4 +1,4 @@
-"""The playground at `/ui`: a page that asks this server like any other client. It holds no secrets and needs no key."""
+"""The playground at `/ui`: a static page that calls this server's API. The page itself needs no key."""
 
 from pathlib import Path
 
@@ -9,12 +9,17 @@ from starlette.staticfiles import StaticFiles
 from lorax_server.server.schemas.examples import read_examples
 from lorax_server.server.service import Service
 
-FOLDER = Path(__file__).parents[2] / "ui"
-TYPES = {".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}  # machines differ in what they call these
-POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
+UI_FOLDER = Path(__file__).parents[2] / "ui"
+CONTENT_TYPES = {
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}  # `mimetypes` differs between machines
+CONTENT_SECURITY_POLICY = (
+    "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
+)
 HEADERS = {
-    "cache-control": "no-cache",  # kept, but asked for again: a new server may have a new page
-    "content-security-policy": POLICY,
+    "cache-control": "no-cache",  # cached but revalidated: an upgraded server may have a new page
+    "content-security-policy": CONTENT_SECURITY_POLICY,
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
@@ -22,12 +27,12 @@ HEADERS = {
 
 def make_router(service: Service) -> APIRouter:
     router = APIRouter(include_in_schema=False)
-    files = StaticFiles(directory=FOLDER)
+    files = StaticFiles(directory=UI_FOLDER)
     examples = read_examples(service.config.examples)
 
     @router.get("/ui")
     async def redirect_to_folder() -> Response:
-        """Redirect by a relative path, since a proxy may put a prefix before ours."""
+        """Redirect with a relative path, because a proxy may add a path prefix."""
         return Response(status_code=307, headers={**HEADERS, "location": "ui/"})
 
     @router.get("/ui/")
@@ -38,12 +43,12 @@ def make_router(service: Service) -> APIRouter:
     async def serve_examples() -> Response:
         return Response(examples, headers=HEADERS, media_type="application/json")
 
-    @router.get("/ui/{name}")  # a name without slashes, so that there is one path to a file
+    @router.get("/ui/{name}")  # no slashes in names: each file has exactly one path
     async def serve_file(name: str, http: Request) -> Response:
         response = await files.get_response(name, http.scope)
         response.headers.update(HEADERS)
-        if Path(name).suffix in TYPES:
-            response.headers["content-type"] = TYPES[Path(name).suffix]
+        if Path(name).suffix in CONTENT_TYPES:
+            response.headers["content-type"] = CONTENT_TYPES[Path(name).suffix]
         return response
 
     return router

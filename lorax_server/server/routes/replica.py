@@ -1,6 +1,6 @@
-"""Routes by which a replica's Ray actor controls its server, and adapter changes of other replicas.
+"""Internal routes for a replica's Ray actor: load reports, and adapter changes from other replicas.
 
-`ReplicaAccess` keeps clients out.
+`ReplicaAccess` rejects requests from clients.
 """
 
 import asyncio
@@ -14,30 +14,30 @@ from starlette.routing import Route
 
 from lorax_server.errors import BusyError, EngineError, LoraxError
 from lorax_server.server.access.keys import Key
-from lorax_server.server.access.model_names import Named
-from lorax_server.server.http.problems import json_response
+from lorax_server.server.access.model_names import AdapterKey
+from lorax_server.server.http.error_responses import json_response
 from lorax_server.server.http.replica_protocol import AdapterChange
 from lorax_server.server.routes.adapters import load_adapter, pin_adapter, unload_adapter
-from lorax_server.server.service import MAX_ASKED, Service
+from lorax_server.server.service import MAX_IDENTITIES_PER_QUERY, Service
 from lorax_server.types import AdapterStage
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.5
-MAX_TRIES = 20  # while the engine restarts
-UNAVAILABLE = (EngineError, BusyError)
-REPLICA = Key("replica")
-MAX_REPORTED = 2 * MAX_ASKED  # adapters, the most recently resolved ones
+LOAD_RETRY_S = 0.5
+MAX_LOAD_ATTEMPTS = 20  # covers an engine restart
+UNAVAILABLE_ERRORS = (EngineError, BusyError)
+REPLICA_KEY = Key("replica")
+MAX_REPORTED_ADAPTERS = 2 * MAX_IDENTITIES_PER_QUERY  # the most recently resolved adapters
 TIERS = {AdapterStage.DEVICE.value: "device", AdapterStage.LOADING.value: "device", AdapterStage.HOST.value: "host"}
 TIERS |= {AdapterStage.DISK.value: "disk", AdapterStage.PREPARING.value: "disk"}
 
 
 def make_control_app(service: Service) -> Starlette:
-    """Make the application for requests of the actor. They need no API key, and work while the server drains."""
+    """Create the application that serves the actor. It needs no API key and also works while the server drains."""
     replicator = ChangeReplicator(service)
 
     async def state(_: Request) -> Response:
-        """Describe the load for the autoscaler, and adapter locations for the request router."""
+        """Report the load for the autoscaler and the adapter locations for the request router."""
         status, info = await service.engine.status(), service.engine.info
         content = {
             "is_draining": service.is_draining,
@@ -64,15 +64,15 @@ def make_control_app(service: Service) -> Starlette:
 
 
 async def _list_names(service: Service) -> dict[str, list[str]]:
-    """List adapters by tier, each under every name and alias that requests may use."""
+    """List adapter names and aliases by tier."""
     seen, listed = service.adapter_index, dict[str, list[str]]()
     aliases: dict[Any, list[str]] = {}
     for alias, named in service.model_names.aliases.items():
         aliases.setdefault(named, []).append(alias)
-    identities = seen.newest(MAX_REPORTED)
-    for start in range(0, len(identities), MAX_ASKED):
-        for state in await service.engine.list_adapters(identities[start : start + MAX_ASKED]):
-            names = [name for name in seen.names(state.identity) if seen.latest(name) == state.identity]
+    identities = seen.newest_identities(MAX_REPORTED_ADAPTERS)
+    for start in range(0, len(identities), MAX_IDENTITIES_PER_QUERY):
+        for state in await service.engine.list_adapters(identities[start : start + MAX_IDENTITIES_PER_QUERY]):
+            names = [name for name in seen.names_of(state.identity) if seen.latest_identity(name) == state.identity]
             for name in names:
                 tier = TIERS.get(state.state, "broken")
                 listed.setdefault(tier, []).extend((name.name, *aliases.get(name, ())))
@@ -81,33 +81,33 @@ async def _list_names(service: Service) -> dict[str, list[str]]:
     return listed
 
 
-# --- Changes that another replica has processed -----------------------------------------------------------------------
+# --- Adapter changes from other replicas ------------------------------------------------------------------------------
 
 
 class PendingLoad(NamedTuple):
-    """A load in the background."""
+    """An adapter load that runs in the background."""
 
     task: asyncio.Task[None]
     pin: bool | None  # whether to pin the adapter after the load; None leaves the pin as it is
-    known: str  # identity that this server has loaded already; "" if it has to resolve the name
+    known_identity: str  # identity that this server has already loaded; "" if the name must be resolved
 
 
 class ChangeReplicator:
-    """Applies changes in the registry's order, one at a time. Adapters load in the background.
+    """Applies adapter changes one at a time, in the registry's order. Adapters load in the background.
 
-    A server also applies the changes that it processed itself: otherwise two overlapping changes would leave each
-    replica with its own change as the last one. Applying a change twice is harmless. The server does not resolve an
-    adapter again that it has just loaded, because only the admin's request had the token for it.
+    A server also re-applies the changes that it processed itself. Otherwise, after two concurrent changes, each
+    replica would keep a different state. Applying a change twice is harmless. The server does not resolve an adapter
+    that it has just loaded, because only the admin's request contained the token for the source.
     """
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._lock = asyncio.Lock()  # held while a change or a pin is applied
-        self._loads: dict[Named, PendingLoad] = {}
+        self._loads: dict[AdapterKey, PendingLoad] = {}
 
     async def apply(self, change: AdapterChange, is_own: bool) -> None:
-        """Apply a change, or log why this server rejects it. Raise if the engine is unavailable."""
-        name = Named(change.source, change.name)
+        """Apply a change, or log why it cannot be applied. Raise if the engine is unavailable."""
+        name = AdapterKey(change.source, change.name)
         async with self._lock:
             pending = self._loads.pop(name, None)
             if pending is not None:
@@ -117,49 +117,49 @@ class ChangeReplicator:
                     await self._load(change, name, is_own, pending)
                 else:
                     await self._unload(change)
-            except UNAVAILABLE:
+            except UNAVAILABLE_ERRORS:
                 raise
             except LoraxError as error:
                 action = "load" if change.is_load else "unload"
                 logger.warning("cannot apply the %s of adapter %r: %s", action, change.name[:64], error)
 
-    async def _load(self, change: AdapterChange, name: Named, is_own: bool, pending: PendingLoad | None) -> None:
-        """Assign the alias. Start a load if the adapter is to be pinned or if this server has an older version."""
+    async def _load(self, change: AdapterChange, name: AdapterKey, is_own: bool, pending: PendingLoad | None) -> None:
+        """Assign the alias. Start a background load to pin the adapter or to replace this server's older version."""
         if change.alias:
-            self._service.model_names.add(change.alias, *name)
+            self._service.model_names.add_alias(change.alias, *name)
         if not is_own:
             await self._service.engine.forget(*name)
-        latest, pin = self._service.adapter_index.latest(name), change.pin
+        latest, pin = self._service.adapter_index.latest_identity(name), change.pin
         if pin is None and pending is not None:
             pin = pending.pin
-        # A pending load of another replica's change may find a later version than this server has loaded.
-        known = latest if is_own and (pending is None or pending.known) else ""
+        # A pending load may find a newer version than this server has loaded, so its name must be resolved again.
+        known = latest if is_own and (pending is None or pending.known_identity) else ""
         if pin is not None or (latest and not is_own):
             self._loads[name] = PendingLoad(asyncio.create_task(self._load_and_pin(name, known, pin)), pin, known)
 
     async def _unload(self, change: AdapterChange) -> None:
         if change.alias:
-            self._service.model_names.remove(change.alias)
-        await unload_adapter(self._service, REPLICA, change.name, change.source)
+            self._service.model_names.remove_alias(change.alias)
+        await unload_adapter(self._service, REPLICA_KEY, change.name, change.source)
 
-    async def _load_and_pin(self, name: Named, known: str, pin: bool | None) -> None:
-        for _ in range(MAX_TRIES):
+    async def _load_and_pin(self, name: AdapterKey, known: str, pin: bool | None) -> None:
+        for _ in range(MAX_LOAD_ATTEMPTS):
             try:
                 identity = known or await self._resolve(name)
                 if pin is not None:
                     async with self._lock:
                         await pin_adapter(self._service, identity, name, pin)
                 break
-            except UNAVAILABLE:
-                await asyncio.sleep(RETRY_S)
+            except UNAVAILABLE_ERRORS:
+                await asyncio.sleep(LOAD_RETRY_S)
             except LoraxError as error:
                 if not known:
-                    logger.warning("cannot load adapter %r as another replica did: %s", name.name[:64], error)
+                    logger.warning("cannot load adapter %r, which another replica loaded: %s", name.name[:64], error)
                     break
                 known = ""  # the engine has restarted and lost the adapter
         if self._loads[name].task is asyncio.current_task():
             del self._loads[name]
 
-    async def _resolve(self, name: Named) -> str:
-        choice = self._service.model_names.find(name.name, name.source)
-        return await load_adapter(self._service, REPLICA, choice, None)
+    async def _resolve(self, name: AdapterKey) -> str:
+        choice = self._service.model_names.select_adapter(name.name, name.source)
+        return await load_adapter(self._service, REPLICA_KEY, choice, None)

@@ -1,1 +1,1 @@
-"""Request and response bodies of LoRAX, OpenAI and the Responses API."""
+"""Request and response bodies of the LoRAX, OpenAI and adapter routes."""

@@ -1,4 +1,4 @@
-"""The examples file of the playground. `lorax serve` checks it before the web stack is imported."""
+"""Reads the playground's examples file. `lorax serve` validates it before importing the web stack."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -9,26 +9,26 @@ from lorax_server.errors import ConfigError
 
 
 class Example(msgspec.Struct):
-    """A prompt that the page offers, and the models that are to answer it."""
+    """A prompt on the playground page, and the models that complete it."""
 
     title: str
     prompt: str
     models: list[str]
-    schema: dict[str, Any] | None = None  # of the answers
-    tools: list[dict[str, Any]] | None = None  # that they may call
+    schema: dict[str, Any] | None = None  # JSON Schema for the completions
+    tools: list[dict[str, Any]] | None = None  # tools that the models may call
     tool_choice: Literal["auto", "required", "none"] | None = None
     temperature: float | None = None
 
 
 def read_examples(path: Path | None) -> bytes:
-    """Return the file of examples as it is, once it is known to be one."""
+    """Validate the examples file and return its bytes."""
     if path is None:
         return b"[]"
     try:
         content = path.read_bytes()
         msgspec.json.decode(content, type=list[Example])
     except OSError as error:
-        raise ConfigError(f"{path}: the examples cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{path}: cannot read the examples file: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: this is not a JSON list of title, prompt and models: {error}") from None
+        raise ConfigError(f"{path}: must be a JSON list of objects with title, prompt and models: {error}") from None
     return content

@@ -1,6 +1,6 @@
-"""Bodies of LoRAX's own routes. Names, types and defaults are those of LoRAX, since clients rely on them.
+"""Request and response bodies of the LoRAX routes, with LoRAX's field names, types and defaults.
 
-Limits of fields are in the schema for its readers only; `routes.lorax` checks them, with LoRAX's words.
+Field limits in `json_schema_extra` are documentation only; `routes.lorax` checks them with LoRAX's error messages.
 """
 
 from collections.abc import Callable
@@ -12,33 +12,32 @@ from lorax_server.server.schemas.unsupported_fields import GENERATE, describe_un
 from lorax_server.types import MAX_FLOAT
 
 _T = TypeVar("_T")
-Many = Annotated[
-    list[_T], Field(fail_fast=True)
-]  # a million wrong items are one error: naming all of them takes half a minute
+# Report only the first invalid item: reporting a million takes half a minute.
+FailFastList = Annotated[list[_T], Field(fail_fast=True)]
 
 Seed = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 2**64 - 1})]
 Positive = Annotated[int, Field(json_schema_extra={"minimum": 1, "maximum": 2**31 - 1})]
 NotNegative = Annotated[int, Field(json_schema_extra={"minimum": 0})]
 AtLeastOne = Annotated[int, Field(json_schema_extra={"minimum": 1})]
-Share = Annotated[float, Field(json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})]
+Fraction = Annotated[float, Field(json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})]
 Penalty = Annotated[float, Field(json_schema_extra={"minimum": -2, "maximum": 2})]
-# Checked later: pydantic would report all of a hundred thousand wrong values.
-Bias = Annotated[
+# `parse_logit_bias` checks the values, because pydantic would report every invalid value.
+LogitBias = Annotated[
     dict[str, Any],
     Field(json_schema_extra={"additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
 ]
 Stop = Annotated[str, Field(json_schema_extra={"minLength": 1, "maxLength": 1024})]
-TokenIds = Many[NotNegative]
+TokenIds = FailFastList[NotNegative]
 
 
 class Schema(BaseModel):
-    """Strings are not converted to numbers, nor numbers to strings. Unknown fields are ignored, as LoRAX does."""
+    """Base model in strict mode: no conversion between strings and numbers. Unknown fields are ignored, as in LoRAX."""
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
 
-def refusing(route: str) -> Callable[[dict[str, Any]], None]:
-    """Return a function that adds to a schema the fields of other dialects that its route refuses."""
+def describing_unsupported(route: str) -> Callable[[dict[str, Any]], None]:
+    """Return a schema hook that lists the fields of other servers that the route rejects."""
 
     def add(schema: dict[str, Any]) -> None:
         schema["description"] = f"{schema.get('description', '')}\n\n{describe_unsupported(route)}".lstrip()
@@ -47,25 +46,25 @@ def refusing(route: str) -> Callable[[dict[str, Any]], None]:
 
 
 class OpenSchema(Schema):
-    """The same, but unknown fields are kept in `model_extra`, to be checked."""
+    """Like `Schema`, but keeps unknown fields in `model_extra`, so that routes can check them."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class MergedAdapters(Schema):
-    ids: Annotated[Many[str], Field(json_schema_extra={"minItems": 1, "maxItems": 32})]
-    weights: Many[float] | None = None
-    """As many as there are ids, each from -1000 to 1000. None at all: 1 for each."""
+    ids: Annotated[FailFastList[str], Field(json_schema_extra={"minItems": 1, "maxItems": 32})]
+    weights: FailFastList[float] | None = None
+    """One weight per id, each from -1000 to 1000. If left out, all weights are 1."""
     merge_strategy: str | None = Field(
         default=None, json_schema_extra={"enum": ["linear", "ties", "dare_linear", "dare_ties", "", None]}
     )
     density: Annotated[float, Field(ge=0, le=1)] | None = None
-    """The share of numbers that is kept. null or 0: all."""
+    """The fraction of weights to keep. null or 0 keeps all."""
     majority_sign_method: str | None = Field(default=None, json_schema_extra={"enum": ["total", "frequency", "", None]})
 
 
 class ResponseFormat(Schema):
-    """The form of the answer: JSON, by a schema if there is one. `text` asks for nothing."""
+    """The output format: JSON, optionally with a JSON Schema. `text` means no constraint."""
 
     type: str = Field(json_schema_extra={"enum": ["text", "json_object", "json_schema"]})
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
@@ -73,40 +72,40 @@ class ResponseFormat(Schema):
 
 
 class CommonOptions(OpenSchema):
-    """Options that LoRAX's and OpenAI's routes have in common."""
+    """Options shared by the LoRAX and OpenAI routes."""
 
-    adapter_source: str | None = Field(default=None, description="hub, local, s3; null: the server's default")
+    adapter_source: str | None = Field(default=None, description="hub, local or s3; null: the server's default")
     merged_adapters: MergedAdapters | None = None
-    api_token: str | None = Field(default=None, description="What the adapter's source wants to see of you")
+    api_token: str | None = Field(default=None, description="Access token for the adapter source")
     repetition_penalty: Annotated[float, Field(json_schema_extra={"minimum": 1e-3, "maximum": 1e3})] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    top_p: Share | None = None
+    top_p: Fraction | None = None
     min_p: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 1})] | None = None
-    logit_bias: Bias | None = Field(default=None, description="What is added to tokens' scores, by their ids")
+    logit_bias: LogitBias | None = Field(default=None, description="Values to add to token scores, by token id")
     ignore_eos_token: bool | None = False
 
 
 class GenerateParameters(CommonOptions):
-    """Options of an answer. A field that is null counts as left out."""
+    """Generation options. null is the same as leaving a field out."""
 
-    model_config = ConfigDict(json_schema_extra=refusing(GENERATE))
+    model_config = ConfigDict(json_schema_extra=describing_unsupported(GENERATE))
 
     adapter_id: str | None = Field(
-        default=None, description="The adapter's name; null, empty or `__base_model__`: none"
+        default=None, description="The adapter name; null, empty or `__base_model__`: no adapter"
     )
-    best_of: NotNegative | None = Field(default=None, description="Draw so many answers and give the likeliest; 0: one")
+    best_of: NotNegative | None = Field(
+        default=None, description="Sample this many completions and return the most likely one; 0 means 1"
+    )
     temperature: Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": MAX_FLOAT})] | None = None
     top_k: Positive | None = None
     typical_p: Annotated[float, Field(json_schema_extra={"exclusiveMinimum": 0, "exclusiveMaximum": 1})] | None = None
     do_sample: bool | None = False
-    max_new_tokens: Positive | None = Field(default=None, description="null: as many as fit")
+    max_new_tokens: Positive | None = Field(default=None, description="null: as many as fit into the context")
     min_new_tokens: NotNegative | None = None
-    return_full_text: bool | None = Field(default=None, description="Begin `generated_text` with the prompt")
-    stop: Many[Stop] | None = []
-    truncate: Positive | None = Field(
-        default=None, description="Keep only so many of the prompt's tokens, the last ones"
-    )
+    return_full_text: bool | None = Field(default=None, description="Start `generated_text` with the prompt")
+    stop: FailFastList[Stop] | None = []
+    truncate: Positive | None = Field(default=None, description="Keep only this many tokens from the end of the prompt")
     watermark: bool | None = False
     details: bool | None = False
     decoder_input_details: bool | None = False
@@ -135,7 +134,7 @@ class DetokenizeRequest(Schema):
     skip_special_tokens: bool | None = True
 
 
-# --- Answers ----------------------------------------------------------------------------------------------------------
+# --- Responses --------------------------------------------------------------------------------------------------------
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
 
@@ -189,12 +188,12 @@ class GenerateResponse(Schema):
 
 Tier = Annotated[
     Literal["device", "host", "disk", "fetched"],
-    Field(description="Where the adapter was when the request named it; only in the first event"),
+    Field(description="Where the adapter was when the request arrived; only in the first event"),
 ]
 
 
 class StreamResponse(Schema):
-    """An event of a stream."""
+    """One stream event."""
 
     token: Token
     generated_text: str | None

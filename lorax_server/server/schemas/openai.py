@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's routes: OpenAI's own fields, and those that LoRAX and vLLM add."""
+"""Request and response bodies of the OpenAI routes, including the fields that LoRAX and vLLM add."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,25 +7,25 @@ from pydantic import ConfigDict, Field
 from lorax_server.server.schemas.lorax import (
     AtLeastOne,
     CommonOptions,
-    Many,
+    FailFastList,
+    Fraction,
     NotNegative,
     Schema,
-    Share,
     Stop,
     Tier,
     TokenIds,
-    refusing,
+    describing_unsupported,
 )
 from lorax_server.server.schemas.unsupported_fields import CHAT, COMPLETIONS
 
-# Tools and calls. `server.tools.offer` checks the fields of tools.
+# Tools and tool calls. `server.tools.tool_definitions` checks the fields of tools.
 FUNCTION = {
     "type": "object",
     "required": ["name"],
     "properties": {
         "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"},
         "description": {"type": "string"},
-        "parameters": {"type": "object", "description": "A JSON schema"},
+        "parameters": {"type": "object", "description": "A JSON Schema"},
         "strict": {"type": ["boolean", "null"]},
     },
 }
@@ -33,7 +33,7 @@ TOOL = {
     "required": ["type", "function"],
     "properties": {"type": {"const": "function"}, "function": FUNCTION},
 }
-Tools = Annotated[Many[Annotated[dict[str, Any], Field(json_schema_extra=TOOL)]], Field(max_length=128)]
+Tools = Annotated[FailFastList[Annotated[dict[str, Any], Field(json_schema_extra=TOOL)]], Field(max_length=128)]
 ToolChoice = Annotated[
     str | dict[str, Any],
     Field(description="`none`, `auto`, `required`, or a function: `{type: function, function: {name}}`"),
@@ -42,7 +42,7 @@ ToolChoice = Annotated[
 
 class CalledFunction(Schema):
     name: str
-    arguments: str = Field(description="A JSON text")
+    arguments: str = Field(description="JSON-encoded arguments")
 
 
 class ToolCall(Schema):
@@ -67,14 +67,14 @@ class ToolCallDelta(Schema):
 
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 OpenAISeed = Annotated[
-    int,  # pydantic writes its own limits as floats, which these are not
+    int,  # pydantic would write these limits as floats
     Field(ge=MIN_SEED, le=MAX_SEED, json_schema_extra={"minimum": MIN_SEED, "maximum": MAX_SEED}),
 ]
 NumAlternatives = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 20})]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 4096
-StopTokenIds = Many[Annotated[int, Field(ge=0, lt=2**31)]]
+StopTokenIds = FailFastList[Annotated[int, Field(ge=0, lt=2**31)]]
 Prompts = Field(max_length=MAX_PROMPTS, json_schema_extra={"minItems": 1})
 PromptText = Annotated[str, Field(json_schema_extra={"minLength": 1})]
 PromptIds = Annotated[TokenIds, Field(json_schema_extra={"minItems": 1})]
@@ -94,7 +94,7 @@ class StreamOptions(Schema):
 
 
 class CommonRequest(CommonOptions):
-    """Fields of both routes."""
+    """Fields shared by all OpenAI routes."""
 
     model: str = Field(description="The base model, or an adapter: `name`, `base:name` or `name@revision`")
     max_tokens: AtLeastOne | None = None
@@ -102,16 +102,16 @@ class CommonRequest(CommonOptions):
     n: Count | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    stop: Stop | Many[Stop] | None = None
+    stop: Stop | FailFastList[Stop] | None = None
     seed: OpenAISeed | None = None
     user: str | None = None
 
-    # Of LoRAX.
+    # LoRAX extensions.
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    typical_p: Share | None = None
-    adapter_id: str | None = Field(default=None, description="The adapter, where `model` names the base model or none")
+    typical_p: Fraction | None = None
+    adapter_id: str | None = Field(default=None, description="The adapter, if `model` is empty or names the base model")
 
-    # Of vLLM.
+    # vLLM extensions.
     min_tokens: NotNegative | None = None
     ignore_eos: bool | None = False
     stop_token_ids: StopTokenIds | None = None
@@ -121,39 +121,44 @@ class CommonRequest(CommonOptions):
     )
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: Many[str] | None = None
-    guided_grammar: str | None = Field(default=None, description="In llguidance's dialect of Lark, or in GBNF")
+    guided_choice: FailFastList[str] | None = None
+    guided_grammar: str | None = Field(default=None, description="A grammar in llguidance's Lark dialect or in GBNF")
 
-    response_format: Format | None = Field(default=None, description="The form of the answer's text")
+    response_format: Format | None = Field(default=None, description="The format of the completion text")
 
     @property
     def wants_usage(self) -> bool:
-        """The client asks for usage, in an event of its own after all others."""
+        """Whether to send usage in a separate last chunk, as the client requested."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
-    def says_nothing_of_usage(self) -> bool:
-        """The client does not say; then the last event has it, as in LoRAX."""
+    def usage_in_last_chunk(self) -> bool:
+        """Whether to add usage to the last choice chunk, as in LoRAX: the client did not set `include_usage`."""
         return self.stream_options is None or self.stream_options.include_usage is None
 
 
 class CompletionRequest(CommonRequest):
-    """One or several prompts to continue."""
+    """One or more prompts to complete."""
 
-    model_config = ConfigDict(json_schema_extra=refusing(COMPLETIONS))
+    model_config = ConfigDict(json_schema_extra=describing_unsupported(COMPLETIONS))
 
-    prompt: PromptText | Annotated[Many[PromptText], Prompts] | PromptIds | Annotated[Many[PromptIds], Prompts]
+    prompt: (
+        PromptText
+        | Annotated[FailFastList[PromptText], Prompts]
+        | PromptIds
+        | Annotated[FailFastList[PromptIds], Prompts]
+    )
     best_of: Count | None = None
     echo: bool | None = False
     logprobs: NumAlternatives | None = None
     max_tokens: AtLeastOne | None = Field(
-        default=None, description="null: 16. With `echo` it may be 0, to have only the prompt's log probabilities"
+        default=None, description="null: 16. With `echo`, 0 returns only the prompt's log probabilities"
     )
     add_special_tokens: bool | None = True
 
     @property
     def is_scoring(self) -> bool:
-        """Only the prompt matters; the one token that is generated is not shown."""
+        """Whether only the prompt is scored. One token is generated and not returned."""
         return self.max_tokens == 0
 
 
@@ -163,12 +168,12 @@ class TextPart(Schema):
 
 
 class Message(Schema):
-    """`tool_calls` and the like are handed to the chat template as they are."""
+    """A chat message. Fields such as `tool_calls` are passed to the chat template."""
 
     role: str
-    content: str | Annotated[Many[TextPart | dict[str, Any]], Field(max_length=MAX_MESSAGES)] | None = None
+    content: str | Annotated[FailFastList[TextPart | dict[str, Any]], Field(max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
-    tool_calls: Many[dict[str, Any]] | None = None
+    tool_calls: FailFastList[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -180,11 +185,11 @@ class Message(Schema):
 
 
 class ChatCompletionRequest(CommonRequest):
-    """Messages to answer."""
+    """A conversation to continue."""
 
-    model_config = ConfigDict(json_schema_extra=refusing(CHAT))
+    model_config = ConfigDict(json_schema_extra=describing_unsupported(CHAT))
 
-    messages: Many[Message] = Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
+    messages: FailFastList[Message] = Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
     max_completion_tokens: AtLeastOne | None = None
     logprobs: bool | None = False
     top_logprobs: NumAlternatives | None = None
@@ -194,14 +199,14 @@ class ChatCompletionRequest(CommonRequest):
     add_generation_prompt: bool | None = True
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call")
+    parallel_tool_calls: bool | None = Field(default=None, description="false: at most one tool call")
     tool_prompt: str | None = None
     separate_reasoning: bool | None = Field(
-        default=None, description="Give what is in `<think>` as `reasoning_content`; null: as the server is set"
+        default=None, description="Return text in `<think>` as `reasoning_content`; null: the server's setting"
     )
 
 
-# --- Answers ----------------------------------------------------------------------------------------------------------
+# --- Responses --------------------------------------------------------------------------------------------------------
 
 
 class PromptTokensDetails(Schema):
@@ -215,7 +220,7 @@ class Usage(Schema):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
-class _Answer(Schema):
+class _ResponseBase(Schema):
     id: str
     created: int
     model: str
@@ -236,14 +241,14 @@ class CompletionChoice(Schema):
     finish_reason: Literal["stop", "length"] | None
 
 
-class CompletionResponse(_Answer):
+class CompletionResponse(_ResponseBase):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage | None = None
 
 
 class CompletionChunk(CompletionResponse):
-    """An event of a stream. The last one is `[DONE]` instead."""
+    """One stream event. After the last chunk, the stream sends `[DONE]`."""
 
     adapter_tier: Tier | None = None
 
@@ -278,7 +283,7 @@ class ChatChoice(Schema):
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
-class ChatCompletionResponse(_Answer):
+class ChatCompletionResponse(_ResponseBase):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
@@ -299,8 +304,8 @@ class ChatChunkChoice(Schema):
     finish_reason: Literal["stop", "length", "tool_calls"] | None
 
 
-class ChatCompletionChunk(_Answer):
-    """An event of a stream. The last one is `[DONE]` instead."""
+class ChatCompletionChunk(_ResponseBase):
+    """One stream event. After the last chunk, the stream sends `[DONE]`."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
@@ -344,8 +349,10 @@ class AdapterRequest(Schema):
 
 
 class LoadRequest(AdapterRequest):
-    name: str | None = Field(default=None, description="Requests can name it so; null: by its id only")
-    pin: bool | None = Field(default=None, description="Whether it stays on the device; null: as it is")
+    name: str | None = Field(
+        default=None, description="A name for the adapter that requests can use; null: only its id"
+    )
+    pin: bool | None = Field(default=None, description="Whether the adapter stays on the device; null: unchanged")
 
 
 class Adapter(Schema):
@@ -365,7 +372,7 @@ class AdapterList(Schema):
     object: Literal["list"]
     data: list[Adapter]
     has_more: bool
-    next: str | None = Field(description="`after` of the next page; null: this is the last one")
+    next: str | None = Field(description="`after` for the next page; null: this is the last page")
 
 
 class VllmLoadRequest(Schema):

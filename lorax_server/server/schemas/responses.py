@@ -1,10 +1,10 @@
-"""Bodies of OpenAI's responses. Items of the conversation are checked where they become messages."""
+"""Request and response bodies of OpenAI's Responses API. The route checks input items when it converts them."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from lorax_server.server.schemas.lorax import AtLeastOne, Many, OpenSchema, Schema, refusing
+from lorax_server.server.schemas.lorax import AtLeastOne, FailFastList, OpenSchema, Schema, describing_unsupported
 from lorax_server.server.schemas.openai import MAX_MESSAGES, CommonRequest, NumAlternatives, ToolChoice
 from lorax_server.server.schemas.unsupported_fields import RESPONSES
 
@@ -17,9 +17,9 @@ FUNCTION_TOOL = {
     },
 }
 FunctionTools = Annotated[
-    Many[Annotated[dict[str, Any], Field(json_schema_extra=FUNCTION_TOOL)]], Field(max_length=128)
+    FailFastList[Annotated[dict[str, Any], Field(json_schema_extra=FUNCTION_TOOL)]], Field(max_length=128)
 ]
-Items = Annotated[Many[dict[str, Any]], Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})]
+Items = Annotated[FailFastList[dict[str, Any]], Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})]
 
 
 class TextOptions(OpenSchema):
@@ -28,7 +28,7 @@ class TextOptions(OpenSchema):
 
 
 class ReasoningOptions(Schema):
-    """Asking for it separates the reasoning from the answer; `effort` is a variable of the template."""
+    """Returns reasoning as separate items. `effort` is passed to the chat template."""
 
     effort: str | None = None
     summary: str | None = None
@@ -36,9 +36,9 @@ class ReasoningOptions(Schema):
 
 
 class ResponsesRequest(CommonRequest):
-    """Items to answer. Nothing is stored."""
+    """A conversation to continue. Responses are not stored."""
 
-    model_config = ConfigDict(json_schema_extra=refusing(RESPONSES))
+    model_config = ConfigDict(json_schema_extra=describing_unsupported(RESPONSES))
 
     input: str | Items
     instructions: str | None = None
@@ -48,16 +48,16 @@ class ResponsesRequest(CommonRequest):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: Many[str] | None = None
+    include: FailFastList[str] | None = None
     top_logprobs: NumAlternatives | None = None
     metadata: dict[str, Any] | None = None
-    store: bool | None = Field(default=None, description="Not true: this server keeps nothing")
+    store: bool | None = Field(default=None, description="Must not be true: this server does not store responses")
     truncation: str | None = Field(default=None, json_schema_extra={"enum": ["disabled", None]})
     max_tool_calls: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-# --- Answers ----------------------------------------------------------------------------------------------------------
+# --- Responses --------------------------------------------------------------------------------------------------------
 
 
 class OutputItem(OpenSchema):
@@ -94,7 +94,7 @@ class ResponseObject(OpenSchema):
 
 
 class ResponseEvent(OpenSchema):
-    """An event of a stream, of one of OpenAI's types. The last one has the whole response."""
+    """One stream event with one of OpenAI's event types. The last event contains the whole response."""
 
     type: str
     sequence_number: int

@@ -1,1 +1,1 @@
-"""Functions that a request lets the model call: from the request's fields to a grammar, and from text to calls."""
+"""Tool calling: request tools to a grammar, and model output to tool calls."""

@@ -1,11 +1,11 @@
-"""Answers with calls, as OpenAI's chats write them: whole, or as the deltas that its clients put together."""
+"""OpenAI chat messages with tool calls: whole messages, stream deltas, and the tool calls of earlier messages."""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lorax_server.errors import InputError, NotSupportedError
-from lorax_server.server.tools.answer_plan import AnswerPlan, AnswerReader
+from lorax_server.server.tools.output_format import OutputFormat, OutputParser
 from lorax_server.text.tools.parser import (
     ArgumentsPiece,
     CallBegins,
@@ -17,23 +17,23 @@ from lorax_server.text.tools.parser import (
 
 
 class MessageWriter:
-    """Writes one answer."""
+    """Converts one completion to an OpenAI message or to stream deltas."""
 
-    def __init__(self, plan: AnswerPlan, prompt: str, is_enforced: bool) -> None:
-        self._plan = plan
-        self._reader: AnswerReader = plan.make_reader(prompt, is_enforced)
+    def __init__(self, output_format: OutputFormat, prompt: str, is_enforced: bool) -> None:
+        self._output_format = output_format
+        self._parser: OutputParser = output_format.make_parser(prompt, is_enforced)
         self.num_calls = 0
 
     def write_deltas(self, text: str, is_last: bool) -> list[dict[str, Any]]:
-        """Write the deltas of more text, in order."""
-        events = self._reader.feed(text)
+        """Return the deltas for the next text, in order."""
+        events = self._parser.feed(text)
         if is_last:
-            events += self._reader.finish()
+            events += self._parser.finish()
         return [delta for event in events if (delta := self._to_delta(event)) is not None]
 
     def write_message(self, text: str) -> dict[str, Any]:
-        """Write a whole answer: its deltas put together."""
-        texts: dict[str, list[str]] = {"content": []}  # joined once, or the time would be quadratic
+        """Return the complete message, merged from its deltas."""
+        texts: dict[str, list[str]] = {"content": []}  # joined once: repeated concatenation is quadratic
         calls: list[dict[str, Any]] = []
         arguments: list[list[str]] = []
         for delta in self.write_deltas(text, is_last=True):
@@ -64,7 +64,7 @@ class MessageWriter:
             case CallBegins(name):
                 self.num_calls += 1
                 function = {"name": name, "arguments": ""}
-                call = {"index": self.num_calls - 1, "id": self._plan.make_call_id(), "type": "function"}
+                call = {"index": self.num_calls - 1, "id": self._output_format.make_call_id(), "type": "function"}
                 return {"tool_calls": [{**call, "function": function}]}
             case ArgumentsPiece(text):
                 return {"tool_calls": [{"index": self.num_calls - 1, "function": {"arguments": text}}]}
@@ -72,48 +72,51 @@ class MessageWriter:
                 return None
 
 
-# --- Calls of earlier answers, and their results ----------------------------------------------------------------------
+# --- Tool calls and results in the conversation history ---------------------------------------------------------------
 
 
-def prepare_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Write calls and results in the form that templates read.
+def normalize_tool_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Convert tool calls and results to the form that chat templates expect.
 
-    Arguments become objects, since templates write them as JSON themselves, and a result has the name of its function,
-    which only some clients send.
+    Arguments are parsed to objects, because templates serialize them. Tool results get the name of their function,
+    which many clients omit.
     """
     names: dict[str, str] = {}
-    prepared = []
+    normalized_messages = []
     for index, message in enumerate(messages):
-        written = dict(message)
-        if "tool_calls" in written:
-            calls = [_to_call(f"`messages[{index}].tool_calls[{at}]`", call) for at, call in _list(index, written)]
+        normalized = dict(message)
+        if "tool_calls" in normalized:
+            calls = [
+                _normalize_call(f"`messages[{index}].tool_calls[{at}]`", call)
+                for at, call in _enumerate_calls(index, normalized)
+            ]
             names |= {call["id"]: call["function"]["name"] for call in calls if isinstance(call.get("id"), str)}
-            written["tool_calls"] = calls
+            normalized["tool_calls"] = calls
             if not calls:
-                del written["tool_calls"]
-        if written.get("role") == "tool" and "name" not in written:
-            name = names.get(written.get("tool_call_id", ""))
-            written |= {} if name is None else {"name": name}
-        prepared.append(written)
-    return prepared
+                del normalized["tool_calls"]
+        if normalized.get("role") == "tool" and "name" not in normalized:
+            name = names.get(normalized.get("tool_call_id", ""))
+            normalized |= {} if name is None else {"name": name}
+        normalized_messages.append(normalized)
+    return normalized_messages
 
 
-def _list(index: int, message: Mapping[str, Any]) -> list[tuple[int, Any]]:
+def _enumerate_calls(index: int, message: Mapping[str, Any]) -> list[tuple[int, Any]]:
     if message.get("role") != "assistant" and message["tool_calls"]:
-        raise InputError(f"`messages[{index}].tool_calls`: only messages of the role 'assistant' have calls")
+        raise InputError(f"`messages[{index}].tool_calls`: only messages with the role 'assistant' may have tool calls")
     return list(enumerate(message["tool_calls"]))
 
 
-def _to_call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize_call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
     kind, function = call.get("type", "function"), call.get("function")
     if kind != "function":
-        raise NotSupportedError(f"{where}: calls of type {str(kind)[:32]!r} are not supported; only functions are")
+        raise NotSupportedError(f"{where}: tool calls of type {str(kind)[:32]!r} are not supported; use 'function'")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InputError(f"{where} has no `function` with a `name`")
+        raise InputError(f"{where} must have a `function` with a `name`")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            arguments = function["arguments"]  # as the model wrote it
+            arguments = function["arguments"]  # invalid JSON: keep the model's text
     return {**call, "type": "function", "function": {**function, "arguments": {} if arguments is None else arguments}}

@@ -23,7 +23,7 @@ REFUSED = {
 
 def booked(routes: Routes, name: str) -> dict[str, float]:
     """Return a metric's counts by adapter."""
-    text = routes.metrics.prometheus().decode()
+    text = routes.metrics.render_prometheus().decode()
     found = re.findall(rf'^{name}{{.*?adapter="([^"]*)".*?}} (\S+)$', text, re.MULTILINE)
     return {adapter: float(count) for adapter, count in found if float(count)}
 
@@ -95,7 +95,7 @@ def test_a_prompt_that_is_only_scored_has_no_generated_tokens() -> None:
     routes = Routes(["poet"])
     reply = routes.post(COMPLETIONS, complete("poet", echo=True, max_tokens=0))
     assert reply.json["usage"]["completion_tokens"] == 0
-    text = routes.metrics.prometheus().decode()
+    text = routes.metrics.render_prometheus().decode()
     assert 'lorax_adapter_tokens_total{adapter="poet",kind="generated"} 0.0' in text
     assert 'lorax_key_tokens_total{adapter="poet",key="anonymous",kind="generated"} 0.0' in text
     assert "lorax_request_generated_tokens_sum 0.0" in text

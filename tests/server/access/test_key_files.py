@@ -30,7 +30,7 @@ def filed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     path.write_text(KEYS)
     path.chmod(0o600)
     with closing(Shared(keys_file=path, default_source="hub")) as shared:
-        shared.bench.service.model_names.set_folder(["poet", "poet@x"])
+        shared.bench.service.model_names.set_folder_names(["poet", "poet@x"])
         yield shared
 
 

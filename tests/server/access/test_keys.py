@@ -94,14 +94,14 @@ def test_the_base_model_can_be_forbidden() -> None:
 
 def test_without_keys_anybody_may_ask() -> None:
     ring = KeyRing()
-    assert ring.is_open
+    assert ring.allows_anonymous
     for header in (None, "", "Bearer hf_token", "Basic abc", "\xff\ud800", "x" * 10**6):
         assert ring.identify(header) == Key()
 
 
 def test_an_admin_key_alone_leaves_the_server_open() -> None:
     ring = KeyRing(admin_key="boss")
-    assert ring.is_open
+    assert ring.allows_anonymous
     assert ring.identify("Bearer else") == Key()
     assert ring.identify("Bearer boss").is_admin
 
@@ -171,20 +171,20 @@ def test_ten_thousand_keys_are_not_compared_one_by_one() -> None:
 def test_salts_are_those_of_a_key_or_of_its_group() -> None:
     one, other = Key("one"), Key("other")
     in_team, also_in_team = Key("a", group="team"), Key("b", group="team")
-    assert one.salt("") == one.salt("") != other.salt("")
-    assert in_team.salt("") == also_in_team.salt("") != one.salt("")
-    assert in_team.salt("mine") == also_in_team.salt("mine") != in_team.salt("")
-    assert Key().salt("") == "", "without keys all share, as ever"
-    assert Key().salt("mine") == Key().salt("mine") != ""
+    assert one.cache_salt("") == one.cache_salt("") != other.cache_salt("")
+    assert in_team.cache_salt("") == also_in_team.cache_salt("") != one.cache_salt("")
+    assert in_team.cache_salt("mine") == also_in_team.cache_salt("mine") != in_team.cache_salt("")
+    assert Key().cache_salt("") == "", "without keys all share, as ever"
+    assert Key().cache_salt("mine") == Key().cache_salt("mine") != ""
 
 
 def test_no_two_combinations_have_one_salt() -> None:
     """Try names, groups and salts that look like another combination."""
     words = ["a", "key", "group", 'a","b', '"', "\\", ",", '["key","a",""]', '["group","a",""]', "\u0000", "é"]
     keys = [Key(), *(Key(word) for word in words), *(Key("k", group=word) for word in words)]
-    found = [key.salt(salt) for key in keys for salt in ("", *words, *(each.salt("") for each in keys))]
+    found = [key.cache_salt(salt) for key in keys for salt in ("", *words, *(each.cache_salt("") for each in keys))]
     asked = {(key.group or key.name, bool(key.group), salt) for key in keys for salt in ("", *words)} | {
-        (key.group or key.name, bool(key.group), each.salt("")) for key in keys for each in keys
+        (key.group or key.name, bool(key.group), each.cache_salt("")) for key in keys for each in keys
     }
     assert len(set(found)) == len(asked)
 
@@ -266,7 +266,7 @@ ALICE = Key(
 
 def test_a_file_names_keys(tmp_path: Path) -> None:
     ring = KeyRing(["plain"], "boss", write(tmp_path, FULL))
-    assert not ring.is_open
+    assert not ring.allows_anonymous
     assert ring.identify(f"Bearer {SECRET}") == ALICE
     ring.check_admin(bob := ring.identify("Bearer bobs"))
     assert bob == Key("bob", is_admin=True)
@@ -283,7 +283,7 @@ def test_a_file_may_be_json(tmp_path: Path) -> None:
 
 def test_a_file_of_admins_closes_the_server_too(tmp_path: Path) -> None:
     ring = KeyRing(keys_file=write(tmp_path, f'[keys.a]\nkey = "{SECRET}"\nadmin = true'))
-    assert not ring.is_open
+    assert not ring.allows_anonymous
     with pytest.raises(AuthenticationError):
         ring.identify(None)
 

@@ -6,7 +6,7 @@ import pytest
 
 from lorax_server.errors import AdapterNotFoundError, InputError
 from lorax_server.server.access import model_names as names_module
-from lorax_server.server.access.model_names import BASE_MODEL, Choice, ModelNames, Named
+from lorax_server.server.access.model_names import BASE_MODEL, AdapterKey, ModelNames, ModelSelection
 from lorax_server.types import AdapterRef, Merge
 
 BASE = "org/base-model"
@@ -15,15 +15,15 @@ STATIC = ("local", "house-style")
 
 def make(**options: Any) -> ModelNames:
     names = ModelNames(BASE, ("pretty", "short", "short:one"), **options)
-    names.set_folder(["poet", "with:colon", "dotted.name"])
-    names.add("tutor", "s3", "team/tutor-7")
+    names.set_folder_names(["poet", "with:colon", "dotted.name"])
+    names.add_alias("tutor", "s3", "team/tutor-7")
     return names
 
 
-def place(choice: Choice) -> Named:
-    """Return the place of the choice's only adapter."""
-    (ref,) = choice.refs
-    return Named(ref.source, ref.name)
+def place(selection: ModelSelection) -> AdapterKey:
+    """Return the place of the selection's only adapter."""
+    (ref,) = selection.refs
+    return AdapterKey(ref.source, ref.name)
 
 
 # --- The base model ---------------------------------------------------------------------------------------------------
@@ -33,29 +33,29 @@ def place(choice: Choice) -> Named:
     "model", ["", BASE, "pretty", "short:one", f"{BASE}:", "pretty:", BASE_MODEL, f"pretty:{BASE_MODEL}"]
 )
 def test_the_base_model_has_several_names(model: str) -> None:
-    assert make().by_model(model, None, None) == Choice()
+    assert make().select_model(model, None, None) == ModelSelection()
 
 
 @pytest.mark.parametrize("adapter_id", [None, "", BASE_MODEL, BASE, "pretty", "short:one"])
 def test_no_adapter_has_several_names(adapter_id: str | None) -> None:
-    assert make().by_adapter(adapter_id, None, None) == Choice()
-    assert make().by_adapter(adapter_id, "s3", "token") == Choice()
+    assert make().select_adapter_id(adapter_id, None, None) == ModelSelection()
+    assert make().select_adapter_id(adapter_id, "s3", "token") == ModelSelection()
 
 
 def test_the_first_given_name_is_shown() -> None:
-    assert make().primary == "pretty"
-    assert ModelNames(BASE).primary == BASE
+    assert make().primary_name == "pretty"
+    assert ModelNames(BASE).primary_name == BASE
 
 
 def test_a_static_adapter_is_what_no_adapter_means() -> None:
     names = make(static_adapter=STATIC)
-    expected = Choice((AdapterRef(*STATIC),), None, "house-style", (Named(*STATIC),))
+    expected = ModelSelection((AdapterRef(*STATIC),), None, "house-style", (AdapterKey(*STATIC),))
     assert expected.source == "local"
     for model in ("", BASE, "pretty"):
-        assert names.by_model(model, None, "token") == expected  # the caller's token is not for it
+        assert names.select_model(model, None, "token") == expected  # the caller's token is not for it
     for adapter_id in (None, "", BASE_MODEL, BASE):
-        assert names.by_adapter(adapter_id, None, None) == expected
-    assert place(names.by_model("poet", None, None)) == ("local", "poet")
+        assert names.select_adapter_id(adapter_id, None, None) == expected
+    assert place(names.select_model("poet", None, None)) == ("local", "poet")
 
 
 # --- Adapters ---------------------------------------------------------------------------------------------------------
@@ -79,83 +79,87 @@ def test_a_static_adapter_is_what_no_adapter_means() -> None:
     ],
 )
 def test_a_model_may_be_an_adapter(model: str, expected: tuple[str, str]) -> None:
-    choice = make().by_model(model, None, "token")
-    assert place(choice) == expected
-    assert choice.refs[0].token == "token"
-    assert choice.source == expected[0]
+    selection = make().select_model(model, None, "token")
+    assert place(selection) == expected
+    assert selection.refs[0].token == "token"
+    assert selection.source == expected[0]
 
 
 def test_an_adapters_own_name_comes_before_that_of_the_base_model() -> None:
     names = make()
-    names.add("pretty:poet", "local", "another")
-    assert place(names.by_model("pretty:poet", None, None)) == ("local", "another")
-    assert names.by_model("pretty", None, None) == Choice()
+    names.add_alias("pretty:poet", "local", "another")
+    assert place(names.select_model("pretty:poet", None, None)) == ("local", "another")
+    assert names.select_model("pretty", None, None) == ModelSelection()
 
 
 def test_a_source_that_is_named_is_asked_whatever_the_name_means_here() -> None:
     names = make()
-    assert place(names.by_adapter("poet", "S3", None)) == ("s3", "poet")
-    assert place(names.by_model("anything goes", "local", None)) == ("local", "anything goes")
-    assert place(names.find("tutor", "hub")) == ("hub", "tutor")
-    assert place(names.find("tutor", None)) == ("s3", "team/tutor-7")
+    assert place(names.select_adapter_id("poet", "S3", None)) == ("s3", "poet")
+    assert place(names.select_model("anything goes", "local", None)) == ("local", "anything goes")
+    assert place(names.select_adapter("tutor", "hub")) == ("hub", "tutor")
+    assert place(names.select_adapter("tutor", None)) == ("s3", "team/tutor-7")
 
 
 def test_a_key_is_allowed_a_name_not_what_it_stands_for() -> None:
     """A key needs permission for the name; if the request names the source too, for the place."""
     names = make()
-    assert names.by_adapter("tutor", None, None).allowed == (Named("hub", "tutor"),)
-    assert names.by_adapter("tutor@v2", None, None).allowed == (Named("hub", "tutor@v2"),)
-    assert names.by_adapter("team/tutor-7", "s3", None).allowed == (Named("s3", "team/tutor-7"),)
-    assert names.by_adapter("tutor", None, None).label == "tutor"
+    assert names.select_adapter_id("tutor", None, None).access_keys == (AdapterKey("hub", "tutor"),)
+    assert names.select_adapter_id("tutor@v2", None, None).access_keys == (AdapterKey("hub", "tutor@v2"),)
+    assert names.select_adapter_id("team/tutor-7", "s3", None).access_keys == (AdapterKey("s3", "team/tutor-7"),)
+    assert names.select_adapter_id("tutor", None, None).label == "tutor"
 
 
 def test_several_adapters_are_merged_in_order() -> None:
     merge = Merge((0.5, 0.5))
-    choice = make().merged(["tutor", "owner/name"], merge, None, "token")
-    assert choice.refs == (AdapterRef("s3", "team/tutor-7", "token"), AdapterRef("hub", "owner/name", "token"))
-    assert choice.merge is merge
-    assert choice.label == "tutor,owner/name"
-    assert choice.allowed == (Named("hub", "tutor"), Named("hub", "owner/name"))
+    selection = make().select_merged(["tutor", "owner/name"], merge, None, "token")
+    assert selection.refs == (AdapterRef("s3", "team/tutor-7", "token"), AdapterRef("hub", "owner/name", "token"))
+    assert selection.merge is merge
+    assert selection.label == "tutor,owner/name"
+    assert selection.access_keys == (AdapterKey("hub", "tutor"), AdapterKey("hub", "owner/name"))
 
 
 @pytest.mark.parametrize("name", ["poet", "./poet", "poet/", "poet//", "/srv/poet", "/srv/./poet/"])
 def test_spellings_of_one_place_are_one_choice(name: str) -> None:
     """Every spelling gives the same label, the same required permission and the same place."""
     names = make(default_source="local", roots=[Path("/srv"), Path("/more")])
-    expected = Choice((AdapterRef("local", "poet"),), None, "poet", (Named("local", "poet"),))
-    for choice in (names.by_model(name, None, None), names.by_adapter(name, None, None), names.find(name, None)):
-        assert choice == expected
-    assert names.by_adapter(name, "LOCAL", None) == expected._replace(asked_source="local")
-    assert names.merged([name, "tutor"], Merge((1.0, 1.0)), None, None).label == "poet,tutor"
-    names.add("bard", "local", name)
+    expected = ModelSelection((AdapterRef("local", "poet"),), None, "poet", (AdapterKey("local", "poet"),))
+    for selection in (
+        names.select_model(name, None, None),
+        names.select_adapter_id(name, None, None),
+        names.select_adapter(name, None),
+    ):
+        assert selection == expected
+    assert names.select_adapter_id(name, "LOCAL", None) == expected._replace(requested_source="local")
+    assert names.select_merged([name, "tutor"], Merge((1.0, 1.0)), None, None).label == "poet,tutor"
+    names.add_alias("bard", "local", name)
     assert names.adapters["bard"] == ("local", "poet")
-    assert make(static_adapter=("local", name), roots=[Path("/srv")]).base.label == "poet"
+    assert make(static_adapter=("local", name), roots=[Path("/srv")]).base_selection.label == "poet"
 
 
 def test_other_sources_have_their_own_spellings() -> None:
     names = make()
-    assert place(names.by_adapter("owner//name/", "hub", None)) == ("hub", "owner//name/")
-    assert place(names.by_adapter("./key/", "s3", None)) == ("s3", "./key/")
-    assert place(make(default_source="local").find("../poet", None)) == ("local", "../poet")
+    assert place(names.select_adapter_id("owner//name/", "hub", None)) == ("hub", "owner//name/")
+    assert place(names.select_adapter_id("./key/", "s3", None)) == ("s3", "./key/")
+    assert place(make(default_source="local").select_adapter("../poet", None)) == ("local", "../poet")
 
 
 def test_a_name_that_the_operator_spelt_oddly_is_that_name() -> None:
     names = make(default_source="local")
-    names.add("./poet", "s3", "team/poet")
-    assert place(names.by_adapter("./poet", None, None)) == ("s3", "team/poet")
-    assert place(names.by_adapter("poet/", None, None)) == ("local", "poet")
+    names.add_alias("./poet", "s3", "team/poet")
+    assert place(names.select_adapter_id("./poet", None, None)) == ("s3", "team/poet")
+    assert place(names.select_adapter_id("poet/", None, None)) == ("local", "poet")
 
 
 def test_a_folder_that_is_called_like_the_base_model_is_not_listed(caplog: pytest.LogCaptureFixture) -> None:
     """The name stays the base model's; the load route can give the folder another one."""
     names = ModelNames("base", ("pretty",), default_source="local")
-    names.set_folder(["base", "pretty", BASE_MODEL, "poet"])
+    names.set_folder_names(["base", "pretty", BASE_MODEL, "poet"])
     assert list(names.adapters) == ["poet"]
     assert [each.args for each in caplog.records] == [(BASE_MODEL,), ("base",), ("pretty",)]
     for name in ("base", "./base", "pretty/", BASE_MODEL):
-        assert names.by_adapter(name, None, None) == names.by_model(name, None, None) == Choice()
-    names.add("other", "local", "base")
-    assert place(names.by_model("other", None, None)) == ("local", "base")
+        assert names.select_adapter_id(name, None, None) == names.select_model(name, None, None) == ModelSelection()
+    names.add_alias("other", "local", "base")
+    assert place(names.select_model("other", None, None)) == ("local", "base")
 
 
 # --- Missing adapters -------------------------------------------------------------------------------------------------
@@ -170,18 +174,18 @@ def test_a_folder_that_is_called_like_the_base_model_is_not_listed(caplog: pytes
 )
 def test_a_name_that_no_hub_can_have_is_refused_without_asking_one(model: str) -> None:
     with pytest.raises(AdapterNotFoundError, match="does not exist; /v1/models lists"):
-        make().by_model(model, None, None)
+        make().select_model(model, None, None)
 
 
 def test_other_sources_are_asked() -> None:
     names = make(default_source="local")
-    assert place(names.by_model("gpt-4", None, None)) == ("local", "gpt-4")
-    assert names.by_adapter("gpt-4", None, None).allowed == (Named("local", "gpt-4"),)
+    assert place(names.select_model("gpt-4", None, None)) == ("local", "gpt-4")
+    assert names.select_adapter_id("gpt-4", None, None).access_keys == (AdapterKey("local", "gpt-4"),)
 
 
 def test_a_hostile_name_is_shown_short_and_escaped() -> None:
     with pytest.raises(AdapterNotFoundError) as raised:
-        make().by_model("\x1b[2J\n" + "x" * 10_000, None, None)
+        make().select_model("\x1b[2J\n" + "x" * 10_000, None, None)
     message = str(raised.value)
     assert message.isprintable()
     assert len(message) < 400
@@ -190,7 +194,7 @@ def test_a_hostile_name_is_shown_short_and_escaped() -> None:
 def test_names_of_others_are_not_told() -> None:
     """An error lists no names: the key may not be allowed to use them."""
     with pytest.raises(AdapterNotFoundError) as raised:
-        make().by_model("nobody", None, None)
+        make().select_model("nobody", None, None)
     assert "poet" not in str(raised.value)
     assert "tutor" not in str(raised.value)
 
@@ -201,51 +205,51 @@ def test_names_of_others_are_not_told() -> None:
 def test_names_are_added_and_removed() -> None:
     names = make()
     assert names.adapters["tutor"] == ("s3", "team/tutor-7")
-    names.add("tutor", "hub", "owner/tutor")
-    assert place(names.by_model("tutor", None, None)) == ("hub", "owner/tutor")
-    assert names.remove("tutor")
-    assert not names.remove("tutor")
-    assert not names.remove("poet")  # only the folder can take that one away
+    names.add_alias("tutor", "hub", "owner/tutor")
+    assert place(names.select_model("tutor", None, None)) == ("hub", "owner/tutor")
+    assert names.remove_alias("tutor")
+    assert not names.remove_alias("tutor")
+    assert not names.remove_alias("poet")  # only the folder can take that one away
     with pytest.raises(AdapterNotFoundError):
-        names.by_model("tutor", None, None)
+        names.select_model("tutor", None, None)
 
 
 def test_a_given_name_hides_the_folders() -> None:
     names = make()
-    names.add("poet", "hub", "owner/poet")
-    assert place(names.by_model("poet", None, None)) == ("hub", "owner/poet")
-    names.remove("poet")
-    assert place(names.by_model("poet", None, None)) == ("local", "poet")
-    names.set_folder([])
+    names.add_alias("poet", "hub", "owner/poet")
+    assert place(names.select_model("poet", None, None)) == ("hub", "owner/poet")
+    names.remove_alias("poet")
+    assert place(names.select_model("poet", None, None)) == ("local", "poet")
+    names.set_folder_names([])
     with pytest.raises(AdapterNotFoundError):
-        names.by_model("poet", None, None)
+        names.select_model("poet", None, None)
 
 
 def test_a_path_is_not_what_an_alias_of_its_name_stands_for() -> None:
     names = ModelNames(BASE, (), "local", roots=[Path("/ads")])
-    names.set_folder(["poet", "v2"])
-    names.add("poet", "local", "v2")
-    assert names.find("poet", None).refs[0].name == "v2"
-    assert names.find("/ads/poet", None).refs[0].name == "poet"
+    names.set_folder_names(["poet", "v2"])
+    names.add_alias("poet", "local", "v2")
+    assert names.select_adapter("poet", None).refs[0].name == "v2"
+    assert names.select_adapter("/ads/poet", None).refs[0].name == "poet"
 
 
 @pytest.mark.parametrize("alias", ["", "x\ny", "\x00", "a" * 513, BASE, "pretty", "__base_model__"])
 def test_names_that_nobody_could_use_are_refused(alias: str) -> None:
     names = make()
     with pytest.raises(InputError, match=r"printable characters|is the base model"):
-        names.add(alias, "hub", "a/b")
+        names.add_alias(alias, "hub", "a/b")
     assert alias not in names.adapters
 
 
 def test_there_is_a_limit_to_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names_module, "MAX_ALIASES", 2)
     names = make()
-    names.add("second", "hub", "a/b")
+    names.add_alias("second", "hub", "a/b")
     with pytest.raises(InputError, match="unload some"):
-        names.add("third", "hub", "a/b")
-    names.add("second", "hub", "a/c")  # a name that is there may change
-    names.remove("tutor")
-    names.add("third", "hub", "a/b")
+        names.add_alias("third", "hub", "a/b")
+    names.add_alias("second", "hub", "a/c")  # a name that is there may change
+    names.remove_alias("tutor")
+    names.add_alias("third", "hub", "a/b")
 
 
 def test_another_thread_may_set_the_folder() -> None:
@@ -253,7 +257,7 @@ def test_another_thread_may_set_the_folder() -> None:
 
     def change() -> None:
         for i in range(300):
-            names.set_folder([f"one-{i}", f"two-{i}"])
+            names.set_folder_names([f"one-{i}", f"two-{i}"])
         is_done.set()
 
     changing = threading.Thread(target=change)

@@ -4,10 +4,10 @@ import pytest
 
 from lorax_server.errors import InputError, OverloadedError
 from lorax_server.server.access.keys import Key
-from lorax_server.server.access.model_names import Named
+from lorax_server.server.access.model_names import AdapterKey
 from lorax_server.server.access.rate_limits import AdapterQuota, RateLimits
 
-NAME = Named("hub", "owner/poet")
+NAME = AdapterKey("hub", "owner/poet")
 
 
 class Clock:
@@ -176,8 +176,8 @@ def test_what_a_key_did_is_remembered_whatever_others_do(clock: Clock) -> None:
 # --- New adapters -----------------------------------------------------------------------------------------------------
 
 
-def charge(quota: AdapterQuota, key: Key, name: Named = NAME) -> None:
-    with quota.share(key, name) as charge:
+def charge(quota: AdapterQuota, key: Key, name: AdapterKey = NAME) -> None:
+    with quota.open_charge(key, name) as charge:
         charge.charge()
 
 
@@ -203,8 +203,8 @@ def test_new_adapters_have_a_rate_of_their_own(clock: Clock) -> None:
 def test_an_adapter_that_is_fetched_again_is_charged_afterwards(clock: Clock) -> None:
     quota, key = AdapterQuota(None, clock), Key("k", new_adapters_per_minute=1)
     for _ in range(2):
-        with quota.share(key, NAME) as charged:
-            charged.charge_late()
+        with quota.open_charge(key, NAME) as charged:
+            charged.charge_after_fetch()
     assert retry_new_after(quota, key) == pytest.approx(120.0)
 
 
@@ -230,11 +230,11 @@ def test_the_adapter_quota_of_each_key(clock: Clock, key: Key, of_server: int | 
 
 
 def test_concurrent_requests_for_an_adapter_are_charged_once(clock: Clock) -> None:
-    quota, key, other = AdapterQuota(None, clock), Key("k", new_adapters_per_minute=2), Named("s3", "owner/poet")
-    with quota.share(key, NAME) as first, quota.share(key, NAME) as second:
+    quota, key, other = AdapterQuota(None, clock), Key("k", new_adapters_per_minute=2), AdapterKey("s3", "owner/poet")
+    with quota.open_charge(key, NAME) as first, quota.open_charge(key, NAME) as second:
         first.charge()
         second.charge()
-        second.charge_late()
+        second.charge_after_fetch()
         charge(quota, key, other)  # another adapter is charged
         charge(quota, Key("other", new_adapters_per_minute=1))  # so is another key
     assert retry_new_after(quota, key) == pytest.approx(30.0)
@@ -242,7 +242,7 @@ def test_concurrent_requests_for_an_adapter_are_charged_once(clock: Clock) -> No
 
 def test_a_later_request_for_an_adapter_is_charged_again(clock: Clock) -> None:
     quota, key = AdapterQuota(None, clock), Key("k", new_adapters_per_minute=1)
-    with suppress(ZeroDivisionError), quota.share(key, NAME) as charged:
+    with suppress(ZeroDivisionError), quota.open_charge(key, NAME) as charged:
         charged.charge()
         raise ZeroDivisionError
     assert retry_new_after(quota, key) == pytest.approx(60.0)
@@ -251,7 +251,7 @@ def test_a_later_request_for_an_adapter_is_charged_again(clock: Clock) -> None:
 def test_a_charge_is_refunded_once(clock: Clock) -> None:
     quota, key = AdapterQuota(None, clock), Key("k", new_adapters_per_minute=2)
     charge(quota, key)
-    with quota.share(key, NAME) as charged:
+    with quota.open_charge(key, NAME) as charged:
         charged.charge()
         charged.refund()
         charged.refund()

@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel
 
 from lorax_server.errors import AdapterNotFoundError
-from lorax_server.server.http.problems import FORMS
+from lorax_server.server.http.error_responses import EXPECTED_FORMS
 from lorax_server.server.schemas.openai import ChatCompletionRequest, CompletionRequest, Message
 from tests.server.fake_server import Reply, Routes, chat, complete, generate
 
@@ -78,7 +78,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
         *(CHAT, saying([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}])),
         *("messages[1].content[1]", "unsupported_parameter", "content of type 'image_url' is not supported yet"),
     ),
-    "half a character": (CHAT, saying("a\ud800"), "messages", "invalid_value", "half of a character (\\ud800"),
+    "half a character": (CHAT, saying("a\ud800"), "messages", "invalid_value", "lone surrogate (\\ud800"),
     "half a prompt": (COMPLETIONS, complete(prompt="\udc00"), "prompt", "invalid_value", "`prompt` has half of"),
     "no such token": (COMPLETIONS, complete(prompt=[10**6]), "prompt", "invalid_value", "beyond the vocabulary"),
     "a format": (
@@ -113,8 +113,8 @@ def test_lorax_routes_keep_their_statuses_and_words(routes: Templated) -> None:
         refused = routes.post(NATIVE, generate(**parameters))
         assert (refused.status, refused.json["error_type"]) == (422, "validation")
         assert refused.message.startswith("Input validation error: ")
-    assert "half of a character" in routes.post(NATIVE, {"inputs": "\ud800"}).message
-    assert "half of a character" in routes.post("/tokenize", {"inputs": "\ud800"}).message
+    assert "lone surrogate" in routes.post(NATIVE, {"inputs": "\ud800"}).message
+    assert "lone surrogate" in routes.post("/tokenize", {"inputs": "\ud800"}).message
     wrong = routes.post(NATIVE, generate(stop=["a", 1]))
     assert wrong.message == "Input validation error: parameters.stop.1: Input should be a valid string"
 
@@ -147,4 +147,4 @@ def test_every_field_of_several_forms_has_a_sentence() -> None:
         for name, field in schema.model_fields.items():
             kinds = [each for each in get_args(field.annotation) if each is not type(None)]
             is_union = get_origin(field.annotation) in (Union, type(int | str)) and len(kinds) > 1
-            assert not is_union or name in FORMS, name
+            assert not is_union or name in EXPECTED_FORMS, name

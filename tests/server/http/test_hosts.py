@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from lorax_server.config import EngineConfig, ModelConfig, ServerConfig
-from lorax_server.server.http.hosts import Hosts, client_network
+from lorax_server.server.http.hosts import AllowedHosts, client_network
 from lorax_server.server.run import bind_port
 
 
@@ -44,7 +44,7 @@ from lorax_server.server.run import bind_port
 )
 def test_hosts_of_a_server_for_this_machine(host: str, is_allowed: bool) -> None:
     for bound in ("127.0.0.1", "::1", "localhost"):
-        assert Hosts(bound, ()).allow(host) is is_allowed
+        assert AllowedHosts(bound, ()).is_allowed(host) is is_allowed
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_hosts_of_a_server_for_this_machine(host: str, is_allowed: bool) -> None
     ],
 )
 def test_hosts_of_other_servers(bound: str, allowed: tuple[str, ...], host: str, is_allowed: bool) -> None:
-    assert Hosts(bound, allowed).allow(host) is is_allowed
+    assert AllowedHosts(bound, allowed).is_allowed(host) is is_allowed
 
 
 @pytest.mark.parametrize(
@@ -78,21 +78,21 @@ def test_hosts_of_other_servers(bound: str, allowed: tuple[str, ...], host: str,
     ],
 )
 def test_a_name_that_means_this_machine_is_checked_like_its_address(bound: str, address: str) -> None:
-    hosts = Hosts(bound, (), address)
-    assert not hosts.allow("evil.example")
-    assert all(map(hosts.allow, ("localhost:3000", "127.0.0.1", f"[{bound}]:1" if ":" in bound else f"{bound}:1")))
+    hosts = AllowedHosts(bound, (), address)
+    assert not hosts.is_allowed("evil.example")
+    assert all(map(hosts.is_allowed, ("localhost:3000", "127.0.0.1", f"[{bound}]:1" if ":" in bound else f"{bound}:1")))
 
 
 def test_a_mapped_address_of_all_is_meant_for_others() -> None:
-    assert Hosts("::ffff:0.0.0.0", ()).allow("anything.example")
-    assert Hosts("::ffff:0.0.0.0", ("api.example.com",)).allow("10.0.0.7:3000")
+    assert AllowedHosts("::ffff:0.0.0.0", ()).is_allowed("anything.example")
+    assert AllowedHosts("::ffff:0.0.0.0", ("api.example.com",)).is_allowed("10.0.0.7:3000")
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.1"])
 def test_the_socket_says_what_a_name_means(name: str) -> None:
     config = ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base", host=name, port=0)
     with bind_port(config) as listener:
-        assert not Hosts(name, (), listener.getsockname()[0]).allow("evil.example")
+        assert not AllowedHosts(name, (), listener.getsockname()[0]).is_allowed("evil.example")
 
 
 @pytest.mark.parametrize(

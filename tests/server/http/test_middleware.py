@@ -12,8 +12,8 @@ from lorax_server.errors import AdapterError
 from lorax_server.server.http import middleware
 from lorax_server.server.routes import info
 from lorax_server.server.telemetry import audit
-from lorax_server.server.telemetry.audit import LINES_PER_MINUTE
-from lorax_server.server.telemetry.logs import FIELDS
+from lorax_server.server.telemetry.audit import MAX_LINES_PER_MINUTE
+from lorax_server.server.telemetry.logs import EXTRA_KEY
 from lorax_server.types import FinishReason
 from tests.e2e.hostile_client import post, request
 from tests.server.edge import GOOD, HEALTH, Edge, Shared, error_of, head, with_key
@@ -30,8 +30,8 @@ SECRET, GUESS = "s3cret-that-nobody-knows", "a-guess-that-may-be-somebody-elses"
 def keyed() -> Iterator[Shared]:
     """Make a server whose callers need a key."""
     with pytest.MonkeyPatch.context() as patch, closing(Shared(api_keys=("good",), admin_key=SECRET)) as shared:
-        patch.setattr(middleware, "DISCARD_S", 0.01)
-        patch.setattr(info, "STATUS_S", 0.01)  # the engine never reports its status
+        patch.setattr(middleware, "DISCARD_TIMEOUT_S", 0.01)
+        patch.setattr(info, "STATUS_TIMEOUT_S", 0.01)  # the engine never reports its status
         yield shared
 
 
@@ -53,7 +53,7 @@ def unlocked() -> Iterator[Shared]:
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
     """Return a function that finds the fields of log lines with a message."""
     with caplog.at_level(logging.INFO):
-        yield lambda message: [getattr(each, FIELDS) for each in caplog.records if each.message == message]
+        yield lambda message: [getattr(each, EXTRA_KEY) for each in caplog.records if each.message == message]
 
 
 Lines = Callable[[str], list[dict[str, Any]]]
@@ -93,8 +93,8 @@ def test_without_a_key_no_body_is_read(headers: tuple[tuple[str, str], ...], key
 
 def test_a_refused_body_is_not_kept(keyed: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that goes on sending after its answer is cut off."""
-    monkeypatch.setattr(middleware, "MAX_DISCARDED", 2**16)
-    monkeypatch.setattr(middleware, "DISCARD_S", 1000.0)
+    monkeypatch.setattr(middleware, "MAX_DISCARDED_BYTES", 2**16)
+    monkeypatch.setattr(middleware, "DISCARD_TIMEOUT_S", 1000.0)
 
     async def check(server: Edge) -> None:
         wire = await server.connect()
@@ -298,7 +298,7 @@ TOO_MUCH = ("content-length", str(10**9))
         (head("GET", "/x?key=s3cret", [b"x: " + b"y" * 70_000]), 431, "validation", "/x"),
         (head("GET", "/health", [b"host: evil"]), 403, "forbidden", "/health"),
         (request("GET", "/info"), 401, "authentication", "/info"),
-        (with_key("/tokenize", {"inputs": "x" * (info.MAX_CHARACTERS + 1)}), 422, "validation", "/tokenize"),
+        (with_key("/tokenize", {"inputs": "x" * (info.MAX_TOKENIZE_CHARACTERS + 1)}), 422, "validation", "/tokenize"),
         (with_key("/embed", {}), 422, "validation", "/embed"),
         (request("GET", "/nowhere?key=s3cret"), 404, "bad_request", "/nowhere"),
         (request("DELETE", "/generate"), 405, "bad_request", "/generate"),
@@ -395,13 +395,13 @@ def test_a_key_that_is_refused_leaves_a_line(method: str, path: str, lines: Line
 def test_a_flood_of_wrong_keys_does_not_flood_the_log(lines: Lines, keyed: Shared) -> None:
     async def check(server: Edge) -> None:
         before = server.count("lorax_request_failure", 'err="authentication"')
-        for number in range(LINES_PER_MINUTE + 20):
+        for number in range(MAX_LINES_PER_MINUTE + 20):
             assert (await server.ask(with_key("/generate", GOOD, f"guess-{number}"))).status == 401
         after = server.count("lorax_request_failure", 'err="authentication"')
-        assert after - before == LINES_PER_MINUTE + 20
+        assert after - before == MAX_LINES_PER_MINUTE + 20
 
     keyed.run(check)
-    assert len(lines("audit")) == len(lines("request")) == LINES_PER_MINUTE
+    assert len(lines("audit")) == len(lines("request")) == MAX_LINES_PER_MINUTE
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_callers_without_a_key_do_not_flood_the_log(
     data: bytes, status: int, messages: list[str], lines: Lines, unlocked: Shared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log is limited also on a server without keys."""
-    monkeypatch.setattr(audit, "LINES_PER_MINUTE", 3)
+    monkeypatch.setattr(audit, "MAX_LINES_PER_MINUTE", 3)
 
     async def check(server: Edge) -> None:
         for _ in range(6):

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import pytest
 
-from lorax_server.server.http.sse import DONE, KEEP_ALIVE, EventStream, encode_json, event
+from lorax_server.server.http.sse import DONE_EVENT, KEEP_ALIVE_COMMENT, EventStream, encode_event, encode_json
 from tests.server.bench import Message, Peer, settle
 
 NEVER_S = 1000.0
@@ -41,7 +41,7 @@ async def run(
     source: Source, peer: Peer, ends: list[bool], keep_alive_s: float = NEVER_S, headers: dict[str, str] | None = None
 ) -> None:
     stream = EventStream(source.events(), keep_alive_s, headers)
-    stream.on_end = ends.append
+    stream.on_finish = ends.append
     await stream({}, peer.receive, peer.send)
 
 
@@ -50,7 +50,7 @@ async def run(
 
 @pytest.mark.parametrize("text", ["", "a\nb", "\r\n\r\ndata: x", "\x00\u2028\x85", "日本👍", '"\\'])
 def test_an_event_is_one_line_whatever_is_in_it(text: str) -> None:
-    written = event({"text": text})
+    written = encode_event({"text": text})
     assert written.startswith(b"data: ")
     assert written.endswith(b"\n\n")
     assert written.count(b"\n") == 2
@@ -64,7 +64,7 @@ def test_what_is_no_number_is_null() -> None:
 
 def test_a_response_is_its_head_its_events_and_its_end() -> None:
     async def check() -> None:
-        source, peer, ends = Source(event({"a": 1}), event({"b": 2}) + DONE), Peer(), list[bool]()
+        source, peer, ends = Source(encode_event({"a": 1}), encode_event({"b": 2}) + DONE_EVENT), Peer(), list[bool]()
         await run(source, peer, ends, headers={"x-model-id": "it"})
         head, *bodies = peer.sent
         headers = dict(head["headers"])
@@ -94,7 +94,7 @@ def test_nothing_is_said_after_the_last_message() -> None:
                 await asyncio.sleep(0.02)  # the client takes it slowly
 
         peer = Peer(listen)
-        await run(Source(event(1)), peer, [], keep_alive_s=0.001)
+        await run(Source(encode_event(1)), peer, [], keep_alive_s=0.001)
         assert peer.sent[-1]["more_body"] is False
 
     asyncio.run(check())
@@ -106,17 +106,17 @@ def test_a_silent_stream_says_that_it_is_there() -> None:
 
         async def listen(message: Message) -> None:
             nonlocal num_heard
-            num_heard += message.get("body") == KEEP_ALIVE
+            num_heard += message.get("body") == KEEP_ALIVE_COMMENT
             if num_heard == 3:
                 heard.set()
 
-        source, peer = Source(event(1), then=lambda: _wait(heard)), Peer(listen)
+        source, peer = Source(encode_event(1), then=lambda: _wait(heard)), Peer(listen)
         await run(source, peer, [], keep_alive_s=0.001)
         bodies = [message["body"] for message in peer.sent[1:]]
-        assert bodies[0] == event(1)
-        assert bodies.count(KEEP_ALIVE) >= 3
+        assert bodies[0] == encode_event(1)
+        assert bodies.count(KEEP_ALIVE_COMMENT) >= 3
         assert bodies[-1] == b""
-        assert peer.body.replace(KEEP_ALIVE, b"") == event(1)
+        assert peer.body.replace(KEEP_ALIVE_COMMENT, b"") == encode_event(1)
 
     asyncio.run(check())
 
@@ -128,8 +128,8 @@ async def _wait(heard: asyncio.Event) -> None:
 def test_a_stream_that_speaks_says_nothing_else() -> None:
     async def check() -> None:
         peer = Peer()
-        await run(Source(*[event(i) for i in range(100)]), peer, [], keep_alive_s=NEVER_S)
-        assert KEEP_ALIVE not in [message.get("body") for message in peer.sent]
+        await run(Source(*[encode_event(i) for i in range(100)]), peer, [], keep_alive_s=NEVER_S)
+        assert KEEP_ALIVE_COMMENT not in [message.get("body") for message in peer.sent]
 
     asyncio.run(check())
 
@@ -139,7 +139,7 @@ def test_a_stream_that_speaks_says_nothing_else() -> None:
 
 def test_a_client_that_leaves_ends_it() -> None:
     async def check() -> None:
-        source, peer, ends = Source(event(1), then=for_ever), Peer(), list[bool]()
+        source, peer, ends = Source(encode_event(1), then=for_ever), Peer(), list[bool]()
         running = asyncio.create_task(run(source, peer, ends))
         await settle()
         peer.arrivals.put_nowait({"type": "http.request", "body": b"", "more_body": False})  # is no leaving
@@ -149,14 +149,14 @@ def test_a_client_that_leaves_ends_it() -> None:
         await running
         assert ends == [True]
         assert source.is_closed
-        assert peer.body == event(1)
+        assert peer.body == encode_event(1)
 
     asyncio.run(check())
 
 
 def test_a_client_that_left_long_ago_gets_next_to_nothing() -> None:
     async def check() -> None:
-        source, peer, ends = Source(event(1), then=for_ever), Peer(), list[bool]()
+        source, peer, ends = Source(encode_event(1), then=for_ever), Peer(), list[bool]()
         peer.leave()
         await run(source, peer, ends)
         assert ends == [True]
@@ -167,7 +167,7 @@ def test_a_client_that_left_long_ago_gets_next_to_nothing() -> None:
 
 def test_one_that_is_cancelled_counts_as_left() -> None:
     async def check() -> None:
-        source, peer, ends = Source(event(1), then=for_ever), Peer(), list[bool]()
+        source, peer, ends = Source(encode_event(1), then=for_ever), Peer(), list[bool]()
         running = asyncio.create_task(run(source, peer, ends))
         await settle()
         running.cancel()
@@ -189,7 +189,7 @@ def test_events_that_fail_are_told_to_who_called() -> None:
     async def check() -> None:
         ends: list[bool] = []
         with pytest.raises(KeyError, match="mistake"):
-            await run(Source(event(1), then=fail), Peer(), ends)
+            await run(Source(encode_event(1), then=fail), Peer(), ends)
         assert ends == [False]
 
     asyncio.run(check())
@@ -202,7 +202,7 @@ def test_a_socket_that_fails_ends_it(kind: str) -> None:
             if message["type"] == kind:
                 raise OSError("broken pipe")
 
-        source, ends = Source(event(1), event(2)), list[bool]()
+        source, ends = Source(encode_event(1), encode_event(2)), list[bool]()
         with pytest.raises(OSError, match="broken pipe"):
             await run(source, Peer(break_down), ends)
         assert ends == [False]
@@ -214,7 +214,7 @@ def test_a_socket_that_fails_ends_it(kind: str) -> None:
 def test_also_events_that_cannot_be_closed_end() -> None:
     async def stubborn() -> AsyncGenerator[bytes, None]:
         try:
-            yield event(1)
+            yield encode_event(1)
             await for_ever()
         finally:
             raise RuntimeError("not me")
@@ -222,7 +222,7 @@ def test_also_events_that_cannot_be_closed_end() -> None:
     async def check() -> None:
         peer, ends = Peer(), list[bool]()
         stream = EventStream(stubborn(), NEVER_S)
-        stream.on_end = ends.append
+        stream.on_finish = ends.append
 
         async def block(message: Message) -> None:
             if message.get("body"):
@@ -245,7 +245,7 @@ def test_nothing_is_made_that_nobody_reads() -> None:
             if message.get("body"):
                 await turn.acquire()
 
-        source, peer = Source(*[event(i) for i in range(50)]), Peer(take_turns)
+        source, peer = Source(*[encode_event(i) for i in range(50)]), Peer(take_turns)
         running = asyncio.create_task(run(source, peer, []))
         for count in range(1, 50):
             await settle()
@@ -253,6 +253,6 @@ def test_nothing_is_made_that_nobody_reads() -> None:
             turn.release()
         turn.release()
         await running
-        assert peer.body == b"".join(event(i) for i in range(50))
+        assert peer.body == b"".join(encode_event(i) for i in range(50))
 
     asyncio.run(check())

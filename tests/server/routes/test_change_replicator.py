@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from lorax_server.errors import AdapterNotFoundError, EngineError
-from lorax_server.server.access.model_names import Named
+from lorax_server.server.access.model_names import AdapterKey
 from lorax_server.server.http.replica_protocol import AdapterChange
 from lorax_server.server.routes import replica as module
 from lorax_server.server.routes.replica import ChangeReplicator
 
-NAME = Named("local", "json")
+NAME = AdapterKey("local", "json")
 OWN, OTHER = True, False
 
 
@@ -43,7 +43,7 @@ class Server:
         self.known.add("found")
         return "found"
 
-    async def pin_adapter(self, _service: Any, identity: str, _name: Named, pin: bool) -> None:
+    async def pin_adapter(self, _service: Any, identity: str, _name: AdapterKey, pin: bool) -> None:
         if self.num_failures:
             self.num_failures -= 1
             raise EngineError("the engine restarts")

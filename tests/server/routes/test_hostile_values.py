@@ -161,7 +161,7 @@ def test_lone_surrogates(routes: Routes, path: str, name: str) -> None:
 
 
 POETS = ["poet", "./poet"]
-MERGES: dict[str, Any] = {
+MERGE_SOURCE: dict[str, Any] = {
     "no ids": {"ids": []},
     "ids that are null": {"ids": [None]},
     "an id for ids": {"ids": "poet"},
@@ -188,9 +188,9 @@ MERGES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("what", MERGES)
+@pytest.mark.parametrize("what", MERGE_SOURCE)
 def test_merges(routes: Routes, what: str) -> None:
-    check(routes.post(NATIVE, generate(merged_adapters=MERGES[what])), 422)
+    check(routes.post(NATIVE, generate(merged_adapters=MERGE_SOURCE[what])), 422)
 
 
 QUERIES = {

@@ -12,11 +12,11 @@ import pytest
 
 from lorax_server.errors import ConfigError
 from lorax_server.server.app import make_app
-from lorax_server.server.routes.playground import FOLDER
+from lorax_server.server.routes.playground import UI_FOLDER
 from tests.server.bench import Bench, Peer
 
-ROOT = FOLDER.parent.parent
-FILES = sorted(path.name for path in FOLDER.iterdir())
+ROOT = UI_FOLDER.parent.parent
+FILES = sorted(path.name for path in UI_FOLDER.iterdir())
 KINDS = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
@@ -58,20 +58,20 @@ def page() -> Page:
 
 
 def text_of(name: str) -> str:
-    return (FOLDER / name).read_text()
+    return (UI_FOLDER / name).read_text()
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_is_served(page: Page, name: str) -> None:
     answer = page.get(f"/ui/{name}")
-    assert (answer.status, answer.body) == (200, (FOLDER / name).read_bytes())
+    assert (answer.status, answer.body) == (200, (UI_FOLDER / name).read_bytes())
     assert answer.headers["content-type"] == KINDS[Path(name).suffix]
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["cache-control"] == "no-cache"
 
 
 def test_the_page_is_at_the_folder_to_which_the_path_without_a_slash_leads(page: Page) -> None:
-    assert page.get("/ui/").body == (FOLDER / "index.html").read_bytes()
+    assert page.get("/ui/").body == (UI_FOLDER / "index.html").read_bytes()
     moved = page.get("/ui")
     assert (moved.status, moved.headers["location"]) == (307, "ui/")
 
@@ -132,7 +132,7 @@ def test_examples_are_those_of_the_model(page: Page, tmp_path: Path) -> None:
 
 
 def test_examples_that_cannot_be_read_are_a_mistake_of_the_settings(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the examples cannot be read"):
+    with pytest.raises(ConfigError, match="cannot read the examples file"):
         Page(examples=tmp_path / "none.json")
 
 
@@ -149,7 +149,7 @@ def test_examples_that_cannot_be_read_are_a_mistake_of_the_settings(tmp_path: Pa
 )
 def test_examples_of_another_form_are_a_mistake_of_the_settings(tmp_path: Path, content: str, reason: str) -> None:
     (tmp_path / "examples.json").write_text(content)
-    with pytest.raises(ConfigError, match=f"examples.json: this is not a JSON list of .*{reason}"):
+    with pytest.raises(ConfigError, match=f"examples.json: must be a JSON list of .*{reason}"):
         Page(examples=tmp_path / "examples.json")
 
 

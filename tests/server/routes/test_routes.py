@@ -338,10 +338,10 @@ def test_log_probabilities_are_bounded_on_every_surface(what: str, monkeypatch: 
     path, body, count = LISTED[what]
     routes = Routes()
     _give_template(routes)
-    monkeypatch.setattr(checks, "MAX_LOGPROBS", count - 1)
+    monkeypatch.setattr(checks, "MAX_LOGPROBS_PER_REQUEST", count - 1)
     refused = routes.post(path, body)
     assert refused.status == (422 if path == NATIVE else 400)
-    assert f"up to {count} log probabilities are asked for, at most {count - 1} are given" in refused.message
+    assert f"could return {count} log probabilities; the limit is {count - 1}" in refused.message
     assert not routes.engine.sent  # nothing was computed
     fields = {NATIVE: "`return_k_alternatives`", COMPLETIONS: "`logprobs`", CHAT: "`top_logprobs`"}
     assert fields[path] in refused.message
@@ -360,7 +360,7 @@ def test_what_is_streamed_or_not_listed_is_not_counted(
 ) -> None:
     routes = Routes()
     _give_template(routes)
-    monkeypatch.setattr(checks, "MAX_LOGPROBS", 0)
+    monkeypatch.setattr(checks, "MAX_LOGPROBS_PER_REQUEST", 0)
     assert routes.post(path, body).status == 200
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from lorax_server.engine.remote import messages
 from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoundError, LoraxError, SourceError
-from lorax_server.server.access.model_names import Named
+from lorax_server.server.access.model_names import AdapterKey
 from lorax_server.types import AdapterState, Failure, Merge, Resolved
 from tests.server.fake_server import Reply, Routes, generate
 
@@ -21,7 +21,7 @@ class Loads(Routes):
 
     def __init__(self) -> None:
         super().__init__(folder=["json", "twin", "sql"], admin_key=ADMIN)
-        self.service.model_names._roots = [Path("/srv/adapters")]
+        self.service.model_names._local_roots = [Path("/srv/adapters")]
         self.device: dict[str, bool] = {}  # whether it is pinned
         self.answers["twin"] = Resolved("hash of json")
 
@@ -76,7 +76,7 @@ def test_what_was_named_by_two_spellings_is_unloaded_by_either(routes: Loads, se
 def test_spellings_are_one_label_in_metrics(routes: Loads) -> None:
     for name in SPELLINGS:
         routes.use(name)
-    text = routes.metrics.prometheus().decode()
+    text = routes.metrics.render_prometheus().decode()
     assert 'lorax_adapter_requests_total{adapter="json"} 5.0' in text
     assert "./json" not in text
 
@@ -150,13 +150,13 @@ def test_an_alias_is_another_name_of_the_same_place(routes: Loads) -> None:
 def test_what_was_unloaded_is_forgotten(routes: Loads) -> None:
     routes.use("json")
     routes.unload("json")
-    assert routes.service.adapter_index.identities(Named("local", "json")) == []
+    assert routes.service.adapter_index.identities_of(AdapterKey("local", "json")) == []
     assert routes.listed()["json"]["hash"] is None
 
 
 def test_a_removed_folder_stays_until_it_is_unloaded_by_its_name(routes: Loads) -> None:
     routes.load("json", pin=True)
-    routes.service.model_names.set_folder(["sql"])
+    routes.service.model_names.set_folder_names(["sql"])
     routes.answers["json"] = AdapterNotFoundError("no such folder")
     assert routes.use("json").status == 424
     assert (routes.listed()["json"]["state"], routes.listed()["json"]["pinned"]) == ("on the device", True)
@@ -173,7 +173,7 @@ def test_a_place_that_is_gone_is_forgotten_when_it_is_asked_for(routes: Loads) -
     routes.answers["elsewhere"] = AdapterNotFoundError("no such folder")
     routes.use("elsewhere")
     assert "elsewhere" not in routes.listed()
-    assert routes.service.adapter_index.names("hash of elsewhere") == ()
+    assert routes.service.adapter_index.names_of("hash of elsewhere") == ()
 
 
 # --- Lists of folders that cannot be served ---------------------------------------------------------------------------
@@ -260,11 +260,11 @@ def test_a_merge_has_one_name_everywhere(routes: Loads) -> None:
     reply, _ = merge(routes)
     assert reply.headers["x-adapter-id"] == "sql,json"
     assert routes.listed()["sql,json"]["hash"] == "merged"
-    assert 'lorax_adapter_requests_total{adapter="sql,json"} 1.0' in routes.metrics.prometheus().decode()
+    assert 'lorax_adapter_requests_total{adapter="sql,json"} 1.0' in routes.metrics.render_prometheus().decode()
 
 
 def test_a_merge_that_has_left_memory_is_listed_no_longer(routes: Loads) -> None:
     merge(routes)
     routes.device.clear()
     assert "sql,json" not in routes.listed()
-    assert routes.service.adapter_index.names("merged") == ()
+    assert routes.service.adapter_index.names_of("merged") == ()

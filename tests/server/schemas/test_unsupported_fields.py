@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from lorax_server.server.schemas.lorax import GenerateParameters
 from lorax_server.server.schemas.openai import ChatCompletionRequest, CompletionRequest
-from lorax_server.server.schemas.unsupported_fields import BY_ROUTE, CHAT, COMPLETIONS, FIELDS, GENERATE
+from lorax_server.server.schemas.unsupported_fields import CHAT, COMPLETIONS, UNSUPPORTED_FIELDS, FIELDS_BY_ROUTE, GENERATE
 from lorax_server.types import Merge
 from tests.server.fake_server import Reply, Routes, chat, complete, generate
 
@@ -46,7 +46,7 @@ def ask(routes: Routes, route: str, **fields: Any) -> Reply:
 
 @pytest.mark.parametrize("route", PATHS)
 def test_what_would_change_the_answer_is_refused_by_name(route: str, routes: Templated) -> None:
-    for name, field in BY_ROUTE[route].items():
+    for name, field in FIELDS_BY_ROUTE[route].items():
         refused = ask(routes, route, **{name: False if field.defaults_to_true else "x"})
         assert refused.status == (422 if route == GENERATE else 400), name
         assert f"`{name}`" in refused.message
@@ -60,13 +60,13 @@ def test_what_would_change_the_answer_is_refused_by_name(route: str, routes: Tem
 def test_what_asks_for_nothing_passes(route: str, routes: Templated) -> None:
     nothings: list[Any] = [None, False, 0, "", [], {}]
     for nothing in nothings:
-        fields = {name: nothing for name, field in BY_ROUTE[route].items() if not field.defaults_to_true}
+        fields = {name: nothing for name, field in FIELDS_BY_ROUTE[route].items() if not field.defaults_to_true}
         if nothing == 0 and nothing is not False:
-            fields = {name: value for name, value in fields.items() if not BY_ROUTE[route][name].zero_is_set}
+            fields = {name: value for name, value in fields.items() if not FIELDS_BY_ROUTE[route][name].zero_is_set}
         assert ask(routes, route, **fields).status == 200
-    usual = {name: value for name, field in BY_ROUTE[route].items() for value in field.usual}
-    assert len(usual) >= 5
-    assert ask(routes, route, **usual).status == 200
+    neutral_values = {name: value for name, field in FIELDS_BY_ROUTE[route].items() for value in field.neutral_values}
+    assert len(neutral_values) >= 5
+    assert ask(routes, route, **neutral_values).status == 200
 
 
 @pytest.mark.parametrize("route", PATHS)
@@ -99,7 +99,7 @@ def test_numbers_that_ask_for_something(fields: dict[str, Any], route: str, rout
 )
 def test_the_same_may_be_said_in_several_words(route: str, fields: dict[str, Any], routes: Templated) -> None:
     assert ask(routes, route, **fields).status == 200
-    name = next(name for name in fields if name in BY_ROUTE[route])
+    name = next(name for name in fields if name in FIELDS_BY_ROUTE[route])
     other = {**fields, name: True if name == "do_sample" else 9}
     assert name == "do_sample" or ask(routes, route, **other).status in (400, 422)
 
@@ -122,24 +122,24 @@ def test_what_nobody_knows_is_ignored(route: str, routes: Templated) -> None:
 
 @pytest.mark.parametrize("route", PATHS)
 def test_no_field_is_both_known_and_foreign(route: str) -> None:
-    assert not set(BY_ROUTE[route]) & set(SCHEMAS[route].model_fields)
-    for field in BY_ROUTE[route].values():
-        assert not field.instead or field.instead in SCHEMAS[route].model_fields, field
+    assert not set(FIELDS_BY_ROUTE[route]) & set(SCHEMAS[route].model_fields)
+    for field in FIELDS_BY_ROUTE[route].values():
+        assert not field.replacement or field.replacement in SCHEMAS[route].model_fields, field
 
 
 def test_each_is_listed_once_with_who_has_it() -> None:
-    pairs = [(field.name, route) for field in FIELDS for route in field.routes]
+    pairs = [(field.name, route) for field in UNSUPPORTED_FIELDS for route in field.routes]
     assert len(pairs) == len(set(pairs))
-    assert all(field.dialects for field in FIELDS)
+    assert all(field.dialects for field in UNSUPPORTED_FIELDS)
     described = (Path(__file__).parents[3] / "docs" / "http-api.md").read_text()
-    missing = [field.name for field in FIELDS if not re.search(rf"`{field.name}`", described)]
+    missing = [field.name for field in UNSUPPORTED_FIELDS if not re.search(rf"`{field.name}`", described)]
     assert missing == []
 
 
 @pytest.mark.parametrize("route", PATHS)
 def test_the_schema_names_them(route: str) -> None:
     description = SCHEMAS[route].model_json_schema()["description"]
-    assert all(f"`{name}`" in description for name in BY_ROUTE[route])
+    assert all(f"`{name}`" in description for name in FIELDS_BY_ROUTE[route])
 
 
 # --- Honoured ---------------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def test_tools_that_must_not_be_used_pass(routes: Templated) -> None:
 def test_a_developer_is_a_system_where_a_template_knows_none(
     template: str, role: str, routes: Templated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routes.service.tokenizers, "template_of", lambda *_: template)
+    monkeypatch.setattr(routes.service.tokenizers, "find_template", lambda *_: template)
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "ask"}]
     assert ask(routes, CHAT, messages=messages).status == 200
     assert [message["role"] for message in routes.rendered[-1][0]] == [role, "user"]

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from lorax_server.server.telemetry.audit import AdminAction, AuditLog, LineBudget
-from lorax_server.server.telemetry.logs import FIELDS
+from lorax_server.server.telemetry.audit import AdminAction, AuditLog, LogRateLimiter
+from lorax_server.server.telemetry.logs import EXTRA_KEY
 from lorax_server.server.telemetry.metrics import Metrics
 from lorax_server.server.telemetry.request_record import RequestRecord
 
@@ -17,12 +17,12 @@ def make(clock: Any) -> AuditLog:
 
 def test_a_budget_says_how_many_were_left_out() -> None:
     now = 0.0
-    budget = LineBudget(2, lambda: now)
-    assert [budget.spend() for _ in range(5)] == [{}, {}, None, None, None]
+    budget = LogRateLimiter(2, lambda: now)
+    assert [budget.acquire() for _ in range(5)] == [{}, {}, None, None, None]
     now = 59.9
-    assert budget.spend() is None
+    assert budget.acquire() is None
     now = 60.0
-    assert [budget.spend() for _ in range(3)] == [{"left_out": 4}, {}, None]
+    assert [budget.acquire() for _ in range(3)] == [{"left_out": 4}, {}, None]
 
 
 def test_lines_about_strangers_are_rationed_and_those_about_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
@@ -30,38 +30,38 @@ def test_lines_about_strangers_are_rationed_and_those_about_others_are_not(caplo
     audit_log = make(lambda: now)
     with caplog.at_level(logging.INFO):
         for _ in range(100):
-            audit_log.refuse(RequestRecord("it", "/generate", address=CLIENT), 403, "validation", "Forbidden")
-            audit_log.refuse(RequestRecord("it", "/generate", "alice", address=CLIENT), 422, "validation", "no")
-            audit_log.refuse_connection(CLIENT, 503, "full")
-            audit_log.end(RequestRecord("it", "/generate", address=CLIENT, status=401), None)
-            audit_log.end(
+            audit_log.log_rejection(RequestRecord("it", "/generate", address=CLIENT), 403, "validation", "Forbidden")
+            audit_log.log_rejection(RequestRecord("it", "/generate", "alice", address=CLIENT), 422, "validation", "no")
+            audit_log.log_rejected_connection(CLIENT, 503, "full")
+            audit_log.log_finished(RequestRecord("it", "/generate", address=CLIENT, status=401), None)
+            audit_log.log_finished(
                 RequestRecord("it", "/v1/adapters/load", address=CLIENT, status=401), AdminAction("load", "poet")
             )
-            audit_log.end(
+            audit_log.log_finished(
                 RequestRecord("it", "/v1/adapters/load", address=CLIENT, status=200),
                 AdminAction("load", "poet", "boss"),
             )
-            audit_log.end(RequestRecord("it", "/generate", address=CLIENT, status=200), None)
-        fields = [getattr(each, FIELDS) for each in caplog.records]
+            audit_log.log_finished(RequestRecord("it", "/generate", address=CLIENT, status=200), None)
+        fields = [getattr(each, EXTRA_KEY) for each in caplog.records]
         assert sum(each["status"] == 403 for each in fields) == 60
         assert sum(each["status"] == 422 for each in fields) == 100
         assert sum(each["status"] == 503 for each in fields) == 60
         assert sum(each["status"] == 401 for each in fields) == 60
         assert sum(each["status"] == 200 for each in fields) == 100
         now = 60.0
-        audit_log.end(RequestRecord("it", "/generate", address=CLIENT, status=401), None)
-    assert getattr(caplog.records[-1], FIELDS)["left_out"] == 140
+        audit_log.log_finished(RequestRecord("it", "/generate", address=CLIENT, status=401), None)
+    assert getattr(caplog.records[-1], EXTRA_KEY)["left_out"] == 140
 
 
 @pytest.mark.parametrize(("status", "level"), [(200, "INFO"), (403, "WARNING"), (500, "WARNING"), (0, "WARNING")])
 def test_what_failed_is_a_warning(status: int, level: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        make(lambda: 0.0).end(
+        make(lambda: 0.0).log_finished(
             RequestRecord("it", "/x", address=CLIENT, status=status), AdminAction("unload", "a" * 10_000, "boss")
         )
     (record,) = caplog.records
     assert record.levelname == level
-    fields = getattr(record, FIELDS)
+    fields = getattr(record, EXTRA_KEY)
     assert (fields["action"], fields["status"], fields["key"], fields["address"]) == (
         "unload",
         status or None,

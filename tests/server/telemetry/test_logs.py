@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 
 from lorax_server.errors import ConfigError
-from lorax_server.server.telemetry.logs import FIELDS, configure, log_request
+from lorax_server.server.telemetry.logs import EXTRA_KEY, configure_logging, log_request
 from lorax_server.server.telemetry.request_record import RequestRecord
 
 NASTY = 'a\nb\r\x0b\x0c\x1c\x85\u2028\u2029\x1b[2J\x00\ud800\u202e"quoted"\\n = end'
@@ -34,7 +34,7 @@ def own_logging() -> Iterator[None]:
 
 def start(json_logs: bool, level: str = "info") -> io.StringIO:
     stream = io.StringIO()
-    configure(level, json_logs, stream)
+    configure_logging(level, json_logs, stream)
     return stream
 
 
@@ -81,7 +81,9 @@ def fields_of(stream: io.StringIO) -> dict[str, Any]:
 
 def test_text() -> None:
     stream = start(json_logs=False)
-    logging.getLogger("some.where").warning("%d bottles", 99, extra={FIELDS: {"a": 1, "b": "x y", "c": "", "d": None}})
+    logging.getLogger("some.where").warning(
+        "%d bottles", 99, extra={EXTRA_KEY: {"a": 1, "b": "x y", "c": "", "d": None}}
+    )
     time, rest = only_line(stream).split(" ", 1)
     assert datetime.fromisoformat(time).utcoffset() == timedelta(0)
     assert rest == 'WARNING some.where 99 bottles a=1 b="x y" c="" d=null'
@@ -90,7 +92,7 @@ def test_text() -> None:
 def test_json() -> None:
     stream = start(json_logs=True)
     fields = {"a": 1, "b": "x y", "c": None, "d": True, "e": float("nan"), "f": {1}}
-    logging.getLogger("some.where").error("%d bottles", 99, extra={FIELDS: fields})
+    logging.getLogger("some.where").error("%d bottles", 99, extra={EXTRA_KEY: fields})
     line = json.loads(only_line(stream), parse_constant=pytest.fail)
     assert datetime.fromisoformat(line.pop("timestamp")).utcoffset() == timedelta(0)
     assert line == {
@@ -107,7 +109,9 @@ def test_no_value_can_start_a_line_or_move_a_cursor(json_logs: bool) -> None:
     try:
         raise ValueError(NASTY)
     except ValueError:
-        logging.getLogger().exception("message %s", NASTY, extra={FIELDS: {"value": NASTY, NASTY: 1}}, stack_info=True)
+        logging.getLogger().exception(
+            "message %s", NASTY, extra={EXTRA_KEY: {"value": NASTY, NASTY: 1}}, stack_info=True
+        )
     line = only_line(stream)
     assert line.isprintable()
     assert "ValueError" in line
@@ -122,7 +126,7 @@ def test_no_value_can_start_a_line_or_move_a_cursor(json_logs: bool) -> None:
 def test_a_quoted_value_cannot_pretend_to_be_another() -> None:
     stream = start(json_logs=False)
     logging.getLogger().info(
-        "m", extra={FIELDS: {"adapter": 'x" status="500', "path": "a\\", "plain": "owner/name@v1"}}
+        "m", extra={EXTRA_KEY: {"adapter": 'x" status="500', "path": "a\\", "plain": "owner/name@v1"}}
     )
     assert only_line(stream).endswith(r'm adapter="x\" status=\"500" path="a\\" plain=owner/name@v1')
 
@@ -134,7 +138,7 @@ def test_levels() -> None:
     logging.getLogger("a").warning("yes")
     assert only_line(stream).endswith("yes")
     with pytest.raises(ConfigError, match="'loud' is not known; use one of debug, info"):
-        configure("loud", False)
+        configure_logging("loud", False)
 
 
 def test_uvicorn_writes_the_same_lines_once() -> None:

@@ -12,7 +12,13 @@ from prometheus_client import REGISTRY
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from lorax_server.server.telemetry.metrics import MAX_LABEL_CHARACTERS, UPSTREAM_COUNTERS, Metrics, clean, failure_kind
+from lorax_server.server.telemetry.metrics import (
+    LORAX_COUNTERS,
+    MAX_LABEL_CHARACTERS,
+    Metrics,
+    classify_failure,
+    sanitize_label,
+)
 from lorax_server.server.telemetry.request_record import RequestRecord
 from lorax_server.types import EngineStatus
 
@@ -63,14 +69,14 @@ def status(**changes: int) -> EngineStatus:
 
 
 def families(metrics: Metrics) -> dict[str, Metric]:
-    return {family.name: family for family in text_string_to_metric_families(metrics.prometheus().decode())}
+    return {family.name: family for family in text_string_to_metric_families(metrics.render_prometheus().decode())}
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """Return values by name, as written, and labels. The parser ends every counter in `_total`."""
     return {
         (
-            family.name if family.name in UPSTREAM_COUNTERS else sample.name,
+            family.name if family.name in LORAX_COUNTERS else sample.name,
             frozenset(sample.labels.items()),
         ): sample.value
         for family in families(metrics).values()
@@ -91,7 +97,7 @@ def labels_of(metrics: Metrics, name: str, label: str) -> set[str]:
 
 
 def test_names_and_types_are_those_of_lorax() -> None:
-    types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", make().prometheus().decode(), re.MULTILINE))
+    types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", make().render_prometheus().decode(), re.MULTILINE))
     assert {name: types.get(name) for name in UPSTREAM} == UPSTREAM
     assert all(name.startswith("lorax_") for name in types)
     for name, kind in types.items():
@@ -101,8 +107,8 @@ def test_names_and_types_are_those_of_lorax() -> None:
 
 def test_each_family_is_there_once_with_a_text() -> None:
     metrics = make()
-    metrics.end(record(error_type="validation", status=422))
-    text = metrics.prometheus().decode()
+    metrics.record_finished(record(error_type="validation", status=422))
+    text = metrics.render_prometheus().decode()
     names = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
     assert len(names) == len(set(names))
     assert re.findall(r"^# HELP (\S+) .", text, re.MULTILINE) == names
@@ -113,7 +119,7 @@ def test_each_family_is_there_once_with_a_text() -> None:
 
 def test_nothing_is_shared_between_two_or_with_the_process() -> None:
     one, other = make(), make()
-    one.begin()
+    one.count_request()
     assert value(other, "lorax_request_count") == 0
     assert not any(family.name.startswith("lorax_") for family in REGISTRY.collect())
 
@@ -142,9 +148,9 @@ def test_the_content_type_is_that_of_the_classic_format() -> None:
 
 def test_json_has_lorax_keys() -> None:
     metrics = make()
-    metrics.begin()
-    metrics.end(record())
-    shown = metrics.json()
+    metrics.count_request()
+    metrics.record_finished(record())
+    shown = metrics.render_json()
     assert shown["lorax_queue_length"] == {"type": "gauge", "data": [{"key": "", "value": 0.0}]}
     assert shown["lorax_request_count"] == {"type": "counter", "data": [{"key": "count", "value": 1.0}]}
     assert shown["lorax_request_success"] == {"type": "counter", "data": [{"key": "", "value": 1.0}]}
@@ -160,11 +166,11 @@ def test_json_has_lorax_keys() -> None:
 def test_json_says_the_same_as_text() -> None:
     metrics = make()
     for each in mixture():
-        metrics.begin()
-        metrics.end(each)
+        metrics.count_request()
+        metrics.record_finished(each)
     metrics.engine.update(status(steps=3, adapters_on_host=2), True, 1)
-    text = metrics.prometheus().decode()
-    shown = json.loads(json.dumps(metrics.json(), allow_nan=False))
+    text = metrics.render_prometheus().decode()
+    shown = json.loads(json.dumps(metrics.render_json(), allow_nan=False))
     assert list(shown) == re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
     found = [each["value"] for family in shown.values() for each in family["data"]]
     expected = [sample.value for family in text_string_to_metric_families(text) for sample in family.samples]
@@ -184,8 +190,8 @@ def mixture() -> Iterator[RequestRecord]:
 
 def test_a_success_is_measured() -> None:
     metrics = make()
-    metrics.begin()
-    metrics.end(record())
+    metrics.count_request()
+    metrics.record_finished(record())
     sums = {
         "duration": 1.6,
         "validation_duration": 0.1,
@@ -209,15 +215,15 @@ def test_a_success_is_measured() -> None:
 
 def test_answers_at_once_share_the_time() -> None:
     metrics = make()
-    metrics.end(record(num_choices=2, generated_tokens=10))
+    metrics.record_finished(record(num_choices=2, generated_tokens=10))
     assert value(metrics, "lorax_request_time_per_output_token_duration_sum") == pytest.approx(0.2)
     assert value(metrics, "lorax_request_mean_time_per_token_duration_sum") == pytest.approx(0.2)
 
 
 def test_what_did_not_come_about_is_not_measured() -> None:
     metrics = make()
-    metrics.end(record(generated_tokens=0, first_token_s=None, adapter_id="", identity=""))
-    metrics.end(record(generated_tokens=1, adapter_id="", identity=""))
+    metrics.record_finished(record(generated_tokens=0, first_token_s=None, adapter_id="", identity=""))
+    metrics.record_finished(record(generated_tokens=1, adapter_id="", identity=""))
     counts = {"mean_time_per_token": 1, "time_to_first_token": 1, "time_per_output_token": 0, "adapter": 0}
     for name, expected in counts.items():
         assert value(metrics, f"lorax_request_{name}_duration_count") == expected, name
@@ -253,8 +259,8 @@ def test_what_did_not_come_about_is_not_measured() -> None:
 def test_failures_are_counted_by_kind(changes: dict[str, Any], kind: str | None) -> None:
     metrics = make()
     each = record(**changes)
-    metrics.end(each)
-    assert failure_kind(each) == kind
+    metrics.record_finished(each)
+    assert classify_failure(each) == kind
     assert value(metrics, "lorax_request_success") == (kind is None)
     assert labels_of(metrics, "lorax_request_failure", "err") == (set() if kind is None else {kind})
     assert value(metrics, "lorax_request_duration_count") == (kind is None)
@@ -263,8 +269,8 @@ def test_failures_are_counted_by_kind(changes: dict[str, Any], kind: str | None)
 def test_numbers_that_are_none_spoil_nothing() -> None:
     metrics = make()
     bad = {"total_s": math.nan, "queue_s": -1.0, "inference_s": math.inf, "adapter_s": -math.inf, "prompt_tokens": -5}
-    metrics.end(record(**bad, first_token_s=math.nan))
-    metrics.end(record())
+    metrics.record_finished(record(**bad, first_token_s=math.nan))
+    metrics.record_finished(record())
     assert all(math.isfinite(each) and each >= 0 for each in samples(metrics).values())
     assert value(metrics, "lorax_request_duration_sum") == 1.6
 
@@ -274,9 +280,9 @@ def test_numbers_that_are_none_spoil_nothing() -> None:
 
 def test_adapters_and_keys_are_accounted_for_also_in_failures() -> None:
     metrics = make()
-    metrics.end(record())
-    metrics.end(record(is_dropped=True, key="bob"))
-    metrics.end(record(adapter_id="", identity="", key=""))
+    metrics.record_finished(record())
+    metrics.record_finished(record(is_dropped=True, key="bob"))
+    metrics.record_finished(record(adapter_id="", identity="", key=""))
     shown = samples(metrics)
     assert value(shown, "lorax_adapter_requests_total", adapter="poet") == 2
     assert value(shown, "lorax_adapter_failures_total", adapter="poet") == 1
@@ -302,17 +308,17 @@ def test_adapters_and_keys_are_accounted_for_also_in_failures() -> None:
 def test_what_is_no_adapter_gets_no_label(changes: dict[str, Any]) -> None:
     metrics = make()
     for number in range(50):
-        metrics.end(record(adapter_id=f"made-up-{number}", **changes))
+        metrics.record_finished(record(adapter_id=f"made-up-{number}", **changes))
     for name in ("lorax_adapter_requests_total", "lorax_key_tokens_total"):
         assert labels_of(metrics, name, "adapter") == {"unknown"}
-    metrics.end(record())
+    metrics.record_finished(record())
     assert value(metrics, "lorax_adapter_requests_total", adapter="poet") == 1
 
 
 def test_an_adapter_with_a_name_of_ours_is_told_apart() -> None:
     metrics = make()
-    metrics.end(record(adapter_id="base"))
-    metrics.end(record(adapter_id="", identity=""))
+    metrics.record_finished(record(adapter_id="base"))
+    metrics.record_finished(record(adapter_id="", identity=""))
     assert value(metrics, "lorax_adapter_requests_total", adapter="base") == 1
     assert len(labels_of(metrics, "lorax_adapter_requests_total", "adapter")) == 2
 
@@ -327,9 +333,9 @@ def test_hostile_names_break_nothing_and_stay_few() -> None:
     metrics = make(max_labels=20)
     names = hostile_names(10_000)
     for number, name in enumerate(names):
-        metrics.end(record(adapter_id=name, key=names[-number % 1000]))
-    metrics.end(record(adapter_id="x" * 10_000_000))
-    text = metrics.prometheus()
+        metrics.record_finished(record(adapter_id=name, key=names[-number % 1000]))
+    metrics.record_finished(record(adapter_id="x" * 10_000_000))
+    text = metrics.render_prometheus()
     assert len(text) < 200_000
     assert len(metrics._adapters._names) == len(metrics._adapters._keys) == 20
     adapters = labels_of(metrics, "lorax_adapter_requests_total", "adapter")
@@ -343,13 +349,13 @@ def test_hostile_names_break_nothing_and_stay_few() -> None:
         assert label.isprintable()
     total = sum(value for (name, _), value in samples(metrics).items() if name == "lorax_key_requests_total")
     assert total == len(names) + 1
-    json.dumps(metrics.json(), allow_nan=False)
+    json.dumps(metrics.render_json(), allow_nan=False)
 
 
 def test_keys_and_adapters_are_not_multiplied() -> None:
     metrics = make(max_labels=20)
     for number in range(400):
-        metrics.end(record(adapter_id=f"adapter-{number % 20}", key=f"key-{number // 20}"))
+        metrics.record_finished(record(adapter_id=f"adapter-{number % 20}", key=f"key-{number // 20}"))
     shown = {labels: found for (name, labels), found in samples(metrics).items() if name == "lorax_key_requests_total"}
     assert len(shown) <= 20 + 20
     for number in range(20):
@@ -358,8 +364,8 @@ def test_keys_and_adapters_are_not_multiplied() -> None:
 
 def test_names_that_are_changed_stay_apart() -> None:
     names = ["x" * 100, "x" * 101, "a\nb", "a\tb", "a?b", "\ud800", "\udfff"]
-    assert len({clean(name) for name in names}) == len(names)
-    assert clean("a?b") == "a?b"
+    assert len({sanitize_label(name) for name in names}) == len(names)
+    assert sanitize_label("a?b") == "a?b"
 
 
 # --- The engine -------------------------------------------------------------------------------------------------------
@@ -414,7 +420,7 @@ def test_the_dashboard_asks_for_what_there_is() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     metrics = make()
     for each in mixture():
-        metrics.end(each)
+        metrics.record_finished(each)
     shown = samples(metrics)
     names = {name for name, _ in shown}
     labels = {name: {label for each, pairs in shown if each == name for label, _ in pairs} for name in names}

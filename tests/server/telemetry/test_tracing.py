@@ -108,7 +108,7 @@ def attributes(span: Any) -> dict[str, Any]:
 def sent(collector: Collector, *records: RequestRecord) -> list[Any]:
     tracer = Tracer(collector.url, model="org/base")
     for record in records:
-        tracer.end(record)
+        tracer.export_trace(record)
     tracer.close()
     return collector.spans
 
@@ -221,7 +221,7 @@ def test_one_strange_request_costs_no_other(collector: Collector) -> None:
     broken = request(started_at=float("nan"))
     spans = sent(collector, request(), strange, broken, request())
     assert sum(each.name == "lorax.request" for each in spans) == 3
-    assert max(len(attributes(each).get("lorax.adapter", "")) for each in spans) == tracing.MAX_CHARACTERS
+    assert max(len(attributes(each).get("lorax.adapter", "")) for each in spans) == tracing.MAX_ATTRIBUTE_CHARACTERS
 
 
 # --- Endpoints --------------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_one_strange_request_costs_no_other(collector: Collector) -> None:
 @pytest.mark.parametrize("path", ["", "/", "/v1/traces", "/own/path"])
 def test_the_path_is_added_where_there_is_none(collector: Collector, path: str) -> None:
     tracer = Tracer(collector.url + path)
-    tracer.end(request())
+    tracer.export_trace(request())
     tracer.close()
     assert [where for where, _ in collector.requests] == [path if len(path) > 1 else "/v1/traces"]
 
@@ -258,7 +258,7 @@ def test_without_an_endpoint_nothing_is_imported() -> None:
         "from lorax_server.server.telemetry.request_record import RequestRecord\n"
         "from lorax_server.server.telemetry.tracing import Tracer\n"
         "tracer = Tracer(None)\n"
-        "tracer.end(RequestRecord('id', '/generate'))\n"
+        "tracer.export_trace(RequestRecord('id', '/generate'))\n"
         "tracer.close()\n"
         "assert not [name for name in sys.modules if name.split('.')[0] in ('opentelemetry', 'torch')]\n"
     )
@@ -274,12 +274,12 @@ def test_a_collector_that_does_not_answer_holds_up_nothing(
     collector.is_slow = True
     tracer = Tracer(collector.url)
     for _ in range(100):  # more than the queue holds
-        tracer.end(request())
+        tracer.export_trace(request())
     assert collector.came.wait(GUARD_S)
-    tracer.end(request())
+    tracer.export_trace(request())
     tracer.close()
     assert not collector.may_answer.is_set()
-    tracer.end(request())
+    tracer.export_trace(request())
     tracer.close()
 
 
@@ -309,5 +309,5 @@ def test_a_collector_that_is_away_breaks_nothing(
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound, but not listening
         tracer = Tracer(f"http://127.0.0.1:{unused.getsockname()[1]}")
-        tracer.end(request(started_at=time.time()))
+        tracer.export_trace(request(started_at=time.time()))
         tracer.close()

@@ -68,7 +68,7 @@ class Talker(Routes):
         self, tokenizer: TextTokenizer, chat: list[dict[str, Any]], tenant: str = "", /, **variables: Any
     ) -> str:
         """Render in this process, without the sandbox."""
-        template = self.service.tokenizers.template_of(tokenizer, bool(variables.get("tools")))
+        template = self.service.tokenizers.find_template(tokenizer, bool(variables.get("tools")))
         assert template is not None
         self.prompts.append(render(template, chat, variables, 10**6).decode())
         return self.prompts[-1]

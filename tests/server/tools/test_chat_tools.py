@@ -149,7 +149,7 @@ def test_templates_for_tools() -> None:
     assert talker.chat(tools=TOOLS, tool_choice="none").json["choices"][0]["message"]["content"] == CALL
     assert talker.prompts[-1] == "ask"
     xml = Talker(CALL, "{{ tools }}<tool_call>name<arg_key>").chat(tools=TOOLS)
-    assert (xml.status, "a form of XML that is not supported" in xml.message) == (400, True)
+    assert (xml.status, "XML tool call format that is not supported" in xml.message) == (400, True)
 
 
 # --- What is asked for ------------------------------------------------------------------------------------------------

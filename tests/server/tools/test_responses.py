@@ -325,6 +325,6 @@ def test_a_failure_after_the_headers_comes_after_the_beginning() -> None:
 
 def test_a_failed_response_has_the_text_so_far() -> None:
     writer = ResponseWriter({"id": "resp_1"}, None, None)
-    events = [*writer.begin(), *writer.feed("two ", 1), *writer.feed("words", 1), *writer.fail("it broke")]
+    events = [*writer.start(), *writer.feed("two ", 1), *writer.feed("words", 1), *writer.fail("it broke")]
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == "two words"

@@ -1,1 +1,1 @@
-"""OpenAI's `/v1/responses`, without state: from items to messages, and from an answer to items."""
+"""The OpenAI route `/v1/responses`. It is stateless: no response is stored."""

@@ -1,11 +1,11 @@
-"""An answer as a response: its items, and the events of a stream that tell how they come to be."""
+"""Converts a completion to a Responses API response: output items and stream events."""
 
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lorax_server.server.tools.answer_plan import AnswerPlan, AnswerReader
+from lorax_server.server.tools.output_format import OutputFormat, OutputParser
 from lorax_server.text.tools.parser import (
     ArgumentsPiece,
     CallBegins,
@@ -16,73 +16,75 @@ from lorax_server.text.tools.parser import (
 )
 
 Event = dict[str, Any]
-KINDS: Mapping[type, str] = {TextPiece: "message", ThoughtPiece: "reasoning", CallBegins: "function_call"}
-PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+ITEM_TYPES: Mapping[type, str] = {TextPiece: "message", ThoughtPiece: "reasoning", CallBegins: "function_call"}
+ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+CONTENT_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 class ResponseWriter:
-    """Writes one response. Events come in order; between them `response` is what the client knows so far."""
+    """Builds one response and its stream events. `response` always matches the events returned so far."""
 
-    def __init__(self, frame: Mapping[str, Any], plan: AnswerPlan | None, reader: AnswerReader | None) -> None:
-        self.response: dict[str, Any] = {**frame, "status": "in_progress", "output": []}
-        self._plan = plan
-        self._reader = reader
+    def __init__(
+        self, envelope: Mapping[str, Any], output_format: OutputFormat | None, parser: OutputParser | None
+    ) -> None:
+        self.response: dict[str, Any] = {**envelope, "status": "in_progress", "output": []}
+        self._output_format = output_format
+        self._parser = parser
         self._num_events = 0
         self._item: dict[str, Any] | None = None
-        self._pieces: list[str] = []  # of the item's text or arguments, joined when it ends: adding would be quadratic
-        self._logprobs: list[Mapping[str, Any]] = []  # of text that the reader holds back
-        self.num_thought_tokens = 0
+        self._pieces: list[str] = []  # the item's text or arguments, joined once: repeated concatenation is quadratic
+        self._logprobs: list[Mapping[str, Any]] = []  # of text that the parser still buffers
+        self.num_reasoning_tokens = 0
 
-    def begin(self) -> list[Event]:
+    def start(self) -> list[Event]:
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=self._snapshot()) for kind in kinds]
 
     def feed(self, text: str, num_tokens: int, logprobs: Sequence[Mapping[str, Any]] = ()) -> list[Event]:
-        """Take more text of the answer."""
+        """Add generated text and return the new events."""
         self._logprobs += logprobs
-        if self._reader is None:
-            return self._write([TextPiece(text)] if text or logprobs else [])
-        was_thinking, parsed = self._reader.is_thinking, self._reader.feed(text)
-        written = self._write(parsed)
-        self.num_thought_tokens += num_tokens * self._reader.is_thinking
-        if parsed or was_thinking or self._reader.is_thinking:
-            self._logprobs = []  # what is left of them is not of the message's text
+        if self._parser is None:
+            return self._write_parsed([TextPiece(text)] if text or logprobs else [])
+        was_reasoning, parsed = self._parser.is_reasoning, self._parser.feed(text)
+        written = self._write_parsed(parsed)
+        self.num_reasoning_tokens += num_tokens * self._parser.is_reasoning
+        if parsed or was_reasoning or self._parser.is_reasoning:
+            self._logprobs = []  # the rest does not belong to message text
         return written
 
-    def end(self, is_cut: bool, usage: Mapping[str, Any]) -> list[Event]:
-        """End the answer; `is_cut` if it is too long."""
-        status = "incomplete" if is_cut else "completed"
-        events = self._write([] if self._reader is None else self._reader.finish(), status)
+    def finish(self, is_truncated: bool, usage: Mapping[str, Any]) -> list[Event]:
+        """Finish the response. `is_truncated` means that it reached the token limit."""
+        status = "incomplete" if is_truncated else "completed"
+        events = self._write_parsed([] if self._parser is None else self._parser.finish(), status)
         if self._logprobs and self._item is not None and self._item["type"] == "message":
-            events += self._write([TextPiece("")])  # of the token that ended it
+            events += self._write_parsed([TextPiece("")])  # carries the log probability of the last token
         if not self.response["output"]:
-            events += self._open("message")  # an answer without text is one
-        events += self._close(status)
-        self.response |= {"status": status, "usage": usage, "completed_at": None if is_cut else int(time.time())}
-        if is_cut:
+            events += self._open_item("message")  # a response has at least one item
+        events += self._close_item(status)
+        self.response |= {"status": status, "usage": usage, "completed_at": None if is_truncated else int(time.time())}
+        if is_truncated:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         return [*events, self._event(f"response.{status}", response=self._snapshot())]
 
     def fail(self, message: str) -> list[Event]:
-        """End a response that cannot be completed. Clients want it to have begun."""
+        """Fail the response. Clients expect `response.created` before `response.failed`."""
         if self._item is not None:
             self._join_pieces(self._item)
-        begun = [] if self._num_events else self.begin()
+        events = [] if self._num_events else self.start()
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": message}}
-        return [*begun, self._event("response.failed", response=self._snapshot())]
+        return [*events, self._event("response.failed", response=self._snapshot())]
 
     # --- Items --------------------------------------------------------------------------------------------------------
 
-    def _write(self, parsed: Sequence[ParsedEvent], status: str = "completed") -> list[Event]:
-        """Write what was read. `status` is that of a call which ends here."""
+    def _write_parsed(self, parsed: Sequence[ParsedEvent], status: str = "completed") -> list[Event]:
+        """Convert parsed events. `status` is the status for a tool call that finishes here."""
         events: list[Event] = []
-        for each in parsed:
-            kind = KINDS.get(type(each))
+        for parsed_event in parsed:
+            kind = ITEM_TYPES.get(type(parsed_event))
             if kind is not None and (self._item is None or self._item["type"] != kind or kind == "function_call"):
-                events += self._close("completed")
-                events += self._open(kind, each.name if isinstance(each, CallBegins) else "")
-            match each:
+                events += self._close_item("completed")
+                events += self._open_item(kind, parsed_event.name if isinstance(parsed_event, CallBegins) else "")
+            match parsed_event:
                 case TextPiece(text):
                     events.append(self._add_text("response.output_text.delta", text, self._logprobs))
                     self._logprobs = []
@@ -93,22 +95,22 @@ class ResponseWriter:
                     self._pieces.append(text)
                     events.append(self._item_event("response.function_call_arguments.delta", delta=text))
                 case CallEnds():
-                    events += self._close(status)
+                    events += self._close_item(status)
         return events
 
-    def _open(self, kind: str, name: str = "") -> list[Event]:
-        item: dict[str, Any] = {"id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
+    def _open_item(self, kind: str, name: str = "") -> list[Event]:
+        item: dict[str, Any] = {"id": f"{ID_PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
         if kind == "function_call":
-            assert self._plan is not None
-            item |= {"call_id": self._plan.make_call_id(), "name": name, "arguments": ""}
+            assert self._output_format is not None
+            item |= {"call_id": self._output_format.make_call_id(), "name": name, "arguments": ""}
         else:
             item |= {"role": "assistant", "content": []} if kind == "message" else {"summary": [], "content": []}
         self._item = item
         self.response["output"].append(item)
-        added = self._event("response.output_item.added", output_index=self._place, item=_copy(item))
+        added = self._event("response.output_item.added", output_index=self._output_index, item=_copy(item))
         if kind == "function_call":
             return [added]
-        part: dict[str, Any] = {"type": PARTS[kind], "text": ""}
+        part: dict[str, Any] = {"type": CONTENT_TYPES[kind], "text": ""}
         part |= {"annotations": [], "logprobs": []} if kind == "message" else {}
         item["content"].append(part)
         return [added, self._item_event("response.content_part.added", content_index=0, part=_copy(part))]
@@ -121,7 +123,7 @@ class ResponseWriter:
         self._item["content"][0]["logprobs"] += logprobs
         return self._item_event(kind, content_index=0, delta=text, logprobs=logprobs)
 
-    def _close(self, status: str) -> list[Event]:
+    def _close_item(self, status: str) -> list[Event]:
         item = self._item
         if item is None:
             return []
@@ -131,11 +133,11 @@ class ResponseWriter:
             done = [self._item_event("response.function_call_arguments.done", **_pick(item, "arguments", "name"))]
         else:
             part = item["content"][0]
-            kind = f"response.{PARTS[item['type']]}.done"
-            told = _pick(part, "text", "logprobs") if item["type"] == "message" else _pick(part, "text")
-            done = [self._item_event(kind, content_index=0, **told)]
+            kind = f"response.{CONTENT_TYPES[item['type']]}.done"
+            fields = _pick(part, "text", "logprobs") if item["type"] == "message" else _pick(part, "text")
+            done = [self._item_event(kind, content_index=0, **fields)]
             done.append(self._item_event("response.content_part.done", content_index=0, part=_copy(part)))
-        done.append(self._event("response.output_item.done", output_index=self._place, item=_copy(item)))
+        done.append(self._event("response.output_item.done", output_index=self._output_index, item=_copy(item)))
         self._item = None
         return done
 
@@ -147,12 +149,12 @@ class ResponseWriter:
     # --- Events -------------------------------------------------------------------------------------------------------
 
     @property
-    def _place(self) -> int:
+    def _output_index(self) -> int:
         return len(self.response["output"]) - 1
 
     def _item_event(self, kind: str, **fields: Any) -> Event:
         assert self._item is not None
-        return self._event(kind, item_id=self._item["id"], output_index=self._place, **fields)
+        return self._event(kind, item_id=self._item["id"], output_index=self._output_index, **fields)
 
     def _event(self, kind: str, **fields: Any) -> Event:
         self._num_events += 1
@@ -163,7 +165,7 @@ class ResponseWriter:
 
 
 def _copy(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy an item with its parts, which still grow."""
+    """Copy an item with its content parts, because the originals are still appended to."""
     copied = dict(item)
     if "content" in copied:
         copied["content"] = [dict(part) for part in copied["content"]]

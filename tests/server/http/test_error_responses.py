@@ -26,8 +26,8 @@ from lorax_server.errors import (
     TemplateError,
     WeightsError,
 )
-from lorax_server.server.http.problems import FAILED, describe, http_problem, json_response
-from lorax_server.server.telemetry.metrics import FAILURE_OF_TYPE
+from lorax_server.server.http.error_responses import FAILED_PREFIX, json_response, make_error_response, make_http_error
+from lorax_server.server.telemetry.metrics import FAILURE_BY_ERROR_TYPE
 
 NATIVE, OPENAI = "/generate", "/v1/completions"
 ALL = sorted(
@@ -51,12 +51,12 @@ ALL = sorted(
         (OverloadedError("Model is overloaded"), 429, "overloaded", "Model is overloaded"),
         (OverloadedError("wait"), 429, "overloaded", "Model is overloaded: wait"),
         (BusyError("wait"), 503, "overloaded", "Model is overloaded: wait"),
-        (AdapterError("no"), 424, "generation", f"{FAILED}no"),
-        (AdapterNotFoundError("no"), 424, "generation", f"{FAILED}no"),
-        (AdapterAccessError("no"), 424, "generation", f"{FAILED}no"),
-        (SourceError("no"), 424, "generation", f"{FAILED}no"),
-        (EngineError("no"), 500, "generation", f"{FAILED}no"),
-        (WeightsError("no"), 500, "generation", f"{FAILED}no"),
+        (AdapterError("no"), 424, "generation", f"{FAILED_PREFIX}no"),
+        (AdapterNotFoundError("no"), 424, "generation", f"{FAILED_PREFIX}no"),
+        (AdapterAccessError("no"), 424, "generation", f"{FAILED_PREFIX}no"),
+        (SourceError("no"), 424, "generation", f"{FAILED_PREFIX}no"),
+        (EngineError("no"), 500, "generation", f"{FAILED_PREFIX}no"),
+        (WeightsError("no"), 500, "generation", f"{FAILED_PREFIX}no"),
         (AuthenticationError("no"), 401, "authentication", "no"),
         (ForbiddenError("no"), 403, "permission", "no"),
         (DeadlineError("no"), 504, "timeout", "no"),
@@ -64,7 +64,7 @@ ALL = sorted(
     ],
 )
 def test_lorax_has_a_status_and_a_word_for_each(error: Exception, status: int, kind: str, message: str) -> None:
-    response = describe(error, NATIVE).response(NATIVE)
+    response = make_error_response(error, NATIVE).to_response(NATIVE)
     assert response.status_code == status
     assert json.loads(bytes(response.body)) == {"error": message, "error_type": kind}
     assert response.headers["content-type"] == "application/json"
@@ -90,7 +90,7 @@ def test_lorax_has_a_status_and_a_word_for_each(error: Exception, status: int, k
     ],
 )
 def test_openai_has_others(error: LoraxError, status: int, kind: str, code: str | None) -> None:
-    response = describe(error, OPENAI).response(OPENAI)
+    response = make_error_response(error, OPENAI).to_response(OPENAI)
     assert response.status_code == status
     body = json.loads(bytes(response.body))["error"]
     assert body == {"message": "no", "type": kind, "param": body["param"], "code": code}
@@ -100,17 +100,17 @@ def test_openai_has_others(error: LoraxError, status: int, kind: str, code: str 
 @pytest.mark.parametrize("path", [NATIVE, OPENAI, "/", "/v1/chat/completions", "/v1x"])
 def test_every_error_can_be_told(kind: type[LoraxError], path: str) -> None:
     reason = 'a "quoted"\nreason \x00 ü'
-    problem = describe(kind(reason), path)
+    problem = make_error_response(kind(reason), path)
     assert 400 <= problem.status < 600
-    assert problem.error_type in FAILURE_OF_TYPE  # metrics know it
-    body = json.loads(bytes(problem.response(path).body))["error"]
+    assert problem.error_type in FAILURE_BY_ERROR_TYPE  # metrics know it
+    body = json.loads(bytes(problem.to_response(path).body))["error"]
     assert isinstance(body, dict) == path.startswith("/v1/")
     assert reason in (body["message"] if isinstance(body, dict) else body)
 
 
 def test_what_is_no_fault_of_the_caller_is_not_told() -> None:
     for path in (NATIVE, OPENAI):
-        assert b"secret" not in describe(RuntimeError("secret"), path).response(path).body
+        assert b"secret" not in make_error_response(RuntimeError("secret"), path).to_response(path).body
     assert ConfigError("which file").status == 500
 
 
@@ -120,23 +120,23 @@ def test_what_is_no_fault_of_the_caller_is_not_told() -> None:
 @pytest.mark.parametrize(("wait_s", "told"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (7.1, "8"), (1e9, "3600")])
 @pytest.mark.parametrize("path", [NATIVE, OPENAI])
 def test_who_may_come_back_is_told_when(wait_s: float, told: str, path: str) -> None:
-    response = describe(OverloadedError("no", wait_s), path).response(path)
+    response = make_error_response(OverloadedError("no", wait_s), path).to_response(path)
     assert response.headers["retry-after"] == told
-    assert "retry-after" not in describe(OverloadedError("no"), path).response(path).headers
+    assert "retry-after" not in make_error_response(OverloadedError("no"), path).to_response(path).headers
 
 
 def test_an_engine_that_comes_back_is_unavailable_and_not_broken() -> None:
     error = EngineError("it is being started again")
     error.retry_after_s = 2.0
     for path in (NATIVE, OPENAI):
-        response = describe(error, path).response(path)
+        response = make_error_response(error, path).to_response(path)
         assert (response.status_code, response.headers["retry-after"]) == (503, "2")
 
 
 def test_who_is_not_known_is_told_how_to_be() -> None:
-    response = describe(AuthenticationError("who"), OPENAI).response(OPENAI)
+    response = make_error_response(AuthenticationError("who"), OPENAI).to_response(OPENAI)
     assert response.headers["www-authenticate"] == "Bearer"
-    assert "www-authenticate" not in describe(ForbiddenError("you"), OPENAI).response(OPENAI).headers
+    assert "www-authenticate" not in make_error_response(ForbiddenError("you"), OPENAI).to_response(OPENAI).headers
 
 
 # --- Requests that reach no route ------------------------------------------------------------------------------------
@@ -152,18 +152,18 @@ def test_who_is_not_known_is_told_how_to_be() -> None:
     ],
 )
 def test_what_http_itself_refuses_is_told_likewise(status: int, kind: str, message: str) -> None:
-    problem = http_problem(status, headers={"allow": "GET"})
+    problem = make_http_error(status, headers={"allow": "GET"})
     assert problem.body("/nowhere")["error_type"] == kind
     assert problem.body("/nowhere")["error"] == message
-    assert problem.response("/nowhere").headers["allow"] == "GET"
-    assert http_problem(status, "because").message == "because"
+    assert problem.to_response("/nowhere").headers["allow"] == "GET"
+    assert make_http_error(status, "because").message == "because"
 
 
 def test_one_problem_does_not_change_another() -> None:
-    first = http_problem(401)
-    first.response("/").headers["x"] = "y"
+    first = make_http_error(401)
+    first.to_response("/").headers["x"] = "y"
     assert first.headers == {}
-    assert http_problem(404).headers == {}
+    assert make_http_error(404).headers == {}
 
 
 def test_json_has_no_numbers_that_are_none() -> None:
@@ -181,8 +181,8 @@ def test_json_has_no_numbers_that_are_none() -> None:
 def test_fields_are_those_of_the_route(path: str, message: str) -> None:
     """Translate fields in messages: all parts of the server, the engine too, name fields in LoRAX's words."""
     error = InputError("`inputs` + `max_new_tokens`, `min_new_tokens`, `stop`")
-    assert describe(error, path).message == message
-    assert describe(ForbiddenError("`inputs`"), path).message == "`inputs`"  # a name, such as an adapter's
+    assert make_error_response(error, path).message == message
+    assert make_error_response(ForbiddenError("`inputs`"), path).message == "`inputs`"  # a name, such as an adapter's
 
 
 @pytest.mark.parametrize(
@@ -190,10 +190,14 @@ def test_fields_are_those_of_the_route(path: str, message: str) -> None:
 )
 def test_programs_can_tell_templates_apart(error: TemplateError, code: str) -> None:
     path = "/v1/chat/completions"
-    assert describe(error, path).body(path)["error"]["code"] == describe(error, path).error_type == code
+    assert (
+        make_error_response(error, path).body(path)["error"]["code"]
+        == make_error_response(error, path).error_type
+        == code
+    )
 
 
 @pytest.mark.parametrize("kind", [TemplateError, MissingVariableError, NoTemplateError, NotSupportedError])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_what_a_template_or_a_caller_says_is_left_as_it_is(kind: type[LoraxError], path: str) -> None:
-    assert describe(kind("'`inputs` and `best_of`'"), path).message.endswith("'`inputs` and `best_of`'")
+    assert make_error_response(kind("'`inputs` and `best_of`'"), path).message.endswith("'`inputs` and `best_of`'")

@@ -7,8 +7,8 @@ import pytest
 
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.errors import AdapterError
-from lorax_server.server.access import folder as folder_module
-from lorax_server.server.access.folder import FolderWatch, Scan, find_adapters
+from lorax_server.server.access import folder_watcher
+from lorax_server.server.access.folder_watcher import FolderScan, FolderWatcher, find_adapters
 
 PATIENCE_S = 60
 
@@ -35,7 +35,7 @@ def test_names_that_nobody_could_ask_for_are_left_out(tmp_path: Path) -> None:
     put(tmp_path, "good", *odd)
     found = find_adapters(tmp_path)
     assert found.names == ["good"]
-    assert found.left_out.keys() == set(odd)
+    assert found.skipped.keys() == set(odd)
     for name in odd:
         with pytest.raises(AdapterError):
             LocalSource([tmp_path]).find(name, None)
@@ -47,7 +47,7 @@ def test_links_out_of_the_folder_are_left_out_and_told_once(tmp_path: Path, capl
     (tmp_path / "here" / "linked").symlink_to(tmp_path / "elsewhere" / "far")
     (tmp_path / "here" / "beside").symlink_to("near")
     told: list[list[str]] = []
-    watch = FolderWatch(tmp_path / "here", lambda names: told.append(list(names)))
+    watch = FolderWatcher(tmp_path / "here", lambda names: told.append(list(names)))
     watch.scan()
     watch.scan()
     assert told == [["beside", "near"]]
@@ -59,13 +59,13 @@ def test_links_out_of_the_folder_are_left_out_and_told_once(tmp_path: Path, capl
 
 def test_there_is_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, "c", "a", "b")
-    monkeypatch.setattr(folder_module, "MAX_ADAPTERS", 2)
+    monkeypatch.setattr(folder_watcher, "MAX_ADAPTERS", 2)
     assert find_adapters(tmp_path).names == ["a", "b"]
 
 
 def test_only_changes_are_told(tmp_path: Path) -> None:
     told: list[list[str]] = []
-    watch = FolderWatch(tmp_path, lambda names: told.append(list(names)))
+    watch = FolderWatcher(tmp_path, lambda names: told.append(list(names)))
     watch.scan()
     watch.scan()
     put(tmp_path, "one")
@@ -81,14 +81,14 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_served_as_it_was(
 ) -> None:
     told: list[list[str]] = []
     put(tmp_path, "one")
-    watch = FolderWatch(tmp_path, lambda names: told.append(list(names)))
+    watch = FolderWatcher(tmp_path, lambda names: told.append(list(names)))
     watch.scan()
 
-    def fail(folder: Path) -> Scan:
+    def fail(folder: Path) -> FolderScan:
         raise OSError(5, "no answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder_module, "find_adapters", fail)
+        patch.setattr(folder_watcher, "find_adapters", fail)
         watch.scan()
         watch.scan()
     put(tmp_path, "two")
@@ -99,7 +99,7 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_served_as_it_was(
 
 def test_a_folder_that_is_not_there_has_no_adapters_for_now(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     told: list[list[str]] = []
-    watch = FolderWatch(tmp_path / "later", lambda names: told.append(list(names)))
+    watch = FolderWatcher(tmp_path / "later", lambda names: told.append(list(names)))
     with caplog.at_level(logging.WARNING):
         watch.scan()
         watch.scan()
@@ -122,7 +122,7 @@ def test_it_is_looked_at_again_and_again_until_it_is_closed(tmp_path: Path) -> N
         if told[-1] == ["one", "two"]:
             has_two.set()
 
-    watch = FolderWatch(tmp_path, tell, interval_s=0.001)
+    watch = FolderWatcher(tmp_path, tell, interval_s=0.001)
     watch.start()
     assert told == [["one"]]  # the first look comes before `start` returns
     put(tmp_path, "two")

@@ -6,15 +6,15 @@ import pytest
 
 from lorax_server.server.access import model_names
 from lorax_server.server.access.keys import Key
-from lorax_server.server.access.model_names import MAX_CHECKS, NUM_SUGGESTIONS, ModelNames, find_nearest
+from lorax_server.server.access.model_names import MAX_PATTERN_CHECKS, NUM_SUGGESTIONS, ModelNames, suggest_names
 
 MANY = ["poet", "poet-german", "pirate", "tutor", "sql-writer", "team/secret-poet", "Überset\u00adzer"]
 
 
 def make(folder: list[str] = MANY, **options: Any) -> ModelNames:
     names = ModelNames("org/base-model", ("pretty",), **options)
-    names.set_folder(folder)
-    names.add("bard", "s3", "team/bard-7")
+    names.set_folder_names(folder)
+    names.add_alias("bard", "s3", "team/bard-7")
     return names
 
 
@@ -36,38 +36,38 @@ def make(folder: list[str] = MANY, **options: Any) -> ModelNames:
     ],
 )
 def test_a_misspelt_name(wanted: str, best: str) -> None:
-    assert find_nearest(wanted, None, make(), Key())[0] == best
+    assert suggest_names(wanted, None, make(), Key())[0] == best
 
 
 @pytest.mark.parametrize("wanted", ["", "zzzzzzzz", "x", "p" * 10_000, "../../etc/passwd", "\ud800", "@", "poet"])
 def test_names_that_are_like_none(wanted: str) -> None:
-    assert "poet" not in find_nearest(wanted, None, make(), Key())
+    assert "poet" not in suggest_names(wanted, None, make(), Key())
 
 
 def test_few_are_told() -> None:
     names = make([f"adapter-{n}" for n in range(50)])
-    assert len(find_nearest("adapter-1", None, names, Key())) == NUM_SUGGESTIONS
+    assert len(suggest_names("adapter-1", None, names, Key())) == NUM_SUGGESTIONS
 
 
 def test_only_what_the_caller_may_use() -> None:
     key = Key("k", adapters=("p*", "sql-writer"), base_model=False)
     names = make(default_source="local")
-    assert find_nearest("peot", None, names, key) == ["poet"]
-    assert find_nearest("secret-poet", None, names, key) == []
-    assert "team/secret-poet" in find_nearest("secret-poet", None, names, Key())
-    assert "pretty" not in find_nearest("prety", None, names, key)  # the base model
+    assert suggest_names("peot", None, names, key) == ["poet"]
+    assert suggest_names("secret-poet", None, names, key) == []
+    assert "team/secret-poet" in suggest_names("secret-poet", None, names, Key())
+    assert "pretty" not in suggest_names("prety", None, names, key)  # the base model
 
 
 def test_names_of_a_source_that_is_named() -> None:
-    assert find_nearest("team/bard", "s3", make(), Key()) == ["team/bard-7"]
-    assert find_nearest("brad", "s3", make(), Key("k", adapters=("hub:*",))) == []
-    assert find_nearest("peot", "local", make(), Key())[0] == "poet"
+    assert suggest_names("team/bard", "s3", make(), Key()) == ["team/bard-7"]
+    assert suggest_names("brad", "s3", make(), Key("k", adapters=("hub:*",))) == []
+    assert suggest_names("peot", "local", make(), Key())[0] == "poet"
 
 
 def test_a_folder_is_made_ready_by_the_thread_that_watches_it() -> None:
     names = ModelNames("base")
-    names.set_folder(["poet"])
-    listing = names.listing
+    names.set_folder_names(["poet"])
+    listing = names.snapshot
     assert {"names", "named"} <= vars(listing).keys()
 
 
@@ -80,16 +80,16 @@ def test_a_key_of_many_patterns_costs_no_more(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Key, "may_use", may_use)
     names = make([f"adapter-{number}" for number in range(3000)])
-    assert find_nearest("adapter-x", None, names, Key("k", adapters=("a",) * 500)) == []
-    assert len(looks) <= 2 * MAX_CHECKS / 500
+    assert suggest_names("adapter-x", None, names, Key("k", adapters=("a",) * 500)) == []
+    assert len(looks) <= 2 * MAX_PATTERN_CHECKS / 500
     looks.clear()
-    find_nearest("adapter-x", None, names, Key("k", adapters=("a",)))
-    assert len(looks) <= MAX_CHECKS
+    suggest_names("adapter-x", None, names, Key("k", adapters=("a",)))
+    assert len(looks) <= MAX_PATTERN_CHECKS
 
 
 def test_of_many_names_the_alphabetical_neighbors_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_names, "MAX_NAMES", 20)
+    monkeypatch.setattr(model_names, "MAX_COMPARED_NAMES", 20)
     names = make([f"adapter-{number:06}" for number in range(300)])
-    assert find_nearest("adapter-00025", None, names, Key())[0].startswith("adapter-00025")
-    assert find_nearest("adapter-00029x", None, names, Key())
-    assert find_nearest("adapter-00000x", None, names, Key())
+    assert suggest_names("adapter-00025", None, names, Key())[0].startswith("adapter-00025")
+    assert suggest_names("adapter-00029x", None, names, Key())
+    assert suggest_names("adapter-00000x", None, names, Key())

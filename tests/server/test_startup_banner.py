@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lorax_server.server.greeting import write_greeting
+from lorax_server.server.startup_banner import format_banner
 
 EXAMPLES = [
     {"title": "One", "prompt": 'It\'s "so" $HOME\nfar.', "models": ["base", "first", "second", "third", "fourth"]},
@@ -31,7 +31,7 @@ def commands(text: str) -> list[list[str]]:
 
 def test_it_says_where_and_how(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
-    text = write_greeting("http://127.0.0.1:3000", "a-model", ADAPTERS, examples)
+    text = format_banner("http://127.0.0.1:3000", "a-model", ADAPTERS, examples)
     assert "http://127.0.0.1:3000/ui\n" in text
     assert "a-model is ready, with 5 adapters: fifth, first, fourth, second, third." in text
     first, second, third = commands(text)
@@ -43,25 +43,25 @@ def test_it_says_where_and_how(examples: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_key_is_asked_for_but_never_shown(examples: Path) -> None:
-    text = write_greeting("http://127.0.0.1:3000", "a-model", ADAPTERS, examples, needs_key=True)
+    text = format_banner("http://127.0.0.1:3000", "a-model", ADAPTERS, examples, needs_key=True)
     assert "authorization: Bearer $LORAX_API_KEY" in commands(text)[-1]
 
 
 def test_only_adapters_that_are_there_are_asked(examples: Path) -> None:
-    found = commands(write_greeting("http://127.0.0.1:3000", "a-model", ["fourth", "mine"], examples))
+    found = commands(format_banner("http://127.0.0.1:3000", "a-model", ["fourth", "mine"], examples))
     assert [json.loads(words[-1])["model"] for words in found] == ["fourth"]
-    text = write_greeting("http://127.0.0.1:3000", "a-model", [], examples)
+    text = format_banner("http://127.0.0.1:3000", "a-model", [], examples)
     assert [json.loads(words[-1])["model"] for words in commands(text)] == ["a-model"]
     assert "with 0 adapters: none yet." in text
 
 
 def test_another_machine_is_part_of_the_commands(examples: Path) -> None:
-    first, *_ = commands(write_greeting("http://10.0.0.1:3000", "a-model", ADAPTERS, examples))
+    first, *_ = commands(format_banner("http://10.0.0.1:3000", "a-model", ADAPTERS, examples))
     assert first[1:4] == ["generate", "--url", "http://10.0.0.1:3000"]
 
 
 def test_another_port_is_part_of_the_commands(examples: Path) -> None:
-    first, *_ = commands(write_greeting("http://127.0.0.1:8080", "a-model", ADAPTERS, examples))
+    first, *_ = commands(format_banner("http://127.0.0.1:8080", "a-model", ADAPTERS, examples))
     assert first[1:4] == ["generate", "--url", "http://127.0.0.1:8080"]
 
 
@@ -71,8 +71,8 @@ def test_the_command_is_found_where_the_environment_is_not_active(
     monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
     monkeypatch.chdir(tmp_path)
-    assert commands(write_greeting("http://127.0.0.1:3000", "a-model", ADAPTERS, examples))[0][0] == ".venv/bin/lorax"
+    assert commands(format_banner("http://127.0.0.1:3000", "a-model", ADAPTERS, examples))[0][0] == ".venv/bin/lorax"
     monkeypatch.chdir("/")
-    assert commands(write_greeting("http://127.0.0.1:3000", "a-model", ADAPTERS, examples))[0][0].endswith(
+    assert commands(format_banner("http://127.0.0.1:3000", "a-model", ADAPTERS, examples))[0][0].endswith(
         "/.venv/bin/lorax"
     )

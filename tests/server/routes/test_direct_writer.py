@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lorax_server.server.generations import RemoteGeneration
-from lorax_server.server.http.sse import PIECE_WRITER, EventStream, Shortcut, event
+from lorax_server.server.http.sse import CHUNK_WRITER, DirectWriter, EventStream, encode_event
 from lorax_server.types import FinishReason, Output, Request, SampledToken, SamplingParams, StopParams
 from tests.server.bench import Peer, ScriptedClient, ids, settle, tokenizer
 from tests.server.fake_server import Routes, complete, generate
@@ -34,20 +34,20 @@ class Talk:
     """A generation whose events are streamed, and the client that reads them."""
 
     def __init__(self, **stop: Any) -> None:
-        self.engine, self.peer, self.shortcut = ScriptedClient(), Peer(), Shortcut()
+        self.engine, self.peer, self.direct_writer = ScriptedClient(), Peer(), DirectWriter()
         self.line = Line(self.peer.sent)
         params = StopParams(**{"max_new_tokens": 100} | stop)
         request = Request(self.engine.new_id(), ids("ask"), SamplingParams(), params)
         self.generation = RemoteGeneration(self.engine, request, tokenizer())
-        self.generation.use(self.shortcut, lambda events: b"".join(event(each.text) for each in events))
+        self.generation.set_direct_writer(self.direct_writer, lambda events: b"".join(encode_event(each.text) for each in events))
 
     async def events(self) -> Any:
         async for token_events in self.generation.stream():
-            yield b"".join(event(each.text) for each in token_events)
+            yield b"".join(encode_event(each.text) for each in token_events)
 
     def start(self) -> "asyncio.Task[None]":
-        response = EventStream(self.events(), 1000.0, shortcut=self.shortcut)
-        scope = {"extensions": {PIECE_WRITER: lambda: self.line}}
+        response = EventStream(self.events(), 1000.0, direct_writer=self.direct_writer)
+        scope = {"extensions": {CHUNK_WRITER: lambda: self.line}}
         return asyncio.create_task(response(scope, self.peer.receive, self.peer.send))
 
     @property
@@ -71,7 +71,7 @@ def test_neither_the_first_token_nor_the_last_takes_the_shortcut() -> None:
         assert (talk.line.num_written, talk.text) == (len(tokens) - 2, TEXT)
         assert talk.generation.completion.token_ids == tokens
         assert talk.peer.sent[-1]["more_body"] is False
-        assert not talk.shortcut.is_open
+        assert not talk.direct_writer.is_open
 
     asyncio.run(check())
 
@@ -135,7 +135,7 @@ def test_a_stop_string_ends_the_request_by_its_reader() -> None:
 def test_what_shows_nothing_is_not_written() -> None:
     async def check() -> None:
         talk = Talk()
-        talk.generation.use(talk.shortcut, lambda events: b"" if events[0].token_id else b"never")
+        talk.generation.set_direct_writer(talk.direct_writer, lambda events: b"" if events[0].token_id else b"never")
         reading = talk.start()
         await settle()
         talk.engine.give(1, *ids("a"))
@@ -151,7 +151,7 @@ def test_what_shows_nothing_is_not_written() -> None:
 def test_a_mistake_on_the_shortcut_ends_its_stream_alone() -> None:
     async def check() -> None:
         talk = Talk()
-        talk.generation.use(talk.shortcut, lambda events: bytes([1 // len(events[1:])]))
+        talk.generation.set_direct_writer(talk.direct_writer, lambda events: bytes([1 // len(events[1:])]))
         reading = talk.start()
         await settle()
         talk.engine.give(1, *ids("a"))
@@ -186,7 +186,7 @@ def test_routes_write_the_same_by_the_shortcut(path: str, body: Any, monkeypatch
                     waiting.send(None)  # `send` of the test never waits
 
         lines.append(Passing([]))
-        await whole(self, {**scope, "extensions": {PIECE_WRITER: lambda: lines[-1]}}, receive, send)
+        await whole(self, {**scope, "extensions": {CHUNK_WRITER: lambda: lines[-1]}}, receive, send)
 
     whole = EventStream.__call__
     monkeypatch.setattr(EventStream, "__call__", respond)

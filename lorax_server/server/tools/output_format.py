@@ -1,0 +1,184 @@
+"""How a chat request's output is constrained and parsed: text, reasoning and tool calls."""
+
+import json
+import secrets
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lorax_server.config import ServerConfig
+from lorax_server.errors import InputError, NotSupportedError
+from lorax_server.server.tools.tool_definitions import ToolDefinitions
+from lorax_server.structured_output.grammars import prepare_schema
+from lorax_server.text.tokenizer import TextTokenizer
+from lorax_server.text.tools import thoughts
+from lorax_server.text.tools.formats import FORMATS, choose_format, renders_tools
+from lorax_server.text.tools.grammar import (
+    FunctionSchema,
+    Marks,
+    Thought,
+    ToolFormat,
+    check_size,
+    write_optional,
+    write_required,
+)
+from lorax_server.text.tools.parser import ParsedEvent, TextPiece, ThoughtPiece, ToolParser, ToolSet
+from lorax_server.text.tools.thoughts import Part, ThoughtSplitter
+from lorax_server.types import Structure
+
+ID_CHARACTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class OutputFormat:
+    """A request's tools, the format of tool calls, and how reasoning is handled."""
+
+    tool_format: ToolFormat | None  # None if the request has no tools
+    tools: ToolDefinitions | None
+    separate_reasoning: bool  # return reasoning apart from the content
+    has_reasoning: bool  # the model may write `<think>` blocks
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Tool call and reasoning markers. The detokenizer must keep them even if they are special tokens."""
+        markers = self.tool_format.markers if self.tool_format is not None else ()
+        return (*markers, thoughts.OPENER, thoughts.CLOSER)
+
+    def build_grammar(self, tokenizer: TextTokenizer, prompt: str, text_grammar: Structure | None) -> Structure | None:
+        """Return the grammar for completions of `prompt`. `text_grammar` constrains completions without tool calls.
+
+        Analyzes schemas: call it on a thread, after the request is admitted.
+        """
+        tool_format, tools = self.tool_format, self.tools
+        if tool_format is None or tools is None:
+            return text_grammar
+        tool_format.prepare(tools.functions)
+        if not (tools.needs_grammar or text_grammar is not None):
+            return text_grammar
+        if text_grammar is not None and not tools.is_required and "{" in tool_format.starts:
+            raise NotSupportedError(
+                "`response_format` is not supported together with `tools` for a model that writes tool calls as plain "
+                "JSON; leave one of them out, or set `tool_choice` to required"
+            )
+        check_size(
+            sum(len(json.dumps(function.parameters)) for function in tools.functions)
+        )  # before they are analyzed
+        functions = [_prepare_function(function) for function in tools.functions]
+        grammar_args = tool_format, functions, tools.is_parallel, Marks(tokenizer.token_to_id), self._thought(prompt)
+        if tools.is_required or text_grammar is not None:
+            return Structure(
+                write_required(*grammar_args, "" if tools.is_required or text_grammar is None else text_grammar.grammar)
+            )
+        return Structure(write_optional(*grammar_args))
+
+    def _thought(self, prompt: str) -> Thought | None:
+        if not self.has_reasoning or prompt.rstrip().endswith(thoughts.CLOSER):
+            return None
+        return Thought(thoughts.OPENER, thoughts.CLOSER, is_inside_reasoning(prompt))
+
+    def make_parser(self, prompt: str, is_enforced: bool) -> "OutputParser":
+        # Without tools, a grammar constrains the first character, so that the model cannot write reasoning.
+        excludes_reasoning = is_enforced and self.tool_format is None
+        has_thoughts = self.has_reasoning and not excludes_reasoning
+        splitter = ThoughtSplitter(is_inside_reasoning(prompt)) if has_thoughts else None
+        parser = None
+        if self.tool_format is not None and self.tools is not None:
+            schemas = {function.name: function.parameters for function in self.tools.functions}
+            parser = ToolParser(self.tool_format, ToolSet(schemas, is_enforced))
+        return OutputParser(splitter, parser, self.separate_reasoning)
+
+    def make_call_id(self) -> str:
+        """Generate a tool call ID. Mistral templates require exactly nine letters and digits."""
+        is_short = self.tool_format is not None and self.tool_format.has_short_ids
+        random_id = "".join(secrets.choice(ID_CHARACTERS) for _ in range(9 if is_short else 24))
+        return random_id if is_short else f"call_{random_id}"
+
+
+def _prepare_function(function: FunctionSchema) -> FunctionSchema:
+    try:
+        return function._replace(parameters=prepare_schema(function.parameters))
+    except InputError as error:
+        raise InputError(f"`tools`: `parameters` of {function.name!r}: {error}") from error
+
+
+def is_inside_reasoning(prompt: str) -> bool:
+    """Return True if the chat template already opened a reasoning block at the end of the prompt."""
+    return prompt.rstrip().endswith(thoughts.OPENER)
+
+
+def choose_output_format(
+    config: ServerConfig, adapter: str | None, template: str, tools: ToolDefinitions | None, separate_reasoning: bool
+) -> OutputFormat | None:
+    """Return the output format, or None if completions are plain text."""
+    if tools is None:
+        return OutputFormat(None, None, True, True) if separate_reasoning else None
+    return OutputFormat(
+        _find_tool_format(config, adapter, template),
+        tools,
+        separate_reasoning,
+        separate_reasoning or "<think>" in template,
+    )
+
+
+def _find_tool_format(config: ServerConfig, adapter: str | None, template: str) -> ToolFormat:
+    """Return the tool format set with `--tool-parser`, or the format detected from the chat template."""
+    name = find_adapter_setting(config.tool_parsers, adapter)
+    if name is None:
+        if not renders_tools(template):
+            raise NotSupportedError(
+                "`tools`: the model's chat template does not render tools; use an adapter whose template does, or "
+                "start the server with --tool-parser if the model was trained on its tools"
+            )
+        name = choose_format(template)
+        if not name:
+            raise NotSupportedError(
+                "`tools`: the chat template uses an XML tool call format that is not supported (only Qwen3-Coder's is)"
+            )
+    return FORMATS[name]()
+
+
+def find_adapter_setting(settings: Sequence[str], adapter: str | None) -> str | None:
+    """Return the value of `adapter=value` if present, otherwise the default, written as `value`."""
+    default = None
+    for setting in settings:
+        name, has_adapter, value = setting.rpartition("=")
+        if has_adapter and name == adapter:
+            return value
+        if not has_adapter:
+            default = value
+    return default
+
+
+class OutputParser:
+    """Splits one completion into text, reasoning and tool calls while it is generated."""
+
+    def __init__(self, splitter: ThoughtSplitter | None, parser: ToolParser | None, separate_reasoning: bool) -> None:
+        self._splitter = splitter
+        self._parser = parser
+        self._separate_reasoning = separate_reasoning
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._splitter is not None and self._splitter.is_thought
+
+    def feed(self, text: str) -> list[ParsedEvent]:
+        if self._splitter is None:
+            return self._parse(text)
+        return [event for part in self._splitter.feed(text) for event in self._parse_part(part)]
+
+    def finish(self) -> list[ParsedEvent]:
+        parts = [] if self._splitter is None else self._splitter.finish()
+        events = [event for part in parts for event in self._parse_part(part)]
+        return events + ([] if self._parser is None else self._parser.finish())
+
+    def _parse_part(self, part: Part) -> Sequence[ParsedEvent]:
+        if not part.is_thought:
+            return self._parse(part.text if self._separate_reasoning else part.raw)
+        if not self._separate_reasoning:
+            return [TextPiece(part.raw)]
+        return [ThoughtPiece(part.text)] if part.text else []
+
+    def _parse(self, text: str) -> list[ParsedEvent]:
+        if self._parser is not None:
+            return self._parser.feed(text)
+        return [TextPiece(text)] if text else []
