@@ -1,1 +1,1 @@
-"""The parts of models: they load their own weights, know their shard, and apply adapters."""
+"""Layers that models are built from. Each layer loads its shard of the weights and applies adapters."""

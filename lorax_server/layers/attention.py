@@ -1,7 +1,6 @@
-"""The context of a paged forward.
+"""The context that a paged forward pass hands to its layers.
 
-A model's forward packs its inputs into a context and passes it down. The layers work on flat `[num_tokens, hidden]` and
-call `ctx.attend`.
+Layers take flat `[num_tokens, hidden]` tensors and call `ctx.attend`, which reads and writes the KV cache.
 """
 
 from dataclasses import dataclass
@@ -11,40 +10,39 @@ import torch
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.kernels import AttentionSpec, CosSin, HostLengths, LayerCache, Ops, PagedBatch
 
-KVCache = list[LayerCache]  # by layer
+KVCache = list[LayerCache]  # indexed by layer
 
 
 @dataclass
 class Seqlen:
-    """The lengths of a batch's sequences, as callers of a paged forward pass them."""
+    """Sequence lengths for a paged forward pass."""
 
-    input_lengths: torch.Tensor  # [num_seqs] tokens of this forward
-    cache_lengths: torch.Tensor  # [num_seqs] tokens that are in the cache already
+    input_lengths: torch.Tensor  # [num_seqs] tokens in this forward pass
+    cache_lengths: torch.Tensor  # [num_seqs] tokens already in the cache
     cu_seqlen_q: torch.Tensor | None = None  # [num_seqs + 1]
     max_q: int | None = None
     max_k: int | None = None
-    # [num_seqs] They choose length-dependent rotary angles for a sequence's whole life; without them the sequence's
-    # length in this forward does.
+    # [num_seqs] Length-dependent RoPE scaling uses the prompt length for all steps. None: the current length.
     prompt_lengths: torch.Tensor | None = None
-    host_lengths: HostLengths | None = None  # both lengths on the host, where the caller has them
-    stores_all: bool = False  # as in `PagedBatch`
+    host_lengths: HostLengths | None = None  # the same lengths in host memory, if available
+    stores_all: bool = False  # see `PagedBatch`
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagedContext(PagedBatch):
-    """The batch that the ops take, with its cache and adapters: flat tokens, whose keys and values live in blocks."""
+    """A `PagedBatch` with its KV cache, positions and adapters."""
 
     ops: Ops
     kv_cache: KVCache
     position_ids: torch.Tensor  # [num_tokens] on the device
     max_position: int  # on the host
-    prompt_lengths: torch.Tensor | None = None  # [num_seqs] as in `Seqlen`
-    token_prompt_lengths: torch.Tensor | None = None  # [num_tokens] those of each token's sequence, instead
+    prompt_lengths: torch.Tensor | None = None  # [num_seqs] see `Seqlen`
+    token_prompt_lengths: torch.Tensor | None = None  # [num_tokens] per token; overrides `prompt_lengths`
     adapter_data: AdapterBatchData | None = None
-    cross_attention_states: torch.Tensor | None = None  # for layers of `create_layer_fn`; ours do not read it
+    cross_attention_states: torch.Tensor | None = None  # only for custom layers from `create_layer_fn`
 
     def rope_lengths(self) -> torch.Tensor:
-        """Return, for each token, the length that its sequence's rotary scaling is chosen by."""
+        """Return the sequence length that selects the RoPE scaling, for each token."""
         if self.token_prompt_lengths is not None:
             return self.token_prompt_lengths
         lengths = self.prompt_lengths
@@ -52,7 +50,7 @@ class PagedContext(PagedBatch):
             lengths = self.input_lengths + self.cache_lengths
         if self.cu_seqlens is None:  # each sequence has one token
             return lengths
-        # Without its size the host would wait for the device to learn it.
+        # Without `output_size`, torch synchronizes with the device.
         return torch.repeat_interleave(lengths, self.input_lengths, output_size=len(self.position_ids))
 
     def attend(
@@ -64,8 +62,8 @@ class PagedContext(PagedBatch):
         spec: AttentionSpec,
         angles: CosSin | None = None,
     ) -> torch.Tensor:
-        """Rotate queries and keys, store keys and values, and attend.
+        """Apply RoPE, store keys and values in the cache, and return the attention output.
 
-        From `[num_tokens, heads, head_dim]` to `[num_tokens, hidden]`; queries and keys may be changed in place.
+        Inputs are `[num_tokens, heads, head_dim]`, the output is `[num_tokens, hidden]`. `q` and `k` may be modified.
         """
         return self.ops.attend(q, k, v, angles, self.kv_cache[layer_id], self, spec).flatten(1)

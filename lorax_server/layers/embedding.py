@@ -1,4 +1,4 @@
-"""Token embeddings, cut by vocabulary."""
+"""Token embeddings, sharded over the vocabulary."""
 
 from dataclasses import replace
 
@@ -6,21 +6,21 @@ import torch
 from torch import nn
 
 from lorax_server.adapters.batch import AdapterBatchData
-from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.adapters.target import AdapterTarget, TargetKind
 from lorax_server.distributed import shard_vocab, whole
 from lorax_server.kernels import EmbeddingTarget, PanelMatrix
 from lorax_server.weights import Weights
 
 
 class TensorParallelEmbedding(nn.Module):
-    """Each rank looks up the tokens it holds; the others' rows are zero, and the ranks' rows are summed.
+    """A vocabulary-sharded embedding: each rank looks up its tokens, and an all-reduce combines the results.
 
-    Ids must be within the vocabulary, the base model's or that of the token's adapter: over several ranks no rank holds
-    one outside of it, and its row would be zeros.
+    Token IDs must be inside the vocabulary of the base model or of the token's adapter. With several ranks, other IDs
+    silently produce zeros.
     """
 
     def __init__(self, weights: Weights, name: str, vocab_size: int, dim: int, target_name: str | None = None) -> None:
-        """Adapters call it `target_name`, if not by its tensor's name."""
+        """`target_name` is the module name in adapters, if it differs from the tensor name."""
         super().__init__()
         self.process_group = weights.process_group
         self.ops = weights.ops
@@ -30,43 +30,43 @@ class TensorParallelEmbedding(nn.Module):
         self.targets: tuple[AdapterTarget, ...] = (
             AdapterTarget(
                 target_name or name,
-                Kind.EMBEDDING,
+                TargetKind.EMBEDDING,
                 shard,
                 whole(dim),
                 slice(0, dim),
                 self.weight,
                 None,
-                adds_once=self.process_group.rank() == 0,
+                adds_bias=self.process_group.rank() == 0,
             ),
         )
 
-    def share(self, weight: torch.Tensor | PanelMatrix) -> None:
-        """Take the same matrix from a tied head, so that it is held once, as the head needs it."""
+    def replace_weight(self, weight: torch.Tensor | PanelMatrix) -> None:
+        """Use `weight` instead of the loaded matrix, for example the matrix of a tied head in the head's layout."""
         self.weight = weight
         self.targets = tuple(replace(target, weight=weight) for target in self.targets)
 
     def forward(self, input_ids: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
         is_adapted = adapter_data is not None and self._is_adapted(adapter_data)
-        is_alone = self.process_group.size() == 1
-        if is_alone and not is_adapted:
-            return self.ops.look_up(self.weight, input_ids)
-        rows = self._held_rows(input_ids)
+        is_single_rank = self.process_group.size() == 1
+        if is_single_rank and not is_adapted:
+            return self.ops.look_up_rows(self.weight, input_ids)
+        rows = self._look_up_local(input_ids)
         if adapter_data is not None and is_adapted:
-            self.ops.adapt_embedding(rows, input_ids, adapter_data.lora, self._place(adapter_data))
-        return rows if is_alone else self.process_group.all_reduce(rows)
+            self.ops.adapt_embedding(rows, input_ids, adapter_data.lora, self._lora_target(adapter_data))
+        return rows if is_single_rank else self.process_group.all_reduce(rows)
 
-    def _held_rows(self, input_ids: torch.Tensor) -> torch.Tensor:
-        if self.start == self.stop:  # no part of a small vocabulary
+    def _look_up_local(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.start == self.stop:  # a small vocabulary can leave ranks without tokens
             shape = (*input_ids.shape, self.weight.shape[1])
             return torch.zeros(shape, dtype=self.weight.dtype, device=self.weight.device)
         is_held = (input_ids >= self.start) & (input_ids < self.stop)
-        rows = self.ops.look_up(self.weight, (input_ids - self.start).where(is_held, 0))
+        rows = self.ops.look_up_rows(self.weight, (input_ids - self.start).where(is_held, 0))
         return rows.masked_fill_(~is_held[..., None], 0)
 
     def _is_adapted(self, adapter_data: AdapterBatchData) -> bool:
-        targets = adapter_data.find(self.targets)
+        targets = adapter_data.find_targets(self.targets)
         return adapter_data.lora.has_low_rank(targets) or adapter_data.lora.has_rows(targets[0].index)
 
-    def _place(self, adapter_data: AdapterBatchData) -> EmbeddingTarget:
-        (target,), (place,) = self.targets, adapter_data.find(self.targets)
-        return EmbeddingTarget(place.index, range(self.start, self.stop), target.inputs.full, target.adds_once)
+    def _lora_target(self, adapter_data: AdapterBatchData) -> EmbeddingTarget:
+        (target,), (lora_target,) = self.targets, adapter_data.find_targets(self.targets)
+        return EmbeddingTarget(lora_target.index, range(self.start, self.stop), target.inputs.full, target.adds_bias)

@@ -1,4 +1,4 @@
-"""Norms, in front of which a residual may be added."""
+"""RMSNorm and layer norm, optionally fused with a residual addition."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from lorax_server.adapters.batch import AdapterBatchData
-from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.adapters.target import AdapterTarget, TargetKind
 from lorax_server.distributed import Shard, whole
 from lorax_server.weights import Weights
 
 
 class RMSNorm(nn.Module):
-    """Add the residual, if there is one, and normalise the sum; return both."""
+    """RMSNorm. Adds the residual first, if given, and returns the normalized tensor and the sum."""
 
     def __init__(
         self,
@@ -25,15 +25,15 @@ class RMSNorm(nn.Module):
         adaptable: bool = True,
         *,
         offset: float = 0.0,
-        wide: bool = False,
+        upcast: bool = False,
     ) -> None:
-        """`offset` is added to the stored weight of a `wide` norm, which multiplies in float32, and then rounds."""
+        """With `upcast`, multiply in float32 before rounding, and add `offset` to the stored weight."""
         super().__init__()
         weight = weights.get_tensor(f"{prefix}.weight", (size,))
-        self.weight = weight.float() + offset if wide else weight
-        self.eps = torch.tensor(eps, device=weights.device)  # torch would make a tensor of a number in every call
+        self.weight = weight.float() + offset if upcast else weight
+        self.eps = torch.tensor(eps, device=weights.device)  # torch would convert a float in every call
         self.ops = weights.ops
-        self.targets = (_norm_target(prefix, size, self.weight, None, offset),) if adaptable else ()
+        self.targets = (_make_norm_target(prefix, size, self.weight, None, offset),) if adaptable else ()
 
     def forward(
         self,
@@ -43,12 +43,12 @@ class RMSNorm(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if adapter_data is None or not self.targets:
             return self.ops.rms_norm(hidden_states, residual, self.weight, self.eps)
-        lora, targets = adapter_data.lora, adapter_data.find(self.targets)
+        lora, targets = adapter_data.lora, adapter_data.find_targets(self.targets)
         return self.ops.rms_norm(hidden_states, residual, self.weight, self.eps, lora, targets)
 
 
 class LayerNorm(nn.Module):
-    """The usual layer norm, with or without weight and bias."""
+    """Layer norm, with or without weight and bias."""
 
     def __init__(
         self,
@@ -62,23 +62,23 @@ class LayerNorm(nn.Module):
         bias: bool = True,
         offset: float = 0.0,
     ) -> None:
-        """`offset` is added to the weight that is stored."""
+        """`offset` is added to the stored weight."""
         super().__init__()
         self.weight = weights.get_tensor(f"{prefix}.weight", (size,)) + offset if affine else None
         self.bias = weights.get_tensor(f"{prefix}.bias", (size,)) if affine and bias else None
         self.eps = eps
         self.ops = weights.ops
-        self.targets = (_norm_target(prefix, size, self.weight, self.bias, offset),) if adaptable else ()
+        self.targets = (_make_norm_target(prefix, size, self.weight, self.bias, offset),) if adaptable else ()
 
     def forward(self, hidden_states: torch.Tensor, adapter_data: AdapterBatchData | None = None) -> torch.Tensor:
         if adapter_data is None or not self.targets:
             return self.ops.layer_norm(hidden_states, self.weight, self.bias, self.eps)
-        lora, targets = adapter_data.lora, adapter_data.find(self.targets)
+        lora, targets = adapter_data.lora, adapter_data.find_targets(self.targets)
         return self.ops.layer_norm(hidden_states, self.weight, self.bias, self.eps, lora, targets)
 
 
 class ResidualLayerNorm(LayerNorm):
-    """A layer norm that adds the residual first, if there is one, and returns both, as `RMSNorm` does."""
+    """Layer norm with the interface of `RMSNorm`: adds the residual first and returns the sum as well."""
 
     def forward(  # type: ignore[override]
         self,
@@ -91,10 +91,10 @@ class ResidualLayerNorm(LayerNorm):
 
 
 class HeadNorm(nn.Module):
-    """A layer norm of each head, without bias, in which every head has a weight of its own."""
+    """Layer norm over each head, without bias, with a separate weight per head."""
 
     def __init__(self, weight: torch.Tensor, eps: float, weights: Weights) -> None:
-        """`weight` is this rank's, `[heads, head_dim]`."""
+        """`weight` is this rank's shard, `[heads, head_dim]`."""
         super().__init__()
         self.weight, self.eps, self.ops = weight, eps, weights.ops
 
@@ -102,8 +102,8 @@ class HeadNorm(nn.Module):
         return self.ops.layer_norm(heads, None, None, self.eps) * self.weight
 
 
-def place_head_norms(norms: Sequence[AdapterTarget]) -> tuple[AdapterTarget, ...]:
-    """Return the targets of norms of heads, of queries and of keys, with their columns side by side."""
+def concat_head_norm_targets(norms: Sequence[AdapterTarget]) -> tuple[AdapterTarget, ...]:
+    """Assign consecutive columns to the adapter targets of query and key norms."""
     stops = accumulate(target.outputs.size for target in norms)
     return tuple(
         replace(target, columns=slice(stop - target.outputs.size, stop))
@@ -111,19 +111,19 @@ def place_head_norms(norms: Sequence[AdapterTarget]) -> tuple[AdapterTarget, ...
     )
 
 
-def head_norm_target(
+def make_head_norm_target(
     name: str, norm: "RMSNorm | LayerNorm", heads: int, head_dim: int, offset: float = 0.0
 ) -> AdapterTarget:
-    """Return the target of a norm that so many heads of this rank share: its weight once for each of them."""
+    """Return the adapter target of a norm that `heads` heads share, with its weight repeated for each head."""
     outputs = Shard(head_dim, ((0, head_dim),) * heads)
     assert norm.weight is not None
     bias = getattr(norm, "bias", None)
     bias = None if bias is None else bias.repeat(heads)
     weight = norm.weight.repeat(heads)
-    return AdapterTarget(name, Kind.NORM, whole(head_dim), outputs, slice(0), weight, bias, offset=offset)
+    return AdapterTarget(name, TargetKind.NORM, whole(head_dim), outputs, slice(0), weight, bias, offset=offset)
 
 
-def _norm_target(
+def _make_norm_target(
     name: str, size: int, weight: torch.Tensor | None, bias: torch.Tensor | None, offset: float = 0.0
 ) -> AdapterTarget:
-    return AdapterTarget(name, Kind.NORM, whole(size), whole(size), slice(0, size), weight, bias, offset=offset)
+    return AdapterTarget(name, TargetKind.NORM, whole(size), whole(size), slice(0, size), weight, bias, offset=offset)

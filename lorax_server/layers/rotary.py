@@ -1,7 +1,7 @@
-"""Rotary position embeddings, with every scaling that checkpoints use.
+"""Rotary position embeddings (RoPE) and their scaling methods.
 
-Two scalings depend on how long a sequence is. They are chosen for each sequence by its own length, never by its
-neighbours', so a sequence's angles are the same in any batch.
+Dynamic NTK and LongRoPE scaling depend on the sequence length. They are chosen per sequence, so results do not depend
+on the other sequences in the batch.
 """
 
 import math
@@ -15,20 +15,20 @@ from lorax_server.errors import ConfigError
 from lorax_server.kernels import CosSin
 from lorax_server.layers.attention import PagedContext
 
-# The largest plausible value of each setting.
-LIMITS = {
+# Larger values in a config are rejected as implausible.
+MAX_ROPE_VALUES = {
     "rope_theta": 1e30,
     "partial_rotary_factor": 1.0,
     "factor": 1e30,
     "original_max_position_embeddings": 1e12,
     "attention_factor": 1e30,
 }
-# Rows of a new table; it grows when a longer sequence arrives.
-FIRST_ROWS = 8192
+# Positions in a new table. The table grows when a longer sequence arrives.
+INITIAL_TABLE_ROWS = 8192
 
 
 class RotaryEmbedding(nn.Module):
-    """Angles from fixed frequencies, in a table that grows when a longer sequence arrives."""
+    """RoPE with fixed frequencies. Cosines and sines are cached in a table that grows on demand."""
 
     def __init__(
         self, inv_freq: torch.Tensor, max_positions: int, device: torch.device, attention_factor: float = 1.0
@@ -36,10 +36,10 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.inv_freq = inv_freq.to(device)
         self.attention_factor = attention_factor
-        self.cos, self.sin = self._table(min(max_positions, FIRST_ROWS))
+        self.cos, self.sin = self._table(min(max_positions, INITIAL_TABLE_ROWS))
 
-    def make_room(self, count: int) -> None:
-        """Make the table long enough for sequences of `count` tokens, so that it keeps its place from then on."""
+    def reserve(self, count: int) -> None:
+        """Grow the table to `count` positions, so that graphs can record its address."""
         if count > len(self.cos):
             self.cos, self.sin = self._table(count)
 
@@ -54,7 +54,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class DynamicRotaryEmbedding(nn.Module):
-    """NTK scaling by a sequence's length, where that exceeds what the model was trained for."""
+    """Dynamic NTK scaling, for sequences longer than the training length."""
 
     def __init__(self, dim: int, base: float, factor: float, max_positions: int, device: torch.device) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class DynamicRotaryEmbedding(nn.Module):
 
 
 class LongRotaryEmbedding(nn.Module):
-    """One set of frequencies for sequences within the original length and another for longer ones."""
+    """LongRoPE: one set of frequencies up to the original length, another for longer sequences."""
 
     def __init__(
         self, short: torch.Tensor, long: torch.Tensor, original: int, attention_factor: float, device: torch.device
@@ -85,43 +85,44 @@ class LongRotaryEmbedding(nn.Module):
 
 
 def load_rotary(
-    config: Any, head_dim: int, device: torch.device, *, partial: bool = False, kind: str | None = None
+    config: Any, head_dim: int, device: torch.device, *, partial: bool = False, layer_type: str | None = None
 ) -> nn.Module:
-    """Build the rotary embedding of a config, in the old spelling or the new; `partial` if part of a head may turn.
+    """Build the rotary embedding that a config describes.
 
-    A config may have settings by type of layer: `kind` is the type.
+    `partial` allows configs that rotate only part of each head. `layer_type` selects the settings in configs that
+    have separate settings per layer type.
     """
-    parameters = rope_parameters(config, kind)
+    parameters = rope_parameters(config, layer_type)
     if not partial and parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError("config field partial_rotary_factor is not supported by this architecture")
-    rule = parameters.get("rope_type") or parameters.get("type") or "default"
-    if not isinstance(rule, str) or rule not in ROPE_TYPES:
-        raise ConfigError(f"config field rope_type = {rule!r} is not supported; known are {', '.join(ROPE_TYPES)}")
+    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
+        raise ConfigError(f"config field rope_type = {rope_type!r} is not supported; use {', '.join(ROPE_TYPES)}")
     try:
-        dim = count_turned(config, head_dim, kind)
+        dim = partial_rotary_dim(config, head_dim, layer_type)
         if dim < 2 or dim % 2:
-            raise ConfigError(f"{dim} of head_dim = {head_dim} would be rotated, which is no even number")
-        return ROPE_TYPES[rule](parameters, config, dim, device)
+            raise ConfigError(f"the number of rotated dimensions must be even and positive (got {dim} of {head_dim})")
+        return ROPE_TYPES[rope_type](parameters, config, dim, device)
     except KeyError as missing:
-        raise ConfigError(f"config field rope_parameters lacks {missing} for rope_type {rule!r}") from missing
+        raise ConfigError(f"config field rope_parameters lacks {missing} for rope_type {rope_type!r}") from missing
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # from implausible values
         raise ConfigError(f"config field rope_parameters cannot be used: {error}") from error
 
 
-def count_turned(config: Any, head_dim: int, kind: str | None = None) -> int:
-    """Return how many of a head's dimensions the rope settings of a config rotate."""
-    return int(head_dim * rope_parameters(config, kind).get("partial_rotary_factor", 1.0))
+def partial_rotary_dim(config: Any, head_dim: int, layer_type: str | None = None) -> int:
+    """Return the number of dimensions per head that RoPE rotates."""
+    return int(head_dim * rope_parameters(config, layer_type).get("partial_rotary_factor", 1.0))
 
 
-def rope_parameters(config: Any, kind: str | None = None) -> dict[str, Any]:
-    """Collect the rope settings of a config in one dictionary, wherever and however it spells them."""
+def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any]:
+    """Collect the RoPE settings of a config in one dictionary, including legacy field names."""
     stored = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if isinstance(stored, Mapping) and kind in stored:
-        stored = stored[kind]
+    if isinstance(stored, Mapping) and layer_type in stored:
+        stored = stored[layer_type]
     if not isinstance(stored, Mapping):
         raise ConfigError(f"config field rope_parameters = {stored!r} is not a dictionary")
     if any(isinstance(value, Mapping) for value in stored.values()):
-        raise ConfigError("config field rope_parameters is not supported with settings by type of layer")
+        raise ConfigError("config field rope_parameters: settings per layer type are not supported")
     parameters = {key: value for key, value in stored.items() if value is not None or key == "truncate"}
     spellings = {
         "rope_theta": ("rope_theta", "rotary_emb_base"),
@@ -132,12 +133,12 @@ def rope_parameters(config: Any, kind: str | None = None) -> dict[str, Any]:
         for field in fields:
             value = getattr(config, field, None)
             if value is None or (key == "partial_rotary_factor" and stored.get(key) is not None):
-                continue  # some versions of transformers put a default beside what is stored; this one counts
+                continue  # some transformers versions add a default; the stored value wins
             if parameters.setdefault(key, value) != value:
                 stored = parameters[key]
                 raise ConfigError(f"config field {field} = {value!r} contradicts {stored!r} in rope_parameters")
     parameters.setdefault("rope_theta", 10000.0)
-    for name, most in LIMITS.items():
+    for name, most in MAX_ROPE_VALUES.items():
         value = parameters.get(name)
         if name in parameters and not (isinstance(value, int | float) and 0 < value <= most):
             raise ConfigError(
@@ -161,7 +162,7 @@ def _dynamic(parameters: Mapping[str, Any], config: Any, dim: int, device: torch
 
 
 def _llama3(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
-    """Slow down low frequencies, keep high ones, blend those between."""
+    """Scale down low frequencies, keep high frequencies, and interpolate between them."""
     inv_freq = _frequencies(parameters, dim)
     low, high, factor = parameters["low_freq_factor"], parameters["high_freq_factor"], parameters["factor"]
     turns = _original_length(parameters, config) * inv_freq / (2 * math.pi)  # within the original length
@@ -171,7 +172,7 @@ def _llama3(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.
 
 
 def _yarn(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
-    """Keep frequencies that turn often within the original length, and interpolate slow ones."""
+    """Keep high frequencies and interpolate low ones."""
     original = _original_length(parameters, config)
     if "factor" not in parameters and "original_max_position_embeddings" not in parameters:
         raise KeyError("factor")

@@ -1,4 +1,4 @@
-"""Models: one class per architecture, found by the type in a checkpoint's config."""
+"""Model implementations, one class per architecture. `get_model` selects the class by the config's `model_type`."""
 
 from lorax_server.models.registry import get_model
 

@@ -1,4 +1,4 @@
-"""The names of the seed contract (`docs/seed-contract.md`). Serving uses `padded_lm`."""
+"""Names from the seed contract (`docs/seed-contract.md`). The server uses `padded_lm`."""
 
 from lorax_server.models.contract.causal_lm import CausalLM, CausalLMBatch
 

@@ -1,7 +1,4 @@
-"""A model's config with its defaults, as transformers reads it.
-
-Importing transformers takes seconds at every start, so the result is cached on disk.
-"""
+"""Read model configs with transformers and cache the result on disk, because importing transformers takes seconds."""
 
 import json
 from importlib.metadata import version
@@ -9,14 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lorax_server.files.disk_cache import store, cache_folder, make_key, load
+from lorax_server.files.disk_cache import cache_folder, load, make_key, store
 from lorax_server.files.names import MODEL_CONFIG_FILE
 
-FORMAT = "1"  # another one whenever other fields are kept
+FORMAT = "1"  # change this when the cached fields change
 
 
 def read_config(folder: Path) -> SimpleNamespace:
-    """Return the fields of the config in a model's folder. Whatever transformers raises is raised."""
+    """Return the config fields of the model in `folder`. Propagates exceptions from transformers."""
     name = make_key(FORMAT, version("transformers"), (folder / MODEL_CONFIG_FILE).read_bytes())
     path = cache_folder("configs") / f"{name}.json"
     content = load(path)

@@ -1,4 +1,4 @@
-"""A padded batch that sequences join and leave between steps."""
+"""A left-padded batch for models without a paged implementation. Sequences join and leave between steps."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Self
@@ -13,20 +13,21 @@ from lorax_server.sampling.batch import SequenceSampling
 
 
 class Chooser(NamedTuple):
-    """The sampling parameters of one sequence, and the length of its prompt."""
+    """Sampling parameters and prompt length of one sequence."""
 
     sequence_sampling: SequenceSampling
     prompt_length: int
 
 
 class PaddedBatch:
-    """Sequences side by side, padded on the left: the last column is the last token of each sequence.
+    """A left-padded batch: the last column holds the last token of every sequence.
 
-    Between steps the mask is `max_input_length + padding_right_offset` wide; its last `padding_right_offset` columns
-    are for future tokens. The caches hold `max_input_length - 1` columns: all but the tokens in `input_ids`.
+    Between steps the attention mask has `max_input_length + padding_right_offset` columns. The last
+    `padding_right_offset` columns are for future tokens. The KV caches hold `max_input_length - 1` columns, all
+    tokens except those in `input_ids`.
     """
 
-    # The fields that have an entry for each request.
+    # Fields with one entry per request.
     per_row: ClassVar[Sequence[str]] = (
         "requests",
         "all_input_ids",
@@ -35,14 +36,14 @@ class PaddedBatch:
         "stopping_criterias",
     )
 
-    requests: list[Any]  # each has an `id` and `prefill_logprobs`
+    requests: list[Any]  # with attributes `id` and `prefill_logprobs`
     input_ids: torch.Tensor  # [rows, max_input_length] before the first step, [rows, 1] after it
     attention_mask: torch.Tensor
     position_ids: torch.Tensor
-    past_key_values: list[LayerCache] | None  # by layer
-    all_input_ids: list[torch.Tensor]  # [tokens, 1] each, without padding, on the CPU
+    past_key_values: list[LayerCache] | None  # indexed by layer
+    all_input_ids: list[torch.Tensor]  # [tokens, 1], without padding, on the CPU
     input_lengths: list[int]
-    next_token_choosers: list[Any]  # `Chooser`, or an object with its fields
+    next_token_choosers: list[Any]  # `Chooser`, or an object with the same fields
     stopping_criterias: list[StoppingCriteria]
     max_input_length: int
     padding_right_offset: int
@@ -61,7 +62,7 @@ class PaddedBatch:
         device: torch.device,
         **more: Any,
     ) -> Self:
-        """Pad tokenized prompts. `more` are fields of a subclass."""
+        """Create a batch from tokenized prompts. `more` are additional subclass fields."""
         _check_ids(requests)
         rows = [torch.tensor(ids, dtype=torch.long) for ids in prompts]
         lengths = [len(row) for row in rows]
@@ -87,7 +88,7 @@ class PaddedBatch:
 
     @torch.inference_mode()
     def filter(self, request_ids: list[int]) -> Self | None:
-        """Keep these requests, in this order. Change and return this batch, or return None if nothing is kept."""
+        """Keep only these requests, in this order. Return this batch, or None if `request_ids` is empty."""
         if not request_ids:
             return None
         rows = self._find_rows(request_ids)
@@ -103,7 +104,7 @@ class PaddedBatch:
         self.position_ids = self.position_ids[index, columns]
         self.attention_mask = self.attention_mask[index, end - width : end + room]
         caches = self.past_key_values or []
-        for layer, cache in enumerate(caches):  # one at a time, so that only one layer is in memory twice
+        for layer, cache in enumerate(caches):  # layer by layer, to keep only one layer's copy in memory
             caches[layer] = select_rows(cache, rows, width - 1)
         self.max_input_length, self.padding_right_offset = width, room
         return self
@@ -111,7 +112,7 @@ class PaddedBatch:
     @classmethod
     @torch.inference_mode()
     def concatenate(cls, batches: Sequence[Self], **more: Any) -> Self:
-        """Join all requests in one batch. The batches must have taken a step, and cannot be used afterwards."""
+        """Merge batches into one. Each batch must have run its first step, and is unusable afterwards."""
         requests = _check_joinable(batches)
         width = max(batch.max_input_length for batch in batches)
         room = max(batch.padding_right_offset for batch in batches)
@@ -135,7 +136,7 @@ class PaddedBatch:
         )
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Append a token to each row."""
+        """Append one token to each sequence."""
         for row, token_id in enumerate(token_ids):
             self.all_input_ids[row] = torch.cat([self.all_input_ids[row], torch.tensor([[token_id]])])
             self.input_lengths[row] += 1
@@ -144,28 +145,28 @@ class PaddedBatch:
         return len(self.requests)
 
     def _count_future_tokens(self) -> int:
-        """Return the number of future tokens. A finished request needs none."""
+        """Return the most tokens that any unfinished request can still generate."""
         running = [stop for stop in self.stopping_criterias if stop.finish_reason is None]
         return max((stop.remaining_tokens for stop in running), default=0)
 
     def _find_rows(self, request_ids: list[int]) -> list[int]:
         rows = {request.id: row for row, request in enumerate(self.requests)}
         if not rows.keys() >= set(request_ids) or len(set(request_ids)) != len(request_ids):
-            raise ValueError(f"the batch holds requests {list(rows)}, not each of {request_ids} once")
+            raise ValueError(f"request_ids must be distinct IDs from this batch {list(rows)} (got {request_ids})")
         return [rows[request_id] for request_id in request_ids]
 
 
 def _check_joinable(batches: Sequence[PaddedBatch]) -> list[Any]:
-    """Return the requests of all batches."""
+    """Return the requests of all batches. Raise ValueError if the batches cannot be merged."""
     requests = [request for batch in batches for request in batch.requests]
     _check_ids(requests)
     shapes = set()
     for batch in batches:
         if batch.past_key_values is None:
-            raise ValueError("only batches that have taken their first step can be joined")
+            raise ValueError("batches can be merged only after their first step")
         shapes.add(tuple((keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in batch.past_key_values))
     if len(shapes) != 1:
-        raise ValueError("batches of different models cannot be joined")
+        raise ValueError("batches from different models cannot be merged")
     return requests
 
 
@@ -174,11 +175,11 @@ def _check_ids(requests: Sequence[Any]) -> None:
         raise ValueError("a batch needs at least one request")
     ids = [request.id for request in requests]
     if len(set(ids)) != len(ids):
-        raise ValueError(f"requests of the same id cannot be in one batch: {sorted(ids)}")
+        raise ValueError(f"request IDs in a batch must be unique (got {sorted(ids)})")
 
 
 def _join_layers(batches: Sequence[PaddedBatch], length: int) -> list[LayerCache]:
-    """Join the caches. Release the sources layer by layer, so that only one layer is in memory twice."""
+    """Merge the KV caches. Release the sources layer by layer, to keep only one layer's copy in memory."""
     caches = [batch.past_key_values or [] for batch in batches]
     joined: list[LayerCache] = []
     for layer in range(len(caches[0])):

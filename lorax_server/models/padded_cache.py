@@ -1,7 +1,7 @@
-"""The keys and values of a padded batch.
+"""KV caches of padded batches.
 
-The cache of a layer is two tensors [rows, heads, columns, size]. Rows are right-aligned: the last column is the last
-token of every row. Masked columns hold any numbers, but never a NaN.
+Each layer has two tensors `[rows, heads, columns, head_dim]`. Rows are right-aligned, so the last column is the last
+token of every row. Masked columns hold arbitrary finite numbers.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from transformers.cache_utils import DynamicLayer
 
 from lorax_server.kernels import LayerCache
 
-COLUMN_AXIS = 2  # the axis
-MIN_SPARE_COLUMNS = 16  # columns
+COLUMN_AXIS = 2
+MIN_SPARE_COLUMNS = 16  # free columns in new buffers
 
 
 @dataclass
 class KVBuffers:
-    """Keys and values [rows, heads, columns, size]. The first `num_filled` columns are in use."""
+    """Keys and values `[rows, heads, columns, head_dim]`. The first `num_filled` columns are in use."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -28,7 +28,7 @@ class KVBuffers:
 
 
 class GrowableCache(tuple[torch.Tensor, torch.Tensor]):
-    """(keys, values): the first `length` columns of two buffers, which may have room for more columns."""
+    """A (keys, values) tuple of views: the first `length` columns of preallocated buffers."""
 
     buffers: KVBuffers
     length: int
@@ -38,17 +38,17 @@ class GrowableCache(tuple[torch.Tensor, torch.Tensor]):
         cache.buffers, cache.length = buffers, length
         return cache
 
-    def __getnewargs__(self) -> tuple[KVBuffers, int]:  # for copies
+    def __getnewargs__(self) -> tuple[KVBuffers, int]:  # for `copy` and `pickle`
         return self.buffers, self.length
 
     @classmethod
     def wrap(cls, cache: LayerCache) -> "GrowableCache":
-        """Use these tensors as buffers, without room."""
+        """Use these tensors as full buffers."""
         length = int(cache[0].shape[COLUMN_AXIS])
         return cls(KVBuffers(*cache, length), length)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> "GrowableCache":
-        """Write new columns behind the last one: in place if there is room that no other cache has used."""
+        """Append columns. Writes in place if the buffers have free columns that no other view has filled."""
         length, total = self.length, self.length + int(keys.shape[COLUMN_AXIS])
         buffers = self.buffers
         if buffers.num_filled != length or buffers.keys.shape[COLUMN_AXIS] < total:
@@ -65,7 +65,7 @@ def select_rows(cache: LayerCache, rows: Sequence[int], length: int) -> Growable
 
 
 def join_rows(caches: Sequence[LayerCache], length: int, num_new: int = 0) -> GrowableCache:
-    """Copy all rows of several caches to new buffers, right-aligned, with room for at least `num_new` columns."""
+    """Copy all rows of several caches to new right-aligned buffers with at least `num_new` free columns."""
     num_rows, row = sum(len(keys) for keys, _ in caches), 0
     room = num_new + max(MIN_SPARE_COLUMNS, length // 8)
     keys, values = (like.new_empty(num_rows, like.shape[1], length + room, like.shape[3]) for like in caches[0])
@@ -80,7 +80,7 @@ def join_rows(caches: Sequence[LayerCache], length: int, num_new: int = 0) -> Gr
 
 
 class GrowingLayer(DynamicLayer):
-    """A layer of a transformers cache that appends to a `GrowableCache`."""
+    """A transformers cache layer that appends to a `GrowableCache`."""
 
     def __init__(self, cache: LayerCache | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -104,10 +104,9 @@ class GrowingLayer(DynamicLayer):
 
 
 class GrowingCache(DynamicCache):
-    """A transformers cache over our caches.
+    """A transformers cache backed by `GrowableCache` layers.
 
-    Layers with a window keep all columns too: rows are aligned by their last column, and the mask limits what a layer
-    sees.
+    Sliding-window layers keep all columns as well, because rows must stay aligned. The mask applies the window.
     """
 
     def __init__(self, caches: Sequence[LayerCache] | None) -> None:

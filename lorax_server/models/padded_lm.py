@@ -1,4 +1,4 @@
-"""Any HuggingFace causal language model in padded batches, without adapters."""
+"""Run any Hugging Face causal language model in padded batches, without adapters."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lorax_server.kernels import LayerCache
 from lorax_server.models.padded_batch import PaddedBatch
 from lorax_server.models.padded_cache import GrowingCache
-from lorax_server.models.padding_check import check_padding, accepts_parameter
+from lorax_server.models.padding_check import accepts_parameter, check_padding
 from lorax_server.models.pretrained import (
     eos_token_ids,
     is_stored_in_8_bits,
@@ -23,21 +23,21 @@ from lorax_server.models.pretrained import (
 from lorax_server.sampling import Sampled, Sampler
 from lorax_server.sampling.batch import History, TokenMasks
 
-# All but cuDNN's, which plans again for every new length. A growing batch has a new length at every step: with 160M
-# parameters on an H200 such a step accepts_parameter 77 ms instead of 12.
+# Without cuDNN, which builds a new plan for every sequence length, i.e. in every decode step: a step of a model with
+# 160M parameters takes 77 ms instead of 12 ms on an H200.
 ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class PaddedStepOutput(NamedTuple):
-    """The results of a step, before they are written to the batch."""
+    """Results of a step, before `advance` writes them to the batch."""
 
     sampled: Sampled
     logits: torch.Tensor  # [rows, columns, vocabulary]; only the last column unless prompt logprobs are requested
-    caches: list[LayerCache]  # by layer
+    caches: list[LayerCache]  # indexed by layer
 
 
 class PaddedLM:
-    """A model that `AutoModelForCausalLM` loads, and its tokenizer."""
+    """A model loaded by `AutoModelForCausalLM`, with its tokenizer."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class PaddedLM:
         self.model = model.eval()
         self.vocab_size = self.config.get_text_config(decoder=True).vocab_size
         eos = sorted(generation_eos | eos_token_ids(self.config, self.tokenizer)) or None
-        object.__setattr__(self.config, "eos_token_id", eos)  # some configs check that it is one id
+        object.__setattr__(self.config, "eos_token_id", eos)  # some config classes reject a list
         self.pad_token_id = resolve_pad_token(self.tokenizer, self.config, self.vocab_size)
         self._accepts_position_ids = accepts_parameter(model, "position_ids")
         self._accepts_logits_to_keep = accepts_parameter(model, "logits_to_keep")
         self._sampler: tuple[list[Any], Sampler] | None = None
-        rounded_to = self.dtype if quantize is None else torch.float16  # 8-bit layers round their input to float16
+        rounded_to = self.dtype if quantize is None else torch.float16  # 8-bit layers round inputs to float16
         name = f"{model_id} ({type(model).__name__})"
         check_padding(self.forward, name, self.vocab_size, self.pad_token_id, rounded_to, self.device)
 
@@ -77,7 +77,10 @@ class PaddedLM:
         *,
         only_last: bool = False,
     ) -> tuple[torch.Tensor, list[LayerCache]]:
-        """Return logits [rows, columns, vocabulary], of the last column alone if `only_last`, and the caches."""
+        """Return logits `[rows, columns, vocabulary]` and the updated KV caches.
+
+        With `only_last`, the model may return only the last column.
+        """
         cache = GrowingCache(past_key_values)
         arguments: dict[str, Any] = {"position_ids": position_ids} if self._accepts_position_ids else {}
         if only_last and self._accepts_logits_to_keep:
@@ -95,7 +98,7 @@ class PaddedLM:
 
     @torch.inference_mode()
     def compute(self, batch: PaddedBatch, masks: TokenMasks | None = None) -> PaddedStepOutput:
-        """Choose the next token of every row. The batch stays as it is."""
+        """Sample the next token of every row without modifying the batch."""
         is_first = batch.past_key_values is None
         logits, caches = self.forward(
             batch.input_ids,
@@ -108,12 +111,12 @@ class PaddedLM:
 
     @torch.inference_mode()
     def advance(self, batch: PaddedBatch, token_ids: torch.Tensor, caches: list[LayerCache]) -> None:
-        """Make the [rows] chosen tokens the input of the next step."""
+        """Update the batch: the sampled `token_ids` `[rows]` become the next step's input."""
         batch.input_ids = token_ids[:, None]
         batch.attention_mask[:, batch.attention_mask.shape[1] - batch.padding_right_offset] = 1
         batch.position_ids = batch.position_ids[:, -1:] + 1
         for row, stop in enumerate(batch.stopping_criterias):
-            if stop.finish_reason is not None:  # keep its position: the model may not have a higher one
+            if stop.finish_reason is not None:  # a higher position might exceed the model's limit
                 batch.position_ids[row] -= 1
         batch.past_key_values = caches
         batch.max_input_length += 1
@@ -134,8 +137,10 @@ class PaddedLM:
 
 
 def prompt_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> list[float]:
-    """Return the log probability of each of [tokens] but the first. Of the [columns, vocabulary] logits, the last are
-    those of the tokens."""
+    """Return the log probability of every prompt token except the first.
+
+    `logits` is `[columns, vocabulary]`; padding columns come first.
+    """
     scores = logits[len(logits) - len(token_ids) : -1].float()
     logprobs = scores.gather(-1, token_ids[1:, None].to(scores.device)).squeeze(-1) - scores.logsumexp(-1)
     return logprobs.tolist()

@@ -1,4 +1,4 @@
-"""A check, before a model is served, that it computes padded batches as it computes single prompts."""
+"""Check at load time that a model gives the same logits for padded batches and for single prompts."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,24 +11,24 @@ from lorax_server.kernels import LayerCache
 
 Forward = Callable[..., tuple[torch.Tensor, list[LayerCache]]]
 
-LONG_PROMPT_TOKENS, SHORT_PROMPT_TOKENS = 6, 2  # tokens of the two prompts
+LONG_PROMPT_TOKENS, SHORT_PROMPT_TOKENS = 6, 2
 MAX_DIFFERENCE_BY_DTYPE = {
     torch.float32: 1e-3,
     torch.float64: 1e-3,
-}  # of the mean difference, by the spread of the logits
-MAX_DIFFERENCE = 0.05  # of other types
+}  # mean difference / standard deviation of the logits
+MAX_DIFFERENCE = 0.05  # for other dtypes
 
 
 def accepts_parameter(model: torch.nn.Module, parameter: str) -> bool:
-    """Return whether the model's forward has a parameter of this name."""
+    """Return True if the model's `forward` has this parameter."""
     return parameter in inspect.signature(model.forward).parameters
 
 
 def check_padding(forward: Forward, name: str, vocab_size: int, pad: int, dtype: torch.dtype, device: Any) -> None:
-    """Run two prompts alone and padded in one batch, two steps each, and refuse a model whose logits differ.
+    """Reject models whose logits differ between single prompts and a padded batch, over two steps.
 
-    A model can ignore its mask or its positions, see the future, keep no cache or keep one of another form. Without
-    this check, users would be the first to notice, by wrong answers.
+    Such models ignore the mask or the positions, are not causal, or have an incompatible cache. They would silently
+    generate wrong text.
     """
     tokens = torch.arange(LONG_PROMPT_TOKENS + 1, device=device).mul(7).add(3).remainder(vocab_size)
     prompts, then = (
@@ -56,7 +56,7 @@ def check_padding(forward: Forward, name: str, vocab_size: int, pad: int, dtype:
 
 
 def _two_steps(forward: Forward, prompts: Sequence[torch.Tensor], then: torch.Tensor, pad: int) -> torch.Tensor:
-    """Return [2, rows, vocabulary] the logits after the prompts, and after one more token."""
+    """Return logits `[2, rows, vocabulary]`: after the prompts, and after one more token."""
     width = max(len(prompt) for prompt in prompts)
     ids = prompts[0].new_full((len(prompts), width), pad)
     mask = torch.zeros_like(ids)
@@ -74,7 +74,7 @@ def _two_steps(forward: Forward, prompts: Sequence[torch.Tensor], then: torch.Te
 
 def _check_caches(caches: Sequence[LayerCache], rows: int, columns: int) -> None:
     if not caches:
-        raise ValueError("it keeps no keys and values")
+        raise ValueError("the model returns no KV cache")
     for keys, values in caches:
         if any((tensor.shape[0], tensor.shape[2]) != (rows, columns) for tensor in (keys, values)):
             raise ValueError(f"a layer keeps {tuple(keys.shape)} keys after {columns} tokens of {rows} prompts")

@@ -1,4 +1,4 @@
-"""Load HuggingFace causal language models and their tokenizers, or reject them."""
+"""Load Hugging Face causal language models and tokenizers for padded batches. Reject unsupported models."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ KV_LAYER_TYPES = (
     "full_attention",
     "sliding_attention",
     "chunked_attention",
-)  # kinds of layer that keep keys and values
+)  # layer types with a KV cache
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -30,13 +30,13 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 def load_config(model_id: str, revision: str | None, trust_remote_code: bool) -> Any:
     try:
         config = AutoConfig.from_pretrained(model_id, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises anything for a name or a file that it cannot take
-        raise ConfigError(f"{model_id}: no config of a model that can be read: {error}") from error
+    except Exception as error:  # transformers raises many types for invalid names and files
+        raise ConfigError(f"{model_id}: the model config cannot be read: {error}") from error
     if find_adapter_config_file(model_id, revision=revision):
-        raise ConfigError(f"{model_id}: is an adapter or has one beside it; load the base model, and name the adapter")
+        raise ConfigError(f"{model_id}: contains an adapter; load the base model and request the adapter by its ID")
     attention = getattr(config, "_attn_implementation", None) or ""
-    if "/" in attention:  # transformers would fetch and run it
-        raise ConfigError(f"{model_id}: its config asks for code of another repository: {attention}")
+    if "/" in attention:  # transformers would download and run this code
+        raise ConfigError(f"{model_id}: the config requests attention code from another repository: {attention}")
     other = sorted(set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ()) - set(KV_LAYER_TYPES))
     if other:
         raise _unsupported_state_error(model_id, config.model_type, f"its layers are {', '.join(other)}")
@@ -44,18 +44,18 @@ def load_config(model_id: str, revision: str | None, trust_remote_code: bool) ->
 
 
 def is_stored_in_8_bits(model_id: str, config: Any) -> bool:
-    """Return whether bitsandbytes has quantized the checkpoint. Reject other quantizations."""
+    """Return True if the checkpoint is quantized by bitsandbytes to 8 bits. Reject other quantization methods."""
     stored = getattr(config, "quantization_config", None)
     if not stored:
         return False
     stored = stored if isinstance(stored, dict) else stored.to_dict()
     if stored.get("load_in_8bit"):
         return True
-    raise ConfigError(f"{model_id}: is stored quantized by {stored.get('quant_method')!r}, which is not supported here")
+    raise ConfigError(f"{model_id}: quantization method {stored.get('quant_method')!r} is not supported here")
 
 
 def load_generation_eos(model_id: str, revision: str | None) -> frozenset[int]:
-    """Return the eos tokens in `generation_config.json`, if the file exists. Reject a damaged file."""
+    """Return the EOS tokens in `generation_config.json`, if the file exists."""
     path = cached_file(model_id, GENERATION_CONFIG_FILE, revision=revision, _raise_exceptions_for_missing_entries=False)
     if path is None:
         return frozenset()
@@ -75,7 +75,7 @@ def load_tokenizer(model_id: str, revision: str | None, trust_remote_code: bool)
             trust_remote_code=trust_remote_code,
         )
     except Exception as error:
-        raise ConfigError(f"{model_id}: no tokenizer that can be read: {error}") from error
+        raise ConfigError(f"{model_id}: the tokenizer cannot be read: {error}") from error
 
 
 def load_model(
@@ -89,7 +89,7 @@ def load_model(
 ) -> Any:
     placement_args = _placement_args(quantize, device)
     if is_stored_in_8_bits(model_id, config):
-        placement_args.pop("quantization_config", None)  # it has its own
+        placement_args.pop("quantization_config", None)  # the checkpoint contains one
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model_id,
@@ -106,43 +106,43 @@ def load_model(
     if report["missing_keys"]:
         raise WeightsError(f"{model_id}: the checkpoint lacks {_abbreviate(report['missing_keys'])}")
     if report["unexpected_keys"]:
-        logger.warning("%s: not used by the model: %s", model_id, _abbreviate(report["unexpected_keys"]))
+        logger.warning("%s: unused tensors in the checkpoint: %s", model_id, _abbreviate(report["unexpected_keys"]))
     if quantize and not any(type(module).__name__ == "Linear8bitLt" for module in model.modules()):
-        raise ConfigError(f"{model_id}: bitsandbytes finds nothing to quantize in {type(model).__name__}")
+        raise ConfigError(f"{model_id}: {type(model).__name__} has no layers that bitsandbytes can quantize")
     if getattr(model, "_is_stateful", False):
         raise _unsupported_state_error(model_id, config.model_type, f"{type(model).__name__} is recurrent")
     return model if "device_map" in placement_args else model.to(device)
 
 
 def resolve_pad_token(tokenizer: Any, config: Any, vocab_size: int) -> int:
-    """Find the padding token. Padding is masked, so any token in the model's vocabulary works."""
+    """Return the padding token. Padding is masked, so any token in the model's vocabulary works."""
     eos = sorted(eos_token_ids(config, tokenizer))
     for token_id in (tokenizer.pad_token_id, getattr(config, "pad_token_id", None), *eos):
         if token_id is not None and 0 <= token_id < vocab_size:
             return int(token_id)
     raise ConfigError(
-        f"neither the tokenizer nor the config names a pad or eos token among the model's {vocab_size}: "
+        f"neither the tokenizer nor the config has a pad or EOS token below the vocabulary size {vocab_size}: "
         "set pad_token_id or eos_token_id in config.json"
     )
 
 
 def eos_token_ids(*sources: Any) -> frozenset[int]:
-    """Return all eos tokens that tokenizers and configs name, each one or a list. Some configs say -1 for none."""
+    """Return all EOS tokens of these tokenizers and configs. Negative IDs in configs mean that no token is set."""
     eos: set[Any] = set()
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
         eos.update(ids if isinstance(ids, list | tuple | set) else [] if ids is None else [ids])
     for token_id in eos:
         if not isinstance(token_id, int):
-            raise TypeError(f"eos_token_id is {token_id!r}, not a token's id")
+            raise TypeError(f"eos_token_id must be an integer or a list of integers (got {token_id!r})")
     return frozenset(token_id for token_id in eos if token_id >= 0)
 
 
 def max_positions(config: Any) -> int:
-    """Return the longest sequence that the model takes; a large number where its config has none (BLOOM).
+    """Return the maximum sequence length, or a large default for configs without a limit (BLOOM).
 
-    Where rotary angles change beyond some length, transformers changes them for the whole batch. A request must not
-    depend on its neighbours, so that length is the limit.
+    With length-dependent RoPE, transformers changes the frequencies of the whole batch beyond the original length.
+    Requests must not affect each other, so the original length is the limit.
     """
     text = config.get_text_config(decoder=True)
     named = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len")]
@@ -156,7 +156,7 @@ def max_positions(config: Any) -> int:
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """Return one set of parameters, or one for each kind of layer."""
+    """Return one set of parameters, or one set per layer type."""
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict):
         return []
@@ -165,12 +165,12 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def _placement_args(quantize: str | None, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that say how the weights are stored, and where."""
+    """Return the `from_pretrained` arguments for quantization and device placement."""
     several_gpus = device.type == "cuda" and torch.cuda.device_count() > 1
     if quantize is None:
         return {"device_map": "auto"} if several_gpus else {}
     if quantize != "bitsandbytes":
-        raise ConfigError(f"quantize = {quantize!r} is not supported here; bitsandbytes (8 bit) is")
+        raise ConfigError(f"quantize = {quantize!r} is not supported here; use 'bitsandbytes' (8 bit)")
     missing = [package for package in ("accelerate", "bitsandbytes") if find_spec(package) is None]
     if missing:
         raise ConfigError(
@@ -184,8 +184,8 @@ def _placement_args(quantize: str | None, device: torch.device) -> dict[str, Any
 
 def _unsupported_state_error(model_id: str, model_type: str, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{model_id}: model type {model_type!r} keeps state that is not keys and values ({why}), "
-        "which padded batches cannot join and split"
+        f"{model_id}: model type {model_type!r} has recurrent or other state besides the KV cache ({why}), "
+        "which padded batches do not support"
     )
 
 

@@ -16,8 +16,8 @@ from lorax_server.errors import ConfigError, UnsupportedModelError
 from lorax_server.files.names import MODEL_CONFIG_FILE
 from lorax_server.kernels import Ops, select_ops
 from lorax_server.kernels.device import is_host
-from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.config_cache import read_config
+from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.weights import LoadProgress, Weights, estimate_bytes, open_weights
 
 logger = logging.getLogger(__name__)
@@ -54,9 +54,9 @@ MODELS = {
     "starcoder2": "flash_starcoder2_modeling.FlashStarCoder2ForCausalLM",
 }
 
-# By model type: a config field that, if set, makes the model run in padded batches.
+# Model type to a config field. Models with this field set run in padded batches.
 PADDED_ONLY_FIELDS = {"falcon": "alibi"}
-DEFAULT_MAX_POSITIONS = 2**17  # the longest sequence of a model that has no limit
+DEFAULT_MAX_POSITIONS = 2**17  # for models without a position limit
 
 POSITIVE_INT_FIELDS = (
     "head_dim",
@@ -77,7 +77,7 @@ EPSILON_FIELDS = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps")
 def get_model(
     settings: ModelConfig, process_group: ProcessGroup | None = None, ops: Ops | None = None
 ) -> PagedCausalLM:
-    """Load this rank's part of a model. Without a group, load all of it; without ops, use the device's best."""
+    """Load this rank's shard of a model. Defaults: a single rank, and the fastest ops for the device."""
     config = load_config(settings)
     device = torch.device(settings.device)
     ops, process_group = ops or select_ops(device), process_group or FakeGroup()
@@ -101,7 +101,7 @@ def get_model(
 
 
 def build_model(config: Any, weights: Weights) -> PagedCausalLM:
-    """Build the paged model of a config."""
+    """Build the paged model that a config describes."""
     with torch.no_grad():
         model: PagedCausalLM = find_model_class(config.model_type)("", config, weights)
     return model.eval()
@@ -109,11 +109,11 @@ def build_model(config: Any, weights: Weights) -> PagedCausalLM:
 
 def find_model_class(model_type: Any) -> type[Any]:
     if not isinstance(model_type, str) or model_type not in MODELS:
-        relatives = find_similar_types(str(model_type))
+        similar = find_similar_types(str(model_type))
         raise UnsupportedModelError(
-            f"config field model_type = {model_type!r} is not supported; known are {', '.join(sorted(MODELS))}"
-            + (f"; close relatives are {', '.join(relatives)}" if relatives else "")
-            + "; models.padded_lm.PaddedLM serves others, without adapters"
+            f"config field model_type = {model_type!r} is not supported; use one of {', '.join(sorted(MODELS))}"
+            + (f"; similar types are {', '.join(similar)}" if similar else "")
+            + "; models.padded_lm.PaddedLM runs other types, without adapters"
         )
     module, name = MODELS[model_type].rsplit(".", 1)
     model_class: type[Any] = getattr(import_module(f"lorax_server.models.custom_modeling.{module}"), name)
@@ -129,25 +129,25 @@ def find_similar_types(model_type: str) -> list[str]:
 
 
 def _read_model_type(settings: ModelConfig) -> str:
-    """Return a model's type. Reject unsupported types."""
+    """Return the model type in `config.json`. Reject unsupported types."""
     path = settings.path / MODEL_CONFIG_FILE
     try:
         model_type: str = json.loads(path.read_text())["model_type"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"{path}: cannot be used as a model's config, a JSON object with a `model_type`: {error}"
+            f"{path}: cannot be used as a model config (a JSON object with a `model_type`): {error}"
         ) from error
     find_model_class(model_type)
     return model_type
 
 
 def load_config(settings: ModelConfig) -> Any:
-    """Return a model's config with its defaults. Reject invalid values."""
+    """Return the model config with defaults filled in. Reject invalid values."""
     path, model_type = settings.path / MODEL_CONFIG_FILE, _read_model_type(settings)
     try:
         config = read_config(settings.path)
-    except Exception as error:  # transformers raises anything for a value that it cannot take
-        raise ConfigError(f"{path}: cannot be used as a model's config: {error}") from error
+    except Exception as error:  # transformers raises many types for invalid values
+        raise ConfigError(f"{path}: cannot be used as a model config: {error}") from error
     if config.model_type != model_type:
         raise ConfigError(f"{path}: transformers reads it as {config.model_type!r}, which is not supported")
     _check_config(config)
@@ -160,36 +160,36 @@ def _check_config(config: Any) -> None:
     for field in POSITIVE_INT_FIELDS:
         value = getattr(config, field, None)
         if value is not None and not (isinstance(value, int) and value > 0):
-            raise ConfigError(f"config field {field} = {value!r} is not a positive number")
+            raise ConfigError(f"config field {field} must be a positive integer (got {value!r})")
     for field in EPSILON_FIELDS:
         value = getattr(config, field, 0.0)
         if not (isinstance(value, int | float) and 0 <= value < 1):
-            raise ConfigError(f"config field {field} = {value!r} is not a small positive number")
+            raise ConfigError(f"config field {field} must be at least 0 and less than 1 (got {value!r})")
     if getattr(config, "quantization_config", None):
         raise ConfigError("config field quantization_config is not supported: the checkpoint must not be quantized")
 
 
 def _choose_dtype(settings: ModelConfig, config: Any, ops: Ops) -> torch.dtype:
-    """Choose the dtype, and say why."""
+    """Choose the dtype and log the reason."""
     stored = str(getattr(config, "dtype", None) or torch.float16).removeprefix("torch.")
     if settings.dtype is not None:
-        name, reason = settings.dtype, "as asked for"
+        name, reason = settings.dtype, "requested"
     elif settings.device != "cpu":
-        name, reason = stored, "as it is stored"
+        name, reason = stored, "checkpoint dtype"
     elif stored == "bfloat16" and ops.has_fast_bfloat16:
-        name, reason = stored, "as it is stored: this CPU computes it at full speed (AMX); --dtype float32 is exact"
+        name, reason = stored, "checkpoint dtype, fast on this CPU (AMX); use --dtype float32 for exact results"
     else:
         name = "float32"
-        reason = f"it is stored in {stored}" + ("" if stored != "bfloat16" else ", which is no faster on this CPU")
+        reason = f"checkpoint dtype is {stored}" + ("" if stored != "bfloat16" else ", which is not faster on this CPU")
     if name not in DTYPES:
-        raise ConfigError(f"config field dtype = {name!r} is not supported; set one of {', '.join(DTYPES)}")
-    logger.info("the model runs in %s: %s", name, reason)
+        raise ConfigError(f"config field dtype = {name!r} is not supported; use {', '.join(DTYPES)}")
+    logger.info("model dtype: %s (%s)", name, reason)
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
 def _get_free_bytes(device: torch.device) -> int:
-    """Return the free memory of a GPU, after cached memory of earlier engines in this process is released."""
+    """Return the free GPU memory after releasing cached memory of earlier engines in this process."""
     gc.collect()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
@@ -198,7 +198,7 @@ def _get_free_bytes(device: torch.device) -> int:
 
 def _weights_memory_error(device: torch.device, needed: int, free: int) -> ConfigError:
     return ConfigError(
-        f"the model's weights take about {needed} bytes, and {free} are free of the "
-        f"{torch.cuda.get_device_properties(device).total_memory} bytes of {device}; use a larger GPU, a smaller "
-        "dtype, or several GPUs by tensor_parallel"
+        f"the model weights need about {needed} bytes, but only {free} of "
+        f"{torch.cuda.get_device_properties(device).total_memory} bytes on {device} are free; use a larger GPU, a "
+        "smaller dtype, or several GPUs with tensor_parallel"
     )

@@ -5,7 +5,7 @@ from lorax_server.adapters.weights import ModuleWeights
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import WeightsError
 from lorax_server.layers.embedding import TensorParallelEmbedding
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from tests.builders import CPU, adapter_batch, memory_weights
 from tests.lora import GivenAdapter, fill_arena
 
@@ -41,7 +41,7 @@ def test_an_adapters_rows_stand_in_for_the_base_models() -> None:
     rows = ModuleWeights(token_ids=(6, 3, 5), token_rows=torch.tensor([[60.0], [30.0], [50.0]]))
     low_rank = ModuleWeights(torch.arange(5.0).view(1, 5) * 100, torch.ones(1, 1), 2.0)
     adapters = [GivenAdapter({"wte": rows}, 7), GivenAdapter({"wte": low_rank}, 5)]
-    arena = fill_arena(adapter_targets(embedding), adapters, CPU, FakeGroup())
+    arena = fill_arena(collect_adapter_targets(embedding), adapters, CPU, FakeGroup())
     ids = torch.tensor([3, 3, 3, 6, 5, 4, 4])
     out = embedding(ids, adapter_batch([0, 1, 2, 1, 1, 1, 2], arena))
     assert out.flatten().tolist() == [3, 30, 603, 60, 50, 4, 804]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lorax_server.adapters.batch import AdapterBatchData
-from lorax_server.adapters.target import Kind
+from lorax_server.adapters.target import TargetKind
 from lorax_server.adapters.weights import ModuleWeights
 from lorax_server.distributed import FakeGroup, Shard, shard_evenly, shard_kv_heads, shard_units, shard_vocab, whole
 from lorax_server.errors import WeightsError
@@ -20,7 +20,7 @@ from lorax_server.layers.linear import (
     TensorParallelMultiAdapterLinear,
 )
 from lorax_server.layers.norm import LayerNorm, RMSNorm
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from tests.adapters.test_host import merged_rows
 from tests.builders import CPU, adapter_batch, memory_weights
 from tests.lora import Factors, GivenAdapter, fill_arena, make_arena
@@ -41,7 +41,7 @@ def lora(inputs: int, outputs: int, rank: int, seed: int) -> tuple[torch.Tensor,
 
 
 def adapted_batch(layer: nn.Module, adapters: Adapters) -> AdapterBatchData:
-    return adapter_batch(TOKENS, make_arena(adapter_targets(layer), adapters, CPU))
+    return adapter_batch(TOKENS, make_arena(collect_adapter_targets(layer), adapters, CPU))
 
 
 def with_lora(x: torch.Tensor, base: torch.Tensor, adapters: Adapters, target: str) -> torch.Tensor:
@@ -242,7 +242,7 @@ def test_dora_and_biases_on_fused_columns(ranks: int) -> None:
         outputs = [shards[name][rank] for name in sizes]
         layer = TensorParallelMultiAdapterLinear(weights, list(sizes), INPUTS, outputs, bias=True)
         adapters = [GivenAdapter(modules, 0) for modules in given]
-        arena = fill_arena(adapter_targets(layer), adapters, CPU, weights.process_group)
+        arena = fill_arena(collect_adapter_targets(layer), adapters, CPU, weights.process_group)
         out = layer(x, adapter_batch(TOKENS, arena))
         for name, part in zip(sizes, out.split([shard.size for shard in outputs], dim=1), strict=True):
             parts[name].append(part)
@@ -250,7 +250,7 @@ def test_dora_and_biases_on_fused_columns(ranks: int) -> None:
         got = place(parts[name], shards[name])
         for row, index in enumerate(TOKENS):
             adapter = given[index - 1].get(name, ModuleWeights()) if index else ModuleWeights()
-            matrix = merged_rows(base[name], adapter, Kind.LINEAR)
+            matrix = merged_rows(base[name], adapter, TargetKind.LINEAR)
             expected = matrix @ x[row] + (bias[name] if adapter.bias is None else adapter.bias)
             torch.testing.assert_close(got[row], expected, rtol=1e-4, atol=1e-5)
 
@@ -311,15 +311,15 @@ def test_adapter_targets_finds_every_place_by_name() -> None:
             MultiAdapterHead.load(weights, "lm_head", 4, 6),
         ]
     )
-    targets = adapter_targets(model)
+    targets = collect_adapter_targets(model)
     assert {name: (target.kind, target.inputs.full, target.outputs.full) for name, target in targets.items()} == {
-        "embed_tokens": (Kind.EMBEDDING, 6, 4),
-        "q": (Kind.LINEAR, 4, 8),
-        "k": (Kind.LINEAR, 4, 4),
-        "o": (Kind.LINEAR, 8, 4),
-        "norm": (Kind.NORM, 4, 4),
-        "ln": (Kind.NORM, 4, 4),
-        "lm_head": (Kind.HEAD, 4, 6),
+        "embed_tokens": (TargetKind.EMBEDDING, 6, 4),
+        "q": (TargetKind.LINEAR, 4, 8),
+        "k": (TargetKind.LINEAR, 4, 4),
+        "o": (TargetKind.LINEAR, 8, 4),
+        "norm": (TargetKind.NORM, 4, 4),
+        "ln": (TargetKind.NORM, 4, 4),
+        "lm_head": (TargetKind.HEAD, 4, 6),
     }
     assert (targets["q"].columns, targets["k"].columns) == (slice(0, 8), slice(8, 12))
     for name, target in targets.items():
@@ -327,7 +327,7 @@ def test_adapter_targets_finds_every_place_by_name() -> None:
         assert torch.equal(target.read(), tensors[f"{stored}.weight"])
         assert (target.bias is None) == (f"{stored}.bias" not in tensors)
         assert target.bias is None or torch.equal(target.bias, tensors[f"{stored}.bias"])
-        assert target.adds_once
+        assert target.adds_bias
 
 
 def test_where_ranks_are_summed_only_the_first_adds_the_bias() -> None:
@@ -337,11 +337,11 @@ def test_where_ranks_are_summed_only_the_first_adds_the_bias() -> None:
         shard = shard_evenly(weights.process_group, 8, "inputs")
         row = TensorParallelAdapterRowLinear(weights, "o", shard, 4, bias=True).targets[0]
         assert torch.equal(row.read(), shard.take(tensors["o.weight"], 1))
-        assert row.adds_once == (rank == 0)
+        assert row.adds_bias == (rank == 0)
         assert torch.equal(present(row.bias), tensors["o.bias"])
         embedding = TensorParallelEmbedding(weights, "wte", 6, 4).targets[0]
         assert embedding.inputs == shard_vocab(weights.process_group, 6)
-        assert embedding.adds_once == (rank == 0)
+        assert embedding.adds_bias == (rank == 0)
 
 
 # --- what does not fit

@@ -6,7 +6,7 @@ from lorax_server.adapters.weights import ModuleWeights
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import WeightsError
 from lorax_server.layers.norm import LayerNorm, RMSNorm
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from tests.builders import CPU, adapter_batch, memory_weights
 from tests.lora import GivenAdapter, fill_arena
 
@@ -57,7 +57,7 @@ def test_each_token_is_normed_with_its_adapters_weight() -> None:
     weights[3] = weights[0]
     norm = RMSNorm("norm", memory_weights({"norm.weight": weights[0]}), 16)
     adapters = [GivenAdapter({"norm": ModuleWeights(weight=weight)}, 0) for weight in weights[1:3]]
-    arena = fill_arena(adapter_targets(norm), [*adapters, GivenAdapter({}, 0)], CPU, FakeGroup())
+    arena = fill_arena(collect_adapter_targets(norm), [*adapters, GivenAdapter({}, 0)], CPU, FakeGroup())
     x, residual = torch.randn(len(INDICES), 16), torch.randn(len(INDICES), 16)
     data = adapter_batch(INDICES, arena)
     normed, summed = norm(x, residual, data)
@@ -77,7 +77,7 @@ def test_each_token_is_normed_with_its_adapters_weight_and_bias() -> None:
     weight[2], bias[1], weight[3], bias[3] = weight[0], bias[0], weight[0], bias[0]
     norm = LayerNorm("ln", memory_weights({"ln.weight": weight[0], "ln.bias": bias[0]}), 16)
     modules = [{"ln": ModuleWeights(weight=weight[1])}, {"ln": ModuleWeights(bias=bias[2])}, {}]
-    arena = fill_arena(adapter_targets(norm), [GivenAdapter(given, 0) for given in modules], CPU, FakeGroup())
+    arena = fill_arena(collect_adapter_targets(norm), [GivenAdapter(given, 0) for given in modules], CPU, FakeGroup())
     x = torch.randn(len(INDICES), 16)
     expected = torch.nn.functional.layer_norm(x, (16,)) * weight[INDICES] + bias[INDICES]
     normed = norm(x, adapter_batch(INDICES, arena))

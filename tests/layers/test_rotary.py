@@ -289,7 +289,7 @@ def test_yarn_without_truncation(truncate: bool | None) -> None:
 
 @pytest.mark.parametrize("kind", ["proportional", "axial", "nope", "su"])
 def test_an_unknown_scaling_is_refused_by_name(kind: str) -> None:
-    with pytest.raises(ConfigError, match=f"rope_type = '{kind}' is not supported; known are default, linear"):
+    with pytest.raises(ConfigError, match=f"rope_type = '{kind}' is not supported; use default, linear"):
         load_rotary(spelled(rope_scaling={"type": kind, "factor": 2.0}), HEAD_DIM, CPU)
 
 

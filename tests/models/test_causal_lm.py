@@ -326,7 +326,7 @@ def test_a_special_token_can_be_named_as_a_stop_string(lm: CausalLM) -> None:
 
 
 def test_a_bias_beyond_the_vocabulary_is_refused_before_it_meets_others(lm: CausalLM) -> None:
-    with pytest.raises(InputError, match="request 1: `logit_bias`: token 300 is beyond the vocabulary of 300"):
+    with pytest.raises(InputError, match="request 1: `logit_bias`: token ID 300 is outside the vocabulary of 300"):
         batch_of(lm, request(0), request(1, logit_bias=bias(VOCAB)))
 
 
@@ -350,7 +350,7 @@ def test_scores_that_are_not_numbers_name_the_request_and_the_others_go_on(
     with monkeypatch.context() as patch:
         spoil(lm, patch, 1, value)
         batch = batch_of(lm, request(0, PROMPT), request(1, [123, 8]))
-        with pytest.raises(LoraxError, match="request 1: the model's scores are not numbers"):
+        with pytest.raises(LoraxError, match="request 1: the logits are NaN"):
             lm.generate_token(batch)
     driver = Driver(lm)
     kept = batch.filter([0])

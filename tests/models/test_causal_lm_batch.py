@@ -169,7 +169,7 @@ def test_without_a_config_nothing_limits_prompts(lm: CausalLM) -> None:
         (request(5, ""), "request 5: `inputs` cannot be empty"),
         (request(5, [5] * 121, 8), "request 5: `inputs` tokens [+] `max_new_tokens` must be <= 128. Given: 121"),
         (request(5, [5], 128), "request 5: .* Given: 1 `inputs` tokens and 128 `max_new_tokens`"),
-        (request(5, [5, 300]), "request 5: token 300 is beyond the model's vocabulary of 300"),
+        (request(5, [5, 300]), "request 5: token ID 300 is outside the model's vocabulary of 300"),
         (request(5, [5], 0), "request 5: `max_new_tokens` must be strictly positive"),
         (request(5, [5], stop={"stop_sequences": [""]}), "request 5: `stop` must not hold empty strings"),
         (request(5, [5], temperature=-1), "request 5: `temperature` must be non-negative"),
@@ -180,8 +180,8 @@ def test_without_a_config_nothing_limits_prompts(lm: CausalLM) -> None:
             request(5, [5], stop={"min_new_tokens": 2, "stop_token_ids": range(VOCAB)}),
             "request 5: `min_new_tokens`: every token",
         ),
-        (request(5, [5], adapter_id="my/adapter"), "request 5: the adapter 'my/adapter' is named and not loaded"),
-        (request(5, [5], fields={"cache_len": 1}), "request 5: prefixes and chunks of prompts are not supported"),
+        (request(5, [5], adapter_id="my/adapter"), "request 5: adapter 'my/adapter' is not loaded"),
+        (request(5, [5], fields={"cache_len": 1}), "request 5: cached prefixes and chunked prefill are not supported"),
     ],
 )
 def test_a_bad_request_is_refused_and_says_whose_it_is_and_why(lm: CausalLM, bad: pb.Request, message: str) -> None:
@@ -200,7 +200,7 @@ def test_an_empty_prompt_is_refused_also_where_the_tokenizer_begins_it(lm: Causa
 
 
 def test_requests_of_one_id_cannot_be_in_one_batch(lm: CausalLM) -> None:
-    with pytest.raises(ValueError, match="requests of the same id"):
+    with pytest.raises(ValueError, match="request IDs in a batch must be unique"):
         batch_of(lm, request(3), request(3))
 
 
@@ -222,7 +222,7 @@ def test_batches_of_different_models_are_not_joined(zoo: Zoo) -> None:
 def test_images_are_refused(lm: CausalLM) -> None:
     image = request(5, LONG)
     image.tokenized_inputs.input_chunks.add().image.data = b"png"
-    with pytest.raises(InputError, match="request 5: images and other chunks are not supported"):
+    with pytest.raises(InputError, match="request 5: images and other input chunks are not supported"):
         batch_of(lm, image)
 
 
@@ -314,7 +314,7 @@ def test_nothing_kept_is_nothing(lm: CausalLM) -> None:
 @pytest.mark.parametrize("wrong", [[3], [0, 3], [1, 1], [0, 1, 2, 2]])
 def test_unknown_and_repeated_ids_are_refused_and_change_nothing(lm: CausalLM, wrong: list[int]) -> None:
     batch = three(lm)
-    with pytest.raises(ValueError, match=r"the batch holds requests \[0, 1, 2\], not each of"):
+    with pytest.raises(ValueError, match=r"request_ids must be distinct IDs from this batch \[0, 1, 2\]"):
         batch.filter(wrong)
     assert ids_of(batch) == [0, 1, 2]
     assert len(batch.input_ids) == 3

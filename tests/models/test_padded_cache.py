@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from lorax_server.kernels import LayerCache
 from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
 from lorax_server.models.padded_cache import (
-    MIN_ROOM,
-    Buffers,
+    MIN_SPARE_COLUMNS,
+    GrowableCache,
     GrowingCache,
-    RoomyCache,
+    KVBuffers,
     join_rows,
     select_rows,
 )
@@ -27,16 +27,16 @@ from tests.models.tiny import Zoo
 HEADS, KEY, VALUE = 2, 3, 5  # some models' values are not as large as their keys
 
 
-def make(rows: int, columns: int, room: int = 0) -> RoomyCache:
+def make(rows: int, columns: int, room: int = 0) -> GrowableCache:
     keys, values = (torch.randn(rows, HEADS, columns + room, size) for size in (KEY, VALUE))
-    return RoomyCache(Buffers(keys, values, columns), columns)
+    return GrowableCache(KVBuffers(keys, values, columns), columns)
 
 
-def buffers_of(past: RoomyCache) -> tuple[torch.Tensor, torch.Tensor]:
+def buffers_of(past: GrowableCache) -> tuple[torch.Tensor, torch.Tensor]:
     return past.buffers.keys, past.buffers.values
 
 
-def room_of(past: RoomyCache) -> int:
+def room_of(past: GrowableCache) -> int:
     return int(past.buffers.keys.shape[2]) - past.buffers.num_filled
 
 
@@ -54,7 +54,9 @@ def same(past: LayerCache, expected: LayerCache) -> bool:
 
 def storages(pasts: Iterable[LayerCache]) -> dict[int, int]:
     """Return the bytes of each storage: of the tensors, and of the buffers they are views of."""
-    tensors = [part for past in pasts for part in (*past, *(buffers_of(past) if isinstance(past, RoomyCache) else ()))]
+    tensors = [
+        part for past in pasts for part in (*past, *(buffers_of(past) if isinstance(past, GrowableCache) else ()))
+    ]
     return {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in tensors}
 
 
@@ -86,7 +88,7 @@ def test_appending_beyond_the_room_moves_and_makes_more() -> None:
     grown = past.append(*new)
     assert same(grown, tuple(torch.cat(pair, dim=2) for pair in zip(expected, new, strict=True)))  # type: ignore[arg-type]
     assert storages([grown]).keys().isdisjoint(storages([past]))
-    assert room_of(grown) == MIN_ROOM
+    assert room_of(grown) == MIN_SPARE_COLUMNS
 
 
 def test_growing_token_by_token_moves_seldom() -> None:
@@ -122,7 +124,7 @@ def test_fused_or_expanded_keys_can_be_appended_to() -> None:
     fused = torch.randn(2, 4, HEADS, 2 * KEY).transpose(1, 2)
     keys, values = fused[..., :KEY], torch.randn(2, 1, 4, VALUE).expand(2, HEADS, 4, VALUE)
     new = step(2)
-    grown = RoomyCache.wrap((keys, values)).append(*new)
+    grown = GrowableCache.wrap((keys, values)).append(*new)
     assert torch.equal(grown[0], torch.cat([keys, new[0]], dim=2))
     assert torch.equal(grown[1], torch.cat([values, new[1]], dim=2))
 
@@ -130,7 +132,7 @@ def test_fused_or_expanded_keys_can_be_appended_to() -> None:
 def test_a_deep_copy_is_independent() -> None:
     past = make(2, 4, room=3)
     copied = copy.deepcopy(past)
-    assert isinstance(copied, RoomyCache)
+    assert isinstance(copied, GrowableCache)
     assert same(copied, past)
     assert (copied.length, room_of(copied)) == (past.length, room_of(past))
     assert storages([copied]).keys().isdisjoint(storages([past]))
@@ -211,7 +213,7 @@ def test_any_order_of_appending_leaving_and_joining_equals_plain_copies(data: st
         rows, columns = expected[0].shape[0], expected[0].shape[2]
         if action == "append":
             new = step(rows, draw(st.integers(1, 3)))
-            assert isinstance(past, RoomyCache)
+            assert isinstance(past, GrowableCache)
             keys, values = (torch.cat(pair, dim=2) for pair in zip(expected, new, strict=True))
             held[i] = (past.append(*new), (keys, values))
         elif action == "join" and len(held) > 1:
@@ -265,7 +267,7 @@ def needed_by(batch: CausalLMBatch) -> int:
     """Return the bytes of all rows at the width of the longest, with room for new tokens."""
     assert batch.past_key_values is not None
     columns = batch.max_input_length - 1
-    with_room = columns + max(MIN_ROOM, columns // 8)
+    with_room = columns + max(MIN_SPARE_COLUMNS, columns // 8)
     return sum(part.nbytes // part.shape[2] * with_room for past in batch.past_key_values for part in past)
 
 

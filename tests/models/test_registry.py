@@ -25,7 +25,7 @@ from lorax_server.errors import ConfigError, UnsupportedModelError, WeightsError
 from lorax_server.kernels import reference
 from lorax_server.kernels.cpu.ops import CpuOps
 from lorax_server.models import get_model, registry
-from lorax_server.models.registry import MODELS, build_model, find_class, find_relatives
+from lorax_server.models.registry import MODELS, build_model, find_model_class, find_similar_types
 from tests.builders import memory_weights
 from tests.paged import PagedDriver
 
@@ -111,7 +111,7 @@ def test_a_model_is_built_for_its_rank_with_the_given_ops(llama: Path) -> None:
 
 @pytest.mark.parametrize("model_type", sorted(MODELS))
 def test_every_registered_class_is_there(model_type: str) -> None:
-    assert callable(find_class(model_type))
+    assert callable(find_model_class(model_type))
 
 
 # --- settings
@@ -137,7 +137,7 @@ def test_the_dtype_is_what_is_asked_for_and_bfloat16_on_a_cpu_only_where_it_is_f
     assert json.loads((folder / "config.json").read_text())["dtype"] == str(stored).removeprefix("torch.")
     with caplog.at_level(logging.INFO):
         model: Any = get_model(ModelConfig(folder, dtype=asked))
-    assert f"the model runs in {dtype}: ".replace("torch.", "") in caplog.text
+    assert f"model dtype: {dtype} ".replace("torch.", "") in caplog.text
     assert ("AMX" in caplog.text) == (asked is None and dtype == torch.bfloat16)
     assert model.model.embed_tokens.weight.dtype == dtype
     assert model.model.norm.weight.dtype == dtype
@@ -208,7 +208,7 @@ def test_weights_that_a_gpu_has_no_room_for_are_refused_with_the_numbers(
 @pytest.mark.parametrize("model_type", ["bert", "from_the_future", "", "LLAMA", None, 3, ["llama"]])
 def test_an_unsupported_model_type_is_refused_before_weights_are_looked_for(tmp_path: Path, model_type: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    with pytest.raises(UnsupportedModelError, match=r"is not supported; known are arcee, bloom, .*qwen3") as caught:
+    with pytest.raises(UnsupportedModelError, match=r"is not supported; use one of arcee, bloom, .*qwen3") as caught:
         get_model(ModelConfig(tmp_path))
     assert f"model_type = {model_type!r}" in str(caught.value)
 
@@ -227,8 +227,8 @@ def test_an_unsupported_model_type_is_refused_before_weights_are_looked_for(tmp_
     ],
 )
 def test_close_relatives_are_named(model_type: str, relatives: list[str]) -> None:
-    assert find_relatives(model_type)[: len(relatives)] == relatives
-    assert bool(find_relatives(model_type)) == bool(relatives)
+    assert find_similar_types(model_type)[: len(relatives)] == relatives
+    assert bool(find_similar_types(model_type)) == bool(relatives)
 
 
 def test_a_config_object_of_an_unsupported_type_is_refused() -> None:
@@ -256,7 +256,7 @@ def test_a_config_that_cannot_be_read_is_named(edited: Callable[..., Path], cont
     path.unlink()
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ConfigError, match="cannot be used as a model's config") as caught:
+    with pytest.raises(ConfigError, match="cannot be used as a model config") as caught:
         get_model(ModelConfig(path.parent))
     assert str(path) in str(caught.value)
 
@@ -340,7 +340,7 @@ def test_a_field_that_transformers_refuses_is_named(
     edited: Callable[..., Path], fields: dict[str, Any], message: str
 ) -> None:
     folder = edited(**fields)
-    with pytest.raises(ConfigError, match=f"(?s)cannot be used as a model's config: .*{message}") as caught:
+    with pytest.raises(ConfigError, match=f"(?s)cannot be used as a model config: .*{message}") as caught:
         get_model(ModelConfig(folder))
     assert str(folder / "config.json") in str(caught.value)
 
@@ -367,14 +367,14 @@ def test_a_head_that_cannot_be_rotated_is_refused(edited: Callable[..., Path]) -
     ],
 )
 def test_a_count_of_nothing_or_less_is_named(edited: Callable[..., Path], field: str, value: int) -> None:
-    with pytest.raises(ConfigError, match=f"config field {field} = {value} is not a positive number"):
+    with pytest.raises(ConfigError, match=rf"config field {field} must be a positive integer \(got {value}\)"):
         get_model(ModelConfig(edited(**{field: value})))
 
 
 def test_a_count_is_checked_by_whatever_name_its_config_has_for_it(gpt2: Path, tmp_path: Path) -> None:
     config = json.loads((gpt2 / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "n_layer": -1}))
-    with pytest.raises(ConfigError, match="config field num_hidden_layers = -1 is not a positive number"):
+    with pytest.raises(ConfigError, match=r"config field num_hidden_layers must be a positive integer \(got -1\)"):
         get_model(ModelConfig(tmp_path))
 
 

@@ -13,7 +13,7 @@ from lorax_server.config import ModelConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import ConfigError, InputError
 from lorax_server.kernels import select_ops
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM, FlashLlamaLayer
 from lorax_server.models.registry import build_model, get_model
 from lorax_server.weights import Weights
@@ -192,7 +192,7 @@ def test_neox_from_a_folder(name: str, tmp_path: Path, device: torch.device) -> 
     with torch.no_grad():
         expected = oracle(torch.tensor([IDS], device=device)).logits[0]
     assert (driver.forward([(driver.add(), IDS)])[0] - expected).abs().max() < 1e-4
-    assert "lm_head" in adapter_targets(model)
+    assert "lm_head" in collect_adapter_targets(model)
 
 
 @pytest.mark.parametrize(
@@ -224,8 +224,8 @@ MPT_FIELDS = ("clip_qkv", "qk_ln", "prefix_lm")
     [
         ("gpt2", {"activation_function": "prelu"}, "activation_function = 'prelu' .* learned"),
         ("llama-gqa", rope("default", partial_rotary_factor=0.5), "partial_rotary_factor is not supported"),
-        ("llama-gqa", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "by type of layer"),
-        ("qwen2-window", {"layer_types": ["chunked_attention"] * 3}, "layer_types names 'chunked_attention'"),
+        ("llama-gqa", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "settings per layer type"),
+        ("qwen2-window", {"layer_types": ["chunked_attention"] * 3}, "layer_types: 'chunked_attention'"),
         ("qwen2-window", {"sliding_window": None}, "sliding_window = None"),
         ("neox-parallel", {"rope_theta": 77.0}, "rope_theta = 77.0 contradicts 10000"),
         *[("mpt", {"attn_config": {field: True}}, f"attn_config.{field} is not") for field in MPT_FIELDS],

@@ -11,7 +11,7 @@ from lorax_server.adapters.batch import AdapterBatchData, AdapterBatchMetadata
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import InputError
 from lorax_server.kernels import select_ops
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.custom_modeling.neox_modeling import GPTNeoxForCausalLM
 from lorax_server.models.custom_modeling.opt_modeling import OPTForCausalLM
 from lorax_server.models.registry import build_model
@@ -169,9 +169,9 @@ def test_head_mask(name: str, per_layer: bool, device: torch.device) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["neox-parallel", "opt-pre-norm", "opt-projection"])
 def test_adapters(name: str, device: torch.device) -> None:
-    """One adapter index for each token of the rectangle, the base model in one row."""
+    """One adapter index for each token of the to_padded, the base model in one row."""
     oracle, model = make_pair(name, device)
-    targets = adapter_targets(model)
+    targets = collect_adapter_targets(model)
     adapters = [(random_factors(targets, 2, 0), 1.0), (random_factors(targets, 5, 1), 0.5)]
     ids = torch.randint(3, 97, (3, 10), device=device)
     rows = torch.tensor([2, 0, 1], device=device)
@@ -220,7 +220,7 @@ def test_bad_input(device: torch.device) -> None:
     _, opt = make_pair("opt-pre-norm", device)
     with pytest.raises(InputError, match=r"129 tokens .* 128 positions"):
         opt(input_ids=torch.randint(3, 97, (1, 129), device=device))
-    # Padding does not count: 128 real tokens fit, however wide the rectangle.
+    # Padding does not count: 128 real tokens fit, however wide the to_padded.
     wide = torch.randint(3, 97, (1, 140), device=device)
     mask = torch.ones_like(wide)
     mask[:, :12] = 0

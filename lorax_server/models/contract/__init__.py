@@ -1,1 +1,1 @@
-"""The seed contract: LoRAX's padded batches, messages and padded model classes. Serving does not import it."""
+"""Classes of the seed contract: LoRAX's padded batches, messages and models. The server does not use them."""

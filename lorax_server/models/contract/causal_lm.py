@@ -1,4 +1,4 @@
-"""`CausalLM` and `CausalLMBatch` of the seed contract: padded batches that are driven by messages."""
+"""`CausalLM` and `CausalLMBatch` from the seed contract: padded batches with protobuf requests and results."""
 
 import logging
 import math
@@ -22,7 +22,7 @@ from lorax_server.models.contract.types import (
     Model,
     NextTokens,
     TokenizerManager,
-    messages,
+    message_types,
 )
 from lorax_server.models.padded_batch import PaddedBatch
 from lorax_server.models.padded_lm import PaddedLM, prompt_logprobs
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class CausalLMBatch(PaddedBatch, Batch):
-    """A padded batch with the fields of the contract, in its order."""
+    """A padded batch with the fields that the seed contract lists, in the same order."""
 
     per_row = (*PaddedBatch.per_row, "prefix_offsets", "read_offsets")
 
@@ -57,12 +57,12 @@ class CausalLMBatch(PaddedBatch, Batch):
 
     next_token_choosers: list[NextTokenChooser]
     stopping_criterias: list[StoppingCriteria]
-    adapter_meta: AdapterBatchMetadata  # one index for each of `input_ids`
+    adapter_meta: AdapterBatchMetadata  # one index per element of `input_ids`
 
     max_input_length: int
     padding_right_offset: int
-    max_tokens: int  # the capacity of the batch, including padding
-    keys_head_dim_last: bool = True  # False: keys are [rows, heads, size, columns], as in old versions of BLOOM
+    max_tokens: int  # batch capacity, including padding
+    keys_head_dim_last: bool = True  # False: keys are [rows, heads, size, columns] (old BLOOM versions)
 
     @classmethod
     def from_pb(
@@ -70,14 +70,15 @@ class CausalLMBatch(PaddedBatch, Batch):
         pb: "generate_pb2.Batch",
         tokenizer: Any,
         tokenizers: Any,
-        processor: Any,  # noqa: ARG003 - of the contract; images are rejected
+        processor: Any,  # noqa: ARG003 - required by the contract; images are rejected
         config: Any,
-        dtype: torch.dtype,  # noqa: ARG003 - of the contract; the model knows its own
+        dtype: torch.dtype,  # noqa: ARG003 - required by the contract
         device: torch.device,
     ) -> "CausalLMBatch":
-        """Use the ids that requests carry, or tokenize their text. Without a `config` prompts are not limited.
+        """Create a batch from protobuf requests, which contain token IDs or text.
 
-        The config is the one that `CausalLM` has completed: its eos tokens include those of `generation_config.json`.
+        Pass `CausalLM.config`, whose EOS tokens include the ones in `generation_config.json`. Without a config, prompt
+        lengths are not checked.
         """
         prompts, choosers, stops = [], [], []
         for request in pb.requests:
@@ -99,7 +100,7 @@ class CausalLMBatch(PaddedBatch, Batch):
         return super().from_prompts(requests, prompts, *args, **more).update_derived()
 
     def to_pb(self) -> "generate_pb2.CachedBatch":
-        message: generate_pb2.CachedBatch = messages().CachedBatch(
+        message: generate_pb2.CachedBatch = message_types().CachedBatch(
             id=self.batch_id,
             request_ids=[request.id for request in self.requests],
             size=len(self),
@@ -119,9 +120,9 @@ class CausalLMBatch(PaddedBatch, Batch):
     @classmethod
     def concatenate(cls, batches: "Sequence[CausalLMBatch]") -> "CausalLMBatch":  # type: ignore[override]
         if not batches:
-            raise ValueError("there are no batches to join")
+            raise ValueError("`batches` must not be empty")
         if len({batch.keys_head_dim_last for batch in batches}) != 1:
-            raise ValueError("batches with different layouts of their keys cannot be joined")
+            raise ValueError("batches with different key layouts cannot be merged")
         first = batches[0]
         for batch in batches:
             batch._standardize_keys()
@@ -132,7 +133,7 @@ class CausalLMBatch(PaddedBatch, Batch):
         return joined.update_derived()
 
     def update_derived(self) -> Self:
-        """Compute the fields that follow from others."""
+        """Recompute the fields that are derived from other fields."""
         self.requests_idx_mapping = {request.id: row for row, request in enumerate(self.requests)}
         indices = torch.tensor([request.adapter_index for request in self.requests], device=self.input_ids.device)
         self.adapter_meta = AdapterBatchMetadata.from_indices(indices.repeat_interleave(self.input_ids.shape[1]))
@@ -140,7 +141,7 @@ class CausalLMBatch(PaddedBatch, Batch):
         return self
 
     def _standardize_keys(self) -> None:
-        """Make all caches [rows, heads, columns, size]. Old models fold rows and heads into one axis."""
+        """Convert all caches to `[rows, heads, columns, size]`. Old models merge rows and heads into one axis."""
         for layer, cache in enumerate(self.past_key_values or []):
             keys, values = (each if each.dim() == 4 else each.unflatten(0, (len(self), -1)) for each in cache)
             if cache[0].dim() == 3 or not self.keys_head_dim_last:
@@ -153,7 +154,7 @@ class CausalLMBatch(PaddedBatch, Batch):
 
 
 class CausalLM(PaddedLM, Model):
-    """Any model that `AutoModelForCausalLM` loads, without adapters."""
+    """Any model that `AutoModelForCausalLM` can load, without adapters."""
 
     dynamic_adapter_loading_enabled = False
 
@@ -169,7 +170,7 @@ class CausalLM(PaddedLM, Model):
         if compile:
             logger.warning("%s: compile is not supported here and has no effect", model_id)
         super().__init__(model_id, revision, quantize, dtype, trust_remote_code)
-        self.tokenizer.pad_token_id = self.pad_token_id  # as in LoRAX; stays None if the tokenizer lacks the id
+        self.tokenizer.pad_token_id = self.pad_token_id  # as in LoRAX; stays None if the tokenizer lacks the ID
         self.tokenizers = TokenizerManager()
         self.detokenizer = make_detokenizer(self.tokenizer)
         self.requires_padding = True
@@ -195,7 +196,7 @@ class CausalLM(PaddedLM, Model):
 
     @torch.inference_mode()
     def generate_token(self, batch: CausalLMBatch) -> tuple[list[Generation], CausalLMBatch | None]:
-        """Compute one step. A finished request gets no more results, and stays until it is filtered out."""
+        """Run one step. Finished requests produce no results but stay in the batch until `filter` removes them."""
         adapted = [request.id for request in batch.requests if request.adapter_index]
         if adapted:
             raise self._no_adapters().of(*adapted)
@@ -223,10 +224,10 @@ class CausalLM(PaddedLM, Model):
         return generations, batch
 
     def _no_adapters(self) -> AdapterError:
-        return AdapterError(f"{self.model_id}: only models with an implementation of our own are served with adapters")
+        return AdapterError(f"{self.model_id}: padded batches do not support adapters")
 
     def _append_text(self, batch: CausalLMBatch, row: int, token_id: int) -> tuple[str, bool]:
-        """Advance a row's text and stop rules by a token. Return the text it adds, and whether its token is special."""
+        """Detokenize a new token and update the stopping criteria. Return its text and whether it is special."""
         stop, prefix, read = batch.stopping_criterias[row], batch.prefix_offsets[row], batch.read_offsets[row]
         if stop.current_tokens == 0:
             prefix, read = self.detokenizer.start(batch.all_input_ids[row][:-1, 0].tolist())
@@ -250,7 +251,7 @@ class CausalLM(PaddedLM, Model):
     def _make_generation(
         self, batch: CausalLMBatch, row: int, token: NextTokens, prompt_logits: torch.Tensor | None
     ) -> Generation:
-        """Make one request's result; with its first token come the logits of the prompts."""
+        """Build the step result of one request. `prompt_logits` is given only in the first step."""
         request, stop, chooser = batch.requests[row], batch.stopping_criterias[row], batch.next_token_choosers[row]
         prompt, prompt_length, text = None, 0, None
         if prompt_logits is not None:
@@ -262,7 +263,7 @@ class CausalLM(PaddedLM, Model):
         return Generation(request.id, prompt, prompt_length, token, text)
 
     def _prompt_tokens(self, batch: CausalLMBatch, row: int, logits: torch.Tensor) -> NextTokens:
-        """Return the prompt with the log probability of each of its tokens."""
+        """Return the prompt tokens with their log probabilities."""
         ids = batch.all_input_ids[row][:-1, 0]
         token_ids = ids.tolist()
         return NextTokens(
@@ -278,6 +279,6 @@ def _check_numbers(batch: CausalLMBatch, logprobs: list[float]) -> None:
     failed = [request.id for request, stop, logprob in rows if stop.finish_reason is None and math.isnan(logprob)]
     if failed:
         raise LoraxError(
-            "the model's scores are not numbers (too large for its dtype?); "
-            "the batch is as it was, and the others can continue without it"
+            "the logits are NaN (overflow in the model's dtype?); the batch is unchanged, remove this request to "
+            "continue with the others"
         ).of(*failed)

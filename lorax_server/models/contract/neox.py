@@ -1,4 +1,4 @@
-"""GPT-NeoX in padded batches."""
+"""GPT-NeoX classes with the names and signatures of the seed contract, for padded batches."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,23 +18,23 @@ from lorax_server.weights import Weights
 
 
 class GPTNeoXAttention(FlashLlamaAttention):
-    """Attention, under the contract's name."""
+    """Attention, named by the seed contract."""
 
 
 class GPTNeoXMLP(PlainMLP):
-    """The MLP, under the contract's name."""
+    """MLP, named by the seed contract."""
 
 
 class GPTNeoXLayer(FlashLlamaLayer):
-    """A layer, under the contract's name."""
+    """Decoder layer, named by the seed contract."""
 
 
 class GPTNeoXModel(FlashLlamaModel):
-    """The decoder, under the contract's name."""
+    """Decoder, named by the seed contract."""
 
 
 class GPTNeoXPreTrainedModel(PaddedCausalLM):
-    """The base class that the contract names."""
+    """Base class, named by the seed contract."""
 
 
 class GPTNeoxForCausalLM(GPTNeoXPreTrainedModel):

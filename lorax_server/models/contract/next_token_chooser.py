@@ -1,4 +1,4 @@
-"""`NextTokenChooser` of the seed contract: `Sampler` for one sequence."""
+"""`NextTokenChooser` from the seed contract: a `Sampler` for one sequence."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from lorax_server.types import SamplingParams, StopParams
 
 
 class NextTokenChooser:
-    """The sampling parameters of one request, and the length of its prompt."""
+    """Sampling parameters and prompt length of one request."""
 
     def __init__(self, params: SamplingParams, stop: StopParams | None = None, prompt_length: int = 0) -> None:
         self.params = params
@@ -23,23 +23,25 @@ class NextTokenChooser:
         return cls(params_from_pb(pb), stop, prompt_length)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Sampled:
-        """Choose from [1, vocabulary] scores, after [1, tokens] of prompt and answer."""
+        """Sample a token. `scores` is `[1, vocabulary]`; `input_ids` `[1, tokens]` is prompt and completion so far."""
         length, prompt_length = torch.tensor([[input_ids.shape[1]], [self.prompt_length]], device=scores.device)
         sampler = Sampler([self.sequence_sampling], scores.shape[-1], scores.device)
         return sampler(scores, History(length, prompt_length, input_ids))
 
 
 def params_from_pb(pb: Any) -> SamplingParams:
-    """Read sampling parameters. Proto3 cannot tell 0 from unset, so a 0 without meaning is the default.
+    """Convert protobuf sampling parameters. Proto3 does not distinguish 0 from unset, so an invalid 0 is the default.
 
-    Whether to sample follows LoRAX's rule.
+    As in LoRAX, any sampling parameter that differs from its default turns sampling on.
     """
     if getattr(pb, "schema", ""):
         raise InputError("`schema`: structured output is not supported yet")
     top_p, typical_p = pb.top_p or 1.0, pb.typical_p or 1.0
-    asks = pb.do_sample or pb.temperature not in (0, 1) or pb.top_k > 0 or top_p < 1 or typical_p < 1 or pb.min_p > 0
+    do_sample = (
+        pb.do_sample or pb.temperature not in (0, 1) or pb.top_k > 0 or top_p < 1 or typical_p < 1 or pb.min_p > 0
+    )
     return SamplingParams(
-        do_sample=asks,
+        do_sample=do_sample,
         temperature=pb.temperature,
         top_k=pb.top_k,
         top_p=top_p,

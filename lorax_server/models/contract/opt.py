@@ -1,4 +1,4 @@
-"""OPT in padded batches."""
+"""OPT classes with the names and signatures of the seed contract, for padded batches."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,11 +15,11 @@ from lorax_server.weights import Weights
 
 
 class OPTAttention(FlashLlamaAttention):
-    """Attention, under the contract's name."""
+    """Attention, named by the seed contract."""
 
 
 class OPTPreTrainedModel(PaddedCausalLM):
-    """The base class that the contract names."""
+    """Base class, named by the seed contract."""
 
 
 class OPTModel(nn.Module):

@@ -1,7 +1,7 @@
-"""The padded forward of the seed contract: a to_padded of tokens in, an output of transformers out.
+"""The padded forward pass of the seed contract, with transformers' inputs and outputs.
 
-The layers are the ones that serve paged batches. They only see a context, and `PaddedContext` attends over past keys
-and values instead of blocks.
+It runs the layers of the paged models. `PaddedContext` replaces the paged context: it attends over `past_key_values`
+instead of KV blocks.
 """
 
 from dataclasses import dataclass, field
@@ -27,9 +27,9 @@ PaddedOutput = tuple[Any, ...] | CausalLMOutputWithPast
 
 
 class PaddedInputs(NamedTuple):
-    """The inputs of a padded forward, by their names in the contracts."""
+    """Inputs of a padded forward pass, with the contract's names."""
 
-    input_ids: torch.Tensor | None  # [num_seqs, num_new], unless there are embeddings
+    input_ids: torch.Tensor | None  # [num_seqs, num_new]; None if `inputs_embeds` is given
     inputs_embeds: torch.Tensor | None  # [num_seqs, num_new, size]
     attention_mask: torch.Tensor | None  # [num_seqs, cached and new tokens]
     position_ids: torch.Tensor | None
@@ -43,7 +43,7 @@ class PaddedInputs(NamedTuple):
 
 
 class OutputOptions(NamedTuple):
-    """The requested outputs of a padded forward; None for the config's setting."""
+    """Requested outputs of a padded forward pass. None selects the config's setting."""
 
     labels: torch.Tensor | None
     use_cache: bool | None
@@ -54,7 +54,7 @@ class OutputOptions(NamedTuple):
 
 @dataclass
 class PaddedContext:
-    """A to_padded of tokens, padded on the left, with the keys and values of earlier tokens as tensors."""
+    """A left-padded batch with the keys and values of earlier tokens as tensors."""
 
     num_seqs: int
     num_new: int
@@ -88,8 +88,8 @@ class PaddedContext:
             k = torch.cat([self.past[layer_id][0], k], dim=2)
             v = torch.cat([self.past[layer_id][1], v], dim=2)
         self.present.append((k, v))
-        scores = reference.score(q.float(), k.float(), spec)
-        # Not -inf: a padding query sees no key, and must not become a NaN.
+        scores = reference.attention_scores(q.float(), k.float(), spec)
+        # Not -inf: queries of padding tokens have no visible keys and would become NaN.
         scores = scores.masked_fill(~self._visible_keys, torch.finfo(torch.float32).min)
         weights = scores.softmax(-1).to(v.dtype)
         if self.head_mask is not None:
@@ -99,13 +99,13 @@ class PaddedContext:
         return (weights @ v).transpose(1, 2).reshape(self.num_seqs * self.num_new, -1)
 
     def to_padded(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return flat tokens as `[num_seqs, num_new, ...]`."""
+        """Reshape flat tokens to `[num_seqs, num_new, ...]`."""
         rows: torch.Tensor = flat.unflatten(0, (self.num_seqs, self.num_new))
         return rows
 
     @cached_property
     def _visible_keys(self) -> torch.Tensor:
-        """The keys that each new token attends to: `[num_seqs, 1, new, cached and new]`."""
+        """Mask of the keys that each new token attends to: `[num_seqs, 1, new, cached and new]`."""
         num_keys = self.attention_mask.shape[1]
         keys = torch.arange(num_keys, device=self.attention_mask.device)
         queries = keys[num_keys - self.num_new :]
@@ -134,7 +134,7 @@ class PaddedCausalLM(nn.Module):
         keep_states = self._choose(options.output_hidden_states, "output_hidden_states", False)
         final = self._run_decoder(inputs, ctx, hidden_states if keep_states else None)
         logits = ctx.to_padded(self.lm_head(final, inputs.adapter_data)[0])
-        # transformers annotates its own types of tensor and cache here; the contract names plain ones.
+        # The contract's types differ from transformers' annotations.
         fields: dict[str, Any] = {
             "loss": None if options.labels is None else _next_token_loss(logits, options.labels),
             "logits": logits,
@@ -146,7 +146,7 @@ class PaddedCausalLM(nn.Module):
         return output if self._choose(options.return_dict, "return_dict", True) else output.to_tuple()
 
     def _run_decoder(self, inputs: PaddedInputs, ctx: Any, states: list[torch.Tensor] | None) -> torch.Tensor:
-        """Return the final hidden states. Append the input of each layer and the result to `states`."""
+        """Return the final hidden states. Append each layer's input and the final states to `states`."""
 
         def record(_: nn.Module, args: tuple[Any, ...]) -> None:
             if states is not None:
@@ -170,14 +170,14 @@ class PaddedCausalLM(nn.Module):
         return x
 
     def _choose(self, option: bool | None, name: str, default: bool) -> bool:
-        """Return the caller's option, or the config's if it is None."""
+        """Return `option`, or the config's value if it is None."""
         return bool(getattr(self.config, name, default)) if option is None else option
 
 
 def _make_context(inputs: PaddedInputs) -> PaddedContext:
     tokens = inputs.inputs_embeds if inputs.input_ids is None else inputs.input_ids
     if tokens is None or (inputs.input_ids is not None and inputs.inputs_embeds is not None):
-        raise ValueError("give exactly one of input_ids and inputs_embeds")
+        raise ValueError("specify exactly one of input_ids and inputs_embeds")
     num_seqs, num_new = tokens.shape[:2]
     num_cached = inputs.num_cached
     total = num_cached + num_new
@@ -186,8 +186,8 @@ def _make_context(inputs: PaddedInputs) -> PaddedContext:
         attention_mask = torch.ones(num_seqs, total, dtype=torch.long, device=tokens.device)
     if attention_mask.shape != (num_seqs, total):
         raise InputError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}, not {(num_seqs, total)}: "
-            f"{num_cached} cached and {num_new} new tokens"
+            f"attention_mask must have shape {(num_seqs, total)} for {num_cached} cached and {num_new} new tokens "
+            f"(got {tuple(attention_mask.shape)})"
         )
     if position_ids is None:
         position_ids = torch.arange(num_cached, total, device=tokens.device)

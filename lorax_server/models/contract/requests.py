@@ -1,4 +1,4 @@
-"""Requests in messages, checked against their model."""
+"""Convert protobuf requests to prompts and parameters, and check them against the model's limits."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ BASE_MODEL_IDS = ("", "__base_model__")
 
 
 def stop_from_pb(pb: Any, tokenizer: Any, config: Any) -> StopParams:
-    """Read a `StoppingCriteriaParameters`. A special token has no text, so as a stop sequence it stands for its id."""
+    """Convert `StoppingCriteriaParameters`. Special tokens among the stop sequences become stop token IDs."""
     special = special_tokens(tokenizer) if pb.stop_sequences else {}
     special_ids = frozenset(special[text] for text in pb.stop_sequences if text in special)
     return StopParams(
@@ -28,18 +28,18 @@ def stop_from_pb(pb: Any, tokenizer: Any, config: Any) -> StopParams:
 
 
 def prompt_ids(request: Any, tokenizer: Any) -> list[int]:
-    """Return the last `truncate` prompt ids: the request's ids, or its tokenized text."""
+    """Return the prompt's token IDs, truncated to the last `truncate` tokens."""
     ids = list(request.tokenized_inputs.ids)
     if not ids and not request.inputs:
-        raise InputError("`inputs` cannot be empty")  # also where the tokenizer would begin it with a token
+        raise InputError("`inputs` cannot be empty")  # even if the tokenizer would add a BOS token
     ids = ids or list(tokenizer(request.inputs)["input_ids"])
     if not ids:
-        raise InputError("`inputs` cannot be empty: its text has no tokens")
+        raise InputError("`inputs` cannot be empty: the text has no tokens")
     return ids[-request.truncate :] if request.truncate else ids
 
 
 def parse_request(request: Any, tokenizer: Any, config: Any) -> tuple[list[int], NextTokenChooser, StoppingCriteria]:
-    """Return the prompt, the sampling parameters and the stop rules of a request. Reject invalid requests."""
+    """Return prompt, sampling parameters and stopping criteria. Reject invalid requests."""
     check_supported(request)
     stop = stop_from_pb(request.stopping_parameters, tokenizer, config)
     ids = prompt_ids(request, tokenizer)
@@ -49,36 +49,38 @@ def parse_request(request: Any, tokenizer: Any, config: Any) -> tuple[list[int],
 
 
 def find_pad_token(tokenizer: Any, config: Any) -> int:
-    """Return a token that the model has. Without a config any token will do: padding is masked."""
+    """Return the padding token. Padding is masked, so any token works if there is no config."""
     if config is not None:
         return resolve_pad_token(tokenizer, config, config.get_text_config(decoder=True).vocab_size)
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
 
 def check_supported(request: Any) -> None:
-    """Reject requests that padded batches cannot serve."""
+    """Reject requests with features that padded batches do not support."""
     if request.parameters.adapter_id not in BASE_MODEL_IDS and request.adapter_index == 0:
-        raise AdapterError(f"the adapter {request.parameters.adapter_id!r} is named and not loaded")
+        raise AdapterError(f"adapter {request.parameters.adapter_id!r} is not loaded")
     if request.tokenized_inputs.input_chunks:
-        raise InputError("images and other chunks are not supported: send `inputs` or ids")
+        raise InputError("images and other input chunks are not supported: send `inputs` or token IDs")
     if request.cache_len or request.chunk_len:
-        raise InputError("prefixes and chunks of prompts are not supported in padded batches")
+        raise InputError("cached prefixes and chunked prefill are not supported in padded batches")
 
 
 def check_limits(ids: list[int], stop: StopParams, logit_bias: Any, config: Any) -> None:
-    """Reject requests that the model cannot compute: an error in a step would fail the whole batch."""
+    """Reject requests that exceed the model's limits, because an error during a step fails the whole batch."""
     vocab_size = config.get_text_config(decoder=True).vocab_size
     beyond = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
     if beyond:
         raise InputError(
-            f"token {beyond[0]} is beyond the model's vocabulary of {vocab_size}; "
-            "its tokenizer knows more tokens than the model"
+            f"token ID {beyond[0]} is outside the model's vocabulary of {vocab_size} tokens; "
+            "the tokenizer has more tokens than the model"
         )
     for entry in logit_bias:
         if entry.token_id >= vocab_size:
-            raise InputError(f"`logit_bias`: token {entry.token_id} is beyond the vocabulary of {vocab_size}")
-    if stop.min_new_tokens and stop.ending_token_ids.issuperset(range(vocab_size)):
-        raise InputError("`min_new_tokens`: every token of the vocabulary would end the request")
+            raise InputError(
+                f"`logit_bias`: token ID {entry.token_id} is outside the vocabulary of {vocab_size} tokens"
+            )
+    if stop.min_new_tokens and stop.all_stop_token_ids.issuperset(range(vocab_size)):
+        raise InputError("`min_new_tokens`: every token in the vocabulary is a stop token")
     limit = max_positions(config)
     if len(ids) + stop.max_new_tokens > limit:
         raise InputError(

@@ -1,4 +1,4 @@
-"""The base classes of the seed contract, and the results of a step."""
+"""Base classes and step results of the seed contract."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from lorax_server.pb import generate_pb2
 
 
-def messages() -> Any:
-    """Import the message types: only callers that exchange messages need protobuf."""
+def message_types() -> Any:
+    """Import the protobuf message types lazily, because only some callers need protobuf."""
     from lorax_server.pb import generate_pb2  # noqa: PLC0415
 
     return generate_pb2
 
 
 class Batch(ABC):
-    """Requests that are computed together."""
+    """Requests that run together."""
 
     @classmethod
     @abstractmethod
@@ -30,7 +30,7 @@ class Batch(ABC):
 
     @abstractmethod
     def filter(self, request_ids: list[int]) -> "Batch | None":
-        """Keep these requests, in this order."""
+        """Keep only these requests, in this order."""
 
     @classmethod
     @abstractmethod
@@ -41,7 +41,7 @@ class Batch(ABC):
 
 
 class Model(ABC):
-    """A model that computes batches."""
+    """A model that runs batches."""
 
     @property
     @abstractmethod
@@ -49,11 +49,11 @@ class Model(ABC):
 
     @abstractmethod
     def generate_token(self, batch: Any) -> "tuple[list[Generation], Batch | None]":
-        """Compute one step: the next token of every request, and the batch to continue with, if any is left."""
+        """Run one step. Return the new tokens and the batch for the next step, or None if all requests finished."""
 
 
 class TokenizerManager:
-    """The tokenizers of adapters that have their own, by adapter index."""
+    """Adapter-specific tokenizers, keyed by adapter index."""
 
     def __init__(self) -> None:
         self._tokenizers: dict[int, Any] = {}
@@ -73,28 +73,28 @@ class GeneratedText:
     generated_tokens: int
     skipped_tokens: int
     finish_reason: FinishReason
-    seed: int | None  # None if nothing was drawn
+    seed: int | None  # None for greedy decoding
 
     def to_pb(self) -> Any:
         fields = {**vars(self), "finish_reason": int(self.finish_reason)}
-        return messages().GeneratedText(**fields)
+        return message_types().GeneratedText(**fields)
 
 
 @dataclass
 class AlternativeTokens:
-    """The likeliest tokens at one position, best first."""
+    """The most likely tokens at one position, in descending order."""
 
     token_ids: list[int]
     logprobs: list[float]
     texts: list[str]
 
     def to_pb(self) -> Any:
-        return messages().AlternativeTokens(ids=self.token_ids, logprobs=self.logprobs, texts=self.texts)
+        return message_types().AlternativeTokens(ids=self.token_ids, logprobs=self.logprobs, texts=self.texts)
 
 
 @dataclass
 class NextTokens:
-    """Tokens of a request. The texts of those that are not special, one after the other, are the request's text."""
+    """Generated or prompt tokens. Joining the texts of all non-special tokens gives the request's text."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -106,7 +106,7 @@ class NextTokens:
         return len(self.token_ids)
 
     def to_pb(self) -> Any:
-        return messages().NextTokens(
+        return message_types().NextTokens(
             ids=self.token_ids,
             logprobs=self.logprobs,
             texts=self.texts,
@@ -117,16 +117,16 @@ class NextTokens:
 
 @dataclass
 class Generation:
-    """One request's share of a step."""
+    """Step result of one request."""
 
     request_id: int
-    prefill_tokens: NextTokens | None  # with the first token, if it was asked for
-    prefill_tokens_length: int  # of the prompt with the first token, else 0
+    prefill_tokens: NextTokens | None  # in the first step, if requested
+    prefill_tokens_length: int  # in the first step, otherwise 0
     next_tokens: NextTokens
     generated_text: GeneratedText | None  # with the last token
 
     def to_pb(self) -> Any:
-        return messages().Generation(
+        return message_types().Generation(
             request_id=self.request_id,
             prefill_tokens=self.prefill_tokens and self.prefill_tokens.to_pb(),
             prefill_tokens_length=self.prefill_tokens_length,

@@ -1,1 +1,1 @@
-"""One file per dataflow. An architecture that differs from another in an ingredient is a subclass of it."""
+"""Model architectures, one file each. Most are subclasses of Llama with a different `Architecture` description."""

@@ -1,4 +1,4 @@
-"""The description of an architecture with Llama's dataflow."""
+"""Describe how an architecture differs from Llama."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from lorax_server.weights import Weights
 
 
 class BiasFlags(NamedTuple):
-    """The matrices of a layer that have a bias."""
+    """Which matrices of a layer have a bias."""
 
     qkv: bool = False
     output: bool = False
@@ -25,7 +25,7 @@ class BiasFlags(NamedTuple):
 
 
 class ModuleNames(NamedTuple):
-    """Module names in the checkpoint, which are the names in transformers."""
+    """Module names in checkpoints and in transformers."""
 
     model: str = "model"
     embedding: str = "embed_tokens"
@@ -35,9 +35,9 @@ class ModuleNames(NamedTuple):
     added_norms: tuple[str, str] | None = None  # on the outputs of attention and MLP
     final_norm: str | None = "norm"
     attention: str = "self_attn"
-    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # in `attention`; one name is a fused matrix
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # in `attention`; a single name means a fused matrix
     output: str = "o_proj"
-    mlp: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # the last one is the output
+    mlp: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # the last name is the output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Architecture:
 
     names: ModuleNames = field(default_factory=ModuleNames)
     biases: BiasFlags = field(default_factory=BiasFlags)
-    # The classes of the model's parts. None: Llama's.
+    # Submodule classes. None: Llama's.
     attention_class: Callable[..., Any] | None = None
     mlp_class: Callable[..., Any] | None = None
     layer_class: Callable[..., Any] | None = None
@@ -54,24 +54,23 @@ class Architecture:
 
     # `(name, weights, size)` loads a norm over the hidden size. None: RMSNorm with the config's `rms_norm_eps`.
     norm: Callable[[str, Weights, int], nn.Module] | None = None
-    is_parallel: bool = False  # whether attention and MLP read the same residual, each through its own norm
-    fan_in_fan_out: bool = False  # whether matrices are stored as [in, out]
+    is_parallel: bool = False  # attention and MLP read the same residual, each with a separate norm
+    fan_in_fan_out: bool = False  # matrices are stored as [in, out]
 
     # Attention
     num_kv_heads: int | None = None  # None: the config's `num_key_value_heads`
-    grouped_qkv: bool = False  # whether a fused matrix stores queries, key and value group by group
-    scale: float | None = None  # of attention scores; None: head_dim**-0.5
-    soft_cap: float | None = None  # of attention scores
-    windows: Sequence[int | None] | None = None  # by layer, in tokens including the current one; None: no limit
-    slopes: torch.Tensor | None = None  # ALiBi slopes of all heads
+    grouped_qkv: bool = False  # a fused matrix stores queries, key and value group by group
+    scale: float | None = None  # multiplier for attention scores; None: head_dim**-0.5
+    soft_cap: float | None = None  # soft cap on attention scores
+    windows: Sequence[int | None] | None = None  # tokens including the current one, per layer; None: no limit
+    slopes: torch.Tensor | None = None  # ALiBi slopes for all heads
 
     # RoPE
     uses_rope: bool = True
-    interleaved: bool = False  # whether RoPE pairs are adjacent dimensions, instead of half a head apart
-    partial_rotary: bool = False  # whether `partial_rotary_factor` is supported
+    interleaved: bool = False  # RoPE pairs are adjacent dimensions, instead of half a head apart
+    partial_rotary: bool = False  # `partial_rotary_factor` is supported
     rotary_dim: int | None = None  # before `partial_rotary_factor`; None: the whole head
-    # By layer, the key in the config's rope settings; None for a layer without RoPE. A config with one setting for all
-    # layers has no keys.
+    # Per layer: the layer type that selects the RoPE settings in the config, or None for a layer without RoPE.
     rope_kinds: Sequence[str | None] | None = None
 
     # MLP
@@ -81,11 +80,11 @@ class Architecture:
     # Embedding and head
     embedding_size: int | None = None  # None: the hidden size
     embedding_multiplier: float | None = None
-    logit_transform: LogitTransform | None = None  # a scale or soft cap on logits
+    logit_transform: LogitTransform | None = None  # scale or soft cap on logits
     head_bias: bool = False
 
     def get_num_kv_heads(self, config: Any) -> int:
-        """Return the number of key and value heads on all ranks together."""
+        """Return the total number of key and value heads over all ranks."""
         return int(self.num_kv_heads or config.num_key_value_heads)
 
     def get_rotary_dim(self, config: Any) -> int:

@@ -12,7 +12,7 @@ from lorax_server.errors import ConfigError
 from lorax_server.kernels import CosSin
 from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
-from lorax_server.layers.norm import LayerNorm, RMSNorm, make_head_norm_target, concat_head_norm_targets
+from lorax_server.layers.norm import LayerNorm, RMSNorm, concat_head_norm_targets, make_head_norm_target
 from lorax_server.models.custom_modeling.architecture import Architecture, ModuleNames
 from lorax_server.models.custom_modeling.flash_llama_modeling import (
     FlashLlamaAttention,
@@ -24,18 +24,18 @@ from lorax_server.weights import Weights
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """Return the attention window of each layer of a config with `layer_types`."""
+    """Return the attention window of each layer, from the config's `layer_types`."""
     kinds, window = config.layer_types[: config.num_hidden_layers], config.sliding_window
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention") or (kind == "sliding_attention" and window is None):
-            raise ConfigError(f"config field layer_types names {kind!r}, with sliding_window = {window}")
+            raise ConfigError(f"config field layer_types: {kind!r} with sliding_window = {window} is not supported")
     return [int(window) if kind == "sliding_attention" else None for kind in kinds]
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
-    """Return the ALiBi slopes of all heads: powers of 2 in even steps.
+    """Return the ALiBi slopes for all heads: a geometric sequence.
 
-    If the number of heads is not a power of 2, the remaining slopes lie between the slopes of the next lower one.
+    If the number of heads is not a power of 2, the remaining slopes interleave the slopes for the next lower power.
     """
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8 * (head + 1) / power) for head in range(power)]
@@ -44,7 +44,7 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
 
 
 class PlainMLP(nn.Module):
-    """An MLP of two matrices, without a gate."""
+    """An MLP with two matrices and no gate."""
 
     def __init__(self, prefix: str, config: Any, weights: Weights, arch: Architecture) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class PlainMLP(nn.Module):
 
 
 class SharedHeadNormAttention(FlashLlamaAttention):
-    """Attention with norms of query and key heads, in which all heads share one weight."""
+    """Attention with query and key norms whose weights are shared by all heads."""
 
     norm_names = "q_norm", "k_norm"
     norm_offset = 0.0  # added to the stored weights
@@ -86,14 +86,14 @@ class SharedHeadNormAttention(FlashLlamaAttention):
 
 
 class HeadRMSNorm(RMSNorm):
-    """An RMSNorm of heads, without a residual."""
+    """RMSNorm over each head, without a residual."""
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(heads)[0]
 
 
 class SandwichNormLayer(FlashLlamaLayer):
-    """A layer with norms on the inputs and on the outputs of attention and MLP."""
+    """A layer with norms before and after attention and MLP."""
 
     def load_norms(self, names: ModuleNames, load: Callable[[str], nn.Module]) -> None:
         super().load_norms(names, load)
@@ -110,7 +110,7 @@ class SandwichNormLayer(FlashLlamaLayer):
 
 
 class PostNormLayer(FlashLlamaLayer):
-    """A layer with norms only on the outputs of attention and MLP."""
+    """A layer with norms only after attention and MLP."""
 
     def load_norms(self, names: ModuleNames, load: Callable[[str], nn.Module]) -> None:  # noqa: ARG002
         self.attention_norm, self.mlp_norm = load("post_attention_layernorm"), load("post_feedforward_layernorm")
@@ -124,7 +124,7 @@ class PostNormLayer(FlashLlamaLayer):
 
 
 class LearnedPositionsModel(FlashLlamaModel):
-    """A decoder with an embedding of absolute positions, `wpe`."""
+    """A decoder with learned position embeddings, `wpe`."""
 
     def __init__(self, prefix: str, config: Any, weights: Weights, *args: Any) -> None:
         super().__init__(prefix, config, weights, *args)

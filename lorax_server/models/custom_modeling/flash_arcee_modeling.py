@@ -1,4 +1,4 @@
-"""Arcee: Llama with an MLP without a gate."""
+"""Arcee: Llama with an ungated MLP."""
 
 from typing import Any
 

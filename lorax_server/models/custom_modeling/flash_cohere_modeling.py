@@ -14,7 +14,7 @@ from lorax_server.weights import Weights
 
 
 class CohereAttention(FlashLlamaAttention):
-    """Attention with norms in which every head has its own weight."""
+    """Attention with query and key norms that have a separate weight per head."""
 
     def load_head_norms(self, prefix: str, config: Any, weights: Weights) -> None:
         if config.use_qk_norm:
@@ -22,7 +22,7 @@ class CohereAttention(FlashLlamaAttention):
             self.k_norm = self._load_head_norm(f"{prefix}.k_norm", config, weights, self.kv_heads)
 
     def _load_head_norm(self, name: str, config: Any, weights: Weights, heads: range) -> HeadNorm:
-        """Load one norm and add its adapter target. Weights are stored in the order in which kernels rotate a head."""
+        """Load one norm and add its adapter target. Weights are reordered to the head layout that RoPE kernels use."""
         size = self.head_dim
         count = config.num_attention_heads if heads is self.heads else config.num_key_value_heads
         shard = replace(whole(size), pairs=(size, size))

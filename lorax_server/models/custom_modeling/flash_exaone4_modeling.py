@@ -1,4 +1,4 @@
-"""EXAONE 4: Llama with norms after attention and MLP, norms of heads, and RoPE and windows by layer."""
+"""EXAONE 4: Llama with norms after attention and MLP, head norms, and RoPE and sliding windows on some layers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Falcon 7b, 40b and 11b: attention parallel to the MLP, with a shared norm or a norm for each."""
+"""Falcon 7B, 11B and 40B: attention parallel to the MLP, with one shared norm or two norms."""
 
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ class FlashFalconForCausalLM(FlashLlamaForCausalLM):
     @staticmethod
     def describe(config: Any) -> Architecture:
         if config.alibi:
-            raise ConfigError("config field alibi = true is not supported: transformers rounds Falcon's to bfloat16")
+            raise ConfigError("config field alibi = true is not supported: Falcon's ALiBi is rounded to bfloat16")
         is_new = config.new_decoder_architecture
         if is_new and not config.parallel_attn:
             raise ConfigError("config field parallel_attn = false is not supported with new_decoder_architecture")

@@ -1,4 +1,4 @@
-"""Gemma 2: Gemma with soft caps, a sliding window on some layers, and norms before and after each branch."""
+"""Gemma 2: Gemma with soft caps, a sliding window on some layers, and norms before and after attention and MLP."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Gemma 3 (text): Gemma 2 with norms of query and key heads instead of a soft cap, and RoPE settings by layer type."""
+"""Gemma 3 (text): Gemma 2 with query and key norms instead of soft caps, and RoPE settings per layer type."""
 
 from dataclasses import replace
 from typing import Any

@@ -23,7 +23,9 @@ class FlashGemmaForCausalLM(FlashLlamaForCausalLM):
     @staticmethod
     def describe(config: Any) -> Architecture:
         if getattr(config, "use_bidirectional_attention", None):
-            raise ConfigError("config field use_bidirectional_attention = true is not supported: it is no decoder")
+            raise ConfigError(
+                "config field use_bidirectional_attention = true is not supported: only causal decoders are"
+            )
         return Architecture(
             biases=read_biases(config)._replace(mlp=False),
             model_class=GemmaModel,

@@ -1,4 +1,4 @@
-"""GLM-4: GLM with norms on the outputs of attention and MLP."""
+"""GLM-4: GLM with additional norms after attention and MLP."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""GLM: interleaved partial RoPE, and a fused matrix for gate and up projection."""
+"""GLM: interleaved partial RoPE, and a fused gate-up projection."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, a fused matrix for query, key and value, and matrices stored as [in, out]."""
+"""GPT-2: learned positions, fused QKV projection, and weights stored as [in, out]."""
 
 from dataclasses import replace
 from functools import partial
@@ -23,11 +23,11 @@ from lorax_server.weights import Weights
 
 
 class FlashGPT2PreTrainedModel(FlashLlamaForCausalLM):
-    """The base class, under the name of the seed contract."""
+    """Base class, named by the seed contract."""
 
 
 class FlashGPT2Attention(FlashLlamaAttention):
-    """Scores are float32 in every attention op, as `reorder_and_upcast_attn` requires."""
+    """GPT-2 attention. All attention ops compute scores in float32, as `reorder_and_upcast_attn` requires."""
 
     def __init__(self, prefix: str, config: Any, weights: Weights, layer_id: int, arch: Architecture) -> None:
         super().__init__(prefix, config, weights, layer_id, arch)
@@ -36,15 +36,15 @@ class FlashGPT2Attention(FlashLlamaAttention):
 
 
 class GPT2MLP(PlainMLP):
-    """The MLP, under the name of the seed contract."""
+    """MLP, named by the seed contract."""
 
 
 class GPT2Block(FlashLlamaLayer):
-    """A layer, under the name of the seed contract."""
+    """Decoder layer, named by the seed contract."""
 
 
 class FlashGPT2Model(LearnedPositionsModel):
-    """The decoder, under the name of the seed contract."""
+    """Decoder, named by the seed contract."""
 
 
 class FlashGPT2ForCausalLM(FlashGPT2PreTrainedModel):
@@ -61,7 +61,7 @@ class FlashGPT2ForCausalLM(FlashGPT2PreTrainedModel):
             model_class=FlashGPT2Model,
         )
 
-    def forward(  # type: ignore[override]  # the seed contract of GPT-2 has no cross_attention_states
+    def forward(  # type: ignore[override]  # GPT-2's seed contract has no cross_attention_states
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
@@ -93,9 +93,9 @@ class FlashGPT2ForCausalLM(FlashGPT2PreTrainedModel):
 
 
 def describe_gpt2(config: Any) -> Architecture:
-    """Describe GPT-2, and what GPT-BigCode shares with it."""
+    """Describe the architecture that GPT-2 and GPT-BigCode share."""
     if config.add_cross_attention:
-        raise ConfigError("config field add_cross_attention = true is not supported: there is no encoder")
+        raise ConfigError("config field add_cross_attention = true is not supported: only decoders are")
     names = ModuleNames(
         model="transformer",
         embedding="wte",

@@ -1,4 +1,4 @@
-"""GPT-J: interleaved partial RoPE, attention parallel to the MLP, and a bias on the head."""
+"""GPT-J: interleaved partial RoPE, attention parallel to the MLP, and a bias on the LM head."""
 
 from functools import partial
 from typing import Any

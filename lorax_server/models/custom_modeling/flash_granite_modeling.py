@@ -1,12 +1,12 @@
-"""Granite 3: Llama with multipliers on embeddings, attention scores, branches and logits."""
+"""Granite 3: Llama with multipliers on embeddings, attention scores, residual branches and logits."""
 
 from typing import Any
 
 import torch
 
 from lorax_server.kernels import CosSin
-from lorax_server.layers.logits import LogitTransform
 from lorax_server.layers.attention import PagedContext
+from lorax_server.layers.logits import LogitTransform
 from lorax_server.models.custom_modeling.architecture import Architecture, read_biases
 from lorax_server.models.custom_modeling.flash_llama_modeling import FlashLlamaForCausalLM, FlashLlamaLayer
 from lorax_server.weights import Weights

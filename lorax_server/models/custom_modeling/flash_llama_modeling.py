@@ -1,7 +1,4 @@
-"""Llama, and the base of every architecture with its dataflow.
-
-`Architecture` describes how others differ: `docs/adding-a-model.md`.
-"""
+"""Llama, the base class for all other architectures (`docs/adding-a-model.md`)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -19,7 +16,7 @@ from lorax_server.kernels import CosSin
 from lorax_server.layers.attention import PagedContext
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear, TensorParallelMultiAdapterLinear
 from lorax_server.layers.norm import RMSNorm as LlamaRMSNorm  # noqa: F401 - a name of the seed contract
-from lorax_server.layers.rotary import partial_rotary_dim, load_rotary
+from lorax_server.layers.rotary import load_rotary, partial_rotary_dim
 from lorax_server.models.custom_modeling.architecture import Architecture, ModuleNames, head_dim, read_biases
 from lorax_server.models.custom_modeling.paged import (
     MIN_WARMUP_LAYERS,
@@ -55,7 +52,7 @@ class FlashLlamaAttention(nn.Module):
         group = weights.process_group
         heads = shard_units(group, [(num_heads, self.head_dim)], "num_attention_heads")
         kv_heads = shard_kv_heads(group, num_kv_heads, self.head_dim)
-        # The heads that this rank holds.
+        # The heads on this rank.
         self.heads, self.kv_heads = (
             range(shard.ranges[0][0] // self.head_dim, shard.ranges[0][1] // self.head_dim)
             for shard in (heads, kv_heads)
@@ -82,16 +79,16 @@ class FlashLlamaAttention(nn.Module):
         slopes = None if arch.slopes is None else arch.slopes[self.heads.start : self.heads.stop].to(weights.device)
         spec = load_attention_spec(weights, config, prefix, scale, window)
         self.spec = replace(spec, soft_cap=arch.soft_cap, slopes=slopes)
-        self.q_norm: nn.Module | None = None  # norms of query and key heads, before RoPE
+        self.q_norm: nn.Module | None = None  # query and key norms, applied before RoPE
         self.k_norm: nn.Module | None = None
-        self.targets: tuple[AdapterTarget, ...] = ()  # adapter targets of these norms
+        self.targets: tuple[AdapterTarget, ...] = ()  # adapter targets for these norms
         self.load_head_norms(prefix, config, weights)
 
     def load_head_norms(self, prefix: str, config: Any, weights: Weights) -> None:
         """Set `q_norm`, `k_norm` and `targets`. Llama has no head norms."""
 
     def _shard_qkv(self, config: Any, arch: Architecture, heads: Shard, kv_heads: Shard) -> list[Shard]:
-        """Return one shard for each matrix in `arch.names.qkv`."""
+        """Return one shard per matrix in `arch.names.qkv`."""
         if arch.grouped_qkv:
             counts = config.num_attention_heads, arch.get_num_kv_heads(config)
             return [shard_grouped(self.heads, self.kv_heads, counts, self.head_dim)]
@@ -109,14 +106,16 @@ class FlashLlamaAttention(nn.Module):
             q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
         if self.targets and ctx.adapter_data is not None:
-            self.o_proj.ops.scale_and_shift(qk.flatten(1), ctx.adapter_data.lora, ctx.adapter_data.find(self.targets))
+            self.o_proj.ops.scale_and_shift(
+                qk.flatten(1), ctx.adapter_data.lora, ctx.adapter_data.find_targets(self.targets)
+            )
         q, k, v = qk[:, : self.num_heads], qk[:, self.num_heads :], heads[:, -self.num_kv_heads :]
         out: torch.Tensor = self.o_proj(ctx.attend(self.layer_id, q, k, v, self.spec, rope), ctx.adapter_data)
         return out
 
 
 class LlamaMLP(nn.Module):
-    """A gated MLP. Gate and up projection are two matrices, or one fused matrix."""
+    """A gated MLP with separate or fused gate and up projections."""
 
     def __init__(self, prefix: str, config: Any, weights: Weights, arch: Architecture) -> None:
         super().__init__()
@@ -125,7 +124,7 @@ class LlamaMLP(nn.Module):
         shard = shard_evenly(weights.process_group, arch.get_inner_size(config), "intermediate_size")
         shards = [shard, shard] if len(inputs) == 2 else [join_shards([shard, shard])]
         self.gate_up_proj = TensorParallelMultiAdapterLinear(weights, inputs, size, shards, bias=bias)
-        up = self.gate_up_proj.targets[-1]  # a fused matrix ends with the up projection
+        up = self.gate_up_proj.targets[-1]  # in a fused matrix, the up projection is last
         input_scale_target = (up.name, up.outputs.full - shard.full)
         self.down_proj = TensorParallelAdapterRowLinear(
             weights, output, shard, size, bias=bias, input_scale_target=input_scale_target
@@ -158,7 +157,7 @@ class FlashLlamaLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: CosSin | None, ctx: PagedContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the last branch's output and the residual stream, which the next norm adds."""
+        """Return the MLP output and the residual. The next norm adds them."""
         x, residual = self.input_layernorm(x, residual, ctx.adapter_data)
         attended = self.self_attn(x, rope, ctx)
         if self.post_attention_layernorm is None:
@@ -188,7 +187,7 @@ class FlashLlamaModel(nn.Module):
         self.rotaries = nn.ModuleDict(
             {
                 kind: load_rotary(
-                    config, arch.get_rotary_dim(config), weights.device, partial=arch.partial_rotary, kind=kind
+                    config, arch.get_rotary_dim(config), weights.device, partial=arch.partial_rotary, layer_type=kind
                 )
                 for kind in dict.fromkeys(self.rope_kinds)
                 if kind is not None
@@ -210,7 +209,7 @@ class FlashLlamaModel(nn.Module):
         return self.transform_embeddings(self.embed_tokens(input_ids, ctx.adapter_data), ctx)
 
     def transform_embeddings(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:  # noqa: ARG002 - for subclasses
-        """Turn token embeddings into the first layer's input."""
+        """Convert token embeddings to the first layer's input."""
         return x if self.embedding_multiplier is None else x * self.embedding_multiplier
 
     def run_layers(self, x: torch.Tensor, ctx: PagedContext, count: int | None = None) -> torch.Tensor:
@@ -224,7 +223,7 @@ class FlashLlamaModel(nn.Module):
 
 
 def _count_warmup_layers(rope_kinds: Sequence[str | None], layers: Iterable[nn.Module]) -> int:
-    """Return how many leading layers include one layer of each kind: all of them if layers are not ours."""
+    """Return the number of leading layers that cover every layer type (all layers, if they are custom)."""
     kinds: list[Any] = []
     for rope, layer in zip(rope_kinds, layers, strict=True):
         spec = layer.self_attn.spec if isinstance(layer, FlashLlamaLayer) else None
@@ -234,9 +233,9 @@ def _count_warmup_layers(rope_kinds: Sequence[str | None], layers: Iterable[nn.M
 
 class FlashLlamaForCausalLM(PagedCausalLM):
     def __init__(self, prefix: str, config: Any, weights: Weights, create_layer_fn: LayerFactory | None = None) -> None:
-        """`create_layer_fn(layer_id, prefix=, config=, weights=)` makes each layer; None for this class's own."""
+        """`create_layer_fn(layer_id, prefix=, config=, weights=)` builds custom layers."""
         arch = self.describe(config)
-        # First, because not every config has `num_key_value_heads`, which the next error would name.
+        # Check this first: the next error mentions `num_key_value_heads`, which some configs lack.
         shard_evenly(weights.process_group, config.num_attention_heads, "num_attention_heads")
         kv_heads = shard_kv_heads(weights.process_group, arch.get_num_kv_heads(config), 1)
         super().__init__(config, weights, (kv_heads.size, head_dim(config)))
@@ -249,5 +248,5 @@ class FlashLlamaForCausalLM(PagedCausalLM):
 
     @staticmethod
     def describe(config: Any) -> Architecture:
-        """Describe the architecture of a config. Reject values that this class does not support."""
+        """Return the architecture that a config describes. Reject unsupported values."""
         return Architecture(biases=read_biases(config))

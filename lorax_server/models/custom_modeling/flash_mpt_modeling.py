@@ -53,15 +53,15 @@ class FlashMPTForCausalLM(FlashLlamaForCausalLM):
 
 
 def _read_attention(config: Any) -> dict[str, Any]:
-    """Return the `attn_config` section, which is a dictionary once the config is stored."""
+    """Return the `attn_config` section as a dictionary."""
     section = config.attn_config
     return section if isinstance(section, dict) else vars(section)
 
 
 def _slopes(num_heads: int, steepest: float) -> torch.Tensor:
-    """Return the ALiBi slopes of all heads.
+    """Return the ALiBi slopes for all heads.
 
-    If the number of heads is not a power of 2, MPT takes the slopes of the next higher one, every second slope first.
+    If the number of heads is not a power of 2, MPT uses slopes for the next higher power, odd indices first.
     """
     power = 2 ** math.ceil(math.log2(num_heads))
     slopes = torch.tensor([2.0 ** (-steepest * (head + 1) / power) for head in range(power)])

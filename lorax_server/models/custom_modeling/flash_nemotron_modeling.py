@@ -1,4 +1,4 @@
-"""Nemotron: layer norms with an offset, partial RoPE, and an MLP without a gate."""
+"""Nemotron: layer norms with an offset, partial RoPE, and an ungated MLP."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""GPT-NeoX: partial RoPE, and attention parallel to the MLP, each with its own norm."""
+"""GPT-NeoX: partial RoPE, and attention parallel to the MLP, with separate norms."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""OLMo 2: Llama with norms after attention and MLP, and a norm over all query heads and over all key heads."""
+"""OLMo 2: Llama with norms after attention and MLP, and norms over all query heads and all key heads."""
 
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from lorax_server.weights import Weights
 
 
 class JointHeadNorm(nn.Module):
-    """An RMSNorm over all heads of a token, which are divided over the ranks."""
+    """RMSNorm over all heads jointly. The heads are sharded over ranks, so their squares are all-reduced."""
 
     def __init__(self, name: str, weights: Weights, num_heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class JointHeadNorm(nn.Module):
         self.target = AdapterTarget(name, TargetKind.NORM, whole(size), shard, slice(0), self.weight, None)
         self.eps = torch.tensor(eps, device=weights.device)
         self.group, self.ops = group, weights.ops
-        self.count = max(size, shard.size * group.size())  # key heads that several ranks hold are summed several times
+        self.count = max(size, shard.size * group.size())  # replicated key heads are counted once per rank
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         flat = heads.flatten(1)

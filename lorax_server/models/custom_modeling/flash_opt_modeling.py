@@ -1,4 +1,4 @@
-"""OPT and Galactica: learned positions with an offset of 2, norms before or after each branch."""
+"""OPT and Galactica: learned positions with an offset of 2, norms before or after attention and MLP."""
 
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ POSITION_OFFSET = 2
 
 
 class OPTLearnedPositionalEmbedding(nn.Module):
-    """Learned positions. Positions count the tokens that are not padding; padding has position -1."""
+    """Learned position embedding. Positions are computed from the attention mask; padding has position -1."""
 
     def __init__(self, weights: Weights, prefix: str, num_positions: int, size: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def positions_from_mask(attention_mask: torch.Tensor, num_cached: int) -> torch.
 
 
 class OPTDecoderLayer(FlashLlamaLayer):
-    """A layer with norms before each branch, or after each residual connection."""
+    """A layer with norms before attention and MLP, or after each residual connection."""
 
     def __init__(self, layer_id: int, prefix: str, config: Any, weights: Weights, arch: Architecture) -> None:
         super().__init__(layer_id, prefix, config, weights, arch)
@@ -117,5 +117,5 @@ class FlashOPTForCausalLM(FlashLlamaForCausalLM):
 def _load_projection(
     weights: Weights, name: str, in_features: int, out_features: int
 ) -> TensorParallelMultiAdapterLinear:
-    """Load a projection that every rank holds whole."""
+    """Load a projection that is replicated on every rank."""
     return TensorParallelMultiAdapterLinear(weights, [name], in_features, [whole(out_features)], bias=False)

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama with fused matrices for query, key and value, and for gate and up projection."""
+"""Phi-3 and Phi-4: Llama with fused QKV and gate-up projections."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Qwen2: Llama with a bias on query, key and value, and an optional sliding window on some layers."""
+"""Qwen2: Llama with QKV biases and an optional sliding window on some layers."""
 
 from typing import Any
 

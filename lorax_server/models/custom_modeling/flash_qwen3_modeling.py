@@ -1,4 +1,4 @@
-"""Qwen3: Llama with norms of query and key heads."""
+"""Qwen3: Llama with query and key norms."""
 
 from typing import Any
 

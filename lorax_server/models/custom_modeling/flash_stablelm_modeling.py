@@ -12,7 +12,7 @@ from lorax_server.weights import Weights
 
 
 class StableLMAttention(FlashLlamaAttention):
-    """Attention in which the norm of each head is a module of its own."""
+    """Attention with query and key norms that are stored as one module per head."""
 
     def load_head_norms(self, prefix: str, config: Any, weights: Weights) -> None:
         if config.qk_layernorm:

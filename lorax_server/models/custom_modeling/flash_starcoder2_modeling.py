@@ -1,4 +1,4 @@
-"""StarCoder2: layer norms, a bias on all matrices, a sliding window, and an MLP without a gate."""
+"""StarCoder2: layer norms, biases, a sliding window, and an ungated MLP."""
 
 from functools import partial
 from typing import Any

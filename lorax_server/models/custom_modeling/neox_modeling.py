@@ -1,4 +1,4 @@
-"""The GPT-NeoX names of the seed contract (`docs/seed-contract.md`). Serving uses `flash_neox_modeling`."""
+"""GPT-NeoX names from the seed contract (`docs/seed-contract.md`). The server uses `flash_neox_modeling`."""
 
 from lorax_server.layers.rotary import RotaryEmbedding as RotaryEmbedding
 from lorax_server.models.contract.neox import GPTNeoXAttention as GPTNeoXAttention

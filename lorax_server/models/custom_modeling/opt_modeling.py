@@ -1,4 +1,4 @@
-"""The OPT names of the seed contract (`docs/seed-contract.md`). Serving uses `flash_opt_modeling`."""
+"""OPT names from the seed contract (`docs/seed-contract.md`). The server uses `flash_opt_modeling`."""
 
 from lorax_server.models.contract.opt import OPTAttention as OPTAttention
 from lorax_server.models.contract.opt import OPTForCausalLM as OPTForCausalLM

@@ -1,4 +1,4 @@
-"""The base of paged architectures: forward, KV cache, embedding and head."""
+"""Base class for paged models: forward pass, KV cache allocation, embedding and LM head loading."""
 
 from typing import Any, Protocol
 
@@ -15,37 +15,36 @@ from lorax_server.layers.embedding import TensorParallelEmbedding
 from lorax_server.layers.linear import MultiAdapterHead
 from lorax_server.weights import Weights
 
-MIN_WARMUP_LAYERS = 2  # layers, if all are of one kind: the first layer has no residual yet
+MIN_WARMUP_LAYERS = 2  # the first layer has no residual and runs other kernels than the second
 
 PagedOutput = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Decoder(Protocol):
-    """A model without its head, in two halves.
+    """A model without its LM head.
 
-    `embed` may read the batch on the host. `run_layers` only launches kernels on the context's tensors, so its graph
-    can be replayed with other contents.
+    `embed` may read the batch on the host. `run_layers` only launches kernels, so it can be recorded as a graph.
     """
 
-    num_warmup_layers: int  # the number of first layers that together launch every kernel
+    num_warmup_layers: int  # number of leading layers that together launch every kernel
 
     def embed(self, input_ids: torch.Tensor, ctx: PagedContext) -> torch.Tensor:
-        """Return `[num_tokens, size]`, the first layer's inputs."""
+        """Return the first layer's input, `[num_tokens, size]`."""
         ...
 
     def run_layers(self, x: torch.Tensor, ctx: PagedContext, count: int | None = None) -> torch.Tensor:
-        """Return the hidden states that the head reads: after all layers, or after the first `count`."""
+        """Return the hidden states after all layers, or after the first `count` layers."""
         ...
 
 
 class PagedCausalLM(nn.Module):
-    """A causal language model whose keys and values live in blocks."""
+    """A causal language model with a paged KV cache."""
 
     model: Decoder
     lm_head: MultiAdapterHead
 
     def __init__(self, config: Any, weights: Weights, kv_shape: tuple[int, int]) -> None:
-        """`kv_shape` is the number of key and value heads on this rank, and the size of a head."""
+        """`kv_shape` is (key and value heads on this rank, head dimension)."""
         super().__init__()
         self.config = config
         self.ops = weights.ops
@@ -56,9 +55,9 @@ class PagedCausalLM(nn.Module):
         self.num_layers: int = config.num_hidden_layers
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Allocate the cache of every layer: zeros, because attention reads past a sequence's end, at weight 0.
+        """Allocate the KV cache of every layer. On CPUs, pages are committed on first use.
 
-        On a CPU it takes memory as it is used.
+        The cache is zeroed, because attention kernels read past the last token with weight 0.
         """
         num_kv_heads, head_dim = self.kv_shape
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
@@ -69,7 +68,7 @@ class PagedCausalLM(nn.Module):
         return [(zeros(), zeros()) for _ in range(self.num_layers)]
 
     def make_context(self, kv_cache: KVCache, seqlen: Seqlen, position_ids: torch.Tensor, **more: Any) -> PagedContext:
-        """Pack the inputs of a forward for the layers; `more` are fields of `PagedContext`."""
+        """Create the context for a forward pass. `more` are further `PagedContext` fields."""
         return PagedContext(
             input_lengths=seqlen.input_lengths,
             cache_lengths=seqlen.cache_lengths,
@@ -98,10 +97,10 @@ class PagedCausalLM(nn.Module):
         cross_attention_states: torch.Tensor | None = None,
         skip_lm_head: bool = False,
     ) -> PagedOutput:
-        """Return logits of the tokens in `lm_head_indices` (None: of all), and those of speculated tokens, if any.
+        """Return logits of the tokens in `lm_head_indices` (None: all tokens), and speculative logits (None).
 
-        `cu_seqlen_prefill` is None when every sequence has exactly one token. With `skip_lm_head` the first output
-        is the hidden states instead. Outputs are inference tensors: nothing can be trained through them.
+        `cu_seqlen_prefill` is None if every sequence has exactly one token. With `skip_lm_head`, return hidden states
+        instead of logits. Outputs are inference tensors without gradients.
         """
         stored = prefill_cache_indices
         ctx = self.make_context(
@@ -138,9 +137,9 @@ def load_embedding(weights: Weights, config: Any, name: str, head_name: str, siz
 def load_head(
     weights: Weights, config: Any, prefix: str, embedding: TensorParallelEmbedding, *, bias: bool = False
 ) -> MultiAdapterHead:
-    """Load the head: its own tensor if the checkpoint has one, otherwise the embedding's if the two are tied.
+    """Load the LM head, or share the embedding's weight if the config ties them and the checkpoint has no head.
 
-    A fine-tune may store its own head under a config that still says tied. transformers uses this head, and so do we.
+    Like transformers, use the head in the checkpoint even if the config says that weights are tied.
     """
     name, target_name = find_head(weights, prefix), f"{prefix}lm_head"
     size, shard = embedding.weight.shape[1], shard_vocab(weights.process_group, config.vocab_size)
@@ -153,14 +152,12 @@ def load_head(
         embedding.replace_weight(target.weight)
         return head
     if is_host(weights.device) and isinstance(embedding.weight, torch.Tensor):
-        embedding.replace_weight(
-            embedding.weight.clone()
-        )  # a view of a mapped file would keep all of the file in memory
+        embedding.replace_weight(embedding.weight.clone())  # a view would keep the whole memory-mapped file resident
     return MultiAdapterHead.load(weights, name, size, config.vocab_size, target_name, bias=added)
 
 
 def find_head(weights: Weights, prefix: str) -> str:
-    """Return the head's name in the checkpoint: `lm_head`, or `embed_out` in GPT-NeoX checkpoints."""
+    """Return the LM head's name in the checkpoint: `lm_head`, or `embed_out` for GPT-NeoX."""
     has_other = weights.has(f"{prefix}embed_out.weight") and not weights.has(f"{prefix}lm_head.weight")
     return f"{prefix}embed_out" if has_other else f"{prefix}lm_head"
 
@@ -172,7 +169,7 @@ def kv_is_quantized(config: Any) -> bool:
 def load_attention_spec(
     weights: Weights, config: Any, prefix: str, scale: float, window: int | None = None
 ) -> AttentionSpec:
-    """Describe a layer's attention. The scales of a float8 cache come from the checkpoint, or are 1."""
+    """Return a layer's attention settings. Scales for a float8 KV cache come from the checkpoint (default 1)."""
     if not kv_is_quantized(config):
         return AttentionSpec(scale, window)
     names = (f"{prefix}.k_scale", f"{prefix}.v_scale")
@@ -187,6 +184,6 @@ def head_size(hidden_size: int, num_heads: int) -> int:
 
 
 def check_positions(ctx: PagedContext, limit: int) -> None:
-    """Reject a sequence that is longer than the table of learned positions."""
+    """Reject sequences that are longer than the learned position table."""
     if ctx.max_position > limit:
-        raise InputError(f"a sequence of {ctx.max_position} tokens is longer than the model's {limit} positions")
+        raise InputError(f"sequence length must be at most {limit} for this model (got {ctx.max_position})")

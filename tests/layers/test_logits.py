@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from lorax_server.adapters.host import prepare
-from lorax_server.adapters.target import Kind
+from lorax_server.adapters.target import TargetKind
 from lorax_server.adapters.weights import ModuleWeights
 from lorax_server.distributed import ProcessGroup
 from lorax_server.layers.embedding import TensorParallelEmbedding
 from lorax_server.layers.linear import MultiAdapterHead
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.weights import Weights
 from lorax_server.worker.adapter_memory import AdapterMemory
 from tests.adapters.test_host import (
@@ -34,23 +34,26 @@ from tests.builders import CPU, adapter_batch, how
 from tests.lora import GivenAdapter
 from tests.ranks import RankPool
 
-Case = tuple[dict[Kind, ModuleWeights], int]  # an adapter's embedding and head, and the size of its vocabulary
-KINDS = (Kind.EMBEDDING, Kind.HEAD)
+Case = tuple[dict[TargetKind, ModuleWeights], int]  # an adapter's embedding and head, and the size of its vocabulary
+KINDS = (TargetKind.EMBEDDING, TargetKind.HEAD)
 
 
 def make_cases() -> dict[str, Case]:
     cases: dict[str, Case] = {
         "nothing": ({}, VOCAB),
-        "head alone": ({Kind.HEAD: factors(Kind.HEAD)}, VOCAB),
-        "embedding alone": ({Kind.EMBEDDING: factors(Kind.EMBEDDING, dora=True)}, VOCAB),
+        "head alone": ({TargetKind.HEAD: factors(TargetKind.HEAD)}, VOCAB),
+        "embedding alone": ({TargetKind.EMBEDDING: factors(TargetKind.EMBEDDING, dora=True)}, VOCAB),
         "smaller": ({kind: ModuleWeights(weight=CHANGED[:8]) for kind in KINDS}, 8),
         "smaller, low-rank": ({kind: replace(factors(kind, 5), weight=CHANGED[:5]) for kind in KINDS}, 5),
-        "smaller, DoRA": ({Kind.HEAD: replace(factors(Kind.HEAD, 8, dora=True), weight=CHANGED[:8])}, 8),
+        "smaller, DoRA": ({TargetKind.HEAD: replace(factors(TargetKind.HEAD, 8, dora=True), weight=CHANGED[:8])}, 8),
     }
     for name, (low_rank, dora) in product(VOCABULARIES, [(False, False), (True, False), (True, True)]):
         made = {kind: with_vocabulary(name, kind, low_rank=low_rank, dora=dora) for kind in KINDS}
         how_adapted = "DoRA" if dora else "low-rank" if low_rank else "rows"
-        cases[f"{name}, {how_adapted}"] = {kind: weights for kind, (weights, _) in made.items()}, made[Kind.HEAD][1]
+        cases[f"{name}, {how_adapted}"] = (
+            {kind: weights for kind, (weights, _) in made.items()},
+            made[TargetKind.HEAD][1],
+        )
     return cases
 
 
@@ -65,7 +68,7 @@ def run_vocabulary(
     weights = Weights({"embedding.weight": BASE, "head.weight": BASE}, **settings)
     embedding = TensorParallelEmbedding(weights, "embedding", VOCAB, SIZE)
     head = MultiAdapterHead.load(weights, "head", SIZE, VOCAB)
-    targets = adapter_targets(nn.ModuleList([embedding, head]))
+    targets = collect_adapter_targets(nn.ModuleList([embedding, head]))
     memory = AdapterMemory(targets, dtype, CPU, 64 * len(names))
     memory.arena.buffer.fill_(math.nan)
     for index, name in enumerate(names):

@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoConfig, PretrainedConfig
 
 from lorax_server.files.names import MODEL_CONFIG_FILE
-from lorax_server.models import stored_config
-from lorax_server.models.stored_config import read_config
+from lorax_server.models import config_cache
+from lorax_server.models.config_cache import read_config
 from tests.parity.variants import VARIANTS
 
 
@@ -34,7 +34,7 @@ def test_all_fields_are_those_of_transformers(name: str, tmp_path: Path, monkeyp
     VARIANTS[name].config().save_pretrained(tmp_path)
     expected = AutoConfig.from_pretrained(tmp_path)
     first = read_config(tmp_path)
-    monkeypatch.setattr(stored_config, "_ask_transformers", never)
+    monkeypatch.setattr(config_cache, "_read_with_transformers", never)
     assert vars(read_config(tmp_path)) == vars(first)
     fields = {name for name in vars(expected) if not name.startswith("_")} | set(expected.attribute_map)
     # Keys of JSON are texts; the last is of transformers' own checks.
@@ -55,7 +55,7 @@ def test_transformers_is_asked_again_where_anything_has_changed(
     (kept,) = own_folder.iterdir()
     kept.write_bytes(kept.read_bytes()[:-1])  # it was cut off
     assert read_config(folder).hidden_size == VARIANTS["llama-gqa"].config().hidden_size
-    monkeypatch.setattr(stored_config, "version", lambda _: "another")
+    monkeypatch.setattr(config_cache, "version", lambda _: "another")
     read_config(folder)
     text = (folder / MODEL_CONFIG_FILE).read_text()
     (folder / MODEL_CONFIG_FILE).write_text(text.replace('"rms_norm_eps"', '"initializer_range": 0.5, "rms_norm_eps"'))
