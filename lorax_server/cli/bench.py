@@ -1,4 +1,4 @@
-"""`lorax bench`: measure how fast a server answers many requests at once."""
+"""`lorax bench`: measure the latency and throughput of the running server."""
 
 import itertools
 import math
@@ -16,22 +16,22 @@ from typing import Any
 from tqdm import tqdm
 
 from lorax_server.cli.flags import Parser, write_json
-from lorax_server.cli.http import Api, find_details
+from lorax_server.cli.http import ApiClient, find_details
 from lorax_server.errors import ConfigError, LoraxError
 
 WORDS = ("the", "of", "and", "to", "in", "is", "it", "was", "for", "on", "are", "as", "with", "at", "be", "from", "by")
 QUANTILES = (0.5, 0.95, 0.99)
-COUNTS = {
-    "requests": (50, "requests in all"),
-    "concurrency": (8, "requests at once"),
-    "prompt_tokens": (64, "words of a prompt, about as many tokens"),
-    "max_new_tokens": (64, "tokens of an answer"),
+COUNT_FLAGS = {
+    "requests": (50, "total number of requests"),
+    "concurrency": (8, "concurrent requests"),
+    "prompt_tokens": (64, "words per prompt, each about one token"),
+    "max_new_tokens": (64, "tokens per completion"),
 }
 
 
 @dataclass
-class Sample:
-    """One request as its client saw it. Times are in seconds."""
+class RequestTiming:
+    """Client-side times of one request, in seconds."""
 
     first_s: float | None = None
     total_s: float = 0.0
@@ -41,27 +41,29 @@ class Sample:
 
     @property
     def per_token_s(self) -> float | None:
-        """The mean time between two tokens."""
+        """Mean time between two tokens."""
         if self.first_s is None or self.tokens < 2:
             return None
         return (self.total_s - self.first_s) / (self.tokens - 1)
 
 
-def add_bench(parser: Parser) -> None:
-    parser.description = "Send requests to a server, several at once, and report how long they took."
+def add_bench_flags(parser: Parser) -> None:
+    parser.description = "Send concurrent requests to a server and report latency and throughput."
     parser.epilog = (
         "example:\n  lorax bench --requests 200 --concurrency 16 --adapter poet --adapter lawyer --json out.json"
     )
-    for name, (default, text) in COUNTS.items():
+    for name, (default, text) in COUNT_FLAGS.items():
         help_text = f"{text} (default: {default})"
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help=help_text)
-    parser.add_argument("--adapter", action="append", metavar="NAME", help="in turn; repeatable (default: base model)")
+    parser.add_argument(
+        "--adapter", action="append", metavar="NAME", help="adapter; repeat to alternate (default: base model)"
+    )
     parser.add_argument("--adapter-source", metavar="SOURCE", help="hub, local or s3 (default: the server's)")
     parser.add_json()
 
 
-def bench(api: Api, args: Namespace) -> int:
-    for name in COUNTS:
+def bench(api: ApiClient, args: Namespace) -> int:
+    for name in COUNT_FLAGS:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     started = time.perf_counter()
@@ -82,7 +84,7 @@ def bench(api: Api, args: Namespace) -> int:
 
 
 def make_bodies(args: Namespace) -> Iterator[dict[str, Any]]:
-    """Make the requests. Each prompt starts differently, so that prompts share no prefix in the cache."""
+    """Make request bodies. Each prompt starts with a different word, so that the prefix cache is not used."""
     generator = random.Random(0)  # the same prompts in every run
     adapter_ids = itertools.cycle(args.adapter or [None])
     for number, adapter_id in zip(range(args.requests), adapter_ids, strict=False):
@@ -93,12 +95,12 @@ def make_bodies(args: Namespace) -> Iterator[dict[str, Any]]:
         yield {"inputs": " ".join(words), "parameters": parameters}
 
 
-def _measure(api: Api, body: Mapping[str, Any]) -> Sample:
+def _measure(api: ApiClient, body: Mapping[str, Any]) -> RequestTiming:
     """Send a request and read its stream."""
-    sample, last = Sample(), None
+    sample, last = RequestTiming(), None
     started = time.perf_counter()
     try:
-        for last in api.stream("/generate_stream", body):  # noqa: B007 - its details are read afterwards
+        for last in api.stream("/generate_stream", body):  # noqa: B007 - used after the loop
             sample.tokens += 1
             if sample.first_s is None:
                 sample.first_s = time.perf_counter() - started
@@ -109,8 +111,8 @@ def _measure(api: Api, body: Mapping[str, Any]) -> Sample:
     return sample
 
 
-def summarize(samples: Sequence[Sample], wall_s: float) -> dict[str, Any]:
-    """Count failed requests by reason, and compute rates and times of the others."""
+def summarize(samples: Sequence[RequestTiming], wall_s: float) -> dict[str, Any]:
+    """Count failed requests by reason, and compute throughput and latency of the successful requests."""
     done = [sample for sample in samples if not sample.error]
     tokens = sum(sample.tokens for sample in done)
     return {

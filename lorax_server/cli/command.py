@@ -1,4 +1,4 @@
-"""The commands `lorax` and `lorax-launcher`. Each imports slow modules only when it needs them."""
+"""The `lorax` and `lorax-launcher` commands. Slow modules are imported only by the commands that use them."""
 
 import logging
 import os
@@ -13,29 +13,29 @@ from pathlib import Path
 
 from lorax_server import __version__
 from lorax_server.cli.flags import Parser
-from lorax_server.cli.settings import Parsed, check_folder, parse
+from lorax_server.cli.settings import ParsedSettings, check_model_folder, parse
 from lorax_server.config import ServerConfig
 from lorax_server.errors import ConfigError, LoraxError
 
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "huggingface_hub")
-PROBE = "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')"
+DEVICE_PROBE_CODE = "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')"
 COMMANDS = {
     "serve": "start a server",
     "generate": "continue a text",
     "chat": "talk to a model, or to an adapter",
     "adapters": "list, load, unload and pin adapters",
     "bench": "measure a server under load",
-    "plan": "how many GPUs some traffic needs",
-    "download-weights": "fetch a model, and an adapter, ahead of time",
+    "plan": "estimate the GPUs that some traffic needs",
+    "download-weights": "download a model and its adapters",
 }
 HELP = """\
 commands:
 {commands}
 
 examples:
-  lorax serve                                    a small model with six adapters, to try things
+  lorax serve                                    a small bundled model with six adapters
   lorax serve --model-id Qwen/Qwen2.5-0.5B-Instruct --adapters-dir ./adapters
   lorax generate "Once upon a time" --adapter poet
   lorax chat --adapter poet
@@ -46,26 +46,26 @@ lorax COMMAND --help describes a command. lorax-launcher is lorax serve with the
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `lorax`."""
-    return guarded("lorax", lambda: _dispatch(list(sys.argv[1:] if argv is None else argv)))
+    return run_program("lorax", lambda: _dispatch(list(sys.argv[1:] if argv is None else argv)))
 
 
 def launcher(argv: Sequence[str] | None = None) -> int:
     """Run `lorax-launcher`."""
-    return guarded("lorax-launcher", lambda: _serve(list(sys.argv[1:] if argv is None else argv), "launcher"))
+    return run_program("lorax-launcher", lambda: _serve(list(sys.argv[1:] if argv is None else argv), "launcher"))
 
 
-def guarded(program: str, run: Callable[[], int]) -> int:
-    """Return the exit code. An error that the user can mend is one line: code 2 for a setting, 1 for the rest."""
+def run_program(program: str, run: Callable[[], int]) -> int:
+    """Run a command and return its exit code: 2 for a configuration error, 1 for another error, each on one line."""
     try:
         return run()
-    except SystemExit as end:  # of --help and --version
-        return int(end.code or 0)
+    except SystemExit as error:  # raised by --help and --version
+        return int(error.code or 0)
     except LoraxError as error:
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has closed it
+    except BrokenPipeError:  # the process that reads the output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -74,13 +74,13 @@ def _dispatch(argv: list[str]) -> int:
     command = argv[0] if argv else "--help"
     if command not in COMMANDS:
         _parser().parse_args([command])
-        raise ConfigError(f"there is no command {command!r}; there are {', '.join(COMMANDS)}")
+        raise ConfigError(f"unknown command {command!r}; use one of {', '.join(COMMANDS)}")
     if command == "serve":
         return _serve(argv[1:], "serve")
     if command == "download-weights":
         return _download_weights(argv[1:])
     if command == "plan":
-        from lorax_server.cli.planning.command import run as plan  # noqa: PLC0415 - only it needs it
+        from lorax_server.cli.planning.command import run as plan  # noqa: PLC0415 - slow
 
         return plan(argv[1:])
     from lorax_server.cli.client import run  # noqa: PLC0415 - slow
@@ -93,7 +93,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="lorax",
         usage="lorax COMMAND ...",
-        description="Serve one language model and thousands of its adapters.",
+        description="Serve one language model with thousands of adapters.",
         epilog=HELP.format(commands=commands),
     )
     parser.add_version()
@@ -107,27 +107,27 @@ def _serve(argv: list[str], command: str) -> int:
         return _download(parsed)
     if parsed.values.get("replicas", 1) != 1:
         return _serve_replicas(argv, parsed.values["replicas"])
-    config = _complete(parsed)
+    config = _resolve_config(parsed)
     from lorax_server.launch import serve_forever  # noqa: PLC0415 - slow
 
     return serve_forever(config)
 
 
 def read_config(argv: list[str], environ: Mapping[str, str]) -> ServerConfig:
-    """Read the flags of `lorax serve`, fetch the model if it is not here, and return the settings of a server."""
-    return _complete(_parse(argv, environ, "serve"))
+    """Parse `lorax serve` flags, download the model if necessary, and return the server configuration."""
+    return _resolve_config(_parse(argv, environ, "serve"))
 
 
-def _complete(parsed: Parsed) -> ServerConfig:
+def _resolve_config(parsed: ParsedSettings) -> ServerConfig:
     from lorax_server.launch import check_files  # noqa: PLC0415 - slow
 
     check_files(parsed.make_config(None))
     folder = _find_model(parsed)
-    return parsed.make_config(folder, "cpu" if parsed.values.get("device") == "cpu" else find_device())
+    return parsed.make_config(folder, "cpu" if parsed.values.get("device") == "cpu" else detect_device())
 
 
 def _serve_replicas(argv: list[str], count: int) -> int:
-    """Become the program that starts replicas. Only it needs Ray, and it is above this package."""
+    """Replace this process by `lorax_server.scale.command`, which imports Ray."""
     if count < 1:
         raise ConfigError(f"--replicas = {count} must be at least 1")
     if find_spec("ray") is None:
@@ -140,24 +140,26 @@ def _download_weights(argv: list[str]) -> int:
     parser = Parser(
         prog="lorax download-weights",
         usage="lorax download-weights MODEL_ID [flags]",
-        description="Fetch a model, and an adapter, into the cache, and print the model's folder.",
-        epilog="Takes all flags of `lorax serve` about a model, adapters and their sources, such as --revision,\n"
-        "--source, --adapter-id, --adapter-source and --huggingface-hub-cache.",
+        description="Download a model and its adapters into the cache, and print the model folder.",
+        epilog="Accepts the `lorax serve` flags for models, adapters and sources, such as --revision, --source,\n"
+        "--adapter-id, --adapter-source and --huggingface-hub-cache.",
     )
     parser.add_argument("model_id", metavar="MODEL_ID", help="a hub id, id@revision, or s3://bucket/path")
-    parser.add_argument("--api-token", metavar="TEXT", help="token of the hub, better given as HF_TOKEN")
-    parser.add_argument("--extension", default=".safetensors", help="only .safetensors, which is all that is fetched")
+    parser.add_argument("--api-token", metavar="TEXT", help="hub token; prefer the environment variable HF_TOKEN")
+    parser.add_argument("--extension", default=".safetensors", help="must be .safetensors")
     for name in ("--auto-convert", "--logger-level"):
         parser.add_argument(name, nargs="?", help="accepted from LoRAX, without effect")
     arguments, flags = parser.parse_known_args(argv)
     if arguments.extension != ".safetensors":
-        raise ConfigError(f"--extension {arguments.extension!r} is not supported: only .safetensors is fetched")
+        raise ConfigError(
+            f"--extension {arguments.extension!r} is not supported: only .safetensors files are downloaded"
+        )
     environ = dict(os.environ) | ({"HUGGING_FACE_HUB_TOKEN": arguments.api_token} if arguments.api_token else {})
     return _download(_parse(["--model-id", arguments.model_id, *flags], environ, "serve"))
 
 
-def _parse(argv: list[str], environ: Mapping[str, str], command: str) -> Parsed:
-    """Read and check the settings before anything is fetched."""
+def _parse(argv: list[str], environ: Mapping[str, str], command: str) -> ParsedSettings:
+    """Parse and check the settings before any download."""
     parsed = parse(argv, environ, command)
     for warning in parsed.warnings:
         logger.warning(warning)
@@ -167,8 +169,8 @@ def _parse(argv: list[str], environ: Mapping[str, str], command: str) -> Parsed:
     return parsed
 
 
-def _download(parsed: Parsed) -> int:
-    """Fetch the model and the adapters that a server would load at its start."""
+def _download(parsed: ParsedSettings) -> int:
+    """Download the model and the adapters that the server loads at startup."""
     folder = _find_model(parsed)
     config = parsed.make_config(folder)
     if config.engine.preload:
@@ -182,12 +184,12 @@ def _download(parsed: Parsed) -> int:
     return 0
 
 
-def _find_model(parsed: Parsed) -> Path:
+def _find_model(parsed: ParsedSettings) -> Path:
     values, is_s3 = parsed.values, parsed.model_source == "s3"
     location = str(values.get("weights_cache_override", parsed.model_location))
     folder = Path(location).expanduser()
     if folder.is_dir():
-        return check_folder(folder)
+        return check_model_folder(folder)
     from lorax_server.cli.download import find_model  # noqa: PLC0415 - slow
 
     return find_model(
@@ -201,21 +203,22 @@ def _find_model(parsed: Parsed) -> Path:
     )
 
 
-def find_device() -> str:
-    """Return cuda if torch can use a GPU. Another process asks torch: this one serves requests, and needs no torch."""
+def detect_device() -> str:
+    """Return `cuda` if torch can use a GPU, else `cpu`. Runs in a subprocess, because the API process does not import
+    torch."""
     if not Path("/dev/nvidiactl").exists() and shutil.which("nvidia-smi") is None:
         return "cpu"
     try:
-        probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, check=True)
+        probe = subprocess.run(
+            [sys.executable, "-c", DEVICE_PROBE_CODE], capture_output=True, text=True, timeout=120, check=True
+        )
     except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(
-            f"cannot tell whether there is a GPU: give --device cpu or --device cuda ({error})"
-        ) from error
+        raise ConfigError(f"cannot detect a GPU: set --device cpu or --device cuda ({error})") from error
     return probe.stdout.strip()
 
 
 def describe_installation() -> str:
-    """Describe versions and hardware, for reports of bugs."""
+    """Return versions and hardware, for bug reports."""
     lines = [f"lorax_server {__version__}", f"Python {platform.python_version()}", platform.platform()]
     for package in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""The model that ships in the package. `lorax serve` serves it if no model is named."""
+"""Settings for the bundled demo model, which `lorax serve` uses without `--model-id`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,30 +10,30 @@ from lorax_server.files.names import MODEL_CONFIG_FILE
 FOLDER = Path(__file__).parent.parent / "demo"
 NAME = "lorax-demo"
 EXAMPLES = FOLDER / "examples.json"
-MISSING = "--model-id is missing: say which model, such as --model-id Qwen/Qwen2.5-0.5B-Instruct"
-# It takes little of a laptop's memory. Its adapters are all there are: one that is misspelt is not sought elsewhere.
+MISSING_MODEL_MESSAGE = "--model-id is missing: name a model, such as --model-id Qwen/Qwen2.5-0.5B-Instruct"
+# Small memory sizes, for laptops. The hub is off, so that a misspelled adapter name is reported immediately.
 SETTINGS: Mapping[str, Any] = {
     "model_id": NAME,
     "device": "cpu",
     "weights_cache_override": FOLDER / "model",
     "adapters_dir": FOLDER / "adapters",
     "playground_examples": EXAMPLES,
-    "tool_parser": ("json=json",),  # who writes JSON can write calls, though no template shows it functions
+    "tool_parser": ("json=json",),  # the adapter `json` can write tool calls as JSON
     "hub": False,
     "cache_bytes": 2**28,
     "adapter_bytes": 2**26,
     "adapter_host_bytes": 2**26,
 }
-# Sizes that replace a size above.
-ALTERNATIVES = {"max_batch_total_tokens": "cache_bytes", "adapter_memory_fraction": "adapter_bytes"}
-ABOUT_A_MODEL = ("revision", "source", "weights_cache_override", "tokenizer_config_path")
+# Settings that replace one of the sizes above.
+REPLACED_SETTINGS = {"max_batch_total_tokens": "cache_bytes", "adapter_memory_fraction": "adapter_bytes"}
+MODEL_FLAGS = ("revision", "source", "weights_cache_override", "tokenizer_config_path")
 
 
 def add_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in the demo's settings where the operator gave none."""
-    if any(name in values for name in ABOUT_A_MODEL):
-        raise ConfigError(MISSING)
+    """Add the demo settings. Values that the operator set take precedence."""
+    if any(name in values for name in MODEL_FLAGS):
+        raise ConfigError(MISSING_MODEL_MESSAGE)
     if not (FOLDER / "model" / MODEL_CONFIG_FILE).is_file():
-        raise ConfigError(f"{MISSING} (this installation came without the demo model)")
-    replaced = {ALTERNATIVES[name] for name in values if name in ALTERNATIVES}
+        raise ConfigError(f"{MISSING_MODEL_MESSAGE} (this installation does not include the demo model)")
+    replaced = {REPLACED_SETTINGS[name] for name in values if name in REPLACED_SETTINGS}
     return {name: value for name, value in SETTINGS.items() if name not in replaced} | dict(values)

@@ -1,4 +1,4 @@
-"""Every flag of `lorax serve` and `lorax-launcher`: made of the fields of the settings, and a few for LoRAX."""
+"""The flags of `lorax serve` and `lorax-launcher`, generated from the settings classes, and their parser."""
 
 import argparse
 import difflib
@@ -14,57 +14,57 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, get_args
 
 from lorax_server import __version__, config
-from lorax_server.cli.lorax_flags import FLAG_NAMES, UNUSED_FLAGS, VARIABLES, WATERMARK
+from lorax_server.cli.lorax_flags import FLAG_NAMES, IGNORED_FLAGS, VARIABLES, WATERMARK
 from lorax_server.config import SOURCES
 from lorax_server.errors import ConfigError
 
 PROGRAMS = {"serve": "lorax serve", "launcher": "lorax-launcher"}
-# LoRAX's pages and clients may be anywhere.
+# LoRAX accepts requests from every host and web page.
 LAUNCHER_DEFAULTS: Mapping[str, Any] = {
     "model_id": "mistralai/Mistral-7B-Instruct-v0.1",
     "hostname": "0.0.0.0",
     "cors_allow_origin": ("*",),
     "allowed_host": ("*",),
 }
-# Defaults that the command line finds by itself, in words.
+# Help texts for defaults that are computed at startup.
 SHOWN_DEFAULTS = {
-    "model_id": "a small one that is part of the package",
+    "model_id": "a small bundled model",
     "default_adapter_source": "--adapter-source",
-    "num_shard": "as many as CUDA_VISIBLE_DEVICES lists",
+    "num_shard": "the number of devices in CUDA_VISIBLE_DEVICES",
     "device": "auto",
     "hub": "true",
     "huggingface_hub_cache": "~/.cache/lorax",
 }
 SHORT_NAMES = {"--port": ("-p",), "--env": ("-e",)}
-LEVELS = {"warn": "warning", "trace": "debug"}  # LoRAX's words
+LEVELS = {"warn": "warning", "trace": "debug"}  # names that LoRAX uses
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 EXAMPLES = """\
 examples:
-  {program} --model-id Qwen/Qwen2.5-0.5B-Instruct                      a model of the hub
-  {program} --model-id ./my-model --adapters-dir ./my-adapters         folders; each subfolder is an adapter
-  {program} --model-id ./my-model --num-shard 2 --quantize fp8-kv      over two GPUs
-  LORAX_API_KEY=secret {program} --model-id ./my-model -p 8080         clients need a key
+  {program} --model-id Qwen/Qwen2.5-0.5B-Instruct                      a model from the hub
+  {program} --model-id ./my-model --adapters-dir ./my-adapters         local folders; each subfolder is an adapter
+  {program} --model-id ./my-model --num-shard 2 --quantize fp8-kv      tensor parallelism over two GPUs
+  LORAX_API_KEY=secret {program} --model-id ./my-model -p 8080         clients need an API key
 
-Every flag can be given as the environment variable in its brackets; the flag wins.
+Each flag can also be set with the environment variable in brackets. The flag takes precedence.
 """
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A setting, given as `--name value` or by an environment variable."""
+    """A command-line flag, with an environment variable as alternative."""
 
     name: str
     help: str = ""
-    kind: str = "text"  # of `KINDS`
+    kind: str = "text"  # key in `VALUE_KINDS`
     settings: type | None = None
-    field: str = ""  # of these settings; a flag without one has code of its own
-    default: str = ""  # in words, for the help
+    field: str = ""  # name in `settings`; flags without a field are handled separately
+    default: str = ""  # shown in the help text
     repeats: bool = False
     choices: tuple[str, ...] = ()
     is_secret: bool = False
-    is_ours: bool = False  # not LoRAX's; its variable begins with LORAX_, as plain names may mean something to others
-    unused: str = ""  # why it has no effect
-    refusal: str = ""  # why it is refused: it would change answers
+    has_env_prefix: bool = False  # the environment variable starts with LORAX_; LoRAX flags have no prefix
+    ignored_reason: str = ""  # why the flag has no effect
+    rejection_reason: str = ""  # why the flag is rejected: ignoring it would change completions
 
     @property
     def key(self) -> str:
@@ -72,19 +72,19 @@ class Flag:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Its environment variables; the first that is set counts."""
-        if self.name == "--env":  # prints and changes nothing; ENV often means something else
+        """Environment variables, in order of precedence."""
+        if self.name == "--env":  # ENV is often set for other purposes
             return ()
-        own = "LORAX_" * self.is_ours + self.key.upper()
+        own = "LORAX_" * self.has_env_prefix + self.key.upper()
         return (own, VARIABLES[self.field]) if self.field in VARIABLES else (own,)
 
     def convert(self, text: str, origin: str) -> Any:
-        """Return the value of a text. `origin` is the flag or the variable, for errors."""
-        kind = KINDS[self.kind]
+        """Convert a flag value. `origin` is the flag or the environment variable, for error messages."""
+        kind = VALUE_KINDS[self.kind]
         try:
             value = kind.convert(text)
         except (ValueError, OverflowError, KeyError):
-            shown = "its value" if self.is_secret else repr(text[:100])
+            shown = "the value" if self.is_secret else repr(text[:100])
             raise ConfigError(f"{origin}: {shown} is not {kind.expected}") from None
         if not self.choices:
             return value
@@ -96,7 +96,7 @@ class Flag:
         return value
 
 
-# --- Kinds of values --------------------------------------------------------------------------------------------------
+# --- Value kinds --- --------------------------------------------------------------------------------------------------
 
 
 class ValueKind(NamedTuple):
@@ -120,45 +120,45 @@ def to_size(text: str) -> int:
     return int(float(number) * unit) if "." in number else int(number) * unit
 
 
-KINDS: Mapping[str, ValueKind] = {
-    "text": ValueKind(str, "a text", "TEXT"),
+VALUE_KINDS: Mapping[str, ValueKind] = {
+    "text": ValueKind(str, "text", "TEXT"),
     "integer": ValueKind(int, "a whole number", "N"),
     "number": ValueKind(_to_number, "a number", "X"),
     "size": ValueKind(to_size, "a size such as 4096, 512M or 4G", "SIZE"),
     "switch": ValueKind(lambda text: RawConfigParser.BOOLEAN_STATES[text.lower()], "true or false", "true|false"),
     "path": ValueKind(lambda text: Path(text).expanduser(), "a path", "PATH"),
 }
-KIND_OF_TYPE = {bool: "switch", float: "number", int: "integer", Path: "path"}
+VALUE_KIND_BY_TYPE = {bool: "switch", float: "number", int: "integer", Path: "path"}
 
 
-# --- The table --------------------------------------------------------------------------------------------------------
+# --- Flags ------------------------------------------------------------------------------------------------------------
 
 
 def make_flags(settings: type) -> Iterator[Flag]:
-    """Make a flag of every field that has a `Setting`; fields of base classes belong to those."""
+    """Make a flag for each field with a `Setting`, except inherited fields."""
     for field in fields(settings):
         setting: config.Setting | None = field.metadata.get("setting")
         if setting is None or field.name not in settings.__annotations__:
             continue
         repeats = isinstance(field.default, tuple)
-        stem = field.name.removesuffix("s") if repeats else field.name  # each value is given by itself
-        value_type = (get_args(field.type) or (field.type,))[0]  # of `int | None` and of `tuple[int, ...]` it is int
-        kind = KIND_OF_TYPE.get(value_type, "text")
+        stem = field.name.removesuffix("s") if repeats else field.name  # each value is a separate flag
+        value_type = (get_args(field.type) or (field.type,))[0]  # int for `int | None` and `tuple[int, ...]`
+        kind = VALUE_KIND_BY_TYPE.get(value_type, "text")
         yield Flag(
             FLAG_NAMES.get(field.name) or setting.flag or f"--{stem.replace('_', '-')}",
             setting.help + "; repeatable" * repeats,
             "size" if field.name.endswith("_bytes") else kind,
             settings,
             field.name,
-            _show_default(field.name, field.default) or setting.none,
+            _format_default(field.name, field.default) or setting.none,
             repeats,
             setting.choices,
             is_secret=not field.repr,
-            is_ours=field.name not in FLAG_NAMES,
+            has_env_prefix=field.name not in FLAG_NAMES,
         )
 
 
-def _show_default(name: str, value: Any) -> str:
+def _format_default(name: str, value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(value)
     if name.endswith("_bytes") and value:
@@ -169,58 +169,63 @@ def _show_default(name: str, value: Any) -> str:
     return "" if value is None else str(value)
 
 
-TABLE: Mapping[str, tuple[Flag, ...]] = {
-    "what is served": (
+FLAG_GROUPS: Mapping[str, tuple[Flag, ...]] = {
+    "model and adapters": (
         Flag("--model-id", "base model: a hub id, id@revision, or a folder; s3://bucket/path with --source s3"),
         Flag("--source", "source of the model", choices=("hub", "s3"), default="hub"),
-        Flag("--weights-cache-override", "use the model in this folder instead of fetching it", "path"),
+        Flag("--weights-cache-override", "use the model in this folder instead of downloading it", "path"),
         *make_flags(config.ServerConfig),
         Flag("--adapter-source", "source of --adapter-id", choices=SOURCES, default="hub"),
         Flag("--preloaded-adapter-source", "source of preloaded adapters", choices=SOURCES, default="--adapter-source"),
         Flag(
             "--trust-remote-code",
-            "not supported: code of a checkpoint is never run",
+            "not supported: checkpoint code is never executed",
             "switch",
-            refusal="code that comes with a checkpoint is never run; leave it out if the architecture is supported",
+            rejection_reason="checkpoint code is never executed; omit the flag if the architecture is supported",
         ),
-        Flag("--embedding-dim", "not supported", "integer", refusal="embeddings are not supported yet"),
+        Flag("--embedding-dim", "not supported", "integer", rejection_reason="embeddings are not supported yet"),
     ),
-    "sources of adapters": (
+    "adapter sources": (
         *make_flags(config.SourceConfig),
-        Flag("--use-global-hf-token", "use the server's hub token for requests without one", "switch", is_ours=True),
+        Flag(
+            "--use-global-hf-token",
+            "use the server's hub token for requests without one",
+            "switch",
+            has_env_prefix=True,
+        ),
     ),
     "network and access": (*make_flags(config.AccessConfig), *make_flags(config.CorsConfig)),
     "limits": (
         *make_flags(config.LimitsConfig),
-        Flag("--replicas", "servers on this machine behind one address; needs Ray", "integer", is_ours=True),
+        Flag("--replicas", "servers on this machine behind one address; requires Ray", "integer", has_env_prefix=True),
     ),
     "memory and speed": (
         *make_flags(config.ModelConfig),
         *make_flags(config.EngineConfig),
-        Flag("--sharded", "divide the model over several GPUs, or do not", "switch"),
+        Flag("--sharded", "use tensor parallelism over several GPUs", "switch"),
     ),
-    "logs, and what else": (
+    "logging and other": (
         *make_flags(config.LogConfig),
-        Flag("--env", "print what this machine and installation are, then go on", "switch"),
-        Flag("--download-only", "fetch the model, then stop", "switch"),
+        Flag("--env", "print versions and hardware at startup", "switch"),
+        Flag("--download-only", "download the model and exit", "switch"),
     ),
-    "from LoRAX": (
+    "LoRAX compatibility": (
         Flag("--watermark-gamma", f"fixed: {WATERMARK}", "number"),
         Flag("--watermark-delta", f"fixed: {WATERMARK}", "number"),
-        *(Flag(name, unused=reason) for reason, names in UNUSED_FLAGS.items() for name in names),
+        *(Flag(name, ignored_reason=reason) for reason, names in IGNORED_FLAGS.items() for name in names),
     ),
 }
-FLAGS = tuple(flag for group in TABLE.values() for flag in group)
+FLAGS = tuple(flag for group in FLAG_GROUPS.values() for flag in group)
 
 
-# --- The parser -------------------------------------------------------------------------------------------------------
+# --- Parser -----------------------------------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `ConfigError` for wrong arguments, and suggests the flag that is spelt most alike."""
+    """Raises `ConfigError` for invalid arguments and suggests the most similar flag."""
 
     def __init__(self, **settings: Any) -> None:
-        # More room for the names of flags, and the line breaks of descriptions as they are.
+        # Wider flag column; keep line breaks in descriptions.
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=36)
         super().__init__(allow_abbrev=False, formatter_class=formatter, **settings)
 
@@ -228,7 +233,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-V", "--version", action="version", version=f"lorax_server {__version__}")
 
     def add_json(self) -> None:
-        self.add_argument("--json", metavar="FILE", help="also write the figures to a file; - prints only them")
+        self.add_argument("--json", metavar="FILE", help="also write the figures as JSON to a file; - prints only JSON")
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -238,12 +243,14 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             names = [name for action in self._actions for name in action.option_strings]
             close = difflib.get_close_matches(unknown[0].partition("=")[0], names, 1)
-            self.error(f"{unknown[0]!r} is not known; " + (f"is it {close[0]}?" if close else "see --help"))
+            self.error(
+                f"{unknown[0]!r} is not a known flag; " + (f"did you mean {close[0]}?" if close else "see --help")
+            )
         return arguments
 
 
 def write_json(figures: Mapping[str, Any], path: str) -> None:
-    """Write figures to the file of `--json`; - is standard output."""
+    """Write figures as JSON to a file; - is standard output."""
     text = json.dumps(figures, indent=2)
     if path == "-":
         print(text)
@@ -255,16 +262,16 @@ def write_json(figures: Mapping[str, Any], path: str) -> None:
 
 
 def build_parser(command: str) -> Parser:
-    """Build the parser of `serve` or `launcher`. It leaves all values as texts."""
+    """Build the parser for `serve` or `launcher`. All values stay strings."""
     program = PROGRAMS[command]
     parser = Parser(
         prog=program,
         usage=f"{program} [--model-id MODEL] [flags]",
-        description="Serve a base model and its adapters over HTTP.",
-        epilog=f"{_list_unused()}\n{EXAMPLES.format(program=program)}",
+        description="Serve a base model with its adapters over HTTP.",
+        epilog=f"{_list_ignored_flags()}\n{EXAMPLES.format(program=program)}",
     )
     parser.add_version()
-    for title, flags in TABLE.items():
+    for title, flags in FLAG_GROUPS.items():
         group = parser.add_argument_group(title)
         for flag in flags:
             _add_flag(group, flag, command)
@@ -273,21 +280,24 @@ def build_parser(command: str) -> Parser:
 
 def _add_flag(group: Any, flag: Flag, command: str) -> None:
     own = LAUNCHER_DEFAULTS.get(flag.key) if command == "launcher" else None
-    default = _show_default("", own) or SHOWN_DEFAULTS.get(flag.key) or flag.default
+    default = _format_default("", own) or SHOWN_DEFAULTS.get(flag.key) or flag.default
     notes = [f" (default: {default})"] * bool(default) + [f" [{name}]" for name in flag.variables[:1]]
-    text = argparse.SUPPRESS if flag.unused else (flag.help + "".join(notes)).replace("%", "%%")
-    optional = {"nargs": "?", "const": "true"} if flag.kind == "switch" or flag.unused else {}
-    metavar = "|".join(flag.choices) or KINDS[flag.kind].metavar
+    text = argparse.SUPPRESS if flag.ignored_reason else (flag.help + "".join(notes)).replace("%", "%%")
+    optional = {"nargs": "?", "const": "true"} if flag.kind == "switch" or flag.ignored_reason else {}
+    metavar = "|".join(flag.choices) or VALUE_KINDS[flag.kind].metavar
     names = (*SHORT_NAMES.get(flag.name, ()), flag.name)
     group.add_argument(*names, dest=flag.key, action="append", metavar=metavar, help=text, **optional)
     if flag.name == "--hub":
         group.add_argument("--no-hub", dest="hub", action="append_const", const="false", help=argparse.SUPPRESS)
 
 
-def _list_unused() -> str:
-    """List the flags without effect by their reason: short for newcomers, and enough for users of LoRAX."""
+def _list_ignored_flags() -> str:
+    """List ignored flags by reason."""
     entries = (
         textwrap.wrap(f"{', '.join(names)}: {reason}", 100, break_on_hyphens=False, subsequent_indent="    ")
-        for reason, names in UNUSED_FLAGS.items()
+        for reason, names in IGNORED_FLAGS.items()
     )
-    return "\n  ".join(["accepted from LoRAX, without effect:", *(line for lines in entries for line in lines)]) + "\n"
+    return (
+        "\n  ".join(["LoRAX flags that are accepted and ignored:", *(line for lines in entries for line in lines)])
+        + "\n"
+    )

@@ -1,4 +1,4 @@
-"""The HTTP client of the commands that use a running server, and safe output of its text."""
+"""HTTP client for the commands that use a running server, and safe terminal output."""
 
 import io
 import json
@@ -17,20 +17,20 @@ DEFAULT_URL = "http://127.0.0.1:3000"
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 CONNECT_TIMEOUT_S = 10.0
 MAX_EVENT_BYTES = 2**26
-CONTROLS = dict.fromkeys(code for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t")
+CONTROL_CHARACTERS = dict.fromkeys(code for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t")
 
 
-def add_connection(parser: Parser, environ: Mapping[str, str]) -> None:
+def add_connection_flags(parser: Parser, environ: Mapping[str, str]) -> None:
     group = parser.add_argument_group("server")
     url, key = environ.get("LORAX_URL") or DEFAULT_URL, environ.get("LORAX_API_KEY") or None
-    timeout = "seconds it may be silent (default: 300)"
-    group.add_argument("--url", default=url, help=f"its address (default: {DEFAULT_URL}) [LORAX_URL]")
-    group.add_argument("--api-key", default=key, metavar="KEY", help="a client's key [LORAX_API_KEY]")
+    timeout = "seconds to wait for data (default: 300)"
+    group.add_argument("--url", default=url, help=f"server address (default: {DEFAULT_URL}) [LORAX_URL]")
+    group.add_argument("--api-key", default=key, metavar="KEY", help="API key [LORAX_API_KEY]")
     group.add_argument("--timeout", type=float, default=300.0, metavar="S", help=timeout)
 
 
-class Api:
-    """A server's HTTP API. Errors are one-line `LoraxError`s. Threads may share a client."""
+class ApiClient:
+    """A thread-safe client for the server's HTTP API. Raises one-line `LoraxError`s."""
 
     def __init__(self, args: Namespace) -> None:
         self._url, self._timeout_s, key = args.url.rstrip("/"), args.timeout, args.api_key
@@ -39,18 +39,18 @@ class Api:
         try:
             address = httpx2.URL(self._url)
         except httpx2.InvalidURL as error:
-            raise ConfigError(f"--url {self._url!r} is no address: {error}") from error
+            raise ConfigError(f"--url {self._url!r} is not an address: {error}") from error
         if address.scheme not in ("http", "https") or not address.host:
-            raise ConfigError(f"--url {self._url!r} is no address such as {DEFAULT_URL}")
+            raise ConfigError(f"--url {self._url!r} is not an address such as {DEFAULT_URL}")
         if key and not (key.isascii() and key.isprintable()):
-            raise ConfigError("the key has characters that no key has; check LORAX_API_KEY and LORAX_ADMIN_KEY")
+            raise ConfigError("the API key contains invalid characters; check LORAX_API_KEY and LORAX_ADMIN_KEY")
         headers = {"content-type": "application/json", "accept-encoding": "identity"}
         self._client = httpx2.Client(
             headers=headers | ({"authorization": f"Bearer {key}"} if key else {}),
             timeout=httpx2.Timeout(self._timeout_s, connect=min(self._timeout_s, CONNECT_TIMEOUT_S)),
             limits=httpx2.Limits(max_connections=None),
-            trust_env=address.host not in LOCAL_HOSTS,  # no proxy for a server on this machine
-            verify=address.scheme == "https",  # reading certificates takes time that plain HTTP does not need
+            trust_env=address.host not in LOCAL_HOSTS,  # use no proxy for a local server
+            verify=address.scheme == "https",  # skip loading certificates for plain HTTP
         )
 
     def __enter__(self) -> Self:
@@ -60,12 +60,12 @@ class Api:
         self._client.close()
 
     def request(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Post a body, or get a path without one, and return the response's JSON."""
+        """Send a POST request with a body, or a GET request without one. Return the parsed JSON response."""
         with self._send(path, body) as response:
             return _parse_json(response.read())
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Any]:
-        """Yield the events of a response; `[DONE]` is None. Closing the iterator closes the connection."""
+        """Yield server-sent events; `[DONE]` becomes None. Closing the generator closes the connection."""
         with self._send(path, body) as response:
             for line in _split_lines(response.iter_bytes()):
                 if line.startswith(b"data:"):
@@ -85,24 +85,24 @@ class Api:
                 yield response
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             raise LoraxError(
-                f"no server answers at {self._url}: is it running? Start one with `lorax serve`, or say where it is by "
-                f"--url ({str(error) or type(error).__name__})"
+                f"cannot connect to a server at {self._url}; start one with `lorax serve`, or set --url "
+                f"({str(error) or type(error).__name__})"
             ) from error
         except httpx2.TimeoutException as error:
             raise LoraxError(
-                f"the server at {self._url} said nothing for {self._timeout_s:g} s; see --timeout"
+                f"the server at {self._url} sent no data for {self._timeout_s:g} s; see --timeout"
             ) from error
         except httpx2.HTTPError as error:
             raise LoraxError(f"the connection to {self._url} broke: {str(error) or type(error).__name__}") from error
 
 
 def _split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Split at line feeds only: generated text may contain other separators."""
+    """Split at line feeds only, because generated text may contain other line separators."""
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
         if len(rest) > MAX_EVENT_BYTES:
-            raise LoraxError("the server sends an event without an end")
+            raise LoraxError("the server sent an event that is too long")
         yield from lines
     yield rest
 
@@ -112,45 +112,45 @@ def _parse_json(content: bytes) -> Any:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         shown = content[:80].decode(errors="replace")
-        raise LoraxError(f"the server's answer is no JSON: {shown!r}; is it a lorax server?") from error
+        raise LoraxError(f"the server's response is not JSON: {shown!r}; is it a lorax server?") from error
 
 
 def _make_error(status: int, content: bytes) -> LoraxError:
     try:
         message = _find_message(json.loads(content))
     except (ValueError, RecursionError):
-        message = content[:200].decode(errors="replace") or "no reason given"
-    hint = "; give a key by --api-key or LORAX_API_KEY, for `adapters` --admin-key or LORAX_ADMIN_KEY"
-    return LoraxError(f"the server refuses with status {status}: {message}{hint if status == 401 else ''}")
+        message = content[:200].decode(errors="replace") or "no message"
+    hint = "; set --api-key or LORAX_API_KEY (for `lorax adapters`: --admin-key or LORAX_ADMIN_KEY)"
+    return LoraxError(f"the server responded with status {status}: {message}{hint if status == 401 else ''}")
 
 
 def _find_message(body: Any) -> str:
-    """Return the message of an error in LoRAX's or OpenAI's format."""
+    """Return the message in a LoRAX or OpenAI error response."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
-    return clean(str(message))[:1000]
+    return remove_control_characters(str(message))[:1000]
 
 
 def find_details(event: Any) -> dict[str, Any]:
-    """Return the details of a stream's last event, which must have the whole text."""
+    """Return the details in the last stream event. Raise LoraxError if the stream is incomplete."""
     if not isinstance(event, dict) or event.get("generated_text") is None:
-        raise LoraxError("the stream ended before the answer did")
+        raise LoraxError("the stream stopped before the completion was finished")
     return event.get("details") or {}
 
 
-def clean(text: str) -> str:
+def remove_control_characters(text: str) -> str:
     """Remove control characters that a terminal would interpret."""
-    return text.translate(CONTROLS)
+    return text.translate(CONTROL_CHARACTERS)
 
 
-def say(text: str) -> None:
-    """Write to standard output and flush. Control characters are removed only for a terminal."""
-    sys.stdout.write(clean(text) if sys.stdout.isatty() else text)
+def write_output(text: str) -> None:
+    """Write to standard output and flush. If it is a terminal, remove control characters."""
+    sys.stdout.write(remove_control_characters(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
-def replace_unknown_letters() -> None:
-    """Print question marks for letters that the terminal's encoding lacks."""
+def replace_unencodable_characters() -> None:
+    """Print question marks for characters that the terminal's encoding does not support."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

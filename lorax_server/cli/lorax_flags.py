@@ -1,6 +1,6 @@
-"""LoRAX's own names of flags and environment variables, and those that have no effect here."""
+"""LoRAX flags and environment variables: their names, and which of them are ignored."""
 
-# Flags of LoRAX by the field that they set. Their environment variables have no prefix.
+# LoRAX flags by settings field. Their environment variables have no LORAX_ prefix.
 FLAG_NAMES = {
     "model_revision": "--revision",
     "tokenizer_config_path": "--tokenizer-config-path",
@@ -30,7 +30,7 @@ FLAG_NAMES = {
     "json_logs": "--json-output",
     "otlp_endpoint": "--otlp-endpoint",
 }
-# Further variables by the field that they set. The flag's own variable wins.
+# Additional environment variables by settings field. The variable named after the flag takes precedence.
 VARIABLES = {
     "hub_endpoint": "HF_ENDPOINT",
     "hub_offline": "HF_HUB_OFFLINE",
@@ -38,39 +38,39 @@ VARIABLES = {
     "s3_prefix": "PREDIBASE_MODEL_FOLDER",
     "log_level": "LOG_LEVEL",
 }
-TOKENS = ("HUGGING_FACE_HUB_TOKEN", "HF_TOKEN", "HF_API_TOKEN")
+TOKEN_VARIABLES = ("HUGGING_FACE_HUB_TOKEN", "HF_TOKEN", "HF_API_TOKEN")
 
 PREDIBASE = "Predibase's registry is not supported; use the sources hub, s3 or local"
 WATERMARK = "watermarks have gamma 0.5 and delta 2.0"
 
-# Flags without effect, by the reason. They are accepted, and the log gives the reason.
-UNUSED_FLAGS = {
-    "the engine decides by itself what to compile": (
+# Ignored flags by reason. They are accepted, and the reason is logged.
+IGNORED_FLAGS = {
+    "compilation is not configurable": (
         "--compile", "--eager", "--compile-max-batch-size", "--compile-max-rank", "--compile-batch-size",
     ),
-    "there is no speculation yet; answers are the same without": (
+    "speculative decoding is not supported; completions are the same without it": (
         "--speculative-tokens", "--speculation-max-batch-size",
     ),
-    "requests are checked in the server's own threads": ("--validation-workers",),
-    "requests join a batch between any two steps": (
+    "requests are validated in the API process": ("--validation-workers",),
+    "requests can join the batch at every step": (
         "--waiting-served-ratio", "--max-waiting-tokens", "--eager-prefill",
     ),
-    "prompts are always computed in pieces that fit": ("--chunked-prefill",),
-    "prompts that begin alike always share their cache": ("--prefix-caching",),
-    "the adapter is applied as it is, which gives the same numbers": ("--merge-adapter-weights",),
+    "prefill is always chunked": ("--chunked-prefill",),
+    "prefix caching is always on": ("--prefix-caching",),
+    "adapters are never merged; completions are the same": ("--merge-adapter-weights",),
     "memory is the only limit; see --adapter-bytes": ("--max-active-adapters",),
-    "adapters come and go as requests need them": ("--adapter-cycle-time-s",),
-    "the engine chooses its kernels by itself": ("--backend", "--disable-sgmv", "--disable-custom-kernels"),
+    "adapters are loaded and evicted on demand": ("--adapter-cycle-time-s",),
+    "kernels are selected automatically": ("--backend", "--disable-sgmv", "--disable-custom-kernels"),
     "use --cuda-memory-fraction or --cache-bytes": ("--memory-wiggle-room",),
-    "ranks find each other by themselves, on one machine": ("--shard-uds-path", "--master-addr", "--master-port"),
-    "there is no tunnel in the server; run ngrok beside it": ("--ngrok", "--ngrok-authtoken", "--ngrok-edge"),
+    "ranks run on one machine and connect automatically": ("--shard-uds-path", "--master-addr", "--master-port"),
+    "ngrok is not built in; run it as a separate process": ("--ngrok", "--ngrok-authtoken", "--ngrok-edge"),
     PREDIBASE: ("--predibase-api-token",),
 }  # fmt: skip
-# Variables of LoRAX without a flag.
-UNUSED_VARIABLES = {
-    "REQUEST_LOGGER_URL": "requests are not sent to anybody; see --log-prompts and --otlp-endpoint",
+# LoRAX environment variables without a flag.
+IGNORED_VARIABLES = {
+    "REQUEST_LOGGER_URL": "requests are not sent to a logging service; see --log-prompts and --otlp-endpoint",
     "PREDIBASE_GATEWAY_ENDPOINT": PREDIBASE,
 }
-REFUSED_VARIABLES = dict.fromkeys(
-    ("ROPE_SCALING", "ROPE_FACTOR"), "rope scaling is what the model's config.json says; change it there"
+REJECTED_VARIABLES = dict.fromkeys(
+    ("ROPE_SCALING", "ROPE_FACTOR"), "set rope scaling in the model's config.json instead"
 )

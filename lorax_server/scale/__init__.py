@@ -1,1 +1,1 @@
-"""Replicas of the whole server on Ray Serve, and the router that sends each request where its adapter is."""
+"""Runs replicas of the server on Ray Serve, with adapter affinity, autoscaling and shared adapter changes."""

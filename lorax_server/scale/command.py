@@ -1,4 +1,4 @@
-"""`lorax serve --replicas N`: runs the application on a Ray cluster of this machine until a signal arrives."""
+"""`lorax serve --replicas N`: runs the application on a local Ray cluster until a signal arrives."""
 
 import os
 import re
@@ -9,21 +9,22 @@ from collections.abc import Sequence
 import ray
 from ray import serve
 
-from lorax_server.cli.command import guarded
+from lorax_server.cli.command import run_program
 from lorax_server.cli.settings import parse
 from lorax_server.machine import count_cores
 from lorax_server.scale.ray_app import ScaleConfig, build_application
 from lorax_server.scale.server_process import ReplicaError, ServerOptions, find_port
 from lorax_server.server.http.hosts import is_loopback
 
-APP = "lorax"
+APP_NAME = "lorax"
 LOCALHOST = "127.0.0.1"
-NICENESS = "RAY_worker_niceness"  # Ray's default of 15 gives every other process of the machine priority over replicas
-REASON = re.compile(r"ReplicaError: (.*)")
+# Ray's default niceness of 15 gives all other processes priority over replicas.
+NICENESS_VARIABLE = "RAY_worker_niceness"
+FAILURE_PATTERN = re.compile(r"ReplicaError: (.*)")
 
 
 def main(argv: Sequence[str]) -> int:
-    return guarded("lorax", lambda: serve_replicas(list(argv)))
+    return run_program("lorax", lambda: serve_replicas(list(argv)))
 
 
 def serve_replicas(argv: list[str]) -> int:
@@ -33,15 +34,15 @@ def serve_replicas(argv: list[str]) -> int:
     cores, port = count_cores(), config.port or find_port(config.host)
     scale = ScaleConfig(replicas=replicas, host=LOCALHOST, cpus=max(1, cores // replicas))
     if not config.allowed_hosts and not is_loopback(config.host):
-        argv = [*argv, "--allowed-host=*"]  # replicas listen locally, and would check the host
-    os.environ.setdefault(NICENESS, "0")
+        argv = [*argv, "--allowed-host=*"]  # replicas listen on localhost, where the Host header is checked
+    os.environ.setdefault(NICENESS_VARIABLE, "0")
     ray.init(num_cpus=max(cores, int(scale.cpus * replicas)), include_dashboard=False)
-    for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which sets its own handlers
+    for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which sets other handlers
         signal.signal(number, signal.default_int_handler)
     try:
         serve.start(http_options={"host": config.host, "port": port})
         _deploy(build_application(scale, ServerOptions(argv, os.getcwd())))
-        print(f"ready: http://{config.host}:{port} serves {config.model_id} by {replicas} replicas", flush=True)
+        print(f"ready: http://{config.host}:{port} serves {config.model_id} with {replicas} replicas", flush=True)
         while True:
             signal.pause()
     except KeyboardInterrupt:
@@ -53,10 +54,10 @@ def serve_replicas(argv: list[str]) -> int:
 
 def _deploy(application: serve.Application) -> None:
     try:
-        serve.run(application, name=APP)
+        serve.run(application, name=APP_NAME)
     except RuntimeError as error:
-        deployments = serve.status().applications[APP].deployments.values()
-        reasons = [reason for each in deployments for reason in REASON.findall(each.message)]
+        deployments = serve.status().applications[APP_NAME].deployments.values()
+        reasons = [reason for each in deployments for reason in FAILURE_PATTERN.findall(each.message)]
         raise ReplicaError(reasons[-1] if reasons else str(error)) from error
 
 

@@ -23,7 +23,12 @@ from starlette.types import Receive, Scope, Send
 from yarl import URL
 
 from lorax_server.errors import BusyError, EngineError, InputError, LoraxError
-from lorax_server.scale.change_registry import CONFIRM_S, RegistryError, find_registry, share_secret
+from lorax_server.scale.change_registry import (
+    CONFIRM_TIMEOUT_S,
+    RegistryError,
+    get_or_create_registry,
+    get_or_create_secret,
+)
 from lorax_server.scale.placement import RoutingKey
 from lorax_server.scale.routing_key import read_routing_key
 from lorax_server.server.http.error_responses import make_error_response, make_http_error
@@ -39,28 +44,27 @@ from lorax_server.server.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-CHOOSE_S = 10.0  # to wait for a replica if there is none
-PROBE_CHOOSE_S = 2.0  # the same for health probes
-SCRAPE_S = 5.0
-REGISTRY_S = 5.0  # for a registry call that waits for no replica
-RETRY_S = 10.0  # from the first attempt to forward a request until the ingress gives up
-PAUSE_S = 0.2  # before another attempt at a replica that has failed
-# Bytes of all request bodies that one ingress holds. Replicas check keys, so callers without a key can fill it.
+CHOOSE_TIMEOUT_S = 10.0  # wait for an available replica
+PROBE_CHOOSE_TIMEOUT_S = 2.0  # shorter, for health probes
+SCRAPE_TIMEOUT_S = 5.0
+REGISTRY_TIMEOUT_S = 5.0  # for registry calls that do not wait for replicas
+RETRY_TIMEOUT_S = 10.0  # total time for attempts to forward a request
+RETRY_DELAY_S = 0.2  # before a second attempt on the same replica
+# Limit for buffered request bodies per ingress. API keys are checked later, by replicas.
 MAX_BUFFERED_BYTES = 2**30
 PROBES = ("/", "/health", "/ping", "/startup")
-# Errors about an adapter: another replica may have the adapter, or a token for it. All replicas reject a key that may
-# not use the adapter.
+# Adapter errors that are retried on another replica, which may have the adapter or a token for it.
 ADAPTER_STATUS = 424
-ADAPTER_CODES = (b'"model_not_found"', b'"model_access_denied"')  # of OpenAI's routes, with status 404 and 403
+ADAPTER_CODES = (b'"model_not_found"', b'"model_access_denied"')  # OpenAI error codes with status 404 and 403
 TOKEN_NOTE = (
     b"only the replica that responded has used api_token, and no replica stores it; the other replicas need a token of "
     b"their own: in requests for the adapter, or HF_TOKEN and --use-global-hf-token on each machine"
 )
-SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?( .*)")  # a line of Prometheus's text format
+SAMPLE_PATTERN = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?( .*)")  # a sample in Prometheus's text format
 
 Headers = list[tuple[bytes, bytes]]
 
-# Headers that apply to one connection and are not forwarded.
+# Connection headers, which are not forwarded.
 HOP_BY_HOP = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
      "transfer-encoding", "upgrade")
@@ -70,16 +74,18 @@ NOT_RETURNED = HOP_BY_HOP | {"date", "server", "x-request-id", CHANGE_HEADER}  #
 AUTOMATIC_HEADERS = ("accept", "accept-encoding", "content-type", "user-agent")  # aiohttp adds these by default
 EVENT_STREAM = "text/event-stream"
 EVENT_END = b"\n\n"
-CONNECT_S = 5.0
-# A machine that loses power closes no connection. Keep-alive probes: seconds until the first one, seconds between them,
-# and their number; then milliseconds that sent bytes may stay unacknowledged. Not all systems have all options.
-KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
-KEEP_ALIVE_OPTIONS = {getattr(socket, name): value for name, value in KEEP_ALIVE.items() if hasattr(socket, name)}
-LOST = (aiohttp.ClientError, OSError)  # raised if a replica disconnects before the end of its response
+CONNECT_TIMEOUT_S = 5.0
+# TCP keep-alive detects replicas whose machine lost power. All values are seconds, except the number of probes
+# (KEEPCNT) and TCP_USER_TIMEOUT (milliseconds). Some systems lack some options.
+KEEP_ALIVE_SECONDS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
+KEEP_ALIVE_OPTIONS = {
+    getattr(socket, name): value for name, value in KEEP_ALIVE_SECONDS.items() if hasattr(socket, name)
+}
+DISCONNECT_ERRORS = (aiohttp.ClientError, OSError)  # raised if a replica disconnects before the end of its response
 
 
 class Ingress:
-    """A Ray actor to which Ray's proxies send all requests."""
+    """A Ray actor that receives all requests from Ray's proxies."""
 
     def __init__(
         self,
@@ -95,20 +101,20 @@ class Ingress:
         self._body_timeout_s = body_timeout_s
         self._max_buffered_bytes = max(MAX_BUFFERED_BYTES, max_body_bytes)
         self._buffered_bytes = 0
-        self._secret = share_secret(app)
-        self._registry = find_registry(app)
+        self._secret = get_or_create_secret(app)
+        self._registry = get_or_create_registry(app)
 
     def __serve_build_asgi_app__(self) -> Any:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             await self.serve(scope, receive, send)
 
-        return app  # a function: uvicorn would take a method for an application of an older ASGI
+        return app  # a function, because uvicorn treats a bound method as an ASGI 2 application
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            return  # nothing to start or stop
+            return
         request, path = Request(scope, receive), scope["path"]
-        body = bytearray()  # kept until the end of the response, for retries
+        body = bytearray()  # kept for retries until the response is complete
         try:
             await self._read_body(request, body)
             await self._respond(request, body, send)
@@ -138,48 +144,48 @@ class Ingress:
     # --- Responses ----------------------------------------------------------------------------------------------------
 
     async def _respond(self, request: Request, body: bytearray, send: Send) -> None:
-        """Forward a request to a replica, and to another one if the first disconnects before it responds, or cannot
-        serve the adapter."""
+        """Forward a request to a replica. Retry on another replica if the first one disconnects before it responds, or
+        cannot serve the adapter."""
         path = _raw_path(request)
         if path == "/metrics" and request.method == "GET" and not _accepts_json(request):
             headers = [(b"content-type", Metrics.content_type.encode())]
-            await _send_whole(send, 200, headers, (await self._merge_metrics(request)).encode())
+            await _send_response(send, 200, headers, (await self._merge_metrics(request)).encode())
             return
         if request.method == "POST" and unquote(path) in CHANGE_PATHS:
-            await self._list_replicas()  # the registry must be reachable before a replica changes anything
+            await self._replica_addresses()  # fail before any change if the registry is unavailable
         key = read_routing_key(path, body, self._base_names)
-        tried, rejection, deadline = list[str](), None, time.monotonic() + RETRY_S
+        tried, rejection, deadline = list[str](), None, time.monotonic() + RETRY_TIMEOUT_S
         while time.monotonic() < deadline:
             async with self._choose(key, tried, path) as selection:
                 replica = selection.replica_id
                 if replica in tried:
                     if rejection is not None:
                         break
-                    await asyncio.sleep(PAUSE_S)
+                    await asyncio.sleep(RETRY_DELAY_S)
                 try:
                     async with self._forward(selection.replica_metadata["address"], request, body) as response:
                         headers = _select_headers(response)
                         content = b"" if response.content_type == EVENT_STREAM else await response.read()
-                        if tried or not _may_differ_elsewhere(response.status, content, key):
+                        if tried or not _should_try_another_replica(response.status, content, key):
                             if change := response.headers.get(CHANGE_HEADER):
-                                headers += await self._record(body, change, replica)
+                                headers += await self._record_change(body, change, replica)
                             if response.content_type == EVENT_STREAM:
                                 await _send_stream(send, response, headers, path)
                             else:
-                                await _send_whole(send, response.status, headers, content)
+                                await _send_response(send, response.status, headers, content)
                             return
                         rejection = response.status, headers, content
-                except LOST as error:
-                    logger.warning("replica %s did not respond, trying another: %s", replica, error)
+                except DISCONNECT_ERRORS as error:
+                    logger.warning("replica %s disconnected, retrying: %s", replica, error)
                 tried.append(replica)
         if rejection is None:
-            raise EngineError(f"no replica can respond now: {len(set(tried))} disconnected", retry_after_s=1.0)
-        await _send_whole(send, *rejection)
+            raise EngineError(f"no replica is available: {len(set(tried))} disconnected", retry_after_s=1.0)
+        await _send_response(send, *rejection)
 
     def _forward(
         self, address: str, request: Request, body: bytearray
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """Send a request to a replica. Leaving the context early closes the connection, which aborts the request."""
+        """Send a request to a replica. Exiting the context early closes the connection, which aborts the request."""
         headers = CIMultiDict(pair for pair in request.headers.items() if pair[0].lower() not in NOT_FORWARDED)
         headers[SECRET_HEADER] = self._secret
         headers[CLIENT_HEADER] = request.client.host if request.client else ""
@@ -195,60 +201,60 @@ class Ingress:
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
-        """Connections to all replicas. Created by the first request, on the event loop that serves it."""
+        """The connection pool for all replicas, created on the event loop of the first request."""
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, socket_factory=_make_socket),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
     @asynccontextmanager
     async def _choose(self, key: RoutingKey, tried: Sequence[str], path: str) -> AsyncIterator[Any]:
-        """Reserve a place at a replica, so that Ray counts the request while it runs."""
+        """Choose a replica and count the request in Ray's queue length while the context is open."""
         async with AsyncExitStack() as stack:
             try:
-                async with asyncio.timeout(PROBE_CHOOSE_S if path in PROBES else CHOOSE_S):
+                async with asyncio.timeout(PROBE_CHOOSE_TIMEOUT_S if path in PROBES else CHOOSE_TIMEOUT_S):
                     selection = await stack.enter_async_context(self._servers.choose_replica(tuple(key), list(tried)))
             except (TimeoutError, RayServeException, ray.exceptions.RayError) as error:
-                reason = "none is available" if isinstance(error, TimeoutError) else type(error).__name__
-                raise EngineError(f"no replica can respond now: {reason}", retry_after_s=1.0) from error
+                reason = "timeout" if isinstance(error, TimeoutError) else type(error).__name__
+                raise EngineError(f"no replica is available: {reason}", retry_after_s=1.0) from error
             yield selection
 
-    # --- The registry -------------------------------------------------------------------------------------------------
+    # --- Registry -------------------------------------------------------------------------------------------------
 
-    async def _list_replicas(self) -> dict[str, str]:
+    async def _replica_addresses(self) -> dict[str, str]:
         """Return the addresses of all replicas."""
         try:
-            async with asyncio.timeout(REGISTRY_S):
+            async with asyncio.timeout(REGISTRY_TIMEOUT_S):
                 return dict(await self._registry.members.remote())
         except (TimeoutError, ray.exceptions.RayError) as error:
-            raise RegistryError("the adapter registry is unavailable, so nothing was changed; try again") from error
+            raise RegistryError("the adapter registry is unavailable, and no adapter was changed; try again") from error
 
-    async def _record(self, body: bytearray, change: str, replica: str) -> Headers:
-        """Have all replicas apply a change that one replica has made. Return additional response headers."""
+    async def _record_change(self, body: bytearray, change: str, replica: str) -> Headers:
+        """Apply an adapter change on all replicas. Return additional response headers."""
         try:
-            async with asyncio.timeout(CONFIRM_S + REGISTRY_S):
+            async with asyncio.timeout(CONFIRM_TIMEOUT_S + REGISTRY_TIMEOUT_S):
                 late = await self._registry.record.remote(AdapterChange(**json.loads(change)), replica)
         except (TimeoutError, ray.exceptions.RayError) as error:
-            message = "the adapter registry was lost: one replica has made this change, others may not; try again"
+            message = "the adapter registry failed during the change; some replicas may not have applied it; try again"
             raise RegistryError(message) from error
         if late:
             names = ", ".join(late)
-            raise RegistryError(f"these replicas have not confirmed the change, and make it when they can: {names}")
+            raise RegistryError(f"these replicas have not confirmed the change yet: {names}")
         return [(b"x-lorax-note", TOKEN_NOTE)] if json.loads(body).get("api_token") else []
 
     async def _merge_metrics(self, request: Request) -> str:
-        members = await self._list_replicas()
+        members = await self._replica_addresses()
         texts = await asyncio.gather(*(self._scrape(address, request) for address in members.values()))
         return merge_metrics({name: text for name, text in zip(members, texts, strict=True) if text})
 
     async def _scrape(self, address: str, request: Request) -> str:
         try:
-            async with asyncio.timeout(SCRAPE_S), self._forward(address, request, bytearray()) as response:
+            async with asyncio.timeout(SCRAPE_TIMEOUT_S), self._forward(address, request, bytearray()) as response:
                 return await response.text()
-        except LOST:
-            return ""  # the metrics of the other replicas are still useful
+        except DISCONNECT_ERRORS:
+            return ""  # return the metrics of the other replicas
 
 
 def _make_socket(address: tuple[Any, ...]) -> socket.socket:
@@ -261,7 +267,7 @@ def _make_socket(address: tuple[Any, ...]) -> socket.socket:
 
 
 def _raw_path(request: Request) -> str:
-    """Return the path with its percent-encoding."""
+    """Return the percent-encoded path."""
     path: str = (request.scope.get("raw_path") or request.scope["path"].encode()).decode("latin-1")
     if not path.startswith("/"):
         raise InputError("the request path must start with /")
@@ -276,27 +282,27 @@ def _select_headers(response: aiohttp.ClientResponse) -> Headers:
     return [(name, value) for name, value in response.raw_headers if name.decode().lower() not in NOT_RETURNED]
 
 
-def _may_differ_elsewhere(status: int, body: bytes, key: RoutingKey) -> bool:
-    """Return True if another replica may be able to serve a request that this one could not."""
+def _should_try_another_replica(status: int, body: bytes, key: RoutingKey) -> bool:
+    """Return True if another replica may be able to serve a failed request."""
     if status in (403, 404):
         return bool(key.adapter) and any(code in body for code in ADAPTER_CODES)
     return status == 503 or (bool(key.adapter) and status == ADAPTER_STATUS)
 
 
 async def _send_stream(send: Send, response: aiohttp.ClientResponse, headers: Headers, path: str) -> None:
-    """Send events to the client. The response starts with the first event, so that another replica can still respond
-    if this one disconnects before."""
+    """Send events to the client. The response starts after the first event, so that a retry on another replica is
+    possible until then."""
     events = _read_events(response, path)
     first = await anext(events, b"")
     await send({"type": "http.response.start", "status": response.status, "headers": headers})
-    await _send_part(send, first)
+    await _send_chunk(send, first)
     async for part in events:
-        await _send_part(send, part)
-    await _send_part(send, b"", more_body=False)
+        await _send_chunk(send, part)
+    await _send_chunk(send, b"", more_body=False)
 
 
 async def _read_events(response: aiohttp.ClientResponse, path: str) -> AsyncIterator[bytes]:
-    """Yield complete events, and an error event if the replica disconnects after the first one."""
+    """Yield complete events. If the replica disconnects after the first event, yield an error event."""
     has_started, rest = False, b""
     try:
         async for chunk in response.content.iter_any():
@@ -304,35 +310,35 @@ async def _read_events(response: aiohttp.ClientResponse, path: str) -> AsyncIter
             if end:
                 has_started = True
                 yield events + end
-    except LOST:
+    except DISCONNECT_ERRORS:
         if not has_started:
             raise
-        error = EngineError("the replica of this stream has gone; send the request again", retry_after_s=1.0)
+        error = EngineError("the replica disconnected; send the request again", retry_after_s=1.0)
         yield encode_event(make_error_response(error, path).body(path))
 
 
-async def _send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:
+async def _send_response(send: Send, status: int, headers: Headers, body: bytes) -> None:
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await _send_part(send, body, more_body=False)
+    await _send_chunk(send, body, more_body=False)
 
 
-async def _send_part(send: Send, body: bytes, more_body: bool = True) -> None:
+async def _send_chunk(send: Send, body: bytes, more_body: bool = True) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more_body})
 
 
-# --- Metrics of all replicas ------------------------------------------------------------------------------------------
+# --- Metrics --------------------------------------------------------------------------------------------------------
 
 
 def merge_metrics(texts: Mapping[str, str]) -> str:
-    """Merge Prometheus texts by replica. The format requires that all series of a metric stay together."""
-    families: dict[str, dict[str, None]] = {}  # lines by metric; the same comments of all replicas become one key
+    """Merge the Prometheus metrics of all replicas, with a `replica` label. Samples with the same name must be adjacent."""
+    families: dict[str, dict[str, None]] = {}  # lines by metric; a dict removes duplicate comments
     for replica, text in sorted(texts.items()):
         family = ""
         for line in text.splitlines():
             if line.startswith("#"):
                 family = line.split(" ", 3)[2]
                 families.setdefault(family, {})[line] = None
-            elif match := SAMPLE.fullmatch(line):
+            elif match := SAMPLE_PATTERN.fullmatch(line):
                 name, labels, value = match.groups()
                 label = f'replica="{replica}"' + (f",{labels}" if labels else "")
                 families.setdefault(family, {})[f"{name}{{{label}}}{value}"] = None

@@ -1,9 +1,7 @@
-"""Chooses the replica for a request. Ray's router and the cluster simulation share this code.
+"""Chooses the replica for a request, with adapter affinity. Does not use Ray.
 
-Every adapter ranks all replicas by rendezvous hashing: each pair of adapter and replica has a score, and the highest
-score ranks first. So thousands of adapters spread without a table, every router computes the same ranking, and when a
-replica leaves, only its own adapters move. Three things change the choice: where adapters are in memory, how many
-requests each replica has, and the share of all requests that an adapter gets.
+Replicas are ranked for each adapter by rendezvous hashing, so all routers compute the same ranking, and only
+adapters on removed replicas move. Loaded adapters, replica load and adapter popularity modify the choice.
 """
 
 import math
@@ -12,57 +10,57 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
-# A replica is overloaded above these multiples of the mean load, plus a number of requests. The bound is higher for an
-# adapter that is not hot: a replica computes a few more requests together in less time than a load may take.
+# A replica is overloaded above RATIO * mean load + EXTRA_REQUESTS. The limit is higher for cold adapters, because
+# loading an adapter elsewhere may take longer than a few more requests in a batch.
 HOT_LOAD_RATIO, HOT_EXTRA_REQUESTS = 1.05, 2
 COLD_LOAD_RATIO, COLD_EXTRA_REQUESTS = 1.15, 6
-HOT_SHARE = 0.1  # of one replica's fair load; an adapter with a larger share is hot
-COPIES = 4  # replicas of a hot adapter for each replica that its requests alone would fill
-WINDOW_REQUESTS = 20_000  # requests by which shares are measured
-RECENT_S = 3.0  # until a replica's report contains an adapter that was sent there
+HOT_LOAD_SHARE = 0.1  # share of one replica's fair load above which an adapter is hot
+COPIES_PER_FILLED_REPLICA = 4  # replicas that a hot adapter is spread over
+WINDOW_REQUESTS = 20_000  # requests over which adapter shares are measured
+SENT_EXPIRY_S = 3.0  # by then, the replica's report includes the adapter
 MASK = 2**64 - 1
 
 
 class RoutingKey(NamedTuple):
-    """The parts of a request that determine its replica."""
+    """Hashes that determine the replica for a request."""
 
-    adapter: int = 0  # hash of the adapter name; 0 is the base model
-    prefix: int = 0  # hash of the prompt prefix; 0 if the prompt is short
+    adapter: int = 0  # adapter name; 0 is the base model
+    prefix: int = 0  # prompt prefix; 0 for short prompts
 
 
 class Report(NamedTuple):
-    """A replica's adapters by tier, as hashes of their names."""
+    """Adapters on a replica by tier, as hashes of their names."""
 
     device: Set[int] = frozenset()
     host: Set[int] = frozenset()
     disk: Set[int] = frozenset()
     broken: Set[int] = frozenset()  # adapters that could not be loaded
-    capacity: int | None = None  # adapters that fit on the device, if known
+    capacity: int | None = None  # number of adapters that fit on the device, or None if unknown
     is_draining: bool = False
 
 
 @dataclass(eq=False)
 class ReplicaView:
-    """A replica as a router knows it."""
+    """A router's view of one replica."""
 
     name: str
-    load: float = 0.0  # requests
+    load: float = 0.0  # running and queued requests
     report: Report = field(default_factory=Report)
-    device: set[int] = field(default_factory=set)  # adapters in the report, and adapters sent since
-    sent: dict[int, float] = field(default_factory=dict)  # times at which adapters were sent
+    device: set[int] = field(default_factory=set)  # adapters in the report, and adapters of recent requests
+    sent: dict[int, float] = field(default_factory=dict)  # time of the last request by adapter
 
     def __post_init__(self) -> None:
         self.seed = hash_name(self.name)
 
     def score(self, number: int) -> int:
-        """Scatter 64 bits by the replica's name (the finalizer of splitmix64)."""
+        """Return the rendezvous score for a hash on this replica (splitmix64 finalizer)."""
         number ^= self.seed
         number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & MASK
         number = (number ^ number >> 27) * 0x94D049BB133111EB & MASK
         return number ^ number >> 31
 
-    def distance(self, adapter: int) -> int:
-        """Return a cost of moving an adapter to the device. A full device has to evict another adapter."""
+    def load_cost(self, adapter: int) -> int:
+        """Return the relative cost of loading an adapter to the device. A full device must evict another adapter."""
         has_space = self.report.capacity is None or len(self.device) < self.report.capacity
         if adapter in self.report.host:
             return 0 if has_space else 1
@@ -70,12 +68,12 @@ class ReplicaView:
 
 
 def hash_name(name: str) -> int:
-    """Return 64 bits that are the same in every process; never 0."""
+    """Return a stable, nonzero 64-bit hash."""
     return int.from_bytes(blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest(), "little") or 1
 
 
-class Shares:
-    """Adapter shares of recent requests. Older requests count half, a quarter, and so on."""
+class AdapterShares:
+    """The share of recent requests for each adapter, with exponentially decaying counts."""
 
     def __init__(self) -> None:
         self._counts: dict[int, float] = {}
@@ -89,39 +87,39 @@ class Shares:
             self._total = sum(self._counts.values())
 
     def of(self, adapter: int) -> float:
-        return self._counts.get(adapter, 0.0) / self._total if self._total > 1 / HOT_SHARE else 0.0
+        return self._counts.get(adapter, 0.0) / self._total if self._total > 1 / HOT_LOAD_SHARE else 0.0
 
 
 class ReplicaChooser:
-    """Chooses replicas for one router."""
+    """Chooses replicas and tracks their load and adapters."""
 
     def __init__(self) -> None:
         self.views: dict[str, ReplicaView] = {}
-        self._shares = Shares()
+        self._shares = AdapterShares()
 
     def set_replicas(self, names: Iterable[str]) -> None:
-        """Replace the set of replicas. Replicas that stay keep their state."""
+        """Set the replicas. Existing replicas keep their state."""
         self.views = {name: self.views.get(name) or ReplicaView(name) for name in sorted(names)}
 
     def set_load(self, name: str, load: float) -> None:
         self.views[name].load = load
 
     def set_report(self, name: str, report: Report, now: float) -> None:
-        """Store a replica's report, and add adapters that were sent to the replica since."""
+        """Store a report, and add the adapters of recent requests, which may not be in the report yet."""
         view = self.views[name]
         view.report = report
-        view.sent = {adapter: at for adapter, at in view.sent.items() if now - at < RECENT_S}
+        view.sent = {adapter: at for adapter, at in view.sent.items() if now - at < SENT_EXPIRY_S}
         view.device = {*report.device, *view.sent} - report.broken
 
-    def choose(self, key: RoutingKey, now: float, avoided: Collection[str] = ()) -> str | None:
-        """Choose a replica, or return None if all replicas drain.
+    def choose(self, key: RoutingKey, now: float, failed_replicas: Collection[str] = ()) -> str | None:
+        """Choose a replica, or return None if all replicas are draining.
 
-        `avoided` replicas have failed to serve this request. They are chosen only if no other replica is left.
+        `failed_replicas` could not serve this request. They are chosen only if no other replica is left.
         """
         available = [view for view in self.views.values() if not view.report.is_draining]
         if not available:
             return None
-        candidates = [view for view in available if view.name not in avoided] or available
+        candidates = [view for view in available if view.name not in failed_replicas] or available
         mean = sum(view.load for view in available) / len(available)
         if not key.adapter:
             return _choose_by_prefix(key.prefix, candidates, mean).name
@@ -132,14 +130,14 @@ class ReplicaChooser:
         return view.name
 
     def is_hot(self, adapter: int) -> bool:
-        return self._fair_load(adapter) >= HOT_SHARE
+        return self._replicas_filled(adapter) >= HOT_LOAD_SHARE
 
     def rank(self, adapter: int) -> list[str]:
-        """Rank the names of all replicas for an adapter."""
+        """Return all replica names, in the order of preference for an adapter."""
         return [view.name for view in _rank(self.views.values(), adapter)]
 
-    def _fair_load(self, adapter: int) -> float:
-        """Return the number of replicas that an adapter's requests would fill."""
+    def _replicas_filled(self, adapter: int) -> float:
+        """Return an adapter's load in units of one replica's fair load."""
         return self._shares.of(adapter) * len(self.views)
 
     def _choose_by_adapter(self, key: RoutingKey, candidates: list[ReplicaView], mean: float) -> ReplicaView:
@@ -148,7 +146,9 @@ class ReplicaChooser:
         bound = mean * HOT_LOAD_RATIO + HOT_EXTRA_REQUESTS
         if self.is_hot(adapter):
             if all(view.load > HOT_EXTRA_REQUESTS for view in holders):
-                copies = _rank(candidates, adapter)[: math.ceil(self._fair_load(adapter) * COPIES)]
+                copies = _rank(candidates, adapter)[
+                    : math.ceil(self._replicas_filled(adapter) * COPIES_PER_FILLED_REPLICA)
+                ]
                 holders += [view for view in copies if view not in holders and adapter not in view.report.broken]
             holders, holder_bound = _sort_by_load(holders, key.prefix), bound
         else:
@@ -159,7 +159,7 @@ class ReplicaChooser:
         ranked = _rank(candidates, adapter)
         able = [view for view in ranked if adapter not in view.report.broken] or ranked
         free = [view for view in able if view.load <= bound] or able
-        return min(free, key=lambda view: view.distance(adapter))  # the first of equals ranks highest
+        return min(free, key=lambda view: view.load_cost(adapter))  # ties go to the highest rank
 
 
 def _rank(views: Iterable[ReplicaView], adapter: int) -> list[ReplicaView]:
@@ -167,7 +167,7 @@ def _rank(views: Iterable[ReplicaView], adapter: int) -> list[ReplicaView]:
 
 
 def _sort_by_load(views: list[ReplicaView], prefix: int) -> list[ReplicaView]:
-    """Sort the replicas of a hot adapter by load. Equal prompt prefixes sort replicas of about equal load alike."""
+    """Sort the replicas with a hot adapter by load. Similar loads are ordered by prompt prefix, for prefix cache hits."""
     if not prefix or not views:
         return sorted(views, key=lambda view: view.load)
     least = min(view.load for view in views)
@@ -175,7 +175,7 @@ def _sort_by_load(views: list[ReplicaView], prefix: int) -> list[ReplicaView]:
 
 
 def _choose_by_prefix(prefix: int, candidates: list[ReplicaView], mean: float) -> ReplicaView:
-    """Choose the replica whose cache may hold the prompt prefix, or the least loaded replica without a prefix."""
+    """Choose by prompt prefix, for prefix cache hits, or the least loaded replica for short prompts."""
     if not prefix:
         return min(candidates, key=lambda view: view.load)
     bound = mean * HOT_LOAD_RATIO + HOT_EXTRA_REQUESTS

@@ -1,6 +1,6 @@
 """The Ray Serve application: `serve run lorax_server.scale.ray_app:build model_id=... replicas=4`.
 
-Arguments are the fields of `ScaleConfig`. All others are flags of `lorax serve`, with underscores for dashes.
+Arguments are the fields of `ScaleConfig` and all `lorax serve` flags, with underscores instead of dashes.
 """
 
 import math
@@ -15,7 +15,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 
 from lorax_server import __version__
 from lorax_server.cli.flags import make_flags
-from lorax_server.cli.settings import Parsed, parse
+from lorax_server.cli.settings import ParsedSettings, parse
 from lorax_server.config import ServerConfig, Settings, setting
 from lorax_server.errors import ConfigError
 from lorax_server.scale.ingress import Ingress
@@ -24,29 +24,29 @@ from lorax_server.scale.replica import ServerReplica
 from lorax_server.scale.server_process import ServerOptions
 
 ROUTERS: Mapping[str, type | None] = {"adapters": AdapterRouter, "ray": None, "random": RandomRouter}
-REPORT_S = 1.0  # between two routing reports of a replica
-REPORTS_PER_LOOK_BACK = 3  # autoscaling reports of a replica in the period over which they are averaged
-HEALTH_CHECK_S = 5.0
-UNLIMITED_REQUESTS = 100_000  # servers reject excess requests themselves, with their own errors
+REPORT_INTERVAL_S = 1.0  # between routing reports
+REPORTS_PER_LOOK_BACK = 3  # autoscaling reports per averaging period
+HEALTH_CHECK_INTERVAL_S = 5.0
+UNLIMITED_REQUESTS = 100_000  # replicas reject excess requests themselves
 
 
 @dataclass(frozen=True)
 class ScaleConfig(Settings):
-    """Settings of the application itself."""
+    """Settings for routing, autoscaling and resources."""
 
-    name: str = setting("lorax", "name of the registry, for several applications in one cluster")
+    name: str = setting("lorax", "registry name, unique for each application in a cluster")
     replicas: int = setting(1, "number of replicas")
-    max_replicas: int | None = setting(None, "upper bound of autoscaling", none="no autoscaling")
-    target_waiting: float = setting(8.0, "waiting requests that a replica should have at most", above=0)
-    target_tokens: float = setting(100_000.0, "tokens of running sequences that a replica should have at most", above=0)
-    look_back_s: float = setting(30.0, "seconds over which both are averaged", at_least=1)
+    max_replicas: int | None = setting(None, "upper bound for autoscaling", none="no autoscaling")
+    target_waiting: float = setting(8.0, "target number of waiting requests per replica", above=0)
+    target_tokens: float = setting(100_000.0, "target number of tokens in running sequences per replica", above=0)
+    look_back_s: float = setting(30.0, "seconds over which the load is averaged", at_least=1)
     upscale_delay_s: float = setting(10.0, "seconds before a replica is added", at_least=0)
     downscale_delay_s: float = setting(300.0, "seconds before a replica is removed", at_least=0)
     ingresses: int = setting(1, "number of ingress processes")
-    cpus: float = setting(1.0, "CPUs of a replica", at_least=0)
-    gpus: float | None = setting(None, "GPUs of a replica", none="--num-shard if the cluster has GPUs", at_least=0)
-    router: str = setting("adapters", "how requests are routed", choices=tuple(ROUTERS))
-    host: str = setting("", "address that replicas listen on", none="the address of their machine")
+    cpus: float = setting(1.0, "CPUs per replica", at_least=0)
+    gpus: float | None = setting(None, "GPUs per replica", none="--num-shard if the cluster has GPUs", at_least=0)
+    router: str = setting("adapters", "request router", choices=tuple(ROUTERS))
+    host: str = setting("", "address that replicas listen on", none="the machine address")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,13 +55,13 @@ class ScaleConfig(Settings):
 
 
 def build(arguments: Mapping[str, Any]) -> serve.Application:
-    """Build the application from the arguments of `serve run` or the `args` of a Serve config."""
+    """Build the application from `serve run` arguments or `args` in a Serve config file."""
     scale, flags = read_arguments(arguments)
     return build_application(scale, ServerOptions(flags))
 
 
 def read_arguments(arguments: Mapping[str, Any]) -> tuple[ScaleConfig, list[str]]:
-    """Split arguments into the application's settings and flags of `lorax serve`."""
+    """Split arguments into application settings and `lorax serve` flags."""
     own_flags = {flag.field: flag for flag in make_flags(ScaleConfig)}
     own, flags = dict[str, Any](), list[str]()
     for name, value in arguments.items():
@@ -75,10 +75,10 @@ def read_arguments(arguments: Mapping[str, Any]) -> tuple[ScaleConfig, list[str]
 
 
 def build_application(scale: ScaleConfig, options: ServerOptions) -> serve.Application:
-    """Build the application. Flags are checked here, before any replica starts."""
+    """Build the application. All flags are checked before a replica starts."""
     parsed = parse(list(options.flags), os.environ, "serve")
     config = parsed.make_config(None)
-    servers = _deploy_servers(scale, parsed, config).bind(options, scale.name, __version__, scale.host)
+    servers = _make_server_deployment(scale, parsed, config).bind(options, scale.name, __version__, scale.host)
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
         name="ingress",
         num_replicas=scale.ingresses,
@@ -89,15 +89,15 @@ def build_application(scale: ScaleConfig, options: ServerOptions) -> serve.Appli
     return ingress.bind(servers, scale.name, names, config.max_body_bytes, config.body_timeout_s)
 
 
-def _deploy_servers(scale: ScaleConfig, parsed: Parsed, config: ServerConfig) -> serve.Deployment:
+def _make_server_deployment(scale: ScaleConfig, parsed: ParsedSettings, config: ServerConfig) -> serve.Deployment:
     router = {"request_router_class": ROUTERS[scale.router]} if ROUTERS[scale.router] else {}
     servers = serve.deployment(ServerReplica).options(
         name="servers",
         max_ongoing_requests=UNLIMITED_REQUESTS,
         ray_actor_options={"num_cpus": scale.cpus, "num_gpus": _count_gpus(scale, parsed)},
-        request_router_config=RequestRouterConfig(request_routing_stats_period_s=REPORT_S, **router),
+        request_router_config=RequestRouterConfig(request_routing_stats_period_s=REPORT_INTERVAL_S, **router),
         graceful_shutdown_timeout_s=config.drain_s,
-        health_check_period_s=HEALTH_CHECK_S,
+        health_check_period_s=HEALTH_CHECK_INTERVAL_S,
     )
     if scale.max_replicas is None:
         return servers.options(num_replicas=scale.replicas)
@@ -109,12 +109,12 @@ def _deploy_servers(scale: ScaleConfig, parsed: Parsed, config: ServerConfig) ->
         downscale_delay_s=scale.downscale_delay_s,
         look_back_period_s=scale.look_back_s,
         metrics_interval_s=scale.look_back_s / REPORTS_PER_LOOK_BACK,
-        policy=AutoscalingPolicy(policy_function=QueueAndTokens, policy_kwargs=targets),
+        policy=AutoscalingPolicy(policy_function=QueueAndTokenPolicy, policy_kwargs=targets),
     )
     return servers.options(autoscaling_config=autoscaling)
 
 
-def _count_gpus(scale: ScaleConfig, parsed: Parsed) -> float:
+def _count_gpus(scale: ScaleConfig, parsed: ParsedSettings) -> float:
     if scale.gpus is not None:
         return scale.gpus
     device = parsed.values.get("device", "auto")
@@ -127,10 +127,10 @@ def _count_gpus(scale: ScaleConfig, parsed: Parsed) -> float:
 # --- Autoscaling ------------------------------------------------------------------------------------------------------
 
 
-class QueueAndTokens:
-    """A Ray Serve autoscaling policy: as many replicas as keep each one below both targets.
+class QueueAndTokenPolicy:
+    """A Ray Serve autoscaling policy that keeps the mean load per replica below both targets.
 
-    Ray calls it periodically, and applies its own delays and bounds to the result.
+    Ray calls the policy periodically, and applies delays and bounds to the result.
     """
 
     def __init__(self, target_waiting: float, target_tokens: float) -> None:

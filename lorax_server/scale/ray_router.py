@@ -9,12 +9,12 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from lorax_server.scale.placement import ReplicaChooser, Report, RoutingKey, hash_name
 
 TIERS = ("device", "host", "disk", "broken")
-MAX_REPORTED = 2048  # adapters of each tier in a report: every router gets all reports
+MAX_REPORTED = 2048  # adapters per tier in a report; every router receives all reports
 
 
-class AdapterRouter(RequestRouter):  # type: ignore[misc] # Ray has no types that mypy can use
-    """Sends a request where its adapter is. The arguments of a request are its `RoutingKey` and the names of replicas
-    that have failed to serve it."""
+class AdapterRouter(RequestRouter):  # type: ignore[misc] # Ray is untyped
+    """Routes requests with adapter affinity. The request arguments are a `RoutingKey` and the names of replicas that
+    have failed to serve the request."""
 
     def initialize_state(self, **_: Any) -> None:
         self._chooser = ReplicaChooser()
@@ -32,26 +32,28 @@ class AdapterRouter(RequestRouter):  # type: ignore[misc] # Ray has no types tha
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Rank the chosen replica first, and then all others, since the first may reject the request."""
+        """Return the chosen replica first, then all others as fallback."""
         if pending_request is None or not candidate_replicas:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
-        key, avoided = pending_request.args or (RoutingKey(), ())
+        key, failed_replicas = pending_request.args or (RoutingKey(), ())
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         self._chooser.set_replicas(by_name)
         for name, replica in by_name.items():
             self._chooser.set_load(name, self.replica_queue_len_cache.get(replica.replica_id) or 0)
-        chosen = self._chooser.choose(RoutingKey(*key), time.monotonic(), avoided)
+        chosen = self._chooser.choose(RoutingKey(*key), time.monotonic(), failed_replicas)
         if chosen is None:
-            return []  # all replicas drain: Ray asks again when there is another one
-        self.on_send_request(by_name[chosen].replica_id)  # Ray's cached queue length is updated later
+            return []  # all replicas are draining; Ray retries when the replicas change
+        self.on_send_request(by_name[chosen].replica_id)  # count the request before Ray updates its queue length
         views = self._chooser.views.items()
-        others = [name for name, view in views if not view.report.is_draining and name not in (chosen, *avoided)]
+        others = [
+            name for name, view in views if not view.report.is_draining and name not in (chosen, *failed_replicas)
+        ]
         return [[by_name[chosen]], [by_name[name] for name in others]]
 
 
-class RandomRouter(RequestRouter):  # type: ignore[misc] # as above
-    """Sends requests to random replicas, as a baseline for benchmarks."""
+class RandomRouter(RequestRouter):  # type: ignore[misc] # Ray is untyped
+    """Routes requests to random replicas, as a baseline for benchmarks."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -62,7 +64,7 @@ class RandomRouter(RequestRouter):  # type: ignore[misc] # as above
 
 
 def pack_report(names: dict[str, list[str]], capacity: int | None, is_draining: bool) -> dict[str, Any]:
-    """Encode a report for Ray. Hashes are sorted, because Ray broadcasts only reports that differ as text."""
+    """Encode a report for Ray. Hashes are sorted, because Ray compares reports by `str()`."""
     tiers = {tier: sorted(map(hash_name, set(names.get(tier, ())[:MAX_REPORTED]))) for tier in TIERS}
     return {**tiers, "capacity": capacity, "is_draining": is_draining}
 

@@ -1,4 +1,4 @@
-"""A replica: a Ray Serve actor that starts a server, monitors it, and applies adapter changes to it."""
+"""A Ray Serve replica, which starts a server process, monitors it and applies adapter changes."""
 
 import asyncio
 import logging
@@ -11,53 +11,61 @@ import ray
 from ray import serve
 
 from lorax_server import __version__
-from lorax_server.scale.change_registry import LEASE_S, Entry, MissedUnloadError, find_registry, share_secret
+from lorax_server.scale.change_registry import (
+    LEASE_S,
+    MissedUnloadError,
+    RegistryEntry,
+    get_or_create_registry,
+    get_or_create_secret,
+)
 from lorax_server.scale.ray_router import pack_report
 from lorax_server.scale.server_process import ReplicaError, ServerOptions, ServerProcess
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.5
-WATCH_S = 0.2
+RETRY_DELAY_S = 0.5
+WATCH_INTERVAL_S = 0.2
 
 
 class ServerReplica:
-    """An actor with its own server. Requests go to the server directly and not through the actor."""
+    """The Ray actor for one replica. Requests bypass the actor and go directly to the server process."""
 
     async def __init__(self, options: ServerOptions, app: str, version: str, host: str = "") -> None:  # type: ignore[misc] # Ray awaits it
         check_version(version)
         self._name = serve.get_replica_context().replica_id.unique_id
-        secret = await asyncio.to_thread(share_secret, app)
+        secret = await asyncio.to_thread(get_or_create_secret, app)
         self._server = ServerProcess(options, host or ray.util.get_node_ip_address(), secret)
         self._confirmed = 0  # version of the last adapter change that the server has applied
-        self._max_on_device = 0  # adapters on the device at the same time so far
+        self._max_on_device = 0  # highest number of adapters on the device so far
         self._tasks: list[asyncio.Task[None]] = []
         try:
             await self._server.wait_until_ready()
-            self._registry = find_registry(app)
+            self._registry = get_or_create_registry(app)
             while entries := await self._registry.join.remote(self._name, self._confirmed, self._server.address):
                 await self._apply(entries)
         except BaseException:
             await self._server.stop()
             raise
-        self._tasks = [asyncio.create_task(work()) for work in (self._apply_changes, self._renew_lease, self._watch)]
+        self._tasks = [
+            asyncio.create_task(work()) for work in (self._apply_changes, self._renew_lease, self._exit_with_server)
+        ]
 
-    # --- Hooks of Ray Serve -------------------------------------------------------------------------------------------
+    # --- Ray Serve hooks ----------------------------------------------------------------------------------------------
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Return the address of the server, for the ingress."""
+        """Return the server address, for the ingress."""
         return {"address": self._server.address}
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return the locations of adapters, for request routers."""
+        """Return adapter locations, for request routers."""
         state = await self._server.read_state()
         self._max_on_device = max(self._max_on_device, state["on_device"])
-        # The device's capacity is known after the first eviction.
+        # The device capacity is unknown until the first eviction.
         capacity = self._max_on_device if state["evictions"] else None
         return pack_report(state["names"], capacity, state["is_draining"])
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the load, for `ray_app.QueueAndTokens`."""
+        """Return the load, for `ray_app.QueueAndTokenPolicy`."""
         state = await self._server.read_state()
         return {"waiting": state["waiting"], "tokens": state["tokens"]}
 
@@ -71,32 +79,32 @@ class ServerReplica:
 
     # --- Background tasks ---------------------------------------------------------------------------------------------
 
-    async def _watch(self) -> None:
-        """Exit with the server, so that Ray replaces the replica immediately."""
+    async def _exit_with_server(self) -> None:
+        """Exit if the server process exits, so that Ray replaces the replica immediately."""
         while self._server.is_running:
-            await asyncio.sleep(WATCH_S)
-        logger.error("the replica's server has stopped, so the replica exits: %s", self._server.last_log())
+            await asyncio.sleep(WATCH_INTERVAL_S)
+        logger.error("exiting because the server process has stopped: %s", self._server.last_log())
         os._exit(1)
 
     async def _apply_changes(self) -> None:
-        """Apply adapter changes. Without a registry, the replica keeps the adapters that it knows."""
+        """Apply adapter changes. While the registry is unavailable, adapters stay unchanged."""
         while True:
             try:
                 await self._apply(await self._registry.poll.remote(self._name, self._confirmed, self._server.address))
             except MissedUnloadError as error:
-                logger.error("this replica may have adapters that were unloaded, so Ray replaces it: %s", error)
+                logger.error("exiting because the replica may serve unloaded adapters: %s", error)
                 os._exit(1)
-            except Exception as error:  # without this task, no later change would be applied
+            except Exception as error:  # the task must survive, or later changes are lost
                 logger.warning("cannot read or apply adapter changes, retrying: %r", error)
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(RETRY_DELAY_S)
 
-    async def _apply(self, entries: Iterable[Entry]) -> None:
+    async def _apply(self, entries: Iterable[RegistryEntry]) -> None:
         for entry in entries:
             await self._server.apply(entry.change, is_own=entry.served_by == self._name)
             self._confirmed = entry.version
 
     async def _renew_lease(self) -> None:
-        """Renew the lease, also during a change that takes long."""
+        """Renew the lease, also while a slow change is applied."""
         while True:
             await asyncio.sleep(LEASE_S / 3)
             with suppress(ray.exceptions.RayError):

@@ -1,4 +1,4 @@
-"""Reads the routing key of a request. The ingress sends a request that it cannot read to any replica to reject."""
+"""Extracts the routing key from a request body. Invalid requests may go to any replica, which rejects them."""
 
 from collections.abc import Collection
 from typing import Any
@@ -7,7 +7,7 @@ import msgspec
 
 from lorax_server.scale.placement import RoutingKey, hash_name
 
-PREFIX_BYTES = 512  # of a prompt; shorter prompts share too little to be routed together
+PREFIX_BYTES = 512  # shorter prompts are not routed by prefix
 GENERATION_PATHS = ("/", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions")
 
 
@@ -17,7 +17,7 @@ class _Parameters(msgspec.Struct):
 
 
 class _Body(_Parameters):
-    """Fields of LoRAX, OpenAI and admin requests. The decoder skips all others."""
+    """Routing fields of LoRAX, OpenAI and admin requests. The decoder skips other fields."""
 
     model: Any = None
     inputs: msgspec.Raw = msgspec.Raw()
@@ -31,7 +31,7 @@ _decode = msgspec.json.Decoder(_Body).decode
 
 
 def read_routing_key(path: str, content: bytes | bytearray, base_names: Collection[str]) -> RoutingKey:
-    """Return the hashes of the adapter that a request names and of its prompt prefix."""
+    """Return hashes of the adapter name and the prompt prefix."""
     try:
         body = _decode(content)
     except (msgspec.MsgspecError, ValueError, RecursionError):  # not JSON, not UTF-8, nested too deeply

@@ -1,7 +1,7 @@
-"""The program of a replica's server process: `lorax serve` at an address and with a secret that the replica sets.
+"""Entry point for a replica's server process.
 
-The replica writes one line of JSON to the standard input and keeps it open. When the replica ends, for any reason, the
-input closes and this process exits: the replica's successor needs its memory and its GPU.
+The replica writes flags and secret as one JSON line to standard input and keeps it open. When the replica dies,
+standard input closes and this process exits, to release memory and GPUs.
 """
 
 import json
@@ -11,21 +11,21 @@ import threading
 from dataclasses import replace
 from typing import NoReturn
 
-from lorax_server.cli.command import guarded, read_config
+from lorax_server.cli.command import read_config, run_program
 from lorax_server.launch import serve_forever
 
 
 def main() -> int:
     options = json.loads(sys.stdin.readline())
-    threading.Thread(target=_exit_with_replica, daemon=True).start()
-    return guarded("lorax", lambda: _serve(**options))
+    threading.Thread(target=_exit_when_replica_stops, daemon=True).start()
+    return run_program("lorax", lambda: _serve(**options))
 
 
 def _serve(flags: list[str], secret: str) -> int:
     return serve_forever(replace(read_config(flags, os.environ), replica_secret=secret))
 
 
-def _exit_with_replica() -> NoReturn:
+def _exit_when_replica_stops() -> NoReturn:
     sys.stdin.read()
     os._exit(1)
 

@@ -1,4 +1,4 @@
-"""The server process of a replica."""
+"""Starts, stops and controls a replica's server process."""
 
 import asyncio
 import json
@@ -17,14 +17,14 @@ import aiohttp
 from lorax_server.errors import LoraxError
 from lorax_server.server.http.replica_protocol import SECRET_HEADER, AdapterChange
 
-MAX_LOG_LINES = 20  # kept to report why the server stopped
+KEPT_LOG_LINES = 20  # shown if the server stops
 POLL_S = 0.1
-STOP_S = 15.0  # after SIGTERM, until SIGKILL
-REQUEST_S = 30.0
+STOP_TIMEOUT_S = 15.0  # between SIGTERM and SIGKILL
+REQUEST_TIMEOUT_S = 30.0
 
 
 class ReplicaError(LoraxError):
-    """The server of a replica cannot start, has stopped, or rejects a request."""
+    """The server process could not start, has stopped, or rejected a request."""
 
 
 class ServerOptions(NamedTuple):
@@ -35,12 +35,12 @@ class ServerOptions(NamedTuple):
 
 
 class ServerProcess:
-    """A server process and its control routes."""
+    """A running server process and a client for its control routes."""
 
     def __init__(self, options: ServerOptions, host: str, secret: str) -> None:
         self.port = find_port(host)
         self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
-        self._log_lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
+        self._log_lines: deque[str] = deque(maxlen=KEPT_LOG_LINES)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lorax_server.scale.server_main"],
             stdin=subprocess.PIPE,
@@ -53,7 +53,7 @@ class ServerProcess:
         )
         assert self._process.stdin is not None
         assert self._process.stderr is not None
-        flags = [*options.flags, f"--hostname={host}", f"--port={self.port}"]  # the last value of a flag counts
+        flags = [*options.flags, f"--hostname={host}", f"--port={self.port}"]  # override earlier flags
         self._process.stdin.write(json.dumps({"flags": flags, "secret": secret}) + "\n")
         self._process.stdin.flush()
         threading.Thread(target=self._copy_log, args=(self._process.stderr,), daemon=True).start()
@@ -70,10 +70,10 @@ class ServerProcess:
                 sys.stderr.write(line)
 
     async def wait_until_ready(self) -> None:
-        """Wait until the server is healthy. A model may load for minutes, so there is no timeout."""
+        """Wait until the server is healthy. There is no timeout, because loading a model may take minutes."""
         while True:
             if not self.is_running:
-                await asyncio.sleep(POLL_S)  # for the last log lines
+                await asyncio.sleep(POLL_S)  # let the log thread read the last lines
                 raise ReplicaError(f"the replica's server could not start: {self.last_log()}")
             try:
                 await self._request("GET", "/health")
@@ -85,10 +85,10 @@ class ServerProcess:
         return "".join(self._log_lines).strip()[-2000:] or f"exit code {self._process.returncode}, without a message"
 
     async def stop(self) -> None:
-        """Stop the server. Its requests have finished."""
-        self._process.send_signal(signal.SIGTERM)  # ignored if the process has ended
+        """Stop the server after its requests have finished."""
+        self._process.send_signal(signal.SIGTERM)  # no effect if the process has exited
         try:
-            await asyncio.to_thread(self._process.wait, STOP_S)
+            await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
@@ -100,11 +100,11 @@ class ServerProcess:
         return state
 
     async def apply(self, change: AdapterChange, is_own: bool) -> None:
-        """Apply an adapter change. `is_own` is True if this server has processed the request."""
+        """Apply an adapter change. `is_own` is True if this server processed the request."""
         await self._request("POST", "/replica/changes", {"change": change._asdict(), "is_own": is_own})
 
     async def _request(self, method: str, path: str, body: Any = None) -> bytes:
-        timeout = aiohttp.ClientTimeout(total=REQUEST_S)
+        timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         async with (
             aiohttp.ClientSession(f"http://{self.address}", headers=self._headers, timeout=timeout) as session,
             session.request(method, path, json=body) as response,
@@ -117,7 +117,7 @@ class ServerProcess:
 
 
 def find_port(host: str) -> int:
-    """Find a free port. If another process takes it first, the server fails to start, and Ray restarts the replica."""
+    """Return a free port. If another process binds it first, the server fails to start and Ray restarts the replica."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as found:
         found.bind((host, 0))

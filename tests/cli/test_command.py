@@ -17,7 +17,7 @@ from lorax_server.cli import client as cli_client
 from lorax_server.cli import command as cli
 from lorax_server.cli import http as cli_http
 from lorax_server.cli import launcher, main
-from lorax_server.cli.bench import Sample, quantiles, summarize
+from lorax_server.cli.bench import RequestTiming, quantiles, summarize
 from lorax_server.config import ServerConfig
 from lorax_server.errors import ConfigError, EngineError
 
@@ -175,7 +175,7 @@ def test_the_launcher_reads_the_environment(
 def test_a_gpu_is_used_if_there_is_one(
     served: list[ServerConfig], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "find_device", lambda: "cuda")
+    monkeypatch.setattr(cli, "detect_device", lambda: "cuda")
     main(["serve", "--model-id", str(model)])
     main(["serve", "--model-id", str(model), "--device", "cpu"])
     assert [config.engine.model.device for config in served] == ["cuda", "cpu"]
@@ -185,10 +185,10 @@ def test_a_gpu_is_detected_without_torch_in_this_process(monkeypatch: pytest.Mon
     monkeypatch.setattr("shutil.which", lambda _: "/bin/nvidia-smi")
     for device in ("cuda", "cpu"):
         monkeypatch.setattr(cli, "PROBE", f"print('{device}')")
-        assert cli.find_device() == device
+        assert cli.detect_device() == device
     monkeypatch.setattr(cli, "PROBE", "1 / 0")
     with pytest.raises(ConfigError, match="give --device cpu or --device cuda"):
-        cli.find_device()
+        cli.detect_device()
 
 
 def test_what_is_asked_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,15 +202,15 @@ def test_what_is_asked_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--revision", "main"], 2, "lorax: --model-id is missing"),
         (["serve", "--model-id", "/no/model"], 2, "lorax: model '/no/model': there is no such folder"),
         (["serve", "--model-id", "/no/model", "--port", "99999"], 2, "lorax: --port = 99999 must be"),
-        (["serve", "--model-id", "/no/model", "--playground-examples", "/no/file"], 2, "the examples cannot be read"),
+        (["serve", "--model-id", "/no/model", "--playground-examples", "/no/file"], 2, "cannot read the examples file"),
         (["serve", "--model-id", "/no/model", "--keys-file", "/no/file"], 2, "/no/file"),
-        (["sreve"], 2, "lorax: there is no command 'sreve'; there are serve, generate"),
-        (["--verbose"], 2, "lorax: '--verbose' is not known"),
+        (["sreve"], 2, "lorax: unknown command 'sreve'; use one of serve, generate"),
+        (["--verbose"], 2, "lorax: '--verbose' is not a known flag"),
         (["generate"], 2, "lorax: the following arguments are required: PROMPT"),
         (["generate", "x", "--temperature", "hot"], 2, "argument --temperature: invalid float value"),
         (["generate", "x", "--timeout", "nan"], 2, "--timeout nan must be above 0"),
-        (["generate", "x", "--url", "localhost:3000"], 2, "is no address such as"),
-        (["generate", "x", "--url", "http://x:port"], 2, "is no address"),
+        (["generate", "x", "--url", "localhost:3000"], 2, "is not an address such as"),
+        (["generate", "x", "--url", "http://x:port"], 2, "is not an address"),
         (["generate", "x", "--api-key", "clé"], 2, "characters that no key has"),
         (["generate", "x", "--url", "http://127.0.0.1:9"], 1, "is it running? Start one with `lorax serve`"),
         (["bench", "--requests", "0"], 2, "--requests 0 must be at least 1"),
@@ -246,7 +246,7 @@ def test_how_a_server_ends(
 
 
 def test_a_bug_of_ours_is_not_hidden(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "find_device", lambda: 1 / 0)
+    monkeypatch.setattr(cli, "detect_device", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["serve", "--model-id", str(model)])
 
@@ -388,9 +388,9 @@ def test_letters_that_an_encoding_lacks(server: Server, monkeypatch: pytest.Monk
         ((500, b""), "no reason given"),
         ((500, {"error": f"x{FORBIDDEN}"}), "x]0;hacked\n"),
         ([token("a"), event({"error": "it broke", "error_type": "generation"})], "lorax: it broke"),
-        ([token("a")], "the stream ended before the answer did"),
-        ([], "the stream ended before the answer did"),
-        ([b'data: {"token": {"te'], "the server's answer is no JSON"),
+        ([token("a")], "the stream stopped before the completion was finished"),
+        ([], "the stream stopped before the completion was finished"),
+        ([b'data: {"token": {"te'], "the server's response is not JSON"),
         ([event([1])], "events have no token; is it a lorax server?"),
         ([event({"token": None})], "events have no token"),
         ((200, b"<html>"), "the stream ended before"),
@@ -417,14 +417,14 @@ def test_a_server_that_says_nothing(server: Server, capsys: pytest.CaptureFixtur
     server.replies["/generate_stream"] = wait
     assert main(["generate", "Hi", "--timeout", "0.05"]) == 1
     said.set()
-    assert "said nothing for 0.05 s" in capsys.readouterr().err
+    assert "sent no data for 0.05 s" in capsys.readouterr().err
 
 
 def test_an_event_without_an_end(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(cli_http, "MAX_EVENT_BYTES", 1000)
     server.replies["/generate_stream"] = lambda _: (b"data: aaaaaaaa" for _ in iter(int, 1))
     assert main(["generate", "Hi"]) == 1
-    assert "an event without an end" in capsys.readouterr().err
+    assert "an event that is too long" in capsys.readouterr().err
     assert server.is_gone.wait(PATIENCE_S)
 
 
@@ -466,7 +466,7 @@ def test_chat_keeps_what_was_said(server: Server, monkeypatch: pytest.MonkeyPatc
     [
         ((404, {"error": {"message": "no adapter of this name"}}), "no adapter of this name"),
         ([chunk("a"), event({"error": {"message": "it broke"}})], "it broke"),
-        ([chunk("a")], "the stream ended before the answer did"),
+        ([chunk("a")], "the stream stopped before the completion was finished"),
         ([event({"choices": 5})], "events have no choices"),
         ([event({"choices": [5]})], "events have no choices"),
         ([event("x")], "events have no choices"),
@@ -567,14 +567,14 @@ def test_pages_that_come_again(server: Server, following: tuple[str, ...], capsy
     for query, mark in zip(("", *(f"?after={mark}" for mark in following)), following, strict=False):
         server.replies[f"/v1/adapters{query}"] = say(200, {"data": [], "next": mark})
     assert main(["adapters"]) == 1
-    assert "pages of adapters come again after 'b'" in capsys.readouterr().err
+    assert "adapter list repeats the page after 'b'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("answer", [[], {}, {"data": 5}, {"data": [5]}, "x"])
 def test_a_list_that_is_none(server: Server, answer: Any, capsys: pytest.CaptureFixture[str]) -> None:
     server.replies["/v1/adapters"] = lambda _: (200, answer)
     assert main(["adapters"]) == 1
-    assert "lists no adapters" in capsys.readouterr().err
+    assert "contains no adapter list" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -635,14 +635,14 @@ def test_bench_counts_failures(server: Server, capsys: pytest.CaptureFixture[str
     figures = json.loads(capsys.readouterr().out)
     assert (figures["requests"], figures["errors"], figures["generated_tokens"]) == (3, 2, 2)
     assert figures["reasons"] == {
-        "the server refuses with status 429: Model is overloaded": 1,
-        "the stream ended before the answer did": 1,
+        "the server responded with status 429: Model is overloaded": 1,
+        "the stream stopped before the completion was finished": 1,
     }
 
 
 def test_bench_where_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--requests", "2", "--url", "http://127.0.0.1:9"]) == 1
-    assert "failed 2 times: no server answers" in capsys.readouterr().out
+    assert "failed 2 times: cannot connect to a server" in capsys.readouterr().out
 
 
 def test_figures_that_cannot_be_written(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
@@ -658,7 +658,7 @@ def test_quantiles() -> None:
 
 
 def test_time_between_tokens() -> None:
-    samples = [Sample(1.0, 3.0, 5), Sample(1.0, 1.0, 1), Sample(error="x", total_s=9.0, tokens=4)]
+    samples = [RequestTiming(1.0, 3.0, 5), RequestTiming(1.0, 1.0, 1), RequestTiming(error="x", total_s=9.0, tokens=4)]
     figures = summarize(samples, 2.0)
     assert figures["per_token_s"]["p99"] == 0.5
     assert (figures["tokens_per_s"], figures["requests_per_s"]) == (3.0, 1.0)

@@ -12,7 +12,7 @@ from moto import mock_aws
 from lorax_server.adapters.sources import s3
 from lorax_server.adapters.sources.download import LOCK_SUFFIX
 from lorax_server.cli import download
-from lorax_server.cli.download import choose_files, find_model
+from lorax_server.cli.download import find_model, select_model_files
 from lorax_server.errors import ConfigError, LoraxError, SourceError, WeightsError
 from tests.adapters.sources.hub_server import HubServer, Repo
 from tests.adapters.sources.server import Fault, Reply, running
@@ -119,7 +119,9 @@ def test_the_token_of_the_user_is_sent(hub: HubServer, cache: Path, tmp_path: Pa
 
 
 def test_offline_a_model_comes_from_the_cache(hub: HubServer, cache: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model 'owner/model': it is not in the cache, and the server is offline$"):
+    with pytest.raises(
+        ConfigError, match=r"model 'owner/model': not found in the cache, and the server is in offline mode$"
+    ):
         find_model(NAME, None, "hub", cache, endpoint=hub.url, offline=True)
     assert not hub.seen
     folder = find_model(NAME, None, "hub", cache, endpoint=hub.url)
@@ -173,14 +175,14 @@ def test_a_cached_model_of_huggingface_hub_is_not_downloaded_again(hub: HubServe
     [
         ("owner/missing", None, ConfigError, r"no such repository.*no local folder.*HF_TOKEN"),
         (NAME, "missing", ConfigError, "model 'owner/model@missing': the hub has no such repository, revision"),
-        ("owner/gated", None, ConfigError, "may be private, gated .*consent of their owner"),
-        ("a/b/c", None, ConfigError, "names look like owner/name"),
-        ("owner/.. ", None, ConfigError, "names look like owner/name"),
-        ("owner/pickled", None, WeightsError, "pickled only.*save_pretrained"),
+        ("owner/gated", None, ConfigError, "may be private, gated .*require access"),
+        ("a/b/c", None, ConfigError, "hub names have the form owner/name"),
+        ("owner/.. ", None, ConfigError, "hub names have the form owner/name"),
+        ("owner/pickled", None, WeightsError, "only pickled weights.*save_pretrained"),
         ("owner/empty", None, WeightsError, "no weights"),
         ("owner/nothing", None, ConfigError, "no config.json"),
         ("owner/broken", None, SourceError, "status 500; try again later"),
-        ("owner/refused", None, ConfigError, r"the hub refuses it \(403\)"),
+        ("owner/refused", None, ConfigError, r"the hub denies access \(403\)"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(
@@ -205,7 +207,7 @@ def test_a_cache_that_cannot_be_written(hub: HubServer, cache: Path) -> None:
 
 def test_other_templates_are_kept_and_other_folders_are_not() -> None:
     names = ["model-1.safetensors", "additional_chat_templates/tool.jinja", "onnx/model.safetensors", "x/config.json"]
-    assert choose_files("m", names) == names[:2]
+    assert select_model_files("m", names) == names[:2]
 
 
 # --- a bucket

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lorax_server.cli import demo
-from lorax_server.cli.flags import FLAGS, TABLE, Flag, build_parser
+from lorax_server.cli.flags import FLAG_GROUPS, FLAGS, Flag, build_parser
 from lorax_server.cli.lorax_flags import FLAG_NAMES, VARIABLES
-from lorax_server.cli.settings import Parsed, parse
+from lorax_server.cli.settings import ParsedSettings, parse
 from lorax_server.config import CorsConfig, EngineConfig, ModelConfig, ServerConfig, SourceConfig
 from lorax_server.errors import ConfigError
 
@@ -39,7 +39,7 @@ FITTING = {
 }  # fmt: skip
 
 
-def read(line: str = "", environ: dict[str, str] | None = None, command: str = "serve") -> Parsed:
+def read(line: str = "", environ: dict[str, str] | None = None, command: str = "serve") -> ParsedSettings:
     words = line.split()
     return parse(words if "--model-id" in words else ["--model-id", "owner/model", *words], environ or {}, command)
 
@@ -52,7 +52,7 @@ def config(line: str = "", environ: dict[str, str] | None = None, device: str = 
 
 
 def test_every_flag_of_lorax_is_known() -> None:
-    assert set(LORAX_FLAGS) == {flag.name for flag in FLAGS if not flag.is_ours}
+    assert set(LORAX_FLAGS) == {flag.name for flag in FLAGS if not flag.has_env_prefix}
 
 
 SETTINGS = (ModelConfig, SourceConfig, EngineConfig, CorsConfig, ServerConfig)
@@ -95,7 +95,7 @@ def test_flags_need_no_docstrings() -> None:
 )
 def test_kinds_follow_from_types(name: str, kind: str) -> None:
     (flag,) = (flag for flag in FLAGS if flag.name == name)
-    assert (flag.kind, flag.is_ours, flag.repeats) == (kind, True, False)
+    assert (flag.kind, flag.has_env_prefix, flag.repeats) == (kind, True, False)
 
 
 def test_names_and_variables_are_of_one_flag_each() -> None:
@@ -112,8 +112,8 @@ def test_every_flag_can_be_given_and_set(flag: Flag, command: str) -> None:
     text = FITTING.get(flag.name, SAMPLES[flag.kind])
     base = [] if flag.name == "--model-id" else ["--model-id", "owner/model"]
     parsed = parse([*base, flag.name, text], {}, command)
-    assert bool(parsed.warnings) == bool(flag.unused)
-    assert all(flag.unused in warning for warning in parsed.warnings)
+    assert bool(parsed.warnings) == bool(flag.ignored_reason)
+    assert all(flag.ignored_reason in warning for warning in parsed.warnings)
     if flag.variables:
         assert parse(base, {flag.variables[0]: text}, command).values == parsed.values
     if flag.settings and flag.field not in ("static_adapter", "preload"):  # these become pairs with a source
@@ -150,7 +150,7 @@ def test_only_the_launcher_lets_pages_of_others_and_other_names_in() -> None:
 def test_help_teaches() -> None:
     for command, program in (("serve", "lorax serve"), ("launcher", "lorax-launcher")):
         text = build_parser(command).format_help()
-        for title in list(TABLE)[:-1]:
+        for title in list(FLAG_GROUPS)[:-1]:
             assert f"\n{title}:\n" in text
         assert all(flag.name in text for flag in FLAGS)
         assert "(default: 1024)" in re.sub(r"\s+", " ", text)
@@ -236,7 +236,7 @@ def test_what_repeats() -> None:
         ("", {"TRUST_REMOTE_CODE": "1"}, "TRUST_REMOTE_CODE: code that comes"),
         ("--embedding-dim 256", {}, "--embedding-dim: embeddings are not supported"),
         ("--watermark-gamma 0.25", {}, "--watermark-gamma = 0.25 cannot be changed"),
-        ("", {"ROPE_SCALING": "linear"}, "ROPE_SCALING: rope scaling is what the model's config.json says"),
+        ("", {"ROPE_SCALING": "linear"}, "ROPE_SCALING: set rope scaling in the model's config.json"),
         (
             "--max-batch-prefill-tokens 3 --max-rows 4",
             {},
@@ -251,10 +251,10 @@ def test_what_repeats() -> None:
         ("--adapter-memory-fraction 1.5", {}, "--adapter-memory-fraction = 1.5 must be"),
         ("--adapter-memory-fraction 0.1 --adapter-bytes 1G", {}, "not both"),
         ("--cache-bytes 1G", {"MAX_BATCH_TOTAL_TOKENS": "5"}, "or the environment variable MAX_BATCH_TOTAL_TOKENS = 5"),
-        ("--modle-id x", {}, "'--modle-id' is not known; is it --model-id?"),
-        ("--model x", {}, "'--model' is not known"),
+        ("--modle-id x", {}, "'--modle-id' is not a known flag; did you mean --model-id?"),
+        ("--model x", {}, "'--model' is not a known flag"),
         ("--port", {}, "expected one argument"),
-        ("something", {}, "'something' is not known"),
+        ("something", {}, "'something' is not a known flag"),
     ],
 )
 def test_what_cannot_be_is_an_error(line: str, environ: dict[str, str], message: str) -> None:
@@ -480,8 +480,8 @@ def test_folders_that_the_operator_names_may_be_read(tmp_path: Path, monkeypatch
     [
         ("--adapter-source local", "give --local-adapters or --adapters-dir"),
         ("--default-adapter-source s3", "give --s3-bucket"),
-        ("--no-hub --adapter-id a/x --local-adapters /x", "switched off by --no-hub"),
-        ("--no-hub --adapter-source hub", "switched off by --no-hub"),
+        ("--no-hub --adapter-id a/x --local-adapters /x", "--no-hub is set"),
+        ("--no-hub --adapter-source hub", "--no-hub is set"),
         ("--preloaded-adapter-ids x --preloaded-adapter-source s3", "give --s3-bucket"),
     ],
 )

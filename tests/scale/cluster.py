@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from lorax_server.scale.command import NICENESS
+from lorax_server.scale.command import NICENESS_VARIABLE
 from lorax_server.server.http.replica_protocol import SECRET_HEADER
 from tests.demo.server import FOLDER
 from tests.e2e.http_server import Server, import_path
@@ -152,7 +152,7 @@ def starting() -> Iterator[Cluster]:
             shutil.copytree(FOLDER / "adapters" / name, Path(folder, "adapters", name))
         environ = {**os.environ, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
         environ |= {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}  # other tests keep the machine busy
-        environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", NICENESS: "0"}
+        environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", NICENESS_VARIABLE: "0"}
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.scale.driver", folder, str(port)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ,

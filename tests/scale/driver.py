@@ -19,7 +19,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from lorax_server import __version__
 from lorax_server.scale import ray_app
-from lorax_server.scale.change_registry import STORE
+from lorax_server.scale.change_registry import STORE_NAMESPACE
 from tests.scale.cluster import SECRET
 
 APP = "lorax"
@@ -59,7 +59,7 @@ def main() -> None:
     ray.init(
         num_cpus=8, include_dashboard=False, _temp_dir=str(folder), log_to_driver=False, logging_level=logging.ERROR
     )
-    _internal_kv_put(f"secret:{APP}".encode(), SECRET.encode(), namespace=STORE)  # for requests to replicas
+    _internal_kv_put(f"secret:{APP}".encode(), SECRET.encode(), namespace=STORE_NAMESPACE)  # for requests to replicas
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         say(None)

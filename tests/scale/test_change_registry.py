@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from lorax_server.scale import change_registry as module
-from lorax_server.scale.change_registry import LEASE_S, MAX_UNLOADS, ChangeRegistry, Entry, MissedUnloadError
+from lorax_server.scale.change_registry import LEASE_S, MAX_UNLOADS, ChangeRegistry, MissedUnloadError, RegistryEntry
 from lorax_server.server.http.replica_protocol import AdapterChange
 
 
@@ -91,7 +91,7 @@ def test_a_replica_hears_of_a_change_at_once_and_so_does_its_caller(monkeypatch:
         await asyncio.sleep(0)
         recording = asyncio.create_task(world.registry.record(load("x"), "a"))
         news = [await poll for poll in polls]
-        assert news == [[Entry(1, load("x"), "a")]] * 2
+        assert news == [[RegistryEntry(1, load("x"), "a")]] * 2
         later = [asyncio.create_task(world.registry.poll(name, 1, f"{name}:1")) for name in ("a", "b")]
         assert await recording == []
         for poll in later:
@@ -126,7 +126,7 @@ def test_a_replica_that_polls_and_does_not_confirm_is_named() -> None:
         world.clock.now = LEASE_S - 1
         await world.registry.poll("late", 0, "l:1")
         assert not recording.done()
-        world.clock.now = module.CONFIRM_S + 1
+        world.clock.now = module.CONFIRM_TIMEOUT_S + 1
         await world.registry.join("late", 0, "l:1")
         assert await recording == ["late"]
 
@@ -140,7 +140,7 @@ def test_a_later_load_replaces_an_earlier_one_and_versions_continue_after_a_rest
             await world.registry.record(change)
         again = World(world.stored)
         kept = await again.registry.join("b", 0, "b:1")
-        assert kept == [Entry(3, load("z", "my-x")), Entry(4, unload("y"))]
+        assert kept == [RegistryEntry(3, load("z", "my-x")), RegistryEntry(4, unload("y"))]
         await again.registry.leave("b")
         await again.registry.record(load("w"))
         last = World(again.stored)
@@ -164,7 +164,7 @@ def test_unloaded_names_are_forgotten(loaded: AdapterChange, unloaded: AdapterCh
         await world.registry.record(load("standing"))
         await record_pairs(world, 3 * MAX_UNLOADS, loaded, unloaded)
         kept = await world.registry.join("new", 0, "n:1")
-        assert kept[0] == Entry(1, load("standing"))
+        assert kept[0] == RegistryEntry(1, load("standing"))
         assert [entry.change.is_load for entry in kept[1:]] == [False] * MAX_UNLOADS
         assert kept[-1].version == 1 + 6 * MAX_UNLOADS  # a replica that has applied them all is up to date
         assert await World(world.stored).registry.join("new", 0, "n:1") == kept
@@ -201,7 +201,7 @@ def test_an_unload_concerns_the_adapter_of_the_last_recorded_load() -> None:
         await world.registry.record(load("old", "mine"))
         await world.registry.record(load("new", "mine", pin=True))
         await world.registry.record(unload("old", "mine"))
-        assert await world.registry.join("b", 0, "b:1") == [Entry(3, unload("new", "mine"))]
+        assert await world.registry.join("b", 0, "b:1") == [RegistryEntry(3, unload("new", "mine"))]
 
     asyncio.run(run())
 

@@ -53,7 +53,7 @@ def test_it_serves_and_leaves_nothing_behind() -> None:
                 break
         ready = READY.search(said[-1])
         assert ready, "".join(said)
-        assert "by 2 replicas" in said[-1]
+        assert "with 2 replicas" in said[-1]
         assert generate(int(ready[1].rsplit(":", 1)[1]), "pirate")[0]
         started = psutil.Process(process.pid).children(recursive=True)
         assert {each.nice() for each in started if each.name().startswith("ray::")} == {psutil.Process().nice()}

@@ -41,9 +41,9 @@ BODY = json.dumps({"inputs": "x", "parameters": {"adapter_id": "poet"}}).encode(
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PAUSE_S", 0.01)
-    monkeypatch.setattr(module, "share_secret", lambda app: f"the secret of {app}")  # which is in Ray's store
-    monkeypatch.setattr(module, "find_registry", lambda app: Reached())  # noqa: ARG005
+    monkeypatch.setattr(module, "RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr(module, "get_or_create_secret", lambda app: f"the secret of {app}")  # which is in Ray's store
+    monkeypatch.setattr(module, "get_or_create_registry", lambda app: Reached())  # noqa: ARG005
 
 
 class Chosen:
@@ -168,7 +168,7 @@ def test_a_stream_that_breaks_ends_with_an_error_after_its_last_whole_event() ->
         assert (status, asked) == (200, [FIRST])
         assert body.startswith(event * 2)
         last = json.loads(body.removeprefix(event * 2).removeprefix("data: "))
-        assert "has gone; send the request again" in str(last["error"])
+        assert "disconnected; send the request again" in str(last["error"])
         assert (last["error"]["type"] == "server_error") if is_openai else (last["error_type"] == "generation")
 
 
@@ -217,12 +217,12 @@ def test_without_an_adapter_no_other_is_asked() -> None:
 
 
 def test_when_no_replica_answers_the_client_is_told_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RETRY_S", 0.5)
-    monkeypatch.setattr(module, "CHOOSE_S", 0.1)
-    for answers, reason in (({FIRST: hang_up, SECOND: hang_up}, "2 disconnected"), ({}, "none is available")):
+    monkeypatch.setattr(module, "RETRY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(module, "CHOOSE_TIMEOUT_S", 0.1)
+    for answers, reason in (({FIRST: hang_up, SECOND: hang_up}, "2 disconnected"), ({}, "timeout")):
         status, headers, body, _ = asyncio.run(ask(answers))
         assert (status, headers["retry-after"]) == (503, "1")
-        assert f"no replica can respond now: {reason}" in body
+        assert f"no replica is available: {reason}" in body
 
 
 def test_a_body_above_the_limit_reaches_no_replica() -> None:
@@ -317,7 +317,7 @@ class Reached:
 
 
 def use_registry(monkeypatch: pytest.MonkeyPatch, registry: Reached) -> None:
-    monkeypatch.setattr(module, "find_registry", lambda app: registry)  # noqa: ARG005
+    monkeypatch.setattr(module, "get_or_create_registry", lambda app: registry)  # noqa: ARG005
 
 
 def test_the_response_to_a_load_with_a_token_says_that_other_replicas_need_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +360,7 @@ def test_a_load_changes_nothing_if_the_registry_is_unavailable(
     use_registry(monkeypatch, Reached(fails_at="members"))
     status, headers, body, asked = asyncio.run(ask({FIRST: LOADED}, LOAD, LOAD_BODY))
     assert (status, headers["retry-after"], asked) == (503, "1", [])
-    assert "nothing was changed" in body
+    assert "no adapter was changed" in body
     assert asyncio.run(ask({FIRST: whole(200, "one", "{}")}))[0] == 200
 
 
@@ -368,7 +368,7 @@ def test_a_registry_that_is_lost_during_a_load_is_an_error(monkeypatch: pytest.M
     use_registry(monkeypatch, Reached(fails_at="record"))
     status, _, body, asked = asyncio.run(ask({FIRST: LOADED}, LOAD, LOAD_BODY))
     assert (status, asked) == (503, [FIRST])
-    assert "others may not; try again" in body
+    assert "may not have applied it; try again" in body
 
 
 def test_a_failed_load_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

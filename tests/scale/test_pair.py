@@ -240,8 +240,8 @@ def test_a_change_that_one_server_cannot_apply_delays_no_other(pair: Pair) -> No
 
 @pytest.fixture
 def ingress_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "share_secret", lambda app: SECRET)  # noqa: ARG005 # it is in Ray's store
-    monkeypatch.setattr(module, "find_registry", lambda app: None)  # noqa: ARG005
+    monkeypatch.setattr(module, "get_or_create_secret", lambda app: SECRET)  # noqa: ARG005 # it is in Ray's store
+    monkeypatch.setattr(module, "get_or_create_registry", lambda app: None)  # noqa: ARG005
 
 
 async def ask(pair: Pair, body: dict[str, Any], key: str = ADMIN) -> int:

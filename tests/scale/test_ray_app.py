@@ -7,7 +7,7 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve.config import AutoscalingContext
 
 from lorax_server.errors import ConfigError
-from lorax_server.scale.ray_app import QueueAndTokens, ScaleConfig, build, read_arguments
+from lorax_server.scale.ray_app import QueueAndTokenPolicy, ScaleConfig, build, read_arguments
 
 DEPLOYMENT = DeploymentID("servers", "lorax")
 
@@ -23,7 +23,7 @@ def test_arguments_of_a_command_line_and_of_a_file_mean_the_same() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"modle_id": "x"}, r"'--modle-id=x' is not known; is it --model-id\?"),
+        ({"modle_id": "x"}, r"'--modle-id=x' is not a known flag; did you mean --model-id\?"),
         ({"replicas": "many"}, "replicas: 'many' is not a whole number"),
         ({"replicas": 0}, "replicas = 0 must be at least 1"),
         ({"cpus": -1}, "cpus = -1.0 must not be negative"),
@@ -76,4 +76,4 @@ def context(reported: dict[str, list[float]]) -> AutoscalingContext:
     ],
 )
 def test_replicas_follow_the_queue_and_the_tokens(reported: dict[str, list[float]], replicas: int) -> None:
-    assert QueueAndTokens(target_waiting=10, target_tokens=1000)(context(reported)) == (replicas, {})
+    assert QueueAndTokenPolicy(target_waiting=10, target_tokens=1000)(context(reported)) == (replicas, {})

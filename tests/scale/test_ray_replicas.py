@@ -123,7 +123,7 @@ def test_a_registry_that_stops_refuses_changes_and_nothing_else(cluster: Cluster
     try:
         status, headers, answer = send(cluster.port, "POST", "/v1/load_lora_adapter", {**given, "lora_name": "more"})
         assert (status, headers["retry-after"]) == (503, "1")
-        assert "nothing was changed" in answer["error"]["message"]
+        assert "no adapter was changed" in answer["error"]["message"]
         assert generate(cluster.port, "kept", PROMPT)[0]
     finally:
         registry.resume()
@@ -307,7 +307,7 @@ def test_a_replica_that_cannot_start_says_why_and_others_go_on(cluster: Cluster)
     finally:
         cluster.ask("delete", "other")
     for arguments, message in (
-        ({"modle_id": "x"}, "is it --model-id?"),
+        ({"modle_id": "x"}, "did you mean --model-id?"),
         ({"replicas": "many"}, "replicas: 'many' is not a whole number"),
         ({"replicas": 0}, "replicas = 0 must be at least 1"),
         ({"replicas": 3, "max_replicas": 2}, "max_replicas = 2 must be at least replicas = 3"),

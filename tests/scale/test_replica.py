@@ -57,8 +57,8 @@ class Replica(ServerReplica):
 def test_a_replica_that_missed_an_unload_exits_so_that_ray_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="one"))
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(module, "share_secret", str)
-    monkeypatch.setattr(module, "find_registry", lambda app: Registry())  # noqa: ARG005
+    monkeypatch.setattr(module, "get_or_create_secret", str)
+    monkeypatch.setattr(module, "get_or_create_registry", lambda app: Registry())  # noqa: ARG005
     monkeypatch.setattr(module, "ServerProcess", RunningServer)
 
     async def run() -> None:

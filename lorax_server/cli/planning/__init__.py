@@ -1,1 +1,1 @@
-"""`lorax plan`: how much a GPU holds, how fast it answers, and how many of them some traffic needs. Nothing is run."""
+"""`lorax plan`: estimates memory use, latency and the number of GPUs for some traffic, without running a model."""

@@ -1,4 +1,4 @@
-"""Compute a replica's memory, its largest batch, and the replicas that some traffic needs."""
+"""Computes memory layout and batch size per replica, and the number of replicas for some traffic."""
 
 import math
 from bisect import bisect_left
@@ -14,26 +14,27 @@ from lorax_server.cli.planning.model_sizes import HALF_BYTES, ModelSizes
 from lorax_server.config import EngineConfig
 from lorax_server.errors import ConfigError
 
-STEP_TOKENS = 4096  # tokens of the largest step
-STEP_HIDDEN, STEP_WIDEST = 6, 3  # activations per token, in units of the hidden size and of the widest matrix
-LOGIT_BYTES = 16  # per logit, while tokens are sampled
+MAX_STEP_TOKENS = 4096  # assumed maximum number of tokens in a step
+# Activations per token, in units of the hidden size and of the widest matrix.
+HIDDEN_ACTIVATIONS, WIDEST_ACTIVATIONS = 6, 3
+LOGIT_BYTES = 16  # per logit during sampling
 GRAPH_BYTES = 2**30  # CUDA graphs and the CUDA context
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests per second over all replicas, and the mean request."""
+    """Requests per second over all replicas, and mean request lengths."""
 
     requests_per_s: float
     prompt_tokens: int
     answer_tokens: int
-    zipf: float = 1.0  # the k-th most popular adapter gets traffic in proportion to 1 / k ** zipf
+    zipf: float = 1.0  # traffic of the k-th most popular adapter is proportional to 1 / k ** zipf
     base_share: float = 0.0  # share of requests without an adapter
 
 
 @dataclass(frozen=True)
 class AdapterMix:
-    """The number of adapters and their bytes on the device."""
+    """The number of adapters and their size on the device."""
 
     count: int
     total_bytes: int
@@ -43,7 +44,7 @@ class AdapterMix:
     def of_ranks(
         cls, sizes: ModelSizes, ranks: list[tuple[int, int]], modules: Collection[str], has_magnitudes: bool = False
     ) -> "AdapterMix":
-        """Describe adapters given by ranks and the number of adapters of each rank."""
+        """Sum up adapters, given as pairs of rank and count."""
         each = [(count, sizes.adapter_bytes(rank, modules, has_magnitudes)) for rank, count in ranks if count]
         total = sum(count * num_bytes for count, num_bytes in each)
         return cls(sum(count for count, _ in each), total, max((num_bytes for _, num_bytes in each), default=0))
@@ -54,24 +55,24 @@ class AdapterMix:
 
 
 class Popularity:
-    """Adapter popularity by Zipf's law, most popular first."""
+    """Adapter popularity according to Zipf's law, most popular first."""
 
     def __init__(self, count: int, exponent: float) -> None:
         weights = np.arange(1.0, count + 1) ** -exponent
-        self._shares = np.minimum(weights / weights.sum(), 1 - 1e-12)  # the logarithm of 0 is not finite
+        self._shares = np.minimum(weights / weights.sum(), 1 - 1e-12)  # avoid log(0)
 
     def share_of_first(self, count: int) -> float:
-        """Return the share of requests that use the `count` most popular adapters."""
+        """Return the share of requests for the `count` most popular adapters."""
         return float(self._shares[:count].sum())
 
-    def expect_distinct(self, requests: float) -> float:
-        """Return the expected number of different adapters among some requests."""
+    def expected_distinct(self, requests: float) -> float:
+        """Return the expected number of distinct adapters in a number of requests."""
         return float(-np.expm1(requests * np.log1p(-self._shares)).sum())
 
 
 @dataclass
 class Planner:
-    """Plan one model with its adapters and traffic on one kind of hardware. None is the server's default."""
+    """Plans a model with its adapters and traffic on one type of GPU. None means the server default."""
 
     sizes: ModelSizes
     mix: AdapterMix
@@ -85,22 +86,24 @@ class Planner:
 
     def __post_init__(self) -> None:
         traffic, is_large = self.traffic, self.gpu.memory >= machine.LARGE_GPU_BYTES
-        self._rows = self.max_rows or (machine.LARGE_GPU_MAX_NUM_SEQS if is_large else machine.MAX_NUM_SEQS)
+        self._rows = self.max_rows or (
+            machine.LARGE_GPU_DEFAULT_MAX_NUM_SEQS if is_large else machine.DEFAULT_MAX_NUM_SEQS
+        )
         self._popularity = Popularity(self.mix.count, traffic.zipf)
-        self._is_adapted = self.mix.count > 0 and traffic.base_share < 1
-        self._mean_length = traffic.prompt_tokens + traffic.answer_tokens / 2  # of running sequences
+        self._has_adapters = self.mix.count > 0 and traffic.base_share < 1
+        self._mean_length = traffic.prompt_tokens + traffic.answer_tokens / 2  # mean length of running sequences
         flop = self.sizes.prompt_flop(traffic.prompt_tokens)
-        self._prompt_rate = step_time.find_prompt_rate(self.gpu, flop, self._is_adapted)
+        self._prefill_tokens_per_s = step_time.prefill_tokens_per_s(self.gpu, flop, self._has_adapters)
         self._memory = self._plan_memory()
 
     def plan(self, goal_ms: float | None = None, load: float = 0.8) -> dict[str, Any]:
-        """Return all figures, in bytes, milliseconds and seconds, for replicas with at most a share of their load."""
+        """Return all figures. `load` is the highest allowed replica utilization."""
         memory = self._memory
         device_share, host_share = (
-            self._popularity.share_of_first(count) if self._is_adapted else 1.0
+            self._popularity.share_of_first(count) if self._has_adapters else 1.0
             for count in (memory["device_adapters"], memory["device_adapters"] + memory["host_adapters"])
         )
-        rows, limit = self._find_rows(goal_ms)
+        rows, limit = self._find_batch_size(goal_ms)
         replica = self._plan_replica(rows, limit, 1 - device_share)
         return {
             "gpu": self.gpu._asdict(),
@@ -118,94 +121,97 @@ class Planner:
             "replicas": max(1, math.ceil(self.traffic.requests_per_s / (replica["requests_per_s"] * load))),
         }
 
-    def _find_rows(self, goal_ms: float | None) -> tuple[int, str]:
-        """Return the largest batch size and the limit that the next larger one exceeds."""
+    def _find_batch_size(self, goal_ms: float | None) -> tuple[int, str]:
+        """Return the largest batch size, and the limit that prevents a larger one."""
         if goal_ms is not None and self._token_ms(1) > goal_ms:
             raise ConfigError(
-                f"--token-ms {goal_ms:g} cannot be reached: a single sequence takes {self._token_ms(1):.1f} ms for a "
-                "token on this GPU; allow more, or use a faster GPU"
+                f"--token-ms {goal_ms:g} cannot be reached: a single sequence takes {self._token_ms(1):.1f} ms per "
+                "token on this GPU; raise the goal, or use a faster GPU"
             )
         batch_sizes = range(1, self._rows + 1)
-        rows = bisect_left(batch_sizes, True, key=lambda rows: self._find_exceeded(rows, goal_ms) is not None)
-        return rows, self._find_exceeded(rows + 1, goal_ms) or "rows"
+        rows = bisect_left(batch_sizes, True, key=lambda rows: self._find_exceeded_limit(rows, goal_ms) is not None)
+        return rows, self._find_exceeded_limit(rows + 1, goal_ms) or "rows"
 
-    def _find_exceeded(self, rows: int, goal_ms: float | None) -> str | None:
+    def _find_exceeded_limit(self, rows: int, goal_ms: float | None) -> str | None:
         if rows * self._mean_length > self._memory["cache_tokens"]:
             return "cache"
         if rows > self._rows:
             return "rows"
-        if self._expect_distinct(rows) > max(self._memory["device_adapters"], 1):
+        if self._expected_adapters(rows) > max(self._memory["device_adapters"], 1):
             return "adapters"
         return "latency" if goal_ms is not None and self._token_ms(rows) > goal_ms else None
 
     def _plan_replica(self, rows: int, limit: str, miss_share: float) -> dict[str, Any]:
-        """Return the figures of a replica; `miss_share` of adapter requests need a copy from host memory."""
-        traffic, step = self.traffic, self._find_step_ms(rows)
-        requests_per_s = self._find_request_rate(rows)
+        """Return the figures for one replica. `miss_share` of adapter requests need a copy from host memory."""
+        traffic, step = self.traffic, self._decode_step_ms(rows)
+        requests_per_s = self._requests_per_s(rows)
         copied = (1 - traffic.base_share) * miss_share * self.mix.mean_bytes
-        if requests_per_s * copied > step_time.COPIED_BYTES_PER_S:
-            requests_per_s, limit = step_time.COPIED_BYTES_PER_S / copied, "copies"
+        if requests_per_s * copied > step_time.HOST_COPY_BYTES_PER_S:
+            requests_per_s, limit = step_time.HOST_COPY_BYTES_PER_S / copied, "copies"
         if requests_per_s * traffic.answer_tokens > step_time.API_TOKENS_PER_S:
             requests_per_s, limit = step_time.API_TOKENS_PER_S / traffic.answer_tokens, "api"
-        prompt_share = requests_per_s * traffic.prompt_tokens / self._prompt_rate
+        prompt_share = requests_per_s * traffic.prompt_tokens / self._prefill_tokens_per_s
         return {
             "rows": rows,
             "limit": limit,
             "is_busy_with_prompts": prompt_share > 0.5,
-            "distinct_adapters": self._expect_distinct(rows),
+            "distinct_adapters": self._expected_adapters(rows),
             "step_ms": sum(step.values()),
             "step_parts_ms": step,
-            "floor_ms": step_time.read_ms(self.gpu, sum(self._count_read(rows).values())),
-            "token_ms": 1e3 * rows / (requests_per_s * traffic.answer_tokens),  # other requests' prompts included
-            "prompt_tokens_per_s": self._prompt_rate,  # if the replica did nothing else
+            "floor_ms": step_time.read_ms(self.gpu, sum(self._bytes_read(rows).values())),
+            "token_ms": 1e3 * rows / (requests_per_s * traffic.answer_tokens),  # includes prefills of other requests
+            "prompt_tokens_per_s": self._prefill_tokens_per_s,  # prefill only
             "prompt_share": prompt_share,
             "requests_per_s": requests_per_s,
             "tokens_per_s": requests_per_s * traffic.answer_tokens,
         }
 
-    def _expect_distinct(self, rows: int) -> float:
-        return self._popularity.expect_distinct(rows * (1 - self.traffic.base_share)) if self._is_adapted else 0.0
+    def _expected_adapters(self, rows: int) -> float:
+        return self._popularity.expected_distinct(rows * (1 - self.traffic.base_share)) if self._has_adapters else 0.0
 
-    def _count_read(self, rows: int) -> dict[str, float]:
+    def _bytes_read(self, rows: int) -> dict[str, float]:
         """Return the bytes that a decode step reads."""
         return {
             "weights": self.sizes.read_bytes,
-            "adapters": self._expect_distinct(rows) * self.mix.mean_bytes,
+            "adapters": self._expected_adapters(rows) * self.mix.mean_bytes,
             "cache": rows * self._mean_length * self.sizes.token_bytes,
         }
 
-    def _find_step_ms(self, rows: int) -> dict[str, float]:
-        return step_time.find_step_ms(self.gpu, rows, self._count_read(rows), self.sizes.layers, self.is_float8)
+    def _decode_step_ms(self, rows: int) -> dict[str, float]:
+        return step_time.decode_step_ms(self.gpu, rows, self._bytes_read(rows), self.sizes.layers, self.is_float8)
 
-    def _find_request_rate(self, rows: int) -> float:
-        """Return the requests per second that keep `rows` sequences running: a prefill delays all of them."""
-        answer_s = self.traffic.answer_tokens * sum(self._find_step_ms(rows).values()) / 1e3
-        prefill_s = self.traffic.prompt_tokens / self._prompt_rate
-        return step_time.SERVED_SHARE * rows / (answer_s + rows * prefill_s)
+    def _requests_per_s(self, rows: int) -> float:
+        """Return the request rate that keeps `rows` sequences running. Each prefill delays all of them."""
+        answer_s = self.traffic.answer_tokens * sum(self._decode_step_ms(rows).values()) / 1e3
+        prefill_s = self.traffic.prompt_tokens / self._prefill_tokens_per_s
+        return step_time.HTTP_THROUGHPUT_SHARE * rows / (answer_s + rows * prefill_s)
 
     def _token_ms(self, rows: int) -> float:
-        return 1e3 * rows / (self._find_request_rate(rows) * self.traffic.answer_tokens)
+        return 1e3 * rows / (self._requests_per_s(rows) * self.traffic.answer_tokens)
 
     def _plan_memory(self) -> dict[str, int]:
-        """Divide GPU memory as the server does (`worker/memory.py`); the server measures what its steps need."""
+        """Divide GPU memory like `worker/memory.py`, but estimate the step memory instead of measuring it."""
         sizes, gpu = self.sizes, self.gpu.name
         weights, usable = sizes.weight_bytes, int(self.gpu.memory * self.gpu_memory_fraction)
         free = usable - weights
         if free <= 0:
             raise ConfigError(
-                f"the model's weights take {format_gb(weights)}, and {format_gb(usable)} of the {gpu} may be used: it "
-                "does not fit. Use a larger GPU or a smaller model; replicas of several GPUs are not planned for"
+                f"the model does not fit: its weights take {format_gb(weights)}, and {format_gb(usable)} of the {gpu} "
+                "can be used. Use a larger GPU or a smaller model; `lorax plan` does not support tensor parallelism"
             )
         adapters = self.adapter_bytes
         if adapters is None:
             adapters = max(free // machine.GPU_ADAPTER_DIVISOR, machine.MIN_GPU_ADAPTER_BYTES)
-        if self._is_adapted and self.mix.largest_bytes > adapters:
+        if self._has_adapters and self.mix.largest_bytes > adapters:
             raise ConfigError(
-                f"an adapter of the highest rank takes {format_gb(self.mix.largest_bytes)}, and adapters get "
-                f"{format_gb(adapters)}: raise --adapter-bytes, or use a larger GPU"
+                f"the largest adapter takes {format_gb(self.mix.largest_bytes)}, but only {format_gb(adapters)} are "
+                "reserved for adapters: raise --adapter-bytes, or use a larger GPU"
             )
         widest = max(matrix.outputs for matrix in sizes.matrices)
-        steps = STEP_TOKENS * (STEP_HIDDEN * sizes.hidden + STEP_WIDEST * widest) * HALF_BYTES + GRAPH_BYTES
+        steps = (
+            MAX_STEP_TOKENS * (HIDDEN_ACTIVATIONS * sizes.hidden + WIDEST_ACTIVATIONS * widest) * HALF_BYTES
+            + GRAPH_BYTES
+        )
         steps += self._rows * sizes.vocab_size * LOGIT_BYTES
         cache = max(free - adapters - adapters // machine.ADAPTER_TABLE_DIVISOR - steps, 0)
         block_size = EngineConfig.block_size
@@ -214,12 +220,12 @@ class Planner:
         needed = self.traffic.prompt_tokens + self.traffic.answer_tokens
         if tokens < needed:
             raise ConfigError(
-                f"the {gpu} has room for {tokens} tokens of keys and values beside {format_gb(weights)} of weights, "
-                f"{format_gb(adapters)} for adapters and {format_gb(steps)} for steps, and a request has {needed}: "
+                f"the KV cache on the {gpu} holds only {tokens} tokens after {format_gb(weights)} for weights, "
+                f"{format_gb(adapters)} for adapters and {format_gb(steps)} for steps, but a request has {needed} tokens: "
                 "lower --adapter-bytes, or use a larger GPU"
             )
         mean, host = self.mix.mean_bytes, self.host_memory // machine.HOST_ADAPTER_DIVISOR
-        on_device, on_host = (min(int(room // mean), self.mix.count) if mean else 0 for room in (adapters, host))
+        on_device, on_host = (min(int(size // mean), self.mix.count) if mean else 0 for size in (adapters, host))
         return {
             "total": int(self.gpu.memory),
             "weights": weights,

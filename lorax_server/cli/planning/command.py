@@ -1,4 +1,4 @@
-"""`lorax plan`: its flags and its report."""
+"""Flags and report of `lorax plan`."""
 
 import argparse
 import math
@@ -11,7 +11,7 @@ from typing import Any
 from lorax_server.cli.flags import Parser, to_size, write_json
 from lorax_server.cli.planning.capacity import AdapterMix, Planner, Traffic, format_gb
 from lorax_server.cli.planning.model_sizes import ModelSizes, make_llama_sizes, read_sizes
-from lorax_server.cli.planning.step_time import GPUS, SERVED_SHARE, Gpu, find_gpu
+from lorax_server.cli.planning.step_time import GPUS, HTTP_THROUGHPUT_SHARE, Gpu, find_gpu
 from lorax_server.config import QUANTIZE, EngineConfig
 from lorax_server.errors import ConfigError
 from lorax_server.kernels import MAX_RANK
@@ -23,11 +23,11 @@ examples:
   lorax plan --layers 32 --hidden-size 4096 --intermediate-size 14336 --heads 32 --kv-heads 8 --vocab-size 128256 \\
       --gpu-memory 80G --gpu-bandwidth 3350 --gpu-tflops 989 --adapters 100 --requests-per-s 10
 
-The figures follow from sizes in bytes and from times measured on one kind of GPU; docs/capacity.md says how far to
-trust them. The model is not run, and no GPU is needed.
+The figures are extrapolated from tensor sizes and from times measured on an H200; docs/capacity.md describes their
+accuracy. The model is not run, and no GPU is needed.
 """
-# A Llama's config fields, by flag.
-SIZES = {
+# Llama config fields by flag.
+MODEL_SIZE_FIELDS = {
     "layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
@@ -36,45 +36,53 @@ SIZES = {
     "kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
 }
-REQUIRED_SIZES = [*SIZES][:5]
-LIMITS = {
-    "rows": "the number of rows: more rows give more tokens a second, and more time between them (--max-rows)",
-    "latency": "bandwidth and the goal for the time between tokens (--token-ms)",
-    "cache": "memory for keys and values",
-    "adapters": "memory for the adapters that are needed at once (--adapter-bytes)",
-    "api": "the CPU time of the process that answers requests",
-    "copies": "copies of adapters from host memory, as too few of them stay on the device (--adapter-bytes)",
+REQUIRED_SIZE_FLAGS = [*MODEL_SIZE_FIELDS][:5]
+LIMIT_REASONS = {
+    "rows": "the batch size limit; larger batches raise throughput and latency (--max-rows)",
+    "latency": "memory bandwidth and the goal for the time between tokens (--token-ms)",
+    "cache": "KV cache memory",
+    "adapters": "memory for the adapters in a batch (--adapter-bytes)",
+    "api": "CPU time of the API process",
+    "copies": "adapter copies from host memory, because too few adapters fit on the device (--adapter-bytes)",
 }
-PROMPT_NOTE = ", and busy with prompts for most of the time"
+PREFILL_NOTE = "; prefill takes most of the time"
 MAX_ADAPTERS = 10**6
-LEAST = 1e-9  # of numbers that must be above 0
+MIN_POSITIVE = 1e-9  # minimum for numbers that must be above 0
 METAVARS = {int: "N", float: "X", to_size: "SIZE"}
-# Flags with a number, by group: name, type, least and greatest value, default, and help.
-NUMBERS: dict[str, list[tuple[str, Any, float, float, Any, str]]] = {
+# Numeric flags by group: name, type, minimum, maximum, default and help text.
+NUMBER_FLAGS: dict[str, list[tuple[str, Any, float, float, Any, str]]] = {
     "model": [
-        (f"--{name.replace('_', '-')}", int, 1, 2**32, None, f"or {field} of a Llama") for name, field in SIZES.items()
+        (f"--{name.replace('_', '-')}", int, 1, 2**32, None, f"Llama {field}, instead of --model")
+        for name, field in MODEL_SIZE_FIELDS.items()
     ],
-    "machine of a replica": [
-        ("--gpu-memory", to_size, 0, 2**60, None, "its memory, such as 80G"),
-        ("--gpu-bandwidth", float, LEAST, 1e6, None, "GB/s of its memory, as published"),
-        ("--gpu-tflops", float, LEAST, 1e6, None, "dense, in bfloat16, as published"),
-        ("--host-memory", to_size, 0, 2**60, 2**36, "64G unless given"),
-        ("--max-rows", int, 1, 2**16, None, "sequences at once; the server's default unless given"),
-        ("--adapter-bytes", to_size, 0, 2**60, None, "memory for adapters on the GPU; the server's unless given"),
-        ("--cuda-memory-fraction", float, LEAST, 1, EngineConfig.gpu_memory_fraction, "share of GPU memory to use"),
+    "replica hardware": [
+        ("--gpu-memory", to_size, 0, 2**60, None, "GPU memory, such as 80G"),
+        ("--gpu-bandwidth", float, MIN_POSITIVE, 1e6, None, "published memory bandwidth in GB/s"),
+        ("--gpu-tflops", float, MIN_POSITIVE, 1e6, None, "published dense bfloat16 TFLOPS"),
+        ("--host-memory", to_size, 0, 2**60, 2**36, "host memory (default: 64G)"),
+        ("--max-rows", int, 1, 2**16, None, "maximum batch size (default: the server's)"),
+        ("--adapter-bytes", to_size, 0, 2**60, None, "GPU memory for adapters (default: the server's)"),
+        (
+            "--cuda-memory-fraction",
+            float,
+            MIN_POSITIVE,
+            1,
+            EngineConfig.gpu_memory_fraction,
+            "share of GPU memory to use",
+        ),
     ],
     "adapters": [
-        ("--adapters", int, 0, MAX_ADAPTERS, None, "their number (default: 0)"),
-        ("--rank", int, 1, MAX_RANK, None, "the rank of all (default: 16)"),
+        ("--adapters", int, 0, MAX_ADAPTERS, None, "number of adapters (default: 0)"),
+        ("--rank", int, 1, MAX_RANK, None, "rank of all adapters (default: 16)"),
     ],
     "traffic": [
-        ("--requests-per-s", float, LEAST, 1e9, 1.0, "requests a second, over all replicas"),
-        ("--prompt-tokens", int, 1, 2**31, 512, "tokens of a prompt, on average"),
-        ("--answer-tokens", int, 1, 2**31, 128, "tokens of an answer, on average"),
-        ("--zipf", float, 0, 10, 1.0, "popularity: the k-th adapter gets traffic as 1 / k^X; 0: all the same"),
+        ("--requests-per-s", float, MIN_POSITIVE, 1e9, 1.0, "requests per second over all replicas"),
+        ("--prompt-tokens", int, 1, 2**31, 512, "mean prompt length"),
+        ("--answer-tokens", int, 1, 2**31, 128, "mean completion length"),
+        ("--zipf", float, 0, 10, 1.0, "Zipf exponent for adapter popularity; 0 is uniform"),
         ("--base-share", float, 0, 1, 0.0, "share of requests without an adapter"),
-        ("--load", float, LEAST, 1, 0.8, "share of its greatest load that a replica should have"),
-        ("--token-ms", float, LEAST, 1e6, None, "milliseconds between two tokens of an answer, at most"),
+        ("--load", float, MIN_POSITIVE, 1, 0.8, "highest replica utilization"),
+        ("--token-ms", float, MIN_POSITIVE, 1e6, None, "goal for the time between tokens in milliseconds"),
     ],
 }
 
@@ -82,7 +90,7 @@ NUMBERS: dict[str, list[tuple[str, Any, float, float, Any, str]]] = {
 def run(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     parser = Parser(prog="lorax plan", usage="lorax plan --model PATH --gpu NAME [flags]", epilog=EXAMPLES)
-    parser.description = "Compute how much a GPU holds, how fast it answers, and how many replicas some traffic needs."
+    parser.description = "Estimate memory use, latency and the number of replicas for some traffic."
     _add_flags(parser)
     args = parser.parse_args(argv)
     figures = make_planner(args).plan(args.token_ms, args.load)
@@ -98,24 +106,24 @@ def make_planner(args: Namespace) -> Planner:
     traffic = Traffic(args.requests_per_s, args.prompt_tokens, args.answer_tokens, args.zipf, args.base_share)
     length = traffic.prompt_tokens + traffic.answer_tokens
     if length > sizes.max_length:
-        raise ConfigError(f"a request of {length} tokens is longer than the model's {sizes.max_length}")
+        raise ConfigError(f"a request has {length} tokens, but the model supports at most {sizes.max_length}")
     settings = (args.host_memory, args.cuda_memory_fraction, args.adapter_bytes, args.max_rows, bool(args.quantize))
     return Planner(sizes, _read_mix(args, sizes), traffic, gpu, *settings)
 
 
 def _add_flags(parser: Parser) -> None:
-    model, machine, adapters, _ = groups = [parser.add_argument_group(title) for title in NUMBERS]
-    model.add_argument("--model", type=Path, metavar="PATH", help="its folder, or its config.json")
+    model, machine, adapters, _ = groups = [parser.add_argument_group(title) for title in NUMBER_FLAGS]
+    model.add_argument("--model", type=Path, metavar="PATH", help="model folder, or config.json")
     machine.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}")
-    for group, flags in zip(groups, NUMBERS.values(), strict=True):
+    for group, flags in zip(groups, NUMBER_FLAGS.values(), strict=True):
         for name, kind, least, most, default, text in flags:
             shown = text if default is None or kind is to_size else f"{text} (default: {default})"
             number = _number(kind, least, most)
             group.add_argument(name, type=number, metavar=METAVARS[kind], default=default, help=shown)
     model.add_argument("--quantize", choices=QUANTIZE, help="fp8-kv stores keys and values as float8")
-    adapters.add_argument("--ranks", metavar="RANK:N,...", help="or ranks with their numbers, such as 8:700,64:100")
-    adapters.add_argument("--modules", metavar="NAME,...", help="modules that they adapt (default: all linears)")
-    adapters.add_argument("--dora", action="store_true", help="they use DoRA")
+    adapters.add_argument("--ranks", metavar="RANK:N,...", help="ranks with adapter counts, such as 8:700,64:100")
+    adapters.add_argument("--modules", metavar="NAME,...", help="target modules (default: all linear layers)")
+    adapters.add_argument("--dora", action="store_true", help="all adapters use DoRA")
     parser.add_json()
 
 
@@ -135,26 +143,26 @@ def _number(convert: Callable[[str], float], least: float, most: float) -> Calla
 
 
 def _read_model(args: Namespace) -> ModelSizes:
-    given = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in MODEL_SIZE_FIELDS if getattr(args, name) is not None}
     if args.model is not None:
         if given:
-            raise ConfigError(f"--model says what the sizes are: leave out {_list_flags(given)}")
+            raise ConfigError(f"--model already defines the model sizes; omit {_format_flags(given)}")
         return read_sizes(args.model.expanduser())
-    missing = [name for name in REQUIRED_SIZES if name not in given]
+    missing = [name for name in REQUIRED_SIZE_FLAGS if name not in given]
     if missing:
-        hint = f"; of its sizes, {_list_flags(missing)} are missing" if given else ", or a Llama's sizes by flags"
-        raise ConfigError(f"give --model, a model's folder or its config.json{hint}")
-    return make_llama_sizes({SIZES[name]: value for name, value in given.items()})
+        hint = f"or add {_format_flags(missing)}" if given else "or all Llama model sizes"
+        raise ConfigError(f"set --model to a model folder or config.json, {hint}")
+    return make_llama_sizes({MODEL_SIZE_FIELDS[name]: value for name, value in given.items()})
 
 
-def _list_flags(names: Iterable[str]) -> str:
+def _format_flags(names: Iterable[str]) -> str:
     return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def _read_gpu(args: Namespace) -> Gpu:
     given = (args.gpu_memory, args.gpu_bandwidth, args.gpu_tflops)
     if args.gpu is None and None in given:
-        raise ConfigError("give --gpu, a GPU's name, or all of --gpu-memory, --gpu-bandwidth and --gpu-tflops")
+        raise ConfigError("set --gpu to a GPU name, or set all of --gpu-memory, --gpu-bandwidth and --gpu-tflops")
     known = find_gpu(args.gpu) if args.gpu else Gpu("GPU", 0, 0, 0)
     units = (1, 1e9, 1e12)
     figures = [old if new is None else new * unit for old, new, unit in zip(known[1:], given, units, strict=True)]
@@ -163,19 +171,19 @@ def _read_gpu(args: Namespace) -> Gpu:
 
 def _read_mix(args: Namespace, sizes: ModelSizes) -> AdapterMix:
     if args.ranks is not None and (args.adapters is not None or args.rank is not None):
-        raise ConfigError("give --ranks, or --adapters and --rank, not both")
+        raise ConfigError("set --ranks, or --adapters and --rank, but not both")
     ranks = [(args.rank or 16, args.adapters or 0)] if args.ranks is None else _read_ranks(args.ranks)
     names = list(dict.fromkeys(matrix.name for matrix in sizes.matrices))
     modules = names if args.modules is None else [name.strip() for name in args.modules.split(",")]
     unknown = [name[:40] for name in modules if name not in names]
     if unknown:
-        raise ConfigError(f"--modules: there is no {unknown[0]!r} in this model; there are {', '.join(names)}")
+        raise ConfigError(f"--modules: the model has no module {unknown[0]!r}; its modules are {', '.join(names)}")
     return AdapterMix.of_ranks(sizes, ranks, modules, args.dora)
 
 
 def _read_ranks(text: str) -> list[tuple[int, int]]:
     if re.fullmatch(r"\d{1,9}:\d{1,9}(,\d{1,9}:\d{1,9})*", text, re.ASCII) is None:
-        raise ConfigError(f"--ranks {text[:100]!r} is not like 8:700,64:100")
+        raise ConfigError(f"--ranks {text[:100]!r} must have the form 8:700,64:100")
     pairs = [pair.split(":") for pair in text.split(",")]
     ranks = [(int(rank), int(count)) for rank, count in pairs]
     if not all(1 <= rank <= MAX_RANK for rank, _ in ranks) or sum(count for _, count in ranks) > MAX_ADAPTERS:
@@ -187,17 +195,17 @@ def _read_ranks(text: str) -> list[tuple[int, int]]:
 
 
 REPORT = """\
-memory        {gpu}, {total}, of which {usable} are used
-              weights {weights}, adapters {adapters}, steps and graphs {steps}, keys and values {cache}
-              room for {cache_tokens:,} tokens of keys and values
+memory        {gpu}: {usable} of {total} used
+              weights {weights}, adapters {adapters}, steps and graphs {steps}, KV cache {cache}
+              KV cache for {cache_tokens:,} tokens
 adapters      {adapter_lines}
-a replica     {rows} sequences at once, of {distinct_adapters:.0f} adapters on average
-              a step takes {step_ms:.2f} ms, {floor_ratio:.2f} times its floor ({step_parts})
-              prompts: {prompt_tokens_per_s:,.0f} tokens/s alone, {prompt_share:.0%} of the time
+a replica     batches of {rows} sequences with {distinct_adapters:.0f} adapters on average
+              decode step: {step_ms:.2f} ms, {floor_ratio:.2f} times the memory bandwidth limit ({step_parts})
+              prefill: {prompt_tokens_per_s:,.0f} tokens/s, {prompt_share:.0%} of the time
               {tokens_per_s:,.0f} tokens/s, {requests_per_s:.2f} requests/s, {token_ms:.1f} ms between tokens \
-(served: {served_share:g} of what steps allow)
+(over HTTP: {served_share:g} of the engine limit)
               limited by {limit_reason}
-replicas      {replicas:,} for {wanted:g} requests/s at {load:.0%} of their greatest load at most ({used:.0%})"""
+replicas      {replicas:,} for {wanted:g} requests/s, at {used:.0%} utilization (at most {load:.0%})"""
 
 
 def format_plan(figures: dict[str, Any], gpu_memory_fraction: float) -> str:
@@ -212,8 +220,8 @@ def format_plan(figures: dict[str, Any], gpu_memory_fraction: float) -> str:
         adapter_lines=f"\n{'':14}".join(_describe_adapters(figures["adapters"], memory)),
         floor_ratio=replica["step_ms"] / replica["floor_ms"],
         step_parts=", ".join(f"{name} {ms:.2f}" for name, ms in replica["step_parts_ms"].items() if ms),
-        served_share=SERVED_SHARE,
-        limit_reason=LIMITS[replica["limit"]] + PROMPT_NOTE * replica["is_busy_with_prompts"],
+        served_share=HTTP_THROUGHPUT_SHARE,
+        limit_reason=LIMIT_REASONS[replica["limit"]] + PREFILL_NOTE * replica["is_busy_with_prompts"],
         replicas=figures["replicas"],
         load=figures["load"],
         wanted=wanted,
@@ -223,14 +231,14 @@ def format_plan(figures: dict[str, Any], gpu_memory_fraction: float) -> str:
 
 def _describe_adapters(adapters: dict[str, Any], memory: dict[str, Any]) -> list[str]:
     if not adapters["count"]:
-        return ["none; --adapter-bytes 0 gives their memory to keys and values"]
+        return ["none; --adapter-bytes 0 leaves more memory for the KV cache"]
     total, mean = adapters["bytes"], adapters["mean_bytes"]
     lines = [
-        f"{adapters['count']:,} of {mean / 1e6:.1f} MB on average, {format_gb(total)} in all",
+        f"{adapters['count']:,} of {mean / 1e6:.1f} MB on average, {format_gb(total)} in total",
         f"on the GPU {memory['device_adapters']:,}, in host memory {memory['host_adapters']:,}",
-        f"{adapters['device_share']:.1%} of requests find theirs on the GPU, {adapters['host_share']:.1%} there or in "
-        "host memory",
+        f"{adapters['device_share']:.1%} of requests find their adapter on the GPU, {adapters['host_share']:.1%} on the "
+        "GPU or in host memory",
     ]
     if total < memory["adapters"]:
-        lines.append(f"all fit on the GPU: --adapter-bytes {total} leaves more for keys and values")
+        lines.append(f"all adapters fit on the GPU; --adapter-bytes {total} leaves more memory for the KV cache")
     return lines

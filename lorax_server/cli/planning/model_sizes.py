@@ -1,4 +1,4 @@
-"""Count a model's tensors by building the served model on torch's meta device, without weights or memory."""
+"""Measures model sizes by building the served model on torch's meta device, without loading weights."""
 
 import json
 import math
@@ -19,15 +19,15 @@ from lorax_server.kernels import reference
 from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.registry import build_model, load_config
 from lorax_server.weights import Weights
-from lorax_server.worker.facts import find_max_length
 from lorax_server.worker.memory import block_bytes
+from lorax_server.worker.model_info import find_max_length
 
-MAX_LAYERS = 1000  # a config with more layers is a mistake, and would take minutes to build
-HALF_BYTES = 2  # bytes of a bfloat16 or float16 number
+MAX_LAYERS = 1000  # larger models would take minutes to build, and do not exist
+HALF_BYTES = 2  # per bfloat16 or float16 value
 
 
 class MatrixSize(NamedTuple):
-    """A linear layer, by the module name that adapters use."""
+    """Size of one linear layer. `name` is the target module name."""
 
     name: str
     outputs: int
@@ -35,14 +35,14 @@ class MatrixSize(NamedTuple):
 
 
 class MetaWeights(Weights):
-    """Provide an empty meta tensor for each tensor that a model requests, and count their elements."""
+    """Returns a meta tensor for each tensor that a model loads, and counts the parameters."""
 
     def __init__(self) -> None:
         device, group = torch.device("meta"), FakeGroup()
         super().__init__({}, device=device, dtype=torch.bfloat16, process_group=group, ops=reference)
         self.parameters = 0
 
-    def has(self, name: str) -> bool:  # noqa: ARG002 - optional tensors, such as the head of a tied pair, are absent
+    def has(self, name: str) -> bool:  # noqa: ARG002 - optional tensors, such as a tied output head, are absent
         return False
 
     def get_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -55,16 +55,16 @@ class MetaWeights(Weights):
 
 
 class ModelSizes:
-    """Sizes of a model in half precision."""
+    """Model sizes in half precision."""
 
     def __init__(self, config: Any) -> None:
-        """Build a config's model on the meta device and measure it."""
+        """Build the model on the meta device."""
         if config.num_hidden_layers > MAX_LAYERS:
             raise ConfigError(f"config field num_hidden_layers must be at most {MAX_LAYERS}")
         weights = MetaWeights()
         try:
             model = build_model(config, weights)
-        except (RuntimeError, TypeError, OverflowError) as error:  # torch raises these for sizes beyond 64 bits
+        except (RuntimeError, TypeError, OverflowError) as error:  # raised by torch for sizes above 64 bits
             raise ConfigError(f"the config's sizes are too large: {str(error).splitlines()[0]}") from error
         head = model.lm_head.targets[0]
         linears = [target for target in collect_adapter_targets(model).values() if target.kind is TargetKind.LINEAR]
@@ -74,37 +74,37 @@ class ModelSizes:
         self.layers, self.hidden, self.vocab_size = model.num_layers, config.hidden_size, config.vocab_size
         self.max_length = find_max_length(model)
         self.weight_bytes = HALF_BYTES * weights.parameters
-        self.token_bytes = block_bytes(model, 1)  # of the KV cache
-        # Every decode step reads all weights but embeddings, norms and biases.
+        self.token_bytes = block_bytes(model, 1)  # KV cache bytes per token
+        # Decode steps read all weights; embeddings, norms and biases are negligible.
         self._linear = sum(matrix.outputs * matrix.inputs for matrix in self.matrices)
         self.read_bytes = HALF_BYTES * (self._linear + head.outputs.full * head.inputs.full)
         self._attention_width: int = config.num_attention_heads * model.kv_shape[1]
 
     def adapter_bytes(self, rank: int, modules: Collection[str], has_magnitudes: bool = False) -> int:
-        """Return the device bytes of an adapter: A and B of each module, and DoRA's magnitudes."""
+        """Return the adapter size on the device: A and B for each module, and DoRA magnitudes."""
         chosen = [matrix for matrix in self.matrices if matrix.name in modules]
         tensors = [rank * size for matrix in chosen for size in (matrix.inputs, matrix.outputs)]
         tensors += [matrix.outputs for matrix in chosen if has_magnitudes]
         return sum(-(-HALF_BYTES * count // UNIT_BYTES) * UNIT_BYTES for count in tensors)
 
     def prompt_flop(self, length: int) -> float:
-        """Return the floating-point operations per prompt token, for prompts of `length` tokens."""
+        """Return FLOPs per prompt token for prompts with `length` tokens."""
         return 2 * self._linear + 2 * self.layers * self._attention_width * length
 
 
 def read_sizes(path: Path) -> ModelSizes:
-    """Return the sizes of the model in a folder, given by the folder or its config.json."""
+    """Read model sizes from a model folder or config.json."""
     folder = path.parent if path.name == MODEL_CONFIG_FILE else path
     if not (folder / MODEL_CONFIG_FILE).is_file():
         raise ConfigError(
-            f"--model {str(path)!r} is neither a model folder nor a config.json; `lorax download-weights` downloads a "
-            "model from the hub and prints its folder"
+            f"--model {str(path)!r} is not a model folder or config.json; `lorax download-weights` downloads a model "
+            "from the hub and prints its folder"
         )
     return ModelSizes(load_config(ModelConfig(folder)))
 
 
 def make_llama_sizes(fields: dict[str, Any]) -> ModelSizes:
-    """Return the sizes of a Llama with some config fields."""
+    """Return Llama model sizes for these config fields."""
     with TemporaryDirectory() as folder:
         config = {"model_type": "llama", "max_position_embeddings": 2**31, **fields}
         Path(folder, MODEL_CONFIG_FILE).write_text(json.dumps(config))

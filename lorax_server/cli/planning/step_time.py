@@ -1,11 +1,9 @@
-"""GPU data sheets, and step and prompt times extrapolated from measurements.
+"""GPU data sheets, and decode step and prefill times extrapolated from measurements.
 
-All measurements are from one H200 with a Llama of the 8B shape in bfloat16 and adapters of rank 16 at all seven modules
-(docs/kernels.md, "Whole steps" and "Prompts on a GPU"; docs/engine.md, "Measured"; 2026-11-17). A step takes the time
-to read its bytes once, plus an excess for kernel launches and, in large batches, for matrix products that take longer
-than reading. The excess hardly depends on the number of adapters. It is stored relative to the time to read the
-weights, at the batch size where matrix products take the same share of the time, so that it applies to other GPUs and
-models.
+All measurements use one H200, a Llama model with 8B parameters in bfloat16, and rank-16 adapters on all seven modules
+(docs/kernels.md and docs/engine.md, 2026-11-17). A decode step takes the time to read its bytes once, plus
+an excess for kernel launches and, in large batches, for compute-bound matrix products. The excess is stored relative
+to the time to read the weights, so that it applies to other GPUs and models.
 """
 
 from collections.abc import Mapping
@@ -26,7 +24,7 @@ class Gpu(NamedTuple):
     flop: float
 
 
-# Memory is what the driver reports, slightly less than the data sheet says.
+# Memory as reported by the driver, slightly less than in the data sheet.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -50,70 +48,74 @@ GPUS = {
 }
 
 MEASURED_GPU = GPUS["H200"]
-READ_SHARE = 4.1 / 4.8  # share of the published bandwidth that kernels reach: 4.1 TB/s on an H200
+BANDWIDTH_SHARE = 4.1 / 4.8  # share of the published bandwidth that kernels reach: 4.1 TB/s on an H200
 WEIGHT_BYTES, TOKEN_BYTES, ADAPTER_BYTES = 15_009_316_864, 131_072, 83_886_080  # read per step by the measured model
-CONTEXT = 196  # tokens per sequence
-CACHE_EXCESS = 1.15  # attention time relative to reading the KV cache: 1.05 to 1.25, from 512 to 8,192 tokens
-FLOAT8_SPEED = 0.8  # attention time with a float8 cache relative to bfloat16: 0.72 to 0.80
-SERVED_SHARE = 0.9  # throughput over HTTP relative to what steps and prompts allow: 0.90 and 0.91
-PROMPT_SHARE, ADAPTED_PROMPT_SHARE = 0.629, 0.591  # of peak FLOPS: 43,730 and 41,110 tokens/s with 1,024-token prompts
-LAYERS = 32  # of the measured model
+MEASURED_CONTEXT_TOKENS = 196  # per sequence
+ATTENTION_TIME_RATIO = 1.15  # attention time relative to reading the KV cache: 1.05 to 1.25, from 512 to 8,192 tokens
+FLOAT8_TIME_RATIO = 0.8  # attention time with a float8 cache relative to bfloat16: 0.72 to 0.80
+HTTP_THROUGHPUT_SHARE = 0.9  # throughput over HTTP relative to the engine limit: 0.90 and 0.91
+# Share of peak FLOPS: 43,730 and 41,110 tokens/s for 1,024-token prompts.
+PREFILL_FLOPS_SHARE, ADAPTER_PREFILL_FLOPS_SHARE = 0.629, 0.591
+MEASURED_LAYERS = 32  # of the measured model
 ENGINE_MS, ENGINE_ROW_MS = 0.2, 0.0042  # scheduling time per step and per row: 0.47 ms for 64 rows, 1.26 for 256
 API_TOKENS_PER_S = 1 / 36e-6  # the API process needs 36 us of CPU time per streamed token
-COPIED_BYTES_PER_S = 12e9  # from host memory to the device: 12 to 15 GB/s
-# Rows and milliseconds of decode steps without adapters, and with a different adapter in each row.
-PLAIN_STEPS = ((1, 4.12), (64, 5.13), (256, 9.27))
-ADAPTED_STEPS = ((1, 4.17), (16, 4.70), (64, 6.85), (256, 15.73))
+HOST_COPY_BYTES_PER_S = 12e9  # from host memory to the device: 12 to 15 GB/s
+# Batch size and decode step time in milliseconds, without adapters and with a different adapter in each row.
+BASE_STEP_TIMES = ((1, 4.12), (64, 5.13), (256, 9.27))
+ADAPTER_STEP_TIMES = ((1, 4.17), (16, 4.70), (64, 6.85), (256, 15.73))
 
 
 def find_gpu(name: str) -> Gpu:
-    """Find a GPU by name, with or without the vendor, in any case."""
+    """Find a GPU by name. Case and a vendor prefix are ignored."""
     key = name.lower().removeprefix("nvidia").strip(" -").replace(" ", "-")
     found = next((gpu for gpu in GPUS.values() if gpu.name.lower() == key), None)
     if found is None:
         raise ConfigError(
-            f"--gpu {name[:100]!r} is not known; known are {', '.join(GPUS)}. For others give --gpu-memory, "
+            f"--gpu {name[:100]!r} is unknown; known GPUs are {', '.join(GPUS)}. For other GPUs, set --gpu-memory, "
             "--gpu-bandwidth and --gpu-tflops"
         )
     return found
 
 
-def find_step_ms(
+def decode_step_ms(
     gpu: Gpu, rows: float, read: Mapping[str, float], layers: int, is_float8: bool = False
 ) -> dict[str, float]:
-    """Return the milliseconds of a decode step by cause. `read` are bytes of `weights`, `adapters` and `cache`."""
+    """Return decode step milliseconds by cause. `read` has the bytes of `weights`, `adapters` and `cache`."""
     parts = {name: read_ms(gpu, num_bytes) for name, num_bytes in read.items()}
-    parts["cache"] *= CACHE_EXCESS * (FLOAT8_SPEED if is_float8 else 1)
-    scheduling = ENGINE_MS + ENGINE_ROW_MS * rows  # overlaps with the step, so the longer of the two counts
-    # The batch size at which the measured GPU spends the same share of its time on matrix products.
+    parts["cache"] *= ATTENTION_TIME_RATIO * (FLOAT8_TIME_RATIO if is_float8 else 1)
+    scheduling = ENGINE_MS + ENGINE_ROW_MS * rows  # overlaps with the step, so only the longer time counts
+    # The batch size with the same ratio of compute to bandwidth on the measured GPU.
     equivalent = rows * (MEASURED_GPU.flop / MEASURED_GPU.bandwidth) / (gpu.flop / gpu.bandwidth)
-    points = _measure_excess(is_adapted=read["adapters"] > 0)
+    points = _excess_ratios(has_adapters=read["adapters"] > 0)
     single, weights = points[0][1], parts["weights"]
-    # How much of a single row's excess is launches, by layer, and how much is slow reading has not been measured.
-    least = max(weights, layers / LAYERS * read_ms(MEASURED_GPU, WEIGHT_BYTES)) * single
+    # The excess at batch size 1 scales with layers (launches) or weights (bandwidth); assume the larger.
+    least = max(weights, layers / MEASURED_LAYERS * read_ms(MEASURED_GPU, WEIGHT_BYTES)) * single
     excess = least + weights * (_interpolate(points, equivalent) - single)
     return parts | {"excess": max(excess, scheduling - sum(parts.values()))}
 
 
 def read_ms(gpu: Gpu, num_bytes: float) -> float:
-    """Return the milliseconds to read bytes from device memory once."""
-    return num_bytes / (gpu.bandwidth * READ_SHARE) * 1e3
+    """Return the time to read bytes from device memory once."""
+    return num_bytes / (gpu.bandwidth * BANDWIDTH_SHARE) * 1e3
 
 
-def find_prompt_rate(gpu: Gpu, flop: float, is_adapted: bool) -> float:
-    """Return prompt tokens per second at `flop` operations per token."""
-    return gpu.flop * (ADAPTED_PROMPT_SHARE if is_adapted else PROMPT_SHARE) / flop
+def prefill_tokens_per_s(gpu: Gpu, flop: float, has_adapters: bool) -> float:
+    """Return prefill throughput for `flop` FLOPs per token."""
+    return gpu.flop * (ADAPTER_PREFILL_FLOPS_SHARE if has_adapters else PREFILL_FLOPS_SHARE) / flop
 
 
-def _measure_excess(is_adapted: bool) -> list[tuple[int, float]]:
-    """Return rows and the measured excess relative to the time to read the weights."""
+def _excess_ratios(has_adapters: bool) -> list[tuple[int, float]]:
+    """Return batch sizes and the measured excess relative to the time to read the weights."""
     weights = read_ms(MEASURED_GPU, WEIGHT_BYTES)
-    row = CACHE_EXCESS * read_ms(MEASURED_GPU, CONTEXT * TOKEN_BYTES)
-    row += read_ms(MEASURED_GPU, ADAPTER_BYTES) if is_adapted else 0
-    return [(rows, (ms - rows * row) / weights - 1) for rows, ms in (ADAPTED_STEPS if is_adapted else PLAIN_STEPS)]
+    row = ATTENTION_TIME_RATIO * read_ms(MEASURED_GPU, MEASURED_CONTEXT_TOKENS * TOKEN_BYTES)
+    row += read_ms(MEASURED_GPU, ADAPTER_BYTES) if has_adapters else 0
+    return [
+        (rows, (ms - rows * row) / weights - 1)
+        for rows, ms in (ADAPTER_STEP_TIMES if has_adapters else BASE_STEP_TIMES)
+    ]
 
 
 def _interpolate(points: list[tuple[int, float]], x: float) -> float:
-    """Interpolate linearly; extrapolate beyond the last point, and use the first below it."""
+    """Interpolate linearly. Extrapolate above the last point, and clamp below the first."""
     (x0, y0), (x1, y1) = next((pair for pair in pairwise(points) if x <= pair[1][0]), points[-2:])
     return y0 + max(x - x0, 0) * (y1 - y0) / (x1 - x0)

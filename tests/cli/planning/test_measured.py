@@ -9,18 +9,18 @@ import pytest
 from lorax_server.cli.planning.capacity import AdapterMix, Planner, Popularity, Traffic
 from lorax_server.cli.planning.model_sizes import ModelSizes, make_llama_sizes
 from lorax_server.cli.planning.step_time import (
-    ADAPTED_STEPS,
     ADAPTER_BYTES,
+    ADAPTER_STEP_TIMES,
     API_TOKENS_PER_S,
-    CONTEXT,
+    BASE_STEP_TIMES,
     GPUS,
-    LAYERS,
-    PLAIN_STEPS,
+    MEASURED_CONTEXT_TOKENS,
+    MEASURED_LAYERS,
     TOKEN_BYTES,
     WEIGHT_BYTES,
     Gpu,
-    find_prompt_rate,
-    find_step_ms,
+    decode_step_ms,
+    prefill_tokens_per_s,
     read_ms,
 )
 
@@ -75,19 +75,19 @@ def adapters_of(case: str) -> float:
 def test_a_step_takes_about_what_was_measured(row: list[str]) -> None:
     case, ms, floor = row[0], float(row[1]), float(row[2])
     rows = int(case.split()[0])
-    read = count_read(sizes().read_bytes, adapters_of(case), rows * CONTEXT * sizes().token_bytes)
+    read = count_read(sizes().read_bytes, adapters_of(case), rows * MEASURED_CONTEXT_TOKENS * sizes().token_bytes)
     assert read_ms(H200, sum(read.values())) == pytest.approx(floor, rel=0.01)
-    assert sum(find_step_ms(H200, rows, read, LAYERS).values()) == pytest.approx(ms, rel=TOLERANCE)
+    assert sum(decode_step_ms(H200, rows, read, MEASURED_LAYERS).values()) == pytest.approx(ms, rel=TOLERANCE)
 
 
 def test_the_figures_in_the_code_are_those_of_the_documents() -> None:
     measured = {row[0]: float(row[1]) for row in STEPS}
     assert len(measured) == 12
-    assert dict(PLAIN_STEPS) == {rows: measured[f"{rows} / none"] for rows in (1, 64, 256)}
+    assert dict(BASE_STEP_TIMES) == {rows: measured[f"{rows} / none"] for rows in (1, 64, 256)}
     own = {rows: measured[f"{rows} / {rows}"] for rows in (1, 16, 64, 256)}
-    assert dict(ADAPTED_STEPS) == own
+    assert dict(ADAPTER_STEP_TIMES) == own
     model = sizes()
-    assert (model.read_bytes, model.token_bytes, model.layers) == (WEIGHT_BYTES, TOKEN_BYTES, LAYERS)
+    assert (model.read_bytes, model.token_bytes, model.layers) == (WEIGHT_BYTES, TOKEN_BYTES, MEASURED_LAYERS)
     assert model.adapter_bytes(16, ALL) == ADAPTER_BYTES
     assert (
         f"{1e6 / API_TOKENS_PER_S:.0f} us of the API process's CPU for each token" in (DOCS / "engine.md").read_text()
@@ -96,7 +96,7 @@ def test_the_figures_in_the_code_are_those_of_the_documents() -> None:
 
 @pytest.mark.parametrize("row", read_table("kernels.md", "## Prompts on a GPU"), ids=lambda row: row[0])
 def test_prompts_take_about_what_was_measured(row: list[str]) -> None:
-    rate = find_prompt_rate(H200, sizes().prompt_flop(1024), row[0] != "none")
+    rate = prefill_tokens_per_s(H200, sizes().prompt_flop(1024), row[0] != "none")
     assert rate == pytest.approx(float(row[1].replace(",", "")), rel=0.02)
 
 
@@ -127,16 +127,16 @@ def test_a_thousand_adapters_are_served_about_as_fast_as_was_measured() -> None:
 def test_a_step_grows_with_its_rows_on_every_gpu(gpu: Gpu) -> None:
     model, times = sizes(), []
     for rows in (1, 2, 16, 64, 200, 256, 512):
-        read = count_read(model.read_bytes, rows * ADAPTER_BYTES, rows * CONTEXT * TOKEN_BYTES)
-        times.append(sum(find_step_ms(gpu, rows, read, LAYERS).values()))
+        read = count_read(model.read_bytes, rows * ADAPTER_BYTES, rows * MEASURED_CONTEXT_TOKENS * TOKEN_BYTES)
+        times.append(sum(decode_step_ms(gpu, rows, read, MEASURED_LAYERS).values()))
         assert times[-1] > read_ms(gpu, sum(read.values()))
     assert times == sorted(times)
 
 
 def test_a_small_model_does_not_take_the_engine_less_time() -> None:
     read = count_read(1e6, 0, 1e5)
-    assert sum(find_step_ms(H200, 256, read, 2).values()) == pytest.approx(1.26, rel=0.1)
-    assert sum(find_step_ms(H200, 1, read, 2).values()) < 0.3
+    assert sum(decode_step_ms(H200, 256, read, 2).values()) == pytest.approx(1.26, rel=0.1)
+    assert sum(decode_step_ms(H200, 1, read, 2).values()) < 0.3
 
 
 def test_popularity_follows_zipf() -> None:
@@ -145,8 +145,8 @@ def test_popularity_follows_zipf() -> None:
     for count in (0, 1, 10, 999, 1000, 3000, 5000, 9000):
         assert popularity.share_of_first(count) == pytest.approx(sum(shares[:count]) / sum(shares), abs=1e-3)
     exact = sum(1 - (1 - share / sum(shares)) ** 256 for share in shares)
-    assert popularity.expect_distinct(256) == pytest.approx(exact, rel=1e-3)
-    assert Popularity(64, 0).expect_distinct(1) == pytest.approx(1)
-    assert Popularity(1, 1).expect_distinct(7) == 1
-    assert Popularity(10**6, 0.5).expect_distinct(256) == pytest.approx(256, rel=0.01)
+    assert popularity.expected_distinct(256) == pytest.approx(exact, rel=1e-3)
+    assert Popularity(64, 0).expected_distinct(1) == pytest.approx(1)
+    assert Popularity(1, 1).expected_distinct(7) == 1
+    assert Popularity(10**6, 0.5).expected_distinct(256) == pytest.approx(256, rel=0.01)
     assert Popularity(0, 1).share_of_first(5) == 0

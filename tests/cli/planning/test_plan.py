@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 
 from lorax_server.adapters.target import TargetKind
 from lorax_server.cli import main
-from lorax_server.cli.planning.command import LIMITS
+from lorax_server.cli.planning.command import LIMIT_REASONS
 from lorax_server.cli.planning.model_sizes import HALF_BYTES, ModelSizes, read_sizes
 from lorax_server.cli.planning.step_time import GPUS, find_gpu
 from lorax_server.errors import ConfigError
@@ -191,7 +191,7 @@ def test_the_plan_says_what_limits_a_replica(
 ) -> None:
     replica = plan("--model", model, *flags.split(), capsys=capsys)["replica"]
     assert replica["limit"] == limit
-    assert limit in LIMITS
+    assert limit in LIMIT_REASONS
 
 
 def test_prompts_can_take_most_of_the_time(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,20 +249,20 @@ def test_the_worked_example_is_what_the_command_says(capsys: pytest.CaptureFixtu
         ("--gpu H200 --zipf inf", "--zipf"),
         ("--gpu H200 --base-share -0.5", "--base-share: '-0.5' is not a number from 0 to 1"),
         ("--gpu H200 --prompt-tokens 0", "--prompt-tokens"),
-        ("--gpu H200 --prompt-tokens 200000", "longer than the model's 131072"),
+        ("--gpu H200 --prompt-tokens 200000", "the model supports at most 131072"),
         ("--gpu H200 --rank 513", "from 1 to 512"),
-        ("--gpu H200 --ranks 8", "is not like 8:700,64:100"),
-        ("--gpu H200 --ranks 8:1,x:2", "is not like 8:700,64:100"),
+        ("--gpu H200 --ranks 8", "must have the form 8:700,64:100"),
+        ("--gpu H200 --ranks 8:1,x:2", "must have the form 8:700,64:100"),
         ("--gpu H200 --ranks 8:1000000,16:1", "more than 1000000 adapters"),
         ("--gpu H200 --ranks 8:1 --rank 8", "not both"),
-        ("--gpu H200 --modules q_proj,c_attn", "there is no 'c_attn' in this model; there are q_proj"),
+        ("--gpu H200 --modules q_proj,c_attn", "the model has no module 'c_attn'; its modules are q_proj"),
         ("--gpu H200 --token-ms 1", "a single sequence takes"),
-        ("--gpu H200 --gpu-memory 16G", "it does not fit"),
+        ("--gpu H200 --gpu-memory 16G", "the model does not fit"),
         ("--gpu H200 --gpu-memory 99999999999T", "is not a number from 0 to"),
         ("--gpu L4 --adapter-bytes 30G", "lower --adapter-bytes"),
         ("--gpu H200 --adapters 5 --adapter-bytes 1M", "raise --adapter-bytes"),
-        ("--gpu H200 --layers 3", "leave out --layers"),
-        ("--gpu H200 --adapter 3", "is it --adapter"),
+        ("--gpu H200 --layers 3", "omit --layers"),
+        ("--gpu H200 --adapter 3", "did you mean --adapter"),
         ("--gpu H200 --json /nowhere/plan.json", "cannot be written"),
     ],
 )
@@ -288,7 +288,7 @@ def test_half_of_the_sizes_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
         (b"[" * 5000, UNUSABLE),
         (b"{}", UNUSABLE),
         (b'{"model_type": ["llama"]}', "is not supported"),
-        (b'{"model_type": "mamba"}', "supported types are arcee, bloom, cohere"),
+        (b'{"model_type": "mamba"}', "use one of arcee, bloom, cohere"),
         (json.dumps(LLAMA_8B | {"num_hidden_layers": -3}).encode(), "num_hidden_layers = -3"),
         (json.dumps(LLAMA_8B | {"num_hidden_layers": 2.5}).encode(), "num_hidden_layers"),
         (json.dumps(LLAMA_8B | {"num_hidden_layers": True}).encode(), "num_hidden_layers"),
