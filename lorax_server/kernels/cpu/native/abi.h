@@ -1,11 +1,11 @@
 // The interface to Python. Each declaration is also exported as its own text, which `cpu/abi.py` compares with what Python
 // relies on when it loads the library: a swapped argument or field is an error then, and not corrupted memory.
 
-#define JOIN_AGAIN(a, b) a##_##b
-#define JOIN(a, b) JOIN_AGAIN(a, b)
+#define CONCAT_EXPANDED(a, b) a##_##b
+#define CONCAT(a, b) CONCAT_EXPANDED(a, b)
 #define VISIBLE __attribute__((visibility("default")))
 #define DECLARE(name, ...) \
-  extern "C" { VISIBLE const char* JOIN(declaration_##name, ISA) = #__VA_ARGS__; }
+  extern "C" { VISIBLE const char* CONCAT(declaration_##name, ISA) = #__VA_ARGS__; }
 
 #define STRUCT(name, ...) DECLARE(name, __VA_ARGS__) struct name { __VA_ARGS__ }
 #define ENUM(name, ...) DECLARE(name, __VA_ARGS__) enum name : int32_t { __VA_ARGS__ }
@@ -30,11 +30,11 @@ struct Kernel<kernel> {
  private:
   template <size_t... I>
   static void call_words(const int64_t* words, std::index_sequence<I...>) {
-    kernel(take<A>(words + I)...);
+    kernel(read_word<A>(words + I)...);
   }
 
   template <class T>
-  static T take(const int64_t* word) {
+  static T read_word(const int64_t* word) {
     static_assert(sizeof(T) <= sizeof(int64_t), "a word holds each argument");
     T argument;
     memcpy(&argument, word, sizeof(T));
@@ -45,9 +45,9 @@ struct Kernel<kernel> {
 // Define a kernel: EXPORT(name, its parameters) { its body }
 #define EXPORT(name, ...)                                                              \
   DECLARE(name, __VA_ARGS__)                                                           \
-  extern "C" void JOIN(name, ISA)(__VA_ARGS__);                                        \
+  extern "C" void CONCAT(name, ISA)(__VA_ARGS__);                                        \
   extern "C" {                                                                         \
-  VISIBLE void* JOIN(guarded_##name, ISA) = (void*)&Kernel<&JOIN(name, ISA)>::call;     \
-  VISIBLE void* JOIN(words_##name, ISA) = (void*)(void (*)(const int64_t*)) & Kernel<&JOIN(name, ISA)>::call_words; \
+  VISIBLE void* CONCAT(guarded_##name, ISA) = (void*)&Kernel<&CONCAT(name, ISA)>::call;     \
+  VISIBLE void* CONCAT(words_##name, ISA) = (void*)(void (*)(const int64_t*)) & Kernel<&CONCAT(name, ISA)>::call_words; \
   }                                                                                    \
-  extern "C" void JOIN(name, ISA)(__VA_ARGS__)
+  extern "C" void CONCAT(name, ISA)(__VA_ARGS__)

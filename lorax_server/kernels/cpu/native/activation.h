@@ -1,24 +1,24 @@
 // A gate that is opened outside of a linear.
 
-constexpr int64_t GATED_AT_ONCE = 1024;  // numbers of a row that one thread opens
-constexpr int64_t GATED_ALONE = 8 * 1024;  // numbers that one thread opens sooner than several
+constexpr int64_t GATE_CHUNK = 1024;  // numbers of a row that one thread opens
+constexpr int64_t MAX_SINGLE_THREAD_GATE = 16 * 1024;  // elements up to this count are faster on one thread
 
 template <Gate KIND, class T>
 static void gate_part(const T* left, const T* right, T* out, int64_t size) {
   for_vectors(size, [&](int64_t i, auto count) {
-    const F in = take(left + i, count);
-    put(out + i, (KIND == SILU ? silu(in) : gelu_tanh(in)) * take(right + i, count), count);
+    const F in = load_vector(left + i, count);
+    store_vector(out + i, (KIND == SILU ? silu(in) : gelu_tanh(in)) * load_vector(right + i, count), count);
   });
 }
 
 template <Gate KIND, class T>
 static void run_gate(const T* x, int64_t stride, T* out, int64_t rows, int64_t width) {
-  const int64_t parts = (width + GATED_AT_ONCE - 1) / GATED_AT_ONCE;
-  in_pieces(rows * parts, 1, rows * width, GATED_ALONE, [&](Range mine) {
+  const int64_t parts = (width + GATE_CHUNK - 1) / GATE_CHUNK;
+  parallel_for(rows * parts, 1, rows * width, MAX_SINGLE_THREAD_GATE, [&](Range mine) {
     for (int64_t task = mine.begin; task < mine.end; task++) {
-      const int64_t row = task / parts, at = task % parts * GATED_AT_ONCE;
+      const int64_t row = task / parts, at = task % parts * GATE_CHUNK;
       const T* left = x + row * stride + at;
-      gate_part<KIND>(left, left + width, out + row * width + at, std::min(GATED_AT_ONCE, width - at));
+      gate_part<KIND>(left, left + width, out + row * width + at, std::min(GATE_CHUNK, width - at));
     }
   });
 }

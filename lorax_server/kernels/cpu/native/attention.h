@@ -1,23 +1,23 @@
 // Attention over the cache and over new keys and values, which are read where they lie: each row by its own address,
 // and no row that its sequence does not own.
 //
-// One new token of a sequence attends in splits of `SPLIT` positions, several in tiles of `TILE` positions, cut at
+// One new token of a sequence attends in splits of `SPLIT_TOKENS` positions, several in tiles of `KEY_TILE` positions, cut at
 // multiples of these, whatever the batch, the threads and the cut of the prompt are: so a row keeps its bits.
 
 namespace attention {
 
-constexpr int64_t SPLIT = 128, TILE = 64;
+constexpr int64_t SPLIT_TOKENS = 128, KEY_TILE = 64;
 constexpr int64_t BLOCK_ROWS = 96;  // queries, each of one head, that a task takes through the keys together
-constexpr int64_t AHEAD = 16;       // keys that are asked of the memory before they are used
+constexpr int64_t PREFETCH_KEYS = 16;       // keys that are asked of the memory before they are used
 
-// Positions of one sequence, for its one new token and the heads of one key head. `place` is that of its result.
-struct Piece {
-  int64_t sequence, head, from, to, place;
+// Positions of one sequence, for its one new token and the heads of one key head. `result_index` is that of its result.
+struct Split {
+  int64_t sequence, head, from, to, result_index;
   bool whole;  // all that the token sees
 };
-// The pieces of one sequence and key head, to be joined.
-struct Join {
-  int64_t sequence, head, place, count;
+// The splits of one sequence and key head, to be joined.
+struct SplitMerge {
+  int64_t sequence, head, result_index, count;
 };
 // Some new tokens of one sequence, for the heads of one key head.
 struct Block {
@@ -25,7 +25,7 @@ struct Block {
 };
 
 // What becomes of products of queries and keys, all in powers of 2, which are cheaper than those of e.
-struct Rule {
+struct ScoreRule {
   float scale;
   int64_t window;
   float cap;            // 0 for none
@@ -37,9 +37,9 @@ struct Rule {
     if (cap != 0) {
       const float limit = cap * LOG2_E, twice = 2.0f / cap;
       for (int64_t j = 0; j < count; j += VL) {
-        const F score = load(scores + j), size = (score < spread(0.0f)) ? -score : score;
+        const F score = load(scores + j), size = (score < broadcast(0.0f)) ? -score : score;
         const F power = power_of_two(size * -twice), squeezed = (1.0f - power) / (1.0f + power) * limit;
-        store(scores + j, (score < spread(0.0f)) ? -squeezed : squeezed);
+        store(scores + j, (score < broadcast(0.0f)) ? -squeezed : squeezed);
       }
     }
     if (slopes == nullptr) return;
@@ -56,26 +56,26 @@ struct Attention {
   const T *keys, *values;
   T* out;
   int64_t heads;
-  Rule rule;
+  ScoreRule rule;
 
   const int64_t window = rule.window;
   const int64_t group = heads / batch.kv_heads, dim = batch.head_dim, padded = round_up(dim, PANEL);
   const int64_t part_size = round_up(group * (padded + 2), 16);  // sums, and of each head the best score and the mass
-  int64_t cost = 0, places = 0;
+  int64_t cost = 0, num_split_results = 0;
   std::vector<int64_t> starts = {};  // each sequence's first token
-  std::vector<Piece> pieces = {};
-  std::vector<Join> joins = {};
+  std::vector<Split> splits = {};
+  std::vector<SplitMerge> merges = {};
   std::vector<Block> blocks = {};
 
   // --- before the threads begin ---
 
   void plan_decode() {
     starts.reserve(batch.sequences);
-    pieces.reserve(batch.sequences * batch.kv_heads);
+    splits.reserve(batch.sequences * batch.kv_heads);
     for (int64_t s = 0; s < batch.sequences; s++) {
       starts.push_back(s);
       if (batch.cached[s] + batch.inputs[s])
-        plan_single(s);
+        plan_decode_sequence(s);
       else
         std::fill_n((char*)(out + s * heads * dim), heads * dim * sizeof(T), 0);  // a row of padding
     }
@@ -87,7 +87,7 @@ struct Attention {
       starts.push_back(start);
       start += batch.inputs[s];
       if (batch.inputs[s] == 1)
-        plan_single(s);
+        plan_decode_sequence(s);
       else
         plan_blocks(s);
     }
@@ -95,13 +95,13 @@ struct Attention {
     std::sort(blocks.begin(), blocks.end(), [](const Block& a, const Block& b) { return a.cost > b.cost; });
   }
 
-  void plan_single(int64_t s) {
+  void plan_decode_sequence(int64_t s) {
     const int64_t length = batch.cached[s] + batch.inputs[s], first = std::max<int64_t>(0, length - window);
-    const int64_t begin = first / SPLIT * SPLIT, count = (length - begin + SPLIT - 1) / SPLIT;
+    const int64_t begin = first / SPLIT_TOKENS * SPLIT_TOKENS, count = (length - begin + SPLIT_TOKENS - 1) / SPLIT_TOKENS;
     for (int64_t h = 0; h < batch.kv_heads; h++) {
-      if (count > 1) joins.push_back({s, h, places, count});
-      for (int64_t at = begin; at < length; at += SPLIT, places++)
-        pieces.push_back({s, h, std::max(at, first), std::min(at + SPLIT, length), places, count == 1});
+      if (count > 1) merges.push_back({s, h, num_split_results, count});
+      for (int64_t at = begin; at < length; at += SPLIT_TOKENS, num_split_results++)
+        splits.push_back({s, h, std::max(at, first), std::min(at + SPLIT_TOKENS, length), num_split_results, count == 1});
     }
     cost += 2 * heads * (length - first) * dim;
   }
@@ -118,24 +118,24 @@ struct Attention {
 
   void run() const {
     static thread_local Scratch scratch;
-    float* parts = scratch.make<float>(places * part_size);
-    const int64_t tasks = blocks.size() + pieces.size(), ends = joins.size();
-    in_pieces(cost > FEW, tasks, 1, [&](Range mine) {
+    float* parts = scratch.make<float>(num_split_results * part_size);
+    const int64_t tasks = blocks.size() + splits.size(), ends = merges.size();
+    parallel_for(cost > MAX_SINGLE_THREAD_PRODUCTS, tasks, 1, [&](Range mine) {
       for (int64_t i = mine.begin; i < mine.end; i++)
         if (i < (int64_t)blocks.size())
           attend_block(blocks[i]);
         else
-          attend_piece(pieces[i - blocks.size()], parts);
+          attend_split(splits[i - blocks.size()], parts);
     });
-    in_pieces(cost > FEW, ends, 1, [&](Range mine) {
-      for (int64_t i = mine.begin; i < mine.end; i++) join(joins[i], parts);
+    parallel_for(cost > MAX_SINGLE_THREAD_PRODUCTS, ends, 1, [&](Range mine) {
+      for (int64_t i = mine.begin; i < mine.end; i++) merge_splits(merges[i], parts);
     });
   }
 
   // --- both ---
 
   // Find the keys and values at positions `from` to `to`.
-  void locate(int64_t s, int64_t head, int64_t from, int64_t to, const T** key, const T** value) const {
+  void find_rows(int64_t s, int64_t head, int64_t from, int64_t to, const T** key, const T** value) const {
     const int64_t cached = k == nullptr ? to : std::min(to, batch.cached[s]), size = batch.block_size;
     const int32_t* table = batch.tables + s * batch.width;
     int64_t position = from;
@@ -161,50 +161,50 @@ struct Attention {
     const T* from = q + token * q_strides.token + head * q_strides.head;
     int64_t d = 0;
     for (; d + VL <= dim; d += VL) store(to + d, load(from + d) * scale);
-    for (; d < padded; d += VL) store(to + d, load_some(from + d, std::max<int64_t>(0, dim - d)) * scale);
+    for (; d < padded; d += VL) store(to + d, load_partial(from + d, std::max<int64_t>(0, dim - d)) * scale);
   }
 
-  void put(const float* sums, float mass, int64_t token, int64_t head) const {
+  void store_output(const float* sums, float mass, int64_t token, int64_t head) const {
     T* to = out + (token * heads + head) * dim;
     int64_t d = 0;
     for (; d + VL <= dim; d += VL) store(to + d, load(sums + d) / mass);
-    if (d < dim) store_some(to + d, load(sums + d) / mass, dim - d);
+    if (d < dim) store_partial(to + d, load(sums + d) / mass, dim - d);
   }
 
   // --- one new token ---
 
-  void attend_piece(const Piece& piece, float* parts) const {
+  void attend_split(const Split& split, float* parts) const {
     static thread_local Scratch scratch;
-    float *queries = scratch.make<float>(group * (padded + SPLIT)), *scores = queries + group * padded;
-    float *sums = parts + piece.place * part_size, *best = sums + group * padded, *mass = best + group;
-    const int64_t count = piece.to - piece.from, columns = round_up(count, PANEL);
-    const T *key[SPLIT], *value[SPLIT];
-    locate(piece.sequence, piece.head, piece.from, piece.to, key, value);
+    float *queries = scratch.make<float>(group * (padded + SPLIT_TOKENS)), *scores = queries + group * padded;
+    float *sums = parts + split.result_index * part_size, *best = sums + group * padded, *mass = best + group;
+    const int64_t count = split.to - split.from, columns = round_up(count, PANEL);
+    const T *key[SPLIT_TOKENS], *value[SPLIT_TOKENS];
+    find_rows(split.sequence, split.head, split.from, split.to, key, value);
     std::fill(key + count, key + columns, key[count - 1]);
     for (int64_t g = 0; g < group; g++)
-      copy_query(starts[piece.sequence], piece.head * group + g, queries + g * padded);
+      copy_query(starts[split.sequence], split.head * group + g, queries + g * padded);
     for_heads([&](auto number, int64_t g) {
       for (int64_t j = 0; j < columns; j += VL) {
         if (g == 0) fetch(key, value, j, count);
-        score<number()>(queries + g * padded, padded, key + j, dim, scores + g * SPLIT + j, SPLIT);
+        score<number()>(queries + g * padded, padded, key + j, dim, scores + g * SPLIT_TOKENS + j, SPLIT_TOKENS);
       }
     });
-    const int64_t last = batch.cached[piece.sequence] + batch.inputs[piece.sequence] - 1;
+    const int64_t last = batch.cached[split.sequence] + batch.inputs[split.sequence] - 1;
     for (int64_t g = 0; g < group; g++) {
-      rule.apply(scores + g * SPLIT, columns, piece.head * group + g, piece.from - last);
-      best[g] = find_best(scores + g * SPLIT, 0, count, columns);
-      mass[g] = sum(weigh(scores + g * SPLIT, 0, count, columns, best[g]));
+      rule.apply(scores + g * SPLIT_TOKENS, columns, split.head * group + g, split.from - last);
+      best[g] = find_max_score(scores + g * SPLIT_TOKENS, 0, count, columns);
+      mass[g] = sum(softmax_weights(scores + g * SPLIT_TOKENS, 0, count, columns, best[g]));
     }
     for_heads([&](auto number, int64_t g) {
-      mix_all<number()>(scores + g * SPLIT, SPLIT, value, count, dim, sums + g * padded, padded);
+      weighted_sum_all<number()>(scores + g * SPLIT_TOKENS, SPLIT_TOKENS, value, count, dim, sums + g * padded, padded);
     });
-    if (piece.whole) join({piece.sequence, piece.head, piece.place, 1}, parts);
+    if (split.whole) merge_splits({split.sequence, split.head, split.result_index, 1}, parts);
   }
 
   // Ask the memory for the values of some keys, and for keys that come soon.
   void fetch(const T* const* key, const T* const* value, int64_t at, int64_t count) const {
     for (int64_t j = at; j < std::min(at + VL, count); j++) {
-      const char *soon = (const char*)key[std::min(j + AHEAD, count - 1)], *later = (const char*)value[j];
+      const char *soon = (const char*)key[std::min(j + PREFETCH_KEYS, count - 1)], *later = (const char*)value[j];
       for (int64_t byte = 0; byte < dim * (int64_t)sizeof(T); byte += 64) {
         __builtin_prefetch(soon + byte);
         __builtin_prefetch(later + byte);
@@ -216,7 +216,7 @@ struct Attention {
   template <class Act>
   void for_heads(Act act) const {
     int64_t g = 0;
-    for (; g + MOST_HEADS <= group; g += MOST_HEADS) act(std::integral_constant<int, MOST_HEADS>(), g);
+    for (; g + MAX_HEADS_PER_PASS <= group; g += MAX_HEADS_PER_PASS) act(std::integral_constant<int, MAX_HEADS_PER_PASS>(), g);
     switch (group - g) {
       case 3: return act(std::integral_constant<int, 3>(), g);
       case 2: return act(std::integral_constant<int, 2>(), g);
@@ -224,20 +224,20 @@ struct Attention {
     }
   }
 
-  // Weigh the pieces by their masses, which are relative to their best scores.
-  void join(const Join& pieces, float* parts) const {
-    float* first = parts + pieces.place * part_size;
+  // Weigh the splits by their masses, which are relative to their best scores.
+  void merge_splits(const SplitMerge& splits, float* parts) const {
+    float* first = parts + splits.result_index * part_size;
     for (int64_t g = 0; g < group; g++) {
-      float *sums = first + g * padded, *best = first + group * padded + g, mass = 0, top = LOWEST;
-      for (int64_t i = 0; i < pieces.count; i++) top = std::max(best[i * part_size], top);
-      for (int64_t i = 0; i < pieces.count; i++) {
-        const float weight = power_of_two(spread(best[i * part_size] - top))[0];
+      float *sums = first + g * padded, *best = first + group * padded + g, mass = 0, top = LOWEST_SCORE;
+      for (int64_t i = 0; i < splits.count; i++) top = std::max(best[i * part_size], top);
+      for (int64_t i = 0; i < splits.count; i++) {
+        const float weight = power_of_two(broadcast(best[i * part_size] - top))[0];
         mass += weight * best[i * part_size + group];
         const float* from = sums + i * part_size;
         for (int64_t d = 0; d < dim; d += VL)
           store(sums + d, i == 0 ? load(from + d) * weight : load(sums + d) + load(from + d) * weight);
       }
-      put(sums, mass, starts[pieces.sequence], pieces.head * group + g);
+      store_output(sums, mass, starts[splits.sequence], splits.head * group + g);
     }
   }
 
@@ -252,31 +252,31 @@ struct Attention {
   void attend_block(const Block& block) const {
     static thread_local Scratch scratch;
     const int64_t count = block.count * group, position = batch.cached[block.sequence] + block.first;
-    float* room = scratch.make<float>(count * (2 * padded + 1 + VL) + 2 * TILE * padded);
-    float *key_panels = room, *value_panels = room + TILE * padded, *queries = value_panels + TILE * padded;
+    float* room = scratch.make<float>(count * (2 * padded + 1 + VL) + 2 * KEY_TILE * padded);
+    float *key_panels = room, *value_panels = room + KEY_TILE * padded, *queries = value_panels + KEY_TILE * padded;
     float *sums = queries + count * padded, *mass = sums + count * padded, *best = mass + count * VL;
     const int64_t token = starts[block.sequence] + block.first, head = block.head * group;
     const Rows rows{queries, sums, best, mass, count, position, head};
     for (int64_t i = 0; i < count; i++) copy_query(token + i / group, head + i % group, queries + i * padded);
     std::fill(sums, best, 0.0f);
-    std::fill_n(best, count, LOWEST);
+    std::fill_n(best, count, LOWEST_SCORE);
     const int64_t first = std::max<int64_t>(0, position - window + 1), last = position + block.count;
-    for (int64_t key = first / TILE * TILE; key < last; key += TILE) {
-      pack(block, std::max(key, first), std::min(key + TILE, last), key, key_panels, value_panels);
-      for (int64_t row = 0; row < count; row += MOST_ROWS) attend_tile(rows, row, key, key_panels, value_panels);
+    for (int64_t key = first / KEY_TILE * KEY_TILE; key < last; key += KEY_TILE) {
+      pack(block, std::max(key, first), std::min(key + KEY_TILE, last), key, key_panels, value_panels);
+      for (int64_t row = 0; row < count; row += MAX_TILE_ROWS) attend_tile(rows, row, key, key_panels, value_panels);
     }
     for (int64_t i = 0; i < count; i++)
-      put(sums + i * padded, sum(load(mass + i * VL)), token + i / group, head + i % group);
+      store_output(sums + i * padded, sum(load(mass + i * VL)), token + i / group, head + i % group);
   }
 
   // Copy the keys of a tile to panels `[keys / PANEL, dim, PANEL]` and its values to `[dim / PANEL, keys, PANEL]`.
   // Positions outside `from` to `to` become zeros.
   void pack(const Block& block, int64_t from, int64_t to, int64_t tile, float* keys_to, float* values_to) const {
-    const T *key[TILE] = {}, *value[TILE] = {};
-    locate(block.sequence, block.head, from, to, key + (from - tile), value + (from - tile));
+    const T *key[KEY_TILE] = {}, *value[KEY_TILE] = {};
+    find_rows(block.sequence, block.head, from, to, key + (from - tile), value + (from - tile));
     const int64_t count = round_up(to - tile, PANEL);
     const auto take = [&](const T* p, int64_t d) {
-      return p == nullptr || d >= dim ? F{} : d + VL <= dim ? load(p + d) : load_some(p + d, dim - d);
+      return p == nullptr || d >= dim ? F{} : d + VL <= dim ? load(p + d) : load_partial(p + d, dim - d);
     };
     for (int64_t j = 0; j < count; j += VL)
       for (int64_t d = 0; d < dim; d += VL) {
@@ -288,39 +288,39 @@ struct Attention {
       }
     for (int64_t j = 0; j < count; j++)
       for (int64_t d = 0; d < padded; d += VL)
-        store(values_to + (d / PANEL * TILE + j) * PANEL + d % PANEL, take(value[j], d));
+        store(values_to + (d / PANEL * KEY_TILE + j) * PANEL + d % PANEL, take(value[j], d));
   }
 
   void attend_tile(const Rows& rows, int64_t row, int64_t tile, const float* keys_in, const float* values_in) const {
-    float scores[MOST_ROWS * TILE], factors[MOST_ROWS];
-    const int64_t height = std::min<int64_t>(MOST_ROWS, rows.count - row);
-    const int64_t last = rows.position + (row + height - 1) / group, seen = std::min(TILE, last + 1 - tile);
-    if (seen <= 0 || tile + TILE <= rows.position + row / group - window + 1) return;
+    float scores[MAX_TILE_ROWS * KEY_TILE], factors[MAX_TILE_ROWS];
+    const int64_t height = std::min<int64_t>(MAX_TILE_ROWS, rows.count - row);
+    const int64_t last = rows.position + (row + height - 1) / group, seen = std::min(KEY_TILE, last + 1 - tile);
+    if (seen <= 0 || tile + KEY_TILE <= rows.position + row / group - window + 1) return;
     const int64_t columns = round_up(seen, PANEL);
-    const Times times = find_product<MOST_ROWS>(height);
+    const MultiplyRows multiply_rows = select_product<MAX_TILE_ROWS>(height);
     const float* queries = rows.queries + row * padded;
     for (int64_t j = 0; j < columns; j += PANEL)
-      times(queries, padded, keys_in + j * padded, dim, scores + j, TILE, nullptr);
+      multiply_rows(queries, padded, keys_in + j * padded, dim, scores + j, KEY_TILE, nullptr);
     for (int64_t i = 0; i < height; i++) {
       const int64_t position = rows.position + (row + i) / group;
       const int64_t to = std::clamp<int64_t>(position + 1 - tile, 0, columns);
       const int64_t from = std::clamp<int64_t>(position - window + 1 - tile, 0, to);
-      rule.apply(scores + i * TILE, columns, rows.head + (row + i) % group, tile - position);
-      float *own = scores + i * TILE, *mass = rows.mass + (row + i) * VL, &best = rows.best[row + i];
-      const float top = std::max(best, find_best(own, from, to, columns));
-      factors[i] = best == top ? 1.0f : power_of_two(spread(best - top))[0];
-      store(mass, load(mass) * factors[i] + weigh(own, from, to, columns, top));
+      rule.apply(scores + i * KEY_TILE, columns, rows.head + (row + i) % group, tile - position);
+      float *own = scores + i * KEY_TILE, *mass = rows.mass + (row + i) * VL, &best = rows.best[row + i];
+      const float top = std::max(best, find_max_score(own, from, to, columns));
+      factors[i] = best == top ? 1.0f : power_of_two(broadcast(best - top))[0];
+      store(mass, load(mass) * factors[i] + softmax_weights(own, from, to, columns, top));
       best = top;
     }
     float* sums = rows.sums + row * padded;
     for (int64_t d = 0; d < padded; d += PANEL)
-      times(scores, TILE, values_in + d * TILE, seen, sums + d, padded, factors);
+      multiply_rows(scores, KEY_TILE, values_in + d * KEY_TILE, seen, sums + d, padded, factors);
   }
 };
 
 template <class T>
 static void run_decode(const Paged& batch, const void* q, Strides strides, const void* keys, const void* values,
-                       void* out, int64_t heads, Rule rule) {
+                       void* out, int64_t heads, ScoreRule rule) {
   Attention<T> attention{batch, (const T*)q, nullptr, nullptr, strides, {}, {}, (const T*)keys, (const T*)values,
                          (T*)out, heads, rule};
   attention.plan_decode();
@@ -331,7 +331,7 @@ static void run_decode(const Paged& batch, const void* q, Strides strides, const
 EXPORT(decode_attention, const Paged* batch, const void* q, int64_t token, int64_t head, const void* keys,
                          const void* values, void* out, int64_t heads, float scale, int64_t window, float cap,
                          const float* slopes) {
-  const Rule rule{scale, window, cap, slopes};
+  const ScoreRule rule{scale, window, cap, slopes};
   switch (batch->dtype) {
     case FLOAT32: return run_decode<float>(*batch, q, {token, head}, keys, values, out, heads, rule);
     case BFLOAT16: return run_decode<Bf16>(*batch, q, {token, head}, keys, values, out, heads, rule);
@@ -340,16 +340,16 @@ EXPORT(decode_attention, const Paged* batch, const void* q, int64_t token, int64
 }
 
 // Where new queries, keys and values lie.
-struct Fresh {
+struct NewTokens {
   const void *q, *k, *v;
   Strides q_strides, k_strides, v_strides;
 };
 
 template <class T>
-static void run_prefill(const Paged& batch, const Fresh& fresh, const void* keys, const void* values, void* out,
-                        int64_t heads, Rule rule) {
-  Attention<T> attention{batch, (const T*)fresh.q, (const T*)fresh.k, (const T*)fresh.v, fresh.q_strides,
-                         fresh.k_strides, fresh.v_strides, (const T*)keys, (const T*)values, (T*)out, heads, rule};
+static void run_prefill(const Paged& batch, const NewTokens& new_tokens, const void* keys, const void* values, void* out,
+                        int64_t heads, ScoreRule rule) {
+  Attention<T> attention{batch, (const T*)new_tokens.q, (const T*)new_tokens.k, (const T*)new_tokens.v, new_tokens.q_strides,
+                         new_tokens.k_strides, new_tokens.v_strides, (const T*)keys, (const T*)values, (T*)out, heads, rule};
   attention.plan_prefill();
   attention.run();
 }
@@ -359,12 +359,12 @@ EXPORT(prefill_attention, const Paged* batch, const void* q, int64_t q_token, in
                           int64_t k_token, int64_t k_head, const void* v, int64_t v_token, int64_t v_head,
                           const void* keys, const void* values, void* out, int64_t heads, float scale,
                           int64_t window, float cap, const float* slopes) {
-  const Rule rule{scale, window, cap, slopes};
-  const Fresh fresh{q, k, v, {q_token, q_head}, {k_token, k_head}, {v_token, v_head}};
+  const ScoreRule rule{scale, window, cap, slopes};
+  const NewTokens new_tokens{q, k, v, {q_token, q_head}, {k_token, k_head}, {v_token, v_head}};
   switch (batch->dtype) {
-    case FLOAT32: return run_prefill<float>(*batch, fresh, keys, values, out, heads, rule);
-    case BFLOAT16: return run_prefill<Bf16>(*batch, fresh, keys, values, out, heads, rule);
-    default: return run_prefill<Half>(*batch, fresh, keys, values, out, heads, rule);
+    case FLOAT32: return run_prefill<float>(*batch, new_tokens, keys, values, out, heads, rule);
+    case BFLOAT16: return run_prefill<Bf16>(*batch, new_tokens, keys, values, out, heads, rule);
+    default: return run_prefill<Half>(*batch, new_tokens, keys, values, out, heads, rule);
   }
 }
 

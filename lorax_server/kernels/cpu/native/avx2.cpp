@@ -1,6 +1,6 @@
 // For x86 from 2013 on.
 #if defined(__x86_64__)
-#include "std.h"
+#include "system_headers.h"
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
@@ -8,7 +8,7 @@
 #endif
 #define ISA avx2
 #define VL 8
-#include "kernels.h"
+#include "all_kernels.h"
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

@@ -1,6 +1,6 @@
 // For x86 with vectors of 512 bits.
 #if defined(__x86_64__)
-#include "std.h"
+#include "system_headers.h"
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function)
 #else
@@ -8,7 +8,7 @@
 #endif
 #define ISA avx512
 #define VL 16
-#include "kernels.h"
+#include "all_kernels.h"
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

@@ -2,7 +2,7 @@
 
 // Products of rows with the rows of A, to be multiplied with B: at most this many rows and ranks in one task.
 constexpr int64_t SHRINK_ROWS = 64, SHRINK_RANKS = 4;
-struct Task {
+struct ShrinkTask {
   int64_t segment, part, row, rows, rank;
 };
 
@@ -15,14 +15,14 @@ static inline __attribute__((always_inline)) void shrink_rows(
   for (int r = 0; r < SHRINK_RANKS; r++) from[r] = a + std::min<int64_t>(r, ranks - 1) * inputs;
   int64_t k = 0;
   for (; k + VL <= inputs; k += VL) {
-    if (k % (LINE / (int64_t)sizeof(T)) == 0)  // the next rows of A lie behind these, and are mostly multiplied next
+    if (k % (CACHE_LINE_BYTES / (int64_t)sizeof(T)) == 0)  // the next rows of A lie behind these, and are mostly multiplied next
 #pragma GCC unroll 4
       for (int r = 0; r < SHRINK_RANKS; r++) __builtin_prefetch(from[r] + SHRINK_RANKS * inputs + k);
 #pragma GCC unroll 4
     for (int r = 0; r < SHRINK_RANKS; r++) {
       const F weight = load(from[r] + k);
 #pragma GCC unroll 4
-      for (int i = 0; i < ROWS; i++) total[i][r] = fused(weight, load(x + i * ldx + k), total[i][r]);
+      for (int i = 0; i < ROWS; i++) total[i][r] = fused_multiply_add(weight, load(x + i * ldx + k), total[i][r]);
     }
   }
   for (int i = 0; i < ROWS; i++)
@@ -36,9 +36,9 @@ static inline __attribute__((always_inline)) void shrink_rows(
 // All that a call derives of its adapters before the threads begin. It serves again, so that its memory does.
 template <class T>
 struct Plan {
-  std::vector<Part<T>> parts;
+  std::vector<AdapterPart<T>> parts;
   std::vector<int32_t> segment;
-  std::vector<Task> tasks;
+  std::vector<ShrinkTask> tasks;
   int64_t low = 0;
   bool has_vectors = false;
 
@@ -61,22 +61,22 @@ struct Plan {
         parts.push_back(make(lora, s, t, column, column + width));
         has_vectors |= parts.back().factor || parts.back().shift;
         changes |= has_vectors || parts.back().rank;
-        cut(lora, s, parts.size() - 1);
+        add_tasks(lora, s, parts.size() - 1);
         column += width;
       }
     }
     if (!changes) segment.clear();
   }
 
-  Part<T> make(const Lora& lora, int64_t s, int64_t target, int64_t start, int64_t stop) {
+  AdapterPart<T> make(const Lora& lora, int64_t s, int64_t target, int64_t start, int64_t stop) {
     const int64_t place = lora.adapters[s] * lora.targets + target, *fields = lora.table + place * FIELDS;
     const T* buffer = (const T*)lora.buffer;
     const auto at = [&](Field field) { return fields[field] < 0 ? nullptr : buffer + fields[field]; };
     return {at(A), at(B), at(FACTOR), at(SHIFT), fields[RANK], start, stop, 0, lora.scales[place]};
   }
 
-  void cut(const Lora& lora, int64_t s, int64_t index) {
-    Part<T>& part = parts[index];
+  void add_tasks(const Lora& lora, int64_t s, int64_t index) {
+    AdapterPart<T>& part = parts[index];
     part.low = low;
     low += part.rank * (lora.bounds[s + 1] - lora.bounds[s]);
     for (int64_t row = lora.bounds[s]; row < lora.bounds[s + 1]; row += SHRINK_ROWS)
@@ -85,8 +85,8 @@ struct Plan {
   }
 
   template <class X>
-  void shrink(const Task& task, const Lora& lora, const X* x, int64_t ldx, int64_t inputs, float* products) const {
-    const Part<T>& part = parts[task.part];
+  void shrink(const ShrinkTask& task, const Lora& lora, const X* x, int64_t ldx, int64_t inputs, float* products) const {
+    const AdapterPart<T>& part = parts[task.part];
     const int64_t ranks = std::min(SHRINK_RANKS, part.rank - task.rank);
     const T* a = part.a + task.rank * inputs;
     float* to = products + part.low + (task.row - lora.bounds[task.segment]) * part.rank + task.rank;
@@ -103,22 +103,22 @@ struct Plan {
   }
 };
 
-constexpr int64_t COPIED_ALONE = 16 * 1024;  // numbers that one thread copies sooner than several
+constexpr int64_t MAX_SINGLE_THREAD_COPY = 32 * 1024;  // elements up to this count are faster on one thread
 
 template <class T, class S>
 static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t rows, T* out, const Lora* lora,
                        int64_t first, int64_t count, Gate gate) {
-  static thread_local Scratch wide_scratch, low_scratch, tall_scratch, tile_scratch;
+  static thread_local Scratch wide_scratch, low_scratch, tiled_scratch, tile_scratch;
   static thread_local Plan<T> own_plan;
   constexpr bool IS_TILED = std::is_same<S, Pair>::value;
   const int64_t inputs = matrix.inputs;
   Plan<T>& plan = own_plan;  // of the calling thread, for all of them
   plan.clear();
   if (lora != nullptr) plan.fill(*lora, first, count, rows);
-  const bool is_many = !IS_TILED && rows > FEW_ROWS;
-  const bool is_widened = !IS_TILED && !is_many && !std::is_same<T, float>::value;
+  const bool is_blocked = !IS_TILED && rows > MAX_UNBLOCKED_ROWS;
+  const bool is_widened = !IS_TILED && !is_blocked && !std::is_same<T, float>::value;
   float* wide = is_widened ? wide_scratch.make<float>(rows * inputs) : nullptr;
-  float* tall = is_many ? tall_scratch.make<float>(RowTiles::size(rows, inputs)) : nullptr;
+  float* tiled_copy = is_blocked ? tiled_scratch.make<float>(RowTiles::size(rows, inputs)) : nullptr;
   float* low = low_scratch.make<float>(plan.low);
   const int64_t width = gate == NONE ? matrix.outputs : matrix.outputs / 2;
   const Product<T, S> product{matrix, is_widened ? wide : (const float*)x, is_widened ? inputs : ldx, rows, out, width,
@@ -128,30 +128,30 @@ static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t ro
   Bf16* copy = is_packed ? tile_scratch.make<Bf16>(TilePacking::size(rows, inputs)) : nullptr;
   const TilePacking packing{(const Bf16*)x, ldx, rows, inputs, copy};
   if (is_widened || is_packed)
-    in_pieces(rows, 1, rows * inputs, COPIED_ALONE, [&](Range mine) {
+    parallel_for(rows, 1, rows * inputs, MAX_SINGLE_THREAD_COPY, [&](Range mine) {
       for (int64_t row = mine.begin; row < mine.end; row++) {
         if (is_widened) widen(x + row * ldx, wide + row * inputs, inputs);
         if (is_packed) packing.copy_row(row);
       }
     });
-  if (is_many)
-    in_pieces(RowTiles::count(rows), 1, rows * inputs, COPIED_ALONE,
-              [&](Range mine) { RowTiles{rows}.copy(mine, x, ldx, inputs, tall); });
-  in_pieces(plan.tasks.size(), 1, plan.low * inputs, FEW, [&](Range mine) {
+  if (is_blocked)
+    parallel_for(RowTiles::count(rows), 1, rows * inputs, MAX_SINGLE_THREAD_COPY,
+              [&](Range mine) { RowTiles{rows}.copy(mine, x, ldx, inputs, tiled_copy); });
+  parallel_for(plan.tasks.size(), 1, plan.low * inputs, MAX_SINGLE_THREAD_PRODUCTS, [&](Range mine) {
     for (int64_t i = mine.begin; i < mine.end; i++) {
       if (is_widened) plan.shrink(plan.tasks[i], *lora, wide, inputs, inputs, low);
       else plan.shrink(plan.tasks[i], *lora, x, ldx, inputs, low);
     }
   });
-  in_pieces((width + PANEL - 1) / PANEL, GROUP, rows * inputs * matrix.outputs, FEW, [&](Range mine) {
+  parallel_for((width + PANEL - 1) / PANEL, PANELS_PER_GROUP, rows * inputs * matrix.outputs, MAX_SINGLE_THREAD_PRODUCTS, [&](Range mine) {
     if constexpr (IS_TILED) TileProduct{product, packing.find()}.run(mine);
-    else if (is_many) BlockProduct<T, S>{product, tall}.run(mine);
+    else if (is_blocked) BlockProduct<T, S>{product, tiled_copy}.run(mine);
     else product.run(mine);
   });
 }
 
 template <class T>
-static void choose_storage(const Matrix& matrix, const void* x, int64_t ldx, int64_t rows, void* out, const Lora* lora,
+static void dispatch_storage(const Matrix& matrix, const void* x, int64_t ldx, int64_t rows, void* out, const Lora* lora,
                            int64_t first, int64_t count, Gate gate) {
 #if defined(HAS_TILES)
   if constexpr (std::is_same<T, Bf16>::value)
@@ -172,8 +172,8 @@ EXPORT(linear, const Matrix* matrix, const void* x, int64_t ldx, int64_t rows, v
   const Gate kind = (Gate)gate;
   if (rows == 0) return;
   switch (matrix->dtype) {
-    case FLOAT32: return choose_storage<float>(*matrix, x, ldx, rows, out, lora, first, count, kind);
-    case BFLOAT16: return choose_storage<Bf16>(*matrix, x, ldx, rows, out, lora, first, count, kind);
-    default: return choose_storage<Half>(*matrix, x, ldx, rows, out, lora, first, count, kind);
+    case FLOAT32: return dispatch_storage<float>(*matrix, x, ldx, rows, out, lora, first, count, kind);
+    case BFLOAT16: return dispatch_storage<Bf16>(*matrix, x, ldx, rows, out, lora, first, count, kind);
+    default: return dispatch_storage<Half>(*matrix, x, ldx, rows, out, lora, first, count, kind);
   }
 }

@@ -1,7 +1,7 @@
 // For ARM: every 64-bit one has NEON.
 #if defined(__aarch64__)
-#include "std.h"
+#include "system_headers.h"
 #define ISA neon
 #define VL 4
-#include "kernels.h"
+#include "all_kernels.h"
 #endif

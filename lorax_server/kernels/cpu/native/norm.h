@@ -1,6 +1,6 @@
 // Norms. Each row is summed in one order, whatever its neighbours and the threads are.
 
-constexpr int64_t NORMED_ALONE = 32 * 1024;  // numbers that one thread normalises sooner than several
+constexpr int64_t MAX_SINGLE_THREAD_NORM = 64 * 1024;  // elements up to this count are faster on one thread
 
 // The rows that are normalised: `heads` of each token, each of `size` numbers that lie side by side.
 template <class T>
@@ -14,7 +14,7 @@ struct Rows {
 
 // What the adapter of a row multiplies it by and then adds to it; null for nothing.
 template <class T>
-struct Vectors {
+struct ScaleShift {
   const T *factor, *shift;
 };
 
@@ -26,7 +26,7 @@ struct Adapters {
 
   Adapters(const Lora* lora, int64_t target) : lora(lora), target(target), segment(0) {}
 
-  Vectors<T> of(int64_t row) {
+  ScaleShift<T> of(int64_t row) {
     if (lora == nullptr) return {nullptr, nullptr};
     while (lora->bounds[segment + 1] <= row) segment++;
     const int64_t* fields = lora->table + (lora->adapters[segment] * lora->targets + target) * FIELDS;
@@ -55,13 +55,13 @@ static inline __attribute__((always_inline)) void for_vectors(int64_t size, Step
 }
 
 template <class T, class Count>
-static inline F take(const T* p, Count count, float rest = 0.0f) {
-  if constexpr (std::is_same<Count, int64_t>::value) return load_some(p, count, rest);
+static inline F load_vector(const T* p, Count count, float rest = 0.0f) {
+  if constexpr (std::is_same<Count, int64_t>::value) return load_partial(p, count, rest);
   return load(p);
 }
 template <class T, class Count>
-static inline void put(T* p, F v, Count count) {
-  if constexpr (std::is_same<Count, int64_t>::value) return store_some(p, v, count);
+static inline void store_vector(T* p, F v, Count count) {
+  if constexpr (std::is_same<Count, int64_t>::value) return store_partial(p, v, count);
   else store(p, v);
 }
 
@@ -80,54 +80,54 @@ static inline __attribute__((always_inline)) float sum_row(int64_t size, Value v
 
 // Multiply and add as torch does on numbers in memory: each result is rounded, the last when it is stored.
 template <class T, class Count>
-static inline F adapt(F value, const Vectors<T>& vectors, int64_t column, Count count) {
-  if (vectors.factor != nullptr) value = rounded<T>(value) * take(vectors.factor + column, count);
-  if (vectors.shift != nullptr) value = rounded<T>(value) + take(vectors.shift + column, count);
+static inline F adapt(F value, const ScaleShift<T>& vectors, int64_t column, Count count) {
+  if (vectors.factor != nullptr) value = rounded<T>(value) * load_vector(vectors.factor + column, count);
+  if (vectors.shift != nullptr) value = rounded<T>(value) + load_vector(vectors.shift + column, count);
   return value;
 }
 
 // A weight of the rows' own type multiplies what is rounded; a float multiplies before that.
 template <class T, class W>
-static void rms_norm_row(const T* x, const W* weight, float eps, T* out, int64_t size, const Vectors<T>& vectors) {
+static void rms_norm_row(const T* x, const W* weight, float eps, T* out, int64_t size, const ScaleShift<T>& vectors) {
   const float squares = sum_row(size, [&](int64_t i, auto count) {
-    const F v = take(x + i, count);
+    const F v = load_vector(x + i, count);
     return v * v;
   });
-  const F scale = spread(1.0f / std::sqrt(squares / (float)size + eps));
+  const F scale = broadcast(1.0f / std::sqrt(squares / (float)size + eps));
   for_vectors(size, [&](int64_t i, auto count) {
-    const F normed = rounded<W>(take(x + i, count) * scale);
-    put(out + i, adapt(normed * take(weight + i, count), vectors, i, count), count);
+    const F normed = rounded<W>(load_vector(x + i, count) * scale);
+    store_vector(out + i, adapt(normed * load_vector(weight + i, count), vectors, i, count), count);
   });
 }
 
 template <class T>
 static void add_row(const T* x, const T* residual, T* total, int64_t size) {
   for_vectors(size, [&](int64_t i, auto count) {
-    put(total + i, take(x + i, count) + take(residual + i, count), count);
+    store_vector(total + i, load_vector(x + i, count) + load_vector(residual + i, count), count);
   });
 }
 
 template <class T>
 static void layer_norm_row(const T* x, const T* weight, const T* bias, float eps, T* out, int64_t size,
-                           const Vectors<T>& vectors) {
-  const float mean = sum_row(size, [&](int64_t i, auto count) { return take(x + i, count); }) / (float)size;
+                           const ScaleShift<T>& vectors) {
+  const float mean = sum_row(size, [&](int64_t i, auto count) { return load_vector(x + i, count); }) / (float)size;
   const float squares = sum_row(size, [&](int64_t i, auto count) {
-    const F away = take(x + i, count, mean) - mean;
+    const F away = load_vector(x + i, count, mean) - mean;
     return away * away;
   });
-  const F scale = spread(1.0f / std::sqrt(squares / (float)size + eps));
+  const F scale = broadcast(1.0f / std::sqrt(squares / (float)size + eps));
   for_vectors(size, [&](int64_t i, auto count) {
-    F value = (take(x + i, count) - mean) * scale;
-    if (weight != nullptr) value *= take(weight + i, count);
-    if (bias != nullptr) value += take(bias + i, count);
-    put(out + i, adapt(value, vectors, i, count), count);
+    F value = (load_vector(x + i, count) - mean) * scale;
+    if (weight != nullptr) value *= load_vector(weight + i, count);
+    if (bias != nullptr) value += load_vector(bias + i, count);
+    store_vector(out + i, adapt(value, vectors, i, count), count);
   });
 }
 
 // Call `step(row, vectors)` for all rows, with threads where there are many.
 template <class T, class Step>
 static void for_rows(const Rows<T>& rows, const Lora* lora, int64_t target, Step step) {
-  in_pieces(rows.count(), 1, rows.count() * rows.size, NORMED_ALONE, [&](Range mine) {
+  parallel_for(rows.count(), 1, rows.count() * rows.size, MAX_SINGLE_THREAD_NORM, [&](Range mine) {
     Adapters<T> adapters(lora, target);
     for (int64_t row = mine.begin; row < mine.end; row++) step(row, adapters.of(row));
   });
@@ -136,7 +136,7 @@ static void for_rows(const Rows<T>& rows, const Lora* lora, int64_t target, Step
 template <class T, class W>
 static void run_rms_norm(const Rows<T>& rows, const void* residual, const void* weight, float eps, void* normed,
                          void* total, const Lora* lora, int64_t target) {
-  for_rows(rows, lora, target, [&](int64_t row, const Vectors<T>& vectors) {
+  for_rows(rows, lora, target, [&](int64_t row, const ScaleShift<T>& vectors) {
     const T* x = rows.at(row);
     const int64_t at = row * rows.size;
     if (residual != nullptr) {
@@ -151,7 +151,7 @@ static void run_rms_norm(const Rows<T>& rows, const void* residual, const void* 
 template <class T>
 static void run_layer_norm(const Rows<T>& rows, const void* weight, const void* bias, float eps, void* normed,
                            const Lora* lora, int64_t target) {
-  for_rows(rows, lora, target, [&](int64_t row, const Vectors<T>& vectors) {
+  for_rows(rows, lora, target, [&](int64_t row, const ScaleShift<T>& vectors) {
     T* out = (T*)normed + row * rows.size;
     layer_norm_row(rows.at(row), (const T*)weight, (const T*)bias, eps, out, rows.size, vectors);
   });
@@ -191,17 +191,17 @@ template <class T>
 static void run_scale_and_shift(T* x, int64_t stride, int64_t tokens, const Lora& lora, int64_t first, int64_t last) {
   int64_t width = 0;
   for (int64_t target = first; target <= last; target++) width += lora.widths[2 * target + 1];
-  in_pieces(tokens, 1, tokens * width, NORMED_ALONE, [&](Range mine) {
+  parallel_for(tokens, 1, tokens * width, MAX_SINGLE_THREAD_NORM, [&](Range mine) {
     T* column = x;
     for (int64_t target = first; target <= last; target++) {
       Adapters<T> adapters(&lora, target);
       const int64_t size = lora.widths[2 * target + 1];
       for (int64_t row = mine.begin; row < mine.end; row++) {
-        const Vectors<T> vectors = adapters.of(row);
+        const ScaleShift<T> vectors = adapters.of(row);
         if (vectors.factor == nullptr && vectors.shift == nullptr) continue;
         T* at = column + row * stride;
         for_vectors(size, [&](int64_t i, auto count) {
-          put(at + i, adapt(take(at + i, count), vectors, i, count), count);
+          store_vector(at + i, adapt(load_vector(at + i, count), vectors, i, count), count);
         });
       }
       column += size;

@@ -19,57 +19,57 @@ ENUM(Gate, NONE = 0, SILU = 1, GELU_TANH = 2);
 
 // One adapter's part in one target of a linear, for one segment of rows.
 template <class T>
-struct Part {
+struct AdapterPart {
   const T *a, *b, *factor, *shift;
   int64_t rank, start, stop, low;  // `start` to `stop` are columns; `low` is the place of the segment's first product
   float scale;
 };
 
-constexpr int64_t GROUP = 4;  // panels that all rows of a block are multiplied by, before the next ones
-constexpr int64_t FINISHED_AT_ONCE = 4;  // rows that share what is read of an adapter
-constexpr int64_t FEW = 64 * 1024;  // products that one thread does sooner than several
+constexpr int64_t PANELS_PER_GROUP = 4;  // panels that all rows of a block are multiplied by, before the next ones
+constexpr int64_t ROWS_PER_FINISH = 4;  // rows that share what is read of an adapter
+constexpr int64_t MAX_SINGLE_THREAD_PRODUCTS = 128 * 1024;  // multiply-adds up to this count are faster on one thread
 
 #if VL == 4
-constexpr int MOST_ROWS = 8;
+constexpr int MAX_TILE_ROWS = 8;
 #elif VL == 8
-constexpr int MOST_ROWS = 6;
+constexpr int MAX_TILE_ROWS = 6;
 #else
-constexpr int MOST_ROWS = 12;
+constexpr int MAX_TILE_ROWS = 12;
 #endif
-constexpr int FEW_ROWS = VL == 4 ? 10 : MOST_ROWS;  // the most that are not multiplied in blocks
+constexpr int MAX_UNBLOCKED_ROWS = VL == 4 ? 10 : MAX_TILE_ROWS;  // the most that are not multiplied in blocks
 
 // A product reads as fast as memory gives; memory is asked for what comes next. With vectors of x86 it is asked whatever
 // the number of rows: a product of many finds its weights in the second cache, whose answer takes a while, too.
 //
-// Few rows take several panels at once on x86: a sum waits for its last product, so several sums keep a core busy. On ARM
+// Few rows load_panel several panels at once on x86: a sum waits for its last product, so several sums keep a core busy. On ARM
 // two sums do, as fast as memory gives. There each panel is read to its end, so that what is asked for always comes next:
 // one row takes a fifth less time so.
 #if VL == 4
-constexpr int64_t AHEAD = 512;  // bytes
-constexpr int ASKING_ROWS = 4;  // the most of a product that asks
-constexpr int MOST_PANELS = 1;
+constexpr int64_t PREFETCH_BYTES = 512;  // bytes
+constexpr int MAX_PREFETCH_ROWS = 4;  // the most of a product that asks
+constexpr int MAX_PANELS_PER_TILE = 1;
 #else
-constexpr int64_t AHEAD = 2048;
-constexpr int ASKING_ROWS = MOST_ROWS;
-constexpr int MOST_PANELS = 4;
+constexpr int64_t PREFETCH_BYTES = 2048;
+constexpr int MAX_PREFETCH_ROWS = MAX_TILE_ROWS;
+constexpr int MAX_PANELS_PER_TILE = 4;
 #endif
-constexpr int64_t LINE = 64;  // bytes that memory gives at once
+constexpr int64_t CACHE_LINE_BYTES = 64;  // bytes that memory gives at once
 
 // Ask for what lies ahead of some inputs of each panel.
 template <int PANELS, int INPUTS, class S>
-static inline __attribute__((always_inline)) void ask_ahead(const S* const* panels, int64_t k) {
+static inline __attribute__((always_inline)) void prefetch_panels(const S* const* panels, int64_t k) {
 #pragma GCC unroll 4
   for (int j = 0; j < PANELS; j++)
 #pragma GCC unroll 2
-    for (int64_t line = 0; line < INPUTS * PANEL * (int64_t)sizeof(S); line += LINE)
-      __builtin_prefetch((const char*)(panels[j] + k * PANEL) + AHEAD + line);
+    for (int64_t line = 0; line < INPUTS * PANEL * (int64_t)sizeof(S); line += CACHE_LINE_BYTES)
+      __builtin_prefetch((const char*)(panels[j] + k * PANEL) + PREFETCH_BYTES + line);
 }
 
 template <int PANELS, class S>
 static inline __attribute__((always_inline)) void load_weights(const S* const* panels, int64_t k, F* weight) {
 #pragma GCC unroll 4
   for (int j = 0; j < PANELS; j++) {
-    const Two two = load_two(panels[j] + k * PANEL);
+    const VectorPair two = load_two(panels[j] + k * PANEL);
     weight[2 * j] = two.first;
     weight[2 * j + 1] = two.second;
   }
@@ -87,7 +87,7 @@ static __attribute__((noinline)) void multiply(const float* x, int64_t ldx, cons
     F in[ROWS];
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; i++) in[i] = load(x + i * ldx + k);
-    if (ROWS <= ASKING_ROWS) ask_ahead<PANELS, 4>(panels, k);
+    if (ROWS <= MAX_PREFETCH_ROWS) prefetch_panels<PANELS, 4>(panels, k);
 #pragma GCC unroll 4
     for (int l = 0; l < 4; l++) {
       load_weights<PANELS>(panels, k + l, weight);
@@ -99,11 +99,11 @@ static __attribute__((noinline)) void multiply(const float* x, int64_t ldx, cons
   }
 #endif
   for (; k < inputs; k++) {
-    if (ROWS <= ASKING_ROWS) ask_ahead<PANELS, 1>(panels, k);
+    if (ROWS <= MAX_PREFETCH_ROWS) prefetch_panels<PANELS, 1>(panels, k);
     load_weights<PANELS>(panels, k, weight);
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; i++) {
-      const F in = spread(x[i * ldx + k]);
+      const F in = broadcast(x[i * ldx + k]);
 #pragma GCC unroll 16
       for (int j = 0; j < PANELS * 2; j++) total[i][j] += weight[j] * in;
     }
@@ -118,12 +118,12 @@ template <class S>
 using Multiply = void (*)(const float*, int64_t, const S* const*, int64_t, float*, int64_t);
 
 template <int ROWS, class S>
-static Multiply<S> find_multiply(int64_t rows, int panels) {
+static Multiply<S> select_multiply(int64_t rows, int panels) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return find_multiply<ROWS - 1, S>(rows, panels);
-  if constexpr (ROWS <= 2 && MOST_PANELS >= 4)
+    if (rows < ROWS) return select_multiply<ROWS - 1, S>(rows, panels);
+  if constexpr (ROWS <= 2 && MAX_PANELS_PER_TILE >= 4)
     if (panels == 4) return multiply<ROWS, 4, S>;
-  if constexpr (ROWS <= 4 && MOST_PANELS >= 2)
+  if constexpr (ROWS <= 4 && MAX_PANELS_PER_TILE >= 2)
     if (panels == 2) return multiply<ROWS, 2, S>;
   return multiply<ROWS, 1, S>;
 }
@@ -143,7 +143,7 @@ struct Product {
   T* out;
   int64_t ldo;
   int64_t parts_each;     // of a segment
-  const Part<T>* parts;   // [segments, parts_each]
+  const AdapterPart<T>* parts;   // [segments, parts_each]
   const int32_t* segment; // of each row; null without adapters
   const int64_t* bounds;
   const float* low;
@@ -152,7 +152,7 @@ struct Product {
 
   // What adapters add to a tile's rows, in the columns of a group of panels and in those that their gate opens.
   struct Added {
-    float columns[FEW_ROWS][2][GROUP * PANEL];
+    float columns[MAX_UNBLOCKED_ROWS][2][PANELS_PER_GROUP * PANEL];
   };
 
   // Add what comes after the product to one row of a panel; `added` is what the adapter's factors add.
@@ -172,12 +172,12 @@ struct Product {
 
   static void add(F* value, const T* from, int64_t width) {
     F more[2];
-    take(more, from, width);
+    load_panel(more, from, width);
     value[0] += more[0];
     value[1] += more[1];
   }
 
-  static void take(F* into, const T* from, int64_t width) {
+  static void load_panel(F* into, const T* from, int64_t width) {
     if (width == PANEL) {
       into[0] = load(from);
       into[1] = load(from + VL);
@@ -190,43 +190,43 @@ struct Product {
   }
 
   void adapt(F* value, int64_t row, int64_t column) const {
-    const Part<T>* part = parts + segment[row] * parts_each;
+    const AdapterPart<T>* part = parts + segment[row] * parts_each;
     for (int64_t i = 0; i < parts_each; i++, part++) {
       const int64_t from = std::max(part->start, column), to = std::min(part->stop, column + PANEL);
       if (from >= to) continue;
       if (from == column && to == column + PANEL)
         adapt_panel(value, *part, column - part->start);
       else
-        adapt_some(value, *part, from, to, column);
+        adapt_partial_panel(value, *part, from, to, column);
     }
   }
 
-  const float* low_of(const Part<T>& part, int64_t row) const {
+  const float* low_rank_row(const AdapterPart<T>& part, int64_t row) const {
     return low + part.low + (row - bounds[segment[row]]) * part.rank;
   }
 
-  static void adapt_panel(F* value, const Part<T>& part, int64_t at) {
+  static void adapt_panel(F* value, const AdapterPart<T>& part, int64_t at) {
     for (int j = 0; j < 2; j++, at += VL)
-      value[j] = adapt_by(
+      value[j] = scale_and_add(
           value[j], part, [&] { return load(part.factor + at); }, [&] { return load(part.shift + at); });
   }
 
   // Multiply and add in one expression, which is rounded once wherever this is inlined.
   template <class V, class Factor, class Shift>
-  static V adapt_by(V value, const Part<T>& part, Factor factor, Shift shift) {
+  static V scale_and_add(V value, const AdapterPart<T>& part, Factor factor, Shift shift) {
     if (part.factor != nullptr && part.shift != nullptr) return value * factor() + shift();
     if (part.factor != nullptr) return value * factor();
     return part.shift != nullptr ? value + shift() : value;
   }
 
   // The same where a target ends within a panel: number by number.
-  static void adapt_some(F* value, const Part<T>& part, int64_t from, int64_t to, int64_t column) {
+  static void adapt_partial_panel(F* value, const AdapterPart<T>& part, int64_t from, int64_t to, int64_t column) {
     float copy[PANEL];
     store(copy, value[0]);
     store(copy + VL, value[1]);
     for (int64_t c = from; c < to; c++) {
       const int64_t at = c - part.start;
-      copy[c - column] = adapt_by(
+      copy[c - column] = scale_and_add(
           copy[c - column], part, [&] { return read(part.factor + at); }, [&] { return read(part.shift + at); });
     }
     value[0] = load(copy);
@@ -252,10 +252,10 @@ struct Product {
 
   template <int ROWS>
   void expand_rows(float* added, int64_t stride, int64_t row, int64_t first) const {
-    for (int i = 0; i < ROWS; i++) std::fill_n(added + i * stride, GROUP * PANEL, 0.0f);
-    const Part<T>* part = parts + segment[row] * parts_each;
+    for (int i = 0; i < ROWS; i++) std::fill_n(added + i * stride, PANELS_PER_GROUP * PANEL, 0.0f);
+    const AdapterPart<T>* part = parts + segment[row] * parts_each;
     for (int64_t i = 0; i < parts_each; i++, part++) {
-      const int64_t from = std::max(part->start, first), to = std::min(part->stop, first + GROUP * PANEL);
+      const int64_t from = std::max(part->start, first), to = std::min(part->stop, first + PANELS_PER_GROUP * PANEL);
       if (from < to && part->rank > 0)
         expand_part<ROWS>(added + from - first, stride, *part, row, from - part->start, to - from);
     }
@@ -264,20 +264,20 @@ struct Product {
   // B is read by whole lines of memory, and several sums keep a core busy. Whether a product is rounded before it is
   // added is said here, not left to the compiler: it may decide one way for one row and another for four.
   template <int ROWS>
-  void expand_part(float* added, int64_t stride, const Part<T>& part, int64_t row, int64_t at, int64_t count) const {
-    constexpr int MOST = ROWS == 1 ? 8 : ROWS == 2 && VL != 8 ? 8 : VL != 8 ? 4 : 2;
-    const float* weights = low_of(part, row);
+  void expand_part(float* added, int64_t stride, const AdapterPart<T>& part, int64_t row, int64_t at, int64_t count) const {
+    constexpr int VECTORS_PER_TILE = ROWS == 1 ? 8 : ROWS == 2 && VL != 8 ? 8 : VL != 8 ? 4 : 2;
+    const float* weights = low_rank_row(part, row);
     const T* b = part.b + at;
     const int64_t width = part.stop - part.start, rank = part.rank;
     int64_t c = 0;
-    for (; c + MOST * VL <= count; c += MOST * VL)
-      expand_vectors<ROWS, MOST>(added + c, stride, b + c, width, weights, rank);
+    for (; c + VECTORS_PER_TILE * VL <= count; c += VECTORS_PER_TILE * VL)
+      expand_vectors<ROWS, VECTORS_PER_TILE>(added + c, stride, b + c, width, weights, rank);
     for (; c + VL <= count; c += VL) expand_vectors<ROWS, 1>(added + c, stride, b + c, width, weights, rank);
     if (c == count) return;
     for (int i = 0; i < ROWS; i++, weights += rank) {
       F total = {};
-      for (int64_t r = 0; r < rank; r++) total = fused(load_some(b + r * width + c, count - c), spread(weights[r]), total);
-      store_some(added + i * stride + c, total, count - c);
+      for (int64_t r = 0; r < rank; r++) total = fused_multiply_add(load_partial(b + r * width + c, count - c), broadcast(weights[r]), total);
+      store_partial(added + i * stride + c, total, count - c);
     }
   }
 
@@ -289,10 +289,10 @@ struct Product {
       for (int j = 0; j < VECTORS; j++) {
         const F some = load(b + j * VL);
 #pragma GCC unroll 4
-        for (int i = 0; i < ROWS; i++) total[i][j] = fused(some, spread(weights[i * rank + r]), total[i][j]);
+        for (int i = 0; i < ROWS; i++) total[i][j] = fused_multiply_add(some, broadcast(weights[i * rank + r]), total[i][j]);
       }
-      for (int64_t ahead = 0; ahead < VECTORS * VL; ahead += LINE / sizeof(T))
-        __builtin_prefetch(b + GROUP * PANEL + ahead);  // for the next group: it comes while this one is multiplied
+      for (int64_t ahead = 0; ahead < VECTORS * VL; ahead += CACHE_LINE_BYTES / sizeof(T))
+        __builtin_prefetch(b + PANELS_PER_GROUP * PANEL + ahead);  // for the next group: it comes while this one is multiplied
     }
 #pragma GCC unroll 4
     for (int i = 0; i < ROWS; i++)
@@ -300,7 +300,7 @@ struct Product {
       for (int j = 0; j < VECTORS; j++) store(added + i * stride + j * VL, total[i][j]);
   }
 
-  void put(const float* tile, int64_t row, int64_t column, int64_t outputs) const {
+  void store_panel(const float* tile, int64_t row, int64_t column, int64_t outputs) const {
     T* to = out + row * ldo + column;
     if (column + PANEL <= outputs) {
       store(to, load(tile));
@@ -310,34 +310,34 @@ struct Product {
     }
   }
 
-  static int panels_at_once(int64_t height) { return std::min(MOST_PANELS, height <= 2 ? 4 : height <= 4 ? 2 : 1); }
+  static int panels_per_tile(int64_t height) { return std::min(MAX_PANELS_PER_TILE, height <= 2 ? 4 : height <= 4 ? 2 : 1); }
 
   void run_tile(const int64_t* columns, int panels, const Added& added, int64_t first) const {
-    float values[FEW_ROWS * 4 * PANEL];
+    float values[MAX_UNBLOCKED_ROWS * 4 * PANEL];
     const S* from[4];
     for (int j = 0; j < panels; j++) from[j] = (const S*)matrix.panels + columns[j] * matrix.inputs;
-    const int at_once = std::min(panels, panels_at_once(rows));
-    const Multiply<S> multiply = find_multiply<FEW_ROWS, S>(rows, at_once);
-    for (int j = 0; j < panels; j += at_once)
+    const int tile_panels = std::min(panels, panels_per_tile(rows));
+    const Multiply<S> multiply = select_multiply<MAX_UNBLOCKED_ROWS, S>(rows, tile_panels);
+    for (int j = 0; j < panels; j += tile_panels)
       multiply(x, ldx, from + j, matrix.inputs, values + j * PANEL, panels * PANEL);
     for (int64_t i = 0; i < rows; i++) {
       float* tile = values + i * panels * PANEL;
       for (int j = 0; j < panels; j++) {
-        const bool is_opened = gate != NONE && j >= panels / 2;
-        const int64_t at = columns[j] - first - (is_opened ? matrix.outputs / 2 : 0);
-        finish(tile + j * PANEL, i, columns[j], added.columns[i][is_opened] + at);
+        const bool is_up_half = gate != NONE && j >= panels / 2;
+        const int64_t at = columns[j] - first - (is_up_half ? matrix.outputs / 2 : 0);
+        finish(tile + j * PANEL, i, columns[j], added.columns[i][is_up_half] + at);
       }
       if (gate == NONE)
-        for (int j = 0; j < panels; j++) put(tile + j * PANEL, i, columns[j], matrix.outputs);
+        for (int j = 0; j < panels; j++) store_panel(tile + j * PANEL, i, columns[j], matrix.outputs);
       else
         for (int j = 0; j < panels / 2; j++) {
-          open(tile + j * PANEL, tile + (panels / 2 + j) * PANEL);
-          put(tile + j * PANEL, i, columns[j], matrix.outputs / 2);
+          apply_gate(tile + j * PANEL, tile + (panels / 2 + j) * PANEL);
+          store_panel(tile + j * PANEL, i, columns[j], matrix.outputs / 2);
         }
     }
   }
 
-  void open(float* left, const float* right) const {
+  void apply_gate(float* left, const float* right) const {
     for (int j = 0; j < PANEL; j += VL) {
       const F in = load(left + j);
       store(left + j, (gate == SILU ? silu(in) : gelu_tanh(in)) * load(right + j));
@@ -348,12 +348,12 @@ struct Product {
 
   // Multiply all rows, which are few, by a group of panels; with a gate, also by those of what it opens.
   void run_group(Range panels) const {
-    const int most = panels_at_once(rows), both = sides();
+    const int most = panels_per_tile(rows), both = sides();
     const int64_t first = panels.begin * PANEL;
     Added added;
     if (segment != nullptr)
       for (int side = 0; side < both; side++)
-        expand(added.columns[0][side], 2 * GROUP * PANEL, 0, rows, first + side * (matrix.outputs / 2));
+        expand(added.columns[0][side], 2 * PANELS_PER_GROUP * PANEL, 0, rows, first + side * (matrix.outputs / 2));
     for (int64_t panel = panels.begin; panel < panels.end;) {
       int count = std::max(1, most / both);
       while (count > panels.end - panel) count /= 2;
@@ -368,8 +368,8 @@ struct Product {
   }
 
   void run(Range panels) const {
-    for (int64_t panel = panels.begin; panel < panels.end; panel += GROUP)
-      run_group({panel, std::min(panel + GROUP, panels.end)});
+    for (int64_t panel = panels.begin; panel < panels.end; panel += PANELS_PER_GROUP)
+      run_group({panel, std::min(panel + PANELS_PER_GROUP, panels.end)});
   }
 
   // Run rows in blocks; for each, one group of panels after the other: `multiply` makes all sums, of `width` floats a row,
@@ -377,12 +377,12 @@ struct Product {
   template <class Multiply>
   void run_blocks(Range panels, int64_t block_rows, Multiply multiply) const {
     static thread_local Scratch scratch;
-    const int64_t width = sides() * GROUP * PANEL;
+    const int64_t width = sides() * PANELS_PER_GROUP * PANEL;
     for (int64_t first = 0; first < rows; first += block_rows) {
       const int64_t count = std::min(block_rows, rows - first);
       float* sums = scratch.make<float>(count * width);
-      for (int64_t panel = panels.begin; panel < panels.end; panel += GROUP) {
-        const Range group{panel, std::min(panel + GROUP, panels.end)};
+      for (int64_t panel = panels.begin; panel < panels.end; panel += PANELS_PER_GROUP) {
+        const Range group{panel, std::min(panel + PANELS_PER_GROUP, panels.end)};
         multiply(first, count, group, sums, width);
         finish_group(first, count, group, sums, width);
       }
@@ -391,30 +391,30 @@ struct Product {
 
   // Add what comes after the product to the sums of a group of panels, and of those that its gate opens.
   void finish_group(int64_t first, int64_t count, Range group, float* sums, int64_t width) const {
-    for (int64_t i = 0; i < count; i += FINISHED_AT_ONCE)
-      finish_rows(first + i, std::min(FINISHED_AT_ONCE, count - i), group, sums + i * width, width);
+    for (int64_t i = 0; i < count; i += ROWS_PER_FINISH)
+      finish_rows(first + i, std::min(ROWS_PER_FINISH, count - i), group, sums + i * width, width);
   }
 
   void finish_rows(int64_t row, int64_t count, Range group, float* sums, int64_t width) const {
-    float added[FINISHED_AT_ONCE][2][GROUP * PANEL];
+    float added[ROWS_PER_FINISH][2][PANELS_PER_GROUP * PANEL];
     if (segment != nullptr)
       for (int64_t side = 0; side < sides(); side++)
-        expand(added[0][side], 2 * GROUP * PANEL, row, count, group.begin * PANEL + side * (matrix.outputs / 2));
+        expand(added[0][side], 2 * PANELS_PER_GROUP * PANEL, row, count, group.begin * PANEL + side * (matrix.outputs / 2));
     for (int64_t i = 0; i < count; i++) finish_row(row + i, group, sums + i * width, added[i]);
   }
 
-  void finish_row(int64_t row, Range group, float* sums, const float (*added)[GROUP * PANEL]) const {
+  void finish_row(int64_t row, Range group, float* sums, const float (*added)[PANELS_PER_GROUP * PANEL]) const {
     const int64_t first = group.begin * PANEL, half = matrix.outputs / 2;
     for (int64_t side = 0; side < sides(); side++) {
       for (int64_t panel = group.begin; panel < group.end; panel++) {
         const int64_t at = panel * PANEL - first;
-        finish(sums + side * GROUP * PANEL + at, row, first + at + side * half, added[side] + at);
+        finish(sums + side * PANELS_PER_GROUP * PANEL + at, row, first + at + side * half, added[side] + at);
       }
     }
     for (int64_t panel = group.begin; panel < group.end; panel++) {
       float* tile = sums + panel * PANEL - first;
-      if (gate != NONE) open(tile, tile + GROUP * PANEL);
-      put(tile, row, panel * PANEL, gate == NONE ? matrix.outputs : half);
+      if (gate != NONE) apply_gate(tile, tile + PANELS_PER_GROUP * PANEL);
+      store_panel(tile, row, panel * PANEL, gate == NONE ? matrix.outputs : half);
     }
   }
 };

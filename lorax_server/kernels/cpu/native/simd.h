@@ -48,33 +48,33 @@ static inline void write(Bf16* p, float v) {
 }
 
 // Not by memcpy: some compilers then load a vector piece by piece, where its floats are used one by one.
-using Anywhere = float __attribute__((vector_size(VL * 4), aligned(4), may_alias));
-static inline F load(const float* p) { return *(const Anywhere*)p; }
+using UnalignedVector = float __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+static inline F load(const float* p) { return *(const UnalignedVector*)p; }
 #if VL == 4
 static inline F load(const Bf16* p) { return (F)vshll_n_u16(vld1_u16(&p->bits), 16); }
 static inline F load(const Half* p) { return (F)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
-static inline void keep_low(Bf16* p, U v) { vst1_u16(&p->bits, vmovn_u32((uint32x4_t)v)); }
+static inline void store_low_halves(Bf16* p, U v) { vst1_u16(&p->bits, vmovn_u32((uint32x4_t)v)); }
 static inline void store(Half* p, F v) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v))); }
-static inline F fused(F a, F b, F c) { return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+static inline F fused_multiply_add(F a, F b, F c) { return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 #elif VL == 8 && defined(__x86_64__)
 static inline F load(const Bf16* p) {
   return (F)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
 }
 static inline F load(const Half* p) { return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
-static inline void keep_low(Bf16* p, U v) {
+static inline void store_low_halves(Bf16* p, U v) {
   const __m256i pairs = _mm256_packus_epi32((__m256i)v, (__m256i)v);  // by halves: each twice
   _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 0x08)));
 }
 static inline void store(Half* p, F v) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, 0)); }
-static inline F fused(F a, F b, F c) { return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+static inline F fused_multiply_add(F a, F b, F c) { return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 #elif defined(__x86_64__) && !defined(EMULATED_TILES)
 static inline F load(const Bf16* p) {
   return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 }
 static inline F load(const Half* p) { return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-static inline void keep_low(Bf16* p, U v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v)); }
+static inline void store_low_halves(Bf16* p, U v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v)); }
 static inline void store(Half* p, F v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, 0)); }
-static inline F fused(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+static inline F fused_multiply_add(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 #else  // any vector on any CPU, number by number: to try the widths and the tiles of x86 elsewhere
 static inline F load(const Bf16* p) {
   F v;
@@ -86,54 +86,54 @@ static inline F load(const Half* p) {
   for (int i = 0; i < VL; i++) v[i] = read(p + i);
   return v;
 }
-static inline void keep_low(Bf16* p, U v) {
+static inline void store_low_halves(Bf16* p, U v) {
   for (int i = 0; i < VL; i++) p[i].bits = (uint16_t)v[i];
 }
 static inline void store(Half* p, F v) {
   for (int i = 0; i < VL; i++) write(p + i, v[i]);
 }
-static inline F fused(F a, F b, F c) {
+static inline F fused_multiply_add(F a, F b, F c) {
   for (int i = 0; i < VL; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return c;
 }
 #endif
 
-struct Two {
+struct VectorPair {
   F first, second;
 };
 template <class T>
-static inline Two load_two(const T* p) {
+static inline VectorPair load_two(const T* p) {
   return {load(p), load(p + VL)};
 }
 #if VL == 4  // one load of 16 bytes is enough for both
-static inline Two load_two(const Bf16* p) {
+static inline VectorPair load_two(const Bf16* p) {
   const uint16x8_t v = vld1q_u16(&p->bits);
   return {(F)vshll_n_u16(vget_low_u16(v), 16), (F)vshll_high_n_u16(v, 16)};
 }
-static inline Two load_two(const Half* p) {
+static inline VectorPair load_two(const Half* p) {
   const float16x8_t v = vreinterpretq_f16_u16(vld1q_u16(&p->bits));
   return {(F)vcvt_f32_f16(vget_low_f16(v)), (F)vcvt_high_f32_f16(v)};
 }
 #endif
 
-static inline void store(float* p, F v) { *(Anywhere*)p = v; }
+static inline void store(float* p, F v) { *(UnalignedVector*)p = v; }
 static inline void store(Bf16* p, F v) {
   const U bits = (U)v, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const U nan = (bits >> 16) | 0x40;  // rounding could turn a NaN into an infinity
-  keep_low(p, (v != v) ? nan : rounded);
+  store_low_halves(p, (v != v) ? nan : rounded);
 }
 
-static inline F spread(float v) { return v - F{}; }
+static inline F broadcast(float v) { return v - F{}; }
 
 // The last numbers of a row, where they do not fill a vector; `rest` stands in the other places.
 template <class T>
-static inline F load_some(const T* p, int64_t count, float rest = 0.0f) {
+static inline F load_partial(const T* p, int64_t count, float rest = 0.0f) {
   float copy[VL];
   for (int i = 0; i < VL; i++) copy[i] = i < count ? read(p + i) : rest;
   return load(copy);
 }
 template <class T>
-static inline void store_some(T* p, F v, int64_t count) {
+static inline void store_partial(T* p, F v, int64_t count) {
   T copy[VL];
   store(copy, v);
   memcpy(p, copy, count * sizeof(T));
@@ -165,20 +165,20 @@ static inline float largest(F v) {
 // The larger of both, `b` where `a` is NaN; and a number within bounds, where a NaN stays NaN.
 #if VL == 4  // one instruction each, which a comparison is not
 static inline F larger(F a, F b) { return (F)vmaxnmq_f32((float32x4_t)a, (float32x4_t)b); }
-static inline F bounded(F x, float low, float high) {
+static inline F clamp(F x, float low, float high) {
   return (F)vminq_f32(vmaxq_f32((float32x4_t)x, vdupq_n_f32(low)), vdupq_n_f32(high));
 }
 #else
 static inline F larger(F a, F b) { return (a > b) ? a : b; }
-static inline F bounded(F x, float low, float high) {
-  x = (x < spread(low)) ? spread(low) : x;
-  return (x > spread(high)) ? spread(high) : x;
+static inline F clamp(F x, float low, float high) {
+  x = (x < broadcast(low)) ? broadcast(low) : x;
+  return (x > broadcast(high)) ? broadcast(high) : x;
 }
 #endif
 
 // e to the power of each, to about 1e-7 of its size; 0 below -87.7, infinity above 88.3; NaN stays NaN.
 static inline F exponential(F x) {
-  x = bounded(x, -88.0f, 89.0f);  // whose exponents' bits are all 0, and all 1
+  x = clamp(x, -88.0f, 89.0f);  // whose exponents' bits are all 0, and all 1
   const F shifted = x * 1.44269504f + 12582912.0f;  // the nearest integer stands in its last bits
   const F whole = shifted - 12582912.0f;
   const F rest = x - whole * 0.693359375f + whole * 2.12194440e-4f, square = rest * rest;
@@ -207,6 +207,6 @@ struct Scratch {
 struct Range {
   int64_t begin, end;
 };
-static inline Range part_of(int64_t count, int64_t thread, int64_t threads) {
+static inline Range split_evenly(int64_t count, int64_t thread, int64_t threads) {
   return {count * thread / threads, count * (thread + 1) / threads};
 }

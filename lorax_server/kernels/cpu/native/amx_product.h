@@ -8,9 +8,9 @@ struct Pair {
   Bf16 even, odd;
 };
 
-constexpr int64_t ROWS_AT_ONCE = 256;  // rows whose inputs and sums stay in a core's cache
-constexpr int64_t TILES_AT_ONCE = 32;  // tiles of inputs that do, for these rows and for a group of panels
-constexpr int64_t FAR = 8192;          // bytes ahead that memory is asked for, where it is what a product waits for
+constexpr int64_t BLOCK_ROWS_AMX = 256;  // rows whose inputs and sums stay in a core's cache
+constexpr int64_t BLOCK_TILES = 32;  // tiles of inputs that do, for these rows and for a group of panels
+constexpr int64_t AMX_PREFETCH_BYTES = 8192;          // bytes ahead that memory is asked for, where it is what a product waits for
 constexpr int64_t PANEL_TILE = TILE_INPUTS * PANEL;  // numbers of a panel in one step over its inputs
 
 static inline int64_t count_tiles(int64_t inputs) { return (inputs + TILE_INPUTS - 1) / TILE_INPUTS; }
@@ -22,8 +22,8 @@ struct TiledRows {
   int64_t tile, step, stride;
 };
 
-// Registers: 0 to 3 are sums, 4 and 5 are rows, 6 and 7 are a panel. `TALL`: there are more than 16 rows.
-template <bool TALL>
+// Registers: 0 to 3 are sums, 4 and 5 are rows, 6 and 7 are a panel. `TWO_ROW_TILES`: there are more than 16 rows.
+template <bool TWO_ROW_TILES>
 static void multiply_tiles(const TiledRows& rows, const Pair* panel, int64_t count, float* sums, int64_t lds, bool is_first) {
   const Bf16 *upper = rows.at, *lower = rows.at + rows.tile;
   const int64_t row_bytes = rows.stride * sizeof(Bf16), sum_bytes = lds * sizeof(float), panel_bytes = PANEL * sizeof(Pair);
@@ -31,27 +31,27 @@ static void multiply_tiles(const TiledRows& rows, const Pair* panel, int64_t cou
   if (is_first) {
     CLEAR_TILE(0);
     CLEAR_TILE(1);
-    if (TALL) {
+    if (TWO_ROW_TILES) {
       CLEAR_TILE(2);
       CLEAR_TILE(3);
     }
   } else {
     LOAD_TILE(0, sums, sum_bytes);
     LOAD_TILE(1, sums + 16, sum_bytes);
-    if (TALL) {
+    if (TWO_ROW_TILES) {
       LOAD_TILE(2, below, sum_bytes);
       LOAD_TILE(3, below + 16, sum_bytes);
     }
   }
   for (int64_t k = 0; k < count; k++) {
-    if (!TALL)
-      for (int64_t line = 0; line < PANEL_TILE * 2; line += LINE) __builtin_prefetch((const char*)panel + FAR + line, 0, 2);
+    if (!TWO_ROW_TILES)
+      for (int64_t line = 0; line < PANEL_TILE * 2; line += CACHE_LINE_BYTES) __builtin_prefetch((const char*)panel + AMX_PREFETCH_BYTES + line, 0, 2);
     LOAD_TILE(4, upper, row_bytes);
     LOAD_TILE(6, panel, panel_bytes);
     DOT_TILES(0, 4, 6);
     LOAD_TILE(7, panel + 16, panel_bytes);
     DOT_TILES(1, 4, 7);
-    if (TALL) {
+    if (TWO_ROW_TILES) {
       LOAD_TILE(5, lower, row_bytes);
       DOT_TILES(2, 5, 6);
       DOT_TILES(3, 5, 7);
@@ -62,17 +62,17 @@ static void multiply_tiles(const TiledRows& rows, const Pair* panel, int64_t cou
   }
   STORE_TILE(0, sums, sum_bytes);
   STORE_TILE(1, sums + 16, sum_bytes);
-  if (TALL) {
+  if (TWO_ROW_TILES) {
     STORE_TILE(2, below, sum_bytes);
     STORE_TILE(3, below + 16, sum_bytes);
   }
 }
 
 // The shapes of all tiles for up to 32 rows. A thread that is done gives its tiles back: to keep them costs power.
-struct TilesInUse {
+struct TileConfig {
   int64_t height = 0;
 
-  void shape(int64_t rows) {
+  void configure(int64_t rows) {
     if (rows == height) return;
     height = rows;
     const uint8_t upper = std::min<int64_t>(rows, TILE_ROWS), lower = std::max<int64_t>(rows - TILE_ROWS, 1);
@@ -81,9 +81,9 @@ struct TilesInUse {
     shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = upper;
     shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = lower;
     shapes.rows[6] = shapes.rows[7] = TILE_ROWS;
-    shape_tiles(shapes);
+    configure_tiles(shapes);
   }
-  ~TilesInUse() {
+  ~TileConfig() {
     if (height) release_tiles();
   }
 };
@@ -92,23 +92,23 @@ struct TileProduct : Product<Bf16, Pair> {
   TiledRows tiled;
 
   void run(Range panels) const {
-    TilesInUse tiles;
-    run_blocks(panels, ROWS_AT_ONCE, [&](auto... of) { multiply_group(tiles, of...); });
+    TileConfig tiles;
+    run_blocks(panels, BLOCK_ROWS_AMX, [&](auto... of) { multiply_group(tiles, of...); });
   }
 
-  void multiply_group(TilesInUse& tiles, int64_t first, int64_t count, Range group, float* sums, int64_t width) const {
+  void multiply_group(TileConfig& tiles, int64_t first, int64_t count, Range group, float* sums, int64_t width) const {
     const int64_t all = count_tiles(matrix.inputs);
-    for (int64_t k = 0; k < all; k += TILES_AT_ONCE)
+    for (int64_t k = 0; k < all; k += BLOCK_TILES)
       for (int64_t row = 0; row < count; row += 2 * TILE_ROWS) {
         const int64_t height = std::min<int64_t>(2 * TILE_ROWS, count - row);
         TiledRows from = tiled;
         from.at += (first + row) / TILE_ROWS * tiled.tile + k * tiled.step;
-        tiles.shape(height);
+        tiles.configure(height);
         for (int64_t panel = group.begin; panel < group.end; panel++)
           for (int64_t side = 0; side < sides(); side++) {
-            float* to = sums + row * width + (side * GROUP + panel - group.begin) * PANEL;
+            float* to = sums + row * width + (side * PANELS_PER_GROUP + panel - group.begin) * PANEL;
             const auto multiply = height > TILE_ROWS ? multiply_tiles<true> : multiply_tiles<false>;
-            multiply(from, find(panel, side, k), std::min(TILES_AT_ONCE, all - k), to, width, k == 0);
+            multiply(from, find(panel, side, k), std::min(BLOCK_TILES, all - k), to, width, k == 0);
           }
       }
   }

@@ -33,14 +33,14 @@ struct Tile {
 };
 static thread_local Tile emulated[8];
 
-static void shape_tiles(const TileShapes& shapes) {
+static void configure_tiles(const TileShapes& shapes) {
   for (int i = 0; i < 8; i++) {
     emulated[i].rows = shapes.rows[i];
     emulated[i].bytes = shapes.bytes[i];
     emulated[i].clear();
   }
 }
-static void release_tiles() { shape_tiles(TileShapes()); }
+static void release_tiles() { configure_tiles(TileShapes()); }
 
 static float flush(float v) { return std::fabs(v) < 1.17549435e-38f ? std::copysign(0.0f, v) : v; }
 static void dot_tiles(Tile& c, const Tile& a, const Tile& b) {
@@ -65,7 +65,7 @@ static void dot_tiles(Tile& c, const Tile& a, const Tile& b) {
 #elif VL == 16 && defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
 #define HAS_TILES
 // By the names of instructions: the functions that compilers have for them want to be told of AMX for a whole text.
-static inline void shape_tiles(const TileShapes& shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(shapes)); }
+static inline void configure_tiles(const TileShapes& shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(shapes)); }
 static inline void release_tiles() { __asm__ volatile("tilerelease" ::: "memory"); }
 #define LOAD_TILE(tile, from, stride) \
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((int64_t)(stride)) : "memory")
@@ -75,7 +75,7 @@ static inline void release_tiles() { __asm__ volatile("tilerelease" ::: "memory"
 #define DOT_TILES(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
 #else  // nothing is packed in pairs here
-static inline void shape_tiles(const TileShapes&) {}
+static inline void configure_tiles(const TileShapes&) {}
 static inline void release_tiles() {}
 #define LOAD_TILE(tile, from, stride) ((void)(from), (void)(stride))
 #define STORE_TILE(tile, to, stride) ((void)(to), (void)(stride))
@@ -84,7 +84,7 @@ static inline void release_tiles() {}
 #endif
 
 // Tell whether this process may use tiles. The system is asked once: it makes room for them in each thread.
-static bool may_use_tiles() {
+static bool request_amx_permission() {
 #if defined(EMULATED_TILES)
   return true;
 #elif defined(HAS_TILES)
@@ -101,8 +101,8 @@ static bool may_use_tiles() {
 }
 
 // What Python has to know: the outputs of a panel, the inputs of a tile, and whether this CPU has tiles.
-EXPORT(get_facts, int64_t* panel, int64_t* tile_inputs, int64_t* has_tiles) {
+EXPORT(get_cpu_features, int64_t* panel, int64_t* tile_inputs, int64_t* has_tiles) {
   *panel = PANEL;
   *tile_inputs = TILE_INPUTS;
-  *has_tiles = may_use_tiles();
+  *has_tiles = request_amx_permission();
 }

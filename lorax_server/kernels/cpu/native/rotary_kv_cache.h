@@ -13,13 +13,13 @@ struct Strides {
   int64_t token, head;
 };
 
-constexpr int64_t FEW_NUMBERS = 32 * 1024;  // that one thread moves sooner than several
+constexpr int64_t MAX_SINGLE_THREAD_ELEMENTS = 64 * 1024;  // elements up to this count are faster on one thread
 
 // --- rotation ---
 
 // As memory would hold it.
 template <class T>
-static inline F as_stored(F v) {
+static inline F round_to(F v) {
   if constexpr (std::is_same<T, float>::value) return v;
   T copy[VL];
   store(copy, v);
@@ -28,10 +28,10 @@ static inline F as_stored(F v) {
 
 // Each product by a cosine is rounded before the other is added, as in the reference.
 template <class T>
-static inline void turn(F& a, F& b, F cosine, F sine) {
-  const F c = as_stored<T>(cosine), s = as_stored<T>(sine), first = a;
-  a = as_stored<T>(a * c) - b * s;
-  b = as_stored<T>(b * c) + first * s;
+static inline void rotate_pair(F& a, F& b, F cosine, F sine) {
+  const F c = round_to<T>(cosine), s = round_to<T>(sine), first = a;
+  a = round_to<T>(a * c) - b * s;
+  b = round_to<T>(b * c) + first * s;
 }
 
 template <class T>
@@ -39,22 +39,22 @@ static void rotate_head(T* x, const float* cosine, const float* sine, int64_t ha
   int64_t i = 0;
   for (; i + VL <= half; i += VL) {
     F a = load(x + i), b = load(x + half + i);
-    turn<T>(a, b, load(cosine + i), load(sine + i));
+    rotate_pair<T>(a, b, load(cosine + i), load(sine + i));
     store(x + i, a);
     store(x + half + i, b);
   }
   if (i == half) return;
   const int64_t left = half - i;
-  F a = load_some(x + i, left), b = load_some(x + half + i, left);
-  turn<T>(a, b, load_some(cosine + i, left), load_some(sine + i, left));
-  store_some(x + i, a, left);
-  store_some(x + half + i, b, left);
+  F a = load_partial(x + i, left), b = load_partial(x + half + i, left);
+  rotate_pair<T>(a, b, load_partial(cosine + i, left), load_partial(sine + i, left));
+  store_partial(x + i, a, left);
+  store_partial(x + half + i, b, left);
 }
 
 template <class T>
 static void run_rotary(T* x, Strides strides, int64_t tokens, int64_t heads, const float* cosine, const float* sine,
                        int64_t half) {
-  in_pieces(tokens, 1, tokens * heads * half, FEW_NUMBERS, [&](Range mine) {
+  parallel_for(tokens, 1, tokens * heads * half, MAX_SINGLE_THREAD_ELEMENTS, [&](Range mine) {
     for (int64_t i = mine.begin; i < mine.end; i++)
       for (int64_t h = 0; h < heads; h++)
         rotate_head(x + i * strides.token + h * strides.head, cosine + i * half, sine + i * half, half);
@@ -77,7 +77,7 @@ EXPORT(rotary, void* x, int64_t token, int64_t head, int64_t tokens, int64_t hea
 EXPORT(write_kv, const Paged* batch, const char* k, int64_t k_token, int64_t k_head, const char* v, int64_t v_token,
                  int64_t v_head, char* keys, char* values) {
   const int64_t size = batch->dtype == FLOAT32 ? 4 : 2, row = batch->head_dim * size;
-  in_pieces(batch->count, 1, batch->count * batch->kv_heads * batch->head_dim, FEW_NUMBERS, [&](Range mine) {
+  parallel_for(batch->count, 1, batch->count * batch->kv_heads * batch->head_dim, MAX_SINGLE_THREAD_ELEMENTS, [&](Range mine) {
     for (int64_t i = mine.begin; i < mine.end; i++) {
       if (batch->slots[i] < 0) continue;
       const int64_t token = batch->stored == nullptr ? i : batch->stored[i];

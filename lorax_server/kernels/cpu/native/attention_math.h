@@ -3,11 +3,11 @@
 
 namespace attention {
 
-constexpr float LOWEST = -3.4e38f;
+constexpr float LOWEST_SCORE = -3.4e38f;
 #if VL == 8
-constexpr int MOST_HEADS = 2;  // with 16 registers
+constexpr int MAX_HEADS_PER_PASS = 2;  // with 16 registers
 #else
-constexpr int MOST_HEADS = 4;
+constexpr int MAX_HEADS_PER_PASS = 4;
 #endif
 
 static inline int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
@@ -35,7 +35,7 @@ static inline int64_t round_up(int64_t count, int64_t to) { return (count + to -
 #endif
 
 // The sum of each of `VL` vectors: neighbours are added until one vector is left.
-static inline F sum_each(F* v) {
+static inline F sum_vectors(F* v) {
 #pragma GCC unroll 4
   for (int count = VL / 2; count; count /= 2)
 #pragma GCC unroll 8
@@ -63,9 +63,9 @@ static inline void transpose(F* v) {
 
 // 2 to the power of each, none above 0, to about 1e-7 of its size; NaN stays NaN.
 static inline F power_of_two(F x) {
-  x = (x < spread(-126.0f)) ? spread(-126.0f) : x;
+  x = (x < broadcast(-126.0f)) ? broadcast(-126.0f) : x;
   const F shifted = x + 12582912.0f, rest = x - (shifted - 12582912.0f);  // to the nearest integer
-  F p = spread(1.535336188e-4f);
+  F p = broadcast(1.535336188e-4f);
   p = p * rest + 1.339887440e-3f;
   p = p * rest + 9.618437358e-3f;
   p = p * rest + 5.550332471e-2f;
@@ -76,10 +76,10 @@ static inline F power_of_two(F x) {
 }
 
 // Return the highest of scores `from` to `to`, of `count`, a multiple of `PANEL`; the others become the lowest.
-static inline float find_best(float* scores, int64_t from, int64_t to, int64_t count) {
-  for (int64_t i = 0; i < from; i++) scores[i] = LOWEST;
-  for (int64_t i = to; i < count; i++) scores[i] = LOWEST;
-  F best[2] = {spread(LOWEST), spread(LOWEST)};
+static inline float find_max_score(float* scores, int64_t from, int64_t to, int64_t count) {
+  for (int64_t i = 0; i < from; i++) scores[i] = LOWEST_SCORE;
+  for (int64_t i = to; i < count; i++) scores[i] = LOWEST_SCORE;
+  F best[2] = {broadcast(LOWEST_SCORE), broadcast(LOWEST_SCORE)};
   for (int64_t i = 0; i < count; i += PANEL) {
     best[0] = larger(load(scores + i), best[0]);
     best[1] = larger(load(scores + i + VL), best[1]);
@@ -88,7 +88,7 @@ static inline float find_best(float* scores, int64_t from, int64_t to, int64_t c
 }
 
 // Make weights of these scores, relative to `best`, and zeros of the others; return the sums of the weights.
-static inline F weigh(float* scores, int64_t from, int64_t to, int64_t count, float best) {
+static inline F softmax_weights(float* scores, int64_t from, int64_t to, int64_t count, float best) {
   F total = {};
   const bool all = from == 0 && to == count;
   for (int64_t i = 0; i < count; i += PANEL) {
@@ -126,19 +126,19 @@ static __attribute__((noinline)) void score(
     };
     int64_t d = 0;
     for (; d + VL <= dim; d += VL) add(d, [](const T* p) { return load(p); });
-    if (d < dim) add(d, [&](const T* p) { return load_some(p, dim - d); });
+    if (d < dim) add(d, [&](const T* p) { return load_partial(p, dim - d); });
 #pragma GCC unroll 4
     for (int h = 0; h < HEADS; h++)
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) all[h][j + i] = total[h][i];
   }
 #pragma GCC unroll 4
-  for (int h = 0; h < HEADS; h++) store(scores + h * lds, sum_each(all[h]));
+  for (int h = 0; h < HEADS; h++) store(scores + h * lds, sum_vectors(all[h]));
 }
 
 // The sum of weighted values, for some queries and `VECTORS` vectors of a head.
 template <int HEADS, int VECTORS, class T, class Take>
-static inline __attribute__((always_inline)) void mix(
+static inline __attribute__((always_inline)) void weighted_sum(
     const float* weights, int64_t ldw, const T* const* rows, int64_t count, int64_t d, float* out, int64_t ldo,
     Take take) {
   F total[HEADS][VECTORS] = {};
@@ -148,7 +148,7 @@ static inline __attribute__((always_inline)) void mix(
     for (int i = 0; i < VECTORS; i++) value[i] = take(rows[j] + d + i * VL);
 #pragma GCC unroll 4
     for (int h = 0; h < HEADS; h++) {
-      const F weight = spread(weights[h * ldw + j]);
+      const F weight = broadcast(weights[h * ldw + j]);
 #pragma GCC unroll 8
       for (int i = 0; i < VECTORS; i++) total[h][i] += value[i] * weight;
     }
@@ -158,16 +158,16 @@ static inline __attribute__((always_inline)) void mix(
 }
 
 template <int HEADS, class T>
-static __attribute__((noinline)) void mix_all(
+static __attribute__((noinline)) void weighted_sum_all(
     const float* weights, int64_t ldw, const T* const* rows, int64_t count, int64_t dim, float* out, int64_t ldo) {
   const auto take = [](const T* p) { return load(p); };
-  constexpr int MANY = HEADS == 1 ? 8 : 4;  // several sums keep a core busy
+  constexpr int VECTORS_PER_PASS = HEADS == 1 ? 8 : 4;  // several sums keep a core busy
   int64_t d = 0;
-  for (; d + MANY * VL <= dim; d += MANY * VL) mix<HEADS, MANY>(weights, ldw, rows, count, d, out, ldo, take);
-  for (; d + 2 * VL <= dim; d += 2 * VL) mix<HEADS, 2>(weights, ldw, rows, count, d, out, ldo, take);
-  for (; d + VL <= dim; d += VL) mix<HEADS, 1>(weights, ldw, rows, count, d, out, ldo, take);
+  for (; d + VECTORS_PER_PASS * VL <= dim; d += VECTORS_PER_PASS * VL) weighted_sum<HEADS, VECTORS_PER_PASS>(weights, ldw, rows, count, d, out, ldo, take);
+  for (; d + 2 * VL <= dim; d += 2 * VL) weighted_sum<HEADS, 2>(weights, ldw, rows, count, d, out, ldo, take);
+  for (; d + VL <= dim; d += VL) weighted_sum<HEADS, 1>(weights, ldw, rows, count, d, out, ldo, take);
   if (d < dim)
-    mix<HEADS, 1>(weights, ldw, rows, count, d, out, ldo, [&](const T* p) { return load_some(p, dim - d); });
+    weighted_sum<HEADS, 1>(weights, ldw, rows, count, d, out, ldo, [&](const T* p) { return load_partial(p, dim - d); });
 }
 
 // Multiply rows by a panel `[inputs, PANEL]`; with factors, add to what `out` has, multiplied by its row's.
@@ -200,7 +200,7 @@ static __attribute__((noinline)) void product(
     const F a = load(panel + k * PANEL), b = load(panel + k * PANEL + VL);
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; i++) {
-      const F in = spread(x[i * ldx + k]);
+      const F in = broadcast(x[i * ldx + k]);
       total[i][0] += a * in;
       total[i][1] += b * in;
     }
@@ -210,11 +210,11 @@ static __attribute__((noinline)) void product(
     for (int j = 0; j < 2; j++) store(out + i * ldo + j * VL, total[i][j]);
 }
 
-using Times = void (*)(const float*, int64_t, const float*, int64_t, float*, int64_t, const float*);
+using MultiplyRows = void (*)(const float*, int64_t, const float*, int64_t, float*, int64_t, const float*);
 template <int ROWS>
-static Times find_product(int64_t rows) {
+static MultiplyRows select_product(int64_t rows) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return find_product<ROWS - 1>(rows);
+    if (rows < ROWS) return select_product<ROWS - 1>(rows);
   return product<ROWS>;
 }
 

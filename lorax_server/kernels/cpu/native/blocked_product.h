@@ -4,19 +4,19 @@
 // multiplied by all tiles, and sums wait in memory from one block of inputs to the next. So each output is one sum over
 // the inputs in order, as it is in a product of few rows, and has the same bits.
 
-constexpr int64_t BLOCK_ROWS = 192;  // a multiple of `MOST_ROWS`
+constexpr int64_t BLOCK_ROWS = 192;  // a multiple of `MAX_TILE_ROWS`
 constexpr int64_t BLOCK_INPUTS = VL == 4 ? 512 : 256;  // panels of ARM are narrower
 
 // The tiles of rows: those of a block have nearly the same height.
 struct RowTiles {
   int64_t rows;
 
-  static constexpr int64_t IN_BLOCK = BLOCK_ROWS / MOST_ROWS;
-  static int64_t count(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
+  static constexpr int64_t IN_BLOCK = BLOCK_ROWS / MAX_TILE_ROWS;
+  static int64_t count(int64_t rows) { return (rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS; }
 
   Range find(int64_t tile) const {
     const int64_t first = tile / IN_BLOCK * BLOCK_ROWS, block = std::min(BLOCK_ROWS, rows - first);
-    const Range part = part_of(block, tile % IN_BLOCK, count(block));
+    const Range part = split_evenly(block, tile % IN_BLOCK, count(block));
     return {first + part.begin, first + part.end};
   }
 
@@ -25,7 +25,7 @@ struct RowTiles {
 
   template <class T>
   void copy(Range tiles, const T* x, int64_t ldx, int64_t inputs, float* to) const {
-    constexpr int64_t IN_LINE = LINE / sizeof(T);
+    constexpr int64_t IN_LINE = CACHE_LINE_BYTES / sizeof(T);
     for (int64_t tile = tiles.begin; tile < tiles.end; tile++) {
       const Range range = find(tile);
       const int64_t height = range.end - range.begin;
@@ -44,18 +44,18 @@ struct RowTiles {
   }
 };
 
-// Add the products of a tile of rows with a block of a panel to their sums. Memory is asked for what comes later, a part
+// Add the products of a tile of rows with a block of a panel to their sums. Memory is asked for what comes next_block, a part
 // of it here: `step` bytes for each input.
 template <int ROWS>
 static __attribute__((noinline)) void multiply_block(const float* x, const float* panel, int64_t inputs, float* sums,
-                                                     int64_t lds, bool is_first, const char* later, int64_t step) {
+                                                     int64_t lds, bool is_first, const char* next_block, int64_t step) {
   F total[ROWS][2], weight[2];
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; i++)
 #pragma GCC unroll 2
     for (int j = 0; j < 2; j++) total[i][j] = is_first ? F{} : load(sums + i * lds + j * VL);
   for (int64_t k = 0; k < inputs; k++, x += ROWS) {
-    __builtin_prefetch(later + k * step, 0, 2);
+    __builtin_prefetch(next_block + k * step, 0, 2);
 #if VL == 4  // ARM multiplies by one float of a vector; both vectors of weights come by one load, which is faster here
     const float32x4x2_t both = vld1q_f32_x2(panel + k * PANEL);
     weight[0] = (F)both.val[0], weight[1] = (F)both.val[1];
@@ -72,7 +72,7 @@ static __attribute__((noinline)) void multiply_block(const float* x, const float
 #if VL == 4
         total[i][j] += weight[j] * in[i / 4][i % 4];
 #else
-        total[i][j] += weight[j] * spread(x[i]);
+        total[i][j] += weight[j] * broadcast(x[i]);
 #endif
   }
 #pragma GCC unroll 16
@@ -84,9 +84,9 @@ static __attribute__((noinline)) void multiply_block(const float* x, const float
 using MultiplyBlock = void (*)(const float*, const float*, int64_t, float*, int64_t, bool, const char*, int64_t);
 
 template <int ROWS>
-static MultiplyBlock find_multiply_block(int64_t rows) {
+static MultiplyBlock select_multiply_block(int64_t rows) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return find_multiply_block<ROWS - 1>(rows);
+    if (rows < ROWS) return select_multiply_block<ROWS - 1>(rows);
   return multiply_block<ROWS>;
 }
 
@@ -106,22 +106,22 @@ struct BlockProduct : Product<T, S> {
     for (int64_t block = 0; block < blocks; block++) {
       const int64_t k = block / panels * BLOCK_INPUTS, panel = group.begin + block % panels / sides, side = block % sides;
       const int64_t length = std::min(BLOCK_INPUTS, inputs - k);
-      const S* later = find(group, std::min(block + 1, blocks - 1), panels);
-      float* to = sums + (side * GROUP + panel - group.begin) * PANEL;
-      multiply_tiles(first, count, k, length, take(find(group, block, panels), length), to, width, (const char*)later);
+      const S* next_block = find(group, std::min(block + 1, blocks - 1), panels);
+      float* to = sums + (side * PANELS_PER_GROUP + panel - group.begin) * PANEL;
+      multiply_tiles(first, count, k, length, widen_block(find(group, block, panels), length), to, width, (const char*)next_block);
     }
   }
 
   void multiply_tiles(int64_t first, int64_t count, int64_t k, int64_t length, const float* weights, float* sums,
-                      int64_t width, const char* later) const {
+                      int64_t width, const char* next_block) const {
     const RowTiles all{Base::rows};
-    const int64_t begin = first / MOST_ROWS, tiles = RowTiles::count(count);
+    const int64_t begin = first / MAX_TILE_ROWS, tiles = RowTiles::count(count);
     const int64_t step = (PANEL * (int64_t)sizeof(S) + tiles - 1) / tiles;
-    for (int64_t tile = begin; tile < begin + tiles; tile++, later += length * step) {
+    for (int64_t tile = begin; tile < begin + tiles; tile++, next_block += length * step) {
       const Range range = all.find(tile);
       const int64_t height = range.end - range.begin;
-      find_multiply_block<MOST_ROWS>(height)(copy + range.begin * Base::matrix.inputs + k * height, weights, length,
-                                             sums + (range.begin - first) * width, width, k == 0, later, step);
+      select_multiply_block<MAX_TILE_ROWS>(height)(copy + range.begin * Base::matrix.inputs + k * height, weights, length,
+                                             sums + (range.begin - first) * width, width, k == 0, next_block, step);
     }
   }
 
@@ -133,7 +133,7 @@ struct BlockProduct : Product<T, S> {
   }
 
   // Take a block as floats: for several tiles that is less work than to widen each weight for each tile.
-  static const float* take(const S* weights, int64_t length) {
+  static const float* widen_block(const S* weights, int64_t length) {
     if constexpr (std::is_same<S, float>::value) return weights;
     static thread_local Scratch scratch;
     float* wide = scratch.make<float>(BLOCK_INPUTS * PANEL);

@@ -21,7 +21,7 @@ static void copy_paired_rows(const Pair* panels, int64_t inputs, int64_t first, 
 }
 
 template <class T>
-static void choose_rows(const void* panels, int64_t stored, int64_t inputs, int64_t first, const int64_t* rows,
+static void dispatch_row_copy(const void* panels, int64_t stored, int64_t inputs, int64_t first, const int64_t* rows,
                         int64_t count, T* out) {
   switch (stored) {
     case FLOAT32: return copy_rows<T>((const float*)panels, inputs, first, rows, count, out);
@@ -33,11 +33,11 @@ static void choose_rows(const void* panels, int64_t stored, int64_t inputs, int6
 
 // Copy some rows of panels of one dtype, which is `stored`, to `[count, inputs]` of another. They are counted from the
 // row `first` on.
-EXPORT(look_up, const void* panels, int64_t stored, int64_t inputs, int64_t first, const int64_t* rows, int64_t count,
+EXPORT(look_up_rows, const void* panels, int64_t stored, int64_t inputs, int64_t first, const int64_t* rows, int64_t count,
                 int64_t dtype, void* out) {
   switch (dtype) {
-    case FLOAT32: return choose_rows(panels, stored, inputs, first, rows, count, (float*)out);
-    case BFLOAT16: return choose_rows(panels, stored, inputs, first, rows, count, (Bf16*)out);
-    default: return choose_rows(panels, stored, inputs, first, rows, count, (Half*)out);
+    case FLOAT32: return dispatch_row_copy(panels, stored, inputs, first, rows, count, (float*)out);
+    case BFLOAT16: return dispatch_row_copy(panels, stored, inputs, first, rows, count, (Bf16*)out);
+    default: return dispatch_row_copy(panels, stored, inputs, first, rows, count, (Half*)out);
   }
 }
