@@ -1,6 +1,6 @@
-"""Grammars for all output formats a request can ask for, written in llguidance's Lark dialect.
+"""Write the grammars of all output formats in llguidance's Lark dialect, without compiling them.
 
-Everything here takes time linear in the size of its input, and does not compile anything.
+All functions take time linear in the size of their input.
 """
 
 import json
@@ -9,69 +9,64 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lorax_server.errors import InputError
-from lorax_server.structured_output.one_of import join_disjoint
-from lorax_server.text.tools.grammar import MAX_GRAMMAR, OPTIONS, WHITESPACE
+from lorax_server.structured_output.one_of import rewrite_one_of
+from lorax_server.text.tools.grammar import MAX_GRAMMAR_CHARACTERS, OPTIONS, WHITESPACE
 from lorax_server.text.tools.references import check_depth
 from lorax_server.types import Structure
 
-MAX_GBNF = 2**14  # characters of a GBNF grammar: the converter takes 25 us for each
+MAX_GBNF_CHARACTERS = 2**14  # the converter takes 25 us per character
 MAX_GBNF_STEPS = 2**20  # characters times rules: the converter's second pass, which takes up to a second
-MIN_STEPS = 1000  # and one per character of the schema, to tell the parts of `oneOf` apart
+MIN_ONE_OF_STEPS = 1000  # plus one per character of the schema
 MAX_CHOICES = 1000
-# Rules and groups of a user's grammar. llguidance compiles both by recursion, with up to 3.2 KB of stack for each, so
+# Rules and groups in a user's grammar. llguidance compiles both by recursion, with up to 3.2 KB of stack for each, so
 # a chain of all of them that ends in the deepest JSON schema fits the 4 MiB stack of a trial compile.
 MAX_RULES = 800
-ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
-# Strings, regexes, comments and special tokens hide rules and groups. They match also where their end is missing: such
-# a grammar does not compile, and a search for the end from each start would take quadratic time.
+# Strings, regexes, comments and special tokens hide rules and groups. They also match if the closing delimiter is
+# missing: such a grammar does not compile, and searching for the delimiter from each start takes quadratic time.
 LARK = re.compile(
     r'(?P<hidden>"(?:\\.|[^"\\])*"?|(?:#|//)[^\n]*|/(?:\\.|[^/\\])*/?|<[^<>\s]+>)'
     r"|(?P<json>%json\s*)"
-    r"|(?P<level>^[ \t]*[!?_]*[A-Za-z][\w-]*[ \t]*[:\[{.]|[(\[])",
+    r"|(?P<rule>^[ \t]*[!?_]*[A-Za-z][\w-]*[ \t]*[:\[{.]|[(\[])",
     re.DOTALL | re.MULTILINE,
 )
 DECODER = json.JSONDecoder()
 
 
-def from_json_schema(schema: Mapping[str, Any] | bool) -> Structure:
-    """Return a grammar for JSON that a draft 2020-12 schema accepts. Compiling rejects unsupported keywords."""
+def from_json_schema(schema: Mapping[str, Any] | bool | str) -> Structure:
+    """Return a grammar for JSON that matches a draft 2020-12 schema. Compiling rejects unsupported keywords."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"the JSON schema is not JSON: {error}") from error
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, Mapping):
-        raise InputError(f"a JSON schema is an object, not {type(schema).__name__}")
+        raise InputError(f"a JSON schema is an object (got {type(schema).__name__})")
     if OPTIONS in schema:
-        raise InputError(f"the JSON schema has `{OPTIONS}`, which is not a keyword of JSON Schema")
+        raise InputError(f"the JSON schema has `{OPTIONS}`, which is not a JSON Schema keyword")
     options = {"whitespace_pattern": WHITESPACE}
     return _make(f"start: %json {json.dumps({**prepare_schema(schema), OPTIONS: options})}")
 
 
 def prepare_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the size and depth of a schema, and return it with `anyOf` for `oneOf` where both mean the same."""
+    """Check the size and depth of a schema, and replace `oneOf` with `anyOf` where both are equivalent."""
     try:
         text = json.dumps({**schema}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"the JSON schema cannot be written as JSON: {error}") from error
     _check_size(text)
     check_depth(schema)
-    # With an `$id` in some part, references in that part do not start at the root.
+    # References in a subschema with its own `$id` do not start at the root.
     has_one_root = text.count('"$id"') == ("$id" in schema)
-    return join_disjoint(schema, MIN_STEPS + len(text)) if has_one_root else {**schema}
-
-
-def from_json_text(text: str) -> Structure:
-    """Return a grammar for a JSON schema given as text."""
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"the JSON schema is not JSON: {error}") from error
-    return from_json_schema(schema)
+    return rewrite_one_of(schema, MIN_ONE_OF_STEPS + len(text)) if has_one_root else {**schema}
 
 
 def from_regex(pattern: str) -> Structure:
-    r"""Return a grammar for text that matches a regex in full. The syntax is Rust's, with ASCII-only \d, \w and \s.
+    r"""Return a grammar for text that fully matches a regex in Rust syntax, with ASCII-only \d, \w and \s.
 
-    llguidance itself rejects more than 250 nested groups.
+    llguidance rejects more than 250 nested groups.
     """
     _check_size(pattern)
     if not pattern:
@@ -82,52 +77,54 @@ def from_regex(pattern: str) -> Structure:
 
 
 def from_choices(choices: Sequence[str]) -> Structure:
-    """Return a grammar for one of several texts."""
-    if not choices or not all(isinstance(choice, str) for choice in choices):
-        raise InputError("choices are a list of at least one string")
+    """Return a grammar that matches one of several texts."""
+    if not choices or not isinstance(choices, list | tuple) or not all(isinstance(choice, str) for choice in choices):
+        raise InputError("choices must be a list of at least one string")
     if len(choices) > MAX_CHOICES:
-        raise InputError(f"there may be {MAX_CHOICES} choices at most, not {len(choices)}")
+        raise InputError(f"there may be at most {MAX_CHOICES} choices (got {len(choices)})")
     return _make("start: " + " | ".join(map(json.dumps, dict.fromkeys(choices))))
 
 
 def from_grammar(text: str) -> Structure:
-    """Return a user's grammar, written in llguidance's Lark dialect, or in llama.cpp's GBNF (with `::=`)."""
+    """Return a user's grammar in llguidance's Lark dialect, or convert it from llama.cpp's GBNF (with `::=`)."""
     _check_size(text)
     if not text.strip():
         raise InputError("the grammar is empty")
-    grammar = _convert(text) if "::=" in text else text
+    grammar = _convert_gbnf(text) if "::=" in text else text
     _check_rules(grammar)
     return _make(grammar)
 
 
-def _convert(text: str) -> str:
-    if len(text) > MAX_GBNF:
-        raise InputError(f"a GBNF grammar may have {MAX_GBNF} characters, not {len(text)}; write it in Lark")
+def _convert_gbnf(text: str) -> str:
+    if len(text) > MAX_GBNF_CHARACTERS:
+        raise InputError(
+            f"a GBNF grammar may have at most {MAX_GBNF_CHARACTERS} characters (got {len(text)}); write it in Lark"
+        )
     if re.search(r"(?m)^[ \t]*(%llguidance\b|start[ \t]*:(?!:=))", text):
-        return text  # Lark, with `::=` in a string or a comment
+        return text  # Lark with `::=` in a string or a comment
     if re.search(r"(?m)^[ \t]*start[ \t]*::=", text):
-        raise InputError("a rule of a GBNF grammar may not be named `start`: give it another name; `root` is the first")
+        raise InputError("a GBNF rule may not be named `start`; rename it (`root` is the first rule)")
     if len(text) * text.count("::=") > MAX_GBNF_STEPS:
         raise InputError(f"the GBNF grammar has too many rules for its {len(text)} characters; write it in Lark")
     from llguidance.gbnf_to_lark import gbnf_to_lark  # noqa: PLC0415 - as above
 
     try:
         return str(gbnf_to_lark(text))
-    except Exception as error:  # the converter raises errors of many types
-        raise InputError(f"the GBNF grammar cannot be read: {str(error)[:500] or type(error).__name__}") from error
+    except Exception as error:  # the converter raises many types of errors
+        raise InputError(f"the GBNF grammar cannot be parsed: {str(error)[:500] or type(error).__name__}") from error
 
 
 def _check_rules(grammar: str) -> None:
-    """Reject a Lark grammar with too many rules and groups, or with a JSON schema that is too deep."""
-    num_levels, at = 0, 0
-    while (found := LARK.search(grammar, at)) is not None:
-        at = found.end()
-        num_levels += found.lastgroup == "level"
-        if num_levels > MAX_RULES:
+    """Reject a Lark grammar with too many rules and groups, or with a JSON schema that is nested too deeply."""
+    num_rules, position = 0, 0
+    while (found := LARK.search(grammar, position)) is not None:
+        position = found.end()
+        num_rules += found.lastgroup == "rule"
+        if num_rules > MAX_RULES:
             raise InputError(f"the grammar has more than {MAX_RULES} rules and groups; make it smaller")
         if found.lastgroup == "json":
             try:
-                schema, at = DECODER.raw_decode(grammar, at)
+                schema, position = DECODER.raw_decode(grammar, position)
             except (ValueError, RecursionError) as error:
                 raise InputError(f"the JSON schema in the grammar is not JSON: {error}") from error
             check_depth(schema if isinstance(schema, Mapping) else {})
@@ -139,9 +136,13 @@ def _make(grammar: str) -> Structure:
 
 
 def _check_size(text: str) -> None:
-    if len(text) > MAX_GRAMMAR:
-        raise InputError(f"a schema, pattern or grammar may have {MAX_GRAMMAR} characters, not {len(text)}")
+    if not isinstance(text, str):
+        raise InputError(f"a pattern or grammar must be a string (got {type(text).__name__})")
+    if len(text) > MAX_GRAMMAR_CHARACTERS:
+        raise InputError(
+            f"a schema, pattern or grammar may have at most {MAX_GRAMMAR_CHARACTERS} characters (got {len(text)})"
+        )
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InputError("a schema, pattern or grammar is text; it may not have lone surrogates") from None
+        raise InputError("a schema, pattern or grammar may not contain lone surrogates") from None

@@ -1,88 +1,88 @@
-"""Rewrite `oneOf` as `anyOf` in a JSON schema where a property tells all parts apart, so that both mean the same.
+"""Rewrite `oneOf` as `anyOf` in JSON schemas where a tag property distinguishes all alternatives.
 
-llguidance recognizes such a `oneOf` only if the tags are strings and no part is recursive. Pydantic writes others, too.
+llguidance supports only string and boolean tags and no recursion. Pydantic unions also have integer tags and recursion.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
-from lorax_server.text.tools.references import follow_names, split_reference
+from lorax_server.text.tools.references import follow_path, split_reference
 
-PARTS = ("anyOf", "oneOf")
-LISTS = ("allOf", "prefixItems", *PARTS)
-MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-SINGLE = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
+NAME_MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # schemas by name
+VALUES = ("const", "enum", "default", "examples", "required")  # not schemas
+UNKNOWN = ""  # a tag that cannot be compared
 MAX_STEPS = 10_000
-MAX_NAMES = 8  # properties tried as the tag
-
-Tag = tuple[str, Any]  # a kind and a value: in Python, 1 == True
+MAX_TAG_NAMES = 8  # properties that are tried as the tag
 
 
-def join_disjoint(schema: Mapping[str, Any], max_steps: int = MAX_STEPS) -> dict[str, Any]:
-    """Return an equivalent schema, with `anyOf` in place of each `oneOf` whose parts cannot overlap.
+def rewrite_one_of(schema: Mapping[str, Any], max_steps: int = MAX_STEPS) -> dict[str, Any]:
+    """Return an equivalent schema with `anyOf` in place of each `oneOf` whose alternatives cannot overlap.
 
-    Each part, tag value, required name and reference name that is looked at to compare parts is a step. After
-    `max_steps`, each further `oneOf` stays, and is rejected when the schema is compiled.
+    Each alternative, tag value, required name and reference name that is read to compare alternatives is a step. After
+    `max_steps`, the remaining `oneOf` stay, and compiling rejects them.
     """
-    joined: dict[str, Any] = _Joiner(schema, max_steps).join(schema)
-    return joined
+    rewritten: dict[str, Any] = _Rewriter(schema, max_steps).rewrite(schema)
+    return rewritten
 
 
-class _Joiner:
-    """Rewrites one schema. It visits each part once; everything else counts as a step."""
+class _Rewriter:
+    """Visits each part of one schema once. All other work counts as steps."""
 
     def __init__(self, root: Mapping[str, Any], max_steps: int) -> None:
         self._root = root
         self._steps_left = max_steps
 
-    def join(self, schema: Any) -> Any:
-        if not isinstance(schema, Mapping):
-            return schema
-        joined: dict[str, Any] = {}
-        for word, value in schema.items():
-            if word in LISTS and isinstance(value, list):
-                joined[word] = [self.join(part) for part in value]
-            elif word in MAPS and isinstance(value, Mapping):
-                joined[word] = {name: self.join(part) for name, part in value.items()}
-            else:
-                joined[word] = self.join(value) if word in SINGLE else value
-        if "oneOf" in schema and "anyOf" not in schema and self._is_disjoint(schema):
-            joined["anyOf"] = joined.pop("oneOf")
-            joined.pop("discriminator", None)  # not a JSON Schema keyword; llguidance rejects it in recursive schemas
-        return joined
+    def rewrite(self, part: Any, is_schema: bool = True) -> Any:
+        """Rewrite a schema, a list of schemas, or (with `is_schema=False`) a mapping of names to schemas."""
+        if isinstance(part, list):
+            return [self.rewrite(each) for each in part]
+        if not isinstance(part, Mapping):
+            return part
+        if not is_schema:
+            return {name: self.rewrite(each) for name, each in part.items()}
+        result = {
+            word: value if word in VALUES else self.rewrite(value, word not in NAME_MAPS)
+            for word, value in part.items()
+        }
+        if "oneOf" in part and "anyOf" not in part and self._is_disjoint(part):
+            result["anyOf"] = result.pop("oneOf")
+            result.pop("discriminator", None)  # not a JSON Schema keyword; llguidance rejects it in recursive schemas
+        return result
 
     def _is_disjoint(self, schema: Mapping[str, Any]) -> bool:
-        parts = schema["oneOf"]
-        if not isinstance(parts, list) or not parts:
+        alternatives = schema["oneOf"]
+        if not isinstance(alternatives, list) or not alternatives:
             return False
-        return any(self._tells_apart(name, parts) for name in self._find_names(schema, parts[0]))
+        return any(self._is_tag(name, alternatives) for name in self._find_tag_names(schema, alternatives[0]))
 
-    def _find_names(self, schema: Mapping[str, Any], first: Any) -> Iterable[str]:
-        """Return the properties that may be the tag: the discriminator, or the first part's properties."""
+    def _find_tag_names(self, schema: Mapping[str, Any], first: Any) -> Iterable[str]:
+        """Return the discriminator, or the first properties of the first alternative."""
         discriminator = schema.get("discriminator")
         name = discriminator.get("propertyName") if isinstance(discriminator, Mapping) else None
         if isinstance(name, str):
             return [name]
         properties = (self._resolve(first) or {}).get("properties")
-        return islice(properties, MAX_NAMES) if isinstance(properties, Mapping) else ()
+        return islice(properties, MAX_TAG_NAMES) if isinstance(properties, Mapping) else ()
 
-    def _tells_apart(self, name: str, parts: list[Any]) -> bool:
-        known: set[Tag] = set()
-        for part in parts:
-            tags: set[Tag] = set()
-            if not self._add_tags(name, part, tags, set()) or not tags or not known.isdisjoint(tags):
+    def _is_tag(self, name: str, alternatives: list[Any]) -> bool:
+        """Return True if the property has different values in all alternatives."""
+        known: set[str] = set()
+        for alternative in alternatives:
+            tags: set[str] = set()
+            if not self._add_tags(name, alternative, tags, set()) or not tags or not known.isdisjoint(tags):
                 return False
             known |= tags
         return True
 
-    def _add_tags(self, name: str, part: Any, tags: set[Tag], seen: set[int]) -> bool:
-        """Add all values that a part allows for a property. Return False if the property may have others, or none."""
-        found = self._resolve(part)
+    def _add_tags(self, name: str, schema: Any, tags: set[str], seen: set[int]) -> bool:
+        """Add all values that a schema allows for a property. Return False if they are not known."""
+        found = self._resolve(schema)
         if found is None or id(found) in seen:
             return False
         seen.add(id(found))
-        inner = next((found[word] for word in PARTS if isinstance(found.get(word), list)), None)
+        inner = next((found[word] for word in ("anyOf", "oneOf") if isinstance(found.get(word), list)), None)
         if inner is not None:
             return all(self._add_tags(name, each, tags, seen) for each in inner)
         properties, required = found.get("properties"), found.get("required")
@@ -92,7 +92,7 @@ class _Joiner:
         values = [tag["const"]] if "const" in tag else tag.get("enum")
         if not isinstance(values, list) or not self._step(len(values) + len(required)) or name not in required:
             return False
-        tags.update(map(_to_tag, values))
+        tags |= {json.dumps(value) if isinstance(value, str | int | None) else UNKNOWN for value in values}
         return UNKNOWN not in tags
 
     def _resolve(self, schema: Any) -> Mapping[str, Any] | None:
@@ -101,20 +101,10 @@ class _Joiner:
         while is_allowed and isinstance(schema, Mapping) and "$ref" in schema:
             names = split_reference(schema["$ref"])
             is_allowed = names is not None and self._step(1 + len(names))
-            schema = follow_names(names or (), self._root)
+            schema = follow_path(names or (), self._root)
         return schema if is_allowed and isinstance(schema, Mapping) else None
 
     def _step(self, count: int) -> bool:
-        """Count steps before they are taken; return False if there are too many."""
+        """Count steps. Return False if there are too many."""
         self._steps_left -= count
         return self._steps_left >= 0
-
-
-UNKNOWN: Tag = ("", None)
-
-
-def _to_tag(value: Any) -> Tag:
-    """Return a hashable tag; `UNKNOWN` for a list or an object."""
-    if isinstance(value, str | bool | None):
-        return (type(value).__name__, value)
-    return ("number", value) if isinstance(value, int | float) else UNKNOWN

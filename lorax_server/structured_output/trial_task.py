@@ -1,7 +1,6 @@
-"""Compile a grammar as a sandbox task, to find out what it takes before the engine compiles it."""
+"""Sandbox task that compiles a grammar to measure its memory before the engine compiles it."""
 
 import ctypes
-import json
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -11,23 +10,20 @@ from lorax_server.sandbox.task import TaskError
 from lorax_server.structured_output.matcher import CompiledGrammar, GrammarError
 from lorax_server.structured_output.vocabulary import Vocabulary
 
-NUM_VOCABULARIES = 8
+MAX_CACHED_VOCABULARIES = 8
 
 
 class _MallInfo(ctypes.Structure):
-    """The result of glibc's `mallinfo2`."""
+    """The result of glibc's `mallinfo2`: ten sizes, of which `hblkhd` is at index 4 and `uordblks` at index 7."""
 
-    _fields_ = [
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),
-        *((name, ctypes.c_size_t) for name in ("uordblks", "fordblks", "keepcost")),
-    ]
+    _fields_ = [("sizes", ctypes.c_size_t * 10)]
 
 
 def compile_grammar(grammar: str, num_ids: int, special_tokens: Sequence[tuple[int, bytes]]) -> bytes:
-    """Return the bytes that the compiled grammar takes, as JSON. Raise `TaskError` if it is invalid.
+    """Return the memory of the compiled grammar in bytes, as text. Raise `TaskError` if the grammar is invalid.
 
-    A vocabulary of all single bytes and the special tokens stands in for the model's: validity, time and memory of
-    compiling hardly depend on the other tokens, and a new worker builds it in milliseconds.
+    The vocabulary has all single bytes and the special tokens. Validity, compile time and memory hardly depend on the
+    other tokens, and a new worker builds this vocabulary in milliseconds.
     """
     vocabulary = _make_vocabulary(num_ids, tuple(special_tokens))
     before = _allocated_bytes()
@@ -37,10 +33,10 @@ def compile_grammar(grammar: str, num_ids: int, special_tokens: Sequence[tuple[i
         raise TaskError(str(error)) from None
     num_bytes = max(0, _allocated_bytes() - before)
     del compiled
-    return json.dumps({"num_bytes": num_bytes}).encode()
+    return str(num_bytes).encode()
 
 
-@lru_cache(NUM_VOCABULARIES)
+@lru_cache(MAX_CACHED_VOCABULARIES)
 def _make_vocabulary(num_ids: int, special_tokens: tuple[tuple[int, bytes], ...]) -> Vocabulary:
     tokens = [b""] * num_ids + [bytes([value]) for value in range(256)]
     for token_id, content in special_tokens:
@@ -49,10 +45,10 @@ def _make_vocabulary(num_ids: int, special_tokens: tuple[tuple[int, bytes], ...]
 
 
 def _allocated_bytes() -> int:
-    """Return the bytes that malloc has handed out; 0 without glibc."""
+    """Return the number of bytes allocated with malloc, or 0 without glibc."""
     function = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if function is None:
         return 0
     function.restype = _MallInfo
-    info = function()
-    return int(info.uordblks + info.hblkhd)
+    sizes = function().sizes
+    return int(sizes[4] + sizes[7])

@@ -1,13 +1,13 @@
-"""Trial compiles: a grammar goes to the engine only after the sandbox has compiled it under limits."""
+"""Trial compiles: the engine compiles a grammar only after the sandbox has compiled it under limits."""
 
 import hashlib
-import json
+import math
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
-from cachetools import LRUCache, TTLCache
+from cachetools import TLRUCache
 
 from lorax_server.errors import InputError
 from lorax_server.sandbox.sandbox import Sandbox
@@ -16,76 +16,73 @@ from lorax_server.types import Structure, TokenTable
 
 TRIAL = SandboxTask(
     "lorax_server.structured_output.trial_task:compile_grammar",
-    cpu_s=0.5,  # of which a new worker needs up to 0.1 s for the vocabulary
+    cpu_s=0.5,  # a new worker needs up to 0.1 s for the vocabulary
     memory_bytes=2**28,
-    stack_bytes=4 * 2**20,  # a quarter of the engine's, so that a grammar that passes cannot overflow there
+    stack_bytes=4 * 2**20,  # a quarter of the engine's stack, so a grammar that passes cannot overflow it
     max_reply_bytes=2**12,
-    niceness=10,  # forwards of the model go first
+    niceness=10,  # forward passes have priority
     max_pending=16,
 )
-MAX_PASSED = 4096
-MAX_REJECTED, REJECT_S = 1024, 60.0
+MAX_REMEMBERED = 4096  # grammars
+REJECTED_TTL_S = 60.0
+
+_Outcome = int | str  # size of the compiled grammar in bytes, or the reason why it is rejected
 
 
 class GrammarTrials:
-    """Try grammars once each and remember the results. Any thread may use it."""
+    """Compile each grammar once and remember the outcome. Thread-safe."""
 
     def __init__(self, sandbox: Sandbox, task: SandboxTask = TRIAL) -> None:
         self._sandbox = sandbox
         self._task = task
-        self._lock = threading.RLock()  # guards all below; a trial that is done calls back at once
-        self._passed: LRUCache[str, int] = LRUCache(MAX_PASSED)  # bytes that the compiled grammar takes, by digest
-        self._rejected: TTLCache[str, str] = TTLCache(MAX_REJECTED, REJECT_S)
+        self._lock = threading.RLock()  # guards the fields below; reentrant, as callbacks may run within `submit`
+        self._outcomes: TLRUCache[str, _Outcome] = TLRUCache(MAX_REMEMBERED, _find_expiry)  # by digest
         self._running: dict[tuple[str, str], Future[bytes]] = {}  # by digest and tenant
 
     def submit(self, structure: Structure, table: TokenTable, tenant: str = "") -> "Future[Structure]":
-        """Return the structure with its size, or an `InputError` if it cannot be compiled under the limits."""
+        """Return the structure with its size, or an `InputError` if the grammar does not compile under the limits."""
         result = Future[Structure]()
         digest = hashlib.sha256(f"{table.digest}\n{structure.grammar}".encode()).hexdigest()
         with self._lock:
-            if digest in self._passed:
-                result.set_result(replace(structure, num_bytes=self._passed[digest]))
-                return result
-            if (reason := self._rejected.get(digest)) is not None:
-                result.set_exception(InputError(reason))
+            if (known := self._outcomes.get(digest)) is not None:
+                _settle(result, structure, known)
                 return result
             trial = self._running.get((digest, tenant))  # requests with the same new grammar share one trial
             if trial is None:
                 special_tokens = list(zip(table.special_ids, table.special_tokens, strict=True))
                 args = structure.grammar, len(table.lengths) // 4, special_tokens
                 trial = self._running[digest, tenant] = self._sandbox.submit(self._task, *args, tenant=tenant)
-                trial.add_done_callback(partial(self._conclude, digest, tenant))
-        trial.add_done_callback(partial(self._settle, structure, result))
+                trial.add_done_callback(partial(self._remember, digest, tenant))
+        trial.add_done_callback(lambda trial: _settle(result, structure, self._read(trial)))
         return result
 
-    def _conclude(self, digest: str, tenant: str, trial: "Future[bytes]") -> None:
-        """Remember a result, but not that the sandbox was busy."""
-        failure = trial.exception()
+    def _remember(self, digest: str, tenant: str, trial: "Future[bytes]") -> None:
+        outcome = self._read(trial)
         with self._lock:
             del self._running[digest, tenant]
-            if failure is None:
-                self._passed[digest] = _read_size(trial)
-            elif isinstance(failure, TaskError | TaskKilledError):
-                self._rejected[digest] = self._describe(failure)
+            if not isinstance(outcome, BaseException):
+                self._outcomes[digest] = outcome
 
-    def _settle(self, structure: Structure, result: "Future[Structure]", trial: "Future[bytes]") -> None:
-        if not result.set_running_or_notify_cancel():
-            return  # the caller has left
-        failure = trial.exception()
-        if failure is None:
-            result.set_result(replace(structure, num_bytes=_read_size(trial)))
-        elif isinstance(failure, TaskError | TaskKilledError):
-            result.set_exception(InputError(self._describe(failure)))
-        else:
-            result.set_exception(failure)
-
-    def _describe(self, failure: Exception) -> str:
-        if isinstance(failure, TaskTimeError):
+    def _read(self, trial: "Future[bytes]") -> _Outcome | BaseException:
+        """Return the outcome, or an error that does not depend on the grammar, such as a busy sandbox."""
+        error = trial.exception()
+        if error is None:
+            return int(trial.result())
+        if isinstance(error, TaskTimeError):
             return f"the grammar takes longer than {self._task.cpu_s:g} s to compile; simplify it"
-        if isinstance(failure, TaskKilledError):
+        if isinstance(error, TaskKilledError):
             return "the grammar is too deep or too large to compile; simplify it"
-        return str(failure)
+        return str(error) if isinstance(error, TaskError) else error
 
 
-def _read_size(trial: "Future[bytes]") -> int:
-    return int(json.loads(trial.result())["num_bytes"])
+def _find_expiry(_digest: str, outcome: _Outcome, now: float) -> float:
+    return now + REJECTED_TTL_S if isinstance(outcome, str) else math.inf
+
+
+def _settle(result: "Future[Structure]", structure: Structure, outcome: _Outcome | BaseException) -> None:
+    if not result.set_running_or_notify_cancel():
+        return  # the caller has cancelled
+    if isinstance(outcome, int):
+        result.set_result(replace(structure, num_bytes=outcome))
+    else:
+        result.set_exception(InputError(outcome) if isinstance(outcome, str) else outcome)

@@ -50,7 +50,7 @@ def check(text: str, schema: dict[str, Any] = PERSON) -> None:
 # --- OpenAI -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_schema_is_kept_by_all_answers_whole_and_streamed(sdk: openai.OpenAI) -> None:
+def test_all_choices_follow_json_schema(sdk: openai.OpenAI) -> None:
     answer = sdk.chat.completions.create(messages=MESSAGES, response_format=SCHEMA, n=4, **LONG)  # type: ignore[call-overload]
     assert len({choice.message.content for choice in answer.choices}) > 1
     for choice in answer.choices:
@@ -62,7 +62,7 @@ def test_a_schema_is_kept_by_all_answers_whole_and_streamed(sdk: openai.OpenAI) 
     assert "".join(texts) == answer.choices[0].message.content  # the same seed
 
 
-def test_the_sdk_parses_what_it_asked_for(sdk: openai.OpenAI) -> None:
+def test_sdk_parses_structured_output(sdk: openai.OpenAI) -> None:
     parsed = sdk.chat.completions.parse(messages=MESSAGES, response_format=Person, **LONG).choices[0].message.parsed
     assert isinstance(parsed, Person)
     with sdk.chat.completions.stream(messages=MESSAGES, response_format=Person, **LONG) as stream:
@@ -72,7 +72,7 @@ def test_the_sdk_parses_what_it_asked_for(sdk: openai.OpenAI) -> None:
     assert streamed == parsed
 
 
-def test_any_object(sdk: openai.OpenAI) -> None:
+def test_json_object_mode(sdk: openai.OpenAI) -> None:
     bias: dict[str, Any] = {"response_format": {"type": "json_object"}, "logit_bias": {}}
     answer = sdk.chat.completions.create(messages=MESSAGES, **LONG | bias)
     text = answer.choices[0].message.content or ""
@@ -102,7 +102,7 @@ def test_any_object(sdk: openai.OpenAI) -> None:
     ids=lambda value: "" if isinstance(value, str) else json.dumps(value)[:60],
 )
 @pytest.mark.parametrize("adapter", ["", "first", "other"])
-def test_words_of_other_servers(words: dict[str, Any], pattern: str, adapter: str, sdk: openai.OpenAI) -> None:
+def test_vllm_structured_output_fields(words: dict[str, Any], pattern: str, adapter: str, sdk: openai.OpenAI) -> None:
     asked = {**LONG, "model": adapter, "extra_body": words}
     chat = sdk.chat.completions.create(messages=MESSAGES, **asked).choices[0]
     completion = sdk.completions.create(prompt="The", best_of=2, n=1, **asked).choices[0]
@@ -111,7 +111,7 @@ def test_words_of_other_servers(words: dict[str, Any], pattern: str, adapter: st
         assert reason == "stop"
 
 
-def test_log_probabilities_are_the_models_own_before_the_mask(sdk: openai.OpenAI) -> None:
+def test_logprobs_are_computed_before_mask(sdk: openai.OpenAI) -> None:
     asked: dict[str, Any] = LONG | {"logprobs": True, "top_logprobs": 3, "extra_body": {"guided_choice": ["zzzz"]}}
     logprobs = sdk.chat.completions.create(messages=MESSAGES, **asked).choices[0].logprobs
     assert logprobs is not None
@@ -132,13 +132,13 @@ def test_log_probabilities_are_the_models_own_before_the_mask(sdk: openai.OpenAI
         ({"guided_choice": []}, "at least one string"),
         ({"guided_json": "{"}, "is not JSON"),
         ({"guided_json": {"x-guidance": {"lenient": True}, "not": {}}}, "x-guidance"),
-        ({"guided_json": {"type": "object"}, "guided_regex": "a"}, "two forms"),
+        ({"guided_json": {"type": "object"}, "guided_regex": "a"}, "two formats"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
         ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos"),
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(words: dict[str, Any], message: str, sdk: openai.OpenAI) -> None:
+def test_invalid_formats_are_rejected(words: dict[str, Any], message: str, sdk: openai.OpenAI) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match=re.escape(message)):
             list(sdk.chat.completions.create(messages=MESSAGES, stream=stream, extra_body=words, **LONG))
@@ -147,7 +147,7 @@ def test_what_cannot_be_is_refused(words: dict[str, Any], message: str, sdk: ope
 # --- LoRAX ------------------------------------------------------------------------------------------------------------
 
 
-def test_lorax_client(server: Server) -> None:
+def test_lorax_client_response_format(server: Server) -> None:
     client = lorax.Client(server.url)
     form: Any = {"type": "json_object", "schema": PERSON}
     for adapter in (None, "first", "other"):
@@ -165,7 +165,7 @@ def test_lorax_client(server: Server) -> None:
 
 
 @pytest.mark.parametrize("kind", ["json_object", "JsonObject", "json_schema", "JsonSchema"])
-def test_the_type_counts_and_the_schema_may_be_null(kind: str, server: Server) -> None:
+def test_response_format_schema_may_be_null(kind: str, server: Server) -> None:
     form = {"type": kind, "schema": None}
     body = {"inputs": "Who?", "parameters": {"max_new_tokens": 4, "response_format": form}}
     assert server.post("/generate", body).json["generated_text"].startswith("{")
@@ -176,7 +176,7 @@ def test_the_type_counts_and_the_schema_may_be_null(kind: str, server: Server) -
     assert not server.post("/generate", plain).json["generated_text"].startswith("{")
 
 
-def test_a_schema_that_cannot_be_enforced_is_a_422(server: Server) -> None:
+def test_unenforceable_schema_gets_status_422(server: Server) -> None:
     form = {"type": "json_object", "schema": {"type": "array", "uniqueItems": True}}
     for path in ("/generate", "/generate_stream"):
         answer = server.post(path, {"inputs": "Who?", "parameters": {"response_format": form}})

@@ -1,7 +1,9 @@
 """Stands in for the engine: follows completions with tokens that the masks allow."""
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from lorax_server.errors import LoraxError
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.structured_output.manager import StructuredOutput
 from lorax_server.structured_output.trials import GrammarTrials
-from lorax_server.structured_output.vocabulary import Words
+from lorax_server.structured_output.vocabulary import Vocabulary, Words
 from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
 from lorax_server.types import Request, SamplingParams, StopParams, Structure, TokenTable
 
@@ -27,11 +29,13 @@ def list_allowed(words: Words) -> list[int]:
 class Driver:
     """Starts requests and advances them, as the engine would."""
 
-    def __init__(self, model: Path, sandbox: Sandbox | None = None) -> None:
+    def __init__(
+        self, model: Path, sandbox: Sandbox | None = None, build: Callable[[], Vocabulary] | None = None
+    ) -> None:
         self.tokenizer: TextTokenizer = load_tokenizer(model)
-        self.structured_output = StructuredOutput(lambda: build_vocabulary(model))
+        self.structured_output = StructuredOutput(build or partial(build_vocabulary, model))
         self.news = threading.Event()
-        self.structured_output.on_news = self.news.set
+        self.structured_output.on_event = self.news.set
         self._trials = None if sandbox is None else GrammarTrials(sandbox)
         self._next_id = 0
         self._settled: dict[int, LoraxError | None] = {}
@@ -63,7 +67,7 @@ class Driver:
             vocabulary=vocabulary,
             tenant=tenant,
         )
-        self.structured_output.begin(request, 10**6 if fast_forward else 0)
+        self.structured_output.start(request, 10**6 if fast_forward else 0)
         return self._next_id
 
     def settle(self, request_id: int) -> LoraxError | None:
@@ -71,7 +75,7 @@ class Driver:
         while request_id not in self._settled:
             assert self.news.wait(TIMEOUT_S), "the request is neither rejected nor started"
             self.news.clear()
-            self._settled |= dict(self.structured_output.take_settled())
+            self._settled |= dict(self.structured_output.pop_settled())
         return self._settled[request_id]
 
     def start(self, structure: Structure, **options: object) -> int:
@@ -81,7 +85,7 @@ class Driver:
 
     def find_error(self, request_id: int) -> LoraxError | None:
         """Return the error of a request that has started."""
-        errors = dict(self.structured_output.take_settled())
+        errors = dict(self.structured_output.pop_settled())
         return errors.get(request_id)
 
     def allowed(self, request_id: int) -> list[int]:

@@ -1,6 +1,7 @@
 """Answers with a structure, of tiny random models: whatever they would rather say, the form is kept."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -249,11 +250,11 @@ def walking(llm: LLM) -> Iterator[None]:
     """Let every token have a step of its own."""
     structures = llm._engine._structured_output
     assert structures is not None
-    structures.fast_forward = False
+    structures.max_fast_forward = 0
     try:
         yield
     finally:
-        structures.fast_forward = True
+        structures.max_fast_forward = math.inf
 
 
 def count_steps(llm: LLM, answer: Callable[[], Completions]) -> tuple[Completions, int]:

@@ -11,15 +11,20 @@ import pytest
 
 from lorax_server.errors import InputError
 from lorax_server.structured_output.grammars import (
-    MAX_GBNF,
+    MAX_GBNF_CHARACTERS,
     MAX_RULES,
     from_choices,
     from_grammar,
     from_json_schema,
-    from_json_text,
     from_regex,
 )
-from lorax_server.text.tools.grammar import MAX_GRAMMAR, FunctionSchema, Marks, ToolFormat, write_required
+from lorax_server.text.tools.grammar import (
+    MAX_GRAMMAR_CHARACTERS,
+    FunctionSchema,
+    MarkerWriter,
+    ToolFormat,
+    write_required,
+)
 from lorax_server.text.tools.pythonic import PythonicFormat
 from lorax_server.text.tools.qwen3_coder import Qwen3CoderFormat
 from lorax_server.text.tools.references import MAX_LEVELS, check_depth
@@ -138,7 +143,7 @@ def test_deep_json_is_rejected_however_it_comes() -> None:
         deep = {"items": deep}
     for depth in (MAX_LEVELS, 20_000):
         text = '{"items": ' * depth + "{}" + "}" * depth
-        for read in (from_json_text, lambda each: from_grammar(f"start: %json {each}")):
+        for read in (from_json_schema, lambda each: from_grammar(f"start: %json {each}")):
             with pytest.raises(InputError, match=r"levels|recursion|is not JSON"):
                 read(text)
     with pytest.raises(InputError, match="levels"):
@@ -233,7 +238,7 @@ def test_gbnf_with_many_rules_is_rejected_before_it_is_converted() -> None:
     """The converter passes over the whole grammar once for each rule of a chain."""
     rules = "".join(f"a{index}::=a{index + 1}\n" for index in range(500)) + 'a500::="x"\n'
     text = f"root::=b\nb::={'.' * 8000}a0\n{rules}"
-    assert len(text) < MAX_GBNF
+    assert len(text) < MAX_GBNF_CHARACTERS
     with pytest.raises(InputError, match="too many rules"):
         from_grammar(text)
     assert (
@@ -257,7 +262,7 @@ def test_gbnf_with_many_rules_is_rejected_before_it_is_converted() -> None:
 )
 def test_large_texts_are_rejected(make: Callable[[str], object]) -> None:
     with pytest.raises(InputError, match="characters"):
-        make("x" * (MAX_GRAMMAR + 1))
+        make("x" * (MAX_GRAMMAR_CHARACTERS + 1))
 
 
 @pytest.mark.parametrize("make", [from_regex, from_grammar])
@@ -283,7 +288,7 @@ def test_many_parameters_do_not_make_deep_grammars(form: ToolFormat) -> None:
         properties: dict[str, Any] = {f"p{index}": {"type": "string"} for index in range(count)}
         functions = [FunctionSchema("f", {"type": "object", "properties": properties}, False)]
         try:
-            grammar = write_required(form, functions, False, Marks(lambda _: None), None)
+            grammar = write_required(form, functions, False, MarkerWriter(lambda _: None), None)
         except InputError:
             break
         count += count // 4

@@ -11,14 +11,14 @@ from lorax_server.errors import InputError, LoraxError, OverloadedError
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.structured_output import matcher
 from lorax_server.structured_output.grammars import from_grammar, from_json_schema, from_regex
-from lorax_server.structured_output.mask_thread import STACK_BYTES
+from lorax_server.structured_output.mask_threads import STACK_BYTES
 from lorax_server.structured_output.trials import TRIAL, GrammarTrials
 from lorax_server.structured_output.vocabulary import Vocabulary
 from lorax_server.types import Structure
 from tests.grids import some_fast
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
 from tests.sandbox.tasks import make_task
-from tests.structured_output.driver import EOS_ID, TIMEOUT_S, Driver
+from tests.structured_output.driver import STOP, TIMEOUT_S, Driver
 from tests.structured_output.hostile import GRAMMARS, REGEXES, SCHEMAS
 
 NUM_TOKENS = 6
@@ -135,7 +135,7 @@ def make_sentences(driver: Driver, seed: int) -> list[int]:
 
 
 def can_follow(compiled: matcher.CompiledGrammar, token_ids: list[int]) -> bool:
-    state = matcher.GrammarState(compiled, matcher.Ending((EOS_ID,), (), 0))
+    state = matcher.GrammarState(compiled, STOP)
     try:
         for token_id in token_ids:
             state.consume(token_id)
@@ -147,7 +147,7 @@ def can_follow(compiled: matcher.CompiledGrammar, token_ids: list[int]) -> bool:
 def test_every_completion_has_the_lexer_limits_to_itself(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of a grammar share its lexer, whose states add up: many completions exceed what one may use."""
     texts = [make_sentences(driver, seed) for seed in range(NUM_COMPLETIONS)]
-    vocabulary = Vocabulary.of_table(driver.tokenizer.token_table())
+    vocabulary = Vocabulary.from_table(driver.tokenizer.token_table())
 
     def compile_with(max_states: int) -> matcher.CompiledGrammar:
         limits = LLParserLimits(max_lexer_states=max_states, verbose_errors=False)

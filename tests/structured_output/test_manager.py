@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lorax_server.build import build_vocabulary
 from lorax_server.errors import BusyError, EngineError, InputError, NotSupportedError, OverloadedError
 from lorax_server.structured_output import manager, matcher, vocabulary
 from lorax_server.structured_output.grammars import from_choices, from_json_schema, from_regex
 from lorax_server.structured_output.manager import StructuredOutput
 from lorax_server.structured_output.matcher import CompiledGrammar, GrammarError, GrammarState
-from lorax_server.structured_output.vocabulary import MAX_TENANT_VOCABULARIES, MAX_VOCABULARIES, Vocabulary, Words
+from lorax_server.structured_output.vocabulary import MAX_TENANT_VOCABULARIES, MAX_VOCABULARIES, Vocabulary
 from lorax_server.text.token_table import MAX_IDS, make_token_table
 from lorax_server.text.tokenizer import load_tokenizer
 from lorax_server.types import Request, SamplingParams, StopParams, TokenTable
@@ -43,15 +44,15 @@ class Compiles:
         self.grammars: list[str] = []
         monkeypatch.setattr(manager, "CompiledGrammar", self._compile)
 
-    def _compile(self, vocabulary: Vocabulary, grammar: str) -> CompiledGrammar:
+    def _compile(self, vocabulary: Vocabulary, grammar: str, num_bytes: int) -> CompiledGrammar:
         self.grammars.append(grammar)
-        return CompiledGrammar(vocabulary, grammar)
+        return CompiledGrammar(vocabulary, grammar, num_bytes)
 
 
 @pytest.fixture
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no grammar count as fast, so that masks are computed one by one."""
-    monkeypatch.setattr(matcher, "NUM_TIMED", 10**9)
+    monkeypatch.setattr(matcher, "NUM_TIMED_MASKS", 10**9)
 
 
 class Gate:
@@ -73,9 +74,9 @@ class Gate:
 
 
 def test_slow_masks_do_not_delay_fast_ones(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matcher, "SLOW_S", 60.0)  # however busy this machine is
+    monkeypatch.setattr(matcher, "MAX_FAST_MASK_S", 60.0)  # however busy this machine is
     fast, random = driver.start(LETTERS), np.random.default_rng(0)
-    for _ in range(matcher.NUM_TIMED):
+    for _ in range(matcher.NUM_TIMED_MASKS):
         assert driver.advance(fast, random)
     assert driver.allowed(fast)
     slow = [driver.start(from_regex(f"[a-z]{{{50 + i}}}")) for i in range(3)]
@@ -91,9 +92,9 @@ def test_slow_masks_do_not_delay_fast_ones(driver: Driver, monkeypatch: pytest.M
 
 
 def test_grammar_whose_masks_take_long_is_not_fast(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matcher, "SLOW_S", -1.0)
+    monkeypatch.setattr(matcher, "MAX_FAST_MASK_S", -1.0)
     request_id, random = driver.start(LETTERS), np.random.default_rng(0)
-    for _ in range(3 * matcher.NUM_TIMED):
+    for _ in range(3 * matcher.NUM_TIMED_MASKS):
         assert driver.advance(request_id, random)
     assert driver.allowed(request_id)
     gate = Gate(monkeypatch)
@@ -104,10 +105,10 @@ def test_grammar_whose_masks_take_long_is_not_fast(driver: Driver, monkeypatch: 
 
 
 def test_batch_that_takes_long_has_its_grammars_timed_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matcher, "SLOW_S", 60.0)
-    monkeypatch.setattr(manager, "BATCH_S", -60.0)
+    monkeypatch.setattr(matcher, "MAX_FAST_MASK_S", 60.0)
+    monkeypatch.setattr(manager, "MAX_BATCH_S", -60.0)
     request_id, random = driver.start(LETTERS), np.random.default_rng(0)
-    for _ in range(matcher.NUM_TIMED + 1):  # the last one in a batch
+    for _ in range(matcher.NUM_TIMED_MASKS + 1):  # the last one in a batch
         assert driver.advance(request_id, random)
     assert driver.allowed(request_id)
     gate = Gate(monkeypatch)
@@ -155,8 +156,8 @@ def test_eos_token_that_is_not_special_cannot_cut_off_the_text(tmp_path: Path) -
 @pytest.mark.usefixtures("one_by_one")
 def test_completion_whose_masks_take_too_long_fails_alone(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, other = driver.start(LETTERS), driver.start(from_regex("[a-c]{9}"))
-    monkeypatch.setattr(matcher, "SPENT_S", -1.0)
-    monkeypatch.setattr(matcher, "TOKEN_S", -1.0)
+    monkeypatch.setattr(matcher, "MIN_TOTAL_S", -1.0)
+    monkeypatch.setattr(matcher, "MAX_TOKEN_S", -1.0)
     driver.structured_output.advance([(slow, driver.allowed(slow)[0])])
     assert driver.structured_output.gather([slow], TIMEOUT_S) == {}
     monkeypatch.undo()
@@ -170,23 +171,23 @@ def test_request_that_ends_while_its_grammar_compiles_leaves_nothing(driver: Dri
     assert driver.settle(first) is None
     assert driver.settle(last) is None
     assert ended not in driver.structured_output
-    assert ended not in dict(driver.structured_output.take_settled())
+    assert ended not in dict(driver.structured_output.pop_settled())
 
 
 @pytest.mark.parametrize("num_timed", [2, 10**9])
 def test_masks_are_the_same_in_a_batch_and_alone(
     num_timed: int, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matcher, "NUM_TIMED", num_timed)
-    monkeypatch.setattr(matcher, "SLOW_S", 60.0)
+    monkeypatch.setattr(matcher, "NUM_TIMED_MASKS", num_timed)
+    monkeypatch.setattr(matcher, "MAX_FAST_MASK_S", 60.0)
     random, table = np.random.default_rng(0), driver.tokenizer.token_table()._replace(digest="other")
     grammars = [LETTERS] * 6 + [from_regex(f"[a-z]{{{20 + i},90}}") for i in range(6)]
     requests = {
         driver.start(grammar, vocabulary=table if i % 3 else None): grammar for i, grammar in enumerate(grammars)
     }
-    vocabulary = Vocabulary.of_table(table)
+    vocabulary = Vocabulary.from_table(table)
     states = {
-        request_id: GrammarState(CompiledGrammar(vocabulary, grammar.grammar), matcher.Ending((EOS_ID,), (), 0))
+        request_id: GrammarState(CompiledGrammar(vocabulary, grammar.grammar), STOP)
         for request_id, grammar in requests.items()
     }
     for _ in range(12):
@@ -212,7 +213,7 @@ def test_forced_tokens_are_consumed_ahead(driver: Driver) -> None:
 
 
 def test_forced_tokens_are_limited_at_a_stretch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager, "MAX_FORCED", 5)
+    monkeypatch.setattr(manager, "MAX_FORCED_TOKENS", 5)
     request_id = driver.start(from_regex("[ab]Q{12}[ab]"), fast_forward=True)
     driver.consume(request_id, driver.allowed(request_id)[0])
     following = driver.structured_output.gather([request_id], TIMEOUT_S)[request_id]
@@ -220,9 +221,9 @@ def test_forced_tokens_are_limited_at_a_stretch(driver: Driver, monkeypatch: pyt
     assert len(list_allowed(following.words)) == 1
 
 
-def test_many_completions_do_not_fast_forward(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_completions_do_not_fast_forward(model: Path) -> None:
     driver = Driver(model)
-    monkeypatch.setattr(driver.structured_output, "_max_fast_forward", 1)
+    driver.structured_output.max_fast_forward = 1
     try:
         first, second = (driver.start(from_regex("[ab]Q{12}[ab]"), fast_forward=True) for _ in range(2))
         driver.consume(first, driver.allowed(first)[0])
@@ -247,28 +248,6 @@ def test_token_that_is_not_the_forced_one_fails_its_request_alone(
     assert f"token {bad} was sampled" in caplog.text
     assert driver.structured_output.gather([wrong], TIMEOUT_S) == {}
     assert driver.advance(right, np.random.default_rng(0))
-
-
-def test_failure_in_a_forced_token_counts_only_if_the_completion_gets_there(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request_id = driver.start(from_regex("[ab]Q{12}[ab]"), fast_forward=True)
-    take_mask = GrammarState._take_mask
-
-    def fail_late(state: GrammarState, mask: Words, may_end: bool) -> None:
-        if len(state.history) > 5:
-            raise GrammarError("too many states")
-        take_mask(state, mask, may_end)
-
-    monkeypatch.setattr(GrammarState, "_take_mask", fail_late)
-    driver.consume(request_id, driver.allowed(request_id)[0])
-    following = driver.structured_output.gather([request_id], TIMEOUT_S)[request_id]
-    assert not following.forced
-    (forced_id,) = list_allowed(following.words)
-    assert driver.tokenizer.decode([forced_id]).startswith("Q")
-    driver.structured_output.advance([(request_id, forced_id)])
-    assert driver.structured_output.gather([request_id], TIMEOUT_S) == {}
-    assert "cannot continue" in str(driver.find_error(request_id))
 
 
 @pytest.mark.parametrize("pattern", ["(foo|bar) don't QQQQ 12 (1|2)", r'\{"name": "[ab]{2}", "über": \[1, [23]\]\}'])
@@ -355,7 +334,7 @@ def test_panic_of_the_library_fails_its_grammar_alone(driver: Driver, monkeypatc
     class Panic(BaseException):
         """Not an Exception, like pyo3's."""
 
-    def panic(vocabulary: Vocabulary, grammar: str) -> CompiledGrammar:
+    def panic(vocabulary: Vocabulary, grammar: str, num_bytes: int) -> CompiledGrammar:
         if grammar == LETTERS.grammar:
             raise Panic("index out of bounds")
         return CompiledGrammar(vocabulary, grammar)
@@ -402,21 +381,6 @@ def test_sparse_token_ids_are_rejected(driver: Driver) -> None:
         make_token_table(driver.tokenizer.detokenizer, MAX_IDS + 1)
 
 
-def test_grammar_of_requests_that_have_ended_is_not_compiled(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiles, may_pass = Compiles(monkeypatch), threading.Event()
-    monkeypatch.setattr(driver.structured_output, "_build_base", lambda: may_pass.wait(TIMEOUT_S) and _build(driver))
-    first, ended = driver.begin(LETTERS), driver.begin(from_regex("[a-c]{9}"))
-    driver.end(ended)
-    may_pass.set()
-    assert driver.settle(first) is None
-    driver.start(from_regex("[d-f]{9}"))
-    assert len(compiles.grammars) == 2
-
-
-def _build(driver: Driver) -> Vocabulary:
-    return Vocabulary.of_table(driver.tokenizer.token_table())
-
-
 def test_padded_step_waits_for_its_masks(driver: Driver) -> None:
     request_id = driver.start(LETTERS)
     driver.structured_output.advance([(request_id, driver.allowed(request_id)[0])])
@@ -446,12 +410,12 @@ def test_vocabulary_that_cannot_be_built_is_reported() -> None:
     structured_output = StructuredOutput(build)
     try:
         settled = threading.Event()
-        structured_output.on_news = settled.set
-        structured_output.begin(Request(1, [0], SamplingParams(), STOP, structure=LETTERS))
+        structured_output.on_event = settled.set
+        structured_output.start(Request(1, [0], SamplingParams(), STOP, structure=LETTERS))
         assert settled.wait(TIMEOUT_S)
-        assert "not bytes" in str(dict(structured_output.take_settled())[1])
+        assert "not bytes" in str(dict(structured_output.pop_settled())[1])
         with pytest.raises(NotSupportedError, match="not bytes"):  # at once
-            structured_output.begin(Request(2, [0], SamplingParams(), STOP, structure=LETTERS))
+            structured_output.start(Request(2, [0], SamplingParams(), STOP, structure=LETTERS))
         assert len(calls) == 1
     finally:
         structured_output.close()
@@ -503,15 +467,18 @@ def test_text_of_a_special_token_is_written_as_text(fast_forward: bool, driver: 
     assert driver.tokenizer.decode(token_ids) == text
 
 
-def test_failed_vocabulary_is_built_again_later(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_vocabulary_is_built_again_later(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "RETRY_S", 0.0)
-    build, errors = driver.structured_output._build_base, [MemoryError("at the moment")]
-    monkeypatch.setattr(
-        driver.structured_output, "_build_base", lambda: build() if not errors else _raise(errors.pop())
-    )
-    assert "at the moment" in str(driver.settle(driver.begin(LETTERS)))
-    driver.start(LETTERS)
+    errors = [MemoryError("at the moment")]
 
+    def build() -> Vocabulary:
+        if errors:
+            raise errors.pop()
+        return build_vocabulary(model)
 
-def _raise(error: BaseException) -> Vocabulary:
-    raise error
+    driver = Driver(model, build=build)
+    try:
+        assert "at the moment" in str(driver.settle(driver.begin(LETTERS)))
+        driver.start(LETTERS)
+    finally:
+        driver.close()

@@ -12,11 +12,11 @@ from pydantic import BaseModel, Field, TypeAdapter
 from lorax_server.errors import InputError
 from lorax_server.structured_output.grammars import from_json_schema, prepare_schema
 from lorax_server.structured_output.matcher import GrammarError, compile_matcher
-from lorax_server.structured_output.one_of import MAX_NAMES, MAX_STEPS, join_disjoint
+from lorax_server.structured_output.one_of import MAX_STEPS, MAX_TAG_NAMES, rewrite_one_of
 from lorax_server.structured_output.vocabulary import Vocabulary
 from lorax_server.text.tokenizer import TextTokenizer
-from lorax_server.text.tools.grammar import MAX_GRAMMAR
-from lorax_server.text.tools.references import MAX_REFERENCE, resolve
+from lorax_server.text.tools.grammar import MAX_GRAMMAR_CHARACTERS
+from lorax_server.text.tools.references import MAX_REFERENCE_CHARACTERS, resolve
 from tests.models.tiny import make_tokenizer
 from tests.structured_output.hostile import refer_far
 
@@ -123,8 +123,8 @@ def test_unions_of_pydantic(name: str, tokenizer: TextTokenizer) -> None:
     union, right, wrong = UNIONS[name]
     schema = TypeAdapter(union).json_schema()
     assert "oneOf" in json.dumps(schema)
-    assert "oneOf" not in json.dumps(join_disjoint(schema))
-    compiled = compile_matcher(Vocabulary.of_table(tokenizer.token_table()), from_json_schema(schema).grammar)
+    assert "oneOf" not in json.dumps(rewrite_one_of(schema))
+    compiled = compile_matcher(Vocabulary.from_table(tokenizer.token_table()), from_json_schema(schema).grammar)
     for instance in (*right, *wrong):
         matcher = compiled.deep_copy()
         ids = tokenizer.encode(json.dumps(instance), add_special_tokens=False)
@@ -134,19 +134,19 @@ def test_unions_of_pydantic(name: str, tokenizer: TextTokenizer) -> None:
 
 
 def test_without_a_name_of_the_tag() -> None:
-    assert join_disjoint({"not": {"oneOf": [A, B]}}) == {"not": {"anyOf": [A, B]}}
+    assert rewrite_one_of({"not": {"oneOf": [A, B]}}) == {"not": {"anyOf": [A, B]}}
     within = {"items": {"oneOf": [A, {"oneOf": [B, {**A, "properties": {"t": {"const": 1}}}]}]}}
-    assert "oneOf" not in json.dumps(join_disjoint(within))
+    assert "oneOf" not in json.dumps(rewrite_one_of(within))
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_may_overlap_stays_as_it_is(name: str) -> None:
-    assert join_disjoint(OTHERS[name]) == OTHERS[name]
+    assert rewrite_one_of(OTHERS[name]) == OTHERS[name]
 
 
 def test_what_may_overlap_is_refused_by_name(tokenizer: TextTokenizer) -> None:
     with pytest.raises(GrammarError, match=r"oneOf.*anyOf"):
-        compile_matcher(Vocabulary.of_table(tokenizer.token_table()), from_json_schema(OTHERS["the same"]).grammar)
+        compile_matcher(Vocabulary.from_table(tokenizer.token_table()), from_json_schema(OTHERS["the same"]).grammar)
 
 
 class CountedList(list[Any]):
@@ -188,7 +188,7 @@ def test_shared_enum_is_read_in_bounded_steps(count: int) -> None:
     values, required = CountedList(f"v{i}" for i in range(count)), CountedList([*map(str, range(count)), "t"])
     large = {"type": "object", "properties": {"t": {"enum": values}}, "required": required}
     schema = {"allOf": [tagged("large")] * count, "$defs": {"large": large}}
-    joined = join_disjoint(schema, 10 * count)
+    joined = rewrite_one_of(schema, 10 * count)
     assert "anyOf" in joined["allOf"][0]  # the first unions are within the limit
     assert "oneOf" in joined["allOf"][-1]
     assert values.num_read + required.num_read <= 10 * count
@@ -209,8 +209,8 @@ def test_properties_of_the_first_part_are_not_all_listed() -> None:
     properties = CountedDict({f"p{i}": {} for i in range(1000)})
     first = {"type": "object", "properties": properties, "required": ["p0"]}
     schema = {"allOf": [{"oneOf": [{"$ref": "#/$defs/a"}]}] * 100, "$defs": {"a": first}}
-    assert join_disjoint(schema) == schema
-    assert properties.num_read < 100 * 3 * MAX_NAMES
+    assert rewrite_one_of(schema) == schema
+    assert properties.num_read < 100 * 3 * MAX_TAG_NAMES
 
 
 def test_hostile_references_take_bounded_steps() -> None:
@@ -219,11 +219,11 @@ def test_hostile_references_take_bounded_steps() -> None:
         {f"p{index}": {"anyOf": [{"$ref": f"#/$defs/p{other}"} for other in range(60)]} for index in range(60)}
     )
     many = {"allOf": [tagged("p0")] * 1000, "$defs": parts}
-    assert join_disjoint(many) == many
+    assert rewrite_one_of(many) == many
     assert parts.num_read <= MAX_STEPS
     for each in (refer_far(200, 1000), refer_far(100_000, 1000)):
         assert isinstance(each, dict)
-        assert join_disjoint(each) == each
+        assert rewrite_one_of(each) == each
 
 
 class Unprintable:
@@ -245,10 +245,10 @@ def test_only_short_texts_are_references() -> None:
         "",
         None,
         Unprintable(),
-        "#/c" + "/" * MAX_REFERENCE,
+        "#/c" + "/" * MAX_REFERENCE_CHARACTERS,
     ):
         assert resolve(reference, root) is None
-    assert join_disjoint({"oneOf": [{"$ref": Unprintable()}]})["oneOf"]
+    assert rewrite_one_of({"oneOf": [{"$ref": Unprintable()}]})["oneOf"]
 
 
 def test_missing_target_ends_the_path() -> None:
@@ -267,6 +267,6 @@ def test_a_schema_with_a_resource_of_its_own_stays_as_it_is() -> None:
 
 
 def test_a_schema_that_is_too_large_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorax_server.structured_output.grammars.join_disjoint", None)
-    with pytest.raises(InputError, match=f"{MAX_GRAMMAR} characters"):
-        from_json_schema({"const": "x" * MAX_GRAMMAR})
+    monkeypatch.setattr("lorax_server.structured_output.grammars.rewrite_one_of", None)
+    with pytest.raises(InputError, match=f"{MAX_GRAMMAR_CHARACTERS} characters"):
+        from_json_schema({"const": "x" * MAX_GRAMMAR_CHARACTERS})

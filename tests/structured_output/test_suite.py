@@ -44,7 +44,7 @@ def tokenizer() -> TextTokenizer:
 
 @pytest.fixture(scope="module")
 def vocabulary(tokenizer: TextTokenizer) -> Vocabulary:
-    return Vocabulary.of_table(tokenizer.token_table())
+    return Vocabulary.from_table(tokenizer.token_table())
 
 
 def is_accepted(compiled: LLMatcher, tokenizer: TextTokenizer, instance: Any) -> bool:
