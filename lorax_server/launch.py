@@ -1,7 +1,6 @@
-"""Processes: an engine in a process of its own, a client for it, and the server in front of both.
+"""Starts the engine process, its client, and the server.
 
-Both processes import this module, so it imports neither torch, which only the engine needs, nor the web stack, which
-only the server needs.
+Both processes import this module, so it imports neither torch nor the web stack.
 """
 
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -23,14 +22,14 @@ from lorax_server.types import EngineInfo
 
 
 class LogFormat(NamedTuple):
-    """The form of a process's log, and the least severe messages in it."""
+    """Log level and format of a process."""
 
     level: str
     is_json: bool
 
 
 def check_files(config: ServerConfig) -> None:
-    """Read the files that settings name, so that what is wrong with them is known before a model is fetched."""
+    """Validate the files named in the settings before a model is downloaded."""
     from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
     from lorax_server.server.schemas.examples import read_examples  # noqa: PLC0415
 
@@ -39,7 +38,7 @@ def check_files(config: ServerConfig) -> None:
 
 
 def serve_forever(config: ServerConfig) -> int:
-    """Serve until a signal comes, and return the exit code."""
+    """Run the server until a signal arrives, and return the exit code."""
     from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
     from lorax_server.server.run import run  # noqa: PLC0415
 
@@ -51,23 +50,23 @@ def serve_forever(config: ServerConfig) -> int:
 
 
 def make_client(config: EngineConfig, *, restart: bool = True, logs: LogFormat | None = None) -> RemoteEngine:
-    """Make a client that starts its engine in `start`, and again whenever it dies."""
+    """Create a client that starts its engine in `start` and restarts it after a crash."""
     return RemoteEngine(partial(run_engine, logs), config, restart=restart)
 
 
 def run_engine(logs: LogFormat | None, config: EngineConfig, address: str) -> None:
-    """Run the engine process: build and serve an engine, and report if that fails or a rank dies."""
+    """Run the engine process: build the engine, serve requests, and report failures."""
     from lorax_server.build import build_engine, build_vocabulary, warm_up  # noqa: PLC0415
-    from lorax_server.server.telemetry.logs import configure  # noqa: PLC0415
+    from lorax_server.server.telemetry.logs import configure_logging  # noqa: PLC0415
 
     if logs is not None:
-        configure(logs.level, logs.is_json)
+        configure_logging(logs.level, logs.is_json)
     limit_malloc_arenas()
     set_gil_switch_interval()
     with connected(address) as channel, ThreadPoolExecutor(1) as thread:
         make_vocabulary = cache(partial(build_vocabulary, config.model.path))
-        engine = build_engine(config, on_death=channel.report, make_vocabulary=make_vocabulary)
-        # Before the first request: building holds the GIL, and would stall every sequence later.
+        engine = build_engine(config, on_rank_exit=channel.report, make_vocabulary=make_vocabulary)
+        # Before the first request, because it holds the GIL and would delay every sequence.
         building = thread.submit(make_vocabulary)
         warm_up(engine)
         wait([building])

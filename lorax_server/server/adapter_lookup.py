@@ -1,4 +1,4 @@
-"""From the name of an adapter to its identity, on behalf of one request: access, quotas and tokens of sources."""
+"""Resolves adapter names to identities for one request, including permissions, quotas and source tokens."""
 
 from typing import NamedTuple
 
@@ -13,27 +13,35 @@ from lorax_server.errors import (
     SourceError,
 )
 from lorax_server.server.access.keys import HUB, Key
-from lorax_server.server.access.model_names import Choice, Named, unknown_model, with_nearest
-from lorax_server.server.adapter_name_index import MERGES
-from lorax_server.server.http.problems import OPENAI_PREFIX
+from lorax_server.server.access.model_names import (
+    AdapterKey,
+    ModelSelection,
+    make_unknown_model_error,
+    with_suggestions,
+)
+from lorax_server.server.adapter_name_index import MERGE_SOURCE
+from lorax_server.server.http.error_responses import OPENAI_PREFIX
 from lorax_server.server.service import Service
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.types import AdapterRef, Resolved
 
-LOCAL, FETCHED = "local", "fetched"  # the source that fetches nothing; the tier of an adapter fetched just now
-TRANSIENT = (SourceError, OverloadedError, EngineError)  # errors after which the same name may be found
-MAX_LABEL = 256  # characters of a merge's label that are remembered
+LOCAL_SOURCE, FETCHED_TIER = (
+    "local",
+    "fetched",
+)  # LOCAL_SOURCE needs no fetch; FETCHED_TIER marks an adapter fetched by this request
+TRANSIENT_ERRORS = (SourceError, OverloadedError, EngineError)  # a retry may succeed
+MAX_LABEL_CHARACTERS = 256  # merge labels are truncated to this
 
 
 class ResolvedModel(NamedTuple):
-    """The model that answers: an adapter, or the base model by an empty identity, and its tokenizer."""
+    """An adapter and its tokenizer. The base model has an empty identity."""
 
     adapter: Resolved
     tokenizer: TextTokenizer
 
 
 class AdapterLookup:
-    """Finds adapters for a caller."""
+    """Resolves adapters for one caller."""
 
     def __init__(self, service: Service, key: Key, bearer: str | None, path: str) -> None:
         self._service = service
@@ -41,50 +49,56 @@ class AdapterLookup:
         self._bearer = bearer
         self._path = path
 
-    async def resolve(self, choice: Choice) -> Resolved:
-        """Resolve the adapter that a request chose, if the caller may use it; the base model has no identity."""
-        if not choice.refs:
+    async def resolve(self, selection: ModelSelection) -> Resolved:
+        """Resolve the selected adapters. Raises if the caller may not use them."""
+        if not selection.refs:
             self._key.check_may_use_base()
             return Resolved("")
-        for ref, allowed in zip(choice.refs, choice.allowed, strict=True):
-            await self.check_may_use(allowed, ref.source == HUB, choice.asked_source)
+        for ref, allowed in zip(selection.refs, selection.access_keys, strict=True):
+            await self.check_may_use(allowed, ref.source == HUB, selection.requested_source)
         refs, adapters = [], []
-        for ref, allowed in zip(choice.refs, choice.allowed, strict=True):
+        for ref, allowed in zip(selection.refs, selection.access_keys, strict=True):
             try:
                 authorized_ref, adapter = await self._resolve_one(ref)
             except AdapterNotFoundError as error:
-                is_folder = ref.source == LOCAL and self._path.startswith(OPENAI_PREFIX)
-                unknown = unknown_model(allowed.name) if is_folder else error  # OpenAI's clients do not know folders
-                raise await self.add_nearest(unknown, allowed.name, choice.asked_source) from None
+                is_folder = ref.source == LOCAL_SOURCE and self._path.startswith(OPENAI_PREFIX)
+                unknown = (
+                    make_unknown_model_error(allowed.name) if is_folder else error
+                )  # OpenAI routes do not expose folders
+                raise await self.add_suggestions(unknown, allowed.name, selection.requested_source) from None
             refs.append(authorized_ref)
             adapters.append(adapter)
-        if choice.merge is None:
+        if selection.merge is None:
             return adapters[0]
-        merged = await self._service.engine.resolve(refs, choice.merge)
-        self._service.adapter_index.add(merged.identity, Named(MERGES, choice.label[:MAX_LABEL]))
-        is_fetched = any(adapter.tier == FETCHED for adapter in adapters)  # by now the engine has them all
-        return merged._replace(tier=FETCHED) if is_fetched else merged
+        merged = await self._service.engine.resolve(refs, selection.merge)
+        self._service.adapter_index.add(
+            merged.identity, AdapterKey(MERGE_SOURCE, selection.label[:MAX_LABEL_CHARACTERS])
+        )
+        is_fetched = any(
+            adapter.tier == FETCHED_TIER for adapter in adapters
+        )  # the merge itself finds all of them in memory
+        return merged._replace(tier=FETCHED_TIER) if is_fetched else merged
 
-    async def check_may_use(self, name: Named, has_revisions: bool, source: str | None) -> None:
-        """Refuse an adapter that the key may not use, in the same words whether it exists or not."""
+    async def check_may_use(self, name: AdapterKey, has_revisions: bool, source: str | None) -> None:
+        """Raise if the key may not use the adapter. The message does not reveal whether the adapter exists."""
         try:
             self._key.check_may_use(*name, self._service.model_names.default_source, has_revisions)
         except ForbiddenError as error:
-            raise await self.add_nearest(error, name.name, source) from None
+            raise await self.add_suggestions(error, name.name, source) from None
 
-    async def add_nearest(self, error: LoraxError, name: str, source: str | None) -> LoraxError:
-        """Return the error of a name that may be misspelt, with similar names."""
-        return await with_nearest(error, name, source, self._service.model_names, self._key)
+    async def add_suggestions(self, error: LoraxError, name: str, source: str | None) -> LoraxError:
+        """Return the error with similar names appended."""
+        return await with_suggestions(error, name, source, self._service.model_names, self._key)
 
     async def _resolve_one(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
-        """Resolve one name. A new name counts against the caller's quota, unless the failure is transient."""
-        service, name = self._service, Named(ref.source, ref.name)
-        with service.adapter_quota.share(self._key, name) as quota:
-            if ref.source != LOCAL and not service.adapter_index.latest(name):
+        """Resolve one adapter. New names are charged to the caller's quota unless a transient error occurs."""
+        service, name = self._service, AdapterKey(ref.source, ref.name)
+        with service.adapter_quota.open_charge(self._key, name) as quota:
+            if ref.source != LOCAL_SOURCE and not service.adapter_index.latest_identity(name):
                 quota.charge()
             try:
-                ref, adapter = await self._ask_source(ref)
-            except TRANSIENT:
+                ref, adapter = await self._query_source(ref)
+            except TRANSIENT_ERRORS:
                 quota.refund()
                 raise
             except AdapterNotFoundError:
@@ -93,17 +107,17 @@ class AdapterLookup:
             except AdapterError as error:
                 service.record_failure(ref, error)
                 raise
-            if adapter.tier == FETCHED:
-                quota.charge_late()
+            if adapter.tier == FETCHED_TIER:
+                quota.charge_after_fetch()
         service.adapter_index.add(adapter.identity, name, ref.token is not None)
         if adapter.stale is not None:
             service.adapter_index.set_error(name, adapter.stale.message)
         return ref, adapter
 
-    async def _ask_source(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
-        """Show the caller's bearer only to a source that refuses requests without one.
+    async def _query_source(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
+        """Resolve without the caller's bearer token first, and retry with it only if the source requires a token.
 
-        A hub that knows the server's own token answers 404 for private repositories which that token may not read.
+        The hub returns 404 for private repositories that the server's token may not read.
         """
         engine = self._service.engine
         try:
@@ -117,5 +131,5 @@ class AdapterLookup:
                 return ref, await engine.resolve([ref])
             except (AdapterAccessError, AdapterNotFoundError):
                 if is_hidden:
-                    raise error from None  # an invalid bearer says nothing about the name
+                    raise error from None  # the bearer token may be invalid: keep the first error
                 raise

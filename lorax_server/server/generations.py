@@ -11,7 +11,7 @@ from lorax_server.errors import LoraxError
 from lorax_server.generation.generation import Completion, Generation, TokenEvent
 from lorax_server.server.http.sse import DirectWriter
 from lorax_server.text.tokenizer import TextTokenizer
-from lorax_server.types import Output, Request, Started
+from lorax_server.types import Output, Request, StartInfo
 
 _QueueItem = tuple[int, list[TokenEvent]] | BaseException | None
 
@@ -22,7 +22,7 @@ class RemoteGeneration(Generation):
     def __init__(self, engine: RemoteEngine, request: Request, tokenizer: TextTokenizer) -> None:
         super().__init__(request, tokenizer.detokenizer)
         self.tokenizer = tokenizer
-        self.started: Started | None = None
+        self.started: StartInfo | None = None
         self.submitted_at: float | None = None
         self.first_output_at: float | None = None
         self._direct_writer: DirectWriter | None = None
@@ -46,7 +46,7 @@ class RemoteGeneration(Generation):
                     for output in outputs:
                         if not self.is_done:  # the engine does not know yet that a stop string matched
                             self.append_output(output)
-                    yield self.take_events()
+                    yield self.pop_events()
                     if self.is_done:
                         return
         finally:
@@ -65,7 +65,7 @@ class RemoteGeneration(Generation):
             self.append_output(output)
             if self.is_done:  # a stop string matched: the reader gets the last events
                 return False
-        direct_writer.write(write(self.take_events()))
+        direct_writer.write(write(self.pop_events()))
         return True
 
     def stop(self, error: LoraxError) -> None:

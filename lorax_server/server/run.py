@@ -1,4 +1,4 @@
-"""The server process."""
+"""Starts and stops the HTTP server process."""
 
 import asyncio
 import logging
@@ -14,25 +14,25 @@ from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.errors import ConfigError, LoraxError
 from lorax_server.process_tuning import freeze_gc
 from lorax_server.server.access.keys import KeyRing
-from lorax_server.server.greeting import say_ready
 from lorax_server.server.http.uvicorn_server import GracefulServer, make_uvicorn_config
 from lorax_server.server.service import Service
-from lorax_server.server.telemetry.logs import configure
+from lorax_server.server.startup_banner import announce_ready
+from lorax_server.server.telemetry.logs import configure_logging
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-PROGRESS_S = 15.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PROGRESS_LOG_INTERVAL_S = 15.0
 
 
 def run(config: ServerConfig, engine: RemoteEngine, keys: KeyRing) -> int:
     """Run the server until a signal stops it, and return the exit code.
 
-    The port is bound before the model is loaded, so that a taken port is known at once. It does not listen yet, so that
-    probes are refused until all is ready.
+    The port is bound before the model is loaded, so a port conflict fails early. It does not listen until the server is
+    ready, so health probes fail until then.
     """
-    configure(config.log_level, config.json_logs)
-    raise_file_limit()
+    configure_logging(config.log_level, config.json_logs)
+    raise_open_file_limit()
     try:
         with bind_port(config) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(config, engine, keys, listener))
@@ -42,16 +42,16 @@ def run(config: ServerConfig, engine: RemoteEngine, keys: KeyRing) -> int:
 
 
 async def _serve(config: ServerConfig, engine: RemoteEngine, keys: KeyRing, listener: socket.socket) -> int:
-    # FastAPI takes a second to import, which passes while the engine process loads the model.
+    # Importing FastAPI takes about a second. Do it while the engine process loads the model.
     importing = asyncio.create_task(asyncio.to_thread(import_module, "lorax_server.server.app"))
-    service = await _start(config, engine, keys)
+    service = await _start_service(config, engine, keys)
     if service is None:
         return 1
     await importing
     from lorax_server.server.app import make_app  # noqa: PLC0415 - imported while the engine starts
 
     def on_ready() -> None:
-        say_ready(config, service.model_names, keys, url_of(listener))
+        announce_ready(config, service.model_names, keys, make_url(listener))
         freeze_gc()
 
     try:
@@ -63,29 +63,29 @@ async def _serve(config: ServerConfig, engine: RemoteEngine, keys: KeyRing, list
     return 0
 
 
-async def _start(config: ServerConfig, engine: RemoteEngine, keys: KeyRing) -> Service | None:
-    """Start the service. Return None if a signal comes first."""
+async def _start_service(config: ServerConfig, engine: RemoteEngine, keys: KeyRing) -> Service | None:
+    """Start the service. Return None if a stop signal arrives first."""
     starting = asyncio.create_task(Service.start(config, engine, keys))
     loop = asyncio.get_running_loop()
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, starting.cancel)
     logger.info("loading %s", config.model_id)
     seconds = 0.0
-    while not (await asyncio.wait((starting,), timeout=PROGRESS_S))[0]:
-        seconds += PROGRESS_S
+    while not (await asyncio.wait((starting,), timeout=PROGRESS_LOG_INTERVAL_S))[0]:
+        seconds += PROGRESS_LOG_INTERVAL_S
         logger.info("still loading after %g s", seconds)
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         loop.remove_signal_handler(number)
     if starting.cancelled():
-        logger.info("stopped before it was ready")
+        logger.info("stopped before the server was ready")
         return None
     return starting.result()
 
 
-# --- The listening socket, and the open file limit --------------------------------------------------------------------
+# --- Socket and open file limit ---------------------------------------------------------------------------------------
 
 
-def url_of(listener: socket.socket) -> str:
+def make_url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -100,12 +100,12 @@ def bind_port(config: ServerConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot listen at {config.host}:{config.port}: {error.strerror}; choose another with --port"
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another port with --port"
         ) from error
     return listener
 
 
-def raise_file_limit() -> None:
-    """Allow as many open files as possible, since every connection is one."""
+def raise_open_file_limit() -> None:
+    """Raise the open file limit to the maximum. Every connection uses a file descriptor."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

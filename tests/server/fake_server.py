@@ -1,4 +1,4 @@
-"""All routes of a server in this process: no socket, no engine process. The engine answers each request at once."""
+"""All server routes in the test process, without a socket. The scripted engine completes each request immediately."""
 
 import asyncio
 import json
@@ -17,14 +17,14 @@ from lorax_server.server.access.rate_limits import AdapterQuota, RateLimits
 from lorax_server.server.app import make_app
 from lorax_server.server.service import Service
 from lorax_server.types import AdapterState, Failure, FinishReason, Resolved
-from tests.server.bench import Bench, ids, settle
+from tests.server.service_harness import ServiceHarness, ids, settle
 
 
 class Reply(NamedTuple):
     status: int
     headers: dict[str, str]
     body: bytes
-    names: list[str]  # of all headers, also of one that comes twice
+    header_names: list[str]  # including duplicates
 
     @property
     def json(self) -> Any:
@@ -32,7 +32,7 @@ class Reply(NamedTuple):
 
     @property
     def message(self) -> str:
-        """Return the message of an error, on either surface."""
+        """Return the error message of a LoRAX or OpenAI route."""
         error = self.json["error"]
         return str(error if isinstance(error, str) else error["message"])
 
@@ -44,13 +44,13 @@ class Reply(NamedTuple):
 
 @cache
 def _shared() -> tuple[FastAPI, Service]:
-    """Make the application once: it takes long, and it looks up the parts of its service for each request."""
-    service = Bench().service
+    """Create the application once, because it is slow. It looks up the service's attributes for each request."""
+    service = ServiceHarness().service
     return make_app(service), service
 
 
-class Routes(Bench):
-    """The routes of a server. Names belong to the default source `local`. Adapters are found if `answers` has them."""
+class Routes(ServiceHarness):
+    """Server routes. Names belong to the default source `local`. `resolutions` overrides how adapters resolve."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class Routes(Bench):
         service.model_names.set_folder_names(folder or [])
         service.rate_limits = RateLimits(1000)
         service.adapter_quota = AdapterQuota(new_adapters_per_minute)
-        self.answers: dict[str, Resolved | LoraxError] = {}
-        self.engine._send = self._obey  # type: ignore[method-assign]
+        self.resolutions: dict[str, Resolved | LoraxError] = {}
+        self.engine._send = self._handle_message  # type: ignore[method-assign]
         self.app, self._served = _shared()
 
-    def _obey(self, message: messages.ToEngine) -> None:
+    def _handle_message(self, message: messages.ToEngine) -> None:
         try:
             messages.encode(message)
         except messages.ChannelError as error:
@@ -81,9 +81,9 @@ class Routes(Bench):
         self.engine.sent.append(message)
         match message:
             case messages.Add(request):
-                self.answering = asyncio.create_task(self._give(request.request_id, *ids("quick")))
+                self.emitting = asyncio.create_task(self._emit_in_two_steps(request.request_id, *ids("quick")))
             case messages.Resolve(query_id, refs, None):
-                found = self.answers.get(refs[0].name, Resolved(f"hash of {refs[0].name}"))
+                found = self.resolutions.get(refs[0].name, Resolved(f"hash of {refs[0].name}"))
                 reply = messages.QueryFailed(query_id, Failure.of(found)) if isinstance(found, LoraxError) else None
                 soon(self.engine._settle, reply or messages.ResolveReply(query_id, found))  # type: ignore[arg-type]
             case messages.Resolve(query_id, _, _):
@@ -94,14 +94,14 @@ class Routes(Bench):
             case messages.LoadAdapter(query_id) | messages.UnloadAdapter(query_id) | messages.ForgetAdapter(query_id):
                 soon(self.engine._settle, messages.Done(query_id))
 
-    async def _give(self, request_id: int, first: int, *others: int) -> None:
-        """Give a request its tokens in two pieces."""
-        self.engine.give(request_id, first)
+    async def _emit_in_two_steps(self, request_id: int, first: int, *others: int) -> None:
+        """Emit a request's tokens in two outputs."""
+        self.engine.emit_tokens(request_id, first)
         await settle()
-        self.engine.give(request_id, *others, end=FinishReason.LENGTH)
+        self.engine.emit_tokens(request_id, *others, end=FinishReason.LENGTH)
 
     def send(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Reply:
-        """Send a request, in an event loop of its own."""
+        """Send a request in a new event loop."""
         return asyncio.run(self._send(method, path, body, headers or {}))
 
     def post(self, path: str, body: Any, key: str | None = None) -> Reply:
@@ -112,24 +112,25 @@ class Routes(Bench):
 
     async def _send(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> Reply:
         content = b"" if body is None else json.dumps(body).encode()
-        given = {"host": "127.0.0.1", "content-length": str(len(content)), **headers}
-        given |= {} if body is None else {"content-type": "application/json"}
-        place, _, query = path.partition("?")
+        sent_headers = {"host": "127.0.0.1", "content-length": str(len(content)), **headers}
+        sent_headers |= {} if body is None else {"content-type": "application/json"}
+        path_only, _, query = path.partition("?")
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
-            "path": place, "raw_path": place.encode(), "query_string": query.encode(), "root_path": "", "state": {},
-            "headers": [(name.lower().encode(), value.encode()) for name, value in given.items()],
+            "path": path_only, "raw_path": path_only.encode(), "query_string": query.encode(), "root_path": "",
+            "state": {},
+            "headers": [(name.lower().encode(), value.encode()) for name, value in sent_headers.items()],
             "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
         }  # fmt: skip
         arrivals: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         arrivals.put_nowait({"type": "http.request", "body": content, "more_body": False})
         sent: list[Any] = []
 
-        async def take(message: Any) -> None:
+        async def send(message: Any) -> None:
             sent.append(message)
 
         vars(self._served).update(vars(self.service))
-        await self.app(scope, arrivals.get, take)
+        await self.app(scope, arrivals.get, send)
         start, *rest = sent
         named = {name.decode(): value.decode() for name, value in start["headers"]}
         names = [name.decode().lower() for name, _ in start["headers"]]

@@ -11,12 +11,12 @@ from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import AdapterKey
 from lorax_server.server.adapter_listing import MAX_ALSO_NAMES, MAX_PAGE_SIZE, PageQuery, list_page, select_names
 from lorax_server.types import AdapterState
-from tests.server.bench import Bench
+from tests.server.service_harness import ServiceHarness
 
 ADMIN = Key("admin", is_admin=True)
 
 
-class Pages(Bench):
+class Pages(ServiceHarness):
     """A server with `count` names, of which every `every`-th has been used, and others that only an admin sees."""
 
     def __init__(self, count: int, every: int = 1, others: int = 0) -> None:
@@ -53,9 +53,9 @@ class Pages(Bench):
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 7, 8, 9, 1000])
 @pytest.mark.parametrize("others", [0, 1, 4])
 def test_all_pages_together_are_all_adapters(limit: int, others: int) -> None:
-    bench = Pages(4, every=2, others=others)
+    harness = Pages(4, every=2, others=others)
     for key, rest in ((Key(), 0), (ADMIN, others)):
-        pages = bench.walk(key, limit=limit)
+        pages = harness.walk(key, limit=limit)
         assert [name for page in pages for name in page] == [
             *(f"a-{number:05}" for number in range(4)),
             *(f"owner/o-{number:05}" for number in range(rest)),
@@ -70,28 +70,28 @@ def test_what_was_used_says_where_it_is() -> None:
 
 
 def test_the_engine_is_asked_for_a_page_at_most() -> None:
-    bench = Pages(3000, others=2000)
-    bench.page(ADMIN, limit=10)
-    bench.page(ADMIN, limit=10, after="name:a-02990")
-    bench.page(ADMIN, limit=MAX_PAGE_SIZE, also=[f"x-{number}" for number in range(MAX_ALSO_NAMES)])
-    assert [len(identities) for identities in bench.asked] == [10, 10, MAX_PAGE_SIZE]
+    harness = Pages(3000, others=2000)
+    harness.page(ADMIN, limit=10)
+    harness.page(ADMIN, limit=10, after="name:a-02990")
+    harness.page(ADMIN, limit=MAX_PAGE_SIZE, also=[f"x-{number}" for number in range(MAX_ALSO_NAMES)])
+    assert [len(identities) for identities in harness.asked] == [10, 10, MAX_PAGE_SIZE]
 
 
 def test_a_page_looks_at_no_more_names_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that polls the first page of many thousand names causes the work of one page."""
-    bench, looks = Pages(3000), []
+    harness, looks = Pages(3000), []
 
     def may_use(*named: Any) -> bool:
         looks.append(named)
         return True
 
     monkeypatch.setattr(Key, "may_use", may_use)
-    bench.page(limit=10)
+    harness.page(limit=10)
     assert len(looks) == 11
 
 
 def test_names_are_searched_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, aside = Pages(20), []
+    harness, aside = Pages(20), []
     to_thread = asyncio.to_thread
 
     async def note(work: Any) -> Any:
@@ -99,75 +99,75 @@ def test_names_are_searched_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None
         return await to_thread(work)
 
     monkeypatch.setattr(asyncio, "to_thread", note)
-    assert len(asyncio.run(select_names(bench.service.model_names, Key()))) == 20
+    assert len(asyncio.run(select_names(harness.service.model_names, Key()))) == 20
     key = Key(name="k", adapters=("*-00007",))
-    assert [name for name, _ in asyncio.run(select_names(bench.service.model_names, key, count=5))] == ["a-00007"]
+    assert [name for name, _ in asyncio.run(select_names(harness.service.model_names, key, count=5))] == ["a-00007"]
     assert len(aside) == 2
 
 
 def test_a_caller_sees_only_what_it_may_use() -> None:
-    bench = Pages(20, others=3)
+    harness = Pages(20, others=3)
     key = Key("k", adapters=("a-0000[3-6]", "hub:owner/*"))
-    assert bench.walk(key, limit=3) == [["a-00003", "a-00004", "a-00005"], ["a-00006"]]
-    page = bench.page(key, limit=1, also=["a-00005", "a-00010", "owner/o-00001", "owner/unused"])
+    assert harness.walk(key, limit=3) == [["a-00003", "a-00004", "a-00005"], ["a-00006"]]
+    page = harness.page(key, limit=1, also=["a-00005", "a-00010", "owner/o-00001", "owner/unused"])
     assert [each["id"] for each in page["data"]] == ["a-00003", "a-00005", "owner/o-00001"]
 
 
 def test_an_adapter_that_needs_a_token_is_shown_to_admins_only() -> None:
-    bench, name = Pages(0), AdapterKey("hub", "owner/private")
-    bench.service.adapter_index.add("hash", name, needs_token=True)
+    harness, name = Pages(0), AdapterKey("hub", "owner/private")
+    harness.service.adapter_index.add("hash", name, needs_token=True)
 
     def ids(key: Key) -> list[str]:
-        return [each["id"] for each in bench.page(key, also=["owner/private"])["data"]]
+        return [each["id"] for each in harness.page(key, also=["owner/private"])["data"]]
 
     assert ids(Key()) == ids(Key("k")) == ids(Key("k", adapters=("*",))) == []
     assert ids(ADMIN) == ["owner/private"]
-    bench.service.model_names.add_alias("mine", *name)
-    assert [each["id"] for each in bench.page(also=["mine"])["data"]] == ["mine"]
-    bench.service.model_names.remove_alias("mine")
-    bench.service.adapter_index.add("hash", name)  # it was found without a token, so it is public
-    bench.service.adapter_index.add("hash", name, needs_token=True)
+    harness.service.model_names.add_alias("mine", *name)
+    assert [each["id"] for each in harness.page(also=["mine"])["data"]] == ["mine"]
+    harness.service.model_names.remove_alias("mine")
+    harness.service.adapter_index.add("hash", name)  # it was found without a token, so it is public
+    harness.service.adapter_index.add("hash", name, needs_token=True)
     assert ids(Key()) == ["owner/private"]
 
 
 def test_search() -> None:
-    bench = Pages(20, others=3)
-    assert bench.walk(ADMIN, search="-0000", limit=7) == [
+    harness = Pages(20, others=3)
+    assert harness.walk(ADMIN, search="-0000", limit=7) == [
         [f"a-{number:05}" for number in range(7)],
         [*(f"a-{number:05}" for number in range(7, 10)), *(f"owner/o-{number:05}" for number in range(3))],
     ]
-    assert bench.walk(search="A-0001", limit=100) == [[f"a-{number:05}" for number in range(10, 20)]]
-    assert bench.walk(search="\0") == [[]]
+    assert harness.walk(search="A-0001", limit=100) == [[f"a-{number:05}" for number in range(10, 20)]]
+    assert harness.walk(search="\0") == [[]]
 
 
 def test_an_adapter_that_is_also_asked_for_is_on_the_first_page_and_on_its_own() -> None:
-    bench = Pages(4, others=2)
-    first = bench.page(ADMIN, limit=2, also=["a-00001", "a-00003"])
+    harness = Pages(4, others=2)
+    first = harness.page(ADMIN, limit=2, also=["a-00001", "a-00003"])
     assert [each["id"] for each in first["data"]] == ["a-00000", "a-00001", "a-00003"]
-    second = bench.page(ADMIN, limit=2, after=first["next"])
+    second = harness.page(ADMIN, limit=2, after=first["next"])
     assert [each["id"] for each in second["data"]] == ["a-00002", "a-00003"]
-    all_of_them = bench.page(ADMIN, also=["owner/o-00000", "a-00003"])  # the hub is the default source here
+    all_of_them = harness.page(ADMIN, also=["owner/o-00000", "a-00003"])  # the hub is the default source here
     assert [each["hash"] for each in all_of_them["data"]].count("other-00000") == 1
     assert len(all_of_them["data"]) == 6
 
 
 def test_names_that_come_and_go_between_pages() -> None:
-    bench = Pages(6)
-    first = bench.page(limit=2)
-    bench.service.model_names.set_folder_names(
+    harness = Pages(6)
+    first = harness.page(limit=2)
+    harness.service.model_names.set_folder_names(
         ["a-00000", "a-00002", "a-000015", "a-00004"]
     )  # the last one shown has gone
-    second = bench.page(limit=9, after=first["next"])
+    second = harness.page(limit=9, after=first["next"])
     assert [each["id"] for each in second["data"]] == ["a-000015", "a-00002", "a-00004"]
 
 
 def test_an_adapter_that_the_engine_has_forgotten_is_listed_by_its_name_only() -> None:
-    bench = Pages(1, others=1)
+    harness = Pages(1, others=1)
 
     def send(message: messages.ToEngine) -> None:
         assert isinstance(message, messages.ListAdapters)
-        asyncio.get_running_loop().call_soon(bench.engine._settle, messages.AdaptersReply(message.query_id, []))
+        asyncio.get_running_loop().call_soon(harness.engine._settle, messages.AdaptersReply(message.query_id, []))
 
-    bench.engine._send = send  # type: ignore[method-assign]
-    page = bench.page(ADMIN)
+    harness.engine._send = send  # type: ignore[method-assign]
+    page = harness.page(ADMIN)
     assert [(each["id"], each["state"]) for each in page["data"]] == [("a-00000", "on disk")]

@@ -1,4 +1,4 @@
-"""Checks that both surfaces share."""
+"""Checks shared by the LoRAX and OpenAI routes."""
 
 from pathlib import Path
 
@@ -16,12 +16,12 @@ from lorax_server.server.checks import (
 from lorax_server.server.routes import lorax, openai
 from lorax_server.server.schemas.lorax import GenerateParameters
 from lorax_server.server.schemas.openai import CompletionRequest
-from tests.server.bench import Bench
+from tests.server.service_harness import ServiceHarness
 
 CONFIG = ServerConfig(EngineConfig(ModelConfig(Path("model"))), "model")
 
 
-def test_stops_are_few_and_short() -> None:
+def test_too_many_or_long_stop_strings_are_rejected() -> None:
     check_stop_strings(["a" * MAX_STOP_CHARACTERS] * 4, CONFIG)
     with pytest.raises(InputError, match=r"up to 4 stop sequences\. Given: 5"):
         check_stop_strings(["a"] * 5, CONFIG)
@@ -29,8 +29,8 @@ def test_stops_are_few_and_short() -> None:
         check_stop_strings(["a", "a" * (MAX_STOP_CHARACTERS + 1)], CONFIG)
 
 
-def test_both_surfaces_look_at_stops() -> None:
-    service = Bench().service
+def test_all_routes_check_stop_strings() -> None:
+    service = ServiceHarness().service
     long = ["a" * (MAX_STOP_CHARACTERS + 1)]
     with pytest.raises(InputError, match="1025"):
         lorax.to_options(service, "hello", GenerateParameters(stop=long), False)
@@ -41,13 +41,13 @@ def test_both_surfaces_look_at_stops() -> None:
         openai.check_stop_conditions(service, many)
 
 
-def test_log_probabilities_fit_into_memory() -> None:
+def test_too_many_log_probabilities_are_rejected() -> None:
     check_logprobs(MAX_LOGPROBS_PER_REQUEST)
     with pytest.raises(InputError, match="could return 1000001 log probabilities; the limit is 1000000"):
         check_logprobs(MAX_LOGPROBS_PER_REQUEST + 1)
 
 
-def test_what_is_not_there_yet() -> None:
+def test_unsupported_parameter_values_are_rejected() -> None:
     reject_unsupported_value(None, "nothing")
     with pytest.raises(NotSupportedError, match="`tools` is not supported yet"):
         reject_unsupported_value([{}], "`tools`")

@@ -1,4 +1,4 @@
-"""Answers put together from the engine's messages; the engine is a script."""
+"""Completions assembled from engine outputs, with a scripted engine."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from lorax_server.types import (
     Request,
     SampledToken,
     SamplingParams,
-    Started,
+    StartInfo,
     StopParams,
 )
-from tests.server.bench import ScriptedClient, ids, settle, tokenizer
+from tests.server.service_harness import ScriptedEngine, ids, settle, tokenizer
 
 
 def make_generations(
@@ -30,30 +30,30 @@ def make_generations(
     return [RemoteGeneration(engine, request, tokenizer()) for request in requests]
 
 
-def text_of(events: Sequence[Any]) -> str:
+def join_text(events: Sequence[Any]) -> str:
     return "".join(token_event.text for token_event in events)
 
 
-# --- One --------------------------------------------------------------------------------------------------------------
+# --- Single generations -----------------------------------------------------------------------------------------------
 
 
-def test_what_has_come_meanwhile_comes_together() -> None:
+def test_queued_outputs_are_yielded_together() -> None:
     async def check() -> None:
-        engine = ScriptedClient()
+        engine = ScriptedEngine()
         (generation,) = make_generations(engine)
         stream = generation.stream()
         first = asyncio.ensure_future(anext(stream))
         await settle()
         assert [request.request_id for request in engine.added] == [1]
-        engine.give(1, *ids("quick brown"))
-        assert text_of(await first) == "quick brown"
-        engine.give(1, *ids(" fox"))
-        engine.give(1, *ids(" dog"), end=FinishReason.EOS_TOKEN)
-        assert text_of(await anext(stream)) == " fox dog"
+        engine.emit_tokens(1, *ids("quick brown"))
+        assert join_text(await first) == "quick brown"
+        engine.emit_tokens(1, *ids(" fox"))
+        engine.emit_tokens(1, *ids(" dog"), end=FinishReason.EOS_TOKEN)
+        assert join_text(await anext(stream)) == " fox dog"
         assert [each async for each in stream] == []
         assert generation.text == generation.completion.text == "quick brown fox dog"
         assert generation.completion.finish_reason is FinishReason.EOS_TOKEN
-        assert generation.started == Started(0.25, 0.125, 3)
+        assert generation.started == StartInfo(0.25, 0.125, 3)
         assert generation.submitted_at is not None
         assert generation.first_output_at is not None
         assert generation.submitted_at <= generation.first_output_at
@@ -62,32 +62,32 @@ def test_what_has_come_meanwhile_comes_together() -> None:
     asyncio.run(check())
 
 
-def test_a_stop_string_ends_the_engines_request_too() -> None:
+def test_stop_string_aborts_engine_request() -> None:
     async def check() -> None:
-        engine = ScriptedClient()
+        engine = ScriptedEngine()
         (generation,) = make_generations(engine, stop_strings=("brown",), include_stop=False)
         running = asyncio.create_task(finish_all([generation]))
         await settle()
-        engine.give(1, *ids("quick brown fox"))  # the last tokens came before the request was aborted
+        engine.emit_tokens(1, *ids("quick brown fox"))  # the last tokens came before the request was aborted
         (completion,) = await running
         assert completion.finish_reason is FinishReason.STOP_SEQUENCE
-        assert completion.text == text_of(generation.events) == "quick "
+        assert completion.text == join_text(generation.events) == "quick "
         assert len(completion.token_ids) < len(ids("quick brown fox"))
         assert engine.aborted == [1]
 
     asyncio.run(check())
 
 
-def test_one_step_may_bring_several_tokens() -> None:
+def test_output_with_several_tokens() -> None:
     async def check(end: FinishReason | None, **stop: Any) -> Any:
-        engine = ScriptedClient()
+        engine = ScriptedEngine()
         (generation,) = make_generations(engine, **stop)
         running = asyncio.create_task(finish_all([generation]))
         await settle()
         tokens = tuple(SampledToken(token_id, -0.5) for token_id in ids("quick brown fox"))
         engine._deliver(Output(1, tokens, end))
         (completion,) = await running
-        assert completion.text == text_of(generation.events)
+        assert completion.text == join_text(generation.events)
         return completion
 
     whole = asyncio.run(check(FinishReason.LENGTH))
@@ -98,29 +98,29 @@ def test_one_step_may_bring_several_tokens() -> None:
     assert len(cut.token_ids) < len(whole.token_ids)
 
 
-def test_who_stops_reading_ends_the_request() -> None:
+def test_closing_stream_aborts_request() -> None:
     async def check() -> None:
-        engine = ScriptedClient()
+        engine = ScriptedEngine()
         (generation,) = make_generations(engine)
         async with aclosing(generation.stream()) as stream:
             first = asyncio.ensure_future(anext(stream))
             await settle()
-            engine.give(1, *ids("a"))
+            engine.emit_tokens(1, *ids("a"))
             await first
         assert engine.aborted == [1]
-        engine.give(1, *ids("b"))  # tokens that were on their way are dropped
+        engine.emit_tokens(1, *ids("b"))  # later tokens are dropped
         assert generation.text == "a"
 
     asyncio.run(check())
 
 
-def test_who_is_told_to_stop_gets_what_came_before_and_then_the_reason() -> None:
+def test_stop_raises_error_after_pending_tokens() -> None:
     async def check() -> None:
-        engine = ScriptedClient()
+        engine = ScriptedEngine()
         (generation,) = make_generations(engine)
         running = asyncio.create_task(finish_all([generation]))
         await settle()
-        engine.give(1, *ids("quick"))
+        engine.emit_tokens(1, *ids("quick"))
         generation.stop(DeadlineError("too late"))
         generation.stop(DeadlineError("later still"))
         with pytest.raises(DeadlineError, match="too late"):
@@ -131,9 +131,9 @@ def test_who_is_told_to_stop_gets_what_came_before_and_then_the_reason() -> None
     asyncio.run(check())
 
 
-def test_a_generation_that_nobody_reads_is_not_sent() -> None:
+def test_unread_generation_is_not_submitted() -> None:
     async def check() -> None:
-        engine = ScriptedClient()
+        engine = ScriptedEngine()
         (generation,) = make_generations(engine)
         await generation.stream().aclose()
         generation.stop(EngineError("nothing to stop"))
@@ -151,34 +151,34 @@ def test_a_generation_that_nobody_reads_is_not_sent() -> None:
         (SamplingParams(do_sample=True, seed=7), 7),
     ],
 )
-def test_only_what_is_drawn_has_a_seed(sampling: SamplingParams, seed: int | None) -> None:
-    assert make_generations(ScriptedClient(), sampling=sampling)[0].seed == seed
+def test_greedy_generation_has_no_seed(sampling: SamplingParams, seed: int | None) -> None:
+    assert make_generations(ScriptedEngine(), sampling=sampling)[0].seed == seed
 
 
-# --- All at once ------------------------------------------------------------------------------------------------------
+# --- finish_all -------------------------------------------------------------------------------------------------------
 
 
-def test_all_are_finished_together() -> None:
+def test_finish_all_returns_completions_in_order() -> None:
     async def check() -> None:
-        engine = ScriptedClient()
+        engine = ScriptedEngine()
         generations = make_generations(engine, 3)
         running = asyncio.create_task(finish_all(generations))
         await settle()
         for request_id in (3, 1, 2):
-            engine.give(request_id, *ids(f"number {request_id}"), end=FinishReason.LENGTH)
+            engine.emit_tokens(request_id, *ids(f"number {request_id}"), end=FinishReason.LENGTH)
         assert [each.text for each in await running] == ["number 1", "number 2", "number 3"]
         assert engine.aborted == []
 
     asyncio.run(check())
 
 
-def test_the_first_that_fails_ends_the_others() -> None:
+def test_finish_all_aborts_others_after_failure() -> None:
     async def check() -> None:
-        engine = ScriptedClient()
+        engine = ScriptedEngine()
         running = asyncio.create_task(finish_all(make_generations(engine, 4)))
         await settle()
-        engine.give(1, *ids("done"), end=FinishReason.LENGTH)
-        engine.give(2, *ids("begun"))
+        engine.emit_tokens(1, *ids("done"), end=FinishReason.LENGTH)
+        engine.emit_tokens(2, *ids("begun"))
         engine.fail(3, AdapterError("broken"))
         with pytest.raises(AdapterError, match="broken"):
             await running
@@ -187,9 +187,9 @@ def test_the_first_that_fails_ends_the_others() -> None:
     asyncio.run(check())
 
 
-def test_who_waits_for_all_and_leaves_ends_all() -> None:
+def test_cancelling_finish_all_aborts_all() -> None:
     async def check() -> None:
-        engine = ScriptedClient()
+        engine = ScriptedEngine()
         running = asyncio.create_task(finish_all(make_generations(engine, 3)))
         await settle()
         running.cancel()
@@ -200,59 +200,59 @@ def test_who_waits_for_all_and_leaves_ends_all() -> None:
     asyncio.run(check())
 
 
-# --- As they come -----------------------------------------------------------------------------------------------------
+# --- interleave -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_broken", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
-def test_events_come_in_the_order_of_the_engine_until_one_fails(count: int, is_broken: bool) -> None:
+def test_interleave_yields_events_in_arrival_order(count: int, fails: bool) -> None:
     async def check() -> None:
-        engine = ScriptedClient()
+        engine = ScriptedEngine()
         generations, seen = make_generations(engine, count), []
 
         async def read() -> None:
-            async for place, events in interleave(generations):
-                seen.append((place, text_of(events)))
+            async for index, events in interleave(generations):
+                seen.append((index, join_text(events)))
 
         running = asyncio.create_task(read())
         await settle()
         for request_id in reversed(range(1, count + 1)):
-            engine.give(request_id, *ids("one"))
+            engine.emit_tokens(request_id, *ids("one"))
             await settle()
-        expected = [(place, "one") for place in reversed(range(count))]
-        if is_broken:
+        expected = [(index, "one") for index in reversed(range(count))]
+        if fails:
             engine.fail(count, AdapterError("broken"))
             with pytest.raises(AdapterError, match="broken"):
                 await running
         else:
             for request_id in range(1, count + 1):
-                engine.give(request_id, *ids(" two"), end=FinishReason.LENGTH)
+                engine.emit_tokens(request_id, *ids(" two"), end=FinishReason.LENGTH)
                 await settle()
             await running
-            expected += [(place, " two") for place in range(count)]
+            expected += [(index, " two") for index in range(count)]
         assert seen == expected
-        assert sorted(engine.aborted) == (list(range(1, count)) if is_broken else [])
+        assert sorted(engine.aborted) == (list(range(1, count)) if fails else [])
 
     asyncio.run(check())
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_who_leaves_in_the_middle_ends_all(count: int) -> None:
+def test_closing_interleave_aborts_all(count: int) -> None:
     async def check() -> None:
-        engine = ScriptedClient()
+        engine = ScriptedEngine()
         async with aclosing(interleave(make_generations(engine, count))) as stream:
             first = asyncio.ensure_future(anext(stream))
             await settle()
-            engine.give(1, *ids("one"))
+            engine.emit_tokens(1, *ids("one"))
             assert (await first)[0] == 0
         assert sorted(engine.aborted) == list(range(1, count + 1))
 
     asyncio.run(check())
 
 
-def test_an_engine_that_is_lost_ends_all_with_the_reason() -> None:
+def test_engine_crash_fails_all_generations() -> None:
     async def check() -> None:
-        engine = ScriptedClient()
+        engine = ScriptedEngine()
         running = asyncio.create_task(finish_all(make_generations(engine, 2)))
         await settle()
         engine._fail_all("the engine process ended", 2.0)
@@ -266,13 +266,13 @@ def test_an_engine_that_is_lost_ends_all_with_the_reason() -> None:
     asyncio.run(check())
 
 
-def test_a_prompt_with_several_answers_is_found_in_the_cache_once() -> None:
-    engine = ScriptedClient()
+def test_cached_tokens_count_once_per_prompt() -> None:
+    engine = ScriptedEngine()
     prompts = [ids("ask"), ids("ask")]
     generations = []
     for prompt, cached in ((prompts[0], None), (prompts[0], 2), (prompts[0], 3), (prompts[1], 1)):
         request = Request(engine.new_id(), prompt, SamplingParams(), StopParams(max_new_tokens=1))
         generations.append(RemoteGeneration(engine, request, tokenizer()))
-        generations[-1].started = None if cached is None else Started(0.0, 0.0, cached)
+        generations[-1].started = None if cached is None else StartInfo(0.0, 0.0, cached)
     assert count_cached_tokens(generations) == 3 + 1
     assert count_cached_tokens([]) == 0

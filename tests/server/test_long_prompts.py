@@ -1,5 +1,4 @@
-"""Long texts: they are refused before tokenization if they surely do not fit, are tokenized one after the other,
-and hold up no other request."""
+"""Long texts are rejected before tokenization or tokenized one at a time, and never block the event loop."""
 
 import asyncio
 import json
@@ -17,8 +16,8 @@ from lorax_server.server.http.middleware import LARGE_BODY_BYTES, RequestMiddlew
 from lorax_server.server.routes.info import ENCODE_BATCH_TOKENS, encode_pieces
 from lorax_server.server.tokenizers import LONG_TEXT_CHARACTERS, MAX_INLINE_CHARACTERS, NUM_THREADS, Tokenizers
 from lorax_server.text.tokenizer import TextTokenizer
-from tests.server.bench import Bench, ids, settle, tokenizer
 from tests.server.fake_server import Routes, chat, complete
+from tests.server.service_harness import ServiceHarness, ids, settle, tokenizer
 from tests.server.test_tokenizers import Stuck
 
 CHAT, COMPLETIONS, NATIVE, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/generate", "/tokenize"
@@ -26,7 +25,7 @@ TOO_LONG = "word " * 20_000  # far more than 127 tokens of any length
 
 
 class Spy:
-    """A tokenizer's backend that notes calls of encode and decode methods."""
+    """A tokenizer backend that records calls to encode and decode methods."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -40,27 +39,27 @@ class Spy:
 
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
-    """Spy on the tokenizer that all routes share."""
+    """Record calls to the tokenizer that all routes share."""
     spy = Spy(tokenizer()._backend)
     monkeypatch.setattr(tokenizer(), "_backend", spy)
     return spy
 
 
-# --- Python's lock ----------------------------------------------------------------------------------------------------
+# --- GIL --------------------------------------------------------------------------------------------------------------
 
 
-def test_only_calls_that_leave_the_lock_to_others_are_made(spy: Spy) -> None:
-    """Avoid `encode` and `decode`: they hold Python's lock all the time, seconds for a long text."""
-    found = tokenizer().encode("Hello dog")
+def test_tokenizer_uses_only_gil_releasing_calls(spy: Spy) -> None:
+    """`encode` and `decode` hold the GIL, for seconds with a long text."""
+    tokenized = tokenizer().encode("Hello dog")
     tokenizer().pieces("Hello dog")
-    assert tokenizer().decode(found) == "Hello dog"
+    assert tokenizer().decode(tokenized) == "Hello dog"
     assert spy.calls == ["encode_batch_fast", "encode_batch", "decode_batch"]
 
 
-# --- Texts that cannot fit --------------------------------------------------------------------------------------------
+# --- Texts that are too long ------------------------------------------------------------------------------------------
 
 
-def ask(routes: Routes, path: str, text: str, **more: Any) -> Any:
+def send(routes: Routes, path: str, text: str, **more: Any) -> Any:
     if path == NATIVE:
         return routes.post(path, {"inputs": text, "parameters": more})
     given = {"model": "", "max_tokens": None, **more}
@@ -78,33 +77,33 @@ def with_template(routes: Routes) -> Routes:
 
 
 @pytest.mark.parametrize("path", [NATIVE, COMPLETIONS, CHAT])
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokens(path: str, spy: Spy) -> None:
+def test_too_long_text_is_rejected_before_tokenization(path: str, spy: Spy) -> None:
     routes = with_template(Routes())
-    refused = ask(routes, path, TOO_LONG)
+    rejected = send(routes, path, TOO_LONG)
     assert spy.calls == []
-    found = ask(routes, path, "x " * 200)  # which is too long as well, but might have fitted
+    tokenized = send(routes, path, "x " * 200)  # too long as well, but short enough to be tokenized
     assert spy.calls == ["encode_batch_fast"]
-    assert (refused.status, set(refused.json)) == (found.status, set(found.json))
-    assert refused.message.split("Given: ")[0] == found.message.split("Given: ")[0]
-    assert "Given: at least " in refused.message
-    assert "at least" not in found.message
+    assert (rejected.status, set(rejected.json)) == (tokenized.status, set(tokenized.json))
+    assert rejected.message.split("Given: ")[0] == tokenized.message.split("Given: ")[0]
+    assert "Given: at least " in rejected.message
+    assert "at least" not in tokenized.message
 
 
-def test_the_number_that_is_named_is_not_too_large(spy: Spy) -> None:
-    named = int(ask(Routes(), NATIVE, TOO_LONG).message.split("at least ")[1])
-    assert 127 < named <= len(tokenizer().encode(TOO_LONG))
+def test_estimated_token_count_is_lower_bound(spy: Spy) -> None:
+    count = int(send(Routes(), NATIVE, TOO_LONG).message.split("at least ")[1])
+    assert 127 < count <= len(tokenizer().encode(TOO_LONG))
 
 
 @pytest.mark.parametrize("path", [NATIVE, COMPLETIONS, CHAT])
-def test_with_a_number_of_new_tokens_the_words_are_those_of_their_sum(path: str, spy: Spy) -> None:
+def test_too_long_message_includes_max_new_tokens(path: str, spy: Spy) -> None:
     most = {"max_new_tokens": 5} if path == NATIVE else {"max_tokens": 5}
-    message = ask(with_template(Routes()), path, TOO_LONG, **most).message
+    message = send(with_template(Routes()), path, TOO_LONG, **most).message
     assert "must be <= 128. Given: at least " in message
     assert message.endswith(("and 5 `max_new_tokens`", "and 5 `max_tokens`", "and 5 `max_completion_tokens`"))
     assert spy.calls == []
 
 
-def test_a_text_that_is_cut_is_never_too_long(spy: Spy) -> None:
+def test_truncated_text_is_never_too_long(spy: Spy) -> None:
     routes = Routes()
     answer = routes.post(NATIVE, {"inputs": TOO_LONG, "parameters": {"truncate": 7, "max_new_tokens": 5}})
     assert answer.status == 200, answer.body
@@ -112,15 +111,15 @@ def test_a_text_that_is_cut_is_never_too_long(spy: Spy) -> None:
     asyncio.run(routes.service.tokenizers.close())
 
 
-def test_where_nothing_is_sure_the_text_becomes_tokens(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_tokenized_without_length_bound(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer(), "_reach", None)
     routes = Routes()
-    assert "at least" not in ask(routes, NATIVE, TOO_LONG).message
+    assert "at least" not in send(routes, NATIVE, TOO_LONG).message
     assert spy.calls == ["encode_batch_fast"]
     asyncio.run(routes.service.tokenizers.close())
 
 
-# --- Work at one time -------------------------------------------------------------------------------------------------
+# --- Concurrency ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -128,51 +127,53 @@ def tokenizers() -> Tokenizers:
     return Tokenizers(tokenizer(), Path("nowhere"))
 
 
-def own() -> TextTokenizer:
+def make_adapter_tokenizer() -> TextTokenizer:
     """Make a tokenizer that shares no vocabulary with the base model's."""
     return TextTokenizer(type(tokenizer()._backend).from_str(tokenizer()._backend.to_str()), {}, {})
 
 
 @pytest.mark.parametrize("is_own", [False, True])
-def test_long_texts_become_tokens_one_after_the_other(
+def test_long_texts_are_tokenized_one_at_a_time(
     is_own: bool, tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At any time, one long text is tokenized, and as many texts of bounded length as there are threads."""
-    stuck, used = Stuck([7]), own() if is_own else tokenizer()
+    """At most one long text is tokenized at a time, and `NUM_THREADS` shorter texts."""
+    stuck, used = Stuck([7]), make_adapter_tokenizer() if is_own else tokenizer()
 
     async def body() -> None:
         with monkeypatch.context() as patch:
             patch.setattr(used, "encode", stuck)
-            long = [asyncio.create_task(tokenizers.encode(used, "a" * (LONG_TEXT_CHARACTERS + 1), True)) for _ in range(4)]
-            await stuck.begun()
+            long = [
+                asyncio.create_task(tokenizers.encode(used, "a" * (LONG_TEXT_CHARACTERS + 1), True)) for _ in range(4)
+            ]
+            await stuck.wait_until_started()
             others = [asyncio.create_task(tokenizers.encode(used, "a" * LONG_TEXT_CHARACTERS, True)) for _ in range(4)]
-            await stuck.begun(NUM_THREADS)
+            await stuck.wait_until_started(NUM_THREADS)
             await settle()
             assert stuck.count == 1 + NUM_THREADS
-            stuck.go.set()
+            stuck.release.set()
             assert await asyncio.gather(*long, *others) == [[7]] * 8
         await tokenizers.close()
 
     asyncio.run(body())
 
 
-def test_memory_is_given_back_after_a_long_text(tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch) -> None:
-    given_back: list[None] = []
-    monkeypatch.setattr(module, "trim_malloc", lambda: given_back.append(None))
+def test_malloc_is_trimmed_after_long_text(tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch) -> None:
+    trim_calls: list[None] = []
+    monkeypatch.setattr(module, "trim_malloc", lambda: trim_calls.append(None))
 
     async def body() -> None:
         await tokenizers.encode(tokenizer(), "a" * LONG_TEXT_CHARACTERS, True)
-        assert given_back == []
+        assert trim_calls == []
         await tokenizers.encode(tokenizer(), "a" * (LONG_TEXT_CHARACTERS + 1), True)
-        assert given_back == [None]
+        assert trim_calls == [None]
         await tokenizers.decode(tokenizer(), [1] * (LONG_TEXT_CHARACTERS + 1))
-        assert given_back == [None] * 2
+        assert trim_calls == [None] * 2
         await tokenizers.close()
 
     asyncio.run(body())
 
 
-def test_what_is_cut_is_cut_where_the_tokens_are_made(tokenizers: Tokenizers) -> None:
+def test_encode_truncates_to_last_tokens(tokenizers: Tokenizers) -> None:
     async def body() -> None:
         assert await tokenizers.encode(tokenizer(), "a dog", True, truncate=2) == tokenizer().encode("a dog")[-2:]
         assert await tokenizers.encode(tokenizer(), "a dog", True, truncate=99) == tokenizer().encode("a dog")
@@ -180,11 +181,11 @@ def test_what_is_cut_is_cut_where_the_tokens_are_made(tokenizers: Tokenizers) ->
     asyncio.run(body())
 
 
-# --- Other work that holds requests up --------------------------------------------------------------------------------
+# --- Blocking of the event loop ---------------------------------------------------------------------------------------
 
 
-class Turns:
-    """A counter of the turns of the event loop: work within one turn holds up all other requests."""
+class LoopCounter:
+    """Counts event loop iterations. Work within one iteration blocks all other requests."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -199,16 +200,16 @@ class Turns:
         self._handle.cancel()
 
 
-@pytest.mark.parametrize(("size", "at_once"), [(LARGE_BODY_BYTES + 1, False), (LARGE_BODY_BYTES, True)])
-def test_large_bodies_are_parsed_in_turns(size: int, at_once: bool) -> None:
+@pytest.mark.parametrize(("size", "is_single_iteration"), [(LARGE_BODY_BYTES + 1, False), (LARGE_BODY_BYTES, True)])
+def test_large_bodies_are_parsed_in_separate_loop_iterations(size: int, is_single_iteration: bool) -> None:
     async def body() -> None:
-        turns, parsed = Turns(), []
+        loop_counter, parsed = LoopCounter(), []
 
         async def app(*_: Any) -> None:
-            parsed.append(turns.count)
+            parsed.append(loop_counter.count)
 
         routes = [Route(NATIVE, lambda _: Response(), methods=["POST"])]
-        guard = RequestMiddleware(app, routes, Bench().service)
+        guard = RequestMiddleware(app, routes, ServiceHarness().service)
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": NATIVE, "headers": headers}
 
@@ -216,36 +217,36 @@ def test_large_bodies_are_parsed_in_turns(size: int, at_once: bool) -> None:
             return {"type": "http.request", "body": b"x" * size}
 
         await asyncio.gather(*[guard(dict(scope), receive, send) for _ in range(4)])
-        turns.close()
+        loop_counter.close()
         assert len(parsed) == 4
-        assert len(set(parsed)) == (1 if at_once else 4)
+        assert len(set(parsed)) == (1 if is_single_iteration else 4)
 
     async def send(_: Any) -> None: ...
 
     asyncio.run(body())
 
 
-def test_others_have_turns_between_the_prompts_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_loop_runs_between_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     async def body() -> None:
-        turns, routes = Turns(), Routes()
+        loop_counter, routes = LoopCounter(), Routes()
         encode = routes.service.tokenizers.encode
 
-        async def spied(*args: Any) -> list[int]:
-            seen.append(turns.count)
+        async def counted_encode(*args: Any) -> list[int]:
+            seen.append(loop_counter.count)
             return await encode(*args)
 
-        monkeypatch.setattr(routes.service.tokenizers, "encode", spied)
+        monkeypatch.setattr(routes.service.tokenizers, "encode", counted_encode)
         answer = await routes._send("POST", COMPLETIONS, complete(prompt=["ask"] * 5), {})
-        turns.close()
+        loop_counter.close()
         assert answer.status == 200, answer.body
 
     asyncio.run(body())
     assert len(set(seen)) == 5
 
 
-def test_a_list_of_many_tokens_is_whole() -> None:
+def test_encode_pieces_matches_plain_json() -> None:
     for count in (0, 1, ENCODE_BATCH_TOKENS - 1, ENCODE_BATCH_TOKENS, 2 * ENCODE_BATCH_TOKENS + 5):
         pieces = tokenizer().pieces("z" * count, False)
         answer = encode_pieces(pieces)
@@ -253,7 +254,7 @@ def test_a_list_of_many_tokens_is_whole() -> None:
         assert answer.headers["content-type"] == "application/json"
 
 
-def test_a_short_list_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenize_cost_depends_on_text_length(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
     async def run(_: TextTokenizer, size: int, work: Callable[[], Response]) -> Response:
@@ -268,19 +269,19 @@ def test_a_short_list_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sizes[1] > LONG_TEXT_CHARACTERS
 
 
-def test_echoed_tokens_are_decoded_where_texts_are(spy: Spy) -> None:
+def test_echoed_prompt_is_decoded_in_batch(spy: Spy) -> None:
     answer = Routes().post(COMPLETIONS, complete(prompt=ids("ask"), echo=True))
     assert answer.json["choices"][0]["text"].startswith("ask")
     assert "decode_batch" in spy.calls
     assert "decode" not in spy.calls
 
 
-# --- A busy machine ---------------------------------------------------------------------------------------------------
+# --- Busy machine -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def busy() -> Routes:
-    """Make routes whose templates cannot be rendered now."""
+    """Create routes whose template renderer is busy."""
     routes = Routes()
 
     async def render(*_: Any, **__: Any) -> str:
@@ -290,10 +291,10 @@ def busy() -> Routes:
     return routes
 
 
-def test_a_chat_that_cannot_be_rendered_now_may_come_back(busy: Routes) -> None:
-    refused = busy.post(CHAT, chat())
-    assert (refused.status, refused.headers["retry-after"]) == (503, "5")
-    assert refused.json["error"] == {"message": "2 s went by", "type": "server_error", "param": None, "code": None}
+def test_busy_renderer_returns_503_with_retry_after(busy: Routes) -> None:
+    rejected = busy.post(CHAT, chat())
+    assert (rejected.status, rejected.headers["retry-after"]) == (503, "5")
+    assert rejected.json["error"] == {"message": "2 s went by", "type": "server_error", "param": None, "code": None}
     counted = json.dumps(busy.metrics.render_json())
     assert "overloaded" in counted
     assert "template" not in counted

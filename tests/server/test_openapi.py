@@ -1,4 +1,4 @@
-"""The OpenAPI document: valid, and of use to programs that write clients."""
+"""The OpenAPI document is valid and usable by client generators."""
 
 import json
 from functools import cache
@@ -12,8 +12,8 @@ from lorax_server.server.app import make_app
 from lorax_server.server.http.middleware import PUBLIC_PATHS
 from lorax_server.server.openapi import EVENT_SCHEMA
 from lorax_server.types import Resolved
-from tests.server.bench import Bench
 from tests.server.fake_server import Routes, chat, complete, generate
+from tests.server.service_harness import ServiceHarness
 
 STREAMS = {
     "/": "StreamResponse",
@@ -30,29 +30,29 @@ def document() -> Any:
 
 
 @pytest.fixture(scope="module")
-def locked() -> Any:
-    """Return the document of a server with keys."""
-    return make_app(Bench(api_keys=("secret",)).service).openapi()
+def with_keys() -> Any:
+    """The document for a server with API keys."""
+    return make_app(ServiceHarness(api_keys=("secret",)).service).openapi()
 
 
 @pytest.fixture(scope="module")
 def with_admin() -> Any:
-    """Return the document of a server with a key for its admin only."""
-    return make_app(Bench(admin_key="secret").service).openapi()
+    """The document for a server that has only an admin key."""
+    return make_app(ServiceHarness(admin_key="secret").service).openapi()
 
 
 def operations(found: Any) -> dict[tuple[str, str], Any]:
     return {(method, path): each for path, methods in found["paths"].items() for method, each in methods.items()}
 
 
-def test_it_is_valid(locked: Any) -> None:
+def test_openapi_document_is_valid(with_keys: Any) -> None:
     openapi_spec_validator.validate(document())
-    openapi_spec_validator.validate(locked)
+    openapi_spec_validator.validate(with_keys)
     assert document()["openapi"] == "3.1.0"
-    assert "itemSchema" not in json.dumps(document())  # of 3.2
+    assert "itemSchema" not in json.dumps(document())  # OpenAPI 3.2 only
 
 
-def test_operations_have_names_that_are_short_and_their_own() -> None:
+def test_operation_ids_are_short_and_unique() -> None:
     names = [each["operationId"] for each in operations(document()).values()]
     assert len(names) == len(set(names))
     assert {"generate", "generate_stream", "chat", "complete", "list_models", "load_adapter", "tokenize"} <= set(names)
@@ -60,7 +60,7 @@ def test_operations_have_names_that_are_short_and_their_own() -> None:
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_events_are_described(path: str) -> None:
+def test_openapi_describes_stream_events(path: str) -> None:
     content = document()["paths"][path]["post"]["responses"]["200"]["content"]
     stream = content["text/event-stream"]
     assert stream["schema"]["type"] == "string"
@@ -71,9 +71,9 @@ def test_events_are_described(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/generate_stream", "/v1/completions", "/v1/chat/completions"])
-def test_events_are_as_described(path: str) -> None:
+def test_stream_events_match_schema(path: str) -> None:
     routes = Routes(["poet"])
-    routes.answers["poet"] = Resolved("hash", tier="host")
+    routes.resolutions["poet"] = Resolved("hash", tier="host")
 
     async def render(*_: Any, **__: Any) -> str:
         return "ask"
@@ -92,34 +92,34 @@ def test_events_are_as_described(path: str) -> None:
         jsonschema.Draft202012Validator(schema).validate(event)
 
 
-def test_what_is_text_is_not_called_json() -> None:
+def test_text_responses_are_not_documented_as_json() -> None:
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
         assert list(document()["paths"][path]["post"]["responses"]["200"]["content"]) == ["text/plain"]
 
 
-def test_values_are_listed_only_where_they_are_words() -> None:
-    """List only words: generators make a class of an enum, and drop operations whose enum they cannot read."""
+def test_openapi_enums_contain_only_strings() -> None:
+    """Client generators drop operations with enums that contain other values."""
 
-    def look(at: Any) -> None:
+    def check_enums(at: Any) -> None:
         if isinstance(at, dict):
             assert all(each is None or isinstance(each, str) for each in at.get("enum", ()))
             for each in at.values():
-                look(each)
+                check_enums(each)
         elif isinstance(at, list):
             for each in at:
-                look(each)
+                check_enums(each)
 
-    look(document())
+    check_enums(document())
 
 
-def test_openai_routes_have_no_422() -> None:
+def test_openai_routes_do_not_document_422() -> None:
     for (_, path), operation in operations(document()).items():
         assert ("422" in operation["responses"]) == (not path.startswith("/v1/") and path != "/metrics"), path
         assert "HTTPValidationError" not in json.dumps(operation)
 
 
-def test_a_page_can_show_a_key_where_one_is_wanted(locked: Any, with_admin: Any) -> None:
-    for found, is_open, has_admin in ((document(), True, False), (with_admin, True, True), (locked, False, False)):
+def test_openapi_security_matches_key_requirements(with_keys: Any, with_admin: Any) -> None:
+    for found, is_open, has_admin in ((document(), True, False), (with_admin, True, True), (with_keys, False, False)):
         assert found["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
         for (method, path), operation in operations(found).items():
             is_public = method == "get" and PUBLIC_PATHS.fullmatch(path)

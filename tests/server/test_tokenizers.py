@@ -1,4 +1,4 @@
-"""Tokenizers that adapters bring: requests that wait, tokenizers that are kept, and paths that callers are not told."""
+"""Adapter tokenizers: selection, caching, threads, shutdown, and error messages without paths."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ from tests.text.sandbox_workers import find_workers, wait_until_busy
 from tests.text.tokenizers import byte_level
 
 CONFIG = {"tokenizer_class": "TokenizersBackend", "eos_token": "</s>", "chat_template": "of the base"}
-WAIT_S = 120.0  # a test that waits for so long has failed
+WAIT_S = 120.0  # timeout for events that should happen soon
 
 
 def save(folder: Path, backend: Tokenizer, **config: Any) -> Resolved:
@@ -42,7 +42,7 @@ def save(folder: Path, backend: Tokenizer, **config: Any) -> Resolved:
 
 
 def resolved(folder: Path) -> Resolved:
-    """Resolve a folder as its source vouches for it now."""
+    """Return the folder as an adapter source resolves it, with current file stamps."""
     files = tuple(sorted(os.listdir(folder)))
     stamps = tuple(read_stamp(folder / file) for file in files)
     return Resolved(folder.name, str(folder), files, tokenizer_stamps=stamps)
@@ -84,37 +84,37 @@ def run(tokenizers: Tokenizers) -> Callable[[Awaitable[Any]], Any]:
     return run
 
 
-def same(tmp_path: Path, name: str = "same", **config: Any) -> Resolved:
+def with_base_vocabulary(tmp_path: Path, name: str = "same", **config: Any) -> Resolved:
     return save(tmp_path / name, byte_level().tokenizer, **config)
 
 
-def own(tmp_path: Path, name: str = "own", **config: Any) -> Resolved:
+def with_own_vocabulary(tmp_path: Path, name: str = "own", **config: Any) -> Resolved:
     backend = Tokenizer.from_str(byte_level().tokenizer.to_str())
     backend.add_tokens([AddedToken("<New>", normalized=False)])
     return save(tmp_path / name, backend, **config)
 
 
-# --- Which tokenizer --------------------------------------------------------------------------------------------------
+# --- Selection and caching --------------------------------------------------------------------------------------------
 
 
-def test_an_adapter_that_brings_nothing_else_has_the_base_models(
+def test_adapter_without_vocabulary_uses_base_tokenizer(
     base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path
 ) -> None:
     async def work() -> None:
         assert await tokenizers.find(Resolved("none")) is base
         assert await tokenizers.find(Resolved("none", str(tmp_path))) is base
-        assert await tokenizers.find(same(tmp_path)) is base
-        other = await tokenizers.find(same(tmp_path, "other", chat_template="its own"))
+        assert await tokenizers.find(with_base_vocabulary(tmp_path)) is base
+        other = await tokenizers.find(with_base_vocabulary(tmp_path, "other", chat_template="custom"))
         assert other.shares_vocabulary(base)
-        assert tokenizers.find_template(other) == "its own"
-        assert not (await tokenizers.find(own(tmp_path))).shares_vocabulary(base)
+        assert tokenizers.find_template(other) == "custom"
+        assert not (await tokenizers.find(with_own_vocabulary(tmp_path))).shares_vocabulary(base)
 
     run(work())
 
 
-def test_a_file_that_changes_is_read_again(tokenizers: Tokenizers, run: Any, tmp_path: Path) -> None:
+def test_changed_tokenizer_file_is_reloaded(tokenizers: Tokenizers, run: Any, tmp_path: Path) -> None:
     async def work() -> None:
-        adapter = same(tmp_path, chat_template="first")
+        adapter = with_base_vocabulary(tmp_path, chat_template="first")
         assert await tokenizers.find(adapter) is await tokenizers.find(adapter)
         config = CONFIG | {"chat_template": "and then another"}
         (tmp_path / "same" / "tokenizer_config.json").write_text(json.dumps(config))
@@ -125,60 +125,60 @@ def test_a_file_that_changes_is_read_again(tokenizers: Tokenizers, run: Any, tmp
 
 @pytest.fixture
 def loads(base: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Collect the folders that are loaded; their names stand for their contents."""
-    asked: list[str] = []
+    """Record which folders are loaded. A folder's name determines the fake content."""
+    loaded: list[str] = []
 
     def share(files: TokenizerFolder, *_: Any) -> TextTokenizer | None:
-        asked.append(files.path.name)
+        loaded.append(files.path.name)
         if files.path.name == "damaged":
             raise ConfigError("it is damaged")
         size = {"small": 10, "large": 2**16 + 1}.get(files.path.name.split("-")[0])
-        return None if size is None else base.with_parts({}, {"default": "x" * size})
+        return None if size is None else base.with_overrides({}, {"default": "x" * size})
 
     monkeypatch.setattr(adapter_tokenizers, "share_base_tokenizer", share)
     monkeypatch.setattr(
         adapter_tokenizers, "load_own_tokenizer", lambda *_: TextTokenizer(byte_level().tokenizer, {}, {})
     )
-    return asked
+    return loaded
 
 
-def empty(tmp_path: Path, name: str) -> Resolved:
+def with_empty_config(tmp_path: Path, name: str) -> Resolved:
     (tmp_path / name).mkdir()
     (tmp_path / name / "tokenizer_config.json").touch()
     return resolved(tmp_path / name)
 
 
-@pytest.mark.parametrize(("kind", "num_kept"), [("small", 4), ("large", 2), ("own", 2)])
+@pytest.mark.parametrize(("kind", "num_cached"), [("small", 4), ("large", 2), ("own", 2)])
 def test_least_recently_used_tokenizer_is_evicted(
     kind: str,
-    num_kept: int,
+    num_cached: int,
     base: TextTokenizer,
     model: Path,
     loads: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(adapter_tokenizers, "MAX_LIGHT", 4)
-    monkeypatch.setattr(adapter_tokenizers, "MAX_HEAVY", 2)
-    adapters = [empty(tmp_path, f"{kind}-{i}") for i in range(num_kept + 1)]
+    monkeypatch.setattr(adapter_tokenizers, "MAX_SHARED_TOKENIZERS", 4)
+    monkeypatch.setattr(adapter_tokenizers, "MAX_OWN_TOKENIZERS", 2)
+    adapters = [with_empty_config(tmp_path, f"{kind}-{i}") for i in range(num_cached + 1)]
     with closing(Sandbox(1)) as sandbox:
         tokenizers = AdapterTokenizers(base, model, sandbox)
-        for adapter in adapters[:num_kept]:
+        for adapter in adapters[:num_cached]:
             tokenizers.find(adapter)
-        tokenizers.find(adapters[0])  # so the second was used longest ago
-        tokenizers.find(adapters[num_kept])
+        tokenizers.find(adapters[0])  # the second adapter is now least recently used
+        tokenizers.find(adapters[num_cached])
         tokenizers.find(adapters[0])
-        assert len(loads) == num_kept + 1
+        assert len(loads) == num_cached + 1
         tokenizers.find(adapters[1])
         assert loads[-1] == f"{kind}-1"
-    assert len(loads) == num_kept + 2
+    assert len(loads) == num_cached + 2
 
 
-def test_a_failure_is_remembered_for_a_while(
+def test_tokenizer_failure_is_cached_for_ten_seconds(
     tokenizers: Tokenizers, run: Any, loads: list[str], clock: Clock, tmp_path: Path
 ) -> None:
     async def work() -> None:
-        adapter = empty(tmp_path, "damaged")
+        adapter = with_empty_config(tmp_path, "damaged")
         for _ in range(3):
             with pytest.raises(AdapterError, match="adapter 'damaged': its tokenizer cannot be used: it is damaged"):
                 await tokenizers.find(adapter)
@@ -195,7 +195,7 @@ def test_a_failure_is_remembered_for_a_while(
     run(work())
 
 
-# --- Waiting ----------------------------------------------------------------------------------------------------------
+# --- Threads ----------------------------------------------------------------------------------------------------------
 
 
 class Stuck:
@@ -203,93 +203,93 @@ class Stuck:
 
     def __init__(self, result: Any) -> None:
         self.result = result
-        self.num_begun = threading.Semaphore(0)
+        self.num_started = threading.Semaphore(0)
         self.count = 0
         self.threads: set[str] = set()
-        self.go = threading.Event()
+        self.release = threading.Event()
 
     def __call__(self, *_: Any) -> Any:
         self.count += 1
         self.threads.add(threading.current_thread().name)
-        self.num_begun.release()
-        assert self.go.wait(WAIT_S)
+        self.num_started.release()
+        assert self.release.wait(WAIT_S)
         return self.result
 
-    async def begun(self, count: int = 1) -> None:
+    async def wait_until_started(self, count: int = 1) -> None:
         for _ in range(count):
-            assert await asyncio.to_thread(self.num_begun.acquire, timeout=WAIT_S)
+            assert await asyncio.to_thread(self.num_started.acquire, timeout=WAIT_S)
 
 
-def test_who_asks_for_the_same_waits_for_the_same(
+def test_concurrent_requests_share_one_tokenizer_load(
     base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stuck = Stuck(base)
     monkeypatch.setattr(adapter_tokenizers, "share_base_tokenizer", stuck)
 
     async def work() -> None:
-        adapter = empty(tmp_path, "slow")
+        adapter = with_empty_config(tmp_path, "slow")
         first, *others = [asyncio.create_task(tokenizers.find(adapter)) for _ in range(5)]
-        await stuck.begun()
+        await stuck.wait_until_started()
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        stuck.go.set()
+        stuck.release.set()
         assert await asyncio.gather(*others) == [base] * 4
         assert stuck.count == 1
 
     run(work())
 
 
-def test_a_vocabulary_of_an_adapter_holds_up_only_others(
+def test_slow_adapter_tokenizer_blocks_only_adapter_tokenizers(
     base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, long = "Hello dog", "Hello dog " * MAX_INLINE_CHARACTERS
 
     async def work() -> None:
-        slow = await tokenizers.find(own(tmp_path))
-        other = await tokenizers.find(own(tmp_path, "other", chat_template="its own"))
+        slow = await tokenizers.find(with_own_vocabulary(tmp_path))
+        other = await tokenizers.find(with_own_vocabulary(tmp_path, "other", chat_template="custom"))
         stuck = Stuck([7])
         monkeypatch.setattr(slow, "encode", stuck)
-        asking = [asyncio.create_task(tokenizers.encode(slow, text, True)) for _ in range(3)]
-        await stuck.begun(2)
-        asking[0].cancel()  # its thread is still at it
+        encoding = [asyncio.create_task(tokenizers.encode(slow, text, True)) for _ in range(3)]
+        await stuck.wait_until_started(2)
+        encoding[0].cancel()  # its thread is still running
         waiting = asyncio.create_task(tokenizers.encode(other, text, True))
         assert await tokenizers.encode(base, text, True) == base.encode(text)
         assert await tokenizers.encode(base, long, False) == base.encode(long, False)
-        assert await tokenizers.find(same(tmp_path)) is base
-        template_only = await tokenizers.find(same(tmp_path, "template", chat_template="its own"))
+        assert await tokenizers.find(with_base_vocabulary(tmp_path)) is base
+        template_only = await tokenizers.find(with_base_vocabulary(tmp_path, "template", chat_template="custom"))
         assert await tokenizers.encode(template_only, long, True) == base.encode(long)
         assert stuck.count == 2
         assert not waiting.done()
-        stuck.go.set()
+        stuck.release.set()
         assert await waiting == base.encode(text)
-        assert await asyncio.gather(*asking[1:]) == [[7], [7]]
+        assert await asyncio.gather(*encoding[1:]) == [[7], [7]]
         assert stuck.threads == {"adapter-tokenizer"}
 
     run(work())
 
 
-def test_loading_a_vocabulary_holds_up_only_others(
+def test_slow_tokenizer_load_blocks_only_adapter_tokenizers(
     base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stuck = Stuck(base)
     monkeypatch.setattr(adapter_tokenizers, "load_own_tokenizer", stuck)
 
     async def work() -> None:
-        slow = [asyncio.create_task(tokenizers.find(own(tmp_path, f"slow-{i}"))) for i in range(3)]
-        await stuck.begun(2)
+        slow = [asyncio.create_task(tokenizers.find(with_own_vocabulary(tmp_path, f"slow-{i}"))) for i in range(3)]
+        await stuck.wait_until_started(2)
         assert await tokenizers.encode(base, "a " * MAX_INLINE_CHARACTERS, False) == base.encode(
             "a " * MAX_INLINE_CHARACTERS, False
         )
-        assert await tokenizers.find(same(tmp_path)) is base
+        assert await tokenizers.find(with_base_vocabulary(tmp_path)) is base
         assert stuck.count == 2
-        stuck.go.set()
+        stuck.release.set()
         await asyncio.gather(*slow)
 
     run(work())
 
 
-def test_only_a_short_text_of_the_base_models_is_done_at_once(
+def test_only_short_base_texts_run_inline(
     base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def thread_of(tokenizer: TextTokenizer, text: str) -> str:
@@ -299,16 +299,16 @@ def test_only_a_short_text_of_the_base_models_is_done_at_once(
 
     async def work() -> None:
         here = threading.current_thread().name
-        template_only = await tokenizers.find(same(tmp_path, chat_template="its own"))
+        template_only = await tokenizers.find(with_base_vocabulary(tmp_path, chat_template="custom"))
         for sharing in (base, template_only):
             assert await thread_of(sharing, "a" * MAX_INLINE_CHARACTERS) == here
             assert await thread_of(sharing, "a" * (MAX_INLINE_CHARACTERS + 1)) == "tokenizer"
-        assert await thread_of(await tokenizers.find(own(tmp_path)), "a") == "adapter-tokenizer"
+        assert await thread_of(await tokenizers.find(with_own_vocabulary(tmp_path)), "a") == "adapter-tokenizer"
 
     run(work())
 
 
-# --- The end ----------------------------------------------------------------------------------------------------------
+# --- Shutdown ---------------------------------------------------------------------------------------------------------
 
 
 def test_closing_kills_hanging_conversion(
@@ -317,13 +317,13 @@ def test_closing_kills_hanging_conversion(
     monkeypatch.setattr("lorax_server.text.tokenizer.CONVERT", HANG)
 
     async def work() -> None:
-        slow = asyncio.create_task(tokenizers.find(own(tmp_path, tokenizer_class="LlamaTokenizer")))
+        slow = asyncio.create_task(tokenizers.find(with_own_vocabulary(tmp_path, tokenizer_class="LlamaTokenizer")))
         while not (workers := find_workers()):
             await asyncio.sleep(0.01)
         await wait_until_busy(workers[0])
         (converting,) = [each for each in threading.enumerate() if each.name == "adapter-tokenizer"]
         await tokenizers.close()
-        with pytest.raises(AdapterError, match="the server is stopping"):
+        with pytest.raises(AdapterError, match="the server is shutting down"):
             await slow
         await asyncio.to_thread(converting.join, WAIT_S)
         assert not find_workers()
@@ -337,7 +337,7 @@ def test_conversion_on_busy_machine_is_not_remembered_as_failure(
     monkeypatch.setattr("lorax_server.text.tokenizer.CONVERT", HANG._replace(wall_s=0.1))
 
     async def work() -> None:
-        adapter = own(tmp_path, tokenizer_class="LlamaTokenizer")
+        adapter = with_own_vocabulary(tmp_path, tokenizer_class="LlamaTokenizer")
         for _ in range(2):
             with pytest.raises(BusyError, match="the machine is busy") as raised:
                 await tokenizers.find(adapter)
@@ -346,37 +346,37 @@ def test_conversion_on_busy_machine_is_not_remembered_as_failure(
     run(work())
 
 
-def test_closing_does_not_wait_for_what_cannot_be_ended(
+def test_close_does_not_wait_for_stuck_threads(
     base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stuck = Stuck(base)
     monkeypatch.setattr(adapter_tokenizers, "load_own_tokenizer", stuck)
 
     async def work() -> list[threading.Thread]:
-        slow = [asyncio.create_task(tokenizers.find(own(tmp_path, f"slow-{i}"))) for i in range(3)]
-        await stuck.begun(2)
+        slow = [asyncio.create_task(tokenizers.find(with_own_vocabulary(tmp_path, f"slow-{i}"))) for i in range(3)]
+        await stuck.wait_until_started(2)
         await tokenizers.close()
         for each in slow:
-            with pytest.raises(AdapterError, match="the server is stopping"):
+            with pytest.raises(AdapterError, match="the server is shutting down"):
                 await each
         return [each for each in threading.enumerate() if each.name == "adapter-tokenizer"]
 
     threads = run(work())
-    assert [each.daemon for each in threads] == [True, True]  # the process would wait for others
-    stuck.go.set()
+    assert [each.daemon for each in threads] == [True, True]  # the process would join other threads at exit
+    stuck.release.set()
     for each in threads:
         each.join(WAIT_S)
     assert stuck.count == 2
 
 
-# --- Paths that callers are not told ----------------------------------------------------------------------------------
+# --- Error messages ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "told"),
+    ("file", "content", "expected"),
     [
         ("tokenizer.json", b"{", "cannot be used: tokenizer.json: is not a tokenizer"),
-        ("tokenizer_config.json", b"[]", "cannot be used: tokenizer_config.json: is refused"),
+        ("tokenizer_config.json", b"[]", "cannot be used: tokenizer_config.json: is invalid"),
         ("chat_template.jinja", b"\xff", "cannot be used: chat_template.jinja: is not UTF-8"),
         (
             "added_tokens.json",
@@ -385,10 +385,10 @@ def test_closing_does_not_wait_for_what_cannot_be_ended(
         ),
     ],
 )
-def test_only_the_log_names_folders(
+def test_folder_paths_appear_only_in_log(
     file: str,
     content: bytes,
-    told: str,
+    expected: str,
     tokenizers: Tokenizers,
     model: Path,
     run: Any,
@@ -397,7 +397,7 @@ def test_only_the_log_names_folders(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = tmp_path / "a folder" / "adapter"
-    own(folder.parent, "adapter")
+    with_own_vocabulary(folder.parent, "adapter")
     (folder / file).write_bytes(content)
     words = f"OSError: no '{tmp_path}/x/config.json' of {model} </s> in {folder}/tokenizer.model of {folder}"
     failed: Future[bytes] = Future()
@@ -407,34 +407,34 @@ def test_only_the_log_names_folders(
         run(tokenizers.find(resolved(folder)))
     message = str(raised.value)
     assert message.startswith("adapter 'adapter': its tokenizer cannot be used: ")
-    assert told in message
+    assert expected in message
     assert "/" not in message.replace("</s>", "")
     assert str(folder) in caplog.text
 
 
-@pytest.mark.parametrize("what", ["gone", "replaced"])
-def test_a_file_that_changes_after_it_was_chosen_is_no_fault_of_the_adapter(
-    tokenizers: Tokenizers, run: Any, tmp_path: Path, what: str
-) -> None:
-    adapter, path = own(tmp_path), tmp_path / "own" / "tokenizer.json"
+@pytest.mark.parametrize("change", ["gone", "replaced"])
+def test_file_changed_during_load_is_retryable(tokenizers: Tokenizers, run: Any, tmp_path: Path, change: str) -> None:
+    adapter, path = with_own_vocabulary(tmp_path), tmp_path / "own" / "tokenizer.json"
     content = path.read_bytes()
 
     async def work() -> None:
         path.unlink()
-        if what == "replaced":
+        if change == "replaced":
             path.write_bytes(content + b" ")
         with pytest.raises(SourceError) as raised:
             await tokenizers.find(adapter)
         assert raised.value.status == 503
-        assert str(raised.value) == "adapter 'own': tokenizer.json changed after it was chosen; try again"
+        assert str(raised.value) == "adapter 'own': tokenizer.json changed after it was resolved; try again"
         path.write_bytes(content)
         await tokenizers.find(resolved(path.parent))
 
     run(work())
 
 
-def test_a_reason_is_short(tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_error_message_is_truncated(
+    tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(adapter_tokenizers, "share_base_tokenizer", Mock(side_effect=ConfigError("x" * 10**6)))
     with pytest.raises(AdapterError) as raised:
-        run(tokenizers.find(empty(tmp_path, "adapter")))
+        run(tokenizers.find(with_empty_config(tmp_path, "adapter")))
     assert len(str(raised.value)) < 600

@@ -1,1 +1,1 @@
-"""Access: keys, rate limits, and the names of models and adapters."""
+"""API keys, rate limits, and resolution of model and adapter names."""

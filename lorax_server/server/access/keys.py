@@ -1,18 +1,17 @@
-"""API keys, the adapters that each may use, and how much it may ask for.
+"""API keys and their permissions: allowed adapters, rate limits, cache sharing and admin rights.
 
-The server keeps digests of secrets only, so that none can turn up in a log, an error or a dump. A keys file is TOML or
-JSON:
+The server stores only SHA-256 digests, so secrets cannot appear in logs, errors or dumps. A keys file is TOML or JSON:
 
     [keys.alice]
-    sha256 = "..."                   # of the key, in hex; or `key`, the key itself
-    adapters = ["poet", "s3:team-*"] # absent: all
+    sha256 = "..."                   # hex digest; or `key` with the key itself
+    adapters = ["poet", "s3:team-*"] # default: all
     base_model = false
     max_concurrent = 8
     requests_per_minute = 60
     tokens_per_minute = 10_000
     new_adapters_per_minute = 60
     weight = 2.0
-    group = "team"                   # shares cached prompts with other keys of this group; absent: with none
+    group = "team"                   # shares the prefix cache with this group; default: not shared
     admin = false
 """
 
@@ -34,49 +33,49 @@ from lorax_server.files.strict_json import parse_json
 
 logger = logging.getLogger(__name__)
 
-HUB = "hub"  # the source whose names may end in a revision
+HUB = "hub"  # the only source that supports revisions (`name@revision`)
 MAX_HEADER_CHARACTERS = 4096
 MAX_SECRET_CHARACTERS = MAX_HEADER_CHARACTERS // 2
 MAX_NAME_CHARACTERS = 64
-SHOWN_CHARACTERS = 128  # of a name that a client sent
-BEARER = re.compile(r"bearer +([!-~]+) *", re.IGNORECASE)
-SECRET = re.compile(r"[!-~]+")  # what a header can carry, without spaces
-HEX_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+MAX_SHOWN_NAME_CHARACTERS = 128  # client-supplied names are truncated to this in error messages
+BEARER_PATTERN = re.compile(r"bearer +([!-~]+) *", re.IGNORECASE)
+SECRET_PATTERN = re.compile(r"[!-~]+")  # visible ASCII, as a header allows
+HEX_DIGEST_PATTERN = re.compile(r"[0-9a-fA-F]{64}")
 
-AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
-Pattern = Annotated[str, msgspec.Meta(min_length=1)]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+AdapterPattern = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class Permissions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The adapters and rates that a key may use. The fields are those of a keys file."""
+    """Key permissions and limits. The fields match the keys file."""
 
-    adapters: tuple[Pattern, ...] | None = None
-    """Patterns of adapters that it may use. None: all."""
+    adapters: tuple[AdapterPattern, ...] | None = None
+    """Patterns of allowed adapters. None allows all."""
     base_model: bool = True
-    max_concurrent: AtLeastOne | None = None
-    requests_per_minute: AtLeastOne | None = None
-    tokens_per_minute: AtLeastOne | None = None
-    new_adapters_per_minute: AtLeastOne | None = None
-    """Adapters that it may name and that the server has not found before. None: the server's number."""
+    max_concurrent: PositiveInt | None = None
+    requests_per_minute: PositiveInt | None = None
+    tokens_per_minute: PositiveInt | None = None
+    new_adapters_per_minute: PositiveInt | None = None
+    """Rate limit for adapters that the server has not resolved before. None uses the server default."""
     weight: float = 1.0
-    """Its share, compared to other keys, of an engine that has too much to do."""
+    """Share of the engine relative to other keys under load."""
     group: str | None = None
-    """The keys of a group share cached prompts. None: this key shares with no other."""
+    """Keys in the same group share the prefix cache. None shares with no other key."""
     is_admin: bool = msgspec.field(default=False, name="admin")
 
 
 class Key(Permissions, frozen=True):
-    """A caller. On a server without keys each caller is `Key()`, which may use anything."""
+    """An authenticated caller. On a server without keys every caller is `Key()`, which may use everything."""
 
     name: str = ""
 
     def may_use(self, source: str, name: str, default_source: str, has_revisions: bool | None = None) -> bool:
-        """Tell whether a pattern allows an adapter. A pattern is of the default source unless it begins with another
-        one, as in `s3:team-*`.
+        """Return True if a pattern allows the adapter.
 
-        A pattern without a revision allows every revision. Only the hub has revisions: elsewhere `poet@x` is another
-        folder than `poet`. Where an operator's name stands for an adapter of another source, `has_revisions` tells. A
-        name that climbs out of its folder matches no pattern: what `team/*` allows must be in `team`.
+        Patterns refer to the default source unless they have a source prefix (`s3:team-*`). On the hub, a pattern
+        without a revision allows all revisions; in other sources `poet@x` is a separate name. `has_revisions` overrides
+        this for aliases of hub adapters. Names with `..` match no pattern, so `team/*` never allows files outside
+        `team`.
         """
         if self.adapters is None:
             return True
@@ -88,18 +87,18 @@ class Key(Permissions, frozen=True):
 
     def check_may_use(self, source: str, name: str, default_source: str, has_revisions: bool | None = None) -> None:
         if not self.may_use(source, name, default_source, has_revisions):
-            shown = f"adapter {name[:SHOWN_CHARACTERS]!r} of source {source[:32]!r}"
+            shown = f"adapter {name[:MAX_SHOWN_NAME_CHARACTERS]!r} from source {source[:32]!r}"
             raise ForbiddenError(f"this API key may not use {shown}")
 
     def check_may_use_base(self) -> None:
         if not self.base_model:
             raise ForbiddenError("this API key may not use the base model; name an adapter")
 
-    def salt(self, salt: str) -> str:
-        """Return a salt for the engine's cache. Only callers that may share cached prompts get the same one.
+    def cache_salt(self, salt: str) -> str:
+        """Return the prefix cache salt. Only callers that may share cached prompts get the same salt.
 
-        It is a JSON list, so that no name, group or salt of a client can be written to look like another combination.
-        Callers without a key share unless they send a salt of their own.
+        The salt is a JSON list, so that no combination of name, group and client salt can imitate another. Callers
+        without a key share the cache unless they send a salt.
         """
         if not self.name:
             return msgspec.json.encode([salt]).decode() if salt else ""
@@ -115,7 +114,7 @@ def _matches(pattern: str, source: str, names: set[str], default_source: str) ->
 
 
 class KeyRing:
-    """All keys, by the digests of their secrets."""
+    """Looks up keys by the digest of their secret."""
 
     def __init__(
         self,
@@ -125,135 +124,136 @@ class KeyRing:
     ) -> None:
         self._keys: dict[bytes, Key] = {}
         self._names: set[str] = set()
-        self.is_open = not api_keys and keys_file is None  # to callers without a key; also an empty file closes it
+        self.allows_anonymous = not api_keys and keys_file is None
         self.has_admin = False
         for number, secret in enumerate(api_keys, 1):
-            self._add(_digest_of(secret, f"API key {number}"), Key(f"key-{number}"), f"API key {number}")
+            self._add(_digest_secret(secret, f"API key {number}"), Key(f"key-{number}"), f"API key {number}")
         if admin_key is not None:
-            self._add(_digest_of(admin_key, "the admin key"), Key("admin", is_admin=True), "the admin key")
+            self._add(_digest_secret(admin_key, "the admin key"), Key("admin", is_admin=True), "the admin key")
         if keys_file is not None:
-            for digest, key in _read_keys(keys_file):
+            for digest, key in _read_keys_file(keys_file):
                 self._add(digest, key, f"{keys_file}: key {key.name!r}")
 
     @property
     def weights(self) -> dict[str, float]:
-        """The shares of keys, by their names."""
+        """Scheduling weights by key name."""
         return {key.name: key.weight for key in self._keys.values()}
 
     def identify(self, authorization: str | None) -> Key:
-        """Find the key of an `Authorization` header. An open server takes any: it may be meant for a source."""
-        key = self._find(authorization)
+        """Return the key for an `Authorization` header.
+
+        A server without keys accepts any header, because the token may be meant for the adapter source.
+        """
+        key = self._find_key(authorization)
         if key is not None:
             return key
-        if self.is_open:
+        if self.allows_anonymous:
             return Key()
         if not authorization:
-            raise AuthenticationError("an API key is needed: send the header `Authorization: Bearer <key>`")
-        raise AuthenticationError("this API key is not known; the header looks like `Authorization: Bearer <key>`")
+            raise AuthenticationError("an API key is required: send the header `Authorization: Bearer <key>`")
+        raise AuthenticationError("unknown API key; the header must be `Authorization: Bearer <key>`")
 
     def check_admin(self, key: Key) -> None:
         if not self.has_admin:
-            raise ForbiddenError("nobody may do this: there is no admin key; start the server with --admin-key")
+            raise ForbiddenError("this request requires an admin key; start the server with --admin-key")
         if not key.name:
-            raise AuthenticationError("an admin's key is needed: send the header `Authorization: Bearer <key>`")
+            raise AuthenticationError("an admin key is required: send the header `Authorization: Bearer <key>`")
         if not key.is_admin:
-            raise ForbiddenError("this API key is not an admin's")
+            raise ForbiddenError("this API key is not an admin key")
 
-    def _find(self, authorization: str | None) -> Key | None:
-        """Look a key up by the digest of what was sent, which costs the same for one key and for ten thousand.
+    def _find_key(self, authorization: str | None) -> Key | None:
+        """Look up a key by the digest of the bearer token. The cost does not depend on the number of keys.
 
-        Comparing in constant time would protect nothing. The time of a lookup may tell something about digests that
-        begin alike, but a client cannot choose the digest of a guess, and none of its bits lead back to a secret.
+        A constant-time comparison is not needed: lookup time can only leak digest bits. Clients cannot choose the
+        digest of a guess, and a digest does not reveal the secret.
         """
         if authorization is None or len(authorization) > MAX_HEADER_CHARACTERS:
             return None
-        bearer = BEARER.fullmatch(authorization)
+        bearer = BEARER_PATTERN.fullmatch(authorization)
         return None if bearer is None else self._keys.get(sha256(bearer[1].encode()).digest())
 
     def _add(self, digest: bytes, key: Key, where: str) -> None:
         if digest in self._keys:
-            raise ConfigError(
-                f"{where} is the same as that of {self._keys[digest].name!r}; every key has to be its own"
-            )
+            raise ConfigError(f"{where} has the same secret as key {self._keys[digest].name!r}; secrets must be unique")
         if key.name in self._names:
-            raise ConfigError(f"{where}: the name {key.name!r} is taken; use another")
+            raise ConfigError(f"{where}: the name {key.name!r} is already used; choose another")
         self._keys[digest] = key
         self._names.add(key.name)
         self.has_admin |= key.is_admin
 
 
-def _digest_of(secret: str, where: str) -> bytes:
-    if SECRET.fullmatch(secret) is None or len(secret) > MAX_SECRET_CHARACTERS:
+def _digest_secret(secret: str, where: str) -> bytes:
+    if SECRET_PATTERN.fullmatch(secret) is None or len(secret) > MAX_SECRET_CHARACTERS:
         raise ConfigError(
             f"{where} must be 1 to {MAX_SECRET_CHARACTERS} visible ASCII characters without spaces, "
-            "since a header cannot carry another"
+            "because it is sent in a header"
         )
     return sha256(secret.encode()).digest()
 
 
-# --- Files of keys ----------------------------------------------------------------------------------------------------
+# --- Keys files -------------------------------------------------------------------------------------------------------
 
 
 class _KeyEntry(Permissions, frozen=True, kw_only=True):
-    """A table of the file. It is never printed, since `key` is a secret."""
+    """A table in the keys file. Never print it: `key` is a secret."""
 
     key: str | None = None
     sha256: str | None = None
 
 
-def _read_keys(path: Path) -> list[tuple[bytes, Key]]:
-    document = _parse(path)
+def _read_keys_file(path: Path) -> list[tuple[bytes, Key]]:
+    document = _parse_keys_file(path)
     unknown = sorted(document.keys() - {"keys"})
     if unknown:
-        raise ConfigError(f"{path}: field {unknown[0]!r} is not known; keys are tables [keys.<name>]")
+        raise ConfigError(f"{path}: unknown field {unknown[0]!r}; keys are tables [keys.<name>]")
     tables = document.get("keys")
     if not isinstance(tables, dict) or not tables:
-        raise ConfigError(f"{path}: there are no keys in it; add a table [keys.<name>]")
-    keys = [_read_key(f"{path}: key {name[:MAX_NAME_CHARACTERS]!r}", name, table) for name, table in tables.items()]
+        raise ConfigError(f"{path}: the file has no keys; add a table [keys.<name>]")
+    keys = [_parse_key(f"{path}: key {name[:MAX_NAME_CHARACTERS]!r}", name, table) for name, table in tables.items()]
     if any(table.get("key") is not None for table in tables.values()) and path.stat().st_mode & stat.S_IROTH:
-        logger.warning("%s holds keys that everybody on this machine can read: chmod 600, or give their sha256", path)
+        logger.warning("%s contains secrets and is world-readable: chmod it to 600, or use sha256 instead of key", path)
     return keys
 
 
-def _parse(path: Path) -> dict[str, Any]:
-    """Parse a keys file. A parser's message may quote the file, so that only the position in it is told."""
+def _parse_keys_file(path: Path) -> dict[str, Any]:
+    """Parse a keys file. Errors give only the position, because parser messages may quote secrets."""
     parsers = {".toml": lambda content: tomllib.loads(content.decode()), ".json": parse_json}
     parse = parsers.get(path.suffix.lower())
     if parse is None:
-        raise ConfigError(f"{path}: a file of keys ends in .toml or .json")
+        raise ConfigError(f"{path}: a keys file must end in .toml or .json")
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{path}: the file of keys cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{path}: cannot read the keys file: {error.strerror}") from None
     try:
         return parse(content)
     except (ValueError, RecursionError) as error:
         position = re.search(r"\(?(?:at )?line \d+,? column \d+", str(error))
         where = f" {position[0]}" if position else ""
-        raise ConfigError(f"{path}: this is not {path.suffix[1:].upper()}{where}") from None
+        raise ConfigError(f"{path}: invalid {path.suffix[1:].upper()}{where}") from None
 
 
-def _read_key(where: str, name: str, table: object) -> tuple[bytes, Key]:
+def _parse_key(where: str, name: str, table: object) -> tuple[bytes, Key]:
     try:
         entry = msgspec.convert(table, _KeyEntry)
-    except msgspec.ValidationError as error:  # it names types and fields, never values
+    except msgspec.ValidationError as error:  # names types and fields, never values
         raise ConfigError(f"{where}: {error}") from None
     if not (math.isfinite(entry.weight) and entry.weight > 0):
-        raise ConfigError(f"{where}: weight must be a number above 0")
-    if not _is_name(name):
-        raise ConfigError(f"{where}: a name has 1 to {MAX_NAME_CHARACTERS} characters that can be printed")
-    if entry.group is not None and not _is_name(entry.group):
-        raise ConfigError(f"{where}: group has 1 to {MAX_NAME_CHARACTERS} characters that can be printed")
+        raise ConfigError(f"{where}: weight must be a finite number above 0")
+    if not _is_valid_name(name):
+        raise ConfigError(f"{where}: the name must have 1 to {MAX_NAME_CHARACTERS} printable characters")
+    if entry.group is not None and not _is_valid_name(entry.group):
+        raise ConfigError(f"{where}: group must have 1 to {MAX_NAME_CHARACTERS} printable characters")
     if (entry.key is None) == (entry.sha256 is None):
-        raise ConfigError(f"{where}: give either key or sha256")
+        raise ConfigError(f"{where}: set either key or sha256")
     if entry.key is not None:
-        digest = _digest_of(entry.key, f"{where}: key")
-    elif entry.sha256 is not None and HEX_DIGEST.fullmatch(entry.sha256):
+        digest = _digest_secret(entry.key, f"{where}: key")
+    elif entry.sha256 is not None and HEX_DIGEST_PATTERN.fullmatch(entry.sha256):
         digest = bytes.fromhex(entry.sha256)
     else:
         raise ConfigError(f"{where}: sha256 must be 64 hexadecimal digits")
     return digest, Key(name, **{field: getattr(entry, field) for field in Permissions.__struct_fields__})
 
 
-def _is_name(name: str) -> bool:
+def _is_valid_name(name: str) -> bool:
     return 0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable()

@@ -1,1 +1,1 @@
-"""HTTP below the routes: connections, middleware, events, errors."""
+"""HTTP infrastructure below the routes: connections, middleware, server-sent events, error responses."""

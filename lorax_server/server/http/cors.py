@@ -1,35 +1,35 @@
-"""Cross-origin requests of pages, with refusals as JSON."""
+"""CORS middleware that rejects preflight requests with a JSON error."""
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lorax_server.server.http.problems import http_problem
+from lorax_server.server.http.error_responses import make_http_error
 
-FLAGS = {"origin": "--cors-allow-origin", "method": "--cors-allow-method", "headers": "--cors-allow-header"}
+FLAG_BY_FAILURE = {"origin": "--cors-allow-origin", "method": "--cors-allow-method", "headers": "--cors-allow-header"}
 
 
-class Cors(CORSMiddleware):
-    """starlette's middleware, whose refusals are text."""
+class JsonCorsMiddleware(CORSMiddleware):
+    """Starlette's CORS middleware with JSON error responses instead of plain text."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)
-        return response if response.status_code < 400 else _Refusal(response)
+        return response if response.status_code < 400 else _JsonRejection(response)
 
 
-class _Refusal(Response):
-    """The same refusal as JSON, as the route's clients expect it."""
+class _JsonRejection(Response):
+    """Converts a plain-text rejection to the error format of the route."""
 
-    def __init__(self, refused: Response) -> None:
-        _, _, failures = bytes(refused.body).decode().partition("CORS ")
-        flags = [FLAGS[failure] for failure in failures.split(", ") if failure in FLAGS]
-        remedy = f"; the server's operator can allow it by {', '.join(flags)}" if flags else ""
-        self._message = f"this page may not ask, because of its {failures}{remedy}"
-        self._kept = {
-            name: value for name, value in refused.headers.items() if name not in ("content-type", "content-length")
+    def __init__(self, rejection: Response) -> None:
+        _, _, failures = bytes(rejection.body).decode().partition("CORS ")
+        flags = [FLAG_BY_FAILURE[failure] for failure in failures.split(", ") if failure in FLAG_BY_FAILURE]
+        hint = f"; the server operator can allow it with {', '.join(flags)}" if flags else ""
+        self._message = f"cross-origin request rejected because of its {failures}{hint}"
+        self._extra_headers = {
+            name: value for name, value in rejection.headers.items() if name not in ("content-type", "content-length")
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = http_problem(400, self._message, self._kept).response(scope["path"])
+        response = make_http_error(400, self._message, self._extra_headers).to_response(scope["path"])
         await response(scope, receive, send)

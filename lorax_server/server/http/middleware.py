@@ -1,6 +1,6 @@
-"""Checks before all routes: of hosts and keys first, then of bodies: JSON of bounded size that arrives in time.
+"""Middleware that checks the host, the API key and the body of each request before its route runs.
 
-Each request gets an id, and refusals are logged. Every route of a router needs a key, except those named here.
+It also assigns request IDs and logs rejected requests. All routes except `PUBLIC_PATHS` require a key.
 """
 
 import asyncio
@@ -17,36 +17,37 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lorax_server.config import ServerConfig
 from lorax_server.errors import LoraxError
 from lorax_server.server.access.keys import Key
-from lorax_server.server.http.hosts import Hosts
-from lorax_server.server.http.problems import Problem, describe, http_problem
+from lorax_server.server.http.error_responses import ErrorResponse, make_error_response, make_http_error
+from lorax_server.server.http.hosts import AllowedHosts
 from lorax_server.server.telemetry.audit import AuditLog
 from lorax_server.server.telemetry.request_record import RequestRecord
 
-MAX_DISCARDED = 16 * 2**20
-DISCARD_S = 2.0
-LARGE = 2**15  # bytes of a body whose parsing takes milliseconds
-REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
-SINGLE = ("host", "authorization", "content-type")  # of two, a proxy might look at one and this server at the other
-PUBLIC = re.compile(r"/(|health|ping|startup|metrics|ui(/.*)?)")  # readable without a key
+MAX_DISCARDED_BYTES = 16 * 2**20
+DISCARD_TIMEOUT_S = 2.0
+LARGE_BODY_BYTES = 2**15  # parsing a larger body takes milliseconds
+REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
+JSON_CONTENT_TYPE = re.compile(r"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
+# If one of these is repeated, a proxy and this server might use different values.
+SINGLE_VALUE_HEADERS = ("host", "authorization", "content-type")
+PUBLIC_PATHS = re.compile(r"/(|health|ping|startup|metrics|ui(/.*)?)")  # GET without a key
 
 
-def methods_at(path: str, routes: Sequence[BaseRoute]) -> set[str]:
-    """Return the methods of a path. A route that answers GET also answers HEAD."""
+def find_methods(path: str, routes: Sequence[BaseRoute]) -> set[str]:
+    """Return the methods that a path supports. GET implies HEAD."""
     matching = (route for route in routes if isinstance(route, Route) and route.path_regex.match(path))
     methods = {method for route in matching for method in route.methods or ()}
     return methods | {"HEAD"} if "GET" in methods else methods
 
 
-class _RefusedError(Exception):
-    """A request that is answered here and reaches no route."""
+class _RejectedError(Exception):
+    """Raised to reject a request before it reaches a route."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem._replace(headers={**problem.headers, "connection": "close"})
+    def __init__(self, error_response: ErrorResponse) -> None:
+        self.error_response = error_response._replace(headers={**error_response.headers, "connection": "close"})
 
 
-class Guard(Protocol):
-    """The part of the service that authenticates requests and logs rejected ones."""
+class Authenticator(Protocol):
+    """The parts of the service that the middleware uses."""
 
     config: ServerConfig
     audit_log: AuditLog
@@ -55,14 +56,14 @@ class Guard(Protocol):
 
 
 class RequestMiddleware:
-    """Reads the whole body before a route begins: routes take bodies whole, and a bad one is refused here."""
+    """ASGI middleware that reads and checks the whole body before the route runs."""
 
-    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute], service: Guard, address: str = "") -> None:
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute], service: Authenticator, address: str = "") -> None:
         config = service.config
         self._app = app
         self._routes = routes
         self._service = service
-        self._hosts = Hosts(config.host, config.allowed_hosts, address)
+        self._hosts = AllowedHosts(config.host, config.allowed_hosts, address)
         self._max_body_bytes = config.max_body_bytes
         self._body_timeout_s = config.body_timeout_s
         self._large_body_lock = asyncio.Lock()
@@ -72,7 +73,7 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        record = _describe_request(scope, headers)
+        record = _make_record(scope, headers)
         state = scope.setdefault("state", {})
         state["record"] = record
 
@@ -83,69 +84,71 @@ class RequestMiddleware:
             await send(message)
 
         if scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}  # uvicorn knows of the HEAD, and sends no body
+            scope = {**scope, "method": "GET"}  # uvicorn still sees HEAD and sends no body
         try:
-            await self._answer(scope, headers, record, receive, send_with_id)
-        except _RefusedError as refused:
-            await self._refuse(record, refused.problem, receive, send_with_id)
+            await self._handle(scope, headers, record, receive, send_with_id)
+        except _RejectedError as rejected:
+            await self._reject(record, rejected.error_response, receive, send_with_id)
         finally:
-            self._service.audit_log.end(record, state.get("admin_action"))
+            self._service.audit_log.log_finished(record, state.get("admin_action"))
 
-    async def _answer(
+    async def _handle(
         self, scope: Scope, headers: Headers, record: RequestRecord, receive: Receive, send: Send
     ) -> None:
-        """Refuse a request as early as possible, or hand it to a route."""
+        """Reject the request as early as possible, or pass it to its route."""
         method, path = scope["method"], scope["path"]
-        has_route = method in methods_at(path, self._routes)
-        is_public = method == "GET" and PUBLIC.fullmatch(path) is not None
+        has_route = method in find_methods(path, self._routes)
+        is_public = method == "GET" and PUBLIC_PATHS.fullmatch(path) is not None
         self._check_headers(headers)
         if has_route and not is_public:
             try:
                 key = scope["state"]["key"] = self._service.identify(headers)
                 record.key = key.name
             except LoraxError as error:
-                raise _RefusedError(describe(error, path)) from None
+                raise _RejectedError(make_error_response(error, path)) from None
         if has_route and method == "POST":
             self._check_body_headers(headers)
             body = await self._read_body(receive)
             if body is None:
-                return  # the client has left
-            receive = _replay(body, receive)
-            if len(body) > LARGE:
-                # Large bodies are parsed one by one, and streams go on in between. Parsing holds Python's lock, so that
-                # another thread would not help.
+                return  # the client disconnected
+            receive = _replay_body(body, receive)
+            if len(body) > LARGE_BODY_BYTES:
+                # Parse large bodies one at a time so that streams can run in between. A thread would not help, because
+                # parsing holds the GIL.
                 async with self._large_body_lock:
                     await asyncio.sleep(0)
         await self._app(scope, receive, send)
-        problem = scope["state"].get("problem")  # of the schema, or of a route
-        if problem is not None:
-            self._service.audit_log.refuse(record, problem.status, problem.error_type, problem.message)
+        error_response = scope["state"].get("error_response")  # set by schema validation or by the route
+        if error_response is not None:
+            self._service.audit_log.log_rejection(
+                record, error_response.status, error_response.error_type, error_response.message
+            )
 
     def _check_headers(self, headers: Headers) -> None:
-        for name in SINGLE:
+        for name in SINGLE_VALUE_HEADERS:
             if len(headers.getlist(name)) > 1:
-                raise _RefusedError(http_problem(400, f"there must be one header `{name.title()}`, not several"))
-        if not self._hosts.allow(headers.get("host", "localhost")):  # every browser names one
-            message = f"this server is not called {headers['host'][:64]!r}; allow that name by --allowed-host"
-            raise _RefusedError(Problem(403, "permission", message))
+                raise _RejectedError(make_http_error(400, f"the header `{name.title()}` must not be repeated"))
+        if not self._hosts.is_allowed(headers.get("host", "localhost")):  # browsers always send it
+            message = f"the host {headers['host'][:64]!r} is not allowed; allow it with --allowed-host"
+            raise _RejectedError(ErrorResponse(403, "permission", message))
 
     def _check_body_headers(self, headers: Headers) -> None:
-        if not JSON.fullmatch(headers.get("content-type", "")):
-            raise _RefusedError(http_problem(415, "Expected request with `Content-Type: application/json`"))
+        if not JSON_CONTENT_TYPE.fullmatch(headers.get("content-type", "")):
+            raise _RejectedError(make_http_error(415, "Expected request with `Content-Type: application/json`"))
         if headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
             accepted = {"accept-encoding": "identity"}
-            raise _RefusedError(http_problem(415, "Expected request without `Content-Encoding`", accepted))
+            raise _RejectedError(make_http_error(415, "Expected request without `Content-Encoding`", accepted))
         length = headers.get("content-length", "")
         if length.isdigit():
             self._check_size(int(length[:20]))
 
     def _check_size(self, size: int) -> None:
         if size > self._max_body_bytes:
-            message = f"Failed to buffer the request body: at most {self._max_body_bytes} bytes are taken"
-            raise _RefusedError(http_problem(413, message))
+            message = f"Failed to buffer the request body: it must be at most {self._max_body_bytes} bytes"
+            raise _RejectedError(make_http_error(413, message))
 
     async def _read_body(self, receive: Receive) -> bytes | None:
-        """Return the body; None if the client left."""
+        """Return the body, or None if the client disconnected."""
         body = bytearray()
         try:
             async with asyncio.timeout(self._body_timeout_s):
@@ -158,39 +161,42 @@ class RequestMiddleware:
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
-            problem = http_problem(408, f"the body did not arrive within {self._body_timeout_s:g} s")
-            raise _RefusedError(problem) from None
+            error_response = make_http_error(408, f"the body did not arrive within {self._body_timeout_s:g} s")
+            raise _RejectedError(error_response) from None
 
-    async def _refuse(self, record: RequestRecord, problem: Problem, receive: Receive, send: Send) -> None:
-        """Answer at once, then read on for a while: a client that is cut off while it sends does not see the answer."""
-        self._service.audit_log.refuse(record, problem.status, problem.error_type, problem.message)
-        response = problem.response(record.route)
+    async def _reject(self, record: RequestRecord, error_response: ErrorResponse, receive: Receive, send: Send) -> None:
+        """Send the error, then keep reading for a while: clients that are still sending may miss the response
+        otherwise."""
+        self._service.audit_log.log_rejection(
+            record, error_response.status, error_response.error_type, error_response.message
+        )
+        response = error_response.to_response(record.route)
         await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": True})
-        await _discard(receive)
+        await _discard_body(receive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _describe_request(scope: Scope, headers: Headers) -> RequestRecord:
+def _make_record(scope: Scope, headers: Headers) -> RequestRecord:
     request_id = headers.get("x-request-id", "")
-    if not REQUEST_ID.fullmatch(request_id):
+    if not REQUEST_ID_PATTERN.fullmatch(request_id):
         request_id = uuid.uuid4().hex
     return RequestRecord(request_id, scope["path"], status=0, address=(scope.get("client") or ("",))[0])
 
 
-async def _discard(receive: Receive) -> None:
-    left = MAX_DISCARDED
+async def _discard_body(receive: Receive) -> None:
+    num_bytes_left = MAX_DISCARDED_BYTES
     with suppress(TimeoutError):
-        async with asyncio.timeout(DISCARD_S):
-            while left > 0:
+        async with asyncio.timeout(DISCARD_TIMEOUT_S):
+            while num_bytes_left > 0:
                 message = await receive()
-                left -= len(message.get("body", b""))
+                num_bytes_left -= len(message.get("body", b""))
                 if not message.get("more_body", False):
                     return
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return the body first, then what comes after it: that the client leaves."""
+def _replay_body(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that yields the body again before further messages."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:

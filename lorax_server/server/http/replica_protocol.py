@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorax_server.errors import ForbiddenError
-from lorax_server.server.http.problems import describe
+from lorax_server.server.http.error_responses import make_error_response
 
 SECRET_HEADER = "x-lorax-secret"  # on every request to a replica's server
 CLIENT_HEADER = "x-lorax-client"  # the client address, on every request that the ingress forwards
@@ -35,7 +35,7 @@ class AdapterChange(NamedTuple):
 class ReplicaAccess:
     """ASGI middleware that admits requests from the ingress and from the replica's actor only.
 
-    A request without a client address is the actor's own, and may use the routes of the `control` application.
+    Requests without a client address come from the actor and may use the routes of the `control` application.
     """
 
     def __init__(self, app: ASGIApp, secret: str, control: ASGIApp) -> None:
@@ -45,17 +45,17 @@ class ReplicaAccess:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        sent, path = Headers(scope=scope), scope["path"]
-        client = sent.get(CLIENT_HEADER)
-        if not hmac.compare_digest(sent.get(SECRET_HEADER, "").encode(), self._secret):
+        request_headers, path = Headers(scope=scope), scope["path"]
+        client = request_headers.get(CLIENT_HEADER)
+        if not hmac.compare_digest(request_headers.get(SECRET_HEADER, "").encode(), self._secret):
             error = ForbiddenError("this server is a replica; send requests to the address of the deployment")
-            await describe(error, path).response(path)(scope, receive, send)
+            await make_error_response(error, path).to_response(path)(scope, receive, send)
             return
         if client is None and path.startswith(CONTROL_PREFIX):
             await self._control(scope, receive, send)
             return
-        own = (SECRET_HEADER.encode(), CLIENT_HEADER.encode())
-        headers = [pair for pair in scope["headers"] if pair[0] not in own]
+        internal_headers = (SECRET_HEADER.encode(), CLIENT_HEADER.encode())
+        headers = [pair for pair in scope["headers"] if pair[0] not in internal_headers]
         scope = {**scope, "headers": headers, "state": scope.get("state", {})}
         if client:
             scope["client"] = (client, 0)

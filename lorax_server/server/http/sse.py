@@ -1,4 +1,4 @@
-"""Server-sent events: a response that is written chunk by piece."""
+"""Streaming responses with server-sent events."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 KEEP_ALIVE_COMMENT = b":\n\n"
 DONE_EVENT = b"data: [DONE]\n\n"
-CHUNK_WRITER = "lorax.chunk_writer"  # the extension of ASGI by which a connection offers one, as a weak reference
+CHUNK_WRITER = "lorax.chunk_writer"  # ASGI extension: a weak reference to the connection's ChunkWriter
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -35,7 +35,7 @@ class ChunkWriter(Protocol):
         """True if the client is connected and the write buffer has space."""
 
     def write(self, chunk: bytes) -> None:
-        """Write a chunk of the body at once."""
+        """Write a body chunk immediately."""
 
 
 class DirectWriter:

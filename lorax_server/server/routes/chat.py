@@ -69,7 +69,7 @@ async def prepare(
     """Check a chat request, render its prompt and create its generations."""
     service, options = context.service, _to_options(context.service, body)
     await context.admit(len(options.seeds), bool(body.stream))
-    structure, tools = await openai.choose_structure(body), None
+    structure, tools = await openai.read_structure(body), None
     if body.tools or body.tool_choice:
         is_parallel = body.parallel_tool_calls is not False
         tools = await asyncio.to_thread(parse_tool_definitions, body.tools, body.tool_choice, is_parallel)

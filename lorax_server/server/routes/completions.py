@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from lorax_server.generation.candidates import sort_candidates
-from lorax_server.generation.generation import TokenEvent, locate_tokens
+from lorax_server.generation.generation import TokenEvent, find_token_offsets
 from lorax_server.server.checks import check
 from lorax_server.server.generations import RemoteGeneration, finish_all
 from lorax_server.server.http.error_responses import json_response
@@ -54,7 +54,7 @@ async def _complete(context: RequestContext, body: CompletionRequest) -> Respons
     num_choices, num_candidates = body.n or 1, body.best_of or body.n or 1
     options = _to_options(context.service, body, len(prompts), num_choices, num_candidates)
     await context.admit(num_candidates * len(prompts), bool(body.stream))
-    options = replace(options, structure=await openai.choose_structure(body))
+    options = replace(options, structure=await openai.read_structure(body))
     model = await openai.resolve(context, body, choice)
     completions = []
     for prompt in prompts:
@@ -118,7 +118,7 @@ async def _locate_prompt(
         text, locate = prompt, partial(tokenizer.locate, prompt, body.add_special_tokens is not False)
     else:
         text = await tokenizers.decode(tokenizer, prompt)
-        locate = partial(locate_tokens, tokenizer.detokenizer, prompt)
+        locate = partial(find_token_offsets, tokenizer.detokenizer, prompt)
     starts = [] if body.logprobs is None else await tokenizers.run(tokenizer, len(prompt), locate)
     return _PromptCompletions(generations, text, [min(start, len(text)) for start in starts])
 

@@ -29,7 +29,7 @@ from lorax_server.server.schemas.lorax import (
 from lorax_server.server.schemas.unsupported_fields import GENERATE, reject_misplaced, reject_unsupported
 from lorax_server.server.service import Service
 from lorax_server.structured_output import request_formats
-from lorax_server.types import MAX_MERGED, Merge, SamplingParams, StopParams, Structure
+from lorax_server.types import MAX_MERGED_ADAPTERS, Merge, SamplingParams, StopParams, Structure
 
 TAG = "LoRAX"
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -68,7 +68,7 @@ async def _prepare(context: RequestContext, body: GenerateRequest, is_stream: bo
     reject_misplaced(body.model_extra, GenerateParameters.model_fields)
     options = to_options(service, body.inputs, parameters, is_stream)
     await context.admit(len(options.seeds), is_stream)
-    options = replace(options, structure=await choose_structure(parameters))
+    options = replace(options, structure=await read_structure(parameters))
     return await context.prepare(await context.resolve(choice), body.inputs, options)
 
 
@@ -180,7 +180,7 @@ def choose_merged(
     merged: MergedAdapters, source: str | None, token: str | None, names: ModelNames, seed: int | None
 ) -> ModelSelection:
     check(bool(merged.ids), "at least one adapter ID must be provided when setting `adapters`")
-    check(len(merged.ids) <= MAX_MERGED, f"at most {MAX_MERGED} adapters can be merged. Given: {len(merged.ids)}")
+    check(len(merged.ids) <= MAX_MERGED_ADAPTERS, f"at most {MAX_MERGED_ADAPTERS} adapters can be merged. Given: {len(merged.ids)}")
     weights = merged.weights or [1.0] * len(merged.ids)
     check(len(merged.ids) == len(weights), "number of adapter IDs must match number of adapter weights")
     if len(merged.ids) == 1:  # use the adapter unchanged
@@ -228,7 +228,7 @@ def to_options(service: Service, inputs: str, parameters: GenerateParameters, is
     )
 
 
-async def choose_structure(parameters: GenerateParameters) -> Structure | None:
+async def read_structure(parameters: GenerateParameters) -> Structure | None:
     """Return the request's grammar, or None. Call it after admission: it analyzes schemas on a thread.
 
     Unlike LoRAX, the type matters: `text` applies no constraint.
@@ -237,7 +237,7 @@ async def choose_structure(parameters: GenerateParameters) -> Structure | None:
     if response_format is None:
         return None
     fields = {"response_format": response_format.model_dump(by_alias=True)}
-    return await asyncio.to_thread(request_formats.choose_structure, fields)
+    return await asyncio.to_thread(request_formats.read_structure, fields)
 
 
 def _merge(merged: MergedAdapters, weights: list[float], seed: int | None) -> Merge:

@@ -122,10 +122,10 @@ def to_options(
     )
 
 
-async def choose_structure(body: CommonRequest) -> Structure | None:
+async def read_structure(body: CommonRequest) -> Structure | None:
     """Return the request's grammar, or None. Call it after admission: it analyzes schemas on a thread."""
     fields = {name: value for name in request_formats.FIELDS if (value := getattr(body, name)) is not None}
-    return await asyncio.to_thread(request_formats.choose_structure, fields) if fields else None
+    return await asyncio.to_thread(request_formats.read_structure, fields) if fields else None
 
 
 def _sampling(service: Service, body: CommonRequest, num_alternatives: int) -> SamplingParams:

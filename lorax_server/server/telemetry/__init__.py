@@ -1,1 +1,1 @@
-"""Telemetry: logs, metrics, traces, and the record of a request that they share."""
+"""Logs, metrics, traces, and the request record that they share."""

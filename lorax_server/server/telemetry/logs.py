@@ -1,4 +1,4 @@
-"""Log lines: one for each record, as text or as JSON, whatever characters are in it."""
+"""Log formatters (text and JSON) that always write one line per record, and the request log line."""
 
 import json
 import logging
@@ -15,35 +15,35 @@ from lorax_server.server.telemetry.request_record import RequestRecord
 logger = logging.getLogger(__name__)
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
-FIELDS = "fields"  # their name in `extra`
+EXTRA_KEY = "fields"  # key in `extra` for additional fields
 PLAIN_VALUE = re.compile(r"[\w./:@,+*~()\[\]-]+")
-MAX_VALUE_CHARACTERS = 1024  # of a value that a client chose, except for prompts and texts, which are logged whole
+MAX_VALUE_CHARACTERS = 1024  # per client-supplied value; prompts and completions are not truncated
 HASH_CHARACTERS = 12
-# Errors whose messages may quote the request.
-ABOUT_CONTENT = ("validation", "template_error", "missing_template_variable", "tool_error")
+# The messages of these errors may quote the request.
+ERROR_TYPES_QUOTING_REQUEST = ("validation", "template_error", "missing_template_variable", "tool_error")
 
 
-def configure(level: str, json_logs: bool, stream: TextIO | None = None) -> None:
-    """Send all log lines of this process to `stream`, or to stderr; also uvicorn's, if its `log_config` is None."""
+def configure_logging(level: str, json_logs: bool, stream: TextIO | None = None) -> None:
+    """Log to `stream` or stderr. uvicorn logs are included if its `log_config` is None."""
     if level.lower() not in LEVELS:
-        raise ConfigError(f"log level {level!r} is not known; use one of {', '.join(LEVELS)}")
+        raise ConfigError(f"unknown log level {level!r}; use one of {', '.join(LEVELS)}")
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter() if json_logs else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
-def log_request(record: RequestRecord, more: Mapping[str, Any] | None = None) -> None:
-    """Log a request that ended. Prompt and answer are written only if the record has them."""
+def log_request(record: RequestRecord, extra_fields: Mapping[str, Any] | None = None) -> None:
+    """Log a finished request, including prompt and completion if the record has them."""
     if not logger.isEnabledFor(logging.INFO):
         return
     fields: dict[str, Any] = {
-        "request_id": shorten(record.request_id),
-        "route": shorten(record.route),
+        "request_id": truncate(record.request_id),
+        "route": truncate(record.route),
         "status": record.status,
         "error_type": record.error_type,
         "key": record.key,
-        "source": shorten(record.source),
-        "adapter": shorten(record.adapter_id or ""),
+        "source": truncate(record.source),
+        "adapter": truncate(record.adapter_id or ""),
         "adapter_hash": record.identity[:HASH_CHARACTERS],
         "is_streamed": record.is_streamed,
         "is_dropped": record.is_dropped,
@@ -56,14 +56,14 @@ def log_request(record: RequestRecord, more: Mapping[str, Any] | None = None) ->
     }
     for name in ("total", "validation", "adapter", "queue", "first_token", "inference"):
         fields[f"{name}_ms"] = _to_ms(getattr(record, f"{name}_s"))
-    if record.error and record.error_type not in ABOUT_CONTENT:
-        fields["error"] = shorten(record.error)
+    if record.error and record.error_type not in ERROR_TYPES_QUOTING_REQUEST:
+        fields["error"] = truncate(record.error)
     fields |= {name: value for name, value in (("prompt", record.prompt), ("text", record.text)) if value is not None}
-    logger.info("request", extra={FIELDS: fields | dict(more or {})})
+    logger.info("request", extra={EXTRA_KEY: fields | dict(extra_fields or {})})
 
 
-def shorten(text: str) -> str:
-    """Shorten a client's text to a length that a log can bear."""
+def truncate(text: str) -> str:
+    """Truncate a client-supplied value for the log."""
     return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[:MAX_VALUE_CHARACTERS]}... ({len(text)} characters)"
 
 
@@ -72,50 +72,52 @@ def _to_ms(seconds: float | None) -> float | None:
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, logger and message, then `name=value` for each field."""
+    """Formats records as time, level, logger and message, then `name=value` for each field."""
 
     def format(self, record: logging.LogRecord) -> str:
-        words = [_time(record), record.levelname, record.name, _escape(record.getMessage())]
-        fields = getattr(record, FIELDS, {}) | _exception(self, record)
-        return " ".join([*words, *(f"{_escape(name)}={_text_value(value)}" for name, value in fields.items())])
+        words = [_format_time(record), record.levelname, record.name, _escape(record.getMessage())]
+        fields = getattr(record, EXTRA_KEY, {}) | _format_exception(self, record)
+        return " ".join([*words, *(f"{_escape(name)}={_format_text_value(value)}" for name, value in fields.items())])
 
 
 class JsonFormatter(logging.Formatter):
-    """An object with timestamp, level, logger, message and, where there are any, fields and exception."""
+    """Formats records as JSON with timestamp, level, logger, message and, if present, fields and exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
-            "timestamp": _time(record),
+            "timestamp": _format_time(record),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
         }
-        fields = getattr(record, FIELDS, {})
+        fields = getattr(record, EXTRA_KEY, {})
         if fields:
-            line["fields"] = {str(name): _json_value(value) for name, value in fields.items()}
-        return json.dumps(line | _exception(self, record))  # all but ASCII is escaped, so no value can end the line
+            line["fields"] = {str(name): _to_json_value(value) for name, value in fields.items()}
+        return json.dumps(
+            line | _format_exception(self, record)
+        )  # non-ASCII is escaped, so values cannot contain line breaks
 
 
-def _time(record: logging.LogRecord) -> str:
+def _format_time(record: logging.LogRecord) -> str:
     return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _exception(formatter: logging.Formatter, record: logging.LogRecord) -> dict[str, str]:
-    """Return the field of a record's exception and stack; nothing if it has neither."""
+def _format_exception(formatter: logging.Formatter, record: logging.LogRecord) -> dict[str, str]:
+    """Return a field with the exception and stack, or an empty dict."""
     traces = [formatter.formatException(record.exc_info)] if record.exc_info else []
     if record.stack_info:
         traces.append(formatter.formatStack(record.stack_info))
     return {"exception": "\n".join(traces)} if traces else {}
 
 
-def _json_value(value: object) -> object:
-    """Return a value as it is where JSON has it, else as text."""
+def _to_json_value(value: object) -> object:
+    """Return the value if JSON supports it, otherwise its string form."""
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return str(value)
 
 
-def _text_value(value: object) -> str:
+def _format_text_value(value: object) -> str:
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     if PLAIN_VALUE.fullmatch(text):
         return text
@@ -123,7 +125,7 @@ def _text_value(value: object) -> str:
 
 
 def _escape(text: str) -> str:
-    """Escape characters that end a line, move a cursor or hide text."""
+    """Escape unprintable characters such as line breaks and terminal control codes."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

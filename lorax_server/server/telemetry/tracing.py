@@ -1,9 +1,7 @@
-"""Traces of requests for OpenTelemetry, made from the record of a request that has ended.
+"""OpenTelemetry traces of finished requests, exported with OTLP over HTTP (usually port 4318).
 
-They are sent as OTLP over HTTP, usually to port 4318. LoRAX sent OTLP over gRPC to 4317: a collector that takes
-that usually takes the other too. Headers, certificates, sampling and more are set by the `OTEL_*` variables that
-OpenTelemetry defines. Spans wait in a queue of limited length for a thread that sends them, so a collector that is slow
-or away costs spans, and nothing else.
+LoRAX uses OTLP over gRPC (port 4317); most collectors accept both. Use `OTEL_*` variables for headers, certificates and
+sampling. Export runs on a thread with a bounded queue, so a slow or unreachable collector only loses spans.
 """
 
 import logging
@@ -26,37 +24,37 @@ TRACES_PATH = "/v1/traces"
 GRPC_PORT = 4317
 SEND_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
-MAX_ATTRIBUTE_CHARACTERS = 256  # of a value that a client chose
-NS = 1_000_000_000
-SERVICE = "lorax.server"
+MAX_ATTRIBUTE_CHARACTERS = 256  # per client-supplied value
+NS_PER_S = 1_000_000_000
+SERVICE_NAME = "lorax.server"
 
 
 class Tracer:
-    """Sends a trace of each request that ends, if there is an endpoint. `model` is the base model's name."""
+    """Exports a trace for each finished request if an endpoint is configured. `model` is the base model name."""
 
     def __init__(self, endpoint: str | None, model: str = "") -> None:
         self._model = model
         self._exporter = None if endpoint is None else _make_exporter(_traces_url(endpoint))
         self._provider = None if self._exporter is None else _make_provider(self._exporter)
 
-    def end(self, record: RequestRecord) -> None:
-        """Trace a request that ended. A failure of tracing must not become the client's."""
+    def export_trace(self, record: RequestRecord) -> None:
+        """Export the trace of a finished request. Errors are logged and never reach the client."""
         if self._provider is None:
             return
         try:
             self._trace(self._provider, record)
         except Exception:
-            logger.warning("a request could not be traced", exc_info=True)
+            logger.warning("could not trace a request", exc_info=True)
 
     def close(self) -> None:
-        """Send the spans that wait, as far as possible in a few seconds."""
+        """Export the queued spans within `CLOSE_TIMEOUT_S`; drop the rest."""
         if self._provider is None:
             return
         closing = threading.Thread(target=self._provider.shutdown, name="close-tracing", daemon=True)
         closing.start()
         closing.join(CLOSE_TIMEOUT_S)
         if closing.is_alive() and self._exporter is not None:
-            self._exporter.shutdown()  # drop the rest, instead of trying for half a minute; its threads end
+            self._exporter.shutdown()  # drop the rest instead of retrying for half a minute
         self._provider = None
 
     def _trace(self, provider: "TracerProvider", record: RequestRecord) -> None:
@@ -70,21 +68,21 @@ class Tracer:
             "lorax.request",
             context=TraceContextTextMapPropagator().extract(carrier, Context()),
             kind=trace.SpanKind.SERVER,
-            attributes=attributes(record, self._model),
-            start_time=_ns(record, 0.0),
+            attributes=make_span_attributes(record, self._model),
+            start_time=_to_timestamp_ns(record, 0.0),
         )
         context = trace.set_span_in_context(root, Context())
-        for name, begin_s, end_s in list_stages(record):
-            child = tracer.start_span(name, context=context, start_time=_ns(record, begin_s))
-            child.end(_ns(record, end_s))
-        problem = problem_of(record)
-        if problem:
-            root.set_status(trace.Status(trace.StatusCode.ERROR, problem))
-        root.end(_ns(record, record.total_s))
+        for name, start_s, end_s in list_stages(record):
+            child = tracer.start_span(name, context=context, start_time=_to_timestamp_ns(record, start_s))
+            child.end(_to_timestamp_ns(record, end_s))
+        error_kind = classify_error(record)
+        if error_kind:
+            root.set_status(trace.Status(trace.StatusCode.ERROR, error_kind))
+        root.end(_to_timestamp_ns(record, record.total_s))
 
 
 def list_stages(record: RequestRecord) -> list[tuple[str, float, float]]:
-    """List the stages of a request, as far as it came, with begin and end in seconds since its start."""
+    """List the stages that the request reached: name, start and end in seconds since its arrival."""
     queued_s = record.validation_s + record.queue_s
     stages = [("validation", 0.0, record.validation_s)]
     if record.queue_s > 0 or record.inference_s > 0:
@@ -94,53 +92,53 @@ def list_stages(record: RequestRecord) -> list[tuple[str, float, float]]:
     return stages
 
 
-def problem_of(record: RequestRecord) -> str:
-    """Return the kind of an error. Its message may quote the request, and is not sent."""
+def classify_error(record: RequestRecord) -> str:
+    """Return the error kind, or "" on success. Messages are not exported because they may quote the request."""
     if record.is_dropped:
         return "dropped"
     return record.error_type or (str(record.status) if record.status >= 400 else "")
 
 
-def attributes(record: RequestRecord, model: str) -> "Mapping[str, AttributeValue]":
-    """Return attributes, named by the conventions for generative AI and for HTTP where these have a name."""
+def make_span_attributes(record: RequestRecord, model: str) -> "Mapping[str, AttributeValue]":
+    """Return span attributes, using the OpenTelemetry GenAI and HTTP conventions where they define a name."""
     values: dict[str, AttributeValue] = {
         "gen_ai.operation.name": "chat" if "chat" in record.route else "text_completion",
         "gen_ai.provider.name": "lorax",
-        "gen_ai.request.model": _text(record.adapter_id or model),
+        "gen_ai.request.model": _truncate(record.adapter_id or model),
         "gen_ai.request.choice.count": record.num_choices,
         "gen_ai.request.max_tokens": record.max_new_tokens,
         "gen_ai.request.stream": record.is_streamed,
-        "gen_ai.response.id": _text(record.request_id),
-        "gen_ai.response.model": _text(model),
+        "gen_ai.response.id": _truncate(record.request_id),
+        "gen_ai.response.model": _truncate(model),
         "gen_ai.response.finish_reasons": tuple(record.finish_reasons),
         "gen_ai.usage.input_tokens": record.prompt_tokens,
         "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
         "gen_ai.usage.output_tokens": record.generated_tokens,
-        "http.route": _text(record.route),
+        "http.route": _truncate(record.route),
         "http.response.status_code": record.status,
-        "error.type": problem_of(record),
-        "lorax.adapter": _text(record.adapter_id or ""),
+        "error.type": classify_error(record),
+        "lorax.adapter": _truncate(record.adapter_id or ""),
         "lorax.adapter_hash": record.identity,
-        "lorax.adapter_source": _text(record.source),
+        "lorax.adapter_source": _truncate(record.source),
         "lorax.adapter_wait_s": record.adapter_s,
-        "lorax.key": _text(record.key),
+        "lorax.key": _truncate(record.key),
     }
     if record.first_token_s is not None:
         values["gen_ai.response.time_to_first_chunk"] = record.validation_s + record.queue_s + record.first_token_s
     return {name: value for name, value in values.items() if value not in ("", ())}
 
 
-def _text(text: str) -> str:
-    """Shorten a text, and make it valid Unicode: one bad string would cost all spans of the same batch."""
+def _truncate(text: str) -> str:
+    """Truncate a text and make it valid Unicode, because one invalid string would fail the whole batch."""
     return text[:MAX_ATTRIBUTE_CHARACTERS].encode(errors="replace").decode()
 
 
-def _ns(record: RequestRecord, after_s: float) -> int:
-    return int((record.started_at + after_s) * NS)
+def _to_timestamp_ns(record: RequestRecord, after_s: float) -> int:
+    return int((record.started_at + after_s) * NS_PER_S)
 
 
 def _traces_url(endpoint: str) -> str:
-    """Return the URL that spans are sent to; a bare host gets the path that OTLP has for traces."""
+    """Return the export URL. The OTLP traces path is added if the endpoint has no path."""
     try:
         parsed = urlsplit(endpoint)
         port = parsed.port
@@ -149,7 +147,7 @@ def _traces_url(endpoint: str) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.hostname:
         raise ConfigError(f"otlp endpoint {endpoint!r} must look like http://host:4318 (OTLP over HTTP)")
     if port == GRPC_PORT:
-        logger.warning("%s is the custom port of OTLP over gRPC; traces are sent over HTTP, often to 4318", endpoint)
+        logger.warning("%s uses the OTLP/gRPC port, but traces are sent with OTLP/HTTP (usually port 4318)", endpoint)
     return endpoint if parsed.path.strip("/") else parsed._replace(path=TRACES_PATH).geturl()
 
 
@@ -157,7 +155,7 @@ def _make_exporter(url: str) -> "SpanExporter":
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
     except ImportError as error:
-        raise ConfigError("traces need more packages: pip install lorax_server[otel]") from error
+        raise ConfigError("tracing requires extra packages: pip install lorax_server[otel]") from error
     return OTLPSpanExporter(endpoint=url, timeout=SEND_TIMEOUT_S)
 
 
@@ -166,6 +164,6 @@ def _make_provider(exporter: "SpanExporter") -> "TracerProvider":
     from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
     from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
 
-    provider = TracerProvider(resource=Resource.create({"service.name": SERVICE}), shutdown_on_exit=False)
+    provider = TracerProvider(resource=Resource.create({"service.name": SERVICE_NAME}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider

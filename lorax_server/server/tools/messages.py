@@ -7,12 +7,12 @@ from typing import Any
 from lorax_server.errors import InputError, NotSupportedError
 from lorax_server.server.tools.output_format import OutputFormat, OutputParser
 from lorax_server.text.tools.parser import (
-    ArgumentsPiece,
-    CallBegins,
-    CallEnds,
+    ArgumentsDelta,
     ParsedEvent,
-    TextPiece,
-    ThoughtPiece,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallEnd,
+    ToolCallStart,
 )
 
 
@@ -57,18 +57,18 @@ class MessageWriter:
 
     def _to_delta(self, event: ParsedEvent) -> dict[str, Any] | None:
         match event:
-            case TextPiece(text):
+            case TextDelta(text):
                 return {"content": text}
-            case ThoughtPiece(text):
+            case ReasoningDelta(text):
                 return {"reasoning_content": text}
-            case CallBegins(name):
+            case ToolCallStart(name):
                 self.num_calls += 1
                 function = {"name": name, "arguments": ""}
                 call = {"index": self.num_calls - 1, "id": self._output_format.make_call_id(), "type": "function"}
                 return {"tool_calls": [{**call, "function": function}]}
-            case ArgumentsPiece(text):
+            case ArgumentsDelta(text):
                 return {"tool_calls": [{"index": self.num_calls - 1, "function": {"arguments": text}}]}
-            case CallEnds():
+            case ToolCallEnd():
                 return None
 
 

@@ -11,19 +11,18 @@ from lorax_server.errors import InputError, NotSupportedError
 from lorax_server.server.tools.tool_definitions import ToolDefinitions
 from lorax_server.structured_output.grammars import prepare_schema
 from lorax_server.text.tokenizer import TextTokenizer
-from lorax_server.text.tools import thoughts
 from lorax_server.text.tools.formats import FORMATS, choose_format, renders_tools
 from lorax_server.text.tools.grammar import (
     FunctionSchema,
-    Marks,
-    Thought,
+    MarkerWriter,
+    ReasoningTags,
     ToolFormat,
     check_size,
     write_optional,
     write_required,
 )
-from lorax_server.text.tools.parser import ParsedEvent, TextPiece, ThoughtPiece, ToolParser, ToolSet
-from lorax_server.text.tools.thoughts import Part, ThoughtSplitter
+from lorax_server.text.tools.parser import ParsedEvent, ReasoningDelta, TextDelta, ToolOutputParser, ToolSet
+from lorax_server.text.tools.reasoning_parser import THINK_END, THINK_START, CompletionPart, ReasoningParser
 from lorax_server.types import Structure
 
 ID_CHARACTERS = string.ascii_letters + string.digits
@@ -42,7 +41,7 @@ class OutputFormat:
     def markers(self) -> tuple[str, ...]:
         """Tool call and reasoning markers. The detokenizer must keep them even if they are special tokens."""
         markers = self.tool_format.markers if self.tool_format is not None else ()
-        return (*markers, thoughts.OPENER, thoughts.CLOSER)
+        return (*markers, THINK_START, THINK_END)
 
     def build_grammar(self, tokenizer: TextTokenizer, prompt: str, text_grammar: Structure | None) -> Structure | None:
         """Return the grammar for completions of `prompt`. `text_grammar` constrains completions without tool calls.
@@ -64,27 +63,27 @@ class OutputFormat:
             sum(len(json.dumps(function.parameters)) for function in tools.functions)
         )  # before they are analyzed
         functions = [_prepare_function(function) for function in tools.functions]
-        grammar_args = tool_format, functions, tools.is_parallel, Marks(tokenizer.token_to_id), self._thought(prompt)
+        grammar_args = tool_format, functions, tools.is_parallel, MarkerWriter(tokenizer.token_to_id), self._find_reasoning_tags(prompt)
         if tools.is_required or text_grammar is not None:
             return Structure(
                 write_required(*grammar_args, "" if tools.is_required or text_grammar is None else text_grammar.grammar)
             )
         return Structure(write_optional(*grammar_args))
 
-    def _thought(self, prompt: str) -> Thought | None:
-        if not self.has_reasoning or prompt.rstrip().endswith(thoughts.CLOSER):
+    def _find_reasoning_tags(self, prompt: str) -> ReasoningTags | None:
+        if not self.has_reasoning or prompt.rstrip().endswith(THINK_END):
             return None
-        return Thought(thoughts.OPENER, thoughts.CLOSER, is_inside_reasoning(prompt))
+        return ReasoningTags(THINK_START, THINK_END, is_inside_reasoning(prompt))
 
     def make_parser(self, prompt: str, is_enforced: bool) -> "OutputParser":
         # Without tools, a grammar constrains the first character, so that the model cannot write reasoning.
         excludes_reasoning = is_enforced and self.tool_format is None
-        has_thoughts = self.has_reasoning and not excludes_reasoning
-        splitter = ThoughtSplitter(is_inside_reasoning(prompt)) if has_thoughts else None
+        may_reason = self.has_reasoning and not excludes_reasoning
+        splitter = ReasoningParser(is_inside_reasoning(prompt)) if may_reason else None
         parser = None
         if self.tool_format is not None and self.tools is not None:
             schemas = {function.name: function.parameters for function in self.tools.functions}
-            parser = ToolParser(self.tool_format, ToolSet(schemas, is_enforced))
+            parser = ToolOutputParser(self.tool_format, ToolSet(schemas, is_enforced))
         return OutputParser(splitter, parser, self.separate_reasoning)
 
     def make_call_id(self) -> str:
@@ -103,7 +102,7 @@ def _prepare_function(function: FunctionSchema) -> FunctionSchema:
 
 def is_inside_reasoning(prompt: str) -> bool:
     """Return True if the chat template already opened a reasoning block at the end of the prompt."""
-    return prompt.rstrip().endswith(thoughts.OPENER)
+    return prompt.rstrip().endswith(THINK_START)
 
 
 def choose_output_format(
@@ -152,14 +151,16 @@ def find_adapter_setting(settings: Sequence[str], adapter: str | None) -> str | 
 class OutputParser:
     """Splits one completion into text, reasoning and tool calls while it is generated."""
 
-    def __init__(self, splitter: ThoughtSplitter | None, parser: ToolParser | None, separate_reasoning: bool) -> None:
+    def __init__(
+        self, splitter: ReasoningParser | None, parser: ToolOutputParser | None, separate_reasoning: bool
+    ) -> None:
         self._splitter = splitter
         self._parser = parser
         self._separate_reasoning = separate_reasoning
 
     @property
     def is_reasoning(self) -> bool:
-        return self._splitter is not None and self._splitter.is_thought
+        return self._splitter is not None and self._splitter.is_reasoning
 
     def feed(self, text: str) -> list[ParsedEvent]:
         if self._splitter is None:
@@ -171,14 +172,14 @@ class OutputParser:
         events = [event for part in parts for event in self._parse_part(part)]
         return events + ([] if self._parser is None else self._parser.finish())
 
-    def _parse_part(self, part: Part) -> Sequence[ParsedEvent]:
-        if not part.is_thought:
+    def _parse_part(self, part: CompletionPart) -> Sequence[ParsedEvent]:
+        if not part.is_reasoning:
             return self._parse(part.text if self._separate_reasoning else part.raw)
         if not self._separate_reasoning:
-            return [TextPiece(part.raw)]
-        return [ThoughtPiece(part.text)] if part.text else []
+            return [TextDelta(part.raw)]
+        return [ReasoningDelta(part.text)] if part.text else []
 
     def _parse(self, text: str) -> list[ParsedEvent]:
         if self._parser is not None:
             return self._parser.feed(text)
-        return [TextPiece(text)] if text else []
+        return [TextDelta(text)] if text else []

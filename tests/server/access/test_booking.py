@@ -66,7 +66,7 @@ def test_a_name_is_known_once_it_was_found() -> None:
     assert routes.post(NATIVE, generate(adapter_id="found-later", temperature=-1)).status == 422
     assert routes.post(NATIVE, body).status == 200
     assert routes.post(NATIVE, generate(adapter_id="found-later", temperature=-1)).status == 422
-    routes.answers["found-later"] = SourceError("down")
+    routes.resolutions["found-later"] = SourceError("down")
     assert routes.post(NATIVE, body).status >= 400
     assert booked(routes, COUNTERS[0]) == {"unknown": 1, "found-later": 3}
     assert booked(routes, COUNTERS[1]) == {"unknown": 1, "found-later": 2}

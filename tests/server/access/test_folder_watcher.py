@@ -52,7 +52,7 @@ def test_links_out_of_the_folder_are_left_out_and_told_once(tmp_path: Path, capl
     watch.scan()
     assert told == [["beside", "near"]]
     (line,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    assert line.startswith("'linked' in the adapters' folder is not served: it is a link out of the folder")
+    assert line.startswith("'linked' in the adapters folder is not served: it is a symlink to a path outside the folder")
     with pytest.raises(AdapterError, match="links out of it are refused"):
         LocalSource([tmp_path / "here"]).find("linked", None)
 

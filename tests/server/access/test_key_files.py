@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from tests.e2e.hostile_client import request
-from tests.server.edge import Edge, Shared, with_key
+from tests.server.socket_server import SharedServer, SocketServer, with_key
 
 KEYS = """
 [keys.alice]
@@ -25,25 +25,25 @@ key = "teams"
 
 
 @pytest.fixture(scope="module")
-def filed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+def filed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
     path = tmp_path_factory.mktemp("keys") / "keys.toml"
     path.write_text(KEYS)
     path.chmod(0o600)
-    with closing(Shared(keys_file=path, default_source="hub")) as shared:
-        shared.bench.service.model_names.set_folder_names(["poet", "poet@x"])
+    with closing(SharedServer(keys_file=path, default_source="hub")) as shared:
+        shared.harness.service.model_names.set_folder_names(["poet", "poet@x"])
         yield shared
 
 
-def test_prompts_are_shared_within_a_key_or_its_group_only(filed: Shared) -> None:
+def test_prompts_are_shared_within_a_key_or_its_group_only(filed: SharedServer) -> None:
     asked = [("good", ""), ("bobs", ""), ("good", "x"), ("bobs", "x"), ("carols", ""), ("teams", ""), ("carols", "x")]
 
-    async def check(server: Edge) -> None:
+    async def check(server: SocketServer) -> None:
         for key, salt in asked:
             body = {"model": "", "prompt": "ask", "max_tokens": 1} | ({"cache_salt": salt} if salt else {})
-            asking = asyncio.create_task(server.ask(with_key("/v1/completions", body, key)))
-            await filed.answer_all()
+            asking = asyncio.create_task(server.fetch(with_key("/v1/completions", body, key)))
+            await filed.complete_all_requests()
             assert (await asking).status == 200
-        salts = dict(zip(asked, (each.salt for each in filed.bench.engine.added), strict=True))
+        salts = dict(zip(asked, (each.salt for each in filed.harness.engine.added), strict=True))
         assert salts["good", ""] == salts["bobs", ""]
         assert salts["good", "x"] == salts["bobs", "x"]
         assert len(set(salts.values())) == len(asked) - 2
@@ -52,12 +52,12 @@ def test_prompts_are_shared_within_a_key_or_its_group_only(filed: Shared) -> Non
 
 
 @pytest.mark.parametrize("name", ["poet@x", "poet@", "poet@y"])
-def test_a_key_for_a_folder_may_not_use_another_whose_name_looks_like_a_revision(name: str, filed: Shared) -> None:
-    async def check(server: Edge) -> None:
+def test_a_key_for_a_folder_may_not_use_another_whose_name_looks_like_a_revision(name: str, filed: SharedServer) -> None:
+    async def check(server: SocketServer) -> None:
         for body in ({"adapter_id": name}, {"adapter_id": name, "adapter_source": "local"}):
-            answer = await server.ask(with_key("/generate", {"inputs": "x", "parameters": body}))
+            answer = await server.fetch(with_key("/generate", {"inputs": "x", "parameters": body}))
             assert answer.status == 403
-        listed = await server.ask(request("GET", "/v1/models", [("authorization", "Bearer good")]))
+        listed = await server.fetch(request("GET", "/v1/models", [("authorization", "Bearer good")]))
         assert [each["id"] for each in listed.json()["data"]] == ["base", "poet"]
 
     filed.run(check)

@@ -192,7 +192,7 @@ def test_new_adapters_have_a_rate_of_their_own(clock: Clock) -> None:
     quota, key = AdapterQuota(None, clock), Key("k", new_adapters_per_minute=2)
     charge(quota, key)
     charge(quota, key)
-    said = r"this API key has used up the 2 new adapters a minute \(new_adapters_per_minute\)"
+    said = r"this API key has reached the limit of 2 new adapters per minute \(new_adapters_per_minute\)"
     assert retry_new_after(quota, key, said) == pytest.approx(30.0)
     charge(quota, Key("other", new_adapters_per_minute=1))
     clock.now += 30
@@ -226,7 +226,7 @@ def test_the_adapter_quota_of_each_key(clock: Clock, key: Key, of_server: int | 
     for _ in range(limit or 1000):
         charge(quota, key)
     if limit is not None:
-        retry_new_after(quota, key, f"used up the {limit} new adapters a minute")
+        retry_new_after(quota, key, f"reached the limit of {limit} new adapters per minute")
 
 
 def test_concurrent_requests_for_an_adapter_are_charged_once(clock: Clock) -> None:

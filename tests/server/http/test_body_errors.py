@@ -18,7 +18,7 @@ class Templated(Routes):
 
     def __init__(self) -> None:
         super().__init__(["poet"])
-        self.answers["peot"] = AdapterNotFoundError("adapter 'peot': there is no such folder below the server's roots")
+        self.resolutions["peot"] = AdapterNotFoundError("adapter 'peot': there is no such folder below the server's roots")
         self.service.tokenizers.render = self._render  # type: ignore[method-assign]
 
     async def _render(self, _: Any, messages: list[dict[str, Any]], tenant: str = "", /, **variables: Any) -> str:
@@ -73,7 +73,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     "2049 prompts": (COMPLETIONS, complete(prompt=["a"] * 2049), "prompt", "invalid_value", "at most 2048 items"),
     "a stop": (CHAT, chat(stop=[1]), "stop", "invalid_type", "stop: Input should be a string or a list of strings"),
     "a number said": (CHAT, saying(5), "messages[1].content", "invalid_type", "should be a string or a list of parts"),
-    "no text": (CHAT, saying([{"type": "text"}]), "messages[1].content[0]", "invalid_value", "has no `text`"),
+    "no text": (CHAT, saying([{"type": "text"}]), "messages[1].content[0]", "invalid_value", "`text` must be a string"),
     "an image": (
         *(CHAT, saying([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}])),
         *("messages[1].content[1]", "unsupported_parameter", "content of type 'image_url' is not supported yet"),
@@ -103,7 +103,7 @@ def test_mistakes(what: str, routes: Templated) -> None:
 def test_an_unknown_model_is_told_as_one(path: str, body: dict[str, Any], routes: Templated) -> None:
     refused = routes.post(path, body)
     assert told(refused) == (404, "model", "model_not_found")
-    sentence = "the model 'peot' does not exist; /v1/models lists those that do; did you mean 'poet'?"
+    sentence = "the model 'peot' does not exist; /v1/models lists the available models; did you mean 'poet'?"
     assert refused.message == sentence
     assert "no such folder" in routes.post(NATIVE, generate(adapter_id="peot")).message  # where folders are known
 
@@ -130,7 +130,7 @@ def test_there_are_no_stored_responses(method: str, path: str, routes: Templated
 def test_a_method_that_is_not_allowed_says_once_which_are(routes: Templated) -> None:
     refused = routes.send("GET", CHAT)
     assert refused.status == 405
-    assert refused.names.count("allow") == 1
+    assert refused.header_names.count("allow") == 1
     assert refused.headers["allow"] == "POST"
 
 

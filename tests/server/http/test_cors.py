@@ -9,8 +9,8 @@ from fastapi import FastAPI
 from lorax_server.config import CorsConfig
 from lorax_server.server.app import make_app
 from tests.grids import slow_except
-from tests.server.bench import Bench
 from tests.server.fake_server import Reply, Routes
+from tests.server.service_harness import ServiceHarness
 
 PAGE, OTHER = "http://page.example", "http://other.example"
 CHAT = "/v1/chat/completions"
@@ -23,7 +23,7 @@ STAINLESS = (
 @cache
 def app_of(cors: CorsConfig) -> FastAPI:
     """Make an application once for each setting: it takes long."""
-    return make_app(Bench(cors=cors).service)
+    return make_app(ServiceHarness(cors=cors).service)
 
 
 def ask_before(

@@ -126,7 +126,7 @@ def test_who_may_come_back_is_told_when(wait_s: float, told: str, path: str) -> 
 
 
 def test_an_engine_that_comes_back_is_unavailable_and_not_broken() -> None:
-    error = EngineError("it is being started again")
+    error = EngineError("the engine is restarting")
     error.retry_after_s = 2.0
     for path in (NATIVE, OPENAI):
         response = make_error_response(error, path).to_response(path)

@@ -16,7 +16,7 @@ from lorax_server.server.telemetry.audit import MAX_LINES_PER_MINUTE
 from lorax_server.server.telemetry.logs import EXTRA_KEY
 from lorax_server.types import FinishReason
 from tests.e2e.hostile_client import post, request
-from tests.server.edge import GOOD, HEALTH, Edge, Shared, error_of, head, with_key
+from tests.server.socket_server import GOOD, HEALTH, SharedServer, SocketServer, head, parse_error, with_key
 
 POST_PATHS = [
     "/generate", "/generate_stream", "/", "/invocations", "/v1/completions", "/v1/chat/completions", "/tokenize",
@@ -27,25 +27,25 @@ SECRET, GUESS = "s3cret-that-nobody-knows", "a-guess-that-may-be-somebody-elses"
 
 
 @pytest.fixture(scope="module")
-def keyed() -> Iterator[Shared]:
+def keyed() -> Iterator[SharedServer]:
     """Make a server whose callers need a key."""
-    with pytest.MonkeyPatch.context() as patch, closing(Shared(api_keys=("good",), admin_key=SECRET)) as shared:
+    with pytest.MonkeyPatch.context() as patch, closing(SharedServer(api_keys=("good",), admin_key=SECRET)) as shared:
         patch.setattr(middleware, "DISCARD_TIMEOUT_S", 0.01)
         patch.setattr(info, "STATUS_TIMEOUT_S", 0.01)  # the engine never reports its status
         yield shared
 
 
 @pytest.fixture(scope="module")
-def impatient() -> Iterator[Shared]:
+def impatient() -> Iterator[SharedServer]:
     """Make a server that waits only briefly for headers and bodies, for tests of that timeout."""
-    with closing(Shared(api_keys=("good",), body_timeout_s=0.2)) as shared:
+    with closing(SharedServer(api_keys=("good",), body_timeout_s=0.2)) as shared:
         yield shared
 
 
 @pytest.fixture(scope="module")
-def unlocked() -> Iterator[Shared]:
+def unlocked() -> Iterator[SharedServer]:
     """Make a server whose callers need no key, as on a laptop."""
-    with closing(Shared()) as shared:
+    with closing(SharedServer()) as shared:
         yield shared
 
 
@@ -76,14 +76,14 @@ Lines = Callable[[str], list[dict[str, Any]]]
     ],
     ids=lambda headers: headers[0][0] if headers else "nothing else",
 )
-def test_without_a_key_no_body_is_read(headers: tuple[tuple[str, str], ...], keyed: Shared) -> None:
+def test_without_a_key_no_body_is_read(headers: tuple[tuple[str, str], ...], keyed: SharedServer) -> None:
     """The server answers though the body never comes, whatever else is wrong with the request."""
     given = {name for name, _ in headers}
     length = () if given & {"content-length", "transfer-encoding"} else (("content-length", "1000"),)
 
-    async def check(server: Edge) -> None:
+    async def check(server: SocketServer) -> None:
         for path in POST_PATHS if len(headers) == 0 else POST_PATHS[:1]:
-            answer = await server.ask(post(path, b"", *headers, *length))
+            answer = await server.fetch(post(path, b"", *headers, *length))
             assert answer.status == 401
             assert answer.headers["www-authenticate"] == "Bearer"
             assert answer.headers["connection"] == "close"
@@ -91,15 +91,15 @@ def test_without_a_key_no_body_is_read(headers: tuple[tuple[str, str], ...], key
     keyed.run(check)
 
 
-def test_a_refused_body_is_not_kept(keyed: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_body_is_not_kept(keyed: SharedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that goes on sending after its answer is cut off."""
     monkeypatch.setattr(middleware, "MAX_DISCARDED_BYTES", 2**16)
     monkeypatch.setattr(middleware, "DISCARD_TIMEOUT_S", 1000.0)
 
-    async def check(server: Edge) -> None:
+    async def check(server: SocketServer) -> None:
         wire = await server.connect()
         await wire.send(post("/generate", b"", ("content-length", str(10**12))))
-        (answer,) = await wire.hear(1)
+        (answer,) = await wire.read_responses(1)
         assert answer.status == 401
         with suppress(ConnectionError):
             while True:
@@ -115,53 +115,53 @@ OPEN_PATHS = (
 
 
 @pytest.mark.parametrize("path", OPEN_PATHS)
-def test_what_needs_no_key_still_needs_none(path: str, keyed: Shared) -> None:
-    async def check(server: Edge) -> None:
+def test_what_needs_no_key_still_needs_none(path: str, keyed: SharedServer) -> None:
+    async def check(server: SocketServer) -> None:
         for method in ("GET", "HEAD"):
-            assert (await server.ask(request(method, path))).status in (200, 307)
+            assert (await server.fetch(request(method, path))).status in (200, 307)
 
     keyed.run(check)
 
 
-def test_every_other_route_needs_one(keyed: Shared) -> None:
+def test_every_other_route_needs_one(keyed: SharedServer) -> None:
     """Ask for all routes of the schema, so that routes added later are covered too."""
     paths = keyed.app.openapi()["paths"]
     asked = [(method.upper(), path) for path, methods in paths.items() for method in methods]
-    guarded = [(method, path) for method, path in asked if method != "GET" or path not in (*OPEN_PATHS, "/startup")]
-    assert ("GET", "/info") in guarded
+    run_program = [(method, path) for method, path in asked if method != "GET" or path not in (*OPEN_PATHS, "/startup")]
+    assert ("GET", "/info") in run_program
 
-    async def check(server: Edge) -> None:
-        for method, path in guarded:
-            assert (await server.ask(request(method, path))).status == 401, (method, path)
+    async def check(server: SocketServer) -> None:
+        for method, path in run_program:
+            assert (await server.fetch(request(method, path))).status == 401, (method, path)
 
     keyed.run(check)
 
 
 @pytest.mark.parametrize("path", ["/v1/adapters?limit=0", "/v1/adapters?after=%00", "/v1/models/x", "/info"])
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_without_a_key_nothing_is_said_of_a_query(method: str, path: str, keyed: Shared) -> None:
-    async def check(server: Edge) -> None:
-        answer = await server.ask(request(method, path))
+def test_without_a_key_nothing_is_said_of_a_query(method: str, path: str, keyed: SharedServer) -> None:
+    async def check(server: SocketServer) -> None:
+        answer = await server.fetch(request(method, path))
         assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
 
     keyed.run(check)
 
 
-def test_probes_of_strangers_do_not_keep_the_engine_at_work(unlocked: Shared) -> None:
+def test_probes_of_strangers_do_not_keep_the_engine_at_work(unlocked: SharedServer) -> None:
     """One token answers many probes, at the same time and soon after, unless the engine is lost meanwhile."""
-    engine, probe = unlocked.bench.engine, request("GET", "/startup")
+    engine, probe = unlocked.harness.engine, request("GET", "/startup")
 
-    async def check(server: Edge) -> None:
-        asking = [asyncio.create_task(server.ask(probe)) for _ in range(3)]
+    async def check(server: SocketServer) -> None:
+        asking = [asyncio.create_task(server.fetch(probe)) for _ in range(3)]
         while not engine.added:
             await asyncio.sleep(0.001)
-        engine.give(engine.added[0].request_id, 42, end=FinishReason.LENGTH)
+        engine.emit_tokens(engine.added[0].request_id, 42, end=FinishReason.LENGTH)
         assert [answer.status for answer in await asyncio.gather(*asking)] == [200] * 3
-        assert [(await server.ask(probe)).status for _ in range(3)] == [200] * 3
+        assert [(await server.fetch(probe)).status for _ in range(3)] == [200] * 3
         assert len(engine.added) == 1
         engine.is_healthy = False
         try:
-            assert (await server.ask(probe)).status == 503
+            assert (await server.fetch(probe)).status == 503
         finally:
             engine.is_healthy = True
 
@@ -194,11 +194,11 @@ def test_probes_of_strangers_do_not_keep_the_engine_at_work(unlocked: Shared) ->
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_only_one_header_with_a_key_lets_in(path: str, headers: list[str], status: int, keyed: Shared) -> None:
-    async def check(server: Edge) -> None:
+def test_only_one_header_with_a_key_lets_in(path: str, headers: list[str], status: int, keyed: SharedServer) -> None:
+    async def check(server: SocketServer) -> None:
         given = [header.partition(": ")[::2] for header in headers]
         data = request("POST", path, [("content-type", "application/json"), ("content-length", "2"), *given], b"{}")
-        answer = await server.ask(data)
+        answer = await server.fetch(data)
         wrong = 400 if path.startswith("/v1/") else 422
         assert answer.status == (wrong if status == 200 else status)  # nothing is asked for in `{}`
 
@@ -209,12 +209,12 @@ def test_only_one_header_with_a_key_lets_in(path: str, headers: list[str], statu
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/ui/", "/v1/models", "/docs", "/nowhere"])
-def test_a_page_that_points_its_name_here_gets_nothing(path: str, unlocked: Shared) -> None:
-    async def check(server: Edge) -> None:
+def test_a_page_that_points_its_name_here_gets_nothing(path: str, unlocked: SharedServer) -> None:
+    async def check(server: SocketServer) -> None:
         for method in ("GET", "POST"):
-            answer = await server.ask(head(method, path, [b"host: evil.example:3000", b"content-length: 0"]))
+            answer = await server.fetch(head(method, path, [b"host: evil.example:3000", b"content-length: 0"]))
             assert answer.status == 403
-            assert "--allowed-host" in str(error_of(answer))
+            assert "--allowed-host" in str(parse_error(answer))
 
     unlocked.run(check)
 
@@ -234,9 +234,9 @@ def test_a_page_that_points_its_name_here_gets_nothing(path: str, unlocked: Shar
     ],
     ids=str,
 )
-def test_one_host_is_named_and_it_is_ours(headers: list[bytes], status: int, unlocked: Shared) -> None:
-    async def check(server: Edge) -> None:
-        assert (await server.ask(head("GET", "/health", headers))).status == status
+def test_one_host_is_named_and_it_is_ours(headers: list[bytes], status: int, unlocked: SharedServer) -> None:
+    async def check(server: SocketServer) -> None:
+        assert (await server.fetch(head("GET", "/health", headers))).status == status
 
     unlocked.run(check)
 
@@ -244,29 +244,29 @@ def test_one_host_is_named_and_it_is_ours(headers: list[bytes], status: int, unl
 ORIGIN = ("origin", "http://evil.example")
 
 
-def test_pages_of_other_origins_may_not_ask(unlocked: Shared) -> None:
-    async def check(server: Edge) -> None:
+def test_pages_of_other_origins_may_not_ask(unlocked: SharedServer) -> None:
+    async def check(server: SocketServer) -> None:
         for headers in ((), (("access-control-request-headers", "authorization,content-type"),)):
             asked = [ORIGIN, ("access-control-request-method", "POST"), *headers]
-            answer = await server.ask(request("OPTIONS", "/generate", asked))
+            answer = await server.fetch(request("OPTIONS", "/generate", asked))
             assert answer.status == 400
             assert "access-control-allow-origin" not in answer.headers
-        answer = await server.ask(request("GET", "/v1/models", [ORIGIN]))
+        answer = await server.fetch(request("GET", "/v1/models", [ORIGIN]))
         assert answer.status == 200
         assert "access-control-allow-origin" not in answer.headers, "a page cannot read it"
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):  # need no preflight
-            assert (await server.ask(post("/generate", GOOD, ORIGIN, kind=kind))).status == 415
-        assert unlocked.bench.engine.added == []
+            assert (await server.fetch(post("/generate", GOOD, ORIGIN, kind=kind))).status == 415
+        assert unlocked.harness.engine.added == []
 
     unlocked.run(check)
 
 
-def test_the_playground_asks_from_the_same_origin(unlocked: Shared) -> None:
+def test_the_playground_asks_from_the_same_origin(unlocked: SharedServer) -> None:
     own = ("origin", "http://localhost:3000")
 
-    async def check(server: Edge) -> None:
-        asking = asyncio.create_task(server.ask(post("/generate", GOOD, own)))
-        await unlocked.answer_all()
+    async def check(server: SocketServer) -> None:
+        asking = asyncio.create_task(server.fetch(post("/generate", GOOD, own)))
+        await unlocked.complete_all_requests()
         assert (await asking).status == 200
 
     unlocked.run(check)
@@ -306,13 +306,13 @@ TOO_MUCH = ("content-length", str(10**9))
     ids=lambda value: str(value)[:40],
 )
 def test_what_is_refused_is_counted_and_logged_once(
-    data: bytes, status: int, kind: str, route: str, lines: Lines, keyed: Shared, impatient: Shared
+    data: bytes, status: int, kind: str, route: str, lines: Lines, keyed: SharedServer, impatient: SharedServer
 ) -> None:
-    async def check(server: Edge) -> None:
+    async def check(server: SocketServer) -> None:
         of_kind = f'err="{kind}"'
         names = (("lorax_request_count", ""), ("lorax_request_failure", of_kind), ("lorax_key_requests_total", ""))
         before = [server.count(*name) for name in names]
-        assert (await server.ask(data)).status == status
+        assert (await server.fetch(data)).status == status
         after = [server.count(*name) for name in names]
         assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1, 0]  # and no key is billed for it
 
@@ -323,11 +323,11 @@ def test_what_is_refused_is_counted_and_logged_once(
     assert "s3cret" not in str(line)
 
 
-def test_a_connection_on_which_nobody_asks_is_not_a_request(lines: Lines, impatient: Shared) -> None:
-    async def check(server: Edge) -> None:
+def test_a_connection_on_which_nobody_asks_is_not_a_request(lines: Lines, impatient: SharedServer) -> None:
+    async def check(server: SocketServer) -> None:
         before = server.count("lorax_request_count")
         wire = await server.connect()
-        (answer,) = await wire.hear()
+        (answer,) = await wire.read_responses()
         assert answer.status == 408
         assert server.count("lorax_request_count") == before
 
@@ -335,13 +335,13 @@ def test_a_connection_on_which_nobody_asks_is_not_a_request(lines: Lines, impati
     assert lines("request") == []
 
 
-def test_a_body_that_nobody_wants_may_end_and_another_request_follow(keyed: Shared) -> None:
-    async def check(server: Edge) -> None:
+def test_a_body_that_nobody_wants_may_end_and_another_request_follow(keyed: SharedServer) -> None:
+    async def check(server: SocketServer) -> None:
         wire = await server.connect()
         await wire.send(head("GET", "/health", [b"host: localhost", b"content-length: 3"]))
-        assert [answer.status for answer in await wire.hear(1)] == [200]
+        assert [answer.status for answer in await wire.read_responses(1)] == [200]
         await wire.send(b"xxx" + HEALTH)
-        assert [answer.status for answer in await wire.hear(1)] == [200]
+        assert [answer.status for answer in await wire.read_responses(1)] == [200]
 
     keyed.run(check)
 
@@ -349,23 +349,23 @@ def test_a_body_that_nobody_wants_may_end_and_another_request_follow(keyed: Shar
 # --- Audit ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_admins_do_leaves_a_line(lines: Lines, keyed: Shared) -> None:
+def test_what_admins_do_leaves_a_line(lines: Lines, keyed: SharedServer) -> None:
     poet, nobody = {"adapter_id": "poet"}, {"adapter_id": "nobody"}
 
-    async def check(server: Edge) -> None:
+    async def check(server: SocketServer) -> None:
         for key, path, body, status in (
             (SECRET, "/v1/adapters/unload", nobody, 404),
             ("good", "/v1/adapters/load", poet, 403),
             (SECRET, "/v1/unload_lora_adapter", {"lora_name": "nobody"}, 404),
         ):
-            assert (await server.ask(with_key(path, body, key))).status == status
+            assert (await server.fetch(with_key(path, body, key))).status == status
         wire = await server.connect()
         await wire.send(with_key("/v1/adapters/load", poet, SECRET, ("x-request-id", "it")))
-        while not keyed.bench.engine.sent:
+        while not keyed.harness.engine.sent:
             await asyncio.sleep(0.001)
-        for call in list(keyed.bench.engine._queries.values()):
+        for call in list(keyed.harness.engine._queries.values()):
             call.set_exception(AdapterError("it is broken"))
-        await wire.hear(1)
+        await wire.read_responses(1)
 
     keyed.run(check)
     found = [(each["action"], each["adapter"], each["key"], each["status"]) for each in lines("audit")]
@@ -381,9 +381,9 @@ def test_what_admins_do_leaves_a_line(lines: Lines, keyed: Shared) -> None:
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/generate"), ("GET", "/v1/models"), ("GET", "/info")])
-def test_a_key_that_is_refused_leaves_a_line(method: str, path: str, lines: Lines, keyed: Shared) -> None:
-    async def check(server: Edge) -> None:
-        answer = await server.ask(request(method, path, [("authorization", f"Bearer {GUESS}")]))
+def test_a_key_that_is_refused_leaves_a_line(method: str, path: str, lines: Lines, keyed: SharedServer) -> None:
+    async def check(server: SocketServer) -> None:
+        answer = await server.fetch(request(method, path, [("authorization", f"Bearer {GUESS}")]))
         assert answer.status == 401
 
     keyed.run(check)
@@ -392,11 +392,11 @@ def test_a_key_that_is_refused_leaves_a_line(method: str, path: str, lines: Line
     assert GUESS not in str(lines("audit") + lines("request"))
 
 
-def test_a_flood_of_wrong_keys_does_not_flood_the_log(lines: Lines, keyed: Shared) -> None:
-    async def check(server: Edge) -> None:
+def test_a_flood_of_wrong_keys_does_not_flood_the_log(lines: Lines, keyed: SharedServer) -> None:
+    async def check(server: SocketServer) -> None:
         before = server.count("lorax_request_failure", 'err="authentication"')
         for number in range(MAX_LINES_PER_MINUTE + 20):
-            assert (await server.ask(with_key("/generate", GOOD, f"guess-{number}"))).status == 401
+            assert (await server.fetch(with_key("/generate", GOOD, f"guess-{number}"))).status == 401
         after = server.count("lorax_request_failure", 'err="authentication"')
         assert after - before == MAX_LINES_PER_MINUTE + 20
 
@@ -415,14 +415,14 @@ def test_a_flood_of_wrong_keys_does_not_flood_the_log(lines: Lines, keyed: Share
     ids=["schema", "kind", "nowhere", "admin"],
 )
 def test_callers_without_a_key_do_not_flood_the_log(
-    data: bytes, status: int, messages: list[str], lines: Lines, unlocked: Shared, monkeypatch: pytest.MonkeyPatch
+    data: bytes, status: int, messages: list[str], lines: Lines, unlocked: SharedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log is limited also on a server without keys."""
     monkeypatch.setattr(audit, "MAX_LINES_PER_MINUTE", 3)
 
-    async def check(server: Edge) -> None:
+    async def check(server: SocketServer) -> None:
         for _ in range(6):
-            assert (await server.ask(data)).status == status
+            assert (await server.fetch(data)).status == status
 
     unlocked.run(check)
     assert {message: len(lines(message)) for message in messages} == dict.fromkeys(messages, 3)
@@ -431,12 +431,12 @@ def test_callers_without_a_key_do_not_flood_the_log(
 # --- Sharing of cached prompts ----------------------------------------------------------------------------------------
 
 
-def test_without_keys_prompts_are_shared_as_ever(unlocked: Shared) -> None:
-    async def check(server: Edge) -> None:
+def test_without_keys_prompts_are_shared_as_ever(unlocked: SharedServer) -> None:
+    async def check(server: SocketServer) -> None:
         for bearer in ("", "one", "other"):
-            asking = asyncio.create_task(server.ask(with_key("/generate", GOOD, bearer)))
-            await unlocked.answer_all()
+            asking = asyncio.create_task(server.fetch(with_key("/generate", GOOD, bearer)))
+            await unlocked.complete_all_requests()
             assert (await asking).status == 200
-        assert {each.salt for each in unlocked.bench.engine.added} == {""}
+        assert {each.salt for each in unlocked.harness.engine.added} == {""}
 
     unlocked.run(check)

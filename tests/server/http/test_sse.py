@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 import pytest
 
 from lorax_server.server.http.sse import DONE_EVENT, KEEP_ALIVE_COMMENT, EventStream, encode_event, encode_json
-from tests.server.bench import Message, Peer, settle
+from tests.server.service_harness import Message, Peer, settle
 
 NEVER_S = 1000.0
 
@@ -145,7 +145,7 @@ def test_a_client_that_leaves_ends_it() -> None:
         peer.arrivals.put_nowait({"type": "http.request", "body": b"", "more_body": False})  # is no leaving
         await settle()
         assert (running.done(), source.is_closed) == (False, False)
-        peer.leave()
+        peer.disconnect()
         await running
         assert ends == [True]
         assert source.is_closed
@@ -157,7 +157,7 @@ def test_a_client_that_leaves_ends_it() -> None:
 def test_a_client_that_left_long_ago_gets_next_to_nothing() -> None:
     async def check() -> None:
         source, peer, ends = Source(encode_event(1), then=for_ever), Peer(), list[bool]()
-        peer.leave()
+        peer.disconnect()
         await run(source, peer, ends)
         assert ends == [True]
         assert source.is_closed
@@ -226,7 +226,7 @@ def test_also_events_that_cannot_be_closed_end() -> None:
 
         async def block(message: Message) -> None:
             if message.get("body"):
-                peer.leave()
+                peer.disconnect()
                 await for_ever()
 
         peer._before_send = block  # it is closed where it yields, and not where it waits

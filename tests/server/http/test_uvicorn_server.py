@@ -17,7 +17,7 @@ from lorax_server.server.http import uvicorn_server
 from lorax_server.server.http.uvicorn_server import GracefulServer, make_uvicorn_config
 from lorax_server.server.telemetry.audit import AuditLog
 from lorax_server.server.telemetry.metrics import Metrics
-from tests.server.edge import HEALTH, TIMEOUT_S, Edge, Wire, head, listening
+from tests.server.socket_server import HEALTH, TIMEOUT_S, ClientConnection, SocketServer, head, run_socket_server
 
 # --- On sockets -------------------------------------------------------------------------------------------------------
 
@@ -36,18 +36,18 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def limited(max_connections: int, keep_alive_s: float) -> AsyncIterator[Edge]:
+async def limited(max_connections: int, keep_alive_s: float) -> AsyncIterator[SocketServer]:
     """Serve without timers that close a connection in the place of what is tested."""
     metrics = Metrics(max_input_length=1, max_total_tokens=2)
     config = ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base")
     config = replace(config, max_connections=max_connections, body_timeout_s=1000.0)
     settings: Any = make_uvicorn_config(app, config, metrics, AuditLog(metrics))
     settings.timeout_keep_alive = keep_alive_s  # uvicorn accepts fractions
-    async with listening(settings, metrics) as edge:
+    async with run_socket_server(settings, metrics) as edge:
         yield edge
 
 
-def run(check: Callable[[Edge], Awaitable[None]], max_connections: int = 2, keep_alive_s: float = 75.0) -> None:
+def run(check: Callable[[SocketServer], Awaitable[None]], max_connections: int = 2, keep_alive_s: float = 75.0) -> None:
     """Run a check on the server's event loop, whose transports are not those of asyncio."""
 
     async def inside() -> None:
@@ -58,17 +58,17 @@ def run(check: Callable[[Edge], Awaitable[None]], max_connections: int = 2, keep
         runner.run(inside())
 
 
-async def stay(edge: Edge, address: str = "127.0.0.1") -> Wire:
+async def stay(edge: SocketServer, address: str = "127.0.0.1") -> ClientConnection:
     """Open a connection whose request the server has, and does not answer."""
     wire = await edge.connect(address)
     await wire.send(HEALTH)
-    await wire.hear(1)
+    await wire.read_responses(1)
     await wire.send(BUSY)
     await until_app_has(edge, wire)
     return wire
 
 
-async def until_app_has(edge: Edge, wire: Wire) -> None:
+async def until_app_has(edge: SocketServer, wire: ClientConnection) -> None:
     """Wait until the application has the request for `/stay`."""
 
     def is_there(connection: Any) -> bool:
@@ -80,11 +80,11 @@ async def until_app_has(edge: Edge, wire: Wire) -> None:
 
 
 def test_connections_above_the_limit_get_503() -> None:
-    async def check(edge: Edge) -> None:
+    async def check(edge: SocketServer) -> None:
         first, _ = await stay(edge), await stay(edge)
         for _ in range(4):
             wire = await edge.connect()
-            (answer,) = await wire.hear()
+            (answer,) = await wire.read_responses()
             assert answer.status == 503
             assert answer.headers["retry-after"] == "1"
             assert answer.headers["connection"] == "close"
@@ -94,14 +94,14 @@ def test_connections_above_the_limit_get_503() -> None:
         assert edge.count("lorax_connections") == 2
         await first.close()
         await until_open(edge, 1)
-        assert (await edge.ask(HEALTH)).status == 200
+        assert (await edge.fetch(HEALTH)).status == 200
 
     run(check)
 
 
 @pytest.mark.parametrize("data", [BUSY, head("POST", "/", [b"host: localhost", b"content-length: 9"]) + b"half"])
 def test_client_that_disconnects_ends_its_request(data: bytes) -> None:
-    async def check(edge: Edge) -> None:
+    async def check(edge: SocketServer) -> None:
         wire = await edge.connect()
         await wire.send(data)
         await until_open(edge, 1)
@@ -113,12 +113,12 @@ def test_client_that_disconnects_ends_its_request(data: bytes) -> None:
 
 @pytest.mark.parametrize("method", ["GET", "POST", "CONNECT"])
 def test_upgrade_is_rejected_with_a_reason(method: str) -> None:
-    async def check(edge: Edge) -> None:
+    async def check(edge: SocketServer) -> None:
         wire = await edge.connect()
         path = "example.com:443" if method == "CONNECT" else "/"
         headers = [b"host: localhost", b"connection: upgrade", b"upgrade: h2c", b"content-length: 2"]
         await wire.send(head(method, path, headers) + b"{}")
-        (answer,) = await wire.hear()
+        (answer,) = await wire.read_responses()
         assert answer.status == 400
         assert "HTTP/1.1 without an `Upgrade` header" in answer.json()["error"]
 
@@ -128,13 +128,13 @@ def test_upgrade_is_rejected_with_a_reason(method: str) -> None:
 # --- Clients that do not read -----------------------------------------------------------------------------------------
 
 
-async def until_open(edge: Edge, count: int) -> None:
+async def until_open(edge: SocketServer, count: int) -> None:
     async with asyncio.timeout(30):
         while len(edge.state.connections) != count:
             await asyncio.sleep(0.001)
 
 
-async def until_written(edge: Edge) -> None:
+async def until_written(edge: SocketServer) -> None:
     """Wait until each answer has begun and its writing is blocked."""
     async with asyncio.timeout(30):
         while not all(each.transport.get_write_buffer_size() for each in edge.state.connections):
@@ -147,8 +147,8 @@ def test_a_whole_answer_that_nobody_reads_does_not_keep_a_connection(
 ) -> None:
     monkeypatch.setattr(uvicorn_server, "WRITE_TIMEOUT_S", 0.05)
 
-    async def check(edge: Edge) -> None:
-        wire = await edge.connect_deaf()
+    async def check(edge: SocketServer) -> None:
+        wire = await edge.connect_slow_reader()
         closing = [b"connection: close"] if kind == "close" else []
         await wire.send(head("GET", "/long", [b"host: localhost", *closing]))
         await until_open(edge, 1)
@@ -162,8 +162,8 @@ def test_a_little_that_nobody_reads_does_not_keep_one_either(monkeypatch: pytest
     """An answer too small to pause writing: the connection is closed as idle, but not at once."""
     monkeypatch.setattr(uvicorn_server, "WRITE_TIMEOUT_S", 0.05)
 
-    async def check(edge: Edge) -> None:
-        await edge.connect_deaf()
+    async def check(edge: SocketServer) -> None:
+        await edge.connect_slow_reader()
         await until_open(edge, 1)
         (connection,) = edge.state.connections
         connection.transport.set_write_buffer_limits(high=2 * len(LONG))  # so that all of it is little
@@ -178,8 +178,8 @@ def test_a_slow_reader_gets_all_of_a_whole_answer(monkeypatch: pytest.MonkeyPatc
     """Each check of the timer finds less to write than the one before."""
     monkeypatch.setattr(uvicorn_server, "WRITE_TIMEOUT_S", 1000.0)
 
-    async def check(edge: Edge) -> None:
-        wire = await edge.connect_deaf()
+    async def check(edge: SocketServer) -> None:
+        wire = await edge.connect_slow_reader()
         await wire.send(ASK_LONG)
         await until_open(edge, 1)
         await until_written(edge)
@@ -187,7 +187,7 @@ def test_a_slow_reader_gets_all_of_a_whole_answer(monkeypatch: pytest.MonkeyPatc
         (connection,) = edge.state.connections
         looks, taken, left = 0, 0, connection.transport.get_write_buffer_size()
         while taken < len(LONG):
-            got = await wire.take(2**16)
+            got = await wire.read_up_to(2**16)
             assert got, "it was cut off"
             taken += got
             now = connection.transport.get_write_buffer_size()
@@ -196,7 +196,7 @@ def test_a_slow_reader_gets_all_of_a_whole_answer(monkeypatch: pytest.MonkeyPatc
                 connection._stop_write_timer()
                 connection._on_write_timeout()  # as the timer does
         assert looks > 3
-        assert (await edge.ask(HEALTH)).status == 200
+        assert (await edge.fetch(HEALTH)).status == 200
 
     run(check)
 
@@ -210,21 +210,21 @@ REST = head("GET", "/health", [b"host: localhost", b"content-length: 3"])
     ("first", "then"), [(HEALTH, b"\r\n"), (HEALTH, b"\r\n\r\n"), (REST, b"xxx"), (REST, b"xxx\r\n")], ids=repr
 )
 def test_bytes_that_are_no_request_do_not_keep_a_connection(first: bytes, then: bytes) -> None:
-    async def check(edge: Edge) -> None:
+    async def check(edge: SocketServer) -> None:
         wire = await edge.connect()
         await wire.send(first)
-        assert [answer.status for answer in await wire.hear(1)] == [200]
+        assert [answer.status for answer in await wire.read_responses(1)] == [200]
         await wire.send(then)
-        assert len(await wire.hear()) == 1, "closed without another word"
+        assert len(await wire.read_responses()) == 1, "closed without another word"
 
     run(check, keep_alive_s=0.05)
 
 
 def test_unread_body_does_not_keep_a_connection_open() -> None:
-    async def check(edge: Edge) -> None:
+    async def check(edge: SocketServer) -> None:
         wire = await edge.connect()
         await wire.send(head("GET", "/health", [b"host: localhost", b"content-length: 1000000"]))
-        assert [answer.status for answer in await wire.hear(1)] == [200]
+        assert [answer.status for answer in await wire.read_responses(1)] == [200]
         with suppress(ConnectionError):
             while True:
                 await wire.send(b"x")
@@ -236,10 +236,10 @@ def test_unread_body_does_not_keep_a_connection_open() -> None:
 def test_a_connection_that_answers_is_not_taken_for_an_idle_one() -> None:
     """End the first answer while the headers of the second request are on their way."""
 
-    async def check(edge: Edge) -> None:
+    async def check(edge: SocketServer) -> None:
         wire = await edge.connect()
         await wire.send(HEALTH + BUSY[:-2])
-        assert [answer.status for answer in await wire.hear(1)] == [200]
+        assert [answer.status for answer in await wire.read_responses(1)] == [200]
         await wire.send(BUSY[-2:])
         await until_app_has(edge, wire)
         connection: Any
@@ -270,12 +270,12 @@ def test_stop_finishes_running_responses() -> None:
         server = GracefulServer(settings, lambda: events.append("ready"), lambda: events.append("stop"))
         with socket.create_server(("127.0.0.1", 0)) as listener:
             serving = asyncio.create_task(server.serve([listener]))
-            edge = Edge(listener.getsockname()[1], metrics, server.server_state)
+            edge = SocketServer(listener.getsockname()[1], metrics, server.server_state)
             silent, wire = await edge.connect(), await edge.connect()
             await wire.send(HEALTH)
-            assert await wire.take(1) == 1
+            assert await wire.read_up_to(1) == 1
             server.handle_exit(15, None)
-            assert await silent.hear() == []
+            assert await silent.read_responses() == []
             may_finish.set()
             rest = b""
             while data := await wire.read():

@@ -1,4 +1,4 @@
-"""Changes during a load, and while the engine restarts. `tests/scale/test_pair.py` has real servers."""
+"""`ChangeReplicator` during loads and engine restarts. `tests/scale/test_pair.py` uses real servers."""
 
 import asyncio
 from types import SimpleNamespace
@@ -16,8 +16,8 @@ NAME = AdapterKey("local", "json")
 OWN, OTHER = True, False
 
 
-class Server:
-    """The parts of a server that load and pin adapters. Loads finish when `may_load` is set."""
+class FakeServer:
+    """Fakes the functions that load and pin adapters. Loads finish when `may_load` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, known: set[str], latest: str) -> None:
         self.may_load, self.num_loads, self.num_failures = asyncio.Event(), 0, 0
@@ -25,7 +25,7 @@ class Server:
         self.forgotten = 0
         for function in (self.load_adapter, self.pin_adapter, self.unload_adapter):
             monkeypatch.setattr(module, function.__name__, function)
-        monkeypatch.setattr(module, "RETRY_S", 0.0)
+        monkeypatch.setattr(module, "LOAD_RETRY_S", 0.0)
         service: Any = SimpleNamespace(
             engine=SimpleNamespace(forget=self.forget),
             adapter_index=SimpleNamespace(latest=lambda name: self.latest),  # noqa: ARG005
@@ -76,7 +76,7 @@ UNLOAD = AdapterChange(False, *NAME)
         ([(load(pin=True), OTHER)], [], "", {"found": True}, 1),
         ([(load(pin=True), OWN)], ["own"], "own", {"own": True}, 0),
         ([(load(pin=False), OWN)], ["own"], "own", {"own": False}, 0),
-        # An adapter that no request has used here is loaded by the first request; an older version is replaced.
+        # Adapters not used on this server are loaded by the first request. Older versions are replaced.
         ([(load(), OTHER)], [], "", {}, 0),
         ([(load(), OTHER)], ["old"], "old", {}, 1),
         ([(load(), OWN)], ["own"], "own", {}, 0),
@@ -85,7 +85,7 @@ UNLOAD = AdapterChange(False, *NAME)
         ([(load(pin=True), OTHER), (load("mine"), OTHER)], [], "", {"found": True}, 2),
         ([(load(pin=True), OTHER), (load("mine"), OWN)], ["own"], "own", {"found": True}, 2),
         ([(load(pin=True), OTHER), (load(pin=False), OTHER)], [], "", {"found": False}, 2),
-        # The version that this server has loaded may be older than that of another server's earlier change.
+        # This server's version may be older than the version of another server's earlier change.
         ([(load(pin=True), OTHER), (load(pin=True), OWN)], ["own"], "own", {"found": True}, 2),
         # The engine has lost the adapter.
         ([(load(pin=True), OWN)], [], "own", {"found": True}, 1),
@@ -93,7 +93,7 @@ UNLOAD = AdapterChange(False, *NAME)
         ([(load(pin=True), OTHER), (UNLOAD, OTHER)], [], "", {}, 1),
     ],
 )
-def test_changes_during_a_load(
+def test_changes_during_load(
     monkeypatch: pytest.MonkeyPatch,
     changes: list[tuple[AdapterChange, bool]],
     known: list[str],
@@ -102,7 +102,7 @@ def test_changes_during_a_load(
     num_loads: int,
 ) -> None:
     async def run() -> None:
-        server = Server(monkeypatch, set(known), latest)
+        server = FakeServer(monkeypatch, set(known), latest)
         for change, is_own in changes:
             await server.replicator.apply(change, is_own)
             await asyncio.sleep(0)  # a load starts
@@ -114,11 +114,11 @@ def test_changes_during_a_load(
     asyncio.run(run())
 
 
-def test_two_own_changes_in_a_row_do_not_resolve_the_adapter_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second may arrive before the first one's pin: only the admin's requests had the token."""
+def test_consecutive_own_changes_do_not_resolve_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second change may arrive before the first is pinned. Only the admin's requests had the access token."""
 
     async def run() -> None:
-        server = Server(monkeypatch, {"own"}, "own")
+        server = FakeServer(monkeypatch, {"own"}, "own")
         for change in (load(pin=True), load("mine")):
             await server.replicator.apply(change, OWN)
         await server.finish()
@@ -127,11 +127,11 @@ def test_two_own_changes_in_a_row_do_not_resolve_the_adapter_again(monkeypatch: 
     asyncio.run(run())
 
 
-def test_a_pin_waits_for_an_engine_that_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The adapter is not resolved again: only the admin's request had the token for it."""
+def test_pin_is_retried_during_engine_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapter is not resolved again, because only the admin's request had the access token."""
 
     async def run() -> None:
-        server = Server(monkeypatch, {"own"}, "own")
+        server = FakeServer(monkeypatch, {"own"}, "own")
         server.num_failures = 3
         await server.replicator.apply(load(pin=True), OWN)
         await server.finish()
@@ -140,9 +140,9 @@ def test_a_pin_waits_for_an_engine_that_restarts(monkeypatch: pytest.MonkeyPatch
     asyncio.run(run())
 
 
-def test_a_change_fails_only_if_the_engine_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_change_raises_only_if_engine_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        server = Server(monkeypatch, set(), "")
+        server = FakeServer(monkeypatch, set(), "")
         server.num_failures = 1
         with pytest.raises(EngineError):
             await server.replicator.apply(UNLOAD, OTHER)

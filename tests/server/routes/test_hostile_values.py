@@ -1,4 +1,4 @@
-"""Hostile names and numbers on every route: each is refused in few words, and none counts as the server's fault."""
+"""Hostile names and numbers on every route are rejected with short messages and never cause a 500."""
 
 import json
 from collections.abc import Iterator
@@ -68,10 +68,12 @@ NAMES: dict[str, str] = {
 
 @pytest.fixture(scope="module")
 def routes() -> Iterator[Routes]:
-    """Make a server whose sources know one adapter, and whose log must have no errors of its own."""
+    """Create routes whose source has one adapter, and check at the end that the state is unchanged."""
     made = Routes(["poet"], admin_key=ADMIN)
-    made.answers["poet"] = Resolved("hash", tier="device")
-    made.answers |= {name: AdapterNotFoundError(f"adapter {name[:64]!r}: no such folder") for name in NAMES.values()}
+    made.resolutions["poet"] = Resolved("hash", tier="device")
+    made.resolutions |= {
+        name: AdapterNotFoundError(f"adapter {name[:64]!r}: no such folder") for name in NAMES.values()
+    }
 
     async def render(*_: Any, **__: Any) -> str:
         return "ask"
@@ -87,10 +89,10 @@ def check(reply: Reply, *statuses: int) -> None:
     assert reply.status in statuses, (reply.status, reply.body[:300])
     assert "x-evil" not in reply.headers
     if reply.status >= 400:
-        assert 0 < len(reply.message) < 1000  # a large request is not repeated
+        assert 0 < len(reply.message) < 1000  # the message does not repeat a large request
 
 
-def _numeric() -> list[tuple[str, str]]:
+def _list_numeric_fields() -> list[tuple[str, str]]:
     found = []
     for path, schema in SCHEMAS.items():
         for name, field in schema.model_json_schema()["properties"].items():
@@ -100,30 +102,30 @@ def _numeric() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("path", "field"), _numeric())
-def test_numbers(routes: Routes, path: str, field: str) -> None:
-    """Send each numeric field with each number that it should not have: refused, or harmless."""
+@pytest.mark.parametrize(("path", "field"), _list_numeric_fields())
+def test_hostile_numbers(routes: Routes, path: str, field: str) -> None:
+    """Send hostile numbers in each numeric field. They are rejected or harmless."""
     whole = {NATIVE: generate, COMPLETIONS: complete, CHAT: chat}[path]
     for text in NUMBERS.values():
         body = whole()
         (body["parameters"] if path == NATIVE else body)[field] = json.loads(text)
         reply = routes.post(path, body)
-        refused = 422 if path == NATIVE else 400
-        check(reply, 200, refused)
+        rejected_status = 422 if path == NATIVE else 400
+        check(reply, 200, rejected_status)
         if text in ("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "9" * 400, "true", '"1"', "[1]", "{}"):
             is_flag = text == "true" and field == "logprobs" and path == CHAT
-            assert is_flag or reply.status == refused, text
+            assert is_flag or reply.status == rejected_status, text
 
 
-def test_a_temperature_above_the_limit_is_told_the_limit(routes: Routes) -> None:
+def test_temperature_error_names_limit(routes: Routes) -> None:
     reply = routes.post(NATIVE, generate(temperature=1e39))
     assert reply.status == 422
     assert "`temperature` must be <= 3.40282e+38 (got 1e+39)" in reply.message
 
 
-@pytest.mark.parametrize("what", NAMES)
-def test_names(routes: Routes, what: str) -> None:
-    name = NAMES[what]
+@pytest.mark.parametrize("case", NAMES)
+def test_hostile_names(routes: Routes, case: str) -> None:
+    name = NAMES[case]
     for path in (NATIVE, STREAM):
         check(routes.post(path, generate(adapter_id=name)), 424)
     for path, body in ((COMPLETIONS, complete(name)), (CHAT, chat(name)), (CHAT, chat(f"base:{name}", stream=True))):
@@ -133,9 +135,9 @@ def test_names(routes: Routes, what: str) -> None:
     check(routes.get(f"/v1/adapters?also={quote(name, safe='')}&search={quote(name[:100], safe='')}"), 200)
 
 
-@pytest.mark.parametrize("what", NAMES)
-def test_names_from_an_admin(routes: Routes, what: str) -> None:
-    name = NAMES[what]
+@pytest.mark.parametrize("case", NAMES)
+def test_hostile_names_from_admin(routes: Routes, case: str) -> None:
+    name = NAMES[case]
     check(routes.post("/v1/adapters/load", {"adapter_id": name}, ADMIN), 404)
     check(routes.post("/v1/adapters/unload", {"adapter_id": name}, ADMIN), 404)
     check(routes.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": name}, ADMIN), 404)
@@ -143,13 +145,13 @@ def test_names_from_an_admin(routes: Routes, what: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a" * 10_000, "x\0", "x\n", "\u202ex", "__base_model__", "base"])
-def test_names_that_an_admin_cannot_give(routes: Routes, name: str) -> None:
+def test_invalid_alias_is_rejected(routes: Routes, name: str) -> None:
     check(routes.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": "poet"}, ADMIN), 400)
 
 
 @pytest.mark.parametrize("path", [NATIVE, COMPLETIONS, CHAT, "/v1/adapters/load", "/v1/load_lora_adapter"])
 @pytest.mark.parametrize("name", ["\ud800", "poet\udfff"])
-def test_lone_surrogates(routes: Routes, path: str, name: str) -> None:
+def test_lone_surrogates_in_names_are_rejected(routes: Routes, path: str, name: str) -> None:
     bodies: dict[str, dict[str, Any]] = {
         NATIVE: generate(adapter_id=name),
         COMPLETIONS: complete(name),
@@ -161,7 +163,7 @@ def test_lone_surrogates(routes: Routes, path: str, name: str) -> None:
 
 
 POETS = ["poet", "./poet"]
-MERGE_SOURCE: dict[str, Any] = {
+INVALID_MERGES: dict[str, Any] = {
     "no ids": {"ids": []},
     "ids that are null": {"ids": [None]},
     "an id for ids": {"ids": "poet"},
@@ -188,9 +190,9 @@ MERGE_SOURCE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("what", MERGE_SOURCE)
-def test_merges(routes: Routes, what: str) -> None:
-    check(routes.post(NATIVE, generate(merged_adapters=MERGE_SOURCE[what])), 422)
+@pytest.mark.parametrize("case", INVALID_MERGES)
+def test_invalid_merges_are_rejected(routes: Routes, case: str) -> None:
+    check(routes.post(NATIVE, generate(merged_adapters=INVALID_MERGES[case])), 422)
 
 
 QUERIES = {
@@ -204,14 +206,14 @@ QUERIES = {
 }
 
 
-@pytest.mark.parametrize("what", QUERIES)
-def test_queries(routes: Routes, what: str) -> None:
-    check(routes.get(f"/v1/adapters?{QUERIES[what]}"), 400)
+@pytest.mark.parametrize("case", QUERIES)
+def test_invalid_queries_are_rejected(routes: Routes, case: str) -> None:
+    check(routes.get(f"/v1/adapters?{QUERIES[case]}"), 400)
 
 
 @pytest.mark.parametrize(
     "query", ["after=name:%00", "after=hash:%ff", "after=hash:", "search=%ed%a0%80", "limit=1&limit=2"]
 )
-def test_queries_that_find_little(routes: Routes, query: str) -> None:
+def test_odd_queries_are_accepted(routes: Routes, query: str) -> None:
     check(routes.get(f"/v1/adapters?{query}"), 200)
     check(routes.get(f"/v1/adapters?{query}", ADMIN), 200)

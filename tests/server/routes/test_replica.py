@@ -1,4 +1,4 @@
-"""Access to a replica's server, and the routes of its actor. `tests/scale/test_pair.py` has real servers."""
+"""Replica access control and the actor routes. `tests/scale/test_pair.py` uses real servers."""
 
 import asyncio
 import json
@@ -26,22 +26,22 @@ CHANGE = AdapterChange(True, "local", "poet", "mine", pin=True)
 
 
 class ReplicaRoutes(Routes):
-    """The routes of a replica's server."""
+    """Routes of a replica server."""
 
     def __init__(self, keys_file: Path) -> None:
         super().__init__(["poet"], replica_secret=SECRET)
         self.service.keys = KeyRing((), ADMIN, keys_file)
         self.app, self._served = make_app(self.service), self.service
 
-    def _obey(self, message: messages.ToEngine) -> None:
-        super()._obey(message)
+    def _handle_message(self, message: messages.ToEngine) -> None:
+        super()._handle_message(message)
         if isinstance(message, messages.GetStatus):
             numbers = dict.fromkeys(EngineStatus.__dataclass_fields__, 2)
             reply = messages.StatusReply(message.query_id, EngineStatus(**numbers))
             asyncio.get_running_loop().call_soon(self.engine._settle, reply)
 
     def request(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
-        """Send a request with the secret."""
+        """Send a request with the deployment secret."""
         return self.send(method, path, body, {SECRET_HEADER: SECRET, **headers})
 
     def apply(self, change: AdapterChange) -> Reply:
@@ -50,13 +50,13 @@ class ReplicaRoutes(Routes):
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> ReplicaRoutes:
-    """A replica's server whose clients need keys."""
+    """A replica server with API keys."""
     keys_file = tmp_path_factory.mktemp("keys") / "keys.toml"
     keys_file.write_text(f'[keys.client]\nkey = "{CLIENT_KEY}"\n')
     return ReplicaRoutes(keys_file)
 
 
-def test_state_names_the_adapters_that_the_router_needs(shared: ReplicaRoutes) -> None:
+def test_state_lists_adapters_for_router(shared: ReplicaRoutes) -> None:
     request = {"inputs": "x", "parameters": {"adapter_id": "poet"}}
     assert shared.request("POST", "/generate", request, authorization=f"Bearer {CLIENT_KEY}").status == 200
     state = shared.request("GET", "/replica/state")
@@ -70,19 +70,19 @@ def test_state_names_the_adapters_that_the_router_needs(shared: ReplicaRoutes) -
         shared.service.is_draining = False
 
 
-def test_changes_of_another_replica_are_applied(shared: ReplicaRoutes) -> None:
+def test_remote_changes_are_applied(shared: ReplicaRoutes) -> None:
     assert shared.apply(CHANGE).status == 200
     assert "mine" in shared.service.model_names.aliases
     assert shared.apply(CHANGE._replace(is_load=False, pin=None)).status == 200
     assert "mine" not in shared.service.model_names.aliases
 
 
-def test_a_change_that_is_rejected_here_is_no_error(shared: ReplicaRoutes) -> None:
+def test_rejected_change_returns_200(shared: ReplicaRoutes) -> None:
     assert shared.apply(CHANGE._replace(alias="not\nprintable")).status == 200
     assert shared.apply(AdapterChange(False, "local", "unknown", "unknown")).status == 200
 
 
-def test_responses_to_loads_and_unloads_describe_the_change(shared: ReplicaRoutes) -> None:
+def test_load_and_unload_responses_have_change_header(shared: ReplicaRoutes) -> None:
     body = {"adapter_id": "poet", "adapter_source": "local", "name": "mine", "pin": True}
     assert read_change(shared.request("POST", LOAD, body, authorization=f"Bearer {ADMIN}")) == CHANGE
     unloaded = shared.request("POST", UNLOAD, {"adapter_id": "mine"}, authorization=f"Bearer {ADMIN}")
@@ -96,15 +96,15 @@ def read_change(reply: Reply) -> AdapterChange:
     return AdapterChange(**json.loads(reply.headers[CHANGE_HEADER]))
 
 
-def test_a_request_without_the_secret_is_rejected(shared: ReplicaRoutes) -> None:
+def test_request_without_secret_is_rejected(shared: ReplicaRoutes) -> None:
     for headers in ({}, {SECRET_HEADER: "guessed"}, {SECRET_HEADER: ""}, {CLIENT_HEADER: "1.2.3.4"}):
         for path in ("/health", "/replica/state", "/nothing"):
-            refused = shared.send("GET", path, headers=headers)
-            assert refused.status == 403
-            assert "this server is a replica" in refused.message
+            rejected = shared.send("GET", path, headers=headers)
+            assert rejected.status == 403
+            assert "this server is a replica" in rejected.message
 
 
-def test_clients_cannot_use_the_routes_of_the_actor(shared: ReplicaRoutes) -> None:
+def test_clients_cannot_use_actor_routes(shared: ReplicaRoutes) -> None:
     for address in ("1.2.3.4", ""):
         assert shared.request("GET", "/replica/state", **{CLIENT_HEADER: address}).status == 404
         assert shared.request("POST", "/replica/changes", {}, **{CLIENT_HEADER: address}).status == 404
@@ -112,7 +112,7 @@ def test_clients_cannot_use_the_routes_of_the_actor(shared: ReplicaRoutes) -> No
 
 
 @pytest.mark.parametrize("address", ["1.2.3.4", "fe80::1", ""])
-def test_the_application_sees_the_client_address_and_not_the_secret(address: str) -> None:
+def test_application_gets_client_address_without_secret(address: str) -> None:
     seen = dict[str, Any]()
 
     async def application(scope: Any, _receive: Any, _send: Any) -> None:

@@ -1,4 +1,4 @@
-"""Offsets of tokens in the text that `/v1/completions` returns, with `echo` and without, whole and streamed."""
+"""`text_offset` of `/v1/completions`, with and without `echo`, whole and streamed."""
 
 import asyncio
 import copy
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, processors
 
-from lorax_server.generation.generation import locate_tokens
+from lorax_server.generation.generation import find_token_offsets
 from lorax_server.text.tokenizer import TextTokenizer
-from lorax_server.types import FinishReason, Output, Resolved, SampledToken, Started
-from tests.server.bench import settle
+from lorax_server.types import FinishReason, Output, Resolved, SampledToken, StartInfo
 from tests.server.fake_server import Routes, complete
+from tests.server.service_harness import settle
 from tests.text.tokenizers import BOS, BYTE_KINDS, EOS, byte_level, random_texts, sentencepiece, word_piece
 
 PATH = "/v1/completions"
@@ -21,8 +21,8 @@ PROMPT = "Größe 👩‍👩‍👧 went"
 
 
 @cache
-def with_ends(kind: str) -> TextTokenizer:
-    """Make a tokenizer that puts a token before every text, and one after it."""
+def with_special_tokens(kind: str) -> TextTokenizer:
+    """Create a tokenizer that adds a token before and after every text."""
     made = {"byte-level": byte_level, "sentencepiece": sentencepiece}
     tokenizer = Tokenizer.from_str((made[kind]().tokenizer if kind in made else word_piece()).to_str())
     special = [(name, tokenizer.token_to_id(name)) for name in (BOS, EOS)]
@@ -32,34 +32,36 @@ def with_ends(kind: str) -> TextTokenizer:
     return TextTokenizer(tokenizer, {"eos_token": EOS}, {})
 
 
-class Scored(Routes):
-    """Routes whose engine answers with a text and scores prompts. The adapter `own` brings another tokenizer."""
+class ScoringRoutes(Routes):
+    """Routes with an engine that generates a given text and scores prompts. The adapter `own` has another tokenizer."""
 
     def __init__(self, base: str, answer: str, own: str | None = None) -> None:
         super().__init__(["own"])
         tokenizers = copy.copy(self.service.tokenizers)
-        tokenizers.base = with_ends(base)
+        tokenizers.base = with_special_tokens(base)
         tokenizers.find = self._find  # type: ignore[method-assign]
         self.service.tokenizers = tokenizers
         self.own, self.text = own, answer
 
     async def _find(self, adapter: Resolved) -> TextTokenizer:
-        return with_ends(self.own or "") if adapter.identity else self.service.tokenizers.base
+        return with_special_tokens(self.own or "") if adapter.identity else self.service.tokenizers.base
 
-    async def _give(self, request_id: int, *_: int) -> None:
+    async def _emit_in_two_steps(self, request_id: int, *_: int) -> None:
         (request,) = (each for each in self.engine.added if each.request_id == request_id)
-        tokenizer = self.service.tokenizers.base if not request.adapter_identity else with_ends(self.own or "")
+        tokenizer = (
+            self.service.tokenizers.base if not request.adapter_identity else with_special_tokens(self.own or "")
+        )
         tokens = tokenizer.encode(self.text, add_special_tokens=False)[: request.stop.max_new_tokens]
         prompt = [-1.0] * (len(request.prompt_ids) - 1) if request.prompt_logprobs else None
         for place, token_id in enumerate(tokens):
             end = FinishReason.LENGTH if place == len(tokens) - 1 else None
-            sampled, started = (SampledToken(token_id, -0.5),), Started(0.0, 0.0, 0)
+            sampled, started = (SampledToken(token_id, -0.5),), StartInfo(0.0, 0.0, 0)
             self.engine._deliver(Output(request_id, sampled, end, started=started, prompt_logprobs=prompt))
             prompt = None
             await settle()
 
-    def ask(self, **more: Any) -> tuple[str, list[str], list[int]]:  # type: ignore[override]
-        """Return the text, its tokens and their offsets, which must be the same whole and streamed."""
+    def complete_both_ways(self, **more: Any) -> tuple[str, list[str], list[int]]:  # type: ignore[override]
+        """Return the text, tokens and offsets. Check that the whole and streamed responses match."""
         body = complete(**{"logprobs": 0, "max_tokens": 64, "add_special_tokens": True} | more)
         choice = self.post(PATH, body).json["choices"][0]
         whole = choice["text"], choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
@@ -73,7 +75,7 @@ class Scored(Routes):
 
 
 def check(text: str, tokens: list[str], offsets: list[int]) -> None:
-    """Check that offsets never go back, and that each token that can be shown by itself is at its offset."""
+    """Check that offsets increase and that each printable token is at its offset."""
     assert offsets == sorted(offsets)
     assert 0 <= offsets[0] <= offsets[-1] <= len(text)
     for token, offset in zip(tokens, offsets, strict=True):
@@ -83,62 +85,65 @@ def check(text: str, tokens: list[str], offsets: list[int]) -> None:
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
 @pytest.mark.parametrize("own", [None, "sentencepiece", "byte-level"])
-def test_offsets_are_places_in_the_text(kind: str, own: str | None) -> None:
+def test_text_offsets_point_to_tokens(kind: str, own: str | None) -> None:
     answer = " ÿ 👋🌍 on"
-    routes = Scored(kind, answer, own)
+    routes = ScoringRoutes(kind, answer, own)
     model = "own" if own else ""
-    text, tokens, offsets = routes.ask(model=model, prompt=PROMPT, echo=True)
+    text, tokens, offsets = routes.complete_both_ways(model=model, prompt=PROMPT, echo=True)
     assert text.startswith(PROMPT)
     check(text, tokens, offsets)
     assert (tokens[0], offsets[:2]) == (BOS, [0, 0])
     first = next(i for i in range(1, len(tokens)) if tokens[i] == EOS) + 1
     assert offsets[first - 1] == offsets[first] == len(PROMPT)
-    alone, later, places = routes.ask(model=model, prompt=PROMPT)
+    alone, later, places = routes.complete_both_ways(model=model, prompt=PROMPT)
     assert (alone, later) == (text[len(PROMPT) :], tokens[first:])
     assert places == [offset - len(PROMPT) for offset in offsets[first:]]
     asyncio.run(routes.service.tokenizers.close())
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
-def test_tokens_are_located_as_their_text_is(kind: str) -> None:
-    routes = Scored(kind, " on")
-    ids = with_ends(kind).encode(PROMPT)
-    as_text, as_ids = routes.ask(prompt=PROMPT, echo=True), routes.ask(prompt=ids, echo=True)
+def test_token_prompt_offsets_match_text_prompt(kind: str) -> None:
+    routes = ScoringRoutes(kind, " on")
+    ids = with_special_tokens(kind).encode(PROMPT)
+    as_text, as_ids = (
+        routes.complete_both_ways(prompt=PROMPT, echo=True),
+        routes.complete_both_ways(prompt=ids, echo=True),
+    )
     assert as_text == as_ids
-    assert routes.ask(prompt=PROMPT, echo=True, max_tokens=0)[2] == as_text[2][: len(ids)]
+    assert routes.complete_both_ways(prompt=PROMPT, echo=True, max_tokens=0)[2] == as_text[2][: len(ids)]
 
 
-def test_special_tokens_that_the_prompt_spells_out_take_their_room() -> None:
-    text, tokens, offsets = Scored("byte-level", " on").ask(prompt=f"a{EOS}b", echo=True)
+def test_special_tokens_in_prompt_text_have_length() -> None:
+    text, tokens, offsets = ScoringRoutes("byte-level", " on").complete_both_ways(prompt=f"a{EOS}b", echo=True)
     assert text == f"a{EOS}b on"
     assert dict(zip(tokens[1:4], offsets[1:4], strict=True)) == {"a": 0, EOS: 1, "b": 5}
 
 
-def test_text_that_was_held_back_counts() -> None:
-    """Text that might become a stop string is shown later, and its offsets are right all the same."""
-    routes = Scored("byte-level", "a+=b+==c+=-d")
-    text, tokens, offsets = routes.ask(prompt="x", echo=True, stop="+=-")
+def test_buffered_text_has_correct_offsets() -> None:
+    """Text that may become a stop string is returned later with correct offsets."""
+    routes = ScoringRoutes("byte-level", "a+=b+==c+=-d")
+    text, tokens, offsets = routes.complete_both_ways(prompt="x", echo=True, stop="+=-")
     assert text == "xa+=b+==c"
     check(text, tokens[:-4], offsets[:-4])
     assert offsets[-1] == len(text)
 
 
 @pytest.mark.parametrize("kind", BYTE_KINDS)
-def test_both_ways_to_locate_agree(kind: str) -> None:
+def test_locate_and_locate_tokens_agree(kind: str) -> None:
     tokenizer = TextTokenizer(BYTE_KINDS[kind]().tokenizer, {}, {})
     compared = 0
     for text in random_texts(200, seed=5):
         ids = tokenizer.encode(text)
         if tokenizer.decode(ids) == text and not text.startswith(" ") and ids:
-            found = locate_tokens(tokenizer.detokenizer, ids)
+            found = find_token_offsets(tokenizer.detokenizer, ids)
             assert tokenizer.locate(text) == found
             assert all(before <= after for before, after in pairwise(found))
             compared += 1
     assert compared > 5
 
 
-def test_tokens_that_lose_text_stay_within_it() -> None:
-    tokenizer = with_ends("word-piece")
+def test_offsets_of_lossy_tokenizer_stay_within_text() -> None:
+    tokenizer = with_special_tokens("word-piece")
     for text in random_texts(100, seed=6):
         starts = tokenizer.locate(text)
         assert starts == sorted(starts)

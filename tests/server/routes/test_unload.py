@@ -1,4 +1,4 @@
-"""Unloading: the adapter has left, or the answer names its holder; places that are gone are forgotten."""
+"""Unloading adapters, adapter errors in listings, and merged adapters."""
 
 import asyncio
 from pathlib import Path
@@ -16,16 +16,16 @@ ADMIN = "admin"
 SPELLINGS = ["json", "./json", "json/", "json//", "/srv/adapters/json"]
 
 
-class Loads(Routes):
-    """Routes whose engine remembers the adapters on its device and their pins. `twin` is a copy of `json`."""
+class LoadTrackingRoutes(Routes):
+    """Routes with an engine that tracks loaded adapters and pins. `twin` is a copy of `json`."""
 
     def __init__(self) -> None:
         super().__init__(folder=["json", "twin", "sql"], admin_key=ADMIN)
         self.service.model_names._local_roots = [Path("/srv/adapters")]
-        self.device: dict[str, bool] = {}  # whether it is pinned
-        self.answers["twin"] = Resolved("hash of json")
+        self.device: dict[str, bool] = {}  # loaded identities, and whether they are pinned
+        self.resolutions["twin"] = Resolved("hash of json")
 
-    def _obey(self, message: messages.ToEngine) -> None:
+    def _handle_message(self, message: messages.ToEngine) -> None:
         match message:
             case messages.Add(request) if request.adapter_identity:
                 self.device.setdefault(request.adapter_identity, False)
@@ -38,7 +38,7 @@ class Loads(Routes):
                 reply = messages.AdaptersReply(query_id, [self._state(each) for each in identities])
                 asyncio.get_running_loop().call_soon(self.engine._settle, reply)
                 return
-        super()._obey(message)
+        super()._handle_message(message)
 
     def _state(self, identity: str) -> AdapterState:
         state = "on the device" if identity in self.device else "on disk"
@@ -53,27 +53,27 @@ class Loads(Routes):
     def unload(self, name: str, /, **more: Any) -> Reply:
         return self.post("/v1/adapters/unload", {"adapter_id": name, **more}, ADMIN)
 
-    def listed(self) -> dict[str, Any]:
+    def list_adapters(self) -> dict[str, Any]:
         return {each["id"]: each for each in self.get("/v1/adapters", ADMIN).json["data"]}
 
 
 @pytest.fixture
-def routes() -> Loads:
-    return Loads()
+def routes() -> LoadTrackingRoutes:
+    return LoadTrackingRoutes()
 
 
 @pytest.mark.parametrize("second", SPELLINGS)
 @pytest.mark.parametrize("unloaded", SPELLINGS)
-def test_what_was_named_by_two_spellings_is_unloaded_by_either(routes: Loads, second: str, unloaded: str) -> None:
+def test_unload_by_any_spelling_of_name(routes: LoadTrackingRoutes, second: str, unloaded: str) -> None:
     for name in ("json", second):
         reply = routes.use(name)
         assert (reply.status, reply.headers["x-adapter-id"]) == (200, "json")
     assert routes.unload(unloaded).status == 200
     assert routes.device == {}
-    assert routes.listed().keys() == {"json", "twin", "sql"}
+    assert routes.list_adapters().keys() == {"json", "twin", "sql"}
 
 
-def test_spellings_are_one_label_in_metrics(routes: Loads) -> None:
+def test_name_spellings_share_one_metric_label(routes: LoadTrackingRoutes) -> None:
     for name in SPELLINGS:
         routes.use(name)
     text = routes.metrics.render_prometheus().decode()
@@ -81,17 +81,17 @@ def test_spellings_are_one_label_in_metrics(routes: Loads) -> None:
     assert "./json" not in text
 
 
-def test_a_copy_that_is_not_pinned_does_not_hold_it(routes: Loads) -> None:
+def test_unpinned_copy_does_not_block_unload(routes: LoadTrackingRoutes) -> None:
     routes.use("json")
     routes.use("twin")
     assert routes.unload("json").status == 200
     assert routes.device == {}
-    assert [routes.listed()[name]["state"] for name in ("json", "twin")] == ["on disk"] * 2
-    assert routes.use("twin").status == 200  # a request that names it loads it again
+    assert [routes.list_adapters()[name]["state"] for name in ("json", "twin")] == ["on disk"] * 2
+    assert routes.use("twin").status == 200  # a request loads the adapter again
     assert "hash of json" in routes.device
 
 
-def test_a_copy_that_is_pinned_holds_it_and_is_named(routes: Loads) -> None:
+def test_pinned_copy_blocks_unload_with_409(routes: LoadTrackingRoutes) -> None:
     routes.use("json")
     routes.load("twin", pin=True)
     for path, body in (
@@ -100,16 +100,18 @@ def test_a_copy_that_is_pinned_holds_it_and_is_named(routes: Loads) -> None:
     ):
         reply = routes.post(path, body, ADMIN)
         assert reply.status == 409
-        assert reply.message.startswith("adapter 'json' has the same content as 'twin', which is pinned")
+        assert reply.message.startswith(
+            "adapter 'json' cannot be unloaded because it has the same content as 'twin', which is pinned"
+        )
     assert routes.device == {"hash of json": True}
     assert routes.unload("twin").status == routes.unload("json").status == 200
     assert routes.device == {}
 
 
-@pytest.mark.parametrize("how", ["not pinned any more", "the engine has started anew"])
-def test_a_pin_that_is_no_more_does_not_hold_it(routes: Loads, how: str) -> None:
+@pytest.mark.parametrize("how", ["unpinned", "engine restarted"])
+def test_removed_pin_does_not_block_unload(routes: LoadTrackingRoutes, how: str) -> None:
     routes.load("twin", pin=True)
-    if how == "not pinned any more":
+    if how == "unpinned":
         routes.load("twin", pin=False)
     else:
         routes.device.clear()
@@ -118,131 +120,134 @@ def test_a_pin_that_is_no_more_does_not_hold_it(routes: Loads, how: str) -> None
     assert routes.device == {}
 
 
-def test_a_copy_of_an_older_version_does_not_hold_the_newer(routes: Loads) -> None:
+def test_pinned_old_version_does_not_block_unload(routes: LoadTrackingRoutes) -> None:
     routes.use("json")
     routes.load("twin", pin=True)
-    routes.answers["json"] = Resolved("hash of newer")
+    routes.resolutions["json"] = Resolved("hash of newer")
     routes.use("json")
     assert routes.unload("json").status == 200
     assert routes.device == {"hash of json": True}
 
 
-def test_a_new_version_lets_the_old_one_go_with_its_pin(routes: Loads) -> None:
+def test_loading_new_version_unloads_pinned_old_version(routes: LoadTrackingRoutes) -> None:
     routes.load("json", pin=True)
     routes.use("twin")
-    routes.answers["json"] = Resolved("hash of newer")
+    routes.resolutions["json"] = Resolved("hash of newer")
     routes.load("json", pin=True)
     assert routes.device == {"hash of newer": True}
 
 
-def test_an_alias_is_another_name_of_the_same_place(routes: Loads) -> None:
-    """Unload by either name. Only the unloaded name is removed, if a client had added it."""
+def test_unload_by_alias_or_name(routes: LoadTrackingRoutes) -> None:
+    """Unloading works with either name. Only the given name is removed, if the load route assigned it."""
     routes.load("json", name="alias", pin=True)
     assert routes.unload("json").status == 200
     assert routes.device == {}
-    assert (routes.listed()["alias"]["state"], routes.listed()["alias"]["pinned"]) == ("on disk", False)
+    assert (routes.list_adapters()["alias"]["state"], routes.list_adapters()["alias"]["pinned"]) == ("on disk", False)
     assert routes.use("alias").headers["x-adapter-id"] == "alias"
     assert routes.unload("alias").status == 200
     assert routes.device == {}
-    assert "alias" not in routes.listed()
+    assert "alias" not in routes.list_adapters()
 
 
-def test_what_was_unloaded_is_forgotten(routes: Loads) -> None:
+def test_unloaded_adapter_is_removed_from_index(routes: LoadTrackingRoutes) -> None:
     routes.use("json")
     routes.unload("json")
     assert routes.service.adapter_index.identities_of(AdapterKey("local", "json")) == []
-    assert routes.listed()["json"]["hash"] is None
+    assert routes.list_adapters()["json"]["hash"] is None
 
 
-def test_a_removed_folder_stays_until_it_is_unloaded_by_its_name(routes: Loads) -> None:
+def test_removed_folder_stays_loaded_until_unload(routes: LoadTrackingRoutes) -> None:
     routes.load("json", pin=True)
     routes.service.model_names.set_folder_names(["sql"])
-    routes.answers["json"] = AdapterNotFoundError("no such folder")
+    routes.resolutions["json"] = AdapterNotFoundError("no such folder")
     assert routes.use("json").status == 424
-    assert (routes.listed()["json"]["state"], routes.listed()["json"]["pinned"]) == ("on the device", True)
+    assert (routes.list_adapters()["json"]["state"], routes.list_adapters()["json"]["pinned"]) == (
+        "on the device",
+        True,
+    )
     assert routes.unload("json").status == 200
     assert routes.device == {}
-    assert routes.listed().keys() == {"sql"}
+    assert routes.list_adapters().keys() == {"sql"}
     assert routes.unload("json").status == 404
 
 
-def test_a_place_that_is_gone_is_forgotten_when_it_is_asked_for(routes: Loads) -> None:
+def test_missing_folder_is_removed_from_index_on_request(routes: LoadTrackingRoutes) -> None:
     routes.use("elsewhere")
     routes.device.clear()
-    assert "elsewhere" in routes.listed()
-    routes.answers["elsewhere"] = AdapterNotFoundError("no such folder")
+    assert "elsewhere" in routes.list_adapters()
+    routes.resolutions["elsewhere"] = AdapterNotFoundError("no such folder")
     routes.use("elsewhere")
-    assert "elsewhere" not in routes.listed()
+    assert "elsewhere" not in routes.list_adapters()
     assert routes.service.adapter_index.names_of("hash of elsewhere") == ()
 
 
-# --- Lists of folders that cannot be served ---------------------------------------------------------------------------
+# --- Listing of broken adapters ---------------------------------------------------------------------------------------
 
 
-def test_a_broken_folder_is_listed_with_its_error_once_it_has_failed(routes: Loads) -> None:
-    assert (routes.listed()["sql"]["state"], routes.listed()["sql"]["error"]) == ("on disk", None)
-    routes.answers["sql"] = AdapterError("adapter 'sql': has a broken header")
+def test_broken_adapter_is_listed_with_error(routes: LoadTrackingRoutes) -> None:
+    assert (routes.list_adapters()["sql"]["state"], routes.list_adapters()["sql"]["error"]) == ("on disk", None)
+    routes.resolutions["sql"] = AdapterError("adapter 'sql': has a broken header")
     assert routes.use("./sql").status == 424
     for key in (None, ADMIN):
         found = {each["id"]: each for each in routes.get("/v1/adapters", key).json["data"]}["sql"]
         assert (found["state"], found["error"]) == ("failed", "adapter 'sql': has a broken header")
-    del routes.answers["sql"]
+    del routes.resolutions["sql"]
     routes.use("sql")
-    assert (routes.listed()["sql"]["state"], routes.listed()["sql"]["error"]) == ("on the device", None)
+    assert (routes.list_adapters()["sql"]["state"], routes.list_adapters()["sql"]["error"]) == ("on the device", None)
 
 
-def test_a_folder_that_broke_is_listed_as_it_is_in_memory_and_with_its_error(routes: Loads) -> None:
+def test_loaded_adapter_with_broken_files_is_listed_with_error(routes: LoadTrackingRoutes) -> None:
     routes.use("sql")
-    routes.answers["sql"] = AdapterError("adapter 'sql': has a broken header")
+    routes.resolutions["sql"] = AdapterError("adapter 'sql': has a broken header")
     assert routes.load("sql").status == 424
-    found = routes.listed()["sql"]
+    found = routes.list_adapters()["sql"]
     assert (found["state"], found["error"]) == ("on the device", "adapter 'sql': has a broken header")
 
 
 @pytest.mark.parametrize("error", [AdapterAccessError, SourceError, AdapterNotFoundError])
-def test_what_says_nothing_about_the_files_is_not_listed(routes: Loads, error: type[LoraxError]) -> None:
-    routes.answers["sql"] = error("not now")
+def test_source_errors_are_not_listed(routes: LoadTrackingRoutes, error: type[LoraxError]) -> None:
+    routes.resolutions["sql"] = error("not now")
     routes.use("sql")
-    assert routes.listed()["sql"]["error"] is None
+    assert routes.list_adapters()["sql"]["error"] is None
 
 
-def test_what_only_a_token_was_shown_is_not_listed(routes: Loads) -> None:
-    routes.answers["sql"] = AdapterError("private")
+def test_private_adapter_error_is_not_listed(routes: LoadTrackingRoutes) -> None:
+    routes.resolutions["sql"] = AdapterError("private")
     routes.use("sql", api_token="secret")
-    assert routes.listed()["sql"]["error"] is None
+    assert routes.list_adapters()["sql"]["error"] is None
 
 
-def test_an_answer_says_that_it_is_not_of_the_newest_version(routes: Loads) -> None:
+def test_stale_version_sets_adapter_version_header(routes: LoadTrackingRoutes) -> None:
     routes.use("sql")
     stale = Failure("AdapterError", 424, "adapter 'sql': half of it is missing")
-    routes.answers["sql"] = Resolved("hash of sql", tier="device", stale=stale)
+    routes.resolutions["sql"] = Resolved("hash of sql", tier="device", stale=stale)
     for path in ("/generate", "/generate_stream"):
         reply = routes.post(path, generate(adapter_id="sql"))
         assert (reply.status, reply.headers["x-adapter-version"]) == (200, "previous")
-    found = routes.listed()["sql"]
+    found = routes.list_adapters()["sql"]
     assert (found["state"], found["error"]) == ("on the device", stale.message)
-    del routes.answers["sql"]
+    del routes.resolutions["sql"]
     assert "x-adapter-version" not in routes.use("sql").headers
-    assert routes.listed()["sql"]["error"] is None
+    assert routes.list_adapters()["sql"]["error"] is None
 
 
 # --- Merges -----------------------------------------------------------------------------------------------------------
 
 
-def merge(routes: Loads, seed: int | None = None, **more: Any) -> tuple[Reply, messages.Resolve]:
+def merge(routes: LoadTrackingRoutes, seed: int | None = None, **more: Any) -> tuple[Reply, messages.Resolve]:
     reply = routes.post("/generate", generate(merged_adapters={"ids": ["./sql", "json"], **more}, seed=seed))
     assert reply.status == 200, reply.message
     return reply, [each for each in routes.engine.sent if isinstance(each, messages.Resolve) and each.merge][-1]
 
 
-def test_null_is_as_if_it_were_not_there(routes: Loads) -> None:
+def test_null_merge_fields_use_defaults(routes: LoadTrackingRoutes) -> None:
     _, expected = merge(routes)
     _, found = merge(routes, weights=None, density=None, merge_strategy=None, majority_sign_method=None)
     assert found.merge == expected.merge == Merge((1.0, 1.0))
 
 
-def test_dare_draws_by_the_requests_seed(routes: Loads) -> None:
-    """Without a seed, or if nothing is drawn, requests share one adapter."""
+def test_dare_merge_uses_request_seed(routes: LoadTrackingRoutes) -> None:
+    """Without a seed, or if density is 1, requests share one merged adapter."""
 
     def seeds(**more: Any) -> list[int]:
         return [
@@ -256,15 +261,15 @@ def test_dare_draws_by_the_requests_seed(routes: Loads) -> None:
     assert len({Merge((1.0,), "dare_ties", 0.5, seed=seed).identity(["x"]) for seed in (0, 1, 2)}) == 3
 
 
-def test_a_merge_has_one_name_everywhere(routes: Loads) -> None:
+def test_merge_name_is_consistent(routes: LoadTrackingRoutes) -> None:
     reply, _ = merge(routes)
     assert reply.headers["x-adapter-id"] == "sql,json"
-    assert routes.listed()["sql,json"]["hash"] == "merged"
+    assert routes.list_adapters()["sql,json"]["hash"] == "merged"
     assert 'lorax_adapter_requests_total{adapter="sql,json"} 1.0' in routes.metrics.render_prometheus().decode()
 
 
-def test_a_merge_that_has_left_memory_is_listed_no_longer(routes: Loads) -> None:
+def test_evicted_merge_is_not_listed(routes: LoadTrackingRoutes) -> None:
     merge(routes)
     routes.device.clear()
-    assert "sql,json" not in routes.listed()
+    assert "sql,json" not in routes.list_adapters()
     assert routes.service.adapter_index.names_of("merged") == ()

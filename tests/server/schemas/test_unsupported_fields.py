@@ -1,4 +1,4 @@
-"""Fields of other servers: honoured, refused by name, or ignored where they change nothing."""
+"""Fields of other servers: supported, rejected by name, or ignored if they have no effect."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,13 @@ from pydantic import BaseModel
 
 from lorax_server.server.schemas.lorax import GenerateParameters
 from lorax_server.server.schemas.openai import ChatCompletionRequest, CompletionRequest
-from lorax_server.server.schemas.unsupported_fields import CHAT, COMPLETIONS, UNSUPPORTED_FIELDS, FIELDS_BY_ROUTE, GENERATE
+from lorax_server.server.schemas.unsupported_fields import (
+    CHAT,
+    COMPLETIONS,
+    FIELDS_BY_ROUTE,
+    GENERATE,
+    UNSUPPORTED_FIELDS,
+)
 from lorax_server.types import Merge
 from tests.server.fake_server import Reply, Routes, chat, complete, generate
 
@@ -19,7 +25,7 @@ SCHEMAS = {GENERATE: GenerateParameters, CHAT: ChatCompletionRequest, COMPLETION
 
 
 class Templated(Routes):
-    """Routes with a chat template that keeps its messages and variables."""
+    """Routes with a fake chat template that records its messages and variables."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(["poet", "pirate"], **options)
@@ -36,37 +42,37 @@ def routes() -> Templated:
     return Templated()
 
 
-def ask(routes: Routes, route: str, **fields: Any) -> Reply:
+def send(routes: Routes, route: str, **fields: Any) -> Reply:
     make = {GENERATE: generate, CHAT: chat, COMPLETIONS: complete}[route]
     return routes.post(PATHS[route], make(**fields))
 
 
-# --- Refused ----------------------------------------------------------------------------------------------------------
+# --- Rejected ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("route", PATHS)
-def test_what_would_change_the_answer_is_refused_by_name(route: str, routes: Templated) -> None:
+def test_unsupported_fields_are_rejected_by_name(route: str, routes: Templated) -> None:
     for name, field in FIELDS_BY_ROUTE[route].items():
-        refused = ask(routes, route, **{name: False if field.defaults_to_true else "x"})
-        assert refused.status == (422 if route == GENERATE else 400), name
-        assert f"`{name}`" in refused.message
+        rejected = send(routes, route, **{name: False if field.defaults_to_true else "x"})
+        assert rejected.status == (422 if route == GENERATE else 400), name
+        assert f"`{name}`" in rejected.message
         if route != GENERATE:
-            error = refused.json["error"]
+            error = rejected.json["error"]
             assert (error["param"], error["code"]) == (name, "unsupported_parameter")
     assert not routes.engine.sent
 
 
 @pytest.mark.parametrize("route", PATHS)
-def test_what_asks_for_nothing_passes(route: str, routes: Templated) -> None:
-    nothings: list[Any] = [None, False, 0, "", [], {}]
-    for nothing in nothings:
-        fields = {name: nothing for name, field in FIELDS_BY_ROUTE[route].items() if not field.defaults_to_true}
-        if nothing == 0 and nothing is not False:
+def test_neutral_values_are_accepted(route: str, routes: Templated) -> None:
+    empty_values: list[Any] = [None, False, 0, "", [], {}]
+    for empty in empty_values:
+        fields = {name: empty for name, field in FIELDS_BY_ROUTE[route].items() if not field.defaults_to_true}
+        if empty == 0 and empty is not False:
             fields = {name: value for name, value in fields.items() if not FIELDS_BY_ROUTE[route][name].zero_is_set}
-        assert ask(routes, route, **fields).status == 200
+        assert send(routes, route, **fields).status == 200
     neutral_values = {name: value for name, field in FIELDS_BY_ROUTE[route].items() for value in field.neutral_values}
     assert len(neutral_values) >= 5
-    assert ask(routes, route, **neutral_values).status == 200
+    assert send(routes, route, **neutral_values).status == 200
 
 
 @pytest.mark.parametrize("route", PATHS)
@@ -81,8 +87,8 @@ def test_what_asks_for_nothing_passes(route: str, routes: Templated) -> None:
     ],
     ids=str,
 )
-def test_numbers_that_ask_for_something(fields: dict[str, Any], route: str, routes: Templated) -> None:
-    assert ask(routes, route, **fields).status == (422 if route == GENERATE else 400)
+def test_non_default_numbers_are_rejected(fields: dict[str, Any], route: str, routes: Templated) -> None:
+    assert send(routes, route, **fields).status == (422 if route == GENERATE else 400)
 
 
 @pytest.mark.parametrize(
@@ -97,37 +103,37 @@ def test_numbers_that_ask_for_something(fields: dict[str, Any], route: str, rout
         (CHAT, {"temperature": 0, "do_sample": False}),
     ],
 )
-def test_the_same_may_be_said_in_several_words(route: str, fields: dict[str, Any], routes: Templated) -> None:
-    assert ask(routes, route, **fields).status == 200
+def test_field_with_equal_replacement_is_accepted(route: str, fields: dict[str, Any], routes: Templated) -> None:
+    assert send(routes, route, **fields).status == 200
     name = next(name for name in fields if name in FIELDS_BY_ROUTE[route])
     other = {**fields, name: True if name == "do_sample" else 9}
-    assert name == "do_sample" or ask(routes, route, **other).status in (400, 422)
+    assert name == "do_sample" or send(routes, route, **other).status in (400, 422)
 
 
 @pytest.mark.parametrize(
     "fields", [{"adapter_id": "poet"}, {"grammar": {"type": "json"}}, {"max_new_tokens": 5}], ids=str
 )
-def test_what_belongs_into_parameters_is_refused_beside_them(fields: dict[str, Any], routes: Templated) -> None:
-    refused = routes.post("/generate", {"inputs": "ask", **fields})
-    assert (refused.status, "`parameters`" in refused.message) == (422, True)
-    nothing = {"adapter_id": None, "grammar": None, "model": "x", "options": {"use_cache": False}, "stream": False}
-    assert routes.post("/generate", {"inputs": "ask", **nothing}).status == 200
+def test_top_level_parameters_are_rejected(fields: dict[str, Any], routes: Templated) -> None:
+    rejected = routes.post("/generate", {"inputs": "ask", **fields})
+    assert (rejected.status, "`parameters`" in rejected.message) == (422, True)
+    empty = {"adapter_id": None, "grammar": None, "model": "x", "options": {"use_cache": False}, "stream": False}
+    assert routes.post("/generate", {"inputs": "ask", **empty}).status == 200
 
 
 @pytest.mark.parametrize("route", PATHS)
-def test_what_nobody_knows_is_ignored(route: str, routes: Templated) -> None:
+def test_unknown_fields_are_ignored(route: str, routes: Templated) -> None:
     fields = {"store": True, "metadata": {"a": 1}, "service_tier": "auto", "parallel_tool_calls": True, "priority": 3}
-    assert ask(routes, route, **fields).status == 200
+    assert send(routes, route, **fields).status == 200
 
 
 @pytest.mark.parametrize("route", PATHS)
-def test_no_field_is_both_known_and_foreign(route: str) -> None:
+def test_unsupported_fields_are_not_in_schema(route: str) -> None:
     assert not set(FIELDS_BY_ROUTE[route]) & set(SCHEMAS[route].model_fields)
     for field in FIELDS_BY_ROUTE[route].values():
         assert not field.replacement or field.replacement in SCHEMAS[route].model_fields, field
 
 
-def test_each_is_listed_once_with_who_has_it() -> None:
+def test_unsupported_fields_are_unique_and_documented() -> None:
     pairs = [(field.name, route) for field in UNSUPPORTED_FIELDS for route in field.routes]
     assert len(pairs) == len(set(pairs))
     assert all(field.dialects for field in UNSUPPORTED_FIELDS)
@@ -137,48 +143,48 @@ def test_each_is_listed_once_with_who_has_it() -> None:
 
 
 @pytest.mark.parametrize("route", PATHS)
-def test_the_schema_names_them(route: str) -> None:
+def test_schema_description_lists_unsupported_fields(route: str) -> None:
     description = SCHEMAS[route].model_json_schema()["description"]
     assert all(f"`{name}`" in description for name in FIELDS_BY_ROUTE[route])
 
 
-# --- Honoured ---------------------------------------------------------------------------------------------------------
+# --- Supported --------------------------------------------------------------------------------------------------------
 
 
-def test_sampling_of_other_dialects_is_honoured(routes: Templated) -> None:
+def test_sampling_fields_of_other_servers_are_applied(routes: Templated) -> None:
     fields = {"min_p": 0.25, "logit_bias": {"7": -3.5}, "min_new_tokens": 2}
-    assert ask(routes, GENERATE, **fields).status == 200
+    assert send(routes, GENERATE, **fields).status == 200
     (request,) = routes.engine.added
     assert (request.sampling.min_p, request.sampling.logit_bias) == (0.25, {7: -3.5})
-    assert request.sampling.do_sample  # as by `top_p`
+    assert request.sampling.do_sample  # like `top_p`, `min_p` enables sampling
     assert request.stop.min_new_tokens == 2
-    assert ask(routes, CHAT, typical_p=0.5).status == 200
+    assert send(routes, CHAT, typical_p=0.5).status == 200
     assert routes.engine.added[-1].sampling.typical_p == 0.5
 
 
 @pytest.mark.parametrize("fields", [{"min_p": 1.5}, {"min_new_tokens": 6}, {"logit_bias": {"a": 1}}, {"min_p": "x"}])
-def test_their_values_are_checked(fields: dict[str, Any], routes: Templated) -> None:
-    refused = ask(routes, GENERATE, **fields)
-    assert (refused.status, next(iter(fields)) in refused.message) == (422, True)
+def test_invalid_sampling_values_are_rejected(fields: dict[str, Any], routes: Templated) -> None:
+    rejected = send(routes, GENERATE, **fields)
+    assert (rejected.status, next(iter(fields)) in rejected.message) == (422, True)
 
 
-def test_a_chat_may_go_on_without_a_prompt_for_its_answer(routes: Templated) -> None:
-    for asked, expected in ((None, True), (True, True), (False, False)):
-        assert ask(routes, CHAT, add_generation_prompt=asked).status == 200
+def test_add_generation_prompt_reaches_template(routes: Templated) -> None:
+    for requested, expected in ((None, True), (True, True), (False, False)):
+        assert send(routes, CHAT, add_generation_prompt=requested).status == 200
         assert routes.rendered[-1][1]["add_generation_prompt"] is expected
 
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("model", ["", "base", "poet", "base:poet"])
-def test_an_adapter_can_be_named_as_lorax_does(route: str, model: str, routes: Templated) -> None:
-    reply = ask(routes, route, model=model, adapter_id="poet")
+def test_adapter_id_on_openai_routes(route: str, model: str, routes: Templated) -> None:
+    reply = send(routes, route, model=model, adapter_id="poet")
     assert (reply.status, reply.headers["x-adapter-id"]) == (200, "poet")
     assert reply.json["model"] == "poet"
     assert routes.engine.added[-1].adapter_identity == "hash of poet"
 
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
-def test_names_that_contradict_each_other_are_refused(route: str, routes: Templated) -> None:
+def test_conflicting_adapter_names_are_rejected(route: str, routes: Templated) -> None:
     merged = {"ids": ["poet", "pirate"]}
     for fields in (
         {"model": "pirate", "adapter_id": "poet"},
@@ -187,28 +193,28 @@ def test_names_that_contradict_each_other_are_refused(route: str, routes: Templa
         {"model": "pirate", "merged_adapters": merged},
         {"model": "", "adapter_id": "poet", "merged_adapters": merged},
     ):
-        refused = ask(routes, route, **fields)
-        assert (refused.status, refused.json["error"]["code"]) == (400, "invalid_value"), fields
-        assert "adapter" in refused.message
+        rejected = send(routes, route, **fields)
+        assert (rejected.status, rejected.json["error"]["code"]) == (400, "invalid_value"), fields
+        assert "adapter" in rejected.message
     assert not routes.engine.sent
 
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
-def test_nothing_named_is_the_base_model(route: str, routes: Templated) -> None:
+def test_empty_adapter_name_selects_base_model(route: str, routes: Templated) -> None:
     for name in (None, "", "__base_model__"):
-        reply = ask(routes, route, model="", adapter_id=name)
+        reply = send(routes, route, model="", adapter_id=name)
         assert (reply.status, "x-adapter-id" in reply.headers) == (200, False)
 
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
-def test_adapters_are_merged_on_openais_routes_too(route: str, routes: Templated) -> None:
+def test_merged_adapters_on_openai_routes(route: str, routes: Templated) -> None:
     merged = {"ids": ["poet", "pirate"], "weights": [0.5, 2.0], "merge_strategy": "ties", "density": 0.5}
-    reply = ask(routes, route, model="base", merged_adapters=merged)
+    reply = send(routes, route, model="base", merged_adapters=merged)
     assert (reply.status, reply.headers["x-adapter-id"]) == (200, "poet,pirate")
-    asked = [merge for message in routes.engine.sent if (merge := getattr(message, "merge", None))]
-    assert asked == [Merge((0.5, 2.0), "ties", 0.5, "total")]
-    refused = ask(routes, route, model="", merged_adapters={"ids": []})
-    assert (refused.status, refused.json["error"]["param"]) == (400, "merged_adapters")
+    merges = [merge for message in routes.engine.sent if (merge := getattr(message, "merge", None))]
+    assert merges == [Merge((0.5, 2.0), "ties", 0.5, "total")]
+    rejected = send(routes, route, model="", merged_adapters={"ids": []})
+    assert (rejected.status, rejected.json["error"]["param"]) == (400, "merged_adapters")
 
 
 # --- Tools, roles and usage -------------------------------------------------------------------------------------------
@@ -216,28 +222,28 @@ def test_adapters_are_merged_on_openais_routes_too(route: str, routes: Templated
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
-def test_tools_that_must_not_be_used_pass(routes: Templated) -> None:
-    assert ask(routes, CHAT, tools=[TOOL], tool_choice="none").status == 200
-    # The template of these routes shows no tools to the model.
+def test_tool_choice_none_is_accepted_without_tool_template(routes: Templated) -> None:
+    assert send(routes, CHAT, tools=[TOOL], tool_choice="none").status == 200
+    # This template does not render tools.
     for fields in ({"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": "auto"}, {"tool_choice": "required"}):
-        refused = ask(routes, CHAT, **fields)
-        assert (refused.status, refused.json["error"]["param"]) == (400, next(iter(fields)))
+        rejected = send(routes, CHAT, **fields)
+        assert (rejected.status, rejected.json["error"]["param"]) == (400, next(iter(fields)))
 
 
 @pytest.mark.parametrize(("template", "role"), [("{{ messages }}", "system"), ("developer or user", "developer")])
-def test_a_developer_is_a_system_where_a_template_knows_none(
+def test_developer_role_becomes_system_if_unsupported(
     template: str, role: str, routes: Templated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes.service.tokenizers, "find_template", lambda *_: template)
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "ask"}]
-    assert ask(routes, CHAT, messages=messages).status == 200
+    assert send(routes, CHAT, messages=messages).status == 200
     assert [message["role"] for message in routes.rendered[-1][0]] == [role, "user"]
 
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
-def test_a_stream_tells_its_usage_unless_it_is_told_not_to(route: str, routes: Templated) -> None:
+def test_stream_includes_usage_unless_disabled(route: str, routes: Templated) -> None:
     def usages(**fields: Any) -> list[Any]:
-        return [event["usage"] for event in ask(routes, route, stream=True, **fields).events if event.get("usage")]
+        return [event["usage"] for event in send(routes, route, stream=True, **fields).events if event.get("usage")]
 
     assert len(usages()) == 1  # as in LoRAX
     assert len(usages(stream_options={})) == 1

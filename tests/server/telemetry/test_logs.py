@@ -137,7 +137,7 @@ def test_levels() -> None:
     log_request(request())
     logging.getLogger("a").warning("yes")
     assert only_line(stream).endswith("yes")
-    with pytest.raises(ConfigError, match="'loud' is not known; use one of debug, info"):
+    with pytest.raises(ConfigError, match="unknown log level 'loud'; use one of debug, info"):
         configure_logging("loud", False)
 
 

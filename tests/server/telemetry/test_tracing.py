@@ -307,7 +307,7 @@ def test_a_collector_that_is_away_breaks_nothing(
     monkeypatch.setattr(tracing, "CLOSE_TIMEOUT_S", 0.05)
     caplog.set_level(logging.CRITICAL, logger="opentelemetry")
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # bound, but not listening
+        unused.bind(("127.0.0.1", 0))  # bound, but not run_socket_server
         tracer = Tracer(f"http://127.0.0.1:{unused.getsockname()[1]}")
         tracer.export_trace(request(started_at=time.time()))
         tracer.close()

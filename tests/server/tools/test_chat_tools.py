@@ -1,4 +1,4 @@
-"""Tools of chats: offered by the template, called in the answer, whole and streamed, as OpenAI's client reads them."""
+"""Tool calling in chat completions, whole and streamed, parsed with OpenAI's client."""
 
 import json
 from typing import Any
@@ -9,22 +9,22 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from lorax_server.types import FinishReason
-from tests.server.tools.talker import HERMES, NOW, WEATHER, Talker
+from tests.server.tools.scripted_server import HERMES, NOW, WEATHER, ScriptedServer
 
 OSLO = '{"city": "Oslo"}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>'
 TOOLS = [WEATHER, NOW]
 
 
-def whole(talker: Talker, **fields: Any) -> Any:
-    reply = talker.chat(**fields)
+def whole(server: ScriptedServer, **fields: Any) -> Any:
+    reply = server.chat(**fields)
     assert reply.status == 200, reply.message
     return ChatCompletion.model_validate(reply.json).choices[0]
 
 
-def streamed(talker: Talker, **fields: Any) -> Any:
-    """Let OpenAI's client put the events together."""
-    reply = talker.chat(stream=True, **fields)
+def streamed(server: ScriptedServer, **fields: Any) -> Any:
+    """Assemble the stream with OpenAI's client."""
+    reply = server.chat(stream=True, **fields)
     assert reply.status == 200, reply.message
     state = ChatCompletionStreamState()
     for event in reply.events:
@@ -32,11 +32,11 @@ def streamed(talker: Talker, **fields: Any) -> Any:
     return state.get_final_completion().choices[0]
 
 
-def both(talker: Talker, **fields: Any) -> Any:
-    """Ask twice, and return the one message that both answers have, without ids of calls."""
+def both(server: ScriptedServer, **fields: Any) -> Any:
+    """Send the request whole and streamed, check that both messages match, and return the message without call IDs."""
     found = []
-    for ask in (whole, streamed):
-        choice = ask(talker, **fields)
+    for send in (whole, streamed):
+        choice = send(server, **fields)
         calls = choice.message.tool_calls or ()
         ids = [call.id for call in calls]
         assert len(set(ids)) == len(ids)
@@ -53,49 +53,49 @@ def both(talker: Talker, **fields: Any) -> Any:
     return found[0]
 
 
-def test_a_call() -> None:
-    talker = Talker(f"Let me see.\n{CALL}")
-    assert both(talker, tools=TOOLS) == {
+def test_tool_call() -> None:
+    server = ScriptedServer(f"Let me see.\n{CALL}")
+    assert both(server, tools=TOOLS) == {
         "content": "Let me see.",
         "calls": [("function", "weather", OSLO)],
         "reasoning": None,
         "reason": "tool_calls",
     }
-    assert talker.prompts[0].startswith('<tools>{"type": "function", "function": {"name": "weather", "description": ')
-    assert talker.prompts[0].endswith("<user>ask<assistant>")
-    assert not talker.grammar
+    assert server.prompts[0].startswith('<tools>{"type": "function", "function": {"name": "weather", "description": ')
+    assert server.prompts[0].endswith("<user>ask<assistant>")
+    assert not server.grammar
 
 
-def test_several_calls_and_none() -> None:
-    two = both(Talker(CALL + '\n<tool_call>{"name": "now"}</tool_call>'), tools=TOOLS)
+def test_several_tool_calls_and_no_tool_call() -> None:
+    two = both(ScriptedServer(CALL + '\n<tool_call>{"name": "now"}</tool_call>'), tools=TOOLS)
     assert [call[1:] for call in two["calls"]] == [("weather", OSLO), ("now", "{}")]
     assert two["content"] is None
-    none = both(Talker("I do not need any."), tools=TOOLS)
+    none = both(ScriptedServer("I do not need any."), tools=TOOLS)
     assert (none["content"], none["calls"], none["reason"]) == ("I do not need any.", [], "stop")
 
 
-@pytest.mark.parametrize("says", ['<tool_call>{"name": "nobody"}</tool_call>', "<tool_call>{", "a\n"])
-def test_calls_that_are_none_are_text(says: str) -> None:
-    found = both(Talker(says), tools=TOOLS)
-    assert (found["content"], found["calls"], found["reason"]) == (says, [], "stop")
+@pytest.mark.parametrize("output", ['<tool_call>{"name": "nobody"}</tool_call>', "<tool_call>{", "a\n"])
+def test_invalid_tool_calls_are_text(output: str) -> None:
+    found = both(ScriptedServer(output), tools=TOOLS)
+    assert (found["content"], found["calls"], found["reason"]) == (output, [], "stop")
 
 
-def test_a_call_that_is_cut_off() -> None:
-    talker = Talker(CALL[:48])
-    talker.ends = FinishReason.LENGTH
-    cut = whole(talker, tools=TOOLS)
+def test_truncated_tool_call() -> None:
+    server = ScriptedServer(CALL[:48])
+    server.finish_reason = FinishReason.LENGTH
+    cut = whole(server, tools=TOOLS)
     assert (cut.message.content, cut.message.tool_calls, cut.finish_reason) == (CALL[:48], None, "length")
     with pytest.raises(LengthFinishReasonError):
-        streamed(talker, tools=TOOLS)
-    cut = whole(talker, tools=TOOLS, tool_choice="required")  # arguments that were enforced as far as they come
+        streamed(server, tools=TOOLS)
+    cut = whole(server, tools=TOOLS, tool_choice="required")  # a grammar allows partial arguments
     (call,) = cut.message.tool_calls
     assert (call.function.name, call.function.arguments, cut.finish_reason) == ("weather", CALL[45:48], "length")
 
 
-def test_arguments_are_streamed_as_they_come_where_they_are_enforced() -> None:
-    talker = Talker(CALL)
+def test_arguments_stream_incrementally_only_with_grammar() -> None:
+    server = ScriptedServer(CALL)
     for choice, is_live in (("required", True), ("auto", False)):
-        events = talker.chat(stream=True, tools=TOOLS, tool_choice=choice).events
+        events = server.chat(stream=True, tools=TOOLS, tool_choice=choice).events
         deltas = [event["choices"][0]["delta"] for event in events]
         calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
         assert calls[0]["function"] == {"name": "weather", "arguments": ""}
@@ -107,7 +107,7 @@ def test_arguments_are_streamed_as_they_come_where_they_are_enforced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "says", "template"),
+    ("tool_format", "output", "template"),
     [
         ("mistral", f'[TOOL_CALLS][{{"name": "weather", "arguments": {OSLO}}}]', "{{ tools }}[TOOL_CALLS]"),
         ("mistral", f"[TOOL_CALLS]weather[ARGS]{OSLO}", "{{ tools }}[TOOL_CALLS]"),
@@ -121,38 +121,41 @@ def test_arguments_are_streamed_as_they_come_where_they_are_enforced() -> None:
         ("json", f'{{"name": "weather", "arguments": {OSLO}}}', "{{ tools }}"),
     ],
 )
-def test_every_family_by_its_template_or_by_its_name(form: str, says: str, template: str) -> None:
-    """Markers of some families are special tokens, which other answers do not show."""
-    for talker in (Talker(says, template), Talker(says, "{{ tools }}", tool_parsers=(form,))):
-        found = both(talker, tools=TOOLS)
+def test_tool_format_from_template_or_flag(tool_format: str, output: str, template: str) -> None:
+    """Some formats use special tokens as markers, which plain text output must not contain."""
+    for server in (
+        ScriptedServer(output, template),
+        ScriptedServer(output, "{{ tools }}", tool_parsers=(tool_format,)),
+    ):
+        found = both(server, tools=TOOLS)
         assert (found["content"], found["calls"]) == (None, [("function", "weather", OSLO)])
-        (call,) = whole(talker, tools=TOOLS).message.tool_calls
-        assert (len(call.id) == 9) == (form == "mistral")
-        assert "[TOOL_CALLS]" not in (both(talker)["content"] or "")
+        (call,) = whole(server, tools=TOOLS).message.tool_calls
+        assert (len(call.id) == 9) == (tool_format == "mistral")
+        assert "[TOOL_CALLS]" not in (both(server)["content"] or "")
 
 
-def test_an_adapter_has_a_parser_of_its_own() -> None:
-    says = f'{{"name": "weather", "arguments": {OSLO}}}'
-    talker = Talker(says, tool_parsers=("poet=json", "other=mistral"))
-    assert both(talker, tools=TOOLS)["content"] == says
-    assert both(talker, tools=TOOLS, model="poet")["calls"] == [("function", "weather", OSLO)]
+def test_tool_parser_per_adapter() -> None:
+    output = f'{{"name": "weather", "arguments": {OSLO}}}'
+    server = ScriptedServer(output, tool_parsers=("poet=json", "other=mistral"))
+    assert both(server, tools=TOOLS)["content"] == output
+    assert both(server, tools=TOOLS, model="poet")["calls"] == [("function", "weather", OSLO)]
 
 
-def test_templates_for_tools() -> None:
-    talker = Talker(CALL, "{{ messages[0].content }}")
-    refused = talker.chat(tools=TOOLS)
-    assert (refused.status, refused.json["error"]["param"]) == (400, "tools")
-    assert "template" in refused.message
-    base = talker.service.tokenizers.base
+def test_tools_require_tool_template() -> None:
+    server = ScriptedServer(CALL, "{{ messages[0].content }}")
+    rejected = server.chat(tools=TOOLS)
+    assert (rejected.status, rejected.json["error"]["param"]) == (400, "tools")
+    assert "template" in rejected.message
+    base = server.service.tokenizers.base
     base.chat_templates = {**base.chat_templates, "tool_use": HERMES}
-    assert both(talker, tools=TOOLS)["reason"] == "tool_calls"
-    assert talker.chat(tools=TOOLS, tool_choice="none").json["choices"][0]["message"]["content"] == CALL
-    assert talker.prompts[-1] == "ask"
-    xml = Talker(CALL, "{{ tools }}<tool_call>name<arg_key>").chat(tools=TOOLS)
+    assert both(server, tools=TOOLS)["reason"] == "tool_calls"
+    assert server.chat(tools=TOOLS, tool_choice="none").json["choices"][0]["message"]["content"] == CALL
+    assert server.prompts[-1] == "ask"
+    xml = ScriptedServer(CALL, "{{ tools }}<tool_call>name<arg_key>").chat(tools=TOOLS)
     assert (xml.status, "XML tool call format that is not supported" in xml.message) == (400, True)
 
 
-# --- What is asked for ------------------------------------------------------------------------------------------------
+# --- Tool choice ------------------------------------------------------------------------------------------------------
 
 NAMED = {"type": "function", "function": {"name": "weather"}}
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
@@ -163,29 +166,29 @@ ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools
     [("required", {"weather", "now"}, True), (NAMED, {"weather"}, False), ("weather", {"weather"}, False),
      (ALLOWED, {"weather"}, True)],
 )  # fmt: skip
-def test_required_calls_have_a_grammar(choice: Any, names: set[str], is_parallel: bool) -> None:
-    talker = Talker(CALL)
-    assert both(talker, tools=TOOLS, tool_choice=choice)["reason"] == "tool_calls"
-    assert {name for name in ("weather", "now") if f'\\"{name}\\"' in talker.grammar} == names
-    assert ("tagged)*" in talker.grammar) == is_parallel
-    assert "now" in talker.prompts[-1]  # the prompt has all of them, so that it is found in the cache
-    assert "trigger" not in talker.grammar
+def test_required_tool_calls_use_grammar(choice: Any, names: set[str], is_parallel: bool) -> None:
+    server = ScriptedServer(CALL)
+    assert both(server, tools=TOOLS, tool_choice=choice)["reason"] == "tool_calls"
+    assert {name for name in ("weather", "now") if f'\\"{name}\\"' in server.grammar} == names
+    assert ("tagged)*" in server.grammar) == is_parallel
+    assert "now" in server.prompts[-1]  # the prompt lists all tools, so that the prefix cache still matches
+    assert "trigger" not in server.grammar
 
 
-def test_strict_functions_and_single_calls_have_a_grammar_once_a_call_has_begun() -> None:
+def test_strict_or_single_calls_use_triggered_grammar() -> None:
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
-    talker = Talker(CALL)
-    assert both(talker, tools=[strict, NOW])["reason"] == "tool_calls"
-    assert "trigger" in talker.grammar
-    assert '"lenient": true' in talker.grammar.split("arguments_1")[-1]
-    assert '"lenient": true' not in talker.grammar.split("arguments_0:")[1].split("\n")[0]
-    assert "strict" not in talker.prompts[-1]
-    both(talker, tools=TOOLS, parallel_tool_calls=False)
-    assert ("trigger" in talker.grammar, "tagged)*" in talker.grammar) == (True, False)
+    server = ScriptedServer(CALL)
+    assert both(server, tools=[strict, NOW])["reason"] == "tool_calls"
+    assert "trigger" in server.grammar
+    assert '"lenient": true' in server.grammar.split("arguments_1")[-1]
+    assert '"lenient": true' not in server.grammar.split("arguments_0:")[1].split("\n")[0]
+    assert "strict" not in server.prompts[-1]
+    both(server, tools=TOOLS, parallel_tool_calls=False)
+    assert ("trigger" in server.grammar, "tagged)*" in server.grammar) == (True, False)
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "words"),
+    ("fields", "param", "expected"),
     [
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "`tools`"),
         ({"tool_choice": NAMED}, "tool_choice", "`tools`"),
@@ -197,7 +200,7 @@ def test_strict_functions_and_single_calls_have_a_grammar_once_a_call_has_begun(
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search'"),
         ({"tools": [{"type": "function"}]}, "tools[0]", "`function`"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0]", "letters"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]}, "tools[0]", "schema"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]}, "tools[0]", "Schema"),
         ({"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]}, "tools[0]", "strict"),
         (
             {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]},
@@ -223,29 +226,29 @@ def test_strict_functions_and_single_calls_have_a_grammar_once_a_call_has_begun(
         ({"tools": 1}, "tools", "list"),
     ],
 )
-def test_wrong_tools_are_refused_by_name(fields: dict[str, Any], param: str | None, words: str) -> None:
-    talker = Talker(CALL)
-    refused = talker.chat(**fields)
-    assert refused.status == 400
-    assert words in refused.message
-    assert param in (refused.json["error"]["param"], None)
-    assert not talker.engine.added
+def test_invalid_tools_are_rejected_by_name(fields: dict[str, Any], param: str | None, expected: str) -> None:
+    server = ScriptedServer(CALL)
+    rejected = server.chat(**fields)
+    assert rejected.status == 400
+    assert expected in rejected.message
+    assert param in (rejected.json["error"]["param"], None)
+    assert not server.engine.added
 
 
-def test_schemas_that_are_too_large_together_are_refused() -> None:
+def test_too_large_tool_schemas_are_rejected() -> None:
     large = {"type": "object", "properties": {f"p{index}": {"const": "x" * 50} for index in range(5000)}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": large}}]
-    talker = Talker("Hello.")
-    refused = talker.chat(tools=tools, tool_choice="required")
-    assert (refused.status, refused.json["error"]["param"]) == (400, "tools")
-    assert not talker.engine.added
+    server = ScriptedServer("Hello.")
+    rejected = server.chat(tools=tools, tool_choice="required")
+    assert (rejected.status, rejected.json["error"]["param"]) == (400, "tools")
+    assert not server.engine.added
 
 
 # --- Conversations ----------------------------------------------------------------------------------------------------
 
 
-def test_a_conversation_with_calls_and_results() -> None:
-    talker = Talker("It is 3 degrees.")
+def test_tool_calls_and_results_reach_template() -> None:
+    server = ScriptedServer("It is 3 degrees.")
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": OSLO}}
     messages = [
         {"role": "user", "content": "How is it in Oslo?"},
@@ -254,20 +257,20 @@ def test_a_conversation_with_calls_and_results() -> None:
         {"role": "assistant", "content": "3.", "tool_calls": []},
         {"role": "user", "content": "And now?"},
     ]
-    assert both(talker, messages=messages, tools=TOOLS)["content"] == "It is 3 degrees."
-    talked = talker.prompts[-1].partition("</tools>")[2]
-    assert talked == (
+    assert both(server, messages=messages, tools=TOOLS)["content"] == "It is 3 degrees."
+    rendered = server.prompts[-1].partition("</tools>")[2]
+    assert rendered == (
         '<user>How is it in Oslo?<assistant><think>Look.</think><tool_call>weather:{"city": "Oslo"}</tool_call>'
         "<tool>3(weather call_1)<assistant>3.<user>And now?<assistant>"
     )
 
 
-def test_arguments_that_are_no_json_reach_the_template_as_they_are() -> None:
-    talker = Talker()
+def test_invalid_json_arguments_reach_template_unchanged() -> None:
+    server = ScriptedServer()
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{oops"}}
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]
-    assert talker.chat(messages=messages).status == 200
-    assert 'weather:"{oops"' in talker.prompts[-1]
+    assert server.chat(messages=messages).status == 200
+    assert 'weather:"{oops"' in server.prompts[-1]
 
 
 @pytest.mark.parametrize(
@@ -278,9 +281,9 @@ def test_arguments_that_are_no_json_reach_the_template_as_they_are() -> None:
         {"role": "user", "content": "", "tool_calls": [{"function": {"name": "a"}}]},
     ],
 )
-def test_wrong_calls_of_a_conversation_are_refused(message: dict[str, Any]) -> None:
-    refused = Talker().chat(messages=[message])
-    assert (refused.status, refused.json["error"]["param"][:22]) == (400, "messages[0].tool_calls")
+def test_invalid_tool_calls_in_history_are_rejected(message: dict[str, Any]) -> None:
+    rejected = ScriptedServer().chat(messages=[message])
+    assert (rejected.status, rejected.json["error"]["param"][:22]) == (400, "messages[0].tool_calls")
 
 
 # --- Reasoning --------------------------------------------------------------------------------------------------------
@@ -288,47 +291,47 @@ def test_wrong_calls_of_a_conversation_are_refused(message: dict[str, Any]) -> N
 THOUGHT = "<think>\nUse <tool_call>? Yes.\n</think>\n\n"
 
 
-def test_reasoning_is_separated_where_it_is_asked_for() -> None:
-    talker = Talker(THOUGHT + CALL)
-    found = both(talker, tools=TOOLS, separate_reasoning=True)
+def test_reasoning_is_separated_on_request() -> None:
+    server = ScriptedServer(THOUGHT + CALL)
+    found = both(server, tools=TOOLS, separate_reasoning=True)
     assert (found["reasoning"], found["content"]) == ("Use <tool_call>? Yes.", None)
     assert found["calls"] == [("function", "weather", OSLO)]
-    found = both(talker, tools=TOOLS)  # not asked for: it is text, in which no call is looked for
+    found = both(server, tools=TOOLS)  # not separated: reasoning is text, and tool calls in it are ignored
     assert (found["reasoning"], found["content"]) == (None, THOUGHT.rstrip())
     assert found["calls"] == [("function", "weather", OSLO)]
-    assert both(Talker(THOUGHT + "Hi."))["content"] == THOUGHT + "Hi."
-    found = both(Talker(THOUGHT + "Hi.", separate_reasoning=True))
+    assert both(ScriptedServer(THOUGHT + "Hi."))["content"] == THOUGHT + "Hi."
+    found = both(ScriptedServer(THOUGHT + "Hi.", separate_reasoning=True))
     assert (found["reasoning"], found["content"]) == ("Use <tool_call>? Yes.", "Hi.")
-    assert both(Talker(THOUGHT, separate_reasoning=True), separate_reasoning=False)["content"] == THOUGHT
+    assert both(ScriptedServer(THOUGHT, separate_reasoning=True), separate_reasoning=False)["content"] == THOUGHT
 
 
-def test_reasoning_that_the_prompt_begins() -> None:
-    talker = Talker("I muse.\n</think>\nHi.")
-    found = both(talker, separate_reasoning=True, chat_template_kwargs={"think": True})
+def test_reasoning_opened_by_prompt() -> None:
+    server = ScriptedServer("I muse.\n</think>\nHi.")
+    found = both(server, separate_reasoning=True, chat_template_kwargs={"think": True})
     assert (found["reasoning"], found["content"]) == ("I muse.", "Hi.")
-    talker = Talker("I muse.\n</think>\n" + CALL)
-    found = both(talker, tools=TOOLS, tool_choice="required", chat_template_kwargs={"think": True})
+    server = ScriptedServer("I muse.\n</think>\n" + CALL)
+    found = both(server, tools=TOOLS, tool_choice="required", chat_template_kwargs={"think": True})
     assert found["calls"] == [("function", "weather", OSLO)]
-    assert talker.grammar.startswith("start: reasons")
+    assert server.grammar.startswith("start: reasons")
 
 
-def test_an_answer_with_a_form_has_no_reasoning_that_the_prompt_begins() -> None:
+def test_response_format_disables_reasoning_opened_by_prompt() -> None:
     fields = {"response_format": {"type": "json_object"}, "chat_template_kwargs": {"think": True}}
-    found = both(Talker('{"a": 1}'), separate_reasoning=True, **fields)
+    found = both(ScriptedServer('{"a": 1}'), separate_reasoning=True, **fields)
     assert (found["reasoning"], found["content"]) == (None, '{"a": 1}')
 
 
-def test_log_probabilities_beside_calls() -> None:
-    talker = Talker(f"Let me see.\n{CALL}")
-    expected = len(talker.service.tokenizers.base.encode(talker.says)) + 1
-    assert len(talker.chat(tools=TOOLS, logprobs=True).json["choices"][0]["logprobs"]["content"]) == expected
-    events = talker.chat(tools=TOOLS, logprobs=True, stream=True).events
+def test_log_probabilities_with_tool_calls() -> None:
+    server = ScriptedServer(f"Let me see.\n{CALL}")
+    expected = len(server.service.tokenizers.base.encode(server.output)) + 1
+    assert len(server.chat(tools=TOOLS, logprobs=True).json["choices"][0]["logprobs"]["content"]) == expected
+    events = server.chat(tools=TOOLS, logprobs=True, stream=True).events
     listed = [event["choices"][0]["logprobs"] for event in events]
     assert sum(len(each["content"]) for each in listed if each) == expected
 
 
-def test_several_answers() -> None:
-    reply = Talker(CALL).chat(tools=TOOLS, n=2).json
+def test_several_choices_have_distinct_call_ids() -> None:
+    reply = ScriptedServer(CALL).chat(tools=TOOLS, n=2).json
     ids = [choice["message"]["tool_calls"][0]["id"] for choice in reply["choices"]]
     assert len(set(ids)) == 2
     assert json.loads(reply["choices"][1]["message"]["tool_calls"][0]["function"]["arguments"]) == {"city": "Oslo"}

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: every event and every field as OpenAI's own types have them, without state."""
+"""The Responses API: every event and field validates against OpenAI's types."""
 
 import asyncio
 from typing import Any
@@ -13,7 +13,7 @@ from lorax_server.errors import AdapterNotFoundError, EngineError
 from lorax_server.server.routes.responses.output import ResponseWriter
 from lorax_server.types import FinishReason
 from tests.server.fake_server import Reply
-from tests.server.tools.talker import Talker
+from tests.server.tools.scripted_server import ScriptedServer
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 OSLO = '{"city": "Oslo"}'
@@ -24,21 +24,21 @@ WEATHER = {
     "description": "Look it up",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
-CHANGING = {"id", "created_at", "completed_at", "call_id", "parsed", "parsed_arguments"}
+VOLATILE_FIELDS = {"id", "created_at", "completed_at", "call_id", "parsed", "parsed_arguments"}
 
 
-def whole(talker: Talker, **fields: Any) -> Response:
-    reply = talker.respond(**fields)
+def whole(server: ScriptedServer, **fields: Any) -> Response:
+    reply = server.respond(**fields)
     assert reply.status == 200, reply.message
     return Response.model_validate(reply.json)
 
 
-def streamed(talker: Talker, **fields: Any) -> tuple[list[Any], Response]:
-    """Let OpenAI's types read each event, and its client put them together."""
-    reply = talker.respond(stream=True, **fields)
+def streamed(server: ScriptedServer, **fields: Any) -> tuple[list[Any], Response]:
+    """Validate each event with OpenAI's types and assemble the stream with its client."""
+    reply = server.respond(stream=True, **fields)
     assert reply.status == 200, reply.message
     assert b"[DONE]" not in reply.body
-    events = [EVENTS.validate_python(event) for event in events_of(reply)]
+    events = [EVENTS.validate_python(event) for event in parse_events(reply)]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     state: Any = ResponseStreamState(input_tools=[], text_format=omit)
     for event in events:
@@ -46,36 +46,38 @@ def streamed(talker: Talker, **fields: Any) -> tuple[list[Any], Response]:
     return events, state._completed_response or events[-1].response
 
 
-def events_of(reply: Reply) -> list[Any]:
-    """Check that each event has its name, which some clients go by."""
+def parse_events(reply: Reply) -> list[Any]:
+    """Parse the events and check their names, which some clients rely on."""
     names = [line[7:] for line in reply.body.decode().split("\n") if line.startswith("event: ")]
-    events = [_event(piece) for piece in reply.body.decode().split("\n\n") if piece not in ("", ":")]  # keep-alives
+    events = [
+        _parse_event(piece) for piece in reply.body.decode().split("\n\n") if piece not in ("", ":")
+    ]  # keep-alives
     assert names == [event["type"] for event in events]
     return events
 
 
-def _event(piece: str) -> Any:
+def _parse_event(piece: str) -> Any:
     name, _, data = piece.partition("\ndata: ")
     assert name.startswith("event: ")
     return Reply(200, {}, data.encode(), []).json
 
 
 def strip(value: Any) -> Any:
-    """Leave out what differs between two answers."""
+    """Remove the fields that differ between two responses."""
     if isinstance(value, dict):
-        return {name: strip(each) for name, each in value.items() if name not in CHANGING}
+        return {name: strip(each) for name, each in value.items() if name not in VOLATILE_FIELDS}
     return [strip(each) for each in value] if isinstance(value, list) else value
 
 
-def both(talker: Talker, **fields: Any) -> Response:
-    """Ask twice; the two answers are the same."""
-    first, (_, second) = whole(talker, **fields), streamed(talker, **fields)
+def both(server: ScriptedServer, **fields: Any) -> Response:
+    """Send the request whole and streamed, and check that both responses match."""
+    first, (_, second) = whole(server, **fields), streamed(server, **fields)
     assert strip(first.to_dict()) == strip(second.to_dict())
     return first
 
 
-def test_text() -> None:
-    response = both(Talker("Hello there."), metadata={"a": "b"}, temperature=0.5)
+def test_text_response() -> None:
+    response = both(ScriptedServer("Hello there."), metadata={"a": "b"}, temperature=0.5)
     assert response.output_text == "Hello there."
     assert (response.status, response.temperature, response.metadata) == ("completed", 0.5, {"a": "b"})
     assert response.usage is not None
@@ -83,8 +85,8 @@ def test_text() -> None:
     assert response.usage.input_tokens_details.cached_tokens == 3
 
 
-def test_the_events_of_text() -> None:
-    events, _ = streamed(Talker("Hi."))
+def test_text_stream_events() -> None:
+    events, _ = streamed(ScriptedServer("Hi."))
     kinds = [event.type for event in events]
     deltas = kinds.count("response.output_text.delta")
     assert deltas > 1
@@ -99,21 +101,21 @@ def test_the_events_of_text() -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "weather"}])
-def test_calls(choice: Any) -> None:
-    talker = Talker(f"{CALL}\n{CALL}")
-    response = both(talker, tools=[WEATHER], tool_choice=choice)
+def test_function_calls(choice: Any) -> None:
+    server = ScriptedServer(f"{CALL}\n{CALL}")
+    response = both(server, tools=[WEATHER], tool_choice=choice)
     calls: list[Any] = response.output
     assert [(call.type, call.name, call.arguments, call.status) for call in calls] == [
         ("function_call", "weather", OSLO, "completed")
     ] * 2
     assert len({call.call_id for call in calls}) == 2
     assert response.tools[0].type == "function"
-    assert '"name": "weather", "description": "Look it up"' in talker.prompts[0]
-    assert bool(talker.grammar) == (choice != "auto")
+    assert '"name": "weather", "description": "Look it up"' in server.prompts[0]
+    assert bool(server.grammar) == (choice != "auto")
 
 
-def test_the_events_of_calls() -> None:
-    events, _ = streamed(Talker(f"Let me see.\n{CALL}"), tools=[WEATHER], tool_choice="required")
+def test_function_call_stream_events() -> None:
+    events, _ = streamed(ScriptedServer(f"Let me see.\n{CALL}"), tools=[WEATHER], tool_choice="required")
     kinds = [event.type.removeprefix("response.") for event in events]
     deltas = kinds.count("function_call_arguments.delta")
     assert deltas > 3
@@ -126,20 +128,20 @@ def test_the_events_of_calls() -> None:
     assert {event.output_index for event in events[start:-1]} == {1}
 
 
-def test_an_answer_that_is_cut_off() -> None:
-    talker = Talker("Hello there.")
-    talker.ends = FinishReason.LENGTH
-    response = both(talker, max_output_tokens=1000)
+def test_truncated_response_is_incomplete() -> None:
+    server = ScriptedServer("Hello there.")
+    server.finish_reason = FinishReason.LENGTH
+    response = both(server, max_output_tokens=1000)
     assert (response.status, response.output_text) == ("incomplete", "Hello there.")
     assert response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
     assert response.output[0].status == "incomplete"  # type: ignore[union-attr]
 
 
-def test_a_call_that_is_cut_off_is_incomplete() -> None:
-    talker = Talker(f"{CALL}\n{CALL[:50]}")
-    talker.ends = FinishReason.LENGTH
-    response = both(talker, tools=[WEATHER], tool_choice="required")
+def test_truncated_function_call_is_incomplete() -> None:
+    server = ScriptedServer(f"{CALL}\n{CALL[:50]}")
+    server.finish_reason = FinishReason.LENGTH
+    response = both(server, tools=[WEATHER], tool_choice="required")
     calls: list[Any] = response.output
     assert [(call.type, call.status) for call in calls] == [
         ("function_call", "completed"),
@@ -148,13 +150,13 @@ def test_a_call_that_is_cut_off_is_incomplete() -> None:
     assert response.status == "incomplete"
 
 
-def test_an_answer_without_text_has_a_message() -> None:
-    assert [item.type for item in both(Talker("")).output] == ["message"]
+def test_empty_completion_has_message_item() -> None:
+    assert [item.type for item in both(ScriptedServer("")).output] == ["message"]
 
 
-def test_reasoning() -> None:
-    talker = Talker("<think>\nI muse.\n</think>\nHi.")
-    response = both(talker, reasoning={"effort": "low"})
+def test_reasoning_items() -> None:
+    server = ScriptedServer("<think>\nI muse.\n</think>\nHi.")
+    response = both(server, reasoning={"effort": "low"})
     thought, message = response.output
     assert thought.type == "reasoning"
     assert thought.content is not None
@@ -162,11 +164,11 @@ def test_reasoning() -> None:
     assert message.type == "message"
     assert response.usage is not None
     assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
-    assert both(talker).output_text == talker.says
+    assert both(server).output_text == server.output
 
 
-def test_log_probabilities() -> None:
-    response = both(Talker("Hi."), include=["message.output_text.logprobs"], top_logprobs=0)
+def test_log_probabilities_of_text() -> None:
+    response = both(ScriptedServer("Hi."), include=["message.output_text.logprobs"], top_logprobs=0)
     (message,) = response.output
     assert message.type == "message"
     (part,) = message.content
@@ -176,16 +178,16 @@ def test_log_probabilities() -> None:
 
 
 @pytest.mark.parametrize(
-    ("says", "tools", "expected"),
+    ("output", "tools", "expected"),
     [
         ("a  b <tool", [WEATHER], "a  b <tool<|im_end|>"),
         ("a b", [WEATHER], "a b<|im_end|>"),
         ("<think>I muse.</think>a  b ", [], "a  b <|im_end|>"),
     ],
 )
-def test_log_probabilities_of_text_that_was_held_back(says: str, tools: list[Any], expected: str) -> None:
+def test_log_probabilities_of_buffered_text(output: str, tools: list[Any], expected: str) -> None:
     fields = {"include": ["message.output_text.logprobs"], "reasoning": {}, "tools": tools}
-    *_, message = both(Talker(says), **fields).output
+    *_, message = both(ScriptedServer(output), **fields).output
     assert message.type == "message"
     (part,) = message.content
     assert part.type == "output_text"
@@ -193,8 +195,8 @@ def test_log_probabilities_of_text_that_was_held_back(says: str, tools: list[Any
     assert "".join(each.token for each in part.logprobs) == expected
 
 
-def test_a_conversation() -> None:
-    talker = Talker("Fine.")
+def test_conversation_items_reach_template() -> None:
+    server = ScriptedServer("Fine.")
     items = [
         {
             "role": "user",
@@ -207,20 +209,20 @@ def test_a_conversation() -> None:
         {"type": "function_call_output", "call_id": "call_1", "output": "3"},
         {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "4"}]},
     ]
-    both(talker, input=items, instructions="Be brief.", tools=[WEATHER])
-    assert talker.prompts[-1].partition("</tools>")[2] == (
+    both(server, input=items, instructions="Be brief.", tools=[WEATHER])
+    assert server.prompts[-1].partition("</tools>")[2] == (
         '<system>Be brief.<user>How is it ?<assistant><think>Look.</think>Wait.<tool_call>weather:{"city": "Oslo"}'
         "</tool_call><tool_call>weather:{}</tool_call><tool>3(weather call_1)<tool>4(weather call_2)<assistant>"
     )
 
 
-def test_what_comes_back_can_be_sent_again() -> None:
-    """Send the items of an answer with the next request, as clients of a server without state do."""
-    talker = Talker(f"<think>\nI muse.\n</think>\n{CALL}")
-    output = talker.respond(tools=[WEATHER], reasoning={}).json["output"]
+def test_output_items_are_valid_input() -> None:
+    """Send the output items with the next request, as clients of a stateless server do."""
+    server = ScriptedServer(f"<think>\nI muse.\n</think>\n{CALL}")
+    output = server.respond(tools=[WEATHER], reasoning={}).json["output"]
     result = {"type": "function_call_output", "call_id": output[-1]["call_id"], "output": "3"}
-    whole(talker, input=[{"role": "user", "content": "ask"}, *output, result], tools=[WEATHER])
-    assert f"<user>ask<assistant><think>I muse.</think><tool_call>weather:{OSLO}</tool_call>" in talker.prompts[-1]
+    whole(server, input=[{"role": "user", "content": "ask"}, *output, result], tools=[WEATHER])
+    assert f"<user>ask<assistant><think>I muse.</think><tool_call>weather:{OSLO}</tool_call>" in server.prompts[-1]
 
 
 @pytest.mark.parametrize(
@@ -257,19 +259,19 @@ def test_what_comes_back_can_be_sent_again() -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
 )
-def test_what_needs_state_or_is_not_there_is_refused_by_name(fields: dict[str, Any], name: str) -> None:
-    talker = Talker()
+def test_unsupported_response_fields_are_rejected_by_name(fields: dict[str, Any], name: str) -> None:
+    server = ScriptedServer()
     for stream in (False, True):
-        refused = talker.respond(stream=stream, **fields)
-        assert refused.status == 400
-        assert f"`{name}`" in refused.message
-        assert refused.json["error"]["param"].partition(".")[0] == name.partition(".")[0]
-    assert not talker.engine.added
+        rejected = server.respond(stream=stream, **fields)
+        assert rejected.status == 400
+        assert f"`{name}`" in rejected.message
+        assert rejected.json["error"]["param"].partition(".")[0] == name.partition(".")[0]
+    assert not server.engine.added
 
 
-def test_what_asks_for_nothing_passes() -> None:
+def test_neutral_response_fields_are_accepted() -> None:
     response = whole(
-        Talker(),
+        ScriptedServer(),
         store=False,
         previous_response_id=None,
         background=False,
@@ -286,44 +288,44 @@ def test_what_asks_for_nothing_passes() -> None:
     assert response.to_dict()["store"] is False
 
 
-def test_an_adapter_answers() -> None:
-    reply = Talker().respond(model="poet")
+def test_adapter_in_responses_route() -> None:
+    reply = ScriptedServer().respond(model="poet")
     assert (reply.json["model"], reply.headers["x-adapter-id"]) == ("poet", "poet")
-    talker = Talker()
-    talker.answers["gone"] = AdapterNotFoundError("no such adapter")
-    assert talker.respond(model="gone").status == 404
+    server = ScriptedServer()
+    server.resolutions["gone"] = AdapterNotFoundError("no such adapter")
+    assert server.respond(model="gone").status == 404
 
 
-def test_a_failure_before_the_first_token_has_a_status_and_a_later_one_is_the_last_event() -> None:
-    class Failing(Talker):
+def test_early_failure_sets_status_late_failure_sends_event() -> None:
+    class Failing(ScriptedServer):
         tokens = 0
 
-        async def _say(self, request: Any) -> None:
-            for token_id in self.service.tokenizers.base.encode(self.says)[: self.tokens]:
-                self.engine.give(request.request_id, token_id)
+        async def _generate(self, request: Any) -> None:
+            for token_id in self.service.tokenizers.base.encode(self.output)[: self.tokens]:
+                self.engine.emit_tokens(request.request_id, token_id)
             self.engine.fail(request.request_id, EngineError("it broke"))
 
-    talker = Failing("Hello there.")
-    assert talker.respond(stream=True).status == 500
-    talker.tokens = 2
-    *_, last = events_of(talker.respond(stream=True))
+    server = Failing("Hello there.")
+    assert server.respond(stream=True).status == 500
+    server.tokens = 2
+    *_, last = parse_events(server.respond(stream=True))
     failed = EVENTS.validate_python(last)
     assert (failed.type, failed.response.status) == ("response.failed", "failed")
     assert "it broke" in failed.response.error.message
 
 
-def test_a_failure_after_the_headers_comes_after_the_beginning() -> None:
-    class Late(Talker):
-        async def _say(self, request: Any) -> None:
+def test_failure_after_headers_follows_created_event() -> None:
+    class Late(ScriptedServer):
+        async def _generate(self, request: Any) -> None:
             await asyncio.sleep(0.1)
             self.engine.fail(request.request_id, EngineError("it broke"))
 
-    events = events_of(Late(keep_alive_s=0.01).respond(stream=True))
+    events = parse_events(Late(keep_alive_s=0.01).respond(stream=True))
     assert [event["type"] for event in events] == ["response.created", "response.in_progress", "response.failed"]
     assert [event["sequence_number"] for event in events] == [0, 1, 2]
 
 
-def test_a_failed_response_has_the_text_so_far() -> None:
+def test_failed_response_contains_partial_text() -> None:
     writer = ResponseWriter({"id": "resp_1"}, None, None)
     events = [*writer.start(), *writer.feed("two ", 1), *writer.feed("words", 1), *writer.fail("it broke")]
     assert events[-1]["type"] == "response.failed"

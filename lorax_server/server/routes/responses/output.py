@@ -7,16 +7,16 @@ from typing import Any
 
 from lorax_server.server.tools.output_format import OutputFormat, OutputParser
 from lorax_server.text.tools.parser import (
-    ArgumentsPiece,
-    CallBegins,
-    CallEnds,
+    ArgumentsDelta,
     ParsedEvent,
-    TextPiece,
-    ThoughtPiece,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallEnd,
+    ToolCallStart,
 )
 
 Event = dict[str, Any]
-ITEM_TYPES: Mapping[type, str] = {TextPiece: "message", ThoughtPiece: "reasoning", CallBegins: "function_call"}
+ITEM_TYPES: Mapping[type, str] = {TextDelta: "message", ReasoningDelta: "reasoning", ToolCallStart: "function_call"}
 ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 CONTENT_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
 
@@ -44,7 +44,7 @@ class ResponseWriter:
         """Add generated text and return the new events."""
         self._logprobs += logprobs
         if self._parser is None:
-            return self._write_parsed([TextPiece(text)] if text or logprobs else [])
+            return self._write_parsed([TextDelta(text)] if text or logprobs else [])
         was_reasoning, parsed = self._parser.is_reasoning, self._parser.feed(text)
         written = self._write_parsed(parsed)
         self.num_reasoning_tokens += num_tokens * self._parser.is_reasoning
@@ -57,7 +57,7 @@ class ResponseWriter:
         status = "incomplete" if is_truncated else "completed"
         events = self._write_parsed([] if self._parser is None else self._parser.finish(), status)
         if self._logprobs and self._item is not None and self._item["type"] == "message":
-            events += self._write_parsed([TextPiece("")])  # carries the log probability of the last token
+            events += self._write_parsed([TextDelta("")])  # carries the log probability of the last token
         if not self.response["output"]:
             events += self._open_item("message")  # a response has at least one item
         events += self._close_item(status)
@@ -83,18 +83,18 @@ class ResponseWriter:
             kind = ITEM_TYPES.get(type(parsed_event))
             if kind is not None and (self._item is None or self._item["type"] != kind or kind == "function_call"):
                 events += self._close_item("completed")
-                events += self._open_item(kind, parsed_event.name if isinstance(parsed_event, CallBegins) else "")
+                events += self._open_item(kind, parsed_event.name if isinstance(parsed_event, ToolCallStart) else "")
             match parsed_event:
-                case TextPiece(text):
+                case TextDelta(text):
                     events.append(self._add_text("response.output_text.delta", text, self._logprobs))
                     self._logprobs = []
-                case ThoughtPiece(text):
+                case ReasoningDelta(text):
                     events.append(self._add_text("response.reasoning_text.delta", text))
-                case ArgumentsPiece(text):
+                case ArgumentsDelta(text):
                     assert self._item is not None
                     self._pieces.append(text)
                     events.append(self._item_event("response.function_call_arguments.delta", delta=text))
-                case CallEnds():
+                case ToolCallEnd():
                     events += self._close_item(status)
         return events
 

@@ -1,4 +1,4 @@
-"""A server's inside without sockets and processes: an engine that is a script, and a service in front of it."""
+"""A `Service` with a scripted engine, without sockets or processes."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ from lorax_server.types import (
     Resolved,
     SampledToken,
     SamplingParams,
-    Started,
+    StartInfo,
     StopParams,
     Structure,
     TokenTable,
@@ -50,19 +50,19 @@ Work = Callable[[RequestContext], Coroutine[Any, Any, Response]]
 INFO = EngineInfo(max_length=128, vocab_size=300, num_blocks=1, block_size=16, dtype="float32", device="cpu")
 
 
-def _nowhere(config: None, address: str) -> None:
-    raise AssertionError("no process is started here")
+def _fail_to_start(config: None, address: str) -> None:
+    raise AssertionError("tests must not start a process")
 
 
-class ScriptedClient(RemoteEngine):
-    """The real client without a process: it keeps the messages it would send, and a test gives the replies."""
+class ScriptedEngine(RemoteEngine):
+    """A `RemoteEngine` without a process: it records sent messages, and tests emit the outputs."""
 
     def __init__(self) -> None:
-        super().__init__(_nowhere, None)
+        super().__init__(_fail_to_start, None)
         self.is_healthy = True
         self.info = INFO
         self.sent: list[messages.ToEngine] = []
-        self.answers: dict[str, Resolved | LoraxError] = {}  # to requests for an adapter, by token or name
+        self.resolutions: dict[str, Resolved | LoraxError] = {}  # results of `resolve`, by token or adapter name
         self.is_closed = False
 
     async def start(self) -> None:
@@ -78,15 +78,15 @@ class ScriptedClient(RemoteEngine):
         self.sent.append(message)
         if isinstance(message, messages.Resolve):
             ref = message.refs[0]
-            answer = self.answers.get(ref.token or ref.name)
-            if answer is not None:
-                asyncio.get_running_loop().call_soon(self._settle, _reply(message.query_id, answer))
+            resolution = self.resolutions.get(ref.token or ref.name)
+            if resolution is not None:
+                asyncio.get_running_loop().call_soon(self._settle, _reply(message.query_id, resolution))
 
-    def give(self, request_id: int, *token_ids: int, end: FinishReason | None = None) -> None:
+    def emit_tokens(self, request_id: int, *token_ids: int, end: FinishReason | None = None) -> None:
         for i, token_id in enumerate(token_ids):
             is_last = i == len(token_ids) - 1
             token = SampledToken(token_id, -0.5)
-            self._deliver(Output(request_id, (token,), end if is_last else None, started=Started(0.25, 0.125, 3)))
+            self._deliver(Output(request_id, (token,), end if is_last else None, started=StartInfo(0.25, 0.125, 3)))
 
     def fail(self, request_id: int, error: LoraxError) -> None:
         self._deliver(Output.failed(request_id, error))
@@ -100,10 +100,10 @@ class ScriptedClient(RemoteEngine):
         return [each for message in self.sent if isinstance(message, messages.Abort) for each in message.request_ids]
 
 
-def _reply(query_id: int, answer: Resolved | LoraxError) -> messages.Reply[Any]:
-    if isinstance(answer, LoraxError):
-        return messages.QueryFailed(query_id, Failure.of(answer))
-    return messages.ResolveReply(query_id, answer)
+def _reply(query_id: int, resolution: Resolved | LoraxError) -> messages.Reply[Any]:
+    if isinstance(resolution, LoraxError):
+        return messages.QueryFailed(query_id, Failure.of(resolution))
+    return messages.ResolveReply(query_id, resolution)
 
 
 @cache
@@ -116,16 +116,16 @@ def ids(text: str) -> list[int]:
 
 
 async def settle() -> None:
-    """Let the event loop run everything that can run now."""
+    """Let the event loop run all ready callbacks."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-PLACES = 3
+MAX_RUNNING = 3
 
 
 class Peer:
-    """The client that reads. `before_send` may wait, or raise, before a message is taken."""
+    """A client that reads a response. `before_send` may block or raise before a message is accepted."""
 
     def __init__(self, before_send: Callable[[Message], Awaitable[None]] | None = None) -> None:
         self.sent: list[Message] = []
@@ -140,7 +140,7 @@ class Peer:
     async def receive(self) -> Message:
         return await self.arrivals.get()
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         self.arrivals.put_nowait({"type": "http.disconnect"})
 
     @property
@@ -157,25 +157,25 @@ class TrustingTokenizers(Tokenizers):
         return structure, None if tokenizer.shares_vocabulary(self.base) else tokenizer.token_table()
 
 
-class Bench:
-    """A service without a socket and without a process, and the parts that tests look at."""
+class ServiceHarness:
+    """A service with a scripted engine, and the parts that tests inspect."""
 
     def __init__(self, **config: Any) -> None:
-        self.engine = ScriptedClient()
+        self.engine = ScriptedEngine()
         settings = ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base", **{"drain_s": 1000.0} | config)
         keys = KeyRing(settings.api_keys, settings.admin_key, settings.keys_file)
         tokenizers = TrustingTokenizers(tokenizer(), Path("nowhere"))
         self.service = Service(
             settings, self.engine, keys, ModelNames("base"), tokenizers, GenerationDefaults(), Tracer(None)
         )
-        self.service.rate_limits = self.rate_limits = RateLimits(PLACES)
+        self.service.rate_limits = self.rate_limits = RateLimits(MAX_RUNNING)
         self.peer = Peer()
 
     @property
     def metrics(self) -> Metrics:
         return self.service.metrics
 
-    def ask(self, work: Work, path: str = "/generate", **headers: str) -> "asyncio.Task[Response]":
+    def submit(self, work: Work, path: str = "/generate", **headers: str) -> "asyncio.Task[Response]":
         named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
         scope: dict[str, Any] = {
             "type": "http",
@@ -187,21 +187,21 @@ class Bench:
         scope |= {"query_string": b"", "server": ("host", 80), "scheme": "http"}
         http = HttpRequest(scope, self.peer.receive)
         http.state.key = self.service.identify(http.headers)
-        return asyncio.create_task(self._answer(http, work))
+        return asyncio.create_task(self._run(http, work))
 
-    async def _answer(self, http: HttpRequest, work: Work) -> Response:
+    async def _run(self, http: HttpRequest, work: Work) -> Response:
         return await RequestContext(self.service, http).run(work)
 
     async def read(self, response: Response) -> None:
         await response({"type": "http"}, self.peer.receive, self.peer.send)
 
-    def check_all_is_given_back(self) -> None:
+    def assert_all_released(self) -> None:
         assert self.rate_limits.num_running == 0
         assert not self.service.running
         assert not self.engine._streams
 
 
-# --- Work of routes ---------------------------------------------------------------------------------------------------
+# --- Route handlers for tests -----------------------------------------------------------------------------------------
 
 
 async def prepare(call: RequestContext) -> list[RemoteGeneration]:
@@ -230,12 +230,12 @@ async def streamed(call: RequestContext) -> Response:
     return EventStream(await call.await_first_event(events()), 1000.0, call.stream_headers())
 
 
-async def for_adapter(call: RequestContext) -> Response:
+async def resolve_adapter(call: RequestContext) -> Response:
     await call.admit(1, False)
-    call.record_model(choice := call.service.model_names.select_adapter("owner/it", None))
-    await call.resolve(choice)
+    call.record_model(selection := call.service.model_names.select_adapter("owner/it", None))
+    await call.resolve(selection)
     return json_response(call.record.identity)
 
 
-def body_of(response: Response) -> Any:
+def parse_body(response: Response) -> Any:
     return json.loads(bytes(response.body))

@@ -1,4 +1,4 @@
-"""The server on a socket, within a test's event loop, in front of an engine that is a script."""
+"""A server on a socket in the test's event loop, with a scripted engine."""
 
 import asyncio
 import json
@@ -15,15 +15,15 @@ from lorax_server.server.http.uvicorn_server import make_uvicorn_config
 from lorax_server.server.telemetry.audit import AuditLog
 from lorax_server.server.telemetry.metrics import Metrics
 from tests.e2e.hostile_client import Answer, _Reader, post, request
-from tests.server.bench import Bench
+from tests.server.service_harness import ServiceHarness
 
 GOOD = {"inputs": "ask", "parameters": {"max_new_tokens": 1}}
 HEALTH = request("GET", "/health").replace(b"connection: close\r\n", b"")
-TIMEOUT_S = 60  # nothing takes so long, and it is less than the server keeps idle connections
+TIMEOUT_S = 60  # longer than any test needs, shorter than the server's keep-alive timeout
 
 
-class Wire:
-    """A client's connection."""
+class ClientConnection:
+    """A client connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -31,7 +31,7 @@ class Wire:
 
     @property
     def address(self) -> tuple[str, int]:
-        """The client's own address."""
+        """The client address."""
         host, port = self._writer.get_extra_info("sockname")[:2]
         return host, port
 
@@ -39,8 +39,8 @@ class Wire:
         self._writer.write(data)
         await self._writer.drain()
 
-    async def hear(self, count: int | None = None) -> list[Answer]:
-        """Read the next `count` answers, or all until the server closes the connection."""
+    async def read_responses(self, count: int | None = None) -> list[Answer]:
+        """Read the next `count` responses, or all responses until the server closes the connection."""
         done = 0 if count is None else sum(answer.is_complete for answer in self._parser.answers) + count
         async with asyncio.timeout(TIMEOUT_S):
             while count is None or sum(answer.is_complete for answer in self._parser.answers) < done:
@@ -52,14 +52,14 @@ class Wire:
                 self._parser.parser.feed_data(data)
         return self._parser.answers if count is None else self._parser.answers[-count:]
 
-    async def take(self, count: int) -> int:
-        """Read at most `count` bytes; return how many, 0 when the server has closed the connection."""
+    async def read_up_to(self, count: int) -> int:
+        """Read up to `count` bytes and return their number, or 0 if the server closed the connection."""
         with suppress(ConnectionError):
             return len(await self._reader.read(count))
         return 0
 
     async def read(self) -> bytes:
-        """Read some bytes; none when the server has closed the connection."""
+        """Read some bytes, or b"" if the server closed the connection."""
         with suppress(ConnectionError):
             return await self._reader.read(2**16)
         return b""
@@ -70,41 +70,41 @@ class Wire:
             await self._writer.wait_closed()
 
 
-class Edge:
-    """A server that can be asked over a socket."""
+class SocketServer:
+    """A server that tests connect to over a socket."""
 
     def __init__(self, port: int, metrics: Metrics, state: ServerState) -> None:
         self.metrics = metrics
         self.state = state
         self._port = port
-        self._wires: list[Wire] = []
+        self._wires: list[ClientConnection] = []
 
-    async def connect_deaf(self) -> Wire:
-        """Connect a client whose socket takes little, and that reads nothing until a test does."""
+    async def connect_slow_reader(self) -> ClientConnection:
+        """Connect a client with a small receive buffer. Tests decide when it reads."""
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self._port))
-        wire = Wire(*await asyncio.open_connection(sock=sock, limit=1024))
+        wire = ClientConnection(*await asyncio.open_connection(sock=sock, limit=1024))
         self._wires.append(wire)
         return wire
 
-    async def connect(self, address: str = "127.0.0.1") -> Wire:
-        wire = Wire(*await asyncio.open_connection("127.0.0.1", self._port, local_addr=(address, 0)))
+    async def connect(self, address: str = "127.0.0.1") -> ClientConnection:
+        wire = ClientConnection(*await asyncio.open_connection("127.0.0.1", self._port, local_addr=(address, 0)))
         self._wires.append(wire)
         return wire
 
-    async def ask(self, data: bytes, address: str = "127.0.0.1") -> Answer:
-        """Send a request on a connection of its own."""
+    async def fetch(self, data: bytes, address: str = "127.0.0.1") -> Answer:
+        """Send a request on a new connection and return the response."""
         wire = await self.connect(address)
         with suppress(ConnectionError):
             await wire.send(data)
-        (answer,) = await wire.hear(1)
+        (answer,) = await wire.read_responses(1)
         await wire.close()
         return answer
 
     def count(self, name: str, label: str = "") -> float:
-        """Return a metric's value; 0 if nothing was counted."""
+        """Return a metric's value, or 0 if it has no samples."""
         family = self.metrics.render_json().get(name, {"data": []})
         values: list[float] = [sample["value"] for sample in family["data"] if label in sample["key"]]
         return sum(values)
@@ -115,18 +115,18 @@ class Edge:
 
 
 @asynccontextmanager
-async def listening(settings: uvicorn.Config, metrics: Metrics) -> AsyncIterator[Edge]:
+async def run_socket_server(settings: uvicorn.Config, metrics: Metrics) -> AsyncIterator[SocketServer]:
     if not settings.loaded:
         settings.load()
     state = ServerState()
     loop = asyncio.get_running_loop()
     make: Any = settings.http_protocol_class
     server = await loop.create_server(lambda: make(config=settings, server_state=state, app_state={}), "127.0.0.1", 0)
-    found = Edge(server.sockets[0].getsockname()[1], metrics, state)
+    server_under_test = SocketServer(server.sockets[0].getsockname()[1], metrics, state)
     try:
-        yield found
+        yield server_under_test
     finally:
-        await found.close()
+        await server_under_test.close()
         server.close()
         for connection in list(state.connections):
             connection.transport.abort()
@@ -134,12 +134,12 @@ async def listening(settings: uvicorn.Config, metrics: Metrics) -> AsyncIterator
             await asyncio.sleep(0.001)
 
 
-class Shared:
-    """A whole server for several tests, since making one takes half a second; tests run on its event loop."""
+class SharedServer:
+    """A server shared by several tests, because creating one takes half a second. Tests run on its event loop."""
 
     def __init__(self, **config: Any) -> None:
-        self.bench = Bench(**{"default_source": "local", "body_timeout_s": TIMEOUT_S} | config)
-        service = self.bench.service
+        self.harness = ServiceHarness(**{"default_source": "local", "body_timeout_s": TIMEOUT_S} | config)
+        service = self.harness.service
         self._settings = make_uvicorn_config(make_app(service), service.config, service.metrics, service.audit_log)
         self._runner = asyncio.Runner()
 
@@ -147,28 +147,28 @@ class Shared:
     def app(self) -> Any:
         return self._settings.app
 
-    def run(self, check: Callable[[Edge], Awaitable[None]]) -> None:
-        """Run a test on a server without records of earlier tests."""
-        self.bench.service.audit_log = AuditLog(self.bench.metrics)
-        self.bench.engine.sent.clear()
+    def run(self, check: Callable[[SocketServer], Awaitable[None]]) -> None:
+        """Run a test after clearing the records of earlier tests."""
+        self.harness.service.audit_log = AuditLog(self.harness.metrics)
+        self.harness.engine.sent.clear()
         self._runner.run(self._run(check))
 
-    async def _run(self, check: Callable[[Edge], Awaitable[None]]) -> None:
-        async with listening(self._settings, self.bench.metrics) as edge:
+    async def _run(self, check: Callable[[SocketServer], Awaitable[None]]) -> None:
+        async with run_socket_server(self._settings, self.harness.metrics) as edge:
             await check(edge)
-        assert self.bench.service.running == set()
+        assert self.harness.service.running == set()
 
     def close(self) -> None:
-        self._runner.run(self.bench.engine.close())
+        self._runner.run(self.harness.engine.close())
         self._runner.close()
 
-    async def answer_all(self) -> None:
-        """Give every request that the engine has its one token."""
-        engine = self.bench.engine
+    async def complete_all_requests(self) -> None:
+        """Emit one token for every request in the engine."""
+        engine = self.harness.engine
         while not (waiting := [each.request_id for each in engine.added if each.request_id in engine._streams]):
             await asyncio.sleep(0.001)
         for request_id in waiting:
-            engine.give(request_id, 42)
+            engine.emit_tokens(request_id, 42)
 
 
 def with_key(path: str, body: Any, key: str = "good", *headers: tuple[str, str]) -> bytes:
@@ -176,9 +176,9 @@ def with_key(path: str, body: Any, key: str = "good", *headers: tuple[str, str])
 
 
 def head(method: str, path: str, headers: Iterable[bytes]) -> bytes:
-    """Return the bytes of a request with the given headers only."""
+    """Return a raw request head with exactly these headers."""
     return b"\r\n".join([f"{method} {path} HTTP/1.1".encode(), *headers, b"", b""])
 
 
-def error_of(answer: Answer) -> Any:
+def parse_error(answer: Answer) -> Any:
     return json.loads(answer.body)["error"]

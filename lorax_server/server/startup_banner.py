@@ -1,4 +1,4 @@
-"""The greeting of a server with examples, such as the demo: the address of the page, and three commands to paste."""
+"""The ready message, and a banner with example commands for servers with an examples file, such as the demo."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ from lorax_server.server.access.model_names import ModelNames
 
 logger = logging.getLogger(__name__)
 
-GREETING = """
+BANNER = """
   {model} is ready, with {count} adapters: {names}.
 
   Playground    {url}/ui
@@ -25,26 +25,26 @@ GREETING = """
 
     {commands}
 
-  Ctrl+C stops it. Your own model: {program} serve --model-id MODEL --adapters-dir FOLDER
+  Press Ctrl+C to stop. To serve your model: {program} serve --model-id MODEL --adapters-dir FOLDER
 """
-COMMANDS = 3  # the last one by curl
-DEFAULT_URL = "http://127.0.0.1:3000"  # where our commands look for a server
+NUM_COMMANDS = 3  # the last one uses curl
+DEFAULT_URL = "http://127.0.0.1:3000"  # default of the lorax client commands
 
 
-def say_ready(config: ServerConfig, names: ModelNames, keys: KeyRing, url: str) -> None:
-    """Log that the server is ready, and greet a user who has examples to try."""
+def announce_ready(config: ServerConfig, names: ModelNames, keys: KeyRing, url: str) -> None:
+    """Log that the server is ready, and print the banner if an examples file is configured."""
     logger.info("ready: %s serves %s; try it at %s/ui", url, config.model_id, url)
     if config.examples is not None and not config.json_logs:
         listed = sorted(names.adapters)
-        print(write_greeting(url, config.model_id, listed, config.examples, needs_key=not keys.is_open), flush=True)
+        print(format_banner(url, config.model_id, listed, config.examples, needs_key=not keys.allows_anonymous), flush=True)
 
 
-def write_greeting(url: str, model: str, names: Sequence[str], examples: Path, *, needs_key: bool = False) -> str:
-    """Write commands that ask three adapters for the first example, or the base model if there are none."""
+def format_banner(url: str, model: str, names: Sequence[str], examples: Path, *, needs_key: bool = False) -> str:
+    """Return the banner. Its commands send the first example to up to three adapters, or to the base model."""
     no_example: dict[str, Any] = {"prompt": "Hello!", "models": []}
     first = next(iter(json.loads(examples.read_bytes())), no_example)
-    prompt, models = first["prompt"], [name for name in first["models"] if name in names][:COMMANDS] or [model]
-    program = _find_program()
+    prompt, models = first["prompt"], [name for name in first["models"] if name in names][:NUM_COMMANDS] or [model]
+    program = _find_lorax_command()
     option = "" if url == DEFAULT_URL else f" --url {quote(url)}"
     header = ' -H "authorization: Bearer $LORAX_API_KEY"' if needs_key else ""
     *others, last = models
@@ -53,7 +53,7 @@ def write_greeting(url: str, model: str, names: Sequence[str], examples: Path, *
         *(f"{program} generate{option} --adapter {quote(name)} {quote(prompt)}" for name in others),
         f"curl {url}/v1/chat/completions{header} -H 'content-type: application/json' -d {quote(body)}",
     ]
-    return GREETING.format(
+    return BANNER.format(
         model=model,
         url=url,
         count=len(names),
@@ -63,8 +63,8 @@ def write_greeting(url: str, model: str, names: Sequence[str], examples: Path, *
     )
 
 
-def _find_program() -> str:
-    """Return the program as it can be typed: its environment may not be active."""
+def _find_lorax_command() -> str:
+    """Return the `lorax` command, or its path if the virtual environment is not active."""
     if shutil.which("lorax"):
         return "lorax"
     program = Path(sys.executable).parent / "lorax"

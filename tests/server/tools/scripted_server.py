@@ -1,4 +1,4 @@
-"""The routes of a server in front of an engine that says what it is told to, with real templates."""
+"""Server routes with a scripted engine that generates a given text, and with real chat templates."""
 
 import asyncio
 from functools import cache
@@ -11,14 +11,14 @@ from lorax_server.engine.remote import messages
 from lorax_server.text.render_task import render
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.types import FinishReason, Request
-from tests.server.bench import TrustingTokenizers, settle
 from tests.server.fake_server import Reply, Routes
+from tests.server.service_harness import TrustingTokenizers, settle
 from tests.text.tokenizers import byte_level
 
 LENGTH = 100_000
 EOS = "<|im_end|>"
 SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|python_tag|>", EOS)
-# A template in the style of Qwen's, which shows all that a conversation can have.
+# A Qwen-style template that renders every kind of message content.
 HERMES = """\
 {%- if tools %}{{ '<tools>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '</tools>' }}{% endif %}
 {#- calls are in <tool_call> #}
@@ -50,18 +50,18 @@ def _tokenizer() -> TextTokenizer:
     return TextTokenizer(backend, {}, {})
 
 
-class Talker(Routes):
-    """Says `says`, token by token. `asked` has the engine's requests, `prompts` their texts."""
+class ScriptedServer(Routes):
+    """Says `output`, token by token. `asked` has the engine's requests, `prompts` their texts."""
 
-    def __init__(self, says: str = "Hello.", template: str = HERMES, **config: Any) -> None:
+    def __init__(self, output: str = "Hello.", template: str = HERMES, **config: Any) -> None:
         super().__init__(["poet"], **config)
-        base = _tokenizer().with_parts({"eos_token": EOS}, {"default": template})
+        base = _tokenizer().with_overrides({"eos_token": EOS}, {"default": template})
         service = self.service
         service.tokenizers = TrustingTokenizers(base, Path("nowhere"))
         service.tokenizers.render = self._render  # type: ignore[method-assign]
         service.max_total_tokens = service.max_input_length = LENGTH
-        self.says = says
-        self.ends = FinishReason.EOS_TOKEN
+        self.output = output
+        self.finish_reason = FinishReason.EOS_TOKEN
         self.prompts: list[str] = []
 
     async def _render(
@@ -73,21 +73,21 @@ class Talker(Routes):
         self.prompts.append(render(template, chat, variables, 10**6).decode())
         return self.prompts[-1]
 
-    def _obey(self, message: messages.ToEngine) -> None:
+    def _handle_message(self, message: messages.ToEngine) -> None:
         if isinstance(message, messages.Add):
             messages.encode(message)
             self.engine.sent.append(message)
-            self.answering = asyncio.create_task(self._say(message.request))
+            self.answering = asyncio.create_task(self._generate(message.request))
         else:
-            super()._obey(message)
+            super()._handle_message(message)
 
-    async def _say(self, request: Request) -> None:
-        end = EOS if self.ends is FinishReason.EOS_TOKEN else ""
-        *ids, last = self.service.tokenizers.base.encode(self.says + end, add_special_tokens=False)
+    async def _generate(self, request: Request) -> None:
+        end = EOS if self.finish_reason is FinishReason.EOS_TOKEN else ""
+        *ids, last = self.service.tokenizers.base.encode(self.output + end, add_special_tokens=False)
         for token_id in ids:
-            self.engine.give(request.request_id, token_id)
+            self.engine.emit_tokens(request.request_id, token_id)
             await settle()
-        self.engine.give(request.request_id, last, end=self.ends)
+        self.engine.emit_tokens(request.request_id, last, end=self.finish_reason)
 
     def chat(self, **fields: Any) -> Reply:
         body = {"model": "", "messages": [{"role": "user", "content": "ask"}], **fields}
@@ -98,6 +98,6 @@ class Talker(Routes):
 
     @property
     def grammar(self) -> str:
-        """The grammar of the last request; empty if it had none."""
+        """The last request's grammar, or ""."""
         structure = self.engine.added[-1].structure
         return "" if structure is None else structure.grammar
