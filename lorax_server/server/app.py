@@ -1,8 +1,10 @@
 """The ASGI application: all routes, middleware and error handlers around one `Service`."""
 
+import asyncio
 from collections.abc import Sequence
 from functools import partial
 from http import HTTPStatus
+from threading import Lock
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -49,9 +51,8 @@ def make_app(service: Service, address: str = "") -> FastAPI:
         router = module.make_router(service)
         app.include_router(router)
         routes += router.routes
-    app.add_route("/openapi.json", lambda _: json_response(app.openapi()), include_in_schema=False)
+    _add_openapi(app, service)
     _add_handlers(app, routes)
-    app.openapi = partial(_make_openapi, app, service)  # type: ignore[method-assign]
     app.add_middleware(RequestMiddleware, routes=routes, service=service, address=address)
     app.add_middleware(JsonCorsMiddleware, **vars(service.config.cors))
     if service.config.replica_secret:
@@ -61,13 +62,28 @@ def make_app(service: Service, address: str = "") -> FastAPI:
     return app
 
 
-def _make_openapi(app: FastAPI, service: Service) -> dict[str, Any]:
-    """Generate the OpenAPI document on first use, because it takes longer than the rest of the startup."""
-    if app.openapi_schema is None:
-        FastAPI.openapi(app)
-        describe_limits(app, service)
-    assert app.openapi_schema is not None
-    return app.openapi_schema
+def _add_openapi(app: FastAPI, service: Service) -> None:
+    """Serve the OpenAPI document. Generating it takes almost a second, so a thread does it on first use."""
+    lock = Lock()
+    app.openapi = partial(_make_openapi, app, service, lock)  # type: ignore[method-assign]
+
+    async def get_openapi(_: Request) -> Response:
+        return json_response(await asyncio.to_thread(app.openapi))
+
+    # FastAPI's route would generate the document on the event loop.
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) != OPENAPI_PATH]
+    for path in (OPENAPI_PATH, "/openapi.json"):
+        app.add_route(path, get_openapi, include_in_schema=False)
+
+
+def _make_openapi(app: FastAPI, service: Service, lock: Lock) -> dict[str, Any]:
+    with lock:
+        if app.openapi_schema is None:
+            document = FastAPI.openapi(app)
+            app.openapi_schema = None  # until it is complete
+            describe_limits(document, service)
+            app.openapi_schema = document
+        return app.openapi_schema
 
 
 def _add_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -34,9 +33,8 @@ STREAM_EVENTS: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {
 }
 
 
-def describe_limits(app: FastAPI, service: Service) -> None:
+def describe_limits(document: dict[str, Any], service: Service) -> None:
     """Add the limits that are only known after the model is loaded."""
-    document = app.openapi()
     config, schemas = service.config, document["components"]["schemas"]
     max_id = service.tokenizers.base.num_ids - 1
     lengths = ("max_new_tokens", "max_tokens", "max_completion_tokens", "max_output_tokens")
