@@ -1,4 +1,4 @@
-"""Puts an engine together: the one module where the engine meets its workers."""
+"""Builds an engine with its executor and adapter sources."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lorax_server.adapters.sources.disk_budget import DiskBudget, find_in_use_s
+from lorax_server.adapters.sources.disk_budget import DiskBudget, compute_in_use_s
 from lorax_server.adapters.sources.finder import AdapterFinder
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.adapters.sources.source import AdapterSources, Source
@@ -34,16 +34,16 @@ WARM_UP_TOKENS = 8
 
 def build_engine(
     config: EngineConfig,
-    on_death: Callable[[EngineError], None] | None = None,
+    on_rank_exit: Callable[[EngineError], None] | None = None,
     phases: Phases | None = None,
     make_vocabulary: Callable[[], Vocabulary] | None = None,
 ) -> Engine:
-    """Load the model on all ranks, build an engine on them, preload adapters. `on_death` is called if a rank ends.
+    """Load the model on all ranks, build the engine, and preload adapters. `on_rank_exit` is called if a rank dies.
 
-    `phases` may have some of this start already. `make_vocabulary` replaces `build_vocabulary`.
+    `phases` may already contain earlier startup phases. `make_vocabulary` replaces `build_vocabulary`.
     """
     phases = phases or Phases()
-    engine = assemble(config, build_executor(config, on_death, phases), make_vocabulary=make_vocabulary)
+    engine = assemble(config, build_executor(config, on_rank_exit, phases), make_vocabulary=make_vocabulary)
     engine.start_seconds = phases.seconds
     try:
         with phases.measure("adapters"):
@@ -61,10 +61,12 @@ def assemble(
     sources: Mapping[str, Source] | None = None,
     make_vocabulary: Callable[[], Vocabulary] | None = None,
 ) -> Engine:
-    """Build an engine on an executor. Adapters come from `sources`, or from those that the config names."""
+    """Build an engine on an executor. `sources` replaces the adapter sources in the config."""
     capabilities = executor.capabilities
     pool = BlockPool(capabilities.num_blocks, capabilities.block_size)
-    table = AdapterTable(capabilities, host_bytes=adapter_host_bytes(config), patience_s=config.adapter_patience_s)
+    table = AdapterTable(
+        capabilities, host_bytes=adapter_host_bytes(config), eviction_delay_s=config.adapter_patience_s
+    )
     limits = Limits(
         **vars(capabilities),
         max_chunk=config.max_chunk,
@@ -91,28 +93,30 @@ def assemble(
 def build_vocabulary(model: Path) -> Vocabulary:
     """Build the base model's vocabulary for structured output."""
     tokenizer = load_tokenizer(model)
-    return Vocabulary.of_table(tokenizer.token_table(), partial(tokenizer.encode, add_special_tokens=False))
+    return Vocabulary.from_table(tokenizer.token_table(), partial(tokenizer.encode, add_special_tokens=False))
 
 
 def preload(engine: Engine, config: EngineConfig) -> None:
-    """Load the adapters that the config names, and wait for them. One that cannot be loaded is an error; but a source
-    that is down must not keep an engine from starting again."""
+    """Load the configured adapters, and wait for them. Raise if an adapter cannot be loaded.
+
+    An unavailable source is only logged, so that the engine can still restart.
+    """
     resolving = [engine.resolve([AdapterRef(source, name)]) for source, name in config.preload]
-    _await(engine, resolving)
+    _wait_for(engine, resolving)
     identities = []
     for future in resolving:
         try:
             identities.append(future.result().identity)
         except SourceError as error:
-            logger.warning("not preloaded: %s", error)
+            logger.warning("adapter not preloaded: %s", error)
     loads = [engine.load(identity, config.pin_preloaded) for identity in identities]
-    _await(engine, loads)
+    _wait_for(engine, loads)
     for load in loads:
         load.result()
 
 
 def warm_up(engine: Engine) -> None:
-    """Serve a short request, so that the first real one waits for nothing that happens only once."""
+    """Run a short request, so that one-time initialization does not delay the first real request."""
     max_length = engine.capabilities.max_length
     prompt_ids = [0] * min(WARM_UP_TOKENS, max(1, max_length - 2))
     stop = StopParams(max_new_tokens=min(2, max_length - len(prompt_ids)), ignore_eos=True)
@@ -123,16 +127,16 @@ def warm_up(engine: Engine) -> None:
             raise failures[0].to_error()
 
 
-def _await(engine: Engine, futures: Sequence["Future[Any]"]) -> None:
+def _wait_for(engine: Engine, futures: Sequence["Future[Any]"]) -> None:
     while not all(future.done() for future in futures):
         engine.wait()
         engine.step()
 
 
 def build_sources(config: SourceConfig, adapter_timeout_s: float = 0.0) -> dict[str, Source]:
-    """Build the sources that the operator allows. Their libraries are imported only if they are used.
+    """Build the enabled adapter sources. Their libraries are imported only if needed.
 
-    A request may wait `adapter_timeout_s` for an adapter: its files stay on the disk at least that long.
+    Files in use stay on disk for at least `adapter_timeout_s`, since a request may wait that long.
     """
     sources: dict[str, Source] = {}
     if config.roots:
@@ -140,7 +144,7 @@ def build_sources(config: SourceConfig, adapter_timeout_s: float = 0.0) -> dict[
     if config.cache is None:
         return sources
     cache = config.cache
-    budget = DiskBudget(cache, config.disk_bytes, in_use_s=find_in_use_s(adapter_timeout_s))
+    budget = DiskBudget(cache, config.disk_bytes, in_use_s=compute_in_use_s(adapter_timeout_s))
     if config.hub:
         from lorax_server.adapters.sources.hub import HubSource  # noqa: PLC0415
 
@@ -152,5 +156,5 @@ def build_sources(config: SourceConfig, adapter_timeout_s: float = 0.0) -> dict[
 
         endpoint, prefix = config.s3_endpoint, config.s3_prefix
         sources["s3"] = S3Source(config.s3_bucket, cache / "s3", prefix=prefix, endpoint_url=endpoint, budget=budget)
-    budget.sweep()
+    budget.remove_interrupted_downloads()
     return sources

@@ -7,7 +7,7 @@ from torch import nn
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import AdapterTarget, TargetKind
-from lorax_server.distributed import shard_vocab, whole
+from lorax_server.distributed import shard_vocab, unsharded
 from lorax_server.kernels import EmbeddingTarget, PanelMatrix
 from lorax_server.weights import Weights
 
@@ -32,7 +32,7 @@ class TensorParallelEmbedding(nn.Module):
                 target_name or name,
                 TargetKind.EMBEDDING,
                 shard,
-                whole(dim),
+                unsharded(dim),
                 slice(0, dim),
                 self.weight,
                 None,

@@ -15,7 +15,7 @@ from torch import nn
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import AdapterTarget, TargetKind
-from lorax_server.distributed import Shard, shard_vocab, vocab_block, whole
+from lorax_server.distributed import Shard, shard_vocab, unsharded, vocab_block
 from lorax_server.kernels import Activation, LoraBatch, LoraTarget
 from lorax_server.layers.logits import LogitTransform, replace_row_logits, resize_logits
 from lorax_server.weights import Weights
@@ -74,7 +74,7 @@ class TensorParallelMultiAdapterLinear(nn.Module):
         weight, bias = self.linear.weight[columns], self.linear.bias
         bias = None if bias is None else bias[columns]
         shape = (in_features, outputs.full) if fan_in_fan_out else None
-        inputs = whole(in_features)
+        inputs = unsharded(in_features)
         return AdapterTarget(name, TargetKind.LINEAR, inputs, outputs, columns, weight, bias, checkpoint_shape=shape)
 
 
@@ -106,7 +106,7 @@ class TensorParallelAdapterRowLinear(nn.Module):
         added = weights.get_tensor(f"{name}.bias", (out_features,)) if bias else None
         is_first_rank = weights.process_group.rank() == 0
         self.linear = weights.ops.make_linear(matrix.contiguous(), added if is_first_rank else None)
-        outputs, columns = whole(out_features), slice(0, out_features)
+        outputs, columns = unsharded(out_features), slice(0, out_features)
         shape = (inputs.full, out_features) if fan_in_fan_out else None
         scale_target = (f"{name}:input", 0) if scales_input else input_scale_target
         target = AdapterTarget(
@@ -152,7 +152,7 @@ class MultiAdapterHead(nn.Module):
         padding = vocab_block(weights.process_group, vocab_size) - shard.size
         filled = None if bias is None else F.pad(bias, (0, padding))
         self.linear = weights.ops.make_linear(F.pad(matrix, (0, 0, 0, padding)) if padding else matrix, filled)
-        inputs, columns = whole(matrix.shape[1]), slice(0, shard.size)
+        inputs, columns = unsharded(matrix.shape[1]), slice(0, shard.size)
         # Embedding and head count as tied if they share one matrix object, which may be stored in panels.
         weight = self.linear.weight[columns] if not is_tied else matrix if padding else self.linear.weight
         self.targets = (AdapterTarget(target_name, TargetKind.HEAD, inputs, shard, columns, weight, bias),)

@@ -9,7 +9,7 @@ from torch import nn
 
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import AdapterTarget, TargetKind
-from lorax_server.distributed import Shard, whole
+from lorax_server.distributed import Shard, unsharded
 from lorax_server.weights import Weights
 
 
@@ -120,10 +120,12 @@ def make_head_norm_target(
     bias = getattr(norm, "bias", None)
     bias = None if bias is None else bias.repeat(heads)
     weight = norm.weight.repeat(heads)
-    return AdapterTarget(name, TargetKind.NORM, whole(head_dim), outputs, slice(0), weight, bias, offset=offset)
+    return AdapterTarget(name, TargetKind.NORM, unsharded(head_dim), outputs, slice(0), weight, bias, offset=offset)
 
 
 def _make_norm_target(
     name: str, size: int, weight: torch.Tensor | None, bias: torch.Tensor | None, offset: float = 0.0
 ) -> AdapterTarget:
-    return AdapterTarget(name, TargetKind.NORM, whole(size), whole(size), slice(0, size), weight, bias, offset=offset)
+    return AdapterTarget(
+        name, TargetKind.NORM, unsharded(size), unsharded(size), slice(0, size), weight, bias, offset=offset
+    )

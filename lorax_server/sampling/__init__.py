@@ -1,4 +1,4 @@
-"""Choose the next token, of one sequence or of many with different parameters, by the same functions."""
+"""Sample the next token of each sequence in a batch, with separate parameters per sequence."""
 
 from lorax_server.sampling.sampler import Sampled, Sampler
 

@@ -1,4 +1,4 @@
-"""The sequences of a batch that sampling needs to know of, and the tokens that it chooses for them."""
+"""Inputs and outputs of samplers: parameters, token history, token masks, sampled tokens."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -7,26 +7,28 @@ from typing import Any, NamedTuple
 import torch
 
 from lorax_server.errors import InputError
-from lorax_server.kernels.ops import Remembers
+from lorax_server.kernels.ops import DerivedCache
 from lorax_server.kernels.reference import unpack_masks
 from lorax_server.types import Alternatives, SamplingParams, StopParams
 
-COLDEST = 1e-6  # a lower temperature would make scores infinite, and the likeliest token as unlikely as the others
+MIN_TEMPERATURE = 1e-6  # dividing by a lower temperature would overflow to infinity
 
 
 @dataclass(frozen=True)
-class SequenceSampling(Remembers):
-    """The parameters of one sequence, and what samplers derive of them, since a sequence is in many batches. Until
-    `min_new_tokens` its `ending_token_ids` are not chosen."""
+class SequenceSampling(DerivedCache):
+    """Sampling parameters of one sequence, with cached values that samplers derive from them.
+
+    `all_stop_token_ids` are not sampled before `min_new_tokens` tokens have been generated.
+    """
 
     params: SamplingParams
     min_new_tokens: int = 0
-    ending_token_ids: frozenset[int] = frozenset()
+    all_stop_token_ids: frozenset[int] = frozenset()
     derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, params: SamplingParams, stop: StopParams) -> "SequenceSampling":
-        return cls(params, stop.min_new_tokens, stop.ending_token_ids)
+        return cls(params, stop.min_new_tokens, stop.all_stop_token_ids)
 
     @property
     def has_penalties(self) -> bool:
@@ -34,53 +36,52 @@ class SequenceSampling(Remembers):
         return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
     @property
-    def changes_scores(self) -> bool:
-        """Tell whether scores are changed before the likeliest token is looked for."""
-        is_limited = self.min_new_tokens > 0 and bool(self.ending_token_ids)
+    def modifies_logits(self) -> bool:
+        """True if penalties, biases, a watermark or forbidden tokens change the logits, also for greedy decoding."""
+        is_limited = self.min_new_tokens > 0 and bool(self.all_stop_token_ids)
         return is_limited or self.has_penalties or self.params.watermark or bool(self.params.logit_bias)
 
     def list_biases(self, vocab_size: int) -> list[tuple[int, float]]:
-        """List the tokens that have a bias, and their biases."""
+        """Return (token ID, bias) pairs."""
         for token_id in self.params.logit_bias:
             if token_id >= vocab_size:
-                raise InputError(f"`logit_bias`: token {token_id} is beyond the vocabulary of {vocab_size}")
+                raise InputError(f"`logit_bias`: token ID {token_id} is outside the vocabulary of {vocab_size}")
         return list(self.params.logit_bias.items())
 
 
 class History(NamedTuple):
-    """The tokens of the sequences so far. Tokens from a row's length on are not read."""
+    """Previous tokens of each row. `token_ids` beyond a row's length are ignored."""
 
-    lengths: torch.Tensor  # [rows] prompt and generated
+    lengths: torch.Tensor  # [rows] prompt and generated tokens
     prompt_lengths: torch.Tensor  # [rows]
-    token_ids: torch.Tensor | None = None  # [rows, tokens]; needed where `Sampler.needs_tokens`
+    token_ids: torch.Tensor | None = None  # [rows, tokens]; required if `Sampler.needs_tokens`
 
-    def take(self, rows: torch.Tensor) -> "History":
+    def select(self, rows: torch.Tensor) -> "History":
         """Return the history of some rows."""
         token_ids = None if self.token_ids is None else self.token_ids[rows]
         return History(self.lengths[rows], self.prompt_lengths[rows], token_ids)
 
 
 class TokenMasks(NamedTuple):
-    """The tokens that some rows may choose from. It is as if all others had a score of -infinity; log probabilities
-    that are raw do not change."""
+    """Allowed tokens for some rows. Other tokens get a score of -inf. Raw log probabilities ignore masks."""
 
-    rows: torch.Tensor  # [masked rows] int64, each once
-    words: torch.Tensor  # [masked rows, words] int32: a bit for each token, the first the lowest; set if it is allowed
+    rows: torch.Tensor  # [masked rows] int64, unique
+    words: torch.Tensor  # [masked rows, words] int32: one bit per token, lowest bit first; 1 means allowed
 
     def allowed(self, vocab_size: int) -> torch.Tensor:
-        """Return [masked rows, vocabulary] bool."""
+        """Return the masks as bool, `[masked rows, vocabulary]`."""
         return unpack_masks(self.words, vocab_size)
 
-    def by_number(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the words of all masks, and [num_rows] the number of each row's mask; -1 where it has none."""
+    def to_op_args(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the mask words, and the mask index of each row `[num_rows]` (-1: no mask)."""
         numbers = torch.full((num_rows,), -1, device=self.rows.device)
         numbers[self.rows] = torch.arange(len(self.rows), device=self.rows.device)
         return self.words, numbers
 
-    def take(self, rows: torch.Tensor, num_rows: int) -> "TokenMasks":
-        """Return the masks of some rows of `num_rows`, by their numbers among these."""
+    def select(self, rows: torch.Tensor, num_rows: int) -> "TokenMasks":
+        """Return the masks of some of the batch's `num_rows` rows, renumbered from 0."""
         numbers = torch.arange(len(rows), device=rows.device)
-        places = torch.full((num_rows,), len(rows), device=rows.device)  # rows that are not taken go to a place after
+        places = torch.full((num_rows,), len(rows), device=rows.device)  # unselected rows map to an extra last row
         places[rows] = numbers
         words = self.words.new_full((len(rows) + 1, self.words.shape[1]), -1)
         words[places[self.rows]] = self.words
@@ -88,7 +89,7 @@ class TokenMasks(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """The chosen tokens. A log probability is NaN where the scores were."""
+    """Sampled tokens. Log probabilities are NaN in rows whose logits contain NaN."""
 
     token_ids: torch.Tensor  # [rows]
     logprobs: torch.Tensor  # [rows] float32
@@ -96,14 +97,14 @@ class Sampled(NamedTuple):
 
 
 class TopTokens(NamedTuple):
-    """The likeliest tokens of the rows that ask for them."""
+    """The most likely tokens, for rows with `num_alternatives`."""
 
-    counts: dict[int, int]  # by row, in the order of the tensors
-    token_ids: torch.Tensor  # [asking rows, most asked for]
+    counts: dict[int, int]  # row to number of alternatives, in tensor order
+    token_ids: torch.Tensor  # [rows with alternatives, maximum count]
     logprobs: torch.Tensor
 
-    def rename(self, rows: Sequence[int]) -> "TopTokens":
-        """Give rows the numbers that they have in a larger batch."""
+    def renumber(self, rows: Sequence[int]) -> "TopTokens":
+        """Replace row numbers by the corresponding rows in a larger batch."""
         return self._replace(counts={rows[row]: count for row, count in self.counts.items()})
 
     def by_row(self) -> dict[int, Alternatives]:

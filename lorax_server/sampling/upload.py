@@ -1,4 +1,4 @@
-"""Small tensors that reach a device by one copy, for which the host need not wait."""
+"""Upload several small tensors to a device with one asynchronous copy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,18 +8,18 @@ import torch
 
 from lorax_server.kernels.device import is_host
 
-_ALIGNMENT = 8  # the size of the largest numbers
+_ALIGNMENT = 8  # bytes, the size of the largest element type
 
 
-class Upload:
-    """Tensors are added one by one, and have their contents once all are sent."""
+class BatchedUpload:
+    """Collects tensors. `add` returns device tensors whose contents are valid after `send`."""
 
-    def __init__(self, num_numbers: int, device: torch.device) -> None:
-        """`num_numbers` is the most that will be added."""
+    def __init__(self, max_elements: int, device: torch.device) -> None:
+        """`max_elements` is the maximum number of elements in all tensors together."""
         self._is_direct = is_host(device)
         self._num_used = 0
         if not self._is_direct:
-            self._host = torch.empty(num_numbers * _ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+            self._host = torch.empty(max_elements * _ALIGNMENT, dtype=torch.uint8, pin_memory=True)
             self._sent = torch.empty_like(self._host, device=device)
 
     def add(self, values: Sequence[float] | npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:

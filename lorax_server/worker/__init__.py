@@ -1,1 +1,1 @@
-"""Follows the engine: holds the model and the adapters of one rank, and runs the steps of plans."""
+"""Executes the engine's step plans on one rank: model, KV cache, adapters and sampling."""

@@ -1,7 +1,7 @@
-"""Copies from ordinary host memory to a GPU, beside the steps of the model.
+"""Copy adapters from pageable host memory to a GPU while steps run.
 
-Pinned memory is what a GPU can copy from on its own. To pin memory takes long and holds up all that use the driver, so
-a little is pinned once, at the start, and all copies go through it in pieces.
+Asynchronous copies need pinned memory. Pinning is slow and blocks other driver calls, so a few staging buffers are
+pinned at startup and all copies go through them in chunks.
 """
 
 import threading
@@ -16,99 +16,103 @@ import torch
 from lorax_server.errors import EngineError
 
 NUM_BUFFERS, BUFFER_BYTES = 4, 8 * 2**20
-CHECK_S = 0.1  # between two looks at whether the copier still works, for a thread that waits for it
+COPIER_CHECK_INTERVAL_S = 0.1  # how often a waiting thread checks that the copier still works
 
 
-class StreamLane:
-    """Copies from pinned memory to a GPU, in order, on a stream of the lowest priority."""
+class CopyStream:
+    """A lowest-priority CUDA stream for copies from pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=0)  # the lowest that there is
+        self._stream = torch.cuda.Stream(device, priority=0)  # the lowest priority
 
     def pin(self, num_bytes: int) -> torch.Tensor:
-        """Allocate memory that this lane can copy from."""
+        """Allocate pinned host memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def follow_caller(self) -> None:
-        """Copy nothing more until the caller's stream has done its work so far."""
+    def wait_for_caller_stream(self) -> None:
+        """Make later copies wait for all work that is queued on the caller's stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
-        """Start a copy. Return the event of its end."""
+        """Start a copy. Return an event that is recorded after it."""
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            end = torch.cuda.Event(blocking=True)  # a thread that waits sleeps
+            end = torch.cuda.Event(blocking=True)  # waiting threads sleep instead of spinning
             self._stream.record_event(end)
         return end
 
 
-class Arrival:
-    """The end of one copy."""
+class CopyHandle:
+    """State of one copy."""
 
     def __init__(self) -> None:
-        self.is_there = False  # all of it
-        self.end: torch.cuda.Event | None = None  # once all pieces have been handed to the lane
-        self.has_end = threading.Event()
+        self.is_done = False
+        self.end: torch.cuda.Event | None = None  # set once all chunks are submitted
+        self.is_submitted = threading.Event()
 
 
 class _Task(NamedTuple):
     target: torch.Tensor
     source: torch.Tensor
-    arrival: Arrival
+    copy_handle: CopyHandle
 
 
 class _Buffer:
-    """A piece of pinned memory. The lane reads it until `mark`."""
+    """A pinned staging buffer. It can be reused after `copied_event`."""
 
     def __init__(self, pinned: torch.Tensor) -> None:
         self.pinned = pinned
         self.bytes = pinned.numpy()
-        self.mark: torch.cuda.Event | None = None
+        self.copied_event: torch.cuda.Event | None = None
 
 
 class Copier:
-    """Makes copies on a thread of its own, one after the other. Who asks for one waits for nothing."""
+    """Runs copies in order on a background thread."""
 
-    def __init__(self, lane: StreamLane, num_buffers: int = NUM_BUFFERS, buffer_bytes: int = BUFFER_BYTES) -> None:
-        self.notify: Callable[[], None] = lambda: None  # called, on the thread, when a copy has arrived or failed
-        self._lane = lane
+    def __init__(
+        self, copy_stream: CopyStream, num_buffers: int = NUM_BUFFERS, buffer_bytes: int = BUFFER_BYTES
+    ) -> None:
+        self.notify: Callable[[], None] = lambda: None  # called on the copier thread after each copy or failure
+        self._copy_stream = copy_stream
         self._buffer_bytes = buffer_bytes
-        self._buffers = cycle([_Buffer(part) for part in lane.pin(num_buffers * buffer_bytes).split(buffer_bytes)])
-        self._failure: Exception | None = None  # after which nothing is copied
+        self._buffers = cycle(
+            [_Buffer(part) for part in copy_stream.pin(num_buffers * buffer_bytes).split(buffer_bytes)]
+        )
+        self._failure: Exception | None = None  # the copier stops after a failure
         self._is_closed = False
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="copy adapters", daemon=True)
         self._thread.start()
 
-    def follow_caller(self) -> None:
-        """Let the copies asked for from now on wait, on the device, for what the caller's stream was given so far."""
-        self._lane.follow_caller()
+    def wait_for_caller_stream(self) -> None:
+        """Make later copies wait, on the device, for all work that is queued on the caller's stream."""
+        self._copy_stream.wait_for_caller_stream()
 
-    def begin(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
-        """Copy all of `source`, which must not change, to `target` on the device."""
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> CopyHandle:
+        """Start copying `source` to `target` on the device. `source` must not change until the copy is done."""
         self.check()
-        arrival = Arrival()
-        self._tasks.put(_Task(target, source, arrival))
-        return arrival
+        copy_handle = CopyHandle()
+        self._tasks.put(_Task(target, source, copy_handle))
+        return copy_handle
 
-    def wait_for(self, arrival: Arrival) -> None:
-        """Let the caller's stream wait, on the device, for a copy. The caller waits until the copy has been issued."""
-        if arrival.is_there:
+    def wait_for(self, copy_handle: CopyHandle) -> None:
+        """Make the caller's stream wait for a copy. Blocks the caller only until the copy is submitted."""
+        if copy_handle.is_done:
             return
-        while not arrival.has_end.wait(CHECK_S):
+        while not copy_handle.is_submitted.wait(COPIER_CHECK_INTERVAL_S):
             self.check()
-        assert arrival.end is not None
-        arrival.end.wait()
+        assert copy_handle.end is not None
+        copy_handle.end.wait()
 
     def check(self) -> None:
-        """Raise if copies fail, and so will never arrive."""
+        """Raise EngineError if the copier has failed or is closed."""
         if self._failure is not None:
-            raise EngineError("adapters cannot be copied to the device any more") from self._failure
+            raise EngineError("copying adapters to the device failed") from self._failure
         if self._is_closed:
-            raise EngineError("adapters are not copied any more: the worker is stopped")
+            raise EngineError("the adapter copier is closed")
 
     def close(self) -> None:
-        """End the thread, after the copy that it is at."""
+        """Stop the thread after the current copy."""
         self._is_closed = True
         self._tasks.put(None)
         self._thread.join(timeout=10)
@@ -116,28 +120,28 @@ class Copier:
     def _run(self) -> None:
         try:
             while (task := self._tasks.get()) is not None and not self._is_closed:
-                self._carry(task)
+                self._copy_task(task)
                 self.notify()
-                del task  # or the thread would hold an adapter's memory while it waits for the next
-        except Exception as error:  # of the device: others must hear of it
+                del task  # release the adapter's memory while waiting for the next task
+        except Exception as error:  # `check` raises it in other threads
             self._failure = error
             self.notify()
 
-    def _carry(self, task: _Task) -> None:
-        """Make one copy, and wait for its end. The next piece is staged while the lane copies the ones before."""
+    def _copy_task(self, task: _Task) -> None:
+        """Run one copy. Stages the next chunk while previous chunks are being copied."""
         source, target = task.source.view(torch.uint8), task.target.view(torch.uint8)
         staged = source.numpy()
-        mark: torch.cuda.Event | None = None
+        copied_event: torch.cuda.Event | None = None
         for start in range(0, len(staged), self._buffer_bytes):
             piece = slice(start, min(start + self._buffer_bytes, len(staged)))
             count = piece.stop - piece.start
             buffer = next(self._buffers)
-            if buffer.mark is not None:
-                buffer.mark.synchronize()
-            np.copyto(buffer.bytes[:count], staged[piece])  # without the interpreter's lock, and on this thread alone
-            mark = buffer.mark = self._lane.copy(target[piece], buffer.pinned[:count])
-        assert mark is not None, "nothing to copy"
-        task.arrival.end = mark
-        task.arrival.has_end.set()
-        mark.synchronize()
-        task.arrival.is_there = True
+            if buffer.copied_event is not None:
+                buffer.copied_event.synchronize()
+            np.copyto(buffer.bytes[:count], staged[piece])  # releases the GIL
+            copied_event = buffer.copied_event = self._copy_stream.copy(target[piece], buffer.pinned[:count])
+        assert copied_event is not None, "nothing to copy"
+        task.copy_handle.end = copied_event
+        task.copy_handle.is_submitted.set()
+        copied_event.synchronize()
+        task.copy_handle.is_done = True

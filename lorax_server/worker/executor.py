@@ -1,4 +1,4 @@
-"""Run the engine's plans on several ranks. A single rank needs no more than its worker."""
+"""Run step plans on several tensor-parallel ranks. Tested with CPU processes only, not yet with several GPUs."""
 
 import logging
 import multiprocessing
@@ -28,43 +28,43 @@ from lorax_server.worker.worker import Worker, build_worker
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 5.0  # for a rank to end by itself
-REST_S = 1.0  # without a plan, until a rank gives memory back
-EXPLAIN_S = 5.0  # to find out why a rank has ended
-GROUP_TIMEOUT_S = 600.0  # for ranks to wait for each other, e.g. while one loads
+RANK_EXIT_TIMEOUT_S = 5.0  # then the rank is killed
+IDLE_BEFORE_TRIM_S = 1.0  # an idle rank then returns free memory to the system
+RANK_ERROR_WAIT_S = 5.0  # for the error message from a rank that exited
+GROUP_TIMEOUT_S = 600.0  # for collectives, for example while another rank loads weights
 
 
-class GroupExecutor:
-    """The first rank in this process, each other rank in a process of its own. They end together."""
+class TensorParallelExecutor:
+    """Runs rank 0 in this process and every other rank in a child process. If one rank exits, all are stopped."""
 
     def __init__(
         self,
         config: EngineConfig,
-        on_death: Callable[[EngineError], None] | None = None,
+        on_rank_exit: Callable[[EngineError], None] | None = None,
         phases: Phases | None = None,
     ) -> None:
-        """`on_death` is called, on a thread, as soon as a rank has ended unexpectedly. The first rank has `phases`."""
-        self._on_death = on_death
+        """`on_rank_exit` is called on a background thread if a rank exits unexpectedly. `phases` measures rank 0."""
+        self._on_rank_exit = on_rank_exit
         self._failure: EngineError | None = None
         self._is_closing = False
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="lorax-ranks-")
-        meeting = f"file://{Path(self._folder.name) / 'meeting'}"
+        rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
         self._ranks: list[BaseProcess] = []
         self._connections: list[Connection] = []
         for rank in range(1, config.tensor_parallel):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_run_rank, args=(config, rank, meeting, theirs), name=f"rank {rank}")
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=_run_rank, args=(config, rank, rendezvous, child_end), name=f"rank {rank}")
             process.start()
-            theirs.close()
+            child_end.close()
             self._ranks.append(process)
-            self._connections.append(ours)
-        self._watcher = threading.Thread(target=self._watch, name="watch ranks", daemon=True)
+            self._connections.append(parent_end)
+        self._watcher = threading.Thread(target=self._watch_ranks, name="watch ranks", daemon=True)
         self._watcher.start()
         try:
-            self._worker = _join(config, 0, meeting, phases)
+            self._worker = _build_rank_worker(config, 0, rendezvous, phases)
         except BaseException as error:
-            explained = self._explain(error)
+            explained = self._find_cause(error)
             self.close()
             raise explained from error
 
@@ -72,43 +72,45 @@ class GroupExecutor:
     def capabilities(self) -> Capabilities:
         return self._worker.capabilities
 
-    def on_news(self, notify: Callable[[], None]) -> None:
-        self._worker.on_news(notify)
+    def on_event(self, notify: Callable[[], None]) -> None:
+        self._worker.on_event(notify)
 
-    def take_prepared(self) -> list[Prepared]:
-        return self._worker.take_prepared()
+    def pop_prepared(self) -> list[Prepared]:
+        return self._worker.pop_prepared()
 
-    def take_loaded(self) -> list[int]:
-        return self._worker.take_loaded()
+    def pop_loaded(self) -> list[int]:
+        return self._worker.pop_loaded()
 
     def submit(self, plan: StepPlan) -> LoraxError | None:
-        """Start a step on all ranks. A rank without memory for it ends them all: they cannot undo it together."""
-        return self._do(plan, lambda: self._worker.submit(plan))
+        """Start a step on all ranks. If one rank runs out of memory, all ranks stop, because steps cannot be undone."""
+        return self._run_on_all_ranks(plan, lambda: self._worker.submit(plan))
 
     def mask(self, masks: StepMasks) -> LoraxError | None:
-        return self._do(masks, lambda: self._worker.mask(masks))
+        return self._run_on_all_ranks(masks, lambda: self._worker.mask(masks))
 
-    def _do(self, order: StepPlan | StepMasks, work: Callable[[], LoraxError | None]) -> LoraxError | None:
+    def _run_on_all_ranks(
+        self, order: StepPlan | StepMasks, work: Callable[[], LoraxError | None]
+    ) -> LoraxError | None:
         message = pickle.dumps(order, protocol=5)
         try:
             for connection in self._connections:
                 connection.send_bytes(message)
             return work()
-        except (OSError, RuntimeError) as error:  # a rank is gone, or a collective noticed that one is
-            raise self._explain(error) from error
+        except (OSError, RuntimeError) as error:  # a pipe or a collective failed because a rank exited
+            raise self._find_cause(error) from error
 
     def collect(self) -> StepResult:
         try:
             return self._worker.collect()
         except RuntimeError as error:
-            raise self._explain(error) from error
+            raise self._find_cause(error) from error
 
     def close(self) -> None:
         self._is_closing = True
         for connection in self._connections:
-            connection.close()  # tells the rank to end
+            connection.close()  # the rank exits on EOF
         for process in self._ranks:
-            process.join(CLOSE_S)
+            process.join(RANK_EXIT_TIMEOUT_S)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -118,63 +120,65 @@ class GroupExecutor:
             torch.distributed.destroy_process_group()
         self._folder.cleanup()
 
-    def _explain(self, error: BaseException) -> BaseException:
-        """Return what a rank said before it ended, which comes at about the same time as the error."""
-        self._watcher.join(timeout=EXPLAIN_S)
+    def _find_cause(self, error: BaseException) -> BaseException:
+        """Return the error of the rank that exited first, or `error` if no rank reports one in time."""
+        self._watcher.join(timeout=RANK_ERROR_WAIT_S)
         return self._failure or error
 
-    def _watch(self) -> None:
-        """Wait until a rank ends, then end the others: in the middle of a step they would not even notice."""
-        ended = wait([process.sentinel for process in self._ranks])
+    def _watch_ranks(self) -> None:
+        """Wait until a rank exits, then kill the others, which may be blocked in a collective."""
+        exited = wait([process.sentinel for process in self._ranks])
         if self._is_closing:
             return
-        dead = next(process for process in self._ranks if process.sentinel in ended)
-        dead.join()  # for its exit code, which comes a moment later
-        said = _last_words(self._connections[self._ranks.index(dead)])
-        self._failure = EngineError(f"tensor-parallel {dead.name} ended with exit code {dead.exitcode}{said}")
+        dead = next(process for process in self._ranks if process.sentinel in exited)
+        dead.join()  # waits for the exit code
+        reason = _read_rank_error(self._connections[self._ranks.index(dead)])
+        self._failure = EngineError(f"tensor-parallel {dead.name} exited with code {dead.exitcode}{reason}")
         logger.error("%s", self._failure)
         for process in self._ranks:
             process.kill()
-        if self._on_death is not None:
-            self._on_death(self._failure)
+        if self._on_rank_exit is not None:
+            self._on_rank_exit(self._failure)
 
 
 def build_executor(
-    config: EngineConfig, on_death: Callable[[EngineError], None] | None = None, phases: Phases | None = None
-) -> Worker | GroupExecutor:
+    config: EngineConfig, on_rank_exit: Callable[[EngineError], None] | None = None, phases: Phases | None = None
+) -> Worker | TensorParallelExecutor:
     if config.tensor_parallel == 1:
         return build_worker(config, phases=phases)
-    return GroupExecutor(config, on_death, phases)
+    return TensorParallelExecutor(config, on_rank_exit, phases)
 
 
-def _join(config: EngineConfig, rank: int, meeting: str, phases: Phases | None = None) -> Worker:
+def _build_rank_worker(config: EngineConfig, rank: int, rendezvous: str, phases: Phases | None = None) -> Worker:
     if config.model.device.startswith("cuda:"):
-        raise ConfigError(f"device {config.model.device!r} is one GPU; several ranks need one each: set device cuda")
+        raise ConfigError(
+            f"device {config.model.device!r} selects one GPU, but every rank needs its own: set device to 'cuda'"
+        )
     if config.model.device == "cuda":
         config = replace(config, model=replace(config.model, device=f"cuda:{rank}"))
     device = torch.device(config.model.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return build_worker(config, join_group(rank, config.tensor_parallel, meeting, device, GROUP_TIMEOUT_S), phases)
+    return build_worker(config, join_group(rank, config.tensor_parallel, rendezvous, device, GROUP_TIMEOUT_S), phases)
 
 
-def _run_rank(config: EngineConfig, rank: int, meeting: str, connection: Connection) -> None:
-    """Run a rank's process: execute the plans that come through the pipe until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the engine ends its ranks itself
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def _run_rank(config: EngineConfig, rank: int, rendezvous: str, connection: Connection) -> None:
+    """Run a rank in a child process: execute plans from the pipe until it is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process stops the ranks
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:
         limit_malloc_arenas()
-        worker = _join(config, rank, meeting)
+        worker = _build_rank_worker(config, rank, rendezvous)
         while True:
             plan = receive_plan(connection)
             worker.submit(plan)
             if plan.is_masked:
                 masks: StepMasks = pickle.loads(connection.recv_bytes())
                 worker.mask(masks)
-            worker.take_prepared()
-            worker.forget()
+            worker.pop_prepared()
+            worker.discard_oldest()
     except EOFError:
-        os._exit(0)  # without waiting for threads that wait for other ranks
+        os._exit(0)  # do not join threads, which may be blocked in a collective
     except BaseException as error:
         text = str(error) if isinstance(error, LoraxError) else traceback.format_exc()
         connection.send_bytes(text.encode())
@@ -184,21 +188,21 @@ def _run_rank(config: EngineConfig, rank: int, meeting: str, connection: Connect
 
 
 def receive_plan(connection: Connection) -> StepPlan:
-    """Wait for the next plan. If none comes for a while, give back, once, the memory that the largest step needed."""
-    if not connection.poll(REST_S):
+    """Wait for the next plan. When idle, return free memory to the system once."""
+    if not connection.poll(IDLE_BEFORE_TRIM_S):
         trim_malloc()
     plan: StepPlan = pickle.loads(connection.recv_bytes())
     return plan
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
     os._exit(1)
 
 
-def _last_words(connection: Connection) -> str:
+def _read_rank_error(connection: Connection) -> str:
     try:
         return f": {connection.recv_bytes().decode().strip()}" if connection.poll() else ""
     except (EOFError, OSError):

@@ -1,4 +1,4 @@
-"""Prepares adapters on a thread of its own, so that no step waits for a file, a cast or a norm."""
+"""Prepare adapters on a background thread: read files, convert weights and compute norms without blocking steps."""
 
 import logging
 import threading
@@ -22,15 +22,15 @@ from lorax_server.plan import Prepared
 
 logger = logging.getLogger(__name__)
 
-READY_S = 60.0  # for another rank to have an adapter that the first rank has
-REST_S = 0.02  # the longest rest, however long the engine's thread is busy
+RANK_READY_TIMEOUT_S = 60.0  # for this rank to prepare an adapter that is ready on rank 0
+MAX_PAUSE_S = 0.02  # maximum pause while the engine thread is busy
 
 
 class Preparer:
-    """One rank's adapters in host memory.
+    """Prepares adapters for one rank and keeps them in host memory.
 
-    All ranks prepare the same adapters in the same order. Their group is not that of the steps, so that sums over ranks
-    made here never meet the sums of a step.
+    All ranks prepare the same adapters in the same order. They use a separate process group, so that collectives here
+    do not interfere with collectives in steps.
     """
 
     def __init__(
@@ -41,22 +41,22 @@ class Preparer:
         *,
         max_rank: int | None = None,
     ) -> None:
-        self.notify: Callable[[], None] = lambda: None  # called, on the thread, when there is something to take
+        self.notify: Callable[[], None] = lambda: None  # called on the background thread when a result is available
         self._targets = targets
         self._dtype = dtype
         self._group = group
         self._max_rank = max_rank
         weight = next((target.weight for target in targets.values() if target.weight is not None), None)
-        # For norms over the model's weights, so that no step waits behind them.
+        # Norms of model weights are computed on a separate stream to avoid delaying steps.
         self._stream = None if weight is None else make_stream(weight.device)
-        self._failure: Exception | None = None  # after which nothing can be prepared
+        self._failure: Exception | None = None  # the preparer stops after a failure
         self._ready: dict[str, HostAdapter] = {}
-        self._added = threading.Condition()  # to `_ready`
+        self._added = threading.Condition()  # notified when `_ready` grows
         self._is_closed = False
-        self._may_work = threading.Event()
-        self._may_work.set()
+        self._is_resumed = threading.Event()
+        self._is_resumed.set()
         self._results: deque[Prepared] = deque()
-        self._tasks: SimpleQueue[AdapterSpec | HostAdapter | None] = SimpleQueue()  # to prepare, or to free
+        self._tasks: SimpleQueue[AdapterSpec | HostAdapter | None] = SimpleQueue()  # adapters to prepare or to free
         self._thread = threading.Thread(target=self._run, name="prepare adapters", daemon=True)
         self._thread.start()
 
@@ -64,34 +64,36 @@ class Preparer:
         self._tasks.put(spec)
 
     def get(self, identity: str) -> HostAdapter:
-        """Return an adapter that the first rank has. All ranks have agreed on it; this one may be a moment behind."""
+        """Return an adapter that is ready on rank 0. Wait if this rank has not finished it yet."""
         with self._added:
-            self._added.wait_for(lambda: identity in self._ready, READY_S)
+            self._added.wait_for(lambda: identity in self._ready, RANK_READY_TIMEOUT_S)
             return self._ready[identity]
 
     def drop(self, identity: str) -> None:
-        """Give an adapter up. The thread frees its memory, which takes milliseconds, before it prepares the next."""
+        """Drop an adapter. The background thread frees the memory, because that takes milliseconds."""
         host = self.get(identity)
         del self._ready[identity]
         self._tasks.put(host)
 
-    def take_results(self) -> list[Prepared]:
-        """Return the adapters that have become ready, or failed, since the last call."""
+    def pop_results(self) -> list[Prepared]:
+        """Return the adapters that became ready or failed since the last call."""
         if self._failure is not None:
-            raise EngineError("the ranks do not agree on an adapter any more") from self._failure
+            raise EngineError("preparing an adapter failed on a tensor-parallel rank") from self._failure
         return [self._results.popleft() for _ in range(len(self._results))]
 
-    def rest(self) -> None:
-        """Let the thread rest while the engine's thread has work to do: only one of them can run Python, and each would
-        wait for the other at every operation. Steps took up to three times as long."""
-        self._may_work.clear()
+    def pause(self) -> None:
+        """Pause the background thread while the engine thread is busy.
 
-    def go_on(self) -> None:
-        self._may_work.set()
+        Both compete for the GIL. Without pauses, steps take up to three times as long.
+        """
+        self._is_resumed.clear()
+
+    def resume(self) -> None:
+        self._is_resumed.set()
 
     def close(self) -> None:
         self._is_closed = True
-        self.go_on()
+        self.resume()
         self._tasks.put(None)
         self._thread.join(timeout=10)
 
@@ -101,73 +103,73 @@ class Preparer:
                 if isinstance(task, AdapterSpec):
                     self._results.append(self._prepare(task))
                     self.notify()
-                del task  # the last that holds a dropped adapter
+                del task  # the last reference to a dropped adapter
 
     def _prepare(self, spec: AdapterSpec) -> Prepared:
         try:
-            pause = partial(self._may_work.wait, REST_S)
+            pause = partial(self._is_resumed.wait, MAX_PAUSE_S)
             host = prepare(self._open(spec), self._targets, self._dtype, self._group, pause)
             if self._stream is not None:
                 self._stream.synchronize()
         except LoraxError as error:
-            return Prepared(spec.identity, error=copy(error))  # without its traceback, which holds the tensors
-        except Exception as error:  # one adapter must not end the thread
+            return Prepared(spec.identity, error=copy(error))  # without the traceback, which references tensors
+        except Exception as error:  # the thread must survive a failing adapter
             if self._group.size() > 1:
-                self._failure = error  # other ranks may wait in the middle of a sum: all must be started again
-            return Prepared(spec.identity, error=_explain(spec, error))
+                self._failure = error  # other ranks may be blocked in a collective, so all ranks must restart
+            return Prepared(spec.identity, error=_unexpected_error(spec, error))
         with self._added:
             self._ready[spec.identity] = host
             self._added.notify_all()
         return Prepared(spec.identity, host.units, host.buffer.nbytes, host.vocab_size)
 
     def _open(self, spec: AdapterSpec) -> AdapterWeights:
-        """Open an adapter on all ranks or on none."""
+        """Open an adapter, or fail on all ranks if one rank cannot read it."""
         adapter: AdapterWeights | None = None
-        refusal: LoraxError | None = None
+        failure: LoraxError | None = None
         try:
             adapter = self._read(spec)
         except LoraxError as error:
-            refusal = error
-        except Exception as error:  # tell the other ranks, which would wait for this one
-            refusal = _explain(spec, error)
+            failure = error
+        except Exception as error:  # report it to the other ranks, which wait for this one
+            failure = _unexpected_error(spec, error)
         if self._group.size() > 1:
-            flags = self._group.all_gather(torch.tensor([refusal is not None]), dim=0)
-            if bool(flags.any()) and refusal is None:
-                refusal = AdapterError(f"adapter {spec.name!r}: another tensor-parallel rank cannot read it")
-        if refusal is not None:
-            raise refusal
+            flags = self._group.all_gather(torch.tensor([failure is not None]), dim=0)
+            if bool(flags.any()) and failure is None:
+                failure = AdapterError(f"adapter {spec.name!r}: another tensor-parallel rank cannot read it")
+        if failure is not None:
+            raise failure
         assert adapter is not None
         return adapter
 
     def _read(self, spec: AdapterSpec) -> AdapterWeights:
-        stored = [StoredAdapter(part.folder, part.config, self._targets, part.stamp) for part in spec.parts]
+        stored = [StoredAdapter(part.folder, part.config, self._targets, part.stamp) for part in spec.checkpoints]
         adapter: AdapterWeights = stored[0] if spec.merge is None else MergedAdapter(stored, spec.merge)
         check_ranks(adapter, self._targets, self._max_rank)
-        recent = [i for i, part in enumerate(spec.parts) if not part.is_settled]
+        recent = [i for i, part in enumerate(spec.checkpoints) if not part.is_settled]
         if self._group.size() == 1 and not recent:
             return adapter
-        # A rank that fails to read in the middle would leave the others waiting: so all is read before.
-        in_memory = _InMemory(adapter)
-        for i in recent:  # the files may have changed once more without a new stamp
-            if stored[i].identify() != spec.parts[i].identity:
-                raise AdapterError(f"adapter {stored[i].name!r}: changed while it was read; try again")
+        # Read all tensors now: a read error later would leave other ranks blocked in a collective.
+        in_memory = _InMemoryAdapter(adapter)
+        for i in recent:  # recently modified files may change again without a new timestamp
+            if stored[i].identify() != spec.checkpoints[i].identity:
+                raise AdapterError(f"adapter {stored[i].name!r}: files changed during loading; retry the request")
         return in_memory
 
 
-def _explain(spec: AdapterSpec, error: Exception) -> AdapterError:
-    """Report an unexpected error: a bug of ours, or too little memory."""
+def _unexpected_error(spec: AdapterSpec, error: Exception) -> AdapterError:
+    """Log an unexpected error (a bug or out of memory) and return an AdapterError."""
     logger.error("adapter %r cannot be prepared", spec.name, exc_info=error)
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         where = " on the GPU" if isinstance(error, torch.OutOfMemoryError) else ""
         return AdapterError(
-            f"adapter {spec.name!r}: cannot be prepared: out of memory{where}; try again, or give less to other things "
-            "(cache_bytes, adapter_bytes, adapter_host_bytes)"
+            f"adapter {spec.name!r}: cannot be prepared: out of memory{where}; retry, or lower cache_bytes, "
+            "adapter_bytes or adapter_host_bytes"
         )
     return AdapterError(f"adapter {spec.name!r}: cannot be prepared: {type(error).__name__}")
 
 
-class _InMemory:
-    """An adapter whose tensors have all been read."""
+class _InMemoryAdapter:
+    """An adapter with all tensors in memory."""
 
     def __init__(self, adapter: AdapterWeights) -> None:
         self.name = adapter.name
@@ -183,4 +185,4 @@ class _InMemory:
         return self._ranks[module]
 
     def load(self, module: str) -> ModuleWeights:
-        return self._modules.pop(module)  # each is loaded once, and then takes no memory here
+        return self._modules.pop(module)  # each module is loaded once, so release it

@@ -1,5 +1,4 @@
-"""Runs the steps of a paged model, from a plan to the chosen tokens. Their copy to the host begins at once, and
-`collect` waits for it."""
+"""Run steps of a paged model, from the step plan to sampled tokens. Results are copied to the host asynchronously."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,26 +17,33 @@ from lorax_server.sampling.sampler import History, Sampled, Sampler, SequenceSam
 from lorax_server.types import Alternatives
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.graphs import GraphSizes, StepGraphs
-from lorax_server.worker.inputs import MaskLane, SlotTables, StepLayout, StepTokens, locate_tokens, unroll
+from lorax_server.worker.inputs import (
+    MaskUploader,
+    SlotTables,
+    StepLayout,
+    StepTokens,
+    build_step_tokens,
+    split_forced_tokens,
+)
 
-# Tokens of prompts whose scores are computed at once: of a large vocabulary all of them would not fit.
-SCORED_TOKENS = 256
+# Logits of all prompt tokens would not fit into memory, so prompt log probabilities are computed in chunks.
+PROMPT_LOGPROB_CHUNK_TOKENS = 256
 
 
 class ScoredPrompts(NamedTuple):
-    """Log probabilities of prompts' tokens, one prompt after the other, and the likeliest tokens in their place."""
+    """Log probabilities and alternatives of prompt tokens, concatenated over prompts."""
 
     counts: list[int]  # tokens of each prompt
-    num_alternatives: list[int]  # that each asks for
+    num_alternatives: list[int]  # requested alternatives of each prompt
     logprobs: torch.Tensor  # [tokens]
-    top_ids: torch.Tensor  # [tokens, most asked for]
+    top_ids: torch.Tensor  # [tokens, maximum number of alternatives]
     top_logprobs: torch.Tensor
 
     def by_prompt(self) -> list[list[float]]:
         return [logprobs.tolist() for logprobs in self.logprobs.split(self.counts)]
 
     def alternatives(self) -> dict[int, list[Alternatives]]:
-        """List the alternatives of those prompts that ask for any, by index of the prompt."""
+        """Return the alternatives of each prompt that requests them, keyed by prompt index."""
         tokens = list(map(Alternatives, self.top_ids.tolist(), self.top_logprobs.tolist()))
         alternatives, start = {}, 0
         for prompt, (length, count) in enumerate(zip(self.counts, self.num_alternatives, strict=True)):
@@ -50,7 +56,7 @@ class ScoredPrompts(NamedTuple):
 
 
 class Ticket(NamedTuple):
-    """A step that is under way. Its tensors are on the host once `done` has happened."""
+    """A step in flight. Its tensors are on the host after the `done` event."""
 
     step: int
     sampled: Sampled | None = None
@@ -59,7 +65,7 @@ class Ticket(NamedTuple):
 
 
 class MaskedTicket(NamedTuple):
-    """A step that waits for masks, to choose from its scores."""
+    """A step whose logits are computed and whose sampling waits for token masks."""
 
     plan: StepPlan
     tokens: StepTokens
@@ -68,7 +74,7 @@ class MaskedTicket(NamedTuple):
 
 
 class PagedRunner:
-    """One rank's model, its cache and its tables."""
+    """Runs steps with one rank's model, KV cache and slot tables."""
 
     def __init__(
         self,
@@ -82,32 +88,32 @@ class PagedRunner:
         graph_sizes: GraphSizes | None = None,
         capture: bool = True,
     ) -> None:
-        """Steps up to the last of the `graph_sizes` are run as graphs; `capture` is that of `StepGraphs`."""
+        """Steps up to the largest of `graph_sizes` run as graphs. See `StepGraphs` for `capture`."""
         self._model = model
         self._device = model.device
         self._memory = memory
         self._kv_cache = model.allocate_kv_cache(num_blocks, block_size)
         self._tables = SlotTables(max_num_seqs, max_length, block_size, model.device)
-        self._mask_lane = MaskLane(model.device)
+        self._mask_uploader = MaskUploader(model.device)
         self._graphs: StepGraphs | None = None
         if graph_sizes is not None and graph_sizes.decode:
             self._graphs = StepGraphs(model, self._kv_cache, self._tables, memory, graph_sizes, capture=capture)
-        self._layout: StepLayout | None = None  # of the last step
+        self._layout: StepLayout | None = None  # layout of the last step
         self._sampler: tuple[int, list[SequenceSampling], Sampler] | None = None
-        self._adapter_data: dict[bytes, AdapterBatchData | None] = {}  # of the last step, by the adapters of its tokens
+        self._adapter_data: dict[bytes, AdapterBatchData | None] = {}  # of the last step; keys are token adapters
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Ticket | MaskedTicket:
-        """Start a step. On a GPU this returns before the step is done. A masked one goes up to the scores."""
+        """Start a step. On a GPU, return before it is complete. A masked step stops before sampling."""
         if plan.adapter_ops:
-            self._forget_adapters(plan.adapter_ops)
+            self._invalidate_adapters(plan.adapter_ops)
         self._tables.write_new(plan)
         if not len(plan.slots):
-            return self._fetch(Ticket(plan.step))  # it ends when the moves that came with it have
-        tokens = locate_tokens(plan, self._layout)
-        if not tokens.is_single and self._graphs is not None and self._graphs.has_programs:
-            plan = unroll(plan, self._tables.host_prompt_lengths)
-            tokens = locate_tokens(plan)
+            return self._fetch(Ticket(plan.step))  # completes after the plan's adapter moves
+        tokens = build_step_tokens(plan, self._layout)
+        if not tokens.is_single and self._graphs is not None and self._graphs.has_cpu_graphs:
+            plan = split_forced_tokens(plan, self._tables.host_prompt_lengths)
+            tokens = build_step_tokens(plan)
         self._layout = tokens.layout
         hidden = self._forward(plan, tokens)
         logits = self._score(hidden, tokens.layout.last, plan, tokens) if len(tokens.layout.last) else None
@@ -119,24 +125,24 @@ class PagedRunner:
 
     @torch.inference_mode()
     def mask(self, ticket: MaskedTicket, masks: StepMasks) -> Ticket:
-        """Choose the tokens of a masked step."""
-        token_masks = self._mask_lane.send(masks, ticket.logits.shape[-1]) if len(masks.rows) else None
+        """Sample the tokens of a masked step."""
+        token_masks = self._mask_uploader.upload(masks, ticket.logits.shape[-1]) if len(masks.rows) else None
         sampled = self._choose(ticket.plan, ticket.tokens, ticket.logits, token_masks)
         if masks.forced:
             self._write_forced(ticket, masks)
         return self._fetch(Ticket(ticket.plan.step, sampled, ticket.prompts))
 
     def _write_forced(self, ticket: MaskedTicket, masks: StepMasks) -> None:
-        """Write the tokens that follow those that were chosen."""
+        """Write the forced tokens after the sampled tokens."""
         slots, lengths = ticket.plan.slots[ticket.plan.samples], ticket.tokens.lengths[ticket.plan.samples]
-        firsts = self._tables.select(slots).first_places + lengths + 1
+        firsts = self._tables.select(slots).token_offsets + lengths + 1
         places = [firsts[number] + np.arange(len(token_ids)) for number, token_ids in masks.forced]
         token_ids = np.concatenate([np.array(token_ids, np.int64) for _, token_ids in masks.forced])
         self._tables.write_tokens(np.concatenate(places), to_device(token_ids, self._device))
 
     def collect(self, ticket: Ticket | MaskedTicket) -> StepResult:
-        """Wait for a step."""
-        assert isinstance(ticket, Ticket), "its masks have not come"
+        """Wait for a step and return its result."""
+        assert isinstance(ticket, Ticket), "call `mask` before `collect`"
         if ticket.done is not None:
             ticket.done.synchronize()
         if (sampled := ticket.sampled) is not None:
@@ -149,7 +155,7 @@ class PagedRunner:
         return result
 
     def _forward(self, plan: StepPlan, tokens: StepTokens) -> torch.Tensor:
-        """Compute the hidden states after each token: by a graph if there is one for the step."""
+        """Return the hidden states of all tokens. Uses a graph if one fits the step."""
         adapter_data = self._adapt_tokens(plan.adapter_indices, plan.counts)
         if self._graphs is not None and (kind := self._graphs.find(tokens, adapter_data)) is not None:
             return self._graphs.run(kind, plan, tokens, adapter_data)
@@ -160,11 +166,11 @@ class PagedRunner:
         selected = tables.select(plan.slots)
         starts = to_device(plan.starts, self._device)
         positions = to_device(tokens.positions.astype(np.int32), self._device)
-        kv_slots = to_device(tables.find_kv_slots(tokens.slots, tokens.positions), self._device)
-        cu_seqlens, first_places = None, selected.first_places
+        kv_slots = to_device(tables.compute_kv_slots(tokens.slots, tokens.positions), self._device)
+        cu_seqlens, token_offsets = None, selected.token_offsets
         if not tokens.is_single:
             cu_seqlens = to_device(layout.bounds.astype(np.int32), self._device)
-            first_places = first_places[layout.sequences]
+            token_offsets = token_offsets[layout.sequences]
         max_s = max(tokens.lengths.tolist())
         seqlen = Seqlen(
             to_device(plan.counts, self._device),
@@ -177,11 +183,11 @@ class PagedRunner:
             stores_all=True,
         )
         hidden, _ = self._model(
-            tables.read_tokens(first_places + tokens.positions),
+            tables.read_tokens(token_offsets + tokens.positions),
             positions,
             cu_seqlens,
             self._kv_cache,
-            tables.take_blocks(selected, max_s),
+            tables.select_blocks(selected, max_s),
             kv_slots,
             seqlen,
             max_s,
@@ -191,35 +197,35 @@ class PagedRunner:
         return cast(torch.Tensor, hidden)
 
     def _adapt_tokens(self, adapter_indices: Ints, counts: Ints) -> AdapterBatchData | None:
-        """Describe the adapters of a batch: so many tokens of each, one after the other."""
+        """Return adapter data for a batch in which `counts[i]` consecutive tokens use `adapter_indices[i]`."""
         if self._memory is None:
             return None
         key = adapter_indices.tobytes() + b"|" + counts.tobytes()
         if key not in self._adapter_data:
             data, known = None, [other for other in self._adapter_data.values() if other is not None]
-            if len(self._adapter_data) >= 2:  # those of the tokens and those of the head
+            if len(self._adapter_data) >= 2:  # one entry for all tokens, one for the LM head
                 self._adapter_data = {}
             if adapter_indices.any():
                 indices = to_device(np.repeat(adapter_indices, counts), self._device)
                 meta = AdapterBatchMetadata(indices, *_find_runs(adapter_indices, counts))
                 data = AdapterBatchData(meta, self._memory.arena)
                 for other in known:
-                    data.lora.learn_from(other.lora)
-            self._adapter_data[key] = data  # now that there was memory for it
+                    data.lora.copy_derived_from(other.lora)
+            self._adapter_data[key] = data  # stored last, in case of an out-of-memory error above
         return self._adapter_data[key]
 
-    def _forget_adapters(self, ops: Sequence[AdapterOp]) -> None:
-        """Drop what is remembered of the last step's adapters, if one of them has moved or left."""
+    def _invalidate_adapters(self, ops: Sequence[AdapterOp]) -> None:
+        """Drop cached adapter data that refers to loaded, moved or unloaded adapters."""
         assert self._memory is not None
         touched = {op.index for op in ops if isinstance(op, Load | Move | Unload)}
         if self._graphs is not None and touched:
-            self._graphs.forget_adapters()
+            self._graphs.invalidate_adapters()
         for key, data in tuple(self._adapter_data.items()):
             if data is not None and not touched.isdisjoint(data.meta.segment_indices):
                 del self._adapter_data[key]
 
     def _score(self, hidden: torch.Tensor, chosen: Ints, plan: StepPlan, tokens: StepTokens) -> torch.Tensor:
-        """Compute the scores after the chosen tokens."""
+        """Return the logits of the chosen tokens."""
         adapter_indices, counts = plan.adapter_indices, plan.counts
         if len(chosen) < len(hidden):
             hidden = hidden[to_device(chosen, self._device)]
@@ -241,8 +247,8 @@ class PagedRunner:
         if sampler.needs_history:
             token_ids = tables.token_ids[selected.slots, : int(host_lengths.max())] if sampler.needs_tokens else None
             history = History(to_device(host_lengths, self._device), selected.prompt_lengths, token_ids)
-        sampled = sampler.choose(logits, history, masks)
-        tables.write_tokens(selected.first_places + host_lengths, sampled.token_ids)
+        sampled = sampler.sample(logits, history, masks)
+        tables.write_tokens(selected.token_offsets + host_lengths, sampled.token_ids)
         return sampled
 
     def _find_sampler(self, sequence_sampling: list[SequenceSampling], vocab_size: int) -> Sampler:
@@ -255,7 +261,7 @@ class PagedRunner:
         return self._sampler[2]
 
     def _score_prompts(self, plan: StepPlan, tokens: StepTokens, hidden: torch.Tensor) -> ScoredPrompts:
-        """Score the prompt tokens of each asking sequence that follow a computed token."""
+        """Compute prompt log probabilities for the sequences that request them."""
         sequences, slots, starts = (
             tokens.layout.sequences,
             plan.slots[plan.scores_prompt],
@@ -266,9 +272,9 @@ class PagedRunner:
         most = [sampling.params.num_alternatives for sampling in self._tables.select(slots).sequence_sampling]
         scored = np.concatenate([np.arange(start, start + n) for start, n in zip(first, counts, strict=True)])
         pieces = []
-        for start in range(0, len(scored), SCORED_TOKENS):
-            piece = scored[start : start + SCORED_TOKENS]
-            places = self._tables.select(plan.slots).first_places[sequences[piece]] + tokens.positions[piece] + 1
+        for start in range(0, len(scored), PROMPT_LOGPROB_CHUNK_TOKENS):
+            piece = scored[start : start + PROMPT_LOGPROB_CHUNK_TOKENS]
+            places = self._tables.select(plan.slots).token_offsets[sequences[piece]] + tokens.positions[piece] + 1
             following = self._tables.read_tokens(places)
             all_logprobs = self._score(hidden, piece, plan, tokens).float().log_softmax(-1)
             logprobs = all_logprobs.gather(-1, following[:, None]).squeeze(-1)
@@ -277,7 +283,7 @@ class PagedRunner:
         return ScoredPrompts(counts, most, *map(torch.cat, zip(*pieces, strict=True)))
 
     def _fetch(self, ticket: Ticket) -> Ticket:
-        """Begin to copy the results to the host; waiting for the device would also wait for the step after."""
+        """Start copying results to the host and record an event, so that `collect` does not wait for later steps."""
         if is_host(self._device):
             return ticket
         ticket = cast(Ticket, _to_host(ticket))
@@ -286,14 +292,14 @@ class PagedRunner:
 
 
 def _find_runs(adapter_indices: Ints, counts: Ints) -> tuple[list[int], list[int]]:
-    """Find the runs of one adapter as `find_segments` does, of so many tokens each."""
+    """Return segment bounds and adapters like `find_segments`, for `counts[i]` tokens of each entry."""
     firsts = np.flatnonzero(np.diff(adapter_indices, prepend=-1))
     bounds = np.concatenate([[0], counts.cumsum()])
     return [*bounds[firsts].tolist(), int(bounds[-1])], adapter_indices[firsts].tolist()
 
 
 def _to_host(value: Any) -> Any:
-    """Begin to copy a tensor, or all tensors of nested named tuples."""
+    """Start copying a tensor, or all tensors in nested named tuples, to the host."""
     if isinstance(value, torch.Tensor):
         return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
     if isinstance(value, Ticket | Sampled | TopTokens | ScoredPrompts):

@@ -1,4 +1,4 @@
-"""Compile all kernels of a GPU before the first request: a compiler takes seconds."""
+"""Compile all GPU kernels at startup, because compiling during a request takes seconds."""
 
 import itertools
 import logging
@@ -19,20 +19,20 @@ from lorax_server.sampling.sampler import History, Sampler, SequenceSampling
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.worker.adapter_memory import AdapterMemory
 from lorax_server.worker.inputs import count_mask_words
-from lorax_server.worker.runner import SCORED_TOKENS
+from lorax_server.worker.runner import PROMPT_LOGPROB_CHUNK_TOKENS
 
 logger = logging.getLogger(__name__)
 
-# Numbers of tokens that kernels are compiled for: few rows, short prompts, long prompts.
-TOKEN_COUNTS = (200, 1024, 2304)
-MOST_SAMPLED = 256  # rows of the head's output that are taken into account
-MOST_DEMANDING = SamplingParams(
+# Kernels have variants for small steps, short prompts and long prompts.
+PROMPT_TOKEN_COUNTS = (200, 1024, 2304)
+MAX_LOGIT_ROWS = 256  # rows of logits in warm-up steps
+MAX_MEMORY_SAMPLING = SamplingParams(
     do_sample=True, temperature=0.7, top_k=50, top_p=0.9, typical_p=0.9, repetition_penalty=1.1, num_alternatives=20
 )
 
 
 class CacheShape(NamedTuple):
-    """The most tokens of a sequence, and those of a block."""
+    """Maximum sequence length and block size, in tokens."""
 
     max_length: int
     block_size: int
@@ -41,13 +41,13 @@ class CacheShape(NamedTuple):
 def warm_up(
     model: PagedCausalLM,
     memory: AdapterMemory | None,
-    decode_rows: Collection[int],
+    decode_batch_sizes: Collection[int],
     step_tokens: int,
     shape: CacheShape,
 ) -> None:
-    """Run steps of all kinds, with an adapter that has everything and without: prompts, and decode steps.
+    """Run prefill and decode steps, with and without a dummy adapter that targets every module.
 
-    Decode steps of `decode_rows` are run. Those that become graphs are run again before they are captured.
+    `decode_batch_sizes` excludes sizes with graphs, which run again before they are captured.
     """
     if is_host(model.device):
         return
@@ -55,23 +55,23 @@ def warm_up(
     found = [getattr(module, "linear", None) for module in model.modules()]
     linears = [linear for linear in found if isinstance(linear, LinearWeights)]
     model.ops.prepare(linears, with_lora=memory is not None)
-    for tokens in sorted({min(count, step_tokens) for count in TOKEN_COUNTS}):
+    for tokens in sorted({min(count, step_tokens) for count in PROMPT_TOKEN_COUNTS}):
         run_prompts(model, tokens, shape)
         if memory is not None:
-            run_prompts(model, tokens, shape, make_believe(memory, tokens))
-    for rows in sorted(decode_rows, reverse=True):  # the largest reserves memory for all
+            run_prompts(model, tokens, shape, make_dummy_lora_batch(memory, tokens))
+    for rows in sorted(decode_batch_sizes, reverse=True):  # the largest first, to reserve memory for all
         run_decode(model, rows, shape)
-    run_decode(model, 1, CacheShape(1, shape.block_size))  # of short sequences, which kernels do not split
+    run_decode(model, 1, CacheShape(1, shape.block_size))  # short sequences use unsplit attention kernels
     if memory is not None:
-        run_decode(model, 1, shape, make_believe(memory, 1))
-        _adapt_head(model, make_believe(memory, 1))
+        run_decode(model, 1, shape, make_dummy_lora_batch(memory, 1))
+        _run_head_lora(model, make_dummy_lora_batch(memory, 1))
     torch.cuda.synchronize(model.device)
     torch.cuda.empty_cache()
-    logger.info("kernels are compiled, in %.1f s", time.monotonic() - start)
+    logger.info("compiled kernels in %.1f s", time.monotonic() - start)
 
 
-def make_believe(memory: AdapterMemory, tokens: int) -> AdapterBatchData:
-    """Describe tokens of one adapter that changes every target, with the first bytes of the buffer."""
+def make_dummy_lora_batch(memory: AdapterMemory, tokens: int) -> AdapterBatchData:
+    """Return a batch with a dummy adapter that targets every module. Its weights are the buffer's first bytes."""
     arena, device = memory.arena, memory.arena.buffer.device
     table = torch.cat([arena.host_table[:1], torch.zeros_like(arena.host_table[:1])])
     linears = [target for target in arena.targets.values() if target.kind is TargetKind.LINEAR]
@@ -84,13 +84,13 @@ def make_believe(memory: AdapterMemory, tokens: int) -> AdapterBatchData:
     return AdapterBatchData(AdapterBatchMetadata(indices, [0, tokens], [1]), believed)
 
 
-def _adapt_head(model: PagedCausalLM, data: AdapterBatchData) -> None:
-    """Change scores as an adapter with rows of its own does: after the product."""
+def _run_head_lora(model: PagedCausalLM, data: AdapterBatchData) -> None:
+    """Run the separate LoRA kernels for the LM head, which adapters with replaced rows use."""
     head = model.lm_head
     outputs, inputs = head.linear.weight.shape
     x = head.linear.plain.new_zeros(len(data.meta.adapter_indices), inputs)
     logits = x.new_zeros(len(x), outputs)
-    targets = data.find(head.targets)
+    targets = data.find_targets(head.targets)
     model.ops.add_lora(logits, x, data.lora, targets)
     model.ops.scale_and_shift(logits, data.lora, targets)
 
@@ -98,7 +98,7 @@ def _adapt_head(model: PagedCausalLM, data: AdapterBatchData) -> None:
 def run_decode(
     model: PagedCausalLM, rows: int, shape: CacheShape, adapter_data: AdapterBatchData | None = None
 ) -> None:
-    """Run a step of so many sequences with a token each, with tables for the longest there can be."""
+    """Run a decode step with `rows` sequences and block tables for the maximum length."""
     numbers = torch.arange(rows, device=model.device)
     ones = torch.ones_like(numbers)
     lengths = Seqlen(ones, torch.zeros_like(ones), None, 1, 1, ones)
@@ -117,33 +117,33 @@ def run_decode(
     )
 
 
-def allow_all(model: PagedCausalLM, rows: int) -> TokenMasks:
-    """Make masks for so many rows, which change nothing."""
+def make_permissive_masks(model: PagedCausalLM, rows: int) -> TokenMasks:
+    """Return token masks for `rows` rows that allow all tokens."""
     num_words = count_mask_words(model.lm_head.vocab_size)
     words = torch.full((rows, num_words), -1, dtype=torch.int32, device=model.device)
     return TokenMasks(torch.arange(rows, device=model.device), words)
 
 
-def run_choice(model: PagedCausalLM, rows: int, max_length: int, masks: TokenMasks) -> None:
-    """Choose tokens as those requests do that need the most memory, under masks, and score tokens of a prompt."""
+def run_sampling(model: PagedCausalLM, rows: int, max_length: int, masks: TokenMasks) -> None:
+    """Sample with the most memory-intensive parameters and with masks, and compute prompt log probabilities."""
     device, head = model.device, model.lm_head
     logits = head.linear.plain.new_zeros(rows, head.vocab_size)
-    sampling = SequenceSampling.of(MOST_DEMANDING, StopParams())
+    sampling = SequenceSampling.of(MAX_MEMORY_SAMPLING, StopParams())
     lengths = torch.ones(rows, dtype=torch.int64, device=device)
     history = History(lengths, lengths, torch.zeros(rows, max_length, dtype=torch.int64, device=device))
     Sampler([sampling] * rows, head.vocab_size, device, model.ops)(logits, history, masks)
     del history
-    logits = head.linear.plain.new_zeros(SCORED_TOKENS, head.vocab_size)
-    logits.float().log_softmax(-1).topk(min(MOST_DEMANDING.num_alternatives, head.vocab_size), dim=-1)
+    logits = head.linear.plain.new_zeros(PROMPT_LOGPROB_CHUNK_TOKENS, head.vocab_size)
+    logits.float().log_softmax(-1).topk(min(MAX_MEMORY_SAMPLING.num_alternatives, head.vocab_size), dim=-1)
 
 
 def count_prompt_blocks(step_tokens: int, shape: CacheShape) -> int:
-    """Count the blocks of the cache that `run_prompts` makes."""
-    return sum(-(-length // shape.block_size) for length in _cut_prompts(step_tokens, shape))
+    """Return the number of KV blocks that `run_prompts` allocates."""
+    return sum(-(-length // shape.block_size) for length in _split_into_prompts(step_tokens, shape))
 
 
-def _cut_prompts(step_tokens: int, shape: CacheShape) -> list[int]:
-    """Return the lengths of as few prompts as fill a step."""
+def _split_into_prompts(step_tokens: int, shape: CacheShape) -> list[int]:
+    """Return the lengths of the fewest prompts that fill a step."""
     full, rest = divmod(step_tokens, shape.max_length)
     return [shape.max_length] * full + [rest] * (rest > 0)
 
@@ -151,10 +151,10 @@ def _cut_prompts(step_tokens: int, shape: CacheShape) -> list[int]:
 def run_prompts(
     model: PagedCausalLM, step_tokens: int, shape: CacheShape, adapter_data: AdapterBatchData | None = None
 ) -> None:
-    """Run a step full of prompts, as few and as long as they can be, through the model and its head."""
+    """Run a prefill step with the fewest, longest prompts, including the LM head."""
     block_size, device = shape.block_size, model.device
-    lengths = _cut_prompts(step_tokens, shape)
-    blocks = [-(-length // block_size) for length in lengths]  # of each prompt, one after the other
+    lengths = _split_into_prompts(step_tokens, shape)
+    blocks = [-(-length // block_size) for length in lengths]  # blocks per prompt, consecutive
     firsts = list(itertools.accumulate(blocks, initial=0))
     table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32, device=device)
     for row, (first, count) in enumerate(zip(firsts, blocks, strict=False)):
@@ -173,5 +173,5 @@ def run_prompts(
         Seqlen(sizes, torch.zeros_like(sizes), bounds, longest, longest, sizes, stores_all=True),
         longest,
         adapter_data,
-        lm_head_indices=torch.arange(min(step_tokens, MOST_SAMPLED), device=device),
+        lm_head_indices=torch.arange(min(step_tokens, MAX_LOGIT_ROWS), device=device),
     )

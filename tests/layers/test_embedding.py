@@ -32,7 +32,7 @@ def test_a_rank_with_nothing_adds_zeros() -> None:
 
 
 def test_an_embedding_of_another_size_is_refused() -> None:
-    with pytest.raises(WeightsError, match=r"\(5, 3\), the config asks for \(6, 3\)"):
+    with pytest.raises(WeightsError, match=r"\(5, 3\), expected \(6, 3\)"):
         TensorParallelEmbedding(memory_weights({"wte.weight": torch.ones(5, 3)}), "wte", 6, 3)
 
 

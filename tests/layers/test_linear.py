@@ -11,7 +11,7 @@ from torch import nn
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import TargetKind
 from lorax_server.adapters.weights import ModuleWeights
-from lorax_server.distributed import FakeGroup, Shard, shard_evenly, shard_kv_heads, shard_units, shard_vocab, whole
+from lorax_server.distributed import FakeGroup, Shard, shard_evenly, shard_kv_heads, shard_units, shard_vocab, unsharded
 from lorax_server.errors import WeightsError
 from lorax_server.layers.embedding import TensorParallelEmbedding
 from lorax_server.layers.linear import (
@@ -96,7 +96,7 @@ def test_rows_of_all_ranks_sum_to_the_whole(ranks: int, bias: bool, fan_in_fan_o
         weights = memory_weights(tensors, rank=rank, ranks=ranks)
         shard = shard_evenly(weights.process_group, INPUTS, "inputs")
         layer = TensorParallelAdapterRowLinear(weights, "fc", shard, 10, bias=bias, fan_in_fan_out=fan_in_fan_out)
-        total += layer(shard.take(x, dim=1))
+        total += layer(shard.select(x, dim=1))
     torch.testing.assert_close(total, F.linear(x, weight, added if bias else None), rtol=1e-5, atol=1e-5)
 
 
@@ -212,7 +212,7 @@ def test_adapters_on_rows(ranks: int, fan_in_fan_out: bool) -> None:
         weights = memory_weights(tensors, rank=rank, ranks=ranks)
         shard = shard_evenly(weights.process_group, INPUTS, "inputs")
         layer = TensorParallelAdapterRowLinear(weights, "proj", shard, 10, bias=True, fan_in_fan_out=fan_in_fan_out)
-        total += layer(shard.take(x, dim=1), adapted_batch(layer, adapters))
+        total += layer(shard.select(x, dim=1), adapted_batch(layer, adapters))
     expected = with_lora(x, F.linear(x, weight, added), adapters, "proj")
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
 
@@ -277,7 +277,7 @@ def test_adapters_on_a_tied_head(vocab_size: int, ranks: int) -> None:
 
 def test_tokens_of_the_base_model_are_the_same_bit_for_bit() -> None:
     weights = memory_weights({"fc.weight": normal(10, INPUTS, seed=1)})
-    layer = TensorParallelMultiAdapterLinear(weights, ["fc"], INPUTS, [whole(10)], bias=False)
+    layer = TensorParallelMultiAdapterLinear(weights, ["fc"], INPUTS, [unsharded(10)], bias=False)
     data = adapted_batch(layer, [({"fc": lora(INPUTS, 10, 3, 10)}, 3.5)] * 3)
     x = normal(len(TOKENS), INPUTS, seed=3)
     plain, adapted = layer(x), layer(x, data)
@@ -303,8 +303,8 @@ def test_adapter_targets_finds_every_place_by_name() -> None:
     model = nn.ModuleList(
         [
             TensorParallelEmbedding(weights, "wte", 6, 4, target_name="embed_tokens"),
-            TensorParallelMultiAdapterLinear(weights, ["q", "k"], 4, [whole(8), whole(4)], bias=True),
-            TensorParallelAdapterRowLinear(weights, "o", whole(8), 4, bias=False),
+            TensorParallelMultiAdapterLinear(weights, ["q", "k"], 4, [unsharded(8), unsharded(4)], bias=True),
+            TensorParallelAdapterRowLinear(weights, "o", unsharded(8), 4, bias=False),
             RMSNorm("norm", weights, 4),
             RMSNorm("norm", weights, 4, adaptable=False),
             LayerNorm("ln", weights, 4),
@@ -336,7 +336,7 @@ def test_where_ranks_are_summed_only_the_first_adds_the_bias() -> None:
         weights = memory_weights(tensors, rank=rank, ranks=2)
         shard = shard_evenly(weights.process_group, 8, "inputs")
         row = TensorParallelAdapterRowLinear(weights, "o", shard, 4, bias=True).targets[0]
-        assert torch.equal(row.read(), shard.take(tensors["o.weight"], 1))
+        assert torch.equal(row.read(), shard.select(tensors["o.weight"], 1))
         assert row.adds_bias == (rank == 0)
         assert torch.equal(present(row.bias), tensors["o.bias"])
         embedding = TensorParallelEmbedding(weights, "wte", 6, 4).targets[0]
@@ -352,15 +352,15 @@ def test_tensors_that_do_not_fit_are_refused(bias: tuple[int]) -> None:
     inputs = INPUTS + 1 if bias == (10,) else INPUTS
     weights = memory_weights({"fc.weight": torch.zeros(10, INPUTS), "fc.bias": torch.zeros(bias)})
     with pytest.raises(WeightsError, match=r"'fc\.(weight|bias)' has shape"):
-        TensorParallelMultiAdapterLinear(weights, ["fc"], inputs, [whole(10)], bias=True)
+        TensorParallelMultiAdapterLinear(weights, ["fc"], inputs, [unsharded(10)], bias=True)
     with pytest.raises(WeightsError, match=r"'fc\.(weight|bias)' has shape"):
-        TensorParallelAdapterRowLinear(weights, "fc", whole(inputs), 10, bias=True)
+        TensorParallelAdapterRowLinear(weights, "fc", unsharded(inputs), 10, bias=True)
 
 
 def test_a_matrix_stored_the_other_way_round_is_refused() -> None:
     weights = memory_weights({"fc.weight": torch.zeros(INPUTS, 10)})
-    with pytest.raises(WeightsError, match=r"\(12, 10\), the config asks for \(10, 12\)"):
-        TensorParallelMultiAdapterLinear(weights, ["fc"], INPUTS, [whole(10)], bias=False)
+    with pytest.raises(WeightsError, match=r"\(12, 10\), expected \(10, 12\)"):
+        TensorParallelMultiAdapterLinear(weights, ["fc"], INPUTS, [unsharded(10)], bias=False)
 
 
 def test_a_bias_that_is_asked_for_must_be_there() -> None:

@@ -47,7 +47,7 @@ def test_layer_norm_without_weight_and_bias_asks_for_none() -> None:
 def test_a_norm_of_another_size_is_refused() -> None:
     weights = memory_weights({"ln.weight": torch.ones(8), "ln.bias": torch.ones(8)})
     for make in (RMSNorm, LayerNorm):
-        with pytest.raises(WeightsError, match=r"'ln.weight' has shape \(8,\), the config asks for \(16,\)"):
+        with pytest.raises(WeightsError, match=r"'ln.weight' has shape \(8,\), expected \(16,\)"):
             make("ln", weights, 16)
 
 

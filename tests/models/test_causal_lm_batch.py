@@ -171,7 +171,7 @@ def test_without_a_config_nothing_limits_prompts(lm: CausalLM) -> None:
         (request(5, [5], 128), "request 5: .* Given: 1 `inputs` tokens and 128 `max_new_tokens`"),
         (request(5, [5, 300]), "request 5: token ID 300 is outside the model's vocabulary of 300"),
         (request(5, [5], 0), "request 5: `max_new_tokens` must be strictly positive"),
-        (request(5, [5], stop={"stop_sequences": [""]}), "request 5: `stop` must not hold empty strings"),
+        (request(5, [5], stop={"stop_sequences": [""]}), "request 5: `stop` must not contain empty strings"),
         (request(5, [5], temperature=-1), "request 5: `temperature` must be non-negative"),
         (request(5, [5], schema="{}"), "request 5: `schema`"),
         (request(5, [5], repetition_penalty=1e-40), "request 5: `repetition_penalty` must be >= 0.001"),

@@ -443,7 +443,7 @@ def test_a_config_that_does_not_fit_its_weights_is_named_with_both_shapes(
     with pytest.raises(WeightsError) as caught:
         get_model(ModelConfig(folder))
     path = folder / "model.safetensors"
-    assert str(caught.value) == f"{path}: tensor {name!r} has shape {found}, the config asks for {wanted}"
+    assert str(caught.value) == f"{path}: tensor {name!r} has shape {found}, expected {wanted}"
 
 
 def test_a_layer_that_is_missing_is_named(edited: Callable[..., Path]) -> None:
@@ -452,7 +452,7 @@ def test_a_layer_that_is_missing_is_named(edited: Callable[..., Path]) -> None:
 
 
 def test_a_group_that_the_model_cannot_be_divided_over_is_refused(llama: Path, gpt2: Path) -> None:
-    with pytest.raises(ConfigError, match="num_attention_heads = 4 cannot be divided over 3"):
+    with pytest.raises(ConfigError, match="num_attention_heads = 4 is not divisible by 3"):
         get_model(ModelConfig(llama), FakeGroup(0, 3))
-    with pytest.raises(ConfigError, match="num_attention_heads = 4 cannot be divided over 3"):
+    with pytest.raises(ConfigError, match="num_attention_heads = 4 is not divisible by 3"):
         get_model(ModelConfig(gpt2), FakeGroup(0, 3))

@@ -80,7 +80,7 @@ def test_others_get_the_same_tokens(
     assert 0 < len(crowd.failures) < len(WHO)
     for failure in crowd.failures.values():
         assert failure.to_error().status == 503
-        assert "too little memory for this request" in failure.message
+        assert "not enough device memory for this request" in failure.message
     for i in set(range(len(WHO))) - set(crowd.failures):
         assert crowd.tokens(i) == undisturbed.tokens(i)
         for output, other in zip(crowd.answers[i], undisturbed.answers[i], strict=True):

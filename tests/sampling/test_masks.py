@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lorax_server.kernels import Ops, reference, select_ops
-from lorax_server.sampling.general import GeneralSampler
+from lorax_server.sampling.general_sampler import GeneralSampler
 from lorax_server.sampling.sampler import History, Sampled, Sampler, SequenceSampling, TokenMasks
 from lorax_server.types import SamplingParams
 
@@ -142,6 +142,6 @@ def test_where_nothing_is_allowed_there_is_no_log_probability_but_a_token(ops: O
 
 def test_masks_of_some_rows() -> None:
     masks = TokenMasks(torch.tensor([5, 1, 3]), torch.tensor([[50], [10], [30]], dtype=torch.int32))
-    taken = masks.take(torch.tensor([0, 3, 5]), 6)
+    taken = masks.select(torch.tensor([0, 3, 5]), 6)
     assert taken.rows.tolist() == [0, 1, 2]
     assert taken.words.tolist() == [[-1], [30], [50]]

@@ -137,7 +137,7 @@ def test_a_chooser_of_a_message_is_one_of_its_params(device: torch.device) -> No
 
 def test_a_bias_beyond_the_vocabulary_is_refused(device: torch.device) -> None:
     chooser = NextTokenChooser.from_pb(NextTokenChooserParameters(logit_bias=[LogitBias(token_id=9, bias=1.0)]))
-    with pytest.raises(InputError, match="token 9 is beyond the vocabulary of 9"):
+    with pytest.raises(InputError, match="token ID 9 is outside the vocabulary of 9"):
         chooser(torch.tensor([[1]], device=device), torch.zeros(1, 9, device=device))
 
 

@@ -19,16 +19,16 @@ from transformers.generation.logits_process import (
 
 from lorax_server.sampling import processors
 from lorax_server.sampling.processors import (
+    apply_temperature,
     count_tokens,
     draw,
     keep_min_p,
     keep_top_k,
     keep_top_p,
     keep_typical,
-    order_scores,
+    make_sortable,
     penalize_counts,
     penalize_repetition,
-    scale,
 )
 
 INF = math.inf
@@ -85,7 +85,7 @@ def is_at_least_one_left(scores: torch.Tensor) -> bool:
 def test_temperature(vocab: int, temperature: float, device: torch.device) -> None:
     scores = hard_scores(vocab, device)
     expected = processed_one_by_one(scores, TemperatureLogitsWarper(temperature))
-    check(scale(scores.clone(), of_each(scores, temperature)), expected)
+    check(apply_temperature(scores.clone(), of_each(scores, temperature)), expected)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
@@ -152,7 +152,7 @@ def test_each_row_has_its_own_parameter(device: torch.device) -> None:
     rows = range(len(scores))
     cases: list[tuple[Callable[..., torch.Tensor], Callable[[Any], LogitsProcessor], list[float], tuple[int, ...]]]
     cases = [
-        (scale, TemperatureLogitsWarper, [0.1 + 0.2 * row for row in rows], ()),
+        (apply_temperature, TemperatureLogitsWarper, [0.1 + 0.2 * row for row in rows], ()),
         (keep_top_k, TopKLogitsWarper, [1 + 13 * row for row in rows], (257,)),
         (lambda s, p: keep_top_p(s, 1 - p), TopPLogitsWarper, [0.05 + 0.07 * row for row in rows], ()),
         (keep_min_p, MinPLogitsWarper, [0.01 + 0.07 * row for row in rows], ()),
@@ -225,10 +225,10 @@ def test_a_draw_from_no_numbers_is_still_a_token(bad: float, device: torch.devic
 def test_ranks_order_scores_and_then_tokens(vocab: int, device: torch.device) -> None:
     scores = hard_scores(vocab, device)
     expected = scores.sort(dim=-1, descending=True, stable=True).indices
-    assert torch.equal(order_scores(scores).sort(-1, descending=True).indices, expected)
-    assert torch.equal(order_scores(scores).topk((vocab + 1) // 2).indices, expected[:, : (vocab + 1) // 2])
+    assert torch.equal(make_sortable(scores).sort(-1, descending=True).indices, expected)
+    assert torch.equal(make_sortable(scores).topk((vocab + 1) // 2).indices, expected[:, : (vocab + 1) // 2])
 
 
 def test_ranks_know_every_kind_of_number(device: torch.device) -> None:
     numbers = torch.tensor([[-0.0, 0.0, 1e-45, -1e-45, INF, -INF, 3e38, -3e38, 1.0, -1.0, 0.0]], device=device)
-    assert order_scores(numbers).sort(-1, descending=True).indices.tolist() == [[4, 6, 8, 2, 0, 1, 10, 3, 9, 7, 5]]
+    assert make_sortable(numbers).sort(-1, descending=True).indices.tolist() == [[4, 6, 8, 2, 0, 1, 10, 3, 9, 7, 5]]

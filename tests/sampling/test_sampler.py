@@ -574,7 +574,7 @@ def test_a_forbidden_token_is_never_drawn_and_other_rows_may_have_it(device: tor
 
 @pytest.mark.parametrize("token", [7, 8, 2**31, 2**70])
 def test_a_bias_beyond_the_vocabulary_is_refused(token: int, device: torch.device) -> None:
-    with pytest.raises(InputError, match=f"`logit_bias`: token {token} is beyond the vocabulary of 7"):
+    with pytest.raises(InputError, match=f"`logit_bias`: token ID {token} is outside the vocabulary of 7"):
         Sampler(
             [SequenceSampling(SamplingParams()), SequenceSampling(SamplingParams(logit_bias={token: 1.0}))], 7, device
         )

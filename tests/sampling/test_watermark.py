@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from lorax_server.sampling.sampler import History, Sampler, SequenceSampling
-from lorax_server.sampling.watermark import BIAS, GREEN_SHARE, HASH_KEY, favour_green, green_mask, hash_tokens
+from lorax_server.sampling.watermark import (
+    GREEN_BIAS,
+    GREEN_FRACTION,
+    HASH_KEY,
+    boost_green_tokens,
+    green_mask,
+    hash_tokens,
+)
 from lorax_server.types import SamplingParams
 
 VOCAB = 257
@@ -29,16 +36,18 @@ def z_score(tokens: list[int]) -> float:
     """Return the excess of green tokens over text without a mark, in standard deviations."""
     green = sum(is_green(previous, token) for previous, token in pairwise(tokens))
     count = len(tokens) - 1
-    return (green - GREEN_SHARE * count) / math.sqrt(count * GREEN_SHARE * (1 - GREEN_SHARE))
+    return (green - GREEN_FRACTION * count) / math.sqrt(count * GREEN_FRACTION * (1 - GREEN_FRACTION))
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 7, 257, 5003])
 def test_the_green_half_is_the_documented_one(vocab: int, device: torch.device) -> None:
     previous = [0, vocab - 1, vocab // 2, vocab + 3, 2**20, 2**31 - 1]
     scores = torch.randn(len(previous), vocab)
-    expected = scores + BIAS * torch.tensor([[is_green(one, token) for token in range(vocab)] for one in previous])
+    expected = scores + GREEN_BIAS * torch.tensor(
+        [[is_green(one, token) for token in range(vocab)] for one in previous]
+    )
     hashes = hash_tokens(vocab, device)
-    found = favour_green(scores.clone().to(device), torch.tensor(previous, device=device), hashes)
+    found = boost_green_tokens(scores.clone().to(device), torch.tensor(previous, device=device), hashes)
     torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0)
     mask = green_mask(torch.tensor(previous, device=device), hashes)
     assert torch.equal(mask.cpu(), expected > scores)

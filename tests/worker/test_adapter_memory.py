@@ -11,21 +11,21 @@ import torch
 from lorax_server.adapters.host import UNIT_BYTES, HostAdapter, empty_table, prepare
 from lorax_server.adapters.target import AdapterTarget, TargetKind
 from lorax_server.adapters.weights import ModuleWeights
-from lorax_server.distributed import FakeGroup, whole
+from lorax_server.distributed import FakeGroup, unsharded
 from lorax_server.errors import EngineError
 from lorax_server.kernels import NUM_OFFSETS, reference
 from lorax_server.worker import adapter_memory
 from lorax_server.worker.adapter_memory import AdapterMemory
-from lorax_server.worker.copier import Copier, StreamLane
+from lorax_server.worker.copier import Copier, CopyStream
 from tests.builders import CPU, adapter_batch
 from tests.lora import GivenAdapter
 from tests.optional import present
-from tests.worker.fake_lane import FakeLane
+from tests.worker.fake_copy_stream import FakeLane
 
 INPUTS, OUTPUTS, VOCAB = 10, 24, 17
 TARGETS = {
-    "up": AdapterTarget("up", TargetKind.LINEAR, whole(INPUTS), whole(OUTPUTS), slice(0, OUTPUTS), None, None),
-    "head": AdapterTarget("head", TargetKind.HEAD, whole(INPUTS), whole(VOCAB), slice(0, VOCAB), None, None),
+    "up": AdapterTarget("up", TargetKind.LINEAR, unsharded(INPUTS), unsharded(OUTPUTS), slice(0, OUTPUTS), None, None),
+    "head": AdapterTarget("head", TargetKind.HEAD, unsharded(INPUTS), unsharded(VOCAB), slice(0, VOCAB), None, None),
 }
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -136,7 +136,7 @@ def test_the_tables_keep_their_places_and_have_a_last_row() -> None:
         assert arena.vocab_sizes[at] == VOCAB
     memory.unload(last)
     assert torch.equal(memory.arena.table[last], empty_table(2))
-    with pytest.raises(AssertionError, match="beyond the tables"):
+    with pytest.raises(AssertionError, match="outside the table"):
         memory.load(last + 1, make_host(3), 120)
 
 
@@ -151,12 +151,12 @@ def test_an_adapter_without_anything_takes_one_unit() -> None:
 def test_places_that_do_not_exist_are_mistakes_of_ours(index: int, first_unit: int) -> None:
     host = make_host(3)
     memory = make_memory(host.units + 4)
-    with pytest.raises(AssertionError, match="index 0 is the base model" if index == 0 else "outside of the buffer"):
+    with pytest.raises(AssertionError, match="index 0 is the base model" if index == 0 else "outside the buffer"):
         memory.load(index, host, first_unit)
     assert not memory.is_loaded(index)
     assert numbers(memory) == 0
     memory.load(1, host, 4)
-    with pytest.raises(AssertionError, match="move down only"):
+    with pytest.raises(AssertionError, match="only move to lower units"):
         memory.move(1, 4, 4)
 
 
@@ -190,7 +190,7 @@ def check_outputs(memory: AdapterMemory, weights: dict[int, ModuleWeights], draw
     indices = [index for index in draw.choices([0, *weights], k=14) for _ in range(draw.choice([1, 2, 9]))]
     data = adapter_batch(indices, memory.arena)
     x, out = normal(len(indices), INPUTS, seed=1), torch.zeros(len(indices), OUTPUTS)
-    reference.add_lora(out, x, data.lora, data.find([TARGETS["up"]]))
+    reference.add_lora(out, x, data.lora, data.find_targets([TARGETS["up"]]))
     for row, index in enumerate(indices):
         given = weights.get(index)
         delta = torch.zeros(OUTPUTS)
@@ -207,7 +207,7 @@ GPU = torch.device("cuda")
 
 @contextmanager
 def beside(
-    lane: FakeLane | StreamLane, num_units: int, buffer_bytes: int = 256, is_follower: bool = False
+    lane: FakeLane | CopyStream, num_units: int, buffer_bytes: int = 256, is_follower: bool = False
 ) -> Iterator[AdapterMemory]:
     """Make a memory whose adapters come through small buffers, on a thread."""
     device = CPU if isinstance(lane, FakeLane) else GPU
@@ -226,7 +226,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def test_an_adapter_is_there_when_its_last_piece_is() -> None:
     lane, host, told = FakeLane(is_free=False), make_host(8), threading.Event()
     with beside(lane, 64) as memory:
-        memory.on_arrival(told.set)
+        memory.on_loaded(told.set)
         memory.load(1, host, 4)
         assert not memory.is_loaded(1)
         pieces = -(-host.buffer.nbytes // 256)
@@ -264,11 +264,11 @@ def test_steps_wait_for_a_load_before_its_units_are_touched(what: str) -> None:
 def test_a_failed_load_is_an_error_wherever_it_is_asked_for() -> None:
     lane, told = FakeLane(fails_at=2), threading.Event()
     with beside(lane, 64) as memory:
-        memory.on_arrival(told.set)
+        memory.on_loaded(told.set)
         memory.load(1, make_host(8), 4)
         assert told.wait(60)
         for ask in (memory.is_loaded, memory.wait_for, memory.unload, lambda i: memory.load(i + 1, make_host(3), 40)):
-            with pytest.raises(EngineError, match="cannot be copied"):
+            with pytest.raises(EngineError, match="copying adapters to the device failed"):
                 ask(1)
 
 
@@ -280,7 +280,7 @@ def check_bytes(memory: AdapterMemory, host: HostAdapter, first_unit: int) -> No
 @pytest.mark.gpu
 def test_an_adapter_arrives_while_a_step_runs() -> None:
     host = make_host(8, seed=3)
-    with beside(StreamLane(GPU), 64) as memory:
+    with beside(CopyStream(GPU), 64) as memory:
         torch.cuda.synchronize()
         torch.cuda._sleep(A_WHILE)
         memory.load(1, host, 4)
@@ -293,7 +293,7 @@ def test_an_adapter_arrives_while_a_step_runs() -> None:
 @pytest.mark.gpu
 def test_a_step_under_way_sees_the_table_as_it_was() -> None:
     old, new = make_host(8, seed=3), make_host(2, seed=5)
-    with beside(StreamLane(GPU), 64) as memory:
+    with beside(CopyStream(GPU), 64) as memory:
         memory.load(1, old, 4)
         wait_until(lambda: memory.is_loaded(1))
         torch.cuda.synchronize()
@@ -313,7 +313,7 @@ def test_a_step_under_way_sees_the_table_as_it_was() -> None:
 @pytest.mark.gpu
 def test_an_index_left_before_its_adapter_arrived_can_be_used_again() -> None:
     first, second = make_host(64, seed=3), make_host(64, seed=5)
-    with beside(StreamLane(GPU), 400) as memory:
+    with beside(CopyStream(GPU), 400) as memory:
         for round_ in range(20):
             memory.load(1, first, 4)
             memory.unload(1)
@@ -328,7 +328,7 @@ def test_an_index_left_before_its_adapter_arrived_can_be_used_again() -> None:
 def test_many_loads_while_steps_run(is_follower: bool) -> None:
     hosts = [make_host(1 + 5 * (i % 13), seed=i) for i in range(60)]
     room = max(host.units for host in hosts) + 1
-    with beside(StreamLane(GPU), 60 * room, is_follower=is_follower) as memory:
+    with beside(CopyStream(GPU), 60 * room, is_follower=is_follower) as memory:
         x = torch.randn(512, 512, device=GPU)
         for index, host in enumerate(hosts, start=1):
             memory.load(index, host, (index - 1) * room)

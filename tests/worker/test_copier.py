@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lorax_server.errors import EngineError
-from lorax_server.worker.copier import Copier, StreamLane
-from tests.worker.fake_lane import FakeLane
+from lorax_server.worker.copier import Copier, CopyStream
+from tests.worker.fake_copy_stream import FakeLane
 
 WAIT_S = 60
 Make = Callable[..., Copier]
@@ -20,7 +20,7 @@ def make() -> Iterator[Make]:
     """Make copiers that are closed at the end."""
     made: list[Copier] = []
 
-    def make_one(lane: FakeLane | StreamLane, num_buffers: int, buffer_bytes: int) -> Copier:
+    def make_one(lane: FakeLane | CopyStream, num_buffers: int, buffer_bytes: int) -> Copier:
         made.append(Copier(lane, num_buffers, buffer_bytes))
         return made[-1]
 
@@ -48,9 +48,9 @@ def test_a_copy_comes_in_pieces_and_whole(count: int, pieces: list[int], num_buf
     copier, told = make(lane, num_buffers, 64), threading.Event()
     copier.notify = told.set
     source, target = draw(count, 1), torch.zeros(count + 2, dtype=torch.bfloat16)
-    arrival = copier.begin(target[1:-1], source)
+    copy_handle = copier.start(target[1:-1], source)
     assert told.wait(WAIT_S)
-    assert arrival.is_there
+    assert copy_handle.is_done
     assert torch.equal(target[1:-1], source)
     assert target[0] == target[-1] == 0
     assert lane.sizes == pieces
@@ -62,13 +62,13 @@ def test_a_buffer_is_used_again_only_after_its_copy(num_buffers: int, make: Make
     lane = FakeLane(is_free=False)
     copier = make(lane, num_buffers, 64)
     source, target = draw(32 * 9, 1), torch.zeros(32 * 9, dtype=torch.bfloat16)
-    arrival = copier.begin(target, source)
+    copy_handle = copier.start(target, source)
     for done in range(9):
         lane.await_begun(min(num_buffers + done, 9))
         assert lane.num_begun - lane.num_done <= num_buffers
-        assert not arrival.is_there
+        assert not copy_handle.is_done
         lane.finish(1)
-    wait_until(lambda: arrival.is_there)
+    wait_until(lambda: copy_handle.is_done)
     assert torch.equal(target, source)
 
 
@@ -78,13 +78,13 @@ def test_copies_keep_their_order_and_each_is_told_of(make: Make) -> None:
     copier.notify = told.release
     sources = [draw(50 + i, i) for i in range(5)]
     targets = [torch.zeros_like(source) for source in sources]
-    arrivals = [copier.begin(*pair) for pair in zip(targets, sources, strict=True)]
-    for i, arrival in enumerate(arrivals):
+    copy_handles = [copier.start(*pair) for pair in zip(targets, sources, strict=True)]
+    for i, copy_handle in enumerate(copy_handles):
         assert not told.acquire(blocking=False)
         lane.finish(2)
         assert told.acquire(timeout=WAIT_S)
-        assert [each.is_there for each in arrivals] == [True] * (i + 1) + [False] * (4 - i)
-        assert arrival.has_end.is_set()
+        assert [each.is_done for each in copy_handles] == [True] * (i + 1) + [False] * (4 - i)
+        assert copy_handle.is_submitted.is_set()
     assert all(map(torch.equal, targets, sources))
 
 
@@ -92,8 +92,8 @@ def test_a_step_waits_on_the_device_once_the_copy_is_issued(make: Make) -> None:
     """The host waits until then: an event that is not recorded yet would hold up nothing."""
     lane = FakeLane(is_free=False)
     copier = make(lane, 2, 64)
-    arrival = copier.begin(torch.zeros(96, dtype=torch.bfloat16), draw(96, 1))
-    waiter = threading.Thread(target=copier.wait_for, args=(arrival,))
+    copy_handle = copier.start(torch.zeros(96, dtype=torch.bfloat16), draw(96, 1))
+    waiter = threading.Thread(target=copier.wait_for, args=(copy_handle,))
     waiter.start()
     lane.await_begun(2)
     assert waiter.is_alive()
@@ -101,10 +101,10 @@ def test_a_step_waits_on_the_device_once_the_copy_is_issued(make: Make) -> None:
     lane.finish(1)  # the third piece finds its buffer
     waiter.join(WAIT_S)
     assert lane.waits == [3]
-    assert not arrival.is_there
+    assert not copy_handle.is_done
     lane.finish(2)
-    wait_until(lambda: arrival.is_there)
-    copier.wait_for(arrival)
+    wait_until(lambda: copy_handle.is_done)
+    copier.wait_for(copy_handle)
     assert lane.waits == [3]  # there is nothing to wait for
 
 
@@ -113,31 +113,31 @@ def test_a_failure_is_an_error_for_all_and_nobody_hangs(fails_at: int, make: Mak
     lane = FakeLane(fails_at=fails_at)
     copier, told = make(lane, 2, 64), threading.Event()
     copier.notify = told.set
-    arrival = copier.begin(torch.zeros(200, dtype=torch.bfloat16), draw(200, 1))
+    copy_handle = copier.start(torch.zeros(200, dtype=torch.bfloat16), draw(200, 1))
     assert told.wait(WAIT_S)
-    assert not arrival.is_there
-    with pytest.raises(EngineError, match="cannot be copied") as caught:
-        copier.wait_for(arrival)
+    assert not copy_handle.is_done
+    with pytest.raises(EngineError, match="copying adapters to the device failed") as caught:
+        copier.wait_for(copy_handle)
     assert "the device is gone" in str(caught.value.__cause__)
-    with pytest.raises(EngineError, match="cannot be copied"):
-        copier.begin(torch.zeros(1), torch.zeros(1))
-    with pytest.raises(EngineError, match="cannot be copied"):
+    with pytest.raises(EngineError, match="copying adapters to the device failed"):
+        copier.start(torch.zeros(1), torch.zeros(1))
+    with pytest.raises(EngineError, match="copying adapters to the device failed"):
         copier.check()
 
 
 def test_a_closed_copier_leaves_what_it_has_not_begun(make: Make) -> None:
     lane = FakeLane(is_free=False)
     copier = make(lane, 2, 64)
-    first, second = (copier.begin(torch.zeros(16), draw(16, i, torch.float32)) for i in range(2))
+    first, second = (copier.start(torch.zeros(16), draw(16, i, torch.float32)) for i in range(2))
     lane.await_begun(1)
     closing = threading.Thread(target=copier.close)
     closing.start()
     wait_until(lambda: copier._is_closed)
     lane.finish(1)
     closing.join(WAIT_S)
-    assert first.is_there
-    assert not second.is_there
-    with pytest.raises(EngineError, match="stopped"):
+    assert first.is_done
+    assert not second.is_done
+    with pytest.raises(EngineError, match="copier is closed"):
         copier.wait_for(second)
 
 
@@ -148,27 +148,27 @@ A_WHILE = 1_000_000_000  # cycles: about half a second
 
 @pytest.mark.gpu
 def test_many_copies_through_few_small_buffers(make: Make) -> None:
-    copier = make(StreamLane(torch.device("cuda")), 3, 2**16)
+    copier = make(CopyStream(torch.device("cuda")), 3, 2**16)
     sources = [draw(1 + 20011 * i, i) for i in range(40)]  # of pieces that do not divide
     targets = [torch.zeros(len(source), dtype=torch.bfloat16, device="cuda") for source in sources]
-    copier.follow_caller()
-    arrivals = [copier.begin(*pair) for pair in zip(targets, sources, strict=True)]
-    wait_until(lambda: all(arrival.is_there for arrival in arrivals))
+    copier.wait_for_caller_stream()
+    copy_handles = [copier.start(*pair) for pair in zip(targets, sources, strict=True)]
+    wait_until(lambda: all(copy_handle.is_done for copy_handle in copy_handles))
     for target, source in zip(targets, sources, strict=True):
         assert torch.equal(target.cpu(), source)
 
 
 @pytest.mark.gpu
 def test_a_copy_follows_the_caller_where_it_is_asked_to(make: Make) -> None:
-    copier = make(StreamLane(torch.device("cuda")), 2, 2**16)
+    copier = make(CopyStream(torch.device("cuda")), 2, 2**16)
     source, target = draw(100_000, 1), torch.zeros(100_000, dtype=torch.bfloat16, device="cuda")
     torch.cuda.synchronize()
     torch.cuda._sleep(A_WHILE)
     seen = target.clone()  # by a step that has not begun yet
-    copier.follow_caller()
-    arrival = copier.begin(target, source)
-    assert not arrival.is_there
-    wait_until(lambda: arrival.is_there)
+    copier.wait_for_caller_stream()
+    copy_handle = copier.start(target, source)
+    assert not copy_handle.is_done
+    wait_until(lambda: copy_handle.is_done)
     torch.cuda.synchronize()
     assert not bool(seen.any())
     assert torch.equal(target.cpu(), source)
@@ -176,9 +176,9 @@ def test_a_copy_follows_the_caller_where_it_is_asked_to(make: Make) -> None:
 
 @pytest.mark.gpu
 def test_a_step_waits_for_the_copy_it_needs(make: Make) -> None:
-    copier = make(StreamLane(torch.device("cuda")), 2, 2**20)
+    copier = make(CopyStream(torch.device("cuda")), 2, 2**20)
     source, target = draw(40_000_000, 1), torch.zeros(40_000_000, dtype=torch.bfloat16, device="cuda")
     torch.cuda.synchronize()
-    copier.wait_for(copier.begin(target, source))
+    copier.wait_for(copier.start(target, source))
     seen = target.clone()
     assert torch.equal(seen.cpu(), source)

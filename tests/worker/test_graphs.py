@@ -21,8 +21,8 @@ from lorax_server.plan import AdapterOp, Load, NewSequence, StepPlan, StepResult
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.weights import Weights
 from lorax_server.worker.adapter_memory import AdapterMemory
-from lorax_server.worker.copier import Copier, StreamLane
-from lorax_server.worker.graphs import LADDER, GraphSizes, graph_sizes
+from lorax_server.worker.copier import Copier, CopyStream
+from lorax_server.worker.graphs import DECODE_GRAPH_SIZES, GraphSizes, graph_sizes
 from lorax_server.worker.runner import PagedRunner
 from tests.lora import GivenAdapter, random_factors
 from tests.parity.adapters.served import make_model
@@ -37,14 +37,15 @@ def test_sizes_end_with_the_largest_batch() -> None:
     assert graph_sizes(1) == [1]
     assert graph_sizes(6) == [1, 2, 4, 6]
     assert graph_sizes(64)[-3:] == [48, 56, 64]
-    assert graph_sizes(1000) == list(LADDER)
-    assert list(LADDER) == [1, 2, 4, *range(8, 65, 8), 80, 96, 112, 128, 160, 192, 224, 256]
+    assert graph_sizes(1000) == list(DECODE_GRAPH_SIZES)
+    assert list(DECODE_GRAPH_SIZES) == [1, 2, 4, *range(8, 65, 8), 80, 96, 112, 128, 160, 192, 224, 256]
 
 
 @pytest.mark.parametrize(
-    ("name", "lead"), [("gpt2", 2), ("opt-projection", 2), ("llama-gqa", 2), ("qwen3-window", 2), ("exaone4", 3)]
+    ("name", "num_warmup_layers"),
+    [("gpt2", 2), ("opt-projection", 2), ("llama-gqa", 2), ("qwen3-window", 2), ("exaone4", 3)],
 )
-def test_leading_layers_are_of_all_kinds(name: str, lead: int) -> None:
+def test_warmup_layers_cover_all_layer_types(name: str, num_warmup_layers: int) -> None:
     """EXAONE's third layer is the first that sees all tokens and rotates nothing."""
     assert make_model(name, CPU).model.num_warmup_layers == num_warmup_layers
 
@@ -175,7 +176,7 @@ class Rig:
         self._memory = None
         if hosts:
             num_units = self._units * (len(hosts) + 1)
-            copier = Copier(StreamLane(model.device)) if model.device.type == "cuda" else None
+            copier = Copier(CopyStream(model.device)) if model.device.type == "cuda" else None
             self._memory = AdapterMemory(targets, dtype, model.device, num_units, len(hosts) + 1, copier=copier)
         self.runner = PagedRunner(
             model,

@@ -9,7 +9,7 @@ import torch
 
 from lorax_server.plan import NewSequence, StepMasks, StepPlan
 from lorax_server.types import SamplingParams, StopParams
-from lorax_server.worker.inputs import MAX_UNROLLED_KEYS, MaskLane, SlotTables, locate_tokens, unroll
+from lorax_server.worker.inputs import MAX_SPLIT_KEYS, MaskUploader, SlotTables, build_step_tokens, split_forced_tokens
 
 CPU = torch.device("cpu")
 MAX_NUM_SEQS, LENGTH, BLOCK = 6, 40, 4
@@ -37,7 +37,7 @@ def new_sequence(slot: int, token_ids: list[int], prompt_length: int, seed: int 
 def test_each_token_has_its_sequence_its_row_and_its_position(counts: list[int]) -> None:
     slots, starts = [4, 0, 2][: len(counts)], [7, 0, 12][: len(counts)]
     samples = np.arange(len(counts)) % 2 == 0
-    found = locate_tokens(make_plan(slots, starts, counts, samples=samples))
+    found = build_step_tokens(make_plan(slots, starts, counts, samples=samples))
     tokens = [(i, slots[i], starts[i] + j) for i, count in enumerate(counts) for j in range(count)]
     layout = found.layout
     assert list(zip(layout.sequences, found.slots, found.positions, strict=True)) == tokens
@@ -51,15 +51,15 @@ def test_each_token_has_its_sequence_its_row_and_its_position(counts: list[int])
 
 
 def test_a_layout_serves_again_only_for_the_same_counts_and_samples() -> None:
-    first = locate_tokens(make_plan([0, 1], [3, 4], [1, 1]))
-    again = locate_tokens(make_plan([1, 2], [9, 5], [1, 1]), first.layout)
+    first = build_step_tokens(make_plan([0, 1], [3, 4], [1, 1]))
+    again = build_step_tokens(make_plan([1, 2], [9, 5], [1, 1]), first.layout)
     assert again.layout is first.layout
     assert (again.slots.tolist(), again.positions.tolist()) == ([1, 2], [9, 5])
     others: list[dict[str, Any]] = [{"counts": [1, 2]}, {"counts": [1, 1], "samples": np.array([True, False])}]
     for other in others:
         plan = make_plan([0, 1], [3, 4], **other)
-        fresh = locate_tokens(plan)
-        found = locate_tokens(plan, first.layout)
+        fresh = build_step_tokens(plan)
+        found = build_step_tokens(plan, first.layout)
         assert found.layout.key != first.layout.key
         assert found.layout.last.tolist() == fresh.layout.last.tolist()
         assert found.layout.counts == fresh.layout.counts
@@ -69,16 +69,16 @@ def test_tokens_of_answers_have_entries_of_their_own_and_prompts_stay_whole() ->
     samples, asks = np.array([True, False, True, True]), np.array([False, True, False, False])
     adapters = np.array([0, 3, 4, 4])
     plan = make_plan([2, 0, 3, 1], [9, 0, 5, 6], [1, 4, 3, 2], samples=samples, asks=asks, adapter_indices=adapters)
-    found = unroll(plan, np.array([4, 6, 9, 5]))
+    found = split_forced_tokens(plan, np.array([4, 6, 9, 5]))
     assert found.slots.tolist() == [2, 0, 3, 3, 3, 1, 1]
     assert found.starts.tolist() == [9, 0, 5, 6, 7, 6, 7]
     assert found.counts.tolist() == [1, 4, 1, 1, 1, 1, 1]
     assert found.samples.tolist() == [True, False, False, False, True, False, True]
     assert found.scores_prompt.tolist() == [False, True, *[False] * 5]
     assert found.adapter_indices.tolist() == [0, 3, 4, 4, 4, 4, 4]
-    assert unroll(plan, np.array([4, 7, 9, 6])) is plan  # the prompts of the last two end in this step
-    long = make_plan([0, 1], [MAX_UNROLLED_KEYS // 2, MAX_UNROLLED_KEYS // 2 - 2], [2, 2])
-    assert unroll(long, np.array([4, 5])).slots.tolist() == [0, 1, 1]
+    assert split_forced_tokens(plan, np.array([4, 7, 9, 6])) is plan  # the prompts of the last two end in this step
+    long = make_plan([0, 1], [MAX_SPLIT_KEYS // 2, MAX_SPLIT_KEYS // 2 - 2], [2, 2])
+    assert split_forced_tokens(long, np.array([4, 5])).slots.tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -113,10 +113,10 @@ def test_tables_say_what_was_written_last(seed: int) -> None:
             selected = tables.select(plan.slots)
             assert selected.slots.tolist() == slots
             assert selected.prompt_lengths.tolist() == [prompts[slot] for slot in slots]
-            places = selected.first_places + plan.starts
+            places = selected.token_offsets + plan.starts
             assert tables.read_tokens(places).tolist() == [tokens[slot][-1] for slot in slots]
             width = max(len(tokens[slot]) for slot in slots)
-            table = tables.take_blocks(selected, width)
+            table = tables.select_blocks(selected, width)
             assert table.shape == (len(slots), -(-width // BLOCK))
             for slot, found in zip(slots, table.tolist(), strict=True):
                 count = -(-len(tokens[slot]) // BLOCK)
@@ -125,9 +125,9 @@ def test_tables_say_what_was_written_last(seed: int) -> None:
                 blocks[slot][(len(tokens[slot]) - 1) // BLOCK] * BLOCK + (len(tokens[slot]) - 1) % BLOCK
                 for slot in slots
             ]
-            assert tables.find_kv_slots(plan.slots, plan.starts).tolist() == kv_slots
+            assert tables.compute_kv_slots(plan.slots, plan.starts).tolist() == kv_slots
         chosen = [some.randrange(1000) for _ in slots]
-        tables.write_tokens(selected.first_places + plan.starts + 1, torch.tensor(chosen))
+        tables.write_tokens(selected.token_offsets + plan.starts + 1, torch.tensor(chosen))
         for slot, token in zip(slots, chosen, strict=True):
             tokens[slot].append(token)
             if len(tokens[slot]) >= LENGTH - 1:
@@ -143,10 +143,10 @@ def test_a_row_that_is_given_to_another_has_the_parameters_of_that_one() -> None
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_masks_of_any_width_reach_the_device_as_wide_as_its_scores(device: str) -> None:
-    lane, words = MaskLane(torch.device(device)), [[7], [1, -1], [3, 4, 5]]
+    lane, words = MaskUploader(torch.device(device)), [[7], [1, -1], [3, 4, 5]]
     for _ in range(3):  # in memory that was used before
         masks = StepMasks(np.array([4, 0, 2]), [np.array(each, np.int32) for each in words])
-        sent = lane.send(masks, vocab_size=60)
+        sent = lane.upload(masks, vocab_size=60)
         assert sent.rows.tolist() == [4, 0, 2]
         assert sent.words.tolist() == [[7, 0], [1, -1], [3, 4]]
         assert sent.words.device.type == device

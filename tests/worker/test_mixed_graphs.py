@@ -15,8 +15,8 @@ from lorax_server.kernels import Field
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import AdapterOp, Load, NewSequence, StepPlan, StepResult, Unload
 from lorax_server.types import SamplingParams, StopParams
-from lorax_server.worker.graphs import LADDER, MIXED_LADDER, GraphSizes, StepGraphs
-from lorax_server.worker.inputs import locate_tokens
+from lorax_server.worker.graphs import DECODE_GRAPH_SIZES, MIXED_GRAPH_SIZES, GraphSizes, StepGraphs
+from lorax_server.worker.inputs import build_step_tokens
 from tests.grids import slow_except
 from tests.parity.adapters.served import make_model
 from tests.worker.test_graphs import (
@@ -34,7 +34,7 @@ from tests.worker.test_inputs import make_plan
 def test_sizes_end_with_the_largest_step() -> None:
     assert GraphSizes.choose(6, 8) == ([1, 2, 4, 6], [8])
     assert GraphSizes.choose(4, 100).mixed == [16, 32, 64, 96, 100]
-    assert GraphSizes.choose(4, 4096).mixed == list(MIXED_LADDER)
+    assert GraphSizes.choose(4, 4096).mixed == list(MIXED_GRAPH_SIZES)
     assert GraphSizes.choose(4, 600).mixed == [16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 600]
 
 
@@ -146,7 +146,7 @@ def check_traffic(traffic: Traffic, rigs: tuple[Rig, Rig], steps: int, check: Ch
     for _ in range(steps):
         plan = traffic.plan()
         kind, first, second = None, *(rig.collect(plan) for rig in rigs)
-        if len(plan.slots) and not (tokens := locate_tokens(plan)).is_single:
+        if len(plan.slots) and not (tokens := build_step_tokens(plan)).is_single:
             kind = graphs.find(tokens, rigs[1].runner._adapt_tokens(plan.adapter_indices, plan.counts))
             sizes |= {kind.size} if kind is not None else set()
         note = (
@@ -203,7 +203,7 @@ def test_padded_inputs_of_all_sizes(size: int) -> None:
     shape: dict[str, Any] = {"max_num_seqs": 24, "max_length": 64, "block_size": 8}
     model = make_model("qwen3-window", CPU)
     hosts = make_hosts(model)
-    rigs = make_rigs(model, hosts, shape, {}, {"graph_sizes": GraphSizes(LADDER, [size]), "capture": False})
+    rigs = make_rigs(model, hosts, shape, {}, {"graph_sizes": GraphSizes(DECODE_GRAPH_SIZES, [size]), "capture": False})
     assert check_traffic(Traffic(**shape, most=size, num_hosts=len(hosts), seed=size), rigs, 12, is_close) == {size}
 
 
@@ -281,15 +281,15 @@ def test_graphs_have_the_bits_of_the_same_launches_one_by_one(
     """Adapters have all modules here: where none of a large step's has one, its linear is launched in another way."""
     model = half_model(dtype, heads, head_dim)
     hosts = make_hosts(model)[:3] if with_adapters else []
-    found = check_all_sizes(model, hosts, MIXED_LADDER, {"capture": False}, is_same)
-    assert found > {size for size in MIXED_LADDER if size <= 256}
+    found = check_all_sizes(model, hosts, MIXED_GRAPH_SIZES, {"capture": False}, is_same)
+    assert found > {size for size in MIXED_GRAPH_SIZES if size <= 256}
     assert len(found) >= 13
 
 
 @pytest.mark.gpu
 @HALF
 def test_small_graphs_have_them_with_any_adapters(dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> None:
-    model, sizes = half_model(dtype, heads, head_dim), [size for size in MIXED_LADDER if size <= 256]
+    model, sizes = half_model(dtype, heads, head_dim), [size for size in MIXED_GRAPH_SIZES if size <= 256]
     assert check_all_sizes(model, make_hosts(model), sizes, {"capture": False}, is_same) == set(sizes)
 
 
@@ -299,8 +299,8 @@ def test_graphs_of_all_sizes_give_the_tokens_of_single_launches(most_rank: int) 
     """Where an adapter of a step has a rank above 64, a large step has no graph."""
     model = half_model(torch.float32, (8, 2), 64)
     hosts = [host for host in make_hosts(model) if int(host.table[:, Field.RANK].max()) <= most_rank]
-    found = check_all_sizes(model, hosts, MIXED_LADDER, {"graph_sizes": None}, is_near)
-    assert found > {size for size in MIXED_LADDER if size <= 256}
+    found = check_all_sizes(model, hosts, MIXED_GRAPH_SIZES, {"graph_sizes": None}, is_near)
+    assert found > {size for size in MIXED_GRAPH_SIZES if size <= 256}
 
 
 @pytest.mark.gpu

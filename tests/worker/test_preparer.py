@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from lorax_server.adapters.config import parse_config
 from lorax_server.adapters.host import HostAdapter, prepare
 from lorax_server.adapters.merge import MergedAdapter
-from lorax_server.adapters.spec import AdapterSpec, AdapterCheckpoint
+from lorax_server.adapters.spec import AdapterCheckpoint, AdapterSpec
 from lorax_server.adapters.target import AdapterTarget
 from lorax_server.adapters.weights import AdapterWeights, StoredAdapter
 from lorax_server.distributed import FakeGroup, HostGroup, TorchGroup
@@ -90,14 +90,14 @@ def take(preparer: Preparer, count: int) -> list[Prepared]:
     taken: list[Prepared] = []
     until = time.monotonic() + WAIT_S
     while len(taken) < count and time.monotonic() < until:
-        taken += preparer.take_results()
+        taken += preparer.pop_results()
         time.sleep(0.001)
     assert len(taken) == count
     return taken
 
 
 def aged(spec: AdapterSpec, is_old: bool) -> AdapterSpec:
-    return replace(spec, parts=tuple(replace(part, is_settled=is_old) for part in spec.parts))
+    return replace(spec, checkpoints=tuple(replace(part, is_settled=is_old) for part in spec.checkpoints))
 
 
 def assert_same(found: HostAdapter, expected: HostAdapter) -> None:
@@ -113,21 +113,21 @@ def assert_same(found: HostAdapter, expected: HostAdapter) -> None:
 def test_it_rests_while_the_engine_is_busy(
     originals: Path, targets: dict[str, AdapterTarget], preparer: Preparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparer_module, "REST_S", WAIT_S)
+    monkeypatch.setattr(preparer_module, "MAX_PAUSE_S", WAIT_S)
     ready = threading.Event()
     preparer.notify = ready.set
-    preparer.rest()
+    preparer.pause()
     preparer.enqueue(make_spec(originals / "plain", targets))
     assert not ready.wait(0.2)
-    preparer.go_on()
+    preparer.resume()
     assert take(preparer, 1)[0].error is None
 
 
 def test_it_does_not_rest_for_ever(
     originals: Path, targets: dict[str, AdapterTarget], preparer: Preparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparer_module, "REST_S", 0.001)
-    preparer.rest()
+    monkeypatch.setattr(preparer_module, "MAX_PAUSE_S", 0.001)
+    preparer.pause()
     preparer.enqueue(make_spec(originals / "plain", targets))
     assert take(preparer, 1)[0].error is None
 
@@ -146,7 +146,7 @@ def test_what_is_ready_is_what_preparing_gives(
         expected = prepare(open_adapter(originals / name, targets), targets, torch.float32, FakeGroup())
         assert_same(preparer.get(spec.identity), expected)
         assert each == Prepared(spec.identity, expected.units, expected.buffer.nbytes, expected.vocab_size)
-    assert preparer.take_results() == []
+    assert preparer.pop_results() == []
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_merges(merge: Merge, preparer: Preparer, targets: dict[str, AdapterTarg
 @pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize(
     ("names", "message"),
-    [(("plain", "rank-pattern"), "needs equal ranks"), (("plain", "dora"), "cannot be merged")],
+    [(("plain", "rank-pattern"), "requires equal ranks"), (("plain", "dora"), "cannot be merged")],
 )
 def test_merges_that_cannot_be(
     names: Sequence[str],
@@ -188,7 +188,7 @@ def test_it_tells_whenever_there_is_something(preparer: Preparer, targets: Any, 
     for name in ("plain", "dora"):
         preparer.enqueue(make_spec(originals / name, targets))
         assert told.acquire(timeout=WAIT_S)
-        assert len(preparer.take_results()) == 1
+        assert len(preparer.pop_results()) == 1
 
 
 def test_what_is_dropped_is_gone_and_can_come_again(preparer: Preparer, targets: Any, originals: Path) -> None:
@@ -198,7 +198,7 @@ def test_what_is_dropped_is_gone_and_can_come_again(preparer: Preparer, targets:
         take(preparer, 1)
         preparer.drop(spec.identity)
         assert not preparer._ready
-    with mock.patch("lorax_server.worker.preparer.READY_S", 0.01), pytest.raises(KeyError):
+    with mock.patch("lorax_server.worker.preparer.RANK_READY_TIMEOUT_S", 0.01), pytest.raises(KeyError):
         preparer.get(spec.identity)
 
 
@@ -221,11 +221,11 @@ def test_a_dropped_adapter_is_freed_on_the_thread(preparer: Preparer, targets: A
 
 def test_a_rank_that_is_a_moment_later_is_waited_for(preparer: Preparer, targets: Any, originals: Path) -> None:
     """The engine hears from the first rank; its next message may reach another rank whose thread is not done."""
-    spec, go_on = make_spec(originals / "plain", targets), threading.Event()
+    spec, resume = make_spec(originals / "plain", targets), threading.Event()
     found: list[Any] = []
 
     def late(*args: Any) -> HostAdapter:
-        go_on.wait(WAIT_S)
+        resume.wait(WAIT_S)
         return prepare(*args)
 
     def load() -> None:
@@ -239,18 +239,18 @@ def test_a_rank_that_is_a_moment_later_is_waited_for(preparer: Preparer, targets
         reader = threading.Thread(target=load)
         reader.start()
         reader.join(0.1)  # time enough to fail
-        go_on.set()
+        resume.set()
         reader.join()
     assert isinstance(found[0], HostAdapter)
 
 
 def test_it_ends_without_what_has_not_begun(targets: Any, originals: Path) -> None:
     preparer = Preparer(targets, torch.float32, FakeGroup())
-    begun, go_on, done = threading.Event(), threading.Event(), []
+    begun, resume, done = threading.Event(), threading.Event(), []
 
     def slow(*args: Any) -> HostAdapter:
         begun.set()
-        go_on.wait(WAIT_S)
+        resume.wait(WAIT_S)
         done.append(args)
         return prepare(*args)
 
@@ -262,7 +262,7 @@ def test_it_ends_without_what_has_not_begun(targets: Any, originals: Path) -> No
         closing.start()
         while not preparer._is_closed:
             time.sleep(0.001)
-        go_on.set()
+        resume.set()
         closing.join()
         preparer.close()  # again
     assert not preparer._thread.is_alive()
@@ -286,9 +286,9 @@ def cut(folder: Path) -> None:
 
 
 BREAKS: list[tuple[Callable[[Path], None], str]] = [
-    (vanish, "not on this machine any more"),
-    (change, "changed after it was chosen"),
-    (cut, "changed after it was chosen"),
+    (vanish, "was removed from this machine"),
+    (change, "changed after it was resolved"),
+    (cut, "changed after it was resolved"),
 ]
 
 
@@ -323,7 +323,9 @@ def test_a_file_that_changes_without_a_new_stamp(
         spec = make_spec(plain, targets)
         if is_merged:
             spec = merged_spec([folder / "rank-pattern", plain], targets, Merge((1.0, 1.0)))
-        spec = aged(replace(spec, parts=tuple(replace(part, stamp=stamp) for part in spec.parts)), is_old=False)
+        spec = aged(
+            replace(spec, checkpoints=tuple(replace(part, stamp=stamp) for part in spec.checkpoints)), is_old=False
+        )
         preparer.enqueue(spec)
         (before,) = take(preparer, 1)
         assert before.error is None
@@ -332,7 +334,7 @@ def test_a_file_that_changes_without_a_new_stamp(
             file.write(bytes(4))
         preparer.enqueue(spec)
         (after,) = take(preparer, 1)
-    assert "changed while it was read" in str(after.error)
+    assert "files changed during loading" in str(after.error)
 
 
 def test_numbers_that_are_not_finite(preparer: Preparer, targets: dict[str, AdapterTarget], folder: Path) -> None:
@@ -340,7 +342,7 @@ def test_numbers_that_are_not_finite(preparer: Preparer, targets: dict[str, Adap
     next(iter(tensors.values()))[0, 0] = float("inf")
     save_file(tensors, folder / "plain" / WEIGHTS_FILE)
     preparer.enqueue(make_spec(folder / "plain", targets))
-    assert "not finite" in str(take(preparer, 1)[0].error)
+    assert "non-finite" in str(take(preparer, 1)[0].error)
 
 
 def test_numbers_that_the_models_dtype_cannot_hold(targets: dict[str, AdapterTarget], folder: Path) -> None:
@@ -349,7 +351,7 @@ def test_numbers_that_the_models_dtype_cannot_hold(targets: dict[str, AdapterTar
     save_file(tensors, folder / "plain" / WEIGHTS_FILE)
     half = Preparer(targets, torch.float16, FakeGroup())
     half.enqueue(make_spec(folder / "plain", targets))
-    assert "float16 cannot hold" in str(take(half, 1)[0].error)
+    assert "overflow torch.float16" in str(take(half, 1)[0].error)
     half.close()
 
 
@@ -358,7 +360,7 @@ def test_a_rank_that_the_devices_kernels_do_not_serve(targets: dict[str, Adapter
     limited.enqueue(make_spec(folder / "plain", targets))
     error = take(limited, 1)[0].error
     assert isinstance(error, AdapterError)
-    assert "has rank 8, and the kernels of this device serve up to 7" in str(error)
+    assert "has rank 8, but the kernels for this device support at most 7" in str(error)
     limited.close()
 
 
@@ -370,7 +372,7 @@ def test_a_rank_that_is_not_served_is_refused_before_the_file_is_read(
     save_file(
         {key: torch.full_like(tensor, torch.nan) for key, tensor in tensors.items()}, folder / "plain" / WEIGHTS_FILE
     )
-    for max_rank, message in ((7, "has rank 8"), (8, "numbers that are not finite")):
+    for max_rank, message in ((7, "has rank 8"), (8, "non-finite values")):
         limited = Preparer(targets, torch.float32, FakeGroup(), max_rank=max_rank)
         limited.enqueue(aged(make_spec(folder / "plain", targets), is_old))
         assert message in str(take(limited, 1)[0].error)
@@ -383,7 +385,7 @@ def test_the_ranks_of_a_sum_are_added_up(targets: dict[str, AdapterTarget], fold
         merge = Merge((1.0, 1.0), strategy, density=0.5)
         limited.enqueue(merged_spec([folder / "plain", folder / "plain"], targets, merge))
     of_sum, of_ties = take(limited, 2)
-    assert "has rank 16, and the kernels of this device serve up to 15" in str(of_sum.error)
+    assert "has rank 16, but the kernels for this device support at most 15" in str(of_sum.error)
     assert of_ties.error is None
     limited.close()
 
@@ -457,13 +459,13 @@ def make_specs(folder: Path) -> list[AdapterSpec]:
 
 def spoil_part(spec: AdapterSpec, folder: Path, how: str) -> AdapterSpec:
     """Return the spec of the same adapter as another machine may see it."""
-    (part,) = spec.parts
+    (part,) = spec.checkpoints
     parts = {
         "vanished": replace(part, folder=folder / "nowhere"),
         "stamp": replace(part, stamp=(0, 0, 0, 0)),
         "values": replace(part, folder=folder / "spoilt", stamp=read_stamp(folder / "spoilt" / WEIGHTS_FILE)),
     }
-    return replace(spec, parts=(parts.get(how, part),))
+    return replace(spec, checkpoints=(parts.get(how, part),))
 
 
 def spoiling(how: str) -> Any:

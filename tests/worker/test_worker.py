@@ -47,13 +47,13 @@ from lorax_server.worker.inputs import SlotTables, count_mask_bytes
 from lorax_server.worker.memory import block_bytes, count_blocks, model_bytes
 from lorax_server.worker.warm_up import (
     CacheShape,
-    allow_all,
     count_prompt_blocks,
-    run_choice,
+    make_permissive_masks,
     run_decode,
     run_prompts,
+    run_sampling,
 )
-from lorax_server.worker.worker import Worker, build_worker, is_paged, paged_worker, uses_graphs
+from lorax_server.worker.worker import Worker, build_paged_worker, build_worker, is_paged, uses_graphs
 from tests.models.tiny import SERVED, make_model, make_tokenizer, save
 from tests.parity.adapters.served import make_model as make_paged
 from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
@@ -109,7 +109,7 @@ class Record:
     def collect(self, ticket: int) -> StepResult:
         return StepResult(ticket, [], [])
 
-    def take_results(self) -> list[Prepared]:
+    def pop_results(self) -> list[Prepared]:
         return self.ready
 
 
@@ -124,7 +124,7 @@ def test_adapters_are_prepared_while_a_gpu_works_and_the_host_waits(monkeypatch:
     worker.submit(make_plan(3))
     worker.collect()
     worker.collect()  # nothing is under way after it
-    turns = ["submit", "submit", "go_on", "rest", "submit", "go_on", "rest", "go_on"]
+    turns = ["submit", "submit", "resume", "pause", "submit", "resume", "pause", "resume"]
     assert [name for name, *_ in record.said if name in turns] == turns
 
 
@@ -177,28 +177,28 @@ def test_what_is_loaded_is_reported_once_and_when_it_is_there(worker: Worker, re
 def test_what_is_loaded_is_told_without_a_step_too(worker: Worker, record: Record) -> None:
     worker.submit(make_plan(0, [Load("a", 1, 0), Load("b", 2, 5)]))
     assert worker.collect().loaded == []
-    assert worker.take_loaded() == []
+    assert worker.pop_loaded() == []
     record.arrived = {2}
-    assert worker.take_loaded() == [2]
+    assert worker.pop_loaded() == [2]
     record.arrived = {1, 2}
     worker.submit(make_plan(1))
     assert worker.collect().loaded == [1]
-    assert worker.take_loaded() == []
+    assert worker.pop_loaded() == []
 
 
 def test_memory_and_preparer_tell_of_their_news(worker: Worker, record: Record) -> None:
     told: list[str] = []
-    worker.on_news(lambda: told.append("news"))
+    worker.on_event(lambda: told.append("news"))
     record.notify()  # as the preparer does
     (said,) = record.said
-    assert said[0] == "on_arrival"
+    assert said[0] == "on_loaded"
     said[1]()
     assert told == ["news", "news"]
 
 
 def test_a_load_that_failed_ends_the_step(worker: Worker, record: Record) -> None:
     def fail(index: int) -> bool:
-        raise EngineError("adapters cannot be copied to the device any more")
+        raise EngineError("copying adapters to the device failed")
 
     worker.submit(make_plan(0, [Load("a", 1, 0)]))
     record.is_loaded = fail  # type: ignore[method-assign]
@@ -214,7 +214,7 @@ def test_the_threads_of_memory_and_preparer_are_closed(worker: Worker, record: R
 def test_a_rank_that_reports_nothing_keeps_nothing_of_what_it_has_loaded(worker: Worker, record: Record) -> None:
     for step in range(100):
         worker.submit(make_plan(step, [Load("a", 1, 0)]))
-        worker.forget()
+        worker.discard_oldest()
         record.arrived = {1}
     assert worker._loading == []
     assert not worker._tickets
@@ -224,7 +224,7 @@ def test_steps_end_in_their_order(worker: Worker) -> None:
     for step in range(3):
         worker.submit(make_plan(step))
     assert worker.collect().step == 0
-    worker.forget()
+    worker.discard_oldest()
     assert worker.collect().step == 2
 
 
@@ -282,7 +282,7 @@ def test_a_step_that_cannot_be_tried_again_ends_the_worker() -> None:
 
 def test_what_is_ready_comes_from_the_preparer(worker: Worker, record: Record) -> None:
     record.ready = [Prepared("a")]
-    assert worker.take_prepared() == [Prepared("a")]
+    assert worker.pop_prepared() == [Prepared("a")]
 
 
 def test_without_adapters(record: Record) -> None:
@@ -290,14 +290,14 @@ def test_without_adapters(record: Record) -> None:
     worker = Worker(Capabilities(97, 2, 8, 2, 4), below)
     worker.submit(make_plan(0, [], [0]))
     assert worker.collect().loaded == []
-    assert worker.take_prepared() == []
+    assert worker.pop_prepared() == []
     with pytest.raises(AssertionError):
         worker.submit(make_plan(1, [Drop("a")]))
     worker.close()
 
 
 def test_a_real_step_with_and_without_rows() -> None:
-    worker = paged_worker(make_paged("llama-gqa", CPU), CONFIG, FakeGroup())
+    worker = build_paged_worker(make_paged("llama-gqa", CPU), CONFIG, FakeGroup())
     worker.submit(make_plan(0))
     assert worker.collect() == StepResult(0, [], [])
     new = NewSequence(0, [5, 6, 7], 3, SamplingParams(), StopParams())
@@ -328,7 +328,7 @@ def test_a_real_step_with_and_without_rows() -> None:
 def test_rotary_angles_that_depend_on_the_length(name: str, rope: RopeRule, max_length: int) -> None:
     model = make_paged(name, CPU)
     config = EngineConfig(CONFIG.model, max_rows=2, block_size=4, cache_bytes=2**24, adapter_bytes=0)
-    capabilities = paged_worker(model, config, FakeGroup()).capabilities
+    capabilities = build_paged_worker(model, config, FakeGroup()).capabilities
     assert capabilities.rope == rope
     assert capabilities.max_length == max_length
     assert any(isinstance(module, DynamicRotaryEmbedding) for module in model.modules()) == ("dynamic" in name)
@@ -342,7 +342,7 @@ def test_variants_of_angles() -> None:
 
 def capabilities(**settings: Any) -> Capabilities:
     given = {"max_rows": 3, "block_size": 4, "cache_bytes": 2**20, "adapter_bytes": 2**16} | settings
-    worker = paged_worker(make_paged("llama-gqa", CPU), EngineConfig(CONFIG.model, **given), FakeGroup())
+    worker = build_paged_worker(make_paged("llama-gqa", CPU), EngineConfig(CONFIG.model, **given), FakeGroup())
     worker.close()
     return worker.capabilities
 
@@ -384,7 +384,7 @@ class Uneven(FakeGroup):
 
 def test_the_rank_with_the_least_room_decides() -> None:
     model = make_paged("llama-gqa", CPU)
-    with closing(paged_worker(model, CONFIG, Uneven(0, 2))) as worker:
+    with closing(build_paged_worker(model, CONFIG, Uneven(0, 2))) as worker:
         assert (worker.capabilities.num_blocks, worker.capabilities.max_length) == (3, 12)
 
 
@@ -428,7 +428,9 @@ def test_blocks_that_fit(block_size: int) -> None:
         assert count_blocks(model, config, 64, 10**6) == 7
     assert count_blocks(model, config_of(block_size=block_size, cache_bytes=7 * size), 1, block_size + 1) == 2
     for too_few in (1, size - 1):
-        with pytest.raises(ConfigError, match=f"{too_few} bytes for keys and values do not hold a block of {size}"):
+        with pytest.raises(
+            ConfigError, match=rf"{too_few} bytes for the KV cache are less than one block \({size} bytes\)"
+        ):
             count_blocks(model, config_of(block_size=block_size, cache_bytes=too_few), 64, 10**6)
 
 
@@ -457,14 +459,14 @@ def test_the_cache_gets_what_steps_leave_of_a_gpu(monkeypatch: pytest.MonkeyPatc
     model.device = torch.device("cuda")
     size = block_bytes(model, 4)
     FakeGpu(monkeypatch, free=100 * size, total=200 * size)
-    needs = memory.Needs(step=5 * size, graphs=3 * size, tables=2 * size)
+    needs = memory.StepMemory(step=5 * size, graphs=3 * size, tables=2 * size)
     assert count_blocks(model, config_of(gpu_memory_fraction=0.9), 64, 10**6, needs) == 100 - 20 - 10
     assert count_blocks(model, config_of(gpu_memory_fraction=0.9), 1, 64, needs) == 16  # more could never be used
     assert count_blocks(model, config_of(cache_bytes=90 * size), 64, 10**6, needs) == 90
-    with pytest.raises(ConfigError, match=f"cache_bytes = {91 * size} do not fit: {100 * size} bytes of the GPU"):
+    with pytest.raises(ConfigError, match=f"cache_bytes = {91 * size} does not fit: {100 * size} bytes of GPU memory"):
         count_blocks(model, config_of(cache_bytes=91 * size), 64, 10**6, needs)
     with pytest.raises(ConfigError, match=f"adapter_bytes.*weights take {model_bytes(model)} bytes, steps {80 * size}"):
-        count_blocks(model, config_of(gpu_memory_fraction=0.9), 64, 10**6, memory.Needs(step=80 * size))
+        count_blocks(model, config_of(gpu_memory_fraction=0.9), 64, 10**6, memory.StepMemory(step=80 * size))
 
 
 def test_adapters_get_a_quarter_of_what_weights_leave_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,11 +490,11 @@ def test_the_memory_of_a_gpu_is_reported(monkeypatch: pytest.MonkeyPatch, caplog
     model.device = torch.device("cuda")
     FakeGpu(monkeypatch, free=80 * 10**9, total=100 * 10**9)
     blocks = 10**10 // block_bytes(model, 4)
-    needs = memory.Needs(step=4 * 10**9, graphs=3 * 10**9, tables=10**9)
+    needs = memory.StepMemory(step=4 * 10**9, graphs=3 * 10**9, tables=10**9)
     with caplog.at_level("INFO", logger=memory.logger.name):
         rows = memory.report_memory(model, config_of(), None, blocks, needs)
     in_use = {row.name: row.in_use for row in rows}
-    assert in_use[f"keys and values of {4 * blocks} tokens"] == blocks * block_bytes(model, 4)
+    assert in_use[f"KV cache for {4 * blocks} tokens"] == blocks * block_bytes(model, 4)
     assert (in_use["step"], in_use["graphs"], in_use["tables"]) == needs
     assert in_use["left free"] == 76 * 10**9  # the largest step comes and goes
     assert caplog.records[-1].message.endswith("76000 MB of up to 100000 MB")
@@ -500,11 +502,11 @@ def test_the_memory_of_a_gpu_is_reported(monkeypatch: pytest.MonkeyPatch, caplog
 
 def test_the_memory_of_a_cpu_adds_up_to_that_of_the_process() -> None:
     model = make_paged("llama-gqa", CPU)
-    *rows, total = memory.report_memory(model, config_of(adapter_host_bytes=5 * 10**9), None, 1000, memory.Needs())
+    *rows, total = memory.report_memory(model, config_of(adapter_host_bytes=5 * 10**9), None, 1000, memory.StepMemory())
     assert total.in_use == sum(row.in_use for row in rows) == pytest.approx(resident_bytes(), rel=0.05)
     limits = {row.name: row.limit for row in rows}
-    assert limits["keys and values of 4000 tokens"] == 1000 * block_bytes(model, 4)
-    assert limits["adapters ready to load"] == 5 * 10**9
+    assert limits["KV cache for 4000 tokens"] == 1000 * block_bytes(model, 4)
+    assert limits["adapters in host memory"] == 5 * 10**9
 
 
 def test_a_start_without_enough_memory_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,7 +516,7 @@ def test_a_start_without_enough_memory_is_refused_with_the_numbers(monkeypatch: 
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(worker_module, "PagedRunner", fail)
-    with pytest.raises(ConfigError, match=r"memory of 456 bytes does not suffice: weights take \d+.*123 are free"):
+    with pytest.raises(ConfigError, match=r"memory of 456 bytes is not sufficient: weights take \d+.*123 are free"):
         capabilities()
 
 
@@ -530,7 +532,7 @@ def test_choosing_takes_the_memory_of_the_most_demanding_requests(monkeypatch: p
         return flags
 
     monkeypatch.setattr(TokenMasks, "allowed", note)
-    run_choice(model, 3, 128, allow_all(model, 3))
+    run_sampling(model, 3, 128, make_permissive_masks(model, 3))
     assert applied == [(3, model.lm_head.vocab_size)]
 
 
@@ -545,21 +547,21 @@ def test_masks_take_segments_of_their_own_on_a_gpu(rows: int, vocab_size: int, n
 def test_memory_for_masks_is_among_what_steps_need(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = make_paged("llama-gqa", CPU)
     sizes, shape, measured = GraphSizes(), CacheShape(16, 4), list[Any]()
-    masks = allow_all(model, 7)
+    masks = make_permissive_masks(model, 7)
     tables = SlotTables(7, 16, 4, CPU)
     monkeypatch.setattr(model, "device", torch.device("cuda"))
-    monkeypatch.setattr(memory, "allow_all", lambda _, num_seqs: masks if num_seqs == 7 else None)
+    monkeypatch.setattr(memory, "make_permissive_masks", lambda _, num_seqs: masks if num_seqs == 7 else None)
     monkeypatch.setattr(memory, "SlotTables", lambda *_: tables)
     monkeypatch.setattr(memory, "measure_graphs", lambda *_: 3)
     monkeypatch.setattr(memory, "run_prompts", lambda *_: None)
-    monkeypatch.setattr(memory, "run_choice", lambda *arguments: measured.append(arguments))
+    monkeypatch.setattr(memory, "run_sampling", lambda *arguments: measured.append(arguments))
 
     def measure(_: Any, run: Any) -> int:
         run()
         return 10**6
 
     monkeypatch.setattr(memory, "_measure_peak", measure)
-    needs = memory.measure_needs(model, None, sizes, 7, 16, shape)
+    needs = memory.measure_step_memory(model, None, sizes, 7, 16, shape)
     assert measured == [(model, 7, 16, masks)]
     of_rows = tables.token_ids.nbytes + 3 * tables.blocks.nbytes
     assert needs.tables == of_rows + count_mask_bytes(7, model.lm_head.vocab_size)
@@ -571,24 +573,24 @@ def test_prompts_take_blocks_of_the_cache() -> None:
 
 
 def test_tables_take_a_small_share_of_the_memory_for_adapters() -> None:
-    rows = memory.adapter_rows(2**30, 300)
+    rows = memory.count_adapter_rows(2**30, 300)
     assert 0.99 * 2**30 / 64 < rows * 300 * 84 <= 2**30 / 64
-    assert memory.adapter_rows(0, 300) == memory.adapter_rows(2**20, 300) == 64
+    assert memory.count_adapter_rows(0, 300) == memory.count_adapter_rows(2**20, 300) == 64
 
 
 @pytest.mark.parametrize("asked", [None, False])
 def test_a_cpu_has_no_graphs(asked: bool | None) -> None:
     assert capabilities(cuda_graphs=asked).num_blocks > 0
-    with pytest.raises(ConfigError, match="cuda_graphs: they need a GPU; leave the setting out"):
+    with pytest.raises(ConfigError, match="CUDA graphs require a GPU; remove the cuda_graphs setting"):
         capabilities(cuda_graphs=True)
 
 
 def test_graphs_that_were_asked_for_are_not_left_out_silently() -> None:
     model: Any = SimpleNamespace(device=torch.device("cuda"), ops=reference)
     two: Any = SimpleNamespace(size=lambda: 2)
-    for group, problem in ((two, "are for one GPU so far"), (FakeGroup(), "need kernels for this GPU")):
+    for group, problem in ((two, "do not support tensor parallelism"), (FakeGroup(), "require kernels")):
         assert not uses_graphs(model, config_of(), group)
-        with pytest.raises(ConfigError, match=f"cuda_graphs: they {problem}"):
+        with pytest.raises(ConfigError, match=f"CUDA graphs {problem}"):
             uses_graphs(model, config_of(cuda_graphs=True), group)
 
 

@@ -85,7 +85,7 @@ class CausalLMBatch(PaddedBatch, Batch):
             try:
                 row = parse_request(request, tokenizers.get_tokenizer(request.adapter_index, tokenizer), config)
             except LoraxError as error:
-                raise error.of(request.id) from error
+                raise error.for_requests(request.id) from error
             prompts.append(row[0])
             choosers.append(row[1])
             stops.append(row[2])
@@ -199,7 +199,7 @@ class CausalLM(PaddedLM, Model):
         """Run one step. Finished requests produce no results but stay in the batch until `filter` removes them."""
         adapted = [request.id for request in batch.requests if request.adapter_index]
         if adapted:
-            raise self._no_adapters().of(*adapted)
+            raise self._no_adapters().for_requests(*adapted)
         is_first = batch.past_key_values is None
         sampled, logits, caches = self.compute(batch)
         logprobs = sampled.logprobs.tolist()
@@ -281,4 +281,4 @@ def _check_numbers(batch: CausalLMBatch, logprobs: list[float]) -> None:
         raise LoraxError(
             "the logits are NaN (overflow in the model's dtype?); the batch is unchanged, remove this request to "
             "continue with the others"
-        ).of(*failed)
+        ).for_requests(*failed)

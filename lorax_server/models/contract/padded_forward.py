@@ -129,7 +129,7 @@ class PaddedCausalLM(nn.Module):
         ctx = _make_context(inputs)
         ctx.keep_attentions = self._choose(options.output_attentions, "output_attentions", False)
         if inputs.head_mask is not None:
-            ctx.head_mask = self.heads.take(inputs.head_mask.expand(self.config.num_hidden_layers, -1), dim=1)
+            ctx.head_mask = self.heads.select(inputs.head_mask.expand(self.config.num_hidden_layers, -1), dim=1)
         hidden_states: list[torch.Tensor] = []
         keep_states = self._choose(options.output_hidden_states, "output_hidden_states", False)
         final = self._run_decoder(inputs, ctx, hidden_states if keep_states else None)

@@ -96,8 +96,8 @@ class FlashLlamaAttention(nn.Module):
             return [join_shards([heads, kv_heads, kv_heads])]
         if not arch.interleaved:
             return [heads, kv_heads, kv_heads]
-        pairs = self.head_dim, partial_rotary_dim(config, arch.get_rotary_dim(config))
-        return [replace(heads, pairs=pairs), replace(kv_heads, pairs=pairs), kv_heads]
+        interleaved = self.head_dim, partial_rotary_dim(config, arch.get_rotary_dim(config))
+        return [replace(heads, interleaved=interleaved), replace(kv_heads, interleaved=interleaved), kv_heads]
 
     def forward(self, x: torch.Tensor, rope: CosSin | None, ctx: PagedContext) -> torch.Tensor:
         heads = self.qkv_proj(x, ctx.adapter_data).view(x.shape[0], -1, self.head_dim)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lorax_server.worker.copier import StreamLane
+from lorax_server.worker.copier import CopyStream
 
 
 @dataclass
@@ -26,7 +26,7 @@ class FakeMark:
 
 
 @dataclass
-class FakeLane(StreamLane):
+class FakeLane(CopyStream):
     """Copies as late as it may: the bytes that count are those at the end, so that a buffer used too early shows."""
 
     is_free: bool = True  # copies need no leave
@@ -44,7 +44,7 @@ class FakeLane(StreamLane):
         self.num_pinned += 1
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
-    def follow_caller(self) -> None:
+    def wait_for_caller_stream(self) -> None:
         self.num_follows += 1
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Runs the steps of any HuggingFace model, in a padded batch that sequences join and leave."""
+"""Run steps of models without a paged implementation, in padded batches through transformers."""
 
 import logging
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from lorax_server.models.registry import find_similar_types
 from lorax_server.plan import Capabilities, NewSequence, StepMasks, StepPlan, StepResult
 from lorax_server.sampling.batch import SequenceSampling
 from lorax_server.types import Alternatives, StopParams
-from lorax_server.worker.inputs import MaskLane
+from lorax_server.worker.inputs import MaskUploader
 from lorax_server.worker.memory import find_max_num_seqs
 
 logger = logging.getLogger(__name__)
@@ -26,37 +26,37 @@ logger = logging.getLogger(__name__)
 BLOCK_SIZE = 16
 
 
-def build_padded(config: EngineConfig) -> tuple[Capabilities, "PaddedRunner"]:
-    """Load a model that we have no class for."""
+def build_padded_runner(config: EngineConfig) -> tuple[Capabilities, "PaddedRunner"]:
+    """Load a model that has no paged implementation."""
     if config.tensor_parallel > 1:
-        raise ConfigError(f"{config.model.path}: models of this type run on one device, without tensor parallelism")
+        raise ConfigError(f"{config.model.path}: this model type does not support tensor parallelism")
     if config.model.quantize is not None:
-        raise ConfigError(f"{config.model.path}: models of this type do not support quantize = {config.model.quantize}")
+        raise ConfigError(f"{config.model.path}: this model type does not support quantize = {config.model.quantize}")
     dtype = None if config.model.dtype is None else getattr(torch, config.model.dtype)
     model = PaddedLM(str(config.model.path), dtype=dtype)
     if model.device.type != torch.device(config.model.device).type:
         raise ConfigError(
-            f"{config.model.path}: models of this type run on a GPU where there is one, not on {config.model.device}"
+            f"{config.model.path}: this model type runs on the GPU if one is available, not on {config.model.device}"
         )
-    relatives = find_similar_types(str(model.config.model_type))
+    similar = find_similar_types(str(model.config.model_type))
     logger.warning(
-        "model type %s is served in padded batches, without adapters and tensor parallelism%s",
+        "model type %s runs in padded batches, without adapters and tensor parallelism%s",
         model.config.model_type,
-        f"; close relatives that are served with both: {', '.join(relatives)}" if relatives else "",
+        f"; similar types with full support: {', '.join(similar)}" if similar else "",
     )
     max_num_seqs = find_max_num_seqs(config, model.device)
     return padded_capabilities(model, max_num_seqs, config.max_length), PaddedRunner(model)
 
 
 def padded_capabilities(model: PaddedLM, max_num_seqs: int, max_length: int | None) -> Capabilities:
-    """Describe a `PaddedRunner` of this model. It has no blocks; the engine is told of enough for everything."""
+    """Return the capabilities of a `PaddedRunner`. It has no KV blocks, so `num_blocks` covers the maximum demand."""
     longest = max_positions(model.config)
     max_length = longest if max_length is None else min(max_length, longest)
     return Capabilities(
         vocab_size=model.vocab_size,
         max_num_seqs=max_num_seqs,
         max_length=max_length,
-        max_step_tokens=max_length + max_num_seqs,  # any prompt, whole, beside all that run
+        max_step_tokens=max_length + max_num_seqs,  # one full prompt and all running sequences
         num_blocks=max_num_seqs * -(-max_length // BLOCK_SIZE),
         block_size=BLOCK_SIZE,
         depth=1,
@@ -70,14 +70,14 @@ def padded_capabilities(model: PaddedLM, max_num_seqs: int, max_length: int | No
 
 
 class _Request(NamedTuple):
-    """A sequence of a batch, identified by its slot."""
+    """A sequence in the batch, identified by its slot."""
 
     id: int
     prefill_logprobs: bool
 
 
-class _Outcome(NamedTuple):
-    """The results of a step for one sequence."""
+class _SequenceResult(NamedTuple):
+    """Step result of one sequence."""
 
     token_id: int
     logprob: float
@@ -87,29 +87,28 @@ class _Outcome(NamedTuple):
 
 
 class MaskedPlan(NamedTuple):
-    """A step that waits for masks."""
+    """A step that waits for token masks."""
 
     plan: StepPlan
 
 
 class PaddedRunner:
-    """A model and its running batch.
+    """Runs one padded batch.
 
-    Every running sequence must have its token in every plan: a step adds a column to the whole batch, so a sequence
-    that is not in a plan has ended, and its slot is free. The scheduler serves running sequences before it admits new
-    ones. So it keeps to this if a step may have as many tokens as there are slots, and blocks do not run out.
+    Every step adds a column to the whole batch, so every plan must contain all running sequences. A sequence that is
+    missing from a plan is removed and its slot is free. The scheduler fulfills this if `max_step_tokens` is at least
+    the number of slots and blocks do not run out, because it schedules running sequences before new ones.
     """
 
     def __init__(self, model: PaddedLM) -> None:
         self._model = model
         self._batch: PaddedBatch | None = None
-        self._mask_lane = MaskLane(model.device)
+        self._mask_uploader = MaskUploader(model.device)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> StepResult | MaskedPlan:
-        """Compute a step. Nothing is under way afterwards: the ticket for `collect` is the result itself. A masked step
-        is computed when its masks are here."""
-        _check(plan)
+        """Run a step synchronously. The returned ticket is the result. A masked step runs when `mask` is called."""
+        _check_plan(plan)
         return MaskedPlan(plan) if plan.is_masked else self._run(plan, {})
 
     @torch.inference_mode()
@@ -119,18 +118,18 @@ class PaddedRunner:
 
     def _run(self, plan: StepPlan, masks: Mapping[int, npt.NDArray[np.int32]]) -> StepResult:
         batches = [batch for batch in (self._continue(plan), self._start(plan)) if batch is not None]
-        outcomes: dict[int, _Outcome] = {}
+        results: dict[int, _SequenceResult] = {}
         for batch in batches:
-            outcomes.update(self._step(batch, masks))
+            results.update(self._step(batch, masks))
         self._batch = PaddedBatch.concatenate(batches) if len(batches) > 1 else next(iter(batches), None)
-        return _make_result(plan, outcomes)
+        return _make_result(plan, results)
 
     def collect(self, ticket: StepResult | MaskedPlan) -> StepResult:
-        assert isinstance(ticket, StepResult), "its masks have not come"
+        assert isinstance(ticket, StepResult), "call `mask` before `collect`"
         return ticket
 
     def _continue(self, plan: StepPlan) -> PaddedBatch | None:
-        """Return the batch without ended sequences, in its own order: to follow the plan's would cost copies."""
+        """Remove finished sequences from the batch. Keep the batch's order, because reordering would copy the cache."""
         new_sequences = {new.slot for new in plan.new_sequences}
         starts = zip(plan.slots.tolist(), plan.starts.tolist(), strict=True)
         running = {slot: start for slot, start in starts if slot not in new_sequences}
@@ -139,66 +138,66 @@ class PaddedRunner:
         held = dict(zip(ids, batch.input_lengths, strict=True)) if batch is not None else {}
         for slot, start in running.items():
             assert held.get(slot) == start + 1, (
-                f"slot {slot} was not in every step: {start} computed, {held.get(slot)} held"
+                f"slot {slot} was missing from a step: {start} tokens computed, {held.get(slot)} in the batch"
             )
         return None if batch is None else batch.filter([slot for slot in held if slot in running])
 
     def _start(self, plan: StepPlan) -> PaddedBatch | None:
         if not plan.new_sequences:
             return None
-        asking = set(plan.slots[plan.scores_prompt].tolist())
-        requests: list[Any] = [_Request(new.slot, new.slot in asking) for new in plan.new_sequences]
+        with_logprobs = set(plan.slots[plan.scores_prompt].tolist())
+        requests: list[Any] = [_Request(new.slot, new.slot in with_logprobs) for new in plan.new_sequences]
         return PaddedBatch.from_prompts(
             requests,
             [new.token_ids for new in plan.new_sequences],
             [Chooser(SequenceSampling.of(new.sampling, new.stop), new.prompt_length) for new in plan.new_sequences],
-            [_room_for(new) for new in plan.new_sequences],
+            [_remaining_tokens(new) for new in plan.new_sequences],
             self._model.pad_token_id,
             self._model.device,
         )
 
-    def _step(self, batch: PaddedBatch, masks: Mapping[int, npt.NDArray[np.int32]]) -> dict[int, _Outcome]:
-        """Choose a token for each row of the batch, and make it ready for the next step."""
+    def _step(self, batch: PaddedBatch, masks: Mapping[int, npt.NDArray[np.int32]]) -> dict[int, _SequenceResult]:
+        """Sample a token for each row and prepare the batch for the next step."""
         is_first = batch.past_key_values is None
         masked = [row for row, request in enumerate(batch.requests) if request.id in masks]
         token_masks = None
         if masked:
             words = [masks[batch.requests[row].id] for row in masked]
-            token_masks = self._mask_lane.send(StepMasks(np.array(masked), words), self._model.vocab_size)
+            token_masks = self._mask_uploader.upload(StepMasks(np.array(masked), words), self._model.vocab_size)
         sampled, logits, caches = self._model.compute(batch, token_masks)
         alternatives = sampled.alternatives.by_row() if sampled.alternatives else {}
-        outcomes = {}
+        results = {}
         rows = zip(batch.requests, sampled.token_ids.tolist(), sampled.logprobs.tolist(), strict=True)
         for row, (request, token_id, logprob) in enumerate(rows):
-            asks = is_first and request.prefill_logprobs
-            prompt_scores = _score_prompt(batch, row, logits) if asks else (None, None)
-            outcomes[request.id] = _Outcome(token_id, logprob, alternatives.get(row), *prompt_scores)
-        batch.append([outcome.token_id for outcome in outcomes.values()])
+            has_prompt = is_first and request.prefill_logprobs
+            prompt_scores = _score_prompt(batch, row, logits) if has_prompt else (None, None)
+            results[request.id] = _SequenceResult(token_id, logprob, alternatives.get(row), *prompt_scores)
+        batch.append([result.token_id for result in results.values()])
         for stop in batch.stopping_criterias:
             stop.current_tokens += 1
         self._model.advance(batch, sampled.token_ids, caches)
-        return outcomes
+        return results
 
 
-def _check(plan: StepPlan) -> None:
-    assert not plan.adapter_ops, "there are no adapters here"
-    assert not plan.adapter_indices.any(), "there are no adapters here"
-    assert plan.samples.all(), "prompts are not computed in parts"
+def _check_plan(plan: StepPlan) -> None:
+    assert not plan.adapter_ops, "padded batches do not support adapters"
+    assert not plan.adapter_indices.any(), "padded batches do not support adapters"
+    assert plan.samples.all(), "padded batches do not support chunked prefill"
     whole = {new.slot: len(new.token_ids) for new in plan.new_sequences}
     for slot, start, count in zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
         expected = (0, whole.pop(slot)) if slot in whole else (start, 1)
-        assert (start, count) == expected, f"slot {slot}: {count} tokens from {start} on are not all of its new ones"
-    assert not whole, f"slots {sorted(whole)} are new and have no part in the step"
+        assert (start, count) == expected, f"slot {slot}: expected (start, count) {expected}, got {(start, count)}"
+    assert not whole, f"new slots {sorted(whole)} are missing from the step"
 
 
-def _room_for(new: NewSequence) -> StoppingCriteria:
-    """Return a stop criterion with the remaining tokens, which sizes the batch. The engine finishes sequences."""
+def _remaining_tokens(new: NewSequence) -> StoppingCriteria:
+    """Return stopping criteria with the remaining token count, which sizes the batch. The engine detects stops."""
     num_generated = len(new.token_ids) - new.prompt_length
     return StoppingCriteria(StopParams(max_new_tokens=new.stop.max_new_tokens - num_generated))
 
 
 def _score_prompt(batch: PaddedBatch, row: int, logits: torch.Tensor) -> tuple[list[float], list[Alternatives] | None]:
-    """Score the prompt alone, also where tokens that were generated before are computed again after it."""
+    """Return prompt log probabilities and alternatives, without generated tokens of a preempted sequence."""
     chooser = batch.next_token_choosers[row]
     prompt_length, count = chooser.prompt_length, chooser.sequence_sampling.params.num_alternatives
     num_generated = batch.input_lengths[row] - prompt_length
@@ -210,14 +209,14 @@ def _score_prompt(batch: PaddedBatch, row: int, logits: torch.Tensor) -> tuple[l
     return logprobs, list(map(Alternatives, ids.tolist(), best.tolist()))
 
 
-def _make_result(plan: StepPlan, outcomes: dict[int, _Outcome]) -> StepResult:
-    ordered = [outcomes[slot] for slot in plan.slots.tolist()]
-    asking = [outcomes[slot] for slot in plan.slots[plan.scores_prompt].tolist()]
+def _make_result(plan: StepPlan, results: dict[int, _SequenceResult]) -> StepResult:
+    ordered = [results[slot] for slot in plan.slots.tolist()]
+    with_prompt = [results[slot] for slot in plan.slots[plan.scores_prompt].tolist()]
     return StepResult(
         plan.step,
-        [outcome.token_id for outcome in ordered],
-        [outcome.logprob for outcome in ordered],
-        {i: outcome.alternatives for i, outcome in enumerate(ordered) if outcome.alternatives is not None},
-        [outcome.prompt_logprobs or [] for outcome in asking],
-        {i: outcome.prompt_alternatives for i, outcome in enumerate(asking) if outcome.prompt_alternatives is not None},
+        [result.token_id for result in ordered],
+        [result.logprob for result in ordered],
+        {i: result.alternatives for i, result in enumerate(ordered) if result.alternatives is not None},
+        [result.prompt_logprobs or [] for result in with_prompt],
+        {i: r.prompt_alternatives for i, r in enumerate(with_prompt) if r.prompt_alternatives is not None},
     )

@@ -1,4 +1,4 @@
-"""Choose the next token of many sequences by a kernel that serves all parameters at once, on a GPU."""
+"""Sample tokens on GPUs with one kernel that handles all sampling parameters."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,78 +7,81 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorax_server.kernels.ops import ChooseRows
+from lorax_server.kernels.ops import SampleTokens
 from lorax_server.kernels.sampling import (
-    MAX_LISTED,
+    MAX_ALTERNATIVES,
     MAX_VOCAB,
     RAW,
-    ROW,
+    ROW_PARAMS_DTYPE,
     SAMPLED,
     WATERMARK,
-    RowBatch,
-    RowInputs,
+    SamplingBatch,
+    SamplingInputs,
 )
-from lorax_server.sampling.batch import COLDEST, History, Sampled, SequenceSampling, TokenMasks, TopTokens
-from lorax_server.sampling.upload import Upload
+from lorax_server.sampling.batch import MIN_TEMPERATURE, History, Sampled, SequenceSampling, TokenMasks, TopTokens
+from lorax_server.sampling.upload import BatchedUpload
 
-_NOT_ASKED, _MOST = -1.0, 2**31 - 1
+_UNSET, _MAX_INT32 = -1.0, 2**31 - 1
 
 
-class _Packed(NamedTuple):
-    """The parameters of a row, in any batch."""
+class _PackedParams(NamedTuple):
+    """Sampling parameters of one sequence as the kernel reads them, independent of the batch."""
 
-    record: bytes  # of `ROW`
-    is_special: bool  # whether some depend on the batch
+    record: bytes  # one `ROW_PARAMS_DTYPE` element
+    depends_on_batch: bool  # some fields depend on the batch
     needs_tokens: bool
 
 
-def _pack(sampling: SequenceSampling) -> _Packed:
-    params, row = sampling.params, np.zeros((), ROW)
-    row["temperature"], row["rest"], row["typical_p"] = 1, _NOT_ASKED, _NOT_ASKED
+def _pack(sampling: SequenceSampling) -> _PackedParams:
+    params, row = sampling.params, np.zeros((), ROW_PARAMS_DTYPE)
+    row["temperature"], row["rest"], row["typical_p"] = 1, _UNSET, _UNSET
     row["changed"] = row["listed"] = -1
     row["flags"] = RAW * params.raw_logprobs + WATERMARK * params.watermark
     if not params.is_greedy:
         row["flags"] += SAMPLED
         row["seed"] = params.seed
-        row["temperature"] = max(params.temperature, COLDEST)
-        row["rest"] = 1 - params.top_p if params.top_p < 1 else _NOT_ASKED
-        row["typical_p"] = params.typical_p if params.typical_p < 1 else _NOT_ASKED
-        row["top_k"], row["min_p"] = min(params.top_k, _MOST), params.min_p
-    row["num_alternatives"], row["min_new"] = min(params.num_alternatives, _MOST), min(sampling.min_new_tokens, _MOST)
+        row["temperature"] = max(params.temperature, MIN_TEMPERATURE)
+        row["rest"] = 1 - params.top_p if params.top_p < 1 else _UNSET
+        row["typical_p"] = params.typical_p if params.typical_p < 1 else _UNSET
+        row["top_k"], row["min_p"] = min(params.top_k, _MAX_INT32), params.min_p
+    row["num_alternatives"], row["min_new"] = (
+        min(params.num_alternatives, _MAX_INT32),
+        min(sampling.min_new_tokens, _MAX_INT32),
+    )
     row["repetition"] = params.repetition_penalty
     row["frequency"], row["presence"] = params.frequency_penalty, params.presence_penalty
-    is_special = sampling.changes_scores or params.num_alternatives > 0
-    return _Packed(row.tobytes(), is_special, params.watermark or sampling.has_penalties)
+    depends_on_batch = sampling.modifies_logits or params.num_alternatives > 0
+    return _PackedParams(row.tobytes(), depends_on_batch, params.watermark or sampling.has_penalties)
 
 
-def can_choose(sequence_sampling: Sequence[SequenceSampling], vocab_size: int) -> bool:
-    """Return True if the kernel serves a batch: not a vocabulary, or alternatives, beyond what it counts."""
+def can_sample(sequence_sampling: Sequence[SequenceSampling], vocab_size: int) -> bool:
+    """Return True if vocabulary size and number of alternatives are within the kernel's limits."""
     most = max((sampling.params.num_alternatives for sampling in sequence_sampling), default=0)
-    return vocab_size <= MAX_VOCAB and min(most, vocab_size) <= MAX_LISTED
+    return vocab_size <= MAX_VOCAB and min(most, vocab_size) <= MAX_ALTERNATIVES
 
 
-class RowSampler:
-    """Made for a batch, used until the batch changes. `GeneralSampler` is the specification."""
+class KernelSampler:
+    """Kernel sampler for one batch composition. `GeneralSampler` is the reference implementation."""
 
     def __init__(
         self,
         sequence_sampling: Sequence[SequenceSampling],
         vocab_size: int,
         device: torch.device | str,
-        choose: ChooseRows,
+        sample_tokens: SampleTokens,
     ) -> None:
-        self._choose = choose
-        packed = [sampling.once("packed", _pack, sampling) for sampling in sequence_sampling]
-        table = np.frombuffer(bytearray().join([each.record for each in packed]), ROW)
+        self._sample_tokens = sample_tokens
+        packed = [sampling.cached("packed", _pack, sampling) for sampling in sequence_sampling]
+        table = np.frombuffer(bytearray().join([each.record for each in packed]), ROW_PARAMS_DTYPE)
         np.minimum(table["top_k"], vocab_size, out=table["top_k"])
         np.minimum(table["num_alternatives"], vocab_size, out=table["num_alternatives"])
         self._num_alternatives: dict[int, int] = {}
-        self._entries: list[tuple[int, float]] = []  # token ids and values
+        self._entries: list[tuple[int, float]] = []  # token IDs and values
         num_changed = 0
-        for number in (number for number, each in enumerate(packed) if each.is_special):
+        for number in (number for number, each in enumerate(packed) if each.depends_on_batch):
             sampling, row = sequence_sampling[number], table[number]
-            self._describe_special(row, sampling, vocab_size)
-            if sampling.changes_scores:
+            self._add_row_entries(row, sampling, vocab_size)
+            if sampling.modifies_logits:
                 row["changed"], num_changed = num_changed, num_changed + 1
             if row["num_alternatives"]:
                 row["listed"] = len(self._num_alternatives)
@@ -89,24 +92,24 @@ class RowSampler:
         self.needs_tokens = any(each.needs_tokens for each in packed)
 
     def __call__(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> Sampled:
-        """Choose from [rows, vocabulary] logits, which stay as they are. Greedy rows without more need no history."""
-        inputs = RowInputs(logits)
+        """Sample from `logits` `[rows, vocabulary]`, which are not modified. Greedy rows need no history."""
+        inputs = SamplingInputs(logits)
         if history is not None:
             lengths, prompt_lengths = history.lengths.long(), history.prompt_lengths.long()
             tokens = history.token_ids.long() if self.needs_tokens and history.token_ids is not None else None
             inputs = inputs._replace(lengths=lengths, prompt_lengths=prompt_lengths, tokens=tokens)
         if masks is not None:
             inputs = inputs._replace(mask_rows=masks.rows, mask_words=masks.words)
-        chosen = self._choose(self._batch, inputs)
+        chosen = self._sample_tokens(self._batch, inputs)
         if not self._num_alternatives:
             return Sampled(chosen.token_ids, chosen.logprobs, None)
         alternatives = TopTokens(self._num_alternatives, chosen.listed_ids, chosen.listed_logprobs)
         return Sampled(chosen.token_ids, chosen.logprobs, alternatives)
 
-    def _describe_special(self, row: Any, sampling: SequenceSampling, vocab_size: int) -> None:
-        """Add the entries of a row."""
+    def _add_row_entries(self, row: Any, sampling: SequenceSampling, vocab_size: int) -> None:
+        """Add the biases and forbidden tokens of a row to the entry list."""
         row["biases"], row["biases_end"] = self._add_entries(sampling.list_biases(vocab_size))
-        forbidden = [(token, 0.0) for token in sampling.ending_token_ids if token < vocab_size]
+        forbidden = [(token, 0.0) for token in sampling.all_stop_token_ids if token < vocab_size]
         row["forbidden"], row["forbidden_end"] = self._add_entries(forbidden if sampling.min_new_tokens > 0 else [])
 
     def _add_entries(self, entries: Sequence[tuple[int, float]]) -> tuple[int, int]:
@@ -114,14 +117,14 @@ class RowSampler:
         self._entries += entries
         return start, len(self._entries)
 
-    def _send(self, table: npt.NDArray[Any], num_asking: int, most: int, device: torch.device) -> RowBatch:
-        upload = Upload(table.nbytes // 8 + len(table) + 2 * len(self._entries) + 4, device)
-        batch = RowBatch(
+    def _send(self, table: npt.NDArray[Any], num_listed_rows: int, most: int, device: torch.device) -> SamplingBatch:
+        upload = BatchedUpload(table.nbytes // 8 + len(table) + 2 * len(self._entries) + 4, device)
+        batch = SamplingBatch(
             upload.add(table.view(np.int64), torch.int64),
             upload.add(np.flatnonzero(table["changed"] >= 0), torch.int32),
             upload.add([token for token, _ in self._entries], torch.int32),
             upload.add([value for _, value in self._entries], torch.float32),
-            num_asking,
+            num_listed_rows,
             most,
         )
         upload.send()

@@ -23,8 +23,8 @@ from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.plan import Load, Move, NewSequence, StepPlan
 from lorax_server.types import SamplingParams, StopParams
 from lorax_server.weights import Weights
-from lorax_server.worker.graphs import CPU_ROWS, GraphSizes, StepGraphs, StepKind
-from lorax_server.worker.worker import uses_programs
+from lorax_server.worker.graphs import MAX_CPU_GRAPH_TOKENS, GraphKey, GraphSizes, StepGraphs
+from lorax_server.worker.worker import uses_cpu_graphs
 from tests.grids import slow_except
 from tests.lora import GivenAdapter, random_factors
 from tests.parity.adapters.served import make_model
@@ -56,7 +56,7 @@ class Watched(Rig):
         return self.runner._graphs
 
     @property
-    def kinds(self) -> set[StepKind]:
+    def kinds(self) -> set[GraphKey]:
         return set(self.graphs._graphs)
 
 
@@ -198,7 +198,7 @@ def test_blocks_that_come_one_by_one_up_to_the_greatest_length() -> None:
     duet = Duet()
     for _ in range(MAX_LENGTH - 2):
         check_step(eager, recorded, duet.plan([0, 0]))
-    assert recorded.kinds == {StepKind(2)}
+    assert recorded.kinds == {GraphKey(2)}
 
 
 def test_adapters_that_move_and_are_replaced_between_steps() -> None:
@@ -220,7 +220,7 @@ def test_adapters_that_move_and_are_replaced_between_steps() -> None:
         rig._memory.unload(1)
     check_step(eager, recorded, duet.plan([1, 2], [Load("3", 1, 0)]))
     check_step(eager, recorded, duet.plan([1, 2]))
-    assert recorded.kinds == {StepKind(2), StepKind(2, has_adapters=True)}
+    assert recorded.kinds == {GraphKey(2), GraphKey(2, has_adapters=True)}
 
 
 def test_tables_of_angles_grow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def test_tokens_of_an_answer_that_come_at_once_have_the_bits_of_a_step_each(name
     jumping.collect(known_plan(2, [3, 3], [5, 2]))
     expected = torch.cat([*(hidden[:1] for hidden in walked), *(hidden[1:] for hidden in walked[:2])])
     assert torch.equal(jumping.hidden.view(torch.uint8), expected.view(torch.uint8))
-    assert jumping.kinds == {StepKind(7, has_adapters=True)}
+    assert jumping.kinds == {GraphKey(7, has_adapters=True)}
 
 
 def test_without_programs_tokens_that_come_at_once_stay_together() -> None:
@@ -290,21 +290,21 @@ def test_what_cannot_be_recorded_runs_as_before(caplog: pytest.LogCaptureFixture
     model = make_model(UNRECORDED, CPU)
     with caplog.at_level(logging.INFO):
         assert not run_crowd(model, make_hosts(model)).kinds
-    assert [record.message for record in caplog.records if "without programs" in record.message]
+    assert [record.message for record in caplog.records if "without CPU graphs" in record.message]
 
 
 def test_who_has_programs() -> None:
     model = make_model("llama-gqa", CPU)
     two: Any = SimpleNamespace(size=lambda: 2)
-    assert uses_programs(model, FakeGroup())
-    assert not uses_programs(model, two)
-    assert not uses_programs(make_model(UNRECORDED, CPU), FakeGroup())
+    assert uses_cpu_graphs(model, FakeGroup())
+    assert not uses_cpu_graphs(model, two)
+    assert not uses_cpu_graphs(make_model(UNRECORDED, CPU), FakeGroup())
     model.ops = reference
-    assert not uses_programs(model, FakeGroup())
+    assert not uses_cpu_graphs(model, FakeGroup())
 
 
 def test_sizes_of_a_cpu() -> None:
-    assert list(GraphSizes.choose_for_cpu().decode) == list(range(1, CPU_ROWS + 1))
+    assert list(GraphSizes.choose_for_cpu().decode) == list(range(1, MAX_CPU_GRAPH_TOKENS + 1))
     assert not GraphSizes.choose_for_cpu().mixed
 
 
@@ -316,7 +316,7 @@ def test_all_programs_take_the_memory_of_the_largest() -> None:
     recorder: Any = graphs._recorder
     for size in (1, 64, 17, 2):
         for has_adapters in (False, True):
-            assert graphs._record(StepKind(size, has_adapters=has_adapters))
+            assert graphs._record(GraphKey(size, has_adapters=has_adapters))
             taken.add(recorder.buffers.num_bytes)
     widest = 4 * max(model.config.intermediate_size, 4 * model.config.hidden_size)
     assert len(taken) == 1

@@ -1,4 +1,4 @@
-"""Facts about a model that the engine has to know, and that no setting changes."""
+"""Model properties that the engine needs and that do not depend on configuration."""
 
 import sys
 
@@ -11,8 +11,8 @@ from lorax_server.models.registry import DEFAULT_MAX_POSITIONS
 from lorax_server.plan import Capabilities, RopeRule
 
 
-def describe(model: PagedCausalLM) -> Capabilities:
-    """Describe what does not depend on settings; sizes are left open."""
+def describe_model(model: PagedCausalLM) -> Capabilities:
+    """Return the model's capabilities. Fields that depend on configuration are 0."""
     dtype, targets = model.lm_head.linear.weight.dtype, collect_adapter_targets(model).values()
     return Capabilities(
         vocab_size=model.config.vocab_size,
@@ -31,22 +31,22 @@ def describe(model: PagedCausalLM) -> Capabilities:
 
 
 def find_max_length(model: PagedCausalLM) -> int:
-    """Return the length the model was made for; rotary scaling by length extends it."""
+    """Return the maximum sequence length, including dynamic RoPE scaling."""
     fields = ("max_position_embeddings", "max_seq_len", "seq_length")
     length = next((limit for field in fields if (limit := getattr(model.config, field, None))), DEFAULT_MAX_POSITIONS)
     stretch = max((m.factor for m in model.modules() if isinstance(m, DynamicRotaryEmbedding)), default=1.0)
     return int(length * stretch)
 
 
-def fix_rotary(model: PagedCausalLM, max_length: int) -> None:
-    """Let the tables of angles keep their places, which graphs know, for sequences of up to so many tokens."""
+def reserve_rotary(model: PagedCausalLM, max_length: int) -> None:
+    """Grow all RoPE tables to `max_length` positions, because graphs record the tables' addresses."""
     for module in model.modules():
         if isinstance(module, RotaryEmbedding):
             module.reserve(max_length)
 
 
-def find_rotary_room(model: PagedCausalLM) -> int:
-    """Return the tokens of the longest sequence that all tables of angles have room for."""
+def rotary_capacity(model: PagedCausalLM) -> int:
+    """Return the number of positions that all RoPE tables cover."""
     return min((len(m.cos) for m in model.modules() if isinstance(m, RotaryEmbedding)), default=sys.maxsize)
 
 

@@ -1,4 +1,4 @@
-"""One number in [0, 1) for each (seed, position), the same on every device and in every batch."""
+"""Counter-based random numbers in [0, 1): a function of seed and position, equal on all devices and in all batches."""
 
 from collections.abc import Sequence
 
@@ -6,20 +6,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# The multipliers of splitmix64, as signed numbers.
+# splitmix64 constants as signed integers.
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return [rows] float64 from int64 seeds and positions. 32 bits, so that no product with a sum rounds up to it."""
+    """Return float64 `[rows]` for int64 seeds and positions, with 32 random bits.
+
+    32 bits ensure that `uniform * total < total` in float64.
+    """
     bits = _mix(_mix(seeds + _STEP) + (positions + 1) * _STEP)
     return _shift(bits, 32).double() / 2**32
 
 
 class HostUniforms:
-    """The same numbers for some seeds, on the host: half of the work is done once, and numpy is quick with few."""
+    """`uniforms` for fixed seeds on the host, in numpy, which is faster than torch for small batches."""
 
     def __init__(self, seeds: Sequence[int]) -> None:
         self._mixed = _mix_unsigned(np.array(seeds, np.uint64) + np.uint64(_STEP + 2**64))
@@ -31,7 +34,7 @@ class HostUniforms:
 
 
 def as_signed(seed: int) -> int:
-    """Return the int64 with the bits of a seed below 2**64."""
+    """Reinterpret an unsigned 64-bit seed as int64."""
     return seed - 2**64 if seed >= 2**63 else seed
 
 
@@ -48,5 +51,5 @@ def _mix_unsigned(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift right; `>>` alone would repeat the sign."""
+    """Logical right shift (`>>` is arithmetic)."""
     return (x >> bits).bitwise_and(2 ** (64 - bits) - 1)

@@ -16,7 +16,7 @@ from lorax_server.models.registry import DEFAULT_MAX_POSITIONS
 from lorax_server.plan import Drop, NewSequence, StepMasks, StepPlan, StepResult
 from lorax_server.sampling.sampler import History, Sampler, SequenceSampling
 from lorax_server.types import Alternatives, SamplingParams, StopParams
-from lorax_server.worker.padded import MaskedPlan, PaddedRunner, build_padded, padded_capabilities
+from lorax_server.worker.padded_runner import MaskedPlan, PaddedRunner, build_padded_runner, padded_capabilities
 from tests.grids import slow_except
 from tests.models.driving import generate
 from tests.models.tiny import EOS_ID, VOCAB, Pair, Zoo
@@ -56,11 +56,11 @@ def test_the_log_says_what_is_missing_and_names_relatives(
     name: str, relatives: str, zoo: Zoo, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    build_padded(EngineConfig(ModelConfig(zoo.folder(name), device=device)))
+    build_padded_runner(EngineConfig(ModelConfig(zoo.folder(name), device=device)))
     (record,) = (record for record in caplog.records if "padded batches" in record.getMessage())
     assert record.levelname == "WARNING"
     assert "is served in padded batches, without adapters and tensor parallelism" in record.getMessage()
-    assert f"close relatives that are served with both: {relatives}" in record.getMessage()
+    assert f"similar types with full support: {relatives}" in record.getMessage()
 
 
 @pytest.fixture(scope="module")
@@ -511,20 +511,20 @@ def test_one_that_was_left_out_cannot_go_on(lm: CausalLM) -> None:
     runner = PaddedRunner(lm)
     runner.submit(make_plan(0, [0, 1], [0, 0], [5, 5], [new_sequence(0), new_sequence(1)]))
     runner.submit(make_plan(1, [0], [5], [1]))
-    with pytest.raises(AssertionError, match="slot 1 was not in every step"):
+    with pytest.raises(AssertionError, match="slot 1 was missing from a step"):
         runner.submit(make_plan(2, [0, 1], [6, 5], [1, 1]))
 
 
 BEGIN = make_plan(1, [0], [0], [5], [new_sequence(0)])
 IMPOSSIBLE = {
-    "part of a prompt": (make_plan(1, [0], [0], [3], [new_sequence(0)]), "not all of its new ones"),
-    "a prompt that is there": (make_plan(1, [0], [2], [3], [new_sequence(0)]), "not all of its new ones"),
-    "two tokens": (make_plan(1, [0], [4], [2]), "not all of its new ones"),
-    "nobody's slot": (make_plan(1, [0], [4], [1]), "slot 0 was not in every step"),
-    "a slot without a part": (make_plan(1, [], [], [], [new_sequence(0)]), "have no part"),
-    "no token": (replace(BEGIN, samples=np.array([False])), "in parts"),
-    "an adapter": (replace(BEGIN, adapter_indices=np.array([1])), "no adapters"),
-    "an operation": (replace(BEGIN, adapter_ops=(Drop("x"),)), "no adapters"),
+    "part of a prompt": (make_plan(1, [0], [0], [3], [new_sequence(0)]), "expected .start, count"),
+    "a prompt that is there": (make_plan(1, [0], [2], [3], [new_sequence(0)]), "expected .start, count"),
+    "two tokens": (make_plan(1, [0], [4], [2]), "expected .start, count"),
+    "nobody's slot": (make_plan(1, [0], [4], [1]), "slot 0 was missing from a step"),
+    "a slot without a part": (make_plan(1, [], [], [], [new_sequence(0)]), "are missing from the step"),
+    "no token": (replace(BEGIN, samples=np.array([False])), "chunked prefill"),
+    "an adapter": (replace(BEGIN, adapter_indices=np.array([1])), "do not support adapters"),
+    "an operation": (replace(BEGIN, adapter_ops=(Drop("x"),)), "do not support adapters"),
 }
 
 

@@ -184,9 +184,9 @@ def test_neighbours_change_no_bit(ops: Ops, vocab: int) -> None:
     together = Sampler(rows, vocab, "cuda", ops)(logits, to_cuda(history), masks)
     for row in range(len(rows)):
         index = torch.tensor([row])
-        own_masks = masks.take(index.cuda(), len(rows)) if row % 3 == 0 else None
+        own_masks = masks.select(index.cuda(), len(rows)) if row % 3 == 0 else None
         alone = Sampler([rows[row]], vocab, "cuda", ops)(
-            logits[row : row + 1].clone(), to_cuda(history.take(index)), own_masks
+            logits[row : row + 1].clone(), to_cuda(history.select(index)), own_masks
         )
         assert int(alone.token_ids) == int(together.token_ids[row])
         assert alone.logprobs.view(torch.int32).item() == together.logprobs[row].view(torch.int32).item()

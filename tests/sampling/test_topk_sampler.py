@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from lorax_server.kernels import reference
-from lorax_server.sampling import few
-from lorax_server.sampling.few import NUM_FEW, FewSampler
-from lorax_server.sampling.general import GeneralSampler
+from lorax_server.sampling import topk_sampler
+from lorax_server.sampling.general_sampler import GeneralSampler
 from lorax_server.sampling.sampler import History, Sampled, Sampler, SequenceSampling
+from lorax_server.sampling.topk_sampler import NUM_CANDIDATES, TopKSampler
 from lorax_server.types import SamplingParams
 
 ROWS = 64
@@ -25,7 +25,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"min_p": 0.05},
     {"min_p": 1.0},
     {"top_p": 0.95, "min_p": 0.02, "raw_logprobs": True},
-    {"top_k": NUM_FEW + 1},
+    {"top_k": NUM_CANDIDATES + 1},
     {"top_k": 10**9, "top_p": 0.9},
 ]
 
@@ -63,21 +63,21 @@ def check_same(found: Sampled, expected: Sampled) -> None:
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_they_are_those_of_the_whole_vocabulary(setting: dict[str, Any], vocab: int, shape: str) -> None:
     rows, history, logits = make_rows(setting), make_history(ROWS), make_logits(vocab, shape)
-    check_same(FewSampler(rows, vocab, reference)(logits, history), GeneralSampler(rows, vocab)(logits, history))
+    check_same(TopKSampler(rows, vocab, reference)(logits, history), GeneralSampler(rows, vocab)(logits, history))
 
 
 def test_what_few_tokens_decide_is_not_computed_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few, "GeneralSampler", None)
+    monkeypatch.setattr(topk_sampler, "GeneralSampler", None)
     for setting in SETTINGS[:-2]:
-        FewSampler(make_rows(setting), 5003, reference)(make_logits(5003, "usual"), make_history(ROWS))
+        TopKSampler(make_rows(setting), 5003, reference)(make_logits(5003, "usual"), make_history(ROWS))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_rows_without_numbers_are_as_ever_and_harm_no_neighbour(value: float) -> None:
     rows, history, logits = make_rows({"top_p": 0.9, "top_k": 50}), make_history(ROWS), make_logits(300, "usual")
-    alone = FewSampler(rows, 300, reference)(logits, history)
+    alone = TopKSampler(rows, 300, reference)(logits, history)
     logits[::2] = value
-    found = FewSampler(rows, 300, reference)(logits, history)
+    found = TopKSampler(rows, 300, reference)(logits, history)
     check_same(found, GeneralSampler(rows, 300)(logits, history))
     assert torch.equal(found.token_ids[1::2], alone.token_ids[1::2])
     assert torch.equal(found.logprobs[1::2], alone.logprobs[1::2])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lorax_server.sampling.uniform import HostUniforms, as_signed, uniforms
+from lorax_server.sampling.random_uniform import HostUniforms, as_signed, uniforms
 from lorax_server.types import MAX_SEED
 
 WORD = 2**64
