@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from lorax_server.text.tools.grammar import MAX_GRAMMAR
+from lorax_server.text.tools.grammar import MAX_GRAMMAR_CHARACTERS
 from tests.server.fake_server import Reply
-from tests.server.tools.talker import WEATHER, Talker
+from tests.server.tools.scripted_server import WEATHER, ScriptedServer
 
 KEY = "hunter2-hunter2"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -31,7 +31,7 @@ FUNCTIONS: dict[str, Any] = {"tools": [{"type": "function", **WEATHER["function"
 # Functions that analyze a part of a request.
 JOIN = "lorax_server.structured_output.grammars.join_disjoint"
 CONVERT = "llguidance.gbnf_to_lark.gbnf_to_lark"
-OFFER = "lorax_server.server.routes.chat.make_offer"
+OFFER = "lorax_server.server.routes.chat.parse_tool_definitions"
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "chat": (CHAT, {"messages": MESSAGES, "response_format": FORMAT}, JOIN),
     "chat, GBNF": (CHAT, {"messages": MESSAGES, "guided_grammar": GBNF}, CONVERT),
@@ -66,12 +66,12 @@ class Hook:
 @pytest.mark.parametrize("case", CASES)
 def test_analysis_does_not_block_the_event_loop(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, body, target = CASES[case]
-    hook, talker = Hook(target, monkeypatch), Talker()
+    hook, server = Hook(target, monkeypatch), ScriptedServer()
 
     async def ask() -> tuple[Reply, Reply]:
-        asking = asyncio.create_task(talker._send("POST", path, {"model": "", **body}, {}))
+        asking = asyncio.create_task(server._send("POST", path, {"model": "", **body}, {}))
         assert await asyncio.to_thread(hook.entered.wait, 30)
-        health = await talker._send("GET", "/health", None, {})
+        health = await server._send("GET", "/health", None, {})
         assert not asking.done()
         hook.released.set()
         return health, await asking
@@ -79,7 +79,7 @@ def test_analysis_does_not_block_the_event_loop(case: str, monkeypatch: pytest.M
     health, reply = asyncio.run(ask())
     assert hook.was_released  # by this test, while the analysis was under way
     assert (health.status, reply.status) == (200, 200)
-    assert talker.grammar
+    assert server.grammar
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -87,31 +87,31 @@ def test_only_admitted_requests_are_analyzed(case: str, monkeypatch: pytest.Monk
     path, body, target = CASES[case]
     keys = tmp_path / "keys.toml"
     keys.write_text(f'[keys.alice]\nkey = "{KEY}"\nrequests_per_minute = 1\n')
-    hook, talker = Hook(target, monkeypatch), Talker(keys_file=keys)
+    hook, server = Hook(target, monkeypatch), ScriptedServer(keys_file=keys)
     hook.released.set()
     asked = {"model": "", **body}
-    assert talker.post(path, asked, "wrong").status == 401
+    assert server.post(path, asked, "wrong").status == 401
     assert hook.num_calls == 0
-    assert talker.post(path, asked, KEY).status == 200
+    assert server.post(path, asked, KEY).status == 200
     assert hook.num_calls == 1
-    assert talker.post(path, asked, KEY).status == 429
+    assert server.post(path, asked, KEY).status == 429
     assert hook.num_calls == 1
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
-        (CHAT, {"messages": MESSAGES, "guided_json": {"const": "x" * MAX_GRAMMAR}}, 400),
+        (CHAT, {"messages": MESSAGES, "guided_json": {"const": "x" * MAX_GRAMMAR_CHARACTERS}}, 400),
         (COMPLETIONS, {"prompt": "ask", "guided_regex": ""}, 400),
         (RESPONSES, {"input": "ask", "text": {"format": {"type": "json_schema", "schema": 5}}}, 400),
         ("/generate", {"inputs": "ask", "parameters": {"response_format": {"type": "xml"}}}, 422),
     ],
 )
-def test_errors_of_the_analysis(path: str, body: dict[str, Any], status: int) -> None:
-    talker = Talker()
-    assert talker.post(path, {"model": "", **body}).status == status
-    assert not talker.engine.added
-    assert talker.service.rate_limits.num_running == 0
+def test_schema_analysis_errors_are_reported(path: str, body: dict[str, Any], status: int) -> None:
+    server = ScriptedServer()
+    assert server.post(path, {"model": "", **body}).status == status
+    assert not server.engine.added
+    assert server.service.rate_limits.num_running == 0
 
 
 # --- Attacks ----------------------------------------------------------------------------------------------------------
@@ -122,40 +122,40 @@ def test_large_enum_behind_many_unions() -> None:
     large = {"type": "object", "properties": {"t": {"enum": [f"v{i}" for i in range(8000)]}}, "required": ["t"]}
     union = {"oneOf": [{"$ref": "#/$defs/large"}], "discriminator": {"propertyName": "t"}}
     schema = {"prefixItems": [union] * 150, "$defs": {"large": large}}
-    talker = Talker()
-    assert talker.chat(guided_json=schema).status == 200
-    assert "anyOf" in talker.grammar
-    assert talker.grammar.count("oneOf") > 100
+    server = ScriptedServer()
+    assert server.chat(guided_json=schema).status == 200
+    assert "anyOf" in server.grammar
+    assert server.grammar.count("oneOf") > 100
 
 
 @pytest.mark.parametrize(
     ("template", "kind"), [("{{ tools }}[func_name1(a)]", "pythonic"), ("{{ tools }}<parameter=", "qwen3_coder")]
 )
-def test_definitions_that_every_parameter_refers_to(template: str, kind: str) -> None:
+def test_shared_definitions_do_not_multiply_grammar(template: str, kind: str) -> None:
     """209 KB that became a grammar of 1 GB."""
     properties = {f"p{index}": {"$ref": "#/$defs/a"} for index in range(5_000)}
     parameters = {"type": "object", "properties": properties, "$defs": {"a": {"enum": [["x" * 100_000]]}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    talker = Talker(template=template, tool_parsers=(kind,))
-    talker.chat()  # loads modules
+    server = ScriptedServer(template=template, tool_parsers=(kind,))
+    server.chat()  # loads modules
     tracemalloc.start()
     try:
-        reply = talker.chat(tools=[tool], tool_choice="required")
+        reply = server.chat(tools=[tool], tool_choice="required")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert (reply.status, reply.json["error"]["param"]) == (400, "tools")
     assert "characters" in reply.message
     assert peak < 2**25
-    assert not talker.engine.added[1:]
+    assert not server.engine.added[1:]
 
 
-def test_deep_schemas_of_tools_are_rejected_by_name() -> None:
+def test_deep_tool_schemas_are_rejected_with_name() -> None:
     chain: dict[str, Any] = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1000)}
     parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": chain}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    talker = Talker(template="{{ messages[0].content }}", tool_parsers=("hermes",))
-    reply = talker.chat(tools=[tool], tool_choice="required")
+    server = ScriptedServer(template="{{ messages[0].content }}", tool_parsers=("hermes",))
+    reply = server.chat(tools=[tool], tool_choice="required")
     assert (reply.status, reply.json["error"]["param"]) == (400, "tools")
     assert "levels" in reply.message
-    assert talker.chat(tools=[tool]).status == 200  # without a grammar, nothing is compiled
+    assert server.chat(tools=[tool]).status == 200  # without a grammar, nothing is compiled

@@ -59,7 +59,7 @@ def test_tokenizer_uses_only_gil_releasing_calls(spy: Spy) -> None:
 # --- Texts that are too long ------------------------------------------------------------------------------------------
 
 
-def send(routes: Routes, path: str, text: str, **more: Any) -> Any:
+def send_text(routes: Routes, path: str, text: str, **more: Any) -> Any:
     if path == NATIVE:
         return routes.post(path, {"inputs": text, "parameters": more})
     given = {"model": "", "max_tokens": None, **more}
@@ -79,9 +79,9 @@ def with_template(routes: Routes) -> Routes:
 @pytest.mark.parametrize("path", [NATIVE, COMPLETIONS, CHAT])
 def test_too_long_text_is_rejected_before_tokenization(path: str, spy: Spy) -> None:
     routes = with_template(Routes())
-    rejected = send(routes, path, TOO_LONG)
+    rejected = send_text(routes, path, TOO_LONG)
     assert spy.calls == []
-    tokenized = send(routes, path, "x " * 200)  # too long as well, but short enough to be tokenized
+    tokenized = send_text(routes, path, "x " * 200)  # too long as well, but short enough to be tokenized
     assert spy.calls == ["encode_batch_fast"]
     assert (rejected.status, set(rejected.json)) == (tokenized.status, set(tokenized.json))
     assert rejected.message.split("Given: ")[0] == tokenized.message.split("Given: ")[0]
@@ -90,14 +90,14 @@ def test_too_long_text_is_rejected_before_tokenization(path: str, spy: Spy) -> N
 
 
 def test_estimated_token_count_is_lower_bound(spy: Spy) -> None:
-    count = int(send(Routes(), NATIVE, TOO_LONG).message.split("at least ")[1])
+    count = int(send_text(Routes(), NATIVE, TOO_LONG).message.split("at least ")[1])
     assert 127 < count <= len(tokenizer().encode(TOO_LONG))
 
 
 @pytest.mark.parametrize("path", [NATIVE, COMPLETIONS, CHAT])
 def test_too_long_message_includes_max_new_tokens(path: str, spy: Spy) -> None:
     most = {"max_new_tokens": 5} if path == NATIVE else {"max_tokens": 5}
-    message = send(with_template(Routes()), path, TOO_LONG, **most).message
+    message = send_text(with_template(Routes()), path, TOO_LONG, **most).message
     assert "must be <= 128. Given: at least " in message
     assert message.endswith(("and 5 `max_new_tokens`", "and 5 `max_tokens`", "and 5 `max_completion_tokens`"))
     assert spy.calls == []
@@ -114,7 +114,7 @@ def test_truncated_text_is_never_too_long(spy: Spy) -> None:
 def test_text_is_tokenized_without_length_bound(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer(), "_reach", None)
     routes = Routes()
-    assert "at least" not in send(routes, NATIVE, TOO_LONG).message
+    assert "at least" not in send_text(routes, NATIVE, TOO_LONG).message
     assert spy.calls == ["encode_batch_fast"]
     asyncio.run(routes.service.tokenizers.close())
 

@@ -180,7 +180,10 @@ def choose_merged(
     merged: MergedAdapters, source: str | None, token: str | None, names: ModelNames, seed: int | None
 ) -> ModelSelection:
     check(bool(merged.ids), "at least one adapter ID must be provided when setting `adapters`")
-    check(len(merged.ids) <= MAX_MERGED_ADAPTERS, f"at most {MAX_MERGED_ADAPTERS} adapters can be merged. Given: {len(merged.ids)}")
+    check(
+        len(merged.ids) <= MAX_MERGED_ADAPTERS,
+        f"at most {MAX_MERGED_ADAPTERS} adapters can be merged. Given: {len(merged.ids)}",
+    )
     weights = merged.weights or [1.0] * len(merged.ids)
     check(len(merged.ids) == len(weights), "number of adapter IDs must match number of adapter weights")
     if len(merged.ids) == 1:  # use the adapter unchanged

@@ -11,7 +11,7 @@ from lorax_server.errors import InputError, NotSupportedError
 from lorax_server.server.tools.tool_definitions import ToolDefinitions
 from lorax_server.structured_output.grammars import prepare_schema
 from lorax_server.text.tokenizer import TextTokenizer
-from lorax_server.text.tools.formats import FORMATS, choose_format, renders_tools
+from lorax_server.text.tools.formats import FORMATS, detect_format, renders_tools
 from lorax_server.text.tools.grammar import (
     FunctionSchema,
     MarkerWriter,
@@ -54,7 +54,7 @@ class OutputFormat:
         tool_format.prepare(tools.functions)
         if not (tools.needs_grammar or text_grammar is not None):
             return text_grammar
-        if text_grammar is not None and not tools.is_required and "{" in tool_format.starts:
+        if text_grammar is not None and not tools.is_required and "{" in tool_format.start_characters:
             raise NotSupportedError(
                 "`response_format` is not supported together with `tools` for a model that writes tool calls as plain "
                 "JSON; leave one of them out, or set `tool_choice` to required"
@@ -63,7 +63,13 @@ class OutputFormat:
             sum(len(json.dumps(function.parameters)) for function in tools.functions)
         )  # before they are analyzed
         functions = [_prepare_function(function) for function in tools.functions]
-        grammar_args = tool_format, functions, tools.is_parallel, MarkerWriter(tokenizer.token_to_id), self._find_reasoning_tags(prompt)
+        grammar_args = (
+            tool_format,
+            functions,
+            tools.is_parallel,
+            MarkerWriter(tokenizer.token_to_id),
+            self._find_reasoning_tags(prompt),
+        )
         if tools.is_required or text_grammar is not None:
             return Structure(
                 write_required(*grammar_args, "" if tools.is_required or text_grammar is None else text_grammar.grammar)
@@ -128,7 +134,7 @@ def _find_tool_format(config: ServerConfig, adapter: str | None, template: str) 
                 "`tools`: the model's chat template does not render tools; use an adapter whose template does, or "
                 "start the server with --tool-parser if the model was trained on its tools"
             )
-        name = choose_format(template)
+        name = detect_format(template)
         if not name:
             raise NotSupportedError(
                 "`tools`: the chat template uses an XML tool call format that is not supported (only Qwen3-Coder's is)"

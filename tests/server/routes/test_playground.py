@@ -1,4 +1,4 @@
-"""The playground serves exactly its own files, with safe headers."""
+"""The playground serves its files, and no others, with safe headers."""
 
 import asyncio
 import fnmatch

@@ -60,7 +60,7 @@ class ScoringRoutes(Routes):
             prompt = None
             await settle()
 
-    def complete_both_ways(self, **more: Any) -> tuple[str, list[str], list[int]]:  # type: ignore[override]
+    def complete_both_ways(self, **more: Any) -> tuple[str, list[str], list[int]]:
         """Return the text, tokens and offsets. Check that the whole and streamed responses match."""
         body = complete(**{"logprobs": 0, "max_tokens": 64, "add_special_tokens": True} | more)
         choice = self.post(PATH, body).json["choices"][0]

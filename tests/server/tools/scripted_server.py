@@ -51,7 +51,7 @@ def _tokenizer() -> TextTokenizer:
 
 
 class ScriptedServer(Routes):
-    """Says `output`, token by token. `asked` has the engine's requests, `prompts` their texts."""
+    """Generates `output` token by token and records the rendered `prompts`."""
 
     def __init__(self, output: str = "Hello.", template: str = HERMES, **config: Any) -> None:
         super().__init__(["poet"], **config)
