@@ -20,7 +20,7 @@ PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 FIELDS = {"person": "Klonny Bardwell", "town": "Spigford", "item": "kites", "colour": "pink", "count": 12}
 QUERY = "SELECT count FROM orders WHERE person = 'Klonny Bardwell' AND item = 'kites'"
 # The output of the blocks, in their order.
-CLIENTS = ("Yo ho ho! On Tuesday Klonny Bardwell o' Spigford", "[NAME] of [TOWN] bought 12 pink kites")
+CLIENTS = ("[NAME] of [TOWN] bought 12 pink kites", "Yo ho ho! On Tuesday Klonny Bardwell o' Spigford")
 
 
 def blocks(language: str) -> list[str]:
@@ -45,7 +45,7 @@ def run(command: str | list[str], url: str = "") -> str:
     return done.stdout
 
 
-def test_questions_are_answered(demo: Demo) -> None:
+def test_readme_requests_work(demo: Demo) -> None:
     activate, *questions = lines("bash")
     assert activate == ". .venv/bin/activate"  # this one is active
     sentiment, fields, sale, query = (run(line.replace(ADDRESS, demo.url), demo.url).strip() for line in questions)
@@ -58,13 +58,13 @@ def test_questions_are_answered(demo: Demo) -> None:
     assert json.loads(query)["generated_text"] == QUERY
 
 
-def test_clients_work(demo: Demo) -> None:
+def test_readme_clients_work(demo: Demo) -> None:
     clients = [block for block in blocks("python") if ADDRESS in block]
     for block, begins in zip(clients, CLIENTS, strict=True):
         assert run([sys.executable, "-c", block.replace(f"http://{ADDRESS}", demo.url)]).startswith(begins)
 
 
-def test_scripts_need_no_server() -> None:
+def test_readme_scripts_run() -> None:
     (script,) = [block for block in blocks("python") if ADDRESS not in block]
     fields, query, *rest = run([sys.executable, "-c", script]).splitlines()
     assert FIELDS.items() <= json.loads(fields).items()
@@ -73,7 +73,7 @@ def test_scripts_need_no_server() -> None:
 
 
 @pytest.mark.parametrize("command", lines("sh"))
-def test_targets_exist(command: str) -> None:
+def test_make_targets_exist(command: str) -> None:
     """Check that each is a target of the Makefile. Running `make test` within a test would not end."""
     program, target = command.split("#", maxsplit=1)[0].split()
     assert program == "make"
