@@ -1,6 +1,6 @@
-"""Settings, frozen once they are made.
+"""Configuration dataclasses. All are frozen.
 
-A default and its help are written here and nowhere else: the command line makes its flags of these fields.
+Defaults and help texts are defined only here: the command-line flags are generated from these fields.
 """
 # ruff: noqa: RUF009 - `setting` makes a field
 
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 class Setting(NamedTuple):
-    """Help and bounds of a field. A field that has one has a flag as well."""
+    """Help text and bounds of a field. Each field with a setting has a command-line flag."""
 
     help: str
-    none: str = ""  # the meaning of None, or of an empty value
-    flag: str = ""  # the name of its flag, where `--field-name` says too little
+    none: str = ""  # what None or an empty value means
+    flag: str = ""  # flag name, if not derived from the field name
     choices: tuple[str, ...] = ()
-    at_least: int | None = None  # None: 1 for whole numbers, no bound for others
+    at_least: int | None = None  # None: 1 for integers, otherwise no bound
     above: int | None = None
 
 
@@ -37,7 +37,7 @@ def setting(default: T, help: str, *, is_secret: bool = False, **more: Any) -> T
 
 
 class Settings:
-    """Base of all settings: checks the bounds of the fields."""
+    """Base class that validates the bounds of all fields."""
 
     def __post_init__(self) -> None:
         for declared in fields(self):  # type: ignore[arg-type] # every subclass is a dataclass
@@ -53,17 +53,17 @@ class Settings:
                 raise ConfigError(f"{declared.name} = {value} must be above {bounds.above}")
 
 
-DTYPE_DEFAULT = "as stored on a GPU; on a CPU float32, but bfloat16 if so stored and the CPU has AMX"
+DTYPE_DEFAULT = "the stored dtype on a GPU; float32 on a CPU, or bfloat16 if stored so and the CPU has AMX"
 
 
 @dataclass(frozen=True)
 class ModelConfig(Settings):
-    """The model to load, and the form of its weights."""
+    """The model to load, and its weight format."""
 
     path: Path  # the folder with config.json and the weights
     dtype: str | None = setting(None, "float32, float16 or bfloat16", none=DTYPE_DEFAULT)
-    device: str = setting("cpu", "cpu, cuda or cuda:<index>; auto takes a GPU if there is one")
-    quantize: str | None = setting(None, "fp8-kv stores keys and values as float8")
+    device: str = setting("cpu", "cpu, cuda or cuda:<index>; auto uses a GPU if available")
+    quantize: str | None = setting(None, "fp8-kv stores the KV cache as float8")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,89 +77,104 @@ class ModelConfig(Settings):
 
 @dataclass(frozen=True)
 class SourceConfig(Settings):
-    """The sources of adapters. By default there is none."""
+    """Adapter sources. All are disabled by default."""
 
-    roots: tuple[Path, ...] = setting((), "folder below which the source local may read", flag="--local-adapters")
-    cache: Path | None = setting(None, "folder for fetched models and adapters; the hub and S3 need it")
-    hub: bool = setting(False, "fetch adapters from a hub; --no-hub does not")
-    hub_endpoint: str | None = setting(None, "address of the hub", none="that of huggingface_hub")
-    hub_token: str | None = field(default=None, repr=False)  # for requests without a token; no flag: it is a secret
-    hub_offline: bool = setting(False, "send no request to the hub: use fetched files only")
-    s3_bucket: str | None = setting(None, "bucket that the source s3 reads")
-    s3_prefix: str = setting("", "prefix of all adapters' keys in the bucket")
-    s3_endpoint: str | None = setting(None, "address of the S3 service", none="Amazon's")
-    max_bytes: int = setting(4 * 2**30, "size of an adapter's files", flag="--max-adapter-file-bytes")
+    roots: tuple[Path, ...] = setting((), "root folder for local adapters", flag="--local-adapters")
+    cache: Path | None = setting(None, "cache folder for downloaded models and adapters; required for the hub and S3")
+    hub: bool = setting(False, "download adapters from the Hugging Face hub; --no-hub disables it")
+    hub_endpoint: str | None = setting(None, "hub URL", none="huggingface_hub's default")
+    hub_token: str | None = field(
+        default=None, repr=False
+    )  # used for requests without a token; secret, so it has no flag
+    hub_offline: bool = setting(False, "use only downloaded files, and send no requests to the hub")
+    s3_bucket: str | None = setting(None, "bucket with S3 adapters")
+    s3_prefix: str = setting("", "key prefix of all adapters in the bucket")
+    s3_endpoint: str | None = setting(None, "S3 endpoint URL", none="Amazon S3")
+    max_bytes: int = setting(4 * 2**30, "maximum size of an adapter's files", flag="--max-adapter-file-bytes")
     disk_bytes: int | None = setting(
-        None, "disk space for fetched adapters", none="half of what is free without them", flag="--adapter-disk-bytes"
+        None,
+        "disk space for downloaded adapters",
+        none="half of the space that other files leave free",
+        flag="--adapter-disk-bytes",
     )
-    num_threads: int = setting(16, "fetches at once from each source", flag="--adapter-fetch-threads")
+    num_threads: int = setting(16, "concurrent downloads per source", flag="--adapter-fetch-threads")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.cache is None and (self.hub or self.s3_bucket):
-            raise ConfigError("adapters of a hub or of S3 need a folder to be kept in: set cache")
+            raise ConfigError("hub and S3 adapters need a cache folder: set cache")
 
 
 @dataclass(frozen=True)
 class EngineConfig(Settings):
-    """Memory, batches and waiting. A value of None is chosen for the machine."""
+    """Memory, batching and queueing. None means a default for this machine."""
 
     model: ModelConfig
-    tensor_parallel: int = setting(1, "number of GPUs to divide the model over")
+    tensor_parallel: int = setting(1, "number of GPUs for tensor parallelism")
     depth: int | None = setting(
-        None, "steps in progress at once; with 2 the next is prepared meanwhile", none="1 on a CPU, 2 on a GPU"
+        None, "steps in flight; with 2, the next step is scheduled while one is running", none="1 on a CPU, 2 on a GPU"
     )
     cuda_graphs: bool | None = setting(
-        None, "run the layers of steps of up to 2304 tokens as CUDA graphs", none="on one GPU, if its kernels allow it"
+        None,
+        "run steps with up to 2304 tokens as CUDA graphs",
+        none="enabled on a single GPU, if its kernels support it",
     )
 
     max_rows: int | None = setting(
-        None, "sequences that run at once", none="64, or 256 on a GPU of 40 GB and more; not more than tokens of a step"
+        None,
+        "maximum number of running sequences",
+        none="64, or 256 on a GPU with at least 40 GB; at most max_step_tokens",
     )
     max_step_tokens: int | None = setting(
-        None, "tokens to compute in a step", none="512 on a CPU, 4096 on a GPU, more if more sequences run"
+        None, "maximum tokens per step", none="512 on a CPU, 4096 on a GPU, but at least max_rows"
     )
     max_mixed_tokens: int | None = setting(
         None,
-        "tokens of prompts in a step while other sequences wait for their next token",
-        none="2048 on a GPU; on a CPU no limit but that of a step",
+        "maximum prompt tokens in a step that also decodes",
+        none="2048 on a GPU; only limited by max_step_tokens on a CPU",
     )
-    max_chunk: int | None = setting(None, "tokens of one prompt in a step", none="no limit")
+    max_chunk: int | None = setting(None, "maximum tokens of one prompt per step", none="no limit")
     max_length: int | None = setting(
-        None, "tokens of a request, prompt and answer together", none="the model's own limit, if the cache holds it"
+        None,
+        "maximum tokens per request, prompt and completion together",
+        none="the model's limit, if it fits into the cache",
     )
-    block_size: int = setting(16, "tokens of a cache block; prompts share whole blocks")
+    block_size: int = setting(16, "tokens per KV block; prompts share whole blocks")
     cache_bytes: int | None = setting(
         None,
-        "memory for keys and values on every GPU, such as 512M or 4G",
-        none="a quarter of a CPU's free memory, the rest of a GPU's",
+        "KV cache memory per GPU, for example 512M or 4G",
+        none="a quarter of the free host memory on a CPU, the remaining memory on a GPU",
     )
-    cache_tokens: int | None = setting(None, "the cache's size in tokens, instead of --cache-bytes")
-    gpu_memory_fraction: float = setting(0.9, "share of a GPU's memory to use in all")
+    cache_tokens: int | None = setting(None, "KV cache size in tokens, instead of --cache-bytes")
+    gpu_memory_fraction: float = setting(0.9, "fraction of GPU memory to use in total")
 
     adapter_bytes: int | None = setting(
         None,
-        "memory for adapters on every GPU",
-        none="1G on a CPU, a quarter of what the weights leave of a GPU",
+        "adapter memory per GPU",
+        none="1G on a CPU, a quarter of the memory that the weights leave free on a GPU",
         at_least=0,
     )
-    adapter_memory_fraction: float | None = setting(None, "share of a GPU, instead of --adapter-bytes", at_least=0)
-    adapter_host_bytes: int | None = setting(
-        None, "host memory for prepared adapters, for every GPU", none="a quarter of the memory"
+    adapter_memory_fraction: float | None = setting(
+        None, "fraction of GPU memory for adapters, instead of --adapter-bytes", at_least=0
     )
-    adapter_timeout_s: float = setting(120.0, "seconds that a request waits for its adapter to be loaded", at_least=0)
+    adapter_host_bytes: int | None = setting(
+        None, "host memory for prepared adapters, per GPU", none="a quarter of the host memory"
+    )
+    adapter_timeout_s: float = setting(120.0, "adapter load timeout of a request, in seconds", at_least=0)
     adapter_patience_s: float = setting(
-        1.0, "seconds that a request waits before another adapter in use must make room for its own", at_least=0
+        1.0, "seconds that a request waits before adapters in use are evicted for its adapter", at_least=0
     )
     sources: SourceConfig = field(default_factory=SourceConfig)
-    preload: tuple[tuple[str, str], ...] = setting((), "adapter to load before the first request, after restarts too")
+    preload: tuple[tuple[str, str], ...] = setting((), "adapter to load at startup and after restarts")
     pin_preloaded: bool = setting(True, "keep preloaded adapters in memory")
 
-    max_waiting: int | None = setting(10_000, "requests that may wait; more are refused")
+    max_waiting: int | None = setting(10_000, "maximum number of waiting requests; more are rejected")
     max_wait_s: float | None = setting(
-        None, "refuse requests that would probably wait for more seconds", none="no limit", at_least=0
+        None, "reject requests with a longer estimated wait, in seconds", none="no limit", at_least=0
     )
-    tenant_weights: Mapping[str, float] = field(default_factory=dict)  # others have 1; no flag: `weight` of a keys file
+    tenant_weights: Mapping[str, float] = field(
+        default_factory=dict
+    )  # default 1; set by `weight` in the keys file, so it has no flag
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -170,7 +185,7 @@ class EngineConfig(Settings):
         for one, other in (("cache_bytes", "cache_tokens"), ("adapter_bytes", "adapter_memory_fraction")):
             if getattr(self, one) is not None and getattr(self, other) is not None:
                 values = f"{one} = {getattr(self, one)} or {other} = {getattr(self, other)}"
-                raise ConfigError(f"give {values}, not both")
+                raise ConfigError(f"set {values}, not both")
         if self.cache_tokens is not None and self.cache_tokens < (self.max_length or 0):
             raise ConfigError(f"cache_tokens = {self.cache_tokens} must be at least max_length = {self.max_length}")
         if not all(weight > 0 for weight in self.tenant_weights.values()):
@@ -178,40 +193,38 @@ class EngineConfig(Settings):
         if self.max_step_tokens is not None and self.max_step_tokens < (self.max_rows or 0):
             raise ConfigError(
                 f"max_step_tokens = {self.max_step_tokens} must be at least max_rows = {self.max_rows}: every running "
-                "sequence needs a token of each step"
+                "sequence needs one token per step"
             )
 
 
 @dataclass(frozen=True)
 class CorsConfig(Settings):
-    """Rights of web pages from other origins."""
+    """CORS settings for web pages from other origins."""
 
-    allow_origins: tuple[str, ...] = setting(
-        (), "origin whose pages may send requests; * is any", none="only the server's own pages"
-    )
-    allow_methods: tuple[str, ...] = setting(("GET", "POST"), "method that pages may use")
-    allow_headers: tuple[str, ...] = setting(("*",), "header that pages may send")  # SDKs send many of their own
-    expose_headers: tuple[str, ...] = setting(("retry-after", "x-request-id"), "header that pages may read")
-    allow_credentials: bool = setting(False, "let pages send credentials")
+    allow_origins: tuple[str, ...] = setting((), "allowed CORS origin; * allows all", none="same origin only")
+    allow_methods: tuple[str, ...] = setting(("GET", "POST"), "allowed CORS method")
+    allow_headers: tuple[str, ...] = setting(("*",), "allowed CORS request header")  # SDKs send many custom headers
+    expose_headers: tuple[str, ...] = setting(("retry-after", "x-request-id"), "CORS response header exposed to pages")
+    allow_credentials: bool = setting(False, "allow credentials in CORS requests")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AccessConfig(Settings):
-    """The server's address, and the clients that may use it."""
+    """Server address and access control."""
 
     host: str = setting("127.0.0.1", "address to listen on")
-    port: int = setting(3000, "port to listen on; 0 takes a free one", at_least=0)
+    port: int = setting(3000, "port to listen on; 0 selects a free port", at_least=0)
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        "host name by which clients may call the server, besides localhost and the address it listens on; * is any",
-        none="no other if only this machine can connect, else any",
+        "allowed Host header, in addition to localhost and the listen address; * allows all",
+        none="no others on a loopback address, otherwise all",
     )
     api_keys: tuple[str, ...] = setting(
-        (), "key that clients need, better set by LORAX_API_KEY", none="no key is needed", is_secret=True
+        (), "API key for clients; prefer LORAX_API_KEY", none="no key required", is_secret=True
     )
-    keys_file: Path | None = setting(None, "file of keys with names, adapters and limits")
-    admin_key: str | None = setting(None, "key to load adapters, better set by LORAX_ADMIN_KEY", is_secret=True)
-    replica_secret: str | None = field(default=None, repr=False)  # required on requests to a Ray replica; no flag
+    keys_file: Path | None = setting(None, "file with API keys, their adapters and limits")
+    admin_key: str | None = setting(None, "key for loading adapters; prefer LORAX_ADMIN_KEY", is_secret=True)
+    replica_secret: str | None = field(default=None, repr=False)  # required on requests to a Ray replica; has no flag
     cors: CorsConfig = field(default_factory=CorsConfig)
 
     def __post_init__(self) -> None:
@@ -225,68 +238,72 @@ class AccessConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class LimitsConfig(Settings):
-    """Bounds on connections and requests."""
+    """Limits for connections and requests."""
 
-    max_connections: int = setting(8192, "open connections; more are closed with status 503")
-    max_concurrent_requests: int = setting(1024, "answers in progress; more are refused")
+    max_connections: int = setting(8192, "maximum open connections; more are rejected with status 503")
+    max_concurrent_requests: int = setting(1024, "maximum concurrent completions; more are rejected")
     new_adapters_per_minute: int | None = setting(
-        None, "adapters that a key may name and that are new to the server", none="60; without keys no limit"
+        None, "new adapters that a key may request per minute", none="60; no limit without keys"
     )
-    max_body_bytes: int = setting(2 * 2**20, "size of a request")
-    max_best_of: int = setting(2, "samples to choose the best of")
-    max_choices: int = setting(128, "answers to one request, over all of its prompts")
-    max_stop_sequences: int = setting(4, "stop sequences of a request")
-    max_logprobs: int = setting(20, "alternatives that are reported for a token", at_least=0)
-    max_input_length: int | None = setting(None, "tokens of a prompt", none="one less than --max-total-tokens")
+    max_body_bytes: int = setting(2 * 2**20, "maximum request body size")
+    max_best_of: int = setting(2, "maximum best_of")
+    max_choices: int = setting(128, "maximum completions per request, over all prompts")
+    max_stop_sequences: int = setting(4, "maximum stop sequences per request")
+    max_logprobs: int = setting(20, "maximum logprobs alternatives per token", at_least=0)
+    max_input_length: int | None = setting(None, "maximum prompt tokens", none="one less than --max-total-tokens")
     request_timeout_s: float | None = setting(
-        None, "seconds until a request is given up; x-request-timeout can ask for less", none="never", above=0
+        None, "request timeout in seconds; x-request-timeout can lower it", none="never", above=0
     )
-    body_timeout_s: float = setting(30.0, "seconds for headers, and for a body, to arrive", above=0)
-    keep_alive_s: float = setting(15.0, "seconds of silence until a stream sends a comment", above=0)
+    body_timeout_s: float = setting(
+        30.0, "timeout for receiving headers, and for receiving the body, in seconds", above=0
+    )
+    keep_alive_s: float = setting(15.0, "seconds without output before a stream sends a keep-alive comment", above=0)
     api_workers: int = setting(1, "API processes; only 1 is supported, scale out with --replicas")
-    drain_s: float = setting(90.0, "seconds that requests have to end when the server stops", at_least=0)
+    drain_s: float = setting(90.0, "seconds for running requests to finish at shutdown", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig(Settings):
     """Logs and traces."""
 
-    log_level: str = setting("info", "least severe messages to log", choices=LOG_LEVELS)
-    log_prompts: bool = setting(False, "write prompts and answers to the log")
-    json_logs: bool = setting(False, "write the log as JSON")
-    otlp_endpoint: str | None = setting(None, "address to send traces to, by OTLP over HTTP")
+    log_level: str = setting("info", "minimum log level", choices=LOG_LEVELS)
+    log_prompts: bool = setting(False, "log prompts and completions")
+    json_logs: bool = setting(False, "log as JSON")
+    otlp_endpoint: str | None = setting(None, "OTLP/HTTP endpoint for traces")
 
 
 @dataclass(frozen=True)
 class ServerConfig(AccessConfig, LimitsConfig, LogConfig):
-    """A model, its adapters, and the server in front of them."""
+    """The complete server configuration."""
 
     engine: EngineConfig
-    model_id: str  # the base model's name
+    model_id: str  # base model name
     model_revision: str | None = setting(None, "branch, tag or commit of the model on the hub")
     served_names: tuple[str, ...] = setting(
-        (), "another name of the model; answers bear the first one", flag="--served-model-name"
+        (), "another name for the model; responses use the first one", flag="--served-model-name"
     )
-    tokenizer_config_path: Path | None = setting(None, "another tokenizer_config.json, for its chat template")
+    tokenizer_config_path: Path | None = setting(None, "tokenizer_config.json to use for the chat template")
 
     tool_parsers: tuple[str, ...] = setting(
         (),
-        f"form in which the model calls functions, or adapter=form: {', '.join(TOOL_PARSERS)}",
-        none="chosen by the chat template",
+        f"tool call format, or adapter=format: {', '.join(TOOL_PARSERS)}",
+        none="detected from the chat template",
     )
-    separate_reasoning: bool = setting(False, "give reasoning in <think> as reasoning_content, unless a request says")
-    adapters_dir: Path | None = setting(None, "folder whose subfolders are adapters, later ones too")
-    static_adapter: tuple[str, str] | None = setting(None, "adapter of requests that name none")
-    default_source: str = setting("hub", "source of adapters whose request names none", choices=SOURCES)
+    separate_reasoning: bool = setting(
+        False, "return <think> text as reasoning_content, unless the request overrides it"
+    )
+    adapters_dir: Path | None = setting(None, "folder whose subfolders are adapters; new subfolders are detected")
+    static_adapter: tuple[str, str] | None = setting(None, "adapter for requests without an adapter")
+    default_source: str = setting("hub", "adapter source for requests without a source", choices=SOURCES)
     examples: Path | None = setting(
-        None, "prompts for the playground: a JSON list of title, prompt and models", flag="--playground-examples"
+        None, "playground examples: a JSON list with title, prompt and models", flag="--playground-examples"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.api_workers != 1:
             raise ConfigError(
-                f"api_workers = {self.api_workers} is not supported: one API process carries 40,000 tokens/s; "
+                f"api_workers = {self.api_workers} is not supported: one API process handles 40,000 tokens/s; "
                 "scale out with replicas (lorax serve --replicas)"
             )
         for parser in self.tool_parsers:
@@ -296,6 +313,6 @@ class ServerConfig(AccessConfig, LimitsConfig, LogConfig):
         total = self.engine.max_length
         if self.max_input_length is not None and total is not None and self.max_input_length >= total:
             raise ConfigError(
-                f"max_input_length = {self.max_input_length} must be less than the {total} tokens that a request may "
-                "have in all: one has to be left for the answer"
+                f"max_input_length = {self.max_input_length} must be less than the {total} tokens allowed per "
+                "request, to leave at least one token for the completion"
             )

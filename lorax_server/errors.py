@@ -1,59 +1,59 @@
-"""Errors that users cause or see, each with its HTTP status.
+"""Errors that users cause or see, with their HTTP status codes.
 
 LoraxError                   500
-├── ConfigError              500   a setting, or a field of a model's config, that cannot be honoured
-│   └── UnsupportedModelError      a model that cannot be served, by its type or by its behaviour
-├── WeightsError             500   a checkpoint that is missing, damaged or does not fit its config
-├── AdapterError             424   an adapter that cannot be served; the message says which one and why
-│   ├── AdapterNotFoundError 404   no adapter of this name
-│   ├── AdapterAccessError   403   the caller's token may not read it
-│   └── SourceError          503   a source of adapters that fails or cannot be reached; a retry may help
-├── InputError               422   a request that the model cannot take
-│   ├── TemplateError              messages that the chat template refuses, or a template that cannot be used
-│   │   ├── MissingVariableError   a template that needs a variable which the request does not set
+├── ConfigError              500   an invalid or unsupported setting or model config field
+│   └── UnsupportedModelError      an unsupported model type or behavior
+├── WeightsError             500   a checkpoint that is missing, damaged or does not match its config
+├── AdapterError             424   an adapter that cannot be served
+│   ├── AdapterNotFoundError 404   no adapter with this name
+│   ├── AdapterAccessError   403   the caller's token has no access to the adapter
+│   └── SourceError          503   an adapter source that fails or is unreachable; retry later
+├── InputError               422   an invalid request
+│   ├── TemplateError              messages that the chat template rejects, or an invalid template
+│   │   ├── MissingVariableError   a template variable that the request does not set
 │   │   └── NoTemplateError        a model without a chat template
-│   ├── ContextLengthError         a prompt that is too long, alone or with its answer
-│   └── NotSupportedError          a feature that this server does not have yet
-├── AuthenticationError      401   no API key, or an unknown one
-├── ForbiddenError           403   a key without this permission
-├── ConflictError            409   another operation is in the way; the message says which
-├── DeadlineError            504   the request took longer than it, or the server, allows
-├── OverloadedError          429   too many requests wait; the error says when to try again
-├── BusyError                503   a resource is busy, starting or stopping; the error says when to try again
-└── EngineError              500   the engine, or a rank of it, failed; it restarts by itself
+│   ├── ContextLengthError         a prompt that is too long, alone or with the requested completion
+│   └── NotSupportedError          a feature that is not implemented
+├── AuthenticationError      401   a missing or unknown API key
+├── ForbiddenError           403   an API key without the required permission
+├── ConflictError            409   a conflict with another operation
+├── DeadlineError            504   the request timeout expired
+├── OverloadedError          429   too many waiting requests; retry after `retry_after_s`
+├── BusyError                503   a resource is busy, starting or stopping; retry after `retry_after_s`
+└── EngineError              500   the engine or one of its ranks failed; it restarts automatically
 """
 
 
 class LoraxError(Exception):
-    """Base of every error that users see. Anything else that escapes is a bug of this server."""
+    """Base class of all errors that users see. Any other exception is a bug."""
 
     status = 500
-    request_ids: tuple[int, ...] = ()  # the requests at fault, where several share a batch
-    retry_after_s: float | None = None  # when a retry makes sense, if it does
+    request_ids: tuple[int, ...] = ()  # the requests at fault, if several share a batch
+    retry_after_s: float | None = None  # when a retry may succeed
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        # It may quote what is no text, such as a lone surrogate of a file; it has to be sent all the same.
+        # The message may contain text that cannot be encoded, such as a lone surrogate from a file.
         super().__init__(message.encode(errors="backslashreplace").decode())
         if retry_after_s is not None:
             self.retry_after_s = retry_after_s
 
-    def of(self, *request_ids: int) -> "LoraxError":
-        """Return the same error, with the requests at fault in its message."""
+    def for_requests(self, *request_ids: int) -> "LoraxError":
+        """Return the error with the request IDs in its message."""
         named = type(self)(f"request {', '.join(map(str, request_ids))}: {self}")
         named.request_ids = request_ids
         return named
 
 
 class ConfigError(LoraxError):
-    """A setting, or a field of a model's config, that cannot be honoured."""
+    """An invalid or unsupported setting or model config field."""
 
 
 class UnsupportedModelError(ConfigError):
-    """A model of an unknown type, or one that does not behave as a server needs."""
+    """An unsupported model type, or a model that behaves in an unsupported way."""
 
 
 class WeightsError(LoraxError):
-    """A checkpoint that cannot be read, or whose tensors do not fit the model's config."""
+    """A checkpoint that cannot be read or does not match the model config."""
 
 
 class AdapterError(LoraxError):
@@ -63,85 +63,85 @@ class AdapterError(LoraxError):
 
 
 class AdapterNotFoundError(AdapterError):
-    """No source has an adapter of this name."""
+    """No source has an adapter with this name."""
 
     status = 404
 
 
 class AdapterAccessError(AdapterError):
-    """The caller may not read this adapter."""
+    """The caller has no access to this adapter."""
 
     status = 403
 
 
 class SourceError(AdapterError):
-    """A source of adapters that cannot be reached or fails; a retry may help."""
+    """An adapter source that fails or is unreachable. A retry may succeed."""
 
     status = 503
 
 
 class InputError(LoraxError):
-    """A request that the model cannot take."""
+    """An invalid request."""
 
     status = 422
 
 
 class ContextLengthError(InputError):
-    """A prompt that does not fit, alone or together with its answer."""
+    """A prompt that is too long, alone or with the requested completion."""
 
 
 class TemplateError(InputError):
-    """Messages that cannot become a prompt."""
+    """Messages that cannot be rendered as a prompt."""
 
 
 class MissingVariableError(TemplateError):
-    """A chat template that needs a variable which the request does not set."""
+    """A chat template variable that the request does not set."""
 
 
 class NoTemplateError(TemplateError):
-    """A model without a chat template, whose adapter has none either."""
+    """Neither the model nor the adapter has a chat template."""
 
 
 class NotSupportedError(InputError):
-    """A feature that this server does not have yet."""
+    """A feature that is not implemented."""
 
 
 class AuthenticationError(LoraxError):
-    """A caller without a valid key."""
+    """A missing or invalid API key."""
 
     status = 401
 
 
 class ForbiddenError(LoraxError):
-    """A caller whose key lacks the permission."""
+    """An API key without the required permission."""
 
     status = 403
 
 
 class ConflictError(LoraxError):
-    """A request that conflicts with another operation, which the message names."""
+    """A request that conflicts with another operation."""
 
     status = 409
 
 
 class DeadlineError(LoraxError):
-    """A request whose time is up."""
+    """The request timeout expired."""
 
     status = 504
 
 
 class OverloadedError(LoraxError):
-    """More requests wait than the engine can serve in time."""
+    """Too many requests are waiting."""
 
     status = 429
 
 
 class BusyError(LoraxError):
-    """A lack of something that a request needs now; the request is not to blame."""
+    """A required resource is temporarily unavailable."""
 
     status = 503
     retry_after_s = 1.0
 
 
 class EngineError(LoraxError):
-    """The engine failed, and with it all that it was computing."""
+    """The engine failed, including all its requests."""

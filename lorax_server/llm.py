@@ -1,4 +1,4 @@
-"""The server's engine in a script: prompts in, completions out.
+"""Offline inference with the server's engine.
 
 llm = LLM("path/to/model", adapters={"french": "path/to/adapter"})
 for completion in llm.generate(["Once upon a time", "Hello"], adapter=["french", None]):
@@ -35,14 +35,14 @@ from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.generation_defaults import load_generation_defaults
 from lorax_server.text.prompt import Prompt, encode_prompt, list_prompts, spread
 from lorax_server.text.tokenizer import load_tokenizer
-from lorax_server.threads import failed
+from lorax_server.threads import failed_future
 from lorax_server.types import AdapterRef, EngineStatus, Request, Resolved, SamplingParams, StopParams, Structure
 
 _T = TypeVar("_T")
 
 
 class LLM:
-    """A model and its adapters. Several threads may use one; their requests share the steps."""
+    """A model with its adapters, for offline use. Thread-safe: concurrent requests share steps."""
 
     def __init__(
         self,
@@ -54,16 +54,19 @@ class LLM:
         quantize: str | None = None,
         **settings: Any,
     ) -> None:
-        """`adapters` are folders by name, or one folder whose subfolders are adapters. `settings` are those of
-        `EngineConfig`."""
+        """Load a model.
+
+        `adapters` maps names to folders, or is one folder whose subfolders are adapters. `settings` are `EngineConfig`
+        fields.
+        """
         path = Path(model)
         named = adapters if isinstance(adapters, Mapping) else {}
         self._folders = {adapter_id: Path(folder).resolve() for adapter_id, folder in named.items()}
         roots = [Path(adapters).resolve()] if isinstance(adapters, str | os.PathLike) else []
-        # The engine is asked for these folders only. Their files may be links to anywhere, as in the hub's cache.
+        # Only these folders are requested. Their files may be links to any location, as in the hub cache.
         roots += [Path(folder.anchor) for folder in self._folders.values()]
         settings.setdefault("sources", SourceConfig(tuple(dict.fromkeys(roots))))
-        # A script gives all of its prompts at once, and waits until they are done.
+        # Scripts submit all prompts together and wait for all of them.
         settings.setdefault("max_waiting", None)
         settings.setdefault("adapter_timeout_s", math.inf)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -74,16 +77,16 @@ class LLM:
         self._sandbox = Sandbox(1)
         self._trials = GrammarTrials(self._sandbox, TRIAL._replace(max_pending=None))
         self._tokenizers = AdapterTokenizers(self._tokenizer, path, self._sandbox)
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards the fields below
         config = EngineConfig(ModelConfig(path, dtype=dtype, device=device, quantize=quantize), **settings)
-        self._built: Engine | None = build_engine(config, phases=phases)
-        self.start_seconds: Mapping[str, float] = phases.seconds  # that the start took, by phase
-        self._end = EngineError("this LLM is closed")  # the reason why there is no engine, if there is none
-        self._runs: dict[int, Generation] = {}
-        self._left: deque[Generation] = deque()  # to be aborted
+        self._open_engine: Engine | None = build_engine(config, phases=phases)
+        self.start_seconds: Mapping[str, float] = phases.seconds  # startup time by phase
+        self._closed_error = EngineError("this LLM is closed")  # raised if there is no engine
+        self._generations: dict[int, Generation] = {}
+        self._to_abort: deque[Generation] = deque()  # abandoned requests, to be aborted
         self._ids = itertools.count()
-        self._num_ended = 0
-        self._loaded: dict[str, set[str]] = {}  # identities by the adapter_id that was loaded
+        self._num_finished = 0
+        self._loaded: dict[str, set[str]] = {}  # loaded identities by adapter ID
 
     def generate(
         self,
@@ -97,14 +100,15 @@ class LLM:
         progress: bool | None = None,
         on_error: str = "raise",
     ) -> list[Completion]:
-        """Answer prompts, given as text or token ids, all together.
+        """Generate completions for prompts (text or token IDs) in one batch.
 
-        `params`, `stop`, `adapter` and `structure` are for all of them, or lists with one for each; the adapter None is
-        the base model. `structured_output.grammars` makes structures. `progress` shows a bar; None: on a terminal.
-        `on_error="return"` leaves an error in its completion instead of raising the first.
+        `params`, `stop`, `adapter` and `structure` apply to all prompts, or are lists with one entry per prompt. The
+        adapter None is the base model. `structured_output.grammars` creates structures. `progress` shows a progress
+        bar; None shows it on a terminal. `on_error="return"` stores errors in their completions instead of raising the
+        first one.
         """
         if on_error not in ("raise", "return"):
-            raise InputError(f"on_error is 'raise' or 'return', not {on_error!r}")
+            raise InputError(f"on_error must be 'raise' or 'return' (got {on_error!r})")
         listed = list_prompts(prompts)
         adapter_ids = spread(adapter, str, "adapters", len(listed))
         samplings = spread(params, SamplingParams, "params", len(listed))
@@ -117,7 +121,7 @@ class LLM:
         try:
             resolved = self._resolve_all(adapter_ids, on_error)
             for arguments in zip(listed, resolved, samplings, stops, structures, strict=True):
-                runs.append(self._make_run(*arguments, prompt_logprobs))
+                runs.append(self._make_generation(*arguments, prompt_logprobs))
             for run in runs:
                 self._start(run, on_error)
             self._finish(runs, bar, on_error)
@@ -135,13 +139,13 @@ class LLM:
         adapter: str | None = None,
         structure: Structure | None = None,
     ) -> Iterator[TokenEvent]:
-        """Answer one prompt, token by token. Closing the iterator ends the request."""
-        run = self._make_run(prompt, self._resolve_all([adapter], "raise")[0], params, stop, structure, False)
+        """Generate one completion, token by token. Closing the iterator aborts the request."""
+        run = self._make_generation(prompt, self._resolve_all([adapter], "raise")[0], params, stop, structure, False)
         try:
             self._start(run, "raise")
             while True:
-                with self._lock:  # another thread may be adding to it
-                    events, is_done = run.take_events(), run.is_done
+                with self._lock:  # another thread may append events
+                    events, is_done = run.pop_events(), run.is_done
                 yield from events
                 if run.completion.error is not None:
                     raise run.completion.error
@@ -152,36 +156,36 @@ class LLM:
             self._stop([run])
 
     def load_adapter(self, adapter_id: str, *, pin: bool = False) -> None:
-        """Bring an adapter to the device before it is needed; one that is pinned stays there."""
-        identity = self._await(self._resolve(adapter_id)).identity
-        with self._held():
+        """Load an adapter to the device in advance. `pin` keeps it there."""
+        identity = self._wait_for(self._resolve(adapter_id)).identity
+        with self._lock_engine():
             loading = self._engine.load(identity, pin or None)
             self._loaded.setdefault(adapter_id, set()).add(identity)
-        self._await(loading)
+        self._wait_for(loading)
 
     def unload_adapter(self, adapter_id: str) -> None:
-        """Unload an adapter as soon as no request needs it, with the versions that its files had before."""
+        """Unload an adapter, including earlier versions, as soon as no request uses it."""
         identities = self._loaded.pop(adapter_id, set())
         try:
-            identities.add(self._await(self._resolve(adapter_id)).identity)
+            identities.add(self._wait_for(self._resolve(adapter_id)).identity)
         except AdapterError:
             if not identities:
                 raise
-        with self._held():
+        with self._lock_engine():
             for identity in identities:
                 self._engine.unload(identity)
 
     @property
     def status(self) -> EngineStatus:
-        with self._held():
+        with self._lock_engine():
             return self._engine.status()
 
     def close(self) -> None:
-        """Free the memory. Requests that are under way end with an error."""
+        """Release all memory. Running requests fail."""
         self._sandbox.close()
-        with self._held():
-            engine, self._built = self._built, None
-            self._runs.clear()
+        with self._lock_engine():
+            engine, self._open_engine = self._open_engine, None
+            self._generations.clear()
             if engine is not None:
                 engine.close()
 
@@ -193,7 +197,7 @@ class LLM:
 
     # --- Requests -----------------------------------------------------------------------------------------------------
 
-    def _make_run(
+    def _make_generation(
         self,
         prompt: Prompt,
         resolved: Resolved | LoraxError,
@@ -228,9 +232,9 @@ class LLM:
         try:
             if run.completion.error is not None:
                 raise run.completion.error
-            with self._held():
+            with self._lock_engine():
                 self._engine.add(run.request)
-                self._runs[run.request.request_id] = run
+                self._generations[run.request.request_id] = run
         except LoraxError as error:
             if on_error == "raise" or isinstance(error, EngineError):
                 raise
@@ -239,81 +243,83 @@ class LLM:
     def _finish(self, runs: Sequence[Generation], bar: Any, on_error: str) -> None:
         unfinished = list(runs)
         while unfinished:
-            num_ended = self._num_ended
+            num_finished = self._num_finished
             running = [run for run in unfinished if not run.is_done]
             failure = next((run.completion.error for run in unfinished if run.completion.error is not None), None)
             if failure is not None and on_error == "raise":
                 raise failure
             bar.update(len(unfinished) - len(running))
             unfinished = running
-            while unfinished and num_ended == self._num_ended:  # a look at all of them after each step takes long
+            while (
+                unfinished and num_finished == self._num_finished
+            ):  # checking all of them after each step would be slow
                 self._step()
 
     def _stop(self, runs: Sequence[Generation]) -> None:
-        """Abort requests without waiting: Python may close a forgotten iterator anywhere, even within a step."""
-        self._left.extend(run for run in runs if run.request.request_id in self._runs)
-        if self._left and self._lock.acquire(blocking=False):
+        """Abort requests without blocking: Python may close an abandoned iterator anywhere, even during a step."""
+        self._to_abort.extend(run for run in runs if run.request.request_id in self._generations)
+        if self._to_abort and self._lock.acquire(blocking=False):
             try:
-                self._abort_left()
+                self._abort_abandoned()
             finally:
                 self._lock.release()
 
-    def _abort_left(self) -> None:
-        while self._left:
-            request_id = self._left.popleft().request.request_id
-            if self._runs.pop(request_id, None) is not None:
+    def _abort_abandoned(self) -> None:
+        while self._to_abort:
+            request_id = self._to_abort.popleft().request.request_id
+            if self._generations.pop(request_id, None) is not None:
                 self._engine.abort(request_id)
 
     def _step(self) -> None:
-        """Run one step of the engine, for all threads that wait."""
+        """Run one engine step for all waiting threads."""
         self._engine.wait()
-        with self._held():
+        with self._lock_engine():
             engine = self._engine
             try:
                 outputs = engine.step()
-            except BaseException as error:  # the state of the engine is unknown now
-                self._built = None
-                self._end = EngineError(f"the engine of this LLM failed: {str(error) or type(error).__name__}")
-                self._runs.clear()
+            except BaseException as error:  # the engine state is undefined now
+                self._open_engine = None
+                self._closed_error = EngineError(f"the engine of this LLM failed: {str(error) or type(error).__name__}")
+                self._generations.clear()
                 engine.close()
                 raise
             for output in outputs:
-                if (run := self._runs.get(output.request_id)) is None:
+                if (run := self._generations.get(output.request_id)) is None:
                     continue
                 try:
                     run.append_output(output)
-                except Exception as error:  # otherwise other requests would lose their outputs of this step
-                    run.completion.error = LoraxError(f"broken output: {str(error) or type(error).__name__}")
+                except Exception as error:  # other requests must still get their outputs
+                    run.completion.error = LoraxError(f"invalid output: {str(error) or type(error).__name__}")
                 if run.is_done:
-                    del self._runs[output.request_id]
-                    self._num_ended += 1
+                    del self._generations[output.request_id]
+                    self._num_finished += 1
                     if output.finish_reason is None and output.failure is None:
-                        engine.abort(output.request_id)  # a stop string, which the engine does not see
+                        engine.abort(output.request_id)  # stopped by a stop string, which the engine does not check
 
     @property
     def _engine(self) -> Engine:
-        if self._built is None:
-            raise EngineError(str(self._end))
-        return self._built
+        if self._open_engine is None:
+            raise EngineError(str(self._closed_error))
+        return self._open_engine
 
     @contextmanager
-    def _held(self) -> Iterator[None]:
-        """Hold the engine for one thread, which Ctrl-C does not interrupt."""
-        with _uninterrupted(), self._lock:
-            self._abort_left()
+    def _lock_engine(self) -> Iterator[None]:
+        """Lock the engine and delay SIGINT."""
+        with _delay_sigint(), self._lock:
+            self._abort_abandoned()
             yield
 
     # --- Adapters and text --------------------------------------------------------------------------------------------
 
     def _resolve_all(self, adapter_ids: Sequence[str | None], on_error: str) -> list[Resolved | LoraxError]:
-        """Resolve each adapter once, all at the same time."""
+        """Resolve all distinct adapters concurrently."""
         futures = {
             adapter_id: self._resolve(adapter_id) for adapter_id in dict.fromkeys(adapter_ids) if adapter_id is not None
         }
         resolved: dict[str | None, Resolved | LoraxError] = {None: Resolved("")}
         for adapter_id, future in futures.items():
             try:
-                resolved[adapter_id] = self._await(future)
+                resolved[adapter_id] = self._wait_for(future)
             except LoraxError as error:
                 if on_error == "raise":
                     raise
@@ -321,31 +327,31 @@ class LLM:
         return [resolved[adapter_id] for adapter_id in adapter_ids]
 
     def _resolve(self, adapter_id: str) -> "Future[Resolved]":
-        """Ask the engine which adapter an adapter_id means now. All failures are in the Future."""
+        """Resolve an adapter ID. All errors are set on the future."""
         if self._folders and adapter_id not in self._folders:
             names = ", ".join(sorted(self._folders))
-            return failed(AdapterNotFoundError(f"adapter {adapter_id!r}: there are {names}"))
-        with self._held():
+            return failed_future(AdapterNotFoundError(f"adapter {adapter_id!r} is unknown; known adapters: {names}"))
+        with self._lock_engine():
             return self._engine.resolve([AdapterRef("local", str(self._folders.get(adapter_id, adapter_id)))])
 
-    def _await(self, future: "Future[_T]") -> _T:
+    def _wait_for(self, future: "Future[_T]") -> _T:
         while not future.done():
             self._step()
         return future.result()
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C: an engine that is interrupted in a step does not know what it has submitted."""
+def _delay_sigint() -> Iterator[None]:
+    """Delay SIGINT, because an interrupted step would leave the engine in an undefined state."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
-    heard: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda *heard_now: heard.append(heard_now))
+    signals: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *received: signals.append(received))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if heard:
-            handler(*heard[0])
+        if signals:
+            handler(*signals[0])

@@ -1,98 +1,100 @@
-"""The memory that this process may use: the machine's, or its container's share; and what an engine takes of it where
-no setting says so."""
+"""CPU and memory limits of this process or its container, and default sizes derived from them."""
 
 import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-NEW_FILES, OLD_FILES = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
-MAX_NUM_SEQS, LARGE_GPU_MAX_NUM_SEQS = 64, 256  # sequences at once, and on a GPU of so many bytes and more:
+CGROUP_ROOT, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUP_V2_FILES, CGROUP_V1_FILES = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+DEFAULT_MAX_NUM_SEQS, LARGE_GPU_DEFAULT_MAX_NUM_SEQS = 64, 256  # default number of running sequences
 LARGE_GPU_BYTES = 40 * 10**9
-GPU_ADAPTER_SHARE = 4  # adapters get one part in so many of what the weights leave of a GPU,
-LEAST_GPU_ADAPTER_BYTES = 2**28  # but not less than this,
-HOST_ADAPTER_SHARE = 4  # and one part in so many of the host's memory
-GRAMMAR_CACHE_BYTES = 2**28  # compiled grammars in an engine process
-ADAPTER_TABLE_SHARE = 64  # tables beside the adapters get one part in so many of these
-RECLAIMABLE = ("inactive_file", "total_inactive_file")  # names of it in the two kinds of groups
+GPU_ADAPTER_DIVISOR = 4  # divides the GPU memory that the weights leave free
+MIN_GPU_ADAPTER_BYTES = 2**28  # lower bound
+HOST_ADAPTER_DIVISOR = 4  # divides the host memory
+GRAMMAR_CACHE_BYTES = 2**28  # compiled grammars per engine process
+ADAPTER_TABLE_DIVISOR = 64  # divides the adapter memory, for the adapter tables
+RECLAIMABLE_FIELDS = ("inactive_file", "total_inactive_file")  # cgroup v2 and v1 names in memory.stat
 
 
 def count_cores() -> int:
-    """Return the number of cores that this process may use, or whose time its container may use."""
+    """Return the number of usable CPU cores, limited by CPU affinity and cgroup quotas."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([cores, *_cores_of_groups()]))
+    return max(1, min([cores, *_cgroup_cores()]))
 
 
 def machine_bytes() -> int:
-    """Return all of the memory, used or not."""
+    """Return the total memory, limited by cgroups."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([physical, *(limit for limit, _ in _groups())])
+    return min([physical, *(limit for limit, _ in _cgroup_memory())])
 
 
 def free_bytes() -> int:
-    """Return the free memory, counting caches of files that the system would drop."""
+    """Return the available memory, including reclaimable file cache."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             fields = dict(line.split(":", 1) for line in file)
         available = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):  # not Linux
         return machine_bytes() // 2
-    return max(0, min([available, *(limit - used for limit, used in _groups())]))
+    return max(0, min([available, *(limit - used for limit, used in _cgroup_memory())]))
 
 
 def resident_bytes() -> int:
-    """Return the memory that this process has in RAM (RSS)."""
+    """Return the resident set size (RSS) of this process."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # macOS: the most so far, in bytes
+    except OSError:  # macOS: peak RSS in bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _groups() -> Iterator[tuple[int, int]]:
-    """Yield limit and use of the control groups that this process is in. A container sees its own group as the root.
+def _cgroup_memory() -> Iterator[tuple[int, int]]:
+    """Yield (limit, usage) in bytes for each cgroup of this process. A container sees its cgroup as the root.
 
-    The use is that of all processes of a group, without caches of files that the system would drop.
+    Usage covers all processes in the cgroup, without reclaimable file cache.
     """
-    for folder in _folders():
-        for limit, used in (NEW_FILES, OLD_FILES):
+    for folder in _cgroup_folders():
+        for limit, used in (CGROUP_V2_FILES, CGROUP_V1_FILES):
             try:
-                yield int((folder / limit).read_text()), int((folder / used).read_text()) - _reclaimable(folder)
-            except (OSError, ValueError):  # no such group, or its limit is "max"
+                yield (
+                    int((folder / limit).read_text()),
+                    int((folder / used).read_text()) - _count_reclaimable_bytes(folder),
+                )
+            except (OSError, ValueError):  # missing file, or the limit is "max"
                 continue
 
 
-def _cores_of_groups() -> Iterator[int]:
-    """Yield the cores, rounded up, whose time the control groups of this process may use."""
-    for folder in {*_folders(), GROUPS / "cpu"}:
+def _cgroup_cores() -> Iterator[int]:
+    """Yield the CPU quota of each cgroup in cores, rounded up."""
+    for folder in {*_cgroup_folders(), CGROUP_ROOT / "cpu"}:
         for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
             try:
                 quota, period = (int(word) for file in files for word in (folder / file).read_text().split())
-            except (OSError, ValueError):  # no such group, or its quota is "max"
+            except (OSError, ValueError):  # missing file, or the quota is "max"
                 continue
             if quota > 0 and period > 0:
                 yield -(-quota // period)
 
 
-def _folders() -> set[Path]:
-    """Return the folders of the process's groups and of all groups around them."""
-    folders = {GROUPS, GROUPS / "memory"}
+def _cgroup_folders() -> set[Path]:
+    """Return the folders of this process's cgroups and their parents."""
+    folders = {CGROUP_ROOT, CGROUP_ROOT / "memory"}
     try:
-        lines = OWN_GROUPS.read_text().splitlines()
+        lines = OWN_CGROUPS.read_text().splitlines()
     except OSError:
         return folders
     for line in lines:  # number:controllers:/path
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
-            own = (GROUPS / controllers).joinpath(path.lstrip("/"))
-            folders |= {own, *(folder for folder in own.parents if folder.is_relative_to(GROUPS))}
+            own = (CGROUP_ROOT / controllers).joinpath(path.lstrip("/"))
+            folders |= {own, *(folder for folder in own.parents if folder.is_relative_to(CGROUP_ROOT))}
     return folders
 
 
-def _reclaimable(folder: Path) -> int:
+def _count_reclaimable_bytes(folder: Path) -> int:
     try:
         pairs = [line.partition(" ") for line in (folder / "memory.stat").read_text().splitlines()]
-        return max((int(value) for name, _, value in pairs if name in RECLAIMABLE), default=0)
+        return max((int(value) for name, _, value in pairs if name in RECLAIMABLE_FIELDS), default=0)
     except (OSError, ValueError):
         return 0

@@ -1,4 +1,4 @@
-"""Seconds that a start takes, phase by phase."""
+"""Measures startup time by phase."""
 
 import time
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class Phases:
-    """Measures phases, in the order in which they first begin. One that comes again is added to itself."""
+    """Collects the duration of named phases. A repeated phase adds up."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -22,7 +22,7 @@ class Phases:
             self.seconds[name] += time.monotonic() - began
 
     def __str__(self) -> str:
-        """Describe all phases, and what passed between them, in one line."""
+        """Format the total and all phases, including unmeasured time, in one line."""
         total = time.monotonic() - self._began
-        phases = {**self.seconds, "else": max(0.0, total - sum(self.seconds.values()))}
+        phases = {**self.seconds, "other": max(0.0, total - sum(self.seconds.values()))}
         return f"{total:.1f} s: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items())

@@ -1,6 +1,6 @@
-"""Process settings that change speed or memory, never results. docs/process-tuning.md lists each with its gain.
+"""Process settings that affect speed or memory, but not results. See docs/process-tuning.md.
 
-`LORAX_PROCESS_TUNING=0` turns all of them off.
+`LORAX_PROCESS_TUNING=0` disables all of them.
 """
 
 import ctypes
@@ -22,9 +22,10 @@ def is_enabled() -> bool:
 
 
 def set_gil_switch_interval() -> None:
-    """Make threads wait less for the GIL: the whole process, and timers of this thread and threads that it starts.
+    """Reduce the time that threads wait for the GIL and timers.
 
-    A step releases the GIL at each operation. While another thread prepares an adapter, each of these would wait.
+    A step releases the GIL in each operation, and would wait for threads that prepare adapters every time. The timer
+    setting applies to this thread and the threads that it starts.
     """
     if is_enabled():
         sys.setswitchinterval(GIL_SWITCH_INTERVAL_S)
@@ -32,46 +33,46 @@ def set_gil_switch_interval() -> None:
 
 
 def freeze_gc() -> None:
-    """Exclude all current objects from garbage collection. Call this once, after the process has started."""
+    """Exclude current objects from garbage collection. Call this once after startup."""
     if is_enabled():
         gc.collect()
         gc.freeze()
 
 
 def tune_gc() -> None:
-    """Exclude all current objects from garbage collection, and make full collections rare."""
+    """Exclude current objects from garbage collection, and make full collections rare."""
     if is_enabled():
         freeze_gc()
         gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTION_THRESHOLD)
 
 
 def limit_malloc_arenas() -> None:
-    """Make future threads share a few malloc arenas. Threads cannot use free memory of other arenas."""
+    """Make new threads share a few malloc arenas, since threads cannot reuse free memory in other arenas."""
     if is_enabled():
         _call_libc("mallopt", M_ARENA_MAX, MAX_ARENAS)
 
 
 def set_malloc_thresholds() -> None:
-    """Make malloc return large blocks to the system as soon as they are freed."""
+    """Make malloc return large freed blocks to the system immediately."""
     if is_enabled():
         _call_libc("mallopt", M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
         _call_libc("mallopt", M_TRIM_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 def set_mimalloc_purge_delay() -> None:
-    """Make child processes keep freed memory between steps. torch uses mimalloc on ARM."""
+    """Make child processes keep freed memory between steps. PyTorch uses mimalloc on ARM."""
     if is_enabled():
         os.environ.setdefault(MIMALLOC_PURGE_DELAY, str(PURGE_DELAY_MS))
 
 
 def trim_malloc() -> None:
-    """Return freed memory, which malloc keeps, to the system."""
+    """Return freed memory from malloc to the system."""
     if is_enabled():
         _call_libc("malloc_trim", 0)
 
 
 def _call_libc(name: str, *args: int) -> None:
-    """Call a function of the C library if it exists: macOS and musl lack some."""
+    """Call a C library function if it exists. macOS and musl lack some of them."""
     function = getattr(ctypes.CDLL(None), name, None)
     if function is not None:
         function(*args)

@@ -1,4 +1,4 @@
-"""Daemon threads, and futures that are settled without a thread of their own."""
+"""Daemon thread pool, and helpers for futures."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ Combined = TypeVar("Combined")
 
 
 class DaemonThreads:
-    """Up to so many threads, each started when there is work. They end with the process, whatever they wait for."""
+    """A pool of at most `limit` daemon threads, started on demand. Running work does not delay process exit."""
 
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
@@ -27,7 +27,7 @@ class DaemonThreads:
         self._work.put(work)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Wait for work on an event loop. A caller that stops waiting does not free a thread that is at it."""
+        """Run `work` on a thread and await its result. Cancellation does not stop work that has started."""
         result: Future[T] = Future()
         self.submit(partial(_settle, result, work))
         return await asyncio.wrap_future(result)
@@ -36,7 +36,7 @@ class DaemonThreads:
         try:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
             self._num_started += 1
-        except RuntimeError:  # the machine has no more threads
+        except RuntimeError:  # no more threads are available
             if not self._num_started:
                 raise
 
@@ -47,7 +47,7 @@ class DaemonThreads:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
-            del work  # with its text and its result, which else would stay until there is other work
+            del work  # release its arguments and result while the thread is idle
 
 
 def _settle(future: "Future[T]", work: Callable[[], T]) -> None:
@@ -64,7 +64,7 @@ def gather(
     combine: Callable[[list[T]], Combined],
     copy_error: Callable[[BaseException], BaseException],
 ) -> "Future[Combined]":
-    """Return the combined results of all futures, or a copy of the first error: raising an error changes it."""
+    """Return a future for the combined results, or a copy of the first error. Raising an error modifies it."""
     outcome: Future[Combined] = Future()
     lock, num_missing = threading.Lock(), len(futures)
 
@@ -91,13 +91,13 @@ def gather(
     return outcome
 
 
-def done(result: T) -> "Future[T]":
+def completed_future(result: T) -> "Future[T]":
     future: Future[T] = Future()
     future.set_result(result)
     return future
 
 
-def failed(error: BaseException) -> "Future[Any]":
+def failed_future(error: BaseException) -> "Future[Any]":
     future: Future[Any] = Future()
     future.set_exception(error)
     return future

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lorax_server.adapters.batch import AdapterArena
 from lorax_server.adapters.host import prepare
-from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.adapters.target import AdapterTarget, TargetKind
 from lorax_server.adapters.weights import AdapterWeights, ModuleWeights
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.worker.adapter_memory import AdapterMemory
@@ -27,7 +27,7 @@ def random_factors(targets: Mapping[str, AdapterTarget], rank: int, seed: int) -
             torch.randn(target.outputs.full, rank, generator=generator) * 0.3,
         )
         for name, target in targets.items()
-        if target.kind in (Kind.LINEAR, Kind.HEAD)
+        if target.kind in (TargetKind.LINEAR, TargetKind.HEAD)
     }
 
 
@@ -73,7 +73,7 @@ def make_arena(
 
 
 def _vocab_size(targets: Mapping[str, AdapterTarget]) -> int:
-    return next((target.outputs.full for target in targets.values() if target.kind is Kind.HEAD), 0)
+    return next((target.outputs.full for target in targets.values() if target.kind is TargetKind.HEAD), 0)
 
 
 def fill_arena(

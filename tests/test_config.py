@@ -9,43 +9,43 @@ from lorax_server.config import DTYPES, QUANTIZE, EngineConfig, ModelConfig, Ser
 from lorax_server.errors import ConfigError
 
 
-def test_a_path_is_enough() -> None:
+def test_model_config_needs_only_path() -> None:
     settings = ModelConfig(Path("model"))
     assert settings.path == Path("model")
     assert (settings.dtype, settings.device, settings.quantize) == (None, "cpu", None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_of_the_list_is_taken(dtype: str) -> None:
+def test_supported_dtypes(dtype: str) -> None:
     assert ModelConfig(Path("model"), dtype=dtype).dtype == dtype
 
 
 @pytest.mark.parametrize("quantize", QUANTIZE)
-def test_every_quantisation_of_the_list_is_taken(quantize: str) -> None:
+def test_supported_quantizations(quantize: str) -> None:
     assert ModelConfig(Path("model"), quantize=quantize).quantize == quantize
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int8", "fp16", "torch.float32", ""])
-def test_another_dtype_is_refused_by_name(dtype: str) -> None:
+def test_unknown_dtype_is_rejected(dtype: str) -> None:
     with pytest.raises(ConfigError, match="float32, float16, bfloat16") as caught:
         ModelConfig(Path("model"), dtype=dtype)
     assert f"dtype {dtype!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize("quantize", ["gptq", "fp8", ""])
-def test_another_quantisation_is_refused_by_name(quantize: str) -> None:
+def test_unknown_quantization_is_rejected(quantize: str) -> None:
     with pytest.raises(ConfigError, match="fp8-kv") as caught:
         ModelConfig(Path("model"), quantize=quantize)
     assert f"quantize {quantize!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", "cuda:13"])
-def test_a_cpu_and_any_gpu_are_taken(device: str) -> None:
+def test_supported_devices(device: str) -> None:
     assert ModelConfig(Path("model"), device=device).device == device
 
 
 @pytest.mark.parametrize("device", ["banana", "", "cpu:0", "cuda:", "cuda:x", "cuda:-1", "cuda:0\n", "mps"])
-def test_another_device_is_refused_by_name(device: str) -> None:
+def test_unknown_device_is_rejected(device: str) -> None:
     with pytest.raises(ConfigError, match="use cpu, cuda or cuda:<index>") as caught:
         ModelConfig(Path("model"), device=device)
     assert f"device {device!r}" in str(caught.value)
@@ -66,7 +66,7 @@ SIZES = ["cache_bytes", "adapter_host_bytes", "max_waiting"]
 NOT_NEGATIVE = ["adapter_bytes", "adapter_timeout_s", "adapter_patience_s", "max_wait_s"]
 
 
-def test_a_model_is_enough_for_an_engine() -> None:
+def test_engine_config_needs_only_model() -> None:
     settings = EngineConfig(MODEL)
     assert settings.sources == SourceConfig()
     assert not settings.tenant_weights
@@ -78,62 +78,62 @@ def engine_config(**settings: Any) -> EngineConfig:
 
 @pytest.mark.parametrize("name", [*COUNTS, *SIZES])
 @pytest.mark.parametrize("value", [0, -1])
-def test_what_must_be_at_least_one(name: str, value: int) -> None:
+def test_values_below_one_are_rejected(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"^{name} = {value} must be at least 1$"):
         engine_config(**{name: value})
 
 
 @pytest.mark.parametrize("name", [*COUNTS, *SIZES])
-def test_one_is_enough(name: str) -> None:
+def test_one_is_accepted(name: str) -> None:
     assert getattr(engine_config(**{"max_rows": 1, name: 1}), name) == 1
 
 
 @pytest.mark.parametrize("name", NOT_NEGATIVE)
-def test_what_may_be_zero_but_not_less(name: str) -> None:
+def test_negative_values_are_rejected(name: str) -> None:
     assert getattr(engine_config(**{name: 0}), name) == 0
     with pytest.raises(ConfigError, match=f"^{name} = -0.5 must not be negative$"):
         engine_config(**{name: -0.5})
 
 
 @pytest.mark.parametrize("name", ["adapter_timeout_s", "max_wait_s"])
-def test_to_wait_for_ever_is_allowed(name: str) -> None:
+def test_infinite_timeout_is_accepted(name: str) -> None:
     assert getattr(engine_config(**{name: math.inf}), name) == math.inf
 
 
 @pytest.mark.parametrize("fraction", [0, -0.1, 1.1, math.nan, math.inf])
-def test_a_fraction_is_between_nothing_and_all(fraction: float) -> None:
+def test_fraction_must_be_in_range(fraction: float) -> None:
     with pytest.raises(ConfigError, match="must be above 0 and at most 1"):
         EngineConfig(MODEL, gpu_memory_fraction=fraction)
     assert EngineConfig(MODEL, gpu_memory_fraction=1).gpu_memory_fraction == 1
 
 
 @pytest.mark.parametrize("weight", [0, -1.0])
-def test_weights_of_tenants_are_above_zero(weight: float) -> None:
+def test_tenant_weights_must_be_positive(weight: float) -> None:
     with pytest.raises(ConfigError, match="tenant_weights must be above 0"):
         EngineConfig(MODEL, tenant_weights={"a": 1.0, "b": weight})
 
 
-def test_every_running_sequence_needs_a_token_of_each_step() -> None:
+def test_max_step_tokens_must_cover_max_rows() -> None:
     with pytest.raises(ConfigError, match="max_step_tokens = 7 must be at least max_rows = 8"):
         EngineConfig(MODEL, max_step_tokens=7, max_rows=8)
     assert EngineConfig(MODEL, max_step_tokens=8, max_rows=8).max_rows == 8
 
 
 @pytest.mark.parametrize("settings", [{"hub": True}, {"s3_bucket": "bucket"}])
-def test_what_is_fetched_needs_a_place(settings: dict[str, Any]) -> None:
+def test_remote_sources_need_cache_folder(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="set cache"):
         SourceConfig(**settings)
     assert SourceConfig(cache=Path("cache"), **settings).cache == Path("cache")
 
 
 @pytest.mark.parametrize("name", ["max_bytes", "num_threads"])
-def test_sources_need_some_of_everything(name: str) -> None:
+def test_source_limits_must_be_positive(name: str) -> None:
     settings: dict[str, Any] = {name: 0}
     with pytest.raises(ConfigError, match=f"^{name} = 0 must be at least 1$"):
         SourceConfig(**settings)
 
 
-def test_a_token_is_not_shown() -> None:
+def test_hub_token_is_not_in_repr() -> None:
     assert "secret" not in repr(EngineConfig(MODEL, sources=SourceConfig(hub_token="secret")))
 
 

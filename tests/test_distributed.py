@@ -15,8 +15,8 @@ from lorax_server.distributed import (
     shard_kv_heads,
     shard_units,
     shard_vocab,
+    unsharded,
     vocab_block,
-    whole,
 )
 from lorax_server.errors import ConfigError
 
@@ -41,7 +41,7 @@ CUTS: dict[str, tuple[int, Cut]] = {
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("cut", CUTS)
-def test_the_ranks_hold_everything_exactly_once(cut: str, ranks: int) -> None:
+def test_shards_cover_dimension_exactly_once(cut: str, ranks: int) -> None:
     full, make = CUTS[cut]
     shards = [make(FakeGroup(rank, ranks)) for rank in range(ranks)]
     held = [place for shard in shards for place in places(shard)]
@@ -52,17 +52,17 @@ def test_the_ranks_hold_everything_exactly_once(cut: str, ranks: int) -> None:
         assert shard.is_whole == (ranks == 1)
 
 
-def test_a_rank_holds_its_own_stretch() -> None:
+def test_rank_holds_its_range() -> None:
     assert [shard_evenly(FakeGroup(rank, 3), 12, "x").ranges for rank in range(3)] == [((0, 4),), ((4, 8),), ((8, 12),)]
 
 
-def test_every_part_is_cut_on_its_own() -> None:
+def test_parts_are_sharded_separately() -> None:
     parts = [(4, 2), (4, 2), (2, 3)]  # [0, 8), [8, 16), [16, 22)
     assert shard_units(FakeGroup(0, 2), parts, "x").ranges == ((0, 4), (8, 12), (16, 19))
     assert shard_units(FakeGroup(1, 2), parts, "x").ranges == ((4, 8), (12, 16), (19, 22))
 
 
-def test_no_unit_is_torn() -> None:
+def test_units_are_not_split() -> None:
     for rank in range(4):
         for start, stop in shard_units(FakeGroup(rank, 4), [(8, 5), (4, 7)], "x").ranges:
             unit, offset = (5, 0) if stop <= 40 else (7, 40)
@@ -80,13 +80,13 @@ def test_no_unit_is_torn() -> None:
         (lambda group: shard_kv_heads(group, 3, 8), "num_key_value_heads = 3 cannot .* over 4 "),
     ],
 )
-def test_what_cannot_be_divided_is_named_with_its_number(cut: Cut, message: str) -> None:
+def test_indivisible_dimension_error_names_value(cut: Cut, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         cut(FakeGroup(0, 4))
 
 
 @pytest.mark.parametrize(("heads", "ranks"), [(1, 2), (1, 4), (2, 4), (2, 8), (3, 6), (4, 8)])
-def test_fewer_heads_than_ranks_are_shared_by_neighbours(heads: int, ranks: int) -> None:
+def test_adjacent_ranks_share_kv_head(heads: int, ranks: int) -> None:
     shards = [shard_kv_heads(FakeGroup(rank, ranks), heads, 5) for rank in range(ranks)]
     sharers = ranks // heads
     for rank, shard in enumerate(shards):
@@ -95,35 +95,35 @@ def test_fewer_heads_than_ranks_are_shared_by_neighbours(heads: int, ranks: int)
         assert shard == Shard(heads * 5, ((head * 5, head * 5 + 5),))
 
 
-def test_the_vocabulary_is_cut_into_equal_blocks_but_for_the_last() -> None:
+def test_vocabulary_shards_are_equal_except_last() -> None:
     group = [FakeGroup(rank, 4) for rank in range(4)]
     assert [vocab_block(member, 10) for member in group] == [3, 3, 3, 3]
     assert [shard_vocab(member, 10).ranges for member in group] == [((0, 3),), ((3, 6),), ((6, 9),), ((9, 10),)]
 
 
-def test_ranks_past_the_end_of_the_vocabulary_hold_nothing() -> None:
+def test_ranks_beyond_vocabulary_are_empty() -> None:
     shards = [shard_vocab(FakeGroup(rank, 4), 5) for rank in range(4)]
     assert [shard.size for shard in shards] == [2, 2, 1, 0]
     assert places(shards[3]) == []
-    assert shards[3].take(torch.ones(5, 2), dim=0).shape == (0, 2)
+    assert shards[3].select(torch.ones(5, 2), dim=0).shape == (0, 2)
 
 
-def test_take_cuts_along_the_dimension() -> None:
+def test_select_along_dimension() -> None:
     x = torch.arange(24).view(4, 6)
     shard = Shard(6, ((0, 1), (3, 5)))
-    assert torch.equal(shard.take(x, dim=1), x[:, [0, 3, 4]])
-    assert torch.equal(Shard(4, ((2, 4),)).take(x, dim=0), x[2:])
+    assert torch.equal(shard.select(x, dim=1), x[:, [0, 3, 4]])
+    assert torch.equal(Shard(4, ((2, 4),)).select(x, dim=0), x[2:])
 
 
-def test_taking_all_is_free() -> None:
+def test_select_of_full_shard_does_not_copy() -> None:
     x = torch.arange(6)
-    assert whole(6).is_whole
-    assert whole(6).size == 6
-    assert whole(6).take(x, dim=0) is x
+    assert unsharded(6).is_whole
+    assert unsharded(6).size == 6
+    assert unsharded(6).select(x, dim=0) is x
     assert not Shard(6, ((0, 5),)).is_whole
 
 
-def test_a_fake_group_is_one_process_unless_told() -> None:
+def test_fake_group_defaults_to_one_process() -> None:
     group = FakeGroup()
     x = torch.ones(2, 3)
     assert (group.rank(), group.size()) == (0, 1)
@@ -131,7 +131,7 @@ def test_a_fake_group_is_one_process_unless_told() -> None:
     assert group.all_gather(x, dim=0) is x
 
 
-def test_a_fake_group_has_the_shapes_of_a_real_one() -> None:
+def test_fake_group_shapes_match_real_group() -> None:
     group = FakeGroup(2, 3)
     x = torch.arange(6.0).view(2, 3)
     assert (group.rank(), group.size()) == (2, 3)
@@ -150,7 +150,7 @@ def talk_alone(meeting: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_nccl_group_of_one(tmp_path: Path) -> None:
+def test_nccl_group_with_one_rank(tmp_path: Path) -> None:
     """Use the real backend of a GPU, as far as one GPU goes; in a process of its own, since NCCL keeps its sockets."""
     process = get_context("spawn").Process(target=talk_alone, args=(tmp_path / "meeting",))
     process.start()

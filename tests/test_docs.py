@@ -37,31 +37,31 @@ NOT_YET_ON_A_GPU = {  # of the kinds of adapters: their figure is still to be me
 }
 
 
-def test_every_kind_of_adapter_is_in_the_table() -> None:
+def test_every_adapter_method_is_documented() -> None:
     rows = re.findall(r"^\| (.+?) \| (\d+) \| \d\.\de-\d\d \| (\d\.\de-\d\d|-) \|", ADAPTERS, flags=re.MULTILINE)
     kinds = [case.kind for case in CASES.values()]
     assert {kind: count for kind, count, _ in rows} == {kind: str(kinds.count(kind)) for kind in kinds}
     assert {kind for kind, _, on_gpu in rows if on_gpu == "-"} == NOT_YET_ON_A_GPU
 
 
-def test_every_architecture_is_in_the_table() -> None:
+def test_every_architecture_is_documented() -> None:
     table, _, _ = (DOCS / "models.md").read_text().partition("\n## ")
     head, *rows = re.findall(r"^\| (`.+?`) \|", table, flags=re.MULTILINE)
     assert head == "`model_type`"
     assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(MODELS)
 
 
-def test_the_readme_counts_what_is_compared() -> None:
+def test_readme_adapter_counts() -> None:
     readme = (DOCS.parent / "README.md").read_text()
     assert f"{len(CASES)} adapters of {len({case.kind for case in CASES.values()})} kinds" in readme
 
 
-def test_the_readme_counts_the_architectures_without_a_model_of_our_own() -> None:
+def test_readme_fallback_architecture_count() -> None:
     types = {make().model_type for make in SERVED.values()} - set(MODELS)
     assert f"{len(types)} such architectures" in (DOCS.parent / "README.md").read_text()
 
 
-def test_the_example_of_another_model_runs(tmp_path: Path, forks: ForkServerContext) -> None:
+def test_model_example_runs(tmp_path: Path, forks: ForkServerContext) -> None:
     save(tmp_path / "my-model", make_model(SERVED["stablelm"]()), make_tokenizer())
     (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "generation.md").read_text(), flags=re.DOTALL)
     exit_code, printed = run_apart(forks, tmp_path, run_block, block, tmp_path)
@@ -74,7 +74,7 @@ def run_block(block: str, folder: Path) -> None:
     exec(block, {"__name__": "__main__"})
 
 
-def test_the_example_of_the_engine_runs(tmp_path: Path, forks: ForkServerContext) -> None:
+def test_engine_example_runs(tmp_path: Path, forks: ForkServerContext) -> None:
     model = LlamaForCausalLM(LlamaConfig(**LLAMA))
     save(tmp_path / "my-model", model, make_tokenizer())
     adapter = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))
@@ -85,7 +85,7 @@ def test_the_example_of_the_engine_runs(tmp_path: Path, forks: ForkServerContext
     assert printed.count(" tokens: ") == 2
 
 
-def test_the_settings_of_the_engine_are_explained_as_they_are() -> None:
+def test_engine_settings_match_docs() -> None:
     table = (DOCS / "engine.md").read_text().split("## Settings")[1]
     defaults = {field.name: field.default for field in fields(EngineConfig)}
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", table, flags=re.MULTILINE)
@@ -95,9 +95,9 @@ def test_the_settings_of_the_engine_are_explained_as_they_are() -> None:
         assert defaults[name] is None or shown == str(defaults[name])
 
 
-def test_what_is_refused_is_listed() -> None:
+def test_rejected_features_are_documented() -> None:
     names = {"alora_invocation_tokens", "layer_replication", "target_parameters"}
-    assert names <= set(FIELDS[Method.LORA].refused)
+    assert names <= set(FIELDS[Method.LORA].unsupported)
     assert all(f"`{name}`" in ADAPTERS for name in names)
     for word in ("Arrow", "KaSA", "QALoRA", "Megatron"):
         assert word in ADAPTERS
@@ -109,14 +109,14 @@ def test_links_lead_somewhere() -> None:
             assert (DOCS / link.partition("#")[0]).is_file(), f"{document.name}: {link}"
 
 
-def test_every_field_of_a_request_is_described() -> None:
+def test_every_request_field_is_documented() -> None:
     described = (DOCS / "http-api.md").read_text()
     for schema in (GenerateParameters, CompletionRequest, ChatCompletionRequest, LoadRequest, VllmLoadRequest):
         for name in schema.model_fields:
             assert re.search(rf"[`\"]{name}[`\".]", described), f"{schema.__name__}.{name}"
 
 
-def test_flags_are_those_that_there_are() -> None:
+def test_documented_flags_exist() -> None:
     names = {flag.name for flag in FLAGS}
     migration, operations = (DOCS / "migration.md").read_text(), (DOCS / "operations.md").read_text()
     ours, _, _ = migration.partition("## From vLLM")
@@ -124,17 +124,17 @@ def test_flags_are_those_that_there_are() -> None:
     assert [flag.name for flag in FLAGS if not flag.is_ours and f"`{flag.name}`" not in ours] == []
 
 
-def test_metrics_are_those_that_there_are() -> None:
+def test_documented_metrics_exist() -> None:
     _, _, after = (DOCS / "operations.md").read_text().partition("## Metrics")
     table, _, _ = after.partition("\n## ")
     metrics = Metrics(max_input_length=10, max_total_tokens=20)
     metrics.engine.update(None, True, 0)
-    exported = set(re.findall(r"^# TYPE (\S+)", metrics.prometheus().decode(), flags=re.MULTILINE))
+    exported = set(re.findall(r"^# TYPE (\S+)", metrics.render_prometheus().decode(), flags=re.MULTILINE))
     rows = re.findall(r"^\| (`lorax_\w+`.*?) \|", table, flags=re.MULTILINE)
     assert {name for row in rows for name in re.findall(r"`(lorax_\w+)`", row)} == exported
 
 
-def test_every_client_that_is_tested_is_in_the_table() -> None:
+def test_every_tested_client_is_documented() -> None:
     folder, table = DOCS.parent / "tests" / "clients", (DOCS / "clients.md").read_text()
     wanted = re.findall(r"^([\w.-]+)(?:\[.*\])?==(\S+)", (folder / "requirements.txt").read_text(), flags=re.MULTILINE)
     wanted += json.loads((folder / "package.json").read_text())["dependencies"].items()
@@ -144,13 +144,13 @@ def test_every_client_that_is_tested_is_in_the_table() -> None:
         assert re.search(rf"^\|.*`{re.escape(name)}`.*\|.*{re.escape(version)}.*\|", table, flags=re.MULTILINE), name
 
 
-def test_flags_for_clients_are_those_that_there_are() -> None:
+def test_documented_client_flags_exist() -> None:
     found = re.findall(r"lorax serve .*|`--[a-z-]+`", (DOCS / "clients.md").read_text())
     assert found
     assert set(re.findall(r"--[a-z-]+", " ".join(found))) <= {flag.name for flag in FLAGS}
 
 
-def test_the_life_of_a_request_names_files_and_forms_that_there_are() -> None:
+def test_life_of_a_request_names_existing_files_and_types() -> None:
     page = (DOCS / "life-of-a-request.md").read_text()
     package = DOCS.parent / "lorax_server"
     folder = ""

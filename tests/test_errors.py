@@ -7,11 +7,11 @@ from lorax_server.errors import ConfigError, InputError, LoraxError, Unsupported
     ("error", "status"),
     [(LoraxError, 500), (ConfigError, 500), (UnsupportedModelError, 500), (WeightsError, 500), (InputError, 422)],
 )
-def test_each_error_has_the_status_it_becomes(error: type[LoraxError], status: int) -> None:
+def test_error_status_codes(error: type[LoraxError], status: int) -> None:
     assert issubclass(error, LoraxError)
     assert error("text").status == status
     assert str(error("text")) == "text"
 
 
-def test_an_unsupported_model_is_a_config_error() -> None:
+def test_unsupported_model_is_config_error() -> None:
     assert issubclass(UnsupportedModelError, ConfigError)

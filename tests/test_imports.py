@@ -22,8 +22,8 @@ OURS = {
     "core": (
         "import lorax_server.models, lorax_server.adapters.host, lorax_server.adapters.merge, lorax_server.kernels\n"
         "import lorax_server.weights, lorax_server.worker.adapter_memory, lorax_server.engine.engine\n"
-        "from lorax_server.models.registry import MODELS, find_class\n"
-        "for model_type in MODELS: find_class(model_type)"
+        "from lorax_server.models.registry import MODELS, find_model_class\n"
+        "for model_type in MODELS: find_model_class(model_type)"
     ),
     "script": "import lorax_server.llm",
 }
@@ -50,18 +50,18 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def test_the_package_alone_is_light() -> None:
+def test_package_import_is_light() -> None:
     modules = imported_by("import lorax_server")
     assert "lorax_server" in modules
     assert not modules & {"torch", "numpy", "transformers", "safetensors"}
 
 
-def test_settings_and_errors_are_light() -> None:
+def test_settings_and_errors_import_is_light() -> None:
     modules = imported_by("import lorax_server.config, lorax_server.errors")
     assert not modules & {"torch", "numpy", "transformers", "safetensors"}
 
 
-def test_reading_and_fetching_adapters_and_placing_them_needs_no_torch() -> None:
+def test_adapter_sources_do_not_import_torch() -> None:
     modules = imported_by(
         "import lorax_server.adapters.config, lorax_server.adapters.checkpoint, lorax_server.adapters.identity\n"
         "import lorax_server.adapters.sources.source, lorax_server.adapters.sources.local\n"
@@ -71,21 +71,21 @@ def test_reading_and_fetching_adapters_and_placing_them_needs_no_torch() -> None
     assert not modules & {"torch", "numpy", "transformers", "safetensors", "boto3"}
 
 
-def test_the_engine_is_started_before_fastapi_is_imported() -> None:
+def test_engine_starts_before_fastapi_import() -> None:
     modules = imported_by("import lorax_server.cli.command, lorax_server.launch, lorax_server.server.run")
     assert "lorax_server.server.service" in modules
     assert not modules & {"fastapi", "pydantic", "torch", "numpy", "transformers"}
 
 
 @pytest.mark.slow
-def test_the_core_needs_no_web_stack_no_queue_no_protobuf_and_no_triton() -> None:
+def test_core_has_no_server_imports() -> None:
     modules = imported_beside_others()["core"]
     assert "lorax_server.layers.linear" in modules
     assert not modules & {"fastapi", "uvicorn", "msgspec", "zmq", "google.protobuf", "triton", "peft"}
 
 
 @pytest.mark.slow
-def test_a_second_start_imports_neither_transformers_nor_a_compiler() -> None:
+def test_second_start_does_not_import_transformers_or_compiler() -> None:
     """To import one takes seconds. The first start keeps what transformers says of a config."""
     start = "import sys\nfrom lorax_server.llm import LLM\n"
     start += (
@@ -98,7 +98,7 @@ def test_a_second_start_imports_neither_transformers_nor_a_compiler() -> None:
 
 
 @pytest.mark.slow
-def test_a_script_needs_no_web_stack_no_queue_and_no_protobuf() -> None:
+def test_llm_has_no_server_imports() -> None:
     modules = imported_beside_others()["script"]
     assert "lorax_server.llm" in modules
     assert not modules & {"fastapi", "uvicorn", "msgspec", "zmq", "google.protobuf", "triton", "peft", "boto3"}

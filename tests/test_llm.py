@@ -141,8 +141,8 @@ def assert_idle(llm: LLM) -> None:
     status = llm.status
     assert (status.running, status.waiting, status.waiting_for_adapters) == (0, 0, 0)
     assert status.free_blocks == status.num_blocks
-    assert not llm._runs
-    assert not llm._left
+    assert not llm._generations
+    assert not llm._to_abort
 
 
 def texts(completions: Sequence[Completion]) -> list[str]:
@@ -170,13 +170,13 @@ def in_submit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Calla
 # --- The same as transformers and PEFT --------------------------------------------------------------------------------
 
 
-def test_the_cache_can_be_sized_in_tokens(world: World) -> None:
+def test_cache_size_in_tokens(world: World) -> None:
     settings = {name: value for name, value in SMALL.items() if name != "cache_bytes"}
     with LLM(world.model, **settings | {"cache_tokens": 100, "block_size": 16}) as llm:
         assert llm.status.num_blocks == 7
 
 
-def test_a_float8_cache_changes_log_probabilities_a_little(world: World, llm: LLM) -> None:
+def test_float8_cache_changes_logprobs_slightly(world: World, llm: LLM) -> None:
     prompt = list(range(3, 23))
     with LLM(world.model, quantize="fp8-kv", **SMALL) as small:
         rounded, exact = (each.generate([prompt], prompt_logprobs=True)[0].prompt_logprobs for each in (small, llm))
@@ -184,7 +184,7 @@ def test_a_float8_cache_changes_log_probabilities_a_little(world: World, llm: LL
     assert rounded == pytest.approx(exact, abs=0.5)
 
 
-def test_prompts_of_several_adapters_get_what_they_get_alone(world: World, llm: LLM) -> None:
+def test_mixed_adapters_match_single_requests(world: World, llm: LLM) -> None:
     prompts: list[Any] = [text if i % 2 else world.ids(text) for i, text in enumerate(TEXTS * 3)]
     names = [name for name in (None, *world.adapters) for _ in range(3)]
     completions = llm.generate(prompts, stop=STOP, adapter=names)
@@ -204,12 +204,12 @@ def test_prompts_of_several_adapters_get_what_they_get_alone(world: World, llm: 
 @pytest.mark.parametrize(
     "prompts", ["hello", ["hello"], ("hello",), [[108, 109, 110]], [108, 109, 110], (108, 109, 110)]
 )
-def test_one_prompt_in_any_form(prompts: Any, world: World, llm: LLM) -> None:
+def test_single_prompt_forms(prompts: Any, world: World, llm: LLM) -> None:
     prompt = "hello" if "hello" in prompts else [108, 109, 110]
     assert texts(llm.generate(prompts, stop=STOP)) == [world.answer(prompt)[1]]
 
 
-def test_ids_of_numpy_and_torch(llm: LLM) -> None:
+def test_numpy_and_torch_token_ids(llm: LLM) -> None:
     ids = torch.tensor([108, 109, 110])
     (plain,) = llm.generate([108, 109, 110], stop=STOP)
     for given in (ids, ids.numpy(), [ids], [ids.numpy()], torch.stack([ids]), ids.numpy()[None]):
@@ -218,24 +218,24 @@ def test_ids_of_numpy_and_torch(llm: LLM) -> None:
         assert replace(completion, logprobs=plain.logprobs) == plain
 
 
-def test_no_prompts_at_all(llm: LLM) -> None:
+def test_empty_prompt_list(llm: LLM) -> None:
     assert llm.generate([]) == []
     assert llm.generate([], adapter=[]) == []
 
 
-def test_one_adapter_for_all(world: World, llm: LLM) -> None:
+def test_one_adapter_for_all_prompts(world: World, llm: LLM) -> None:
     expected = [world.answer(text, "second")[1] for text in TEXTS]
     assert texts(llm.generate(TEXTS, stop=STOP, adapter="second")) == expected
 
 
-def test_more_prompts_than_a_server_would_let_wait(llm: LLM) -> None:
+def test_no_queue_limit(llm: LLM) -> None:
     """Take any number of prompts. A server lets 10,000 wait by default, and refuses more."""
     assert llm._engine._scheduler.limits.max_waiting is None
     completions = llm.generate([[5, 6]] * 300, stop=StopParams(max_new_tokens=1))
     assert len({completion.text for completion in completions}) == 1
 
 
-def test_what_is_drawn_is_the_same_alone_and_together(llm: LLM) -> None:
+def test_sampling_is_independent_of_batch(llm: LLM) -> None:
     wishes = SamplingParams(do_sample=True, temperature=1.2, top_p=0.95, repetition_penalty=1.1, seed=3)
     names = [None, "first", "the third", "second"]
     together = llm.generate(TEXTS, wishes, STOP, adapter=names)
@@ -246,7 +246,7 @@ def test_what_is_drawn_is_the_same_alone_and_together(llm: LLM) -> None:
     assert other.token_ids != together[0].token_ids
 
 
-def test_log_probabilities_of_prompts_and_alternatives(world: World, llm: LLM) -> None:
+def test_prompt_logprobs_and_alternatives(world: World, llm: LLM) -> None:
     prompts = [world.ids(TEXTS[0]), [7]]
     found = llm.generate(prompts, SamplingParams(num_alternatives=3), STOP, prompt_logprobs=True)
     check_logprobs(world.base, prompts, found)
@@ -275,7 +275,7 @@ def stop_within(text: str, tokens: Sequence[int], tokenizer: Any) -> str:
 
 
 @pytest.mark.parametrize("include_stop", [True, False])
-def test_a_stop_string_ends_the_text_and_the_request(include_stop: bool, world: World, llm: LLM) -> None:
+def test_stop_string_finishes_request(include_stop: bool, world: World, llm: LLM) -> None:
     tokens, text = world.answer(TEXTS[0], "first")
     wanted = stop_within(text, tokens, world.tokenizer)
     end = text.index(wanted) + len(wanted)
@@ -291,7 +291,7 @@ def test_a_stop_string_ends_the_text_and_the_request(include_stop: bool, world: 
     assert "".join(chunk.text for chunk in llm.stream(TEXTS[0], stop=stop, adapter="first")) == completion.text
 
 
-def test_a_stop_string_of_one_prompt_lets_the_others_go_on(world: World, llm: LLM) -> None:
+def test_stop_string_does_not_affect_other_prompts(world: World, llm: LLM) -> None:
     text = world.answer(TEXTS[0])[1]
     stop = StopParams(max_new_tokens=NEW_TOKENS, stop_strings=(text[2:5],), include_stop=False)
     plain = [world.answer(each)[1] for each in TEXTS]
@@ -301,7 +301,7 @@ def test_a_stop_string_of_one_prompt_lets_the_others_go_on(world: World, llm: LL
     assert texts(llm.generate(TEXTS, stop=stop)) == expected
 
 
-def test_stop_tokens_and_own_eos(world: World, llm: LLM) -> None:
+def test_stop_tokens_and_custom_eos(world: World, llm: LLM) -> None:
     tokens, _ = world.answer(TEXTS[1])
     (stopped,) = llm.generate(TEXTS[1], stop=StopParams(stop_token_ids=frozenset({tokens[3]})))
     assert stopped.token_ids == tokens[: tokens.index(tokens[3]) + 1]
@@ -315,7 +315,7 @@ def test_stop_tokens_and_own_eos(world: World, llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("name", [None, "first", "the third"])
-def test_a_stream_has_the_text_of_generate(name: str | None, world: World, llm: LLM) -> None:
+def test_stream_matches_generate(name: str | None, world: World, llm: LLM) -> None:
     sampling = SamplingParams(num_alternatives=2)
     chunks = list(llm.stream(TEXTS[3], sampling, STOP, adapter=name))
     (whole,) = llm.generate(TEXTS[3], sampling, STOP, adapter=name)
@@ -330,7 +330,7 @@ def test_a_stream_has_the_text_of_generate(name: str | None, world: World, llm: 
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_a_stream_that_is_closed_early_frees_everything(count: int, llm: LLM) -> None:
+def test_closed_stream_releases_everything(count: int, llm: LLM) -> None:
     stream = llm.stream(TEXTS[0], stop=StopParams(max_new_tokens=50, ignore_eos=True), adapter="first")
     taken = list(itertools.islice(stream, count))
     assert len(taken) == count
@@ -339,12 +339,12 @@ def test_a_stream_that_is_closed_early_frees_everything(count: int, llm: LLM) ->
     assert_idle(llm)
 
 
-def test_a_stream_that_is_forgotten_frees_everything(llm: LLM) -> None:
+def test_garbage_collected_stream_releases_everything(llm: LLM) -> None:
     next(llm.stream(TEXTS[0], stop=StopParams(max_new_tokens=50, ignore_eos=True)))
     assert_idle(llm)
 
 
-def test_a_stream_that_is_forgotten_in_the_middle_of_a_step(llm: LLM, in_submit: Any) -> None:
+def test_stream_collected_during_step(llm: LLM, in_submit: Any) -> None:
     """The garbage collector may run at any time, also in a thread that holds the lock."""
 
     def forget() -> "weakref.ref[Any]":
@@ -382,7 +382,7 @@ def test_interleaved_streams(world: World, llm: LLM) -> None:
     assert found == [world.answer(TEXTS[i], name)[1] for i, name in enumerate(names)]
 
 
-def test_a_stream_beside_generate(world: World, llm: LLM) -> None:
+def test_stream_during_generate(world: World, llm: LLM) -> None:
     stream = llm.stream(TEXTS[0], stop=STOP)
     first = next(stream)
     assert texts(llm.generate(TEXTS[1:3], stop=STOP)) == [world.answer(text)[1] for text in TEXTS[1:3]]
@@ -392,7 +392,7 @@ def test_a_stream_beside_generate(world: World, llm: LLM) -> None:
 # --- Threads ----------------------------------------------------------------------------------------------------------
 
 
-def test_several_threads_at_once(world: World, llm: LLM) -> None:
+def test_concurrent_threads(world: World, llm: LLM) -> None:
     names = [None, *world.adapters]
     expected = {name: [world.answer(text, name)[1] for text in TEXTS] for name in names}
 
@@ -408,7 +408,7 @@ def test_several_threads_at_once(world: World, llm: LLM) -> None:
         assert answer_ == expected[names[number % len(names)]]
 
 
-def test_one_threads_error_is_its_own(world: World, llm: LLM) -> None:
+def test_error_affects_only_its_thread(world: World, llm: LLM) -> None:
     wrong: list[Any] = [TEXTS[0], []]
 
     def work(number: int) -> list[str]:
@@ -423,13 +423,13 @@ def test_one_threads_error_is_its_own(world: World, llm: LLM) -> None:
     assert answers[::2] == [[world.answer(text)[1] for text in TEXTS]] * 4
 
 
-def test_a_thread_gets_all_of_a_stream_that_another_one_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_is_complete_if_other_thread_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader sees a token's effects all at once, though the thread that applies them may stop anywhere in between."""
     expected = "".join(chunk.text for chunk in llm.stream(TEXTS[0], stop=STOP))
     stream = llm.stream(TEXTS[0], stop=STOP)
     parts = [next(stream).text]
     inside, go_on = threading.Event(), threading.Event()
-    run = next(iter(llm._runs.values()))
+    run = next(iter(llm._generations.values()))
     append_output = run.append_output
 
     def slowly(output: Any) -> None:
@@ -495,7 +495,7 @@ def broken_llm(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.mark.parametrize("what", [*DAMAGES[:-1], pytest.param(DAMAGES[-1], marks=pytest.mark.slow), "gone", "unknown"])
-def test_a_bad_adapter_harms_nobody_else(what: str, world: World, broken_llm: LLM) -> None:
+def test_invalid_adapter_fails_only_its_prompts(what: str, world: World, broken_llm: LLM) -> None:
     names = ["first", what, None, what]
     for _ in range(2):  # also while the failure is remembered
         with pytest.raises(AdapterError) as caught:
@@ -513,21 +513,21 @@ def test_a_bad_adapter_harms_nobody_else(what: str, world: World, broken_llm: LL
         broken_llm.generate("hello", adapter=what)
 
 
-def test_an_adapter_that_expands_beyond_host_memory_is_rejected_unread(broken_llm: LLM) -> None:
+def test_adapter_expanding_beyond_host_memory_is_rejected_unread(broken_llm: LLM) -> None:
     """BD-LoRA: the file has a thousandth of what B takes in memory."""
     with pytest.raises(AdapterError, match=r"may take \d+ bytes of host memory, .* raise adapter_host_bytes"):
         broken_llm.load_adapter("expanded")
     assert_idle(broken_llm)
 
 
-def test_an_unknown_adapter_is_told_which_there_are(llm: LLM) -> None:
+def test_unknown_adapter_error_lists_known_adapters(llm: LLM) -> None:
     for use in (llm.load_adapter, llm.unload_adapter, lambda name: llm.generate("hello", adapter=name)):
-        with pytest.raises(AdapterNotFoundError, match="'fourth': there are first, second, the third"):
+        with pytest.raises(AdapterNotFoundError, match="'fourth' is unknown; known adapters: first, second, the third"):
             use("fourth")
 
 
 @pytest.mark.parametrize("what", ["not finite", "gone"])
-def test_a_bad_adapter_cannot_be_loaded(what: str, broken_llm: LLM) -> None:
+def test_load_of_invalid_adapter_fails(what: str, broken_llm: LLM) -> None:
     with pytest.raises(AdapterError):
         broken_llm.load_adapter(what, pin=True)
     assert_idle(broken_llm)
@@ -550,7 +550,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS)
-def test_a_bad_prompt_harms_nobody_else(prompt: Any, message: str, world: World, llm: LLM) -> None:
+def test_invalid_prompt_fails_only_its_completion(prompt: Any, message: str, world: World, llm: LLM) -> None:
     prompts = [TEXTS[0], prompt, TEXTS[1]]
     with pytest.raises(InputError, match=message):
         llm.generate(prompts, stop=STOP)
@@ -561,14 +561,14 @@ def test_a_bad_prompt_harms_nobody_else(prompt: Any, message: str, world: World,
     assert texts([first, last]) == [world.answer(TEXTS[0])[1], world.answer(TEXTS[1])[1]]
 
 
-def test_wrong_numbers_and_words(llm: LLM) -> None:
+def test_invalid_arguments(llm: LLM) -> None:
     with pytest.raises(InputError, match="2 prompts, but 1 adapters"):
         llm.generate(["a", "b"], adapter=["first"])
-    with pytest.raises(InputError, match="on_error is 'raise' or 'return', not 'ignore'"):
+    with pytest.raises(InputError, match=r"on_error must be 'raise' or 'return' \(got 'ignore'\)"):
         llm.generate("a", on_error="ignore")
 
 
-def test_an_error_in_the_middle_of_an_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_during_generation(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make scores NaN in the middle: the text so far is kept."""
     plain = llm.generate(TEXTS[:2], stop=STOP)
     executor = llm._engine._executor
@@ -584,18 +584,18 @@ def test_an_error_in_the_middle_of_an_answer(llm: LLM, monkeypatch: pytest.Monke
     completions = llm.generate(TEXTS[:2], stop=STOP, on_error="return")
     (failed,) = [each for each in completions if each.error is not None]
     place = completions.index(failed)
-    assert "not numbers" in str(failed.error)
+    assert "are NaN" in str(failed.error)
     assert failed.token_ids == plain[place].token_ids[:3]
     assert failed.text
     assert plain[place].text.startswith(failed.text)
     assert completions[1 - place].text == plain[1 - place].text
     count = itertools.count()
-    with pytest.raises(Exception, match="not numbers"):
+    with pytest.raises(Exception, match="are NaN"):
         list(llm.stream(TEXTS[0], stop=STOP))
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), InputError("a bug")])
-def test_an_exception_in_one_output_leaves_the_outputs_of_others(
+def test_invalid_output_does_not_affect_other_requests(
     error: Exception, world: World, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append_output = Generation.append_output
@@ -620,9 +620,7 @@ def test_an_exception_in_one_output_leaves_the_outputs_of_others(
 @pytest.mark.parametrize(
     "poison", [{"size": 1e18}, {"size": 3e10, "lora_alpha": 1e18}], ids=["huge weights", "huge scale"]
 )
-def test_an_adapter_that_spoils_its_own_scores_spoils_nobody_elses(
-    world: World, tmp_path: Path, poison: dict[str, Any]
-) -> None:
+def test_nan_adapter_does_not_affect_other_adapters(world: World, tmp_path: Path, poison: dict[str, Any]) -> None:
     """Its weights are numbers, but its scores are not. Neighbours share its steps, then get its blocks."""
     write_adapter(copy.deepcopy(world.base), tmp_path / "poison", 3, **poison)
     adapters = {"poison": tmp_path / "poison", "first": world.adapters["first"]}
@@ -633,7 +631,7 @@ def test_an_adapter_that_spoils_its_own_scores_spoils_nobody_elses(
                 prompts, names, llm.generate(prompts, stop=STOP, adapter=names, on_error="return"), strict=True
             ):
                 if name == "poison":
-                    assert "not numbers" in str(found.error)
+                    assert "are NaN" in str(found.error)
                 else:
                     assert found.text == world.answer(prompt, name)[1]
 
@@ -641,7 +639,7 @@ def test_an_adapter_that_spoils_its_own_scores_spoils_nobody_elses(
 # --- Where adapters lie -----------------------------------------------------------------------------------------------
 
 
-def test_a_folder_of_adapters(world: World, tmp_path: Path) -> None:
+def test_adapter_folder(world: World, tmp_path: Path) -> None:
     with LLM(str(world.model), str(world.root), **SMALL) as llm:
         for name in ("first", str(world.root / "second")):
             expected = world.answer("hello", Path(name).name)[1]
@@ -652,7 +650,7 @@ def test_a_folder_of_adapters(world: World, tmp_path: Path) -> None:
         assert_idle(llm)
 
 
-def test_names_for_folders_anywhere(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_adapter_folders(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use relative paths, two names for one folder, and links as in the cache of the hub."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
     shutil.copytree(world.adapters["second"], blobs)
@@ -674,7 +672,7 @@ def test_names_for_folders_anywhere(world: World, tmp_path: Path, monkeypatch: p
     assert status.adapters_prepared == 3  # the twins are one
 
 
-def test_without_adapters(world: World) -> None:
+def test_no_adapters(world: World) -> None:
     nothings: list[Any] = [None, {}]
     for adapters in nothings:
         with LLM(world.model, adapters, **SMALL) as llm:
@@ -683,7 +681,7 @@ def test_without_adapters(world: World) -> None:
                 llm.generate("hello", adapter="first")
 
 
-def test_an_adapter_whose_files_are_replaced(world: World, tmp_path: Path) -> None:
+def test_replaced_adapter_files(world: World, tmp_path: Path) -> None:
     folder = tmp_path / "changing"
     shutil.copytree(world.adapters["first"], folder)
     with LLM(world.model, {"x": folder}, **SMALL) as llm:
@@ -703,7 +701,7 @@ def test_an_adapter_whose_files_are_replaced(world: World, tmp_path: Path) -> No
         assert_idle(llm)
 
 
-def test_the_start_tells_its_seconds_by_phase(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_start_seconds_by_phase(world: World, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="lorax_server"), LLM(world.model, world.adapters, **SMALL) as llm:
         assert list(llm.start_seconds) == ["tokenizer", "imports", "kernels", "weights", "memory", "graphs", "adapters"]
         assert all(seconds >= 0 for seconds in llm.start_seconds.values())
@@ -712,7 +710,7 @@ def test_the_start_tells_its_seconds_by_phase(world: World, caplog: pytest.LogCa
     assert sum(record.message.startswith("memory: weights ") for record in caplog.records) == 1
 
 
-def test_loading_pinning_and_unloading(world: World) -> None:
+def test_load_pin_and_unload(world: World) -> None:
     with LLM(world.model, world.adapters, **SMALL | {"adapter_bytes": 14_000}) as llm:  # room for one
         llm.load_adapter("first")
         assert (llm.status.adapters_on_device, llm.status.adapters_loaded) == (1, 1)
@@ -729,7 +727,7 @@ def test_loading_pinning_and_unloading(world: World) -> None:
         assert_idle(llm)
 
 
-def test_an_adapter_with_its_own_tokenizer(world: World, tmp_path: Path) -> None:
+def test_adapter_with_tokenizer(world: World, tmp_path: Path) -> None:
     """An adapter adds tokens that the base model lacks: they are tokenized, served and shown as by PEFT."""
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(ADDED[:-1])
@@ -769,11 +767,9 @@ def test_an_adapter_with_its_own_tokenizer(world: World, tmp_path: Path) -> None
     assert (changed.token_ids, changed.text) == answer(oracle, other, ids)
 
 
-def test_tokenizers_of_adapters_are_kept_up_to_a_number(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapter_tokenizer_cache_is_bounded(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep few of them, and never read them by transformers in this process, which has no limits."""
-    monkeypatch.setattr(adapter_tokenizers, "MAX_HEAVY", 2)
+    monkeypatch.setattr(adapter_tokenizers, "MAX_OWN_TOKENIZERS", 2)
     folders = {str(number): tmp_path / str(number) for number in range(4)}
     for number, folder in folders.items():
         shutil.copytree(world.adapters["first"], folder)
@@ -789,7 +785,7 @@ def test_tokenizers_of_adapters_are_kept_up_to_a_number(
 
 
 @pytest.mark.parametrize("problem", [ConfigError("takes longer than 60 s"), OSError(28, "No space left on device")])
-def test_a_tokenizer_that_fails_is_tried_again_after_a_while(
+def test_failed_tokenizer_is_retried(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception
 ) -> None:
     shutil.copytree(world.adapters["first"], tmp_path / "own")
@@ -810,7 +806,7 @@ def test_a_tokenizer_that_fails_is_tried_again_after_a_while(
     assert completion.text == world.answer("hello", "first")[1]
 
 
-def test_a_script_keeps_its_threads_as_they_are(world: World) -> None:
+def test_thread_settings_are_unchanged(world: World) -> None:
     before = sys.getswitchinterval()
     sys.setswitchinterval(0.004)
     try:
@@ -828,7 +824,7 @@ def _not_here(*args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_a_model_of_another_architecture(tmp_path: Path, world: World) -> None:
+def test_other_architecture(tmp_path: Path, world: World) -> None:
     config = SERVED["codegen"]()
     assert config.model_type not in MODELS
     oracle, tokenizer = make_model(config), make_tokenizer()
@@ -841,7 +837,7 @@ def test_a_model_of_another_architecture(tmp_path: Path, world: World) -> None:
         check_logprobs(oracle, prompts, found)
         assert llm.generate([7], stop=STOP, prompt_logprobs=True)[0].prompt_logprobs == []
         assert "".join(chunk.text for chunk in llm.stream(TEXTS[0], stop=STOP)) == found[0].text
-        with pytest.raises(AdapterError, match="this model is served without adapters"):
+        with pytest.raises(AdapterError, match="this model does not support adapters"):
             llm.generate(TEXTS[0], adapter="first")
         mixed = llm.generate(TEXTS[:2], stop=STOP, adapter=["first", None], on_error="return")
         assert isinstance(mixed[0].error, AdapterError)
@@ -854,7 +850,7 @@ def test_a_model_of_another_architecture(tmp_path: Path, world: World) -> None:
 # --- The bar ----------------------------------------------------------------------------------------------------------
 
 
-def test_progress_is_shown_if_it_is_asked_for(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_on_request(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     llm.generate(TEXTS, stop=STOP, progress=True)
     shown = capfd.readouterr().err
     assert "4/4" in shown
@@ -865,7 +861,7 @@ def test_progress_is_shown_if_it_is_asked_for(llm: LLM, capfd: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(("prompts", "is_shown"), [(TEXTS, True), (TEXTS[:1], False)])
-def test_progress_is_shown_on_a_terminal(
+def test_progress_bar_on_terminal(
     prompts: list[str], is_shown: bool, llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
@@ -873,7 +869,7 @@ def test_progress_is_shown_on_a_terminal(
     assert ("4/4" in capsys.readouterr().err) == is_shown
 
 
-def test_progress_counts_what_failed(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_counts_failures(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     prompts: list[Any] = [*TEXTS, []]
     llm.generate(prompts, stop=STOP, progress=True, on_error="return")
     assert "5/5" in capfd.readouterr().err
@@ -891,7 +887,7 @@ def interrupt() -> Iterator[Callable[[], None]]:
 
 
 @pytest.mark.parametrize("number", [0, 1, 4])
-def test_ctrl_c_leaves_it_usable(number: int, world: World, llm: LLM, in_submit: Any, interrupt: Any) -> None:
+def test_llm_is_usable_after_sigint(number: int, world: World, llm: LLM, in_submit: Any, interrupt: Any) -> None:
     expected = [world.answer(text, "first")[1] for text in TEXTS]
     assert texts(llm.generate(TEXTS, stop=STOP, adapter="first")) == expected
     steps = llm.status.steps
@@ -904,7 +900,7 @@ def test_ctrl_c_leaves_it_usable(number: int, world: World, llm: LLM, in_submit:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_between_two_steps(
+def test_sigint_between_steps(
     world: World, llm: LLM, monkeypatch: pytest.MonkeyPatch, interrupt: Callable[[], None]
 ) -> None:
     monkeypatch.setattr(llm, "_finish", lambda *_: interrupt())
@@ -934,7 +930,7 @@ def use(llm: LLM) -> list[Callable[[], object]]:
     ]
 
 
-def test_after_it_is_closed(mortal: LLM) -> None:
+def test_closed_llm_raises(mortal: LLM) -> None:
     mortal.generate("hello", adapter="first")
     stream = mortal.stream("hello", stop=STOP)
     next(stream)
@@ -955,7 +951,7 @@ def test_after_it_is_closed(mortal: LLM) -> None:
         gc.collect()
 
 
-def test_a_thread_whose_llm_is_closed_is_told(mortal: LLM) -> None:
+def test_close_fails_running_threads(mortal: LLM) -> None:
     began = threading.Event()
     errors: list[BaseException] = []
 
@@ -977,7 +973,7 @@ def test_a_thread_whose_llm_is_closed_is_told(mortal: LLM) -> None:
     assert [str(error) for error in errors] == ["this LLM is closed"]
 
 
-def test_an_engine_that_fails_fails_for_all(mortal: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_failure_fails_all_threads(mortal: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = mortal.stream("hello", stop=STOP)
     next(stream)
 
@@ -996,6 +992,6 @@ def test_an_engine_that_fails_fails_for_all(mortal: LLM, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+def test_invalid_model_fails_to_load(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="its tokenizer cannot be converted"):
         LLM(tmp_path / "nothing", device="cpu")

@@ -20,8 +20,8 @@ OLD = {
 
 @pytest.fixture(autouse=True)
 def big_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "GROUPS", tmp_path)
-    monkeypatch.setattr(machine, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(machine, "CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(machine, "OWN_CGROUPS", tmp_path / "own")
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": PHYSICAL}.__getitem__)
 
 
@@ -42,9 +42,7 @@ def write(folder: Path, files: Mapping[str, object]) -> None:
         pytest.param("", NEW, None, id="no list of groups"),
     ],
 )
-def test_a_container_has_less_than_its_host(
-    place: str, files: Mapping[str, object], own: str | None, tmp_path: Path
-) -> None:
+def test_cgroup_limits_memory(place: str, files: Mapping[str, object], own: str | None, tmp_path: Path) -> None:
     write(tmp_path / place, files)
     if own is not None:
         write(tmp_path, {"own": own})
@@ -64,7 +62,7 @@ def test_a_container_has_less_than_its_host(
         ("", {"cpu.max": "damaged"}, 8),
     ],
 )
-def test_a_container_may_use_the_time_of_fewer_cores(
+def test_cgroup_limits_cores(
     place: str, files: Mapping[str, object], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
@@ -74,19 +72,19 @@ def test_a_container_may_use_the_time_of_fewer_cores(
 
 
 @pytest.mark.parametrize("limit", ["max", 2**62, ""])
-def test_a_container_without_a_limit_has_all(limit: object, tmp_path: Path) -> None:
+def test_unlimited_cgroup(limit: object, tmp_path: Path) -> None:
     write(tmp_path, {**NEW, "memory.max": limit})
     assert machine_bytes() == PHYSICAL
     assert 0 < free_bytes() < PHYSICAL
 
 
-def test_without_containers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine_bytes() == PHYSICAL
     monkeypatch.setattr("builtins.open", _no_file)  # nor is it Linux
     assert free_bytes() == PHYSICAL // 2
 
 
-def test_a_full_container_has_nothing_left(tmp_path: Path) -> None:
+def test_full_cgroup_has_no_free_memory(tmp_path: Path) -> None:
     write(tmp_path, {**NEW, "memory.current": LIMIT + 2 * OF_FILES})
     assert free_bytes() == 0
 

@@ -60,7 +60,7 @@ OWN_FROM = 100
 # --- The description --------------------------------------------------------------------------------------------------
 
 
-def test_the_committed_modules_are_what_the_description_makes(tmp_path: Path) -> None:
+def test_generated_modules_are_up_to_date(tmp_path: Path) -> None:
     pytest.importorskip("grpc_tools")
     command = ["-m", "grpc_tools.protoc", "-Iproto", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}"]
     subprocess.run([sys.executable, *command, "proto/generate.proto"], cwd=ROOT, check=True)
@@ -77,13 +77,13 @@ def mark(field: Any) -> str:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_fields_have_the_numbers_of_lorax_and_ours_begin_at_a_hundred(name: str) -> None:
+def test_field_numbers_match_lorax(name: str) -> None:
     found = pb.DESCRIPTOR.message_types_by_name[name].fields
     theirs = [f"{field.name}={field.number}{mark(field)}" for field in found if field.number < OWN_FROM]
     assert " ".join(theirs) == FIELDS[name]
 
 
-def test_fields_have_the_types_of_lorax() -> None:
+def test_field_types_match_lorax() -> None:
     any_field = pb.DESCRIPTOR.message_types_by_name["Image"].fields[0]
     kinds = {getattr(any_field, f"TYPE_{kind.upper()}"): kind for kind in KINDS}
     for message in FIELDS:
@@ -92,12 +92,12 @@ def test_fields_have_the_types_of_lorax() -> None:
                 assert kinds[field.type] == TYPES[field.name], f"{message}.{field.name}"
 
 
-def test_reasons_have_the_numbers_of_lorax_and_of_ours() -> None:
+def test_finish_reasons_match_lorax() -> None:
     assert dict(pb.FinishReason.items()) == {f"FINISH_REASON_{each.name}": each.value for each in FinishReason}
     assert [each.value for each in FinishReason] == [0, 1, 2]
 
 
-def test_the_package_is_that_of_lorax() -> None:
+def test_package_name_matches_lorax() -> None:
     assert pb.DESCRIPTOR.package == "generate.v1"
 
 
@@ -108,7 +108,7 @@ def there_and_back(message: Any) -> Any:
     return type(message).FromString(message.SerializeToString())
 
 
-def test_next_tokens_arrive_as_they_were() -> None:
+def test_next_tokens_round_trip() -> None:
     alternatives = AlternativeTokens([7, 8], [-0.5, -1.25], ["a", "é"])
     tokens = NextTokens([7, 9], [math.nan, -0.5], ["a", "</s>"], [False, True], [alternatives])
     message = there_and_back(tokens.to_pb())
@@ -124,7 +124,7 @@ def test_next_tokens_arrive_as_they_were() -> None:
 
 @pytest.mark.parametrize("seed", [None, 0, 2**64 - 1])
 @pytest.mark.parametrize("reason", FinishReason)
-def test_a_finished_text_arrives_as_it_was(reason: FinishReason, seed: int | None) -> None:
+def test_finished_text_round_trips(reason: FinishReason, seed: int | None) -> None:
     message = there_and_back(GeneratedText("日本\ufffd", 3, 0, reason, seed).to_pb())
     assert (message.text, message.generated_tokens, message.skipped_tokens) == ("日本\ufffd", 3, 0)
     assert message.finish_reason == reason.value
@@ -132,7 +132,7 @@ def test_a_finished_text_arrives_as_it_was(reason: FinishReason, seed: int | Non
     assert message.seed == (seed or 0)
 
 
-def test_a_generation_holds_only_what_there_is() -> None:
+def test_generation_omits_unset_fields() -> None:
     tokens = NextTokens([7], [-0.5], ["a"], [False])
     first = there_and_back(Generation(2**64 - 1, tokens, 5, tokens, None).to_pb())
     assert (first.request_id, first.prefill_tokens_length) == (2**64 - 1, 5)
@@ -144,7 +144,7 @@ def test_a_generation_holds_only_what_there_is() -> None:
     assert last.generated_text.text == ""
 
 
-def test_a_message_of_lorax_is_read_and_what_it_does_not_say_is_nothing() -> None:
+def test_lorax_message_has_defaults_for_missing_fields() -> None:
     read = pb.Request.FromString(bytes.fromhex("0807 1202 6869 2003 4002"))  # fields 1, 2, 4 and 8
     assert (read.id, read.inputs, read.truncate, read.adapter_index) == (7, "hi", 3, 2)
     assert not read.tokenized_inputs.ids
@@ -196,7 +196,7 @@ def run_without_protobuf(code: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_models_and_sampling_need_no_protobuf_and_messages_do() -> None:
+def test_only_messages_import_protobuf() -> None:
     code = (
         "import lorax_server.models.causal_lm, lorax_server.sampling\n"
         "from lorax_server.models.contract.types import messages\n"
@@ -206,7 +206,7 @@ def test_models_and_sampling_need_no_protobuf_and_messages_do() -> None:
 
 
 @pytest.mark.slow
-def test_a_batch_runs_without_protobuf(tmp_path: Path) -> None:
+def test_batch_runs_without_protobuf(tmp_path: Path) -> None:
     zoo = Zoo(tmp_path)
     requests = [request(i, ids, 4, stop={"ignore_eos_token": True}) for i, ids in enumerate([[5, 9, 20], [7]])]
     answers = run(zoo.served("llama"), *requests)

@@ -84,7 +84,7 @@ def test_gil_switch_interval_and_timer_slack() -> None:
     assert words == pytest.approx([process_tuning.GIL_SWITCH_INTERVAL_S, process_tuning.TIMER_SLACK_NS])
 
 
-def test_full_collections_are_rare_and_skip_objects_of_the_start() -> None:
+def test_full_collections_are_rare_and_skip_startup_objects() -> None:
     assert run(GC).split() == ["True", "True", "True", str(process_tuning.FULL_COLLECTION_THRESHOLD)]
 
 
@@ -98,7 +98,7 @@ def test_malloc_returns_freed_large_blocks() -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "false", "off", " NO "])
-def test_one_variable_turns_all_tuning_off(value: str) -> None:
+def test_environment_variable_disables_tuning(value: str) -> None:
     assert run(ALL, **{VARIABLE: value}).strip() == "True 0 []"
 
 
@@ -114,7 +114,7 @@ def test_malloc_can_be_trimmed() -> None:
     trim_malloc()
 
 
-def test_mimalloc_setting_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_mimalloc_setting_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MIMALLOC_PURGE_DELAY, "7")
     set_mimalloc_purge_delay()
     assert os.environ[MIMALLOC_PURGE_DELAY] == "7"

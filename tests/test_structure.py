@@ -21,19 +21,19 @@ def trees() -> dict[str, ast.Module]:
     return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in FILES}
 
 
-def test_a_folder_says_what_it_is_for() -> None:
+def test_every_package_has_docstring() -> None:
     assert [
         name for name, tree in trees().items() if name.endswith("__init__.py") and not ast.get_docstring(tree)
     ] == []
 
 
-def test_no_class_name_means_two_things() -> None:
+def test_class_names_are_unique() -> None:
     names = Counter(node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     assert {name for name, count in names.items() if count > 1} == TWO_MEANINGS
 
 
 @pytest.mark.parametrize("words", [("what", "who", "whoever", "whether", "how", "where", "which", "whose")])
-def test_a_docstring_begins_with_a_verb_or_a_noun(words: tuple[str, ...]) -> None:
+def test_docstrings_do_not_start_with_what(words: tuple[str, ...]) -> None:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = {
         f"{name}:{getattr(node, 'name', 'module')}": ast.get_docstring(node) or ""

@@ -40,7 +40,7 @@ def refused(kind: type, field: str, value: Any, named: str) -> None:
 
 
 @pytest.mark.parametrize("field", NUMBERS)
-def test_numbers_of_sampling(field: str) -> None:
+def test_sampling_number_ranges(field: str) -> None:
     good, bad = NUMBERS[field]
     for value in good:
         assert getattr(SamplingParams(**{field: value}), field) == value
@@ -49,13 +49,13 @@ def test_numbers_of_sampling(field: str) -> None:
 
 
 @pytest.mark.parametrize("value", [1e39, math.inf])
-def test_a_temperature_above_the_limit_is_told_the_limit(value: float) -> None:
+def test_temperature_error_names_limit(value: float) -> None:
     with pytest.raises(InputError, match=rf"^`temperature` must be <= 3\.40282e\+38 \(got {re.escape(str(value))}\)$"):
         SamplingParams(temperature=value)
 
 
 @pytest.mark.parametrize("field", COUNTS)
-def test_counts_of_sampling(field: str) -> None:
+def test_sampling_counts(field: str) -> None:
     named, good, bad = COUNTS[field]
     for value in good:
         assert getattr(SamplingParams(**{field: value}), field) == value
@@ -64,22 +64,22 @@ def test_counts_of_sampling(field: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["do_sample", "watermark", "raw_logprobs"])
-def test_flags_of_sampling(field: str) -> None:
+def test_sampling_flags(field: str) -> None:
     settings: dict[str, Any] = {field: True}
     assert getattr(SamplingParams(**settings), field) is True
     for value in NO_FLAG:
         refused(SamplingParams, field, value, field)
 
 
-def test_a_bias_is_a_number_for_a_token() -> None:
+def test_logit_bias_values() -> None:
     assert SamplingParams(logit_bias={0: -100, 5: 1.5}).logit_bias == {0: -100, 5: 1.5}
     for value in (*MAPPINGS, *BIASES):
         refused(SamplingParams, "logit_bias", value, "logit_bias")
 
 
-def test_a_message_says_what_was_wrong_with_a_bias() -> None:
+def test_logit_bias_error_messages() -> None:
     wrong: Any = {"5": 1.0}
-    with pytest.raises(InputError, match="keyed by token ids, not '5'"):
+    with pytest.raises(InputError, match="keyed by token IDs, not '5'"):
         SamplingParams(logit_bias=wrong)
     with pytest.raises(InputError, match="of token 5 must be a number >= -1e"):
         SamplingParams(logit_bias={5: math.inf})
@@ -95,11 +95,11 @@ def test_a_message_says_what_was_wrong_with_a_bias() -> None:
         (SamplingParams(do_sample=True, temperature=0.0, top_k=5), True),
     ],
 )
-def test_it_is_greedy_unless_it_samples_at_some_temperature(params: SamplingParams, greedy: bool) -> None:
+def test_greedy_without_sampling_or_temperature(params: SamplingParams, greedy: bool) -> None:
     assert params.is_greedy is greedy
 
 
-def test_how_many_tokens() -> None:
+def test_token_limits() -> None:
     assert StopParams(max_new_tokens=10**30, min_new_tokens=10**30).min_new_tokens == 10**30
     for value in (0, *NO_COUNT):
         refused(StopParams, "max_new_tokens", value, "max_new_tokens")
@@ -107,14 +107,14 @@ def test_how_many_tokens() -> None:
         refused(StopParams, "min_new_tokens", value, "min_new_tokens")
 
 
-def test_a_minimum_above_the_maximum_is_refused_with_both() -> None:
+def test_minimum_above_maximum_is_rejected() -> None:
     assert StopParams(max_new_tokens=5, min_new_tokens=5).min_new_tokens == 5
     with pytest.raises(InputError, match=r"`min_new_tokens` \(6\) must be <= `max_new_tokens` \(5\)"):
         StopParams(max_new_tokens=5, min_new_tokens=6)
 
 
 @pytest.mark.parametrize("field", ["eos_token_ids", "stop_token_ids"])
-def test_tokens_that_stop(field: str) -> None:
+def test_stop_token_ids(field: str) -> None:
     settings: dict[str, Any] = {field: frozenset({0, 5})}
     assert getattr(StopParams(**settings), field) == {0, 5}
     for token in NO_COUNT:
@@ -124,33 +124,33 @@ def test_tokens_that_stop(field: str) -> None:
         refused(StopParams, field, value, field)
 
 
-def test_strings_that_stop() -> None:
+def test_stop_strings() -> None:
     assert StopParams(stop_strings=("\n", " ")).stop_strings == ("\n", " ")
     for value in (("a", ""), ("",), (None,), (5,), (b"a",), (True,), (["a"],), None, 5, True):
         refused(StopParams, "stop_strings", value, "stop")
 
 
-def test_one_string_is_not_a_list_of_its_characters() -> None:
+def test_single_string_is_not_a_list() -> None:
     refused(StopParams, "stop_strings", "stop", "stop")
 
 
 @pytest.mark.parametrize("field", ["ignore_eos", "include_stop"])
-def test_flags_of_stopping(field: str) -> None:
+def test_stop_flags(field: str) -> None:
     settings: dict[str, Any] = {field: True}
     assert getattr(StopParams(**settings), field) is True
     for value in NO_FLAG:
         refused(StopParams, field, value, field)
 
 
-def test_the_tokens_that_end_a_request_by_themselves() -> None:
+def test_all_stop_token_ids() -> None:
     both: dict[str, Any] = {"eos_token_ids": frozenset({1, 2}), "stop_token_ids": frozenset({2, 3})}
-    assert StopParams(**both).ending_token_ids == {1, 2, 3}
-    assert StopParams(**both, ignore_eos=True).ending_token_ids == {2, 3}
-    assert StopParams().ending_token_ids == frozenset()
+    assert StopParams(**both).all_stop_token_ids == {1, 2, 3}
+    assert StopParams(**both, ignore_eos=True).all_stop_token_ids == {2, 3}
+    assert StopParams().all_stop_token_ids == frozenset()
 
 
 @pytest.mark.parametrize("kind", [SamplingParams, StopParams])
-def test_parameters_do_not_change_and_the_defaults_are_accepted(kind: type) -> None:
+def test_parameters_are_frozen_with_valid_defaults(kind: type) -> None:
     params = kind()
     with pytest.raises(AttributeError):
         params.anything = 1

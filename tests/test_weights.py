@@ -14,7 +14,7 @@ from torch import nn
 
 from lorax_server.cli.demo import FOLDER
 from lorax_server.config import ModelConfig
-from lorax_server.distributed import FakeGroup, Shard, shard_evenly, shard_units, shard_vocab, whole
+from lorax_server.distributed import FakeGroup, Shard, shard_evenly, shard_units, shard_vocab, unsharded
 from lorax_server.errors import WeightsError
 from lorax_server.models import get_model
 from lorax_server.weights import Weights, estimate_bytes, open_tensors, open_weights
@@ -61,7 +61,7 @@ Writer = Callable[[Path, Mapping[str, torch.Tensor]], None]
 
 
 class RecordingWeights(Weights):
-    """Weights that note how much of each tensor is read."""
+    """Weights that record how much of each tensor is read."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -73,11 +73,11 @@ class RecordingWeights(Weights):
         return tensor
 
 
-# --- tensors are found, whole and in parts
+# --- unsharded and sharded tensors
 
 
 @pytest.mark.parametrize("write", FORMATS)
-def test_whole_tensors_come_back_as_they_were_saved(tmp_path: Path, write: Writer) -> None:
+def test_unsharded_tensors_round_trip(tmp_path: Path, write: Writer) -> None:
     tensors = some_tensors()
     write(tmp_path, tensors)
     weights = open_weights(tmp_path, **how())
@@ -90,7 +90,7 @@ def test_whole_tensors_come_back_as_they_were_saved(tmp_path: Path, write: Write
 
 @pytest.mark.parametrize("write", FORMATS)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_each_rank_gets_its_part_along_any_dimension(tmp_path: Path, write: Writer, ranks: int) -> None:
+def test_each_rank_gets_its_shard(tmp_path: Path, write: Writer, ranks: int) -> None:
     tensors = some_tensors()
     write(tmp_path, tensors)
     twin = memory_weights(tensors)
@@ -110,14 +110,14 @@ def test_each_rank_gets_its_part_along_any_dimension(tmp_path: Path, write: Writ
             assert torch.equal(part, twin.get_sharded(name, dim, shard))
 
 
-def test_a_rank_with_nothing_gets_no_rows(tmp_path: Path) -> None:
+def test_empty_shard_has_no_rows(tmp_path: Path) -> None:
     write_single(tmp_path, {"embedding": torch.ones(5, 3)})
     shard = shard_vocab(FakeGroup(3, 4), 5)
     assert open_weights(tmp_path, **how()).get_sharded("embedding", 0, shard, (5, 3)).shape == (0, 3)
     assert memory_weights({"embedding": torch.ones(5, 3)}).get_sharded("embedding", 0, shard).shape == (0, 3)
 
 
-def test_nothing_is_read_but_the_part_that_is_asked_for(tmp_path: Path) -> None:
+def test_only_shard_is_read(tmp_path: Path) -> None:
     tensors = some_tensors()
     write_single(tmp_path, tensors)
     path = tmp_path / "model.safetensors"
@@ -138,12 +138,12 @@ def peak_memory() -> int:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="only Linux can forget its peak memory")
-def test_a_part_of_a_large_tensor_takes_the_memory_of_the_part(tmp_path: Path) -> None:
+def test_shard_needs_memory_of_shard_only(tmp_path: Path) -> None:
     rows = 2**18
     header = json.dumps({"x": {"dtype": "F32", "shape": [rows, 1024], "data_offsets": [0, rows * 4096]}}).encode()
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        # A gigabyte of hole, which takes no room on the disk.
+        # A sparse file of 1 GB, which uses no disk space.
         file.truncate(8 + len(header) + rows * 4096)
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_memory()
@@ -153,16 +153,16 @@ def test_a_part_of_a_large_tensor_takes_the_memory_of_the_part(tmp_path: Path) -
     assert peak_memory() - before < 2**26
 
 
-def test_a_whole_shard_is_read_at_once(tmp_path: Path) -> None:
+def test_contiguous_shard_is_one_read(tmp_path: Path) -> None:
     write_single(tmp_path, some_tensors())
     path = tmp_path / "model.safetensors"
     weights = RecordingWeights(open_tensors({"matrix": path}), **how())
-    weights.get_sharded("matrix", 1, whole(6))
+    weights.get_sharded("matrix", 1, unsharded(6))
     assert weights.read == [("matrix", (8, 6))]
 
 
 @pytest.mark.parametrize("write", FORMATS)
-def test_tensors_are_cast_to_the_models_dtype(tmp_path: Path, write: Writer) -> None:
+def test_tensors_are_cast_to_model_dtype(tmp_path: Path, write: Writer) -> None:
     stored = some_tensors()["matrix"].bfloat16()
     write(tmp_path, {"matrix": stored, "scalar": torch.tensor(0.5, dtype=torch.bfloat16)})
     weights = open_weights(tmp_path, **how(dtype=torch.float32))
@@ -179,13 +179,13 @@ def test_safetensors_are_preferred_to_pickles(tmp_path: Path) -> None:
     assert open_weights(tmp_path, **how()).get_tensor("x") == 1
 
 
-def test_bytes_are_those_of_the_dtype_to_load(tmp_path: Path) -> None:
+def test_estimate_bytes_uses_load_dtype(tmp_path: Path) -> None:
     write_sharded(tmp_path, {"x": torch.zeros(1000), "y": torch.zeros(500, dtype=torch.float16)})
     assert estimate_bytes(tmp_path, torch.float32) == 6000
     assert estimate_bytes(tmp_path, torch.bfloat16) == 3000
 
 
-def test_bytes_of_pickles_are_the_least_they_can_be(tmp_path: Path) -> None:
+def test_estimate_bytes_of_pickles_is_lower_bound(tmp_path: Path) -> None:
     write_bin(tmp_path, {"x": torch.zeros(1000)})
     assert 4000 <= estimate_bytes(tmp_path, torch.float32) < 6000
     assert estimate_bytes(tmp_path, torch.float16) < 3000
@@ -206,9 +206,7 @@ ALIASES = [
 
 @pytest.mark.parametrize(("asked", "stored"), ALIASES)
 @pytest.mark.parametrize("write", FORMATS)
-def test_a_checkpoint_of_the_inner_model_lacks_the_first_word(
-    tmp_path: Path, write: Writer, asked: str, stored: str
-) -> None:
+def test_inner_model_checkpoint_lacks_prefix(tmp_path: Path, write: Writer, asked: str, stored: str) -> None:
     tensor = some_tensors()["matrix"]
     write(tmp_path, {stored: tensor})
     weights = open_weights(tmp_path, **how())
@@ -219,13 +217,13 @@ def test_a_checkpoint_of_the_inner_model_lacks_the_first_word(
 
 
 @pytest.mark.parametrize(("long", "short"), ALIASES)
-def test_the_full_name_wins(long: str, short: str) -> None:
+def test_full_name_takes_precedence(long: str, short: str) -> None:
     weights = memory_weights({long: torch.ones(1), short: torch.zeros(1)})
     assert weights.get_tensor(long) == 1
     assert weights.get_tensor(short) == 0
 
 
-def test_only_the_first_word_may_be_missing() -> None:
+def test_only_prefix_may_be_missing() -> None:
     weights = memory_weights({"fc1.weight": torch.ones(1)})
     assert not weights.has("model.decoder.fc1.weight")
     assert not weights.has("lm_head.fc1.weight")
@@ -256,18 +254,18 @@ def test_tied_scalars_are_found_under_both_names(tmp_path: Path) -> None:
     assert open_weights(tmp_path, **how()).get_tensor("v_scale") == 0.5
 
 
-# --- tensors that do not fit
+# --- invalid tensors
 
 
 @pytest.mark.parametrize("write", FORMATS)
 @pytest.mark.parametrize("name", ["nothing", "model.layers.0.nothing"])
-def test_a_missing_tensor_is_named_with_its_file(tmp_path: Path, write: Writer, name: str) -> None:
+def test_missing_tensor_error_names_file(tmp_path: Path, write: Writer, name: str) -> None:
     write(tmp_path, some_tensors())
     weights = open_weights(tmp_path, **how())
     for ask in (
         lambda: weights.get_tensor(name),
         lambda: weights.get_shape(name),
-        lambda: weights.get_sharded(name, 0, whole(3)),
+        lambda: weights.get_sharded(name, 0, unsharded(3)),
     ):
         with pytest.raises(WeightsError, match="is missing") as caught:
             ask()
@@ -276,7 +274,7 @@ def test_a_missing_tensor_is_named_with_its_file(tmp_path: Path, write: Writer, 
 
 
 @pytest.mark.parametrize("write", FORMATS)
-def test_a_wrong_shape_is_named_with_the_right_one(tmp_path: Path, write: Writer) -> None:
+def test_wrong_shape_error_names_expected_shape(tmp_path: Path, write: Writer) -> None:
     write(tmp_path, some_tensors())
     weights = open_weights(tmp_path, **how())
     asks: list[Callable[[], Any]] = [
@@ -284,12 +282,12 @@ def test_a_wrong_shape_is_named_with_the_right_one(tmp_path: Path, write: Writer
         lambda: weights.get_sharded("matrix", 1, Shard(7, ((0, 3),)), (8, 7)),
     ]
     for ask in asks:
-        with pytest.raises(WeightsError, match=r"'matrix' has shape \(8, 6\), the config asks for \(8, 7\)") as caught:
+        with pytest.raises(WeightsError, match=r"'matrix' has shape \(8, 6\), expected \(8, 7\)") as caught:
             ask()
         assert str(tmp_path) in str(caught.value)
 
 
-def test_a_wrong_shape_names_the_shard_that_holds_the_tensor(tmp_path: Path) -> None:
+def test_wrong_shape_error_names_shard_file(tmp_path: Path) -> None:
     write_sharded(tmp_path, some_tensors())
     with pytest.raises(WeightsError) as caught:
         open_weights(tmp_path, **how()).get_tensor("cube", (1,))
@@ -298,21 +296,21 @@ def test_a_wrong_shape_names_the_shard_that_holds_the_tensor(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("write", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn])
-def test_a_quantised_tensor_is_refused(tmp_path: Path, write: Writer, dtype: torch.dtype) -> None:
+def test_quantized_tensor_is_rejected(tmp_path: Path, write: Writer, dtype: torch.dtype) -> None:
     write(tmp_path, {"qweight": torch.ones(4).to(dtype)})
     weights = open_weights(tmp_path, **how())
-    with pytest.raises(WeightsError, match=f"'qweight' is {dtype}; only float16 to 64 is supported") as caught:
+    with pytest.raises(WeightsError, match=f"'qweight' is {dtype}; only float16 to float64 are supported") as caught:
         weights.get_tensor("qweight")
     assert str(tmp_path) in str(caught.value)
 
 
-def test_tensors_in_memory_name_their_source() -> None:
+def test_in_memory_tensor_error_names_source() -> None:
     weights = Weights({}, source="the test's tensors", **how())
     with pytest.raises(WeightsError, match="the test's tensors: tensor 'x' is missing"):
         weights.get_tensor("x")
 
 
-# --- files that cannot be read
+# --- unreadable files
 
 
 def safetensors_bytes(tmp_path: Path) -> bytes:
@@ -335,7 +333,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_damaged_safetensors_file_is_named(tmp_path: Path, damage: str, sharded: bool) -> None:
+def test_damaged_safetensors_file_is_named(tmp_path: Path, damage: str, sharded: bool) -> None:
     damaged = DAMAGE[damage](safetensors_bytes(tmp_path))
     path = tmp_path / ("shard.safetensors" if sharded else "model.safetensors")
     path.write_bytes(damaged)
@@ -366,10 +364,10 @@ BAD_INDICES = {
 
 @pytest.mark.parametrize("index", [INDEX, BIN_INDEX])
 @pytest.mark.parametrize(("content", "message"), BAD_INDICES.values(), ids=BAD_INDICES.keys())
-def test_a_bad_index_is_named(tmp_path: Path, index: str, content: str | bytes, message: str) -> None:
+def test_invalid_index_is_named(tmp_path: Path, index: str, content: str | bytes, message: str) -> None:
     folder = tmp_path / "model"
     (folder / "sub").mkdir(parents=True)
-    # The files that a shard must not reach are there and are fine.
+    # The files outside of the folder exist and are valid.
     save_file({"x": torch.zeros(1)}, tmp_path / "outside.safetensors")
     save_file({"x": torch.zeros(1)}, folder / "sub" / "x.safetensors")
     (folder / index).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -378,7 +376,7 @@ def test_a_bad_index_is_named(tmp_path: Path, index: str, content: str | bytes, 
     assert str(folder / index) in str(caught.value)
 
 
-def test_an_index_that_promises_too_much_is_found_out(tmp_path: Path) -> None:
+def test_index_with_missing_tensors_is_rejected(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, tmp_path / "a.safetensors")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "a.safetensors"}}))
     weights = open_weights(tmp_path, **how())
@@ -387,7 +385,7 @@ def test_an_index_that_promises_too_much_is_found_out(tmp_path: Path) -> None:
         weights.get_tensor("y")
 
 
-def test_a_pickle_index_that_promises_too_much_is_found_out(tmp_path: Path) -> None:
+def test_pickle_index_with_missing_tensors_is_rejected(tmp_path: Path) -> None:
     torch.save({"x": torch.zeros(1)}, tmp_path / "a.bin")
     (tmp_path / BIN_INDEX).write_text(json.dumps({"weight_map": {"x": "a.bin", "y": "a.bin"}}))
     with pytest.raises(WeightsError, match="tensor 'y' is missing"):
@@ -395,7 +393,7 @@ def test_a_pickle_index_that_promises_too_much_is_found_out(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("present", [False, True])
-def test_a_folder_without_weights_is_named(tmp_path: Path, present: bool) -> None:
+def test_folder_without_weights_is_named(tmp_path: Path, present: bool) -> None:
     folder = tmp_path / "model"
     if present:
         folder.mkdir()
@@ -433,9 +431,7 @@ def hostile_plain(path: Path, marker: Path) -> None:
 
 @pytest.mark.parametrize("write", [hostile_zip, hostile_legacy, hostile_plain])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_hostile_pickle_is_refused_and_not_run(
-    tmp_path: Path, write: Callable[[Path, Path], None], sharded: bool
-) -> None:
+def test_hostile_pickle_is_not_executed(tmp_path: Path, write: Callable[[Path, Path], None], sharded: bool) -> None:
     path, marker = tmp_path / ("shard.bin" if sharded else "pytorch_model.bin"), tmp_path / "marker"
     write(path, marker)
     if sharded:
@@ -446,7 +442,7 @@ def test_a_hostile_pickle_is_refused_and_not_run(
     assert not marker.exists()
 
 
-def test_the_hostile_pickle_of_these_tests_is_hostile(tmp_path: Path) -> None:
+def test_hostile_pickle_fixture_executes_code(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     pickle.loads(pickle.dumps(Hostile(marker)))
     assert marker.exists()
@@ -464,7 +460,7 @@ def test_the_hostile_pickle_of_these_tests_is_hostile(tmp_path: Path) -> None:
     ],
     ids=["list", "nested", "no dictionary", "bare tensor", "number", "sparse"],
 )
-def test_a_pickle_of_anything_but_plain_tensors_is_refused(tmp_path: Path, content: Any) -> None:
+def test_pickle_with_other_objects_is_rejected(tmp_path: Path, content: Any) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save(content, path)
     with pytest.raises(WeightsError, match=r"not a plain dictionary of tensors|not load as plain tensors") as caught:
@@ -473,7 +469,7 @@ def test_a_pickle_of_anything_but_plain_tensors_is_refused(tmp_path: Path, conte
 
 
 @pytest.mark.parametrize("damage", ["random", "truncated", "empty"])
-def test_a_damaged_pickle_is_named(tmp_path: Path, damage: str) -> None:
+def test_damaged_pickle_is_named(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save({"x": torch.zeros(2000)}, path)
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
@@ -482,16 +478,14 @@ def test_a_damaged_pickle_is_named(tmp_path: Path, damage: str) -> None:
     assert str(path) in str(caught.value)
 
 
-def test_a_pickle_of_before_torch_1_6_loads(tmp_path: Path) -> None:
+def test_legacy_pickle_format_loads(tmp_path: Path) -> None:
     tensor = some_tensors()["matrix"]
     torch.save({"matrix": tensor}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     weights: Weights = open_weights(tmp_path, **how())
     assert torch.equal(weights.get_tensor("matrix"), tensor)
 
 
-def test_progress_is_logged_while_a_model_loads(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_loading_progress_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("lorax_server.weights.progress.LOG_INTERVAL_S", 0.0)
     caplog.set_level("INFO", "lorax_server.weights.progress")
     get_model(ModelConfig(FOLDER / "model"))
@@ -504,7 +498,7 @@ def test_progress_is_logged_while_a_model_loads(
     assert amounts[-1][1] == amounts[-1][2]
 
 
-def test_progress_is_not_logged_for_a_model_that_loads_quickly(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_progress_log_for_fast_loads(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lorax_server.weights.progress")
     get_model(ModelConfig(FOLDER / "model"))
     assert caplog.messages == []

@@ -1,4 +1,4 @@
-"""Weights that are streamed to a device. Without a GPU the reader writes to tensors of the host."""
+"""Stream weights to a device. Without a GPU, the reader fills host tensors."""
 
 import json
 import os
@@ -37,11 +37,11 @@ def open_streamed(
 
 @pytest.mark.parametrize("buffer_bytes", [1, 40, 64, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_tensors_come_in_pieces_and_are_whole(tmp_path: Path, buffer_bytes: int, dtype: torch.dtype) -> None:
+def test_tensors_are_assembled_from_chunks(tmp_path: Path, buffer_bytes: int, dtype: torch.dtype) -> None:
     path = tmp_path / "model.safetensors"
     tensors = write_tensors(path, dtype)
     if buffer_bytes == 1:
-        tensors.pop("tall")  # one thread's turn for each of its bytes would take long
+        tensors.pop("tall")  # one task per byte would be slow
         tensors.pop("matrix")
     with open_streamed(path, list(tensors), buffer_bytes=buffer_bytes, dtype=torch.bfloat16) as weights:
         for _ in range(2):
@@ -50,7 +50,7 @@ def test_tensors_come_in_pieces_and_are_whole(tmp_path: Path, buffer_bytes: int,
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
-def test_a_rank_gets_its_part_along_any_dimension(tmp_path: Path, rank: int) -> None:
+def test_each_rank_gets_its_shard(tmp_path: Path, rank: int) -> None:
     path, group = tmp_path / "model.safetensors", FakeGroup(rank, 4)
     tensors = write_tensors(path)
     with open_streamed(path, list(tensors)) as weights:
@@ -68,11 +68,11 @@ def test_a_rank_gets_its_part_along_any_dimension(tmp_path: Path, rank: int) -> 
             assert part.is_contiguous()
 
 
-def test_only_the_rows_that_are_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_selected_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors"
     tensors = write_tensors(path)
     with open_streamed(path, list(tensors), buffer_bytes=1 << 20) as weights:
-        weights.get_tensor("vector")  # and the header
+        weights.get_tensor("vector")  # plus the header
         sizes: list[int] = []
         preadv: Callable[..., int] = os.preadv
 
@@ -95,34 +95,34 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn])
-def test_a_quantised_tensor_is_refused_as_ever(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_quantized_tensor_is_rejected(tmp_path: Path, dtype: torch.dtype) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"qweight": torch.ones(4).to(dtype)}, path)
     with (
         open_streamed(path, ["qweight"]) as weights,
-        pytest.raises(WeightsError, match=f"'qweight' is {dtype}; only float16 to 64 is supported"),
+        pytest.raises(WeightsError, match=f"'qweight' is {dtype}; only float16 to float64 are supported"),
     ):
         weights.get_tensor("qweight")
 
 
-def test_a_dtype_that_torch_reads_otherwise_is_refused(tmp_path: Path) -> None:
+def test_unsupported_dtype_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"x": torch.ones(4, dtype=torch.uint16)}, path)
     with open_streamed(path, ["x"]) as weights, pytest.raises(WeightsError, match="'x' has an unknown dtype, U16"):
         weights.get_tensor("x")
 
 
-def test_a_file_that_is_cut_off_after_it_was_opened_is_named(tmp_path: Path) -> None:
+def test_file_truncated_after_opening_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors = write_tensors(path)
     with open_streamed(path, list(tensors)) as weights:
         weights.get_tensor("vector")
         os.truncate(path, path.stat().st_size - 3000)
-        with pytest.raises(WeightsError, match=r"model\.safetensors: ends at byte \d+, before its last tensor"):
+        with pytest.raises(WeightsError, match=r"model\.safetensors: the file is truncated at byte \d+"):
             [weights.get_tensor(name) for name in tensors]
 
 
-def test_a_file_that_was_replaced_after_it_was_opened_is_named(tmp_path: Path) -> None:
+def test_file_replaced_after_opening_is_named(tmp_path: Path) -> None:
     path, other = tmp_path / "model.safetensors", tmp_path / "other.safetensors"
     tensors = write_tensors(path)
     save_file({"matrix": torch.zeros(3, 3)}, other)
@@ -135,8 +135,8 @@ def test_a_file_that_was_replaced_after_it_was_opened_is_named(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("damage", [*DAMAGE, "missing", "list", "sizes"])
-def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
-    """safetensors refuses such files before. One may be damaged in between."""
+def test_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
+    """safetensors rejects such files first, but a file may be damaged in between."""
     path = tmp_path / "model.safetensors"
     good = safetensors_bytes(tmp_path)
     if damage in DAMAGE:
@@ -153,7 +153,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
         reader.read(path, "x", (100,), ())
 
 
-def test_a_cpu_maps_its_files(tmp_path: Path) -> None:
+def test_cpu_maps_files(tmp_path: Path) -> None:
     tensors = some_tensors()
     save_file(tensors, tmp_path / "model.safetensors")
     with open_weights(tmp_path, **how()) as weights:
@@ -163,8 +163,8 @@ def test_a_cpu_maps_its_files(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_gpu_gets_what_is_stored(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Tensors are used and freed at once, so that memory is used again while copies are under way."""
+def test_gpu_tensors_match_file(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Free tensors immediately, so that memory is reused while copies are running."""
     generator = torch.Generator().manual_seed(2)
     tensors = {f"x{i}": torch.randn(i + 1, 977, 1031, generator=generator).bfloat16() for i in range(12)}
     save_file(tensors, tmp_path / "model.safetensors")

@@ -1,1 +1,1 @@
-"""The engine: decides which sequences each step computes, and which adapters are on the device. No torch."""
+"""The engine schedules sequences and decides which adapters are on the device. It does not import torch."""

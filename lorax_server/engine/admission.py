@@ -1,4 +1,4 @@
-"""Admission: refuses requests that could never run, and those that would wait for too long."""
+"""Admission control: rejects requests that can never run and requests that would wait too long."""
 
 from dataclasses import dataclass
 
@@ -6,30 +6,30 @@ from lorax_server.errors import ContextLengthError, InputError, LoraxError, Over
 from lorax_server.plan import Capabilities
 from lorax_server.types import Request, SchedulerCounters
 
-MEMORY = 0.98  # the weight of the past in the averages, at each new step or request
+AVERAGE_DECAY = 0.98  # factor applied to the moving averages at each new step or completion
 
 
 @dataclass(frozen=True)
 class Limits(Capabilities):
-    """Limits that the scheduler keeps: those of the executor, and the operator's.
+    """Scheduler limits: the executor's capabilities and the operator's settings.
 
-    Without chunks a sequence is computed in one step up to its last token, and never gives way for lack of blocks.
+    If `can_chunk` is False, a prompt is always computed in one step and sequences are never preempted.
     """
 
-    max_chunk: int | None = None  # tokens of one sequence in a step, so that others can begin beside a long prompt
-    max_waiting: int | None = None  # requests; more are refused
-    max_wait_s: float | None = None  # requests that would probably wait longer are refused
-    adapter_timeout_s: float | None = None  # how long a request waits for its adapter
+    max_chunk: int | None = None  # tokens per sequence and step; keeps long prompts from delaying other prompts
+    max_waiting: int | None = None  # waiting requests; further requests are rejected
+    max_wait_s: float | None = None  # requests with a longer estimated wait are rejected
+    adapter_timeout_s: float | None = None  # time limit for loading a request's adapter
 
     def __post_init__(self) -> None:
         assert self.max_chunk is None or self.max_chunk > 0, self.max_chunk
-        assert self.max_step_tokens >= self.max_num_seqs > 0, "every running sequence needs a token of each step"
+        assert self.max_step_tokens >= self.max_num_seqs > 0, "every running sequence needs one token per step"
         least = self.max_length + self.max_num_seqs
-        assert self.can_chunk or self.max_step_tokens >= least, "a prompt must fit into a step beside all that run"
+        assert self.can_chunk or self.max_step_tokens >= least, "max_step_tokens is too small for one prompt"
 
 
 def check_request(request: Request, max_length: int) -> None:
-    """Reject an empty prompt, and a request that does not fit even alone."""
+    """Raise if the prompt is empty or the request exceeds the maximum length."""
     num_prompt, num_new = len(request.prompt_ids), request.stop.max_new_tokens
     if not num_prompt:
         raise InputError("`inputs` cannot be empty")
@@ -40,72 +40,74 @@ def check_request(request: Request, max_length: int) -> None:
         )
 
 
-def find_token_problem(request: Request, vocab_size: int) -> InputError | None:
-    """Return the error of a request whose token ids do not fit, which would fail all sequences of its step.
+def find_token_error(request: Request, vocab_size: int) -> InputError | None:
+    """Return an error if token IDs exceed the vocabulary, since they would fail every sequence in the step.
 
-    Only an adapter that has been loaded can tell the size of its vocabulary.
+    Call this after the adapter is loaded: an adapter may change the vocabulary size.
     """
     if max(request.prompt_ids) >= vocab_size or min(request.prompt_ids) < 0:
         return InputError(f"`inputs` has tokens beyond the vocabulary of {vocab_size}")
     if max(request.sampling.logit_bias, default=0) >= vocab_size:
         return InputError(f"`logit_bias` has tokens beyond the vocabulary of {vocab_size}")
-    if request.stop.min_new_tokens and request.stop.ending_token_ids.issuperset(range(vocab_size)):
-        return InputError("`min_new_tokens`: every token of the vocabulary would end the request")
+    if request.stop.min_new_tokens and request.stop.all_stop_token_ids.issuperset(range(vocab_size)):
+        return InputError("`min_new_tokens`: every token of the vocabulary would stop the request")
     return None
 
 
 def make_nan_error(is_merged: bool) -> LoraxError:
-    """Blame the request if it chose the weights of a merge, else the model."""
+    """Return the error for NaN logits: the request's fault if it set merge weights, otherwise the model's."""
     if is_merged:
-        return InputError("the scores of these merged adapters are not numbers; give them smaller weights")
-    return LoraxError("the model's scores are not numbers (too large for its dtype?)")
+        return InputError("the logits with these merged adapters are NaN; use smaller merge weights")
+    return LoraxError("the model's logits are NaN (overflow in its dtype?)")
 
 
 class Backlog:
-    """The tokens expected of requests that have not begun, and the time that they take.
+    """Estimates the queueing time from the tokens of waiting requests.
 
-    It measures throughput and the length of answers as averages in which the latest count most.
+    Throughput and completion length are exponential moving averages.
     """
 
     def __init__(self, limits: Limits, counters: SchedulerCounters) -> None:
         self.num_tokens = 0.0
         self._limits = limits
         self._counters = counters
-        self._computed = 0.0  # tokens, and the seconds that they took
+        self._computed = 0.0  # tokens, computed in `_seconds`
         self._seconds = 0.0
         self._last_end = float("-inf")
         self._mean_generated: float | None = None
 
-    def refuse_overload(self, num_waiting: int) -> None:
-        """Raise if one more request would wait too long behind these."""
-        limits, wait_s = self._limits, self.seconds_for(self.num_tokens)
+    def check_overload(self, num_waiting: int) -> None:
+        """Raise `OverloadedError` if the queue is full or the estimated wait is too long."""
+        limits, wait_s = self._limits, self.estimate_seconds(self.num_tokens)
         is_full = limits.max_waiting is not None and num_waiting >= limits.max_waiting
         is_late = limits.max_wait_s is not None and wait_s > limits.max_wait_s
         if is_full or is_late:
-            self._counters.refused += 1
+            self._counters.rejected += 1
             raise OverloadedError(
                 f"{num_waiting} requests are waiting, about {wait_s:.0f} s of work; try again later",
                 retry_after_s=max(1.0, wait_s - (limits.max_wait_s or 0.0)),
             )
 
-    def expect_tokens(self, request: Request) -> float:
-        """Return the number of tokens that a request will probably take."""
+    def estimate_tokens(self, request: Request) -> float:
+        """Estimate the prompt and completion tokens of a request."""
         most = request.stop.max_new_tokens
         return len(request.prompt_ids) + (most if self._mean_generated is None else min(most, self._mean_generated))
 
-    def seconds_for(self, num_tokens: float) -> float:
-        """Return the time that so many tokens take; 0 before the first step."""
+    def estimate_seconds(self, num_tokens: float) -> float:
+        """Estimate the time for computing `num_tokens`; 0 before the first step."""
         return num_tokens * self._seconds / self._computed if self._computed else 0.0
 
-    def note_step(self, num_tokens: int, submitted: float, now: float) -> None:
-        """Note a finished step. Of two that overlap, each counts the time after the end of the one before."""
+    def record_step(self, num_tokens: int, submitted: float, now: float) -> None:
+        """Record a finished step. Overlapping steps count only the time after the previous step finished."""
         seconds = now - max(submitted, self._last_end)
         self._last_end = now
         if num_tokens:
-            self._computed = self._computed * MEMORY + num_tokens
-            self._seconds = self._seconds * MEMORY + seconds
+            self._computed = self._computed * AVERAGE_DECAY + num_tokens
+            self._seconds = self._seconds * AVERAGE_DECAY + seconds
 
-    def note_answer(self, num_generated: int) -> None:
-        """Note the length of a finished answer."""
+    def record_completion(self, num_generated: int) -> None:
+        """Record the length of a finished completion."""
         mean = self._mean_generated
-        self._mean_generated = num_generated if mean is None else mean * MEMORY + num_generated * (1 - MEMORY)
+        self._mean_generated = (
+            num_generated if mean is None else mean * AVERAGE_DECAY + num_generated * (1 - AVERAGE_DECAY)
+        )

@@ -1,7 +1,7 @@
-"""The order of waiting sequences.
+"""Fair queue of waiting sequences.
 
-First come tenants with fewer slots than their share, then the tenant that was served least or came first. Within a
-tenant the adapter that was served least comes first.
+Tenants below their share of slots come first, then tenants in the order of served tokens and arrival. Within a tenant,
+the adapter with the fewest served tokens comes first.
 """
 
 import heapq
@@ -10,59 +10,59 @@ from collections.abc import Sequence as Sequences
 
 from lorax_server.engine.sequence import Sequence
 
-MAX_NAMES = 10_000  # remembered in a ledger though nothing waits for them
-ROUNDING = 1e-6  # the part of a slot by which sums of weights may be off
+MAX_IDLE_NAMES = 10_000  # names without waiting sequences to remember
+SHARE_TOLERANCE = 1e-6  # rounding error of weight sums, in slots
 
 
-class _Ledger:
-    """The tokens served to each of several names.
+class _ServedTokens:
+    """Counts served tokens per name (tenant or adapter).
 
-    A name without waiting requests saves nothing up: when it comes back, it is level with the least served of the
-    others. Nor do waiting names fall behind because new ones keep coming: every token raises the level of newcomers.
+    Idle names gain no credit: a returning name starts at the lowest count of the waiting names. Each served token
+    raises the start level of new names, so that a stream of new names cannot starve waiting names.
     """
 
     def __init__(self) -> None:
         self.served: dict[str, float] = {}
-        self._start = 0.0  # the level of a newcomer
+        self._start = 0.0  # initial count of a new name
 
     def enter(self, name: str, waiting: Collection[str]) -> None:
         least = min([self.served[other] for other in waiting], default=0.0)
         self.served[name] = max(self.served.get(name, 0.0), self._start, least)
 
     def charge(self, name: str, amount: float, rise: float, waiting: Collection[str]) -> None:
-        """Charge an amount to a name, and raise the level of newcomers."""
+        """Add `amount` to a name's count, and `rise` to the start level of new names."""
         self._start += rise
         if name in self.served:
             self.served[name] += amount
             return
         self.served[name] = amount
-        if len(self.served) > MAX_NAMES + len(waiting):
+        if len(self.served) > MAX_IDLE_NAMES + len(waiting):
             self.served = {other: self.served[other] for other in {*waiting, name}}
 
 
 class _Tenant:
-    """The slots and the waiting sequences of one tenant: a heap for each adapter. Adapters share equally."""
+    """The slot count and waiting sequences of one tenant, with a heap per adapter. Adapters share equally."""
 
     def __init__(self) -> None:
         self._heaps: dict[str, list[tuple[int, Sequence]]] = {}  # by adapter identity, ordered by arrival
-        self._ledger = _Ledger()
+        self._served_tokens = _ServedTokens()
         self.num_waiting = 0
         self.num_slots = 0
 
     @property
     def head(self) -> tuple[float, int, Sequence]:
-        served = self._ledger.served
+        served = self._served_tokens.served
         return min((served[identity], *heap[0]) for identity, heap in self._heaps.items())
 
     def push(self, sequence: Sequence) -> None:
         identity = sequence.request.adapter_identity
         if identity not in self._heaps:
-            self._ledger.enter(identity, self._heaps)
+            self._served_tokens.enter(identity, self._heaps)
         heapq.heappush(self._heaps.setdefault(identity, []), (sequence.arrival, sequence))
         self.num_waiting += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence: the first of its adapter at once, any other in the time of all of its adapter."""
+        """Remove a sequence. This takes O(log n) for the head of its adapter's heap, otherwise O(n)."""
         identity = sequence.request.adapter_identity
         heap = self._heaps[identity]
         if heap[0][1] is sequence:
@@ -75,11 +75,11 @@ class _Tenant:
         self.num_waiting -= 1
 
     def charge(self, identity: str, num_tokens: int) -> None:
-        self._ledger.charge(identity, num_tokens, num_tokens / (1 + len(self._heaps)), self._heaps)
+        self._served_tokens.charge(identity, num_tokens, num_tokens / (1 + len(self._heaps)), self._heaps)
 
 
 class FairQueue:
-    """Waiting sequences of several tenants, and the number of slots of each tenant.
+    """Waiting sequences and slot counts by tenant.
 
     Slots are divided among the tenants with running or waiting sequences, by weight. Tenants below their share come
     first. The other tenants follow in the order of served tokens divided by weight.
@@ -89,73 +89,72 @@ class FairQueue:
         self._weights = weights or {}
         self._most_weight = max([1.0, *self._weights.values()])
         self._num_slots = num_slots
-        self._ledger = _Ledger()
-        self._present: dict[str, _Tenant] = {}  # tenants that run or wait
-        self._waiting: dict[str, _Tenant] = {}  # of these: tenants that wait
-        self._total_weight = 0.0  # of present tenants
+        self._served_tokens = _ServedTokens()
+        self._active: dict[str, _Tenant] = {}  # tenants with running or waiting sequences
+        self._waiting: dict[str, _Tenant] = {}  # active tenants with waiting sequences
+        self._total_weight = 0.0  # of active tenants
         self._count = 0
-        self.version = 0  # of the slots of tenants, and of their shares
+        self.version = 0  # incremented when slot counts or shares change
 
     def __len__(self) -> int:
         return self._count
 
     @property
-    def is_shared(self) -> bool:
-        """Tell whether there is more than one tenant."""
-        return len(self._present) > 1
+    def has_several_tenants(self) -> bool:
+        """Return True if more than one tenant is active."""
+        return len(self._active) > 1
 
-    def share_of(self, tenant: str) -> int:
-        """Return the tenant's whole slots by its weight: none where there are too many tenants, or heavier ones."""
-        return int(self._num_slots * self._weight(tenant) / self._total_weight + ROUNDING)
+    def slot_share(self, tenant: str) -> int:
+        """Return the tenant's share of slots by weight, rounded down. It can be 0 with many tenants."""
+        return int(self._num_slots * self._weight(tenant) / self._total_weight + SHARE_TOLERANCE)
 
     def guaranteed_slots(self, tenant: str) -> int:
-        """Return the slots that are never taken from the tenant: its share, and one at least."""
-        return max(1, self.share_of(tenant))
+        """Return the number of slots that the tenant never loses: its share, but at least 1."""
+        return max(1, self.slot_share(tenant))
 
     @property
-    def has_excess(self) -> bool:
-        """Tell whether a tenant has more slots than it keeps."""
-        tenants = self._present.items()
+    def has_tenant_over_share(self) -> bool:
+        """Return True if a tenant has more slots than its guaranteed number."""
+        tenants = self._active.items()
         return any(tenant.num_slots > self.guaranteed_slots(name) for name, tenant in tenants if tenant.num_slots > 1)
 
     @property
-    def has_due(self) -> bool:
-        """Tell whether a tenant waits that has fewer slots than it could keep."""
+    def has_tenant_under_share(self) -> bool:
+        """Return True if a waiting tenant has fewer slots than its guaranteed number."""
         return any(tenant.num_slots < self.guaranteed_slots(name) for name, tenant in self._waiting.items())
 
     @property
-    def num_due(self) -> int:
-        """Return the slots that waiting tenants lack of their shares."""
+    def num_missing_slots(self) -> int:
+        """Return how many more slots waiting tenants need to reach their shares."""
         if self._num_slots * self._most_weight < self._total_weight:
-            return 0  # so many tenants that no share is a slot
+            return 0  # every share is less than one slot
         return sum(
-            min(tenant.num_waiting, max(0, self.share_of(name) - tenant.num_slots))
+            min(tenant.num_waiting, max(0, self.slot_share(name) - tenant.num_slots))
             for name, tenant in self._waiting.items()
         )
 
     def sort_running(self, running: Sequences[Sequence]) -> list[Sequence]:
-        """Put sequences within their tenant's share before others; `running` is sorted by arrival.
+        """Sort sequences within their tenant's share before the rest. `running` is sorted by arrival.
 
-        The first sequence stays the first, so that it always makes progress.
+        The first sequence stays first, so it always makes progress.
         """
-        if not self.has_excess:
+        if not self.has_tenant_over_share:
             return list(running)
-        within, beyond = self._split(running)
+        within, beyond = self._split_by_share(running)
         return within + beyond
 
-    def find_spare(self, running: Sequences[Sequence], head: Sequence, num_free: int) -> list[Sequence]:
-        """Return the sequences to preempt, the newest first; `head` is the next in the queue.
+    def select_preemptions(self, running: Sequences[Sequence], head: Sequence, num_free: int) -> list[Sequence]:
+        """Return the sequences to preempt, newest first. `head` is the next sequence in the queue.
 
-        A tenant keeps its share of the slots. Only slots beyond it are taken back, so slots change hands only when
-        requests arrive and finish. Where shares are less than a slot, return one sequence, for the head alone: no other
-        tenant is sure to get the slot.
+        Only slots above a tenant's share are preempted, so slots move only when requests arrive or finish. If every
+        share is less than one slot, return at most one sequence, for `head`.
         """
-        num_due = self.num_due or int(self._waiting[head.request.tenant].num_slots == 0)
-        return self._split(running)[1][::-1][: max(0, num_due - num_free)]
+        num_missing_slots = self.num_missing_slots or int(self._waiting[head.request.tenant].num_slots == 0)
+        return self._split_by_share(running)[1][::-1][: max(0, num_missing_slots - num_free)]
 
-    def _split(self, running: Sequences[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Return the sequences within their tenant's share of the slots, and the sequences beyond, in their order."""
-        left: dict[str, int] = {}  # slots of each tenant's share
+    def _split_by_share(self, running: Sequences[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Split sequences into those within and those above their tenant's share, keeping the order."""
+        left: dict[str, int] = {}  # remaining guaranteed slots by tenant
         within, beyond = list[Sequence](), list[Sequence]()
         for sequence in running:
             tenant = sequence.request.tenant
@@ -167,17 +166,17 @@ class FairQueue:
 
     def push(self, sequence: Sequence) -> None:
         name = sequence.request.tenant
-        tenant = self._enter(name)
+        tenant = self._activate(name)
         if not tenant.num_waiting:
-            self._ledger.enter(name, self._waiting)
+            self._served_tokens.enter(name, self._waiting)
             self._waiting[name] = tenant
         tenant.push(sequence)
         self._count += 1
 
     def peek(self) -> Sequence | None:
-        """Return the next sequence; None if none waits."""
+        """Return the next sequence, or None if the queue is empty."""
         heads = (
-            (tenant.num_slots >= self.share_of(name), self._ledger.served[name], *tenant.head[1:])
+            (tenant.num_slots >= self.slot_share(name), self._served_tokens.served[name], *tenant.head[1:])
             for name, tenant in self._waiting.items()
         )
         best = min(heads, default=None)
@@ -190,37 +189,37 @@ class FairQueue:
         if not tenant.num_waiting:
             del self._waiting[name]
         self._count -= 1
-        self._leave(name)
+        self._deactivate_if_idle(name)
 
     def acquire_slot(self, tenant: str) -> None:
-        self._enter(tenant).num_slots += 1
+        self._activate(tenant).num_slots += 1
         self.version += 1
 
     def release_slot(self, tenant: str) -> None:
-        self._present[tenant].num_slots -= 1
+        self._active[tenant].num_slots -= 1
         self.version += 1
-        self._leave(tenant)
+        self._deactivate_if_idle(tenant)
 
     def charge(self, num_tokens: Mapping[tuple[str, str], int]) -> None:
-        """Charge tokens to tenants that have slots, and to their adapters."""
+        """Charge tokens to running tenants and their adapters."""
         for (tenant, identity), count in num_tokens.items():
-            self._present[tenant].charge(identity, count)
+            self._active[tenant].charge(identity, count)
             rise = count / self._total_weight
-            self._ledger.charge(tenant, count / self._weight(tenant), rise, self._waiting)
+            self._served_tokens.charge(tenant, count / self._weight(tenant), rise, self._waiting)
 
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
 
-    def _enter(self, name: str) -> _Tenant:
-        if name not in self._present:
-            self._present[name] = _Tenant()
+    def _activate(self, name: str) -> _Tenant:
+        if name not in self._active:
+            self._active[name] = _Tenant()
             self._total_weight += self._weight(name)
             self.version += 1
-        return self._present[name]
+        return self._active[name]
 
-    def _leave(self, name: str) -> None:
-        tenant = self._present[name]
+    def _deactivate_if_idle(self, name: str) -> None:
+        tenant = self._active[name]
         if not tenant.num_waiting and not tenant.num_slots:
-            del self._present[name]
+            del self._active[name]
             self.version += 1
-            self._total_weight = self._total_weight - self._weight(name) if self._present else 0.0
+            self._total_weight = self._total_weight - self._weight(name) if self._active else 0.0

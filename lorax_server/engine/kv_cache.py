@@ -1,4 +1,4 @@
-"""The blocks of the key-value cache that sequences hold."""
+"""KV block assignment for sequences."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from lorax_server.engine.sequence import Sequence
 
 
 class KvCache:
-    """Gives sequences blocks as their tokens come, and lets later sequences find the full ones."""
+    """Allocates KV blocks for sequences as they grow, and publishes full blocks for prefix caching."""
 
     def __init__(self, pool: BlockPool, can_reuse: bool) -> None:
         self._pool = pool
@@ -21,35 +21,35 @@ class KvCache:
     def num_free_tokens(self) -> int:
         return self._pool.num_free * self._pool.block_size
 
-    def hold_prefix(self, sequence: Sequence) -> None:
-        """Hold the blocks that the cache has of a sequence without blocks.
+    def reuse_prefix(self, sequence: Sequence) -> None:
+        """Acquire cached blocks for the prefix of a sequence without blocks.
 
-        One token at least is computed, to sample from, and all tokens whose log probabilities are asked for.
+        At least one token is left to compute, for sampling. Prompts with log probabilities are computed in full.
         """
         block_size, num_blocks = self._pool.block_size, 0
         if self._can_reuse and sequence.prompt_logprobs is None:
             num_blocks = (len(sequence.token_ids) - 1) // block_size
         sequence.blocks = self._pool.reuse(sequence.hashes(block_size)[:num_blocks])
         sequence.num_published = len(sequence.blocks)
-        sequence.num_computed = sequence.room = len(sequence.blocks) * block_size
+        sequence.num_computed = sequence.capacity = len(sequence.blocks) * block_size
 
-    def hold(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Hold blocks for more tokens; False, and nothing changes, if there are too few."""
-        block_size, num_missing = self._pool.block_size, sequence.num_computed + num_tokens - sequence.room
+    def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Allocate blocks for `num_tokens` more tokens; return False and change nothing if too few are free."""
+        block_size, num_missing = self._pool.block_size, sequence.num_computed + num_tokens - sequence.capacity
         if num_missing > 0:
             blocks = self._pool.allocate(-(-num_missing // block_size))
             if blocks is None:
                 return False
             sequence.blocks += blocks
-            sequence.room += len(blocks) * block_size
+            sequence.capacity += len(blocks) * block_size
         return True
 
-    def publish_all(self, sequences: Iterable[Sequence]) -> None:
-        """Let other sequences find the full blocks of these whose tokens are known."""
+    def publish_full_blocks(self, sequences: Iterable[Sequence]) -> None:
+        """Publish the full blocks of these sequences whose tokens are known."""
         block_size = self._pool.block_size
         for sequence in sequences:
             num_published = sequence.num_published
-            if sequence.num_computed < (num_published + 1) * block_size:  # as in most steps
+            if sequence.num_computed < (num_published + 1) * block_size:  # the common case
                 continue
             num_full = min(sequence.num_computed, len(sequence.token_ids)) // block_size
             hashes = sequence.hashes(block_size)
@@ -57,8 +57,8 @@ class KvCache:
                 self._pool.publish(sequence.blocks[index], hashes[index])
             sequence.num_published = max(num_published, num_full)
 
-    def take_back(self, sequence: Sequence, num_computed: int) -> None:
-        """Note that a sequence has only so many computed tokens after all. It keeps its blocks."""
+    def rollback(self, sequence: Sequence, num_computed: int) -> None:
+        """Reset the number of computed tokens after a failed step. The sequence keeps its blocks."""
         num_published = min(sequence.num_published, num_computed // self._pool.block_size)
         for block in sequence.blocks[num_published : sequence.num_published]:
             self._pool.unpublish(block)
@@ -67,4 +67,4 @@ class KvCache:
     def release(self, sequence: Sequence) -> None:
         self._pool.release(sequence.blocks)
         sequence.blocks = []
-        sequence.num_computed = sequence.num_published = sequence.num_sent_blocks = sequence.room = 0
+        sequence.num_computed = sequence.num_published = sequence.num_sent_blocks = sequence.capacity = 0

@@ -1,4 +1,4 @@
-"""Decides what each step computes, and for which sequences. Plain Python: no tensors, and the caller's clock."""
+"""Schedules sequences: decides which tokens each step computes. Uses no tensors."""
 
 import math
 import time
@@ -13,17 +13,17 @@ from lorax_server.engine.fair_queue import FairQueue
 from lorax_server.engine.kv_cache import KvCache
 from lorax_server.engine.queues import Queues
 from lorax_server.engine.sequence import Sequence
-from lorax_server.engine.step_builder import Lineup, Scheduled, StepBuilder, SubmittedStep
+from lorax_server.engine.step_builder import BatchColumns, CachedDecodeBatch, StepBuilder, SubmittedStep
 from lorax_server.errors import LoraxError
 from lorax_server.plan import NewSequence, StepPlan, StepResult
-from lorax_server.types import Output, Request, SampledToken, SchedulerCounters, Started
+from lorax_server.types import Output, Request, SampledToken, SchedulerCounters, StartInfo
 
 
 class Scheduler:
-    """Knows neither prompts nor decoding, only how many tokens of each sequence a step computes.
+    """Schedules prefill and decode uniformly, as a number of tokens per sequence and step.
 
-    `schedule` may be called again before the result of the step is there: unknown tokens are counted, not named. A
-    sequence that turns out to have ended had one step too many, whose token is dropped.
+    `schedule` may be called before the previous step has finished, since it needs only token counts. If a sequence
+    turns out to be finished, its extra token is dropped.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class Scheduler:
         self.queues = Queues(limits, adapters, FairQueue(weights, limits.max_num_seqs), self._fail, clock)
         self._waiting = self.queues.ready
         self._failed: list[Output] = []  # not reported yet
-        self._running: list[Sequence] = []  # by order key
-        self._sorted: tuple[int, list[Sequence]] = 0, []  # the same as they go on, at a version of the queue
-        self._lineup: Lineup | None = None  # of the last step
+        self._running: list[Sequence] = []  # by arrival
+        self._sorted: tuple[int, list[Sequence]] = 0, []  # in scheduling order, with the queue version
+        self._decode_batch: CachedDecodeBatch | None = None  # from the last step
         self._by_id: dict[int, Sequence] = {}
         self._free_slots = list(reversed(range(limits.max_num_seqs)))
         self.in_flight: deque[SubmittedStep] = deque()  # the oldest first
@@ -61,7 +61,7 @@ class Scheduler:
 
     @property
     def num_ready(self) -> int:
-        """Sequences that wait for nothing but their turn."""
+        """Sequences that are ready to run."""
         return len(self._waiting)
 
     @property
@@ -69,80 +69,82 @@ class Scheduler:
         return bool(self._by_id)
 
     def add(self, request: Request) -> None:
-        """Take a request. Raise if it could never run or would wait for too long."""
+        """Queue a request. Raise if it can never run or would wait too long."""
         check_request(request, min(self.limits.max_length, self._cache.num_tokens))
-        assert request.request_id not in self._by_id, f"request {request.request_id} is here already"
-        self._backlog.refuse_overload(self.num_waiting)
+        assert request.request_id not in self._by_id, f"request {request.request_id} was already added"
+        self._backlog.check_overload(self.num_waiting)
         self._adapters.add_request(request.adapter_identity)
         sequence = Sequence(request, self._num_arrived, arrived_at=self._clock())
         sequence.rope_variant = self.limits.rope.variant(len(request.prompt_ids))
-        sequence.expected_tokens = self._backlog.expect_tokens(request)
+        sequence.expected_tokens = self._backlog.estimate_tokens(request)
         self._backlog.num_tokens += sequence.expected_tokens
         self._num_arrived += 1
         self._by_id[request.request_id] = sequence
         if request.structure is None:
-            self.queues.wait(sequence)
+            self.queues.enqueue(sequence)
         else:
-            self.queues.hold(sequence)
+            self.queues.block(sequence)
 
-    def structure_ready(self, request_id: int) -> None:
+    def grammar_ready(self, request_id: int) -> None:
         sequence = self._by_id.get(request_id)
         if sequence is not None:
-            self.queues.let_go(sequence)
+            self.queues.unblock(sequence)
 
     def fail(self, request_id: int, error: LoraxError) -> None:
-        """End a request in whatever state it is, with an error. Do nothing if it has ended already."""
+        """Fail a queued or running request. Do nothing if it has finished."""
         if request_id in self._by_id:
             self.abort(request_id)
             self._failed.append(Output.failed(request_id, error))
 
     def abort(self, request_id: int) -> None:
-        """Drop a request in whatever state it is. Do nothing if it has ended already."""
+        """Drop a queued or running request. Do nothing if it has finished."""
         sequence = self._by_id.get(request_id)
         if sequence is not None:
-            self._end(sequence)
+            self._finish(sequence)
 
     def schedule(self) -> StepPlan | None:
-        """Return the next step; None if there is nothing to do now."""
-        self.queues.fail_late()
+        """Return the next step plan, or None if there is no work."""
+        self.queues.fail_timed_out()
         self._preempt_for_fairness()
         builder = StepBuilder(self.limits.max_step_tokens, self.limits.max_chunk, self.limits.can_chunk)
-        jumped, long = list[Sequence](), list[Sequence]()
+        forced, long = list[Sequence](), list[Sequence]()
         for sequence in self._sort_running():
             num_tokens = sequence.num_uncomputed
             if num_tokens == 1:
-                self._continue(builder, sequence, 1, samples=True)  # the limits leave one for every running sequence
-            elif num_tokens > 1:  # after all that need a single token
-                (jumped if sequence.has_jumped else long).append(sequence)
+                self._schedule_running(builder, sequence, 1, samples=True)  # the budget suffices for all
+            elif num_tokens > 1:  # scheduled after single-token sequences
+                (forced if sequence.has_forced_tokens else long).append(sequence)
         num_single = len(builder.sequences)
-        self._lineup = builder.line_up(self._waiting.version, self._lineup)
-        self._waiting.charge(self._lineup.sums)
-        if num_single:  # their next tokens wait for the prompts of this step
+        self._decode_batch = builder.reuse_or_build(self._waiting.version, self._decode_batch)
+        self._waiting.charge(self._decode_batch.sums)
+        if num_single:  # prompts in the same step delay their next token
             builder.budget = min(builder.budget, self.limits.max_mixed_tokens or builder.budget)
-        is_held_up = False  # a running sequence waits for blocks, which new ones would take
-        reserve = builder.budget // 2 if long and self._has_others() else 0
-        for sequence in jumped + long:
+        is_short_of_blocks = False  # a running sequence needs blocks, so admit no new sequences
+        reserve = builder.budget // 2 if long and self._must_reserve_tokens() else 0
+        for sequence in forced + long:
             num_tokens = sequence.num_uncomputed
-            count = builder.cut(num_tokens, reserve)
-            if count > 0 and not self._continue(builder, sequence, count, samples=count == num_tokens):
-                is_held_up = True
-        if jumped or long:
+            count = builder.chunk_size(num_tokens, reserve)
+            if count > 0 and not self._schedule_running(builder, sequence, count, samples=count == num_tokens):
+                is_short_of_blocks = True
+        if forced or long:
             self._waiting.charge(builder.sum_tokens(num_single))
-        while not is_held_up and builder.budget > 0 and self._free_slots and self._admit(builder):
+        while not is_short_of_blocks and builder.budget > 0 and self._free_slots and self._admit(builder):
             pass
         if not builder.sequences and not self._adapters.needs_step:
             return None
         decodes_only = len(builder.sequences) == num_single
-        return self._submit(builder, self._lineup.scheduled if decodes_only else builder.order())
+        return self._submit(builder, self._decode_batch.columns if decodes_only else builder.build_columns())
 
     def update(self, result: StepResult) -> list[Output]:
-        """Take the result of the oldest step in flight, and return the outputs of its requests."""
+        """Apply the result of the oldest step in flight, and return its outputs."""
         done = self.in_flight.popleft()
-        assert done.number == result.step, f"step {done.number} was to come next, not {result.step}"
-        self._backlog.note_step(done.num_tokens, done.submitted_at, self._clock())
+        assert done.number == result.step, f"expected the result of step {done.number}, got {result.step}"
+        self._backlog.record_step(done.num_tokens, done.submitted_at, self._clock())
         self._adapters.completed(result.step, result.loaded)
-        for index, ((sequence, start), logprobs) in enumerate(zip(done.asking, result.prompt_logprobs, strict=True)):
-            sequence.note_prompt(start, logprobs, result.prompt_alternatives.get(index))
+        for index, ((sequence, start), logprobs) in enumerate(
+            zip(done.scored_prompts, result.prompt_logprobs, strict=True)
+        ):
+            sequence.record_prompt_logprobs(start, logprobs, result.prompt_alternatives.get(index))
         outputs, alternatives = list[Output](), result.alternatives
         chosen = zip(done.sampled, result.token_ids, result.logprobs, strict=True)
         for index, (sampled, token_id, logprob) in enumerate(chosen):
@@ -151,68 +153,70 @@ class Scheduler:
             sampled.num_in_flight -= 1
             if not sampled.finished:
                 token = SampledToken(token_id, logprob, alternatives.get(index) if alternatives else None)
-                outputs.append(self._take_token(sampled, token))
+                outputs.append(self._append_token(sampled, token))
         self.counters.generated_tokens += sum([len(output.tokens) for output in outputs])
-        return self.take_failed() + outputs
+        return self.pop_failed() + outputs
 
-    def take_back(self, error: LoraxError) -> None:
-        """Undo the last step, for which there was no memory. Its largest sequence fails, the others come again."""
+    def rollback(self, error: LoraxError) -> None:
+        """Undo the last step after an out-of-memory error. Fail its largest sequence; retry the other sequences."""
         step = self.in_flight.pop()
-        self.in_flight.append(step.take_back(self._cache))
-        self.fail(step.find_largest().request.request_id, error)
+        self.in_flight.append(step.rollback(self._cache))
+        self.fail(step.find_largest_sequence().request.request_id, error)
 
-    def take_failed(self) -> list[Output]:
-        """Return the failures that were not reported yet."""
+    def pop_failed(self) -> list[Output]:
+        """Return and clear the unreported failures."""
         failed, self._failed = self._failed, []
         return failed
 
-    def _take_token(self, sequence: Sequence, token: SampledToken) -> Output:
+    def _append_token(self, sequence: Sequence, token: SampledToken) -> Output:
         request_id = sequence.request.request_id
         if math.isnan(token.logprob):
-            self._end(sequence)
+            self._finish(sequence)
             is_merged = self._adapters.is_merged(sequence.request.adapter_identity)
             return Output.failed(request_id, make_nan_error(is_merged))
         tokens: tuple[SampledToken, ...] = (token,)
-        if sequence.forced:
-            tokens += tuple([SampledToken(each, 0.0) for each in sequence.forced])
+        if sequence.forced_tokens:
+            tokens += tuple([SampledToken(each, 0.0) for each in sequence.forced_tokens])
         reason = sequence.append(token.token_id)
         if reason is not None:
-            self._backlog.note_answer(sequence.num_generated)
-            self._end(sequence)
+            self._backlog.record_completion(sequence.num_generated)
+            self._finish(sequence)
         elif sequence.slot is None:
-            self.queues.let_go(sequence)
+            self.queues.unblock(sequence)
         output = Output(request_id, tokens, reason)
-        return output if sequence.started is None else sequence.report_start(output)
+        return output if sequence.started is None else sequence.attach_start_report(output)
 
-    # --- A step -------------------------------------------------------------------------------------------------------
+    # --- Scheduling ---------------------------------------------------------------------------------------------------
 
-    def _continue(self, builder: StepBuilder, sequence: Sequence, count: int, samples: bool) -> bool:
-        """Add a running sequence to the step; False if there are no blocks, or it was preempted for another."""
+    def _schedule_running(self, builder: StepBuilder, sequence: Sequence, count: int, samples: bool) -> bool:
+        """Add a running sequence to the step. Return False if it has no blocks or was preempted."""
         if sequence.slot is None:
             return False
-        if sequence.num_computed + count > sequence.room and not self._make_room(builder, sequence, count):
+        if sequence.num_computed + count > sequence.capacity and not self._allocate_or_preempt(
+            builder, sequence, count
+        ):
             return False
         builder.add_tokens(sequence, count, samples)
         return True
 
     def _sort_running(self) -> list[Sequence]:
-        """Return the running sequences in the order in which they go on; nothing of it changes while no slot does."""
+        """Return the running sequences in scheduling order, cached until slots change."""
         if self._sorted[0] != self._waiting.version:
             self._sorted = self._waiting.version, self._waiting.sort_running(self._running)
         return self._sorted[1]
 
-    def _has_others(self) -> bool:
-        """Tell whether a tenant waits for a slot of its own, and finds one: long prompts leave tokens to it."""
-        return bool(self._free_slots) and self._waiting.is_shared and self._waiting.has_due
+    def _must_reserve_tokens(self) -> bool:
+        """Return True if long prompts must leave tokens for a waiting tenant that can get a slot."""
+        return bool(self._free_slots) and self._waiting.has_several_tenants and self._waiting.has_tenant_under_share
 
-    def _make_room(self, builder: StepBuilder, sequence: Sequence, count: int) -> bool:
-        """Hold blocks for more tokens: those of later sequences that are not in the step.
+    def _allocate_or_preempt(self, builder: StepBuilder, sequence: Sequence, count: int) -> bool:
+        """Allocate blocks, preempting later sequences that are not in this step if needed.
 
-        Where that is not enough, the sequence keeps its blocks and waits. The first can always go on: it fits alone.
+        Return False if that is not enough; the sequence then keeps its blocks. The first sequence always succeeds.
         """
-        while not self._cache.hold(sequence, count):
-            scheduled = set(builder.sequences)
-            last = next((each for each in reversed(self._sort_running()) if each not in scheduled), None)
+        while not self._cache.allocate(sequence, count):
+            columns = set(builder.sequences)
+            last = next((each for each in reversed(self._sort_running()) if each not in columns), None)
             if last is None or last is sequence:
                 return False
             self.counters.preemptions += 1
@@ -220,54 +224,54 @@ class Scheduler:
         return True
 
     def _preempt_for_fairness(self) -> None:
-        """Preempt sequences beyond their share for waiting ones with less."""
-        head = self.queues.next() if len(self._waiting) and self._waiting.has_excess else None
+        """Preempt sequences of tenants above their share if tenants below their share are waiting."""
+        head = self.queues.peek_ready() if len(self._waiting) and self._waiting.has_tenant_over_share else None
         if head is None:
             return
-        # A step would probably have no blocks left for the head: then a free slot is of no use to it.
+        # A free slot is useless if the step would have no blocks left for the head of the queue.
         num_tokens = min(len(head.token_ids), self.limits.max_step_tokens) + len(self._running)
         num_free = 0 if self._cache.num_free_tokens < num_tokens else len(self._free_slots)
-        for sequence in self._waiting.find_spare(self._running, head, num_free):
+        for sequence in self._waiting.select_preemptions(self._running, head, num_free):
             self.counters.fairness_preemptions += 1
             self._preempt(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's slot and blocks; it waits. Its tokens stay, and are computed again where not cached."""
-        self._leave(sequence)
+        """Release a sequence's slot and blocks and queue it again. It keeps its tokens and is recomputed later."""
+        self._stop_running(sequence)
         if sequence.num_in_flight:
-            self.queues.hold(sequence)
+            self.queues.block(sequence)
         else:
-            self.queues.wait(sequence)
+            self.queues.enqueue(sequence)
 
     def _admit(self, builder: StepBuilder) -> bool:
-        """Add the next waiting sequence, if there are blocks for as much of it as the step has left."""
-        sequence = self.queues.next()
+        """Add the next waiting sequence. Return False if none is ready or blocks are short."""
+        sequence = self.queues.peek_ready()
         if sequence is None:
             return False
-        self._cache.hold_prefix(sequence)
+        self._cache.reuse_prefix(sequence)
         num_tokens = sequence.num_uncomputed
-        count = builder.cut(num_tokens)
-        if count == 0 or not self._cache.hold(sequence, count):
+        count = builder.chunk_size(num_tokens)
+        if count == 0 or not self._cache.allocate(sequence, count):
             self._cache.release(sequence)
             return False
         self._waiting.remove(sequence)
-        self._enter(builder, sequence)
+        self._start_running(builder, sequence)
         builder.add_tokens(sequence, count, samples=count == num_tokens)
-        self._waiting.charge({sequence.account: count})  # before the next one
+        self._waiting.charge({sequence.fairness_key: count})  # before the next sequence is selected
         return True
 
-    def _submit(self, builder: StepBuilder, scheduled: Scheduled) -> StepPlan:
+    def _submit(self, builder: StepBuilder, columns: BatchColumns) -> StepPlan:
         self.counters.steps += 1
-        step = builder.summarize(self.counters.steps, scheduled, self._clock())
+        step = builder.build_submitted_step(self.counters.steps, columns, self._clock())
         self.counters.computed_tokens += step.num_tokens
-        self.counters.chunks += len(scheduled.sequences) - len(step.sampled)
+        self.counters.chunks += len(columns.sequences) - len(step.sampled)
         self.in_flight.append(step)
-        self._cache.publish_all(scheduled.sequences)
-        return builder.build_plan(step.number, scheduled, self._adapters.submit())
+        self._cache.publish_full_blocks(columns.sequences)
+        return builder.build_plan(step.number, columns, self._adapters.submit())
 
-    # --- Coming and going ---------------------------------------------------------------------------------------------
+    # --- Starting and stopping ----------------------------------------------------------------------------------------
 
-    def _enter(self, builder: StepBuilder, sequence: Sequence) -> None:
+    def _start_running(self, builder: StepBuilder, sequence: Sequence) -> None:
         request, identity = sequence.request, sequence.request.adapter_identity
         sequence.slot = self._free_slots.pop()
         self._waiting.acquire_slot(request.tenant)
@@ -275,45 +279,45 @@ class Scheduler:
         builder.new_sequences.append(
             NewSequence(sequence.slot, tokens, len(request.prompt_ids), request.sampling, request.stop)
         )
-        index = self._adapters.index_of(identity, sequence.has_begun)
+        index = self._adapters.index_of(identity, sequence.has_started)
         assert index is not None
         sequence.adapter_index = index
-        if not sequence.has_begun:
-            sequence.has_begun = True
+        if not sequence.has_started:
+            sequence.has_started = True
             queue_s = self._clock() - sequence.arrived_at
-            sequence.started = Started(queue_s, sequence.adapter_wait_s, sequence.num_computed)
+            sequence.started = StartInfo(queue_s, sequence.adapter_wait_s, sequence.num_computed)
             self._backlog.num_tokens -= sequence.expected_tokens
-            self._adapters.begin(identity)
-        self._adapters.hold(identity)
+            self._adapters.start_request(identity)
+        self._adapters.acquire(identity)
         insort(self._running, sequence, key=lambda running: running.arrival)
         self.counters.prefix_tokens += sequence.num_computed
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _stop_running(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
         self._running.remove(sequence)
         self._free_slots.append(sequence.slot)
         self._waiting.release_slot(sequence.request.tenant)
         sequence.slot = None
-        sequence.has_jumped = False  # all of its tokens are to be computed
+        sequence.has_forced_tokens = False  # all its tokens are recomputed
         self._cache.release(sequence)
         self._adapters.release(sequence.request.adapter_identity)
 
     def _fail(self, sequence: Sequence, error: LoraxError) -> None:
-        """End a sequence that is in no queue without a token."""
+        """Fail a sequence that has left its queue."""
         self._failed.append(Output.failed(sequence.request.request_id, error))
-        self._forget(sequence)
+        self._remove_request(sequence)
 
-    def _end(self, sequence: Sequence) -> None:
-        """Take a sequence from its slot or queue."""
+    def _finish(self, sequence: Sequence) -> None:
+        """Remove a finished sequence from its slot or queue."""
         if sequence.slot is not None:
-            self._leave(sequence)
+            self._stop_running(sequence)
         else:
             self.queues.remove(sequence)
-        self._forget(sequence)
+        self._remove_request(sequence)
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _remove_request(self, sequence: Sequence) -> None:
         sequence.finished = True
         del self._by_id[sequence.request.request_id]
-        if not sequence.has_begun:
+        if not sequence.has_started:
             self._backlog.num_tokens -= sequence.expected_tokens
-        self._adapters.end_request(sequence.request.adapter_identity, sequence.has_begun)
+        self._adapters.remove_request(sequence.request.adapter_identity, sequence.has_started)

@@ -1,43 +1,43 @@
-"""A request under way. Only the scheduler changes it, directly or through its builder, its queues and its cache."""
+"""The engine's state for one completion. Only the scheduler and its parts change it."""
 
 import math
 from dataclasses import dataclass, field
 
 from lorax_server.engine.block_pool import chain_hash, root_hash
-from lorax_server.generation.stopping import ended_by
-from lorax_server.types import Alternatives, FinishReason, Output, Request, Started
+from lorax_server.generation.stopping import find_stop_reason
+from lorax_server.types import Alternatives, FinishReason, Output, Request, StartInfo
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """The tokens of a request, and what the workers hold of it."""
+    """The tokens of one completion, and its KV blocks and slot on the workers."""
 
     request: Request
     arrival: int
     token_ids: list[int] = field(init=False)
-    num_in_flight: int = 0  # tokens that steps in flight choose: they count, but are not known
-    forced: tuple[int, ...] = ()  # tokens that follow the one in flight, and count as well
-    has_jumped: bool = False  # it has got several tokens at once, and is to compute them
-    num_computed: int = 0  # tokens whose keys and values are there once the steps in flight are done
-    num_published: int = 0  # blocks that other sequences can find
-    num_sent_blocks: int = 0  # blocks that the workers know of
-    slot: int | None = None  # in the workers' tables, while it is running
-    adapter_index: int = 0  # of its adapter there, likewise
+    num_in_flight: int = 0  # tokens sampled by steps in flight; their values are not known yet
+    forced_tokens: tuple[int, ...] = ()  # appended after the token in flight
+    has_forced_tokens: bool = False  # forced tokens are waiting to be computed
+    num_computed: int = 0  # tokens in the KV cache once the steps in flight finish
+    num_published: int = 0  # leading blocks that are published in the prefix cache
+    num_sent_blocks: int = 0  # blocks that the workers have received
+    slot: int | None = None  # set while the sequence is running
+    adapter_index: int = 0  # set while the sequence is running
     blocks: list[int] = field(default_factory=list)
-    room: int = 0  # tokens that these have room for
-    has_begun: bool = False  # has run before, if it does not now
+    capacity: int = 0  # tokens that fit into `blocks`
+    has_started: bool = False  # was scheduled at least once
     finished: bool = False
     arrived_at: float = 0.0
-    adapter_wait_began: float | None = None  # since when it waits for its adapter
-    adapter_wait_s: float = 0.0  # how long it has waited for its adapter before
-    started: Started | None = None  # reported with its first token
-    expected_tokens: float = 0.0  # as guessed when it arrived
-    prompt_logprobs: list[float] | None = field(init=False)  # from the second token on, as they become known
-    prompt_alternatives: list[Alternatives] | None = field(init=False)  # likewise
+    adapter_wait_start: float | None = None  # set while the adapter is being loaded
+    adapter_wait_s: float = 0.0  # total of finished adapter waits
+    started: StartInfo | None = None  # reported with the first token
+    expected_tokens: float = 0.0  # estimate at arrival
+    prompt_logprobs: list[float] | None = field(init=False)  # from the second token on; filled as chunks finish
+    prompt_alternatives: list[Alternatives] | None = field(init=False)  # same positions
     rope_variant: str = ""
-    account: tuple[str, str] = field(init=False)  # the tenant and the adapter that its tokens are charged to
+    fairness_key: tuple[str, str] = field(init=False)  # (tenant, adapter) charged for its tokens
     _max_tokens: int = field(init=False)
-    _ending_token_ids: frozenset[int] = field(init=False)
+    _all_stop_token_ids: frozenset[int] = field(init=False)
     _hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -47,20 +47,22 @@ class Sequence:
         has_alternatives = request.prompt_logprobs and request.sampling.num_alternatives > 0
         self.prompt_logprobs = [math.nan] * num_reported if request.prompt_logprobs else None
         self.prompt_alternatives = [Alternatives([], [])] * num_reported if has_alternatives else None
-        self.account = request.tenant, request.adapter_identity
+        self.fairness_key = request.tenant, request.adapter_identity
         self._max_tokens = len(self.token_ids) + request.stop.max_new_tokens
-        self._ending_token_ids = request.stop.ending_token_ids
+        self._all_stop_token_ids = request.stop.all_stop_token_ids
 
-    def note_prompt(self, start: int, logprobs: list[float], alternatives: list[Alternatives] | None) -> None:
-        """Note how likely the tokens of the prompt after `start` were."""
+    def record_prompt_logprobs(
+        self, start: int, logprobs: list[float], alternatives: list[Alternatives] | None
+    ) -> None:
+        """Store log probabilities of the prompt tokens after `start`."""
         assert self.prompt_logprobs is not None
         self.prompt_logprobs[start : start + len(logprobs)] = logprobs
         if alternatives is not None:
             assert self.prompt_alternatives is not None
             self.prompt_alternatives[start : start + len(alternatives)] = alternatives
 
-    def report_start(self, output: Output) -> Output:
-        """Add to the first output how the sequence started and how likely its prompt was."""
+    def attach_start_report(self, output: Output) -> Output:
+        """Add start times and prompt log probabilities to the first output."""
         output = output._replace(
             started=self.started, prompt_logprobs=self.prompt_logprobs, prompt_alternatives=self.prompt_alternatives
         )
@@ -69,31 +71,33 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens to compute until the next one can be chosen; none if the last one is on its way."""
-        num_tokens = len(self.token_ids) + self.num_in_flight + len(self.forced)
+        """Tokens to compute before the next one can be sampled; 0 if the last token is in flight."""
+        num_tokens = len(self.token_ids) + self.num_in_flight + len(self.forced_tokens)
         return num_tokens - self.num_computed if num_tokens < self._max_tokens else 0
 
     @property
-    def num_left(self) -> int:
-        """Tokens that it may get beyond those in flight."""
+    def num_remaining(self) -> int:
+        """Tokens that may be generated after the tokens in flight."""
         return self._max_tokens - len(self.token_ids) - self.num_in_flight
 
-    def goes_on(self, token_id: int) -> bool:
-        """Tell whether this token and the forced ones after it surely do not end the answer."""
-        num_tokens = len(self.token_ids) + 1 + len(self.forced)
-        return token_id not in self._ending_token_ids and num_tokens < self._max_tokens
+    def continues_after(self, token_id: int) -> bool:
+        """Return True if the sequence cannot finish with this token and the forced tokens after it."""
+        num_tokens = len(self.token_ids) + 1 + len(self.forced_tokens)
+        return token_id not in self._all_stop_token_ids and num_tokens < self._max_tokens
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Append a token and the forced ones that follow it. Return why the last is the end, if it is. The detokenizer
-        finds stop strings."""
+        """Append a token and the forced tokens after it. Return the finish reason, if any.
+
+        Stop strings are checked by the detokenizer.
+        """
         token_ids = self.token_ids
         token_ids.append(token_id)
-        if self.forced:
-            token_ids += self.forced
-            self.forced = ()
+        if self.forced_tokens:
+            token_ids += self.forced_tokens
+            self.forced_tokens = ()
         reason = None
-        if token_ids[-1] in self._ending_token_ids:
-            reason = ended_by(token_ids[-1], self.num_generated, self.request.stop)
+        if token_ids[-1] in self._all_stop_token_ids:
+            reason = find_stop_reason(token_ids[-1], self.num_generated, self.request.stop)
         return FinishReason.LENGTH if reason is None and len(token_ids) >= self._max_tokens else reason
 
     @property
@@ -101,7 +105,7 @@ class Sequence:
         return len(self.token_ids) - len(self.request.prompt_ids)
 
     def hashes(self, block_size: int) -> list[bytes]:
-        """Return the hashes of all full blocks of known tokens."""
+        """Return the hashes of all full blocks whose tokens are known."""
         while (start := len(self._hashes) * block_size) + block_size <= len(self.token_ids):
             before = self._hashes[-1] if self._hashes else self._root_hash()
             self._hashes.append(chain_hash(before, self.token_ids[start : start + block_size]))

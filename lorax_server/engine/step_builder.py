@@ -1,4 +1,4 @@
-"""A step under construction."""
+"""Builds step plans from scheduled sequences, and tracks submitted steps."""
 
 import itertools
 import math
@@ -13,8 +13,8 @@ from lorax_server.engine.sequence import Sequence
 from lorax_server.plan import AdapterOp, Bools, Ints, NewSequence, StepPlan, StepResult
 
 
-class Scheduled(NamedTuple):
-    """The sequences of a step, in the order of its plan, and the plan's columns."""
+class BatchColumns(NamedTuple):
+    """The sequences in a step, in plan order, and the matching plan columns."""
 
     sequences: list[Sequence]
     slots: Ints
@@ -26,66 +26,66 @@ class Scheduled(NamedTuple):
 
 
 class SubmittedStep(NamedTuple):
-    """A step in flight, as the scheduler remembers it."""
+    """A step in flight."""
 
     number: int
     num_tokens: int
     submitted_at: float
-    scheduled: Scheduled
-    sampled: list[Sequence | None]  # sequences that get a token; None: it is chosen again by a later step
-    asking: list[tuple[Sequence, int]]  # sequences whose prompt is reported on, and their first computed token
-    is_masked: bool = True  # there are sequences with a structure among those that get a token
+    columns: BatchColumns
+    sampled: list[Sequence | None]  # sequences that sample a token; None: deferred to a later step
+    scored_prompts: list[tuple[Sequence, int]]  # with the index of the first computed token
+    is_masked: bool = True  # some sampled sequences have a grammar
 
-    def take_back(self, cache: KvCache) -> "SubmittedStep":
-        """Undo what the step has changed of its sequences. Return the rest of it: a step without tokens."""
-        scheduled = self.scheduled
-        starts, flags = scheduled.starts.tolist(), scheduled.samples.tolist()
-        for sequence, start, samples in zip(scheduled.sequences, starts, flags, strict=True):
+    def rollback(self, cache: KvCache) -> "SubmittedStep":
+        """Undo the step's changes to its sequences. Return an empty step with the same number."""
+        columns = self.columns
+        starts, flags = columns.starts.tolist(), columns.samples.tolist()
+        for sequence, start, samples in zip(columns.sequences, starts, flags, strict=True):
             sequence.num_in_flight -= samples
-            cache.take_back(sequence, start)
-        return self._replace(num_tokens=0, sampled=[], asking=[])
+            cache.rollback(sequence, start)
+        return self._replace(num_tokens=0, sampled=[], scored_prompts=[])
 
     def list_masked(self) -> list[tuple[int, int]]:
-        """List the sampled sequences that need a mask: their numbers among all, and their requests."""
+        """List the sampled sequences that need a token mask, as (index in `sampled`, request ID)."""
         return [
             (number, sequence.request.request_id)
             for number, sequence in enumerate(self.sampled)
             if sequence is not None and sequence.request.structure is not None and not sequence.finished
         ]
 
-    def list_chosen(self, result: StepResult) -> list[tuple[int, int]]:
-        """List the tokens of answers that have a structure and go on: each request, and a token."""
+    def list_grammar_tokens(self, result: StepResult) -> list[tuple[int, int]]:
+        """List new tokens of unfinished sequences with a grammar, as (request ID, token ID)."""
         if not self.is_masked:
             return []
         return [
             (sequence.request.request_id, token_id)
             for number, sequence in enumerate(self.sampled)
             if sequence is not None and sequence.request.structure is not None and not sequence.finished
-            if not math.isnan(result.logprobs[number]) and sequence.goes_on(result.token_ids[number])
-            for token_id in (result.token_ids[number], *sequence.forced)
+            if not math.isnan(result.logprobs[number]) and sequence.continues_after(result.token_ids[number])
+            for token_id in (result.token_ids[number], *sequence.forced_tokens)
         ]
 
-    def count_continuing(self) -> int:
-        """Count the sampled sequences that have not finished."""
+    def count_unfinished(self) -> int:
+        """Count the sampled sequences that are not finished."""
         return sum(sequence is not None and not sequence.finished for sequence in self.sampled)
 
-    def find_room(self, number: int) -> int:
-        """Return how many tokens a sampled sequence may get after the one that it chooses.
+    def max_forced_tokens(self, number: int) -> int:
+        """Return how many forced tokens may follow the token that a sequence samples in this step.
 
-        None while another step chooses a token as well: that one would come between.
+        Return 0 if another step in flight also samples for this sequence, since its token would come in between.
         """
         sequence = self.sampled[number]
-        return 0 if sequence is None or sequence.num_in_flight > 1 else sequence.num_left
+        return 0 if sequence is None or sequence.num_in_flight > 1 else sequence.num_remaining
 
-    def force(self, forced: Iterable[tuple[int, tuple[int, ...]]]) -> None:
-        """Let some sampled sequences get more tokens after the one that they choose, which is forced as well."""
+    def append_forced_tokens(self, forced: Iterable[tuple[int, tuple[int, ...]]]) -> None:
+        """Append forced tokens after the sampled token. Entries are (index in `sampled`, token IDs)."""
         for number, token_ids in forced:
             sequence = self.sampled[number]
             assert sequence is not None
-            sequence.forced, sequence.has_jumped = token_ids, True
+            sequence.forced_tokens, sequence.has_forced_tokens = token_ids, True
 
-    def postpone(self, numbers: Iterable[int]) -> None:
-        """Take back the choice of some sampled sequences: a later step computes their last token again, and chooses."""
+    def defer_sampling(self, numbers: Iterable[int]) -> None:
+        """Skip sampling for some sequences. A later step computes their last token again and samples then."""
         for number in numbers:
             sequence = self.sampled[number]
             assert sequence is not None
@@ -94,49 +94,49 @@ class SubmittedStep(NamedTuple):
             if sequence.slot is not None:
                 sequence.num_computed -= 1
 
-    def find_largest(self) -> Sequence:
-        """Return the sequence that probably takes the most memory, of several such ones the last to come."""
-        scheduled = self.scheduled
-        counts, scores_prompt = scheduled.counts.tolist(), scheduled.scores_prompt.tolist()
-        return max(zip(scheduled.sequences, counts, scores_prompt, strict=True), key=_need)[0]
+    def find_largest_sequence(self) -> Sequence:
+        """Return the sequence that probably needs the most memory; on a tie, the one that arrived last."""
+        columns = self.columns
+        counts, scores_prompt = columns.counts.tolist(), columns.scores_prompt.tolist()
+        return max(zip(columns.sequences, counts, scores_prompt, strict=True), key=_memory_rank)[0]
 
 
-def _need(entry: tuple[Sequence, int, bool]) -> tuple[bool, int, int, int]:
+def _memory_rank(entry: tuple[Sequence, int, bool]) -> tuple[bool, int, int, int]:
     sequence, num_tokens, scores_prompt = entry
     return scores_prompt, num_tokens, sequence.request.sampling.num_alternatives, sequence.arrival
 
 
-class Lineup(NamedTuple):
-    """The sequences that decode in a step, with one token each, and what follows. Most steps repeat the last one's."""
+class CachedDecodeBatch(NamedTuple):
+    """The single-token sequences in a step. Consecutive decode steps usually reuse it."""
 
-    version: int  # of the queue: of slots and shares
-    added: list[Sequence]  # in the order in which they came into the step
-    scheduled: Scheduled
-    sums: Mapping[tuple[str, str], int]  # tokens of each tenant and adapter
+    version: int  # `FairQueue.version`: changes with slots and shares
+    added: list[Sequence]  # in scheduling order
+    columns: BatchColumns
+    sums: Mapping[tuple[str, str], int]  # tokens by tenant and adapter
 
 
 @dataclass
 class StepBuilder:
-    """The sequences of the step so far, news of them for the workers, and the number of tokens left in it."""
+    """Collects the sequences for one step, and the slot and block updates for the workers."""
 
-    budget: int
-    max_chunk: int | None = None  # tokens of one sequence
+    budget: int  # tokens that can still be added
+    max_chunk: int | None = None  # tokens per sequence
     can_chunk: bool = True
     sequences: list[Sequence] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)  # tokens of each
+    counts: list[int] = field(default_factory=list)  # tokens per sequence
     samples: list[bool] = field(default_factory=list)
-    asking: dict[Sequence, int] = field(default_factory=dict)  # for log probabilities of their prompts; from where on
+    scored_prompts: dict[Sequence, int] = field(default_factory=dict)  # first computed token, by sequence
     new_sequences: list[NewSequence] = field(default_factory=list)
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
-    has_structures: bool = False  # of sequences that get a token
+    has_grammars: bool = False  # some sampled sequences have a grammar
 
     def add_tokens(self, sequence: Sequence, count: int, samples: bool) -> None:
-        """Add a number of tokens of a sequence that has a slot, and the blocks for them."""
+        """Add `count` tokens of a running sequence. Its blocks must be allocated."""
         if sequence.num_sent_blocks < len(sequence.blocks):
             self._send_blocks(sequence)
         start = sequence.num_computed
         if sequence.prompt_logprobs is not None and start < len(sequence.request.prompt_ids) - 1:
-            self.asking[sequence] = start
+            self.scored_prompts[sequence] = start
         self.sequences.append(sequence)
         self.counts.append(count)
         self.samples.append(samples)
@@ -144,9 +144,9 @@ class StepBuilder:
         sequence.num_computed = start + count
         if samples:
             sequence.num_in_flight += 1
-            sequence.has_jumped = False
+            sequence.has_forced_tokens = False
             if sequence.request.structure is not None:
-                self.has_structures = True
+                self.has_grammars = True
 
     def _send_blocks(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
@@ -156,54 +156,56 @@ class StepBuilder:
         sequence.num_sent_blocks = len(sequence.blocks)
 
     def sum_tokens(self, first: int = 0) -> Mapping[tuple[str, str], int]:
-        """Return the tokens of each tenant and adapter, of those sequences that were added from the `first` on."""
+        """Sum tokens by tenant and adapter over the sequences added since index `first`."""
         sums: dict[tuple[str, str], int] = {}
         for sequence, count in zip(self.sequences[first:], self.counts[first:], strict=True):
-            sums[sequence.account] = sums.get(sequence.account, 0) + count
+            sums[sequence.fairness_key] = sums.get(sequence.fairness_key, 0) + count
         return sums
 
-    def cut(self, num_tokens: int, reserve: int = 0) -> int:
-        """Return how many of a sequence's tokens the step takes, `reserve` tokens being kept for others."""
+    def chunk_size(self, num_tokens: int, reserve: int = 0) -> int:
+        """Return how many of `num_tokens` fit into the step if `reserve` tokens are kept for other sequences."""
         if not self.can_chunk:
             return num_tokens if num_tokens <= self.budget else 0
         available = max(self.budget - reserve, min(self.budget, 1))
         return min(num_tokens, available, self.max_chunk or self.budget)
 
-    def line_up(self, version: int, known: Lineup | None) -> Lineup:
-        """Order the sequences so far, all of which decode. A known lineup serves, if they are the same in the same
-        slots."""
+    def reuse_or_build(self, version: int, known: CachedDecodeBatch | None) -> CachedDecodeBatch:
+        """Return the batch for the sequences so far, which all decode one token. Reuse `known` if it has the same
+        sequences and slots."""
         if known is None or known.version != version or known.added != self.sequences:
-            return Lineup(version, self.sequences.copy(), self.order(), self.sum_tokens())
-        starts = np.array([sequence.num_computed - 1 for sequence in known.scheduled.sequences], np.int64)
-        return known._replace(scheduled=known.scheduled._replace(starts=starts))
+            return CachedDecodeBatch(version, self.sequences.copy(), self.build_columns(), self.sum_tokens())
+        starts = np.array([sequence.num_computed - 1 for sequence in known.columns.sequences], np.int64)
+        return known._replace(columns=known.columns._replace(starts=starts))
 
-    def order(self) -> Scheduled:
-        """Put the sequences in the order of their adapters."""
+    def build_columns(self) -> BatchColumns:
+        """Sort the sequences by adapter and build the plan columns."""
         indices = [sequence.adapter_index for sequence in self.sequences]
         places = sorted(range(len(indices)), key=indices.__getitem__)
         sequences = [self.sequences[place] for place in places]
         counts = [self.counts[place] for place in places]
         slots, starts = [sequence.slot for sequence in sequences], [sequence.num_computed for sequence in sequences]
-        # Few arrays, since a small one takes as long to make as dozens of its numbers.
+        # One array for all columns: creating a small array costs as much as filling dozens of entries.
         numbers = np.array([slots, starts, counts, [indices[place] for place in places]], dtype=np.int64)
         numbers[1] -= numbers[2]
-        flags = [self.samples[place] for place in places], [each in self.asking for each in sequences]
+        flags = [self.samples[place] for place in places], [each in self.scored_prompts for each in sequences]
         samples, scores_prompt = np.array(flags, dtype=np.bool_)
-        return Scheduled(sequences, numbers[0], numbers[1], numbers[2], samples, scores_prompt, numbers[3])
+        return BatchColumns(sequences, numbers[0], numbers[1], numbers[2], samples, scores_prompt, numbers[3])
 
-    def summarize(self, number: int, scheduled: Scheduled, now: float) -> SubmittedStep:
-        sampled: list[Sequence | None] = [*scheduled.sequences]
+    def build_submitted_step(self, number: int, columns: BatchColumns, now: float) -> SubmittedStep:
+        sampled: list[Sequence | None] = [*columns.sequences]
         if not all(self.samples):
-            sampled = [*itertools.compress(sampled, scheduled.samples.tolist())]
-        asking = [(each, self.asking[each]) for each in scheduled.sequences if each in self.asking]
-        return SubmittedStep(number, sum(self.counts), now, scheduled, sampled, asking, self.has_structures)
+            sampled = [*itertools.compress(sampled, columns.samples.tolist())]
+        scored_prompts = [
+            (each, self.scored_prompts[each]) for each in columns.sequences if each in self.scored_prompts
+        ]
+        return SubmittedStep(number, sum(self.counts), now, columns, sampled, scored_prompts, self.has_grammars)
 
-    def build_plan(self, step: int, scheduled: Scheduled, adapter_ops: tuple[AdapterOp, ...]) -> StepPlan:
+    def build_plan(self, step: int, columns: BatchColumns, adapter_ops: tuple[AdapterOp, ...]) -> StepPlan:
         return StepPlan(
             step,
-            *scheduled[1:],
+            *columns[1:],
             new_sequences=tuple(self.new_sequences),
             new_blocks=np.array(self.new_blocks, np.int64) if self.new_blocks else np.empty((0, 3), np.int64),
             adapter_ops=adapter_ops,
-            is_masked=self.has_structures,
+            is_masked=self.has_grammars,
         )

@@ -195,13 +195,13 @@ class FakeConfig:
     folder: str  # where each start leaves a file, locked while the process lives
     starts: tuple[str, ...] = ()  # the faults of the first, second, ... start; later ones succeed
     ignore_sigterm: bool = False
-    orphan_s: float = channel_module.ORPHAN_S
+    orphan_s: float = channel_module.ORPHAN_EXIT_TIMEOUT_S
 
 
 def fake_target(config: FakeConfig, address: str) -> None:
     logging.disable()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the process that starts tests may ignore it
-    channel_module.ORPHAN_S = config.orphan_s
+    channel_module.ORPHAN_EXIT_TIMEOUT_S = config.orphan_s
     folder = Path(config.folder)
     number = len(list(folder.iterdir()))
     unseen = folder.parent / f"start-{os.getpid()}"

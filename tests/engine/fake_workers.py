@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lorax_server.adapters.config import parse_config
-from lorax_server.adapters.spec import AdapterSpec, AdapterCheckpoint
+from lorax_server.adapters.spec import AdapterCheckpoint, AdapterSpec
 from lorax_server.engine.adapters.table import AdapterTable
 from lorax_server.engine.admission import Limits
 from lorax_server.engine.block_pool import BlockPool
@@ -69,7 +69,7 @@ def make_capabilities(num_units: int, depth: int = 1, **more: Any) -> Capabiliti
 
 
 @dataclass
-class _Resident:
+class _LoadedAdapter:
     identity: str
     start: int
     units: int
@@ -107,7 +107,7 @@ class Workers:
 
     A step runs at any time between `submit` and `collect`, after the one before it: first its moves, and then it reads
     its adapters until it is collected. A load is written at any time between the step that carries it and the one whose
-    result reports it, or `take_loaded`. Each unit remembers its adapter, and its part of it.
+    result reports it, or `pop_loaded`. Each unit remembers its adapter, and its part of it.
     """
 
     def __init__(self, capabilities: Capabilities, host_bytes: int, rng: random.Random, most_turns: int = 3) -> None:
@@ -119,7 +119,7 @@ class Workers:
         self.lacks_memory: Callable[[StepPlan], bool] = lambda _: False  # tells whether a step has no memory
         self.refused: list[StepPlan] = []  # for lack of it
         self.host: dict[str, int] = {}  # bytes
-        self.residents: dict[int, _Resident] = {}
+        self.residents: dict[int, _LoadedAdapter] = {}
         self.num_unloads = 0
         self._notify: Callable[[], None] = lambda: None
         self._preparing: dict[str, list[int]] = {}  # bytes, turns left
@@ -135,10 +135,10 @@ class Workers:
 
     # --- Calls of the engine ------------------------------------------------------------------------------------------
 
-    def on_news(self, notify: Callable[[], None]) -> None:
+    def on_event(self, notify: Callable[[], None]) -> None:
         self._notify = notify
 
-    def take_prepared(self) -> list[Prepared]:
+    def pop_prepared(self) -> list[Prepared]:
         taken, self._prepared = self._prepared, []
         return taken
 
@@ -185,10 +185,10 @@ class Workers:
         assert step.result is not None
         self.tick()
         self._end_loads()
-        step.result.loaded.extend(self.take_loaded())
+        step.result.loaded.extend(self.pop_loaded())
         return step.result
 
-    def take_loaded(self) -> list[int]:
+    def pop_loaded(self) -> list[int]:
         taken, self._loaded = self._loaded, []
         for index in taken:
             self.residents[index].is_loaded = True
@@ -246,7 +246,7 @@ class Workers:
     def _load(self, identity: str, index: int, first_unit: int) -> None:
         assert index > 0
         assert index not in self.residents, f"index {index} is in use"
-        resident = _Resident(identity, first_unit, self.host[identity] // UNIT_BYTES)
+        resident = _LoadedAdapter(identity, first_unit, self.host[identity] // UNIT_BYTES)
         assert all(other.identity != identity for other in self.residents.values()), "loaded twice"
         self.residents[index] = resident
         self._loads[index] = _Load(identity, resident.place, self.rng.randint(0, self.most_turns))
@@ -402,7 +402,7 @@ class World:
         *,
         depth: int = 1,
         seed: int = 0,
-        patience_s: float = 1.0,
+        eviction_delay_s: float = 1.0,
         most_turns: int = 3,
         limits: dict[str, Any] | None = None,
         **capabilities: Any,
@@ -417,7 +417,9 @@ class World:
         host_bytes = self.host_bytes = host_units * UNIT_BYTES
         self.workers = Workers(of, host_bytes, random.Random(seed), most_turns)
         self.pool = BlockPool(of.num_blocks, of.block_size)
-        self.table = AdapterTable(of, host_bytes=host_bytes, patience_s=patience_s, retry_s=5.0, clock=self.clock)
+        self.table = AdapterTable(
+            of, host_bytes=host_bytes, eviction_delay_s=eviction_delay_s, retry_s=5.0, clock=self.clock
+        )
         self.scheduler = Scheduler(Limits(**vars(of), **(limits or {})), self.pool, self.table, clock=self.clock)
         self.engine = Engine(self.workers, self.scheduler, self.pool, self.table, self.names)  # type: ignore[arg-type]
 

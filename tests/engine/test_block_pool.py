@@ -37,18 +37,18 @@ def compute(pool: BlockPool, *tokens: int, root: bytes = BASE) -> list[int]:
 # --- Dependencies of hashes -------------------------------------------------------------------------------------------
 
 
-def test_a_root_depends_on_each_of_its_parts_and_on_where_they_end() -> None:
+def test_root_hash_depends_on_all_fields_and_boundaries() -> None:
     roots = {root_hash(*parts) for parts in (("a",), ("b",), ("a", "x"), ("a", "", "x"), ("ax",), ("", "a", "x"))}
     assert len(roots) == 6
 
 
-def test_a_hash_depends_on_all_tokens_before() -> None:
+def test_hash_depends_on_all_previous_tokens() -> None:
     assert chain(1, 2, 3, 4)[1] != chain(5, 2, 3, 4)[1]
     assert chain(1, 2, 3, 4)[0] == chain(1, 2, 9, 9)[0]
     assert chain(1, 2)[0] != chain(2, 1)[0]
 
 
-def test_a_hash_depends_on_the_adapter() -> None:
+def test_hash_depends_on_adapter() -> None:
     pool = BlockPool(8, SIZE)
     compute(pool, 1, 2, 3, 4)
     assert pool.reuse(chain(1, 2, 3, 4, root=root_hash("adapter"))) == []
@@ -57,7 +57,7 @@ def test_a_hash_depends_on_the_adapter() -> None:
 # --- Wrong keys and values that LoRAX's allocator gives ---------------------------------------------------------------
 
 
-def test_a_partial_match_does_not_go_on_behind_the_difference() -> None:
+def test_prefix_match_stops_at_first_difference() -> None:
     pool = BlockPool(16, SIZE)
     for tokens in ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5), (0, 1, 2, 3, 6, 7)):
         pool.release(compute(pool, *tokens))
@@ -65,7 +65,7 @@ def test_a_partial_match_does_not_go_on_behind_the_difference() -> None:
     assert pool.reuse(chain(0, 1, 4, 5)) == first
 
 
-def test_a_prompt_that_is_found_whole_is_held() -> None:
+def test_fully_cached_prompt_is_acquired() -> None:
     pool = BlockPool(4, SIZE)
     pool.release(compute(pool, 0, 1, 2, 3))
     found = pool.reuse(chain(0, 1, 2, 3))
@@ -75,7 +75,7 @@ def test_a_prompt_that_is_found_whole_is_held() -> None:
     assert pool.allocate(1) is None
 
 
-def test_a_sequence_does_not_take_its_own_beginning() -> None:
+def test_allocation_does_not_evict_own_prefix() -> None:
     pool = BlockPool(4, SIZE)
     pool.release(compute(pool, 0, 1, 2, 3, 4, 5))
     found = pool.reuse(chain(0, 1, 2, 3, 4, 5))
@@ -85,7 +85,7 @@ def test_a_sequence_does_not_take_its_own_beginning() -> None:
     assert pool.allocate(1) is None
 
 
-def test_what_was_never_computed_is_not_found() -> None:
+def test_unpublished_blocks_are_not_found() -> None:
     pool = BlockPool(4, SIZE)
     blocks = pool.allocate(2)
     assert blocks is not None
@@ -96,7 +96,7 @@ def test_what_was_never_computed_is_not_found() -> None:
 # --- Holding and releasing --------------------------------------------------------------------------------------------
 
 
-def test_more_than_there_is_is_refused_and_changes_nothing() -> None:
+def test_failed_allocation_changes_nothing() -> None:
     pool = BlockPool(3, SIZE)
     held = pool.allocate(2)
     assert held is not None
@@ -106,7 +106,7 @@ def test_more_than_there_is_is_refused_and_changes_nothing() -> None:
     assert pool.num_free == 3
 
 
-def test_blocks_with_nothing_to_be_found_are_taken_first() -> None:
+def test_unpublished_blocks_are_allocated_first() -> None:
     pool = BlockPool(4, SIZE)
     pool.release(compute(pool, 0, 1, 2, 3, 4))  # the third is not full
     taken = pool.allocate(2)
@@ -115,7 +115,7 @@ def test_blocks_with_nothing_to_be_found_are_taken_first() -> None:
     assert len(pool.reuse(chain(0, 1, 2, 3))) == 2
 
 
-def test_the_longest_unused_is_evicted_first_and_its_end_before_its_beginning() -> None:
+def test_eviction_is_least_recently_used_and_last_block_first() -> None:
     pool = BlockPool(4, SIZE)
     pool.release(compute(pool, 0, 1, 2, 3))
     pool.release(compute(pool, 5, 6, 7, 8))
@@ -126,7 +126,7 @@ def test_the_longest_unused_is_evicted_first_and_its_end_before_its_beginning() 
     assert pool.num_evictions == 1
 
 
-def test_two_that_compute_the_same_at_once_leave_one_to_be_found() -> None:
+def test_duplicate_blocks_are_published_once() -> None:
     pool = BlockPool(4, SIZE)
     one, other = pool.allocate(1), pool.allocate(1)
     assert one is not None
@@ -140,7 +140,7 @@ def test_two_that_compute_the_same_at_once_leave_one_to_be_found() -> None:
     assert pool.num_free == 3
 
 
-def test_a_shared_block_is_free_when_the_last_lets_go() -> None:
+def test_shared_block_is_free_after_last_release() -> None:
     pool = BlockPool(2, SIZE)
     first = compute(pool, 0, 1)
     second = pool.reuse(chain(0, 1))
@@ -148,7 +148,7 @@ def test_a_shared_block_is_free_when_the_last_lets_go() -> None:
     assert pool.num_free == 1
     pool.release(second)
     assert pool.num_free == 2
-    with pytest.raises(AssertionError, match="has no holder"):
+    with pytest.raises(AssertionError, match="is not allocated"):
         pool.release(second)
 
 

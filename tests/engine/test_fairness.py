@@ -40,7 +40,7 @@ def run(engine: Engine, count: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_who_comes_begins_in_the_next_step(depth: int) -> None:
+def test_new_tenant_starts_in_next_step(depth: int) -> None:
     engine = Engine(LIMITS, 200, depth)
     many = flood(engine, 16)
     run(engine, 5)
@@ -56,7 +56,7 @@ def test_who_comes_begins_in_the_next_step(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_tenant_alone_has_all_rows_for_itself(depth: int) -> None:
+def test_single_tenant_uses_all_slots(depth: int) -> None:
     engine = Engine(LIMITS, 200, depth)
     many = flood(engine, 24)
     while len(engine.reasons) < MAX_NUM_SEQS:
@@ -69,7 +69,7 @@ def test_a_tenant_alone_has_all_rows_for_itself(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("weights", [{}, {"other": 3.0}])
-def test_each_gets_its_part_of_the_rows_and_keeps_it(depth: int, weights: dict[str, float]) -> None:
+def test_each_tenant_keeps_its_share(depth: int, weights: dict[str, float]) -> None:
     engine = Engine(LIMITS, 400, depth, weights=weights)
     many = flood(engine, 24)
     run(engine, 5)
@@ -84,7 +84,7 @@ def test_each_gets_its_part_of_the_rows_and_keeps_it(depth: int, weights: dict[s
     check(engine, *many, *others)
 
 
-def test_those_who_came_first_keep_their_rows() -> None:
+def test_first_tenants_keep_their_slots() -> None:
     engine = Engine(LIMITS, 200)
     flood(engine, MAX_NUM_SEQS)
     run(engine, 3)
@@ -93,7 +93,7 @@ def test_those_who_came_first_keep_their_rows() -> None:
     assert sorted(each.request.request_id for each in engine.scheduler._running) == [0, 1, 2, 3, 100, 101, 102, 103]
 
 
-def test_with_more_tenants_than_rows_nobody_loses_its_row() -> None:
+def test_no_preemption_of_last_slot() -> None:
     engine = Engine(LIMITS, 400)
     requests = []
     for i in range(4 * MAX_NUM_SEQS):
@@ -105,7 +105,7 @@ def test_with_more_tenants_than_rows_nobody_loses_its_row() -> None:
     assert engine.scheduler.counters.fairness_preemptions == 0
 
 
-def test_who_waits_does_not_fall_behind_tenants_that_never_end_to_come() -> None:
+def test_new_tenants_do_not_starve_waiting_tenant() -> None:
     engine = Engine(replace(LIMITS, max_num_seqs=1), 64)
     for i in range(2):
         engine.scheduler.add(make_request(i, [1], 20, eos=False, tenant="old"))
@@ -119,7 +119,7 @@ def test_who_waits_does_not_fall_behind_tenants_that_never_end_to_come() -> None
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_who_comes_also_gets_blocks(depth: int) -> None:
+def test_new_tenant_gets_blocks(depth: int) -> None:
     engine = Engine(LIMITS, 56, depth)
     many = flood(engine, 16)
     while not engine.scheduler.counters.preemptions:  # the cache is full
@@ -133,7 +133,7 @@ def test_who_comes_also_gets_blocks(depth: int) -> None:
 
 
 @pytest.mark.parametrize("others", [MAX_NUM_SEQS - 1, MAX_NUM_SEQS, 3 * MAX_NUM_SEQS])
-def test_however_many_come_nobody_waits_for_whole_answers_of_who_has_all_rows(others: int) -> None:
+def test_new_tenants_do_not_wait_for_full_completions(others: int) -> None:
     engine = Engine(LIMITS, 400)
     many = flood(engine, 2 * MAX_NUM_SEQS)
     run(engine, 3)
@@ -146,7 +146,7 @@ def test_however_many_come_nobody_waits_for_whole_answers_of_who_has_all_rows(ot
     check(engine, *many, *small)
 
 
-def test_a_long_prompt_leaves_room_to_who_finds_a_row() -> None:
+def test_long_prompt_leaves_tokens_for_new_tenant() -> None:
     engine = Engine(replace(LIMITS, max_step_tokens=16), 400)
     long = make_request(0, [1, 2] * 45, 4, eos=False, tenant="long")
     engine.scheduler.add(long)
@@ -163,7 +163,7 @@ def test_a_long_prompt_leaves_room_to_who_finds_a_row() -> None:
 # --- Requests of one tenant -------------------------------------------------------------------------------------------
 
 
-def test_requests_of_one_tenant_do_not_preempt_each_other() -> None:
+def test_no_fairness_preemption_within_tenant() -> None:
     engine = Engine(LIMITS, 200)
     flood(engine, 20)
     run(engine, 5)
@@ -173,7 +173,7 @@ def test_requests_of_one_tenant_do_not_preempt_each_other() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_adapters_of_a_tenant_share_what_is_free(depth: int) -> None:
+def test_adapters_of_tenant_share_free_slots(depth: int) -> None:
     """A flood for one adapter does not hold up another adapter of the same tenant, though no slot is taken back."""
     engine = Engine(replace(LIMITS, max_num_seqs=2), 64, depth)
     many = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter_identity="1") for i in range(20)]
@@ -186,7 +186,7 @@ def test_adapters_of_a_tenant_share_what_is_free(depth: int) -> None:
     assert engine.scheduler.counters.fairness_preemptions == 0
 
 
-def test_adapters_that_never_end_to_come_do_not_keep_others_waiting() -> None:
+def test_new_adapters_do_not_starve_waiting_adapter() -> None:
     engine = Engine(replace(LIMITS, max_num_seqs=1), 64)
     for i in range(2):
         engine.scheduler.add(make_request(i, [1], 20, eos=False, tenant="one"))
@@ -204,25 +204,25 @@ def test_adapters_that_never_end_to_come_do_not_keep_others_waiting() -> None:
 # --- The queue by itself ----------------------------------------------------------------------------------------------
 
 
-def test_parts_are_of_those_who_are_here() -> None:
+def test_shares_count_active_tenants_only() -> None:
     queue = FairQueue({"heavy": 0.7, "light": 0.1}, 64)
     sequences = [Sequence(make_request(i, [1], tenant=name), i) for i, name in enumerate(("heavy", "light", "plain"))]
     for sequence in sequences:
         queue.push(sequence)
-    assert [queue.share_of(each.request.tenant) for each in sequences] == [24, 3, 35]
-    assert queue.has_due
-    assert queue.num_due == 3
+    assert [queue.slot_share(each.request.tenant) for each in sequences] == [24, 3, 35]
+    assert queue.has_tenant_under_share
+    assert queue.num_missing_slots == 3
     queue.remove(sequences[1])
     queue.remove(sequences[0])
-    assert queue.share_of("plain") == 64
-    assert not queue.is_shared
+    assert queue.slot_share("plain") == 64
+    assert not queue.has_several_tenants
     queue.remove(sequences[2])
     queue.acquire_slot("plain")
     queue.charge({("plain", ""): 10})
     queue.release_slot("plain")
     assert len(queue) == 0
     queue.push(sequences[1])
-    assert queue.share_of("light") == 64
+    assert queue.slot_share("light") == 64
 
 
 # --- Anything, in any order -------------------------------------------------------------------------------------------
@@ -270,9 +270,9 @@ class Machine(RuleBasedStateMachine):
         scheduler = self.engine.scheduler
         plan = Scheduler.schedule(scheduler)
         queue, slots = scheduler._waiting, slots_of(self.engine)
-        assert slots == {name: tenant.num_slots for name, tenant in queue._present.items() if tenant.num_slots}
+        assert slots == {name: tenant.num_slots for name, tenant in queue._active.items() if tenant.num_slots}
         assert not (len(queue) and scheduler._free_slots)
-        short = [tenant for tenant in queue._waiting if slots[tenant] < queue.share_of(tenant)]
+        short = [tenant for tenant in queue._waiting if slots[tenant] < queue.slot_share(tenant)]
         beyond = [tenant for tenant in slots if slots[tenant] > queue.guaranteed_slots(tenant)]
         assert not (short and beyond), (short, beyond, slots)
         return plan
@@ -289,7 +289,7 @@ class Machine(RuleBasedStateMachine):
         check(self.engine, *(each for i, each in self.requests.items() if i not in self.aborted))
         assert self.engine.pool.num_free == self.engine.pool.num_blocks
         queue = self.engine.scheduler._waiting
-        assert not queue._present
+        assert not queue._active
         assert not queue._waiting
 
 

@@ -27,7 +27,7 @@ def check_answers(world: World, failed: list[Asked]) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_longest_prompt_of_the_step_fails(depth: int) -> None:
+def test_longest_prompt_in_step_fails(depth: int) -> None:
     world = World(8, 8, depth=depth)
     first = world.ask(None, [1, 2, 3], 8)
     for _ in range(3):
@@ -44,7 +44,7 @@ def test_the_longest_prompt_of_the_step_fails(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_request_for_log_probabilities_of_its_prompt_fails_first(depth: int) -> None:
+def test_request_with_prompt_logprobs_fails_first(depth: int) -> None:
     world = World(8, 8, depth=depth)
     fail_at(world, 1)
     long, asking = world.ask(None, [4] * 7, 4), world.ask(None, [5, 5], 4, prompt_logprobs=True)
@@ -53,7 +53,7 @@ def test_a_request_for_log_probabilities_of_its_prompt_fails_first(depth: int) -
     check_answers(world, [asking])
 
 
-def test_of_equal_requests_the_last_one_fails() -> None:
+def test_last_of_equal_requests_fails() -> None:
     world = World(8, 8, depth=2)
     requests = [world.ask(None, [i, i], 6) for i in range(3)]
     fail_at(world, 3)
@@ -62,7 +62,7 @@ def test_of_equal_requests_the_last_one_fails() -> None:
     check_answers(world, [requests[2]])
 
 
-def test_one_request_after_the_other_fails_until_there_is_memory() -> None:
+def test_requests_fail_until_step_fits() -> None:
     world = World(8, 8, depth=2)
     world.workers.lacks_memory = lambda plan: len(plan.slots) > 1
     requests = [world.ask(None, [i] * (i + 2), 5) for i in range(3)]
@@ -75,7 +75,7 @@ def test_one_request_after_the_other_fails_until_there_is_memory() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_blocks_that_were_not_computed_are_not_found(depth: int) -> None:
+def test_uncomputed_blocks_are_unpublished(depth: int) -> None:
     """Two requests with the same beginning: of one a step is refused, after which the other may not find its blocks."""
     world = World(8, 8, depth=depth)
     prompt = [1, 2, 3, 4, 5, 6, 1, 2, 3]
@@ -91,7 +91,7 @@ def test_blocks_that_were_not_computed_are_not_found(depth: int) -> None:
     assert not third.failure
 
 
-def test_the_refused_step_still_moves_adapters() -> None:
+def test_failed_step_still_moves_adapters() -> None:
     world = World(8, 8, depth=2)
     world.put("a", 0, 3)
     world.workers.lacks_memory = lambda plan: bool(plan.adapter_ops)
@@ -103,7 +103,7 @@ def test_the_refused_step_still_moves_adapters() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_comes_others_get_their_tokens(depth: int, seed: int) -> None:
+def test_other_requests_are_unaffected(depth: int, seed: int) -> None:
     """Requests for adapters with shared beginnings come and go, the cache is too small, and steps are refused."""
     rng = random.Random(seed)
     world = World(6, 8, depth=depth, seed=seed, num_blocks=14)

@@ -48,7 +48,7 @@ def alone(adapter: int, prompt: list[int], stop: StopParams) -> list[int]:
     tokens = list(prompt)
     while len(tokens) - len(prompt) < stop.max_new_tokens:
         tokens.append(next_token(adapter, tokens))
-        if tokens[-1] in stop.ending_token_ids:
+        if tokens[-1] in stop.all_stop_token_ids:
             break
     return tokens[len(prompt) :]
 
@@ -109,9 +109,9 @@ class Loaded(AdapterTable):
     def add_request(self, identity: str) -> None:
         self.requests[identity] = self.requests.get(identity, 0) + 1
 
-    def end_request(self, identity: str, has_begun: bool) -> None:
+    def remove_request(self, identity: str, has_started: bool) -> None:
         self.requests[identity] -= 1
-        self.begun[identity] = self.begun.get(identity, 0) - has_begun
+        self.begun[identity] = self.begun.get(identity, 0) - has_started
         assert 0 <= self.begun[identity] <= self.requests[identity]
 
     def is_merged(self, identity: str) -> bool:
@@ -129,7 +129,7 @@ class Loaded(AdapterTable):
 
     def completed(self, step: int, loaded: Iterable[int]) -> None: ...
 
-    def index_of(self, identity: str, has_begun: bool) -> int | None:
+    def index_of(self, identity: str, has_started: bool) -> int | None:
         return None if identity in self.missing else int(identity or 0)
 
     def bring(self, identity: str) -> None:
@@ -195,7 +195,7 @@ def check(engine: Engine, *requests: Request) -> None:
     for request in requests:
         expected = alone(int(request.adapter_identity or 0), list(request.prompt_ids), request.stop)
         assert engine.answers[request.request_id] == expected
-        last_is_eos = expected[-1] in request.stop.ending_token_ids
+        last_is_eos = expected[-1] in request.stop.all_stop_token_ids
         assert engine.reasons[request.request_id] == (FinishReason.EOS_TOKEN if last_is_eos else FinishReason.LENGTH)
 
 
@@ -206,7 +206,7 @@ ROOMY = make_limits(max_step_tokens=64, max_num_seqs=8, max_length=100)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_requests_get_what_they_get_alone(depth: int) -> None:
+def test_batched_requests_match_single_requests(depth: int) -> None:
     engine = Engine(ROOMY, 64, depth)
     requests = [make_request(i, [1 + i % 3] * (3 * i + 1), 2 + i, adapter_identity=str(i % 3 or "")) for i in range(8)]
     for request in requests:
@@ -217,7 +217,7 @@ def test_requests_get_what_they_get_alone(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_columns_stay_while_the_same_sequences_decode(depth: int) -> None:
+def test_columns_are_reused_while_sequences_stay_the_same(depth: int) -> None:
     engine = Engine(ROOMY, 64, depth)
     requests = [make_request(i, [1 + i], 12, eos=False, adapter_identity=adapter) for i, adapter in enumerate("21")]
     for request in requests:
@@ -240,7 +240,7 @@ def test_columns_stay_while_the_same_sequences_decode(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_long_prompt_is_computed_in_chunks_beside_others(depth: int) -> None:
+def test_long_prompt_is_chunked(depth: int) -> None:
     engine = Engine(make_limits(8, 4, 100), 64, depth)
     long, short = make_request(0, [1, 2, 3] * 10, 6, eos=False), make_request(1, [4], 12, eos=False)
     engine.scheduler.add(short)
@@ -254,7 +254,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_others(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_long_prompt_that_goes_first_does_not_hold_up_those_that_run(depth: int) -> None:
+def test_long_prompt_does_not_delay_decoding(depth: int) -> None:
     engine = Engine(make_limits(8, 4, 100), 64, depth)
     short, long = make_request(0, [4], 30, eos=False), make_request(1, [1, 2, 3] * 20, 2, eos=False)
     engine.scheduler.add(short)
@@ -266,7 +266,7 @@ def test_a_long_prompt_that_goes_first_does_not_hold_up_those_that_run(depth: in
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_prompts_take_less_of_a_step_while_others_decode(depth: int) -> None:
+def test_max_mixed_tokens_limits_prompts_while_decoding(depth: int) -> None:
     engine = Engine(make_limits(32, 4, 200, max_mixed_tokens=5), 64, depth)
     short, long = make_request(0, [4] * 20, 4, eos=False), make_request(1, [1, 2, 3] * 30, 2, eos=False)
     engine.scheduler.add(short)
@@ -281,7 +281,7 @@ def test_prompts_take_less_of_a_step_while_others_decode(depth: int) -> None:
     assert max(plan.num_tokens for plan in engine.plans) == 32  # once the short one has ended
 
 
-def test_a_short_prompt_begins_beside_a_long_one() -> None:
+def test_short_prompt_starts_during_long_prompt() -> None:
     engine = Engine(make_limits(8, 4, 100, max_chunk=6), 64)
     long, short = make_request(0, [1, 2, 3] * 20, 2, eos=False), make_request(1, [4], 3, eos=False)
     engine.scheduler.add(long)
@@ -293,7 +293,7 @@ def test_a_short_prompt_begins_beside_a_long_one() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_when_blocks_run_out_the_last_gives_way_and_loses_nothing(depth: int) -> None:
+def test_last_sequence_is_preempted_if_blocks_run_out(depth: int) -> None:
     engine = Engine(ROOMY, 8, depth)
     requests = [make_request(i, [i + 1] * 6, 16, eos=False) for i in range(4)]
     for request in requests:
@@ -303,7 +303,7 @@ def test_when_blocks_run_out_the_last_gives_way_and_loses_nothing(depth: int) ->
     assert engine.scheduler.counters.preemptions > 0
 
 
-def test_a_prompt_that_begins_alike_is_not_computed_again() -> None:
+def test_shared_prefix_is_not_recomputed() -> None:
     engine = Engine(ROOMY, 64)
     first, second = make_request(0, [1, 2, 3] * 5, 3), make_request(1, [1, 2, 3] * 5 + [4], 3)
     engine.scheduler.add(first)
@@ -316,7 +316,7 @@ def test_a_prompt_that_begins_alike_is_not_computed_again() -> None:
     assert engine.scheduler.counters.computed_tokens - computed < 16
 
 
-def test_what_another_adapter_computed_is_not_used() -> None:
+def test_prefix_cache_is_per_adapter() -> None:
     engine = Engine(ROOMY, 64)
     requests = [make_request(i, [1, 2, 3] * 5, adapter_identity=adapter) for i, adapter in enumerate(("", "1", "2"))]
     for request in requests:
@@ -326,7 +326,7 @@ def test_what_another_adapter_computed_is_not_used() -> None:
     assert engine.scheduler.counters.prefix_tokens == 0
 
 
-def test_salts_share_nothing() -> None:
+def test_prefix_cache_is_per_salt() -> None:
     engine = Engine(ROOMY, 64)
     for i, salt in enumerate(("", "mine", "mine")):
         engine.scheduler.add(make_request(i, [1, 2, 3] * 5, salt=salt))
@@ -335,7 +335,7 @@ def test_salts_share_nothing() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_request_can_be_aborted_at_any_step(depth: int) -> None:
+def test_abort_at_any_step(depth: int) -> None:
     for steps in range(8):
         engine = Engine(make_limits(8, 2, 100), 8, depth)
         requests = [make_request(i, [i + 1] * 7, 6, eos=False) for i in range(4)]
@@ -353,11 +353,11 @@ def test_a_request_can_be_aborted_at_any_step(depth: int) -> None:
         assert not any(engine.adapters.held.values())
 
 
-def test_aborting_what_is_not_here_does_nothing() -> None:
+def test_abort_of_unknown_request_does_nothing() -> None:
     Engine(ROOMY, 4).scheduler.abort(7)
 
 
-def test_a_request_whose_adapter_is_on_its_way_keeps_nobody_waiting() -> None:
+def test_loading_adapter_does_not_block_other_requests() -> None:
     engine = Engine(ROOMY, 64)
     engine.adapters.missing.add("1")
     cold, warm = make_request(0, [1], adapter_identity="1"), make_request(1, [2], adapter_identity="2")
@@ -373,7 +373,7 @@ def test_a_request_whose_adapter_is_on_its_way_keeps_nobody_waiting() -> None:
     check(engine, cold, warm)
 
 
-def test_an_adapter_that_left_before_its_request_ran_is_asked_for_again() -> None:
+def test_evicted_adapter_is_requested_again() -> None:
     engine = Engine(make_limits(8, 1, 100), 64)
     first, second = make_request(0, [1], 3, eos=False), make_request(1, [2], 3, adapter_identity="1")
     engine.scheduler.add(first)
@@ -389,7 +389,7 @@ def test_an_adapter_that_left_before_its_request_ran_is_asked_for_again() -> Non
     check(engine, first, second)
 
 
-def test_tenants_get_shares_by_their_weights() -> None:
+def test_tenants_share_by_weight() -> None:
     engine = Engine(make_limits(16, 2, 100), 64, weights={"b": 3.0})
     for i in range(120):
         engine.scheduler.add(make_request(i, [1 + i % 5] * 3, 4, eos=False, tenant="ab"[i % 2]))
@@ -399,7 +399,7 @@ def test_tenants_get_shares_by_their_weights() -> None:
     assert 2.5 <= of_b / (60 - of_b) <= 3.5
 
 
-def test_tenants_share_also_what_one_step_has() -> None:
+def test_tenants_share_step_tokens() -> None:
     engine = Engine(make_limits(64, 8, 100), 64)
     for i in range(20):
         engine.scheduler.add(make_request(i, [1 + i % 5] * 3, 4, eos=False, tenant="a" if i < 16 else "b"))
@@ -410,7 +410,7 @@ def test_tenants_share_also_what_one_step_has() -> None:
     assert sum(request_id >= 16 for request_id in engine.reasons) == 4
 
 
-def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
+def test_idle_tenant_gains_no_credit() -> None:
     engine = Engine(make_limits(16, 1, 100), 64)
     for i in range(20):
         engine.scheduler.add(make_request(i, [1], 4, eos=False, tenant="busy"))
@@ -427,14 +427,14 @@ def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
     ("prompt", "new", "message"),
     [([], 1, "cannot be empty"), ([1] * 99, 2, "must be <= 100"), ([1], 1000, "must be <= 100")],
 )
-def test_what_can_never_run_is_refused(prompt: list[int], new: int, message: str) -> None:
+def test_impossible_request_is_rejected(prompt: list[int], new: int, message: str) -> None:
     engine = Engine(ROOMY, 64)
     with pytest.raises(InputError, match=message):
         engine.scheduler.add(make_request(0, prompt, new))
     assert not engine.scheduler.has_work
 
 
-def test_a_request_larger_than_the_cache_is_refused() -> None:
+def test_request_larger_than_cache_is_rejected() -> None:
     with pytest.raises(InputError, match="must be <= 16"):
         Engine(ROOMY, 4).scheduler.add(make_request(0, [1] * 10, 7))
 
@@ -484,7 +484,7 @@ class ReportingEngine(Engine):
 
     def step(self) -> bool:
         plan = self.scheduler.schedule()
-        self.tell(self.scheduler.take_failed())
+        self.tell(self.scheduler.pop_failed())
         if plan is not None:
             self.plans.append(plan)
             self.results.append(self.device.run(plan))
@@ -510,7 +510,7 @@ class ReportingEngine(Engine):
         return last.failure
 
 
-def test_more_than_a_number_of_waiting_requests_are_refused() -> None:
+def test_full_queue_rejects_requests() -> None:
     engine = ReportingEngine(replace(ROOMY, max_num_seqs=2, max_waiting=3), 64)
     for i in range(2):
         engine.scheduler.add(make_request(i, [1], 5, eos=False))
@@ -520,21 +520,21 @@ def test_more_than_a_number_of_waiting_requests_are_refused() -> None:
     with pytest.raises(OverloadedError, match="3 requests are waiting") as refused:
         engine.scheduler.add(make_request(5, [1]))
     assert refused.value.retry_after_s == 1.0
-    assert engine.scheduler.counters.refused == 1
+    assert engine.scheduler.counters.rejected == 1
     assert engine.adapters.requests == {"": 5}
     engine.finish()
     engine.scheduler.add(make_request(5, [1]))
     engine.finish()
 
 
-def test_what_would_wait_for_too_long_is_refused_and_told_when_to_come_back() -> None:
+def test_long_estimated_wait_is_rejected_with_retry_time() -> None:
     engine = ReportingEngine(replace(ROOMY, max_num_seqs=1, max_wait_s=10.0), 64, depth=2)
     engine.scheduler.add(make_request(0, [1] * 8, 3, eos=False))  # at first no throughput is known
     engine.step()
     while engine.scheduler.has_work:
         engine.now += 2.0
         engine.step()
-    cost, throughput = 5 + 3, engine.scheduler._backlog.seconds_for(1)  # requests have come to 3 tokens
+    cost, throughput = 5 + 3, engine.scheduler._backlog.estimate_seconds(1)  # requests have come to 3 tokens
     assert 0.5 < throughput < 1.0  # 10 tokens have taken 6 s
     num_taken = int(10.0 / (cost * throughput)) + 1
     for i in range(1, num_taken + 1):
@@ -549,7 +549,7 @@ def test_what_would_wait_for_too_long_is_refused_and_told_when_to_come_back() ->
     assert engine.scheduler._backlog.num_tokens == pytest.approx(0.0)
 
 
-def test_the_backlog_is_of_those_that_have_not_begun() -> None:
+def test_backlog_counts_waiting_requests() -> None:
     engine = ReportingEngine(make_limits(16, 2, 100), 8, depth=2)
     for i in range(6):
         engine.scheduler.add(make_request(i, [1 + i] * 6, 12, eos=False))
@@ -560,35 +560,35 @@ def test_the_backlog_is_of_those_that_have_not_begun() -> None:
     assert engine.scheduler._backlog.num_tokens == pytest.approx(0.0)
 
 
-def test_pace_counts_overlapping_steps_once() -> None:
+def test_throughput_counts_overlapping_steps_once() -> None:
     backlog = Backlog(ROOMY, SchedulerCounters())
-    assert backlog.seconds_for(1000) == 0.0
-    backlog.note_step(10, submitted=0.0, now=1.0)
-    assert backlog.seconds_for(10) == pytest.approx(1.0)
-    backlog.note_step(10, submitted=0.5, now=2.0)
-    assert backlog.seconds_for(10) == pytest.approx(1.0)
-    backlog.note_step(0, submitted=2.0, now=50.0)  # computes nothing
-    backlog.note_step(10, submitted=90.0, now=91.0)  # nor is it work to wait for some
-    assert backlog.seconds_for(10) == pytest.approx(1.0)
+    assert backlog.estimate_seconds(1000) == 0.0
+    backlog.record_step(10, submitted=0.0, now=1.0)
+    assert backlog.estimate_seconds(10) == pytest.approx(1.0)
+    backlog.record_step(10, submitted=0.5, now=2.0)
+    assert backlog.estimate_seconds(10) == pytest.approx(1.0)
+    backlog.record_step(0, submitted=2.0, now=50.0)  # computes nothing
+    backlog.record_step(10, submitted=90.0, now=91.0)  # nor is it work to wait for some
+    assert backlog.estimate_seconds(10) == pytest.approx(1.0)
     for end in range(92, 500):
-        backlog.note_step(10, submitted=end - 0.5, now=float(end))
-    assert backlog.seconds_for(10) == pytest.approx(0.5, rel=1e-2)
+        backlog.record_step(10, submitted=end - 0.5, now=float(end))
+    assert backlog.estimate_seconds(10) == pytest.approx(0.5, rel=1e-2)
 
 
-def test_pace_expects_what_requests_came_to_lately() -> None:
+def test_estimate_follows_recent_completion_lengths() -> None:
     backlog = Backlog(ROOMY, SchedulerCounters())
     request = make_request(0, [1] * 4, 100)
-    assert backlog.expect_tokens(request) == 104
-    backlog.note_answer(10)
-    assert backlog.expect_tokens(request) == 14
-    assert backlog.expect_tokens(make_request(0, [1] * 4, 3)) == 7
+    assert backlog.estimate_tokens(request) == 104
+    backlog.record_completion(10)
+    assert backlog.estimate_tokens(request) == 14
+    assert backlog.estimate_tokens(make_request(0, [1] * 4, 3)) == 7
     for _ in range(500):
-        backlog.note_answer(20)
-    assert backlog.expect_tokens(request) == pytest.approx(24, rel=1e-2)
+        backlog.record_completion(20)
+    assert backlog.estimate_tokens(request) == pytest.approx(24, rel=1e-2)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_who_waits_for_an_adapter_for_too_long_is_told_to_try_again(depth: int) -> None:
+def test_adapter_timeout_fails_request(depth: int) -> None:
     engine = ReportingEngine(replace(ROOMY, adapter_timeout_s=30.0), 64, depth)
     engine.adapters.missing |= {"1", "2"}
     engine.scheduler.add(make_request(0, [1], adapter_identity="1"))
@@ -615,7 +615,7 @@ def test_who_waits_for_an_adapter_for_too_long_is_told_to_try_again(depth: int) 
     assert not any(engine.adapters.requests.values())
 
 
-def test_who_has_begun_waits_for_its_adapter_as_long_as_it_takes() -> None:
+def test_started_request_has_no_adapter_timeout() -> None:
     engine = ReportingEngine(replace(ROOMY, adapter_timeout_s=10.0), 6)
     engine.adapters.missing |= {"1", "2"}
     engine.scheduler.add(
@@ -641,7 +641,7 @@ def test_who_has_begun_waits_for_its_adapter_as_long_as_it_takes() -> None:
     assert len(engine.answers[2]) == 12
 
 
-def test_a_sequence_that_is_preempted_after_a_jump_comes_again_as_a_long_one() -> None:
+def test_preemption_clears_forced_tokens_flag() -> None:
     engine = Engine(ROOMY, 6)
     requests = [make_request(i, [i + 2] * 4, 12, eos=False) for i in range(2)]
     for request in requests:
@@ -649,34 +649,34 @@ def test_a_sequence_that_is_preempted_after_a_jump_comes_again_as_a_long_one() -
     while not engine.scheduler.counters.preemptions:
         assert engine.step()
         for sequence in engine.scheduler._running:
-            sequence.has_jumped = True  # as by `SubmittedStep.force`
+            sequence.has_forced_tokens = True  # as by `SubmittedStep.append_forced_tokens`
     preempted = [each for each in engine.scheduler._by_id.values() if each.slot is None]
-    assert [each.has_jumped for each in preempted] == [False]
+    assert [each.has_forced_tokens for each in preempted] == [False]
     engine.finish()
     check(engine, *requests)
 
 
-def test_a_sequence_jumps_only_while_no_other_step_chooses_for_it() -> None:
+def test_no_forced_tokens_with_two_steps_in_flight() -> None:
     sequence = Sequence(make_request(0, [1], 9), 0)
-    step = SubmittedStep(1, 1, 0.0, StepBuilder(0).order(), [sequence, None], [])
+    step = SubmittedStep(1, 1, 0.0, StepBuilder(0).build_columns(), [sequence, None], [])
     for num_in_flight, room in ((1, 8), (2, 0)):
         sequence.num_in_flight = num_in_flight
-        assert [step.find_room(number) for number in (0, 1)] == [room, 0]
+        assert [step.max_forced_tokens(number) for number in (0, 1)] == [room, 0]
 
 
-def test_tokens_of_structures_are_those_of_answers_that_go_on() -> None:
+def test_grammar_tokens_exclude_finished_sequences() -> None:
     def begin(request_id: int, max_new_tokens: int = 9, **more: Any) -> Sequence:
         return Sequence(make_request(request_id, [1], max_new_tokens, structure=Structure("any")), 0, **more)
 
     plain = Sequence(make_request(9, [1]), 0)
     sampled = [begin(0, forced=(2, 3)), begin(1), begin(2, 1), begin(3, finished=True), begin(4), None, plain]
     tokens, logprobs = [5, EOS, 5, 5, 5, 5, 5], [-1.0] * 4 + [math.nan] + [-1.0] * 2
-    step = SubmittedStep(1, 7, 0.0, StepBuilder(0).order(), sampled, [])
-    chosen = step.list_chosen(StepResult(1, tokens, logprobs))
+    step = SubmittedStep(1, 7, 0.0, StepBuilder(0).build_columns(), sampled, [])
+    chosen = step.list_grammar_tokens(StepResult(1, tokens, logprobs))
     assert chosen == [(0, 5), (0, 2), (0, 3)]  # not one that ends, by its token or by its length, or has failed
 
 
-def test_an_adapter_that_failed_fails_those_who_wait_for_it() -> None:
+def test_adapter_failure_fails_waiting_requests() -> None:
     engine = ReportingEngine(ROOMY, 64)
     engine.adapters.missing |= {"1", "2"}
     for i, adapter in enumerate(("1", "2", "1", "")):
@@ -694,7 +694,7 @@ def test_an_adapter_that_failed_fails_those_who_wait_for_it() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_scores_that_are_not_numbers_end_only_their_own_request(depth: int) -> None:
+def test_nan_logits_fail_only_their_request(depth: int) -> None:
     engine = ReportingEngine(ROOMY, 64, depth)
     bad, good = make_request(0, [6, 1], 9, eos=False), make_request(1, [5, 1], 9, eos=False)
     engine.scheduler.add(bad)
@@ -703,17 +703,17 @@ def test_scores_that_are_not_numbers_end_only_their_own_request(depth: int) -> N
     check(engine, good)
     assert len(engine.outputs[0]) == 3
     assert engine.failure(0)[:2] == ("LoraxError", 500)
-    assert "not numbers" in engine.failure(0).message
+    assert "are NaN" in engine.failure(0).message
     assert engine.pool.num_free == 64
 
 
-def test_scores_of_a_merge_that_are_not_numbers_are_the_requests_mistake() -> None:
+def test_nan_logits_of_merge_are_input_error() -> None:
     """The request chose the weights, so the error is its own."""
     engine = ReportingEngine(ROOMY, 64)
     engine.adapters.merged.add("1")
     engine.scheduler.add(make_request(0, [6, 1], 9, eos=False, adapter_identity="1"))
     engine.finish()
-    expected = "the scores of these merged adapters are not numbers; give them smaller weights"
+    expected = "the logits with these merged adapters are NaN; use smaller merge weights"
     assert engine.failure(0)[:3] == ("InputError", 422, expected)
 
 
@@ -727,9 +727,7 @@ def test_scores_of_a_merge_that_are_not_numbers_are_the_requests_mistake() -> No
         ([1], {"stop": StopParams(min_new_tokens=1, stop_token_ids=frozenset(range(VOCAB)))}, "every token"),
     ],
 )
-def test_tokens_that_a_model_does_not_have_are_refused_before_a_step(
-    prompt: list[int], more: dict[str, Any], message: str
-) -> None:
+def test_tokens_beyond_vocabulary_are_rejected(prompt: list[int], more: dict[str, Any], message: str) -> None:
     engine = ReportingEngine(ROOMY, 64)
     engine.adapters.vocab_size = lambda identity: 9 if identity else VOCAB  # type: ignore[method-assign]
     engine.adapters.missing.add("1")
@@ -745,7 +743,7 @@ def test_tokens_that_a_model_does_not_have_are_refused_before_a_step(
     assert not any(engine.adapters.requests.values())
 
 
-def test_an_adapter_can_bring_tokens_of_its_own() -> None:
+def test_adapter_can_extend_vocabulary() -> None:
     engine = ReportingEngine(ROOMY, 64)
     engine.adapters.vocab_size = lambda identity: 9 if identity else VOCAB  # type: ignore[method-assign]
     engine.scheduler.add(make_request(0, [1, VOCAB + 1], adapter_identity="1"))
@@ -755,7 +753,7 @@ def test_an_adapter_can_bring_tokens_of_its_own() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("max_chunk", [None, 3])
-def test_prompts_are_reported_on_in_chunks_and_after_giving_way(depth: int, max_chunk: int | None) -> None:
+def test_prompt_logprobs_survive_chunks_and_preemption(depth: int, max_chunk: int | None) -> None:
     num_preempted_in_the_prompt = 0
     for seed in range(20):
         rng = random.Random(seed)
@@ -769,7 +767,7 @@ def test_prompts_are_reported_on_in_chunks_and_after_giving_way(depth: int, max_
             engine.scheduler.add(requests[-1])
             for _ in range(rng.randint(0, 4)):
                 engine.step()
-                waiting = [each for each in engine.scheduler._by_id.values() if each.has_begun and each.slot is None]
+                waiting = [each for each in engine.scheduler._by_id.values() if each.has_started and each.slot is None]
                 num_preempted_in_the_prompt += sum(bool(each.prompt_logprobs) for each in waiting)
         engine.finish()
         check(engine, *requests)
@@ -782,7 +780,7 @@ def test_prompts_are_reported_on_in_chunks_and_after_giving_way(depth: int, max_
     assert num_preempted_in_the_prompt > 0
 
 
-def test_alternatives_reach_who_asked() -> None:
+def test_alternatives_reach_their_request() -> None:
     engine = ReportingEngine(ROOMY, 64, depth=2)
     requests = [make_request(i, [1 + i], 4, eos=False, adapter_identity=str(2 - i or "")) for i in range(3)]
     for request in requests:
@@ -807,7 +805,7 @@ def test_alternatives_reach_who_asked() -> None:
         (RopeRule(16, by_length=True), (13, 16), 12),
     ],
 )
-def test_what_was_turned_by_other_angles_is_not_shared(rope: RopeRule, lengths: tuple[int, int], shared: int) -> None:
+def test_prefix_cache_is_per_rope_variant(rope: RopeRule, lengths: tuple[int, int], shared: int) -> None:
     engine = ReportingEngine(replace(ROOMY, rope=rope), 64)
     for i, length in enumerate(lengths):
         engine.scheduler.add(make_request(i, [1 + j % 5 for j in range(length)], 1))
@@ -815,7 +813,7 @@ def test_what_was_turned_by_other_angles_is_not_shared(rope: RopeRule, lengths: 
     assert engine.scheduler.counters.prefix_tokens == shared
 
 
-def test_the_angles_are_those_of_the_prompt_for_life() -> None:
+def test_rope_variant_depends_on_prompt_length() -> None:
     engine = ReportingEngine(replace(ROOMY, rope=RopeRule(8)), 10)
     first, second = make_request(0, [1] * 8, 16, eos=False), make_request(1, [2] * 8, 28, eos=False)
     engine.scheduler.add(first)
@@ -826,7 +824,7 @@ def test_the_angles_are_those_of_the_prompt_for_life() -> None:
     assert engine.scheduler.counters.prefix_tokens > 8  # it found its own blocks again, beyond the prompt too
 
 
-def test_nothing_is_reused_where_it_cannot_be() -> None:
+def test_no_prefix_cache_without_can_reuse() -> None:
     engine = ReportingEngine(replace(ROOMY, can_reuse=False), 64)
     requests = [make_request(i, [1, 2, 3] * 5, 3) for i in range(3)]
     for request in requests:
@@ -837,7 +835,7 @@ def test_nothing_is_reused_where_it_cannot_be() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_prompts_are_whole_where_they_cannot_be_cut(depth: int) -> None:
+def test_no_chunks_without_can_chunk(depth: int) -> None:
     limits = make_limits(44, 4, 40, can_chunk=False, can_reuse=False)
     engine = ReportingEngine(limits, 40, depth)
     requests = [make_request(i, [1 + i % 5] * (20 + i), 8, eos=False) for i in range(10)]
@@ -850,12 +848,12 @@ def test_prompts_are_whole_where_they_cannot_be_cut(depth: int) -> None:
     assert all(plan.samples.all() for plan in engine.plans)
 
 
-def test_a_step_must_have_room_for_a_whole_prompt() -> None:
+def test_limits_require_step_tokens_for_whole_prompt() -> None:
     with pytest.raises(AssertionError, match="a prompt must fit"):
         make_limits(40, 4, 40, can_chunk=False)
 
 
-def test_a_step_without_sequences_is_for_what_workers_must_be_told_only() -> None:
+def test_empty_step_only_with_adapter_operations() -> None:
     engine = ReportingEngine(ROOMY, 64)
     assert engine.scheduler.schedule() is None
     engine.adapters.needs_step = True
@@ -868,7 +866,7 @@ def test_a_step_without_sequences_is_for_what_workers_must_be_told_only() -> Non
 
 
 @pytest.mark.parametrize(("num_blocks", "max_chunk"), [(14, 8), (13, None)])
-def test_a_long_prompt_is_not_kept_waiting_by_those_who_come_after_it(num_blocks: int, max_chunk: int | None) -> None:
+def test_later_requests_do_not_starve_long_prompt(num_blocks: int, max_chunk: int | None) -> None:
     """Short requests never end to come, and take whatever block is free."""
     engine = Engine(make_limits(32, 8, 100, max_chunk=max_chunk), num_blocks)
     long = make_request(0, [1, 2, 3] * 16, 2, eos=False)
@@ -920,7 +918,7 @@ def crowd(seed: int) -> Engine:
 
 
 @pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 60), marks=pytest.mark.slow)], ids=len)
-def test_crowds_get_what_each_gets_alone(seeds: range) -> None:
+def test_random_workload_matches_single_requests(seeds: range) -> None:
     engines = [crowd(seed) for seed in seeds]
     counters = [engine.scheduler.counters for engine in engines]
     assert sum(each.preemptions for each in counters) > 8 * len(seeds)

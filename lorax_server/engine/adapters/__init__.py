@@ -1,1 +1,1 @@
-"""Adapters of an engine: which there are, where each one is, and what moves them."""
+"""Tracks the engine's adapters and moves them between disk, host memory and the device."""

@@ -1,4 +1,4 @@
-"""The adapters that an engine knows: all whose names were resolved, up to a limit."""
+"""Registry of resolved adapters, up to a limit."""
 
 import math
 from collections import OrderedDict
@@ -9,41 +9,41 @@ from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.errors import AdapterError, InputError, LoraxError
 from lorax_server.types import AdapterStage, AdapterState
 
-MAX_KNOWN = 100_000  # adapters that are remembered though they are nowhere but on disk
-MAX_MERGES = 1000  # of these: merged by requests. A request that names one again gets it again, made of its parts
-MAX_LISTED = 2000  # described at once: no step waits longer, however many adapters there are
+MAX_KNOWN_ADAPTERS = 100_000  # adapters that are only on disk
+MAX_MERGES = 1000  # merges that are only on disk; a request can recreate them from their parts
+MAX_DESCRIBED_ADAPTERS = 2000  # per call, so that a listing does not delay steps
 
 
 @dataclass(eq=False, slots=True)
 class AdapterEntry:
-    """One adapter. The table counts its requests; each tier notes what it holds of it."""
+    """The state of one adapter, updated by the table and the tiers."""
 
     spec: AdapterSpec
-    num_requests: int = 0  # that need it, waiting or running
-    num_uses: int = 0  # requests so far
-    num_begun: int = 0  # of these: have run, and must be able to go on
-    num_running: int = 0  # of these: run now
-    is_wanted: bool = False  # requests, or a call to load it, wait for it since `waits_since`
-    is_asked_for: bool = False  # by a call to load it
-    is_dismissed: bool = False  # leaves as soon as no request needs it
-    waits_since: float = 0.0
+    num_requests: int = 0  # waiting or running
+    num_uses: int = 0  # total requests
+    num_started: int = 0  # requests that have run and may need the adapter again
+    num_running: int = 0  # running sequences
+    is_wanted: bool = False  # needed on the device since `waiting_since`
+    is_load_requested: bool = False  # by `request_load`
+    should_unload: bool = False  # unload as soon as no request uses it
+    waiting_since: float = 0.0
     error: LoraxError | None = None
     retry_at: float = 0.0
 
-    # Of the host tier.
+    # Host tier
     is_preparing: bool = False
-    spec_in_work: AdapterSpec | None = None  # of the preparation that runs, or ran last
-    is_prepared: bool = False  # in host memory
-    num_bytes: int = 0  # there, or as many as it may take
+    preparing_spec: AdapterSpec | None = None  # spec of the current or last preparation
+    is_prepared: bool = False  # has a host copy
+    num_bytes: int = 0  # in host memory, or the maximum during preparation
     units: int = 0
     vocab_size: int = 0
 
-    # Of the device tier.
+    # Device tier
     index: int | None = None
     is_loaded: bool = False
     is_pinned: bool = False
-    fresh_until: float = -math.inf  # until then it stays for the request that it was loaded for, which has not run yet
-    is_draining: bool = False  # no new sequence begins with it, since another adapter has waited for too long
+    protected_until: float = -math.inf  # protected from eviction until its request runs, or until this time
+    is_draining: bool = False  # no new sequences start, because another adapter is overdue
 
     @property
     def identity(self) -> str:
@@ -61,11 +61,11 @@ class AdapterEntry:
 
 
 class AdapterRegistry:
-    """Entries by identity, in the order in which they were last named."""
+    """Entries by identity, in the order of last use."""
 
     def __init__(self) -> None:
         self.entries: OrderedDict[str, AdapterEntry] = OrderedDict()
-        self._merges: OrderedDict[str, AdapterEntry] = OrderedDict()  # of these: the merged ones
+        self._merges: OrderedDict[str, AdapterEntry] = OrderedDict()  # merged adapters only
 
     def __getitem__(self, identity: str) -> AdapterEntry:
         return self.entries[identity]
@@ -77,23 +77,26 @@ class AdapterRegistry:
         return identity in self._merges
 
     def add(self, spec: AdapterSpec) -> tuple[AdapterEntry, list[str]]:
-        """Add an adapter, or take note of where it lies now. Return its entry, and the identities forgotten for it."""
+        """Add an adapter or update its location. Return its entry and the evicted identities."""
         entry, forgotten = self.entries.get(spec.identity), []
         if entry is None:
             entry = self.entries[spec.identity] = AdapterEntry(spec)
             if spec.merge is not None:
                 self._merges[spec.identity] = entry
-            forgotten = [*self._forget_some(self.entries, MAX_KNOWN), *self._forget_some(self._merges, MAX_MERGES)]
-        if spec.parts != entry.spec.parts:  # the same content in another folder: the old one may be gone
+            forgotten = [
+                *self._evict_idle_entries(self.entries, MAX_KNOWN_ADAPTERS),
+                *self._evict_idle_entries(self._merges, MAX_MERGES),
+            ]
+        if spec.checkpoints != entry.spec.checkpoints:  # same content in another folder; the old folder may be gone
             entry.spec, entry.error = spec, None
         self._touch(spec.identity)
         return entry, forgotten
 
     def find_usable(self, identity: str, now: float) -> AdapterEntry:
-        """Return the entry of an adapter; raise if it is unknown or has just failed."""
+        """Return an adapter's entry. Raise if it is unknown or has just failed."""
         entry = self.entries.get(identity)
         if entry is None:
-            raise AdapterError(f"adapter {identity[:64]!r} is not known here any more; name it again")
+            raise AdapterError(f"adapter {identity[:64]!r} is no longer known; resolve its name again")
         if entry.error is not None and entry.state is AdapterStage.FAILED:
             if now < entry.retry_at:
                 raise type(entry.error)(str(entry.error), entry.retry_at - now)
@@ -102,9 +105,11 @@ class AdapterRegistry:
         return entry
 
     def describe(self, identities: Sequence[str], itemsize: int) -> list[AdapterState]:
-        """Describe those of the adapters that are known."""
-        if len(identities) > MAX_LISTED:
-            raise InputError(f"at most {MAX_LISTED} adapters are described at once, not {len(identities)}")
+        """Return the state of each known adapter."""
+        if len(identities) > MAX_DESCRIBED_ADAPTERS:
+            raise InputError(
+                f"at most {MAX_DESCRIBED_ADAPTERS} adapters can be listed per call (got {len(identities)})"
+            )
         entries = (self.entries.get(identity) for identity in identities)
         return [_describe(entry, itemsize) for entry in entries if entry is not None]
 
@@ -113,12 +118,16 @@ class AdapterRegistry:
         if identity in self._merges:
             self._merges.move_to_end(identity)
 
-    def _forget_some(self, among: OrderedDict[str, AdapterEntry], limit: int) -> list[str]:
-        """Forget adapters that are nowhere but on disk, those first that were not named for longest."""
+    def _evict_idle_entries(self, among: OrderedDict[str, AdapterEntry], limit: int) -> list[str]:
+        """Remove adapters that are only on disk, least recently used first."""
         forgotten = []
         while len(among) > limit:
             identity, entry = next(iter(among.items()))
-            if entry.num_requests or entry.is_asked_for or entry.state not in (AdapterStage.DISK, AdapterStage.FAILED):
+            if (
+                entry.num_requests
+                or entry.is_load_requested
+                or entry.state not in (AdapterStage.DISK, AdapterStage.FAILED)
+            ):
                 among.move_to_end(identity)
                 break
             del self.entries[identity]

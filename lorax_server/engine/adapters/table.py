@@ -1,11 +1,11 @@
-"""Moves adapters up, from disk to host memory to the device, for the requests that wait for them.
+"""Moves adapters from disk to host memory to the device for waiting requests.
 
-Adapters are known by their identity: one that is replaced under its name is another one here, and no cache of an
-adapter can become wrong. The table decides and counts. The workers prepare, copy and drop adapters as it says.
+Adapters are known by identity, so a replaced adapter is a different entry. The table decides and counts; the workers
+prepare, copy and drop adapters.
 
-An adapter that requests wait for moves up as the tiers make room. They make more room for one that has waited longer
-than `patience_s`: `host_tier` and `device_tier` say what leaves then. So waiting adapters are served in the order in
-which they came, each within a bounded time, and until then the resident ones are used first.
+Waiting adapters are served in order. An adapter that has waited longer than `eviction_delay_s` is overdue: the tiers
+then evict more for it (see `host_tier` and `device_tier`). This bounds the wait, and lets loaded adapters be used until
+then.
 """
 
 import math
@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from lorax_server.adapters.spec import AdapterSpec
-from lorax_server.engine.adapters.device_tier import DeviceTier, Leaving
+from lorax_server.engine.adapters.device_tier import DeviceTier, EvictionCandidates
 from lorax_server.engine.adapters.host_tier import HostTier
 from lorax_server.engine.adapters.registry import AdapterEntry, AdapterRegistry
 from lorax_server.errors import AdapterError, LoraxError
@@ -22,25 +22,24 @@ from lorax_server.plan import AdapterOp, Capabilities, Prepared
 from lorax_server.types import AdapterCounters, AdapterStage, AdapterState
 
 BASE_MODEL = ""
-MAX_PREPARING = 4  # at once: enough to keep the workers busy, and few enough that a new one does not wait for many
+MAX_PREPARING = 4  # concurrent preparations: keeps workers busy without a long queue ahead of new adapters
 
 
 class AdapterTable:
-    """One engine's adapters. Only the engine's loop calls it, except for `find_problem` and `state`, which any thread
-    may call: they read nothing that changes in several steps."""
+    """All adapters of one engine. Only the engine thread may call it, except for `find_error` and `state`."""
 
     def __init__(
         self,
         capabilities: Capabilities,
         *,
         host_bytes: int,
-        patience_s: float = 1.0,
+        eviction_delay_s: float = 1.0,
         retry_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = AdapterCounters()
         self._capabilities = capabilities
-        self._patience_s = patience_s
+        self._eviction_delay_s = eviction_delay_s
         self._retry_s = retry_s
         self._clock = clock
         self._ops: list[AdapterOp] = []  # for the next step
@@ -48,30 +47,30 @@ class AdapterTable:
         self._device = DeviceTier(capabilities, self.counters, self._ops)
         self._registry = AdapterRegistry()
         self._to_prepare: OrderedDict[str, AdapterEntry] = OrderedDict()  # wanted on the device, in order of arrival
-        self._to_load: OrderedDict[str, AdapterEntry] = OrderedDict()  # likewise
-        self._prefetch: OrderedDict[str, AdapterEntry] = OrderedDict()  # for host memory, where there is room
-        self._advanced_at = -math.inf  # the time of the last `advance`
-        self._has_changed = False  # since then
+        self._to_load: OrderedDict[str, AdapterEntry] = OrderedDict()  # prepared and wanted, in order of arrival
+        self._prefetch: OrderedDict[str, AdapterEntry] = OrderedDict()  # prepared only if host memory is free
+        self._advanced_at = -math.inf  # time of the last `advance`
+        self._has_changed = False  # since the last `advance`
         self._arrived: list[str] = []
         self._failed: list[tuple[str, LoraxError]] = []
 
     # --- For the engine -----------------------------------------------------------------------------------------------
 
-    def find_problem(self, spec: AdapterSpec) -> AdapterError | None:
-        """Return the error of an adapter that can never be used here, if it is one."""
+    def find_error(self, spec: AdapterSpec) -> AdapterError | None:
+        """Return an error if the adapter can never be used."""
         if not self._capabilities.num_adapter_units:
-            return AdapterError(f"adapter {spec.name!r}: this model is served without adapters")
-        return self._host.find_problem(spec)
+            return AdapterError(f"adapter {spec.name!r}: this model does not support adapters")
+        return self._host.find_error(spec)
 
     def register(self, spec: AdapterSpec, prefetch: bool = True) -> None:
-        """Know an adapter from now on. A request for it is about to come, so prepare it where there is room."""
-        problem = self.find_problem(spec)
+        """Register an adapter, and prefetch it to host memory if there is space."""
+        problem = self.find_error(spec)
         if problem is not None:
             raise problem
         entry, forgotten = self._registry.add(spec)
         for identity in forgotten:
             self._prefetch.pop(identity, None)
-        entry.is_dismissed = False
+        entry.should_unload = False
         self._has_changed = True
         if prefetch and entry.state is AdapterStage.DISK:
             self._prefetch[spec.identity] = entry
@@ -89,159 +88,161 @@ class AdapterTable:
         return len(self._device)
 
     def state(self, identity: str) -> AdapterStage | None:
-        """Return an adapter's state; None if it is not known."""
+        """Return an adapter's stage, or None if it is unknown."""
         entry = self._registry.get(identity)
         return None if entry is None else entry.state
 
     def list_adapters(self, identities: Sequence[str]) -> list[AdapterState]:
         return self._registry.describe(identities, self._capabilities.itemsize)
 
-    def ask_for(self, identity: str, pin: bool | None = None) -> None:
-        """Bring an adapter to the device. A pinned one stays there; None keeps its pin as it is."""
+    def request_load(self, identity: str, pin: bool | None = None) -> None:
+        """Load an adapter to the device. `pin=True` keeps it there; None leaves the pin unchanged."""
         entry = self._registry.find_usable(identity, self._clock())
         self._device.pin(entry, entry.is_pinned if pin is None else pin)
-        entry.is_dismissed = False
+        entry.should_unload = False
         if entry.is_loaded and entry.is_pinned:
-            self._arrive(entry)  # it will not leave, so it need not drain
+            self._mark_arrived(entry)  # pinned, so it stops draining
         elif entry.is_loaded:
             self._arrived.append(identity)
         else:
-            entry.is_asked_for = True
-            self.bring(identity)
+            entry.is_load_requested = True
+            self.ensure_loaded(identity)
 
-    def dismiss(self, identity: str) -> None:
-        """Let an adapter go, pinned or not, as soon as no request needs it."""
+    def unload_when_idle(self, identity: str) -> None:
+        """Unload an adapter, pinned or not, as soon as no request uses it."""
         entry = self._registry.get(identity)
         if entry is not None:
             self._device.pin(entry, False)
-            entry.is_asked_for = False
-            entry.is_dismissed = True
-            self._leave_if_dismissed(entry)
+            entry.is_load_requested = False
+            entry.should_unload = True
+            self._unload_if_idle(entry)
             self._has_changed = True
 
     def prepared(self, result: Prepared) -> None:
-        """Note that the workers have prepared an adapter, or have failed to."""
+        """Record the result of a preparation."""
         entry = self._registry[result.identity]
         self._has_changed = True
-        self._host.settle(entry, result)
+        self._host.finish_preparing(entry, result)
         if result.error is None:
             if entry.is_wanted:
                 self._to_load[entry.identity] = entry
-            self._leave_if_dismissed(entry)
-            self._host.make_room(0, has_waited=False)  # it may have taken more than was expected
-        elif entry.spec == entry.spec_in_work:
+            self._unload_if_idle(entry)
+            self._host.free_space(0, is_overdue=False)  # it may be larger than estimated
+        elif entry.spec == entry.preparing_spec:
             self._fail(entry, result.error)
-        elif entry.is_wanted:  # it was found in another folder since the preparation began
+        elif entry.is_wanted:  # its files moved during preparation
             self._to_prepare[entry.identity] = entry
 
     def advance(self) -> None:
-        """Move waiting adapters up as far as there is room, in the order in which they came. None overtakes one that
-        waits for room: what is freed is for that one."""
+        """Start preparing and loading waiting adapters while there is space.
+
+        Adapters are processed in order of arrival; freed space goes to the first one.
+        """
         now = self._advanced_at = self._clock()
         self._has_changed = False
-        leaving = self._device.find_leaving(now)
-        while self._to_load and self._load(next(iter(self._to_load.values())), leaving, now):
+        candidates = self._device.find_eviction_candidates(now)
+        while self._to_load and self._start_loading(next(iter(self._to_load.values())), candidates, now):
             pass
         while self._to_prepare and self.num_preparing < MAX_PREPARING:
             entry = next(iter(self._to_prepare.values()))
-            if not self._prepare(entry, self._has_waited(entry, now)):
+            if not self._start_preparing(entry, self._is_overdue(entry, now)):
                 break
         while self._prefetch and not self._to_prepare and self.num_preparing < MAX_PREPARING:
             identity, entry = next(iter(self._prefetch.items()))
-            if entry.state is AdapterStage.DISK and not self._prepare(entry, has_waited=False):
+            if entry.state is AdapterStage.DISK and not self._start_preparing(entry, is_overdue=False):
                 break
             self._prefetch.pop(identity, None)
 
     @property
-    def has_news(self) -> bool:
-        """Tell whether adapters have arrived or failed, or `advance` may do more than the last time."""
+    def has_events(self) -> bool:
+        """Return True if adapters have arrived or failed, or `advance` may make progress."""
         waiting = self._to_load or self._to_prepare or self._prefetch
         return bool(self._arrived or self._failed or (self._has_changed and waiting))
 
     @property
     def deadline_s(self) -> float | None:
-        """Seconds until `advance` can do more though nothing has happened: the patience of a first one ends.
+        """Seconds until the first waiting adapter becomes overdue.
 
-        The end of an adapter's freshness needs no deadline: the sequence that it was loaded for is ready to run, so
-        that the engine steps.
+        The protection of new adapters needs no deadline: the sequence that it serves is ready, so the engine is
+        stepping.
         """
         firsts = [next(iter(queue.values())) for queue in (self._to_load, self._to_prepare) if queue]
-        # Not by the clock: one whose patience has ended since the last `advance` needs a look now.
-        patient = [entry for entry in firsts if not self._has_waited(entry, self._advanced_at)]
+        # Compare with the last `advance`, not the clock: an adapter that became overdue since then needs another call.
+        patient = [entry for entry in firsts if not self._is_overdue(entry, self._advanced_at)]
         now = self._clock()
-        return min((max(0.0, entry.waits_since + self._patience_s - now) for entry in patient), default=None)
+        return min((max(0.0, entry.waiting_since + self._eviction_delay_s - now) for entry in patient), default=None)
 
-    def take_arrived(self) -> list[str]:
-        """Return the adapters that can be used from now on."""
+    def pop_arrived(self) -> list[str]:
+        """Return and clear the adapters that became usable."""
         arrived, self._arrived = self._arrived, []
         return arrived
 
-    def take_failed(self) -> list[tuple[str, LoraxError]]:
-        """Return the adapters that cannot be used, with their errors."""
+    def pop_failed(self) -> list[tuple[str, LoraxError]]:
+        """Return and clear the failed adapters with their errors."""
         failed, self._failed = self._failed, []
         return failed
 
-    # --- For the scheduler: each call for a request or sequence has its counterpart when that one goes ----------------
+    # --- For the scheduler: every call has a counterpart when the request or sequence finishes ------------------------
 
-    def index_of(self, identity: str, has_begun: bool) -> int | None:
-        """Return the index that steps use; None if a sequence cannot begin, or go on, with the adapter now."""
+    def index_of(self, identity: str, has_started: bool) -> int | None:
+        """Return the index for step plans, or None if a sequence cannot run with the adapter now."""
         if identity == BASE_MODEL:
             return 0
         entry = self._registry[identity]
-        return entry.index if entry.is_loaded and (has_begun or not entry.is_draining) else None
+        return entry.index if entry.is_loaded and (has_started or not entry.is_draining) else None
 
     def is_merged(self, identity: str) -> bool:
-        """Tell whether it is a merge, with weights that a request chose."""
+        """Return True if the adapter is a merge with request-specified weights."""
         return self._registry.is_merged(identity)
 
     def vocab_size(self, identity: str) -> int:
-        """Return the size of a loaded adapter's vocabulary."""
+        """Return the vocabulary size with a loaded adapter."""
         return self._capabilities.vocab_size if identity == BASE_MODEL else self._registry[identity].vocab_size
 
     def add_request(self, identity: str) -> None:
-        """Count a request; raise if the adapter is not known or has just failed."""
+        """Count a request. Raise if the adapter is unknown or has just failed."""
         if identity != BASE_MODEL:
             entry = self._registry.find_usable(identity, self._clock())
             entry.num_requests += 1
             entry.num_uses += 1
-            entry.is_dismissed = False
+            entry.should_unload = False
 
-    def end_request(self, identity: str, has_begun: bool) -> None:
+    def remove_request(self, identity: str, has_started: bool) -> None:
         if identity != BASE_MODEL:
             entry = self._registry[identity]
             entry.num_requests -= 1
-            entry.num_begun -= has_begun
+            entry.num_started -= has_started
             self._has_changed = True
             if entry.num_requests == 0:
-                entry.fresh_until = -math.inf
-                if not entry.is_asked_for:
-                    self._stop_waiting(entry)
-            self._leave_if_dismissed(entry)
+                entry.protected_until = -math.inf
+                if not entry.is_load_requested:
+                    self._cancel_wait(entry)
+            self._unload_if_idle(entry)
 
-    def bring(self, identity: str) -> None:
-        """Bring an adapter to the device; `Queues.adapter_arrived` or `adapter_failed` is called then."""
+    def ensure_loaded(self, identity: str) -> None:
+        """Load an adapter. `Queues.adapter_arrived` or `adapter_failed` is called when done."""
         entry = self._registry[identity]
         if entry.is_wanted:
             return
-        entry.is_wanted, entry.waits_since = True, self._clock()
+        entry.is_wanted, entry.waiting_since = True, self._clock()
         self._has_changed = True
         if entry.is_loaded or entry.state is AdapterStage.HOST:
             self._to_load[identity] = entry
-        elif entry.index is None and not entry.is_preparing:  # else it is on its way
+        elif entry.index is None and not entry.is_preparing:  # otherwise it is being prepared or loaded
             self._to_prepare[identity] = entry
 
-    def begin(self, identity: str) -> None:
-        """Count a request that runs for the first time: from now on the adapter stays on the device or the host."""
+    def start_request(self, identity: str) -> None:
+        """Count a request that runs for the first time. The adapter then stays in host or device memory."""
         if identity != BASE_MODEL:
-            self._registry[identity].num_begun += 1
+            self._registry[identity].num_started += 1
 
-    def hold(self, identity: str) -> None:
-        """Keep an adapter on the device while a sequence runs with it."""
+    def acquire(self, identity: str) -> None:
+        """Keep an adapter on the device while a sequence is running with it."""
         if identity != BASE_MODEL:
             entry = self._registry[identity]
             assert entry.is_loaded, f"{identity} is {entry.state.value}"
             entry.num_running += 1
-            entry.fresh_until = -math.inf
+            entry.protected_until = -math.inf
             self._touch(entry)
 
     def release(self, identity: str) -> None:
@@ -253,7 +254,7 @@ class AdapterTable:
 
     @property
     def needs_step(self) -> bool:
-        """Tell whether the workers have operations to do, even if there is nothing to compute."""
+        """Return True if operations or moves need a step, even without sequences."""
         return bool(self._ops) or self._device.needs_step
 
     @property
@@ -261,51 +262,51 @@ class AdapterTable:
         return self._device.is_loading
 
     def submit(self) -> tuple[AdapterOp, ...]:
-        """Return the operations for the workers before the step that goes out now."""
+        """Return the worker operations to execute before the next step."""
         ops = (*self._device.submit(), *self._ops)
         self._ops.clear()
         return ops
 
     def completed(self, step: int, loaded: Iterable[int]) -> None:
-        """Note that a step has ended, and these loads have."""
+        """Record a finished step and finished loads."""
         self._has_changed = True
         self._device.completed(step)
         self.loaded(loaded)
 
     def loaded(self, indices: Iterable[int]) -> None:
-        """Note that these loads have ended."""
+        """Record finished loads."""
         for entry in self._device.loaded(indices, self._clock()):
             self._has_changed = True
             if entry.is_wanted:
-                self._arrive(entry)
-            self._leave_if_dismissed(entry)
+                self._mark_arrived(entry)
+            self._unload_if_idle(entry)
 
-    # --- Moving up ----------------------------------------------------------------------------------------------------
+    # --- Loading ------------------------------------------------------------------------------------------------------
 
-    def _has_waited(self, entry: AdapterEntry, now: float) -> bool:
-        return now - entry.waits_since >= self._patience_s
+    def _is_overdue(self, entry: AdapterEntry, now: float) -> bool:
+        return now - entry.waiting_since >= self._eviction_delay_s
 
-    def _prepare(self, entry: AdapterEntry, has_waited: bool) -> bool:
-        """Begin to prepare an adapter; False if it has to wait for room."""
-        if not self._host.begin(entry, has_waited):
+    def _start_preparing(self, entry: AdapterEntry, is_overdue: bool) -> bool:
+        """Start preparing an adapter. Return False if there is no space yet."""
+        if not self._host.start_preparing(entry, is_overdue):
             return False
         self._to_prepare.pop(entry.identity, None)
         self._prefetch.pop(entry.identity, None)
         return True
 
-    def _load(self, entry: AdapterEntry, leaving: Leaving, now: float) -> bool:
-        """Begin to load an adapter; False if it has to wait for room."""
+    def _start_loading(self, entry: AdapterEntry, candidates: EvictionCandidates, now: float) -> bool:
+        """Start loading an adapter. Return False if there is no space yet."""
         if entry.is_loaded:
-            self._arrive(entry)
+            self._mark_arrived(entry)
             return True
-        problem = self._device.find_problem(entry)
+        problem = self._device.find_error(entry)
         if problem is not None:
             self._host.drop(entry)
             self._fail(entry, problem)
             return True
         if not self._device.load(entry):
-            for evicted in self._device.make_room(entry.units, self._has_waited(entry, now), leaving):
-                if evicted.is_wanted and not evicted.is_prepared:  # its copy in host memory has gone meanwhile
+            for evicted in self._device.free_space(entry.units, self._is_overdue(entry, now), candidates):
+                if evicted.is_wanted and not evicted.is_prepared:  # its host copy was evicted too
                     self._to_prepare[evicted.identity] = self._to_load.pop(evicted.identity)
             if not self._device.load(entry):
                 return False
@@ -313,28 +314,28 @@ class AdapterTable:
         self._host.touch(entry)
         return True
 
-    def _arrive(self, entry: AdapterEntry) -> None:
-        entry.is_draining = entry.is_asked_for = False
-        self._stop_waiting(entry)
+    def _mark_arrived(self, entry: AdapterEntry) -> None:
+        entry.is_draining = entry.is_load_requested = False
+        self._cancel_wait(entry)
         self._arrived.append(entry.identity)
 
     def _fail(self, entry: AdapterEntry, error: LoraxError) -> None:
         self.counters.adapters_failed += 1
         entry.error, entry.retry_at = error, self._clock() + self._retry_s
-        entry.is_asked_for = False
+        entry.is_load_requested = False
         self._device.pin(entry, False)
-        self._stop_waiting(entry)
+        self._cancel_wait(entry)
         self._failed.append((entry.identity, error))
 
-    def _stop_waiting(self, entry: AdapterEntry) -> None:
+    def _cancel_wait(self, entry: AdapterEntry) -> None:
         entry.is_wanted = False
         self._to_prepare.pop(entry.identity, None)
         self._to_load.pop(entry.identity, None)
 
-    def _leave_if_dismissed(self, entry: AdapterEntry) -> None:
-        if entry.is_dismissed and not entry.num_requests:
+    def _unload_if_idle(self, entry: AdapterEntry) -> None:
+        if entry.should_unload and not entry.num_requests:
             self._prefetch.pop(entry.identity, None)
-            self._stop_waiting(entry)
+            self._cancel_wait(entry)
             if entry.is_loaded:
                 self._device.evict(entry)
             if entry.is_prepared and entry.index is None:

@@ -1,1 +1,1 @@
-"""An engine in a process of its own: messages, the channel, and a client."""
+"""The engine in a separate process: messages, channel and client."""

@@ -4,8 +4,8 @@
     ClientChannel  PUSH ──> to_engine    (the engine listens)      ──> PULL  EngineChannel
                    PULL <── from_engine  (the API process listens) <── PUSH
 
-Each process listens before the other one sends, so no message waits for a second connection attempt. The sockets have
-no high-water mark: the scheduler limits the queue, and tells rejected callers when to retry.
+Each process listens before the other one sends, so no message waits for a reconnect. The sockets
+have no high-water mark: the scheduler limits the queue and tells rejected callers when to retry.
 """
 
 import asyncio
@@ -33,17 +33,17 @@ from lorax_server.types import EngineInfo
 logger = logging.getLogger(__name__)
 
 TO_ENGINE, FROM_ENGINE = "to_engine", "from_engine"  # socket names in the folder
-GRACE_S = 10.0  # for a process to end by itself, before stronger signals
-LINGER_MS = 1000  # for the last messages, when a process ends
-ACKNOWLEDGE_S = 5.0  # how long a failing engine waits until its reason has arrived
-ORPHAN_S = 10.0  # how long an engine may take to end once the API process is gone
+STOP_GRACE_S = 10.0  # wait before the next, stronger signal
+LINGER_MS = 1000  # for unsent messages at shutdown
+ACKNOWLEDGE_TIMEOUT_S = 5.0  # maximum wait until the API process has received the failure
+ORPHAN_EXIT_TIMEOUT_S = 10.0  # maximum shutdown time after the API process exited
 
 
 class ClientChannel:
-    """The API process's end, for one engine process and one event loop, from the engine's start to its end.
+    """The API process's side of the channel, for one engine process and one event loop.
 
-    The event loop watches the socket itself: `zmq.asyncio` costs a fifth of a millisecond per message, and there is one
-    message per step. The process sentinel becomes readable when the engine process is gone.
+    The event loop watches the socket directly: `zmq.asyncio` costs 0.2 ms per message, and every step sends one. The
+    process sentinel becomes readable when the engine process exits.
     """
 
     def __init__(self) -> None:
@@ -55,25 +55,25 @@ class ClientChannel:
         self._inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._has_received = False
         self._process: multiprocessing.process.BaseProcess | None = None
-        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._exited: asyncio.Future[None] = self._loop.create_future()
         self._exit_code: int | None = None
 
     async def start(self, target: Callable[[str], None]) -> EngineInfo:
-        """Start a process that runs `target(address)`, and return the engine's facts once it takes requests.
+        """Start a process that runs `target(address)`, and wait until it accepts requests.
 
-        Raise if it cannot start; then it is gone.
+        If the start fails, stop the process and raise.
         """
         try:
             self._launch(target, self.open())
             first = await self.receive()
         except BaseException:
-            await self.end()
+            await self.stop()
             raise
         if isinstance(first, messages.Ready):
             return first.info
-        exit_code = await self.end()
+        exit_code = await self.stop()
         reason = f": {first.message}" if isinstance(first, messages.Failed) else ""
-        raise EngineError(f"the engine process ended while it was starting ({describe(exit_code)}){reason}")
+        raise EngineError(f"the engine process exited during startup ({describe_exit(exit_code)}){reason}")
 
     def open(self) -> str:
         """Listen, and return the address for the engine."""
@@ -83,7 +83,7 @@ class ClientChannel:
         return self._folder.name
 
     async def receive(self) -> messages.FromEngine | None:
-        """Return the next message, or None after the last message of an engine that is gone."""
+        """Return the next message, or None after the last message of a stopped engine."""
         data = await self._inbox.get()
         if data is None:
             self._inbox.put_nowait(None)  # for the next call
@@ -97,7 +97,7 @@ class ClientChannel:
         return not self._inbox.empty()
 
     def send(self, message: messages.ToEngine) -> None:
-        """Send without waiting. The engine listens from its first message on."""
+        """Send a message without blocking. The engine must have sent its first message."""
         data = messages.encode(message)
         if self._to_engine is None:
             assert self._folder is not None, "the channel is not open"
@@ -105,10 +105,10 @@ class ClientChannel:
             connect(self._to_engine, self._folder.name, TO_ENGINE)
         self._to_engine.send(data, zmq.NOBLOCK)
 
-    async def end(self) -> int | None:
-        """End the process, leave nothing of it behind, and return its exit code. May be called again if cancelled."""
+    async def stop(self) -> int | None:
+        """Stop the process, clean up, and return the exit code. Can be called again after cancellation."""
         if self._process is not None:
-            await self._end_process(self._process)
+            await self._stop_process(self._process)
         self.close()
         return self._exit_code
 
@@ -123,37 +123,37 @@ class ClientChannel:
             self._folder.cleanup()
 
     def _launch(self, target: Callable[[str], None], address: str) -> None:
-        # Not a daemon: those may have no processes of their own, and an engine starts ranks.
+        # Daemon processes cannot have children, but the engine starts one process per rank.
         process = multiprocessing.get_context("spawn").Process(
             target=target, args=(address,), name="lorax-engine", daemon=False
         )
         process.start()
         self._process = process
-        # Python waits for its processes before it ends, for ever if `end` was never called.
+        # Otherwise Python would wait for the process at exit if `stop` was not called.
         atexit.register(process.kill)
-        self._loop.add_reader(process.sentinel, self._note_end, process.sentinel)
+        self._loop.add_reader(process.sentinel, self._on_process_exit, process.sentinel)
 
-    def _note_end(self, sentinel: int) -> None:
+    def _on_process_exit(self, sentinel: int) -> None:
         self._loop.remove_reader(sentinel)
         self._read_socket()
         self._inbox.put_nowait(None)
-        if not self._ended.done():
-            self._ended.set_result(None)
+        if not self._exited.done():
+            self._exited.set_result(None)
 
     def _read_socket(self) -> None:
-        """Read all messages: the socket does not become readable again for messages that are left in it."""
+        """Read all messages, because the file descriptor does not signal leftover messages again."""
         with suppress(zmq.Again):
             while not self._from_engine.closed:
                 self._inbox.put_nowait(self._from_engine.recv(zmq.NOBLOCK))
 
-    async def _end_process(self, process: multiprocessing.process.BaseProcess) -> None:
-        """Ask the process to stop, if it listens, then terminate it, then kill it."""
-        stop: list[Callable[[], None]] = [partial(self.send, messages.Stop())] if self._has_received else []
-        for end in (*stop, process.terminate, process.kill):
-            if not self._ended.done():
-                end()
-                await asyncio.wait((self._ended,), timeout=GRACE_S)
-        await asyncio.wait((self._ended,))  # not the future itself, which would be cancelled with us
+    async def _stop_process(self, process: multiprocessing.process.BaseProcess) -> None:
+        """Send `Stop` if the process is listening, then terminate it, then kill it."""
+        request: list[Callable[[], None]] = [partial(self.send, messages.Stop())] if self._has_received else []
+        for stop in (*request, process.terminate, process.kill):
+            if not self._exited.done():
+                stop()
+                await asyncio.wait((self._exited,), timeout=STOP_GRACE_S)
+        await asyncio.wait((self._exited,))  # do not await the future directly: cancellation would cancel it
         process.join()
         self._exit_code = process.exitcode
         atexit.unregister(process.kill)
@@ -162,21 +162,21 @@ class ClientChannel:
 
 
 class EngineChannel:
-    """The engine process's end. A thread receives messages, and sets `wake` for each. Any thread may send.
+    """The engine process's side of the channel. A thread receives messages and sets `wake`. `send` is thread-safe.
 
-    Messages that `handle_urgent` handles, on that thread, do not reach `take`.
+    Messages that `handle_urgent` accepts are handled on that thread and not returned by `receive_all`.
     """
 
     def __init__(self, address: str) -> None:
         self.wake = threading.Event()
-        # Returns True if it has handled the message.
+        # Returns True if it handled the message.
         self.handle_urgent: Callable[[messages.ToEngine], bool] = lambda _: False
         self._address = address
         self._context = zmq.Context()
         self._from_engine = self._context.socket(zmq.PUSH)
         self._inbox: queue.SimpleQueue[messages.ToEngine] = queue.SimpleQueue()
         self.has_failed = False
-        self._was_heard = False
+        self._is_acknowledged = False
         self._sending = threading.Lock()
 
     def open(self) -> None:
@@ -185,18 +185,18 @@ class EngineChannel:
         connect(self._from_engine, self._address, FROM_ENGINE)
         threading.Thread(target=self._listen, args=(to_engine,), name="lorax-channel", daemon=True).start()
 
-    def take(self) -> list[messages.ToEngine]:
-        """Return all messages so far."""
+    def receive_all(self) -> list[messages.ToEngine]:
+        """Return all messages received so far, without blocking."""
         return [self._inbox.get() for _ in range(self._inbox.qsize())]
 
     def send(self, message: messages.EngineMessage) -> None:
         data = messages.encode(message)
         with self._sending:
-            if not self._from_engine.closed:  # otherwise the API process has stopped listening
+            if not self._from_engine.closed:  # otherwise the channel is closed
                 self._from_engine.send(data, zmq.NOBLOCK)
 
     def report(self, error: Exception) -> None:
-        """Report why the engine ends, from any thread, even if the step hangs. Only the first reason counts."""
+        """Send the failure reason. Thread-safe, even if a step hangs. Only the first call has an effect."""
         with self._sending:
             if self.has_failed:
                 return
@@ -205,17 +205,19 @@ class EngineChannel:
         self.send(messages.Failed(reason.encode(errors="backslashreplace").decode()))
 
     def fail(self, error: Exception) -> None:
-        """Report, and wait until the report has arrived: messages on their way may be lost when a process ends."""
+        """Report a failure, and wait for the acknowledgment: unsent messages could be lost at process exit."""
         self.report(error)
-        until = time.monotonic() + ACKNOWLEDGE_S
+        until = time.monotonic() + ACKNOWLEDGE_TIMEOUT_S
         with suppress(queue.Empty):
-            while not self._was_heard:
-                self._was_heard = isinstance(self._inbox.get(timeout=max(0.0, until - time.monotonic())), messages.Stop)
+            while not self._is_acknowledged:
+                self._is_acknowledged = isinstance(
+                    self._inbox.get(timeout=max(0.0, until - time.monotonic())), messages.Stop
+                )
 
     def close(self) -> None:
         with self._sending:
             self._from_engine.close(linger=LINGER_MS)
-        self._context.term()  # also ends the thread
+        self._context.term()  # also stops the thread
 
     def _listen(self, to_engine: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()
@@ -229,44 +231,44 @@ class EngineChannel:
         except zmq.ContextTerminated:
             return
         except Exception as error:
-            self._end_as_deaf(error)
+            self._stop_after_receive_error(error)
             return
         finally:
             to_engine.close(linger=0)
-        self._end_as_orphan()
+        self._stop_after_parent_exit()
 
-    def _end_as_deaf(self, error: Exception) -> None:
-        """Report that no message can be received any more, and stop, so that another engine is started."""
-        logger.error("the engine cannot listen any more, and ends", exc_info=error)
+    def _stop_after_receive_error(self, error: Exception) -> None:
+        """Report the error and stop, so that the API process starts a new engine."""
+        logger.error("the engine cannot receive messages and stops", exc_info=error)
         self.report(error)
         self._inbox.put(messages.Stop())
         self.wake.set()
 
-    def _end_as_orphan(self) -> None:
-        """Clean up after the API process, which is gone, and stop; by force if that takes long."""
+    def _stop_after_parent_exit(self) -> None:
+        """Clean up and stop after the API process exited. Force the exit after a timeout."""
         shutil.rmtree(self._address, ignore_errors=True)
         self._inbox.put(messages.Stop())
         self.wake.set()
-        time.sleep(ORPHAN_S)  # a daemon thread does not keep the process alive
+        time.sleep(ORPHAN_EXIT_TIMEOUT_S)  # this thread is a daemon and does not delay a normal exit
         os._exit(1)
 
     def _receive(self, data: bytes) -> None:
         try:
             message = messages.decode_to_engine(data)
         except messages.ChannelError as error:
-            answer = messages.answer_to_unreadable(data, error)
-            if answer is None:
-                raise  # a caller would wait for ever
-            logger.exception("a message that cannot be read is rejected")
-            self.send(answer)
+            reply = messages.reply_to_unreadable(data, error)
+            if reply is None:
+                raise  # the caller cannot be notified
+            logger.exception("rejected an unreadable message")
+            self.send(reply)
         else:
             if not self.handle_urgent(message):
                 self._inbox.put(message)
                 self.wake.set()
 
 
-def describe(exit_code: int | None) -> str:
-    """Describe an exit code, with the signal that it stands for."""
+def describe_exit(exit_code: int | None) -> str:
+    """Format an exit code, with the signal name if there is a signal."""
     name = ""
     if exit_code is not None and exit_code < 0:
         with suppress(ValueError):
@@ -280,7 +282,7 @@ def bind(socket: zmq.Socket[bytes], folder: str, name: str) -> None:
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        raise messages.ChannelError(f"cannot listen at {address}: {error}; TMPDIR chooses another folder") from error
+        raise messages.ChannelError(f"cannot listen at {address}: {error}; set TMPDIR to use another folder") from error
 
 
 def connect(socket: zmq.Socket[bytes], folder: str, name: str) -> None:

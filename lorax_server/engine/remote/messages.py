@@ -23,18 +23,18 @@ Result = TypeVar("Result")
 
 
 class ChannelError(EngineError):
-    """A message that cannot be sent, or that cannot be read."""
+    """A message that cannot be sent or decoded."""
 
 
 # --- To the engine ----------------------------------------------------------------------------------------------------
 
 
 class EngineMessage(msgspec.Struct, frozen=True, tag=True):
-    """Base of all messages; the name of the class tells them apart."""
+    """Base class of all messages, tagged with the class name."""
 
 
 class Query(EngineMessage, frozen=True):
-    """A message that a `Reply` of the same id answers."""
+    """A message that expects a `Reply` with the same ID."""
 
     query_id: int
 
@@ -75,7 +75,7 @@ class ListAdapters(Query, frozen=True):
 
 
 class Stop(EngineMessage, frozen=True):
-    """End now; also confirms that a `Failed` has arrived."""
+    """Stop the engine. Also acknowledges `Failed`."""
 
 
 Queries = Resolve | LoadAdapter | UnloadAdapter | ForgetAdapter | ListAdapters | GetStatus
@@ -85,13 +85,13 @@ ToEngine = Add | Abort | Queries | Stop
 
 
 class Ready(EngineMessage, frozen=True):
-    """The first message: the engine takes requests."""
+    """The first message: the engine accepts requests."""
 
     info: EngineInfo
 
 
 class Outputs(EngineMessage, frozen=True):
-    """All outputs of one step."""
+    """All outputs from one step."""
 
     outputs: list[Output]
 
@@ -119,17 +119,17 @@ class Done(Reply[None], frozen=True):
     result: None = None
 
 
-class Refused(Reply[Failure], frozen=True):
+class QueryFailed(Reply[Failure], frozen=True):
     pass
 
 
 class Failed(EngineMessage, frozen=True):
-    """The last message: the reason why the engine ends."""
+    """The last message: why the engine stops."""
 
     message: str
 
 
-FromEngine = Ready | Outputs | ResolveReply | StatusReply | AdaptersReply | Done | Refused | Failed
+FromEngine = Ready | Outputs | ResolveReply | StatusReply | AdaptersReply | Done | QueryFailed | Failed
 
 # --- Bytes ------------------------------------------------------------------------------------------------------------
 
@@ -140,9 +140,9 @@ _FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(From
 
 def encode(message: EngineMessage) -> bytes:
     try:
-        return msgspec.msgpack.encode(message, enc_hook=_plain)
+        return msgspec.msgpack.encode(message, enc_hook=_to_builtin)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ChannelError(f"a message {type(message).__name__} cannot be sent: {error}") from error
+        raise ChannelError(f"cannot encode {type(message).__name__}: {error}") from error
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
@@ -153,8 +153,8 @@ def decode_from_engine(data: bytes) -> FromEngine:
     return _decode(data, _FROM_ENGINE)
 
 
-def answer_to_unreadable(data: bytes, error: ChannelError) -> FromEngine | None:
-    """Answer the sender of an unreadable message; None if not even the sender can be read."""
+def reply_to_unreadable(data: bytes, error: ChannelError) -> FromEngine | None:
+    """Return an error reply to an unreadable message, or None if the sender cannot be determined."""
     failure = EngineError(str(error))
     try:
         message = msgspec.msgpack.decode(data)
@@ -162,7 +162,7 @@ def answer_to_unreadable(data: bytes, error: ChannelError) -> FromEngine | None:
         return None
     match message:
         case {"query_id": int(query_id)}:
-            return Refused(query_id, Failure.of(failure))
+            return QueryFailed(query_id, Failure.of(failure))
         case {"request": {"request_id": int(request_id)}}:
             return Outputs([Output.failed(request_id, failure)])
     return None
@@ -171,14 +171,14 @@ def answer_to_unreadable(data: bytes, error: ChannelError) -> FromEngine | None:
 def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[Received]) -> Received:
     try:
         return decoder.decode(data)
-    except Exception as error:  # also errors of the dataclasses themselves
-        raise ChannelError(f"a message of {len(data)} bytes cannot be read: {error}") from error
+    except Exception as error:  # also raised by dataclass validation
+        raise ChannelError(f"cannot decode a message of {len(data)} bytes: {error}") from error
 
 
-def _plain(value: object) -> object:
-    """Convert any mapping, set or sequence into one that msgpack knows."""
+def _to_builtin(value: object) -> object:
+    """Convert mappings, sets and sequences to types that msgpack supports."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Set | Sequence):
         return list(value)
-    raise TypeError(f"it holds {type(value).__name__} {value!r:.100}")
+    raise TypeError(f"unsupported type {type(value).__name__}: {value!r:.100}")

@@ -1,4 +1,4 @@
-"""Outputs of one request on their way to its reader."""
+"""Per-request output stream from the engine client to its reader."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ Handler = Callable[[Sequence[Output]], bool]  # returns True if it has handled t
 class OutputStream:
     """Buffers outputs until the reader drains them. While the reader waits, `handler` may consume them instead.
 
-    A decode step of 256 streams has 256 outputs, and waking a task for each would cost more than writing them.
+    The handler avoids waking one task per stream in every decode step, which would cost more than writing the data.
     """
 
     __slots__ = ("_handler", "_waiter", "error", "is_closed", "outputs")
@@ -39,15 +39,14 @@ class OutputStream:
         return outputs
 
     def push(self, outputs: Sequence[Output], is_last: bool = False) -> None:
-        """Add outputs. The handler never gets the last ones, because the reader has to finish. A closed stream ignores
-        them."""
+        """Add outputs. The last outputs always go to the reader, which must finish. A closed stream ignores outputs."""
         if self.is_closed:
             return
         if self._handler is not None and not is_last and self._waiter is not None and not self._waiter.done():
             try:
                 if self._handler(outputs):
                     return
-            except Exception as error:  # belongs to this reader only
+            except Exception as error:  # affects only this reader
                 self.close(error)
                 return
         self.outputs += outputs

@@ -1,7 +1,7 @@
-"""The engine process: takes messages, lets the engine step, sends the outputs.
+"""The engine process: receives messages, steps the engine, and sends outputs.
 
-Queries about names are answered beside the steps, on the threads that know the answer. A request for an adapter follows
-such an answer, and would otherwise wait for a step to end before it even arrives.
+Name resolution runs on other threads, in parallel with steps, so that a request for an adapter does not wait for a step
+before it can be sent.
 """
 
 import gc
@@ -21,19 +21,20 @@ from lorax_server.process_tuning import trim_malloc
 from lorax_server.types import EngineInfo, Failure, Output
 
 if TYPE_CHECKING:
-    from lorax_server.engine.engine import Engine  # with numpy, which the API process does not need
+    from lorax_server.engine.engine import Engine  # imports numpy, which the API process does not need
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-REST_AFTER = 20  # idle turns
+IDLE_TURNS_BEFORE_TRIM = 20  # idle loop iterations before freed memory is returned to the system
 
 
 @contextmanager
 def connected(address: str) -> Iterator[EngineChannel]:
-    """Open the channel to the API process, and report there whatever fails inside, such as building an engine.
+    """Open the channel to the API process, and report errors raised in the context, for example while building an
+    engine.
 
-    Ctrl-C reaches every process of a terminal, but the API process decides when the engine stops.
+    SIGINT is ignored: the API process decides when the engine stops.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = EngineChannel(address)
@@ -42,7 +43,7 @@ def connected(address: str) -> Iterator[EngineChannel]:
         yield channel
     except LoraxError as error:
         channel.fail(error)
-        raise SystemExit(1) from error  # reported already, and a stack trace would not help the user
+        raise SystemExit(1) from error  # already reported; a traceback would not help the user
     except Exception as error:
         channel.fail(error)
         raise
@@ -51,9 +52,9 @@ def connected(address: str) -> Iterator[EngineChannel]:
 
 
 def serve(engine: "Engine", channel: EngineChannel, info: EngineInfo) -> None:
-    """Serve until the API process says stop or is gone. An error of `step` is reported, and then raised.
+    """Run the engine loop until the API process sends `Stop` or exits. Errors in `step` are reported and raised.
 
-    A thread that finds that the engine cannot go on calls `channel.report`.
+    Other threads report a fatal error with `channel.report`.
     """
     try:
         _EngineLoop(engine, channel).run(info)
@@ -70,10 +71,10 @@ class _EngineLoop:
     def __init__(self, engine: "Engine", channel: EngineChannel) -> None:
         self._engine = engine
         self._channel = channel
-        self._refused: list[Output] = []  # sent with the outputs of the step
+        self._rejected: list[Output] = []  # sent with the next outputs
         self._is_stopping = False
         self._idle_s = 0.0
-        self._num_idle = 0  # idle turns since the last output
+        self._num_idle = 0  # idle iterations since the last output
 
     def run(self, info: EngineInfo) -> None:
         engine, channel = self._engine, self._channel
@@ -81,24 +82,26 @@ class _EngineLoop:
         channel.handle_urgent = self._handle_urgent
         channel.send(messages.Ready(info))
         while True:
-            for message in channel.take():
+            for message in channel.receive_all():
                 self._handle(message)
             if self._is_stopping:
                 return
             self._send(engine.step())
             is_idle, since = not (engine.is_busy or engine.wake.is_set()), time.monotonic()
-            engine.wait()  # returns at once if a message has come
+            engine.wait()  # returns immediately if a message has arrived
             if is_idle:
                 self._idle_s += time.monotonic() - since
                 self._num_idle += 1
-                if self._num_idle == REST_AFTER:  # once: it takes milliseconds, and the next step takes memory again
-                    gc.collect()  # full collections are rare while steps run
+                if (
+                    self._num_idle == IDLE_TURNS_BEFORE_TRIM
+                ):  # only once: it takes milliseconds, and the next step allocates memory again
+                    gc.collect()  # full collections are rare while steps are running
                     trim_malloc()
 
     # --- Messages to the engine ---------------------------------------------------------------------------------------
 
     def _handle_urgent(self, message: messages.ToEngine) -> bool:
-        """Handle queries about names, which need no step, on the channel's thread, where nothing may block."""
+        """Handle name resolution on the channel thread, since it needs no step. This must not block."""
         is_urgent = isinstance(message, messages.Resolve | messages.ForgetAdapter)
         if is_urgent:
             self._handle(message)
@@ -115,14 +118,14 @@ class _EngineLoop:
                 try:
                     self._engine.add(request)
                 except Exception as error:
-                    self._refused.append(Output.failed(request.request_id, _to_report(error)))
+                    self._rejected.append(Output.failed(request.request_id, _to_user_error(error)))
             case _:
                 try:
-                    self._answer(message)
+                    self._handle_query(message)
                 except Exception as error:
-                    self._refuse(message.query_id, error)
+                    self._send_error(message.query_id, error)
 
-    def _answer(self, message: messages.Queries) -> None:
+    def _handle_query(self, message: messages.Queries) -> None:
         query_id, engine = message.query_id, self._engine
         match message:
             case messages.Resolve(_, refs, merge):
@@ -144,8 +147,8 @@ class _EngineLoop:
         def when_done(done: Future[Result]) -> None:
             try:
                 self._channel.send(kind(query_id, done.result()))
-            except BaseException as error:  # whatever it is, it belongs to the caller
-                self._refuse(query_id, error)
+            except BaseException as error:  # report every error to the caller
+                self._send_error(query_id, error)
 
         future.add_done_callback(when_done)
 
@@ -153,18 +156,18 @@ class _EngineLoop:
 
     def _send(self, outputs: list[Output]) -> None:
         """Send all outputs in one message."""
-        outputs, self._refused = self._refused + outputs, []
+        outputs, self._rejected = self._rejected + outputs, []
         if outputs:
             self._num_idle = 0
             self._channel.send(messages.Outputs(outputs))
 
-    def _refuse(self, query_id: int, error: BaseException) -> None:
-        self._channel.send(messages.Refused(query_id, Failure.of(_to_report(error))))
+    def _send_error(self, query_id: int, error: BaseException) -> None:
+        self._channel.send(messages.QueryFailed(query_id, Failure.of(_to_user_error(error))))
 
 
-def _to_report(error: BaseException) -> LoraxError:
-    """Return a user's error as it is. Log any other: it is a bug of the engine, and ends only what it happened to."""
+def _to_user_error(error: BaseException) -> LoraxError:
+    """Return user errors unchanged. Log other errors, which are bugs, and wrap them."""
     if isinstance(error, LoraxError) and not isinstance(error, messages.ChannelError):
         return error
-    logger.error("A request failed because of a mistake of the engine", exc_info=error)
-    return EngineError(f"the engine made a mistake: {type(error).__name__}: {error}")
+    logger.error("a request failed because of an internal engine error", exc_info=error)
+    return EngineError(f"internal engine error: {type(error).__name__}: {error}")

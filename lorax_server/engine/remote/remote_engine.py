@@ -1,4 +1,4 @@
-"""The engine in a process of its own, as the API process sees it."""
+"""The API process's client for an engine in a separate process."""
 
 import asyncio
 import functools
@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from lorax_server.engine.remote import messages
-from lorax_server.engine.remote.channel import ClientChannel, describe
+from lorax_server.engine.remote.channel import ClientChannel, describe_exit
 from lorax_server.engine.remote.output_stream import Handler, OutputStream
 from lorax_server.errors import EngineError, InputError, LoraxError
 from lorax_server.types import AdapterRef, AdapterState, EngineInfo, EngineStatus, Merge, Output, Request, Resolved
@@ -21,16 +21,16 @@ logger = logging.getLogger(__name__)
 Config = TypeVar("Config")
 Result = TypeVar("Result")
 
-FIRST_PAUSE_S = 1.0
-MAX_PAUSE_S = 60.0
-STEADY_S = 300.0  # an engine that ran this long did not die because of its start
+FIRST_RESTART_DELAY_S = 1.0
+MAX_RESTART_DELAY_S = 60.0
+STABLE_AFTER_S = 300.0  # an engine that ran this long restarts without delay
 
 
 class RemoteEngine:
-    """A client that starts an engine process, passes requests to it, and restarts it when it dies.
+    """Starts an engine process, forwards requests to it, and restarts it after a crash.
 
-    `target(config, address)` is a function at module level that builds an engine and calls `process.serve`. All methods
-    belong to one event loop. Outputs are buffered for slow readers, so that a slow reader delays no other.
+    `target(config, address)` is a module-level function that builds an engine and calls `process.serve`. All methods
+    must run on one event loop. Outputs are buffered, so that slow readers do not delay other requests.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class RemoteEngine:
         config: Config,
         *,
         restart: bool = True,
-        first_pause_s: float = FIRST_PAUSE_S,
+        first_delay_s: float = FIRST_RESTART_DELAY_S,
     ) -> None:
         self.is_healthy = False
         self.num_restarts = 0
-        self.info: EngineInfo  # known once the engine has started
+        self.info: EngineInfo  # set by `start`
         self._target = functools.partial(target, config)
         self._restart = restart
-        self._first_pause_s = first_pause_s
+        self._first_pause_s = first_delay_s
         self._ids = itertools.count(1)
         self._queries: dict[int, asyncio.Future[messages.Reply[Any]]] = {}
         self._streams: dict[int, OutputStream] = {}
@@ -56,25 +56,25 @@ class RemoteEngine:
         self._retry_after_s: float | None = None
 
     def new_id(self) -> int:
-        """Return a unique request id, also across engine restarts."""
+        """Return a unique request ID, also across engine restarts."""
         return next(self._ids)
 
-    # --- Start and end ------------------------------------------------------------------------------------------------
+    # --- Start and stop -----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Wait until the engine accepts requests. An engine whose first start fails is not restarted."""
-        assert self._supervisor is None, "the client is started already"
+        """Start the engine and wait until it accepts requests. A failed first start is not retried."""
+        assert self._supervisor is None, "the client was already started"
         start_s = await self._launch()
         self._supervisor = asyncio.create_task(self._supervise(start_s))
 
     async def close(self) -> None:
         """Stop the engine. All requests and queries fail."""
-        self._lose("the engine is stopped", None)
+        self._fail_all("the engine is stopped", None)
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.wait((self._supervisor,))
         if self._channel is not None:
-            await self._channel.end()
+            await self._channel.stop()
 
     # --- Requests and queries -----------------------------------------------------------------------------------------
 
@@ -86,12 +86,13 @@ class RemoteEngine:
                     yield output
 
     async def stream(self, request: Request, handler: Handler | None = None) -> AsyncGenerator[list[Output], None]:
-        """Yield lists of outputs as they arrive, or raise the error that ends the request. Closing aborts the request.
+        """Yield lists of outputs as they arrive, or raise the request's error. Closing the generator aborts the
+        request.
 
-        While the reader waits, outputs other than the last are offered to `handler` first.
+        While the reader waits, outputs other than the last are passed to `handler` first.
         """
         request_id = request.request_id
-        assert request_id not in self._streams, f"request {request_id} is here already"
+        assert request_id not in self._streams, f"request {request_id} was already added"
         self._send(messages.Add(request))
         stream = self._streams[request_id] = OutputStream(handler)
         try:
@@ -108,7 +109,7 @@ class RemoteEngine:
             self.abort(request_id)
 
     def abort(self, request_id: int, error: LoraxError | None = None) -> None:
-        """Abort a request. Its reader gets the error, if any. Does nothing if the request has finished."""
+        """Abort a request. Its reader gets `error`, if given. Do nothing if the request has finished."""
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             stream.close(error)
@@ -144,7 +145,7 @@ class RemoteEngine:
 
     def _send(self, message: messages.ToEngine) -> None:
         if not self.is_healthy or self._channel is None:
-            raise self._loss()
+            raise self._make_unavailable_error()
         try:
             self._channel.send(message)
         except messages.ChannelError as error:
@@ -153,14 +154,14 @@ class RemoteEngine:
     # --- Outputs and replies ------------------------------------------------------------------------------------------
 
     async def _deliver_all(self, channel: ClientChannel) -> str:
-        """Deliver the engine's messages until it stops, and return the reason."""
-        steps: list[list[Output]] = []  # not delivered yet
+        """Deliver messages until the engine stops, and return the reason."""
+        steps: list[list[Output]] = []  # not yet delivered
         while True:
             try:
                 message = await channel.receive()
             except messages.ChannelError as error:
                 self._deliver_steps(steps)
-                return f"the engine is not understood: {error}"
+                return f"invalid message from the engine: {error}"
             if isinstance(message, messages.Outputs):
                 steps.append(message.outputs)
                 if channel.has_more:
@@ -169,7 +170,7 @@ class RemoteEngine:
             steps.clear()
             match message:
                 case None:
-                    return f"the engine process ended ({describe(await channel.end())})"
+                    return f"the engine process exited ({describe_exit(await channel.stop())})"
                 case messages.Failed(reason):
                     return f"the engine failed: {reason}"
                 case messages.Outputs():
@@ -177,10 +178,10 @@ class RemoteEngine:
                 case messages.Reply():
                     self._settle(message)
                 case _:
-                    return f"the engine is not understood: {type(message).__name__} is not due"
+                    return f"unexpected message from the engine: {type(message).__name__}"
 
     def _deliver_steps(self, steps: Sequence[Sequence[Output]]) -> None:
-        """Deliver the outputs of steps. If several steps have arrived, the outputs of a request are combined."""
+        """Deliver the outputs from several steps, combined per request."""
         if len(steps) == 1:
             for output in steps[0]:
                 self._deliver(output)
@@ -197,7 +198,7 @@ class RemoteEngine:
         last = outputs[-1]
         stream = self._streams.get(last.request_id)
         if stream is None:
-            return  # aborted meanwhile
+            return  # the request was aborted
         if last.failure is None and last.finish_reason is None:
             stream.push(outputs)
             return
@@ -209,15 +210,15 @@ class RemoteEngine:
         query = self._queries.get(reply.query_id)
         if query is None or query.done():
             return
-        if isinstance(reply, messages.Refused):
+        if isinstance(reply, messages.QueryFailed):
             query.set_exception(reply.result.to_error())
         else:
             query.set_result(reply)
 
-    # --- Death and restart --------------------------------------------------------------------------------------------
+    # --- Crash and restart --------------------------------------------------------------------------------------------
 
     async def _launch(self) -> float:
-        """Start a process, and return the seconds that it took."""
+        """Start a process. Return the startup time in seconds."""
         began = time.monotonic()
         channel = ClientChannel()
         self.info = await channel.start(self._target)
@@ -232,48 +233,48 @@ class RemoteEngine:
                 assert self._channel is not None
                 began = time.monotonic()
                 problem = await self._deliver_all(self._channel)
-                pause_s = next_pause_s(pause_s, time.monotonic() - began, self._first_pause_s)
-                logger.error("%s; %d requests are lost", problem, len(self._streams))
-                self._lose(problem, pause_s + start_s if self._restart else None)
-                await self._channel.end()  # it may hold resources that the next engine needs
+                pause_s = next_restart_delay_s(pause_s, time.monotonic() - began, self._first_pause_s)
+                logger.error("%s; %d requests failed", problem, len(self._streams))
+                self._fail_all(problem, pause_s + start_s if self._restart else None)
+                await self._channel.stop()  # release its resources before the next start
                 if not self._restart:
                     return
                 start_s, pause_s = await self._relaunch(start_s, pause_s)
-        finally:  # a bug here must leave no caller waiting
+        finally:  # callers must not hang after a bug here
             if self.is_healthy:
-                self._lose("the engine is not watched any more", None)
+                self._fail_all("the engine supervisor stopped", None)
 
     async def _relaunch(self, start_s: float, pause_s: float) -> tuple[float, float]:
-        """Retry until a start succeeds. Return its seconds, and the seconds of the pause before it."""
+        """Retry until a start succeeds. Return its startup time and the delay before it."""
         while True:
             await asyncio.sleep(pause_s)
             try:
                 start_s = await self._launch()
                 self.num_restarts += 1
                 return start_s, pause_s
-            except Exception as error:  # also when no process or folder can be created: the next try may succeed
-                pause_s = next_pause_s(pause_s, 0.0, self._first_pause_s)
+            except Exception as error:  # including failures to create a process or folder
+                pause_s = next_restart_delay_s(pause_s, 0.0, self._first_pause_s)
                 logger.error("%s", error)
-                self._lose(str(error), pause_s + start_s)
+                self._fail_all(str(error), pause_s + start_s)
 
-    def _lose(self, problem: str, retry_after_s: float | None) -> None:
-        """Fail all requests and queries: the engine will not answer."""
+    def _fail_all(self, problem: str, retry_after_s: float | None) -> None:
+        """Fail all pending requests and queries."""
         if retry_after_s is not None:
-            problem, retry_after_s = f"{problem}; it is being started again", float(math.ceil(max(1.0, retry_after_s)))
+            problem, retry_after_s = f"{problem}; the engine is restarting", float(math.ceil(max(1.0, retry_after_s)))
         self.is_healthy, self._problem, self._retry_after_s = False, problem, retry_after_s
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream.close(self._loss())
+            stream.close(self._make_unavailable_error())
         for query in self._queries.values():
             if not query.done():
-                query.set_exception(self._loss())
+                query.set_exception(self._make_unavailable_error())
 
-    def _loss(self) -> EngineError:
+    def _make_unavailable_error(self) -> EngineError:
         return EngineError(self._problem, self._retry_after_s)
 
 
-def next_pause_s(last_s: float, lived_s: float, first_s: float) -> float:
-    """Return the pause before a restart: none for an engine that lived, otherwise doubling up to a limit."""
-    if lived_s >= STEADY_S:
+def next_restart_delay_s(last_s: float, lived_s: float, first_s: float) -> float:
+    """Return the delay before a restart: 0 after a long run, otherwise doubling up to a limit."""
+    if lived_s >= STABLE_AFTER_S:
         return 0.0
-    return min(max(first_s, 2 * last_s), MAX_PAUSE_S)
+    return min(max(first_s, 2 * last_s), MAX_RESTART_DELAY_S)

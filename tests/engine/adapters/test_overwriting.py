@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lorax_server.adapters.sources.local import LocalSource
-from lorax_server.engine.adapters.pointers import LOOK_AGAIN_S, RETRY_S, WRITING_S
+from lorax_server.engine.adapters.resolutions import INCOMPLETE_WRITE_S, LOCAL_RETRY_S, RETRY_S
 from lorax_server.engine.engine import Engine
 from lorax_server.errors import AdapterError, AdapterNotFoundError, SourceError
 from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
@@ -42,7 +42,7 @@ def ask(bench: Bench) -> Resolved:
 
 
 @pytest.mark.parametrize("file", [WEIGHTS_FILE, CONFIG_FILE])
-def test_at_every_byte_of_an_overwriting_the_old_or_the_new_is_served(bench: Bench, file: str) -> None:
+def test_overwrite_serves_old_or_new_version_at_every_byte(bench: Bench, file: str) -> None:
     files = {**OLD, file: files_of(2, lora_alpha=77)[file]}
     old, new = identity_of(bench.tmp_path, OLD), identity_of(bench.tmp_path, files)
     content = files[file]
@@ -59,7 +59,7 @@ def test_at_every_byte_of_an_overwriting_the_old_or_the_new_is_served(bench: Ben
     assert ask(bench)._replace(folder=None, tier="") == Resolved(new)
 
 
-def test_the_log_says_so(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_stale_adapter_is_logged(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     overwrite(bench, WEIGHTS_FILE, b"half")
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
@@ -69,10 +69,10 @@ def test_the_log_says_so(bench: Bench, caplog: pytest.LogCaptureFixture) -> None
     assert line.endswith("; until then, what it was before is served")
 
 
-def test_after_a_while_the_error_is_told(bench: Bench) -> None:
+def test_incomplete_folder_fails_after_timeout(bench: Bench) -> None:
     overwrite(bench, WEIGHTS_FILE, b"half")
     first = ask(bench)
-    bench.clock.now += WRITING_S - RETRY_S / 2
+    bench.clock.now += INCOMPLETE_WRITE_S - RETRY_S / 2
     assert ask(bench).identity == first.identity
     bench.clock.now += RETRY_S / 2
     for _ in range(3):
@@ -88,7 +88,7 @@ def test_after_a_while_the_error_is_told(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("file", [WEIGHTS_FILE, CONFIG_FILE, None])
-def test_what_was_taken_away_is_not_served(bench: Bench, file: str | None) -> None:
+def test_deleted_adapter_is_not_served(bench: Bench, file: str | None) -> None:
     if file is None:
         shutil.rmtree(bench.root / "tuned")
         assert isinstance(bench.error("tuned", "local"), AdapterNotFoundError)
@@ -97,26 +97,26 @@ def test_what_was_taken_away_is_not_served(bench: Bench, file: str | None) -> No
         assert f"has no {file}" in str(bench.error("tuned", "local"))
 
 
-def test_what_leads_elsewhere_is_not_served(bench: Bench) -> None:
+def test_link_outside_root_is_not_served(bench: Bench) -> None:
     shutil.move(bench.root / "tuned", bench.tmp_path / "elsewhere")
     (bench.root / "tuned").symlink_to(bench.tmp_path / "elsewhere")
     assert "links out of it are refused" in str(bench.error("tuned", "local"))
 
 
-def test_what_was_never_whole_is_an_error(bench: Bench) -> None:
+def test_incomplete_new_adapter_is_rejected(bench: Bench) -> None:
     bench.put("other", 1)
     (bench.root / "other" / WEIGHTS_FILE).write_bytes(b"half")
     assert type(bench.error("other", "local")) is AdapterError
 
 
-def test_who_loads_by_hand_is_told_of_the_error(bench: Bench) -> None:
+def test_explicit_load_of_stale_adapter_fails(bench: Bench) -> None:
     overwrite(bench, WEIGHTS_FILE, b"half")
     ask(bench)
     bench.resolver.forget("local", "tuned")
     assert type(bench.error("tuned", "local")) is AdapterError
 
 
-def test_files_that_change_under_a_look_are_looked_at_again_soon(bench: Bench, monkeypatch: Any) -> None:
+def test_changed_files_are_checked_again_soon(bench: Bench, monkeypatch: Any) -> None:
     """Changed files may be complete: the old version is served only if the new one is damaged."""
     fetch = LocalSource.fetch
 
@@ -127,9 +127,9 @@ def test_files_that_change_under_a_look_are_looked_at_again_soon(bench: Bench, m
     monkeypatch.setattr(LocalSource, "fetch", changed)
     error = bench.error("tuned", "local")
     assert isinstance(error, SourceError)
-    assert error.retry_after_s == LOOK_AGAIN_S
+    assert error.retry_after_s == LOCAL_RETRY_S
     monkeypatch.setattr(LocalSource, "fetch", fetch)
-    bench.clock.now += LOOK_AGAIN_S
+    bench.clock.now += LOCAL_RETRY_S
     overwrite(bench, WEIGHTS_FILE, b"half")
     old = ask(bench).identity
     monkeypatch.setattr(LocalSource, "fetch", changed)
@@ -138,7 +138,7 @@ def test_files_that_change_under_a_look_are_looked_at_again_soon(bench: Bench, m
         assert ask(bench).identity == old
 
 
-def test_files_that_change_under_a_look_and_are_shorter_are_being_written(bench: Bench, monkeypatch: Any) -> None:
+def test_truncated_files_count_as_incomplete_write(bench: Bench, monkeypatch: Any) -> None:
     old = ask(bench).identity
     overwrite(bench, WEIGHTS_FILE, NEW[WEIGHTS_FILE][:-1])
 
@@ -150,11 +150,11 @@ def test_files_that_change_under_a_look_and_are_shorter_are_being_written(bench:
         found = ask(bench)
         assert (found.identity, found.stale and found.stale.kind) == (old, "SourceError")
         bench.clock.now += RETRY_S
-    bench.clock.now += WRITING_S
+    bench.clock.now += INCOMPLETE_WRITE_S
     assert isinstance(bench.error("tuned", "local"), SourceError)
 
 
-def test_a_look_that_a_change_disturbs_is_repeated(bench: Bench, monkeypatch: Any) -> None:
+def test_file_check_is_repeated_after_change(bench: Bench, monkeypatch: Any) -> None:
     fetch, disturbed = LocalSource.fetch, iter([True, True])
 
     def sometimes(*arguments: Any) -> Path:
@@ -167,7 +167,7 @@ def test_a_look_that_a_change_disturbs_is_repeated(bench: Bench, monkeypatch: An
     assert bench.ask("tuned", "local") == identity_of(bench.tmp_path, NEW)
 
 
-def test_a_new_file_in_one_step_is_served_at_once(bench: Bench) -> None:
+def test_atomic_replace_is_served_immediately(bench: Bench) -> None:
     half, whole = bench.tmp_path / "half", bench.tmp_path / "whole"
     half.write_bytes(NEW[WEIGHTS_FILE][:40])
     whole.write_bytes(NEW[WEIGHTS_FILE])
@@ -177,7 +177,7 @@ def test_a_new_file_in_one_step_is_served_at_once(bench: Bench) -> None:
     assert ask(bench).identity == identity_of(bench.tmp_path, NEW)
 
 
-def test_a_merge_says_that_a_part_is_not_the_newest(bench: Bench) -> None:
+def test_merge_reports_stale_part(bench: Bench) -> None:
     overwrite(bench, WEIGHTS_FILE, b"half")
     refs = [AdapterRef("local", "tuned"), AdapterRef("fake", "whole")]
     bench.put("whole", 3)
@@ -189,13 +189,13 @@ def test_a_merge_says_that_a_part_is_not_the_newest(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("state", [*AdapterStage, None])
-def test_what_was_there_before_is_served_only_from_memory(state: AdapterStage | None) -> None:
+def test_stale_adapter_is_served_only_from_memory(state: AdapterStage | None) -> None:
     """An old version that is not in memory cannot be served: its files have changed."""
     stale = Resolved("old", stale=Failure("AdapterError", 424, "half of it is missing"))
     found: Future[Any] = Future()
-    found.set_result((SimpleNamespace(identity="old", merge=None, parts=()), stale))
-    executor = SimpleNamespace(capabilities=None, on_news=lambda *_: None)
-    table = SimpleNamespace(find_problem=lambda *_: None, state=lambda *_: state)
+    found.set_result((SimpleNamespace(identity="old", merge=None, checkpoints=()), stale))
+    executor = SimpleNamespace(capabilities=None, on_event=lambda *_: None)
+    table = SimpleNamespace(find_error=lambda *_: None, state=lambda *_: state)
     resolver = SimpleNamespace(resolve=lambda *_: found)
     engine = Engine(executor, None, None, table, resolver)  # type: ignore[arg-type]
     answer = engine.resolve([AdapterRef("local", "tuned")])

@@ -28,8 +28,8 @@ from lorax_server.adapters.sources import source as source_module
 from lorax_server.adapters.sources.hub import HubSource
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.adapters.sources.source import AdapterFiles, AdapterSources, Source, read_json
-from lorax_server.adapters.spec import MIN_STAMP_AGE_NS, AdapterSpec, AdapterCheckpoint
-from lorax_server.engine.adapters import pointers
+from lorax_server.adapters.spec import MIN_STAMP_AGE_NS, AdapterCheckpoint, AdapterSpec
+from lorax_server.engine.adapters import resolutions
 from lorax_server.engine.adapters import resolver as resolver_module
 from lorax_server.engine.adapters.resolver import AdapterResolver
 from lorax_server.errors import (
@@ -44,7 +44,7 @@ from lorax_server.errors import (
 )
 from lorax_server.files.adapter_files import REQUIRED_FILES, TEMPLATES_FOLDER
 from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
-from lorax_server.files.regular_file import Stamp, read_stamp_or_none, read_stamp
+from lorax_server.files.regular_file import Stamp, read_stamp, read_stamp_or_none
 from lorax_server.types import AdapterRef, Merge, Resolved
 from tests.adapters.sources.hub_server import HubServer, Repo
 from tests.adapters.sources.server import Fault, Reply, running
@@ -239,7 +239,7 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 # --- One adapter ------------------------------------------------------------------------------------------------------
 
 
-def test_an_adapter_of_this_machine(bench: Bench) -> None:
+def test_resolve_local_adapter(bench: Bench) -> None:
     identity = bench.put("team/tuned", 1)
     folder = write(bench.root / "team/tuned", {"tokenizer.json": b"{}", "README.md": b"no"})
     spec, resolved = result(bench.begin("team/tuned", "local"))
@@ -250,18 +250,18 @@ def test_an_adapter_of_this_machine(bench: Bench) -> None:
     assert resolved == Resolved(identity, str(folder), ("tokenizer.json",), tokenizer_stamps=stamps)
 
 
-def test_what_was_found_travels_even_after_its_patterns_were_used(bench: Bench) -> None:
+def test_resolved_spec_is_picklable_after_pattern_use(bench: Bench) -> None:
     pattern = {"target_modules": r".*\.(q|v)_proj", "rank_pattern": {"1.*": 2}, "modules_to_save": ["head"]}
     bench.put("tuned", 1, **pattern)
     spec, _ = result(bench.begin("tuned", "local"))
     modules = [f"model.layers.{index}.self_attn.{name}_proj" for index in range(3) for name in "qkv"]
 
     def answers(spec: AdapterSpec) -> list[Any]:
-        config = spec.parts[0].config
+        config = spec.checkpoints[0].config
         return [(config.rank(module), config.scale(module), config.is_target(module)) for module in modules]
 
     expected = answers(spec)
-    spec.parts[0].config._patterns._seconds_left = 0.0  # a copy has a time budget of its own
+    spec.checkpoints[0].config._patterns._seconds_left = 0.0  # a copy has a time budget of its own
     copied = pickle.loads(pickle.dumps(spec))
     assert copied == spec
     assert answers(copied) == expected
@@ -277,7 +277,7 @@ def test_what_was_found_travels_even_after_its_patterns_were_used(bench: Bench) 
         ({"base_model_name_or_path": "owner/gpt2"}, "of type 'gpt2'"),
     ],
 )
-def test_what_the_base_model_cannot_serve_is_refused(
+def test_adapter_that_does_not_fit_base_model_is_rejected(
     bench: Bench, source: str, changes: dict[str, Any], reason: str
 ) -> None:
     bench.fake.base_types["owner/gpt2"] = "gpt2"
@@ -287,7 +287,7 @@ def test_what_the_base_model_cannot_serve_is_refused(
     assert caught.value.retry_after_s == 1
 
 
-def test_the_base_models_type_is_asked_for_once(bench: Bench) -> None:
+def test_base_model_type_is_read_once(bench: Bench) -> None:
     """Ask once for folders too, though each request looks at them: their base model may lie on a hub that hangs."""
     bench.fake.base_types["owner/llama"] = "llama"
     for name, base in (("known", "owner/llama"), ("unknown", "owner/secret"), ("odd", "x" * 10**5)):
@@ -324,7 +324,7 @@ def swap_link(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 @pytest.mark.parametrize("change", [replace, rewrite, swap_link])
-def test_a_new_version_in_the_same_place_is_somebody_else(bench: Bench, change: Any) -> None:
+def test_new_weights_have_new_identity(bench: Bench, change: Any) -> None:
     first = bench.put("tuned", 1)
     assert bench.ask("tuned", "local") == first
     files = files_of(2)
@@ -332,7 +332,7 @@ def test_a_new_version_in_the_same_place_is_somebody_else(bench: Bench, change: 
     assert bench.ask("tuned", "local") == identity_of(bench.tmp_path, files) != first
 
 
-def test_a_new_config_alone_is_somebody_else(bench: Bench) -> None:
+def test_new_config_has_new_identity(bench: Bench) -> None:
     first = bench.put("tuned", 1)
     assert bench.ask("tuned", "local") == first
     replace(bench.root / "tuned", {CONFIG_FILE: json.dumps(RAW | {"lora_alpha": 9}).encode()})
@@ -342,7 +342,7 @@ def test_a_new_config_alone_is_somebody_else(bench: Bench) -> None:
 @pytest.mark.parametrize(
     "ways", [*(pytest.param([way], marks=pytest.mark.slow) for way in (replace, rewrite)), [replace, rewrite]]
 )
-def test_a_thousand_changes_and_questions_never_give_an_old_identity(bench: Bench, ways: list[Any]) -> None:
+def test_concurrent_changes_never_return_old_identity(bench: Bench, ways: list[Any]) -> None:
     """Changes come faster than the file system's clock ticks, so stamps repeat."""
     chance = random.Random(7)
     versions = [files_of(number, lora_alpha=number % 3 + 1) for number in range(6)]
@@ -357,7 +357,7 @@ def test_a_thousand_changes_and_questions_never_give_an_old_identity(bench: Benc
             assert bench.ask("tuned", "local") == identities[now]
 
 
-def test_who_asks_after_a_change_gets_it_whoever_asked_before(bench: Bench) -> None:
+def test_request_after_change_gets_new_version(bench: Bench) -> None:
     versions = [files_of(number) for number in range(300)]
     number_of = {identity_of(bench.tmp_path, files): number for number, files in enumerate(versions)}
     folder = write(bench.root / "tuned", versions[0])
@@ -389,7 +389,7 @@ def test_who_asks_after_a_change_gets_it_whoever_asked_before(bench: Bench) -> N
     assert number_of[bench.ask("tuned", "local")] == len(versions) - 1
 
 
-def test_who_asks_while_a_folder_is_looked_at_gets_a_look_of_their_own(bench: Bench, monkeypatch: Any) -> None:
+def test_request_during_local_fetch_starts_next_fetch(bench: Bench, monkeypatch: Any) -> None:
     bench.put("tuned", 1)
     swap_link(bench.root / "tuned", files_of(1))
     gate, second = bench.gate(), files_of(2)
@@ -412,9 +412,7 @@ def test_who_asks_while_a_folder_is_looked_at_gets_a_look_of_their_own(bench: Be
 
 
 @pytest.mark.parametrize("source", ["local", "fake"])
-def test_weights_are_read_once_as_long_as_they_stay_the_same(
-    bench: Bench, source: str, count_reads: list[Path]
-) -> None:
+def test_unchanged_weights_are_read_once(bench: Bench, source: str, count_reads: list[Path]) -> None:
     first = bench.put("tuned", 1)
     now_ns = read_stamp(bench.root / "tuned" / WEIGHTS_FILE)[-1] + MIN_STAMP_AGE_NS + 1
     bench.resolver = bench.make(time_ns=lambda: now_ns, revalidate_s=0)
@@ -433,7 +431,7 @@ def test_weights_are_read_once_as_long_as_they_stay_the_same(
 
 
 @pytest.mark.parametrize("age_ns", [-(10**12), 0, MIN_STAMP_AGE_NS])
-def test_a_file_that_may_change_unseen_is_read_again(bench: Bench, count_reads: list[Path], age_ns: int) -> None:
+def test_recently_changed_file_is_read_again(bench: Bench, count_reads: list[Path], age_ns: int) -> None:
     bench.put("tuned", 1)
     now_ns = read_stamp(bench.root / "tuned" / WEIGHTS_FILE)[-1] + age_ns
     bench.resolver = bench.make(time_ns=lambda: now_ns)
@@ -442,7 +440,7 @@ def test_a_file_that_may_change_unseen_is_read_again(bench: Bench, count_reads: 
 
 
 @pytest.mark.parametrize("times", [1, 2, 3, 100])
-def test_a_file_that_changes_while_it_is_read(bench: Bench, monkeypatch: Any, times: int) -> None:
+def test_file_changed_during_read(bench: Bench, monkeypatch: Any, times: int) -> None:
     bench.put("tuned", 0)
     numbers = iter(range(1, times + 1))
 
@@ -453,16 +451,16 @@ def test_a_file_that_changes_while_it_is_read(bench: Bench, monkeypatch: Any, ti
         return identity
 
     monkeypatch.setattr(finder, "identify", disturbed)
-    if times < finder.ATTEMPTS:
+    if times < finder.MAX_ATTEMPTS:
         spec, _ = result(bench.begin("tuned", "local"))
         assert spec.identity == identity_of(bench.tmp_path, files_of(times))
-        assert spec.parts[0].stamp == read_stamp(bench.root / "tuned" / WEIGHTS_FILE)
+        assert spec.checkpoints[0].stamp == read_stamp(bench.root / "tuned" / WEIGHTS_FILE)
     else:
         with pytest.raises(SourceError, match=r"'tuned'.* changed while it was read; try again"):
             bench.ask("tuned", "local")
 
 
-def test_a_file_that_breaks_because_it_changes_is_not_called_broken(bench: Bench, monkeypatch: Any) -> None:
+def test_change_during_read_is_not_reported_as_damage(bench: Bench, monkeypatch: Any) -> None:
     first = bench.put("tuned", 1)
     broken = iter([True])
 
@@ -476,7 +474,7 @@ def test_a_file_that_breaks_because_it_changes_is_not_called_broken(bench: Bench
     assert bench.ask("tuned", "local") == first
 
 
-def test_config_and_weights_are_of_one_moment(bench: Bench) -> None:
+def test_config_and_weights_are_consistent(bench: Bench) -> None:
     """Replace both after the source's last look, the config first."""
     bench.put("tuned", 1)
     second = files_of(2, lora_alpha=99)
@@ -491,7 +489,7 @@ def test_config_and_weights_are_of_one_moment(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE, "tokenizer.json"])
-def test_a_file_that_goes_away_while_it_is_fetched(bench: Bench, file: str) -> None:
+def test_file_deleted_during_fetch(bench: Bench, file: str) -> None:
     bench.put("tuned", 1)
     write(bench.root / "tuned", {"tokenizer.json": b"{}"})
 
@@ -509,32 +507,32 @@ def test_a_file_that_goes_away_while_it_is_fetched(bench: Bench, file: str) -> N
 # --- Several adapters -------------------------------------------------------------------------------------------------
 
 
-def test_merged_adapters_are_one_adapter(bench: Bench) -> None:
+def test_merge_resolves_to_one_adapter(bench: Bench) -> None:
     identities = [bench.put(name, number) for number, name in enumerate("ab")]
     merge = Merge((0.5, 2.0), "ties", 0.5)
     spec, resolved = result(bench.resolver.resolve([AdapterRef("local", "a"), AdapterRef("fake", "b")], merge))
-    parts = [result(bench.begin(name))[0].parts[0] for name in "ab"]
+    parts = [result(bench.begin(name))[0].checkpoints[0] for name in "ab"]
     assert spec == AdapterSpec(merge.identity(identities), "a,b", tuple(parts), 2 * NUM_ELEMENTS, merge)
     assert resolved == Resolved(spec.identity)
 
 
-def test_one_adapter_may_be_merged_and_may_be_merged_with_itself(bench: Bench) -> None:
+def test_merge_of_one_adapter_or_duplicates(bench: Bench) -> None:
     identity = bench.put("a", 1)
     for count in (1, 2):
         merge = Merge((0.5,) * count)
         spec, _ = result(bench.resolver.resolve([AdapterRef("fake", "a")] * count, merge))
-        assert (spec.identity, len(spec.parts)) == (merge.identity([identity] * count), count)
+        assert (spec.identity, len(spec.checkpoints)) == (merge.identity([identity] * count), count)
     assert bench.fake.asked == ["a"]
 
 
 @pytest.mark.parametrize(("count", "weights"), [(0, None), (2, None), (1, 2), (3, 2), (0, 1)])
-def test_each_merged_adapter_needs_a_weight(bench: Bench, count: int, weights: int | None) -> None:
+def test_merge_needs_one_weight_per_adapter(bench: Bench, count: int, weights: int | None) -> None:
     merge = None if weights is None else Merge((1.0,) * weights)
     assert isinstance(error_of(bench.resolver.resolve([AdapterRef("fake", "a")] * count, merge)), InputError)
     assert not bench.fake.asked
 
 
-def test_merges_wait_for_their_parts_in_no_thread(bench: Bench) -> None:
+def test_pending_merge_uses_no_thread(bench: Bench) -> None:
     """Use one thread, and more merges than that, all of which wait for one another's parts."""
     bench.resolver = bench.make(num_threads=1)
     names = [str(number) for number in range(6)]
@@ -548,7 +546,7 @@ def test_merges_wait_for_their_parts_in_no_thread(bench: Bench) -> None:
     assert sorted(bench.fake.asked) == names
 
 
-def test_a_merge_fails_with_its_first_part_that_fails(bench: Bench) -> None:
+def test_merge_fails_with_first_failed_part(bench: Bench) -> None:
     bench.put("slow", 1)
     gate = bench.fake.before = bench.gate()
     future = bench.resolver.resolve([AdapterRef("fake", "slow"), AdapterRef("other", "missing")], Merge((1, 1)))
@@ -561,7 +559,7 @@ def test_a_merge_fails_with_its_first_part_that_fails(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("source", ["fake", "local"])
-def test_all_who_ask_for_the_same_share_one_fetch(bench: Bench, source: str, monkeypatch: Any) -> None:
+def test_concurrent_requests_share_one_fetch(bench: Bench, source: str, monkeypatch: Any) -> None:
     identity = bench.put("tuned", 1)
     gate, looks = bench.gate(), []
 
@@ -582,7 +580,7 @@ def test_all_who_ask_for_the_same_share_one_fetch(bench: Bench, source: str, mon
     assert bench.resolver.num_fetching == 0
 
 
-def test_callers_with_other_tokens_share_nothing(bench: Bench) -> None:
+def test_tokens_do_not_share_fetches(bench: Bench) -> None:
     bench.put("tuned", 1)
     gate = bench.fake.before = bench.gate()
     futures = [bench.begin("tuned", token=token) for token in (None, "", "a", "b", "a")]
@@ -593,7 +591,7 @@ def test_callers_with_other_tokens_share_nothing(bench: Bench) -> None:
     assert len(bench.fake.asked) == 3
 
 
-def test_a_source_that_hangs_holds_up_no_other(bench: Bench) -> None:
+def test_hanging_source_does_not_block_other_sources(bench: Bench) -> None:
     bench.resolver = bench.make(num_threads=2)
     identity, held = bench.put("tuned", 1), []
     for number in range(50):
@@ -609,7 +607,7 @@ def test_a_source_that_hangs_holds_up_no_other(bench: Bench) -> None:
     assert not any(future.done() for future in held)
 
 
-def test_what_is_known_is_answered_while_its_source_hangs(bench: Bench) -> None:
+def test_cached_adapter_resolves_while_source_hangs(bench: Bench) -> None:
     bench.resolver = bench.make(num_threads=1)
     identity = bench.put("tuned", 1)
     assert bench.ask("tuned") == identity
@@ -621,7 +619,7 @@ def test_what_is_known_is_answered_while_its_source_hangs(bench: Bench) -> None:
     assert not held.done()
 
 
-def test_one_who_no_longer_waits_does_not_disturb_the_others(bench: Bench, caplog: Any) -> None:
+def test_cancelled_caller_does_not_affect_others(bench: Bench, caplog: Any) -> None:
     identity = bench.put("tuned", 1)
     gate = bench.fake.before = bench.gate()
     futures = [bench.begin("tuned") for _ in range(3)]
@@ -637,7 +635,7 @@ def test_one_who_no_longer_waits_does_not_disturb_the_others(bench: Bench, caplo
     assert not caplog.records
 
 
-def test_who_is_told_may_ask_again_at_once(bench: Bench) -> None:
+def test_resolve_inside_done_callback(bench: Bench) -> None:
     """Ask from a callback, on the resolver's thread, which holds no lock then."""
     identities = [bench.put(name, number) for number, name in enumerate("ab")]
     bench.resolver = bench.make(num_threads=1)
@@ -648,8 +646,8 @@ def test_who_is_told_may_ask_again_at_once(bench: Bench) -> None:
     assert result(second.result(PATIENCE_S))[0].identity == identities[1]
 
 
-def test_too_many_fetches_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolver_module, "MAX_FLIGHTS", 3)
+def test_too_many_pending_fetches_are_rejected(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolver_module, "MAX_PENDING_FETCHES", 3)
     bench.put("0", 1)
     gate = bench.fake.before = bench.gate()
     held = [bench.begin(str(number)) for number in range(3)]
@@ -664,7 +662,7 @@ def test_too_many_fetches_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPa
 # --- Time -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_source_is_asked_again_after_a_while(bench: Bench) -> None:
+def test_resolution_is_revalidated_after_expiry(bench: Bench) -> None:
     first = bench.put("tuned", 1)
     assert [bench.ask("tuned", token=SECRET) for _ in range(3)] == [first] * 3
     assert len(bench.fake.asked) == 1
@@ -681,7 +679,7 @@ def test_a_source_is_asked_again_after_a_while(bench: Bench) -> None:
 
 @pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE, "tokenizer.json"])
 @pytest.mark.parametrize("change", ["gone", "other"])
-def test_what_is_no_longer_there_is_not_served(bench: Bench, file: str, change: str) -> None:
+def test_deleted_files_are_not_served(bench: Bench, file: str, change: str) -> None:
     bench.put("tuned", 1)
     path = write(bench.root / "tuned", {"tokenizer.json": b"{}"}) / file
     bench.ask("tuned")
@@ -698,7 +696,7 @@ def test_what_is_no_longer_there_is_not_served(bench: Bench, file: str, change: 
     assert len(bench.fake.asked) == 2
 
 
-def test_failures_of_a_source_are_remembered_longer_each_time(bench: Bench) -> None:
+def test_source_failure_delay_doubles(bench: Bench) -> None:
     identity = bench.put("tuned", 1)
     bench.fake.before = fail_with(SourceError("it is down"))
     for count, delay_s in enumerate((1, 2, 4, 8, 16, 30, 30), start=1):
@@ -717,7 +715,7 @@ def test_failures_of_a_source_are_remembered_longer_each_time(bench: Bench) -> N
     assert bench.error("tuned").retry_after_s == 1
 
 
-def test_success_ends_the_count_of_failures(bench: Bench) -> None:
+def test_success_resets_failure_delay(bench: Bench) -> None:
     bench.put("tuned", 1)
     bench.fake.before = fail_with(SourceError("it is down"))
     assert [bench.error("tuned").retry_after_s, bench.clock.now] == [1, 1000]
@@ -732,7 +730,7 @@ def test_success_ends_the_count_of_failures(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("error", [AdapterError, AdapterNotFoundError, AdapterAccessError, LoraxError])
-def test_failures_of_an_adapter_are_remembered_for_a_second(bench: Bench, error: type[LoraxError]) -> None:
+def test_adapter_failure_is_cached_for_one_second(bench: Bench, error: type[LoraxError]) -> None:
     identity = bench.put("tuned", 1)
     bench.fake.before = fail_with(error("it is no good"))
     for count in (1, 2, 3):
@@ -746,7 +744,7 @@ def test_failures_of_an_adapter_are_remembered_for_a_second(bench: Bench, error:
     assert bench.ask("tuned") == identity
 
 
-def test_failures_are_of_one_caller(bench: Bench) -> None:
+def test_failures_are_cached_per_token(bench: Bench) -> None:
     identity = bench.put("tuned", 1)
     bench.fake.before = fail_with(AdapterAccessError("not for you"))
     assert isinstance(bench.error("tuned", token="a"), AdapterAccessError)
@@ -755,7 +753,7 @@ def test_failures_are_of_one_caller(bench: Bench) -> None:
     assert isinstance(bench.error("tuned", token="a"), AdapterAccessError)
 
 
-def test_a_bug_reaches_who_asked_and_nobody_else(bench: Bench) -> None:
+def test_unexpected_error_reaches_only_its_caller(bench: Bench) -> None:
     identity, bug = bench.put("tuned", 1), ZeroDivisionError("ours")
     bench.resolver = bench.make(num_threads=1)
     for error in (bug, SystemExit(1)):
@@ -773,10 +771,10 @@ def test_a_bug_reaches_who_asked_and_nobody_else(bench: Bench) -> None:
 # --- A source that is down --------------------------------------------------------------------------------------------
 
 
-TOO_OLD_S = 60 * (1 + pointers.MAX_STALE)  # for an answer that is served without asking its source
+TOO_OLD_S = 60 * (1 + resolutions.MAX_STALE_FACTOR)  # for an answer that is served without asking its source
 
 
-def test_a_source_that_is_down_serves_what_was_there(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_unavailable_source_serves_cached_adapter(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     first = bench.put("tuned", 1)
     known = result(bench.begin("tuned"))
     bench.clock.now += TOO_OLD_S
@@ -799,7 +797,7 @@ def test_a_source_that_is_down_serves_what_was_there(bench: Bench, caplog: pytes
     assert bench.ask("tuned") == second
 
 
-def test_a_token_is_worth_nothing_once_its_minute_is_over_and_its_source_is_down(bench: Bench) -> None:
+def test_token_access_expires_while_source_is_down(bench: Bench) -> None:
     """Refuse the token: it may have been revoked, which only the source knows."""
     identity = bench.put("tuned", 1)
     assert bench.ask("tuned", token=SECRET) == identity
@@ -817,7 +815,7 @@ def test_a_token_is_worth_nothing_once_its_minute_is_over_and_its_source_is_down
 
 
 @pytest.mark.parametrize("error", [AdapterAccessError, AdapterNotFoundError, AdapterError])
-def test_what_a_source_refuses_is_not_served_when_it_is_down_later(bench: Bench, error: type[LoraxError]) -> None:
+def test_rejected_adapter_is_not_served_after_outage(bench: Bench, error: type[LoraxError]) -> None:
     bench.put("tuned", 1)
     bench.ask("tuned", token=SECRET)
     for failure in (error("no more"), SourceError("it is down"), SourceError("it is down")):
@@ -826,7 +824,7 @@ def test_what_a_source_refuses_is_not_served_when_it_is_down_later(bench: Bench,
         assert type(bench.error("tuned", token=SECRET)) is type(failure)
 
 
-def test_what_is_refused_after_a_source_was_down_is_refused(bench: Bench) -> None:
+def test_rejection_after_outage_is_reported(bench: Bench) -> None:
     identity = bench.put("tuned", 1)
     bench.ask("tuned")
     bench.clock.now += TOO_OLD_S
@@ -837,7 +835,7 @@ def test_what_is_refused_after_a_source_was_down_is_refused(bench: Bench) -> Non
     assert isinstance(bench.error("tuned"), AdapterAccessError)
 
 
-def test_folders_of_this_machine_are_never_down(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_folder_has_no_outage_fallback(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A version that is still there beside the new one must not be served because the folder changed just then."""
     bench.put("tuned", 1)
     bench.ask("tuned", "local")
@@ -849,7 +847,7 @@ def test_folders_of_this_machine_are_never_down(bench: Bench, monkeypatch: pytes
 # --- Forgetting -------------------------------------------------------------------------------------------------------
 
 
-def test_a_forgotten_name_is_asked_for_again(bench: Bench) -> None:
+def test_forget_queries_source_again(bench: Bench) -> None:
     for name in ("tuned", "other"):
         bench.put(name, 1)
         for token in (None, "a", "b"):
@@ -864,7 +862,7 @@ def test_a_forgotten_name_is_asked_for_again(bench: Bench) -> None:
     assert bench.fake.asked == ["tuned"] * 3
 
 
-def test_a_forgotten_failure_is_tried_again(bench: Bench) -> None:
+def test_forget_clears_failure(bench: Bench) -> None:
     bench.error("tuned")
     identity = bench.put("tuned", 1)
     assert isinstance(bench.error("tuned"), AdapterNotFoundError)
@@ -873,7 +871,7 @@ def test_a_forgotten_failure_is_tried_again(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_was_on_its_way_is_not_remembered(bench: Bench, fails: bool) -> None:
+def test_forget_discards_result_of_running_fetch(bench: Bench, fails: bool) -> None:
     bench.put("tuned", 1)
     gate = bench.gate()
 
@@ -901,9 +899,9 @@ def test_what_was_on_its_way_is_not_remembered(bench: Bench, fails: bool) -> Non
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_all_that_is_remembered_has_a_limit(bench: Bench, monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
+def test_caches_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
     for module, limit in (
-        *((pointers, name) for name in ("MAX_POINTERS", "MAX_FAILURES")),
+        *((resolutions, name) for name in ("MAX_RESOLUTIONS", "MAX_FAILURES")),
         *((finder, name) for name in ("MAX_IDENTITIES", "MAX_BASE_TYPES")),
     ):
         monkeypatch.setattr(module, limit, 3)
@@ -914,9 +912,9 @@ def test_all_that_is_remembered_has_a_limit(bench: Bench, monkeypatch: pytest.Mo
         bench.ask("good0")
         bench.ask(f"good{number}")
         bench.error(f"bad{number}")
-    remembered = {**vars(bench.resolver._pointers), **vars(bench.resolver._finder)}
+    remembered = {**vars(bench.resolver._resolutions), **vars(bench.resolver._finder)}
     sizes = {name: len(held) for name, held in remembered.items() if isinstance(held, Cache)}
-    assert sizes == {"_pointers": 3, "_failures": 3, "_identities": 3, "_base_types": 3}
+    assert sizes == {"_resolutions": 3, "_failures": 3, "_identities": 3, "_base_types": 3}
     assert bench.fake.asked.count("good0") == 1
     bench.fake.asked.clear()
     for name in ("good0", "good5", "good1"):
@@ -959,7 +957,7 @@ def settled(bench: Bench) -> AdapterResolver:
 
 
 @pytest.mark.parametrize("source", ["local", "fake"])
-def test_what_is_known_takes_one_look_at_each_file_and_none_by_the_caller(
+def test_cached_resolution_checks_each_file_once_off_caller_thread(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     identity = bench.put("tuned", 1)
@@ -1004,9 +1002,7 @@ def put_earlier(bench: Bench) -> None:
     ],
     ids=["replaced", "rewritten", "link swapped", "config", "an earlier root", "tokenizer", "template", "readme"],
 )
-def test_a_change_is_seen_by_the_next_request_though_all_was_known(
-    bench: Bench, change: Callable[[Bench], None], is_another: bool
-) -> None:
+def test_next_request_sees_changed_file(bench: Bench, change: Callable[[Bench], None], is_another: bool) -> None:
     first = bench.put("tuned", 1)
     (bench.root / "tuned" / TEMPLATES_FOLDER).mkdir()
     sources = {"local": LocalSource([bench.tmp_path / "earlier", bench.root])}
@@ -1028,9 +1024,7 @@ def test_a_change_is_seen_by_the_next_request_though_all_was_known(
     assert resolved.tokenizer_files == tuple(file for file in listed if (bench.root / "tuned" / file).exists())
 
 
-def test_a_file_system_that_hangs_holds_up_only_those_who_need_it(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hanging_file_system_blocks_only_its_requests(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     identity = bench.put("tuned", 1)
     bench.ask("tuned", "fake")
     bench.resolver = settled(bench)
@@ -1044,18 +1038,18 @@ def test_a_file_system_that_hangs_holds_up_only_those_who_need_it(
     with monkeypatch.context() as patch:
         patch.setattr(finder.FoundAdapter, "is_unchanged", hang)
         held = [bench.begin("tuned", "fake") for _ in range(5)]  # returns without waiting for the look
-        gate.wait_for(resolver_module.NUM_LOOKERS)
+        gate.wait_for(resolver_module.NUM_CHECK_THREADS)
         assert bench.ask("tuned", "other") == identity
         assert not any(future.done() for future in held)
         gate.opened.set()
         assert {result(future)[0].identity for future in held} == {identity}
 
 
-def test_too_many_looks_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_pending_checks_are_rejected(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.put("tuned", 1)
     bench.ask("tuned")
     gate = bench.gate()
-    monkeypatch.setattr(resolver_module, "MAX_FLIGHTS", 3)
+    monkeypatch.setattr(resolver_module, "MAX_PENDING_FETCHES", 3)
 
     def is_unchanged(_: finder.FoundAdapter) -> bool:
         gate()
@@ -1069,7 +1063,7 @@ def test_too_many_looks_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatc
         result(future)
 
 
-def test_only_who_waited_for_a_fetch_is_told_of_it(bench: Bench) -> None:
+def test_fetched_tier_only_for_waiting_requests(bench: Bench) -> None:
     bench.put("tuned", 1)
     write(bench.root / "empty", {CONFIG_FILE: files_of(1)[CONFIG_FILE]})
     assert result(bench.begin("tuned"))[1].tier == "", "it was here already"
@@ -1096,7 +1090,7 @@ def settle(bench: Bench) -> None:
         time.sleep(0.001)
 
 
-def test_what_is_known_is_served_while_its_source_is_asked_beside(bench: Bench) -> None:
+def test_stale_resolution_is_served_during_revalidation(bench: Bench) -> None:
     first = bench.put("tuned", 1)
     assert bench.ask("tuned") == first
     bench.clock.now += 60
@@ -1112,7 +1106,7 @@ def test_what_is_known_is_served_while_its_source_is_asked_beside(bench: Bench) 
 
 
 @pytest.mark.parametrize(("token", "age_s"), [(SECRET, 60), (None, TOO_OLD_S)], ids=["a token", "too old"])
-def test_who_must_not_be_served_what_is_old_waits(bench: Bench, token: str | None, age_s: float) -> None:
+def test_request_with_token_waits_for_revalidation(bench: Bench, token: str | None, age_s: float) -> None:
     bench.put("tuned", 1)
     bench.ask("tuned", token=token)
     bench.clock.now += age_s
@@ -1125,7 +1119,7 @@ def test_who_must_not_be_served_what_is_old_waits(bench: Bench, token: str | Non
 
 
 @pytest.mark.parametrize("error", [AdapterAccessError, AdapterNotFoundError])
-def test_what_a_source_refuses_is_served_only_until_it_has_said_so(bench: Bench, error: type[LoraxError]) -> None:
+def test_stale_resolution_ends_with_source_rejection(bench: Bench, error: type[LoraxError]) -> None:
     first = bench.put("tuned", 1)
     bench.ask("tuned")
     bench.clock.now += 60
@@ -1135,7 +1129,7 @@ def test_what_a_source_refuses_is_served_only_until_it_has_said_so(bench: Bench,
     assert isinstance(bench.error("tuned"), error)
 
 
-def test_a_source_that_is_down_is_not_asked_for_every_request(bench: Bench) -> None:
+def test_unavailable_source_is_not_queried_for_every_request(bench: Bench) -> None:
     first = bench.put("tuned", 1)
     bench.ask("tuned")
     bench.clock.now += 60
@@ -1146,7 +1140,7 @@ def test_a_source_that_is_down_is_not_asked_for_every_request(bench: Bench) -> N
     assert len(bench.fake.asked) == 2
 
 
-def test_a_new_version_of_a_hub_is_found_beside_and_served_from_then_on(bench: Bench, hub: HubServer) -> None:
+def test_new_hub_version_is_found_in_background(bench: Bench, hub: HubServer) -> None:
     first, second = (identity_of(bench.tmp_path, files_of(number)) for number in (1, 2))
     assert result(bench.begin(HUB_NAME, "hub"))[1].tier == "fetched"
     hub.repos[HUB_NAME] = Repo(files_of(2))
@@ -1180,14 +1174,14 @@ NAMES = [
 
 
 @pytest.mark.parametrize("source", ["local", "hub", "nowhere", "", "\ud800", "x" * 10**6])
-def test_hostile_names(bench: Bench, source: str, tmp_path: Path) -> None:
+def test_hostile_adapter_names(bench: Bench, source: str, tmp_path: Path) -> None:
     write(tmp_path / "outside", files_of(1))
     identity = bench.put("tuned", 1)
     bench.resolver = bench.make(HubSource(tmp_path / "cache", "http://127.0.0.1:9", offline=True))
     for name, token in itertools.product(NAMES, [None, "a\r\nb: c", "\ud800", "x" * 10**5]):
         assert isinstance(bench.error(name, source, token), AdapterError)
     assert bench.ask("tuned", "local") == identity
-    kept = [key for key in bench.resolver._pointers._failures if len(key[0]) + len(key[1]) > 1000]
+    kept = [key for key in bench.resolver._resolutions._failures if len(key[0]) + len(key[1]) > 1000]
     assert not kept, "what is no name is not worth remembering"
 
 
@@ -1204,7 +1198,7 @@ def reachable(start: object) -> Iterator[object]:
                 waiting.append(child)
 
 
-def test_a_token_is_neither_kept_nor_logged(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_token_is_not_stored_or_logged(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     secret = "".join(["hf_", "kept", "nowhere"])  # not a constant of this function
     bench.put("tuned", 1, base_model_name_or_path="owner/base")
 
@@ -1231,7 +1225,7 @@ def test_a_token_is_neither_kept_nor_logged(bench: Bench, caplog: pytest.LogCapt
     assert secret not in caplog.text
 
 
-def test_many_threads_at_once(bench: Bench) -> None:
+def test_concurrent_resolves(bench: Bench) -> None:
     """Mix all operations: each thread gets right answers, and nothing is left behind."""
     names = [f"adapter{number}" for number in range(8)]
     expected = {name: bench.put(name, number) for number, name in enumerate(names)}
@@ -1266,13 +1260,13 @@ def test_many_threads_at_once(bench: Bench) -> None:
     for name in names:
         bench.ask(name, "local")
     assert bench.resolver.num_fetching == 0
-    assert not bench.resolver._flights
+    assert not bench.resolver._fetches
 
 
 # --- The end ----------------------------------------------------------------------------------------------------------
 
 
-def test_closing_ends_all_that_waits(bench: Bench, monkeypatch: Any) -> None:
+def test_close_fails_pending_resolves(bench: Bench, monkeypatch: Any) -> None:
     bench.resolver = bench.make(num_threads=1)
     gate = bench.fake.before = bench.gate()
     for name in ("a", "b", "known"):
@@ -1292,7 +1286,7 @@ def test_closing_ends_all_that_waits(bench: Bench, monkeypatch: Any) -> None:
     bench.resolver.close()
 
 
-def test_closing_ends_the_threads(bench: Bench) -> None:
+def test_close_stops_threads(bench: Bench) -> None:
     bench.resolver = bench.make(num_threads=4)
     before = set(threading.enumerate())
     for number in range(8):
@@ -1328,7 +1322,7 @@ def hub(bench: Bench) -> Iterator[HubServer]:
         yield server
 
 
-def test_a_hub_is_asked_again_after_a_while(bench: Bench, hub: HubServer) -> None:
+def test_hub_is_revalidated_after_expiry(bench: Bench, hub: HubServer) -> None:
     first, second = (identity_of(bench.tmp_path, files_of(number)) for number in (1, 2))
     spec, resolved = result(bench.begin(HUB_NAME, "hub", SECRET))
     assert spec.identity == first
@@ -1340,18 +1334,20 @@ def test_a_hub_is_asked_again_after_a_while(bench: Bench, hub: HubServer) -> Non
     assert len(hub.seen) == num_requests
     bench.clock.now += 60
     assert bench.ask(HUB_NAME, "hub", SECRET) == second
-    assert read_stamp(spec.parts[0].folder / WEIGHTS_FILE) == spec.parts[0].stamp, "who uses the first may go on"
+    assert read_stamp(spec.checkpoints[0].folder / WEIGHTS_FILE) == spec.checkpoints[0].stamp, (
+        "who uses the first may go on"
+    )
 
 
-def test_a_cache_that_was_emptied_is_filled_again(bench: Bench, hub: HubServer) -> None:
+def test_emptied_cache_is_downloaded_again(bench: Bench, hub: HubServer) -> None:
     first = bench.ask(HUB_NAME, "hub")
     shutil.rmtree(bench.tmp_path / "cache")
     spec, _ = result(bench.begin(HUB_NAME, "hub"))
     assert spec.identity == first
-    assert spec.parts[0].stamp == read_stamp(spec.parts[0].folder / WEIGHTS_FILE)
+    assert spec.checkpoints[0].stamp == read_stamp(spec.checkpoints[0].folder / WEIGHTS_FILE)
 
 
-def test_a_hub_that_is_down(bench: Bench, hub: HubServer) -> None:
+def test_hub_outage(bench: Bench, hub: HubServer) -> None:
     hub.repos["owner/late"] = Repo(files_of(2))
     first = bench.ask(HUB_NAME, "hub")
     bench.clock.now += 60
@@ -1367,7 +1363,7 @@ def test_a_hub_that_is_down(bench: Bench, hub: HubServer) -> None:
     assert isinstance(bench.error(HUB_NAME, "hub"), SourceError)
 
 
-def test_access_that_is_taken_away(bench: Bench, hub: HubServer) -> None:
+def test_revoked_hub_access(bench: Bench, hub: HubServer) -> None:
     hub.repos[HUB_NAME].token = SECRET
     first = bench.ask(HUB_NAME, "hub", SECRET)
     for token in (None, "another"):
@@ -1381,7 +1377,7 @@ def test_access_that_is_taken_away(bench: Bench, hub: HubServer) -> None:
     assert isinstance(bench.error(HUB_NAME, "hub", SECRET), SourceError)
 
 
-def test_an_adapter_that_was_deleted(bench: Bench, hub: HubServer) -> None:
+def test_adapter_deleted_on_hub(bench: Bench, hub: HubServer) -> None:
     bench.ask(HUB_NAME, "hub", SECRET)
     del hub.repos[HUB_NAME]
     bench.clock.now += 60

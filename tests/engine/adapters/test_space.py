@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lorax_server.engine.adapters.space import AdapterSpace, Slide
+from lorax_server.engine.adapters.space import AdapterSpace, ExtentMove
 from tests.grids import slow_except
 
 
@@ -30,13 +30,13 @@ def load(space: AdapterSpace, key: str, units: int) -> int | None:
     return start
 
 
-def run_step(space: AdapterSpace) -> list[Slide]:
+def run_step(space: AdapterSpace) -> list[ExtentMove]:
     step, moves = space.submit()
     space.completed(step)
     return moves
 
 
-def test_extents_follow_one_another() -> None:
+def test_extents_are_contiguous() -> None:
     space = AdapterSpace(10)
     assert [space.allocate(key, 3) for key in "abc"] == [0, 3, 6]
     assert space.num_free_units == space.largest_hole == 1
@@ -45,14 +45,14 @@ def test_extents_follow_one_another() -> None:
     assert space.num_free_units == space.largest_hole == 0
 
 
-def test_space_that_no_step_reads_is_a_hole_at_once() -> None:
+def test_unread_space_is_free_immediately() -> None:
     space = filled(10, 5, 5)
     run_step(space)
     space.free("a")
     assert space.allocate("c", 5) == 0
 
 
-def test_space_that_a_step_reads_is_a_hole_when_it_ends() -> None:
+def test_space_is_free_after_last_reading_step() -> None:
     space = filled(10, 5, 5)
     first, _ = space.submit()
     second, _ = space.submit()
@@ -65,7 +65,7 @@ def test_space_that_a_step_reads_is_a_hole_when_it_ends() -> None:
     assert space.allocate("c", 5) == 0
 
 
-def test_a_step_submitted_later_does_not_hold_freed_space() -> None:
+def test_later_step_does_not_delay_freed_space() -> None:
     space = filled(10, 5, 5)
     before, _ = space.submit()
     space.free("a")
@@ -74,7 +74,7 @@ def test_a_step_submitted_later_does_not_hold_freed_space() -> None:
     assert space.allocate("c", 5) == 0
 
 
-def test_holes_that_touch_become_one() -> None:
+def test_adjacent_holes_are_merged() -> None:
     space = filled(12, 3, 3, 3, 3)
     for key in "acb":
         space.free(key)
@@ -83,7 +83,7 @@ def test_holes_that_touch_become_one() -> None:
     assert space.allocate("e", 12) == 0
 
 
-def test_the_smallest_hole_that_is_large_enough_is_taken() -> None:
+def test_allocate_uses_best_fit() -> None:
     space = filled(20, 6, 1, 3, 1, 4, 5)
     for key in "ace":
         space.free(key)
@@ -92,64 +92,64 @@ def test_the_smallest_hole_that_is_large_enough_is_taken() -> None:
     assert space.allocate("i", 3) == 0
 
 
-def test_compaction_joins_holes() -> None:
+def test_compact_joins_holes() -> None:
     space = filled(10, 2, 3, 2, 3)
     space.free("a")
     space.free("c")
     assert space.allocate("e", 4) is None
     space.compact(4)
     assert space._extents["b"].start == 0
-    assert run_step(space) == [Slide("b", 2, 0, 3)]
+    assert run_step(space) == [ExtentMove("b", 2, 0, 3)]
     assert space.allocate("e", 4) == 3
     assert space._extents["d"].start == 7
 
 
-def test_the_cheapest_neighbours_are_moved() -> None:
+def test_compact_moves_fewest_units() -> None:
     space = filled(30, 2, 9, 2, 4, 2, 3, 2, 6)
     for key in "aceg":
         space.free(key)
     space.compact(4)
-    assert run_step(space) == [Slide("f", 19, 17, 3)]
+    assert run_step(space) == [ExtentMove("f", 19, 17, 3)]
     assert space.largest_hole == 4
 
 
-def test_several_extents_slide_in_order_of_address() -> None:
+def test_moves_are_in_address_order() -> None:
     space = filled(12, 2, 3, 2, 3, 2)
     for key in "ace":
         space.free(key)
     space.compact(6)
-    assert run_step(space) == [Slide("b", 2, 0, 3), Slide("d", 7, 3, 3)]
+    assert run_step(space) == [ExtentMove("b", 2, 0, 3), ExtentMove("d", 7, 3, 3)]
     assert space.allocate("f", 6) == 6
 
 
-def test_a_long_way_is_moved_in_several_steps() -> None:
-    space = AdapterSpace(16, most_moved=5)
+def test_large_moves_take_several_steps() -> None:
+    space = AdapterSpace(16, max_moved_units=5)
     for key, units in zip("abcdef", (2, 3, 2, 3, 2, 4), strict=True):
         load(space, key, units)
     for key in "ace":
         space.free(key)
     space.compact(6)
     space.compact(6)  # the next step has its share
-    assert run_step(space) == [Slide("b", 2, 0, 3)]
+    assert run_step(space) == [ExtentMove("b", 2, 0, 3)]
     assert space.largest_hole == 4
     space.compact(6)
-    assert run_step(space) == [Slide("d", 7, 3, 3)]
+    assert run_step(space) == [ExtentMove("d", 7, 3, 3)]
     assert space.allocate("g", 6) == 6
 
 
-def test_an_adapter_larger_than_the_share_of_a_step_is_moved_alone() -> None:
-    space = AdapterSpace(12, most_moved=2)
+def test_adapter_above_step_limit_moves_alone() -> None:
+    space = AdapterSpace(12, max_moved_units=2)
     for key, units in zip("abcde", (2, 3, 2, 3, 2), strict=True):
         load(space, key, units)
     for key in "ace":
         space.free(key)
-    for expected in (Slide("b", 2, 0, 3), Slide("d", 7, 3, 3)):
+    for expected in (ExtentMove("b", 2, 0, 3), ExtentMove("d", 7, 3, 3)):
         space.compact(6)
         assert run_step(space) == [expected]
     assert space.largest_hole == 6
 
 
-def test_vacated_space_is_a_hole_when_the_step_that_carries_the_move_ends() -> None:
+def test_vacated_space_is_free_after_move_step() -> None:
     space = filled(10, 2, 3, 2, 3)
     in_flight, _ = space.submit()
     space.free("a")
@@ -165,16 +165,16 @@ def test_vacated_space_is_a_hole_when_the_step_that_carries_the_move_ends() -> N
     assert space.largest_hole == 4
 
 
-def test_a_move_goes_over_space_that_steps_in_flight_still_read() -> None:
+def test_move_may_overwrite_space_in_use_by_earlier_steps() -> None:
     space = filled(10, 4, 2, 4)
     space.submit()
     space.free("a")
     space.free("c")
     space.compact(8)
-    assert space.submit() == (2, [Slide("b", 4, 0, 2)])
+    assert space.submit() == (2, [ExtentMove("b", 4, 0, 2)])
 
 
-def test_compaction_does_nothing_where_waiting_is_enough_or_nothing_helps() -> None:
+def test_compact_plans_no_useless_moves() -> None:
     space = filled(10, 4, 2, 4)
     space.submit()
     space.free("a")
@@ -184,34 +184,34 @@ def test_compaction_does_nothing_where_waiting_is_enough_or_nothing_helps() -> N
     assert not space.needs_step
 
 
-def test_a_second_compaction_finds_the_work_of_the_first() -> None:
+def test_second_compact_reuses_first_result() -> None:
     space = filled(10, 2, 3, 2, 3)
     space.free("a")
     space.free("c")
     space.compact(4)
     space.compact(4)
-    assert space.submit() == (1, [Slide("b", 2, 0, 3)])
+    assert space.submit() == (1, [ExtentMove("b", 2, 0, 3)])
     space.compact(4)
     assert not space.needs_step
 
 
-def test_an_adapter_that_is_being_loaded_stays_where_it_is() -> None:
+def test_loading_adapter_is_not_moved() -> None:
     space = filled(10, 2, 2, 2)
     assert space.allocate("loading", 2) == 6
     for key in "ac":
         space.free(key)
     space.compact(4)
-    assert run_step(space) == [Slide("b", 2, 0, 2)]
+    assert run_step(space) == [ExtentMove("b", 2, 0, 2)]
     assert space._extents["loading"].start == 6
     space.compact(6)
     assert not space.needs_step
     space.loaded("loading")
     space.compact(6)
-    assert run_step(space) == [Slide("loading", 6, 2, 2)]
+    assert run_step(space) == [ExtentMove("loading", 6, 2, 2)]
     assert space.allocate("d", 6) == 4
 
 
-def test_the_move_of_an_adapter_that_is_freed_is_dropped_but_its_step_is_awaited() -> None:
+def test_free_cancels_move_but_waits_for_step() -> None:
     space = filled(10, 2, 3, 2, 3)
     space.free("a")
     space.free("c")
@@ -239,7 +239,7 @@ def test_the_move_of_an_adapter_that_is_freed_is_dropped_but_its_step_is_awaited
         [("submit",), ("completed", 1), ("completed", 1)],
     ],
 )
-def test_a_mistake_of_ours_is_an_assertion(calls: list[tuple[str, ...]]) -> None:
+def test_misuse_raises_assertion_error(calls: list[tuple[str, ...]]) -> None:
     space = filled(10, 5)
     *legal, (method, *arguments) = calls
     for name, *rest in legal:
@@ -248,7 +248,7 @@ def test_a_mistake_of_ours_is_an_assertion(calls: list[tuple[str, ...]]) -> None
         getattr(space, method)(*arguments)
 
 
-def test_a_space_may_have_no_units_but_not_fewer() -> None:
+def test_zero_units_are_allowed() -> None:
     space = AdapterSpace(0)
     assert space.num_free_units == space.largest_hole == 0
     assert space.submit() == (1, [])
@@ -259,13 +259,13 @@ def test_a_space_may_have_no_units_but_not_fewer() -> None:
 
 
 @pytest.mark.parametrize("method", [AdapterSpace.free, AdapterSpace.loaded])
-def test_an_unknown_adapter_is_a_key_error(method: Callable[[AdapterSpace, str], object]) -> None:
+def test_unknown_adapter_raises_key_error(method: Callable[[AdapterSpace, str], object]) -> None:
     with pytest.raises(KeyError):
         method(filled(10, 5), "b")
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_nothing_is_refused_below_95_percent(seed: int) -> None:
+def test_allocation_succeeds_below_95_percent_usage(seed: int) -> None:
     """Sizes go up to 5 % of the space, and adapters leave at random: refuse only if all free units are too few."""
     rng = random.Random(seed)
     space = AdapterSpace(10_000)
@@ -317,7 +317,7 @@ class Worker:
     steps_early: bool
     buffer: list[int]
     loads: dict[Hashable, Content] = field(default_factory=dict)
-    waiting: deque[tuple[list[Slide], list[Content]]] = field(default_factory=deque)
+    waiting: deque[tuple[list[ExtentMove], list[Content]]] = field(default_factory=deque)
     reading: list[Content] = field(default_factory=list)
 
     def allocate(self, content: Content) -> None:
@@ -333,7 +333,7 @@ class Worker:
         if key in self.loads:
             self.write(key)
 
-    def submit(self, moves: list[Slide], reads: list[Content]) -> None:
+    def submit(self, moves: list[ExtentMove], reads: list[Content]) -> None:
         self.waiting.append((moves, reads))
         if self.steps_early:
             self.run_next()
@@ -474,7 +474,7 @@ class Machine(RuleBasedStateMachine):
         for worker in self.workers:
             worker.submit(moves, reads)
 
-    def follow(self, move: Slide) -> None:
+    def follow(self, move: ExtentMove) -> None:
         """Apply a move, which must go down from its adapter's place and touch no other adapter."""
         content = self.contents.pop(move.key)
         assert (content.start, content.units) == (move.source, move.units)
@@ -531,7 +531,7 @@ class SlowMachine(Machine):
 
 @pytest.mark.parametrize("kind", [Machine, SlowMachine])
 @pytest.mark.parametrize("seed", slow_except(range(3), range(10)))
-def test_long_plays(seed: int, kind: type[Machine]) -> None:
+def test_random_operations(seed: int, kind: type[Machine]) -> None:
     """Play the machine's rules in mixes of all kinds, many times faster than hypothesis does."""
     rng = random.Random(seed)
     for _ in range(50):

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lorax_server.adapters.config import AdapterConfig
-from lorax_server.adapters.spec import AdapterSpec, AdapterCheckpoint
+from lorax_server.adapters.spec import AdapterCheckpoint, AdapterSpec
 from lorax_server.engine.adapters import device_tier, host_tier, registry, table
-from lorax_server.engine.adapters.device_tier import FRESH_S
+from lorax_server.engine.adapters.device_tier import UNUSED_ADAPTER_PROTECTION_S
 from lorax_server.engine.adapters.table import MAX_PREPARING, AdapterTable
 from lorax_server.errors import AdapterError, InputError, LoraxError, SourceError
 from lorax_server.plan import AdapterOp, Drop, Load, Prepare, Prepared, Unload
@@ -74,24 +74,24 @@ class Desk:
         for _ in range(count):
             self.step()
         self.table.advance()
-        return self.table.take_arrived()
+        return self.table.pop_arrived()
 
     def want(self, *identities: str) -> None:
         for identity in identities:
             self.table.add_request(identity)
-            if self.table.index_of(identity, has_begun=False) is None:
-                self.table.bring(identity)
+            if self.table.index_of(identity, has_started=False) is None:
+                self.table.ensure_loaded(identity)
 
     def begin(self, *identities: str) -> None:
         for identity in identities:
-            assert self.table.index_of(identity, has_begun=False) is not None
-            self.table.begin(identity)
-            self.table.hold(identity)
+            assert self.table.index_of(identity, has_started=False) is not None
+            self.table.start_request(identity)
+            self.table.acquire(identity)
 
     def end(self, *identities: str) -> None:
         for identity in identities:
             self.table.release(identity)
-            self.table.end_request(identity, has_begun=True)
+            self.table.remove_request(identity, has_started=True)
 
     def use(self, *identities: str) -> None:
         """Run one request for each adapter, one after the other."""
@@ -117,7 +117,7 @@ class Desk:
 # --- One thing at a time ----------------------------------------------------------------------------------------------
 
 
-def test_an_adapter_moves_up_from_disk_to_the_device() -> None:
+def test_adapter_moves_from_disk_to_device() -> None:
     desk = Desk()
     assert desk.state("a") == [None]
     desk.know(a=3)
@@ -131,43 +131,43 @@ def test_an_adapter_moves_up_from_disk_to_the_device() -> None:
     assert desk.step(load=False) == [Load("a", 1, 0)]
     assert desk.state("a") == [AdapterStage.LOADING]
     assert desk.table.is_loading
-    assert desk.table.index_of("a", has_begun=False) is None
+    assert desk.table.index_of("a", has_started=False) is None
     desk.step()
     assert desk.state("a") == [AdapterStage.DEVICE]
-    assert desk.table.index_of("a", has_begun=False) == 1
+    assert desk.table.index_of("a", has_started=False) == 1
     assert desk.table.vocab_size("a") == VOCAB
-    assert desk.table.take_arrived() == ["a"]
+    assert desk.table.pop_arrived() == ["a"]
     assert (desk.table.num_on_host, desk.table.num_on_device, desk.table._host.bytes_used) == (1, 1, 3 * UNIT_BYTES)
 
 
-def test_the_base_model_is_always_there() -> None:
+def test_base_model_is_always_loaded() -> None:
     table = Desk(units=0).table
     table.add_request("")
-    assert table.index_of("", has_begun=False) == 0
+    assert table.index_of("", has_started=False) == 0
     assert table.vocab_size("") == VOCAB
-    table.begin("")
-    table.hold("")
+    table.start_request("")
+    table.acquire("")
     table.release("")
-    table.end_request("", has_begun=True)
+    table.remove_request("", has_started=True)
     assert table.submit() == ()
     table.completed(1, [])
     assert not table.needs_step
 
 
-def test_without_device_memory_there_are_no_adapters() -> None:
+def test_adapters_need_device_memory() -> None:
     with pytest.raises(AdapterError, match="without adapters"):
         Desk(units=0).know(a=1)
 
 
-def test_who_is_not_known_is_refused() -> None:
+def test_unknown_adapter_is_rejected() -> None:
     table = Desk().table
-    for call in (table.add_request, lambda identity: table.ask_for(identity, pin=True)):
+    for call in (table.add_request, lambda identity: table.request_load(identity, pin=True)):
         with pytest.raises(AdapterError, match="name it again"):
             call("nobody")
-    table.dismiss("nobody")
+    table.unload_when_idle("nobody")
 
 
-def test_the_longest_unused_leaves_the_device() -> None:
+def test_device_evicts_least_recently_used() -> None:
     desk = Desk(units=10)
     desk.know(a=4, b=4, c=4)
     desk.use("a", "b", "a")
@@ -179,7 +179,7 @@ def test_the_longest_unused_leaves_the_device() -> None:
     assert desk.table.counters.adapters_evicted_from_device == 2
 
 
-def test_an_index_is_given_again() -> None:
+def test_index_is_reused() -> None:
     desk = Desk(units=10)
     desk.know(a=4, b=4, c=4)
     desk.use("a", "b", "c")
@@ -187,7 +187,7 @@ def test_an_index_is_given_again() -> None:
     assert [op for op in desk.ops if isinstance(op, Unload)] == [Unload(1)]
 
 
-def test_the_longest_unused_leaves_when_there_are_no_more_indices() -> None:
+def test_device_evicts_if_indices_run_out() -> None:
     desk = Desk(units=1000, max_adapters=3)
     names = [f"adapter-{number}" for number in range(8)]
     desk.know(**dict.fromkeys(names, 2))
@@ -200,8 +200,8 @@ def test_the_longest_unused_leaves_when_there_are_no_more_indices() -> None:
     assert desk.table.counters.adapters_evicted_from_device == 5
 
 
-def test_who_waits_for_an_index_gets_that_of_one_that_drains() -> None:
-    desk = Desk(units=1000, max_adapters=1, patience_s=1.0)
+def test_waiting_adapter_gets_index_of_draining_adapter() -> None:
+    desk = Desk(units=1000, max_adapters=1, eviction_delay_s=1.0)
     desk.know(a=2, b=2)
     desk.want("a")
     desk.steps()
@@ -214,19 +214,19 @@ def test_who_waits_for_an_index_gets_that_of_one_that_drains() -> None:
     assert desk.steps() == ["b"]
 
 
-def test_who_has_no_index_beside_the_pinned_ones_is_told() -> None:
+def test_load_fails_if_pinned_adapters_use_all_indices() -> None:
     desk = Desk(units=1000, max_adapters=1)
     desk.know(pinned=2, a=2)
-    desk.table.ask_for("pinned", pin=True)
+    desk.table.request_load("pinned", pin=True)
     desk.steps()
     desk.want("a")
     assert desk.steps() == []
-    [(identity, error)] = desk.table.take_failed()
+    [(identity, error)] = desk.table.pop_failed()
     assert identity == "a"
     assert "tables hold 1 adapters, and all are pinned" in str(error)
 
 
-def test_the_longest_unused_leaves_host_memory() -> None:
+def test_host_evicts_least_recently_used() -> None:
     desk = Desk(units=100, host=10)
     desk.know(a=4, b=4, c=4)
     desk.use("a", "b", "a", "c")
@@ -236,14 +236,14 @@ def test_the_longest_unused_leaves_host_memory() -> None:
     assert [op for op in desk.ops if isinstance(op, Drop)] == [Drop("b")]
 
 
-def test_what_was_dropped_while_on_the_device_is_prepared_again_when_it_is_needed() -> None:
+def test_evicted_adapter_without_host_copy_is_prepared_again() -> None:
     desk = Desk(units=8, host=4)
     desk.know(a=4, b=4, c=4)
     desk.use("a", "b", "c", "a")
     assert Counter(op.spec.identity for op in desk.ops if isinstance(op, Prepare)) == {"a": 2, "b": 1, "c": 1}
 
 
-def test_an_adapter_larger_than_host_memory_is_refused_before_it_is_read() -> None:
+def test_adapter_larger_than_host_memory_is_rejected_unread() -> None:
     desk = Desk(units=30, host=10)
     with pytest.raises(AdapterError, match="'big': may take 44 bytes"):
         desk.know(big=11)
@@ -253,20 +253,20 @@ def test_an_adapter_larger_than_host_memory_is_refused_before_it_is_read() -> No
     assert desk.on_device == {"a"}
 
 
-def test_one_that_failed_because_it_lies_elsewhere_now_is_prepared_again() -> None:
+def test_moved_adapter_is_prepared_from_new_folder() -> None:
     desk = Desk()
     desk.know(a=4)
     desk.table.add_request("a")
-    desk.table.bring("a")
+    desk.table.ensure_loaded("a")
     desk.step(prepare=False)
     part = AdapterCheckpoint(Path("/elsewhere"), AdapterConfig("a", 1, 1.0), (1,))
-    desk.table.register(replace(make_spec("a", 4), parts=(part,)))
+    desk.table.register(replace(make_spec("a", 4), checkpoints=(part,)))
     desk.answer("a", AdapterError("changed while it was read"))
-    assert desk.table.take_failed() == []
+    assert desk.table.pop_failed() == []
     assert desk.steps() == ["a"]
 
 
-def test_what_takes_more_than_was_known_pushes_others_out() -> None:
+def test_larger_than_estimated_adapter_evicts_others() -> None:
     desk = Desk(host=10)
     desk.know(a=5, b=5)
     desk.use("a")
@@ -277,91 +277,91 @@ def test_what_takes_more_than_was_known_pushes_others_out() -> None:
     assert desk.table._host.bytes_used == 6 * UNIT_BYTES
 
 
-def test_a_pinned_adapter_never_leaves_the_device() -> None:
+def test_pinned_adapter_is_not_evicted() -> None:
     desk = Desk(units=10)
     desk.know(pinned=4, a=4, b=4, c=6)
-    desk.table.ask_for("pinned", pin=True)
+    desk.table.request_load("pinned", pin=True)
     assert desk.steps() == ["pinned"]
     desk.now = 100.0
     desk.use("a", "b", "a", "c")
     assert desk.on_device == {"pinned", "c"}
 
 
-def test_asking_for_what_is_there_arrives_at_once() -> None:
+def test_load_of_loaded_adapter_completes_immediately() -> None:
     desk = Desk()
     desk.know(a=4)
-    desk.table.ask_for("a", pin=False)
+    desk.table.request_load("a", pin=False)
     assert desk.steps() == ["a"]
-    desk.table.ask_for("a", pin=True)
-    assert desk.table.has_news
-    assert desk.table.take_arrived() == ["a"]
-    assert not desk.table.has_news
+    desk.table.request_load("a", pin=True)
+    assert desk.table.has_events
+    assert desk.table.pop_arrived() == ["a"]
+    assert not desk.table.has_events
 
 
-def test_what_nobody_asked_to_keep_can_leave_after_it_was_asked_for() -> None:
+def test_unpinned_load_can_be_evicted() -> None:
     desk = Desk(units=6)
     desk.know(a=4, b=4)
-    desk.table.ask_for("a", pin=False)
+    desk.table.request_load("a", pin=False)
     desk.steps()
     desk.use("b")
     assert desk.on_device == {"b"}
 
 
-def test_who_never_fits_beside_the_pinned_ones_is_told() -> None:
+def test_load_fails_if_pinned_adapters_use_memory() -> None:
     desk = Desk(units=10)
     desk.know(pinned=6, a=5, b=4)
-    desk.table.ask_for("pinned", pin=True)
+    desk.table.request_load("pinned", pin=True)
     desk.steps()
     desk.want("a", "b")
     assert desk.steps() == ["b"]
-    [(identity, error)] = desk.table.take_failed()
+    [(identity, error)] = desk.table.pop_failed()
     assert identity == "a"
-    assert "takes 20 bytes of device memory; adapters have 40 in all, of which 24 are pinned" in str(error)
+    assert "needs 20 bytes of device memory; the adapter buffer has 40 bytes, 24 of them pinned" in str(error)
     assert desk.state("a") == [AdapterStage.FAILED]
     assert desk.on_host == {"pinned", "b"}
-    desk.table.end_request("a", has_begun=False)
-    desk.table.dismiss("pinned")
+    desk.table.remove_request("a", has_started=False)
+    desk.table.unload_when_idle("pinned")
     desk.now = 60.0
     desk.use("a")
     assert "a" in desk.on_device
 
 
-def test_who_is_larger_than_the_device_never_fits() -> None:
+def test_adapter_larger_than_device_is_rejected() -> None:
     desk = Desk(units=10)
     desk.know(big=11)
-    desk.table.ask_for("big", pin=True)
+    desk.table.request_load("big", pin=True)
     assert desk.steps() == []
-    [(identity, error)] = desk.table.take_failed()
+    [(identity, error)] = desk.table.pop_failed()
     assert identity == "big"
     assert isinstance(error, AdapterError)
     assert desk.table._host.bytes_used == 0
 
 
-def test_an_adapter_that_failed_is_refused_for_a_while() -> None:
+def test_failed_adapter_is_rejected_until_retry() -> None:
     desk = Desk(retry_s=10.0)
     desk.know(a=4)
     desk.want("a")
     desk.step(prepare=False)
     desk.answer("a", SourceError("gone"))
-    assert desk.table.take_failed()[0][0] == "a"
+    assert desk.table.pop_failed()[0][0] == "a"
     assert desk.state("a") == [AdapterStage.FAILED]
     assert desk.table._host.bytes_used == 0
-    desk.table.end_request("a", has_begun=False)
+    desk.table.remove_request("a", has_started=False)
     desk.now = 4.0
     with pytest.raises(SourceError, match="gone") as refused:
         desk.table.add_request("a")
     assert refused.value.retry_after_s == 6.0
     with pytest.raises(SourceError, match="gone"):
-        desk.table.ask_for("a", pin=False)
+        desk.table.request_load("a", pin=False)
     desk.now = 10.0
     desk.use("a")
     assert desk.on_device == {"a"}
 
 
-def test_a_pin_that_failed_pins_nothing_later() -> None:
+def test_failed_load_clears_pin() -> None:
     desk = Desk(units=6, retry_s=10.0)
     desk.know(a=4, b=4)
-    desk.table.ask_for("a", pin=True)
+    desk.table.request_load("a", pin=True)
     desk.step(prepare=False)
     desk.answer("a", AdapterError("damaged"))
     desk.now = 10.0
@@ -369,10 +369,10 @@ def test_a_pin_that_failed_pins_nothing_later() -> None:
     assert desk.on_device == {"b"}
 
 
-def test_who_is_named_is_prepared_before_it_is_asked_for() -> None:
+def test_resolved_adapter_is_prefetched() -> None:
     desk = Desk()
     desk.table.register(make_spec("a", 4))
-    assert desk.table.has_news
+    assert desk.table.has_events
     desk.step()
     assert desk.state("a") == [AdapterStage.HOST]
     desk.table.register(make_spec("a", 4))
@@ -381,7 +381,7 @@ def test_who_is_named_is_prepared_before_it_is_asked_for() -> None:
     assert len(desk.ops) == 1
 
 
-def test_who_waits_is_prepared_before_who_is_only_named() -> None:
+def test_waiting_adapter_is_prepared_before_prefetch() -> None:
     desk = Desk()
     desk.table.register(make_spec("named", 4))
     desk.know(**{f"w{i}": 1 for i in range(MAX_PREPARING)})
@@ -392,7 +392,7 @@ def test_who_waits_is_prepared_before_who_is_only_named() -> None:
     assert desk.state("named") == [AdapterStage.HOST]
 
 
-def test_nothing_is_dropped_in_vain_for_who_is_only_named() -> None:
+def test_prefetch_does_not_evict_uselessly() -> None:
     desk = Desk(units=100, host=10)
     desk.know(idle=5, busy=5)
     desk.use("idle")
@@ -408,7 +408,7 @@ def test_nothing_is_dropped_in_vain_for_who_is_only_named() -> None:
     assert desk.on_host == {"named"}
 
 
-def test_a_few_are_prepared_at_once() -> None:
+def test_concurrent_preparations_are_limited() -> None:
     desk = Desk()
     desk.know(**{f"a{i}": 1 for i in range(MAX_PREPARING + 2)})
     desk.want(*(f"a{i}" for i in range(MAX_PREPARING + 2)))
@@ -420,7 +420,7 @@ def test_a_few_are_prepared_at_once() -> None:
     assert [spec.identity for spec in desk.preparing] == ["a0", "a1", "a3", "a4"]
 
 
-def test_who_came_first_is_served_first() -> None:
+def test_adapters_load_in_arrival_order() -> None:
     desk = Desk(units=4, host=100)
     desk.know(a=4, b=4, c=1)
     desk.want("a")
@@ -435,25 +435,25 @@ def test_who_came_first_is_served_first() -> None:
     assert desk.steps() == ["c"]
 
 
-def test_one_that_is_dismissed_leaves_at_once() -> None:
+def test_unload_of_idle_adapter_evicts_immediately() -> None:
     desk = Desk()
     desk.know(a=4)
-    desk.table.ask_for("a", pin=True)
+    desk.table.request_load("a", pin=True)
     desk.steps()
-    desk.table.dismiss("a")
+    desk.table.unload_when_idle("a")
     assert desk.table.needs_step
     assert desk.step() == [Unload(1), Drop("a")]
     assert desk.state("a") == [AdapterStage.DISK]
     assert desk.table._host.bytes_used == 0
 
 
-def test_one_that_is_dismissed_under_traffic_leaves_after_it() -> None:
+def test_unload_during_requests_evicts_after_them() -> None:
     desk = Desk()
     desk.know(a=4)
     desk.want("a", "a")
     desk.steps()
     desk.begin("a")
-    desk.table.dismiss("a")
+    desk.table.unload_when_idle("a")
     desk.steps()
     assert desk.on_device == {"a"}
     desk.begin("a")
@@ -463,36 +463,36 @@ def test_one_that_is_dismissed_under_traffic_leaves_after_it() -> None:
     assert desk.state("a") == [AdapterStage.DISK]
 
 
-def test_a_request_after_the_dismissal_keeps_it() -> None:
+def test_request_after_unload_keeps_adapter() -> None:
     desk = Desk()
     desk.know(a=4)
     desk.want("a")
     desk.steps()
     desk.begin("a")
-    desk.table.dismiss("a")
+    desk.table.unload_when_idle("a")
     desk.want("a")
     desk.begin("a")
     desk.end("a", "a")
     assert desk.on_device == {"a"}
 
 
-def test_one_that_was_dismissed_and_is_named_again_is_kept() -> None:
+def test_resolve_after_unload_keeps_adapter() -> None:
     desk = Desk()
     desk.know(a=4)
-    desk.table.dismiss("a")
+    desk.table.unload_when_idle("a")
     desk.table.register(make_spec("a", 4))
     desk.steps()
     assert desk.on_host == {"a"}
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_one_that_is_dismissed_on_its_way_leaves_when_it_is_there(steps: int) -> None:
+def test_unload_during_load_evicts_after_load(steps: int) -> None:
     desk = Desk()
     desk.know(a=4)
-    desk.table.ask_for("a", pin=True)
+    desk.table.request_load("a", pin=True)
     for _ in range(steps):  # it is being prepared, or loaded
         desk.step(prepare=steps == 2, load=False)
-    desk.table.dismiss("a")
+    desk.table.unload_when_idle("a")
     desk.step()
     assert desk.steps() == []
     assert desk.state("a") == [AdapterStage.DISK]
@@ -500,26 +500,26 @@ def test_one_that_is_dismissed_on_its_way_leaves_when_it_is_there(steps: int) ->
     assert desk.table._host.bytes_used == 0
 
 
-def test_a_request_that_goes_while_its_adapter_is_loaded_does_not_hinder_the_next() -> None:
+def test_abort_during_load_does_not_block_next_request() -> None:
     desk = Desk()
     desk.know(a=4)
     desk.want("a")
     desk.step()
     desk.step(load=False)
     assert desk.state("a") == [AdapterStage.LOADING]
-    desk.table.end_request("a", has_begun=False)
+    desk.table.remove_request("a", has_started=False)
     desk.want("a")
     desk.step(load=False)
     assert desk.steps() == ["a"]
     assert Counter(type(op) for op in desk.ops) == {Prepare: 1, Load: 1}
 
 
-def test_a_fresh_one_is_not_evicted_before_it_ran() -> None:
-    desk = Desk(units=4, patience_s=1.0)
+def test_new_adapter_is_protected_until_first_run() -> None:
+    desk = Desk(units=4, eviction_delay_s=1.0)
     desk.know(a=4, b=4)
     desk.want("a", "b")
     assert desk.steps() == ["a"]
-    desk.now = FRESH_S - 0.1
+    desk.now = UNUSED_ADAPTER_PROTECTION_S - 0.1
     assert desk.steps() == []
     assert desk.on_device == {"a"}
     desk.begin("a")
@@ -527,32 +527,32 @@ def test_a_fresh_one_is_not_evicted_before_it_ran() -> None:
     assert desk.steps() == ["b"]
 
 
-def test_a_fresh_one_that_does_not_run_leaves_in_the_end_for_who_has_waited() -> None:
+def test_protection_of_unused_adapter_expires() -> None:
     """A request of low priority that never runs must not keep out all other adapters."""
-    desk = Desk(units=4, patience_s=1.0)
+    desk = Desk(units=4, eviction_delay_s=1.0)
     desk.know(a=4, b=4)
     desk.now = 50.0
     desk.want("a")
     assert desk.steps() == ["a"]
-    desk.now += FRESH_S - 0.5
+    desk.now += UNUSED_ADAPTER_PROTECTION_S - 0.5
     desk.want("b")
     desk.now += 0.5  # `a` is not fresh any more, but a request waits for it, and `b` has not waited for long
     assert desk.steps() == []
     desk.now += 0.5
     assert desk.steps() == ["b"]
     assert desk.on_device == {"b"}
-    desk.table.bring("a")
-    desk.now += FRESH_S - 0.1  # the same for `b` now, and for `a` again once it is loaded
+    desk.table.ensure_loaded("a")
+    desk.now += UNUSED_ADAPTER_PROTECTION_S - 0.1  # the same for `b` now, and for `a` again once it is loaded
     assert desk.steps() == []
     desk.now += 0.1
     assert desk.steps() == ["a"]
-    desk.now += FRESH_S - 0.1
-    desk.table.bring("b")
+    desk.now += UNUSED_ADAPTER_PROTECTION_S - 0.1
+    desk.table.ensure_loaded("b")
     assert desk.steps() == []
 
 
-def test_a_fresh_one_that_nobody_can_run_with_any_more_leaves_at_once() -> None:
-    desk = Desk(units=4, patience_s=1.0)
+def test_draining_unused_adapter_is_not_protected() -> None:
+    desk = Desk(units=4, eviction_delay_s=1.0)
     desk.know(a=4, b=4)
     desk.want("a")
     desk.steps()
@@ -561,31 +561,31 @@ def test_a_fresh_one_that_nobody_can_run_with_any_more_leaves_at_once() -> None:
     desk.want("b")
     desk.now = 1.0
     assert desk.steps() == ["b"]
-    desk.table.bring("a")
+    desk.table.ensure_loaded("a")
     desk.begin("b")
     desk.end("b")
     assert desk.steps() == ["a"]  # for a request that has begun with it, so it is fresh
     desk.want("a", "b")
     desk.now = 2.0
     assert desk.steps() == []
-    assert desk.table.index_of("a", has_begun=False) is None  # it drains, so that the second one waits for it
-    desk.table.bring("a")
+    assert desk.table.index_of("a", has_started=False) is None  # it drains, so that the second one waits for it
+    desk.table.ensure_loaded("a")
     assert desk.steps() == []  # a request that has begun goes on
-    desk.table.end_request("a", has_begun=True)  # but is aborted before
+    desk.table.remove_request("a", has_started=True)  # but is aborted before
     assert desk.steps() == ["b"]
 
 
-def test_one_whose_requests_have_gone_is_not_fresh() -> None:
+def test_adapter_without_requests_is_not_protected() -> None:
     desk = Desk(units=4)
     desk.know(a=4, b=4)
     desk.want("a", "b")
     desk.steps()
-    desk.table.end_request("a", has_begun=False)
+    desk.table.remove_request("a", has_started=False)
     assert desk.steps() == ["b"]
 
 
-def test_one_that_others_wait_for_leaves_only_for_who_has_waited() -> None:
-    desk = Desk(units=4, patience_s=1.0)
+def test_wanted_adapter_is_evicted_only_for_overdue_adapter() -> None:
+    desk = Desk(units=4, eviction_delay_s=1.0)
     desk.know(a=4, b=4)
     desk.use("a")
     desk.want("a", "b")  # the first is ready and waits for its turn
@@ -597,34 +597,34 @@ def test_one_that_others_wait_for_leaves_only_for_who_has_waited() -> None:
     assert desk.table.deadline_s is None
 
 
-def test_patience_that_has_ended_since_it_was_looked_at_last_is_a_reason_to_look() -> None:
-    desk = Desk(units=4, patience_s=1.0)
+def test_overdue_adapter_triggers_advance() -> None:
+    desk = Desk(units=4, eviction_delay_s=1.0)
     desk.know(a=4, b=4)
     desk.use("a")
     desk.want("a", "b")
     desk.now = 0.9
     assert desk.steps() == []
     desk.now = 1.5
-    assert not desk.table.has_news
+    assert not desk.table.has_events
     assert desk.table.deadline_s == 0.0
     assert desk.steps() == ["b"]
     assert desk.table.deadline_s is None
 
 
-def test_where_all_run_one_lets_nobody_in_until_it_is_free() -> None:
-    desk = Desk(units=8, patience_s=1.0)
+def test_busy_adapter_drains_for_overdue_adapter() -> None:
+    desk = Desk(units=8, eviction_delay_s=1.0)
     desk.know(a=4, b=4, c=4)
     desk.want("a", "b", "c")
     desk.steps()
     desk.begin("b", "a")  # so `b` was used less recently
     desk.now = 0.9
     desk.steps()
-    assert desk.table.index_of("b", has_begun=False) is not None
+    assert desk.table.index_of("b", has_started=False) is not None
     desk.now = 1.0
     desk.steps()
-    assert desk.table.index_of("a", has_begun=False) is not None
-    assert desk.table.index_of("b", has_begun=False) is None
-    assert desk.table.index_of("b", has_begun=True) is not None  # a request that has begun goes on
+    assert desk.table.index_of("a", has_started=False) is not None
+    assert desk.table.index_of("b", has_started=False) is None
+    assert desk.table.index_of("b", has_started=True) is not None  # a request that has begun goes on
     desk.want("b")
     desk.now = 50.0
     assert desk.steps() == []
@@ -638,8 +638,8 @@ def test_where_all_run_one_lets_nobody_in_until_it_is_free() -> None:
     assert desk.steps() == ["b"]
 
 
-def test_who_drains_in_vain_lets_others_in_again() -> None:
-    desk = Desk(units=4, patience_s=1.0)
+def test_draining_stops_if_not_needed() -> None:
+    desk = Desk(units=4, eviction_delay_s=1.0)
     desk.know(a=4, b=4)
     desk.want("a", "b")
     desk.steps()
@@ -647,30 +647,30 @@ def test_who_drains_in_vain_lets_others_in_again() -> None:
     desk.now = 1.0
     desk.steps()
     desk.want("a")
-    desk.table.end_request("b", has_begun=False)
+    desk.table.remove_request("b", has_started=False)
     assert desk.steps() == ["a"]
     desk.begin("a")
 
 
-def test_a_pin_ends_the_draining_and_another_one_drains() -> None:
-    desk = Desk(units=8, patience_s=1.0)
+def test_pin_stops_draining() -> None:
+    desk = Desk(units=8, eviction_delay_s=1.0)
     desk.know(a=4, b=4, c=4)
     desk.want("a", "b", "c")
     desk.steps()
     desk.begin("a", "b")
     desk.now = 1.0
     desk.steps()
-    assert desk.table.index_of("a", has_begun=False) is None
+    assert desk.table.index_of("a", has_started=False) is None
     desk.want("a")
-    desk.table.ask_for("a", pin=True)
+    desk.table.request_load("a", pin=True)
     assert desk.steps() == ["a"]
-    assert desk.table.index_of("b", has_begun=False) is None
+    assert desk.table.index_of("b", has_started=False) is None
     desk.end("b")
     assert desk.steps() == ["c"]
 
 
-def test_what_has_no_copy_stays_for_who_has_begun_with_it() -> None:
-    desk = Desk(units=8, host=4, patience_s=1.0)
+def test_adapter_without_host_copy_stays_for_started_requests() -> None:
+    desk = Desk(units=8, host=4, eviction_delay_s=1.0)
     desk.know(a=4, b=4, c=4)
     desk.use("a", "b")  # so `a` has no copy any more
     desk.want("a")
@@ -680,13 +680,13 @@ def test_what_has_no_copy_stays_for_who_has_begun_with_it() -> None:
     desk.begin("b")
     desk.now = 9.0
     assert desk.steps() == []
-    assert desk.table.index_of("a", has_begun=True) is not None
-    desk.table.end_request("a", has_begun=True)
+    assert desk.table.index_of("a", has_started=True) is not None
+    desk.table.remove_request("a", has_started=True)
     assert desk.steps() == ["c"]
 
 
-def test_one_without_a_copy_that_drained_and_left_is_prepared_again() -> None:
-    desk = Desk(units=4, host=4, patience_s=1.0)
+def test_drained_adapter_without_host_copy_is_prepared_again() -> None:
+    desk = Desk(units=4, host=4, eviction_delay_s=1.0)
     desk.know(a=4, b=4)
     desk.use("a")
     desk.table.register(make_spec("b", 4))
@@ -706,8 +706,8 @@ def test_one_without_a_copy_that_drained_and_left_is_prepared_again() -> None:
     assert desk.steps() == ["a"]
 
 
-def test_the_copy_of_one_that_has_begun_stays_unless_another_has_waited() -> None:
-    desk = Desk(units=8, host=4, patience_s=1.0)
+def test_host_copy_of_started_adapter_is_evicted_only_if_overdue() -> None:
+    desk = Desk(units=8, host=4, eviction_delay_s=1.0)
     desk.know(a=4, b=4)
     desk.want("a")
     desk.steps()
@@ -721,9 +721,9 @@ def test_the_copy_of_one_that_has_begun_stays_unless_another_has_waited() -> Non
     assert desk.on_device == {"a", "b"}
 
 
-def test_what_one_who_has_waited_can_have_of_host_memory_is_kept_for_it() -> None:
+def test_freed_host_memory_is_reserved_for_overdue_adapter() -> None:
     """Two adapters take turns on the device; without the reservation, a third would wait for ever."""
-    desk = Desk(units=4, host=6, patience_s=1.0)
+    desk = Desk(units=4, host=6, eviction_delay_s=1.0)
     desk.know(a=3, b=3, c=4)
     desk.want("a")
     desk.steps()
@@ -742,8 +742,8 @@ def test_what_one_who_has_waited_can_have_of_host_memory_is_kept_for_it() -> Non
     assert desk.on_host == {"c"}
 
 
-def test_a_copy_that_somebody_has_begun_with_and_that_is_nowhere_else_is_kept() -> None:
-    desk = Desk(units=4, host=8, patience_s=1.0)
+def test_only_copy_of_started_adapter_is_kept() -> None:
+    desk = Desk(units=4, host=8, eviction_delay_s=1.0)
     desk.know(a=4, b=4, c=4)
     desk.want("a")
     desk.steps()
@@ -759,10 +759,10 @@ def test_a_copy_that_somebody_has_begun_with_and_that_is_nowhere_else_is_kept() 
     assert "a" in desk.on_host
 
 
-def test_the_same_content_in_another_place_is_read_there() -> None:
+def test_same_content_is_read_from_new_folder() -> None:
     desk = Desk(units=100, host=4)
     spec = make_spec("a", 4)
-    moved = replace(spec, parts=(AdapterCheckpoint(Path("/elsewhere"), AdapterConfig("a", 1, 1.0), (1,)),))
+    moved = replace(spec, checkpoints=(AdapterCheckpoint(Path("/elsewhere"), AdapterConfig("a", 1, 1.0), (1,)),))
     desk.table.register(spec)
     desk.steps()
     desk.table.register(moved)  # though it is in host memory
@@ -774,10 +774,10 @@ def test_the_same_content_in_another_place_is_read_there() -> None:
     assert [op.spec for op in desk.ops if isinstance(op, Prepare)][-1] is moved
 
 
-def test_what_failed_in_one_place_is_tried_at_once_in_another() -> None:
+def test_new_folder_clears_failure() -> None:
     desk = Desk()
     spec = make_spec("a", 4)
-    moved = replace(spec, parts=(AdapterCheckpoint(Path("/elsewhere"), AdapterConfig("a", 1, 1.0), (1,)),))
+    moved = replace(spec, checkpoints=(AdapterCheckpoint(Path("/elsewhere"), AdapterConfig("a", 1, 1.0), (1,)),))
     desk.table.register(spec)
     desk.step(prepare=False)
     desk.answer("a", AdapterError("gone"))
@@ -789,8 +789,8 @@ def test_what_failed_in_one_place_is_tried_at_once_in_another() -> None:
     assert desk.on_device == {"a"}
 
 
-def test_the_longest_unnamed_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MAX_KNOWN", 3)
+def test_registry_evicts_least_recently_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MAX_KNOWN_ADAPTERS", 3)
     desk = Desk()
     desk.know(a=1, b=1, c=1)
     desk.use("a")
@@ -804,7 +804,7 @@ def test_the_longest_unnamed_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
         desk.table.add_request("c")
 
 
-def test_merges_that_are_in_memory_no_longer_are_forgotten_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registry_limits_idle_merges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "MAX_MERGES", 2)
     desk = Desk()
     merges = [replace(make_spec(f"m{number}", 1), merge=Merge((1.0, 0.5))) for number in range(50)]
@@ -820,32 +820,32 @@ def test_merges_that_are_in_memory_no_longer_are_forgotten_sooner(monkeypatch: p
     assert [desk.table.is_merged(name) for name in ("m0", "m1", "x", "")] == [True, False, False, False]
 
 
-def test_only_those_are_described_that_are_asked_for() -> None:
+def test_list_adapters_returns_requested_adapters() -> None:
     desk = Desk()
     desk.know(a=1, b=1, c=1)
     assert [each.identity for each in desk.table.list_adapters(["c", "nobody", "a"])] == ["c", "a"]
-    with pytest.raises(InputError, match="at most 2000 adapters are described at once, not 2001"):
+    with pytest.raises(InputError, match=r"at most 2000 adapters can be listed per call \(got 2001\)"):
         desk.table.list_adapters(["a"] * 2001)
 
 
-def test_news_are_told_until_they_are_taken() -> None:
+def test_has_events_until_events_are_popped() -> None:
     desk = Desk(units=4)
     desk.know(a=4, b=4)
-    has_news = [desk.table.has_news]
+    has_events = [desk.table.has_events]
     desk.want("a")
-    has_news.append(desk.table.has_news)
+    has_events.append(desk.table.has_events)
     desk.table.advance()
-    has_news.append(desk.table.has_news)
-    assert has_news == [False, True, False]
+    has_events.append(desk.table.has_events)
+    assert has_events == [False, True, False]
     desk.steps()
     desk.begin("a")
     desk.want("b")
     desk.steps()
     desk.table.advance()
-    has_news = [desk.table.has_news]  # it cannot be loaded now
+    has_events = [desk.table.has_events]  # it cannot be loaded now
     desk.end("a")
-    has_news.append(desk.table.has_news)
-    assert has_news == [False, True]
+    has_events.append(desk.table.has_events)
+    assert has_events == [False, True]
     assert desk.steps() == ["b"]
 
 
@@ -866,7 +866,7 @@ KINDS_OF_WAITING = [
         *(pytest.param(kind, "indices", marks=pytest.mark.slow) for kind in KINDS_OF_WAITING[:4]),
     ],
 )
-def test_many_that_wait_take_time_by_their_number(kind: str, limit: str) -> None:
+def test_advance_scales_linearly_with_waiting_adapters(kind: str, limit: str) -> None:
     """Count the lines that one `advance` runs: about ten times as many for ten times as many adapters."""
 
     def count(number: int) -> int:
@@ -925,7 +925,7 @@ def count_lines(call: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_engine_with_nothing_else_to_do_serves_a_cold_adapter(depth: int) -> None:
+def test_idle_engine_loads_adapter(depth: int) -> None:
     world = World(10, 10, depth=depth)
     for name in "abcd":
         world.put(name, 1, 4)
@@ -936,7 +936,7 @@ def test_an_engine_with_nothing_else_to_do_serves_a_cold_adapter(depth: int) -> 
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_no_steps_are_submitted_while_an_adapter_is_loaded_and_nothing_runs(depth: int) -> None:
+def test_no_empty_steps_during_load(depth: int) -> None:
     world = World(10, 10, depth=depth, most_turns=0)
     world.put("a", 1, 4)
     load = world.workers._load
@@ -955,7 +955,7 @@ def test_no_steps_are_submitted_while_an_adapter_is_loaded_and_nothing_runs(dept
     world.check_nothing_is_left()
 
 
-def test_a_name_is_answered_without_a_step_and_its_request_is_taken_at_once() -> None:
+def test_resolve_needs_no_step() -> None:
     world = World(10, 10)
     world.put("a", 1, 4)
     answer = world.engine.resolve([AdapterRef("local", "a")])
@@ -968,7 +968,7 @@ def test_a_name_is_answered_without_a_step_and_its_request_is_taken_at_once() ->
     world.check_nothing_is_left()
 
 
-def test_an_adapter_begins_to_move_up_when_it_is_named() -> None:
+def test_resolve_starts_prefetch() -> None:
     world = World(10, 10)
     world.put("a", 1, 4)
     world.engine.resolve([AdapterRef("local", "a")])
@@ -977,7 +977,7 @@ def test_an_adapter_begins_to_move_up_when_it_is_named() -> None:
 
 
 @pytest.mark.parametrize("method", ["load", "unload", "list_adapters"])
-def test_whoever_was_told_of_an_adapter_can_ask_for_it_before_any_step(method: str) -> None:
+def test_resolved_adapter_is_usable_before_next_step(method: str) -> None:
     world = World(10, 10)
     world.put("a", 1, 4)
     identity = world.engine.resolve([AdapterRef("local", "a")]).result().identity
@@ -991,7 +991,7 @@ def test_whoever_was_told_of_an_adapter_can_ask_for_it_before_any_step(method: s
         assert found.exception() is None
 
 
-def test_what_never_fits_is_said_when_it_is_named() -> None:
+def test_resolve_rejects_adapter_larger_than_host_memory() -> None:
     world = World(10, 10)
     world.put("a", 1, 11)
     error = world.engine.resolve([AdapterRef("local", "a")]).exception()
@@ -1005,7 +1005,7 @@ def tier_of(world: World, *names: str) -> str:
     return world.engine.resolve(refs, Merge((1.0,) * len(names)) if len(names) > 1 else None).result().tier
 
 
-def test_the_answer_says_where_the_weights_are() -> None:
+def test_resolve_reports_tier() -> None:
     world = World(10, 10, most_turns=0)
     for name in "ab":
         world.put(name, 1, 4)
@@ -1025,7 +1025,7 @@ def test_the_answer_says_where_the_weights_are() -> None:
     assert tier_of(world, "b") == "disk"
 
 
-def test_a_merged_adapter_is_where_it_is_itself_or_else_where_the_worst_of_its_parts_is() -> None:
+def test_resolve_reports_slowest_tier_of_merge() -> None:
     world = World(30, 30, most_turns=0)
     for name in "abc":
         world.put(name, 1, 4)
@@ -1040,7 +1040,7 @@ def test_a_merged_adapter_is_where_it_is_itself_or_else_where_the_worst_of_its_p
     assert tier_of(world, "b", "c", "a") == "host", "it is there itself by now, though one of its parts is not"
 
 
-def test_room_that_has_to_be_brought_together_is_used_though_nothing_else_happens() -> None:
+def test_idle_engine_compacts_for_load() -> None:
     for depth in (1, 2):
         world = World(10, 30, depth=depth, most_turns=0)
         for name, units in (("a", 2), ("b", 3), ("c", 2), ("d", 3), ("e", 4)):
@@ -1056,7 +1056,7 @@ def test_room_that_has_to_be_brought_together_is_used_though_nothing_else_happen
         assert world.table.counters.adapter_moves == 1
 
 
-def test_a_load_that_is_called_off_says_so() -> None:
+def test_unload_fails_pending_load() -> None:
     world = World(10, 10)
     world.put("a", 1, 4)
     world.ask("a", [1])
@@ -1071,7 +1071,7 @@ def test_a_load_that_is_called_off_says_so() -> None:
     world.check_nothing_is_left()
 
 
-def test_loads_are_answered() -> None:
+def test_load_future_completes() -> None:
     world = World(10, 20)
     world.put("a", 1, 4)
     world.put("big", 1, 11)
@@ -1092,7 +1092,7 @@ def test_loads_are_answered() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("host_units", slow_except([6], [3, 6, 30]))
 @pytest.mark.parametrize("cold", ["c", "cde"])
-def test_cold_adapters_are_served_under_endless_traffic_for_others(depth: int, host_units: int, cold: str) -> None:
+def test_cold_adapters_are_served_under_load(depth: int, host_units: int, cold: str) -> None:
     """Serve each of them within a bounded number of steps, again and again: no starvation."""
     for seed in range(4):
         slots = 3 + 4 * (seed % 2)  # few, so that they give way to each other; or enough for all to run all the time
@@ -1143,7 +1143,7 @@ def play(seed: int, num_actions: int) -> tuple[World, Counter[str]]:
         host_units=rng.choice([5, 10, 24]),
         depth=rng.choice([1, 2]),
         seed=seed,
-        patience_s=rng.choice([0.0, 0.5, 2.0]),
+        eviction_delay_s=rng.choice([0.0, 0.5, 2.0]),
         most_turns=rng.choice([0, 1, 3]),
         num_blocks=rng.choice([10, 14]),
         max_step_tokens=rng.choice([5, 12]),
@@ -1195,7 +1195,7 @@ def play(seed: int, num_actions: int) -> tuple[World, Counter[str]]:
 
 
 @pytest.mark.slow
-def test_ten_thousand_reloads_and_requests_serve_no_stale_token() -> None:
+def test_reloads_never_produce_stale_tokens() -> None:
     done: Counter[str] = Counter()
     for seed in range(50):
         done += play(seed, 200)[1]
@@ -1235,7 +1235,7 @@ class Machine(RuleBasedStateMachine):
             host_units,
             depth=depth,
             seed=seed,
-            patience_s=patience,
+            eviction_delay_s=patience,
             most_turns=most_turns,
             num_blocks=blocks,
             max_length=24,
@@ -1313,7 +1313,7 @@ class Machine(RuleBasedStateMachine):
         for entry in known:
             of = [each for each in world.scheduler._by_id.values() if each.request.adapter_identity == entry.identity]
             assert entry.num_requests == len(of)
-            assert entry.num_begun == sum(each.has_begun for each in of)
+            assert entry.num_started == sum(each.has_started for each in of)
             assert entry.num_running == sum(each.slot is not None for each in of)
         assert device._num_pinned_units == sum(each.units for each in on_device if each.is_pinned)
 

@@ -34,7 +34,7 @@ from lorax_server.types import (
     Resolved,
     SampledToken,
     SamplingParams,
-    Started,
+    StartInfo,
     StopParams,
 )
 
@@ -89,7 +89,7 @@ outputs = st.builds(
     st.lists(st.builds(SampledToken, token_ids, floats, st.none() | alternatives), max_size=3).map(tuple),
     st.none() | st.sampled_from(FinishReason),
     st.none() | failures,
-    st.none() | st.builds(Started, floats, floats, ids),
+    st.none() | st.builds(StartInfo, floats, floats, ids),
     st.none() | st.lists(floats, max_size=3),
     st.none() | st.lists(alternatives, max_size=3),
 )
@@ -134,12 +134,12 @@ FROM_ENGINE = {
     messages.StatusReply: st.builds(messages.StatusReply, ids, statuses),
     messages.AdaptersReply: st.builds(messages.AdaptersReply, ids, st.lists(states, max_size=3)),
     messages.Done: st.builds(messages.Done, ids),
-    messages.Refused: st.builds(messages.Refused, ids, failures),
+    messages.QueryFailed: st.builds(messages.QueryFailed, ids, failures),
     messages.Failed: st.builds(messages.Failed, texts),
 }
 
 
-def test_every_message_is_tried_below() -> None:
+def test_all_message_types_are_covered() -> None:
     assert set(TO_ENGINE) == set(messages.ToEngine.__args__)
     assert set(FROM_ENGINE) == set(messages.FromEngine.__args__)
 
@@ -167,19 +167,19 @@ def assert_survives(message: messages.EngineMessage, decode: Callable[[bytes], m
 
 @given(st.one_of(*TO_ENGINE.values()))
 @settings(max_examples=100, deadline=None)
-def test_messages_to_the_engine_survive(message: messages.ToEngine) -> None:
+def test_messages_to_engine_round_trip(message: messages.ToEngine) -> None:
     assert_survives(message, messages.decode_to_engine)
 
 
 @given(st.one_of(*FROM_ENGINE.values()))
 @settings(max_examples=100, deadline=None)
-def test_messages_from_the_engine_survive(message: messages.FromEngine) -> None:
+def test_messages_from_engine_round_trip(message: messages.FromEngine) -> None:
     assert_survives(message, messages.decode_from_engine)
 
 
 @given(st.binary(max_size=50), st.one_of(*TO_ENGINE.values()), st.data())
 @settings(max_examples=100, deadline=None)
-def test_whatever_bytes_arrive_they_are_a_message_or_a_clear_error(
+def test_arbitrary_bytes_decode_or_raise_channel_error(
     noise: bytes, message: messages.ToEngine, data: st.DataObject
 ) -> None:
     whole = messages.encode(message)
@@ -189,7 +189,7 @@ def test_whatever_bytes_arrive_they_are_a_message_or_a_clear_error(
             try:
                 assert isinstance(decode(damaged), messages.EngineMessage)
             except messages.ChannelError as error:
-                answer = messages.answer_to_unreadable(damaged, error)
+                answer = messages.reply_to_unreadable(damaged, error)
                 assert answer is None or isinstance(answer, messages.EngineMessage)
 
 
@@ -197,14 +197,14 @@ def request_with(**fields: Any) -> Request:
     return Request(**{"request_id": 1, "prompt_ids": [1], "sampling": SamplingParams(), "stop": StopParams(), **fields})
 
 
-def test_a_prompt_of_a_million_tokens_survives() -> None:
+def test_million_token_prompt_round_trips() -> None:
     prompt_ids = list(range(100_000, 1_100_000))
     message = messages.decode_to_engine(messages.encode(messages.Add(request_with(prompt_ids=prompt_ids))))
     assert isinstance(message, messages.Add)
     assert message.request.prompt_ids == prompt_ids
 
 
-def test_whatever_is_a_sequence_or_a_mapping_may_be_sent() -> None:
+def test_any_sequence_or_mapping_can_be_encoded() -> None:
     sampling = SamplingParams(logit_bias=MappingProxyType({5: 1.0}))
     message = messages.decode_to_engine(
         messages.encode(messages.Add(request_with(prompt_ids=range(3), sampling=sampling)))
@@ -217,17 +217,17 @@ def test_whatever_is_a_sequence_or_a_mapping_may_be_sent() -> None:
     [{"salt": "\ud800"}, {"request_id": 2**64}, {"adapter_identity": object()}],
     ids=["surrogate", "large", "object"],
 )
-def test_what_cannot_be_sent_is_a_clear_error(fields: dict[str, Any]) -> None:
+def test_unsupported_values_raise_channel_error(fields: dict[str, Any]) -> None:
     with pytest.raises(messages.ChannelError, match="a message Add cannot be sent: "):
         messages.encode(messages.Add(request_with(**fields)))
 
 
-def test_a_message_for_the_other_side_is_not_understood() -> None:
+def test_message_for_other_side_is_rejected() -> None:
     with pytest.raises(messages.ChannelError, match="Done"):
         messages.decode_to_engine(messages.encode(messages.Done(1)))
 
 
-def test_what_a_user_may_not_ask_for_is_not_read_either() -> None:
+def test_decoding_validates_parameters() -> None:
     whole = msgspec.msgpack.decode(messages.encode(messages.Add(request_with())))
     whole["request"]["sampling"]["temperature"] = -1.0
     with pytest.raises(messages.ChannelError, match="`temperature` must be non-negative") as caught:
@@ -235,18 +235,18 @@ def test_what_a_user_may_not_ask_for_is_not_read_either() -> None:
     assert isinstance(caught.value.__cause__, InputError)
 
 
-def test_who_sent_what_cannot_be_read_is_answered_if_it_can_be_made_out() -> None:
+def test_unreadable_message_gets_reply_if_sender_is_known() -> None:
     error = messages.ChannelError("unreadable")
     failure = Failure.of(EngineError("unreadable"))
     call = msgspec.msgpack.encode({"type": "Unknown", "query_id": 5})
-    assert messages.answer_to_unreadable(call, error) == messages.Refused(5, failure)
-    answer = messages.answer_to_unreadable(messages.encode(messages.Add(request_with(request_id=6, salt=True))), error)
+    assert messages.reply_to_unreadable(call, error) == messages.QueryFailed(5, failure)
+    answer = messages.reply_to_unreadable(messages.encode(messages.Add(request_with(request_id=6, salt=True))), error)
     assert isinstance(answer, messages.Outputs)
     assert [(output.request_id, output.failure) for output in answer.outputs] == [(6, failure)]
-    assert messages.answer_to_unreadable(b"\xc1", error) is None
+    assert messages.reply_to_unreadable(b"\xc1", error) is None
 
 
-def test_the_folder_of_the_sockets_is_ours_alone_and_is_removed() -> None:
+def test_socket_folder_is_private_and_removed() -> None:
     async def look() -> None:
         channel = ClientChannel()
         folder = Path(channel.open())
@@ -259,7 +259,7 @@ def test_the_folder_of_the_sockets_is_ours_alone_and_is_removed() -> None:
     asyncio.run(look())
 
 
-def test_a_folder_whose_name_is_too_long_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_too_long_socket_path_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
@@ -276,7 +276,7 @@ def test_a_folder_whose_name_is_too_long_is_a_clear_error(monkeypatch: pytest.Mo
     assert list(folder.iterdir()) == []
 
 
-def test_messages_come_in_order_both_ways_however_many_there_are() -> None:
+def test_messages_keep_order_in_both_directions() -> None:
     async def talk() -> None:
         client = ClientChannel()
         engine = EngineChannel(client.open())
@@ -289,7 +289,7 @@ def test_messages_come_in_order_both_ways_however_many_there_are() -> None:
         while len(taken) < 5000:
             engine.wake.wait()
             engine.wake.clear()
-            taken += engine.take()
+            taken += engine.receive_all()
         assert taken == [messages.GetStatus(number) for number in range(5000)]
         engine.close()
         client.close()

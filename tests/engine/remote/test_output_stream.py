@@ -8,10 +8,10 @@ import pytest
 from lorax_server.engine.remote.output_stream import OutputStream
 from lorax_server.errors import EngineError
 from lorax_server.types import Output
-from tests.server.bench import settle
+from tests.server.service_harness import settle
 
 
-def test_outputs_come_together_and_in_order() -> None:
+def test_outputs_are_drained_in_order() -> None:
     async def check() -> None:
         stream = OutputStream()
         stream.push([Output(1)])
@@ -31,7 +31,7 @@ def test_outputs_come_together_and_in_order() -> None:
 
 
 @pytest.mark.parametrize("takes", [True, False])
-def test_an_output_is_offered_only_while_its_reader_waits(takes: bool) -> None:
+def test_handler_runs_only_while_reader_waits(takes: bool) -> None:
     async def check() -> None:
         offered: list[Output] = []
 
@@ -59,7 +59,7 @@ def test_an_output_is_offered_only_while_its_reader_waits(takes: bool) -> None:
     asyncio.run(check())
 
 
-def test_a_reader_that_was_cancelled_is_offered_nothing() -> None:
+def test_handler_is_not_called_after_cancel() -> None:
     async def check() -> None:
         stream = OutputStream(bool)
         waiting = asyncio.create_task(stream.wait())
@@ -73,7 +73,7 @@ def test_a_reader_that_was_cancelled_is_offered_nothing() -> None:
     asyncio.run(check())
 
 
-def test_a_mistake_in_place_of_the_reader_ends_only_this_reader() -> None:
+def test_handler_error_closes_only_its_stream() -> None:
     async def check() -> None:
         def fail(outputs: Sequence[Output]) -> bool:
             raise KeyError("what")
@@ -90,7 +90,7 @@ def test_a_mistake_in_place_of_the_reader_ends_only_this_reader() -> None:
     asyncio.run(check())
 
 
-def test_only_the_first_reason_counts() -> None:
+def test_first_close_error_wins() -> None:
     stream, reason = OutputStream(), EngineError("first")
     stream.close(reason)
     stream.close(EngineError("later"))
@@ -98,7 +98,7 @@ def test_only_the_first_reason_counts() -> None:
     assert stream.error is reason
 
 
-def test_after_an_error_of_the_one_in_its_place_a_reader_gets_no_more() -> None:
+def test_no_outputs_after_handler_error() -> None:
     async def check() -> None:
         def take(outputs: Sequence[Output]) -> bool:
             raise ValueError(outputs)

@@ -100,7 +100,7 @@ def stop(peer: Peer) -> None:
     assert peer.engine.is_closed
 
 
-def test_one_message_for_each_step_with_what_was_refused(waiting_peer: Peer) -> None:
+def test_outputs_and_rejections_share_one_message_per_step(waiting_peer: Peer) -> None:
     peer = waiting_peer
     for request_id, how in ((1, ""), (2, "refused"), (3, "")):
         peer.send(messages.Add(ask_for(request_id, (7, 8), how)))
@@ -114,7 +114,7 @@ def test_one_message_for_each_step_with_what_was_refused(waiting_peer: Peer) -> 
     stop(peer)
 
 
-def test_an_idle_engine_gives_back_memory_once(waiting_peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_engine_trims_memory_once(waiting_peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     peer, given_back = waiting_peer, queue.Queue[None]()
     peer.engine.idle_s = 0.001
     monkeypatch.setattr(process, "trim_malloc", lambda: given_back.put(None))
@@ -127,19 +127,17 @@ def test_an_idle_engine_gives_back_memory_once(waiting_peer: Peer, monkeypatch: 
     assert given_back.empty()
 
 
-def test_an_unreadable_call_is_answered_and_nothing_else_is_harmed(
-    peer: Peer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unreadable_query_gets_error_reply(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.CRITICAL):
         peer.send_bytes(msgspec.msgpack.encode({"type": "Unknown", "query_id": 5}))
         reply = peer.receive()
-    assert isinstance(reply, messages.Refused)
+    assert isinstance(reply, messages.QueryFailed)
     assert (reply.query_id, reply.result.kind) == (5, "EngineError")
     assert "'Unknown'" in reply.result.message
     stop(peer)
 
 
-def test_an_unreadable_request_is_answered(peer: Peer) -> None:
+def test_unreadable_request_gets_error_output(peer: Peer) -> None:
     whole = msgspec.msgpack.decode(messages.encode(messages.Add(ask_for(4))))
     whole["request"]["stop"]["max_new_tokens"] = "many"
     peer.send_bytes(msgspec.msgpack.encode(whole))
@@ -152,17 +150,17 @@ def test_an_unreadable_request_is_answered(peer: Peer) -> None:
     stop(peer)
 
 
-def test_a_message_that_nobody_can_be_answered_for_ends_the_engine_with_a_reason(peer: Peer) -> None:
+def test_undecodable_message_stops_engine_with_reason(peer: Peer) -> None:
     peer.send_bytes(b"\xc1")
     message = peer.receive()
     assert isinstance(message, messages.Failed)
-    assert "a message of 1 bytes cannot be read" in message.message
+    assert "cannot decode a message of 1 bytes" in message.message
     peer.send(messages.Stop())  # it was heard
     assert isinstance(peer.ended_with.get(timeout=60), SystemExit)
     assert peer.engine.is_closed
 
 
-def test_a_failing_engine_stays_until_it_was_heard(peer: Peer) -> None:
+def test_failing_engine_waits_for_acknowledgment(peer: Peer) -> None:
     peer.send(messages.Add(ask_for(1, how="raise")))
     received = [peer.receive(), peer.receive()]
     assert received[1] == messages.Failed("RuntimeError: boom \\udcff")
@@ -171,10 +169,10 @@ def test_a_failing_engine_stays_until_it_was_heard(peer: Peer) -> None:
     peer.send(messages.GetStatus(3))
     peer.send(messages.Stop())
     assert isinstance(peer.ended_with.get(timeout=60), RuntimeError)
-    assert peer._channel._was_heard
+    assert peer._channel._is_acknowledged
 
 
-def test_what_another_thread_reports_ends_the_engine_too(peer: Peer) -> None:
+def test_report_from_other_thread_stops_engine(peer: Peer) -> None:
     error = EngineError("rank 1 ended")
     peer._channel.report(error)
     peer._channel.report(EngineError("and rank 2"))
@@ -186,7 +184,7 @@ def test_what_another_thread_reports_ends_the_engine_too(peer: Peer) -> None:
     assert peer.engine.is_closed
 
 
-def test_an_engine_that_cannot_hear_any_more_ends_with_a_reason(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receive_error_stops_engine_with_reason(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that cannot read messages ends: no client could stop it or get an answer."""
     monkeypatch.setattr(messages, "decode_to_engine", lambda _: 1 / 0)
     peer.send(messages.GetStatus(1))
@@ -197,7 +195,7 @@ def test_an_engine_that_cannot_hear_any_more_ends_with_a_reason(peer: Peer, monk
     assert peer.engine.is_closed
 
 
-def test_it_steps_now_and_then_though_nothing_happens(waiting_peer: Peer) -> None:
+def test_idle_engine_steps_periodically(waiting_peer: Peer) -> None:
     peer = waiting_peer
     peer.engine.idle_s = 0.001
     steps = iter([[], [], [one(1, 5, 0.0)]])
@@ -219,7 +217,7 @@ class WatchedEvent(threading.Event):
         return super().wait(timeout)
 
 
-def test_what_another_thread_found_out_is_answered_at_once(waiting_peer: Peer) -> None:
+def test_reply_from_other_thread_is_sent_immediately(waiting_peer: Peer) -> None:
     peer = waiting_peer
     peer.engine.wake = WatchedEvent()
     peer.engine.resolve = lambda *_: future  # type: ignore[method-assign]
@@ -253,15 +251,15 @@ def in_a_step(peer: Peer) -> threading.Event:
     [
         (messages.Resolve(1, (AdapterRef("local", "poet"),)), messages.ResolveReply),
         (messages.Resolve(1, (AdapterRef("thread", "poet"),)), messages.ResolveReply),
-        (messages.Resolve(1, (AdapterRef("missing", "poet"),)), messages.Refused),
-        (messages.Resolve(1, (AdapterRef("refused", "poet"),)), messages.Refused),
-        (messages.Resolve(1, (AdapterRef("odd", "poet"),)), messages.Refused),
+        (messages.Resolve(1, (AdapterRef("missing", "poet"),)), messages.QueryFailed),
+        (messages.Resolve(1, (AdapterRef("refused", "poet"),)), messages.QueryFailed),
+        (messages.Resolve(1, (AdapterRef("odd", "poet"),)), messages.QueryFailed),
         (messages.ForgetAdapter(1, "local", "poet"), messages.Done),
-        (messages.ForgetAdapter(1, "nowhere", "poet"), messages.Refused),
+        (messages.ForgetAdapter(1, "nowhere", "poet"), messages.QueryFailed),
     ],
     ids=["known", "found", "missing", "refused", "cannot be sent", "forgotten", "not forgotten"],
 )
-def test_questions_about_names_are_answered_in_the_middle_of_a_step(
+def test_resolve_is_handled_during_step(
     peer: Peer, message: messages.ToEngine, kind: type[messages.Reply[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     may_go_on = in_a_step(peer)
@@ -275,7 +273,7 @@ def test_questions_about_names_are_answered_in_the_middle_of_a_step(
     stop(peer)
 
 
-def test_all_else_waits_for_its_turn(peer: Peer) -> None:
+def test_other_queries_wait_for_step(peer: Peer) -> None:
     may_go_on = in_a_step(peer)
     peer.send(messages.GetStatus(1))
     peer.send(messages.Resolve(2, (AdapterRef("local", "poet"),)))
@@ -285,7 +283,7 @@ def test_all_else_waits_for_its_turn(peer: Peer) -> None:
     stop(peer)
 
 
-def test_an_answer_that_comes_when_nobody_is_there_any_more_harms_nothing(waiting_peer: Peer) -> None:
+def test_late_reply_after_stop_is_ignored(waiting_peer: Peer) -> None:
     peer = waiting_peer
     future: Future[Resolved] = Future()
     peer.engine.resolve = lambda *_: future  # type: ignore[method-assign]
@@ -297,7 +295,7 @@ def test_an_answer_that_comes_when_nobody_is_there_any_more_harms_nothing(waitin
     future.set_result(Resolved("too late"))
 
 
-def test_what_happens_during_a_step_is_not_forgotten(waiting_peer: Peer) -> None:
+def test_message_during_step_wakes_engine(waiting_peer: Peer) -> None:
     peer = waiting_peer
 
     def step() -> list[Output]:
@@ -311,7 +309,7 @@ def test_what_happens_during_a_step_is_not_forgotten(waiting_peer: Peer) -> None
     stop(peer)
 
 
-def test_without_anything_to_do_it_does_nothing(peer: Peer) -> None:
+def test_idle_engine_does_not_spin(peer: Peer) -> None:
     steps: list[int] = []
 
     def step() -> list[Output]:
@@ -328,13 +326,13 @@ def test_without_anything_to_do_it_does_nothing(peer: Peer) -> None:
     stop(peer)
 
 
-def test_the_folder_is_left_to_who_made_it(peer: Peer) -> None:
+def test_engine_does_not_remove_socket_folder(peer: Peer) -> None:
     folder = Path(peer._channel._address)
     stop(peer)
     assert folder.exists()
 
 
-def test_a_refusal_that_cannot_be_sent_is_refused_all_the_same(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
+def test_error_that_cannot_be_encoded_is_replaced(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
     """An adapter's files may hold lone surrogates, which its errors then quote."""
 
     def status() -> EngineStatus:
@@ -344,6 +342,6 @@ def test_a_refusal_that_cannot_be_sent_is_refused_all_the_same(peer: Peer, caplo
     with caplog.at_level(logging.CRITICAL):  # what is logged of it cannot be sent between processes of tests either
         peer.send(messages.GetStatus(1))
         reply = peer.receive()
-    assert isinstance(reply, messages.Refused)
+    assert isinstance(reply, messages.QueryFailed)
     assert (reply.query_id, reply.result.status) == (1, 422)
     stop(peer)

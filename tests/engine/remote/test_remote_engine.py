@@ -17,8 +17,13 @@ import pytest
 
 from lorax_server.engine.remote import channel as channel_module
 from lorax_server.engine.remote import messages
-from lorax_server.engine.remote.channel import ClientChannel, describe
-from lorax_server.engine.remote.remote_engine import MAX_PAUSE_S, STEADY_S, RemoteEngine, next_pause_s
+from lorax_server.engine.remote.channel import ClientChannel, describe_exit
+from lorax_server.engine.remote.remote_engine import (
+    MAX_RESTART_DELAY_S,
+    STABLE_AFTER_S,
+    RemoteEngine,
+    next_restart_delay_s,
+)
 from lorax_server.errors import (
     AdapterError,
     AdapterNotFoundError,
@@ -66,7 +71,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def run_with(config: FakeConfig, test: Test, restart: bool = True) -> None:
     async def run() -> None:
-        client = RemoteEngine(fake_target, config, restart=restart, first_pause_s=0.001)
+        client = RemoteEngine(fake_target, config, restart=restart, first_delay_s=0.001)
         async with asyncio.timeout(GUARD_S):
             await client.start()
             try:
@@ -114,13 +119,13 @@ def shared() -> Iterator[Callable[[Test], None]]:
         client = RemoteEngine(fake_target, FakeConfig(folder))
         runner.run(client.start())
 
-        async def guarded(test: Test) -> None:
+        async def run_program(test: Test) -> None:
             async with asyncio.timeout(GUARD_S):
                 await test(client)
                 assert client._streams == {}
                 assert client._queries == {}
 
-        yield lambda test: runner.run(guarded(test))
+        yield lambda test: runner.run(run_program(test))
         runner.run(client.close())
         assert len(list(Path(folder).iterdir())) == 1  # it never died
 
@@ -128,7 +133,7 @@ def shared() -> Iterator[Callable[[Test], None]]:
 Shared = Callable[[Test], None]
 
 
-def test_a_request_streams_its_tokens(shared: Shared) -> None:
+def test_request_streams_tokens(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         request_id = client.new_id()
         outputs = [output async for output in client.generate(ask_for(request_id, [5, 6]))]
@@ -140,7 +145,7 @@ def test_a_request_streams_its_tokens(shared: Shared) -> None:
     shared(test)
 
 
-def test_two_hundred_requests_at_once_each_get_their_own_tokens(shared: Shared) -> None:
+def test_concurrent_requests_get_their_tokens(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         prompts = [list(range(number, number + 1 + number % 30)) for number in range(200)]
         requests = [ask_for(client.new_id(), prompt) for prompt in prompts]
@@ -149,7 +154,7 @@ def test_two_hundred_requests_at_once_each_get_their_own_tokens(shared: Shared) 
     shared(test)
 
 
-def test_a_reader_that_does_not_read_holds_up_nobody_and_loses_nothing(shared: Shared) -> None:
+def test_slow_reader_delays_no_one_and_loses_no_output(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         slow = client.generate(ask_for(client.new_id(), range(100)))
         first = await anext(slow)
@@ -160,7 +165,7 @@ def test_a_reader_that_does_not_read_holds_up_nobody_and_loses_nothing(shared: S
     shared(test)
 
 
-def test_who_stops_reading_aborts_the_request(shared: Shared) -> None:
+def test_closing_stream_aborts_request(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         request = ask_for(client.new_id(), how="hang")
         stream = client.generate(request)
@@ -171,7 +176,7 @@ def test_who_stops_reading_aborts_the_request(shared: Shared) -> None:
     shared(test)
 
 
-def test_who_is_cancelled_aborts_the_request(shared: Shared) -> None:
+def test_cancellation_aborts_request(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         request = ask_for(client.new_id(), how="hang")
         reading = asyncio.create_task(read(client, request))
@@ -185,7 +190,7 @@ def test_who_is_cancelled_aborts_the_request(shared: Shared) -> None:
     shared(test)
 
 
-def test_who_forgets_the_stream_aborts_the_request(shared: Shared) -> None:
+def test_garbage_collected_stream_aborts_request(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         request = ask_for(client.new_id(), how="hang")
         async for _ in client.generate(request):
@@ -195,7 +200,7 @@ def test_who_forgets_the_stream_aborts_the_request(shared: Shared) -> None:
     shared(test)
 
 
-def test_an_aborted_request_ends_for_its_reader_too(shared: Shared) -> None:
+def test_abort_ends_stream(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         request = ask_for(client.new_id(), how="hang")
         tokens = []
@@ -209,7 +214,7 @@ def test_an_aborted_request_ends_for_its_reader_too(shared: Shared) -> None:
     shared(test)
 
 
-def test_a_request_that_ended_is_not_aborted(shared: Shared) -> None:
+def test_finished_request_is_not_aborted(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         request = ask_for(client.new_id())
         await read(client, request)
@@ -229,10 +234,10 @@ def test_a_request_that_ended_is_not_aborted(shared: Shared) -> None:
         ("refused", OverloadedError, 429, "too much", 7.5),
         ("failed", AdapterError, 424, "broken adapter", None),
         ("unprintable", AdapterError, 424, r"broken \udcff", None),
-        ("mistake", EngineError, 500, "the engine made a mistake: KeyError: 'what'", None),
+        ("mistake", EngineError, 500, "internal engine error: KeyError: 'what'", None),
     ],
 )
-def test_a_request_that_fails_raises_its_error(
+def test_failed_request_raises_error(
     shared: Shared, how: str, kind: type[LoraxError], status: int, message: str, retry_after_s: float | None
 ) -> None:
     async def test(client: RemoteEngine) -> None:
@@ -247,7 +252,7 @@ def test_a_request_that_fails_raises_its_error(
     shared(test)
 
 
-def test_a_request_that_cannot_be_sent_is_a_mistake_of_who_asked(shared: Shared) -> None:
+def test_request_that_cannot_be_encoded_is_input_error(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         request = Request(client.new_id(), [1], SamplingParams(), StopParams(), salt="\ud800")
         with pytest.raises(InputError, match="surrogates not allowed"):
@@ -258,7 +263,7 @@ def test_a_request_that_cannot_be_sent_is_a_mistake_of_who_asked(shared: Shared)
     shared(test)
 
 
-def test_resolve_tells_who_a_name_means(shared: Shared) -> None:
+def test_resolve_returns_identity(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         merge = Merge((0.5,), "ties", density=0.25)
         resolved = await client.resolve([AdapterRef("hub", "a", "token")], merge)
@@ -267,7 +272,7 @@ def test_resolve_tells_who_a_name_means(shared: Shared) -> None:
     shared(test)
 
 
-def test_what_is_done_in_another_thread_is_answered_without_anything_else_happening(shared: Shared) -> None:
+def test_resolve_completes_on_idle_engine(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         assert (await client.resolve([AdapterRef("thread", "a")])).identity == "a"
 
@@ -280,13 +285,13 @@ def test_what_is_done_in_another_thread_is_answered_without_anything_else_happen
         ("missing", AdapterNotFoundError, 404, "no a", None),
         ("down", SourceError, 503, "a is down", 2.5),
         ("refused", InputError, 422, "not a", None),
-        ("mistake", EngineError, 500, "the engine made a mistake: KeyError: 'a'", None),
-        ("exit", EngineError, 500, "the engine made a mistake: SystemExit: a", None),
-        ("cancelled", EngineError, 500, "the engine made a mistake: CancelledError: ", None),
-        ("odd", EngineError, 500, "the engine made a mistake: ChannelError: a message ResolveReply cannot be", None),
+        ("mistake", EngineError, 500, "internal engine error: KeyError: 'a'", None),
+        ("exit", EngineError, 500, "internal engine error: SystemExit: a", None),
+        ("cancelled", EngineError, 500, "internal engine error: CancelledError: ", None),
+        ("odd", EngineError, 500, "internal engine error: ChannelError: cannot encode ResolveReply", None),
     ],
 )
-def test_errors_of_resolve_keep_their_class(
+def test_resolve_errors_keep_class(
     shared: Shared, source: str, kind: type[LoraxError], status: int, message: str, retry_after_s: float | None
 ) -> None:
     async def test(client: RemoteEngine) -> None:
@@ -299,7 +304,7 @@ def test_errors_of_resolve_keep_their_class(
     shared(test)
 
 
-def test_adapters_are_loaded_and_unloaded(shared: Shared) -> None:
+def test_load_and_unload(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         await client.load("a", pin=True)
         with pytest.raises(AdapterError, match="a is not pinned"):
@@ -311,7 +316,7 @@ def test_adapters_are_loaded_and_unloaded(shared: Shared) -> None:
     shared(test)
 
 
-def test_adapters_are_listed_and_forgotten(shared: Shared) -> None:
+def test_list_and_forget_adapters(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         assert await client.list_adapters(["hash"]) == [AdapterState("hash", "name", "on disk", 7, True, 1, 2)]
         await client.forget("hub", "a")
@@ -321,7 +326,7 @@ def test_adapters_are_listed_and_forgotten(shared: Shared) -> None:
     shared(test)
 
 
-def test_the_status_and_what_the_engine_says_of_itself(shared: Shared) -> None:
+def test_status_and_info(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         numbers = vars(await client.status())
         assert numbers.pop("idle_s") > 0
@@ -332,7 +337,7 @@ def test_the_status_and_what_the_engine_says_of_itself(shared: Shared) -> None:
     shared(test)
 
 
-def test_ctrl_c_in_the_terminal_does_not_stop_the_engine_by_itself(shared: Shared) -> None:
+def test_sigint_does_not_stop_engine(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         os.kill(await pid_of(client), signal.SIGINT)
         assert await read(client, ask_for(client.new_id())) == [1, 2, 3]
@@ -343,12 +348,12 @@ def test_ctrl_c_in_the_terminal_does_not_stop_the_engine_by_itself(shared: Share
 # --- Engines that die -------------------------------------------------------------------------------------------------
 
 
-def test_stop_leaves_nothing_and_is_heard_at_once(folder: Path) -> None:
+def test_close_is_fast_and_cleans_up(folder: Path) -> None:
     async def test() -> None:
         channel = ClientChannel()
         await channel.start(target := _Target(FakeConfig(str(folder))))
-        assert await channel.end() == 0
-        assert await channel.end() == 0
+        assert await channel.stop() == 0
+        assert await channel.stop() == 0
         wait_for_end(target.config.folder)
 
     asyncio.run(test())
@@ -362,7 +367,7 @@ class _Target:
         fake_target(self.config, address)
 
 
-def test_closing_ends_what_is_running_and_refuses_what_comes(folder: Path) -> None:
+def test_close_fails_running_and_new_requests(folder: Path) -> None:
     async def test(client: RemoteEngine) -> None:
         stream = client.generate(ask_for(client.new_id(), how="hang"))
         await anext(stream)
@@ -381,7 +386,7 @@ def test_closing_ends_what_is_running_and_refuses_what_comes(folder: Path) -> No
     run_with(FakeConfig(str(folder)), test)
 
 
-def test_an_engine_killed_in_mid_stream_is_started_again_and_again(folder: Path) -> None:
+def test_killed_engine_is_restarted(folder: Path) -> None:
     async def test(client: RemoteEngine) -> None:
         ids = {client.new_id()}
         for number in range(2):
@@ -396,7 +401,7 @@ def test_an_engine_killed_in_mid_stream_is_started_again_and_again(folder: Path)
                 with pytest.raises(EngineError) as caught:
                     await waiting
                 assert str(caught.value) == (
-                    "the engine process ended (exit code -9, SIGKILL); it is being started again"
+                    "the engine process exited (exit code -9, SIGKILL); the engine is restarting"
                 )
                 assert caught.value.retry_after_s is not None
                 assert caught.value.retry_after_s >= 1
@@ -407,7 +412,7 @@ def test_an_engine_killed_in_mid_stream_is_started_again_and_again(folder: Path)
     run_with(FakeConfig(str(folder)), test)
 
 
-def test_an_engine_that_kills_itself_ends_every_stream(folder: Path) -> None:
+def test_engine_crash_fails_all_streams(folder: Path) -> None:
     async def test(client: RemoteEngine) -> None:
         others = [client.generate(ask_for(client.new_id(), how="hang")) for _ in range(20)]
         for other in others:
@@ -421,7 +426,7 @@ def test_an_engine_that_kills_itself_ends_every_stream(folder: Path) -> None:
     run_with(FakeConfig(str(folder)), test)
 
 
-def test_new_requests_are_refused_while_the_engine_starts_again(folder: Path) -> None:
+def test_requests_are_rejected_during_restart(folder: Path) -> None:
     async def test(client: RemoteEngine) -> None:
         stream = client.generate(ask_for(client.new_id(), how="hang"))
         await anext(stream)
@@ -431,16 +436,16 @@ def test_new_requests_are_refused_while_the_engine_starts_again(folder: Path) ->
         while len(list(folder.iterdir())) < 2:
             await asyncio.sleep(0.005)
         assert not client.is_healthy
-        with pytest.raises(EngineError, match=r"SIGKILL.*; it is being started again") as caught:
+        with pytest.raises(EngineError, match=r"SIGKILL.*; the engine is restarting") as caught:
             await read(client, ask_for(client.new_id()))
         assert caught.value.retry_after_s is not None
-        with pytest.raises(EngineError, match="it is being started again"):
+        with pytest.raises(EngineError, match="the engine is restarting"):
             await client.status()
 
     run_with(FakeConfig(str(folder), starts=("", "hang")), test)  # closing the client ends also an engine that hangs
 
 
-def test_an_engine_that_dies_while_it_starts_again_is_started_until_it_does_not(folder: Path) -> None:
+def test_failed_restart_is_retried(folder: Path) -> None:
     async def test(client: RemoteEngine) -> None:
         with pytest.raises(EngineError):
             await read(client, ask_for(client.new_id(), how="die"))
@@ -451,11 +456,11 @@ def test_an_engine_that_dies_while_it_starts_again_is_started_until_it_does_not(
     run_with(FakeConfig(str(folder), starts=("", "die", "raise", "exit")), test)
 
 
-def test_an_engine_that_is_not_to_be_started_again_is_not(folder: Path) -> None:
+def test_restart_can_be_disabled(folder: Path) -> None:
     async def test(client: RemoteEngine) -> None:
         with pytest.raises(EngineError) as caught:
             await read(client, ask_for(client.new_id(), how="die"))
-        assert str(caught.value) == "the engine process ended (exit code -9, SIGKILL)"
+        assert str(caught.value) == "the engine process exited (exit code -9, SIGKILL)"
         assert client._supervisor is not None
         await client._supervisor
         with pytest.raises(EngineError) as caught:
@@ -469,17 +474,17 @@ def test_an_engine_that_is_not_to_be_started_again_is_not(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("raise", "the engine failed: RuntimeError: boom \\udcff; it is being started again"),
-        ("report", "the engine failed: rank 1 ended; it is being started again"),
-        ("report, stuck", "the engine failed: rank 1 ended; it is being started again"),
-        ("garbage", "the engine is not understood: a message of 1 bytes cannot be read: "),
+        ("raise", "the engine failed: RuntimeError: boom \\udcff; the engine is restarting"),
+        ("report", "the engine failed: rank 1 ended; the engine is restarting"),
+        ("report, stuck", "the engine failed: rank 1 ended; the engine is restarting"),
+        ("garbage", "invalid message from the engine: cannot decode a message of 1 bytes: "),
     ],
 )
-def test_an_engine_that_fails_says_why_and_is_started_again(
+def test_engine_failure_reports_reason_and_restarts(
     folder: Path, monkeypatch: pytest.MonkeyPatch, how: str, reason: str
 ) -> None:
     if how == "report, stuck":
-        monkeypatch.setattr(channel_module, "GRACE_S", 0.05)
+        monkeypatch.setattr(channel_module, "STOP_GRACE_S", 0.05)
 
     async def test(client: RemoteEngine) -> None:
         other = client.generate(ask_for(client.new_id(), how="hang"))
@@ -503,13 +508,13 @@ def test_an_engine_that_fails_says_why_and_is_started_again(
         ("raise", "(exit code 1): no such model"),
     ],
 )
-def test_an_engine_that_cannot_start_says_why(folder: Path, how: str, reason: str) -> None:
+def test_engine_start_failure_reports_reason(folder: Path, how: str, reason: str) -> None:
     async def test() -> None:
         client = RemoteEngine(fake_target, FakeConfig(str(folder), starts=(how,)))
         async with asyncio.timeout(GUARD_S):
             with pytest.raises(EngineError) as caught:
                 await client.start()
-        assert str(caught.value) == f"the engine process ended while it was starting {reason}"
+        assert str(caught.value) == f"the engine process exited during startup {reason}"
         assert not client.is_healthy
         await client.close()
 
@@ -517,7 +522,7 @@ def test_an_engine_that_cannot_start_says_why(folder: Path, how: str, reason: st
     wait_for_end(folder)
 
 
-def test_who_stops_waiting_for_the_start_leaves_nothing(folder: Path) -> None:
+def test_cancelled_start_cleans_up(folder: Path) -> None:
     async def test() -> None:
         client = RemoteEngine(fake_target, FakeConfig(str(folder), starts=("hang",)))
         starting = asyncio.create_task(client.start())
@@ -531,7 +536,7 @@ def test_who_stops_waiting_for_the_start_leaves_nothing(folder: Path) -> None:
     wait_for_end(folder)
 
 
-def test_what_cannot_be_given_to_a_process_is_an_error_at_once(folder: Path) -> None:
+def test_unpicklable_target_fails_immediately(folder: Path) -> None:
     async def test() -> None:
         with pytest.raises((AttributeError, TypeError), match="pickle"):
             await RemoteEngine(lambda *_: None, None).start()
@@ -539,8 +544,8 @@ def test_what_cannot_be_given_to_a_process_is_an_error_at_once(folder: Path) -> 
     asyncio.run(test())
 
 
-def test_an_engine_that_does_not_listen_is_ended_by_force(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_module, "GRACE_S", 0.05)
+def test_unresponsive_engine_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "STOP_GRACE_S", 0.05)
 
     async def test(client: RemoteEngine) -> None:
         assert (await anext(client.generate(ask_for(client.new_id(), how="stuck")))).tokens[0].token_id == 1
@@ -548,7 +553,7 @@ def test_an_engine_that_does_not_listen_is_ended_by_force(folder: Path, monkeypa
     run_with(FakeConfig(str(folder), ignore_sigterm=True), test)
 
 
-def test_closing_can_be_cancelled_and_done_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_close_can_be_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(client: RemoteEngine) -> None:
         await anext(client.generate(ask_for(client.new_id(), how="stuck")))
         closing = asyncio.create_task(client.close())
@@ -557,7 +562,7 @@ def test_closing_can_be_cancelled_and_done_again(folder: Path, monkeypatch: pyte
         closing.cancel()
         await asyncio.wait((closing,))
         assert closing.cancelled()
-        monkeypatch.setattr(channel_module, "GRACE_S", 0.05)
+        monkeypatch.setattr(channel_module, "STOP_GRACE_S", 0.05)
 
     run_with(FakeConfig(str(folder)), test)
 
@@ -603,7 +608,7 @@ def start_parent(folder: Path, start: str = "", how: str = "hang", end: str = ""
 @pytest.mark.parametrize(
     ("start", "how"), [("", "hang"), ("", "stuck"), ("hang", "")], ids=["idle", "stuck in a step", "starting"]
 )
-def test_an_engine_ends_when_the_process_that_it_serves_is_killed(folder: Path, start: str, how: str) -> None:
+def test_engine_exits_with_parent_process(folder: Path, start: str, how: str) -> None:
     with start_parent(folder, start, how) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "\n"
@@ -613,7 +618,7 @@ def test_an_engine_ends_when_the_process_that_it_serves_is_killed(folder: Path, 
     wait_for_end(folder)  # and its folder of sockets is removed, which the fixture looks at
 
 
-def test_a_process_that_forgets_to_close_its_client_ends_nevertheless(folder: Path) -> None:
+def test_process_exits_without_close(folder: Path) -> None:
     with start_parent(folder, end="raise") as parent:
         _, errors = parent.communicate(timeout=GUARD_S)
         assert parent.returncode == 1
@@ -624,26 +629,30 @@ def test_a_process_that_forgets_to_close_its_client_ends_nevertheless(folder: Pa
 # --- By itself --------------------------------------------------------------------------------------------------------
 
 
-def test_pauses_grow_while_an_engine_keeps_dying_and_are_forgotten_when_it_lived() -> None:
+def test_restart_delay_grows_and_resets() -> None:
     pauses = [0.0]
     for _ in range(9):
-        pauses.append(next_pause_s(pauses[-1], lived_s=0.0, first_s=1.0))
-    assert pauses == [0, 1, 2, 4, 8, 16, 32, MAX_PAUSE_S, MAX_PAUSE_S, MAX_PAUSE_S]
-    assert next_pause_s(MAX_PAUSE_S, lived_s=STEADY_S, first_s=1.0) == 0
+        pauses.append(next_restart_delay_s(pauses[-1], lived_s=0.0, first_s=1.0))
+    assert pauses == [0, 1, 2, 4, 8, 16, 32, MAX_RESTART_DELAY_S, MAX_RESTART_DELAY_S, MAX_RESTART_DELAY_S]
+    assert next_restart_delay_s(MAX_RESTART_DELAY_S, lived_s=STABLE_AFTER_S, first_s=1.0) == 0
 
 
-def test_an_error_of_an_unknown_kind_keeps_what_it_says() -> None:
+def test_unknown_error_class_keeps_message() -> None:
     for kind in ("Unknown", "__doc__", "ValueError"):
         error = Failure(kind, 418, "text", 1.0).to_error()
         assert type(error) is LoraxError
         assert (error.status, str(error), error.retry_after_s) == (418, "text", 1.0)
 
 
-def test_exit_codes_are_described() -> None:
-    assert [describe(code) for code in (0, -11, -1000)] == ["exit code 0", "exit code -11, SIGSEGV", "exit code -1000"]
+def test_describe_exit_codes() -> None:
+    assert [describe_exit(code) for code in (0, -11, -1000)] == [
+        "exit code 0",
+        "exit code -11, SIGSEGV",
+        "exit code -1000",
+    ]
 
 
-def test_the_client_needs_neither_torch_nor_numpy() -> None:
+def test_client_does_not_import_torch_or_numpy() -> None:
     code = "import sys, lorax_server.engine.remote.remote_engine, tests.engine.fake_engine; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     modules = set(done.stdout.split())

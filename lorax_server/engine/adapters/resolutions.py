@@ -1,0 +1,157 @@
+"""Caches adapter resolutions and failures, and decides when a stale resolution may be used.
+
+A local resolution is valid until a file changes. If the folder is invalid after a change, its files may be incomplete
+writes: the previous adapter is then served for up to `INCOMPLETE_WRITE_S` and marked as stale.
+
+A hub or S3 resolution is revalidated after `revalidate_s`. Until `valid_until`, it is still served during revalidation
+or if the source fails. This does not apply to requests with a token, because access rights may have changed.
+"""
+
+import copy
+import math
+from collections.abc import Callable, MutableMapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from cachetools import LRUCache
+
+from lorax_server.adapters.sources.finder import FoundAdapter
+from lorax_server.adapters.sources.local import LocalSource
+from lorax_server.adapters.sources.source import AdapterSources, RefKey
+from lorax_server.errors import AdapterError, AdapterNotFoundError, LoraxError, SourceError
+from lorax_server.types import Failure
+
+MAX_RESOLUTIONS = 10_000
+MAX_FAILURES = 10_000
+MAX_STALE_FACTOR = 10  # a resolution is served during revalidation for this many revalidation periods
+INCOMPLETE_WRITE_S = 60.0  # maximum time to serve the previous adapter while the folder is invalid
+RETRY_S = 1.0
+MAX_RETRY_S = 30.0
+LOCAL_RETRY_S = 0.1  # short, because checking a local folder is cheap
+
+
+class Resolution(NamedTuple):
+    """A resolved adapter name."""
+
+    adapter: FoundAdapter
+    revalidate_at: float  # after this time, query the source in the background
+    valid_until: float  # after this time, query the source before responding
+    failing_since: float | None = None  # when a local folder became invalid
+
+
+class RecentFailure(NamedTuple):
+    error: LoraxError
+    retry_at: float
+    delay_s: float
+
+
+class ResolutionCache:
+    """Resolutions and recent failures by adapter key.
+
+    The first group of methods requires the resolver's lock. The second group reads files and must not hold it.
+    """
+
+    def __init__(self, sources: AdapterSources, revalidate_s: float, clock: Callable[[], float]) -> None:
+        self._sources = sources
+        self._revalidate_s = revalidate_s
+        self._clock = clock
+        self._resolutions: LRUCache[RefKey, Resolution] = LRUCache(MAX_RESOLUTIONS)
+        self._failures: LRUCache[RefKey, RecentFailure] = LRUCache(MAX_FAILURES)
+
+    # --- With the lock ------------------------------------------------------------------------------------------------
+
+    def get(self, key: RefKey) -> Resolution | None:
+        return self._resolutions.get(key)
+
+    def get_recent_failure(self, key: RefKey) -> RecentFailure | None:
+        """Return the recent failure, or None if the source may be queried."""
+        failure = self._failures.get(key)
+        return failure if failure is not None and self._clock() < failure.retry_at else None
+
+    def put(self, key: RefKey, adapter: FoundAdapter) -> None:
+        if is_local(key):
+            # A file change within the timestamp resolution is visible only in the contents, so always check again.
+            revalidate_at = valid_until = math.inf if adapter.is_settled else -math.inf
+        else:
+            revalidate_at = self._clock() + self._revalidate_s
+            valid_until = revalidate_at + MAX_STALE_FACTOR * self._revalidate_s
+        self._resolutions[key] = Resolution(adapter, revalidate_at, valid_until)
+        self._failures.pop(key, None)
+
+    def make_failure(self, key: RefKey, error: LoraxError) -> RecentFailure:
+        """Return a failure with its retry time. The delay doubles while the source keeps failing."""
+        before, is_source = self._failures.get(key), isinstance(error, SourceError)
+        delay_s = RETRY_S
+        if is_source and is_local(key):
+            delay_s = LOCAL_RETRY_S
+        elif is_source and before is not None and isinstance(before.error, SourceError):
+            delay_s = min(2 * before.delay_s, MAX_RETRY_S)
+        return RecentFailure(copy_error(error, None), self._clock() + delay_s, delay_s)
+
+    def put_failure(self, key: RefKey, failure: RecentFailure, is_writing: bool) -> None:
+        """Store a failure. Drop the resolution unless it may serve as a fallback."""
+        self._failures[key] = failure
+        resolution, now = self._resolutions.get(key), self._clock()
+        if resolution is not None and is_writing:
+            since = now if resolution.failing_since is None else resolution.failing_since
+            if now < since + INCOMPLETE_WRITE_S:
+                self._resolutions[key] = resolution._replace(failing_since=since)
+                return
+        if not isinstance(failure.error, SourceError):
+            self._resolutions.pop(key, None)
+
+    def forget(self, source: str, name: str) -> None:
+        """Drop all entries for a name, with any token."""
+        remembered: MutableMapping[RefKey, Any]
+        for remembered in (self._resolutions, self._failures):
+            for key in [key for key in remembered if key[:2] == (source, name)]:
+                del remembered[key]
+
+    def clear(self) -> None:
+        self._resolutions.clear()
+        self._failures.clear()
+
+    # --- Without the lock: reads files --------------------------------------------------------------------------------
+
+    def is_current(self, key: RefKey, adapter: FoundAdapter) -> bool:
+        """Return True if no file has changed. Mark the files as used, so that they are not evicted from disk."""
+        self._sources.mark_used(key[0], adapter.spec.checkpoints[0].folder)
+        return adapter.is_unchanged()
+
+    def find_fallback(self, key: RefKey, resolution: Resolution | None, error: LoraxError) -> FoundAdapter | None:
+        """Return an adapter to serve despite a source error, or None."""
+        if resolution is None:
+            return None
+        if is_local(key):  # local folders change but do not fail
+            return self._find_previous(resolution, error)
+        has_token = key[2] is not None
+        can_fall_back = isinstance(error, SourceError) and not has_token and self.is_current(key, resolution.adapter)
+        return resolution.adapter if can_fall_back else None
+
+    def _find_previous(self, resolution: Resolution, error: LoraxError) -> FoundAdapter | None:
+        """Return the previous adapter of a local folder while its files may be incomplete."""
+        since, adapter = resolution.failing_since, resolution.adapter
+        if since is None or self._clock() >= since + INCOMPLETE_WRITE_S or not adapter.is_overwritten():
+            return None
+        return replace(adapter, resolved=adapter.resolved._replace(stale=Failure.of(error)))
+
+
+def is_incomplete_write(key: RefKey, resolution: Resolution | None, error: LoraxError) -> bool:
+    """Return True if an error may be caused by incomplete writes to a local folder.
+
+    Files that changed during reading are not a sign of incomplete writes, but truncated weights are.
+    """
+    if not is_local(key) or not isinstance(error, AdapterError) or isinstance(error, AdapterNotFoundError):
+        return False
+    return not isinstance(error, SourceError) or (resolution is not None and resolution.adapter.is_truncated())
+
+
+def is_local(key: RefKey) -> bool:
+    return key[0] == LocalSource.kind
+
+
+def copy_error(error: LoraxError, retry_after_s: float | None) -> LoraxError:
+    """Return a copy of the error without its traceback, which may contain tokens."""
+    same = copy.copy(error)
+    same.retry_after_s = retry_after_s
+    return same
