@@ -274,7 +274,7 @@ def test_resolved_spec_is_picklable_after_pattern_use(bench: Bench) -> None:
     [
         ({"peft_type": "LOHA"}, "peft_type"),
         ({"auto_mapping": {"base_model_class": "GPT2LMHeadModel"}}, "trained on a GPT2LMHeadModel"),
-        ({"base_model_name_or_path": "owner/gpt2"}, "of type 'gpt2'"),
+        ({"base_model_name_or_path": "owner/gpt2"}, "model_type 'gpt2'"),
     ],
 )
 def test_adapter_that_does_not_fit_base_model_is_rejected(

@@ -155,7 +155,7 @@ def test_base_model_is_always_loaded() -> None:
 
 
 def test_adapters_need_device_memory() -> None:
-    with pytest.raises(AdapterError, match="without adapters"):
+    with pytest.raises(AdapterError, match="does not support adapters"):
         Desk(units=0).know(a=1)
 
 
