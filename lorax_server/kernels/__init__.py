@@ -1,4 +1,4 @@
-"""The operations of a forward. `reference` is their specification, and runs on every device."""
+"""Ops for each device. `reference` is the specification and runs on every device."""
 
 from lorax_server.kernels.ops import (
     MAX_RANK,

@@ -1,8 +1,7 @@
-"""The op table: the functions that a set of kernels must offer. A module with all of them is such a set.
+"""`Ops`, the interface of all kernel backends, and the batch descriptions that ops receive.
 
-Keys and values lie in blocks: two tensors `[num_blocks, num_kv_heads, block_size, head_dim]` for each layer. The tokens
-of a block lie next to each other for each head, so attention reads whole stretches. A slot is
-`block * block_size + offset`.
+Each layer's KV cache is two tensors `[num_blocks, num_kv_heads, block_size, head_dim]`, so the tokens in a block are
+contiguous for each head. A cache slot is `block * block_size + offset`.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -15,34 +14,34 @@ import numpy.typing as npt
 import torch
 
 from lorax_server.kernels.panels import PanelMatrix
-from lorax_server.kernels.sampling import ChosenRows, RowBatch, RowInputs
+from lorax_server.kernels.sampling import SampledTokens, SamplingBatch, SamplingInputs
 
 T = TypeVar("T")
 
-LayerCache = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer
-CosSin = tuple[torch.Tensor, torch.Tensor]  # of the angles that heads are rotated by: each [num_tokens, half], float32
+LayerCache = tuple[torch.Tensor, torch.Tensor]  # key cache and value cache of one layer
+CosSin = tuple[torch.Tensor, torch.Tensor]  # RoPE cosines and sines: each [num_tokens, half], float32
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The constants of one layer's attention."""
+    """Attention constants of one layer."""
 
     scale: float
-    window: int | None = None  # number of tokens that a query sees, itself included; None for all before it
-    k_scale: float = 1.0  # a float8 cache stores keys and values divided by these
+    window: int | None = None  # sliding window in tokens, including the query; None for full attention
+    k_scale: float = 1.0  # a float8 cache stores keys and values divided by the scales
     v_scale: float = 1.0
-    soft_cap: float | None = None  # scores are squeezed into this range by `cap * tanh(score / cap)`; None for no limit
-    # [num_heads] float32 on the device, of ALiBi: a score loses its head's slope for each token between query and key.
+    soft_cap: float | None = None  # scores become `cap * tanh(score / cap)`; None for no cap
+    # ALiBi slopes, [num_heads] float32 on the device: a score decreases by the slope for each token of distance.
     slopes: torch.Tensor | None = field(default=None, compare=False)
 
     @property
-    def reach(self) -> int:
-        """Return the window as kernels take it: without one, more tokens than any sequence has."""
+    def window_or_max(self) -> int:
+        """Return the window, or a number larger than any sequence length if there is no window."""
         return 2**30 if self.window is None else self.window
 
 
 class Activation(NamedTuple):
-    """An activation by the name that configs use, so that a kernel can have it built in."""
+    """An activation function and its name in model configs. Kernels fuse the names that they know."""
 
     name: str
     function: Callable[[torch.Tensor], torch.Tensor]
@@ -51,21 +50,21 @@ class Activation(NamedTuple):
         return self.function(x)
 
 
-class Remembers:
-    """Keeps values that are derived once: those that the first layer derives from a batch, for the layers after it."""
+class DerivedCache:
+    """Caches derived values. The first layer computes a value from a batch and later layers reuse it."""
 
     derived: dict[Hashable, Any]
 
-    def once(self, key: Hashable, make: Callable[..., T], *arguments: Any) -> T:
+    def cached(self, key: Hashable, make: Callable[..., T], *arguments: Any) -> T:
         if key in self.derived:
             value: T = self.derived[key]
             return value
-        return cast(T, self.derived.setdefault(key, make(*arguments)))  # another thread may have been faster
+        return cast(T, self.derived.setdefault(key, make(*arguments)))  # keeps the value if another thread was faster
 
 
 @dataclass(frozen=True, eq=False)
-class LinearWeights(Remembers):
-    """`x @ weight.T + bias`, as the `make_linear` of a set of kernels lays it out."""
+class LinearWeights(DerivedCache):
+    """Weights of `x @ weight.T + bias`, in the layout that `Ops.make_linear` chose."""
 
     weight: torch.Tensor | PanelMatrix  # [out, in]
     bias: torch.Tensor | None = None
@@ -73,70 +72,71 @@ class LinearWeights(Remembers):
 
     @property
     def plain(self) -> torch.Tensor:
-        """Return the matrix as a tensor: a copy, if it lies in panels."""
+        """Return the matrix as a tensor (a copy if the matrix is stored in panels)."""
         return self.weight.read() if isinstance(self.weight, PanelMatrix) else self.weight
 
 
 class HostLengths(NamedTuple):
-    """The lengths of a batch's sequences on the host."""
+    """Sequence lengths on the host."""
 
-    inputs: list[int]  # tokens of this forward
-    cached: list[int]  # tokens in the cache before it
+    inputs: list[int]  # tokens in this forward pass
+    cached: list[int]  # tokens in the cache before the forward pass
 
 
 @dataclass(frozen=True)
-class PagedBatch(Remembers):
-    """The lengths of the sequences of one forward, and the places of their tokens in the cache.
+class PagedBatch(DerivedCache):
+    """Sequence lengths and KV cache locations for one forward pass. Every layer receives the same batch.
 
-    Every layer gets the same batch. All tensors are on the device: reading one on the host waits for the device.
+    All tensors are on the device: reading a tensor on the host synchronizes.
 
-    A batch in a graph is padded. Its last sequences may have no tokens. Its last tokens may belong to none: they have
-    no slot, and whatever attention leaves in their rows reaches no other row.
+    A batch in a graph is padded. Padding sequences have no tokens. Padding tokens have no sequence and no cache slot;
+    their attention output is undefined and never affects other rows.
     """
 
     block_tables: torch.Tensor  # [num_seqs, max_blocks]
-    input_lengths: torch.Tensor  # [num_seqs] tokens of this forward
-    cache_lengths: torch.Tensor  # [num_seqs] tokens in the cache before this forward
-    slots: torch.Tensor  # [num_stored] where keys and values go; -1 for nowhere
-    stored: torch.Tensor | None = None  # [num_stored] the tokens that `slots` belong to; None for all
-    cu_seqlens: torch.Tensor | None = None  # [num_seqs + 1] bounds of the sequences; None if each has one token
-    host_lengths: "HostLengths | None" = None  # copies on the host, where the caller has them
-    stores_all: bool = False  # whether the caller knows that each token has a slot, so that the cache holds all
-    in_graph: bool = False  # whether a graph is replayed with other lengths, so that the host knows none of them
+    input_lengths: torch.Tensor  # [num_seqs] tokens in this forward pass
+    cache_lengths: torch.Tensor  # [num_seqs] tokens in the cache before this forward pass
+    slots: torch.Tensor  # [num_stored] cache slots for keys and values; -1: not stored
+    stored: torch.Tensor | None = None  # [num_stored] token index of each slot; None: all tokens
+    cu_seqlens: torch.Tensor | None = None  # [num_seqs + 1] sequence boundaries; None if each sequence has one token
+    host_lengths: "HostLengths | None" = None  # lengths on the host, if the caller has them
+    stores_all: bool = False  # whether every token has a slot, so attention can read all keys from the cache
+    in_graph: bool = False  # whether the batch is captured in a graph, so host lengths are unknown at replay
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def read_lengths(self) -> "HostLengths":
-        """Return the lengths on the host. This waits for the device, if the caller has given none."""
+        """Return the lengths on the host. Synchronizes with the device unless `host_lengths` is set."""
         return self.host_lengths or HostLengths(self.input_lengths.tolist(), self.cache_lengths.tolist())
 
 
 class Field(IntEnum):
-    """Columns of the adapters' table. The first seven are offsets into the buffer, -1 where an adapter has nothing.
+    """Columns of the adapter table. The first seven are buffer offsets, or -1 if the adapter has no such weights.
 
-    Offsets are multiples of 256 bytes on a GPU, whose kernels load several elements at once.
+    On a GPU, offsets are multiples of 256 bytes, which vector loads require.
     """
 
-    A = 0  # [rank, in]; of an embedding [in, rank], so that a token's part is one row
+    A = 0  # [rank, in]; for embeddings [in, rank], so each token reads one row
     B = 1  # [rank, out]
-    FACTOR = 2  # [out] the output is multiplied by this
-    SHIFT = 3  # [out] and this is then added
-    ROW_IDS = 4  # [rows] int32, ascending: which of this rank's tokens have a row of their own
-    ROWS = 5  # [rows, size] those rows
-    NEW_ROWS = 6  # [new rows, size] rows of the tokens that come after the base model's vocabulary
+    FACTOR = 2  # [out] multiplies the output
+    SHIFT = 3  # [out] added after the factor
+    ROW_IDS = 4  # [rows] int32, ascending: local token IDs with adapter-specific rows
+    ROWS = 5  # [rows, size] the adapter-specific rows
+    NEW_ROWS = 6  # [new rows, size] rows for token IDs beyond the base vocabulary
     RANK = 7
     NUM_ROWS = 8
     NUM_NEW_ROWS = 9
 
 
 NUM_OFFSETS = Field.RANK
-GRAPH_RANK = 64  # the largest rank, and
-GRAPH_SEGMENTS = 320  # the most segments, of a batch that a graph of more than a decode step's tokens is replayed with
-MAX_RANK = 512  # of a linear's LoRA factors that the kernels of a GPU serve
+# Limits for batches that replay a prefill graph: LoRA rank and number of LoRA segments.
+GRAPH_RANK = 64
+GRAPH_SEGMENTS = 320
+MAX_RANK = 512  # largest LoRA rank in the GPU kernels for linear layers
 
 
 @dataclass(frozen=True)
 class LoraTarget:
-    """A row of the table's second dimension, and the columns of its outputs among those of its layer."""
+    """A target module: its index in the adapter table, and its output columns within the layer output."""
 
     index: int
     columns: slice
@@ -144,16 +144,16 @@ class LoraTarget:
 
 @dataclass(frozen=True)
 class EmbeddingTarget:
-    """A row of the table's second dimension that belongs to an embedding, and this rank's part of the vocabulary."""
+    """An embedding: its index in the adapter table, and the vocabulary range of this tensor-parallel rank."""
 
     index: int
-    vocab: range  # the tokens that this rank holds
-    vocab_size: int  # of the base model, all ranks together
-    adds_new_rows: bool  # whether this rank has the rows of added tokens
+    vocab: range  # token IDs on this rank
+    vocab_size: int  # base vocabulary over all ranks
+    adds_new_rows: bool  # whether this rank stores the rows of added tokens
 
 
-class _Has(NamedTuple):
-    """Flags by target: true where any adapter of a batch has weights of this kind."""
+class _TargetFlags(NamedTuple):
+    """For each target: whether any adapter in the batch has weights of each kind."""
 
     low_rank: list[bool]
     vectors: list[bool]
@@ -161,109 +161,108 @@ class _Has(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LoraBatch(Remembers):
-    """The adapters of a batch of tokens: where the weights of all lie, and which tokens belong to which.
+class LoraBatch(DerivedCache):
+    """The adapter of each token in a batch, and the locations of all adapter weights.
 
-    Tensors are on the device, but for `host_table`. They stay in their places when a batch is captured in a graph, and
-    the graph is replayed with other adapters. So a captured kernel reads nothing of the host's side, which is empty
-    then.
+    All tensors except `host_table` are on the device. A graph is replayed with other adapters at the same addresses, so
+    captured kernels must not depend on the host fields, which are empty during capture.
     """
 
     buffer: torch.Tensor  # [num_elements]
-    table: torch.Tensor  # [num_adapters, num_targets, len(Field)]; adapter 0 is the base model and has nothing
+    table: torch.Tensor  # [num_adapters, num_targets, len(Field)]; adapter 0 is the base model, without weights
     scales: torch.Tensor  # [num_adapters, num_targets]
-    widths: torch.Tensor  # [num_targets, 2] inputs and outputs
-    adapter_indices: torch.Tensor  # [num_tokens] int32; tokens of one adapter follow one another
+    widths: torch.Tensor  # [num_targets, 2] numbers of inputs and outputs
+    adapter_indices: torch.Tensor  # [num_tokens] int32; tokens with the same adapter are contiguous
     # --- on the host ---
-    host_table: torch.Tensor  # a copy of `table`
-    bounds: list[int]  # segment i, a run of one adapter's tokens, is tokens bounds[i] to bounds[i + 1]
-    adapters: list[int]  # of each segment
-    in_graph: bool = False  # whether a graph is replayed with other adapters, so that the host knows none of them
+    host_table: torch.Tensor  # copy of `table`
+    bounds: list[int]  # LoRA segment i is tokens bounds[i] to bounds[i + 1]
+    adapters: list[int]  # adapter of each segment
+    in_graph: bool = False  # whether the batch is captured in a graph, so host fields are empty
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def has_low_rank(self, targets: Sequence[LoraTarget]) -> bool:
-        return any(self._has.low_rank[target.index] for target in targets)
+        return any(self._target_flags.low_rank[target.index] for target in targets)
 
     def has_vectors(self, targets: Sequence[LoraTarget]) -> bool:
-        return any(self._has.vectors[target.index] for target in targets)
+        return any(self._target_flags.vectors[target.index] for target in targets)
 
     def changes(self, targets: Sequence[LoraTarget]) -> bool:
-        """Return whether any adapter changes the output of these targets by factors, or by rows of its own."""
+        """Return True if any adapter in the batch has weights for these targets."""
         return self.has_low_rank(targets) or self.has_vectors(targets) or any(self.has_rows(t.index) for t in targets)
 
     def has_rows(self, index: int) -> bool:
-        return self._has.rows[index]
+        return self._target_flags.rows[index]
 
     @property
     def largest_ranks(self) -> list[int]:
-        """Return by target the largest rank among the batch's adapters."""
-        return self.once("ranks", self._find_ranks)
+        """Return the largest adapter rank for each target."""
+        return self.cached("ranks", self._find_largest_ranks)
 
     @property
     def fits_graph(self) -> bool:
-        """Tell whether a graph of prompts can be replayed with these adapters."""
+        """Return True if a prefill graph can be replayed with these adapters."""
         return len(self.adapters) <= GRAPH_SEGMENTS and max(self.largest_ranks, default=0) <= GRAPH_RANK
 
-    def learn_from(self, other: "LoraBatch") -> None:
-        """Take over what another batch has found out of its adapters, if they are the same ones, in whatever order."""
+    def copy_derived_from(self, other: "LoraBatch") -> None:
+        """Copy the derived adapter values from `other` if both batches use the same set of adapters."""
         if set(self.adapters) == set(other.adapters):
             self.derived.update((key, other.derived[key]) for key in ("most", "has", "ranks") if key in other.derived)
 
     @property
-    def _most(self) -> npt.NDArray[np.int64]:
-        """Return by target and field the highest number of any adapter of the batch."""
-        return self.once("most", lambda: self.host_table.numpy()[sorted({0, *self.adapters})].max(0))
+    def _field_maxima(self) -> npt.NDArray[np.int64]:
+        """Return the maximum over the batch's adapters for each target and field."""
+        return self.cached("most", lambda: self.host_table.numpy()[sorted({0, *self.adapters})].max(0))
 
-    def _find_ranks(self) -> list[int]:
+    def _find_largest_ranks(self) -> list[int]:
         if self.in_graph:
             return [GRAPH_RANK] * self.table.shape[1]
-        ranks: list[int] = self._most[:, Field.RANK].tolist()
+        ranks: list[int] = self._field_maxima[:, Field.RANK].tolist()
         return ranks
 
     @property
-    def _has(self) -> _Has:
-        return self.once("has", self._find_kinds)
+    def _target_flags(self) -> _TargetFlags:
+        return self.cached("has", self._find_target_flags)
 
-    def _find_kinds(self) -> _Has:
+    def _find_target_flags(self) -> _TargetFlags:
         if self.in_graph:
-            return _Has(*([True] * self.table.shape[1] for _ in range(3)))
-        most = self._most
+            return _TargetFlags(*([True] * self.table.shape[1] for _ in range(3)))
+        most = self._field_maxima
         low_rank = most[:, Field.RANK] > 0
         vectors = (most[:, Field.FACTOR] >= 0) | (most[:, Field.SHIFT] >= 0)
         rows = (most[:, Field.NUM_ROWS] > 0) | (most[:, Field.NUM_NEW_ROWS] > 0)
-        return _Has(low_rank.tolist(), vectors.tolist(), rows.tolist())
+        return _TargetFlags(low_rank.tolist(), vectors.tolist(), rows.tolist())
 
 
 class UnrecordableError(Exception):
-    """A run did something that no graph can replay, which the message names."""
+    """The run called an operation that a graph cannot replay. The message names the operation."""
 
 
 class RecordedGraph(Protocol):
-    """A recorded run. The tensors that it reads must stay in their places."""
+    """A recorded run. Its input tensors must keep their addresses."""
 
-    output: torch.Tensor  # of the last replay
+    output: torch.Tensor  # result of the last replay
 
     def replay(self) -> None: ...
 
 
 class Recorder(Protocol):
-    """Records runs of a model's layers. The graphs share the memory of what they compute on the way."""
+    """Records runs of model layers. All graphs share memory for intermediate tensors."""
 
     def record(self, run: Callable[[], torch.Tensor], rows: int) -> RecordedGraph:
-        """Record a run over so many rows without running it. Raise `UnrecordableError` if that is impossible.
+        """Record a run over `rows` rows without executing its kernels.
 
-        Only one thread may use the ops meanwhile.
+        Raise `UnrecordableError` if the run cannot be recorded. No other thread may use the ops during recording.
         """
         ...
 
 
-ChooseRows = Callable[[RowBatch, RowInputs], ChosenRows]
+SampleTokens = Callable[[SamplingBatch, SamplingInputs], SampledTokens]
 
 
 class Ops(Protocol):
-    """The table. A cache and a tensor named `out` are written; all else is only read, unless a docstring says so.
+    """The kernel backend interface. Ops modify only caches and tensors named `out`, unless documented otherwise.
 
-    Queries are `[num_tokens, num_heads, head_dim]`, and so are the results of attention. Keys and values are
+    Queries and attention outputs are `[num_tokens, num_heads, head_dim]`. Keys and values are
     `[num_tokens, num_kv_heads, head_dim]`. Logits are `[rows, vocabulary]` of any dtype.
     """
 
@@ -271,7 +270,7 @@ class Ops(Protocol):
 
     @property
     def records_graphs(self) -> bool:
-        """Return True if the kernels of a step read nothing on the host, so that a graph can replay them."""
+        """Return True if graphs can replay a step, that is, no kernel depends on host values."""
         ...
 
     @property
@@ -281,16 +280,16 @@ class Ops(Protocol):
 
     @property
     def max_lora_rank(self) -> int | None:
-        """Return the largest rank that LoRA at a linear may have; None if there is no limit."""
+        """Return the largest supported LoRA rank for linear layers; None if unlimited."""
         ...
 
     @property
-    def choose_rows(self) -> ChooseRows | None:
-        """Return a kernel that samples all rows of a batch by all parameters; None if there is none."""
+    def sample_tokens(self) -> SampleTokens | None:
+        """Return a kernel that samples a whole batch with mixed parameters; None if unsupported."""
         ...
 
     def make_recorder(self, max_rows: int) -> "Recorder | None":
-        """Return a recorder for steps of up to `max_rows` tokens; None if graphs are CUDA graphs, or there are none."""
+        """Return a recorder for steps of up to `max_rows` tokens; None if the device uses CUDA graphs or no graphs."""
         ...
 
     # --- layers ---
@@ -305,11 +304,11 @@ class Ops(Protocol):
         batch: PagedBatch,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        """Rotate queries and keys by the angles of their tokens, store keys and values in their slots, and attend.
+        """Apply RoPE to queries and keys, store keys and values in the cache, and compute causal attention.
 
-        Each token attends to the tokens of its sequence up to itself, those that were cached before and those of this
-        forward. With n / 2 angles the first n dimensions of a head turn: dimension i with dimension i + n / 2. Whether
-        `q` and `k` are rotated themselves is left open.
+        Each token attends to the cached tokens of its sequence and to the new tokens up to itself. With n / 2 angles,
+        RoPE rotates the first n head dimensions: dimension i with dimension i + n / 2. Implementations may modify
+        `q` and `k`.
         """
         ...
 
@@ -322,10 +321,10 @@ class Ops(Protocol):
         lora: LoraBatch | None = None,
         targets: Sequence[LoraTarget] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `x + residual` normalised, then scaled and shifted by each token's adapter, and that sum itself.
+        """Return the normalized `x + residual`, scaled and shifted by each token's adapter, and `x + residual`.
 
-        `eps` is one float32. A weight of the rows' dtype multiplies what is rounded to it; one of float32 multiplies
-        before that.
+        `eps` is a float32 tensor with one element. A weight in the dtype of `x` multiplies the rounded result. A
+        float32 weight multiplies before rounding.
         """
         ...
 
@@ -338,16 +337,16 @@ class Ops(Protocol):
         lora: LoraBatch | None = None,
         targets: Sequence[LoraTarget] = (),
     ) -> torch.Tensor:
-        """Return each row less its mean, divided by its deviation, then scaled and shifted by its token's adapter."""
+        """Return the layer norm of each row, scaled and shifted by each token's adapter."""
         ...
 
     def linear(
         self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
     ) -> torch.Tensor:
-        """Return `x @ weight.T + bias`, changed by each token's adapter.
+        """Return `x @ weight.T + bias`, with each token's adapter applied.
 
-        An adapter adds its scaled `x @ A.T @ B`, then multiplies by its factor and adds its shift, where it has them.
-        The targets lie side by side in the output and follow one another in the table.
+        An adapter adds the scaled `x @ A.T @ B`, then multiplies by its factor and adds its shift, if present. The
+        targets are adjacent in the output and consecutive in the adapter table.
         """
         ...
 
@@ -359,40 +358,42 @@ class Ops(Protocol):
         lora: LoraBatch | None,
         targets: Sequence[LoraTarget],
     ) -> torch.Tensor:
-        """Return `activation(gate) * up` of the two halves of what `linear` returns."""
+        """Return `activation(gate) * up`, where gate and up are the two halves of the `linear` result."""
         ...
 
     def add_lora(self, out: torch.Tensor, x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
-        """Add each token's scaled `x @ A.T @ B` of its own adapter to `out`."""
+        """Add the scaled `x @ A.T @ B` of each token's adapter to `out`."""
         ...
 
     def scale_and_shift(self, out: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
-        """Multiply each token's output by its adapter's factor and add its adapter's shift, where it has them."""
+        """Multiply each row by its adapter's factor and add the adapter's shift, if present."""
         ...
 
-    def look_up(self, weight: torch.Tensor | PanelMatrix, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows of these ids, `[*ids, size]`. An id that is no row's is refused, on a CPU at once."""
+    def look_up_rows(self, weight: torch.Tensor | PanelMatrix, ids: torch.Tensor) -> torch.Tensor:
+        """Return the embedding rows for `ids`, `[*ids, size]`.
+
+        IDs outside the matrix are an error. A CPU raises `IndexError`; a GPU reports the error asynchronously.
+        """
         ...
 
     def adapt_embedding(self, out: torch.Tensor, ids: torch.Tensor, lora: LoraBatch, target: EmbeddingTarget) -> None:
-        """Change, in place, the rows of the base model that were looked up for `ids`, each by its token's adapter.
+        """Apply each token's adapter, in place, to the base embedding rows for `ids`.
 
-        A row of the adapter's own replaces the base model's. Then comes the product of its factors, then factor and
-        shift. Last, the adapter's rows of added tokens replace all else. Tokens that other ranks hold have rows of
-        zeros, which stay.
+        The order is: adapter-specific rows replace base rows, LoRA is added, factor and shift are applied, and rows of
+        added tokens replace the result. Rows for tokens on other ranks stay zero.
         """
         ...
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeights:
-        """Lay out a matrix `[out, in]` as these kernels read it."""
+        """Convert a matrix `[out, in]` to the layout of these kernels."""
         ...
 
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
-        """Compile the kernels that these linears need, so that no request waits for them."""
+        """Compile the kernels for these linear layers before the first request."""
         ...
 
-    def plan_lora(self, lora: LoraBatch, current: LoraBatch) -> None:
-        """Work out again, in place, what was derived of a batch in a graph, which has the adapters of another now."""
+    def refresh_lora_plan(self, lora: LoraBatch, current: LoraBatch) -> None:
+        """Update the values derived from `lora`, a batch in a graph, in place for the adapters of `current`."""
         ...
 
     # --- sampling ---
@@ -400,15 +401,14 @@ class Ops(Protocol):
     def choose_greedy(
         self, logits: torch.Tensor, words: torch.Tensor | None = None, numbers: torch.Tensor | None = None, /
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [rows] the likeliest token, the first of equals, and [rows] float32 its log probability.
+        """Return the most likely token of each row, [rows], and its log probability, [rows] float32.
 
-        `words`, [masks, words] int32, are token masks: a bit for each token, set if it is allowed. A row has the mask
-        of its number, [rows] int64, and chooses as if all other tokens had a score of -infinity. A negative number
-        means no mask.
+        Ties go to the lowest token ID. `words`, [masks, words] int32, are token masks with one bit per token, set if
+        the token is allowed. `numbers`, [rows] int64, is the mask index of each row; negative means no mask.
         """
         ...
 
-    def find_logprobs(
+    def gather_logprobs(
         self,
         logits: torch.Tensor,
         token_ids: torch.Tensor,
@@ -417,11 +417,13 @@ class Ops(Protocol):
         numbers: torch.Tensor | None = None,
         /,
     ) -> torch.Tensor:
-        """Return [rows, count] float32 the log probabilities of [rows, count] tokens that masks allow, by scores that
-        are divided by [rows] temperatures, if there are any."""
+        """Return the log probabilities, [rows, count] float32, of `token_ids`, [rows, count].
+
+        Logits are divided by `temperatures`, [rows], if given. With masks, the tokens must be allowed.
+        """
         ...
 
-    def find_best(
+    def top_k_scores(
         self,
         logits: torch.Tensor,
         count: int,
@@ -429,6 +431,8 @@ class Ops(Protocol):
         numbers: torch.Tensor | None = None,
         /,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [rows, count] float32 the best scores, the best first and a NaN above all, and their tokens: any
-        tokens with -infinity where a mask allows fewer."""
+        """Return the `count` highest scores, [rows, count] float32, in descending order, and their token IDs.
+
+        NaN sorts first. If a mask allows fewer tokens, the remaining scores are -infinity with arbitrary token IDs.
+        """
         ...

@@ -1,4 +1,4 @@
-"""Matrices as the CPU's kernels read them: panels of outputs, each from front to back, in the narrowest exact dtype."""
+"""The weight layout of the CPU kernels: panels of output columns, stored in the narrowest dtype that is exact."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,18 +7,19 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-TILE_INPUTS = 32  # inputs that one instruction multiplies, where they lie in pairs
+TILE_INPUTS = 32  # inputs per AMX instruction in the paired layout
 
 
 @dataclass(frozen=True, eq=False)
 class PanelMatrix:
-    """Some rows of a matrix `[outputs, inputs]` that lies in panels `[panels, inputs, width]`, the last filled up.
+    """Rows `start` to `stop` of the matrix `[outputs, inputs]`, stored as panels `[panels, inputs, width]`.
 
-    Or in panels of pairs of inputs, `[panels, inputs / 2, width, 2]`, which are filled up to a multiple of 32 inputs.
+    The last panel is zero-padded. The paired layout for AMX is `[panels, inputs / 2, width, 2]`, where inputs are
+    zero-padded to a multiple of 32.
     """
 
     panels: torch.Tensor
-    dtype: torch.dtype  # of what it is multiplied with; the panels may have a narrower one
+    dtype: torch.dtype  # of the activations; the panels can have a narrower dtype
     inputs: int
     start: int
     stop: int
@@ -41,44 +42,43 @@ class PanelMatrix:
     def __getitem__(self, rows: slice) -> "PanelMatrix":
         first, stop, step = rows.indices(len(self))
         if step != 1:
-            raise IndexError("rows of panels are taken one after the other")
+            raise IndexError("a PanelMatrix slice must have step 1")
         return replace(self, start=self.start + first, stop=self.start + max(first, stop))
 
-    def look_up(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return some of these rows, by their numbers."""
+    def look_up_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows with the given indices."""
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
-            raise IndexError(f"a matrix of {len(self)} rows has no row {int(rows.min())} or {int(rows.max())}")
+            raise IndexError(f"row indices must be in [0, {len(self)}) (got {int(rows.min())} to {int(rows.max())})")
         rows, width = rows + self.start, self.panels.shape[2]
         found: torch.Tensor = self.panels[rows // width, :, rows % width]
         return found.flatten(rows.dim())[..., : self.inputs].to(self.dtype)
 
     def read(self) -> torch.Tensor:
-        """Return these rows as a plain matrix."""
+        """Return the rows as a contiguous matrix."""
         width = self.panels.shape[2]
         first, last = self.start // width, -(-self.stop // width)
         rows = self.panels[first:last].transpose(1, 2).flatten(0, 1).flatten(1)
         return rows[self.start - first * width : self.stop - first * width, : self.inputs].to(self.dtype)
 
 
-def cut_panels(weight: torch.Tensor, width: int, narrow_dtypes: Sequence[torch.dtype] = ()) -> PanelMatrix:
-    """Return a copy of a matrix in panels. A float32 one that a narrow dtype holds exactly is stored so."""
+def to_panels(weight: torch.Tensor, width: int, narrow_dtypes: Sequence[torch.dtype] = ()) -> PanelMatrix:
+    """Copy a matrix into panels. A float32 matrix that a narrow dtype represents exactly is stored in that dtype."""
     outputs, inputs = weight.shape
-    filled = F.pad(narrow_exactly(weight, narrow_dtypes), (0, 0, 0, -outputs % width))
+    filled = F.pad(narrow_if_exact(weight, narrow_dtypes), (0, 0, 0, -outputs % width))
     panels = filled.view(-1, width, inputs).transpose(1, 2).contiguous()
     return PanelMatrix(panels, weight.dtype, inputs, 0, outputs)
 
 
-def cut_pairs(weight: torch.Tensor, width: int) -> PanelMatrix:
-    """Return a copy of a matrix in panels of pairs of inputs."""
+def to_paired_panels(weight: torch.Tensor, width: int) -> PanelMatrix:
+    """Copy a matrix into panels of input pairs, the AMX layout."""
     outputs, inputs = weight.shape
     filled = F.pad(weight, (0, -inputs % TILE_INPUTS, 0, -outputs % width))
     panels = filled.view(-1, width, filled.shape[1] // 2, 2).transpose(1, 2).contiguous()
     return PanelMatrix(panels, weight.dtype, inputs, 0, outputs)
 
 
-def narrow_exactly(weight: torch.Tensor, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
-    """Return the same float32 numbers in the first of some dtypes that holds them: a row takes as long as they are
-    read."""
+def narrow_if_exact(weight: torch.Tensor, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+    """Return a float32 tensor in the first dtype that represents it exactly. Narrow weights are faster to read."""
     for dtype in dtypes if weight.dtype == torch.float32 else ():
         narrow = weight.to(dtype)
         if torch.equal(narrow.float(), weight):

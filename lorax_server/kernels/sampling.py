@@ -1,15 +1,15 @@
-"""The rows of a batch as a kernel that samples all of them at once takes them, each with parameters of its own."""
+"""Arguments and results of the sampling kernel, which supports different parameters for each row."""
 
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-MAX_VOCAB = 2048 * 256  # segments of a row, and tokens of a segment
-MAX_LISTED = 2048  # alternatives of a row
-SAMPLED, RAW, WATERMARK = 1, 2, 4  # flags
-# The parameters of a row.
-ROW = np.dtype(
+MAX_VOCAB = 2048 * 256  # 2,048 segments of 256 tokens
+MAX_ALTERNATIVES = 2048  # per row
+SAMPLED, RAW, WATERMARK = 1, 2, 4  # flags in `flags`
+# Sampling parameters of one row, as the CUDA struct `RowParams`.
+ROW_PARAMS_DTYPE = np.dtype(
     [
         ("seed", np.uint64),
         *((name, np.float32) for name in ("temperature", "rest", "min_p", "typical_p")),
@@ -20,19 +20,22 @@ ROW = np.dtype(
 )
 
 
-class RowBatch(NamedTuple):
-    """The parameters of a batch's rows, on the device."""
+class SamplingBatch(NamedTuple):
+    """Sampling parameters for all rows, on the device."""
 
-    params: torch.Tensor  # [rows] of `ROW`, as bytes of any type
-    changed_rows: torch.Tensor  # [changed rows] int32: those with penalties, biases or forbidden tokens
-    entry_ids: torch.Tensor  # int32, of biases and forbidden tokens
+    params: torch.Tensor  # [rows] `ROW_PARAMS_DTYPE` records as raw bytes
+    changed_rows: torch.Tensor  # [changed rows] int32, rows with penalties, biases or forbidden tokens
+    entry_ids: torch.Tensor  # int32, token IDs of biases and forbidden tokens
     entry_values: torch.Tensor  # float32
-    num_asking: int  # rows that ask for alternatives
-    most: int  # alternatives of a row
+    num_listed_rows: int  # rows that return alternatives
+    most: int  # maximum number of alternatives per row
 
 
-class RowInputs(NamedTuple):
-    """The tensors that change from step to step. Without a comment, int64 and by row, or None if no row looks at it."""
+class SamplingInputs(NamedTuple):
+    """Tensors that change in each step. Optional tensors are int64, one entry per row, unless a comment says otherwise.
+
+    Tensors that no row needs are None.
+    """
 
     logits: torch.Tensor  # [rows, vocabulary]
     lengths: torch.Tensor | None = None
@@ -42,10 +45,10 @@ class RowInputs(NamedTuple):
     mask_words: torch.Tensor | None = None  # [masks, words] int32
 
 
-class ChosenRows(NamedTuple):
-    """The chosen tokens, and the alternatives of rows that ask for them."""
+class SampledTokens(NamedTuple):
+    """Sampled tokens, and the alternatives of rows that return them."""
 
     token_ids: torch.Tensor  # [rows]
     logprobs: torch.Tensor  # [rows] float32
-    listed_ids: torch.Tensor  # [asking rows, most]
+    listed_ids: torch.Tensor  # [listed rows, most]
     listed_logprobs: torch.Tensor

@@ -1,4 +1,4 @@
-"""Choose the implementation of the operations for a device."""
+"""Choose the ops for a device."""
 
 import logging
 
@@ -13,12 +13,12 @@ AMPERE, HOPPER = 8, 9  # major compute capability
 
 
 def select_ops(device: torch.device) -> Ops:
-    """Return the fastest ops of a device: CUDA C++ on Hopper, Triton on other NVIDIA GPUs, C++ on a CPU."""
+    """Return the fastest ops for `device`: CUDA C++ on Hopper, Triton on other NVIDIA GPUs, C++ on CPUs."""
     if device.type != "cuda":
         return _select_cpu_ops()
     capability = torch.cuda.get_device_capability(device)[0]
     if capability < AMPERE:
-        logger.warning("there are no kernels for this GPU, which is older than Ampere: plain torch is used")
+        logger.warning("no kernels for this GPU (older than Ampere); using the slower torch ops")
         return reference
     from lorax_server.kernels.triton.ops import TritonOps
 
@@ -27,17 +27,17 @@ def select_ops(device: torch.device) -> Ops:
             from lorax_server.kernels.hopper.ops import HopperOps
 
             return HopperOps(device)
-        except Exception as error:  # whatever a compiler, a driver or a missing library says
-            logger.warning("kernels for Hopper cannot be compiled, Triton's are used instead: %s", error)
+        except Exception as error:  # compiler, driver or import error
+            logger.warning("Hopper kernels cannot be compiled; using the Triton kernels: %s", error)
     return TritonOps()
 
 
 def _select_cpu_ops() -> Ops:
-    from lorax_server.kernels.cpu.library import NoLibraryError
+    from lorax_server.kernels.cpu.library import LibraryUnavailableError
     from lorax_server.kernels.cpu.ops import CpuOps
 
     try:
         return CpuOps()
-    except NoLibraryError as reason:
-        logger.warning("there are no kernels for this CPU, plain torch is used, which is slower: %s", reason)
+    except LibraryUnavailableError as reason:
+        logger.warning("no native CPU kernels; using the slower torch ops: %s", reason)
         return reference

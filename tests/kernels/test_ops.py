@@ -12,14 +12,14 @@ def test_what_a_batch_derives_it_derives_once() -> None:
         calls.append(value)
         return value
 
-    assert batch.once("a", lambda: make("first")) == "first"
-    assert batch.once("a", lambda: make("second")) == "first"
-    assert batch.once(("a", None), lambda: make("third")) == "third"
+    assert batch.cached("a", lambda: make("first")) == "first"
+    assert batch.cached("a", lambda: make("second")) == "first"
+    assert batch.cached(("a", None), lambda: make("third")) == "third"
     assert calls == ["first", "third"]
 
 
 def test_batches_share_nothing() -> None:
     nothing = torch.zeros(0, dtype=torch.long)
     first, second = (PagedBatch(nothing, nothing, nothing, nothing) for _ in range(2))
-    first.once("a", lambda: 1)
-    assert second.once("a", lambda: 2) == 2
+    first.cached("a", lambda: 1)
+    assert second.cached("a", lambda: 2) == 2

@@ -11,33 +11,33 @@ from lorax_server.kernels.cpu import library
 from lorax_server.kernels.cpu.ops import CpuOps
 
 
-def test_a_cpu_gets_native_kernels() -> None:
+def test_cpu_uses_native_kernels() -> None:
     assert isinstance(select_ops(torch.device("cpu")), CpuOps)
 
 
-def test_without_a_library_plain_torch_serves_and_says_so(
+def test_missing_library_falls_back_to_reference_with_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    monkeypatch.setattr(library, "PACKAGE_DIR", tmp_path)
     with caplog.at_level(logging.WARNING):
         assert select_ops(torch.device("cpu")) is reference
     assert [record.getMessage() for record in caplog.records] == [
-        "there are no kernels for this CPU, plain torch is used, which is slower: they were not built: install "
-        "lorax_server again, with a C++ compiler, and read its errors"
+        "no native CPU kernels; using the slower torch ops: the library was not built: reinstall lorax_server with a "
+        "C++ compiler and check the build errors"
     ]
 
 
-def test_a_broken_library_is_not_used(
+def test_broken_library_falls_back_to_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("neon", "avx2", "avx512"):
         (tmp_path / f"_{name}{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"no library")
-    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    monkeypatch.setattr(library, "PACKAGE_DIR", tmp_path)
     assert select_ops(torch.device("cpu")) is reference
-    assert ".so cannot be used" in caplog.text
+    assert ".so cannot be loaded" in caplog.text
 
 
-def test_a_cpu_without_vectors_gets_the_reference(
+def test_cpu_without_vector_instructions_falls_back_to_reference(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NO AVX")
@@ -46,12 +46,12 @@ def test_a_cpu_without_vectors_gets_the_reference(
     assert "NO AVX" in caplog.text
 
 
-def test_a_library_of_other_sources_is_not_used(
+def test_library_from_other_sources_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shutil.copytree(library.FOLDER, tmp_path / "cpu")
+    shutil.copytree(library.PACKAGE_DIR, tmp_path / "cpu")
     with (tmp_path / "cpu" / "native" / "simd.h").open("a") as header:
         header.write("// changed")
-    monkeypatch.setattr(library, "FOLDER", tmp_path / "cpu")
+    monkeypatch.setattr(library, "PACKAGE_DIR", tmp_path / "cpu")
     assert select_ops(torch.device("cpu")) is reference
     assert "other sources" in caplog.text

@@ -1,1 +1,1 @@
-"""Kernels for CPUs, in C++. Without them, e.g. where there was no compiler, the reference serves."""
+"""C++ kernels for CPUs. Without a compiled library, the reference ops are used."""

@@ -1,7 +1,7 @@
-"""The interface of the native library: its structs, enumerations and functions, as C++ declares them.
+"""The ABI of the native library: structs, enums and functions, as declared in C++.
 
-The library exports the text of its own declarations (`native/abi.h`). They are compared when it is loaded, so that an
-argument or a field that has been added, removed, renamed or moved on one side only is an error there.
+The library exports its declarations as text (`native/abi.h`). `check_abi` compares them with this module at load time,
+so a struct field or argument that differs between Python and C++ raises `AbiError`.
 """
 
 import ctypes
@@ -21,8 +21,8 @@ struct Lora { const void* buffer; const int64_t* table; const float* scales; con
   const int64_t* bounds; const int64_t* adapters; int64_t segments; };
 void linear(const Matrix* matrix, const void* x, int64_t ldx, int64_t rows, void* out, const Lora* lora,
   int64_t first, int64_t count, int64_t gate);
-void get_facts(int64_t* panel, int64_t* tile_inputs, int64_t* has_tiles);
-void look_up(const void* panels, int64_t stored, int64_t inputs, int64_t first, const int64_t* rows, int64_t count,
+void get_cpu_features(int64_t* panel, int64_t* tile_inputs, int64_t* has_tiles);
+void look_up_rows(const void* panels, int64_t stored, int64_t inputs, int64_t first, const int64_t* rows, int64_t count,
   int64_t dtype, void* out);
 void rms_norm(int64_t dtype, const void* x, int64_t token_stride, int64_t head_stride, const void* residual,
   const void* weight, int64_t is_wide, const float* eps, void* normed, void* total, int64_t tokens, int64_t heads,
@@ -35,10 +35,10 @@ void scale_and_shift(int64_t dtype, void* x, int64_t stride, int64_t tokens, con
 void gate(int64_t dtype, int64_t kind, const void* x, int64_t stride, void* out, int64_t rows, int64_t width);
 void choose_greedy(int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary,
   const uint32_t* words, int64_t width, const int64_t* numbers, int64_t* ids, float* logprobs);
-void find_logprobs(int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary,
+void gather_logprobs(int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary,
   const float* temperatures, const uint32_t* words, int64_t width, const int64_t* numbers, const int64_t* ids,
   int64_t count, float* logprobs);
-void find_best(int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary, int64_t count,
+void top_k_scores(int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary, int64_t count,
   const uint32_t* words, int64_t width, const int64_t* numbers, float* best, int64_t* ids);
 void rotary(void* x, int64_t token, int64_t head, int64_t tokens, int64_t heads, const float* cosine,
   const float* sine, int64_t half, int64_t dtype);
@@ -49,14 +49,14 @@ void decode_attention(const Paged* batch, const void* q, int64_t token, int64_t 
 void prefill_attention(const Paged* batch, const void* q, int64_t q_token, int64_t q_head, const void* k,
   int64_t k_token, int64_t k_head, const void* v, int64_t v_token, int64_t v_head, const void* keys,
   const void* values, void* out, int64_t heads, float scale, int64_t window, float cap, const float* slopes);
-void run_program(const int64_t* calls, int64_t count, int64_t words);
+void run_graph(const int64_t* calls, int64_t count, int64_t words);
 """
-POINTER_OR_INT = ctypes.c_void_p  # also for int64_t arguments: ctypes converts to it three times as fast
+POINTER_OR_INT = ctypes.c_void_p  # also for int64_t: ctypes converts c_void_p arguments three times as fast
 FIELD_TYPES = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}
 
 
 class Dtype(IntEnum):
-    """Number formats of tensors. In `BFLOAT16_PAIRS` the inputs of a matrix lie in pairs."""
+    """Tensor dtypes. `BFLOAT16_PAIRS` is the AMX weight layout, with inputs stored in pairs."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -65,7 +65,7 @@ class Dtype(IntEnum):
 
 
 class Gate(IntEnum):
-    """Activations that the kernels have built in."""
+    """Activations that the native kernels fuse."""
 
     NONE = 0
     SILU = 1
@@ -93,18 +93,18 @@ ARGUMENT_TYPES = {
 }
 
 
-def list_fields(struct: str) -> list[tuple[str, Any]]:
-    """Return `_fields_` of the ctypes structure of a C++ struct."""
+def struct_fields(struct: str) -> list[tuple[str, Any]]:
+    """Return the ctypes `_fields_` for a C++ struct."""
     declarations = [text.strip().rsplit(" ", 1) for text in STRUCTS[struct].rstrip(";").split(";")]
     return [(name, ctypes.c_void_p if "*" in kind else FIELD_TYPES[kind]) for kind, name in declarations]
 
 
 class AbiError(Exception):
-    """Python and the native library disagree on a declaration."""
+    """A declaration differs between Python and the native library."""
 
 
-def check_declarations(read: Callable[[str], str]) -> None:
-    """Raise an `AbiError` unless the library's declarations, which `read` returns by name, are those of this module."""
+def check_abi(read: Callable[[str], str]) -> None:
+    """Raise `AbiError` if a declaration of the library differs from this module. `read` returns it by name."""
     for name, expected in (STRUCTS | FUNCTIONS).items():
         if read(name) != expected:
             raise AbiError(f"`{name}` is declared as ({read(name)}) in C++, but as ({expected}) in Python")

@@ -1,7 +1,6 @@
-"""Rotation, the cache of keys and values, and attention over it: one native call each.
+"""RoPE, KV cache writes and attention on a CPU, one native call each.
 
-A cache of another dtype than the model's, which is float8, goes through the reference: these kernels read and write
-only the model's own dtype.
+The native kernels require a KV cache in the model dtype. Float8 caches use the reference ops.
 """
 
 import ctypes
@@ -9,22 +8,22 @@ import ctypes
 import torch
 
 from lorax_server.kernels import reference
-from lorax_server.kernels.cpu.abi import list_fields
+from lorax_server.kernels.cpu.abi import struct_fields
 from lorax_server.kernels.cpu.library import DTYPES, Library
-from lorax_server.kernels.cpu.structs import Described
+from lorax_server.kernels.cpu.structs import NativeStruct
 from lorax_server.kernels.ops import AttentionSpec, CosSin, LayerCache, PagedBatch
 
-WHOLE = 2**60  # a window that no sequence is longer than
+UNLIMITED_WINDOW = 2**60  # larger than any sequence length
 
 
 class Paged(ctypes.Structure):
-    """The places of a batch's tokens in caches of one shape."""
+    """Sequence lengths and cache locations for one batch. C++ definition: `native/rotary_kv_cache.h`."""
 
-    _fields_ = list_fields("Paged")
+    _fields_ = struct_fields("Paged")
 
 
 class CpuAttention:
-    """Attention, and its steps, which have the arguments and results of the reference's."""
+    """Attention ops with the same signatures as in `reference`."""
 
     _library: Library
 
@@ -47,7 +46,7 @@ class CpuAttention:
         return self.prefill_attention(q, k, v, cache, batch, spec)
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotate as the op table says."""
+        """Apply RoPE as `reference.rotary` does."""
         tokens, heads, _ = x.shape
         angles, turned = cos, sin
         if cos.dtype != torch.float32 or not (cos.is_contiguous() and sin.is_contiguous()):
@@ -66,12 +65,12 @@ class CpuAttention:
     def write_kv(
         self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
     ) -> None:
-        """Store as the op table says; what a fresh block held before stays there, since no kernel here reads it."""
+        """Store keys and values as `reference.write_kv` does."""
         keys, values = cache
         if k.dtype != keys.dtype:
             return reference.write_kv(k, v, cache, batch, spec)
         self._library.write_kv(
-            _describe(batch, keys).address,
+            _paged_struct(batch, keys).address,
             k.data_ptr(),
             *_strides(k),
             v.data_ptr(),
@@ -83,20 +82,20 @@ class CpuAttention:
     def decode_attention(
         self, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Attend as the op table says. A row has the same bits in every batch; that of an empty sequence is zeros."""
+        """Compute decode attention. Results are bitwise batch-invariant; empty sequences produce zeros."""
         keys, values = cache
         if q.dtype != keys.dtype:
             return reference.decode_attention(q, cache, batch, spec)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         self._library.decode_attention(
-            _describe(batch, keys).address,
+            _paged_struct(batch, keys).address,
             q.data_ptr(),
             *_strides(q),
             keys.data_ptr(),
             values.data_ptr(),
             out.data_ptr(),
             q.shape[1],
-            *_describe_rule(spec),
+            *_score_args(spec),
         )
         return out
 
@@ -109,17 +108,17 @@ class CpuAttention:
         batch: PagedBatch,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        """Attend as the op table says.
+        """Compute prefill attention.
 
-        A row has the same bits in every batch, and however its prompt was cut. Only a sequence with one new token has
-        the bits of `decode_attention`, which adds in another order.
+        Results are bitwise independent of the batch and of prefill chunk boundaries, with one exception: a chunk of one
+        token uses `decode_attention`, which sums in a different order.
         """
         keys, values = cache
         if q.dtype != keys.dtype:
             return reference.prefill_attention(q, k, v, cache, batch, spec)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         self._library.prefill_attention(
-            _describe(batch, keys).address,
+            _paged_struct(batch, keys).address,
             q.data_ptr(),
             *_strides(q),
             k.data_ptr(),
@@ -130,43 +129,45 @@ class CpuAttention:
             values.data_ptr(),
             out.data_ptr(),
             q.shape[1],
-            *_describe_rule(spec),
+            *_score_args(spec),
         )
         return out
 
 
 def _join_heads(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return queries and keys as one tensor, if they lie side by side, so that one call rotates them."""
+    """Return queries and keys as one tensor if they are adjacent in memory, so one call rotates both."""
     end = q.data_ptr() + q.shape[1] * q.stride(1) * q.itemsize
     if q.stride() != k.stride() or k.data_ptr() != end:
         return q, k
     return (q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), q.stride()),)
 
 
-def _describe_rule(spec: AttentionSpec) -> tuple[float, int, float, int | None]:
-    """Return scale, window, soft cap (0 for none) and the address of slopes, which live as long as the model."""
+def _score_args(spec: AttentionSpec) -> tuple[float, int, float, int | None]:
+    """Return scale, window, soft cap (0: none) and the address of the ALiBi slopes, which the model keeps alive."""
     slopes = None if spec.slopes is None else spec.slopes.data_ptr()
-    return spec.scale, spec.window or WHOLE, spec.soft_cap or 0.0, slopes
+    return spec.scale, spec.window or UNLIMITED_WINDOW, spec.soft_cap or 0.0, slopes
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int]:
     token, head, dimension = x.stride()
     if dimension != 1:
-        raise ValueError("the numbers of a head must lie side by side")
+        raise ValueError("the last dimension of queries, keys and values must have stride 1")
     return token, head
 
 
-def _describe(batch: PagedBatch, keys: torch.Tensor) -> Described:
-    """Return the struct of a batch, which is the same for all layers with caches of one shape."""
-    return batch.once(("cpu", keys.shape), _describe_paged, batch, keys)
+def _paged_struct(batch: PagedBatch, keys: torch.Tensor) -> NativeStruct:
+    """Return the struct for a batch, cached for all layers with the same cache shape."""
+    return batch.cached(("cpu", keys.shape), _make_paged_struct, batch, keys)
 
 
-def _describe_paged(batch: PagedBatch, keys: torch.Tensor) -> Described:
-    tables = _plain(batch.block_tables, torch.int32)
-    inputs, cached, slots = (_plain(x, torch.int64) for x in (batch.input_lengths, batch.cache_lengths, batch.slots))
-    stored = None if batch.stored is None else _plain(batch.stored, torch.int64)
+def _make_paged_struct(batch: PagedBatch, keys: torch.Tensor) -> NativeStruct:
+    tables = _as_contiguous(batch.block_tables, torch.int32)
+    inputs, cached, slots = (
+        _as_contiguous(x, torch.int64) for x in (batch.input_lengths, batch.cache_lengths, batch.slots)
+    )
+    stored = None if batch.stored is None else _as_contiguous(batch.stored, torch.int64)
     if not keys.is_contiguous():
-        raise ValueError("the cache must be contiguous")
+        raise ValueError("the KV cache must be contiguous")
     _, kv_heads, block_size, head_dim = keys.shape
     struct = Paged(
         tables.data_ptr(),
@@ -182,8 +183,8 @@ def _describe_paged(batch: PagedBatch, keys: torch.Tensor) -> Described:
         head_dim,
         DTYPES[keys.dtype],
     )
-    return Described(ctypes.addressof(struct), (struct, tables, inputs, cached, slots, stored))
+    return NativeStruct(ctypes.addressof(struct), (struct, tables, inputs, cached, slots, stored))
 
 
-def _plain(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _as_contiguous(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x if x.dtype == dtype and x.is_contiguous() else x.to(dtype).contiguous()

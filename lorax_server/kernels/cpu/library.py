@@ -1,4 +1,4 @@
-"""The library of native kernels: found, loaded, and called with pointers."""
+"""Find and load the native kernel library, and call its functions with addresses."""
 
 import ctypes
 import os
@@ -11,56 +11,54 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lorax_server.kernels.cpu.abi import ARGUMENT_TYPES, AbiError, Dtype, check_declarations
+from lorax_server.kernels.cpu.abi import ARGUMENT_TYPES, AbiError, Dtype, check_abi
 from lorax_server.kernels.panels import TILE_INPUTS
 
-FOLDER = Path(__file__).parent
-# By the name that torch has for what this CPU can do: the names of instruction sets, the best first.
-CAPABILITIES = {"AVX2": ("avx2",), "AVX512": ("avx512", "avx2")}
+PACKAGE_DIR = Path(__file__).parent
+# torch's CPU capability -> usable instruction sets, best first.
+INSTRUCTION_SETS = {"AVX2": ("avx2",), "AVX512": ("avx512", "avx2")}
 DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
-# By instruction set: dtypes that are widened in less time than to read float32 takes. ARM takes longer for float16.
+# Dtypes that are faster to read and widen than float32. On ARM, float16 is slower.
 NARROW_DTYPES = {"neon": (torch.bfloat16,)}
-OPENMP = ("libgomp", "libiomp5", "libomp")
+OPENMP_PREFIXES = ("libgomp", "libiomp5", "libomp")
 
 
-class NoLibraryError(Exception):
-    """There are no native kernels here; the message says why."""
+class LibraryUnavailableError(Exception):
+    """No native kernel library can be used. The message gives the reason."""
 
 
 class Library:
-    """The kernels of one instruction set, as functions that take addresses and numbers. A call lets other threads run.
+    """The kernels for one instruction set, as functions of addresses and integers. Calls release the GIL.
 
-    Nothing is checked there: the callers see to shapes, strides and dtypes.
+    The functions do not validate arguments: callers check shapes, strides and dtypes.
     """
 
     def __init__(self) -> None:
         name, path = _find_library()
         self.narrow_dtypes = NARROW_DTYPES.get(name, (torch.bfloat16, torch.float16))
         try:
-            self._openmp = _share_openmp()
+            self._openmp = _load_torch_openmp()
             self._load(ctypes.CDLL(str(path)), name)
         except (OSError, AttributeError, ValueError) as error:
-            raise NoLibraryError(f"{path.name} cannot be used: {error}") from error
+            raise LibraryUnavailableError(f"{path.name} cannot be loaded: {error}") from error
 
     def _load(self, native: ctypes.CDLL, name: str) -> None:
-        """Declare the functions of an instruction set. Raise an `AbiError` where Python and C++ disagree on one."""
+        """Bind the functions for instruction set `name`. Raise `AbiError` if Python and C++ declarations differ."""
         _check_digest(native, name)
-        check_declarations(
-            lambda what: (ctypes.c_char_p.in_dll(native, f"declaration_{what}_{name}").value or b"").decode()
-        )
+        check_abi(lambda what: (ctypes.c_char_p.in_dll(native, f"declaration_{what}_{name}").value or b"").decode())
         for op, types in ARGUMENT_TYPES.items():
-            setattr(self, op, _declare(_read_address(native, f"guarded_{op}_{name}"), types))
-        # By op: the address of the function by which a program calls it.
+            setattr(self, op, _make_function(_read_address(native, f"guarded_{op}_{name}"), types))
+        # op -> address of the function that a graph calls.
         self.entries = {op: _read_address(native, f"words_{op}_{name}") for op in ARGUMENT_TYPES}
-        self._read_facts()
+        self._read_cpu_features()
 
-    def _read_facts(self) -> None:
+    def _read_cpu_features(self) -> None:
         panel, tile_inputs, has_tiles = (ctypes.c_int64() for _ in range(3))
-        self.get_facts(*map(ctypes.addressof, (panel, tile_inputs, has_tiles)))
+        self.get_cpu_features(*map(ctypes.addressof, (panel, tile_inputs, has_tiles)))
         if tile_inputs.value != TILE_INPUTS:
-            raise AbiError(f"a tile has {tile_inputs.value} inputs in C++, but {TILE_INPUTS} in Python")
-        self.panel = panel.value  # outputs of a matrix that lie side by side
-        self.has_tiles = bool(has_tiles)  # whether this CPU multiplies bfloat16 by tiles (AMX)
+            raise AbiError(f"TILE_INPUTS is {tile_inputs.value} in C++, but {TILE_INPUTS} in Python")
+        self.panel = panel.value  # output columns per panel
+        self.has_tiles = bool(has_tiles)  # whether this CPU has AMX bfloat16 tiles
 
     if TYPE_CHECKING:
 
@@ -69,14 +67,16 @@ class Library:
 
 def _find_library() -> tuple[str, Path]:
     capability = torch.backends.cpu.get_cpu_capability()
-    names = ("neon",) if _is_arm() else CAPABILITIES.get(capability, ())
+    names = ("neon",) if _is_arm() else INSTRUCTION_SETS.get(capability, ())
     if not names:
-        raise NoLibraryError(f"this CPU has no vectors that they are written for (torch calls it {capability})")
+        raise LibraryUnavailableError(f"this CPU has no supported vector instructions (torch capability: {capability})")
     for name in names:
-        path = FOLDER / f"_{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+        path = PACKAGE_DIR / f"_{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
         if path.exists():
             return name, path
-    raise NoLibraryError("they were not built: install lorax_server again, with a C++ compiler, and read its errors")
+    raise LibraryUnavailableError(
+        "the library was not built: reinstall lorax_server with a C++ compiler and check the build errors"
+    )
 
 
 def _is_arm() -> bool:
@@ -84,35 +84,37 @@ def _is_arm() -> bool:
 
 
 def _check_digest(native: ctypes.CDLL, name: str) -> None:
-    """Refuse a library that was built of other sources than those beside it: it may take other arguments."""
+    """Raise an error if the library was built from other sources than the installed ones."""
     native.digest.restype = ctypes.c_char_p
-    source = FOLDER / "native" / f"{name}.cpp"
+    source = PACKAGE_DIR / "native" / f"{name}.cpp"
     if source.exists():
         texts = b"".join(path.read_bytes() for path in [source, *sorted(source.parent.glob("*.h"))])
         if native.digest().decode() != sha256(texts).hexdigest()[:16]:
-            raise NoLibraryError("they were built of other sources than these: install lorax_server again (make venv)")
+            raise LibraryUnavailableError(
+                "the library was built from other sources: reinstall lorax_server (make venv)"
+            )
 
 
-def _declare(address: int, types: tuple[Any, ...]) -> Callable[..., None]:
+def _make_function(address: int, types: tuple[Any, ...]) -> Callable[..., None]:
     function: Any = ctypes.CFUNCTYPE(ctypes.c_int, *types)(address)
-    function.restype = _check  # ctypes calls it with the result
+    function.restype = _raise_if_failed  # ctypes calls this function with the result
     return function  # type: ignore[no-any-return]
 
 
-def _check(failed: int) -> None:
+def _raise_if_failed(failed: int) -> None:
     if failed:
-        raise MemoryError("a kernel could not allocate memory for its threads")
+        raise MemoryError("a native kernel could not allocate scratch memory")
 
 
 def _read_address(native: ctypes.CDLL, name: str) -> int:
     return ctypes.c_void_p.in_dll(native, name).value or 0
 
 
-def _share_openmp() -> ctypes.CDLL:
-    """Make torch's OpenMP known to the library, which asks it how many threads there may be."""
-    found = [path for path in _loaded_libraries() if os.path.basename(path).startswith(OPENMP)]
+def _load_torch_openmp() -> ctypes.CDLL:
+    """Load torch's OpenMP globally. The native library reads the number of threads from it."""
+    found = [path for path in _loaded_libraries() if os.path.basename(path).startswith(OPENMP_PREFIXES)]
     if not found:
-        raise NoLibraryError("torch comes without OpenMP, which says how many threads there may be")
+        raise LibraryUnavailableError("torch has no OpenMP library, which sets the number of threads")
     beside_torch = str(Path(torch.__file__).parent)  # in torch/ or in torch.libs/
     ours = [path for path in found if path.startswith(beside_torch)]
     return ctypes.CDLL((ours or found)[0], mode=ctypes.RTLD_GLOBAL)

@@ -1,4 +1,4 @@
-"""Linears by native kernels: the product, and all that adapters change of it, in one call."""
+"""Linear layers on a CPU: matrix product, adapters and gate in one native call."""
 
 import ctypes
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ import torch
 from lorax_server.kernels import reference
 from lorax_server.kernels.cpu.abi import Dtype, Gate
 from lorax_server.kernels.cpu.library import DTYPES, Library
-from lorax_server.kernels.cpu.structs import Described, Matrix, describe_lora
+from lorax_server.kernels.cpu.structs import Matrix, NativeStruct, lora_struct
 from lorax_server.kernels.ops import Activation, LinearWeights, LoraBatch, LoraTarget
-from lorax_server.kernels.panels import PanelMatrix, cut_pairs, cut_panels
+from lorax_server.kernels.panels import PanelMatrix, to_paired_panels, to_panels
 
 GATES = {"silu": Gate.SILU, "swish": Gate.SILU, "gelu_tanh": Gate.GELU_TANH}
 
 
 class CpuLinears:
-    """The linears, and the gates behind them."""
+    """Linear layers, gates and embedding lookups."""
 
     _library: Library
 
@@ -24,22 +24,22 @@ class CpuLinears:
         if weight.dtype not in DTYPES:
             return LinearWeights(weight, bias)
         if weight.dtype == torch.bfloat16 and self._library.has_tiles:
-            matrix = cut_pairs(weight, self._library.panel)
+            matrix = to_paired_panels(weight, self._library.panel)
         else:
-            matrix = cut_panels(weight, self._library.panel, self._library.narrow_dtypes)
+            matrix = to_panels(weight, self._library.panel, self._library.narrow_dtypes)
         return LinearWeights(matrix, None if bias is None else bias.contiguous())
 
-    def look_up(self, weight: torch.Tensor | PanelMatrix, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows of a matrix, which lies in panels if a head has the same one."""
+    def look_up_rows(self, weight: torch.Tensor | PanelMatrix, ids: torch.Tensor) -> torch.Tensor:
+        """Return embedding rows. A matrix that is shared with a tied head is stored in panels."""
         if not isinstance(weight, PanelMatrix) or not ids.numel():
-            return reference.look_up(weight, ids)
+            return reference.look_up_rows(weight, ids)
         rows = ids.to(torch.int64).contiguous().view(-1)
         numbers, (count, inputs) = rows.tolist(), weight.shape
         if not 0 <= min(numbers) <= max(numbers) < count:
-            raise IndexError(f"a matrix of {count} rows has no row {min(numbers)} or {max(numbers)}")
+            raise IndexError(f"row indices must be in [0, {count}) (got {min(numbers)} to {max(numbers)})")
         panels, out = weight.panels, torch.empty(*ids.shape, inputs, dtype=weight.dtype)
-        self._library.look_up(
-            *(panels.data_ptr(), _find_storage(weight), inputs, weight.start),
+        self._library.look_up_rows(
+            *(panels.data_ptr(), _storage_code(weight), inputs, weight.start),
             *(rows.data_ptr(), len(numbers), DTYPES[out.dtype], out.data_ptr()),
         )
         return out
@@ -52,10 +52,10 @@ class CpuLinears:
         targets: Sequence[LoraTarget],
         gate: Gate = Gate.NONE,
     ) -> torch.Tensor:
-        """Multiply; with a gate, return `activation(gate) * up` of the two halves. A plain matrix is left to torch."""
+        """Return the product, or with a gate `activation(gate) * up`. Matrices without panels use the reference."""
         if not isinstance(weights.weight, PanelMatrix):
             return reference.linear(x, weights, lora, targets)
-        address = weights.once("cpu", _describe, weights).address
+        address = weights.cached("cpu", _make_matrix_struct, weights).address
         stride, step = x.stride()
         if step != 1:
             x = x.contiguous()
@@ -63,14 +63,14 @@ class CpuLinears:
         rows, (outputs, inputs) = x.shape[0], weights.weight.shape
         if x.shape[1] != inputs or x.dtype != weights.weight.dtype:
             raise ValueError(
-                f"{tuple(x.shape)} of {x.dtype} cannot be multiplied by {inputs} of {weights.weight.dtype}"
+                f"x must have {inputs} columns of {weights.weight.dtype} (got {tuple(x.shape)}, {x.dtype})"
             )
         batch, first = None, 0
         if lora is not None:
-            adapters = describe_lora(lora)
+            adapters = lora_struct(lora)
             if adapters.tokens != rows or lora.buffer.dtype != x.dtype:
                 raise ValueError(
-                    f"adapters of {adapters.tokens} tokens, {lora.buffer.dtype}, are not those of {rows} rows"
+                    f"the LoRA batch must have {rows} tokens of {x.dtype} (got {adapters.tokens}, {lora.buffer.dtype})"
                 )
             batch, first = adapters.address, targets[0].index
         out = torch.empty(rows, outputs // 2 if gate else outputs, dtype=x.dtype)
@@ -90,15 +90,15 @@ class CpuLinears:
             return self.linear(x, weights, lora, targets, gate)
         both = self.linear(x, weights, lora, targets)
         if gate and both.dtype in DTYPES:
-            return self.open_gate(both, gate)
+            return self.apply_gate(both, gate)
         left, right = both.chunk(2, dim=-1)
         return activation(left) * right
 
-    def open_gate(self, x: torch.Tensor, kind: Gate) -> torch.Tensor:
-        """Return `activation(left) * right` of the two halves of each row of `[rows, 2 * width]`."""
+    def apply_gate(self, x: torch.Tensor, kind: Gate) -> torch.Tensor:
+        """Return `activation(left) * right`, where left and right are the halves of `[rows, 2 * width]`."""
         rows, both = x.shape
         if both % 2:
-            raise ValueError(f"{both} numbers have no two halves")
+            raise ValueError(f"a gate needs an even number of columns (got {both})")
         if x.stride(1) != 1:
             x = x.contiguous()
         out = torch.empty(rows, both // 2, dtype=x.dtype)
@@ -106,15 +106,15 @@ class CpuLinears:
         return out
 
 
-def _describe(weights: LinearWeights) -> Described:
+def _make_matrix_struct(weights: LinearWeights) -> NativeStruct:
     matrix, bias = weights.weight, weights.bias
     assert isinstance(matrix, PanelMatrix)
     if bias is not None and (bias.dtype != matrix.dtype or len(bias) != len(matrix)):
-        raise ValueError(f"a bias of {len(bias)} numbers, {bias.dtype}, is not that of {len(matrix)}, {matrix.dtype}")
+        raise ValueError(f"bias must be {len(matrix)} x {matrix.dtype} (got {len(bias)} x {bias.dtype})")
     address = None if bias is None else bias.data_ptr()
-    struct = Matrix(matrix.panels.data_ptr(), address, *matrix.shape, _find_storage(matrix), DTYPES[matrix.dtype])
-    return Described(ctypes.addressof(struct), (struct, matrix, bias))
+    struct = Matrix(matrix.panels.data_ptr(), address, *matrix.shape, _storage_code(matrix), DTYPES[matrix.dtype])
+    return NativeStruct(ctypes.addressof(struct), (struct, matrix, bias))
 
 
-def _find_storage(matrix: PanelMatrix) -> int:
+def _storage_code(matrix: PanelMatrix) -> int:
     return Dtype.BFLOAT16_PAIRS if matrix.is_paired else DTYPES[matrix.panels.dtype]

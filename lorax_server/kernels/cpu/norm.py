@@ -1,6 +1,6 @@
-"""Norms of the native kernels. Weights are as wide as rows and of their dtype: the layers have seen to that.
+"""Norms on a CPU. Layers pass weights that match the width and dtype of the rows.
 
-Little is done in Python here: it would take longer than the kernels take for a decode step.
+Python overhead matters here: the kernels take only microseconds in a decode step.
 """
 
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from lorax_server.kernels.cpu.library import DTYPES, Library
-from lorax_server.kernels.cpu.structs import describe_lora
+from lorax_server.kernels.cpu.structs import lora_struct
 from lorax_server.kernels.ops import LoraBatch, LoraTarget
 
 
 class CpuNorms:
-    """The norms, and the factors and shifts of adapters."""
+    """Norms, and adapter factors and shifts."""
 
     _library: Library
 
@@ -31,16 +31,16 @@ class CpuNorms:
         if not is_wide:
             _check(x, size, weight)
         elif weight.shape != (size,):
-            raise ValueError(f"a norm of {size} numbers needs a weight of as many, not {weight.shape}")
+            raise ValueError(f"the norm weight must have shape ({size},) (got {tuple(weight.shape)})")
         total, added, sums = x, None, None
         if residual is not None:
             if residual.numel() != x.numel() or residual.dtype != x.dtype:
-                raise ValueError("rms_norm needs a residual of the same shape and dtype")
+                raise ValueError("the residual of rms_norm must have the shape and dtype of x")
             x, residual = x.contiguous(), residual.contiguous()
             total = torch.empty_like(x)
             added, sums = residual.data_ptr(), total.data_ptr()
-        x, normed, token_stride, head_stride, tokens, heads = _lay_out(x, size)
-        adapters, target = (None, 0) if lora is None or not targets else _find_target(x, lora, targets)
+        x, normed, token_stride, head_stride, tokens, heads = _as_rows(x, size)
+        adapters, target = (None, 0) if lora is None or not targets else _target_args(x, lora, targets)
         self._library.rms_norm(
             DTYPES[x.dtype],
             x.data_ptr(),
@@ -71,8 +71,8 @@ class CpuNorms:
     ) -> torch.Tensor:
         size = x.shape[-1]
         _check(x, size, weight, bias)
-        x, normed, token_stride, head_stride, tokens, heads = _lay_out(x, size)
-        adapters, target = (None, 0) if lora is None or not targets else _find_target(x, lora, targets)
+        x, normed, token_stride, head_stride, tokens, heads = _as_rows(x, size)
+        adapters, target = (None, 0) if lora is None or not targets else _target_args(x, lora, targets)
         self._library.layer_norm(
             DTYPES[x.dtype],
             x.data_ptr(),
@@ -93,10 +93,10 @@ class CpuNorms:
     def scale_and_shift(self, out: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
         if not lora.has_vectors(targets):
             return
-        adapters = describe_lora(lora)
+        adapters = lora_struct(lora)
         if out.shape[0] != adapters.tokens or out.stride(1) != 1 or out.dtype != lora.buffer.dtype:
             raise ValueError(
-                f"adapters of {adapters.tokens} tokens, {lora.buffer.dtype}, cannot change {tuple(out.shape)}"
+                f"`out` must be {adapters.tokens} rows of {lora.buffer.dtype} with unit stride (got {tuple(out.shape)})"
             )
         self._library.scale_and_shift(
             DTYPES[out.dtype],
@@ -112,14 +112,13 @@ class CpuNorms:
 def _check(x: torch.Tensor, size: int, *vectors: torch.Tensor | None) -> None:
     for vector in vectors:
         if vector is not None and (vector.shape != (size,) or vector.dtype != x.dtype):
-            raise ValueError(f"a norm of {size} numbers, {x.dtype}, needs a vector of as many, not {vector.shape}")
+            raise ValueError(f"norm weights must be ({size},) {x.dtype} (got {tuple(vector.shape)} {vector.dtype})")
 
 
-def _lay_out(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, int, int, int, int]:
-    """Return `x`, or a copy that the kernels can read, room for its norm, its strides by token and by head, and how
-    many there are of both.
+def _as_rows(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, int, int, int, int]:
+    """Return `x` (copied if necessary), an output tensor, the token and head strides, and the token and head counts.
 
-    Rows may lie apart, as the heads of queries do in the output of one linear for queries, keys and values.
+    Rows can be strided, for example query heads in a fused QKV output.
     """
     if not x.is_contiguous():
         normed = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -131,11 +130,13 @@ def _lay_out(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, in
     return x, torch.empty_like(x), size, 0, x.numel() // size, 1
 
 
-def _find_target(x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> tuple[int, int]:
-    """Return the address of the adapters and the number of a norm's one target."""
+def _target_args(x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> tuple[int, int]:
+    """Return the LoRA struct address and the norm's target index."""
     (target,) = targets
     tokens, size = x.shape
-    adapters = describe_lora(lora)
+    adapters = lora_struct(lora)
     if target.columns != slice(0, size) or tokens != adapters.tokens:
-        raise ValueError(f"adapters of {adapters.tokens} tokens cannot change {target.columns} of {tuple(x.shape)}")
+        raise ValueError(
+            f"a norm target must cover all columns of {adapters.tokens} rows (got {target.columns} of {tuple(x.shape)})"
+        )
     return adapters.address, target.index

@@ -1,4 +1,4 @@
-"""The op table in C++ for CPUs. What is rare is left to the reference."""
+"""All ops for CPUs: native kernels, with reference fallbacks for rare cases."""
 
 from collections.abc import Callable
 
@@ -6,31 +6,31 @@ import torch
 
 from lorax_server.kernels import reference
 from lorax_server.kernels.cpu.attention import CpuAttention
+from lorax_server.kernels.cpu.graph import BufferPool, CpuGraph, Recording
 from lorax_server.kernels.cpu.library import Library
 from lorax_server.kernels.cpu.linear import CpuLinears
 from lorax_server.kernels.cpu.norm import CpuNorms
-from lorax_server.kernels.cpu.program import BufferPool, CpuGraph, Recording
 from lorax_server.kernels.cpu.sampling import CpuSampling
-from lorax_server.kernels.cpu.structs import plan_lora
-from lorax_server.kernels.ops import ChooseRows
+from lorax_server.kernels.cpu.structs import refresh_lora_plan
+from lorax_server.kernels.ops import SampleTokens
 
 
 class CpuOps(CpuAttention, CpuLinears, CpuNorms, CpuSampling):
-    """The ops, on all threads of torch."""
+    """CPU ops. Kernels use `torch.get_num_threads()` threads."""
 
     def __init__(self, library: Library | None = None) -> None:
-        """Load the library of this CPU, if none is given; an error says why there is none."""
+        """Load the library for this CPU unless one is given. Raise `LibraryUnavailableError` if there is no library."""
         self._library = library or Library()
 
     records_graphs = True
     max_lora_rank: int | None = None
-    choose_rows: ChooseRows | None = None
+    sample_tokens: SampleTokens | None = None
 
-    # Adapters of embeddings, and those with token rows of their own at the head, which are rare.
+    # Reference fallbacks for rare adapters: embeddings, and LM heads with adapter-specific token rows.
     add_lora = staticmethod(reference.add_lora)
     adapt_embedding = staticmethod(reference.adapt_embedding)
-    plan_lora = staticmethod(plan_lora)
-    prepare = staticmethod(reference.prepare)  # there is nothing to compile
+    refresh_lora_plan = staticmethod(refresh_lora_plan)
+    prepare = staticmethod(reference.prepare)  # native kernels need no compilation at run time
 
     @property
     def has_fast_bfloat16(self) -> bool:
@@ -40,7 +40,7 @@ class CpuOps(CpuAttention, CpuLinears, CpuNorms, CpuSampling):
         return CpuRecorder(self, max_rows)
 
     def record(self, run: Callable[[], torch.Tensor], rows: int, buffers: BufferPool) -> CpuGraph:
-        """Record as `Recorder` says, with buffers of the caller."""
+        """Record a run as documented in `Recorder.record`, with the caller's buffers."""
         library, recording = self._library, Recording(self._library, buffers, rows)
         self._library = recording.library
         try:
@@ -52,7 +52,7 @@ class CpuOps(CpuAttention, CpuLinears, CpuNorms, CpuSampling):
 
 
 class CpuRecorder:
-    """A recorder whose graphs share one pool of buffers."""
+    """A recorder whose graphs share one buffer pool."""
 
     def __init__(self, ops: CpuOps, max_rows: int) -> None:
         self._ops = ops

@@ -1,1 +1,1 @@
-"""Kernels in CUDA C++ for Hopper GPUs: a linear and the LoRA of its rows in one launch."""
+"""CUDA C++ kernels for Hopper GPUs. A linear layer and its LoRA run as one fused kernel."""

@@ -1,24 +1,23 @@
-"""The arguments of the kernels: structs with the fields of their namesakes in CUDA, and the constants that both share.
+"""Kernel arguments (ctypes mirrors of the CUDA structs) and constants shared by Python and CUDA.
 
-Every source asserts that its struct has these fields at these places, and gets the constants from here: a field or a
-number that differs is an error of the compiler.
+Every CUDA source receives these constants and asserts the layout of its struct, so a mismatch is a compile error.
 """
 
 import ctypes
 from typing import Any
 
 from lorax_server.kernels.ops import MAX_RANK, Field
-from lorax_server.kernels.sampling import MAX_LISTED, MAX_VOCAB, RAW, ROW, SAMPLED, WATERMARK
+from lorax_server.kernels.sampling import MAX_ALTERNATIVES, MAX_VOCAB, RAW, ROW_PARAMS_DTYPE, SAMPLED, WATERMARK
 
-MAP_BYTES = 128  # of a tensor map
-MAX_SLICES = 3  # targets of a linear
-THREADS = 288  # of a linear
-PLAN_THREADS = 256  # as many as a plan may have rows
+MAP_BYTES = 128  # CUDA tensor map
+MAX_SLICES = 3  # target modules per linear layer
+THREADS = 288  # per block of the linear kernel
+PLAN_THREADS = 256  # equals the maximum number of rows in a plan
 PROMPT_THREADS = 256
-CHOOSE_THREADS = 1024
-ITEM_RANKS, PART_RANKS = 16, 64  # pieces of a rank, which are shrunk and expanded
-SEGMENT = 256  # tokens of a row that are summed up together
-STRETCH, MAX_SPLITS = 256, 32  # cached tokens that are attended to together, and their most of a sequence
+SAMPLE_THREADS = 1024
+ITEM_RANKS, PART_RANKS = 16, 64  # ranks per work item of shrink and expand
+SEGMENT_TOKENS = 256  # tokens per partial sum
+SPLIT_TOKENS, MAX_SPLITS = 256, 32  # KV split size, and maximum splits per sequence
 
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 _Fields = list[tuple[str, Any]]
@@ -28,8 +27,8 @@ def _fields(kind: Any, names: str) -> _Fields:
     return [(name, kind) for name in names.split()]
 
 
-class Args(ctypes.Structure):
-    """Of a linear with LoRA, and of LoRA alone."""
+class LinearArgs(ctypes.Structure):
+    """Arguments of the fused linear kernel and of the LoRA-only kernel."""
 
     _fields_ = [
         *_fields(ctypes.c_ubyte * (2 * MAP_BYTES), "a"),
@@ -41,7 +40,7 @@ class Args(ctypes.Structure):
         *_fields(
             INT, "slices x_stride y_stride M T max_items max_parts target num_targets lora_blocks steps early zero"
         ),
-        ("_fill", ctypes.c_ubyte * 60),  # up to a multiple of its alignment
+        ("_padding", ctypes.c_ubyte * 60),  # to a multiple of the alignment
     ]
 
 
@@ -63,7 +62,7 @@ class GateArgs(ctypes.Structure):
     _fields_ = [*_fields(POINTER, "gate_up out"), *_fields(INT, "n")]
 
 
-class PromptArgs(ctypes.Structure):
+class PromptLoraArgs(ctypes.Structure):
     _fields_ = [
         *_fields(POINTER, "v buffer bias y out tiles table"),
         *_fields(INT, "target num_targets y_stride slices room"),
@@ -71,7 +70,7 @@ class PromptArgs(ctypes.Structure):
     ]
 
 
-class SumArgs(ctypes.Structure):
+class SumPartsArgs(ctypes.Structure):
     _fields_ = [
         *_fields(POINTER, "parts v adapters table scales"),
         *_fields(INT, "num_parts tokens slices room target num_targets"),
@@ -95,14 +94,16 @@ class DecodePlanArgs(ctypes.Structure):
 
 class DecodeArgs(ctypes.Structure):
     _fields_ = [
-        *_fields(POINTER, "k_cache v_cache q k v out cos sin slots tables entries num_entries sums masses counters"),
+        *_fields(
+            POINTER, "k_cache v_cache q k v out cos sin slots tables entries num_entries sums softmax_stats counters"
+        ),
         *_fields(ctypes.c_int64, "q_token k_token v_token angle_token table_stride"),
-        *_fields(INT, "q_head k_head v_head half kv_heads sharing block_size block_shift"),
+        *_fields(INT, "q_head k_head v_head half kv_heads heads_per_kv block_size block_shift"),
         *_fields(FLOAT, "scale k_scale v_scale soft_cap"),
     ]
 
 
-class ChooseArgs(ctypes.Structure):
+class SampleArgs(ctypes.Structure):
     _fields_ = [
         *_fields(
             POINTER, "logits params lengths prompt_lengths tokens changed counts changed_rows entry_ids entry_values"
@@ -118,12 +119,12 @@ CONSTANTS: dict[str, int] = {
     "FIELDS": len(Field),
     **{f"FIELD_{field.name}": int(field) for field in Field},
     **{"THREADS": THREADS, "PLAN_THREADS": PLAN_THREADS, "PROMPT_THREADS": PROMPT_THREADS},
-    **{"ITEM_RANKS": ITEM_RANKS, "PART_RANKS": PART_RANKS, "STRETCH": STRETCH, "MAX_SPLITS": MAX_SPLITS},
+    **{"ITEM_RANKS": ITEM_RANKS, "PART_RANKS": PART_RANKS, "SPLIT_TOKENS": SPLIT_TOKENS, "MAX_SPLITS": MAX_SPLITS},
     **{
-        "CHOOSE_THREADS": CHOOSE_THREADS,
-        "SEGMENT": SEGMENT,
-        "MAX_SEGMENTS": MAX_VOCAB // SEGMENT,
-        "LISTED": MAX_LISTED,
+        "SAMPLE_THREADS": SAMPLE_THREADS,
+        "SEGMENT_TOKENS": SEGMENT_TOKENS,
+        "MAX_SEGMENTS": MAX_VOCAB // SEGMENT_TOKENS,
+        "MAX_LISTED_TOKENS": MAX_ALTERNATIVES,
     },
     **{"SAMPLED": SAMPLED, "RAW": RAW, "WATERMARK": WATERMARK},
 }
@@ -133,20 +134,22 @@ def write_constants() -> str:
     return "\n".join(f"constexpr int {name} = {value};" for name, value in CONSTANTS.items())
 
 
-def check_layout(struct: type[ctypes.Structure]) -> str:
-    """Write assertions that the struct of this name in CUDA has these fields at these places, and no others."""
+def assert_layout(struct: type[ctypes.Structure]) -> str:
+    """Return static assertions that the CUDA struct has the same fields, offsets and size."""
     places = {field[0]: getattr(struct, field[0]).offset for field in struct._fields_ if not field[0].startswith("_")}
     return _write_assertions(struct.__name__, ctypes.sizeof(struct), places)
 
 
-def check_rows() -> str:
-    """Write the same assertions for the parameters of a row."""
-    assert ROW.fields is not None
-    return _write_assertions("RowParams", ROW.itemsize, {name: place[1] for name, place in ROW.fields.items()})
+def assert_row_params_layout() -> str:
+    """Return the same assertions for `RowParams`."""
+    assert ROW_PARAMS_DTYPE.fields is not None
+    return _write_assertions(
+        "RowParams", ROW_PARAMS_DTYPE.itemsize, {name: place[1] for name, place in ROW_PARAMS_DTYPE.fields.items()}
+    )
 
 
 def _write_assertions(name: str, size: int, places: dict[str, int]) -> str:
-    # NVRTC has no `offsetof`; this is how its front end spells it.
+    # NVRTC has no `offsetof`; `__INTADDR__` is the built-in equivalent.
     offsets = {f"__INTADDR__(&(({name}*)0)->{field})": at for field, at in places.items()}
     checks = {f"sizeof({name})": size, **offsets}
     reason = f"Python has another layout of {name}"

@@ -1,7 +1,6 @@
-"""Compile CUDA C++ without a CUDA toolkit, and keep the machine code on disk.
+"""Compile CUDA C++ with NVRTC, and cache the cubins on disk.
 
-A kernel is compiled by NVRTC, a library that torch brings. That takes seconds, so the result is kept in a folder, under
-a name made of all that it depends on.
+NVRTC ships with torch, so no CUDA toolkit is needed. The cache key is a hash of architecture, NVRTC version and source.
 """
 
 from collections.abc import Iterable
@@ -11,34 +10,34 @@ from pathlib import Path
 from cuda.bindings import nvrtc
 from cuda.core import Program, ProgramOptions
 
-from lorax_server.files.kept import keep, kept_folder, make_name, read_kept
+from lorax_server.files.disk_cache import cache_folder, load, make_key, store
 
-COMPILING_THREADS = 16
+COMPILE_THREADS = 16
 
 
 class Compiler:
-    """Compiles sources for one kind of GPU, e.g. `sm_90a`."""
+    """Compiles sources for one GPU architecture, for example `sm_90a`."""
 
     def __init__(self, arch: str, folder: Path | None = None) -> None:
         self._arch = arch
-        self._folder = folder or kept_folder("kernels")
-        self.num_compiled = 0  # the others were on disk
+        self._folder = folder or cache_folder("kernels")
+        self.num_compiled = 0  # without cache hits
 
     def compile_all(self, sources: Iterable[str]) -> list[bytes]:
-        """Compile several sources at once."""
-        with ThreadPoolExecutor(COMPILING_THREADS) as threads:
+        """Compile several sources in parallel."""
+        with ThreadPoolExecutor(COMPILE_THREADS) as threads:
             return list(threads.map(self.compile, sources))
 
     def compile(self, source: str) -> bytes:
         path = self._folder / f"{self._key(source)}.cubin"
-        cubin = read_kept(path)
+        cubin = load(path)
         if cubin is None:
             options = ProgramOptions(std="c++17", arch=self._arch, disable_warnings=True)
             cubin = bytes(Program(source, "c++", options).compile("cubin").code)
             self.num_compiled += 1
-            keep(path, cubin)
+            store(path, cubin)
         return cubin
 
     def _key(self, source: str) -> str:
         version = ".".join(map(str, nvrtc.nvrtcVersion()[1:]))
-        return make_name(self._arch, version, source)
+        return make_key(self._arch, version, source)

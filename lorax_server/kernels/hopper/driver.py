@@ -1,4 +1,4 @@
-"""Load kernels and launch them, and describe tensors to the copy engine."""
+"""Load and launch CUDA kernels, and create tensor maps for the TMA copy engine."""
 
 import ctypes
 import logging
@@ -18,22 +18,22 @@ logger = logging.getLogger(__name__)
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """Return what a call of the driver returned, or raise its error."""
+    """Return the driver call's result. Raise `EngineError` if the call failed."""
     error, *values = result
     if error != driver.CUresult.CUDA_SUCCESS:
-        raise EngineError(f"the CUDA driver answers {error.name}")
+        raise EngineError(f"CUDA driver error: {error.name}")
     return values[0] if values else None
 
 
 class Kernel:
-    """A kernel on one device, launched by one thread at a time: launches share their descriptions."""
+    """A loaded kernel on one device. Not thread-safe: launches share their launch configs."""
 
     def __init__(self, device: torch.device, cubin: bytes, name: str, shared_bytes: int) -> None:
         index: int | None = device.index
         self._index = torch.cuda.current_device() if index is None else index
         self._module = check(driver.cuModuleLoadData(cubin))
         self._function = check(driver.cuModuleGetFunction(self._module, name.encode()))
-        self._configs = [_describe_launch(shared_bytes, early) for early in (False, True)]
+        self._configs = [_make_launch_config(shared_bytes, early) for early in (False, True)]
         if shared_bytes:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
@@ -45,8 +45,11 @@ class Kernel:
         args: Sequence[ctypes.Structure | ctypes.Array[Any]],
         early: bool,
     ) -> None:
-        """Launch on torch's current stream; `early`: while the one in front runs, for which the kernel itself waits."""
-        if torch._C._cuda_getDevice() != self._index:  # the driver would refuse
+        """Launch on torch's current stream.
+
+        With `early`, the kernel starts before the previous kernel finishes (programmatic dependent launch).
+        """
+        if torch._C._cuda_getDevice() != self._index:  # the driver requires the current device
             with torch.cuda.device(self._index):
                 return self.launch(blocks, threads, args, early)
         config = self._configs[early]
@@ -57,8 +60,8 @@ class Kernel:
         check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
 
 
-def _describe_launch(shared_bytes: int, early: bool) -> driver.CUlaunchConfig:
-    """Describe a launch but for its grid, its threads and its stream. To make one takes longer than to launch."""
+def _make_launch_config(shared_bytes: int, early: bool) -> driver.CUlaunchConfig:
+    """Return a launch config without grid, threads and stream. Creating a config takes longer than a launch."""
     config = driver.CUlaunchConfig()
     config.gridDimZ = config.blockDimY = config.blockDimZ = 1
     config.sharedMemBytes = shared_bytes
@@ -71,30 +74,33 @@ def _describe_launch(shared_bytes: int, early: bool) -> driver.CUlaunchConfig:
 
 
 class Kernels:
-    """The kernels of one device, compiled when they are first asked for, or before."""
+    """The kernels of one device, compiled on first use or in advance by `compile`."""
 
     def __init__(self, device: torch.device) -> None:
         properties = torch.cuda.get_device_properties(device)
-        torch.zeros(1, device=device)  # makes the context that the driver needs
+        torch.zeros(1, device=device)  # creates the CUDA context
         self.device = device
         self._compiler = Compiler(f"sm_{properties.major}{properties.minor}a")
         self._loaded: dict[Variant, Kernel] = {}
 
     def get(self, variant: Variant) -> Kernel:
         if variant not in self._loaded:
-            logger.info("a CUDA kernel is compiled late: %s", variant)
+            logger.info("compiling a CUDA kernel on first use: %s", variant)
             self._load(variant, self._compiler.compile(variant.source))
         return self._loaded[variant]
 
     def compile(self, variants: Iterable[Variant]) -> None:
-        """Compile several kernels at once, so that no request waits for them."""
+        """Compile kernels in parallel before the first request."""
         start, before = time.monotonic(), self._compiler.num_compiled
         missing = [variant for variant in variants if variant not in self._loaded]
         for variant, cubin in zip(missing, self._compiler.compile_all(v.source for v in missing), strict=True):
             self._load(variant, cubin)
         seconds, compiled = time.monotonic() - start, self._compiler.num_compiled - before
         logger.info(
-            "CUDA kernels: %d in %.1f s, %d of them compiled, the others on disk", len(missing), seconds, compiled
+            "loaded %d CUDA kernels in %.1f s (%d compiled, the rest from the disk cache)",
+            len(missing),
+            seconds,
+            compiled,
         )
 
     def _load(self, variant: Variant, cubin: bytes) -> None:
@@ -103,15 +109,15 @@ class Kernels:
 
 
 def matrix_map(matrix: torch.Tensor, rows: int) -> bytes:
-    """Describe boxes of `rows` x 64 of a matrix."""
+    """Return a tensor map with boxes of `rows` x 64 elements."""
     return tensor_map(matrix, (matrix.shape[1], matrix.shape[0]), (matrix.stride(0) * matrix.itemsize,), (64, rows))
 
 
-def factor_maps(buffer: torch.Tensor, stride: int, width: int) -> bytes:
-    """Describe boxes of 16, and of 8, rows x `width` anywhere in a flat buffer, the rows `stride` elements apart.
+def lora_factor_maps(buffer: torch.Tensor, stride: int, width: int) -> bytes:
+    """Return tensor maps with boxes of 16 and of 8 rows x `width` in a flat buffer, with row stride `stride`.
 
-    The dimensions overlap: a box begins at any 64 elements, and its rows reach `15 * stride` further. The buffer ends
-    with that much room after the last factor.
+    The dimensions overlap: a box starts at any multiple of 64 elements and extends `15 * stride` elements further. The
+    buffer has that much padding after the last factor.
     """
     lines = (buffer.numel() - 15 * stride) // 64
     return b"".join(
@@ -121,7 +127,7 @@ def factor_maps(buffer: torch.Tensor, stride: int, width: int) -> bytes:
 
 
 def tensor_map(tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
-    """Describe boxes of a tensor of these sizes, innermost first. Strides are in bytes, the innermost one left out."""
+    """Return a tensor map. `sizes` and `box` are innermost first; `strides` are in bytes, without the innermost."""
     kinds = driver.CUtensorMapDataType
     kind = {
         torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,

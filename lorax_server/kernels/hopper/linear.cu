@@ -1,11 +1,11 @@
-// y = x W^T + bias, with each row's adapter, in one launch.
+// Fused linear layer: y = x W^T + bias, with the adapter of each row, in one kernel.
 //
-// The first blocks do LoRA, into D. The others multiply 128 columns each: W is the tall operand of the MMA, up to ROWS
-// rows of x the other one. A cluster of CLUSTER blocks shares 128 columns, each with a part of K; then each finishes
-// 128 / CLUSTER of them, adding the parts in their order, then bias and D, then the adapter's factor and shift.
-// Weights are fetched before the kernel waits for the one before it.
+// The first blocks compute LoRA into D. Each other block multiplies 128 columns: W is the tall WGMMA operand, up to ROWS rows
+// of x are the narrow operand. A cluster of CLUSTER blocks shares 128 columns, split along K; each block then finishes
+// 128 / CLUSTER columns: it adds the partial sums in order, bias and D, and applies the adapter's factor and shift.
+// Weights are prefetched before the previous kernel finishes.
 
-// What the matrix instruction reads: 128-byte rows, swizzled.
+// WGMMA descriptor for swizzled 128-byte rows.
 DEVICE u64 descriptor(u32 address) { return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62); }
 
 template <int ROWS, int STAGES>
@@ -15,7 +15,7 @@ struct Pipeline {
   DEVICE Pipeline(u8* shared) : w(shared_address(shared)), x(w + STAGES * W_BYTES), full(x + STAGES * X_BYTES), empty(full + STAGES * 8) {}
   DEVICE void init() {
     for (int s = 0; s < STAGES; s++) { init_barrier(full + s * 8, 1); init_barrier(empty + s * 8, 4); }
-    publish_barriers();
+    fence_barriers();
   }
   DEVICE void fetch_w(const TensorMap* map, int stage, int k, int column) {
     expect_bytes(full + stage * 8, W_BYTES + X_BYTES);
@@ -25,10 +25,10 @@ struct Pipeline {
 };
 
 template <int ROWS, int STAGES>
-DEVICE void fetch_product(Pipeline<ROWS, STAGES>& line, const TensorMap* w, const TensorMap* x, const Args& p, int column, int first, int steps) {
+DEVICE void fetch_product(Pipeline<ROWS, STAGES>& line, const TensorMap* w, const TensorMap* x, const LinearArgs& p, int column, int first, int steps) {
   const int ahead = steps < STAGES ? steps : STAGES;
   for (int s = 0; s < ahead; s++) line.fetch_w(w, s, first + s, column);
-  if (p.early) wait_for_kernel_before();
+  if (p.early) wait_for_previous_kernel();
   for (int s = 0; s < ahead; s++) line.fetch_x(x, s, first + s);
   for (int i = ahead, s = 0, phase = 0; i < steps; i++) {
     wait_barrier(line.empty + s * 8, phase);
@@ -36,12 +36,12 @@ DEVICE void fetch_product(Pipeline<ROWS, STAGES>& line, const TensorMap* w, cons
     line.fetch_x(x, s, first + i);
     if (++s == STAGES) { s = 0; phase ^= 1; }
   }
-  if (p.early == 3) let_next_kernel_start();
+  if (p.early == 3) launch_dependents();
 }
 
 template <class Number, int ROWS, int STAGES>
 DEVICE void multiply_product(Pipeline<ROWS, STAGES>& line, float* part, int steps) {
-  constexpr int STRIDE = 132;  // of a row of the parts: 128 columns, and room against bank conflicts
+  constexpr int STRIDE = 132;  // row stride of the sums: 128 columns, padded against bank conflicts
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   float sums[2][ROWS / 2];
 #pragma unroll
@@ -61,7 +61,7 @@ DEVICE void multiply_product(Pipeline<ROWS, STAGES>& line, float* part, int step
     if (++s == STAGES) { s = 0; phase ^= 1; }
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  sync_threads<4, 128>();  // the ring is read to its end, and becomes the place of the sums
+  sync_threads<4, 128>();  // the ring is no longer read; its memory now holds the sums
   const int g = lane >> 2, c = lane & 3;
 #pragma unroll
   for (int h = 0; h < 2; h++)
@@ -88,16 +88,16 @@ template <class Number> DEVICE Four load_four(const u16* from) {
   return {{a.x, a.y, b.x, b.y}};
 }
 
-// Four outputs of one row: what is added to the product, and how it is scaled and shifted.
+// Finish four outputs of one row: add bias and D, then apply factor and shift.
 template <class Number, bool LORA>
-DEVICE void finish_outputs(const Args& p, float4 product, int row, int column, int slice) {
+DEVICE void finish_outputs(const LinearArgs& p, float4 product, int row, int column, int slice) {
   Four y = {{product.x, product.y, product.z, product.w}};
   const i64 at = (i64)row * p.y_stride + column;
   if (p.bias) y.add(load_four<Number>(p.bias + column));
   if (LORA) {
     const int has = p.flags[slice * p.T + row];
     if (has & HAS_LORA)
-      for (int part = 0; part <= has / MORE_PARTS; part++) y.add(load_four<Number>(p.d + (i64)part * D_ROWS * p.y_stride + at));
+      for (int part = 0; part <= has / EXTRA_PART; part++) y.add(load_four<Number>(p.d + (i64)part * DELTA_ROWS * p.y_stride + at));
     if (has & (HAS_FACTOR | HAS_SHIFT)) {
       const i64* fields = p.table + ((i64)p.adapters[row] * p.num_targets + p.target + slice) * FIELDS;
       const int within = column - (slice > 0 ? p.N[0] : 0) - (slice > 1 ? p.N[1] : 0);
@@ -109,35 +109,35 @@ DEVICE void finish_outputs(const Args& p, float4 product, int row, int column, i
 }
 
 template <class Number, int ROWS, int STAGES, int CLUSTER, bool LORA>
-DEVICE void linear(const TensorMap* w, const TensorMap* x, const Args& p) {
+DEVICE void linear(const TensorMap* w, const TensorMap* x, const LinearArgs& p) {
   extern __shared__ __align__(1024) u8 shared[];
   using Line = Pipeline<ROWS, STAGES>;
   constexpr int COLUMNS = 128 / CLUSTER, STRIDE = 132;
   static_assert(STRIDE * ROWS * 4 <= Line::RING, "the sums fit in the ring");
   if (LORA && (int)blockIdx.x < p.lora_blocks) {
-    if (p.early == 2) let_next_kernel_start();
+    if (p.early == 2) launch_dependents();
     lora<Number, (Line::RING > 150000 ? 1024 : 512), Line::RING, false>(p, shared, blockIdx.x);
-    if (threadIdx.x == 0 && *p.num_tiles) signal(p.counters + 1);
+    if (threadIdx.x == 0 && *p.num_tiles) increment(p.counters + 1);
     return;
   }
   Line line(shared);
   const int warp = threadIdx.x >> 5, block = blockIdx.x - (LORA ? p.lora_blocks : 0);
   const int part_number = CLUSTER == 1 ? 0 : block % CLUSTER, tile = block / CLUSTER * 128;
   const int first = part_number * p.steps, all = (p.K + 63) / 64, steps = min(p.steps, all - first);
-  if (threadIdx.x == COMPUTING) line.init();
+  if (threadIdx.x == COMPUTE_THREADS) line.init();
   __syncthreads();
-  if (p.early == 2) let_next_kernel_start();
+  if (p.early == 2) launch_dependents();
   float* part = (float*)shared;  // [row][STRIDE]
-  if (threadIdx.x == COMPUTING) fetch_product(line, w, x, p, tile, first, steps);
+  if (threadIdx.x == COMPUTE_THREADS) fetch_product(line, w, x, p, tile, first, steps);
   else if (warp < 4) multiply_product<Number>(line, part, steps);
   else if (LORA && threadIdx.x == 128 && *p.num_tiles) {
-    if (p.early) wait_for_kernel_before();  // it has the same counters, and may not have cleared them yet
-    await(p.counters + 1, p.lora_blocks);
-    leave_counters(p, gridDim.x - p.lora_blocks);
+    if (p.early) wait_for_previous_kernel();  // it uses the same counters, and may not have reset them yet
+    wait_for_count(p.counters + 1, p.lora_blocks);
+    reset_counters(p, gridDim.x - p.lora_blocks);
   }
-  __syncthreads();  // the sums are there, and D is complete
+  __syncthreads();  // sums and D are complete
   if (CLUSTER > 1) cluster_sync();
-  if (p.early) wait_for_kernel_before();  // every thread, before its first store
+  if (p.early) wait_for_previous_kernel();  // required in every thread before its first store
   const int width = p.N[0] + p.N[1] + p.N[2];
   for (int i = threadIdx.x; i < p.M * (COLUMNS / 4); i += THREADS) {
     const int row = i / (COLUMNS / 4), within = part_number * COLUMNS + i % (COLUMNS / 4) * 4, column = tile + within;
@@ -153,5 +153,5 @@ DEVICE void linear(const TensorMap* w, const TensorMap* x, const Args& p) {
     }
     finish_outputs<Number, LORA>(p, sum, row, column, (column >= p.N[0]) + (column >= p.N[0] + p.N[1] && p.N[2] > 0));
   }
-  if (CLUSTER > 1) cluster_sync();  // no block leaves while another one reads its parts
+  if (CLUSTER > 1) cluster_sync();  // keep shared memory alive until all blocks have read it
 }

@@ -1,4 +1,4 @@
-"""A linear with the LoRA of its rows in one launch, for up to 128 rows; LoRA alone after a product, for up to 256."""
+"""Launch fused linear layers with LoRA (up to 128 rows), and LoRA alone after a cuBLAS product (up to 256 rows)."""
 
 import ctypes
 import math
@@ -14,11 +14,11 @@ from lorax_server.kernels.hopper.arguments import (
     PART_RANKS,
     PLAN_THREADS,
     THREADS,
-    Args,
+    LinearArgs,
     PlanArgs,
 )
-from lorax_server.kernels.hopper.driver import Kernels, factor_maps, matrix_map
-from lorax_server.kernels.hopper.settings import LinearSetting, find_setting
+from lorax_server.kernels.hopper.driver import Kernels, lora_factor_maps, matrix_map
+from lorax_server.kernels.hopper.linear_settings import LinearLaunchSetting, find_setting
 from lorax_server.kernels.hopper.sources import (
     HEIGHTS,
     AddLoraVariant,
@@ -35,12 +35,12 @@ RECORD_BYTES = 32
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """The tiles and pieces of a batch, in fixed places on the device."""
+    """LoRA tiles and work items for one batch, at fixed device addresses."""
 
     rows: int
-    records: torch.Tensor  # [targets, rows] of each tile
-    items: torch.Tensor  # [targets, most] pieces of 16 ranks, which are shrunk
-    parts: torch.Tensor  # [targets, most] pieces of 64 ranks, which are expanded
+    records: torch.Tensor  # [targets, rows] one record per tile
+    items: torch.Tensor  # [targets, max_items] shrink work items of 16 ranks
+    parts: torch.Tensor  # [targets, max_parts] expand work items of 64 ranks
     num_items: torch.Tensor
     num_parts: torch.Tensor
     num_tiles: torch.Tensor
@@ -64,9 +64,9 @@ class LoraPlan:
 
 
 class FusedLinear:
-    """Launches the linears of one device, and has the memory that they share from launch to launch.
+    """Launches linear layers on one device, and owns their shared scratch memory.
 
-    One step at a time may be under way, on one stream: the counters, V and D are those of the launch that runs.
+    All launches share the counters, V and D: run one step at a time, on one stream.
     """
 
     def __init__(self, kernels: Kernels, dtype: torch.dtype) -> None:
@@ -80,8 +80,8 @@ class FusedLinear:
         self.counters = torch.zeros(3, dtype=torch.int32, device=device)
         self.low_rank = torch.empty(MAX_ROWS, MAX_SLICES * MAX_RANK, dtype=dtype, device=device)
 
-    def fits(self, weights: LinearWeights, targets: Sequence[LoraTarget]) -> bool:
-        """Return whether the kernels can do a linear: others are left to another implementation."""
+    def supports(self, weights: LinearWeights, targets: Sequence[LoraTarget]) -> bool:
+        """Return True if the fused kernel supports the layer. Otherwise cuBLAS and Triton are used."""
         outputs, inputs = weights.plain.shape
         widths = [target.columns.stop - target.columns.start for target in targets] or [outputs]
         return (
@@ -94,8 +94,8 @@ class FusedLinear:
             and all(width % 8 == 0 for width in widths)
         )
 
-    def can_add(self, out: torch.Tensor, targets: Sequence[LoraTarget]) -> bool:
-        """Return whether `add_lora` can add to this output: targets side by side from its first column on."""
+    def can_add_lora(self, out: torch.Tensor, targets: Sequence[LoraTarget]) -> bool:
+        """Return True if `add_lora` supports `out`: adjacent targets that start at the first column."""
         widths = [target.columns.stop - target.columns.start for target in targets]
         return (
             targets[0].columns.start == 0
@@ -106,7 +106,7 @@ class FusedLinear:
         )
 
     def variants(self, inputs: int, outputs: int, with_lora: bool) -> set[Variant]:
-        """List the kernels that a linear needs at all heights."""
+        """Return the kernel variants for a linear layer, for all batch heights."""
         variants: set[Variant] = {PlanVariant(), AddLoraVariant(self.dtype)} if with_lora else set()
         for height in HEIGHTS:
             setting = find_setting(inputs, outputs, height, self.num_sms)
@@ -114,10 +114,10 @@ class FusedLinear:
         return variants
 
     def plan(self, lora: LoraBatch) -> LoraPlan:
-        return lora.once("fused plan", lambda: self._make_plan(lora))
+        return lora.cached("fused plan", lambda: self._make_plan(lora))
 
-    def replan(self, lora: LoraBatch) -> None:
-        """Work out a batch's plan again, in the same places."""
+    def refresh_plan(self, lora: LoraBatch) -> None:
+        """Update the LoRA plan in place."""
         plan, num_targets = self.plan(lora), lora.table.shape[1]
         args = PlanArgs(
             lora.adapter_indices.data_ptr(),
@@ -141,7 +141,7 @@ class FusedLinear:
     def _make_plan(self, lora: LoraBatch) -> LoraPlan:
         plan = LoraPlan.allocate(len(lora.adapter_indices), lora.table.shape[1], self.device)
         lora.derived["fused plan"] = plan
-        self.replan(lora)
+        self.refresh_plan(lora)
         return plan
 
     def linear(
@@ -150,19 +150,19 @@ class FusedLinear:
         weights: LinearWeights,
         lora: LoraBatch | None,
         targets: Sequence[LoraTarget],
-        setting: LinearSetting | None = None,
+        setting: LinearLaunchSetting | None = None,
     ) -> torch.Tensor:
-        """Return the product of up to 128 rows, with all that their adapters change of it."""
+        """Return the output for up to 128 rows, with adapters applied."""
         rows, (outputs, inputs) = len(x), weights.plain.shape
         height = next(height for height in HEIGHTS if rows <= height)
         setting = setting or find_setting(inputs, outputs, height, self.num_sms)
         variant = self._variant(height, setting, lora is not None)
         out = torch.empty(rows, outputs, dtype=self.dtype, device=self.device)
         width = 1024 if height * 128 * setting.stages + 16384 * setting.stages > 150000 else 512
-        args = self._args(out, x, weights.bias, lora, targets, width)
+        args = self._make_args(out, x, weights.bias, lora, targets, width)
         args.lora_blocks = setting.lora_blocks
         args.steps = math.ceil(math.ceil(inputs / 64) / setting.cluster)
-        args.d = 0 if lora is None else self.reserve(outputs).data_ptr()
+        args.d = 0 if lora is None else self.reserve_deltas(outputs).data_ptr()
         args.early = setting.early if lora is None else setting.early_with_lora
         if weights not in self._weight_maps:
             self._weight_maps[weights] = matrix_map(weights.plain, 128)
@@ -174,12 +174,12 @@ class FusedLinear:
     def add_lora(
         self, out: torch.Tensor, x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget], early: int = 0
     ) -> None:
-        """Add LoRA of up to 256 rows to what another library has computed."""
-        args = self._args(out, x, None, lora, targets, 1024)
+        """Add LoRA for up to 256 rows to a product that cuBLAS computed."""
+        args = self._make_args(out, x, None, lora, targets, 1024)
         args.lora_blocks, args.early = self.num_sms, early
         self._kernels.get(AddLoraVariant(self.dtype)).launch(self.num_sms, THREADS, [args], early=early > 0)
 
-    def _args(
+    def _make_args(
         self,
         out: torch.Tensor,
         x: torch.Tensor,
@@ -187,15 +187,15 @@ class FusedLinear:
         lora: LoraBatch | None,
         targets: Sequence[LoraTarget],
         width: int,
-    ) -> Args:
-        args = Args(x=x.data_ptr(), y=out.data_ptr(), bias=0 if bias is None else bias.data_ptr())
+    ) -> LinearArgs:
+        args = LinearArgs(x=x.data_ptr(), y=out.data_ptr(), bias=0 if bias is None else bias.data_ptr())
         args.K, args.x_stride, args.y_stride, args.M = x.shape[1], x.stride(0), out.stride(0), len(x)
         args.N[0], args.slices = out.shape[1], 1
         if lora is None:
             return args
         plan, first = self.plan(lora), targets[0].index
         widths = [target.columns.stop - target.columns.start for target in targets]
-        maps = [self._maps(lora.buffer, stride, width) for stride in (x.shape[1], *widths)]
+        maps = [self._factor_maps_for(lora.buffer, stride, width) for stride in (x.shape[1], *widths)]
         ctypes.memmove(ctypes.addressof(args), b"".join(maps), len(maps) * 2 * MAP_BYTES)  # `a`, then `b`
         args.N[: len(widths)], args.slices = widths, len(widths)
         args.buffer, args.table = lora.buffer.data_ptr(), lora.table.data_ptr()
@@ -208,17 +208,17 @@ class FusedLinear:
         args.target, args.num_targets = first, lora.table.shape[1]
         return args
 
-    def reserve(self, outputs: int) -> torch.Tensor:
-        """Return the memory for LoRA's part of so many outputs, which all linears of that width share."""
+    def reserve_deltas(self, outputs: int) -> torch.Tensor:
+        """Return the LoRA output buffer D, shared by all linear layers with this number of outputs."""
         if outputs not in self.deltas:
             self.deltas[outputs] = torch.empty(MAX_PARTS * HEIGHTS[-1], outputs, dtype=self.dtype, device=self.device)
         return self.deltas[outputs]
 
-    def _maps(self, buffer: torch.Tensor, stride: int, width: int) -> bytes:
+    def _factor_maps_for(self, buffer: torch.Tensor, stride: int, width: int) -> bytes:
         key = (buffer.data_ptr(), buffer.numel(), stride, width)
         if key not in self._factor_maps:
-            self._factor_maps[key] = factor_maps(buffer, stride, width)
+            self._factor_maps[key] = lora_factor_maps(buffer, stride, width)
         return self._factor_maps[key]
 
-    def _variant(self, height: int, setting: LinearSetting, with_lora: bool) -> LinearVariant:
+    def _variant(self, height: int, setting: LinearLaunchSetting, with_lora: bool) -> LinearVariant:
         return LinearVariant(self.dtype, height, setting.stages, setting.cluster, with_lora)

@@ -1,24 +1,24 @@
-"""The op table on Hopper: CUDA C++ in half precision, from linears to sampling; Triton for all else."""
+"""All ops for Hopper GPUs: CUDA C++ kernels for half precision, Triton for other cases."""
 
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
-from lorax_server.kernels.hopper import prompt, sampling, small
-from lorax_server.kernels.hopper.decode import DecodeAttention
+from lorax_server.kernels.hopper import norm_gate, prompt_lora, sampling
+from lorax_server.kernels.hopper.decode_attention import DecodeAttention
 from lorax_server.kernels.hopper.driver import Kernels
 from lorax_server.kernels.hopper.linear import MAX_ROWS, FusedLinear
-from lorax_server.kernels.hopper.prefill import PrefillAttention
-from lorax_server.kernels.hopper.settings import LONG_STAGES
+from lorax_server.kernels.hopper.linear_settings import ONE_BLOCK_STAGES
+from lorax_server.kernels.hopper.prefill_attention import PrefillAttention
 from lorax_server.kernels.hopper.sources import (
     ACTIVATIONS,
+    CUDA_TYPES,
     HEIGHTS,
-    NUMBERS,
     GateVariant,
     LinearVariant,
     PlanVariant,
-    PromptVariant,
+    PromptLoraVariant,
     Variant,
 )
 from lorax_server.kernels.ops import (
@@ -31,47 +31,47 @@ from lorax_server.kernels.ops import (
     LoraTarget,
     PagedBatch,
 )
-from lorax_server.kernels.sampling import ChosenRows, RowBatch, RowInputs
-from lorax_server.kernels.triton import prefill
-from lorax_server.kernels.triton.cache import rotate_and_write
+from lorax_server.kernels.sampling import SampledTokens, SamplingBatch, SamplingInputs
+from lorax_server.kernels.triton import prefill_attention
+from lorax_server.kernels.triton.kv_cache import rotate_and_write
 from lorax_server.kernels.triton.ops import TritonOps
 
-FUSED_ROWS = HEIGHTS[-1]  # with adapters: above, cuBLAS and LoRA after it are faster
-FUSED_OUTPUTS = 65536  # with adapters: a head would need hundreds of megabytes of scratch memory
-PLAIN_ROWS = 64  # without: above, cuBLAS is faster
+MAX_FUSED_LORA_ROWS = HEIGHTS[-1]  # larger batches use cuBLAS and a separate LoRA kernel
+MAX_FUSED_LORA_OUTPUTS = 65536  # an LM head would need hundreds of megabytes of scratch memory
+MAX_FUSED_BASE_ROWS = 64  # without adapters; cuBLAS is faster for larger batches
 
 
 class HopperOps(TritonOps):
-    """The ops of one GPU."""
+    """Ops for one Hopper GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        """Compile two kernels, to find out here whether the others can be compiled."""
+        """Compile two kernels, so that compiler problems raise an error here."""
         super().__init__()
         self._kernels = Kernels(device)
         self._kernels.compile(
-            [PlanVariant(), LinearVariant(torch.bfloat16, HEIGHTS[0], LONG_STAGES[HEIGHTS[0]], 2, True)]
+            [PlanVariant(), LinearVariant(torch.bfloat16, HEIGHTS[0], ONE_BLOCK_STAGES[HEIGHTS[0]], 2, True)]
         )
         self._decode = DecodeAttention(self._kernels)
         self._prefill = PrefillAttention(self._kernels)
-        self._fused = {dtype: FusedLinear(self._kernels, dtype) for dtype in NUMBERS}
+        self._fused = {dtype: FusedLinear(self._kernels, dtype) for dtype in CUDA_TYPES}
 
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
         variants: set[Variant] = set()
         for weights in linears:
             fused = self._fused.get(weights.plain.dtype)
-            if fused is not None and fused.fits(weights, ()):
+            if fused is not None and fused.supports(weights, ()):
                 outputs, inputs = weights.plain.shape
                 variants |= fused.variants(inputs, outputs, with_lora)
-                if with_lora and outputs <= FUSED_OUTPUTS:
-                    fused.reserve(outputs)
-                variants.add(small.norm_variant(fused.dtype, inputs))
-        for dtype in {weights.plain.dtype for weights in linears} & NUMBERS.keys():
+                if with_lora and outputs <= MAX_FUSED_LORA_OUTPUTS:
+                    fused.reserve_deltas(outputs)
+                variants.add(norm_gate.norm_variant(fused.dtype, inputs))
+        for dtype in {weights.plain.dtype for weights in linears} & CUDA_TYPES.keys():
             variants |= {GateVariant(dtype, name) for name in ACTIVATIONS}
             if with_lora:
-                variants |= {PromptVariant(dtype, step) for step in ("sum_parts", "expand_prompt")}
-                variants |= {PromptVariant(dtype, "gate_prompt", name) for name in ACTIVATIONS}
-        for dtype in {weights.plain.dtype for weights in linears} & sampling.LOGITS.keys():
-            variants |= {sampling.SampleVariant(dtype, step) for step in ("change", "choose")}
+                variants |= {PromptLoraVariant(dtype, step) for step in ("sum_parts", "expand_prompt")}
+                variants |= {PromptLoraVariant(dtype, "gate_prompt", name) for name in ACTIVATIONS}
+        for dtype in {weights.plain.dtype for weights in linears} & sampling.LOGITS_CUDA_TYPES.keys():
+            variants |= {sampling.SampleVariant(dtype, step) for step in ("apply_penalties", "sample")}
         self._kernels.compile(sorted(variants, key=str))
 
     def attend(
@@ -85,18 +85,18 @@ class HopperOps(TritonOps):
         spec: AttentionSpec,
     ) -> torch.Tensor:
         is_decode = batch.cu_seqlens is None
-        if spec.slopes is not None:  # the kernels here have none
+        if spec.slopes is not None:  # ALiBi is not supported by the CUDA kernels
             return super().attend(q, k, v, angles, cache, batch, spec)
-        if not len(q) or not (is_decode or batch.stores_all) or not self._decode.fits(q, k, v, cache, batch):
+        if not len(q) or not (is_decode or batch.stores_all) or not self._decode.supports(q, k, v, cache, batch):
             return super().attend(q, k, v, angles, cache, batch, spec)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if is_decode:
             self._decode(out, q, k, v, angles, cache, batch, spec, stores=True)
             return out
         rotate_and_write(q, k, v, angles, cache, batch, spec)
-        attend_prompts = self._prefill if self._prefill.fits(q, cache, spec) else prefill.attend_prompts
-        attend_prompts(out, q, cache, batch, spec)
-        if batch.in_graph or batch.once("has singles", _has_singles, batch):
+        attend_prefill = self._prefill if self._prefill.supports(q, cache, spec) else prefill_attention.attend_prefill
+        attend_prefill(out, q, cache, batch, spec)
+        if batch.in_graph or batch.cached("has singles", _has_decode_rows, batch):
             self._decode(out, q, k, v, None, cache, batch, spec, stores=False)
         return out
 
@@ -104,12 +104,12 @@ class HopperOps(TritonOps):
         self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
     ) -> torch.Tensor:
         rows, fused = len(x), self._fused.get(x.dtype)
-        if not rows or fused is None or not x.is_contiguous() or not fused.fits(weights, targets):
+        if not rows or fused is None or not x.is_contiguous() or not fused.supports(weights, targets):
             return super().linear(x, weights, lora, targets)
         if rows > MAX_ROWS:
             return self._prompt_linear(x, weights, lora, targets)
-        is_wide = lora is not None and weights.plain.shape[0] > FUSED_OUTPUTS
-        if rows <= (PLAIN_ROWS if lora is None else FUSED_ROWS) and not is_wide:
+        is_wide = lora is not None and weights.plain.shape[0] > MAX_FUSED_LORA_OUTPUTS
+        if rows <= (MAX_FUSED_BASE_ROWS if lora is None else MAX_FUSED_LORA_ROWS) and not is_wide:
             return fused.linear(x, weights, lora, targets)
         out = F.linear(x, weights.plain, weights.bias)
         if lora is not None:
@@ -123,7 +123,7 @@ class HopperOps(TritonOps):
         if lora is None or not lora.has_low_rank(targets):
             out = F.linear(x, weights.plain, weights.bias)
         else:
-            out = prompt.linear(self._kernels, x, weights, lora, targets)
+            out = prompt_lora.linear(self._kernels, x, weights, lora, targets)
         if lora is not None:
             self.scale_and_shift(out, lora, targets)
         return out
@@ -138,11 +138,11 @@ class HopperOps(TritonOps):
     ) -> torch.Tensor:
         fused = self._fused.get(x.dtype)
         can_gate = activation.name in ACTIVATIONS and weights.plain.shape[0] % 16 == 0
-        if not len(x) or fused is None or not can_gate or not fused.fits(weights, targets):
+        if not len(x) or fused is None or not can_gate or not fused.supports(weights, targets):
             return super().gated_linear(x, weights, activation, lora, targets)
         if len(x) > MAX_ROWS and lora is not None and len(targets) == 2 and lora.changes(targets):
-            return prompt.gated_linear(self._kernels, x, weights, activation.name, lora, targets)
-        return small.gate(self._kernels, self.linear(x, weights, lora, targets), activation.name)
+            return prompt_lora.gated_linear(self._kernels, x, weights, activation.name, lora, targets)
+        return norm_gate.gate(self._kernels, self.linear(x, weights, lora, targets), activation.name)
 
     def rms_norm(
         self,
@@ -154,28 +154,28 @@ class HopperOps(TritonOps):
         targets: Sequence[LoraTarget] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         fused = self._fused.get(x.dtype)
-        is_narrow = weight.dtype == x.dtype  # the kernel here reads no others
-        if not (is_narrow and 0 < len(x) <= MAX_ROWS) or fused is None or not small.can_norm(x, residual):
+        is_narrow = weight.dtype == x.dtype  # the CUDA kernel requires the dtype of x
+        if not (is_narrow and 0 < len(x) <= MAX_ROWS) or fused is None or not norm_gate.can_norm(x, residual):
             return super().rms_norm(x, residual, weight, eps, lora, targets)
         adapters = (lora, fused.plan(lora), targets[0]) if lora is not None and targets else None
-        return small.rms_norm(self._kernels, x, residual, weight, eps, adapters)
+        return norm_gate.rms_norm(self._kernels, x, residual, weight, eps, adapters)
 
     def add_lora(self, out: torch.Tensor, x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
         fused = self._fused.get(x.dtype)
-        if 0 < len(x) <= MAX_ROWS and fused is not None and x.is_contiguous() and fused.can_add(out, targets):
+        if 0 < len(x) <= MAX_ROWS and fused is not None and x.is_contiguous() and fused.can_add_lora(out, targets):
             fused.add_lora(out, x, lora, targets)
         else:
             super().add_lora(out, x, lora, targets)
 
-    def choose_rows(self, batch: RowBatch, inputs: RowInputs) -> ChosenRows:
-        return sampling.choose_rows(self._kernels, batch, inputs)
+    def sample_tokens(self, batch: SamplingBatch, inputs: SamplingInputs) -> SampledTokens:
+        return sampling.sample_tokens(self._kernels, batch, inputs)
 
-    def plan_lora(self, lora: LoraBatch, current: LoraBatch) -> None:
+    def refresh_lora_plan(self, lora: LoraBatch, current: LoraBatch) -> None:
         if len(lora.adapter_indices) <= MAX_ROWS and lora.buffer.dtype in self._fused:
-            self._fused[lora.buffer.dtype].replan(lora)
-        super().plan_lora(lora, current)
+            self._fused[lora.buffer.dtype].refresh_plan(lora)
+        super().refresh_lora_plan(lora, current)
 
 
-def _has_singles(batch: PagedBatch) -> bool:
-    """Return whether any sequence has one new token."""
+def _has_decode_rows(batch: PagedBatch) -> bool:
+    """Return True if any sequence has exactly one new token."""
     return 1 in batch.read_lengths().inputs

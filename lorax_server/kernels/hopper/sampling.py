@@ -1,49 +1,49 @@
-"""Launch the kernels that choose tokens."""
+"""Launch the sampling kernels."""
 
 from dataclasses import dataclass
 
 import torch
 
-from lorax_server.kernels.hopper.arguments import CHOOSE_THREADS, ChooseArgs, check_rows
+from lorax_server.kernels.hopper.arguments import SAMPLE_THREADS, SampleArgs, assert_row_params_layout
 from lorax_server.kernels.hopper.driver import Kernels
-from lorax_server.kernels.hopper.sources import NUMBERS, read_source, write_kernel
-from lorax_server.kernels.sampling import ChosenRows, RowBatch, RowInputs
+from lorax_server.kernels.hopper.sources import CUDA_TYPES, read_source, write_kernel
+from lorax_server.kernels.sampling import SampledTokens, SamplingBatch, SamplingInputs
 
-LOGITS = {**NUMBERS, torch.float32: "Float32"}
-SHARED_BYTES = 50 * 1024  # at least those of `Shared` of rows.cu
+LOGITS_CUDA_TYPES = {**CUDA_TYPES, torch.float32: "Float32"}
+SAMPLE_SHARED_BYTES = 50 * 1024  # at least the size of `Shared` in score_rows.cu
 
 
 @dataclass(frozen=True)
 class SampleVariant:
-    """A step of sampling by logits of a type: `change` scores by penalties, or `choose` tokens."""
+    """A sampling kernel for one logits dtype. `step` is `apply_penalties` or `sample`."""
 
     dtype: torch.dtype
     step: str
-    shared_bytes: int = SHARED_BYTES
+    shared_bytes: int = SAMPLE_SHARED_BYTES
 
     @property
     def source(self) -> str:
-        call = write_kernel("CHOOSE_THREADS", ChooseArgs, f"{self.step}<{LOGITS[self.dtype]}>(p);")
-        parts = map(read_source, ("prelude.cu", "rows.cu", "select.cu", "sampling.cu"))
-        return "\n".join((*parts, check_rows(), call))
+        call = write_kernel("SAMPLE_THREADS", SampleArgs, f"{self.step}<{LOGITS_CUDA_TYPES[self.dtype]}>(p);")
+        parts = map(read_source, ("primitives.cu", "score_rows.cu", "token_selection.cu", "sampling.cu"))
+        return "\n".join((*parts, assert_row_params_layout(), call))
 
 
-def choose_rows(kernels: Kernels, batch: RowBatch, inputs: RowInputs) -> ChosenRows:
-    """Choose a token for each row. The host waits for nothing."""
-    inputs = RowInputs(*(None if each is None else _in_rows(each) for each in inputs))  # type: ignore[arg-type]
-    logits = inputs.logits if inputs.logits.dtype in LOGITS else inputs.logits.float()
+def sample_tokens(kernels: Kernels, batch: SamplingBatch, inputs: SamplingInputs) -> SampledTokens:
+    """Sample a token for each row, without synchronizing."""
+    inputs = SamplingInputs(*(None if each is None else _with_unit_stride(each) for each in inputs))  # type: ignore[arg-type]
+    logits = inputs.logits if inputs.logits.dtype in LOGITS_CUDA_TYPES else inputs.logits.float()
     rows, vocab = logits.shape
     device, num_changed = logits.device, len(batch.changed_rows)
-    chosen = ChosenRows(
+    chosen = SampledTokens(
         torch.empty(rows, dtype=torch.int64, device=device),
         torch.empty(rows, device=device),
-        torch.zeros(batch.num_asking, batch.most, dtype=torch.int64, device=device),
-        torch.zeros(batch.num_asking, batch.most, device=device),
+        torch.zeros(batch.num_listed_rows, batch.most, dtype=torch.int64, device=device),
+        torch.zeros(batch.num_listed_rows, batch.most, device=device),
     )
     width = -(-vocab // 8) * 8
     changed = torch.empty(num_changed, width, device=device)
     counts = torch.empty(num_changed, width, dtype=torch.int32, device=device)
-    args = ChooseArgs(
+    args = SampleArgs(
         params=batch.params.data_ptr(),
         changed=changed.data_ptr(),
         counts=counts.data_ptr(),
@@ -63,12 +63,14 @@ def choose_rows(kernels: Kernels, batch: RowBatch, inputs: RowInputs) -> ChosenR
     if inputs.mask_words is not None:
         args.num_masks, args.mask_width = len(inputs.mask_words), inputs.mask_words.stride(0)
     if num_changed:
-        kernels.get(SampleVariant(logits.dtype, "change")).launch(num_changed, CHOOSE_THREADS, [args], early=False)
+        kernels.get(SampleVariant(logits.dtype, "apply_penalties")).launch(
+            num_changed, SAMPLE_THREADS, [args], early=False
+        )
     if rows:
-        kernels.get(SampleVariant(logits.dtype, "choose")).launch(rows, CHOOSE_THREADS, [args], early=False)
+        kernels.get(SampleVariant(logits.dtype, "sample")).launch(rows, SAMPLE_THREADS, [args], early=False)
     return chosen
 
 
-def _in_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose rows are plain; they may lie anywhere."""
+def _with_unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with unit stride in the last dimension."""
     return tensor if tensor.shape[-1] < 2 or tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,4 +1,4 @@
-"""The sources of the kernels' variants. Each variant is compiled on its own, when a model needs it."""
+"""CUDA sources of kernel variants. Each variant is compiled separately, when a model needs it."""
 
 import ctypes
 import re
@@ -10,44 +10,44 @@ from typing import Protocol
 import torch
 
 from lorax_server.kernels.hopper.arguments import (
-    Args,
     GateArgs,
+    LinearArgs,
     NormArgs,
     PlanArgs,
-    PromptArgs,
-    SumArgs,
-    check_layout,
+    PromptLoraArgs,
+    SumPartsArgs,
+    assert_layout,
     write_constants,
 )
 
-NUMBERS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+CUDA_TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 ACTIVATIONS = {"silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh", "relu": "Relu"}
 GATE_THREADS = 256
-PROMPT_COLUMNS = 512  # of a block
-HEIGHTS = (8, 16, 32, 64, 128)  # rows of x that a product is made for
-TILE_BYTES = 128 * 128  # 128 columns of 64 weights
-SHARED_BYTES = 227 * 1024  # that a block may have
-TWO_BLOCKS_BYTES = 113 * 1024  # that each of two blocks on a processor may have
-LORA_BYTES = 150 * 1024  # of shared memory for LoRA alone
+PROMPT_COLUMNS = 512  # per block
+HEIGHTS = (8, 16, 32, 64, 128)  # maximum batch rows of each linear variant
+TILE_BYTES = 128 * 128  # 128 columns x 64 weights x 2 bytes
+MAX_SHARED_BYTES = 227 * 1024  # per block
+TWO_BLOCKS_SHARED_BYTES = 113 * 1024  # per block, with two blocks per SM
+ADD_LORA_SHARED_BYTES = 150 * 1024  # shared memory of the LoRA-only kernel
 
 
 class Variant(Protocol):
-    """One kernel, compiled on its own. Variants of a kind with equal fields are equal, and hashable."""
+    """One kernel, compiled separately. Variants are hashable and compare by their fields."""
 
     @property
     def shared_bytes(self) -> int:
-        """The dynamic shared memory of a block."""
+        """Dynamic shared memory per block."""
         ...
 
     @property
     def source(self) -> str:
-        """The text of one kernel, and of all that it calls."""
+        """Complete CUDA source of the kernel."""
         ...
 
 
 @dataclass(frozen=True)
 class LinearVariant:
-    """The product of up to `height` rows, with or without LoRA beside it."""
+    """A linear layer for up to `height` rows, with or without LoRA."""
 
     dtype: torch.dtype
     height: int
@@ -61,22 +61,22 @@ class LinearVariant:
 
     @property
     def blocks_per_sm(self) -> int:
-        return 2 if 2 * self.shared_bytes <= SHARED_BYTES else 1
+        return 2 if 2 * self.shared_bytes <= MAX_SHARED_BYTES else 1
 
     @property
     def source(self) -> str:
         lora = "true" if self.with_lora else "false"
-        arguments = f"{NUMBERS[self.dtype]}, {self.height}, {self.stages}, {self.cluster}, {lora}"
+        arguments = f"{CUDA_TYPES[self.dtype]}, {self.height}, {self.stages}, {self.cluster}, {lora}"
         return "\n".join(
             (
-                read_source("prelude.cu"),
+                read_source("primitives.cu"),
                 read_source("lora.cu"),
-                _wgmma(self.height),
+                _write_wgmma(self.height),
                 read_source("linear.cu"),
-                check_layout(Args),
+                assert_layout(LinearArgs),
                 f'extern "C" __global__ void __cluster_dims__({self.cluster}) '
                 f"__launch_bounds__(THREADS, {self.blocks_per_sm}) linear_kernel(const __grid_constant__ TensorMap w, "
-                "const __grid_constant__ TensorMap x, const __grid_constant__ Args p) {",
+                "const __grid_constant__ TensorMap x, const __grid_constant__ LinearArgs p) {",
                 f"  linear<{arguments}>(&w, &x, p);",
                 "}",
             )
@@ -85,35 +85,35 @@ class LinearVariant:
 
 @dataclass(frozen=True)
 class AddLoraVariant:
-    """LoRA alone, added to what another library has computed."""
+    """LoRA alone, added to a cuBLAS product."""
 
     dtype: torch.dtype
 
     @property
     def shared_bytes(self) -> int:
-        return LORA_BYTES
+        return ADD_LORA_SHARED_BYTES
 
     @property
     def source(self) -> str:
-        call = write_kernel("THREADS, 1", Args, f"add_lora<{NUMBERS[self.dtype]}>(p);")
-        return "\n".join((read_source("prelude.cu"), read_source("lora.cu"), call))
+        call = write_kernel("THREADS, 1", LinearArgs, f"add_lora<{CUDA_TYPES[self.dtype]}>(p);")
+        return "\n".join((read_source("primitives.cu"), read_source("lora.cu"), call))
 
 
 @dataclass(frozen=True)
 class PlanVariant:
-    """The plan of a batch, which LoRA follows."""
+    """The LoRA plan kernel."""
 
     shared_bytes: int = 0
 
     @property
     def source(self) -> str:
-        parts = map(read_source, ("prelude.cu", "lora.cu", "plan.cu"))
-        return "\n".join((*parts, check_layout(PlanArgs)))
+        parts = map(read_source, ("primitives.cu", "lora.cu", "lora_plan.cu"))
+        return "\n".join((*parts, assert_layout(PlanArgs)))
 
 
 @dataclass(frozen=True)
 class NormVariant:
-    """The norm of rows, of which a thread has some times eight elements."""
+    """RMSNorm. Each thread handles `chunks` x 8 elements."""
 
     dtype: torch.dtype
     chunks: int
@@ -121,8 +121,8 @@ class NormVariant:
 
     @property
     def source(self) -> str:
-        call = write_kernel("1024", NormArgs, f"rms_norm<{NUMBERS[self.dtype]}, {self.chunks}>(p);")
-        return "\n".join((read_source("prelude.cu"), read_source("lora.cu"), read_source("small.cu"), call))
+        call = write_kernel("1024", NormArgs, f"rms_norm<{CUDA_TYPES[self.dtype]}, {self.chunks}>(p);")
+        return "\n".join((read_source("primitives.cu"), read_source("lora.cu"), read_source("norm_gate.cu"), call))
 
 
 @dataclass(frozen=True)
@@ -135,14 +135,14 @@ class GateVariant:
 
     @property
     def source(self) -> str:
-        call = f"gate<{NUMBERS[self.dtype]}, {ACTIVATIONS[self.activation]}>(p);"
+        call = f"gate<{CUDA_TYPES[self.dtype]}, {ACTIVATIONS[self.activation]}>(p);"
         kernel = write_kernel(str(GATE_THREADS), GateArgs, call)
-        return "\n".join((read_source("prelude.cu"), read_source("lora.cu"), read_source("small.cu"), kernel))
+        return "\n".join((read_source("primitives.cu"), read_source("lora.cu"), read_source("norm_gate.cu"), kernel))
 
 
 @dataclass(frozen=True)
-class PromptVariant:
-    """A step of the LoRA of prompts: `sum_parts`, `expand_prompt`, or `gate_prompt` with an activation."""
+class PromptLoraVariant:
+    """A prompt LoRA kernel. `step` is `sum_parts`, `expand_prompt`, or `gate_prompt` with an activation."""
 
     dtype: torch.dtype
     step: str
@@ -151,21 +151,21 @@ class PromptVariant:
 
     @property
     def source(self) -> str:
-        types = NUMBERS[self.dtype] + (f", {ACTIVATIONS[self.activation]}" if self.activation else "")
-        args = SumArgs if self.step == "sum_parts" else PromptArgs
-        parts = map(read_source, ("prelude.cu", "lora.cu", "small.cu", "prompt.cu"))
+        types = CUDA_TYPES[self.dtype] + (f", {ACTIVATIONS[self.activation]}" if self.activation else "")
+        args = SumPartsArgs if self.step == "sum_parts" else PromptLoraArgs
+        parts = map(read_source, ("primitives.cu", "lora.cu", "norm_gate.cu", "prompt_lora.cu"))
         return "\n".join((*parts, write_kernel("PROMPT_THREADS, 2", args, f"{self.step}<{types}>(p);")))
 
 
 def write_kernel(bounds: str, args: type[ctypes.Structure], call: str) -> str:
-    """Write the kernel of a variant, which calls a function of its source, and is named after it."""
+    """Return a kernel that executes `call`. The kernel name is the function name plus `_kernel`."""
     name = re.split(r"\W", call, maxsplit=1)[0] + "_kernel"
     head = f'extern "C" __global__ void __launch_bounds__({bounds}) {name}(const __grid_constant__ {args.__name__} p)'
-    return f"{check_layout(args)}\n{head} {{ {call} }}"
+    return f"{assert_layout(args)}\n{head} {{ {call} }}"
 
 
 def find_kernel(source: str) -> str:
-    """Return the name of the kernel of a source, under which profilers show it."""
+    """Return the kernel name in `source`, as shown by profilers."""
     (name,) = re.findall(r"(\w+_kernel)\(const __grid_constant__", source)
     return str(name)
 
@@ -173,11 +173,11 @@ def find_kernel(source: str) -> str:
 @cache
 def read_source(name: str) -> str:
     text = (files("lorax_server.kernels.hopper") / name).read_text()
-    return f"{write_constants()}\n{text}" if name == "prelude.cu" else text
+    return f"{write_constants()}\n{text}" if name == "primitives.cu" else text
 
 
-def _wgmma(height: int) -> str:
-    """Write the instruction that multiplies 64 columns of W by `height` rows of x, which names all its registers."""
+def _write_wgmma(height: int) -> str:
+    """Return the WGMMA function for 64 columns of W and `height` rows of x, with explicit registers."""
     count = height // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))

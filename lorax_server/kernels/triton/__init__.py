@@ -1,1 +1,1 @@
-"""The op table in Triton, for GPUs. Only the modules of this folder import triton."""
+"""Triton kernels for NVIDIA GPUs. Only this package imports triton."""

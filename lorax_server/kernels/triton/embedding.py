@@ -1,11 +1,11 @@
-"""Embeddings: one launch for whatever adapters change of the rows that were looked up."""
+"""Embedding adapters: one launch applies every adapter weight to the base embedding rows."""
 
 import torch
 import triton
 import triton.language as tl
 
 from lorax_server.kernels.ops import EmbeddingTarget, Field, LoraBatch
-from lorax_server.kernels.triton.products import (
+from lorax_server.kernels.triton.lora_math import (
     ALIGNMENT,
     RANK,
     RANKS,
@@ -17,7 +17,7 @@ from lorax_server.kernels.triton.products import (
     multiply,
     scale_and_shift_tile,
 )
-from lorax_server.kernels.triton.tiles import DECODE_HEIGHT, DECODE_ROWS, decode_tiles, prompt_tiles
+from lorax_server.kernels.triton.lora_tiles import DECODE_HEIGHT, DECODE_ROWS, decode_tiles, prompt_tiles
 
 BLOCK_N = 128
 ROW_IDS = tl.constexpr(int(Field.ROW_IDS))
@@ -28,7 +28,7 @@ NUM_NEW_ROWS = tl.constexpr(int(Field.NUM_NEW_ROWS))
 
 
 def adapt_embedding(out: torch.Tensor, ids: torch.Tensor, lora: LoraBatch, target: EmbeddingTarget) -> None:
-    """Launch over tiles of 16 rows: of a decode step as many as there may be, of a prompt as many as there are."""
+    """Launch over tiles of 16 rows. For decode steps the grid is the maximum, since tiles are listed on the device."""
     (tokens, width), vocab = out.shape, target.vocab
     if not tokens:
         return
@@ -62,24 +62,24 @@ def _adapt_embedding(
     at = out + (first + place).to(tl.int64)[:, None] * stride + columns[None, :]
     value = tl.load(at, mask=mask, other=0.0)
     position, has_row = _find_row(buffer, fields, local)
-    value = _replace(value, buffer, tl.load(fields + ROWS), position, has_row & is_row, columns, WIDTH)
+    value = _replace_rows(value, buffer, tl.load(fields + ROWS), position, has_row & is_row, columns, WIDTH)
     is_held = (local >= 0) & (local < num_held) & is_row
     scale = tl.load(scales + adapter * num_targets + target)
-    total = value.to(tl.float32) + _multiply_factors(buffer, fields, scale, local, is_held, columns, WIDTH, INTERPRETED)
+    total = value.to(tl.float32) + _multiply_lora(buffer, fields, scale, local, is_held, columns, WIDTH, INTERPRETED)
     value = scale_and_shift_tile(total, buffer, fields, columns, WIDTH).to(value.dtype)
     if HAS_NEW:
         num_new = tl.load(fields + NUM_NEW_ROWS)
         new = tl.maximum(tl.minimum(token - vocab_size, num_new - 1), 0)
         is_new = (token >= vocab_size) & (num_new > 0) & is_row
-        value = _replace(value, buffer, tl.load(fields + NEW_ROWS), new, is_new, columns, WIDTH)
+        value = _replace_rows(value, buffer, tl.load(fields + NEW_ROWS), new, is_new, columns, WIDTH)
     tl.store(at, value, mask=mask)
 
 
 @triton.jit
 def _find_row(buffer, fields, local):
-    """Look for tokens among the ascending ids of the rows that an adapter has. Return their places, and who is there.
+    """Binary-search tokens in the adapter's sorted row IDs. Return the positions, and whether each token was found.
 
-    Ids are int32 that the buffer carries bit by bit.
+    The IDs are int32 values stored in the adapter buffer.
     """
     remaining = tl.load(fields + NUM_ROWS).to(tl.int32)
     row_ids = (buffer + tl.load(fields + ROW_IDS)).to(tl.pointer_type(tl.int32), bitcast=True)
@@ -94,16 +94,16 @@ def _find_row(buffer, fields, local):
 
 
 @triton.jit
-def _replace(value, buffer, offset, position, is_there, columns, WIDTH: tl.constexpr):
-    """Return `value`, with rows of a table of the adapter's where it has them."""
+def _replace_rows(value, buffer, offset, position, is_there, columns, WIDTH: tl.constexpr):
+    """Return `value` with the rows at `is_there` replaced by adapter rows."""
     at = buffer + tl.multiple_of(offset, ALIGNMENT) + position.to(tl.int64)[:, None] * WIDTH + columns[None, :]
     row = tl.load(at, mask=is_there[:, None] & (columns < WIDTH)[None, :], other=0.0)
     return tl.where(is_there[:, None], row, value)
 
 
 @triton.jit
-def _multiply_factors(buffer, fields, scale, local, is_held, columns, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return the scaled products of the tokens' rows of A with B; zeros for tokens that other ranks hold."""
+def _multiply_lora(buffer, fields, scale, local, is_held, columns, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return the scaled `A[token] @ B`; zeros for tokens on other ranks."""
     rank = tl.load(fields + RANK).to(tl.int32)
     a = buffer + tl.load(fields + A)
     b = buffer + tl.multiple_of(tl.load(fields + B), ALIGNMENT)

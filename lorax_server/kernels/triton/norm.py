@@ -1,4 +1,4 @@
-"""Norms and rotation. One program normalises a row, or a few narrow ones, or rotates some heads of one token."""
+"""Norms and RoPE. One program normalizes one row (or several narrow rows), or rotates a few heads of one token."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +11,8 @@ from lorax_server.kernels.ops import Field, LoraBatch, LoraTarget
 
 FACTOR, SHIFT = tl.constexpr(int(Field.FACTOR)), tl.constexpr(int(Field.SHIFT))
 ELEMENTS_PER_WARP = 1024
-ELEMENTS_PER_PROGRAM = 1024  # at least: narrow rows share a program
-ROTATED_AT_ONCE = 1024  # pairs of one program
+MIN_ELEMENTS_PER_PROGRAM = 1024  # narrow rows share a program
+MAX_ROTATED_PAIRS = 1024  # per program
 
 
 def rms_norm(
@@ -24,8 +24,8 @@ def rms_norm(
     targets: Sequence[LoraTarget] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x.stride(-1) != 1 or (residual is not None and (residual.shape != x.shape or residual.stride(-1) != 1)):
-        raise ValueError("rms_norm needs rows without gaps, and a residual of the same shape")
-    adapters, constants = _choose(x, eps, lora, targets)
+        raise ValueError("rms_norm needs rows with unit stride, and a residual with the shape of x")
+    adapters, constants = _kernel_args(x, eps, lora, targets)
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(normed)
     if not normed.numel():
@@ -50,8 +50,8 @@ def layer_norm(
     targets: Sequence[LoraTarget] = (),
 ) -> torch.Tensor:
     if x.stride(-1) != 1:
-        raise ValueError("layer_norm needs rows without gaps")
-    adapters, constants = _choose(x, x, lora, targets)
+        raise ValueError("layer_norm needs rows with unit stride")
+    adapters, constants = _kernel_args(x, x, lora, targets)
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not normed.numel():
         return normed
@@ -66,10 +66,10 @@ def layer_norm(
     return normed
 
 
-def _choose(
+def _kernel_args(
     x: torch.Tensor, unread: torch.Tensor, lora: LoraBatch | None, targets: Sequence[LoraTarget]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a kernel's arguments about adapters, and its constants."""
+    """Return the adapter arguments and the compile-time constants."""
     target = _find_target(x, targets) if lora is not None else None
     adapters: tuple[Any, ...] = (unread, unread, unread, 0, 0, 0)
     if lora is not None and target is not None:
@@ -77,7 +77,7 @@ def _choose(
         adapters = lora.adapter_indices, lora.table, lora.buffer, target.index, *strides
     size = x.shape[-1]
     block = triton.next_power_of_2(size)
-    rows = max(1, ELEMENTS_PER_PROGRAM // block)
+    rows = max(1, MIN_ELEMENTS_PER_PROGRAM // block)
     return adapters, {
         "HAS_TARGET": target is not None,
         "HEADS": x.shape[1] if x.dim() == 3 else 1,
@@ -89,17 +89,16 @@ def _choose(
 
 
 def _find_target(x: torch.Tensor, targets: Sequence[LoraTarget]) -> LoraTarget | None:
-    """Return the one target of a norm, whose vectors are as wide as a row."""
+    """Return the norm's target. Raise `ValueError` if it does not cover whole rows."""
     if not targets:
         return None
     (target,) = targets
     if x.dim() != 2 or range(x.shape[1])[target.columns] != range(x.shape[1]):
-        raise ValueError(f"an adapter scales whole rows of a norm, not columns {target.columns} of {tuple(x.shape)}")
+        raise ValueError(f"a norm target must cover whole rows (got columns {target.columns} of {tuple(x.shape)})")
     return target
 
 
-# Layers differ in `target_index`, and the runner's small tensors lie anywhere in a larger one: neither must choose a
-# kernel.
+# `target_index` differs between layers, and the alignment of small tensors varies. Neither must trigger recompilation.
 UNSPECIALIZED = ["adapter_indices", "table", "target_index", "table_adapter", "table_target", "num_rows"]
 
 
@@ -115,7 +114,7 @@ def _rms_kernel(
     dtype: tl.constexpr = x.dtype.element_ty
     token, head = rows // HEADS, rows % HEADS
     wide = tl.load(x + token * x_token + head * x_head + columns, mask=mask, other=0.0).to(tl.float32)
-    # Loaded before the sum is waited for, which all else depends on.
+    # Load early, to overlap with the reduction.
     factor = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
     small = tl.load(eps)
     if HAS_RESIDUAL:
@@ -162,7 +161,7 @@ def _layer_kernel(
 
 @triton.jit
 def _find_rows(BLOCK: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
-    """Return a program's rows as a column, and all columns as a row."""
+    """Return the program's row indices as a column vector, and all column indices as a row vector."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     return rows[:, None], tl.arange(0, BLOCK)[None, :]
 
@@ -176,7 +175,7 @@ def _find_fields(
     table_adapter: tl.tensor,
     target_at: tl.tensor,
 ) -> tl.tensor:
-    """Return where the table says of each token's adapter what it has here; a norm with adapters has no heads."""
+    """Return pointers to the table fields of each token's adapter. Norms with adapters have one head per token."""
     return table + tl.load(adapter_indices + token, mask=token < num_rows, other=0) * table_adapter + target_at
 
 
@@ -192,11 +191,11 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     num_tokens, num_heads, _ = x.shape
     half = cos.shape[-1]
     if x.stride(2) != 1 or cos.stride() != sin.stride() or (half > 1 and cos.stride(1) != 1):
-        raise ValueError("rotary needs heads and angles without gaps")
+        raise ValueError("rotary needs heads and angles with unit stride")
     if not x.numel() or not half:
         return
     block = triton.next_power_of_2(half)
-    heads = min(triton.next_power_of_2(num_heads), max(1, ROTATED_AT_ONCE // block))
+    heads = min(triton.next_power_of_2(num_heads), max(1, MAX_ROTATED_PAIRS // block))
     _rotary_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
         x,
         cos,
@@ -234,17 +233,17 @@ def _rotary_kernel(
 def rotate(
     x: tl.tensor, cos: tl.tensor, sin: tl.tensor, mask: tl.tensor, HALF: tl.constexpr, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """Rotate heads of one token in place, and return their halves. `x` and `mask` have a row for each head."""
+    """Rotate heads of one token in place, and return both halves. `x` and `mask` have one row per head."""
     pairs = tl.arange(0, BLOCK)[None, :]
     dtype: tl.constexpr = x.dtype.element_ty
-    turns = pairs < HALF
-    c = tl.load(cos + pairs, mask=turns, other=0.0).to(dtype).to(tl.float32)
-    s = tl.load(sin + pairs, mask=turns, other=0.0).to(dtype).to(tl.float32)
-    first = tl.load(x + pairs, mask=mask & turns, other=0.0).to(tl.float32)
-    second = tl.load(x + HALF + pairs, mask=mask & turns, other=0.0).to(tl.float32)
-    # Each product by a cosine is rounded before the other is added, as in the reference.
-    turned = ((first * c).to(dtype).to(tl.float32) - second * s).to(dtype)
-    turned_second = ((second * c).to(dtype).to(tl.float32) + first * s).to(dtype)
-    tl.store(x + pairs, turned, mask=mask & turns)
-    tl.store(x + HALF + pairs, turned_second, mask=mask & turns)
-    return turned, turned_second
+    is_rotated = pairs < HALF
+    c = tl.load(cos + pairs, mask=is_rotated, other=0.0).to(dtype).to(tl.float32)
+    s = tl.load(sin + pairs, mask=is_rotated, other=0.0).to(dtype).to(tl.float32)
+    first = tl.load(x + pairs, mask=mask & is_rotated, other=0.0).to(tl.float32)
+    second = tl.load(x + HALF + pairs, mask=mask & is_rotated, other=0.0).to(tl.float32)
+    # Round the cosine product before adding, as the reference does.
+    rotated_first = ((first * c).to(dtype).to(tl.float32) - second * s).to(dtype)
+    rotated_second = ((second * c).to(dtype).to(tl.float32) + first * s).to(dtype)
+    tl.store(x + pairs, rotated_first, mask=mask & is_rotated)
+    tl.store(x + HALF + pairs, rotated_second, mask=mask & is_rotated)
+    return rotated_first, rotated_second

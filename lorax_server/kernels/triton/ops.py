@@ -1,7 +1,7 @@
-"""The op table in Triton. Up to `DECODE_ROWS` tokens are a decode step, more are a prompt; nothing else decides.
+"""All ops in Triton. LoRA uses the decode kernels for up to `DECODE_ROWS` tokens and the prompt kernels for more.
 
-A decode step reads only the device's tensors, so it can be captured in a graph and replayed with other adapters. A
-prompt may read the host's side of a batch. One step is in flight at a time, on one stream: steps share their scratch.
+Decode kernels read only device tensors, so graphs can replay them with other adapters. Prompt kernels can use host
+fields. Steps share scratch memory: run one step at a time, on one stream.
 """
 
 from collections.abc import Sequence
@@ -14,30 +14,29 @@ from lorax_server.kernels.ops import (
     MAX_RANK,
     Activation,
     AttentionSpec,
-    ChooseRows,
     CosSin,
     LayerCache,
     LinearWeights,
     LoraBatch,
     LoraTarget,
     PagedBatch,
+    SampleTokens,
 )
-from lorax_server.kernels.triton import decode, gate, prompt, vectors
-from lorax_server.kernels.triton.attention import decode_attention
-from lorax_server.kernels.triton.cache import rotate_and_write
+from lorax_server.kernels.triton import decode_lora, gated_activation, prompt_lora, scale_shift
+from lorax_server.kernels.triton.decode_attention import decode_attention
 from lorax_server.kernels.triton.embedding import adapt_embedding
+from lorax_server.kernels.triton.kv_cache import rotate_and_write
+from lorax_server.kernels.triton.lora_tiles import DECODE_ROWS, refresh_decode_tiles, refresh_prompt_tiles
 from lorax_server.kernels.triton.norm import layer_norm, rms_norm
-from lorax_server.kernels.triton.prefill import prefill_attention
-from lorax_server.kernels.triton.tiles import DECODE_ROWS, plan_decode, plan_prompt
+from lorax_server.kernels.triton.prefill_attention import prefill_attention
 
 
 class TritonOps:
-    """The ops, and the scratch memory of decode steps.
+    """Triton ops, with scratch memory for decode steps.
 
-    A kernel is compiled when it is first called with a layer's widths, a dtype and a class of tokens; adapters, their
-    ranks and their number make no difference. So three forwards compile all of LoRA, if their adapters have low rank,
-    factors and rows at all targets: one of up to `DECODE_ROWS` tokens, one of up to `prompt.SHORT_PROMPT`, one of more.
-    The first of them compiles the gate of forwards without adapters too.
+    Triton compiles a kernel at its first call with new layer widths, dtype or tile sizes; adapters and ranks do not
+    matter. Three forward passes with adapters at all targets compile all LoRA kernels: with up to `DECODE_ROWS` tokens,
+    up to `prompt_lora.SHORT_PROMPT_TOKENS` tokens, and more.
     """
 
     def __init__(self) -> None:
@@ -46,13 +45,13 @@ class TritonOps:
     records_graphs = True
     has_fast_bfloat16 = True
     max_lora_rank: int | None = MAX_RANK
-    choose_rows: ChooseRows | None = None
+    sample_tokens: SampleTokens | None = None
     make_recorder = staticmethod(reference.make_recorder)
     make_linear = staticmethod(reference.make_linear)
-    look_up = staticmethod(reference.look_up)
+    look_up_rows = staticmethod(reference.look_up_rows)
     choose_greedy = staticmethod(reference.choose_greedy)
-    find_logprobs = staticmethod(reference.find_logprobs)
-    find_best = staticmethod(reference.find_best)
+    gather_logprobs = staticmethod(reference.gather_logprobs)
+    top_k_scores = staticmethod(reference.top_k_scores)
     rms_norm = staticmethod(rms_norm)
     layer_norm = staticmethod(layer_norm)
     adapt_embedding = staticmethod(adapt_embedding)
@@ -73,7 +72,7 @@ class TritonOps:
         return prefill_attention(q, k, v, cache, batch, spec)
 
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
-        """Compile nothing yet: Triton does when a kernel is first launched."""
+        """Return immediately: Triton compiles kernels at their first launch."""
 
     def linear(
         self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]
@@ -82,9 +81,9 @@ class TritonOps:
             return F.linear(x, weights.plain, weights.bias)
         if len(x) <= DECODE_ROWS:
             out = F.linear(x, weights.plain, weights.bias)
-            self._adapt_rows(out, x, lora, targets, with_vectors=True)
+            self._apply_adapters(out, x, lora, targets, with_vectors=True)
         else:
-            out = prompt.linear(x, weights, lora, targets)
+            out = prompt_lora.linear(x, weights, lora, targets)
             self.scale_and_shift(out, lora, targets)
         return out
 
@@ -96,29 +95,29 @@ class TritonOps:
         lora: LoraBatch | None,
         targets: Sequence[LoraTarget],
     ) -> torch.Tensor:
-        if lora is not None and len(x) > DECODE_ROWS and gate.can_fuse(weights, activation, targets):
+        if lora is not None and len(x) > DECODE_ROWS and gated_activation.can_fuse_gate(weights, activation, targets):
             if lora.has_low_rank(targets) or lora.has_vectors(targets):
-                return gate.gated_linear(x, weights, activation, lora, targets)
+                return gated_activation.gated_linear(x, weights, activation, lora, targets)
             lora = None
-        return gate.gate(self.linear(x, weights, lora, targets), activation)
+        return gated_activation.gate(self.linear(x, weights, lora, targets), activation)
 
     def add_lora(self, out: torch.Tensor, x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
         if 0 < len(x) <= DECODE_ROWS:
-            self._adapt_rows(out, x, lora, targets, with_vectors=False)
+            self._apply_adapters(out, x, lora, targets, with_vectors=False)
         elif lora.has_low_rank(targets):
-            prompt.expand(out, prompt.shrink(x, lora, targets), lora, targets, adds=True)
+            prompt_lora.expand(out, prompt_lora.shrink(x, lora, targets), lora, targets, adds=True)
 
     def scale_and_shift(self, out: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
         if lora.has_vectors(targets):
-            vectors.scale_and_shift(out, lora, targets)
+            scale_shift.scale_and_shift(out, lora, targets)
 
-    def plan_lora(self, lora: LoraBatch, current: LoraBatch) -> None:
+    def refresh_lora_plan(self, lora: LoraBatch, current: LoraBatch) -> None:
         if len(lora.adapter_indices) <= DECODE_ROWS:
-            plan_decode(lora)
+            refresh_decode_tiles(lora)
         else:
-            plan_prompt(lora, current)
+            refresh_prompt_tiles(lora, current)
 
-    def _adapt_rows(
+    def _apply_adapters(
         self,
         out: torch.Tensor,
         x: torch.Tensor,
@@ -129,5 +128,5 @@ class TritonOps:
     ) -> None:
         key = out.device, len(targets)
         if key not in self._scratch:
-            self._scratch[key] = decode.make_scratch(*key)
-        decode.adapt_rows(out, x, lora, targets, self._scratch[key], with_vectors=with_vectors)
+            self._scratch[key] = decode_lora.make_scratch(*key)
+        decode_lora.apply_adapters(out, x, lora, targets, self._scratch[key], with_vectors=with_vectors)

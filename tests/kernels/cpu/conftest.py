@@ -7,7 +7,7 @@ import torch
 
 from lorax_server.kernels.cpu.library import Library
 from lorax_server.kernels.cpu.ops import CpuOps
-from tests.kernels.cpu.emulated import build_emulated
+from tests.kernels.cpu.emulated_amx import build_emulated
 
 
 @pytest.fixture(scope="session")

@@ -48,4 +48,4 @@ def test_a_wrong_number_is_an_error(enum: str, member: str, monkeypatch: pytest.
 def test_structs_have_the_fields_of_their_declarations() -> None:
     assert [name for name, *_ in Lora._fields_][:3] == ["buffer", "table", "scales"]
     assert ctypes.sizeof(Lora) == 8 * 8
-    assert dict(abi.list_fields("Matrix"))["stored"] is ctypes.c_int32
+    assert dict(abi.struct_fields("Matrix"))["stored"] is ctypes.c_int32

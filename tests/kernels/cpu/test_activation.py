@@ -29,7 +29,7 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.
 
 
 def activate(library: Library, values: torch.Tensor, kind: Gate) -> torch.Tensor:
-    return CpuOps(library).open_gate(torch.cat([values, torch.ones_like(values)])[None], kind)[0]
+    return CpuOps(library).apply_gate(torch.cat([values, torch.ones_like(values)])[None], kind)[0]
 
 
 @pytest.mark.parametrize(("kind", "function"), KINDS)
@@ -38,12 +38,12 @@ def test_gate(kind: Gate, function: Function, dtype: torch.dtype, library: Libra
     for rows, width in [(0, 8), (1, 1), (1, 1536), (3, 5), (7, 67), (2, 3000)]:
         x = 3 * normal(rows, 2 * width, seed=width, dtype=dtype)
         left, right = x.double().chunk(2, dim=-1)
-        found = CpuOps(library).open_gate(x, kind)
+        found = CpuOps(library).apply_gate(x, kind)
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), function(left) * right, rtol=TOLERANCE[dtype], atol=2e-6)
         wide = torch.cat([x, x], dim=1)[:, : 2 * width]
-        assert torch.equal(CpuOps(library).open_gate(wide, kind), CpuOps(library).open_gate(x, kind))
-        assert torch.equal(CpuOps(library).open_gate(x.T.contiguous().T, kind), CpuOps(library).open_gate(x, kind))
+        assert torch.equal(CpuOps(library).apply_gate(wide, kind), CpuOps(library).apply_gate(x, kind))
+        assert torch.equal(CpuOps(library).apply_gate(x.T.contiguous().T, kind), CpuOps(library).apply_gate(x, kind))
 
 
 @pytest.mark.parametrize(("kind", "function"), KINDS)
@@ -63,18 +63,18 @@ def test_activations_at_the_ends(kind: Gate, function: Function, library: Librar
 
 def test_an_odd_number_has_no_halves(library: Library) -> None:
     with pytest.raises(ValueError, match="no two halves"):
-        CpuOps(library).open_gate(torch.zeros(2, 7), Gate.SILU)
+        CpuOps(library).apply_gate(torch.zeros(2, 7), Gate.SILU)
 
 
 def test_a_row_is_alone(library: Library) -> None:
     x = normal(9, 134, seed=1)
-    expected = CpuOps(library).open_gate(x, Gate.SILU)
+    expected = CpuOps(library).apply_gate(x, Gate.SILU)
     x[4] = math.nan
-    found = CpuOps(library).open_gate(x, Gate.SILU)
+    found = CpuOps(library).apply_gate(x, Gate.SILU)
     assert found[4].isnan().all()
     for row in (0, 3, 5, 8):
         assert torch.equal(found[row], expected[row])
-        assert torch.equal(CpuOps(library).open_gate(x[row : row + 1], Gate.SILU)[0], expected[row])
+        assert torch.equal(CpuOps(library).apply_gate(x[row : row + 1], Gate.SILU)[0], expected[row])
 
 
 @pytest.mark.usefixtures("restored_threads")
@@ -83,6 +83,6 @@ def test_threads_change_no_bit(dtype: torch.dtype, library: Library) -> None:
     x, found = normal(11, 5002, seed=1, dtype=dtype), []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        found.append(CpuOps(library).open_gate(x, Gate.GELU_TANH))
+        found.append(CpuOps(library).apply_gate(x, Gate.GELU_TANH))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from lorax_server.kernels import Activation, LinearWeights, LoraBatch, reference
 from lorax_server.kernels.cpu.ops import CpuOps
-from lorax_server.kernels.panels import PanelMatrix, cut_panels
+from lorax_server.kernels.panels import PanelMatrix, to_panels
 from tests.kernels.batches import Adapter, World, error, mix
 
 OPS = CpuOps()
@@ -134,7 +134,7 @@ def test_what_a_narrow_dtype_holds_exactly_takes_half_the_memory_and_changes_no_
     assert (narrow.weight.panels.dtype, wide.weight.panels.dtype) == (stored, torch.float32)
     assert torch.equal(narrow.plain, weight)
     # Whatever this CPU stores by itself, it multiplies by both.
-    cut = LinearWeights(cut_panels(weight, OPS._library.panel, (dtype,)))
+    cut = LinearWeights(to_panels(weight, OPS._library.panel, (dtype,)))
     assert isinstance(cut.weight, PanelMatrix)
     assert cut.weight.panels.dtype == dtype
     x, same = torch.randn(rows, 40), LinearWeights(replace(cut.weight, panels=cut.weight.panels.float()))
@@ -192,4 +192,4 @@ def test_what_does_not_fit_is_refused() -> None:
     assert isinstance(matrix, PanelMatrix)
     for row in (-1, len(matrix)):
         with pytest.raises(IndexError):
-            matrix.look_up(torch.tensor([0, row]))
+            matrix.look_up_rows(torch.tensor([0, row]))

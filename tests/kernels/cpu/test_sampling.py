@@ -25,7 +25,7 @@ def check(library: Library, logits: torch.Tensor) -> None:
     assert logprobs.dtype == torch.float32
     exact = logits.double().log_softmax(-1).gather(-1, expected[:, None]).squeeze(-1)
     torch.testing.assert_close(logprobs.double(), exact, rtol=2e-7, atol=1e-6, equal_nan=True)
-    same = CpuOps(library).find_logprobs(logits, token_ids[:, None])[:, 0]
+    same = CpuOps(library).gather_logprobs(logits, token_ids[:, None])[:, 0]
     assert torch.equal(same.view(torch.int32)[~same.isnan()], logprobs.view(torch.int32)[~logprobs.isnan()])
     assert torch.equal(same.isnan(), logprobs.isnan())
 
@@ -79,19 +79,19 @@ def test_log_probabilities_of_given_tokens(library: Library) -> None:
     logits[2, 4] = math.nan
     token_ids = torch.randint(9001, (4, 7), generator=torch.Generator().manual_seed(2))
     token_ids[1, :2] = torch.tensor([0, 9000])
-    found = CpuOps(library).find_logprobs(logits, token_ids)
+    found = CpuOps(library).gather_logprobs(logits, token_ids)
     expected = logits.double().log_softmax(-1).gather(-1, token_ids)
     torch.testing.assert_close(found.double(), expected, rtol=2e-7, atol=1e-6, equal_nan=True)
-    assert torch.equal(CpuOps(library).find_logprobs(logits, token_ids.T.contiguous().T)[0], found[0])
+    assert torch.equal(CpuOps(library).gather_logprobs(logits, token_ids.T.contiguous().T)[0], found[0])
     token_ids[0, 0], token_ids[3, 2] = -1, 9001
-    beyond = CpuOps(library).find_logprobs(logits, token_ids)
+    beyond = CpuOps(library).gather_logprobs(logits, token_ids)
     assert beyond[0, 0].isnan()
     assert beyond[3, 2].isnan()
     assert torch.equal(beyond[0, 1:], found[0, 1:])
     with pytest.raises(ValueError, match="int64"):
-        CpuOps(library).find_logprobs(logits, token_ids.int())
+        CpuOps(library).gather_logprobs(logits, token_ids.int())
     with pytest.raises(ValueError, match="4 rows"):
-        CpuOps(library).find_logprobs(logits, token_ids[:3])
+        CpuOps(library).gather_logprobs(logits, token_ids[:3])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,13 +100,13 @@ def test_log_probabilities_at_a_temperature(dtype: torch.dtype, library: Library
     logits[1, :8192] = NEVER
     token_ids = torch.arange(5).view(5, 1) + torch.tensor([0, 8990])
     temperatures = torch.tensor([1e-6, 0.5, 0.7, 1.0, 3.0])
-    found = CpuOps(library).find_logprobs(logits, token_ids, temperatures)
+    found = CpuOps(library).gather_logprobs(logits, token_ids, temperatures)
     expected = (logits.double() / temperatures[:, None].double()).log_softmax(-1).gather(-1, token_ids)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
-    assert torch.equal(found[3:4], CpuOps(library).find_logprobs(logits[3:4], token_ids[3:4]))
+    assert torch.equal(found[3:4], CpuOps(library).gather_logprobs(logits[3:4], token_ids[3:4]))
     for wrong in (temperatures[:4], temperatures.double()):
         with pytest.raises(ValueError, match="needs a temperature"):
-            CpuOps(library).find_logprobs(logits, token_ids, wrong)
+            CpuOps(library).gather_logprobs(logits, token_ids, wrong)
 
 
 def test_there_must_be_a_vocabulary(library: Library) -> None:
@@ -141,7 +141,7 @@ def test_threads_change_no_bit(dtype: torch.dtype, library: Library) -> None:
 def check_best(library: Library, logits: torch.Tensor, count: int) -> None:
     """Compare with a stable sort, in which a NaN comes first, and lower ids before higher ones."""
     expected, order = logits.float().sort(dim=-1, descending=True, stable=True)
-    best, token_ids = CpuOps(library).find_best(logits, count)
+    best, token_ids = CpuOps(library).top_k_scores(logits, count)
     assert torch.equal(token_ids, order[:, :count])
     torch.testing.assert_close(best, expected[:, :count], rtol=0, atol=0, equal_nan=True)
 
@@ -169,10 +169,10 @@ def test_the_best_wherever_they_lie(library: Library) -> None:
 
 def test_the_best_beside_a_nan(library: Library) -> None:
     logits = normal(3, 20001, seed=1)
-    expected = [CpuOps(library).find_best(logits[row : row + 1], 256) for row in range(3)]
+    expected = [CpuOps(library).top_k_scores(logits[row : row + 1], 256) for row in range(3)]
     logits[1, [5, 700, 20000]] = math.nan
     check_best(library, logits, 256)
-    scores, token_ids = CpuOps(library).find_best(logits, 256)
+    scores, token_ids = CpuOps(library).top_k_scores(logits, 256)
     for row in (0, 2):
         assert torch.equal(scores[row : row + 1], expected[row][0])
         assert torch.equal(token_ids[row : row + 1], expected[row][1])
@@ -181,7 +181,7 @@ def test_the_best_beside_a_nan(library: Library) -> None:
 def test_there_must_be_so_many(library: Library) -> None:
     for count in (0, 6):
         with pytest.raises(ValueError, match=f"no {count} best of 5"):
-            CpuOps(library).find_best(torch.zeros(2, 5), count)
+            CpuOps(library).top_k_scores(torch.zeros(2, 5), count)
 
 
 # --- masks
@@ -218,7 +218,7 @@ def make_masked(vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, torc
 def test_the_best_that_masks_allow(vocabulary: int, dtype: torch.dtype, library: Library) -> None:
     logits, words, numbers, seen = make_masked(vocabulary, dtype)
     count = min(vocabulary, 256)
-    best, token_ids = CpuOps(library).find_best(logits, count, words, numbers)
+    best, token_ids = CpuOps(library).top_k_scores(logits, count, words, numbers)
     expected, order = seen.sort(dim=-1, descending=True, stable=True)
     torch.testing.assert_close(best, expected[:, :count], rtol=0, atol=0, equal_nan=True)
     is_there = expected[:, :count] != NEVER
@@ -230,7 +230,7 @@ def test_the_best_that_masks_allow(vocabulary: int, dtype: torch.dtype, library:
 def test_log_probabilities_among_what_masks_allow(dtype: torch.dtype, library: Library) -> None:
     logits, words, numbers, seen = make_masked(5003, dtype)
     token_ids, temperatures = seen.argmax(-1, keepdim=True), torch.tensor([0.5, 0.7, 1.0, 1.0, 1.5, 1.0, 2.0])
-    found = CpuOps(library).find_logprobs(logits, token_ids, temperatures, words, numbers)
+    found = CpuOps(library).gather_logprobs(logits, token_ids, temperatures, words, numbers)
     expected = (seen.double() / temperatures[:, None].double()).log_softmax(-1).gather(-1, token_ids)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
@@ -239,6 +239,6 @@ def test_masks_that_are_too_few_are_refused(library: Library) -> None:
     logits, words, numbers, _ = make_masked(5003, torch.float32)
     for wrong in (words[:, :100], words[:3]):
         with pytest.raises(ValueError, match="too few for 5003 tokens"):
-            CpuOps(library).find_best(logits, 5, wrong, numbers)
+            CpuOps(library).top_k_scores(logits, 5, wrong, numbers)
     with pytest.raises(ValueError, match="masks of 7 rows"):
-        CpuOps(library).find_best(logits, 5, words, numbers[:6])
+        CpuOps(library).top_k_scores(logits, 5, words, numbers[:6])

@@ -23,7 +23,7 @@ def main() -> None:
         ops.linear(x, world.weights, None, ())
         ops.gated_linear(x, gated.weights, Activation("silu", F.silu), gated.batch(indices), gated.targets)
         ops.rms_norm(x, x, weight, eps, norms.batch(indices), norms.targets)
-        ops.plan_lora(batch, batch)
+        ops.refresh_lora_plan(batch, batch)
     torch.cuda.synchronize()
     print("all kernels ran")
 

@@ -86,7 +86,7 @@ def capture(run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torc
 
 def set_adapters(linear: FusedLinear, batch: LoraBatch, indices: Sequence[int]) -> None:
     batch.adapter_indices.copy_(torch.tensor(indices, dtype=torch.int32))
-    linear.replan(batch)
+    linear.refresh_plan(batch)
 
 
 @pytest.mark.parametrize("rows", [1, 13, 64, 128])

@@ -7,38 +7,38 @@ import pytest
 import torch
 
 from lorax_server.kernels.hopper import sources
-from lorax_server.kernels.hopper.sampling import LOGITS, SampleVariant
-from lorax_server.kernels.hopper.settings import LONG_STAGES, SHORT_STAGES
+from lorax_server.kernels.hopper.linear_settings import ONE_BLOCK_STAGES, TWO_BLOCK_STAGES
+from lorax_server.kernels.hopper.sampling import LOGITS_CUDA_TYPES, SampleVariant
 from lorax_server.kernels.hopper.sources import (
     ACTIVATIONS,
     HEIGHTS,
-    SHARED_BYTES,
+    MAX_SHARED_BYTES,
     AddLoraVariant,
     GateVariant,
     LinearVariant,
     NormVariant,
     PlanVariant,
-    PromptVariant,
+    PromptLoraVariant,
     Variant,
 )
 
 pytest.importorskip("cuda.bindings", reason="needs cuda-core")
 from lorax_server.kernels.hopper.compiler import Compiler
-from lorax_server.kernels.hopper.decode import DecodePlanVariant, DecodeVariant
-from lorax_server.kernels.hopper.prefill import HEAD_DIMS, PrefillVariant
+from lorax_server.kernels.hopper.decode_attention import DecodePlanVariant, DecodeVariant
+from lorax_server.kernels.hopper.prefill_attention import HEAD_DIMS, PrefillVariant
 
 BF16, FP16 = torch.bfloat16, torch.float16
-VARIANTS: list[Variant] = [PlanVariant(), LinearVariant(BF16, 8, 11, 2, True), PromptVariant(FP16, "expand_prompt")]
+VARIANTS: list[Variant] = [PlanVariant(), LinearVariant(BF16, 8, 11, 2, True), PromptLoraVariant(FP16, "expand_prompt")]
 MORE_VARIANTS: list[Variant] = [
     LinearVariant(FP16, 16, 6, 1, True),
     LinearVariant(BF16, 128, 6, 2, False),
     AddLoraVariant(BF16),
     NormVariant(FP16, 2),
     *(GateVariant(BF16, name) for name in ACTIVATIONS),
-    PromptVariant(BF16, "sum_parts"),
-    PromptVariant(BF16, "expand_prompt"),
-    *(PromptVariant(BF16, "gate_prompt", name) for name in ACTIVATIONS),
-    *(SampleVariant(dtype, step) for dtype in LOGITS for step in ("change", "choose")),
+    PromptLoraVariant(BF16, "sum_parts"),
+    PromptLoraVariant(BF16, "expand_prompt"),
+    *(PromptLoraVariant(BF16, "gate_prompt", name) for name in ACTIVATIONS),
+    *(SampleVariant(dtype, step) for dtype in LOGITS_CUDA_TYPES for step in ("apply_penalties", "sample")),
     PrefillVariant(FP16, 128, False),  # test_prefill.py compiles those of bfloat16
     DecodePlanVariant(),
     *(
@@ -59,9 +59,9 @@ def test_a_variant_compiles(variant: Variant, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("height", HEIGHTS)
 def test_stages_fit_into_shared_memory(height: int) -> None:
-    assert LinearVariant(BF16, height, LONG_STAGES[height], 1, True).shared_bytes <= SHARED_BYTES
+    assert LinearVariant(BF16, height, ONE_BLOCK_STAGES[height], 1, True).shared_bytes <= MAX_SHARED_BYTES
     if height < 128:
-        assert LinearVariant(BF16, height, SHORT_STAGES[height], 1, True).blocks_per_sm == 2
+        assert LinearVariant(BF16, height, TWO_BLOCK_STAGES[height], 1, True).blocks_per_sm == 2
 
 
 def test_a_struct_of_another_layout_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,4 +94,4 @@ def test_a_damaged_kernel_is_compiled_again(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     Compiler("sm_90a", tmp_path / "file").compile(PlanVariant().source)
-    assert "cannot be kept" in caplog.text
+    assert "cannot write to the cache" in caplog.text

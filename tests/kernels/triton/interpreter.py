@@ -37,10 +37,10 @@ def repair_interpreter() -> None:
 
 def cut_small_shapes() -> None:
     """Let kernels cut the interpreter's small shapes into a few parts, as they do large ones on a GPU."""
-    from lorax_server.kernels.triton import attention, decode, embedding, ops, prompt
+    from lorax_server.kernels.triton import decode_attention, decode_lora, embedding, ops, prompt_lora
 
-    attention.STRETCH = 16
+    decode_attention.SPLIT_TOKENS = 16
     for module in (embedding, ops):
         vars(module)["DECODE_ROWS"] = SMALL_DECODE_ROWS
-    decode.MOST_PARTS, decode.SHRINK_BYTES = 2, 32
-    prompt.PROGRAMS, prompt.SHRINK_BYTES = 20, 32
+    decode_lora.MAX_PARTS, decode_lora.SHRINK_BYTES = 2, 32
+    prompt_lora.MAX_PROGRAMS, prompt_lora.SHRINK_BYTES = 20, 32

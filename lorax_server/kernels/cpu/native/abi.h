@@ -1,5 +1,5 @@
-// The interface to Python. Each declaration is also exported as its own text, which `cpu/abi.py` compares with what Python
-// relies on when it loads the library: a swapped argument or field is an error then, and not corrupted memory.
+// The interface to Python. The macros export each declaration as text, which `cpu/abi.py` compares at load time:
+// a mismatched argument or field raises an error instead of corrupting memory.
 
 #define CONCAT_EXPANDED(a, b) a##_##b
 #define CONCAT(a, b) CONCAT_EXPANDED(a, b)
@@ -14,7 +14,7 @@ template <auto kernel>
 struct Kernel;
 template <class... A, void (*kernel)(A...)>
 struct Kernel<kernel> {
-  // As Python calls it. Return 1 if memory could not be allocated: no exception may reach Python.
+  // Entry point for Python. Returns 1 if an allocation failed, since exceptions must not reach Python.
   static int call(A... arguments) {
     try {
       kernel(arguments...);
@@ -24,7 +24,7 @@ struct Kernel<kernel> {
     }
   }
 
-  // As a program calls it: arguments are words of 64 bits.
+  // Entry point for graphs: arguments are 64-bit words.
   static void call_words(const int64_t* words) { call_words(words, std::index_sequence_for<A...>()); }
 
  private:
@@ -42,7 +42,7 @@ struct Kernel<kernel> {
   }
 };
 
-// Define a kernel: EXPORT(name, its parameters) { its body }
+// Define a kernel: EXPORT(name, parameters) { body }
 #define EXPORT(name, ...)                                                              \
   DECLARE(name, __VA_ARGS__)                                                           \
   extern "C" void CONCAT(name, ISA)(__VA_ARGS__);                                        \

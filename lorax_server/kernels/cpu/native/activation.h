@@ -1,6 +1,6 @@
-// A gate that is opened outside of a linear.
+// Gated activations that are not fused with a linear layer.
 
-constexpr int64_t GATE_CHUNK = 1024;  // numbers of a row that one thread opens
+constexpr int64_t GATE_CHUNK = 1024;  // elements per task
 constexpr int64_t MAX_SINGLE_THREAD_GATE = 16 * 1024;  // elements up to this count are faster on one thread
 
 template <Gate KIND, class T>
@@ -23,7 +23,7 @@ static void run_gate(const T* x, int64_t stride, T* out, int64_t rows, int64_t w
   });
 }
 
-// Write `activation(left) * right` of the two halves of each row, rounded once; each half is `width` wide.
+// Write `activation(left) * right` for the two halves of each row, rounded once. Each half has `width` elements.
 EXPORT(gate, int64_t dtype, int64_t kind, const void* x, int64_t stride, void* out, int64_t rows, int64_t width) {
   const auto run = [&](auto of) {
     using T = decltype(of);

@@ -1,6 +1,6 @@
-// All kernels, once for each instruction set: `ISA` is its name, `VL` the number of floats in one of its vectors.
+// All kernels, compiled once per instruction set. `ISA` is its name, `VL` the number of floats per vector.
 
-// The digest of the sources, so that Python can tell whether they are those of today.
+// Hash of the sources, so Python can detect a stale library.
 extern "C" __attribute__((visibility("default"))) const char* digest() { return DIGEST; }
 
 namespace ISA {

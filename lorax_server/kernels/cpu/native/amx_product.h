@@ -1,28 +1,27 @@
-// The product of bfloat16 rows by a bfloat16 matrix, in tiles.
+// bfloat16 matrix products with AMX tiles.
 //
-// The matrix lies in panels of pairs of inputs, `[panels, inputs / 2, PANEL, 2]`, filled up with zeros to whole tiles: two
-// tiles of a panel are 2 KiB that lie together. Whatever the number of rows, an output is summed by the same instructions
-// in the same order, so that a row has the same bits alone and in any batch.
+// The weights are panels of input pairs, `[panels, inputs / 2, PANEL, 2]`, zero-padded to whole tiles. Two tiles of a
+// panel are 2 KiB of contiguous memory. Every output is summed by the same instructions in the same order for any number
+// of rows, so results are bitwise batch-invariant.
 
 struct Pair {
   Bf16 even, odd;
 };
 
-constexpr int64_t BLOCK_ROWS_AMX = 256;  // rows whose inputs and sums stay in a core's cache
-constexpr int64_t BLOCK_TILES = 32;  // tiles of inputs that do, for these rows and for a group of panels
-constexpr int64_t AMX_PREFETCH_BYTES = 8192;          // bytes ahead that memory is asked for, where it is what a product waits for
-constexpr int64_t PANEL_TILE = TILE_INPUTS * PANEL;  // numbers of a panel in one step over its inputs
+constexpr int64_t BLOCK_ROWS_AMX = 256;  // inputs and sums of a block fit into the L2 cache
+constexpr int64_t BLOCK_TILES = 32;  // input tiles per block
+constexpr int64_t AMX_PREFETCH_BYTES = 8192;  // prefetch distance for memory-bound products
+constexpr int64_t PANEL_TILE = TILE_INPUTS * PANEL;  // elements per panel and input tile
 
 static inline int64_t count_tiles(int64_t inputs) { return (inputs + TILE_INPUTS - 1) / TILE_INPUTS; }
 
-// Where the tiles of the inputs are: numbers from one tile of rows to the next, from one tile of inputs to the next, and
-// from one row to the next.
+// Input tiles. Distances in elements: `tile` between row tiles, `step` between input tiles, `stride` between rows.
 struct TiledRows {
   const Bf16* at;
   int64_t tile, step, stride;
 };
 
-// Registers: 0 to 3 are sums, 4 and 5 are rows, 6 and 7 are a panel. `TWO_ROW_TILES`: there are more than 16 rows.
+// Tile registers: 0-3 sums, 4-5 rows, 6-7 a panel. `TWO_ROW_TILES`: more than 16 rows.
 template <bool TWO_ROW_TILES>
 static void multiply_tiles(const TiledRows& rows, const Pair* panel, int64_t count, float* sums, int64_t lds, bool is_first) {
   const Bf16 *upper = rows.at, *lower = rows.at + rows.tile;
@@ -68,7 +67,7 @@ static void multiply_tiles(const TiledRows& rows, const Pair* panel, int64_t cou
   }
 }
 
-// The shapes of all tiles for up to 32 rows. A thread that is done gives its tiles back: to keep them costs power.
+// Tile configuration for up to 32 rows. The destructor releases the tiles, which otherwise cost power.
 struct TileConfig {
   int64_t height = 0;
 
@@ -113,18 +112,18 @@ struct TileProduct : Product<Bf16, Pair> {
       }
   }
 
-  // Find a panel, or the one that its gate opens, from a tile of inputs on.
+  // Return a panel, or its up panel (`side` 1), starting at input tile `tile`.
   const Pair* find(int64_t panel, int64_t side, int64_t tile) const {
     const int64_t tiles = count_tiles(matrix.inputs), index = panel + side * (matrix.outputs / 2 / PANEL);
     return (const Pair*)matrix.panels + (index * tiles + tile) * (PANEL_TILE / 2);
   }
 };
 
-// Rows as tiles. They stay where they are, if there are few of them and they fill whole tiles; else they are copied.
+// Input rows as tiles. Small batches with whole tiles are used in place; other batches are copied.
 struct TilePacking {
   const Bf16* x;
   int64_t ldx, rows, inputs;
-  Bf16* copy;  // null: they stay
+  Bf16* copy;  // null: used in place
 
   static bool is_needed(int64_t rows, int64_t inputs) { return rows > 2 * TILE_ROWS || inputs % TILE_INPUTS; }
   static int64_t size(int64_t rows, int64_t inputs) {

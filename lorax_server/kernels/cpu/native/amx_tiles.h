@@ -1,14 +1,13 @@
-// Tiles of AMX: eight registers of up to 16 rows of 64 bytes, and one instruction that multiplies two of them.
+// AMX tiles: eight registers of up to 16 rows x 64 bytes, and an instruction that multiplies two of them.
 //
-// `DOT_TILES(c, a, b)` adds to c, floats, the products of a's rows by b's columns, bfloat16. A row of a holds 32 inputs, a
-// row of b two inputs for each of 16 outputs. In each output, the even inputs are summed up, and the odd ones, both from
-// zero and in order; then these two sums; then that is added to c. Each step rounds to the nearest, and what is too
-// small for a normal float is 0, before and after it. So says Intel, and so does `EMULATED_TILES`, in plain C++: it shows
-// on any CPU that what is built on tiles is right. As each row of c is summed on its own, it does not depend on others.
+// `DOT_TILES(c, a, b)` adds the bfloat16 products of the rows of a and the columns of b to the floats in c. A row of a has
+// 32 inputs; a row of b has two inputs for each of 16 outputs. For each output, even and odd inputs are summed separately
+// from zero and in order; the two sums are added, and the result is added to c. Each step rounds to nearest and flushes
+// denormals to zero (Intel's specification). `EMULATED_TILES` implements the same in plain C++, for tests on any CPU.
 
 constexpr int TILE_ROWS = 16, TILE_INPUTS = 32, TILE_BYTES = 64;
 
-// The rows and the bytes of a row of each tile, as the processor reads them.
+// Tile configuration in the format of `ldtilecfg`.
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start = 0, unused[14] = {};
   uint16_t bytes[16] = {};
@@ -64,7 +63,7 @@ static void dot_tiles(Tile& c, const Tile& a, const Tile& b) {
 
 #elif VL == 16 && defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
 #define HAS_TILES
-// By the names of instructions: the functions that compilers have for them want to be told of AMX for a whole text.
+// Inline assembly, because the intrinsics would require AMX flags for the whole translation unit.
 static inline void configure_tiles(const TileShapes& shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(shapes)); }
 static inline void release_tiles() { __asm__ volatile("tilerelease" ::: "memory"); }
 #define LOAD_TILE(tile, from, stride) \
@@ -74,7 +73,7 @@ static inline void release_tiles() { __asm__ volatile("tilerelease" ::: "memory"
 #define CLEAR_TILE(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
 #define DOT_TILES(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
-#else  // nothing is packed in pairs here
+#else  // no tiles, so no weights in the paired layout
 static inline void configure_tiles(const TileShapes&) {}
 static inline void release_tiles() {}
 #define LOAD_TILE(tile, from, stride) ((void)(from), (void)(stride))
@@ -83,7 +82,7 @@ static inline void release_tiles() {}
 #define DOT_TILES(c, a, b)
 #endif
 
-// Tell whether this process may use tiles. The system is asked once: it makes room for them in each thread.
+// Return true if this process may use AMX. Linux grants permission per process and then saves the tile state.
 static bool request_amx_permission() {
 #if defined(EMULATED_TILES)
   return true;
@@ -100,7 +99,7 @@ static bool request_amx_permission() {
 #endif
 }
 
-// What Python has to know: the outputs of a panel, the inputs of a tile, and whether this CPU has tiles.
+// Write the panel width, the inputs per tile, and whether this CPU has AMX tiles.
 EXPORT(get_cpu_features, int64_t* panel, int64_t* tile_inputs, int64_t* has_tiles) {
   *panel = PANEL;
   *tile_inputs = TILE_INPUTS;

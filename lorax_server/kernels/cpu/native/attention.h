@@ -1,37 +1,36 @@
-// Attention over the cache and over new keys and values, which are read where they lie: each row by its own address,
-// and no row that its sequence does not own.
+// Attention over the paged KV cache and over new keys and values, read in place through row pointers.
 //
-// One new token of a sequence attends in splits of `SPLIT_TOKENS` positions, several in tiles of `KEY_TILE` positions, cut at
-// multiples of these, whatever the batch, the threads and the cut of the prompt are: so a row keeps its bits.
+// Decode uses splits of `SPLIT_TOKENS` positions, prefill uses tiles of `KEY_TILE` positions. Both are aligned to multiples
+// of their size, so results are bitwise independent of the batch, the threads and prefill chunk boundaries.
 
 namespace attention {
 
 constexpr int64_t SPLIT_TOKENS = 128, KEY_TILE = 64;
-constexpr int64_t BLOCK_ROWS = 96;  // queries, each of one head, that a task takes through the keys together
-constexpr int64_t PREFETCH_KEYS = 16;       // keys that are asked of the memory before they are used
+constexpr int64_t BLOCK_ROWS = 96;  // query rows (tokens x heads) per task
+constexpr int64_t PREFETCH_KEYS = 16;  // prefetch distance in keys
 
-// Positions of one sequence, for its one new token and the heads of one key head. `result_index` is that of its result.
+// A range of positions for one decode token and KV head. `result_index` is the index of the partial result.
 struct Split {
   int64_t sequence, head, from, to, result_index;
-  bool whole;  // all that the token sees
+  bool whole;  // the only split of the token
 };
-// The splits of one sequence and key head, to be joined.
+// The splits of one sequence and KV head, to be merged.
 struct SplitMerge {
   int64_t sequence, head, result_index, count;
 };
-// Some new tokens of one sequence, for the heads of one key head.
+// A block of new tokens of one sequence and KV head.
 struct Block {
   int64_t sequence, head, first, count, cost;
 };
 
-// What becomes of products of queries and keys, all in powers of 2, which are cheaper than those of e.
+// Scale, window, soft cap and ALiBi slopes. Scores are in log2 units, because exp2 is cheaper than exp.
 struct ScoreRule {
   float scale;
   int64_t window;
-  float cap;            // 0 for none
-  const float* slopes;  // by head; null for none
+  float cap;            // 0: none
+  const float* slopes;  // one per head; null: none
 
-  // Squeeze scores into the range of the cap, then take off what their distance costs.
+  // Apply the soft cap, then the ALiBi slope.
   void apply(float* scores, int64_t count, int64_t head, int64_t distance) const {
     constexpr float LOG2_E = 1.44269504f;
     if (cap != 0) {
@@ -51,7 +50,7 @@ struct ScoreRule {
 template <class T>
 struct Attention {
   const Paged& batch;
-  const T *q, *k, *v;  // the last two are null if all keys and values are in the cache
+  const T *q, *k, *v;  // k and v are null if the cache contains all keys and values
   Strides q_strides, k_strides, v_strides;
   const T *keys, *values;
   T* out;
@@ -60,14 +59,14 @@ struct Attention {
 
   const int64_t window = rule.window;
   const int64_t group = heads / batch.kv_heads, dim = batch.head_dim, padded = round_up(dim, PANEL);
-  const int64_t part_size = round_up(group * (padded + 2), 16);  // sums, and of each head the best score and the mass
+  const int64_t part_size = round_up(group * (padded + 2), 16);  // value sums, maximum score and weight sum of each head
   int64_t cost = 0, num_split_results = 0;
-  std::vector<int64_t> starts = {};  // each sequence's first token
+  std::vector<int64_t> starts = {};  // first token of each sequence
   std::vector<Split> splits = {};
   std::vector<SplitMerge> merges = {};
   std::vector<Block> blocks = {};
 
-  // --- before the threads begin ---
+  // --- planning (one thread) ---
 
   void plan_decode() {
     starts.reserve(batch.sequences);
@@ -77,7 +76,7 @@ struct Attention {
       if (batch.cached[s] + batch.inputs[s])
         plan_decode_sequence(s);
       else
-        std::fill_n((char*)(out + s * heads * dim), heads * dim * sizeof(T), 0);  // a row of padding
+        std::fill_n((char*)(out + s * heads * dim), heads * dim * sizeof(T), 0);  // padding row
     }
   }
 
@@ -91,7 +90,7 @@ struct Attention {
       else
         plan_blocks(s);
     }
-    // The longest first, so that no thread is left alone with one.
+    // Longest first, for load balance.
     std::sort(blocks.begin(), blocks.end(), [](const Block& a, const Block& b) { return a.cost > b.cost; });
   }
 
@@ -132,9 +131,9 @@ struct Attention {
     });
   }
 
-  // --- both ---
+  // --- shared ---
 
-  // Find the keys and values at positions `from` to `to`.
+  // Write the addresses of the keys and values at positions `from` to `to`.
   void find_rows(int64_t s, int64_t head, int64_t from, int64_t to, const T** key, const T** value) const {
     const int64_t cached = k == nullptr ? to : std::min(to, batch.cached[s]), size = batch.block_size;
     const int32_t* table = batch.tables + s * batch.width;
@@ -155,7 +154,7 @@ struct Attention {
     }
   }
 
-  // Copy one head's query, scaled and filled up with zeros.
+  // Copy one query head, scaled and zero-padded.
   void copy_query(int64_t token, int64_t head, float* to) const {
     const float scale = rule.scale * 1.44269504f;
     const T* from = q + token * q_strides.token + head * q_strides.head;
@@ -171,7 +170,7 @@ struct Attention {
     if (d < dim) store_partial(to + d, load(sums + d) / mass, dim - d);
   }
 
-  // --- one new token ---
+  // --- decode: one new token ---
 
   void attend_split(const Split& split, float* parts) const {
     static thread_local Scratch scratch;
@@ -201,7 +200,7 @@ struct Attention {
     if (split.whole) merge_splits({split.sequence, split.head, split.result_index, 1}, parts);
   }
 
-  // Ask the memory for the values of some keys, and for keys that come soon.
+  // Prefetch the values at positions `at` to `at + VL`, and keys that are needed soon.
   void fetch(const T* const* key, const T* const* value, int64_t at, int64_t count) const {
     for (int64_t j = at; j < std::min(at + VL, count); j++) {
       const char *soon = (const char*)key[std::min(j + PREFETCH_KEYS, count - 1)], *later = (const char*)value[j];
@@ -212,7 +211,7 @@ struct Attention {
     }
   }
 
-  // Call `act` with a number of heads and the first of them, for as many at once as there are registers for.
+  // Call `act(number of heads, first head)` for groups of heads that fit into the vector registers.
   template <class Act>
   void for_heads(Act act) const {
     int64_t g = 0;
@@ -224,7 +223,7 @@ struct Attention {
     }
   }
 
-  // Weigh the splits by their masses, which are relative to their best scores.
+  // Merge partial results, weighted by exp2(split maximum - total maximum).
   void merge_splits(const SplitMerge& splits, float* parts) const {
     float* first = parts + splits.result_index * part_size;
     for (int64_t g = 0; g < group; g++) {
@@ -241,12 +240,12 @@ struct Attention {
     }
   }
 
-  // --- several new tokens ---
+  // --- prefill: several new tokens ---
 
-  // What a block has got so far: of each row sums, a best score and masses.
+  // Accumulators of a block: value sums, maximum score and weight sums of each row.
   struct Rows {
     float *queries, *sums, *best, *mass;
-    int64_t count, position, head;  // of the first row
+    int64_t count, position, head;  // position and head of the first row
   };
 
   void attend_block(const Block& block) const {
@@ -269,8 +268,8 @@ struct Attention {
       store_output(sums + i * padded, sum(load(mass + i * VL)), token + i / group, head + i % group);
   }
 
-  // Copy the keys of a tile to panels `[keys / PANEL, dim, PANEL]` and its values to `[dim / PANEL, keys, PANEL]`.
-  // Positions outside `from` to `to` become zeros.
+  // Pack the keys of a tile as `[keys / PANEL, dim, PANEL]` and the values as `[dim / PANEL, keys, PANEL]`.
+  // Positions outside `from` to `to` are zero-filled.
   void pack(const Block& block, int64_t from, int64_t to, int64_t tile, float* keys_to, float* values_to) const {
     const T *key[KEY_TILE] = {}, *value[KEY_TILE] = {};
     find_rows(block.sequence, block.head, from, to, key + (from - tile), value + (from - tile));
@@ -327,7 +326,7 @@ static void run_decode(const Paged& batch, const void* q, Strides strides, const
   attention.run();
 }
 
-// Attend from one token of each sequence, whose key and value are in the cache.
+// Decode attention: one new token per sequence. Its key and value are in the cache.
 EXPORT(decode_attention, const Paged* batch, const void* q, int64_t token, int64_t head, const void* keys,
                          const void* values, void* out, int64_t heads, float scale, int64_t window, float cap,
                          const float* slopes) {
@@ -339,7 +338,7 @@ EXPORT(decode_attention, const Paged* batch, const void* q, int64_t token, int64
   }
 }
 
-// Where new queries, keys and values lie.
+// New queries, keys and values, with strides.
 struct NewTokens {
   const void *q, *k, *v;
   Strides q_strides, k_strides, v_strides;
@@ -354,7 +353,7 @@ static void run_prefill(const Paged& batch, const NewTokens& new_tokens, const v
   attention.run();
 }
 
-// Attend from any number of new tokens of each sequence to those before them: cached ones, and each other.
+// Prefill attention: any number of new tokens per sequence attend causally to cached and new tokens.
 EXPORT(prefill_attention, const Paged* batch, const void* q, int64_t q_token, int64_t q_head, const void* k,
                           int64_t k_token, int64_t k_head, const void* v, int64_t v_token, int64_t v_head,
                           const void* keys, const void* values, void* out, int64_t heads, float scale,

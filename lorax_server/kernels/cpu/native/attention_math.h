@@ -1,11 +1,10 @@
-// The products of attention: scores of keys, their weights, and sums of weighted values, in float32. Each sum is added
-// up in one order, whatever is computed beside it.
+// Attention math in float32: scores, softmax weights and weighted value sums. Each sum has a fixed order.
 
 namespace attention {
 
 constexpr float LOWEST_SCORE = -3.4e38f;
 #if VL == 8
-constexpr int MAX_HEADS_PER_PASS = 2;  // with 16 registers
+constexpr int MAX_HEADS_PER_PASS = 2;  // AVX2 has 16 registers
 #else
 constexpr int MAX_HEADS_PER_PASS = 4;
 #endif
@@ -34,7 +33,7 @@ static inline int64_t round_up(int64_t count, int64_t to) { return (count + to -
 #define HIGHS 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
 #endif
 
-// The sum of each of `VL` vectors: neighbours are added until one vector is left.
+// Return the sums of `VL` vectors as one vector, by pairwise additions.
 static inline F sum_vectors(F* v) {
 #pragma GCC unroll 4
   for (int count = VL / 2; count; count /= 2)
@@ -46,7 +45,7 @@ static inline F sum_vectors(F* v) {
   return v[0];
 }
 
-// Turn rows into columns: to deal two halves into one another, as often as they can be halved, does it.
+// Transpose a VL x VL matrix with log2(VL) perfect shuffles.
 static inline void transpose(F* v) {
 #pragma GCC unroll 4
   for (int round = 1; round < VL; round *= 2) {
@@ -61,10 +60,10 @@ static inline void transpose(F* v) {
   }
 }
 
-// 2 to the power of each, none above 0, to about 1e-7 of its size; NaN stays NaN.
+// exp2(x) for x <= 0, with relative error about 1e-7. NaN stays NaN.
 static inline F power_of_two(F x) {
   x = (x < broadcast(-126.0f)) ? broadcast(-126.0f) : x;
-  const F shifted = x + 12582912.0f, rest = x - (shifted - 12582912.0f);  // to the nearest integer
+  const F shifted = x + 12582912.0f, rest = x - (shifted - 12582912.0f);  // rounds to the nearest integer
   F p = broadcast(1.535336188e-4f);
   p = p * rest + 1.339887440e-3f;
   p = p * rest + 9.618437358e-3f;
@@ -75,7 +74,7 @@ static inline F power_of_two(F x) {
   return p * (F)(((I)shifted << 23) + (127 << 23));
 }
 
-// Return the highest of scores `from` to `to`, of `count`, a multiple of `PANEL`; the others become the lowest.
+// Return the maximum of scores `from` to `to`, and mask the other scores. `count` is a multiple of `PANEL`.
 static inline float find_max_score(float* scores, int64_t from, int64_t to, int64_t count) {
   for (int64_t i = 0; i < from; i++) scores[i] = LOWEST_SCORE;
   for (int64_t i = to; i < count; i++) scores[i] = LOWEST_SCORE;
@@ -87,7 +86,7 @@ static inline float find_max_score(float* scores, int64_t from, int64_t to, int6
   return largest(larger(best[0], best[1]));
 }
 
-// Make weights of these scores, relative to `best`, and zeros of the others; return the sums of the weights.
+// Replace scores by exp2(score - best), and masked scores by 0. Return the vector of weight sums.
 static inline F softmax_weights(float* scores, int64_t from, int64_t to, int64_t count, float best) {
   F total = {};
   const bool all = from == 0 && to == count;
@@ -106,7 +105,7 @@ static inline F softmax_weights(float* scores, int64_t from, int64_t to, int64_t
   return total;
 }
 
-// Products of some queries with `VL` keys, each a sum along the vectors of a head.
+// Scores of `HEADS` queries with `VL` keys.
 template <int HEADS, class T>
 static __attribute__((noinline)) void score(
     const float* q, int64_t ldq, const T* const* rows, int64_t dim, float* scores, int64_t lds) {
@@ -136,7 +135,7 @@ static __attribute__((noinline)) void score(
   for (int h = 0; h < HEADS; h++) store(scores + h * lds, sum_vectors(all[h]));
 }
 
-// The sum of weighted values, for some queries and `VECTORS` vectors of a head.
+// Weighted value sums for `HEADS` queries and `VECTORS` vectors of the head dimension.
 template <int HEADS, int VECTORS, class T, class Take>
 static inline __attribute__((always_inline)) void weighted_sum(
     const float* weights, int64_t ldw, const T* const* rows, int64_t count, int64_t d, float* out, int64_t ldo,
@@ -161,7 +160,7 @@ template <int HEADS, class T>
 static __attribute__((noinline)) void weighted_sum_all(
     const float* weights, int64_t ldw, const T* const* rows, int64_t count, int64_t dim, float* out, int64_t ldo) {
   const auto take = [](const T* p) { return load(p); };
-  constexpr int VECTORS_PER_PASS = HEADS == 1 ? 8 : 4;  // several sums keep a core busy
+  constexpr int VECTORS_PER_PASS = HEADS == 1 ? 8 : 4;  // independent sums hide latency
   int64_t d = 0;
   for (; d + VECTORS_PER_PASS * VL <= dim; d += VECTORS_PER_PASS * VL) weighted_sum<HEADS, VECTORS_PER_PASS>(weights, ldw, rows, count, d, out, ldo, take);
   for (; d + 2 * VL <= dim; d += 2 * VL) weighted_sum<HEADS, 2>(weights, ldw, rows, count, d, out, ldo, take);
@@ -170,7 +169,7 @@ static __attribute__((noinline)) void weighted_sum_all(
     weighted_sum<HEADS, 1>(weights, ldw, rows, count, d, out, ldo, [&](const T* p) { return load_partial(p, dim - d); });
 }
 
-// Multiply rows by a panel `[inputs, PANEL]`; with factors, add to what `out` has, multiplied by its row's.
+// Multiply rows by a panel `[inputs, PANEL]`. With factors, add to `out` scaled by the factor of each row.
 template <int ROWS>
 static __attribute__((noinline)) void product(
     const float* x, int64_t ldx, const float* panel, int64_t inputs, float* out, int64_t ldo, const float* factors) {
@@ -180,7 +179,7 @@ static __attribute__((noinline)) void product(
     for (int i = 0; i < ROWS; i++)
       for (int j = 0; j < 2; j++) total[i][j] = load(out + i * ldo + j * VL) * factors[i];
   int64_t k = 0;
-#if VL == 4  // ARM multiplies by one float of a vector
+#if VL == 4  // ARM multiplies by a vector lane
   for (; k + 4 <= inputs; k += 4) {
     F in[ROWS];
 #pragma GCC unroll 16

@@ -1,4 +1,4 @@
-// For x86 from 2013 on.
+// Kernels for x86 CPUs with AVX2 (since 2013).
 #if defined(__x86_64__)
 #include "system_headers.h"
 #if defined(__clang__)

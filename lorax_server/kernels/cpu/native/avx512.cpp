@@ -1,4 +1,4 @@
-// For x86 with vectors of 512 bits.
+// Kernels for x86 CPUs with AVX-512.
 #if defined(__x86_64__)
 #include "system_headers.h"
 #if defined(__clang__)

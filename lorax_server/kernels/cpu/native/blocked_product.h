@@ -1,13 +1,13 @@
-// The product of many rows by a matrix, in blocks that stay in a core's cache.
+// Cache-blocked matrix product for many rows.
 //
-// Inputs are copied first: those of a tile of rows lie together, `[inputs, rows of the tile]`. A block of a panel is
-// multiplied by all tiles, and sums wait in memory from one block of inputs to the next. So each output is one sum over
-// the inputs in order, as it is in a product of few rows, and has the same bits.
+// Inputs are first packed by row tiles, `[inputs, tile rows]`. Each block of a panel is multiplied by all tiles, and sums
+// stay in memory between input blocks. Each output is one sum over the inputs in order, with the same bits as in the
+// unblocked product.
 
 constexpr int64_t BLOCK_ROWS = 192;  // a multiple of `MAX_TILE_ROWS`
-constexpr int64_t BLOCK_INPUTS = VL == 4 ? 512 : 256;  // panels of ARM are narrower
+constexpr int64_t BLOCK_INPUTS = VL == 4 ? 512 : 256;  // ARM panels are narrower
 
-// The tiles of rows: those of a block have nearly the same height.
+// Row tiles. The tiles in a block have nearly equal heights.
 struct RowTiles {
   int64_t rows;
 
@@ -20,7 +20,7 @@ struct RowTiles {
     return {first + part.begin, first + part.end};
   }
 
-  // Numbers of the copy: a vector of rows is read at once, though a tile may have fewer.
+  // Elements of the packed copy, with padding because whole vectors are read.
   static int64_t size(int64_t rows, int64_t inputs) { return rows * inputs + VL; }
 
   template <class T>
@@ -32,7 +32,7 @@ struct RowTiles {
       const T* from = x + range.begin * ldx;
       float* at = to + range.begin * inputs;
       int64_t k = 0;
-      for (; k + IN_LINE <= inputs; k += IN_LINE)  // whole lines of memory: rows may lie where they drive each other out
+      for (; k + IN_LINE <= inputs; k += IN_LINE)  // whole cache lines, because rows can evict each other
         for (int64_t i = 0; i < height; i++) {
           float* column = at + k * height + i;
 #pragma GCC unroll 32
@@ -44,8 +44,7 @@ struct RowTiles {
   }
 };
 
-// Add the products of a tile of rows with a block of a panel to their sums. Memory is asked for what comes next_block, a part
-// of it here: `step` bytes for each input.
+// Add the product of a row tile and a panel block to the sums. Prefetches `step` bytes of `next_block` per input.
 template <int ROWS>
 static __attribute__((noinline)) void multiply_block(const float* x, const float* panel, int64_t inputs, float* sums,
                                                      int64_t lds, bool is_first, const char* next_block, int64_t step) {
@@ -56,7 +55,7 @@ static __attribute__((noinline)) void multiply_block(const float* x, const float
     for (int j = 0; j < 2; j++) total[i][j] = is_first ? F{} : load(sums + i * lds + j * VL);
   for (int64_t k = 0; k < inputs; k++, x += ROWS) {
     __builtin_prefetch(next_block + k * step, 0, 2);
-#if VL == 4  // ARM multiplies by one float of a vector; both vectors of weights come by one load, which is faster here
+#if VL == 4  // ARM multiplies by a vector lane; one load for both weight vectors is faster
     const float32x4x2_t both = vld1q_f32_x2(panel + k * PANEL);
     weight[0] = (F)both.val[0], weight[1] = (F)both.val[1];
     F in[(ROWS + 3) / 4];
@@ -93,13 +92,13 @@ static MultiplyBlock select_multiply_block(int64_t rows) {
 template <class T, class S>
 struct BlockProduct : Product<T, S> {
   using Base = Product<T, S>;
-  const float* copy;  // of the inputs
+  const float* copy;  // packed inputs
 
   void run(Range panels) const {
     Base::run_blocks(panels, BLOCK_ROWS, [&](auto... of) { multiply_group(of...); });
   }
 
-  // Multiply by the blocks of a group: all panels of some inputs, then those of the next.
+  // Multiply by a group of panels, one input block after the other.
   void multiply_group(int64_t first, int64_t count, Range group, float* sums, int64_t width) const {
     const int64_t inputs = Base::matrix.inputs, sides = Base::sides(), panels = (group.end - group.begin) * sides;
     const int64_t blocks = (inputs + BLOCK_INPUTS - 1) / BLOCK_INPUTS * panels;
@@ -125,14 +124,14 @@ struct BlockProduct : Product<T, S> {
     }
   }
 
-  // Find a block of a group.
+  // Return the weights of a block.
   const S* find(Range group, int64_t block, int64_t panels) const {
     const int64_t side = block % Base::sides(), panel = group.begin + block % panels / Base::sides();
     const int64_t index = panel + side * (Base::matrix.outputs / 2 / PANEL);
     return (const S*)Base::matrix.panels + (index * Base::matrix.inputs + block / panels * BLOCK_INPUTS) * PANEL;
   }
 
-  // Take a block as floats: for several tiles that is less work than to widen each weight for each tile.
+  // Widen a block to float32 once, instead of once per tile.
   static const float* widen_block(const S* weights, int64_t length) {
     if constexpr (std::is_same<S, float>::value) return weights;
     static thread_local Scratch scratch;

@@ -1,4 +1,4 @@
-// Rows of a matrix that lies in panels: the tokens of an embedding that is one with the head.
+// Embedding lookup in panels, for embeddings that share the matrix of a tied LM head.
 
 template <class T, class S>
 static void copy_rows(const S* panels, int64_t inputs, int64_t first, const int64_t* rows, int64_t count, T* out) {
@@ -31,8 +31,7 @@ static void dispatch_row_copy(const void* panels, int64_t stored, int64_t inputs
   }
 }
 
-// Copy some rows of panels of one dtype, which is `stored`, to `[count, inputs]` of another. They are counted from the
-// row `first` on.
+// Copy rows from panels of dtype `stored` to `[count, inputs]` of `dtype`. Row indices are relative to row `first`.
 EXPORT(look_up_rows, const void* panels, int64_t stored, int64_t inputs, int64_t first, const int64_t* rows, int64_t count,
                 int64_t dtype, void* out) {
   switch (dtype) {

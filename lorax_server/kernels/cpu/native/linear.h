@@ -1,12 +1,12 @@
-// A linear: what adapters need of the inputs first, then the product, in one of its storages, with all that is added.
+// Linear layers: shrink (x A^T) for all adapters first, then the fused product in the layout of the weights.
 
-// Products of rows with the rows of A, to be multiplied with B: at most this many rows and ranks in one task.
+// Maximum rows and ranks per shrink task.
 constexpr int64_t SHRINK_ROWS = 64, SHRINK_RANKS = 4;
 struct ShrinkTask {
   int64_t segment, part, row, rows, rank;
 };
 
-// Products of some rows of a segment with some rows of A: `low[row][rank]`, scaled.
+// Compute the scaled products of rows with A: `low[row][rank]`.
 template <int ROWS, class X, class T>
 static inline __attribute__((always_inline)) void shrink_rows(
     const X* x, int64_t ldx, const T* a, int64_t inputs, int64_t ranks, float scale, float* low, int64_t rank) {
@@ -15,7 +15,7 @@ static inline __attribute__((always_inline)) void shrink_rows(
   for (int r = 0; r < SHRINK_RANKS; r++) from[r] = a + std::min<int64_t>(r, ranks - 1) * inputs;
   int64_t k = 0;
   for (; k + VL <= inputs; k += VL) {
-    if (k % (CACHE_LINE_BYTES / (int64_t)sizeof(T)) == 0)  // the next rows of A lie behind these, and are mostly multiplied next
+    if (k % (CACHE_LINE_BYTES / (int64_t)sizeof(T)) == 0)  // prefetch the next rows of A
 #pragma GCC unroll 4
       for (int r = 0; r < SHRINK_RANKS; r++) __builtin_prefetch(from[r] + SHRINK_RANKS * inputs + k);
 #pragma GCC unroll 4
@@ -33,7 +33,7 @@ static inline __attribute__((always_inline)) void shrink_rows(
     }
 }
 
-// All that a call derives of its adapters before the threads begin. It serves again, so that its memory does.
+// The adapter work of one call. Each thread reuses its plan to avoid allocations.
 template <class T>
 struct Plan {
   std::vector<AdapterPart<T>> parts;
@@ -112,7 +112,7 @@ static void run_linear(const Matrix& matrix, const T* x, int64_t ldx, int64_t ro
   static thread_local Plan<T> own_plan;
   constexpr bool IS_TILED = std::is_same<S, Pair>::value;
   const int64_t inputs = matrix.inputs;
-  Plan<T>& plan = own_plan;  // of the calling thread, for all of them
+  Plan<T>& plan = own_plan;  // the calling thread's plan, shared with all threads
   plan.clear();
   if (lora != nullptr) plan.fill(*lora, first, count, rows);
   const bool is_blocked = !IS_TILED && rows > MAX_UNBLOCKED_ROWS;
@@ -165,8 +165,8 @@ static void dispatch_storage(const Matrix& matrix, const void* x, int64_t ldx, i
   }
 }
 
-// Multiply `rows` rows of `x` by a matrix. With a gate, the matrix has as many outputs for it as for what it opens, a
-// multiple of `PANEL`. `lora` may be null; its targets `first` and the `count - 1` after it are those of the matrix.
+// Multiply `rows` rows of `x` by a matrix. With a gate, the matrix has equal numbers of gate and up outputs, each a
+// multiple of `PANEL`. `lora` can be null; the matrix has the targets `first` to `first + count - 1`.
 EXPORT(linear, const Matrix* matrix, const void* x, int64_t ldx, int64_t rows, void* out, const Lora* lora,
                int64_t first, int64_t count, int64_t gate) {
   const Gate kind = (Gate)gate;

@@ -1,4 +1,4 @@
-// For ARM: every 64-bit one has NEON.
+// Kernels for 64-bit ARM CPUs, which all have NEON.
 #if defined(__aarch64__)
 #include "system_headers.h"
 #define ISA neon

@@ -1,8 +1,8 @@
-// Norms. Each row is summed in one order, whatever its neighbours and the threads are.
+// Norms. Each row is summed in a fixed order, independent of the batch and the threads.
 
 constexpr int64_t MAX_SINGLE_THREAD_NORM = 64 * 1024;  // elements up to this count are faster on one thread
 
-// The rows that are normalised: `heads` of each token, each of `size` numbers that lie side by side.
+// Rows to normalize: `heads` rows per token, each with `size` contiguous elements.
 template <class T>
 struct Rows {
   const T* from;
@@ -12,13 +12,13 @@ struct Rows {
   const T* at(int64_t row) const { return from + row / heads * token_stride + row % heads * head_stride; }
 };
 
-// What the adapter of a row multiplies it by and then adds to it; null for nothing.
+// An adapter's factor and shift; null if absent.
 template <class T>
 struct ScaleShift {
   const T *factor, *shift;
 };
 
-// Finds the vectors of rows that ascend. Adapters come with one head for each token.
+// Returns the factor and shift of rows in ascending order. Requires one head per token.
 template <class T>
 struct Adapters {
   const Lora* lora;
@@ -36,7 +36,7 @@ struct Adapters {
   }
 };
 
-// As if a number had been stored and loaded again. A NaN among bfloat16 has no bits that could carry over.
+// Round to T and back. Adding the rounding bit cannot overflow a bfloat16 NaN.
 template <class T>
 static inline F rounded(F v) {
   if constexpr (std::is_same<T, float>::value) return v;
@@ -46,7 +46,7 @@ static inline F rounded(F v) {
   return load(copy);
 }
 
-// Call `step(column, count)` for the vectors of a row; `count` is `VL` but for the last.
+// Call `step(column, count)` for each vector of a row. `count` is `VL` except for the last vector.
 template <class Step>
 static inline __attribute__((always_inline)) void for_vectors(int64_t size, Step step) {
   int64_t i = 0;
@@ -65,7 +65,7 @@ static inline void store_vector(T* p, F v, Count count) {
   else store(p, v);
 }
 
-// The sum of `value(column, count)` over a row, in four sums side by side, since each waits for its last product.
+// Sum `value(column, count)` over a row, in four independent sums to hide latency.
 template <class Value>
 static inline __attribute__((always_inline)) float sum_row(int64_t size, Value value) {
   F total[4] = {};
@@ -78,7 +78,7 @@ static inline __attribute__((always_inline)) float sum_row(int64_t size, Value v
   return sum((total[0] + total[1]) + (total[2] + total[3]));
 }
 
-// Multiply and add as torch does on numbers in memory: each result is rounded, the last when it is stored.
+// Apply factor and shift with the rounding of separate torch ops. The caller's store rounds the last result.
 template <class T, class Count>
 static inline F adapt(F value, const ScaleShift<T>& vectors, int64_t column, Count count) {
   if (vectors.factor != nullptr) value = rounded<T>(value) * load_vector(vectors.factor + column, count);
@@ -86,7 +86,7 @@ static inline F adapt(F value, const ScaleShift<T>& vectors, int64_t column, Cou
   return value;
 }
 
-// A weight of the rows' own type multiplies what is rounded; a float multiplies before that.
+// A weight of type T multiplies the rounded value; a float weight multiplies before rounding.
 template <class T, class W>
 static void rms_norm_row(const T* x, const W* weight, float eps, T* out, int64_t size, const ScaleShift<T>& vectors) {
   const float squares = sum_row(size, [&](int64_t i, auto count) {
@@ -124,7 +124,7 @@ static void layer_norm_row(const T* x, const T* weight, const T* bias, float eps
   });
 }
 
-// Call `step(row, vectors)` for all rows, with threads where there are many.
+// Call `step(row, vectors)` for all rows, in parallel for large batches.
 template <class T, class Step>
 static void for_rows(const Rows<T>& rows, const Lora* lora, int64_t target, Step step) {
   parallel_for(rows.count(), 1, rows.count() * rows.size, MAX_SINGLE_THREAD_NORM, [&](Range mine) {
@@ -157,8 +157,8 @@ static void run_layer_norm(const Rows<T>& rows, const void* weight, const void* 
   });
 }
 
-// Normalise each row of `x + residual` by its root mean square. `residual`, `total` (that sum) and `lora` may be null;
-// they and `normed` have no gaps. A wide weight is of floats. With `lora` there is one head for each token.
+// RMSNorm of `x + residual`. `residual`, `total` (which receives the sum) and `lora` can be null; all outputs are
+// contiguous. `is_wide`: the weight is float32. `lora` requires one head per token.
 EXPORT(rms_norm, int64_t dtype, const void* x, int64_t token_stride, int64_t head_stride, const void* residual,
                  const void* weight, int64_t is_wide, const float* eps, void* normed, void* total, int64_t tokens,
                  int64_t heads, int64_t size, const Lora* lora, int64_t target) {
@@ -173,7 +173,7 @@ EXPORT(rms_norm, int64_t dtype, const void* x, int64_t token_stride, int64_t hea
   else run(Half());
 }
 
-// Subtract each row's mean and divide it by its deviation. `weight`, `bias` and `lora` may be null.
+// LayerNorm. `weight`, `bias` and `lora` can be null.
 EXPORT(layer_norm, int64_t dtype, const void* x, int64_t token_stride, int64_t head_stride, const void* weight,
                    const void* bias, float eps, void* normed, int64_t tokens, int64_t heads, int64_t size,
                    const Lora* lora, int64_t target) {
@@ -209,7 +209,7 @@ static void run_scale_and_shift(T* x, int64_t stride, int64_t tokens, const Lora
   });
 }
 
-// Change each row of `x` by its adapter's factor and shift. The targets lie side by side in it.
+// Apply each row's adapter factor and shift. The targets are adjacent columns of `x`.
 EXPORT(scale_and_shift, int64_t dtype, void* x, int64_t stride, int64_t tokens, const Lora* lora, int64_t first,
                         int64_t last) {
   const auto run = [&](auto of) { run_scale_and_shift((decltype(of)*)x, stride, tokens, *lora, first, last); };

@@ -1,15 +1,15 @@
-// A matrix, and all that each token's adapter changes of its output, in one pass over the matrix.
+// Matrix product with fused adapters, in one pass over the weights.
 //
-// The matrix lies in panels of `PANEL` outputs, `[panels, inputs, PANEL]`, filled up with zeros: a product reads it from
-// front to back. Each output is one sum over the inputs in order, in a register, whatever the number of rows: so a row
-// has the same bits alone and in any batch. What adapters add is added while a tile of outputs is still at hand.
+// The weights are zero-padded panels of `PANEL` outputs, `[panels, inputs, PANEL]`, read sequentially. Each output is one
+// sum over the inputs in order, for any number of rows, so results are bitwise batch-invariant. LoRA, factor and shift are
+// applied while a tile of outputs is in registers or L1.
 
 constexpr int PANEL = 2 * VL;
 
-// `stored` is the dtype of the panels, `dtype` that of inputs, outputs, bias (which may be null) and adapters.
+// `stored` is the dtype of the panels. `dtype` is the dtype of inputs, outputs, bias (can be null) and adapters.
 STRUCT(Matrix, const void* panels; const void* bias; int64_t outputs; int64_t inputs; int32_t stored; int32_t dtype;);
 
-// As `LoraBatch` has it: segment i is rows bounds[i] to bounds[i + 1], of one adapter.
+// As in `LoraBatch`: segment i is rows bounds[i] to bounds[i + 1], with one adapter.
 // `table` is [adapters, targets, FIELDS], `scales` [adapters, targets], `widths` [targets, 2].
 STRUCT(Lora, const void* buffer; const int64_t* table; const float* scales; const int64_t* widths; int64_t targets;
        const int64_t* bounds; const int64_t* adapters; int64_t segments;);
@@ -17,16 +17,16 @@ STRUCT(Lora, const void* buffer; const int64_t* table; const float* scales; cons
 ENUM(Field, A = 0, B = 1, FACTOR = 2, SHIFT = 3, RANK = 7, FIELDS = 10);
 ENUM(Gate, NONE = 0, SILU = 1, GELU_TANH = 2);
 
-// One adapter's part in one target of a linear, for one segment of rows.
+// The weights of one adapter at one target, for one segment.
 template <class T>
 struct AdapterPart {
   const T *a, *b, *factor, *shift;
-  int64_t rank, start, stop, low;  // `start` to `stop` are columns; `low` is the place of the segment's first product
+  int64_t rank, start, stop, low;  // columns `start` to `stop`; `low` is the index of the segment's first shrink result
   float scale;
 };
 
-constexpr int64_t PANELS_PER_GROUP = 4;  // panels that all rows of a block are multiplied by, before the next ones
-constexpr int64_t ROWS_PER_FINISH = 4;  // rows that share what is read of an adapter
+constexpr int64_t PANELS_PER_GROUP = 4;  // panels per pass over the rows of a block
+constexpr int64_t ROWS_PER_FINISH = 4;  // rows that share loads of B
 constexpr int64_t MAX_SINGLE_THREAD_PRODUCTS = 128 * 1024;  // multiply-adds up to this count are faster on one thread
 
 #if VL == 4
@@ -36,26 +36,25 @@ constexpr int MAX_TILE_ROWS = 6;
 #else
 constexpr int MAX_TILE_ROWS = 12;
 #endif
-constexpr int MAX_UNBLOCKED_ROWS = VL == 4 ? 10 : MAX_TILE_ROWS;  // the most that are not multiplied in blocks
+constexpr int MAX_UNBLOCKED_ROWS = VL == 4 ? 10 : MAX_TILE_ROWS;  // larger batches use the blocked product
 
-// A product reads as fast as memory gives; memory is asked for what comes next. With vectors of x86 it is asked whatever
-// the number of rows: a product of many finds its weights in the second cache, whose answer takes a while, too.
+// Small products are memory-bound, so weights are prefetched. x86 prefetches for any number of rows: large products read
+// their weights from the L2 cache, which also has latency.
 //
-// Few rows load_panel several panels at once on x86: a sum waits for its last product, so several sums keep a core busy. On ARM
-// two sums do, as fast as memory gives. There each panel is read to its end, so that what is asked for always comes next:
-// one row takes a fifth less time so.
+// On x86, small batches process several panels together: independent sums hide the latency of multiply-adds. On ARM, two
+// sums reach memory bandwidth, and reading one panel at a time keeps prefetches sequential (20 % faster for one row).
 #if VL == 4
-constexpr int64_t PREFETCH_BYTES = 512;  // bytes
-constexpr int MAX_PREFETCH_ROWS = 4;  // the most of a product that asks
+constexpr int64_t PREFETCH_BYTES = 512;
+constexpr int MAX_PREFETCH_ROWS = 4;  // larger products do not prefetch
 constexpr int MAX_PANELS_PER_TILE = 1;
 #else
 constexpr int64_t PREFETCH_BYTES = 2048;
 constexpr int MAX_PREFETCH_ROWS = MAX_TILE_ROWS;
 constexpr int MAX_PANELS_PER_TILE = 4;
 #endif
-constexpr int64_t CACHE_LINE_BYTES = 64;  // bytes that memory gives at once
+constexpr int64_t CACHE_LINE_BYTES = 64;
 
-// Ask for what lies ahead of some inputs of each panel.
+// Prefetch the weights `PREFETCH_BYTES` ahead of input k in each panel.
 template <int PANELS, int INPUTS, class S>
 static inline __attribute__((always_inline)) void prefetch_panels(const S* const* panels, int64_t k) {
 #pragma GCC unroll 4
@@ -82,7 +81,7 @@ static __attribute__((noinline)) void multiply(const float* x, int64_t ldx, cons
   const S* panels[PANELS];
   for (int j = 0; j < PANELS; j++) panels[j] = from[j];
   int64_t k = 0;
-#if VL == 4  // ARM multiplies by one float of a vector
+#if VL == 4  // ARM multiplies by a vector lane
   for (; k + 4 <= inputs; k += 4) {
     F in[ROWS];
 #pragma GCC unroll 16
@@ -142,20 +141,20 @@ struct Product {
   int64_t ldx, rows;
   T* out;
   int64_t ldo;
-  int64_t parts_each;     // of a segment
+  int64_t parts_each;     // parts per segment
   const AdapterPart<T>* parts;   // [segments, parts_each]
-  const int32_t* segment; // of each row; null without adapters
+  const int32_t* segment; // segment of each row; null without adapters
   const int64_t* bounds;
   const float* low;
-  bool has_vectors;  // whether any part has a factor or a shift
+  bool has_vectors;  // true if any part has a factor or shift
   Gate gate;
 
-  // What adapters add to a tile's rows, in the columns of a group of panels and in those that their gate opens.
+  // LoRA outputs for the rows of a tile: columns of the panel group, and of the up half with a gate.
   struct Added {
     float columns[MAX_UNBLOCKED_ROWS][2][PANELS_PER_GROUP * PANEL];
   };
 
-  // Add what comes after the product to one row of a panel; `added` is what the adapter's factors add.
+  // Add bias and LoRA output (`added`) to one row of a panel, then apply factor and shift.
   void finish(float* tile, int64_t row, int64_t column, const float* added) const {
     F value[2] = {load(tile), load(tile + VL)};
     const int64_t width = std::min<int64_t>(PANEL, matrix.outputs - column);
@@ -211,7 +210,7 @@ struct Product {
           value[j], part, [&] { return load(part.factor + at); }, [&] { return load(part.shift + at); });
   }
 
-  // Multiply and add in one expression, which is rounded once wherever this is inlined.
+  // One expression, so the compiler always fuses multiply and add.
   template <class V, class Factor, class Shift>
   static V scale_and_add(V value, const AdapterPart<T>& part, Factor factor, Shift shift) {
     if (part.factor != nullptr && part.shift != nullptr) return value * factor() + shift();
@@ -219,7 +218,7 @@ struct Product {
     return part.shift != nullptr ? value + shift() : value;
   }
 
-  // The same where a target ends within a panel: number by number.
+  // The same for a target that covers only part of a panel.
   static void adapt_partial_panel(F* value, const AdapterPart<T>& part, int64_t from, int64_t to, int64_t column) {
     float copy[PANEL];
     store(copy, value[0]);
@@ -233,8 +232,8 @@ struct Product {
     value[1] = load(copy + VL);
   }
 
-  // What the factors of the rows' adapters add to the columns of a group of panels, of which `first` is the first: one
-  // row's columns come `stride` after those of the row before. Rows of one adapter share what is read of B.
+  // Write the LoRA outputs for the columns of a panel group, starting at column `first`. Rows are `stride` apart.
+  // Up to four consecutive rows with the same adapter share loads of B.
   void expand(float* added, int64_t stride, int64_t row, int64_t count, int64_t first) const {
     for (int64_t i = 0; i < count;) {
       int64_t same = 1;
@@ -261,8 +260,8 @@ struct Product {
     }
   }
 
-  // B is read by whole lines of memory, and several sums keep a core busy. Whether a product is rounded before it is
-  // added is said here, not left to the compiler: it may decide one way for one row and another for four.
+  // Reads whole cache lines of B, with independent sums. Fused multiply-adds are explicit, because the compiler could
+  // round differently for one row and for four rows.
   template <int ROWS>
   void expand_part(float* added, int64_t stride, const AdapterPart<T>& part, int64_t row, int64_t at, int64_t count) const {
     constexpr int VECTORS_PER_TILE = ROWS == 1 ? 8 : ROWS == 2 && VL != 8 ? 8 : VL != 8 ? 4 : 2;
@@ -292,7 +291,7 @@ struct Product {
         for (int i = 0; i < ROWS; i++) total[i][j] = fused_multiply_add(some, broadcast(weights[i * rank + r]), total[i][j]);
       }
       for (int64_t ahead = 0; ahead < VECTORS * VL; ahead += CACHE_LINE_BYTES / sizeof(T))
-        __builtin_prefetch(b + PANELS_PER_GROUP * PANEL + ahead);  // for the next group: it comes while this one is multiplied
+        __builtin_prefetch(b + PANELS_PER_GROUP * PANEL + ahead);  // prefetch for the next group
     }
 #pragma GCC unroll 4
     for (int i = 0; i < ROWS; i++)
@@ -346,7 +345,7 @@ struct Product {
 
   int64_t sides() const { return gate == NONE ? 1 : 2; }
 
-  // Multiply all rows, which are few, by a group of panels; with a gate, also by those of what it opens.
+  // Multiply all rows (a small batch) by a group of panels and, with a gate, by the up panels.
   void run_group(Range panels) const {
     const int most = panels_per_tile(rows), both = sides();
     const int64_t first = panels.begin * PANEL;
@@ -372,8 +371,8 @@ struct Product {
       run_group({panel, std::min(panel + PANELS_PER_GROUP, panels.end)});
   }
 
-  // Run rows in blocks; for each, one group of panels after the other: `multiply` makes all sums, of `width` floats a row,
-  // and then comes what is added to them.
+  // For each block of rows and each panel group, call `multiply` to write the sums (`width` floats per row), then add
+  // bias and adapters.
   template <class Multiply>
   void run_blocks(Range panels, int64_t block_rows, Multiply multiply) const {
     static thread_local Scratch scratch;
@@ -389,7 +388,7 @@ struct Product {
     }
   }
 
-  // Add what comes after the product to the sums of a group of panels, and of those that its gate opens.
+  // Add bias and adapters to the sums of a panel group and, with a gate, to its up half.
   void finish_group(int64_t first, int64_t count, Range group, float* sums, int64_t width) const {
     for (int64_t i = 0; i < count; i += ROWS_PER_FINISH)
       finish_rows(first + i, std::min(ROWS_PER_FINISH, count - i), group, sums + i * width, width);

@@ -1,23 +1,23 @@
-// Rotation, and the cache of keys and values, `[blocks, kv_heads, block_size, head_dim]`.
+// RoPE, and writes to the KV cache `[blocks, kv_heads, block_size, head_dim]`.
 
 namespace attention {
 
-// As `PagedBatch` has it, and the shape of the caches. `tables` is [sequences, width], `inputs` and `cached`
-// [sequences], `slots` and `stored`, which may be null, [count].
+// The fields of `PagedBatch`, and the cache shape. `tables` is [sequences, width], `inputs` and `cached` are
+// [sequences], `slots` and `stored` (can be null) are [count].
 STRUCT(Paged, const int32_t* tables; const int64_t* inputs; const int64_t* cached; const int64_t* slots;
        const int64_t* stored; int64_t width; int64_t sequences; int64_t count; int64_t kv_heads; int64_t block_size;
        int64_t head_dim; int32_t dtype;);
 
-// `[tokens, heads, head_dim]`: numbers from one token to the next, and from one head to the next.
+// Strides of `[tokens, heads, head_dim]` in elements.
 struct Strides {
   int64_t token, head;
 };
 
 constexpr int64_t MAX_SINGLE_THREAD_ELEMENTS = 64 * 1024;  // elements up to this count are faster on one thread
 
-// --- rotation ---
+// --- RoPE ---
 
-// As memory would hold it.
+// Round to T and back.
 template <class T>
 static inline F round_to(F v) {
   if constexpr (std::is_same<T, float>::value) return v;
@@ -26,7 +26,7 @@ static inline F round_to(F v) {
   return load(copy);
 }
 
-// Each product by a cosine is rounded before the other is added, as in the reference.
+// Rounds the cosine product before adding, as the reference does.
 template <class T>
 static inline void rotate_pair(F& a, F& b, F cosine, F sine) {
   const F c = round_to<T>(cosine), s = round_to<T>(sine), first = a;
@@ -61,7 +61,7 @@ static void run_rotary(T* x, Strides strides, int64_t tokens, int64_t heads, con
   });
 }
 
-// Turn dimension i of each head with dimension i + half, by angles `[tokens, half]`.
+// Rotate dimension i of each head with dimension i + half, by angles `[tokens, half]`.
 EXPORT(rotary, void* x, int64_t token, int64_t head, int64_t tokens, int64_t heads, const float* cosine,
                const float* sine, int64_t half, int64_t dtype) {
   switch (dtype) {
@@ -71,9 +71,9 @@ EXPORT(rotary, void* x, int64_t token, int64_t head, int64_t tokens, int64_t hea
   }
 }
 
-// --- the cache ---
+// --- KV cache ---
 
-// Store new keys and values in their slots.
+// Store new keys and values in their cache slots.
 EXPORT(write_kv, const Paged* batch, const char* k, int64_t k_token, int64_t k_head, const char* v, int64_t v_token,
                  int64_t v_head, char* keys, char* values) {
   const int64_t size = batch->dtype == FLOAT32 ? 4 : 2, row = batch->head_dim * size;

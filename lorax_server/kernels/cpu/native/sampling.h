@@ -1,13 +1,13 @@
-// The likeliest token of each row of scores, and log probabilities.
+// Greedy tokens and log probabilities.
 //
-// A row is cut into parts that stay in a core's cache, always the same ones. The threads share parts, and what they
-// find is store_vector together in order. So a row's result depends neither on threads nor on other rows.
+// Rows are split into fixed parts that fit into the cache. Threads process parts, and results are merged in order, so they
+// do not depend on threads or on other rows.
 
 constexpr int64_t SCORES_PER_PART = 4096;
 constexpr int64_t MAX_SINGLE_THREAD_SCORES = 32 * 1024;  // scores up to this count are faster on one thread
 
-// Of a part: its largest score, a NaN not counted, and the sum of e to the power of each score minus that, times the
-// inverse_temperature. The sum is NaN where a score is, or where the largest is infinity; it is 0 where all are minus infinity.
+// Maximum score of a part (ignoring NaN), and sum of exp((score - maximum) * inverse_temperature). The sum is NaN if a
+// score is NaN or the maximum is infinity, and 0 if all scores are -infinity.
 struct MaxAndSum {
   float best, total;
 };
@@ -32,8 +32,8 @@ static MaxAndSum find_max_and_sum(const T* scores, int64_t count, float inverse_
   return {most, total};
 }
 
-// Copy the scores that a mask allows, without gaps, and return how many are there. A mask has a bit for each, the first the
-// lowest. Where it allows most of 32, all are copied, the others as minus infinity.
+// Copy the allowed scores and return their number. Masks have one bit per token, lowest bit first. If at least half of
+// 32 tokens are allowed, all 32 are copied, with -infinity for the others.
 template <class T>
 static int64_t copy_allowed(const T* scores, const uint32_t* mask, int64_t count, float* to) {
   int64_t copied = 0;
@@ -60,7 +60,7 @@ static inline bool is_allowed(const uint32_t* mask, int64_t i) {
 struct TokenMasks {
   const uint32_t* words = nullptr;  // [masks, width]
   int64_t width = 0;
-  const int64_t* numbers = nullptr;  // [rows] of each row's mask; negative: it has none
+  const int64_t* numbers = nullptr;  // [rows] mask index of each row; negative: no mask
 
   const uint32_t* of(int64_t row) const {
     return words == nullptr || numbers[row] < 0 ? nullptr : words + numbers[row] * width;
@@ -71,7 +71,7 @@ template <class T>
 struct Scores {
   const T* from;
   int64_t stride, rows, vocabulary;
-  const float* temperatures = nullptr;  // of each row; null for 1
+  const float* temperatures = nullptr;  // one per row; null: 1
   TokenMasks masks = {};
   int64_t parts = (vocabulary + SCORES_PER_PART - 1) / SCORES_PER_PART;
 
@@ -87,7 +87,7 @@ struct Scores {
     return copied == 0 ? MaxAndSum{-INFINITY, 0.0f} : find_max_and_sum(allowed, copied, inverse_temperature(index));
   }
 
-  // [rows, parts]
+  // Return the maximum and sum of each part, [rows, parts].
   const MaxAndSum* reduce_parts() const {
     static thread_local Scratch scratch;
     MaxAndSum* part_results = scratch.make<MaxAndSum>(rows * parts);
@@ -97,7 +97,7 @@ struct Scores {
     return part_results;
   }
 
-  // The largest score of a row, and the logarithm of the sum over all its parts.
+  // Return the maximum score of a row, and the logarithm of the total sum.
   MaxAndSum merge_parts(const MaxAndSum* part_results, float inverse_temperature) const {
     float best = part_results[0].best;
     for (int64_t part = 1; part < parts; part++) best = std::max(best, part_results[part].best);
@@ -107,7 +107,7 @@ struct Scores {
     return {best, (float)std::log(total)};
   }
 
-  // The first NaN, which torch takes for the largest, or the first of the largest.
+  // Return the first NaN (which torch treats as the maximum) or the first maximum.
   int64_t find_argmax(int64_t index, const MaxAndSum* part_results, MaxAndSum whole) const {
     const T* scores = row(index);
     const uint32_t* mask = masks.of(index);
@@ -142,8 +142,8 @@ struct Scores {
   }
 };
 
-// Choose the token with the largest score of each row, the first of equals, and write its log probability. Rows that have
-// one of the `words` choose as if all tokens that it does not allow had minus infinity; `words` may be null.
+// Write the first token with the maximum score of each row, and its log probability. `words` are token masks (can be
+// null); tokens that a row's mask forbids count as -infinity.
 EXPORT(choose_greedy, int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary,
                       const uint32_t* words, int64_t width, const int64_t* numbers, int64_t* ids, float* logprobs) {
   const auto run = [&](auto of) {
@@ -155,8 +155,8 @@ EXPORT(choose_greedy, int64_t dtype, const void* scores, int64_t stride, int64_t
   else run(Half());
 }
 
-// Write the log probabilities of `count` tokens of each row, of scores divided by `temperatures`, which may be null. Of a
-// row with a mask, as above, they are those among the tokens that it allows; it must allow these.
+// Write the log probabilities of `count` tokens per row. Scores are divided by `temperatures` (can be null). With a mask,
+// probabilities are over the allowed tokens, which must include the given tokens.
 EXPORT(gather_logprobs, int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary,
                       const float* temperatures, const uint32_t* words, int64_t width, const int64_t* numbers,
                       const int64_t* ids, int64_t count, float* logprobs) {

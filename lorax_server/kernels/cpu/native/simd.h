@@ -1,7 +1,7 @@
-// Vectors of floats, and the numbers that memory holds. `VL` is the number of floats in a vector of this instruction set.
+// Float vectors and dtype conversions. `VL` is the number of floats per vector.
 //
-// The compiler's own vectors are used, so one text serves all instruction sets; only what widens and narrows numbers is
-// written for each. Sums and products are float32, whatever the numbers in memory are.
+// GCC vector extensions serve all instruction sets; only conversions are written per instruction set. All arithmetic is
+// float32.
 
 using F = float __attribute__((vector_size(VL * 4)));
 using I = int32_t __attribute__((vector_size(VL * 4)));
@@ -10,12 +10,12 @@ using U = uint32_t __attribute__((vector_size(VL * 4)));
 struct Bf16 {
   uint16_t bits;
 };
-// As bits: not every compiler has a type for it.
+// Raw bits, because not every compiler has a float16 type.
 struct Half {
   uint16_t bits;
 };
 
-// The codes of dtypes, as Python has them; the last is that of a matrix whose inputs lie in pairs.
+// Dtype codes shared with Python. BFLOAT16_PAIRS is the AMX weight layout.
 ENUM(Dtype, FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, BFLOAT16_PAIRS = 3);
 
 static inline float read(const float* p) { return *p; }
@@ -47,7 +47,7 @@ static inline void write(Bf16* p, float v) {
   p->bits = v != v ? (uint16_t)((bits >> 16) | 0x40) : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// Not by memcpy: some compilers then load a vector piece by piece, where its floats are used one by one.
+// Not memcpy: some compilers split such a load if lanes are used separately.
 using UnalignedVector = float __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 static inline F load(const float* p) { return *(const UnalignedVector*)p; }
 #if VL == 4
@@ -62,7 +62,7 @@ static inline F load(const Bf16* p) {
 }
 static inline F load(const Half* p) { return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 static inline void store_low_halves(Bf16* p, U v) {
-  const __m256i pairs = _mm256_packus_epi32((__m256i)v, (__m256i)v);  // by halves: each twice
+  const __m256i pairs = _mm256_packus_epi32((__m256i)v, (__m256i)v);  // packs within 128-bit halves
   _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 0x08)));
 }
 static inline void store(Half* p, F v) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, 0)); }
@@ -75,7 +75,7 @@ static inline F load(const Half* p) { return (F)_mm512_cvtph_ps(_mm256_loadu_si2
 static inline void store_low_halves(Bf16* p, U v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v)); }
 static inline void store(Half* p, F v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, 0)); }
 static inline F fused_multiply_add(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-#else  // any vector on any CPU, number by number: to try the widths and the tiles of x86 elsewhere
+#else  // scalar fallback, to test x86 vector widths and AMX emulation on any CPU
 static inline F load(const Bf16* p) {
   F v;
   for (int i = 0; i < VL; i++) v[i] = read(p + i);
@@ -105,7 +105,7 @@ template <class T>
 static inline VectorPair load_two(const T* p) {
   return {load(p), load(p + VL)};
 }
-#if VL == 4  // one load of 16 bytes is enough for both
+#if VL == 4  // one 16-byte load for both vectors
 static inline VectorPair load_two(const Bf16* p) {
   const uint16x8_t v = vld1q_u16(&p->bits);
   return {(F)vshll_n_u16(vget_low_u16(v), 16), (F)vshll_high_n_u16(v, 16)};
@@ -119,13 +119,13 @@ static inline VectorPair load_two(const Half* p) {
 static inline void store(float* p, F v) { *(UnalignedVector*)p = v; }
 static inline void store(Bf16* p, F v) {
   const U bits = (U)v, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const U nan = (bits >> 16) | 0x40;  // rounding could turn a NaN into an infinity
+  const U nan = (bits >> 16) | 0x40;  // rounding could turn NaN into infinity
   store_low_halves(p, (v != v) ? nan : rounded);
 }
 
 static inline F broadcast(float v) { return v - F{}; }
 
-// The last numbers of a row, where they do not fill a vector; `rest` stands in the other places.
+// Load or store the last `count` elements of a row. Missing lanes are `rest`.
 template <class T>
 static inline F load_partial(const T* p, int64_t count, float rest = 0.0f) {
   float copy[VL];
@@ -139,8 +139,8 @@ static inline void store_partial(T* p, F v, int64_t count) {
   memcpy(p, copy, count * sizeof(T));
 }
 
-// The sum of a vector's floats, always in the same order: its upper half is added to its lower one, again and again. By
-// templates, since a compiler does not unroll a loop over halves.
+// Sum the lanes by repeatedly adding the upper half to the lower half. Templates, because compilers do not unroll a loop
+// over halves.
 template <int COUNT>
 static inline float sum_floats(const float* parts) {
   if constexpr (COUNT == 2) {
@@ -162,8 +162,8 @@ static inline float largest(F v) {
   for (int i = 1; i < VL; i++) best = v[i] > best ? v[i] : best;
   return best;
 }
-// The larger of both, `b` where `a` is NaN; and a number within bounds, where a NaN stays NaN.
-#if VL == 4  // one instruction each, which a comparison is not
+// larger: maximum, or `b` if `a` is NaN. clamp: NaN stays NaN.
+#if VL == 4  // single instructions
 static inline F larger(F a, F b) { return (F)vmaxnmq_f32((float32x4_t)a, (float32x4_t)b); }
 static inline F clamp(F x, float low, float high) {
   return (F)vminq_f32(vmaxq_f32((float32x4_t)x, vdupq_n_f32(low)), vdupq_n_f32(high));
@@ -176,13 +176,13 @@ static inline F clamp(F x, float low, float high) {
 }
 #endif
 
-// e to the power of each, to about 1e-7 of its size; 0 below -87.7, infinity above 88.3; NaN stays NaN.
+// exp(x) with relative error about 1e-7; 0 below -87.7, infinity above 88.3. NaN stays NaN.
 static inline F exponential(F x) {
-  x = clamp(x, -88.0f, 89.0f);  // whose exponents' bits are all 0, and all 1
-  const F shifted = x * 1.44269504f + 12582912.0f;  // the nearest integer stands in its last bits
+  x = clamp(x, -88.0f, 89.0f);  // limits with exponent bits all 0 and all 1
+  const F shifted = x * 1.44269504f + 12582912.0f;  // the low bits are the nearest integer
   const F whole = shifted - 12582912.0f;
   const F rest = x - whole * 0.693359375f + whole * 2.12194440e-4f, square = rest * rest;
-  // In pairs, which do not wait for each other.
+  // Independent pairs, to hide latency.
   F p = (rest * 1.9875691500e-4f + 1.3981999507e-3f) * square + (rest * 8.3334519073e-3f + 4.1665795894e-2f);
   p = p * square + (rest * 1.6666665459e-1f + 5.0000001201e-1f);
   p = p * square + (rest + 1.0f);
@@ -190,10 +190,10 @@ static inline F exponential(F x) {
 }
 
 static inline F silu(F x) { return x / (1.0f + exponential(-x)); }
-// 0.5 * x * (1 + tanh(y)) is x / (1 + exp(-2 * y)).
+// 0.5 * x * (1 + tanh(y)) == x / (1 + exp(-2 * y)).
 static inline F gelu_tanh(F x) { return x / (1.0f + exponential(-1.5957691216f * (x + 0.044715f * x * x * x))); }
 
-// Memory of a thread that only grows: `make` returns at least `count` items, whatever they hold.
+// A growing per-thread buffer. `make` returns at least `count` uninitialized items.
 struct Scratch {
   std::vector<char> bytes;
   template <class T>
@@ -203,7 +203,7 @@ struct Scratch {
   }
 };
 
-// Cut `count` items into even parts; return the bounds of this thread's.
+// Split `count` items into `threads` even ranges, and return range `thread`.
 struct Range {
   int64_t begin, end;
 };

@@ -1,4 +1,4 @@
-// What the kernels need of the standard library. It comes before an instruction set is chosen: what it defines is shared.
+// System headers. Included before an instruction set is enabled, so inline library functions stay portable.
 
 #include <omp.h>
 #if defined(__aarch64__)

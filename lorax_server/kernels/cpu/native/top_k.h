@@ -1,17 +1,16 @@
-// The best scores of each row, in order.
+// Top-k scores of each row, in descending order.
 //
-// The largest score of each small chunk is found first. If `count` chunks have one of at least some bound, so have as
-// many scores: so only those of at least the bound are collected, mostly a few more than `count`, and ordered. Of a row
-// with a mask, chunks in which no token is allowed are not even read.
+// The `count`-th largest chunk maximum is a lower bound for the top-k scores. Only scores at or above the bound are
+// collected and sorted, usually a few more than `count`. Chunks without allowed tokens are not read.
 
-constexpr int64_t CHUNK_SCORES = 64;  // scores
+constexpr int64_t CHUNK_SCORES = 64;
 
 struct Candidate {
   float score;
   int32_t id;
 };
 
-// A NaN comes first, as in torch, then the larger score; of equals the one of lower id.
+// NaN sorts first (as in torch), then higher scores, then lower token IDs.
 static inline bool ranks_higher(const Candidate& a, const Candidate& b) {
   const bool a_is_nan = a.score != a.score, b_is_nan = b.score != b.score;
   if (a_is_nan != b_is_nan) return a_is_nan;
@@ -19,7 +18,7 @@ static inline bool ranks_higher(const Candidate& a, const Candidate& b) {
   return a.id < b.id;
 }
 
-// Return the largest of a chunk's scores, and note in which places any is NaN.
+// Return the maximum of a chunk, and mark lanes with NaN.
 template <class T>
 static float find_chunk_maximum(const T* scores, int64_t count, I& nan) {
   F best = broadcast(-INFINITY);
@@ -31,7 +30,7 @@ static float find_chunk_maximum(const T* scores, int64_t count, I& nan) {
   return largest(best);
 }
 
-// Write the largest score of each chunk that the mask allows, which may be null; return whether any of these is NaN.
+// Write the maximum allowed score of each chunk. Return true if any allowed score is NaN. `mask` can be null.
 template <class T>
 static bool find_chunk_maxima(const T* scores, const uint32_t* mask, int64_t vocabulary, float* chunk_maxima) {
   I nan = {};
@@ -52,7 +51,7 @@ static bool find_chunk_maxima(const T* scores, const uint32_t* mask, int64_t voc
   return false;
 }
 
-// Collect all scores that the mask allows and that may be among the best `count`; return their number.
+// Collect the allowed scores that can be in the top `count`, and return their number.
 template <class T>
 static int64_t collect_candidates(const T* scores, const uint32_t* mask, int64_t vocabulary, int64_t count, Candidate* into) {
   static thread_local Scratch scratch;
@@ -68,7 +67,7 @@ static int64_t collect_candidates(const T* scores, const uint32_t* mask, int64_t
   int64_t found = 0;
   for (int64_t chunk = 0; chunk < chunks; chunk++) {
     if (!needs_all && chunk_maxima[chunk] < bound) continue;
-    if (mask != nullptr && !has_nan && chunk_maxima[chunk] == -INFINITY) continue;  // nothing in it can be chosen
+    if (mask != nullptr && !has_nan && chunk_maxima[chunk] == -INFINITY) continue;  // no allowed token
     for (int64_t i = chunk * CHUNK_SCORES; i < std::min(vocabulary, (chunk + 1) * CHUNK_SCORES); i++) {
       const float score = read(scores + i);
       into[found] = {score, (int32_t)i};
@@ -91,8 +90,8 @@ static void top_k_of_row(const T* scores, const uint32_t* mask, int64_t vocabula
   for (int64_t i = num_written; i < count; i++) best[i] = -INFINITY, ids[i] = 0;
 }
 
-// Write the `count` best scores of each row, the best first, and their tokens. `count` is at most the vocabulary. Where a
-// row's mask allows fewer, the rest is minus infinity, of token 0. Masks are those of `choose_greedy`.
+// Write the `count` highest scores of each row and their tokens. If a mask allows fewer tokens, the rest is -infinity with
+// token 0. Masks are as in `choose_greedy`. `count` must not exceed the vocabulary.
 EXPORT(top_k_scores, int64_t dtype, const void* scores, int64_t stride, int64_t rows, int64_t vocabulary, int64_t count,
                   const uint32_t* words, int64_t width, const int64_t* numbers, float* best, int64_t* ids) {
   const TokenMasks masks = {words, width, numbers};

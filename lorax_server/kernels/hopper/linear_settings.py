@@ -1,0 +1,50 @@
+"""Launch settings for fused linear layers: measured for known shapes, estimated for others."""
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+TABLE = "linear_settings.json"  # measured on an H200
+
+
+class LinearLaunchSetting(NamedTuple):
+    """Launch settings for one linear layer at one batch height."""
+
+    stages: int  # pipeline stages
+    cluster: int  # blocks per cluster, which share 128 columns
+    lora_blocks: int  # blocks for LoRA
+    early_with_lora: int  # overlap with adjacent kernels (see `LinearArgs.early` in lora.cu)
+    early: int
+
+
+@cache
+def _table() -> dict[str, dict[str, list[int]]]:
+    tables: dict[str, dict[str, list[int]]] = json.loads((files("lorax_server.kernels.hopper") / TABLE).read_text())
+    return tables
+
+
+def find_setting(inputs: int, outputs: int, height: int, num_sms: int) -> LinearLaunchSetting:
+    known = _table().get(f"{num_sms}", {}).get(f"{inputs} {outputs} {height}")
+    setting = LinearLaunchSetting(*known) if known else estimate_setting(outputs, height, num_sms)
+    assert setting.lora_blocks % setting.cluster == 0, "lora_blocks must be a multiple of the cluster size"
+    return setting
+
+
+def estimate_setting(outputs: int, height: int, num_sms: int) -> LinearLaunchSetting:
+    """Return settings similar to the measured ones: the product on up to two thirds of the SMs, LoRA on the rest.
+
+    Larger products run two blocks per SM, together with LoRA.
+    """
+    tiles = -(-outputs // 128)
+    if tiles > num_sms * 2 // 3:
+        return LinearLaunchSetting(
+            TWO_BLOCK_STAGES[height], 1, num_sms if height >= 32 else num_sms * 3 // 4, 3 if height < 64 else 1, 3
+        )
+    cluster = 2 if tiles * 2 <= num_sms // 2 else 1
+    return LinearLaunchSetting(ONE_BLOCK_STAGES[height], cluster, (num_sms // cluster - tiles) * cluster, 3, 3)
+
+
+# Pipeline stages that fill an SM's shared memory, by batch height. Two blocks of 128 rows do not fit.
+ONE_BLOCK_STAGES = {8: 11, 16: 11, 32: 9, 64: 8, 128: 6}
+TWO_BLOCK_STAGES = {8: 6, 16: 6, 32: 5, 64: 4, 128: 6}

@@ -1,0 +1,86 @@
+"""Launch LoRA for prompts. Triton computes V (shrink); CUDA kernels sum its parts and expand."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from lorax_server.kernels.hopper.arguments import PROMPT_THREADS, PromptLoraArgs, SumPartsArgs
+from lorax_server.kernels.hopper.driver import Kernels
+from lorax_server.kernels.hopper.sources import PROMPT_COLUMNS, PromptLoraVariant
+from lorax_server.kernels.ops import LinearWeights, LoraBatch, LoraTarget
+from lorax_server.kernels.triton.lora_tiles import prompt_tiles
+from lorax_server.kernels.triton.prompt_lora import shrink
+
+TILE_TOKENS = 128
+
+
+def linear(
+    kernels: Kernels, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch, targets: Sequence[LoraTarget]
+) -> torch.Tensor:
+    """Write LoRA and bias first, then accumulate the base product."""
+    out = torch.empty(len(x), weights.plain.shape[0], dtype=x.dtype, device=x.device)
+    args = _make_args(out, _shrink(kernels, x, lora, targets), lora, targets)
+    args.bias = 0 if weights.bias is None else weights.bias.data_ptr()
+    blocks = sum(-(-width // PROMPT_COLUMNS) for width in args.N)
+    _launch(kernels, PromptLoraVariant(x.dtype, "expand_prompt"), blocks, args, lora)
+    return out.addmm_(x, weights.plain.t())
+
+
+def gated_linear(
+    kernels: Kernels,
+    x: torch.Tensor,
+    weights: LinearWeights,
+    activation: str,
+    lora: LoraBatch,
+    targets: Sequence[LoraTarget],
+) -> torch.Tensor:
+    """Return the gated activation. The activation kernel also adds LoRA, without extra memory traffic."""
+    low_rank = _shrink(kernels, x, lora, targets)
+    gate_up = F.linear(x, weights.plain, weights.bias)
+    width = gate_up.shape[1] // 2
+    out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
+    args = _make_args(gate_up, low_rank, lora, targets)
+    args.out = out.data_ptr()
+    _launch(kernels, PromptLoraVariant(x.dtype, "gate_prompt", activation), -(-width // PROMPT_COLUMNS), args, lora)
+    return out
+
+
+def _shrink(kernels: Kernels, x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> torch.Tensor:
+    """Return V, scaled and summed over its parts, `[tokens, slices, room]`."""
+    parts = shrink(x, lora, targets).v
+    count, tokens, slices, room = parts.shape
+    v = torch.empty(tokens, slices, room, dtype=x.dtype, device=x.device)
+    args = SumPartsArgs(
+        parts.data_ptr(),
+        v.data_ptr(),
+        lora.adapter_indices.data_ptr(),
+        lora.table.data_ptr(),
+        lora.scales.data_ptr(),
+        count,
+        tokens,
+        slices,
+        room,
+        targets[0].index,
+        lora.table.shape[1],
+    )
+    blocks = -(-v.numel() // (4 * PROMPT_THREADS))
+    if blocks:
+        kernels.get(PromptLoraVariant(x.dtype, "sum_parts")).launch(blocks, PROMPT_THREADS, [args], early=True)
+    return v
+
+
+def _make_args(
+    y: torch.Tensor, low_rank: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]
+) -> PromptLoraArgs:
+    args = PromptLoraArgs(v=low_rank.data_ptr(), buffer=lora.buffer.data_ptr(), y=y.data_ptr())
+    args.tiles, args.table = prompt_tiles(lora, TILE_TOKENS).data_ptr(), lora.table.data_ptr()
+    args.target, args.num_targets = targets[0].index, lora.table.shape[1]
+    args.y_stride, args.slices, args.room = y.stride(0), len(targets), low_rank.shape[2]
+    args.N[: len(targets)] = [target.columns.stop - target.columns.start for target in targets]
+    return args
+
+
+def _launch(kernels: Kernels, variant: PromptLoraVariant, blocks: int, args: PromptLoraArgs, lora: LoraBatch) -> None:
+    tiles = len(prompt_tiles(lora, TILE_TOKENS))
+    kernels.get(variant).launch((blocks, tiles), PROMPT_THREADS, [args], early=True)

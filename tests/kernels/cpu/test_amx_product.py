@@ -1,0 +1,152 @@
+"""bfloat16 by the tiles of AMX, bit for bit as Intel says; emulated, and by this CPU where it has them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lorax_server.kernels import Activation
+from lorax_server.kernels.cpu.abi import Dtype
+from lorax_server.kernels.cpu.ops import CpuOps
+from lorax_server.kernels.panels import PanelMatrix, to_paired_panels
+from tests.kernels.batches import Adapter, World, error, mix
+
+ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 257, 300)
+# Inputs and outputs: less than a tile, whole tiles, some more; over 1024 inputs sums go through memory.
+SHAPES = [(1, 1), (31, 33), (32, 32), (64, 160), (100, 70), (1056, 40)]
+TINY = torch.finfo(torch.float32).tiny
+SILU = Activation("silu", F.silu)
+
+
+NATIVE = CpuOps()
+
+
+# The emulation is compiled first, for seconds.
+EMULATED = pytest.param("emulated", marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=[EMULATED, "native"] if NATIVE.has_fast_bfloat16 else [EMULATED])
+def ops(request: pytest.FixtureRequest, restored_threads: None, emulated: CpuOps) -> CpuOps:
+    torch.set_num_threads(2)
+    return emulated if request.param == "emulated" else NATIVE
+
+
+def flush(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.abs() < TINY, torch.zeros_like(x).copysign(x), x)
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply as `tdpbf16ps` is specified. A product of two bfloat16 numbers is exact in float64."""
+    missing = -x.shape[1] % 32
+    left, right = (flush(F.pad(one, (0, missing)).float()).double() for one in (x, weight))
+    total = torch.zeros(len(x), len(weight))
+    for tile in range(0, left.shape[1], 32):
+        sums = [torch.zeros_like(total), torch.zeros_like(total)]
+        for k in range(tile, tile + 32):
+            sums[k % 2] = flush((sums[k % 2].double() + left[:, k, None] * right[None, :, k]).float())
+        total = flush(total + flush(sums[0] + sums[1]))
+    return total
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_the_bits_are_those_of_the_instruction(ops: CpuOps, inputs: int, outputs: int) -> None:
+    # Of few bits, so that a sum of float64 is exact before it is rounded to float32, once.
+    weight, x = (torch.randn(n, inputs).mul(64).round().div(16).bfloat16() for n in (outputs, max(ROWS)))
+    scales = torch.randint(-6, 6, (inputs,)).exp2()  # sums of float32 must be rounded
+    weight, x = (weight * scales).bfloat16(), (x * scales.flip(0)).bfloat16()
+    weights, expected = ops.make_linear(weight, None), multiply(x, weight).bfloat16()
+    assert isinstance(weights.weight, PanelMatrix)
+    assert weights.weight.is_paired
+    for rows in ROWS:
+        assert torch.equal(ops.linear(x[:rows], weights, None, ()), expected[:rows]), rows
+
+
+def draw_powers(*shape: int) -> torch.Tensor:
+    """Draw powers of two, some of them too small for a normal float."""
+    exponents = torch.tensor([-133, -128, -126, -125, -66, -64, -63, -62, -61, -60, -1, 0])
+    sign = torch.randint(0, 2, shape) * 2 - 1
+    return (exponents[torch.randint(len(exponents), shape)].float().exp2() * sign).bfloat16()
+
+
+def test_what_is_too_small_for_a_normal_float_is_zero(ops: CpuOps) -> None:
+    x, weight = draw_powers(20, 64), draw_powers(40, 64)
+    x[:10, ::2] = 2.0**-64  # whose sums are about the smallest normal float
+    weight[:20] = weight[:20].sign() * 2.0**-63
+    found = ops.linear(x, ops.make_linear(weight, None), None, ())
+    assert torch.equal(found, multiply(x, weight).bfloat16())
+
+
+def test_a_row_of_infinities_or_nans_leaves_the_others(ops: CpuOps) -> None:
+    x, weights = torch.randn(40, 50).bfloat16(), ops.make_linear(torch.randn(70, 50).bfloat16(), None)
+    clean = ops.linear(x, weights, None, ())
+    x[7], x[23, 49] = torch.inf, torch.nan
+    found = ops.linear(x, weights, None, ())
+    assert bool(found[23].isnan().all())
+    assert not bool(found[7].isfinite().any())
+    others = [row for row in range(40) if row not in (7, 23)]
+    assert torch.equal(found[others], clean[others])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_adapters_and_gates(ops: CpuOps, gated: bool) -> None:
+    adapters = [Adapter([8, 4]), Adapter([0, 3], vectors=True), Adapter([17, 0], vectors=True)]
+    world = World(96, [160, 160], adapters, dtype=torch.bfloat16, bias=True, seed=3, device="cpu")
+    weights = ops.make_linear(world.weights.plain, world.weights.bias)
+    x, indices = world.normal(300, world.inputs), mix(300, len(adapters), seed=5)
+
+    def run(rows: slice) -> torch.Tensor:
+        batch = world.batch(indices[rows])
+        if gated:
+            return ops.gated_linear(x[rows], weights, SILU, batch, world.targets)
+        return ops.linear(x[rows], weights, batch, world.targets)
+
+    together, expected = run(slice(300)), world.expected(x, indices)
+    gate, up = expected.chunk(2, dim=-1)
+    assert error(together, F.silu(gate) * up if gated else expected) < 1.2e-2
+    for rows in ROWS:
+        assert torch.equal(run(slice(rows)), together[:rows])
+    for row in (0, 40, 290):
+        assert torch.equal(run(slice(row, row + 1)), together[row : row + 1])
+    torch.set_num_threads(1)
+    assert torch.equal(run(slice(300)), together)
+
+
+def test_rows_that_lie_apart(ops: CpuOps) -> None:
+    wide, weights = torch.randn(20, 200).bfloat16(), ops.make_linear(torch.randn(70, 64).bfloat16(), None)
+    for x in (wide[:, 3:67], wide[:, 8:136:2]):
+        assert torch.equal(ops.linear(x, weights, None, ()), ops.linear(x.contiguous(), weights, None, ()))
+
+
+def test_no_rows(ops: CpuOps) -> None:
+    weights = ops.make_linear(torch.randn(70, 64).bfloat16(), None)
+    assert ops.linear(torch.empty(0, 64, dtype=torch.bfloat16), weights, None, ()).shape == (0, 70)
+
+
+def test_rows_of_pairs(ops: CpuOps) -> None:
+    weight = torch.randn(75, 37).bfloat16()
+    matrix = ops.make_linear(weight, None).weight
+    assert isinstance(matrix, PanelMatrix)
+    assert (len(matrix), matrix.shape, matrix.dtype) == (75, (75, 37), torch.bfloat16)
+    assert torch.equal(matrix.read(), weight)
+    assert torch.equal(matrix[11:70][2:50].read(), weight[13:61])
+    ids = torch.tensor([[0, 74], [33, 32]])
+    assert torch.equal(matrix.look_up_rows(ids), weight[ids])
+    assert torch.equal(ops.look_up_rows(matrix, ids), weight[ids])
+    assert torch.equal(ops.look_up_rows(matrix[5:], ids[1]), weight[5:][ids[1]])
+
+
+def test_float32_stays_exact(ops: CpuOps) -> None:
+    """What bfloat16 holds is stored so, but never multiplied by tiles in a float32 model."""
+    x, weight = torch.randn(5, 64), torch.randn(40, 64).bfloat16().float()
+    weights = ops.make_linear(weight, None)
+    assert isinstance(weights.weight, PanelMatrix)
+    assert (weights.weight.panels.dtype, weights.weight.is_paired) == (torch.bfloat16, False)
+    assert error(ops.linear(x, weights, None, ()), x @ weight.t()) < 2e-6
+
+
+def test_pairs_are_beside_each_other() -> None:
+    weight = torch.arange(40 * 34).view(40, 34).bfloat16()
+    panels = to_paired_panels(weight, 32).panels
+    assert (panels.shape, Dtype.BFLOAT16_PAIRS) == ((2, 32, 32, 2), 3)
+    assert torch.equal(panels[1, 4, 7], weight[39, 8:10])
+    assert not bool(panels[:, 17:].any())
+    assert not bool(panels[1, :, 8:].any())
