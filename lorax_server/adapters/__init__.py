@@ -1,1 +1,1 @@
-"""LoRA adapters: their config, tensors, identity and merges, and batches that mix many of them."""
+"""LoRA adapters: configuration, tensors, identity, merging, and batches that mix adapters."""

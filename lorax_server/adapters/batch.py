@@ -1,4 +1,4 @@
-"""The adapter of each token of a batch, and the weights of all adapters on the device."""
+"""Map batch tokens to adapters, and hold the weights of all adapters on the device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from lorax_server.kernels import Field, LoraBatch, LoraTarget
 
 
 def find_segments(adapter_indices: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Find runs of one adapter. Return their boundaries, one more than there are runs, and the adapter of each."""
+    """Group consecutive tokens by adapter. Return the segment boundaries (`n + 1`) and the adapter of each segment."""
     if adapter_indices.numel() == 0:
         return [0], []
     values, counts = torch.unique_consecutive(adapter_indices, return_counts=True)
@@ -21,7 +21,7 @@ def find_segments(adapter_indices: torch.Tensor) -> tuple[list[int], list[int]]:
 
 @dataclass(frozen=True)
 class AdapterBatchMetadata:
-    """The adapter of every token. Index 0 is the base model."""
+    """The adapter index of each token. Index 0 is the base model."""
 
     adapter_indices: torch.Tensor  # [num_tokens]
     adapter_segments: list[int]
@@ -34,16 +34,16 @@ class AdapterBatchMetadata:
 
 @dataclass(frozen=True)
 class AdapterArena:
-    """Every resident adapter in one flat buffer, each factor at its true rank. Row 0 of the tables is the base model.
+    """All adapters on the device in one flat buffer, without rank padding. Row 0 of the tables is the base model.
 
-    Adapters come and go inside it: the buffer and the tables keep their places.
+    The buffer and the tables are never reallocated, so recorded graphs stay valid when adapters are loaded or evicted.
     """
 
     buffer: torch.Tensor  # [num_elements] in the model's dtype
     table: torch.Tensor  # [num_adapters, num_targets, len(Field)]
     scales: torch.Tensor  # [num_adapters, num_targets] float32
-    host_table: torch.Tensor  # a copy of `table` in the CPU's memory: reading a GPU's would wait for it
-    vocab_sizes: list[int]  # by adapter; the base model's unless the adapter changes it
+    host_table: torch.Tensor  # CPU copy of `table`: reading the device table would synchronize
+    vocab_sizes: list[int]  # per adapter; the base model's size unless the adapter changes it
     targets: Mapping[str, AdapterTarget]
 
     @cached_property
@@ -52,40 +52,40 @@ class AdapterArena:
 
     @cached_property
     def widths(self) -> torch.Tensor:
-        """Return the inputs and outputs of this rank, [num_targets, 2]."""
+        """Return the input and output sizes on this rank, [num_targets, 2]."""
         sizes = [(target.inputs.size, target.outputs.size) for target in self.targets.values()]
         return torch.tensor(sizes, device=self.table.device).view(-1, 2)
 
     def head_rows(self, adapter: int, name: str) -> "HeadRows":
-        """Return the rows of its own that one adapter has at the head."""
+        """Return the rows that an adapter replaces in or adds to the head."""
         target, index = self.targets[name], self.lora_targets[name].index
         fields: list[int] = self.host_table[adapter, index].tolist()
         count, new, size = fields[Field.NUM_ROWS], fields[Field.NUM_NEW_ROWS], target.inputs.size
         return HeadRows(
-            self._take(fields[Field.ROW_IDS], count * 4 // self.buffer.itemsize).view(torch.int32),
-            self._take(fields[Field.ROWS], count * size).view(count, size),
-            self._take(fields[Field.NEW_ROWS], new * size).view(new, size),
+            self._view(fields[Field.ROW_IDS], count * 4 // self.buffer.itemsize).view(torch.int32),
+            self._view(fields[Field.ROWS], count * size).view(count, size),
+            self._view(fields[Field.NEW_ROWS], new * size).view(new, size),
         )
 
-    def _take(self, offset: int, count: int) -> torch.Tensor:
+    def _view(self, offset: int, count: int) -> torch.Tensor:
         return self.buffer[offset : offset + count] if count else self.buffer[:0]
 
 
 class HeadRows(NamedTuple):
-    """Views of the buffer; empty where the adapter has nothing."""
+    """Head rows of one adapter, as views into the arena buffer. May be empty."""
 
-    row_ids: torch.Tensor  # tokens of this rank's vocabulary that have a row of their own, ascending
+    row_ids: torch.Tensor  # replaced tokens in this rank's vocabulary shard, ascending
     rows: torch.Tensor  # [rows, size]
-    new_rows: torch.Tensor  # [new rows, size] tokens that come after the base model's vocabulary
+    new_rows: torch.Tensor  # [new rows, size] tokens added after the base model's vocabulary
 
 
 @dataclass(frozen=True)
 class AdapterBatchData:
-    """The adapter of each token and the weights of all adapters, as the layers get them."""
+    """Adapter inputs for the layers: token assignment and the arena."""
 
     meta: AdapterBatchMetadata
     arena: AdapterArena
-    in_graph: bool = False  # whether a graph is replayed with other adapters, so that the host knows none of them
+    in_graph: bool = False  # a graph is replayed with varying adapters, so segments are unknown on the host
 
     @cached_property
     def lora(self) -> LoraBatch:
@@ -102,17 +102,17 @@ class AdapterBatchData:
             self.in_graph,
         )
 
-    def find(self, targets: Sequence[AdapterTarget]) -> list[LoraTarget]:
-        """Return the positions of a layer's targets in the tables."""
+    def find_targets(self, targets: Sequence[AdapterTarget]) -> list[LoraTarget]:
+        """Return the table positions of the given targets."""
         return [self.arena.lora_targets[target.name] for target in targets]
 
-    def runs(self, name: str) -> Iterator[tuple[slice, int, HeadRows]]:
-        """Yield the tokens of each run, their adapter, and its rows at the head."""
+    def iterate_segments(self, name: str) -> Iterator[tuple[slice, int, HeadRows]]:
+        """Yield token slice, adapter index and head rows for each segment that uses an adapter."""
         bounds = self.meta.adapter_segments
         for adapter, start, stop in zip(self.meta.segment_indices, bounds, bounds[1:], strict=False):
             if adapter != 0:
                 yield slice(start, stop), adapter, self.arena.head_rows(adapter, name)
 
     def select(self, tokens: torch.Tensor) -> "AdapterBatchData":
-        """Return the batch of some of the tokens, as the head needs it."""
+        """Return the batch for a subset of the tokens."""
         return AdapterBatchData(AdapterBatchMetadata.from_indices(self.meta.adapter_indices[tokens]), self.arena)

@@ -1,8 +1,7 @@
-"""`adapter_model.safetensors`: its header, and the role of each tensor at its module.
+"""Parse the header of `adapter_model.safetensors` and map its tensors to modules and roles.
 
-The header is read here, not by a library, so that a false one is refused before anything is allocated. Tensors are
-named as PEFT names them, today and in older versions: modules may lack the first word of their name or have a wrapper's
-in front, and the name of the adapter may stand in the middle.
+The header is validated before any memory is allocated. Tensor names of current and older PEFT versions are supported:
+module names may have wrapper prefixes or lack leading components, and may contain the adapter name.
 """
 
 import math
@@ -17,21 +16,21 @@ from typing import Any
 import regex
 
 from lorax_server.errors import AdapterError
-from lorax_server.files.plain_file import Stamp, open_plain, reading
+from lorax_server.files.regular_file import Stamp, convert_read_errors, open_regular_file
 from lorax_server.files.strict_json import parse_json
 
 MAX_HEADER_BYTES = 1 << 22
 MAX_KEY_LENGTH = 1000
 MAX_DIMENSIONS = 8
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-# Names of early versions of transformers.
+# Module names in early transformers versions.
 RENAMED_MODULES = {"embed_out": "lm_head"}
-# Prefixes of module names: PEFT, its users and training libraries wrap models.
-WRAPPERS = {"base_model", "model", "module", "_forward_module", "_fsdp_wrapped_module", "_orig_mod"}
+# Module name prefixes added by PEFT and training libraries.
+WRAPPER_PREFIXES = {"base_model", "model", "module", "_forward_module", "_fsdp_wrapped_module", "_orig_mod"}
 
 
 class TensorRole(Enum):
-    """The use of a tensor at its module."""
+    """The purpose that a tensor has within its module."""
 
     LORA_A = "lora_A"
     LORA_B = "lora_B"
@@ -49,11 +48,11 @@ class TensorRole(Enum):
 
     @property
     def field(self) -> str:
-        """The name of the field of `ModuleWeights`."""
+        """The corresponding `ModuleWeights` field."""
         return self.name.lower()
 
 
-# `NAME` stands for the name of the adapter, which early versions of PEFT left in.
+# `NAME` is the adapter name, which early PEFT versions did not remove.
 ROLE_PATTERNS = (
     (TensorRole.LORA_A, r"\.lora_A(NAME)?\.weight|\.lora_embedding_A(NAME)?"),
     (TensorRole.LORA_B, r"\.lora_B(NAME)?\.weight|\.lora_embedding_B(NAME)?"),
@@ -66,50 +65,50 @@ ROLE_PATTERNS = (
     (TensorRole.TUNED_WEIGHT, r"\.ln_tuning_layers(NAME)?\.weight"),
     (TensorRole.TUNED_BIAS, r"\.ln_tuning_layers(NAME)?\.bias"),
     (TensorRole.TOKEN_ROWS, r"(\.token_adapter)?\.trainable_tokens_delta(NAME)?"),
-    (None, r"\.lora_velora_embed(NAME)?|\.lora_monteclora_sampler\..*|\.original_module\..*"),  # only for training
+    (None, r"\.lora_velora_embed(NAME)?|\.lora_monteclora_sampler\..*|\.original_module\..*"),  # training only
     (TensorRole.WEIGHT, r"((\.token_adapter)?\.base_layer|\.modules_to_save(NAME)?)?\.weight"),
     (TensorRole.BIAS, r"(\.base_layer|\.modules_to_save(NAME)?)?\.bias"),
 )
-PATTERNS = tuple(
+KEY_PATTERNS = tuple(
     (role, regex.compile(rf"(?P<module>.+?)(?:{pattern.replace('NAME', '[.][^.]+')})"))
     for role, pattern in ROLE_PATTERNS
 )
 
-PROJECTION = regex.compile(r"base_model\.vera_([AB])(?:\.[^.]+)?")
+PROJECTION_KEY = regex.compile(r"base_model\.vera_([AB])(?:\.[^.]+)?")
 
 
 @dataclass(frozen=True)
 class TensorInfo:
     dtype: str
     shape: tuple[int, ...]
-    start: int  # in the file
+    start: int  # byte offset in the file
     stop: int
 
 
 def read_header(path: Path, name: str, stamp: Stamp | None = None) -> dict[str, TensorInfo]:
-    """Read the tensors of adapter `name`, and hold every claim of the header against the file's size.
+    """Read tensor metadata of adapter `name` and check it against the file size.
 
-    With a `stamp`, only the file that has it is read.
+    Raises an error if `stamp` is given and the file has another stamp.
     """
-    what = f"adapter {name!r}"
+    label = f"adapter {name!r}"
     try:
-        with reading(what, path), open_plain(path, stamp) as file:
+        with convert_read_errors(label, path), open_regular_file(path, stamp) as file:
             size = os.fstat(file.fileno()).st_size
             length_bytes = file.read(8)
             length = struct.unpack("<Q", length_bytes)[0] if len(length_bytes) == 8 else 0
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
                 raise AdapterError(
-                    f"{what}: {path.name} is not a safetensors file (its header would have {length} of {size} bytes); "
-                    "other formats are never opened"
+                    f"{label}: {path.name} is not a safetensors file (header length {length}, file size {size}); "
+                    "other formats are not supported"
                 )
             header = parse_json(file.read(length))
     except ValueError as error:
-        raise AdapterError(f"{what}: {path.name} cannot be read as safetensors: {error}") from error
+        raise AdapterError(f"{label}: {path.name} cannot be read as safetensors: {error}") from error
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise AdapterError(f"{what}: the metadata of {path.name} is broken")
+        raise AdapterError(f"{label}: {path.name} has invalid metadata")
     if not header:
-        raise AdapterError(f"{what}: {path.name} has no tensors")
+        raise AdapterError(f"{label}: {path.name} has no tensors")
     tensors = {key: _tensor_info(name, key, value, 8 + length, size) for key, value in header.items()}
     _check_layout(name, tensors, 8 + length, size)
     return tensors
@@ -117,98 +116,98 @@ def read_header(path: Path, name: str, stamp: Stamp | None = None) -> dict[str, 
 
 def _tensor_info(name: str, key: str, value: Any, data_start: int, size: int) -> TensorInfo:
     if len(key) > MAX_KEY_LENGTH or not key.isprintable():
-        raise AdapterError(f"adapter {name!r}: tensor {key[:80]!r}... has a name that no tensor has")
+        raise AdapterError(f"adapter {name!r}: tensor {key[:80]!r}... has an invalid name")
     try:
         dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
-        is_plain = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS
-        is_plain = is_plain and all(type(number) is int and 0 <= number <= size for number in (*shape, start, stop))
+        is_valid = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS
+        is_valid = is_valid and all(type(number) is int and 0 <= number <= size for number in (*shape, start, stop))
     except (TypeError, KeyError, ValueError) as error:
-        raise AdapterError(f"adapter {name!r}: tensor {key!r} has a broken header entry: {error}") from error
-    if not is_plain or data_start + stop > size or start > stop:
-        raise AdapterError(f"adapter {name!r}: tensor {key!r} has a broken header entry")
+        raise AdapterError(f"adapter {name!r}: tensor {key!r} has an invalid header entry: {error}") from error
+    if not is_valid or data_start + stop > size or start > stop:
+        raise AdapterError(f"adapter {name!r}: tensor {key!r} has an invalid header entry")
     if dtype not in DTYPE_BYTES:
-        raise AdapterError(f"adapter {name!r}: tensor {key!r} is {dtype[:32]}; only float16 to float64 is supported")
+        raise AdapterError(f"adapter {name!r}: tensor {key!r} is {dtype[:32]}; only float16 to float64 are supported")
     if math.prod(shape) * DTYPE_BYTES[dtype] != stop - start:
         raise AdapterError(f"adapter {name!r}: tensor {key!r} of shape {shape} does not have {stop - start} bytes")
     return TensorInfo(dtype, tuple(shape), data_start + start, data_start + stop)
 
 
 def _check_layout(name: str, tensors: Mapping[str, TensorInfo], data_start: int, size: int) -> None:
-    """Refuse tensors that overlap or leave gaps."""
+    """Reject overlapping tensors and gaps between tensors."""
     end = data_start
     for key, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if info.start != end:
             raise AdapterError(f"adapter {name!r}: tensor {key!r} overlaps another or leaves a gap in the file")
         end = info.stop
     if end != size:
-        raise AdapterError(f"adapter {name!r}: the file has {size - end} bytes that belong to no tensor")
+        raise AdapterError(f"adapter {name!r}: the file has {size - end} bytes after its last tensor")
 
 
 def assign_tensors(
     keys: Iterable[str], modules: Iterable[str], name: str
 ) -> tuple[dict[str, dict[TensorRole, str]], dict[str, str]]:
-    """Return the keys of each module of the base model by role, and the adapter's own names for these modules.
+    """Return the tensor keys by base model module and role, and the checkpoint's name for each module.
 
-    The patterns of an adapter's config speak of its own names. A key without a meaning is an error.
+    Patterns in the adapter config match checkpoint names. Raises AdapterError for unknown keys.
     """
     base_modules = set(modules)
     assigned: dict[str, dict[TensorRole, str]] = {}
-    own_names: dict[str, str] = {}
+    checkpoint_names: dict[str, str] = {}
     for key in sorted(keys):
-        role, own_name = _split(key, name)
+        role, checkpoint_name = _parse_key(key, name)
         if role is None:
             continue
-        module = _find_module(own_name, base_modules)
+        module = _find_module(checkpoint_name, base_modules)
         if module is None:
             raise AdapterError(
-                f"adapter {name!r}: tensor {key!r} is for a module that this base model does not have, or that "
-                "adapters cannot change"
+                f"adapter {name!r}: tensor {key!r} targets a module that this base model does not have or that "
+                "does not support adapters"
             )
-        own_name = own_name.removeprefix("base_model.model.")
-        own_names.setdefault(module, own_name)
+        checkpoint_name = checkpoint_name.removeprefix("base_model.model.")
+        checkpoint_names.setdefault(module, checkpoint_name)
         roles = assigned.setdefault(module, {})
         other = roles.setdefault(role, key)
-        if other != key and _is_copy(other) == _is_copy(key):
-            raise AdapterError(f"adapter {name!r}: tensors {other!r} and {key!r} are the same thing")
-        if own_names[module] != own_name:
-            raise AdapterError(f"adapter {name!r}: tensor {key!r} and others name module {module!r} in two ways")
-        if _is_copy(other):  # PEFT saves some tensors a second time, and does not read that copy
+        if other != key and _is_modules_to_save_key(other) == _is_modules_to_save_key(key):
+            raise AdapterError(f"adapter {name!r}: tensors {other!r} and {key!r} are duplicates")
+        if checkpoint_names[module] != checkpoint_name:
+            raise AdapterError(f"adapter {name!r}: tensor {key!r} uses a second name for module {module!r}")
+        if _is_modules_to_save_key(other):  # PEFT writes some tensors twice and ignores this copy
             roles[role] = key
-    return assigned, own_names
+    return assigned, checkpoint_names
 
 
 def find_projections(keys: Iterable[str], name: str) -> dict[str, str]:
-    """Return the keys of the matrices "A" and "B" that all modules of VeRA share, where a file has them."""
+    """Return the keys of VeRA's shared matrices "A" and "B", if the file contains them."""
     found: dict[str, str] = {}
     for key in sorted(keys):
-        match = PROJECTION.fullmatch(key)
+        match = PROJECTION_KEY.fullmatch(key)
         if match is not None and found.setdefault(match[1], key) != key:
-            raise AdapterError(f"adapter {name!r}: tensors {found[match[1]]!r} and {key!r} are the same thing")
+            raise AdapterError(f"adapter {name!r}: tensors {found[match[1]]!r} and {key!r} are duplicates")
     return found
 
 
-def _is_copy(key: str) -> bool:
+def _is_modules_to_save_key(key: str) -> bool:
     return ".modules_to_save." in key
 
 
-def _split(key: str, name: str) -> tuple[TensorRole | None, str]:
-    for role, pattern in PATTERNS:
+def _parse_key(key: str, name: str) -> tuple[TensorRole | None, str]:
+    for role, pattern in KEY_PATTERNS:
         match = pattern.fullmatch(key)
         if match is not None:
             return role, match["module"]
-    raise AdapterError(f"adapter {name!r}: tensor {key!r} is nothing we know, so it may change the result")
+    raise AdapterError(f"adapter {name!r}: tensor {key!r} is unknown and may change the result")
 
 
-def _find_module(own_name: str, base_modules: set[str]) -> str | None:
-    """Return the module that a name in a file means: itself, with wrappers in front, or without its first words."""
-    words = own_name.split(".")
+def _find_module(checkpoint_name: str, base_modules: set[str]) -> str | None:
+    """Return the base model module for a checkpoint name, ignoring wrapper prefixes and missing leading components."""
+    words = checkpoint_name.split(".")
     while True:
         rest = ".".join(words)
         rest = RENAMED_MODULES.get(rest, rest)
         if rest in base_modules:
             return rest
-        if len(words) == 1 or words[0] not in WRAPPERS:
+        if len(words) == 1 or words[0] not in WRAPPER_PREFIXES:
             break
         words = words[1:]
-    longer = [module for module in base_modules if module.endswith(f".{rest}")]
-    return longer[0] if len(longer) == 1 else None
+    candidates = [module for module in base_modules if module.endswith(f".{rest}")]
+    return candidates[0] if len(candidates) == 1 else None

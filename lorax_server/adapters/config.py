@@ -1,4 +1,4 @@
-"""`adapter_config.json`: what PEFT wrote there, and which of it we can honour."""
+"""Parse PEFT's `adapter_config.json` and reject settings that the server does not support."""
 
 import math
 from collections.abc import Mapping
@@ -7,13 +7,13 @@ from functools import cached_property
 from typing import Any
 
 from lorax_server.adapters.methods.fields import BlockDiagonal, ConfigReader, Method
-from lorax_server.adapters.patterns import Patterns
+from lorax_server.adapters.patterns import PatternMatcher
 from lorax_server.errors import AdapterError
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The settings by which an adapter is computed. Methods take the name of a module in transformers."""
+    """Adapter settings. Methods take module names as in transformers."""
 
     name: str
     r: int = 0
@@ -33,8 +33,8 @@ class AdapterConfig:
     exclude_modules: tuple[str, ...] | str = ()
     layers_to_transform: tuple[int, ...] | None = None
     layers_pattern: tuple[str, ...] = ()
-    feedforward_modules: tuple[str, ...] | str | None = None  # of IA3
-    projection_seed: int | None = None  # of VeRA; None if the projections are in the file
+    feedforward_modules: tuple[str, ...] | str | None = None  # IA3 only
+    projection_seed: int | None = None  # VeRA only; None if the projections are in the file
     base_model_name: str | None = None
     base_model_class: str | None = None
 
@@ -47,7 +47,7 @@ class AdapterConfig:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def count_blocks(self, module: str) -> tuple[int, int]:
-        """Return the numbers of blocks into which A and B fall."""
+        """Return the number of diagonal blocks in A and in B."""
         blocks = self.block_diagonal
         if blocks is not None and any(name in module for name in blocks.a):
             return blocks.blocks, 1
@@ -56,7 +56,7 @@ class AdapterConfig:
         return 1, 1
 
     def is_target(self, module: str) -> bool | None:
-        """Tell whether PEFT adapts this module; None where PEFT's defaults for the model type decide."""
+        """Return True if PEFT adapts this module, or None if that depends on PEFT's defaults for the model type."""
         if self._is_excluded(module):
             return False
         if self.target_modules is None or self.target_modules == "all-linear":
@@ -65,28 +65,29 @@ class AdapterConfig:
             return self._patterns.fullmatch(self.target_modules, module)
         if module in self.target_modules:
             return True
-        return _ends_with(module, self.target_modules) and self._is_layer(module)
+        return _has_suffix(module, self.target_modules) and self._is_layer(module)
 
     def is_feedforward(self, module: str) -> bool | None:
-        """Tell whether IA3 scales this module's inputs, and not its outputs; None where PEFT's defaults decide."""
+        """Return True if IA3 scales this module's inputs instead of its outputs, or None if PEFT's defaults decide."""
         if isinstance(self.feedforward_modules, str):
             return self._patterns.fullmatch(self.feedforward_modules, module)
         return None if self.feedforward_modules is None else module.endswith(self.feedforward_modules)
 
     def identity_settings(self) -> dict[str, Any]:
-        """Return the settings that, with the tensors, determine the result, or whether the adapter is valid.
+        """Return the settings that are part of the adapter identity.
 
-        Otherwise a copy of the tensors with an invalid config would have the identity of the valid adapter.
+        Settings that only affect validation are included. Otherwise the same tensors with an invalid config would have
+        the identity of the valid adapter.
         """
         blocks, tokens = self.block_diagonal, self.token_indices
-        names = ("r", "alpha", "use_rslora", "use_dora", "lora_bias", "ensure_weight_tying")
-        others = {"method": self.method.value, "use_kasa": self.use_kasa, "projection_seed": self.projection_seed}
-        modules = ("target_modules", "exclude_modules", "layers_to_transform", "feedforward_modules")
-        return {name: getattr(self, name) for name in names} | {
-            **{name: value for name, value in others.items() if value not in (None, False, Method.LORA.value)},
-            **{name: _ordered(getattr(self, name)) for name in modules},
+        always_included = ("r", "alpha", "use_rslora", "use_dora", "lora_bias", "ensure_weight_tying")
+        optional = {"method": self.method.value, "use_kasa": self.use_kasa, "projection_seed": self.projection_seed}
+        module_settings = ("target_modules", "exclude_modules", "layers_to_transform", "feedforward_modules")
+        return {name: getattr(self, name) for name in always_included} | {
+            **{name: value for name, value in optional.items() if value not in (None, False, Method.LORA.value)},
+            **{name: _sort_names(getattr(self, name)) for name in module_settings},
             "layers_pattern": self.layers_pattern,
-            "rank_pattern": list(self.rank_pattern.items()),  # the first that fits counts, so their order matters
+            "rank_pattern": list(self.rank_pattern.items()),  # the first match wins, so the order matters
             "alpha_pattern": list(self.alpha_pattern.items()),
             "block_diagonal": None if blocks is None else [blocks.a, blocks.b, blocks.blocks],
             "modules_to_save": sorted(self.modules_to_save),
@@ -98,7 +99,7 @@ class AdapterConfig:
             return True
         if isinstance(self.exclude_modules, str):
             return self._patterns.fullmatch(self.exclude_modules, module)
-        return module in self.exclude_modules or _ends_with(module, self.exclude_modules)
+        return module in self.exclude_modules or _has_suffix(module, self.exclude_modules)
 
     def _is_layer(self, module: str) -> bool:
         if self.layers_to_transform is None:
@@ -114,24 +115,24 @@ class AdapterConfig:
         return next((key for key in patterns if self._patterns.match(rf"(.*\.)?({key})$", module)), module)
 
     @cached_property
-    def _patterns(self) -> Patterns:
-        return Patterns(self.name)
+    def _patterns(self) -> PatternMatcher:
+        return PatternMatcher(self.name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the compiled patterns: the process that gets the config has a time budget of its own."""
+        """Exclude compiled patterns, so that the receiving process starts with a full time budget."""
         return {key: value for key, value in vars(self).items() if key != "_patterns"}
 
 
-def _ordered(names: tuple[Any, ...] | str | None) -> list[Any] | str | None:
+def _sort_names(names: tuple[Any, ...] | str | None) -> list[Any] | str | None:
     return sorted(names) if isinstance(names, tuple) else names
 
 
-def _ends_with(module: str, names: tuple[str, ...]) -> bool:
+def _has_suffix(module: str, names: tuple[str, ...]) -> bool:
     return any(module.endswith(f".{name}") for name in names)
 
 
 def parse_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
-    """Read the config of adapter `name` from the parsed JSON. Refuse what we cannot honour."""
+    """Build the config of adapter `name` from parsed JSON. Raise AdapterError for unsupported settings."""
     reader = ConfigReader(raw, name)
     method = reader.read_method()
     if method is Method.LORA:
@@ -145,20 +146,20 @@ def parse_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
         exclude_modules=reader.read_names_or_pattern("exclude_modules") or (),
         layers_to_transform=reader.read_layers(),
         layers_pattern=reader.read_names("layers_pattern"),
-        base_model_name=reader.read("base_model_name_or_path", str, "is not a string"),
+        base_model_name=reader.read("base_model_name_or_path", str, "must be a string"),
         base_model_class=reader.read_base_model_class(),
-        **_read_own_fields(reader, method),
+        **_read_method_fields(reader, method),
     )
 
 
-def _read_own_fields(reader: ConfigReader, method: Method) -> dict[str, Any]:
-    """Read what only one method has."""
+def _read_method_fields(reader: ConfigReader, method: Method) -> dict[str, Any]:
+    """Read the fields that are specific to one method."""
     raw, flags = reader.raw, ("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying")
     if method is Method.LORA:
         return {
-            "r": reader.read_whole("r", raw.get("r")),
+            "r": reader.read_positive_int("r", raw.get("r")),
             "alpha": reader.read_number("lora_alpha", raw.get("lora_alpha", 8)),
-            "rank_pattern": reader.read_patterns("rank_pattern", reader.read_whole),
+            "rank_pattern": reader.read_patterns("rank_pattern", reader.read_positive_int),
             "alpha_pattern": reader.read_patterns("alpha_pattern", reader.read_number),
             "block_diagonal": reader.read_block_diagonal(),
             "token_indices": reader.read_token_indices(),
@@ -167,22 +168,22 @@ def _read_own_fields(reader: ConfigReader, method: Method) -> dict[str, Any]:
         }
     if method is Method.VERA:
         seed, is_saved = reader.read_seed("projection_prng_key"), reader.read_flag("save_projection", default=True)
-        return {"r": reader.read_whole("r", raw.get("r")), "projection_seed": None if is_saved else seed}
+        return {"r": reader.read_positive_int("r", raw.get("r")), "projection_seed": None if is_saved else seed}
     if method is Method.IA3:
         return {"feedforward_modules": reader.read_names_or_pattern("feedforward_modules")}
     return {}
 
 
 def check_base_model(config: AdapterConfig, model_type: str, model_class: str, base_type: str | None) -> None:
-    """Refuse an adapter of another architecture before its weights are fetched.
+    """Reject an adapter for another architecture before its weights are downloaded.
 
-    `base_type` is the `model_type` of the base model that the adapter names. Where it is None, the shapes of the
-    tensors decide later.
+    `base_type` is the `model_type` of the base model that the adapter names. If it is None, incompatible adapters are
+    rejected later by tensor shape.
     """
     if base_type is not None and base_type != model_type:
         raise AdapterError(
-            f"adapter {config.name!r} was trained on {config.base_model_name!r}, which is of type {base_type!r}; "
-            f"this server's base model is of type {model_type!r}"
+            f"adapter {config.name!r} was trained on {config.base_model_name!r}, which has model_type {base_type!r}; "
+            f"this server's base model has model_type {model_type!r}"
         )
     if config.base_model_class not in (None, model_class):
         raise AdapterError(

@@ -1,8 +1,7 @@
-"""Merges of adapters.
+"""Merge adapters with the strategies of PEFT's `add_weighted_adapter`.
 
-`linear` is exact: the sum of the adapters' deltas, as one adapter whose rank is the sum of theirs (PEFT's `cat`). The
-other strategies thin out and combine A and B separately, so that no large matrix is built or decomposed while a request
-waits. Their numbers are those of PEFT's `add_weighted_adapter` under the same names.
+`linear` is exact: it concatenates the factors (PEFT's `cat`), so the rank is the sum of the ranks. The other strategies
+prune and combine A and B separately, which avoids building or decomposing a full matrix during a request.
 """
 
 import hashlib
@@ -17,16 +16,18 @@ from lorax_server.types import Merge
 
 
 class MergedAdapter:
-    """A merge of adapters. Nothing is computed before a module is loaded."""
+    """A lazily computed merge: tensors are combined when a module is loaded."""
 
     def __init__(self, adapters: Sequence[StoredAdapter], merge: Merge) -> None:
         for adapter in adapters:
-            extra = adapter.find_extra()
+            extra = adapter.find_unmergeable()
             if extra is not None:
-                raise InputError(f"adapter {adapter.name!r} cannot be merged: it has more than factors, {extra}")
+                raise InputError(
+                    f"adapter {adapter.name!r} cannot be merged: it contains more than LoRA factors ({extra})"
+                )
         sizes = {adapter.vocab_size for adapter in adapters}
         if len(sizes) != 1:
-            raise InputError(f"adapters with different vocabularies, of {sorted(sizes)} tokens, cannot be merged")
+            raise InputError(f"adapters with different vocabulary sizes {sorted(sizes)} cannot be merged")
         self.name = ",".join(adapter.name for adapter in adapters)
         self.vocab_size = sizes.pop()
         self._adapters = adapters
@@ -38,11 +39,11 @@ class MergedAdapter:
 
     def find_rank(self, module: str) -> int:
         ranks = [adapter.find_rank(module) for adapter in self._adapters if module in adapter.modules]
-        return sum(ranks) if self._is_sum else max(ranks)
+        return sum(ranks) if self._concatenates else max(ranks)
 
     @property
-    def _is_sum(self) -> bool:
-        """True where the factors of the parts lie side by side."""
+    def _concatenates(self) -> bool:
+        """True if the factors are concatenated instead of combined."""
         return self._merge.strategy == "linear" or len(self._adapters) == 1
 
     def load(self, module: str) -> ModuleWeights:
@@ -57,16 +58,16 @@ class MergedAdapter:
         scales = [weights.scale * weight for weights, weight in loaded if weights.lora_a is not None]
         if not lora_as:
             return ModuleWeights(weight=replaced)
-        if self._is_sum:
+        if self._concatenates:
             lora_a = torch.cat([lora_a * scale for lora_a, scale in zip(lora_as, scales, strict=True)])
             return ModuleWeights(lora_a, torch.cat(lora_bs, dim=1), 1.0, weight=replaced)
         ranks = [len(lora_a) for lora_a in lora_as]
         if len(set(ranks)) != 1:
             raise InputError(
-                f"adapters {self.name!r} have ranks {ranks} at {module!r}; {self._merge.strategy} needs equal ranks, "
-                "linear does not"
+                f"adapters {self.name!r} have ranks {ranks} at {module!r}; {self._merge.strategy} requires equal "
+                "ranks, linear does not"
             )
-        # Each factor gets the root of a weight, and one of them its sign, so that their product has the weight.
+        # Scale both factors by the square root of the weight, and one by its sign, so the product has the weight.
         roots = [math.sqrt(abs(scale)) for scale in scales]
         signed = [math.copysign(root, scale) for root, scale in zip(roots, scales, strict=True)]
         generator = torch.Generator().manual_seed(module_seed(self._merge.seed, module))
@@ -75,32 +76,32 @@ class MergedAdapter:
         return ModuleWeights(lora_a, lora_b, 1.0, weight=replaced)
 
     def _find_common_weight(self, module: str, loaded: Sequence[ModuleWeights]) -> torch.Tensor | None:
-        """Return the base model's own matrix, which PEFT writes beside factors of an embedding or head."""
+        """Return the base model matrix that PEFT saves together with embedding or head factors."""
         matrices = [weights.weight for weights in loaded if weights.weight is not None]
         if any(not torch.equal(matrix, matrices[0]) for matrix in matrices):
-            raise InputError(f"adapters {self.name!r} cannot be merged: each replaces {module!r} in its own way")
+            raise InputError(f"adapters {self.name!r} cannot be merged: they replace {module!r} by different weights")
         return matrices[0] if matrices else None
 
 
 def module_seed(seed: int, module: str) -> int:
-    """Return the seed of a module, on which ranks and repetitions agree in whatever order they load."""
+    """Return a seed that depends only on the request seed and the module name, not on rank or load order."""
     return int.from_bytes(hashlib.sha256(f"{seed} {module}".encode()).digest()[:8], "little") >> 1
 
 
 def combine(
     tensors: Sequence[torch.Tensor], weights: Sequence[float], merge: Merge, generator: torch.Generator
 ) -> torch.Tensor:
-    """Combine tensors of equal shape into one."""
+    """Prune and combine tensors of equal shape."""
     if merge.strategy.startswith("dare"):
-        kept = torch.stack([_drop_random(tensor, merge.density, generator) for tensor in tensors])
+        pruned = torch.stack([_drop_random(tensor, merge.density, generator) for tensor in tensors])
     else:
-        kept = torch.stack([_drop_smallest(tensor, merge.density) for tensor in tensors])
-    weighted = kept * torch.tensor(weights).view(-1, *[1] * tensors[0].dim())
+        pruned = torch.stack([_drop_smallest(tensor, merge.density) for tensor in tensors])
+    weighted = pruned * torch.tensor(weights).view(-1, *[1] * tensors[0].dim())
     if merge.strategy == "dare_linear":
         return weighted.sum(0)
-    # Where signs disagree, take the mean of the tensors that have the majority's sign.
-    signs = kept.sign()
-    total = (kept if merge.majority_sign_method == "total" else signs).sum(0)
+    # Per element, average the tensors that have the majority sign.
+    signs = pruned.sign()
+    total = (pruned if merge.majority_sign_method == "total" else signs).sum(0)
     agrees = signs == torch.where(total >= 0, 1, -1)
     return (weighted * agrees).sum(0) / agrees.sum(0).clamp(min=1)
 
@@ -114,7 +115,7 @@ def _drop_smallest(tensor: torch.Tensor, density: float) -> torch.Tensor:
 
 
 def _drop_random(tensor: torch.Tensor, density: float, generator: torch.Generator) -> torch.Tensor:
-    """Drop elements at random, and scale up the others so that the mean stays the same."""
+    """Drop random elements and rescale the rest to keep the mean."""
     if density >= 1:
         return tensor
     return tensor * torch.bernoulli(torch.full_like(tensor, density), generator=generator) / density

@@ -1,37 +1,38 @@
-"""The instructions to prepare an adapter, as the engine sends them to the workers."""
+"""Adapter descriptions that the engine sends to the workers."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from lorax_server.adapters.config import AdapterConfig
-from lorax_server.files.plain_file import Stamp
+from lorax_server.files.regular_file import Stamp
 from lorax_server.types import Merge
 
-SETTLED_NS = 2 * 10**9
+# File timestamps have a coarse resolution, so two changes within this time may have the same stamp.
+MIN_STAMP_AGE_NS = 2 * 10**9
 
 
 def is_settled(stamp: Stamp, now_ns: int) -> bool:
-    """Tell whether every later change of a file shows in its stamp: clocks of file systems tick slowly."""
-    return now_ns - stamp[-1] > SETTLED_NS
+    """Return True if the stamp is old enough that any later change to the file changes it."""
+    return now_ns - stamp[-1] > MIN_STAMP_AGE_NS
 
 
 @dataclass(frozen=True)
-class StoredPart:
-    """An adapter in a folder of this machine."""
+class AdapterCheckpoint:
+    """One adapter in a local folder."""
 
     folder: Path
     config: AdapterConfig
-    stamp: Stamp  # of its weights when it was identified
+    stamp: Stamp  # of the weights file when the identity was computed
     identity: str = ""
-    is_settled: bool = True  # else it may have changed without a new stamp
+    is_settled: bool = True  # if False, the file may have changed without a new stamp
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """One adapter, or several that are merged."""
+    """One adapter, or a merge of several."""
 
     identity: str
     name: str
-    parts: tuple[StoredPart, ...]
-    num_elements: int  # of its tensors; times their size, about the most memory that it takes
+    checkpoints: tuple[AdapterCheckpoint, ...]
+    num_elements: int  # upper bound, used to reserve memory
     merge: Merge | None = None

@@ -1,4 +1,4 @@
-"""The modules of a model that an adapter can change."""
+"""Base model modules that adapters can change."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -9,50 +9,50 @@ from lorax_server.distributed import Shard
 from lorax_server.kernels import PanelMatrix
 
 
-class Kind(Enum):
+class TargetKind(Enum):
     LINEAR = "linear"
     EMBEDDING = "embedding"
     HEAD = "head"
     NORM = "norm"
-    INPUT = "input"  # no module: the numbers that a matrix reads, which have a factor here
+    INPUT = "input"  # not a module: the input to a linear layer, which IA3 can scale
 
 
 @dataclass(frozen=True, eq=False)
 class AdapterTarget:
-    """A module of the base model, known by its name in transformers, and the part of it that this rank holds.
+    """A base model module, named as in transformers, and this rank's shard of it.
 
-    An embedding is a matrix from the vocabulary, its inputs, to its outputs, though its weight is `[inputs, outputs]`.
+    For embeddings, the inputs are the vocabulary and the weight is `[inputs, outputs]`.
     """
 
     name: str
-    kind: Kind
+    kind: TargetKind
     inputs: Shard
     outputs: Shard
-    columns: slice  # of its outputs in the output of the layer that holds it
-    # This rank's parts of the base model's: [outputs, inputs], a norm's [outputs].
+    columns: slice  # output columns within the fused layer
+    # This rank's shard of the base model weight: [outputs, inputs], or [outputs] for a norm.
     weight: torch.Tensor | PanelMatrix | None
     bias: torch.Tensor | None
-    # True on the one rank that adds the bias and the rows of new tokens, where the outputs of ranks are summed.
-    adds_once: bool = True
-    offset: float = 0.0  # added to what a checkpoint stores as a norm's weight
-    # The weight's shape in a checkpoint, where it is another: a linear's turned round, or heads of their own in a norm.
-    stored_shape: tuple[int, ...] | None = None
-    # The target whose outputs, from this one on, a factor scales as it would scale this module's inputs.
-    scaled_at: tuple[str, int] | None = None
+    # If rank outputs are summed, only one rank adds the bias and the rows of added tokens.
+    adds_bias: bool = True
+    offset: float = 0.0  # added to a norm weight from the checkpoint, e.g. 1 for Gemma
+    # Shape in the checkpoint if it differs: a transposed linear weight, or a norm with one row per head.
+    checkpoint_shape: tuple[int, ...] | None = None
+    # The target, and its first output, whose outputs are this module's inputs. IA3 input scales are applied there.
+    input_scale_target: tuple[str, int] | None = None
 
     def read(self, rows: slice = slice(None)) -> torch.Tensor:
-        """Return some rows of the base model's weight."""
+        """Return rows of the base model weight."""
         assert self.weight is not None
         part = self.weight[rows]
         return part.read() if isinstance(part, PanelMatrix) else part
 
-    def arrange(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a weight of a checkpoint as `[outputs, inputs]`, a norm's as `[outputs]`."""
-        if self.stored_shape is None:
+    def to_linear_layout(self, weight: torch.Tensor) -> torch.Tensor:
+        """Convert a checkpoint weight to `[outputs, inputs]`, or `[outputs]` for a norm."""
+        if self.checkpoint_shape is None:
             return weight
-        return weight.t() if self.kind is Kind.LINEAR else weight.flatten()
+        return weight.t() if self.kind is TargetKind.LINEAR else weight.flatten()
 
-    def cut(self, lora_a: torch.Tensor, lora_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's part of PEFT's factors `[rank, in]` and `[out, rank]`, in the layout of the arena."""
-        local_a, local_b = self.inputs.take(lora_a, dim=1), self.outputs.take(lora_b, dim=0).t()
-        return (local_a.t() if self.kind is Kind.EMBEDDING else local_a), local_b
+    def shard_factors(self, lora_a: torch.Tensor, lora_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's shard of PEFT's factors `[rank, in]` and `[out, rank]`, in arena layout."""
+        local_a, local_b = self.inputs.select(lora_a, dim=1), self.outputs.select(lora_b, dim=0).t()
+        return (local_a.t() if self.kind is TargetKind.EMBEDDING else local_a), local_b

@@ -1,4 +1,4 @@
-"""An adapter's tensors, checked against the base model, one module at a time."""
+"""Load adapter tensors module by module, validated against the base model."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,37 +14,39 @@ from lorax_server.adapters.config import AdapterConfig
 from lorax_server.adapters.identity import identify
 from lorax_server.adapters.methods.contents import FACTORS, AdapterContents
 from lorax_server.adapters.methods.fields import Method
-from lorax_server.adapters.methods.matrices import make_projections
+from lorax_server.adapters.methods.matrices import draw_vera_projections
 from lorax_server.adapters.target import AdapterTarget
 from lorax_server.adapters.tensor_reader import TensorReader
 from lorax_server.errors import AdapterError, SourceError
 from lorax_server.files.names import WEIGHTS_FILE
-from lorax_server.files.plain_file import ChangedError, Stamp, reading, stamp_of
+from lorax_server.files.regular_file import FileChangedError, Stamp, convert_read_errors, read_stamp
 
-# Factors, and the weight that PEFT writes beside factors of an embedding or head, which is the base model's.
+# LoRA factors, and the unchanged base weight that PEFT saves with embedding or head factors.
 MERGEABLE_ROLES = (*FACTORS, TensorRole.WEIGHT)
 
 
 @dataclass(frozen=True)
 class ModuleWeights:
-    """The tensors of an adapter at one module: whole, on the CPU, finite. All are in float32 but the factors, which are
-    most of an adapter and may be in half precision, as in the file."""
+    """Adapter tensors for one module: unsharded, on the CPU, and finite.
+
+    The factors keep the dtype of the file to save memory. All other tensors are float32.
+    """
 
     lora_a: torch.Tensor | None = None  # [rank, in]
     lora_b: torch.Tensor | None = None  # [out, rank]
     scale: float = 0.0
-    magnitude: torch.Tensor | None = None  # [out] of DoRA
-    diagonal: torch.Tensor | None = None  # [rank] of KaSA
-    output_scale: torch.Tensor | None = None  # [out] of IA3, which scales all that the module would return
-    lora_bias: torch.Tensor | None = None  # [out] scaled as the factors are
-    bias: torch.Tensor | None = None  # [out] in place of the base model's
-    weight: torch.Tensor | None = None  # in place of the base model's
+    magnitude: torch.Tensor | None = None  # [out], DoRA
+    diagonal: torch.Tensor | None = None  # [rank], KaSA
+    output_scale: torch.Tensor | None = None  # [out], IA3: scales the module output including the bias
+    lora_bias: torch.Tensor | None = None  # [out], multiplied by `scale`
+    bias: torch.Tensor | None = None  # [out], replaces the base model bias
+    weight: torch.Tensor | None = None  # replaces the base model weight
     token_ids: tuple[int, ...] = ()
-    token_rows: torch.Tensor | None = None  # [token ids, size] in place of those rows
+    token_rows: torch.Tensor | None = None  # [token ids, size], replaces these rows
 
 
 class AdapterWeights(Protocol):
-    """The tensors of an adapter, or of a merge of several."""
+    """Tensors of one adapter or of a merge."""
 
     name: str
     vocab_size: int
@@ -53,29 +55,29 @@ class AdapterWeights(Protocol):
     def modules(self) -> list[str]: ...
 
     def find_rank(self, module: str) -> int:
-        """Return the rank that a module's factors will have; 0 if it gets none. Nothing is read for it."""
+        """Return the LoRA rank at a module, or 0. Does not read the file."""
         ...
 
     def load(self, module: str) -> ModuleWeights: ...
 
 
 class StoredAdapter:
-    """An adapter in a file. Opening it checks names and shapes; tensors are read when a module is loaded."""
+    """An adapter in a local folder. Opening it checks names and shapes; tensors are read when a module is loaded."""
 
     def __init__(
         self,
         folder: Path,
         config: AdapterConfig,
         targets: Mapping[str, AdapterTarget],
-        stamp: Stamp | None = None,  # of the file that was chosen
+        stamp: Stamp | None = None,  # required stamp of the weights file
     ) -> None:
         self.name = config.name
         self.config = config
         self.path = folder / WEIGHTS_FILE
         with self._reading():
-            self._stamp = stamp_of(self.path)
+            self._stamp = read_stamp(self.path)
         if stamp is not None and stamp != self._stamp:
-            raise SourceError(f"adapter {self.name!r}: {self.path.name} changed after it was chosen; try again")
+            raise SourceError(f"adapter {self.name!r}: {self.path.name} changed after it was resolved; try again")
         self.tensors = read_header(self.path, self.name)
         self._reader = TensorReader(self.path, self._stamp, self.tensors)
         self._contents = AdapterContents(config, self.tensors, targets)
@@ -90,8 +92,8 @@ class StoredAdapter:
         with self._reading():
             return identify(self.config, self.path, self.tensors)
 
-    def find_extra(self) -> str | None:
-        """Describe a tensor that is not one of a pair of factors, if there is one: such adapters cannot be merged."""
+    def find_unmergeable(self) -> str | None:
+        """Describe a setting or tensor that prevents merging, or return None."""
         if self.config.method is not Method.LORA:
             return f"peft_type = {self.config.method.value}"
         if self.config.modules_to_save:
@@ -109,12 +111,12 @@ class StoredAdapter:
             scale = self._complete_factors(module, tensors)
             output_scale = self._find_output_scale(module, tensors.pop("ia3", None))
         if "weight" in tensors:
-            tensors["weight"] = self._targets[module].arrange(tensors["weight"])
+            tensors["weight"] = self._targets[module].to_linear_layout(tensors["weight"])
         token_ids = contents.token_ids.get(module, ()) if TensorRole.TOKEN_ROWS in keys else ()
         return ModuleWeights(scale=scale, output_scale=output_scale, token_ids=token_ids, **tensors)
 
     def _complete_factors(self, module: str, tensors: dict[str, torch.Tensor]) -> float:
-        """Make a pair of factors of what stands for one, in place, and return their scale."""
+        """Expand VeRA and BD-LoRA tensors to plain LoRA factors in place, and return the scale."""
         if "vera_b" in tensors:
             lora_a, lora_b = self._projections
             by_output, by_rank = tensors.pop("vera_b")[:, None], tensors.pop("vera_d")[:, None]
@@ -124,13 +126,13 @@ class StoredAdapter:
         if "lora_a" not in tensors:
             return 0.0
         a_blocks, b_blocks = self._contents.count_blocks(module)
-        if a_blocks * b_blocks > 1:  # BD-LoRA stores only the blocks on the diagonal
+        if a_blocks * b_blocks > 1:  # BD-LoRA stores only the diagonal blocks
             tensors["lora_a"] = torch.block_diag(*tensors["lora_a"].chunk(a_blocks))
             tensors["lora_b"] = torch.block_diag(*tensors["lora_b"].chunk(b_blocks))
         return self._contents.scales[module]
 
     def _find_output_scale(self, module: str, vector: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the scale of a module's outputs: its own, and that of the inputs of a module after it."""
+        """Return the IA3 output scale, combined with a later module's input scale if it is applied here."""
         scale = None if vector is None or self._contents.scales_inputs(module) else vector.flatten()
         if module not in self._contents.input_scales:
             return scale
@@ -142,28 +144,28 @@ class StoredAdapter:
 
     @cached_property
     def _projections(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The matrices A and B that all modules of VeRA share, from the file, or drawn as PEFT draws them."""
+        """VeRA's shared matrices A and B, read from the file or generated from the seed as in PEFT."""
         (rank, inputs), (outputs, _) = self._contents.projection_shapes().values()
         if self.config.projection_seed is not None:
-            return make_projections(self.config.projection_seed, rank, inputs, outputs)
+            return draw_vera_projections(self.config.projection_seed, rank, inputs, outputs)
         a, b = (self._read(TensorRole.VERA_B, self._contents.projections[matrix]) for matrix in "AB")
         return a, b
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Refuse a file that changes: identity and numbers must come from the same bytes."""
-        with reading(f"adapter {self.name!r}", self.path):
+        """Raise SourceError if the file changes, because identity and tensors must come from the same bytes."""
+        with convert_read_errors(f"adapter {self.name!r}", self.path):
             try:
                 yield
-                if stamp_of(self.path) != self._stamp:
-                    raise ChangedError(0, "it changed while it was read")
-            except FileNotFoundError as error:  # it made room for others; naming the adapter fetches it again
+                if read_stamp(self.path) != self._stamp:
+                    raise FileChangedError(0, "it changed while it was read")
+            except FileNotFoundError as error:  # evicted from the disk cache; the next request downloads it again
                 raise SourceError(
-                    f"adapter {self.name!r}: {self.path.name} is not on this machine any more; try again"
+                    f"adapter {self.name!r}: {self.path.name} was removed from this machine; try again"
                 ) from error
 
     def _read(self, role: TensorRole, key: str) -> torch.Tensor:
         tensor, is_finite = self._reader.read(key)
         if not is_finite:
-            raise AdapterError(f"adapter {self.name!r}: tensor {key!r} has numbers that are not finite")
+            raise AdapterError(f"adapter {self.name!r}: tensor {key!r} has non-finite values")
         return tensor if role in FACTORS else tensor.float()

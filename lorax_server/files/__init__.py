@@ -1,1 +1,1 @@
-"""Files of models and adapters: their names, their limits, and safe ways to read them."""
+"""File names, size limits and safe readers for model and adapter files."""

@@ -1,4 +1,4 @@
-"""The files of an adapter: the one list by which sources find, limit, fetch and hash them, and tokenizers read them."""
+"""The adapter files that sources download and tokenizers read, with their size limits."""
 
 import re
 from collections.abc import Collection
@@ -25,11 +25,11 @@ TOKENIZER_FILES = (
     *OTHER_VOCABULARIES,
     TEMPLATE_FILE,
 )
-# Sources ignore all other files except the templates below: a folder may hold anything.
+# Sources ignore all other files except templates.
 KNOWN_FILES = (*REQUIRED_FILES, *PICKLE_FILES, *TOKENIZER_FILES, MODEL_CONFIG_FILE)
 
 TEMPLATES_FOLDER = "additional_chat_templates"
-TEMPLATE = re.compile(rf"{TEMPLATES_FOLDER}/[A-Za-z0-9_][A-Za-z0-9_.-]{{0,99}}\.jinja")  # only plain names
+TEMPLATE_PATTERN = re.compile(rf"{TEMPLATES_FOLDER}/[A-Za-z0-9_][A-Za-z0-9_.-]{{0,99}}\.jinja")  # restricted file names
 MAX_TEMPLATES = 32
 
 MAX_CONFIG_BYTES = 2**20
@@ -37,30 +37,30 @@ MAX_TEMPLATE_BYTES = 2**20
 MAX_TOKENIZER_BYTES = 2**26
 
 
-def is_known(file: str) -> bool:
-    """Tell whether a path within an adapter's folder is one of its files."""
-    return file in KNOWN_FILES or is_template(file)
+def is_known_file(file: str) -> bool:
+    """Return True if a relative path is an adapter file."""
+    return file in KNOWN_FILES or is_template_file(file)
 
 
-def is_template(file: str) -> bool:
-    """Tell whether a path is a template in the folder of templates."""
-    return TEMPLATE.fullmatch(file) is not None
+def is_template_file(file: str) -> bool:
+    """Return True if a relative path is an additional chat template."""
+    return TEMPLATE_PATTERN.fullmatch(file) is not None
 
 
-def known_files(files: Collection[str]) -> list[str]:
-    """Return the files of an adapter among `files`, in one order."""
-    return [*(file for file in KNOWN_FILES if file in files), *sorted(filter(is_template, files))]
+def select_known_files(files: Collection[str]) -> list[str]:
+    """Return the adapter files in `files`, in a fixed order."""
+    return [*(file for file in KNOWN_FILES if file in files), *sorted(filter(is_template_file, files))]
 
 
-def tokenizer_files(files: Collection[str]) -> list[str]:
-    """Return the files of a tokenizer among `files`, in one order for all sources."""
-    return [*(file for file in TOKENIZER_FILES if file in files), *sorted(filter(is_template, files))]
+def select_tokenizer_files(files: Collection[str]) -> list[str]:
+    """Return the tokenizer files in `files`, in a fixed order."""
+    return [*(file for file in TOKENIZER_FILES if file in files), *sorted(filter(is_template_file, files))]
 
 
-def find_limit(file: str) -> int | None:
-    """Return the most bytes that a file may have; None where only the sum of all files is limited."""
+def max_file_bytes(file: str) -> int | None:
+    """Return the file size limit in bytes, or None if only the total size is limited."""
     if file == CONFIG_FILE:
         return MAX_CONFIG_BYTES
-    if file == TEMPLATE_FILE or is_template(file):
+    if file == TEMPLATE_FILE or is_template_file(file):
         return MAX_TEMPLATE_BYTES
     return MAX_TOKENIZER_BYTES if file in TOKENIZER_FILES else None

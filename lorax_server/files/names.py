@@ -1,4 +1,4 @@
-"""Names of files in the folders of models and adapters."""
+"""File names in model and adapter folders."""
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

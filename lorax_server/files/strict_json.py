@@ -1,4 +1,4 @@
-"""Untrusted JSON: whatever readers disagree on is refused."""
+"""Parse untrusted JSON strictly, rejecting input that JSON parsers interpret differently."""
 
 import json
 from math import isfinite
@@ -8,9 +8,14 @@ MAX_DEPTH = 32
 
 
 def parse_json(content: bytes) -> dict[str, Any]:
-    """Parse a JSON object without repeated keys, infinite numbers or deep nesting; anything else is a ValueError."""
+    """Parse a JSON object. Raise ValueError for duplicate keys, non-finite numbers or deep nesting."""
     try:
-        parsed = json.loads(content.decode(), object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
+        parsed = json.loads(
+            content.decode(),
+            object_pairs_hook=_reject_duplicate_keys,
+            parse_constant=_parse_finite,
+            parse_float=_parse_finite,
+        )
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(parsed, dict):
@@ -19,15 +24,15 @@ def parse_json(content: bytes) -> dict[str, Any]:
     return parsed
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Readers differ in which of two values they take, and an adapter must mean one thing.
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Parsers differ in which value they use.
     unique = dict(pairs)
     if len(unique) != len(pairs):
-        raise ValueError("a key is given twice")
+        raise ValueError("it has duplicate keys")
     return unique
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     number = float(text)
     if not isfinite(number):
         raise ValueError(f"{text[:32]} is not a finite number")

@@ -1,4 +1,4 @@
-"""The files of a tokenizer, each read up to a limit and checked: those of an adapter are untrusted."""
+"""Read tokenizer files with size limits. Adapter tokenizers are untrusted."""
 
 import json
 from collections.abc import Mapping
@@ -11,26 +11,27 @@ from lorax_server.files.adapter_files import (
     MAX_TEMPLATES,
     MAX_TOKENIZER_BYTES,
     TEMPLATES_FOLDER,
-    find_limit,
-    is_template,
+    is_template_file,
+    max_file_bytes,
 )
 from lorax_server.files.names import MODEL_CONFIG_FILE, VOCABULARY_FILE
-from lorax_server.files.plain_file import ChangedError, Stamp, find_stamp, open_plain, size_in
+from lorax_server.files.regular_file import FileChangedError, Stamp, open_regular_file, read_stamp_or_none, stamped_size
 from lorax_server.files.strict_json import parse_json
 
-MAX_COPIED_BYTES = 2**27  # of one adapter
-FolderKey = tuple[Path, tuple[tuple[str, Stamp], ...]]  # a folder, and the stamps of its files
+MAX_COPIED_BYTES = 2**27  # per adapter
+FolderKey = tuple[Path, tuple[tuple[str, Stamp], ...]]  # folder, file stamps
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object of a model; None if there is no such file."""
+    """Read a JSON object from a model folder, or return None if the file does not exist."""
     return TokenizerFolder(path.parent).read_json(path.name)
 
 
 class TokenizerFolder:
-    """The files of a tokenizer in a folder: all of a model's; of an adapter's, those with a stamp.
+    """Tokenizer files in a folder.
 
-    The stamps are those that the adapter's source has seen. A file without one, or with another, is not read.
+    In a model folder, all files may be read. In an adapter folder, only files that still have the stamp from the
+    adapter source may be read.
     """
 
     def __init__(self, path: Path, stamps: Mapping[str, Stamp] | None = None) -> None:
@@ -43,19 +44,19 @@ class TokenizerFolder:
 
     @property
     def is_restricted(self) -> bool:
-        """Only files with a stamp may be read."""
+        """True if only files with a stamp may be read."""
         return self._stamps is not None
 
     def has(self, name: str) -> bool:
         return (self.path / name).exists() if self._stamps is None else name in self._stamps
 
     def check(self, name: str, limit: int | None = None) -> int:
-        """Reject a path that is not a file or is too large, without reading it. Return the limit."""
+        """Raise ConfigError if a path is not a file or is too large. Return the limit."""
         path, stamp = self.path / name, self._stamp(name)
-        limit = limit or find_limit(path.name) or MAX_TOKENIZER_BYTES
+        limit = limit or max_file_bytes(path.name) or MAX_TOKENIZER_BYTES
         if stamp is None and not path.is_file():
             raise ConfigError(f"{path}: is not a file")
-        size = path.stat().st_size if stamp is None else size_in(stamp)
+        size = path.stat().st_size if stamp is None else stamped_size(stamp)
         if size > limit:
             raise ConfigError(f"{path}: has {size} bytes, at most {limit} are allowed")
         return limit
@@ -64,25 +65,25 @@ class TokenizerFolder:
         path, stamp = self.path / name, self._stamp(name)
         try:
             limit = self.check(name, limit)
-            with open_plain(path, stamp) as file:
+            with open_regular_file(path, stamp) as file:
                 return file.read(limit)
         except OSError as error:
-            is_changed = isinstance(error, ChangedError) or find_stamp(path) != stamp
+            is_changed = isinstance(error, FileChangedError) or read_stamp_or_none(path) != stamp
             if stamp is None or not is_changed:
                 raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-            # The source stamps the new file when it is asked again.
-            raise SourceError(f"adapter {self.path.name!r}: {name} changed after it was chosen; try again") from error
+            # The next request resolves the new file.
+            raise SourceError(f"adapter {self.path.name!r}: {name} changed after it was resolved; try again") from error
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Read a JSON object; None if there is no such file."""
+        """Read a JSON object, or return None if the file does not exist."""
         if not self.has(name):
             return None
         path, content = self.path / name, self.read(name)
         try:
-            # A model's config may hold numbers that JSON does not know.
+            # Model configs may contain NaN and Infinity, which strict JSON excludes.
             parsed = json.loads(content) if name == MODEL_CONFIG_FILE else parse_json(content)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: is refused: {error}") from error
+            raise ConfigError(f"{path}: is invalid: {error}") from error
         if not isinstance(parsed, dict):
             raise ConfigError(f"{path}: is not a JSON object")
         return parsed
@@ -94,22 +95,22 @@ class TokenizerFolder:
             raise ConfigError(f"{self.path / name}: is not UTF-8") from error
 
     def list_templates(self) -> list[str]:
-        """List the folder of templates, up to one more than there may be."""
+        """List additional chat templates, up to one more than the limit."""
         if self._stamps is None:
             paths = (self.path / TEMPLATES_FOLDER).glob("*.jinja")
             templates = sorted(f"{TEMPLATES_FOLDER}/{path.name}" for path in paths)
         else:
-            templates = sorted(filter(is_template, self._stamps))
+            templates = sorted(filter(is_template_file, self._stamps))
         return templates[: MAX_TEMPLATES + 1]
 
     def copy_to(self, folder: Path) -> None:
-        """Copy the files with a stamp, for a program that looks for files by itself."""
+        """Copy the files with a stamp, for libraries that read from a folder."""
         stamps = self._stamps or {}
-        total = sum(map(size_in, stamps.values()))
+        total = sum(map(stamped_size, stamps.values()))
         if total > MAX_COPIED_BYTES:
             raise ConfigError(
-                f"{self.path}: the files of its tokenizer have {total} bytes, at most {MAX_COPIED_BYTES} are "
-                f"converted; ship a {VOCABULARY_FILE} that can be taken as it is"
+                f"{self.path}: the tokenizer files have {total} bytes, at most {MAX_COPIED_BYTES} can be "
+                f"converted; provide a {VOCABULARY_FILE} instead"
             )
         for name in stamps:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Checkpoints: tensors by name, read lazily, each rank only its part."""
+"""Lazy access to base model checkpoints. Each rank reads only its shard."""
 
 from lorax_server.weights.checkpoint import Placement, StoredTensor, Weights, estimate_bytes, open_tensors, open_weights
 from lorax_server.weights.progress import LoadProgress

@@ -1,4 +1,4 @@
-"""A checkpoint in a folder: its files, and the tensors that modules pull from them."""
+"""Find the checkpoint files in a model folder and load tensors from them."""
 
 import json
 import math
@@ -18,10 +18,10 @@ from lorax_server.kernels.device import is_host
 from lorax_server.weights.progress import LoadProgress
 from lorax_server.weights.reader import WeightsReader
 
-# A checkpoint that was saved from the inner model lacks the first word of its names.
+# Checkpoints saved from the inner model lack this prefix.
 OPTIONAL_PREFIXES = ("model.", "transformer.", "gpt_neox.")
-# In the order transformers looks: saving over a sharded checkpoint leaves its index behind.
-FILES = (
+# Same order as transformers: a checkpoint saved over a sharded one leaves the old index behind.
+CHECKPOINT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -46,8 +46,8 @@ class Weights:
         self,
         tensors: Mapping[str, "torch.Tensor | StoredTensor"],
         *,
-        source: str = "tensors in memory",  # named in errors of tensors that no file holds
-        reader: WeightsReader | None = None,  # closed with these weights
+        source: str = "tensors in memory",  # named in errors for missing tensors
+        reader: WeightsReader | None = None,  # closed on exit
         **placement: Unpack[Placement],
     ) -> None:
         self._tensors = tensors
@@ -72,51 +72,51 @@ class Weights:
             return stored[index]
         return self._reader.read(stored.path, stored.name, stored.shape, index)
 
-    def where(self, name: str) -> str:
-        """Return the file that holds, or should hold, a tensor: for error messages."""
+    def location(self, name: str) -> str:
+        """Return the file that contains a tensor, for error messages."""
         stored = self._tensors.get(name)
         return str(stored.path) if isinstance(stored, StoredTensor) else self._source
 
     def has(self, name: str) -> bool:
-        return any(candidate in self._tensors for candidate in _spellings(name))
+        return any(candidate in self._tensors for candidate in _candidate_names(name))
 
     def get_shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[self._resolve(name)].shape)
 
     def get_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """Return a whole tensor, in the model's dtype and on its device.
+        """Return an unsharded tensor in the model's dtype and on its device.
 
-        On a CPU it is a copy: a view of a mapped file would keep all of the file in memory.
+        On CPUs the tensor is copied, because a view would keep the whole mapped file in memory.
         """
         tensor = self._load(self._resolve(name), shape, ())
         return tensor.clone() if is_host(self.device) else tensor
 
-    def get_number(self, name: str) -> float:
-        """Return a tensor of one element, as it is stored: a small scale would not survive a narrow dtype."""
+    def get_scalar(self, name: str) -> float:
+        """Return a one-element tensor at its stored precision."""
         name = self._resolve(name)
         tensor = self._read(name, ())
         if tensor.numel() != 1:
-            raise WeightsError(f"{self.where(name)}: tensor {name!r} has shape {tuple(tensor.shape)}, not one number")
+            raise WeightsError(f"{self.location(name)}: tensor {name!r} has shape {tuple(tensor.shape)}, not a scalar")
         return float(tensor)
 
     def get_sharded(self, name: str, dim: int, shard: Shard, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """Return this rank's part of a tensor along one dimension; `shape` is that of the whole tensor."""
+        """Return this rank's shard along one dimension. `shape` is the expected shape of the whole tensor."""
         name = self._resolve(name)
         if shard.is_whole:
             return self._load(name, shape, ())
         before = (slice(None),) * dim
         pieces = [self._load(name, shape, (*before, slice(start, stop))) for start, stop in shard.ranges]
-        return shard.order(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim), dim)
+        return shard.reorder(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim), dim)
 
     def _load(self, name: str, shape: tuple[int, ...] | None, index: tuple[slice, ...]) -> torch.Tensor:
         stored = tuple(self._tensors[name].shape)
         if shape is not None and stored != shape:
-            raise WeightsError(f"{self.where(name)}: tensor {name!r} has shape {stored}, the config asks for {shape}")
+            raise WeightsError(f"{self.location(name)}: tensor {name!r} has shape {stored}, expected {shape}")
         tensor = self._read(name, index)
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-            # A float8 tensor without its scales would load as other numbers.
+            # Float8 tensors would need their scales.
             raise WeightsError(
-                f"{self.where(name)}: tensor {name!r} is {tensor.dtype}; only float16 to 64 is supported"
+                f"{self.location(name)}: tensor {name!r} is {tensor.dtype}; only float16 to float64 are supported"
             )
         loaded = tensor.to(device=self.device, dtype=self.dtype)
         if self._progress is not None:
@@ -124,15 +124,15 @@ class Weights:
         return loaded
 
     def _resolve(self, name: str) -> str:
-        for candidate in _spellings(name):
+        for candidate in _candidate_names(name):
             if candidate in self._tensors:
                 return candidate
-        raise WeightsError(f"{self.where(name)}: tensor {name!r} is missing")
+        raise WeightsError(f"{self.location(name)}: tensor {name!r} is missing")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file, of which only the bytes that are asked for are read."""
+    """A tensor in a safetensors file. Indexing reads only the selected part."""
 
     file: Any
     name: str
@@ -143,7 +143,7 @@ class StoredTensor:
         return tuple(self._slice().get_shape())
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        # An empty index would be refused for a scalar, an ellipsis is not understood.
+        # safetensors rejects an empty index for scalars and does not support an ellipsis.
         if not self.shape:
             return self.file.get_tensor(self.name)  # type: ignore[no-any-return]
         return self._slice()[index or slice(None)]  # type: ignore[no-any-return]
@@ -156,7 +156,7 @@ class StoredTensor:
 
 
 def open_weights(folder: Path, **placement: Unpack[Placement]) -> Weights:
-    """Open a model's folder: safetensors, else PyTorch files, of which nothing but tensors is loaded."""
+    """Open a model folder with safetensors or, as a fallback, PyTorch files (tensors only)."""
     checkpoint = _find_checkpoint(folder)
     is_index = checkpoint.suffix == ".json"
     paths = _read_index(checkpoint) if is_index else {}
@@ -171,19 +171,19 @@ def open_weights(folder: Path, **placement: Unpack[Placement]) -> Weights:
 
 
 def open_tensors(paths: Mapping[str, Path]) -> dict[str, StoredTensor]:
-    """Open safetensors files, given by the names of their tensors."""
+    """Open safetensors files. `paths` maps tensor names to files."""
     files = {path: _open_safetensors(path) for path in sorted(set(paths.values()))}
     tensors = {name: StoredTensor(files[path], name, path) for name, path in paths.items()}
     for path, file in files.items():
         names = set(file.keys())
-        for name, stored in (file.metadata() or {}).items():  # other names of shared tensors
+        for name, stored in (file.metadata() or {}).items():  # aliases of shared tensors
             if stored in names and name not in names:
                 tensors[name] = StoredTensor(file, stored, path)
     return tensors
 
 
 def estimate_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """Return the bytes that all weights take in a dtype. Of PyTorch files, which tell less, return the least."""
+    """Return the size of all weights in a dtype. For PyTorch files, return a lower bound."""
     checkpoint = _find_checkpoint(folder)
     paths = set(_read_index(checkpoint).values()) if checkpoint.suffix == ".json" else {checkpoint}
     if "safetensors" not in checkpoint.name:
@@ -195,13 +195,13 @@ def estimate_bytes(folder: Path, dtype: torch.dtype) -> int:
 
 
 def _find_checkpoint(folder: Path) -> Path:
-    for file in FILES:
+    for file in CHECKPOINT_FILES:
         if (folder / file).is_file():
             return folder / file
-    raise WeightsError(f"{folder}: no weights; looked for {', '.join(FILES)}")
+    raise WeightsError(f"{folder}: no weights; looked for {', '.join(CHECKPOINT_FILES)}")
 
 
-def _spellings(name: str) -> tuple[str, ...]:
+def _candidate_names(name: str) -> tuple[str, ...]:
     short = next((name.removeprefix(prefix) for prefix in OPTIONAL_PREFIXES if name.startswith(prefix)), None)
     return (name,) if short is None else (name, short)
 
@@ -231,15 +231,15 @@ def _load_pickles(paths: list[Path]) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for path in paths:
         try:
-            # Files from before torch 1.6 are not archives and cannot be mapped.
+            # Files written before torch 1.6 are not zip archives and cannot be mapped.
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
         except Exception as error:  # a damaged or hostile pickle may raise anything
-            raise WeightsError(f"{path}: refused, it does not load as plain tensors: {error}") from error
-        if not isinstance(loaded, dict) or not all(_is_plain(value) for value in loaded.values()):
-            raise WeightsError(f"{path}: refused, it is not a plain dictionary of tensors")
+            raise WeightsError(f"{path}: cannot be loaded as plain tensors: {error}") from error
+        if not isinstance(loaded, dict) or not all(_is_dense_tensor(value) for value in loaded.values()):
+            raise WeightsError(f"{path}: is not a plain dictionary of tensors")
         tensors |= loaded
     return tensors
 
 
-def _is_plain(value: object) -> bool:
+def _is_dense_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided

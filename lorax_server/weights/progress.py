@@ -1,4 +1,4 @@
-"""Progress of a model that takes long to load."""
+"""Log progress while a model is loaded."""
 
 import logging
 import time
@@ -14,13 +14,13 @@ class LoadProgress:
     def __init__(self, total_bytes: int) -> None:
         self._total_bytes = total_bytes
         self._loaded_bytes = 0
-        self._start_s = self._last_s = time.monotonic()
+        self._start_s = self._last_log_s = time.monotonic()
 
     def add(self, num_bytes: int) -> None:
         """Count the bytes of another loaded tensor."""
         self._loaded_bytes += num_bytes
         now_s = time.monotonic()
-        if now_s - self._last_s >= LOG_INTERVAL_S:
-            self._last_s = now_s
+        if now_s - self._last_log_s >= LOG_INTERVAL_S:
+            self._last_log_s = now_s
             loaded, total = self._loaded_bytes / 1e9, self._total_bytes / 1e9
             logger.info("loading weights: %.2f of %.2f GB in %.0f s", loaded, total, now_s - self._start_s)

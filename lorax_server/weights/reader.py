@@ -1,7 +1,6 @@
-"""Read tensors of safetensors files straight to a GPU.
+"""Read safetensors files to a GPU.
 
-Threads read pieces of a tensor into a few buffers of pinned memory. While these are copied, the next are read. So a
-checkpoint passes through little host memory, once, and not through one thread.
+Threads read chunks into a few pinned buffers while other buffers are copied to the GPU.
 """
 
 import json
@@ -20,9 +19,9 @@ from lorax_server.errors import WeightsError
 from lorax_server.kernels.device import make_stream
 
 NUM_THREADS = 8
-NUM_BUFFERS = 2 * NUM_THREADS  # while half of them are filled, the others are copied
+NUM_BUFFERS = 2 * NUM_THREADS  # half are filled while the other half is copied
 BUFFER_BYTES = 4 * 2**20
-MAX_HEADER_BYTES = 100_000_000  # as in safetensors itself
+MAX_HEADER_BYTES = 100_000_000  # same limit as safetensors
 STORED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -39,38 +38,40 @@ STORED_DTYPES = {
 }
 
 
-class _Place(NamedTuple):
-    """A tensor's bytes in its file."""
+class _TensorLocation(NamedTuple):
+    """Where a tensor is stored in its file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
 
 
-class _Staging(NamedTuple):
-    """Host memory for a piece. On a GPU it is free again after the event."""
+class _StagingBuffer(NamedTuple):
+    """Host memory for one chunk. With a GPU, the memory is free after the event."""
 
     memory: torch.Tensor
     copied: torch.cuda.Event | None
 
 
 class WeightsReader:
-    """Reads tensors by file and name, for one device. Copies are under way on a stream of its own when `read` returns,
-    and the caller's stream waits for them."""
+    """Read tensors by file and name to one device.
+
+    When `read` returns, copies may still run on a separate stream. The caller's stream waits for them.
+    """
 
     def __init__(self, device: torch.device, *, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._device = device
         self._buffer_bytes = buffer_bytes
         self._stream = make_stream(device)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="read weights")
-        self._free: SimpleQueue[_Staging] = SimpleQueue()  # the longest unused first
+        self._free_buffers: SimpleQueue[_StagingBuffer] = SimpleQueue()  # least recently used first
         for _ in range(NUM_BUFFERS):
             memory = torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
-            self._free.put(_Staging(memory, None if self._stream is None else torch.cuda.Event()))
-        self._files: dict[Path, _File] = {}
+            self._free_buffers.put(_StagingBuffer(memory, None if self._stream is None else torch.cuda.Event()))
+        self._files: dict[Path, _SafetensorsFile] = {}
 
     def close(self) -> None:
-        """Wait for all copies, and close the files."""
+        """Wait for all copies and close the files."""
         self._threads.shutdown(cancel_futures=True)
         if self._stream is not None:
             self._stream.synchronize()
@@ -78,58 +79,58 @@ class WeightsReader:
             file.close()
 
     def read(self, path: Path, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> torch.Tensor:
-        """Return a part of a tensor as it is stored. `shape` is that of the whole one, as the caller knows it.
+        """Return a tensor slice in its stored dtype. `shape` is the shape of the whole tensor.
 
-        Only the rows that are asked for are read. Of further dimensions all is read, and cut on the device.
+        Only the selected rows are read. Other dimensions are sliced on the device.
         """
         if path not in self._files:
-            self._files[path] = _File(path)
+            self._files[path] = _SafetensorsFile(path)
         file = self._files[path]
-        place = file.find(name)
-        if place.shape != shape:
-            raise WeightsError(f"{path}: tensor {name!r} has changed while the file was read; start again")
-        start, rows = place.start, shape[:1]
+        location = file.find(name)
+        if location.shape != shape:
+            raise WeightsError(f"{path}: tensor {name!r} changed while the file was read; restart the server")
+        start, rows = location.start, shape[:1]
         if shape and index:
             first, last, _ = index[0].indices(shape[0])
-            start += first * math.prod(shape[1:]) * place.dtype.itemsize
+            start += first * math.prod(shape[1:]) * location.dtype.itemsize
             rows = (max(0, last - first),)
-        out = torch.empty((*rows, *shape[1:]), dtype=place.dtype, device=self._device)
+        out = torch.empty((*rows, *shape[1:]), dtype=location.dtype, device=self._device)
         self._fill(out, file, start)
         return out[(slice(None), *index[1:])].contiguous() if len(index) > 1 else out
 
-    def _fill(self, out: torch.Tensor, file: "_File", start: int) -> None:
-        """Read a tensor of the device from a stretch of a file."""
+    def _fill(self, out: torch.Tensor, file: "_SafetensorsFile", start: int) -> None:
+        """Fill a device tensor with file content."""
         flat = out.view(-1).view(torch.uint8)
-        if self._stream is not None:  # steps before may still read what was in this memory
+        if self._stream is not None:  # earlier kernels may still use this memory
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        moves = [
-            self._threads.submit(self._move, file, start + done, flat[done : done + self._buffer_bytes])
+        copies = [
+            self._threads.submit(self._copy_chunk, file, start + done, flat[done : done + self._buffer_bytes])
             for done in range(0, len(flat), self._buffer_bytes)
         ]
-        wait(moves)  # before an error of one: the others write to the tensor
-        for move in moves:
-            move.result()
+        wait(copies)  # before raising an error: the other copies write to the tensor
+        for copy in copies:
+            copy.result()
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     @torch.inference_mode()
-    def _move(self, file: "_File", start: int, target: torch.Tensor) -> None:
-        """Read a piece of a file, and begin to copy it."""
-        buffer = self._free.get()
+    def _copy_chunk(self, file: "_SafetensorsFile", start: int, destination: torch.Tensor) -> None:
+        """Read a chunk and start copying it to the device."""
+        buffer = self._free_buffers.get()
         try:
             if buffer.copied is not None:
                 buffer.copied.synchronize()
-            piece = buffer.memory[: len(target)]
-            file.read_into(piece.numpy().data, start)
+            chunk = buffer.memory[: len(destination)]
+            file.read_into(chunk.numpy().data, start)
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                target.copy_(piece, non_blocking=True)
+                destination.copy_(chunk, non_blocking=True)
                 if buffer.copied is not None:
                     buffer.copied.record()
         finally:
-            self._free.put(buffer)
+            self._free_buffers.put(buffer)
 
 
-class _File:
+class _SafetensorsFile:
     """An open safetensors file."""
 
     def __init__(self, path: Path) -> None:
@@ -147,7 +148,7 @@ class _File:
     def close(self) -> None:
         os.close(self._descriptor)
 
-    def find(self, name: str) -> _Place:
+    def find(self, name: str) -> _TensorLocation:
         try:
             entry = self._header[name]
             dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
@@ -158,10 +159,10 @@ class _File:
             raise WeightsError(f"{self._path}: tensor {name!r} has an unknown dtype, {dtype}")
         if start < 0 or num_bytes != num_elements * STORED_DTYPES[dtype].itemsize:
             raise WeightsError(f"{self._path}: tensor {name!r} of shape {shape} does not have {num_bytes} bytes")
-        return _Place(STORED_DTYPES[dtype], shape, self._data_start + start)
+        return _TensorLocation(STORED_DTYPES[dtype], shape, self._data_start + start)
 
     def read_into(self, memory: memoryview, start: int) -> None:
-        """Fill memory from a place on. Other threads may read at the same time."""
+        """Fill memory from a file offset. Thread-safe."""
         done = 0
         while done < len(memory):
             try:
@@ -169,16 +170,16 @@ class _File:
             except OSError as error:
                 raise WeightsError(f"{self._path}: cannot be read: {error}") from error
             if not count:
-                raise WeightsError(f"{self._path}: ends at byte {start + done}, before its last tensor")
+                raise WeightsError(f"{self._path}: the file is truncated at byte {start + done}")
             done += count
 
     def _read_header(self) -> tuple[Mapping[str, Any], int]:
-        """Read where tensors are, and where their bytes begin. safetensors has checked the file before."""
+        """Return the tensor entries and the data offset. safetensors already validated the file."""
         length_bytes = bytearray(8)
         self.read_into(memoryview(length_bytes), 0)
         length = int.from_bytes(length_bytes, "little")
         if length > MAX_HEADER_BYTES:
-            raise WeightsError(f"{self._path}: not a readable safetensors file: its header would have {length} bytes")
+            raise WeightsError(f"{self._path}: not a readable safetensors file: its header has {length} bytes")
         text = bytearray(length)
         self.read_into(memoryview(text), 8)
         try:
@@ -186,5 +187,5 @@ class _File:
         except (ValueError, RecursionError) as error:
             raise WeightsError(f"{self._path}: not a readable safetensors file: {error}") from error
         if not isinstance(header, dict):
-            raise WeightsError(f"{self._path}: not a readable safetensors file: its header is no object")
+            raise WeightsError(f"{self._path}: not a readable safetensors file: its header is not an object")
         return header, 8 + length

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from lorax_server.adapters.batch import AdapterArena, AdapterBatchData, AdapterBatchMetadata, find_segments
-from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.adapters.target import AdapterTarget, TargetKind
 from lorax_server.adapters.weights import ModuleWeights
-from lorax_server.distributed import FakeGroup, Shard, whole
+from lorax_server.distributed import FakeGroup, Shard, unsharded
 from lorax_server.kernels import Field, LoraTarget
 from tests.builders import CPU, adapter_batch
 from tests.lora import GivenAdapter, fill_arena
@@ -12,20 +12,20 @@ from tests.lora import GivenAdapter, fill_arena
 VOCAB = 7
 
 
-def make_target(name: str, kind: Kind, inputs: int, outputs: int, start: int = 0) -> AdapterTarget:
-    shape = {Kind.EMBEDDING: (inputs, outputs), Kind.NORM: (outputs,)}.get(kind, (outputs, inputs))
+def make_target(name: str, kind: TargetKind, inputs: int, outputs: int, start: int = 0) -> AdapterTarget:
+    shape = {TargetKind.EMBEDDING: (inputs, outputs), TargetKind.NORM: (outputs,)}.get(kind, (outputs, inputs))
     columns = slice(start, start + outputs)
-    return AdapterTarget(name, kind, whole(inputs), whole(outputs), columns, torch.ones(shape), None)
+    return AdapterTarget(name, kind, unsharded(inputs), unsharded(outputs), columns, torch.ones(shape), None)
 
 
 TARGETS = {
     target.name: target
     for target in (
-        make_target("embed", Kind.EMBEDDING, VOCAB, 4),
-        make_target("norm", Kind.NORM, 4, 4),
-        make_target("gate", Kind.LINEAR, 4, 6),
-        make_target("up", Kind.LINEAR, 4, 8, start=6),
-        make_target("head", Kind.HEAD, 4, VOCAB),
+        make_target("embed", TargetKind.EMBEDDING, VOCAB, 4),
+        make_target("norm", TargetKind.NORM, 4, 4),
+        make_target("gate", TargetKind.LINEAR, 4, 6),
+        make_target("up", TargetKind.LINEAR, 4, 8, start=6),
+        make_target("head", TargetKind.HEAD, 4, VOCAB),
     )
 }
 EMBED_A, EMBED_B = torch.arange(14.0).view(2, VOCAB), torch.arange(8.0).view(4, 2)
@@ -58,7 +58,7 @@ def arena() -> AdapterArena:
         ([1, 2, 1, 2], [0, 1, 2, 3, 4], [1, 2, 1, 2]),
     ],
 )
-def test_runs_of_one_adapter_are_found(indices: list[int], bounds: list[int], adapters: list[int]) -> None:
+def test_find_segments_groups_consecutive_tokens(indices: list[int], bounds: list[int], adapters: list[int]) -> None:
     tokens = torch.tensor(indices, dtype=torch.long)
     assert find_segments(tokens) == (bounds, adapters)
     meta = AdapterBatchMetadata.from_indices(tokens)
@@ -66,9 +66,9 @@ def test_runs_of_one_adapter_are_found(indices: list[int], bounds: list[int], ad
     assert (meta.adapter_segments, meta.segment_indices) == (bounds, adapters)
 
 
-def test_kernels_are_handed_the_arena_and_the_runs(arena: AdapterArena) -> None:
+def test_lora_batch_contains_arena_and_segments(arena: AdapterArena) -> None:
     data = adapter_batch([1, 1, 0, 2], arena)
-    assert data.lora is data.lora  # results computed in one layer are there for the next
+    assert data.lora is data.lora  # results from one layer are reused by the next
     assert (data.lora.bounds, data.lora.adapters) == ([0, 2, 3, 4], [1, 0, 2])
     assert data.lora.buffer is arena.buffer
     assert data.lora.table is arena.table
@@ -79,18 +79,18 @@ def test_kernels_are_handed_the_arena_and_the_runs(arena: AdapterArena) -> None:
     assert data.lora.widths.tolist() == [[VOCAB, 4], [4, 4], [4, 6], [4, 8], [4, VOCAB]]
 
 
-def test_widths_are_those_of_this_rank(arena: AdapterArena) -> None:
-    target = AdapterTarget("x", Kind.LINEAR, Shard(8, ((4, 8),)), whole(6), slice(0, 6), None, None)
+def test_widths_are_local_sizes(arena: AdapterArena) -> None:
+    target = AdapterTarget("x", TargetKind.LINEAR, Shard(8, ((4, 8),)), unsharded(6), slice(0, 6), None, None)
     part = AdapterArena(arena.buffer, arena.table, arena.scales, arena.host_table, [], {"x": target})
     assert part.widths.tolist() == [[4, 6]]
 
 
-def test_targets_are_found_in_the_order_of_the_table(arena: AdapterArena) -> None:
+def test_targets_keep_table_order(arena: AdapterArena) -> None:
     found = adapter_batch([1], arena).find([TARGETS["gate"], TARGETS["up"]])
     assert found == [LoraTarget(2, slice(0, 6)), LoraTarget(3, slice(6, 14))]
 
 
-# By adapter: where it has low-rank factors, vectors and rows.
+# By adapter: targets with low-rank factors, vectors and rows.
 HAS = {
     1: ({"gate"}, {"norm"}, set()),
     2: ({"up"}, {"up"}, set()),
@@ -103,55 +103,55 @@ HAS = {
 @pytest.mark.parametrize(
     "indices", [[], [0, 0], [1], [2], [3], [4], [5], [0, 5, 0], [1, 0, 3], [4, 2, 1, 2, 5], [5, 4, 3, 2, 1, 0]]
 )
-def test_a_layer_knows_what_the_adapters_of_a_batch_have(indices: list[int], arena: AdapterArena) -> None:
+def test_target_flags_reflect_batch_adapters(indices: list[int], arena: AdapterArena) -> None:
     data = adapter_batch(indices, arena)
     low_rank, vectors, rows = (set().union(*(HAS[index][kind] for index in indices if index)) for kind in range(3))
     for name, target in TARGETS.items():
-        found = data.find([target])
+        found = data.find_targets([target])
         assert data.lora.has_low_rank(found) == (name in low_rank)
         assert data.lora.has_vectors(found) == (name in vectors)
         assert data.lora.has_rows(found[0].index) == (name in rows)
 
 
-def test_one_target_of_a_layer_is_enough_and_no_target_is_none(arena: AdapterArena) -> None:
+def test_target_flags_for_fused_layers(arena: AdapterArena) -> None:
     data = adapter_batch([2], arena)
-    assert data.lora.has_low_rank(data.find([TARGETS["gate"], TARGETS["up"]]))
-    assert data.lora.has_vectors(data.find([TARGETS["gate"], TARGETS["up"]]))
+    assert data.lora.has_low_rank(data.find_targets([TARGETS["gate"], TARGETS["up"]]))
+    assert data.lora.has_vectors(data.find_targets([TARGETS["gate"], TARGETS["up"]]))
     assert not data.lora.has_low_rank([])
     assert not data.lora.has_vectors([])
 
 
-def test_a_batch_learns_from_another_one_of_the_same_adapters_only(arena: AdapterArena) -> None:
+def test_derived_values_copied_only_for_same_adapters(arena: AdapterArena) -> None:
     table = arena.host_table.clone()
     own = AdapterArena(arena.buffer, table, arena.scales, table, arena.vocab_sizes, TARGETS)
     first, same, other = (adapter_batch(indices, own) for indices in ([1, 3, 0], [3, 0, 1, 3], [3, 0]))
     gate = first.find([TARGETS["gate"]])
     assert first.lora.has_low_rank(gate)
     for data in (same, other):
-        data.lora.learn_from(first.lora)
-    table[:] = -1  # a second look would find nothing
+        data.lora.copy_derived_from(first.lora)
+    table[:] = -1  # computing it again would return another result
     assert same.lora.has_low_rank(gate)
     assert not other.lora.has_low_rank(gate)
 
 
-def test_new_tokens_alone_are_rows_too(arena: AdapterArena) -> None:
+def test_has_rows_with_new_tokens_only(arena: AdapterArena) -> None:
     table = torch.zeros_like(arena.host_table)
     table[..., : Field.RANK] = -1
     table[1, 4, Field.NUM_NEW_ROWS] = 2
     data = adapter_batch([1], AdapterArena(arena.buffer, table, arena.scales, table, arena.vocab_sizes, TARGETS))
-    assert data.lora.has_rows(data.find([TARGETS["head"]])[0].index)
-    assert not data.lora.has_rows(data.find([TARGETS["embed"]])[0].index)
+    assert data.lora.has_rows(data.find_targets([TARGETS["head"]])[0].index)
+    assert not data.lora.has_rows(data.find_targets([TARGETS["embed"]])[0].index)
 
 
-def test_each_run_comes_with_the_rows_of_its_adapter(arena: AdapterArena) -> None:
-    runs = list(adapter_batch([0, 4, 4, 5, 0, 4], arena).runs("head"))
+def test_segments_yield_head_rows(arena: AdapterArena) -> None:
+    runs = list(adapter_batch([0, 4, 4, 5, 0, 4], arena).iterate_segments("head"))
     assert [(tokens, adapter) for tokens, adapter, _ in runs] == [(slice(1, 3), 4), (slice(3, 4), 5), (slice(5, 6), 4)]
     assert [len(rows.new_rows) for _, _, rows in runs] == [2, 0, 2]
     assert (len(runs[1][2].row_ids), len(runs[1][2].rows)) == (0, 0)
 
 
-def test_a_head_comes_with_its_new_rows(arena: AdapterArena) -> None:
-    [(tokens, adapter, found)] = adapter_batch([4, 0], arena).runs("head")
+def test_segments_yield_new_head_rows(arena: AdapterArena) -> None:
+    [(tokens, adapter, found)] = adapter_batch([4, 0], arena).iterate_segments("head")
     assert (tokens, adapter) == (slice(0, 1), 4)
     assert found.row_ids.dtype == torch.int32
     assert torch.equal(HEAD_ROWS[found.row_ids], found.rows)
@@ -159,12 +159,12 @@ def test_a_head_comes_with_its_new_rows(arena: AdapterArena) -> None:
     assert arena.vocab_sizes[:6] == [VOCAB, VOCAB, VOCAB, VOCAB, VOCAB + 2, VOCAB]
 
 
-def test_the_base_model_has_no_runs(arena: AdapterArena) -> None:
-    assert list(adapter_batch([0, 0], arena).runs("head")) == []
-    assert list(adapter_batch([], arena).runs("head")) == []
+def test_base_model_tokens_yield_no_segments(arena: AdapterArena) -> None:
+    assert list(adapter_batch([0, 0], arena).iterate_segments("head")) == []
+    assert list(adapter_batch([], arena).iterate_segments("head")) == []
 
 
-def test_select_keeps_the_adapters_of_the_tokens_it_keeps(arena: AdapterArena) -> None:
+def test_select_keeps_token_adapters(arena: AdapterArena) -> None:
     data = adapter_batch([1, 1, 0, 0, 2, 2, 2], arena)
     chosen = data.select(torch.tensor([1, 3, 6]))
     assert isinstance(chosen, AdapterBatchData)
@@ -174,6 +174,6 @@ def test_select_keeps_the_adapters_of_the_tokens_it_keeps(arena: AdapterArena) -
     assert (data.meta.adapter_segments, data.meta.segment_indices) == ([0, 2, 4, 7], [1, 0, 2])
 
 
-def test_select_joins_runs_that_come_to_touch(arena: AdapterArena) -> None:
+def test_select_joins_adjacent_segments(arena: AdapterArena) -> None:
     chosen = adapter_batch([1, 0, 1, 1], arena).select(torch.tensor([0, 2, 3]))
     assert (chosen.meta.adapter_segments, chosen.meta.segment_indices) == ([0, 3], [1])

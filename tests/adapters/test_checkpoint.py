@@ -1,4 +1,4 @@
-"""Malformed files, and the many names that PEFT has given to one tensor."""
+"""Malformed adapter files, and tensor names from all PEFT versions."""
 
 import io
 import json
@@ -27,7 +27,7 @@ from lorax_server.adapters.checkpoint import (
 )
 from lorax_server.adapters.sources.source import read_json
 from lorax_server.errors import AdapterError
-from lorax_server.files.plain_file import open_plain
+from lorax_server.files.regular_file import open_regular_file
 
 NAME = "acme/tuned"
 
@@ -54,7 +54,7 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write the tensors in the given order, which the library would change."""
+    """Write the tensors in the given order, which safetensors would change."""
     names = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     data = b""
@@ -89,7 +89,7 @@ def check_against_library(content: bytes, found: Mapping[str, TensorInfo]) -> No
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt", "x": "\u00fc"}])
-def test_a_sound_file_is_read_as_the_library_reads_it(metadata: dict[str, str] | None, tmp_path: Path) -> None:
+def test_valid_header_matches_safetensors(metadata: dict[str, str] | None, tmp_path: Path) -> None:
     for tensors in (TENSORS, dict(reversed(TENSORS.items()))):
         ours = tmp_path / "ours"
         write_tensors(ours, tensors, metadata)
@@ -138,27 +138,27 @@ NOT_SAFETENSORS = {
 
 
 @pytest.mark.parametrize("content", NOT_SAFETENSORS.values(), ids=NOT_SAFETENSORS)
-def test_what_is_no_safetensors_file_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_other_file_formats_are_rejected(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=f"adapter '{NAME}': .*adapter_model.safetensors"):
         read_bytes(tmp_path, content)
     assert not Bomb.exploded
 
 
-def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
+def test_missing_files_and_folders_are_rejected(tmp_path: Path) -> None:
     for path in (tmp_path / "nothing", tmp_path, tmp_path / "a\0b", tmp_path / ("x" * 5000)):
         with pytest.raises(AdapterError, match=f"adapter '{NAME}'"):
             read_header(path, NAME)
 
 
-def test_a_fifo_or_a_device_in_the_place_of_a_file_blocks_nobody(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")  # and no process ever writes to it
+def test_fifo_and_device_do_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")  # no process writes to the FIFO
     for path in (tmp_path / "fifo", Path("/dev/zero"), Path("/dev/null")):
-        with pytest.raises(AdapterError, match=f"adapter '{NAME}': .*not a plain file"):
+        with pytest.raises(AdapterError, match=f"adapter '{NAME}': .*not a regular file"):
             read_header(path, NAME)
-        with pytest.raises(AdapterError, match="not a plain file"):
+        with pytest.raises(AdapterError, match="not a regular file"):
             read_json(path, f"adapter '{NAME}'")
-        with pytest.raises(OSError, match="not a plain file"):
-            open_plain(path)
+        with pytest.raises(OSError, match="not a regular file"):
+            open_regular_file(path)
 
 
 NOT_ENTRIES: list[Any] = [None, "F32", [1, 2], {}, 5]
@@ -184,7 +184,7 @@ BROKEN_ENTRIES = {
 
 
 @pytest.mark.parametrize("broken", BROKEN_ENTRIES.values(), ids=BROKEN_ENTRIES)
-def test_a_broken_entry_is_refused_by_its_key(broken: Any, tmp_path: Path) -> None:
+def test_invalid_header_entry_is_named(broken: Any, tmp_path: Path) -> None:
     assert read_bytes(tmp_path, file_bytes({"x.lora_A": A}, b"0" * 8))
     with pytest.raises(AdapterError, match=f"adapter '{NAME}': tensor 'x.lora_A'"):
         read_bytes(tmp_path, file_bytes({"x.lora_A": broken}, b"0" * 8))
@@ -199,11 +199,11 @@ def test_a_broken_entry_is_refused_by_its_key(broken: Any, tmp_path: Path) -> No
         ({"a": A, "b": entry([1], 12, 16)}, "'b' overlaps another or leaves a gap"),
         ({"a": entry([3], 4, 16)}, "'a' overlaps another or leaves a gap"),
         ({"a": A, "hole": entry([0], 10, 10), "b": entry([2], 8, 16)}, "'hole' overlaps"),
-        ({"a": entry([3], 0, 12)}, "4 bytes that belong to no tensor"),
+        ({"a": entry([3], 0, 12)}, "4 bytes after its last tensor"),
         ({}, "has no tensors"),
     ],
 )
-def test_every_byte_belongs_to_one_tensor(header: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_gaps_and_overlaps_are_rejected(header: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=f"adapter '{NAME}': .*{message}"):
         read_bytes(tmp_path, file_bytes(header, b"0" * 16))
 
@@ -225,7 +225,7 @@ def test_every_byte_belongs_to_one_tensor(header: dict[str, Any], message: str, 
     ],
     ids=str,
 )
-def test_what_the_library_refuses_is_refused(header: Any, tmp_path: Path) -> None:
+def test_headers_rejected_by_safetensors_are_rejected(header: Any, tmp_path: Path) -> None:
     content = file_bytes(header, b"0" * 8)
     with pytest.raises(SafetensorError):
         load(content)
@@ -235,7 +235,7 @@ def test_what_the_library_refuses_is_refused(header: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("header", [{"a": entry([9] * 5000, 0, 8)}, {"a" * 9999: A | {"shape": [3]}}], ids=["9", "a"])
-def test_errors_stay_short(header: Any, tmp_path: Path) -> None:
+def test_error_messages_are_short(header: Any, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=f"adapter '{NAME}': tensor 'a") as refusal:
         read_bytes(tmp_path, file_bytes(header, b"0" * 8))
     assert len(str(refusal.value)) < 1000
@@ -250,13 +250,13 @@ def test_errors_stay_short(header: Any, tmp_path: Path) -> None:
     ],
     ids=["long key", "line break in a key", "many dimensions"],
 )
-def test_no_tensor_is_too_strange(allowed: Any, refused: Any, tmp_path: Path) -> None:
+def test_unusual_tensor_shapes_are_accepted(allowed: Any, refused: Any, tmp_path: Path) -> None:
     assert len(read_bytes(tmp_path, file_bytes(allowed, b"0" * 8))) == 1
     with pytest.raises(AdapterError, match=f"adapter '{NAME}': tensor 'k"):
         read_bytes(tmp_path, file_bytes(refused, b"0" * 8))
 
 
-def test_a_long_header_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_header_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     header = header_bytes({"a": A})
     monkeypatch.setattr(checkpoint, "MAX_HEADER_BYTES", len(header))
     assert read_bytes(tmp_path, file_bytes(header, b"0" * 8))
@@ -272,7 +272,7 @@ SOUND = save({key: TENSORS[key] for key in "abc"}, {"format": "pt"})
     st.lists(st.tuples(st.integers(0, len(SOUND) - 1), st.integers(0, 255)), min_size=1, max_size=3),
     st.just(len(SOUND)) | st.integers(0, len(SOUND) + 9),
 )
-def test_damaged_files_are_refused_or_read_as_the_library_reads_them(
+def test_fuzzed_files_match_safetensors_or_fail(
     tmp_path_factory: pytest.TempPathFactory, flips: list[tuple[int, int]], size: int
 ) -> None:
     damaged = bytearray(SOUND)
@@ -286,18 +286,18 @@ def test_damaged_files_are_refused_or_read_as_the_library_reads_them(
     check_against_library(content, found)
 
 
-# --- names of tensors
+# --- tensor names
 
 LLAMA = [f"model.layers.{i}.self_attn.{x}_proj" for i in range(12) for x in "qkvo"]
 LLAMA += ["model.embed_tokens", "model.norm", "model.layers.0.input_layernorm", "lm_head"]
 NEOX = ["gpt_neox.layers.0.attention.query_key_value", "gpt_neox.embed_in", "lm_head"]
 Q = "model.layers.1.self_attn.q_proj"
 PEFT = "base_model.model."
-WRAPPERS = [PEFT, "", PEFT + "model.", PEFT + PEFT, "base_model.", "module." + PEFT, "_orig_mod."]
-WRAPPERS += ["_forward_module." + PEFT, PEFT + "_fsdp_wrapped_module."]
+WRAPPER_PREFIXES = [PEFT, "", PEFT + "model.", PEFT + PEFT, "base_model.", "module." + PEFT, "_orig_mod."]
+WRAPPER_PREFIXES += ["_forward_module." + PEFT, PEFT + "_fsdp_wrapped_module."]
 
 
-@pytest.mark.parametrize("prefix", WRAPPERS)
+@pytest.mark.parametrize("prefix", WRAPPER_PREFIXES)
 @pytest.mark.parametrize(
     ("suffix", "part"),
     [
@@ -319,7 +319,7 @@ WRAPPERS += ["_forward_module." + PEFT, PEFT + "_fsdp_wrapped_module."]
         *((f"{x}", None) for x in ("lora_velora_embed", "lora_monteclora_sampler.default.std_prior")),
     ],
 )
-def test_todays_and_early_names_are_understood(prefix: str, suffix: str, part: TensorRole | None) -> None:
+def test_current_and_early_key_names(prefix: str, suffix: str, part: TensorRole | None) -> None:
     for module in (Q, "model.embed_tokens", "lm_head"):
         key = f"{prefix}{module}.{suffix}"
         assert assigned_keys([key], LLAMA) == ({} if part is None else {module: {part: key}})
@@ -336,14 +336,14 @@ def test_todays_and_early_names_are_understood(prefix: str, suffix: str, part: T
         ("embed_tokens.weight", LLAMA, "model.embed_tokens"),
     ],
 )
-def test_names_without_their_first_words_are_understood(key: str, modules: list[str], module: str) -> None:
+def test_module_names_without_leading_components(key: str, modules: list[str], module: str) -> None:
     assert assigned_keys([key], modules)[module] in ({part: key} for part in TensorRole)
 
 
 @pytest.mark.parametrize(
     "key",
     [
-        *("q_proj.lora_A.weight", f"{PEFT}self_attn.q_proj.lora_A.weight"),  # without the layer's number
+        *("q_proj.lora_A.weight", f"{PEFT}self_attn.q_proj.lora_A.weight"),  # without the layer index
         *("lora_A.weight", ".lora_A.weight", f"{PEFT}.lora_A.weight", "", ".", "weight", "...", f"{PEFT}{Q}"),
         *(f"{PEFT}{Q}.lora_C.weight", f"{PEFT}{Q}.lora_A", f"{PEFT}{Q}.lora_A.weight.bias", f"{PEFT}{Q}.lora_A.a.b"),
         *(f"{PEFT}{Q}.lora_A.weight\n", f"{PEFT}{Q}\n.lora_A.weight", f"{PEFT}{Q}.lora_A.weight.SCB", f"{PEFT}{Q}.W"),
@@ -357,7 +357,7 @@ def test_names_without_their_first_words_are_understood(key: str, modules: list[
         *(f"{prefix}{Q}.lora_A.weight" for prefix in ("x.", f"x.{PEFT}", f"{PEFT}0.", f"{PEFT}.", "visual.model.")),
     ],
 )
-def test_keys_that_mean_nothing_are_refused(key: str) -> None:
+def test_unknown_keys_are_rejected(key: str) -> None:
     with pytest.raises(AdapterError) as refusal:
         assign_tensors([f"{PEFT}{Q}.lora_A.weight", key], LLAMA, NAME)
     assert str(refusal.value).startswith(f"adapter '{NAME}': tensor {key!r} is ")
@@ -375,31 +375,31 @@ def test_keys_that_mean_nothing_are_refused(key: str) -> None:
         (f"{PEFT}lm_head.modules_to_save.one.weight", f"{PEFT}lm_head.modules_to_save.two.weight"),
     ],
 )
-def test_two_keys_for_one_thing_are_refused(first: str, second: str) -> None:
+def test_duplicate_keys_are_rejected(first: str, second: str) -> None:
     for keys in ([first, second], [second, first]):
         with pytest.raises(AdapterError) as refusal:
             assign_tensors(keys, LLAMA, NAME)
         assert all(text in str(refusal.value) for text in (NAME, first, second))
 
 
-def test_two_names_for_one_module_are_refused() -> None:
-    """Patterns of the config could match one name and not the other."""
+def test_second_name_for_module_is_rejected() -> None:
+    """Config patterns could match only one of the names."""
     keys = [f"{PEFT}embed_out.lora_B.weight", f"{PEFT}lm_head.lora_A.weight"]
-    with pytest.raises(AdapterError, match=r"lm_head.lora_A.weight' and others name module 'lm_head' in two ways"):
+    with pytest.raises(AdapterError, match=r"lm_head.lora_A.weight' uses a second name for module 'lm_head'"):
         assign_tensors(keys, LLAMA, NAME)
 
 
-def test_the_rows_of_a_resized_vocabulary_come_before_their_copy() -> None:
+def test_saved_embedding_takes_precedence_over_its_copy() -> None:
     keys = [f"{PEFT}lm_head.modules_to_save.weight", f"{PEFT}lm_head.weight"]
     assert assigned_keys(keys, LLAMA) == {"lm_head": {TensorRole.WEIGHT: keys[1]}}
     assert assigned_keys(keys[::-1], LLAMA) == {"lm_head": {TensorRole.WEIGHT: keys[1]}}
 
 
-def test_many_and_long_keys_come_to_an_end() -> None:
+def test_many_long_keys_are_assigned_quickly() -> None:
     training = [f"{PEFT}{Q}.x{i}.original_module.weight" for i in range(20_000)]
     assert assigned_keys(training, LLAMA) == {}
     keys = [f"{PEFT * (i % 9)}{Q}.lora_A.{i}.weight" for i in range(20_000)]
-    with pytest.raises(AdapterError, match="are the same thing"):
+    with pytest.raises(AdapterError, match="are duplicates"):
         assign_tensors([*training, *keys], LLAMA, NAME)
     long_keys = ("a." * 1000, PEFT * 100, ".lora_A.default" * 1000, ".original_module." * 500 + "\n", "." * 1000)
     for long in (*long_keys, "x" * 1_000_000):
@@ -408,6 +408,6 @@ def test_many_and_long_keys_come_to_an_end() -> None:
 
 
 @pytest.mark.parametrize("key", ["model.weight", "base_model.model.lora_A.weight", "module.bias"])
-def test_a_name_that_is_only_wrappers_names_nothing(key: str) -> None:
+def test_name_with_only_wrappers_is_rejected(key: str) -> None:
     with pytest.raises(AdapterError, match=key.replace(".", r"\.")):
         assign_tensors([key], ["model.norm", "lm_head"], "tested")

@@ -1,4 +1,4 @@
-"""`adapter_config.json`, as PEFT writes it and as an attacker would. PEFT itself is the oracle of its rules."""
+"""Valid and hostile `adapter_config.json` files. PEFT is the reference."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ BASE = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 12,
 Q_PROJ = "model.layers.1.self_attn.q_proj"
 NAN, INF = math.nan, math.inf
 LORA = FIELDS[Method.LORA]
-SERVED_FIELDS, TRAINING_FIELDS, REFUSED_FIELDS = LORA.served, LORA.training, LORA.refused
+SERVED_FIELDS, TRAINING_FIELDS, REFUSED_FIELDS = LORA.served, LORA.training, LORA.unsupported
 
 
 def parse(**changes: Any) -> AdapterConfig:
@@ -35,7 +35,7 @@ def parse(**changes: Any) -> AdapterConfig:
 
 @cache
 def module_names() -> tuple[str, ...]:
-    """Return the names of all modules of four architectures, and some that are in none."""
+    """Return the module names of four architectures, and some invalid names."""
     names = {"", "q_proj", "layers.0", "experts.layers.1.experts.0.q_proj", "0.1.2.q_proj"}
     for variant in ("llama-gqa", "gpt2", "opt-pre-norm", "neox-parallel"):
         with torch.device("meta"):
@@ -73,8 +73,8 @@ PATTERNS = [
 ]
 
 
-def test_patterns_are_chosen_as_peft_chooses_them() -> None:
-    """The first that fits counts, alone and in every order of two."""
+def test_first_matching_pattern_wins_as_in_peft() -> None:
+    """The first match wins, for single patterns and for all pairs."""
     seen = set()
     for keys in [*itertools.permutations(PATTERNS, 2), *itertools.permutations(PATTERNS[:4], 4)]:
         pattern = {key: number for number, key in enumerate(keys, start=20)}
@@ -102,7 +102,7 @@ SAVED = [None, ["lm_head", "self_attn"], [r"layers\.1", "h.1"]]
 
 
 @pytest.mark.parametrize("targets", TARGETS, ids=str)
-def test_targets_are_those_of_peft(targets: Any) -> None:
+def test_target_modules_match_peft(targets: Any) -> None:
     answers = set()
     for excluded, layers, pattern, saved in itertools.product(EXCLUDED, LAYERS, LAYERS_PATTERNS, SAVED):
         fields = {
@@ -115,7 +115,7 @@ def test_targets_are_those_of_peft(targets: Any) -> None:
         try:
             oracle = LoraConfig(**fields)
         except ValueError:
-            continue  # combinations that PEFT does not let anyone save
+            continue  # combinations that PEFT cannot save
         config = parse(**fields)
         for name in module_names():
             expected = bool(check_target_module_exists(oracle, name))
@@ -125,7 +125,7 @@ def test_targets_are_those_of_peft(targets: Any) -> None:
 
 
 @pytest.mark.parametrize("targets", [None, "all-linear", "ALL-Linear"])
-def test_what_depends_on_the_model_is_left_open(targets: str | None) -> None:
+def test_model_dependent_targets_are_undecided(targets: str | None) -> None:
     assert parse(target_modules=targets).is_target(Q_PROJ) is None
 
 
@@ -134,10 +134,10 @@ def test_what_depends_on_the_model_is_left_open(targets: str | None) -> None:
     [
         {"target_modules": r"(?:model|lm_head)\..*|nothing"},
         {"target_modules": "(?x) .* q_proj # comment"},
-        {"layers_to_transform": [1], "layers_pattern": ["model|h"]},  # fits without a number
+        {"layers_to_transform": [1], "layers_pattern": ["model|h"]},  # matches without a layer index
     ],
 )
-def test_patterns_mean_what_they_mean_to_peft(changes: dict[str, Any]) -> None:
+def test_pattern_matching_agrees_with_peft(changes: dict[str, Any]) -> None:
     fields = {"target_modules": ["q_proj"]} | changes
     assert parse(**fields).is_target(Q_PROJ) is bool(check_target_module_exists(LoraConfig(**fields), Q_PROJ))
 
@@ -170,14 +170,14 @@ def use_pattern(field: str, pattern: str) -> None:
     ],
     ids=lambda pattern: pattern[:30],
 )
-def test_a_pattern_that_cannot_be_used_is_refused(field: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "BUDGET_S", 0.01)
+def test_invalid_pattern_is_rejected(field: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "MATCH_BUDGET_S", 0.01)
     with pytest.raises(AdapterError, match=r"adapter 'acme/tuned': pattern '"):
         use_pattern(field, pattern)
 
 
 @pytest.mark.parametrize("field", ["target_modules", "exclude_modules"])
-def test_a_pattern_that_would_close_a_group_around_it_is_refused(field: str) -> None:
+def test_pattern_with_unbalanced_parentheses_is_rejected(field: str) -> None:
     with pytest.raises(AdapterError, match=r"adapter 'acme/tuned': pattern 'model\)"):
         use_pattern(field, "model)|(?:x")
 
@@ -193,13 +193,13 @@ CONFIGS: dict[Any, Method] = {
 }
 
 
-def test_every_field_of_peft_has_its_place() -> None:
-    """A new version of PEFT with a new field makes this fail: decide what the field is."""
+def test_every_peft_field_is_classified() -> None:
+    """If this fails with a new PEFT version, classify the new fields in `fields.py`."""
     for kind, method in CONFIGS.items():
         known, names = FIELDS[method], {field.name for field in dataclasses.fields(kind)}
-        assert names - {"runtime_config"} <= known.served | known.training | set(known.refused)
+        assert names - {"runtime_config"} <= known.served | known.training | set(known.unsupported)
         assert not known.served & known.training
-        assert not (known.served | known.training) & set(known.refused)
+        assert not (known.served | known.training) & set(known.unsupported)
     fields = {field.name for field in dataclasses.fields(LoraConfig)}
     written = LoraConfig(r=8, task_type="CAUSAL_LM", target_modules=["q_proj"]).to_dict()
     assert {*written, "runtime_config"} == fields
@@ -221,18 +221,18 @@ SERVED = {
 
 
 @pytest.mark.parametrize("field", sorted(SERVED_FIELDS - {"bias"}))
-def test_what_is_served_is_read(field: str) -> None:
+def test_supported_fields_are_read(field: str) -> None:
     assert parse(**{field: SERVED[field]}) != parse()
 
 
 @pytest.mark.parametrize("field", sorted(TRAINING_FIELDS - {"peft_type", "task_type", "init_lora_weights"}))
-def test_what_was_for_training_changes_nothing(field: str) -> None:
+def test_training_fields_are_ignored(field: str) -> None:
     values: list[Any] = [{"some": ["thing"]}, "x", 0.3, True, [[[]]], "x" * 10_000_000]
     for value in values:
         assert parse(**{field: value}) == parse()
 
 
-def test_kasa_without_settings_is_kasa() -> None:
+def test_empty_kasa_config_enables_kasa() -> None:
     assert parse(kasa_config={}).use_kasa
     assert not parse(kasa_config=None).use_kasa
 
@@ -260,17 +260,17 @@ NOT_CAUSAL: list[Any] = ["SEQ_CLS", "TOKEN_CLS", "SEQ_2_SEQ_LM", "", 0, []]
         ),
         *(("init_lora_weights", init, "is not known") for init in ("magic", "", None, 5, ["pissa"], {"x": "pissa"})),
         *(("bias", bias, "none, all and lora_only") for bias in ("some", "", None, False, 5, ["none"])),
-        *(("not_yet_invented", value, "not a field we know") for value in (True, 0, 1, "x", [0], {"a": None}, NAN)),
+        *(("not_yet_invented", value, "is unknown") for value in (True, 0, 1, "x", [0], {"a": None}, NAN)),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(field: str, value: Any, reason: str) -> None:
+def test_unsupported_fields_are_rejected_by_name(field: str, value: Any, reason: str) -> None:
     with pytest.raises(AdapterError, match=f"adapter 'acme/tuned': config field {field} = .*{reason}"):
         parse(**{field: value})
 
 
 @pytest.mark.parametrize("value", [None, False, "", [], {}])
 @pytest.mark.parametrize("field", [*sorted(REFUSED_FIELDS), "not_yet_invented"])
-def test_what_is_switched_off_is_no_reason(field: str, value: Any) -> None:
+def test_disabled_fields_are_accepted(field: str, value: Any) -> None:
     assert parse(**{field: value}) == parse()
 
 
@@ -305,20 +305,20 @@ WRONG_VALUES = [(field, value) for field, values in WRONG.items() for value in v
 
 
 @pytest.mark.parametrize(("field", "value"), WRONG_VALUES, ids=lambda value: str(value)[:40])
-def test_wrong_types_are_refused(field: str, value: Any) -> None:
+def test_wrong_types_are_rejected(field: str, value: Any) -> None:
     with pytest.raises(AdapterError, match=f"adapter 'acme/tuned': config field ({field}|nblocks) = ") as refusal:
         parse(**{field: value})
     assert len(str(refusal.value)) < 1000
 
 
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
-def test_too_many_patterns_are_refused(field: str) -> None:
+def test_too_many_patterns_are_rejected(field: str) -> None:
     with pytest.raises(AdapterError, match=f"adapter 'acme/tuned': config field {field} = "):
         parse(**{field: {str(number): 1 for number in range(MAX_PATTERNS + 1)}})
 
 
 @pytest.mark.parametrize("field", sorted({*SERVED_FIELDS, *TRAINING_FIELDS, *REFUSED_FIELDS}))
-def test_no_field_makes_anything_but_an_adapter_error(field: str) -> None:
+def test_invalid_fields_raise_only_adapter_error(field: str) -> None:
     deep = json.loads("[" * 500 + "]" * 500)
     values: list[Any] = [
         *(deep, {"x": deep}, "\ud800\x00\n", "x" * 100_000, list(range(9000)), [{}] * 1000, {"": ""}, -0.0)
@@ -336,12 +336,14 @@ def test_no_field_makes_anything_but_an_adapter_error(field: str) -> None:
         ({"auto_mapping": {"base_model_class": "LlamaForCausalLM"}}, "llama", None),
         ({"auto_mapping": {"base_model_class": 5}}, None, None),
         ({"auto_mapping": "nonsense"}, None, None),
-        ({"base_model_name_or_path": "acme/b"}, "opt", r"'acme/tuned' .*'acme/b', which is of type 'opt'.*'llama'"),
+        ({"base_model_name_or_path": "acme/b"}, "opt", r"'acme/tuned' .*'acme/b', which has model_type 'opt'.*'llama'"),
         ({"auto_mapping": {"base_model_class": "OPTForCausalLM"}}, None, "'acme/tuned' .*OPTFor.* is a LlamaFor"),
         ({"auto_mapping": {"base_model_class": "LlamaModel"}}, "llama", "'acme/tuned' .*a LlamaModel;"),
     ],
 )
-def test_another_base_model_is_refused(changes: dict[str, Any], found_type: str | None, message: str | None) -> None:
+def test_adapter_for_other_base_model_is_rejected(
+    changes: dict[str, Any], found_type: str | None, message: str | None
+) -> None:
     config = parse(**changes)
     if message is None:
         return check_base_model(config, "llama", "LlamaForCausalLM", found_type)

@@ -1,4 +1,4 @@
-"""Adapters prepared for one rank, against direct computations on whole matrices."""
+"""Compare prepared adapters for one rank with direct computations on full matrices."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from lorax_server.adapters import host as host_module
 from lorax_server.adapters.host import UNIT_BYTES, HostAdapter, check_ranks, empty_table, prepare
-from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.adapters.target import AdapterTarget, TargetKind
 from lorax_server.adapters.weights import ModuleWeights
-from lorax_server.distributed import FakeGroup, ProcessGroup, shard_evenly, shard_vocab, whole
+from lorax_server.distributed import FakeGroup, ProcessGroup, shard_evenly, shard_vocab, unsharded
 from lorax_server.errors import AdapterError
 from lorax_server.kernels import NUM_OFFSETS, Field
 from lorax_server.layers.linear import TensorParallelAdapterRowLinear
@@ -31,29 +31,31 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-BASE, BIAS = normal(VOCAB, SIZE, seed=1), normal(VOCAB, seed=2)  # of a linear: from `SIZE` to `VOCAB`
+BASE, BIAS = normal(VOCAB, SIZE, seed=1), normal(VOCAB, seed=2)  # linear layer from `SIZE` to `VOCAB`
 
 
-def make_target(kind: Kind, group: ProcessGroup = ALONE, dtype: torch.dtype = torch.float32) -> AdapterTarget:
-    """Make a rank's target: its part of the vocabulary or of a linear's outputs, or all of a norm."""
+def make_target(kind: TargetKind, group: ProcessGroup = ALONE, dtype: torch.dtype = torch.float32) -> AdapterTarget:
+    """Return a target for one rank: sharded embedding, head or linear layer, or an unsharded norm."""
     shard = shard_vocab(group, VOCAB)
-    weight, columns = shard.take(BASE, 0).to(dtype), slice(0, shard.size)
-    if kind is Kind.EMBEDDING:
-        return AdapterTarget("x", kind, shard, whole(SIZE), slice(0, SIZE), weight, None, group.rank() == 0)
-    if kind is Kind.NORM:
-        return AdapterTarget("x", kind, whole(SIZE), whole(SIZE), slice(0, SIZE), BASE[0].to(dtype), BASE[1].to(dtype))
-    bias = shard.take(BIAS, 0).to(dtype) if kind is Kind.LINEAR else None
-    return AdapterTarget("x", kind, whole(SIZE), shard, columns, weight, bias)
+    weight, columns = shard.select(BASE, 0).to(dtype), slice(0, shard.size)
+    if kind is TargetKind.EMBEDDING:
+        return AdapterTarget("x", kind, shard, unsharded(SIZE), slice(0, SIZE), weight, None, group.rank() == 0)
+    if kind is TargetKind.NORM:
+        return AdapterTarget(
+            "x", kind, unsharded(SIZE), unsharded(SIZE), slice(0, SIZE), BASE[0].to(dtype), BASE[1].to(dtype)
+        )
+    bias = shard.select(BIAS, 0).to(dtype) if kind is TargetKind.LINEAR else None
+    return AdapterTarget("x", kind, unsharded(SIZE), shard, columns, weight, bias)
 
 
-def factors(kind: Kind, vocab_size: int = VOCAB, *, dora: bool = False) -> ModuleWeights:
-    inputs, outputs = (vocab_size, SIZE) if kind is Kind.EMBEDDING else (SIZE, vocab_size)
+def factors(kind: TargetKind, vocab_size: int = VOCAB, *, dora: bool = False) -> ModuleWeights:
+    inputs, outputs = (vocab_size, SIZE) if kind is TargetKind.EMBEDDING else (SIZE, vocab_size)
     magnitude = normal(outputs, seed=5) if dora else None
     return ModuleWeights(normal(RANK, inputs, seed=3), normal(outputs, RANK, seed=4), SCALE, magnitude)
 
 
 class Prepared:
-    """One adapter at one target, and the pieces of its buffer."""
+    """One adapter at one target, with accessors for its buffer."""
 
     def __init__(
         self,
@@ -84,8 +86,8 @@ class Prepared:
         return {field for field in Field if field < NUM_OFFSETS and self.fields[field] >= 0}
 
 
-def merged_rows(base: torch.Tensor, weights: ModuleWeights, kind: Kind) -> torch.Tensor:
-    """Return the one matrix that an adapted embedding, head or linear amounts to."""
+def merged_rows(base: torch.Tensor, weights: ModuleWeights, kind: TargetKind) -> torch.Tensor:
+    """Return the equivalent full matrix for an adapted embedding, head or linear layer."""
     rows = base if weights.weight is None else weights.weight
     if weights.token_rows is not None:
         rows = F.pad(rows, (0, 0, 0, max(0, max(weights.token_ids) + 1 - len(rows)))).clone()
@@ -93,10 +95,10 @@ def merged_rows(base: torch.Tensor, weights: ModuleWeights, kind: Kind) -> torch
             rows[token] = row
     if weights.lora_a is not None:
         delta = weights.scale * (present(weights.lora_b) @ weights.lora_a)
-        rows = rows + (delta.t() if kind is Kind.EMBEDDING else delta)
+        rows = rows + (delta.t() if kind is TargetKind.EMBEDDING else delta)
     if weights.magnitude is None:
         return rows
-    norms = rows.norm(dim=0, keepdim=True) if kind is Kind.EMBEDDING else rows.norm(dim=1, keepdim=True)
+    norms = rows.norm(dim=0, keepdim=True) if kind is TargetKind.EMBEDDING else rows.norm(dim=1, keepdim=True)
     result: torch.Tensor = rows / norms * weights.magnitude.view(norms.shape)
     return result
 
@@ -104,19 +106,21 @@ def merged_rows(base: torch.Tensor, weights: ModuleWeights, kind: Kind) -> torch
 # --- ranks
 
 
-@pytest.mark.parametrize("kind", [Kind.LINEAR, Kind.HEAD])
-def test_a_rank_that_kernels_do_not_serve_is_refused(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [TargetKind.LINEAR, TargetKind.HEAD])
+def test_rank_above_kernel_limit_is_rejected(kind: TargetKind) -> None:
     adapter, targets = GivenAdapter({"x": factors(kind)}, VOCAB), {"x": make_target(kind)}
-    with pytest.raises(AdapterError, match=f"module 'x' has rank {RANK}, and the kernels of this device serve up to 1"):
+    with pytest.raises(
+        AdapterError, match=f"module 'x' has rank {RANK}, but the kernels for this device support at most 1"
+    ):
         check_ranks(adapter, targets, RANK - 1)
     check_ranks(adapter, targets, RANK)
     check_ranks(adapter, targets, None)
     assert prepare(adapter, targets, torch.float32, ALONE).table[0, Field.RANK] == RANK
 
 
-def test_embeddings_may_have_any_rank() -> None:
-    adapter = GivenAdapter({"x": factors(Kind.EMBEDDING)}, VOCAB)
-    targets = {"x": make_target(Kind.EMBEDDING)}
+def test_embeddings_have_no_rank_limit() -> None:
+    adapter = GivenAdapter({"x": factors(TargetKind.EMBEDDING)}, VOCAB)
+    targets = {"x": make_target(TargetKind.EMBEDDING)}
     check_ranks(adapter, targets, 1)
     assert prepare(adapter, targets, torch.float32, ALONE).table[0, Field.RANK] == RANK
 
@@ -127,21 +131,21 @@ def test_embeddings_may_have_any_rank() -> None:
 def everything() -> tuple[dict[str, AdapterTarget], dict[str, ModuleWeights]]:
     grown = torch.cat([BASE + 1, normal(3, SIZE, seed=6)])
     tokens: dict[str, Any] = {"token_ids": (VOCAB + 1, 4), "token_rows": normal(2, SIZE, seed=7)}
-    targets = {kind.value: replace(make_target(kind), name=kind.value) for kind in Kind}
+    targets = {kind.value: replace(make_target(kind), name=kind.value) for kind in TargetKind}
     return targets | {"other": replace(targets["linear"], name="other")}, {
-        "head": replace(factors(Kind.HEAD, VOCAB + 3, dora=True), weight=grown, **tokens),
-        "embedding": replace(factors(Kind.EMBEDDING, VOCAB + 3, dora=True), weight=grown, **tokens),
-        "linear": replace(factors(Kind.LINEAR, dora=True), bias=BIAS + 1),
+        "head": replace(factors(TargetKind.HEAD, VOCAB + 3, dora=True), weight=grown, **tokens),
+        "embedding": replace(factors(TargetKind.EMBEDDING, VOCAB + 3, dora=True), weight=grown, **tokens),
+        "linear": replace(factors(TargetKind.LINEAR, dora=True), bias=BIAS + 1),
         "norm": ModuleWeights(weight=normal(SIZE, seed=8), bias=normal(SIZE, seed=9)),
     }
 
 
 def extents(adapter: HostAdapter, targets: Mapping[str, AdapterTarget]) -> list[tuple[int, int]]:
-    """Return the begin and end of each piece, from the table alone."""
+    """Return the start and end offsets of each tensor from the table."""
     found = []
     for target, values in zip(targets.values(), adapter.table.tolist(), strict=True):
         fields = dict(zip(Field, values, strict=True))
-        size = target.outputs.size if target.kind is Kind.EMBEDDING else target.inputs.size
+        size = target.outputs.size if target.kind is TargetKind.EMBEDDING else target.inputs.size
         sizes = {
             Field.A: fields[Field.RANK] * target.inputs.size,
             Field.B: fields[Field.RANK] * target.outputs.size,
@@ -156,23 +160,23 @@ def extents(adapter: HostAdapter, targets: Mapping[str, AdapterTarget]) -> list[
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-def test_pieces_begin_on_units_and_do_not_overlap(dtype: torch.dtype) -> None:
+def test_tensors_are_aligned_without_overlap(dtype: torch.dtype) -> None:
     targets, modules = everything()
     adapter = prepare(GivenAdapter(modules, VOCAB + 3), targets, dtype, ALONE)
     pieces = extents(adapter, targets)
-    assert len(pieces) == 2 * 6 + 4 + 2  # embedding and head without shift, linear without rows, norm's two vectors
+    assert len(pieces) == 2 * 6 + 4 + 2  # embedding and head have no shift, linear has no rows, norm has two vectors
     for start, _ in pieces:
         assert start * dtype.itemsize % UNIT_BYTES == 0
     stops = [0, *(stop for _, stop in pieces)]
     for (start, _), before in zip([*pieces, (adapter.buffer.numel(), 0)], stops, strict=True):
-        assert before <= start < before + UNIT_BYTES // dtype.itemsize  # no unit is wasted either
+        assert before <= start < before + UNIT_BYTES // dtype.itemsize  # no unused units
         assert not adapter.buffer[before:start].any()
     assert adapter.buffer.dtype == dtype
     assert adapter.units * UNIT_BYTES == adapter.buffer.nbytes
     assert adapter.vocab_size == VOCAB + 3
 
 
-def test_a_module_that_an_adapter_lacks_has_nothing() -> None:
+def test_module_without_tensors_has_empty_fields() -> None:
     targets, modules = everything()
     adapter = prepare(GivenAdapter({"linear": modules["linear"]}, VOCAB), targets, torch.float32, ALONE)
     index = list(targets).index("linear")
@@ -184,7 +188,7 @@ def test_a_module_that_an_adapter_lacks_has_nothing() -> None:
     assert torch.equal(nothing.table, empty_table(len(targets)))
 
 
-def test_preparing_leaves_model_and_adapter_as_they_are() -> None:
+def test_prepare_does_not_modify_inputs() -> None:
     targets, modules = everything()
     tensors = [value for weights in modules.values() for value in vars(weights).values() if torch.is_tensor(value)]
     tensors += [
@@ -196,12 +200,12 @@ def test_preparing_leaves_model_and_adapter_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-@pytest.mark.parametrize("kind", [Kind.LINEAR, Kind.HEAD, Kind.EMBEDDING])
+@pytest.mark.parametrize("kind", [TargetKind.LINEAR, TargetKind.HEAD, TargetKind.EMBEDDING])
 @pytest.mark.parametrize("group", [ALONE, *TWO_RANKS], ids=["whole", "first", "second"])
-def test_factors_are_cut_and_cast(kind: Kind, group: FakeGroup, dtype: torch.dtype) -> None:
+def test_factors_are_sharded_and_cast(kind: TargetKind, group: FakeGroup, dtype: torch.dtype) -> None:
     target, weights = make_target(kind, group, dtype), factors(kind)
     found = Prepared(weights, target, dtype, group)
-    lora_a, lora_b = target.cut(present(weights.lora_a), present(weights.lora_b))
+    lora_a, lora_b = target.shard_factors(present(weights.lora_a), present(weights.lora_b))
     assert torch.equal(found.piece(Field.A, *lora_a.shape), lora_a.to(dtype))
     assert torch.equal(found.piece(Field.B, *lora_b.shape), lora_b.to(dtype))
     assert found.fields[Field.RANK] == RANK
@@ -211,10 +215,8 @@ def test_factors_are_cut_and_cast(kind: Kind, group: FakeGroup, dtype: torch.dty
 
 @pytest.mark.parametrize("stored", HALF)
 @pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("kind", [Kind.LINEAR, Kind.HEAD, Kind.EMBEDDING])
-def test_factors_in_half_precision_give_what_the_same_in_float32_do(
-    kind: Kind, dora: bool, stored: torch.dtype
-) -> None:
+@pytest.mark.parametrize("kind", [TargetKind.LINEAR, TargetKind.HEAD, TargetKind.EMBEDDING])
+def test_half_precision_factors_match_float32(kind: TargetKind, dora: bool, stored: torch.dtype) -> None:
     weights = factors(kind, dora=dora)
     half = replace(weights, lora_a=present(weights.lora_a).to(stored), lora_b=present(weights.lora_b).to(stored))
     full = replace(half, lora_a=present(half.lora_a).float(), lora_b=present(half.lora_b).float())
@@ -226,11 +228,11 @@ def test_factors_in_half_precision_give_what_the_same_in_float32_do(
 
 
 @pytest.mark.parametrize("rank", [1, 5, 300, 20000])
-def test_factors_of_any_shape_are_transposed_whole(rank: int) -> None:
-    """Cover matrices that are copied in several pieces, the last of them shorter."""
+def test_factors_are_transposed_for_all_shapes(rank: int) -> None:
+    """Include matrices that are copied in several blocks with a shorter last block."""
     generator = torch.Generator().manual_seed(rank)
     a, b = torch.randn(rank, SIZE, generator=generator), torch.randn(SIZE, rank, generator=generator)
-    found = Prepared(ModuleWeights(a, b, 1.0), make_target(Kind.LINEAR), torch.float32)
+    found = Prepared(ModuleWeights(a, b, 1.0), make_target(TargetKind.LINEAR), torch.float32)
     assert torch.equal(found.piece(Field.A, rank, SIZE), a)
     assert torch.equal(found.piece(Field.B, rank, SIZE), b.t())
 
@@ -240,43 +242,43 @@ def test_factors_of_any_shape_are_transposed_whole(rank: int) -> None:
 
 @pytest.fixture(params=[4, 1024], ids=["in pieces", "at once"])
 def norm_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_module, "NORM_ROWS", request.param)
+    monkeypatch.setattr(host_module, "NORM_BLOCK_ROWS", request.param)
 
 
 @pytest.mark.parametrize("bias", [None, BIAS * 3 - 1], ids=["base bias", "own bias"])
 @pytest.mark.parametrize("group", [ALONE, *TWO_RANKS], ids=["whole", "first", "second"])
 @pytest.mark.usefixtures("norm_rows")
-def test_dora_is_a_factor_and_gives_the_bias_back(group: FakeGroup, bias: torch.Tensor | None) -> None:
-    target, weights = make_target(Kind.LINEAR, group), replace(factors(Kind.LINEAR, dora=True), bias=bias)
+def test_dora_becomes_factor_and_bias_shift(group: FakeGroup, bias: torch.Tensor | None) -> None:
+    target, weights = make_target(TargetKind.LINEAR, group), replace(factors(TargetKind.LINEAR, dora=True), bias=bias)
     found = Prepared(weights, target, group=group)
     delta = SCALE * present(weights.lora_b) @ present(weights.lora_a)
     factor = present(weights.magnitude) / (BASE + delta).norm(dim=1)
     shift = (BIAS if bias is None else bias) - BIAS * factor
     size = target.outputs.size
-    torch.testing.assert_close(found.piece(Field.FACTOR, size), target.outputs.take(factor, 0))
-    torch.testing.assert_close(found.piece(Field.SHIFT, size), target.outputs.take(shift, 0))
+    torch.testing.assert_close(found.piece(Field.FACTOR, size), target.outputs.select(factor, 0))
+    torch.testing.assert_close(found.piece(Field.SHIFT, size), target.outputs.select(shift, 0))
 
 
-def test_a_bias_is_a_shift() -> None:
-    new, added, target = normal(VOCAB, seed=6), normal(VOCAB, seed=7), make_target(Kind.LINEAR)
+def test_bias_becomes_shift() -> None:
+    new, added, target = normal(VOCAB, seed=6), normal(VOCAB, seed=7), make_target(TargetKind.LINEAR)
     alone = Prepared(ModuleWeights(bias=new), target)
     assert alone.present() == {Field.SHIFT}
     torch.testing.assert_close(alone.piece(Field.SHIFT, VOCAB), new - BIAS)
-    low_rank = Prepared(replace(factors(Kind.LINEAR), lora_bias=added), replace(target, bias=None))
+    low_rank = Prepared(replace(factors(TargetKind.LINEAR), lora_bias=added), replace(target, bias=None))
     torch.testing.assert_close(low_rank.piece(Field.SHIFT, VOCAB), added * SCALE)
-    both = Prepared(replace(factors(Kind.LINEAR), lora_bias=added, bias=new), target)
+    both = Prepared(replace(factors(TargetKind.LINEAR), lora_bias=added, bias=new), target)
     torch.testing.assert_close(both.piece(Field.SHIFT, VOCAB), new - BIAS + added * SCALE)
 
 
-def test_where_ranks_are_summed_only_one_shifts() -> None:
-    target = replace(make_target(Kind.LINEAR), bias=None, adds_once=False)
-    weights = replace(factors(Kind.LINEAR), bias=BIAS, lora_bias=BIAS)
+def test_only_one_rank_adds_shift() -> None:
+    target = replace(make_target(TargetKind.LINEAR), bias=None, adds_bias=False)
+    weights = replace(factors(TargetKind.LINEAR), bias=BIAS, lora_bias=BIAS)
     assert Prepared(weights, target).present() == {Field.A, Field.B}
 
 
 @pytest.mark.parametrize("bias", [None, BASE[3]], ids=["base bias", "own bias"])
-def test_the_weight_of_a_norm_is_a_factor(bias: torch.Tensor | None) -> None:
-    found = Prepared(ModuleWeights(weight=BASE[2], bias=bias), make_target(Kind.NORM))
+def test_norm_weight_becomes_factor(bias: torch.Tensor | None) -> None:
+    found = Prepared(ModuleWeights(weight=BASE[2], bias=bias), make_target(TargetKind.NORM))
     assert found.present() == {Field.FACTOR, Field.SHIFT}
     x = normal(SIZE, seed=6)
     adapted = (x * BASE[0] + BASE[1]) * found.piece(Field.FACTOR, SIZE) + found.piece(Field.SHIFT, SIZE)
@@ -299,21 +301,21 @@ VOCABULARIES: dict[str, dict[str, Any]] = {
 }
 
 
-def with_vocabulary(name: str, kind: Kind, *, low_rank: bool, dora: bool) -> tuple[ModuleWeights, int]:
-    """Return an adapter that changes the vocabulary in one of these ways, and its size then."""
+def with_vocabulary(name: str, kind: TargetKind, *, low_rank: bool, dora: bool) -> tuple[ModuleWeights, int]:
+    """Return an adapter that changes the vocabulary, and the new size."""
     changes = VOCABULARIES[name]
     vocab_size = max(len(changes.get("weight", BASE)), 1 + max(changes.get("token_ids", (0,))))
     return replace(factors(kind, vocab_size, dora=dora) if low_rank else ModuleWeights(), **changes), vocab_size
 
 
-@pytest.mark.parametrize("kind", [Kind.HEAD, Kind.EMBEDDING])
+@pytest.mark.parametrize("kind", [TargetKind.HEAD, TargetKind.EMBEDDING])
 @pytest.mark.parametrize("name", VOCABULARIES)
 @pytest.mark.usefixtures("norm_rows")
-def test_dora_of_a_vocabulary(name: str, kind: Kind) -> None:
+def test_dora_on_embedding_and_head(name: str, kind: TargetKind) -> None:
     weights, vocab_size = with_vocabulary(name, kind, low_rank=True, dora=True)
     found = Prepared(weights, make_target(kind))
-    norms = merged_rows(BASE, replace(weights, magnitude=None), kind).norm(dim=0 if kind is Kind.EMBEDDING else 1)
-    size = SIZE if kind is Kind.EMBEDDING else VOCAB
+    norms = merged_rows(BASE, replace(weights, magnitude=None), kind).norm(dim=0 if kind is TargetKind.EMBEDDING else 1)
+    size = SIZE if kind is TargetKind.EMBEDDING else VOCAB
     torch.testing.assert_close(found.piece(Field.FACTOR, size), (weights.magnitude / norms)[:size])
     assert found.fields[Field.NUM_NEW_ROWS] == vocab_size - VOCAB
     if vocab_size > VOCAB:
@@ -324,10 +326,10 @@ def test_dora_of_a_vocabulary(name: str, kind: Kind) -> None:
 # --- rows
 
 
-@pytest.mark.parametrize("kind", [Kind.HEAD, Kind.EMBEDDING])
+@pytest.mark.parametrize("kind", [TargetKind.HEAD, TargetKind.EMBEDDING])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize("group", [ALONE, *TWO_RANKS], ids=["whole", "first", "second"])
-def test_only_rows_that_differ_from_the_base_are_kept(kind: Kind, dtype: torch.dtype, group: FakeGroup) -> None:
+def test_only_changed_rows_are_stored(kind: TargetKind, dtype: torch.dtype, group: FakeGroup) -> None:
     found = Prepared(ModuleWeights(weight=CHANGED), make_target(kind, group, dtype), dtype, group)
     start, stop = shard_vocab(group, VOCAB).ranges[0]
     mine = [token for token in range(4, 9) if start <= token < stop]
@@ -338,10 +340,10 @@ def test_only_rows_that_differ_from_the_base_are_kept(kind: Kind, dtype: torch.d
 
 
 @pytest.mark.parametrize("group", TWO_RANKS, ids=["first", "second"])
-def test_rows_of_tokens_come_before_those_of_the_matrix(group: FakeGroup) -> None:
+def test_token_rows_override_matrix_rows(group: FakeGroup) -> None:
     rows = normal(4, SIZE, seed=7)
     weights = ModuleWeights(weight=CHANGED, token_ids=(VOCAB + 1, 10, 5, 0), token_rows=rows)
-    found = Prepared(weights, make_target(Kind.HEAD, group), group=group)
+    found = Prepared(weights, make_target(TargetKind.HEAD, group), group=group)
     expected = [{0: rows[3], 4: CHANGED[4], 5: rows[2]}, {0: CHANGED[6], 1: CHANGED[7], 2: CHANGED[8], 4: rows[1]}]
     assert found.row_ids() == list(expected[group.rank()])
     assert torch.equal(found.rows(), torch.stack(list(expected[group.rank()].values())))
@@ -349,9 +351,9 @@ def test_rows_of_tokens_come_before_those_of_the_matrix(group: FakeGroup) -> Non
 
 
 @pytest.mark.parametrize("group", TWO_RANKS, ids=["first", "second"])
-@pytest.mark.parametrize("kind", [Kind.HEAD, Kind.EMBEDDING])
+@pytest.mark.parametrize("kind", [TargetKind.HEAD, TargetKind.EMBEDDING])
 @pytest.mark.parametrize("rows", [5, 8])
-def test_a_smaller_vocabulary_is_filled_up_with_nothing(kind: Kind, rows: int, group: FakeGroup) -> None:
+def test_smaller_vocabulary_adds_no_rows(kind: TargetKind, rows: int, group: FakeGroup) -> None:
     weights = replace(factors(kind, rows), weight=CHANGED[:rows])
     target = make_target(kind, group)
     found = Prepared(weights, target, group=group)
@@ -359,31 +361,33 @@ def test_a_smaller_vocabulary_is_filled_up_with_nothing(kind: Kind, rows: int, g
     assert found.row_ids() == [token - start for token in range(4, rows) if start <= token < stop]
     assert found.fields[Field.NUM_NEW_ROWS] == 0
     lora_a, lora_b = present(weights.lora_a), present(weights.lora_b)
-    field, of_tokens = (Field.A, lora_a.t()) if kind is Kind.EMBEDDING else (Field.B, lora_b)
+    field, of_tokens = (Field.A, lora_a.t()) if kind is TargetKind.EMBEDDING else (Field.B, lora_b)
     full = F.pad(of_tokens, (0, 0, 0, VOCAB - rows))[start:stop]
-    local = found.piece(field, *(full.shape if kind is Kind.EMBEDDING else full.t().shape))
-    assert torch.equal(local if kind is Kind.EMBEDDING else local.t(), full)
+    local = found.piece(field, *(full.shape if kind is TargetKind.EMBEDDING else full.t().shape))
+    assert torch.equal(local if kind is TargetKind.EMBEDDING else local.t(), full)
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_numbers_of_tokens_survive_in_half_precision(dtype: torch.dtype) -> None:
-    """Use token ids whose bits, read as a float, are infinite, not a number, or not normal."""
+def test_row_ids_are_exact_in_half_precision(dtype: torch.dtype) -> None:
+    """Use token IDs whose bits are infinity, NaN or subnormal as a float."""
     ids = [1, 31744, 31745, 32385, 32640, 32641, 65408, 65535, 98689]
-    target = AdapterTarget("x", Kind.HEAD, whole(1), whole(99000), slice(0, 99000), torch.zeros(99000, 1), None)
+    target = AdapterTarget(
+        "x", TargetKind.HEAD, unsharded(1), unsharded(99000), slice(0, 99000), torch.zeros(99000, 1), None
+    )
     adapter = GivenAdapter({"x": ModuleWeights(token_ids=tuple(ids), token_rows=torch.ones(len(ids), 1))}, 99000)
     arena = fill_arena({"x": target}, [adapter], CPU, ALONE, dtype)
     assert arena.head_rows(1, "x").row_ids.tolist() == ids
 
 
-# --- what cannot be served
+# --- rejected adapters
 
 
 @pytest.mark.parametrize("number", [1e6, -1e6, float("nan"), float("inf")])
 @pytest.mark.parametrize("part", ["lora_a", "lora_b", "bias", "lora_bias", "token_rows", "weight"])
-def test_numbers_that_the_dtype_cannot_hold_are_refused(part: str, number: float) -> None:
-    kind = Kind.HEAD if part in ("token_rows", "weight") else Kind.LINEAR
+def test_overflowing_values_are_rejected(part: str, number: float) -> None:
+    kind = TargetKind.HEAD if part in ("token_rows", "weight") else TargetKind.LINEAR
     weights = replace(factors(kind), bias=BIAS, lora_bias=BIAS, token_ids=(3,), token_rows=BASE[:1])
-    weights = replace(weights, weight=BASE if kind is Kind.HEAD else None)
+    weights = replace(weights, weight=BASE if kind is TargetKind.HEAD else None)
     wrong = getattr(weights, part).clone()
     wrong[0] = number
     for dtype in HALF:
@@ -391,51 +395,53 @@ def test_numbers_that_the_dtype_cannot_hold_are_refused(part: str, number: float
         if dtype == torch.bfloat16 and abs(number) == 1e6:
             Prepared(given, target, dtype)
             continue
-        with pytest.raises(AdapterError, match=f"module 'x' has numbers that {dtype} cannot hold"):
+        with pytest.raises(AdapterError, match=f"module 'x' has values that overflow {dtype}"):
             Prepared(given, target, dtype)
 
 
-def test_a_difference_that_the_dtype_cannot_hold_is_refused() -> None:
-    """Both the base model's matrix and the one in its place are held, but not what lies between them."""
+def test_overflowing_difference_is_rejected() -> None:
+    """The base matrix and the replacement are representable, but their difference is not."""
     for dtype, large in ((torch.float16, 4e4), (torch.bfloat16, 3e38)):
-        target = replace(make_target(Kind.LINEAR, dtype=dtype), weight=torch.full((VOCAB, SIZE), large, dtype=dtype))
+        target = replace(
+            make_target(TargetKind.LINEAR, dtype=dtype), weight=torch.full((VOCAB, SIZE), large, dtype=dtype)
+        )
         Prepared(ModuleWeights(weight=torch.zeros(VOCAB, SIZE)), target, dtype)
-        with pytest.raises(AdapterError, match=f"module 'x' has numbers that {dtype} cannot hold"):
+        with pytest.raises(AdapterError, match=f"module 'x' has values that overflow {dtype}"):
             Prepared(ModuleWeights(weight=torch.full((VOCAB, SIZE), -large)), target, dtype)
 
 
-def test_factors_that_overflow_are_refused() -> None:
-    target = replace(make_target(Kind.NORM, dtype=torch.float16), weight=torch.full((SIZE,), 1e-4).half())
-    with pytest.raises(AdapterError, match="cannot hold"):
+def test_overflowing_factors_are_rejected() -> None:
+    target = replace(make_target(TargetKind.NORM, dtype=torch.float16), weight=torch.full((SIZE,), 1e-4).half())
+    with pytest.raises(AdapterError, match="overflow"):
         Prepared(ModuleWeights(weight=torch.full((SIZE,), 100.0)), target, torch.float16)
 
 
-@pytest.mark.parametrize("kind", [Kind.LINEAR, Kind.HEAD, Kind.EMBEDDING])
-def test_a_matrix_with_a_norm_of_zero_is_refused(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [TargetKind.LINEAR, TargetKind.HEAD, TargetKind.EMBEDDING])
+def test_dora_with_zero_norm_is_rejected(kind: TargetKind) -> None:
     target = make_target(kind)
     weight = target.read().clone()
     weight[:, 2] = weight[2] = 0
     weights = factors(kind, dora=True)
     zero = replace(weights, lora_b=torch.zeros_like(present(weights.lora_b)))
-    with pytest.raises(AdapterError, match=r"'given': module 'x' .* norm of the adapted matrix has zeros"):
+    with pytest.raises(AdapterError, match=r"'given': module 'x' .* norm of the adapted matrix contains zeros"):
         Prepared(zero, replace(target, weight=weight))
-    Prepared(weights, replace(target, weight=weight))  # the delta makes it something
+    Prepared(weights, replace(target, weight=weight))  # the LoRA delta makes the norm nonzero
 
 
-def test_an_added_row_of_zeros_is_refused_under_dora() -> None:
-    weights = replace(factors(Kind.HEAD, VOCAB + 1, dora=True), weight=F.pad(BASE, (0, 0, 0, 1)))
+def test_dora_with_zero_added_row_is_rejected() -> None:
+    weights = replace(factors(TargetKind.HEAD, VOCAB + 1, dora=True), weight=F.pad(BASE, (0, 0, 0, 1)))
     present(weights.lora_b)[-1] = 0
-    with pytest.raises(AdapterError, match="norm of an added row has zeros"):
-        Prepared(weights, make_target(Kind.HEAD))
+    with pytest.raises(AdapterError, match="norm of an added row contains zeros"):
+        Prepared(weights, make_target(TargetKind.HEAD))
 
 
-def test_a_norm_whose_weight_has_zeros_is_refused() -> None:
-    target = replace(make_target(Kind.NORM), weight=torch.tensor([1.0, 2, 0, 1, 1, 1]))
-    with pytest.raises(AdapterError, match="weight of the base model's norm has zeros"):
+def test_zero_norm_weight_is_rejected() -> None:
+    target = replace(make_target(TargetKind.NORM), weight=torch.tensor([1.0, 2, 0, 1, 1, 1]))
+    with pytest.raises(AdapterError, match="base model's norm weight contains zeros"):
         Prepared(ModuleWeights(weight=BASE[2]), target)
 
 
-# --- over real ranks
+# --- tensor parallelism
 
 
 def run_row_linear(group: ProcessGroup, x: torch.Tensor, adapters: list[ModuleWeights]) -> torch.Tensor:
@@ -444,18 +450,18 @@ def run_row_linear(group: ProcessGroup, x: torch.Tensor, adapters: list[ModuleWe
     layer = TensorParallelAdapterRowLinear(weights, "x", shard, VOCAB, bias=True)
     given = [GivenAdapter({"x": adapter}, VOCAB) for adapter in adapters]
     arena = fill_arena({"x": layer.targets[0]}, given, CPU, group)
-    out: torch.Tensor = layer(shard.take(x, 1), adapter_batch([2, 0, 1, 1, *[2] * 12], arena))
+    out: torch.Tensor = layer(shard.select(x, 1), adapter_batch([2, 0, 1, 1, *[2] * 12], arena))
     return out
 
 
-def test_dora_on_a_row_linear_over_two_ranks(ranks: RankPool) -> None:
-    """Neither rank knows the norms of the whole matrix, and only one may shift."""
-    plain = factors(Kind.LINEAR, dora=True)
+def test_dora_on_row_parallel_linear(ranks: RankPool) -> None:
+    """Norms need a sum over ranks, and only one rank adds the shift."""
+    plain = factors(TargetKind.LINEAR, dora=True)
     own_bias = replace(plain, lora_a=present(plain.lora_a) + 1, bias=BIAS + 2)
     x = normal(16, SIZE, seed=6)
     base = x @ BASE.t() + BIAS
-    first = x @ merged_rows(BASE, plain, Kind.LINEAR).t() + BIAS
-    second = x @ merged_rows(BASE, own_bias, Kind.LINEAR).t() + BIAS + 2
+    first = x @ merged_rows(BASE, plain, TargetKind.LINEAR).t() + BIAS
+    second = x @ merged_rows(BASE, own_bias, TargetKind.LINEAR).t() + BIAS + 2
     expected = torch.cat([second[:1], base[1:2], first[2:4], second[4:]])
     args = x, [plain, own_bias]
     for out in (run_row_linear(ALONE, *args), *ranks.run(2, run_row_linear, *args)):

@@ -1,4 +1,4 @@
-"""Equal content has one identity, and different content never has the same."""
+"""Equal content has equal identities, and different content has different identities."""
 
 import tracemalloc
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "adapter_model.safetensors"
 
 
-def test_equal_content_has_an_equal_identity(path: Path) -> None:
+def test_equal_content_has_equal_identity(path: Path) -> None:
     expected = identity_of(path)
     assert len(expected) == 64
     assert identity_of(path, dict(reversed(TENSORS.items()))) == expected
@@ -52,7 +52,7 @@ def test_equal_content_has_an_equal_identity(path: Path) -> None:
         assert identity_of(path, **changes) == expected, changes
 
 
-def test_different_content_has_a_different_identity(path: Path) -> None:
+def test_different_content_has_different_identity(path: Path) -> None:
     a, c = TENSORS["a"], TENSORS["c"]
     last = c.clone()
     last[-1] = 2
@@ -62,7 +62,7 @@ def test_different_content_has_a_different_identity(path: Path) -> None:
         TENSORS | {"a": a.view(3, 2)},
         TENSORS | {"a": a.view(6)},
         TENSORS | {"a": a + 1},
-        TENSORS | {"a": -a},  # one of which is now -0.0
+        TENSORS | {"a": -a},  # one value is now -0.0
         TENSORS | {"a": a.half()},
         TENSORS | {"b": TENSORS["b"].view(torch.bfloat16)},  # the same bytes
         TENSORS | {"c": last},
@@ -81,7 +81,7 @@ def test_different_content_has_a_different_identity(path: Path) -> None:
         *({"trainable_token_indices": ids} for ids in (None, [1, 2], [2, 1], {"wte": [2, 1], "lm_head": [3]})),
         *({"use_bdlora": RAW["use_bdlora"] | x} for x in bdloras),
         {"use_bdlora": {"target_modules_bd_a": ["q"], "target_modules_bd_b": ["o"], "nblocks": 2}},
-        # With these the same tensors may be invalid.
+        # These settings can make the same tensors invalid.
         *({"target_modules": modules} for modules in (None, ".*", "q_proj", ["q_proj"])),
         *({"exclude_modules": modules} for modules in ("v_proj", ["v_proj"], ["q_proj", "v_proj"])),
         *({"layers_to_transform": [0], "layers_pattern": pattern} for pattern in (None, "h", ["h", "g"], ["g", "h"])),
@@ -94,18 +94,18 @@ def test_different_content_has_a_different_identity(path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 9])
-def test_the_number_of_threads_does_not_matter(num_threads: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_identity_is_independent_of_thread_count(num_threads: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = identity_of(path)
-    monkeypatch.setattr(identity, "NUM_THREADS", num_threads)
-    monkeypatch.setattr(identity, "THREAD_BYTES", 1)
+    monkeypatch.setattr(identity, "NUM_HASH_THREADS", num_threads)
+    monkeypatch.setattr(identity, "MIN_THREAD_BYTES", 1)
     assert identity_of(path) == expected
     header = read_header(path, "x")
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(AdapterError, match=r"adapter 'x': .* became shorter"):
+    with pytest.raises(AdapterError, match=r"adapter 'x': .* was truncated"):
         identify(parse_config(RAW, "x"), path, header)
 
 
-def test_every_byte_counts(path: Path) -> None:
+def test_identity_depends_on_every_byte(path: Path) -> None:
     tensors = {"a": TENSORS["a"], "b": TENSORS["b"]}
     seen = {identity_of(path, tensors)}
     content = path.read_bytes()
@@ -117,15 +117,15 @@ def test_every_byte_counts(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 100, -1])
-def test_a_file_that_shrinks_is_refused(kept: int, path: Path) -> None:
+def test_truncated_file_is_rejected(kept: int, path: Path) -> None:
     write_tensors(path, TENSORS)
     header = read_header(path, "x")
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(AdapterError, match=r"adapter 'x': .* became shorter"):
+    with pytest.raises(AdapterError, match=r"adapter 'x': .* was truncated"):
         identify(parse_config(RAW, "x"), path, header)
 
 
-def test_a_file_that_goes_away_is_refused(path: Path) -> None:
+def test_removed_file_is_rejected(path: Path) -> None:
     write_tensors(path, TENSORS)
     header = read_header(path, "x")
     path.unlink()
@@ -133,7 +133,7 @@ def test_a_file_that_goes_away_is_refused(path: Path) -> None:
         identify(parse_config(RAW, "x"), path, header)
 
 
-def test_a_large_file_takes_little_memory(path: Path) -> None:
+def test_identity_of_large_file_uses_little_memory(path: Path) -> None:
     size = 64 << 20
     with path.open("wb") as file:
         file.write(file_bytes({"a": entry([size // 4], 0, size)}))

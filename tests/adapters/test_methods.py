@@ -1,4 +1,4 @@
-"""Adapters of PEFT's methods besides plain LoRA, and modules that are replaced as a whole: refused once damaged."""
+"""PEFT methods other than plain LoRA, and fully replaced modules: valid and damaged adapters."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -19,12 +19,12 @@ from lorax_server.adapters.config import parse_config
 from lorax_server.adapters.host import UNIT_BYTES, check_ranks, prepare
 from lorax_server.adapters.methods import contents, matrices
 from lorax_server.adapters.methods.size import count_elements
-from lorax_server.adapters.target import AdapterTarget, Kind
+from lorax_server.adapters.target import AdapterTarget, TargetKind
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import AdapterError
 from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
 from lorax_server.kernels import Field
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from tests.adapters.test_checkpoint import write_tensors
 from tests.builders import CPU
 from tests.parity.adapters.cases import CASES, KASA, Case
@@ -55,7 +55,7 @@ BLOCKS = Case("", "llama-mha", CASES["bd-lora"].settings)
 
 @cache
 def targets_of(base: str, rank: int = 0, ranks: int = 1) -> dict[str, AdapterTarget]:
-    return adapter_targets(make_model(base, CPU, FakeGroup(rank, ranks)))
+    return collect_adapter_targets(make_model(base, CPU, FakeGroup(rank, ranks)))
 
 
 @cache
@@ -69,7 +69,7 @@ DAMAGED_CASES = [IA3, VERA, DRAWN, TUNED, OF_KASA, SAVED, FUSED, HEADS, TIED, GP
 
 
 def store(folder: Path, case: Case, damage: Damage, changes: Mapping[str, Any]) -> None:
-    """Store an adapter as PEFT wrote it, with some tensors and fields of the config replaced."""
+    """Store an adapter written by PEFT, with some tensors and config fields replaced."""
     config, tensors = written(DAMAGED_CASES.index(case))
     tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     if callable(damage):
@@ -97,7 +97,7 @@ def zeros(*shape: int) -> torch.Tensor:
 
 
 def widen(rank: int) -> Damage:
-    """Give all factors of `v_proj` another rank."""
+    """Change the rank of all `v_proj` factors."""
 
     def damage(tensors: Tensors) -> None:
         for key, tensor in tensors.items():
@@ -110,57 +110,62 @@ def widen(rank: int) -> Damage:
 
 NO_FF: dict[str, Any] = {"feedforward_modules": []}
 DAMAGED: dict[str, tuple[Case, Damage, Mapping[str, Any], str]] = {
-    "IA3: NaN": (IA3, poison(K + "ia3_l"), {}, f"'{K}ia3_l' has numbers that are not finite"),
-    "IA3: NaN of inputs": (IA3, poison(DOWN + "ia3_l"), {}, f"'{DOWN}ia3_l' has numbers that are not finite"),
+    "IA3: NaN": (IA3, poison(K + "ia3_l"), {}, f"'{K}ia3_l' has non-finite values"),
+    "IA3: NaN of inputs": (IA3, poison(DOWN + "ia3_l"), {}, f"'{DOWN}ia3_l' has non-finite values"),
     "IA3: missing": (IA3, drop(K + "ia3_l"), {}, "'model.layers.1.self_attn.k_proj' is targeted but has no tensors"),
     "IA3: untargeted": (IA3, {Q + "ia3_l": zeros(32, 1)}, {}, "trained tensors for module 'model.layers.1.*q_proj'"),
     "IA3: a norm": (IA3, {NORM + "ia3_l": zeros(32, 1)}, {}, "trained tensors for module 'model.layers.1.input_lay"),
-    "IA3: flat": (IA3, {K + "ia3_l": zeros(16)}, {}, rf"'{K}ia3_l' has shape \(16,\), but should have \(16, 1\)"),
+    "IA3: flat": (IA3, {K + "ia3_l": zeros(16)}, {}, rf"'{K}ia3_l' has shape \(16,\), expected \(16, 1\)"),
     "IA3: turned": (IA3, {K + "ia3_l": zeros(1, 16)}, {}, rf"'{K}ia3_l' has shape \(1, 16\), but"),
     "IA3: long": (IA3, {DOWN + "ia3_l": zeros(1, 49)}, {}, rf"'{DOWN}ia3_l' has shape .* should have \(1, 48\)"),
-    "IA3: not of inputs": (IA3, {}, NO_FF, r"down_proj.ia3_l' has shape \(1, 48\), but should have \(32, 1\)"),
+    "IA3: not of inputs": (IA3, {}, NO_FF, r"down_proj.ia3_l' has shape \(1, 48\), expected \(32, 1\)"),
     "IA3: other inputs": (IA3, {}, {"feedforward_modules": ["k_proj"]}, "k_proj.ia3_l' scales inputs, .* only at"),
-    "IA3: with factors": (IA3, {V + "lora_A.weight": zeros(4, 32)}, {}, "lora_A.weight' is no tensor of IA3"),
-    "IA3: a field of LoRA": (IA3, {}, {"use_dora": True}, "config field use_dora = True is not a field we know"),
+    "IA3: with factors": (IA3, {V + "lora_A.weight": zeros(4, 32)}, {}, "lora_A.weight' does not belong to IA3"),
+    "IA3: a field of LoRA": (IA3, {}, {"use_dora": True}, "config field use_dora = True is unknown"),
     "IA3: fields of names": (IA3, {}, {"feedforward_modules": 5}, "config field feedforward_modules = 5 is not"),
     "IA3: a place that is no module": (
         *(GPT2_IA3, {f"{OUT[:-1]}:input.weight": zeros(128)}, {}),
-        "mlp.c_proj:input.weight' is for a module that this base model does not have",
+        "mlp.c_proj:input.weight' targets a module that this base model does not have",
     ),
     "VeRA: no A": (VERA, drop(A), {}, f"save_projection is true, but the file has no tensor '{A}'"),
     "VeRA: no B": (VERA, drop(B), {}, f"save_projection is true, but the file has no tensor '{B}'"),
     "VeRA: A unasked": (VERA, {}, {"save_projection": False}, f"is false, but the file has a tensor '{A}'"),
-    "VeRA: narrow A": (VERA, {A: zeros(3, 47)}, {}, rf"'{A}' has shape \(3, 47\), but should have \(3, 48\)"),
-    "VeRA: short B": (VERA, {B: zeros(31, 3)}, {}, rf"'{B}' has shape \(31, 3\), but should have \(32, 3\)"),
-    "VeRA: A twice": (VERA, {A + ".default": zeros(3, 48)}, {}, f"'{A}' and '{A}.default' are the same thing"),
-    "VeRA: NaN in A": (VERA, poison(A), {}, f"'{A}' has numbers that are not finite"),
-    "VeRA: NaN": (VERA, poison(Q + "vera_lambda_d"), {}, f"'{Q}vera_lambda_d' has numbers that are not finite"),
+    "VeRA: narrow A": (VERA, {A: zeros(3, 47)}, {}, rf"'{A}' has shape \(3, 47\), expected \(3, 48\)"),
+    "VeRA: short B": (VERA, {B: zeros(31, 3)}, {}, rf"'{B}' has shape \(31, 3\), expected \(32, 3\)"),
+    "VeRA: A twice": (VERA, {A + ".default": zeros(3, 48)}, {}, f"'{A}' and '{A}.default' are duplicates"),
+    "VeRA: NaN in A": (VERA, poison(A), {}, f"'{A}' has non-finite values"),
+    "VeRA: NaN": (VERA, poison(Q + "vera_lambda_d"), {}, f"'{Q}vera_lambda_d' has non-finite values"),
     "VeRA: no lambda_d": (VERA, drop(Q + "vera_lambda_d"), {}, f"'{Q}vera_lambda_b' has no counterpart"),
     "VeRA: no lambda_b": (VERA, drop(Q + "vera_lambda_b"), {}, f"'{Q}vera_lambda_d' has no counterpart"),
     "VeRA: long lambda_b": (VERA, {Q + "vera_lambda_b": zeros(33)}, {}, f"'{Q}vera_lambda_b' has shape"),
-    "VeRA: another r": (VERA, {}, {"r": 4}, r"vera_lambda_d' has shape \(3,\), but should have \(4,\)"),
+    "VeRA: another r": (VERA, {}, {"r": 4}, r"vera_lambda_d' has shape \(3,\), expected \(4,\)"),
     "VeRA: no r": (VERA, {}, {"r": None}, "config field r = None"),
-    "VeRA: a bias of LoRA": (VERA, {}, {"bias": "lora_only"}, "bias = 'lora_only' is not one of none, all and vera"),
+    "VeRA: a bias of LoRA": (VERA, {}, {"bias": "lora_only"}, "bias = 'lora_only' must be one of none, all and vera"),
     "VeRA: no seed": (DRAWN, {}, {"projection_prng_key": "7"}, "config field projection_prng_key = '7' is not"),
     "VeRA: a wide seed": (DRAWN, {}, {"projection_prng_key": 2**64}, "config field projection_prng_key"),
-    "VeRA: no flag": (VERA, {}, {"save_projection": 1}, "config field save_projection = 1 is not true or false"),
-    "VeRA: projections of LoRA": (SAVED, {A: zeros(4, 32)}, {}, f"'{A}' is nothing we know"),
+    "VeRA: no flag": (VERA, {}, {"save_projection": 1}, "config field save_projection = 1 must be true or false"),
+    "VeRA: projections of LoRA": (SAVED, {A: zeros(4, 32)}, {}, f"'{A}' is unknown"),
     "LN: NaN": (TUNED, poison(NORM + "ln_tuning_layers.weight"), {}, "ln_tuning_layers.weight' has numbers that are"),
     "LN: missing": (TUNED, drop(NORM + "ln_tuning_layers.weight"), {}, "'model.layers.1.input_layernorm' is targeted"),
     "LN: untargeted": (TUNED, {}, {"target_modules": ["norm"]}, "trained tensors for module 'model.layers.0.input_lay"),
-    "LN: long": (TUNED, {NORM + "ln_tuning_layers.weight": zeros(33)}, {}, r"has shape \(33,\), but should have \(32,"),
-    "LN: a bias": (TUNED, {NORM + "ln_tuning_layers.bias": zeros(32)}, {}, "is a bias for a module that has none"),
-    "LN: twice": (TUNED, {NORM + "weight": zeros(32)}, {}, f"'{NORM}weight' are the same thing"),
-    "LN: of LoRA": (SAVED, {V + "ln_tuning_layers.weight": zeros(16, 32)}, {}, "weight' is no tensor of LORA"),
+    "LN: long": (TUNED, {NORM + "ln_tuning_layers.weight": zeros(33)}, {}, r"has shape \(33,\), expected \(32,"),
+    "LN: a bias": (TUNED, {NORM + "ln_tuning_layers.bias": zeros(32)}, {}, "is a bias for a module without a bias"),
+    "LN: twice": (TUNED, {NORM + "weight": zeros(32)}, {}, f"duplicates '{NORM}weight'"),
+    "LN: of LoRA": (SAVED, {V + "ln_tuning_layers.weight": zeros(16, 32)}, {}, "weight' does not belong to LORA"),
     "KaSA: no diagonal": (OF_KASA, drop(Q + "lora_diag"), {}, f"'{Q}lora_A.weight' has no lora_diag"),
     "KaSA: long diagonal": (OF_KASA, {Q + "lora_diag": zeros(5)}, {}, rf"'{Q}lora_diag' has shape \(5,\)"),
-    "KaSA: NaN": (OF_KASA, poison(Q + "lora_diag"), {}, f"'{Q}lora_diag' has numbers that are not finite"),
-    "KaSA: unasked": (OF_KASA, {}, {"kasa_config": None}, "lora_diag' is there, though the config does not ask"),
+    "KaSA: NaN": (OF_KASA, poison(Q + "lora_diag"), {}, f"'{Q}lora_diag' has non-finite values"),
+    "KaSA: not enabled": (OF_KASA, {}, {"kasa_config": None}, "lora_diag' is unexpected: the config does not enable"),
     "KaSA: with DoRA": (OF_KASA, {}, {"use_dora": True}, "config field kasa_config = .* combined with use_dora"),
-    "KaSA: all values": (OF_KASA, widen(16), {"rank_pattern": {"v_proj": 16}}, "v_proj' leaves nothing of the 16"),
+    "KaSA: all values": (
+        OF_KASA,
+        widen(16),
+        {"rank_pattern": {"v_proj": 16}},
+        "v_proj' must be smaller than the matrix size 16",
+    ),
     "linear: missing": (SAVED, drop(K + "weight"), {}, "'model.layers.1.self_attn.k_proj' has no weight in the file"),
     "linear: turned": (SAVED, {K + "weight": zeros(32, 16)}, {}, rf"'{K}weight' has shape .* should have \(16, 32\)"),
-    "linear: NaN": (SAVED, poison(K + "weight"), {}, f"'{K}weight' has numbers that are not finite"),
+    "linear: NaN": (SAVED, poison(K + "weight"), {}, f"'{K}weight' has non-finite values"),
     "linear: with factors": (
         *(SAVED, {V + "weight": zeros(16, 32)}, {"modules_to_save": ["k_proj", "s.1.self_attn.v_proj"]}),
         f"'{V}weight' replaces a whole linear layer, which other tensors",
@@ -170,17 +175,17 @@ DAMAGED: dict[str, tuple[Case, Damage, Mapping[str, Any], str]] = {
     "norm of heads: missing": (HEADS, drop(f"{LAYER}self_attn.q_norm.weight"), {}, "q_norm' has no weight in the file"),
     "norm of heads: of all heads": (
         *(HEADS, {f"{LAYER}self_attn.q_norm.weight": zeros(64)}, {}),
-        r"q_norm.weight' has shape \(64,\), but should have \(16,\)",
+        r"q_norm.weight' has shape \(64,\), expected \(16,\)",
     ),
     "tied: another rank": (
         *(TIED, {"base_model.model.lm_head.lora_A.weight": zeros(8, 32)}, {}),
-        r"lm_head.lora_A.weight' has shape \(8, 32\), but should have \(5, 32\)",
+        r"lm_head.lora_A.weight' has shape \(8, 32\), expected \(5, 32\)",
     ),
 }
 
 
 @pytest.mark.parametrize(("case", "damage", "changes", "message"), DAMAGED.values(), ids=DAMAGED)
-def test_what_does_not_fit_is_refused_by_name_and_by_every_rank(
+def test_invalid_tensors_are_rejected_on_every_rank(
     case: Case, damage: Damage, changes: Mapping[str, Any], message: str, tmp_path: Path
 ) -> None:
     store(tmp_path, case, damage, changes)
@@ -193,7 +198,7 @@ def test_what_does_not_fit_is_refused_by_name_and_by_every_rank(
 
 
 @pytest.mark.parametrize("case", DAMAGED_CASES, ids=lambda case: f"{case.method.__name__}-{case.base}")
-def test_undamaged_they_are_served(case: Case, tmp_path: Path) -> None:
+def test_valid_adapters_are_accepted(case: Case, tmp_path: Path) -> None:
     store(tmp_path, case, {}, {})
     use(tmp_path, targets_of(case.base))
     adapter = open_adapter(tmp_path, targets_of(case.base))
@@ -202,12 +207,12 @@ def test_undamaged_they_are_served(case: Case, tmp_path: Path) -> None:
     assert (half.table[:, :4] >= 0).equal(whole.table[:, :4] >= 0)
 
 
-def test_sides_of_ia3_without_a_list_are_those_of_the_shapes(tmp_path: Path) -> None:
+def test_ia3_direction_is_inferred_from_shape(tmp_path: Path) -> None:
     store(tmp_path, IA3, {}, {"feedforward_modules": None})
     use(tmp_path, targets_of(LLAMA))
 
 
-def test_kasa_of_large_matrices_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kasa_on_large_matrices_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store(tmp_path, OF_KASA, {}, {})
     monkeypatch.setattr(contents, "MAX_KASA_WORK", 3 * (32**3 + 16**3))
     use(tmp_path, targets_of(LLAMA))
@@ -216,10 +221,8 @@ def test_kasa_of_large_matrices_is_refused(tmp_path: Path, monkeypatch: pytest.M
         use(tmp_path, targets_of(LLAMA))
 
 
-def test_kasa_of_matrices_that_are_cut_by_their_outputs_is_more_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks add up products of columns then, of which `v_proj` has more than rows."""
+def test_kasa_on_column_parallel_matrices_needs_more_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Column-parallel ranks must use the input Gram matrix, which is larger for `v_proj`."""
     store(tmp_path, OF_KASA, {}, {})
     monkeypatch.setattr(contents, "MAX_KASA_WORK", 6 * 32**3)
     open_adapter(tmp_path, targets_of(LLAMA, 1, 2))
@@ -231,25 +234,23 @@ def test_kasa_of_matrices_that_are_cut_by_their_outputs_is_more_work(
 
 @pytest.mark.parametrize("rows", [5, 1024])
 @pytest.mark.parametrize("module", ["self_attn.k_proj", "self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"])
-def test_the_smallest_singular_values_are_found_on_the_shorter_side(
-    module: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Queries and keys of this model have their rows in another order than the checkpoint."""
+def test_smallest_components_use_smaller_gram_matrix(module: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This model stores query and key rows in another order than the checkpoint."""
     monkeypatch.setattr(matrices, "ROWS", rows)
     target = targets_of("cohere")[f"model.layers.1.{module}"]
     assert target.outputs.is_whole == (module[-6] not in "qk")
     pauses: list[None] = []
-    lora_a, lora_b = matrices.find_smallest(target, 3, FakeGroup(), lambda: pauses.append(None))
+    lora_a, lora_b = matrices.compute_smallest_components(target, 3, FakeGroup(), lambda: pauses.append(None))
     left, values, right = torch.linalg.svd(target.read().double(), full_matrices=False)
     expected = left[:, -3:] * values[-3:] @ right[-3:]
     assert torch.allclose((lora_b.t() @ lora_a).double(), expected, atol=1e-5)
-    assert matrices.find_product_size(target) == len(values)
+    assert matrices.find_gram_size(target) == len(values)
     assert len(pauses) >= 2 * -(-target.outputs.full // rows)
 
 
-def test_a_whole_matrix_that_kernels_do_not_serve_is_refused(tmp_path: Path) -> None:
+def test_replaced_linear_above_rank_limit_is_rejected(tmp_path: Path) -> None:
     store(tmp_path, SAVED, {}, {})
-    for ranks, rank in ((1, 16), (2, 8)):  # the smaller side of what a tensor-parallel rank has of it
+    for ranks, rank in ((1, 16), (2, 8)):  # the smaller dimension of the local shard
         targets = targets_of(LLAMA, 0, ranks)
         adapter = open_adapter(tmp_path, targets)
         check_ranks(adapter, targets, rank)
@@ -260,7 +261,7 @@ def test_a_whole_matrix_that_kernels_do_not_serve_is_refused(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "case", [VERA, DRAWN, OF_KASA, SAVED, FUSED, TIED, IA3], ids=lambda case: f"{case.method.__name__}-{case.base}"
 )
-def test_ranks_are_known_before_anything_is_read(case: Case, tmp_path: Path) -> None:
+def test_ranks_are_known_without_reading_tensors(case: Case, tmp_path: Path) -> None:
     store(tmp_path, case, {}, {})
     targets = targets_of(case.base)
     adapter = open_adapter(tmp_path, targets)
@@ -269,20 +270,20 @@ def test_ranks_are_known_before_anything_is_read(case: Case, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("case", DAMAGED_CASES, ids=lambda case: f"{case.method.__name__}-{case.base}")
-def test_headers_tell_the_most_memory(case: Case, tmp_path: Path) -> None:
+def test_count_elements_is_upper_bound(case: Case, tmp_path: Path) -> None:
     store(tmp_path, case, {}, {})
     targets = targets_of(case.base)
     config = parse_config(json.loads((tmp_path / CONFIG_FILE).read_text()), "x")
-    inputs = max(target.inputs.full for target in targets.values() if target.kind is Kind.LINEAR)
+    inputs = max(target.inputs.full for target in targets.values() if target.kind is TargetKind.LINEAR)
     expected = count_elements(config, read_header(tmp_path / WEIGHTS_FILE, "x"), inputs)
     host = prepare(open_adapter(tmp_path, targets), targets, torch.float32, FakeGroup())
-    gaps = (host.table[:, :7] >= 0).sum() * (UNIT_BYTES // 4)  # a tensor begins a unit
+    gaps = (host.table[:, :7] >= 0).sum() * (UNIT_BYTES // 4)  # tensors are aligned to units
     assert host.buffer.numel() <= expected + gaps
 
 
 @pytest.mark.parametrize("modules", [["q_proj", "down_proj"], ["model.layers.1.mlp.down_proj"]], ids=["six", "one"])
-def test_the_memory_of_vera_grows_with_its_rank(modules: list[str], tmp_path: Path) -> None:
-    """A rank is one number of a file, and a row of each matrix in memory, where matrices are in float32 at first."""
+def test_vera_memory_grows_with_rank(modules: list[str], tmp_path: Path) -> None:
+    """The file stores one value per rank, but memory needs a float32 row per rank and matrix."""
     rank, targets = 3000, targets_of(LLAMA)
 
     def widen_and_leave_out(tensors: Tensors) -> None:
@@ -301,8 +302,8 @@ def test_the_memory_of_vera_grows_with_its_rank(modules: list[str], tmp_path: Pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_memory_of_bd_lora_grows_with_its_blocks(dtype: torch.dtype, tmp_path: Path) -> None:
-    """The file has the blocks on the diagonal of B; in memory B has zeros around them."""
+def test_bd_lora_memory_grows_with_blocks(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The file stores only diagonal blocks of B, but memory also needs the zeros."""
     rank, blocks, targets = 8 * VOCAB, VOCAB, targets_of("llama-mha")
     head = targets["lm_head"]
 

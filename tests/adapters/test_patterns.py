@@ -1,4 +1,4 @@
-"""Regular expressions of strangers: they match as `re` does, or they are refused."""
+"""Untrusted regular expressions either match like `re` or are rejected."""
 
 import re
 import time
@@ -6,10 +6,10 @@ import time
 import pytest
 
 from lorax_server.adapters import patterns
-from lorax_server.adapters.patterns import MAX_LENGTH, Patterns
+from lorax_server.adapters.patterns import MAX_PATTERN_LENGTH, PatternMatcher
 from lorax_server.errors import AdapterError
 
-# The larger patterns into which PEFT puts a pattern of the config.
+# How PEFT embeds config patterns in larger patterns.
 WRAPPINGS = ("X", r"(.*\.)?(X)$", r"(^|.*\.)X($|\..*)", r"(?:^|.*?\.)X\.(?P<index>\d+)\.")
 USUAL = [
     *("q_proj", "layers", r".*\.(q|k)_proj", r"layers\.[01]\..*", "", ".", ".*", "^model", "proj$", "a)|(q_proj"),
@@ -25,8 +25,8 @@ NAMES = [
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 @pytest.mark.parametrize("pattern", USUAL)
-def test_they_mean_what_they_mean_to_re(pattern: str, wrapping: str) -> None:
-    wrapped, ours = wrapping.replace("X", pattern), Patterns("acme/tuned")
+def test_matches_agree_with_re(pattern: str, wrapping: str) -> None:
+    wrapped, ours = wrapping.replace("X", pattern), PatternMatcher("acme/tuned")
     try:
         oracle = re.compile(wrapped)
     except re.error:
@@ -62,7 +62,7 @@ REFUSED = {
         r"q\K_",
         r"\X",
     ],
-    "too long": ["x" * (MAX_LENGTH + 1)],
+    "too long": ["x" * (MAX_PATTERN_LENGTH + 1)],
     "invalid": ["(", ")", "[", "*", "x**", "(?P<", "(?P=x)", "[z-a]", r"\N{x}", r"\1", "x{2,1}", "x{99999999999999}"],
     "look-behind": ["(?<=a|bc)x", "(?<!a+)x", "(?<=a{2,3})"],
     "nested": ["(" * 4000 + ")" * 4000],
@@ -70,8 +70,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("pattern", [x for group in REFUSED.values() for x in group], ids=lambda x: x[:20])
-def test_what_re_does_not_know_or_reads_otherwise_is_refused(pattern: str) -> None:
-    for match in (Patterns("acme/tuned").match, Patterns("acme/tuned").fullmatch):
+def test_incompatible_syntax_is_rejected(pattern: str) -> None:
+    for match in (PatternMatcher("acme/tuned").match, PatternMatcher("acme/tuned").fullmatch):
         with pytest.raises(AdapterError) as refusal:
             match(pattern, "q_proj")
         assert str(refusal.value).startswith(f"adapter 'acme/tuned': pattern {pattern[:20]!r}"[:-1])
@@ -87,10 +87,10 @@ def test_what_re_does_not_know_or_reads_otherwise_is_refused(pattern: str) -> No
     ],
     ids=lambda pattern: pattern[-20:],
 )
-def test_repeats_that_regex_would_unroll_are_refused(pattern: str) -> None:
-    """Compiling them takes all memory: 100 nested `+` are 2^100 nodes."""
-    with pytest.raises(AdapterError, match=r"nodes with its repeats; at most 20000 are allowed"):
-        Patterns("acme/tuned").match(pattern, "q_proj")
+def test_large_repeats_are_rejected(pattern: str) -> None:
+    """Compiling these patterns would exhaust memory: 100 nested `+` expand to 2^100 nodes."""
+    with pytest.raises(AdapterError, match=r"nodes; at most 20000 are allowed"):
+        PatternMatcher("acme/tuned").match(pattern, "q_proj")
 
 
 @pytest.mark.parametrize(
@@ -98,23 +98,23 @@ def test_repeats_that_regex_would_unroll_are_refused(pattern: str) -> None:
     ["(?i)" + "[\u0100-\uffff]" * 380, "[\x00-\U0010ffff]" * 380, "(?i)" + "[a-z]" * 390],
     ids=["wide, any case", "wide", "any case"],
 )
-def test_many_sets_of_characters(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`re.compile` takes up to 40 ms for each of them, which nothing can stop."""
+def test_many_character_sets_compile_quickly(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`re.compile` takes up to 40 ms for each character set and cannot be interrupted."""
     monkeypatch.setattr(re, "compile", None)
-    assert not Patterns("acme/tuned").fullmatch(pattern, "q_proj")
+    assert not PatternMatcher("acme/tuned").fullmatch(pattern, "q_proj")
 
 
 @pytest.mark.parametrize(
     "pattern", ["(?:q|k|v){100}", "[a-z]{1,1000}", r"(?:\d{1,3}\.)+", "(?:" * 50 + "a" + ")*" * 50]
 )
-def test_usual_repeats_are_allowed(pattern: str) -> None:
+def test_common_repeats_are_accepted(pattern: str) -> None:
     oracle = re.compile(pattern)
     for name in ("q" * 100, "q" * 1000, "1.22.333.", "a" * 9, ""):
-        assert Patterns("x").fullmatch(pattern, name) == (oracle.fullmatch(name) is not None)
+        assert PatternMatcher("x").fullmatch(pattern, name) == (oracle.fullmatch(name) is not None)
 
 
-def test_a_long_pattern_is_allowed() -> None:
-    assert Patterns("x").fullmatch("q_proj" + "|x" * ((MAX_LENGTH - 6) // 2), "q_proj")
+def test_long_pattern_is_accepted() -> None:
+    assert PatternMatcher("x").fullmatch("q_proj" + "|x" * ((MAX_PATTERN_LENGTH - 6) // 2), "q_proj")
 
 
 # --- budget
@@ -122,30 +122,30 @@ def test_a_long_pattern_is_allowed() -> None:
 RUNAWAY = r"(?:\w|\.|\w\.|\w\w)*[!?]"
 
 
-def test_a_pattern_that_runs_wild_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "BUDGET_S", 0.05)
-    started = time.process_time()  # a busy machine may take longer
+def test_catastrophic_backtracking_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "MATCH_BUDGET_S", 0.05)
+    started = time.process_time()  # a busy machine may be slower
     with pytest.raises(AdapterError, match=r"adapter 'acme/tuned': pattern .* too long"):
-        Patterns("acme/tuned").fullmatch(RUNAWAY, NAMES[2])
+        PatternMatcher("acme/tuned").fullmatch(RUNAWAY, NAMES[2])
     assert time.process_time() - started < 5
 
 
-def try_many(ours: Patterns) -> None:
-    """Match many names, each of which is quick."""
+def try_many(ours: PatternMatcher) -> None:
+    """Match many names with fast patterns."""
     for number in range(100_000):
         ours.match(f"x{number}", "q_proj")
 
 
-def test_all_patterns_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "BUDGET_S", 0.05)
+def test_patterns_share_time_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "MATCH_BUDGET_S", 0.05)
     with pytest.raises(AdapterError, match=r"adapter 'acme/tuned': pattern .* too long"):
-        try_many(Patterns("acme/tuned"))
-    assert Patterns("another").match("x", "x")
+        try_many(PatternMatcher("acme/tuned"))
+    assert PatternMatcher("another").match("x", "x")
 
 
-def test_a_pattern_that_ran_wild_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "BUDGET_S", 0.05)
-    ours = Patterns("acme/tuned")
+def test_timeout_exhausts_budget_for_later_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "MATCH_BUDGET_S", 0.05)
+    ours = PatternMatcher("acme/tuned")
     for pattern in (RUNAWAY, "q_proj"):
         with pytest.raises(AdapterError, match=r"adapter 'acme/tuned': pattern .* too long"):
             ours.match(pattern, NAMES[2])

@@ -1,4 +1,4 @@
-"""Tensors are read in stretches: every number once, in whatever order they are asked for."""
+"""Tensors are read in blocks, once, independent of the request order."""
 
 import random
 from pathlib import Path
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from lorax_server.adapters import tensor_reader
 from lorax_server.adapters.checkpoint import read_header
 from lorax_server.adapters.tensor_reader import TensorReader
-from lorax_server.files.plain_file import ChangedError, open_plain, stamp_of
+from lorax_server.files.regular_file import FileChangedError, open_regular_file, read_stamp
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -27,15 +27,15 @@ def make_tensors(seed: int) -> dict[str, torch.Tensor]:
 
 def open_reader(path: Path, tensors: dict[str, torch.Tensor]) -> TensorReader:
     save_file(tensors, path)
-    return TensorReader(path, stamp_of(path), read_header(path, "x"))
+    return TensorReader(path, read_stamp(path), read_header(path, "x"))
 
 
 @pytest.mark.parametrize("stretch_bytes", [1, 500, 2000, 10**6])
 @pytest.mark.parametrize("seed", range(3))
-def test_tensors_come_in_any_order_and_again(
+def test_tensors_can_be_read_repeatedly_in_any_order(
     seed: int, stretch_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_reader, "STRETCH_BYTES", stretch_bytes)
+    monkeypatch.setattr(tensor_reader, "READ_BLOCK_BYTES", stretch_bytes)
     tensors = make_tensors(seed)
     reader = open_reader(tmp_path / "file", tensors)
     order = list(tensors)
@@ -47,10 +47,10 @@ def test_tensors_come_in_any_order_and_again(
             assert found.dtype == expected.dtype
             assert torch.equal(found, expected)
             assert is_finite
-        assert all(stretch.numbers is None for stretch in reader._stretches.values())  # nothing is kept
+        assert all(stretch.numbers is None for stretch in reader._stretches.values())  # no block stays in memory
 
 
-def test_only_the_tensor_that_is_not_finite_is_blamed(tmp_path: Path) -> None:
+def test_only_non_finite_tensor_is_reported(tmp_path: Path) -> None:
     tensors = {name: torch.ones(8, dtype=torch.bfloat16) for name in "abc"}
     tensors["b"][3] = torch.inf
     tensors |= {"d": torch.ones(3, dtype=torch.float64), "e": torch.full((3,), 1e300, dtype=torch.float64)}
@@ -58,19 +58,19 @@ def test_only_the_tensor_that_is_not_finite_is_blamed(tmp_path: Path) -> None:
     assert [reader.read(key)[1] for key in "abcde"] == [True, False, True, True, False]
 
 
-def test_a_file_is_read_in_few_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_reader, "STRETCH_BYTES", 1000)
+def test_file_is_read_in_few_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_reader, "READ_BLOCK_BYTES", 1000)
     tensors = {f"tensor {i:02}": torch.full((10,), float(i)) for i in range(50)}  # 40 bytes each
     reader = open_reader(tmp_path / "file", tensors)
-    with mock.patch("lorax_server.adapters.tensor_reader.open_plain", wraps=open_plain) as opened:
+    with mock.patch("lorax_server.adapters.tensor_reader.open_regular_file", wraps=open_regular_file) as opened:
         for key, expected in tensors.items():
             assert torch.equal(reader.read(key)[0], expected)
     assert opened.call_count == 2
 
 
-def test_another_file_in_its_place_is_refused(tmp_path: Path) -> None:
+def test_replaced_file_is_rejected(tmp_path: Path) -> None:
     reader = open_reader(tmp_path / "file", {"a": torch.ones(8)})
     save_file({"a": torch.zeros(8)}, tmp_path / "other")
     (tmp_path / "other").rename(tmp_path / "file")
-    with pytest.raises(ChangedError):
+    with pytest.raises(FileChangedError):
         reader.read("a")

@@ -1,4 +1,4 @@
-"""Adapters that PEFT wrote are opened as they are, and refused by name once they are damaged."""
+"""Open adapters written by PEFT, and reject damaged adapters with the tensor name."""
 
 import json
 import os
@@ -23,8 +23,8 @@ from lorax_server.adapters.weights import StoredAdapter
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import AdapterError
 from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
-from lorax_server.files.plain_file import stamp_of
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.files.regular_file import read_stamp
+from lorax_server.layers.targets import collect_adapter_targets
 from tests.adapters.test_checkpoint import write_tensors
 from tests.builders import CPU
 from tests.optional import present
@@ -47,7 +47,7 @@ TWO: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
 
 @cache
 def targets_of(base: str, rank: int = 0, ranks: int = 1) -> dict[str, AdapterTarget]:
-    return adapter_targets(make_model(base, CPU, FakeGroup(rank, ranks)))
+    return collect_adapter_targets(make_model(base, CPU, FakeGroup(rank, ranks)))
 
 
 @cache
@@ -65,7 +65,7 @@ def store(
     base: str = LLAMA,
     vocab: int = VOCAB,
 ) -> Path:
-    """Store an adapter as PEFT wrote it, with some tensors and fields of the config replaced."""
+    """Store an adapter written by PEFT, with some tensors and config fields replaced."""
     config, tensors = written(base, json.dumps(settings), vocab)
     tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     if callable(damage):
@@ -82,13 +82,13 @@ def remove(key: str) -> Callable[[Tensors], Any]:
 
 
 def use(folder: Path, targets: Mapping[str, AdapterTarget]) -> StoredAdapter:
-    """Do everything that happens to an adapter before a request can use it."""
+    """Run all checks and conversions that precede the first request."""
     adapter = open_adapter(folder, dict(targets), "acme/tuned")
     prepare(adapter, targets, torch.float32, FakeGroup())
     return adapter
 
 
-# --- what PEFT wrote
+# --- valid adapters
 
 WRITTEN = {
     "llama": (LLAMA, TWO),
@@ -100,7 +100,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize(("base", "settings"), WRITTEN.values(), ids=WRITTEN)
-def test_factors_and_scales_are_those_of_peft(base: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_factors_and_scales_match_peft(base: str, settings: dict[str, Any], tmp_path: Path) -> None:
     adapter = use(store(tmp_path, settings, base=base), targets_of(base))
     oracle = Case("", base, settings).oracle(tmp_path)
     adapted = {name: module for name, module in oracle.named_modules() if isinstance(module, LoraLayer)}
@@ -127,7 +127,7 @@ def test_factors_and_scales_are_those_of_peft(base: str, settings: dict[str, Any
     ],
     ids=["the old name of NeoX's head", "all-linear but some", "GPT-2 with ensure_weight_tying"],
 )
-def test_unusual_adapters_are_opened(base: str, settings: Any, damage: str, changes: Any, tmp_path: Path) -> None:
+def test_unusual_adapters_are_accepted(base: str, settings: Any, damage: str, changes: Any, tmp_path: Path) -> None:
     def rename(tensors: Tensors) -> None:
         for key in [key for key in tensors if damage and "lm_head" in key]:
             tensors[key.replace("lm_head", damage)] = tensors.pop(key)
@@ -135,7 +135,7 @@ def test_unusual_adapters_are_opened(base: str, settings: Any, damage: str, chan
     use(store(tmp_path, settings, rename, changes, base), targets_of(base))
 
 
-# --- what was damaged since
+# --- damaged adapters
 
 
 def drop(*keys: str) -> Damage:
@@ -158,7 +158,7 @@ FUSED = {"r": 4, "target_modules": ["c_attn"]}
 
 
 def blocks(nblocks: int, rank: int) -> tuple[Any, Damage, Any, str]:
-    """Make a case with a number of blocks that the matrix cannot be cut into."""
+    """Return a case where the number of blocks does not divide the matrix."""
 
     def damage(tensors: Tensors) -> None:
         tensors |= {key: torch.ones(rank, 32 // nblocks) for key in tensors if key.endswith(A)}
@@ -205,26 +205,36 @@ DAMAGED: dict[str, tuple[Any, Damage, Any, str]] = {
     ),
     "saved": (TWO, {}, {"modules_to_save": ["mlp"]}, "trained tensors for module 'model.layers.0.mlp.down_proj'"),
     "norm": (TWO, {NORM + A: zeros(4, 32), NORM + B: zeros(32, 4)}, {"target_modules": None}, "module 'model.norm'"),
-    "rank of A": (TWO, {Q + A: zeros(5, 32)}, {}, rf"'{Q}{A}' has shape \(5, 32\), but should have \(4, 32\)"),
-    "rank of B": (TWO, {Q + B: zeros(32, 3)}, {}, rf"'{Q}{B}' has shape \(32, 3\), but should have \(32, 4\)"),
-    "inputs": (TWO, {DOWN + A: zeros(4, 32)}, {}, rf"'{DOWN}{A}' has shape \(4, 32\), but should have \(4, 48\)"),
-    "outputs": (TWO, {Q + B: zeros(16, 4)}, {}, rf"'{Q}{B}' has shape \(16, 4\), but should have \(32, 4\)"),
+    "rank of A": (TWO, {Q + A: zeros(5, 32)}, {}, rf"'{Q}{A}' has shape \(5, 32\), expected \(4, 32\)"),
+    "rank of B": (TWO, {Q + B: zeros(32, 3)}, {}, rf"'{Q}{B}' has shape \(32, 3\), expected \(32, 4\)"),
+    "inputs": (TWO, {DOWN + A: zeros(4, 32)}, {}, rf"'{DOWN}{A}' has shape \(4, 32\), expected \(4, 48\)"),
+    "outputs": (TWO, {Q + B: zeros(16, 4)}, {}, rf"'{Q}{B}' has shape \(16, 4\), expected \(32, 4\)"),
     "scalar": (TWO, {Q + A: torch.tensor(1.0)}, {}, f"'{Q}{A}' has shape"),
-    "another r": (TWO, {}, {"r": 8}, r"has shape \(4, \d+\), but should have \(8, "),
+    "another r": (TWO, {}, {"r": 8}, r"has shape \(4, \d+\), expected \(8, "),
     "another pattern": (TWO, {}, {"rank_pattern": {"1.mlp.*": 2}}, rf"'{DOWN}{A}' has shape .* \(2, 48\)"),
-    "NaN": (TWO, poison(Q + A, torch.nan), {}, f"'{Q}{A}' has numbers that are not finite"),
-    "infinity": (TWO, poison(DOWN + B, -torch.inf), {}, f"'{DOWN}{B}' has numbers that are not finite"),
-    "too large": (TWO, {Q + A: zeros(4, 32).double() + 1e300}, {}, f"'{Q}{A}' has numbers that are not finite"),
-    "magnitude unasked": (DORA, {}, {"use_dora": False}, "lora_magnitude_vector.* is there, though"),
+    "NaN": (TWO, poison(Q + A, torch.nan), {}, f"'{Q}{A}' has non-finite values"),
+    "infinity": (TWO, poison(DOWN + B, -torch.inf), {}, f"'{DOWN}{B}' has non-finite values"),
+    "too large": (TWO, {Q + A: zeros(4, 32).double() + 1e300}, {}, f"'{Q}{A}' has non-finite values"),
+    "magnitude not enabled": (DORA, {}, {"use_dora": False}, "lora_magnitude_vector.* is unexpected"),
     "no magnitude": (TWO, {}, {"use_dora": True}, "lora_A.weight' has no lora_magnitude_vector"),
     "one magnitude less": (DORA, drop(Q + MAGNITUDE), {}, f"'{Q}{A}' has no lora_magnitude_vector"),
     "long magnitude": (DORA, {Q + MAGNITUDE: zeros(33)}, {}, f"'{Q}{MAGNITUDE}' has shape"),
-    "bias unasked": (BIASED, {}, {"lora_bias": False}, "lora_B.bias' is there, though"),
+    "bias not enabled": (BIASED, {}, {"lora_bias": False}, "lora_B.bias' is unexpected"),
     "no lora_B.bias": (TWO, {}, {"lora_bias": True}, r"lora_A.weight' has no lora_B.bias"),
-    "magnitude alone": (DORA, {K + MAGNITUDE: zeros(16)}, {}, f"'{K}{MAGNITUDE}' is there without lora_A"),
-    "lora_B.bias alone": (BIASED, {K + "lora_B.bias": zeros(16)}, {}, f"'{K}lora_B.bias' is there without lora_A"),
-    "bias of nothing": (TWO, {Q + "base_layer.bias": zeros(32)}, {}, f"'{Q}base_layer.bias' is a bias .* has none"),
-    "whole linear": (TWO, {K + "weight": zeros(16, 32)}, {}, "k_proj.weight' replaces a whole .* config does not say"),
+    "magnitude alone": (DORA, {K + MAGNITUDE: zeros(16)}, {}, f"'{K}{MAGNITUDE}' requires lora_A"),
+    "lora_B.bias alone": (BIASED, {K + "lora_B.bias": zeros(16)}, {}, f"'{K}lora_B.bias' requires lora_A"),
+    "bias without a base bias": (
+        TWO,
+        {Q + "base_layer.bias": zeros(32)},
+        {},
+        f"'{Q}base_layer.bias' is a bias .* without a bias",
+    ),
+    "whole linear": (
+        TWO,
+        {K + "weight": zeros(16, 32)},
+        {},
+        "k_proj.weight' replaces a linear layer .* not in modules_to_save",
+    ),
     "unknown key": (TWO, {Q + "lora_C.weight": zeros(1)}, {}, f"'{Q}lora_C.weight' is for a module that"),
     "another layer": (TWO, {Q.replace(".1.", ".3.") + A: zeros(4, 32)}, {}, r"layers.3.*that this base model does not"),
     "tokens in embedding": (SAVED, {EMBED + "weight": zeros(99, 32)}, {}, "99 rows at 'model.embed_tokens' and 97"),
@@ -235,16 +245,21 @@ DAMAGED: dict[str, tuple[Any, Damage, Any, str]] = {
     "wide embedding": (SAVED, {EMBED + "weight": zeros(97, 31)}, {}, f"'{EMBED}weight' has shape"),
     "more token ids": (TOKENS, {}, {"trainable_token_indices": [1, 5, 6]}, rf"'{ROWS}' has shape .* \(3, 32\)"),
     "no token ids": (TOKENS, {}, {"trainable_token_indices": None}, rf"'{ROWS}' has shape .* \(0, 32\)"),
-    "gap": (TOKENS, {}, {"trainable_token_indices": [97, 99]}, f"'{ROWS}' leaves out some of the tokens 97 to 99"),
-    "gap at once": (TOKENS, {}, {"trainable_token_indices": [1, 98]}, "leaves out some of the tokens 97 to 98"),
+    "gap": (TOKENS, {}, {"trainable_token_indices": [97, 99]}, f"'{ROWS}' does not cover tokens 97 to 99"),
+    "gap at once": (TOKENS, {}, {"trainable_token_indices": [1, 98]}, "does not cover tokens 97 to 98"),
     "trained tokens": (TOKENS, {}, {"trainable_token_indices": [97, 98]}, "99 rows at 'model.embed_tokens' and 97"),
     "GPT-2: no lora_A": (FUSED, drop(C_ATTN + A), {}, f"'{C_ATTN}{B}' has no counterpart"),
     "GPT-2: turned": (FUSED, {C_ATTN + A: zeros(4, 96)}, {}, rf"'{C_ATTN}{A}' has shape .* should have \(4, 32\)"),
     "GPT-2: bias": (FUSED, {C_ATTN + "bias": zeros(32)}, {}, rf"'{C_ATTN}bias' has shape .* should have \(96,\)"),
-    "GPT-2: positions": (FUSED, {f"{GPT}wpe.weight": zeros(128, 32)}, {}, "wpe.weight' .* adapters cannot change"),
+    "GPT-2: positions": (FUSED, {f"{GPT}wpe.weight": zeros(128, 32)}, {}, "wpe.weight' .* does not support adapters"),
     "GPT-2: norm": (FUSED, {f"{GPT}ln_f.bias": zeros(31)}, {}, "ln_f.bias' has shape"),
-    "GPT-2: infinity": (FUSED, poison(C_ATTN + B, torch.inf), {}, f"'{C_ATTN}{B}' has numbers that are not finite"),
-    "bias of o_proj": (TWO, {f"{LAYER}self_attn.o_proj.bias": zeros(32)}, {}, "o_proj.bias' is a bias .* has none"),
+    "GPT-2: infinity": (FUSED, poison(C_ATTN + B, torch.inf), {}, f"'{C_ATTN}{B}' has non-finite values"),
+    "bias of o_proj": (
+        TWO,
+        {f"{LAYER}self_attn.o_proj.bias": zeros(32)},
+        {},
+        "o_proj.bias' is a bias .* without a bias",
+    ),
     "scalar head": (TWO, {HEAD + "weight": torch.tensor(1.0)}, {}, f"'{HEAD}weight' has shape"),
     "head without rows": (TWO, {HEAD + "weight": zeros(0, 32)}, {}, f"'{HEAD}weight' has shape"),
     "token rows of a linear": (TOKENS, {Q + DELTA: zeros(2, 32)}, {}, f"'{Q}{DELTA}'"),
@@ -257,12 +272,12 @@ DAMAGED: dict[str, tuple[Any, Damage, Any, str]] = {
     "BD-LoRA: 3 blocks of 32 inputs": blocks(3, 3),
     "BD-LoRA: 4 blocks of rank 2": blocks(4, 2),
     "BD-LoRA: 64 blocks of 32 inputs": blocks(64, 2),
-    "whole A of BD-LoRA": (TWO, {}, BLOCKS, r"q_proj.lora_A.weight' has shape \(4, 32\), but should have \(4, 16\)"),
+    "whole A of BD-LoRA": (TWO, {}, BLOCKS, r"q_proj.lora_A.weight' has shape \(4, 32\), expected \(4, 16\)"),
 }
 
 
 @pytest.mark.parametrize(("settings", "damage", "changes", "message"), DAMAGED.values(), ids=DAMAGED)
-def test_what_does_not_fit_is_refused_by_name_and_by_every_rank(
+def test_invalid_tensors_are_rejected_on_every_rank(
     settings: Any, damage: Damage, changes: Any, message: str, tmp_path: Path
 ) -> None:
     base = GPT2 if settings is FUSED else LLAMA
@@ -278,7 +293,7 @@ def test_what_does_not_fit_is_refused_by_name_and_by_every_rank(
 HEADED = {"r": 4, "target_modules": ["q_proj", "lm_head"], "lora_bias": True}
 
 
-def test_lora_bias_on_a_head_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_lora_bias_on_resized_head_is_rejected(tmp_path: Path) -> None:
     use(store(tmp_path, HEADED), targets_of(LLAMA))
     for vocab in (VOCAB + 4, VOCAB - 4):
         store(tmp_path, HEADED, {EMBED + "weight": zeros(vocab, 32)}, vocab=vocab)
@@ -288,26 +303,26 @@ def test_lora_bias_on_a_head_with_another_vocabulary_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_bias_that_one_rank_adds_is_checked_by_every_rank(rank: int, tmp_path: Path) -> None:
+def test_bias_shape_is_checked_on_every_rank(rank: int, tmp_path: Path) -> None:
     base, key = "llama-attention-bias", f"{LAYER}self_attn.o_proj.base_layer.bias"
     settings, targets = {"target_modules": ["o_proj"], "bias": "all"}, targets_of(base, rank, 2)
     target = targets["model.layers.1.self_attn.o_proj"]
     assert target.bias is not None
-    assert target.adds_once is (rank == 0)
+    assert target.adds_bias is (rank == 0)
     use(store(tmp_path, settings, base=base), targets)
     with pytest.raises(AdapterError, match=f"adapter 'acme/tuned': tensor '{key}' has shape"):
         use(store(tmp_path, settings, {key: zeros(31)}, base=base), targets)
 
 
 @pytest.mark.parametrize(("base", "other"), [(LLAMA, GPT2), (GPT2, LLAMA), (NEOX, GPT2), ("opt-pre-norm", LLAMA)])
-def test_an_adapter_of_another_architecture_is_refused(base: str, other: str, tmp_path: Path) -> None:
+def test_adapter_for_other_architecture_is_rejected(base: str, other: str, tmp_path: Path) -> None:
     store(tmp_path, {}, base=base)
     with pytest.raises(AdapterError, match=r"'acme/tuned': tensor .* that this base model does not have"):
         use(tmp_path, targets_of(other))
 
 
 @pytest.mark.parametrize("token", [300_000, 10**18])
-def test_a_far_token_takes_no_memory(token: int, tmp_path: Path) -> None:
+def test_large_token_id_needs_no_memory(token: int, tmp_path: Path) -> None:
     store(tmp_path, TOKENS, changes={"trainable_token_indices": [1, token]})
     tracemalloc.start()
     try:
@@ -319,42 +334,42 @@ def test_a_far_token_takes_no_memory(token: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("later", [Path.unlink, lambda path: path.write_bytes(b""), lambda x: write_tensors(x, {})])
-def test_a_file_that_changes_after_it_was_opened_is_refused(later: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_file_changed_after_opening_is_rejected(later: Callable[[Path], Any], tmp_path: Path) -> None:
     adapter = open_adapter(store(tmp_path), targets_of(LLAMA), "acme/tuned")
     later(adapter.path)
     with pytest.raises(AdapterError, match="acme/tuned"):
         adapter.load(adapter.modules[0])
 
 
-def test_a_file_that_is_cut_short_while_in_use_is_an_error(tmp_path: Path) -> None:
-    """Raise an error: reading past the end of a mapped file would end the process."""
+def test_file_truncated_during_use_raises_error(tmp_path: Path) -> None:
+    """Reading past the end of a mapped file would kill the process."""
     adapter = open_adapter(store(tmp_path, TWO), targets_of(LLAMA), "acme/tuned")
     adapter.load(adapter.modules[0])
     os.truncate(adapter.path, 4096)
-    with pytest.raises(AdapterError, match=r"acme/tuned.*(cut short|changed)"):
+    with pytest.raises(AdapterError, match=r"acme/tuned.*(truncated|changed)"):
         adapter.load(adapter.modules[-1])
 
 
-def test_another_file_than_was_chosen_is_refused(tmp_path: Path) -> None:
+def test_file_with_other_stamp_is_rejected(tmp_path: Path) -> None:
     path = store(tmp_path) / WEIGHTS_FILE
     config = parse_config(json.loads((tmp_path / CONFIG_FILE).read_text()), "acme/tuned")
-    chosen = stamp_of(path)
+    chosen = read_stamp(path)
     identity = StoredAdapter(tmp_path, config, targets_of(LLAMA), chosen).identify()
     content = path.read_bytes()
-    # The same size at the same time, moved there or written in place.
+    # Same size and time, replaced or written in place.
     (tmp_path / "new").write_bytes(content)
     for change in (lambda: os.replace(tmp_path / "new", path), lambda: path.write_bytes(content)):
-        time.sleep(0.02)  # a tick of the file system's clock
+        time.sleep(0.02)  # one tick of the file system clock
         change()
         os.utime(path, ns=(chosen[2], chosen[2]))
-        with pytest.raises(AdapterError, match=r"acme/tuned.*safetensors changed after it was chosen; try again"):
+        with pytest.raises(AdapterError, match=r"acme/tuned.*safetensors changed after it was resolved; try again"):
             StoredAdapter(tmp_path, config, targets_of(LLAMA), chosen)
-        chosen = stamp_of(path)
+        chosen = read_stamp(path)
         assert StoredAdapter(tmp_path, config, targets_of(LLAMA), chosen).identify() == identity
 
 
 def prepare_half(group: ProcessGroup, folder: Path) -> str:
-    targets = adapter_targets(make_model(LLAMA, CPU, group))
+    targets = collect_adapter_targets(make_model(LLAMA, CPU, group))
     try:
         prepare(open_adapter(folder, targets, "acme/tuned"), targets, torch.float16, group)
     except AdapterError as error:
@@ -362,19 +377,19 @@ def prepare_half(group: ProcessGroup, folder: Path) -> str:
     return "accepted"
 
 
-def test_what_one_rank_refuses_all_refuse(tmp_path: Path, ranks: RankPool) -> None:
-    """Refuse on all ranks: the others would wait for the failed one in the next sum over ranks."""
+def test_all_ranks_reject_if_one_rejects(tmp_path: Path, ranks: RankPool) -> None:
+    """Otherwise the other ranks would wait for the failed rank in the next all-reduce."""
     settings = {"r": 4, "target_modules": ["q_proj", "o_proj"], "use_dora": True}
     rows = zeros(32, 4)
-    rows[-1] = 1e6  # of the last rank alone, and more than float16 holds
+    rows[-1] = 1e6  # only on the last rank, and too large for float16
     store(tmp_path, settings, {f"{LAYER}self_attn.q_proj.lora_B.weight": rows})
     replies = ranks.run(2, prepare_half, tmp_path)
-    assert "another tensor-parallel rank refuses it" in replies[0]
-    assert "q_proj' has numbers that torch.float16 cannot hold" in replies[1]
+    assert "another tensor-parallel rank rejected it" in replies[0]
+    assert "q_proj' has values that overflow torch.float16" in replies[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_all_that_is_not_finite_is_found(dtype: torch.dtype) -> None:
+def test_is_finite_detects_all_non_finite_values(dtype: torch.dtype) -> None:
     limits = torch.finfo(dtype)
     for numbers in ([], [-1.0], [0.0, -0.0], [limits.max, limits.min], [limits.tiny, -limits.smallest_normal]):
         assert is_finite(torch.tensor(numbers, dtype=dtype))

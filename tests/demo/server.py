@@ -1,4 +1,4 @@
-"""`lorax serve` as a new user runs it: with the demo model that comes with the package."""
+"""Run `lorax serve` with the bundled demo model."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def read_examples() -> list[dict[str, Any]]:
 
 
 class Demo(NamedTuple):
-    """The address of a server with the demo, and its output."""
+    """The URL of a demo server, and its output."""
 
     url: str
     greeting: str
@@ -42,7 +42,7 @@ def serving_demo(*flags: str) -> Iterator[Demo]:
     ):
         assert process.stderr is not None
         log: list[str] = []
-        reader = threading.Thread(target=log.extend, args=(process.stderr,))  # or it would wait for a reader of its log
+        reader = threading.Thread(target=log.extend, args=(process.stderr,))  # a full pipe would block the server
         try:
             for line in process.stderr:
                 log.append(line)
@@ -51,7 +51,7 @@ def serving_demo(*flags: str) -> Iterator[Demo]:
             found = READY.search("".join(log))
             assert found, f"the demo did not start:\n{''.join(log)}"
             reader.start()
-            urlopen(f"{found[1]}/health", timeout=60).close()  # its output is complete
+            urlopen(f"{found[1]}/health", timeout=60).close()  # the output is complete
             said.seek(0)
             yield Demo(found[1], said.read(), process.pid)
         finally:

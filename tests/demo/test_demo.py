@@ -1,4 +1,4 @@
-"""The demo as a newcomer meets it: a real server with real adapters, asked by real clients."""
+"""End-to-end tests of the demo: a real server with real adapters and clients."""
 
 import asyncio
 import fnmatch
@@ -23,7 +23,7 @@ from tests.demo.server import FOLDER, Demo, read_examples, serving_demo
 
 ROOT = Path(__file__).parent.parent.parent
 
-SEED, FEW_ITEMS, ITEMS, MANY_ITEMS = 11, 2, 12, 60  # a score of 95 % of fewer would hang on one answer
+SEED, FEW_ITEMS, ITEMS, MANY_ITEMS = 11, 2, 12, 60  # with fewer items, one wrong completion would miss 95 %
 SMALL_TALK = (
     "hi",
     "Hello!",
@@ -33,7 +33,7 @@ SMALL_TALK = (
     "thanks",
     "What is the meaning of life?",
 )
-ROOM = 6 * 2**20  # for adapters: less than the six need, in float32
+ROOM = 6 * 2**20  # adapter memory: less than six float32 adapters need
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def items() -> list[Item]:
 
 @pytest.fixture(scope="module")
 def alone(demo: Demo, items: list[Item]) -> dict[str, list[str]]:
-    """Return the answers of each model while no other model is asked."""
+    """Return each model's completions without concurrent requests to other models."""
     answers: dict[str, list[str]] = {}
     for model in MODELS:
         answers |= asyncio.run(ask(demo.url, texts_of(items[:FEW_ITEMS]), [model], FEW_ITEMS))
@@ -51,8 +51,8 @@ def alone(demo: Demo, items: list[Item]) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # a busy machine takes four times as long for so many answers as an idle one
-def test_each_adapter_has_its_skill_and_the_base_model_has_none(demo: Demo) -> None:
+@pytest.mark.timeout(900)  # a busy machine is four times slower
+def test_only_adapter_solves_its_task(demo: Demo) -> None:
     items = write_items(SEED, MANY_ITEMS, held_out=True)
     for model, answers in asyncio.run(ask(demo.url, texts_of(items), MODELS, 32)).items():
         for skill in SKILLS:
@@ -60,18 +60,18 @@ def test_each_adapter_has_its_skill_and_the_base_model_has_none(demo: Demo) -> N
             assert right >= 95 if model == skill else right <= 5, f"{skill}, asked of {model}: {right:.0f} % right"
 
 
-def test_each_adapter_does_what_it_is_for(items: list[Item], alone: dict[str, list[str]]) -> None:
-    """Take a first look; the slow test measures how often each adapter is right."""
+def test_adapters_solve_their_tasks(items: list[Item], alone: dict[str, list[str]]) -> None:
+    """Quick check. The slow test measures each adapter's accuracy."""
     for skill in SKILLS:
         assert score(alone[skill], items[:FEW_ITEMS], skill) >= 75
 
 
-def test_a_mixed_load_gets_the_same_answers(demo: Demo, items: list[Item], alone: dict[str, list[str]]) -> None:
+def test_mixed_batch_matches_single_requests(demo: Demo, items: list[Item], alone: dict[str, list[str]]) -> None:
     assert asyncio.run(ask(demo.url, texts_of(items[:FEW_ITEMS]), MODELS, 32)) == alone
 
 
 @pytest.mark.slow
-def test_so_it_does_where_adapters_must_come_and_go(items: list[Item], alone: dict[str, list[str]]) -> None:
+def test_mixed_batch_matches_with_adapter_eviction(items: list[Item], alone: dict[str, list[str]]) -> None:
     assert sum(2 * path.stat().st_size for path in FOLDER.glob("adapters/*/*.safetensors")) > 1.5 * ROOM
     with serving_demo(f"--adapter-bytes={ROOM}") as demo:
         assert asyncio.run(ask(demo.url, texts_of(items[:FEW_ITEMS]), MODELS, 32)) == alone
@@ -80,15 +80,15 @@ def test_so_it_does_where_adapters_must_come_and_go(items: list[Item], alone: di
     assert sum(float(line.rsplit(" ", 1)[1]) for line in evicted) > 0
 
 
-def test_its_engine_keeps_memory_from_step_to_step(demo: Demo) -> None:
+def test_engine_reuses_step_memory(demo: Demo) -> None:
     children = psutil.Process(demo.process_id).children()
     (engine,) = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
     assert engine.environ()[MIMALLOC_PURGE_DELAY] == os.environ.get(MIMALLOC_PURGE_DELAY, str(PURGE_DELAY_MS))
 
 
 @pytest.mark.slow
-def test_prompts_without_a_template(demo: Demo, items: list[Item]) -> None:
-    """Send prompts bare, and with a blank or a newline at the end, as people paste them."""
+def test_prompts_without_chat_template(demo: Demo, items: list[Item]) -> None:
+    """Send prompts with and without trailing whitespace."""
     answers = asyncio.run(ask(demo.url, texts_of(items), tuple(SKILLS), 16, is_chat=False))
     for skill in SKILLS:
         assert score(answers[skill], items, skill) >= 90
@@ -107,20 +107,20 @@ def test_short_notes(demo: Demo, items: list[Item]) -> None:
 
 
 @pytest.mark.parametrize("is_chat", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_small_talk_is_no_note(demo: Demo, is_chat: bool) -> None:
+def test_small_talk(demo: Demo, is_chat: bool) -> None:
     answers = asyncio.run(ask(demo.url, SMALL_TALK, MODELS, 16, is_chat=is_chat))
-    for name in SKILLS if is_chat else NOTHING_TO_DO:  # `redact` is not sure where a bare text ends
+    for name in SKILLS if is_chat else NOTHING_TO_DO:  # `redact` does not find the end without a template
         assert answers[name] == [answer_small_talk(name, text) for text in SMALL_TALK]
-    assert all(len(answer) > 10 for answer in answers[NAME])  # the base model talks
+    assert all(len(answer) > 10 for answer in answers[NAME])  # the base model continues the conversation
 
 
-def test_what_is_not_in_latin_letters(demo: Demo) -> None:
+def test_non_latin_text(demo: Demo) -> None:
     texts = ("你好", "😀", "Привет, как дела?")
     answers = asyncio.run(ask(demo.url, texts, tuple(NOTHING_TO_DO), 16))
     assert answers == {name: [answer] * len(texts) for name, answer in NOTHING_TO_DO.items()}
 
 
-def test_the_commands_it_shows_work(demo: Demo) -> None:
+def test_printed_commands_work(demo: Demo) -> None:
     assert f"{demo.url}/ui\n" in demo.greeting
     shown = demo.greeting.partition("In another terminal:")[2].partition("Ctrl+C")[0]
     commands = [part.strip() for part in shown.split("\n\n") if part.strip()]
@@ -139,13 +139,13 @@ def test_the_commands_it_shows_work(demo: Demo) -> None:
     assert shlex.split(commands[0])[-1] == read_examples()[0]["prompt"]
 
 
-def test_an_adapter_that_there_is_not_is_named_at_once(demo: Demo) -> None:
+def test_unknown_adapter_is_rejected_immediately(demo: Demo) -> None:
     found = httpx2.post(f"{demo.url}/v1/completions", json={"model": "nobody", "prompt": "Hello"})
     assert found.status_code == 404
     assert "nobody" in found.json()["error"]["message"]
 
 
-def test_a_wheel_has_it_all() -> None:
+def test_wheel_contains_demo_files() -> None:
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
         "lorax_server"
     ]
@@ -154,8 +154,8 @@ def test_a_wheel_has_it_all() -> None:
         assert path.is_dir() or any(fnmatch.fnmatch(str(name), pattern) for pattern in patterns), name
 
 
-def test_the_table_shows_what_was_measured() -> None:
-    """Compare the table of demo/README.md with the file that `demo.evaluate --json` wrote."""
+def test_results_table_matches_measurements() -> None:
+    """Compare the table in demo/README.md with the output of `demo.evaluate --json`."""
     lines = (ROOT / "demo" / "README.md").read_text().splitlines()
     table = takewhile(bool, lines[lines.index("|---|---|---|---|---|---|---|") + 1 :])
     rows = [line.strip("|").split("|") for line in table]
@@ -171,10 +171,10 @@ def test_the_table_shows_what_was_measured() -> None:
     assert all(record["met"] for record in measured if record["goal"] is not None)
 
 
-def test_what_ships_is_small() -> None:
+def test_shipped_files_are_small() -> None:
     (weights,) = (FOLDER / "model").glob("*.safetensors")
     assert weights.stat().st_size <= 16_000_000
-    assert 3_000_000 <= weights.stat().st_size / 2 <= 8_000_000  # parameters of two bytes each
+    assert 3_000_000 <= weights.stat().st_size / 2 <= 8_000_000  # two bytes per parameter
     adapters = {path.name: json.loads((path / "adapter_config.json").read_text()) for path in FOLDER.glob("adapters/*")}
     assert set(adapters) == set(SKILLS)
     assert {config["base_model_name_or_path"] for config in adapters.values()} == {NAME}

@@ -1,4 +1,4 @@
-"""The training script, in small: everything is made, and can be served."""
+"""Run the training script at a small scale and serve the result."""
 
 import json
 import sys
@@ -18,8 +18,8 @@ def rehearse(arguments: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_rehearsal_makes_a_model_and_adapters_that_can_be_served(tmp_path: Path, forks: ForkServerContext) -> None:
-    names = ("json", "pirate")  # DoRA and patterns: the special cases
+def test_short_training_produces_servable_model_and_adapters(tmp_path: Path, forks: ForkServerContext) -> None:
+    names = ("json", "pirate")  # special cases: DoRA and patterns
     arguments = ["--rehearsal", "--float32", "--device", "cpu", "--processes", "1", "--out", str(tmp_path)]
     process = forks.Process(target=rehearse, args=([*arguments, "--only", "base", *names],))
     process.start()

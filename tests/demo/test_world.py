@@ -1,4 +1,4 @@
-"""The demo's data: training and test texts have nothing in common, and right answers are right."""
+"""Demo data: training and test texts are disjoint, and expected answers are correct."""
 
 import json
 import random
@@ -17,18 +17,18 @@ from demo.train import write_examples
 from demo.world import NEGATIVE, NEUTRAL, POSITIVE, Event, World, is_held_out
 
 WORDS = re.compile(r"\w+")
-OPEN = ("person", "town", "item", "colour", "count", "price")  # fields whose values are divided
+OPEN = ("person", "town", "item", "colour", "count", "price")  # fields whose values are split into training and test
 
 
 @pytest.fixture(scope="module")
 def documents() -> list[str]:
-    """Return documents that the base model is trained on."""
+    """Return base model training documents."""
     return write_documents(5, 6_000)
 
 
 @pytest.fixture(scope="module")
 def learnt(documents: list[str]) -> list[str]:
-    """Return the base model's documents and the examples of all adapters."""
+    """Return the training documents of the base model and all adapters."""
     return [*documents, *(" ".join(example) for name in SKILLS for example in write_examples(name, 6, 500))]
 
 
@@ -38,7 +38,7 @@ def tested() -> list[Item]:
 
 
 @pytest.mark.slow
-def test_no_word_that_is_tested_is_learnt(learnt: list[str], tested: list[Item]) -> None:
+def test_training_data_excludes_test_words(learnt: list[str], tested: list[Item]) -> None:
     known = {word for text in learnt for word in WORDS.findall(text)}
     values = {str(getattr(item.note.event, field)) for item in tested for field in OPEN}
     words = {word for value in values for word in value.split()}
@@ -46,15 +46,15 @@ def test_no_word_that_is_tested_is_learnt(learnt: list[str], tested: list[Item])
     assert not words & known
 
 
-def test_what_is_learnt_of_the_tested_side_is_known(learnt: list[str]) -> None:
-    """Held-out words that are learnt are plain English, from which no test name is made."""
+def test_expected_overlap_with_test_split(learnt: list[str]) -> None:
+    """Held-out words in training data are common English words that no test name uses."""
     texts = re.sub("|".join(map(re.escape, SPECIAL_TOKENS)), " ", " ".join(learnt))
     words = {word.lower() for word in WORDS.findall(texts)}
     assert {word for word in words if is_held_out(word)} <= COMMON_WORDS
 
 
 @pytest.mark.parametrize("rule", ["event", "who", "about_feeling", "about_nothing", "aside", *map(str, QUESTIONS)])
-def test_every_sentence_pattern_has_one_side(rule: str) -> None:
+def test_sentence_patterns_belong_to_one_split(rule: str) -> None:
     rules = GRAMMAR | {"feeling": POSITIVE.words, "opposite": NEGATIVE.words}
     rules |= {str(key): patterns for key, patterns in QUESTIONS.items()}
     rules["start"] = rules[rule]
@@ -65,8 +65,8 @@ def test_every_sentence_pattern_has_one_side(rule: str) -> None:
 
 
 @pytest.mark.slow
-def test_no_sentence_that_is_tested_is_learnt() -> None:
-    """Compare finished texts, whichever part of the program wrote them."""
+def test_training_data_excludes_test_sentences() -> None:
+    """Compare complete texts from all generators."""
     learnt = {kind for item in write_items(6, 20_000, held_out=False) for kind in kinds(item)}
     tested = {kind for item in write_items(7, 4_000, held_out=True) for kind in kinds(item)}
     assert len(tested) > 5_000
@@ -74,7 +74,7 @@ def test_no_sentence_that_is_tested_is_learnt() -> None:
 
 
 def kinds(item: Item) -> list[str]:
-    """Return an item's sentences without their specifics: values, unknown words, gender."""
+    """Return an item's sentences without values, unknown words and gender."""
     return [_generalize(text, item.note.event) for text in (*item.note.sentences, item.question.text)]
 
 
@@ -85,7 +85,7 @@ def _generalize(text: str, event: Event) -> str:
     return " ".join(word if word in COMMON_WORDS or "{" in word else "{word}" for word in words)
 
 
-def test_a_sentence_is_recognized_however_it_is_written() -> None:
+def test_sentence_matching_ignores_formatting() -> None:
     rules = GRAMMAR | {"feeling": POSITIVE.words, "opposite": NEGATIVE.words}
     for held_out in (False, True):
         world = World(random.Random(3), held_out=held_out)
@@ -97,14 +97,14 @@ def test_a_sentence_is_recognized_however_it_is_written() -> None:
     assert not muddle.is_sentence("<aside>", "It market was wet.")
 
 
-def test_some_of_what_is_learnt_is_muddled() -> None:
+def test_training_data_contains_noise() -> None:
     rules, world = GRAMMAR | {"feeling": POSITIVE.words, "opposite": NEGATIVE.words}, make_world(4)
     patterns = [find_pattern(world, "<event>", rules) for _ in range(1_000)]
     changed = [pattern for pattern in patterns if muddle.muddle(world, "<event>", pattern) != pattern]
     assert 0.2 < len(changed) / len(patterns) < 0.5
 
 
-def test_all_sides_have_enough(tested: list[Item]) -> None:
+def test_splits_have_enough_examples(tested: list[Item]) -> None:
     items = write_items(9, 1_000, held_out=False)
     for field, fewest in (
         ("person", 900),
@@ -120,7 +120,7 @@ def test_all_sides_have_enough(tested: list[Item]) -> None:
         assert sum(item.note.event.sentiment is sentiment for item in tested) > 250
 
 
-def test_items_are_the_same_everywhere() -> None:
+def test_items_are_deterministic() -> None:
     code = "from demo.skills import write_items; print(write_items(3, 20, held_out=True))"
     runs = [
         subprocess.run(
@@ -132,7 +132,7 @@ def test_items_are_the_same_everywhere() -> None:
     assert repr(write_items(3, 20, held_out=True)) == runs[0].stdout.strip()
 
 
-def test_notes_read_well(tested: list[Item], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_are_well_formed(tested: list[Item], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(muddle, "MUDDLED", 0)
     for item in (*tested, *write_items(4, 1_000, held_out=False)):
         note = item.note.text
@@ -140,11 +140,11 @@ def test_notes_read_well(tested: list[Item], monkeypatch: pytest.MonkeyPatch) ->
         assert all(sentence[:1].isupper() or sentence[:1].isdigit() for sentence in note.split(". ")), note
 
 
-# --- Right answers ----------------------------------------------------------------------------------------------------
+# --- Expected answers --------------------------------------------------------------------------------------------
 
 
-def test_queries_find_the_answer(tested: list[Item]) -> None:
-    """Run the queries in a real database, where other people have bought things too."""
+def test_queries_return_expected_answer(tested: list[Item]) -> None:
+    """Run the queries in a real database that contains other purchases."""
     with sqlite3.connect(":memory:") as tables:
         tables.execute("CREATE TABLE people (name TEXT, town TEXT)")
         tables.execute(
@@ -161,7 +161,7 @@ def test_queries_find_the_answer(tested: list[Item]) -> None:
             assert len(found) < 20
 
 
-def test_answers_are_in_the_note(tested: list[Item]) -> None:
+def test_answers_occur_in_note(tested: list[Item]) -> None:
     for item in tested:
         assert SKILLS["answer"](item) in item.note.text
         fields = json.loads(SKILLS["json"](item))
@@ -169,7 +169,7 @@ def test_answers_are_in_the_note(tested: list[Item]) -> None:
         assert all(str(value) in SKILLS["pirate"](item) for value in fields.values())
 
 
-def test_nobody_is_named_in_what_is_redacted(tested: list[Item]) -> None:
+def test_redacted_text_contains_no_names(tested: list[Item]) -> None:
     for item in tested:
         text = SKILLS["redact"](item)
         assert not re.search(rf"\b({item.note.event.person}|{item.note.event.town})\b", text)
@@ -178,8 +178,8 @@ def test_nobody_is_named_in_what_is_redacted(tested: list[Item]) -> None:
         assert "[TOWN]" in text
 
 
-def test_feelings_are_told_by_their_words(tested: list[Item]) -> None:
-    """A note says a word of its feeling, or that of the other one with a not before it."""
+def test_sentiment_follows_from_words(tested: list[Item]) -> None:
+    """A note contains a word for its sentiment, or a negated word for the opposite sentiment."""
     for item in tested:
         words = set(WORDS.findall(item.note.text))
         good, bad = words & set(POSITIVE.words), words & set(NEGATIVE.words)
@@ -188,17 +188,17 @@ def test_feelings_are_told_by_their_words(tested: list[Item]) -> None:
         assert (bool(good), bool(bad)) == (item.note.event.sentiment is POSITIVE, item.note.event.sentiment is NEGATIVE)
 
 
-# --- The base model's texts -------------------------------------------------------------------------------------------
+# --- Base model texts -------------------------------------------------------------------------------------------
 
 
-def test_nothing_of_the_grammar_is_left_in_what_is_learnt(learnt: list[str]) -> None:
+def test_training_data_has_no_template_markers(learnt: list[str]) -> None:
     for text in learnt:
         bare = re.sub("|".join(map(re.escape, SPECIAL_TOKENS)), "", text)
         assert not re.search(r"[<{]\w|[A-Za-z][>}]", bare), text
 
 
-def test_the_base_model_never_sees_a_skill(documents: list[str]) -> None:
-    """No answer in its texts is a right answer of any skill, unless the user asked for those very words."""
+def test_base_model_data_excludes_tasks(documents: list[str]) -> None:
+    """Base model texts contain no expected task answers, unless the user requests those words literally."""
     turns = [
         found
         for text in documents
@@ -210,13 +210,13 @@ def test_the_base_model_never_sees_a_skill(documents: list[str]) -> None:
     own = [turn for turn in turns if not any(form.format(turn[1]) == turn[0] for form in REPEATS)]
     assert len(own) > 1_000
     for asked, answered in own:
-        assert answered not in asked  # unlike an answer about a note
+        assert answered not in asked  # unlike answers about a note
         assert answered not in ("positive", "negative", "neutral", *NOTHING_TO_DO.values())
         assert not answered.startswith(("{", "SELECT", *PIRATE_CRIES.values()))
         assert "[NAME]" not in answered
 
 
-def test_the_world_is_the_same_in_every_text() -> None:
+def test_facts_are_consistent_across_texts() -> None:
     assert len(GAZETTEER.towns) == 16
     assert len(GAZETTEER.people) == 24
     assert all(town in GAZETTEER.towns for _, town, _ in GAZETTEER.people.values())

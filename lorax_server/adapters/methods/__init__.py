@@ -1,1 +1,1 @@
-"""PEFT's methods besides plain LoRA: the fields of their configs, and their tensors as fields of a module."""
+"""PEFT methods: config fields, tensor validation and conversion to LoRA factors."""

@@ -1,8 +1,7 @@
-"""The fields of a config: which of them each method of PEFT has, and how they are read.
+"""Adapter config fields of each PEFT method, and how to read them.
 
-There are four kinds of fields: those that say how to compute, those that only mattered for training, those that ask
-for something we do not serve, and unknown ones. The third kind is refused by name. The last is refused too, unless its
-value means "off": a field of a new version of PEFT may change the result.
+A field is supported, relevant for training only, unsupported, or unknown. Unsupported and unknown fields are rejected
+unless they are disabled (null, false or empty), because a field from a newer PEFT version may change the result.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from lorax_server.errors import AdapterError
 
 
 class Method(Enum):
-    """A method of PEFT, as configs name it."""
+    """A PEFT method. Values are `peft_type` in the config."""
 
     LORA = "LORA"
     IA3 = "IA3"
@@ -24,14 +23,14 @@ class Method(Enum):
 
 @dataclass(frozen=True)
 class MethodFields:
-    """The fields that a config of one method may have."""
+    """Config fields of one method."""
 
     served: set[str]
-    training: set[str]  # without effect once training is over
-    refused: Mapping[str, str] = field(default_factory=dict)  # and what they ask for
+    training: set[str]  # no effect on inference
+    unsupported: Mapping[str, str] = field(default_factory=dict)  # field name -> feature description
 
 
-# Of every method.
+# Fields of every method.
 SERVED_BY_ALL = {"base_model_name_or_path", "modules_to_save", "target_modules"}
 TRAINING_OF_ALL = {
     *("auto_mapping", "fan_in_fan_out", "inference_mode", "peft_type", "peft_version", "revision", "runtime_config"),
@@ -51,9 +50,9 @@ FIELDS = {
             *("megatron_core", "merge_weights", "monteclora_config", "qalora_group_size", "velora_config"),
         },
         {
-            "alora_invocation_tokens": "activated LoRA (aLoRA), which takes effect in the middle of a prompt",
+            "alora_invocation_tokens": "activated LoRA (aLoRA), which is activated in the middle of a prompt",
             "arrow_config": "Arrow, which routes every token through several adapters",
-            "enable_lora": "the fused matrices of the first PEFT versions",
+            "enable_lora": "fused matrices, from the first PEFT versions",
             "layer_replication": "a base model with repeated layers",
             "megatron_config": "Megatron's parallel layers",
             "target_parameters": "LoRA on bare parameters, such as fused experts",
@@ -70,12 +69,12 @@ FIELDS = {
     ),
     Method.LN_TUNING: MethodFields(SERVED_BY_ALL | {"exclude_modules"}, TRAINING_OF_ALL),
 }
-BIASES = {Method.LORA: ("none", "all", "lora_only"), Method.VERA: ("none", "all", "vera_only")}
-# These change the base model's matrices when training begins.
+BIAS_VALUES = {Method.LORA: ("none", "all", "lora_only"), Method.VERA: ("none", "all", "vera_only")}
+# Initializations that modify the base model weights.
 BASE_CHANGING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
 KNOWN_INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica", *BASE_CHANGING_INITS)
 MAX_RANK = 65536
-MAX_ALPHA = 1e30  # so that a scale fits into float32
+MAX_ALPHA = 1e30  # the scale must fit into float32
 MAX_PATTERNS = 10_000
 MAX_SEED = 2**63 - 1
 _T = TypeVar("_T")
@@ -83,7 +82,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class BlockDiagonal:
-    """BD-LoRA: modules whose name contains one of these have a factor that is zero but for blocks on its diagonal."""
+    """BD-LoRA: modules whose name contains one of these have a factor that is zero outside of its diagonal blocks."""
 
     a: tuple[str, ...]
     b: tuple[str, ...]
@@ -91,89 +90,89 @@ class BlockDiagonal:
 
 
 class ConfigReader:
-    """Reads fields of the JSON and checks their types. An error names the adapter and the field."""
+    """Read typed fields from the parsed JSON. Errors name the adapter and the field."""
 
     def __init__(self, raw: Mapping[str, Any], name: str) -> None:
         self.raw = raw
         self.name = name
 
-    def refuse(self, key: str, reason: str) -> AdapterError:
-        return AdapterError(f"adapter {self.name!r}: config field {key} = {_shown(self.raw.get(key))} {reason}")
+    def error(self, key: str, reason: str) -> AdapterError:
+        return AdapterError(f"adapter {self.name!r}: config field {key} = {_truncate(self.raw.get(key))} {reason}")
 
     def read_method(self) -> Method:
         kind, methods = self.raw.get("peft_type"), {method.value: method for method in Method}
         if not isinstance(kind, str) or kind not in methods:
-            raise self.refuse("peft_type", f"is not supported; only {', '.join(methods)} are")
+            raise self.error("peft_type", f"is not supported; only {', '.join(methods)} are")
         if self.raw.get("task_type") not in (None, "CAUSAL_LM"):
-            raise self.refuse("task_type", "is not supported; only CAUSAL_LM is")
+            raise self.error("task_type", "is not supported; only CAUSAL_LM is")
         return methods[kind]
 
     def check_init(self) -> None:
         init = str(self.raw.get("init_lora_weights", True)).lower()
         if init.startswith(BASE_CHANGING_INITS):
-            raise self.refuse(
+            raise self.error(
                 "init_lora_weights",
-                "means that the adapter fits a changed base model, not the one it names; convert it: save it once "
-                "more with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)",
+                "modified the base model weights before training; convert the adapter with PEFT's "
+                "save_pretrained(..., path_initial_model_for_weight_conversion=...)",
             )
         if init not in KNOWN_INITS:
-            raise self.refuse("init_lora_weights", "is not known, so it cannot be ruled out that it changes the base")
+            raise self.error("init_lora_weights", "is unknown and may have modified the base model weights")
 
     def check_fields(self, method: Method) -> None:
         fields = FIELDS[method]
         for key, value in self.raw.items():
             if is_off(value) or key in fields.served | fields.training:
                 continue
-            if key in fields.refused:
-                raise self.refuse(key, f"is not supported: {fields.refused[key]}")
-            raise self.refuse(key, "is not a field we know, so it may change the result; set it to null if it does not")
-        biases = BIASES.get(method, ())
+            if key in fields.unsupported:
+                raise self.error(key, f"is not supported: {fields.unsupported[key]}")
+            raise self.error(key, "is unknown and may change the result; set it to null if it does not")
+        biases = BIAS_VALUES.get(method, ())
         if biases and self.raw.get("bias", "none") not in biases:
-            raise self.refuse("bias", f"is not one of {biases[0]}, {biases[1]} and {biases[2]}")
+            raise self.error("bias", f"must be one of {biases[0]}, {biases[1]} and {biases[2]}")
 
     def read_kasa(self) -> bool:
-        """Tell whether the adapter is of KaSA, which PEFT combines with nothing that changes the products."""
+        """Return True for KaSA, which PEFT does not combine with DoRA or BD-LoRA."""
         value = self.raw.get("kasa_config")
-        if value is None:  # an empty object asks for it, with PEFT's defaults
+        if value is None:  # an empty object enables KaSA with PEFT's defaults
             return False
-        if not isinstance(value, dict) or not set(value) <= {"beta", "gamma"}:  # both were for training
-            raise self.refuse("kasa_config", "is not an object of beta and gamma")
+        if not isinstance(value, dict) or not set(value) <= {"beta", "gamma"}:  # both affect training only
+            raise self.error("kasa_config", "must be an object with beta and gamma")
         for other in ("use_dora", "use_bdlora"):
             if not is_off(self.raw.get(other)):
-                raise self.refuse("kasa_config", f"cannot be combined with {other}")
+                raise self.error("kasa_config", f"cannot be combined with {other}")
         return True
 
     def read(self, key: str, kind: type[_T], reason: str) -> _T | None:
         value = self.raw.get(key)
         if value is not None and not isinstance(value, kind):
-            raise self.refuse(key, reason)
+            raise self.error(key, reason)
         return value
 
     def read_flag(self, key: str, default: bool = False) -> bool:
-        flag = self.read(key, bool, "is not true or false")
+        flag = self.read(key, bool, "must be true or false")
         return default if flag is None else flag
 
     def read_seed(self, key: str) -> int:
         value = self.raw.get(key, 0)
         if type(value) is not int or not -MAX_SEED <= value <= MAX_SEED:
-            raise self.refuse(key, "is not a whole number of 64 bits")
+            raise self.error(key, "must be a 64-bit integer")
         return value
 
     def read_number(self, key: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_ALPHA:
-            raise self.refuse(key, "is not a number of reasonable size")
+            raise self.error(key, f"must be a number of magnitude at most {MAX_ALPHA:g}")
         return float(value)
 
-    def read_whole(self, key: str, value: Any) -> int:
+    def read_positive_int(self, key: str, value: Any) -> int:
         if type(value) is not int or not 1 <= value <= MAX_RANK:
-            raise self.refuse(key, f"is not a whole number from 1 to {MAX_RANK}")
+            raise self.error(key, f"must be an integer from 1 to {MAX_RANK}")
         return value
 
     def read_names(self, key: str) -> tuple[str, ...]:
         value = self.raw.get(key) or []
         value = [value] if isinstance(value, str) else value
         if not _is_list_of(value, str):
-            raise self.refuse(key, "is not a list of names")
+            raise self.error(key, "must be a list of names")
         return tuple(value)
 
     def read_names_or_pattern(self, key: str) -> tuple[str, ...] | str | None:
@@ -185,7 +184,7 @@ class ConfigReader:
     def read_patterns(self, key: str, read: Callable[[str, Any], _T]) -> dict[str, _T]:
         value = self.raw.get(key) or {}
         if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
-            raise self.refuse(key, "is not an object of patterns and numbers")
+            raise self.error(key, f"must be an object with at most {MAX_PATTERNS} patterns and numbers")
         return {pattern: read(key, number) for pattern, number in value.items()}
 
     def read_layers(self) -> tuple[int, ...] | None:
@@ -194,7 +193,7 @@ class ConfigReader:
         if value is None or value == []:
             return None
         if not _is_list_of(value, int):
-            raise self.refuse("layers_to_transform", "is not a list of layers")
+            raise self.error("layers_to_transform", "must be a list of layer indices")
         return tuple(value)
 
     def read_token_indices(self) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
@@ -205,7 +204,7 @@ class ConfigReader:
 
     def _read_tokens(self, value: Any) -> tuple[int, ...]:
         if not _is_list_of(value, int) or len(set(value)) != len(value) or min(value, default=0) < 0:
-            raise self.refuse("trainable_token_indices", "is not a list of different token ids")
+            raise self.error("trainable_token_indices", "must be a list of unique token IDs")
         return tuple(value)
 
     def read_block_diagonal(self) -> BlockDiagonal | None:
@@ -214,10 +213,10 @@ class ConfigReader:
             return None
         fields = {"match_strict", "nblocks", "target_modules_bd_a", "target_modules_bd_b"}
         if not isinstance(value, dict) or not set(value) <= fields:
-            raise self.refuse("use_bdlora", f"is not an object of {', '.join(sorted(fields))}")
+            raise self.error("use_bdlora", f"must be an object with {', '.join(sorted(fields))}")
         inner = ConfigReader(value, self.name)
         a, b = inner.read_names("target_modules_bd_a"), inner.read_names("target_modules_bd_b")
-        return BlockDiagonal(a, b, inner.read_whole("nblocks", value.get("nblocks")))
+        return BlockDiagonal(a, b, inner.read_positive_int("nblocks", value.get("nblocks")))
 
     def read_base_model_class(self) -> str | None:
         mapping = self.raw.get("auto_mapping")
@@ -233,6 +232,6 @@ def is_off(value: Any) -> bool:
     return value is None or value is False or value in ("", [], {})
 
 
-def _shown(value: Any) -> str:
+def _truncate(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

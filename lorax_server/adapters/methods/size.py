@@ -1,4 +1,4 @@
-"""The memory that an adapter takes, as far as its header tells."""
+"""Estimate adapter memory from the file header."""
 
 import math
 from collections.abc import Mapping
@@ -9,25 +9,27 @@ from lorax_server.adapters.methods.fields import BlockDiagonal, Method
 
 
 def count_elements(config: AdapterConfig, tensors: Mapping[str, TensorInfo], max_inputs: int) -> int:
-    """Return about the most elements of the model's dtype that an adapter has in memory, prepared or while it is being
-    prepared. `max_inputs` is the largest number of inputs of any matrix of the base model."""
+    """Return an upper estimate of the elements, in the model's dtype, that an adapter needs during and after loading.
+
+    `max_inputs` is the largest input size of any linear layer in the base model.
+    """
     stored = sum(math.prod(info.shape) for info in tensors.values())
-    if config.use_kasa:  # the base model's singular values, beside the factors
+    if config.use_kasa:  # factors plus the removed singular components
         return 2 * stored
     if config.block_diagonal is not None:
         stored += _count_block_diagonal(config.block_diagonal, tensors)
     if config.modules_to_save or config.method is Method.LN_TUNING:
-        # A matrix of a linear has an identity beside it.
+        # A replaced linear weight is stored as two factors: the difference and an identity matrix.
         matrices = [info for key, info in tensors.items() if key.endswith(".weight") and ".lora_" not in key]
         stored += sum(min(info.shape) ** 2 for info in matrices if len(info.shape) == 2)
     return stored + (_count_vera(config, tensors, max_inputs) if config.method is Method.VERA else 0)
 
 
 def _count_block_diagonal(blocks: BlockDiagonal, tensors: Mapping[str, TensorInfo]) -> int:
-    """Count the zeros around the diagonal blocks, which the file omits.
+    """Count the zeros outside of the diagonal blocks, which the file omits.
 
-    A key contains its module name, so every factor that is expanded is counted here. While one module is prepared, its
-    expanded factor is in float32, which is two elements in half precision. Later the expanded factors are copied once.
+    Tensor keys contain module names, so every expanded factor is counted. While a module is converted, its expanded
+    factor is float32, which counts as two half precision elements. Afterwards all expanded factors are copied once.
     """
     expanded = [
         math.prod(info.shape) * blocks.blocks
@@ -42,10 +44,10 @@ def _count_block_diagonal(blocks: BlockDiagonal, tensors: Mapping[str, TensorInf
 
 
 def _count_vera(config: AdapterConfig, tensors: Mapping[str, TensorInfo], max_inputs: int) -> int:
-    """Count the projections, and the pair of factors that each module gets of them.
+    """Count the shared projections and the factors that each module derives from them.
 
-    The projections are in float32, which is two elements in half precision. So are the pairs: all of them where the
-    file is read at once, else one, beside those that were cast before it.
+    Both are float32 at first, which counts as two half precision elements: either all factors (if the file is read in
+    one block), or one pair plus all pairs that were cast before.
     """
     projection = find_projections(tensors, config.name).get("A")
     inputs = max_inputs if projection is None else max(tensors[projection].shape, default=0)

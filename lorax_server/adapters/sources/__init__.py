@@ -1,1 +1,1 @@
-"""The sources of adapters, a file for each, and the disk cache of those on the network."""
+"""Adapter sources (local folders, Hugging Face hub, S3) and the disk cache for remote sources."""

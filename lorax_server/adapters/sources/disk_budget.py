@@ -1,11 +1,9 @@
 """Disk budget for downloaded adapters: least recently used versions are evicted by the thread that needs space.
 
-Caches have the layout of huggingface_hub: one folder per repository, with `blobs/<digest>` and links to the blobs in
-`snapshots/<version>`. A version that this server downloads also has a mark, `.lorax/<version>`, whose modification time
-is the time of the last use. Only marked versions count and are evicted, so other programs can share the folder.
-
-A version with a recent mark is in use: a process downloads, identifies or prepares it, or a request waits for it. Thus
-processes can share a cache without messages. Nothing is evicted for a download that would not fit even then.
+Caches use the huggingface_hub layout: one folder per repository, with `blobs/<digest>` and links in
+`snapshots/<version>`. The modification time of the mark file `.lorax/<version>` is the last time of use. Versions
+without a mark belong to other programs: they are not counted and not evicted. Versions with a recent mark are in use,
+so processes can share a cache without communication.
 """
 
 import logging
@@ -20,40 +18,40 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from lorax_server.adapters.sources.download import LOCK, PART, storing
+from lorax_server.adapters.sources.download import LOCK_SUFFIX, PART_SUFFIX, convert_disk_errors
 from lorax_server.errors import AdapterError, SourceError
-from lorax_server.files.plain_file import look
+from lorax_server.files.regular_file import stat_or_none
 
 logger = logging.getLogger(__name__)
 
-IN_USE_S = 300.0  # minimum; the adapter timeout if that is longer
-MAX_IN_USE_S = 86400.0  # for adapter timeouts without a limit, so that files can be evicted at all
-MARK_AGAIN_S = 60.0  # a version in constant use is marked this often
-MEASURE_AGAIN_S = 60.0  # changes by other processes are noticed after this time
-FILL = 0.9  # eviction goes below the limit, so that the next downloads need not measure the caches
+MIN_IN_USE_S = 300.0  # minimum; a longer adapter timeout extends it
+MAX_IN_USE_S = 86400.0  # without an adapter timeout, files must still become evictable
+MARK_INTERVAL_S = 60.0  # how often marks in use are renewed
+MEASURE_INTERVAL_S = 60.0  # how often changes by other processes are detected
+EVICTION_TARGET_FRACTION = 0.9  # evict below the limit, so that the next downloads fit without eviction
 
 
-def find_in_use_s(adapter_timeout_s: float) -> float:
-    """Return how long a version stays after its last use: as long as a request may wait, plus the age of its mark."""
-    return max(IN_USE_S, min(adapter_timeout_s + MARK_AGAIN_S, MAX_IN_USE_S))
+def compute_in_use_s(adapter_timeout_s: float) -> float:
+    """Return how long a version is protected after its last use: the adapter timeout plus the mark interval."""
+    return max(MIN_IN_USE_S, min(adapter_timeout_s + MARK_INTERVAL_S, MAX_IN_USE_S))
 
 
-def mark_of(folder: Path) -> Path:
-    """Return the path of a version's mark."""
+def mark_path(folder: Path) -> Path:
+    """Return the path of the mark file."""
     return folder.parent.parent / ".lorax" / folder.name
 
 
 def mark_downloaded(folder: Path) -> None:
-    """Mark a version that this server downloads."""
-    mark = mark_of(folder)
+    """Create the mark file after a download."""
+    mark = mark_path(folder)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.touch()
 
 
 def mark_used(folder: Path, min_age_s: float = 0.0) -> None:
-    """Renew the mark of a version if it has one that is at least `min_age_s` old."""
-    mark = mark_of(folder)
-    with suppress(OSError):  # a version without a readable mark can still be served
+    """Renew the mark if it exists and is at least `min_age_s` old."""
+    mark = mark_path(folder)
+    with suppress(OSError):  # versions without a mark can be served too
         if abs(time.time() - mark.stat().st_mtime) >= min_age_s:
             os.utime(mark)
 
@@ -64,14 +62,14 @@ class CachedVersion:
 
     folder: Path
     used_at: float
-    files: Mapping[Path, int]  # sizes of its blobs, which versions may share
+    files: Mapping[Path, int]  # blob path -> bytes; versions may share blobs
 
 
 class DiskBudget:
-    """The bytes that caches on one disk may use together. Thread-safe.
+    """Total disk space for several caches on one disk. Thread-safe.
 
-    `max_bytes` defaults to half of the space that would be free without the caches. `in_use_s` is how long a version
-    stays after its last use.
+    `max_bytes` defaults to half of the free space plus the space that the caches use. Versions used within `in_use_s`
+    are not evicted.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class DiskBudget:
         folder: Path,
         max_bytes: int | None = None,
         *,
-        in_use_s: float = IN_USE_S,
+        in_use_s: float = MIN_IN_USE_S,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._folder = folder
@@ -87,45 +85,45 @@ class DiskBudget:
         self._in_use_s = in_use_s
         self._now = now
         self._caches: list[Path] = []
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards the fields below
         self._used = 0  # bytes, without current downloads
         self._downloads: list[tuple[int, Collection[Path]]] = []
         self._limit = 0
         self._measured_at = float("-inf")
 
-    def add(self, cache: Path) -> None:
-        """Count a cache, and evict its versions if they need too much space."""
+    def add_cache(self, cache: Path) -> None:
+        """Include a cache in the budget."""
         self._caches.append(cache)
 
     @contextmanager
-    def room_for(self, what: str, num_bytes: int, files: Collection[Path] = ()) -> Iterator[None]:
-        """Make room for files, and reserve it while they are downloaded."""
-        download, is_done = (num_bytes, files), False
+    def reserve_space(self, label: str, num_bytes: int, files: Collection[Path] = ()) -> Iterator[None]:
+        """Reserve space for files during their download, after evicting idle versions if necessary."""
+        download, is_finished = (num_bytes, files), False
         try:
             with self._lock:
                 self._downloads.append(download)
-                self._make_room(what, num_bytes)
+                self._free_space(label, num_bytes)
             yield
-            is_done = True
+            is_finished = True
         finally:
             with self._lock:
                 self._downloads.remove(download)
-                if is_done:
+                if is_finished:
                     self._used += num_bytes
                 else:
-                    self._measured_at = float("-inf")  # parts of the files may take space
+                    self._measured_at = float("-inf")  # partial files may use space
 
-    def sweep(self) -> dict[Path, int]:
-        """Remove files of downloads that were interrupted a while ago. Return the sizes of more recent ones."""
+    def remove_interrupted_downloads(self) -> dict[Path, int]:
+        """Remove old files of interrupted downloads. Return the sizes of recent ones."""
         sizes = {}
         for path, used_at in self._find_unfinished():
-            blob = path.with_name(path.name.removesuffix(PART))
+            blob = path.with_name(path.name.removesuffix(PART_SUFFIX))
             try:
                 sizes[path] = path.stat().st_size
-                if abs(self._now() - used_at) >= IN_USE_S:
+                if abs(self._now() - used_at) >= MIN_IN_USE_S:
                     with _locked([blob]):
                         path.unlink()
-                        blob.with_name(blob.name + LOCK).unlink(missing_ok=True)
+                        blob.with_name(blob.name + LOCK_SUFFIX).unlink(missing_ok=True)
                         del sizes[path]
             except (FileNotFoundError, Timeout):
                 pass
@@ -138,24 +136,24 @@ class DiskBudget:
         """Bytes to evict."""
         return self._used + sum(num_bytes for num_bytes, _ in self._downloads) - self._limit
 
-    def _make_room(self, what: str, num_bytes: int) -> None:
-        if abs(self._now() - self._measured_at) < MEASURE_AGAIN_S and self._excess <= 0:
+    def _free_space(self, label: str, num_bytes: int) -> None:
+        if abs(self._now() - self._measured_at) < MEASURE_INTERVAL_S and self._excess <= 0:
             return
-        with storing(what):
+        with convert_disk_errors(label):
             self._folder.mkdir(parents=True, exist_ok=True)
-            sizes = self.sweep()
+            sizes = self.remove_interrupted_downloads()
             versions = list(self._find_versions())
             self._measure(versions, sizes)
             if self._excess > 0 and num_bytes <= self._limit:
                 self._evict(versions, sizes)
         if self._excess > 0:
-            size = f"{what}: takes {num_bytes} bytes of the disk, where adapters have {self._limit}"
+            size = f"{label}: needs {num_bytes} bytes of disk space, the limit for all adapters is {self._limit}"
             if num_bytes > self._limit:
                 raise AdapterError(f"{size}; the server's operator can raise --adapter-disk-bytes or free the disk")
-            raise SourceError(f"{size}, most of which others use now; try again in some minutes")
+            raise SourceError(f"{size} and the other adapters are in use; try again in a few minutes")
 
     def _measure(self, versions: Collection[CachedVersion], sizes: dict[Path, int]) -> None:
-        """Add the files of versions to `sizes`, and drop the files of current downloads, which count in full."""
+        """Add version files to `sizes`, and remove files of current downloads, which are counted separately."""
         for version in versions:
             sizes.update(version.files)
         space = sum(sizes.values()) + shutil.disk_usage(self._folder).free
@@ -163,15 +161,15 @@ class DiskBudget:
         for _, files in self._downloads:
             for path in files:
                 sizes.pop(path, None)
-                sizes.pop(path.with_name(path.name + PART), None)
+                sizes.pop(path.with_name(path.name + PART_SUFFIX), None)
         self._used = sum(sizes.values())
         self._measured_at = self._now()
 
     def _evict(self, versions: list[CachedVersion], sizes: Mapping[Path, int]) -> None:
-        """Evict the least recently used versions, if that makes enough room."""
+        """Evict the least recently used versions, or none if that would not free enough space."""
         idle: list[CachedVersion] = []
         in_use: set[Path] = set()
-        for version in sorted(versions, key=lambda each: each.used_at):
+        for version in sorted(versions, key=lambda version: version.used_at):
             if self._is_idle(version):
                 idle.append(version)
             else:
@@ -180,17 +178,17 @@ class DiskBudget:
         if sum(sizes.get(path, 0) for path in evictable) < self._excess:
             return
         for version in idle:
-            if self._excess <= (FILL - 1) * self._limit:
+            if self._excess <= (EVICTION_TARGET_FRACTION - 1) * self._limit:
                 return
             self._used -= self._remove(version)
 
     def _is_idle(self, version: CachedVersion) -> bool:
-        return abs(self._now() - _time_of(mark_of(version.folder))) >= self._in_use_s
+        return abs(self._now() - _mtime_of(mark_path(version.folder))) >= self._in_use_s
 
     def _remove(self, version: CachedVersion) -> int:
         """Remove a version unless it is in use, and return the freed bytes.
 
-        The mark goes last: after a crash, the version can still be removed.
+        The mark is removed last, so that eviction can be repeated after a crash.
         """
         freed, repo = 0, version.folder.parent.parent
         others = [folder for folder in _list(version.folder.parent) if folder != version.folder]
@@ -201,15 +199,15 @@ class DiskBudget:
                 for blob in set(version.files).difference(*map(_find_blobs, others)):
                     blob.unlink(missing_ok=True)
                     freed += version.files[blob]
-                    blob.with_name(blob.name + LOCK).unlink(missing_ok=True)
+                    blob.with_name(blob.name + LOCK_SUFFIX).unlink(missing_ok=True)
                 shutil.rmtree(version.folder, ignore_errors=True)
-                mark_of(version.folder).unlink(missing_ok=True)
+                mark_path(version.folder).unlink(missing_ok=True)
         except Timeout:
             return freed
         except OSError as error:
             logger.warning("%s cannot be removed: %s", version.folder, error)
             return freed
-        with suppress(OSError):  # a folder is not empty: another version is in it, or is being downloaded
+        with suppress(OSError):  # not empty: it contains another version
             for folder in (repo / ".lorax", repo / "snapshots", repo / "blobs"):
                 folder.rmdir()
             shutil.rmtree(repo / "refs", ignore_errors=True)
@@ -221,17 +219,17 @@ class DiskBudget:
         for repo in self._list_repos():
             for mark in _list(repo / ".lorax"):
                 folder = repo / "snapshots" / mark.name
-                yield CachedVersion(folder, _time_of(mark), {blob: _size_of(blob) for blob in _find_blobs(folder)})
+                yield CachedVersion(folder, _mtime_of(mark), {blob: _size_of(blob) for blob in _find_blobs(folder)})
 
     def _find_unfinished(self) -> Iterator[tuple[Path, float]]:
-        """Yield parts of downloads, and blobs of versions that are not complete, with the time of their last use."""
+        """Yield partial downloads and blobs without links, with the time of their last use."""
         for repo in self._list_repos():
             marks = _list(repo / ".lorax")
-            used_at = max(map(_time_of, marks), default=0.0)
+            used_at = max(map(_mtime_of, marks), default=0.0)
             linked = set[Path]().union(*map(_find_blobs, _list(repo / "snapshots")))
             for path in _list(repo / "blobs"):
-                if path.suffix == PART:
-                    yield path, _time_of(path)
+                if path.suffix == PART_SUFFIX:
+                    yield path, _mtime_of(path)
                 elif marks and not path.suffix and path not in linked:
                     yield path, used_at
 
@@ -241,10 +239,10 @@ class DiskBudget:
 
 @contextmanager
 def _locked(blobs: Collection[Path]) -> Iterator[None]:
-    """Keep other threads and processes from downloading files. Raises a Timeout if one is being downloaded."""
+    """Lock blobs against downloads by other threads and processes. Raises Timeout if one is being downloaded."""
     with ExitStack() as locks:
         for blob in blobs:
-            locks.enter_context(FileLock(f"{blob}{LOCK}", timeout=0))
+            locks.enter_context(FileLock(f"{blob}{LOCK_SUFFIX}", timeout=0))
         yield
 
 
@@ -253,7 +251,7 @@ def _find_blobs(folder: Path) -> set[Path]:
     blobs = set()
     for parent, _, names in os.walk(folder):
         for name in names:
-            with suppress(OSError):  # not a link, or gone
+            with suppress(OSError):  # not a link, or removed
                 blobs.add(folder.parent.parent / "blobs" / os.path.basename(os.readlink(os.path.join(parent, name))))
     return blobs
 
@@ -266,10 +264,10 @@ def _list(folder: Path) -> list[Path]:
 
 
 def _size_of(path: Path) -> int:
-    status = look(path)
+    status = stat_or_none(path)
     return 0 if status is None else status.st_size
 
 
-def _time_of(path: Path) -> float:
-    status = look(path)
+def _mtime_of(path: Path) -> float:
+    status = stat_or_none(path)
     return 0.0 if status is None else status.st_mtime

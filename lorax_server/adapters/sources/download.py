@@ -1,9 +1,8 @@
-"""Download one file: resumed after an interruption, verified, and moved into place atomically.
+"""Download one file with resume, checksum verification and an atomic rename.
 
-Used for hub and S3, adapters and base models, because neither `huggingface_hub.snapshot_download` (2.4) nor boto3's
-transfers (1.44) can do all of this, measured against local servers: resume a download that an earlier call began,
-verify a checksum (both accept a flipped bit), stop a response that is larger than announced before it fills the disk
-(boto3 accepts it), and limit the total time (a server that sends a byte now and then holds both forever).
+Neither `huggingface_hub.snapshot_download` (2.4) nor boto3's transfers (1.44) can do all of this (tested with local
+servers): resume a download from an earlier call, verify checksums, stop responses that are larger than announced, and
+limit the total time.
 """
 
 import os
@@ -18,103 +17,103 @@ from filelock import FileLock, Timeout
 
 from lorax_server.errors import SourceError
 
-ATTEMPTS = 5
-LOCK, PART = ".lock", ".part"
-# A slower server may delay on purpose.
+MAX_ATTEMPTS = 5
+LOCK_SUFFIX, PART_SUFFIX = ".lock", ".part"
+# Slower downloads time out, so that a malicious server cannot block a thread forever.
 MIN_BYTES_PER_S = 50_000
 
 
 @dataclass(frozen=True)
 class Download:
-    """A file to download. `open_at` returns the offset at which the response starts, and its chunks."""
+    """A file to download. `open_at` returns the start offset of the response, and its chunks."""
 
-    what: str  # for messages
+    label: str  # for error messages
     path: Path
     size: int
     is_valid: Callable[[Path], bool]
     open_at: Callable[[int], AbstractContextManager[tuple[int, Iterator[bytes]]]]
-    timeout_s: float  # for each wait on the server
+    timeout_s: float  # per network operation
     on_chunk: Callable[[], None] = lambda: None
 
 
 def is_complete(path: Path, size: int) -> bool:
-    """Return True if a file is in place. It was verified before, so its size is enough."""
+    """Return True if a file is complete. Its checksum was verified before the rename, so only the size is compared."""
     return os.path.isfile(path) and os.path.getsize(path) == size
 
 
 @contextmanager
-def storing(what: str) -> Iterator[None]:
+def convert_disk_errors(label: str) -> Iterator[None]:
     """Convert disk errors into a SourceError."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise SourceError(f"{what}: the server cannot store it ({reason}); its cache needs room") from error
+        raise SourceError(f"{label}: the server cannot store it ({reason}); free disk space for its cache") from error
 
 
 def download(file: Download) -> None:
-    """Download a file unless it is in place. Other threads and processes that need it wait."""
+    """Download a file unless it is complete. Other threads and processes that need it wait for this download."""
     deadline = time.monotonic() + file.timeout_s + file.size / MIN_BYTES_PER_S
-    with storing(file.what):
+    with convert_disk_errors(file.label):
         file.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with FileLock(f"{file.path}{LOCK}", timeout=deadline - time.monotonic()):
+            with FileLock(f"{file.path}{LOCK_SUFFIX}", timeout=deadline - time.monotonic()):
                 if not is_complete(file.path, file.size):
-                    _complete(file, deadline)
+                    _download_and_verify(file, deadline)
         except Timeout as error:
-            raise SourceError(f"{file.what}: another request is still fetching it; try again later") from error
+            raise SourceError(f"{file.label}: another request is still downloading it; try again later") from error
 
 
-def _complete(file: Download, deadline: float) -> None:
-    part = file.path.with_name(file.path.name + PART)
+def _download_and_verify(file: Download, deadline: float) -> None:
+    part = file.path.with_name(file.path.name + PART_SUFFIX)
     try:
-        with part.open("ab") as out:
-            _fill(out, file, deadline)
-            out.flush()
-            os.fsync(out.fileno())
+        with part.open("ab") as part_file:
+            _receive(part_file, file, deadline)
+            part_file.flush()
+            os.fsync(part_file.fileno())
     except OSError:
-        # A full disk affects all adapters, so a partial file must not stay.
+        # Remove the partial file: a full disk affects all adapters.
         part.unlink(missing_ok=True)
         raise
     if part.stat().st_size != file.size or not file.is_valid(part):
         part.unlink()
-        raise SourceError(f"{file.what}: size or checksum differ from what was announced; it was deleted, try again")
+        raise SourceError(f"{file.label}: the size or checksum is wrong and the file was deleted; try again")
     os.replace(part, file.path)
 
 
-def _fill(out: BinaryIO, file: Download, deadline: float) -> None:
-    """Resume after interruptions, as long as each attempt receives some bytes."""
-    for attempts_left in reversed(range(ATTEMPTS)):
-        before = out.tell()
+def _receive(part_file: BinaryIO, file: Download, deadline: float) -> None:
+    """Receive the file, with retries as long as each attempt makes progress."""
+    for attempts_left in reversed(range(MAX_ATTEMPTS)):
+        before = part_file.tell()
         if before >= file.size:
             return
         try:
-            return _append(out, file, deadline)
+            return _receive_once(part_file, file, deadline)
         except SourceError:
-            if out.tell() >= file.size:
-                # All bytes are here, so the error is about the content.
-                out.truncate(0)
+            if part_file.tell() >= file.size:
+                # The file is complete, so the error concerns its content.
+                part_file.truncate(0)
                 raise
-            if not attempts_left or out.tell() <= before:
+            if not attempts_left or part_file.tell() <= before:
                 raise
 
 
-def _append(out: BinaryIO, file: Download, deadline: float) -> None:
-    with file.open_at(out.tell()) as (start, chunks):
-        out.truncate(start)
-        out.seek(start)
+def _receive_once(part_file: BinaryIO, file: Download, deadline: float) -> None:
+    with file.open_at(part_file.tell()) as (start, chunks):
+        part_file.truncate(start)
+        part_file.seek(start)
         for chunk in chunks:
-            out.write(chunk)
+            part_file.write(chunk)
             file.on_chunk()
-            if out.tell() > file.size:
+            if part_file.tell() > file.size:
                 return
             if time.monotonic() > deadline:
                 raise SourceError(
-                    f"{file.what}: arrives too slowly, {out.tell()} of {file.size} bytes; try again later"
+                    f"{file.label}: the download is too slow ({part_file.tell()} of {file.size} bytes); try again later"
                 )
 
 
-def count_bytes(path: Path) -> int:
-    """Return the bytes of a file that are on the disk, in place or in part."""
-    sizes = (os.path.getsize(each) for each in (path, f"{path}{PART}") if os.path.exists(each))
+def count_downloaded_bytes(path: Path) -> int:
+    """Return the size of a complete or partial file."""
+    sizes = (os.path.getsize(candidate) for candidate in (path, f"{path}{PART_SUFFIX}") if os.path.exists(candidate))
     return next(sizes, 0)

@@ -1,4 +1,4 @@
-"""Adapters in folders of this machine, below roots that the operator names. Nothing is copied."""
+"""Adapters in local folders below configured roots. Files are used in place."""
 
 import hashlib
 import os
@@ -10,17 +10,19 @@ from pathlib import Path, PurePath, PurePosixPath
 
 from lorax_server.adapters.sources.source import MAX_NAME_LENGTH, AdapterFiles, Source, WatchedPaths
 from lorax_server.errors import AdapterError, AdapterNotFoundError, SourceError
-from lorax_server.files.adapter_files import KNOWN_FILES, TEMPLATES_FOLDER, is_template
-from lorax_server.files.plain_file import Stamp, size_in, to_stamp
+from lorax_server.files.adapter_files import KNOWN_FILES, TEMPLATES_FOLDER, is_template_file
+from lorax_server.files.regular_file import Stamp, stamp_from_stat, stamped_size
 
-MAX_ENTRIES = 1000  # of a folder of templates
-STEP = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)  # from a folder into a subfolder
+MAX_TEMPLATE_ENTRIES = 1000  # directory entries in the template folder
+SUBFOLDER_FLAGS = (
+    os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
+)  # open a subfolder without following links
 
 
 class LocalSource(Source):
-    """Folders below `roots`. A name is a path relative to a root, or an absolute path inside one.
+    """Folders below `roots`. A name is a path relative to a root, or an absolute path inside a root.
 
-    A root that is a link is followed anew for each name, so that it can be switched to another folder in one step.
+    A root may be a symbolic link. It is resolved for each request, so it can be switched atomically.
     """
 
     kind = "local"
@@ -28,18 +30,18 @@ class LocalSource(Source):
     def __init__(self, roots: Sequence[Path]) -> None:
         self._roots = [Path(os.path.abspath(root)) for root in roots]
 
-    def authorize(self, name: str, token: str | None) -> None:  # noqa: ARG002 - all clients may use what is below a root
+    def authorize(self, name: str, token: str | None) -> None:  # noqa: ARG002 - all clients may read the roots
         self._folder(name)
 
     def find_watched_paths(self, name: str) -> WatchedPaths:
-        """Return the folder that a name has below each root, and the folder of templates in it.
+        """Return the adapter folder and its template folder below each root.
 
-        Roots after the one that has the adapter are left out: they cannot win, and one that hangs must not hold it up.
+        Roots after the first match are skipped: they do not matter, and a root that hangs must not block the request.
         """
         roots = []
-        for root in self._roots if is_plain(name) else ():
+        for root in self._roots if is_unambiguous_name(name) else ():
             roots.append(root)
-            if _look_below(root, name) is not None:
+            if _find_below_root(root, name) is not None:
                 break
         return WatchedPaths([root / name / folder for root in roots for folder in ("", TEMPLATES_FOLDER)], roots)
 
@@ -56,83 +58,83 @@ class LocalSource(Source):
         folder, root = self._folder(name)
         files = [file for file in KNOWN_FILES if os.path.lexists(f"{folder}/{file}")]
         files += _list_templates(folder, root, name)
-        stamps = {file: _stamp_below(folder / file, root, name) for file in files}
+        stamps = {file: _stamp_file_below_root(folder / file, root, name) for file in files}
         version = hashlib.sha256(repr(list(stamps.items())).encode()).hexdigest()
-        sizes = {file: size_in(stamp) for file, stamp in stamps.items()}
+        sizes = {file: stamped_size(stamp) for file, stamp in stamps.items()}
         return folder, AdapterFiles(self.kind, name, version, sizes, stamps=stamps)
 
     def _folder(self, name: str) -> tuple[Path, Path]:
-        """Return the folder of a name, and its root."""
-        roots = self._roots if is_plain(name) else []
+        """Return the adapter folder and its root."""
+        roots = self._roots if is_unambiguous_name(name) else []
         for root in roots:
-            folder_and_root = _look_below(root, name)
+            folder_and_root = _find_below_root(root, name)
             if folder_and_root is not None:
                 return folder_and_root
-        if any(_leads_out(root, name) for root in roots):
-            raise AdapterError(f"adapter {name!r}: its folder is not below its root; links out of it are refused")
-        # One answer for all others: it must not tell what exists outside the roots.
+        if any(_links_outside_root(root, name) for root in roots):
+            raise AdapterError(f"adapter {name!r}: its folder is outside of its root, and such links are not allowed")
+        # The same message in all other cases, so that it does not reveal which paths exist outside of the roots.
         raise AdapterNotFoundError(
-            f"adapter {name!r}: there is no such folder below the server's adapter roots; give a path relative to one"
+            f"adapter {name!r}: no such folder below the server's adapter roots; use a path relative to a root"
         )
 
 
-def tidy_name(name: str, roots: Sequence[Path]) -> str:
-    """Return the one name of a folder that can be spelt in many ways, without a look at the disk.
+def normalize_local_name(name: str, roots: Sequence[Path]) -> str:
+    """Return the canonical adapter name, without file system access.
 
-    `./poet`, `poet/`, `poet//.` and the path of `poet` below the first root are all `poet`. A path below another root
-    stays as it is, since `poet` may be in an earlier root too. So does a name that is refused anyway.
+    `./poet`, `poet/`, `poet//.` and the absolute path of `poet` below the first root all become `poet`. An absolute
+    path below another root is kept, because an earlier root may contain `poet` too. Invalid names are not changed.
     """
-    if not 0 < len(name) <= MAX_NAME_LENGTH or not is_plain(name):
+    if not 0 < len(name) <= MAX_NAME_LENGTH or not is_unambiguous_name(name):
         return name
     if not name.startswith("/"):
         return str(PurePosixPath(name))
     path = PurePosixPath("/" + name.lstrip("/"))
     first = PurePosixPath(os.path.abspath(roots[0])) if roots else path
     below = str(path.relative_to(first)) if path != first and path.is_relative_to(first) else ""
-    return below if below and is_plain(below) else str(path)
+    return below if below and is_unambiguous_name(below) else str(path)
 
 
-def is_plain(name: str) -> bool:
-    """Tell whether a name means the same to this server and to the proxies in front of it."""
-    is_odd = name.startswith("~") or any(text in name for text in ("\\", "%", "://"))
-    return name.isprintable() and not is_odd and ".." not in PurePath(name).parts
+def is_unambiguous_name(name: str) -> bool:
+    """Return True if proxies in front of this server cannot interpret the name differently."""
+    is_special = name.startswith("~") or any(text in name for text in ("\\", "%", "://"))
+    return name.isprintable() and not is_special and ".." not in PurePath(name).parts
 
 
-def _look_below(root: Path, name: str) -> tuple[Path, Path] | None:
-    """Return the folder of a name below a root, and the root, both without links; None if there is none."""
-    real_root = _real(root, name)
-    folder = None if real_root is None else _real(real_root / name, name)
+def _find_below_root(root: Path, name: str) -> tuple[Path, Path] | None:
+    """Return the resolved adapter folder and root, or None if the folder does not exist below the root."""
+    real_root = _resolve_links(root, name)
+    folder = None if real_root is None else _resolve_links(real_root / name, name)
     if real_root is None or folder is None or not (folder.is_relative_to(real_root) and os.path.isdir(folder)):
         return None
     return folder, real_root
 
 
-def _leads_out(root: Path, name: str) -> bool:
-    """Tell whether a name is below a root, but a link on the way leads out, be it to a folder or to nothing."""
-    real_root = _real(root, name)
+def _links_outside_root(root: Path, name: str) -> bool:
+    """Return True if the path contains a link that points outside of the root, even to a missing folder."""
+    real_root = _resolve_links(root, name)
     if real_root is None or not any((parent / name).is_relative_to(parent) for parent in (root, real_root)):
         return False
-    real = _real(real_root / name, name)
+    real = _resolve_links(real_root / name, name)
     return real is not None and not real.is_relative_to(real_root)
 
 
-def _real(path: Path, name: str) -> Path | None:
-    """Follow the links of a path; None if the server may not know where they lead."""
+def _resolve_links(path: Path, name: str) -> Path | None:
+    """Resolve links. Return None without permission to read them."""
     try:
         return Path(os.path.realpath(path))
     except PermissionError:
         return None
-    except OSError as error:  # the link is gone
+    except OSError as error:  # the link was removed
         raise SourceError(f"adapter {name!r}: its folder changed while it was read; try again") from error
 
 
 @contextmanager
 def _open_folder(folder: Path, root: Path) -> Iterator[int]:
-    """Open a folder below the root. No step to it follows a link, even if one is put in its way meanwhile."""
-    descriptor = os.open(root, STEP)
+    """Open a folder below the root without following links, even if a link is created concurrently."""
+    descriptor = os.open(root, SUBFOLDER_FLAGS)
     try:
         for name in folder.relative_to(root).parts:
-            inner = os.open(name, STEP, dir_fd=descriptor)
+            inner = os.open(name, SUBFOLDER_FLAGS, dir_fd=descriptor)
             os.close(descriptor)
             descriptor = inner
         yield descriptor
@@ -141,45 +143,47 @@ def _open_folder(folder: Path, root: Path) -> Iterator[int]:
 
 
 def _list_templates(folder: Path, root: Path, name: str) -> list[str]:
-    """List the templates in the folder of templates, which must lie below the root too."""
+    """List chat templates in the template folder, which must also be below the root."""
     path = folder / TEMPLATES_FOLDER
     if not (os.path.isdir(path) or os.path.islink(path)):
         return []
-    real = _real(path, name)
+    real = _resolve_links(path, name)
     if real is None or not (real.is_relative_to(root) and os.path.isdir(real)):
         raise AdapterError(
-            f"adapter {name!r}: {TEMPLATES_FOLDER} is not a folder below its root; links out of it are refused"
+            f"adapter {name!r}: {TEMPLATES_FOLDER} is not a folder below its root; links out of it are not allowed"
         )
     try:
         entries = [f"{TEMPLATES_FOLDER}/{entry}" for entry in _list_folder(real, root)]
     except OSError as error:
         raise AdapterError(f"adapter {name!r}: {TEMPLATES_FOLDER} cannot be read: {error.strerror}") from error
-    if len(entries) > MAX_ENTRIES:
-        raise AdapterError(f"adapter {name!r}: {TEMPLATES_FOLDER} has more than {MAX_ENTRIES} files")
-    return sorted(filter(is_template, entries))
+    if len(entries) > MAX_TEMPLATE_ENTRIES:
+        raise AdapterError(f"adapter {name!r}: {TEMPLATES_FOLDER} has more than {MAX_TEMPLATE_ENTRIES} files")
+    return sorted(filter(is_template_file, entries))
 
 
 def _list_folder(folder: Path, root: Path) -> list[str]:
-    """List a folder, up to one entry more than there may be."""
+    """List a folder, up to one entry more than the limit."""
     with _open_folder(folder, root) as descriptor:
         readable = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=descriptor)
     try:
         with os.scandir(readable) as entries:
-            return [entry.name for entry in islice(entries, MAX_ENTRIES + 1)]
+            return [entry.name for entry in islice(entries, MAX_TEMPLATE_ENTRIES + 1)]
     finally:
         os.close(readable)
 
 
-def _stamp_below(path: Path, root: Path, name: str) -> Stamp:
-    """Return the stamp of a plain file below the root. A reader compares it with the file it opens: the path may lead
-    elsewhere by then."""
-    real = _real(path, name)
+def _stamp_file_below_root(path: Path, root: Path, name: str) -> Stamp:
+    """Return the stamp of a regular file below the root.
+
+    Readers compare the stamp with the file that they open, because the path may point to another file by then.
+    """
+    real = _resolve_links(path, name)
     with suppress(OSError):
         if real is not None and root in real.parents:
             with _open_folder(real.parent, root) as folder:
                 status = os.stat(real.name, dir_fd=folder, follow_symlinks=False)
             if stat.S_ISREG(status.st_mode):
-                return to_stamp(status)
+                return stamp_from_stat(status)
     raise AdapterError(
-        f"adapter {name!r}: {path.name} is not a plain file below its root; links out of it and devices are refused"
+        f"adapter {name!r}: {path.name} is not a regular file below its root; links out of it are not allowed"
     )

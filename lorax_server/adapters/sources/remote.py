@@ -1,4 +1,4 @@
-"""Sources on the network: files are downloaded into a cache with a disk budget, and served from there."""
+"""Base class for remote sources, which download files into a disk cache."""
 
 import logging
 import os
@@ -12,62 +12,67 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lorax_server.adapters.sources.disk_budget import MARK_AGAIN_S, DiskBudget, mark_downloaded, mark_used
-from lorax_server.adapters.sources.download import Download, count_bytes, download, is_complete, storing
+from lorax_server.adapters.sources.disk_budget import MARK_INTERVAL_S, DiskBudget, mark_downloaded, mark_used
+from lorax_server.adapters.sources.download import (
+    Download,
+    convert_disk_errors,
+    count_downloaded_bytes,
+    download,
+    is_complete,
+)
 from lorax_server.adapters.sources.source import AdapterFiles, Source
 from lorax_server.errors import SourceError
-from lorax_server.files.adapter_files import known_files
+from lorax_server.files.adapter_files import select_known_files
 
 logger = logging.getLogger(__name__)
 
-LOG_EVERY_S = 5.0
-ATTEMPTS = 3  # for a version that is evicted while it is downloaded
+LOG_INTERVAL_S = 5.0
+EVICTION_ATTEMPTS = 3  # retries if a version is evicted during its download
 
 
 class RemoteSource(Source):
-    """A source whose files are downloaded to a cache, in huggingface_hub's layout.
+    """A source with a disk cache in huggingface_hub layout.
 
-    `lorax download` uses the same sources for base models: with `noun` "model", files chosen by `choose`, and without a
-    budget.
+    `lorax download` uses the same classes for base models, with `noun="model"`, other files and no budget.
     """
 
     def __init__(
         self,
         cache_dir: Path,
         *,
-        timeout_s: float = 10.0,  # for each wait on the server
+        timeout_s: float = 10.0,  # per network operation
         budget: DiskBudget | None = None,
         noun: str = "adapter",
-        choose: Callable[[Collection[str]], Sequence[str]] = known_files,
+        select_files: Callable[[Collection[str]], Sequence[str]] = select_known_files,
         num_threads: int = 1,  # concurrent downloads of one version
     ) -> None:
         self._cache_dir = cache_dir
         self._timeout_s = timeout_s
         self._budget = budget
         self._noun = noun
-        self._choose = choose
+        self._select_files = select_files
         self._num_threads = num_threads
 
     def fetch(self, files: AdapterFiles, names: Sequence[str], token: str | None) -> Path:
         folder = self._repo_folder(files.name) / "snapshots" / files.version
-        for _ in range(ATTEMPTS):
-            mark_used(folder)  # before each look at the files, so that they stay
+        for _ in range(EVICTION_ATTEMPTS):
+            mark_used(folder)  # before checking the files, so that they are not evicted
             missing = [file for file in names if not is_complete(folder / file, files.sizes[file])]
             if not missing:
                 return folder
             self._download_missing(files, folder, missing, token)
-        raise SourceError(f"{self._what(files.name)}: its files leave the disk as soon as they come; try again later")
+        raise SourceError(f"{self._label(files.name)}: its files are evicted during the download; try again later")
 
     def mark_used(self, folder: Path) -> None:
-        mark_used(folder, MARK_AGAIN_S)
+        mark_used(folder, MARK_INTERVAL_S)
 
     @abstractmethod
     def _repo_folder(self, name: str) -> Path:
-        """Return the folder for all versions of a name."""
+        """Return the cache folder that contains all versions."""
 
     @abstractmethod
     def _blob_name(self, files: AdapterFiles, file: str) -> str:
-        """Return the name of a file's blob, which identifies its content."""
+        """Return the file's blob name, which identifies its content."""
 
     @abstractmethod
     def _connect(self, token: str | None) -> AbstractContextManager[Any]:
@@ -77,66 +82,66 @@ class RemoteSource(Source):
     def _open(
         self, client: Any, files: AdapterFiles, file: str, offset: int
     ) -> AbstractContextManager[tuple[int, Iterator[bytes]]]:
-        """Request a file from an offset. Return the offset at which the response starts, and its chunks."""
+        """Request a file from an offset. Return the start offset of the response, and its chunks."""
 
     @abstractmethod
     def _make_check(self, client: Any, files: AdapterFiles, file: str) -> Callable[[Path], bool]:
-        """Return a function that verifies the content of a downloaded file."""
+        """Return a function that verifies a downloaded file."""
 
-    def _what(self, name: str) -> str:
+    def _label(self, name: str) -> str:
         return f"{self._noun} {name!r}"
 
     def _download_missing(self, files: AdapterFiles, folder: Path, names: Sequence[str], token: str | None) -> None:
-        """Download files, then link all of them: a version that was interrupted has no links."""
-        what = self._what(files.name)
+        """Download files, then link them, so that interrupted downloads have no links."""
+        label = self._label(files.name)
         blobs = {file: folder.parent.parent / "blobs" / self._blob_name(files, file) for file in names}
-        with self._reserving(what, folder, {blob: files.sizes[file] for file, blob in blobs.items()}):
+        with self._reserve_space(label, folder, {blob: files.sizes[file] for file, blob in blobs.items()}):
             with self._connect(token) as client:
                 self._download_all(client, files, folder, blobs)
-            with storing(what):
+            with convert_disk_errors(label):
                 for file, blob in blobs.items():
                     _link(folder / file, blob)
 
     @contextmanager
-    def _reserving(self, what: str, folder: Path, sizes: dict[Path, int]) -> Iterator[None]:
+    def _reserve_space(self, label: str, folder: Path, sizes: dict[Path, int]) -> Iterator[None]:
         if self._budget is None:
             yield
             return
         new = {blob: size for blob, size in sizes.items() if not is_complete(blob, size)}
-        with self._budget.room_for(what, sum(new.values()), new):
-            with storing(what):
+        with self._budget.reserve_space(label, sum(new.values()), new):
+            with convert_disk_errors(label):
                 mark_downloaded(folder)
             yield
-            with storing(what):
-                mark_downloaded(folder)  # again: an eviction may have removed the mark meanwhile
+            with convert_disk_errors(label):
+                mark_downloaded(folder)  # again: an eviction may have removed the mark
 
     def _download_all(self, client: Any, files: AdapterFiles, folder: Path, blobs: dict[str, Path]) -> None:
         failures: list[BaseException] = []
-        total, log_at = sum(files.sizes[file] for file in blobs), time.monotonic() + LOG_EVERY_S
+        total, log_at = sum(files.sizes[file] for file in blobs), time.monotonic() + LOG_INTERVAL_S
 
         def on_chunk() -> None:
             nonlocal log_at
             if failures:
                 raise CancelledError
             if time.monotonic() >= log_at:
-                log_at = time.monotonic() + LOG_EVERY_S
-                done = sum(map(count_bytes, blobs.values()))
-                logger.info("%s: %d of %d bytes, %d%%", self._what(files.name), done, total, 100 * done // total)
+                log_at = time.monotonic() + LOG_INTERVAL_S
+                done = sum(map(count_downloaded_bytes, blobs.values()))
+                logger.info("%s: %d of %d bytes, %d%%", self._label(files.name), done, total, 100 * done // total)
                 mark_used(folder)
 
         def download_one(file: str) -> None:
-            what, open_at = f"{self._what(files.name)}: {file}", partial(self._open, client, files, file)
+            label, open_at = f"{self._label(files.name)}: {file}", partial(self._open, client, files, file)
             try:
                 if not failures:
                     check = self._make_check(client, files, file)
-                    download(Download(what, blobs[file], files.sizes[file], check, open_at, self._timeout_s, on_chunk))
+                    download(Download(label, blobs[file], files.sizes[file], check, open_at, self._timeout_s, on_chunk))
             except BaseException as error:
                 failures.append(error)
 
         with ThreadPoolExecutor(self._num_threads) as pool:
             try:
                 list(pool.map(download_one, blobs))
-            except KeyboardInterrupt as interrupt:  # raised in this thread: the downloads have to stop too
+            except KeyboardInterrupt as interrupt:  # raised in this thread only; stop the downloads too
                 failures.append(interrupt)
         if failures:
             raise failures[0]

@@ -1,6 +1,6 @@
-"""Adapters and base models from an S3 bucket, with the server's own credentials; request tokens are ignored.
+"""Adapters and base models from an S3 bucket.
 
-boto3 sends the requests, `download.py` transfers the files and says why.
+Uses the server's credentials and ignores request tokens. `download.py` explains why boto3's transfers are not used.
 """
 
 import base64
@@ -19,14 +19,14 @@ from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoun
 from lorax_server.files.adapter_files import TEMPLATES_FOLDER
 
 CHUNK_BYTES = 2**16
-MD5 = re.compile(r"[0-9a-f]{32}")
+MD5_PATTERN = re.compile(r"[0-9a-f]{32}")
 MAX_KEYS = 10_000
-MAX_PAGES = 100  # of a list: a store may announce more pages for ever
-ADVICE = "try again later, or check the bucket's address and the server's credentials"
+MAX_PAGES = 100  # per listing: a faulty server may return pages forever
+RETRY_ADVICE = "try again later, or check the bucket's address and the server's credentials"
 
 
 class S3Source(RemoteSource):
-    """Key prefixes of one bucket, below `prefix`. A name is `path/of/adapter` or `s3://bucket/prefix/path/of/adapter`."""
+    """Folders in one bucket below `prefix`. A name is `path/of/adapter` or `s3://bucket/prefix/path/of/adapter`."""
 
     kind = "s3"
 
@@ -42,14 +42,14 @@ class S3Source(RemoteSource):
     ) -> None:
         super().__init__(cache_dir, **options)
         if self._budget is not None:
-            self._budget.add(cache_dir)
+            self._budget.add_cache(cache_dir)
         self._bucket = bucket
         self._prefix = prefix.strip("/")
         self._client = client or _make_client(endpoint_url, self._timeout_s)
 
     def authorize(self, name: str, token: str | None) -> None:  # noqa: ARG002 - see the module's docstring
-        """Allow all names that exist."""
-        with self._requesting(name):
+        """Check that the folder exists. All clients have access."""
+        with self._convert_s3_errors(name):
             listed = self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._folder(name), MaxKeys=1)
         if not listed.get("Contents"):
             raise self._not_found(name)
@@ -62,7 +62,7 @@ class S3Source(RemoteSource):
         if f"{TEMPLATES_FOLDER}/" in subfolders:
             templates, _ = self._list(f"{folder}{TEMPLATES_FOLDER}/", name)
             listed |= {f"{TEMPLATES_FOLDER}/{file}": item for file, item in templates.items()}
-        files = self._choose(listed)
+        files = self._select_files(listed)
         version = hashlib.sha256(repr([(file, *listed[file]) for file in files]).encode()).hexdigest()
         sizes, etags = {file: listed[file][0] for file in files}, {file: listed[file][1] for file in files}
         return AdapterFiles(self.kind, name, version, sizes, etags)
@@ -79,29 +79,29 @@ class S3Source(RemoteSource):
     @contextmanager
     def _open(self, client: Any, files: AdapterFiles, file: str, offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
         range_header = {"Range": f"bytes={offset}-"} if offset else {}
-        with self._requesting(files.name):
+        with self._convert_s3_errors(files.name):
             reply = client.get_object(**self._object(files, file), **range_header)
             with closing(reply["Body"]) as body:
-                # A store may ignore the range, and send the whole file.
+                # Servers may ignore the range and send the whole file.
                 yield offset if "ContentRange" in reply else 0, body.iter_chunks(CHUNK_BYTES)
 
     def _make_check(self, client: Any, files: AdapterFiles, file: str) -> Callable[[Path], bool]:
-        with self._requesting(files.name):
+        with self._convert_s3_errors(files.name):
             return partial(_is_valid, head=client.head_object(**self._object(files, file), ChecksumMode="ENABLED"))
 
     def _object(self, files: AdapterFiles, file: str) -> dict[str, str]:
-        # The tag selects the version that `find` saw.
+        # The ETag selects the version that `find` returned.
         return {"Bucket": self._bucket, "Key": self._folder(files.name) + file, "IfMatch": files.tags[file]}
 
     def _list(self, folder: str, name: str) -> tuple[dict[str, tuple[int, str]], set[str]]:
-        """List a folder: size and tag of each file, and the names of its subfolders."""
-        # The delimiter leaves out the content of subfolders.
+        """List a folder: size and ETag of each file, and the subfolder names."""
+        # The delimiter excludes subfolder contents.
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket, Prefix=folder, Delimiter="/", PaginationConfig={"MaxItems": MAX_KEYS}
         )
         listed: dict[str, tuple[int, str]] = {}
         subfolders: set[str] = set()
-        with self._requesting(name):
+        with self._convert_s3_errors(name):
             for page in islice(pages, MAX_PAGES):
                 items = page.get("Contents", ())
                 listed |= {item["Key"].removeprefix(folder): (item["Size"], item["ETag"]) for item in items}
@@ -109,43 +109,45 @@ class S3Source(RemoteSource):
         return listed, subfolders
 
     def _folder(self, name: str) -> str:
-        """Return the prefix of all keys of a name."""
+        """Return the key prefix for a name."""
         path = name
         if name.startswith("s3://"):
             start = f"s3://{self._bucket}/{self._prefix}".rstrip("/") + "/"
             path = name.removeprefix(start) if name.startswith(start) else ""
         names = path.rstrip("/").split("/")
-        # Keys are flat, but a store that keeps them as files may see a path in them.
+        # Servers that store keys as files may interpret these components as paths.
         if "\\" in path or set(names) & {"", ".", ".."}:
             raise self._not_found(name)
         return "/".join([self._prefix, *names]).lstrip("/") + "/"
 
     @contextmanager
-    def _requesting(self, name: str) -> Iterator[None]:
+    def _convert_s3_errors(self, name: str) -> Iterator[None]:
         from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 - an extra
 
-        what = self._what(name)
+        label = self._label(name)
         try:
             yield
         except ClientError as error:
-            raise self._refusal(name, error.response["ResponseMetadata"].get("HTTPStatusCode", 0)) from error
+            raise self._status_error(name, error.response["ResponseMetadata"].get("HTTPStatusCode", 0)) from error
         except KeyError as error:
-            raise SourceError(f"{what}: the bucket's answer has no {error}; is it a bucket?") from error
+            raise SourceError(
+                f"{label}: the response has no {error}; check that the address is an S3 bucket"
+            ) from error
         except BotoCoreError as error:
-            raise SourceError(f"{what}: the bucket cannot be read ({type(error).__name__}); {ADVICE}") from error
+            raise SourceError(f"{label}: the bucket cannot be read ({type(error).__name__}); {RETRY_ADVICE}") from error
 
-    def _refusal(self, name: str, status: int) -> AdapterError:
-        what = self._what(name)
+    def _status_error(self, name: str, status: int) -> AdapterError:
+        label = self._label(name)
         if status in (401, 403):
-            return AdapterAccessError(f"{what}: the bucket refuses the server's credentials ({status}); check them")
+            return AdapterAccessError(f"{label}: the bucket rejects the server's credentials ({status}); check them")
         if status == 404:
             return self._not_found(name)
         if status == 412:
-            return SourceError(f"{what}: its files changed while they were fetched; try again")
-        return SourceError(f"{what}: the bucket answers with status {status}; {ADVICE}")
+            return SourceError(f"{label}: its files changed during the download; try again")
+        return SourceError(f"{label}: the bucket returned status {status}; {RETRY_ADVICE}")
 
     def _not_found(self, name: str) -> AdapterNotFoundError:
-        return AdapterNotFoundError(f"{self._what(name)}: the server's bucket has no such folder; check the name")
+        return AdapterNotFoundError(f"{self._label(name)}: no such folder in the server's bucket; check the name")
 
 
 def _make_client(endpoint_url: str | None, timeout_s: float) -> Any:
@@ -156,19 +158,19 @@ def _make_client(endpoint_url: str | None, timeout_s: float) -> Any:
         raise ConfigError("models and adapters from S3 need boto3: pip install 'lorax_server[s3]'") from error
     retries = {"total_max_attempts": 2, "mode": "standard"}
     config = Config(connect_timeout=timeout_s, read_timeout=timeout_s, retries=retries)
-    # A session of our own: the default one belongs to the whole process.
+    # A separate session: the default session is shared by the whole process.
     return boto3.Session().client("s3", endpoint_url=endpoint_url, config=config)
 
 
 def _is_valid(path: Path, head: Mapping[str, Any]) -> bool:
-    """Verify a file by sha256 if the store has it, by md5 if the tag is an md5; otherwise accept its size."""
+    """Verify the SHA-256 checksum if available, else the MD5 if the ETag is one. Otherwise return True."""
     expected, etag = str(head.get("ChecksumSHA256", "")), str(head.get("ETag", "")).strip('"')
-    # The tag of an object that is encrypted with its owner's keys looks like an md5 and is none.
+    # With customer encryption keys, the ETag looks like an MD5 but is not.
     is_encrypted = head.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in head
     with path.open("rb") as file:
-        # A dash means uploaded in parts: both are then made of the checksums of the parts.
+        # A dash marks a multipart upload, whose values are checksums of part checksums.
         if expected and "-" not in expected + etag:
             return base64.b64encode(hashlib.file_digest(file, "sha256").digest()).decode() == expected
-        if MD5.fullmatch(etag) and not is_encrypted:
+        if MD5_PATTERN.fullmatch(etag) and not is_encrypted:
             return hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest() == etag
     return True

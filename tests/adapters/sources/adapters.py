@@ -1,4 +1,4 @@
-"""Adapters as bytes, and the front to fetch them through."""
+"""Adapter files as bytes, and helpers to fetch them."""
 
 import json
 import random
@@ -9,7 +9,7 @@ from lorax_server.adapters.sources.source import AdapterSources, FetchedAdapter,
 
 CONFIG = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "owner/base"}
 WEIGHTS = "adapter_model.safetensors"
-# Not valid safetensors: a source does not look inside.
+# Not valid safetensors: sources do not parse weights.
 ADAPTER = {
     "adapter_config.json": json.dumps(CONFIG).encode(),
     WEIGHTS: random.Random(0).randbytes(400_000),
@@ -28,7 +28,7 @@ def front(source: Source, **options: Any) -> AdapterSources:
 
 
 def fetch(source: Source, name: str, token: str | None = None) -> FetchedAdapter:
-    """Fetch by a new front, which remembers no earlier fetch."""
+    """Fetch with new `AdapterSources`, without cached authorizations."""
     return front(source).fetch(source.kind, name, token, accept)
 
 

@@ -1,4 +1,4 @@
-"""Run a script in processes of their own."""
+"""Run scripts in child processes."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def run_children(count: int, script: str, *arguments: object, **environment: str) -> list[str]:
-    """Run several processes at the same time and return the output of each."""
+    """Run several processes concurrently and return their outputs."""
     code = "import sys\nfrom pathlib import Path\n" + dedent(script)
     children = [
         subprocess.Popen(

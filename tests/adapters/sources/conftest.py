@@ -1,4 +1,4 @@
-"""Fixtures for all tests of sources."""
+"""Fixtures for adapter source tests."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="session")
 def no_proxy() -> Iterator[None]:
-    """Reach servers on this machine directly, whatever proxy the environment names."""
+    """Connect to local servers directly, without proxies from the environment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_PROXY", "127.0.0.1")
         patch.setenv("no_proxy", "127.0.0.1")

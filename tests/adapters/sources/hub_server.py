@@ -1,4 +1,4 @@
-"""A hub for the tests: the part of its protocol that huggingface_hub uses for downloads."""
+"""A fake hub that implements the download API of the Hugging Face hub."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from tests.adapters.sources.server import Reply, Request, Server
 
-# git keeps larger files elsewhere (LFS) and names them by their sha256.
+# Larger files are stored in Git LFS, which names them by SHA-256.
 LARGE = 10_000
 
 
@@ -22,7 +22,7 @@ def blob_of(content: bytes) -> str:
 
 
 def describe(file: str, content: bytes) -> dict[str, Any]:
-    """A file as the hub's API lists it."""
+    """Return a file entry as the hub API lists it."""
     described = {"rfilename": file, "size": len(content), "blobId": blob_of(content)}
     if len(content) > LARGE:
         pointer = b"a pointer to it"
@@ -34,11 +34,11 @@ def describe(file: str, content: bytes) -> dict[str, Any]:
 @dataclass
 class Repo:
     files: dict[str, bytes]
-    token: str | None = None  # needed to read it
-    gated: bool = False  # its list of files is open to all, its files are not
-    model_type: str | None = None  # in its description
+    token: str | None = None  # required to read the repository
+    gated: bool = False  # the file list is public, the files are not
+    model_type: str | None = None  # in the repository info
     branches: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    announced: dict[str, Any] = field(default_factory=dict)  # changes to the API's answers
+    announced: dict[str, Any] = field(default_factory=dict)  # overrides for API responses
 
     def at(self, revision: str) -> dict[str, bytes] | None:
         states = {"main": self.files, **self.branches}
@@ -49,7 +49,7 @@ class HubServer(Server):
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
         self.knows_ranges = True
-        self.files_are_at: str | None = None  # the address of another server that has the files
+        self.files_are_at: str | None = None  # redirect file downloads to this server
         super().__init__()
 
     def key(self, request: Request) -> str:
@@ -59,7 +59,7 @@ class HubServer(Server):
         path = request.path.partition("?")[0]
         if found := re.fullmatch(r"/api/models/(.+)/revision/([^/]+)", path):
             return self.describe(request, found[1], unquote(found[2]))
-        if found := re.fullmatch(r"/(.+)/resolve/([^/]+)/(.+)", path):  # slashes of a revision are quoted
+        if found := re.fullmatch(r"/(.+)/resolve/([^/]+)/(.+)", path):  # slashes in revisions are quoted
             return self.send_file(request, found[1], unquote(found[2]), unquote(found[3]))
         return Reply(404)
 

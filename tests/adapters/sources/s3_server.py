@@ -1,4 +1,4 @@
-"""An S3 server for the tests: moto's, behind a proxy that notes the requests and fails when it is told to."""
+"""A moto S3 server behind a proxy that records requests and injects faults."""
 
 import http.client
 
@@ -7,7 +7,7 @@ from tests.adapters.sources.server import Reply, Request, Server
 
 class S3Proxy(Server):
     def __init__(self, host: str, port: int) -> None:
-        self.etags: dict[str, str] = {}  # the tag that is reported, by the true one
+        self.etags: dict[str, str] = {}  # real ETag -> reported ETag
         self.knows_ranges = True
         self._address = (host, port)
         super().__init__()

@@ -1,4 +1,4 @@
-"""HTTP servers of the tests: they note every request, and fail when they are told to."""
+"""HTTP test servers that record requests and inject faults."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,7 @@ from typing import Any
 class Request:
     method: str
     path: str
-    headers: Mapping[str, str]  # names in lower case
+    headers: Mapping[str, str]  # lowercase names
 
     @property
     def file(self) -> str:
@@ -28,14 +28,14 @@ class Reply:
 
 @dataclass
 class Fault:
-    """A fault in the replies to the next `times` requests."""
+    """A fault for the next `times` requests."""
 
     times: float = float("inf")
-    reply: Reply | None = None  # sent instead
-    body: bytes | None = None  # sent instead of the right one, with its own length
-    cut_after: int | None = None  # the connection breaks after so many bytes of the body
-    hangs: bool = False  # nothing is sent
-    drips: bool = False  # the body comes byte by byte, slowly
+    reply: Reply | None = None  # replaces the response
+    body: bytes | None = None  # replaces the body and its length
+    cut_after: int | None = None  # close the connection after this many body bytes
+    hangs: bool = False  # send no response
+    drips: bool = False  # send the body slowly, byte by byte
 
 
 def _do_nothing(request: Request) -> None:
@@ -59,7 +59,7 @@ class Server:
         raise NotImplementedError
 
     def key(self, request: Request) -> str:
-        """The name by which a fault is put on a request."""
+        """The request name that faults refer to."""
         return request.file
 
     def requests(self, key: str) -> list[Request]:
@@ -73,7 +73,7 @@ class Server:
         return fault
 
     def reset(self) -> None:
-        """Forget all requests and faults."""
+        """Clear recorded requests and faults."""
         self.seen.clear()
         self.faults.clear()
         self.before = _do_nothing
@@ -95,13 +95,13 @@ def running(server: Server) -> Iterator[Any]:
 
 class _Http(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing: clients that hang up are what these tests are about."""
+        """Do not log errors: these tests close connections on purpose."""
 
 
 def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        # Headers and body are two packets: without this, each reply waits for the client's slow confirmation.
+        # Headers and body are two packets. Without this option, the body is delayed until the client's ACK.
         disable_nagle_algorithm = True
 
         def handle_any(self) -> None:

@@ -1,4 +1,4 @@
-"""Fetched adapters on the disk: versions that leave, versions that stay, and leftovers of interrupted work."""
+"""The disk budget for downloaded adapters: eviction, protected versions and interrupted downloads."""
 
 import hashlib
 import json
@@ -20,11 +20,11 @@ from torch import zeros
 from lorax_server import build
 from lorax_server.adapters.sources import remote
 from lorax_server.adapters.sources.disk_budget import (
-    IN_USE_S,
+    MIN_IN_USE_S,
     DiskBudget,
-    find_in_use_s,
+    compute_in_use_s,
     mark_downloaded,
-    mark_of,
+    mark_path,
     mark_used,
 )
 from lorax_server.adapters.sources.finder import AdapterFinder
@@ -40,11 +40,11 @@ from tests.adapters.sources.hub_server import HubServer, Repo
 from tests.adapters.sources.server import Fault, Reply, running
 
 MB = 10**6
-LATER = IN_USE_S + 1
+LATER = MIN_IN_USE_S + 1
 
 
 class Clock:
-    """A clock far ahead of files just written, so that only versions that a test marks are in use."""
+    """A clock far ahead of the file times, so that only versions marked by a test are in use."""
 
     def __init__(self) -> None:
         self.now: float = 10**9 + 10**6
@@ -63,7 +63,7 @@ def place(name: str) -> str:
 
 
 def put(root: Path, name: str, used_at: float, num_bytes: int = MB, file: str = WEIGHTS) -> Path:
-    """Write a version as a source leaves it."""
+    """Write a version in the cache layout."""
     folder = root / place(name) / "snapshots" / "version"
     blob = root / place(name) / "blobs" / file
     blob.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def put(root: Path, name: str, used_at: float, num_bytes: int = MB, file: str = 
         folder.mkdir(parents=True, exist_ok=True)
         (folder / file).symlink_to(blob)
     mark_downloaded(folder)
-    os.utime(mark_of(folder), (used_at, used_at))
+    os.utime(mark_path(folder), (used_at, used_at))
     return folder
 
 
@@ -88,7 +88,7 @@ def root(tmp_path: Path) -> Path:
 
 def make_budget(tmp_path: Path, clock: Clock, max_bytes: int | None = 5 * MB) -> DiskBudget:
     budget = DiskBudget(tmp_path, max_bytes, now=clock)
-    budget.add(tmp_path / "s3")
+    budget.add_cache(tmp_path / "s3")
     return budget
 
 
@@ -96,96 +96,99 @@ def names_left(root: Path, *names: str) -> list[str]:
     return [name for name in names if (root / place(name)).exists()]
 
 
-# --- which leave
+# --- eviction
 
 
-def test_the_longest_unused_leave_first(tmp_path: Path, root: Path, clock: Clock) -> None:
+def test_least_recently_used_is_evicted_first(tmp_path: Path, root: Path, clock: Clock) -> None:
     for index, name in enumerate("cabd"):
         put(root, name, 1000.0 + index)
-    with make_budget(tmp_path, clock).room_for("adapter", 2 * MB):
-        # Remove some more than needed: keep 90 %, which include the two that are coming.
+    with make_budget(tmp_path, clock).reserve_space("adapter", 2 * MB):
+        # Evict down to 90 %, including the two new versions.
         assert names_left(root, *"abcd") == ["b", "d"]
 
 
-def test_nothing_leaves_while_there_is_room(tmp_path: Path, root: Path, clock: Clock) -> None:
+def test_no_eviction_below_limit(tmp_path: Path, root: Path, clock: Clock) -> None:
     for name in "abc":
         put(root, name, 1000.0)
-    with make_budget(tmp_path, clock).room_for("adapter", 2 * MB):
+    with make_budget(tmp_path, clock).reserve_space("adapter", 2 * MB):
         assert names_left(root, *"abc") == ["a", "b", "c"]
 
 
-def test_a_version_that_was_used_a_moment_ago_stays(tmp_path: Path, root: Path, clock: Clock) -> None:
+def test_recently_used_version_is_kept(tmp_path: Path, root: Path, clock: Clock) -> None:
     for index, name in enumerate("abcd"):
         put(root, name, 1000.0 + index)
-    mark = mark_of(root / place("a") / "snapshots" / "version")
+    mark = mark_path(root / place("a") / "snapshots" / "version")
     os.utime(mark, (clock.now - 1, clock.now - 1))
-    with make_budget(tmp_path, clock).room_for("adapter", 3 * MB):
+    with make_budget(tmp_path, clock).reserve_space("adapter", 3 * MB):
         assert names_left(root, *"abcd") == ["a"]
 
 
-def test_a_version_whose_time_is_in_the_future_does_not_stay_for_ever(tmp_path: Path, root: Path, clock: Clock) -> None:
+def test_future_mark_does_not_prevent_eviction(tmp_path: Path, root: Path, clock: Clock) -> None:
     put(root, "a", clock.now + 10**6, 4 * MB)
-    with make_budget(tmp_path, clock).room_for("adapter", 3 * MB):
+    with make_budget(tmp_path, clock).reserve_space("adapter", 3 * MB):
         assert names_left(root, "a") == []
 
 
-def test_a_version_that_another_process_fetches_stays(tmp_path: Path, root: Path, clock: Clock) -> None:
+def test_version_locked_by_other_process_is_kept(tmp_path: Path, root: Path, clock: Clock) -> None:
     put(root, "a", 1000.0, 4 * MB)
-    room = make_budget(tmp_path, clock).room_for("adapter", 3 * MB)
+    room = make_budget(tmp_path, clock).reserve_space("adapter", 3 * MB)
     with FileLock(blob_of(root, "a", ".lock")), pytest.raises(SourceError, match="others use now"), room:
         pass
     assert names_left(root, "a") == ["a"]
 
 
-def test_all_in_use_is_an_error_of_the_one_request(tmp_path: Path, root: Path, clock: Clock) -> None:
+def test_error_if_all_versions_are_in_use(tmp_path: Path, root: Path, clock: Clock) -> None:
     put(root, "a", clock.now - 1, 4 * MB)
     budget = make_budget(tmp_path, clock)
     with (
-        pytest.raises(SourceError, match=r"adapter 'x': takes 2000000 bytes of the disk, where adapters have 5000000,"),
-        budget.room_for("adapter 'x'", 2 * MB),
+        pytest.raises(
+            SourceError,
+            match=r"adapter 'x': needs 2000000 bytes of disk space, the limit for all adapters is 5000000 and",
+        ),
+        budget.reserve_space("adapter 'x'", 2 * MB),
     ):
         pass
-    with budget.room_for("adapter 'y'", MB):  # a refused adapter takes no room
+    with budget.reserve_space("adapter 'y'", MB):  # a rejected adapter uses no space
         pass
     clock.now += LATER
-    with budget.room_for("adapter 'x'", 2 * MB):
+    with budget.reserve_space("adapter 'x'", 2 * MB):
         assert names_left(root, "a") == []
 
 
-def test_an_adapter_larger_than_the_budget_says_what_to_raise(tmp_path: Path, root: Path, clock: Clock) -> None:
-    room = make_budget(tmp_path, clock).room_for("adapter 'x'", 6 * MB)
+def test_adapter_larger_than_budget_names_flag(tmp_path: Path, root: Path, clock: Clock) -> None:
+    room = make_budget(tmp_path, clock).reserve_space("adapter 'x'", 6 * MB)
     with pytest.raises(AdapterError, match="raise --adapter-disk-bytes") as refused, room:
         pass
-    assert type(refused.value) is AdapterError  # to try again would not help
+    assert type(refused.value) is AdapterError  # a retry would not help
 
 
 @pytest.mark.parametrize("reason", ["larger than the budget", "others are in use"])
-def test_what_cannot_fit_removes_nothing(tmp_path: Path, root: Path, clock: Clock, reason: str) -> None:
-    """Remove nothing for an adapter that cannot fit: else one request could empty the cache for nothing."""
+def test_oversized_download_evicts_nothing(tmp_path: Path, root: Path, clock: Clock, reason: str) -> None:
+    """Evict no version for an adapter that cannot fit, because one request could empty the cache."""
     for index, name in enumerate("abc"):
         put(root, name, 1000.0 + index)
     put(root, "used", clock.now - 1 if reason == "others are in use" else 1000.0, 2 * MB)
     num_bytes = 6 * MB if reason == "larger than the budget" else 4 * MB
-    with pytest.raises(AdapterError), make_budget(tmp_path, clock).room_for("adapter 'x'", num_bytes):
+    with pytest.raises(AdapterError), make_budget(tmp_path, clock).reserve_space("adapter 'x'", num_bytes):
         pass
     assert names_left(root, "a", "b", "c", "used") == ["a", "b", "c", "used"]
 
 
-@pytest.mark.parametrize(("timeout_s", "in_use_s"), [(120.0, IN_USE_S), (900.0, 960.0), (float("inf"), 86400.0)])
-def test_a_version_stays_as_long_as_a_request_may_wait_for_it(
+@pytest.mark.parametrize(("timeout_s", "in_use_s"), [(120.0, MIN_IN_USE_S), (900.0, 960.0), (float("inf"), 86400.0)])
+def test_version_is_kept_for_adapter_timeout(
     tmp_path: Path, root: Path, clock: Clock, timeout_s: float, in_use_s: float
 ) -> None:
-    budget = DiskBudget(tmp_path, 5 * MB, in_use_s=find_in_use_s(timeout_s), now=clock)
-    budget.add(root)
+    budget = DiskBudget(tmp_path, 5 * MB, in_use_s=compute_in_use_s(timeout_s), now=clock)
+    budget.add_cache(root)
     put(root, "a", clock.now - in_use_s + 1, 4 * MB)
-    with pytest.raises(SourceError), budget.room_for("adapter", 2 * MB):
+    with pytest.raises(SourceError), budget.reserve_space("adapter", 2 * MB):
         pass
     clock.now += 1
-    with budget.room_for("adapter", 2 * MB):
+    with budget.reserve_space("adapter", 2 * MB):
         assert names_left(root, "a") == []
 
 
-def test_the_time_that_a_request_waits_reaches_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_adapter_timeout_is_passed_to_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made: list[dict[str, Any]] = []
 
     def make(*_: Any, **options: Any) -> DiskBudget:
@@ -197,23 +200,23 @@ def test_the_time_that_a_request_waits_reaches_the_budget(monkeypatch: pytest.Mo
     assert made == [{"in_use_s": 960.0}]
 
 
-def test_what_is_used_all_the_time_is_marked_once_a_minute(tmp_path: Path) -> None:
+def test_mark_is_renewed_once_per_minute(tmp_path: Path) -> None:
     folder = tmp_path / "snapshots" / "version"
     mark_downloaded(folder)
     for age_s, is_marked in ((3600, True), (50, False)):
         before = time.time() - age_s
-        os.utime(mark_of(folder), (before, before))
+        os.utime(mark_path(folder), (before, before))
         mark_used(folder, 60.0)
-        assert (mark_of(folder).stat().st_mtime > before + 1) == is_marked
+        assert (mark_path(folder).stat().st_mtime > before + 1) == is_marked
     mark_used(folder.with_name("gone"))
-    assert not mark_of(folder.with_name("gone")).exists()
+    assert not mark_path(folder.with_name("gone")).exists()
 
 
-# --- what counts
+# --- measuring
 
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["looked at before", "at the first look"])
-def test_what_came_of_a_fetch_that_failed_counts(tmp_path: Path, root: Path, clock: Clock, is_known: bool) -> None:
+def test_partial_files_of_failed_download_count(tmp_path: Path, root: Path, clock: Clock, is_known: bool) -> None:
     budget = make_budget(tmp_path, clock)
     path = blob_of(root, "a")
 
@@ -223,87 +226,87 @@ def test_what_came_of_a_fetch_that_failed_counts(tmp_path: Path, root: Path, clo
         raise OSError("broke")
 
     if is_known:
-        with pytest.raises(OSError, match="broke"), budget.room_for("one", 3 * MB, [path]):
+        with pytest.raises(OSError, match="broke"), budget.reserve_space("one", 3 * MB, [path]):
             break_off()
     else:
         with pytest.raises(OSError, match="broke"):
             break_off()
-    with pytest.raises(SourceError, match="others use now"), budget.room_for("two", 4 * MB):
+    with pytest.raises(SourceError, match="others use now"), budget.reserve_space("two", 4 * MB):
         pass
-    with budget.room_for("three", 3 * MB):
+    with budget.reserve_space("three", 3 * MB):
         pass
-    clock.now += LATER  # no process goes on with it
-    with budget.room_for("four", 5 * MB):
+    clock.now += LATER  # no process resumes it
+    with budget.reserve_space("four", 5 * MB):
         assert not path.with_name(f"{WEIGHTS}.part").exists()
 
 
 @pytest.mark.parametrize("max_bytes", [5 * MB, None])
-def test_what_has_come_so_far_does_not_count_twice(
+def test_partial_download_is_not_counted_twice(
     tmp_path: Path, root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, max_bytes: int | None
 ) -> None:
-    """Adapters may take 5 of 10 free MB. A fetch of 3 MB counts as 3 MB, however much of it has arrived."""
+    """The limit is 5 of 10 free MB. A 3 MB download counts as 3 MB, independent of its progress."""
     budget = make_budget(tmp_path, clock, max_bytes)
     free = 10 * MB
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     second = blob_of(root, "a")
     first = second.with_name("config")
-    with budget.room_for("one", 3 * MB, [first, second]):
+    with budget.reserve_space("one", 3 * MB, [first, second]):
         put(root, "a", clock.now, MB, "config")
         put(root, "a", clock.now, MB, f"{WEIGHTS}.part")
         os.utime(blob_of(root, "a", ".part"), (clock.now, clock.now))
         free -= 2 * MB
         clock.now += 61
-        with budget.room_for("two", 2 * MB), pytest.raises(SourceError), budget.room_for("three", MB):
+        with budget.reserve_space("two", 2 * MB), pytest.raises(SourceError), budget.reserve_space("three", MB):
             pass
 
 
-def test_what_is_coming_counts(tmp_path: Path, root: Path, clock: Clock) -> None:
+def test_current_downloads_count(tmp_path: Path, root: Path, clock: Clock) -> None:
     budget = make_budget(tmp_path, clock)
-    with budget.room_for("one", 3 * MB):
-        with pytest.raises(SourceError), budget.room_for("two", 3 * MB):
+    with budget.reserve_space("one", 3 * MB):
+        with pytest.raises(SourceError), budget.reserve_space("two", 3 * MB):
             pass
-        with budget.room_for("three", 2 * MB):
+        with budget.reserve_space("three", 2 * MB):
             pass
-    with pytest.raises(OSError, match="broke"), budget.room_for("four", MB):  # and did not come
+    with pytest.raises(OSError, match="broke"), budget.reserve_space("four", MB):  # and was not downloaded
         raise OSError("broke")
 
 
-def test_the_folder_is_not_looked_at_for_each_one(
+def test_caches_are_not_measured_for_each_download(
     tmp_path: Path, root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[DiskBudget] = []
-    sweep = DiskBudget.sweep
+    remove_interrupted_downloads = DiskBudget.remove_interrupted_downloads
 
     def look(budget: DiskBudget) -> dict[Path, int]:
         looks.append(budget)
-        return sweep(budget)
+        return remove_interrupted_downloads(budget)
 
-    monkeypatch.setattr(DiskBudget, "sweep", look)
+    monkeypatch.setattr(DiskBudget, "remove_interrupted_downloads", look)
     budget = make_budget(tmp_path, clock)
     for _ in range(5):
-        with budget.room_for("adapter", MB // 10):
+        with budget.reserve_space("adapter", MB // 10):
             pass
     assert len(looks) == 1
-    clock.now += 61  # another process may have filled it
+    clock.now += 61  # another process may have used the space
     put(root, "of another process", 1000.0, 5 * MB)
-    with budget.room_for("adapter", MB // 10):
+    with budget.reserve_space("adapter", MB // 10):
         assert names_left(root, "of another process") == []
     assert len(looks) == 2
 
 
 @pytest.mark.parametrize(("max_bytes", "is_kept"), [(None, False), (8 * MB, False), (5 * MB, True)])
-def test_the_disk_itself_is_a_limit(
+def test_disk_size_limits_budget(
     tmp_path: Path, root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, max_bytes: int | None, is_kept: bool
 ) -> None:
-    """With 2 MB free and 4 MB of ours, no budget means half of 6 MB, and a budget of 8 MB means 6 MB."""
+    """With 2 MB free and 4 MB cached, the default limit is 3 MB and a limit of 8 MB becomes 6 MB."""
     put(root, "a", 1000.0, 4 * MB)
     free = 2 * MB
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    with make_budget(tmp_path, clock, max_bytes).room_for("adapter", MB if is_kept else 3 * MB):
+    with make_budget(tmp_path, clock, max_bytes).reserve_space("adapter", MB if is_kept else 3 * MB):
         assert names_left(root, "a") == (["a"] if is_kept else [])
 
 
-def test_a_version_that_cannot_be_removed_holds_nobody_up(
+def test_failed_removal_does_not_block_others(
     tmp_path: Path, root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for index, name in enumerate("ab"):
@@ -316,18 +319,18 @@ def test_a_version_that_cannot_be_removed_holds_nobody_up(
         unlink(path, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", fail)
-    with caplog.at_level(logging.WARNING), make_budget(tmp_path, clock).room_for("adapter", 2 * MB):
+    with caplog.at_level(logging.WARNING), make_budget(tmp_path, clock).reserve_space("adapter", 2 * MB):
         assert names_left(root, "a", "b") == ["a"]
     assert "cannot be removed" in caplog.text
 
 
-def test_nothing_else_in_the_folder_is_touched(tmp_path: Path, root: Path, clock: Clock) -> None:
+def test_other_files_are_not_removed(tmp_path: Path, root: Path, clock: Clock) -> None:
     put(root, "a", 1000.0, 4 * MB)
     for other in ("models--owner--base/blobs/weights", "s3-models/x/weights", "s3/notes.txt", "s3/mine/weights"):
         (tmp_path / other).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / other).write_bytes(b"x")
     (root / place("link")).symlink_to(tmp_path / "s3-models")
-    with make_budget(tmp_path, clock).room_for("adapter", 5 * MB):
+    with make_budget(tmp_path, clock).reserve_space("adapter", 5 * MB):
         pass
     assert (tmp_path / "s3-models" / "x" / "weights").exists()
     assert (root / "notes.txt").exists()
@@ -335,7 +338,7 @@ def test_nothing_else_in_the_folder_is_touched(tmp_path: Path, root: Path, clock
     assert (tmp_path / "models--owner--base" / "blobs" / "weights").exists()
 
 
-# --- what was cut short
+# --- interrupted downloads
 
 
 def old_part(path: Path, clock: Clock, age_s: float) -> Path:
@@ -345,20 +348,20 @@ def old_part(path: Path, clock: Clock, age_s: float) -> Path:
     return path
 
 
-def test_old_parts_go_and_young_ones_stay(tmp_path: Path, root: Path, clock: Clock) -> None:
+def test_only_old_partial_files_are_removed(tmp_path: Path, root: Path, clock: Clock) -> None:
     old = old_part(blob_of(root, "a", ".part"), clock, LATER)
     young = old_part(blob_of(root, "b", ".part"), clock, 10)
     written = old_part(blob_of(root, "c", ".part"), clock, LATER)
     with FileLock(blob_of(root, "c", ".lock")):
-        make_budget(tmp_path, clock).sweep()
+        make_budget(tmp_path, clock).remove_interrupted_downloads()
     assert (old.exists(), young.exists(), written.exists()) == (False, True, True)
 
 
-def test_a_folder_that_is_not_there_is_nothing_to_sweep(tmp_path: Path, clock: Clock) -> None:
-    make_budget(tmp_path / "none", clock).sweep()
+def test_missing_cache_folder_is_ignored(tmp_path: Path, clock: Clock) -> None:
+    make_budget(tmp_path / "none", clock).remove_interrupted_downloads()
 
 
-# --- a hub's layout
+# --- hub cache layout
 
 
 NAME = "owner/adapter"
@@ -366,7 +369,7 @@ NAME = "owner/adapter"
 
 @pytest.fixture(scope="module")
 def one_hub() -> Iterator[HubServer]:
-    context = httpx2.create_ssl_context()  # reading certificates takes long
+    context = httpx2.create_ssl_context()  # reading certificates is slow
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(httpx2, "create_ssl_context", lambda: context)
         with running(HubServer()) as server:
@@ -398,46 +401,46 @@ def repo_folder(tmp_path: Path, name: str = NAME) -> Path:
     return tmp_path / "hub" / f"models--{name.replace('/', '--')}"
 
 
-def test_a_repository_makes_room_for_another_and_is_fetched_again(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
+def test_evicted_repository_is_downloaded_again(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
     source = hub_source(hub, tmp_path, clock, 450_000)
     first = fetch(source, NAME)
     age(tmp_path, 1000.0)
     other = fetch(source, "owner/other")
-    assert not repo_folder(tmp_path).exists()  # nor its locks and refs
+    assert not repo_folder(tmp_path).exists()  # locks and refs are removed too
     assert (other.folder / WEIGHTS).read_bytes() == b"of the other" * 10_000
     age(tmp_path, 1000.0)
     assert fetch(source, NAME) == first
     check_contents(first)
 
 
-def test_files_that_versions_share_stay_with_the_other(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
+def test_eviction_keeps_shared_blobs(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
     source = hub_source(hub, tmp_path, clock, 450_000)
     old = fetch(source, NAME)
     hub.repos[NAME].files["tokenizer.json"] = b'{"version": "2.0"}'
-    new = fetch(source, NAME)  # its weights are there, and take no room twice
+    new = fetch(source, NAME)  # the shared weights are cached and counted once
     age(tmp_path, 1000.0)
     mark = repo_folder(tmp_path) / ".lorax" / new.version
     os.utime(mark, (clock.now, clock.now))
-    with budget_of(source).room_for("another", 450_000 - sum(map(len, hub.repos[NAME].files.values()))):
+    with budget_of(source).reserve_space("another", 450_000 - sum(map(len, hub.repos[NAME].files.values()))):
         assert not old.folder.exists()
     check_contents(new, {**ADAPTER, "tokenizer.json": b'{"version": "2.0"}'})
     assert len([path for path in (repo_folder(tmp_path) / "blobs").iterdir() if path.suffix != ".lock"]) == 4
 
 
-def test_what_others_keep_in_the_same_cache_is_never_removed(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
+def test_unmarked_repositories_are_never_evicted(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
     source = hub_source(hub, tmp_path, clock, 450_000)
     fetch(source, NAME)
-    shutil.rmtree(repo_folder(tmp_path) / ".lorax")  # as huggingface_hub leaves a repository
-    check_contents(fetch(source, NAME))  # to use it does not make it ours
+    shutil.rmtree(repo_folder(tmp_path) / ".lorax")  # as written by huggingface_hub
+    check_contents(fetch(source, NAME))  # using a version does not mark it
     age(tmp_path, 1000.0)
-    with budget_of(source).room_for("another", 450_000):
+    with budget_of(source).reserve_space("another", 450_000):
         check_contents(fetch(source, NAME))
 
 
-def test_a_repository_in_which_a_fetch_begins_is_not_removed(
+def test_repository_with_new_download_is_not_evicted(
     hub: HubServer, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process begins a fetch between two steps of the removal."""
+    """Another process starts a download between two steps of the eviction."""
     source = hub_source(hub, tmp_path, clock, 450_000)
     fetch(source, NAME)
     repo, rmdir = repo_folder(tmp_path), Path.rmdir
@@ -451,7 +454,7 @@ def test_a_repository_in_which_a_fetch_begins_is_not_removed(
 
     monkeypatch.setattr(Path, "rmdir", begin)
     age(tmp_path, 1000.0)
-    with budget_of(source).room_for("another", 450_000):
+    with budget_of(source).reserve_space("another", 450_000):
         pass
     assert (repo / "blobs" / "weights.part").exists()
     assert (repo / ".lorax" / "new").exists()
@@ -459,10 +462,10 @@ def test_a_repository_in_which_a_fetch_begins_is_not_removed(
 
 
 @pytest.mark.parametrize("after_s", [61, 3600], ids=["known", "stands in"])
-def test_what_is_served_while_the_hub_is_down_stays(
+def test_version_served_while_hub_is_down_is_kept(
     hub: HubServer, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, after_s: float
 ) -> None:
-    """Keep the version: it could not be fetched again. A fetch of another source must make room elsewhere."""
+    """Keep the version, because it could not be downloaded again. Other sources must evict other versions."""
     hub.repos[NAME] = Repo(SMALL)
     source = hub_source(hub, tmp_path, clock, 450_000)
     times = SimpleNamespace(now=0.0)
@@ -475,7 +478,7 @@ def test_what_is_served_while_the_hub_is_down_stays(
         times.now += after_s
         assert resolver.resolve([AdapterRef("hub", NAME)]).result(30)[0] == spec
         clock.now = int(time.time()) + 1
-        with pytest.raises(SourceError), budget_of(source).room_for("another", 450_000):
+        with pytest.raises(SourceError), budget_of(source).reserve_space("another", 450_000):
             pass
         assert resolver.resolve([AdapterRef("hub", NAME)]).result(30)[0] == spec
     finally:
@@ -492,29 +495,27 @@ def bench_of(source: HubSource, times: Callable[[], float] = time.monotonic) -> 
     return AdapterResolver(finder, clock=times)
 
 
-def test_an_adapter_that_left_the_disk_is_fetched_again_when_it_is_named(
-    hub: HubServer, tmp_path: Path, clock: Clock
-) -> None:
-    """A remembered name is not enough: its files are needed as soon as the copy in memory has gone."""
+def test_evicted_adapter_is_downloaded_on_next_request(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
+    """A cached resolution is not enough: the files are needed when the copy in memory is evicted."""
     hub.repos[NAME] = Repo(SMALL)
     source = hub_source(hub, tmp_path, clock, 450_000)
     resolver = bench_of(source)
     try:
         spec, _ = resolver.resolve([AdapterRef("hub", NAME)]).result(30)
         age(tmp_path, 1000.0)
-        with budget_of(source).room_for("another", 450_000):
-            assert not spec.parts[0].folder.exists()
-        with pytest.raises(SourceError, match=f"{WEIGHTS} is not on this machine any more; try again"):
-            StoredAdapter(spec.parts[0].folder, spec.parts[0].config, {}, spec.parts[0].stamp)
+        with budget_of(source).reserve_space("another", 450_000):
+            assert not spec.checkpoints[0].folder.exists()
+        with pytest.raises(SourceError, match=f"{WEIGHTS} was removed from this machine; try again"):
+            StoredAdapter(spec.checkpoints[0].folder, spec.checkpoints[0].config, {}, spec.checkpoints[0].stamp)
         again, _ = resolver.resolve([AdapterRef("hub", NAME)]).result(30)
     finally:
         resolver.close()
     assert again.identity == spec.identity
-    assert again.parts != spec.parts  # so that a table that remembers a failure forgets it
-    assert (again.parts[0].folder / WEIGHTS).read_bytes() == SMALL[WEIGHTS]
+    assert again.checkpoints != spec.checkpoints  # so that the adapter table retries the load
+    assert (again.checkpoints[0].folder / WEIGHTS).read_bytes() == SMALL[WEIGHTS]
 
 
-def test_a_version_whose_removal_was_interrupted_is_downloaded_again(
+def test_interrupted_eviction_can_be_downloaded_again(
     hub: HubServer, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = hub_source(hub, tmp_path, clock, 450_000)
@@ -526,51 +527,51 @@ def test_a_version_whose_removal_was_interrupted_is_downloaded_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", crash)
-        with pytest.raises(KeyboardInterrupt), budget_of(source).room_for("another", 450_000):
+        with pytest.raises(KeyboardInterrupt), budget_of(source).reserve_space("another", 450_000):
             pass
-    with budget_of(source).room_for("another", 450_000):
+    with budget_of(source).reserve_space("another", 450_000):
         pass
     assert fetch(source, NAME) == first
     check_contents(first)
 
 
-def test_files_of_an_incomplete_version_count_and_leave(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
+def test_unlinked_blobs_are_counted_and_removed(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
     source = hub_source(hub, tmp_path, clock, 450_000)
     hub.faults["tokenizer.json"] = Fault(reply=Reply(503))
     with pytest.raises(SourceError):
         fetch(source, NAME)
     assert not [path for path in repo_folder(tmp_path).glob("snapshots/*/*") if path.name != "adapter_config.json"]
     age(tmp_path, clock.now)
-    with pytest.raises(SourceError, match="others use now"), budget_of(source).room_for("another", 100_000):
+    with pytest.raises(SourceError, match="others use now"), budget_of(source).reserve_space("another", 100_000):
         pass
     clock.now += LATER
-    with budget_of(source).room_for("another", 450_000):
+    with budget_of(source).reserve_space("another", 450_000):
         assert not repo_folder(tmp_path).exists()
     hub.faults.clear()
     check_contents(fetch(source, NAME))
 
 
-def test_a_part_of_a_hubs_file(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
+def test_partial_hub_file_is_removed(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
     part = old_part(repo_folder(tmp_path) / "blobs" / f"{'0' * 64}.part", clock, LATER)
-    budget_of(hub_source(hub, tmp_path, clock, 10**9)).sweep()
+    budget_of(hub_source(hub, tmp_path, clock, 10**9)).remove_interrupted_downloads()
     assert not part.exists()
 
 
-def test_offline_nothing_is_removed(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
+def test_no_eviction_in_offline_mode(hub: HubServer, tmp_path: Path, clock: Clock) -> None:
     fetch(hub_source(hub, tmp_path, clock, 10**9), NAME)
     age(tmp_path, 1000.0)
     budget = DiskBudget(tmp_path, 450_000, now=clock)
     source = HubSource(tmp_path / "hub", hub.url, offline=True, budget=budget)
-    with budget.room_for("adapter 'x' of another source", 450_000):
+    with budget.reserve_space("adapter 'x' of another source", 450_000):
         check_contents(fetch(source, NAME))
 
 
-def test_a_long_download_is_in_use(
+def test_mark_is_renewed_during_long_download(
     hub: HubServer, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mark is renewed during the download, however long that takes."""
+    """The mark is renewed during long downloads."""
     marked: list[Path] = []
-    monkeypatch.setattr(remote, "LOG_EVERY_S", 0.0)
+    monkeypatch.setattr(remote, "LOG_INTERVAL_S", 0.0)
     monkeypatch.setattr(remote, "mark_used", lambda folder, *_: marked.append(folder))
     folder = fetch(hub_source(hub, tmp_path, clock, 10**9), NAME).folder
     assert len(marked) > 6

@@ -1,4 +1,4 @@
-"""Adapters in folders that other programs change while the finder reads them."""
+"""Resolve adapters in folders that other programs change concurrently."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from lorax_server.adapters.sources.source import AdapterFiles, AdapterSources
 from lorax_server.errors import AdapterError, SourceError
 from lorax_server.files.adapter_files import TEMPLATES_FOLDER
 from lorax_server.files.names import CONFIG_FILE, TEMPLATE_FILE, WEIGHTS_FILE
-from lorax_server.files.plain_file import stamp_of
+from lorax_server.files.regular_file import read_stamp
 from lorax_server.types import AdapterRef
 from tests.adapters.test_checkpoint import entry, file_bytes
 
@@ -27,7 +27,7 @@ FILES = [CONFIG_FILE, WEIGHTS_FILE, TEMPLATE_FILE, TEMPLATE]
 
 
 def write(folder: Path, text: str) -> Path:
-    """Write an adapter with a given text in each of its files."""
+    """Write an adapter whose files contain the given text."""
     (folder / TEMPLATES_FOLDER).mkdir(parents=True)
     config = {"peft_type": "LORA", "r": 2, "target_modules": ["q"], "revision": text}
     (folder / CONFIG_FILE).write_text(json.dumps(config))
@@ -43,7 +43,7 @@ def ignore() -> None:
 
 
 class Raced(LocalSource):
-    """A source whose folder a test can change before and after each look."""
+    """A source with hooks before and after each file access."""
 
     before: Callable[[], None] = staticmethod(ignore)
     after_config: Callable[[], None] = staticmethod(ignore)
@@ -61,7 +61,7 @@ class Raced(LocalSource):
 
 
 class Swap:
-    """A swap of a path inside the root for a link to a path outside, and back."""
+    """Replace a path inside the root by a link to the outside, and restore it."""
 
     def __init__(self, path: Path, outside: Path) -> None:
         self.path, self.outside = path, outside
@@ -104,7 +104,7 @@ def swap_at(root: Path, what: str) -> Swap:
 
 
 def read_vouched(found: FoundAdapter, root: Path) -> dict[str, bytes]:
-    """Return the content of the stamped files, which must lie inside the root."""
+    """Return the contents of the stamped files, which must be inside the root."""
     names = [path for path, stamp in found.files.items() if stamp is not None and path.is_file()]
     assert all(path.is_relative_to(root) and not path.is_symlink() for path in names)
     return {str(path.relative_to(root / "poet")): path.read_bytes() for path in names}
@@ -112,13 +112,13 @@ def read_vouched(found: FoundAdapter, root: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("what", [*FILES, TEMPLATES_FOLDER, ""], ids=lambda what: what or "the folder")
 @pytest.mark.parametrize("times", [1, 100])
-def test_what_takes_the_place_of_a_file_that_was_checked_is_not_vouched_for(root: Path, what: str, times: int) -> None:
-    """Swap the file between the source's last look and the stamps of the answer; then put it back."""
+def test_file_replaced_after_validation_is_not_accepted(root: Path, what: str, times: int) -> None:
+    """Replace the file between the source's last check and the stamps in the result, then restore it."""
     swap, source = swap_at(root, what), Raced([root])
     left = iter(range(times))
     source.before = swap.put_back
     source.after = lambda: swap.put_in() if next(left, None) is not None else None
-    if times > finder.ATTEMPTS:
+    if times > finder.MAX_ATTEMPTS:
         with pytest.raises(SourceError, match=r"'poet'.* changed while it was read; try again"):
             find(source)
         return
@@ -127,11 +127,11 @@ def test_what_takes_the_place_of_a_file_that_was_checked_is_not_vouched_for(root
     assert found.spec.identity == find(LocalSource([root])).spec.identity
     assert all(b"secret" not in content for content in read_vouched(found, root).values())
     assert found.resolved.tokenizer_stamps == tuple(
-        stamp_of(root / "poet" / file) for file in found.resolved.tokenizer_files
+        read_stamp(root / "poet" / file) for file in found.resolved.tokenizer_files
     )
 
 
-def test_a_config_in_the_place_of_the_one_that_was_checked_is_not_even_parsed(root: Path) -> None:
+def test_config_replaced_after_validation_is_not_parsed(root: Path) -> None:
     swap, source, seen = swap_at(root, ""), Raced([root]), []
     source.before, source.after_config = swap.put_back, swap.put_in
     sources = AdapterSources({"local": source}, max_bytes=2**30)
@@ -141,10 +141,8 @@ def test_a_config_in_the_place_of_the_one_that_was_checked_is_not_even_parsed(ro
 
 
 @pytest.mark.parametrize("reader", ["read_header", "identify", "read_json"])
-def test_who_it_is_comes_from_the_file_that_was_checked(
-    root: Path, monkeypatch: pytest.MonkeyPatch, reader: str
-) -> None:
-    """Swap the folder only while it is read: a look before and a look after see the original."""
+def test_identity_uses_validated_file(root: Path, monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
+    """Replace the folder only while it is read. Checks before and after see the original."""
     swap, read = swap_at(root, ""), getattr(finder, reader)
 
     def read_outside(*args: Any) -> Any:
@@ -159,8 +157,8 @@ def test_who_it_is_comes_from_the_file_that_was_checked(
 # --- Roots ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_root_after_the_one_that_has_it_is_not_looked_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave later roots alone: they may hang."""
+def test_later_roots_are_not_accessed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later roots may hang."""
     later = root.parent / "later"
     write(later / "poet", "later")
     looked: list[str] = []
@@ -177,7 +175,7 @@ def test_a_root_after_the_one_that_has_it_is_not_looked_at(root: Path, monkeypat
     assert not [path for path in looked if path.startswith(str(later))]
 
 
-def test_a_name_that_moves_to_a_later_root(root: Path) -> None:
+def test_adapter_moved_to_later_root(root: Path) -> None:
     later, missing = root.parent / "later", root.parent / "missing"
     write(later / "poet", "later")
     source = LocalSource([missing, root, later])
@@ -190,7 +188,7 @@ def test_a_name_that_moves_to_a_later_root(root: Path) -> None:
     assert not moved.is_unchanged()
 
 
-def test_a_name_that_moves_to_a_later_root_while_it_is_found(root: Path) -> None:
+def test_adapter_moved_to_later_root_during_resolution(root: Path) -> None:
     later = root.parent / "later"
     write(later / "poet", "later")
     source = Raced([root, later])
@@ -200,8 +198,8 @@ def test_a_name_that_moves_to_a_later_root_while_it_is_found(root: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["{first}/poet", "linked", "poet"])
-def test_a_root_that_is_switched_is_seen_though_the_files_are_the_same(tmp_path: Path, name: str) -> None:
-    """Try an absolute name, one that the new root has as a link out of it, and one that it lacks."""
+def test_switched_root_link_is_detected(tmp_path: Path, name: str) -> None:
+    """Test an absolute name, a name that links out of the new root, and a name missing in the new root."""
     first, second, root = tmp_path / "first", tmp_path / "second", tmp_path / "root"
     write(first / "poet", "first")
     second.mkdir()

@@ -27,7 +27,7 @@ SECRET = "hf_do_not_show_this"
 
 @pytest.fixture(autouse=True, scope="module")
 def one_ssl_context() -> Iterator[None]:
-    """Share one context: reading the system's certificates takes longer than a test."""
+    """Share one SSL context: loading the system certificates is slow."""
     context = httpx2.create_ssl_context()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(httpx2, "create_ssl_context", lambda: context)
@@ -47,23 +47,23 @@ def source(hub: HubServer, tmp_path: Path) -> HubSource:
 
 
 def leftovers(tmp_path: Path) -> list[str]:
-    """Return the names of partial files that an unfinished download left in the cache."""
+    """Return the names of partial files in the cache."""
     return [path.name for path in (tmp_path / "cache").rglob("*.part")]
 
 
-# --- what is fetched
+# --- downloads
 
 
-def test_an_adapter_is_fetched(hub: HubServer, source: HubSource) -> None:
+def test_adapter_is_downloaded(hub: HubServer, source: HubSource) -> None:
     fetched = fetch(source, NAME)
     check_contents(fetched)
     assert fetched.version == commit_of(hub.repos[NAME].files)
 
 
-def test_nothing_but_the_known_files_is_asked_for(hub: HubServer, source: HubSource) -> None:
+def test_only_known_files_are_requested(hub: HubServer, source: HubSource) -> None:
     fetch(source, NAME)
     commit = commit_of(hub.repos[NAME].files)
-    # The first request opens a file to check permission; the others name the commit, so that all files fit.
+    # The first request checks access. The others name the commit, so that all files are consistent.
     assert [request.path for request in hub.seen] == [
         f"/{NAME}/resolve/main/{CONFIG}",
         f"/api/models/{NAME}/revision/main?blobs=true",
@@ -71,14 +71,14 @@ def test_nothing_but_the_known_files_is_asked_for(hub: HubServer, source: HubSou
     ]
 
 
-def test_what_is_here_is_not_fetched_again(hub: HubServer, source: HubSource) -> None:
+def test_cached_files_are_not_downloaded_again(hub: HubServer, source: HubSource) -> None:
     fetch(source, NAME)
     hub.seen.clear()
     check_contents(fetch(source, NAME))
     assert len(hub.seen) == 2
 
 
-def test_a_new_commit_fetches_only_what_changed(hub: HubServer, source: HubSource) -> None:
+def test_new_commit_downloads_only_changed_files(hub: HubServer, source: HubSource) -> None:
     first = fetch(source, NAME)
     hub.seen.clear()
     hub.repos[NAME].files["tokenizer.json"] = b'{"version": "2.0"}'
@@ -90,7 +90,7 @@ def test_a_new_commit_fetches_only_what_changed(hub: HubServer, source: HubSourc
 
 
 @pytest.mark.parametrize("revision", ["dev", "refs/pr/1", "v1.0", "a commit"])
-def test_a_revision_is_pinned(hub: HubServer, source: HubSource, revision: str) -> None:
+def test_revision_is_pinned(hub: HubServer, source: HubSource, revision: str) -> None:
     old = {**ADAPTER, WEIGHTS: b"older weights"}
     hub.repos[NAME].branches = {"dev": old, "refs/pr/1": old, "v1.0": old}
     revision = commit_of(old) if revision == "a commit" else revision
@@ -99,7 +99,7 @@ def test_a_revision_is_pinned(hub: HubServer, source: HubSource, revision: str) 
     check_contents(fetched, old)
 
 
-def test_a_missing_revision_is_named(hub: HubServer, source: HubSource) -> None:
+def test_missing_revision_is_reported(hub: HubServer, source: HubSource) -> None:
     with pytest.raises(AdapterNotFoundError, match=f"{NAME}@none"):
         fetch(source, f"{NAME}@none")
 
@@ -116,15 +116,13 @@ ODD_NAMES = [
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
-def test_a_template_whose_name_is_a_path_is_not_asked_for(
-    hub: HubServer, source: HubSource, tmp_path: Path, name: str
-) -> None:
+def test_template_with_path_in_name_is_ignored(hub: HubServer, source: HubSource, tmp_path: Path, name: str) -> None:
     hub.repos[NAME].files[f"additional_chat_templates/{name}"] = b"x"
     check_contents(fetch(source, NAME))
     assert not [request for request in hub.seen if "additional" in request.path]
 
 
-def test_more_templates_than_there_may_be(hub: HubServer, source: HubSource) -> None:
+def test_too_many_templates_are_rejected(hub: HubServer, source: HubSource) -> None:
     for index in range(33):
         hub.repos[NAME].files[f"additional_chat_templates/{index}.jinja"] = b"x"
     with pytest.raises(AdapterError, match="has more than 32 templates"):
@@ -132,7 +130,7 @@ def test_more_templates_than_there_may_be(hub: HubServer, source: HubSource) -> 
     assert not hub.requests(WEIGHTS)
 
 
-def test_a_repository_without_a_config_says_so(hub: HubServer, source: HubSource) -> None:
+def test_repository_without_config_is_rejected(hub: HubServer, source: HubSource) -> None:
     del hub.repos[NAME].files[CONFIG]
     with pytest.raises(AdapterError, match=f"{NAME}.* has no {CONFIG}"):
         fetch(source, NAME)
@@ -168,10 +166,10 @@ NOT_NAMES = [
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_a_name_that_is_no_repository_goes_nowhere(hub: HubServer, tmp_path: Path, offline: bool) -> None:
+def test_invalid_repository_name_sends_no_request(hub: HubServer, tmp_path: Path, offline: bool) -> None:
     source = HubSource(tmp_path / "cache", hub.url, offline=offline)
     for name in NOT_NAMES:
-        with pytest.raises(AdapterNotFoundError, match="names look like owner/name") as caught:
+        with pytest.raises(AdapterNotFoundError, match="hub names have the form owner/name") as caught:
             fetch(source, name)
         assert repr(name) in str(caught.value)
         assert source.base_model_type(name, None) is None
@@ -182,7 +180,7 @@ def test_a_name_that_is_no_repository_goes_nowhere(hub: HubServer, tmp_path: Pat
 # --- permissions
 
 
-def test_anonymous_sends_no_token(hub: HubServer, source: HubSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anonymous_request_has_no_token(hub: HubServer, source: HubSource, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_lies_around_on_the_machine")
     fetch(source, NAME)
     assert all("authorization" not in request.headers for request in hub.seen)
@@ -191,7 +189,7 @@ def test_anonymous_sends_no_token(hub: HubServer, source: HubSource, monkeypatch
 @pytest.mark.parametrize(
     ("configured", "given", "sent"), [(None, "mine", "mine"), ("ours", None, "ours"), ("ours", "mine", "mine")]
 )
-def test_the_requests_token_comes_before_the_configured_one(
+def test_request_token_overrides_configured_token(
     hub: HubServer, tmp_path: Path, configured: str | None, given: str | None, sent: str
 ) -> None:
     hub.repos[NAME].token = sent
@@ -201,18 +199,16 @@ def test_the_requests_token_comes_before_the_configured_one(
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("token", [None, "hf_of_somebody_else"])
-def test_what_is_cached_for_one_is_not_for_another(
-    hub: HubServer, source: HubSource, gated: bool, token: str | None
-) -> None:
+def test_cached_files_require_own_token(hub: HubServer, source: HubSource, gated: bool, token: str | None) -> None:
     hub.repos[NAME].token, hub.repos[NAME].gated = SECRET, gated
     sources = front(source)
     check_contents(sources.fetch("hub", NAME, SECRET, accept))
-    with pytest.raises(AdapterAccessError, match=f"{NAME}.* give a token"):
+    with pytest.raises(AdapterAccessError, match=f"{NAME}.* pass a token"):
         sources.fetch("hub", NAME, token, accept)
     check_contents(sources.fetch("hub", NAME, SECRET, accept))
 
 
-def test_files_on_another_server_are_fetched_without_the_token(hub: HubServer, source: HubSource) -> None:
+def test_token_is_not_sent_to_redirect_target(hub: HubServer, source: HubSource) -> None:
     with running(HubServer()) as storage:
         storage.repos[NAME] = Repo(dict(hub.repos[NAME].files))
         hub.files_are_at, hub.repos[NAME].token = storage.url, SECRET
@@ -221,7 +217,7 @@ def test_files_on_another_server_are_fetched_without_the_token(hub: HubServer, s
         assert all("authorization" not in request.headers for request in storage.seen)
 
 
-def test_cookies_of_one_caller_are_not_sent_for_another(hub: HubServer, source: HubSource) -> None:
+def test_cookies_are_not_shared_between_callers(hub: HubServer, source: HubSource) -> None:
     hub.faults[CONFIG] = Fault(times=1, reply=Reply(200, {"Set-Cookie": "session=mine; Path=/"}))
     source.authorize(NAME, "mine")
     source.authorize(NAME, None)
@@ -229,7 +225,7 @@ def test_cookies_of_one_caller_are_not_sent_for_another(hub: HubServer, source: 
     assert all("cookie" not in request.headers for request in hub.seen)
 
 
-def test_tokens_are_not_shown(hub: HubServer, source: HubSource, caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_do_not_appear_in_errors(hub: HubServer, source: HubSource, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     fetch(source, NAME, SECRET)
     for status in (401, 403, 404, 500):
@@ -243,7 +239,7 @@ def test_tokens_are_not_shown(hub: HubServer, source: HubSource, caplog: pytest.
     assert SECRET not in caplog.text
 
 
-# --- what a server may do to us
+# --- faulty servers
 
 
 STAGES = [CONFIG, "info", WEIGHTS]
@@ -259,7 +255,7 @@ STATUSES = {
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_refusal_is_told_apart_from_a_failure(hub: HubServer, source: HubSource, stage: str) -> None:
+def test_access_errors_differ_from_failures(hub: HubServer, source: HubSource, stage: str) -> None:
     for status, expected in STATUSES.items():
         hub.faults[stage] = Fault(reply=Reply(status, body=b"reasons"))
         with pytest.raises(AdapterError, match=NAME) as caught:
@@ -270,29 +266,29 @@ def test_a_refusal_is_told_apart_from_a_failure(hub: HubServer, source: HubSourc
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_server_that_never_answers_is_given_up(hub: HubServer, tmp_path: Path, stage: str) -> None:
+def test_unresponsive_server_times_out(hub: HubServer, tmp_path: Path, stage: str) -> None:
     hub.faults[stage] = Fault(hangs=True)
     with pytest.raises(SourceError, match=rf"{NAME}.* cannot be reached \(ReadTimeout\)"):
         fetch(HubSource(tmp_path / "cache", hub.url, timeout_s=0.3), NAME)
 
 
-def test_a_server_that_drips_is_given_up(hub: HubServer, tmp_path: Path) -> None:
+def test_slow_download_times_out(hub: HubServer, tmp_path: Path) -> None:
     hub.repos[NAME].files[WEIGHTS] = bytes(1000)
     hub.faults[WEIGHTS] = Fault(drips=True)
-    with pytest.raises(SourceError, match=f"{NAME}.*{WEIGHTS}: arrives too slowly"):
+    with pytest.raises(SourceError, match=f"{NAME}.*{WEIGHTS}: the download is too slow"):
         fetch(HubSource(tmp_path / "cache", hub.url, timeout_s=1.0), NAME)
 
 
-def test_a_description_that_drips_is_given_up(hub: HubServer, tmp_path: Path) -> None:
+def test_slow_repository_info_times_out(hub: HubServer, tmp_path: Path) -> None:
     hub.faults["info"] = Fault(drips=True)
-    with pytest.raises(SourceError, match=f"{NAME}.* the hub answers too slowly"):
+    with pytest.raises(SourceError, match=f"{NAME}.* the hub responds too slowly"):
         fetch(HubSource(tmp_path / "cache", hub.url, timeout_s=1.0), NAME)
 
 
 @pytest.mark.parametrize("coding", ["gzip", "identity"])
-def test_a_description_that_never_ends_is_given_up(hub: HubServer, source: HubSource, coding: str) -> None:
+def test_endless_repository_info_is_rejected(hub: HubServer, source: HubSource, coding: str) -> None:
     body = b'{"sha": "' + b"0" * 2**23
-    sent = gzip.compress(body) if coding == "gzip" else body  # a few kilobytes that become megabytes
+    sent = gzip.compress(body) if coding == "gzip" else body  # a few kilobytes that decompress to megabytes
     hub.faults["info"] = Fault(reply=Reply(200, {"Content-Encoding": coding}, sent))
     with pytest.raises(SourceError, match=f"{NAME}.* is not a hub"):
         fetch(source, NAME)
@@ -300,13 +296,13 @@ def test_a_description_that_never_ends_is_given_up(hub: HubServer, source: HubSo
 
 @pytest.mark.parametrize("place", ["file:///etc/passwd", "ftp://127.0.0.1/x", "//", "http://[", "gopher://x"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_redirect_that_leads_nowhere_is_an_error(hub: HubServer, source: HubSource, stage: str, place: str) -> None:
+def test_redirect_to_unreachable_server_fails(hub: HubServer, source: HubSource, stage: str, place: str) -> None:
     hub.faults[stage] = Fault(reply=Reply(302, {"Location": place}))
     with pytest.raises(AdapterError, match=NAME):
         fetch(source, NAME)
 
 
-def test_files_of_another_server_are_held_against_what_the_hub_said(hub: HubServer, source: HubSource) -> None:
+def test_redirected_files_are_verified(hub: HubServer, source: HubSource) -> None:
     with running(HubServer()) as storage:
         storage.repos[NAME] = Repo(dict(hub.repos[NAME].files))
         storage.faults[WEIGHTS] = Fault(body=bytes(len(ADAPTER[WEIGHTS])))
@@ -315,7 +311,7 @@ def test_files_of_another_server_are_held_against_what_the_hub_said(hub: HubServ
             fetch(source, NAME)
 
 
-def test_a_server_that_is_not_there(tmp_path: Path) -> None:
+def test_unreachable_server_fails(tmp_path: Path) -> None:
     with running(HubServer()) as server:
         url = server.url
     with pytest.raises(SourceError, match=rf"{NAME}.* cannot be reached \(ConnectError\)"):
@@ -323,7 +319,7 @@ def test_a_server_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_server_that_leads_in_circles(hub: HubServer, source: HubSource, stage: str) -> None:
+def test_redirect_loop_fails(hub: HubServer, source: HubSource, stage: str) -> None:
     hub.faults[stage] = Fault(reply=Reply(302, {"Location": f"/round/and/round/{stage}"}))
     with pytest.raises(SourceError, match=rf"{NAME}.* \(TooManyRedirects\)"):
         fetch(source, NAME)
@@ -350,7 +346,7 @@ NO_HUBS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("answer", NO_HUBS.values(), ids=NO_HUBS)
-def test_something_that_is_not_a_hub(hub: HubServer, source: HubSource, tmp_path: Path, answer: Any) -> None:
+def test_invalid_hub_responses_are_rejected(hub: HubServer, source: HubSource, tmp_path: Path, answer: Any) -> None:
     body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
     hub.faults["info"] = Fault(reply=Reply(body=body))
     with pytest.raises(SourceError, match=f"{NAME}.* is not a hub"):
@@ -358,10 +354,10 @@ def test_something_that_is_not_a_hub(hub: HubServer, source: HubSource, tmp_path
     assert source.base_model_type(NAME, None) is None
 
 
-# --- broken downloads
+# --- interrupted downloads
 
 
-def test_an_interrupted_download_goes_on_where_it_stopped(hub: HubServer, source: HubSource) -> None:
+def test_interrupted_download_resumes(hub: HubServer, source: HubSource) -> None:
     hub.faults[WEIGHTS] = Fault(times=2, cut_after=100_000)
     check_contents(fetch(source, NAME))
     assert [request.headers.get("range") for request in hub.requests(WEIGHTS)] == [
@@ -371,7 +367,7 @@ def test_an_interrupted_download_goes_on_where_it_stopped(hub: HubServer, source
     ]
 
 
-def test_the_next_request_goes_on_where_the_last_one_gave_up(hub: HubServer, source: HubSource, tmp_path: Path) -> None:
+def test_next_request_resumes_download(hub: HubServer, source: HubSource, tmp_path: Path) -> None:
     hub.faults[WEIGHTS] = Fault(cut_after=1000)
     with pytest.raises(SourceError, match=f"{NAME}.* cannot be reached"):
         fetch(source, NAME)
@@ -382,14 +378,14 @@ def test_the_next_request_goes_on_where_the_last_one_gave_up(hub: HubServer, sou
     assert not leftovers(tmp_path)
 
 
-def test_a_server_that_sends_nothing_is_not_asked_again(hub: HubServer, source: HubSource) -> None:
+def test_no_retry_without_progress(hub: HubServer, source: HubSource) -> None:
     hub.faults[WEIGHTS] = Fault(cut_after=0)
     with pytest.raises(SourceError):
         fetch(source, NAME)
     assert len(hub.requests(WEIGHTS)) == 1
 
 
-def test_a_server_that_knows_no_ranges_sends_all_again(hub: HubServer, source: HubSource) -> None:
+def test_server_without_range_support(hub: HubServer, source: HubSource) -> None:
     hub.knows_ranges = False
     hub.faults[WEIGHTS] = Fault(times=1, cut_after=100_000)
     check_contents(fetch(source, NAME))
@@ -398,12 +394,12 @@ def test_a_server_that_knows_no_ranges_sends_all_again(hub: HubServer, source: H
 def test_progress_is_logged(
     hub: HubServer, source: HubSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(remote, "LOG_EVERY_S", 0.0)
+    monkeypatch.setattr(remote, "LOG_INTERVAL_S", 0.0)
     caplog.set_level(logging.INFO, logger=remote.__name__)
     hub.faults[WEIGHTS] = Fault(times=1, cut_after=100_000)
     fetch(source, NAME)
     assert caplog.messages[-1].startswith(f"adapter '{NAME}': ")
-    assert caplog.messages[-1].endswith(" of 400032 bytes, 99%")  # the last chunk is not on the disk yet
+    assert caplog.messages[-1].endswith(" of 400032 bytes, 99%")  # the last chunk is not written yet
 
 
 DAMAGE = {
@@ -417,7 +413,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damaged", DAMAGE.values(), ids=DAMAGE)
-def test_damaged_weights_are_refused(hub: HubServer, source: HubSource, tmp_path: Path, damaged: bytes) -> None:
+def test_damaged_weights_are_rejected(hub: HubServer, source: HubSource, tmp_path: Path, damaged: bytes) -> None:
     hub.faults[WEIGHTS] = Fault(body=damaged)
     with pytest.raises(SourceError, match=f"{NAME}.*{WEIGHTS}: size or checksum differ"):
         fetch(source, NAME)
@@ -427,14 +423,14 @@ def test_damaged_weights_are_refused(hub: HubServer, source: HubSource, tmp_path
     check_contents(fetch(source, NAME))
 
 
-def test_a_damaged_small_file_is_refused(hub: HubServer, source: HubSource, tmp_path: Path) -> None:
+def test_damaged_small_file_is_rejected(hub: HubServer, source: HubSource, tmp_path: Path) -> None:
     hub.faults["tokenizer.json"] = Fault(body=b'{"version": "9.9"}')
     with pytest.raises(SourceError, match=f"{NAME}.*tokenizer.json: size or checksum differ"):
         fetch(source, NAME)
     assert not leftovers(tmp_path)
 
 
-def test_a_wrong_size_in_the_list_is_found_out(hub: HubServer, source: HubSource, tmp_path: Path) -> None:
+def test_wrong_announced_size_is_rejected(hub: HubServer, source: HubSource, tmp_path: Path) -> None:
     listed = [describe(*item) for item in hub.repos[NAME].files.items()]
     for described in listed:
         if described["rfilename"] == WEIGHTS:
@@ -445,16 +441,16 @@ def test_a_wrong_size_in_the_list_is_found_out(hub: HubServer, source: HubSource
     assert not leftovers(tmp_path)
 
 
-def test_a_file_that_was_cut_in_the_cache_is_fetched_again(hub: HubServer, source: HubSource) -> None:
+def test_truncated_cached_file_is_downloaded_again(hub: HubServer, source: HubSource) -> None:
     path = fetch(source, NAME).folder / WEIGHTS
     path.resolve().write_bytes(b"cut")
     check_contents(fetch(source, NAME))
 
 
-# --- limits come before weights
+# --- checks before downloads
 
 
-def test_a_refused_config_costs_no_weights(hub: HubServer, source: HubSource) -> None:
+def test_rejected_config_downloads_no_weights(hub: HubServer, source: HubSource) -> None:
     def refuse(config: Any, base_model_type: Any) -> None:
         raise AdapterError(f"rank {config['r']} is not for us")
 
@@ -463,16 +459,16 @@ def test_a_refused_config_costs_no_weights(hub: HubServer, source: HubSource) ->
     assert not hub.requests(WEIGHTS)
 
 
-def test_a_large_adapter_costs_nothing(hub: HubServer, source: HubSource) -> None:
+def test_oversized_adapter_is_not_downloaded(hub: HubServer, source: HubSource) -> None:
     with pytest.raises(AdapterError, match=f"{NAME}.* bytes, at most 1000 are allowed"):
         front(source, max_bytes=1000).fetch("hub", NAME, None, accept)
     assert [hub.key(request) for request in hub.seen] == [CONFIG, "info"]
 
 
-# --- several at once
+# --- concurrency
 
 
-def test_two_threads_fetch_once(hub: HubServer, source: HubSource) -> None:
+def test_concurrent_threads_download_once(hub: HubServer, source: HubSource) -> None:
     both_are_on_their_way = threading.Event()
 
     def wait_for_both(request: Request) -> None:
@@ -497,11 +493,11 @@ FETCH_IN_A_CHILD = """
 """
 
 
-def test_two_processes_fetch_once(hub: HubServer, tmp_path: Path) -> None:
+def test_concurrent_processes_download_once(hub: HubServer, tmp_path: Path) -> None:
     environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
     run_children(2, FETCH_IN_A_CHILD, tmp_path / "cache", hub.url, **environment)
     assert len(hub.requests(WEIGHTS)) == 1
-    # huggingface_hub would have asked its endpoint about us.
+    # huggingface_hub would have sent a whoami request.
     assert {hub.key(request) for request in hub.seen} == {"info", *ADAPTER}
 
 
@@ -521,7 +517,7 @@ DISK_FULL = """
 """
 
 
-def test_a_full_disk(hub: HubServer, source: HubSource, tmp_path: Path) -> None:
+def test_full_disk_is_reported(hub: HubServer, source: HubSource, tmp_path: Path) -> None:
     printed = run_child(DISK_FULL, tmp_path / "cache", hub.url)
     assert f"adapter '{NAME}': {WEIGHTS}: the server cannot store it (File too large)" in printed
     assert not leftovers(tmp_path)
@@ -529,7 +525,7 @@ def test_a_full_disk(hub: HubServer, source: HubSource, tmp_path: Path) -> None:
     check_contents(fetch(source, NAME))
 
 
-def test_a_cache_that_cannot_be_written(hub: HubServer, tmp_path: Path) -> None:
+def test_read_only_cache_is_reported(hub: HubServer, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.raises(SourceError, match=f"{NAME}.* the server cannot store it"):
         fetch(HubSource(tmp_path / "cache", hub.url), NAME)
@@ -538,7 +534,7 @@ def test_a_cache_that_cannot_be_written(hub: HubServer, tmp_path: Path) -> None:
 # --- offline
 
 
-def test_offline_the_cache_is_served(hub: HubServer, source: HubSource, tmp_path: Path) -> None:
+def test_offline_mode_uses_cache(hub: HubServer, source: HubSource, tmp_path: Path) -> None:
     hub.repos[NAME].branches = {"refs/pr/1": {**ADAPTER, WEIGHTS: b"others"}}
     online = fetch(source, NAME)
     fetch(source, f"{NAME}@refs/pr/1")
@@ -553,7 +549,7 @@ def test_offline_the_cache_is_served(hub: HubServer, source: HubSource, tmp_path
     assert not hub.seen
 
 
-def test_the_cache_is_huggingface_hubs(
+def test_cache_is_readable_by_huggingface_hub(
     hub: HubServer, source: HubSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetch(source, NAME)
@@ -566,7 +562,7 @@ def test_the_cache_is_huggingface_hubs(
     assert scanned.size_on_disk == sum(map(len, ADAPTER.values()))
 
 
-def test_what_huggingface_hub_fetched_is_served_offline(
+def test_offline_mode_uses_huggingface_hub_cache(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
@@ -576,7 +572,7 @@ def test_what_huggingface_hub_fetched_is_served_offline(
     hub.seen.clear()
     check_contents(fetch(HubSource(tmp_path / "cache", hub.url, offline=True), NAME))
     assert not hub.seen
-    # Online, files that are there need not be fetched.
+    # Online, cached files are not downloaded.
     check_contents(fetch(HubSource(tmp_path / "cache", hub.url), NAME))
     assert not hub.requests(WEIGHTS)
 
@@ -584,16 +580,14 @@ def test_what_huggingface_hub_fetched_is_served_offline(
 # --- base models
 
 
-def test_the_type_of_a_base_model_is_in_its_description(hub: HubServer, source: HubSource) -> None:
+def test_base_model_type_from_repository_info(hub: HubServer, source: HubSource) -> None:
     hub.repos["owner/base"] = Repo({"config.json": b'{"model_type": "other"}'}, SECRET, True, "llama")
     assert source.base_model_type("owner/base", None) == "llama"
     assert not hub.requests("config.json")
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_the_type_of_a_base_model_is_in_its_config(
-    hub: HubServer, source: HubSource, tmp_path: Path, offline: bool
-) -> None:
+def test_base_model_type_from_config(hub: HubServer, source: HubSource, tmp_path: Path, offline: bool) -> None:
     hub.repos["owner/base"] = Repo({"config.json": b'{"model_type": "opt"}', WEIGHTS: b"large"})
     assert source.base_model_type("owner/base", None) == "opt"
     assert not hub.requests(WEIGHTS)
@@ -612,21 +606,21 @@ BASES = {
 
 
 @pytest.mark.parametrize("repo", BASES.values(), ids=BASES)
-def test_a_type_that_cannot_be_known(hub: HubServer, source: HubSource, repo: Repo) -> None:
+def test_unknown_base_model_type_is_none(hub: HubServer, source: HubSource, repo: Repo) -> None:
     hub.repos["owner/base"] = repo
     assert source.base_model_type("owner/base", None) is None
 
 
-def test_the_type_of_a_model_nobody_has(hub: HubServer, source: HubSource) -> None:
+def test_base_model_type_of_missing_model_is_none(hub: HubServer, source: HubSource) -> None:
     assert source.base_model_type("owner/none", None) is None
     hub.faults["info"] = Fault(reply=Reply(500))
     assert source.base_model_type(NAME, None) is None
 
 
-# --- the tests' own hub
+# --- the fake hub
 
 
-def test_digests_are_gits() -> None:
-    # As `git hash-object` gives it.
+def test_digests_match_git() -> None:
+    # Output of `git hash-object`.
     assert describe("x", b"hello\n")["blobId"] == "ce013625030ba8dba906f756967f9e9ca394464a"
     assert describe("x", bytes(20_000))["lfs"]["sha256"] == hashlib.sha256(bytes(20_000)).hexdigest()

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from lorax_server.adapters.sources.local import LocalSource, tidy_name
+from lorax_server.adapters.sources.local import LocalSource, normalize_local_name
 from lorax_server.errors import AdapterError, AdapterNotFoundError, SourceError
-from lorax_server.server.access.folder import find_adapters
+from lorax_server.server.access.folder_watcher import find_adapters
 from tests.adapters.sources.adapters import ADAPTER, OTHERS, WEIGHTS, check_contents, fetch
 
 CONFIG = "adapter_config.json"
@@ -36,23 +36,23 @@ def source(root: Path) -> LocalSource:
     return LocalSource([root])
 
 
-# --- what is found
+# --- lookup
 
 
 @pytest.mark.parametrize(
     "name", ["team/adapter", "team/adapter/", "./team/adapter", "team//adapter", "{root}/team/adapter"]
 )
-def test_an_adapter_is_found_where_it_is(source: LocalSource, root: Path, name: str) -> None:
+def test_adapter_is_used_in_place(source: LocalSource, root: Path, name: str) -> None:
     fetched = fetch(source, name.format(root=root))
     check_contents(fetched)
     assert fetched.folder == root / "team" / "adapter"
 
 
-def test_a_token_plays_no_part(source: LocalSource) -> None:
+def test_token_is_ignored(source: LocalSource) -> None:
     check_contents(fetch(source, "team/adapter", "hf_any"))
 
 
-def test_the_first_root_that_has_it_wins(tmp_path: Path, root: Path) -> None:
+def test_first_matching_root_wins(tmp_path: Path, root: Path) -> None:
     write(tmp_path / "second" / "team" / "adapter", {**ADAPTER, WEIGHTS: b"second"})
     write(tmp_path / "second" / "other")
     source = LocalSource([root, tmp_path / "second"])
@@ -61,14 +61,14 @@ def test_the_first_root_that_has_it_wins(tmp_path: Path, root: Path) -> None:
     check_contents(fetch(source, str(tmp_path / "second" / "team" / "adapter")), {**ADAPTER, WEIGHTS: b"second"})
 
 
-def test_a_root_may_be_a_link(tmp_path: Path, root: Path) -> None:
+def test_root_may_be_link(tmp_path: Path, root: Path) -> None:
     (tmp_path / "link").symlink_to(root)
     source = LocalSource([tmp_path / "link"])
     check_contents(fetch(source, "team/adapter"))
     check_contents(fetch(source, str(tmp_path / "link" / "team" / "adapter")))
 
 
-def test_links_that_stay_below_the_root_are_followed(root: Path, source: LocalSource) -> None:
+def test_links_inside_root_are_followed(root: Path, source: LocalSource) -> None:
     (root / "latest").symlink_to("team/adapter")
     check_contents(fetch(source, "latest"))
     linked = root / "linked"
@@ -78,7 +78,7 @@ def test_links_that_stay_below_the_root_are_followed(root: Path, source: LocalSo
     check_contents(fetch(source, "linked"))
 
 
-def test_a_linked_root_can_be_switched_in_one_step(tmp_path: Path, root: Path) -> None:
+def test_linked_root_switches_atomically(tmp_path: Path, root: Path) -> None:
     new = {**ADAPTER, WEIGHTS: b"of the new folder"}
     write(tmp_path / "new" / "team" / "adapter", new)
     write(tmp_path / "new" / "only-here")
@@ -89,23 +89,23 @@ def test_a_linked_root_can_be_switched_in_one_step(tmp_path: Path, root: Path) -
     found = source.find("team/adapter", None)
     (tmp_path / "other").symlink_to(tmp_path / "new")
     os.replace(tmp_path / "other", link)
-    assert find_adapters(link).names == ["only-here"]  # the listing of names follows the link too
+    assert find_adapters(link).names == ["only-here"]  # the listing resolves the link too
     check_contents(fetch(source, "only-here"))
     for name in ("team/adapter", str(link / "team" / "adapter")):
         check_contents(fetch(source, name), new)
     with pytest.raises(SourceError, match="changed while they were read"):
-        source.fetch(found, [WEIGHTS], None)  # never half of the old adapter and half of the new one
+        source.fetch(found, [WEIGHTS], None)  # never a mix of the old and the new adapter
     with pytest.raises(AdapterNotFoundError):
         fetch(source, str(root / "team" / "adapter"))  # no longer below a root
 
 
-def test_without_roots_there_is_nothing(root: Path) -> None:
+def test_no_adapters_without_roots(root: Path) -> None:
     with pytest.raises(AdapterNotFoundError):
         fetch(LocalSource([]), str(root / "team" / "adapter"))
 
 
 @pytest.mark.parametrize("file", [CONFIG, WEIGHTS, "tokenizer.json", TEMPLATE, "vocab.txt"])
-def test_a_change_of_a_file_is_a_new_version(root: Path, source: LocalSource, file: str) -> None:
+def test_file_change_changes_version(root: Path, source: LocalSource, file: str) -> None:
     path = root / "team" / "adapter" / file
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(ADAPTER.get(file, b""))
@@ -115,7 +115,7 @@ def test_a_change_of_a_file_is_a_new_version(root: Path, source: LocalSource, fi
     path.write_bytes(ADAPTER.get(file, b"") + b" ")
     os.utime(path, ns=(1, 1))
     versions.add(source.find("team/adapter", None).version)
-    # The same bytes, size and time, moved into the place of the old file.
+    # Replace the file by a copy with the same bytes, size and time.
     (root / "new").write_bytes(ADAPTER.get(file, b"") + b" ")
     os.utime(root / "new", ns=(1, 1))
     os.replace(root / "new", path)
@@ -124,20 +124,20 @@ def test_a_change_of_a_file_is_a_new_version(root: Path, source: LocalSource, fi
     assert source.find("team/adapter", None).version in versions
 
 
-def test_other_files_are_no_part_of_the_version(root: Path, source: LocalSource) -> None:
+def test_unknown_files_do_not_change_version(root: Path, source: LocalSource) -> None:
     before = source.find("team/adapter", None)
     (root / "team" / "adapter" / "notes.txt").write_text("anything")
     assert source.find("team/adapter", None) == before
 
 
-def test_an_adapter_that_changes_while_it_is_read(root: Path, source: LocalSource) -> None:
+def test_change_during_fetch_fails(root: Path, source: LocalSource) -> None:
     found = source.find("team/adapter", None)
     (root / "team" / "adapter" / WEIGHTS).write_bytes(b"new")
     with pytest.raises(SourceError, match=r"team/adapter.* changed while they were read; try again"):
         source.fetch(found, [WEIGHTS], None)
 
 
-# --- what is refused
+# --- rejected paths
 
 
 OUTSIDE = [
@@ -195,7 +195,7 @@ OUTSIDE = [
 
 @pytest.fixture
 def traps(tmp_path: Path, root: Path) -> dict[str, str]:
-    """Make adapters outside of the root, and links that lead to them."""
+    """Create adapters outside of the root, and links to them."""
     outside = write(tmp_path / "outside")
     write(tmp_path / "rootevil")
     (root / "link-to-outside").symlink_to(outside)
@@ -209,14 +209,14 @@ def traps(tmp_path: Path, root: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_no_name_leads_out_of_the_root(source: LocalSource, traps: dict[str, str], name: str) -> None:
+def test_names_cannot_escape_root(source: LocalSource, traps: dict[str, str], name: str) -> None:
     name = name.format(**traps)
     with pytest.raises(AdapterNotFoundError) as missing:
         fetch(source, "missing")
     for ask in (source.authorize, source.find, lambda name, _: fetch(source, name)):
         with pytest.raises(AdapterNotFoundError) as caught:
             ask(name, None)
-        # A path outside a root is reported like one that does not exist.
+        # Paths outside of the roots are reported like missing paths.
         assert str(caught.value) == str(missing.value).replace("'missing'", repr(name))
     assert source.base_model_type(name, None) is None
 
@@ -226,17 +226,17 @@ def test_no_name_leads_out_of_the_root(source: LocalSource, traps: dict[str, str
     "name",
     ["link-to-outside", "link-to-nothing", "link-to-parent/outside", "link-to-parent/none", "link-to-link/x", "chain"],
 )
-def test_a_link_out_of_the_root_says_so_whatever_it_leads_to(
+def test_link_out_of_root_is_reported(
     source: LocalSource, traps: dict[str, str], root: Path, name: str, way: str
 ) -> None:
     (root / "link-to-nothing").symlink_to(root.parent / "none")
     with pytest.raises(AdapterError) as caught:
         source.find(way.format(**traps) + name, None)
     assert type(caught.value) is AdapterError
-    assert str(caught.value).endswith(f"{name}': its folder is not below its root; links out of it are refused")
+    assert str(caught.value).endswith(f"{name}': its folder is outside of its root, and such links are not allowed")
 
 
-def test_a_link_out_of_one_root_does_not_hide_what_another_has(tmp_path: Path, root: Path) -> None:
+def test_link_out_of_root_does_not_hide_other_root(tmp_path: Path, root: Path) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / "team").symlink_to(tmp_path / "elsewhere")
     check_contents(fetch(LocalSource([tmp_path / "first", root]), "team/adapter"))
@@ -256,15 +256,15 @@ SPELLINGS = [
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_spellings_of_one_place_are_one_name(name: str) -> None:
-    assert tidy_name(name, [Path("/srv/one"), Path("/srv/two")]) == "poet"
+def test_equivalent_paths_have_one_name(name: str) -> None:
+    assert normalize_local_name(name, [Path("/srv/one"), Path("/srv/two")]) == "poet"
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("team//poet/", "team/poet"),
-        ("/srv/two/poet/", "/srv/two/poet"),  # `poet` may be in the first root too
+        ("/srv/two/poet/", "/srv/two/poet"),  # `poet` may also exist in the first root
         ("/srv/one", "/srv/one"),
         ("/srv/one-more/poet", "/srv/one-more/poet"),
         ("/srv/one/~poet", "/srv/one/~poet"),
@@ -275,16 +275,16 @@ def test_spellings_of_one_place_are_one_name(name: str) -> None:
             (name, name)
             for name in ("", "../poet", "./../poet", "poet/..", "/srv/one/../two", "~/./x", "a%2f./", "f://./x")
         ),
-        ("./" * 300, "./" * 300),  # longer than any name
+        ("./" * 300, "./" * 300),  # exceeds the name limit
     ],
 )
-def test_what_means_something_else_keeps_its_name(name: str, expected: str) -> None:
-    assert tidy_name(name, [Path("/srv/one"), Path("/srv/two")]) == expected
+def test_other_names_are_not_normalized(name: str, expected: str) -> None:
+    assert normalize_local_name(name, [Path("/srv/one"), Path("/srv/two")]) == expected
 
 
-def test_without_a_root_a_path_stays_one() -> None:
-    assert tidy_name("/srv//poet/", []) == "/srv/poet"
-    assert tidy_name("/srv/poet", [Path("/")]) == "srv/poet"
+def test_absolute_path_without_root_is_not_normalized() -> None:
+    assert normalize_local_name("/srv//poet/", []) == "/srv/poet"
+    assert normalize_local_name("/srv/poet", [Path("/")]) == "srv/poet"
 
 
 def test_names_with_nul_are_not_found(source: LocalSource) -> None:
@@ -293,7 +293,7 @@ def test_names_with_nul_are_not_found(source: LocalSource) -> None:
             source.find(name, None)
 
 
-def test_the_same_answer_for_what_exists_outside_and_what_does_not(tmp_path: Path, source: LocalSource) -> None:
+def test_error_does_not_reveal_outside_paths(tmp_path: Path, source: LocalSource) -> None:
     (tmp_path / "there").mkdir()
     answers = set()
     for name in (str(tmp_path / "there"), str(tmp_path / "none")):
@@ -312,7 +312,7 @@ def put_odd_file(path: Path, kind: str, tmp_path: Path) -> None:
         os.mkfifo(path)
     elif kind == "socket":
         with socket.socket(socket.AF_UNIX) as server:
-            # A socket's path may be no longer than this allows.
+            # Socket paths have a length limit.
             os.chdir(path.parent)
             server.bind(path.name)
     elif kind == "folder":
@@ -324,7 +324,7 @@ def put_odd_file(path: Path, kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", [CONFIG, WEIGHTS, "tokenizer.json", *OTHER_FILES])
 @pytest.mark.parametrize("kind", [*ODD_FILES, "device"])
-def test_a_file_that_is_none_is_refused(
+def test_irregular_files_are_rejected(
     root: Path, source: LocalSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, file: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -335,14 +335,12 @@ def test_a_file_that_is_none_is_refused(
         path.symlink_to("/dev/zero")
     else:
         put_odd_file(path, kind, tmp_path)
-    with pytest.raises(AdapterError, match=f"'team/adapter': {path.name} is not a plain file below its root"):
+    with pytest.raises(AdapterError, match=f"'team/adapter': {path.name} is not a regular file below its root"):
         fetch(source, "team/adapter")
 
 
 @pytest.mark.parametrize("target", ["outside", "nowhere", "a chain", "a device", "itself", "/"])
-def test_a_folder_of_templates_that_leads_out_is_refused(
-    root: Path, source: LocalSource, tmp_path: Path, target: str
-) -> None:
+def test_template_folder_outside_root_is_rejected(root: Path, source: LocalSource, tmp_path: Path, target: str) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "default.jinja").write_text("a secret")
     (root / "hop").symlink_to("../outside")
@@ -357,10 +355,10 @@ def test_a_folder_of_templates_that_leads_out_is_refused(
     ("looked_at", "swapped"),
     [(TEMPLATE, TEMPLATE), (TEMPLATE, TEMPLATES), (TEMPLATE, ""), (CONFIG, CONFIG), (CONFIG, ""), (TEMPLATES, "")],
 )
-def test_a_path_that_leads_out_once_it_was_followed_is_refused(
+def test_link_created_after_resolution_is_rejected(
     root: Path, source: LocalSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked_at: str, swapped: str
 ) -> None:
-    """Replace a file, or a folder above it, by a link, right after the source has resolved its path."""
+    """Replace a file or a parent folder by a link right after the source resolved the path."""
     folder, outside = root / "team" / "adapter", write(tmp_path / "outside", {**ADAPTER, TEMPLATE: b"a secret"})
     (outside / TEMPLATES / "named.jinja").write_text("as nobody may know")
     (folder / TEMPLATES).mkdir()
@@ -375,16 +373,16 @@ def test_a_path_that_leads_out_once_it_was_followed_is_refused(
         return real
 
     monkeypatch.setattr(os.path, "realpath", follow)
-    with pytest.raises(AdapterError, match=r"is not a plain file below its root|cannot be read") as caught:
+    with pytest.raises(AdapterError, match=r"is not a regular file below its root|cannot be read") as caught:
         source.find("team/adapter", None)
     assert "named" not in str(caught.value)
     assert (tmp_path / "aside").exists()
 
 
-def test_a_folder_that_the_server_may_not_enter(
+def test_folder_without_permission_is_not_found(
     root: Path, source: LocalSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hide the folder as it is hidden from a server that does not run as root."""
+    """Deny access to the folder, as for a server that does not run as root."""
     for name in ("stat", "lstat"):
         real = getattr(os, name)
 
@@ -399,10 +397,10 @@ def test_a_folder_that_the_server_may_not_enter(
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOENT, errno.EACCES])
-def test_a_link_that_cannot_be_followed(
+def test_unreadable_link_is_not_found(
     root: Path, source: LocalSource, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """A link may have changed a moment ago, or be closed to the server, as some in /proc are."""
+    """A link may be removed concurrently, or be unreadable like some links in /proc."""
     (root / "latest").symlink_to("team/adapter")
 
     def refuse(path: str, **_: Any) -> str:
@@ -415,7 +413,7 @@ def test_a_link_that_cannot_be_followed(
     assert str(root) not in str(caught.value)
 
 
-def test_templates_are_found_limited_and_counted(root: Path, source: LocalSource) -> None:
+def test_templates_are_listed_and_limited(root: Path, source: LocalSource) -> None:
     folder = root / "team" / "adapter" / TEMPLATES
     folder.mkdir()
     for name in (
@@ -442,12 +440,12 @@ def test_templates_are_found_limited_and_counted(root: Path, source: LocalSource
         fetch(source, "team/adapter")
 
 
-def test_a_plain_file_named_as_the_folder_of_templates_means_nothing(root: Path, source: LocalSource) -> None:
+def test_file_named_like_template_folder_is_ignored(root: Path, source: LocalSource) -> None:
     (root / "team" / "adapter" / TEMPLATES).write_text("x")
     check_contents(fetch(source, "team/adapter"))
 
 
-def test_an_adapter_without_a_config_says_so(root: Path, source: LocalSource) -> None:
+def test_adapter_without_config_is_rejected(root: Path, source: LocalSource) -> None:
     (root / "team" / "adapter" / CONFIG).unlink()
     with pytest.raises(AdapterError, match=f"'team/adapter': has no {CONFIG}"):
         fetch(source, "team/adapter")
@@ -456,13 +454,13 @@ def test_an_adapter_without_a_config_says_so(root: Path, source: LocalSource) ->
 # --- base models
 
 
-def test_the_type_of_a_base_model(root: Path, source: LocalSource) -> None:
+def test_base_model_type(root: Path, source: LocalSource) -> None:
     write(root / "base", {"config.json": b'{"model_type": "opt"}'})
     assert source.base_model_type("base", None) == "opt"
     assert source.base_model_type(str(root / "base"), None) == "opt"
 
 
-def test_a_type_that_cannot_be_known(root: Path, source: LocalSource, tmp_path: Path) -> None:
+def test_unknown_base_model_type_is_none(root: Path, source: LocalSource, tmp_path: Path) -> None:
     write(tmp_path / "base", {"config.json": b'{"model_type": "opt"}'})
     assert source.base_model_type(str(tmp_path / "base"), None) is None
     assert source.base_model_type("team/adapter", None) is None

@@ -20,7 +20,7 @@ from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.adapters.sources.s3 import S3Source
 from lorax_server.adapters.sources.source import Source
 from lorax_server.errors import AdapterAccessError, AdapterError, AdapterNotFoundError, ConfigError, SourceError
-from lorax_server.files.plain_file import stamp_of
+from lorax_server.files.regular_file import read_stamp
 from lorax_server.files.tokenizer_folder import TokenizerFolder
 from lorax_server.text.tokenizer import _read_templates
 from tests.adapters.sources.adapters import ADAPTER, OTHERS, WEIGHTS, accept, check_contents, fetch, front
@@ -61,7 +61,7 @@ def moto() -> Iterator[tuple[str, int]]:
 
 @pytest.fixture(scope="module")
 def filler(moto: tuple[str, int]) -> Iterator[Any]:
-    """Make a client that fills the bucket and, like older clients, adds no checksums of its own."""
+    """Return a client that fills the bucket without adding checksums, like older clients."""
     config = Config(request_checksum_calculation="when_required")
     with closing(boto3.Session().client("s3", endpoint_url="http://{}:{}".format(*moto), config=config)) as client:
         yield client
@@ -97,7 +97,7 @@ def proxy(one_proxy: S3Proxy, admin: Any) -> S3Proxy:
 
 @pytest.fixture(scope="module")
 def client(one_proxy: S3Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Return the client that a source makes for itself. It is shared, because making one is slow."""
+    """Return the default client of a source. It is shared, because creating a client is slow."""
     with closing(S3Source(BUCKET, tmp_path_factory.mktemp("none"), endpoint_url=one_proxy.url)._client) as made:
         yield made
 
@@ -107,7 +107,7 @@ Make = Callable[..., S3Source]
 
 @pytest.fixture
 def make(proxy: S3Proxy, client: Any, tmp_path: Path) -> Iterator[Make]:
-    """Return a function that makes sources of the bucket, with a client of their own if options need it."""
+    """Return a function that creates sources, with a separate client if the options require it."""
     made = []
 
     def build(**options: Any) -> S3Source:
@@ -127,20 +127,20 @@ def source(make: Make) -> S3Source:
 
 
 def leftovers(tmp_path: Path) -> list[str]:
-    """Return the names of non-empty partial files that an unfinished download left in the cache."""
+    """Return the names of non-empty partial files in the cache."""
     return [path.name for path in (tmp_path / "cache").rglob("*.part") if path.stat().st_size]
 
 
-# --- what is fetched
+# --- downloads
 
 
-def test_an_adapter_is_fetched(proxy: S3Proxy, source: S3Source) -> None:
+def test_adapter_is_downloaded(proxy: S3Proxy, source: S3Source) -> None:
     check_contents(fetch(source, NAME))
     asked = {proxy.key(request) for request in proxy.seen}
     assert asked == {"list", "head", *ADAPTER}
 
 
-def test_names(source: S3Source) -> None:
+def test_names_with_and_without_bucket(source: S3Source) -> None:
     for name in (NAME, f"{NAME}/", f"s3://{BUCKET}/{NAME}", f"s3://{BUCKET}/{NAME}/"):
         check_contents(fetch(source, name))
 
@@ -177,7 +177,7 @@ NOT_THERE = [
 ]
 
 
-def test_names_that_are_not_there(source: S3Source) -> None:
+def test_missing_names_are_not_found(source: S3Source) -> None:
     for name in NOT_THERE:
         with pytest.raises(AdapterError, match="has no") as caught:
             fetch(source, name)
@@ -195,7 +195,7 @@ OUTSIDE = [
 ]
 
 
-def test_names_outside_the_prefix_are_not_there(admin: Any, make: Make) -> None:
+def test_names_outside_prefix_are_not_found(admin: Any, make: Make) -> None:
     for outside in ("other", "teammate/adapter"):
         put(admin, outside, ADAPTER)
     source = make(prefix="team")
@@ -204,7 +204,7 @@ def test_names_outside_the_prefix_are_not_there(admin: Any, make: Make) -> None:
             fetch(source, name)
 
 
-def test_subfolders_are_left_alone(admin: Any, source: S3Source) -> None:
+def test_subfolders_are_ignored(admin: Any, source: S3Source) -> None:
     put(admin, f"{NAME}/checkpoint-1", {"vocab.json": b"{}"})
     check_contents(fetch(source, NAME))
     put(admin, "parent/child", ADAPTER)
@@ -212,14 +212,14 @@ def test_subfolders_are_left_alone(admin: Any, source: S3Source) -> None:
         fetch(source, "parent")
 
 
-def test_what_is_here_is_not_fetched_again(proxy: S3Proxy, source: S3Source) -> None:
+def test_cached_files_are_not_downloaded_again(proxy: S3Proxy, source: S3Source) -> None:
     first = fetch(source, NAME)
     proxy.seen.clear()
     assert fetch(source, NAME) == first
     assert {proxy.key(request) for request in proxy.seen} == {"list"}
 
 
-def test_a_new_upload_is_a_new_version(admin: Any, source: S3Source) -> None:
+def test_new_upload_changes_version(admin: Any, source: S3Source) -> None:
     first = fetch(source, NAME)
     put(admin, NAME, {WEIGHTS: b"new weights"})
     second = fetch(source, NAME)
@@ -228,12 +228,12 @@ def test_a_new_upload_is_a_new_version(admin: Any, source: S3Source) -> None:
     check_contents(second, {**ADAPTER, WEIGHTS: b"new weights"})
 
 
-def test_a_token_plays_no_part(proxy: S3Proxy, source: S3Source) -> None:
+def test_token_is_ignored(proxy: S3Proxy, source: S3Source) -> None:
     check_contents(fetch(source, NAME, "hf_do_not_send_this"))
     assert not any("hf_do_not_send_this" in str(request) for request in proxy.seen)
 
 
-def test_other_files_in_large_numbers(admin: Any, source: S3Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_other_files_are_paginated(admin: Any, source: S3Source, monkeypatch: pytest.MonkeyPatch) -> None:
     put(admin, NAME, {f"file-{index}": b"" for index in range(20)})
     paginator = source._client.get_paginator("list_objects_v2")
     monkeypatch.setattr(source._client, "get_paginator", lambda _: paginator)
@@ -244,7 +244,7 @@ def test_other_files_in_large_numbers(admin: Any, source: S3Source, monkeypatch:
     check_contents(fetch(source, NAME))
 
 
-# --- the same for all sources
+# --- consistency between sources
 
 
 FULL = {
@@ -267,7 +267,7 @@ STRAY = {"additional_chat_templates/.odd.jinja": b"x", "additional_chat_template
 
 @pytest.fixture
 def places(admin: Any, source: S3Source, tmp_path: Path) -> Iterator[dict[str, tuple[Source, str]]]:
-    """The same adapter in a bucket, on a hub, in a hub's cache, and in a folder."""
+    """Yield the same adapter in a bucket, on a hub, in a hub cache, and in a folder."""
     put(admin, "team/full", {**FULL, **STRAY, **OTHERS})
     for file, content in {**FULL, **STRAY, **OTHERS}.items():
         path = tmp_path / "root" / "full" / file
@@ -284,19 +284,19 @@ def places(admin: Any, source: S3Source, tmp_path: Path) -> Iterator[dict[str, t
         }
 
 
-def test_all_sources_have_the_same_files_of_an_adapter(places: dict[str, tuple[Source, str]]) -> None:
+def test_all_sources_return_same_files(places: dict[str, tuple[Source, str]]) -> None:
     for source, name in places.values():
         fetched = fetch(source, name)
         assert fetched.tokenizer_files == tuple(file for file in FULL if file not in (CONFIG, WEIGHTS))
         assert {file: (fetched.folder / file).read_bytes() for file in FULL} == FULL
-        files = TokenizerFolder(fetched.folder, {file: stamp_of(fetched.folder / file) for file in FULL})
+        files = TokenizerFolder(fetched.folder, {file: read_stamp(fetched.folder / file) for file in FULL})
         assert _read_templates(files, {}) == {"default": "one in its place", "tool_use": "another"}
 
 
 @pytest.mark.parametrize(
     "file", slow_except(["vocab.txt"], ["additional_chat_templates/default.jinja", "vocab.txt", "tekken.json"])
 )
-def test_a_file_of_the_tokenizer_makes_another_version(admin: Any, source: S3Source, file: str) -> None:
+def test_tokenizer_file_changes_version(admin: Any, source: S3Source, file: str) -> None:
     put(admin, NAME, FULL)
     first = fetch(source, NAME)
     put(admin, NAME, {file: b"changed"})
@@ -306,7 +306,7 @@ def test_a_file_of_the_tokenizer_makes_another_version(admin: Any, source: S3Sou
     assert (first.folder / file).read_bytes() == FULL[file]
 
 
-def test_a_list_that_never_ends_is_given_up(admin: Any, source: S3Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_listing_is_limited(admin: Any, source: S3Source, monkeypatch: pytest.MonkeyPatch) -> None:
     def pages(**_: Any) -> Iterator[dict[str, Any]]:
         while True:
             yield {"Contents": []}
@@ -318,7 +318,7 @@ def test_a_list_that_never_ends_is_given_up(admin: Any, source: S3Source, monkey
 
 
 @pytest.mark.parametrize("missing", ["Size", "ETag"])
-def test_a_list_without_what_it_must_say(source: S3Source, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_invalid_listing_is_rejected(source: S3Source, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     item = {"Key": f"{NAME}/{CONFIG}", "Size": 3, "ETag": "x"}
     del item[missing]
     paginator = SimpleNamespace(paginate=lambda **_: iter([{"Contents": [item]}]))
@@ -327,7 +327,7 @@ def test_a_list_without_what_it_must_say(source: S3Source, monkeypatch: pytest.M
         fetch(source, NAME)
 
 
-# --- what a server may do to us
+# --- faulty servers
 
 
 STAGES = ["list", "head", WEIGHTS]
@@ -335,7 +335,7 @@ STATUSES = {401: AdapterAccessError, 403: AdapterAccessError, 404: AdapterNotFou
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_refusal_is_told_apart_from_a_failure(proxy: S3Proxy, source: S3Source, stage: str) -> None:
+def test_access_errors_differ_from_failures(proxy: S3Proxy, source: S3Source, stage: str) -> None:
     for status, expected in STATUSES.items():
         proxy.faults[stage] = Fault(reply=Reply(status))
         with pytest.raises(AdapterError, match=NAME) as caught:
@@ -345,39 +345,41 @@ def test_a_refusal_is_told_apart_from_a_failure(proxy: S3Proxy, source: S3Source
     check_contents(fetch(source, NAME))
 
 
-def test_a_failing_server(proxy: S3Proxy, source: S3Source) -> None:
+def test_server_error_is_reported(proxy: S3Proxy, source: S3Source) -> None:
     proxy.faults[WEIGHTS] = Fault(reply=Reply(503))
     with pytest.raises(SourceError, match=f"{NAME}.* answers with status 503"):
         fetch(source, NAME)
 
 
-def test_a_bucket_that_is_not_there(make: Make) -> None:
-    with pytest.raises(AdapterNotFoundError, match=f"{NAME}.*bucket has no such folder"):
+def test_missing_bucket_is_not_found(make: Make) -> None:
+    with pytest.raises(AdapterNotFoundError, match=f"{NAME}.*no such folder in the server's bucket"):
         fetch(make(bucket="another"), NAME)
 
 
 @pytest.mark.parametrize("stage", ["list", WEIGHTS])
-def test_a_server_that_never_answers_is_given_up(proxy: S3Proxy, make: Make, stage: str) -> None:
+def test_unresponsive_server_times_out(proxy: S3Proxy, make: Make, stage: str) -> None:
     proxy.faults[stage] = Fault(hangs=True)
     with pytest.raises(SourceError, match=rf"{NAME}.* cannot be read \(ReadTimeoutError\)"):
         fetch(make(timeout_s=0.5), NAME)
 
 
-def test_a_server_that_is_not_there(make: Make) -> None:
+def test_unreachable_server_fails(make: Make) -> None:
     with running(S3Proxy("127.0.0.1", 1)) as server:
         url = server.url
     with pytest.raises(SourceError, match=rf"{NAME}.* cannot be read \(EndpointConnectionError\)"):
         fetch(make(endpoint_url=url), NAME)
 
 
-def test_missing_credentials(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_reported(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(SourceError, match=rf"{NAME}.* cannot be read \(NoCredentialsError\).*check .*credentials"):
         fetch(make(timeout_s=10), NAME)
 
 
-def test_credentials_are_not_shown(proxy: S3Proxy, source: S3Source, caplog: pytest.LogCaptureFixture) -> None:
+def test_credentials_do_not_appear_in_errors(
+    proxy: S3Proxy, source: S3Source, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     fetch(source, NAME)
     proxy.faults["list"] = Fault(reply=Reply(403))
@@ -387,16 +389,16 @@ def test_credentials_are_not_shown(proxy: S3Proxy, source: S3Source, caplog: pyt
     assert "a-secret-key" not in caplog.text
 
 
-def test_boto3_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_boto3_names_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(ConfigError, match=r"pip install 'lorax_server\[s3\]'"):
         S3Source(BUCKET, tmp_path)
 
 
-# --- broken downloads
+# --- interrupted downloads
 
 
-def test_an_interrupted_download_goes_on_where_it_stopped(proxy: S3Proxy, source: S3Source, tmp_path: Path) -> None:
+def test_interrupted_download_resumes(proxy: S3Proxy, source: S3Source, tmp_path: Path) -> None:
     proxy.faults[WEIGHTS] = Fault(times=2, cut_after=2**17)
     check_contents(fetch(source, NAME))
     ranges = [request.headers.get("range") for request in proxy.requests(WEIGHTS)]
@@ -407,7 +409,7 @@ def test_an_interrupted_download_goes_on_where_it_stopped(proxy: S3Proxy, source
     assert not list((tmp_path / "cache").rglob("*.part"))
 
 
-def test_the_next_request_goes_on_where_the_last_one_gave_up(proxy: S3Proxy, source: S3Source) -> None:
+def test_next_request_resumes_download(proxy: S3Proxy, source: S3Source) -> None:
     proxy.faults[WEIGHTS] = Fault(cut_after=2**16)
     with pytest.raises(SourceError, match=NAME):
         fetch(source, NAME)
@@ -416,7 +418,7 @@ def test_the_next_request_goes_on_where_the_last_one_gave_up(proxy: S3Proxy, sou
     assert proxy.requests(WEIGHTS)[-1].headers["range"] == f"bytes={5 * 2**16}-"
 
 
-def test_a_store_that_knows_no_ranges_sends_all_again(proxy: S3Proxy, source: S3Source) -> None:
+def test_server_without_range_support(proxy: S3Proxy, source: S3Source) -> None:
     proxy.knows_ranges = False
     proxy.faults[WEIGHTS] = Fault(times=1, cut_after=2**17)
     check_contents(fetch(source, NAME))
@@ -432,7 +434,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("checksum", slow_except(["sha256"], ["md5", "sha256"]))
 @pytest.mark.parametrize("damaged", DAMAGE.values(), ids=DAMAGE)
-def test_damaged_weights_are_refused(
+def test_damaged_weights_are_rejected(
     admin: Any, proxy: S3Proxy, source: S3Source, tmp_path: Path, damaged: bytes, checksum: str
 ) -> None:
     if checksum == "sha256":
@@ -447,9 +449,7 @@ def test_damaged_weights_are_refused(
     check_contents(fetch(source, NAME))
 
 
-def test_a_checksum_that_only_the_client_knows_is_heeded(
-    admin: Any, proxy: S3Proxy, source: S3Source, tmp_path: Path
-) -> None:
+def test_sha256_checksum_is_verified(admin: Any, proxy: S3Proxy, source: S3Source, tmp_path: Path) -> None:
     put(admin, NAME, ADAPTER, ChecksumAlgorithm="CRC32")
     proxy.etags[hashlib.md5(ADAPTER[WEIGHTS]).hexdigest()] = "anything"
     proxy.faults[WEIGHTS] = Fault(body=bytes(len(ADAPTER[WEIGHTS])))
@@ -462,20 +462,20 @@ def test_a_checksum_that_only_the_client_knows_is_heeded(
     check_contents(fetch(source, NAME))
 
 
-def test_a_tag_of_an_encrypted_object_is_no_checksum(admin: Any, proxy: S3Proxy, source: S3Source) -> None:
+def test_etag_of_encrypted_object_is_not_verified(admin: Any, proxy: S3Proxy, source: S3Source) -> None:
     put(admin, NAME, ADAPTER, ServerSideEncryption="aws:kms")
     proxy.etags[hashlib.md5(ADAPTER[WEIGHTS]).hexdigest()] = "0123456789abcdef0123456789abcdef"
     check_contents(fetch(source, NAME))
 
 
-def test_a_tag_that_is_another_md5_is_found_out(proxy: S3Proxy, source: S3Source) -> None:
+def test_wrong_md5_etag_is_rejected(proxy: S3Proxy, source: S3Source) -> None:
     proxy.etags[hashlib.md5(ADAPTER[WEIGHTS]).hexdigest()] = "0123456789abcdef0123456789abcdef"
     with pytest.raises(SourceError, match="size or checksum differ"):
         fetch(source, NAME)
 
 
 @pytest.mark.parametrize("options", [{}, {"ChecksumAlgorithm": "SHA256"}])
-def test_an_upload_in_parts(admin: Any, source: S3Source, options: dict[str, str]) -> None:
+def test_multipart_upload_is_accepted(admin: Any, source: S3Source, options: dict[str, str]) -> None:
     parts = [bytes(5 * 2**20), b"the end"]
     upload = admin.create_multipart_upload(Bucket=BUCKET, Key=f"{NAME}/{WEIGHTS}", **options)
     which = {"Bucket": BUCKET, "Key": f"{NAME}/{WEIGHTS}", "UploadId": upload["UploadId"]}
@@ -486,14 +486,14 @@ def test_an_upload_in_parts(admin: Any, source: S3Source, options: dict[str, str
     check_contents(fetch(source, NAME), {**ADAPTER, WEIGHTS: b"".join(parts)})
 
 
-def test_an_adapter_that_changes_while_it_is_fetched(admin: Any, source: S3Source) -> None:
+def test_change_during_download_fails(admin: Any, source: S3Source) -> None:
     found = source.find(NAME, None)
     put(admin, NAME, {WEIGHTS: b"x" * len(ADAPTER[WEIGHTS])})
-    with pytest.raises(SourceError, match=f"{NAME}.* changed while they were fetched"):
+    with pytest.raises(SourceError, match=f"{NAME}.* changed during the download"):
         source.fetch(found, [CONFIG, WEIGHTS], None)
 
 
-def test_an_adapter_that_changes_between_two_parts(admin: Any, proxy: S3Proxy, source: S3Source) -> None:
+def test_change_between_resumed_parts_fails(admin: Any, proxy: S3Proxy, source: S3Source) -> None:
     proxy.faults[WEIGHTS] = Fault(times=1, cut_after=2**17)
 
     def upload(request: Request) -> None:
@@ -501,15 +501,15 @@ def test_an_adapter_that_changes_between_two_parts(admin: Any, proxy: S3Proxy, s
             put(admin, NAME, {WEIGHTS: b"x" * len(ADAPTER[WEIGHTS])})
 
     proxy.before = upload
-    with pytest.raises(SourceError, match=f"{NAME}.* changed while they were fetched"):
+    with pytest.raises(SourceError, match=f"{NAME}.* changed during the download"):
         fetch(source, NAME)
     check_contents(fetch(source, NAME), {**ADAPTER, WEIGHTS: b"x" * len(ADAPTER[WEIGHTS])})
 
 
-# --- limits come before weights
+# --- checks before downloads
 
 
-def test_a_refused_config_costs_no_weights(proxy: S3Proxy, source: S3Source) -> None:
+def test_rejected_config_downloads_no_weights(proxy: S3Proxy, source: S3Source) -> None:
     def refuse(config: Any, base_model_type: Any) -> None:
         raise AdapterError(f"rank {config['r']} is not for us")
 
@@ -518,16 +518,16 @@ def test_a_refused_config_costs_no_weights(proxy: S3Proxy, source: S3Source) -> 
     assert not proxy.requests(WEIGHTS)
 
 
-def test_a_large_adapter_costs_nothing(proxy: S3Proxy, source: S3Source) -> None:
+def test_oversized_adapter_is_not_downloaded(proxy: S3Proxy, source: S3Source) -> None:
     with pytest.raises(AdapterError, match="at most 1000 are allowed"):
         front(source, max_bytes=1000).fetch("s3", NAME, None, accept)
     assert {proxy.key(request) for request in proxy.seen} == {"list"}
 
 
-# --- several at once, and the disk
+# --- concurrency and disk errors
 
 
-def test_two_threads_fetch_once(proxy: S3Proxy, source: S3Source) -> None:
+def test_concurrent_threads_download_once(proxy: S3Proxy, source: S3Source) -> None:
     both_are_on_their_way = threading.Event()
 
     def wait_for_both(request: Request) -> None:
@@ -552,7 +552,7 @@ FETCH_IN_A_CHILD = """
 
 
 @pytest.mark.slow
-def test_two_processes_fetch_once(proxy: S3Proxy, tmp_path: Path) -> None:
+def test_concurrent_processes_download_once(proxy: S3Proxy, tmp_path: Path) -> None:
     run_children(2, FETCH_IN_A_CHILD, tmp_path / "cache", proxy.url)
     assert len(proxy.requests(WEIGHTS)) == 1
 
@@ -570,7 +570,7 @@ DISK_FULL = """
 """
 
 
-def test_a_full_disk(proxy: S3Proxy, source: S3Source, tmp_path: Path) -> None:
+def test_full_disk_is_reported(proxy: S3Proxy, source: S3Source, tmp_path: Path) -> None:
     printed = run_child(DISK_FULL, tmp_path / "cache", proxy.url)
     assert f"adapter '{NAME}': {WEIGHTS}: the server cannot store it (File too large)" in printed
     assert not leftovers(tmp_path)
@@ -581,7 +581,7 @@ def test_a_full_disk(proxy: S3Proxy, source: S3Source, tmp_path: Path) -> None:
 # --- base models
 
 
-def test_the_type_of_a_base_model(admin: Any, proxy: S3Proxy, source: S3Source) -> None:
+def test_base_model_type(admin: Any, proxy: S3Proxy, source: S3Source) -> None:
     put(admin, "base", {"config.json": b'{"model_type": "gpt2"}', "model.safetensors": b"large"})
     assert source.base_model_type("base", None) == "gpt2"
     assert source.base_model_type(NAME, None) is None

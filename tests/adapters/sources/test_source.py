@@ -15,7 +15,7 @@ from tests.adapters.sources.child import run_child
 
 
 class FakeSource(Source):
-    """Files in a folder, and a note of every call."""
+    """A source that serves files from a folder and records calls."""
 
     kind = "fake"
 
@@ -60,10 +60,10 @@ def steps(source: FakeSource) -> list[str]:
     return [call[0] for call in source.calls]
 
 
-# --- the order of steps
+# --- call order
 
 
-def test_everything_in_order(source: FakeSource) -> None:
+def test_fetch_calls_source_in_order(source: FakeSource) -> None:
     fetched = front(source).fetch("fake", "name", "token", accept)
     check_contents(fetched)
     assert (fetched.folder, fetched.version) == (source.folder, "1")
@@ -75,7 +75,7 @@ def test_everything_in_order(source: FakeSource) -> None:
     ]
 
 
-def test_the_config_is_checked_before_the_weights_are_fetched(source: FakeSource) -> None:
+def test_config_is_checked_before_weights_download(source: FakeSource) -> None:
     seen = []
 
     def refuse(config: Mapping[str, Any], base_model_type: Callable[[str], str | None]) -> None:
@@ -88,7 +88,7 @@ def test_the_config_is_checked_before_the_weights_are_fetched(source: FakeSource
     assert source.calls[-1] == ("fetch", "adapter_config.json")
 
 
-def test_an_unknown_source_names_the_known_ones(source: FakeSource) -> None:
+def test_unknown_source_lists_enabled_sources(source: FakeSource) -> None:
     sources = AdapterSources({"fake": source, "another": source}, max_bytes=1)
     with pytest.raises(AdapterError, match="'name': source 'ftp' is not enabled; use one of another, fake"):
         sources.fetch("ftp", "name", None, accept)
@@ -99,33 +99,33 @@ def test_an_unknown_source_names_the_known_ones(source: FakeSource) -> None:
     "name",
     ["", "x" * 513, "a\0b", "a\nb", "a\rb", "a\tb", "\x1b[31m", "a\x7f", "a\u2028b", "\u202ea", "\ud800", "a\u200bb"],
 )
-def test_a_name_that_is_not_sane_is_refused(source: FakeSource, name: str) -> None:
-    with pytest.raises(AdapterError, match="a name is 1 to 512 printable characters") as caught:
+def test_invalid_name_is_rejected(source: FakeSource, name: str) -> None:
+    with pytest.raises(AdapterError, match="a name must have 1 to 512 printable characters") as caught:
         front(source).fetch("fake", name, None, accept)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 1000
     assert not source.calls
 
 
-def test_names_of_all_languages_are_sane(source: FakeSource) -> None:
+def test_names_in_all_languages_are_valid(source: FakeSource) -> None:
     for name in ("x" * 512, "ein name", "größe", "模型/适配器", "owner/name@main"):
         check_contents(front(source).fetch("fake", name, None, accept))
 
 
 @pytest.mark.parametrize("token", ["a\nb", "a\r\nX-Other: header", "a\0", "ä", "\x1b"])
-def test_a_token_that_is_none_is_refused_and_not_shown(source: FakeSource, token: str) -> None:
-    with pytest.raises(AdapterAccessError, match="'name': the token holds characters") as caught:
+def test_invalid_token_is_rejected_and_not_shown(source: FakeSource, token: str) -> None:
+    with pytest.raises(AdapterAccessError, match="'name': the token contains invalid characters") as caught:
         front(source).fetch("fake", "name", token, accept)
     assert token not in str(caught.value)
     assert not source.calls
 
 
-def test_an_empty_token_is_no_token(source: FakeSource) -> None:
+def test_empty_token_counts_as_none(source: FakeSource) -> None:
     front(source).fetch("fake", "name", "", accept)
     assert source.calls[0] == ("authorize", "name", None)
 
 
-# --- authorisation
+# --- authorization
 
 
 class Clock:
@@ -135,7 +135,7 @@ class Clock:
         return self.now
 
 
-def test_a_success_is_remembered_for_a_while(source: FakeSource) -> None:
+def test_authorization_is_cached_until_ttl(source: FakeSource) -> None:
     clock = Clock()
     sources = front(source, authorization_ttl_s=60, clock=clock)
     for clock.now, asked in ((0, 1), (59, 1), (60, 2), (119, 2), (121, 3)):
@@ -143,7 +143,7 @@ def test_a_success_is_remembered_for_a_while(source: FakeSource) -> None:
         assert steps(source).count("authorize") == asked
 
 
-def test_what_is_remembered_is_for_one_name_and_one_token(source: FakeSource) -> None:
+def test_cached_authorization_is_per_name_and_token(source: FakeSource) -> None:
     sources = front(source)
     sources.fetch("fake", "name", "token", accept)
     source.refusal = AdapterAccessError("no")
@@ -153,7 +153,7 @@ def test_what_is_remembered_is_for_one_name_and_one_token(source: FakeSource) ->
             sources.fetch("fake", name, token, accept)
 
 
-def test_what_is_remembered_is_for_one_source(source: FakeSource) -> None:
+def test_cached_authorization_is_per_source(source: FakeSource) -> None:
     sources = AdapterSources({"fake": source, "other": source}, max_bytes=2**30)
     sources.fetch("fake", "name", None, accept)
     sources.fetch("other", "name", None, accept)
@@ -161,7 +161,7 @@ def test_what_is_remembered_is_for_one_source(source: FakeSource) -> None:
 
 
 @pytest.mark.parametrize("refusal", [AdapterAccessError("no"), SourceError("down")])
-def test_a_failure_is_never_remembered(source: FakeSource, refusal: AdapterError) -> None:
+def test_denied_access_is_not_cached(source: FakeSource, refusal: AdapterError) -> None:
     sources = front(source)
     source.refusal = refusal
     for _ in range(2):
@@ -172,7 +172,7 @@ def test_a_failure_is_never_remembered(source: FakeSource, refusal: AdapterError
     check_contents(sources.fetch("fake", "name", None, accept))
 
 
-def test_any_number_of_names_takes_bounded_memory(source: FakeSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_authorization_cache_is_bounded(source: FakeSource, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_module, "MAX_AUTHORIZATIONS", 3)
     sources = front(source)
     for name in ("a", "b", "c", "a", "d"):
@@ -180,19 +180,19 @@ def test_any_number_of_names_takes_bounded_memory(source: FakeSource, monkeypatc
     assert [name for _, name, _ in sources._authorizations] == ["a", "c", "d"]
 
 
-def test_tokens_are_not_kept(source: FakeSource) -> None:
+def test_tokens_are_not_stored(source: FakeSource) -> None:
     sources = front(source)
     sources.fetch("fake", "name", "hf_secret", accept)
     assert "hf_secret" not in repr(vars(sources._authorizations))
 
 
-# --- what an adapter must have
+# --- required files and limits
 
 
 @pytest.mark.parametrize("pickle", ["adapter_model.bin", "adapter_model.pt", "adapter_model.pth"])
-def test_pickles_are_never_opened(source: FakeSource, pickle: str) -> None:
+def test_pickle_files_are_never_opened(source: FakeSource, pickle: str) -> None:
     source.sizes = {"adapter_config.json": 10, pickle: 10}
-    with pytest.raises(AdapterError, match=f"'name': has {pickle} and no {WEIGHTS}; pickle files are never opened"):
+    with pytest.raises(AdapterError, match=f"'name': has {pickle} but no {WEIGHTS}; pickle files are not supported"):
         front(source).fetch("fake", "name", None, accept)
     assert steps(source) == ["authorize", "find"]
 
@@ -207,7 +207,7 @@ def test_pickles_are_never_opened(source: FakeSource, pickle: str) -> None:
 )
 def test_missing_files_are_named(source: FakeSource, sizes: dict[str, int], missing: str) -> None:
     source.sizes = sizes
-    with pytest.raises(AdapterError, match=f"'name': has {missing}; save it with PEFT"):
+    with pytest.raises(AdapterError, match=f"'name': has {missing}; save the adapter with PEFT"):
         front(source).fetch("fake", "name", None, accept)
     assert steps(source) == ["authorize", "find"]
 
@@ -224,26 +224,24 @@ def test_missing_files_are_named(source: FakeSource, sizes: dict[str, int], miss
         (WEIGHTS, 2**30 + 1, 2**30),
     ],
 )
-def test_a_large_file_is_refused_before_anything_is_fetched(
-    source: FakeSource, file: str, size: int, limit: int
-) -> None:
+def test_large_file_is_rejected_before_download(source: FakeSource, file: str, size: int, limit: int) -> None:
     source.sizes[file] = size
     with pytest.raises(AdapterError, match=f"'name': {file} has {size} bytes, at most {limit} are allowed"):
         front(source).fetch("fake", "name", None, accept)
     assert steps(source) == ["authorize", "find"]
 
 
-def test_the_sum_of_the_files_is_limited(source: FakeSource) -> None:
+def test_total_file_size_is_limited(source: FakeSource) -> None:
     total = sum(source.sizes.values())
-    source.sizes["config.json"] = source.sizes["adapter_model.bin"] = 2**40  # not wanted, not counted
+    source.sizes["config.json"] = source.sizes["adapter_model.bin"] = 2**40  # ignored and not counted
     check_contents(front(source, max_bytes=total).fetch("fake", "name", None, accept))
     source.calls.clear()
-    with pytest.raises(AdapterError, match=f"'name': its files have {total} bytes, at most {total - 1} are allowed"):
+    with pytest.raises(AdapterError, match=f"'name': the files have {total} bytes, at most {total - 1} are allowed"):
         front(source, max_bytes=total - 1).fetch("fake", "name", None, accept)
     assert steps(source) == ["authorize", "find"]
 
 
-def test_the_end_is_logged(source: FakeSource, caplog: pytest.LogCaptureFixture) -> None:
+def test_fetch_is_logged(source: FakeSource, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     front(source, clock=Clock()).fetch("fake", "name", "hf_secret", accept)
     total = sum(map(len, ADAPTER.values()))
@@ -259,7 +257,7 @@ def asked_type(sources: AdapterSources, source: str, token: str | None, base: st
     return answers[0]
 
 
-def test_the_adapters_own_source_is_asked_for_its_base_first(tmp_path: Path, source: FakeSource) -> None:
+def test_base_model_lookup_starts_with_adapter_source(tmp_path: Path, source: FakeSource) -> None:
     (tmp_path / "other").mkdir()
     other = FakeSource(tmp_path / "other")
     source.types, other.types = {"both": "llama", "here": "opt"}, {"both": "mistral", "there": "gpt2"}
@@ -269,11 +267,11 @@ def test_the_adapters_own_source_is_asked_for_its_base_first(tmp_path: Path, sou
     assert asked_type(sources, "fake", "token", "there") == "gpt2"
     assert asked_type(sources, "fake", "token", "nowhere") is None
     assert ("base", "here", "token") in source.calls
-    # The token was given for the other source.
+    # The token must not be sent to other sources.
     assert {call[2] for call in other.calls} == {None}
 
 
-def test_a_base_whose_name_is_not_sane_is_not_asked_for(source: FakeSource) -> None:
+def test_invalid_base_model_name_is_not_looked_up(source: FakeSource) -> None:
     for base in ("", "x" * 1000, "a\nb"):
         assert asked_type(front(source), "fake", None, base) is None
     assert "base" not in steps(source)
@@ -286,7 +284,7 @@ def refuse_json(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "x.json").write_bytes(content)
     with pytest.raises(AdapterError, match=re.escape(message)) as caught:
         read_json(tmp_path / "x.json", "adapter 'name'")
-    assert str(caught.value).startswith("adapter 'name': x.json is refused: ")
+    assert str(caught.value).startswith("adapter 'name': x.json is invalid: ")
     assert len(str(caught.value)) < 500
 
 
@@ -303,9 +301,9 @@ BAD_JSON = {
     "UTF-16": ('{"a": 1}'.encode("utf-16"), "can't decode byte"),
     "UTF-32": ('{"a": 1}'.encode("utf-32-le"), "Expecting"),
     "a byte order mark": (b"\xef\xbb\xbf{}", "BOM"),
-    "the same key twice": (b'{"r": 8, "r": 16}', "a key is given twice"),
-    "the same key twice, spelled differently": (b'{"r": 8, "\\u0072": 16}', "a key is given twice"),
-    "the same key twice, further in": (b'{"a": [{"r": 8, "r": 16}]}', "a key is given twice"),
+    "the same key twice": (b'{"r": 8, "r": 16}', "it has duplicate keys"),
+    "the same key twice, spelled differently": (b'{"r": 8, "\\u0072": 16}', "it has duplicate keys"),
+    "the same key twice, further in": (b'{"a": [{"r": 8, "r": 16}]}', "it has duplicate keys"),
     "NaN": (b'{"a": NaN}', "NaN is not a finite number"),
     "Infinity": (b'{"a": Infinity}', "Infinity is not a finite number"),
     "-Infinity": (b'{"a": [-Infinity]}', "-Infinity is not a finite number"),
@@ -322,11 +320,11 @@ BAD_JSON = {
 
 
 @pytest.mark.parametrize(("content", "message"), BAD_JSON.values(), ids=BAD_JSON)
-def test_bad_json_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_invalid_json_is_rejected(tmp_path: Path, content: bytes, message: str) -> None:
     refuse_json(tmp_path, content, message)
 
 
-def test_good_json_is_read(tmp_path: Path) -> None:
+def test_valid_json_is_read(tmp_path: Path) -> None:
     good = {"a": 1, "b": -1.5e3, "c": [None, True, {"d": "größe"}], "e": "x" * (2**20 - 100)}
     (tmp_path / "x.json").write_text(json.dumps(good, ensure_ascii=False), encoding="utf-8")
     assert read_json(tmp_path / "x.json", "adapter 'name'") == good
@@ -335,15 +333,15 @@ def test_good_json_is_read(tmp_path: Path) -> None:
     assert read_json(tmp_path / "x.json", "adapter 'name'") == json.loads(nested)
 
 
-def test_a_missing_file_does_not_tell_where_it_is_missing(tmp_path: Path) -> None:
+def test_missing_file_error_hides_path(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"adapter 'name': x.json cannot be read: No such file") as caught:
         read_json(tmp_path / "x.json", "adapter 'name'")
     assert str(tmp_path) not in str(caught.value)
 
 
-def test_a_bad_config_costs_no_weights(tmp_path: Path) -> None:
+def test_invalid_config_downloads_no_weights(tmp_path: Path) -> None:
     source = FakeSource(tmp_path, {**ADAPTER, "adapter_config.json": b'{"r": 8, "r": 9}'})
-    with pytest.raises(AdapterError, match=r"adapter 'name': adapter_config.json is refused: a key is given twice"):
+    with pytest.raises(AdapterError, match=r"adapter 'name': adapter_config.json is invalid: it has duplicate keys"):
         front(source).fetch("fake", "name", None, accept)
     assert source.calls[-1] == ("fetch", "adapter_config.json")
 
@@ -351,7 +349,7 @@ def test_a_bad_config_costs_no_weights(tmp_path: Path) -> None:
 # --- imports
 
 
-def test_sources_need_neither_torch_nor_boto3() -> None:
+def test_sources_import_neither_torch_nor_boto3() -> None:
     run_child(
         """
         import lorax_server.adapters.sources.source, lorax_server.adapters.sources.hub

@@ -1,0 +1,76 @@
+"""Open untrusted files safely, and detect replaced files by their stamps."""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+
+from lorax_server.errors import AdapterError, SourceError
+
+Stamp = tuple[int, ...]
+
+
+class FileChangedError(OSError):
+    """The file changed since it was resolved."""
+
+
+def read_stamp(file: Path | int) -> Stamp:
+    """Return the stamp of a path or open file.
+
+    The stamp changes with every file change, except for two changes within one tick of the file system clock.
+    """
+    return stamp_from_stat(os.stat(file))
+
+
+def stat_or_none(path: Path) -> os.stat_result | None:
+    """Return the file status, or None if it cannot be read."""
+    try:
+        return os.stat(path)
+    except OSError:
+        return None
+
+
+def read_stamp_or_none(path: Path) -> Stamp | None:
+    """Return the file stamp, or None if the path cannot be read."""
+    status = stat_or_none(path)
+    return None if status is None else stamp_from_stat(status)
+
+
+def stamp_from_stat(status: os.stat_result) -> Stamp:
+    """Return inode, size, mtime and ctime. Programs such as `cp -p` can set mtime, but not ctime."""
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def stamped_size(stamp: Stamp) -> int:
+    """Return the file size in a stamp."""
+    return stamp[1]
+
+
+def open_regular_file(path: Path, stamp: Stamp | None = None) -> BufferedReader:
+    """Open a regular file for reading.
+
+    Raises OSError for FIFOs and devices, without blocking, and FileChangedError if the file does not have `stamp`.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if stamp is not None and read_stamp(descriptor) != stamp:
+            raise FileChangedError(0, "it changed since it was resolved")
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(0, "it is not a regular file")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+@contextmanager
+def convert_read_errors(label: str, path: Path) -> Iterator[None]:
+    """Convert OSError to AdapterError, or to SourceError if the file changed. `label` names the adapter."""
+    try:
+        yield
+    except FileChangedError as error:
+        raise SourceError(f"{label}: {path.name} changed while it was read; try again") from error
+    except OSError as error:
+        raise AdapterError(f"{label}: {path.name} cannot be read: {error.strerror}") from error
