@@ -21,7 +21,7 @@ from lorax_server.cli.bench import RequestTiming, quantiles, summarize
 from lorax_server.config import ServerConfig
 from lorax_server.errors import ConfigError, EngineError
 
-PATIENCE_S = 120  # only ever spent by a test that fails
+WAIT_TIMEOUT_S = 120  # only ever spent by a test that fails
 FORBIDDEN = "\x1b]0;hacked\x07\x9b"  # a terminal would obey this
 
 
@@ -154,14 +154,14 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_serve(served: list[ServerConfig], model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_serve_builds_server_config(served: list[ServerConfig], model: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert main(["serve", "--model-id", str(model), "-p", "8080", "--compile"]) == 7
     assert [(config.model_id, config.host, config.port) for config in served] == [(str(model), "127.0.0.1", 8080)]
     assert served[0].engine.model.path == model
     assert "--compile has no effect" in caplog.text
 
 
-def test_the_launcher_reads_the_environment(
+def test_launcher_reads_environment_variables(
     served: list[ServerConfig], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MODEL_ID", "owner/model")
@@ -172,16 +172,14 @@ def test_the_launcher_reads_the_environment(
     assert served[0].engine.model.path == model
 
 
-def test_a_gpu_is_used_if_there_is_one(
-    served: list[ServerConfig], model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_is_used_if_available(served: list[ServerConfig], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "detect_device", lambda: "cuda")
     main(["serve", "--model-id", str(model)])
     main(["serve", "--model-id", str(model), "--device", "cpu"])
     assert [config.engine.model.device for config in served] == ["cuda", "cpu"]
 
 
-def test_a_gpu_is_detected_without_torch_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_detection_does_not_import_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda _: "/bin/nvidia-smi")
     for device in ("cuda", "cpu"):
         monkeypatch.setattr(cli, "PROBE", f"print('{device}')")
@@ -191,7 +189,7 @@ def test_a_gpu_is_detected_without_torch_in_this_process(monkeypatch: pytest.Mon
         cli.detect_device()
 
 
-def test_what_is_asked_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_device_probe_code(capsys: pytest.CaptureFixture[str]) -> None:
     exec(cli.PROBE)
     assert (capsys.readouterr().out == "cuda\n") == torch.cuda.is_available()
 
@@ -221,7 +219,7 @@ def test_what_is_asked_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
         (["download-weights", "x/y", "--extension", ".bin"], 2, "only .safetensors is fetched"),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_errors_are_printed_on_one_line(
     argv: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == code
@@ -234,7 +232,7 @@ def test_what_is_wrong_is_one_line(
 @pytest.mark.parametrize(
     ("error", "code"), [(EngineError("it\nfailed"), 1), (KeyboardInterrupt(), 130), (SystemExit(3), 3)]
 )
-def test_how_a_server_ends(
+def test_serve_exit_codes(
     error: BaseException, code: int, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(_: ServerConfig) -> int:
@@ -245,7 +243,7 @@ def test_how_a_server_ends(
     assert capsys.readouterr().err == ("lorax: it failed\n" if code == 1 else "")
 
 
-def test_a_bug_of_ours_is_not_hidden(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_exceptions_propagate(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "detect_device", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["serve", "--model-id", str(model)])
@@ -265,7 +263,7 @@ def test_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(capsys.readouterr().out.split("\n")) == {"lorax_server 0.1.0", ""}
 
 
-def test_a_module_is_a_command(model: Path) -> None:
+def test_python_m_runs_command(model: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "lorax_server.cli", "serve", "-e", "--download-only", "--model-id", str(model)],
         capture_output=True,
@@ -296,7 +294,7 @@ def test_download_weights(
     assert capsys.readouterr().out == f"{model}\n"
 
 
-def test_an_adapter_is_fetched_with_its_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_download_includes_adapter(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "poet").mkdir()
     flags = ["--adapter-id", "poet", "--adapter-source", "local", "--local-adapters", str(tmp_path)]
     assert main(["download-weights", str(model), *flags]) == 1
@@ -309,7 +307,7 @@ def test_an_adapter_is_fetched_with_its_model(model: Path, tmp_path: Path, capsy
 # --- generate
 
 
-def test_generate_writes_what_comes(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_prints_streamed_tokens(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     separators = "\u2028 \x85 \x0b"  # some programs end a line at these, ours must not
     server.replies["/generate_stream"] = answer("Hello", ", ", f"wörld{separators}")
     chosen = ["--adapter", "poet", "--adapter-source", "local", "--temperature", "0.5", "--seed", "7"]
@@ -344,13 +342,13 @@ def test_generate_writes_what_comes(server: Server, capsys: pytest.CaptureFixtur
         (["--seed", "1"], {"do_sample": False, "seed": 1}),
     ],
 )
-def test_what_is_sampled(server: Server, argv: list[str], expected: dict[str, Any]) -> None:
+def test_generate_sends_sampling_parameters(server: Server, argv: list[str], expected: dict[str, Any]) -> None:
     server.replies["/generate_stream"] = answer("x")
     assert main(["generate", "Hi", *argv]) == 0
     assert server.bodies("/generate_stream")[0]["parameters"] == {"stop": [], "details": False, **expected}
 
 
-def test_generate_all_at_once(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_generate_without_streaming(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     server.replies["/generate"] = lambda _: (200, {"generated_text": " blue", "details": {"generated_tokens": 1}})
     monkeypatch.setattr(sys, "stdin", io.StringIO("The sky is"))
     assert main(["generate", "-", "--no-stream", "--details", "--api-key", "secret"]) == 0
@@ -361,14 +359,14 @@ def test_generate_all_at_once(server: Server, monkeypatch: pytest.MonkeyPatch, c
     assert server.seen[0][2]["authorization"] == "Bearer secret"
 
 
-def test_a_terminal_is_told_nothing_that_it_would_obey(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_characters_are_removed_for_terminals(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.replies["/generate_stream"] = answer(f"a{FORBIDDEN}b\n")
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
     assert main(["generate", "Hi"]) == 0
     assert terminal.getvalue() == "a]0;hackedb\n\n"
 
 
-def test_letters_that_an_encoding_lacks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unencodable_characters_are_replaced(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.replies["/generate_stream"] = lambda _: iter(
         [b'data: {"token": {"text": "\\ud800\xc3\xa9"}, "generated_text": ""}\n']
     )
@@ -397,7 +395,7 @@ def test_letters_that_an_encoding_lacks(server: Server, monkeypatch: pytest.Monk
         ((200, b"data: " + b"[" * 100_000 + b"\n"), "no JSON"),
     ],
 )
-def test_errors_of_a_server_are_one_line(
+def test_server_errors_are_printed_on_one_line(
     server: Server, reply: Any, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.replies["/generate_stream"] = lambda _: iter(reply) if isinstance(reply, list) else reply
@@ -407,11 +405,11 @@ def test_errors_of_a_server_are_one_line(
     assert shown.count("\n") == 1
 
 
-def test_a_server_that_says_nothing(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_silent_server_times_out(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     said = threading.Event()
 
     def wait(_: Any) -> Iterator[bytes]:
-        said.wait(PATIENCE_S)
+        said.wait(WAIT_TIMEOUT_S)
         yield b""
 
     server.replies["/generate_stream"] = wait
@@ -420,15 +418,15 @@ def test_a_server_that_says_nothing(server: Server, capsys: pytest.CaptureFixtur
     assert "sent no data for 0.05 s" in capsys.readouterr().err
 
 
-def test_an_event_without_an_end(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_too_long_event_is_rejected(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(cli_http, "MAX_EVENT_BYTES", 1000)
     server.replies["/generate_stream"] = lambda _: (b"data: aaaaaaaa" for _ in iter(int, 1))
     assert main(["generate", "Hi"]) == 1
     assert "an event that is too long" in capsys.readouterr().err
-    assert server.is_gone.wait(PATIENCE_S)
+    assert server.is_gone.wait(WAIT_TIMEOUT_S)
 
 
-def test_an_answer_that_nobody_reads(server: Server) -> None:
+def test_broken_output_pipe_is_handled(server: Server) -> None:
     server.replies["/generate_stream"] = answer(*["word "] * 20_000)
     command = f"{sys.executable} -m lorax_server.cli generate Hi --url {server.url} | head -c 4"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
@@ -443,7 +441,7 @@ def talk(monkeypatch: pytest.MonkeyPatch, lines: str, *argv: str) -> int:
     return main(["chat", *argv])
 
 
-def test_chat_keeps_what_was_said(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_chat_sends_conversation_history(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     server.replies["/v1/chat/completions"] = chat_answer("I ", "am.")
     lines = "Who?\n\n/adapter poet\nAgain!\n/reset\nOnce more\n/adapter\n/etc is a folder\n/quit\nnever asked\n"
     assert talk(monkeypatch, lines, "--system", "Be.", "--temperature", "0", "--max-tokens", "9") == 0
@@ -472,7 +470,7 @@ def test_chat_keeps_what_was_said(server: Server, monkeypatch: pytest.MonkeyPatc
         ([event("x")], "events have no choices"),
     ],
 )
-def test_chat_from_a_pipe_ends_with_an_error(
+def test_piped_chat_stops_at_first_error(
     server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any, reply: Any, message: str
 ) -> None:
     server.replies["/v1/chat/completions"] = lambda _: iter(reply) if isinstance(reply, list) else reply
@@ -481,7 +479,7 @@ def test_chat_from_a_pipe_ends_with_an_error(
     assert len(server.seen) == 1
 
 
-def test_chat_at_a_terminal(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_terminal_chat_continues_after_error(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Errors are shown and forgotten; Ctrl-C at the prompt does nothing; Ctrl-D leaves."""
     replies: Iterator[Any] = iter([(500, {"error": "it broke"}), chat_answer("Yes.")(None)])
     server.replies["/v1/chat/completions"] = lambda _: next(replies)
@@ -503,7 +501,7 @@ def test_chat_at_a_terminal(server: Server, monkeypatch: pytest.MonkeyPatch, cap
     assert server.bodies("/v1/chat/completions")[1]["messages"] == [{"role": "user", "content": "Again"}]
 
 
-def test_ctrl_c_stops_an_answer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_stops_response(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server sees that the client has gone, and the part of the answer that was shown stays in the chat."""
     replies = iter([(chunk("on ") for _ in iter(int, 1)), chat_answer("ok")(None)])
     server.replies["/v1/chat/completions"] = lambda _: next(replies)
@@ -516,7 +514,7 @@ def test_ctrl_c_stops_an_answer(server: Server, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(cli_client, "say", say)
     assert talk(monkeypatch, "Count!\nThanks\n") == 0
-    assert server.is_gone.wait(PATIENCE_S)
+    assert server.is_gone.wait(WAIT_TIMEOUT_S)
     assert said == ["on ", "on ", " ...", "\n", "ok", "", "", "", "\n"]
     assert server.bodies("/v1/chat/completions")[1]["messages"][1] == {"role": "assistant", "content": "on on "}
 
@@ -534,7 +532,7 @@ LISTED = {
 }  # fmt: skip
 
 
-def test_a_list_of_adapters(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapter_list_table(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     server.replies["/v1/adapters"] = lambda _: (200, LISTED)
     assert main(["adapters"]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -549,7 +547,7 @@ def test_a_list_of_adapters(server: Server, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == "no adapters are known\n"
 
 
-def test_a_list_of_several_pages(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapter_list_joins_pages(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     pages = {"": ("a b", "name:b"), "?after=name%3Ab": ("c", "hash:"), "?after=hash%3A": ("d", None)}
     for query, (names, following) in pages.items():
         data = [{"id": name} for name in names.split()]
@@ -563,7 +561,9 @@ def test_a_list_of_several_pages(server: Server, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("following", [("b", "b"), ("b", "c", "b")])
-def test_pages_that_come_again(server: Server, following: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeated_adapter_page_is_an_error(
+    server: Server, following: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     for query, mark in zip(("", *(f"?after={mark}" for mark in following)), following, strict=False):
         server.replies[f"/v1/adapters{query}"] = say(200, {"data": [], "next": mark})
     assert main(["adapters"]) == 1
@@ -571,7 +571,7 @@ def test_pages_that_come_again(server: Server, following: tuple[str, ...], capsy
 
 
 @pytest.mark.parametrize("answer", [[], {}, {"data": 5}, {"data": [5]}, "x"])
-def test_a_list_that_is_none(server: Server, answer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_adapter_list_is_an_error(server: Server, answer: Any, capsys: pytest.CaptureFixture[str]) -> None:
     server.replies["/v1/adapters"] = lambda _: (200, answer)
     assert main(["adapters"]) == 1
     assert "contains no adapter list" in capsys.readouterr().err
@@ -586,7 +586,7 @@ def test_a_list_that_is_none(server: Server, answer: Any, capsys: pytest.Capture
         ("unload", "unload", {}, "unloaded"),
     ],
 )
-def test_adapters_are_changed_by_who_may(
+def test_adapter_changes_use_admin_key(
     server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any, action: str, route: str, body: Any, said: str
 ) -> None:
     monkeypatch.setenv("LORAX_API_KEY", "caller")
@@ -640,12 +640,12 @@ def test_bench_counts_failures(server: Server, capsys: pytest.CaptureFixture[str
     }
 
 
-def test_bench_where_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_without_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--requests", "2", "--url", "http://127.0.0.1:9"]) == 1
     assert "failed 2 times: cannot connect to a server" in capsys.readouterr().out
 
 
-def test_figures_that_cannot_be_written(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_json_file_is_an_error(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     server.replies["/generate_stream"] = answer("a")
     assert main(["bench", "--requests", "1", "--json", "/no/such/folder/out.json"]) == 2
     assert "cannot be written: No such file" in capsys.readouterr().err
@@ -664,7 +664,7 @@ def test_time_between_tokens() -> None:
     assert (figures["tokens_per_s"], figures["requests_per_s"]) == (3.0, 1.0)
 
 
-def test_progress_is_for_terminals(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bar_is_shown_on_terminals_only(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.replies["/generate_stream"] = answer("a")
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     assert main(["bench", "--requests", "2"]) == 0

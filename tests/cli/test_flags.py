@@ -51,7 +51,7 @@ def config(line: str = "", environ: dict[str, str] | None = None, device: str = 
 # --- the table
 
 
-def test_every_flag_of_lorax_is_known() -> None:
+def test_all_lorax_flags_are_known() -> None:
     assert set(LORAX_FLAGS) == {flag.name for flag in FLAGS if not flag.has_env_prefix}
 
 
@@ -66,7 +66,7 @@ NO_FLAG = {
 }
 
 
-def test_every_field_has_a_flag_or_a_reason() -> None:
+def test_all_settings_have_flags_or_exceptions() -> None:
     names = [field.name for settings in SETTINGS for field in fields(settings)]
     assert len(set(names)) == len(names), "a field is known by its name alone"
     flagged = [flag.field for flag in FLAGS if flag.field]
@@ -93,12 +93,12 @@ def test_flags_need_no_docstrings() -> None:
         ("--playground-examples", "path"),
     ],
 )
-def test_kinds_follow_from_types(name: str, kind: str) -> None:
+def test_value_kinds_follow_field_types(name: str, kind: str) -> None:
     (flag,) = (flag for flag in FLAGS if flag.name == name)
     assert (flag.kind, flag.has_env_prefix, flag.repeats) == (kind, True, False)
 
 
-def test_names_and_variables_are_of_one_flag_each() -> None:
+def test_flag_names_and_variables_are_unique() -> None:
     names = [flag.name for flag in FLAGS]
     variables = [name for flag in FLAGS for name in flag.variables]
     assert len(set(names)) == len(names)
@@ -107,7 +107,7 @@ def test_names_and_variables_are_of_one_flag_each() -> None:
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
 @pytest.mark.parametrize("command", ["serve", "launcher"])
-def test_every_flag_can_be_given_and_set(flag: Flag, command: str) -> None:
+def test_all_flags_can_be_set(flag: Flag, command: str) -> None:
     """A flag and its variable mean the same. One without effect warns; one that sets a field sets it."""
     text = FITTING.get(flag.name, SAMPLES[flag.kind])
     base = [] if flag.name == "--model-id" else ["--model-id", "owner/model"]
@@ -123,7 +123,7 @@ def test_every_flag_can_be_given_and_set(flag: Flag, command: str) -> None:
         assert getattr(owner, flag.field) == parsed.values[flag.key]
 
 
-def test_nothing_given_is_the_default_of_the_settings() -> None:
+def test_defaults_match_settings_classes() -> None:
     made = config()
     assert made == ServerConfig(
         EngineConfig(
@@ -134,7 +134,7 @@ def test_nothing_given_is_the_default_of_the_settings() -> None:
     )
 
 
-def test_only_the_launcher_lets_pages_of_others_and_other_names_in() -> None:
+def test_only_launcher_allows_all_origins_and_hosts() -> None:
     """LoRAX lets them in. On a laptop, any open page could use the model, or have its own name point to it."""
     served, launched = (read(command=command).make_config(Path("/model")) for command in ("serve", "launcher"))
     assert (served.cors.allow_origins, served.allowed_hosts) == ((), ())
@@ -147,7 +147,7 @@ def test_only_the_launcher_lets_pages_of_others_and_other_names_in() -> None:
         )
 
 
-def test_help_teaches() -> None:
+def test_help_contains_examples_and_defaults() -> None:
     for command, program in (("serve", "lorax serve"), ("launcher", "lorax-launcher")):
         text = build_parser(command).format_help()
         for title in list(FLAG_GROUPS)[:-1]:
@@ -157,7 +157,7 @@ def test_help_teaches() -> None:
         assert f"{program} --model-id Qwen" in text
 
 
-def test_help_needs_nothing_slow() -> None:
+def test_help_does_not_import_slow_modules() -> None:
     code = (
         "import sys; from lorax_server.cli import main; main(['serve', '--help']); print(*sys.modules, file=sys.stderr)"
     )
@@ -168,7 +168,7 @@ def test_help_needs_nothing_slow() -> None:
 # --- flags, variables and their values
 
 
-def test_a_flag_wins_over_a_variable() -> None:
+def test_flag_overrides_environment_variable() -> None:
     assert read("--port 1", {"PORT": "2"}).values["port"] == 1
     assert read("", {"PORT": "2"}).values["port"] == 2
     assert read("--no-hub", {"LORAX_HUB": "true"}).values["hub"] is False
@@ -176,17 +176,17 @@ def test_a_flag_wins_over_a_variable() -> None:
 
 
 @pytest.mark.parametrize("text", ["true", "TRUE", "1", "Yes", "on"])
-def test_switches_that_are_on(text: str) -> None:
+def test_true_switch_values(text: str) -> None:
     assert read("", {"JSON_OUTPUT": text}).values["json_output"] is True
     assert read(f"--json-output {text}").values["json_output"] is True
 
 
 @pytest.mark.parametrize("text", ["false", "False", "0", "no", "off"])
-def test_switches_that_are_off(text: str) -> None:
+def test_false_switch_values(text: str) -> None:
     assert read("", {"JSON_OUTPUT": text, "TRUST_REMOTE_CODE": text}).values["json_output"] is False
 
 
-def test_a_switch_needs_no_value() -> None:
+def test_switch_without_value_is_true() -> None:
     assert read("--json-output --port 1").values == {"model_id": "owner/model", "json_output": True, "port": 1}
 
 
@@ -194,11 +194,11 @@ def test_a_switch_needs_no_value() -> None:
     ("text", "size"),
     [("4096", 4096), ("4k", 4096), ("512M", 2**29), ("4G", 2**32), ("1.5 GiB", 3 * 2**29), ("2TB", 2**41)],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_size_suffixes(text: str, size: int) -> None:
     assert read("", {"LORAX_CACHE_BYTES": text}).values["cache_bytes"] == size
 
 
-def test_what_repeats() -> None:
+def test_repeated_flags() -> None:
     parsed = read("--preloaded-adapter-ids a --preloaded-adapter-ids b", {"CORS_ALLOW_ORIGIN": "http://a, http://b,"})
     assert parsed.values["preloaded_adapter_ids"] == ("a", "b")
     assert parsed.values["cors_allow_origin"] == ("http://a", "http://b")
@@ -257,13 +257,13 @@ def test_what_repeats() -> None:
         ("something", {}, "'something' is not a known flag"),
     ],
 )
-def test_what_cannot_be_is_an_error(line: str, environ: dict[str, str], message: str) -> None:
+def test_invalid_values_are_rejected(line: str, environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
         config(line, environ)
     assert "\n" not in str(error.value)
 
 
-def test_problems_are_found_before_a_model_is_fetched() -> None:
+def test_settings_are_checked_before_download() -> None:
     read("--max-batch-total-tokens 100").make_config(None)  # only the model's folder can tell
     with pytest.raises(ConfigError, match="--port = 70000"):
         read("--port 70000").make_config(None)
@@ -275,7 +275,7 @@ def test_secrets_are_not_shown() -> None:
     assert "secret" not in repr(parsed) + repr(parsed.make_config(Path("/model")))
 
 
-def test_what_has_no_effect_is_said_once_it_is_given() -> None:
+def test_ignored_flags_log_a_warning() -> None:
     parsed = read("--compile --eager-prefill false", {"NGROK_AUTHTOKEN": "secret", "REQUEST_LOGGER_URL": "http://x"})
     assert [warning.partition(":")[0] for warning in parsed.warnings] == [
         "--compile has no effect",
@@ -290,7 +290,7 @@ def test_what_has_no_effect_is_said_once_it_is_given() -> None:
 # --- model
 
 
-def test_defaults_of_the_commands() -> None:
+def test_command_defaults() -> None:
     parsed = parse([], {}, "launcher")
     made = parsed.make_config(Path("/model"))
     assert (parsed.model_id, made.host, made.port) == ("mistralai/Mistral-7B-Instruct-v0.1", "0.0.0.0", 3000)
@@ -306,7 +306,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_without_a_model_it_is_the_one_of_the_package(shipped: Path) -> None:
+def test_demo_model_is_the_default(shipped: Path) -> None:
     parsed = parse([], {}, "serve")
     made = parsed.make_config(Path("/model"))
     assert made.model_id == "lorax-demo"
@@ -320,7 +320,7 @@ def test_without_a_model_it_is_the_one_of_the_package(shipped: Path) -> None:
     assert on_gpu.engine.model.device == "cuda"
 
 
-def test_settings_that_are_given_win_over_the_demo(shipped: Path) -> None:
+def test_explicit_settings_override_demo(shipped: Path) -> None:
     line = "--adapters-dir /mine --hub true --adapter-bytes 1G --max-batch-total-tokens 4096 -p 8080"
     made = parse(line.split(), {}, "serve").make_config(shipped / "model")
     assert made.adapters_dir == Path("/mine")
@@ -329,7 +329,7 @@ def test_settings_that_are_given_win_over_the_demo(shipped: Path) -> None:
     assert (made.engine.cache_tokens, made.engine.cache_bytes) == (4096, None)
 
 
-def test_a_model_is_no_demo(shipped: Path) -> None:
+def test_named_model_does_not_use_demo_settings(shipped: Path) -> None:
     assert parse(["--model-id", "owner/model"], {}, "serve").model_id == "owner/model"
     assert parse([], {"MODEL_ID": "owner/model"}, "serve").model_id == "owner/model"
     assert parse([], {}, "launcher").model_id != demo.NAME
@@ -337,12 +337,12 @@ def test_a_model_is_no_demo(shipped: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["--revision main", "--source s3", "--weights-cache-override /somewhere"])
-def test_what_is_said_about_a_model_needs_one(shipped: Path, line: str) -> None:
+def test_model_flags_require_model_id(shipped: Path, line: str) -> None:
     with pytest.raises(ConfigError, match=r"--model-id is missing.*--model-id Qwen/"):
         parse(line.split(), {}, "serve")
 
 
-def test_an_installation_without_the_demo_says_so(shipped: Path) -> None:
+def test_missing_demo_model_is_reported(shipped: Path) -> None:
     (shipped / "model" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"--model-id is missing.*came without the demo model"):
         parse([], {}, "serve")
@@ -357,7 +357,7 @@ def test_an_installation_without_the_demo_says_so(shipped: Path) -> None:
         ("--model-id /a@b --revision v1", ("/a@b", "v1")),
     ],
 )
-def test_revisions(line: str, expected: tuple[str, str | None]) -> None:
+def test_model_revisions(line: str, expected: tuple[str, str | None]) -> None:
     parsed = read(line)
     assert (parsed.model_id, parsed.revision) == expected
 
@@ -370,7 +370,7 @@ def test_revisions(line: str, expected: tuple[str, str | None]) -> None:
         ("--model-id @v1", "before"),
     ],
 )
-def test_revisions_that_cannot_be(line: str, message: str) -> None:
+def test_invalid_revisions_are_rejected(line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(line)
 
@@ -388,7 +388,7 @@ def test_revisions_that_cannot_be(line: str, message: str) -> None:
         ("--model-id s3://other/base --s3-bucket bucket", {}, "s3://other/base"),
     ],
 )
-def test_models_of_s3(line: str, environ: dict[str, str], location: str) -> None:
+def test_s3_model_locations(line: str, environ: dict[str, str], location: str) -> None:
     parsed = read(f"{line} --source s3", environ)
     assert (parsed.model_source, parsed.model_location) == ("s3", location)
 
@@ -419,7 +419,7 @@ def test_number_of_shards(line: str, visible: str, ranks: int) -> None:
         assert not parsed.warnings
 
 
-def test_shards_that_cannot_be() -> None:
+def test_invalid_shard_settings_are_rejected() -> None:
     for line, environ in (
         ("--sharded", {}),
         ("--sharded --num-shard 1", {}),
@@ -434,7 +434,7 @@ def test_shards_that_cannot_be() -> None:
     assert parsed.warnings == ("--num-shard has no effect: --sharded is false",)
 
 
-def test_the_device_is_the_best_there_is() -> None:
+def test_auto_device_selects_best_device() -> None:
     assert config(device="cuda").engine.model.device == "cuda"
     assert config("--device cpu", device="cuda").engine.model.device == "cpu"
     assert config("--device auto").engine.model.device == "cpu"
@@ -443,7 +443,7 @@ def test_the_device_is_the_best_there_is() -> None:
 # --- memory
 
 
-def test_sizes_in_tokens_and_as_a_share() -> None:
+def test_cache_size_in_tokens_and_fractions() -> None:
     engine = config("--max-batch-total-tokens 100 --adapter-memory-fraction 0.25", device="cuda").engine
     assert (engine.cache_tokens, engine.adapter_memory_fraction) == (100, 0.25)
     with pytest.raises(ConfigError, match="--max-batch-total-tokens = 16 must be at least --max-total-tokens = 20"):
@@ -453,7 +453,7 @@ def test_sizes_in_tokens_and_as_a_share() -> None:
 # --- adapters and their sources
 
 
-def test_adapters_that_are_loaded_first() -> None:
+def test_preloaded_adapters() -> None:
     first = "--preloaded-adapter-ids a/x --preloaded-adapter-ids p/y --preloaded-adapter-source s3"
     made = config(f"--adapter-id a/x {first} --s3-bucket b")
     assert made.static_adapter == ("hub", "a/x")
@@ -462,7 +462,7 @@ def test_adapters_that_are_loaded_first() -> None:
     assert made.default_source == "hub"
 
 
-def test_folders_that_the_operator_names_may_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_folders_become_local_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "poet").mkdir()
     monkeypatch.chdir(tmp_path)
     for name in ("poet", "./poet", str(tmp_path / "poet")):
@@ -485,7 +485,7 @@ def test_folders_that_the_operator_names_may_be_read(tmp_path: Path, monkeypatch
         ("--preloaded-adapter-ids x --preloaded-adapter-source s3", "give --s3-bucket"),
     ],
 )
-def test_sources_that_are_not_there(line: str, message: str) -> None:
+def test_unavailable_sources_are_rejected(line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(line).make_config(None)
 
@@ -501,7 +501,7 @@ def test_sources_that_are_not_there(line: str, message: str) -> None:
         ("--adapters-dir /x", "hub"),
     ],
 )
-def test_where_adapters_of_requests_come_from(line: str, source: str) -> None:
+def test_default_adapter_source(line: str, source: str) -> None:
     assert config(line).default_source == source
 
 
@@ -509,7 +509,7 @@ def test_where_adapters_of_requests_come_from(line: str, source: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["HUGGING_FACE_HUB_TOKEN", "HF_TOKEN", "HF_API_TOKEN"])
-def test_the_token_of_the_hub(name: str) -> None:
+def test_hub_token_variables(name: str) -> None:
     parsed = read("", {name: " hf_x\n", "HUGGING_FACE_HUB_TOKEN_": "no"})
     assert parsed.token == "hf_x"
     assert parsed.make_config(Path("/model")).engine.sources.hub_token is None, "not for callers"
@@ -517,13 +517,13 @@ def test_the_token_of_the_hub(name: str) -> None:
     assert shared.make_config(Path("/model")).engine.sources.hub_token == "hf_x"
 
 
-def test_the_hostname_of_a_container_is_nothing_to_listen_on() -> None:
+def test_container_hostname_is_ignored() -> None:
     assert config("", {"HOSTNAME": "lorax-7d9f"}).host == "127.0.0.1"
     assert config("", {"HOSTNAME": "::"}).host == "::"
     assert config("--hostname localhost", {"HOSTNAME": "10.0.0.1"}).host == "localhost"
 
 
-def test_other_variables(tmp_path: Path) -> None:
+def test_additional_environment_variables(tmp_path: Path) -> None:
     made = config("", {"HF_HUB_OFFLINE": "1", "HUGGINGFACE_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": "http://hub"})
     assert made.engine.sources == SourceConfig(cache=tmp_path, hub=True, hub_offline=True, hub_endpoint="http://hub")
     assert read("", {"HOME": "/home/me"}).cache == Path("/home/me/.cache/lorax")
@@ -540,5 +540,5 @@ def test_other_variables(tmp_path: Path) -> None:
         ("", {}, None),
     ],
 )
-def test_the_address_of_s3(line: str, environ: dict[str, str], endpoint: str | None) -> None:
+def test_s3_endpoint_variables(line: str, environ: dict[str, str], endpoint: str | None) -> None:
     assert config(line, environ).engine.sources.s3_endpoint == endpoint

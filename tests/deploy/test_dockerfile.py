@@ -16,7 +16,7 @@ import pytest
 from lorax_server.cli.flags import FLAGS
 from lorax_server.cli.settings import parse
 from lorax_server.config import ServerConfig
-from lorax_server.files.kept import VARIABLE
+from lorax_server.files.disk_cache import CACHE_VARIABLE
 from tests.deploy.dockerfile import ROOT, read_stages, values, variables, whole, words
 
 STAGES = read_stages()
@@ -26,7 +26,7 @@ PREFIX, SOURCES = "/opt/lorax", "/src"
 START_S = 180
 
 
-def test_there_are_two_images_and_the_last_needs_no_gpu() -> None:
+def test_last_image_needs_no_gpu() -> None:
     assert set(TARGETS) <= set(STAGES)
     assert list(STAGES)[-1] == "cpu"
     for stage in STAGES.values():
@@ -35,7 +35,7 @@ def test_there_are_two_images_and_the_last_needs_no_gpu() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_image_runs_without_root_and_without_sources(target: str) -> None:
+def test_image_runs_without_root_and_sources(target: str) -> None:
     instructions = whole(STAGES, target)
     assert instructions[-1] == ("USER", "10001")
     (user,) = (rest for rest in values(instructions, "RUN") if "useradd" in rest)
@@ -44,12 +44,12 @@ def test_an_image_runs_without_root_and_without_sources(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_is_fetched_and_compiled_goes_to_the_volume(target: str) -> None:
+def test_caches_are_on_volume(target: str) -> None:
     instructions = whole(STAGES, target)
     (volume,) = values(instructions, "VOLUME")
     environ = variables(instructions)
-    assert {"HOME", "HUGGINGFACE_HUB_CACHE", VARIABLE} <= set(environ)
-    for name in ("HOME", "HUGGINGFACE_HUB_CACHE", VARIABLE):
+    assert {"HOME", "HUGGINGFACE_HUB_CACHE", CACHE_VARIABLE} <= set(environ)
+    for name in ("HOME", "HUGGINGFACE_HUB_CACHE", CACHE_VARIABLE):
         assert Path(environ[name]).is_relative_to(volume)
     assert any(
         f"install --directory --owner=lorax --group=lorax {volume}" in run for run in values(instructions, "RUN")
@@ -57,7 +57,7 @@ def test_what_is_fetched_and_compiled_goes_to_the_volume(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_entry_point_is_understood(target: str) -> None:
+def test_entry_point_flags_are_valid(target: str) -> None:
     instructions = whole(STAGES, target)
     (entry,) = values(instructions, "ENTRYPOINT")
     init, _, program, command, *flags = words(entry)
@@ -71,12 +71,12 @@ def test_the_entry_point_is_understood(target: str) -> None:
     assert not parsed.warnings
     ours = {name for flag in FLAGS for name in flag.variables}
     set_by_us = {name for name in variables(instructions) if name.startswith(("LORAX_", "HUGGING"))}
-    assert set_by_us <= ours | {VARIABLE}
+    assert set_by_us <= ours | {CACHE_VARIABLE}
     assert parse([*flags, "--hostname", "127.0.0.1"], {}, "serve").make_config(None).host == "127.0.0.1"
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_health_is_asked_for(target: str) -> None:
+def test_image_has_health_check(target: str) -> None:
     (check,) = values(whole(STAGES, target), "HEALTHCHECK")
     options, _, command = check.partition("CMD ")
     assert {"--interval=15s", "--timeout=5s", "--start-period=20m", "--retries=4"} == set(options.split())
@@ -86,7 +86,7 @@ def test_health_is_asked_for(target: str) -> None:
     assert "/health" in code
 
 
-def test_versions_are_those_of_the_tests() -> None:
+def test_image_versions_match_constraints() -> None:
     pinned = re.search(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned is not None
     installs = [rest for stage in STAGES.values() for rest in values(stage.instructions, "RUN") if "torch==" in rest]
@@ -98,7 +98,7 @@ def test_versions_are_those_of_the_tests() -> None:
     assert f"Python :: {python[1]}" in (ROOT / "pyproject.toml").read_text()
 
 
-def test_what_is_copied_is_there_and_nothing_else_is_sent() -> None:
+def test_copied_files_exist_and_context_is_minimal() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert lines[1] == "*"
     kept = {line[1:] for line in lines if line.startswith("!")}
@@ -113,7 +113,7 @@ def test_what_is_copied_is_there_and_nothing_else_is_sent() -> None:
     assert any(fnmatch("lorax_server/kernels/cpu/_neon.so", line) for line in left_out)
 
 
-def test_package_lists_do_not_stay() -> None:
+def test_apt_package_lists_are_removed() -> None:
     for stage in STAGES.values():
         for rest in values(stage.instructions, "RUN"):
             assert ("apt-get install" in rest) == rest.endswith("rm -rf /var/lib/apt/lists/*")
@@ -124,7 +124,7 @@ def test_package_lists_do_not_stay() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # two minutes of work, on a machine that may be busy
-def test_the_commands_install_a_server_that_is_healthy(tmp_path: Path) -> None:
+def test_image_commands_install_healthy_server(tmp_path: Path) -> None:
     """Run what the image of the CPU runs, elsewhere: all but apt and users, which need root."""
     prefix, sources = tmp_path / "lorax", tmp_path / "src"
     sources.mkdir()

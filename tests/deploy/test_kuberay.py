@@ -39,7 +39,7 @@ def configs() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_objects_and_pods_are_valid(version: str) -> None:
+def test_kuberay_objects_and_pods_are_valid(version: str) -> None:
     objects = render(FOLDER / "ray")
     assert [one["kind"] for one in objects] == ["ServiceAccount", "PodDisruptionBudget", "RayService"]
     for one in objects[:2]:
@@ -52,7 +52,7 @@ def test_objects_and_pods_are_valid(version: str) -> None:
             validate({**whole_pod, "spec": {**whole_pod["spec"], "container": []}}, version, strict=True)
 
 
-def test_the_cluster_has_the_fields_and_the_version_of_ray() -> None:
+def test_ray_cluster_fields_and_version() -> None:
     cluster = service()["rayClusterConfig"]
     assert set(service()) == {"serveConfigV2", "rayClusterConfig"}
     assert set(cluster) == {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
@@ -62,7 +62,7 @@ def test_the_cluster_has_the_fields_and_the_version_of_ray() -> None:
 
 
 @pytest.mark.parametrize("name", ["manifest", "file"])
-def test_configs_are_those_of_ray_serve_and_their_arguments_ours(name: str) -> None:
+def test_serve_configs_and_arguments_are_valid(name: str) -> None:
     (application,) = ServeDeploySchema.model_validate(configs()[name]).applications
     assert application.import_path == f"{build.__module__}:{build.__name__}"
     own, flags = read_arguments(application.args)
@@ -73,7 +73,7 @@ def test_configs_are_those_of_ray_serve_and_their_arguments_ours(name: str) -> N
     assert [each.name for each in application.deployments] == ["servers", "ingress"]
 
 
-def test_replicas_fit_the_workers() -> None:
+def test_replica_resources_fit_workers() -> None:
     (workers,) = service()["rayClusterConfig"]["workerGroupSpecs"]
     (application,) = configs()["manifest"]["applications"]
     own, flags = read_arguments(application["args"])
@@ -85,7 +85,7 @@ def test_replicas_fit_the_workers() -> None:
     assert pod("workers")["spec"]["terminationGracePeriodSeconds"] >= drain_s + REST_S
 
 
-def test_secrets_and_rights_are_those_of_the_other_variants() -> None:
+def test_secrets_and_permissions_match_other_variants() -> None:
     known = {name for flag in FLAGS for name in flag.variables} | set(TOKENS)
     assert {one["name"] for one in container("workers")["env"]} <= known
     references = [one["valueFrom"]["secretKeyRef"] for one in container("workers")["env"] if "valueFrom" in one]
@@ -98,7 +98,7 @@ def test_secrets_and_rights_are_those_of_the_other_variants() -> None:
         assert mounts == {one["name"] for one in pod(group)["spec"]["volumes"]}
 
 
-def test_the_disruption_budget_is_of_the_workers() -> None:
+def test_disruption_budget_selects_workers() -> None:
     (budget,) = (one for one in render(FOLDER / "ray") if one["kind"] == "PodDisruptionBudget")
     assert budget["spec"]["selector"]["matchLabels"] == pod("workers")["metadata"]["labels"]
     assert "kubectl apply -k deploy/kubernetes/ray" in (ROOT / "docs/deployment.md").read_text()

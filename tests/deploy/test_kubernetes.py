@@ -10,10 +10,10 @@ from kubernetes_validate import ValidationError, validate
 
 from lorax_server.cli.flags import FLAGS
 from lorax_server.cli.lorax_flags import TOKENS
-from lorax_server.cli.settings import Parsed, parse
+from lorax_server.cli.settings import ParsedSettings, parse
 from lorax_server.server.app import make_app
 from tests.deploy.dockerfile import ROOT, read_stages, values, whole, words
-from tests.server.bench import Bench
+from tests.server.service_harness import ServiceHarness
 
 FOLDER = ROOT / "deploy/kubernetes"
 DEPLOYMENT = (ROOT / "docs/deployment.md").read_text()
@@ -52,7 +52,7 @@ def container(variant: str) -> Any:
     return only
 
 
-def read_settings(variant: str) -> Parsed:
+def read_settings(variant: str) -> ParsedSettings:
     """Parse what the container gets, as the server does."""
     (entry,) = values(whole(read_stages(), IMAGES[variant]), "ENTRYPOINT")
     environ = {one["name"]: one.get("value", "secret") for one in container(variant)["env"]}
@@ -79,7 +79,7 @@ def test_manifests_are_valid(variant: str, version: str) -> None:
 
 
 @BOTH
-def test_flags_and_variables_are_those_that_there_are(variant: str) -> None:
+def test_manifest_flags_and_variables_exist(variant: str) -> None:
     parsed = read_settings(variant)
     config = parsed.make_config(None)
     assert not parsed.warnings
@@ -94,11 +94,11 @@ def test_flags_and_variables_are_those_that_there_are(variant: str) -> None:
 
 
 @BOTH
-def test_ports_and_probes_are_those_of_the_server(variant: str) -> None:
+def test_manifest_ports_and_probes_match_server(variant: str) -> None:
     (port,) = container(variant)["ports"]
     assert port["containerPort"] == read_settings(variant).make_config(None).port
     (served,) = find(variant, "Service")["spec"]["ports"]
-    routes = make_app(Bench(api_keys=("secret",)).service).openapi()["paths"]
+    routes = make_app(ServiceHarness(api_keys=("secret",)).service).openapi()["paths"]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         asked = container(variant)[probe]["httpGet"]
         assert asked["port"] == served["targetPort"] == port["name"]
@@ -110,14 +110,14 @@ def test_ports_and_probes_are_those_of_the_server(variant: str) -> None:
 
 
 @BOTH
-def test_requests_have_time_to_end(variant: str) -> None:
+def test_grace_period_exceeds_drain_time(variant: str) -> None:
     before = int(container(variant)["lifecycle"]["preStop"]["exec"]["command"][1])
     drain = read_settings(variant).make_config(None).drain_s
     assert pod(variant)["spec"]["terminationGracePeriodSeconds"] >= before + drain + REST_S
 
 
 @BOTH
-def test_selectors_and_volumes_meet(variant: str) -> None:
+def test_selectors_and_volumes_match(variant: str) -> None:
     labels, spec = pod(variant)["metadata"]["labels"], find(variant, "StatefulSet")["spec"]
     assert spec["selector"]["matchLabels"] == find(variant, "Service")["spec"]["selector"] == labels
     assert find(variant, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == labels
@@ -133,7 +133,7 @@ def test_selectors_and_volumes_meet(variant: str) -> None:
 
 
 @BOTH
-def test_a_pod_has_no_rights_that_it_does_not_need(variant: str) -> None:
+def test_pods_have_minimal_permissions(variant: str) -> None:
     spec, own = pod(variant)["spec"], container(variant)["securityContext"]
     (user,) = values(whole(read_stages(), IMAGES[variant]), "USER")
     assert spec["securityContext"]["runAsNonRoot"]
@@ -144,7 +144,7 @@ def test_a_pod_has_no_rights_that_it_does_not_need(variant: str) -> None:
     assert not spec["automountServiceAccountToken"]
 
 
-def test_only_one_variant_asks_for_a_gpu() -> None:
+def test_only_gpu_variant_requests_gpu() -> None:
     limits = {variant: container(variant)["resources"]["limits"] for variant in VARIANTS}
     assert limits["gpu"]["nvidia.com/gpu"] == 1
     assert "nvidia.com/gpu" not in limits["cpu"]
@@ -152,7 +152,7 @@ def test_only_one_variant_asks_for_a_gpu() -> None:
     assert int(threads) == int(container("cpu")["resources"]["requests"]["cpu"]) - 1
 
 
-def test_the_page_makes_the_secret_that_the_pods_read() -> None:
+def test_documented_secret_matches_manifests() -> None:
     for variant in VARIANTS:
         references = [one["valueFrom"]["secretKeyRef"] for one in container(variant)["env"] if "valueFrom" in one]
         assert {one["name"] for one in references} == {"lorax-keys"}

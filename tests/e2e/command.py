@@ -16,17 +16,17 @@ from typing import Any
 from lorax_server import cli, launch
 from lorax_server.config import ServerConfig
 
-FORKED = "forked an engine:"
+FORKED_PREFIX = "forked an engine:"
 
 
-class Forked(ForkServerProcess):
+class LoggedForkProcess(ForkServerProcess):
     def start(self) -> None:
         super().start()
-        print(FORKED, self.pid, file=sys.stderr, flush=True)
+        print(FORKED_PREFIX, self.pid, file=sys.stderr, flush=True)
 
 
-class Forks(ForkServerContext):
-    Process = Forked
+class LoggedForkContext(ForkServerContext):
+    Process = LoggedForkProcess
 
 
 def fork_engines_from(address: str) -> None:
@@ -34,7 +34,7 @@ def fork_engines_from(address: str) -> None:
     server._forkserver_address = address
     server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # children of this process do not keep it alive
     server.ensure_running = resource_tracker.ensure_running
-    context._concrete_contexts["spawn"] = Forks()  # type: ignore[attr-defined]
+    context._concrete_contexts["spawn"] = LoggedForkContext()  # type: ignore[attr-defined]
 
 
 def serve_with(settings: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from tests.e2e.command import FORKED
+from tests.e2e.command import FORKED_PREFIX
 from tests.models.tiny import SERVED
 from tests.parity.test_engine import write_adapter
 from tests.parity.variants import VARIANTS
@@ -30,7 +30,7 @@ from tests.text.tokenizers import byte_level
 
 ROOT = Path(__file__).parent.parent.parent
 READY = re.compile(r"ready: (http://\S+)")
-START_S = 240  # only ever spent by a test that fails
+START_TIMEOUT_S = 240  # only ever spent by a test that fails
 RANKS = {"first": 2, "second": 5}
 CHAT_TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
@@ -78,7 +78,7 @@ def with_adapter(model: Any, folder: Path) -> Any:
         return PeftModel.from_pretrained(copy.deepcopy(model), folder).eval().get_base_model()
 
 
-def write_other(adapter: Path, folder: Path) -> None:
+def write_variant_adapter(adapter: Path, folder: Path) -> None:
     """Write an adapter of the same shape with other numbers."""
     shutil.copytree(adapter, folder)
     tensors = load_file(adapter / "adapter_model.safetensors")
@@ -154,9 +154,9 @@ class Server:
 
     @property
     def _engine(self) -> int:
-        forked = [line for line in self.log if line.startswith(FORKED)]
+        forked = [line for line in self.log if line.startswith(FORKED_PREFIX)]
         if forked:
-            return int(forked[-1].removeprefix(FORKED))
+            return int(forked[-1].removeprefix(FORKED_PREFIX))
         listed = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         children = [int(child) for file in listed for child in file.read_text().split()]
         (engine,) = [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
@@ -199,7 +199,7 @@ def serving(
     reader = threading.Thread(target=read_log, args=(process, log, url, has_answer))
     reader.start()
     try:
-        has_answer.wait(START_S)
+        has_answer.wait(START_TIMEOUT_S)
         assert url, f"{' '.join(command)} did not start:\n{''.join(log)}"
         yield Server(process, url[0], log)
     finally:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from tests.e2e.http_server import import_path, read_log
-from tests.e2e.wire import PATIENCE_S, wait_for
+from tests.e2e.wire import WAIT_TIMEOUT_S, wait_for
 
 
 @contextmanager
@@ -29,10 +29,10 @@ def starting(
         reader = threading.Thread(target=read_log, args=(process, log, url, has_answer))
         reader.start()
         try:
-            assert has_answer.wait(PATIENCE_S)
+            assert has_answer.wait(WAIT_TIMEOUT_S)
             started = psutil.Process(process.pid).children(recursive=True) if url else []
             yield process, log, url
-            process.wait(PATIENCE_S)
+            process.wait(WAIT_TIMEOUT_S)
             wait_for(lambda: not any(map(psutil.Process.is_running, started)), "no process stays")
             wait_for(lambda: not os.listdir(scratch), "no file stays")
         finally:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.http_server import Server, serving, write_model, write_other
+from tests.e2e.http_server import Server, serving, write_model, write_variant_adapter
 
 ADMIN = {"authorization": "Bearer admin"}
 
@@ -20,11 +20,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     write_model(folder)
-    write_other(folder / "adapters" / "second", folder / "adapters" / "slow")
+    write_variant_adapter(folder / "adapters" / "second", folder / "adapters" / "slow")
     shutil.copytree(folder / "adapters" / "second", folder / "adapters" / "twin")
     flags = ("--preloaded-adapter-ids", "first", "--preloaded-adapter-source", "local", "--admin-key", "admin")
     (folder / "others").mkdir()
-    write_other(folder / "adapters" / "first", folder / "others" / "deep")
+    write_variant_adapter(folder / "adapters" / "first", folder / "others" / "deep")
     with serving(folder, *flags, "--local-adapters", str(folder / "others")) as server:
         yield server
 
@@ -41,7 +41,7 @@ def change(server: Server, action: str, name: str, **more: Any) -> Any:
     return answer.json
 
 
-def ask(server: Server, name: str) -> None:
+def send_generate(server: Server, name: str) -> None:
     body = {"inputs": "hello", "parameters": {"adapter_id": name, "max_new_tokens": 2}}
     assert server.post("/generate", body).status == 200
 
@@ -52,7 +52,7 @@ def preloaded(server: Server) -> Any:
     return listed(server)["first"], listed(server, ADMIN)["first"]
 
 
-def test_what_is_preloaded_is_listed(preloaded: Any) -> None:
+def test_preloaded_adapter_is_listed(preloaded: Any) -> None:
     first, for_operators = preloaded
     assert (first["state"], first["pinned"], first["source"]) == ("on the device", True, "local")
     assert first["uses"] == 0
@@ -60,18 +60,18 @@ def test_what_is_preloaded_is_listed(preloaded: Any) -> None:
     assert for_operators == first
 
 
-def test_what_is_loaded_can_be_unloaded(server: Server) -> None:
+def test_loaded_adapter_can_be_unloaded(server: Server) -> None:
     change(server, "load", "first", pin=True)
     before = listed(server)["first"]
     assert (before["state"], before["pinned"]) == ("on the device", True)
     change(server, "unload", "first")
     assert listed(server)["first"]["state"] == "on disk"
-    ask(server, "first")
+    send_generate(server, "first")
     first = listed(server)["first"]
     assert (first["state"], first["pinned"], first["uses"]) == ("on the device", False, before["uses"] + 1)
 
 
-def test_an_answer_says_where_its_adapter_was(server: Server) -> None:
+def test_response_header_reports_adapter_tier(server: Server) -> None:
     change(server, "load", "first")
     body = {"inputs": "hello", "parameters": {"adapter_id": "first", "max_new_tokens": 2}}
     assert server.post("/generate", body).headers["x-adapter-tier"] == "device"
@@ -82,7 +82,7 @@ def test_an_answer_says_where_its_adapter_was(server: Server) -> None:
     assert not any("adapter_tier" in event for event in others)
 
 
-def test_pages_of_a_running_server(server: Server) -> None:
+def test_adapter_list_is_paginated(server: Server) -> None:
     found, path = [], "/v1/adapters?limit=1"
     while path:
         page = server.send("GET", path, headers=ADMIN).json
@@ -93,9 +93,9 @@ def test_pages_of_a_running_server(server: Server) -> None:
     assert len(whole) >= 3
 
 
-def test_two_names_of_the_same_content(server: Server) -> None:
-    ask(server, "second")
-    ask(server, "twin")
+def test_identical_adapters_share_memory_under_two_names(server: Server) -> None:
+    send_generate(server, "second")
+    send_generate(server, "twin")
     both = listed(server)
     assert both["second"]["hash"] == both["twin"]["hash"]
     assert both["second"]["state"] == both["twin"]["state"] == "on the device"
@@ -108,16 +108,16 @@ def test_two_names_of_the_same_content(server: Server) -> None:
     assert listed(server)["second"]["state"] == "on disk"
 
 
-def test_what_was_named_by_another_spelling_is_unloaded(server: Server, folder: Path) -> None:
+def test_unload_normalizes_adapter_path(server: Server, folder: Path) -> None:
     for name in ("second", "./second", "second/", "second//", str(folder / "adapters" / "second")):
-        ask(server, name)
+        send_generate(server, name)
         assert listed(server)["second"]["state"] == "on the device"
         change(server, "unload", "second")
         assert listed(server)["second"]["state"] == "on disk"
     assert "./second" not in server.send("GET", "/metrics").body.decode()
 
 
-def test_an_adapter_that_is_overwritten_is_served_as_it_was_until_it_is_whole(server: Server, folder: Path) -> None:
+def test_old_adapter_is_served_until_overwrite_is_complete(server: Server, folder: Path) -> None:
     weights = folder / "adapters" / "slow" / "adapter_model.safetensors"
     new = (folder / "adapters" / "second" / "adapter_model.safetensors").read_bytes()
     body = {"inputs": "hello", "parameters": {"adapter_id": "slow", "max_new_tokens": 2}}
@@ -139,7 +139,7 @@ def test_an_adapter_that_is_overwritten_is_served_as_it_was_until_it_is_whole(se
     assert listed(server)["slow"]["error"] is None
 
 
-def test_merges_by_another_seed_are_other_adapters_and_have_one_name(server: Server) -> None:
+def test_merges_with_different_seeds_share_one_name(server: Server) -> None:
     def merged(seed: int | None, **more: Any) -> str:
         merge = {"ids": ["second", "slow"], "merge_strategy": "dare_linear", "density": 0.5, **more}
         parameters = {"merged_adapters": merge, "seed": seed, "max_new_tokens": 1}
@@ -155,11 +155,11 @@ def test_merges_by_another_seed_are_other_adapters_and_have_one_name(server: Ser
     assert all(each["state"] != "on disk" for each in whole if each["source"] is None)
 
 
-def test_who_names_an_adapter_sees_where_it_is(server: Server) -> None:
+def test_unlisted_adapter_is_visible_by_name_only(server: Server) -> None:
     """An adapter without a listed name is shown only to clients that name it."""
     path = "/v1/adapters?also=deep&also=nobody&also=deep&also=second"
     assert "deep" not in {each["id"] for each in server.send("GET", path).json["data"]}
-    ask(server, "deep")
+    send_generate(server, "deep")
     found = [each for each in server.send("GET", path).json["data"] if each["id"] in ("deep", "nobody", "second")]
     assert [(each["id"], each["state"]) for each in found if each["id"] != "second"] == [("deep", "on the device")]
     assert len(found) == 2
@@ -167,13 +167,13 @@ def test_who_names_an_adapter_sees_where_it_is(server: Server) -> None:
     assert server.send("GET", "/v1/adapters?" + "also=x&" * 101).status == 400
 
 
-def test_loading_leaves_a_pin_as_it_is(server: Server) -> None:
+def test_load_does_not_change_pin(server: Server) -> None:
     for pin, is_pinned in ((True, True), (None, True), (False, False), (None, False)):
         assert change(server, "load", "first", pin=pin)["pinned"] is is_pinned
         assert listed(server)["first"]["pinned"] is is_pinned
 
 
 @pytest.mark.parametrize("name", ["", "x\ny", "__base_model__"])
-def test_names_that_nobody_could_use(name: str, server: Server) -> None:
+def test_invalid_adapter_names_are_rejected(name: str, server: Server) -> None:
     body = {"lora_name": name, "lora_path": "first"}
     assert server.send("POST", "/v1/load_lora_adapter", body, ADMIN).status == 400

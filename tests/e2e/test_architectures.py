@@ -28,7 +28,7 @@ ARCHITECTURES = (
 )
 
 
-class Both:
+class LoraxClient:
     """Either of the client's classes, called in the same way."""
 
     def __init__(self, server: Server, is_async: bool, **headers: str) -> None:
@@ -79,7 +79,7 @@ def text_of(tokens: list[Any]) -> str:
     return "".join([token.text for token in tokens if not token.special])
 
 
-def check_answers(client: Both, model: Any, adapter: str | None) -> int:
+def check_answers(client: LoraxClient, model: Any, adapter: str | None) -> int:
     """Compare answers with transformers and return the number of tokens compared."""
     expected = greedy(model, ids_of([PROMPT])[0])
     answer = client.generate(adapter_id=adapter)
@@ -102,12 +102,12 @@ QUICK = ("codegen",)  # an engine with padded batches; other files in this folde
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES]
 )
-def test_every_architecture_answers_as_transformers_and_peft(name: str, tmp_path: Path) -> None:
+def test_every_architecture_matches_transformers_and_peft(name: str, tmp_path: Path) -> None:
     models = make_models(tmp_path, name)
     assert len(models) == (1 if name == "codegen" else 3)
     with serving(tmp_path) as server:
         for is_async in (False, True):
-            client = Both(server, is_async)
+            client = LoraxClient(server, is_async)
             compared = [check_answers(client, model, adapter) for adapter, model in models.items()]
             if name == "codegen":
                 with pytest.raises(GenerationError, match="adapter"):

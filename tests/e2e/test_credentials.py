@@ -48,7 +48,7 @@ def open_server(hub: HubServer, folder: Path, tmp_path_factory: pytest.TempPathF
         yield server
 
 
-def ask(server: Server, adapter: str, bearer: str | None = None, **parameters: Any) -> Answer:
+def send_generate(server: Server, adapter: str, bearer: str | None = None, **parameters: Any) -> Answer:
     body = {"inputs": "hello", "parameters": {"max_new_tokens": 4, "adapter_id": adapter, **parameters}}
     return server.post("/generate", body, **({} if bearer is None else {"authorization": f"Bearer {bearer}"}))
 
@@ -60,50 +60,53 @@ def tokens_seen(hub: HubServer) -> set[str | None]:
 
 
 @pytest.mark.parametrize("adapter", [PRIVATE, GATED])
-def test_a_private_adapter_serves_only_who_may_read_it(adapter: str, open_server: Server, hub: HubServer) -> None:
+def test_private_adapter_requires_authorized_token(adapter: str, open_server: Server, hub: HubServer) -> None:
     def check_others() -> None:
         for bearer, token in ((None, None), ("wrong", None), (None, "wrong"), (SECRET, "wrong"), ("", None)):
-            answer = ask(open_server, adapter, bearer, api_token=token)
+            answer = send_generate(open_server, adapter, bearer, api_token=token)
             assert answer.status == 424, (bearer, token)
-            assert "the hub refuses it" in answer.json["error"]
+            assert "the hub denies access" in answer.json["error"]
             assert "x-adapter-hash" not in answer.headers
         model = {"model": adapter, "prompt": "hello", "max_tokens": 4}
         assert open_server.post("/v1/completions", model).status == 403
 
     check_others()
-    by_bearer, by_token = ask(open_server, adapter, SECRET), ask(open_server, adapter, api_token=SECRET)
+    by_bearer, by_token = (
+        send_generate(open_server, adapter, SECRET),
+        send_generate(open_server, adapter, api_token=SECRET),
+    )
     assert by_bearer.status == by_token.status == 200
     assert by_bearer.body == by_token.body
     check_others()  # though it is on the device by now
     merged: dict[str, Any]
     merged = {"adapter_id": None, "merged_adapters": {"ids": [PUBLIC, adapter], "weights": [1, 1]}}
-    assert ask(open_server, "", **merged).status == 424
-    assert ask(open_server, "", SECRET, **merged).status == 200
+    assert send_generate(open_server, "", **merged).status == 424
+    assert send_generate(open_server, "", SECRET, **merged).status == 200
     hub.reset()
 
 
-def test_the_bodys_token_counts_more_than_the_headers(open_server: Server) -> None:
-    assert ask(open_server, PRIVATE, "wrong", api_token=SECRET).status == 200
-    assert ask(open_server, PRIVATE, SECRET, api_token="wrong").status == 424
+def test_body_token_overrides_header_token(open_server: Server) -> None:
+    assert send_generate(open_server, PRIVATE, "wrong", api_token=SECRET).status == 200
+    assert send_generate(open_server, PRIVATE, SECRET, api_token="wrong").status == 424
 
 
-def test_a_bearer_is_shown_only_where_nobody_is_let_in_without(open_server: Server, hub: HubServer) -> None:
+def test_bearer_token_is_sent_only_to_gated_repositories(open_server: Server, hub: HubServer) -> None:
     hub.reset()
-    assert ask(open_server, f"{PUBLIC}@shown", "somebody's").status == 200
+    assert send_generate(open_server, f"{PUBLIC}@shown", "somebody's").status == 200
     assert tokens_seen(hub) == {None}
     merged = {"adapter_id": None, "merged_adapters": {"ids": [f"{PUBLIC}@shown", PRIVATE], "weights": [1, 1]}}
-    ask(open_server, "", "another's", **merged)
+    send_generate(open_server, "", "another's", **merged)
     told = {request.path for request in hub.seen if request.headers.get("authorization") == "Bearer another's"}
     assert told
     assert all("private" in path for path in told)
     hub.reset()
 
 
-def test_a_revision_is_another_adapter(open_server: Server) -> None:
-    newest, older = ask(open_server, PUBLIC), ask(open_server, f"{PUBLIC}@older")
+def test_revisions_are_separate_adapters(open_server: Server) -> None:
+    newest, older = send_generate(open_server, PUBLIC), send_generate(open_server, f"{PUBLIC}@older")
     first, second = (
-        ask(open_server, "first", adapter_source="local"),
-        ask(open_server, "second", adapter_source="local"),
+        send_generate(open_server, "first", adapter_source="local"),
+        send_generate(open_server, "second", adapter_source="local"),
     )
     assert newest.body == first.body != older.body == second.body
     assert newest.headers["x-adapter-hash"] == first.headers["x-adapter-hash"]
@@ -111,16 +114,16 @@ def test_a_revision_is_another_adapter(open_server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_where_the_server_has_keys_they_never_leave_it(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+def test_server_keys_are_never_sent_to_hub(hub: HubServer, folder: Path, tmp_path: Path) -> None:
     with serving_with(hub, folder, tmp_path, "--api-key", KEY) as server:
         hub.reset()
-        assert ask(server, PUBLIC).status == 401
-        assert ask(server, PUBLIC, "wrong").status == 401
+        assert send_generate(server, PUBLIC).status == 401
+        assert send_generate(server, PUBLIC, "wrong").status == 401
         assert tokens_seen(hub) == set()
-        assert ask(server, PUBLIC, KEY).status == 200
-        assert ask(server, PRIVATE, KEY).status == 424
+        assert send_generate(server, PUBLIC, KEY).status == 200
+        assert send_generate(server, PRIVATE, KEY).status == 424
         assert tokens_seen(hub) == {None}
-        assert ask(server, PRIVATE, KEY, api_token=SECRET).status == 200
+        assert send_generate(server, PRIVATE, KEY, api_token=SECRET).status == 200
         assert tokens_seen(hub) == {f"Bearer {SECRET}"}
         assert KEY not in "".join(server.log)
         assert SECRET not in "".join(server.log)

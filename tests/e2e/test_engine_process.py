@@ -22,7 +22,7 @@ from lorax_server.distributed import FakeGroup
 from lorax_server.engine.remote.remote_engine import RemoteEngine
 from lorax_server.errors import AdapterError, AdapterNotFoundError, EngineError, InputError
 from lorax_server.launch import make_client
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.registry import build_model
 from lorax_server.types import AdapterRef, EngineStatus, Merge, Output, Request, SamplingParams, StopParams
 from tests.builders import CPU
@@ -73,13 +73,13 @@ def make_config(folder: Path, name: str = "llama-gqa", ranks: int = 1, **setting
     )
 
 
-def units(name: str, folder: Path, ranks: int) -> list[int]:
-    """Return the number of units that each adapter takes on a rank."""
+def adapter_units(name: str, folder: Path, ranks: int) -> list[int]:
+    """Return the number of adapter_units that each adapter takes on a rank."""
     group = FakeGroup(0, ranks)
     tensors = checkpoint(name, make_oracle(name))
-    targets = adapter_targets(build_model(VARIANTS[name].config(), make_weights(tensors, CPU, group)))
+    targets = collect_adapter_targets(build_model(VARIANTS[name].config(), make_weights(tensors, CPU, group)))
     adapters = [open_adapter(folder / f"rank-{rank}", targets) for rank in RANKS]
-    return [prepare(adapter, targets, torch.float32, group).units for adapter in adapters]
+    return [prepare(adapter, targets, torch.float32, group).adapter_units for adapter in adapters]
 
 
 @asynccontextmanager
@@ -116,7 +116,7 @@ async def until_healthy(client: RemoteEngine) -> None:
         await asyncio.sleep(0.05)
 
 
-def check_crowd(config: EngineConfig, oracles: list[Any]) -> EngineStatus:
+def check_concurrent_requests(config: EngineConfig, oracles: list[Any]) -> EngineStatus:
     """Send requests, some of which leave: each of the others gets its oracle's tokens.
 
     The engine is paused until the first half has been sent, so that requests compete for rows and blocks however fast
@@ -130,16 +130,16 @@ def check_crowd(config: EngineConfig, oracles: list[Any]) -> EngineStatus:
             found = [await client.resolve([AdapterRef("local", name)]) for name in names]
             identities = ["", *(each.identity for each in found)]
             tasks: list[asyncio.Task[list[Output] | None]] = []
-            os.kill(engine_of(client), signal.SIGSTOP)
+            os.kill(engine_pid(client), signal.SIGSTOP)
             try:
                 for i, prompt in enumerate(prompts):
                     tasks.append(asyncio.create_task(ask(client, prompt, adapter_identity=identities[WHO[i]])))
                     tasks.append(asyncio.create_task(ask_and_leave(client, prompt, chance.randrange(5))))
                     await asyncio.sleep(chance.choice([0, 0, 0.005]))
                     if i == len(prompts) // 2:
-                        os.kill(engine_of(client), signal.SIGCONT)
+                        os.kill(engine_pid(client), signal.SIGCONT)
             finally:
-                os.kill(engine_of(client), signal.SIGCONT)
+                os.kill(engine_pid(client), signal.SIGCONT)
             answers = [answer for answer in await asyncio.gather(*tasks) if answer is not None]
             return answers, await client.status()
 
@@ -168,11 +168,11 @@ QUICK = (("llama-gqa", 2),)
         for each in itertools.product(ARCHITECTURES, (1, 2))
     ],
 )
-def test_every_request_gets_what_it_gets_alone(name: str, ranks: int, tmp_path: Path) -> None:
+def test_batched_requests_match_single_requests(name: str, ranks: int, tmp_path: Path) -> None:
     oracles = write_models(name, tmp_path)
-    adapter_bytes = UNIT_BYTES * max(units(name, tmp_path, ranks))  # for one at a time
+    adapter_bytes = UNIT_BYTES * max(adapter_units(name, tmp_path, ranks))  # for one at a time
     config = make_config(tmp_path, name, ranks, adapter_bytes=adapter_bytes, adapter_patience_s=0.0)
-    status = check_crowd(config, oracles)
+    status = check_concurrent_requests(config, oracles)
     assert status.preemptions > 0
     assert status.chunks > 0
     assert status.prefix_tokens > 0
@@ -184,7 +184,7 @@ def test_every_request_gets_what_it_gets_alone(name: str, ranks: int, tmp_path: 
 @pytest.mark.usefixtures("forked_engines")
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_drawn_depends_on_nothing_but_the_request(ranks: int, tmp_path: Path) -> None:
+def test_sampling_depends_only_on_request(ranks: int, tmp_path: Path) -> None:
     write_models("llama-gqa", tmp_path)
     prompts = make_prompts()
 
@@ -208,7 +208,7 @@ def test_what_is_drawn_depends_on_nothing_but_the_request(ranks: int, tmp_path: 
 
 
 @pytest.mark.usefixtures("forked_engines")
-def test_bad_requests_harm_only_themselves(tmp_path: Path) -> None:
+def test_bad_requests_do_not_affect_other_requests(tmp_path: Path) -> None:
     write_models("llama-gqa", tmp_path)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "adapter_config.json").write_text("{")
@@ -237,15 +237,15 @@ def test_bad_requests_harm_only_themselves(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked_engines")
-def test_a_dead_rank_is_noticed_and_all_come_back_together(tmp_path: Path) -> None:
+def test_dead_rank_restarts_all_ranks(tmp_path: Path) -> None:
     write_models("llama-gqa", tmp_path)
-    prompt, others = make_prompts()[0], forked()
+    prompt, others = make_prompts()[0], forked_pids()
 
     async def run() -> None:
         async with started(make_config(tmp_path, ranks=2, max_length=None, cache_bytes=2**20)) as client:
             alone = [output.tokens[0].token_id for output in await ask(client, prompt)]
-            engine = engine_of(client)
-            (rank,) = forked() - others - {engine}
+            engine = engine_pid(client)
+            (rank,) = forked_pids() - others - {engine}
             os.kill(rank, signal.SIGSTOP)  # no step ends from now on, so that both requests are under way
             running = [asyncio.create_task(ask(client, prompt)) for _ in range(2)]
             while len(client._streams) < len(running):
@@ -259,22 +259,22 @@ def test_a_dead_rank_is_noticed_and_all_come_back_together(tmp_path: Path) -> No
             assert not is_alive(engine)
             assert not is_alive(rank)
             assert [output.tokens[0].token_id for output in await ask(client, prompt)] == alone
-            last = forked() - others
+            last = forked_pids() - others
             assert len(last) == 2
         assert not any(is_alive(process) for process in last)
 
     asyncio.run(run())
 
 
-def engine_of(client: RemoteEngine) -> int:
+def engine_pid(client: RemoteEngine) -> int:
     assert client._channel is not None
     assert client._channel._process is not None
     assert client._channel._process.pid is not None
     return client._channel._process.pid
 
 
-def forked() -> set[int]:
-    """Return the process ids of all engines and ranks, which are forked from the process that has torch."""
+def forked_pids() -> set[int]:
+    """Return the process ids of all engines and ranks, which are forked_pids from the process that has torch."""
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     return {int(child) for child in Path(f"/proc/{server}/task/{server}/children").read_text().split()}
 
@@ -288,14 +288,14 @@ def is_alive(process: int) -> bool:
 
 
 @pytest.mark.usefixtures("forked_engines")
-def test_what_is_preloaded_is_there_before_the_first_request_and_after_a_restart(tmp_path: Path) -> None:
+def test_preloaded_adapters_are_ready_at_start_and_restart(tmp_path: Path) -> None:
     write_models("llama-gqa", tmp_path)
     config = make_config(tmp_path, preload=(("local", "rank-2"), ("local", "rank-5")))
 
     async def run() -> None:
         async with started(config) as client:
             assert (await client.status()).adapters_on_device == 2
-            os.kill(engine_of(client), signal.SIGKILL)
+            os.kill(engine_pid(client), signal.SIGKILL)
             while client.is_healthy:
                 await asyncio.sleep(0.01)
             await until_healthy(client)
@@ -307,7 +307,7 @@ def test_what_is_preloaded_is_there_before_the_first_request_and_after_a_restart
 
 
 @pytest.mark.usefixtures("forked_engines")
-def test_adapters_are_merged_as_a_request_asks(tmp_path: Path) -> None:
+def test_request_can_merge_adapters(tmp_path: Path) -> None:
     """An adapter at half weight, merged with one at weight zero, gives what it gives at half weight alone."""
     write_models("llama-gqa", tmp_path)
     prompt = make_prompts()[1]
@@ -327,7 +327,7 @@ def test_adapters_are_merged_as_a_request_asks(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked_engines")
-def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_engine_start_failure_reports_reason(tmp_path: Path) -> None:
     async def run() -> None:
         with pytest.raises(EngineError, match=r"config\.json"):
             await make_client(EngineConfig(ModelConfig(tmp_path / "nothing"))).start()
@@ -336,12 +336,12 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked_engines")
-def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_rank_start_failure_reports_reason(tmp_path: Path) -> None:
     """Start three ranks for four heads."""
     write_models("llama-gqa", tmp_path)
 
     async def run() -> None:
-        with pytest.raises(EngineError, match="cannot be divided over 3"):
+        with pytest.raises(EngineError, match="is not divisible by 3"):
             await make_client(EngineConfig(ModelConfig(tmp_path / "model"), tensor_parallel=3)).start()
 
     asyncio.run(run())

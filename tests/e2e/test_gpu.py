@@ -11,13 +11,13 @@ from lorax_server.config import EngineConfig, ModelConfig, SourceConfig
 from lorax_server.models.registry import build_model
 from lorax_server.plan import StepPlan
 from lorax_server.worker.runner import PagedRunner
-from tests.e2e.test_engine_process import RANKS, check_crowd, make_config, write_models
+from tests.e2e.test_engine_process import RANKS, check_concurrent_requests, make_config, write_models
 from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
 pytestmark = pytest.mark.gpu
 
 
-def test_a_step_that_only_moves_adapters_ends_when_they_have_moved() -> None:
+def test_copy_only_step_waits_for_adapter_copies() -> None:
     """The memory that a move frees goes to another adapter then, whose bytes come on another stream."""
     tensors = checkpoint("llama-gqa", make_oracle("llama-gqa"))
     model = build_model(VARIANTS["llama-gqa"].config(), make_weights(tensors, torch.device("cuda")))
@@ -34,19 +34,19 @@ def on_gpu(config: EngineConfig) -> EngineConfig:
     return replace(config, model=replace(config.model, device="cuda", dtype="float32"))
 
 
-def test_with_as_much_memory_as_there_is(tmp_path: Path) -> None:
+def test_engine_uses_available_gpu_memory(tmp_path: Path) -> None:
     oracles = write_models("llama-gqa", tmp_path)
     sources = SourceConfig((tmp_path,))
-    status = check_crowd(on_gpu(EngineConfig(ModelConfig(tmp_path / "model"), sources=sources)), oracles)
+    status = check_concurrent_requests(on_gpu(EngineConfig(ModelConfig(tmp_path / "model"), sources=sources)), oracles)
     assert status.num_blocks > 100
     assert status.adapters_on_device == len(RANKS)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_with_too_little(depth: int, tmp_path: Path) -> None:
+def test_too_little_gpu_memory_is_rejected(depth: int, tmp_path: Path) -> None:
     oracles = write_models("llama-gqa", tmp_path)
     config = make_config(tmp_path, depth=depth, adapter_bytes=18_000, adapter_patience_s=0.0)  # for one at a time
-    status = check_crowd(on_gpu(config), oracles)
+    status = check_concurrent_requests(on_gpu(config), oracles)
     assert status.preemptions > 0
     assert status.chunks > 0
     assert status.prefix_tokens > 0

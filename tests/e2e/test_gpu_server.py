@@ -15,7 +15,7 @@ NEW_TOKENS = 16
 
 
 @pytest.mark.parametrize("name", ["qwen3-head-norm", "gpt2", "opt-pre-norm"])
-def test_a_crowd(name: str, tmp_path: Path) -> None:
+def test_concurrent_requests_match_single_requests(name: str, tmp_path: Path) -> None:
     model = write_model(tmp_path, name)
     models = {None: model} | {each: with_adapter(model, tmp_path / "adapters" / each) for each in ("first", "second")}
     asked = [(prompt, adapter) for prompt in PROMPTS for adapter in models]

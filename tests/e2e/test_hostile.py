@@ -20,7 +20,7 @@ from tests.e2e.hostile_cases import (
     GET_PATHS,
     GOOD,
     INPUTS,
-    KINDS,
+    CONTENT_TYPES,
     MAX_BODY,
     MESSAGES,
     NATIVE,
@@ -32,7 +32,7 @@ from tests.e2e.hostile_cases import (
     SLOW,
     STREAM,
     VALUES,
-    loose,
+    keep_alive_request,
     with_field,
 )
 from tests.e2e.hostile_client import TIMEOUT_S, Answer, connect, exchange, post, read, request
@@ -40,7 +40,9 @@ from tests.e2e.http_server import Server, serving, write_model
 from tests.grids import some_fast
 
 BODY_TIMEOUT_S = 6.0
-MAX_GROWTH = 300 * 2**20  # of all processes together: memory that allocators keep after large requests, no leak
+MAX_MEMORY_GROWTH_BYTES = (
+    300 * 2**20
+)  # of all processes together: memory that allocators keep after large requests, no leak
 
 
 @pytest.fixture(scope="module")
@@ -55,31 +57,31 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         for body in (json.dumps(INPUTS).encode(), b'{"inputs": "' + b"a" * (MAX_BODY - 20) + b'"}'):
             exchange(running.port, post(NATIVE, body))  # memory of a first and of a large request stays
         process = psutil.Process(running.process.pid)
-        before, files = _memory(process), process.num_fds()
-        children = _lasting_children(process)
+        before, files = _memory_bytes(process), process.num_fds()
+        children = _permanent_children(process)
         yield running
         assert running.process.poll() is None
-        assert _lasting_children(process) == children
+        assert _permanent_children(process) == children
         assert exchange(running.port, ALIVE)[0].status == 200
-        assert _memory(process) - before < MAX_GROWTH
+        assert _memory_bytes(process) - before < MAX_MEMORY_GROWTH_BYTES
         assert process.num_fds() <= files + 4  # threads and late closing may hold some
         log = "".join(running.log)
         assert "Traceback" not in log
-        assert "mistake of the server" not in log
+        assert "failed with an internal error" not in log
 
 
-def _memory(process: psutil.Process) -> int:
+def _memory_bytes(process: psutil.Process) -> int:
     return sum(each.memory_info().rss for each in (process, *process.children(recursive=True)))
 
 
-def _lasting_children(process: psutil.Process) -> list[psutil.Process]:
+def _permanent_children(process: psutil.Process) -> list[psutil.Process]:
     """Return the children except sandbox workers, which start when they are needed."""
     children = process.children(recursive=True)
     return [child for child in children if "lorax_server.sandbox.worker" not in child.cmdline()]
 
 
 @pytest.fixture(autouse=True)
-def _the_next_one_is_answered(server: Server) -> Iterator[None]:
+def _server_still_responds(server: Server) -> Iterator[None]:
     yield
     (answer,) = exchange(server.port, post(NATIVE, INPUTS))
     assert answer.status == 200
@@ -112,18 +114,18 @@ def check_style(answer: Answer, path: str) -> None:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_bodies(server: Server, name: str) -> None:
+def test_invalid_bodies_are_rejected(server: Server, name: str) -> None:
     body, status = BODIES[name]
     check(exchange(server.port, post(NATIVE, body)), NATIVE, status)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_content_types(server: Server, kind: str | None) -> None:
-    check(exchange(server.port, post(NATIVE, INPUTS, kind=kind)), NATIVE, KINDS[kind])
+@pytest.mark.parametrize("kind", CONTENT_TYPES)
+def test_invalid_content_types_are_rejected(server: Server, kind: str | None) -> None:
+    check(exchange(server.port, post(NATIVE, INPUTS, kind=kind)), NATIVE, CONTENT_TYPES[kind])
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip", "x"])
-def test_an_encoded_body_is_refused(server: Server, encoding: str) -> None:
+def test_encoded_body_is_rejected(server: Server, encoding: str) -> None:
     check(exchange(server.port, post(COMPLETIONS, PROMPT, ("content-encoding", encoding))), COMPLETIONS, 415)
 
 
@@ -131,7 +133,7 @@ def test_an_encoded_body_is_refused(server: Server, encoding: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "field"), some_fast(FIELDS))
-def test_wrong_types(server: Server, path: str, field: str) -> None:
+def test_wrong_field_types_are_rejected(server: Server, path: str, field: str) -> None:
     """Send each field with a value of each type that it does not have."""
     schema = SCHEMAS[path].model_json_schema()["properties"][field]
     branches = schema.get("anyOf", [schema])
@@ -144,20 +146,20 @@ def test_wrong_types(server: Server, path: str, field: str) -> None:
             check(exchange(server.port, with_field(path, field, value)), path, 422 if path == NATIVE else 400)
 
 
-def _named(value: Any) -> str:
+def _parameter_id(value: Any) -> str:
     text = ascii(value) if isinstance(value, str) else json.dumps(value)
     return text[:40] if isinstance(value, int | str | float | list | dict) else ""
 
 
-@pytest.mark.parametrize(("path", "field", "value", "status"), some_fast(VALUES), ids=_named)
-def test_values(server: Server, path: str, field: str, value: Any, status: int) -> None:
+@pytest.mark.parametrize(("path", "field", "value", "status"), some_fast(VALUES), ids=_parameter_id)
+def test_invalid_field_values_are_rejected(server: Server, path: str, field: str, value: Any, status: int) -> None:
     answers = exchange(server.port, with_field(path, field, value))
     check(answers, path, status)
     assert "x-evil" not in answers[0].headers
 
 
 @pytest.mark.parametrize(("path", "field"), FIELDS)
-def test_however_much_is_wrong_little_is_said(path: str, field: str) -> None:
+def test_error_response_size_is_bounded(path: str, field: str) -> None:
     """Finding and naming a million mistakes would take half a minute, in which no other request is served."""
     whole = {NATIVE: {}, COMPLETIONS: PROMPT, CHAT: MESSAGES}[path]
     for value in ([None] * 1000, [[None]] * 1000, [{"role": "x", "content": [None] * 1000}], {"ids": [None] * 1000}):
@@ -170,13 +172,13 @@ def test_however_much_is_wrong_little_is_said(path: str, field: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["hub", "s3", "pbase", "file", "\r\n", "\0", "x" * 100_000])
-def test_unknown_sources(server: Server, source: str) -> None:
+def test_unknown_adapter_sources_are_rejected(server: Server, source: str) -> None:
     body = {"inputs": "x", "parameters": {"adapter_id": "second", "adapter_source": source}}
     check(exchange(server.port, post(NATIVE, body)), NATIVE, 424)
 
 
 @pytest.mark.parametrize("text", ["\0" * 10, "\u202e\u200b\ufeff", "\U0001f600" * 10, "\r\ndata: x\r\n\r\n"])
-def test_odd_text_is_text(server: Server, text: str) -> None:
+def test_unusual_characters_are_accepted(server: Server, text: str) -> None:
     check(exchange(server.port, post(STREAM, {**INPUTS, "inputs": text})), STREAM, 200)
 
 
@@ -184,7 +186,7 @@ def test_odd_text_is_text(server: Server, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", RAW)
-def test_http(server: Server, name: str) -> None:
+def test_malformed_http_is_rejected(server: Server, name: str) -> None:
     data, statuses, path = RAW[name]
     answers = exchange(server.port, data)
     check(answers, path, *statuses)
@@ -193,7 +195,7 @@ def test_http(server: Server, name: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "TRACE", "PUT", "DELETE", "PATCH", "PROPFIND", "M-SEARCH"])
-def test_methods(server: Server, method: str) -> None:
+def test_unsupported_methods_are_rejected(server: Server, method: str) -> None:
     """A method that a route lacks is answered by 405 with the methods that it has, and does nothing."""
     for path in (*GET_PATHS, *POST_PATHS):
         (answer,) = exchange(server.port, request(method, path))
@@ -210,12 +212,12 @@ def test_methods(server: Server, method: str) -> None:
 
 
 @pytest.mark.parametrize("path", GET_PATHS[1:])
-def test_nothing_can_be_posted_where_there_is_nothing_to_post(server: Server, path: str) -> None:
+def test_post_to_get_route_is_rejected(server: Server, path: str) -> None:
     check(exchange(server.port, post(path, b"x" * 100_000, kind="text/plain")), path, 405)
 
 
 @pytest.mark.parametrize("method", ["POST", "DELETE"])
-def test_a_preflight_of_another_origin_is_refused(server: Server, method: str) -> None:
+def test_cross_origin_preflight_is_rejected(server: Server, method: str) -> None:
     headers = (("origin", "http://evil"), ("access-control-request-method", method))
     (answer,) = exchange(server.port, request("OPTIONS", NATIVE, headers))
     assert answer.status == 400
@@ -225,22 +227,22 @@ def test_a_preflight_of_another_origin_is_refused(server: Server, method: str) -
 # --- Connections ------------------------------------------------------------------------------------------------------
 
 
-def test_many_requests_at_once_on_one_connection(server: Server) -> None:
-    answers = exchange(server.port, loose("GET", "/health") * 1000 + ALIVE)
+def test_pipelined_requests_are_served_in_order(server: Server) -> None:
+    answers = exchange(server.port, keep_alive_request("GET", "/health") * 1000 + ALIVE)
     assert [answer.status for answer in answers] == [200] * 1001
 
 
-def test_garbage_after_a_request(server: Server) -> None:
-    answers = exchange(server.port, loose("GET", "/health"), b"\0\1\2garbage\r\n\r\n")
+def test_garbage_after_request_is_rejected(server: Server) -> None:
+    answers = exchange(server.port, keep_alive_request("GET", "/health"), b"\0\1\2garbage\r\n\r\n")
     assert [answer.status for answer in answers] in ([200, 400], [400])
 
 
-def test_garbage_is_not_answered_within_a_stream(server: Server) -> None:
+def test_garbage_during_stream_does_not_corrupt_stream(server: Server) -> None:
     """The stream ends, and contains nothing but its own events."""
     body = json.dumps({"inputs": "x", "parameters": {"max_new_tokens": 100, "ignore_eos_token": True}}).encode()
     headers = (("content-type", "application/json"), ("content-length", str(len(body))))
     with connect(server.port) as connection:
-        connection.sendall(loose("POST", STREAM, *headers, body=body))
+        connection.sendall(keep_alive_request("POST", STREAM, *headers, body=body))
         assert connection.recv(2**16).startswith(b"HTTP/1.1 200")
         with server.paused():  # so that there is more to come
             connection.sendall(b"\0\1\2garbage\r\n\r\n")
@@ -251,9 +253,11 @@ def test_garbage_is_not_answered_within_a_stream(server: Server) -> None:
     assert b"HTTP/1.1" not in rest.partition(b"\r\n0\r\n\r\n")[0]
 
 
-def test_a_large_body_does_not_count_as_the_next_headers(server: Server) -> None:
+def test_body_size_does_not_count_towards_header_limit(server: Server) -> None:
     body = GOOD + b" " * 500_000
-    first = loose("POST", NATIVE, ("content-type", "application/json"), ("content-length", str(len(body))), body=body)
+    first = keep_alive_request(
+        "POST", NATIVE, ("content-type", "application/json"), ("content-length", str(len(body))), body=body
+    )
     with connect(server.port) as connection:
         connection.sendall(first)
         assert read(connection, 1)[0].status == 200
@@ -263,7 +267,7 @@ def test_a_large_body_does_not_count_as_the_next_headers(server: Server) -> None
         assert read(connection, 1)[0].status == 200
 
 
-def test_who_waits_to_be_told_to_go_on_is_told(server: Server) -> None:
+def test_expect_continue_is_supported(server: Server) -> None:
     head, _, _ = post(NATIVE, GOOD, ("expect", "100-continue")).partition(GOOD)
     with connect(server.port) as connection:
         connection.sendall(head)
@@ -273,14 +277,14 @@ def test_who_waits_to_be_told_to_go_on_is_told(server: Server) -> None:
     assert answer.status == 200
 
 
-def test_who_says_no_more_and_waits_is_let_go(server: Server) -> None:
+def test_half_closed_incomplete_request_is_closed(server: Server) -> None:
     """A client that closes its side of a connection before its request is complete has left."""
     for data in (b"", ALIVE[:10], post(NATIVE, GOOD, ("content-length", "1000"))):
         answers = exchange(server.port, data, half_close=True)
         assert [answer.status for answer in answers] in ([], [400])
 
 
-def test_who_connects_and_leaves(server: Server) -> None:
+def test_connect_and_disconnect_is_harmless(server: Server) -> None:
     for number in range(500):
         with connect(server.port) as connection:
             if number % 2:  # with a reset
@@ -289,7 +293,7 @@ def test_who_connects_and_leaves(server: Server) -> None:
                 connection.sendall((b"", b"GET", post(STREAM, INPUTS), post(NATIVE, GOOD)[:-5])[number % 4])
 
 
-def test_slow_ones_are_told_that_they_took_too_long(server: Server) -> None:
+def test_slow_clients_get_timeout_response(server: Server) -> None:
     """Send all slow requests at once, a byte at a time; meanwhile the server answers others."""
     with ExitStack() as stack:
         connections = {name: stack.enter_context(connect(server.port)) for name in SLOW}
@@ -299,7 +303,7 @@ def test_slow_ones_are_told_that_they_took_too_long(server: Server) -> None:
             for name in SLOW.keys() - ended:
                 with suppress(ConnectionResetError, BrokenPipeError):
                     connections[name].sendall(next(pieces[name], b""))
-                if _has_news(connections[name]):
+                if _is_readable(connections[name]):
                     ended.add(name)
             assert exchange(server.port, ALIVE)[0].status == 200
             time.sleep(0.05)  # as slow as they are
@@ -308,7 +312,7 @@ def test_slow_ones_are_told_that_they_took_too_long(server: Server) -> None:
             check(read(connection), path, 408)
 
 
-def _has_news(connection: socket.socket) -> bool:
+def _is_readable(connection: socket.socket) -> bool:
     connection.setblocking(False)
     try:
         return connection.recv(1, socket.MSG_PEEK) is not None

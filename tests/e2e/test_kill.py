@@ -19,15 +19,15 @@ from tests.e2e.wire import (
     CHAT,
     COMPLETIONS,
     NATIVE,
-    PATIENCE_S,
+    WAIT_TIMEOUT_S,
     RST,
     Client,
-    all_of,
+    close_all,
     children,
     count_logged,
     engine_metrics,
     get,
-    is_answered,
+    is_successful,
     is_idle,
     metrics,
     native,
@@ -71,7 +71,7 @@ def server(folder: Path, hub: HubServer) -> Iterator[Server]:
         yield server
 
 
-def test_the_log_has_the_engines_start_and_memory(server: Server) -> None:
+def test_log_reports_engine_start_and_memory(server: Server) -> None:
     lines = [line for line in server.log if "started in" in line or "memory: weights" in line]
     assert [line.split()[1:3] for line in lines] == [
         ["INFO", "lorax_server.worker.memory"],
@@ -79,7 +79,7 @@ def test_the_log_has_the_engines_start_and_memory(server: Server) -> None:
     ]
 
 
-def test_streams_of_a_killed_engine_end_with_an_error_and_it_comes_back(server: Server) -> None:
+def test_killed_engine_fails_streams_and_restarts(server: Server) -> None:
     first = {"adapter_id": "first", "adapter_source": "local"}
     with closing(Client(server, NATIVE, native(60, **first))) as client:
         before = tokens_of(client.events())
@@ -96,7 +96,7 @@ def test_streams_of_a_killed_engine_end_with_an_error_and_it_comes_back(server: 
         with server.paused():  # or the first stream might finish before the last one starts
             clients = [Client(server, path, body, x_request_id=name) for name, (path, body) in bodies.items()]
             clients.append(Client(server, "/generate", native(4000), x_request_id="whole"))
-            *streams, whole = stack.enter_context(all_of(*clients))
+            *streams, whole = stack.enter_context(close_all(*clients))
             wait_for(lambda: num_unfinished(metrics(server)) == len(clients), "all have come")
         events = [stream.events() for stream in streams]
         for each in events:
@@ -106,7 +106,7 @@ def test_streams_of_a_killed_engine_end_with_an_error_and_it_comes_back(server: 
         for (path, _), each in zip(bodies.values(), events, strict=True):
             *_, last = each  # and no [DONE]
             message = last["error"]["message"] if path.startswith("/v1") else last["error"]
-            assert "the engine process ended (exit code -9, SIGKILL); it is being started again" in message
+            assert "the engine process exited (exit code -9, SIGKILL); the engine is restarting" in message
         assert whole.status == 503
     with next_engine_paused(server, engine):
         check_is_down(server)
@@ -142,7 +142,7 @@ def check_is_down(server: Server) -> None:
     assert "lorax_engine_healthy 0.0" in get(server, "/metrics")[1]
 
 
-def vanish(server: Server, count: int) -> None:
+def disconnect_clients(server: Server, count: int) -> None:
     """Open requests whose clients leave at every point, half of them with a reset.
 
     The engine is paused while the last clients leave, until the API process has aborted every request.
@@ -162,14 +162,14 @@ def vanish(server: Server, count: int) -> None:
         wait_for(lambda: num_unfinished(metrics(server)) == 0, "the API process has aborted all requests")
 
 
-def test_clients_that_vanish_leave_nothing_behind(server: Server) -> None:
-    vanish(server, 40)  # makes everything that is made only once
+def test_disconnected_clients_leak_no_resources(server: Server) -> None:
+    disconnect_clients(server, 40)  # makes everything that is made only once
     wait_for(lambda: is_idle(server), "the first ones are gone")
     pids = (server.process.pid, children(server.process.pid)["engine"])
     before, old = [usage(pid) for pid in pids], engine_metrics(server)
     memory = sum(map(resident_bytes, pids))
 
-    vanish(server, 200)
+    disconnect_clients(server, 200)
     steps = engine_metrics(server)["lorax_engine_steps_total"]  # the engine gets this query after all aborts
     wait_for(lambda: is_idle(server), "all are gone")
     new = engine_metrics(server)
@@ -181,11 +181,11 @@ def test_clients_that_vanish_leave_nothing_behind(server: Server) -> None:
         assert client.status == 200
 
 
-def test_who_does_not_read_holds_up_nobody_and_gets_all_of_it(server: Server) -> None:
+def test_slow_reader_blocks_no_one_and_gets_all_events(server: Server) -> None:
     names = [f"slow-{i}" for i in range(6)]
     body = native(900, details=True, return_k_alternatives=20)  # more than a kernel keeps for a slow reader
-    with all_of(*(Client(server, NATIVE, body, is_slow=True, x_request_id=name) for name in names)) as slow:
-        with all_of(*(Client(server, NATIVE, native(40)) for _ in range(20))) as fast:
+    with close_all(*(Client(server, NATIVE, body, is_slow=True, x_request_id=name) for name in names)) as slow:
+        with close_all(*(Client(server, NATIVE, native(40)) for _ in range(20))) as fast:
             answers = [tokens_of(client.events()) for client in fast]
         wait_for(lambda: is_idle(server), "the engine has done with the slow ones too")
         assert not any(count_logged(server, name) for name in names)  # they wait to be read
@@ -196,15 +196,15 @@ def test_who_does_not_read_holds_up_nobody_and_gets_all_of_it(server: Server) ->
             assert tokens_of(client.events()) == expected
 
 
-def test_a_request_may_say_how_long_it_waits(server: Server) -> None:
-    with all_of(*(Client(server, NATIVE, native(4000)) for _ in range(ROWS))) as long:
+def test_request_timeout_header_limits_queue_time(server: Server) -> None:
+    with close_all(*(Client(server, NATIVE, native(4000)) for _ in range(ROWS))) as long:
         for client in long:
             next(client.events())
         with server.paused():  # or a stream might finish, and make room for a request in the queue
             for path, body in ((NATIVE, native(5)), ("/generate", native(5)), (COMPLETIONS, openai(5))):
                 with closing(Client(server, path, body, x_request_timeout="0.2")) as client:
                     assert client.status == 504
-                    assert "there was no answer within 0.2 s" in str(client.json()["error"])
+                    assert "the request timed out after 0.2 s" in str(client.json()["error"])
     with closing(Client(server, "/generate", native(4000), x_request_timeout="0.2")) as client:
         assert (client.status, client.json()["error_type"]) == (504, "timeout")
     for asked in ("0", "-1", "nan", "inf", "soon"):
@@ -213,7 +213,7 @@ def test_a_request_may_say_how_long_it_waits(server: Server) -> None:
     wait_for(lambda: is_idle(server), "what is given up is not computed")
 
 
-def test_a_full_disk_harms_only_who_needs_it(server: Server, hub: HubServer, folder: Path) -> None:
+def test_full_disk_fails_only_adapter_downloads(server: Server, hub: HubServer, folder: Path) -> None:
     """Limit the engine's files to a few bytes for a while."""
     engine = children(server.process.pid)["engine"]
     weights = max(len(content) for content in hub.repos[ADAPTER].files.values())
@@ -228,13 +228,15 @@ def test_a_full_disk_harms_only_who_needs_it(server: Server, hub: HubServer, fol
             with closing(Client(server, path, asked)) as client:
                 assert client.status == status
                 assert int(client.response.headers["retry-after"]) >= 1
-                assert "the server cannot store it (File too large); its cache needs room" in str(client.json())
+                assert "the server cannot store it (File too large); free disk space for its cache" in str(
+                    client.json()
+                )
         assert not list((folder / "cache").rglob("*.part"))
         with closing(Client(server, "/generate", other)) as client:
             assert client.status == 200
         assert "error" not in next(events)
     resource.prlimit(engine, resource.RLIMIT_FSIZE, before)
-    wait_for(lambda: is_answered(server, "/generate", body), "it is tried again after a while")
+    wait_for(lambda: is_successful(server, "/generate", body), "it is tried again after a while")
     with closing(Client(server, NATIVE, body)) as client:
         fetched = tokens_of(client.events())
     with closing(Client(server, NATIVE, native(20, adapter_id="first", adapter_source="local"))) as client:
@@ -256,7 +258,7 @@ def gated(folder: Path, tmp_path: Path, drain_s: float) -> Iterator[Server]:
 def open_streams(server: Server, count: int) -> Iterator[list[Iterator[Any]]]:
     """Open streams that have begun and pause."""
     asked = ((NATIVE, native(count)), (COMPLETIONS, openai(count))) * 2
-    with all_of(*(Client(server, path, body) for path, body in asked)) as clients:
+    with close_all(*(Client(server, path, body) for path, body in asked)) as clients:
         events = [client.events() for client in clients]
         for each in events:
             next(each)
@@ -268,7 +270,7 @@ def tell_to_stop(server: Server, how: signal.Signals = signal.SIGTERM) -> None:
     wait_for(lambda: any("stopping:" in line for line in server.log), "it has heard")
 
 
-def check_takes_nothing_new(server: Server) -> None:
+def check_rejects_new_requests(server: Server) -> None:
     """Check that new clients are refused until the port is closed."""
     is_open = True
     while is_open:
@@ -279,7 +281,7 @@ def check_takes_nothing_new(server: Server) -> None:
             is_open = False
 
 
-def check_end(events: list[Iterator[Any]], *, with_error: bool) -> None:
+def check_last_events(events: list[Iterator[Any]], *, with_error: bool) -> None:
     """Check that each stream ends with its result or with an error."""
     for i, each in enumerate(events):
         *_, last = each
@@ -289,42 +291,42 @@ def check_end(events: list[Iterator[Any]], *, with_error: bool) -> None:
             assert last == "[DONE]" if i % 2 else last["generated_text"]
 
 
-def test_what_is_under_way_may_end_when_the_server_is_told_to_stop(folder: Path, tmp_path: Path) -> None:
+def test_running_streams_finish_during_drain(folder: Path, tmp_path: Path) -> None:
     with gated(folder, tmp_path, drain_s=600) as server, open_streams(server, 50) as events:
         with closing(Client(server, "/generate", native(50))) as whole:
             wait_for(lambda: metrics(server)["lorax_request_count"] == 5, "the last one is in")
             tell_to_stop(server)
-            check_takes_nothing_new(server)
+            check_rejects_new_requests(server)
             assert server.process.poll() is None
             (tmp_path / "gate").touch()
-            check_end(events, with_error=False)
+            check_last_events(events, with_error=False)
             assert whole.status == 200
-        assert server.process.wait(PATIENCE_S) == 0
+        assert server.process.wait(WAIT_TIMEOUT_S) == 0
 
 
 @pytest.mark.slow
-def test_what_takes_longer_is_told_why_it_ends(folder: Path, tmp_path: Path) -> None:
+def test_drain_timeout_fails_remaining_streams(folder: Path, tmp_path: Path) -> None:
     lost = native(5, adapter_id="somewhere", adapter_source="local")  # which this engine never finds
     with gated(folder, tmp_path, drain_s=1) as server, open_streams(server, 5000) as events:
-        with all_of(Client(server, "/generate", native(5000)), Client(server, NATIVE, lost)) as waiting:
+        with close_all(Client(server, "/generate", native(5000)), Client(server, NATIVE, lost)) as waiting:
             wait_for(lambda: metrics(server)["lorax_request_count"] == 6, "all are in")
             tell_to_stop(server, signal.SIGINT)
-            check_end(events, with_error=True)
+            check_last_events(events, with_error=True)
             for client in waiting:
                 assert client.status == 503
                 assert "the server is shutting down" in client.json()["error"]
-        assert server.process.wait(PATIENCE_S) == 0
+        assert server.process.wait(WAIT_TIMEOUT_S) == 0
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_it_at_once(folder: Path, tmp_path: Path) -> None:
+def test_second_signal_stops_server_immediately(folder: Path, tmp_path: Path) -> None:
     with gated(folder, tmp_path, drain_s=600) as server, open_streams(server, 5000):
         tell_to_stop(server)
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(PATIENCE_S) == 0
+        assert server.process.wait(WAIT_TIMEOUT_S) == 0
 
 
-def test_a_stream_that_runs_out_of_time_ends_with_an_error(folder: Path, tmp_path: Path) -> None:
+def test_stream_past_deadline_fails_with_error_event(folder: Path, tmp_path: Path) -> None:
     with gated(folder, tmp_path, drain_s=1) as server:
         bodies = (
             (NATIVE, native(9)),
@@ -334,13 +336,13 @@ def test_a_stream_that_runs_out_of_time_ends_with_an_error(folder: Path, tmp_pat
         )
         for timeout_s in (1, 4, 16, 64):
             asked = [Client(server, path, body, x_request_timeout=str(timeout_s)) for path, body in bodies]
-            with all_of(*asked) as (*streams, whole):
+            with close_all(*asked) as (*streams, whole):
                 if any(client.status == 504 for client in streams):
                     continue  # a busy machine has not got as far as the first token
                 for client in streams:
                     *some, last = client.events()
                     assert some
-                    assert f"there was no answer within {timeout_s} s" in str(last["error"])
+                    assert f"the request timed out after {timeout_s} s" in str(last["error"])
                 assert (whole.status, whole.json()["error_type"]) == (504, "timeout")
                 break
         else:
@@ -349,7 +351,7 @@ def test_a_stream_that_runs_out_of_time_ends_with_an_error(folder: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_server_that_is_killed(folder: Path, tmp_path: Path) -> None:
+def test_killed_server_leaves_no_processes(folder: Path, tmp_path: Path) -> None:
     with gated(folder, tmp_path, drain_s=600) as server, open_streams(server, 5000):
         server.process.kill()
-        assert server.process.wait(PATIENCE_S) == -signal.SIGKILL
+        assert server.process.wait(WAIT_TIMEOUT_S) == -signal.SIGKILL

@@ -16,8 +16,17 @@ import torch
 from lorax.errors import GenerationError, OverloadedError, ShardTimeoutError, ValidationError
 from peft import PeftModel
 
-from tests.e2e.http_server import Server, ids_of, serving, write_model, write_other
-from tests.e2e.test_architectures import LENGTH, NEW_TOKENS, PROMPT, Both, greedy, make_models, text_of, token_ids
+from tests.e2e.http_server import Server, ids_of, serving, write_model, write_variant_adapter
+from tests.e2e.test_architectures import (
+    LENGTH,
+    NEW_TOKENS,
+    PROMPT,
+    LoraxClient,
+    greedy,
+    make_models,
+    text_of,
+    token_ids,
+)
 from tests.parity.oracle import oracle_logits
 
 pytestmark = [
@@ -26,7 +35,7 @@ pytestmark = [
 ]
 
 
-class World(NamedTuple):
+class ServerAndModels(NamedTuple):
     folder: Path
     server: Server
     models: dict[str | None, Any]  # transformers', by the adapter's name
@@ -36,17 +45,17 @@ class World(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerAndModels]:
     folder = tmp_path_factory.mktemp("world")
     models = make_models(folder)
-    write_other(folder / "adapters" / "first", folder / "adapters" / "other")
+    write_variant_adapter(folder / "adapters" / "first", folder / "adapters" / "other")
     with serving(folder) as server:
-        yield World(folder, server, models)
+        yield ServerAndModels(folder, server, models)
 
 
 @pytest.fixture(params=["Client", "AsyncClient"])
-def client(request: pytest.FixtureRequest, world: World) -> Iterator[Both]:
-    both = Both(world.server, request.param == "AsyncClient")
+def client(request: pytest.FixtureRequest, world: ServerAndModels) -> Iterator[LoraxClient]:
+    both = LoraxClient(world.server, request.param == "AsyncClient")
     yield both
     both.close()
 
@@ -54,7 +63,7 @@ def client(request: pytest.FixtureRequest, world: World) -> Iterator[Both]:
 # --- Options ----------------------------------------------------------------------------------------------------------
 
 
-def test_details_are_left_out_if_they_are_not_wanted(world: World, client: Both) -> None:
+def test_details_can_be_disabled(world: ServerAndModels, client: LoraxClient) -> None:
     answer = client.generate(details=False)
     assert answer.details is None
     assert answer.generated_text == client.generate().generated_text
@@ -63,14 +72,14 @@ def test_details_are_left_out_if_they_are_not_wanted(world: World, client: Both)
     assert events[-1].generated_text == answer.generated_text
 
 
-def test_without_a_limit_an_answer_goes_on_until_its_end_or_that_of_the_context(client: Both) -> None:
+def test_unlimited_completion_stops_at_eos_or_context_length(client: LoraxClient) -> None:
     details = client.generate(max_new_tokens=None).details
     assert details.prompt_tokens + details.generated_tokens == 128
     ended = client.generate(max_new_tokens=None, ignore_eos_token=False).details
     assert ended.finish_reason in ("length", "eos_token")
 
 
-def test_the_best_of_two_comes_with_the_other(client: Both) -> None:
+def test_best_of_returns_all_sequences(client: LoraxClient) -> None:
     details = client.generate(best_of=2, do_sample=True).details
     (other,) = details.best_of_sequences
     assert details.seed is not None
@@ -81,7 +90,7 @@ def test_the_best_of_two_comes_with_the_other(client: Both) -> None:
     assert token_ids(client.generate(do_sample=True, seed=other.seed)) == [token.id for token in other.tokens]
 
 
-def test_alternatives_are_the_likeliest_tokens(world: World, client: Both) -> None:
+def test_alternatives_are_most_likely_tokens(world: ServerAndModels, client: LoraxClient) -> None:
     prompt = ids_of([PROMPT])[0]
     tokens = client.generate(return_k_alternatives=3).details.tokens
     ids = [*prompt, *[token.id for token in tokens]]
@@ -94,12 +103,12 @@ def test_alternatives_are_the_likeliest_tokens(world: World, client: Both) -> No
     assert client.generate().details.tokens[0].alternative_tokens is None
 
 
-def test_the_asynchronous_stream_has_alternatives_too(world: World) -> None:
-    events = Both(world.server, is_async=True).stream(return_k_alternatives=2)
+def test_async_stream_includes_alternatives(world: ServerAndModels) -> None:
+    events = LoraxClient(world.server, is_async=True).stream(return_k_alternatives=2)
     assert all(len(event.token.alternative_tokens) == 2 for event in events)
 
 
-def test_how_likely_the_prompt_was(world: World, client: Both) -> None:
+def test_prompt_logprobs_match_transformers(world: ServerAndModels, client: LoraxClient) -> None:
     prompt = ids_of([PROMPT])[0]
     for details in (True, False):
         prefill = client.generate(decoder_input_details=True, details=details).details.prefill
@@ -112,7 +121,7 @@ def test_how_likely_the_prompt_was(world: World, client: Both) -> None:
     assert client.generate().details.prefill == []
 
 
-def test_a_stop_sequence_ends_the_answer_and_is_part_of_it(client: Both) -> None:
+def test_stop_sequence_is_included_in_text(client: LoraxClient) -> None:
     whole = client.generate()
     stop = whole.generated_text[3:5]
     answer = client.generate(stop_sequences=["never to be seen", stop])
@@ -125,7 +134,7 @@ def test_a_stop_sequence_ends_the_answer_and_is_part_of_it(client: Both) -> None
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
-def test_a_seed_repeats_an_answer(seed: int, client: Both) -> None:
+def test_seed_makes_completion_reproducible(seed: int, client: LoraxClient) -> None:
     answers = [client.generate(do_sample=True, seed=seed, temperature=1.5, top_k=50, top_p=0.99) for _ in range(2)]
     assert token_ids(answers[0]) == token_ids(answers[1])
     assert answers[0].details.seed == seed
@@ -135,7 +144,7 @@ def test_a_seed_repeats_an_answer(seed: int, client: Both) -> None:
     assert token_ids(client.generate(do_sample=True, seed=5, temperature=1.5)) != token_ids(answers[0])
 
 
-def test_without_a_seed_answers_differ_and_say_their_seed(client: Both) -> None:
+def test_random_seed_is_returned(client: LoraxClient) -> None:
     one, other = (client.generate(do_sample=True, temperature=2.0, max_new_tokens=20) for _ in range(2))
     assert token_ids(one) != token_ids(other)
     again = client.generate(do_sample=True, temperature=2.0, max_new_tokens=20, seed=one.details.seed)
@@ -143,7 +152,7 @@ def test_without_a_seed_answers_differ_and_say_their_seed(client: Both) -> None:
     assert client.generate().details.seed is None
 
 
-def test_truncate_keeps_the_end_of_the_prompt(world: World, client: Both) -> None:
+def test_truncate_keeps_prompt_end(world: ServerAndModels, client: LoraxClient) -> None:
     prompt = ids_of([PROMPT])[0]
     expected = greedy(world.models[None], prompt[-3:])
     answer = client.generate(truncate=3)
@@ -153,22 +162,22 @@ def test_truncate_keeps_the_end_of_the_prompt(world: World, client: Both) -> Non
     assert long.details.prompt_tokens == 20
 
 
-def test_the_full_text_begins_with_the_prompt(client: Both) -> None:
+def test_return_full_text_includes_prompt(client: LoraxClient) -> None:
     plain = client.generate().generated_text
     assert client.generate(return_full_text=True).generated_text == PROMPT + plain
     assert client.stream(return_full_text=True)[-1].generated_text == PROMPT + plain
 
 
-def test_a_watermark_changes_the_answer_in_the_same_way_each_time(client: Both) -> None:
+def test_watermark_is_deterministic(client: LoraxClient) -> None:
     marked = [token_ids(client.generate(watermark=True)) for _ in range(2)]
     assert marked[0] == marked[1] != token_ids(client.generate())
 
 
-def test_a_repetition_penalty_changes_the_answer(client: Both) -> None:
+def test_repetition_penalty_changes_completion(client: LoraxClient) -> None:
     assert token_ids(client.generate(repetition_penalty=3.0)) != token_ids(client.generate())
 
 
-def test_typical_sampling_and_a_low_temperature(world: World, client: Both) -> None:
+def test_low_temperature_matches_greedy(world: ServerAndModels, client: LoraxClient) -> None:
     assert client.generate(typical_p=0.5, seed=1).details.seed == 1
     expected = world.greedy()
     assert token_ids(client.generate(temperature=1e-4, seed=1))[: len(expected)] == expected
@@ -180,7 +189,7 @@ def test_typical_sampling_and_a_low_temperature(world: World, client: Both) -> N
 
 
 @pytest.mark.parametrize("source", [None, "local"])
-def test_an_adapter_by_its_source_and_with_a_token(source: str | None, world: World, client: Both) -> None:
+def test_adapter_source_and_token_are_accepted(source: str | None, world: ServerAndModels, client: LoraxClient) -> None:
     for adapter in ("first", "second"):
         expected = world.greedy(adapter=adapter)
         answer = client.generate(adapter_id=adapter, adapter_source=source, api_token="what-the-hub-would-want")
@@ -201,7 +210,7 @@ def merged(strategy: str | None, weights: list[float], density: float = 1.0, sig
     )
 
 
-def test_a_linear_merge_is_the_sum_of_what_the_adapters_add(world: World, client: Both) -> None:
+def test_linear_merge_adds_adapter_deltas(world: ServerAndModels, client: LoraxClient) -> None:
     model = write_sum(world, {"first": 0.7, "second": 0.4})
     expected = greedy(model, ids_of([PROMPT])[0])
     for strategy in (None, "linear"):
@@ -213,7 +222,7 @@ def test_a_linear_merge_is_the_sum_of_what_the_adapters_add(world: World, client
 
 
 @torch.no_grad()
-def write_sum(world: World, weights: dict[str, float]) -> Any:
+def write_sum(world: ServerAndModels, weights: dict[str, float]) -> Any:
     """Write the base model with a weighted sum of the adapters' changes to its matrices."""
     base = {name: value.clone() for name, value in world.models[None].state_dict().items()}
     summed = {name: value.clone() for name, value in base.items()}
@@ -226,7 +235,7 @@ def write_sum(world: World, weights: dict[str, float]) -> Any:
     return model
 
 
-def merged_by_peft(world: World, strategy: str, weights: list[float], density: float, sign: str) -> Any:
+def merged_by_peft(world: ServerAndModels, strategy: str, weights: list[float], density: float, sign: str) -> Any:
     """Return the model with the adapters `first` and `other`, merged by PEFT."""
     adapters = world.folder / "adapters"
     with warnings.catch_warnings():
@@ -240,7 +249,7 @@ def merged_by_peft(world: World, strategy: str, weights: list[float], density: f
     return model.eval().get_base_model()
 
 
-def test_every_way_of_merging(world: World, client: Both) -> None:
+def test_merge_strategies_match_peft(world: ServerAndModels, client: LoraxClient) -> None:
     def tokens(*how: Any) -> list[int]:
         return token_ids(client.generate(merged_adapters=merged(*how)))
 
@@ -254,7 +263,7 @@ def test_every_way_of_merging(world: World, client: Both) -> None:
     for strategy in ("ties", "dare_linear", "dare_ties"):
         assert tokens(strategy, both, 0.3) == tokens(strategy, both, 0.3) != tokens(strategy, both)
     ranks = lorax.MergedAdapters(ids=["first", "second"], weights=both, merge_strategy="ties", density=1.0)
-    with pytest.raises(ValidationError, match=r"ranks \[2, 5\] .*; ties needs equal ranks, linear does not"):
+    with pytest.raises(ValidationError, match=r"ranks \[2, 5\] .*; ties requires equal ranks, linear does not"):
         client.generate(merged_adapters=ranks)
 
 
@@ -281,8 +290,8 @@ def test_every_way_of_merging(world: World, client: Both) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_errors_are_the_clients_own(
-    arguments: dict[str, Any], error: type[Exception], message: str, client: Both
+def test_server_errors_raise_client_exceptions(
+    arguments: dict[str, Any], error: type[Exception], message: str, client: LoraxClient
 ) -> None:
     for ask in (client.generate, client.stream):
         with pytest.raises(error, match=message):
@@ -290,7 +299,7 @@ def test_errors_are_the_clients_own(
     assert client.generate().details.generated_tokens == NEW_TOKENS  # other requests do not notice
 
 
-def test_a_prompt_that_is_too_long(client: Both) -> None:
+def test_too_long_prompt_is_rejected(client: LoraxClient) -> None:
     for ask in (client.generate, client.stream):
         with pytest.raises(ValidationError, match=r"`inputs` tokens \+ `max_new_tokens` must be <= 128\. Given: "):
             ask("very " * 200)
@@ -299,27 +308,27 @@ def test_a_prompt_that_is_too_long(client: Both) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_request_that_takes_too_long(is_async: bool, world: World) -> None:
-    client = Both(world.server, is_async, x_request_timeout="0.000001")
+def test_request_timeout_raises_client_error(is_async: bool, world: ServerAndModels) -> None:
+    client = LoraxClient(world.server, is_async, x_request_timeout="0.000001")
     for ask in (client.generate, client.stream):
-        with pytest.raises(ShardTimeoutError, match="there was no answer within 1e-06 s"):
+        with pytest.raises(ShardTimeoutError, match="the request timed out after 1e-06 s"):
             ask()
     client.close()
 
 
-def test_what_is_not_there_yet_says_so(client: Both) -> None:
+def test_unsupported_features_are_reported(client: LoraxClient) -> None:
     for method in ("embed", "classify"):
         with pytest.raises(ValidationError, match="not supported yet"):
             client.call(method, "a")
 
 
-def test_batches_of_what_is_not_there_yet(world: World) -> None:
+def test_unsupported_batch_methods_are_reported(world: ServerAndModels) -> None:
     """Test the one class of the client that has batches."""
     with pytest.raises(ValidationError, match="not supported yet"):
         lorax.Client(world.server.url).classify_batch(["a", "b"])
 
 
-def test_too_many_at_once(tmp_path: Path) -> None:
+def test_too_many_concurrent_requests_are_rejected(tmp_path: Path) -> None:
     """Send a second request while the first one waits for a paused engine."""
     write_model(tmp_path)
     body = json.dumps({"inputs": PROMPT, "stream": True, "parameters": LENGTH})
@@ -327,7 +336,7 @@ def test_too_many_at_once(tmp_path: Path) -> None:
         serving(tmp_path, "--max-concurrent-requests", "1", keep_alive_s=0.1) as server,
         closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as first,
     ):
-        clients = [Both(server, is_async) for is_async in (False, True)]
+        clients = [LoraxClient(server, is_async) for is_async in (False, True)]
         with server.paused():
             first.request("POST", "/", body, {"content-type": "application/json"})
             response = first.getresponse()
@@ -340,7 +349,7 @@ def test_too_many_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["generate", "stream"])
-def test_many_threads_share_a_server(method: str, world: World) -> None:
+def test_concurrent_threads_get_correct_completions(method: str, world: ServerAndModels) -> None:
     """Each request gets the answer that it gets alone."""
     wanted: list[str | None] = [None, "first", "second"] * 4
     alone = {adapter: world.greedy(adapter=adapter) for adapter in world.models}
@@ -358,7 +367,7 @@ def test_many_threads_share_a_server(method: str, world: World) -> None:
         assert tokens[: len(alone[adapter])] == alone[adapter]
 
 
-def test_metrics_as_text_and_as_json(world: World) -> None:
+def test_metrics_are_available_as_text_and_json(world: ServerAndModels) -> None:
     """Ask in the ways of newer clients, which have a method for it."""
     world.server.post("/", {"inputs": PROMPT, "parameters": LENGTH})
     text = world.server.send("GET", "/metrics", headers={"accept": "text/plain"})

@@ -44,7 +44,7 @@ def generate(server: Server, path: str = "/generate", inputs: str = PROMPT, **pa
 # --- Bodies and events ------------------------------------------------------------------------------------------------
 
 
-def test_bodies_are_as_clients_expect_them(server: Server) -> None:
+def test_response_bodies_match_lorax(server: Server) -> None:
     plain = generate(server)
     assert plain.status == 200
     text = plain.json["generated_text"]
@@ -63,7 +63,7 @@ def test_bodies_are_as_clients_expect_them(server: Server) -> None:
     assert set(other) == {"generated_text", "finish_reason", "generated_tokens", "seed", "prefill", "tokens"}
 
 
-def test_every_key_may_be_null(server: Server) -> None:
+def test_all_fields_accept_null(server: Server) -> None:
     names = (
         *("adapter_id", "adapter_source", "merged_adapters", "api_token", "best_of", "temperature", "top_k", "top_p"),
         *("repetition_penalty", "frequency_penalty", "presence_penalty", "typical_p", "do_sample", "stop", "seed"),
@@ -76,7 +76,7 @@ def test_every_key_may_be_null(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/generate_stream", "/", "/invocations"])
-def test_events_are_single_lines_and_nothing_comes_after_the_last(path: str, server: Server) -> None:
+def test_stream_events_are_single_lines(path: str, server: Server) -> None:
     body = {"inputs": PROMPT, "stream": True, "parameters": {**LENGTH, "details": True}}
     answer = server.post(path, body)
     whole = generate(server, details=True).json
@@ -92,7 +92,7 @@ def test_events_are_single_lines_and_nothing_comes_after_the_last(path: str, ser
     assert f"data: {first}\n\n".encode() in answer.body
 
 
-def test_the_token_that_ends_an_answer_is_told_but_not_part_of_the_text(server: Server) -> None:
+def test_eos_token_is_reported_but_not_in_text(server: Server) -> None:
     for seed in range(100):  # hot enough that every token is as likely as any
         how: dict[str, Any] = {
             "temperature": 1e6,
@@ -112,7 +112,7 @@ def test_the_token_that_ends_an_answer_is_told_but_not_part_of_the_text(server: 
     assert generate(server, **how | {"ignore_eos_token": True}).json["details"]["generated_tokens"] == 100
 
 
-def test_numbers_that_json_cannot_write_are_null(server: Server) -> None:
+def test_non_finite_numbers_become_null(server: Server) -> None:
     """The log probability of a token that top-k leaves out is minus infinity."""
     answer = generate(server, details=True, return_k_alternatives=3, top_k=1, seed=0)
     for token in answer.json["details"]["tokens"]:
@@ -120,7 +120,7 @@ def test_numbers_that_json_cannot_write_are_null(server: Server) -> None:
         assert token["logprob"] == 0.0
 
 
-def test_a_silent_stream_says_that_it_is_still_there_and_how_it_ends(server: Server) -> None:
+def test_silent_stream_sends_keepalives_and_final_error(server: Server) -> None:
     """The deadline passes after the status was sent, so the error is the last event."""
     body = json.dumps({"inputs": PROMPT, "parameters": LENGTH})
     headers = {"content-type": "application/json", "x-request-timeout": "2"}
@@ -129,7 +129,7 @@ def test_a_silent_stream_says_that_it_is_still_there_and_how_it_ends(server: Ser
         response = connection.getresponse()
         assert response.status == 200
         content = response.read()
-    error = b'data: {"error":"there was no answer within 2 s","error_type":"timeout"}\n\n'
+    error = b'data: {"error":"the request timed out after 2 s","error_type":"timeout"}\n\n'
     assert content.endswith(error)
     silence = content.removesuffix(error)
     assert silence == b":\n\n" * silence.count(b":")
@@ -141,7 +141,7 @@ def test_a_silent_stream_says_that_it_is_still_there_and_how_it_ends(server: Ser
 
 
 @pytest.mark.parametrize("path", ["/generate", "/", "/invocations"])
-def test_headers_of_an_answer(path: str, server: Server, folder: Path) -> None:
+def test_response_headers(path: str, server: Server, folder: Path) -> None:
     answer = generate(server, path)
     headers = answer.headers
     assert headers["x-compute-type"] == "cpu+optimized"
@@ -156,7 +156,7 @@ def test_headers_of_an_answer(path: str, server: Server, folder: Path) -> None:
     assert merged["x-adapter-id"] == "first,second"
 
 
-def test_headers_of_a_stream(server: Server) -> None:
+def test_stream_headers(server: Server) -> None:
     headers = generate(server, "/generate_stream", adapter_id="first").headers
     assert headers["content-type"].split(";")[0] == "text/event-stream"
     assert headers["cache-control"] == "no-cache"
@@ -166,7 +166,7 @@ def test_headers_of_a_stream(server: Server) -> None:
     assert "x-total-time" not in headers
 
 
-def test_characters_are_counted_and_not_bytes(server: Server) -> None:
+def test_compute_characters_counts_characters(server: Server) -> None:
     assert generate(server, inputs="日本語👋").headers["x-compute-characters"] == "4"
 
 
@@ -183,7 +183,7 @@ def test_characters_are_counted_and_not_bytes(server: Server) -> None:
         (b"<script>alert(1)</script>", True),
     ],
 )
-def test_the_id_of_a_request(given: bytes, is_kept: bool, server: Server) -> None:
+def test_request_id_is_returned(given: bytes, is_kept: bool, server: Server) -> None:
     for path in ("/health", "/nowhere"):
         head = b"GET %s HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx-request-id: %s\r\n\r\n"
         answer = raw(server, head % (path.encode(), given))
@@ -201,7 +201,7 @@ def raw(server: Server, request: bytes) -> bytes:
         return b"".join(pieces)
 
 
-def test_a_hostile_adapter_name_harms_nobody(server: Server) -> None:
+def test_hostile_adapter_name_is_escaped_in_headers(server: Server) -> None:
     for name in ("naïve", "a\r\nx-evil: 1", "\x00", "🙂" * 50, "../../etc", "/etc", "a" * 10_000, "first\n"):
         for path in ROUTES:
             answer = generate(server, path, adapter_id=name)
@@ -247,7 +247,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_every_mistake_has_its_message(path: str, server: Server) -> None:
+def test_validation_errors_have_messages(path: str, server: Server) -> None:
     for parameters, message in WRONG:
         given = dict(parameters)
         answer = generate(server, path, given.pop("inputs", PROMPT), **given)
@@ -260,7 +260,7 @@ def test_every_mistake_has_its_message(path: str, server: Server) -> None:
         )
 
 
-def test_the_first_mistake_wins(server: Server) -> None:
+def test_first_validation_error_is_reported(server: Server) -> None:
     """Send all mistakes from some place of the list on, but for those that exclude one another."""
     for place, (parameters, message) in enumerate(WRONG[:-2]):
         given: dict[str, Any] = {}
@@ -295,7 +295,7 @@ def test_the_first_mistake_wins(server: Server) -> None:
     ],
     ids=str,
 )
-def test_a_stream_is_refused_with_a_status(parameters: dict[str, Any], message: str, server: Server) -> None:
+def test_invalid_stream_request_gets_error_status(parameters: dict[str, Any], message: str, server: Server) -> None:
     answer = generate(server, "/generate_stream", **parameters)
     assert answer.status == 422
     assert message in answer.json["error"]
@@ -320,7 +320,7 @@ def test_a_stream_is_refused_with_a_status(parameters: dict[str, Any], message: 
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_errors_before_a_route_are_json_too(
+def test_routing_errors_are_json(
     request_line: str, content_type: str, body: bytes, status: int, message: str, server: Server
 ) -> None:
     method, path = request_line.split()
@@ -331,40 +331,40 @@ def test_errors_before_a_route_are_json_too(
     assert "allow" in answer.headers or status != 405
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_comes(server: Server) -> None:
+def test_too_large_body_is_rejected_before_upload(server: Server) -> None:
     head = (
         b"POST /generate HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\ncontent-length: 2097153\r\n\r\n"
     )
     answer = raw(server, head)
     assert answer.startswith(b"HTTP/1.1 413 ")
-    assert b'{"error":"Failed to buffer the request body: at most 2097152 bytes are taken"' in answer
+    assert b'{"error":"Failed to buffer the request body: it must be at most 2097152 bytes"' in answer
 
 
-def test_a_suffix_of_json_and_a_charset_are_json(server: Server) -> None:
+def test_json_suffix_and_charset_are_accepted(server: Server) -> None:
     body = json.dumps({"inputs": PROMPT, "parameters": LENGTH}).encode()
     for kind in ("application/json; charset=utf-8", "application/vnd.x+json", "APPLICATION/JSON"):
         assert server.send("POST", "/generate", body, {"content-type": kind}).status == 200
 
 
 @pytest.mark.parametrize("asked", ["0", "-1", "nan", "inf", "soon", ""])
-def test_a_deadline_that_is_none(asked: str, server: Server) -> None:
+def test_invalid_deadline_is_rejected(asked: str, server: Server) -> None:
     for path in ROUTES:
         answer = server.post(path, {"inputs": PROMPT}, x_request_timeout=asked)
         assert answer.status == 422
         assert "x-request-timeout" in answer.json["error"]
 
 
-def test_a_deadline_before_the_first_token_has_a_status(server: Server) -> None:
+def test_deadline_before_first_token_gets_error_status(server: Server) -> None:
     with server.paused():
         answer = server.post("/generate", {"inputs": PROMPT}, x_request_timeout="0.2")
     assert answer.status == 504
-    assert answer.json == {"error": "there was no answer within 0.2 s", "error_type": "timeout"}
+    assert answer.json == {"error": "the request timed out after 0.2 s", "error_type": "timeout"}
 
 
 # --- Other routes -----------------------------------------------------------------------------------------------------
 
 
-def test_health_and_what_is_served(server: Server, folder: Path) -> None:
+def test_health_and_info_routes(server: Server, folder: Path) -> None:
     for path in ("/health", "/ping", "/", "/startup"):
         answer = server.send("GET", path)
         assert (answer.status, answer.body) == (200, b"")
@@ -375,7 +375,7 @@ def test_health_and_what_is_served(server: Server, folder: Path) -> None:
     assert (info["model_dtype"], info["model_device_type"]) == ("torch.float32", "cpu")
 
 
-def test_tokens_of_a_text_and_the_text_of_tokens(server: Server) -> None:
+def test_tokenize_and_detokenize(server: Server) -> None:
     tokens = server.post("/tokenize", {"inputs": PROMPT, "add_special_tokens": None}).json
     assert all(set(token) == {"id", "text", "start", "stop"} for token in tokens)
     assert "".join([PROMPT[token["start"] : token["stop"]] for token in tokens]) == PROMPT
@@ -386,7 +386,7 @@ def test_tokens_of_a_text_and_the_text_of_tokens(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/embed", "/classify", "/classify_batch"])
-def test_what_is_not_there_yet(path: str, server: Server) -> None:
+def test_unsupported_routes_are_rejected(path: str, server: Server) -> None:
     answer = server.post(path, {"inputs": "a", "parameters": None, "stream": False})
     assert answer.status == 422
     assert answer.json["error_type"] == "validation"

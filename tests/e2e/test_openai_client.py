@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow  # test_openai_surface.py has the same routes
 PROMPT = "The quick brown fox"
 NEW_TOKENS = 12
 GREEDY: dict[str, Any] = {"max_tokens": NEW_TOKENS, "temperature": 0, "extra_body": {"ignore_eos": True}}
-DRAWN: dict[str, Any] = GREEDY | {"temperature": 1.0}
+SAMPLED: dict[str, Any] = GREEDY | {"temperature": 1.0}
 MESSAGES: list[Any] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hi"},
@@ -61,7 +61,7 @@ class Sdk:
         self._runner.close()
 
 
-class World(NamedTuple):
+class ServerAndModels(NamedTuple):
     server: Server
     models: dict[str, Any]
 
@@ -77,16 +77,16 @@ class World(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerAndModels]:
     folder = tmp_path_factory.mktemp("world")
     model = write_model(folder)
     models = {"": model} | {name: with_adapter(model, folder / "adapters" / name) for name in ("first", "second")}
     with serving(folder) as server:
-        yield World(server, models)
+        yield ServerAndModels(server, models)
 
 
 @pytest.fixture(params=["OpenAI", "AsyncOpenAI"])
-def sdk(request: pytest.FixtureRequest, world: World) -> Iterator[Sdk]:
+def sdk(request: pytest.FixtureRequest, world: ServerAndModels) -> Iterator[Sdk]:
     made = Sdk(world.server, request.param == "AsyncOpenAI")
     yield made
     made.close()
@@ -102,7 +102,7 @@ def text_of(chunks: list[Any], index: int = 0) -> str:
 
 
 @pytest.mark.parametrize("adapter", ["", "first", "second"])
-def test_a_completion_is_that_of_transformers_and_peft_whole_and_streamed(adapter: str, world: World, sdk: Sdk) -> None:
+def test_completion_matches_transformers_and_peft(adapter: str, world: ServerAndModels, sdk: Sdk) -> None:
     expected = world.text(adapter=adapter)
     answer = sdk.complete(model=adapter)
     assert len(expected) > 4
@@ -120,7 +120,7 @@ def test_a_completion_is_that_of_transformers_and_peft_whole_and_streamed(adapte
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
 
 
-def test_prompts_of_every_form(world: World, sdk: Sdk) -> None:
+def test_all_prompt_forms_are_accepted(world: ServerAndModels, sdk: Sdk) -> None:
     prompts = [PROMPT, "def answer"]
     ids = ids_of(prompts)
     alone = [sdk.complete(prompt).choices[0].text for prompt in prompts]
@@ -135,8 +135,8 @@ def test_prompts_of_every_form(world: World, sdk: Sdk) -> None:
         assert [text_of(chunks, index) for index in (0, 1)] == alone
 
 
-def test_several_answers_and_the_best_of_them(sdk: Sdk) -> None:
-    how = DRAWN | {"seed": 5, "logprobs": 0}
+def test_n_and_best_of_return_sorted_completions(sdk: Sdk) -> None:
+    how = SAMPLED | {"seed": 5, "logprobs": 0}
     answer = sdk.complete(n=3, **how)
     texts = [choice.text for choice in answer.choices]
     assert len(set(texts)) == 3
@@ -151,16 +151,16 @@ def test_several_answers_and_the_best_of_them(sdk: Sdk) -> None:
 
 
 @pytest.mark.parametrize("adapter", ["", "first"])
-def test_log_probabilities_are_the_models_own_whatever_is_drawn_with(adapter: str, world: World, sdk: Sdk) -> None:
+def test_logprobs_ignore_sampling_parameters(adapter: str, world: ServerAndModels, sdk: Sdk) -> None:
     prompt = ids_of([PROMPT])[0]
-    drawn = DRAWN | {"temperature": 0.4, "top_p": 0.7, "frequency_penalty": 1.5, "seed": 1}
+    drawn = SAMPLED | {"temperature": 0.4, "top_p": 0.7, "frequency_penalty": 1.5, "seed": 1}
     choice = sdk.complete(model=adapter, echo=True, logprobs=3, **drawn).choices[0]
     assert choice.text.startswith(PROMPT)
     names = [str(make_tokenizer().decode([i])) for i in range(len(make_tokenizer()))]
     logs = choice.logprobs
     assert logs.tokens[: len(prompt)] == [names[i] for i in prompt]
     assert (logs.token_logprobs[0], logs.top_logprobs[0]) == (None, None)
-    assert logs.text_offset[: len(prompt) + 1] == [0, *_ends([names[i] for i in prompt])]
+    assert logs.text_offset[: len(prompt) + 1] == [0, *_end_offsets([names[i] for i in prompt])]
     ids = _choose_ids(world, adapter, prompt, logs, names)
     expected = world.logprobs(ids, len(prompt), adapter)
     for place in range(1, len(ids)):
@@ -175,11 +175,11 @@ def test_log_probabilities_are_the_models_own_whatever_is_drawn_with(adapter: st
                 assert found[name] == pytest.approx(value, abs=1e-3)
 
 
-def _ends(texts: list[str]) -> list[int]:
+def _end_offsets(texts: list[str]) -> list[int]:
     return [sum(map(len, texts[: i + 1])) for i in range(len(texts))]
 
 
-def _choose_ids(world: World, adapter: str, prompt: list[int], logs: Any, names: list[str]) -> list[int]:
+def _choose_ids(world: ServerAndModels, adapter: str, prompt: list[int], logs: Any, names: list[str]) -> list[int]:
     """Return the tokens of an answer by their names; where several share a name, by their log probabilities."""
     ids = list(prompt)
     for name, value in list(zip(logs.tokens, logs.token_logprobs, strict=True))[len(prompt) :]:
@@ -188,7 +188,7 @@ def _choose_ids(world: World, adapter: str, prompt: list[int], logs: Any, names:
     return ids
 
 
-def test_a_prompt_alone_can_be_scored(world: World, sdk: Sdk) -> None:
+def test_echo_scores_prompt_without_generation(world: ServerAndModels, sdk: Sdk) -> None:
     prompt = ids_of([PROMPT])[0]
     for given in (PROMPT, prompt):
         answer = sdk.complete(given, max_tokens=0, echo=True, logprobs=1)
@@ -200,7 +200,7 @@ def test_a_prompt_alone_can_be_scored(world: World, sdk: Sdk) -> None:
         assert answer.usage.total_tokens == len(prompt)
 
 
-def test_a_bias_forces_and_bans_tokens(world: World, sdk: Sdk) -> None:
+def test_logit_bias_forces_and_bans_tokens(world: ServerAndModels, sdk: Sdk) -> None:
     forced = ids_of(["g"])[0][0]
     assert sdk.complete(logit_bias={str(forced): 100}).choices[0].text == "g" * NEW_TOKENS
     first = world.greedy()[0]
@@ -211,7 +211,7 @@ def test_a_bias_forces_and_bans_tokens(world: World, sdk: Sdk) -> None:
     assert (ended.choices[0].text, ended.choices[0].finish_reason, ended.usage.completion_tokens) == ("", "stop", 1)
 
 
-def test_a_stop_string_is_not_shown(sdk: Sdk) -> None:
+def test_stop_string_is_excluded_from_text(sdk: Sdk) -> None:
     whole = sdk.complete().choices[0].text
     stop = whole[3:5]
     for given in (stop, ["never to be seen", stop]):
@@ -223,11 +223,11 @@ def test_a_stop_string_is_not_shown(sdk: Sdk) -> None:
         assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_a_seed_repeats_an_answer_and_none_does_not(sdk: Sdk) -> None:
+def test_only_seeded_completions_are_reproducible(sdk: Sdk) -> None:
     for seed in (0, -5, 2**63 - 1):
-        texts = {sdk.complete(seed=seed, **DRAWN).choices[0].text for _ in range(2)}
+        texts = {sdk.complete(seed=seed, **SAMPLED).choices[0].text for _ in range(2)}
         assert len(texts) == 1
-    assert sdk.complete(**DRAWN).choices[0].text != sdk.complete(**DRAWN).choices[0].text
+    assert sdk.complete(**SAMPLED).choices[0].text != sdk.complete(**SAMPLED).choices[0].text
     assert sdk.complete(max_tokens=None).usage.completion_tokens == 16
 
 
@@ -235,7 +235,7 @@ def test_a_seed_repeats_an_answer_and_none_does_not(sdk: Sdk) -> None:
 
 
 @pytest.mark.parametrize("adapter", ["", "second"])
-def test_chat_is_a_completion_of_the_rendered_messages(adapter: str, world: World, sdk: Sdk) -> None:
+def test_chat_matches_completion_of_rendered_template(adapter: str, world: ServerAndModels, sdk: Sdk) -> None:
     answer = sdk.chat(model=adapter)
     (choice,) = answer.choices
     expected = world.text(RENDERED, adapter)
@@ -254,7 +254,7 @@ def test_chat_is_a_completion_of_the_rendered_messages(adapter: str, world: Worl
     assert chunks[-1].usage.completion_tokens == NEW_TOKENS
 
 
-def test_how_much_was_used_comes_last_if_it_is_asked_for(sdk: Sdk) -> None:
+def test_stream_usage_comes_last_if_requested(sdk: Sdk) -> None:
     for ask in (sdk.chat, sdk.complete):
         *chunks, last = ask(stream=True, stream_options={"include_usage": True})
         assert all(chunk.usage is None for chunk in chunks)
@@ -265,19 +265,19 @@ def test_how_much_was_used_comes_last_if_it_is_asked_for(sdk: Sdk) -> None:
         assert not any(chunk.usage for chunk in chunks)
 
 
-def test_several_answers_to_messages(sdk: Sdk) -> None:
-    answer = sdk.chat(n=3, seed=11, **DRAWN)
+def test_chat_returns_n_choices(sdk: Sdk) -> None:
+    answer = sdk.chat(n=3, seed=11, **SAMPLED)
     texts = [choice.message.content for choice in answer.choices]
     assert len(set(texts)) == 3
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert answer.usage.completion_tokens == 3 * NEW_TOKENS
-    chunks = sdk.chat(n=3, seed=11, stream=True, **DRAWN)
+    chunks = sdk.chat(n=3, seed=11, stream=True, **SAMPLED)
     assert [text_of(chunks, index) for index in range(3)] == texts
     assert sorted(c.choices[0].index for c in chunks if c.choices[0].finish_reason) == [0, 1, 2]
 
 
-def test_log_probabilities_of_chat_have_bytes(world: World, sdk: Sdk) -> None:
-    choice = sdk.chat(logprobs=True, top_logprobs=4, **DRAWN | {"temperature": 0.5, "seed": 2}).choices[0]
+def test_chat_logprobs_include_bytes(world: ServerAndModels, sdk: Sdk) -> None:
+    choice = sdk.chat(logprobs=True, top_logprobs=4, **SAMPLED | {"temperature": 0.5, "seed": 2}).choices[0]
     content = choice.logprobs.content
     assert len(content) == NEW_TOKENS
     assert bytes(b for token in content for b in token.bytes).decode(errors="replace") == choice.message.content
@@ -288,20 +288,20 @@ def test_log_probabilities_of_chat_have_bytes(world: World, sdk: Sdk) -> None:
         assert len(token.top_logprobs) == 4
         assert all(math.isfinite(each.logprob) for each in token.top_logprobs)
         assert bytes(token.bytes).decode(errors="replace") == token.token
-    chunks = sdk.chat(logprobs=True, top_logprobs=4, stream=True, **DRAWN | {"temperature": 0.5, "seed": 2})
+    chunks = sdk.chat(logprobs=True, top_logprobs=4, stream=True, **SAMPLED | {"temperature": 0.5, "seed": 2})
     logs = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
     assert [token.bytes for each in logs for token in each.content] == [token.bytes for token in content]
     assert sdk.chat(logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
     assert sdk.chat().choices[0].logprobs is None
 
 
-def test_how_long_a_chat_may_be(sdk: Sdk) -> None:
+def test_chat_length_limits(sdk: Sdk) -> None:
     assert sdk.chat(max_tokens=None, max_completion_tokens=3).usage.completion_tokens == 3
     assert sdk.chat(max_tokens=9, max_completion_tokens=3).usage.completion_tokens == 3
     assert sdk.chat(max_tokens=None).usage.total_tokens == 128
 
 
-def test_a_stop_string_is_not_shown_in_chat(sdk: Sdk) -> None:
+def test_chat_stop_string_is_excluded_from_text(sdk: Sdk) -> None:
     whole = sdk.chat().choices[0].message.content
     stop = whole[3:5]
     answer = sdk.chat(stop=[stop])
@@ -313,7 +313,7 @@ def test_a_stop_string_is_not_shown_in_chat(sdk: Sdk) -> None:
 # --- Models and headers -----------------------------------------------------------------------------------------------
 
 
-def test_models_are_listed_and_found(world: World, sdk: Sdk) -> None:
+def test_models_can_be_listed_and_retrieved(world: ServerAndModels, sdk: Sdk) -> None:
     listed = list(sdk.call(lambda client: client.models.list()).data)
     base = listed[0].id
     assert [model.id for model in listed] == [base, "first", "second"]
@@ -325,7 +325,7 @@ def test_models_are_listed_and_found(world: World, sdk: Sdk) -> None:
         sdk.call(lambda client: client.models.retrieve("third"))
 
 
-def test_headers_of_an_answer(sdk: Sdk) -> None:
+def test_response_headers(sdk: Sdk) -> None:
     def ask(**more: Any) -> Any:
         arguments = {"model": "first", "prompt": PROMPT, **GREEDY, **more}
         return sdk.call(lambda client: client.completions.with_raw_response.create(**arguments))
@@ -347,17 +347,17 @@ TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"ty
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tools": [TOOL]}, "`tools`: the model's chat template does not show tools"),
-        ({"tools": [TOOL], "stream": True}, "`tools`: the model's chat template does not show tools"),
+        ({"tools": [TOOL]}, "`tools`: the model's chat template does not render tools"),
+        ({"tools": [TOOL], "stream": True}, "`tools`: the model's chat template does not render tools"),
         ({"response_format": {"type": "xml"}}, "`response_format` 'xml' is not known here"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}, "image_url"),
         ({"temperature": 2.5}, "`temperature` must be >= 0 and <= 2"),
         ({"top_p": 0.0}, "top_p"),
         ({"n": 0}, "n: Input should be greater than or equal to 1"),
         ({"n": 1000}, "at most 128 answers"),
-        ({"logit_bias": {"a": 1}}, "`logit_bias` is keyed by token ids"),
+        ({"logit_bias": {"a": 1}}, "`logit_bias` keys must be token ids"),
         ({"logit_bias": {"99999": 1}}, "`logit_bias` has tokens beyond the vocabulary"),
-        ({"top_logprobs": 2}, "`top_logprobs` needs `logprobs`"),
+        ({"top_logprobs": 2}, "`top_logprobs` requires `logprobs`"),
         ({"logprobs": True, "top_logprobs": 21}, "`top_logprobs` must be <= 20"),
         ({"stop": list("abcde")}, "`stop` supports up to 4"),
         ({"max_tokens": 0}, "at least 1"),
@@ -366,14 +366,14 @@ TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"ty
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_done_is_refused(arguments: dict[str, Any], message: str, sdk: Sdk) -> None:
+def test_unsupported_requests_are_rejected(arguments: dict[str, Any], message: str, sdk: Sdk) -> None:
     with pytest.raises(openai.BadRequestError, match=message) as caught:
         sdk.chat(**arguments)
     assert caught.value.type == "invalid_request_error"
     assert caught.value.request_id
 
 
-def test_no_messages_and_empty_prompts(sdk: Sdk) -> None:
+def test_empty_messages_and_prompts(sdk: Sdk) -> None:
     with pytest.raises(openai.BadRequestError, match="`messages` must not be empty"):
         sdk.call(lambda client: client.chat.completions.create(model="", messages=[]))
     prompts: list[Any] = ["", [], [""], [[]]]
@@ -385,7 +385,7 @@ def test_no_messages_and_empty_prompts(sdk: Sdk) -> None:
             sdk.complete(ids)
 
 
-def test_embeddings_and_unknown_models(sdk: Sdk) -> None:
+def test_embeddings_and_unknown_models_raise_errors(sdk: Sdk) -> None:
     with pytest.raises(openai.BadRequestError, match="embeddings are not supported yet"):
         sdk.call(lambda client: client.embeddings.create(model="", input="a"))
     for is_streamed in (False, True):
@@ -394,8 +394,8 @@ def test_embeddings_and_unknown_models(sdk: Sdk) -> None:
         assert caught.value.code == "model_not_found"
 
 
-def test_a_deadline_is_kept(sdk: Sdk) -> None:
+def test_deadline_header_is_enforced(sdk: Sdk) -> None:
     for is_streamed in (False, True):
-        with pytest.raises(openai.InternalServerError, match="no answer within") as caught:
+        with pytest.raises(openai.InternalServerError, match="timed out after") as caught:
             sdk.chat(stream=is_streamed, extra_headers={"x-request-timeout": "0.000001"})
         assert caught.value.status_code == 504

@@ -21,7 +21,7 @@ from tests.e2e.http_server import (
     ids_of,
     serving,
     write_model,
-    write_other,
+    write_variant_adapter,
 )
 from tests.parity.oracle import oracle_greedy
 
@@ -68,7 +68,7 @@ def text(answer: Answer) -> str:
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
-def eventually(holds: Callable[[], bool]) -> None:
+def wait_until(holds: Callable[[], bool]) -> None:
     """Wait until the condition holds."""
     until = time.monotonic() + WAIT_S
     while not holds():
@@ -79,7 +79,7 @@ def eventually(holds: Callable[[], bool]) -> None:
 # --- On the wire ------------------------------------------------------------------------------------------------------
 
 
-def test_bodies_and_events(server: Server) -> None:
+def test_response_bodies_and_events_match_openai(server: Server) -> None:
     whole = complete(server, "first").json
     assert set(whole) == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage"}
     assert whole["id"].startswith("cmpl-")
@@ -96,7 +96,7 @@ def test_bodies_and_events(server: Server) -> None:
     assert talked.events[-2]["choices"][0]["delta"] == {}
 
 
-def test_errors_are_openais_object(server: Server) -> None:
+def test_errors_have_openai_format(server: Server) -> None:
     refused = complete(server, "first", best_of=1, n=2)
     assert refused.status == 400
     message = "`best_of` (1) must be at least `n` (2)"
@@ -105,7 +105,7 @@ def test_errors_are_openais_object(server: Server) -> None:
     assert server.send("GET", "/v1/nothing").json["error"]["type"] == "not_found_error"
 
 
-def test_a_stream_that_fails_ends_with_an_error_and_without_done(server: Server) -> None:
+def test_failed_stream_sends_error_and_no_done(server: Server) -> None:
     headers = {"content-type": "application/json", "x-request-timeout": "2"}
     body = json.dumps({"model": "", "messages": MESSAGES, "stream": True, **GREEDY})
     with server.paused(), closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
@@ -116,23 +116,23 @@ def test_a_stream_that_fails_ends_with_an_error_and_without_done(server: Server)
     assert b"[DONE]" not in content
     *silence, last, rest = content.split(b"\n\n")
     assert set(silence) == {b":"}
-    assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == "there was no answer within 2 s"
+    assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == "the request timed out after 2 s"
     assert rest == b""
 
 
-def test_the_sdk_raises_what_ends_a_stream(server: Server) -> None:
+def test_sdk_raises_stream_error(server: Server) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client, server.paused():
         stream = client.chat.completions.create(
             model="", messages=MESSAGES, stream=True, extra_headers={"x-request-timeout": "2"}
         )
-        with pytest.raises(openai.APIError, match="there was no answer within 2 s"):
+        with pytest.raises(openai.APIError, match="the request timed out after 2 s"):
             list(stream)
 
 
 # --- Names ------------------------------------------------------------------------------------------------------------
 
 
-def test_spellings_of_the_base_model_and_of_an_adapter(server: Server, folder: Path) -> None:
+def test_model_name_spellings(server: Server, folder: Path) -> None:
     model_id = str(folder / "model")
     base, first = text(complete(server, "")), text(complete(server, "first"))
     assert base != first
@@ -156,7 +156,7 @@ def test_spellings_of_the_base_model_and_of_an_adapter(server: Server, folder: P
     assert server.send("GET", "/v1/models/org%2Falso").json["root"] == model_id
 
 
-def test_a_local_adapter_has_no_revisions(server: Server) -> None:
+def test_local_adapter_rejects_revision(server: Server) -> None:
     for model in ("first@main", "shown:first@main"):
         answer = complete(server, model)
         assert answer.status == 404
@@ -168,13 +168,13 @@ def test_a_local_adapter_has_no_revisions(server: Server) -> None:
 # --- Templates --------------------------------------------------------------------------------------------------------
 
 
-def test_an_adapter_speaks_by_its_own_template(server: Server) -> None:
+def test_adapter_chat_template_is_used(server: Server) -> None:
     assert text(chat(server, "polite")) == text(complete(server, "polite", "<Hi>"))
     assert text(chat(server, "first")) == text(complete(server, "first", "[user] Hi\n[assistant] "))
     assert chat(server, "polite").headers["x-compute-characters"] == str(len("<Hi>"))
 
 
-def test_templates_that_cannot_be_used_harm_nobody(server: Server) -> None:
+def test_bad_templates_do_not_affect_other_chats(server: Server) -> None:
     """Use a template that never ends and one that is invalid; other chats go on meanwhile."""
     before = text(chat(server, "first"))
     answers: list[Answer] = []
@@ -195,21 +195,19 @@ def test_templates_that_cannot_be_used_harm_nobody(server: Server) -> None:
 # --- Adapters that come and go ----------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_is_added_becomes_a_name_and_one_that_is_replaced_other_weights(
-    server: Server, folder: Path
-) -> None:
+def test_added_and_replaced_adapter_folders_are_detected(server: Server, folder: Path) -> None:
     adapters = folder / "adapters"
-    write_other(adapters / "first", folder / "prepared")
+    write_variant_adapter(adapters / "first", folder / "prepared")
     os.replace(folder / "prepared", adapters / "late")
-    eventually(lambda: server.send("GET", "/v1/models/late").status == 200)
+    wait_until(lambda: server.send("GET", "/v1/models/late").status == 200)
     old, first = complete(server, "late"), complete(server, "first")
     assert text(old) != text(first)
     shutil.copy(adapters / "first" / "adapter_model.safetensors", folder / "replacement")
     os.replace(folder / "replacement", adapters / "late" / "adapter_model.safetensors")
-    eventually(lambda: complete(server, "late").headers["x-adapter-hash"] != old.headers["x-adapter-hash"])
+    wait_until(lambda: complete(server, "late").headers["x-adapter-hash"] != old.headers["x-adapter-hash"])
     assert text(complete(server, "late")) == text(first)
     shutil.rmtree(adapters / "late")
-    eventually(lambda: server.send("GET", "/v1/models/late").status == 404)
+    wait_until(lambda: server.send("GET", "/v1/models/late").status == 404)
 
 
 def admin(server: Server, path: str, key: str = ADMIN, **body: Any) -> Answer:
@@ -221,7 +219,7 @@ def listed(server: Server, name: str) -> dict[str, Any] | None:
     return next((each for each in data if each["id"] == name), None)
 
 
-def test_an_admin_loads_pins_and_unloads(server: Server) -> None:
+def test_admin_can_load_pin_and_unload(server: Server) -> None:
     wanted: dict[str, Any] = {"adapter_id": "second", "adapter_source": "local", "name": "deux", "pin": True}
     loaded = admin(server, "/v1/adapters/load", **wanted)
     assert (loaded.json["pinned"], loaded.json["source"], loaded.json["object"]) == (True, "local", "adapter")
@@ -239,7 +237,7 @@ def test_an_admin_loads_pins_and_unloads(server: Server) -> None:
         assert admin(server, path, adapter_id="nobody").status == 404
 
 
-def test_only_an_admin_changes_what_is_loaded(server: Server) -> None:
+def test_only_admin_can_change_adapters(server: Server) -> None:
     bodies = {
         "/v1/adapters/load": {"adapter_id": "first"},
         "/v1/adapters/unload": {"adapter_id": "first"},
@@ -253,7 +251,7 @@ def test_only_an_admin_changes_what_is_loaded(server: Server) -> None:
     assert {"first", "second"} <= names
 
 
-def test_the_routes_of_vllm(server: Server, folder: Path) -> None:
+def test_vllm_adapter_routes(server: Server, folder: Path) -> None:
     for path in ("first", str(folder / "adapters" / "first")):
         added = admin(server, "/v1/load_lora_adapter", lora_name="vllm-name", lora_path=path)
         assert (added.status, added.body) == (200, b"Success: LoRA adapter 'vllm-name' added successfully.")
@@ -281,7 +279,7 @@ requests_per_minute = 1
 
 
 @contextmanager
-def trap() -> Iterator[tuple[str, list[str]]]:
+def empty_hub() -> Iterator[tuple[str, list[str]]]:
     """Run an empty hub; return its address and the list of paths that it is asked for."""
     asked: list[str] = []
 
@@ -306,7 +304,7 @@ def trap() -> Iterator[tuple[str, list[str]]]:
         thread.join()
 
 
-class Locked(NamedTuple):
+class SecuredServer(NamedTuple):
     """A server with keys, a hub as its default source, and settings of its model."""
 
     server: Server
@@ -322,80 +320,80 @@ class Locked(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
-    folder = tmp_path_factory.mktemp("locked")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredServer]:
+    folder = tmp_path_factory.mktemp("secured")
     model = write_model(folder)
     settings = {"top_k": 1, "repetition_penalty": 4.0, "temperature": 0.7, "eos_token_id": model.config.eos_token_id}
     (folder / "model" / "generation_config.json").write_text(json.dumps(settings))
     (folder / "keys.toml").write_text(KEYS)
     (folder / "keys.toml").chmod(0o600)
     flags = ("--keys-file", str(folder / "keys.toml"), "--default-adapter-source", "hub")
-    with trap() as (url, asked):
+    with empty_hub() as (url, asked):
         cache = ("--hub-endpoint", url, "--huggingface-hub-cache", str(folder / "cache"))
         with serving(folder, *flags, *cache, has_hub=True, environ={"HF_HUB_OFFLINE": "0"}) as server:
-            yield Locked(server, asked, oracle_greedy(model, ids_of([PROMPT])[0], 8, {}))
+            yield SecuredServer(server, asked, oracle_greedy(model, ids_of([PROMPT])[0], 8, {}))
 
 
-def test_a_model_of_another_service_is_not_looked_for(locked: Locked) -> None:
+def test_foreign_model_name_is_not_requested_from_hub(secured: SecuredServer) -> None:
     for name in ("gpt-4o", "o1-mini", "text-davinci-003"):
         with pytest.raises(openai.NotFoundError, match=f"'{name}' does not exist; /v1/models lists") as caught:
-            locked.complete(model=name)
+            secured.complete(model=name)
         assert caught.value.code == "model_not_found"
-    assert locked.asked == []
+    assert secured.asked == []
     with pytest.raises(openai.NotFoundError):
-        locked.complete(model="owner/name@v1")
-    assert any("owner/name" in path and "v1" in path for path in locked.asked)
+        secured.complete(model="owner/name@v1")
+    assert any("owner/name" in path and "v1" in path for path in secured.asked)
 
 
-def test_keys_open_what_they_are_for(locked: Locked) -> None:
-    with pytest.raises(openai.AuthenticationError, match="this API key is not known") as caught:
-        locked.complete("wrong")
+def test_api_keys_restrict_adapters(secured: SecuredServer) -> None:
+    with pytest.raises(openai.AuthenticationError, match="unknown API key") as caught:
+        secured.complete("wrong")
     assert caught.value.code == "invalid_api_key"
     assert caught.value.response.headers["www-authenticate"] == "Bearer"
     with pytest.raises(openai.PermissionDeniedError, match="may not use adapter 'second'"):
-        locked.complete("poet-secret", model="second", extra_body={"adapter_source": "local"})
+        secured.complete("poet-secret", model="second", extra_body={"adapter_source": "local"})
     with pytest.raises(openai.PermissionDeniedError, match="may not use the base model"):
-        locked.complete("poet-secret")
-    allowed = locked.complete("poet-secret", model="first", extra_body={"adapter_source": "local"})
+        secured.complete("poet-secret")
+    allowed = secured.complete("poet-secret", model="first", extra_body={"adapter_source": "local"})
     assert allowed.model == "first"
-    assert locked.complete("poet-secret", model="second").model == "second"  # by the name that the operator gave it
-    with locked.sdk("poet-secret") as client:
+    assert secured.complete("poet-secret", model="second").model == "second"  # by the name that the operator gave it
+    with secured.sdk("poet-secret") as client:
         assert [model.id for model in client.models.list()] == ["second"]
-    assert locked.server.send("GET", "/health").status == 200
+    assert secured.server.send("GET", "/health").status == 200
     for path in ("/generate", "/", "/v1/adapters/load"):
-        assert locked.server.post(path, {"inputs": PROMPT, "adapter_id": "a"}).status in (401, 403)
+        assert secured.server.post(path, {"inputs": PROMPT, "adapter_id": "a"}).status in (401, 403)
     for path in ("/v1/models", "/v1/adapters", "/info"):
-        assert locked.server.send("GET", path).status == 401
+        assert secured.server.send("GET", path).status == 401
 
 
-def test_json_that_is_broken(locked: Locked) -> None:
-    with locked.sdk("all-secret") as client, pytest.raises(openai.BadRequestError, match="Failed to parse"):
+def test_malformed_json_is_rejected(secured: SecuredServer) -> None:
+    with secured.sdk("all-secret") as client, pytest.raises(openai.BadRequestError, match="Failed to parse"):
         client.post("/completions", cast_to=object, content=b'{"model": ', options={"headers": JSON})
 
 
-def test_a_key_that_asks_too_often_is_told_when_to_come_back(locked: Locked) -> None:
-    locked.complete("seldom-secret")
-    with pytest.raises(openai.RateLimitError, match="used up its 1 requests a minute") as caught:
-        locked.complete("seldom-secret")
+def test_rate_limited_key_gets_retry_after(secured: SecuredServer) -> None:
+    secured.complete("seldom-secret")
+    with pytest.raises(openai.RateLimitError, match="reached its limit of 1 requests per minute") as caught:
+        secured.complete("seldom-secret")
     assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
     assert caught.value.code == "rate_limit_exceeded"
-    locked.complete("all-secret")
+    secured.complete("all-secret")
 
 
-def test_settings_of_the_model_hold_for_openais_routes_only(locked: Locked) -> None:
+def test_generation_config_applies_to_openai_routes_only(secured: SecuredServer) -> None:
     """The model's top-k leaves nothing to draw, and its penalty leads away from the likeliest tokens."""
-    texts = {locked.complete().choices[0].text for _ in range(3)}
+    texts = {secured.complete().choices[0].text for _ in range(3)}
     assert len(texts) == 1
-    plain = locked.complete(temperature=0, extra_body={"repetition_penalty": 1.0}).choices[0].text
+    plain = secured.complete(temperature=0, extra_body={"repetition_penalty": 1.0}).choices[0].text
     assert texts != {plain}
-    assert len({locked.complete(extra_body={"top_k": -1}).choices[0].text for _ in range(3)}) > 1
+    assert len({secured.complete(extra_body={"top_k": -1}).choices[0].text for _ in range(3)}) > 1
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 8, "details": True}}
     headers = {"authorization": "Bearer all-secret"}
-    native = locked.server.send("POST", "/generate", body, headers).json
+    native = secured.server.send("POST", "/generate", body, headers).json
     ids = [token["id"] for token in native["details"]["tokens"]]
-    count = min(len(ids), len(locked.expected))
-    assert ids[:count] == locked.expected[:count]
+    count = min(len(ids), len(secured.expected))
+    assert ids[:count] == secured.expected[:count]
     assert native["generated_text"] == plain
     drawn = {"do_sample": True, "max_new_tokens": 8}
-    sampled = [locked.server.send("POST", "/generate", {**body, "parameters": drawn}, headers).json for _ in range(3)]
+    sampled = [secured.server.send("POST", "/generate", {**body, "parameters": drawn}, headers).json for _ in range(3)]
     assert len({each["generated_text"] for each in sampled}) > 1

@@ -17,7 +17,14 @@ NATIVE = ("/", "/invocations", "/generate", "/generate_stream")
 OPENAI = ("/v1/completions", "/v1/chat/completions")
 TEXT = {f"POST {path}" for path in (*NATIVE, *OPENAI)}
 ADAPTERS = ("first", "second")
-FORMS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "response_format")
+FORMAT_FIELDS = (
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structured_outputs",
+    "response_format",
+)
 RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 MAX_TOKENS = 3
 CONFIG: dict[str, Any] = {
@@ -45,12 +52,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.slow
-def test_the_server_does_what_its_document_says(server: Server) -> None:
+def test_server_matches_openapi_document(server: Server) -> None:
     """Run all checks over every operation. The model must answer most requests for text."""
     config = schemathesis.Config.from_dict({**CONFIG, "base-url": server.url})
     document = _with_events(server.send("GET", "/openapi.json").json)
     schema = schemathesis.openapi.from_dict(document, config=config)
-    with hooked(make_valid):
+    with registered_hook(make_valid):
         calls, failures = run(schema)
     assert not failures, f"{len(failures)} failures, such as\n" + "\n\n".join(failures[:5])
     asked = Counter({key: count for key, count in calls.items() if key[0] in TEXT})
@@ -94,7 +101,7 @@ def _describe(label: str, check: str, info: Any, answer: Any) -> str:
 
 
 @contextmanager
-def hooked(hook: Callable[..., None]) -> Iterator[None]:
+def registered_hook(hook: Callable[..., None]) -> Iterator[None]:
     schemathesis.hook("before_call")(hook)
     try:
         yield
@@ -108,7 +115,7 @@ def hooked(hook: Callable[..., None]) -> Iterator[None]:
 def make_valid(context: HookContext, case: Case[Any], kwargs: dict[str, Any]) -> None:
     """Make requests that fit the schema fit the other rules too: names that exist, fields that go together, short
     that are short. What schemathesis got wrong on purpose is left alone."""
-    body = _plain(case.body)
+    body = _with_integers(case.body)
     if case.meta is None or case.meta.generation.mode is not GenerationMode.POSITIVE or not isinstance(body, dict):
         return
     if case.operation.path in NATIVE:
@@ -122,20 +129,20 @@ def make_valid(context: HookContext, case: Case[Any], kwargs: dict[str, Any]) ->
         case.body = _openai(body)
     elif case.operation.path == "/v1/responses":
         kept = {name: body[name] for name in ("temperature", "top_p", "stream") if name in body}
-        case.body = {**kept, "model": _known(body["model"]) or "", "input": "Who?", "max_output_tokens": 16}
+        case.body = {**kept, "model": _existing_adapter(body["model"]) or "", "input": "Who?", "max_output_tokens": 16}
     else:
         case.body = body
 
 
-def _plain(value: Any) -> Any:
+def _with_integers(value: Any) -> Any:
     """Write whole numbers as integers: JSON schema accepts `1.0` for `1`, but LoRAX and we refuse it."""
     match value:
         case float() if value.is_integer() and abs(value) < 2**63:
             return int(value)
         case list():
-            return [_plain(each) for each in value]
+            return [_with_integers(each) for each in value]
         case dict():
-            return {name: _plain(each) for name, each in value.items()}
+            return {name: _with_integers(each) for name, each in value.items()}
     return value
 
 
@@ -146,10 +153,10 @@ def _parameters(given: dict[str, Any] | None, is_streamed: bool) -> dict[str, An
         found["merged_adapters"] = _merged(merged)
     if found.get("response_format"):
         found |= {"response_format": {"type": "json_object"}, "ignore_eos_token": False}
-    found["seed"] = _at_most(found.get("seed"), 2**64 - 1)
+    found["seed"] = _clamp_seed(found.get("seed"), 2**64 - 1)
     found["min_new_tokens"] = min(found.get("min_new_tokens") or 0, 1)
     found["logit_bias"] = _bias(found.get("logit_bias"))
-    found["adapter_id"] = None if merged is not None else _known(found.get("adapter_id"))
+    found["adapter_id"] = None if merged is not None else _existing_adapter(found.get("adapter_id"))
     found.update(_source(found))
     if (found.get("best_of") or 1) > 1:
         found.update({"best_of": 1} if is_streamed else {"do_sample": True, "seed": None})
@@ -171,10 +178,10 @@ def _openai(found: dict[str, Any]) -> dict[str, Any]:
     merged = found.get("merged_adapters")
     if merged is not None:
         found["merged_adapters"] = _merged(merged)
-    found["adapter_id"] = None if merged is not None else _known(found.get("adapter_id"))
-    found["model"] = "" if merged is not None or found["adapter_id"] else _known(found["model"]) or ""
+    found["adapter_id"] = None if merged is not None else _existing_adapter(found.get("adapter_id"))
+    found["model"] = "" if merged is not None or found["adapter_id"] else _existing_adapter(found["model"]) or ""
     found.update(_source(found))
-    forms = [found.pop(name, None) for name in FORMS]
+    forms = [found.pop(name, None) for name in FORMAT_FIELDS]
     if any(forms):
         found["guided_choice"] = ["yes", "no"]
         for name in ("ignore_eos", "ignore_eos_token"):
@@ -182,11 +189,11 @@ def _openai(found: dict[str, Any]) -> dict[str, Any]:
     found.pop("tools", None)  # the model's template shows none
     found["max_tokens"] = found["max_completion_tokens"] = MAX_TOKENS
     found["min_tokens"] = min(found.get("min_tokens") or 0, 1)
-    found["seed"] = _at_most(found.get("seed"), 2**63 - 1)
+    found["seed"] = _clamp_seed(found.get("seed"), 2**63 - 1)
     found["n"] = min(found.get("n") or 1, 2)
     found["logit_bias"] = _bias(found.get("logit_bias"))
     if "prompt" in found:
-        found["prompt"] = _short(found["prompt"])
+        found["prompt"] = _shorten(found["prompt"])
         found["best_of"] = found["n"]
     else:
         found["tool_choice"] = "none"
@@ -206,20 +213,20 @@ def _source(found: dict[str, Any]) -> dict[str, str | None]:
     }
 
 
-def _at_most(seed: int | None, most: int) -> int | None:
+def _clamp_seed(seed: int | None, most: int) -> int | None:
     """Limit a seed: schemathesis computes limits as floats, and so exceeds large ones a little."""
     return None if seed is None else max(-most, min(seed, most))
 
 
-def _known(name: str | None) -> str | None:
+def _existing_adapter(name: str | None) -> str | None:
     """Replace a name by that of an adapter that exists. No name stands for the base model."""
     return ADAPTERS[len(name) % 2] if name else name
 
 
-def _short(prompt: Any) -> Any:
+def _shorten(prompt: Any) -> Any:
     if isinstance(prompt, str):
         return prompt[:16]
-    return [_short(each) for each in prompt[:2]] if isinstance(prompt[0], str | list) else prompt[:16]
+    return [_shorten(each) for each in prompt[:2]] if isinstance(prompt[0], str | list) else prompt[:16]
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import SourceError
 from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
-from lorax_server.worker.worker import paged_worker
+from lorax_server.worker.worker import build_paged_worker
 from tests.parity.oracle import oracle_greedy
 from tests.parity.test_engine import NEW_TOKENS, Crowd, Models, make_models, make_prompts
 
-ROUNDS_S = 60  # how long a test may wait for threads before it has failed
+THREAD_TIMEOUT_S = 60  # how long a test may wait for threads before it has failed
 
 
 class HangingSource(LocalSource):
@@ -29,7 +29,7 @@ class HangingSource(LocalSource):
         self.gate = threading.Event()
 
     def fetch(self, files: AdapterFiles, wanted: Sequence[str], token: str | None) -> Path:
-        assert self.gate.wait(ROUNDS_S)
+        assert self.gate.wait(THREAD_TIMEOUT_S)
         return super().fetch(files, wanted, token)
 
 
@@ -43,13 +43,13 @@ def models(tmp_path: Path, device: torch.device) -> Models:
     return make_models("llama-gqa", tmp_path, device)
 
 
-def test_steps_go_on_while_a_source_hangs_and_another_fails(models: Models) -> None:
+def test_engine_steps_while_sources_hang_or_fail(models: Models) -> None:
     root = models.folders[0].parent
     hanging, failing = HangingSource(root), FailingSource([root])
     config = EngineConfig(ModelConfig(Path("in-memory")), max_rows=4, cache_bytes=2**20, adapter_bytes=2**20)
     engine = assemble(
         config,
-        paged_worker(models.ours, config, FakeGroup()),
+        build_paged_worker(models.ours, config, FakeGroup()),
         {"local": LocalSource([root]), "hanging": hanging, "failing": failing},
     )
     crowd = Crowd(engine, models.folders)

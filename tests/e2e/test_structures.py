@@ -12,7 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.e2e.http_server import Server, serving, write_model, write_other
+from tests.e2e.http_server import Server, serving, write_model, write_variant_adapter
 from tests.structured_output.schemas import PERSON
 
 pytestmark = pytest.mark.filterwarnings("ignore:The `dict` method is deprecated")  # LoRAX's client calls it
@@ -32,7 +32,7 @@ class Person(BaseModel):
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("world")
     write_model(folder)
-    write_other(folder / "adapters" / "first", folder / "adapters" / "other")
+    write_variant_adapter(folder / "adapters" / "first", folder / "adapters" / "other")
     with serving(folder) as made:
         yield made
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.e2e.http_server import CHAT_TEMPLATE, Server, serving, write_model, write_other
+from tests.e2e.http_server import CHAT_TEMPLATE, Server, serving, write_model, write_variant_adapter
 
 TEMPLATE = "{% if tools %}<tool_call>{% endif %}" + CHAT_TEMPLATE
 PARSERS = {
@@ -51,7 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = folder / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": LENGTH}))
     for name in ("third", "fourth", "fifth"):
-        write_other(folder / "adapters" / "first", folder / "adapters" / name)
+        write_variant_adapter(folder / "adapters" / "first", folder / "adapters" / name)
     with serving(folder, "--tokenizer-config-path", str(write_template(folder)), *flags()) as made:
         yield made
 
@@ -79,7 +79,7 @@ def check(name: str, arguments: str) -> None:
 
 
 @pytest.mark.parametrize("model", PARSERS)
-def test_calls_that_are_required(model: str, sdk: openai.OpenAI) -> None:
+def test_required_tool_calls(model: str, sdk: openai.OpenAI) -> None:
     asked: dict[str, Any] = LONG | {"model": model, "messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
     asked["parallel_tool_calls"] = False
     answer = sdk.chat.completions.create(n=3, **asked)
@@ -98,7 +98,7 @@ def test_calls_that_are_required(model: str, sdk: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("model", PARSERS)
-def test_a_function_by_its_name(model: str, sdk: openai.OpenAI) -> None:
+def test_named_tool_choice(model: str, sdk: openai.OpenAI) -> None:
     choice: Any = {"type": "function", "function": {"name": "w"}}
     answer = sdk.chat.completions.create(model=model, messages=MESSAGES, tools=TOOLS, tool_choice=choice, **LONG)
     (call,) = list(answer.choices[0].message.tool_calls or ())
@@ -107,7 +107,7 @@ def test_a_function_by_its_name(model: str, sdk: openai.OpenAI) -> None:
     check("w", call.function.arguments)
 
 
-def test_a_conversation_goes_on_after_a_call(sdk: openai.OpenAI) -> None:
+def test_conversation_continues_after_tool_call(sdk: openai.OpenAI) -> None:
     choice: Any = {"type": "function", "function": {"name": "w"}}
     asked: dict[str, Any] = {"model": "first", "tools": TOOLS}
     message = sdk.chat.completions.create(messages=MESSAGES, tool_choice=choice, **asked, **LONG).choices[0].message
@@ -117,7 +117,7 @@ def test_a_conversation_goes_on_after_a_call(sdk: openai.OpenAI) -> None:
     assert more.choices[0].finish_reason == "length"
 
 
-def test_a_strict_schema_that_cannot_be_enforced_is_refused_by_its_keyword(sdk: openai.OpenAI) -> None:
+def test_unenforceable_strict_schema_is_rejected(sdk: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     for choice in ("auto", "required"):
@@ -127,7 +127,7 @@ def test_a_strict_schema_that_cannot_be_enforced_is_refused_by_its_keyword(sdk: 
     sdk.chat.completions.create(model="", messages=MESSAGES, tools=[tool], tool_choice="required", max_tokens=3)
 
 
-def test_free_answers_with_strict_functions(sdk: openai.OpenAI) -> None:
+def test_auto_tool_choice_with_strict_functions(sdk: openai.OpenAI) -> None:
     """The model is free to answer with text; if it calls, then by the schema."""
     answer = sdk.chat.completions.create(
         model="", messages=MESSAGES, tools=TOOLS, n=4, temperature=1, seed=5, max_tokens=60
@@ -148,7 +148,7 @@ SHORT: dict[str, Any] = {"temperature": 1.0}
 
 
 @pytest.mark.parametrize("model", PARSERS)
-def test_responses_with_calls(model: str, sdk: openai.OpenAI) -> None:
+def test_responses_with_tool_calls(model: str, sdk: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": model, "input": "?", "tools": FUNCTIONS, "tool_choice": "required", **SHORT}
     asked |= {"parallel_tool_calls": False, "extra_body": {"seed": 7}}
     response = sdk.responses.create(**asked)
@@ -165,7 +165,7 @@ def test_responses_with_calls(model: str, sdk: openai.OpenAI) -> None:
     assert kinds[-1] == "response.completed"
 
 
-def test_responses_with_a_form(sdk: openai.OpenAI) -> None:
+def test_responses_with_json_schema(sdk: openai.OpenAI) -> None:
     asked: dict[str, Any] = {
         "model": "first",
         "input": "Who?",
@@ -182,7 +182,7 @@ def test_responses_with_a_form(sdk: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_responses_with_text(stream: bool, sdk: openai.OpenAI) -> None:
+def test_responses_with_plain_text(stream: bool, sdk: openai.OpenAI) -> None:
     whole = sdk.responses.create(model="first", input="Who?", temperature=0, max_output_tokens=20)
     assert whole.status == "incomplete"
     chat = sdk.chat.completions.create(
@@ -197,7 +197,7 @@ def test_responses_with_text(stream: bool, sdk: openai.OpenAI) -> None:
         assert "".join(deltas) == whole.output_text
 
 
-def test_a_form_and_tools_at_once(sdk: openai.OpenAI) -> None:
+def test_response_format_combined_with_tools(sdk: openai.OpenAI) -> None:
     """The answer is a call, or text of the form, where the two can be told apart."""
     form: Any = {"format": {"type": "json_schema", "name": "it", "schema": {"enum": ["cat", "dog"]}, "strict": True}}
     asked: dict[str, Any] = {"input": "Who?", "text": form, "tools": FUNCTIONS, **SHORT}

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.e2e.http_server import Server
 
-PATIENCE_S = 240  # a test that waits for so long has failed
+WAIT_TIMEOUT_S = 240  # a test that waits for so long has failed
 NATIVE, COMPLETIONS, CHAT = "/generate_stream", "/v1/completions", "/v1/chat/completions"
 RST = struct.pack("ii", 1, 0)  # SO_LINGER: closed at once, which the other side sees as a reset
 
@@ -24,7 +24,7 @@ class Client:
 
     def __init__(self, server: Server, path: str, body: Any, *, is_slow: bool = False, **headers: str) -> None:
         self._socket = socket.socket()
-        self._socket.settimeout(PATIENCE_S)
+        self._socket.settimeout(WAIT_TIMEOUT_S)
         if is_slow:  # little fits between the two
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
@@ -74,7 +74,7 @@ class Client:
 
 
 @contextmanager
-def all_of(*clients: Client) -> Iterator[tuple[Client, ...]]:
+def close_all(*clients: Client) -> Iterator[tuple[Client, ...]]:
     """Close all clients at the end, whatever happens."""
     with ExitStack() as stack:
         for client in clients:
@@ -127,14 +127,14 @@ def num_unfinished(metrics: Mapping[str, float]) -> float:
 
 
 def wait_for(holds: Callable[[], object], what: str) -> None:
-    until, pause_s = time.monotonic() + PATIENCE_S, 0.01
+    until, pause_s = time.monotonic() + WAIT_TIMEOUT_S, 0.01
     while not holds():
         assert time.monotonic() < until, what
         time.sleep(pause_s)
         pause_s = min(1.2 * pause_s, 0.25)  # to ask takes CPU, of which there is less for what is waited for
 
 
-def is_answered(server: Server, path: str, body: Any) -> bool:
+def is_successful(server: Server, path: str, body: Any) -> bool:
     with closing(Client(server, path, body)) as client:
         return client.status == 200
 

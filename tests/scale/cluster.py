@@ -77,7 +77,7 @@ class Cluster:
         """The ingress, for clients of a server."""
         return Server(self._process, self.url, [])
 
-    def ask(self, *request: Any) -> Any:
+    def call(self, *request: Any) -> Any:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -98,7 +98,7 @@ class Cluster:
         settings |= {"host": "127.0.0.1", **arguments}
         if self._deployed != {**settings, "servers": replicas}:
             self._deployed = {}  # whatever runs if this fails
-            self.ask("deploy", settings, replicas)
+            self.call("deploy", settings, replicas)
             self._deployed = {**settings, "servers": replicas}
 
     def replicas(self) -> list[Replica]:

@@ -25,7 +25,7 @@ class Clock:
         return self.now
 
 
-class World:
+class RegistryFixture:
     """A registry, its clock, and what it has stored."""
 
     def __init__(self, stored: bytes | None = None) -> None:
@@ -41,58 +41,58 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POLL_S", 0.01)
 
 
-async def follow(world: World, replica: str, count: int) -> list[str]:
+async def follow(registry_fixture: RegistryFixture, replica: str, count: int) -> list[str]:
     """Confirm changes until there were `count`, and return their adapters."""
     made, confirmed = list[str](), 0
     while len(made) < count:
-        for entry in await world.registry.poll(replica, confirmed, f"{replica}:1"):
+        for entry in await registry_fixture.registry.poll(replica, confirmed, f"{replica}:1"):
             made.append(entry.change.name)
             confirmed = entry.version
-    await world.registry.poll(replica, confirmed, f"{replica}:1")
+    await registry_fixture.registry.poll(replica, confirmed, f"{replica}:1")
     return made
 
 
-def test_a_change_is_made_when_all_have_confirmed_it() -> None:
+def test_change_completes_after_all_replicas_confirm() -> None:
     async def run() -> None:
-        world = World()
+        registry_fixture = RegistryFixture()
         for name in ("a", "b", "c"):
-            assert await world.registry.join(name, 0, f"{name}:1") == []
-        followers = [asyncio.create_task(follow(world, name, 3)) for name in ("a", "b", "c")]
+            assert await registry_fixture.registry.join(name, 0, f"{name}:1") == []
+        followers = [asyncio.create_task(follow(registry_fixture, name, 3)) for name in ("a", "b", "c")]
         for adapter in ("x", "y", "z"):
-            assert await world.registry.record(load(adapter)) == []
+            assert await registry_fixture.registry.record(load(adapter)) == []
         assert [await follower for follower in followers] == [["x", "y", "z"]] * 3
-        assert await world.registry.members() == {"a": "a:1", "b": "b:1", "c": "c:1"}
+        assert await registry_fixture.registry.members() == {"a": "a:1", "b": "b:1", "c": "c:1"}
 
     asyncio.run(run())
 
 
-def test_the_replica_that_has_answered_confirms_too() -> None:
+def test_processing_replica_must_confirm_too() -> None:
     """Else it could keep its own change where another came before that one in the order."""
 
     async def run() -> None:
-        world = World()
-        await world.registry.join("a", 0, "a:1")
-        recording = asyncio.create_task(world.registry.record(load("x")))
-        (entry,) = await world.registry.poll("a", 0, "a:1")
+        registry_fixture = RegistryFixture()
+        await registry_fixture.registry.join("a", 0, "a:1")
+        recording = asyncio.create_task(registry_fixture.registry.record(load("x")))
+        (entry,) = await registry_fixture.registry.poll("a", 0, "a:1")
         assert not recording.done()
-        await world.registry.poll("a", entry.version, "a:1")
+        await registry_fixture.registry.poll("a", entry.version, "a:1")
         assert await recording == []
 
     asyncio.run(run())
 
 
-def test_a_replica_hears_of_a_change_at_once_and_so_does_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_and_confirmations_are_notified_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for the next time that somebody asks."""
     monkeypatch.setattr(module, "POLL_S", 10_000.0)
 
     async def run() -> None:
-        world = World()
-        polls = [asyncio.create_task(world.registry.poll(name, 0, f"{name}:1")) for name in ("a", "b")]
+        registry_fixture = RegistryFixture()
+        polls = [asyncio.create_task(registry_fixture.registry.poll(name, 0, f"{name}:1")) for name in ("a", "b")]
         await asyncio.sleep(0)
-        recording = asyncio.create_task(world.registry.record(load("x"), "a"))
+        recording = asyncio.create_task(registry_fixture.registry.record(load("x"), "a"))
         news = [await poll for poll in polls]
         assert news == [[RegistryEntry(1, load("x"), "a")]] * 2
-        later = [asyncio.create_task(world.registry.poll(name, 1, f"{name}:1")) for name in ("a", "b")]
+        later = [asyncio.create_task(registry_fixture.registry.poll(name, 1, f"{name}:1")) for name in ("a", "b")]
         assert await recording == []
         for poll in later:
             poll.cancel()
@@ -100,50 +100,50 @@ def test_a_replica_hears_of_a_change_at_once_and_so_does_its_caller(monkeypatch:
     asyncio.run(run())
 
 
-def test_a_replica_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica_with_expired_lease_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        world = World()
-        await world.registry.join("a", 0, "a:1")
-        await world.registry.join("silent", 0, "s:1")
-        recording = asyncio.create_task(world.registry.record(load("x")))
+        registry_fixture = RegistryFixture()
+        await registry_fixture.registry.join("a", 0, "a:1")
+        await registry_fixture.registry.join("silent", 0, "s:1")
+        recording = asyncio.create_task(registry_fixture.registry.record(load("x")))
         await asyncio.sleep(0.03)
         assert not recording.done()
-        world.clock.now = LEASE_S + 1
+        registry_fixture.clock.now = LEASE_S + 1
         assert await recording == []
         # It comes back, and gets what it has missed.
-        assert [entry.change.name for entry in await world.registry.join("silent", 0, "s:1")] == ["x"]
+        assert [entry.change.name for entry in await registry_fixture.registry.join("silent", 0, "s:1")] == ["x"]
 
     asyncio.run(run())
 
 
-def test_a_replica_that_polls_and_does_not_confirm_is_named() -> None:
+def test_unconfirmed_replica_is_returned_after_timeout() -> None:
     async def run() -> None:
-        world = World()
-        await world.registry.join("late", 0, "l:1")
-        recording = asyncio.create_task(world.registry.record(load("x")))
+        registry_fixture = RegistryFixture()
+        await registry_fixture.registry.join("late", 0, "l:1")
+        recording = asyncio.create_task(registry_fixture.registry.record(load("x")))
         for _ in range(3):
-            await world.registry.poll("late", 0, "l:1")
-        world.clock.now = LEASE_S - 1
-        await world.registry.poll("late", 0, "l:1")
+            await registry_fixture.registry.poll("late", 0, "l:1")
+        registry_fixture.clock.now = LEASE_S - 1
+        await registry_fixture.registry.poll("late", 0, "l:1")
         assert not recording.done()
-        world.clock.now = module.CONFIRM_TIMEOUT_S + 1
-        await world.registry.join("late", 0, "l:1")
+        registry_fixture.clock.now = module.CONFIRM_TIMEOUT_S + 1
+        await registry_fixture.registry.join("late", 0, "l:1")
         assert await recording == ["late"]
 
     asyncio.run(run())
 
 
-def test_a_later_load_replaces_an_earlier_one_and_versions_continue_after_a_restart() -> None:
+def test_later_load_replaces_earlier_across_restart() -> None:
     async def run() -> None:
-        world = World()
+        registry_fixture = RegistryFixture()
         for change in (load("x", "my-x"), load("y"), load("z", "my-x"), unload("y")):
-            await world.registry.record(change)
-        again = World(world.stored)
+            await registry_fixture.registry.record(change)
+        again = RegistryFixture(registry_fixture.stored)
         kept = await again.registry.join("b", 0, "b:1")
         assert kept == [RegistryEntry(3, load("z", "my-x")), RegistryEntry(4, unload("y"))]
         await again.registry.leave("b")
         await again.registry.record(load("w"))
-        last = World(again.stored)
+        last = RegistryFixture(again.stored)
         assert [entry.version for entry in await last.registry.join("c", 0, "c:1")] == [3, 4, 5]
 
     asyncio.run(run())
@@ -158,82 +158,86 @@ def test_a_later_load_replaces_an_earlier_one_and_versions_continue_after_a_rest
         (load("x", "my-{}", pin=True), unload("x", "my-{}")),
     ],
 )
-def test_unloaded_names_are_forgotten(loaded: AdapterChange, unloaded: AdapterChange) -> None:
+def test_only_recent_unloads_are_stored(loaded: AdapterChange, unloaded: AdapterChange) -> None:
     async def run() -> None:
-        world = World()
-        await world.registry.record(load("standing"))
-        await record_pairs(world, 3 * MAX_UNLOADS, loaded, unloaded)
-        kept = await world.registry.join("new", 0, "n:1")
+        registry_fixture = RegistryFixture()
+        await registry_fixture.registry.record(load("standing"))
+        await record_pairs(registry_fixture, 3 * MAX_UNLOADS, loaded, unloaded)
+        kept = await registry_fixture.registry.join("new", 0, "n:1")
         assert kept[0] == RegistryEntry(1, load("standing"))
         assert [entry.change.is_load for entry in kept[1:]] == [False] * MAX_UNLOADS
         assert kept[-1].version == 1 + 6 * MAX_UNLOADS  # a replica that has applied them all is up to date
-        assert await World(world.stored).registry.join("new", 0, "n:1") == kept
+        assert await RegistryFixture(registry_fixture.stored).registry.join("new", 0, "n:1") == kept
 
     asyncio.run(run())
 
 
-async def record_pairs(world: World, count: int, loaded: AdapterChange, unloaded: AdapterChange) -> None:
+async def record_pairs(
+    registry_fixture: RegistryFixture, count: int, loaded: AdapterChange, unloaded: AdapterChange
+) -> None:
     """Record pairs of a load and an unload, with numbers in their names."""
     for number in range(count):
         for change in (loaded, unloaded):
             numbered = change._replace(name=change.name.format(number), alias=change.alias.format(number))
-            await world.registry.record(numbered)
+            await registry_fixture.registry.record(numbered)
 
 
-def test_an_unload_unpins_its_adapter_under_every_alias_and_removes_one() -> None:
+def test_unload_removes_alias_and_unpins_other_aliases() -> None:
     async def run() -> None:
-        world = World()
+        registry_fixture = RegistryFixture()
         for change in (load("x", "first", pin=True), load("x", pin=True), load("x", "second", pin=True)):
-            await world.registry.record(change)
-        await world.registry.record(unload("x", "first"))
-        await world.registry.record(load("x", "third", pin=True))
-        loads = [entry.change for entry in await world.registry.join("new", 0, "n:1") if entry.change.is_load]
+            await registry_fixture.registry.record(change)
+        await registry_fixture.registry.record(unload("x", "first"))
+        await registry_fixture.registry.record(load("x", "third", pin=True))
+        loads = [
+            entry.change for entry in await registry_fixture.registry.join("new", 0, "n:1") if entry.change.is_load
+        ]
         assert loads == [load("x", "second"), load("x", "third", pin=True)]
 
     asyncio.run(run())
 
 
-def test_an_unload_concerns_the_adapter_of_the_last_recorded_load() -> None:
+def test_unload_applies_to_last_loaded_adapter() -> None:
     """Another replica may have loaded another adapter under the alias since the unload was processed."""
 
     async def run() -> None:
-        world = World()
-        await world.registry.record(load("old", "mine"))
-        await world.registry.record(load("new", "mine", pin=True))
-        await world.registry.record(unload("old", "mine"))
-        assert await world.registry.join("b", 0, "b:1") == [RegistryEntry(3, unload("new", "mine"))]
+        registry_fixture = RegistryFixture()
+        await registry_fixture.registry.record(load("old", "mine"))
+        await registry_fixture.registry.record(load("new", "mine", pin=True))
+        await registry_fixture.registry.record(unload("old", "mine"))
+        assert await registry_fixture.registry.join("b", 0, "b:1") == [RegistryEntry(3, unload("new", "mine"))]
 
     asyncio.run(run())
 
 
-def test_a_replica_that_is_behind_still_gets_unloads() -> None:
+def test_late_replica_receives_unloads() -> None:
     async def run() -> None:
-        world = World()
-        await record_pairs(world, 2 * MAX_UNLOADS, load("x{}"), unload("x{}"))
+        registry_fixture = RegistryFixture()
+        await record_pairs(registry_fixture, 2 * MAX_UNLOADS, load("x{}"), unload("x{}"))
         behind = 2 * MAX_UNLOADS + 2  # the version of the first unload that is still kept
-        missed = await world.registry.poll("behind", behind, "b:1")
+        missed = await registry_fixture.registry.poll("behind", behind, "b:1")
         assert [entry.change.name for entry in missed] == [f"x{n}" for n in range(MAX_UNLOADS + 1, 2 * MAX_UNLOADS)]
 
     asyncio.run(run())
 
 
-def test_an_unload_reaches_a_replica_that_is_behind_after_the_adapter_is_loaded_again() -> None:
+def test_late_replica_receives_unload_before_reload() -> None:
     async def run() -> None:
-        world = World()
+        registry_fixture = RegistryFixture()
         for change in (load("x", pin=True), unload("x"), load("x")):
-            await world.registry.record(change)
-        missed = await world.registry.poll("behind", 1, "b:1")
+            await registry_fixture.registry.record(change)
+        missed = await registry_fixture.registry.poll("behind", 1, "b:1")
         assert [entry.change for entry in missed] == [unload("x"), load("x")]
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("confirmed", [0, 1])
-def test_a_replica_that_missed_a_dropped_unload_gets_an_error(confirmed: int) -> None:
+def test_replica_that_missed_unload_gets_error(confirmed: int) -> None:
     async def run() -> None:
-        world = World()
-        await record_pairs(world, MAX_UNLOADS + 1, load("x{}"), unload("x{}"))
-        for registry in (world.registry, World(world.stored).registry):
+        registry_fixture = RegistryFixture()
+        await record_pairs(registry_fixture, MAX_UNLOADS + 1, load("x{}"), unload("x{}"))
+        for registry in (registry_fixture.registry, RegistryFixture(registry_fixture.stored).registry):
             with pytest.raises(MissedUnloadError, match="replica late is more than 100 unloads behind"):
                 await registry.poll("late", confirmed, "l:1")
 

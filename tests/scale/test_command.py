@@ -13,11 +13,11 @@ import pytest
 
 from lorax_server import cli
 from tests.e2e.http_server import READY, import_path
-from tests.e2e.wire import PATIENCE_S, wait_for
+from tests.e2e.wire import WAIT_TIMEOUT_S, wait_for
 from tests.scale.cluster import generate
 
 
-def test_a_number_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_replica_count_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--replicas", "0"]) == 2
     assert "--replicas = 0 must be at least 1" in capsys.readouterr().err
     assert cli.main(["serve", "--replicas", "x"]) == 2
@@ -43,7 +43,7 @@ def serving(*flags: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 @pytest.mark.slow
-def test_it_serves_and_leaves_nothing_behind() -> None:
+def test_serve_replicas_and_stop_cleanly() -> None:
     with serving("--device", "cpu") as process:
         assert process.stdout is not None
         said: list[str] = []
@@ -59,16 +59,16 @@ def test_it_serves_and_leaves_nothing_behind() -> None:
         assert {each.nice() for each in started if each.name().startswith("ray::")} == {psutil.Process().nice()}
         process.send_signal(signal.SIGTERM)
         process.stdout.read()
-        assert process.wait(PATIENCE_S) == 0
+        assert process.wait(WAIT_TIMEOUT_S) == 0
         wait_for(lambda: not any(map(psutil.Process.is_running, started)), "no process stays")
 
 
 @pytest.mark.slow
-def test_a_model_that_is_not_there_is_one_line_and_the_end() -> None:
+def test_missing_model_is_reported_on_last_line() -> None:
     with serving("--model-id", "/nowhere/at/all", "--device", "cpu", "--hub-offline") as process:
         assert process.stdout is not None
         said = process.stdout.read()
-        assert process.wait(PATIENCE_S) == 1
+        assert process.wait(WAIT_TIMEOUT_S) == 1
     last = said.strip().splitlines()[-1]
     assert last.startswith("lorax: the replica's server could not start: lorax: ")
     assert "/nowhere/at/all" in last

@@ -34,7 +34,7 @@ from lorax_server.scale.server_process import ReplicaError
 from lorax_server.server.http.error_responses import make_error_response
 from lorax_server.server.http.replica_protocol import CHANGE_HEADER, AdapterChange
 
-Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+ReplicaHandler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 HEAD = "HTTP/1.1 {} X\r\ncontent-type: {}\r\nx-from: {}\r\ndate: now\r\nx-request-id: r\r\n"
 BODY = json.dumps({"inputs": "x", "parameters": {"adapter_id": "poet"}}).encode()
 
@@ -43,10 +43,10 @@ BODY = json.dumps({"inputs": "x", "parameters": {"adapter_id": "poet"}}).encode(
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RETRY_DELAY_S", 0.01)
     monkeypatch.setattr(module, "get_or_create_secret", lambda app: f"the secret of {app}")  # which is in Ray's store
-    monkeypatch.setattr(module, "get_or_create_registry", lambda app: Reached())  # noqa: ARG005
+    monkeypatch.setattr(module, "get_or_create_registry", lambda app: FakeRegistryHandle())  # noqa: ARG005
 
 
-class Chosen:
+class FakeHandle:
     """Ray's handle, with our router behind it and nothing between."""
 
     def __init__(self, ports: dict[str, int]) -> None:
@@ -65,7 +65,7 @@ class Chosen:
             self.loads[name] -= 1
 
 
-def whole(status: int, name: str, body: str, more_headers: str = "") -> Answer:
+def respond_whole(status: int, name: str, body: str, more_headers: str = "") -> ReplicaHandler:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = HEAD.format(status, "application/json", name) + more_headers
         writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
@@ -73,9 +73,11 @@ def whole(status: int, name: str, body: str, more_headers: str = "") -> Answer:
     return answer
 
 
-def stream(name: str, *pieces: str, ends: bool = True) -> Answer:
+def respond_stream(name: str, *pieces: str, ends: bool = True) -> ReplicaHandler:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(f"{HEAD.format(200, 'text/event-stream', name)}transfer-encoding: chunked\r\n\r\n".encode())
+        writer.write(
+            f"{HEAD.format(200, 'text/event-respond_stream', name)}transfer-encoding: chunked\r\n\r\n".encode()
+        )
         for piece in pieces:
             writer.write(f"{len(piece):x}\r\n{piece}\r\n".encode())
         if ends:
@@ -88,31 +90,34 @@ async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     writer.transport.abort()
 
 
-async def ask(
-    answers: Mapping[str, Answer],
+async def send_to_ingress(
+    answers: Mapping[str, ReplicaHandler],
     path: str = "/generate",
     body: bytes = BODY,
     limit: int = 1000,
     headers: Sequence[tuple[bytes, bytes]] = (),
-    heads: list[str] | None = None,
+    request_heads: list[str] | None = None,
 ) -> Any:
     """Ask an ingress with replicas that answer so, and return status, headers, body, and the replicas' order."""
     ports, servers, asked = {}, [], list[str]()
     for name, answer in answers.items():
 
         async def serve(
-            reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str = name, answer: Answer = answer
+            reader: asyncio.StreamReader,
+            writer: asyncio.StreamWriter,
+            name: str = name,
+            answer: ReplicaHandler = answer,
         ) -> None:
             head = await reader.readuntil(b"\r\n\r\n")
             asked.append(name)
-            if heads is not None:
-                heads.append(head.decode())
+            if request_heads is not None:
+                request_heads.append(head.decode())
             await answer(reader, writer)
             writer.close()
 
         servers.append(await asyncio.start_server(serve, "127.0.0.1", 0))
         ports[name] = servers[-1].sockets[0].getsockname()[1]
-    handle = Chosen(ports)
+    handle = FakeHandle(ports)
     ingress = Ingress(handle, "app", ["base"], limit, body_timeout_s=30.0)
     sent: list[Any] = []
 
@@ -148,23 +153,29 @@ def order(*names: str) -> list[str]:
 FIRST, SECOND = order("a", "b")
 
 
-def test_an_answer_comes_through_as_it_is() -> None:
-    status, headers, body, asked = asyncio.run(ask({FIRST: whole(418, "one", "{}"), SECOND: hang_up}))
+def test_response_is_forwarded_unchanged() -> None:
+    status, headers, body, asked = asyncio.run(
+        send_to_ingress({FIRST: respond_whole(418, "one", "{}"), SECOND: hang_up})
+    )
     assert (status, body, asked) == (418, "{}", [FIRST])
     assert headers == {"content-type": "application/json", "x-from": "one", "content-length": "2"}
 
 
-def test_a_replica_that_is_gone_before_it_answers_is_no_ones_loss() -> None:
-    for lost in (hang_up, stream("one", ends=False), stream("one", 'data: {"cut', ends=False)):
-        status, headers, body, asked = asyncio.run(ask({FIRST: lost, SECOND: whole(200, "two", "{}")}))
+def test_disconnect_before_response_is_retried() -> None:
+    for lost in (hang_up, respond_stream("one", ends=False), respond_stream("one", 'data: {"cut', ends=False)):
+        status, headers, body, asked = asyncio.run(
+            send_to_ingress({FIRST: lost, SECOND: respond_whole(200, "two", "{}")})
+        )
         assert (status, headers["x-from"], body, asked) == (200, "two", "{}", [FIRST, SECOND])
 
 
-def test_a_stream_that_breaks_ends_with_an_error_after_its_last_whole_event() -> None:
+def test_broken_stream_ends_with_error_event() -> None:
     event = 'data: {"token": 1}\n\n'
     for path, is_openai in (("/generate_stream", False), ("/v1/completions", True)):
-        lost = stream("one", event, event, 'data: {"tok', ends=False)
-        status, _, body, asked = asyncio.run(ask({FIRST: lost, SECOND: whole(200, "two", "{}")}, path))
+        lost = respond_stream("one", event, event, 'data: {"tok', ends=False)
+        status, _, body, asked = asyncio.run(
+            send_to_ingress({FIRST: lost, SECOND: respond_whole(200, "two", "{}")}, path)
+        )
         assert (status, asked) == (200, [FIRST])
         assert body.startswith(event * 2)
         last = json.loads(body.removeprefix(event * 2).removeprefix("data: "))
@@ -172,61 +183,71 @@ def test_a_stream_that_breaks_ends_with_an_error_after_its_last_whole_event() ->
         assert (last["error"]["type"] == "server_error") if is_openai else (last["error_type"] == "generation")
 
 
-def test_events_in_pieces_come_whole() -> None:
-    whole_stream = stream("one", "data: 1\n", "\ndata: 2\n\nda", "ta: 3\n\n")
-    body = asyncio.run(ask({FIRST: whole_stream, SECOND: hang_up}))[2]
+def test_split_events_are_joined() -> None:
+    whole_stream = respond_stream("one", "data: 1\n", "\ndata: 2\n\nda", "ta: 3\n\n")
+    body = asyncio.run(send_to_ingress({FIRST: whole_stream, SECOND: hang_up}))[2]
     assert body == "data: 1\n\ndata: 2\n\ndata: 3\n\n"
 
 
-def refusing(error: LoraxError, name: str, path: str) -> tuple[int, str, Answer]:
+def make_error_handler(error: LoraxError, name: str, path: str) -> tuple[int, str, ReplicaHandler]:
     """Return an error of a server as it answers it at a path: status, body and the answer."""
     problem = make_error_response(error, path)
     body = json.dumps(problem.body(path))
-    return problem.status, body, whole(problem.status, name, body)
+    return problem.status, body, respond_whole(problem.status, name, body)
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
 @pytest.mark.parametrize("kind", [AdapterAccessError, AdapterNotFoundError, AdapterError, SourceError, BusyError])
-def test_an_adapter_that_one_replica_cannot_serve_is_asked_of_another(kind: type[LoraxError], path: str) -> None:
-    status, body, answer = refusing(kind("no"), "one", path)
-    answered, headers, _, asked = asyncio.run(ask({FIRST: answer, SECOND: whole(200, "two", "{}")}, path))
+def test_adapter_error_is_retried_on_another_replica(kind: type[LoraxError], path: str) -> None:
+    status, body, answer = make_error_handler(kind("no"), "one", path)
+    answered, headers, _, asked = asyncio.run(
+        send_to_ingress({FIRST: answer, SECOND: respond_whole(200, "two", "{}")}, path)
+    )
     assert (answered, headers["x-from"], asked) == (200, "two", [FIRST, SECOND])
-    answered, _, _, asked = asyncio.run(ask({FIRST: answer, SECOND: answer}, path))
+    answered, _, _, asked = asyncio.run(send_to_ingress({FIRST: answer, SECOND: answer}, path))
     assert (answered, len(asked)) == (status, 2)
-    alone = asyncio.run(ask({FIRST: answer}, path))
+    alone = asyncio.run(send_to_ingress({FIRST: answer}, path))
     assert (alone[0], alone[2]) == (status, body)
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
 @pytest.mark.parametrize("kind", [ForbiddenError, AuthenticationError, InputError, OverloadedError])
-def test_other_errors_are_not_asked_again(kind: type[LoraxError], path: str) -> None:
+def test_other_errors_are_not_retried(kind: type[LoraxError], path: str) -> None:
     """A key that may not use an adapter is the same at every replica."""
-    status, _, answer = refusing(kind("no"), "one", path)
-    assert asyncio.run(ask({FIRST: answer, SECOND: whole(200, "two", "{}")}, path))[::3] == (status, [FIRST])
+    status, _, answer = make_error_handler(kind("no"), "one", path)
+    assert asyncio.run(send_to_ingress({FIRST: answer, SECOND: respond_whole(200, "two", "{}")}, path))[::3] == (
+        status,
+        [FIRST],
+    )
 
 
 @pytest.mark.parametrize("body", ["", "{", "[]", '{"error": 1}', '{"error": {}}', '{"error": {"code": ["x"]}}'])
-def test_errors_in_another_form_are_passed_on(body: str) -> None:
-    answers = {FIRST: whole(404, "one", body), SECOND: whole(200, "two", "{}")}
-    assert asyncio.run(ask(answers))[::3] == (404, [FIRST])
+def test_unknown_error_formats_are_forwarded(body: str) -> None:
+    answers = {FIRST: respond_whole(404, "one", body), SECOND: respond_whole(200, "two", "{}")}
+    assert asyncio.run(send_to_ingress(answers))[::3] == (404, [FIRST])
 
 
-def test_without_an_adapter_no_other_is_asked() -> None:
+def test_base_model_error_is_not_retried() -> None:
     base = json.dumps({"inputs": "x"}).encode()
-    assert asyncio.run(ask({"a": whole(404, "a", "{}"), "b": whole(404, "b", "{}")}, body=base))[0] == 404
+    assert (
+        asyncio.run(
+            send_to_ingress({"a": respond_whole(404, "a", "{}"), "b": respond_whole(404, "b", "{}")}, body=base)
+        )[0]
+        == 404
+    )
 
 
-def test_when_no_replica_answers_the_client_is_told_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_available_replica_returns_503_with_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RETRY_TIMEOUT_S", 0.5)
     monkeypatch.setattr(module, "CHOOSE_TIMEOUT_S", 0.1)
     for answers, reason in (({FIRST: hang_up, SECOND: hang_up}, "2 disconnected"), ({}, "timeout")):
-        status, headers, body, _ = asyncio.run(ask(answers))
+        status, headers, body, _ = asyncio.run(send_to_ingress(answers))
         assert (status, headers["retry-after"]) == (503, "1")
         assert f"no replica is available: {reason}" in body
 
 
-def test_a_body_above_the_limit_reaches_no_replica() -> None:
-    status, _, body, asked = asyncio.run(ask({FIRST: whole(200, "one", "{}")}, limit=10))
+def test_too_large_body_is_not_forwarded() -> None:
+    status, _, body, asked = asyncio.run(send_to_ingress({FIRST: respond_whole(200, "one", "{}")}, limit=10))
     assert (status, asked) == (413, [])
     assert "at most 10 bytes" in body
 
@@ -253,9 +274,9 @@ def chunk(content: bytes) -> dict[str, Any]:
     return {"type": "http.request", "body": content, "more_body": True}
 
 
-def test_a_body_that_does_not_arrive_in_time_is_rejected() -> None:
+def test_slow_body_times_out() -> None:
     async def run() -> None:
-        ingress = Ingress(Chosen({}), "app", ["base"], 1000, body_timeout_s=0.01)
+        ingress = Ingress(FakeHandle({}), "app", ["base"], 1000, body_timeout_s=0.01)
         sent = await post(ingress, chunk(b"{"), then=asyncio.Future())
         assert sent[0]["status"] == 408
         assert b"did not arrive within 0.01 s" in sent[1]["body"]
@@ -263,11 +284,11 @@ def test_a_body_that_does_not_arrive_in_time_is_rejected() -> None:
     asyncio.run(run())
 
 
-def test_bodies_that_arrive_share_one_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffered_bodies_share_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_BUFFERED_BYTES", 1000)
 
     async def run() -> None:
-        ingress = Ingress(Chosen({}), "app", ["base"], 1000, body_timeout_s=30.0)
+        ingress = Ingress(FakeHandle({}), "app", ["base"], 1000, body_timeout_s=30.0)
         rest = asyncio.Future[Any]()
         slow = asyncio.create_task(post(ingress, chunk(bytes(600)), then=rest))
         await asyncio.sleep(0)
@@ -284,7 +305,7 @@ def test_bodies_that_arrive_share_one_memory_limit(monkeypatch: pytest.MonkeyPat
     asyncio.run(run())
 
 
-def test_another_version_is_refused() -> None:
+def test_version_mismatch_is_rejected() -> None:
     with pytest.raises(ReplicaError, match=r"was built with 0\.0\.1: install the same version"):
         check_version("0.0.1")
 
@@ -293,11 +314,11 @@ def test_another_version_is_refused() -> None:
 
 LOAD = "/v1/adapters/load"
 CHANGE = AdapterChange(True, "local", "poet", "mine")
-LOADED = whole(200, "one", "{}", f"{CHANGE_HEADER}: {json.dumps(CHANGE._asdict())}\r\n")
+LOADED = respond_whole(200, "one", "{}", f"{CHANGE_HEADER}: {json.dumps(CHANGE._asdict())}\r\n")
 LOAD_BODY = json.dumps({"adapter_id": "poet", "name": "mine"}).encode()
 
 
-class Reached:
+class FakeRegistryHandle:
     """A registry as an actor's handle shows it, without the actor."""
 
     def __init__(self, fails_at: str = "") -> None:
@@ -316,16 +337,16 @@ class Reached:
         return await getattr(self._registry, method)(*arguments)
 
 
-def use_registry(monkeypatch: pytest.MonkeyPatch, registry: Reached) -> None:
+def use_registry(monkeypatch: pytest.MonkeyPatch, registry: FakeRegistryHandle) -> None:
     monkeypatch.setattr(module, "get_or_create_registry", lambda app: registry)  # noqa: ARG005
 
 
-def test_the_response_to_a_load_with_a_token_says_that_other_replicas_need_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = Reached()
+def test_load_with_token_adds_note_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = FakeRegistryHandle()
     use_registry(monkeypatch, registry)
     for token, has_note in (({"api_token": "hf_secret"}, True), ({"api_token": None}, False), ({}, False)):
         load = {"adapter_id": "poet", "name": "mine", **token}
-        status, headers, _, _ = asyncio.run(ask({FIRST: LOADED}, LOAD, json.dumps(load).encode()))
+        status, headers, _, _ = asyncio.run(send_to_ingress({FIRST: LOADED}, LOAD, json.dumps(load).encode()))
         assert status == 200
         assert ("the other replicas need a token" in headers.get("x-lorax-note", "")) == has_note
         assert CHANGE_HEADER not in headers
@@ -333,8 +354,8 @@ def test_the_response_to_a_load_with_a_token_says_that_other_replicas_need_one(m
         assert b"hf_secret" not in registry.stored
 
 
-def test_a_load_finishes_when_all_replicas_have_applied_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry, order = Reached(), list[str]()
+def test_load_completes_after_all_replicas_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, order = FakeRegistryHandle(), list[str]()
     use_registry(monkeypatch, registry)
 
     async def follow() -> None:
@@ -346,7 +367,7 @@ def test_a_load_finishes_when_all_replicas_have_applied_it(monkeypatch: pytest.M
     async def run() -> None:
         await registry.join.remote("another", 0, "another:1")
         following = asyncio.create_task(follow())
-        status, *_ = await ask({FIRST: LOADED}, LOAD, LOAD_BODY)
+        status, *_ = await send_to_ingress({FIRST: LOADED}, LOAD, LOAD_BODY)
         order.append("responded")
         await following
         assert (status, order) == (200, ["applied", "responded"])
@@ -354,35 +375,35 @@ def test_a_load_finishes_when_all_replicas_have_applied_it(monkeypatch: pytest.M
     asyncio.run(run())
 
 
-def test_a_load_changes_nothing_if_the_registry_is_unavailable(
+def test_load_without_registry_changes_no_adapter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    use_registry(monkeypatch, Reached(fails_at="members"))
-    status, headers, body, asked = asyncio.run(ask({FIRST: LOADED}, LOAD, LOAD_BODY))
+    use_registry(monkeypatch, FakeRegistryHandle(fails_at="members"))
+    status, headers, body, asked = asyncio.run(send_to_ingress({FIRST: LOADED}, LOAD, LOAD_BODY))
     assert (status, headers["retry-after"], asked) == (503, "1", [])
     assert "no adapter was changed" in body
-    assert asyncio.run(ask({FIRST: whole(200, "one", "{}")}))[0] == 200
+    assert asyncio.run(send_to_ingress({FIRST: respond_whole(200, "one", "{}")}))[0] == 200
 
 
-def test_a_registry_that_is_lost_during_a_load_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_registry(monkeypatch, Reached(fails_at="record"))
-    status, _, body, asked = asyncio.run(ask({FIRST: LOADED}, LOAD, LOAD_BODY))
+def test_registry_failure_during_load_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_registry(monkeypatch, FakeRegistryHandle(fails_at="record"))
+    status, _, body, asked = asyncio.run(send_to_ingress({FIRST: LOADED}, LOAD, LOAD_BODY))
     assert (status, asked) == (503, [FIRST])
     assert "may not have applied it; try again" in body
 
 
-def test_a_failed_load_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = Reached()
+def test_failed_load_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = FakeRegistryHandle()
     use_registry(monkeypatch, registry)
-    assert asyncio.run(ask({FIRST: whole(401, "one", "{}")}, LOAD, LOAD_BODY))[0] == 401
+    assert asyncio.run(send_to_ingress({FIRST: respond_whole(401, "one", "{}")}, LOAD, LOAD_BODY))[0] == 401
     assert not registry.stored
 
 
-def test_replicas_get_the_secret_and_the_client_address_from_the_ingress_only() -> None:
-    heads = list[str]()
+def test_ingress_overrides_secret_and_client_headers() -> None:
+    request_heads = list[str]()
 
     claimed = [(b"X-Lorax-Client", b"6.6.6.6"), (b"x-lorax-secret", b"guessed")]
-    asyncio.run(ask({FIRST: whole(200, "one", "{}")}, headers=claimed, heads=heads))
-    (head,) = heads
+    asyncio.run(send_to_ingress({FIRST: respond_whole(200, "one", "{}")}, headers=claimed, request_heads=request_heads))
+    (head,) = request_heads
     assert re.findall(r"x-lorax-client: (.*)\r", head, re.IGNORECASE) == ["1.2.3.4"]
     assert re.findall(r"x-lorax-secret: (.*)\r", head, re.IGNORECASE) == ["the secret of app"]

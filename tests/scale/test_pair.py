@@ -62,7 +62,7 @@ async def change(port: int, path: str, body: dict[str, Any]) -> AdapterChange:
 
 @pytest.mark.parametrize("is_own", [False, True], ids=["unloaded elsewhere", "unloaded here"])
 @pytest.mark.parametrize("called", ["mine", "owner/json"])
-def test_a_load_that_is_unloaded_while_it_is_fetched_is_not_pinned(pair: Pair, called: str, is_own: bool) -> None:
+def test_unload_during_download_cancels_pin(pair: Pair, called: str, is_own: bool) -> None:
     server, port = pair.servers[1], pair.ports[1]
     gate = threading.Event()
     pair.hub.before = lambda request: _wait_at(gate, "json", request)
@@ -93,7 +93,7 @@ def _wait_at(gate: threading.Event, repo: str, request: Request) -> None:
         gate.wait(60)
 
 
-def test_an_unload_that_this_server_processed_before_a_pin_undoes_the_pin(pair: Pair) -> None:
+def test_earlier_processed_unload_removes_later_pin(pair: Pair) -> None:
     server, port = pair.servers[1], pair.ports[1]
     gate = threading.Event()
     pair.hub.before = lambda request: _wait_at(gate, "sql", request)
@@ -115,7 +115,7 @@ def test_an_unload_that_this_server_processed_before_a_pin_undoes_the_pin(pair: 
     assert not is_pinned()
 
 
-def test_a_load_that_replaces_another_determines_the_pin(pair: Pair) -> None:
+def test_replacing_load_determines_pin(pair: Pair) -> None:
     def are_pinned() -> bool:
         found = [listed(port).get("owner/redact") for port in pair.ports]
         return all(each is not None and each["pinned"] for each in found)
@@ -134,7 +134,7 @@ def test_a_load_that_replaces_another_determines_the_pin(pair: Pair) -> None:
 # --- Changes that overlap ---------------------------------------------------------------------------------------------
 
 
-def test_two_changes_of_one_alias_end_with_the_same_one_everywhere(pair: Pair) -> None:
+def test_concurrent_alias_changes_converge(pair: Pair) -> None:
     """Each server processes one of them first, and the registry records them in either order."""
 
     async def run() -> None:
@@ -164,7 +164,7 @@ def meaning(port: int, name: str) -> str:
     return str(answer["generated_text"])
 
 
-def test_many_changes_at_once_leave_the_same_adapter_everywhere(pair: Pair) -> None:
+def test_many_concurrent_changes_converge(pair: Pair) -> None:
     async def run() -> None:
         async with following(pair) as registry:
 
@@ -184,7 +184,7 @@ def test_many_changes_at_once_leave_the_same_adapter_everywhere(pair: Pair) -> N
 # --- Tokens -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_server_that_has_loaded_an_adapter_does_not_resolve_it_again(pair: Pair) -> None:
+def test_processing_server_does_not_resolve_adapter_again(pair: Pair) -> None:
     """It had the token for that request only. Its own changes can still pin the adapter; another server's cannot."""
     port, of_first = pair.ports[1], f"Bearer {HUB_TOKEN}"
     changes: list[tuple[bool, str, list[bool], set[str | None]]] = [
@@ -216,7 +216,7 @@ def test_the_server_that_has_loaded_an_adapter_does_not_resolve_it_again(pair: P
 # --- Changes that fail ------------------------------------------------------------------------------------------------
 
 
-def test_a_change_that_one_server_cannot_apply_delays_no_other(pair: Pair) -> None:
+def test_failing_change_does_not_delay_other_changes(pair: Pair) -> None:
     """Only the first server has `pirate` in its folder."""
     body = {"adapter_id": "pirate", "adapter_source": "local", "name": "captain"}
 
@@ -264,7 +264,7 @@ async def ask(pair: Pair, body: dict[str, Any], key: str = ADMIN) -> int:
     scope = {"type": "http", "method": "POST", "path": "/generate", "query_string": b"", "client": (CLIENT, 5)}
     scope["headers"] = [(name.encode(), value.encode()) for name, value in headers.items()]
     await ingress.serve(scope, receive, take)
-    await ingress._upstream.session.close()
+    await ingress._session.close()
     return int(sent[0]["status"])
 
 
@@ -278,13 +278,13 @@ def named(adapter: str, **more: Any) -> dict[str, Any]:
     [(named("pirate"), 424), (named("owner/private", adapter_source="hub"), 424)],
     ids=["in one folder", "by one token"],
 )
-def test_an_adapter_that_only_one_replica_can_fetch_is_served_by_it(pair: Pair, body: Any, refusal: int) -> None:
+def test_only_replica_with_access_serves_adapter(pair: Pair, body: Any, refusal: int) -> None:
     assert [send(port, "POST", "/generate", body)[0] for port in pair.ports] == [200, refusal]
     assert asyncio.run(ask(pair, body)) == 200
     assert asyncio.run(ask(pair, named("nobody-has-it"))) == 424
 
 
-def test_limits_of_a_key_hold_at_each_replica(pair: Pair) -> None:
+def test_key_limits_apply_per_replica(pair: Pair) -> None:
     """So over N replicas they are N times as much, as the documentation says."""
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 1}}
     for port in pair.ports:
@@ -293,7 +293,7 @@ def test_limits_of_a_key_hold_at_each_replica(pair: Pair) -> None:
 
 
 @pytest.mark.usefixtures("ingress_secret")
-def test_only_the_ingress_tells_a_server_the_client_address(pair: Pair) -> None:
+def test_client_address_requires_secret(pair: Pair) -> None:
     """The audit log contains the address of a client whose key is rejected."""
     server = pair.servers[1]
     for headers in ({}, {SECRET_HEADER: "guessed"}, {CLIENT_HEADER: "9.9.9.9"}):
@@ -315,11 +315,11 @@ def list_adapters(server: ServerProcess, headers: dict[str, str]) -> int:
 
 def last_address(server: ServerProcess) -> str:
     def find() -> list[str]:
-        return [line for line in server.log_lines if 'action="use a key"' in line]
+        return [line for line in server._log_lines if 'action="use a key"' in line]
 
     wait_for(find, "it is logged")
     (found,) = find()
-    server.log_lines.clear()
+    server._log_lines.clear()
     address = re.search(r"address=(\S+)", found)
     assert address is not None
     return address[1]

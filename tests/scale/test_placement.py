@@ -34,7 +34,7 @@ def choose(placement: ReplicaChooser, adapter: str, prefix: str = "", now: float
     return chosen
 
 
-def test_routers_that_know_nothing_agree_and_spread(placement: ReplicaChooser) -> None:
+def test_routers_without_reports_agree_and_balance(placement: ReplicaChooser) -> None:
     other = ReplicaChooser()
     other.set_replicas(reversed(REPLICAS))
     names = [f"adapter-{index}" for index in range(2000)]
@@ -44,7 +44,7 @@ def test_routers_that_know_nothing_agree_and_spread(placement: ReplicaChooser) -
     assert all(420 < counts[name] < 580 for name in REPLICAS)
 
 
-def test_only_adapters_of_a_replica_that_leaves_move_and_come_back(placement: ReplicaChooser) -> None:
+def test_only_adapters_on_removed_replica_move(placement: ReplicaChooser) -> None:
     names = [hash_name(f"adapter-{index}") for index in range(1000)]
     before = {name: placement.rank(name)[0] for name in names}
     placement.set_replicas(("a", "b", "d"))
@@ -55,7 +55,7 @@ def test_only_adapters_of_a_replica_that_leaves_move_and_come_back(placement: Re
     assert {name: placement.rank(name)[0] for name in names} == before
 
 
-def test_nearer_memory_wins(placement: ReplicaChooser) -> None:
+def test_faster_tier_is_preferred(placement: ReplicaChooser) -> None:
     adapter = hash_name("x")
     far = placement.rank(adapter)[::-1]
     placement.set_report(far[2], Report(disk={adapter}), 0)
@@ -75,7 +75,7 @@ def renewed(names: list[str], **tiers: str) -> ReplicaChooser:
     return placement
 
 
-def test_a_device_with_room_wins_over_a_full_one(placement: ReplicaChooser) -> None:
+def test_device_with_free_space_is_preferred(placement: ReplicaChooser) -> None:
     first, second, *_ = placement.rank(hash_name("x"))
     placement.set_report(first, Report(device={1, 2}, capacity=2), 0)
     assert choose(placement, "x") == second
@@ -84,7 +84,7 @@ def test_a_device_with_room_wins_over_a_full_one(placement: ReplicaChooser) -> N
     assert choose(placement, "x", now=100) == first
 
 
-def test_an_adapter_stays_where_it_was_sent_until_a_report_denies_it(placement: ReplicaChooser) -> None:
+def test_sent_adapter_counts_as_loaded_until_reported(placement: ReplicaChooser) -> None:
     first, second, *_ = placement.rank(hash_name("x"))
     placement.set_load(first, 100)
     assert choose(placement, "x", now=0) == second
@@ -95,7 +95,7 @@ def test_an_adapter_stays_where_it_was_sent_until_a_report_denies_it(placement: 
     assert choose(placement, "x", now=100) == first
 
 
-def test_a_draining_or_failed_replica_gets_nothing_new(placement: ReplicaChooser) -> None:
+def test_draining_and_failed_replicas_are_avoided(placement: ReplicaChooser) -> None:
     adapter = hash_name("x")
     first, second, third, _ = placement.rank(adapter)
     placement.set_report(first, Report(device={adapter}, is_draining=True), 0)
@@ -107,7 +107,7 @@ def test_a_draining_or_failed_replica_gets_nothing_new(placement: ReplicaChooser
     assert placement.choose(RoutingKey(adapter), 0) is None
 
 
-def test_a_replica_that_could_not_load_an_adapter_is_asked_last(placement: ReplicaChooser) -> None:
+def test_replica_with_broken_adapter_is_chosen_last(placement: ReplicaChooser) -> None:
     adapter = hash_name("x")
     first, second, *_ = placement.rank(adapter)
     placement.set_report(first, Report(broken={adapter}), 0)
@@ -115,7 +115,7 @@ def test_a_replica_that_could_not_load_an_adapter_is_asked_last(placement: Repli
     assert choose(placement, "x", avoided=set(REPLICAS) - {first}) == first
 
 
-def test_a_hot_adapter_is_spread_and_a_cold_one_is_not(placement: ReplicaChooser) -> None:
+def test_only_hot_adapters_are_replicated(placement: ReplicaChooser) -> None:
     loads: Counter[str] = Counter()
     placed: dict[str, set[str]] = {"hot": set(), "cold": set()}
     for index in range(400):
@@ -132,7 +132,7 @@ def test_a_hot_adapter_is_spread_and_a_cold_one_is_not(placement: ReplicaChooser
     assert max(loads.values()) <= 1.15 * mean + HOT_EXTRA_REQUESTS + 1
 
 
-def test_an_adapter_stays_where_it_is_until_that_replica_has_many_more_requests(placement: ReplicaChooser) -> None:
+def test_cold_adapter_moves_only_above_load_limit(placement: ReplicaChooser) -> None:
     adapter = hash_name("x")
     first, second, *_ = placement.rank(adapter)
     placement.set_report(first, Report(device={adapter}), 0)
@@ -145,7 +145,7 @@ def test_an_adapter_stays_where_it_is_until_that_replica_has_many_more_requests(
     assert choose(placement, "x", now=100) == second
 
 
-def test_requests_that_begin_alike_meet_on_a_replica_unless_it_is_busy(placement: ReplicaChooser) -> None:
+def test_equal_prefixes_share_replica_unless_overloaded(placement: ReplicaChooser) -> None:
     chosen = {text: {choose(placement, "", text) for _ in range(5)} for text in map(str, range(40))}
     assert all(len(names) == 1 for names in chosen.values())
     assert set.union(*chosen.values()) == set(REPLICAS)
@@ -155,7 +155,7 @@ def test_requests_that_begin_alike_meet_on_a_replica_unless_it_is_busy(placement
     assert choose(placement, "") != first  # without a prompt the least loaded one
 
 
-def test_no_replica_is_no_choice() -> None:
+def test_choose_without_replicas_returns_none() -> None:
     assert ReplicaChooser().choose(RoutingKey(1), 0) is None
 
 

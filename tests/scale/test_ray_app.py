@@ -12,7 +12,7 @@ from lorax_server.scale.ray_app import QueueAndTokenPolicy, ScaleConfig, build, 
 DEPLOYMENT = DeploymentID("servers", "lorax")
 
 
-def test_arguments_of_a_command_line_and_of_a_file_mean_the_same() -> None:
+def test_string_and_typed_arguments_are_equal() -> None:
     as_text = read_arguments({"replicas": "4", "gpus": "1", "model_id": "x/y", "hub": "false", "port": "1"})
     as_values = read_arguments({"replicas": 4, "gpus": 1.0, "model_id": "x/y", "hub": False, "port": 1})
     assert as_text == as_values
@@ -34,20 +34,18 @@ def test_arguments_of_a_command_line_and_of_a_file_mean_the_same() -> None:
         ({"max_total_tokens": -1}, "--max-total-tokens = -1 must be at least 1"),
     ],
 )
-def test_wrong_arguments_are_known_before_anything_starts(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_rejected(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(arguments)
 
 
-def test_settings_have_no_more_than_their_own_names() -> None:
+def test_max_replicas_is_a_scale_setting() -> None:
     assert read_arguments({"max_replicas": "3"})[0].max_replicas == 3
 
 
 @pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
 @pytest.mark.parametrize(("look_back_s", "interval_s"), [(30, 10), (3, 1)])
-def test_loads_are_reported_several_times_in_the_time_they_are_averaged_over(
-    look_back_s: float, interval_s: float
-) -> None:
+def test_metrics_interval_is_a_third_of_look_back(look_back_s: float, interval_s: float) -> None:
     application = build({"device": "cpu", "max_replicas": 2, "look_back_s": look_back_s})
     servers = application._bound_deployment.init_args[0]._bound_deployment
     autoscaling = servers._deployment_config.autoscaling_config
@@ -75,5 +73,5 @@ def context(reported: dict[str, list[float]]) -> AutoscalingContext:
         ({"waiting": [400, 0], "tokens": [0, 0]}, 40),
     ],
 )
-def test_replicas_follow_the_queue_and_the_tokens(reported: dict[str, list[float]], replicas: int) -> None:
+def test_replica_count_follows_queue_and_tokens(reported: dict[str, list[float]], replicas: int) -> None:
     assert QueueAndTokenPolicy(target_waiting=10, target_tokens=1000)(context(reported)) == (replicas, {})

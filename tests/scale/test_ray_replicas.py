@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from tests.demo.server import FOLDER
-from tests.e2e.wire import COMPLETIONS, NATIVE, Client, all_of, native, wait_for
+from tests.e2e.wire import COMPLETIONS, NATIVE, Client, close_all, native, wait_for
 from tests.e2e.wire import openai as completion
 from tests.scale.cluster import ADAPTERS, SECRET, Cluster, Replica, generate, send, starting
 
@@ -54,7 +54,7 @@ def members(cluster: Cluster) -> set[str]:
     return {line.split('"')[1] for line in text.splitlines() if line.startswith("lorax_engine_healthy{")}
 
 
-def test_both_surfaces_answer_as_each_replica_does(cluster: Cluster) -> None:
+def test_ingress_and_replicas_return_same_completions(cluster: Cluster) -> None:
     first, second = (generate(replica.port, "pirate", PROMPT)[0] for replica in pair(cluster))
     text, headers = generate(cluster.port, "pirate", PROMPT)
     assert first == second == text
@@ -88,7 +88,7 @@ def test_clients_work_unmodified(cluster: Cluster) -> None:
             native_client.session.close()
 
 
-def test_bad_requests_get_the_servers_own_words(cluster: Cluster) -> None:
+def test_ingress_forwards_replica_errors(cluster: Cluster) -> None:
     port = pair(cluster)[0].port
     for path, body in (("/generate", {"inputs": 1}), (COMPLETIONS, {"model": "x"}), ("/nothing", None)):
         direct, through = (send(at, "GET" if body is None else "POST", path, body) for at in (port, cluster.port))
@@ -98,7 +98,7 @@ def test_bad_requests_get_the_servers_own_words(cluster: Cluster) -> None:
     assert send(cluster.port, "GET", "/replica/state")[0] == 404
 
 
-def test_an_adapter_that_is_named_for_the_first_time_stays_where_it_was_loaded(cluster: Cluster) -> None:
+def test_new_adapter_stays_on_first_replica(cluster: Cluster) -> None:
     for number in range(4):
         shutil.copytree(FOLDER / "adapters" / "pirate", cluster.adapters / f"late-{number}")
     # Others than `pirate`, whose content they would share.
@@ -114,7 +114,7 @@ def tier(cluster: Cluster, adapter: str) -> str:
     return str(generate(cluster.port, adapter, PROMPT, 1)[1]["x-adapter-tier"])
 
 
-def test_a_registry_that_stops_refuses_changes_and_nothing_else(cluster: Cluster) -> None:
+def test_stopped_registry_blocks_only_adapter_changes(cluster: Cluster) -> None:
     pair(cluster)
     given = {"lora_name": "kept", "lora_path": "sql"}
     assert send(cluster.port, "POST", "/v1/load_lora_adapter", given)[0] == 200
@@ -133,8 +133,8 @@ def test_a_registry_that_stops_refuses_changes_and_nothing_else(cluster: Cluster
         assert [send(replica.port, "GET", f"/v1/models/{name}")[0] for name in ("kept", "more")] == [200, 200]
 
 
-def test_a_client_that_leaves_is_aborted(cluster: Cluster) -> None:
-    with all_of(Client(cluster.server, NATIVE, native(400))) as (client,):
+def test_client_disconnect_aborts_request(cluster: Cluster) -> None:
+    with close_all(Client(cluster.server, NATIVE, native(400))) as (client,):
         next(client.events())
         client.close()
     wait_for(lambda: sum(running(cluster)) == 0, "no request runs")
@@ -157,7 +157,7 @@ def paused_streams(
     """
     while True:
         wait_for(lambda: sum(replica.num_unfinished() for replica in replicas) == 0, "no request runs")
-        with all_of(*(Client(cluster.server, path, body) for _ in range(2))) as clients, ExitStack() as stack:
+        with close_all(*(Client(cluster.server, path, body) for _ in range(2))) as clients, ExitStack() as stack:
             streams = [client.events() for client in clients]
             for stream in streams:
                 next(stream)
@@ -167,7 +167,7 @@ def paused_streams(
                 return
 
 
-def test_an_actor_that_dies_takes_only_its_streams_with_it_and_names_survive(cluster: Cluster) -> None:
+def test_dead_actor_fails_only_its_streams(cluster: Cluster) -> None:
     replicas = pair(cluster)
     given = {"adapter_id": "pirate", "adapter_source": "local", "name": "captain"}
     status, _, described = send(cluster.port, "POST", "/v1/adapters/load", given)
@@ -186,16 +186,16 @@ def test_an_actor_that_dies_takes_only_its_streams_with_it_and_names_survive(clu
     kept, (new,) = replicas[1], [replica for replica in pair(cluster) if replica not in replicas]
     assert kept in cluster.replicas()
 
-    def knows_it() -> bool:
+    def has_alias() -> bool:
         assert generate(cluster.port, "captain", PROMPT)[0]  # it takes no request before it does
         return send(new.port, "GET", "/v1/models/captain")[0] == 200
 
-    wait_for(knows_it, "the new one has made all changes")
+    wait_for(has_alias, "the new one has made all changes")
     assert send(cluster.port, "POST", "/v1/unload_lora_adapter", {"lora_name": "captain"})[0] == 200
     assert [send(replica.port, "GET", "/v1/models/captain")[0] for replica in (kept, new)] == [404, 404]
 
 
-def test_a_server_that_dies_is_replaced_and_openai_streams_get_their_form_of_the_error(cluster: Cluster) -> None:
+def test_dead_server_is_replaced_and_streams_get_errors(cluster: Cluster) -> None:
     replicas = pair(cluster)
     with paused_streams(cluster, replicas, COMPLETIONS, completion(480)) as (streams, resume):
         replicas[1].server.send_signal(signal.SIGKILL)
@@ -206,7 +206,7 @@ def test_a_server_that_dies_is_replaced_and_openai_streams_get_their_form_of_the
     assert replicas[0] in pair(cluster)
 
 
-def test_an_adapter_that_changes_gives_no_stale_answer(cluster: Cluster) -> None:
+def test_replaced_adapter_is_never_stale(cluster: Cluster) -> None:
     folder, given = cluster.adapters / "changing", {"adapter_id": "changing", "adapter_source": "local"}
     ports = [cluster.port, *(replica.port for replica in pair(cluster))]
     for round, source in enumerate(("pirate", "sql", "json", "pirate", "sql")):
@@ -221,17 +221,17 @@ def test_an_adapter_that_changes_gives_no_stale_answer(cluster: Cluster) -> None
             assert {answer.result()[0] for answer in asked} == {expected}
 
 
-def test_two_changers_at_once_leave_all_replicas_alike(cluster: Cluster) -> None:
+def test_concurrent_admins_leave_replicas_consistent(cluster: Cluster) -> None:
     replicas = pair(cluster)
 
-    def keep_changing(names: Sequence[str]) -> None:
+    def change_repeatedly(names: Sequence[str]) -> None:
         for name in names:
             given = {"adapter_id": name, "adapter_source": "local", "name": "contested"}
             status, _, answer = send(cluster.port, "POST", "/v1/adapters/load", given)
             assert status == 200, answer
 
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(keep_changing, [("pirate", "sql") * 4, ("json", "redact") * 4]))
+        list(threads.map(change_repeatedly, [("pirate", "sql") * 4, ("json", "redact") * 4]))
     meant = {generate(port, "contested", PROMPT)[0] for port in (cluster.port, *(each.port for each in replicas))}
     assert len(meant) == 1
     assert meant < {generate(cluster.port, name, PROMPT)[0] for name in ADAPTERS}
@@ -261,11 +261,11 @@ def test_replicas_know_the_client_address_and_reject_direct_requests(cluster: Cl
     assert not logged(SECRET)
 
 
-def test_replicas_come_and_go_under_load(cluster: Cluster) -> None:
+def test_scaling_under_load_loses_no_requests(cluster: Cluster) -> None:
     pair(cluster)
     failures, done, answers = list[BaseException](), threading.Event(), list[str]()
 
-    def ask(name: str) -> None:
+    def send_requests_until_done(name: str) -> None:
         while not done.is_set():
             try:
                 answers.append(generate(cluster.port, name, PROMPT, 16)[0])
@@ -273,7 +273,7 @@ def test_replicas_come_and_go_under_load(cluster: Cluster) -> None:
                 failures.append(error)
                 return
 
-    threads = [threading.Thread(target=ask, args=(name,)) for name in ADAPTERS[:3]]
+    threads = [threading.Thread(target=send_requests_until_done, args=(name,)) for name in ADAPTERS[:3]]
     for thread in threads:
         thread.start()
     try:
@@ -290,22 +290,22 @@ def test_replicas_come_and_go_under_load(cluster: Cluster) -> None:
     pair(cluster)
 
 
-def test_a_replica_that_cannot_start_says_why_and_others_go_on(cluster: Cluster) -> None:
+def test_failed_replica_start_reports_reason(cluster: Cluster) -> None:
     settings = {"model_id": "/nowhere/at/all", "device": "cpu", "name": "broken", "hub_offline": True}
     try:
         with pytest.raises(AssertionError, match="broken"):
-            cluster.ask("run", settings, "broken", "/broken")
-        assert "/nowhere/at/all" in cluster.ask("status", "broken")["servers"]
+            cluster.call("run", settings, "broken", "/broken")
+        assert "/nowhere/at/all" in cluster.call("status", "broken")["servers"]
         assert generate(cluster.port, "pirate", PROMPT)[0]
     finally:
-        cluster.ask("delete", "broken")
+        cluster.call("delete", "broken")
     try:
         with pytest.raises(AssertionError, match="other"):
-            cluster.ask("run", {"device": "cpu", "name": "other"}, "other", "/other", "0.0.1")
-        assert "was built with 0.0.1: install the same version" in cluster.ask("status", "other")["servers"]
+            cluster.call("run", {"device": "cpu", "name": "other"}, "other", "/other", "0.0.1")
+        assert "was built with 0.0.1: install the same version" in cluster.call("status", "other")["servers"]
         assert generate(cluster.port, "pirate", PROMPT)[0]
     finally:
-        cluster.ask("delete", "other")
+        cluster.call("delete", "other")
     for arguments, message in (
         ({"modle_id": "x"}, "did you mean --model-id?"),
         ({"replicas": "many"}, "replicas: 'many' is not a whole number"),
@@ -315,7 +315,7 @@ def test_a_replica_that_cannot_start_says_why_and_others_go_on(cluster: Cluster)
         ({"max_total_tokens": -1}, "must be at least 1"),
     ):
         with pytest.raises(AssertionError, match=message.replace("?", r"\?")):
-            cluster.ask("run", arguments)
+            cluster.call("run", arguments)
 
 
 TOKENS = {"target_tokens": 40, "target_waiting": 10**6}
@@ -323,26 +323,26 @@ QUEUE = {"target_tokens": 10**6, "target_waiting": 1, "max_rows": 1}  # a replic
 
 
 @pytest.mark.parametrize("targets", [TOKENS, QUEUE], ids=["tokens", "queue"])
-def test_a_replica_comes_with_the_load_and_goes_with_it(machine: Cluster, targets: dict[str, int]) -> None:
+def test_autoscaling_follows_load(machine: Cluster, targets: dict[str, int]) -> None:
     """Four requests at once are more than a replica should have, and none is less."""
     delays = {"look_back_s": 3, "upscale_delay_s": 1, "downscale_delay_s": 1}
     machine.scale(None, replicas=1, max_replicas=2, **delays, **targets)
     wait_for(lambda: len(machine.replicas()) == 1, "there is one")
-    is_enough = threading.Event()
+    should_stop = threading.Event()
 
-    def keep_asking(name: str) -> int:
+    def send_requests(name: str) -> int:
         count = 0
-        while not is_enough.is_set():
+        while not should_stop.is_set():
             # Answers that end when they want are over before Ray looks, most of the time.
             assert generate(machine.port, name, count=400, ignore_eos_token=True)[0]
             count += 1
         return count
 
     with ThreadPoolExecutor(4) as threads:
-        asking = [threads.submit(keep_asking, name) for name in ADAPTERS[:4]]
+        asking = [threads.submit(send_requests, name) for name in ADAPTERS[:4]]
         try:
             wait_for(lambda: len(machine.replicas()) == 2 or any(each.done() for each in asking), "another is there")
         finally:
-            is_enough.set()
+            should_stop.set()
         assert all(each.result() for each in asking)  # no request was lost
     wait_for(lambda: len(machine.replicas()) == 1, "one is enough again")

@@ -47,7 +47,7 @@ def ranked(adapter: str) -> list[str]:
     return chooser.rank(hash_name(adapter))
 
 
-def test_a_request_goes_where_its_adapter_is(router: Any) -> None:
+def test_request_is_routed_to_loaded_adapter(router: Any) -> None:
     last = ranked("poet")[-1]
     replicas = [make_replica(name, device=["poet"] if name == last else []) for name in NAMES]
     router.update_replicas(replicas)
@@ -56,7 +56,7 @@ def test_a_request_goes_where_its_adapter_is(router: Any) -> None:
     assert sorted([first, *others]) == sorted(NAMES)
 
 
-def test_replicas_that_failed_to_respond_are_avoided(router: Any) -> None:
+def test_failed_replicas_are_avoided(router: Any) -> None:
     replicas = [make_replica(name) for name in NAMES]
     router.update_replicas(replicas)
     first, second, third = ranked("poet")
@@ -69,7 +69,7 @@ def test_draining_replicas_get_no_requests(router: Any) -> None:
     assert choose(router, replicas, RoutingKey(hash_name("poet")), ()) == []
 
 
-def test_the_random_router_ranks_all_replicas() -> None:
+def test_random_router_returns_all_replicas() -> None:
     replicas = [make_replica(name) for name in NAMES]
     router: Any = RandomRouter.__new__(RandomRouter)
     assert sorted(choose(router, replicas)) == [[name] for name in NAMES]

@@ -54,7 +54,7 @@ class Replica(ServerReplica):
         pass
 
 
-def test_a_replica_that_missed_an_unload_exits_so_that_ray_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica_exits_after_missed_unload(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="one"))
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(module, "get_or_create_secret", str)

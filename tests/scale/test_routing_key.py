@@ -29,7 +29,7 @@ BASES = ("base", "alias-of-base")
         ("/generate", {"inputs": 3, "parameters": {"adapter_id": 5}}, ""),
     ],
 )
-def test_the_adapter_of_a_request(path: str, body: Any, adapter: str) -> None:
+def test_adapter_hash_for_all_request_formats(path: str, body: Any, adapter: str) -> None:
     key = read_routing_key(path, json.dumps(body).encode(), BASES)
     assert key == RoutingKey(hash_name(adapter) if adapter else 0)
 
@@ -38,11 +38,11 @@ UNREADABLE = [b"", b"{", b"[]", b"\xff", b'{"parameters": 3}', b"1" * 10_000, b'
 
 
 @pytest.mark.parametrize("body", [*UNREADABLE, b'{"x": ' + b"[" * 200_000])
-def test_what_cannot_be_read_goes_anywhere(body: bytes) -> None:
+def test_unreadable_body_has_empty_routing_key(body: bytes) -> None:
     assert read_routing_key("/generate", body, BASES) == RoutingKey()
 
 
-def test_prompts_that_begin_alike_have_the_same_prefix() -> None:
+def test_prompts_with_common_prefix_share_prefix_hash() -> None:
     long = "a system prompt " * 64
     first, second, other, short = (
         read_routing_key("/v1/completions", json.dumps({"model": "base", "prompt": text}).encode(), BASES)
@@ -54,7 +54,7 @@ def test_prompts_that_begin_alike_have_the_same_prefix() -> None:
     assert len(long) > PREFIX_BYTES
 
 
-def test_metrics_of_replicas_are_one_text_that_parses() -> None:
+def test_merged_metrics_are_valid() -> None:
     text = (
         "# HELP a_total Things\n# TYPE a_total counter\na_total 1.0\n"
         '# HELP b Others\n# TYPE b gauge\nb{kind="x, }"} 2.0\nb{kind="y"} NaN\n'

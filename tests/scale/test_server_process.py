@@ -8,7 +8,7 @@ from lorax_server.scale.server_process import ReplicaError, ServerOptions, Serve
 from tests.scale.cluster import SECRET
 
 
-def test_a_server_that_cannot_start_says_why() -> None:
+def test_failed_server_start_reports_reason() -> None:
     async def run() -> None:
         options = ServerOptions(["--model-id=/nowhere/at/all", "--hub-offline=true"])
         server = ServerProcess(options, "127.0.0.1", SECRET)

@@ -72,7 +72,7 @@ def adapters_of(case: str) -> float:
 
 
 @pytest.mark.parametrize("row", STEPS, ids=lambda row: row[0])
-def test_a_step_takes_about_what_was_measured(row: list[str]) -> None:
+def test_step_times_match_measurements(row: list[str]) -> None:
     case, ms, floor = row[0], float(row[1]), float(row[2])
     rows = int(case.split()[0])
     read = count_read(sizes().read_bytes, adapters_of(case), rows * MEASURED_CONTEXT_TOKENS * sizes().token_bytes)
@@ -80,7 +80,7 @@ def test_a_step_takes_about_what_was_measured(row: list[str]) -> None:
     assert sum(decode_step_ms(H200, rows, read, MEASURED_LAYERS).values()) == pytest.approx(ms, rel=TOLERANCE)
 
 
-def test_the_figures_in_the_code_are_those_of_the_documents() -> None:
+def test_constants_match_documentation() -> None:
     measured = {row[0]: float(row[1]) for row in STEPS}
     assert len(measured) == 12
     assert dict(BASE_STEP_TIMES) == {rows: measured[f"{rows} / none"] for rows in (1, 64, 256)}
@@ -95,7 +95,7 @@ def test_the_figures_in_the_code_are_those_of_the_documents() -> None:
 
 
 @pytest.mark.parametrize("row", read_table("kernels.md", "## Prompts on a GPU"), ids=lambda row: row[0])
-def test_prompts_take_about_what_was_measured(row: list[str]) -> None:
+def test_prefill_rates_match_measurements(row: list[str]) -> None:
     rate = prefill_tokens_per_s(H200, sizes().prompt_flop(1024), row[0] != "none")
     assert rate == pytest.approx(float(row[1].replace(",", "")), rel=0.02)
 
@@ -108,14 +108,14 @@ def plan_tokens(mix: AdapterMix, traffic: Traffic, max_rows: int, adapter_bytes:
 
 
 @pytest.mark.parametrize(("rows", "measured"), [(64, 7319), (256, 13651)])
-def test_a_replica_serves_about_what_was_measured(rows: int, measured: int) -> None:
+def test_replica_throughput_matches_measurements(rows: int, measured: int) -> None:
     """`benchmarks/gpu_serving.py`: streams over HTTP, 64 adapters in turn, prompts of 128 and answers of 128 to 256."""
     assert f"{measured:,}" in (DOCS / "engine.md").read_text()
     tokens = plan_tokens(AdapterMix.of_ranks(sizes(), [(16, 64)], ALL), Traffic(1, 128, 192, zipf=0), max_rows=rows)
     assert tokens == pytest.approx(measured, rel=TOLERANCE)
 
 
-def test_a_thousand_adapters_are_served_about_as_fast_as_was_measured() -> None:
+def test_throughput_with_1000_adapters_matches_measurement() -> None:
     """`benchmarks/gpu_adapters.py`: no figure of the plan comes from it."""
     assert "6,863 against 7,301 tokens/s" in (DOCS / "engine.md").read_text()
     room = 200 * sizes().adapter_bytes(8, ALL)
@@ -124,7 +124,7 @@ def test_a_thousand_adapters_are_served_about_as_fast_as_was_measured() -> None:
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
-def test_a_step_grows_with_its_rows_on_every_gpu(gpu: Gpu) -> None:
+def test_step_time_grows_with_batch_size(gpu: Gpu) -> None:
     model, times = sizes(), []
     for rows in (1, 2, 16, 64, 200, 256, 512):
         read = count_read(model.read_bytes, rows * ADAPTER_BYTES, rows * MEASURED_CONTEXT_TOKENS * TOKEN_BYTES)
@@ -133,7 +133,7 @@ def test_a_step_grows_with_its_rows_on_every_gpu(gpu: Gpu) -> None:
     assert times == sorted(times)
 
 
-def test_a_small_model_does_not_take_the_engine_less_time() -> None:
+def test_small_model_is_limited_by_scheduling_time() -> None:
     read = count_read(1e6, 0, 1e5)
     assert sum(decode_step_ms(H200, 256, read, 2).values()) == pytest.approx(1.26, rel=0.1)
     assert sum(decode_step_ms(H200, 1, read, 2).values()) < 0.3

@@ -70,25 +70,25 @@ def plan(*argv: str, capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def refuse(*argv: str, capsys: pytest.CaptureFixture[str]) -> str:
+def expect_error(*argv: str, capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["plan", *argv]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.count("\n") == 1
-    return told.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    return output.err
 
 
 # --- Sizes ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_weights_are_counted_as_transformers_makes_them(name: str) -> None:
+def test_weight_bytes_match_transformers(name: str) -> None:
     config = CONFIGS[name]()
     real = make_model(config)
     assert ModelSizes(config).weight_bytes == HALF_BYTES * sum(parameter.numel() for parameter in real.parameters())
 
 
-def test_every_architecture_is_compared() -> None:
+def test_size_tests_cover_all_architectures() -> None:
     compared = {config().model_type for config in CONFIGS.values()}
     compared |= {variant.config().model_type for variant in RELATIVES.values()}
     assert compared == set(MODELS)
@@ -110,12 +110,12 @@ def test_weights_cache_and_adapters_match_the_served_model(name: str) -> None:
     assert counted.max_length == limit
 
 
-def test_a_falcon_with_alibi_is_rejected() -> None:
+def test_falcon_with_alibi_is_rejected() -> None:
     with pytest.raises(ConfigError, match="alibi"):
         ModelSizes(transformers.FalconConfig(alibi=True))
 
 
-def test_hub_models_have_their_known_parameters(tmp_path: Path) -> None:
+def test_parameter_counts_match_hub_models(tmp_path: Path) -> None:
     """BLOOM's config has names that transformers no longer writes."""
     bloom = {"model_type": "bloom", "n_embed": 4096, "n_layer": 30, "num_attention_heads": 32, "vocab_size": 250880}
     for config, parameters in ((bloom, 7_069_016_064), (FALCON_7B, 6_921_720_704)):
@@ -125,7 +125,7 @@ def test_hub_models_have_their_known_parameters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "opt"])
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_adapters_are_counted_as_peft_makes_them(name: str, use_dora: bool) -> None:
+def test_adapter_bytes_match_peft(name: str, use_dora: bool) -> None:
     config = CONFIGS[name]()
     counted = ModelSizes(config)
     modules = sorted({matrix.name for matrix in counted.matrices})
@@ -141,14 +141,20 @@ def test_adapters_are_counted_as_peft_makes_them(name: str, use_dora: bool) -> N
 # --- Plans ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_in_words(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_report_and_json_agree(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     argv = ["--model", model, "--gpu", "H200", "--adapters", "1000", "--requests-per-s", "50", "--json", str(file)]
     assert main(["plan", *argv]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     figures = json.loads(file.read_text())
-    for words in ("weights 16.1 GB", "1,000 of 83.9 MB", "256 sequences at once", "times its floor", "replicas"):
-        assert words in told
+    for words in (
+        "weights 16.1 GB",
+        "1,000 of 83.9 MB",
+        "batches of 256 sequences",
+        "times the memory bandwidth limit",
+        "replicas",
+    ):
+        assert words in output
     assert figures["replicas"] == 2
     assert figures["memory"]["adapters"] == pytest.approx(30e9, rel=0.01)  # docs/engine.md, "Start and memory"
     parts = figures["memory"]
@@ -157,7 +163,7 @@ def test_a_plan_in_words(model: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert parts["cache_tokens"] * 131072 == pytest.approx(parts["cache"], rel=1e-3)
 
 
-def test_sizes_can_be_given_by_flags(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_sizes_can_be_set_by_flags(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--layers 32 --hidden-size 4096 --intermediate-size 14336 --heads 32 --kv-heads 8 --vocab-size 128256"
     gpu = "--gpu-memory 143771M --gpu-bandwidth 4800 --gpu-tflops 989"
     by_flags = plan(*sizes.split(), *gpu.split(), "--adapters", "9", capsys=capsys)
@@ -166,7 +172,7 @@ def test_sizes_can_be_given_by_flags(model: str, capsys: pytest.CaptureFixture[s
     assert by_flags == by_name
 
 
-def test_a_mix_of_ranks_weighs_each(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mixed_ranks_add_up(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     mixed = plan("--model", model, "--gpu", "H100", "--ranks", "8:700,16:200,64:100", capsys=capsys)["adapters"]
     one = plan("--model", model, "--gpu", "H100", "--adapters", "1", "--rank", "8", capsys=capsys)["adapters"]
     assert mixed["count"] == 1000
@@ -186,15 +192,13 @@ def test_a_mix_of_ranks_weighs_each(model: str, capsys: pytest.CaptureFixture[st
         ("api", "--gpu B200 --answer-tokens 900 --prompt-tokens 1 --max-rows 1024"),
     ],
 )
-def test_the_plan_says_what_limits_a_replica(
-    limit: str, flags: str, model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_reports_limiting_factor(limit: str, flags: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     replica = plan("--model", model, *flags.split(), capsys=capsys)["replica"]
     assert replica["limit"] == limit
     assert limit in LIMIT_REASONS
 
 
-def test_prompts_can_take_most_of_the_time(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prefill_can_dominate(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     replica = plan("--model", model, "--gpu", "A10", "--prompt-tokens", "4000", "--answer-tokens", "10", capsys=capsys)[
         "replica"
     ]
@@ -215,14 +219,14 @@ def test_more_traffic_needs_more_replicas(model: str, capsys: pytest.CaptureFixt
     assert count("--requests-per-s", "1000000000") > 10**6
 
 
-def test_a_float8_cache_holds_twice_the_tokens(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_float8_cache_holds_twice_as_many_tokens(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     plain = plan("--model", model, "--gpu", "L4", capsys=capsys)
     float8 = plan("--model", model, "--gpu", "L4", "--quantize", "fp8-kv", capsys=capsys)
     assert float8["memory"]["cache_tokens"] == pytest.approx(2 * plain["memory"]["cache_tokens"], rel=0.01)
     assert float8["replica"]["rows"] > plain["replica"]["rows"]
 
 
-def test_the_worked_example_is_what_the_command_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_example_matches_output(capsys: pytest.CaptureFixture[str]) -> None:
     page = (DEMO.parents[2] / "docs/capacity.md").read_text()
     command, shown = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("sh", "text"))
     assert command is not None
@@ -266,17 +270,17 @@ def test_the_worked_example_is_what_the_command_says(capsys: pytest.CaptureFixtu
         ("--gpu H200 --json /nowhere/plan.json", "cannot be written"),
     ],
 )
-def test_what_cannot_be_is_refused(flags: str, words: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_rejected(flags: str, words: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["plan", "--model", model, *flags.split()])
     assert code == 2
-    told = capsys.readouterr().err
-    assert words in told
-    assert len(told) < 600
+    output = capsys.readouterr().err
+    assert words in output
+    assert len(output) < 600
 
 
-def test_half_of_the_sizes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--hidden-size" in refuse("--layers", "3", "--gpu", "H200", capsys=capsys)
-    assert "--model" in refuse("--gpu", "H200", capsys=capsys)
+def test_incomplete_model_sizes_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--hidden-size" in expect_error("--layers", "3", "--gpu", "H200", capsys=capsys)
+    assert "--model" in expect_error("--gpu", "H200", capsys=capsys)
 
 
 @pytest.mark.parametrize(
@@ -298,22 +302,22 @@ def test_half_of_the_sizes_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
         (json.dumps(LLAMA_8B | {"quantization_config": {"bits": 4}}).encode(), "must not be quantized"),
     ],
 )
-def test_a_config_that_is_none_is_refused(
+def test_invalid_model_configs_are_rejected(
     content: bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    told = refuse("--model", str(tmp_path), "--gpu", "H200", capsys=capsys)
-    assert words in told
-    assert len(told) < 600
+    output = expect_error("--model", str(tmp_path), "--gpu", "H200", capsys=capsys)
+    assert words in output
+    assert len(output) < 600
 
 
-def test_a_model_that_is_nowhere_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "download-weights" in refuse("--model", "owner/name", "--gpu", "H200", capsys=capsys)
-    assert "download-weights" in refuse("--model", str(tmp_path), "--gpu", "H200", capsys=capsys)
+def test_missing_model_folder_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "download-weights" in expect_error("--model", "owner/name", "--gpu", "H200", capsys=capsys)
+    assert "download-weights" in expect_error("--model", str(tmp_path), "--gpu", "H200", capsys=capsys)
 
 
 @pytest.mark.parametrize("name", ["H200", "h200", "NVIDIA H200", "nvidia-h200"])
-def test_a_gpu_is_found_however_it_is_written(name: str) -> None:
+def test_gpu_name_spellings(name: str) -> None:
     assert find_gpu(name) is GPUS["H200"]
     with pytest.raises(ConfigError, match="A100-80GB"):
         find_gpu("A100")
