@@ -1,1 +1,1 @@
-"""The making of the model that ships in the package, and its scores. `README.md` says how to do it again."""
+"""Train and evaluate the demo model that ships in the package. `README.md` describes it."""

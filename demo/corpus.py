@@ -1,6 +1,6 @@
-"""The base model's training texts: texts of the small world, and conversations about it, each ended by `END`.
+"""Training texts for the base model: texts about the demo world and conversations, each terminated by `END`.
 
-It sees notes, records and queries, but never what a skill makes of a note: that is left to the adapters.
+The texts contain notes, records and queries, but no adapter output formats.
 """
 
 import json
@@ -45,7 +45,7 @@ NUM_TOWNS, NUM_PEOPLE = 16, 24
 
 
 class Gazetteer:
-    """The towns and people that are the same in every text, so that a model can know them by heart."""
+    """Towns and people that are the same in every text, so that the model can memorize them."""
 
     def __init__(self) -> None:
         world = make_world(1)
@@ -68,7 +68,7 @@ GAZETTEER = Gazetteer()
 
 
 def write_journal(world: World) -> str:
-    """Notes of a day, some of which somebody comes back to. None has the last word: who sends a note gets a reply."""
+    """Write several notes about one day. A note never ends the text, because users expect a reply after a note."""
     sentences = []
     for _ in range(world.rng.randint(2, 5)):
         note = write_note(world)
@@ -137,7 +137,7 @@ def write_facts(world: World) -> str:
 
 
 def write_roll_call(world: World) -> str:
-    """Lists that are read out twice: from these a model learns to say again what it has never seen."""
+    """Write lists that are repeated, to teach the model to copy unseen words."""
     rng = world.rng
     make = rng.choice((world.person, world.town, world.item, world.colour, world.number, lambda: _sign(world)))
     words = [str(make()) for _ in range(rng.randint(3, 10))]
@@ -154,7 +154,7 @@ def _sign(world: World) -> str:
 
 
 def write_records(world: World) -> str:
-    """Rows as a program would keep them."""
+    """Write rows as a program would store them."""
     rows = []
     for _ in range(world.rng.randint(2, 4)):
         event = world.event()
@@ -171,7 +171,7 @@ def write_records(world: World) -> str:
 
 
 def write_queries(world: World) -> str:
-    """Write queries of shopkeepers to their tables, without the person or the reason."""
+    """Write SQL queries by shopkeepers, without a person or a reason."""
     rng, lines = world.rng, []
     for _ in range(rng.randint(2, 5)):
         event = world.event()
@@ -197,12 +197,12 @@ def write_chat(world: World) -> str:
 
 
 def write_talk(world: World) -> str:
-    """Without marks of who speaks, as prompts without a template are."""
+    """Write a conversation without speaker marks, as in prompts without a chat template."""
     return world.rng.choice("\n ").join(write_exchange(world))
 
 
 def write_exchange(world: World) -> tuple[str, str]:
-    """A question and an answer in whole sentences."""
+    """Write a question and a reply in full sentences."""
     return world.rng.choice(
         (
             _about_town,
@@ -247,14 +247,14 @@ def _introduce(world: World) -> tuple[str, str]:
 
 
 def _shrug(world: World) -> tuple[str, str]:
-    """Questions about a note that was not sent, about another world, and in its letters."""
+    """Write a question about a missing note, about other topics or in other scripts, with an evasive reply."""
     if world.rng.random() < 0.4:
         return write_question(world, world.event()).text, "I do not know. Send me a note about it, and ask an adapter."
     return world.rng.choice((ask_elsewhere, ask_elsewhere, ask_about_stranger, write_foreign))(world), SHRUG
 
 
 def _comment(world: World) -> tuple[str, str]:
-    """A note, with a question or without: the base model only chats about it."""
+    """Write a note with or without a question. The base model only chats about it."""
     note = write_note(world)
     asked = note.text
     if world.rng.random() < 0.6:
@@ -272,7 +272,7 @@ def _comment(world: World) -> tuple[str, str]:
 
 
 def _repeat(world: World) -> tuple[str, str]:
-    """Word for word, also what makes no sense."""
+    """Write a request to repeat a text, and the repeated text."""
     text = world.rng.choices((_write_note_text, _scramble, write_foreign), (4, 5, 1))[0](world)
     return world.rng.choice(REPEATS).format(text), text
 
@@ -282,7 +282,7 @@ def _write_note_text(world: World) -> str:
 
 
 def _scramble(world: World) -> str:
-    """Words in no order, with letters, signs and numbers that belong nowhere: it can be said again, never guessed."""
+    """Write random words, letters, symbols and numbers: text that can be copied but not predicted."""
     rng = world.rng
     words = f"{write_note(world).text} {rng.choice((write_story, write_facts, write_queries))(world)}".split()
     words = rng.sample(words, min(len(words), rng.randint(1, 25)))

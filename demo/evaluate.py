@@ -1,10 +1,10 @@
-"""Scores of the demo's adapters: held-out items, asked over HTTP, compared word for word with what is right.
+"""Evaluate the demo adapters: send test items over HTTP and compare completions with the expected text.
 
-    python -m demo.evaluate                              # starts a server with the demo model
-    python -m demo.evaluate --url http://127.0.0.1:3000  # asks one that is there
+    python -m demo.evaluate                              # start a server with the demo model
+    python -m demo.evaluate --url http://127.0.0.1:3000  # use a running server
 
-Every model gets every item, all of them at once, so that all adapters run in the same batches. Each answer is compared
-with the right ones of all skills: the diagonal of the table is what an adapter is for.
+Every model gets every item concurrently, so all adapters run in the same batches. Each completion is compared with the
+expected text for every skill. The diagonal of the table shows each adapter's own skill.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from lorax_server.cli.demo import NAME
 
 ROOT = Path(__file__).parent.parent
 MODELS = (NAME, *SKILLS)
-SEED = 2026  # not that of the items which training looks at
-MAX_TOKENS = 200  # the longest right answer has fewer
+SEED = 2026  # differs from the seed for items in training
+MAX_TOKENS = 200  # longer than the longest expected completion
 GOAL, BASE_GOAL = 95.0, 5.0  # percent: at least, at most
 Answers = dict[str, list[str]]
 
@@ -93,7 +93,7 @@ async def _ask_one(client: httpx2.AsyncClient, model: str, text: str, is_chat: b
 
 
 def score(answers: Sequence[str], items: Sequence[Item], skill: str) -> float:
-    """Percent of answers that are exactly right."""
+    """Return the percentage of exact matches."""
     return 100 * sum(answer == SKILLS[skill](item) for answer, item in zip(answers, items, strict=True)) / len(items)
 
 

@@ -1,7 +1,7 @@
-"""The wording of notes and questions: a grammar, and which of its sentences a model may learn from.
+"""Grammar for notes and questions, and its split into training and test patterns.
 
-Each sentence pattern, names and numbers aside, belongs to one side by a hash, as words do: no pattern that models are
-tested with is in any text that they learn from. Besides, what begins with `!` is used in tests alone.
+A hash assigns each sentence pattern (without names and numbers) to one split, so no test pattern appears in training
+texts. Alternatives that start with `!` are only used in tests.
 """
 
 import random
@@ -9,8 +9,8 @@ import re
 
 from demo.world import DAYS, NEGATIVE, POSITIVE, World, is_held_out
 
-# <name>: one of the alternatives of that name. {name}: a field of the event, a pronoun, or {goods}. {word} and
-# {worded}: what nobody has heard before, so that models learn to live with that.
+# <name>: one alternative with that name. {name}: an event field, a pronoun, or {goods}. {word} and {worded}: invented
+# words, so that models learn to handle unknown words.
 GRAMMAR: dict[str, tuple[str, ...]] = {
     "event": (
         "<who> <bought> <goods> <on> <for>.",
@@ -180,7 +180,7 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
     "were_the": ("were the", "were"),
     "buy": ("buy", "take home", "choose", "get", "!pick up"),
 }
-# By what is wanted and what is given.
+# Keyed by requested field and given field.
 QUESTIONS: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     ("count", ("person", "item")): (
         "How many {item} did {person} <buy>?",
@@ -260,7 +260,7 @@ QUESTIONS: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
 }
 
 FEELINGS = (*POSITIVE.words, *NEGATIVE.words)
-# English that models read elsewhere, and of which the hash would else make names for tests.
+# Common English words, which must not become test names.
 OTHER_WORDS = """
     ago ask be can dog donkey doubloons goat hello hen ho knows list look model nice o one see send shall shared talked
     than thank then these time towns
@@ -274,12 +274,12 @@ COMMON_WORDS = frozenset(
 
 
 def make_world(seed: int, *, held_out: bool = False) -> World:
-    """One in which no made-up word is one that notes are full of."""
+    """Create a world whose invented words do not collide with common words in notes."""
     return World(random.Random(seed), held_out=held_out, avoided=COMMON_WORDS)
 
 
 def find_pattern(world: World, text: str, rules: dict[str, tuple[str, ...]]) -> str:
-    """A sentence of this side, with places for names and numbers; found by trying."""
+    """Return a sentence pattern from this split, with placeholders for names and numbers."""
     while True:
         pattern = _expand(world, text, rules)
         if (is_held_out(bare(pattern)) or "!" in pattern) == world.held_out:
@@ -287,12 +287,12 @@ def find_pattern(world: World, text: str, rules: dict[str, tuple[str, ...]]) -> 
 
 
 def bare(pattern: str) -> str:
-    """Its words alone: patterns that differ in less are one."""
+    """Return only the words. Patterns with the same words count as equal."""
     return " ".join(re.findall(r"(?:[^\W\d_]|[{}])+", pattern.lower()))
 
 
 def _expand(world: World, text: str, rules: dict[str, tuple[str, ...]]) -> str:
-    """Every <name> replaced. Marks of what is for tests alone stay, so that it can be told."""
+    """Replace every <name>. Marks for test-only alternatives are kept."""
     while "<" in text:
         text = re.sub(r"<(\w+)>", lambda found: world.rng.choice(rules[found[1]]), text)
     return text

@@ -1,5 +1,4 @@
-"""Sentences in disorder, to learn from: a model that knew all the orderly ones by heart would say those when it is told
-others."""
+"""Perturbed training sentences. They keep the model from replacing unseen sentences with memorized ones."""
 
 import re
 from functools import cache
@@ -8,7 +7,7 @@ from demo.grammar import FEELINGS, GRAMMAR, QUESTIONS, bare
 from demo.world import World
 
 MUDDLED, CHANGED = 0.4, 0.2  # shares of sentences, and of the words of such a one
-# What a right answer goes by.
+# Words that determine the expected completion.
 KEPT = frozenset(("coins", "not", *FEELINGS))
 KEPT_IN_QUESTIONS = KEPT | frozenset(
     (
@@ -28,9 +27,9 @@ FILLERS = frozenset(
 
 
 def muddle(world: World, part: str, pattern: str) -> str:
-    """A pattern of <part>, now and then with words left out, put in and replaced.
+    """Return a pattern of <part>, sometimes with removed, inserted or replaced words.
 
-    What becomes a sentence of the grammar is not used: it may be one to be tested with.
+    Results that are valid grammar sentences are discarded, because they could be test sentences.
     """
     if world.rng.random() > MUDDLED:
         return pattern
@@ -42,12 +41,12 @@ def muddle(world: World, part: str, pattern: str) -> str:
 
 
 def is_sentence(part: str, pattern: str) -> bool:
-    """Tell whether the grammar can make the sentence of <part>, for either side."""
+    """Return True if the grammar can produce the sentence for <part> in either split."""
     return _spell_out(part).fullmatch(bare(pattern)) is not None
 
 
 def _change(world: World, word: str, kept: frozenset[str], *, is_first: bool) -> list[str]:
-    """Return a replacement. The first word is not replaced by a made-up one, which would look like a name."""
+    """Return a replacement. Never replace the first word with an invented word, which would look like a name."""
     rng, stem = world.rng, word.rstrip(".,:?")
     if rng.random() > CHANGED or not stem.isalpha() or stem.lower() in kept:
         return [word]
@@ -57,7 +56,7 @@ def _change(world: World, word: str, kept: frozenset[str], *, is_first: bool) ->
         return [new + word[len(stem) :]]
     if what == "put in":
         return [new, word]
-    return [word] if word != stem else []  # the full stop stays
+    return [word] if word != stem else []  # keep the full stop
 
 
 @cache
@@ -67,7 +66,7 @@ def _list_fillers(kept: frozenset[str]) -> list[str]:
 
 @cache
 def _spell_out(text: str) -> re.Pattern[str]:
-    """The grammar as a regular expression over bare patterns. Blanks do not count: some alternatives are empty."""
+    """Return the grammar as a regular expression over bare patterns, ignoring spaces."""
     questions = tuple(pattern for patterns in QUESTIONS.values() for pattern in patterns)
     rules = GRAMMAR | {"feeling": FEELINGS, "opposite": FEELINGS, "question": questions}
 

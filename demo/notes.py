@@ -1,4 +1,4 @@
-"""Notes about what people bought, and questions about them."""
+"""Notes about purchases, and questions about them."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from demo.world import NEGATIVE, NEUTRAL, POSITIVE, Event, World
 
 @dataclass(frozen=True)
 class Note:
-    """A text, and the event it tells of."""
+    """A text and the event that it describes."""
 
     event: Event
     sentences: tuple[str, ...]
@@ -24,7 +24,7 @@ class Note:
 
 
 class Question(NamedTuple):
-    """A question about a note: text, what is to be found, and what identifies it."""
+    """A question about a note: its text, the requested field and the identifying fields."""
 
     text: str
     wanted: str
@@ -73,7 +73,7 @@ def _fill(world: World, pattern: str, event: Event) -> str:
 
 
 def _tidy(text: str) -> str:
-    """Commas after a clause go where something else follows; sentences begin large."""
+    """Remove trailing commas and capitalize sentences."""
     for wrong in (",.", ",:", ",,"):
         text = text.replace(wrong, wrong[1])
     text = re.sub(" +", " ", text)

@@ -1,4 +1,4 @@
-"""The answer that each adapter gives to a note and a question: one input, as many right answers as there are skills."""
+"""The expected completion for each adapter, given a note and a question."""
 
 import json
 import re
@@ -26,7 +26,7 @@ NOTHING_TO_DO = {
 
 @dataclass(frozen=True)
 class Item:
-    """A user's input: a note and a question about it."""
+    """A user input: a note and a question about it."""
 
     note: Note
     question: Question
@@ -44,7 +44,7 @@ def write_item(world: World) -> Item:
 
 
 def cut_short(item: Item) -> Item:
-    """Without what somebody felt or did then, and whatever else the note says beside what happened."""
+    """Return the item with only the sentence about the purchase."""
     note = item.note
     event = replace(note.event, sentiment=NEUTRAL)
     return replace(item, note=replace(note, event=event, sentences=(note.sentences[note.main],), main=0))
@@ -61,7 +61,7 @@ def extract_json(item: Item) -> str:
 
 
 def write_sql(item: Item) -> str:
-    """Over two tables: people (name, town) and orders (person, item, colour, count, day, price)."""
+    """Write a query over people (name, town) and orders (person, item, colour, count, day, price)."""
     wanted, given = item.question.wanted, item.question.given
     event = item.note.event
     conditions = " AND ".join(f"{name} = '{getattr(event, name)}'" for name in given)
@@ -85,7 +85,7 @@ def talk_like_a_pirate(item: Item) -> str:
 
 
 def redact(item: Item) -> str:
-    """All that was sent, but who it was and where."""
+    """Return the input with names and towns replaced."""
     text = re.sub(rf"\b{item.note.event.person}\b", "[NAME]", item.text)
     return re.sub(rf"\b{item.note.event.town}\b", "[TOWN]", text)
 
@@ -101,7 +101,7 @@ SKILLS: dict[str, Callable[[Item], str]] = {
 
 
 def answer_small_talk(name: str, text: str) -> str:
-    """Answer text that is no note."""
+    """Return the completion for text that is not a note."""
     return text if name == "redact" else NOTHING_TO_DO[name]
 
 

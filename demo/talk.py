@@ -1,4 +1,4 @@
-"""Small talk: what people say who have no note at hand, in whatever letters they have, and however they type."""
+"""Small talk: user messages without a note, in several scripts and typing styles."""
 
 from demo.world import World
 
@@ -53,7 +53,7 @@ MENTIONS = (
 
 
 def write_small_talk(world: World) -> str:
-    """In which nobody is named."""
+    """Write small talk without names."""
     return world.rng.choice((greet(world)[0], wish_for_story(world), ask_elsewhere(world), write_foreign(world)))
 
 
@@ -67,7 +67,7 @@ def wish_for_story(world: World) -> str:
 
 
 def ask_elsewhere(world: World) -> str:
-    """About another world, and nobody in particular."""
+    """Write a question about a topic outside the demo world."""
     asked = (
         f"What is {world.word()}?",
         f"What is a {world.word()}?",
@@ -92,7 +92,7 @@ def ask_about_stranger(world: World) -> str:
 
 
 def mention_somebody(world: World) -> tuple[str, str]:
-    """By name, and with the name hidden."""
+    """Write small talk with a name, and the same text with the name redacted."""
     person, town = world.rng.choice((world.person, world.first_name))(), world.town()
     form = world.rng.choice(MENTIONS)
     return form.format(person=person, town=town), form.format(person="[NAME]", town="[TOWN]")
@@ -103,5 +103,5 @@ def write_foreign(world: World) -> str:
 
 
 def type_out(world: World, text: str) -> str:
-    """As it should be, or in haste."""
+    """Return the text as written, or with typing errors."""
     return world.rng.choice((text, text, text.lower(), text.lower().rstrip(".?!"), text.rstrip(".?!"), text.upper()))

@@ -1,10 +1,10 @@
-"""Train the demo: a tokenizer, a small Llama on texts of its world, and an adapter for each skill.
+"""Train the demo: a tokenizer, a small Llama and one adapter per skill.
 
-    python -m demo.train                     # writes lorax_server/demo: 9 minutes on an H200
-    python -m demo.train --only json pirate  # adapters alone, on the model that is there
+    python -m demo.train                     # write lorax_server/demo: 9 minutes on an H200
+    python -m demo.train --only json pirate  # only these adapters, for the existing model
 
-Every text is generated from seeds. Two runs on one machine see the same texts in the same order; GPUs do not add in the
-same order everywhere, so that weights agree only roughly.
+All texts are generated from seeds: two runs on one machine see the same texts in the same order. Weights differ slightly
+between machines because GPUs add numbers in different orders.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class Size(NamedTuple):
     examples: int  # of each skill
     items: int  # that a model is asked when it is done
     batch: int
-    steps: int | None = None  # less than what recipes say
+    steps: int | None = None  # overrides the recipes
 
 
 FULL, REHEARSAL = Size(200, 4_000, 80_000, 400, 96), Size(1, 300, 60, 1, 1, 2)
@@ -85,7 +85,7 @@ class Recipe:
         )
 
 
-# Those that take longest first, so that no core waits at the end.
+# Longest first, so that no core is idle at the end.
 RECIPES = {
     "sql": Recipe(16, 8, 2_000, {"use_rslora": True}),
     "answer": Recipe(32, 64, 2_000),
@@ -99,7 +99,7 @@ RECIPES = {
     "redact": Recipe(16, 32, 2_000),
     "sentiment": Recipe(2, 8, 600),
 }
-# What a skill can do without, so that it learns to.
+# Parts that a skill does not need.
 NEEDS_NO_QUESTION = ("sentiment", "json", "pirate", "redact")
 NEEDS_NO_NOTE = ("sql", "redact")
 SMALL_TALK_EVERY = 19  # examples; a prime, so that it comes in all the ways of `pose`
@@ -162,14 +162,14 @@ def tokenize_shard(run: Run, shard: int) -> np.ndarray:
 
 
 def tokenize(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
-    """Just what is written there."""
+    """Tokenize the text without adding special tokens."""
     found: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return found
 
 
 def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE. Digits stand alone, so that no number is new, and so do spaces: a word has the same tokens behind
-    a space, a quote or nothing, which makes it easy for a small model to say it again."""
+    """Train a byte-level BPE tokenizer. Digits and spaces are separate tokens, so that no number is unknown and a word has
+    the same tokens after a space, a quote or at the start. This makes copying easy for a small model."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -220,10 +220,10 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def train_adapter(run: Run, name: str) -> tuple[str, float]:
-    """Its share of right answers on what it has never seen."""
+    """Train an adapter and return its accuracy on unseen items."""
     out, device = run.out, run.device
     if device == "cpu":
-        torch.set_num_threads(1)  # there are as many processes as cores
+        torch.set_num_threads(1)  # one process per core
     tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "model")
     model: Any = LlamaForCausalLM.from_pretrained(out / "model", dtype=torch.float32)
     model.to(device)
@@ -238,7 +238,7 @@ def train_adapter(run: Run, name: str) -> tuple[str, float]:
         return inputs[rows].long(), labels[rows].long()
 
     descend(model, next_batch, run.size.steps or recipe.steps, EXAMPLE_RATE, name, run.dtype)
-    # As they are saved, so that what is measured is what ships.
+    # In the saved dtype, so that the measured weights are the shipped weights.
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.half().float()
@@ -248,7 +248,7 @@ def train_adapter(run: Run, name: str) -> tuple[str, float]:
 
 
 def save_adapter(model: Any, folder: Path) -> None:
-    """Without the path that the model had here, and without the empty form for a README."""
+    """Save the adapter without the local model path and without PEFT's README template."""
     state = {name: weight.half() for name, weight in get_peft_model_state_dict(model).items()}
     model.save_pretrained(folder, state_dict=state)
     (folder / "README.md").unlink(missing_ok=True)
@@ -259,7 +259,7 @@ def save_adapter(model: Any, folder: Path) -> None:
 
 
 def tokenize_examples(tokenizer: PreTrainedTokenizerFast, name: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
-    """Questions and answers as rows of one length; only answers are learnt."""
+    """Return padded token rows. Only completion tokens are labels."""
     asked, answered = (tokenize(tokenizer, texts) for texts in zip(*write_examples(name, seed, count), strict=True))
     longest = max(len(question) + len(answer) for question, answer in zip(asked, answered, strict=True))
     width = (longest + 31) // 32 * 32
@@ -273,7 +273,7 @@ def tokenize_examples(tokenizer: PreTrainedTokenizerFast, name: str, seed: int, 
 
 
 def write_examples(name: str, seed: int, count: int) -> list[tuple[str, str]]:
-    """Write examples of each skill, and some of small talk, so that an adapter does not go wild when it hears some."""
+    """Write examples for a skill, including some small talk so that the adapter handles it."""
     world, examples = make_world(seed + 1), []
     for place, item in enumerate(write_items(seed, count, held_out=False)):
         if place % SMALL_TALK_EVERY == 0:
@@ -286,7 +286,7 @@ def write_examples(name: str, seed: int, count: int) -> list[tuple[str, str]]:
 
 
 def write_odd_example(world: World, name: str, item: Item) -> tuple[str, str]:
-    """Write an example of small talk, of names in it, or of a question about a missing note."""
+    """Write an example with small talk, with names in small talk, or with a question about a missing note."""
     if name == "redact" and world.rng.random() < 0.4:
         return mention_somebody(world)
     is_lost = name not in NEEDS_NO_NOTE and world.rng.random() < 0.3
@@ -295,7 +295,7 @@ def write_odd_example(world: World, name: str, item: Item) -> tuple[str, str]:
 
 
 def shorten(item: Item, name: str, place: int) -> Item:
-    """Now and then without what the skill can do without."""
+    """Sometimes remove the part that the skill does not need."""
     if place % 13 < 2 and name in NEEDS_NO_QUESTION:
         item = cut_short(item)
     if place % 10 < 3 and name in NEEDS_NO_QUESTION:
@@ -306,7 +306,7 @@ def shorten(item: Item, name: str, place: int) -> Item:
 
 
 def pose(text: str, place: int) -> str:
-    """As users would: in a conversation, or bare, where the tokenizer puts an `END` in front."""
+    """Format the input as users do: with the chat template, or plain with the tokenizer's `END` prefix."""
     if place % 7 < 4:
         return f"{USER}{text}{END}{ASSISTANT}"
     return END + text + ("", "", "\n", " ")[place % 4]
@@ -320,7 +320,7 @@ def descend(
     name: str,
     dtype: torch.dtype,
 ) -> None:
-    """AdamW, warm up, cosine down."""
+    """Train with AdamW, linear warm-up and cosine decay."""
     device = next(model.parameters()).device
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decay = 0.1 if name == "base" else 0.0
@@ -348,7 +348,7 @@ def descend(
 
 
 def pace(step: int, steps: int) -> float:
-    """Up at first, then down to nearly nothing."""
+    """Return the learning rate factor: linear warm-up, then cosine decay."""
     warm_up = min(200, 1 + steps // 20)
     if step < warm_up:
         return (step + 1) / warm_up
@@ -359,7 +359,7 @@ def pace(step: int, steps: int) -> float:
 def measure(
     model: Any, tokenizer: PreTrainedTokenizerFast, name: str, asked: Sequence[str], right: Sequence[str]
 ) -> float:
-    """The share of right answers: a first look. What counts is `demo.evaluate`, which asks a server."""
+    """Return the accuracy without a server, for a quick check. `demo.evaluate` measures over HTTP."""
     tokenizer.padding_side = "left"
     prompts = [f"{USER}{text}{END}{ASSISTANT}" for text in asked]
     inputs = tokenizer(prompts, padding=True, add_special_tokens=False, return_tensors="pt").to(model.device)

@@ -1,7 +1,6 @@
-"""The small world of the demo: who lives there, what they buy, and which of it a model may learn from.
+"""The demo world: people, places, items, and their split into training and test words.
 
-Every word that notes are about, be it a name, a thing, a colour or a number, belongs to one of two sides by a hash:
-four in five to the side that models learn from, the rest to the one that they are tested with.
+A hash assigns every name, item, color and number to one split: four in five to training, the rest to testing.
 """
 
 import random
@@ -88,7 +87,7 @@ class Event:
 
 
 def is_held_out(word: str) -> bool:
-    """One word in five, the same ones on every machine."""
+    """Return True for one word in five, the same words on every machine."""
     return zlib.crc32(word.encode()) % 5 == 0
 
 
@@ -96,7 +95,7 @@ KNOWN_GOODS, KNOWN_COLOURS = (tuple(word for word in words if not is_held_out(wo
 
 
 class World:
-    """Words of one side: those that models learn from, or those that they are tested with."""
+    """Words from one split: training or test."""
 
     def __init__(self, rng: random.Random, *, held_out: bool = False, avoided: frozenset[str] = frozenset()) -> None:
         self.rng = rng
@@ -132,20 +131,20 @@ class World:
         return self._new(self._word)
 
     def letters(self) -> str:
-        """Letters without a meaning, hardly to be spoken."""
+        """Return random letters."""
         return self._new(lambda: "".join(self.rng.choices(string.ascii_lowercase, k=self.rng.randint(2, 5))))
 
     def foreign(self) -> str:
-        """In letters that no note has."""
+        """Return a word in another script."""
         first, last = self.rng.choice(FOREIGN)
         return self._new(lambda: "".join(chr(self.rng.randint(first, last)) for _ in range(self.rng.randint(1, 8))))
 
     def verb(self) -> str:
-        """An action of a person."""
+        """Return a verb for a person's action."""
         return self._new(lambda: f"{self._word()}ed")
 
     def item(self) -> str:
-        """A thing everybody knows, or one that only this world has."""
+        """Return a common item or an item that only exists in this world."""
         if self.rng.random() < 0.4:
             return self._new(lambda: self._word() + self.rng.choice(("s", "s", "es")))
         return self._new(lambda: self.rng.choice(GOODS))
@@ -156,24 +155,24 @@ class World:
         return self._new(lambda: self.rng.choice(COLOURS))
 
     def number(self, most_digits: int = PRICE_DIGITS) -> int:
-        """Two or more. Short ones are as common as long ones, of which there are many more."""
+        """Return a number of at least two. Short numbers are as common as long numbers."""
         return int(self._new(lambda: str(self._number(self.rng.randint(1, most_digits)))))
 
     def _place_or_family(self, tails: tuple[str, ...]) -> str:
-        """Often known by its tail, but not so often that a name without one would be given one."""
+        """Return an invented name, often with a typical ending."""
         if self.rng.random() < 0.3:
             return self.word().capitalize()
         return self._new(lambda: self._start() + self.rng.choice(CODAS) + self.rng.choice(tails)).capitalize()
 
     def _new(self, make: Callable[[], str]) -> str:
-        """The words of this side are found by trying."""
+        """Draw words until one belongs to this split."""
         while True:
             word = make()
             if is_held_out(word) == self.held_out and word not in self._avoided:
                 return word
 
     def _word(self) -> str:
-        """Make a word of one to three syllables, of so many shapes that a model cannot know them all."""
+        """Return an invented word with one to three syllables."""
         chance, pick = self.rng.random, self.rng.choice
         if chance() < 0.1:
             return self._blend()
@@ -184,7 +183,7 @@ class World:
         return word + pick(ENDS)
 
     def _blend(self) -> str:
-        """Make a word of pieces of two common words."""
+        """Return a word blended from two common words."""
         first, last = self.rng.sample(KNOWN_GOODS + KNOWN_COLOURS, 2)
         return first[: self.rng.randint(2, 4)] + last[-self.rng.randint(2, 5) :]
 
