@@ -3,8 +3,8 @@
     python -m demo.train                     # write lorax_server/demo: 9 minutes on an H200
     python -m demo.train --only json pirate  # only these adapters, for the existing model
 
-All texts are generated from seeds: two runs on one machine see the same texts in the same order. Weights differ slightly
-between machines because GPUs add numbers in different orders.
+All texts are generated from seeds: two runs on one machine see the same texts in the same order. Weights differ
+slightly between machines because GPUs add numbers in different orders.
 """
 
 import argparse
@@ -168,8 +168,8 @@ def tokenize(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[l
 
 
 def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer. Digits and spaces are separate tokens, so that no number is unknown and a word has
-    the same tokens after a space, a quote or at the start. This makes copying easy for a small model."""
+    """Train a byte-level BPE tokenizer. Digits and spaces are separate tokens, so that no number is unknown and a word
+    has the same tokens after a space, a quote or at the start. This makes copying easy for a small model."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
