@@ -1,1 +1,1 @@
-"""One generation: its tokens become text, and stop rules end it."""
+"""Turn the tokens of one completion into text and apply stop rules."""

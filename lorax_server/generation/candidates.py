@@ -1,4 +1,4 @@
-"""Several candidates for one answer: their seeds and their order."""
+"""Seeds and ranking of `best_of` candidates."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from hashlib import sha256
 
 
 def candidate_seed(seed: int, index: int) -> int:
-    """Return the seed of one of several candidates. The first one has the seed of the request."""
+    """Return the seed of a candidate. The first candidate uses the request seed."""
     if index == 0:
         return seed
     digest = sha256(seed.to_bytes(8, "big") + index.to_bytes(8, "big")).digest()
@@ -14,9 +14,9 @@ def candidate_seed(seed: int, index: int) -> int:
 
 
 def sort_candidates(logprobs: Sequence[Sequence[float]]) -> list[int]:
-    """Return the candidates' indices, the likeliest first by the mean over tokens; of equals the first comes first.
+    """Return candidate indices by descending mean log probability. Ties keep their order.
 
-    A candidate without tokens, or with a log probability that is not a number, comes last.
+    Candidates without tokens or with NaN log probabilities come last.
     """
     means = [sum(values) / len(values) if values else -math.inf for values in logprobs]
     means = [-math.inf if math.isnan(mean) else mean for mean in means]

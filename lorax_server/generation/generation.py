@@ -1,4 +1,4 @@
-"""One generation: the outputs of an engine for one request become text, until a stop rule ends it."""
+"""Convert engine outputs of one request to text, until a stop rule applies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,52 +11,52 @@ from lorax_server.types import Alternatives, FinishReason, Output, Request, Samp
 
 
 class TokenEvent(NamedTuple):
-    """A token of a generation and the text that it added."""
+    """A generated token and the text that it added."""
 
     text: str
     token_id: int
     logprob: float
     finish_reason: FinishReason | None
     alternatives: Alternatives | None = None
-    offset: int = 0  # of the token's text in that of the generation
+    offset: int = 0  # character offset of the token in the completion
 
 
 @dataclass
 class Completion:
-    """The answer to a prompt."""
+    """The completion of a prompt."""
 
     prompt_ids: list[int]
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    alternatives: list[Alternatives] = field(default_factory=list)  # of each token, if the request asks for them
-    prompt_logprobs: list[float] | None = None  # from the second token on, if the request asks for them
+    alternatives: list[Alternatives] = field(default_factory=list)  # for each token, if requested
+    prompt_logprobs: list[float] | None = None  # from the second token on, if requested
     finish_reason: FinishReason | None = None
     error: LoraxError | None = None
-    prompt_alternatives: list[Alternatives] | None = None  # of the same tokens as `prompt_logprobs`
+    prompt_alternatives: list[Alternatives] | None = None  # for the same tokens as `prompt_logprobs`
 
 
 class Generation:
-    """A request and its completion so far. Stop strings are found here, since the engine sees no text."""
+    """A request and its completion so far. Stop strings are matched here, because the engine does not decode text."""
 
     def __init__(self, request: Request, detokenizer: Detokenizer) -> None:
         self.request = request
         self.completion = Completion(list(request.prompt_ids))
-        self.events: list[TokenEvent] = []  # that were not taken yet
+        self.events: list[TokenEvent] = []  # not yet returned by `pop_events`
         self._detokenizer = detokenizer
         self._criteria = StoppingCriteria(request.stop)
         self._prefix, self._read = detokenizer.start(request.prompt_ids)
-        self._ids = list(request.prompt_ids[self._prefix :])  # tokens that further text depends on
-        self._shift = self._prefix  # number of tokens before them
+        self._ids = list(request.prompt_ids[self._prefix :])  # tokens that the next text depends on
+        self._shift = self._prefix  # number of dropped tokens before `_ids`
 
     @property
     def text(self) -> str:
-        """All text so far that can be shown."""
+        """The text so far, without text that is held back."""
         return self._criteria.current_output
 
     @property
     def num_characters(self) -> int:
-        """The offset of the next token's text, counting text that is held back."""
+        """The character offset of the next token, including text that is held back."""
         return self._criteria.num_characters
 
     @property
@@ -73,8 +73,8 @@ class Generation:
             completion.prompt_logprobs = output.prompt_logprobs
             completion.prompt_alternatives = output.prompt_alternatives
         last = len(output.tokens) - 1
-        for place, token in enumerate(output.tokens):
-            self._append_event(token, output.finish_reason if place == last else None)
+        for index, token in enumerate(output.tokens):
+            self._append_event(token, output.finish_reason if index == last else None)
             if completion.finish_reason is not None:
                 return
 
@@ -90,10 +90,10 @@ class Generation:
         self.events.append(TokenEvent(text, token.token_id, token.logprob, reason, token.alternatives, offset))
         if reason is not None:
             completion.text = self.text
-            completion.finish_reason = reason  # last: a thread that waits for it then finds all the rest
+            completion.finish_reason = reason  # set last, because other threads wait for it
 
     def append_token(self, token_id: int) -> str:
-        """Return the text that a token adds."""
+        """Append a token and return the text that it adds."""
         ids, shift, criteria = self._ids, self._shift, self._criteria
         self.completion.token_ids.append(token_id)
         ids.append(token_id)
@@ -101,23 +101,23 @@ class Generation:
         pending = self._detokenizer.pending(ids, prefix, read) if criteria.may_end_with(token_id) else ""
         criteria(token_id, text, pending)
         self._prefix, self._read = prefix + shift, read + shift
-        self._forget_tokens(prefix)
+        self._drop_decoded_tokens(prefix)
         return criteria.new_text
 
-    def take_events(self) -> list[TokenEvent]:
+    def pop_events(self) -> list[TokenEvent]:
         """Return the events since the last call."""
         events, self.events = self.events, []
         return events
 
-    def _forget_tokens(self, count: int) -> None:
-        """Drop tokens that no text depends on. Only now and then, since it takes the time of all that stay."""
+    def _drop_decoded_tokens(self, count: int) -> None:
+        """Drop tokens that the next text does not depend on. Runs rarely, because it copies the remaining tokens."""
         if count > 2 * len(self._ids) // 3:
             del self._ids[:count]
             self._shift += count
 
 
-def locate_tokens(detokenizer: Detokenizer, ids: Sequence[int]) -> list[int]:
-    """Return the offset of each token's text in the text of all; tokens that are not shown have none of their own."""
+def find_token_offsets(detokenizer: Detokenizer, ids: Sequence[int]) -> list[int]:
+    """Return the character offset of each token in the decoded text. Special tokens add no text."""
     stop = StopParams(max_new_tokens=max(1, len(ids)))
     starts, generation = [], Generation(Request(0, (), SamplingParams(), stop), detokenizer)
     for token_id in ids:

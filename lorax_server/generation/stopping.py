@@ -1,12 +1,12 @@
-"""Stop rules: the end of a request, and the text that is shown until then."""
+"""Stop rules: when a completion finishes, and which text is shown."""
 
 from lorax_server.types import FinishReason, StopParams
 
-__all__ = ["FinishReason", "StoppingCriteria", "ended_by"]
+__all__ = ["FinishReason", "StoppingCriteria", "find_stop_reason"]
 
 
-def ended_by(token_id: int, num_generated: int, params: StopParams) -> FinishReason | None:
-    """Return the reason if a token, the last of `num_generated`, ends its request by itself."""
+def find_stop_reason(token_id: int, num_generated: int, params: StopParams) -> FinishReason | None:
+    """Return the finish reason if the last of `num_generated` tokens is an eos or stop token."""
     if num_generated <= params.min_new_tokens:
         return None
     if token_id in params.eos_token_ids and not params.ignore_eos:
@@ -15,23 +15,23 @@ def ended_by(token_id: int, num_generated: int, params: StopParams) -> FinishRea
 
 
 class StoppingCriteria:
-    """The stop rules of one request and its progress. It is called with each token and the text that it completed.
+    """The stop rules and progress of one request. Called with each token and its text.
 
-    A stop string is found wherever it ends, also within a token or over several. The stop string that ends first
-    counts, so that the cuts between tokens change nothing. Text that may turn out to be the beginning of a stop string
-    is held back, unless stop strings are shown.
+    Stop strings are found within a token and across tokens. The stop string that ends first applies, so the result does
+    not depend on token boundaries. Text that may be the start of a stop string is held back, unless stop strings are
+    included in the output.
     """
 
     def __init__(self, params: StopParams) -> None:
         self.params = params
         self.current_tokens = 0
-        self._ending_token_ids = params.ending_token_ids
-        self.new_text = ""  # that the last token showed
+        self._all_stop_token_ids = params.all_stop_token_ids
+        self.new_text = ""  # text that the last token added
         self.finish_reason: FinishReason | None = None
         self._shown: list[str] = []
-        self._num_shown = 0  # characters
+        self._num_shown = 0  # characters in `_shown`
         self._held = ""
-        self._matchers = [_Matcher(text) for text in params.stop_strings]
+        self._matchers = [_StopStringMatcher(text) for text in params.stop_strings]
 
     @property
     def max_new_tokens(self) -> int:
@@ -43,7 +43,7 @@ class StoppingCriteria:
 
     @property
     def current_output(self) -> str:
-        """All text that was shown."""
+        """The text that is not held back."""
         return "".join(self._shown)
 
     @property
@@ -52,15 +52,15 @@ class StoppingCriteria:
         return self._num_shown + len(self._held)
 
     def may_end_with(self, token_id: int) -> bool:
-        """Tell whether a token would be the last one whatever its text is: only then is pending text shown."""
-        return self.params.max_new_tokens <= self.current_tokens + 1 or token_id in self._ending_token_ids
+        """Return True if the completion ends with this token regardless of its text. Pending text is then shown."""
+        return self.params.max_new_tokens <= self.current_tokens + 1 or token_id in self._all_stop_token_ids
 
     def __call__(self, last_token: int, last_text: str, pending_text: str = "") -> tuple[bool, FinishReason | None]:
-        """Append a token and the text that it completed. `pending_text` would follow if this were the last token."""
+        """Append a token and its text. `pending_text` follows if this is the last token."""
         self.current_tokens += 1
         reason = None
-        if last_token in self._ending_token_ids:
-            reason = ended_by(last_token, self.current_tokens, self.params)
+        if last_token in self._all_stop_token_ids:
+            reason = find_stop_reason(last_token, self.current_tokens, self.params)
         if reason is FinishReason.EOS_TOKEN:
             last_text = ""
         elif reason is FinishReason.STOP_SEQUENCE and not self.params.include_stop:
@@ -71,7 +71,7 @@ class StoppingCriteria:
         elif reason is None and self.current_tokens == self.params.max_new_tokens:
             reason = FinishReason.LENGTH
         if reason is not None and not stopped:
-            more, stopped = self._show(pending_text)  # which may complete a stop string
+            more, stopped = self._show(pending_text)  # it may complete a stop string
             shown += more + self._held
             reason = FinishReason.STOP_SEQUENCE if stopped else reason
         self.new_text, self.finish_reason = shown, reason
@@ -80,7 +80,7 @@ class StoppingCriteria:
         return reason is not None, reason
 
     def _show(self, text: str) -> tuple[str, bool]:
-        """Return the part of the held back text and `text` that can be shown, and whether a stop string ended in it."""
+        """Return the text that can be shown, and whether a stop string was found in it."""
         if not self._matchers or self.current_tokens <= self.params.min_new_tokens:
             return text, False
         num_held = len(self._held)
@@ -95,25 +95,25 @@ class StoppingCriteria:
         return text[: len(text) - held], False
 
 
-class _Matcher:
-    """The length of the beginning of a string that the text so far ends with (Knuth, Morris and Pratt).
+class _StopStringMatcher:
+    """Matches one stop string with the Knuth-Morris-Pratt algorithm, in constant time per character.
 
-    A character costs the same however long the string is.
+    `matched` is the length of the longest prefix of the stop string that the text ends with.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0
-        self.shorter = [0] * len(text)  # [i]: of the longest proper start of text[: i + 1] that it ends with, too
+        self.fallback = [0] * len(text)  # [i]: length of the longest proper prefix of text[: i + 1] that is also its suffix
         for i in range(1, len(text)):
-            self.shorter[i] = self._longest(text[i], self.shorter[i - 1])
+            self.fallback[i] = self._longest(text[i], self.fallback[i - 1])
 
     def append(self, character: str) -> int:
-        """Return the length of the string if it ends with this character, else 0."""
+        """Return the length of the stop string if it ends with this character, otherwise 0."""
         self.matched = self._longest(character, self.matched)
         return self.matched if self.matched == len(self.text) else 0
 
     def _longest(self, character: str, matched: int) -> int:
         while matched and character != self.text[matched]:
-            matched = self.shorter[matched - 1]
+            matched = self.fallback[matched - 1]
         return matched + (character == self.text[matched])

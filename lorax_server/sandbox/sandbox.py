@@ -1,7 +1,7 @@
-"""Run untrusted tasks in a small pool of worker processes, in turns across tenants.
+"""Run untrusted tasks in a small pool of worker processes, with fair turns across tenants.
 
-A worker is a new Python interpreter, so it inherits neither threads nor secrets. It runs one task at a time. A task
-that exceeds a limit or crashes takes its worker with it, and the next task gets a new one.
+A worker is a new Python interpreter, so it inherits neither threads nor secrets. It runs one task at a time. If a task
+exceeds a limit or crashes, its worker is killed and the next task starts a new one.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from lorax_server.sandbox.worker import LAST, OK, OUT_OF_MEMORY, TIME_SIGNAL, re
 
 logger = logging.getLogger(__name__)
 
-START_S = 60.0  # a busy machine takes long to start a process
-RETRY_S = 5.0
+START_TIMEOUT_S = 60.0  # starting a process can be slow on a busy machine
+RETRY_AFTER_S = 5.0
 STOPPING = "the server is stopping"
 
 
@@ -43,11 +43,11 @@ class Sandbox:
         """`preload` names modules that each worker imports before its first task."""
         self._num_workers = num_workers
         self._preload = preload
-        self._changed = threading.Condition()  # guards all below
-        self._queues: dict[str, deque[_Job]] = {}  # by tenant; the tenant that has waited longest comes first
+        self._changed = threading.Condition()  # guards the fields below
+        self._queues: dict[str, deque[_Job]] = {}  # by tenant, longest waiting tenant first
         self._num_pending: Counter[tuple[str, str]] = Counter()  # queued or running, by function and tenant
         self._num_idle = 0
-        self._has_long = False
+        self._has_long = False  # a long task is running
         self._is_closed = False
         self._processes: list[_WorkerProcess] = []
         self._threads: list[threading.Thread] = []
@@ -60,23 +60,23 @@ class Sandbox:
                 raise BusyError(STOPPING)
             if task.max_pending is not None and self._num_pending[key] >= task.max_pending:
                 raise OverloadedError(
-                    f"{task.max_pending} tasks of this client are queued already; retry later", RETRY_S
+                    f"this client already has {task.max_pending} queued tasks; retry later", RETRY_AFTER_S
                 )
             if self._num_idle <= self._num_queued and len(self._threads) < self._num_workers:
-                self._start_thread()  # before the job is queued: this can fail
+                self._start_thread()  # may raise, so before the job is queued
             self._num_pending[key] += 1
             self._queues.setdefault(tenant, deque()).append(job)
             self._changed.notify_all()
         return job.future
 
     async def run(self, task: SandboxTask, *args: Any, tenant: str = "", wait_s: float | None = None) -> bytes:
-        """Run a task from an event loop. Raise `BusyError` if it is not done after `wait_s`."""
+        """Run a task from an event loop. Raise `BusyError` if it has not finished after `wait_s`."""
         future = self.submit(task, *args, tenant=tenant)
         try:
             async with asyncio.timeout(wait_s):
                 return await asyncio.wrap_future(future)
         except TimeoutError:
-            raise BusyError(f"the sandbox gave no result within {wait_s:g} s: the machine is busy", RETRY_S) from None
+            raise BusyError(f"the sandbox task did not finish within {wait_s:g} s: the machine is busy", RETRY_AFTER_S) from None
 
     def close(self) -> None:
         """Kill the workers. Tasks that are queued or running fail with `BusyError`."""
@@ -106,7 +106,7 @@ class Sandbox:
 
     def _serve(self, process: "_WorkerProcess") -> None:
         """Run queued tasks, one at a time, in one worker process."""
-        while (job := self._take()) is not None:
+        while (job := self._next_job()) is not None:
             if job.future.set_running_or_notify_cancel():
                 try:
                     reply = process.run(job.task, job.args)
@@ -119,11 +119,11 @@ class Sandbox:
                 self._num_pending -= Counter([(job.task.function, job.tenant)])
                 self._has_long = self._has_long and not job.task.is_long
                 self._changed.notify_all()
-            del job  # with its arguments and its result
+            del job  # free its arguments and result while waiting
         process.stop()
 
-    def _take(self) -> _Job | None:
-        """Wait for the next task, or for the end. Tenants take turns."""
+    def _next_job(self) -> _Job | None:
+        """Wait for the next task. Return None after `close`."""
         with self._changed:
             self._num_idle += 1
             try:
@@ -134,7 +134,7 @@ class Sandbox:
                         job = queue.popleft()
                         del self._queues[tenant]
                         if queue:
-                            self._queues[tenant] = queue  # last in turn
+                            self._queues[tenant] = queue  # the tenant goes to the end of the queue
                         self._has_long |= job.task.is_long
                         return job
                     self._changed.wait()
@@ -144,23 +144,23 @@ class Sandbox:
 
 
 class _WorkerProcess:
-    """One worker process, started when a task needs it. Belongs to one thread, except for `close`."""
+    """One worker process, started on demand. Only `close` may be called from other threads."""
 
     def __init__(self, preload: Sequence[str]) -> None:
         self._preload = preload
-        self._lock = threading.Lock()  # guards the next two, which `close` uses too
+        self._lock = threading.Lock()  # guards the next two fields
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
         self._connection: socket.socket | None = None
 
     def run(self, task: SandboxTask, args: Sequence[Any]) -> bytes:
-        """Run a task. Replace the worker if it is gone."""
+        """Run a task. Start a worker if there is none."""
         try:
             request = pickle.dumps((task, args), protocol=5)
         except RecursionError:
             raise TaskError("nested too deeply") from None
         if self._process is not None and self._process.poll() is not None:
-            logger.warning("a sandbox worker has exited with status %d", self._process.returncode)
+            logger.warning("a sandbox worker exited with status %d", self._process.returncode)
             self.stop()
         connection = self._connection or self._start()
         try:
@@ -170,10 +170,10 @@ class _WorkerProcess:
         except TimeoutError:
             self.stop()
             logger.warning("a sandbox worker made no progress for %g s", task.wall_s)
-            raise BusyError(f"a task took more than {task.wall_s:g} s: the machine is busy", RETRY_S) from None
+            raise BusyError(f"a task took more than {task.wall_s:g} s: the machine is busy", RETRY_AFTER_S) from None
         except (EOFError, OSError):
-            raise self._explain_death(task) from None
-        except BaseException:  # the rest of the reply would be taken for that of the next task
+            raise self._diagnose_exit(task) from None
+        except BaseException:  # otherwise the next task would read the rest of this reply
             self.stop()
             raise
         kind, is_last, body = reply[:1], reply[1:2] == LAST, reply[2:]
@@ -186,14 +186,14 @@ class _WorkerProcess:
         raise TaskError(body.decode(errors="replace"))
 
     def close(self) -> None:
-        """Kill the process from another thread and let no other start."""
+        """Kill the process and prevent another start. Any thread may call this."""
         with self._lock:
             self._is_closed = True
             if self._process is not None:
                 self._process.kill()
 
     def stop(self) -> int | None:
-        """Kill and reap the process. Return its exit status, if there was one."""
+        """Kill and reap the process. Return its exit status, or None if no process was running."""
         with self._lock:
             process, self._process = self._process, None
             if process is not None:
@@ -206,31 +206,31 @@ class _WorkerProcess:
     def _start(self) -> socket.socket:
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         try:
-            self._connection, theirs = socket.socketpair()
-            command = (sys.executable, "-m", "lorax_server.sandbox.worker", str(theirs.fileno()), *self._preload)
-            with self._lock, theirs:
+            self._connection, child_socket = socket.socketpair()
+            command = (sys.executable, "-m", "lorax_server.sandbox.worker", str(child_socket.fileno()), *self._preload)
+            with self._lock, child_socket:
                 if self._is_closed:
                     raise BusyError(STOPPING)
                 self._process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[child_socket.fileno()],
                     env=environment | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
                     start_new_session=True,
                 )
-            self._connection.settimeout(START_S)
+            self._connection.settimeout(START_TIMEOUT_S)
             read_frame(self._connection, 1)
         except (EOFError, OSError) as error:
             self.stop()
-            raise BusyError("a sandbox worker does not start; see the log", RETRY_S) from error
+            raise BusyError("a sandbox worker failed to start; see the log", RETRY_AFTER_S) from error
         except BaseException:
             self.stop()
             raise
         return self._connection
 
-    def _explain_death(self, task: SandboxTask) -> Exception:
-        # The process closed its socket, or wrote nonsense: let it finish dying, so that its own status counts.
+    def _diagnose_exit(self, task: SandboxTask) -> Exception:
+        # The process closed its socket or sent a malformed reply. Wait for it to exit, to get its own exit status.
         process = self._process
         if process is not None:
             try:
@@ -243,4 +243,4 @@ class _WorkerProcess:
         if status == -TIME_SIGNAL:
             return TaskTimeError(f"it takes longer than {task.cpu_s:g} s")
         name = signal.Signals(-status).name if status is not None and status < 0 else f"status {status}"
-        return TaskKilledError(f"it ended its process ({name})")
+        return TaskKilledError(f"it crashed its process ({name})")

@@ -1,7 +1,7 @@
 """Run tasks in a child process of the server, one at a time, until the parent closes the socket.
 
-Start it with `python -m lorax_server.sandbox.worker FD [MODULE ...]`: the socket, and modules to import before the
-first task. A frame is eight bytes of length and a body. A reply starts with one byte that tells its kind.
+Usage: `python -m lorax_server.sandbox.worker FD [MODULE ...]`, with the socket and modules to import before the first
+task. A frame is an eight-byte length and a body. The first byte of a reply is its kind.
 """
 
 import ctypes
@@ -19,14 +19,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lorax_server.sandbox.task import MAX_ERROR, SandboxTask, TaskError
+from lorax_server.sandbox.task import MAX_ERROR_CHARACTERS, SandboxTask, TaskError
 
 LENGTH = struct.Struct(">Q")
 PR_SET_PDEATHSIG = 1
 OK, ERROR, OUT_OF_MEMORY = b"o", b"e", b"m"
-LAST = b"l"  # second byte of a reply: the worker exits after it
+LAST = b"l"  # second byte of a reply if the worker exits after it
 TIME_SIGNAL = signal.SIGPROF  # kills a worker whose task exceeds its CPU time
-RETIRE_BYTES = 2**28  # of resident memory: a worker that uses more is replaced
+MAX_RESIDENT_BYTES = 2**28  # a worker that uses more is replaced after its task
 
 
 def read_exactly(connection: socket.socket, count: int) -> bytes:
@@ -41,7 +41,7 @@ def read_exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def read_frame(connection: socket.socket, max_bytes: int) -> bytes:
-    """Read a frame. Raise `EOFError` if there is none, or if it is longer than `max_bytes`."""
+    """Read a frame. Raise `EOFError` if the socket is closed or the frame is longer than `max_bytes`."""
     (length,) = LENGTH.unpack(read_exactly(connection, LENGTH.size))
     if length > max_bytes:
         raise EOFError
@@ -55,7 +55,7 @@ def write_frame(connection: socket.socket, body: bytes) -> None:
 def run_task(task: SandboxTask, args: Sequence[Any]) -> bytes:
     """Run a task under its limits and return the reply. Exceeding the CPU time kills this process."""
     module, name = task.function.split(":")
-    function: Callable[..., bytes] = getattr(importlib.import_module(module), name)  # at no cost for the task
+    function: Callable[..., bytes] = getattr(importlib.import_module(module), name)  # imported before the limits apply
     replies: list[bytes] = []
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
 
@@ -74,7 +74,7 @@ def run_task(task: SandboxTask, args: Sequence[Any]) -> bytes:
     _limit_memory(resource.RLIM_INFINITY)
     (reply,) = replies
     kind, body = reply[:1], reply[1:]
-    is_last = task.is_long or kind == OUT_OF_MEMORY or _used_bytes("VmRSS") > RETIRE_BYTES
+    is_last = task.is_long or kind == OUT_OF_MEMORY or _used_bytes("VmRSS") > MAX_RESIDENT_BYTES
     return kind + (LAST if is_last else b" ") + body
 
 
@@ -89,18 +89,18 @@ def _call(function: Callable[..., bytes], args: Sequence[Any]) -> bytes:
         message = "nested too deeply"
     except BaseException as error:  # including Rust panics
         message = f"{type(error).__name__}: {error}"
-    return ERROR + message[:MAX_ERROR].encode(errors="backslashreplace")
+    return ERROR + message[:MAX_ERROR_CHARACTERS].encode(errors="backslashreplace")
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Limit heap memory. RLIMIT_AS would count mapped libraries too, and torch maps gigabytes of them."""
+    """Limit heap memory. RLIMIT_AS would also count mapped libraries, which take gigabytes with torch."""
     with suppress(ValueError, OSError):  # some systems have no such limit
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, most))
 
 
 def _used_bytes(field: str) -> int:
-    """Return a memory figure of this process in bytes, or 0 where the system does not tell."""
+    """Return a field of /proc/self/status in bytes, or 0 if it is not available."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -108,7 +108,7 @@ def _used_bytes(field: str) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
 
 
-def _end_with_parent() -> None:
+def _die_with_parent() -> None:
     """Make Linux kill this process when the thread that started it exits."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
@@ -117,7 +117,7 @@ def _end_with_parent() -> None:
 
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
-    _end_with_parent()
+    _die_with_parent()
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for module in sys.argv[2:]:

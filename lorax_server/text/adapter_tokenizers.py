@@ -16,11 +16,11 @@ from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.text.tokenizer import TextTokenizer, load_own_tokenizer, share_base_tokenizer
 from lorax_server.types import Resolved
 
-MAX_LIGHT = 1024  # tokenizers that share the base model's vocabulary and have at most
-LIGHT_TEMPLATES = 2**16  # characters of templates
-MAX_HEAVY = 32  # others, each of which may take tens of megabytes
+MAX_SHARED_TOKENIZERS = 1024  # tokenizers that share the base model's vocabulary and have at most
+MAX_SHARED_TEMPLATE_CHARACTERS = 2**16  # characters of templates
+MAX_OWN_TOKENIZERS = 32  # others, each of which may take tens of megabytes
 MAX_FAILURES = 1024
-FAILURE_S = 10.0  # a failure may be due to the machine, and pass
+FAILURE_TTL_S = 10.0  # a failure may be due to the machine, and pass
 MAX_REASON = 500  # characters: files may make an error quote anything
 FOLDERS = re.compile(r"""(?<![^\s'"(=])/(?:[^\s/'":]+/)+""")  # the folders of an absolute path
 logger = logging.getLogger(__name__)
@@ -53,9 +53,9 @@ class AdapterTokenizers:
         self._base_folder = base_folder
         self._sandbox = sandbox
         self._lock = threading.Lock()  # guards all below
-        self._light: LRUCache[FolderKey, TextTokenizer] = LRUCache(MAX_LIGHT)
-        self._heavy: LRUCache[FolderKey, TextTokenizer] = LRUCache(MAX_HEAVY)
-        self._failures: TTLCache[FolderKey, str] = TTLCache(MAX_FAILURES, FAILURE_S, timer=clock)
+        self._light: LRUCache[FolderKey, TextTokenizer] = LRUCache(MAX_SHARED_TOKENIZERS)
+        self._heavy: LRUCache[FolderKey, TextTokenizer] = LRUCache(MAX_OWN_TOKENIZERS)
+        self._failures: TTLCache[FolderKey, str] = TTLCache(MAX_FAILURES, FAILURE_TTL_S, timer=clock)
 
     def find(self, adapter: Resolved) -> TextTokenizer:
         """Return the tokenizer of an adapter, the base model's if it brings none. May take seconds."""
@@ -85,7 +85,7 @@ class AdapterTokenizers:
 
     def _keep(self, files: TokenizerFolder, tokenizer: TextTokenizer) -> TextTokenizer:
         size = sum(map(len, tokenizer.chat_templates.values()))
-        shares = tokenizer.shares_vocabulary(self._base) and size <= LIGHT_TEMPLATES
+        shares = tokenizer.shares_vocabulary(self._base) and size <= MAX_SHARED_TEMPLATE_CHARACTERS
         with self._lock:
             (self._light if tokenizer is self._base or shares else self._heavy)[files.key] = tokenizer
         return tokenizer

@@ -33,7 +33,7 @@ from lorax_server.sandbox.task import TaskError, TaskKilledError
 from lorax_server.text.config_tokens import add_config_tokens, read_added_tokens, read_named_tokens
 from lorax_server.text.convert_task import CONVERT
 from lorax_server.text.detokenizer import Detokenizer, make_detokenizer
-from lorax_server.text.token_reach import longest_reach
+from lorax_server.text.token_length import max_token_characters
 from lorax_server.text.token_table import make_token_table
 from lorax_server.types import TokenTable
 
@@ -77,7 +77,7 @@ class TextTokenizer:
         self._showing: dict[frozenset[int], Detokenizer] = {}  # by the special tokens that are shown
         self.eos_token_ids = self._find_eos()
         self.num_ids = max(backend.get_vocab().values(), default=-1) + 1
-        self._reach = longest_reach(backend)
+        self._reach = max_token_characters(backend)
 
     # The backend's calls for batches release Python's lock, also for a batch of one; `encode` and `decode` do not.
 
@@ -110,11 +110,11 @@ class TextTokenizer:
                 raise InputError(f"{token_id!r} is not a token of the model; its tokens are 0 to {self.num_ids - 1}")
         return str(self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0])
 
-    def count_at_least(self, text: str) -> int:
+    def min_token_count(self, text: str) -> int:
         """Return a lower bound of a text's tokens by its length alone; 0 where there is none."""
         return 0 if self._reach is None else -(-len(text) // self._reach)
 
-    def with_parts(self, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]) -> "TextTokenizer":
+    def with_overrides(self, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]) -> "TextTokenizer":
         """Return a tokenizer that shares this one's vocabulary."""
         if special_tokens == self.special_tokens and chat_templates == self.chat_templates:
             return self
@@ -187,7 +187,7 @@ def share_base_tokenizer(files: TokenizerFolder, base: TextTokenizer, base_folde
     if any(map(files.has, VOCABULARIES)) and not _is_the_same(files, config, TokenizerFolder(base_folder)):
         return None
     templates = _read_templates(files, config)
-    return base.with_parts(_names_in(base, files, config), templates or base.chat_templates)
+    return base.with_overrides(_names_in(base, files, config), templates or base.chat_templates)
 
 
 def load_own_tokenizer(files: TokenizerFolder, base_folder: Path, sandbox: Sandbox) -> TextTokenizer:

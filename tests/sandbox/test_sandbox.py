@@ -15,7 +15,7 @@ import pytest
 
 from lorax_server.errors import BusyError, OverloadedError
 from lorax_server.sandbox.sandbox import Sandbox
-from lorax_server.sandbox.task import ENVIRONMENT, MAX_ERROR, TaskError, TaskKilledError, TaskTimeError
+from lorax_server.sandbox.task import ENVIRONMENT, MAX_ERROR_CHARACTERS, TaskError, TaskKilledError, TaskTimeError
 from tests.sandbox.tasks import make_task
 
 TIMEOUT_S = 120.0
@@ -75,7 +75,7 @@ def test_task_error_carries_its_message_and_keeps_the_worker(sandbox: Sandbox) -
         sandbox.submit(make_task("reject"), "roles must alternate").result(TIMEOUT_S)
     with pytest.raises(TaskError, match="KeyError") as failed:
         sandbox.submit(make_task("fail")).result(TIMEOUT_S)
-    assert len(str(failed.value)) == MAX_ERROR
+    assert len(str(failed.value)) == MAX_ERROR_CHARACTERS
     with pytest.raises(TaskError, match="SystemExit"):
         sandbox.submit(make_task("exit_python")).result(TIMEOUT_S)
     with pytest.raises(TaskError, match="nested too deeply"):
@@ -161,7 +161,7 @@ def test_worker_that_dies_while_idle_is_replaced(sandbox: Sandbox) -> None:
 
 def test_worker_that_does_not_start_is_reported(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(BusyError, match="does not start"):
+    with pytest.raises(BusyError, match="failed to start"):
         sandbox.submit(ECHO, "x").result(TIMEOUT_S)
     monkeypatch.undo()
     assert sandbox.submit(ECHO, "x").result(TIMEOUT_S) == b"x"
@@ -229,7 +229,7 @@ def test_cancelled_task_is_skipped(sandbox: Sandbox, tmp_path: Path) -> None:
 
 def test_event_loop_gives_up_waiting(sandbox: Sandbox, tmp_path: Path) -> None:
     blocked = block(sandbox, tmp_path / "go")
-    with pytest.raises(BusyError, match="gave no result within"):
+    with pytest.raises(BusyError, match="did not finish within"):
         asyncio.run(sandbox.run(ECHO, "x", wait_s=0.05))
     (tmp_path / "go").touch()
     blocked.result(TIMEOUT_S)

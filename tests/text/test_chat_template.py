@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lorax_server.errors import BusyError, TemplateError
 from lorax_server.sandbox.sandbox import Sandbox
-from lorax_server.sandbox.task import MAX_ERROR, SandboxTask
+from lorax_server.sandbox.task import MAX_ERROR_CHARACTERS, SandboxTask
 from lorax_server.text.chat_template import MAX_CHARACTERS, REJECT_S, RENDER, ChatTemplate, TemplateRenderer
 from tests.test_imports import imported_by
 from tests.text.sandbox_workers import find_workers, wait_until_busy
@@ -311,7 +311,7 @@ def test_default_limit_counts_characters_not_bytes(character: str, lone: Lone) -
 def test_long_reason_is_truncated(shared: Sandbox) -> None:
     with pytest.raises(TemplateError) as rejected:
         render_short(shared, "{{ raise_exception('a' * 9999) }}")
-    assert len(str(rejected.value)) == MAX_ERROR
+    assert len(str(rejected.value)) == MAX_ERROR_CHARACTERS
 
 
 def test_template_cannot_change_variables_of_next_render(lone: Lone) -> None:
@@ -454,7 +454,7 @@ def test_render_that_waits_too_long_fails_as_busy(lone: Lone) -> None:
         worker.send_signal(signal.SIGSTOP)
         first = asyncio.create_task(lone.renderer.render(template("first"), HI))
         await asyncio.sleep(0)  # it is queued first
-        with pytest.raises(BusyError, match="gave no result within") as rejected:
+        with pytest.raises(BusyError, match="did not finish within") as rejected:
             await lone.make_renderer(wait_s=0.2).render(template("second"), HI)
         assert rejected.value.retry_after_s is not None
         worker.send_signal(signal.SIGCONT)
@@ -471,7 +471,7 @@ def test_killed_worker_fails_its_render_and_is_replaced(lone: Lone) -> None:
         waiting = asyncio.create_task(lone.renderer.render(template("next"), HI))
         await wait_until_busy(victim)
         victim.kill()
-        with pytest.raises(TemplateError, match=r"it ended its process \(SIGKILL\)"):
+        with pytest.raises(TemplateError, match=r"it crashed its process \(SIGKILL\)"):
             await render
         assert await waiting == "next"
 

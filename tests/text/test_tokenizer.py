@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
 
 from lorax_server.errors import BusyError, ConfigError, InputError, SourceError
-from lorax_server.files.adapter_files import tokenizer_files
-from lorax_server.files.plain_file import stamp_of
+from lorax_server.files.adapter_files import select_tokenizer_files
+from lorax_server.files.regular_file import read_stamp
 from lorax_server.files.tokenizer_folder import TokenizerFolder
 from lorax_server.models.pretrained import eos_token_ids, load_generation_eos
 from lorax_server.sandbox.sandbox import Sandbox
@@ -85,7 +85,7 @@ def check_parity(folder: Path, texts: list[str] = TEXTS) -> TextTokenizer:
 def vouch_for(folder: Path) -> TokenizerFolder:
     """Return an adapter's folder in which a source vouches for all tokenizer files."""
     found = [str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()]
-    return TokenizerFolder(folder, {file: stamp_of(folder / file) for file in tokenizer_files(found)})
+    return TokenizerFolder(folder, {file: read_stamp(folder / file) for file in select_tokenizer_files(found)})
 
 
 def load_adapter_tokenizer(folder: Path, base: TextTokenizer, base_folder: Path) -> TextTokenizer:
@@ -750,7 +750,7 @@ def test_a_file_that_took_the_place_of_what_was_vouched_for(
     elif kind == "fifo":
         os.mkfifo(path)  # and no process ever writes to it
     with pytest.raises(
-        SourceError, match=r"^adapter 'adapter': .*/default\.jinja changed after it was chosen; try again"
+        SourceError, match=r"^adapter 'adapter': .*/default\.jinja changed after it was resolved; try again"
     ):
         share_base_tokenizer(files, plain, plain_folder)
 

@@ -1,4 +1,4 @@
-"""The formats by name, and the one that a chat template asks for."""
+"""Tool call formats by name, and detection of the format from a chat template."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -23,8 +23,8 @@ FORMATS: Mapping[str, Callable[[], ToolFormat]] = {
     "qwen3_coder": Qwen3CoderFormat,
     "json": PlainJsonFormat,
 }
-# The first that a template has decides. For other forms of XML it decides for none: they are not read.
-SIGNS: tuple[tuple[str, str], ...] = (
+# The first pattern that a template contains decides. An empty name stands for XML formats that are not supported.
+TEMPLATE_SIGNS: tuple[tuple[str, str], ...] = (
     (r"\[TOOL_CALLS\]", "mistral"),
     (r"<parameter=", "qwen3_coder"),
     (r"<function=|<arg_key>|<invoke name=", ""),
@@ -36,10 +36,10 @@ SIGNS: tuple[tuple[str, str], ...] = (
 
 
 def renders_tools(template: str) -> bool:
-    """Tell whether a chat template shows tools to the model."""
+    """Return True if a chat template renders tools."""
     return re.search(r"\btools\b", template) is not None
 
 
-def choose_format(template: str) -> str:
-    """Name the format that a template's model writes calls in; empty if it is none that can be read."""
-    return next((name for sign, name in SIGNS if re.search(sign, template)), "json")
+def detect_format(template: str) -> str:
+    """Return the name of the tool call format that a template uses, or an empty string if it is not supported."""
+    return next((name for sign, name in TEMPLATE_SIGNS if re.search(sign, template)), "json")

@@ -1,4 +1,4 @@
-"""Grammars for tool calls, written in llguidance's Lark dialect."""
+"""Write tool call grammars in llguidance's Lark dialect."""
 
 import json
 import re
@@ -11,29 +11,29 @@ from lorax_server.errors import InputError
 from lorax_server.text.tools.parser import CallFormat
 from lorax_server.text.tools.references import DEFINITIONS
 
-ANY = r"(.|\n)*"
-BLANK = r"[ \n]*"
-OBJECT_START = rf'(\[{BLANK})?\{{{BLANK}"(name|type)"'  # of an answer that is a call as JSON
-OPTIONS = "x-guidance"  # a keyword of llguidance's own
-# A new line and its indentation, or a blank or two. Without a limit, a model can fill all of its answer with blanks.
+ANY_TEXT = r"(.|\n)*"
+OPTIONAL_WHITESPACE = r"[ \n]*"
+OBJECT_START = rf'(\[{OPTIONAL_WHITESPACE})?\{{{OPTIONAL_WHITESPACE}"(name|type)"'  # start of a call in plain JSON
+OPTIONS = "x-guidance"  # llguidance's options keyword
+# A line break with indentation, or up to two spaces. Without a limit, a model can write whitespace without end.
 WHITESPACE = r"\r?\n[ \t]{0,32}|[ \t]{1,2}"
 
-MAX_GRAMMAR = 2**18  # characters
+MAX_GRAMMAR_CHARACTERS = 2**18
 KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITIONS, OPTIONS})
 ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
 
-TokenId = Callable[[str], int | None]
-"""Finds the token of a name."""
+FindTokenId = Callable[[str], int | None]
+"""Returns the token ID of a text, or None."""
 
 
-class Marks:
-    """Writes markers: as text, or as the token that the vocabulary has for it.
+class MarkerWriter:
+    """Writes markers as text, or as a choice between a special token and text.
 
-    Such a token is no text to a grammar. Whether it counts as special is for the reader of the grammar to say, so both
-    are written.
+    A special token does not match as text. Whether llguidance treats the token as special depends on the vocabulary,
+    so the grammar allows both.
     """
 
-    def __init__(self, token_to_id: TokenId) -> None:
+    def __init__(self, token_to_id: FindTokenId) -> None:
         self._token_to_id = token_to_id
 
     def has_token(self, text: str) -> bool:
@@ -43,19 +43,19 @@ class Marks:
         return f"<[{self._token_to_id(text)}]>"
 
     def write(self, text: str) -> str:
-        return f"({self.token(text)} | {write_text(text)})" if self.has_token(text) else write_text(text)
+        return f"({self.token(text)} | {to_lark_string(text)})" if self.has_token(text) else to_lark_string(text)
 
 
 class FunctionSchema(NamedTuple):
-    """A function and the schema of its arguments."""
+    """A function and its argument schema."""
 
     name: str
     parameters: dict[str, Any]
-    is_strict: bool  # keywords of the schema that cannot be enforced are refused, and not left out
+    is_strict: bool  # reject schema keywords that cannot be enforced instead of ignoring them
 
 
 class CallGrammar(NamedTuple):
-    """A function, and the rule that its arguments follow."""
+    """A function, and the grammar rule for its arguments."""
 
     name: str
     rule: str
@@ -67,107 +67,114 @@ class CallGrammar(NamedTuple):
 
 
 class CallRules(NamedTuple):
-    """Parts that the rules of calls are made of."""
+    """Inputs for the grammar rules of a tool call format."""
 
     calls: Sequence[CallGrammar]
-    is_parallel: bool  # several calls are possible
-    marks: Marks
+    is_parallel: bool  # allow several calls
+    markers: MarkerWriter
 
 
 class ToolFormat(CallFormat):
-    """A format whose calls can also be asked for."""
+    """A tool call format that grammars can enforce."""
 
     start_pattern: str = ""
-    """Matches the start of an answer that is a call without an opener; empty if there is none such."""
+    """Regex for the start of a call without an opener, or empty if calls always have an opener."""
     has_json_arguments: bool = True
-    """The rules use `CallGrammar.rule`, all arguments as one JSON object."""
+    """The arguments are one JSON object, so the rules use `CallGrammar.rule`."""
 
     @abstractmethod
     def write_rules(self, rules: CallRules) -> Iterable[str]:
-        """Write the lines of the rule `calls`, which follows the first opener if there is one, and of rules it needs.
+        """Write the rule `calls`, which follows the first opener, and the rules that it uses.
 
-        The rules of JSON arguments are written elsewhere.
+        Rules for JSON arguments are written by the caller.
         """
 
     def prepare(self, functions: Sequence[FunctionSchema]) -> None:
-        """Analyze schemas for sections made later, which read answers on the event loop."""
+        """Analyze schemas in advance, because parsers run on the event loop."""
 
 
-class Thought(NamedTuple):
-    """The reasoning that may come before calls."""
+class ReasoningTags(NamedTuple):
+    """The tags around reasoning before calls."""
 
     opener: str
     closer: str
-    has_begun: bool  # in the prompt
+    is_open: bool  # the prompt ends with the opener
 
 
-def write_text(text: str) -> str:
+def to_lark_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def write_objects(calls: Sequence[CallGrammar], word: str, rule: str = "object", before: str = "") -> str:
-    """Write a rule: a call as a JSON object, whose arguments are named `word`, with a text before it.
+def write_call_objects(calls: Sequence[CallGrammar], arguments_key: str, rule: str = "object", before: str = "") -> str:
+    """Write a rule for a call as a JSON object with the arguments in `arguments_key`, preceded by `before`.
 
-    What begins an answer has to be one text with what follows: a grammar's lexer takes the longest, which may be that
-    of free text.
+    `before` and the start of the object must be one terminal: the lexer prefers the longest terminal, which may be
+    free text.
     """
-    heads = [before + json.dumps({"name": call.name}, ensure_ascii=False)[:-1] + f', "{word}": ' for call in calls]
-    choices = [f'{write_text(head)} {call.rule} "}}"' for head, call in zip(heads, calls, strict=True)]
+    names = [json.dumps({"name": call.name}, ensure_ascii=False)[:-1] for call in calls]
+    heads = [f'{before}{name}, "{arguments_key}": ' for name in names]
+    choices = [f'{to_lark_string(head)} {call.rule} "}}"' for head, call in zip(heads, calls, strict=True)]
     return f"{rule}: {' | '.join(choices)}\n"
 
 
-def write_list(rules: CallRules, word: str) -> list[str]:
+def write_call_list(rules: CallRules, arguments_key: str) -> list[str]:
     """Write the rules `list` and `object`."""
     calls, more = rules.calls, ' (", " object)*' if rules.is_parallel else ""
-    return [f'list: first{more} "]"\n', write_objects(calls, word, "first", "["), write_objects(calls, word)]
+    first = write_call_objects(calls, arguments_key, "first", "[")
+    return [f'list: first{more} "]"\n', first, write_call_objects(calls, arguments_key)]
 
 
 def write_required(
-    form: ToolFormat,
+    tool_format: ToolFormat,
     functions: Sequence[FunctionSchema],
     is_parallel: bool,
-    marks: Marks,
-    thought: Thought | None,
+    markers: MarkerWriter,
+    reasoning: ReasoningTags | None,
     text: str = "",
 ) -> str:
-    """Write the grammar of an answer that must be calls, or text that follows the grammar `text` if there is one.
+    """Write a grammar that requires calls, or text that matches the grammar `text` if it is set.
 
     Reasoning may come first.
     """
-    before, rules = _write_thought(thought, marks, " BLANKS?")
-    calls = "calls" if form.start_pattern else f"{marks.write(form.openers[0])} calls"
+    before, rules = _write_reasoning(reasoning, markers, " BLANKS?")
+    calls = "calls" if tool_format.start_pattern else f"{markers.write(tool_format.openers[0])} calls"
     if text:
         calls, rules = f"(text | {calls})", f"{rules}text: %lark {{\n{text}\n}}\n"
-    return _write_grammar(f"start: {before}{calls}\n{rules}", form, functions, is_parallel, marks)
+    return _write_grammar(f"start: {before}{calls}\n{rules}", tool_format, functions, is_parallel, markers)
 
 
 def write_optional(
-    form: ToolFormat, functions: Sequence[FunctionSchema], is_parallel: bool, marks: Marks, thought: Thought | None
+    tool_format: ToolFormat,
+    functions: Sequence[FunctionSchema],
+    is_parallel: bool,
+    markers: MarkerWriter,
+    reasoning: ReasoningTags | None,
 ) -> str:
-    """Write the grammar of an answer that is free except for its calls."""
-    before, rules = _write_thought(thought, marks)
-    wrong = [f"{ANY}{escape(opener)}{ANY}" for opener in form.openers]
-    if form.start_pattern:
+    """Write a grammar that allows free text and valid calls."""
+    before, rules = _write_reasoning(reasoning, markers)
+    wrong = [f"{ANY_TEXT}{escape(opener)}{ANY_TEXT}" for opener in tool_format.openers]
+    if tool_format.start_pattern:
         free, first = "BLANKS? (TEXT | calls)?", r"[^ \n]"
-        wrong.append(f"{form.start_pattern}{ANY}")
+        wrong.append(f"{tool_format.start_pattern}{ANY_TEXT}")
     else:
-        opener, first = form.openers[0], r"(.|\n)"
-        free = f"(TEXT | trigger calls{f' | TEXT? {marks.token(opener)} calls' if marks.has_token(opener) else ''})?"
-        rules += f"trigger[lazy]: /{ANY}{escape(opener)}/\n"
-    text = " & ".join([f"/{first}{ANY}/", *(f"~/{pattern}/" for pattern in wrong)])
-    return _write_grammar(f"start: {before}{free}\nTEXT: {text}\n{rules}", form, functions, is_parallel, marks)
+        opener, first = tool_format.openers[0], r"(.|\n)"
+        by_token = f" | TEXT? {markers.token(opener)} calls" if markers.has_token(opener) else ""
+        free = f"(TEXT | trigger calls{by_token})?"
+        rules += f"trigger[lazy]: /{ANY_TEXT}{escape(opener)}/\n"
+    text = " & ".join([f"/{first}{ANY_TEXT}/", *(f"~/{pattern}/" for pattern in wrong)])
+    return _write_grammar(f"start: {before}{free}\nTEXT: {text}\n{rules}", tool_format, functions, is_parallel, markers)
 
 
 def _write_grammar(
-    head: str, form: ToolFormat, functions: Sequence[FunctionSchema], is_parallel: bool, marks: Marks
+    head: str, tool_format: ToolFormat, functions: Sequence[FunctionSchema], is_parallel: bool, markers: MarkerWriter
 ) -> str:
-    """Add the rules of calls. Raise InputError as soon as the grammar is too large, before more rules are written."""
+    """Append the call rules. Raise InputError as soon as the grammar is too large."""
     calls = []
     for index, function in enumerate(functions):
         options = {"whitespace_pattern": WHITESPACE} | ({} if function.is_strict else {"lenient": True})
         calls.append(CallGrammar(function.name, f"arguments_{index}", {**function.parameters, OPTIONS: options}))
-    rules = form.write_rules(CallRules(calls, is_parallel, marks))
-    arguments = (f"{call.rule}: %json {json.dumps(call.schema)}\n" for call in calls if form.has_json_arguments)
+    rules = tool_format.write_rules(CallRules(calls, is_parallel, markers))
+    arguments = (f"{call.rule}: %json {json.dumps(call.schema)}\n" for call in calls if tool_format.has_json_arguments)
     lines, num_characters = list[str](), 0
     for line in chain((head, "BLANKS: /[ \\n]+/\n"), rules, arguments):
         num_characters += len(line)
@@ -177,35 +184,35 @@ def _write_grammar(
 
 
 def check_size(num_characters: int) -> None:
-    if num_characters > MAX_GRAMMAR:
+    if num_characters > MAX_GRAMMAR_CHARACTERS:
         raise InputError(
-            f"`tools`: the schemas of all functions make a grammar of {num_characters} characters or more, "
-            f"of {MAX_GRAMMAR} at most; offer fewer, or smaller ones"
+            f"`tools`: the grammar for all functions has at least {num_characters} characters, more than the maximum "
+            f"of {MAX_GRAMMAR_CHARACTERS}; use fewer functions or smaller schemas"
         )
 
 
-def _write_thought(thought: Thought | None, marks: Marks, after: str = "") -> tuple[str, str]:
-    """Write the reference to a thought, with what follows it, and its rules."""
-    if thought is None:
+def _write_reasoning(reasoning: ReasoningTags | None, markers: MarkerWriter, after: str = "") -> tuple[str, str]:
+    """Return an expression for optional reasoning, followed by `after`, and the rules that it uses."""
+    if reasoning is None:
         return "", ""
-    closer, opener = escape(thought.closer), "" if thought.has_begun else marks.write(thought.opener)
-    rest, rules = "reasons", f"reasons[lazy]: /{ANY}{closer}/\n"
-    if marks.has_token(thought.closer):
-        rest = f"(reasons | REASONS? {marks.token(thought.closer)})"
-        rules += f"REASONS: /(.|\\n)+/ & ~/{ANY}{closer}{ANY}/\n"
-    return (f"{rest}{after} " if thought.has_begun else f"({opener} {rest}{after})? "), rules
+    closer, opener = escape(reasoning.closer), "" if reasoning.is_open else markers.write(reasoning.opener)
+    rest, rules = "reasons", f"reasons[lazy]: /{ANY_TEXT}{closer}/\n"
+    if markers.has_token(reasoning.closer):
+        rest = f"(reasons | REASONS? {markers.token(reasoning.closer)})"
+        rules += f"REASONS: /(.|\\n)+/ & ~/{ANY_TEXT}{closer}{ANY_TEXT}/\n"
+    return (f"{rest}{after} " if reasoning.is_open else f"({opener} {rest}{after})? "), rules
 
 
 def escape(text: str) -> str:
-    """Write text for a regular expression between slashes."""
-    return re.escape(text).replace("/", r"\/").replace("\n", "n")  # the backslash is there
+    """Escape text for a regular expression between slashes."""
+    return re.escape(text).replace("/", r"\/").replace("\n", "n")  # `re.escape` has added the backslash
 
 
-def check_keywords(call: CallGrammar) -> None:
-    """Refuse a strict schema with keywords for all arguments together, where they are written one by one."""
+def check_strict_keywords(call: CallGrammar) -> None:
+    """Reject a strict schema with keywords that span several arguments, if arguments are written one by one."""
     unknown = min(call.schema.keys() - KEYWORDS - ANNOTATIONS, default="")
     if call.is_strict and unknown:
         raise InputError(
-            f"`tools`: `parameters` of {call.name!r} has `{unknown[:64]}`, which cannot be enforced in the form that "
-            "this model writes calls in; leave it out, or let the function not be `strict`"
+            f"`tools`: `parameters` of {call.name!r} has `{unknown[:64]}`, which cannot be enforced "
+            "in this model's tool call format; remove it, or do not set `strict`"
         )

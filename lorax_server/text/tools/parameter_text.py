@@ -1,59 +1,59 @@
-"""Values of parameters that are written as text between tags: strings as they are, all others as JSON."""
+"""Convert parameter values that are written between tags: strings verbatim, all other types as JSON."""
 
 from collections.abc import Mapping, Sequence, Set
 from types import NoneType
 from typing import Any, NamedTuple
 
 from lorax_server.errors import InputError
-from lorax_server.text.tools.grammar import ANNOTATIONS, ANY
-from lorax_server.text.tools.json_section import dump, load
+from lorax_server.text.tools.grammar import ANNOTATIONS, ANY_TEXT
+from lorax_server.text.tools.json_tool_calls import dump_json, parse_json
 from lorax_server.text.tools.parser import MalformedCallError
 from lorax_server.text.tools.references import resolve
 
 TYPE_NAMES = {NoneType: "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
 ALL_TYPES = frozenset({*TYPE_NAMES.values(), "object"})
-WORDS = {"True": True, "False": False, "None": None}  # Python's, which models write as well
+PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}  # models also write Python constants
 TEXT_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})
-MAX_DEPTH = 32  # of a schema
+MAX_DEPTH = 32  # schema levels
 
 
 class TextSchema(NamedTuple):
-    """The part of a schema that a text can be held to."""
+    """The constraints on text that a grammar can enforce."""
 
-    length: str  # a regular expression
+    length: str  # regular expression
     choices: Sequence[str] | None
-    unknown: str = ""  # a keyword that it cannot be held to
+    unknown: str = ""  # keyword that cannot be enforced
 
 
-class TypeFinder:
-    """Finds the JSON types that parts of one schema allow. Each part is read once, however many parts refer to it."""
+class JsonTypeFinder:
+    """Finds the JSON types that subschemas of one schema allow. Each subschema is analyzed once."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        self._types: dict[int, frozenset[str]] = {}  # by id of the part
+        self._types: dict[int, frozenset[str]] = {}  # by subschema id
         self._texts: dict[int, TextSchema] = {}
-        self._parts: list[Any] = []  # the parts above, so that their ids stay their own
+        self._parts: list[Any] = []  # keeps the subschemas alive, so that ids stay unique
 
     def find(self, schema: Any) -> frozenset[str]:
-        """Return the types that a part allows, with integers among the numbers; all types if it names none."""
+        """Return the types that a subschema allows. Integers count as numbers."""
         return self._find(schema, 0) or ALL_TYPES
 
-    def find_text(self, schema: Mapping[str, Any], depth: int = 0) -> TextSchema:
-        """Find the schema of a parameter's texts: also behind references, and beside null."""
+    def find_text_schema(self, schema: Mapping[str, Any], depth: int = 0) -> TextSchema:
+        """Return the constraints on a text parameter. Follow references and `anyOf` with null."""
         if id(schema) not in self._texts:
             self._parts.append(schema)
             outer = next((word for word in ("$ref", "anyOf") if word in schema), "")
-            self._texts[id(schema)] = TextSchema(ANY, None, outer)  # where the part refers to itself
+            self._texts[id(schema)] = TextSchema(ANY_TEXT, None, outer)  # for recursive references
             if not outer:
                 self._texts[id(schema)] = _read_text_schema(schema)
             elif depth < MAX_DEPTH and not _find_unknown(schema, {outer}):
                 inner = self._find_inner(schema[outer])
                 if isinstance(inner, Mapping):
-                    self._texts[id(schema)] = self.find_text(inner, depth + 1)
+                    self._texts[id(schema)] = self.find_text_schema(inner, depth + 1)
         return self._texts[id(schema)]
 
     def _find_inner(self, value: Any) -> Any:
-        """Follow a reference, or find the only part that allows texts; None if there is none, or several."""
+        """Follow a reference, or return the only alternative that allows text. Otherwise return None."""
         if not isinstance(value, list):
             return resolve(value, self._root)
         texts = [part for part in value if "string" in self.find(part)]
@@ -64,7 +64,7 @@ class TypeFinder:
             return ALL_TYPES
         if id(schema) not in self._types:
             self._parts.append(schema)
-            self._types[id(schema)] = ALL_TYPES  # where the part refers to itself
+            self._types[id(schema)] = ALL_TYPES  # for recursive references
             self._types[id(schema)] = self._read(schema, depth)
         return self._types[id(schema)]
 
@@ -93,32 +93,32 @@ def _type_of(value: Any) -> str:
 
 
 def is_text(types: frozenset[str]) -> bool:
-    """Tell whether values are texts, or null."""
+    """Return True if all values are text or null."""
     return "string" in types and types <= {"string", "null"}
 
 
 def _find_unknown(schema: Mapping[str, Any], known: Set[str]) -> str:
-    """Return the first keyword that is neither known nor an annotation; empty if there is none."""
+    """Return the first keyword that is neither known nor an annotation, or an empty string."""
     return next((word for word in schema if word not in known and word not in ANNOTATIONS), "")
 
 
 def _read_text_schema(schema: Mapping[str, Any]) -> TextSchema:
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if type(least) is not int or type(most) not in (int, NoneType) or least < 0 or (most is not None and most < least):
-        raise InputError("`tools`: `minLength` and `maxLength` are whole numbers, the second not less than the first")
+        raise InputError("`tools`: `minLength` and `maxLength` must be integers with `minLength` <= `maxLength`")
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     texts = [choice for choice in choices if isinstance(choice, str)] if isinstance(choices, list) else None
     return TextSchema(rf"(.|\n){{{least},{'' if most is None else most}}}", texts, _find_unknown(schema, TEXT_KEYWORDS))
 
 
 def to_json(text: str, types: frozenset[str], is_json: bool) -> str:
-    """Return a value as JSON. A text that is not of the types stays a string: its reader may say what is wrong."""
+    """Return a value as JSON. Text that does not match the types stays a string, so the tool can report the error."""
     if is_json or not is_text(types):
         try:
-            value = load(text)
-            dump(value)  # NaN is not JSON
+            value = parse_json(text)
+            dump_json(value)  # NaN is not JSON
         except MalformedCallError:
-            value = WORDS.get(text.strip(), text)
+            value = PYTHON_CONSTANTS.get(text.strip(), text)
         if (is_json or not isinstance(value, str)) and _type_of(value) in types:
-            return dump(value)
-    return "null" if "null" in types and text == "null" else dump(text)
+            return dump_json(value)
+    return "null" if "null" in types and text == "null" else dump_json(text)

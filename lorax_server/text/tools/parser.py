@@ -1,192 +1,191 @@
-"""From text as it grows to events: text, and calls of functions. Any cut of the text gives the same events in sum.
+"""Parse a streamed completion into text and tool calls. The result does not depend on how the text is chunked.
 
-A call that is not well formed, or names a function that was not offered, comes back as text: nothing is lost.
+A malformed call, or a call to an unknown function, is returned as text.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-WINDOW = 4096  # characters read together: each section copies the rest, so a whole answer would take quadratic time
-MAX_CALL = 2**16  # characters of a call that is buffered and parsed as a whole, on the event loop
-MAX_DROPPED = 64  # blanks before a call that are no text of the answer; more are, or a stream would wait for them
+PARSE_WINDOW_CHARACTERS = 4096  # parsers copy the rest of the window, so larger windows take quadratic time
+MAX_CALL_CHARACTERS = 2**16  # size of a call that is buffered and parsed at once on the event loop
+MAX_DROPPED_WHITESPACE = 64  # characters before a call that are not content; more would delay the stream
 
 
-class TextPiece(NamedTuple):
-    """More text of the answer."""
-
-    text: str
-
-
-class ThoughtPiece(NamedTuple):
-    """More text of the model's reasoning."""
+class TextDelta(NamedTuple):
+    """More content."""
 
     text: str
 
 
-class CallBegins(NamedTuple):
-    """A call whose function is known. All `ArgumentsPiece`s up to `CallEnds` are its own."""
+class ReasoningDelta(NamedTuple):
+    """More reasoning."""
+
+    text: str
+
+
+class ToolCallStart(NamedTuple):
+    """The start of a call. All `ArgumentsDelta`s up to `ToolCallEnd` belong to it."""
 
     name: str
 
 
-class ArgumentsPiece(NamedTuple):
-    """More of the JSON text of a call's arguments."""
+class ArgumentsDelta(NamedTuple):
+    """More JSON text of the call's arguments."""
 
     text: str
 
 
-class CallEnds(NamedTuple):
-    """The arguments of the call are complete, or cut off by the end of the answer."""
+class ToolCallEnd(NamedTuple):
+    """The end of a call. Its arguments are complete, or truncated by the end of the completion."""
 
 
-ParsedEvent = TextPiece | ThoughtPiece | CallBegins | ArgumentsPiece | CallEnds
+ParsedEvent = TextDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta | ToolCallEnd
 
 
 class MalformedCallError(Exception):
-    """Text that cannot be a call."""
+    """The text is not a valid call."""
 
 
 class ToolSet(NamedTuple):
-    """The functions that an answer may call."""
+    """The functions that a completion may call."""
 
     schemas: Mapping[str, Mapping[str, Any]]
-    """The JSON schema of each function's arguments, by its name."""
+    """Argument schemas by function name."""
     is_enforced: bool = False
-    """A grammar vouches for all calls, so that arguments need not wait until they are known to be right."""
+    """A grammar guarantees valid calls, so arguments are streamed before the call is complete."""
 
     @property
     def names(self) -> Set[str]:
         return self.schemas.keys()
 
 
-class Section(ABC):
-    """The text from an opener on: one call or several."""
+class ToolCallParser(ABC):
+    """Parses one or more calls after an opener."""
 
     def __init__(self, closer: str = "") -> None:
-        self.closer = closer  # that ends the section after its last call
-        self.closed = ""  # the part of it that was read
-        self.taken: list[str] = []  # text since the last call ended
-        self.has_ended = False
-        self.is_malformed = False  # the text since the last call is not a call
-        self.is_open = False  # a call has begun whose arguments are sent as they come
-        self.unread = ""  # text that was taken and is not the section's
+        self.closer = closer  # text after the last call
+        self.closer_prefix = ""  # consumed part of the closer
+        self.pending: list[str] = []  # text since the end of the last call
+        self.is_finished = False
+        self.is_malformed = False  # `pending` is not a call
+        self.is_open = False  # the arguments of the current call are being streamed
+        self.unconsumed = ""  # text that was consumed as part of the closer, but is content
 
     def read(self, text: str, events: list[ParsedEvent]) -> str:
-        """Read text up to the section's end, or up to a character that cannot be there; return what is left."""
+        """Parse text up to the end of the calls or the first invalid character. Return the remaining text."""
         at = 0
-        while at < len(text) and not self.has_ended and not self.is_malformed:
+        while at < len(text) and not self.is_finished and not self.is_malformed:
             num_events = len(events)
             try:
-                count = self.take(text, at, events)
+                count = self.consume(text, at, events)
             except MalformedCallError:
                 count, self.is_malformed = 0, True
-            self.taken.append(text[at : at + count])
+            self.pending.append(text[at : at + count])
             at += count
-            if len(events) > num_events and isinstance(events[-1], CallEnds):
-                self.taken = []
-        return self.unread + text[at:]
+            if len(events) > num_events and isinstance(events[-1], ToolCallEnd):
+                self.pending = []
+        return self.unconsumed + text[at:]
 
     @abstractmethod
-    def take(self, text: str, at: int, events: list[ParsedEvent]) -> int:
-        """Take at least one character from `at` on, or end the section; return how many.
+    def consume(self, text: str, at: int, events: list[ParsedEvent]) -> int:
+        """Consume at least one character at `at`, or finish. Return the number of consumed characters.
 
-        A call that proves to be malformed sets `is_malformed`. If not even the first character can belong to a call,
-        this raises `MalformedCallError`.
+        Set `is_malformed` for a malformed call. Raise `MalformedCallError` if even the first character is invalid.
         """
 
-    def take_closer(self, character: str) -> int:
-        """Take a character after the last call. The section ends with the closer, or before any other text."""
-        closed = self.closed + character
-        if not self.closer.startswith(closed):
-            self.unread, self.has_ended = self.closed, True
+    def consume_closer(self, character: str) -> int:
+        """Consume a character after the last call. Finish at the end of the closer or before other text."""
+        closer_prefix = self.closer_prefix + character
+        if not self.closer.startswith(closer_prefix):
+            self.unconsumed, self.is_finished = self.closer_prefix, True
             return 0
-        self.closed, self.has_ended = closed, closed == self.closer
+        self.closer_prefix, self.is_finished = closer_prefix, closer_prefix == self.closer
         return 1
 
-    def forgives(self, text: str) -> bool:
-        """Tell whether text after the last call says nothing where the answer ends."""
+    def is_ignorable_tail(self, text: str) -> bool:
+        """Return True if `text` after the last call can be dropped at the end of the completion."""
         return not text.strip()
 
 
 class CallFormat(ABC):
-    """The form of calls that models of a family write."""
+    """The tool call format of a model family."""
 
     openers: tuple[str, ...] = ()
-    """Texts that begin a section wherever they are."""
-    starts: str = ""
-    """Characters that begin a section as the first of an answer."""
+    """Texts that start a call anywhere in a completion."""
+    start_characters: str = ""
+    """Characters that start a call at the start of a completion."""
     markers: tuple[str, ...] = ()
-    """Texts that may be special tokens, which are not shown otherwise."""
+    """Texts that may be special tokens. The detokenizer must keep them."""
     has_short_ids: bool = False
-    """Templates want ids of calls with nine letters and digits."""
+    """Templates require call IDs of nine letters and digits."""
 
     @abstractmethod
-    def make_section(self, tools: ToolSet) -> Section:
-        """Begin to read what follows an opener, or the start of an answer."""
+    def make_call_parser(self, tools: ToolSet) -> ToolCallParser:
+        """Return a parser for the text after an opener, or for the start of a completion."""
 
 
-class ToolParser:
-    """Reads one answer."""
+class ToolOutputParser:
+    """Parses one completion."""
 
-    def __init__(self, form: CallFormat, tools: ToolSet) -> None:
-        self._form = form
+    def __init__(self, tool_format: CallFormat, tools: ToolSet) -> None:
+        self._tool_format = tool_format
         self._tools = tools
-        self._held = ""  # text that may belong to an opener, or to blanks before one
-        self._section: Section | None = None
-        self._opener = ""  # of the section, with the blanks before it
-        self._is_start = bool(form.starts)
+        self._buffer = ""  # a possible part of an opener, and the whitespace before it
+        self._call_parser: ToolCallParser | None = None
+        self._opener = ""  # the current opener, with the whitespace before it
+        self._is_at_start = bool(tool_format.start_characters)
         self._is_after_call = False
 
     def feed(self, text: str) -> list[ParsedEvent]:
-        """Take more text; return what is certain."""
+        """Parse more text. Return the events that cannot change any more."""
         events: list[ParsedEvent] = []
-        for start in range(0, len(text), WINDOW):
-            left = text[start : start + WINDOW]
+        for start in range(0, len(text), PARSE_WINDOW_CHARACTERS):
+            left = text[start : start + PARSE_WINDOW_CHARACTERS]
             while left:
-                left = self._read_text(left, events) if self._section is None else self._read_section(left, events)
+                left = self._parse_text(left, events) if self._call_parser is None else self._parse_calls(left, events)
         return events
 
     def finish(self) -> list[ParsedEvent]:
-        """Return what was held back, at the end of the answer."""
+        """Return the events of buffered text at the end of the completion."""
         events: list[ParsedEvent] = []
-        section = self._section
-        if section is None:
-            self._add_text(self._held, events)
-        elif section.is_open:
-            events.append(CallEnds())
+        call_parser = self._call_parser
+        if call_parser is None:
+            self._add_text(self._buffer, events)
+        elif call_parser.is_open:
+            events.append(ToolCallEnd())
         else:
-            text = "".join(section.taken)
-            if self._opener or not section.forgives(text):
+            text = "".join(call_parser.pending)
+            if self._opener or not call_parser.is_ignorable_tail(text):
                 self._add_text(self._opener + text, events)
-        self._held, self._section = "", None
+        self._buffer, self._call_parser = "", None
         return events
 
     # --- Text ---------------------------------------------------------------------------------------------------------
 
-    def _read_text(self, text: str, events: list[ParsedEvent]) -> str:
-        """Read up to the next section; return the text from there on."""
-        text, self._held = self._held + text, ""
-        if self._is_start:
+    def _parse_text(self, text: str, events: list[ParsedEvent]) -> str:
+        """Parse content up to the next call. Return the text from there on."""
+        text, self._buffer = self._buffer + text, ""
+        if self._is_at_start:
             first = text.lstrip()
-            blanks = find_blanks(text, len(text) - len(first))
+            blanks = find_whitespace_start(text, len(text) - len(first))
             self._add_text(text[:blanks], events)
             text = text[blanks:]
             if not first:
-                self._held = text
+                self._buffer = text
                 return ""
-            self._is_start = False
-            if first[0] in self._form.starts:
+            self._is_at_start = False
+            if first[0] in self._tool_format.start_characters:
                 self._open(text[: len(text) - len(first)])
                 return first
-        openers = self._form.openers
+        openers = self._tool_format.openers
         found = min((place for opener in openers if (place := text.find(opener)) >= 0), default=-1)
         if found < 0:
-            self._held = text[find_held(text, openers) :]
-            self._add_text(text[: len(text) - len(self._held)], events)
+            self._buffer = text[find_partial_marker(text, openers) :]
+            self._add_text(text[: len(text) - len(self._buffer)], events)
             return ""
         opener = next(opener for opener in openers if text.startswith(opener, found))
-        start, end = find_blanks(text, found), found + len(opener)
+        start, end = find_whitespace_start(text, found), found + len(opener)
         self._add_text(text[:start], events)
         self._open(text[start:end])
         return text[end:]
@@ -196,44 +195,44 @@ class ToolParser:
             text = text.lstrip()
         if text:
             self._is_after_call = False
-            events.append(TextPiece(text))
+            events.append(TextDelta(text))
 
-    # --- Sections -----------------------------------------------------------------------------------------------------
+    # --- Tool calls ---------------------------------------------------------------------------------------------------
 
     def _open(self, text: str) -> None:
         self._opener = text
-        self._section = self._form.make_section(self._tools)
+        self._call_parser = self._tool_format.make_call_parser(self._tools)
 
-    def _read_section(self, text: str, events: list[ParsedEvent]) -> str:
-        """Read more of the section; return the text after it."""
-        section, count = self._section, len(events)
-        assert section is not None
-        left = section.read(text, events)
-        if any(isinstance(event, CallEnds) for event in events[count:]):
+    def _parse_calls(self, text: str, events: list[ParsedEvent]) -> str:
+        """Parse calls. Return the text after them."""
+        call_parser, count = self._call_parser, len(events)
+        assert call_parser is not None
+        left = call_parser.read(text, events)
+        if any(isinstance(event, ToolCallEnd) for event in events[count:]):
             self._opener, self._is_after_call = "", True
-        if section.is_malformed and section.is_open:  # parts of the call are out already
+        if call_parser.is_malformed and call_parser.is_open:  # the start of the call was already streamed
             self._is_after_call = True
-            events.append(CallEnds())
-        elif section.is_malformed:
-            self._add_text(self._opener + "".join(section.taken), events)
-        if section.is_malformed or section.has_ended:
-            self._section = None
+            events.append(ToolCallEnd())
+        elif call_parser.is_malformed:
+            self._add_text(self._opener + "".join(call_parser.pending), events)
+        if call_parser.is_malformed or call_parser.is_finished:
+            self._call_parser = None
         return left
 
 
-def find_blanks(text: str, end: int) -> int:
-    """Find the start of the blanks before `end`, of which at most `MAX_DROPPED` count."""
+def find_whitespace_start(text: str, end: int) -> int:
+    """Return the start of the whitespace before `end`, at most `MAX_DROPPED_WHITESPACE` characters before it."""
     start = end
-    while start > max(0, end - MAX_DROPPED) and text[start - 1].isspace():
+    while start > max(0, end - MAX_DROPPED_WHITESPACE) and text[start - 1].isspace():
         start -= 1
     return start
 
 
-def find_held(text: str, marks: Sequence[str]) -> int:
-    """Find the start of text that may belong to a mark whose end is missing, and of the blanks before it."""
-    if not marks:
+def find_partial_marker(text: str, markers: Sequence[str]) -> int:
+    """Return the start of an incomplete marker at the end of the text, including the whitespace before it."""
+    if not markers:
         return len(text)
-    for start in range(max(0, len(text) - max(map(len, marks)) + 1), len(text)):
-        if any(mark.startswith(text[start:]) for mark in marks):
-            return find_blanks(text, start)
-    return find_blanks(text, len(text))
+    for start in range(max(0, len(text) - max(map(len, markers)) + 1), len(text)):
+        if any(marker.startswith(text[start:]) for marker in markers):
+            return find_whitespace_start(text, start)
+    return find_whitespace_start(text, len(text))

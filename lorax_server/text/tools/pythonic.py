@@ -1,4 +1,4 @@
-"""Llama 3.2 and 4: an answer that is a list of calls as Python writes them, `[weather(city="Oslo", days=2)]`."""
+"""Llama 3.2 and 4: a list of calls in Python syntax, for example `[weather(city="Oslo", days=2)]`."""
 
 import ast
 import json
@@ -7,19 +7,26 @@ import re
 from collections.abc import Iterator
 
 from lorax_server.errors import InputError
-from lorax_server.text.tools.grammar import OPTIONS, CallGrammar, CallRules, ToolFormat, check_keywords, write_text
-from lorax_server.text.tools.json_section import BracketScanner, Call, add_call, dump
-from lorax_server.text.tools.parser import MAX_CALL, MalformedCallError, ParsedEvent, Section, ToolSet
+from lorax_server.text.tools.grammar import (
+    OPTIONS,
+    CallGrammar,
+    CallRules,
+    ToolFormat,
+    check_strict_keywords,
+    to_lark_string,
+)
+from lorax_server.text.tools.json_tool_calls import BracketScanner, ToolCall, append_call_events, dump_json
+from lorax_server.text.tools.parser import MAX_CALL_CHARACTERS, MalformedCallError, ParsedEvent, ToolCallParser, ToolSet
 from lorax_server.text.tools.references import Definitions
 
 OPENER = "<|python_start|>"
 ESCAPES = re.compile(r"\\(.)", re.DOTALL)
 KNOWN_ESCAPES = frozenset("\n\\'\"abfnrtvxuUN01234567")
-CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's words, which models write as well
+JSON_CONSTANTS = {"true": True, "false": False, "null": None}  # models also write JSON constants
 
 
-class PythonicSection(Section):
-    """Buffers the text up to the bracket that closes the list, and parses all calls there."""
+class PythonicToolCallParser(ToolCallParser):
+    """Buffers the text up to the end of the list, and then parses all calls."""
 
     def __init__(self, tools: ToolSet) -> None:
         super().__init__()
@@ -27,25 +34,25 @@ class PythonicSection(Section):
         self._scanner = BracketScanner("\"'", "{}[]()")
         self._length = 0
 
-    def take(self, text: str, at: int, events: list[ParsedEvent]) -> int:
+    def consume(self, text: str, at: int, events: list[ParsedEvent]) -> int:
         if not self._length and text[at] != "[":
             if text[at].isspace():
                 return 1
             raise MalformedCallError
-        count = self._scanner.scan(text[at : at + MAX_CALL - self._length], 0)
+        count = self._scanner.scan(text[at : at + MAX_CALL_CHARACTERS - self._length], 0)
         self._length += count
-        self.has_ended = self._scanner.is_done
-        self.is_malformed = self._length == MAX_CALL and not self.has_ended
-        if self.has_ended:
-            calls = read_calls("".join(self.taken) + text[at : at + count])
+        self.is_finished = self._scanner.is_done
+        self.is_malformed = self._length == MAX_CALL_CHARACTERS and not self.is_finished
+        if self.is_finished:
+            calls = read_calls("".join(self.pending) + text[at : at + count])
             self.is_malformed = not calls or any(call.name not in self._tools.names for call in calls)
             for call in () if self.is_malformed else calls:
-                add_call(call, events)
+                append_call_events(call, events)
         return count
 
 
-def read_calls(text: str) -> list[Call]:
-    """Read a list of calls with literal arguments; return an empty one if it cannot be read. No code is executed."""
+def read_calls(text: str) -> list[ToolCall]:
+    """Parse a list of calls with literal arguments without executing code. Return an empty list if it is invalid."""
     try:
         tree = ast.parse(ESCAPES.sub(_escape, text.strip()), mode="eval").body
         return [_read_call(node) for node in tree.elts] if isinstance(tree, ast.List) else []
@@ -54,39 +61,39 @@ def read_calls(text: str) -> list[Call]:
 
 
 def _escape(found: re.Match[str]) -> str:
-    """Double a backslash that starts no escape sequence. Python's parser would warn about it."""
+    """Double a backslash that does not start an escape sequence, because Python's parser warns about it."""
     return found[0] if found[1] in KNOWN_ESCAPES else "\\" + found[0]
 
 
-def _read_call(node: ast.expr) -> Call:
+def _read_call(node: ast.expr) -> ToolCall:
     if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
         raise MalformedCallError
-    arguments = {each.arg: ast.literal_eval(_JsonWords().visit(each.value)) for each in node.keywords}
-    return Call(ast.unparse(node.func), dump(arguments))
+    arguments = {each.arg: ast.literal_eval(_JsonConstants().visit(each.value)) for each in node.keywords}
+    return ToolCall(ast.unparse(node.func), dump_json(arguments))
 
 
-class _JsonWords(ast.NodeTransformer):
+class _JsonConstants(ast.NodeTransformer):
     """Replaces `true`, `false` and `null`."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(CONSTANTS[node.id]) if node.id in CONSTANTS else node
+        return ast.Constant(JSON_CONSTANTS[node.id]) if node.id in JSON_CONSTANTS else node
 
 
 class PythonicFormat(ToolFormat):
     openers = (OPENER,)
-    starts = "["
+    start_characters = "["
     start_pattern = r"\[[ \n]*[a-zA-Z_][a-zA-Z0-9_.]*\("
     markers = (OPENER,)
     has_json_arguments = False
 
-    def make_section(self, tools: ToolSet) -> Section:
-        return PythonicSection(tools)
+    def make_call_parser(self, tools: ToolSet) -> ToolCallParser:
+        return PythonicToolCallParser(tools)
 
     def write_rules(self, rules: CallRules) -> Iterator[str]:
         calls, more = rules.calls, ' (", " call)*' if rules.is_parallel else ""
         yield f'calls: first{more} "]"\n'
         for rule, before in (("first", "["), ("call", "")):
-            heads = [write_text(f"{before}{call.name}(") for call in calls]
+            heads = [to_lark_string(f"{before}{call.name}(") for call in calls]
             choices = [f'{head} keywords_{index} ")"' for index, head in enumerate(heads)]
             yield f"{rule}: {' | '.join(choices)}\n"
         for index, call in enumerate(calls):
@@ -94,19 +101,19 @@ class PythonicFormat(ToolFormat):
 
 
 def _write_keywords(rule: str, call: CallGrammar) -> Iterator[str]:
-    """Write rules for the arguments in the schema's order; optional arguments may be left out.
+    """Write rules for the arguments in schema order. Optional arguments may be omitted.
 
-    The rules form a binary tree: llguidance recurses into rules, and a chain would take stack for each argument. For
-    each range of arguments, `first` begins with an argument, and `more` has a comma before every argument.
+    The rules form a binary tree, because llguidance recurses into rules and a chain would use stack for each argument.
+    For each range of arguments, `first` starts with an argument, and `more` has a comma before every argument.
     """
-    check_keywords(call)
+    check_strict_keywords(call)
     properties, required = call.schema.get("properties", {}), frozenset(call.schema.get("required", ()))
     definitions, optional = Definitions(call.schema), [name not in required for name in properties]
     for index, (name, schema) in enumerate(properties.items()):
         if not name.isidentifier() or keyword.iskeyword(name):
-            raise InputError(f"`tools`: {call.name!r} has a parameter {name[:64]!r}, which Python cannot name")
+            raise InputError(f"`tools`: {call.name!r} has a parameter {name[:64]!r}, which is not a Python identifier")
         place, value = f"{index}_{index + 1}", {**definitions.complete(schema), OPTIONS: call.schema[OPTIONS]}
-        yield f"{rule}_first_{place}: {write_text(name + '=')} %json {json.dumps(value)}\n"
+        yield f"{rule}_first_{place}: {to_lark_string(name + '=')} %json {json.dumps(value)}\n"
         yield f'{rule}_more_{place}: (", " {rule}_first_{place}){"?" if optional[index] else ""}\n'
     count = len(optional)
     ranges = [(0, count)]

@@ -1,6 +1,6 @@
-"""Qwen3-Coder: `<tool_call>` with `<function=name>` in it, and in that `<parameter=name>` around each value.
+"""Qwen3-Coder: `<tool_call>` contains `<function=name>`, which contains `<parameter=name>` tags around values.
 
-A call is buffered, and parsed at its end tag.
+Each call is buffered and parsed at its end tag.
 """
 
 import json
@@ -10,87 +10,87 @@ from typing import Any
 
 from lorax_server.errors import InputError
 from lorax_server.text.tools.grammar import (
-    ANY,
+    ANY_TEXT,
     OPTIONS,
     CallGrammar,
     CallRules,
     FunctionSchema,
     ToolFormat,
-    check_keywords,
+    check_strict_keywords,
     escape,
-    write_text,
+    to_lark_string,
 )
-from lorax_server.text.tools.json_section import Call, add_call, dump
-from lorax_server.text.tools.parameter_text import TypeFinder, is_text, to_json
-from lorax_server.text.tools.parser import MAX_CALL, MalformedCallError, ParsedEvent, Section, ToolSet
+from lorax_server.text.tools.json_tool_calls import ToolCall, append_call_events, dump_json
+from lorax_server.text.tools.parameter_text import JsonTypeFinder, is_text, to_json
+from lorax_server.text.tools.parser import MAX_CALL_CHARACTERS, MalformedCallError, ParsedEvent, ToolCallParser, ToolSet
 from lorax_server.text.tools.references import Definitions
 
 OPENER, CLOSER = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-MAX_HEAD = 512  # characters up to the end of the function name
-MAX_TRIES = 16  # end tags in one call: each but the last is part of a value, and the call is parsed at each
+MAX_HEAD_CHARACTERS = 512  # up to the end of the function name
+MAX_PARSE_ATTEMPTS = 16  # at end tags within one call; values may contain end tags
 NAME = re.compile(r"[^<>\n]{1,256}")
 TAG = re.compile(rf"\s*(?:{PARAMETER}({NAME.pattern})>|({FUNCTION_END}))")
 JSON_VALUE = re.compile(rf'((?:[^"<]++|"(?:[^"\\]++|\\.)*+")*+){PARAMETER_END}', re.DOTALL)
 TEXT_VALUE = re.compile(rf"(.*?){PARAMETER_END}", re.DOTALL)
 
 
-class Qwen3CoderSection(Section):
-    """Reads one call. It counts also where `<tool_call>` or `</tool_call>` is missing."""
+class Qwen3CoderToolCallParser(ToolCallParser):
+    """Parses one call. Accepts calls without `<tool_call>` or `</tool_call>`."""
 
-    def __init__(self, tools: ToolSet, finders: dict[int, TypeFinder]) -> None:
-        """`finders` by schema id are shared by all sections, which add missing ones."""
+    def __init__(self, tools: ToolSet, finders: dict[int, JsonTypeFinder]) -> None:
+        """`finders`, by schema id, are shared by all parsers of a format."""
         super().__init__(CLOSER)
         self._tools = tools
         self._finders = finders
         self._function = ""
         self._body = ""
-        self._num_tries = 0
+        self._num_attempts = 0
         self._has_call = False
 
-    def take(self, text: str, at: int, events: list[ParsedEvent]) -> int:
+    def consume(self, text: str, at: int, events: list[ParsedEvent]) -> int:
         if self._has_call:
-            return 1 if text[at].isspace() and not self.closed else self.take_closer(text[at])
-        return self._take_body(text, at, events) if self._function else self._take_head(text[at])
+            return 1 if text[at].isspace() and not self.closer_prefix else self.consume_closer(text[at])
+        return self._consume_body(text, at, events) if self._function else self._consume_head(text[at])
 
-    def _take_head(self, character: str) -> int:
-        """Take one more character of `<function=name>`. The opener may have had the first part."""
-        head = ("".join(self.taken) + character).lstrip()
+    def _consume_head(self, character: str) -> int:
+        """Consume one character of `<function=name>`. The opener may include the start of it."""
+        head = ("".join(self.pending) + character).lstrip()
         name = head.removeprefix(FUNCTION)
         if character == ">" and name[:-1].strip() in self._tools.names:
             self._function = name[:-1].strip()
-        elif len(self.taken) > MAX_HEAD or not (FUNCTION.startswith(head) or NAME.fullmatch(name)):
+        elif len(self.pending) > MAX_HEAD_CHARACTERS or not (FUNCTION.startswith(head) or NAME.fullmatch(name)):
             raise MalformedCallError
         return 1
 
-    def _take_body(self, text: str, at: int, events: list[ParsedEvent]) -> int:
+    def _consume_body(self, text: str, at: int, events: list[ParsedEvent]) -> int:
         length = len(self._body)
-        body = self._body + text[at : at + MAX_CALL - length]
+        body = self._body + text[at : at + MAX_CALL_CHARACTERS - length]
         place = body.find(FUNCTION_END, max(0, length - len(FUNCTION_END) + 1))
         self._body = body if place < 0 else body[: place + len(FUNCTION_END)]
         try:
             if place >= 0:
                 self._end_call(events)
-            self.is_malformed = len(self._body) == MAX_CALL and not self._has_call
+            self.is_malformed = len(self._body) == MAX_CALL_CHARACTERS and not self._has_call
         except MalformedCallError:
             self.is_malformed = True
         return len(self._body) - length
 
     def _end_call(self, events: list[ParsedEvent]) -> None:
         arguments = self._parse(self._body)
-        self._num_tries += 1
+        self._num_attempts += 1
         if arguments is not None:
             self._has_call = True
-            written = ", ".join(f"{dump(key)}: {value}" for key, value in arguments.items())
-            add_call(Call(self._function, f"{{{written}}}"), events)
-        elif self._num_tries == MAX_TRIES:
+            written = ", ".join(f"{dump_json(key)}: {value}" for key, value in arguments.items())
+            append_call_events(ToolCall(self._function, f"{{{written}}}"), events)
+        elif self._num_attempts == MAX_PARSE_ATTEMPTS:
             raise MalformedCallError
 
     def _parse(self, body: str) -> dict[str, str] | None:
-        """Return the arguments as JSON, by name; None if the end tag is part of a value."""
+        """Return the arguments as JSON by name, or None if the end tag is part of a value."""
         schema = self._tools.schemas[self._function]
-        finder = self._finders.setdefault(id(schema), TypeFinder(schema))
+        finder = self._finders.setdefault(id(schema), JsonTypeFinder(schema))
         arguments: dict[str, str] = {}
         tag = TAG.match(body)
         while tag is not None and not tag[2]:
@@ -109,7 +109,7 @@ class Qwen3CoderSection(Section):
             raise MalformedCallError
         return arguments
 
-    def forgives(self, text: str) -> bool:
+    def is_ignorable_tail(self, text: str) -> bool:
         return CLOSER.startswith(text.strip())
 
 
@@ -119,60 +119,61 @@ class Qwen3CoderFormat(ToolFormat):
     has_json_arguments = False
 
     def __init__(self) -> None:
-        self._finders: dict[int, TypeFinder] = {}
+        self._finders: dict[int, JsonTypeFinder] = {}
 
     def prepare(self, functions: Sequence[FunctionSchema]) -> None:
         for function in functions:
-            finder = self._finders.setdefault(id(function.parameters), TypeFinder(function.parameters))
+            finder = self._finders.setdefault(id(function.parameters), JsonTypeFinder(function.parameters))
             for schema in function.parameters.get("properties", {}).values():
                 finder.find(schema)
 
-    def make_section(self, tools: ToolSet) -> Section:
-        return Qwen3CoderSection(tools, self._finders)
+    def make_call_parser(self, tools: ToolSet) -> ToolCallParser:
+        return Qwen3CoderToolCallParser(tools, self._finders)
 
     def write_rules(self, rules: CallRules) -> Iterator[str]:
-        opener, closer = map(rules.marks.write, (OPENER, CLOSER))
+        opener, closer = map(rules.markers.write, (OPENER, CLOSER))
         more = rf' ("\n" {opener} tagged)*' if rules.is_parallel else ""
-        heads = [write_text(f"\n{FUNCTION}{call.name}>\n") for call in rules.calls]
+        heads = [to_lark_string(f"\n{FUNCTION}{call.name}>\n") for call in rules.calls]
         choices = [f"{head} parameters_{index}" for index, head in enumerate(heads)]
-        yield f'calls: tagged{more}\ntagged: ({" | ".join(choices)}) {write_text(FUNCTION_END)} "\\n" {closer}\n'
+        yield f'calls: tagged{more}\ntagged: ({" | ".join(choices)}) {to_lark_string(FUNCTION_END)} "\\n" {closer}\n'
         for index, call in enumerate(rules.calls):
             yield from _write_parameters(f"parameters_{index}", call)
 
 
 def _write_parameters(rule: str, call: CallGrammar) -> Iterator[str]:
-    """Write rules for the parameters in the schema's order; optional parameters may be left out."""
-    check_keywords(call)
+    """Write rules for the parameters in schema order. Optional parameters may be omitted."""
+    check_strict_keywords(call)
     properties, required = call.schema.get("properties", {}), frozenset(call.schema.get("required", ()))
     if unknown := required - properties.keys():
-        raise InputError(f"`tools`: {call.name!r} requires {min(unknown)[:64]!r}, which its `properties` have not")
-    finder, definitions, names = TypeFinder(call.schema), Definitions(call.schema), []
+        raise InputError(f"`tools`: {call.name!r} requires {min(unknown)[:64]!r}, which is not in its `properties`")
+    finder, definitions, names = JsonTypeFinder(call.schema), Definitions(call.schema), []
     for index, (name, schema) in enumerate(properties.items()):
         if NAME.fullmatch(name) is None or name != name.strip():
-            raise InputError(f"`tools`: {call.name!r} has a parameter {name[:64]!r}, which no tag can name")
+            raise InputError(f"`tools`: {call.name!r} has a parameter {name[:64]!r}, which cannot be written as a tag")
         given = f"{rule}_given_{index}"
         names.append(given if name in required else f"{given}?")
-        yield f'{given}: {write_text(f"{PARAMETER}{name}>")} "\\n" {rule}_value_{index} "\\n"\n'
+        yield f'{given}: {to_lark_string(f"{PARAMETER}{name}>")} "\\n" {rule}_value_{index} "\\n"\n'
         yield _write_value(f"{rule}_value_{index}", call, name, schema, finder, definitions)
-    yield f"{rule}: {' '.join(names) or write_text('')}\n"  # one sequence: a chain of rules would take stack for each
+    # One sequence, because llguidance would use stack for each rule of a chain.
+    yield f"{rule}: {' '.join(names) or to_lark_string('')}\n"
 
 
 def _write_value(
-    rule: str, call: CallGrammar, name: str, schema: Any, finder: TypeFinder, definitions: Definitions
+    rule: str, call: CallGrammar, name: str, schema: Any, finder: JsonTypeFinder, definitions: Definitions
 ) -> str:
-    """Write the rule of a value with its closer."""
+    """Write the rule for a value and its closing tag."""
     types = finder.find(schema)
     if not is_text(types):
         value = {**definitions.complete(schema), OPTIONS: call.schema[OPTIONS]}
-        return f"{rule}: %json {json.dumps(value)} {write_text(chr(10) + PARAMETER_END)}\n"
-    found = finder.find_text(schema)
+        return f"{rule}: %json {json.dumps(value)} {to_lark_string(chr(10) + PARAMETER_END)}\n"
+    found = finder.find_text_schema(schema)
     if call.is_strict and found.unknown:
         raise InputError(
             f"`tools`: the parameter {name[:64]!r} of {call.name!r} has `{found.unknown}`, which cannot be enforced "
-            "where a model writes texts as they are; leave it out, or let the function not be `strict`"
+            "for text in this model's tool call format; remove it, or do not set `strict`"
         )
     closer, null = escape("\n" + PARAMETER_END), "|null" if "null" in types else ""
     patterns = [rf"/({found.length}{null}){closer}/"]
     if found.choices is not None:
         patterns.append(rf"/({'|'.join(map(escape, found.choices))}{null}){closer}/")
-    return f"{rule}[lazy]: {' & '.join(patterns)} & ~/{ANY}{escape(PARAMETER_END)}(.|\\n)+/\n"
+    return f"{rule}[lazy]: {' & '.join(patterns)} & ~/{ANY_TEXT}{escape(PARAMETER_END)}(.|\\n)+/\n"

@@ -1,11 +1,11 @@
-"""References within a JSON schema (`$ref`): following them, measuring depth through them, and copying their targets."""
+"""References within a JSON schema (`$ref`): resolve them, measure depth through them, and copy definitions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lorax_server.errors import InputError
 
-MAX_REFERENCE = 256  # characters
+MAX_REFERENCE_CHARACTERS = 256
 # JSON levels, counted through references. llguidance compiles schemas by recursion, with up to 5 KB of stack per level,
 # so the deepest schema needs a third of the 4 MiB stack of a trial compile.
 MAX_LEVELS = 256
@@ -13,15 +13,15 @@ DEFINITIONS = ("$defs", "definitions")
 
 
 def split_reference(reference: Any) -> list[str] | None:
-    """Return the path from the schema root; None if the reference is too long, or points outside the schema."""
-    if not isinstance(reference, str) or len(reference) > MAX_REFERENCE:
+    """Return the path from the schema root, or None if the reference is too long or points outside the schema."""
+    if not isinstance(reference, str) or len(reference) > MAX_REFERENCE_CHARACTERS:
         return None
     start, *names = reference.split("/")
     return [name.replace("~1", "/").replace("~0", "~") for name in names] if start == "#" else None
 
 
-def follow_names(names: Sequence[str], root: Mapping[str, Any]) -> Any:
-    """Return the value at a path; None if it does not exist."""
+def follow_path(names: Sequence[str], root: Mapping[str, Any]) -> Any:
+    """Return the value at a path, or None if it does not exist."""
     found: Any = root
     for name in names:
         if not isinstance(found, Mapping):
@@ -31,30 +31,30 @@ def follow_names(names: Sequence[str], root: Mapping[str, Any]) -> Any:
 
 
 def resolve(reference: Any, root: Mapping[str, Any]) -> Any:
-    """Return the target of a reference within a schema; None if it does not exist."""
+    """Return the target of a reference within a schema, or None if it does not exist."""
     names = split_reference(reference)
-    return None if names is None else follow_names(names, root)
+    return None if names is None else follow_path(names, root)
 
 
 def check_depth(schema: Mapping[str, Any]) -> None:
-    """Raise InputError if a schema nests too deeply, counting the targets of its references."""
+    """Raise InputError if a schema is nested too deeply, counted through its references."""
     _DepthMeter(schema).measure(schema, 0)
 
 
 class _DepthMeter:
-    """Measures the depth of each part of a schema once."""
+    """Measures the depth of each subschema once."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        self._levels: dict[int, int] = {}  # by id of the part
+        self._levels: dict[int, int] = {}  # by subschema id
 
     def measure(self, part: Any, above: int) -> int:
-        """Return the number of levels of a part that lies `above` levels below the root."""
+        """Return the number of levels in a subschema that is `above` levels below the root."""
         if not isinstance(part, Mapping | list | tuple):
             return 0
         levels = self._levels.get(id(part))
         if levels is None and above < MAX_LEVELS:
-            self._levels[id(part)] = 0  # where a recursive schema refers to this part
+            self._levels[id(part)] = 0  # used where a recursive schema refers to this subschema
             children = (*part.values(), resolve(part.get("$ref"), self._root)) if isinstance(part, Mapping) else part
             levels = 0
             for child in children:
@@ -66,14 +66,14 @@ class _DepthMeter:
 
 
 class Definitions:
-    """Selects the definitions that a part of a schema needs where that part becomes a schema of its own."""
+    """Selects the definitions that a subschema needs to become a separate schema."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._all = {word: root[word] for word in DEFINITIONS if isinstance(root.get(word), Mapping)}
-        self._references: dict[tuple[str, str], list[str]] = {}  # of each definition, read once
+        self._references: dict[tuple[str, str], list[str]] = {}  # by definition
 
     def complete(self, part: Any) -> dict[str, Any]:
-        """Return a part with the definitions that it reaches; with all of them if a reference points elsewhere."""
+        """Return a subschema with the definitions that it uses, or with all if a reference is not to a definition."""
         own = part if isinstance(part, dict) else {}
         return {**own, **self._select(own)}
 

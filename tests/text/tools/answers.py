@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 from lorax_server.text.tools.formats import FORMATS
 from lorax_server.text.tools.parser import (
-    ArgumentsPiece,
-    CallBegins,
-    CallEnds,
+    ArgumentsDelta,
     ParsedEvent,
-    TextPiece,
-    ToolParser,
+    TextDelta,
+    ToolCallEnd,
+    ToolCallStart,
+    ToolOutputParser,
     ToolSet,
 )
 
@@ -35,7 +35,7 @@ Meaning = Sequence[str | tuple[str, str]]  # texts and calls
 class Example(NamedTuple):
     """An answer in a format, and its meaning."""
 
-    form: str
+    tool_format: str
     text: str
     meaning: Meaning
 
@@ -44,7 +44,7 @@ def read(
     example_form: str, pieces: Iterable[str], is_enforced: bool = False, schemas: Mapping[str, Any] = SCHEMAS
 ) -> Meaning:
     """Read an answer that comes in pieces; check that its events are in order."""
-    parser = ToolParser(FORMATS[example_form](), ToolSet(schemas, is_enforced))
+    parser = ToolOutputParser(FORMATS[example_form](), ToolSet(schemas, is_enforced))
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
     return to_meaning(events)
 
@@ -54,23 +54,23 @@ def to_meaning(events: Sequence[ParsedEvent]) -> Meaning:
     is_open = False
     for event in events:
         match event:
-            case TextPiece(text):
+            case TextDelta(text):
                 assert text
                 assert not is_open
                 if meaning and isinstance(meaning[-1], str):
                     meaning[-1] += text
                 else:
                     meaning.append(text)
-            case CallBegins(name):
+            case ToolCallStart(name):
                 assert not is_open
                 is_open = True
                 meaning.append((name, ""))
-            case ArgumentsPiece(text):
+            case ArgumentsDelta(text):
                 assert is_open
                 last = meaning[-1]
                 assert isinstance(last, tuple)
                 meaning[-1] = (last[0], last[1] + text)
-            case CallEnds():
+            case ToolCallEnd():
                 assert is_open
                 is_open = False
     assert not is_open
@@ -154,7 +154,11 @@ CALLS = [
 ]
 # Answers that are no calls, or no right ones: all of their text comes back, and text only.
 NO_CALLS = [
-    *((form, text) for form in FORMATS for text in ("", " ", "Hello.", "  two\n\nlines\n", "a < b, [c] and {d}", "<")),
+    *(
+        (tool_format, text)
+        for tool_format in FORMATS
+        for text in ("", " ", "Hello.", "  two\n\nlines\n", "a < b, [c] and {d}", "<")
+    ),
     ("hermes", '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": }}</tool_call>'),
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": NaN}}</tool_call>'),

@@ -1,8 +1,8 @@
-"""The form of calls that a chat template asks for."""
+"""The tool_format of calls that a chat template asks for."""
 
 import pytest
 
-from lorax_server.text.tools.formats import FORMATS, choose_format, renders_tools
+from lorax_server.text.tools.formats import FORMATS, detect_format, renders_tools
 
 TEMPLATES = {
     "hermes": "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools> return "
@@ -22,13 +22,13 @@ def test_every_format_has_a_template() -> None:
     assert TEMPLATES.keys() == FORMATS.keys()
 
 
-@pytest.mark.parametrize("form", TEMPLATES)
-def test_the_template_chooses(form: str) -> None:
-    assert renders_tools(TEMPLATES[form])
-    assert choose_format(TEMPLATES[form]) == form
+@pytest.mark.parametrize("tool_format", TEMPLATES)
+def test_the_template_chooses(tool_format: str) -> None:
+    assert renders_tools(TEMPLATES[tool_format])
+    assert detect_format(TEMPLATES[tool_format]) == tool_format
 
 
 def test_templates_without_tools_and_with_calls_in_other_forms() -> None:
     assert not renders_tools("{% for message in messages %}{{ message.content }}{% endfor %} toolset")
     for calls in ("<function=name>{...}</function>", "<tool_call>name\n<arg_key>", '<invoke name="'):
-        assert choose_format("{% if tools %}" + calls + "{% endif %}") == ""
+        assert detect_format("{% if tools %}" + calls + "{% endif %}") == ""

@@ -16,16 +16,16 @@ from lorax_server.errors import InputError
 from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.text.tools.formats import FORMATS
 from lorax_server.text.tools.grammar import (
-    MAX_GRAMMAR,
+    MAX_GRAMMAR_CHARACTERS,
     FunctionSchema,
-    Marks,
-    Thought,
+    MarkerWriter,
+    ReasoningTags,
     write_optional,
     write_required,
 )
 from lorax_server.text.tools.json_formats import GRANITE_OPENER as GRANITE
-from lorax_server.text.tools.parameter_text import ALL_TYPES, MAX_DEPTH, TypeFinder
-from lorax_server.text.tools.parser import ToolParser, ToolSet
+from lorax_server.text.tools.parameter_text import ALL_TYPES, MAX_DEPTH, JsonTypeFinder
+from lorax_server.text.tools.parser import ToolOutputParser, ToolSet
 from tests.text.test_real_tokenizers import installed
 from tests.text.tokenizers import byte_level
 from tests.text.tools.answers import CODER, read
@@ -136,22 +136,22 @@ def vocabulary(kind: str) -> Vocabulary:
 
 
 CASES = [
-    *((form, texts, kind) for form, texts in TEXTS.items() for kind in ("text", "special", "real")),
+    *((tool_format, texts, kind) for tool_format, texts in TEXTS.items() for kind in ("text", "special", "real")),
     ("mistral", NEWER_MISTRAL, "newer"),
 ]
 
 
-def grammar(write: Callable[..., str], form: str, kind: str, thought: bool | None = None, **more: Any) -> str:
-    marks = Marks(vocabulary(kind).tokenizer.token_to_id)
-    thinking = None if thought is None else Thought("<think>", "</think>", thought)
-    return write(FORMATS[form](), FUNCTIONS, more.pop("is_parallel", True), marks, thinking, **more)
+def grammar(write: Callable[..., str], tool_format: str, kind: str, reasoning: bool | None = None, **more: Any) -> str:
+    markers = MarkerWriter(vocabulary(kind).tokenizer.token_to_id)
+    thinking = None if reasoning is None else ReasoningTags("<think>", "</think>", reasoning)
+    return write(FORMATS[tool_format](), FUNCTIONS, more.pop("is_parallel", True), markers, thinking, **more)
 
 
-@pytest.mark.parametrize(("form", "texts", "kind"), CASES)
+@pytest.mark.parametrize(("tool_format", "texts", "kind"), CASES)
 @pytest.mark.parametrize("before", THOUGHTS)
-def test_calls_that_are_required(form: str, texts: Texts, kind: str, before: str) -> None:
-    accepts, thought = vocabulary(kind).accepts, THOUGHTS[before]
-    many, one = (grammar(write_required, form, kind, thought, is_parallel=each) for each in (True, False))
+def test_required_tool_calls(tool_format: str, texts: Texts, kind: str, before: str) -> None:
+    accepts, reasoning = vocabulary(kind).accepts, THOUGHTS[before]
+    many, one = (grammar(write_required, tool_format, kind, reasoning, is_parallel=each) for each in (True, False))
     assert accepts(many, before + texts.right)
     assert accepts(one, before + texts.right)
     assert accepts(many, before + texts.two)
@@ -162,29 +162,29 @@ def test_calls_that_are_required(form: str, texts: Texts, kind: str, before: str
     assert not accepts(many, before + texts.right[:-1])
 
 
-@pytest.mark.parametrize(("form", "texts", "kind"), CASES)
+@pytest.mark.parametrize(("tool_format", "texts", "kind"), CASES)
 @pytest.mark.parametrize("before", THOUGHTS)
-def test_calls_that_are_free_to_come(form: str, texts: Texts, kind: str, before: str) -> None:
-    accepts, thought = vocabulary(kind).accepts, THOUGHTS[before]
-    many, one = (grammar(write_optional, form, kind, thought, is_parallel=each) for each in (True, False))
+def test_calls_that_are_free_to_come(tool_format: str, texts: Texts, kind: str, before: str) -> None:
+    accepts, reasoning = vocabulary(kind).accepts, THOUGHTS[before]
+    many, one = (grammar(write_optional, tool_format, kind, reasoning, is_parallel=each) for each in (True, False))
     for text in ("", "Just text, {nothing} [else] <here>.", "\n  Two\n\nlines.\n", texts.right, texts.two):
         assert accepts(many, before + text), text
     assert accepts(one, before + texts.right)
     assert not accepts(one, before + texts.two)
     assert not accepts(many, before + texts.wrong)
-    if not FORMATS[form]().starts:
+    if not FORMATS[tool_format]().start_characters:
         assert accepts(many, before + "Text first.\n" + texts.right)
         assert not accepts(many, before + "Text first.\n" + texts.wrong)
 
 
-@pytest.mark.parametrize("form", ["hermes", "granite", "mistral", "pythonic", "qwen3_coder"])
-def test_an_answer_that_is_calls_or_has_a_form_of_its_own(form: str) -> None:
+@pytest.mark.parametrize("tool_format", ["hermes", "granite", "mistral", "pythonic", "qwen3_coder"])
+def test_an_answer_that_is_calls_or_has_a_form_of_its_own(tool_format: str) -> None:
     text = 'start: %json {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]}'
-    either = grammar(write_required, form, "special", text=text)
+    either = grammar(write_required, tool_format, "special", text=text)
     accepts = vocabulary("special").accepts
     assert accepts(either, '{"count": 1}')
-    assert accepts(either, TEXTS[form].right)
-    for wrong in ("Text.", '{"count": "x"}', TEXTS[form].wrong):
+    assert accepts(either, TEXTS[tool_format].right)
+    for wrong in ("Text.", '{"count": "x"}', TEXTS[tool_format].wrong):
         assert not accepts(either, wrong)
 
 
@@ -192,7 +192,7 @@ def test_only_strict_schemas_are_refused_for_what_cannot_be_enforced() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     for is_strict in (False, True):
         functions = [FunctionSchema("f", schema, is_strict)]
-        text = write_required(FORMATS["hermes"](), functions, False, Marks(lambda _: None), None)
+        text = write_required(FORMATS["hermes"](), functions, False, MarkerWriter(lambda _: None), None)
         matcher = LLMatcher(vocabulary("text").known[0], text, log_level=0)
         assert matcher.is_error() == is_strict
         if is_strict:
@@ -202,14 +202,14 @@ def test_only_strict_schemas_are_refused_for_what_cannot_be_enforced() -> None:
 def test_parameters_that_python_cannot_name_are_refused() -> None:
     functions = [FunctionSchema("f", {"type": "object", "properties": {"class": {}}}, False)]
     with pytest.raises(InputError, match="'class'"):
-        write_required(FORMATS["pythonic"](), functions, False, Marks(lambda _: None), None)
+        write_required(FORMATS["pythonic"](), functions, False, MarkerWriter(lambda _: None), None)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_what_a_grammar_allows_is_read_as_calls(form: str) -> None:
+@pytest.mark.parametrize("tool_format", FORMATS)
+def test_what_a_grammar_allows_is_read_as_calls(tool_format: str) -> None:
     """Walk at random through a grammar, byte by byte: whatever it allows is a call with valid arguments."""
     known = Bytes()
-    text = write_required(FORMATS[form](), FUNCTIONS, False, Marks(lambda _: None), None)
+    text = write_required(FORMATS[tool_format](), FUNCTIONS, False, MarkerWriter(lambda _: None), None)
     for seed in range(20):
         rng, answer = random.Random(seed), b""
         matcher = LLMatcher(LLTokenizer(TokenizerWrapper(known)), text, log_level=0)
@@ -217,11 +217,11 @@ def test_what_a_grammar_allows_is_read_as_calls(form: str) -> None:
             allowed = [byte for byte, bias in enumerate(matcher.compute_logit_bias()[:256]) if bias]
             if not allowed:
                 break
-            closers = [next_of(answer)] if form == "qwen3_coder" else b'"})]'
+            closers = [next_of(answer)] if tool_format == "qwen3_coder" else b'"})]'
             ends = [byte for byte in closers if byte in allowed and len(answer) > 60]
             answer += bytes([ends[0] if ends else rng.choice(allowed)])
             matcher.consume_token(answer[-1])
-        (call,) = read(form, [answer.decode()])
+        (call,) = read(tool_format, [answer.decode()])
         assert call[0] in ("weather", "now")
         assert isinstance(json.loads(call[1]), dict)
 
@@ -251,13 +251,13 @@ def test_texts_between_tags_keep_to_their_schema(
     definitions = {"ab": {"enum": ["ab"]}}
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": definitions}
     text = write_required(
-        FORMATS["qwen3_coder"](), [FunctionSchema("f", parameters, True)], False, Marks(lambda _: None), None
+        FORMATS["qwen3_coder"](), [FunctionSchema("f", parameters, True)], False, MarkerWriter(lambda _: None), None
     )
     for value in (*right, *wrong):
         answer = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
         matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes())), text, log_level=0)
-        taken = matcher.try_consume_tokens(list(answer.encode()))
-        assert (taken == len(answer.encode()) and matcher.is_accepting()) == (value in right), value
+        pending = matcher.try_consume_tokens(list(answer.encode()))
+        assert (pending == len(answer.encode()) and matcher.is_accepting()) == (value in right), value
         if value in right:
             (call,) = read("qwen3_coder", answer, True, {"f": parameters})
             arguments = json.loads(call[1])
@@ -281,8 +281,8 @@ def test_strict_schemas_of_texts_are_refused_for_what_cannot_be_enforced(
     parameters = {"type": "object", "properties": properties, **more}
     strict, other = (FunctionSchema("f", parameters, is_strict) for is_strict in (True, False))
     with pytest.raises(InputError, match=f"`{word}`"):
-        write_required(FORMATS["qwen3_coder"](), [strict], False, Marks(lambda _: None), None)
-    assert write_required(FORMATS["qwen3_coder"](), [other], False, Marks(lambda _: None), None)
+        write_required(FORMATS["qwen3_coder"](), [strict], False, MarkerWriter(lambda _: None), None)
+    assert write_required(FORMATS["qwen3_coder"](), [other], False, MarkerWriter(lambda _: None), None)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_strict_schemas_of_texts_are_refused_for_what_cannot_be_enforced(
 def test_parameters_that_tags_cannot_have_are_refused(schema: dict[str, Any]) -> None:
     functions = [FunctionSchema("f", {"type": "object", **schema}, False)]
     with pytest.raises(InputError, match="`tools`"):
-        write_required(FORMATS["qwen3_coder"](), functions, False, Marks(lambda _: None), None)
+        write_required(FORMATS["qwen3_coder"](), functions, False, MarkerWriter(lambda _: None), None)
 
 
 class Bytes:
@@ -322,7 +322,7 @@ class CountedParts(dict[str, Any]):
 
 
 def test_types_of_parameters() -> None:
-    finder = TypeFinder({})
+    finder = JsonTypeFinder({})
     assert finder.find({"anyOf": [{"type": "string"}] * 10_000}) == {"string"}
     assert finder.find({"enum": ["a", 1, 1.5, None, True, [], {}]}) == ALL_TYPES
     assert finder.find({"type": ["integer", {}, "null"]}) == {"number", "null"}
@@ -348,7 +348,7 @@ def test_shared_definition_is_read_once(definition: dict[str, Any], types: set[s
     properties: dict[str, Any] = {
         f"p{index}": {"$ref": "#/$defs/shared", **({"minLength": 1} if index % 2 else {})} for index in range(100)
     }
-    finder = TypeFinder({"properties": properties, "$defs": {"shared": shared, "null": null}})
+    finder = JsonTypeFinder({"properties": properties, "$defs": {"shared": shared, "null": null}})
     assert all(finder.find(each) == types for each in properties.values())
     assert (shared.num_read, null.num_read) in ((1, 0), (1, 1))
 
@@ -357,11 +357,11 @@ def test_sections_share_the_types_that_the_format_has_prepared() -> None:
     """Answers are read on the event loop, where no schema is analyzed again."""
     part = CountedParts({"type": "string"})
     schemas = {"weather": {"type": "object", "properties": {"city": part, "days": {"type": "integer"}}}}
-    form = FORMATS["qwen3_coder"]()
-    form.prepare([FunctionSchema("weather", schemas["weather"], False)])
+    tool_format = FORMATS["qwen3_coder"]()
+    tool_format.prepare([FunctionSchema("weather", schemas["weather"], False)])
     for is_enforced in (True, False):
         for _ in range(3):
-            parser = ToolParser(form, ToolSet(schemas, is_enforced))
+            parser = ToolOutputParser(tool_format, ToolSet(schemas, is_enforced))
             parser.feed(CODER * 3)
             parser.finish()
     assert part.num_read == 1
@@ -370,27 +370,27 @@ def test_sections_share_the_types_that_the_format_has_prepared() -> None:
 # --- Size -------------------------------------------------------------------------------------------------------------
 
 
-def write(form: str, parameters: dict[str, Any], is_strict: bool = False) -> str:
+def write(tool_format: str, parameters: dict[str, Any], is_strict: bool = False) -> str:
     functions = [FunctionSchema("f", {"type": "object", **parameters}, is_strict)]
-    return write_required(FORMATS[form](), functions, False, Marks(lambda _: None), None)
+    return write_required(FORMATS[tool_format](), functions, False, MarkerWriter(lambda _: None), None)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_too_large_grammar_is_rejected_while_it_is_written(form: str) -> None:
+@pytest.mark.parametrize("tool_format", FORMATS)
+def test_too_large_grammar_is_rejected_while_it_is_written(tool_format: str) -> None:
     """10,000 parameters refer to one definition of 100,000 characters: 1 GB if it is copied to each."""
     properties = {f"p{index}": {"$ref": "#/$defs/large"} for index in range(10_000)}
     parameters = {"properties": properties, "$defs": {"large": {"const": ["x" * 100_000]}}}
     tracemalloc.start()
     try:
-        with pytest.raises(InputError, match=r"make a grammar of .* characters or more, of 262144 at most"):
-            write(form, parameters)
-        assert tracemalloc.get_traced_memory()[1] < 40 * MAX_GRAMMAR
+        with pytest.raises(InputError, match=r"more than the maximum of 262144"):
+            write(tool_format, parameters)
+        assert tracemalloc.get_traced_memory()[1] < 40 * MAX_GRAMMAR_CHARACTERS
     finally:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("form", ["pythonic", "qwen3_coder"])
-def test_only_definitions_that_a_parameter_reaches_are_copied(form: str) -> None:
+@pytest.mark.parametrize("tool_format", ["pythonic", "qwen3_coder"])
+def test_only_definitions_that_a_parameter_reaches_are_copied(tool_format: str) -> None:
     definitions: dict[str, Any] = {
         "a": {"items": {"$ref": "#/$defs/b"}},
         "b": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}},
@@ -398,12 +398,12 @@ def test_only_definitions_that_a_parameter_reaches_are_copied(form: str) -> None
     }
     properties: dict[str, Any] = {f"p{index}": {"type": "integer"} for index in range(300)}
     parameters = {"$defs": definitions, "definitions": {"c": {"const": "y" * 1000}}}
-    text = write(form, {**parameters, "properties": {**properties, "p0": {"items": {"$ref": "#/$defs/a"}}}})
+    text = write(tool_format, {**parameters, "properties": {**properties, "p0": {"items": {"$ref": "#/$defs/a"}}}})
     assert (text.count('"b": {'), "xxx" in text, "yyy" in text) == (1, False, False)
-    text = write(form, {**parameters, "properties": {"p0": {"items": {"$ref": "#/definitions/c"}}}})
+    text = write(tool_format, {**parameters, "properties": {"p0": {"items": {"$ref": "#/definitions/c"}}}})
     assert ("xxx" in text, text.count('"const"')) == (False, 1)
     for elsewhere in ("#", "#/properties/p0", "#anchor", "urn:a"):  # the definitions may be needed
-        text = write(form, {**parameters, "properties": {"p0": {"items": {"$ref": elsewhere}}}})
+        text = write(tool_format, {**parameters, "properties": {"p0": {"items": {"$ref": elsewhere}}}})
         assert ("xxx" in text, "yyy" in text) == (True, True)
 
 
@@ -417,10 +417,10 @@ class CountedNames(list[str]):
         return super().__contains__(name)
 
 
-@pytest.mark.parametrize("form", ["pythonic", "qwen3_coder"])
-def test_required_names_are_not_searched_for_each_parameter(form: str) -> None:
+@pytest.mark.parametrize("tool_format", ["pythonic", "qwen3_coder"])
+def test_required_names_are_not_searched_for_each_parameter(tool_format: str) -> None:
     required = CountedNames(f"p{index}" for index in range(100))
-    text = write(form, {"properties": {name: {} for name in required}, "required": required})
+    text = write(tool_format, {"properties": {name: {} for name in required}, "required": required})
     assert "p99" in text
     assert required.num_searches == 0
 
@@ -428,25 +428,25 @@ def test_required_names_are_not_searched_for_each_parameter(form: str) -> None:
 # --- Optional parameters ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["pythonic", "qwen3_coder"])
+@pytest.mark.parametrize("tool_format", ["pythonic", "qwen3_coder"])
 @pytest.mark.parametrize("required", ["", "a", "c", "e", "bd", "abcde"])
-def test_every_choice_of_optional_parameters(form: str, required: str) -> None:
+def test_every_choice_of_optional_parameters(tool_format: str, required: str) -> None:
     names = "abcde"
     properties = {name: {"type": "integer"} for name in names}
     known = LLTokenizer(TokenizerWrapper(Bytes()))
-    matcher = LLMatcher(known, write(form, {"properties": properties, "required": [*required]}), log_level=0)
+    matcher = LLMatcher(known, write(tool_format, {"properties": properties, "required": [*required]}), log_level=0)
     for bits in range(2 ** len(names)):
         given = [name for index, name in enumerate(names) if bits >> index & 1]
-        answer = write_call(form, given)
+        answer = write_call(tool_format, given)
         copy = matcher.deep_copy()
         is_accepted = copy.try_consume_tokens(list(answer)) == len(answer) and copy.is_accepting()
         assert is_accepted == (set(required) <= set(given)), answer
-    wrong = write_call(form, "ba")
+    wrong = write_call(tool_format, "ba")
     assert matcher.try_consume_tokens(list(wrong)) < len(wrong)
 
 
-def write_call(form: str, names: Iterable[str]) -> bytes:
-    if form == "pythonic":
+def write_call(tool_format: str, names: Iterable[str]) -> bytes:
+    if tool_format == "pythonic":
         return f"[f({', '.join(f'{name}=1' for name in names)})]".encode()
     values = "".join(f"<parameter={name}>\n1\n</parameter>\n" for name in names)
     return f"<tool_call>\n<function=f>\n{values}</function>\n</tool_call>".encode()

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from lorax_server.config import TOOL_PARSERS
 from lorax_server.text.tools.formats import FORMATS
 from lorax_server.text.tools.parser import (
-    MAX_CALL,
-    MAX_DROPPED,
-    WINDOW,
-    ArgumentsPiece,
-    CallBegins,
+    MAX_CALL_CHARACTERS,
+    MAX_DROPPED_WHITESPACE,
+    PARSE_WINDOW_CHARACTERS,
+    ArgumentsDelta,
     CallFormat,
     MalformedCallError,
     ParsedEvent,
-    Section,
-    TextPiece,
-    ToolParser,
+    TextDelta,
+    ToolCallParser,
+    ToolCallStart,
+    ToolOutputParser,
     ToolSet,
 )
 from tests.text.tools.answers import CALLS, CODER, NO_CALLS, OSLO, SCHEMAS, Example, read
@@ -58,29 +58,34 @@ def test_every_parser_has_a_name_that_can_be_set() -> None:
 
 @pytest.mark.parametrize("example", CALLS, ids=lambda example: example.text[:40])
 def test_calls_are_found(example: Example) -> None:
-    assert read(example.form, [example.text]) == example.meaning
-    assert read(example.form, example.text) == example.meaning  # character by character
+    assert read(example.tool_format, [example.text]) == example.meaning
+    assert read(example.tool_format, example.text) == example.meaning  # character by character
 
 
-@pytest.mark.parametrize(("form", "text"), NO_CALLS, ids=lambda value: str(value)[:40])
-def test_what_is_no_call_comes_back_as_text(form: str, text: str) -> None:
+@pytest.mark.parametrize(("tool_format", "text"), NO_CALLS, ids=lambda value: str(value)[:40])
+def test_what_is_no_call_comes_back_as_text(tool_format: str, text: str) -> None:
     expected = [text] if text else []
-    assert read(form, [text]) == expected
-    assert read(form, text) == expected
+    assert read(tool_format, [text]) == expected
+    assert read(tool_format, text) == expected
 
 
 @settings(deadline=None, max_examples=300)
-@given(form=st.sampled_from(list(FORMATS)), text=answers, places=st.lists(st.integers(0, 1000), max_size=8), live=...)
-def test_any_cut_gives_the_same(form: str, text: str, places: list[int], live: bool) -> None:
-    whole = read(form, [text], live)
-    assert read(form, cut(text, places), live) == whole
-    assert read(form, text, live) == whole
+@given(
+    tool_format=st.sampled_from(list(FORMATS)),
+    text=answers,
+    places=st.lists(st.integers(0, 1000), max_size=8),
+    live=...,
+)
+def test_any_cut_gives_the_same(tool_format: str, text: str, places: list[int], live: bool) -> None:
+    whole = read(tool_format, [text], live)
+    assert read(tool_format, cut(text, places), live) == whole
+    assert read(tool_format, text, live) == whole
 
 
 @settings(deadline=None, max_examples=300)
-@given(form=st.sampled_from(list(FORMATS)), text=answers)
-def test_an_answer_without_calls_is_whole(form: str, text: str) -> None:
-    meaning = read(form, [text])
+@given(tool_format=st.sampled_from(list(FORMATS)), text=answers)
+def test_an_answer_without_calls_is_whole(tool_format: str, text: str) -> None:
+    meaning = read(tool_format, [text])
     if all(isinstance(each, str) for each in meaning):
         assert meaning == ([text] if text else [])
 
@@ -88,42 +93,44 @@ def test_an_answer_without_calls_is_whole(form: str, text: str) -> None:
 @settings(deadline=None, max_examples=100)
 @given(st.sampled_from(CALLS), st.lists(st.integers(0, 1000), max_size=8))
 def test_calls_are_found_at_any_cut(example: Example, places: list[int]) -> None:
-    assert read(example.form, cut(example.text, places)) == example.meaning
+    assert read(example.tool_format, cut(example.text, places)) == example.meaning
 
 
 def test_arguments_come_piece_by_piece_where_a_grammar_vouches_for_them() -> None:
     text = f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>'
     sent = {}
     for is_enforced in (True, False):
-        parser = ToolParser(FORMATS["hermes"](), ToolSet(SCHEMAS, is_enforced))
+        parser = ToolOutputParser(FORMATS["hermes"](), ToolSet(SCHEMAS, is_enforced))
         events = [parser.feed(character) for character in text]
-        begun = next(i for i, each in enumerate(events) if any(isinstance(event, CallBegins) for event in each))
-        pieces = [event for each in events for event in each if isinstance(event, ArgumentsPiece)]
+        begun = next(i for i, each in enumerate(events) if any(isinstance(event, ToolCallStart) for event in each))
+        pieces = [event for each in events for event in each if isinstance(event, ArgumentsDelta)]
         assert "".join(piece.text for piece in pieces) == OSLO
         sent[is_enforced] = (begun, len(pieces))
     assert sent == {True: (text.index(OSLO), len(OSLO)), False: (text.index("}}") + 1, 1)}
 
 
-@pytest.mark.parametrize(("form", "text"), [("qwen3_coder", CODER), ("pythonic", '[weather(city="Oslo", days=2)]')])
+@pytest.mark.parametrize(
+    ("tool_format", "text"), [("qwen3_coder", CODER), ("pythonic", '[weather(city="Oslo", days=2)]')]
+)
 @pytest.mark.parametrize("is_enforced", [True, False])
-def test_buffered_formats_send_arguments_in_one_piece(form: str, text: str, is_enforced: bool) -> None:
-    parser = ToolParser(FORMATS[form](), ToolSet(SCHEMAS, is_enforced))
+def test_buffered_formats_send_arguments_in_one_piece(tool_format: str, text: str, is_enforced: bool) -> None:
+    parser = ToolOutputParser(FORMATS[tool_format](), ToolSet(SCHEMAS, is_enforced))
     events = [event for character in text for event in parser.feed(character)]
-    assert [event.text for event in events if isinstance(event, ArgumentsPiece)] == [OSLO]
+    assert [event.text for event in events if isinstance(event, ArgumentsDelta)] == [OSLO]
 
 
 @pytest.mark.parametrize(
-    ("form", "start", "end"),
+    ("tool_format", "start", "end"),
     [
         ("qwen3_coder", "<tool_call><function=weather><parameter=city>", "</parameter></function></tool_call>"),
         ("pythonic", '[weather(city="', '")]'),
     ],
 )
-def test_buffered_call_over_the_size_limit_is_text(form: str, start: str, end: str) -> None:
-    for length, num_calls in ((MAX_CALL - 200, 1), (MAX_CALL, 0)):
+def test_buffered_call_over_the_size_limit_is_text(tool_format: str, start: str, end: str) -> None:
+    for length, num_calls in ((MAX_CALL_CHARACTERS - 200, 1), (MAX_CALL_CHARACTERS, 0)):
         text = start + "x" * length + end
         for pieces in ([text], [text[at : at + 999] for at in range(0, len(text), 999)]):
-            meaning = read(form, pieces)
+            meaning = read(tool_format, pieces)
             assert sum(isinstance(each, tuple) for each in meaning) == num_calls
             if not num_calls:
                 assert meaning == [text]
@@ -137,21 +144,23 @@ def test_end_tags_in_values_are_part_of_the_values() -> None:
         assert read("qwen3_coder", [text]) == read("qwen3_coder", text) == expected
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral", "json"])
-def test_a_call_that_is_cut_off_keeps_its_arguments_where_they_are_out_already(form: str) -> None:
-    text = next(example.text for example in CALLS if example.form == form and example.text.count(OSLO) == 1)
-    assert read(form, text[: text.index("Oslo") + 4], True) == [("weather", '{"city": "Oslo')]
+@pytest.mark.parametrize("tool_format", ["hermes", "llama3_json", "mistral", "json"])
+def test_a_call_that_is_cut_off_keeps_its_arguments_where_they_are_out_already(tool_format: str) -> None:
+    text = next(
+        example.text for example in CALLS if example.tool_format == tool_format and example.text.count(OSLO) == 1
+    )
+    assert read(tool_format, text[: text.index("Oslo") + 4], True) == [("weather", '{"city": "Oslo')]
 
 
 def test_many_blanks_are_text_although_a_call_follows() -> None:
     blanks = "\n" * 1000
-    expected = ["x" + blanks[MAX_DROPPED:], ("now", "{}")]
+    expected = ["x" + blanks[MAX_DROPPED_WHITESPACE:], ("now", "{}")]
     text = f'x{blanks}<tool_call>{{"name": "now"}}</tool_call>'
     assert read("hermes", [text]) == expected
     assert read("hermes", text) == expected
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("tool_format", FORMATS)
 @pytest.mark.parametrize(
     "piece",
     [
@@ -159,24 +168,24 @@ def test_many_blanks_are_text_although_a_call_follows() -> None:
         *("<function=now><parameter=text>", "<function=now><parameter=list>[", "<parameter=text></parameter>"),
     ],
 )
-def test_hostile_answers_take_time_in_proportion(form: str, piece: str) -> None:
+def test_hostile_answers_take_time_in_proportion(tool_format: str, piece: str) -> None:
     """Text that is looked at again with every piece stays short."""
     count = 2000
-    parser = ToolParser(FORMATS[form](), ToolSet(SCHEMAS))
+    parser = ToolOutputParser(FORMATS[tool_format](), ToolSet(SCHEMAS))
     most = 0
     for _ in range(count):
         parser.feed(piece)
-        most = max(most, len(parser._held))
+        most = max(most, len(parser._buffer))
     parser.finish()
-    assert most <= 2 * MAX_DROPPED
+    assert most <= 2 * MAX_DROPPED_WHITESPACE
 
 
-class NoCalls(Section):
+class NoCalls(ToolCallParser):
     """Finds no call, and records how much text it could have read."""
 
     lengths: ClassVar[list[int]] = []
 
-    def take(self, text: str, at: int, events: list[ParsedEvent]) -> int:
+    def consume(self, text: str, at: int, events: list[ParsedEvent]) -> int:
         self.lengths.append(len(text))
         raise MalformedCallError
 
@@ -184,15 +193,15 @@ class NoCalls(Section):
 class OpenersOnly(CallFormat):
     openers = ("<tool_call>",)
 
-    def make_section(self, tools: ToolSet) -> Section:
+    def make_call_parser(self, tools: ToolSet) -> ToolCallParser:
         return NoCalls()
 
 
 def test_whole_answer_of_openers_is_read_in_linear_time() -> None:
     """Each section gets a window of the answer, not all of the rest."""
     text = "<tool_call>" * 10_000
-    parser = ToolParser(OpenersOnly(), ToolSet({}))
+    parser = ToolOutputParser(OpenersOnly(), ToolSet({}))
     events = [*parser.feed(text), *parser.finish()]
-    assert "".join(event.text for event in events if isinstance(event, TextPiece)) == text
+    assert "".join(event.text for event in events if isinstance(event, TextDelta)) == text
     assert len(NoCalls.lengths) > 9_000
-    assert max(NoCalls.lengths) <= WINDOW
+    assert max(NoCalls.lengths) <= PARSE_WINDOW_CHARACTERS

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 import lorax_server
-from lorax_server.text.token_reach import longest_reach
+from lorax_server.text.token_length import max_token_characters
 from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
 from tests.text.tokenizers import (
     BYTE_KINDS,
@@ -102,21 +102,21 @@ def without_a_byte(tokenizer: Tokenizer, name: str) -> Tokenizer:
 def test_no_text_has_fewer_tokens_than_is_said(name: str) -> None:
     backend = SURE[name]()
     tokenizer = TextTokenizer(backend, {}, {})
-    assert longest_reach(backend) is not None
+    assert max_token_characters(backend) is not None
     for text in (*AWKWARD, *random_texts(200, seed=1)):
-        assert tokenizer.count_at_least(text) <= len(backend.encode(text, add_special_tokens=False).ids)
+        assert tokenizer.min_token_count(text) <= len(backend.encode(text, add_special_tokens=False).ids)
 
 
 def test_it_says_something_of_a_long_text() -> None:
     tokenizer = load_tokenizer(DEMO)
-    assert tokenizer.count_at_least("word " * 380_000) == -(-1_900_000 // 13)
+    assert tokenizer.min_token_count("word " * 380_000) == -(-1_900_000 // 13)
 
 
 @pytest.mark.parametrize("name", UNSURE)
 def test_nothing_is_said_where_it_is_not_sure(name: str) -> None:
     backend = UNSURE[name]()
-    assert longest_reach(backend) is None
-    assert TextTokenizer(backend, {}, {}).count_at_least("word " * 10_000) == 0
+    assert max_token_characters(backend) is None
+    assert TextTokenizer(backend, {}, {}).min_token_count("word " * 10_000) == 0
 
 
 @pytest.mark.parametrize("name", NAMED)

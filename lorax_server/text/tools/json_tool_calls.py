@@ -1,39 +1,39 @@
-"""Sections whose calls are JSON objects, read as they grow: one, a list, or several with a separator between them."""
+"""Streaming parser for tool calls written as JSON: an object, a list, or objects with a separator."""
 
 import json
 import re
 from typing import Any, NamedTuple
 
 from lorax_server.text.tools.parser import (
-    ArgumentsPiece,
-    CallBegins,
-    CallEnds,
+    ArgumentsDelta,
     MalformedCallError,
     ParsedEvent,
-    Section,
+    ToolCallEnd,
+    ToolCallParser,
+    ToolCallStart,
     ToolSet,
 )
 
-ARGUMENTS = ("arguments", "parameters")  # Llama's word is the second
-HEAD = re.compile(r'\{\s*(?:"type"\s*:\s*"\w*"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"\s*,\s*"\w+"\s*:\s*')
-MAX_HEAD = 1000  # characters before the arguments: the name of a function is short
+ARGUMENTS_KEYS = ("arguments", "parameters")  # Llama uses the second
+CALL_HEAD = re.compile(r'\{\s*(?:"type"\s*:\s*"\w*"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"\s*,\s*"\w+"\s*:\s*')
+MAX_HEAD_CHARACTERS = 1000  # before the arguments; function names are short
 
 
 class BracketScanner:
-    """Finds the bracket that closes the first one, outside of strings, in text that comes in pieces."""
+    """Finds the bracket that closes the first bracket in chunked text. Ignores brackets in strings."""
 
     def __init__(self, quotes: str, brackets: str) -> None:
         self.depth = 0
         self.is_done = False
         self._outside, self._inside = re.compile(f"[{quotes}{re.escape(brackets)}]"), re.compile(rf"[{quotes}\\]")
-        self._quote = ""  # of the current string
-        self._skips = False  # the next character, after a backslash
+        self._quote = ""  # quote of the current string
+        self._is_escaped = False  # the next character follows a backslash
 
     def scan(self, text: str, at: int) -> int:
-        """Scan from `at` on; return the place after the closing bracket, or the end of the text."""
+        """Scan from `at`. Return the position after the closing bracket, or the end of the text."""
         while at < len(text) and not self.is_done:
-            if self._skips:
-                self._skips = False
+            if self._is_escaped:
+                self._is_escaped = False
                 at += 1
                 continue
             found = (self._inside if self._quote else self._outside).search(text, at)
@@ -41,91 +41,91 @@ class BracketScanner:
                 return len(text)
             at, mark = found.end(), found[0]
             if mark == "\\":
-                self._skips = True
+                self._is_escaped = True
             elif mark in "\"'":
                 self._quote = "" if mark == self._quote else self._quote or mark
             else:
                 self.depth += 1 if mark in "{[(" else -1
                 self.is_done = self.depth <= 0
-                self.note(mark, at)
+                self.on_bracket(mark, at)
         return at
 
-    def note(self, mark: str, end: int) -> None:
-        """Called for each bracket outside of strings, with the place after it."""
+    def on_bracket(self, mark: str, end: int) -> None:
+        """Handle a bracket outside of strings. `end` is the position after it."""
 
 
 class ObjectReader(BracketScanner):
-    """Reads one object, and finds the text of its arguments where it starts as calls usually do.
+    """Reads one JSON object and extracts the text of its arguments while it is streamed.
 
-    With a `name` the object itself is the arguments.
+    If `name` is set, the object itself contains the arguments.
     """
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__('"', "{}[]")
         self.name = name  # None until the arguments start
-        self.new_arguments = ""  # of the last text
+        self.new_arguments = ""  # arguments in the last chunk
         self._arguments_depth = 2 if name is None else 1
         self._parts: list[str] = []
         self._length = 0
-        self._offset = 0  # from places in the last text to places in the object
-        self._start: int | None = None  # of the arguments
+        self._offset = 0  # position of the last chunk in the object
+        self._start: int | None = None  # start of the arguments
         self._end: int | None = None
 
     def read(self, text: str, at: int) -> int:
-        """Read from `at` on, up to the end of the object; return the place after it."""
+        """Read from `at` to the end of the object. Return the position after it."""
         before, self._offset = self._length, self._length - at
         end = self.scan(text, at)
         self._parts.append(text[at:end])
         self._length = end + self._offset
         self.new_arguments = ""
         if self._start is not None:
-            if self.name is None and before <= self._start <= MAX_HEAD:
-                head = HEAD.fullmatch("".join(self._parts)[: self._start])
+            if self.name is None and before <= self._start <= MAX_HEAD_CHARACTERS:
+                head = CALL_HEAD.fullmatch("".join(self._parts)[: self._start])
                 self.name = None if head is None else head[1]
             if self.name is not None:
                 last = self._length if self._end is None else self._end
                 self.new_arguments = text[max(at, self._start - self._offset) : max(at, last - self._offset)]
         return end
 
-    def note(self, mark: str, end: int) -> None:
+    def on_bracket(self, mark: str, end: int) -> None:
         if mark == "{" and self._start is None and self.depth == self._arguments_depth:
             self._start = end - 1 + self._offset
         elif self._start is not None and self._end is None and self.depth == self._arguments_depth - 1:
             self._end = end + self._offset
 
-    def to_call(self) -> "Call":
-        """Return the call, once the object is complete."""
-        value = load("".join(self._parts))
+    def to_call(self) -> "ToolCall":
+        """Return the call. The object must be complete."""
+        value = parse_json("".join(self._parts))
         if self._arguments_depth == 1:
             value = {"name": self.name, "arguments": value}
         name = value.get("name") if isinstance(value, dict) else None
         if not isinstance(name, str):
             raise MalformedCallError
-        arguments: Any = next((value[word] for word in ARGUMENTS if value.get(word) is not None), {})
-        if isinstance(arguments, str):  # some models write the arguments as a string of JSON
-            arguments = load(arguments)
+        arguments: Any = next((value[key] for key in ARGUMENTS_KEYS if value.get(key) is not None), {})
+        if isinstance(arguments, str):  # some models write the arguments as a JSON string
+            arguments = parse_json(arguments)
         if not isinstance(arguments, dict):
             raise MalformedCallError
-        return Call(name, dump(arguments))
+        return ToolCall(name, dump_json(arguments))
 
 
-class Call(NamedTuple):
-    """A function's name, and its arguments as JSON."""
+class ToolCall(NamedTuple):
+    """A function name, and arguments as JSON text."""
 
     name: str
     arguments: str
 
 
-def load(text: str) -> Any:
-    """Parse JSON. Line breaks within strings are accepted: models write them."""
+def parse_json(text: str) -> Any:
+    """Parse JSON. Allow line breaks in strings, because models write them."""
     try:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):
         raise MalformedCallError from None
 
 
-def dump(value: Any) -> str:
-    """Write JSON that can be encoded as UTF-8: lone surrogates stay escaped. NaN is not JSON."""
+def dump_json(value: Any) -> str:
+    """Write JSON that can be encoded as UTF-8. Lone surrogates stay escaped, and NaN is rejected."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
@@ -136,37 +136,37 @@ def dump(value: Any) -> str:
     return text
 
 
-class JsonSection(Section):
-    """Reads `{...}`, `[{...}, {...}]`, or `{...}; {...}` where a `separator` is given, up to the `closer` if any.
+class JsonToolCallParser(ToolCallParser):
+    """Parses `{...}`, `[{...}, {...}]`, or, with a `separator`, `{...}; {...}`, up to the `closer`.
 
-    Calls count also where the `closer` is missing.
+    Calls without the `closer` are accepted.
     """
 
     def __init__(self, tools: ToolSet, closer: str = "", separator: str = "") -> None:
         super().__init__(closer)
         self._tools = tools
         self._separator = separator
-        self._reader: ObjectReader | None = None  # of the current object
+        self._reader: ObjectReader | None = None  # reader of the current object
         self._is_list = False
         self._has_object = False
-        self._has_separator = False  # after the last object
+        self._has_separator = False  # a separator follows the last object
 
-    def take(self, text: str, at: int, events: list[ParsedEvent]) -> int:
+    def consume(self, text: str, at: int, events: list[ParsedEvent]) -> int:
         if self._reader is not None:
-            return self._take_object(self._reader, text, at, events)
+            return self._consume_object(self._reader, text, at, events)
         character = text[at]
-        if character.isspace() and not self.closed:
+        if character.isspace() and not self.closer_prefix:
             return 1
         is_next = self._has_separator or (bool(self._separator) and not self._is_list)
         if character == "{" and (is_next or not self._has_object):
-            return self._take_object(ObjectReader(), text, at, events)
+            return self._consume_object(ObjectReader(), text, at, events)
         if character == "[" and not self._has_object and not self._is_list:
             self._is_list = True
             return 1
-        return self._take_after(character)
+        return self._consume_separator(character)
 
-    def _take_after(self, character: str) -> int:
-        """Take a character after an object."""
+    def _consume_separator(self, character: str) -> int:
+        """Consume a character after an object."""
         if not self._has_object or self._has_separator:
             raise MalformedCallError
         if character == ("," if self._is_list else self._separator):
@@ -175,23 +175,23 @@ class JsonSection(Section):
         if self._is_list:
             if character != "]":
                 raise MalformedCallError
-            self._is_list, self.has_ended = False, not self.closer
+            self._is_list, self.is_finished = False, not self.closer
             return 1
-        return self.take_closer(character)
+        return self.consume_closer(character)
 
-    def _take_object(self, reader: ObjectReader, text: str, at: int, events: list[ParsedEvent]) -> int:
+    def _consume_object(self, reader: ObjectReader, text: str, at: int, events: list[ParsedEvent]) -> int:
         self._reader, self._has_separator = reader, False
         count = reader.read(text, at) - at
         if self._tools.is_enforced and reader.name in self._tools.names:
             if not self.is_open:
-                events.append(CallBegins(str(reader.name)))
+                events.append(ToolCallStart(str(reader.name)))
                 self.is_open = True
             if reader.new_arguments:
-                events.append(ArgumentsPiece(reader.new_arguments))
+                events.append(ArgumentsDelta(reader.new_arguments))
         if reader.is_done:
             self._reader, self._has_object = None, True
             if self.is_open:
-                events.append(CallEnds())
+                events.append(ToolCallEnd())
                 self.is_open = False
             else:
                 self._add_call(reader, events)
@@ -205,13 +205,13 @@ class JsonSection(Section):
             return
         self.is_malformed = call.name not in self._tools.names
         if not self.is_malformed:
-            add_call(call, events)
+            append_call_events(call, events)
 
-    def forgives(self, text: str) -> bool:
+    def is_ignorable_tail(self, text: str) -> bool:
         left = text.strip().removeprefix("]").lstrip()
         return self.closer.startswith(left) or left == self._separator
 
 
-def add_call(call: Call, events: list[ParsedEvent]) -> None:
-    """Add the events of a whole call."""
-    events += [CallBegins(call.name), ArgumentsPiece(call.arguments), CallEnds()]
+def append_call_events(call: ToolCall, events: list[ParsedEvent]) -> None:
+    """Append the events of a complete call."""
+    events += [ToolCallStart(call.name), ArgumentsDelta(call.arguments), ToolCallEnd()]

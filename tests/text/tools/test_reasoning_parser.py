@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorax_server.text.tools.thoughts import ThoughtSplitter
+from lorax_server.text.tools.reasoning_parser import ReasoningParser
 
 CASES = [
     (False, "Hello.", "", "Hello."),
@@ -27,17 +27,17 @@ CASES = [
 
 
 def split(has_begun: bool, pieces: list[str]) -> tuple[str, str, str]:
-    splitter = ThoughtSplitter(has_begun)
+    splitter = ReasoningParser(has_begun)
     parts = [part for piece in pieces for part in splitter.feed(piece)] + splitter.finish()
-    thought = "".join(part.text for part in parts if part.is_thought)
-    text = "".join(part.text for part in parts if not part.is_thought)
-    return thought, text, "".join(part.raw for part in parts)
+    reasoning = "".join(part.text for part in parts if part.is_reasoning)
+    text = "".join(part.text for part in parts if not part.is_reasoning)
+    return reasoning, text, "".join(part.raw for part in parts)
 
 
-@pytest.mark.parametrize(("has_begun", "answer", "thought", "text"), CASES)
-def test_reasoning_is_told_apart(has_begun: bool, answer: str, thought: str, text: str) -> None:
-    assert split(has_begun, [answer]) == (thought, text, answer)
-    assert split(has_begun, list(answer)) == (thought, text, answer)
+@pytest.mark.parametrize(("has_begun", "answer", "reasoning", "text"), CASES)
+def test_reasoning_is_told_apart(has_begun: bool, answer: str, reasoning: str, text: str) -> None:
+    assert split(has_begun, [answer]) == (reasoning, text, answer)
+    assert split(has_begun, list(answer)) == (reasoning, text, answer)
 
 
 @settings(deadline=None)

@@ -20,7 +20,7 @@ KEEPING_PROCESSORS = ("ByteLevel", "RobertaProcessing", "BertProcessing")
 BYTE_LEVEL = "ByteLevel"
 
 
-def longest_reach(backend: Tokenizer) -> int | None:
+def max_token_characters(backend: Tokenizer) -> int | None:
     """Return the most characters of a text that one token can stand for; None where there may be no limit."""
     normalizers, splitters = list(_steps(backend.normalizer)), list(_steps(backend.pre_tokenizer))
     shrinkage = 1

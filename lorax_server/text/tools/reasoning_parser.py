@@ -1,0 +1,80 @@
+"""Separate a model's reasoning, between `<think>` and `</think>`, from the rest of the completion."""
+
+from typing import NamedTuple
+
+from lorax_server.text.tools.parser import find_partial_marker, find_whitespace_start
+
+THINK_START, THINK_END = "<think>", "</think>"
+
+
+class CompletionPart(NamedTuple):
+    """More reasoning or content. `raw` also contains the tags and the whitespace around them."""
+
+    text: str
+    raw: str
+    is_reasoning: bool
+
+
+class ReasoningParser:
+    """Splits a completion that may start with reasoning. The result does not depend on how the text is chunked.
+
+    `is_open` means that the prompt already ends with the opening tag.
+    """
+
+    def __init__(self, is_open: bool = False) -> None:
+        self._buffer = ""
+        self._is_at_start = not is_open
+        self.is_reasoning = is_open
+        self._drops_whitespace = is_open
+
+    def feed(self, text: str) -> list[CompletionPart]:
+        parts: list[CompletionPart] = []
+        text, self._buffer = self._buffer + text, ""
+        if self._is_at_start:
+            text = self._parse_start(text, parts)
+        if self.is_reasoning and text:
+            text = self._parse_reasoning(text, parts)
+        if text:
+            self._add(text, text, parts)
+        return parts
+
+    def finish(self) -> list[CompletionPart]:
+        """Return the buffered text at the end of the completion."""
+        held, self._buffer = self._buffer, ""
+        return [CompletionPart(held.rstrip() if self.is_reasoning else held, held, self.is_reasoning)] if held else []
+
+    def _parse_start(self, text: str, parts: list[CompletionPart]) -> str:
+        """Parse the opening tag if there is one. Return the text after it."""
+        first = text.lstrip()
+        start = len(text) - len(first)
+        blanks, end = find_whitespace_start(text, start), start + len(THINK_START)
+        self._add(text[:blanks], text[:blanks], parts)
+        if first != THINK_START and THINK_START.startswith(first):  # not decided yet
+            self._buffer = text[blanks:]
+            return ""
+        self._is_at_start = False
+        if not first.startswith(THINK_START):
+            return text[blanks:]
+        self.is_reasoning = self._drops_whitespace = True
+        parts.append(CompletionPart("", text[blanks:end], True))
+        return text[end:]
+
+    def _parse_reasoning(self, text: str, parts: list[CompletionPart]) -> str:
+        """Parse reasoning. Return the text after the closing tag."""
+        place = text.find(THINK_END)
+        if place < 0:
+            start = find_partial_marker(text, (THINK_END,))
+            self._buffer = text[start:]
+            self._add(text[:start], text[:start], parts)
+            return ""
+        end = place + len(THINK_END)
+        self._add(text[: find_whitespace_start(text, place)], text[:end], parts)
+        self.is_reasoning, self._drops_whitespace = False, True
+        return text[end:]
+
+    def _add(self, text: str, raw: str, parts: list[CompletionPart]) -> None:
+        if self._drops_whitespace:
+            text = text.lstrip()
+            self._drops_whitespace = not text
+        if raw:
+            parts.append(CompletionPart(text, raw, self.is_reasoning))
