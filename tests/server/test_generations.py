@@ -256,10 +256,10 @@ def test_engine_crash_fails_all_generations() -> None:
         running = asyncio.create_task(finish_all(make_generations(engine, 2)))
         await settle()
         engine._fail_all("the engine process ended", 2.0)
-        with pytest.raises(EngineError, match="started again") as raised:
+        with pytest.raises(EngineError, match="the engine is restarting") as raised:
             await running
         assert raised.value.retry_after_s == 2.0
-        with pytest.raises(EngineError, match="started again"):
+        with pytest.raises(EngineError, match="the engine is restarting"):
             await finish_all(make_generations(engine, 2))
         assert not engine._streams
 

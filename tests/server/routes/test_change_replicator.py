@@ -28,8 +28,10 @@ class FakeServer:
         monkeypatch.setattr(module, "LOAD_RETRY_S", 0.0)
         service: Any = SimpleNamespace(
             engine=SimpleNamespace(forget=self.forget),
-            adapter_index=SimpleNamespace(latest=lambda name: self.latest),  # noqa: ARG005
-            model_names=SimpleNamespace(find=lambda *name: name, add=lambda *_: None, remove=lambda *_: None),
+            adapter_index=SimpleNamespace(latest_identity=lambda name: self.latest),  # noqa: ARG005
+            model_names=SimpleNamespace(
+                select_adapter=lambda *name: name, add_alias=lambda *_: None, remove_alias=lambda *_: None
+            ),
         )
         self.replicator = ChangeReplicator(service)
 
