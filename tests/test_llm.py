@@ -515,7 +515,7 @@ def test_invalid_adapter_fails_only_its_prompts(what: str, world: World, broken_
 
 def test_adapter_expanding_beyond_host_memory_is_rejected_unread(broken_llm: LLM) -> None:
     """BD-LoRA: the file has a thousandth of what B takes in memory."""
-    with pytest.raises(AdapterError, match=r"may take \d+ bytes of host memory, .* raise adapter_host_bytes"):
+    with pytest.raises(AdapterError, match=r"may need \d+ bytes of host memory; .* raise adapter_host_bytes"):
         broken_llm.load_adapter("expanded")
     assert_idle(broken_llm)
 
@@ -993,5 +993,5 @@ def test_engine_failure_fails_all_threads(mortal: LLM, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_invalid_model_fails_to_load(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="its tokenizer cannot be converted"):
+    with pytest.raises(Exception, match="the tokenizer cannot be converted"):
         LLM(tmp_path / "nothing", device="cpu")

@@ -66,7 +66,7 @@ def test_stale_adapter_is_logged(bench: Bench, caplog: pytest.LogCaptureFixture)
             ask(bench)
     (line,) = [each.getMessage() for each in caplog.records]
     assert line.startswith("adapter 'tuned': ")
-    assert line.endswith("; until then, serving the previous version")
+    assert line.endswith("; serving the previous version of the adapter")
 
 
 def test_incomplete_folder_fails_after_timeout(bench: Bench) -> None:

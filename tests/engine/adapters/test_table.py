@@ -162,7 +162,7 @@ def test_adapters_need_device_memory() -> None:
 def test_unknown_adapter_is_rejected() -> None:
     table = Desk().table
     for call in (table.add_request, lambda identity: table.request_load(identity, pin=True)):
-        with pytest.raises(AdapterError, match="name it again"):
+        with pytest.raises(AdapterError, match="resolve its name again"):
             call("nobody")
     table.unload_when_idle("nobody")
 
@@ -223,7 +223,7 @@ def test_load_fails_if_pinned_adapters_use_all_indices() -> None:
     assert desk.steps() == []
     [(identity, error)] = desk.table.pop_failed()
     assert identity == "a"
-    assert "tables hold 1 adapters, and all are pinned" in str(error)
+    assert "device holds at most 1 adapters, and all are pinned" in str(error)
 
 
 def test_host_evicts_least_recently_used() -> None:
@@ -245,7 +245,7 @@ def test_evicted_adapter_without_host_copy_is_prepared_again() -> None:
 
 def test_adapter_larger_than_host_memory_is_rejected_unread() -> None:
     desk = Desk(units=30, host=10)
-    with pytest.raises(AdapterError, match="'big': may take 44 bytes"):
+    with pytest.raises(AdapterError, match="'big': may need 44 bytes"):
         desk.know(big=11)
     assert desk.table.state("big") is None
     desk.know(a=10)
@@ -800,7 +800,7 @@ def test_registry_evicts_least_recently_named(monkeypatch: pytest.MonkeyPatch) -
     assert desk.state("a", "b", "c", "d") == [AdapterStage.DEVICE, AdapterStage.DISK, None, None]
     desk.steps()
     assert desk.state("b") == [AdapterStage.DEVICE]
-    with pytest.raises(AdapterError, match="name it again"):
+    with pytest.raises(AdapterError, match="resolve its name again"):
         desk.table.add_request("c")
 
 
@@ -1076,7 +1076,7 @@ def test_load_future_completes() -> None:
     world.put("a", 1, 4)
     world.put("big", 1, 11)
     refused = world.engine.load("a@1")
-    with pytest.raises(AdapterError, match="name it again"):
+    with pytest.raises(AdapterError, match="resolve its name again"):
         refused.result(0)
     for name in ("a", "big"):
         world.engine.resolve([AdapterRef("local", name)])
