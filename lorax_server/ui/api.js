@@ -47,7 +47,7 @@ export async function* stream(path, body, signal) {
     if (event.error) throw new ApiError(response.status, messageOf(event), event.error.code);
     yield event;
   }
-  throw new ApiError(UNREACHABLE, "The connection was lost before the answer was complete.");
+  throw new ApiError(UNREACHABLE, "The connection was lost before the response was complete.");
 }
 
 function post(path, body, signal) {
@@ -87,7 +87,7 @@ async function reach(act) {
     return await act();
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(UNREACHABLE, "The server cannot be reached.");
+    throw new ApiError(UNREACHABLE, "Cannot reach the server.");
   }
 }
 

@@ -8,7 +8,7 @@ import { treeOf } from "./tree.js";
 
 const LEVELS = 5; // of the tint
 const NOTHING = "–";
-const TIERS = { device: "on the device", host: "in host memory", disk: "on disk", fetched: "fetched for this" };
+const TIERS = { device: "on the device", host: "in host memory", disk: "on disk", fetched: "fetched for this request" };
 const SHORTEST_MS = 20; // in which a rate can be told: tokens that come in one piece have none
 
 export class Column {
@@ -118,9 +118,9 @@ export class Column {
   #build(kind) {
     this.state = make("span", { class: "state" });
     this.kind = make("p", { class: "note" }, kind);
-    this.plain = make("p", { class: "note", hidden: true }, "There is no chat template: answered as plain text.");
-    this.answer = make("div", { class: "answer", role: "group", "aria-label": `Answer of ${this.label}` });
-    this.tree = make("div", { class: "tree", role: "group", "aria-label": `Tree of ${this.label}`, hidden: true });
+    this.plain = make("p", { class: "note", hidden: true }, "No chat template: sent as plain text.");
+    this.answer = make("div", { class: "answer", role: "group", "aria-label": `Completion of ${this.label}` });
+    this.tree = make("div", { class: "tree", role: "group", "aria-label": `JSON tree of ${this.label}`, hidden: true });
     this.calls = new Calls(this.label);
     this.error = make("p", { class: "error", role: "alert" });
     this.curl = make("code", {});

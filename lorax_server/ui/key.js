@@ -4,7 +4,7 @@ import { UNAUTHORIZED, getJson, getKey, news, setKey } from "./api.js";
 import { byId } from "./dom.js";
 
 const POSSIBLE = /^[!-~]+$/; // what the server takes, and a header can carry
-const UNKNOWN = "The server does not know this key.";
+const UNKNOWN = "The server rejected this key.";
 
 /** `onAccepted` is called when a key has been found to be right. The result is to be called when the server answers. */
 export function startKey(onAccepted) {
@@ -61,8 +61,8 @@ export function startKey(onAccepted) {
 
 /** What is wrong with a key; empty if the server takes it. Until then the one that is used stays. */
 async function problemOf(key) {
-  if (!key) return "Type a key.";
-  if (!POSSIBLE.test(key)) return "This cannot be right: a key has no spaces, and no letters beyond ASCII.";
+  if (!key) return "Enter a key.";
+  if (!POSSIBLE.test(key)) return "Invalid key: keys contain only ASCII characters without spaces.";
   try {
     await getJson("v1/models", key);
     return "";

@@ -32,7 +32,7 @@ async function send() {
   const prompt = byId("prompt").value;
   const asked = parameters.read();
   const chosen = models.chosenInOrder;
-  const problem = !prompt.trim() ? "Write a prompt first." : !chosen.length ? "Choose a model first." : "";
+  const problem = !prompt.trim() ? "Enter a prompt." : !chosen.length ? "Select a model." : "";
   byId("prompt-error").textContent = problem;
   if (problem || !asked) return;
   running?.abort();
@@ -127,8 +127,8 @@ async function meet() {
 }
 
 function showProblem(error) {
-  if (error.status === UNAUTHORIZED) showHealth("locked", "needs an API key");
-  else if (error.status === UNREACHABLE) showHealth("lost", "The server cannot be reached; trying again");
+  if (error.status === UNAUTHORIZED) showHealth("locked", "API key required");
+  else if (error.status === UNREACHABLE) showHealth("lost", "Cannot reach the server; retrying");
   else showHealth("lost", error.message);
 }
 

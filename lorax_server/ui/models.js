@@ -94,7 +94,7 @@ export class Models {
     const more = rest > 0 ? [make("span", { class: "note" }, `+ ${rest} more`)] : [];
     this.#replace(chips, more);
     const size = this.chosenInOrder.length;
-    byId("models-note").textContent = size ? `${size} chosen` : "choose at least one";
+    byId("models-note").textContent = size ? `${size} selected` : "select at least one";
     this.onChange();
   }
 
@@ -125,7 +125,7 @@ export class Models {
     event.preventDefault();
     const name = this.field.value.trim();
     if (this.isLoading) return;
-    if (!name) return this.#refuse("Type the name of an adapter.");
+    if (!name) return this.#refuse("Enter an adapter name.");
     this.#refuse("");
     this.#setLoading(new AbortController());
     try {
@@ -133,7 +133,7 @@ export class Models {
       this.#add(name);
     } catch (error) {
       if (error.name === "AbortError") this.error.textContent = "Stopped.";
-      else this.#refuse(error.status === UNAUTHORIZED ? "An API key is needed first." : error.message);
+      else this.#refuse(error.status === UNAUTHORIZED ? "An API key is required." : error.message);
     }
     this.#setLoading(null);
   }

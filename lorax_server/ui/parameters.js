@@ -13,10 +13,10 @@ const NUMBERS = {
   seed: { holds: whole, rule: "a whole number" },
 };
 const TEXTS = {
-  schema: { holds: isObject, rule: () => "This is a JSON object." },
+  schema: { holds: isObject, rule: () => "Must be a JSON object." },
   tools: {
     holds: (value) => isTools(value) && byId("mode").value === "chat",
-    rule: (value) => (isTools(value) ? "Tools need the chat." : "This is a JSON list of functions, each with a name."),
+    rule: (value) => (isTools(value) ? "Tools require chat mode." : "Must be a JSON list of functions, each with a name."),
   },
 };
 const NAMES = [...Object.keys(NUMBERS), ...Object.keys(TEXTS), "mode", "system", "tool_choice"];
@@ -96,7 +96,7 @@ export class Parameters {
     const { holds, rule, isNeeded } = NUMBERS[name];
     const isEmpty = field.value === "" && !field.validity.badInput; // what is no number is empty too
     const isRight = isEmpty ? !isNeeded : !field.validity.badInput && holds(Number(field.value));
-    byId(`${name}-error`).textContent = isRight ? "" : `This is ${rule}.`;
+    byId(`${name}-error`).textContent = isRight ? "" : `Must be ${rule}.`;
     field.setAttribute("aria-invalid", String(!isRight));
     return isRight;
   }
@@ -109,7 +109,7 @@ export class Parameters {
       most && `${most} tokens`,
       temperature === "0" ? "greedy" : temperature && `temperature ${temperature}`,
       seed && `seed ${seed}`,
-      byId("schema").value.trim() && "by a schema",
+      byId("schema").value.trim() && "with schema",
       byId("tools").value.trim() && `tools: ${byId("tool_choice").value}`,
     ];
     byId("parameters-note").textContent = shown.filter(Boolean).join(" · ");

@@ -12,7 +12,7 @@ const LANES = [
   { place: "in host memory", title: "In host memory", isAlways: true },
   { place: "on disk", title: "On disk", isAlways: true },
   { place: "failed", title: "Failed" },
-  { place: UNSEEN, title: "Elsewhere", note: "The server does not say where these are." },
+  { place: UNSEEN, title: "Elsewhere", note: "The server does not list these adapters." },
 ];
 
 export class Residency {
@@ -59,7 +59,7 @@ export class Residency {
     this.chips = shown;
     this.#move(before);
     const running = this.adapters.reduce((sum, adapter) => sum + (adapter.requests ?? 0), 0);
-    const known = this.hasMore ? "of many shown, filter to find others" : "known";
+    const known = this.hasMore ? "shown; use the filter to find more" : "known";
     byId("residency-note").textContent = `${this.adapters.length} ${known} · ${count(running, "request")} running`;
   }
 

@@ -8,7 +8,7 @@ export const EXAMPLE = JSON.stringify(
   [
     {
       name: "weather",
-      description: "Tell the weather of a town",
+      description: "Get the weather in a city",
       parameters: {
         type: "object",
         properties: { town: { type: "string", maxLength: 40 }, days: { type: "integer", minimum: 1, maximum: 9 } },
@@ -38,7 +38,7 @@ function functionOf(tool) {
 export class Calls {
   constructor(label) {
     this.list = [];
-    this.element = make("ol", { class: "calls", "aria-label": `Calls of ${label}`, hidden: true });
+    this.element = make("ol", { class: "calls", "aria-label": `Tool calls of ${label}`, hidden: true });
   }
 
   take(deltas) {

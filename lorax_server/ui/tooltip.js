@@ -78,7 +78,7 @@ function describe({ token, logprob, top }) {
   if (!top.length) return [title];
   // Halves of characters all look alike.
   const rows = top.map((other) => row(other, other.token === token && other.logprob === logprob));
-  return [title, make("table", {}, make("caption", {}, "Likeliest here"), make("tbody", {}, ...rows))];
+  return [title, make("table", {}, make("caption", {}, "Most likely tokens"), make("tbody", {}, ...rows))];
 }
 
 function row({ token, logprob }, isChosen) {

@@ -47,7 +47,7 @@ def test_a_key_is_asked_for_and_kept_by_the_tab_only(playground: Playground) -> 
     expect(playground.at("#key")).to_be_visible()
     expect(playground.at("#models .chip")).to_have_count(0)
     give_key(playground, WRONG)
-    expect(playground.at("#key-error")).to_have_text("The server does not know this key.")
+    expect(playground.at("#key-error")).to_have_text("The server rejected this key.")
     give_key(playground, KEY)
     check_is_let_in(playground)
     playground.set(max_tokens="8")
@@ -67,7 +67,7 @@ def test_a_key_is_asked_for_and_kept_by_the_tab_only(playground: Playground) -> 
 
 def test_what_cannot_be_a_key_is_not_sent(playground: Playground) -> None:
     playground.open("locked")
-    for key, reason in ((" ", "Type a key."), ("ключ", "This cannot be right"), ("two words", "This cannot be right")):
+    for key, reason in ((" ", "Enter a key."), ("ключ", "Invalid key"), ("two words", "Invalid key")):
         give_key(playground, key)
         expect(playground.at("#key-error")).to_contain_text(reason)
         expect(playground.at("#key")).to_have_attribute("aria-invalid", "true")
@@ -80,7 +80,7 @@ def test_a_key_is_used_until_another_is_found_right(playground: Playground) -> N
     give_key(playground, KEY)
     check_is_let_in(playground)
     playground.at("#key-open").click()
-    for key, reason in (("", "Type a key."), (WRONG, "The server does not know this key.")):
+    for key, reason in (("", "Enter a key."), (WRONG, "The server rejected this key.")):
         give_key(playground, key)
         expect(playground.at("#key-error")).to_have_text(reason)
     playground.at("#key-cancel").click()

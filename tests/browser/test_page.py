@@ -251,7 +251,7 @@ def test_bad_values_are_refused(playground: Playground) -> None:
         before = playground.at(f"#{name}").input_value()
         playground.set(**{name: value})
         playground.send("Hello", "tiny")
-        expect(playground.at(f"#{name}-error")).to_contain_text("This is a ")
+        expect(playground.at(f"#{name}-error")).to_contain_text("Must be a ")
         expect(playground.at(f"#{name}")).to_be_focused()
         expect(playground.at("[id$=-error]:not(:empty)")).to_have_count(1)
         playground.set(**{name: before})
@@ -261,9 +261,9 @@ def test_bad_values_are_refused(playground: Playground) -> None:
 
 def test_there_has_to_be_a_prompt_and_somebody_to_answer(playground: Playground) -> None:
     playground.send("  ", "tiny")
-    expect(playground.at("#prompt-error")).to_have_text("Write a prompt first.")
+    expect(playground.at("#prompt-error")).to_have_text("Enter a prompt.")
     playground.send("Hello")
-    expect(playground.at("#prompt-error")).to_have_text("Choose a model first.")
+    expect(playground.at("#prompt-error")).to_have_text("Select a model.")
     expect(playground.at(".column")).to_have_count(0)
 
 
@@ -339,7 +339,7 @@ def test_more_adapters_than_a_page_has(visit: Visit) -> None:
     playground = visit()
     playground.page.route("**/v1/adapters*", answer)
     playground.open()
-    expect(playground.at("#residency-note")).to_contain_text("of many shown")
+    expect(playground.at("#residency-note")).to_contain_text("shown; use the filter")
     playground.at("#filter").fill("far")
     expect(playground.resident(DISK, "far-away")).to_be_visible()
     assert "search=far" in asked[-1]
@@ -357,7 +357,7 @@ def test_who_answers_after_a_failure_may_be_another_server(visit: Visit, server:
     expect(playground.at("#max_tokens")).to_have_value("32")
     playground.page.route("**/v1/chat/completions", refuse_chat)
     playground.ask("With a template?", "tiny", "first")
-    expect(playground.column("first")).to_contain_text("There is no chat template")
+    expect(playground.column("first")).to_contain_text("No chat template")
     playground.page.unroute("**/v1/chat/completions")
 
     models = {"data": [{"id": "other", "parent": None}, {"id": "first", "parent": "other"}]}
@@ -386,9 +386,9 @@ def test_a_server_that_goes_and_comes_back_without_a_template(browser: Browser, 
     with browser.new_context() as context:
         with serving(folder) as server:
             playground = Playground(context.new_page(), server.url).open()
-        expect(playground.health).to_have_text("The server cannot be reached; trying again")
+        expect(playground.health).to_have_text("Cannot reach the server; retrying")
         playground.send("Anybody?", *chosen(playground))
-        expect(playground.at(".column .error").first).to_have_text("The server cannot be reached.")
+        expect(playground.at(".column .error").first).to_have_text("Cannot reach the server.")
         with serving(tmp_path, "--port", str(server.port), "--served-model-name", "other") as server:
             expect(playground.health).to_have_text("ready")
             expect(playground.at("#served")).to_have_text("other")
@@ -407,5 +407,5 @@ def ask_without_template(playground: Playground, server: Server) -> None:
     playground.ask("Once", "first")
     body = {"model": "first", "prompt": "Once", "max_tokens": 8, "temperature": 0}
     assert playground.answer("first") == server.post("/v1/completions", body).json["choices"][0]["text"]
-    expect(playground.column("first")).to_contain_text("There is no chat template")
+    expect(playground.column("first")).to_contain_text("No chat template")
     expect(playground.column("first").locator(".curl code")).to_contain_text("v1/completions")

@@ -41,7 +41,7 @@ def test_calls_are_put_together_and_shown(playground: Playground) -> None:
     playground.ask("Look", "first")
     assert asked[0]["tools"] == [{"type": "function", "function": TOOL}]
     assert asked[0]["tool_choice"] == "required"
-    calls = playground.column("first").get_by_role("list", name="Calls of first").locator(".call")
+    calls = playground.column("first").get_by_role("list", name="Tool calls of first").locator(".call")
     expect(calls.locator("> .name")).to_have_text(["look", HOSTILE])
     expect(calls.first.locator(".leaf")).to_have_text(['0: "<b>"', "1: 1"])
     expect(calls.nth(1).locator(".tree")).to_have_text('{"cut": "of')
@@ -70,7 +70,7 @@ def test_an_answer_that_calls_nothing_is_its_text(playground: Playground) -> Non
 def test_the_example_is_sent_as_it_is(playground: Playground) -> None:
     asked = answer(playground)
     playground.set(max_tokens="8")
-    playground.page.get_by_role("button", name="Example of tools").click()
+    playground.page.get_by_role("button", name="Fill in example tools").click()
     expect(playground.at("#tools-error")).to_be_hidden()
     playground.ask("Look", "first")
     (tool,) = asked[0]["tools"]
@@ -83,7 +83,7 @@ def test_the_example_is_sent_as_it_is(playground: Playground) -> None:
 def test_what_is_no_list_of_functions_is_told(playground: Playground, typed: str) -> None:
     playground.set(tools=typed)
     playground.send("Look", "first")
-    expect(playground.at("#tools-error")).to_have_text("This is a JSON list of functions, each with a name.")
+    expect(playground.at("#tools-error")).to_have_text("Must be a JSON list of functions, each with a name.")
     expect(playground.at("#tools")).to_be_focused()
     expect(playground.at(".column")).to_have_count(0)
 
@@ -91,7 +91,7 @@ def test_what_is_no_list_of_functions_is_told(playground: Playground, typed: str
 def test_tools_need_the_chat(playground: Playground) -> None:
     playground.set(tools=json.dumps([TOOL]), mode="text")
     playground.send("Look", "first")
-    expect(playground.at("#tools-error")).to_have_text("Tools need the chat.")
+    expect(playground.at("#tools-error")).to_have_text("Tools require chat mode.")
     playground.set(mode="chat")
     expect(playground.at("#tools-error")).to_be_hidden()
     playground.ask("Look", "first")  # the server says the rest

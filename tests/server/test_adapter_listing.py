@@ -52,7 +52,7 @@ class Pages(ServiceHarness):
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 7, 8, 9, 1000])
 @pytest.mark.parametrize("others", [0, 1, 4])
-def test_all_pages_together_are_all_adapters(limit: int, others: int) -> None:
+def test_pages_cover_all_adapters(limit: int, others: int) -> None:
     harness = Pages(4, every=2, others=others)
     for key, rest in ((Key(), 0), (ADMIN, others)):
         pages = harness.walk(key, limit=limit)
@@ -63,13 +63,13 @@ def test_all_pages_together_are_all_adapters(limit: int, others: int) -> None:
         assert all(len(page) == limit for page in pages[:-1])
 
 
-def test_what_was_used_says_where_it_is() -> None:
+def test_used_adapters_show_their_tier() -> None:
     used, unused = Pages(2, every=2).page()["data"]
     assert (used["state"], used["hash"], used["source"]) == ("on the device", "hash-00000", "local")
     assert (unused["state"], unused["hash"], unused["bytes"]) == ("on disk", None, None)
 
 
-def test_the_engine_is_asked_for_a_page_at_most() -> None:
+def test_engine_is_queried_for_one_page_only() -> None:
     harness = Pages(3000, others=2000)
     harness.page(ADMIN, limit=10)
     harness.page(ADMIN, limit=10, after="name:a-02990")
@@ -77,7 +77,7 @@ def test_the_engine_is_asked_for_a_page_at_most() -> None:
     assert [len(identities) for identities in harness.asked] == [10, 10, MAX_PAGE_SIZE]
 
 
-def test_a_page_looks_at_no_more_names_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_checks_only_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that polls the first page of many thousand names causes the work of one page."""
     harness, looks = Pages(3000), []
 
@@ -90,7 +90,7 @@ def test_a_page_looks_at_no_more_names_than_it_has(monkeypatch: pytest.MonkeyPat
     assert len(looks) == 11
 
 
-def test_names_are_searched_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_searched_on_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     harness, aside = Pages(20), []
     to_thread = asyncio.to_thread
 
@@ -105,7 +105,7 @@ def test_names_are_searched_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(aside) == 2
 
 
-def test_a_caller_sees_only_what_it_may_use() -> None:
+def test_caller_sees_only_allowed_adapters() -> None:
     harness = Pages(20, others=3)
     key = Key("k", adapters=("a-0000[3-6]", "hub:owner/*"))
     assert harness.walk(key, limit=3) == [["a-00003", "a-00004", "a-00005"], ["a-00006"]]
@@ -113,7 +113,7 @@ def test_a_caller_sees_only_what_it_may_use() -> None:
     assert [each["id"] for each in page["data"]] == ["a-00003", "a-00005", "owner/o-00001"]
 
 
-def test_an_adapter_that_needs_a_token_is_shown_to_admins_only() -> None:
+def test_private_adapter_is_shown_to_admins_only() -> None:
     harness, name = Pages(0), AdapterKey("hub", "owner/private")
     harness.service.adapter_index.add("hash", name, needs_token=True)
 
@@ -130,7 +130,7 @@ def test_an_adapter_that_needs_a_token_is_shown_to_admins_only() -> None:
     assert ids(Key()) == ["owner/private"]
 
 
-def test_search() -> None:
+def test_search_filters_names() -> None:
     harness = Pages(20, others=3)
     assert harness.walk(ADMIN, search="-0000", limit=7) == [
         [f"a-{number:05}" for number in range(7)],
@@ -140,7 +140,7 @@ def test_search() -> None:
     assert harness.walk(search="\0") == [[]]
 
 
-def test_an_adapter_that_is_also_asked_for_is_on_the_first_page_and_on_its_own() -> None:
+def test_also_adds_adapters_to_first_page() -> None:
     harness = Pages(4, others=2)
     first = harness.page(ADMIN, limit=2, also=["a-00001", "a-00003"])
     assert [each["id"] for each in first["data"]] == ["a-00000", "a-00001", "a-00003"]
@@ -151,7 +151,7 @@ def test_an_adapter_that_is_also_asked_for_is_on_the_first_page_and_on_its_own()
     assert len(all_of_them["data"]) == 6
 
 
-def test_names_that_come_and_go_between_pages() -> None:
+def test_pages_survive_concurrent_name_changes() -> None:
     harness = Pages(6)
     first = harness.page(limit=2)
     harness.service.model_names.set_folder_names(
@@ -161,7 +161,7 @@ def test_names_that_come_and_go_between_pages() -> None:
     assert [each["id"] for each in second["data"]] == ["a-000015", "a-00002", "a-00004"]
 
 
-def test_an_adapter_that_the_engine_has_forgotten_is_listed_by_its_name_only() -> None:
+def test_adapter_unknown_to_engine_is_listed_by_name() -> None:
     harness = Pages(1, others=1)
 
     def send(message: messages.ToEngine) -> None:

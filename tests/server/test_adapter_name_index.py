@@ -9,7 +9,7 @@ from lorax_server.server.adapter_name_index import MAX_NAMES_PER_ADAPTER, Adapte
 POET, BARD = AdapterKey("hub", "owner/poet"), AdapterKey("local", "bard")
 
 
-def test_a_name_that_has_meant_several() -> None:
+def test_name_with_several_identities() -> None:
     index = AdapterNameIndex()
     for identity in ("old", "new", "newer", "new"):
         index.add(identity, POET)
@@ -19,7 +19,7 @@ def test_a_name_that_has_meant_several() -> None:
     assert index.first_name("unknown") is None
 
 
-def test_two_names_that_mean_the_same() -> None:
+def test_two_names_with_same_identity() -> None:
     index = AdapterNameIndex()
     index.add("shared", POET)
     index.add("shared", BARD)
@@ -27,7 +27,7 @@ def test_two_names_that_mean_the_same() -> None:
     assert list(index.names_of("shared")) == [POET, BARD]
 
 
-def test_what_is_forgotten_leaves_nothing_behind() -> None:
+def test_remove_clears_all_state() -> None:
     index = AdapterNameIndex()
     for identity, name in (("old", POET), ("new", POET), ("new", BARD)):
         index.add(identity, name)
@@ -40,7 +40,7 @@ def test_what_is_forgotten_leaves_nothing_behind() -> None:
     assert not any((index._names, index._identities, index._pins))
 
 
-def test_what_is_pinned_is_remembered_by_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_adapters_are_not_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_name_index, "MAX_ADAPTERS", 3)
     index = AdapterNameIndex()
     index.add("pinned", POET)
@@ -55,7 +55,7 @@ def test_what_is_pinned_is_remembered_by_whom(monkeypatch: pytest.MonkeyPatch) -
     assert index.pinning_names("pinned") == set()
 
 
-def test_merges_are_few_and_forget_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merges_are_limited_without_evicting_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_name_index, "MAX_MERGES", 2)
     index = AdapterNameIndex()
     index.add("poet", POET)
@@ -65,7 +65,7 @@ def test_merges_are_few_and_forget_no_adapter(monkeypatch: pytest.MonkeyPatch) -
     assert len(index._merges) == 2
 
 
-def test_what_is_wrong_with_a_place_is_known_until_it_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_is_kept_until_next_resolution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_name_index, "MAX_FAILED_NAMES", 2)
     index = AdapterNameIndex()
     for number in range(5):
@@ -78,7 +78,7 @@ def test_what_is_wrong_with_a_place_is_known_until_it_is_mended(monkeypatch: pyt
     assert index.find_error(POET) is None
 
 
-def test_only_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oldest_adapters_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_name_index, "MAX_ADAPTERS", 3)
     index = AdapterNameIndex()
     index.add("a", POET)
@@ -93,7 +93,7 @@ def test_only_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(index._identities) == 1
 
 
-def test_an_adapter_of_which_there_are_many_copies_has_few_places() -> None:
+def test_names_per_adapter_are_limited() -> None:
     index = AdapterNameIndex()
     index.add("shared", POET)
     copies = [AdapterKey("local", f"bard-{number}") for number in range(100)]
@@ -106,7 +106,7 @@ def test_an_adapter_of_which_there_are_many_copies_has_few_places() -> None:
     assert index.latest_identity(copies[1]) == ""
 
 
-def test_many_copies_do_not_push_out_the_place_that_is_pinned() -> None:
+def test_pinned_name_is_not_evicted_by_copies() -> None:
     index = AdapterNameIndex()
     index.add("shared", POET)
     index.add("shared", BARD)

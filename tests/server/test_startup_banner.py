@@ -29,7 +29,7 @@ def commands(text: str) -> list[list[str]]:
     return [shlex.split(part) for part in text[start : text.index("Ctrl+C")].split("\n\n") if part.strip()]
 
 
-def test_it_says_where_and_how(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_banner_shows_urls_and_commands(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     text = format_banner("http://127.0.0.1:3000", "a-model", ADAPTERS, examples)
     assert "http://127.0.0.1:3000/ui\n" in text
@@ -42,12 +42,12 @@ def test_it_says_where_and_how(examples: Path, monkeypatch: pytest.MonkeyPatch) 
     assert json.loads(third[-1]) == {"model": "third", "messages": [{"role": "user", "content": prompt}]}
 
 
-def test_a_key_is_asked_for_but_never_shown(examples: Path) -> None:
+def test_banner_uses_key_variable_not_key(examples: Path) -> None:
     text = format_banner("http://127.0.0.1:3000", "a-model", ADAPTERS, examples, needs_key=True)
     assert "authorization: Bearer $LORAX_API_KEY" in commands(text)[-1]
 
 
-def test_only_adapters_that_are_there_are_asked(examples: Path) -> None:
+def test_banner_uses_existing_adapters_only(examples: Path) -> None:
     found = commands(format_banner("http://127.0.0.1:3000", "a-model", ["fourth", "mine"], examples))
     assert [json.loads(words[-1])["model"] for words in found] == ["fourth"]
     text = format_banner("http://127.0.0.1:3000", "a-model", [], examples)
@@ -55,17 +55,17 @@ def test_only_adapters_that_are_there_are_asked(examples: Path) -> None:
     assert "with 0 adapters: none yet." in text
 
 
-def test_another_machine_is_part_of_the_commands(examples: Path) -> None:
+def test_banner_commands_include_host(examples: Path) -> None:
     first, *_ = commands(format_banner("http://10.0.0.1:3000", "a-model", ADAPTERS, examples))
     assert first[1:4] == ["generate", "--url", "http://10.0.0.1:3000"]
 
 
-def test_another_port_is_part_of_the_commands(examples: Path) -> None:
+def test_banner_commands_include_port(examples: Path) -> None:
     first, *_ = commands(format_banner("http://127.0.0.1:8080", "a-model", ADAPTERS, examples))
     assert first[1:4] == ["generate", "--url", "http://127.0.0.1:8080"]
 
 
-def test_the_command_is_found_where_the_environment_is_not_active(
+def test_command_path_is_shown_for_inactive_environment(
     examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)

@@ -37,18 +37,18 @@ def refuse(path: str, name: str | None, **options: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("path", REFUSED)
-def test_what_is_refused_is_booked_on_the_adapter_that_it_names(path: str) -> None:
+def test_rejected_request_counts_for_named_adapter(path: str) -> None:
     assert refuse(path, "poet") == {"poet": 1}
     assert refuse(path, "base") == refuse(path, "") == {"base": 1}
 
 
 @pytest.mark.parametrize("path", REFUSED)
 @pytest.mark.parametrize("source", ["local", "hub"])
-def test_names_that_nobody_knows_are_one(path: str, source: str) -> None:
+def test_unknown_adapter_names_share_one_label(path: str, source: str) -> None:
     assert refuse(path, "made-up", default_source=source) == {"unknown": 1}
 
 
-def test_a_revision_or_a_merge_can_be_made_up_too() -> None:
+def test_invented_revisions_and_merges_share_one_label() -> None:
     routes = Routes(["poet", "pirate"])
     for parameters in (
         {"adapter_id": "poet@made-up"},
@@ -60,7 +60,7 @@ def test_a_revision_or_a_merge_can_be_made_up_too() -> None:
     assert booked(routes, COUNTERS[0]) == {"unknown": 4}
 
 
-def test_a_name_is_known_once_it_was_found() -> None:
+def test_resolved_adapter_gets_its_label() -> None:
     routes = Routes()
     body = generate(adapter_id="found-later")
     assert routes.post(NATIVE, generate(adapter_id="found-later", temperature=-1)).status == 422
@@ -72,7 +72,7 @@ def test_a_name_is_known_once_it_was_found() -> None:
     assert booked(routes, COUNTERS[1]) == {"unknown": 1, "found-later": 2}
 
 
-def test_who_may_not_use_a_listed_adapter_is_booked_on_it(tmp_path: Path) -> None:
+def test_forbidden_request_counts_for_listed_adapter(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[keys.some]\nkey = "some"\nadapters = ["pirate"]\n')
     routes = Routes(["poet"], keys_file=keys)
@@ -80,7 +80,7 @@ def test_who_may_not_use_a_listed_adapter_is_booked_on_it(tmp_path: Path) -> Non
     assert booked(routes, COUNTERS[2]) == {"poet": 1}
 
 
-def test_what_comes_while_the_server_stops_is_nobodys() -> None:
+def test_request_during_shutdown_counts_for_no_adapter() -> None:
     routes = Routes(["poet"])
     routes.service.is_draining = True
     try:
@@ -91,7 +91,7 @@ def test_what_comes_while_the_server_stops_is_nobodys() -> None:
     assert "base" not in booked(routes, COUNTERS[0])
 
 
-def test_a_prompt_that_is_only_scored_has_no_generated_tokens() -> None:
+def test_scored_prompt_has_no_generated_tokens() -> None:
     routes = Routes(["poet"])
     reply = routes.post(COMPLETIONS, complete("poet", echo=True, max_tokens=0))
     assert reply.json["usage"]["completion_tokens"] == 0
@@ -127,12 +127,12 @@ class Elsewhere(Routes):
     ("address", "tenant"),
     [("10.0.0.7", "10.0.0.7"), ("::ffff:10.0.0.7", "10.0.0.7"), ("2001:db8::1", "20010db800000000")],
 )
-def test_without_keys_an_address_is_a_tenant(address: str, tenant: str) -> None:
+def test_tenant_is_client_address_without_keys(address: str, tenant: str) -> None:
     """Every request of an address has its tenant."""
     assert Elsewhere(address).ask_thrice() == ({tenant}, 7)
 
 
-def test_a_key_is_a_tenant_wherever_it_is_used(tmp_path: Path) -> None:
+def test_tenant_is_key_regardless_of_address(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[keys.alice]\nkey = "a"\n[keys.bob]\nkey = "b"\n')
     for address in ("10.0.0.7", "10.0.0.8"):

@@ -19,7 +19,7 @@ def put(folder: Path, *names: str) -> None:
         (folder / name / "adapter_config.json").write_text("{}")
 
 
-def test_adapters_are_folders_that_say_so(tmp_path: Path) -> None:
+def test_scan_finds_folders_with_adapter_config(tmp_path: Path) -> None:
     put(tmp_path, "second", "first", "ünïcode", ".hidden")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
@@ -30,7 +30,7 @@ def test_adapters_are_folders_that_say_so(tmp_path: Path) -> None:
     assert find_adapters(tmp_path) == ([".hidden", "elsewhere", "first", "second", "ünïcode"], {})
 
 
-def test_names_that_nobody_could_ask_for_are_left_out(tmp_path: Path) -> None:
+def test_scan_skips_invalid_names(tmp_path: Path) -> None:
     odd = ["line\nend", "\x1b[2J", "\u202e", "bad\udcff", "a%2Fb", "percent%20name", "back\\slash", "~home"]
     put(tmp_path, "good", *odd)
     found = find_adapters(tmp_path)
@@ -41,7 +41,7 @@ def test_names_that_nobody_could_ask_for_are_left_out(tmp_path: Path) -> None:
             LocalSource([tmp_path]).find(name, None)
 
 
-def test_links_out_of_the_folder_are_left_out_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_scan_skips_external_links_and_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     put(tmp_path / "elsewhere", "far")
     put(tmp_path / "here", "near")
     (tmp_path / "here" / "linked").symlink_to(tmp_path / "elsewhere" / "far")
@@ -53,17 +53,17 @@ def test_links_out_of_the_folder_are_left_out_and_told_once(tmp_path: Path, capl
     assert told == [["beside", "near"]]
     (line,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     assert line.startswith("'linked' in the adapters folder is not served: it is a symlink to a path outside the folder")
-    with pytest.raises(AdapterError, match="links out of it are refused"):
+    with pytest.raises(AdapterError, match="such links are not allowed"):
         LocalSource([tmp_path / "here"]).find("linked", None)
 
 
-def test_there_is_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_scanned_adapters_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, "c", "a", "b")
     monkeypatch.setattr(folder_watcher, "MAX_ADAPTERS", 2)
     assert find_adapters(tmp_path).names == ["a", "b"]
 
 
-def test_only_changes_are_told(tmp_path: Path) -> None:
+def test_watcher_reports_only_changes(tmp_path: Path) -> None:
     told: list[list[str]] = []
     watch = FolderWatcher(tmp_path, lambda names: told.append(list(names)))
     watch.scan()
@@ -76,7 +76,7 @@ def test_only_changes_are_told(tmp_path: Path) -> None:
     assert told == [[], ["one"], []]
 
 
-def test_a_folder_that_cannot_be_read_for_a_moment_is_served_as_it_was(
+def test_unreadable_folder_keeps_known_adapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[list[str]] = []
@@ -94,10 +94,10 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_served_as_it_was(
     put(tmp_path, "two")
     watch.scan()
     assert told == [["one"], ["one", "two"]]
-    assert sum("cannot be read" in each.getMessage() for each in caplog.records) == 1
+    assert sum("cannot read the adapters folder" in each.getMessage() for each in caplog.records) == 1
 
 
-def test_a_folder_that_is_not_there_has_no_adapters_for_now(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_folder_has_no_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     told: list[list[str]] = []
     watch = FolderWatcher(tmp_path / "later", lambda names: told.append(list(names)))
     with caplog.at_level(logging.WARNING):
@@ -109,10 +109,10 @@ def test_a_folder_that_is_not_there_has_no_adapters_for_now(tmp_path: Path, capl
     (tmp_path / "later").rename(tmp_path / "gone")
     watch.scan()
     assert told == [[], ["one"], []]
-    assert "cannot be read" in caplog.text
+    assert "cannot read the adapters folder" in caplog.text
 
 
-def test_it_is_looked_at_again_and_again_until_it_is_closed(tmp_path: Path) -> None:
+def test_watcher_rescans_until_closed(tmp_path: Path) -> None:
     put(tmp_path, "one")
     told: list[list[str]] = []
     has_two = threading.Event()

@@ -34,7 +34,7 @@ def filed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
         yield shared
 
 
-def test_prompts_are_shared_within_a_key_or_its_group_only(filed: SharedServer) -> None:
+def test_prefix_cache_is_shared_within_key_or_group_only(filed: SharedServer) -> None:
     asked = [("good", ""), ("bobs", ""), ("good", "x"), ("bobs", "x"), ("carols", ""), ("teams", ""), ("carols", "x")]
 
     async def check(server: SocketServer) -> None:
@@ -52,7 +52,7 @@ def test_prompts_are_shared_within_a_key_or_its_group_only(filed: SharedServer) 
 
 
 @pytest.mark.parametrize("name", ["poet@x", "poet@", "poet@y"])
-def test_a_key_for_a_folder_may_not_use_another_whose_name_looks_like_a_revision(name: str, filed: SharedServer) -> None:
+def test_folder_permission_excludes_names_that_look_like_revisions(name: str, filed: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         for body in ({"adapter_id": name}, {"adapter_id": name, "adapter_source": "local"}):
             answer = await server.fetch(with_key("/generate", {"inputs": "x", "parameters": body}))

@@ -57,7 +57,7 @@ def write(folder: Path, text: str, name: str = "keys.toml") -> Path:
         (("s3:poet@*",), "s3", "poet@x", True),
     ],
 )
-def test_patterns_say_which_adapters(patterns: Any, source: str, name: str, is_allowed: bool) -> None:
+def test_patterns_allow_matching_adapters(patterns: Any, source: str, name: str, is_allowed: bool) -> None:
     key = Key("k", adapters=patterns)
     if is_allowed:
         key.check_may_use(source, name, "hub")
@@ -66,24 +66,24 @@ def test_patterns_say_which_adapters(patterns: Any, source: str, name: str, is_a
             key.check_may_use(source, name, "hub")
 
 
-def test_a_pattern_without_a_source_follows_the_default_one() -> None:
+def test_pattern_without_source_uses_default_source() -> None:
     Key("k", adapters=("poet",)).check_may_use("local", "poet", "local")
 
 
 @pytest.mark.parametrize(("place", "is_allowed"), [("hub", True), ("local", False), ("s3", False)])
-def test_a_revision_of_a_name_that_the_operator_gave_is_one_only_on_the_hub(place: str, is_allowed: bool) -> None:
+def test_alias_revisions_are_allowed_on_hub_only(place: str, is_allowed: bool) -> None:
     """Allow a key the name `poet`, with either source as the default."""
     for default in ("hub", "local"):
         assert Key("k", adapters=("poet",)).may_use(default, "poet@x", default, place == "hub") is is_allowed
 
 
-def test_a_huge_name_is_not_repeated() -> None:
+def test_long_name_is_truncated_in_error() -> None:
     with pytest.raises(ForbiddenError) as caught:
         Key("k", adapters=("*a*b*c*d*e*",)).check_may_use("hub", "abcd" * 100_000, "hub")
     assert len(str(caught.value)) < 300
 
 
-def test_the_base_model_can_be_forbidden() -> None:
+def test_key_can_forbid_base_model() -> None:
     Key("k").check_may_use_base()
     with pytest.raises(ForbiddenError, match="base model"):
         Key("k", base_model=False).check_may_use_base()
@@ -92,14 +92,14 @@ def test_the_base_model_can_be_forbidden() -> None:
 # --- Identities of callers --------------------------------------------------------------------------------------------
 
 
-def test_without_keys_anybody_may_ask() -> None:
+def test_server_without_keys_allows_anonymous_callers() -> None:
     ring = KeyRing()
     assert ring.allows_anonymous
     for header in (None, "", "Bearer hf_token", "Basic abc", "\xff\ud800", "x" * 10**6):
         assert ring.identify(header) == Key()
 
 
-def test_an_admin_key_alone_leaves_the_server_open() -> None:
+def test_admin_key_alone_still_allows_anonymous_callers() -> None:
     ring = KeyRing(admin_key="boss")
     assert ring.allows_anonymous
     assert ring.identify("Bearer else") == Key()
@@ -107,7 +107,7 @@ def test_an_admin_key_alone_leaves_the_server_open() -> None:
 
 
 @pytest.mark.parametrize("header", ["Bearer two", "bearer two", "BEARER two", "Bearer   two", "Bearer two "])
-def test_a_known_key_is_identified(header: str) -> None:
+def test_known_key_is_identified(header: str) -> None:
     assert KeyRing(["one", "two"]).identify(header).name == "key-2"
 
 
@@ -132,7 +132,7 @@ def test_a_known_key_is_identified(header: str) -> None:
         "Bearer " + "x" * 10**7,
     ],
 )
-def test_another_header_is_refused(header: str | None) -> None:
+def test_invalid_authorization_header_is_rejected(header: str | None) -> None:
     with pytest.raises(AuthenticationError, match="Authorization: Bearer") as caught:
         KeyRing(["one", "two"]).identify(header)
     assert len(str(caught.value)) < 200
@@ -153,7 +153,7 @@ class Digests(dict[bytes, Key]):
     items = values = keys = __iter__
 
 
-def test_ten_thousand_keys_are_not_compared_one_by_one() -> None:
+def test_key_lookup_does_not_iterate_over_keys() -> None:
     ring = KeyRing([f"secret-{number}" for number in range(10_000)], "boss")
     digests = Digests()
     dict.update(digests, ring._keys)
@@ -168,7 +168,7 @@ def test_ten_thousand_keys_are_not_compared_one_by_one() -> None:
 # --- Sharing of cached prompts ----------------------------------------------------------------------------------------
 
 
-def test_salts_are_those_of_a_key_or_of_its_group() -> None:
+def test_cache_salt_depends_on_key_or_group() -> None:
     one, other = Key("one"), Key("other")
     in_team, also_in_team = Key("a", group="team"), Key("b", group="team")
     assert one.cache_salt("") == one.cache_salt("") != other.cache_salt("")
@@ -178,7 +178,7 @@ def test_salts_are_those_of_a_key_or_of_its_group() -> None:
     assert Key().cache_salt("mine") == Key().cache_salt("mine") != ""
 
 
-def test_no_two_combinations_have_one_salt() -> None:
+def test_cache_salts_never_collide() -> None:
     """Try names, groups and salts that look like another combination."""
     words = ["a", "key", "group", 'a","b', '"', "\\", ",", '["key","a",""]', '["group","a",""]', "\u0000", "é"]
     keys = [Key(), *(Key(word) for word in words), *(Key("k", group=word) for word in words)]
@@ -189,13 +189,13 @@ def test_no_two_combinations_have_one_salt() -> None:
     assert len(set(found)) == len(asked)
 
 
-def test_a_file_names_groups(tmp_path: Path) -> None:
+def test_keys_file_sets_groups(tmp_path: Path) -> None:
     path = write(tmp_path, '[keys.a]\nkey = "one"\ngroup = "team"\n[keys.b]\nkey = "two"\ngroup = "team"')
     ring = KeyRing(keys_file=path)
     assert ring.identify("Bearer one").group == ring.identify("Bearer two").group == "team"
 
 
-def test_admins() -> None:
+def test_check_admin_accepts_admin_keys_only() -> None:
     ring = KeyRing(["user"], "boss")
     ring.check_admin(ring.identify("Bearer boss"))
     assert ring.identify("Bearer boss").is_admin
@@ -207,21 +207,21 @@ def test_admins() -> None:
             ring.check_admin(ring.identify(header))
 
 
-def test_without_an_admin_key_nobody_is_one() -> None:
+def test_check_admin_fails_without_admin_key() -> None:
     for ring, headers in ((KeyRing(), (None, "Bearer user", "Bearer x")), (KeyRing(["user"]), ("Bearer user",))):
         for header in headers:
             with pytest.raises(ForbiddenError, match="--admin-key"):
                 ring.check_admin(ring.identify(header))
 
 
-def test_an_open_server_does_not_make_admins() -> None:
+def test_anonymous_caller_is_never_admin() -> None:
     ring = KeyRing(admin_key="boss")
     with pytest.raises(AuthenticationError):
         ring.check_admin(ring.identify("Bearer x"))
 
 
 @pytest.mark.parametrize("secret", ["", " ", "a b", "a\n", "schlüssel", "\ud800", "x" * 10_000])
-def test_keys_that_no_header_can_carry_are_refused(secret: str) -> None:
+def test_secrets_invalid_in_headers_are_rejected(secret: str) -> None:
     makers: list[Callable[[], KeyRing]] = [lambda: KeyRing([secret]), lambda: KeyRing(admin_key=secret)]
     for make in makers:
         with pytest.raises(ConfigError, match="ASCII") as caught:
@@ -229,7 +229,7 @@ def test_keys_that_no_header_can_carry_are_refused(secret: str) -> None:
         assert len(str(caught.value)) < 200
 
 
-def test_keys_must_differ() -> None:
+def test_duplicate_secrets_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"API key 2 .* 'key-1'") as caught:
         KeyRing([SECRET, SECRET])
     assert SECRET not in str(caught.value)
@@ -264,7 +264,7 @@ ALICE = Key(
 )
 
 
-def test_a_file_names_keys(tmp_path: Path) -> None:
+def test_keys_file_sets_permissions(tmp_path: Path) -> None:
     ring = KeyRing(["plain"], "boss", write(tmp_path, FULL))
     assert not ring.allows_anonymous
     assert ring.identify(f"Bearer {SECRET}") == ALICE
@@ -274,14 +274,14 @@ def test_a_file_names_keys(tmp_path: Path) -> None:
     assert ring.weights == {"key-1": 1.0, "admin": 1.0, "alice": 2.0, "bob": 1.0}
 
 
-def test_a_file_may_be_json(tmp_path: Path) -> None:
+def test_keys_file_can_be_json(tmp_path: Path) -> None:
     table = {"key": SECRET, "adapters": ["poet", "s3:team-*"], "base_model": False, "max_concurrent": 8}
     table |= {"requests_per_minute": 60, "tokens_per_minute": 10_000, "weight": 2}
     path = write(tmp_path, json.dumps({"keys": {"alice": table}}), "keys.JSON")
     assert KeyRing(keys_file=path).identify(f"Bearer {SECRET}") == ALICE
 
 
-def test_a_file_of_admins_closes_the_server_too(tmp_path: Path) -> None:
+def test_keys_file_with_admins_only_requires_keys(tmp_path: Path) -> None:
     ring = KeyRing(keys_file=write(tmp_path, f'[keys.a]\nkey = "{SECRET}"\nadmin = true'))
     assert not ring.allows_anonymous
     with pytest.raises(AuthenticationError):
@@ -296,7 +296,7 @@ def test_a_file_of_admins_closes_the_server_too(tmp_path: Path) -> None:
         ("keys = 3", "no keys"),
         (f"[key.a]\nkey = '{SECRET}'", "unknown field 'key'"),
         ("[keys.a]", "'a': set either key or sha256"),
-        (f"[keys.a]\nkey = '{SECRET}'\nsha256 = '{DIGEST}'", "'a': give either"),
+        (f"[keys.a]\nkey = '{SECRET}'\nsha256 = '{DIGEST}'", "'a': set either"),
         (f"[keys]\na = '{SECRET}'", "'a': Expected `object`"),
         (f"[keys.a]\nkey = '{SECRET}'\nadapter = ['x']", "'a': .*`adapter`"),
         (f"[keys.a]\nkey = ['{SECRET}']", r"'a': .*\$\.key"),
@@ -313,9 +313,9 @@ def test_a_file_of_admins_closes_the_server_too(tmp_path: Path) -> None:
         (f"[keys.a]\nkey = '{SECRET}'\nmax_concurrent = true", r"'a': .*\$\.max_concurrent"),
         (f"[keys.a]\nkey = '{SECRET}'\nrequests_per_minute = 1.5", r"'a': .*\$\.requests_per_minute"),
         (f"[keys.a]\nkey = '{SECRET}'\ntokens_per_minute = -1", r"'a': .*\$\.tokens_per_minute"),
-        (f"[keys.a]\nkey = '{SECRET}'\ngroup = ''", "'a': group has"),
+        (f"[keys.a]\nkey = '{SECRET}'\ngroup = ''", "'a': group must have"),
         (f"[keys.a]\nkey = '{SECRET}'\ngroup = 'a\x07'", "not TOML"),
-        (f'[keys.a]\nkey = "{SECRET}"\ngroup = "a\\u0007"', "'a': group has"),
+        (f'[keys.a]\nkey = "{SECRET}"\ngroup = "a\\u0007"', "'a': group must have"),
         (f"[keys.a]\nkey = '{SECRET}'\ngroup = ['team']", r"'a': .*\$\.group"),
         (f"[keys.a]\nkey = '{SECRET}'\nweight = 0", "'a': weight"),
         (f"[keys.a]\nkey = '{SECRET}'\nweight = nan", "'a': weight"),
@@ -325,12 +325,12 @@ def test_a_file_of_admins_closes_the_server_too(tmp_path: Path) -> None:
         (f"[keys.a]\nkey = {SECRET}", "not TOML.*line 2"),
         (f"[keys.admin]\nkey = '{SECRET}'", "'admin' is taken"),
         (f"[keys.key-1]\nkey = '{SECRET}'", "'key-1' is taken"),
-        (f"[keys.'']\nkey = '{SECRET}'", "a name has"),
-        (f'[keys."a\\nb"]\nkey = "{SECRET}"', "a name has"),
-        (f"[keys.{'a' * 65}]\nkey = '{SECRET}'", "a name has"),
+        (f"[keys.'']\nkey = '{SECRET}'", "the name must have"),
+        (f'[keys."a\\nb"]\nkey = "{SECRET}"', "the name must have"),
+        (f"[keys.{'a' * 65}]\nkey = '{SECRET}'", "the name must have"),
     ],
 )
-def test_a_wrong_file_is_refused_without_its_secrets(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_keys_file_error_contains_no_secrets(tmp_path: Path, text: str, said: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigError, match=said) as caught:
         KeyRing(["plain"], "boss", path)
@@ -343,14 +343,14 @@ def test_a_wrong_file_is_refused_without_its_secrets(tmp_path: Path, text: str, 
     "content",
     [b"{", b"[]", b'{"keys": {"a": {"key": "x"}, "a": {"key": "y"}}}', b"\xff\xfe", b"[" * 100_000, b'{"keys": NaN}'],
 )
-def test_wrong_json_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_invalid_json_keys_file_is_rejected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "keys.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="not JSON"):
         KeyRing(keys_file=path)
 
 
-def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+def test_unreadable_keys_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "binary.toml").write_bytes(b"\xff\x00")
     for name, said in (
@@ -363,7 +363,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
             KeyRing(keys_file=tmp_path / name)
 
 
-def test_plain_keys_that_all_can_read_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_world_readable_plain_keys_cause_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain, hashed = write(tmp_path, FULL), write(tmp_path, f"[keys.a]\nsha256 = '{DIGEST}'", "b.toml")
     with caplog.at_level(logging.WARNING):
         KeyRing(keys_file=plain)
@@ -376,7 +376,7 @@ def test_plain_keys_that_all_can_read_are_warned_of(tmp_path: Path, caplog: pyte
     assert SECRET not in caplog.text
 
 
-def test_secrets_are_not_kept(tmp_path: Path) -> None:
+def test_key_ring_stores_no_secrets(tmp_path: Path) -> None:
     ring = KeyRing(["plain-s3cret"], "boss-s3cret", write(tmp_path, FULL))
     everything = repr(ring) + str(ring) + repr(vars(ring)) + repr(ring.identify(f"Bearer {SECRET}"))
     assert "s3cret" not in everything

@@ -32,22 +32,22 @@ def place(selection: ModelSelection) -> AdapterKey:
 @pytest.mark.parametrize(
     "model", ["", BASE, "pretty", "short:one", f"{BASE}:", "pretty:", BASE_MODEL, f"pretty:{BASE_MODEL}"]
 )
-def test_the_base_model_has_several_names(model: str) -> None:
+def test_base_model_names_select_base_model(model: str) -> None:
     assert make().select_model(model, None, None) == ModelSelection()
 
 
 @pytest.mark.parametrize("adapter_id", [None, "", BASE_MODEL, BASE, "pretty", "short:one"])
-def test_no_adapter_has_several_names(adapter_id: str | None) -> None:
+def test_empty_adapter_id_selects_base_model(adapter_id: str | None) -> None:
     assert make().select_adapter_id(adapter_id, None, None) == ModelSelection()
     assert make().select_adapter_id(adapter_id, "s3", "token") == ModelSelection()
 
 
-def test_the_first_given_name_is_shown() -> None:
+def test_first_served_name_is_primary() -> None:
     assert make().primary_name == "pretty"
     assert ModelNames(BASE).primary_name == BASE
 
 
-def test_a_static_adapter_is_what_no_adapter_means() -> None:
+def test_static_adapter_replaces_base_model() -> None:
     names = make(static_adapter=STATIC)
     expected = ModelSelection((AdapterRef(*STATIC),), None, "house-style", (AdapterKey(*STATIC),))
     assert expected.source == "local"
@@ -78,21 +78,21 @@ def test_a_static_adapter_is_what_no_adapter_means() -> None:
         (f"{BASE}:owner/name", ("hub", "owner/name")),
     ],
 )
-def test_a_model_may_be_an_adapter(model: str, expected: tuple[str, str]) -> None:
+def test_model_selects_adapter(model: str, expected: tuple[str, str]) -> None:
     selection = make().select_model(model, None, "token")
     assert place(selection) == expected
     assert selection.refs[0].token == "token"
     assert selection.source == expected[0]
 
 
-def test_an_adapters_own_name_comes_before_that_of_the_base_model() -> None:
+def test_listed_name_takes_precedence_over_base_prefix() -> None:
     names = make()
     names.add_alias("pretty:poet", "local", "another")
     assert place(names.select_model("pretty:poet", None, None)) == ("local", "another")
     assert names.select_model("pretty", None, None) == ModelSelection()
 
 
-def test_a_source_that_is_named_is_asked_whatever_the_name_means_here() -> None:
+def test_requested_source_overrides_listed_name() -> None:
     names = make()
     assert place(names.select_adapter_id("poet", "S3", None)) == ("s3", "poet")
     assert place(names.select_model("anything goes", "local", None)) == ("local", "anything goes")
@@ -100,7 +100,7 @@ def test_a_source_that_is_named_is_asked_whatever_the_name_means_here() -> None:
     assert place(names.select_adapter("tutor", None)) == ("s3", "team/tutor-7")
 
 
-def test_a_key_is_allowed_a_name_not_what_it_stands_for() -> None:
+def test_access_is_checked_for_requested_name() -> None:
     """A key needs permission for the name; if the request names the source too, for the place."""
     names = make()
     assert names.select_adapter_id("tutor", None, None).access_keys == (AdapterKey("hub", "tutor"),)
@@ -109,7 +109,7 @@ def test_a_key_is_allowed_a_name_not_what_it_stands_for() -> None:
     assert names.select_adapter_id("tutor", None, None).label == "tutor"
 
 
-def test_several_adapters_are_merged_in_order() -> None:
+def test_merged_adapters_keep_their_order() -> None:
     merge = Merge((0.5, 0.5))
     selection = make().select_merged(["tutor", "owner/name"], merge, None, "token")
     assert selection.refs == (AdapterRef("s3", "team/tutor-7", "token"), AdapterRef("hub", "owner/name", "token"))
@@ -119,7 +119,7 @@ def test_several_adapters_are_merged_in_order() -> None:
 
 
 @pytest.mark.parametrize("name", ["poet", "./poet", "poet/", "poet//", "/srv/poet", "/srv/./poet/"])
-def test_spellings_of_one_place_are_one_choice(name: str) -> None:
+def test_spellings_of_local_path_select_same_adapter(name: str) -> None:
     """Every spelling gives the same label, the same required permission and the same place."""
     names = make(default_source="local", roots=[Path("/srv"), Path("/more")])
     expected = ModelSelection((AdapterRef("local", "poet"),), None, "poet", (AdapterKey("local", "poet"),))
@@ -136,21 +136,21 @@ def test_spellings_of_one_place_are_one_choice(name: str) -> None:
     assert make(static_adapter=("local", name), roots=[Path("/srv")]).base_selection.label == "poet"
 
 
-def test_other_sources_have_their_own_spellings() -> None:
+def test_names_in_other_sources_are_not_normalized() -> None:
     names = make()
     assert place(names.select_adapter_id("owner//name/", "hub", None)) == ("hub", "owner//name/")
     assert place(names.select_adapter_id("./key/", "s3", None)) == ("s3", "./key/")
     assert place(make(default_source="local").select_adapter("../poet", None)) == ("local", "../poet")
 
 
-def test_a_name_that_the_operator_spelt_oddly_is_that_name() -> None:
+def test_alias_is_matched_before_normalization() -> None:
     names = make(default_source="local")
     names.add_alias("./poet", "s3", "team/poet")
     assert place(names.select_adapter_id("./poet", None, None)) == ("s3", "team/poet")
     assert place(names.select_adapter_id("poet/", None, None)) == ("local", "poet")
 
 
-def test_a_folder_that_is_called_like_the_base_model_is_not_listed(caplog: pytest.LogCaptureFixture) -> None:
+def test_folder_named_like_base_model_is_not_listed(caplog: pytest.LogCaptureFixture) -> None:
     """The name stays the base model's; the load route can give the folder another one."""
     names = ModelNames("base", ("pretty",), default_source="local")
     names.set_folder_names(["base", "pretty", BASE_MODEL, "poet"])
@@ -172,18 +172,18 @@ def test_a_folder_that_is_called_like_the_base_model_is_not_listed(caplog: pytes
         *("../../etc/passwd", "owner\\name", "\x00", f"{BASE}:nobody", "poet2@v1", "@", ":", ":poet", "nobody:poet"),
     ],
 )
-def test_a_name_that_no_hub_can_have_is_refused_without_asking_one(model: str) -> None:
+def test_invalid_hub_name_is_rejected_without_lookup(model: str) -> None:
     with pytest.raises(AdapterNotFoundError, match="does not exist; /v1/models lists"):
         make().select_model(model, None, None)
 
 
-def test_other_sources_are_asked() -> None:
+def test_other_sources_accept_any_name() -> None:
     names = make(default_source="local")
     assert place(names.select_model("gpt-4", None, None)) == ("local", "gpt-4")
     assert names.select_adapter_id("gpt-4", None, None).access_keys == (AdapterKey("local", "gpt-4"),)
 
 
-def test_a_hostile_name_is_shown_short_and_escaped() -> None:
+def test_hostile_name_is_truncated_and_escaped_in_error() -> None:
     with pytest.raises(AdapterNotFoundError) as raised:
         make().select_model("\x1b[2J\n" + "x" * 10_000, None, None)
     message = str(raised.value)
@@ -191,7 +191,7 @@ def test_a_hostile_name_is_shown_short_and_escaped() -> None:
     assert len(message) < 400
 
 
-def test_names_of_others_are_not_told() -> None:
+def test_unknown_model_error_lists_no_names() -> None:
     """An error lists no names: the key may not be allowed to use them."""
     with pytest.raises(AdapterNotFoundError) as raised:
         make().select_model("nobody", None, None)
@@ -202,7 +202,7 @@ def test_names_of_others_are_not_told() -> None:
 # --- Names that come and go -------------------------------------------------------------------------------------------
 
 
-def test_names_are_added_and_removed() -> None:
+def test_aliases_are_added_and_removed() -> None:
     names = make()
     assert names.adapters["tutor"] == ("s3", "team/tutor-7")
     names.add_alias("tutor", "hub", "owner/tutor")
@@ -214,7 +214,7 @@ def test_names_are_added_and_removed() -> None:
         names.select_model("tutor", None, None)
 
 
-def test_a_given_name_hides_the_folders() -> None:
+def test_alias_hides_folder_name() -> None:
     names = make()
     names.add_alias("poet", "hub", "owner/poet")
     assert place(names.select_model("poet", None, None)) == ("hub", "owner/poet")
@@ -225,7 +225,7 @@ def test_a_given_name_hides_the_folders() -> None:
         names.select_model("poet", None, None)
 
 
-def test_a_path_is_not_what_an_alias_of_its_name_stands_for() -> None:
+def test_absolute_path_ignores_alias() -> None:
     names = ModelNames(BASE, (), "local", roots=[Path("/ads")])
     names.set_folder_names(["poet", "v2"])
     names.add_alias("poet", "local", "v2")
@@ -234,14 +234,14 @@ def test_a_path_is_not_what_an_alias_of_its_name_stands_for() -> None:
 
 
 @pytest.mark.parametrize("alias", ["", "x\ny", "\x00", "a" * 513, BASE, "pretty", "__base_model__"])
-def test_names_that_nobody_could_use_are_refused(alias: str) -> None:
+def test_invalid_alias_is_rejected(alias: str) -> None:
     names = make()
     with pytest.raises(InputError, match=r"printable characters|is a base model name"):
         names.add_alias(alias, "hub", "a/b")
     assert alias not in names.adapters
 
 
-def test_there_is_a_limit_to_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_aliases_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names_module, "MAX_ALIASES", 2)
     names = make()
     names.add_alias("second", "hub", "a/b")
@@ -252,7 +252,7 @@ def test_there_is_a_limit_to_names(monkeypatch: pytest.MonkeyPatch) -> None:
     names.add_alias("third", "hub", "a/b")
 
 
-def test_another_thread_may_set_the_folder() -> None:
+def test_folder_names_can_be_set_from_another_thread() -> None:
     names, is_done = make(), threading.Event()
 
     def change() -> None:

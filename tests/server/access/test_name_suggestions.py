@@ -35,21 +35,21 @@ def make(folder: list[str] = MANY, **options: Any) -> ModelNames:
         ("pirat\0", "pirate"),
     ],
 )
-def test_a_misspelt_name(wanted: str, best: str) -> None:
+def test_misspelled_name_gets_suggestion(wanted: str, best: str) -> None:
     assert suggest_names(wanted, None, make(), Key())[0] == best
 
 
 @pytest.mark.parametrize("wanted", ["", "zzzzzzzz", "x", "p" * 10_000, "../../etc/passwd", "\ud800", "@", "poet"])
-def test_names_that_are_like_none(wanted: str) -> None:
+def test_dissimilar_name_gets_no_suggestion(wanted: str) -> None:
     assert "poet" not in suggest_names(wanted, None, make(), Key())
 
 
-def test_few_are_told() -> None:
+def test_number_of_suggestions_is_limited() -> None:
     names = make([f"adapter-{n}" for n in range(50)])
     assert len(suggest_names("adapter-1", None, names, Key())) == NUM_SUGGESTIONS
 
 
-def test_only_what_the_caller_may_use() -> None:
+def test_suggestions_contain_only_allowed_names() -> None:
     key = Key("k", adapters=("p*", "sql-writer"), base_model=False)
     names = make(default_source="local")
     assert suggest_names("peot", None, names, key) == ["poet"]
@@ -58,20 +58,20 @@ def test_only_what_the_caller_may_use() -> None:
     assert "pretty" not in suggest_names("prety", None, names, key)  # the base model
 
 
-def test_names_of_a_source_that_is_named() -> None:
+def test_suggestions_come_from_requested_source() -> None:
     assert suggest_names("team/bard", "s3", make(), Key()) == ["team/bard-7"]
     assert suggest_names("brad", "s3", make(), Key("k", adapters=("hub:*",))) == []
     assert suggest_names("peot", "local", make(), Key())[0] == "poet"
 
 
-def test_a_folder_is_made_ready_by_the_thread_that_watches_it() -> None:
+def test_snapshot_is_built_on_watcher_thread() -> None:
     names = ModelNames("base")
     names.set_folder_names(["poet"])
     listing = names.snapshot
     assert {"names", "named"} <= vars(listing).keys()
 
 
-def test_a_key_of_many_patterns_costs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_patterns_reduce_number_of_compared_names(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
 
     def may_use(*named: Any) -> bool:
@@ -87,7 +87,7 @@ def test_a_key_of_many_patterns_costs_no_more(monkeypatch: pytest.MonkeyPatch) -
     assert len(looks) <= MAX_PATTERN_CHECKS
 
 
-def test_of_many_names_the_alphabetical_neighbors_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alphabetically_closest_names_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_names, "MAX_COMPARED_NAMES", 20)
     names = make([f"adapter-{number:06}" for number in range(300)])
     assert suggest_names("adapter-00025", None, names, Key())[0].startswith("adapter-00025")

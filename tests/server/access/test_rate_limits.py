@@ -31,7 +31,7 @@ def retry_after(rate_limits: RateLimits, key: Key, count: int = 1) -> float:
     return caught.value.retry_after_s
 
 
-def test_the_server_has_a_limit() -> None:
+def test_server_limits_concurrent_completions() -> None:
     rate_limits = RateLimits(3)
     first, second = rate_limits.acquire(Key()), rate_limits.acquire(Key(), 2)
     assert rate_limits.num_running == 3
@@ -44,14 +44,14 @@ def test_the_server_has_a_limit() -> None:
     assert rate_limits.num_running == 2
 
 
-def test_several_answers_come_in_together_or_not_at_all() -> None:
+def test_completions_of_one_request_are_admitted_together() -> None:
     rate_limits = RateLimits(3)
     rate_limits.acquire(Key(), 2)
     retry_after(rate_limits, Key(), 2)
     rate_limits.acquire(Key(), 1)
 
 
-def test_leaving_twice_counts_once(clock: Clock) -> None:
+def test_second_release_has_no_effect(clock: Clock) -> None:
     key = Key("k", tokens_per_minute=60)
     rate_limits = RateLimits(3, clock)
     permit = rate_limits.acquire(key)
@@ -63,7 +63,7 @@ def test_leaving_twice_counts_once(clock: Clock) -> None:
     assert retry_after(rate_limits, key) == pytest.approx(1.0)
 
 
-def test_a_permit_is_left_whatever_happens() -> None:
+def test_permit_is_released_after_exception() -> None:
     rate_limits = RateLimits(1)
     with pytest.raises(ZeroDivisionError), rate_limits.acquire(Key()):
         _ = 1 // (rate_limits.num_running - 1)
@@ -73,14 +73,14 @@ def test_a_permit_is_left_whatever_happens() -> None:
 
 
 @pytest.mark.parametrize("count", [0, -1, 4, 10**30])
-def test_what_can_never_come_in_is_the_requests_fault(count: int) -> None:
+def test_request_above_total_limit_is_input_error(count: int) -> None:
     with pytest.raises(InputError, match="1 to 3"):
         RateLimits(3).acquire(Key(), count)
     with pytest.raises(InputError, match="1 to 3"):
         RateLimits(100).acquire(Key("k", max_concurrent=3), count)
 
 
-def test_a_key_at_its_limit_hinders_nobody_else() -> None:
+def test_key_at_limit_does_not_block_others() -> None:
     rate_limits = RateLimits(10)
     limited = Key("limited", max_concurrent=2)
     permit = rate_limits.acquire(limited, 2)
@@ -90,7 +90,7 @@ def test_a_key_at_its_limit_hinders_nobody_else() -> None:
     rate_limits.acquire(limited, 2)
 
 
-def test_requests_per_minute(clock: Clock) -> None:
+def test_requests_per_minute_are_limited(clock: Clock) -> None:
     rate_limits = RateLimits(10, clock)
     key = Key("k", requests_per_minute=2)
     rate_limits.acquire(key, 5).release()  # several answers are one request
@@ -105,7 +105,7 @@ def test_requests_per_minute(clock: Clock) -> None:
     assert retry_after(rate_limits, key) == pytest.approx(30.0)
 
 
-def test_time_earns_no_more_than_a_minute(clock: Clock) -> None:
+def test_bucket_holds_at_most_one_minute(clock: Clock) -> None:
     rate_limits = RateLimits(10, clock)
     key = Key("k", requests_per_minute=2)
     rate_limits.acquire(key).release()
@@ -115,7 +115,7 @@ def test_time_earns_no_more_than_a_minute(clock: Clock) -> None:
     retry_after(rate_limits, key)
 
 
-def test_tokens_are_paid_when_a_request_ends(clock: Clock) -> None:
+def test_tokens_are_charged_on_release(clock: Clock) -> None:
     rate_limits = RateLimits(10, clock)
     key = Key("k", tokens_per_minute=600)
     first, second = rate_limits.acquire(key), rate_limits.acquire(key)
@@ -130,7 +130,7 @@ def test_tokens_are_paid_when_a_request_ends(clock: Clock) -> None:
     rate_limits.acquire(key).release()
 
 
-def test_nobody_earns_tokens_by_leaving(clock: Clock) -> None:
+def test_negative_token_count_earns_no_credit(clock: Clock) -> None:
     rate_limits = RateLimits(10, clock)
     key = Key("k", tokens_per_minute=60)
     first, second = rate_limits.acquire(key), rate_limits.acquire(key)
@@ -140,7 +140,7 @@ def test_nobody_earns_tokens_by_leaving(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("rate", [1, 7, 59, 1_000_003])
-def test_who_comes_back_when_told_is_let_in(clock: Clock, rate: int) -> None:
+def test_retry_after_returned_delay_is_admitted(clock: Clock, rate: int) -> None:
     rate_limits = RateLimits(10, clock)
     key = Key("k", requests_per_minute=rate, tokens_per_minute=rate)
     for _ in range(50):
@@ -148,7 +148,7 @@ def test_who_comes_back_when_told_is_let_in(clock: Clock, rate: int) -> None:
         clock.now += retry_after(rate_limits, key)
 
 
-def test_who_is_refused_pays_nothing(clock: Clock) -> None:
+def test_rejected_request_is_not_charged(clock: Clock) -> None:
     rate_limits = RateLimits(1, clock)
     key = Key("k", requests_per_minute=2)
     permit = rate_limits.acquire(Key())
@@ -159,7 +159,7 @@ def test_who_is_refused_pays_nothing(clock: Clock) -> None:
         rate_limits.acquire(key).release()
 
 
-def test_what_a_key_did_is_remembered_whatever_others_do(clock: Clock) -> None:
+def test_key_usage_survives_traffic_from_other_keys(clock: Clock) -> None:
     rate_limits = RateLimits(10, clock)
     busy = rate_limits.acquire(Key("busy", max_concurrent=1))
     debtor = Key("debtor", tokens_per_minute=1)
@@ -188,7 +188,7 @@ def retry_new_after(quota: AdapterQuota, key: Key, match: str = "new adapters a 
     return caught.value.retry_after_s
 
 
-def test_new_adapters_have_a_rate_of_their_own(clock: Clock) -> None:
+def test_new_adapters_have_separate_limit(clock: Clock) -> None:
     quota, key = AdapterQuota(None, clock), Key("k", new_adapters_per_minute=2)
     charge(quota, key)
     charge(quota, key)
@@ -200,7 +200,7 @@ def test_new_adapters_have_a_rate_of_their_own(clock: Clock) -> None:
     assert retry_new_after(quota, key) == pytest.approx(30.0)
 
 
-def test_an_adapter_that_is_fetched_again_is_charged_afterwards(clock: Clock) -> None:
+def test_refetched_adapter_is_charged_afterwards(clock: Clock) -> None:
     quota, key = AdapterQuota(None, clock), Key("k", new_adapters_per_minute=1)
     for _ in range(2):
         with quota.open_charge(key, NAME) as charged:
@@ -221,7 +221,7 @@ def test_an_adapter_that_is_fetched_again_is_charged_afterwards(clock: Clock) ->
         (Key("admin", is_admin=True, new_adapters_per_minute=2), 7, 2),
     ],
 )
-def test_the_adapter_quota_of_each_key(clock: Clock, key: Key, of_server: int | None, limit: int | None) -> None:
+def test_adapter_quota_per_key(clock: Clock, key: Key, of_server: int | None, limit: int | None) -> None:
     quota = AdapterQuota(of_server, clock)
     for _ in range(limit or 1000):
         charge(quota, key)
@@ -229,7 +229,7 @@ def test_the_adapter_quota_of_each_key(clock: Clock, key: Key, of_server: int | 
         retry_new_after(quota, key, f"reached the limit of {limit} new adapters per minute")
 
 
-def test_concurrent_requests_for_an_adapter_are_charged_once(clock: Clock) -> None:
+def test_concurrent_requests_for_adapter_are_charged_once(clock: Clock) -> None:
     quota, key, other = AdapterQuota(None, clock), Key("k", new_adapters_per_minute=2), AdapterKey("s3", "owner/poet")
     with quota.open_charge(key, NAME) as first, quota.open_charge(key, NAME) as second:
         first.charge()
@@ -240,7 +240,7 @@ def test_concurrent_requests_for_an_adapter_are_charged_once(clock: Clock) -> No
     assert retry_new_after(quota, key) == pytest.approx(30.0)
 
 
-def test_a_later_request_for_an_adapter_is_charged_again(clock: Clock) -> None:
+def test_later_request_for_adapter_is_charged_again(clock: Clock) -> None:
     quota, key = AdapterQuota(None, clock), Key("k", new_adapters_per_minute=1)
     with suppress(ZeroDivisionError), quota.open_charge(key, NAME) as charged:
         charged.charge()
@@ -248,7 +248,7 @@ def test_a_later_request_for_an_adapter_is_charged_again(clock: Clock) -> None:
     assert retry_new_after(quota, key) == pytest.approx(60.0)
 
 
-def test_a_charge_is_refunded_once(clock: Clock) -> None:
+def test_charge_is_refunded_once(clock: Clock) -> None:
     quota, key = AdapterQuota(None, clock), Key("k", new_adapters_per_minute=2)
     charge(quota, key)
     with quota.open_charge(key, NAME) as charged:

@@ -18,7 +18,7 @@ class Templated(Routes):
 
     def __init__(self) -> None:
         super().__init__(["poet"])
-        self.resolutions["peot"] = AdapterNotFoundError("adapter 'peot': there is no such folder below the server's roots")
+        self.resolutions["peot"] = AdapterNotFoundError("adapter 'peot': no such folder below the server's roots")
         self.service.tokenizers.render = self._render  # type: ignore[method-assign]
 
     async def _render(self, _: Any, messages: list[dict[str, Any]], tenant: str = "", /, **variables: Any) -> str:
@@ -89,7 +89,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_mistakes(what: str, routes: Templated) -> None:
+def test_invalid_request_returns_field_and_code(what: str, routes: Templated) -> None:
     path, body, param, code, message = WRONG[what]
     refused = routes.post(path, body)
     assert told(refused) == (400, param, code)
@@ -100,7 +100,7 @@ def test_mistakes(what: str, routes: Templated) -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, complete("peot")), (CHAT, chat("peot"))])
-def test_an_unknown_model_is_told_as_one(path: str, body: dict[str, Any], routes: Templated) -> None:
+def test_unknown_model_returns_model_not_found(path: str, body: dict[str, Any], routes: Templated) -> None:
     refused = routes.post(path, body)
     assert told(refused) == (404, "model", "model_not_found")
     sentence = "the model 'peot' does not exist; /v1/models lists the available models; did you mean 'poet'?"
@@ -108,7 +108,7 @@ def test_an_unknown_model_is_told_as_one(path: str, body: dict[str, Any], routes
     assert "no such folder" in routes.post(NATIVE, generate(adapter_id="peot")).message  # where folders are known
 
 
-def test_lorax_routes_keep_their_statuses_and_words(routes: Templated) -> None:
+def test_lorax_routes_keep_statuses_and_messages(routes: Templated) -> None:
     for parameters in ({"temperature": -1}, {"temperature": "hot"}, {"max_new_tokens": 1000}, {"grammar": "x"}):
         refused = routes.post(NATIVE, generate(**parameters))
         assert (refused.status, refused.json["error_type"]) == (422, "validation")
@@ -121,26 +121,26 @@ def test_lorax_routes_keep_their_statuses_and_words(routes: Templated) -> None:
 
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "PUT"])
 @pytest.mark.parametrize("path", ["/v1/responses/resp_1", "/v1/responses/resp_1/cancel"])
-def test_there_are_no_stored_responses(method: str, path: str, routes: Templated) -> None:
+def test_stored_responses_return_404(method: str, path: str, routes: Templated) -> None:
     refused = routes.send(method, path, {} if method == "POST" else None)
     assert refused.status == 404
     assert "not stored" in refused.message
 
 
-def test_a_method_that_is_not_allowed_says_once_which_are(routes: Templated) -> None:
+def test_405_lists_allowed_methods_once(routes: Templated) -> None:
     refused = routes.send("GET", CHAT)
     assert refused.status == 405
     assert refused.header_names.count("allow") == 1
     assert refused.headers["allow"] == "POST"
 
 
-def test_models_are_listed_with_and_without_a_slash(routes: Templated) -> None:
+def test_models_route_accepts_trailing_slash(routes: Templated) -> None:
     first, second = routes.get("/v1/models"), routes.get("/v1/models/")
     assert first.status == second.status == 200
     assert [each["id"] for each in first.json["data"]] == [each["id"] for each in second.json["data"]]
 
 
-def test_every_field_of_several_forms_has_a_sentence() -> None:
+def test_every_union_field_has_expected_form() -> None:
     """Without a sentence of its own, an error would tell callers about our types."""
     schemas: tuple[type[BaseModel], ...] = (ChatCompletionRequest, CompletionRequest, Message)
     for schema in schemas:

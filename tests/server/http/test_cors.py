@@ -42,20 +42,20 @@ def send(cors: CorsConfig, method: str, path: str, headers: Mapping[str, str]) -
 
 @pytest.mark.parametrize("origins", [("*",), (PAGE,)])
 @pytest.mark.parametrize("has_credentials", slow_except([True], [False, True]))
-def test_sdks_may_ask_from_a_page_that_is_allowed(origins: tuple[str, ...], has_credentials: bool) -> None:
+def test_allowed_origin_may_send_sdk_headers(origins: tuple[str, ...], has_credentials: bool) -> None:
     reply = ask_before(CorsConfig(origins, allow_credentials=has_credentials))
     assert reply.status == 200
     assert reply.headers["access-control-allow-origin"] in ("*", PAGE)
     assert set(STAINLESS.split(",")) <= set(reply.headers["access-control-allow-headers"].split(","))
 
 
-def test_they_may_read_when_to_come_back() -> None:
+def test_retry_after_header_is_exposed() -> None:
     reply = send(CorsConfig((PAGE,)), "GET", "/health", {"origin": PAGE})
     assert reply.headers["access-control-allow-origin"] == PAGE
     assert set(reply.headers["access-control-expose-headers"].split(", ")) == {"retry-after", "x-request-id"}
 
 
-def test_headers_that_are_named_are_those_that_are_allowed() -> None:
+def test_only_configured_headers_are_allowed() -> None:
     cors = CorsConfig((PAGE,), allow_headers=("authorization",))
     assert ask_before(cors, headers="authorization,content-type").status == 200
     refused = ask_before(cors)
@@ -65,7 +65,7 @@ def test_headers_that_are_named_are_those_that_are_allowed() -> None:
 
 @pytest.mark.parametrize("path", [CHAT, "/generate"])
 @pytest.mark.parametrize("cors", [CorsConfig(), CorsConfig((OTHER,))], ids=["none", "another"])
-def test_a_refusal_is_told_as_the_routes_clients_expect_it(path: str, cors: CorsConfig) -> None:
+def test_preflight_rejection_uses_route_error_format(path: str, cors: CorsConfig) -> None:
     refused = ask_before(cors, path=path)
     assert (refused.status, refused.headers["content-type"]) == (400, "application/json")
     assert "access-control-allow-origin" not in refused.headers
@@ -73,6 +73,6 @@ def test_a_refusal_is_told_as_the_routes_clients_expect_it(path: str, cors: Cors
     assert isinstance(refused.json["error"], dict) == (path == CHAT)
 
 
-def test_a_method_that_is_not_allowed() -> None:
+def test_preflight_rejects_forbidden_method() -> None:
     refused = ask_before(CorsConfig((PAGE,)), method="DELETE")
     assert (refused.status, "--cors-allow-method" in refused.message) == (400, True)

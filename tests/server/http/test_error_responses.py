@@ -63,7 +63,7 @@ ALL = sorted(
         (KeyError("secret"), 500, "internal", "Internal server error"),
     ],
 )
-def test_lorax_has_a_status_and_a_word_for_each(error: Exception, status: int, kind: str, message: str) -> None:
+def test_lorax_status_and_error_type_per_error(error: Exception, status: int, kind: str, message: str) -> None:
     response = make_error_response(error, NATIVE).to_response(NATIVE)
     assert response.status_code == status
     assert json.loads(bytes(response.body)) == {"error": message, "error_type": kind}
@@ -89,7 +89,7 @@ def test_lorax_has_a_status_and_a_word_for_each(error: Exception, status: int, k
         (DeadlineError("no"), 504, "server_error", None),
     ],
 )
-def test_openai_has_others(error: LoraxError, status: int, kind: str, code: str | None) -> None:
+def test_openai_status_and_code_per_error(error: LoraxError, status: int, kind: str, code: str | None) -> None:
     response = make_error_response(error, OPENAI).to_response(OPENAI)
     assert response.status_code == status
     body = json.loads(bytes(response.body))["error"]
@@ -98,7 +98,7 @@ def test_openai_has_others(error: LoraxError, status: int, kind: str, code: str 
 
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("path", [NATIVE, OPENAI, "/", "/v1/chat/completions", "/v1x"])
-def test_every_error_can_be_told(kind: type[LoraxError], path: str) -> None:
+def test_every_error_class_has_response(kind: type[LoraxError], path: str) -> None:
     reason = 'a "quoted"\nreason \x00 ü'
     problem = make_error_response(kind(reason), path)
     assert 400 <= problem.status < 600
@@ -108,7 +108,7 @@ def test_every_error_can_be_told(kind: type[LoraxError], path: str) -> None:
     assert reason in (body["message"] if isinstance(body, dict) else body)
 
 
-def test_what_is_no_fault_of_the_caller_is_not_told() -> None:
+def test_internal_error_hides_details() -> None:
     for path in (NATIVE, OPENAI):
         assert b"secret" not in make_error_response(RuntimeError("secret"), path).to_response(path).body
     assert ConfigError("which file").status == 500
@@ -119,13 +119,13 @@ def test_what_is_no_fault_of_the_caller_is_not_told() -> None:
 
 @pytest.mark.parametrize(("wait_s", "told"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (7.1, "8"), (1e9, "3600")])
 @pytest.mark.parametrize("path", [NATIVE, OPENAI])
-def test_who_may_come_back_is_told_when(wait_s: float, told: str, path: str) -> None:
+def test_retry_after_header_is_rounded_and_bounded(wait_s: float, told: str, path: str) -> None:
     response = make_error_response(OverloadedError("no", wait_s), path).to_response(path)
     assert response.headers["retry-after"] == told
     assert "retry-after" not in make_error_response(OverloadedError("no"), path).to_response(path).headers
 
 
-def test_an_engine_that_comes_back_is_unavailable_and_not_broken() -> None:
+def test_restarting_engine_returns_503() -> None:
     error = EngineError("the engine is restarting")
     error.retry_after_s = 2.0
     for path in (NATIVE, OPENAI):
@@ -133,7 +133,7 @@ def test_an_engine_that_comes_back_is_unavailable_and_not_broken() -> None:
         assert (response.status_code, response.headers["retry-after"]) == (503, "2")
 
 
-def test_who_is_not_known_is_told_how_to_be() -> None:
+def test_401_has_www_authenticate_header() -> None:
     response = make_error_response(AuthenticationError("who"), OPENAI).to_response(OPENAI)
     assert response.headers["www-authenticate"] == "Bearer"
     assert "www-authenticate" not in make_error_response(ForbiddenError("you"), OPENAI).to_response(OPENAI).headers
@@ -151,7 +151,7 @@ def test_who_is_not_known_is_told_how_to_be() -> None:
         (418, "validation", HTTPStatus(418).phrase),
     ],
 )
-def test_what_http_itself_refuses_is_told_likewise(status: int, kind: str, message: str) -> None:
+def test_http_errors_use_same_format(status: int, kind: str, message: str) -> None:
     problem = make_http_error(status, headers={"allow": "GET"})
     assert problem.body("/nowhere")["error_type"] == kind
     assert problem.body("/nowhere")["error"] == message
@@ -159,14 +159,14 @@ def test_what_http_itself_refuses_is_told_likewise(status: int, kind: str, messa
     assert make_http_error(status, "because").message == "because"
 
 
-def test_one_problem_does_not_change_another() -> None:
+def test_error_responses_do_not_share_headers() -> None:
     first = make_http_error(401)
     first.to_response("/").headers["x"] = "y"
     assert first.headers == {}
     assert make_http_error(404).headers == {}
 
 
-def test_json_has_no_numbers_that_are_none() -> None:
+def test_json_response_writes_nan_as_null() -> None:
     assert json_response([math.nan, math.inf, 1.5, "ü\n"]).body == '[null,null,1.5,"ü\\n"]'.encode()
 
 
@@ -178,7 +178,7 @@ def test_json_has_no_numbers_that_are_none() -> None:
         ("/v1/chat/completions", "`messages` + `max_completion_tokens`, `min_tokens`, `stop`"),
     ],
 )
-def test_fields_are_those_of_the_route(path: str, message: str) -> None:
+def test_messages_use_field_names_of_route(path: str, message: str) -> None:
     """Translate fields in messages: all parts of the server, the engine too, name fields in LoRAX's words."""
     error = InputError("`inputs` + `max_new_tokens`, `min_new_tokens`, `stop`")
     assert make_error_response(error, path).message == message
@@ -188,7 +188,7 @@ def test_fields_are_those_of_the_route(path: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("error", "code"), [(TemplateError("no"), "template_error"), (NoTemplateError("no"), "no_chat_template")]
 )
-def test_programs_can_tell_templates_apart(error: TemplateError, code: str) -> None:
+def test_template_errors_have_distinct_codes(error: TemplateError, code: str) -> None:
     path = "/v1/chat/completions"
     assert (
         make_error_response(error, path).body(path)["error"]["code"]
@@ -199,5 +199,5 @@ def test_programs_can_tell_templates_apart(error: TemplateError, code: str) -> N
 
 @pytest.mark.parametrize("kind", [TemplateError, MissingVariableError, NoTemplateError, NotSupportedError])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_what_a_template_or_a_caller_says_is_left_as_it_is(kind: type[LoraxError], path: str) -> None:
+def test_template_messages_are_not_translated(kind: type[LoraxError], path: str) -> None:
     assert make_error_response(kind("'`inputs` and `best_of`'"), path).message.endswith("'`inputs` and `best_of`'")

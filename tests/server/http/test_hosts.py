@@ -42,7 +42,7 @@ from lorax_server.server.run import bind_port
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_hosts_of_a_server_for_this_machine(host: str, is_allowed: bool) -> None:
+def test_loopback_server_checks_host(host: str, is_allowed: bool) -> None:
     for bound in ("127.0.0.1", "::1", "localhost"):
         assert AllowedHosts(bound, ()).is_allowed(host) is is_allowed
 
@@ -64,7 +64,7 @@ def test_hosts_of_a_server_for_this_machine(host: str, is_allowed: bool) -> None
         ("10.0.0.1", ("api.example.com",), "10.0.0.2", False),
     ],
 )
-def test_hosts_of_other_servers(bound: str, allowed: tuple[str, ...], host: str, is_allowed: bool) -> None:
+def test_allowed_hosts_of_public_server(bound: str, allowed: tuple[str, ...], host: str, is_allowed: bool) -> None:
     assert AllowedHosts(bound, allowed).is_allowed(host) is is_allowed
 
 
@@ -77,19 +77,19 @@ def test_hosts_of_other_servers(bound: str, allowed: tuple[str, ...], host: str,
         ("laptop", "127.0.1.1"),  # as many systems call themselves
     ],
 )
-def test_a_name_that_means_this_machine_is_checked_like_its_address(bound: str, address: str) -> None:
+def test_name_resolving_to_loopback_is_checked(bound: str, address: str) -> None:
     hosts = AllowedHosts(bound, (), address)
     assert not hosts.is_allowed("evil.example")
     assert all(map(hosts.is_allowed, ("localhost:3000", "127.0.0.1", f"[{bound}]:1" if ":" in bound else f"{bound}:1")))
 
 
-def test_a_mapped_address_of_all_is_meant_for_others() -> None:
+def test_mapped_unspecified_address_allows_all_hosts() -> None:
     assert AllowedHosts("::ffff:0.0.0.0", ()).is_allowed("anything.example")
     assert AllowedHosts("::ffff:0.0.0.0", ("api.example.com",)).is_allowed("10.0.0.7:3000")
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.1"])
-def test_the_socket_says_what_a_name_means(name: str) -> None:
+def test_socket_address_decides_host_check(name: str) -> None:
     config = ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base", host=name, port=0)
     with bind_port(config) as listener:
         assert not AllowedHosts(name, (), listener.getsockname()[0]).is_allowed("evil.example")
@@ -107,5 +107,5 @@ def test_the_socket_says_what_a_name_means(name: str) -> None:
         ("no address", "1.2.3.4", False),
     ],
 )
-def test_addresses_that_count_as_one_client(one: str, other: str, is_same: bool) -> None:
+def test_client_network_groups_addresses(one: str, other: str, is_same: bool) -> None:
     assert (client_network(one) == client_network(other)) is is_same

@@ -76,7 +76,7 @@ Lines = Callable[[str], list[dict[str, Any]]]
     ],
     ids=lambda headers: headers[0][0] if headers else "nothing else",
 )
-def test_without_a_key_no_body_is_read(headers: tuple[tuple[str, str], ...], keyed: SharedServer) -> None:
+def test_body_is_not_read_without_key(headers: tuple[tuple[str, str], ...], keyed: SharedServer) -> None:
     """The server answers though the body never comes, whatever else is wrong with the request."""
     given = {name for name, _ in headers}
     length = () if given & {"content-length", "transfer-encoding"} else (("content-length", "1000"),)
@@ -91,7 +91,7 @@ def test_without_a_key_no_body_is_read(headers: tuple[tuple[str, str], ...], key
     keyed.run(check)
 
 
-def test_a_refused_body_is_not_kept(keyed: SharedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected_body_is_discarded(keyed: SharedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that goes on sending after its answer is cut off."""
     monkeypatch.setattr(middleware, "MAX_DISCARDED_BYTES", 2**16)
     monkeypatch.setattr(middleware, "DISCARD_TIMEOUT_S", 1000.0)
@@ -115,7 +115,7 @@ OPEN_PATHS = (
 
 
 @pytest.mark.parametrize("path", OPEN_PATHS)
-def test_what_needs_no_key_still_needs_none(path: str, keyed: SharedServer) -> None:
+def test_public_paths_need_no_key(path: str, keyed: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         for method in ("GET", "HEAD"):
             assert (await server.fetch(request(method, path))).status in (200, 307)
@@ -123,7 +123,7 @@ def test_what_needs_no_key_still_needs_none(path: str, keyed: SharedServer) -> N
     keyed.run(check)
 
 
-def test_every_other_route_needs_one(keyed: SharedServer) -> None:
+def test_all_other_routes_need_key(keyed: SharedServer) -> None:
     """Ask for all routes of the schema, so that routes added later are covered too."""
     paths = keyed.app.openapi()["paths"]
     asked = [(method.upper(), path) for path, methods in paths.items() for method in methods]
@@ -139,7 +139,7 @@ def test_every_other_route_needs_one(keyed: SharedServer) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/adapters?limit=0", "/v1/adapters?after=%00", "/v1/models/x", "/info"])
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_without_a_key_nothing_is_said_of_a_query(method: str, path: str, keyed: SharedServer) -> None:
+def test_query_is_not_validated_without_key(method: str, path: str, keyed: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         answer = await server.fetch(request(method, path))
         assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
@@ -147,7 +147,7 @@ def test_without_a_key_nothing_is_said_of_a_query(method: str, path: str, keyed:
     keyed.run(check)
 
 
-def test_probes_of_strangers_do_not_keep_the_engine_at_work(unlocked: SharedServer) -> None:
+def test_startup_probes_share_one_token(unlocked: SharedServer) -> None:
     """One token answers many probes, at the same time and soon after, unless the engine is lost meanwhile."""
     engine, probe = unlocked.harness.engine, request("GET", "/startup")
 
@@ -194,7 +194,7 @@ def test_probes_of_strangers_do_not_keep_the_engine_at_work(unlocked: SharedServ
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_only_one_header_with_a_key_lets_in(path: str, headers: list[str], status: int, keyed: SharedServer) -> None:
+def test_repeated_authorization_header_is_rejected(path: str, headers: list[str], status: int, keyed: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         given = [header.partition(": ")[::2] for header in headers]
         data = request("POST", path, [("content-type", "application/json"), ("content-length", "2"), *given], b"{}")
@@ -209,7 +209,7 @@ def test_only_one_header_with_a_key_lets_in(path: str, headers: list[str], statu
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/ui/", "/v1/models", "/docs", "/nowhere"])
-def test_a_page_that_points_its_name_here_gets_nothing(path: str, unlocked: SharedServer) -> None:
+def test_dns_rebinding_is_rejected(path: str, unlocked: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         for method in ("GET", "POST"):
             answer = await server.fetch(head(method, path, [b"host: evil.example:3000", b"content-length: 0"]))
@@ -234,7 +234,7 @@ def test_a_page_that_points_its_name_here_gets_nothing(path: str, unlocked: Shar
     ],
     ids=str,
 )
-def test_one_host_is_named_and_it_is_ours(headers: list[bytes], status: int, unlocked: SharedServer) -> None:
+def test_host_header_must_be_unique_and_allowed(headers: list[bytes], status: int, unlocked: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         assert (await server.fetch(head("GET", "/health", headers))).status == status
 
@@ -244,7 +244,7 @@ def test_one_host_is_named_and_it_is_ours(headers: list[bytes], status: int, unl
 ORIGIN = ("origin", "http://evil.example")
 
 
-def test_pages_of_other_origins_may_not_ask(unlocked: SharedServer) -> None:
+def test_cross_origin_requests_are_rejected(unlocked: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         for headers in ((), (("access-control-request-headers", "authorization,content-type"),)):
             asked = [ORIGIN, ("access-control-request-method", "POST"), *headers]
@@ -261,7 +261,7 @@ def test_pages_of_other_origins_may_not_ask(unlocked: SharedServer) -> None:
     unlocked.run(check)
 
 
-def test_the_playground_asks_from_the_same_origin(unlocked: SharedServer) -> None:
+def test_playground_uses_same_origin(unlocked: SharedServer) -> None:
     own = ("origin", "http://localhost:3000")
 
     async def check(server: SocketServer) -> None:
@@ -305,7 +305,7 @@ TOO_MUCH = ("content-length", str(10**9))
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_refused_is_counted_and_logged_once(
+def test_rejection_is_counted_and_logged_once(
     data: bytes, status: int, kind: str, route: str, lines: Lines, keyed: SharedServer, impatient: SharedServer
 ) -> None:
     async def check(server: SocketServer) -> None:
@@ -323,7 +323,7 @@ def test_what_is_refused_is_counted_and_logged_once(
     assert "s3cret" not in str(line)
 
 
-def test_a_connection_on_which_nobody_asks_is_not_a_request(lines: Lines, impatient: SharedServer) -> None:
+def test_idle_connection_is_not_counted_as_request(lines: Lines, impatient: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         before = server.count("lorax_request_count")
         wire = await server.connect()
@@ -335,7 +335,7 @@ def test_a_connection_on_which_nobody_asks_is_not_a_request(lines: Lines, impati
     assert lines("request") == []
 
 
-def test_a_body_that_nobody_wants_may_end_and_another_request_follow(keyed: SharedServer) -> None:
+def test_unused_body_does_not_break_next_request(keyed: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         wire = await server.connect()
         await wire.send(head("GET", "/health", [b"host: localhost", b"content-length: 3"]))
@@ -349,7 +349,7 @@ def test_a_body_that_nobody_wants_may_end_and_another_request_follow(keyed: Shar
 # --- Audit ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_admins_do_leaves_a_line(lines: Lines, keyed: SharedServer) -> None:
+def test_admin_actions_are_logged(lines: Lines, keyed: SharedServer) -> None:
     poet, nobody = {"adapter_id": "poet"}, {"adapter_id": "nobody"}
 
     async def check(server: SocketServer) -> None:
@@ -381,7 +381,7 @@ def test_what_admins_do_leaves_a_line(lines: Lines, keyed: SharedServer) -> None
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/generate"), ("GET", "/v1/models"), ("GET", "/info")])
-def test_a_key_that_is_refused_leaves_a_line(method: str, path: str, lines: Lines, keyed: SharedServer) -> None:
+def test_rejected_key_is_logged(method: str, path: str, lines: Lines, keyed: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         answer = await server.fetch(request(method, path, [("authorization", f"Bearer {GUESS}")]))
         assert answer.status == 401
@@ -392,7 +392,7 @@ def test_a_key_that_is_refused_leaves_a_line(method: str, path: str, lines: Line
     assert GUESS not in str(lines("audit") + lines("request"))
 
 
-def test_a_flood_of_wrong_keys_does_not_flood_the_log(lines: Lines, keyed: SharedServer) -> None:
+def test_log_lines_for_invalid_keys_are_limited(lines: Lines, keyed: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         before = server.count("lorax_request_failure", 'err="authentication"')
         for number in range(MAX_LINES_PER_MINUTE + 20):
@@ -414,7 +414,7 @@ def test_a_flood_of_wrong_keys_does_not_flood_the_log(lines: Lines, keyed: Share
     ],
     ids=["schema", "kind", "nowhere", "admin"],
 )
-def test_callers_without_a_key_do_not_flood_the_log(
+def test_log_lines_for_anonymous_callers_are_limited(
     data: bytes, status: int, messages: list[str], lines: Lines, unlocked: SharedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log is limited also on a server without keys."""
@@ -431,7 +431,7 @@ def test_callers_without_a_key_do_not_flood_the_log(
 # --- Sharing of cached prompts ----------------------------------------------------------------------------------------
 
 
-def test_without_keys_prompts_are_shared_as_ever(unlocked: SharedServer) -> None:
+def test_prefix_cache_is_shared_without_keys(unlocked: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         for bearer in ("", "one", "other"):
             asking = asyncio.create_task(server.fetch(with_key("/generate", GOOD, bearer)))

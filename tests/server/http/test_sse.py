@@ -49,7 +49,7 @@ async def run(
 
 
 @pytest.mark.parametrize("text", ["", "a\nb", "\r\n\r\ndata: x", "\x00\u2028\x85", "日本👍", '"\\'])
-def test_an_event_is_one_line_whatever_is_in_it(text: str) -> None:
+def test_event_is_one_line(text: str) -> None:
     written = encode_event({"text": text})
     assert written.startswith(b"data: ")
     assert written.endswith(b"\n\n")
@@ -58,11 +58,11 @@ def test_an_event_is_one_line_whatever_is_in_it(text: str) -> None:
     assert json.loads(written[6:]) == {"text": text}
 
 
-def test_what_is_no_number_is_null() -> None:
+def test_event_writes_nan_as_null() -> None:
     assert encode_json([math.nan, math.inf, -0.5]) == b"[null,null,-0.5]"
 
 
-def test_a_response_is_its_head_its_events_and_its_end() -> None:
+def test_response_has_start_events_and_end() -> None:
     async def check() -> None:
         source, peer, ends = Source(encode_event({"a": 1}), encode_event({"b": 2}) + DONE_EVENT), Peer(), list[bool]()
         await run(source, peer, ends, headers={"x-model-id": "it"})
@@ -87,7 +87,7 @@ def test_a_response_is_its_head_its_events_and_its_end() -> None:
 # --- Silence ----------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_said_after_the_last_message() -> None:
+def test_no_keep_alive_after_last_message() -> None:
     async def check() -> None:
         async def listen(message: Message) -> None:
             if message.get("more_body") is False:
@@ -100,7 +100,7 @@ def test_nothing_is_said_after_the_last_message() -> None:
     asyncio.run(check())
 
 
-def test_a_silent_stream_says_that_it_is_there() -> None:
+def test_idle_stream_sends_keep_alive() -> None:
     async def check() -> None:
         heard, num_heard = asyncio.Event(), 0
 
@@ -125,7 +125,7 @@ async def _wait(heard: asyncio.Event) -> None:
     await heard.wait()
 
 
-def test_a_stream_that_speaks_says_nothing_else() -> None:
+def test_active_stream_sends_no_keep_alive() -> None:
     async def check() -> None:
         peer = Peer()
         await run(Source(*[encode_event(i) for i in range(100)]), peer, [], keep_alive_s=NEVER_S)
@@ -137,7 +137,7 @@ def test_a_stream_that_speaks_says_nothing_else() -> None:
 # --- Clients that leave -----------------------------------------------------------------------------------------------
 
 
-def test_a_client_that_leaves_ends_it() -> None:
+def test_disconnect_stops_stream() -> None:
     async def check() -> None:
         source, peer, ends = Source(encode_event(1), then=for_ever), Peer(), list[bool]()
         running = asyncio.create_task(run(source, peer, ends))
@@ -154,7 +154,7 @@ def test_a_client_that_leaves_ends_it() -> None:
     asyncio.run(check())
 
 
-def test_a_client_that_left_long_ago_gets_next_to_nothing() -> None:
+def test_early_disconnect_stops_stream_before_events() -> None:
     async def check() -> None:
         source, peer, ends = Source(encode_event(1), then=for_ever), Peer(), list[bool]()
         peer.disconnect()
@@ -165,7 +165,7 @@ def test_a_client_that_left_long_ago_gets_next_to_nothing() -> None:
     asyncio.run(check())
 
 
-def test_one_that_is_cancelled_counts_as_left() -> None:
+def test_cancelled_stream_counts_as_disconnected() -> None:
     async def check() -> None:
         source, peer, ends = Source(encode_event(1), then=for_ever), Peer(), list[bool]()
         running = asyncio.create_task(run(source, peer, ends))
@@ -182,7 +182,7 @@ def test_one_that_is_cancelled_counts_as_left() -> None:
 # --- Failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_events_that_fail_are_told_to_who_called() -> None:
+def test_event_error_is_raised_to_caller() -> None:
     async def fail() -> None:
         raise KeyError("mistake")
 
@@ -196,7 +196,7 @@ def test_events_that_fail_are_told_to_who_called() -> None:
 
 
 @pytest.mark.parametrize("kind", ["http.response.start", "http.response.body"])
-def test_a_socket_that_fails_ends_it(kind: str) -> None:
+def test_socket_error_stops_stream(kind: str) -> None:
     async def check() -> None:
         async def break_down(message: Message) -> None:
             if message["type"] == kind:
@@ -211,7 +211,7 @@ def test_a_socket_that_fails_ends_it(kind: str) -> None:
     asyncio.run(check())
 
 
-def test_also_events_that_cannot_be_closed_end() -> None:
+def test_stream_finishes_if_events_fail_to_close() -> None:
     async def stubborn() -> AsyncGenerator[bytes, None]:
         try:
             yield encode_event(1)
@@ -237,7 +237,7 @@ def test_also_events_that_cannot_be_closed_end() -> None:
     asyncio.run(check())
 
 
-def test_nothing_is_made_that_nobody_reads() -> None:
+def test_events_are_generated_on_demand() -> None:
     async def check() -> None:
         turn = asyncio.Semaphore(0)
 

@@ -100,7 +100,7 @@ def test_connections_above_the_limit_get_503() -> None:
 
 
 @pytest.mark.parametrize("data", [BUSY, head("POST", "/", [b"host: localhost", b"content-length: 9"]) + b"half"])
-def test_client_that_disconnects_ends_its_request(data: bytes) -> None:
+def test_disconnect_stops_request(data: bytes) -> None:
     async def check(edge: SocketServer) -> None:
         wire = await edge.connect()
         await wire.send(data)
@@ -112,7 +112,7 @@ def test_client_that_disconnects_ends_its_request(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "CONNECT"])
-def test_upgrade_is_rejected_with_a_reason(method: str) -> None:
+def test_upgrade_is_rejected(method: str) -> None:
     async def check(edge: SocketServer) -> None:
         wire = await edge.connect()
         path = "example.com:443" if method == "CONNECT" else "/"
@@ -142,7 +142,7 @@ async def until_written(edge: SocketServer) -> None:
 
 
 @pytest.mark.parametrize("kind", ["kept", "close"])
-def test_a_whole_answer_that_nobody_reads_does_not_keep_a_connection(
+def test_unread_response_does_not_keep_connection(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uvicorn_server, "WRITE_TIMEOUT_S", 0.05)
@@ -158,7 +158,7 @@ def test_a_whole_answer_that_nobody_reads_does_not_keep_a_connection(
     run(check)
 
 
-def test_a_little_that_nobody_reads_does_not_keep_one_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_small_response_does_not_keep_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer too small to pause writing: the connection is closed as idle, but not at once."""
     monkeypatch.setattr(uvicorn_server, "WRITE_TIMEOUT_S", 0.05)
 
@@ -174,7 +174,7 @@ def test_a_little_that_nobody_reads_does_not_keep_one_either(monkeypatch: pytest
     run(check, keep_alive_s=0.05)
 
 
-def test_a_slow_reader_gets_all_of_a_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_reader_gets_complete_response(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each check of the timer finds less to write than the one before."""
     monkeypatch.setattr(uvicorn_server, "WRITE_TIMEOUT_S", 1000.0)
 
@@ -209,7 +209,7 @@ REST = head("GET", "/health", [b"host: localhost", b"content-length: 3"])
 @pytest.mark.parametrize(
     ("first", "then"), [(HEALTH, b"\r\n"), (HEALTH, b"\r\n\r\n"), (REST, b"xxx"), (REST, b"xxx\r\n")], ids=repr
 )
-def test_bytes_that_are_no_request_do_not_keep_a_connection(first: bytes, then: bytes) -> None:
+def test_invalid_bytes_do_not_keep_connection(first: bytes, then: bytes) -> None:
     async def check(edge: SocketServer) -> None:
         wire = await edge.connect()
         await wire.send(first)
@@ -220,7 +220,7 @@ def test_bytes_that_are_no_request_do_not_keep_a_connection(first: bytes, then: 
     run(check, keep_alive_s=0.05)
 
 
-def test_unread_body_does_not_keep_a_connection_open() -> None:
+def test_unread_body_does_not_keep_connection() -> None:
     async def check(edge: SocketServer) -> None:
         wire = await edge.connect()
         await wire.send(head("GET", "/health", [b"host: localhost", b"content-length: 1000000"]))
@@ -233,7 +233,7 @@ def test_unread_body_does_not_keep_a_connection_open() -> None:
     run(check, keep_alive_s=0.05)
 
 
-def test_a_connection_that_answers_is_not_taken_for_an_idle_one() -> None:
+def test_responding_connection_is_not_closed_as_idle() -> None:
     """End the first answer while the headers of the second request are on their way."""
 
     async def check(edge: SocketServer) -> None:
@@ -294,7 +294,7 @@ def test_stop_finishes_running_responses() -> None:
 ROOT = Path(__file__).parents[3]
 
 
-def test_uvicorn_internals_are_used_in_one_module_with_a_pinned_version() -> None:
+def test_uvicorn_internals_are_confined_and_version_pinned() -> None:
     pattern = re.compile(r"^\s*(?:import|from) (?:uvicorn|httptools)\b", re.MULTILINE)
     users = [path.name for path in (ROOT / "lorax_server").rglob("*.py") if pattern.search(path.read_text())]
     assert users == ["uvicorn_server.py"]

@@ -15,7 +15,7 @@ def make(clock: Any) -> AuditLog:
     return AuditLog(Metrics(max_input_length=1, max_total_tokens=2), clock)
 
 
-def test_a_budget_says_how_many_were_left_out() -> None:
+def test_log_rate_limiter_counts_suppressed_lines() -> None:
     now = 0.0
     budget = LogRateLimiter(2, lambda: now)
     assert [budget.acquire() for _ in range(5)] == [{}, {}, None, None, None]
@@ -25,7 +25,7 @@ def test_a_budget_says_how_many_were_left_out() -> None:
     assert [budget.acquire() for _ in range(3)] == [{"left_out": 4}, {}, None]
 
 
-def test_lines_about_strangers_are_rationed_and_those_about_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_lines_without_key_are_limited(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     audit_log = make(lambda: now)
     with caplog.at_level(logging.INFO):
@@ -54,7 +54,7 @@ def test_lines_about_strangers_are_rationed_and_those_about_others_are_not(caplo
 
 
 @pytest.mark.parametrize(("status", "level"), [(200, "INFO"), (403, "WARNING"), (500, "WARNING"), (0, "WARNING")])
-def test_what_failed_is_a_warning(status: int, level: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_admin_action_is_warning(status: int, level: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         make(lambda: 0.0).log_finished(
             RequestRecord("it", "/x", address=CLIENT, status=status), AdminAction("unload", "a" * 10_000, "boss")

@@ -79,7 +79,7 @@ def fields_of(stream: io.StringIO) -> dict[str, Any]:
 # --- Form -------------------------------------------------------------------------------------------------------------
 
 
-def test_text() -> None:
+def test_text_format() -> None:
     stream = start(json_logs=False)
     logging.getLogger("some.where").warning(
         "%d bottles", 99, extra={EXTRA_KEY: {"a": 1, "b": "x y", "c": "", "d": None}}
@@ -89,7 +89,7 @@ def test_text() -> None:
     assert rest == 'WARNING some.where 99 bottles a=1 b="x y" c="" d=null'
 
 
-def test_json() -> None:
+def test_json_format() -> None:
     stream = start(json_logs=True)
     fields = {"a": 1, "b": "x y", "c": None, "d": True, "e": float("nan"), "f": {1}}
     logging.getLogger("some.where").error("%d bottles", 99, extra={EXTRA_KEY: fields})
@@ -104,7 +104,7 @@ def test_json() -> None:
 
 
 @pytest.mark.parametrize("json_logs", [False, True])
-def test_no_value_can_start_a_line_or_move_a_cursor(json_logs: bool) -> None:
+def test_control_characters_are_escaped(json_logs: bool) -> None:
     stream = start(json_logs)
     try:
         raise ValueError(NASTY)
@@ -123,7 +123,7 @@ def test_no_value_can_start_a_line_or_move_a_cursor(json_logs: bool) -> None:
         assert "Stack (most recent call last):\n" in written["exception"]
 
 
-def test_a_quoted_value_cannot_pretend_to_be_another() -> None:
+def test_quotes_in_values_are_escaped() -> None:
     stream = start(json_logs=False)
     logging.getLogger().info(
         "m", extra={EXTRA_KEY: {"adapter": 'x" status="500', "path": "a\\", "plain": "owner/name@v1"}}
@@ -131,7 +131,7 @@ def test_a_quoted_value_cannot_pretend_to_be_another() -> None:
     assert only_line(stream).endswith(r'm adapter="x\" status=\"500" path="a\\" plain=owner/name@v1')
 
 
-def test_levels() -> None:
+def test_log_level_filters_lines() -> None:
     stream = start(json_logs=False, level="WARNING")
     logging.getLogger("a").info("no")
     log_request(request())
@@ -141,7 +141,7 @@ def test_levels() -> None:
         configure_logging("loud", False)
 
 
-def test_uvicorn_writes_the_same_lines_once() -> None:
+def test_uvicorn_logs_are_formatted_once() -> None:
     start(json_logs=False)
     stream = start(json_logs=True)  # the second time instead of the first
     uvicorn.Config("none:none", log_config=None)
@@ -153,7 +153,7 @@ def test_uvicorn_writes_the_same_lines_once() -> None:
 # --- Requests ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_is_one_line() -> None:
+def test_request_is_logged_as_json() -> None:
     stream = start(json_logs=True)
     log_request(request())
     assert json.loads(only_line(stream))["message"] == "request"
@@ -183,7 +183,7 @@ def test_a_request_is_one_line() -> None:
     }
 
 
-def test_a_request_as_text() -> None:
+def test_request_is_logged_as_text() -> None:
     stream = start(json_logs=False)
     log_request(request(adapter_id="my poet", first_token_s=None, total_s=float("inf")))
     line = only_line(stream)
@@ -197,7 +197,7 @@ def test_a_request_as_text() -> None:
 
 
 @pytest.mark.parametrize("json_logs", [False, True])
-def test_prompts_are_written_only_if_they_are_there(json_logs: bool) -> None:
+def test_prompts_are_logged_only_if_recorded(json_logs: bool) -> None:
     stream = start(json_logs)
     log_request(request())
     assert "prompt=" not in only_line(stream)
@@ -209,14 +209,14 @@ def test_prompts_are_written_only_if_they_are_there(json_logs: bool) -> None:
     assert "x" * 5000 in line
 
 
-def test_errors_that_may_quote_the_request_are_left_out() -> None:
+def test_errors_quoting_request_are_not_logged() -> None:
     for error_type, is_written in (("validation", False), ("template_error", False), ("generation", True)):
         stream = start(json_logs=True)
         log_request(request(status=200, error_type=error_type, error="because"))
         assert ("error" in fields_of(stream)) == is_written
 
 
-def test_hostile_requests_are_one_short_line() -> None:
+def test_hostile_request_is_one_short_line() -> None:
     for json_logs in (False, True):
         stream = start(json_logs)
         big = NASTY * 100_000

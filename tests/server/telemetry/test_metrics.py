@@ -96,7 +96,7 @@ def labels_of(metrics: Metrics, name: str, label: str) -> set[str]:
 # --- Names and forms --------------------------------------------------------------------------------------------------
 
 
-def test_names_and_types_are_those_of_lorax() -> None:
+def test_lorax_metrics_keep_names_and_types() -> None:
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", make().render_prometheus().decode(), re.MULTILINE))
     assert {name: types.get(name) for name in UPSTREAM} == UPSTREAM
     assert all(name.startswith("lorax_") for name in types)
@@ -105,7 +105,7 @@ def test_names_and_types_are_those_of_lorax() -> None:
         assert not name.endswith("_created")
 
 
-def test_each_family_is_there_once_with_a_text() -> None:
+def test_each_family_appears_once_with_help() -> None:
     metrics = make()
     metrics.record_finished(record(error_type="validation", status=422))
     text = metrics.render_prometheus().decode()
@@ -117,14 +117,14 @@ def test_each_family_is_there_once_with_a_text() -> None:
             assert any(line.startswith(name) for name in names)
 
 
-def test_nothing_is_shared_between_two_or_with_the_process() -> None:
+def test_registries_are_independent() -> None:
     one, other = make(), make()
     one.count_request()
     assert value(other, "lorax_request_count") == 0
     assert not any(family.name.startswith("lorax_") for family in REGISTRY.collect())
 
 
-def test_buckets_are_those_of_lorax() -> None:
+def test_buckets_match_lorax() -> None:
     seconds = buckets("lorax_request_duration")
     assert seconds == pytest.approx([0.0001 * 1.5**k for k in range(1, 36)], rel=1e-5)
     assert (seconds[0], round(seconds[-1], 1)) == (0.00015, 145.6)
@@ -139,7 +139,7 @@ def buckets(name: str) -> list[float]:
     return bounds[:-1]
 
 
-def test_the_content_type_is_that_of_the_classic_format() -> None:
+def test_content_type_is_prometheus_text() -> None:
     assert make().content_type == "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -163,7 +163,7 @@ def test_json_has_lorax_keys() -> None:
     ]
 
 
-def test_json_says_the_same_as_text() -> None:
+def test_json_matches_prometheus_text() -> None:
     metrics = make()
     for each in mixture():
         metrics.count_request()
@@ -188,7 +188,7 @@ def mixture() -> Iterator[RequestRecord]:
 # --- Requests ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_success_is_measured() -> None:
+def test_successful_request_is_measured() -> None:
     metrics = make()
     metrics.count_request()
     metrics.record_finished(record())
@@ -213,14 +213,14 @@ def test_a_success_is_measured() -> None:
     assert labels_of(metrics, "lorax_request_failure", "err") == set()
 
 
-def test_answers_at_once_share_the_time() -> None:
+def test_time_per_token_is_averaged_over_choices() -> None:
     metrics = make()
     metrics.record_finished(record(num_choices=2, generated_tokens=10))
     assert value(metrics, "lorax_request_time_per_output_token_duration_sum") == pytest.approx(0.2)
     assert value(metrics, "lorax_request_mean_time_per_token_duration_sum") == pytest.approx(0.2)
 
 
-def test_what_did_not_come_about_is_not_measured() -> None:
+def test_missing_stages_are_not_measured() -> None:
     metrics = make()
     metrics.record_finished(record(generated_tokens=0, first_token_s=None, adapter_id="", identity=""))
     metrics.record_finished(record(generated_tokens=1, adapter_id="", identity=""))
@@ -266,7 +266,7 @@ def test_failures_are_counted_by_kind(changes: dict[str, Any], kind: str | None)
     assert value(metrics, "lorax_request_duration_count") == (kind is None)
 
 
-def test_numbers_that_are_none_spoil_nothing() -> None:
+def test_nan_does_not_corrupt_sums() -> None:
     metrics = make()
     bad = {"total_s": math.nan, "queue_s": -1.0, "inference_s": math.inf, "adapter_s": -math.inf, "prompt_tokens": -5}
     metrics.record_finished(record(**bad, first_token_s=math.nan))
@@ -278,7 +278,7 @@ def test_numbers_that_are_none_spoil_nothing() -> None:
 # --- Adapters and keys ------------------------------------------------------------------------------------------------
 
 
-def test_adapters_and_keys_are_accounted_for_also_in_failures() -> None:
+def test_failures_count_for_adapters_and_keys() -> None:
     metrics = make()
     metrics.record_finished(record())
     metrics.record_finished(record(is_dropped=True, key="bob"))
@@ -305,7 +305,7 @@ def test_adapters_and_keys_are_accounted_for_also_in_failures() -> None:
         {"is_dropped": True, "identity": ""},
     ],
 )
-def test_what_is_no_adapter_gets_no_label(changes: dict[str, Any]) -> None:
+def test_unknown_adapter_gets_no_label(changes: dict[str, Any]) -> None:
     metrics = make()
     for number in range(50):
         metrics.record_finished(record(adapter_id=f"made-up-{number}", **changes))
@@ -315,7 +315,7 @@ def test_what_is_no_adapter_gets_no_label(changes: dict[str, Any]) -> None:
     assert value(metrics, "lorax_adapter_requests_total", adapter="poet") == 1
 
 
-def test_an_adapter_with_a_name_of_ours_is_told_apart() -> None:
+def test_reserved_adapter_names_get_digest() -> None:
     metrics = make()
     metrics.record_finished(record(adapter_id="base"))
     metrics.record_finished(record(adapter_id="", identity=""))
@@ -329,7 +329,7 @@ def hostile_names(number: int) -> list[str]:
     return ["".join(chooser.choices(alphabet, k=chooser.randrange(1, 200))) + str(each) for each in range(number)]
 
 
-def test_hostile_names_break_nothing_and_stay_few() -> None:
+def test_hostile_names_are_sanitized_and_limited() -> None:
     metrics = make(max_labels=20)
     names = hostile_names(10_000)
     for number, name in enumerate(names):
@@ -352,7 +352,7 @@ def test_hostile_names_break_nothing_and_stay_few() -> None:
     json.dumps(metrics.render_json(), allow_nan=False)
 
 
-def test_keys_and_adapters_are_not_multiplied() -> None:
+def test_key_adapter_pairs_are_limited() -> None:
     metrics = make(max_labels=20)
     for number in range(400):
         metrics.record_finished(record(adapter_id=f"adapter-{number % 20}", key=f"key-{number // 20}"))
@@ -362,7 +362,7 @@ def test_keys_and_adapters_are_not_multiplied() -> None:
         assert sum(found for labels, found in shown.items() if ("key", f"key-{number}") in labels) == 20
 
 
-def test_names_that_are_changed_stay_apart() -> None:
+def test_sanitized_names_stay_distinct() -> None:
     names = ["x" * 100, "x" * 101, "a\nb", "a\tb", "a?b", "\ud800", "\udfff"]
     assert len({sanitize_label(name) for name in names}) == len(names)
     assert sanitize_label("a?b") == "a?b"
@@ -371,7 +371,7 @@ def test_names_that_are_changed_stay_apart() -> None:
 # --- The engine -------------------------------------------------------------------------------------------------------
 
 
-def test_every_field_of_a_status_is_shown() -> None:
+def test_every_status_field_is_exported() -> None:
     metrics = make()
     metrics.engine.update(
         status(**{each.name: 1001 + number for number, each in enumerate(fields(EngineStatus))}), False, 0
@@ -381,7 +381,7 @@ def test_every_field_of_a_status_is_shown() -> None:
         assert 1001 + number in shown, each.name
 
 
-def test_where_adapters_are() -> None:
+def test_adapters_are_counted_by_tier() -> None:
     metrics = make()
     now = status(adapters_on_device=1, adapters_on_host=2, adapters_preparing=3, adapters_fetching=4, running=5)
     metrics.engine.update(now, True, 0)
@@ -394,7 +394,7 @@ def test_where_adapters_are() -> None:
     assert value(metrics, "lorax_engine_healthy") == 0
 
 
-def test_counters_go_on_when_the_engine_is_started_again() -> None:
+def test_counters_continue_after_engine_restart() -> None:
     metrics = make()
     seen = []
     for steps, restarts in ((10, 0), (15, 0), (None, 1), (4, 1), (9, 1), (100, 2), (100, 2), (3, 2)):
@@ -416,7 +416,7 @@ def panels(parent: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from panels(panel)
 
 
-def test_the_dashboard_asks_for_what_there_is() -> None:
+def test_dashboard_queries_existing_metrics() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     metrics = make()
     for each in mixture():
@@ -437,7 +437,7 @@ def test_the_dashboard_asks_for_what_there_is() -> None:
     assert len(asked) >= 25
 
 
-def test_the_dashboard_is_whole() -> None:
+def test_dashboard_is_complete() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     everything = list(panels(dashboard))
     ids = [panel["id"] for panel in everything]

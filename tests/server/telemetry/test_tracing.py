@@ -121,7 +121,7 @@ def span(spans: list[Any], name: str) -> Any:
 # --- Spans ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_is_a_span_with_parts(collector: Collector) -> None:
+def test_request_has_span_with_stages(collector: Collector) -> None:
     spans = sent(collector, request())
     assert {each.name for each in spans} == {"lorax.request", "validation", "queue", "inference"}
     whole = span(spans, "lorax.request")
@@ -143,7 +143,7 @@ def test_a_request_is_a_span_with_parts(collector: Collector) -> None:
     assert resource["service.name"] == "lorax.server"
 
 
-def test_attributes_follow_the_conventions_and_hold_no_text(collector: Collector) -> None:
+def test_attributes_follow_conventions_without_content(collector: Collector) -> None:
     spans = sent(collector, request())
     assert attributes(span(spans, "lorax.request")) == {
         "gen_ai.operation.name": "chat",
@@ -170,27 +170,27 @@ def test_attributes_follow_the_conventions_and_hold_no_text(collector: Collector
     assert b"my " not in b"".join(message.SerializeToString() for _, message in collector.requests)
 
 
-def test_the_base_model_is_named(collector: Collector) -> None:
+def test_base_model_name_is_exported(collector: Collector) -> None:
     found = attributes(span(sent(collector, request(adapter_id="", identity="", source="")), "lorax.request"))
     assert found["gen_ai.request.model"] == "org/base"
     assert "lorax.adapter" not in found
 
 
-def test_the_callers_trace_goes_on(collector: Collector) -> None:
+def test_caller_trace_is_continued(collector: Collector) -> None:
     whole = span(sent(collector, request(trace_parent=f"00-{TRACE_ID}-{PARENT_ID}-01")), "lorax.request")
     assert (whole.trace_id.hex(), whole.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
 
 
-def test_a_trace_that_is_not_recorded_is_not_sent(collector: Collector) -> None:
+def test_unsampled_trace_is_not_exported(collector: Collector) -> None:
     assert sent(collector, request(trace_parent=f"00-{TRACE_ID}-{PARENT_ID}-00")) == []
 
 
 @pytest.mark.parametrize("parent", ["", "x", "00-0-0-0", "\ud800\n", "0" * 10**6, f"00-{'0' * 32}-{PARENT_ID}-01"])
-def test_a_wrong_parent_is_none(collector: Collector, parent: str) -> None:
+def test_invalid_traceparent_is_ignored(collector: Collector, parent: str) -> None:
     assert span(sent(collector, request(trace_parent=parent)), "lorax.request").parent_span_id == b""
 
 
-def test_a_parent_in_the_surroundings_is_none(collector: Collector) -> None:
+def test_ambient_span_is_ignored(collector: Collector) -> None:
     around = trace.NonRecordingSpan(trace.SpanContext(1, 2, False, trace.TraceFlags(1)))
     with trace.use_span(around):
         assert span(sent(collector, request()), "lorax.request").parent_span_id == b""
@@ -205,18 +205,18 @@ def test_a_parent_in_the_surroundings_is_none(collector: Collector) -> None:
         ({"status": 500}, "500"),
     ],
 )
-def test_what_went_wrong_is_told(collector: Collector, changes: dict[str, Any], kind: str) -> None:
+def test_error_kind_is_exported(collector: Collector, changes: dict[str, Any], kind: str) -> None:
     whole = span(sent(collector, request(**changes)), "lorax.request")
     assert (whole.status.code, whole.status.message) == (2, kind)
     assert attributes(whole)["error.type"] == kind
 
 
-def test_parts_that_did_not_come_about_are_not_there(collector: Collector) -> None:
+def test_missing_stages_have_no_span(collector: Collector) -> None:
     spans = sent(collector, request(queue_s=0.0, inference_s=0.0, first_token_s=None))
     assert {each.name for each in spans} == {"lorax.request", "validation"}
 
 
-def test_one_strange_request_costs_no_other(collector: Collector) -> None:
+def test_invalid_unicode_does_not_lose_other_spans(collector: Collector) -> None:
     strange = request(adapter_id="\ud800" * 10**6, key="\udfff\n", source="\ud800")
     broken = request(started_at=float("nan"))
     spans = sent(collector, request(), strange, broken, request())
@@ -228,7 +228,7 @@ def test_one_strange_request_costs_no_other(collector: Collector) -> None:
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v1/traces", "/own/path"])
-def test_the_path_is_added_where_there_is_none(collector: Collector, path: str) -> None:
+def test_traces_path_is_added_to_bare_endpoint(collector: Collector, path: str) -> None:
     tracer = Tracer(collector.url + path)
     tracer.export_trace(request())
     tracer.close()
@@ -236,23 +236,23 @@ def test_the_path_is_added_where_there_is_none(collector: Collector, path: str) 
 
 
 @pytest.mark.parametrize("endpoint", ["", "host:4318", "grpc://host:4317", "http://", "http://host:x", "http://[::1"])
-def test_a_wrong_endpoint_is_refused(endpoint: str) -> None:
+def test_invalid_endpoint_is_rejected(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="otlp endpoint"):
         Tracer(endpoint)
 
 
-def test_the_port_of_grpc_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_grpc_port_causes_warning(caplog: pytest.LogCaptureFixture) -> None:
     Tracer("http://127.0.0.1:4317").close()
     assert "gRPC" in caplog.text
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_raise_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"pip install lorax_server\[otel\]"):
         Tracer("http://127.0.0.1:4318")
 
 
-def test_without_an_endpoint_nothing_is_imported() -> None:
+def test_opentelemetry_is_not_imported_without_endpoint() -> None:
     script = (
         "import sys\n"
         "from lorax_server.server.telemetry.request_record import RequestRecord\n"
@@ -265,7 +265,7 @@ def test_without_an_endpoint_nothing_is_imported() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=GUARD_S)
 
 
-def test_a_collector_that_does_not_answer_holds_up_nothing(
+def test_unresponsive_collector_does_not_block(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracing, "CLOSE_TIMEOUT_S", 0.05)
@@ -283,7 +283,7 @@ def test_a_collector_that_does_not_answer_holds_up_nothing(
     tracer.close()
 
 
-def test_closing_does_not_wait_for_good(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_has_timeout(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     tracer = Tracer(collector.url)
     may_end, ended = threading.Event(), threading.Event()
     shut_down = present(tracer._provider).shutdown
@@ -301,7 +301,7 @@ def test_closing_does_not_wait_for_good(collector: Collector, monkeypatch: pytes
     assert ended.wait(GUARD_S)
 
 
-def test_a_collector_that_is_away_breaks_nothing(
+def test_unreachable_collector_is_harmless(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tracing, "CLOSE_TIMEOUT_S", 0.05)
