@@ -17,7 +17,7 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 # --- Seqlen
 
 
-def test_lengths_are_kept_as_passed() -> None:
+def test_seqlen_keeps_lengths() -> None:
     boundaries = torch.tensor([0, 2, 5], dtype=torch.int32)
     seqlen = Seqlen(torch.tensor([2, 3]), torch.tensor([0, 4]), boundaries, 3, 7)
     assert seqlen.cu_seqlen_q is boundaries
@@ -66,7 +66,7 @@ def test_paged_attention_is_causal_within_each_sequence() -> None:
         torch.testing.assert_close(out[tokens], expected, rtol=0, atol=1e-5)
 
 
-def test_a_prompt_and_single_tokens_attend_as_one_prompt_would() -> None:
+def test_prefill_then_decode_equals_full_prefill() -> None:
     q, k, v = (normal(6, 2, 4, seed=seed) for seed in range(3))
     at_once = paged([6], [0], prefill=True).attend(0, q, k, v, SPEC)
     first = paged([4], [0], prefill=True)
@@ -78,7 +78,7 @@ def test_a_prompt_and_single_tokens_attend_as_one_prompt_would() -> None:
     torch.testing.assert_close(torch.cat(out), at_once, rtol=0, atol=1e-5)
 
 
-def test_only_the_chosen_tokens_are_kept_in_the_cache() -> None:
+def test_only_selected_tokens_are_stored_in_cache() -> None:
     q, k, v = (normal(5, 2, 4, seed=seed) for seed in range(3))
     ctx = paged([5], [0], prefill=True, stored=torch.tensor([3, 4]))
     ctx.attend(0, q, k, v, SPEC)
@@ -88,13 +88,13 @@ def test_only_the_chosen_tokens_are_kept_in_the_cache() -> None:
     assert k_cache.count_nonzero() == v_cache.count_nonzero() == k[3:].numel()
 
 
-def test_the_length_that_chooses_angles_is_the_sequences_own() -> None:
+def test_rope_lengths_are_per_sequence() -> None:
     assert paged([3, 1], [0, 6], prefill=True).rope_lengths().tolist() == [3, 3, 3, 7]
     known = paged([3, 1], [0, 6], prefill=True, prompt_lengths=torch.tensor([3, 5]))
     assert known.rope_lengths().tolist() == [3, 3, 3, 5]
 
 
-def test_the_longest_sequence_is_the_highest_position() -> None:
+def test_max_position_is_longest_sequence() -> None:
     assert paged([3, 1], [0, 6], prefill=True).max_position == 7
 
 
@@ -108,13 +108,13 @@ def padded(mask: list[list[int]], num_new: int, **fields: Any) -> PaddedContext:
     return PaddedContext(num_seqs, num_new, positions, attention_mask, fields.pop("past", None), None, total, **fields)
 
 
-def test_a_row_that_is_all_padding_gives_no_nan() -> None:
+def test_padding_only_row_has_no_nan() -> None:
     q, k, v = (normal(6, 2, 4, seed=seed) for seed in range(3))
     out = padded([[0, 0, 0], [1, 1, 1]], 3).attend(0, q, k, v, SPEC)
     assert out.isfinite().all()
 
 
-def test_padding_on_the_left_changes_nothing_for_the_rest() -> None:
+def test_left_padding_does_not_change_attention() -> None:
     q, k, v = (normal(8, 2, 4, seed=seed) for seed in range(3))
     out = padded([[1, 1, 1, 1], [0, 0, 1, 1]], 4).attend(0, q, k, v, SPEC)
     assert out.shape == (8, 8)
@@ -123,7 +123,7 @@ def test_padding_on_the_left_changes_nothing_for_the_rest() -> None:
     torch.testing.assert_close(out[6:], padded([[1, 1]], 2).attend(0, q[6:], k[6:], v[6:], SPEC))
 
 
-def test_padded_attention_is_that_of_torch() -> None:
+def test_padded_attention_matches_torch() -> None:
     q, k, v = (normal(5, 2, 4, seed=seed) for seed in range(3))
     out = padded([[1] * 5], 5).attend(0, q, k, v, SPEC)
     query, key, value = (x.transpose(0, 1) for x in (q, k, v))
@@ -131,7 +131,7 @@ def test_padded_attention_is_that_of_torch() -> None:
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
 
-def test_earlier_keys_and_values_are_seen_and_handed_on() -> None:
+def test_past_keys_and_values_are_used_and_returned() -> None:
     q, k, v = (normal(10, 2, 4, seed=seed) for seed in range(3))
     whole = padded([[1] * 5, [0, 1, 1, 1, 1]], 5)
     expected = whole.attend(0, q, k, v, SPEC)
@@ -146,7 +146,7 @@ def test_earlier_keys_and_values_are_seen_and_handed_on() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_a_masked_head_adds_nothing() -> None:
+def test_masked_head_has_no_effect() -> None:
     q, k, v = (normal(3, 2, 4, seed=seed) for seed in range(3))
     plain = padded([[1] * 3], 3).attend(0, q, k, v, SPEC)
     out = padded([[1] * 3], 3, head_mask=torch.tensor([[1.0, 0.0]])).attend(0, q, k, v, SPEC)
@@ -154,7 +154,7 @@ def test_a_masked_head_adds_nothing() -> None:
     assert torch.equal(out[:, 4:], torch.zeros(3, 4))
 
 
-def test_attentions_are_kept_only_on_request() -> None:
+def test_attentions_are_returned_only_on_request() -> None:
     q, k, v = (normal(6, 2, 4, seed=seed) for seed in range(3))
     quiet, keeping = padded([[1] * 3] * 2, 3), padded([[1] * 3] * 2, 3, keep_attentions=True)
     for ctx in (quiet, keeping):
@@ -164,12 +164,12 @@ def test_attentions_are_kept_only_on_request() -> None:
     torch.testing.assert_close(keeping.attentions[0].sum(-1), torch.ones(2, 2, 3))
 
 
-def test_padding_does_not_count_for_the_length_that_chooses_angles() -> None:
+def test_rope_lengths_exclude_padding() -> None:
     assert padded([[1, 1, 1], [0, 0, 1]], 3).rope_lengths().tolist() == [3, 3, 3, 1, 1, 1]
     assert padded([[1, 1, 1], [0, 1, 1]], 1).rope_lengths().tolist() == [3, 2]
 
 
-def test_a_soft_cap_is_the_same_padded_and_paged() -> None:
+def test_soft_cap_is_equal_in_padded_and_paged_attention() -> None:
     spec = AttentionSpec(SPEC.scale, soft_cap=0.7)
     q, k, v = (3 * normal(5, 2, 4, seed=seed) for seed in range(3))
     out = padded([[1] * 5], 5).attend(0, q, k, v, spec)

@@ -12,7 +12,7 @@ from tests.lora import GivenAdapter, fill_arena
 
 @pytest.mark.parametrize("vocab_size", [5, 8, 11])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_ranks_rows_sum_to_the_embedding(vocab_size: int, ranks: int) -> None:
+def test_embedding_shards_sum_to_full_embedding(vocab_size: int, ranks: int) -> None:
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(vocab_size, 6, generator=generator)
     ids = torch.randint(vocab_size, (13,), generator=generator)
@@ -25,18 +25,18 @@ def test_the_ranks_rows_sum_to_the_embedding(vocab_size: int, ranks: int) -> Non
     assert torch.equal(torch.stack(parts).sum(0), table[ids])
 
 
-def test_a_rank_with_nothing_adds_zeros() -> None:
+def test_rank_without_vocabulary_returns_zeros() -> None:
     weights = memory_weights({"wte.weight": torch.ones(5, 3)}, rank=3, ranks=4)
     out = TensorParallelEmbedding(weights, "wte", 5, 3)(torch.arange(5))
     assert torch.equal(out, torch.zeros(5, 3))
 
 
-def test_an_embedding_of_another_size_is_refused() -> None:
+def test_embedding_size_mismatch_is_rejected() -> None:
     with pytest.raises(WeightsError, match=r"\(5, 3\), expected \(6, 3\)"):
         TensorParallelEmbedding(memory_weights({"wte.weight": torch.ones(5, 3)}), "wte", 6, 3)
 
 
-def test_an_adapters_rows_stand_in_for_the_base_models() -> None:
+def test_adapter_rows_replace_base_embedding_rows() -> None:
     embedding = TensorParallelEmbedding(memory_weights({"wte.weight": torch.arange(5.0).view(5, 1)}), "wte", 5, 1)
     rows = ModuleWeights(token_ids=(6, 3, 5), token_rows=torch.tensor([[60.0], [30.0], [50.0]]))
     low_rank = ModuleWeights(torch.arange(5.0).view(1, 5) * 100, torch.ones(1, 1), 2.0)

@@ -69,7 +69,7 @@ def place(parts: Sequence[torch.Tensor], shards: Sequence[Shard]) -> torch.Tenso
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("fan_in_fan_out", [False, True])
-def test_columns_of_all_ranks_are_the_whole(ranks: int, bias: bool, fan_in_fan_out: bool) -> None:
+def test_column_shards_concatenate_to_full_output(ranks: int, bias: bool, fan_in_fan_out: bool) -> None:
     weight, added, x = normal(24, INPUTS, seed=1), normal(24, seed=2), normal(5, INPUTS, seed=3)
     tensors = {"fc.weight": weight.t().contiguous() if fan_in_fan_out else weight, "fc.bias": added}
     # Three fused parts, each cut on its own.
@@ -88,7 +88,7 @@ def test_columns_of_all_ranks_are_the_whole(ranks: int, bias: bool, fan_in_fan_o
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("fan_in_fan_out", [False, True])
-def test_rows_of_all_ranks_sum_to_the_whole(ranks: int, bias: bool, fan_in_fan_out: bool) -> None:
+def test_row_shards_sum_to_full_output(ranks: int, bias: bool, fan_in_fan_out: bool) -> None:
     weight, added, x = normal(10, INPUTS, seed=1), normal(10, seed=2), normal(5, INPUTS, seed=3)
     tensors = {"fc.weight": weight.t().contiguous() if fan_in_fan_out else weight, "fc.bias": added}
     total = torch.zeros(5, 10)
@@ -102,7 +102,7 @@ def test_rows_of_all_ranks_sum_to_the_whole(ranks: int, bias: bool, fan_in_fan_o
 
 @pytest.mark.parametrize("vocab_size", [5, 12, 13])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_head_scores_the_whole_vocabulary(vocab_size: int, ranks: int) -> None:
+def test_sharded_head_covers_full_vocabulary(vocab_size: int, ranks: int) -> None:
     weight, x = normal(vocab_size, INPUTS, seed=1), normal(3, INPUTS, seed=2)
     shards = [shard_vocab(FakeGroup(rank, ranks), vocab_size) for rank in range(ranks)]
     parts = []
@@ -137,7 +137,7 @@ class LoopGroup:
 
 
 @pytest.mark.parametrize("vocab_size", [5, 12, 13])
-def test_gathered_logits_are_in_the_order_of_the_vocabulary(vocab_size: int) -> None:
+def test_gathered_logits_keep_vocabulary_order(vocab_size: int) -> None:
     """Unequal parts are padded to be gathered, and the padding must be removed again."""
     weight, x = normal(vocab_size, INPUTS, seed=1), normal(3, INPUTS, seed=2)
     parts: list[torch.Tensor] = []
@@ -181,7 +181,7 @@ def test_adapters_on_fused_columns(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_adapters_on_a_fused_and_transposed_matrix(ranks: int) -> None:
+def test_adapters_on_fused_transposed_matrix(ranks: int) -> None:
     """GPT-2's c_attn: one matrix and one adapter target, cut in three places."""
     weight, added = normal(INPUTS, 36, seed=1), normal(36, seed=2)
     adapters: Adapters = [({"c_attn": lora(INPUTS, 36, rank, 10 + rank)}, 0.5 + rank) for rank in (3, 16, 1)]
@@ -198,7 +198,7 @@ def test_adapters_on_a_fused_and_transposed_matrix(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("fan_in_fan_out", [False, True])
-def test_adapters_on_rows(ranks: int, fan_in_fan_out: bool) -> None:
+def test_adapters_on_row_parallel_linear(ranks: int, fan_in_fan_out: bool) -> None:
     weight, added = normal(10, INPUTS, seed=1), normal(10, seed=2)
     tensors = {"proj.weight": weight.t().contiguous() if fan_in_fan_out else weight, "proj.bias": added}
     adapters: Adapters = [
@@ -275,7 +275,7 @@ def test_adapters_on_a_tied_head(vocab_size: int, ranks: int) -> None:
     torch.testing.assert_close(place(parts, shards), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_tokens_of_the_base_model_are_the_same_bit_for_bit() -> None:
+def test_base_model_tokens_are_bitwise_unchanged() -> None:
     weights = memory_weights({"fc.weight": normal(10, INPUTS, seed=1)})
     layer = TensorParallelMultiAdapterLinear(weights, ["fc"], INPUTS, [unsharded(10)], bias=False)
     data = adapted_batch(layer, [({"fc": lora(INPUTS, 10, 3, 10)}, 3.5)] * 3)
@@ -286,7 +286,7 @@ def test_tokens_of_the_base_model_are_the_same_bit_for_bit() -> None:
     assert torch.equal(plain, layer(x, adapter_batch([0] * len(TOKENS), data.arena)))
 
 
-def test_adapter_targets_finds_every_place_by_name() -> None:
+def test_collect_adapter_targets_finds_all_modules() -> None:
     tensors = {
         "wte.weight": normal(6, 4, seed=0),
         "q.weight": normal(8, 4, seed=1),
@@ -330,7 +330,7 @@ def test_adapter_targets_finds_every_place_by_name() -> None:
         assert target.adds_bias
 
 
-def test_where_ranks_are_summed_only_the_first_adds_the_bias() -> None:
+def test_only_first_rank_adds_bias() -> None:
     tensors = {"o.weight": normal(4, 8, seed=1), "o.bias": normal(4, seed=2), "wte.weight": normal(6, 4, seed=3)}
     for rank in range(2):
         weights = memory_weights(tensors, rank=rank, ranks=2)
@@ -348,7 +348,7 @@ def test_where_ranks_are_summed_only_the_first_adds_the_bias() -> None:
 
 
 @pytest.mark.parametrize("bias", [(10,), (9,)])
-def test_tensors_that_do_not_fit_are_refused(bias: tuple[int]) -> None:
+def test_tensor_shape_mismatch_is_rejected(bias: tuple[int]) -> None:
     inputs = INPUTS + 1 if bias == (10,) else INPUTS
     weights = memory_weights({"fc.weight": torch.zeros(10, INPUTS), "fc.bias": torch.zeros(bias)})
     with pytest.raises(WeightsError, match=r"'fc\.(weight|bias)' has shape"):
@@ -357,13 +357,13 @@ def test_tensors_that_do_not_fit_are_refused(bias: tuple[int]) -> None:
         TensorParallelAdapterRowLinear(weights, "fc", unsharded(inputs), 10, bias=True)
 
 
-def test_a_matrix_stored_the_other_way_round_is_refused() -> None:
+def test_transposed_matrix_is_rejected() -> None:
     weights = memory_weights({"fc.weight": torch.zeros(INPUTS, 10)})
     with pytest.raises(WeightsError, match=r"\(12, 10\), expected \(10, 12\)"):
         TensorParallelMultiAdapterLinear(weights, ["fc"], INPUTS, [unsharded(10)], bias=False)
 
 
-def test_a_bias_that_is_asked_for_must_be_there() -> None:
+def test_missing_bias_is_rejected_on_all_ranks() -> None:
     weights = memory_weights({"fc.weight": torch.zeros(10, INPUTS)}, rank=1, ranks=2)
     shard = shard_evenly(weights.process_group, INPUTS, "inputs")
     # Rank 1 does not add it, but a checkpoint without it is wrong on every rank.

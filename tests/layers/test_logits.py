@@ -104,7 +104,7 @@ def make_batch(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_adapter_beside_another_and_the_base(name: str) -> None:
+def test_batch_with_two_adapters_and_base_model(name: str) -> None:
     runs = [(1, 3), (0, 2), (2, 2), (1, 20), (0, 3), (2, 1)]
     batch = make_batch([name, "tokens replaced, rows"], runs)
     for got, expected in zip(run_vocabulary(ALONE, *batch, torch.float32), expected_vocabulary(*batch), strict=True):
@@ -119,7 +119,7 @@ def test_all_adapters_in_one_batch(dtype: torch.dtype, tolerance: float) -> None
         torch.testing.assert_close(got.float(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_two_ranks_give_what_one_gives(ranks: RankPool) -> None:
+def test_two_ranks_match_single_rank(ranks: RankPool) -> None:
     batch = make_batch(list(CASES), [(index, 1 + index % 11) for index in range(len(CASES) + 1)])
     for result in ranks.run(2, run_vocabulary, *batch, torch.float32):
         for got, expected in zip(result, expected_vocabulary(*batch), strict=True):
@@ -127,7 +127,7 @@ def test_two_ranks_give_what_one_gives(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("name", ["matrix grown, DoRA", "smaller, low-rank", "tokens added, rows"])
-def test_tokens_of_the_base_model_are_the_same_bit_for_bit(name: str) -> None:
+def test_base_model_tokens_are_bitwise_unchanged(name: str) -> None:
     _, indices, ids, x = make_batch([name], [(0, 2), (1, 3), (0, 8), (1, 8)])
     base = torch.tensor(indices) == 0
     rows, logits = run_vocabulary(ALONE, [name], indices, ids, x, torch.float32)

@@ -29,7 +29,7 @@ def test_rms_norm_adds_the_residual_and_returns_the_sum(eps: float) -> None:
 
 
 @pytest.mark.parametrize("eps", [1e-5, 1e-2])
-def test_layer_norm_is_torchs(eps: float) -> None:
+def test_layer_norm_matches_torch(eps: float) -> None:
     torch.manual_seed(0)
     theirs = torch.nn.LayerNorm(16, eps=eps)
     weight, bias, x = torch.randn(16), torch.randn(16), torch.randn(5, 16)
@@ -38,20 +38,20 @@ def test_layer_norm_is_torchs(eps: float) -> None:
     torch.testing.assert_close(norm(x), theirs(x), rtol=0, atol=1e-6)
 
 
-def test_layer_norm_without_weight_and_bias_asks_for_none() -> None:
+def test_layer_norm_without_affine_loads_no_tensors() -> None:
     x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
     out = LayerNorm("ln", memory_weights({}), 16, affine=False)(x)
     torch.testing.assert_close(out, torch.nn.LayerNorm(16, elementwise_affine=False)(x), rtol=0, atol=1e-6)
 
 
-def test_a_norm_of_another_size_is_refused() -> None:
+def test_norm_size_mismatch_is_rejected() -> None:
     weights = memory_weights({"ln.weight": torch.ones(8), "ln.bias": torch.ones(8)})
     for make in (RMSNorm, LayerNorm):
         with pytest.raises(WeightsError, match=r"'ln.weight' has shape \(8,\), expected \(16,\)"):
             make("ln", weights, 16)
 
 
-def test_each_token_is_normed_with_its_adapters_weight() -> None:
+def test_rms_norm_uses_adapter_weight_per_token() -> None:
     torch.manual_seed(0)
     weights = torch.randn(4, 16)  # of the base model and three adapters, the last of which has none
     weights[3] = weights[0]
@@ -71,7 +71,7 @@ def test_each_token_is_normed_with_its_adapters_weight() -> None:
     assert torch.equal(fixed(x, residual, data)[0], plain)
 
 
-def test_each_token_is_normed_with_its_adapters_weight_and_bias() -> None:
+def test_layer_norm_uses_adapter_weight_and_bias_per_token() -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(4, 16), torch.randn(4, 16)
     weight[2], bias[1], weight[3], bias[3] = weight[0], bias[0], weight[0], bias[0]

@@ -17,11 +17,11 @@ from lorax_server.layers.rotary import RotaryEmbedding, load_rotary, rope_parame
 
 CPU = torch.device("cpu")
 HEAD_DIM, MAX_POSITIONS = 16, 64
-EIGHT = [1.0, 1.1, 1.3, 1.7, 2.0, 2.5, 3.0, 4.0]
+EIGHT_POSITIONS = [1.0, 1.1, 1.3, 1.7, 2.0, 2.5, 3.0, 4.0]
 
 
 @dataclass
-class At:
+class PositionContext:
     """Positions of tokens, and the length of each one's sequence."""
 
     position_ids: torch.Tensor
@@ -35,9 +35,9 @@ class At:
         return self.lengths
 
 
-def at(positions: Sequence[int], length: int | Sequence[int] = MAX_POSITIONS) -> At:
+def at(positions: Sequence[int], length: int | Sequence[int] = MAX_POSITIONS) -> PositionContext:
     lengths = [length] * len(positions) if isinstance(length, int) else list(length)
-    return At(torch.tensor(positions), torch.tensor(lengths))
+    return PositionContext(torch.tensor(positions), torch.tensor(lengths))
 
 
 def llama_config(parameters: dict[str, Any], **fields: Any) -> LlamaConfig:
@@ -59,7 +59,7 @@ def check_angles(found: CosSin, positions: Sequence[int], inv_freq: torch.Tensor
 # --- the table
 
 
-def test_the_table_grows_and_its_old_rows_stay() -> None:
+def test_growing_table_keeps_existing_rows() -> None:
     rotary = load_rotary(llama_config({"rope_type": "default"}), HEAD_DIM, CPU)
     short = list(range(MAX_POSITIONS))
     before = [part.clone() for part in rotary(at(short))]
@@ -71,9 +71,9 @@ def test_the_table_grows_and_its_old_rows_stay() -> None:
         assert torch.equal(old, new)
 
 
-def test_positions_may_come_as_int32() -> None:
+def test_int32_positions_are_supported() -> None:
     rotary = RotaryEmbedding(torch.tensor([1.0, 0.1]), 8, CPU)
-    cos, _ = rotary(At(torch.tensor([3, 0], dtype=torch.int32), torch.tensor([4, 4])))
+    cos, _ = rotary(PositionContext(torch.tensor([3, 0], dtype=torch.int32), torch.tensor([4, 4])))
     assert cos[:, 0].tolist() == pytest.approx([math.cos(3), 1.0])
 
 
@@ -130,22 +130,22 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "longrope": {
         "rope_type": "longrope",
         "factor": 4.0,
-        "short_factor": EIGHT,
-        "long_factor": EIGHT[::-1],
+        "short_factor": EIGHT_POSITIONS,
+        "long_factor": EIGHT_POSITIONS[::-1],
         "original_max_position_embeddings": 16,
     },
     "longrope, its factor from the lengths": {
         "rope_type": "longrope",
-        "short_factor": EIGHT,
-        "long_factor": EIGHT[::-1],
+        "short_factor": EIGHT_POSITIONS,
+        "long_factor": EIGHT_POSITIONS[::-1],
         "original_max_position_embeddings": 16,
     },
     "longrope with an attention factor": {
         "rope_type": "longrope",
         "factor": 4.0,
         "attention_factor": 0.5,
-        "short_factor": EIGHT,
-        "long_factor": EIGHT[::-1],
+        "short_factor": EIGHT_POSITIONS,
+        "long_factor": EIGHT_POSITIONS[::-1],
         "original_max_position_embeddings": 16,
     },
 }
@@ -153,7 +153,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("length", [8, 16, 17, 64, 65, 200])
-def test_a_scaling_is_that_of_transformers(scaling: str, length: int) -> None:
+def test_rope_scaling_matches_transformers(scaling: str, length: int) -> None:
     config: Any = llama_config(SCALINGS[scaling])
     inv_freq, factor = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, CPU, seq_len=length)
     positions = [0, 1, length // 2, length - 1]
@@ -161,7 +161,7 @@ def test_a_scaling_is_that_of_transformers(scaling: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
-def test_no_scaling_is_that_of_transformers(theta: float) -> None:
+def test_default_rope_matches_transformers(theta: float) -> None:
     config = llama_config({"rope_type": "default", "rope_theta": theta})
     theirs = LlamaRotaryEmbedding(config)
     positions = [0, 1, 31, 63]
@@ -170,7 +170,7 @@ def test_no_scaling_is_that_of_transformers(theta: float) -> None:
 
 @pytest.mark.parametrize("scaling", [{}, {"rope_type": "linear", "factor": 2.0}])
 @pytest.mark.parametrize("rotary_pct", [0.25, 0.5, 1.0])
-def test_part_of_a_head_turns_as_in_transformers(scaling: dict[str, Any], rotary_pct: float) -> None:
+def test_partial_rope_matches_transformers(scaling: dict[str, Any], rotary_pct: float) -> None:
     parameters = {"rope_theta": 5000.0, "partial_rotary_factor": rotary_pct, "rope_type": "default", **scaling}
     config = GPTNeoXConfig(
         hidden_size=64, num_attention_heads=2, max_position_embeddings=MAX_POSITIONS, rope_parameters=parameters
@@ -185,7 +185,7 @@ def test_part_of_a_head_turns_as_in_transformers(scaling: dict[str, Any], rotary
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
-def test_angles_depend_on_no_neighbour(scaling: str) -> None:
+def test_angles_do_not_depend_on_other_sequences(scaling: str) -> None:
     rotary = load_rotary(llama_config(SCALINGS[scaling]), HEAD_DIM, CPU)
     lengths = {10: [3, 9], 17: [3, 16], 64: [3, 63], 65: [3, 64], 300: [3, 299]}
     alone = {length: rotary(at(positions, length)) for length, positions in lengths.items()}
@@ -237,15 +237,15 @@ SPELLINGS: dict[str, tuple[SimpleNamespace, SimpleNamespace]] = {
     ),
     "original length beside": (
         spelled(
-            rope_scaling={"type": "longrope", "short_factor": EIGHT, "long_factor": EIGHT[::-1]},
+            rope_scaling={"type": "longrope", "short_factor": EIGHT_POSITIONS, "long_factor": EIGHT_POSITIONS[::-1]},
             original_max_position_embeddings=16,
         ),
         spelled(
             rope_parameters={
                 "rope_type": "longrope",
                 "rope_theta": 10000.0,
-                "short_factor": EIGHT,
-                "long_factor": EIGHT[::-1],
+                "short_factor": EIGHT_POSITIONS,
+                "long_factor": EIGHT_POSITIONS[::-1],
                 "original_max_position_embeddings": 16,
             }
         ),
@@ -254,13 +254,13 @@ SPELLINGS: dict[str, tuple[SimpleNamespace, SimpleNamespace]] = {
 
 
 @pytest.mark.parametrize(("old", "new"), SPELLINGS.values(), ids=SPELLINGS.keys())
-def test_old_spellings_and_null_mean_the_same(old: SimpleNamespace, new: SimpleNamespace) -> None:
+def test_legacy_fields_and_null_are_equivalent(old: SimpleNamespace, new: SimpleNamespace) -> None:
     positions = at([0, 1, 30, 63, 99], 100)
     ours, theirs = (load_rotary(config, HEAD_DIM, CPU, partial=True)(positions) for config in (old, new))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_the_new_spelling_wins_and_the_config_is_left_alone() -> None:
+def test_rope_parameters_win_and_config_is_unchanged() -> None:
     parameters = {"rope_type": "linear", "rope_theta": 77.0, "factor": 2.0}
     config = spelled(rope_parameters=parameters, rope_theta=77.0, rope_scaling={"type": "dynamic"}, rotary_pct=0.5)
     assert rope_parameters(config) == {**parameters, "partial_rotary_factor": 0.5}
@@ -270,7 +270,7 @@ def test_the_new_spelling_wins_and_the_config_is_left_alone() -> None:
 # --- what cannot be honoured
 
 
-def test_spellings_that_contradict_each_other_are_refused() -> None:
+def test_contradicting_rope_fields_are_rejected() -> None:
     config = spelled(rope_parameters={"rope_type": "default", "rope_theta": 77.0}, rope_theta=500.0)
     with pytest.raises(ConfigError, match=r"rope_theta = 500\.0 contradicts 77\.0 in rope_parameters"):
         rope_parameters(config)
@@ -288,7 +288,7 @@ def test_yarn_without_truncation(truncate: bool | None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["proportional", "axial", "nope", "su"])
-def test_an_unknown_scaling_is_refused_by_name(kind: str) -> None:
+def test_unknown_rope_type_error_names_type(kind: str) -> None:
     with pytest.raises(ConfigError, match=f"rope_type = '{kind}' is not supported; use default, linear"):
         load_rotary(spelled(rope_scaling={"type": kind, "factor": 2.0}), HEAD_DIM, CPU)
 
@@ -301,19 +301,23 @@ def test_an_unknown_scaling_is_refused_by_name(kind: str) -> None:
         ({"rope_type": "yarn"}, "factor"),
         ({"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}, "factor"),
         ({"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}, "low_freq_factor"),
-        ({"rope_type": "longrope", "long_factor": EIGHT}, "short_factor"),
-        ({"rope_type": "longrope", "short_factor": EIGHT}, "long_factor"),
+        ({"rope_type": "longrope", "long_factor": EIGHT_POSITIONS}, "short_factor"),
+        ({"rope_type": "longrope", "short_factor": EIGHT_POSITIONS}, "long_factor"),
     ],
 )
-def test_a_missing_parameter_is_named(parameters: dict[str, Any], lacking: str) -> None:
+def test_missing_rope_parameter_is_named(parameters: dict[str, Any], lacking: str) -> None:
     with pytest.raises(ConfigError, match=f"rope_parameters lacks '{lacking}' for rope_type"):
         load_rotary(spelled(rope_parameters=parameters), HEAD_DIM, CPU)
 
 
 @pytest.mark.parametrize("key", ["short_factor", "long_factor"])
 @pytest.mark.parametrize("count", [0, 7, 9])
-def test_longrope_factors_of_the_wrong_length_are_refused(key: str, count: int) -> None:
-    parameters: dict[str, Any] = {"rope_type": "longrope", "short_factor": EIGHT, "long_factor": EIGHT}
+def test_longrope_factors_with_wrong_length_are_rejected(key: str, count: int) -> None:
+    parameters: dict[str, Any] = {
+        "rope_type": "longrope",
+        "short_factor": EIGHT_POSITIONS,
+        "long_factor": EIGHT_POSITIONS,
+    }
     parameters[key] = [1.0] * count
     with pytest.raises(ConfigError, match=rf"rope_parameters\.{key} is not a list of 8 positive numbers"):
         load_rotary(spelled(rope_parameters=parameters), HEAD_DIM, CPU)
@@ -339,13 +343,17 @@ def test_longrope_factors_of_the_wrong_length_are_refused(key: str, count: int) 
         ({"rope_type": "default", "partial_rotary_factor": 2.0}, r"partial_rotary_factor = 2\.0 is not"),
         ({"rope_type": ["linear"], "factor": 2.0}, "rope_type = .* is not supported"),
         ({"rope_type": "default", "rope_theta": 10**400}, "rope_theta = .* is not a positive number"),
-        ({"rope_type": "longrope", "short_factor": [0.0] * 8, "long_factor": EIGHT}, "short_factor is not a list"),
-        ({"rope_type": "longrope", "short_factor": ["a"] * 8, "long_factor": EIGHT}, "rope_parameters cannot be used"),
-        ({"rope_type": "longrope", "short_factor": 2.0, "long_factor": EIGHT}, "short_factor is not a list"),
+        (
+            {"rope_type": "longrope", "short_factor": [0.0] * 8, "long_factor": EIGHT_POSITIONS},
+            "short_factor is not a list",
+        ),
+        (
+            {"rope_type": "longrope", "short_factor": ["a"] * 8, "long_factor": EIGHT_POSITIONS},
+            "rope_parameters cannot be used",
+        ),
+        ({"rope_type": "longrope", "short_factor": 2.0, "long_factor": EIGHT_POSITIONS}, "short_factor is not a list"),
     ],
 )
-def test_a_parameter_that_is_no_number_or_one_that_makes_no_sense_is_refused(
-    parameters: dict[str, Any], field: str
-) -> None:
+def test_implausible_rope_values_are_rejected(parameters: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         load_rotary(spelled(rope_parameters=parameters), HEAD_DIM, CPU)

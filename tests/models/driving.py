@@ -11,7 +11,7 @@ from lorax_server.models.contract.types import GeneratedText, Generation, NextTo
 from lorax_server.pb import generate_pb2 as pb
 
 NO_TOKEN = 1_000_000  # beyond every vocabulary here
-CLOSE = 1e-4  # two logits this close may be told apart by rounding
+MAX_TIE_GAP = 1e-4  # two logits this close may be told apart by rounding
 
 
 def request(
@@ -42,7 +42,7 @@ def batch_of(lm: CausalLM, *requests: pb.Request, batch_id: int = 0) -> CausalLM
 
 
 @dataclass
-class Answer:
+class RequestOutput:
     """All output of one request."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -68,13 +68,13 @@ class Driver:
 
     def __init__(self, lm: CausalLM) -> None:
         self.lm = lm
-        self.answers: dict[int, Answer] = {}
+        self.answers: dict[int, RequestOutput] = {}
 
     def step(self, batch: CausalLMBatch, *, keep_finished: bool = False) -> CausalLMBatch | None:
         """Run one step; then remove finished requests, as a server does."""
         generations, following = self.lm.generate_token(batch)
         for generation in generations:
-            self.answers.setdefault(generation.request_id, Answer()).add(generation)
+            self.answers.setdefault(generation.request_id, RequestOutput()).add(generation)
         if following is None or keep_finished:
             return following
         return following.filter([each.id for each in following.requests if self.answers[each.id].end is None])
@@ -95,7 +95,7 @@ class Driver:
             batch = self.step(batch)
 
 
-def run(lm: CausalLM, *requests: pb.Request) -> list[Answer]:
+def run(lm: CausalLM, *requests: pb.Request) -> list[RequestOutput]:
     """Run all requests in one batch, from beginning to end."""
     driver = Driver(lm)
     driver.finish(batch_of(lm, *requests))
@@ -120,7 +120,7 @@ def generate(oracle: Any, prompt: Sequence[int], count: int, eos: Sequence[int] 
     tokens = []
     for token_id, logits in zip(out.sequences[0, len(prompt) :].tolist(), out.logits, strict=True):
         first, second = logits[0].topk(2).values
-        if first - second < CLOSE:
+        if first - second < MAX_TIE_GAP:
             break
         tokens.append(token_id)
     return tokens

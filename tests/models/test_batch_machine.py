@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
-from tests.models.driving import Answer, Driver, batch_of, generate, request, run
+from tests.models.driving import Driver, RequestOutput, batch_of, generate, request, run
 from tests.models.tiny import EOS_ID, TOKENS, Zoo
 
 
@@ -195,11 +195,11 @@ SLOW = ("deepseek-v3", "falcon-new", "gemma3-window", "gpt2")  # test_padded_cac
     ("name", "max_examples"),
     [("llama", 2), *(pytest.param(name, 8, marks=pytest.mark.slow) for name in (*SLOW, "llama"))],
 )
-def test_a_request_gets_what_it_gets_alone(name: str, max_examples: int, zoo: Zoo) -> None:
+def test_requests_are_independent_of_batch(name: str, max_examples: int, zoo: Zoo) -> None:
     oracle, lm = zoo.pair(name)
 
     @cache
-    def alone(spec: Spec) -> Answer:
+    def alone(spec: Spec) -> RequestOutput:
         (answer,) = run(lm, spec.request(0))
         if spec.is_plain:
             tokens = generate(oracle, spec.prompt, spec.max_new_tokens, [EOS_ID])

@@ -17,12 +17,12 @@ from lorax_server.errors import AdapterError, InputError, LoraxError
 from lorax_server.generation.stopping import FinishReason
 from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
 from lorax_server.pb import generate_pb2 as pb
-from tests.models.driving import Answer, Driver, batch_of, request, run
+from tests.models.driving import Driver, RequestOutput, batch_of, request, run
 from tests.models.tiny import EOS_ID, VOCAB, Zoo
 
 PROMPT, SHORT = [5, 9, 20, 33, 41], [7, 8]
 ENDLESS = {"ignore_eos_token": True}
-SURE = 1e4  # a bias that decides
+LARGE_BIAS = 1e4  # a bias that decides
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +55,7 @@ class Script:
         def scripted(**inputs: Any) -> Any:
             output = forward(**inputs)
             for row, last in enumerate(inputs["input_ids"][:, -1].tolist()):
-                output.logits[row, -1, following.get(last, EOS_ID)] += SURE
+                output.logits[row, -1, following.get(last, EOS_ID)] += LARGE_BIAS
             return output
 
         monkeypatch.setattr(lm.model, "forward", scripted)
@@ -75,7 +75,7 @@ def bytes_of(lm: CausalLM, text: str) -> list[int]:
 # --- Against transformers ---------------------------------------------------------------------------------------------
 
 
-def test_logprobs_of_tokens_are_those_of_transformers(lm: CausalLM, oracle: Any) -> None:
+def test_token_logprobs_match_transformers(lm: CausalLM, oracle: Any) -> None:
     answers = run(lm, request(0, PROMPT, stop=ENDLESS), request(1, SHORT, stop=ENDLESS))
     for prompt, answer in zip((PROMPT, SHORT), answers, strict=True):
         expected = log_probabilities(oracle, [*prompt, *answer.token_ids])[len(prompt) - 1 : -1]
@@ -83,7 +83,7 @@ def test_logprobs_of_tokens_are_those_of_transformers(lm: CausalLM, oracle: Any)
         assert answer.logprobs == pytest.approx(chosen.tolist(), abs=1e-4)
 
 
-def test_prompt_tokens_come_with_the_first_token_and_their_logprobs(lm: CausalLM, oracle: Any) -> None:
+def test_prompt_logprobs_come_with_first_token(lm: CausalLM, oracle: Any) -> None:
     asking = {"prefill_logprobs": True}
     answers = run(
         lm, request(0, PROMPT, fields=asking), request(1, SHORT), request(2, [250], fields=asking), request(3, PROMPT)
@@ -99,12 +99,12 @@ def test_prompt_tokens_come_with_the_first_token_and_their_logprobs(lm: CausalLM
     assert answers[3].prompt is None
 
 
-def test_the_length_of_the_prompt_comes_with_the_first_token(lm: CausalLM) -> None:
+def test_prompt_length_comes_with_first_token(lm: CausalLM) -> None:
     for answer, length in zip(run(lm, request(0, PROMPT), request(1, SHORT)), (5, 2), strict=True):
         assert [each.prefill_tokens_length for each in answer.generations] == [length] + [0] * 7
 
 
-def test_prompt_tokens_come_once_also_in_a_joined_batch(lm: CausalLM) -> None:
+def test_prompt_tokens_come_once_after_merge(lm: CausalLM) -> None:
     driver = Driver(lm)
     batches = [driver.start(request(i, PROMPT, fields={"prefill_logprobs": True})) for i in range(2)]
     driver.finish(CausalLMBatch.concatenate(batches))
@@ -112,7 +112,7 @@ def test_prompt_tokens_come_once_also_in_a_joined_batch(lm: CausalLM) -> None:
         assert [each.prefill_tokens is not None for each in answer.generations] == [True] + [False] * 7
 
 
-def test_alternatives_are_the_likeliest_best_first(lm: CausalLM, oracle: Any) -> None:
+def test_alternatives_are_sorted_by_probability(lm: CausalLM, oracle: Any) -> None:
     answer, silent = run(lm, request(0, PROMPT, return_k_alternatives=3, stop=ENDLESS), request(1, SHORT))
     expected = log_probabilities(oracle, [*PROMPT, *answer.token_ids])[len(PROMPT) - 1 : -1].topk(3)
     for i, each in enumerate(answer.generations):
@@ -124,13 +124,13 @@ def test_alternatives_are_the_likeliest_best_first(lm: CausalLM, oracle: Any) ->
     assert all(each.next_tokens.alternative_tokens == [] for each in silent.generations)
 
 
-def test_more_alternatives_than_there_are_tokens_are_all_of_them(lm: CausalLM) -> None:
+def test_alternatives_are_limited_to_vocabulary(lm: CausalLM) -> None:
     (answer,) = run(lm, request(0, PROMPT, 1, return_k_alternatives=1000))
     (alternatives,) = answer.generations[0].next_tokens.alternative_tokens
     assert sorted(alternatives.token_ids) == list(range(VOCAB))
 
 
-def test_raw_logprobs_are_the_models_own(lm: CausalLM, oracle: Any) -> None:
+def test_raw_logprobs_match_model_logits(lm: CausalLM, oracle: Any) -> None:
     settings: dict[str, Any]
     settings = {"do_sample": True, "temperature": 0.3, "top_k": 4, "repetition_penalty": 1.5, "seed": 5}
     raw, processed = run(lm, request(0, PROMPT, raw_logprobs=True, **settings), request(1, PROMPT, **settings))
@@ -145,15 +145,15 @@ def test_raw_logprobs_are_the_models_own(lm: CausalLM, oracle: Any) -> None:
 
 
 def bias(*token_ids: int) -> list[pb.LogitBias]:
-    return [pb.LogitBias(token_id=token_id, bias=SURE) for token_id in token_ids]
+    return [pb.LogitBias(token_id=token_id, bias=LARGE_BIAS) for token_id in token_ids]
 
 
-def end_of(answer: Answer) -> tuple[str, int, FinishReason]:
+def end_of(answer: RequestOutput) -> tuple[str, int, FinishReason]:
     assert answer.end is not None
     return answer.end.text, answer.end.generated_tokens, answer.end.finish_reason
 
 
-def test_eos_ends_a_request_and_is_not_part_of_its_text(lm: CausalLM) -> None:
+def test_eos_stops_request_and_is_excluded_from_text(lm: CausalLM) -> None:
     (answer,) = run(lm, request(0, PROMPT, logit_bias=bias(EOS_ID)))
     assert answer.token_ids == [EOS_ID]
     assert end_of(answer) == ("", 1, FinishReason.EOS_TOKEN)
@@ -161,13 +161,13 @@ def test_eos_ends_a_request_and_is_not_part_of_its_text(lm: CausalLM) -> None:
     assert (shown.texts, shown.is_special) == (["</s>"], [True])
 
 
-def test_eos_is_one_token_among_others_where_it_is_ignored(lm: CausalLM) -> None:
+def test_ignored_eos_does_not_stop_request(lm: CausalLM) -> None:
     (answer,) = run(lm, request(0, PROMPT, 4, logit_bias=bias(EOS_ID), stop=ENDLESS))
     assert answer.token_ids == [EOS_ID] * 4
     assert end_of(answer) == ("", 4, FinishReason.LENGTH)
 
 
-def test_neither_eos_nor_stop_tokens_come_before_the_least_number_of_tokens(lm: CausalLM) -> None:
+def test_min_new_tokens_delays_eos_and_stop_tokens(lm: CausalLM) -> None:
     stop = {"min_new_tokens": 3, "stop_token_ids": [77]}
     for ending in (EOS_ID, 77):
         (answer,) = run(lm, request(0, PROMPT, logit_bias=bias(ending), stop=stop))
@@ -175,7 +175,7 @@ def test_neither_eos_nor_stop_tokens_come_before_the_least_number_of_tokens(lm: 
         assert answer.token_ids.index(ending) == 3
 
 
-def test_a_stop_token_ends_a_request_and_is_shown_unless_excluded(lm: CausalLM) -> None:
+def test_stop_token_stops_request_and_may_be_excluded(lm: CausalLM) -> None:
     (letter,) = tokens_of(lm, "q")
     for exclude, text in ((False, "q"), (True, "")):
         stop = {"stop_token_ids": [letter], "exclude_stop": exclude}
@@ -196,7 +196,7 @@ def test_a_stop_token_ends_a_request_and_is_shown_unless_excluded(lm: CausalLM) 
         ({"stop_sequences": ["ghx"], "exclude_stop": True}, "bcdefgh", 8),  # held back, and shown in the end
     ],
 )
-def test_stop_strings_over_several_tokens(
+def test_stop_strings_across_tokens(
     lm: CausalLM, monkeypatch: pytest.MonkeyPatch, stop: dict[str, Any], text: str, count: int
 ) -> None:
     script = Script(lm, monkeypatch, [tokens_of(lm, letter)[0] for letter in "abcdefgh"])
@@ -205,9 +205,7 @@ def test_stop_strings_over_several_tokens(
     assert "".join(answer.texts) == text
 
 
-def test_characters_of_several_bytes_are_shown_when_they_are_complete(
-    lm: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_multibyte_characters_are_emitted_when_complete(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "é日👋"
     script = Script(lm, monkeypatch, [250, *bytes_of(lm, text)])
     answer, other = run(lm, request(0, [250], 20), request(1, [*SHORT, 250], 20))
@@ -217,16 +215,14 @@ def test_characters_of_several_bytes_are_shown_when_they_are_complete(
     assert script.prompt == [250]
 
 
-def test_a_character_that_stays_incomplete_is_shown_as_such_at_the_end(
-    lm: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_incomplete_character_is_emitted_at_end(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     Script(lm, monkeypatch, [250, *tokens_of(lm, "x"), *bytes_of(lm, "日")])
     (answer,) = run(lm, request(0, [250], 3))
     assert end_of(answer) == ("x\ufffd", 3, FinishReason.LENGTH)
     assert "".join(answer.texts) == "x\ufffd"
 
 
-def test_a_prompt_that_ends_within_a_character_is_completed(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_with_incomplete_character_is_completed(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     first, *rest = bytes_of(lm, "é")
     Script(lm, monkeypatch, [first, *rest])
     (answer,) = run(lm, request(0, [5, first], 4))
@@ -234,7 +230,7 @@ def test_a_prompt_that_ends_within_a_character_is_completed(lm: CausalLM, monkey
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_texts_that_are_not_special_add_up_to_the_whole(lm: CausalLM, seed: int) -> None:
+def test_non_special_texts_join_to_full_text(lm: CausalLM, seed: int) -> None:
     stops: list[dict[str, Any]]
     stops = [{}, ENDLESS, {"stop_sequences": ["e"], "exclude_stop": True}, {"min_new_tokens": 9}]
     requests = [
@@ -249,7 +245,7 @@ def test_texts_that_are_not_special_add_up_to_the_whole(lm: CausalLM, seed: int)
 # --- Drawing ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_after_regrouping(lm: CausalLM) -> None:
+def test_seed_is_reproducible_in_any_batch(lm: CausalLM) -> None:
     drawn: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "seed": 2**64 - 1}
     (alone,) = run(lm, request(0, PROMPT, 12, stop=ENDLESS, **drawn))
     together = run(lm, request(1, SHORT, 12), request(0, PROMPT, 12, stop=ENDLESS, **drawn))[1]
@@ -268,7 +264,7 @@ def test_requests_with_different_seeds_differ(lm: CausalLM) -> None:
     assert len({tuple(answer.token_ids) for answer in answers}) == 4
 
 
-def test_temperature_zero_is_greedy_beside_others(lm: CausalLM) -> None:
+def test_temperature_zero_is_greedy_in_mixed_batch(lm: CausalLM) -> None:
     (greedy,) = run(lm, request(0, PROMPT))
     cold, warm = run(
         lm, request(0, PROMPT, temperature=0.0, do_sample=True, seed=3), request(1, PROMPT, temperature=3.0, seed=3)
@@ -282,7 +278,7 @@ def test_temperature_zero_is_greedy_beside_others(lm: CausalLM) -> None:
 # --- Several ranks ----------------------------------------------------------------------------------------------------
 
 
-def test_each_request_is_answered_by_one_rank(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_request_is_returned_by_one_rank(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [request(i, PROMPT[: i + 1], 4, stop=ENDLESS) for i in range(5)]
     whole = run(lm, *requests)
     seen: dict[int, list[int]] = {}
@@ -301,9 +297,9 @@ def test_each_request_is_answered_by_one_rank(lm: CausalLM, monkeypatch: pytest.
 # --- Failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_adapters_are_refused(lm: CausalLM) -> None:
+def test_adapters_are_rejected(lm: CausalLM) -> None:
     batch = batch_of(lm, request(0), request(1, fields={"adapter_index": 1}))
-    with pytest.raises(AdapterError, match="are served with adapters"):
+    with pytest.raises(AdapterError, match="do not support adapters"):
         lm.generate_token(batch)
     kept = batch.filter([0])
     assert kept is not None
@@ -312,11 +308,11 @@ def test_adapters_are_refused(lm: CausalLM) -> None:
     for index in (0, 1):
         meta = AdapterBatchMetadata.from_indices(torch.tensor([index]))
         data: Any = SimpleNamespace(meta=meta)
-        with pytest.raises(AdapterError, match="are served with adapters") if index else nullcontext():
+        with pytest.raises(AdapterError, match="do not support adapters") if index else nullcontext():
             lm.forward(ids, torch.ones_like(ids), torch.zeros_like(ids), None, data)
 
 
-def test_a_special_token_can_be_named_as_a_stop_string(lm: CausalLM) -> None:
+def test_special_token_as_stop_string(lm: CausalLM) -> None:
     """A special token is no text, so its name stands for its id."""
     stop = {"stop_sequences": ["</s>"], "ignore_eos_token": True}
     (answer,) = run(lm, request(0, PROMPT, stop=stop, logit_bias=bias(EOS_ID)))
@@ -325,7 +321,7 @@ def test_a_special_token_can_be_named_as_a_stop_string(lm: CausalLM) -> None:
     assert answer.token_ids == [EOS_ID]
 
 
-def test_a_bias_beyond_the_vocabulary_is_refused_before_it_meets_others(lm: CausalLM) -> None:
+def test_logit_bias_outside_vocabulary_is_rejected_early(lm: CausalLM) -> None:
     with pytest.raises(InputError, match="request 1: `logit_bias`: token ID 300 is outside the vocabulary of 300"):
         batch_of(lm, request(0), request(1, logit_bias=bias(VOCAB)))
 
@@ -343,9 +339,7 @@ def spoil(lm: CausalLM, monkeypatch: pytest.MonkeyPatch, row: int, value: float 
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_scores_that_are_not_numbers_name_the_request_and_the_others_go_on(
-    lm: CausalLM, monkeypatch: pytest.MonkeyPatch, value: float
-) -> None:
+def test_nan_logits_error_names_request(lm: CausalLM, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     (expected,) = run(lm, request(0, PROMPT))
     with monkeypatch.context() as patch:
         spoil(lm, patch, 1, value)
@@ -358,24 +352,20 @@ def test_scores_that_are_not_numbers_name_the_request_and_the_others_go_on(
     assert driver.answers[0].token_ids == expected.token_ids
 
 
-def test_scores_that_stop_being_numbers_midway_leave_the_batch_as_it_was(
-    lm: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_logits_leave_batch_unchanged(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(lm, request(0, PROMPT, 12, stop=ENDLESS))[0]
     driver = Driver(lm)
     batch = driver.start(request(0, PROMPT, 12, stop=ENDLESS), request(1, SHORT, 12, stop=ENDLESS), steps=3)
     with monkeypatch.context() as patch:
         spoil(lm, patch, 1)
         for _ in range(2):
-            with pytest.raises(LoraxError, match="request 1: the model's scores"):
+            with pytest.raises(LoraxError, match="request 1: the logits are NaN"):
                 lm.generate_token(batch)
     driver.finish(batch.filter([0]))
     assert driver.answers[0].token_ids == expected.token_ids
 
 
-def test_a_finished_request_whose_scores_are_not_numbers_disturbs_nobody(
-    lm: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_logits_of_finished_request_are_ignored(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(lm)
     batch = driver.step(batch_of(lm, request(0, PROMPT, 1), request(1, SHORT, 5, stop=ENDLESS)), keep_finished=True)
     spoil(lm, monkeypatch, 0)
@@ -384,7 +374,7 @@ def test_a_finished_request_whose_scores_are_not_numbers_disturbs_nobody(
     assert len(driver.answers[1].token_ids) == 5
 
 
-def test_nothing_is_logged_in_a_step(lm: CausalLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_step_logs_no_messages(lm: CausalLM, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         run(lm, request(0, PROMPT), request(1, SHORT))
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -36,7 +36,7 @@ def three(lm: CausalLM) -> CausalLMBatch:
 # --- The contract -----------------------------------------------------------------------------------------------------
 
 
-def test_fields_are_those_of_the_contract_in_its_order() -> None:
+def test_batch_fields_match_contract_order() -> None:
     assert [field.name for field in fields(CausalLMBatch)] == [
         "batch_id",
         "requests",
@@ -62,7 +62,7 @@ def test_fields_are_those_of_the_contract_in_its_order() -> None:
     assert issubclass(CausalLMBatch, Batch)
 
 
-def test_both_names_are_found_where_the_contract_has_them(lm: CausalLM) -> None:
+def test_contract_import_paths(lm: CausalLM) -> None:
     assert lm.batch_type is CausalLMBatch
 
 
@@ -81,7 +81,7 @@ def test_prompts_are_padded_on_the_left(lm: CausalLM) -> None:
     assert len(batch) == 3
 
 
-def test_mask_has_room_for_all_tokens_to_come(lm: CausalLM) -> None:
+def test_mask_has_columns_for_future_tokens(lm: CausalLM) -> None:
     batch = three(lm)
     assert batch.padding_right_offset == 6
     assert batch.attention_mask.tolist() == [
@@ -92,7 +92,7 @@ def test_mask_has_room_for_all_tokens_to_come(lm: CausalLM) -> None:
     assert batch.max_tokens == 3 * (5 + 6)
 
 
-def test_positions_count_from_the_first_token_of_each(lm: CausalLM) -> None:
+def test_positions_start_at_first_token(lm: CausalLM) -> None:
     assert three(lm).position_ids.tolist() == [[0, 1, 2, 3, 4], [1, 1, 1, 0, 1], [1, 1, 1, 1, 0]]
 
 
@@ -102,7 +102,7 @@ def test_text_continues_the_prompt(lm: CausalLM) -> None:
     assert batch.prefix_offsets == [0, 0, 0]
 
 
-def test_every_cell_has_an_adapter_and_after_the_first_step_every_row(lm: CausalLM) -> None:
+def test_adapter_meta_covers_all_input_ids(lm: CausalLM) -> None:
     message = pb.Batch(
         requests=[
             request(0, LONG, fields={"adapter_index": 2}),
@@ -125,7 +125,7 @@ def test_every_cell_has_an_adapter_and_after_the_first_step_every_row(lm: Causal
     assert batch.adapter_meta.adapter_segments == [0, 2]
 
 
-def test_ids_are_taken_instead_of_text(lm: CausalLM) -> None:
+def test_token_ids_take_precedence_over_text(lm: CausalLM) -> None:
     carried = request(0, LONG)
     carried.inputs = "hello hello"
     batch = batch_of(lm, carried, request(1, "hello hello"))
@@ -133,7 +133,7 @@ def test_ids_are_taken_instead_of_text(lm: CausalLM) -> None:
     assert batch.all_input_ids[1][:, 0].tolist() == lm.tokenizer("hello hello")["input_ids"]
 
 
-def test_each_request_is_truncated_to_its_own_last_tokens(lm: CausalLM) -> None:
+def test_truncate_keeps_last_tokens_per_request(lm: CausalLM) -> None:
     texts = [request(i, "the quick brown fox", fields={"truncate": truncate}) for i, truncate in enumerate((0, 3, 1))]
     batch = batch_of(lm, *texts, request(3, LONG, fields={"truncate": 2}), request(4, SHORT, fields={"truncate": 9}))
     full = lm.tokenizer("the quick brown fox")["input_ids"]
@@ -141,7 +141,7 @@ def test_each_request_is_truncated_to_its_own_last_tokens(lm: CausalLM) -> None:
     assert prompts == [full, full[-3:], full[-1:], LONG[-2:], SHORT]
 
 
-def test_an_adapter_can_have_its_own_tokenizer(lm: CausalLM) -> None:
+def test_adapter_specific_tokenizer(lm: CausalLM) -> None:
     own, other = make_tokenizer(eos_token="t", pad_token="<s>"), make_tokenizer(eos_token=None)
     tokenizers = TokenizerManager()
     tokenizers.add_tokenizer(3, other)
@@ -157,7 +157,7 @@ def test_an_adapter_can_have_its_own_tokenizer(lm: CausalLM) -> None:
     assert eos == [{lm.tokenizer.eos_token_id}, frozenset(), {own.eos_token_id}]
 
 
-def test_without_a_config_nothing_limits_prompts(lm: CausalLM) -> None:
+def test_prompts_are_unlimited_without_config(lm: CausalLM) -> None:
     message = pb.Batch(requests=[request(0, [99_999] * 500)])
     batch = CausalLMBatch.from_pb(message, lm.tokenizer, lm.tokenizers, None, None, torch.float32, torch.device("cpu"))
     assert batch.max_input_length == 500
@@ -184,13 +184,13 @@ def test_without_a_config_nothing_limits_prompts(lm: CausalLM) -> None:
         (request(5, [5], fields={"cache_len": 1}), "request 5: cached prefixes and chunked prefill are not supported"),
     ],
 )
-def test_a_bad_request_is_refused_and_says_whose_it_is_and_why(lm: CausalLM, bad: pb.Request, message: str) -> None:
+def test_invalid_request_error_names_request(lm: CausalLM, bad: pb.Request, message: str) -> None:
     with pytest.raises((InputError, AdapterError), match=message) as refused:
         batch_of(lm, request(0), bad)
     assert refused.value.request_ids == (5,)
 
 
-def test_an_empty_prompt_is_refused_also_where_the_tokenizer_begins_it(lm: CausalLM) -> None:
+def test_empty_prompt_is_rejected_despite_bos_token(lm: CausalLM) -> None:
     tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS_ID)])
     assert tokenizer("")["input_ids"] == [BOS_ID]
@@ -199,41 +199,41 @@ def test_an_empty_prompt_is_refused_also_where_the_tokenizer_begins_it(lm: Causa
         CausalLMBatch.from_pb(message, tokenizer, lm.tokenizers, None, lm.config, lm.dtype, lm.device)
 
 
-def test_requests_of_one_id_cannot_be_in_one_batch(lm: CausalLM) -> None:
+def test_duplicate_request_ids_are_rejected(lm: CausalLM) -> None:
     with pytest.raises(ValueError, match="request IDs in a batch must be unique"):
         batch_of(lm, request(3), request(3))
 
 
-def test_without_a_limit_of_its_own_a_model_has_one_nevertheless(zoo: Zoo) -> None:
+def test_default_limit_applies_without_model_limit(zoo: Zoo) -> None:
     with pytest.raises(InputError, match="must be <= 131072"):
         batch_of(zoo.served("bloom"), request(0, [5], 4_000_000_000))
 
 
-def test_batches_of_different_models_are_not_joined(zoo: Zoo) -> None:
+def test_batches_from_different_models_cannot_merge(zoo: Zoo) -> None:
     batches = []
     for i, name in enumerate(("llama", "gpt2")):
         driver = Driver(zoo.served(name))
         batches.append(driver.start(request(i)))
-    with pytest.raises(ValueError, match="batches of different models"):
+    with pytest.raises(ValueError, match="batches from different models"):
         CausalLMBatch.concatenate(batches)
     assert all(batch.past_key_values for batch in batches)  # nothing was lost
 
 
-def test_images_are_refused(lm: CausalLM) -> None:
+def test_images_are_rejected(lm: CausalLM) -> None:
     image = request(5, LONG)
     image.tokenized_inputs.input_chunks.add().image.data = b"png"
     with pytest.raises(InputError, match="request 5: images and other input chunks are not supported"):
         batch_of(lm, image)
 
 
-def test_a_prompt_of_just_the_limit_runs_to_its_end(zoo: Zoo) -> None:
+def test_prompt_at_length_limit_completes(zoo: Zoo) -> None:
     for name in ("gpt2", "llama", "mpt"):
         (answer,) = run(zoo.served(name), request(0, [5] * 120, 8, stop={"ignore_eos_token": True}))
         assert answer.end is not None
         assert answer.end.generated_tokens == 8
 
 
-def test_a_message_tells_what_a_batch_holds(lm: CausalLM) -> None:
+def test_to_pb_describes_batch(lm: CausalLM) -> None:
     batch = three(lm)
     assert batch.to_pb() == pb.CachedBatch(id=7, request_ids=[0, 1, 2], size=3, max_tokens=33, current_tokens=15)
     batch = Driver(lm).steps(batch, 1)
@@ -243,7 +243,7 @@ def test_a_message_tells_what_a_batch_holds(lm: CausalLM) -> None:
 # --- After a step -----------------------------------------------------------------------------------------------------
 
 
-def test_a_step_moves_everything_by_one(lm: CausalLM) -> None:
+def test_step_advances_all_fields_by_one(lm: CausalLM) -> None:
     batch, driver = three(lm), Driver(lm)
     batch = driver.steps(batch, 1)
     first = [driver.answers[i].token_ids for i in range(3)]
@@ -264,7 +264,7 @@ def test_a_step_moves_everything_by_one(lm: CausalLM) -> None:
     assert batch.past_key_values[0][0].shape == (3, 2, 6, 8)
 
 
-def test_a_finished_request_is_silent_until_it_is_filtered_out(lm: CausalLM) -> None:
+def test_finished_request_returns_no_tokens_until_filtered(lm: CausalLM) -> None:
     driver, batch = Driver(lm), three(lm)
     for _ in range(5):
         following = driver.step(batch, keep_finished=True)
@@ -277,7 +277,7 @@ def test_a_finished_request_is_silent_until_it_is_filtered_out(lm: CausalLM) -> 
     assert following is None
 
 
-def test_a_batch_of_finished_requests_gives_nothing_and_ends(lm: CausalLM) -> None:
+def test_finished_batch_returns_no_generations(lm: CausalLM) -> None:
     batch = three(lm)
     for _ in range(3):
         _, following = lm.generate_token(batch)
@@ -288,7 +288,7 @@ def test_a_batch_of_finished_requests_gives_nothing_and_ends(lm: CausalLM) -> No
 
 
 @pytest.mark.parametrize("name", ["codegen", "gpt-j", "gpt2", "llama", "opt"])
-def test_a_finished_request_at_the_models_limit_does_not_stop_its_neighbours(name: str, zoo: Zoo) -> None:
+def test_finished_request_at_limit_does_not_block_batch(name: str, zoo: Zoo) -> None:
     lm, endless = zoo.served(name), {"ignore_eos_token": True}
     driver = Driver(lm)
     batch: Any = batch_of(lm, request(0, [20] * 120, 8, stop=endless), request(1, SHORT, 30, stop=endless))
@@ -300,19 +300,19 @@ def test_a_finished_request_at_the_models_limit_does_not_stop_its_neighbours(nam
 # --- Leaving ----------------------------------------------------------------------------------------------------------
 
 
-def test_all_requests_in_their_order_are_the_batch_itself(lm: CausalLM) -> None:
+def test_filter_with_all_requests_returns_same_batch(lm: CausalLM) -> None:
     batch = three(lm)
     mask = batch.attention_mask
     assert batch.filter([0, 1, 2]) is batch
     assert batch.attention_mask is mask
 
 
-def test_nothing_kept_is_nothing(lm: CausalLM) -> None:
+def test_filter_without_requests_returns_none(lm: CausalLM) -> None:
     assert three(lm).filter([]) is None
 
 
 @pytest.mark.parametrize("wrong", [[3], [0, 3], [1, 1], [0, 1, 2, 2]])
-def test_unknown_and_repeated_ids_are_refused_and_change_nothing(lm: CausalLM, wrong: list[int]) -> None:
+def test_filter_rejects_unknown_and_duplicate_ids(lm: CausalLM, wrong: list[int]) -> None:
     batch = three(lm)
     with pytest.raises(ValueError, match=r"request_ids must be distinct IDs from this batch \[0, 1, 2\]"):
         batch.filter(wrong)
@@ -320,7 +320,7 @@ def test_unknown_and_repeated_ids_are_refused_and_change_nothing(lm: CausalLM, w
     assert len(batch.input_ids) == 3
 
 
-def test_leaving_before_the_first_step_gives_back_the_padding(lm: CausalLM) -> None:
+def test_filter_before_first_step_removes_padding(lm: CausalLM) -> None:
     batch = three(lm).filter([2, 1])
     assert batch is not None
     assert batch.input_ids.tolist() == [[lm.tokenizer.pad_token_id, 250], SHORT]
@@ -334,7 +334,7 @@ def test_leaving_before_the_first_step_gives_back_the_padding(lm: CausalLM) -> N
 
 
 @pytest.mark.parametrize("kept", [[0], [1], [2], [0, 1], [1, 2], [0, 2], [2, 0], [2, 1, 0], [1, 0, 2]])
-def test_who_stays_keeps_all_that_is_theirs(lm: CausalLM, kept: list[int]) -> None:
+def test_filter_keeps_all_fields_of_remaining_requests(lm: CausalLM, kept: list[int]) -> None:
     batch = Driver(lm).steps(three(lm), 2)
     before = copy.deepcopy(batch)
     after = batch.filter(list(kept))
@@ -359,7 +359,7 @@ def test_who_stays_keeps_all_that_is_theirs(lm: CausalLM, kept: list[int]) -> No
             assert torch.equal(part, part_before[kept, :, part_before.shape[2] - (width - 1) :])
 
 
-def test_a_finished_request_that_stays_takes_no_room_it_does_not_need(lm: CausalLM) -> None:
+def test_finished_request_reserves_no_columns(lm: CausalLM) -> None:
     """The request was allowed more tokens than there is room for now: counting on them would shift all masks."""
     (alone,) = run(lm, request(0, LONG, 30))
     driver = Driver(lm)
@@ -380,7 +380,7 @@ def test_a_finished_request_that_stays_takes_no_room_it_does_not_need(lm: Causal
 # --- Joining ----------------------------------------------------------------------------------------------------------
 
 
-def test_batches_of_different_sizes_and_lengths_are_aligned_on_the_right(lm: CausalLM) -> None:
+def test_merged_batches_are_right_aligned(lm: CausalLM) -> None:
     driver = Driver(lm)
     batches = [
         driver.steps(batch_of(lm, request(2, ONE, 9), batch_id=5), 1),
@@ -415,26 +415,26 @@ def test_batches_of_different_sizes_and_lengths_are_aligned_on_the_right(lm: Cau
     assert all(batch.past_key_values is None for batch in batches)  # let go of
 
 
-def test_one_batch_joined_goes_on(lm: CausalLM) -> None:
+def test_merging_one_batch_continues(lm: CausalLM) -> None:
     driver = Driver(lm)
     driver.finish(CausalLMBatch.concatenate([driver.steps(three(lm), 1)]))
     assert driver.answers[1].token_ids == run(lm, request(1, SHORT, 6))[0].token_ids
 
 
-def test_a_batch_without_its_first_step_cannot_join(lm: CausalLM) -> None:
+def test_batch_before_first_step_cannot_merge(lm: CausalLM) -> None:
     started = Driver(lm).start(request(9))
     with pytest.raises(ValueError, match="first step"):
         CausalLMBatch.concatenate([started, three(lm)])
     assert started.past_key_values is not None  # and the other can go on
 
 
-def test_requests_of_one_id_cannot_join(lm: CausalLM) -> None:
+def test_duplicate_request_ids_cannot_merge(lm: CausalLM) -> None:
     batches = [Driver(lm).start(request(9)) for _ in range(2)]
-    with pytest.raises(ValueError, match="same id"):
+    with pytest.raises(ValueError, match="must be unique"):
         CausalLMBatch.concatenate(batches)
 
 
-def test_batches_with_different_layouts_cannot_join(lm: CausalLM) -> None:
+def test_batches_with_different_key_layouts_cannot_merge(lm: CausalLM) -> None:
     batches = [Driver(lm).start(request(i)) for i in range(2)]
     batches[0].keys_head_dim_last = False
     with pytest.raises(ValueError, match="layouts"):
@@ -468,7 +468,7 @@ def unfolded(batch: CausalLMBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("folded", [False, True])
-def test_leaving_cuts_keys_with_their_size_before_their_columns(lm: CausalLM, folded: bool) -> None:
+def test_filter_with_transposed_keys(lm: CausalLM, folded: bool) -> None:
     batch = hand_made(lm, [0, 1, 2], folded)
     keys, values = unfolded(batch)
     kept = batch.filter([2, 1])
@@ -480,7 +480,7 @@ def test_leaving_cuts_keys_with_their_size_before_their_columns(lm: CausalLM, fo
 
 
 @pytest.mark.parametrize("folded", [False, True])
-def test_joining_pads_keys_with_their_size_before_their_columns(lm: CausalLM, folded: bool) -> None:
+def test_concatenate_with_transposed_keys(lm: CausalLM, folded: bool) -> None:
     batches = [hand_made(lm, [1], folded), hand_made(lm, [0, 2], folded)]
     (short_keys, short_values), (keys, values) = map(unfolded, batches)
     joined = CausalLMBatch.concatenate(batches)
@@ -493,7 +493,7 @@ def test_joining_pads_keys_with_their_size_before_their_columns(lm: CausalLM, fo
     assert joined.past_key_values[0][0].shape == (2, HEADS, SIZE, 2)
 
 
-def test_folded_heads_in_the_usual_layout(lm: CausalLM) -> None:
+def test_folded_heads_with_standard_layout(lm: CausalLM) -> None:
     batch = Driver(lm).steps(three(lm), 1)
     before = copy.deepcopy(batch)
     assert batch.past_key_values is not None

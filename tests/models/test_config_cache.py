@@ -30,7 +30,7 @@ def never(_: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_all_fields_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_config_has_all_transformers_fields(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     VARIANTS[name].config().save_pretrained(tmp_path)
     expected = AutoConfig.from_pretrained(tmp_path)
     first = read_config(tmp_path)
@@ -48,7 +48,7 @@ def test_all_fields_are_those_of_transformers(name: str, tmp_path: Path, monkeyp
     assert str(first.dtype).removeprefix("torch.") == str(expected.dtype).removeprefix("torch.")
 
 
-def test_transformers_is_asked_again_where_anything_has_changed(
+def test_changed_config_or_version_is_read_again(
     folder: Path, own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_config(folder)
@@ -63,7 +63,7 @@ def test_transformers_is_asked_again_where_anything_has_changed(
     assert len(list(own_folder.iterdir())) == 3
 
 
-def test_what_transformers_refuses_is_not_kept(folder: Path, own_folder: Path) -> None:
+def test_invalid_config_is_not_cached(folder: Path, own_folder: Path) -> None:
     (folder / MODEL_CONFIG_FILE).write_text('{"model_type": "unknown"}')
     with pytest.raises(ValueError, match="unknown"):
         read_config(folder)

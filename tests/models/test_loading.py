@@ -45,7 +45,7 @@ def load(folder: Path, **arguments: Any) -> CausalLM:
 
 
 @CPU_ONLY
-def test_on_a_cpu_the_default_is_float32(zoo: Zoo) -> None:
+def test_cpu_default_dtype_is_float32(zoo: Zoo) -> None:
     lm = CausalLM(str(zoo.folder("gpt2")))
     assert lm.dtype == torch.float32
     assert lm.device == torch.device("cpu")
@@ -53,14 +53,14 @@ def test_on_a_cpu_the_default_is_float32(zoo: Zoo) -> None:
 
 
 @CPU_ONLY
-def test_another_dtype_is_taken(zoo: Zoo) -> None:
+def test_requested_dtype_is_used(zoo: Zoo) -> None:
     lm = load(zoo.folder("llama"), dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in lm.model.parameters()} == {torch.bfloat16}
     answers = run(lm, request(0, [5] * 30), request(1, [7]))
     assert all(answer.end is not None for answer in answers)
 
 
-def test_a_model_says_what_it_is(zoo: Zoo) -> None:
+def test_model_properties(zoo: Zoo) -> None:
     lm = zoo.served("llama")
     assert lm.requires_padding
     assert lm.dynamic_adapter_loading_enabled is False
@@ -69,19 +69,19 @@ def test_a_model_says_what_it_is(zoo: Zoo) -> None:
     assert lm.tokenizer.padding_side == lm.tokenizer.truncation_side == "left"
 
 
-def test_compiling_is_logged_as_not_supported(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+def test_compile_logs_warning(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="lorax_server"):
         load(zoo.folder("gpt2"), compile=True)
     assert "compile is not supported here" in caplog.text
 
 
-def test_an_unknown_way_to_quantize_is_refused(zoo: Zoo) -> None:
-    with pytest.raises(ConfigError, match="quantize = 'gptq' is not supported here; bitsandbytes"):
+def test_unknown_quantize_method_is_rejected(zoo: Zoo) -> None:
+    with pytest.raises(ConfigError, match="quantize = 'gptq' is not supported here; use 'bitsandbytes'"):
         load(zoo.folder("gpt2"), quantize="gptq")
 
 
 @pytest.mark.parametrize("missing", [["bitsandbytes"], ["accelerate", "bitsandbytes"]])
-def test_quantizing_without_its_packages_says_what_to_install(
+def test_missing_quantize_packages_error_names_extra(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch, missing: list[str]
 ) -> None:
     monkeypatch.setattr("lorax_server.models.pretrained.find_spec", lambda name: None if name in missing else object())
@@ -90,7 +90,7 @@ def test_quantizing_without_its_packages_says_what_to_install(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-def test_eight_bits_are_close_to_float32(zoo: Zoo) -> None:
+def test_8_bit_logits_are_close_to_float32(zoo: Zoo) -> None:
     pytest.importorskip("bitsandbytes")
     lm, reference = load(zoo.folder("llama"), quantize="bitsandbytes"), zoo.served("llama")
     ids = torch.tensor([[5, 9, 20, 33, 41, 7, 8, 9]], device=lm.device)
@@ -104,14 +104,14 @@ def test_eight_bits_are_close_to_float32(zoo: Zoo) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-def test_a_model_in_which_nothing_is_quantized_is_refused(zoo: Zoo) -> None:
+def test_model_without_quantizable_layers_is_rejected(zoo: Zoo) -> None:
     pytest.importorskip("bitsandbytes")
     with pytest.raises(ConfigError, match="FalconForCausalLM has no layers that bitsandbytes can quantize"):
         load(zoo.folder("falcon"), quantize="bitsandbytes")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-def test_a_checkpoint_stored_in_eight_bits_needs_no_setting(zoo: Zoo, tmp_path: Path) -> None:
+def test_8_bit_checkpoint_needs_no_quantize_setting(zoo: Zoo, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     quantized = load(zoo.folder("llama"), quantize="bitsandbytes")
     model: Any = quantized.model
@@ -124,12 +124,12 @@ def test_a_checkpoint_stored_in_eight_bits_needs_no_setting(zoo: Zoo, tmp_path: 
 
 
 @pytest.mark.parametrize("stored", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "unheard of"}])
-def test_other_quantized_checkpoints_are_refused_by_name(variant: Variant, stored: dict[str, Any]) -> None:
+def test_unsupported_quantized_checkpoints_are_rejected(variant: Variant, stored: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"quantization method '{stored['quant_method']}' is not supported"):
         load(variant("llama", quantization_config=stored))
 
 
-def test_an_adapter_beside_the_model_is_not_taken_for_the_model(variant: Variant) -> None:
+def test_folder_with_adapter_is_rejected(variant: Variant) -> None:
     """Refuse the folder: transformers would merge the adapter, or load the model that the adapter names."""
     folder = variant("llama")
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "other/model"}')
@@ -137,13 +137,13 @@ def test_an_adapter_beside_the_model_is_not_taken_for_the_model(variant: Variant
         load(folder)
 
 
-def test_attention_from_another_repository_is_not_fetched(variant: Variant) -> None:
+def test_remote_attention_code_is_rejected(variant: Variant) -> None:
     with pytest.raises(ConfigError, match="requests attention code from another repository"):
         load(variant("llama", attn_implementation="someone/kernel"))
 
 
 @pytest.mark.parametrize("text", ["{", '{"eos_token_id": "x"}', "[]", '{"eos_token_id": [1, null]}'])
-def test_a_damaged_generation_config_is_refused(variant: Variant, text: str) -> None:
+def test_damaged_generation_config_is_rejected(variant: Variant, text: str) -> None:
     folder = variant("gpt2")
     (folder / "generation_config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"generation_config\.json cannot be read"):
@@ -170,22 +170,22 @@ def named(pad: int | None = None, eos: Any = None) -> Any:
         (named(pad=100), named(pad=-1, eos=[200, 99]), 99),
     ],
 )
-def test_the_pad_token_is_the_first_that_the_model_knows(tokenizer: Any, config: Any, pad: int) -> None:
+def test_pad_token_is_first_token_in_vocabulary(tokenizer: Any, config: Any, pad: int) -> None:
     assert resolve_pad_token(tokenizer, config, 100) == pad
 
 
 @pytest.mark.parametrize(("tokenizer", "config"), [(named(), named()), (named(pad=100, eos=101), named(pad=-1))])
-def test_no_pad_token_is_an_error_that_says_what_to_do(tokenizer: Any, config: Any) -> None:
+def test_missing_pad_token_error_suggests_fix(tokenizer: Any, config: Any) -> None:
     with pytest.raises(ConfigError, match="set pad_token_id or eos_token_id"):
         resolve_pad_token(tokenizer, config, 100)
 
 
-def test_eos_tokens_are_all_that_anyone_names() -> None:
+def test_eos_tokens_are_merged_from_all_sources() -> None:
     assert eos_token_ids(named(eos=1), named(eos=[2, 3]), named(eos=(3, 4)), named(), None) == {1, 2, 3, 4}
     assert eos_token_ids(named(eos=-1), named(eos=[-1, 0])) == {0}
 
 
-def test_eos_comes_from_the_config_the_generation_config_and_the_tokenizer(variant: Variant) -> None:
+def test_eos_comes_from_configs_and_tokenizer(variant: Variant) -> None:
     folder = variant(eos_token_id=[7, 9])
     (folder / "generation_config.json").write_text('{"eos_token_id": [11, 7], "transformers_version": "5.0.0"}')
     lm = load(folder)
@@ -195,25 +195,25 @@ def test_eos_comes_from_the_config_the_generation_config_and_the_tokenizer(varia
         assert answer.token_ids == [eos]
 
 
-def test_an_eos_of_minus_one_is_none(variant: Variant) -> None:
+def test_eos_of_minus_one_is_ignored(variant: Variant) -> None:
     lm = load(variant(eos_token_id=-1))
     assert lm.config.eos_token_id == [1]  # the tokenizer's
     assert run(lm, request(0))[0].end is not None
 
 
 @pytest.mark.parametrize("special", [{"bos_token": "<s>"}, {"bos_token": "<s>", "eos_token": "</s>"}])
-def test_a_pad_token_that_only_the_model_has_will_do(variant: Variant, special: dict[str, str]) -> None:
+def test_pad_token_unknown_to_tokenizer_is_accepted(variant: Variant, special: dict[str, str]) -> None:
     lm = load(variant(tokenizer=make_tokenizer(**special), pad_token_id=VOCAB - 1, eos_token_id=None))
     answers = run(lm, request(0), request(1, [7, 8]))
     assert answers[1].token_ids == run(lm, request(1, [7, 8]))[0].token_ids
 
 
-def test_neither_pad_nor_eos_is_refused(variant: Variant) -> None:
+def test_missing_pad_and_eos_is_rejected(variant: Variant) -> None:
     with pytest.raises(ConfigError, match="pad or eos token"):
         load(variant(tokenizer=make_tokenizer(bos_token="<s>"), eos_token_id=None))
 
 
-def test_padding_with_a_token_of_the_text_does_not_make_it_special(variant: Variant) -> None:
+def test_pad_token_is_not_treated_as_special(variant: Variant) -> None:
     lm = load(variant(tokenizer=make_tokenizer(bos_token="<s>"), eos_token_id=None, pad_token_id=66))
     letter = lm.tokenizer.convert_ids_to_tokens(66)
     (answer,) = run(lm, request(0, "hello", 3, logit_bias=[{"token_id": 66, "bias": 1e4}]))
@@ -222,7 +222,7 @@ def test_padding_with_a_token_of_the_text_does_not_make_it_special(variant: Vari
     assert lm.tokenizer(f"b{letter}b")["input_ids"] == make_tokenizer()(f"b{letter}b")["input_ids"]
 
 
-def test_a_tokenizer_that_knows_more_than_the_model_can_be_used_within_it(variant: Variant) -> None:
+def test_tokenizer_larger_than_vocabulary_is_supported(variant: Variant) -> None:
     larger = make_tokenizer()
     larger.add_tokens([f"<new{i}>" for i in range(30)])
     lm = load(variant(tokenizer=larger))
@@ -255,9 +255,7 @@ def test_a_tokenizer_that_knows_more_than_the_model_can_be_used_within_it(varian
         ),
     ],
 )
-def test_a_model_takes_as_many_tokens_as_its_positions_hold(
-    variant: Variant, name: str, config: dict[str, Any], limit: int
-) -> None:
+def test_max_positions_of_configs(variant: Variant, name: str, config: dict[str, Any], limit: int) -> None:
     lm = load(variant(name, **config))
     assert max_positions(lm.config) == limit
     run(lm, request(0, [5] * (limit - 1), 1))
@@ -292,14 +290,14 @@ def strange(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return folder, marker
 
 
-def test_code_of_a_model_does_not_run_unasked(strange: tuple[Path, Path]) -> None:
+def test_remote_code_does_not_run_by_default(strange: tuple[Path, Path]) -> None:
     folder, marker = strange
     with pytest.raises(ConfigError, match="trust_remote_code"):
         load(folder)
     assert not marker.exists()
 
 
-def test_code_of_a_model_runs_when_it_is_trusted(strange: tuple[Path, Path]) -> None:
+def test_trusted_remote_code_runs(strange: tuple[Path, Path]) -> None:
     folder, marker = strange
     lm = load(folder, trust_remote_code=True)
     assert type(lm.model).__name__ == "OwnModel"
@@ -317,7 +315,7 @@ class Planted:
         return Path.write_text, (self.marker, "run")
 
 
-def test_code_in_a_pickled_checkpoint_does_not_run(variant: Variant, tmp_path: Path) -> None:
+def test_pickled_code_does_not_run(variant: Variant, tmp_path: Path) -> None:
     folder, marker = variant(), tmp_path / "marker"
     tensors: dict[str, Any] = dict(load_file(folder / "model.safetensors"))
     (folder / "model.safetensors").unlink()
@@ -333,7 +331,7 @@ def test_code_in_a_pickled_checkpoint_does_not_run(variant: Variant, tmp_path: P
 
 
 @pytest.mark.parametrize("name", STATEFUL)
-def test_a_model_with_other_state_than_keys_and_values_is_refused_by_name(name: str, zoo: Zoo) -> None:
+def test_stateful_models_are_rejected(name: str, zoo: Zoo) -> None:
     with pytest.raises(UnsupportedModelError, match=f"'{name}' has recurrent or other state besides the KV cache"):
         load(zoo.folder(name))
 
@@ -347,7 +345,7 @@ def test_a_model_with_other_state_than_keys_and_values_is_refused_by_name(name: 
         ("xlnet", "the model returns no KV cache"),
     ],
 )
-def test_a_model_that_padded_batches_would_make_wrong_is_refused(name: str, why: str, zoo: Zoo) -> None:
+def test_models_that_fail_padding_check_are_rejected(name: str, why: str, zoo: Zoo) -> None:
     """Bart ignores padding, an encoder sees the future, others keep nothing."""
     assert name in UNFIT
     with pytest.raises(UnsupportedModelError, match=f"cannot run in padded batches: .*{why}"):
@@ -367,7 +365,7 @@ def test_missing_tensors_are_named(variant: Variant) -> None:
         load(folder)
 
 
-def test_tensors_of_another_shape_are_refused(variant: Variant) -> None:
+def test_tensor_shape_mismatch_is_rejected(variant: Variant) -> None:
     folder = variant()
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] = torch.ones(31)
@@ -376,7 +374,7 @@ def test_tensors_of_another_shape_are_refused(variant: Variant) -> None:
         load(folder)
 
 
-def test_tensors_that_are_not_used_are_logged(variant: Variant, caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_tensors_are_logged(variant: Variant, caplog: pytest.LogCaptureFixture) -> None:
     folder = variant()
     tensors = load_file(folder / "model.safetensors") | {"visual.proj": torch.ones(2)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -385,13 +383,13 @@ def test_tensors_that_are_not_used_are_logged(variant: Variant, caplog: pytest.L
     assert "unused tensors in the checkpoint: visual.proj" in caplog.text
 
 
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+def test_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         load(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model_type": "no-such"}', ""])
-def test_a_damaged_config_is_refused(variant: Variant, content: str) -> None:
+def test_damaged_config_is_rejected(variant: Variant, content: str) -> None:
     folder = variant()
     (folder / "config.json").write_text(content)
     with pytest.raises(ConfigError, match="the model config cannot be read"):
@@ -399,14 +397,14 @@ def test_a_damaged_config_is_refused(variant: Variant, content: str) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"not tensors at all", b"\xff" * 64])
-def test_damaged_weights_are_refused(variant: Variant, content: bytes) -> None:
+def test_damaged_weights_are_rejected(variant: Variant, content: bytes) -> None:
     folder = variant()
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(WeightsError, match="cannot be loaded as a causal language model"):
         load(folder)
 
 
-def test_truncated_weights_are_refused(variant: Variant) -> None:
+def test_truncated_weights_are_rejected(variant: Variant) -> None:
     folder = variant()
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
@@ -414,21 +412,21 @@ def test_truncated_weights_are_refused(variant: Variant) -> None:
         load(folder)
 
 
-def test_no_weights_are_refused(variant: Variant) -> None:
+def test_missing_weights_are_rejected(variant: Variant) -> None:
     folder = variant()
     (folder / "model.safetensors").unlink()
     with pytest.raises(WeightsError):
         load(folder)
 
 
-def test_a_damaged_tokenizer_is_refused(variant: Variant) -> None:
+def test_damaged_tokenizer_is_rejected(variant: Variant) -> None:
     folder = variant()
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="the tokenizer cannot be read"):
         load(folder)
 
 
-def test_weights_that_are_not_numbers_are_refused(variant: Variant) -> None:
+def test_nan_weights_are_rejected(variant: Variant) -> None:
     folder = variant()
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] = torch.full((32,), float("nan"))

@@ -63,7 +63,7 @@ def storages(pasts: Iterable[LayerCache]) -> dict[int, int]:
 # --- One past ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_past_is_a_pair_of_its_columns() -> None:
+def test_cache_is_tuple_of_column_views() -> None:
     past = make(2, 4, room=3)
     keys, values = past
     assert isinstance(past, tuple)
@@ -72,7 +72,7 @@ def test_a_past_is_a_pair_of_its_columns() -> None:
     assert room_of(past) == 3
 
 
-def test_appending_within_the_room_copies_nothing() -> None:
+def test_append_within_capacity_does_not_copy() -> None:
     past = make(2, 4, room=3)
     expected, new = plain(past), step(2, 3)
     grown = past.append(*new)
@@ -82,7 +82,7 @@ def test_appending_within_the_room_copies_nothing() -> None:
     assert same(past, expected)  # the original can be appended to again
 
 
-def test_appending_beyond_the_room_moves_and_makes_more() -> None:
+def test_append_beyond_capacity_reallocates() -> None:
     past = make(2, 4, room=1)
     expected, new = plain(past), step(2, 2)
     grown = past.append(*new)
@@ -91,7 +91,7 @@ def test_appending_beyond_the_room_moves_and_makes_more() -> None:
     assert room_of(grown) == MIN_SPARE_COLUMNS
 
 
-def test_growing_token_by_token_moves_seldom() -> None:
+def test_growth_by_single_tokens_rarely_reallocates() -> None:
     past, moves = make(3, 40), 0
     for _ in range(400):
         grown = past.append(*step(3))
@@ -101,7 +101,7 @@ def test_growing_token_by_token_moves_seldom() -> None:
     assert moves <= 20
 
 
-def test_a_failed_step_can_be_taken_again() -> None:
+def test_append_can_be_repeated_after_failed_step() -> None:
     past, new = make(2, 4, room=3), step(2)
     past.append(*step(2))  # of a step whose scores were not numbers
     grown = past.append(*new)
@@ -109,7 +109,7 @@ def test_a_failed_step_can_be_taken_again() -> None:
     assert grown.length == 5
 
 
-def test_two_that_go_on_from_one_past_do_not_disturb_each_other() -> None:
+def test_two_appends_to_same_cache_are_independent() -> None:
     past, news = make(2, 4, room=8), [step(2), step(2)]
     one, other = (past.append(*new) for new in news)
     longer = one.append(*step(2))
@@ -119,7 +119,7 @@ def test_two_that_go_on_from_one_past_do_not_disturb_each_other() -> None:
     assert torch.equal(longer[0][:, :, :-1], one[0])
 
 
-def test_fused_or_expanded_keys_can_be_appended_to() -> None:
+def test_append_to_fused_or_expanded_keys() -> None:
     """Use keys as models return them: views of a fused projection, or one head for all."""
     fused = torch.randn(2, 4, HEADS, 2 * KEY).transpose(1, 2)
     keys, values = fused[..., :KEY], torch.randn(2, 1, 4, VALUE).expand(2, HEADS, 4, VALUE)
@@ -129,7 +129,7 @@ def test_fused_or_expanded_keys_can_be_appended_to() -> None:
     assert torch.equal(grown[1], torch.cat([values, new[1]], dim=2))
 
 
-def test_a_deep_copy_is_independent() -> None:
+def test_deepcopy_is_independent() -> None:
     past = make(2, 4, room=3)
     copied = copy.deepcopy(past)
     assert isinstance(copied, GrowableCache)
@@ -145,7 +145,7 @@ def test_a_deep_copy_is_independent() -> None:
     assert same(past, expected)
 
 
-def test_a_batch_can_be_copied_and_both_go_on(zoo: Zoo) -> None:
+def test_copied_batch_continues_independently(zoo: Zoo) -> None:
     lm = zoo.served("llama")
     one = Driver(lm)
     batch = one.steps(one.start(request(0), request(1, [7, 8], 12)), 2)
@@ -167,7 +167,7 @@ def test_selected_rows_are_copied() -> None:
     assert storages([kept]).keys().isdisjoint(storages([past]))
 
 
-def test_two_halves_of_one_past_can_grow_side_by_side() -> None:
+def test_row_selections_grow_independently() -> None:
     past = make(4, 6, room=4)
     expected = plain(past)
     halves = [select_rows(past, rows, 6) for rows in ([0, 1], [2, 3])]
@@ -178,7 +178,7 @@ def test_two_halves_of_one_past_can_grow_side_by_side() -> None:
             assert torch.equal(part, torch.cat([before[2 * i : 2 * i + 2], added], dim=2))
 
 
-def test_what_was_joined_does_not_share_memory_with_its_parts() -> None:
+def test_joined_cache_shares_no_memory_with_sources() -> None:
     parts = [make(2, 4, room=3), make(1, 9)]
     joined = join_rows(parts, 9)
     assert storages([joined]).keys().isdisjoint(storages(parts))
@@ -200,7 +200,7 @@ def reference_join(pasts: Sequence[LayerCache], length: int) -> LayerCache:
 
 @given(st.data())
 @settings(max_examples=75, derandomize=True, deadline=None, database=None)
-def test_any_order_of_appending_leaving_and_joining_equals_plain_copies(data: st.DataObject) -> None:
+def test_random_operations_equal_plain_copies(data: st.DataObject) -> None:
     draw = data.draw
     held: list[tuple[LayerCache, LayerCache]] = []
     for _ in range(draw(st.integers(2, 3))):
@@ -233,7 +233,7 @@ def test_any_order_of_appending_leaving_and_joining_equals_plain_copies(data: st
 # --- At the edge to transformers --------------------------------------------------------------------------------------
 
 
-def test_a_cache_starts_empty_and_gives_back_what_it_was_fed() -> None:
+def test_growing_cache_returns_appended_layers() -> None:
     cache, new, more = GrowingCache(None), step(2, 4), step(2)
     assert cache.get_seq_length() == 0
     assert same(cache.update(*new, 0), new)
@@ -243,7 +243,7 @@ def test_a_cache_starts_empty_and_gives_back_what_it_was_fed() -> None:
     assert same(past, tuple(torch.cat(pair, dim=2) for pair in zip(new, more, strict=True)))  # type: ignore[arg-type]
 
 
-def test_a_cache_does_not_change_what_it_was_made_from() -> None:
+def test_growing_cache_does_not_modify_its_source() -> None:
     past = make(2, 4, room=2)
     expected, pasts = plain(past), [past]
     cache = GrowingCache(pasts)
@@ -253,7 +253,7 @@ def test_a_cache_does_not_change_what_it_was_made_from() -> None:
     assert cache.layer_caches()[0][0].shape[2] == 5
 
 
-def test_a_cache_takes_pairs_of_plain_tensors() -> None:
+def test_growing_cache_accepts_plain_tensors() -> None:
     new, more = step(2, 4), step(2)
     cache = GrowingCache([new])
     cache.update(*more, 0)
@@ -302,7 +302,7 @@ def live_tensors() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["falcon-new", "gpt2", "llama"])
-def test_two_hundred_joins_and_leaves_hold_at_most_twice_what_is_needed_and_leak_nothing(name: str, zoo: Zoo) -> None:
+def test_memory_is_bounded_over_many_joins_and_filters(name: str, zoo: Zoo) -> None:
     lm = zoo.served(name)
     join_and_leave(lm, 5, seed=0)  # makes everything that is made only once
     before = live_tensors()
@@ -313,7 +313,7 @@ def test_two_hundred_joins_and_leaves_hold_at_most_twice_what_is_needed_and_leak
 
 
 @pytest.mark.parametrize("name", ["falcon-new", "gpt2", "llama"])
-def test_what_a_prompt_leaves_behind_is_given_back_with_the_next_step(name: str, zoo: Zoo) -> None:
+def test_prompt_buffers_are_released_after_next_step(name: str, zoo: Zoo) -> None:
     """After its prompt a batch holds whatever the model returned, even a fused projection; after the next step it
     does not."""
     driver = Driver(zoo.served(name))
@@ -322,7 +322,7 @@ def test_what_a_prompt_leaves_behind_is_given_back_with_the_next_step(name: str,
     assert sum(storages(batch.past_key_values).values()) <= needed_by(batch) * 1.1
 
 
-def test_joining_lets_go_of_each_layer_as_soon_as_it_is_copied(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concatenate_releases_source_layer_by_layer(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more than one layer is in memory twice."""
     driver = Driver(zoo.served("llama"))
     batches = [driver.steps(driver.start(request(i, [5] * 40)), 1) for i in range(2)]

@@ -85,7 +85,7 @@ def edited(llama: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize(("folder", "theirs"), [("llama", LlamaForCausalLM), ("gpt2", GPT2LMHeadModel)])
-def test_a_folder_that_transformers_wrote_gives_its_logits(
+def test_saved_model_matches_transformers_logits(
     folder: str, theirs: type[PreTrainedModel], request: pytest.FixtureRequest
 ) -> None:
     path = request.getfixturevalue(folder)
@@ -102,7 +102,7 @@ def test_a_folder_that_transformers_wrote_gives_its_logits(
         torch.testing.assert_close(torch.cat([begun, continued]), expected, rtol=0, atol=1e-4)
 
 
-def test_a_model_is_built_for_its_rank_with_the_given_ops(llama: Path) -> None:
+def test_model_uses_given_rank_and_ops(llama: Path) -> None:
     model = get_model(ModelConfig(llama), FakeGroup(1, 2), reference)
     assert model.ops is reference
     assert model.kv_shape == (1, 8)
@@ -110,7 +110,7 @@ def test_a_model_is_built_for_its_rank_with_the_given_ops(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", sorted(MODELS))
-def test_every_registered_class_is_there(model_type: str) -> None:
+def test_registered_classes_are_importable(model_type: str) -> None:
     assert callable(find_model_class(model_type))
 
 
@@ -120,7 +120,7 @@ def test_every_registered_class_is_there(model_type: str) -> None:
 @pytest.mark.parametrize("is_fast", [False, True])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("asked", [None, "float32", "float16", "bfloat16"])
-def test_the_dtype_is_what_is_asked_for_and_bfloat16_on_a_cpu_only_where_it_is_fast(
+def test_dtype_selection(
     llama: Path,
     tmp_path: Path,
     stored: torch.dtype,
@@ -156,7 +156,7 @@ def test_fp8_kv_stores_keys_and_values_as_float8(llama: Path) -> None:
     assert 0 < error < 0.1 * expected.abs().max()
 
 
-def test_the_scales_of_a_float8_cache_are_read_from_the_checkpoint(llama: Path, tmp_path: Path) -> None:
+def test_float8_cache_scales_come_from_checkpoint(llama: Path, tmp_path: Path) -> None:
     folder = tmp_path / "scaled"
     shutil.copytree(llama, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -171,7 +171,7 @@ def test_the_scales_of_a_float8_cache_are_read_from_the_checkpoint(llama: Path, 
     assert [(spec.k_scale, spec.v_scale) for spec in specs] == [(1.0, 1.0), (1.0, 1.0)]
 
 
-def test_a_scale_for_each_head_is_refused(llama: Path, tmp_path: Path) -> None:
+def test_per_head_kv_scale_is_rejected(llama: Path, tmp_path: Path) -> None:
     folder = tmp_path / "scaled"
     shutil.copytree(llama, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -184,9 +184,7 @@ def test_a_scale_for_each_head_is_refused(llama: Path, tmp_path: Path) -> None:
 # --- a config.json that cannot be used
 
 
-def test_weights_that_a_gpu_has_no_room_for_are_refused_with_the_numbers(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_larger_than_gpu_memory_are_rejected(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu: Any = SimpleNamespace(total_memory=456)
     size = 4 * sum(tensor.numel() for tensor in load_file(llama / "model.safetensors").values())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
@@ -206,7 +204,7 @@ def test_weights_that_a_gpu_has_no_room_for_are_refused_with_the_numbers(
 
 
 @pytest.mark.parametrize("model_type", ["bert", "from_the_future", "", "LLAMA", None, 3, ["llama"]])
-def test_an_unsupported_model_type_is_refused_before_weights_are_looked_for(tmp_path: Path, model_type: Any) -> None:
+def test_unsupported_model_type_is_rejected_before_weights(tmp_path: Path, model_type: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     with pytest.raises(UnsupportedModelError, match=r"is not supported; use one of arcee, bloom, .*qwen3") as caught:
         get_model(ModelConfig(tmp_path))
@@ -226,12 +224,12 @@ def test_an_unsupported_model_type_is_refused_before_weights_are_looked_for(tmp_
         ("3", []),
     ],
 )
-def test_close_relatives_are_named(model_type: str, relatives: list[str]) -> None:
+def test_similar_model_types_are_suggested(model_type: str, relatives: list[str]) -> None:
     assert find_similar_types(model_type)[: len(relatives)] == relatives
     assert bool(find_similar_types(model_type)) == bool(relatives)
 
 
-def test_a_config_object_of_an_unsupported_type_is_refused() -> None:
+def test_config_object_with_unsupported_type_is_rejected() -> None:
     with pytest.raises(UnsupportedModelError, match="'bert'"):
         build_model(BertConfig(), memory_weights({}))
 
@@ -251,7 +249,7 @@ def test_a_config_object_of_an_unsupported_type_is_refused() -> None:
     ],
     ids=["missing", "empty", "not JSON", "not UTF-8", "list", "number", "null", "no model_type", "deeply nested"],
 )
-def test_a_config_that_cannot_be_read_is_named(edited: Callable[..., Path], content: bytes | None) -> None:
+def test_unreadable_config_error_names_file(edited: Callable[..., Path], content: bytes | None) -> None:
     path = edited() / "config.json"
     path.unlink()
     if content is not None:
@@ -261,13 +259,13 @@ def test_a_config_that_cannot_be_read_is_named(edited: Callable[..., Path], cont
     assert str(path) in str(caught.value)
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_folder_error_names_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         get_model(ModelConfig(tmp_path / "absent"))
     assert str(tmp_path / "absent" / "config.json") in str(caught.value)
 
 
-def test_a_folder_without_weights_is_named(edited: Callable[..., Path]) -> None:
+def test_missing_weights_error_names_folder(edited: Callable[..., Path]) -> None:
     folder = edited()
     (folder / "model.safetensors").unlink()
     with pytest.raises(WeightsError, match="no weights") as caught:
@@ -275,9 +273,7 @@ def test_a_folder_without_weights_is_named(edited: Callable[..., Path]) -> None:
     assert str(folder) in str(caught.value)
 
 
-def test_no_one_is_asked_whether_to_run_a_checkpoints_code(
-    edited: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remote_code_prompt_is_never_shown(edited: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = edited(model_type="custom", auto_map={"AutoConfig": "custom.CustomConfig"})
     (folder / "custom.py").write_text("class CustomConfig: pass")
     asked: list[str] = []
@@ -295,7 +291,7 @@ def test_no_one_is_asked_whether_to_run_a_checkpoints_code(
 # --- fields of a config that cannot be honoured
 
 
-def test_numbers_that_transformers_accepts_and_we_cannot_use_are_named(edited: Callable[..., Path]) -> None:
+def test_invalid_numbers_are_rejected_with_field(edited: Callable[..., Path]) -> None:
     with pytest.raises(ConfigError, match="num_key_value_heads = 3"):
         get_model(ModelConfig(edited(num_key_value_heads=3)))
 
@@ -318,7 +314,9 @@ def test_numbers_that_transformers_accepts_and_we_cannot_use_are_named(edited: C
         ),
     ],
 )
-def test_an_unsupported_field_is_named(edited: Callable[..., Path], fields: dict[str, Any], message: str) -> None:
+def test_unsupported_field_is_rejected_with_field(
+    edited: Callable[..., Path], fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         get_model(ModelConfig(edited(**fields)))
 
@@ -336,7 +334,7 @@ def test_an_unsupported_field_is_named(edited: Callable[..., Path], fields: dict
         ({"dtype": "banana"}, "banana"),
     ],
 )
-def test_a_field_that_transformers_refuses_is_named(
+def test_transformers_validation_error_is_reported(
     edited: Callable[..., Path], fields: dict[str, Any], message: str
 ) -> None:
     folder = edited(**fields)
@@ -345,7 +343,7 @@ def test_a_field_that_transformers_refuses_is_named(
     assert str(folder / "config.json") in str(caught.value)
 
 
-def test_a_head_that_cannot_be_rotated_is_refused(edited: Callable[..., Path]) -> None:
+def test_odd_rotary_dim_is_rejected(edited: Callable[..., Path]) -> None:
     """Refuse it in transformers or, if an older version lets it through, in our code."""
     with pytest.raises(ConfigError, match="head_dim"):
         get_model(ModelConfig(edited(head_dim=7)))
@@ -366,12 +364,12 @@ def test_a_head_that_cannot_be_rotated_is_refused(edited: Callable[..., Path]) -
         ("vocab_size", 0),
     ],
 )
-def test_a_count_of_nothing_or_less_is_named(edited: Callable[..., Path], field: str, value: int) -> None:
+def test_non_positive_counts_are_rejected(edited: Callable[..., Path], field: str, value: int) -> None:
     with pytest.raises(ConfigError, match=rf"config field {field} must be a positive integer \(got {value}\)"):
         get_model(ModelConfig(edited(**{field: value})))
 
 
-def test_a_count_is_checked_by_whatever_name_its_config_has_for_it(gpt2: Path, tmp_path: Path) -> None:
+def test_counts_are_checked_under_alias_names(gpt2: Path, tmp_path: Path) -> None:
     config = json.loads((gpt2 / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "n_layer": -1}))
     with pytest.raises(ConfigError, match=r"config field num_hidden_layers must be a positive integer \(got -1\)"):
@@ -385,13 +383,13 @@ def test_a_count_is_checked_by_whatever_name_its_config_has_for_it(gpt2: Path, t
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": None}},
     ],
 )
-def test_null_is_as_good_as_absent(llama: Path, edited: Callable[..., Path], fields: dict[str, Any]) -> None:
+def test_null_equals_missing_field(llama: Path, edited: Callable[..., Path], fields: dict[str, Any]) -> None:
     drivers = [PagedDriver(get_model(ModelConfig(folder))) for folder in (llama, edited(**fields))]
     plain, ours = (driver.forward([(driver.add(), [5, 17, 3, 60])])[0] for driver in drivers)
     assert torch.equal(ours, plain)
 
 
-def test_a_quantized_checkpoint_is_refused(edited: Callable[..., Path]) -> None:
+def test_quantized_checkpoint_is_rejected(edited: Callable[..., Path]) -> None:
     folder = edited(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
@@ -421,7 +419,7 @@ def with_fields(config: PretrainedConfig, **fields: Any) -> PretrainedConfig:
         (with_fields(gpt2_config(), add_cross_attention=True), "add_cross_attention = true is not supported"),
     ],
 )
-def test_a_config_object_is_checked_too(config: PretrainedConfig, message: str) -> None:
+def test_config_object_is_validated(config: PretrainedConfig, message: str) -> None:
     model = GPT2LMHeadModel(gpt2_config()) if config.model_type == "gpt2" else LlamaForCausalLM(llama_config())
     with pytest.raises(ConfigError, match=message):
         build_model(config, memory_weights(model.state_dict()))
@@ -436,7 +434,7 @@ def test_a_config_object_is_checked_too(config: PretrainedConfig, message: str) 
         ({"num_key_value_heads": 4}, "model.layers.0.self_attn.k_proj.weight", (16, 32), (32, 32)),
     ],
 )
-def test_a_config_that_does_not_fit_its_weights_is_named_with_both_shapes(
+def test_config_and_weights_mismatch_error_shows_shapes(
     edited: Callable[..., Path], fields: dict[str, int], name: str, found: tuple[int, ...], wanted: tuple[int, ...]
 ) -> None:
     folder = edited(**fields)
@@ -446,12 +444,12 @@ def test_a_config_that_does_not_fit_its_weights_is_named_with_both_shapes(
     assert str(caught.value) == f"{path}: tensor {name!r} has shape {found}, expected {wanted}"
 
 
-def test_a_layer_that_is_missing_is_named(edited: Callable[..., Path]) -> None:
+def test_missing_layer_is_named(edited: Callable[..., Path]) -> None:
     with pytest.raises(WeightsError, match=r"'model\.layers\.2\.self_attn\.q_proj\.weight' is missing"):
         get_model(ModelConfig(edited(num_hidden_layers=3)))
 
 
-def test_a_group_that_the_model_cannot_be_divided_over_is_refused(llama: Path, gpt2: Path) -> None:
+def test_indivisible_tensor_parallel_size_is_rejected(llama: Path, gpt2: Path) -> None:
     with pytest.raises(ConfigError, match="num_attention_heads = 4 is not divisible by 3"):
         get_model(ModelConfig(llama), FakeGroup(0, 3))
     with pytest.raises(ConfigError, match="num_attention_heads = 4 is not divisible by 3"):

@@ -47,7 +47,7 @@ def test_lm_head_indices_and_skip_lm_head(name: str, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt-pre-norm"])
-def test_positions_past_the_limit_are_refused(name: str, device: torch.device) -> None:
+def test_positions_past_limit_are_rejected(name: str, device: torch.device) -> None:
     _, model = make(name, device)
     driver = PagedDriver(model)
     seq = driver.add()
@@ -74,7 +74,7 @@ def test_prefill_cache_indices_keep_only_a_window(device: torch.device) -> None:
         assert int(((first != 1e4) & (first != 0)).sum()) == 5 + 3  # a block is cleared when it is first written
 
 
-def test_slot_of_minus_one_writes_nothing(device: torch.device) -> None:
+def test_slot_minus_one_is_not_written(device: torch.device) -> None:
     """Rows that only pad a batch to a size leave the cache as it is, its last slot too."""
     _, model = make("llama-gqa", device)
     driver = PagedDriver(model)
@@ -150,7 +150,7 @@ def test_gpt2_scores_are_float32_in_half_precision(device: torch.device) -> None
 
 
 @pytest.mark.parametrize("name", ["llama-tied-head", "gpt2", "neox-tied-head", "opt-pre-norm"])
-def test_a_tied_config_with_a_head_of_its_own(name: str, tmp_path: Path, device: torch.device) -> None:
+def test_tied_config_with_separate_head(name: str, tmp_path: Path, device: torch.device) -> None:
     """A fine-tune can store a head under a config that still says tied: transformers uses it, and so do we."""
     oracle = make_oracle(name)
     assert oracle.config.tie_word_embeddings
@@ -167,7 +167,7 @@ def test_a_tied_config_with_a_head_of_its_own(name: str, tmp_path: Path, device:
     assert (driver.forward([(driver.add(), IDS)])[0] - expected).abs().max() < 1e-4
 
 
-def test_a_tied_pair_may_be_stored_as_the_head_alone(device: torch.device) -> None:
+def test_tied_weights_stored_only_as_head(device: torch.device) -> None:
     oracle, model = make("llama-tied-head", device)
     tensors = checkpoint("llama-tied-head", oracle)
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
@@ -177,7 +177,7 @@ def test_a_tied_pair_may_be_stored_as_the_head_alone(device: torch.device) -> No
     assert torch.equal(first, second)
 
 
-def test_a_tied_head_is_held_once(device: torch.device) -> None:
+def test_tied_head_shares_memory(device: torch.device) -> None:
     _, model = make("llama-tied-head", device)
     assert model.lm_head.linear.weight is model.model.embed_tokens.weight
 
@@ -205,7 +205,7 @@ def test_neox_from_a_folder(name: str, tmp_path: Path, device: torch.device) -> 
         ("neox-parallel", {"partial_rotary_factor": 0.75}),  # rope_parameters has one, which counts
     ],
 )
-def test_fields_of_other_architectures_change_nothing(name: str, fields: dict[str, Any], device: torch.device) -> None:
+def test_fields_of_other_architectures_are_ignored(name: str, fields: dict[str, Any], device: torch.device) -> None:
     oracle, model = make(name, device)
     config = VARIANTS[name].config()
     for field, value in fields.items():
@@ -234,7 +234,7 @@ MPT_FIELDS = ("clip_qkv", "qk_ln", "prefix_lm")
         ("mpt", {"no_bias": False}, "no_bias = false"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(name: str, fields: dict[str, Any], message: str) -> None:
+def test_unsupported_values_are_rejected(name: str, fields: dict[str, Any], message: str) -> None:
     cpu = torch.device("cpu")
     config = VARIANTS[name].config()
     for field, value in fields.items():
@@ -243,7 +243,7 @@ def test_what_cannot_be_honoured_is_refused(name: str, fields: dict[str, Any], m
         build_model(config, make_weights(checkpoint(name, make_oracle(name)), cpu))
 
 
-def test_llama_config_takes_the_old_spelling() -> None:
+def test_llama_config_accepts_legacy_rope_fields() -> None:
     old: dict[str, Any] = {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
     config: Any = LlamaConfig(**GQA, **old)
     assert config.num_key_value_heads == 2

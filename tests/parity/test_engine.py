@@ -21,7 +21,7 @@ from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.registry import build_model
 from lorax_server.types import AdapterRef, EngineStatus, Output, Request, SamplingParams, StopParams
 from lorax_server.worker.memory import block_bytes
-from lorax_server.worker.worker import paged_worker
+from lorax_server.worker.worker import build_paged_worker
 from tests.grids import slow_except
 from tests.lora import save_adapter
 from tests.parity.adapters.cases import ATTENTION, CASES, randomize
@@ -33,7 +33,7 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 12  # as many as the longest request takes
 NEW_TOKENS = 14
 RANKS = (2, 5)  # of the adapters that each model gets
-WHO = [0, 1, 0, 2, 0, 0, 2, 1, 0, 0, 1, 2]  # 0: the base model
+ADAPTER_OF_REQUEST = [0, 1, 0, 2, 0, 0, 2, 1, 0, 0, 1, 2]  # 0: the base model
 
 
 class Models(NamedTuple):
@@ -94,7 +94,7 @@ def make_engine(models: Models, depth: int = 2, **settings: Any) -> Engine:
         "adapter_patience_s": 0.0,
     }
     config = EngineConfig(ModelConfig(Path("in-memory")), depth=depth, block_size=BLOCK_SIZE, **small | settings)
-    return assemble(config, paged_worker(models.ours, config, FakeGroup()))
+    return assemble(config, build_paged_worker(models.ours, config, FakeGroup()))
 
 
 class Crowd:
@@ -146,7 +146,7 @@ def make_prompts() -> list[list[int]]:
     beginning = rng.choices(range(3, 97), k=9)
     return [
         [*(beginning if i % 2 else []), *rng.choices(range(3, 97), k=rng.choice([1, 3, 8, 17]))]
-        for i in range(len(WHO))
+        for i in range(len(ADAPTER_OF_REQUEST))
     ]
 
 
@@ -155,18 +155,18 @@ QUICK = ("gpt2", "llama-fp8-kv", "mistral-window")
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, VARIANTS))
-def test_every_request_gets_what_it_gets_alone(name: str, device: torch.device, tmp_path: Path) -> None:
+def test_batched_requests_match_single_requests(name: str, device: torch.device, tmp_path: Path) -> None:
     models = make_models(name, tmp_path, device)
     crowd = Crowd(make_engine(models), models.folders)
     prompts = make_prompts()
     for i, prompt in enumerate(prompts):
-        crowd.add(i, prompt, adapter=WHO[i])
-        crowd.add(100 + i, prompt, adapter=WHO[-i], aborted=True)
+        crowd.add(i, prompt, adapter=ADAPTER_OF_REQUEST[i])
+        crowd.add(100 + i, prompt, adapter=ADAPTER_OF_REQUEST[-i], aborted=True)
     status = crowd.finish()
     compared = 0
     for i, prompt in enumerate(prompts):
         ours = crowd.tokens(i)
-        expected = oracle_text(models.oracles[WHO[i]], prompt, ours, models.tensors)
+        expected = oracle_text(models.oracles[ADAPTER_OF_REQUEST[i]], prompt, ours, models.tensors)
         assert len(ours) == NEW_TOKENS
         assert ours[: len(expected)] == expected
         compared += len(expected)
@@ -202,7 +202,7 @@ def test_adapters_of_other_methods(tmp_path: Path) -> None:
         assert answer[: len(expected)] == expected
 
 
-def test_rows_that_are_taken_back_change_no_token(device: torch.device, tmp_path: Path) -> None:
+def test_preemption_does_not_change_tokens(device: torch.device, tmp_path: Path) -> None:
     """One tenant has all rows when others come, greedy and drawn, for the base model and for adapters."""
     models = make_models("llama-gqa", tmp_path, device)
     drawn = SamplingParams(do_sample=True, temperature=0.9, seed=7, repetition_penalty=1.1)
@@ -214,7 +214,13 @@ def test_rows_that_are_taken_back_change_no_token(device: torch.device, tmp_path
         crowd = Crowd(engine, models.folders)
         for i, prompt in enumerate(prompts):
             tenant = "big" if i < 6 else f"small {i}"
-            crowd.add(i, prompt, adapter=WHO[i], sampling=drawn if i % 3 == 0 else SamplingParams(), tenant=tenant)
+            crowd.add(
+                i,
+                prompt,
+                adapter=ADAPTER_OF_REQUEST[i],
+                sampling=drawn if i % 3 == 0 else SamplingParams(),
+                tenant=tenant,
+            )
             while is_alone and engine.has_work:
                 crowd.step()
         return crowd, crowd.finish()
@@ -227,13 +233,17 @@ def test_rows_that_are_taken_back_change_no_token(device: torch.device, tmp_path
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
-def test_log_probabilities_of_prompts_and_alternatives(name: str, device: torch.device, tmp_path: Path) -> None:
+def test_prompt_logprobs_and_alternatives(name: str, device: torch.device, tmp_path: Path) -> None:
     models = make_models(name, tmp_path, device)
     crowd = Crowd(make_engine(models), models.folders)
     prompts = make_prompts()
     for i, prompt in enumerate(prompts):
         crowd.add(
-            i, prompt, adapter=WHO[i], prompt_logprobs=i % 2 == 1, sampling=SamplingParams(num_alternatives=i % 4)
+            i,
+            prompt,
+            adapter=ADAPTER_OF_REQUEST[i],
+            prompt_logprobs=i % 2 == 1,
+            sampling=SamplingParams(num_alternatives=i % 4),
         )
     status = crowd.finish()
     assert status.preemptions > 0
@@ -241,7 +251,9 @@ def test_log_probabilities_of_prompts_and_alternatives(name: str, device: torch.
     for i, prompt in enumerate(prompts):
         outputs = crowd.answers[i]
         ids = [*prompt, *crowd.tokens(i)]
-        logprobs = oracle_logits(models.oracles[WHO[i]], ids, len(prompt), models.tensors).log_softmax(-1)
+        logprobs = oracle_logits(models.oracles[ADAPTER_OF_REQUEST[i]], ids, len(prompt), models.tensors).log_softmax(
+            -1
+        )
         for place, output in enumerate(outputs):
             at = logprobs[len(prompt) - 1 + place]
             token_id, logprob, alternatives = output.tokens[0]
@@ -267,7 +279,7 @@ def test_log_probabilities_of_prompts_and_alternatives(name: str, device: torch.
         assert all(output.prompt_alternatives is None for output in outputs[1:])
 
 
-def test_what_is_drawn_depends_on_nothing_but_the_request(device: torch.device, tmp_path: Path) -> None:
+def test_sampling_depends_only_on_request(device: torch.device, tmp_path: Path) -> None:
     """Run each request alone, and in crowds that come at other times."""
     models = make_models("llama-gqa", tmp_path, device)
     prompts = make_prompts()
@@ -277,7 +289,7 @@ def test_what_is_drawn_depends_on_nothing_but_the_request(device: torch.device, 
     def run(wanted: Sequence[int], depth: int, seed: int) -> Crowd:
         crowd = Crowd(make_engine(models, depth), models.folders, seed)
         for i in wanted:
-            crowd.add(i, prompts[i], adapter=WHO[i], sampling=SamplingParams(seed=i, **wishes))
+            crowd.add(i, prompts[i], adapter=ADAPTER_OF_REQUEST[i], sampling=SamplingParams(seed=i, **wishes))
         crowd.finish()
         return crowd
 

@@ -22,12 +22,12 @@ from lorax_server.build import assemble
 from lorax_server.config import EngineConfig, ModelConfig
 from lorax_server.distributed import FakeGroup
 from lorax_server.kernels import Ops, reference, select_ops
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.registry import build_model
 from lorax_server.types import Request, SamplingParams, StopParams
 from lorax_server.weights import Weights
-from lorax_server.worker.worker import paged_worker
+from lorax_server.worker.worker import build_paged_worker
 from tests.lora import Factors, make_arena, merged, random_factors
 from tests.paged import PagedDriver
 from tests.parity.half_models import LEFT_TO_TRITON, MODELS, VOCAB
@@ -57,8 +57,8 @@ RANKS = (1, 3, 16)
 # The queries of one layer change little here: Gemma multiplies its embedding, beside which attention is small, and the
 # feed-forward of Phi and GPT-J does not read what attention returns.
 FAINT_QUERIES = ("gemma-256", "phi-80", "gptj-256")
-WORSE = 1.5  # times the error that transformers has
-FLOOR = 1e-3  # of the logits' size
+MAX_ERROR_RATIO = 1.5  # times the error that transformers has
+MIN_ERROR = 1e-3  # of the logits' size
 
 
 class Watched:
@@ -193,11 +193,13 @@ def check_errors(
         ratios.append(error / limit)
         errors.append(error / size)
         first = int((ours - oracle).square().mean(-1).argmax())
-        assert error <= WORSE * limit + FLOOR * size, (
+        assert error <= MAX_ERROR_RATIO * limit + MIN_ERROR * size, (
             f"row {row}: {error:.2e}, transformers {limit:.2e}, worst at {first} of {len(ours)}"
         )
         largest, allowed = float((ours - oracle).abs().max()), float((peer - oracle).abs().max())
-        assert largest <= 2 * WORSE * allowed + FLOOR * size, f"row {row}: at most {largest:.2e} off, not {allowed:.2e}"
+        assert largest <= 2 * MAX_ERROR_RATIO * allowed + MIN_ERROR * size, (
+            f"row {row}: at most {largest:.2e} off, not {allowed:.2e}"
+        )
     return max(errors), max(ratios)
 
 
@@ -225,7 +227,7 @@ def adapted(peer: Any, factors: Factors, scale: float) -> Any:
 
 def make_adapters(pair: Pair) -> list[tuple[Factors, float]]:
     """Make adapters that half precision holds exactly; the last changes one target alone."""
-    targets, adapters = adapter_targets(pair.ours), []
+    targets, adapters = collect_adapter_targets(pair.ours), []
     for rank in RANKS:
         factors = random_factors(targets, rank, seed=rank)
         rounded = {name: (a.to(pair.dtype).float(), b.to(pair.dtype).float()) for name, (a, b) in factors.items()}
@@ -238,7 +240,7 @@ def make_adapters(pair: Pair) -> list[tuple[Factors, float]]:
 @pytest.mark.usefixtures("best_kernels")
 def test_adapters(pair: Pair, record_property: Any) -> None:
     rows, adapters = make_rows(), make_adapters(pair)
-    arena = make_arena(adapter_targets(pair.ours), adapters, GPU, pair.dtype)
+    arena = make_arena(collect_adapter_targets(pair.ours), adapters, GPU, pair.dtype)
     found = run_batches(pair.ours, rows, arena)
     oracles = [pair.oracle, *(merged(pair.oracle, *adapter) for adapter in adapters)]
     peers = [pair.peer, *(adapted(pair.peer, *adapter) for adapter in adapters)]
@@ -262,7 +264,7 @@ def generate(model: PagedCausalLM, prompts: Sequence[list[int]], count: int) -> 
         adapter_bytes=0,
         cuda_graphs=True,
     )
-    engine = assemble(config, paged_worker(model, config, FakeGroup()))
+    engine = assemble(config, build_paged_worker(model, config, FakeGroup()))
     tokens: list[list[int]] = [[] for _ in prompts]
     for i, prompt in enumerate(prompts):
         engine.add(Request(i, prompt, SamplingParams(), StopParams(max_new_tokens=count, ignore_eos=True)))
@@ -293,7 +295,7 @@ def test_greedy_text(pair: Pair, record_property: Any) -> None:
         assert torch.equal(chosen[is_clear], exact.argmax(-1)[is_clear])
         assert torch.equal(chosen[is_clear], peer.argmax(-1)[is_clear])
         gap = first - exact.gather(-1, chosen[:, None])[:, 0]
-        assert bool((gap <= 2 * WORSE * error).all())
+        assert bool((gap <= 2 * MAX_ERROR_RATIO * error).all())
         compared, same = compared + int(is_clear.sum()), same + int((chosen == exact.argmax(-1)).sum())
     record_property("seen", f"{compared} of 160 clear, {same} the best in float32")
     assert compared > 100
@@ -321,9 +323,9 @@ def test_float8_cache(ops: Ops, watched: tuple[Watched, Watched], record_propert
         errors = [rms(x) / size for x in (rounded - exact, half - exact, ours[row] - exact, ours[row] - rounded)]
         float8, bf16, found, beyond = errors
         seen.append((*errors, rms(ours[row] - plain[row]) / size))
-        assert found <= WORSE * (float8 + bf16) + FLOOR, f"row {row}"
-        assert beyond <= WORSE * (float8 + bf16) + FLOOR, f"row {row}"
-        assert seen[-1][-1] <= float8 + bf16 + FLOOR, f"row {row}"
+        assert found <= MAX_ERROR_RATIO * (float8 + bf16) + MIN_ERROR, f"row {row}"
+        assert beyond <= MAX_ERROR_RATIO * (float8 + bf16) + MIN_ERROR, f"row {row}"
+        assert seen[-1][-1] <= float8 + bf16 + MIN_ERROR, f"row {row}"
     worst = [max(column) for column in zip(*seen, strict=True)]
     names = ["float8 alone", "bfloat16 alone", "ours", "ours to float8 in float32", "ours to plain torch"]
     record_property("seen", ", ".join(f"{name} {value:.1e}" for name, value in zip(names, worst, strict=True)))

@@ -68,7 +68,7 @@ def run_all(models: Models, engine: Engine) -> DisturbedCrowd:
 
 @pytest.mark.parametrize("place", ["_forward", "_choose", "_score_prompts"])
 @pytest.mark.parametrize("depth", slow_except([2], [1, 2]))
-def test_others_get_the_same_tokens(
+def test_out_of_memory_does_not_change_other_requests(
     place: str, depth: int, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = make_models("llama-gqa", tmp_path, device)
@@ -89,7 +89,7 @@ def test_others_get_the_same_tokens(
 
 
 @pytest.mark.parametrize("seed", slow_except([0], range(6)))
-def test_wherever_memory_ends_nothing_wrong_is_remembered(
+def test_out_of_memory_at_any_allocation_leaves_no_stale_state(
     seed: int, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any tensor that a step makes of numbers of the host may be one too many."""
@@ -120,7 +120,9 @@ def test_wherever_memory_ends_nothing_wrong_is_remembered(
         assert crowd.tokens(i) == undisturbed.tokens(i)
 
 
-def test_a_second_try_may_do(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_after_out_of_memory_succeeds(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     models = make_models("llama-gqa", tmp_path, device)
     undisturbed = run_all(models, make_engine(models))
     disturb(monkeypatch, "_forward", lambda _, number: number == 1)

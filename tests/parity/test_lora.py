@@ -5,14 +5,14 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lorax_server.adapters.target import Kind
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.adapters.target import TargetKind
+from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.registry import build_model
 from tests.grids import slow_except
 from tests.lora import make_arena, merged, random_factors
 from tests.paged import PagedDriver
 from tests.parity.oracle import oracle_logits
-from tests.parity.relatives import RELATIVES
+from tests.parity.other_variants import OTHER_VARIANTS
 from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
 NAMES = [
@@ -26,7 +26,7 @@ NAMES = [
     "neox-parallel",
     "opt-pre-norm",
     "opt-projection",
-    *(name for name in RELATIVES if "-" not in name),
+    *(name for name in OTHER_VARIANTS if "-" not in name),
 ]
 QUICK = ("llama-gqa", "llama-attention-bias", "gpt2", "neox-parallel", "opt-projection", "falcon", "phi3", "gemma2")
 RANKS = (1, 3, 16)
@@ -37,7 +37,7 @@ def test_batch_of_adapters_equals_merged_models(name: str, device: torch.device)
     oracle = make_oracle(name).to(device)
     tensors = checkpoint(name, oracle)
     model = build_model(VARIANTS[name].config(), make_weights(tensors, device))
-    targets = adapter_targets(model)
+    targets = collect_adapter_targets(model)
     adapters = [(random_factors(targets, rank, seed=rank), 2.0 / rank) for rank in RANKS]
     one = next(iter(adapters[0][0]))
     adapters.append(({one: adapters[0][0][one]}, 0.5))  # one target alone
@@ -68,19 +68,19 @@ def test_every_matrix_is_a_target(name: str) -> None:
     oracle = make_oracle(name)
     model = build_model(VARIANTS[name].config(), make_weights(checkpoint(name, oracle), torch.device("cpu")))
     linears = {n for n, m in oracle.named_modules() if isinstance(m, nn.Linear | Conv1D)}
-    targets = adapter_targets(model)
-    assert {name for name, target in targets.items() if target.kind in (Kind.LINEAR, Kind.HEAD)} == linears
-    embeddings = [target.name for target in targets.values() if target.kind is Kind.EMBEDDING]
+    targets = collect_adapter_targets(model)
+    assert {name for name, target in targets.items() if target.kind in (TargetKind.LINEAR, TargetKind.HEAD)} == linears
+    embeddings = [target.name for target in targets.values() if target.kind is TargetKind.EMBEDDING]
     assert [oracle.get_submodule(name) for name in embeddings] == [oracle.get_input_embeddings()]
     norms = {n for n, m in oracle.named_modules() if "norm" in type(m).__name__.lower()}
-    assert {target.name for target in targets.values() if target.kind is Kind.NORM} == norms
+    assert {target.name for target in targets.values() if target.kind is TargetKind.NORM} == norms
 
 
 def test_head_rows_keep_their_adapter(device: torch.device) -> None:
     """`lm_head_indices` picks rows out of the batch; each keeps its own adapter on the head."""
     oracle = make_oracle("llama-gqa").to(device)
     model = build_model(VARIANTS["llama-gqa"].config(), make_weights(checkpoint("llama-gqa", oracle), device))
-    targets = adapter_targets(model)
+    targets = collect_adapter_targets(model)
     head = {"lm_head": targets["lm_head"]}
     arena = make_arena(targets, [(random_factors(head, 4, 0), 1.0), (random_factors(head, 2, 1), 2.0)], device)
     driver = PagedDriver(model)

@@ -13,7 +13,7 @@ from lorax_server.config import ModelConfig
 from lorax_server.models import get_model
 from lorax_server.models.registry import build_model
 from tests.paged import PagedDriver
-from tests.parity.relatives import RELATIVES
+from tests.parity.other_variants import OTHER_VARIANTS
 from tests.parity.variant import LONG
 from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
@@ -46,8 +46,8 @@ def ask(model: Any) -> torch.Tensor:
     return driver.forward([(driver.add(), IDS)])[0]
 
 
-@pytest.mark.parametrize("name", [name for name in RELATIVES if "-" not in name])
-def test_names_of_other_checkpoints(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in OTHER_VARIANTS if "-" not in name])
+def test_checkpoints_with_other_tensor_names(name: str) -> None:
     tensors = checkpoint(name, make_oracle(name))
     expected = run(name, tensors)
     short = {key.removeprefix("model.").removeprefix("transformer."): tensor for key, tensor in tensors.items()}
@@ -63,7 +63,7 @@ def test_names_of_other_checkpoints(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OLD_CONFIGS)
-def test_configs_of_older_checkpoints(name: str, tmp_path: Path) -> None:
+def test_configs_from_older_transformers(name: str, tmp_path: Path) -> None:
     tensors = checkpoint(name, make_oracle(name))
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = VARIANTS[name].config().to_dict() | OLD_CONFIGS[name]

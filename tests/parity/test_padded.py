@@ -106,7 +106,7 @@ def test_padded_equals_paged(name: str, device: torch.device) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", BOTH)
-def test_many_tokens_continue_a_past(name: str, device: torch.device) -> None:
+def test_multiple_new_tokens_with_past(name: str, device: torch.device) -> None:
     """Several new tokens over a past are causal among themselves, with the mask given and left out."""
     oracle, model = make_pair(name, device)
     ids = torch.randint(3, 97, (2, 17), device=device)
@@ -183,14 +183,14 @@ def test_adapters(name: str, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def test_neox_table_is_extended_by_a_longer_sequence(device: torch.device) -> None:
+def test_neox_rope_table_grows(device: torch.device) -> None:
     oracle, model = make_pair("neox-parallel", device)
     ids = torch.randint(3, 97, (1, 150), device=device)
     assert (model(input_ids=ids).logits - oracle(ids).logits).abs().max() < TOLERANCE
 
 
 @torch.no_grad()
-def test_positions_and_head_mask_are_stretched_over_the_batch(device: torch.device) -> None:
+def test_positions_and_head_mask_are_broadcast(device: torch.device) -> None:
     """One row of positions for all, and a float32 mask for a model in half precision."""
     oracle, model = make_pair("neox-parallel", device)
     ids = torch.randint(3, 97, (2, 6), device=device)
@@ -208,7 +208,7 @@ def test_positions_and_head_mask_are_stretched_over_the_batch(device: torch.devi
 
 
 @torch.no_grad()
-def test_bad_input(device: torch.device) -> None:
+def test_invalid_input_is_rejected(device: torch.device) -> None:
     _, model = make_pair("neox-parallel", device)
     ids = torch.randint(3, 97, (2, 5), device=device)
     with pytest.raises(ValueError, match="exactly one"):

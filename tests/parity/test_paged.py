@@ -69,7 +69,7 @@ def test_prefill_and_decode(name: str, pair: Pair, agreement: dict[str, tuple[fl
     assert max(agreement[name]) < pair.tolerance
 
 
-def test_fails_when_switched_off(name: str, pair: Pair, device: torch.device) -> None:
+def test_parity_fails_when_feature_is_disabled(name: str, pair: Pair, device: torch.device) -> None:
     all_ids = random_ids(PROMPT + DECODE)
     ids = all_ids[: PROMPT + 3]
     config, tensors = VARIANTS[name].switched_off(pair.tensors)
@@ -101,7 +101,7 @@ def test_chunked_prefill(pair: Pair, chunk: int) -> None:
     assert difference(torch.cat(pieces), pair.expected(ids, len(ids))) < pair.tolerance
 
 
-def test_batch_equals_each_alone(pair: Pair) -> None:
+def test_batch_equals_single_sequences(pair: Pair) -> None:
     """Prompts, chunks and single tokens of sequences of different lengths in one forward, for several forwards."""
     prompts = [[1], [5], [7, 5], [9, 1, 21], [18]]  # the chunks each prompt comes in
     lengths = [sum(chunks) for chunks in prompts]
@@ -123,7 +123,7 @@ def test_batch_equals_each_alone(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, LENGTH_DEPENDENT), scope="module")
-def test_neighbour_does_not_change_angles(pair: Pair) -> None:
+def test_long_sequence_does_not_change_angles_of_others(pair: Pair) -> None:
     """A long neighbour in the batch leaves a short sequence with the angles of its own length."""
     short, long = random_ids(10, seed=1), random_ids(60, seed=2)
     driver = pair.driver()

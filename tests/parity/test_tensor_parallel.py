@@ -9,7 +9,7 @@ from safetensors.torch import load, save
 
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.errors import ConfigError
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.custom_modeling.neox_modeling import GPTNeoxForCausalLM
 from lorax_server.models.custom_modeling.opt_modeling import OPTForCausalLM
 from lorax_server.models.registry import build_model
@@ -28,7 +28,7 @@ PADDED = ("neox-parallel", "neox-sequential", "opt-pre-norm", "opt-350m-like")
 def run_paged(group: ProcessGroup, name: str, stored: bytes) -> torch.Tensor:
     """Run a batch of two adapters and the base model: one prefill and three steps of decode."""
     model = build_model(VARIANTS[name].config(), make_weights(load(stored), CPU, group))
-    targets = adapter_targets(model)
+    targets = collect_adapter_targets(model)
     adapters = [(random_factors(targets, 2, 0), 0.5), (random_factors(targets, 5, 1), 0.2)]
     arena = make_arena(targets, adapters, CPU)
     driver = PagedDriver(model)
@@ -90,14 +90,14 @@ def test_padded(name: str, size: int, stored: bytes, ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("name", "size", "message"),
     [
-        ("llama-gqa", 3, "num_attention_heads = 4 cannot be divided over 3 tensor-parallel ranks"),
-        ("llama-mqa", 8, "num_attention_heads = 4 cannot be divided over 8 tensor-parallel ranks"),
-        ("gpt2", 3, "num_attention_heads = 4 cannot be divided over 3 tensor-parallel ranks"),
-        ("neox-parallel", 8, "num_attention_heads = 4 cannot be divided over 8 tensor-parallel ranks"),
-        ("opt-pre-norm", 3, "num_attention_heads = 4 cannot be divided over 3 tensor-parallel ranks"),
+        ("llama-gqa", 3, "num_attention_heads = 4 is not divisible by 3 tensor-parallel ranks"),
+        ("llama-mqa", 8, "num_attention_heads = 4 is not divisible by 8 tensor-parallel ranks"),
+        ("gpt2", 3, "num_attention_heads = 4 is not divisible by 3 tensor-parallel ranks"),
+        ("neox-parallel", 8, "num_attention_heads = 4 is not divisible by 8 tensor-parallel ranks"),
+        ("opt-pre-norm", 3, "num_attention_heads = 4 is not divisible by 3 tensor-parallel ranks"),
     ],
 )
-def test_heads_that_do_not_divide_are_refused(name: str, size: int, message: str) -> None:
+def test_indivisible_heads_are_rejected(name: str, size: int, message: str) -> None:
     weights = make_weights(checkpoint(name, make_oracle(name)), CPU, FakeGroup(0, size))
     with pytest.raises(ConfigError, match=re.escape(message)):
         build_model(VARIANTS[name].config(), weights)

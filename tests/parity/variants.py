@@ -25,7 +25,7 @@ from transformers import (
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.weights import Weights
 from tests.builders import ops_of
-from tests.parity.relatives import RELATIVES
+from tests.parity.other_variants import OTHER_VARIANTS
 from tests.parity.variant import GATED, GPT2, GQA, LONG, NEOX, NO_SCALING, OPT, Variant, rope
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -149,7 +149,7 @@ VARIANTS: dict[str, Variant] = {
     ),
 }
 
-VARIANTS |= RELATIVES
+VARIANTS |= OTHER_VARIANTS
 
 # A float8 cache rounds coarsely: a difference in the last digit of float32 can become a step of float8.
 TOLERANCE = {name: 2e-2 if "fp8" in name else 1e-4 for name in VARIANTS}

@@ -154,7 +154,7 @@ def compare(ops: Ops, rows: list[SequenceSampling], logits: torch.Tensor, masks:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_they_are_those_of_a_cpu(ops: Ops, dtype: torch.dtype, vocab: int, shape: str) -> None:
+def test_kernel_matches_cpu_sampler(ops: Ops, dtype: torch.dtype, vocab: int, shape: str) -> None:
     rows = make_rows()
     compare(ops, rows, make_logits(len(rows), vocab, shape, dtype))
 
@@ -169,7 +169,7 @@ def test_masks(ops: Ops, dtype: torch.dtype, vocab: int) -> None:
 
 @pytest.mark.parametrize("vocab", [257, 32_000])
 @pytest.mark.parametrize("kind", ["nan", "inf", "-inf", "all nan", "all inf", "all -inf"])
-def test_scores_that_are_no_numbers(ops: Ops, kind: str, vocab: int) -> None:
+def test_nan_logits_give_nan_logprobs(ops: Ops, kind: str, vocab: int) -> None:
     rows = [row for row in make_rows() if not row.params.num_alternatives]
     logits = make_logits(len(rows), vocab, "normal", torch.float32)
     logits[:, slice(None) if "all" in kind else vocab // 2] = float(kind.removeprefix("all "))
@@ -177,7 +177,7 @@ def test_scores_that_are_no_numbers(ops: Ops, kind: str, vocab: int) -> None:
 
 
 @pytest.mark.parametrize("vocab", [5, 50_257, 128_256])
-def test_neighbours_change_no_bit(ops: Ops, vocab: int) -> None:
+def test_rows_are_bitwise_independent_of_batch(ops: Ops, vocab: int) -> None:
     rows = make_rows()
     logits, history = make_logits(len(rows), vocab, "normal", torch.bfloat16).cuda(), make_history(len(rows), vocab)
     masks = to_cuda(make_masks(range(0, len(rows), 3), vocab))
@@ -194,7 +194,7 @@ def test_neighbours_change_no_bit(ops: Ops, vocab: int) -> None:
             assert alone.alternatives.by_row()[0] == together.alternatives.by_row()[row]
 
 
-def test_the_host_waits_for_nothing(ops: Ops) -> None:
+def test_sampling_does_not_synchronize_host(ops: Ops) -> None:
     rows, vocab = make_rows(), 5003
     logits, history = (
         make_logits(len(rows), vocab, "normal", torch.bfloat16).cuda(),
@@ -218,21 +218,21 @@ def test_the_host_waits_for_nothing(ops: Ops) -> None:
     assert torch.equal(found.logprobs, expected.logprobs)
 
 
-def test_plain_greedy_rows_need_no_history(ops: Ops) -> None:
+def test_greedy_rows_need_no_history(ops: Ops) -> None:
     logits = make_logits(9, 32_000, "ties", torch.bfloat16)
     sampler = Sampler([SequenceSampling(SamplingParams())] * 9, 32_000, "cuda", ops)
     assert not sampler.needs_history
     assert sampler(logits.cuda(), None).token_ids.tolist() == logits.float().numpy().argmax(-1).tolist()
 
 
-def test_more_alternatives_than_the_kernel_lists(ops: Ops) -> None:
+def test_alternatives_above_kernel_limit_use_general_sampler(ops: Ops) -> None:
     settings: list[dict[str, Any]] = [{"num_alternatives": count, "top_p": 0.9} for count in (3, 2048, 2049, 4000, 0)]
     rows = make_rows(settings)
     compare(ops, rows, make_logits(len(rows), 3000, "normal", torch.bfloat16), make_masks([1, 3, 4], 3000))
 
 
 @pytest.mark.parametrize("setting", [{}, {"top_p": 0.75}, {"typical_p": 0.6}, {"top_k": 5, "min_p": 0.1}], ids=str)
-def test_draws_have_the_right_probabilities(ops: Ops, setting: dict[str, Any]) -> None:
+def test_sampled_frequencies_match_probabilities(ops: Ops, setting: dict[str, Any]) -> None:
     draws = 50_000
     logits = torch.tensor([2.0, 1.5, 1.5, 0.3, -0.2, -1.0, -math.inf, 0.9, -2.5, 1.1, -0.7, 0.0])
     row = SequenceSampling(SamplingParams(do_sample=True, seed=1234, num_alternatives=len(logits), **setting))
@@ -252,7 +252,7 @@ def test_draws_have_the_right_probabilities(ops: Ops, setting: dict[str, Any]) -
 
 @pytest.mark.parametrize("vocab", [257, 128_256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_log_probabilities_are_exact(ops: Ops, dtype: torch.dtype, vocab: int) -> None:
+def test_logprobs_match_float64(ops: Ops, dtype: torch.dtype, vocab: int) -> None:
     """Compare with float64: a CPU's own float32 sums lose digits of a large vocabulary."""
     settings: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"temperature": 0.5, "raw_logprobs": True}]
     temperatures = torch.tensor([1, 0.7, 1, 1, 1, 1, 1])

@@ -75,7 +75,7 @@ def check_row(found: Sampled, row: int, expected: Sampled, logprob: float | None
 
 @pytest.mark.parametrize("beyond", [0, 1])
 @pytest.mark.parametrize("vocab", [2, 33, 300, 1000])
-def test_what_is_not_allowed_is_as_if_it_had_no_chance(vocab: int, beyond: int, ops: Ops, device: torch.device) -> None:
+def test_disallowed_tokens_have_no_probability(vocab: int, beyond: int, ops: Ops, device: torch.device) -> None:
     rows = make_rows()
     logits, history, allowed = make_batch(vocab, len(rows))
     history, sampler = to(device, history), Sampler(rows, vocab, device, ops)
@@ -94,7 +94,7 @@ def test_what_is_not_allowed_is_as_if_it_had_no_chance(vocab: int, beyond: int, 
                 assert found.logprobs[row].view(torch.int32) == plain.logprobs[row].view(torch.int32)
 
 
-def test_the_mask_of_a_neighbour_changes_no_bit(ops: Ops, device: torch.device) -> None:
+def test_masks_of_other_rows_change_no_bits(ops: Ops, device: torch.device) -> None:
     """Also of rows that are drawn from many tokens, and ask how likely those were without masks."""
     drawn = SamplingParams(do_sample=True, temperature=2.0, top_p=0.99, raw_logprobs=True)
     rows = [SequenceSampling(replace(drawn, seed=seed)) for seed in range(40)]
@@ -108,7 +108,7 @@ def test_the_mask_of_a_neighbour_changes_no_bit(ops: Ops, device: torch.device) 
 
 
 @pytest.mark.parametrize("count", [1, 3, 40, 700])
-def test_masks_of_any_width_choose_as_the_specification_does(count: int, ops: Ops, device: torch.device) -> None:
+def test_masks_of_any_width_match_reference(count: int, ops: Ops, device: torch.device) -> None:
     rows, vocab = make_rows(), 1000
     logits, history, allowed = make_batch(vocab, len(rows))
     allowed[:] = False
@@ -131,7 +131,7 @@ def test_greedy_rows_with_masks_need_no_history(ops: Ops, device: torch.device) 
     assert found == [best[0], int(logits[1].argmax()), best[2]]
 
 
-def test_where_nothing_is_allowed_there_is_no_log_probability_but_a_token(ops: Ops, device: torch.device) -> None:
+def test_empty_mask_gives_token_with_nan_logprob(ops: Ops, device: torch.device) -> None:
     rows = [row for row in make_rows() if not row.params.raw_logprobs]
     logits, history, _ = make_batch(70, len(rows))
     masks = TokenMasks(torch.tensor([*range(len(rows))]), torch.zeros(len(rows), 3, dtype=torch.int32))
@@ -140,7 +140,7 @@ def test_where_nothing_is_allowed_there_is_no_log_probability_but_a_token(ops: O
     assert bool(found.logprobs.isnan().all())
 
 
-def test_masks_of_some_rows() -> None:
+def test_select_masks_of_some_rows() -> None:
     masks = TokenMasks(torch.tensor([5, 1, 3]), torch.tensor([[50], [10], [30]], dtype=torch.int32))
     taken = masks.select(torch.tensor([0, 3, 5]), 6)
     assert taken.rows.tolist() == [0, 1, 2]

@@ -17,7 +17,7 @@ def params(**fields: Any) -> SamplingParams:
     return params_from_pb(NextTokenChooserParameters(**fields))
 
 
-def test_a_message_of_zeros_asks_for_nothing() -> None:
+def test_zero_message_gives_defaults() -> None:
     assert params() == SamplingParams(temperature=0.0)
     assert params().is_greedy
 
@@ -45,11 +45,11 @@ def test_a_message_of_zeros_asks_for_nothing() -> None:
     ],
     ids=str,
 )
-def test_what_samples_is_loraxs_rule(fields: dict[str, Any], samples: bool) -> None:
+def test_do_sample_rule_matches_lorax(fields: dict[str, Any], samples: bool) -> None:
     assert params(**fields).is_greedy is not samples
 
 
-def test_every_field_arrives() -> None:
+def test_all_fields_are_converted() -> None:
     found = params(
         temperature=0.5,
         top_k=7,
@@ -84,7 +84,7 @@ def test_every_field_arrives() -> None:
     )
 
 
-def test_a_message_that_went_over_the_wire_is_the_same() -> None:
+def test_serialized_message_gives_same_parameters() -> None:
     sent = NextTokenChooserParameters(temperature=0.7, seed=2**63, logit_bias=[LogitBias(token_id=2**32 - 1, bias=1.0)])
     received = NextTokenChooserParameters.FromString(sent.SerializeToString())
     assert params_from_pb(received) == params_from_pb(sent)
@@ -92,12 +92,12 @@ def test_a_message_that_went_over_the_wire_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("schema", ["{}", '{"type": "object"}'])
-def test_a_schema_is_refused(schema: str) -> None:
+def test_schema_is_rejected(schema: str) -> None:
     with pytest.raises(InputError, match="`schema`: structured output is not supported yet"):
         params(schema=schema)
 
 
-def test_an_empty_schema_is_none() -> None:
+def test_empty_schema_is_accepted() -> None:
     assert params(schema="") == params()
 
 
@@ -114,17 +114,17 @@ def test_an_empty_schema_is_none() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_honoured_is_refused(field: str, value: Any) -> None:
+def test_unsupported_values_are_rejected(field: str, value: Any) -> None:
     with pytest.raises(InputError, match=f"`{field}`"):
         params(**{field: value})
 
 
-def test_numbers_of_32_bits_are_within_the_bounds_they_were_sent_with() -> None:
+def test_float32_rounding_stays_within_bounds() -> None:
     found = params(temperature=0.1, top_p=0.9999999999, typical_p=0.9999999999, min_p=1.0, frequency_penalty=2.0)
     assert (found.top_p, found.typical_p, found.min_p, found.frequency_penalty) == (1.0, 1.0, 1.0, 2.0)
 
 
-def test_a_chooser_of_a_message_is_one_of_its_params(device: torch.device) -> None:
+def test_from_pb_equals_constructor(device: torch.device) -> None:
     message = NextTokenChooserParameters(temperature=1.3, seed=11, repetition_penalty=1.2, return_k_alternatives=2)
     stop = StopParams(min_new_tokens=2, eos_token_ids=frozenset({4}))
     ids, scores = torch.tensor([[1, 2, 3]], device=device), torch.randn(1, 9, device=device)
@@ -135,13 +135,13 @@ def test_a_chooser_of_a_message_is_one_of_its_params(device: torch.device) -> No
     assert present(found.alternatives).by_row() == present(expected.alternatives).by_row()
 
 
-def test_a_bias_beyond_the_vocabulary_is_refused(device: torch.device) -> None:
+def test_bias_outside_vocabulary_is_rejected(device: torch.device) -> None:
     chooser = NextTokenChooser.from_pb(NextTokenChooserParameters(logit_bias=[LogitBias(token_id=9, bias=1.0)]))
     with pytest.raises(InputError, match="token ID 9 is outside the vocabulary of 9"):
         chooser(torch.tensor([[1]], device=device), torch.zeros(1, 9, device=device))
 
 
-def test_a_chooser_may_be_asked_again_and_for_another_vocabulary(device: torch.device) -> None:
+def test_chooser_is_reusable_for_other_vocabularies(device: torch.device) -> None:
     chooser = NextTokenChooser(SamplingParams(do_sample=True, seed=5), prompt_length=1)
     ids, scores = torch.tensor([[1, 2]], device=device), torch.randn(1, 50, device=device)
     first, again = chooser(ids, scores), chooser(ids, scores)
@@ -150,7 +150,7 @@ def test_a_chooser_may_be_asked_again_and_for_another_vocabulary(device: torch.d
     assert chooser(ids, scores[:, :3]).token_ids.item() < 3
 
 
-def test_it_draws_anew_for_each_token(device: torch.device) -> None:
+def test_each_position_is_sampled_independently(device: torch.device) -> None:
     chooser = NextTokenChooser(SamplingParams(do_sample=True, seed=5), prompt_length=3)
     scores = torch.zeros(1, 1000, device=device)
     drawn = [
@@ -159,7 +159,7 @@ def test_it_draws_anew_for_each_token(device: torch.device) -> None:
     assert len(set(drawn)) == 9
 
 
-def test_what_it_draws_depends_on_what_was_generated_and_not_on_the_prompt(device: torch.device) -> None:
+def test_sampling_position_ignores_prompt_length(device: torch.device) -> None:
     scores = torch.randn(1, 1000, device=device)
     drawn = set()
     for prompt_length in (1, 5, 30):
@@ -169,7 +169,7 @@ def test_what_it_draws_depends_on_what_was_generated_and_not_on_the_prompt(devic
     assert len(drawn) == 1
 
 
-def test_the_prompt_is_repeated_but_not_frequent(device: torch.device) -> None:
+def test_repetition_counts_prompt_and_frequency_does_not(device: torch.device) -> None:
     ids, scores = torch.tensor([[0, 0, 0, 1]], device=device), torch.tensor([[4.0, 3.5, 3.0]], device=device)
 
     def chosen(**asked: Any) -> int:

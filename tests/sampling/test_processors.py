@@ -109,7 +109,7 @@ def test_top_p(vocab: int, p: float, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 0.999])
-def test_looking_among_a_few_first_finds_the_same_nucleus(p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_p_candidate_search_matches_full_sort(p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.cat([hard_scores(5003, torch.device("cpu")), torch.randn(8, 5003) * 4])
     found = []
     for few in (1, 64, 256, 5003):
@@ -147,7 +147,7 @@ def test_repetition(vocab: int, penalty: float, device: torch.device) -> None:
     check(penalize_repetition(scores.clone(), seen, of_each(scores, penalty)), expected)
 
 
-def test_each_row_has_its_own_parameter(device: torch.device) -> None:
+def test_parameters_are_per_row(device: torch.device) -> None:
     scores = hard_scores(257, device)
     rows = range(len(scores))
     cases: list[tuple[Callable[..., torch.Tensor], Callable[[Any], LogitsProcessor], list[float], tuple[int, ...]]]
@@ -180,13 +180,13 @@ def test_frequency_and_presence(frequency: float, presence: float, device: torch
     torch.testing.assert_close(found, torch.tensor(expected, device=device))
 
 
-def test_only_what_is_counted_and_in_the_vocabulary_counts(device: torch.device) -> None:
+def test_count_tokens_ignores_uncounted_and_unknown_tokens(device: torch.device) -> None:
     ids = torch.tensor([[3, 3, 0, 7, 8, 2**40, 3], [-1, -(2**40), 5, 5, 2**62, 6, 7]], device=device)
     counted = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [0, 0, 1, 0, 0, 1, 1]], dtype=torch.bool, device=device)
     assert count_tokens(ids, counted, 7).tolist() == [[1, 0, 0, 2, 0, 0, 0], [0, 0, 0, 0, 0, 1, 1]]
 
 
-def test_nothing_is_counted_where_there_is_nothing(device: torch.device) -> None:
+def test_count_tokens_of_empty_rows_is_zero(device: torch.device) -> None:
     ids = torch.empty(2, 0, dtype=torch.int64, device=device)
     assert count_tokens(ids, ids > 0, 3).tolist() == [[0, 0, 0]] * 2
 
@@ -194,7 +194,7 @@ def test_nothing_is_counted_where_there_is_nothing(device: torch.device) -> None
 # --- draw
 
 
-def test_a_draw_takes_the_token_whose_share_the_number_falls_into(device: torch.device) -> None:
+def test_draw_selects_token_by_cumulative_probability(device: torch.device) -> None:
     probabilities = [0.0, 0.25, 0.0, 0.5, 0.125, 0.125, 0.0]
     scores = torch.tensor(probabilities, device=device).log()
     wanted = {0.0: 1, 0.2499: 1, 0.25: 3, 0.5: 3, 0.7499: 3, 0.75: 4, 0.8749: 4, 0.875: 5, 1 - 2**-32: 5}
@@ -203,7 +203,7 @@ def test_a_draw_takes_the_token_whose_share_the_number_falls_into(device: torch.
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_a_draw_never_takes_what_is_impossible(vocab: int, device: torch.device) -> None:
+def test_draw_never_selects_impossible_token(vocab: int, device: torch.device) -> None:
     scores = hard_scores(vocab, device)
     for number in (0.0, 2**-32, 0.5, 1 - 2**-31, 1 - 2**-32):
         taken = draw(scores, of_each(scores, number, torch.float64))
@@ -211,7 +211,7 @@ def test_a_draw_never_takes_what_is_impossible(vocab: int, device: torch.device)
 
 
 @pytest.mark.parametrize("bad", [math.nan, INF, -INF])
-def test_a_draw_from_no_numbers_is_still_a_token(bad: float, device: torch.device) -> None:
+def test_draw_from_nan_returns_valid_token(bad: float, device: torch.device) -> None:
     for scores in (torch.full((3, 7), bad, device=device), torch.zeros(3, 7, device=device)):
         scores[1, 3] = bad
         taken = draw(scores, torch.tensor([0.0, 0.5, 1 - 2**-32], dtype=torch.float64, device=device))
@@ -222,13 +222,13 @@ def test_a_draw_from_no_numbers_is_still_a_token(bad: float, device: torch.devic
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_ranks_order_scores_and_then_tokens(vocab: int, device: torch.device) -> None:
+def test_sortable_keys_order_by_score_then_token(vocab: int, device: torch.device) -> None:
     scores = hard_scores(vocab, device)
     expected = scores.sort(dim=-1, descending=True, stable=True).indices
     assert torch.equal(make_sortable(scores).sort(-1, descending=True).indices, expected)
     assert torch.equal(make_sortable(scores).topk((vocab + 1) // 2).indices, expected[:, : (vocab + 1) // 2])
 
 
-def test_ranks_know_every_kind_of_number(device: torch.device) -> None:
+def test_sortable_keys_handle_special_floats(device: torch.device) -> None:
     numbers = torch.tensor([[-0.0, 0.0, 1e-45, -1e-45, INF, -INF, 3e38, -3e38, 1.0, -1.0, 0.0]], device=device)
     assert make_sortable(numbers).sort(-1, descending=True).indices.tolist() == [[4, 6, 8, 2, 0, 1, 10, 3, 9, 7, 5]]

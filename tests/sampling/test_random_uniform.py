@@ -32,7 +32,7 @@ def draw(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -
     return uniforms(signed, torch.tensor(positions, device=device)).cpu().numpy()
 
 
-def test_they_are_those_of_splitmix64(device: torch.device) -> None:
+def test_uniforms_match_splitmix64(device: torch.device) -> None:
     some = random.Random(0)
     pairs = [(seed, position) for seed in EDGES for position in (0, 1, 2, 31, 4095, 2**20, 2**31, 2**40)]
     pairs += [(some.randrange(WORD), some.randrange(2**20)) for _ in range(2000)]
@@ -43,17 +43,17 @@ def test_they_are_those_of_splitmix64(device: torch.device) -> None:
     assert found.tolist() == [reference(*pair) for pair in pairs]
 
 
-def test_splitmix64_itself_is_the_published_one() -> None:
+def test_splitmix64_matches_published_values() -> None:
     assert [mix(STEP * n % WORD) for n in (1, 2, 3)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
 @pytest.mark.parametrize("seed", EDGES)
-def test_a_seed_keeps_its_bits_as_a_signed_number(seed: int) -> None:
+def test_as_signed_keeps_bits(seed: int) -> None:
     assert -(2**63) <= as_signed(seed) < 2**63
     assert as_signed(seed) % WORD == seed
 
 
-def test_none_is_one_and_none_rounds_a_finish_record_to_itself(device: torch.device) -> None:
+def test_uniform_times_sum_stays_below_sum(device: torch.device) -> None:
     found = draw(range(100_000), [0] * 100_000, device)
     assert found.min() >= 0
     assert found.max() < 1
@@ -75,14 +75,14 @@ def many(device: torch.device) -> dict[str, np.ndarray]:
     }
 
 
-def test_they_are_spread_evenly(device: torch.device) -> None:
+def test_uniforms_are_evenly_distributed(device: torch.device) -> None:
     for name, values in many(device).items():
         counts = np.bincount((values * 100).astype(int), minlength=100)
         statistic = ((counts - 1000) ** 2 / 1000).sum()
         assert 60 < statistic < 150, name  # 99 degrees of freedom: beyond 150 is one in a thousand
 
 
-def test_neighbours_do_not_resemble_each_other(device: torch.device) -> None:
+def test_consecutive_uniforms_are_uncorrelated(device: torch.device) -> None:
     for name, values in many(device).items():
         for distance in (1, 2, 3, 64):
             correlation = np.corrcoef(values[:-distance], values[distance:])[0, 1]
@@ -91,19 +91,19 @@ def test_neighbours_do_not_resemble_each_other(device: torch.device) -> None:
         assert ((pairs - pairs.mean()) ** 2 / pairs.mean()).sum() < 110, name
 
 
-def test_the_same_number_is_hardly_ever_drawn_twice(device: torch.device) -> None:
+def test_uniforms_rarely_repeat(device: torch.device) -> None:
     count = 200
     seeds = [seed for seed in range(count) for _ in range(count)]
     found = draw(seeds, list(range(count)) * count, device)
     assert count**2 - len(set(found.tolist())) < 3  # 0.2 are to be expected of 32 bits
 
 
-def test_the_first_number_of_the_first_seed_is_not_special(device: torch.device) -> None:
+def test_seed_zero_position_zero_is_not_special(device: torch.device) -> None:
     first, *others = draw([0, 0, 1, 1, MAX_SEED], [0, 1, 0, 1, 0], device).tolist()
     assert 0.01 < first < 0.99
     assert first not in others
 
 
-def test_a_number_does_not_depend_on_those_beside_it(device: torch.device) -> None:
+def test_uniforms_do_not_depend_on_batch(device: torch.device) -> None:
     together = draw(EDGES, range(len(EDGES)), device)
     assert [draw([seed], [i], device)[0] for i, seed in enumerate(EDGES)] == together.tolist()

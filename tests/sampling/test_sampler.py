@@ -124,7 +124,7 @@ def rows_of(draw: st.DrawFn, vocab: int) -> Row:
 
 
 @pytest.mark.parametrize("vocab", slow_except([257], [7, 257, 5003]))
-def test_a_row_in_any_batch_is_the_row_alone(vocab: int, device: torch.device) -> None:
+def test_row_in_batch_equals_single_row(vocab: int, device: torch.device) -> None:
     @settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def check(data: st.DataObject) -> None:
@@ -161,9 +161,7 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("vocab", [32_000, 50_257])  # a CPU splits the sum of one row over threads from 32,768 on
-def test_a_row_of_a_real_vocabulary_in_a_batch_is_the_row_alone(
-    vocab: int, device: torch.device, two_threads: None
-) -> None:
+def test_large_vocabulary_row_in_batch_equals_single_row(vocab: int, device: torch.device, two_threads: None) -> None:
     logits = torch.randn(3 * len(VARIED), vocab, generator=torch.Generator().manual_seed(0)) * 3
     rows = [Row(VARIED[i % len(VARIED)], (1, 2, 3 + i, 2), 2, row.bfloat16().float()) for i, row in enumerate(logits)]
     together = choose(rows, device, garbage=2, extra=2)
@@ -175,14 +173,14 @@ def test_a_row_of_a_real_vocabulary_in_a_batch_is_the_row_alone(
         assert [of_row(together, i) for i in range(len(rows))] == [of_row(each, 0) for each in alone]
 
 
-def test_threads_do_not_sum_one_row_otherwise_than_many(device: torch.device, two_threads: None) -> None:
+def test_thread_count_does_not_change_sums(device: torch.device, two_threads: None) -> None:
     logits = torch.randn(100, 50_256, generator=torch.Generator().manual_seed(0)) * 3
     rows = [Row(SamplingParams(), (0,), 1, row) for row in logits]
     together = choose(rows, device)
     assert [of_row(together, i) for i in range(len(rows))] == [of_row(choose_alone(row, device), 0) for row in rows]
 
 
-def test_what_is_beyond_a_rows_length_never_counts(device: torch.device) -> None:
+def test_tokens_beyond_row_length_are_ignored(device: torch.device) -> None:
     params = SamplingParams(repetition_penalty=5.0, frequency_penalty=2.0, watermark=True, num_alternatives=7)
     rows = [Row(params, (3, 4), 1, torch.randn(7)), Row(params, (1, 1, 1, 1, 1), 2, torch.randn(7))]
     expected = of_row(choose_alone(rows[0], device), 0)
@@ -190,14 +188,14 @@ def test_what_is_beyond_a_rows_length_never_counts(device: torch.device) -> None
         assert of_row(choose(rows, device, garbage, extra=1), 0) == expected
 
 
-def test_a_row_without_tokens_disturbs_no_watermark(device: torch.device) -> None:
+def test_watermark_with_row_without_tokens(device: torch.device) -> None:
     logits = torch.zeros(7)
     marked = Row(SamplingParams(watermark=True, num_alternatives=7), (3,), 1, logits)
     together = choose([Row(SamplingParams(), (), 0, logits), marked], device)
     assert of_row(together, 1) == of_row(choose_alone(marked, device), 0)
 
 
-def test_the_order_of_alternatives_does_not_depend_on_how_many_others_ask_for(device: torch.device) -> None:
+def test_alternatives_order_does_not_depend_on_other_rows(device: torch.device) -> None:
     logits = torch.zeros(257)
     logits[100:] = 1.0
     for others in (1, 3, 4, 50, 257):
@@ -212,7 +210,9 @@ def test_the_order_of_alternatives_does_not_depend_on_how_many_others_ask_for(de
     "more", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"typical_p": 0.2}, {"seed": 9, "top_k": 7}], ids=str
 )
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_temperature_0_is_greedy_beside_whatever(more: dict[str, Any], do_sample: bool, device: torch.device) -> None:
+def test_temperature_0_is_greedy_with_any_parameters(
+    more: dict[str, Any], do_sample: bool, device: torch.device
+) -> None:
     logits = torch.randn(257)
     cold = Row(SamplingParams(do_sample=do_sample, temperature=0.0, **more), (0,), 1, logits)
     hot = Row(SamplingParams(do_sample=True, temperature=5.0, seed=3), (0,), 1, logits)
@@ -224,7 +224,7 @@ def test_temperature_0_is_greedy_beside_whatever(more: dict[str, Any], do_sample
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-10, 1e-38, 1e-45, 1e-300])
-def test_the_colder_the_greedier(temperature: float, device: torch.device) -> None:
+def test_very_low_temperature_is_greedy(temperature: float, device: torch.device) -> None:
     """Cover temperatures so low that they, or the scores divided by them, do not fit into a 32-bit float."""
     for seed in range(20):
         logits = torch.randn(257, generator=torch.Generator().manual_seed(seed)) * 10
@@ -276,7 +276,7 @@ def chain(params: SamplingParams, vocab: int, prompt_length: int) -> list[Logits
 
 @pytest.mark.parametrize("asked", CHAINS, ids=" ".join)
 @pytest.mark.parametrize("num_generated", [0, 3, 4, 6])
-def test_all_together_are_transformers_in_the_same_order(
+def test_combined_parameters_match_transformers(
     asked: dict[str, Any], num_generated: int, device: torch.device
 ) -> None:
     vocab = 257
@@ -407,17 +407,17 @@ PENALTIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", WARPERS)
-def test_positions_draw_as_often_as_is_likely(name: str, device: torch.device) -> None:
+def test_frequencies_over_positions_match_probabilities(name: str, device: torch.device) -> None:
     assert is_drawn_from(draw_positions(WARPERS[name], device), probabilities_of(SamplingParams(**WARPERS[name])))
 
 
 @pytest.mark.parametrize("name", slow_except(["all", "bias"], [*WARPERS, *PENALTIES]))
-def test_seeds_draw_as_often_as_is_likely(name: str, device: torch.device) -> None:
+def test_frequencies_over_seeds_match_probabilities(name: str, device: torch.device) -> None:
     asked = (WARPERS | PENALTIES)[name]
     assert is_drawn_from(draw_seeds(asked, device), probabilities_of(SamplingParams(**asked)))
 
 
-def test_what_is_drawn_otherwise_is_found_out(device: torch.device) -> None:
+def test_frequency_test_detects_wrong_distribution(device: torch.device) -> None:
     plain = draw_seeds({}, device)
     assert is_drawn_from(plain, probabilities_of(SamplingParams()))
     for wrong in ({"temperature": 1.1}, {"top_p": 0.99}, {"top_k": 11, "logit_bias": {8: -50.0}}, {"min_p": 0.02}):
@@ -433,7 +433,7 @@ def test_what_is_drawn_otherwise_is_found_out(device: torch.device) -> None:
 # --- Reports
 
 
-def test_log_probabilities_are_after_processing_or_before(device: torch.device) -> None:
+def test_logprobs_are_processed_or_raw(device: torch.device) -> None:
     logits = torch.randn(50)
     asked: dict[str, Any]
     asked = {"do_sample": True, "temperature": 0.5, "top_k": 3, "logit_bias": {4: 1.0}, "num_alternatives": 6}
@@ -450,7 +450,7 @@ def test_log_probabilities_are_after_processing_or_before(device: torch.device) 
         torch.testing.assert_close(alternatives.logprobs[0].cpu(), best.values[:6])
 
 
-def test_greedy_log_probabilities_know_penalties_but_no_temperature(device: torch.device) -> None:
+def test_greedy_logprobs_include_penalties_but_not_temperature(device: torch.device) -> None:
     logits = torch.randn(50)
     row = Row(SamplingParams(temperature=0.3, top_k=2, repetition_penalty=2.0), (7, 8), 1, logits)
     penalized = RepetitionPenaltyLogitsProcessor(2.0)(torch.tensor([[7, 8]]), logits[None])
@@ -459,7 +459,7 @@ def test_greedy_log_probabilities_know_penalties_but_no_temperature(device: torc
     torch.testing.assert_close(found.logprobs.cpu(), penalized.log_softmax(-1).amax(-1))
 
 
-def test_each_row_gets_as_many_alternatives_as_it_asks_for(device: torch.device) -> None:
+def test_alternatives_count_is_per_row(device: torch.device) -> None:
     counts = [0, 3, 1, 0, 100, 7]
     found = choose([Row(SamplingParams(num_alternatives=n), (0,), 1, torch.randn(7)) for n in counts], device)
     by_row = present(found.alternatives).by_row()
@@ -470,7 +470,7 @@ def test_each_row_gets_as_many_alternatives_as_it_asks_for(device: torch.device)
         assert (top.token_ids[0], top.logprobs[0]) == (found.token_ids[row].item(), found.logprobs[row].item())
 
 
-def test_nobody_asks_for_alternatives(device: torch.device) -> None:
+def test_alternatives_are_none_by_default(device: torch.device) -> None:
     assert choose([one(SamplingParams(), [1.0, 2.0])], device).alternatives is None
 
 
@@ -478,7 +478,7 @@ EVERYTHING = SamplingParams(True, 0.7, 9, 0.9, 0.01, 0.9, 1.2, 0.3, 0.4, {3: 1.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_logits_stay_as_they_are(dtype: torch.dtype, device: torch.device) -> None:
+def test_logits_are_not_modified(dtype: torch.dtype, device: torch.device) -> None:
     stop = StopParams(min_new_tokens=4, eos_token_ids=frozenset({1, 2}))
     logits = torch.randn(57).to(dtype)
     batches = [
@@ -517,9 +517,7 @@ ASKED = [
 
 @pytest.mark.parametrize("params", ASKED, ids=range(len(ASKED)))
 @pytest.mark.parametrize("kind", ["one nan", "all nan", "one inf", "all inf", "all -inf", "nan and inf"])
-def test_no_number_gives_no_log_probability_but_a_token(
-    kind: str, params: SamplingParams, device: torch.device
-) -> None:
+def test_nan_logits_give_token_with_nan_logprob(kind: str, params: SamplingParams, device: torch.device) -> None:
     bad = torch.randn(57)
     what, _, more = kind.partition(" ")
     bad[slice(None) if what == "all" else 3] = float("nan" if what == "nan" else more)
@@ -539,7 +537,7 @@ def test_no_number_gives_no_log_probability_but_a_token(
 
 
 @pytest.mark.parametrize("num_generated", range(6))
-def test_ending_tokens_are_forbidden_until_enough_are_generated(num_generated: int, device: torch.device) -> None:
+def test_stop_tokens_are_forbidden_until_min_new_tokens(num_generated: int, device: torch.device) -> None:
     stop = StopParams(min_new_tokens=3, eos_token_ids=frozenset({2}), stop_token_ids=frozenset({5, 6, 10**9}))
     params = SamplingParams(num_alternatives=8)
     row = Row(params, (0,) * (4 + num_generated), 4, torch.tensor([0.0, 1, 9, 2, 3, 8, 7, 4]), stop)
@@ -549,18 +547,18 @@ def test_ending_tokens_are_forbidden_until_enough_are_generated(num_generated: i
     assert alternatives.token_ids[0] == (7 if num_generated < 3 else 2)
 
 
-def test_an_end_that_is_ignored_is_not_forbidden(device: torch.device) -> None:
+def test_ignored_eos_is_not_forbidden(device: torch.device) -> None:
     stop = StopParams(min_new_tokens=3, eos_token_ids=frozenset({2}), ignore_eos=True)
     assert choose_alone(one(SamplingParams(), [0.0, 1.0, 9.0], stop=stop), device).token_ids.tolist() == [2]
 
 
-def test_no_bias_makes_a_forbidden_token_possible(device: torch.device) -> None:
+def test_bias_does_not_override_forbidden_token(device: torch.device) -> None:
     stop = StopParams(min_new_tokens=3, eos_token_ids=frozenset({2}))
     params = SamplingParams(logit_bias={2: 100.0})
     assert choose_alone(one(params, [0.0, 1.0, 9.0], stop=stop), device).token_ids.tolist() == [1]
 
 
-def test_a_forbidden_token_is_never_drawn_and_other_rows_may_have_it(device: torch.device) -> None:
+def test_forbidden_tokens_are_per_row(device: torch.device) -> None:
     stop = StopParams(min_new_tokens=3, eos_token_ids=frozenset({2}))
     rows = [one(SamplingParams(do_sample=True, seed=i), [0.0, 1.0, 9.0], stop=stop) for i in range(200)]
     assert 2 not in choose(rows, device).token_ids.tolist()
@@ -573,21 +571,21 @@ def test_a_forbidden_token_is_never_drawn_and_other_rows_may_have_it(device: tor
 
 
 @pytest.mark.parametrize("token", [7, 8, 2**31, 2**70])
-def test_a_bias_beyond_the_vocabulary_is_refused(token: int, device: torch.device) -> None:
+def test_bias_outside_vocabulary_is_rejected(token: int, device: torch.device) -> None:
     with pytest.raises(InputError, match=f"`logit_bias`: token ID {token} is outside the vocabulary of 7"):
         Sampler(
             [SequenceSampling(SamplingParams()), SequenceSampling(SamplingParams(logit_bias={token: 1.0}))], 7, device
         )
 
 
-def test_a_bias_of_the_last_token_is_not_refused(device: torch.device) -> None:
+def test_bias_on_last_token_is_accepted(device: torch.device) -> None:
     assert choose_alone(one(SamplingParams(logit_bias={2: 5.0}), [0.0, 1.0, -1.0]), device).token_ids.tolist() == [2]
 
 
 # --- Sizes
 
 
-def test_no_rows(device: torch.device) -> None:
+def test_empty_batch(device: torch.device) -> None:
     none = torch.empty(0, dtype=torch.int64, device=device)
     sampler = Sampler([], 7, device)
     found = sampler(torch.empty(0, 7, device=device), History(none, none))
@@ -596,7 +594,7 @@ def test_no_rows(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("params", [*ASKED[:-1], SamplingParams(True, 0.7, 9, 0.9, 0.01, 0.9, watermark=True)])
-def test_a_vocabulary_of_one_token(params: SamplingParams, device: torch.device) -> None:
+def test_single_token_vocabulary(params: SamplingParams, device: torch.device) -> None:
     found = choose([one(params, [-3.0], 0, 0)] * 2, device)
     assert found.token_ids.tolist() == [0, 0]
     assert found.logprobs.tolist() == [0.0, 0.0]
@@ -610,7 +608,7 @@ def test_512_rows(device: torch.device) -> None:
         assert of_row(found, row) == of_row(choose_alone(rows[row], device), 0)
 
 
-def test_tokens_are_needed_only_by_what_looks_at_them(device: torch.device) -> None:
+def test_needs_tokens_only_for_penalties_and_watermark(device: torch.device) -> None:
     for params in (
         SamplingParams(watermark=True),
         SamplingParams(repetition_penalty=1.1),
@@ -629,7 +627,7 @@ def test_tokens_are_needed_only_by_what_looks_at_them(device: torch.device) -> N
 
 
 @pytest.mark.gpu
-def test_the_cpu_never_waits_for_the_gpu() -> None:
+def test_sampler_does_not_synchronize_with_gpu() -> None:
     rows, vocab = 8, 5003
     sequence_sampling = [
         SequenceSampling(SamplingParams(**{**vars(EVERYTHING), "watermark": True}), 5, frozenset({1, 2}))

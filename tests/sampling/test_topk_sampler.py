@@ -61,19 +61,19 @@ def check_same(found: Sampled, expected: Sampled) -> None:
 @pytest.mark.parametrize("shape", ["usual", "ties", "flat"])
 @pytest.mark.parametrize("vocab", [7, 300, 5003])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_they_are_those_of_the_whole_vocabulary(setting: dict[str, Any], vocab: int, shape: str) -> None:
+def test_top_k_sampler_matches_general_sampler(setting: dict[str, Any], vocab: int, shape: str) -> None:
     rows, history, logits = make_rows(setting), make_history(ROWS), make_logits(vocab, shape)
     check_same(TopKSampler(rows, vocab, reference)(logits, history), GeneralSampler(rows, vocab)(logits, history))
 
 
-def test_what_few_tokens_decide_is_not_computed_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_avoid_general_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topk_sampler, "GeneralSampler", None)
     for setting in SETTINGS[:-2]:
         TopKSampler(make_rows(setting), 5003, reference)(make_logits(5003, "usual"), make_history(ROWS))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_rows_without_numbers_are_as_ever_and_harm_no_neighbour(value: float) -> None:
+def test_nan_rows_do_not_affect_other_rows(value: float) -> None:
     rows, history, logits = make_rows({"top_p": 0.9, "top_k": 50}), make_history(ROWS), make_logits(300, "usual")
     alone = TopKSampler(rows, 300, reference)(logits, history)
     logits[::2] = value
@@ -83,7 +83,7 @@ def test_rows_without_numbers_are_as_ever_and_harm_no_neighbour(value: float) ->
     assert torch.equal(found.logprobs[1::2], alone.logprobs[1::2])
 
 
-def test_each_row_of_a_mixed_batch_goes_its_own_way() -> None:
+def test_mixed_batch_uses_method_per_row() -> None:
     params = [
         SamplingParams(),
         SamplingParams(do_sample=True, top_p=0.9, seed=1),

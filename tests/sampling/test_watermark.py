@@ -40,7 +40,7 @@ def z_score(tokens: list[int]) -> float:
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 7, 257, 5003])
-def test_the_green_half_is_the_documented_one(vocab: int, device: torch.device) -> None:
+def test_green_tokens_match_documentation(vocab: int, device: torch.device) -> None:
     previous = [0, vocab - 1, vocab // 2, vocab + 3, 2**20, 2**31 - 1]
     scores = torch.randn(len(previous), vocab)
     expected = scores + GREEN_BIAS * torch.tensor(
@@ -53,26 +53,26 @@ def test_the_green_half_is_the_documented_one(vocab: int, device: torch.device) 
     assert torch.equal(mask.cpu(), expected > scores)
 
 
-def test_about_half_of_a_vocabulary_is_green_after_any_token() -> None:
+def test_half_of_vocabulary_is_green() -> None:
     shares = green_mask(torch.arange(0, 128_000, 1999), hash_tokens(128_000)).float().mean(-1)
     assert shares.min() > 0.49
     assert shares.max() < 0.51
 
 
-def test_a_token_is_green_after_about_half_of_the_others() -> None:
+def test_token_is_green_after_half_of_vocabulary() -> None:
     shares = green_mask(torch.arange(4000), hash_tokens(2000)).float().mean(0)
     assert shares.min() > 0.44
     assert shares.max() < 0.56
 
 
-def test_the_half_depends_on_the_token_before() -> None:
+def test_green_tokens_depend_on_previous_token() -> None:
     halves = green_mask(torch.arange(50), hash_tokens(VOCAB))
     assert len({tuple(half.tolist()) for half in halves}) == 50
     shared = [int((one & other).sum()) for one, other in pairwise(halves)]
     assert all(35 < count < 95 for count in shared)  # 64 are to be expected
 
 
-def test_the_half_does_not_depend_on_how_wide_the_batch_is() -> None:
+def test_green_tokens_do_not_depend_on_vocabulary_padding() -> None:
     """A neighbour whose adapter brings tokens of its own makes the scores wider."""
     params = [SamplingParams(watermark=True)]
     scores, history = torch.randn(1, VOCAB), History(torch.tensor([2]), torch.tensor([1]), torch.tensor([[3, 5]]))
@@ -83,7 +83,7 @@ def test_the_half_does_not_depend_on_how_wide_the_batch_is() -> None:
     assert torch.equal(narrow.logprobs, beside.logprobs)
 
 
-def test_nothing_is_drawn_and_nothing_is_fetched_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watermark_uses_no_rng_and_no_host_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mark all rows at once: a permutation for each row and step held up all requests."""
     for name in ("randperm", "rand", "randint"):
         monkeypatch.setattr(torch, name, None)
@@ -110,11 +110,11 @@ def generate(params: list[SamplingParams], num_tokens: int, device: torch.device
     return ids.cpu()
 
 
-def test_the_mark_is_found_and_only_where_there_is_one(device: torch.device) -> None:
+def test_watermark_is_detected_only_in_marked_text(device: torch.device) -> None:
     params = [SamplingParams(do_sample=True, watermark=row % 2 == 0, seed=row) for row in range(4)]
     ids = generate([*params, SamplingParams(watermark=True), SamplingParams()], 100, device)
     assert [z_score(row) > 4 for row in ids.tolist()] == [True, False, True, False, True, False]
 
 
-def test_what_is_the_same_for_all_batches_is_made_once() -> None:
+def test_token_hashes_are_cached() -> None:
     assert hash_tokens(VOCAB, "cpu") is hash_tokens(VOCAB, "cpu")

@@ -11,10 +11,10 @@ from lorax_server.worker.copier import CopyStream
 
 
 @dataclass
-class FakeMark:
+class FakeEvent:
     """The end of one copy of a fake lane."""
 
-    lane: "FakeLane"
+    lane: "FakeCopyStream"
     number: int
 
     def synchronize(self) -> None:
@@ -26,7 +26,7 @@ class FakeMark:
 
 
 @dataclass
-class FakeLane(CopyStream):
+class FakeCopyStream(CopyStream):
     """Copies as late as it may: the bytes that count are those at the end, so that a buffer used too early shows."""
 
     is_free: bool = True  # copies need no leave
@@ -57,7 +57,7 @@ class FakeLane(CopyStream):
             if self.is_free:
                 self._finish(1)
             self.changed.notify_all()
-            return FakeMark(self, self.num_begun)
+            return FakeEvent(self, self.num_begun)
 
     def finish(self, count: int) -> None:
         """Do so many of the copies that wait, once there are as many."""
@@ -66,7 +66,7 @@ class FakeLane(CopyStream):
             self._finish(count)
             self.changed.notify_all()
 
-    def await_begun(self, count: int) -> None:
+    def wait_for_started(self, count: int) -> None:
         with self.changed:
             assert self.changed.wait_for(lambda: self.num_begun >= count, 60)
 

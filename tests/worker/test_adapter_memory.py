@@ -20,7 +20,7 @@ from lorax_server.worker.copier import Copier, CopyStream
 from tests.builders import CPU, adapter_batch
 from tests.lora import GivenAdapter
 from tests.optional import present
-from tests.worker.fake_copy_stream import FakeLane
+from tests.worker.fake_copy_stream import FakeCopyStream
 
 INPUTS, OUTPUTS, VOCAB = 10, 24, 17
 TARGETS = {
@@ -71,7 +71,7 @@ def numbers(memory: AdapterMemory) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("first_unit", [0, 1, 5])
-def test_an_adapter_is_copied_to_its_place(first_unit: int, dtype: torch.dtype) -> None:
+def test_load_copies_adapter_to_units(first_unit: int, dtype: torch.dtype) -> None:
     host = make_host(3, dtype=dtype, vocab_size=VOCAB + 2)
     memory = make_memory(host.units + 5, dtype)
     buffer = memory.arena.buffer
@@ -87,7 +87,7 @@ def test_an_adapter_is_copied_to_its_place(first_unit: int, dtype: torch.dtype) 
         assert memory.arena.vocab_sizes[other] == VOCAB
 
 
-def test_an_unloaded_index_has_nothing_and_can_be_used_again() -> None:
+def test_unloaded_index_is_empty_and_reusable() -> None:
     memory, host, other = make_memory(20), make_host(3, vocab_size=VOCAB - 1), make_host(1, seed=5)
     memory.load(1, host, 2)
     memory.load(2, other, 2 + host.units)
@@ -104,7 +104,7 @@ def test_an_unloaded_index_has_nothing_and_can_be_used_again() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("move_units", [1, 3, 65536])
 @pytest.mark.parametrize(("source", "target"), [(30, 2), (9, 8), (9, 5), (12, 0)])
-def test_a_moved_adapter_is_whole_and_the_table_follows(
+def test_move_copies_adapter_and_updates_table(
     source: int, target: int, move_units: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Move an adapter, mostly to a place that overlaps the old one."""
@@ -120,7 +120,7 @@ def test_a_moved_adapter_is_whole_and_the_table_follows(
     assert memory.is_loaded(1)
 
 
-def test_the_tables_keep_their_places_and_have_a_last_row() -> None:
+def test_table_addresses_are_fixed_and_rows_limited() -> None:
     memory = make_memory(200)
     last = len(memory.arena.table) - 1
     hosts = {1: make_host(3), last - 1: make_host(1, seed=5, vocab_size=VOCAB + 1), last: make_host(8, seed=7)}
@@ -140,7 +140,7 @@ def test_the_tables_keep_their_places_and_have_a_last_row() -> None:
         memory.load(last + 1, make_host(3), 120)
 
 
-def test_an_adapter_without_anything_takes_one_unit() -> None:
+def test_empty_adapter_takes_one_unit() -> None:
     memory, host = make_memory(4), make_host(0)
     memory.load(1, host, 3)
     check_place(memory, 1, host, 3)
@@ -148,7 +148,7 @@ def test_an_adapter_without_anything_takes_one_unit() -> None:
 
 
 @pytest.mark.parametrize(("index", "first_unit"), [(0, 0), (1, -1), (1, 5), (1, 100)])
-def test_places_that_do_not_exist_are_mistakes_of_ours(index: int, first_unit: int) -> None:
+def test_invalid_units_fail_assertions(index: int, first_unit: int) -> None:
     host = make_host(3)
     memory = make_memory(host.units + 4)
     with pytest.raises(AssertionError, match="index 0 is the base model" if index == 0 else "outside the buffer"):
@@ -161,7 +161,7 @@ def test_places_that_do_not_exist_are_mistakes_of_ours(index: int, first_unit: i
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_adapters_that_come_and_go_give_their_own_outputs(seed: int) -> None:
+def test_outputs_are_correct_after_loads_unloads_and_moves(seed: int) -> None:
     """Load adapters in random places and at random indices, unload some, and move the rest together."""
     draw = random.Random(seed)
     memory = make_memory(600)
@@ -201,16 +201,16 @@ def check_outputs(memory: AdapterMemory, weights: dict[int, ModuleWeights], draw
 
 # --- Beside the steps -------------------------------------------------------------------------------------------------
 
-A_WHILE = 2_000_000_000  # cycles: about a second, in which the stream of the steps is busy
+BUSY_CYCLES = 2_000_000_000  # cycles: about a second, in which the stream of the steps is busy
 GPU = torch.device("cuda")
 
 
 @contextmanager
-def beside(
-    lane: FakeLane | CopyStream, num_units: int, buffer_bytes: int = 256, is_follower: bool = False
+def make_async_memory(
+    lane: FakeCopyStream | CopyStream, num_units: int, buffer_bytes: int = 256, is_follower: bool = False
 ) -> Iterator[AdapterMemory]:
     """Make a memory whose adapters come through small buffers, on a thread."""
-    device = CPU if isinstance(lane, FakeLane) else GPU
+    device = CPU if isinstance(lane, FakeCopyStream) else GPU
     copier = Copier(lane, 2, buffer_bytes)
     memory = AdapterMemory(TARGETS, torch.float32, device, num_units, is_follower=is_follower, copier=copier)
     yield memory
@@ -223,9 +223,9 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         assert time.monotonic() < until
 
 
-def test_an_adapter_is_there_when_its_last_piece_is() -> None:
-    lane, host, told = FakeLane(is_free=False), make_host(8), threading.Event()
-    with beside(lane, 64) as memory:
+def test_adapter_is_loaded_after_last_chunk() -> None:
+    lane, host, told = FakeCopyStream(is_free=False), make_host(8), threading.Event()
+    with make_async_memory(lane, 64) as memory:
         memory.on_loaded(told.set)
         memory.load(1, host, 4)
         assert not memory.is_loaded(1)
@@ -241,9 +241,9 @@ def test_an_adapter_is_there_when_its_last_piece_is() -> None:
 
 
 @pytest.mark.parametrize("is_follower", [False, True])
-def test_loads_follow_the_steps_before_them_on_followers_only(is_follower: bool) -> None:
-    lane = FakeLane()
-    with beside(lane, 64, is_follower=is_follower) as memory:
+def test_loads_wait_for_steps_only_on_followers(is_follower: bool) -> None:
+    lane = FakeCopyStream()
+    with make_async_memory(lane, 64, is_follower=is_follower) as memory:
         assert lane.num_follows == 1  # after the zeros
         for index in (1, 2):
             memory.load(index, make_host(3), index * 10)
@@ -252,18 +252,18 @@ def test_loads_follow_the_steps_before_them_on_followers_only(is_follower: bool)
 
 
 @pytest.mark.parametrize("what", ["unload", "move"])
-def test_steps_wait_for_a_load_before_its_units_are_touched(what: str) -> None:
-    lane, host = FakeLane(is_free=False), make_host(1)
-    with beside(lane, 64, buffer_bytes=4096) as memory:
+def test_steps_wait_for_load_before_move_or_unload(what: str) -> None:
+    lane, host = FakeCopyStream(is_free=False), make_host(1)
+    with make_async_memory(lane, 64, buffer_bytes=4096) as memory:
         memory.load(1, host, 9)
         memory.unload(1) if what == "unload" else memory.move(1, 9, 2)
         assert lane.waits == [1]
         lane.finish(1)
 
 
-def test_a_failed_load_is_an_error_wherever_it_is_asked_for() -> None:
-    lane, told = FakeLane(fails_at=2), threading.Event()
-    with beside(lane, 64) as memory:
+def test_failed_load_raises_in_all_queries() -> None:
+    lane, told = FakeCopyStream(fails_at=2), threading.Event()
+    with make_async_memory(lane, 64) as memory:
         memory.on_loaded(told.set)
         memory.load(1, make_host(8), 4)
         assert told.wait(60)
@@ -278,11 +278,11 @@ def check_bytes(memory: AdapterMemory, host: HostAdapter, first_unit: int) -> No
 
 
 @pytest.mark.gpu
-def test_an_adapter_arrives_while_a_step_runs() -> None:
+def test_adapter_loads_while_step_runs() -> None:
     host = make_host(8, seed=3)
-    with beside(CopyStream(GPU), 64) as memory:
+    with make_async_memory(CopyStream(GPU), 64) as memory:
         torch.cuda.synchronize()
-        torch.cuda._sleep(A_WHILE)
+        torch.cuda._sleep(BUSY_CYCLES)
         memory.load(1, host, 4)
         wait_until(lambda: memory.is_loaded(1))
         assert not torch.cuda.current_stream().query()  # the step runs on: neither did we wait for it, nor the copy
@@ -291,14 +291,14 @@ def test_an_adapter_arrives_while_a_step_runs() -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_under_way_sees_the_table_as_it_was() -> None:
+def test_step_in_flight_sees_old_table() -> None:
     old, new = make_host(8, seed=3), make_host(2, seed=5)
-    with beside(CopyStream(GPU), 64) as memory:
+    with make_async_memory(CopyStream(GPU), 64) as memory:
         memory.load(1, old, 4)
         wait_until(lambda: memory.is_loaded(1))
         torch.cuda.synchronize()
         before = memory.arena.table[1].clone(), memory.arena.scales[1].clone()
-        torch.cuda._sleep(A_WHILE)
+        torch.cuda._sleep(BUSY_CYCLES)
         seen = memory.arena.table[1].clone(), memory.arena.scales[1].clone()  # by a step that has not begun yet
         memory.unload(1)
         memory.load(1, new, 40)
@@ -311,9 +311,9 @@ def test_a_step_under_way_sees_the_table_as_it_was() -> None:
 
 
 @pytest.mark.gpu
-def test_an_index_left_before_its_adapter_arrived_can_be_used_again() -> None:
+def test_index_is_reusable_after_unload_during_load() -> None:
     first, second = make_host(64, seed=3), make_host(64, seed=5)
-    with beside(CopyStream(GPU), 400) as memory:
+    with make_async_memory(CopyStream(GPU), 400) as memory:
         for round_ in range(20):
             memory.load(1, first, 4)
             memory.unload(1)
@@ -325,10 +325,10 @@ def test_an_index_left_before_its_adapter_arrived_can_be_used_again() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_follower", [False, True])
-def test_many_loads_while_steps_run(is_follower: bool) -> None:
+def test_many_loads_during_steps(is_follower: bool) -> None:
     hosts = [make_host(1 + 5 * (i % 13), seed=i) for i in range(60)]
     room = max(host.units for host in hosts) + 1
-    with beside(CopyStream(GPU), 60 * room, is_follower=is_follower) as memory:
+    with make_async_memory(CopyStream(GPU), 60 * room, is_follower=is_follower) as memory:
         x = torch.randn(512, 512, device=GPU)
         for index, host in enumerate(hosts, start=1):
             memory.load(index, host, (index - 1) * room)

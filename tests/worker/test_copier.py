@@ -9,7 +9,7 @@ import torch
 
 from lorax_server.errors import EngineError
 from lorax_server.worker.copier import Copier, CopyStream
-from tests.worker.fake_copy_stream import FakeLane
+from tests.worker.fake_copy_stream import FakeCopyStream
 
 WAIT_S = 60
 Make = Callable[..., Copier]
@@ -20,7 +20,7 @@ def make() -> Iterator[Make]:
     """Make copiers that are closed at the end."""
     made: list[Copier] = []
 
-    def make_one(lane: FakeLane | CopyStream, num_buffers: int, buffer_bytes: int) -> Copier:
+    def make_one(lane: FakeCopyStream | CopyStream, num_buffers: int, buffer_bytes: int) -> Copier:
         made.append(Copier(lane, num_buffers, buffer_bytes))
         return made[-1]
 
@@ -43,8 +43,8 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("num_buffers", [1, 3])
 @pytest.mark.parametrize(("count", "pieces"), [(1, [2]), (31, [62]), (32, [64]), (33, [64, 2]), (200, [64] * 6 + [16])])
-def test_a_copy_comes_in_pieces_and_whole(count: int, pieces: list[int], num_buffers: int, make: Make) -> None:
-    lane = FakeLane()
+def test_copy_is_chunked_and_complete(count: int, pieces: list[int], num_buffers: int, make: Make) -> None:
+    lane = FakeCopyStream()
     copier, told = make(lane, num_buffers, 64), threading.Event()
     copier.notify = told.set
     source, target = draw(count, 1), torch.zeros(count + 2, dtype=torch.bfloat16)
@@ -58,13 +58,13 @@ def test_a_copy_comes_in_pieces_and_whole(count: int, pieces: list[int], num_buf
 
 
 @pytest.mark.parametrize("num_buffers", [1, 2, 4])
-def test_a_buffer_is_used_again_only_after_its_copy(num_buffers: int, make: Make) -> None:
-    lane = FakeLane(is_free=False)
+def test_buffer_is_reused_only_after_its_copy(num_buffers: int, make: Make) -> None:
+    lane = FakeCopyStream(is_free=False)
     copier = make(lane, num_buffers, 64)
     source, target = draw(32 * 9, 1), torch.zeros(32 * 9, dtype=torch.bfloat16)
     copy_handle = copier.start(target, source)
     for done in range(9):
-        lane.await_begun(min(num_buffers + done, 9))
+        lane.wait_for_started(min(num_buffers + done, 9))
         assert lane.num_begun - lane.num_done <= num_buffers
         assert not copy_handle.is_done
         lane.finish(1)
@@ -72,8 +72,8 @@ def test_a_buffer_is_used_again_only_after_its_copy(num_buffers: int, make: Make
     assert torch.equal(target, source)
 
 
-def test_copies_keep_their_order_and_each_is_told_of(make: Make) -> None:
-    lane = FakeLane(is_free=False)
+def test_copies_are_ordered_and_notified(make: Make) -> None:
+    lane = FakeCopyStream(is_free=False)
     copier, told = make(lane, 3, 64), threading.Semaphore(0)
     copier.notify = told.release
     sources = [draw(50 + i, i) for i in range(5)]
@@ -88,14 +88,14 @@ def test_copies_keep_their_order_and_each_is_told_of(make: Make) -> None:
     assert all(map(torch.equal, targets, sources))
 
 
-def test_a_step_waits_on_the_device_once_the_copy_is_issued(make: Make) -> None:
+def test_wait_for_blocks_host_until_copy_is_submitted(make: Make) -> None:
     """The host waits until then: an event that is not recorded yet would hold up nothing."""
-    lane = FakeLane(is_free=False)
+    lane = FakeCopyStream(is_free=False)
     copier = make(lane, 2, 64)
     copy_handle = copier.start(torch.zeros(96, dtype=torch.bfloat16), draw(96, 1))
     waiter = threading.Thread(target=copier.wait_for, args=(copy_handle,))
     waiter.start()
-    lane.await_begun(2)
+    lane.wait_for_started(2)
     assert waiter.is_alive()
     assert lane.waits == []
     lane.finish(1)  # the third piece finds its buffer
@@ -109,8 +109,8 @@ def test_a_step_waits_on_the_device_once_the_copy_is_issued(make: Make) -> None:
 
 
 @pytest.mark.parametrize("fails_at", [1, 3])
-def test_a_failure_is_an_error_for_all_and_nobody_hangs(fails_at: int, make: Make) -> None:
-    lane = FakeLane(fails_at=fails_at)
+def test_failure_raises_for_all_waiters(fails_at: int, make: Make) -> None:
+    lane = FakeCopyStream(fails_at=fails_at)
     copier, told = make(lane, 2, 64), threading.Event()
     copier.notify = told.set
     copy_handle = copier.start(torch.zeros(200, dtype=torch.bfloat16), draw(200, 1))
@@ -125,11 +125,11 @@ def test_a_failure_is_an_error_for_all_and_nobody_hangs(fails_at: int, make: Mak
         copier.check()
 
 
-def test_a_closed_copier_leaves_what_it_has_not_begun(make: Make) -> None:
-    lane = FakeLane(is_free=False)
+def test_closed_copier_skips_pending_copies(make: Make) -> None:
+    lane = FakeCopyStream(is_free=False)
     copier = make(lane, 2, 64)
     first, second = (copier.start(torch.zeros(16), draw(16, i, torch.float32)) for i in range(2))
-    lane.await_begun(1)
+    lane.wait_for_started(1)
     closing = threading.Thread(target=copier.close)
     closing.start()
     wait_until(lambda: copier._is_closed)
@@ -143,11 +143,11 @@ def test_a_closed_copier_leaves_what_it_has_not_begun(make: Make) -> None:
 
 # --- On a GPU ---------------------------------------------------------------------------------------------------------
 
-A_WHILE = 1_000_000_000  # cycles: about half a second
+BUSY_CYCLES = 1_000_000_000  # cycles: about half a second
 
 
 @pytest.mark.gpu
-def test_many_copies_through_few_small_buffers(make: Make) -> None:
+def test_many_copies_through_small_buffers(make: Make) -> None:
     copier = make(CopyStream(torch.device("cuda")), 3, 2**16)
     sources = [draw(1 + 20011 * i, i) for i in range(40)]  # of pieces that do not divide
     targets = [torch.zeros(len(source), dtype=torch.bfloat16, device="cuda") for source in sources]
@@ -159,11 +159,11 @@ def test_many_copies_through_few_small_buffers(make: Make) -> None:
 
 
 @pytest.mark.gpu
-def test_a_copy_follows_the_caller_where_it_is_asked_to(make: Make) -> None:
+def test_copy_waits_for_caller_stream(make: Make) -> None:
     copier = make(CopyStream(torch.device("cuda")), 2, 2**16)
     source, target = draw(100_000, 1), torch.zeros(100_000, dtype=torch.bfloat16, device="cuda")
     torch.cuda.synchronize()
-    torch.cuda._sleep(A_WHILE)
+    torch.cuda._sleep(BUSY_CYCLES)
     seen = target.clone()  # by a step that has not begun yet
     copier.wait_for_caller_stream()
     copy_handle = copier.start(target, source)
@@ -175,7 +175,7 @@ def test_a_copy_follows_the_caller_where_it_is_asked_to(make: Make) -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_waits_for_the_copy_it_needs(make: Make) -> None:
+def test_step_waits_for_required_copy(make: Make) -> None:
     copier = make(CopyStream(torch.device("cuda")), 2, 2**20)
     source, target = draw(40_000_000, 1), torch.zeros(40_000_000, dtype=torch.bfloat16, device="cuda")
     torch.cuda.synchronize()

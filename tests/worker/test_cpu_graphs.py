@@ -35,7 +35,7 @@ SIZES = GraphSizes.choose_for_cpu()
 UNRECORDED = "llama-fp8-kv"  # its attention is the reference's
 
 
-class Watched(Rig):
+class WatchedRig(Rig):
     """A rig that keeps the hidden states of its last step."""
 
     def __init__(self, model: PagedCausalLM, hosts: Sequence[HostAdapter], **options: Any) -> None:
@@ -62,11 +62,11 @@ class Watched(Rig):
 
 def make_pair(
     model: PagedCausalLM, hosts: Sequence[HostAdapter], sizes: GraphSizes = SIZES, **shape: int
-) -> tuple[Watched, Watched]:
-    return Watched(model, hosts, **shape), Watched(model, hosts, graph_sizes=sizes, **shape)
+) -> tuple[WatchedRig, WatchedRig]:
+    return WatchedRig(model, hosts, **shape), WatchedRig(model, hosts, graph_sizes=sizes, **shape)
 
 
-def check_step(eager: Watched, recorded: Watched, plan: StepPlan) -> None:
+def check_step(eager: WatchedRig, recorded: WatchedRig, plan: StepPlan) -> None:
     """Run a step on both, and compare the bits of its hidden states and what is chosen by them."""
     assert eager.collect(plan) == recorded.collect(plan)
     assert torch.equal(eager.hidden.view(torch.uint8), recorded.hidden.view(torch.uint8))
@@ -74,7 +74,7 @@ def check_step(eager: Watched, recorded: Watched, plan: StepPlan) -> None:
 
 def run_crowd(
     model: PagedCausalLM, hosts: Sequence[HostAdapter], seed: int = 28, steps: int = 40, sampling: bool = True
-) -> Watched:
+) -> WatchedRig:
     eager, recorded = make_pair(model, hosts)
     for plan in Crowd(len(hosts), seed, sampling=sampling).plans(steps):
         check_step(eager, recorded, plan)
@@ -82,7 +82,7 @@ def run_crowd(
     return recorded
 
 
-def make_strange_hosts(model: PagedCausalLM) -> list[HostAdapter]:
+def make_mixed_host_adapters(model: PagedCausalLM) -> list[HostAdapter]:
     """Prepare adapters with magnitudes and biases, with an embedding, rows and tokens of their own, and with norms and
     scales for all else."""
     targets, vocab_size = collect_adapter_targets(model), model.config.vocab_size
@@ -112,7 +112,7 @@ def make_strange_hosts(model: PagedCausalLM) -> list[HostAdapter]:
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, sorted({*VARIANTS} - {UNRECORDED})))
-def test_programs_give_the_same_bits(name: str) -> None:
+def test_cpu_graphs_match_eager_steps_bitwise(name: str) -> None:
     """Rows join and leave, adapters come and go, sequences reach the greatest length.
 
     All rows are greedy: a program ends with hidden states, what is drawn from them is none of a variant's concern.
@@ -127,11 +127,11 @@ def test_programs_give_the_same_bits(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "opt-projection", "neox-parallel", "qwen3-window"])
 def test_adapters_of_all_kinds(name: str) -> None:
     model = make_model(name, CPU)
-    assert run_crowd(model, [*make_strange_hosts(model), *make_hosts(model)[:2]], steps=60).kinds
+    assert run_crowd(model, [*make_mixed_host_adapters(model), *make_hosts(model)[:2]], steps=60).kinds
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
-def test_a_model_without_memory_for_adapters(name: str) -> None:
+def test_model_without_adapter_memory(name: str) -> None:
     assert len(run_crowd(make_model(name, CPU), [], seed=14).kinds) > 3
 
 
@@ -156,7 +156,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 # --- Between two steps ------------------------------------------------------------------------------------------------
 
 
-class Duet:
+class TwoSequencePlans:
     """Plans of two sequences whose blocks come one at a time, as an engine hands them out."""
 
     def __init__(self) -> None:
@@ -192,20 +192,20 @@ class Duet:
         )
 
 
-def test_blocks_that_come_one_by_one_up_to_the_greatest_length() -> None:
+def test_blocks_added_one_at_a_time_up_to_max_length() -> None:
     model = make_model("llama-gqa", CPU)
     eager, recorded = make_pair(model, [])
-    duet = Duet()
+    duet = TwoSequencePlans()
     for _ in range(MAX_LENGTH - 2):
         check_step(eager, recorded, duet.plan([0, 0]))
     assert recorded.kinds == {GraphKey(2)}
 
 
-def test_adapters_that_move_and_are_replaced_between_steps() -> None:
+def test_adapters_moved_and_replaced_between_steps() -> None:
     model = make_model("llama-gqa", CPU)
     hosts = make_hosts(model)
     eager, recorded = make_pair(model, hosts)
-    duet, places = Duet(), {}
+    duet, places = TwoSequencePlans(), {}
     check_step(eager, recorded, duet.plan([1, 2], [Load("0", 1, 0), Load("1", 2, 0)]))
     for adapters in ([1, 2], [1, 2], [0, 2], [2, 2], [0, 0], [1, 2]):
         check_step(eager, recorded, duet.plan(adapters))
@@ -223,12 +223,12 @@ def test_adapters_that_move_and_are_replaced_between_steps() -> None:
     assert recorded.kinds == {GraphKey(2), GraphKey(2, has_adapters=True)}
 
 
-def test_tables_of_angles_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotary_tables_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotary, "INITIAL_TABLE_ROWS", 8)
     eager, recorded = make_pair(make_model("llama-gqa", CPU), [])
     rows = recorded.graphs._room
     recorded.graphs._model = make_model("llama-gqa", CPU)  # with tables of its own
-    duet = Duet()
+    duet = TwoSequencePlans()
     for _ in range(MAX_LENGTH - 2):
         check_step(eager, recorded, duet.plan([0, 0]))
     assert rows == 8
@@ -257,10 +257,10 @@ def known_plan(
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "qwen3-window"])
-def test_tokens_of_an_answer_that_come_at_once_have_the_bits_of_a_step_each(name: str) -> None:
+def test_forced_tokens_match_single_steps_bitwise(name: str) -> None:
     model = make_model(name, CPU)
     hosts, ops = make_hosts(model), [Load("0", 1, 0), Load("1", 2, 0)]
-    walking, jumping = (Watched(model, hosts, graph_sizes=SIZES) for _ in range(2))
+    walking, jumping = (WatchedRig(model, hosts, graph_sizes=SIZES) for _ in range(2))
     for rig in (walking, jumping):
         rig.collect(known_plan(1, [0, 0], [3, 3], ops))
     walked = list[torch.Tensor]()
@@ -273,9 +273,9 @@ def test_tokens_of_an_answer_that_come_at_once_have_the_bits_of_a_step_each(name
     assert jumping.kinds == {GraphKey(7, has_adapters=True)}
 
 
-def test_without_programs_tokens_that_come_at_once_stay_together() -> None:
+def test_forced_tokens_are_not_split_without_graphs() -> None:
     model = make_model(UNRECORDED, CPU)
-    rig, eager = Watched(model, [], graph_sizes=SIZES), Watched(model, [])
+    rig, eager = WatchedRig(model, [], graph_sizes=SIZES), WatchedRig(model, [])
     for plan in (known_plan(1, [0, 0], [3, 3]), known_plan(2, [3, 3], [1, 1]), known_plan(3, [4, 4], [5, 2])):
         check_step(eager, rig, replace(plan, adapter_indices=np.zeros(2, np.int64)))
     assert not rig.kinds
@@ -286,14 +286,14 @@ def test_without_programs_tokens_that_come_at_once_stay_together() -> None:
 # --- What has programs, and what they take ----------------------------------------------------------------------------
 
 
-def test_what_cannot_be_recorded_runs_as_before(caplog: pytest.LogCaptureFixture) -> None:
+def test_unrecordable_model_runs_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model(UNRECORDED, CPU)
     with caplog.at_level(logging.INFO):
         assert not run_crowd(model, make_hosts(model)).kinds
     assert [record.message for record in caplog.records if "without CPU graphs" in record.message]
 
 
-def test_who_has_programs() -> None:
+def test_conditions_for_cpu_graphs() -> None:
     model = make_model("llama-gqa", CPU)
     two: Any = SimpleNamespace(size=lambda: 2)
     assert uses_cpu_graphs(model, FakeGroup())
@@ -303,15 +303,15 @@ def test_who_has_programs() -> None:
     assert not uses_cpu_graphs(model, FakeGroup())
 
 
-def test_sizes_of_a_cpu() -> None:
+def test_cpu_graph_sizes() -> None:
     assert list(GraphSizes.choose_for_cpu().decode) == list(range(1, MAX_CPU_GRAPH_TOKENS + 1))
     assert not GraphSizes.choose_for_cpu().mixed
 
 
 @torch.inference_mode()
-def test_all_programs_take_the_memory_of_the_largest() -> None:
+def test_graphs_share_memory_of_largest_graph() -> None:
     model = make_model("llama-gqa", CPU)
-    rig = Watched(model, make_hosts(model), graph_sizes=GraphSizes.choose_for_cpu(), max_num_seqs=64)
+    rig = WatchedRig(model, make_hosts(model), graph_sizes=GraphSizes.choose_for_cpu(), max_num_seqs=64)
     graphs, taken = rig.graphs, set()
     recorder: Any = graphs._recorder
     for size in (1, 64, 17, 2):

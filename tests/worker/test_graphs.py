@@ -33,7 +33,7 @@ NAMES = ("llama-gqa", "gpt2", "opt-projection", "neox-parallel", "llama-rope-dyn
 CPU = torch.device("cpu")
 
 
-def test_sizes_end_with_the_largest_batch() -> None:
+def test_graph_sizes_end_with_largest_batch() -> None:
     assert graph_sizes(1) == [1]
     assert graph_sizes(6) == [1, 2, 4, 6]
     assert graph_sizes(64)[-3:] == [48, 56, 64]
@@ -223,7 +223,7 @@ def check_same(model: PagedCausalLM, hosts: list[HostAdapter], seed: int, *, ste
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_padded_inputs_give_the_same_tokens(name: str) -> None:
+def test_padded_inputs_match_unpadded_tokens(name: str) -> None:
     model = make_model(name, CPU)
     check_same(model, make_hosts(model), len(name), steps=16, capture=False)
 
@@ -232,7 +232,7 @@ def test_padded_inputs_without_adapters() -> None:
     check_same(make_model("llama-gqa", CPU), [], 1, steps=20, capture=False)
 
 
-def test_rows_of_padding_are_nowhere() -> None:
+def test_padding_rows_write_no_kv_slots() -> None:
     rig = Rig(make_model("llama-gqa", CPU), [], graph_sizes=GraphSizes([4]), capture=False)
     crowd = Crowd(0, seed=1, mixed=False)
     plans = list(crowd.plans(3))
@@ -281,7 +281,7 @@ def gpu_model(name: str) -> PagedCausalLM:
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", NAMES)
-def test_graphs_give_the_same_tokens(name: str, seed: int) -> None:
+def test_graphs_match_eager_tokens(name: str, seed: int) -> None:
     """They are captured without any adapter, and replayed with adapters of any rank and with any modules."""
     model = gpu_model(name)
     check_same(model, make_hosts(model), seed, capture=True)
@@ -289,7 +289,7 @@ def test_graphs_give_the_same_tokens(name: str, seed: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_graphs_of_half_precision_give_the_same_tokens(dtype: torch.dtype) -> None:
+def test_half_precision_graphs_match_eager_tokens(dtype: torch.dtype) -> None:
     model = half_model(dtype, (4, 2), 64)
     check_same(model, make_hosts(model), 1, capture=True)
 
@@ -298,7 +298,7 @@ def test_graphs_of_half_precision_give_the_same_tokens(dtype: torch.dtype) -> No
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("with_adapters", [False, True])
-def test_the_host_does_not_wait_for_a_decode_step(sampling: bool, with_adapters: bool) -> None:
+def test_decode_step_does_not_synchronize_host(sampling: bool, with_adapters: bool) -> None:
     model = gpu_model("llama-gqa")
     rig = Rig(model, make_hosts(model) if with_adapters else [], graph_sizes=GraphSizes(graph_sizes(MAX_NUM_SEQS)))
     crowd = Crowd(len(RANKS) * with_adapters, seed=3, sampling=sampling)

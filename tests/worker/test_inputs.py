@@ -34,7 +34,7 @@ def new_sequence(slot: int, token_ids: list[int], prompt_length: int, seed: int 
 
 
 @pytest.mark.parametrize("counts", [[1], [1, 1, 1], [3, 1, 2], [5]])
-def test_each_token_has_its_sequence_its_row_and_its_position(counts: list[int]) -> None:
+def test_step_tokens_have_sequence_slot_and_position(counts: list[int]) -> None:
     slots, starts = [4, 0, 2][: len(counts)], [7, 0, 12][: len(counts)]
     samples = np.arange(len(counts)) % 2 == 0
     found = build_step_tokens(make_plan(slots, starts, counts, samples=samples))
@@ -50,7 +50,7 @@ def test_each_token_has_its_sequence_its_row_and_its_position(counts: list[int])
     assert found.lengths.tolist() == [start + count for start, count in zip(starts, counts, strict=True)]
 
 
-def test_a_layout_serves_again_only_for_the_same_counts_and_samples() -> None:
+def test_layout_is_reused_only_for_equal_counts() -> None:
     first = build_step_tokens(make_plan([0, 1], [3, 4], [1, 1]))
     again = build_step_tokens(make_plan([1, 2], [9, 5], [1, 1]), first.layout)
     assert again.layout is first.layout
@@ -65,7 +65,7 @@ def test_a_layout_serves_again_only_for_the_same_counts_and_samples() -> None:
         assert found.layout.counts == fresh.layout.counts
 
 
-def test_tokens_of_answers_have_entries_of_their_own_and_prompts_stay_whole() -> None:
+def test_forced_tokens_are_split_and_prompts_are_not() -> None:
     samples, asks = np.array([True, False, True, True]), np.array([False, True, False, False])
     adapters = np.array([0, 3, 4, 4])
     plan = make_plan([2, 0, 3, 1], [9, 0, 5, 6], [1, 4, 3, 2], samples=samples, asks=asks, adapter_indices=adapters)
@@ -82,7 +82,7 @@ def test_tokens_of_answers_have_entries_of_their_own_and_prompts_stay_whole() ->
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_tables_say_what_was_written_last(seed: int) -> None:
+def test_tables_return_last_written_values(seed: int) -> None:
     """Slots change hands and grow in any order; tokens are read and written beside them."""
     some, tables = random.Random(seed), SlotTables(MAX_NUM_SEQS, LENGTH, BLOCK, CPU)
     tokens: dict[int, list[int]] = {}
@@ -134,7 +134,7 @@ def test_tables_say_what_was_written_last(seed: int) -> None:
                 del tokens[slot]
 
 
-def test_a_row_that_is_given_to_another_has_the_parameters_of_that_one() -> None:
+def test_reused_slot_has_new_sampling_parameters() -> None:
     tables = SlotTables(MAX_NUM_SEQS, LENGTH, BLOCK, CPU)
     for seed in (1, 2):
         tables.write_new(make_plan([3], [0], [1], new_sequences=(new_sequence(3, [5, 6], 2, seed),)))
@@ -142,7 +142,7 @@ def test_a_row_that_is_given_to_another_has_the_parameters_of_that_one() -> None
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_masks_of_any_width_reach_the_device_as_wide_as_its_scores(device: str) -> None:
+def test_uploaded_masks_are_padded_to_vocabulary(device: str) -> None:
     lane, words = MaskUploader(torch.device(device)), [[7], [1, -1], [3, 4, 5]]
     for _ in range(3):  # in memory that was used before
         masks = StepMasks(np.array([4, 0, 2]), [np.array(each, np.int32) for each in words])

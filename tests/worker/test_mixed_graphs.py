@@ -31,7 +31,7 @@ from tests.worker.test_graphs import (
 from tests.worker.test_inputs import make_plan
 
 
-def test_sizes_end_with_the_largest_step() -> None:
+def test_mixed_graph_sizes_end_with_largest_step() -> None:
     assert GraphSizes.choose(6, 8) == ([1, 2, 4, 6], [8])
     assert GraphSizes.choose(4, 100).mixed == [16, 32, 64, 96, 100]
     assert GraphSizes.choose(4, 4096).mixed == list(MIXED_GRAPH_SIZES)
@@ -184,7 +184,7 @@ SMALL: dict[str, Any] = {"max_num_seqs": 7, "max_length": 30, "block_size": 4}
 
 
 @pytest.mark.parametrize("name", slow_except(["llama-gqa", "gpt2"], NAMES))
-def test_padded_inputs_give_the_same_tokens(name: str) -> None:
+def test_padded_inputs_match_unpadded_tokens(name: str) -> None:
     model, sizes = make_model(name, CPU), (12, 24)
     hosts = make_hosts(model)
     rigs = make_rigs(model, hosts, SMALL, {}, {"graph_sizes": GraphSizes([1, 4], sizes), "capture": False})
@@ -207,7 +207,7 @@ def test_padded_inputs_of_all_sizes(size: int) -> None:
     assert check_traffic(Traffic(**shape, most=size, num_hosts=len(hosts), seed=size), rigs, 12, is_close) == {size}
 
 
-def test_padding_is_nowhere() -> None:
+def test_padding_tokens_write_no_kv_slots() -> None:
     rig = Rig(make_model("llama-gqa", CPU), [], graph_sizes=GraphSizes([4], [16]), capture=False)
     new = tuple(NewSequence(slot, [5, 6, 7, 8], 4, SamplingParams(), StopParams()) for slot in (2, 5))
     blocks = np.array([[2, 0, 9], [2, 1, 8], [5, 0, 7]], np.int64)
@@ -240,7 +240,7 @@ LARGE: dict[str, Any] = {"max_num_seqs": 40, "max_length": 400, "block_size": 16
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
-def test_graphs_give_the_tokens_of_single_launches(name: str) -> None:
+def test_mixed_graphs_match_eager_tokens(name: str) -> None:
     model = gpu_model(name)
     hosts, sizes = make_hosts(model), (12, 24)
     options = {"graph_sizes": GraphSizes([1, 4], sizes)}
@@ -275,7 +275,7 @@ HALF = pytest.mark.parametrize(
 @pytest.mark.gpu
 @HALF
 @pytest.mark.parametrize("with_adapters", [False, True])
-def test_graphs_have_the_bits_of_the_same_launches_one_by_one(
+def test_mixed_graphs_match_eager_launches_bitwise(
     dtype: torch.dtype, heads: tuple[int, int], head_dim: int, with_adapters: bool
 ) -> None:
     """Adapters have all modules here: where none of a large step's has one, its linear is launched in another way."""
@@ -288,14 +288,16 @@ def test_graphs_have_the_bits_of_the_same_launches_one_by_one(
 
 @pytest.mark.gpu
 @HALF
-def test_small_graphs_have_them_with_any_adapters(dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> None:
+def test_small_mixed_graphs_match_eager_with_any_adapters(
+    dtype: torch.dtype, heads: tuple[int, int], head_dim: int
+) -> None:
     model, sizes = half_model(dtype, heads, head_dim), [size for size in MIXED_GRAPH_SIZES if size <= 256]
     assert check_all_sizes(model, make_hosts(model), sizes, {"capture": False}, is_same) == set(sizes)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("most_rank", [64, 512])
-def test_graphs_of_all_sizes_give_the_tokens_of_single_launches(most_rank: int) -> None:
+def test_graphs_of_all_sizes_match_eager_tokens(most_rank: int) -> None:
     """Where an adapter of a step has a rank above 64, a large step has no graph."""
     model = half_model(torch.float32, (8, 2), 64)
     hosts = [host for host in make_hosts(model) if int(host.table[:, Field.RANK].max()) <= most_rank]
@@ -305,7 +307,7 @@ def test_graphs_of_all_sizes_give_the_tokens_of_single_launches(most_rank: int) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [7, 15, 50])
-def test_a_row_that_decodes_has_the_same_bits_beside_prompts(count: int) -> None:
+def test_decode_is_bitwise_equal_with_prompts_in_batch(count: int) -> None:
     """Sizes between which the sums of linears do not change."""
     model = half_model(torch.bfloat16, (8, 2), 128)
     sizes = (8, 16, 64)
@@ -328,7 +330,7 @@ def test_a_row_that_decodes_has_the_same_bits_beside_prompts(count: int) -> None
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("with_adapters", [False, True])
-def test_the_host_does_not_wait_for_a_mixed_step(with_adapters: bool) -> None:
+def test_mixed_step_does_not_synchronize_host(with_adapters: bool) -> None:
     model = gpu_model("llama-gqa")
     hosts = make_hosts(model) if with_adapters else []
     rig = Rig(model, hosts, **SMALL, graph_sizes=GraphSizes([8], [24]))

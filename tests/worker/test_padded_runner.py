@@ -52,7 +52,7 @@ def pair(request: pytest.FixtureRequest, zoo: Zoo) -> Pair:
 
 
 @pytest.mark.parametrize(("name", "relatives"), [("mixtral", "mistral"), ("gpt-neo-window", "gpt2, gpt_bigcode")])
-def test_the_log_says_what_is_missing_and_names_relatives(
+def test_log_names_missing_features_and_similar_types(
     name: str, relatives: str, zoo: Zoo, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -271,7 +271,7 @@ def crowd(lm: CausalLM, seed: int, steps: int = 50) -> list[Running]:
 
 
 @pytest.mark.parametrize("seed", slow_except([0], range(3)))
-def test_in_a_crowd_each_gets_what_transformers_gives_it_alone(pair: Pair, seed: int) -> None:
+def test_batched_sequences_match_transformers(pair: Pair, seed: int) -> None:
     everyone = crowd(pair.served, seed)
     for sequence in everyone:
         check(pair.oracle, sequence)
@@ -280,7 +280,7 @@ def test_in_a_crowd_each_gets_what_transformers_gives_it_alone(pair: Pair, seed:
     assert any(each.prompt_logprobs for each in everyone)
 
 
-def test_greedy_tokens_are_those_of_generate(pair: Pair) -> None:
+def test_greedy_tokens_match_generate(pair: Pair) -> None:
     engine, stop = Engine(pair.served), StopParams(max_new_tokens=12)
     first, long, short = Running(PROMPT, stop=stop), Running(range(40, 64), stop=stop), Running(SHORT, stop=stop)
     engine.step(first)
@@ -296,7 +296,7 @@ def test_greedy_tokens_are_those_of_generate(pair: Pair) -> None:
     assert compared > 20
 
 
-def test_what_is_drawn_depends_on_the_seed_alone(lm: CausalLM) -> None:
+def test_sampling_depends_only_on_seed(lm: CausalLM) -> None:
     """Run many sequences of one prompt in one batch, which join at different times."""
     sequences = [Running(PROMPT, replace(SAMPLED, seed=seed)) for seed in (*range(30), 2**63, 2**64 - 1)]
     engine = Engine(lm)
@@ -311,7 +311,7 @@ def test_what_is_drawn_depends_on_the_seed_alone(lm: CausalLM) -> None:
 
 
 @pytest.mark.parametrize("style", range(len(STYLES)))
-def test_one_that_comes_again_goes_on_as_if_it_had_stayed(lm: CausalLM, style: int) -> None:
+def test_preempted_sequence_continues_unchanged(lm: CausalLM, style: int) -> None:
     whole = Running(PROMPT, replace(STYLES[style], seed=11), StopParams(max_new_tokens=10, min_new_tokens=4))
     whole = alone(lm, whole)
     for cut in range(1, 10):
@@ -321,7 +321,7 @@ def test_one_that_comes_again_goes_on_as_if_it_had_stayed(lm: CausalLM, style: i
         assert len(again.prompt_logprobs[0]) == len(PROMPT) - 1
 
 
-def test_a_row_can_be_given_away_in_the_next_step(lm: CausalLM, oracle: Any) -> None:
+def test_slot_is_reusable_in_next_step(lm: CausalLM, oracle: Any) -> None:
     engine = Engine(lm)
     old, stays = Running(PROMPT), Running(SHORT)
     engine.step(old, stays)
@@ -335,7 +335,7 @@ def test_a_row_can_be_given_away_in_the_next_step(lm: CausalLM, oracle: Any) -> 
         check(oracle, sequence)
 
 
-def test_rows_with_masks_choose_among_what_these_allow(lm: CausalLM) -> None:
+def test_masked_rows_sample_allowed_tokens(lm: CausalLM) -> None:
     prompts = PROMPT, SHORT, (90, 91, 92)
     plan = make_plan(
         0, [2, 0, 1], [0] * 3, [len(prompt) for prompt in prompts], list(map(new_sequence, (2, 0, 1), prompts))
@@ -357,7 +357,7 @@ def test_rows_with_masks_choose_among_what_these_allow(lm: CausalLM) -> None:
     assert other != free[0]
 
 
-def test_all_can_end_and_others_begin(lm: CausalLM, oracle: Any) -> None:
+def test_all_sequences_finish_while_others_start(lm: CausalLM, oracle: Any) -> None:
     engine = Engine(lm)
     engine.step(Running(PROMPT), Running(SHORT))
     engine.leave(*engine.running.values())
@@ -368,9 +368,7 @@ def test_all_can_end_and_others_begin(lm: CausalLM, oracle: Any) -> None:
     check(oracle, later)
 
 
-def test_a_step_is_one_forward_of_those_that_run_and_one_of_the_prompts(
-    lm: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_runs_one_decode_and_one_prefill_forward(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[tuple[int, ...]] = []
     forward = lm.forward
 
@@ -390,7 +388,7 @@ def test_a_step_is_one_forward_of_those_that_run_and_one_of_the_prompts(
 # --- Reports ----------------------------------------------------------------------------------------------------------
 
 
-def test_alternatives_are_of_those_who_asked(lm: CausalLM, oracle: Any) -> None:
+def test_alternatives_are_returned_only_on_request(lm: CausalLM, oracle: Any) -> None:
     """Ask for alternatives in steps of joining sequences, beside others, and in plans of any order."""
     counts = [0, 3, 0, 1, 400]  # the last asks for more than there are
     for seed in range(5):
@@ -407,7 +405,7 @@ def test_alternatives_are_of_those_who_asked(lm: CausalLM, oracle: Any) -> None:
             assert found == ([min(count, VOCAB)] * 8 if count else [])
 
 
-def test_prompt_logprobs_are_those_of_transformers(pair: Pair) -> None:
+def test_prompt_logprobs_match_transformers(pair: Pair) -> None:
     """Prompt logprobs are those of the model's own scores, whatever the sampling parameters."""
     engine = Engine(pair.served)
     engine.step(Running(SHORT))
@@ -421,7 +419,7 @@ def test_prompt_logprobs_are_those_of_transformers(pair: Pair) -> None:
         check(pair.oracle, sequence)
 
 
-def test_one_that_runs_has_no_prompt_to_report(lm: CausalLM) -> None:
+def test_running_sequence_reports_no_prompt_logprobs(lm: CausalLM) -> None:
     runner = PaddedRunner(lm)
     new = NewSequence(3, list(PROMPT), len(PROMPT), SamplingParams(), StopParams())
     runner.submit(make_plan(0, [3], [0], [5], [new], asks=[True]))
@@ -431,14 +429,14 @@ def test_one_that_runs_has_no_prompt_to_report(lm: CausalLM) -> None:
 # --- Ends, which are not decided here ---------------------------------------------------------------------------------
 
 
-def test_neither_eos_nor_stop_strings_end_anything(lm: CausalLM) -> None:
+def test_runner_ignores_eos_and_stop_strings(lm: CausalLM) -> None:
     stop = StopParams(max_new_tokens=6, eos_token_ids=frozenset([EOS_ID]), stop_strings=("<", "e"))
     sequence = alone(lm, Running(PROMPT, SamplingParams(logit_bias={EOS_ID: 1e4}), stop))
     assert sequence.token_ids == [EOS_ID] * 6
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 3])
-def test_tokens_that_would_end_it_wait_for_the_minimum(lm: CausalLM, num_before: int) -> None:
+def test_stop_tokens_are_forbidden_before_min_new_tokens(lm: CausalLM, num_before: int) -> None:
     """Cover sequences that come in with some of their minimum generated."""
     stop = StopParams(
         max_new_tokens=6, min_new_tokens=3, eos_token_ids=frozenset([EOS_ID]), stop_token_ids=frozenset([7])
@@ -449,7 +447,7 @@ def test_tokens_that_would_end_it_wait_for_the_minimum(lm: CausalLM, num_before:
     assert sequence.token_ids == [8, 8, 8, EOS_ID, EOS_ID, EOS_ID]
 
 
-def test_a_sequence_can_be_as_long_as_the_model_has_positions(zoo: Zoo) -> None:
+def test_sequence_can_use_all_model_positions(zoo: Zoo) -> None:
     """Run it beside another sequence that comes later and stays longer."""
     pair = zoo.pair("gpt-neo-window")
     engine, rng = Engine(pair.served), random.Random(5)
@@ -481,9 +479,7 @@ def poisoned(lm: CausalLM) -> Iterator[CausalLM]:
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED, STYLES[5]])
-def test_scores_that_are_not_numbers_are_reported_and_harm_nobody_else(
-    poisoned: CausalLM, oracle: Any, sampling: SamplingParams
-) -> None:
+def test_nan_logits_are_reported_and_isolated(poisoned: CausalLM, oracle: Any, sampling: SamplingParams) -> None:
     engine = Engine(poisoned)
     others = [Running(PROMPT, asks=True), Running(SHORT, SAMPLED), Running((90,) * 12)]
     bad = Running((9, 9, POISON, 9), sampling, asks=True)
@@ -507,7 +503,7 @@ def new_sequence(slot: int, prompt: Sequence[int] = PROMPT) -> NewSequence:
     return NewSequence(slot, list(prompt), len(prompt), SamplingParams(), StopParams())
 
 
-def test_one_that_was_left_out_cannot_go_on(lm: CausalLM) -> None:
+def test_sequence_missing_from_a_step_fails(lm: CausalLM) -> None:
     runner = PaddedRunner(lm)
     runner.submit(make_plan(0, [0, 1], [0, 0], [5, 5], [new_sequence(0), new_sequence(1)]))
     runner.submit(make_plan(1, [0], [5], [1]))
@@ -529,7 +525,7 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize("name", list(IMPOSSIBLE))
-def test_what_it_cannot_do_is_not_asked_of_it(lm: CausalLM, name: str) -> None:
+def test_invalid_plans_fail_assertions(lm: CausalLM, name: str) -> None:
     plan, message = IMPOSSIBLE[name]
     with pytest.raises(AssertionError, match=message):
         PaddedRunner(lm).submit(plan)
@@ -548,5 +544,5 @@ def test_capabilities(lm: CausalLM, asked: int | None, expected: int) -> None:
     assert found.num_blocks == 5 * math.ceil(expected / found.block_size)
 
 
-def test_a_model_without_a_limit_has_a_large_one(zoo: Zoo) -> None:
+def test_model_without_position_limit_gets_default(zoo: Zoo) -> None:
     assert padded_capabilities(zoo.served("bloom"), 1, None).max_length == DEFAULT_MAX_POSITIONS

@@ -110,7 +110,7 @@ def assert_same(found: HostAdapter, expected: HostAdapter) -> None:
 # --- One rank ---------------------------------------------------------------------------------------------------------
 
 
-def test_it_rests_while_the_engine_is_busy(
+def test_preparer_pauses_while_engine_is_busy(
     originals: Path, targets: dict[str, AdapterTarget], preparer: Preparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preparer_module, "MAX_PAUSE_S", WAIT_S)
@@ -123,7 +123,7 @@ def test_it_rests_while_the_engine_is_busy(
     assert take(preparer, 1)[0].error is None
 
 
-def test_it_does_not_rest_for_ever(
+def test_pause_is_limited(
     originals: Path, targets: dict[str, AdapterTarget], preparer: Preparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preparer_module, "MAX_PAUSE_S", 0.001)
@@ -133,7 +133,7 @@ def test_it_does_not_rest_for_ever(
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_what_is_ready_is_what_preparing_gives(
+def test_ready_adapter_equals_direct_preparation(
     is_old: bool, preparer: Preparer, targets: dict[str, AdapterTarget], originals: Path
 ) -> None:
     """Cover young files, which are read into memory as a whole first."""
@@ -167,7 +167,7 @@ def test_merges(merge: Merge, preparer: Preparer, targets: dict[str, AdapterTarg
     ("names", "message"),
     [(("plain", "rank-pattern"), "requires equal ranks"), (("plain", "dora"), "cannot be merged")],
 )
-def test_merges_that_cannot_be(
+def test_invalid_merges_are_rejected(
     names: Sequence[str],
     message: str,
     is_old: bool,
@@ -182,7 +182,7 @@ def test_merges_that_cannot_be(
     assert message in str(taken.error)
 
 
-def test_it_tells_whenever_there_is_something(preparer: Preparer, targets: Any, originals: Path) -> None:
+def test_notify_is_called_for_each_result(preparer: Preparer, targets: Any, originals: Path) -> None:
     told = threading.Semaphore(0)
     preparer.notify = told.release
     for name in ("plain", "dora"):
@@ -191,7 +191,7 @@ def test_it_tells_whenever_there_is_something(preparer: Preparer, targets: Any, 
         assert len(preparer.pop_results()) == 1
 
 
-def test_what_is_dropped_is_gone_and_can_come_again(preparer: Preparer, targets: Any, originals: Path) -> None:
+def test_dropped_adapter_can_be_prepared_again(preparer: Preparer, targets: Any, originals: Path) -> None:
     spec = make_spec(originals / "plain", targets)
     for _ in range(2):
         preparer.enqueue(spec)
@@ -202,7 +202,7 @@ def test_what_is_dropped_is_gone_and_can_come_again(preparer: Preparer, targets:
         preparer.get(spec.identity)
 
 
-def test_a_dropped_adapter_is_freed_on_the_thread(preparer: Preparer, targets: Any, originals: Path) -> None:
+def test_dropped_adapter_is_freed_on_background_thread(preparer: Preparer, targets: Any, originals: Path) -> None:
     """To return the memory takes a while, for which no step should wait."""
     spec, freed = make_spec(originals / "plain", targets), threading.Event()
     freed_by: list[str] = []
@@ -219,7 +219,7 @@ def test_a_dropped_adapter_is_freed_on_the_thread(preparer: Preparer, targets: A
     assert freed_by == ["prepare adapters"]
 
 
-def test_a_rank_that_is_a_moment_later_is_waited_for(preparer: Preparer, targets: Any, originals: Path) -> None:
+def test_get_waits_for_late_rank(preparer: Preparer, targets: Any, originals: Path) -> None:
     """The engine hears from the first rank; its next message may reach another rank whose thread is not done."""
     spec, resume = make_spec(originals / "plain", targets), threading.Event()
     found: list[Any] = []
@@ -244,7 +244,7 @@ def test_a_rank_that_is_a_moment_later_is_waited_for(preparer: Preparer, targets
     assert isinstance(found[0], HostAdapter)
 
 
-def test_it_ends_without_what_has_not_begun(targets: Any, originals: Path) -> None:
+def test_close_skips_queued_adapters(targets: Any, originals: Path) -> None:
     preparer = Preparer(targets, torch.float32, FakeGroup())
     begun, resume, done = threading.Event(), threading.Event(), []
 
@@ -293,7 +293,7 @@ BREAKS: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "message"), BREAKS)
-def test_files_that_are_not_what_they_were(
+def test_missing_changed_or_truncated_files_fail(
     spoil: Callable[[Path], None], message: str, preparer: Preparer, targets: dict[str, AdapterTarget], folder: Path
 ) -> None:
     spec, other = (make_spec(folder / name, targets) for name in ("plain", "dora"))
@@ -311,7 +311,7 @@ def test_files_that_are_not_what_they_were(
 
 
 @pytest.mark.parametrize("is_merged", [False, True])
-def test_a_file_that_changes_without_a_new_stamp(
+def test_file_change_without_new_timestamp_is_detected(
     is_merged: bool, preparer: Preparer, targets: dict[str, AdapterTarget], folder: Path
 ) -> None:
     """Change a file twice within a tick of the file system's clock: a young file is read again."""
@@ -337,7 +337,7 @@ def test_a_file_that_changes_without_a_new_stamp(
     assert "files changed during loading" in str(after.error)
 
 
-def test_numbers_that_are_not_finite(preparer: Preparer, targets: dict[str, AdapterTarget], folder: Path) -> None:
+def test_non_finite_weights_are_rejected(preparer: Preparer, targets: dict[str, AdapterTarget], folder: Path) -> None:
     tensors = load_file(folder / "plain" / WEIGHTS_FILE)
     next(iter(tensors.values()))[0, 0] = float("inf")
     save_file(tensors, folder / "plain" / WEIGHTS_FILE)
@@ -345,7 +345,7 @@ def test_numbers_that_are_not_finite(preparer: Preparer, targets: dict[str, Adap
     assert "non-finite" in str(take(preparer, 1)[0].error)
 
 
-def test_numbers_that_the_models_dtype_cannot_hold(targets: dict[str, AdapterTarget], folder: Path) -> None:
+def test_weights_that_overflow_dtype_are_rejected(targets: dict[str, AdapterTarget], folder: Path) -> None:
     tensors = load_file(folder / "plain" / WEIGHTS_FILE)
     next(iter(tensors.values()))[0, 0] = 1e6
     save_file(tensors, folder / "plain" / WEIGHTS_FILE)
@@ -355,7 +355,7 @@ def test_numbers_that_the_models_dtype_cannot_hold(targets: dict[str, AdapterTar
     half.close()
 
 
-def test_a_rank_that_the_devices_kernels_do_not_serve(targets: dict[str, AdapterTarget], folder: Path) -> None:
+def test_rank_above_kernel_limit_is_rejected(targets: dict[str, AdapterTarget], folder: Path) -> None:
     limited = Preparer(targets, torch.float32, FakeGroup(), max_rank=7)
     limited.enqueue(make_spec(folder / "plain", targets))
     error = take(limited, 1)[0].error
@@ -365,7 +365,7 @@ def test_a_rank_that_the_devices_kernels_do_not_serve(targets: dict[str, Adapter
 
 
 @pytest.mark.parametrize("is_old", [True, False])
-def test_a_rank_that_is_not_served_is_refused_before_the_file_is_read(
+def test_unsupported_rank_is_rejected_before_reading_weights(
     is_old: bool, targets: dict[str, AdapterTarget], folder: Path
 ) -> None:
     tensors = load_file(folder / "plain" / WEIGHTS_FILE)
@@ -379,7 +379,7 @@ def test_a_rank_that_is_not_served_is_refused_before_the_file_is_read(
         limited.close()
 
 
-def test_the_ranks_of_a_sum_are_added_up(targets: dict[str, AdapterTarget], folder: Path) -> None:
+def test_merged_rank_is_sum_of_ranks(targets: dict[str, AdapterTarget], folder: Path) -> None:
     limited = Preparer(targets, torch.float32, FakeGroup(), max_rank=15)
     for strategy in ("linear", "ties"):
         merge = Merge((1.0, 1.0), strategy, density=0.5)
@@ -399,7 +399,7 @@ def test_the_ranks_of_a_sum_are_added_up(targets: dict[str, AdapterTarget], fold
     ],
 )
 @pytest.mark.parametrize("where", ["StoredAdapter", "prepare"])
-def test_a_bug_or_no_memory_takes_nobody_along(
+def test_unexpected_errors_do_not_affect_other_adapters(
     where: str,
     problem: type[Exception],
     said: str,
@@ -486,7 +486,9 @@ def expected_on(group: TorchGroup, size: int, folder: Path) -> list[HostAdapter]
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_prepare_together(size: int, ranks: RankPool, originals: Path, targets: dict[str, AdapterTarget]) -> None:
+def test_ranks_prepare_consistently(
+    size: int, ranks: RankPool, originals: Path, targets: dict[str, AdapterTarget]
+) -> None:
     found = ranks.run(4, on_ranks, size, originals)[:size]
     expected = ranks.run(4, expected_on, size, originals)[:size]
     for (taken, hosts), wanted in zip(found, expected, strict=True):
@@ -509,7 +511,7 @@ def _factor(host: HostAdapter, index: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("spoilt", ["vanished", "stamp", "values", "memory"])
-def test_what_fails_on_one_rank_fails_on_all_and_they_go_on(spoilt: str, ranks: RankPool, folder: Path) -> None:
+def test_failure_on_one_rank_fails_on_all_ranks(spoilt: str, ranks: RankPool, folder: Path) -> None:
     shutil.copytree(folder / "plain", folder / "spoilt")
     tensors = load_file(folder / "spoilt" / WEIGHTS_FILE)
     next(iter(tensors.values()))[0, 0] = float("nan")

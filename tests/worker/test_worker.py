@@ -84,17 +84,17 @@ def make_plan(step: int, ops: Sequence[AdapterOp] = (), indices: Sequence[int] =
 class Record:
     """A stand-in for everything below a worker, which records its calls."""
 
-    said: list[tuple[Any, ...]] = field(default_factory=list)
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
     arrived: set[int] = field(default_factory=set)
     ready: list[Prepared] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return lambda *args: self.said.append((name, *args))
+        return lambda *args: self.calls.append((name, *args))
 
     def load(self, *args: Any) -> None:
-        self.said.append(("load", *args))
+        self.calls.append(("load", *args))
 
     def get(self, identity: str) -> str:
         return f"host {identity}"
@@ -103,7 +103,7 @@ class Record:
         return index in self.arrived
 
     def submit(self, plan: StepPlan) -> int:
-        self.said.append(("submit", plan.step))
+        self.calls.append(("submit", plan.step))
         return plan.step
 
     def collect(self, ticket: int) -> StepResult:
@@ -113,7 +113,7 @@ class Record:
         return self.ready
 
 
-def test_adapters_are_prepared_while_a_gpu_works_and_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preparer_resumes_only_while_collect_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a step is made beside another one, which is under way, the thread that prepares rests."""
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     record: Any = Record()
@@ -125,7 +125,7 @@ def test_adapters_are_prepared_while_a_gpu_works_and_the_host_waits(monkeypatch:
     worker.collect()
     worker.collect()  # nothing is under way after it
     turns = ["submit", "submit", "resume", "pause", "submit", "resume", "pause", "resume"]
-    assert [name for name, *_ in record.said if name in turns] == turns
+    assert [name for name, *_ in record.calls if name in turns] == turns
 
 
 @pytest.fixture
@@ -139,27 +139,27 @@ def worker(record: Record) -> Worker:
     return Worker(Capabilities(97, 2, 8, 2, 4), below, below, below)
 
 
-def test_adapters_come_first_in_their_order(worker: Worker, record: Record) -> None:
+def test_adapter_ops_run_in_order_before_step(worker: Worker, record: Record) -> None:
     spec = AdapterSpec("a", "a", (), 1)
     ops: list[AdapterOp] = [Move(1, 7, 2), Prepare(spec), Unload(3), Drop("c"), Load("b", 3, 9)]
     worker.submit(make_plan(5, ops, [0, 0, 2, 3, 3]))
-    assert record.said[:5] == [
+    assert record.calls[:5] == [
         ("move", 1, 7, 2),
         ("enqueue", spec),
         ("unload", 3),
         ("drop", "c"),
         ("load", 3, "host b", 9),
     ]
-    assert sorted(record.said[5:7]) == [("wait_for", 2), ("wait_for", 3)]  # each once, the base model never
-    assert record.said[7:] == [("submit", 5)]
+    assert sorted(record.calls[5:7]) == [("wait_for", 2), ("wait_for", 3)]  # each once, the base model never
+    assert record.calls[7:] == [("submit", 5)]
 
 
-def test_a_step_of_the_base_model_waits_for_no_adapter(worker: Worker, record: Record) -> None:
+def test_base_model_step_waits_for_no_adapter(worker: Worker, record: Record) -> None:
     worker.submit(make_plan(0, [], [0, 0]))
-    assert record.said == [("submit", 0)]
+    assert record.calls == [("submit", 0)]
 
 
-def test_what_is_loaded_is_reported_once_and_when_it_is_there(worker: Worker, record: Record) -> None:
+def test_load_is_reported_once_after_completion(worker: Worker, record: Record) -> None:
     worker.submit(make_plan(0, [Load("a", 1, 0), Load("b", 2, 5)]))
     worker.submit(make_plan(1, [Load("c", 3, 7)]))
     assert worker.collect().loaded == []
@@ -174,7 +174,7 @@ def test_what_is_loaded_is_reported_once_and_when_it_is_there(worker: Worker, re
     assert worker.collect().loaded == [2]  # the index again
 
 
-def test_what_is_loaded_is_told_without_a_step_too(worker: Worker, record: Record) -> None:
+def test_load_is_reported_without_step(worker: Worker, record: Record) -> None:
     worker.submit(make_plan(0, [Load("a", 1, 0), Load("b", 2, 5)]))
     assert worker.collect().loaded == []
     assert worker.pop_loaded() == []
@@ -186,32 +186,32 @@ def test_what_is_loaded_is_told_without_a_step_too(worker: Worker, record: Recor
     assert worker.pop_loaded() == []
 
 
-def test_memory_and_preparer_tell_of_their_news(worker: Worker, record: Record) -> None:
+def test_on_event_subscribes_to_memory_and_preparer(worker: Worker, record: Record) -> None:
     told: list[str] = []
     worker.on_event(lambda: told.append("news"))
     record.notify()  # as the preparer does
-    (said,) = record.said
-    assert said[0] == "on_loaded"
-    said[1]()
+    (calls,) = record.calls
+    assert calls[0] == "on_loaded"
+    calls[1]()
     assert told == ["news", "news"]
 
 
-def test_a_load_that_failed_ends_the_step(worker: Worker, record: Record) -> None:
+def test_failed_load_raises_in_collect(worker: Worker, record: Record) -> None:
     def fail(index: int) -> bool:
         raise EngineError("copying adapters to the device failed")
 
     worker.submit(make_plan(0, [Load("a", 1, 0)]))
     record.is_loaded = fail  # type: ignore[method-assign]
-    with pytest.raises(EngineError, match="cannot be copied"):
+    with pytest.raises(EngineError, match="copying adapters"):
         worker.collect()
 
 
-def test_the_threads_of_memory_and_preparer_are_closed(worker: Worker, record: Record) -> None:
+def test_close_stops_memory_and_preparer_threads(worker: Worker, record: Record) -> None:
     worker.close()
-    assert record.said == [("close",), ("close",)]
+    assert record.calls == [("close",), ("close",)]
 
 
-def test_a_rank_that_reports_nothing_keeps_nothing_of_what_it_has_loaded(worker: Worker, record: Record) -> None:
+def test_discard_oldest_clears_pending_loads(worker: Worker, record: Record) -> None:
     for step in range(100):
         worker.submit(make_plan(step, [Load("a", 1, 0)]))
         worker.discard_oldest()
@@ -220,7 +220,7 @@ def test_a_rank_that_reports_nothing_keeps_nothing_of_what_it_has_loaded(worker:
     assert not worker._tickets
 
 
-def test_steps_end_in_their_order(worker: Worker) -> None:
+def test_steps_are_collected_in_order(worker: Worker) -> None:
     for step in range(3):
         worker.submit(make_plan(step))
     assert worker.collect().step == 0
@@ -249,13 +249,13 @@ class FullDevice:
 
 
 @pytest.mark.parametrize(("fails", "is_done"), [([False], True), ([True, False], True), ([True, True], False)])
-def test_a_step_without_memory_is_tried_twice(fails: list[bool], is_done: bool, record: Record) -> None:
+def test_out_of_memory_step_is_retried_once(fails: list[bool], is_done: bool, record: Record) -> None:
     runner, below = FullDevice(fails.copy()), cast(Any, record)
     worker = Worker(Capabilities(97, 2, 8, 2, 4), runner, below, below, can_retry=True)
     new = NewSequence(1, [5, 6], 2, SamplingParams(), StopParams())
     ops: list[AdapterOp] = [Load("b", 3, 9)]
     error = worker.submit(make_plan(5, ops, [0, 3], new_sequences=(new,), new_blocks=np.array([[1, 0, 4]])))
-    assert [said[0] for said in record.said] == ["load", "wait_for"]  # once
+    assert [calls[0] for calls in record.calls] == ["load", "wait_for"]  # once
     assert len(runner.plans) == len(fails) + (not is_done)
     result = worker.collect()
     if is_done:
@@ -274,18 +274,18 @@ def test_a_step_without_memory_is_tried_twice(fails: list[bool], is_done: bool, 
     )
 
 
-def test_a_step_that_cannot_be_tried_again_ends_the_worker() -> None:
+def test_out_of_memory_without_retry_raises() -> None:
     worker = Worker(Capabilities(97, 2, 8, 2, 4), FullDevice([True]))
     with pytest.raises(torch.OutOfMemoryError):
         worker.submit(make_plan(5, [], [0]))
 
 
-def test_what_is_ready_comes_from_the_preparer(worker: Worker, record: Record) -> None:
+def test_pop_prepared_returns_preparer_results(worker: Worker, record: Record) -> None:
     record.ready = [Prepared("a")]
     assert worker.pop_prepared() == [Prepared("a")]
 
 
-def test_without_adapters(record: Record) -> None:
+def test_worker_without_adapters(record: Record) -> None:
     below: Any = record
     worker = Worker(Capabilities(97, 2, 8, 2, 4), below)
     worker.submit(make_plan(0, [], [0]))
@@ -296,7 +296,7 @@ def test_without_adapters(record: Record) -> None:
     worker.close()
 
 
-def test_a_real_step_with_and_without_rows() -> None:
+def test_model_step_with_and_without_sequences() -> None:
     worker = build_paged_worker(make_paged("llama-gqa", CPU), CONFIG, FakeGroup())
     worker.submit(make_plan(0))
     assert worker.collect() == StepResult(0, [], [])
@@ -325,7 +325,7 @@ def test_a_real_step_with_and_without_rows() -> None:
         ("gpt2", RopeRule(), 128),
     ],
 )
-def test_rotary_angles_that_depend_on_the_length(name: str, rope: RopeRule, max_length: int) -> None:
+def test_rope_rule_of_length_dependent_models(name: str, rope: RopeRule, max_length: int) -> None:
     model = make_paged(name, CPU)
     config = EngineConfig(CONFIG.model, max_rows=2, block_size=4, cache_bytes=2**24, adapter_bytes=0)
     capabilities = build_paged_worker(model, config, FakeGroup()).capabilities
@@ -334,7 +334,7 @@ def test_rotary_angles_that_depend_on_the_length(name: str, rope: RopeRule, max_
     assert any(isinstance(module, DynamicRotaryEmbedding) for module in model.modules()) == ("dynamic" in name)
 
 
-def test_variants_of_angles() -> None:
+def test_max_length_of_rope_variants() -> None:
     assert {RopeRule().variant(length) for length in (1, 10**6)} == {""}
     assert [RopeRule(16).variant(length) for length in (16, 17, 18)] == ["", "long", "long"]
     assert [RopeRule(16, by_length=True).variant(length) for length in (16, 17, 18)] == ["", "17", "18"]
@@ -358,7 +358,7 @@ def test_capabilities() -> None:
     assert (found.model_type, found.model_class) == ("llama", "")  # its config names none
 
 
-def test_settings_of_capabilities() -> None:
+def test_capabilities_follow_configuration() -> None:
     assert capabilities(max_rows=600).max_step_tokens == 600  # a token of each
     assert capabilities(max_step_tokens=7).max_step_tokens == 7
     assert capabilities(max_mixed_tokens=5).max_mixed_tokens == 5
@@ -369,7 +369,7 @@ def test_settings_of_capabilities() -> None:
     assert capabilities(adapter_bytes=UNIT_BYTES - 1).num_adapter_units == 0
 
 
-def test_a_small_cache_limits_the_length() -> None:
+def test_small_cache_limits_max_length() -> None:
     size = block_bytes(make_paged("llama-gqa", CPU), 4)
     found = capabilities(cache_bytes=5 * size)
     assert (found.num_blocks, found.max_length) == (5, 20)
@@ -382,7 +382,7 @@ class Uneven(FakeGroup):
         return torch.cat([x, torch.full_like(x, 3)], dim)
 
 
-def test_the_rank_with_the_least_room_decides() -> None:
+def test_smallest_rank_determines_num_blocks() -> None:
     model = make_paged("llama-gqa", CPU)
     with closing(build_paged_worker(model, CONFIG, Uneven(0, 2))) as worker:
         assert (worker.capabilities.num_blocks, worker.capabilities.max_length) == (3, 12)
@@ -396,7 +396,7 @@ def config_of(**settings: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize("ops", [None, reference])
-def test_each_tensor_of_a_model_is_counted_once(tmp_path: Path, ops: Ops | None) -> None:
+def test_model_bytes_counts_shared_tensors_once(tmp_path: Path, ops: Ops | None) -> None:
     """The head of this model is its embedding; half precision, which holds its numbers, takes half the bytes."""
     oracle = make_oracle("llama-tied-head").to(torch.bfloat16)
     oracle.save_pretrained(tmp_path)
@@ -412,7 +412,7 @@ def test_each_tensor_of_a_model_is_counted_once(tmp_path: Path, ops: Ops | None)
         assert 2 * matrices <= model_bytes(model) - tables - small < 2.5 * matrices
 
 
-def test_the_bytes_of_a_block() -> None:
+def test_block_bytes() -> None:
     model = make_paged("llama-gqa", CPU)
     assert block_bytes(model, 4) == 2 * 3 * 2 * 8 * 4 * 4  # keys and values, layers, heads, size, tokens, float32
     cache = model.allocate_kv_cache(10, 4)
@@ -420,7 +420,7 @@ def test_the_bytes_of_a_block() -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_blocks_that_fit(block_size: int) -> None:
+def test_count_blocks_within_cache_bytes(block_size: int) -> None:
     model = make_paged("llama-gqa", CPU)
     size = block_bytes(model, block_size)
     for extra in (0, 1, size - 1):
@@ -434,7 +434,7 @@ def test_blocks_that_fit(block_size: int) -> None:
             count_blocks(model, config_of(block_size=block_size, cache_bytes=too_few), 64, 10**6)
 
 
-def test_a_quarter_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_cache_uses_quarter_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_paged("llama-gqa", CPU)
     monkeypatch.setattr(memory, "free_bytes", lambda: GRAMMAR_CACHE_BYTES + 40 * block_bytes(model, 4))
     assert count_blocks(model, config_of(), 64, 10**6) == 10
@@ -454,7 +454,7 @@ class FakeGpu:
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
 
-def test_the_cache_gets_what_steps_leave_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_cache_uses_memory_left_by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = make_paged("llama-gqa", CPU)
     model.device = torch.device("cuda")
     size = block_bytes(model, 4)
@@ -469,7 +469,7 @@ def test_the_cache_gets_what_steps_leave_of_a_gpu(monkeypatch: pytest.MonkeyPatc
         count_blocks(model, config_of(gpu_memory_fraction=0.9), 64, 10**6, memory.StepMemory(step=80 * size))
 
 
-def test_adapters_get_a_quarter_of_what_weights_leave_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_adapters_use_quarter_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, cuda = FakeGpu(monkeypatch, free=120 * 10**9, total=140 * 10**9), torch.device("cuda")
     assert memory.adapter_bytes(config_of(gpu_memory_fraction=0.9), cuda) == pytest.approx((120 - 14) * 10**9 / 4)
     assert memory.adapter_bytes(config_of(adapter_bytes=7), cuda) == 7
@@ -478,14 +478,14 @@ def test_adapters_get_a_quarter_of_what_weights_leave_of_a_gpu(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("device", "total", "rows"), [("cpu", 0, 64), ("cuda", 24, 64), ("cuda", 42, 256)])
-def test_rows_that_suit_the_machine(device: str, total: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_max_num_seqs_depends_on_device(device: str, total: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeGpu(monkeypatch, free=0, total=total * 10**9)
     assert memory.find_max_num_seqs(config_of(), torch.device(device)) == rows
     assert memory.find_max_num_seqs(config_of(max_step_tokens=10), torch.device(device)) == 10
     assert memory.find_max_num_seqs(config_of(max_rows=7), torch.device(device)) == 7
 
 
-def test_the_memory_of_a_gpu_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_gpu_memory_report(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     model: Any = make_paged("llama-gqa", CPU)
     model.device = torch.device("cuda")
     FakeGpu(monkeypatch, free=80 * 10**9, total=100 * 10**9)
@@ -500,7 +500,7 @@ def test_the_memory_of_a_gpu_is_reported(monkeypatch: pytest.MonkeyPatch, caplog
     assert caplog.records[-1].message.endswith("76000 MB of up to 100000 MB")
 
 
-def test_the_memory_of_a_cpu_adds_up_to_that_of_the_process() -> None:
+def test_cpu_memory_report_adds_up_to_rss() -> None:
     model = make_paged("llama-gqa", CPU)
     *rows, total = memory.report_memory(model, config_of(adapter_host_bytes=5 * 10**9), None, 1000, memory.StepMemory())
     assert total.in_use == sum(row.in_use for row in rows) == pytest.approx(resident_bytes(), rel=0.05)
@@ -509,7 +509,7 @@ def test_the_memory_of_a_cpu_adds_up_to_that_of_the_process() -> None:
     assert limits["adapters in host memory"] == 5 * 10**9
 
 
-def test_a_start_without_enough_memory_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insufficient_memory_error_contains_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeGpu(monkeypatch, free=123, total=456)
 
     def fail(*args: Any, **settings: Any) -> None:
@@ -520,7 +520,7 @@ def test_a_start_without_enough_memory_is_refused_with_the_numbers(monkeypatch: 
         capabilities()
 
 
-def test_choosing_takes_the_memory_of_the_most_demanding_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_sampling_uses_most_demanding_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them under masks, which are applied to all scores."""
     model, applied = make_paged("llama-gqa", CPU), list[tuple[int, ...]]()
     allowed = TokenMasks.allowed
@@ -539,12 +539,12 @@ def test_choosing_takes_the_memory_of_the_most_demanding_requests(monkeypatch: p
 @pytest.mark.parametrize(
     ("rows", "vocab_size", "num_mib"), [(1, 32, 40), (64, 128_256, 40), (512, 262_144, 40), (1024, 262_144, 80)]
 )
-def test_masks_take_segments_of_their_own_on_a_gpu(rows: int, vocab_size: int, num_mib: int) -> None:
+def test_mask_bytes_round_up_to_segments(rows: int, vocab_size: int, num_mib: int) -> None:
     """Two steps are under way: of 512 rows and 262,144 tokens the masks of one take 16 MiB."""
     assert count_mask_bytes(rows, vocab_size) == num_mib * 2**20
 
 
-def test_memory_for_masks_is_among_what_steps_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_memory_includes_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = make_paged("llama-gqa", CPU)
     sizes, shape, measured = GraphSizes(), CacheShape(16, 4), list[Any]()
     masks = make_permissive_masks(model, 7)
@@ -567,25 +567,25 @@ def test_memory_for_masks_is_among_what_steps_need(monkeypatch: pytest.MonkeyPat
     assert needs.tables == of_rows + count_mask_bytes(7, model.lm_head.vocab_size)
 
 
-def test_prompts_take_blocks_of_the_cache() -> None:
+def test_prompt_blocks_are_counted() -> None:
     assert count_prompt_blocks(300, CacheShape(128, 16)) == 8 + 8 + 3
     assert count_prompt_blocks(5, CacheShape(128, 16)) == 1
 
 
-def test_tables_take_a_small_share_of_the_memory_for_adapters() -> None:
+def test_adapter_tables_are_small_fraction_of_memory() -> None:
     rows = memory.count_adapter_rows(2**30, 300)
     assert 0.99 * 2**30 / 64 < rows * 300 * 84 <= 2**30 / 64
     assert memory.count_adapter_rows(0, 300) == memory.count_adapter_rows(2**20, 300) == 64
 
 
 @pytest.mark.parametrize("asked", [None, False])
-def test_a_cpu_has_no_graphs(asked: bool | None) -> None:
+def test_cuda_graphs_are_rejected_on_cpu(asked: bool | None) -> None:
     assert capabilities(cuda_graphs=asked).num_blocks > 0
     with pytest.raises(ConfigError, match="CUDA graphs require a GPU; remove the cuda_graphs setting"):
         capabilities(cuda_graphs=True)
 
 
-def test_graphs_that_were_asked_for_are_not_left_out_silently() -> None:
+def test_requested_but_unsupported_graphs_are_rejected() -> None:
     model: Any = SimpleNamespace(device=torch.device("cuda"), ops=reference)
     two: Any = SimpleNamespace(size=lambda: 2)
     for group, problem in ((two, "do not support tensor parallelism"), (FakeGroup(), "require kernels")):
@@ -594,7 +594,7 @@ def test_graphs_that_were_asked_for_are_not_left_out_silently() -> None:
             uses_graphs(model, config_of(cuda_graphs=True), group)
 
 
-def test_memory_for_adapters() -> None:
+def test_default_adapter_memory() -> None:
     assert memory.adapter_bytes(config_of(), CPU) == 2**30
     assert memory.adapter_bytes(config_of(adapter_bytes=0), CPU) == 0
     assert memory.adapter_host_bytes(config_of()) == machine_bytes() // 4
@@ -605,7 +605,7 @@ def test_memory_for_adapters() -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"model_type": []}'])
-def test_what_is_wrong_with_a_config_is_said_when_it_is_loaded(content: str, tmp_path: Path) -> None:
+def test_invalid_config_is_reported_at_load(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     assert is_paged(EngineConfig(ModelConfig(tmp_path)))
     with pytest.raises(ConfigError):
@@ -619,7 +619,7 @@ def codegen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("codegen"), make_model(config), make_tokenizer())
 
 
-def test_any_other_model_is_padded(codegen: Path) -> None:
+def test_unknown_model_type_runs_padded(codegen: Path) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = EngineConfig(ModelConfig(codegen, device=device), max_rows=3, max_length=40)
     assert not is_paged(config)
@@ -629,7 +629,7 @@ def test_any_other_model_is_padded(codegen: Path) -> None:
     worker.close()
 
 
-def test_what_a_padded_model_cannot_do_is_refused(codegen: Path) -> None:
+def test_unsupported_options_of_padded_models_are_rejected(codegen: Path) -> None:
     with pytest.raises(ConfigError, match="without tensor parallelism"):
         build_worker(EngineConfig(ModelConfig(codegen), tensor_parallel=2))
     with pytest.raises(ConfigError, match="do not support quantize = fp8-kv"):
@@ -641,7 +641,7 @@ def test_what_a_padded_model_cannot_do_is_refused(codegen: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "opt-pre-norm", "llama-gqa"])
 @pytest.mark.parametrize(("step_tokens", "block_size"), [(5, 16), (128, 8), (300, 16)])
-def test_the_largest_step_is_one_that_the_model_takes(name: str, step_tokens: int, block_size: int) -> None:
+def test_largest_warm_up_step_runs(name: str, step_tokens: int, block_size: int) -> None:
     """Cover steps with more tokens than the model has positions, and decode steps with tables for the longest."""
     model = build_model(VARIANTS[name].config(), make_weights(checkpoint(name, make_oracle(name)), CPU))
     counted: list[int] = []
@@ -652,7 +652,7 @@ def test_the_largest_step_is_one_that_the_model_takes(name: str, step_tokens: in
     assert counted == [step_tokens, 3, 1]
 
 
-def test_a_rank_that_has_nothing_to_do_gives_back_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_rank_trims_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given_back: list[None] = []
     monkeypatch.setattr(executor, "REST_S", 0.0)
 

@@ -1,4 +1,4 @@
-"""`lorax plan` as it is called: its figures, and what it refuses. Sizes are those of real models and adapters."""
+"""`lorax plan`: figures, errors, and sizes compared with real models and adapters."""
 
 import json
 import math
@@ -23,11 +23,11 @@ from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.registry import DEFAULT_MAX_POSITIONS, MODELS, build_model
 from tests.cli.planning.test_measured import LLAMA_8B
 from tests.models.tiny import GPT2, LLAMA, NO_GQA, make_model
-from tests.parity.relatives import RELATIVES
+from tests.parity.other_variants import OTHER_VARIANTS
 from tests.parity.variants import checkpoint, make_oracle, make_weights
 
 DEMO = Path(__file__).parents[3] / "lorax_server/demo/model"
-FALCON_7B = {  # as on the hub, but for what has nothing to do with sizes
+FALCON_7B = {  # as on the hub, without fields that do not affect sizes
     "alibi": False,
     "bias": False,
     "hidden_size": 4544,
@@ -90,13 +90,13 @@ def test_weight_bytes_match_transformers(name: str) -> None:
 
 def test_size_tests_cover_all_architectures() -> None:
     compared = {config().model_type for config in CONFIGS.values()}
-    compared |= {variant.config().model_type for variant in RELATIVES.values()}
+    compared |= {variant.config().model_type for variant in OTHER_VARIANTS.values()}
     assert compared == set(MODELS)
 
 
-@pytest.mark.parametrize("name", RELATIVES)
+@pytest.mark.parametrize("name", OTHER_VARIANTS)
 def test_weights_cache_and_adapters_match_the_served_model(name: str) -> None:
-    oracle, config, rank = make_oracle(name), RELATIVES[name].config(), 8
+    oracle, config, rank = make_oracle(name), OTHER_VARIANTS[name].config(), 8
     counted = ModelSizes(config)
     assert counted.weight_bytes == HALF_BYTES * sum(parameter.numel() for parameter in oracle.parameters())
     model = build_model(config, make_weights(checkpoint(name, oracle), torch.device("cpu")))

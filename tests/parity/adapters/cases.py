@@ -26,7 +26,7 @@ from peft.utils.loftq_utils import _low_rank_decomposition
 from safetensors.torch import load_file, save_file
 
 from tests.lora import save_adapter
-from tests.parity.relatives import RELATIVES
+from tests.parity.other_variants import OTHER_VARIANTS
 from tests.parity.variant import VOCAB
 from tests.parity.variants import make_oracle
 
@@ -396,7 +396,7 @@ NORMS = {
     "mpt": "norm_1",
     "bigcode": "ln_2",
 }
-for base in RELATIVES:
+for base in OTHER_VARIANTS:
     if "-" in base:
         continue
     embedding, norm = EMBEDDING.get(base, "embed_tokens"), NORMS.get(base, "input_layernorm")

@@ -12,7 +12,7 @@ from lorax_server.adapters.target import AdapterTarget
 from lorax_server.adapters.weights import StoredAdapter
 from lorax_server.distributed import FakeGroup, ProcessGroup
 from lorax_server.files.names import CONFIG_FILE
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
 from lorax_server.models.registry import build_model
 from tests.lora import fill_arena
@@ -35,6 +35,6 @@ def load_adapters(
     model: PagedCausalLM, folders: Sequence[Path], device: torch.device, group: ProcessGroup | None = None
 ) -> AdapterArena:
     """Load the adapters; the one in folder `i` gets index `i + 1`."""
-    targets = adapter_targets(model)
+    targets = collect_adapter_targets(model)
     adapters = [open_adapter(folder, targets, folder.name) for folder in folders]
     return fill_arena(targets, adapters, device, group or FakeGroup())

@@ -20,7 +20,7 @@ QUICK = {case.kind: name for name, case in reversed(CASES.items())}.values()  # 
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, CASES))
-def test_numbers_and_text_are_those_of_peft(
+def test_logits_and_text_match_peft(
     name: str, tmp_path: Path, device: torch.device, adapter_scores: dict[str, tuple[str, float]]
 ) -> None:
     case = CASES[name]

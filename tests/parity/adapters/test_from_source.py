@@ -12,7 +12,7 @@ from lorax_server.adapters.config import check_base_model, parse_config
 from lorax_server.adapters.sources.local import LocalSource
 from lorax_server.adapters.sources.source import AdapterSources
 from lorax_server.errors import AdapterError
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from tests.adapters.sources.hub_server import HubServer, Repo
 from tests.adapters.sources.server import running
 from tests.paged import PagedDriver
@@ -44,7 +44,7 @@ def files_of(folder: Path, **changes: Any) -> dict[str, bytes]:
 
 @pytest.mark.usefixtures("no_proxy")
 @pytest.mark.parametrize("name", ["everything", "plain"])
-def test_from_a_hub_and_from_a_folder(name: str, tmp_path: Path, device: torch.device) -> None:
+def test_hub_and_folder_adapters_match_peft(name: str, tmp_path: Path, device: torch.device) -> None:
     case = CASES[name]
     case.write(tmp_path / "made")
     with running(HubServer()) as server:
@@ -59,7 +59,7 @@ def test_from_a_hub_and_from_a_folder(name: str, tmp_path: Path, device: torch.d
             sources.fetch("local", "made", None, check_config),
         ]
     model = make_model(case.base, device)
-    targets = adapter_targets(model)
+    targets = collect_adapter_targets(model)
     # Two names, one content: the identity does not depend on the source, nor on the name of the base model.
     assert len({open_adapter(found.folder, targets).identify() for found in fetched}) == 1
     arena = load_adapters(model, [fetched[0].folder], device)
@@ -73,13 +73,13 @@ def test_from_a_hub_and_from_a_folder(name: str, tmp_path: Path, device: torch.d
 @pytest.mark.parametrize(
     ("model_type", "changes", "reason"),
     [
-        ("gpt2", {}, "'owner/base', which is of type 'gpt2'"),
+        ("gpt2", {}, "'owner/base', which has model_type 'gpt2'"),
         (None, {"auto_mapping": {"base_model_class": "GPT2LMHeadModel"}}, "trained on a GPT2LMHeadModel"),
         ("llama", {"init_lora_weights": "pissa"}, "path_initial_model_for_weight_conversion"),
         ("llama", {"peft_type": "LOHA"}, "peft_type"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_its_weights_come(
+def test_unsupported_adapter_is_rejected_before_download(
     model_type: str | None, changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     CASES["plain"].write(tmp_path / "made")

@@ -15,7 +15,7 @@ from lorax_server.adapters.host import UNIT_BYTES, HostAdapter, prepare
 from lorax_server.distributed import FakeGroup
 from lorax_server.engine.adapters.space import AdapterSpace
 from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.worker.adapter_memory import AdapterMemory
 from tests.paged import PagedDriver
 from tests.parity.adapters.cases import Case
@@ -108,10 +108,10 @@ class Residency:
 
 
 @pytest.mark.slow
-def test_many_adapters_in_little_memory(tmp_path: Path, device: torch.device) -> None:
+def test_many_adapters_with_evictions(tmp_path: Path, device: torch.device) -> None:
     folders = write_many(tmp_path)
     model = make_model(BASE, device)
-    targets = adapter_targets(model)
+    targets = collect_adapter_targets(model)
     hosts = [prepare(open_adapter(folder, targets), targets, torch.float32, FakeGroup()) for folder in folders]
     budget = sum(host.units for host in hosts) * NUM_RESIDENT // NUM_ADAPTERS
     residency = Residency(AdapterMemory(targets, torch.float32, device, budget, 1 + NUM_ADAPTERS), hosts)

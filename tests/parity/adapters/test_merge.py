@@ -14,7 +14,7 @@ from peft.tuners.lora.config import KasaConfig
 from lorax_server.adapters.merge import MergedAdapter, module_seed
 from lorax_server.distributed import FakeGroup
 from lorax_server.errors import InputError
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.types import Merge
 from tests.lora import fill_arena, save_adapter
 from tests.paged import PagedDriver
@@ -85,7 +85,7 @@ def _merge_again_with_our_seeds(model: Any, names: list[str], merge: Merge) -> N
 @torch.no_grad()
 def our_logits(folders: list[Path], merge: Merge, ids: list[int], device: torch.device, base: str) -> torch.Tensor:
     model = make_model(base, device)
-    targets = adapter_targets(model)
+    targets = collect_adapter_targets(model)
     merged = MergedAdapter([open_adapter(folder, targets, folder.name) for folder in folders], merge)
     arena = fill_arena(targets, [merged], device, FakeGroup())
     driver = PagedDriver(model)
@@ -93,7 +93,7 @@ def our_logits(folders: list[Path], merge: Merge, ids: list[int], device: torch.
 
 
 @pytest.mark.parametrize("name", MERGES)
-def test_merged_adapters_have_pefts_numbers(name: str, tmp_path: Path, device: torch.device) -> None:
+def test_merged_adapters_match_peft(name: str, tmp_path: Path, device: torch.device) -> None:
     merge = MERGES[name]
     folders = write(tmp_path, [{}, {"lora_alpha": 3}, {"use_rslora": True, "lora_alpha": 2}])
     expected = oracle_logits(peft_merged(folders, merge).to(device), list(range(3, 20)), 17, {})
@@ -102,7 +102,7 @@ def test_merged_adapters_have_pefts_numbers(name: str, tmp_path: Path, device: t
     assert torch.equal(logits, our_logits(folders, merge, list(range(3, 20)), device, "llama-gqa"))
 
 
-def test_linear_takes_any_ranks_and_modules(tmp_path: Path, device: torch.device) -> None:
+def test_linear_merge_with_mixed_ranks_and_modules(tmp_path: Path, device: torch.device) -> None:
     merge = Merge((0.3, -1.2, 0.8))
     settings: list[dict[str, Any]]
     settings = [{"r": 3}, {"rank_pattern": {"q_proj": 9}}, {"target_modules": ["q_proj", "o_proj", "lm_head"]}]
@@ -119,7 +119,7 @@ def test_merging_on_gpt2(tmp_path: Path, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ties", "dare_linear", "dare_ties"])
-def test_different_ranks_are_refused_where_factors_are_combined(strategy: str, tmp_path: Path) -> None:
+def test_factor_merges_reject_different_ranks(strategy: str, tmp_path: Path) -> None:
     folders = write(tmp_path, [{"r": 4}, {"r": 8}])
     with pytest.raises(InputError, match=r"adapter0,adapter1.*ranks \[4, 8\].*linear does not"):
         our_logits(folders, Merge((1.0, 1.0), strategy, 0.5), [3, 4], torch.device("cpu"), "llama-gqa")
@@ -136,7 +136,7 @@ def test_different_ranks_are_refused_where_factors_are_combined(strategy: str, t
         ({"modules_to_save": ["o_proj"]}, "modules_to_save"),
     ],
 )
-def test_what_is_more_than_factors_is_not_merged(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_merge_rejects_dora_bias_and_saved_modules(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
     folders = write(tmp_path, [{}, settings])
     with pytest.raises(InputError, match=f"adapter1.*cannot be merged.*{reason}"):
         our_logits(folders, Merge((1.0, 1.0)), [3, 4], torch.device("cpu"), "llama-gqa")
@@ -163,12 +163,12 @@ def test_other_methods_are_not_merged(name: str, tmp_path: Path) -> None:
         ({"weights": (1.0,), "strategy": "ties", "density": 0.5, "majority_sign_method": "loudest"}, "majority_sign"),
     ],
 )
-def test_a_merge_that_means_nothing_is_refused(arguments: dict[str, Any], reason: str) -> None:
+def test_invalid_merge_parameters_are_rejected(arguments: dict[str, Any], reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         Merge(**arguments)
 
 
-def test_who_a_merge_is() -> None:
+def test_merge_identity() -> None:
     merge = Merge((0.5, 0.5), "dare_ties", 0.5, seed=1)
     same = Merge((0.5, 0.5), "dare_ties", 0.5, seed=1)
     others = [

@@ -49,7 +49,7 @@ def run_sharded(group: ProcessGroup, base: str, folders: list[Path]) -> list[tor
 
 
 @pytest.mark.parametrize("base", BATCHES)
-def test_in_one_batch_and_over_two_ranks(
+def test_all_methods_in_one_batch_and_on_two_ranks(
     base: str, tmp_path: Path, device: torch.device, ranks: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = [tmp_path / name for name in BATCHES[base]]
@@ -76,8 +76,11 @@ def load_kasa(group: ProcessGroup, folder: Path) -> str:
     return ""
 
 
-def test_kasa_of_heads_that_ranks_share_is_refused(tmp_path: Path, ranks: RankPool) -> None:
+def test_kasa_on_replicated_heads_is_rejected(tmp_path: Path, ranks: RankPool) -> None:
     """Two heads of keys lie on four ranks: the products of their rows would count twice."""
     CASES["kasa"].write(tmp_path)
     for refusal in ranks.run(4, load_kasa, tmp_path):
-        assert "'model.layers.0.self_attn.k_proj' is of KaSA, which is not supported where ranks share" in refusal
+        assert (
+            "'model.layers.0.self_attn.k_proj' uses KaSA, which is not supported if tensor-parallel ranks replicate"
+            in refusal
+        )

@@ -48,9 +48,7 @@ def one_joins_after_another(lm: CausalLM) -> tuple[dict[int, list[int]], list[tu
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_prompt_is_computed_once_and_then_one_token_per_row_and_step(
-    name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_computed_once(name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = zoo.served(name)
     counted = Counted(lm, monkeypatch)
     tokens, expected = one_joins_after_another(lm)
@@ -60,9 +58,7 @@ def test_every_prompt_is_computed_once_and_then_one_token_per_row_and_step(
     assert sum(rows * columns for rows, columns in counted.shapes) == prompts + decoded
 
 
-def test_starting_together_computes_the_padded_prompts_in_one_forward(
-    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_in_one_batch_share_one_forward(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = zoo.served("llama")
     counted = Counted(lm, monkeypatch)
     Driver(lm).start(*(request(i, prompt) for i, prompt in enumerate(PROMPTS)))
@@ -70,9 +66,7 @@ def test_starting_together_computes_the_padded_prompts_in_one_forward(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_only_the_last_column_of_a_prompt_goes_through_the_head(
-    name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_head_runs_only_on_last_prompt_column(name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models that support it score one column only: scores for every token of a long prompt take a lot of memory."""
     lm = zoo.served(name)
     model: Any = lm.model
@@ -99,9 +93,7 @@ def computing_anew(batches: Sequence[CausalLMBatch]) -> CausalLMBatch:
     return joined
 
 
-def test_computing_everything_anew_would_give_the_same_tokens_and_be_noticed(
-    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputation_is_detected_by_counts(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = zoo.served("llama")
     tokens, _ = one_joins_after_another(lm)
     counted = Counted(lm, monkeypatch)
@@ -133,7 +125,7 @@ def shifted(batches: Sequence[CausalLMBatch], join: Callable[..., CausalLMBatch]
 
 
 @pytest.mark.parametrize("spoiled", [without_padding, shifted])
-def test_the_tokens_tell_a_join_that_gets_the_mask_or_the_positions_wrong(
+def test_wrong_mask_or_positions_change_tokens(
     spoiled: Callable[..., CausalLMBatch], zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     oracle, lm = zoo.pair("gpt2")

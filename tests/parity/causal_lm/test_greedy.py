@@ -6,7 +6,7 @@ import pytest
 
 from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
 from tests.grids import slow_except
-from tests.models.driving import Answer, Driver, generate, request, run
+from tests.models.driving import Driver, RequestOutput, generate, request, run
 from tests.models.tiny import SERVED, Zoo
 
 PROMPTS: list[list[int]] = [
@@ -23,7 +23,7 @@ QUICK = ("llama", "gpt2", "deepseek-v3", "gemma3-window", "mixtral")
 ENDLESS = {"ignore_eos_token": True}
 
 
-def join_and_leave(lm: CausalLM) -> dict[int, Answer]:
+def join_and_leave(lm: CausalLM) -> dict[int, RequestOutput]:
     """Join a long request to short ones and a short one to long ones; remove some from front, middle and end."""
     requests = [request(i, prompt, COUNTS[i], stop=ENDLESS) for i, prompt in enumerate(PROMPTS)]
     driver = Driver(lm)
@@ -47,7 +47,7 @@ def _keep(batch: CausalLMBatch, request_ids: list[int]) -> CausalLMBatch:
     return kept
 
 
-def check(answer: Answer, expected: Sequence[int]) -> int:
+def check(answer: RequestOutput, expected: Sequence[int]) -> int:
     """Compare an answer with the expected tokens and return the number compared."""
     compared = min(len(answer.token_ids), len(expected))
     assert answer.token_ids[:compared] == list(expected[:compared])
@@ -55,7 +55,7 @@ def check(answer: Answer, expected: Sequence[int]) -> int:
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, SERVED))
-def test_joining_and_leaving_changes_no_token(name: str, zoo: Zoo) -> None:
+def test_joining_and_leaving_does_not_change_tokens(name: str, zoo: Zoo) -> None:
     oracle, lm = zoo.pair(name)
     answers = join_and_leave(lm)
     assert len(answers) == len(PROMPTS)
@@ -68,7 +68,7 @@ def test_joining_and_leaving_changes_no_token(name: str, zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, SERVED))
-def test_prompts_of_all_lengths_side_by_side(name: str, zoo: Zoo) -> None:
+def test_prompts_of_all_lengths_in_one_batch(name: str, zoo: Zoo) -> None:
     oracle, lm = zoo.pair(name)
     answers = run(lm, *(request(i, prompt, 5) for i, prompt in enumerate(PROMPTS)))
     for prompt, answer in zip(PROMPTS, answers, strict=True):

@@ -68,7 +68,7 @@ BIGCODE.pop("rotary_dim")
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 3, "n_head": 4}
 MPT: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 128}
 
-RELATIVES = {
+OTHER_VARIANTS = {
     "falcon": Variant(FalconConfig, FALCON, off={"multi_query": False}),
     "falcon-40b-like": Variant(FalconConfig, FALCON_NEW | {"bias": True}, off={"num_kv_heads": 4}),
     "falcon-11b-like": Variant(
@@ -213,4 +213,6 @@ RELATIVES = {
     ),
 }
 # Those of these are stored less one.
-RELATIVES |= {n: replace(v, norm_mean=0.0) for n, v in RELATIVES.items() if n.startswith(("gemma", "nemotron"))}
+OTHER_VARIANTS |= {
+    n: replace(v, norm_mean=0.0) for n, v in OTHER_VARIANTS.items() if n.startswith(("gemma", "nemotron"))
+}
