@@ -1,7 +1,7 @@
 """Measure many adapters with little device memory: 2,000 adapters on disk, memory for 64, against 16 resident adapters.
 
 Requests name adapters drawn from a Zipf distribution (exponent 1). 32 requests are in flight; a finished request is
-replaced by the next one, which is resolved and waits for its adapter if that is not on the device. The run includes a
+replaced by the next one, which is resolved and queued until its adapter is on the device. The run includes a
 cold start, so the first request for each adapter reads, checks and prepares its files. The model is tiny, which is the
 hard case: little computation hides the loading.
 """
@@ -97,7 +97,7 @@ def make_files(folder: Path) -> None:
 
 
 def make_engine(folder: Path) -> Engine:
-    set_gil_switch_interval()  # as in a process of its own
+    set_gil_switch_interval()  # as in a separate process
     units = -(-RANK * HIDDEN * 4 // UNIT_BYTES) * 2 * len(MODULES) * LAYERS
     return build_engine(
         EngineConfig(

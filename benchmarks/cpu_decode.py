@@ -1,6 +1,6 @@
-"""Measure decode of a small Llama on a CPU, with and without adapters, against transformers, PEFT and llama.cpp.
+"""Measure decode with a small Llama on a CPU, with and without adapters, against transformers, PEFT and llama.cpp.
 
-The model is random and has the shape of a Llama of 135M parameters, with adapters of rank 16 on all linear layers. A
+The model is random and has the shape of Llama with 135M parameters, with adapters of rank 16 on all linear layers. A
 value is tokens per second over greedy steps after prompts of 90 tokens, the best of several rounds in which all sides
 take turns. bfloat16 is measured if torch reports that the CPU has fast bfloat16, or with `--dtypes`.
 

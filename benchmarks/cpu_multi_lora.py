@@ -1,4 +1,4 @@
-"""Measure decode of a batch that mixes adapters on a CPU, against transformers and PEFT in the same process.
+"""Measure decode with mixed adapters on a CPU, against transformers and PEFT in the same process.
 
 The model is a random Llama of 160M parameters with 16 sequences. Adapters of rank 16 on all linear layers are written
 by PEFT and loaded by both sides from the same files. PEFT gets `adapter_names`, one for each sequence. Each value is
@@ -25,7 +25,7 @@ from lorax_server.adapters.host import prepare
 from lorax_server.adapters.weights import StoredAdapter
 from lorax_server.distributed import FakeGroup
 from lorax_server.files.names import CONFIG_FILE
-from lorax_server.layers.targets import adapter_targets
+from lorax_server.layers.targets import collect_adapter_targets
 from lorax_server.worker.adapter_memory import AdapterMemory
 
 BATCH, CONTEXT, RUNS = 16, 256, 24
@@ -33,7 +33,7 @@ PROMPT = 64
 RANK = 16
 COUNTS = (0, 1, 4, 16)
 GOALS = {4: 2.0, 16: 2.0}
-SHARE_OF_BASE = 0.7  # with 16 adapters, of our own speed without any
+SHARE_OF_BASE = 0.7  # share of base model speed with 16 adapters
 OTHER_RANKS = (8, 32, 64)
 Step = Callable[[], torch.Tensor]
 
@@ -53,7 +53,7 @@ def write_adapters(base: Any, folder: Path, rank: int, number: int) -> tuple[Pef
 
 
 def load_ours(model: Any, folders: list[Path], dtype: torch.dtype = torch.float32) -> AdapterArena:
-    targets = adapter_targets(model)
+    targets = collect_adapter_targets(model)
     hosts = []
     for folder in folders:
         config = parse_config(json.loads((folder / CONFIG_FILE).read_text()), folder.name)
@@ -129,7 +129,7 @@ def measure(folder: Path) -> list[Record]:
 
 
 def measure_prefill(model: Any, arena: AdapterArena) -> Record:
-    """Measure 16 prompts, each with its own adapter."""
+    """Measure 16 prompts with different adapters."""
     paged, ids = Paged(model, BATCH, PROMPT), torch.randint(0, VOCAB, (BATCH, PROMPT))
 
     def prefill(number: int) -> torch.Tensor:

@@ -66,7 +66,7 @@ class Served:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between two tokens of a request."""
+        """Seconds between tokens."""
         return [b[0] - a[0] for times in self.shown.values() for a, b in pairwise(times)]
 
 

@@ -1,6 +1,6 @@
 """Measure the cost of a step without the model: schedule, build inputs, sample, update sequences, send outputs.
 
-Engine, scheduler, adapter table, worker, runner and channel are the real ones. The model computes nothing: its hidden
+Engine, scheduler, adapter table, worker, runner and channel are the real ones. The model does not compute: its hidden
 states are zeros, and the best of eight tokens is always the same. All sequences decode, each for one of 16 adapters or
 the base model. A vocabulary of usual size is measured separately, because sampling from it depends on kernels.
 """
@@ -41,7 +41,7 @@ GREEDY, DRAWN = SamplingParams(), SamplingParams(do_sample=True, temperature=0.8
 
 
 class NoModel:
-    """A paged model that computes nothing."""
+    """A paged model without computation."""
 
     device = torch.device("cpu")
     ops = select_ops(device)
@@ -78,7 +78,7 @@ class Ready:
     def get(self, identity: str) -> HostAdapter:
         return HostAdapter(torch.zeros(64), empty_table(0), torch.zeros(0), LARGE_VOCAB, 1)
 
-    def take_results(self) -> list[Prepared]:
+    def pop_results(self) -> list[Prepared]:
         taken, self.results = self.results, []
         return taken
 

@@ -1,6 +1,6 @@
 """Measure more adapters than device memory: 1,000 of rank 8 in host memory, memory for 200 on the GPU, Zipf traffic.
 
-The model has the shape of a Llama-3.1-8B with random weights. The adapters are created in host memory (42 GB),
+The model has the shape of Llama-3.1-8B with random weights. The adapters are created in host memory (42 GB),
 because files would take longer to write. 64 requests are in flight, with prompts of 128 tokens and completions of 32
 to 128. The peer is the same traffic with one adapter for all requests. Gaps are the times between two step results:
 of all steps, and of steps that only decode while adapters are copied. Then adapters that are files in the page cache
@@ -28,7 +28,7 @@ from lorax_server.engine.engine import Engine
 from lorax_server.models.registry import get_model
 from lorax_server.process_tuning import set_gil_switch_interval, tune_gc
 from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
-from lorax_server.worker.worker import paged_worker
+from lorax_server.worker.worker import build_paged_worker
 
 AT_ONCE, PROMPT = 64, 128
 COLD, COLD_RANK = 5, 16
@@ -70,7 +70,7 @@ def make_engine(folder: Path, scale: Scale) -> tuple[Engine, Watch]:
         adapter_host_bytes=num_bytes * scale.adapters + cold_bytes,
         sources=SourceConfig((folder / "adapters",)),
     )
-    worker = paged_worker(model, config, FakeGroup())
+    worker = build_paged_worker(model, config, FakeGroup())
     assert worker.preparer is not None
     worker.preparer.close()
     worker.preparer = HostPool(model, hosts)
@@ -175,7 +175,7 @@ def fill_places(engine: Engine, scale: Scale) -> None:
 
 
 class Cold(NamedTuple):
-    """Milliseconds to the first token of a cold adapter, and gaps of other sequences until then."""
+    """Time to first token with a cold adapter, and gaps in other sequences, in milliseconds."""
 
     first_token: float
     longest_gap: float

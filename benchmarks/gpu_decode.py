@@ -1,4 +1,4 @@
-"""Measure decode steps of a Llama-3.1-8B on one GPU through `LLM`: scheduler, layers, adapters, sampling, text.
+"""Measure decode steps of Llama-3.1-8B on one GPU through `LLM`: scheduler, layers, adapters, sampling, text.
 
 Model and adapters are random bfloat16 files; adapters are loaded by requests, after the CUDA graphs were captured.
 Prompts have 128 tokens. A step is timed from the end of the step before and counts if all sequences get a token in
@@ -37,7 +37,7 @@ class DecodeCase(NamedTuple):
     shipped: float | None = None
     best: float | None = None
     note: str = ""
-    sampling: dict[str, Any] = {}  # noqa: RUF012 - nothing writes to it
+    sampling: dict[str, Any] = {}  # noqa: RUF012 - never modified
 
     @property
     def name(self) -> str:

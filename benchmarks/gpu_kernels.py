@@ -1,6 +1,6 @@
 """Measure single kernels on one GPU: linear layers with LoRA, attention, sampling.
 
-`linears`: all linear layers of a Llama-3.1-8B with a norm and an activation between them, as one CUDA graph. The peer
+`linears`: all linear layers of Llama-3.1-8B with a norm and an activation between them, as one CUDA graph. The peer
 is the same chain with cuBLAS and without adapters. `attention`:
 32 query heads, 8 key-value heads, 128 dimensions, KV blocks of 16 tokens in random order; RoPE and the cache write
 are included. Decode is compared with one read of the cache at 4.1 TB/s, prefill with the attention of torch.
@@ -31,9 +31,9 @@ from lorax_server.kernels import (
     PagedBatch,
     select_ops,
 )
-from lorax_server.kernels.triton.gate import gate
+from lorax_server.kernels.triton.gated_activation import gate
 from lorax_server.kernels.triton.ops import TritonOps
-from lorax_server.sampling.general import GeneralSampler
+from lorax_server.sampling.general_sampler import GeneralSampler
 from lorax_server.sampling.sampler import History, Sampler, SequenceSampling
 from lorax_server.types import SamplingParams
 
@@ -67,7 +67,7 @@ CHAINS: list[tuple[str, int, list[int], float | None]] = [  # rows, ranks of the
 
 
 class Chain:
-    """The linear layers of a Llama-3.1-8B, and adapters of any ranks in one buffer."""
+    """The linear layers of Llama-3.1-8B, and adapters with any ranks in one buffer."""
 
     def __init__(self, ops: Ops, buffer: torch.Tensor) -> None:
         self.ops, self.buffer, self.num_targets = ops, buffer, LAYERS * len(WIDTHS)
@@ -132,7 +132,7 @@ def measure_linears(ops: Ops) -> list[Record]:
         x = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
         lora = chain.make_lora(ranks, rows)
         if lora is not None:
-            ops.plan_lora(lora, lora)
+            ops.refresh_lora_plan(lora, lora)
         (ours,) = measure(capture(partial(chain.run, x, lora)))
         (plain,) = measure(capture(partial(chain.run, x, None, True)))
         floor = 2 * LAYERS * (base + sum(ranks) * sum(map(sum, WIDTHS))) / BYTES_PER_MS
@@ -169,7 +169,7 @@ def make_batch(rows: int, new: int, cached: int) -> PagedBatch:
 
 
 def time_attention(ops: Ops, rows: int, new: int, cached: int, dtype: torch.dtype) -> float:
-    """Return the milliseconds of one layer. Each layer has its own cache, so that none is in L2."""
+    """Return the milliseconds of one layer. Layers have separate caches, which do not fit in L2."""
     batch, num_tokens = make_batch(rows, new, cached), rows * new
     shape = int(batch.block_tables.max()) + 1, KV_HEADS, BLOCK, DIM
 
@@ -245,7 +245,7 @@ SAMPLING = (
 
 
 def make_logits() -> torch.Tensor:
-    """Draw scores with a few likely tokens, as those of a real model."""
+    """Draw realistic scores with a few likely tokens."""
     likely = torch.randint(VOCAB, (ROWS, 30), device="cuda")
     logits = 2 * torch.randn(ROWS, VOCAB, device="cuda")
     return logits.scatter_(-1, likely, 16 + 2 * torch.randn(ROWS, 30, device="cuda")).bfloat16()

@@ -1,7 +1,7 @@
 """Measure decode steps of Gemma-2-9B and Phi-4 shapes on one GPU through `LLM`, against transformers in the same run.
 
 Models and adapters are random bfloat16 files. Both sides decode 16 sequences after prompts of 128 tokens. Our steps
-are timed as in `gpu_decode.py`, with scheduler, sampling and text. A step of transformers is one forward with its own
+are timed as in `gpu_decode.py`, with scheduler, sampling and text. A step of transformers is one forward with its
 cache and an argmax; its faster attention counts. It has no adapters in either comparison. Tokens are compared with
 transformers and PEFT in float32.
 """

@@ -1,4 +1,4 @@
-"""Measure prefill of a Llama-3.1-8B on one GPU through `LLM`, and how much prompts delay sequences that decode.
+"""Measure prefill of Llama-3.1-8B on one GPU through `LLM`, and how much prompts delay sequences that decode.
 
 64 prompts of 1,024 random tokens arrive together and get one token each; no two prompts share a prefix. Then 64 such
 prompts arrive while 32 sequences decode; the gaps between two tokens of these sequences are measured until the last
@@ -96,7 +96,7 @@ def measure_gaps(bench: Bench, length: int, seed: int) -> Gaps:
 
 
 def set_step_tokens(bench: Bench, step_tokens: int) -> None:
-    """Change the token budget of a running engine, because a start takes longer than all runs."""
+    """Change the token budget without a restart, which takes longer than all runs."""
     scheduler = bench.llm._engine._scheduler
     scheduler.limits = replace(scheduler.limits, max_step_tokens=step_tokens)
 

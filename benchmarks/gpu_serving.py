@@ -1,6 +1,6 @@
-"""Compare the HTTP server with the engine alone: streams of a Llama-3.1-8B shape over 64 adapters on one GPU.
+"""Compare the HTTP server with the engine alone: streams with the Llama-3.1-8B shape over 64 adapters on one GPU.
 
-`LLM` runs in a process of its own first. Then `lorax serve` gets the same requests with the same settings from
+`LLM` runs in a separate process first. Then `lorax serve` gets the same requests with the same settings from
 several client processes (`harness/http_client.py`). The number of requests in flight is constant. Prompts have 128
 tokens, completions 128 to 256. All adapters have been used before. The middle of each run is measured, from 30 % to
 75 % of all tokens, because all prompts arrive together at the start. Weights are random, in bfloat16.
@@ -55,10 +55,10 @@ class Setup:
 
 
 class Middle(NamedTuple):
-    """The measured part of a run."""
+    """Measured interval."""
 
     tokens_per_s: float
-    gaps: list[float]  # seconds between the tokens of a stream, or between engine steps
+    gaps: list[float]  # seconds between stream tokens or engine steps
     firsts: list[float]  # seconds to first token
     api_us: float = 0.0  # CPU time per token of the whole run
 
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def make_load(setup: Setup, count: int, seed: int) -> list[LoadRequest]:
-    """Make requests. The tokenizer adds one token to the characters of a prompt."""
+    """Make requests. The tokenizer adds one token to each prompt."""
     choice = random.Random(seed)
     return [
         LoadRequest(

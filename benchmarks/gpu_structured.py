@@ -1,4 +1,4 @@
-"""Measure what structured output costs on one GPU: decode steps of a Llama-3.1-8B with 64 sequences through `LLM`,
+"""Measure the cost of structured output on one GPU: decode steps of Llama-3.1-8B with 64 sequences through `LLM`,
 unconstrained, with one schema for all sequences, and with a schema each.
 
 The model is random, in bfloat16; its tokenizer has 128k tokens of words and bytes. The schemas cannot finish before

@@ -1,14 +1,14 @@
-"""Measure what HTTP costs: the same requests to an engine without a server, and over sockets to `lorax serve`.
+"""Measure the HTTP overhead: the same requests to an engine without a server, and over sockets to `lorax serve`.
 
 64 requests are in flight at any time, each for one of 8 adapters, with completions of 32 to 96 tokens. With `--equal`
 all completions have 64 tokens, so that requests start and finish together. The engine without a server runs in a
-process of its own, as always, and receives token ids. The load generator (`harness/http_client.py`) is another
+separate process, as always, and receives token ids. The load generator (`harness/http_client.py`) is another
 process and reads every token as an event. Each engine computes on one core and is idle while the other is measured.
 Both sides take turns.
 
 Then 1,000 streams are opened at the same time; most of them wait for a slot.
 
-`--size 135m` measures how much slower a model of 135 million parameters decodes behind the server than in `LLM`: one
+`--size 135m` measures how much slower a model with 135 million parameters decodes behind the server than in `LLM`: one
 and eight sequences, streams and whole responses, with torch's default number of threads.
 """
 
@@ -74,7 +74,7 @@ QUICK = Amounts(pairs=1, requests=24, at_once=8, answer=8, streams=48, stream_an
 
 @dataclass(frozen=True)
 class Run:
-    """One load and what it cost."""
+    """One load and its cost."""
 
     seconds: float
     tokens: int
@@ -297,7 +297,7 @@ def run_served(server: Server, load: Sequence[LoadRequest], at_once: int, path: 
     passed_s, after, cpu_s = time.perf_counter() - since, server.metrics(), server.api_cpu_s() - cpu_s
     check_complete(load, [result])
     seconds, tokens = result["seconds"], sum(sample["tokens"] for sample in result["samples"])
-    # The engine has nothing to do while the load generator starts.
+    # The engine is idle while the load generator starts.
     idle_s = max(0.0, after[IDLE] - before[IDLE] - (passed_s - seconds))
     return Run(seconds, tokens, idle_s, after[STEPS] - before[STEPS], cpu_s, result["cpu_s"])
 

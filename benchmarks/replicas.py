@@ -68,7 +68,7 @@ def measure(amounts: Amounts, routers: Sequence[str]) -> list[Record]:
 
 
 def make_adapters(folder: Path, count: int) -> int:
-    """Write random adapters for all linear layers of a demo adapter. Return the size of one."""
+    """Write random adapters for the linear layers of the demo adapters. Return the adapter size."""
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -226,7 +226,7 @@ async def find_problem(server: Server, request: SoakRequest) -> str:
 
 
 async def send(server: Server, request: SoakRequest) -> bytes:
-    """Return the response body; of a dropped request, the part that arrived."""
+    """Return the response body, which is partial for dropped requests."""
     reader, writer = await asyncio.open_connection(server.host, server.port)
     try:
         content = json.dumps(request.body).encode()

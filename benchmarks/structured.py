@@ -238,7 +238,7 @@ class Others:
     def compare(self, make: Callable[[int], Structure | None]) -> float:
         """Return the slowest step next to a request, each step in its best round, over the median next to none.
 
-        Rounds continue while the result is above the goal: what the request causes happens in each of them.
+        Rounds continue while the result is above the goal, because real effects occur in every round.
         """
         best = [math.inf] * WINDOW
         for number in range(MAX_ROUNDS):
@@ -284,7 +284,7 @@ def make_hostile() -> dict[str, Structure]:
 
 
 def compare_hostile(bench: Bench) -> list[Record]:
-    """Compare steps next to nothing, next to harmless requests and next to hostile ones."""
+    """Compare steps alone, next to harmless requests, and next to hostile requests."""
     others, new = Others(bench), itertools.count(2000)
     others.watch(make_schema(next(new)))
 

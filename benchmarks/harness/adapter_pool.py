@@ -104,7 +104,7 @@ class Watch:
         self._loading.subtract(result.loaded)
         return result
 
-    def take_loaded(self) -> list[int]:
-        loaded = self.worker.take_loaded()
+    def pop_loaded(self) -> list[int]:
+        loaded = self.worker.pop_loaded()
         self._loading.subtract(loaded)
         return loaded

@@ -33,7 +33,7 @@ ADAPTER_HOST_BYTES = 34 * 2**30
 
 
 class Adapter(NamedTuple):
-    """Description of a random adapter."""
+    """Random adapter description."""
 
     name: str
     rank: int = 16
@@ -56,7 +56,7 @@ def plain_adapters(count: int) -> tuple[Adapter, ...]:
 
 
 class Mark(NamedTuple):
-    """The end of a step: its time, and the number of sequences that received a token."""
+    """Step end time and the number of sequences that received a token."""
 
     at: float
     num_tokens: int

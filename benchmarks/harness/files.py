@@ -1,6 +1,6 @@
 """Model and adapter folders with random bfloat16 weights: real files of any size, written in seconds.
 
-All tensors are slices of one pool of random numbers, drawn on a GPU if there is one. Each tensor starts at another
+All tensors are slices of one pool of random numbers, drawn on a GPU if available. Each tensor starts at another
 offset.
 """
 
@@ -76,7 +76,7 @@ class Pool:
 
 
 class Stored(NamedTuple):
-    """Shape and bytes of a bfloat16 tensor."""
+    """Shape and bytes of one bfloat16 tensor."""
 
     shape: tuple[int, ...]
     content: memoryview

@@ -1,4 +1,4 @@
-"""Load generator: send many requests to `/generate_stream` or `/generate`, in a process of its own.
+"""Load generator: send many requests to `/generate_stream` or `/generate`, in a separate process.
 
 It leaves a core to the server, so it parses no JSON. A stream is searched for the bytes of a token event and of the
 last chunk; neither can occur inside a JSON string. A whole response has its token count in a header.
@@ -165,7 +165,7 @@ def main() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         seconds = runner.run(load.run(args.at_once))
     result = {
-        "start": load.start,  # on the clock that all processes of a machine share
+        "start": load.start,  # on the machine's shared clock
         "seconds": seconds,
         "cpu_s": time.process_time() - cpu_s,
         "most_open": load.most_open,

@@ -1,6 +1,6 @@
 """Compare generated tokens with transformers and PEFT.
 
-The reference reads prompt and completion in float32. The gap of a token is the difference of its score and the best
+The reference reads prompt and completion in float32. A token's gap is the difference of its score and the best
 score. Rounding to bfloat16 moves scores, so the gaps of the tokens that transformers would choose in bfloat16 set the
 tolerance: twice their largest gap. The comparison without the adapter shows that it can fail.
 """
@@ -29,7 +29,7 @@ class Sample(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """Result of a comparison."""
+    """Comparison result."""
 
     num_tokens: int
     num_equal: int  # tokens with the best score
@@ -110,7 +110,7 @@ def _score_all(model: Any, folder: Path, samples: Sequence[Sample]) -> Iterator[
 
 
 def load_model(folder: Path) -> Any:
-    """Load the model in bfloat16, directly to the GPU if there is one."""
+    """Load the model in bfloat16, directly to the GPU if available."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with device:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)

@@ -26,7 +26,7 @@ Flags = Mapping[str, object]
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """One request of a load. `answer` is its number of generated tokens."""
+    """One request. `answer` is the number of generated tokens."""
 
     prompt: str
     adapter: str | None
@@ -41,7 +41,7 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class Usage:
-    """Memory, file descriptors and threads of a process."""
+    """Memory, file descriptors and threads of one process."""
 
     rss: int
     files: int

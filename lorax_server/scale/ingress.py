@@ -330,7 +330,7 @@ async def _send_chunk(send: Send, body: bytes, more_body: bool = True) -> None:
 
 
 def merge_metrics(texts: Mapping[str, str]) -> str:
-    """Merge the Prometheus metrics of all replicas, with a `replica` label. Samples with the same name must be adjacent."""
+    """Merge the metrics of all replicas and add a `replica` label. Samples with the same name must be adjacent."""
     families: dict[str, dict[str, None]] = {}  # lines by metric; a dict removes duplicate comments
     for replica, text in sorted(texts.items()):
         family = ""

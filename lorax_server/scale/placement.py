@@ -167,7 +167,7 @@ def _rank(views: Iterable[ReplicaView], adapter: int) -> list[ReplicaView]:
 
 
 def _sort_by_load(views: list[ReplicaView], prefix: int) -> list[ReplicaView]:
-    """Sort the replicas with a hot adapter by load. Similar loads are ordered by prompt prefix, for prefix cache hits."""
+    """Sort the replicas with a hot adapter by load. Similar loads are ordered by prompt prefix."""
     if not prefix or not views:
         return sorted(views, key=lambda view: view.load)
     least = min(view.load for view in views)

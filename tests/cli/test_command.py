@@ -26,7 +26,7 @@ FORBIDDEN = "\x1b]0;hacked\x07\x9b"  # a terminal would obey this
 
 
 class Server:
-    """A server that gives scripted answers, and keeps its requests."""
+    """A server with scripted responses that records its requests."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, Any, dict[str, str]]] = []
@@ -480,7 +480,7 @@ def test_piped_chat_stops_at_first_error(
 
 
 def test_terminal_chat_continues_after_error(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Errors are shown and forgotten; Ctrl-C at the prompt does nothing; Ctrl-D leaves."""
+    """Errors do not stop the chat, Ctrl-C at the prompt is ignored, and Ctrl-D exits."""
     replies: Iterator[Any] = iter([(500, {"error": "it broke"}), chat_answer("Yes.")(None)])
     server.replies["/v1/chat/completions"] = lambda _: next(replies)
     typed: Iterator[Any] = iter(["Hello", KeyboardInterrupt(), "Again", "/help", EOFError()])
@@ -502,7 +502,7 @@ def test_terminal_chat_continues_after_error(server: Server, monkeypatch: pytest
 
 
 def test_ctrl_c_stops_response(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server sees that the client has gone, and the part of the answer that was shown stays in the chat."""
+    """The client disconnects, and the partial response stays in the conversation."""
     replies = iter([(chunk("on ") for _ in iter(int, 1)), chat_answer("ok")(None)])
     server.replies["/v1/chat/completions"] = lambda _: next(replies)
     said: list[str] = []

@@ -108,7 +108,7 @@ def test_flag_names_and_variables_are_unique() -> None:
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
 @pytest.mark.parametrize("command", ["serve", "launcher"])
 def test_all_flags_can_be_set(flag: Flag, command: str) -> None:
-    """A flag and its variable mean the same. One without effect warns; one that sets a field sets it."""
+    """A flag and its environment variable have the same effect: a warning, or a new field value."""
     text = FITTING.get(flag.name, SAMPLES[flag.kind])
     base = [] if flag.name == "--model-id" else ["--model-id", "owner/model"]
     parsed = parse([*base, flag.name, text], {}, command)
@@ -135,7 +135,7 @@ def test_defaults_match_settings_classes() -> None:
 
 
 def test_only_launcher_allows_all_origins_and_hosts() -> None:
-    """LoRAX lets them in. On a laptop, any open page could use the model, or have its own name point to it."""
+    """LoRAX allows all origins. On a laptop, this would let any web page use the model."""
     served, launched = (read(command=command).make_config(Path("/model")) for command in ("serve", "launcher"))
     assert (served.cors.allow_origins, served.allowed_hosts) == ((), ())
     assert (launched.cors.allow_origins, launched.allowed_hosts) == (("*",), ("*",))
@@ -299,7 +299,7 @@ def test_command_defaults() -> None:
 
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a folder that passes for the demo model as far as settings are concerned."""
+    """Make a folder that the settings accept as demo model."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     monkeypatch.setattr(demo, "FOLDER", tmp_path)

@@ -1,4 +1,4 @@
-"""A Dockerfile taken apart, as far as ours needs it."""
+"""A parser for our Dockerfile."""
 
 import json
 import shlex
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class Stage:
-    """The instructions between two FROM, and the stage or image that they begin with."""
+    """Instructions between two FROM lines, and the base stage or image."""
 
     name: str
     base: str
@@ -32,7 +32,7 @@ def read_stages(path: Path = ROOT / "Dockerfile") -> dict[str, Stage]:
 
 
 def whole(stages: dict[str, Stage], name: str) -> list[tuple[str, str]]:
-    """Return the instructions of a stage after those of the stages that it begins with."""
+    """Return the instructions of all base stages and the stage itself."""
     stage = stages[name]
     before = whole(stages, stage.base) if stage.base in stages else []
     return [*before, *stage.instructions]
@@ -48,7 +48,7 @@ def variables(instructions: list[tuple[str, str]]) -> dict[str, str]:
 
 
 def words(text: str) -> list[str]:
-    """Return the words of an instruction in its JSON form."""
+    """Return the arguments in JSON form."""
     parsed = json.loads(text)
     assert isinstance(parsed, list)
     return parsed

@@ -125,7 +125,7 @@ def test_apt_package_lists_are_removed() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # two minutes of work, on a machine that may be busy
 def test_image_commands_install_healthy_server(tmp_path: Path) -> None:
-    """Run what the image of the CPU runs, elsewhere: all but apt and users, which need root."""
+    """Run the commands of the CPU image outside Docker, except apt and user commands, which need root."""
     prefix, sources = tmp_path / "lorax", tmp_path / "src"
     sources.mkdir()
     programs = tmp_path / "bin"
@@ -133,7 +133,7 @@ def test_image_commands_install_healthy_server(tmp_path: Path) -> None:
     (programs / "python").symlink_to(sys.executable)
     environ = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     environ.pop("PYTHONPATH", None)
-    environ["PIP_NO_COMPILE"] = "1"  # it takes long, and most of what is installed is never imported
+    environ["PIP_NO_COMPILE"] = "1"  # slow, and most installed modules are never imported
     environ |= {"CC": make_hasty(programs, "cc"), "CXX": make_hasty(programs, "c++")}
     for word, rest in whole(STAGES, "build-cpu"):
         if word == "COPY":
@@ -145,7 +145,7 @@ def test_image_commands_install_healthy_server(tmp_path: Path) -> None:
             )
             assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
     kernels = {path.name.split(".")[0] for path in prefix.rglob("lorax_server/kernels/cpu/_*.so")}
-    assert kernels in ({"_neon"}, {"_avx2", "_avx512"})  # pip says nothing of kernels that could not be compiled
+    assert kernels in ({"_neon"}, {"_avx2", "_avx512"})  # pip does not report kernels that could not be compiled
     check_serving(prefix, tmp_path, find_port())
 
 
@@ -158,7 +158,7 @@ def make_hasty(folder: Path, compiler: str) -> str:
 
 
 def copy(names: list[str], target: Path) -> None:
-    """Copy what docker would: not what is built here."""
+    """Copy the files that Docker would copy, without build outputs."""
     for name in names:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
@@ -189,7 +189,7 @@ def check_serving(prefix: Path, folder: Path, port: int) -> None:
         while subprocess.run(ask, env=environ, capture_output=True, check=False).returncode != 0:
             assert server.poll() is None, (folder / "log").read_text()[-2000:]
             assert time.monotonic() < end, (folder / "log").read_text()[-2000:]
-            time.sleep(0.25)  # to ask takes as much CPU as is left for the start
+            time.sleep(0.25)  # polling slows down the start
         assert any((data / "lorax").iterdir())
     finally:
         server.terminate()

@@ -21,14 +21,14 @@ VARIANTS = ("cpu", "gpu")
 IMAGES = {"cpu": "cpu", "gpu": "cuda"}  # targets of the Dockerfile
 VERSIONS = ("1.29.0", "1.33.0", "1.37.0")
 REST_S = 20  # that a stop takes besides draining, docs/operations.md
-# An id of `gpu` would mark a test as one that needs a GPU.
+# The ID `gpu` would mark a test as GPU test.
 BOTH = pytest.mark.parametrize("variant", VARIANTS, ids=[f"variant-{name}" for name in VARIANTS])
 OTHERS = {"OMP_NUM_THREADS"}  # variables that are not ours
 
 
 @cache
 def render(folder: Path) -> tuple[Any, ...]:
-    """Return the objects that `kubectl apply -k` makes of a folder. Ours only list files and folders."""
+    """Return the objects that `kubectl apply -k` creates from a folder that lists files and folders."""
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
     assert set(kustomization) == {"apiVersion", "kind", "resources"}
     objects: list[Any] = []
@@ -53,7 +53,7 @@ def container(variant: str) -> Any:
 
 
 def read_settings(variant: str) -> ParsedSettings:
-    """Parse what the container gets, as the server does."""
+    """Parse the container's flags and variables like the server."""
     (entry,) = values(whole(read_stages(), IMAGES[variant]), "ENTRYPOINT")
     environ = {one["name"]: one.get("value", "secret") for one in container(variant)["env"]}
     return parse([*words(entry)[4:], *container(variant)["args"]], environ, "serve")
@@ -74,7 +74,7 @@ def test_manifests_are_valid(variant: str, version: str) -> None:
     assert {one["kind"] for one in objects} == {"Service", "PodDisruptionBudget", "ServiceAccount", "StatefulSet"}
     for one in objects:
         validate(one, version, strict=True)
-    with pytest.raises(ValidationError):  # the schemas do refuse
+    with pytest.raises(ValidationError):  # the schemas reject invalid objects
         validate({**objects[0], "spec": {"port": "80"}}, version, strict=True)
 
 

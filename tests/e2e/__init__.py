@@ -1,1 +1,1 @@
-"""The whole thing: real processes, real files."""
+"""End-to-end tests with real processes and files."""

@@ -1,6 +1,6 @@
-"""`lorax` for tests: with settings that have no flag, and with an engine that starts faster.
+"""Runs `lorax` with settings that have no flag, and with an engine that starts faster.
 
-`python -m tests.e2e.command SETTINGS ADDRESS serve ...`: SETTINGS are fields of the config of the server as JSON.
+`python -m tests.e2e.command SETTINGS ADDRESS serve ...`: SETTINGS are server config fields as JSON.
 ADDRESS is that of a process of tests/forks.py, which has imported torch; it may be empty. An engine that is
 forked from there is no child of the command, so its process id is printed.
 """

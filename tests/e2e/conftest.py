@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def engines_are_forked(forks: ForkServerContext) -> None:
-    """Fork all engines, those of servers too: `serving` finds the process to fork from."""
+    """Fork all engines, including server engines, from a process with torch."""

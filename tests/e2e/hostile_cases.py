@@ -1,4 +1,4 @@
-"""Requests of hostile clients, and the statuses that may answer them."""
+"""Requests from hostile clients, and the allowed response statuses."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -167,8 +167,8 @@ VALUES: list[tuple[str, str, Any, int]] = [
 # --- HTTP -------------------------------------------------------------------------------------------------------------
 
 
-class RawRequest(NamedTuple):
-    """Bytes to send, and the statuses that may answer them."""
+class RawCase(NamedTuple):
+    """Bytes to send, and the allowed response statuses."""
 
     data: bytes
     statuses: tuple[int, ...]
@@ -182,89 +182,89 @@ def get(*headers: bytes, target: bytes = b"/health", version: bytes = b"1.1") ->
 
 
 def keep_alive_request(method: str, path: str, *headers: tuple[str, str], body: bytes = b"") -> bytes:
-    """Return the bytes of a request on a connection that is to be kept."""
+    """Return a request that keeps the connection open."""
     return request(method, path, headers, body).replace(b"connection: close\r\n", b"")
 
 
-RAW: dict[str, RawRequest] = {
-    "CR in a request's id": RawRequest(get(b"x-request-id: a\rset-cookie: b"), (400,)),
-    "LF in a request's id": RawRequest(get(b"x-request-id: a\nset-cookie: b"), (400,)),
-    "NUL in a header": RawRequest(get(b"x-request-id: a\0b"), (400,)),
-    "a folded header": RawRequest(get(b"x-request-id: a", b"  b: c"), (400,)),
-    "space before a colon": RawRequest(get(b"content-length : 5"), (400,)),
-    "a header without a name": RawRequest(get(b": x"), (400,)),
-    "a header of odd bytes": RawRequest(get(b"x-request-id: \xff\xfe"), (200,)),
-    "a request's id that is too long": RawRequest(get(b"x-request-id: " + b"a" * 10_000), (200,)),
-    "10,000 headers": RawRequest(get(*[b"x-%d: value" % number for number in range(10_000)]), (431,)),
-    "a header of 1 MB": RawRequest(get(b"x: " + b"a" * 2**20), (431,)),
-    "a URL of 1 MB": RawRequest(get(target=b"/" + b"a" * 2**20), (431,)),
-    "a URL of 60 kB": RawRequest(get(target=b"/" + b"a" * 60_000), (404,)),
-    "an absolute URI": RawRequest(get(target=b"http://evil/health"), (200,)),
-    "an absolute URI with dots": RawRequest(get(target=b"http://evil/../health"), (404,)),
-    "NUL in a path": RawRequest(get(target=b"/a\0b"), (400,)),
-    "bytes in a path": RawRequest(get(target=b"/\xff\xfe"), (400,)),
-    "a percent sign": RawRequest(get(target=b"/%zz%"), (404,)),
-    "percent bytes": RawRequest(get(target=b"/%ff%fe%00"), (404,)),
-    "a lone surrogate in a path": RawRequest(get(target=b"/v1/models/%ed%a0%80"), (404,), "/v1/models"),
-    "the server itself": RawRequest(b"OPTIONS * HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", (400, 404)),
-    "HTTP/0.9": RawRequest(b"GET /health\r\n\r\n", (200, 400)),
-    "HTTP/1.0": RawRequest(b"GET /health HTTP/1.0\r\n\r\n", (200,)),
-    "HTTP/2": RawRequest(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (400,)),
-    "HTTP/9.9": RawRequest(get(version=b"9.9"), (400,)),
-    "TLS": RawRequest(bytes.fromhex("16030100f5010000f10303") + bytes(200), (400,)),
-    "garbage": RawRequest(bytes(range(256)) * 10, (400,)),
-    "an unknown method": RawRequest(request("BREW", "/"), (400,)),
-    "a method in lower case": RawRequest(request("get", "/"), (400,)),
-    "CONNECT": RawRequest(request("CONNECT", "evil:443"), (400,)),
-    "CONNECT to a route": RawRequest(request("CONNECT", NATIVE), (400,)),
-    "a chunk's size that is none": RawRequest(chunked(NATIVE, b"zz\r\nabc\r\n0\r\n\r\n"), (400,)),
-    "a chunk's size below 0": RawRequest(chunked(COMPLETIONS, b"-1\r\nabc\r\n0\r\n\r\n"), (400,), COMPLETIONS),
-    "a chunk's size beyond all": RawRequest(chunked(NATIVE, b"f" * 20 + b"\r\nabc"), (400,)),
-    "chunks without end": RawRequest(chunked(NATIVE, b"10000\r\n%s\r\n" % (b" " * 65536) * 40), (413,)),
-    "chunks that are good": RawRequest(chunked(NATIVE, b"%x\r\n%s\r\n0\r\n\r\n" % (len(GOOD), GOOD)), (200,)),
-    "chunks of a byte each": RawRequest(chunked(NATIVE, b"".join(b"1\r\n%c\r\n" % c for c in GOOD) + b"0\r\n\r\n"), (200,)),
-    "chunks and a length": RawRequest(
+RAW: dict[str, RawCase] = {
+    "CR in a request's id": RawCase(get(b"x-request-id: a\rset-cookie: b"), (400,)),
+    "LF in a request's id": RawCase(get(b"x-request-id: a\nset-cookie: b"), (400,)),
+    "NUL in a header": RawCase(get(b"x-request-id: a\0b"), (400,)),
+    "a folded header": RawCase(get(b"x-request-id: a", b"  b: c"), (400,)),
+    "space before a colon": RawCase(get(b"content-length : 5"), (400,)),
+    "a header without a name": RawCase(get(b": x"), (400,)),
+    "a header of odd bytes": RawCase(get(b"x-request-id: \xff\xfe"), (200,)),
+    "a request's id that is too long": RawCase(get(b"x-request-id: " + b"a" * 10_000), (200,)),
+    "10,000 headers": RawCase(get(*[b"x-%d: value" % number for number in range(10_000)]), (431,)),
+    "a header of 1 MB": RawCase(get(b"x: " + b"a" * 2**20), (431,)),
+    "a URL of 1 MB": RawCase(get(target=b"/" + b"a" * 2**20), (431,)),
+    "a URL of 60 kB": RawCase(get(target=b"/" + b"a" * 60_000), (404,)),
+    "an absolute URI": RawCase(get(target=b"http://evil/health"), (200,)),
+    "an absolute URI with dots": RawCase(get(target=b"http://evil/../health"), (404,)),
+    "NUL in a path": RawCase(get(target=b"/a\0b"), (400,)),
+    "bytes in a path": RawCase(get(target=b"/\xff\xfe"), (400,)),
+    "a percent sign": RawCase(get(target=b"/%zz%"), (404,)),
+    "percent bytes": RawCase(get(target=b"/%ff%fe%00"), (404,)),
+    "a lone surrogate in a path": RawCase(get(target=b"/v1/models/%ed%a0%80"), (404,), "/v1/models"),
+    "the server itself": RawCase(b"OPTIONS * HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", (400, 404)),
+    "HTTP/0.9": RawCase(b"GET /health\r\n\r\n", (200, 400)),
+    "HTTP/1.0": RawCase(b"GET /health HTTP/1.0\r\n\r\n", (200,)),
+    "HTTP/2": RawCase(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (400,)),
+    "HTTP/9.9": RawCase(get(version=b"9.9"), (400,)),
+    "TLS": RawCase(bytes.fromhex("16030100f5010000f10303") + bytes(200), (400,)),
+    "garbage": RawCase(bytes(range(256)) * 10, (400,)),
+    "an unknown method": RawCase(request("BREW", "/"), (400,)),
+    "a method in lower case": RawCase(request("get", "/"), (400,)),
+    "CONNECT": RawCase(request("CONNECT", "evil:443"), (400,)),
+    "CONNECT to a route": RawCase(request("CONNECT", NATIVE), (400,)),
+    "a chunk's size that is none": RawCase(chunked(NATIVE, b"zz\r\nabc\r\n0\r\n\r\n"), (400,)),
+    "a chunk's size below 0": RawCase(chunked(COMPLETIONS, b"-1\r\nabc\r\n0\r\n\r\n"), (400,), COMPLETIONS),
+    "a chunk's size beyond all": RawCase(chunked(NATIVE, b"f" * 20 + b"\r\nabc"), (400,)),
+    "chunks without end": RawCase(chunked(NATIVE, b"10000\r\n%s\r\n" % (b" " * 65536) * 40), (413,)),
+    "chunks that are good": RawCase(chunked(NATIVE, b"%x\r\n%s\r\n0\r\n\r\n" % (len(GOOD), GOOD)), (200,)),
+    "chunks of a byte each": RawCase(chunked(NATIVE, b"".join(b"1\r\n%c\r\n" % c for c in GOOD) + b"0\r\n\r\n"), (200,)),
+    "chunks and a length": RawCase(
         post(NATIVE, b"0\r\n\r\n", ("transfer-encoding", "chunked"), ("content-length", "3")), (400,)
     ),
-    "an unknown transfer coding": RawRequest(post(NATIVE, GOOD, ("transfer-encoding", "zip")), (400,)),
-    "a length and chunks": RawRequest(
+    "an unknown transfer coding": RawCase(post(NATIVE, GOOD, ("transfer-encoding", "zip")), (400,)),
+    "a length and chunks": RawCase(
         post(NATIVE, b"0\r\n\r\n", ("content-length", "3"), ("transfer-encoding", "chunked")), (400,)
     ),
-    "two transfer codings": RawRequest(post(NATIVE, GOOD, ("transfer-encoding", "chunked, identity")), (400,)),
-    "two headers of transfer codings": RawRequest(
+    "two transfer codings": RawCase(post(NATIVE, GOOD, ("transfer-encoding", "chunked, identity")), (400,)),
+    "two headers of transfer codings": RawCase(
         post(NATIVE, GOOD, ("transfer-encoding", "chunked"), ("transfer-encoding", "identity")), (400,)
     ),
-    "a transfer coding that looks like chunks": RawRequest(post(NATIVE, GOOD, ("transfer-encoding", "xchunked")), (400,)),
-    "a folded length": RawRequest(get(b"content-length:", b" 5"), (400,)),
-    "a folded transfer coding": RawRequest(get(b"transfer-encoding:", b"\tchunked"), (400,)),
-    "two equal lengths": RawRequest(post(NATIVE, b"{}", ("content-length", "2"), ("content-length", "2")), (400,)),
-    "a list of lengths": RawRequest(post(NATIVE, b"{}", ("content-length", "2, 2")), (400,)),
-    "a line that ends in LF only": RawRequest(b"GET /health HTTP/1.1\nhost: localhost\nconnection: close\n\n", (200, 400)),
-    "another host": RawRequest(request("GET", "/health").replace(b"localhost", b"evil.example"), (403,)),
-    "two hosts": RawRequest(get(b"host: evil.example"), (400,)),
-    "two bearers": RawRequest(post(NATIVE, GOOD, ("authorization", "Bearer a"), ("authorization", "Bearer b")), (400,)),
-    "two content types": RawRequest(post(NATIVE, GOOD, ("content-type", "text/plain"), ("content-type", "text/x")), (400,)),
-    "two lengths": RawRequest(post(NATIVE, b"{}", ("content-length", "2"), ("content-length", "3")), (400,)),
+    "a transfer coding that looks like chunks": RawCase(post(NATIVE, GOOD, ("transfer-encoding", "xchunked")), (400,)),
+    "a folded length": RawCase(get(b"content-length:", b" 5"), (400,)),
+    "a folded transfer coding": RawCase(get(b"transfer-encoding:", b"\tchunked"), (400,)),
+    "two equal lengths": RawCase(post(NATIVE, b"{}", ("content-length", "2"), ("content-length", "2")), (400,)),
+    "a list of lengths": RawCase(post(NATIVE, b"{}", ("content-length", "2, 2")), (400,)),
+    "a line that ends in LF only": RawCase(b"GET /health HTTP/1.1\nhost: localhost\nconnection: close\n\n", (200, 400)),
+    "another host": RawCase(request("GET", "/health").replace(b"localhost", b"evil.example"), (403,)),
+    "two hosts": RawCase(get(b"host: evil.example"), (400,)),
+    "two bearers": RawCase(post(NATIVE, GOOD, ("authorization", "Bearer a"), ("authorization", "Bearer b")), (400,)),
+    "two content types": RawCase(post(NATIVE, GOOD, ("content-type", "text/plain"), ("content-type", "text/x")), (400,)),
+    "two lengths": RawCase(post(NATIVE, b"{}", ("content-length", "2"), ("content-length", "3")), (400,)),
     **{
-        f"a length of {length}": RawRequest(post(NATIVE, b"{}", ("content-length", length)), (400,))
+        f"a length of {length}": RawCase(post(NATIVE, b"{}", ("content-length", length)), (400,))
         for length in ("-1", "x", "+2", "1e3", "0x10", "9" * 30)
     },
-    "a length beyond the limit": RawRequest(post(NATIVE, b"{}", ("content-length", str(10**15))), (413,)),
-    "a length that is too short": RawRequest(post(NATIVE, GOOD, ("content-length", "5")), (400,)),
-    "an expectation": RawRequest(post(NATIVE, GOOD, ("expect", "200-maybe")), (200,)),
-    "a websocket": RawRequest(
+    "a length beyond the limit": RawCase(post(NATIVE, b"{}", ("content-length", str(10**15))), (413,)),
+    "a length that is too short": RawCase(post(NATIVE, GOOD, ("content-length", "5")), (400,)),
+    "an expectation": RawCase(post(NATIVE, GOOD, ("expect", "200-maybe")), (200,)),
+    "a websocket": RawCase(
         get(b"upgrade: websocket", b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==", b"sec-websocket-version: 13"), (200,)
     ),
-    "a body for GET": RawRequest(request("GET", "/health", [("content-length", "5")], b"hello"), (200,)),
-    "a bearer of odd bytes": RawRequest(post(NATIVE, GOOD, ("authorization", "Bearer \u00ff\u4e2d")), (200,)),
-    "a trace of odd bytes": RawRequest(post(NATIVE, GOOD, ("traceparent", "\u00ff" * 1000)), (200,)),
+    "a body for GET": RawCase(request("GET", "/health", [("content-length", "5")], b"hello"), (200,)),
+    "a bearer of odd bytes": RawCase(post(NATIVE, GOOD, ("authorization", "Bearer \u00ff\u4e2d")), (200,)),
+    "a trace of odd bytes": RawCase(post(NATIVE, GOOD, ("traceparent", "\u00ff" * 1000)), (200,)),
     **{
-        f"a time limit of {limit}": RawRequest(post(CHAT, MESSAGES, ("x-request-timeout", limit)), (400,), CHAT)
+        f"a time limit of {limit}": RawCase(post(CHAT, MESSAGES, ("x-request-timeout", limit)), (400,), CHAT)
         for limit in ("nan", "-1", "0", "1e999", "x", "")
     },
-    "a range": RawRequest(request("GET", "/openapi.json", [("range", "bytes=0-1,-99999999999")]), (200,)),
+    "a range": RawCase(request("GET", "/openapi.json", [("range", "bytes=0-1,-99999999999")]), (200,)),
     **{
-        path: RawRequest(request("GET", path), (404,), path)
+        path: RawCase(request("GET", path), (404,), path)
         for path in (
             "/docs/static/../../etc/passwd", "/docs/static/..%2f..%2fetc%2fpasswd", "/docs/static//etc/passwd",
             "/docs/static/%2e%2e/%2e%2e/etc/passwd", "/..%2f..%2fetc/passwd", "/v1/models/..%2f..%2fetc%2fpasswd",

@@ -8,7 +8,7 @@ from typing import Any
 
 import httptools
 
-TIMEOUT_S = 60  # nothing takes so long, and the server closes idle connections after 75 s, for which no test may wait
+TIMEOUT_S = 60  # shorter than the server's idle timeout of 75 s
 HOST = "127.0.0.1"
 
 
@@ -55,7 +55,7 @@ def connect(port: int) -> socket.socket:
 
 
 def read(connection: socket.socket, count: int | None = None) -> list[Answer]:
-    """Read the next `count` answers, or all until the server closes the connection."""
+    """Read `count` responses, or all responses until the server closes the connection."""
     reader = _Reader()
     while count is None or sum(answer.is_complete for answer in reader.answers) < count:
         try:
@@ -69,7 +69,7 @@ def read(connection: socket.socket, count: int | None = None) -> list[Answer]:
 
 
 def exchange(port: int, *pieces: bytes, count: int | None = None, half_close: bool = False) -> list[Answer]:
-    """Send the data, as far as the server takes it, and read the answers."""
+    """Send data until the server stops reading, and read the responses."""
     with connect(port) as connection:
         with suppress(ConnectionResetError, BrokenPipeError):
             for piece in pieces:

@@ -48,7 +48,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 @torch.no_grad()
 def write_model(folder: Path, name: str = "llama-gqa") -> Any:
-    """Write a tiny model with a tokenizer, and two adapters beside it; return transformers' model.
+    """Write a tiny model with a tokenizer and two adapters. Return the transformers model.
 
     A model that the registry does not know gets no adapters.
     """
@@ -105,7 +105,7 @@ class Answer(NamedTuple):
 
     @property
     def events(self) -> list[Any]:
-        """Decode the events of a stream. Skip comments; fail on anything else."""
+        """Decode stream events. Skip comments, and fail on other lines."""
         assert self.headers["content-type"].startswith("text/event-stream")
         *pieces, rest = self.body.split(b"\n\n")
         assert rest == b""
@@ -129,7 +129,7 @@ class Server:
     def send(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, timeout_s: float = 60
     ) -> Answer:
-        """Send a request on a connection of its own. A body of bytes is sent as it is, any other as JSON."""
+        """Send a request on a new connection. Bytes are sent unchanged, other bodies as JSON."""
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         kind = {} if body is None else {"content-type": "application/json"}
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)) as connection:
@@ -144,7 +144,7 @@ class Server:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Pause the engine, so that its requests stay under way."""
+        """Pause the engine, so that its requests do not finish."""
         engine = self._engine
         os.kill(engine, signal.SIGSTOP)
         try:

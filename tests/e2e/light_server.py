@@ -1,7 +1,7 @@
 """The server as a process of its own in front of an engine that needs no torch, and whose streams last as long as a
 test wants: `python -m tests.e2e.light_server <folder of the model> <gate> <seconds to drain>`.
 
-Every request gets its first token at once, and the others once there is a file `gate`. Its status tells how many run.
+Every request gets its first token immediately, and the other tokens after the file `gate` exists.
 """
 
 import itertools

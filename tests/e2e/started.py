@@ -1,4 +1,4 @@
-"""Servers whose engine takes as long as a test wants (`light_server.py`), started and ended."""
+"""Starts and stops servers with an engine that tests control (`light_server.py`)."""
 
 import os
 import subprocess

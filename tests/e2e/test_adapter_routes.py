@@ -132,7 +132,7 @@ def test_old_adapter_is_served_until_overwrite_is_complete(server: Server, folde
             assert answer.json == before.json
         assert "slow" in listed(server)["slow"]["error"]
         file.write(new[1000:])
-    change(server, "load", "slow")  # looks at the folder at once
+    change(server, "load", "slow")  # checks the folder immediately
     after = server.post("/generate", body)
     assert "x-adapter-version" not in after.headers
     assert after.headers["x-adapter-hash"] != before.headers["x-adapter-hash"]

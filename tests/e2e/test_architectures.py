@@ -1,4 +1,4 @@
-"""Every architecture behind a real server, asked by LoRAX's own client: it answers as transformers and PEFT do."""
+"""Compare every architecture behind a real server with transformers and PEFT, using the LoRAX client."""
 
 import asyncio
 from pathlib import Path
@@ -80,7 +80,7 @@ def text_of(tokens: list[Any]) -> str:
 
 
 def check_answers(client: LoraxClient, model: Any, adapter: str | None) -> int:
-    """Compare answers with transformers and return the number of tokens compared."""
+    """Compare completions with transformers. Return the number of compared tokens."""
     expected = greedy(model, ids_of([PROMPT])[0])
     answer = client.generate(adapter_id=adapter)
     assert token_ids(answer)[: len(expected)] == expected

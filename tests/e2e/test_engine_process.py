@@ -1,4 +1,4 @@
-"""The engine in its own process, alone and with a second rank: every request gets what it gets alone."""
+"""The engine in a separate process, with one and two ranks."""
 
 import asyncio
 import copy
@@ -117,7 +117,7 @@ async def until_healthy(client: RemoteEngine) -> None:
 
 
 def check_concurrent_requests(config: EngineConfig, oracles: list[Any]) -> EngineStatus:
-    """Send requests, some of which leave: each of the others gets its oracle's tokens.
+    """Send requests and abort some. The others must return the oracle's tokens.
 
     The engine is paused until the first half has been sent, so that requests compete for rows and blocks however fast
     the engine is. The second half comes at random times.
@@ -246,7 +246,7 @@ def test_dead_rank_restarts_all_ranks(tmp_path: Path) -> None:
             alone = [output.tokens[0].token_id for output in await ask(client, prompt)]
             engine = engine_pid(client)
             (rank,) = forked_pids() - others - {engine}
-            os.kill(rank, signal.SIGSTOP)  # no step ends from now on, so that both requests are under way
+            os.kill(rank, signal.SIGSTOP)  # no step finishes, so both requests keep running
             running = [asyncio.create_task(ask(client, prompt)) for _ in range(2)]
             while len(client._streams) < len(running):
                 await asyncio.sleep(0.01)
@@ -308,7 +308,7 @@ def test_preloaded_adapters_are_ready_at_start_and_restart(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("forked_engines")
 def test_request_can_merge_adapters(tmp_path: Path) -> None:
-    """An adapter at half weight, merged with one at weight zero, gives what it gives at half weight alone."""
+    """Merging with a zero-weight adapter has no effect."""
     write_models("llama-gqa", tmp_path)
     prompt = make_prompts()[1]
 

@@ -1,4 +1,4 @@
-"""The engine on a GPU, in its own process, with the memory it takes by itself."""
+"""The engine on a GPU in a separate process, with default memory settings."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Hostile clients against a real server: each gets a clean refusal, and the next request its answer."""
+"""Hostile clients against a real server: bad requests are rejected, and later requests succeed."""
 
 import json
 import socket
@@ -16,11 +16,11 @@ from tests.e2e.hostile_cases import (
     BODIES,
     CHAT,
     COMPLETIONS,
+    CONTENT_TYPES,
     FIELDS,
     GET_PATHS,
     GOOD,
     INPUTS,
-    CONTENT_TYPES,
     MAX_BODY,
     MESSAGES,
     NATIVE,
@@ -55,7 +55,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "adapters" / "out").symlink_to(folder / "outside")
     with serving(folder, from_scratch=True, body_timeout_s=BODY_TIMEOUT_S) as running:
         for body in (json.dumps(INPUTS).encode(), b'{"inputs": "' + b"a" * (MAX_BODY - 20) + b'"}'):
-            exchange(running.port, post(NATIVE, body))  # memory of a first and of a large request stays
+            exchange(running.port, post(NATIVE, body))  # the first and large requests allocate memory once
         process = psutil.Process(running.process.pid)
         before, files = _memory_bytes(process), process.num_fds()
         children = _permanent_children(process)
@@ -89,7 +89,7 @@ def _server_still_responds(server: Server) -> Iterator[None]:
 
 
 def check(answers: list[Answer], path: str, *statuses: int) -> None:
-    """Check for one answer, which is either the expected one or an error in the style of the route."""
+    """Check for one response with an expected status, in the format of the route."""
     assert len(answers) == 1, [(answer.status, answer.body[:200]) for answer in answers]
     (answer,) = answers
     assert answer.is_complete
@@ -107,7 +107,7 @@ def check_style(answer: Answer, path: str) -> None:
     else:
         assert set(answer.json()) == {"error", "error_type"}
         assert error
-    assert len(answer.body) < 10_000  # a large request is not repeated in its answer
+    assert len(answer.body) < 10_000  # the response does not repeat a large request
 
 
 # --- Bodies -----------------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_malformed_http_is_rejected(server: Server, name: str) -> None:
 
 @pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "TRACE", "PUT", "DELETE", "PATCH", "PROPFIND", "M-SEARCH"])
 def test_unsupported_methods_are_rejected(server: Server, method: str) -> None:
-    """A method that a route lacks is answered by 405 with the methods that it has, and does nothing."""
+    """Unsupported methods get 405 with the supported methods, and have no effect."""
     for path in (*GET_PATHS, *POST_PATHS):
         (answer,) = exchange(server.port, request(method, path))
         if method == "HEAD" and path in GET_PATHS:
@@ -238,7 +238,7 @@ def test_garbage_after_request_is_rejected(server: Server) -> None:
 
 
 def test_garbage_during_stream_does_not_corrupt_stream(server: Server) -> None:
-    """The stream ends, and contains nothing but its own events."""
+    """The stream contains only valid events."""
     body = json.dumps({"inputs": "x", "parameters": {"max_new_tokens": 100, "ignore_eos_token": True}}).encode()
     headers = (("content-type", "application/json"), ("content-length", str(len(body))))
     with connect(server.port) as connection:
@@ -278,7 +278,7 @@ def test_expect_continue_is_supported(server: Server) -> None:
 
 
 def test_half_closed_incomplete_request_is_closed(server: Server) -> None:
-    """A client that closes its side of a connection before its request is complete has left."""
+    """A client that half-closes the connection before its request is complete has disconnected."""
     for data in (b"", ALIVE[:10], post(NATIVE, GOOD, ("content-length", "1000"))):
         answers = exchange(server.port, data, half_close=True)
         assert [answer.status for answer in answers] in ([], [400])
@@ -294,7 +294,7 @@ def test_connect_and_disconnect_is_harmless(server: Server) -> None:
 
 
 def test_slow_clients_get_timeout_response(server: Server) -> None:
-    """Send all slow requests at once, a byte at a time; meanwhile the server answers others."""
+    """Send slow requests byte by byte. The server responds to other requests in the meantime."""
     with ExitStack() as stack:
         connections = {name: stack.enter_context(connect(server.port)) for name in SLOW}
         pieces = {name: make() for name, make in SLOW.items()}

@@ -28,7 +28,7 @@ MESSAGES = [{"role": "user", "content": "ask"}]
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 TOOLS: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required"}
 FUNCTIONS: dict[str, Any] = {"tools": [{"type": "function", **WEATHER["function"]}], "tool_choice": "required"}  # type: ignore[dict-item]
-# Functions that analyze a part of a request.
+# Functions that analyze requests.
 JOIN = "lorax_server.structured_output.grammars.join_disjoint"
 CONVERT = "llguidance.gbnf_to_lark.gbnf_to_lark"
 OFFER = "lorax_server.server.routes.chat.parse_tool_definitions"
@@ -77,7 +77,7 @@ def test_analysis_does_not_block_the_event_loop(case: str, monkeypatch: pytest.M
         return health, await asking
 
     health, reply = asyncio.run(ask())
-    assert hook.was_released  # by this test, while the analysis was under way
+    assert hook.was_released  # by this test, during the analysis
     assert (health.status, reply.status) == (200, 200)
     assert server.grammar
 
@@ -158,4 +158,4 @@ def test_deep_tool_schemas_are_rejected_with_name() -> None:
     reply = server.chat(tools=[tool], tool_choice="required")
     assert (reply.status, reply.json["error"]["param"]) == (400, "tools")
     assert "levels" in reply.message
-    assert server.chat(tools=[tool]).status == 200  # without a grammar, nothing is compiled
+    assert server.chat(tools=[tool]).status == 200  # no grammar is compiled

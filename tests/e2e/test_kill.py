@@ -1,4 +1,4 @@
-"""Engines, servers and clients that end while answers are under way: real processes, sockets and signals."""
+"""Engines, servers and clients that stop during requests, with real processes, sockets and signals."""
 
 import json
 import os
@@ -19,16 +19,16 @@ from tests.e2e.wire import (
     CHAT,
     COMPLETIONS,
     NATIVE,
-    WAIT_TIMEOUT_S,
     RST,
+    WAIT_TIMEOUT_S,
     Client,
-    close_all,
     children,
+    close_all,
     count_logged,
     engine_metrics,
     get,
-    is_successful,
     is_idle,
+    is_successful,
     metrics,
     native,
     num_unfinished,
@@ -173,7 +173,7 @@ def test_disconnected_clients_leak_no_resources(server: Server) -> None:
     steps = engine_metrics(server)["lorax_engine_steps_total"]  # the engine gets this query after all aborts
     wait_for(lambda: is_idle(server), "all are gone")
     new = engine_metrics(server)
-    assert new["lorax_engine_steps_total"] - steps <= 2  # the step under way, and one that the query may have met
+    assert new["lorax_engine_steps_total"] - steps <= 2  # the running step, and possibly one more
     assert new["lorax_kv_blocks_free"] == old["lorax_kv_blocks_free"] == new["lorax_kv_blocks"]
     wait_for(lambda: all(now <= then for now, then in zip(map(usage, pids), before, strict=True)), "files, threads")
     assert sum(map(resident_bytes, pids)) - memory < 32 * 2**20
@@ -256,7 +256,7 @@ def gated(folder: Path, tmp_path: Path, drain_s: float) -> Iterator[Server]:
 
 @contextmanager
 def open_streams(server: Server, count: int) -> Iterator[list[Iterator[Any]]]:
-    """Open streams that have begun and pause."""
+    """Open streams that have sent their first event."""
     asked = ((NATIVE, native(count)), (COMPLETIONS, openai(count))) * 2
     with close_all(*(Client(server, path, body) for path, body in asked)) as clients:
         events = [client.events() for client in clients]
@@ -271,7 +271,7 @@ def tell_to_stop(server: Server, how: signal.Signals = signal.SIGTERM) -> None:
 
 
 def check_rejects_new_requests(server: Server) -> None:
-    """Check that new clients are refused until the port is closed."""
+    """Check that new requests are rejected until the port is closed."""
     is_open = True
     while is_open:
         try:
@@ -282,7 +282,7 @@ def check_rejects_new_requests(server: Server) -> None:
 
 
 def check_last_events(events: list[Iterator[Any]], *, with_error: bool) -> None:
-    """Check that each stream ends with its result or with an error."""
+    """Check the last event of each stream."""
     for i, each in enumerate(events):
         *_, last = each
         if with_error:
@@ -338,7 +338,7 @@ def test_stream_past_deadline_fails_with_error_event(folder: Path, tmp_path: Pat
             asked = [Client(server, path, body, x_request_timeout=str(timeout_s)) for path, body in bodies]
             with close_all(*asked) as (*streams, whole):
                 if any(client.status == 504 for client in streams):
-                    continue  # a busy machine has not got as far as the first token
+                    continue  # a busy machine may not have generated the first token
                 for client in streams:
                     *some, last = client.events()
                     assert some

@@ -258,7 +258,7 @@ def test_merge_strategies_match_peft(world: ServerAndModels, client: LoraxClient
         strategy, density, sign = how
         expected = greedy(merged_by_peft(world, strategy, both, density, sign), prompt)
         assert tokens(strategy, both, density, sign)[: len(expected)] == expected
-    assert tokens("dare_ties", both) == tokens("ties", both)  # a density of 1 leaves nothing out
+    assert tokens("dare_ties", both) == tokens("ties", both)  # a density of 1 drops no values
     assert tokens("ties", both, 0.0) == tokens("ties", both)  # LoRAX's clients send 0 for all
     for strategy in ("ties", "dare_linear", "dare_ties"):
         assert tokens(strategy, both, 0.3) == tokens(strategy, both, 0.3) != tokens(strategy, both)
@@ -329,7 +329,7 @@ def test_unsupported_batch_methods_are_reported(world: ServerAndModels) -> None:
 
 
 def test_too_many_concurrent_requests_are_rejected(tmp_path: Path) -> None:
-    """Send a second request while the first one waits for a paused engine."""
+    """Send a second request while the engine is paused."""
     write_model(tmp_path)
     body = json.dumps({"inputs": PROMPT, "stream": True, "parameters": LENGTH})
     with (
@@ -350,7 +350,7 @@ def test_too_many_concurrent_requests_are_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["generate", "stream"])
 def test_concurrent_threads_get_correct_completions(method: str, world: ServerAndModels) -> None:
-    """Each request gets the answer that it gets alone."""
+    """Concurrent completions match single completions."""
     wanted: list[str | None] = [None, "first", "second"] * 4
     alone = {adapter: world.greedy(adapter=adapter) for adapter in world.models}
 
@@ -368,7 +368,7 @@ def test_concurrent_threads_get_correct_completions(method: str, world: ServerAn
 
 
 def test_metrics_are_available_as_text_and_json(world: ServerAndModels) -> None:
-    """Ask in the ways of newer clients, which have a method for it."""
+    """Send the requests of newer client versions."""
     world.server.post("/", {"inputs": PROMPT, "parameters": LENGTH})
     text = world.server.send("GET", "/metrics", headers={"accept": "text/plain"})
     assert text.headers["content-type"].startswith("text/plain")

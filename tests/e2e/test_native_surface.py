@@ -113,7 +113,7 @@ def test_eos_token_is_reported_but_not_in_text(server: Server) -> None:
 
 
 def test_non_finite_numbers_become_null(server: Server) -> None:
-    """The log probability of a token that top-k leaves out is minus infinity."""
+    """Tokens outside top-k have a log probability of minus infinity."""
     answer = generate(server, details=True, return_k_alternatives=3, top_k=1, seed=0)
     for token in answer.json["details"]["tokens"]:
         assert [each["logprob"] for each in token["alternative_tokens"]] == [0.0, None, None]
@@ -261,7 +261,7 @@ def test_validation_errors_have_messages(path: str, server: Server) -> None:
 
 
 def test_first_validation_error_is_reported(server: Server) -> None:
-    """Send all mistakes from some place of the list on, but for those that exclude one another."""
+    """Send all compatible mistakes after an index in the list."""
     for place, (parameters, message) in enumerate(WRONG[:-2]):
         given: dict[str, Any] = {}
         for later, _ in reversed(WRONG[place:-2]):

@@ -36,7 +36,7 @@ class Sdk:
         self._runner = asyncio.Runner()
 
     def call(self, ask: Callable[[Any], Any]) -> Any:
-        """Return the SDK's answer; for a stream, the list of its chunks."""
+        """Return the SDK response, or the list of chunks for a stream."""
         answer = ask(self._client)
         if inspect.isawaitable(answer):
             return self._runner.run(self._finish(answer))
@@ -69,7 +69,7 @@ class ServerAndModels(NamedTuple):
         return oracle_greedy(self.models[adapter], ids_of([prompt])[0], NEW_TOKENS, {})
 
     def text(self, prompt: str = PROMPT, adapter: str = "") -> str:
-        """Return the text of transformers' greedy tokens, as far as rounding does not decide."""
+        """Return the greedy text from transformers, up to the first numerical tie."""
         return str(make_tokenizer().decode(self.greedy(prompt, adapter), skip_special_tokens=True)).rstrip("\ufffd")
 
     def logprobs(self, ids: list[int], num_prompt: int, adapter: str = "") -> torch.Tensor:
@@ -93,7 +93,7 @@ def sdk(request: pytest.FixtureRequest, world: ServerAndModels) -> Iterator[Sdk]
 
 
 def text_of(chunks: list[Any], index: int = 0) -> str:
-    """Join the text of a stream's chunks, of either route."""
+    """Join the text of stream chunks."""
     choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
     return "".join([(choice.text if hasattr(choice, "text") else choice.delta.content) or "" for choice in choices])
 
@@ -180,7 +180,7 @@ def _end_offsets(texts: list[str]) -> list[int]:
 
 
 def _choose_ids(world: ServerAndModels, adapter: str, prompt: list[int], logs: Any, names: list[str]) -> list[int]:
-    """Return the tokens of an answer by their names; where several share a name, by their log probabilities."""
+    """Return token IDs by token text. Ambiguous texts are resolved by log probability."""
     ids = list(prompt)
     for name, value in list(zip(logs.tokens, logs.token_logprobs, strict=True))[len(prompt) :]:
         at = world.logprobs(ids, len(prompt), adapter)[-1]

@@ -38,7 +38,7 @@ BROKEN = "{% for message in %}"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write adapters with templates of their own beside the plain ones."""
+    """Write adapters with and without chat templates."""
     made = tmp_path_factory.mktemp("surface")
     write_model(made)
     for name, template in (("polite", TEMPLATE), ("looping", LOOPING), ("broken", BROKEN)):
@@ -175,7 +175,7 @@ def test_adapter_chat_template_is_used(server: Server) -> None:
 
 
 def test_bad_templates_do_not_affect_other_chats(server: Server) -> None:
-    """Use a template that never ends and one that is invalid; other chats go on meanwhile."""
+    """An infinite and an invalid template do not affect other chats."""
     before = text(chat(server, "first"))
     answers: list[Answer] = []
     threads = [threading.Thread(target=lambda: answers.append(chat(server, "looping"))) for _ in range(2)]
@@ -280,7 +280,7 @@ requests_per_minute = 1
 
 @contextmanager
 def empty_hub() -> Iterator[tuple[str, list[str]]]:
-    """Run an empty hub; return its address and the list of paths that it is asked for."""
+    """Run an empty hub. Yield its address and the requested paths."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -381,7 +381,7 @@ def test_rate_limited_key_gets_retry_after(secured: SecuredServer) -> None:
 
 
 def test_generation_config_applies_to_openai_routes_only(secured: SecuredServer) -> None:
-    """The model's top-k leaves nothing to draw, and its penalty leads away from the likeliest tokens."""
+    """The generation config has top-k 1 and a repetition penalty."""
     texts = {secured.complete().choices[0].text for _ in range(3)}
     assert len(texts) == 1
     plain = secured.complete(temperature=0, extra_body={"repetition_penalty": 1.0}).choices[0].text

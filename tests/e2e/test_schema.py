@@ -1,4 +1,4 @@
-"""The OpenAPI document is true: a real server answers schemathesis's requests, good and bad, as documented."""
+"""Checks a real server against its OpenAPI document with schemathesis."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -53,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.slow
 def test_server_matches_openapi_document(server: Server) -> None:
-    """Run all checks over every operation. The model must answer most requests for text."""
+    """Run all checks on every operation. Most completion requests must succeed."""
     config = schemathesis.Config.from_dict({**CONFIG, "base-url": server.url})
     document = _with_events(server.send("GET", "/openapi.json").json)
     schema = schemathesis.openapi.from_dict(document, config=config)
@@ -135,7 +135,7 @@ def make_valid(context: HookContext, case: Case[Any], kwargs: dict[str, Any]) ->
 
 
 def _with_integers(value: Any) -> Any:
-    """Write whole numbers as integers: JSON schema accepts `1.0` for `1`, but LoRAX and we refuse it."""
+    """Convert whole numbers to integers: JSON Schema accepts `1.0` for `1`, but the server does not."""
     match value:
         case float() if value.is_integer() and abs(value) < 2**63:
             return int(value)
@@ -219,7 +219,7 @@ def _clamp_seed(seed: int | None, most: int) -> int | None:
 
 
 def _existing_adapter(name: str | None) -> str | None:
-    """Replace a name by that of an adapter that exists. No name stands for the base model."""
+    """Replace a name by an existing adapter. None stays None, the base model."""
     return ADAPTERS[len(name) % 2] if name else name
 
 

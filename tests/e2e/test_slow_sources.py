@@ -1,4 +1,4 @@
-"""A source that hangs, and one that fails: only requests for their adapters notice."""
+"""Hanging and failing adapter sources affect only requests for their adapters."""
 
 import threading
 from collections.abc import Sequence

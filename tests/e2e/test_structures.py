@@ -116,7 +116,7 @@ def test_logprobs_are_computed_before_mask(sdk: openai.OpenAI) -> None:
     logprobs = sdk.chat.completions.create(messages=MESSAGES, **asked).choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
-    assert logprobs.content[0].logprob < -1e-3  # the only token that was allowed, and not the only one that was likely
+    assert logprobs.content[0].logprob < -1e-3  # the only allowed token, but not the only likely token
     assert all(top.token != "z" for top in logprobs.content[0].top_logprobs[:1])
 
 

@@ -128,7 +128,7 @@ def test_unenforceable_strict_schema_is_rejected(sdk: openai.OpenAI) -> None:
 
 
 def test_auto_tool_choice_with_strict_functions(sdk: openai.OpenAI) -> None:
-    """The model is free to answer with text; if it calls, then by the schema."""
+    """The model can generate text or tool calls, which follow the schema."""
     answer = sdk.chat.completions.create(
         model="", messages=MESSAGES, tools=TOOLS, n=4, temperature=1, seed=5, max_tokens=60
     )
@@ -198,7 +198,7 @@ def test_responses_with_plain_text(stream: bool, sdk: openai.OpenAI) -> None:
 
 
 def test_response_format_combined_with_tools(sdk: openai.OpenAI) -> None:
-    """The answer is a call, or text of the form, where the two can be told apart."""
+    """The completion is a tool call or text in the response format."""
     form: Any = {"format": {"type": "json_schema", "name": "it", "schema": {"enum": ["cat", "dog"]}, "strict": True}}
     asked: dict[str, Any] = {"input": "Who?", "text": form, "tools": FUNCTIONS, **SHORT}
     for seed in range(4):

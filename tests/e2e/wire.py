@@ -1,4 +1,4 @@
-"""Clients of a server, down to the socket, and a look at the server's processes."""
+"""Low-level HTTP clients, and helpers for server processes and metrics."""
 
 import http.client
 import json
@@ -14,13 +14,13 @@ from typing import Any
 
 from tests.e2e.http_server import Server
 
-WAIT_TIMEOUT_S = 240  # a test that waits for so long has failed
+WAIT_TIMEOUT_S = 240  # maximum wait before a test fails
 NATIVE, COMPLETIONS, CHAT = "/generate_stream", "/v1/completions", "/v1/chat/completions"
-RST = struct.pack("ii", 1, 0)  # SO_LINGER: closed at once, which the other side sees as a reset
+RST = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
 
 
 class Client:
-    """One request on a connection of its own."""
+    """One request on a new connection."""
 
     def __init__(self, server: Server, path: str, body: Any, *, is_slow: bool = False, **headers: str) -> None:
         self._socket = socket.socket()
@@ -57,7 +57,7 @@ class Client:
         return json.loads(self.response.read())
 
     def events(self) -> Iterator[Any]:
-        """Yield events until the body has ended by the rules of HTTP."""
+        """Yield events until the end of the body."""
         assert self.status == 200, self.text()
         for line in self.response:
             if line.startswith(b"data: "):
@@ -69,13 +69,13 @@ class Client:
             return
         if linger is not None:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        os.close(self._socket.detach())  # whatever else holds it
+        os.close(self._socket.detach())
         self._connection.close()
 
 
 @contextmanager
 def close_all(*clients: Client) -> Iterator[tuple[Client, ...]]:
-    """Close all clients at the end, whatever happens."""
+    """Close all clients on exit."""
     with ExitStack() as stack:
         for client in clients:
             stack.callback(client.close)
@@ -131,7 +131,7 @@ def wait_for(holds: Callable[[], object], what: str) -> None:
     while not holds():
         assert time.monotonic() < until, what
         time.sleep(pause_s)
-        pause_s = min(1.2 * pause_s, 0.25)  # to ask takes CPU, of which there is less for what is waited for
+        pause_s = min(1.2 * pause_s, 0.25)  # frequent polling would slow down the server
 
 
 def is_successful(server: Server, path: str, body: Any) -> bool:
@@ -152,7 +152,7 @@ def count_logged(server: Server, request_id: str) -> int:
 
 
 def children(pid: int) -> dict[str, int]:
-    """Return the process ids of a server's children: engine, sandbox worker, Python's resource tracker."""
+    """Return the child process IDs by name: engine, sandbox, resource tracker."""
     kinds = {"engine": b"spawn_main", "sandbox": b"lorax_server.sandbox.worker", "tracker": b"resource_tracker"}
     found: dict[str, int] = {}
     for path in Path(f"/proc/{pid}/task").glob("*/children"):  # by the thread that started them

@@ -74,7 +74,7 @@ class Cluster:
 
     @property
     def server(self) -> Server:
-        """The ingress, for clients of a server."""
+        """The ingress as a server, for HTTP clients."""
         return Server(self._process, self.url, [])
 
     def call(self, *request: Any) -> Any:
@@ -93,11 +93,11 @@ class Cluster:
         raise AssertionError("the driver has ended")
 
     def scale(self, replicas: int | None, /, **arguments: Any) -> None:
-        """Deploy with so many replicas, or as many as the arguments say, unless that is what runs."""
+        """Deploy with a number of replicas (None: set by the arguments), unless already deployed."""
         settings = {"device": "cpu", "adapters_dir": str(self.adapters), "admin_key": ADMIN, "drain_s": 20}
         settings |= {"host": "127.0.0.1", **arguments}
         if self._deployed != {**settings, "servers": replicas}:
-            self._deployed = {}  # whatever runs if this fails
+            self._deployed = {}
             self.call("deploy", settings, replicas)
             self._deployed = {**settings, "servers": replicas}
 
@@ -134,7 +134,7 @@ def send(port: int, method: str, path: str, body: Any = None, key: str = ADMIN) 
 def generate(
     port: int, adapter: str = "", prompt: str = "Hello there, my friend", count: int = 8, **more: Any
 ) -> tuple[str, Any]:
-    """Return the text of a greedy answer, and the headers. `more` are parameters of the request."""
+    """Return the greedy completion and the response headers. `more` are request parameters."""
     parameters = {"max_new_tokens": count, **({"adapter_id": adapter} if adapter else {}), **more}
     status, headers, body = send(port, "POST", "/generate", {"inputs": prompt, "parameters": parameters})
     assert status == 200, body

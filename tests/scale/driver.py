@@ -1,7 +1,7 @@
-"""A Ray of its own with our application on it, driven by lines of JSON: `python -m tests.scale.driver FOLDER PORT`.
+"""Runs the application on a local Ray cluster, controlled by JSON lines: `python -m tests.scale.driver FOLDER PORT`.
 
-A process apart, since Ray leaves threads in the process that uses it. Each line is a request such as ["run", {...}],
-and each answer one line: what it returned, or the error.
+A separate process, because Ray leaves threads behind. Each line is a call such as ["run", {...}], and each output line
+is the result or the error.
 """
 
 import json

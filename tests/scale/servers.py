@@ -1,4 +1,4 @@
-"""Two replica servers without Ray: processes of the demo model with their own adapters and disks, and one hub."""
+"""Starts two replica servers without Ray, with separate adapter folders and caches, and one hub."""
 
 import asyncio
 import os
@@ -83,7 +83,7 @@ async def _stop(pair: Pair) -> None:
 
 @asynccontextmanager
 async def following(pair: Pair) -> AsyncIterator[ChangeRegistry]:
-    """Have both servers apply the changes of a registry."""
+    """Apply the registry's changes on both servers."""
     registry = ChangeRegistry(None, list[bytes]().append, asyncio.get_running_loop().time)
 
     async def follow(name: str, server: ServerProcess) -> None:
@@ -105,7 +105,7 @@ async def following(pair: Pair) -> AsyncIterator[ChangeRegistry]:
 
 
 def listed(port: int) -> Mapping[str, Any]:
-    """List the adapters of a server by their names."""
+    """Return the server's adapters by name."""
     status, _, page = send(port, "GET", "/v1/adapters")
     assert status == 200, page
     return {each["id"]: each for each in page["data"]}

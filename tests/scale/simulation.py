@@ -20,7 +20,7 @@ REPORT_S = 1.0
 
 @dataclass(frozen=True)
 class Cluster:
-    """Sizes of a simulation."""
+    """Simulation sizes."""
 
     replicas: int = 100
     adapters: int = 100_000
@@ -56,10 +56,10 @@ class Device:
 
 
 class Outcome(NamedTuple):
-    """Result of a simulated run."""
+    """Simulation results."""
 
     hits: float  # share of requests whose adapter was on the device
-    load_spread: float  # largest mean load of a replica, relative to the mean of all
+    load_spread: float  # largest mean replica load, relative to the overall mean
 
 
 class Simulation:

@@ -26,7 +26,7 @@ class Clock:
 
 
 class RegistryFixture:
-    """A registry, its clock, and what it has stored."""
+    """A registry with a clock and stored changes."""
 
     def __init__(self, stored: bytes | None = None) -> None:
         self.clock, self.stored = Clock(), stored
@@ -67,7 +67,7 @@ def test_change_completes_after_all_replicas_confirm() -> None:
 
 
 def test_processing_replica_must_confirm_too() -> None:
-    """Else it could keep its own change where another came before that one in the order."""
+    """Otherwise it could apply concurrent changes in another order."""
 
     async def run() -> None:
         registry_fixture = RegistryFixture()
@@ -82,7 +82,7 @@ def test_processing_replica_must_confirm_too() -> None:
 
 
 def test_changes_and_confirmations_are_notified_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for the next time that somebody asks."""
+    """Notifications do not wait for the next poll."""
     monkeypatch.setattr(module, "POLL_S", 10_000.0)
 
     async def run() -> None:
@@ -110,7 +110,7 @@ def test_replica_with_expired_lease_is_ignored(monkeypatch: pytest.MonkeyPatch) 
         assert not recording.done()
         registry_fixture.clock.now = LEASE_S + 1
         assert await recording == []
-        # It comes back, and gets what it has missed.
+        # After it reconnects, it receives the missed changes.
         assert [entry.change.name for entry in await registry_fixture.registry.join("silent", 0, "s:1")] == ["x"]
 
     asyncio.run(run())
@@ -175,7 +175,7 @@ def test_only_recent_unloads_are_stored(loaded: AdapterChange, unloaded: Adapter
 async def record_pairs(
     registry_fixture: RegistryFixture, count: int, loaded: AdapterChange, unloaded: AdapterChange
 ) -> None:
-    """Record pairs of a load and an unload, with numbers in their names."""
+    """Record load and unload pairs with numbered names."""
     for number in range(count):
         for change in (loaded, unloaded):
             numbered = change._replace(name=change.name.format(number), alias=change.alias.format(number))

@@ -1,4 +1,4 @@
-"""`lorax serve --replicas`: a Ray of its own for as long as the command runs."""
+"""`lorax serve --replicas` with a temporary Ray cluster."""
 
 import os
 import signal

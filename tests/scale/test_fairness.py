@@ -34,7 +34,7 @@ class FairReplica:
 
 
 def serve(outstanding: dict[str, int], adapters: dict[str, int], answers: int) -> Counter[str]:
-    """Let each key keep some requests outstanding, for some adapters; return the answers that each got."""
+    """Simulate keys with a constant number of outstanding requests. Return completed requests per key."""
     chance = random.Random(0)
     replicas = {f"replica-{index}": FairReplica() for index in range(REPLICAS)}
     placement = ReplicaChooser()

@@ -47,7 +47,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeHandle:
-    """Ray's handle, with our router behind it and nothing between."""
+    """A Ray deployment handle that calls the router directly."""
 
     def __init__(self, ports: dict[str, int]) -> None:
         self._ports, self.placement = ports, ReplicaChooser()
@@ -98,7 +98,7 @@ async def send_to_ingress(
     headers: Sequence[tuple[bytes, bytes]] = (),
     request_heads: list[str] | None = None,
 ) -> Any:
-    """Ask an ingress with replicas that answer so, and return status, headers, body, and the replicas' order."""
+    """Send a request to an ingress. Return status, headers, body, and the tried replicas."""
     ports, servers, asked = {}, [], list[str]()
     for name, answer in answers.items():
 
@@ -190,7 +190,7 @@ def test_split_events_are_joined() -> None:
 
 
 def make_error_handler(error: LoraxError, name: str, path: str) -> tuple[int, str, ReplicaHandler]:
-    """Return an error of a server as it answers it at a path: status, body and the answer."""
+    """Return status, body and handler for a server error on a path."""
     problem = make_error_response(error, path)
     body = json.dumps(problem.body(path))
     return problem.status, body, respond_whole(problem.status, name, body)

@@ -72,7 +72,7 @@ def test_unload_during_download_cancels_pin(pair: Pair, called: str, is_own: boo
         await server.apply(load_change("json", "mine", pin=True), is_own=False)
         await asyncio.to_thread(wait_for, lambda: pair.hub.seen, "the hub gets a request")
         unload = unload_change("json", "mine" if called == "mine" else "")
-        if is_own:  # 404 if it is named by its id: nothing is loaded yet
+        if is_own:  # 404 for the adapter ID, which is not loaded yet
             await asyncio.to_thread(send, port, "POST", UNLOAD, body)
         await server.apply(unload, is_own)
 
@@ -156,7 +156,7 @@ def test_concurrent_alias_changes_converge(pair: Pair) -> None:
 
 
 def meaning(port: int, name: str) -> str:
-    """Return the answer of the adapter that a name means."""
+    """Return the completion for an adapter name."""
     source = {"adapter_source": "hub"} if "/" in name else {}
     body = {"inputs": PROMPT, "parameters": {"adapter_id": name, "max_new_tokens": 12, **source}}
     status, _, answer = send(port, "POST", "/generate", body)
@@ -185,7 +185,7 @@ def test_many_concurrent_changes_converge(pair: Pair) -> None:
 
 
 def test_processing_server_does_not_resolve_adapter_again(pair: Pair) -> None:
-    """It had the token for that request only. Its own changes can still pin the adapter; another server's cannot."""
+    """The token was part of that request only, so only changes processed by this server can pin the adapter."""
     port, of_first = pair.ports[1], f"Bearer {HUB_TOKEN}"
     changes: list[tuple[bool, str, list[bool], set[str | None]]] = [
         # the pin, the server that has processed the load, the pins then, and the tokens that the hub was sent
@@ -294,7 +294,7 @@ def test_key_limits_apply_per_replica(pair: Pair) -> None:
 
 @pytest.mark.usefixtures("ingress_secret")
 def test_client_address_requires_secret(pair: Pair) -> None:
-    """The audit log contains the address of a client whose key is rejected."""
+    """The audit log contains the client address for rejected keys."""
     server = pair.servers[1]
     for headers in ({}, {SECRET_HEADER: "guessed"}, {CLIENT_HEADER: "9.9.9.9"}):
         assert list_adapters(server, headers) == 403

@@ -1,4 +1,4 @@
-"""The choice of a replica: by the adapter's place, by load, by the prompt, and little changes when replicas change."""
+"""Replica choice by loaded adapters, load and prompt prefix, and stability when replicas change."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The application's arguments, and the number of replicas that the autoscaler asks for."""
+"""Application arguments and the autoscaling policy."""
 
 from typing import Any
 

@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def machine() -> Iterator[Cluster]:
-    """A Ray on which nothing runs."""
+    """An empty Ray cluster."""
     with starting() as cluster:
         yield cluster
 
@@ -176,7 +176,7 @@ def test_dead_actor_fails_only_its_streams(cluster: Cluster) -> None:
     with paused_streams(cluster, replicas, NATIVE, native(480)) as (streams, resume):
         replicas[0].actor.send_signal(signal.SIGKILL)
         resume[1]()
-        after = [generate(cluster.port, name, PROMPT)[0] for name in ADAPTERS]  # another replica answers at once
+        after = [generate(cluster.port, name, PROMPT)[0] for name in ADAPTERS]  # another replica responds immediately
         assert all(after)
         ends = sorted((list(stream)[-1] for stream in streams), key=lambda event: "error" in event)
         assert ends[0]["generated_text"]
@@ -240,7 +240,7 @@ def test_concurrent_admins_leave_replicas_consistent(cluster: Cluster) -> None:
 
 
 def test_replicas_know_the_client_address_and_reject_direct_requests(cluster: Cluster) -> None:
-    """The audit log contains the address of a client whose key is rejected."""
+    """The audit log contains the client address for rejected keys."""
     (replica, _), logs = pair(cluster), cluster.adapters.parent
 
     def load(port: int, source: str) -> int:
@@ -319,12 +319,12 @@ def test_failed_replica_start_reports_reason(cluster: Cluster) -> None:
 
 
 TOKENS = {"target_tokens": 40, "target_waiting": 10**6}
-QUEUE = {"target_tokens": 10**6, "target_waiting": 1, "max_rows": 1}  # a replica that answers one after the other
+QUEUE = {"target_tokens": 10**6, "target_waiting": 1, "max_rows": 1}  # runs requests one after the other
 
 
 @pytest.mark.parametrize("targets", [TOKENS, QUEUE], ids=["tokens", "queue"])
 def test_autoscaling_follows_load(machine: Cluster, targets: dict[str, int]) -> None:
-    """Four requests at once are more than a replica should have, and none is less."""
+    """Four concurrent requests exceed the target of one replica."""
     delays = {"look_back_s": 3, "upscale_delay_s": 1, "downscale_delay_s": 1}
     machine.scale(None, replicas=1, max_replicas=2, **delays, **targets)
     wait_for(lambda: len(machine.replicas()) == 1, "there is one")
@@ -333,7 +333,7 @@ def test_autoscaling_follows_load(machine: Cluster, targets: dict[str, int]) -> 
     def send_requests(name: str) -> int:
         count = 0
         while not should_stop.is_set():
-            # Answers that end when they want are over before Ray looks, most of the time.
+            # Short completions finish before Ray evaluates the policy.
             assert generate(machine.port, name, count=400, ignore_eos_token=True)[0]
             count += 1
         return count

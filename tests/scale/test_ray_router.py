@@ -34,7 +34,7 @@ def router(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def choose(router: Any, replicas: list[Any], *args: Any) -> list[list[str]]:
-    """Return the names of the replicas in the ranks of a request with these arguments."""
+    """Return replica names by rank for these request arguments."""
     request: Any = SimpleNamespace(args=args, routing_context=SimpleNamespace(should_backoff=False))
     ranks = asyncio.run(router.choose_replicas(replicas, request))
     assert request.routing_context.should_backoff

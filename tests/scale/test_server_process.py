@@ -1,4 +1,4 @@
-"""The process of a replica's server, which cannot start. `test_pair.py` has servers that can."""
+"""Server processes that fail to start. See `test_pair.py` for running servers."""
 
 import asyncio
 

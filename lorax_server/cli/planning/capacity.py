@@ -221,7 +221,7 @@ class Planner:
         if tokens < needed:
             raise ConfigError(
                 f"the KV cache on the {gpu} holds only {tokens} tokens after {format_gb(weights)} for weights, "
-                f"{format_gb(adapters)} for adapters and {format_gb(steps)} for steps, but a request has {needed} tokens: "
+                f"{format_gb(adapters)} for adapters and {format_gb(steps)} for steps, but a request has {needed}: "
                 "lower --adapter-bytes, or use a larger GPU"
             )
         mean, host = self.mix.mean_bytes, self.host_memory // machine.HOST_ADAPTER_DIVISOR

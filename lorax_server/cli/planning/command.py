@@ -236,8 +236,8 @@ def _describe_adapters(adapters: dict[str, Any], memory: dict[str, Any]) -> list
     lines = [
         f"{adapters['count']:,} of {mean / 1e6:.1f} MB on average, {format_gb(total)} in total",
         f"on the GPU {memory['device_adapters']:,}, in host memory {memory['host_adapters']:,}",
-        f"{adapters['device_share']:.1%} of requests find their adapter on the GPU, {adapters['host_share']:.1%} on the "
-        "GPU or in host memory",
+        f"{adapters['device_share']:.1%} of requests find their adapter on the GPU, {adapters['host_share']:.1%} on "
+        "the GPU or in host memory",
     ]
     if total < memory["adapters"]:
         lines.append(f"all adapters fit on the GPU; --adapter-bytes {total} leaves more memory for the KV cache")

@@ -1,4 +1,4 @@
-"""The plan's times against those that were measured, read from the documents."""
+"""Compare planned times with the measurements in the documentation."""
 
 import re
 from functools import cache
@@ -61,7 +61,7 @@ STEPS = read_table("kernels.md", "## Whole steps")
 
 
 def adapters_of(case: str) -> float:
-    """Return the bytes of the adapters of a row of the table, by its first cell."""
+    """Return the adapter bytes for a table row, from its first cell."""
     model = sizes()
     if "ranks 8 to 64" in case:  # benchmarks/gpu_decode.py, MIXED
         ranks = {8: 30, 16: 16, 32: 10, 64: 6, 512: 1}
@@ -109,7 +109,7 @@ def plan_tokens(mix: AdapterMix, traffic: Traffic, max_rows: int, adapter_bytes:
 
 @pytest.mark.parametrize(("rows", "measured"), [(64, 7319), (256, 13651)])
 def test_replica_throughput_matches_measurements(rows: int, measured: int) -> None:
-    """`benchmarks/gpu_serving.py`: streams over HTTP, 64 adapters in turn, prompts of 128 and answers of 128 to 256."""
+    """`benchmarks/gpu_serving.py`: streams over HTTP, 64 alternating adapters, prompts of 128 tokens."""
     assert f"{measured:,}" in (DOCS / "engine.md").read_text()
     tokens = plan_tokens(AdapterMix.of_ranks(sizes(), [(16, 64)], ALL), Traffic(1, 128, 192, zipf=0), max_rows=rows)
     assert tokens == pytest.approx(measured, rel=TOLERANCE)
