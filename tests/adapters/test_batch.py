@@ -86,7 +86,7 @@ def test_widths_are_local_sizes(arena: AdapterArena) -> None:
 
 
 def test_targets_keep_table_order(arena: AdapterArena) -> None:
-    found = adapter_batch([1], arena).find([TARGETS["gate"], TARGETS["up"]])
+    found = adapter_batch([1], arena).find_targets([TARGETS["gate"], TARGETS["up"]])
     assert found == [LoraTarget(2, slice(0, 6)), LoraTarget(3, slice(6, 14))]
 
 
@@ -125,7 +125,7 @@ def test_derived_values_copied_only_for_same_adapters(arena: AdapterArena) -> No
     table = arena.host_table.clone()
     own = AdapterArena(arena.buffer, table, arena.scales, table, arena.vocab_sizes, TARGETS)
     first, same, other = (adapter_batch(indices, own) for indices in ([1, 3, 0], [3, 0, 1, 3], [3, 0]))
-    gate = first.find([TARGETS["gate"]])
+    gate = first.find_targets([TARGETS["gate"]])
     assert first.lora.has_low_rank(gate)
     for data in (same, other):
         data.lora.copy_derived_from(first.lora)

@@ -258,7 +258,7 @@ NOT_CAUSAL: list[Any] = ["SEQ_CLS", "TOKEN_CLS", "SEQ_2_SEQ_LM", "", 0, []]
             ("init_lora_weights", init, "path_initial_model_for_weight_conversion")
             for init in ("pissa", "pissa_niter_16", "PiSSA", "olora", "OLoRA", "loftq", "corda", "lora_ga")
         ),
-        *(("init_lora_weights", init, "is not known") for init in ("magic", "", None, 5, ["pissa"], {"x": "pissa"})),
+        *(("init_lora_weights", init, "is unknown") for init in ("magic", "", None, 5, ["pissa"], {"x": "pissa"})),
         *(("bias", bias, "none, all and lora_only") for bias in ("some", "", None, False, 5, ["none"])),
         *(("not_yet_invented", value, "is unknown") for value in (True, 0, 1, "x", [0], {"a": None}, NAN)),
     ],

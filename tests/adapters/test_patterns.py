@@ -125,7 +125,7 @@ RUNAWAY = r"(?:\w|\.|\w\.|\w\w)*[!?]"
 def test_catastrophic_backtracking_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "MATCH_BUDGET_S", 0.05)
     started = time.process_time()  # a busy machine may be slower
-    with pytest.raises(AdapterError, match=r"adapter 'acme/tuned': pattern .* too long"):
+    with pytest.raises(AdapterError, match=r"adapter 'acme/tuned': pattern .* (too long|time budget)"):
         PatternMatcher("acme/tuned").fullmatch(RUNAWAY, NAMES[2])
     assert time.process_time() - started < 5
 
@@ -138,7 +138,7 @@ def try_many(ours: PatternMatcher) -> None:
 
 def test_patterns_share_time_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "MATCH_BUDGET_S", 0.05)
-    with pytest.raises(AdapterError, match=r"adapter 'acme/tuned': pattern .* too long"):
+    with pytest.raises(AdapterError, match=r"adapter 'acme/tuned': pattern .* (too long|time budget)"):
         try_many(PatternMatcher("acme/tuned"))
     assert PatternMatcher("another").match("x", "x")
 
@@ -147,5 +147,5 @@ def test_timeout_exhausts_budget_for_later_patterns(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(patterns, "MATCH_BUDGET_S", 0.05)
     ours = PatternMatcher("acme/tuned")
     for pattern in (RUNAWAY, "q_proj"):
-        with pytest.raises(AdapterError, match=r"adapter 'acme/tuned': pattern .* too long"):
+        with pytest.raises(AdapterError, match=r"adapter 'acme/tuned': pattern .* (too long|time budget)"):
             ours.match(pattern, NAMES[2])

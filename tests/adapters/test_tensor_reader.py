@@ -47,7 +47,7 @@ def test_tensors_can_be_read_repeatedly_in_any_order(
             assert found.dtype == expected.dtype
             assert torch.equal(found, expected)
             assert is_finite
-        assert all(stretch.numbers is None for stretch in reader._stretches.values())  # no block stays in memory
+        assert all(block.elements is None for block in reader._blocks.values())  # no block stays in memory
 
 
 def test_only_non_finite_tensor_is_reported(tmp_path: Path) -> None:

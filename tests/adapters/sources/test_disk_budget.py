@@ -132,7 +132,7 @@ def test_future_mark_does_not_prevent_eviction(tmp_path: Path, root: Path, clock
 def test_version_locked_by_other_process_is_kept(tmp_path: Path, root: Path, clock: Clock) -> None:
     put(root, "a", 1000.0, 4 * MB)
     room = make_budget(tmp_path, clock).reserve_space("adapter", 3 * MB)
-    with FileLock(blob_of(root, "a", ".lock")), pytest.raises(SourceError, match="others use now"), room:
+    with FileLock(blob_of(root, "a", ".lock")), pytest.raises(SourceError, match="other adapters are in use"), room:
         pass
     assert names_left(root, "a") == ["a"]
 
@@ -215,7 +215,7 @@ def test_mark_is_renewed_once_per_minute(tmp_path: Path) -> None:
 # --- measuring
 
 
-@pytest.mark.parametrize("is_known", [True, False], ids=["looked at before", "at the first look"])
+@pytest.mark.parametrize("is_known", [True, False], ids=["measured before", "first measurement"])
 def test_partial_files_of_failed_download_count(tmp_path: Path, root: Path, clock: Clock, is_known: bool) -> None:
     budget = make_budget(tmp_path, clock)
     path = blob_of(root, "a")
@@ -231,7 +231,7 @@ def test_partial_files_of_failed_download_count(tmp_path: Path, root: Path, cloc
     else:
         with pytest.raises(OSError, match="broke"):
             break_off()
-    with pytest.raises(SourceError, match="others use now"), budget.reserve_space("two", 4 * MB):
+    with pytest.raises(SourceError, match="other adapters are in use"), budget.reserve_space("two", 4 * MB):
         pass
     with budget.reserve_space("three", 3 * MB):
         pass
@@ -542,7 +542,10 @@ def test_unlinked_blobs_are_counted_and_removed(hub: HubServer, tmp_path: Path, 
         fetch(source, NAME)
     assert not [path for path in repo_folder(tmp_path).glob("snapshots/*/*") if path.name != "adapter_config.json"]
     age(tmp_path, clock.now)
-    with pytest.raises(SourceError, match="others use now"), budget_of(source).reserve_space("another", 100_000):
+    with (
+        pytest.raises(SourceError, match="other adapters are in use"),
+        budget_of(source).reserve_space("another", 100_000),
+    ):
         pass
     clock.now += LATER
     with budget_of(source).reserve_space("another", 450_000):

@@ -44,7 +44,7 @@ def test_complete_part_is_only_verified(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", [CONTENT + b"x", b"?" * len(CONTENT), b"?" * 10])
 def test_invalid_part_is_deleted(tmp_path: Path, part: bytes) -> None:
     (tmp_path / "file.part").write_bytes(part)
-    with pytest.raises(SourceError, match="the file: size or checksum differ"):
+    with pytest.raises(SourceError, match="the file: the size or checksum is wrong"):
         download(fake(tmp_path / "file"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file.lock"]
     download(fake(tmp_path / "file"))

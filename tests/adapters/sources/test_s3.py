@@ -179,7 +179,7 @@ NOT_THERE = [
 
 def test_missing_names_are_not_found(source: S3Source) -> None:
     for name in NOT_THERE:
-        with pytest.raises(AdapterError, match="has no") as caught:
+        with pytest.raises(AdapterError, match="has no|no such folder") as caught:
             fetch(source, name)
         assert repr(name) in str(caught.value)
         assert source.base_model_type(name, None) is None
@@ -208,7 +208,7 @@ def test_subfolders_are_ignored(admin: Any, source: S3Source) -> None:
     put(admin, f"{NAME}/checkpoint-1", {"vocab.json": b"{}"})
     check_contents(fetch(source, NAME))
     put(admin, "parent/child", ADAPTER)
-    with pytest.raises(AdapterError, match="has no"):
+    with pytest.raises(AdapterError, match="no such folder"):
         fetch(source, "parent")
 
 
@@ -347,7 +347,7 @@ def test_access_errors_differ_from_failures(proxy: S3Proxy, source: S3Source, st
 
 def test_server_error_is_reported(proxy: S3Proxy, source: S3Source) -> None:
     proxy.faults[WEIGHTS] = Fault(reply=Reply(503))
-    with pytest.raises(SourceError, match=f"{NAME}.* answers with status 503"):
+    with pytest.raises(SourceError, match=f"{NAME}.* returned status 503"):
         fetch(source, NAME)
 
 
@@ -383,7 +383,7 @@ def test_credentials_do_not_appear_in_errors(
     caplog.set_level(logging.INFO)
     fetch(source, NAME)
     proxy.faults["list"] = Fault(reply=Reply(403))
-    with pytest.raises(AdapterAccessError, match="refuses the server's credentials") as caught:
+    with pytest.raises(AdapterAccessError, match="rejects the server's credentials") as caught:
         fetch(source, NAME)
     assert "a-secret-key" not in str(caught.value)
     assert "a-secret-key" not in caplog.text
@@ -470,7 +470,7 @@ def test_etag_of_encrypted_object_is_not_verified(admin: Any, proxy: S3Proxy, so
 
 def test_wrong_md5_etag_is_rejected(proxy: S3Proxy, source: S3Source) -> None:
     proxy.etags[hashlib.md5(ADAPTER[WEIGHTS]).hexdigest()] = "0123456789abcdef0123456789abcdef"
-    with pytest.raises(SourceError, match="size or checksum differ"):
+    with pytest.raises(SourceError, match="the size or checksum is wrong"):
         fetch(source, NAME)
 
 
