@@ -1,4 +1,4 @@
-"""docs/security.md: every attack of its tables names a test that is there and runs in CI."""
+"""Every attack in docs/security.md names an existing test that runs in CI."""
 
 import ast
 import functools
@@ -13,7 +13,7 @@ NEVER_RUN = {"skip", "skipif", "xfail", "gpu"}
 
 
 def rows() -> list[list[str]]:
-    """Return the cells of all rows that name a test."""
+    """Return the cells of all table rows with a test name."""
     lines = (ROOT / "docs" / "security.md").read_text().splitlines()
     return [
         [cell.strip() for cell in line.strip("|").split("|")] for line in lines if "`tests/" in line and "::" in line
@@ -25,7 +25,7 @@ ROWS = rows()
 
 @functools.cache
 def functions_in(path: str) -> dict[str, set[str]]:
-    """Return the tests of a file, each with the names of its marks."""
+    """Return the test functions in a file with their pytest marks."""
     tree = ast.parse((ROOT / path).read_text())
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return {function.name: marks_of(function) for function in functions}
@@ -36,14 +36,14 @@ def marks_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
     return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
-def test_there_are_enough_and_none_twice() -> None:
+def test_attacks_are_numerous_and_unique() -> None:
     assert len(ROWS) >= 60
     attacks = [row[0] for row in ROWS]
     assert len(set(attacks)) == len(attacks)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:60])
-def test_every_attack_is_a_test(row: list[str]) -> None:
+def test_every_attack_names_existing_test(row: list[str]) -> None:
     _, happens, named = row
     assert happens
     found = TEST.findall(named)

@@ -86,7 +86,7 @@ def chat(server: Server, model: str, prompt: str, **more: Any) -> Any:
     return answer.json["choices"][0]
 
 
-def test_a_prompt_to_the_base_and_three_adapters(playground: Playground, server: Server) -> None:
+def test_prompt_to_base_and_three_adapters(playground: Playground, server: Server) -> None:
     playground.set(max_tokens="80")
     playground.page.evaluate(WATCH_GROWTH)
     playground.page.evaluate(PACE)
@@ -106,7 +106,7 @@ def test_a_prompt_to_the_base_and_three_adapters(playground: Playground, server:
 CLOCK = "(step) => { let now = 0; performance.now = () => (now += step); }"
 
 
-def test_numbers(playground: Playground, server: Server) -> None:
+def test_completion_statistics(playground: Playground, server: Server) -> None:
     playground.set(max_tokens="80")
     playground.page.evaluate(CLOCK, 100)  # or the tiny model's tokens might come in one piece
     playground.ask("How fast?", "tiny", "first")
@@ -118,7 +118,7 @@ def test_numbers(playground: Playground, server: Server) -> None:
 
 
 @pytest.mark.parametrize(("step_ms", "rate"), [(5, NO_NUMBER), (100, "10.0")])
-def test_tokens_that_come_in_one_piece_have_no_rate(playground: Playground, step_ms: int, rate: str) -> None:
+def test_no_rate_if_tokens_arrive_together(playground: Playground, step_ms: int, rate: str) -> None:
     answer(playground, *({"choices": [{"delta": {"content": text}}]} for text in "abc"))
     playground.page.evaluate(CLOCK, step_ms)
     playground.ask("How fast?", "tiny")
@@ -132,7 +132,7 @@ def answer(playground: Playground, *events: dict[str, Any]) -> None:
     playground.page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
 
 
-def test_all_ends_are_told_together(playground: Playground) -> None:
+def test_all_finish_reasons_are_shown(playground: Playground) -> None:
     playground.set(max_tokens="4")
     playground.ask("The end?", "tiny", "first", "second")
     states = playground.at(".column .state").all_text_contents()
@@ -148,7 +148,7 @@ def test_all_ends_are_told_together(playground: Playground) -> None:
         ("{", "JSON"),
     ],
 )
-def test_a_stream_in_small_pieces(playground: Playground, last: str, error: str) -> None:
+def test_stream_split_into_small_chunks(playground: Playground, last: str, error: str) -> None:
     texts = ["a 🦥", "é\n\ndata: not this", "한"]
     events = [f"data: {json.dumps({'text': text}, ensure_ascii=False)}\n\n" for text in texts]
     body = ":\n\n".join([*events, f"data: {last}\n\n"])
@@ -157,7 +157,7 @@ def test_a_stream_in_small_pieces(playground: Playground, last: str, error: str)
     assert error in result["error"] if error else not result["error"]
 
 
-def test_the_probability_of_each_token(playground: Playground, server: Server) -> None:
+def test_token_probabilities_are_shown(playground: Playground, server: Server) -> None:
     playground.set(max_tokens="12")
     playground.ask("Why?", "first")
     expected = chat(server, "first", "Why?", max_tokens=12, logprobs=True, top_logprobs=5)["logprobs"]["content"]
@@ -185,7 +185,7 @@ def probability(token: dict[str, Any]) -> float:
     return 100 * math.exp(token["logprob"])
 
 
-def test_plain_text(playground: Playground, server: Server) -> None:
+def test_plain_text_mode(playground: Playground, server: Server) -> None:
     playground.set(mode="text", max_tokens="30")
     playground.ask("Once upon", "second")
     body = {"model": "second", "prompt": "Once upon", "max_tokens": 30, "temperature": 0, "logprobs": 5}
@@ -199,7 +199,7 @@ def test_plain_text(playground: Playground, server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_the_tint_can_be_switched_off(playground: Playground) -> None:
+def test_tint_can_be_disabled(playground: Playground) -> None:
     playground.set(max_tokens="60")
     playground.ask("Surprise me", "tiny")
     colours = "[...document.querySelectorAll('.token')].map((token) => getComputedStyle(token).backgroundColor)"
@@ -210,7 +210,7 @@ def test_the_tint_can_be_switched_off(playground: Playground) -> None:
     expect(playground.at("#tint")).not_to_be_checked()
 
 
-def test_adapters_are_seen_moving(playground: Playground) -> None:
+def test_adapters_move_between_tiers(playground: Playground) -> None:
     playground.set(max_tokens="8")
     expect(playground.resident(DISK, "moved")).to_be_visible()
     playground.ask("Where are you?", "moved")
@@ -222,7 +222,7 @@ def test_adapters_are_seen_moving(playground: Playground) -> None:
     expect(playground.column("moved").locator("header")).to_contain_text("was on the device")
 
 
-def test_an_adapter_is_loaded_by_its_name(playground: Playground) -> None:
+def test_adapter_is_loaded_by_name(playground: Playground) -> None:
     playground.at("#name").fill("team/deep")
     playground.at("#load button").click()
     expect(playground.chip("team/deep")).to_have_attribute("aria-pressed", "true")
@@ -235,7 +235,7 @@ def test_an_adapter_is_loaded_by_its_name(playground: Playground) -> None:
 
 
 @pytest.mark.slow
-def test_an_adapter_that_the_server_does_not_list_is_elsewhere(playground: Playground) -> None:
+def test_unlisted_adapter_is_shown_elsewhere(playground: Playground) -> None:
     nothing: dict[str, Any] = {"data": []}
     playground.page.route("**/v1/adapters?also=team%2Fdeep", lambda route: route.fulfill(json=nothing))
     playground.load("team/deep")
@@ -243,7 +243,7 @@ def test_an_adapter_that_the_server_does_not_list_is_elsewhere(playground: Playg
 
 
 @pytest.mark.slow
-def test_the_base_model_is_no_adapter_also_if_it_is_loaded(playground: Playground) -> None:
+def test_base_model_is_not_listed_as_adapter(playground: Playground) -> None:
     playground.choose("first")
     playground.load("tiny")
     expect(playground.chip("tiny")).to_have_attribute("aria-pressed", "true")
@@ -251,7 +251,7 @@ def test_the_base_model_is_no_adapter_also_if_it_is_loaded(playground: Playgroun
 
 
 @pytest.mark.slow
-def test_a_load_does_not_take_the_keyboard_away(playground: Playground) -> None:
+def test_load_keeps_keyboard_focus(playground: Playground) -> None:
     def type_meanwhile(route: Route) -> None:
         playground.at("#prompt").fill("Meanwhile")
         route.continue_()
@@ -264,7 +264,7 @@ def test_a_load_does_not_take_the_keyboard_away(playground: Playground) -> None:
 
 
 @pytest.mark.slow
-def test_a_load_can_be_stopped(playground: Playground) -> None:
+def test_load_can_be_cancelled(playground: Playground) -> None:
     playground.page.route("**/v1/completions", lambda _: playground.at("#stop").click())
     playground.load("team/deep")
     expect(playground.at("#load-error")).to_have_text("Stopped.")
@@ -274,7 +274,7 @@ def test_a_load_can_be_stopped(playground: Playground) -> None:
     expect(playground.chip("team/deep")).to_have_count(0)
 
 
-def test_an_unknown_adapter_is_told_where_it_was_typed(playground: Playground, server: Server) -> None:
+def test_unknown_adapter_error_is_shown_at_field(playground: Playground, server: Server) -> None:
     reason = server.post("/v1/completions", {"model": UNKNOWN, "prompt": "?"}).json["error"]["message"]
     playground.load(UNKNOWN)
     expect(playground.at("#load-error")).to_have_text(reason)
@@ -285,7 +285,7 @@ def test_an_unknown_adapter_is_told_where_it_was_typed(playground: Playground, s
     expect(playground.at("#load-error")).to_be_hidden()
 
 
-def test_an_adapter_that_is_gone_fails_in_its_column_only(playground: Playground) -> None:
+def test_missing_adapter_fails_only_its_column(playground: Playground) -> None:
     def refuse(route: Route) -> None:
         if (route.request.post_data_json or {})["model"] == "second":
             error = {"message": f"no such adapter {HOSTILE}", "type": "not_found_error"}
@@ -302,7 +302,7 @@ def test_an_adapter_that_is_gone_fails_in_its_column_only(playground: Playground
     assert playground.page.evaluate("window.hacked") is None
 
 
-def test_an_error_in_the_middle_of_an_answer(playground: Playground) -> None:
+def test_error_during_stream_is_shown(playground: Playground) -> None:
     begun = {"choices": [{"index": 0, "delta": {"content": "So far"}, "logprobs": None, "finish_reason": None}]}
     failed = {"error": {"message": "the engine failed", "type": "server_error"}}
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in (begun, failed))
@@ -312,7 +312,7 @@ def test_an_error_in_the_middle_of_an_answer(playground: Playground) -> None:
     expect(playground.column("tiny").locator(".error")).to_have_text("the engine failed")
 
 
-def test_stop_ends_what_is_under_way(playground: Playground, server: Server) -> None:
+def test_stop_cancels_running_requests(playground: Playground, server: Server) -> None:
     before = re.search(r'lorax_request_failure{err="dropped"} (\d+)', server.send("GET", "/metrics").body.decode())
     playground.set(max_tokens="30000")
     playground.send("Never stop", "tiny", "first")
@@ -328,7 +328,7 @@ def test_stop_ends_what_is_under_way(playground: Playground, server: Server) -> 
     expect(playground.at("#residency-note")).to_contain_text("0 requests running")
 
 
-def test_an_answer_by_a_schema_is_shown_as_a_tree(playground: Playground) -> None:
+def test_structured_completion_is_shown_as_tree(playground: Playground) -> None:
     record = {
         "name": {"enum": ["<b>x</b>"]},
         "tags": {"type": "array", "items": {"const": 1}, "maxItems": 2, "minItems": 2},
@@ -348,7 +348,7 @@ def test_an_answer_by_a_schema_is_shown_as_a_tree(playground: Playground) -> Non
     expect(playground.column("first").locator(".tree")).to_be_hidden()
 
 
-def test_a_hostile_answer_stays_text(playground: Playground) -> None:
+def test_hostile_completion_is_escaped(playground: Playground) -> None:
     pieces = ["<script>window.hacked=1</script>", HOSTILE, "\n</div>"]
     events = [
         {"choices": [{"delta": {"content": text}, "logprobs": {"content": [hostile_token(text)]}}]} for text in pieces
@@ -366,7 +366,7 @@ def hostile_token(text: str) -> dict[str, Any]:
     return {"token": text, "logprob": -0.1, "top_logprobs": [{"token": text, "logprob": -0.1}]}
 
 
-def test_a_hostile_name_stays_text(playground: Playground) -> None:
+def test_hostile_name_is_escaped(playground: Playground) -> None:
     expect(playground.at("#lanes .resident").filter(has_text=HOSTILE)).to_have_count(1)  # wherever it is by now
     playground.set(max_tokens="4")
     playground.ask("Who?", HOSTILE)

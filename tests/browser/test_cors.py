@@ -30,15 +30,13 @@ def ask(browser: Browser, url: str, origin: str, **more: Any) -> Any:
         context.close()
 
 
-def test_a_page_that_is_allowed_asks_with_the_headers_of_an_sdk(
-    browser: Browser, server: Server, elsewhere: str
-) -> None:
+def test_allowed_page_may_send_sdk_headers(browser: Browser, server: Server, elsewhere: str) -> None:
     whole = ask(browser, server.url, elsewhere)
     assert (whole["status"], bool(whole["id"])) == (200, True)
     streamed = ask(browser, server.url, elsewhere, stream=True)
     assert streamed["text"].endswith("data: [DONE]\n\n")
 
 
-def test_a_page_that_is_not_allowed_gets_nothing(browser: Browser, server: Server, elsewhere: str) -> None:
+def test_forbidden_page_gets_no_response(browser: Browser, server: Server, elsewhere: str) -> None:
     with pytest.raises(Error, match="Failed to fetch"):
         ask(browser, server.url, elsewhere.replace("127.0.0.1", "localhost"))  # another origin

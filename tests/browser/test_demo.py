@@ -33,7 +33,7 @@ def playground(browser: Browser, url: str) -> Iterator[Playground]:
 
 
 @pytest.mark.slow
-def test_three_adapters_do_three_things(playground: Playground) -> None:
+def test_three_adapters_give_different_completions(playground: Playground) -> None:
     chosen = ("json", "sql", "pirate")
     playground.ask(read_examples()[0]["prompt"], *chosen)
     for name in chosen:
@@ -44,7 +44,7 @@ def test_three_adapters_do_three_things(playground: Playground) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_example_is_filled_in(playground: Playground) -> None:
+def test_first_example_is_filled_in(playground: Playground) -> None:
     expect(playground.at("#prompt")).to_have_value(read_examples()[0]["prompt"])
     playground.at("#send").click()
     playground.wait()
@@ -52,7 +52,7 @@ def test_the_first_example_is_filled_in(playground: Playground) -> None:
 
 
 @pytest.mark.slow
-def test_every_example_is_answered(playground: Playground) -> None:
+def test_every_example_completes(playground: Playground) -> None:
     for place, example in enumerate(read_examples()):
         playground.at("#examples button").nth(place).click()
         expect(playground.at("#prompt")).to_have_value(example["prompt"])
@@ -62,7 +62,7 @@ def test_every_example_is_answered(playground: Playground) -> None:
 
 
 @pytest.mark.slow
-def test_an_answer_by_a_schema_at_temperature_1(playground: Playground) -> None:
+def test_structured_completion_at_temperature_1(playground: Playground) -> None:
     example = choose_example(playground, "schema")
     expect(playground.at("#temperature")).to_have_value("1")
     for _ in range(3):
@@ -77,7 +77,7 @@ def test_an_answer_by_a_schema_at_temperature_1(playground: Playground) -> None:
 
 
 @pytest.mark.slow
-def test_a_function_is_called(playground: Playground) -> None:
+def test_tool_call_is_shown(playground: Playground) -> None:
     example = choose_example(playground, "tools")
     expect(playground.at("#tool_choice")).to_have_value("required")
     playground.at("#send").click()
@@ -97,13 +97,13 @@ def choose_example(playground: Playground, field: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_an_adapter_that_there_is_not(playground: Playground) -> None:
+def test_unknown_adapter_shows_error(playground: Playground) -> None:
     playground.at("#name").fill("nobody")
     playground.at("#name").press("Enter")
     expect(playground.at("#load-error")).to_contain_text("nobody")
 
 
-def test_the_screenshot_is_small_enough_to_be_kept() -> None:
+def test_screenshot_size_is_limited() -> None:
     content = SCREENSHOT.read_bytes()
     assert struct.unpack(">I", content[16:20]) == (1440,)
     assert len(content) <= 400_000

@@ -42,7 +42,7 @@ def check_is_let_in(playground: Playground) -> None:
     expect(playground.at("#key-form")).to_be_hidden()
 
 
-def test_a_key_is_asked_for_and_kept_by_the_tab_only(playground: Playground) -> None:
+def test_key_is_stored_in_tab_only(playground: Playground) -> None:
     playground.open("locked")
     expect(playground.at("#key")).to_be_visible()
     expect(playground.at("#models .chip")).to_have_count(0)
@@ -65,7 +65,7 @@ def test_a_key_is_asked_for_and_kept_by_the_tab_only(playground: Playground) -> 
     assert playground.page.evaluate("sessionStorage.length") == 0
 
 
-def test_what_cannot_be_a_key_is_not_sent(playground: Playground) -> None:
+def test_invalid_key_is_not_sent(playground: Playground) -> None:
     playground.open("locked")
     for key, reason in ((" ", "Enter a key."), ("ключ", "Invalid key"), ("two words", "Invalid key")):
         give_key(playground, key)
@@ -74,7 +74,7 @@ def test_what_cannot_be_a_key_is_not_sent(playground: Playground) -> None:
     assert not any(address.endswith("/v1/models") for address in playground.asked)
 
 
-def test_a_key_is_used_until_another_is_found_right(playground: Playground) -> None:
+def test_key_is_replaced_only_by_accepted_key(playground: Playground) -> None:
     playground.open("locked")
     expect(playground.at("#key-cancel")).to_be_hidden()
     give_key(playground, KEY)
@@ -89,7 +89,7 @@ def test_a_key_is_used_until_another_is_found_right(playground: Playground) -> N
     check_is_let_in(playground)
 
 
-def test_a_late_answer_to_the_key_before_changes_nothing(playground: Playground) -> None:
+def test_late_response_to_previous_key_is_ignored(playground: Playground) -> None:
     def be_late(route: Route) -> None:
         give_key(playground, KEY)
         expect(playground.at("#key-form")).to_be_hidden()
@@ -101,7 +101,7 @@ def test_a_late_answer_to_the_key_before_changes_nothing(playground: Playground)
     check_is_let_in(playground)
 
 
-def test_the_form_goes_when_the_server_asks_no_more(playground: Playground) -> None:
+def test_key_form_closes_if_server_needs_no_key(playground: Playground) -> None:
     playground.open("locked")
     give_key(playground, WRONG)
     expect(playground.at("#key-error")).to_be_visible()
@@ -115,7 +115,7 @@ def with_key(route: Route) -> dict[str, str]:
     return route.request.headers | {"authorization": f"Bearer {KEY}"}
 
 
-def test_a_browser_that_may_keep_nothing(playground: Playground) -> None:
+def test_page_works_without_storage(playground: Playground) -> None:
     playground.page.add_init_script(FORBID_STORAGE)
     playground.open("locked")
     give_key(playground, KEY)

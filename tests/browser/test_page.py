@@ -45,7 +45,7 @@ TEXTS = [
 ]
 
 
-def test_nothing_on_a_phone_scrolls_sideways(visit: Visit) -> None:
+def test_no_horizontal_scroll_on_phone(visit: Visit) -> None:
     playground = visit(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True).open()
     playground.set(max_tokens="60", temperature="7")
     playground.send("x" * 200, "tiny", "first")  # refused, with a message
@@ -64,7 +64,7 @@ def test_nothing_on_a_phone_scrolls_sideways(visit: Visit) -> None:
     assert second["y"] >= first["y"] + first["height"]  # one below the other
 
 
-def test_columns_are_side_by_side_where_there_is_room(playground: Playground) -> None:
+def test_columns_are_side_by_side_on_wide_screen(playground: Playground) -> None:
     playground.set(max_tokens="4")
     playground.ask("Stand in line", "tiny", "first", "second")
     boxes = [playground.column(model).bounding_box() for model in ("tiny", "first", "second")]
@@ -72,7 +72,7 @@ def test_columns_are_side_by_side_where_there_is_room(playground: Playground) ->
     assert len({box["x"] for box in boxes if box}) == 3
 
 
-def test_light_and_dark(visit: Visit) -> None:
+def test_light_and_dark_theme(visit: Visit) -> None:
     colour = "getComputedStyle(document.body).backgroundColor"
     light, dark = (visit(color_scheme=scheme).open() for scheme in ("light", "dark"))
     seen = light.page.evaluate(colour), dark.page.evaluate(colour)
@@ -87,7 +87,7 @@ def test_light_and_dark(visit: Visit) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_can_be_read(visit: Visit, scheme: str) -> None:
+def test_text_has_sufficient_contrast(visit: Visit, scheme: str) -> None:
     playground = visit(color_scheme=scheme).open()
     playground.set(max_tokens="60")
     refused = json.dumps({"error": {"message": "no"}})
@@ -109,7 +109,7 @@ def asked(route: Route) -> dict[str, Any]:
     return body
 
 
-def test_with_a_keyboard_only(playground: Playground) -> None:
+def test_keyboard_only_use(playground: Playground) -> None:
     keyboard = playground.page.keyboard
     keyboard.press("Tab")
     expect(playground.at(".skip")).to_be_focused()
@@ -150,7 +150,7 @@ def tab_to(playground: Playground, selector: str) -> None:
     raise AssertionError(f"the Tab key does not lead to {selector}")
 
 
-def test_a_key_that_is_held_sends_once(playground: Playground) -> None:
+def test_held_shortcut_sends_once(playground: Playground) -> None:
     playground.set(max_tokens="8")
     playground.ask("Once", "tiny")
     playground.page.mouse.move(0, 0)  # or the page scrolls to what has the focus, and the pointer is on an answer
@@ -163,7 +163,7 @@ def test_a_key_that_is_held_sends_once(playground: Playground) -> None:
     assert len([address for address in playground.asked if "completions" in address]) == 2
 
 
-def test_escape_does_one_thing_at_a_time(playground: Playground, server: Server) -> None:
+def test_escape_does_one_action_per_press(playground: Playground, server: Server) -> None:
     keyboard, running = playground.page.keyboard, playground.at("body[data-running=true]")
     playground.set(max_tokens="30000")
     playground.send("Never stop", "first")
@@ -182,7 +182,7 @@ def test_escape_does_one_thing_at_a_time(playground: Playground, server: Server)
     expect(playground.column("first").locator(".state")).to_have_text("stopped")
 
 
-def test_the_keyboard_stays_where_it_is_when_adapters_come(playground: Playground, server: Server) -> None:
+def test_focus_is_kept_when_adapters_update(playground: Playground, server: Server) -> None:
     adapters = server.send("GET", "/v1/adapters").json
     adapters["data"].append(adapters["data"][0] | {"id": "newcomer"})
     playground.chip("third").focus()
@@ -192,7 +192,7 @@ def test_the_keyboard_stays_where_it_is_when_adapters_come(playground: Playgroun
     expect(playground.chip("third")).to_be_focused()
 
 
-def test_behind_a_prefix(visit: Visit, server: Server) -> None:
+def test_page_works_behind_path_prefix(visit: Visit, server: Server) -> None:
     """Open the page behind a proxy that puts the server below a path."""
     prefix = f"{server.url}/some/where"
     playground = visit(prefix)
@@ -206,7 +206,7 @@ def test_behind_a_prefix(visit: Visit, server: Server) -> None:
     assert [each for each in playground.asked if not each.startswith(f"{prefix}/")] == []
 
 
-def test_everything_has_a_name(playground: Playground) -> None:
+def test_all_controls_have_accessible_names(playground: Playground) -> None:
     nameless = """[...document.querySelectorAll("input, select, textarea, button, a, summary")]
         .filter((each) => !each.labels?.length && !each.ariaLabel && !each.textContent.trim()).map((each) => each.id)"""
     assert playground.page.evaluate(nameless) == []
@@ -215,7 +215,7 @@ def test_everything_has_a_name(playground: Playground) -> None:
 # --- Parameters of requests -------------------------------------------------------------------------------------------
 
 
-def test_parameters_reach_the_request(playground: Playground) -> None:
+def test_parameters_are_sent(playground: Playground) -> None:
     playground.set(max_tokens="7", temperature="0.5", top_p="0.9", top_k="40", seed="-3", system=" Be brief. ")
     with playground.page.expect_request("**/v1/chat/completions") as sent:
         playground.ask("Say it", "first")
@@ -245,7 +245,7 @@ BAD_VALUES = (
 )
 
 
-def test_bad_values_are_refused(playground: Playground) -> None:
+def test_invalid_parameters_are_rejected(playground: Playground) -> None:
     """Use one page for all values: opening it takes longer than trying a value."""
     for name, value in BAD_VALUES:
         before = playground.at(f"#{name}").input_value()
@@ -259,7 +259,7 @@ def test_bad_values_are_refused(playground: Playground) -> None:
     assert not any("completions" in address for address in playground.asked)
 
 
-def test_there_has_to_be_a_prompt_and_somebody_to_answer(playground: Playground) -> None:
+def test_prompt_and_model_are_required(playground: Playground) -> None:
     playground.send("  ", "tiny")
     expect(playground.at("#prompt-error")).to_have_text("Enter a prompt.")
     playground.send("Hello")
@@ -267,7 +267,7 @@ def test_there_has_to_be_a_prompt_and_somebody_to_answer(playground: Playground)
     expect(playground.at(".column")).to_have_count(0)
 
 
-def test_examples_are_offered_and_the_first_is_filled_in(visit: Visit) -> None:
+def test_examples_are_listed_and_first_is_filled_in(visit: Visit) -> None:
     examples = [
         {"title": "One", "prompt": "First prompt", "models": ["base", "third", "gone"]},
         {"title": "Two", "prompt": "Second prompt", "models": ["second"]},
@@ -282,7 +282,7 @@ def test_examples_are_offered_and_the_first_is_filled_in(visit: Visit) -> None:
     expect(playground.at("#models .chip[aria-pressed=true]")).to_have_text(["second"])
 
 
-def test_examples_come_also_after_a_failure(visit: Visit) -> None:
+def test_examples_load_after_failure(visit: Visit) -> None:
     examples = [{"title": "One", "prompt": "First prompt", "models": ["second"]}]
     playground = visit()
     playground.page.route("**/ui/examples.json", fail)
@@ -300,7 +300,7 @@ def fail(route: Route) -> None:
 # --- Adapters of the server, and a server that is away ----------------------------------------------------------------
 
 
-def test_a_thousand_adapters(visit: Visit) -> None:
+def test_thousand_adapters_are_shown(visit: Visit) -> None:
     names = [f"adapter-{number:04}" for number in range(1000)]
     base = {"id": "tiny", "parent": None}
     models = {"data": [base, *({"id": name, "parent": "tiny"} for name in names)]}
@@ -324,7 +324,7 @@ def test_a_thousand_adapters(visit: Visit) -> None:
     expect(playground.chip("adapter-0500")).to_have_attribute("aria-pressed", "true")
 
 
-def test_more_adapters_than_a_page_has(visit: Visit) -> None:
+def test_filter_queries_server_for_more_adapters(visit: Visit) -> None:
     """The filter asks the server, which knows names that the page was not told."""
     nothing: dict[str, Any] = {"source": "local", "bytes": None, "pinned": False, "requests": 0, "uses": 0}
     asked: list[str] = []
@@ -349,7 +349,7 @@ def test_more_adapters_than_a_page_has(visit: Visit) -> None:
         near.append("newly-named")
 
 
-def test_who_answers_after_a_failure_may_be_another_server(visit: Visit, server: Server) -> None:
+def test_reconnect_to_different_server(visit: Visit, server: Server) -> None:
     playground = visit()
     info = server.send("GET", "/info").json | {"max_total_tokens": 64}
     playground.page.route("**/info", lambda route: route.fulfill(json=info), times=1)
@@ -379,7 +379,7 @@ def refuse_chat(route: Route) -> None:
     route.fulfill(status=400, json={"error": {"message": "no", "code": "no_chat_template"}})
 
 
-def test_a_server_that_goes_and_comes_back_without_a_template(browser: Browser, folder: Path, tmp_path: Path) -> None:
+def test_server_restart_without_chat_template(browser: Browser, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         (tmp_path / "model" / name).unlink(missing_ok=True)

@@ -33,7 +33,7 @@ def piece(index: int, **function: str) -> dict[str, Any]:
     return {"tool_calls": [{"index": index, "function": function}]}
 
 
-def test_calls_are_put_together_and_shown(playground: Playground) -> None:
+def test_streamed_tool_calls_are_assembled(playground: Playground) -> None:
     deltas = [piece(0, name="look", arguments=""), piece(0, arguments='{"at": '), piece(0, arguments='["<b>", 1]}')]
     asked = answer(playground, *deltas, piece(1, name=HOSTILE, arguments='{"cut": "of'))
     playground.set(tools=json.dumps([TOOL]), tool_choice="required")
@@ -53,7 +53,7 @@ def test_calls_are_put_together_and_shown(playground: Playground) -> None:
     expect(playground.column("first").locator(".calls")).to_be_hidden()
 
 
-def test_an_answer_that_calls_nothing_is_its_text(playground: Playground) -> None:
+def test_completion_without_calls_is_text(playground: Playground) -> None:
     tokens: list[Any] = [{"token": text, "logprob": -0.1, "top_logprobs": []} for text in ("No", ".", "<|end|>")]
     choices: list[Any] = [
         *({"delta": {}, "logprobs": {"content": [token]}} for token in tokens),  # held back: they might be a call
@@ -67,7 +67,7 @@ def test_an_answer_that_calls_nothing_is_its_text(playground: Playground) -> Non
     expect(playground.column("first").locator(".calls")).to_be_hidden()
 
 
-def test_the_example_is_sent_as_it_is(playground: Playground) -> None:
+def test_example_tools_are_sent_unchanged(playground: Playground) -> None:
     asked = answer(playground)
     playground.set(max_tokens="8")
     playground.page.get_by_role("button", name="Fill in example tools").click()
@@ -80,7 +80,7 @@ def test_the_example_is_sent_as_it_is(playground: Playground) -> None:
 
 
 @pytest.mark.parametrize("typed", ["[", "{}", "[]", "[1]", "null", '[{"function": {}}]', '[{"parameters": {}}]'])
-def test_what_is_no_list_of_functions_is_told(playground: Playground, typed: str) -> None:
+def test_invalid_tools_show_error(playground: Playground, typed: str) -> None:
     playground.set(tools=typed)
     playground.send("Look", "first")
     expect(playground.at("#tools-error")).to_have_text("Must be a JSON list of functions, each with a name.")
@@ -88,7 +88,7 @@ def test_what_is_no_list_of_functions_is_told(playground: Playground, typed: str
     expect(playground.at(".column")).to_have_count(0)
 
 
-def test_tools_need_the_chat(playground: Playground) -> None:
+def test_tools_require_chat_mode(playground: Playground) -> None:
     playground.set(tools=json.dumps([TOOL]), mode="text")
     playground.send("Look", "first")
     expect(playground.at("#tools-error")).to_have_text("Tools require chat mode.")

@@ -56,7 +56,7 @@ def is_streamed(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def test_a_run(server: Server, short: Question, by_responses: bool, is_streamed: bool) -> None:
+def test_run(server: Server, short: Question, by_responses: bool, is_streamed: bool) -> None:
     agent = Agent("teller", model=short.model, model_settings=ModelSettings(temperature=0, max_tokens=LENGTH))
     result, kinds = run(agent, server, by_responses, is_streamed)
     assert result.final_output == short.chat.text
@@ -65,14 +65,14 @@ def test_a_run(server: Server, short: Question, by_responses: bool, is_streamed:
     assert (kinds.count("response.output_text.delta") > 3) == is_streamed
 
 
-def test_a_form(tool_server: Server, by_responses: bool, is_streamed: bool) -> None:
+def test_structured_output(tool_server: Server, by_responses: bool, is_streamed: bool) -> None:
     agent = Agent("teller", model=MODEL, output_type=Count, model_settings=ModelSettings(**SETTINGS))
     result, _ = run(agent, tool_server, by_responses, is_streamed)
     assert isinstance(result.final_output, Count)
 
 
 @pytest.mark.parametrize("choice", ["required", "tell"])
-def test_a_function(tool_server: Server, by_responses: bool, is_streamed: bool, choice: str) -> None:
+def test_function_call(tool_server: Server, by_responses: bool, is_streamed: bool, choice: str) -> None:
     settings = ModelSettings(**SETTINGS, tool_choice=choice, parallel_tool_calls=False)
     stops = StopAtTools(stop_at_tool_names=["tell"])
     agent = Agent("teller", model=MODEL, tools=[TELL], model_settings=settings, tool_use_behavior=stops)
@@ -82,7 +82,7 @@ def test_a_function(tool_server: Server, by_responses: bool, is_streamed: bool, 
     assert ("response.function_call_arguments.delta" in kinds) == is_streamed
 
 
-def test_an_answer_to_the_result_of_a_function(tool_server: Server, by_responses: bool, is_streamed: bool) -> None:
+def test_completion_after_function_result(tool_server: Server, by_responses: bool, is_streamed: bool) -> None:
     """Run the whole loop: a call, its result, and a last answer with a form."""
     settings = ModelSettings(**SETTINGS, tool_choice="required")
     agent = Agent("teller", model=MODEL, tools=[TELL], model_settings=settings, output_type=Count)
@@ -93,6 +93,6 @@ def test_an_answer_to_the_result_of_a_function(tool_server: Server, by_responses
     assert kinds[-1] == "message_output_item"
 
 
-def test_a_model_that_is_not_there(server: Server, by_responses: bool) -> None:
+def test_unknown_model_error(server: Server, by_responses: bool) -> None:
     with pytest.raises(openai.NotFoundError, match=NOBODY):
         run(Agent("teller", model=NOBODY), server, by_responses, False)

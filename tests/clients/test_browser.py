@@ -30,13 +30,13 @@ def visiting(browser: Browser, origin: str) -> Iterator[Page]:
         yield page
 
 
-def test_a_page_of_another_origin(browser: Browser, server: Server, questions: dict[str, Question]) -> None:
+def test_page_from_allowed_origin(browser: Browser, server: Server, questions: dict[str, Question]) -> None:
     with visiting(browser, server.origin) as page:
         found = page.evaluate("asked => window.ask(asked)", asked_of(server, questions))
     check(found, questions)
 
 
-def test_a_page_of_an_origin_that_nobody_allowed(browser: Browser, server: Server) -> None:
+def test_page_from_forbidden_origin(browser: Browser, server: Server) -> None:
     """Open the same page by another name of this machine, which is another origin to a browser."""
     with visiting(browser, server.origin.replace("127.0.0.1", "localhost")) as page:
         ask = "asked => window.ask(asked).then(() => null, (error) => error.constructor.name)"

@@ -19,13 +19,13 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("block", blocks("python"))
-def test_python(block: str, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_code_blocks_run(block: str, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     exec(block.replace(ADDRESS, server.url), {"__name__": "__main__"})
     assert capsys.readouterr().out.strip() == KNOWN["sql"]
 
 
 @pytest.mark.parametrize("block", blocks("js"))
-def test_javascript(block: str, server: Server) -> None:
+def test_javascript_code_blocks_run(block: str, server: Server) -> None:
     command = [str(NODE), "--input-type=module", "-e", block.replace(ADDRESS, server.url)]
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr

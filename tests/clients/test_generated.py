@@ -112,7 +112,7 @@ def test_errors_and_lists(generated: ModuleType, server: Running) -> None:
 # --- openapi-typescript -----------------------------------------------------------------------------------------------
 
 
-def test_types_for_typescript(server: Running, tmp_path: Path) -> None:
+def test_typescript_types(server: Running, tmp_path: Path) -> None:
     """A program that a compiler has checked against the document asks the server, whole and streamed."""
     node = shutil.which("node", path=BIN)
     assert node is not None, "make test-clients installs it"

@@ -28,7 +28,7 @@ def asked_of(question: Question) -> dict[str, Any]:
     return {"prompt": PROMPT, "max_new_tokens": LENGTH, "adapter_id": adapter}
 
 
-def test_text(native: InferenceClient, question: Question) -> None:
+def test_text_generation(native: InferenceClient, question: Question) -> None:
     answer = native.text_generation(**asked_of(question), details=True, decoder_input_details=True)
     assert answer.generated_text == question.completion.text
     assert answer.details is not None
@@ -36,7 +36,7 @@ def test_text(native: InferenceClient, question: Question) -> None:
     assert len(answer.details.prefill) == question.completion.prompt_tokens
 
 
-def test_text_in_a_stream(native: InferenceClient, question: Question) -> None:
+def test_streamed_text(native: InferenceClient, question: Question) -> None:
     events = list(native.text_generation(**asked_of(question), stream=True, details=True))
     assert len(events) == question.completion.completion_tokens
     assert "".join(event.token.text for event in events if not event.token.special) == question.completion.text
@@ -48,7 +48,7 @@ def test_text_without_details(native: InferenceClient, short: Question) -> None:
     assert native.text_generation(**asked_of(short)) == "".join(texts).removesuffix(END) == short.completion.text
 
 
-def test_asynchronous_text(server: Server, short: Question) -> None:
+def test_async_text(server: Server, short: Question) -> None:
     async def ask() -> tuple[str, list[str]]:
         async with AsyncInferenceClient(server.url) as client:
             stream = await client.text_generation(**asked_of(short), stream=True)
@@ -66,19 +66,19 @@ def reply_of(text: str, usage: Any) -> Reply:
     return Reply(text, usage.prompt_tokens, usage.completion_tokens)
 
 
-def test_a_chat(chats: InferenceClient, question: Question) -> None:
+def test_chat(chats: InferenceClient, question: Question) -> None:
     answer = chat(chats, question)
     assert reply_of(answer.choices[0].message.content, answer.usage) == question.chat
 
 
-def test_a_chat_in_a_stream(chats: InferenceClient, question: Question) -> None:
+def test_streamed_chat(chats: InferenceClient, question: Question) -> None:
     chunks = list(chat(chats, question, stream=True, stream_options={"include_usage": True}))
     assert len(chunks) > 3
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert reply_of(text, chunks[-1].usage) == question.chat
 
 
-def test_a_model_that_is_not_there(native: InferenceClient, chats: InferenceClient) -> None:
+def test_unknown_model_error(native: InferenceClient, chats: InferenceClient) -> None:
     with pytest.raises(GenerationError, match=NOBODY):
         native.text_generation(PROMPT, adapter_id=NOBODY)
     with pytest.raises(GenerationError, match=NOBODY):
@@ -88,7 +88,7 @@ def test_a_model_that_is_not_there(native: InferenceClient, chats: InferenceClie
     assert caught.value.response.status_code == 404
 
 
-def test_a_grammar_is_refused_by_name(native: InferenceClient) -> None:
+def test_unsupported_grammar_error_names_field(native: InferenceClient) -> None:
     grammar: Any = {"type": "regex", "value": "[0-9]+"}
     with pytest.raises(ValidationError, match="grammar"):
         native.text_generation(PROMPT, adapter_id="sql", grammar=grammar)

@@ -23,17 +23,17 @@ def reply_of(message: Any) -> Reply:
     return Reply(message.content, message.usage_metadata["input_tokens"], message.usage_metadata["output_tokens"])
 
 
-def test_a_chat(server: Server, question: Question) -> None:
+def test_chat(server: Server, question: Question) -> None:
     assert reply_of(chat_with(server, question.model).invoke(PROMPT)) == question.chat
 
 
-def test_a_chat_in_a_stream(server: Server, question: Question) -> None:
+def test_streamed_chat(server: Server, question: Question) -> None:
     chunks = list(chat_with(server, question.model).stream(PROMPT))
     assert len(chunks) > 3
     assert reply_of(reduce(add, chunks)) == question.chat
 
 
-def test_asynchronous_chats(server: Server, short: Question) -> None:
+def test_async_chats(server: Server, short: Question) -> None:
     async def ask() -> tuple[Any, Any]:
         model = chat_with(server, short.model)
         return await model.ainvoke(PROMPT), reduce(add, [chunk async for chunk in model.astream(PROMPT)])
@@ -41,17 +41,17 @@ def test_asynchronous_chats(server: Server, short: Question) -> None:
     assert [reply_of(message) for message in asyncio.run(ask())] == [short.chat] * 2
 
 
-def test_a_batch(server: Server, short: Question) -> None:
+def test_batch(server: Server, short: Question) -> None:
     answers = chat_with(server, short.model).batch([PROMPT] * 3)
     assert [reply_of(answer) for answer in answers] == [short.chat] * 3
 
 
-def test_a_completion_whole_and_in_a_stream(server: Server, question: Question) -> None:
+def test_completion_with_and_without_streaming(server: Server, question: Question) -> None:
     model = OpenAI(model=question.model, base_url=server.v1, max_tokens=LENGTH, **OPTIONS)
     assert model.invoke(PROMPT) == "".join(model.stream(PROMPT)) == question.completion.text
 
 
-def test_a_model_that_is_not_there(server: Server) -> None:
+def test_unknown_model_error(server: Server) -> None:
     model = chat_with(server, NOBODY)
     with pytest.raises(openai.NotFoundError, match=NOBODY):
         model.invoke(PROMPT)

@@ -29,18 +29,18 @@ def reply_of(text: str, raw: Any) -> Reply:
     return Reply(text, raw.usage.prompt_tokens, raw.usage.completion_tokens)
 
 
-def test_a_chat(server: Server, question: Question) -> None:
+def test_chat(server: Server, question: Question) -> None:
     answer = reach(server, question.model).chat(MESSAGES)
     assert reply_of(answer.message.content or "", answer.raw) == question.chat
 
 
-def test_a_chat_in_a_stream(server: Server, question: Question) -> None:
+def test_streamed_chat(server: Server, question: Question) -> None:
     pieces = list(reach(server, question.model).stream_chat(MESSAGES))
     assert len(pieces) > 3
     assert "".join(piece.delta or "" for piece in pieces) == pieces[-1].message.content == question.chat.text
 
 
-def test_asynchronous_chats(server: Server, short: Question) -> None:
+def test_async_chats(server: Server, short: Question) -> None:
     async def ask() -> tuple[str | None, list[str]]:
         model = reach(server, short.model)
         answer = await model.achat(MESSAGES)
@@ -50,7 +50,7 @@ def test_asynchronous_chats(server: Server, short: Question) -> None:
     assert whole == "".join(pieces) == short.chat.text
 
 
-def test_a_completion_whole_and_in_a_stream(server: Server, question: Question) -> None:
+def test_completion_with_and_without_streaming(server: Server, question: Question) -> None:
     model = reach(server, question.model, is_chat_model=False)
     answer = model.complete(PROMPT)
     assert reply_of(answer.text, answer.raw) == question.completion
@@ -58,7 +58,7 @@ def test_a_completion_whole_and_in_a_stream(server: Server, question: Question) 
     assert "".join(piece.delta or "" for piece in pieces) == question.completion.text
 
 
-def test_a_model_that_is_not_there(server: Server) -> None:
+def test_unknown_model_error(server: Server) -> None:
     model = reach(server, NOBODY)
     with pytest.raises(openai.NotFoundError, match=NOBODY):
         model.chat(MESSAGES)

@@ -66,7 +66,7 @@ def score_plainly(server: Server, question: Question, choice: str) -> float:
     return sum(scores[question.completion.prompt_tokens :])
 
 
-def test_what_is_written_and_what_is_chosen(server: Server, question: Question) -> None:
+def test_generation_and_multiple_choice_tasks(server: Server, question: Question) -> None:
     results, answers = evaluate(server, question.model, WRITE, CHOOSE)
     assert answers["write"] == [question.completion.text]
     assert results["write"]["exact_match,none"] == (question.model == "sql")
@@ -75,11 +75,11 @@ def test_what_is_written_and_what_is_chosen(server: Server, question: Question) 
     assert results["choose"]["acc,none"] == (max(scores) == scores[1])
 
 
-def test_a_text_that_a_model_would_not_write_is_not_greedy(server: Server) -> None:
+def test_unlikely_text_is_not_greedy(server: Server) -> None:
     _, answers = evaluate(server, "sql", CHOOSE)
     assert [is_greedy for _, is_greedy in answers["choose"]] == [False, True, False]
 
 
-def test_a_model_that_is_not_there(server: Server) -> None:
+def test_unknown_model_error(server: Server) -> None:
     with pytest.raises(requests.HTTPError, match="404"):
         evaluate(server, NOBODY, WRITE)

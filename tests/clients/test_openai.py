@@ -34,13 +34,13 @@ def test_models_are_listed(client: openai.OpenAI, question: Question) -> None:
     assert client.models.retrieve(question.model).id == question.model
 
 
-def test_a_chat(client: openai.OpenAI, question: Question) -> None:
+def test_chat(client: openai.OpenAI, question: Question) -> None:
     answer = client.chat.completions.create(model=question.model, messages=question.messages, **GREEDY)
     assert reply_of(answer.choices[0].message.content or "", answer.usage) == question.chat
     assert answer.model == question.model
 
 
-def test_a_chat_in_a_stream(client: openai.OpenAI, question: Question) -> None:
+def test_streamed_chat(client: openai.OpenAI, question: Question) -> None:
     chunks = list(
         client.chat.completions.create(model=question.model, messages=question.messages, **GREEDY, **WITH_USAGE)
     )
@@ -48,26 +48,26 @@ def test_a_chat_in_a_stream(client: openai.OpenAI, question: Question) -> None:
     assert join_chats(chunks) == question.chat
 
 
-def test_the_helper_for_streams(client: openai.OpenAI, short: Question) -> None:
+def test_stream_helper(client: openai.OpenAI, short: Question) -> None:
     with client.chat.completions.stream(model=short.model, messages=short.messages, **GREEDY) as stream:
         deltas = [event.delta for event in stream if event.type == "content.delta"]
         answer = stream.get_final_completion()
     assert "".join(deltas) == answer.choices[0].message.content == short.chat.text
 
 
-def test_a_completion(client: openai.OpenAI, question: Question) -> None:
+def test_completion(client: openai.OpenAI, question: Question) -> None:
     answer = client.completions.create(model=question.model, prompt=PROMPT, **GREEDY)
     assert reply_of(answer.choices[0].text, answer.usage) == question.completion
 
 
-def test_a_completion_in_a_stream(client: openai.OpenAI, question: Question) -> None:
+def test_streamed_completion(client: openai.OpenAI, question: Question) -> None:
     chunks = list(client.completions.create(model=question.model, prompt=PROMPT, **GREEDY, **WITH_USAGE))
     assert reply_of("".join(chunk.choices[0].text for chunk in chunks if chunk.choices), chunks[-1].usage) == (
         question.completion
     )
 
 
-def test_everybody_at_once(server: Server, questions: dict[str, Question]) -> None:
+def test_concurrent_requests_to_all_models(server: Server, questions: dict[str, Question]) -> None:
     """Run whole answers and streams of all models together."""
 
     async def whole(client: openai.AsyncOpenAI, asked: Question) -> Reply:
@@ -89,7 +89,7 @@ def test_everybody_at_once(server: Server, questions: dict[str, Question]) -> No
     assert asyncio.run(crowd()) == [asked.chat for asked in questions.values() for _ in range(2)]
 
 
-def test_a_model_that_is_not_there(client: openai.OpenAI, server: Server, questions: dict[str, Question]) -> None:
+def test_unknown_model_error(client: openai.OpenAI, server: Server, questions: dict[str, Question]) -> None:
     messages = questions["sql"].messages
     for options in ({}, WITH_USAGE):
         with pytest.raises(openai.NotFoundError, match=NOBODY):
@@ -103,13 +103,13 @@ def test_a_model_that_is_not_there(client: openai.OpenAI, server: Server, questi
         asyncio.run(ask())
 
 
-def test_tools_are_refused_by_name_where_the_template_has_none(client: openai.OpenAI) -> None:
+def test_tools_without_template_support_are_rejected(client: openai.OpenAI) -> None:
     tool: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
     with pytest.raises(openai.BadRequestError, match=r"`tools`.*template"):
         client.chat.completions.create(model="sql", messages=[{"role": "user", "content": PROMPT}], tools=[tool])
 
 
-def test_a_response(client: openai.OpenAI, question: Question) -> None:
+def test_responses_api(client: openai.OpenAI, question: Question) -> None:
     asked: dict[str, Any] = {"model": question.model, "input": PROMPT, "temperature": 0, "max_output_tokens": LENGTH}
     whole = client.responses.create(**asked)
     assert whole.usage is not None

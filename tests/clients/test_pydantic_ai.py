@@ -21,12 +21,12 @@ def reply_of(text: str, usage: Any) -> Reply:
     return Reply(text, usage.input_tokens, usage.output_tokens)
 
 
-def test_a_run(server: Server, question: Question) -> None:
+def test_run(server: Server, question: Question) -> None:
     result = make_agent(server, question.model).run_sync(PROMPT)
     assert reply_of(result.output, result.usage) == question.chat
 
 
-def test_a_run_in_a_stream(server: Server, question: Question) -> None:
+def test_streamed_run(server: Server, question: Question) -> None:
     async def run() -> tuple[list[str], Any]:
         async with make_agent(server, question.model).run_stream(PROMPT) as result:
             return [text async for text in result.stream_text(delta=True, debounce_by=None)], result.usage
@@ -36,7 +36,7 @@ def test_a_run_in_a_stream(server: Server, question: Question) -> None:
     assert reply_of("".join(texts), usage) == question.chat
 
 
-def test_a_model_that_is_not_there(server: Server) -> None:
+def test_unknown_model_error(server: Server) -> None:
     with pytest.raises(ModelHTTPError, match=NOBODY) as caught:
         make_agent(server, NOBODY).run_sync(PROMPT)
     assert caught.value.status_code == 404

@@ -57,7 +57,7 @@ def client(tool_server: Server) -> Iterator[openai.OpenAI]:
 # --- OpenAI -----------------------------------------------------------------------------------------------------------
 
 
-def test_openai_calls(client: openai.OpenAI) -> None:
+def test_openai_tool_calls(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "tools": [openai.pydantic_function_tool(Count)]}
     asked |= {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 0, "max_tokens": 100}
     choice = client.chat.completions.parse(**asked).choices[0]
@@ -84,7 +84,7 @@ def test_openai_responses(client: openai.OpenAI) -> None:
     assert isinstance(client.responses.parse(text_format=Count, **asked).output_parsed, Count)
 
 
-def test_openai_unions(client: openai.OpenAI) -> None:
+def test_openai_union_types(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": MODEL, "temperature": 1, "max_tokens": 100, "n": 8}
     answers = client.chat.completions.parse(messages=MESSAGES, response_format=Answer, **asked).choices
     found = [answer.message.parsed.found for answer in answers if answer.message.parsed]

@@ -1,4 +1,4 @@
-"""Pages of adapters: each adapter once, none of other callers, and no more work than a page is long."""
+"""Adapter pagination: completeness, permissions and bounded work per page."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ ADMIN = Key("admin", is_admin=True)
 
 
 class Pages(ServiceHarness):
-    """A server with `count` names, of which every `every`-th has been used, and others that only an admin sees."""
+    """A server with `count` names (every `every`-th used) and `others` visible to admins only."""
 
     def __init__(self, count: int, every: int = 1, others: int = 0) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Pages(ServiceHarness):
         return asyncio.run(list_page(self.service, key, PageQuery(**asked)))
 
     def walk(self, key: Key = Key(), **asked: Any) -> list[list[str]]:  # noqa: B008
-        """All pages' ids."""
+        """Return the adapter IDs of all pages."""
         pages: list[list[str]] = []
         after: str | None = "name:"
         while after is not None:
@@ -78,7 +78,7 @@ def test_engine_is_queried_for_one_page_only() -> None:
 
 
 def test_page_checks_only_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that polls the first page of many thousand names causes the work of one page."""
+    """Polling the first page of thousands of names costs one page."""
     harness, looks = Pages(3000), []
 
     def may_use(*named: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The memory of names and the identities that they have meant."""
+"""AdapterNameIndex: names, identities, pins and eviction."""
 
 import pytest
 

@@ -24,7 +24,7 @@ def examples(tmp_path: Path) -> Path:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Split the commands of the greeting as a shell would."""
+    """Split the banner commands like a shell."""
     start = text.index("In another terminal:") + len("In another terminal:")
     return [shlex.split(part) for part in text[start : text.index("Ctrl+C")].split("\n\n") if part.strip()]
 

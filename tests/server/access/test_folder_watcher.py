@@ -52,7 +52,9 @@ def test_scan_skips_external_links_and_warns_once(tmp_path: Path, caplog: pytest
     watch.scan()
     assert told == [["beside", "near"]]
     (line,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    assert line.startswith("'linked' in the adapters folder is not served: it is a symlink to a path outside the folder")
+    assert line.startswith(
+        "'linked' in the adapters folder is not served: it is a symlink to a path outside the folder"
+    )
     with pytest.raises(AdapterError, match="such links are not allowed"):
         LocalSource([tmp_path / "here"]).find("linked", None)
 

@@ -1,4 +1,4 @@
-"""A server with a file of keys: keys that share cached prompts, and the folders that each key may use."""
+"""A server with a keys file: prefix cache sharing and allowed folders."""
 
 import asyncio
 from collections.abc import Iterator

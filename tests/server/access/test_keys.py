@@ -51,7 +51,7 @@ def write(folder: Path, text: str, name: str = "keys.toml") -> Path:
         (("*",), "hub", "..", False),
         (("team-[ab]",), "hub", "team-b", True),
         (("team-[ab]",), "hub", "team-c", False),
-        (("local:poet",), "local", "poet@x", False),  # there it is another folder
+        (("local:poet",), "local", "poet@x", False),  # a different folder
         (("s3:poet",), "s3", "poet@x", False),
         (("s3:poet@x",), "s3", "poet@x", True),
         (("s3:poet@*",), "s3", "poet@x", True),
@@ -72,7 +72,7 @@ def test_pattern_without_source_uses_default_source() -> None:
 
 @pytest.mark.parametrize(("place", "is_allowed"), [("hub", True), ("local", False), ("s3", False)])
 def test_alias_revisions_are_allowed_on_hub_only(place: str, is_allowed: bool) -> None:
-    """Allow a key the name `poet`, with either source as the default."""
+    """The key may use the name `poet`; test both default sources."""
     for default in ("hub", "local"):
         assert Key("k", adapters=("poet",)).may_use(default, "poet@x", default, place == "hub") is is_allowed
 
@@ -89,7 +89,7 @@ def test_key_can_forbid_base_model() -> None:
         Key("k", base_model=False).check_may_use_base()
 
 
-# --- Identities of callers --------------------------------------------------------------------------------------------
+# --- Authentication ---------------------------------------------------------------------------------------------------
 
 
 def test_server_without_keys_allows_anonymous_callers() -> None:
@@ -165,7 +165,7 @@ def test_key_lookup_does_not_iterate_over_keys() -> None:
     assert digests.num_asked == 3
 
 
-# --- Sharing of cached prompts ----------------------------------------------------------------------------------------
+# --- Prefix cache sharing ---------------------------------------------------------------------------------------------
 
 
 def test_cache_salt_depends_on_key_or_group() -> None:
@@ -179,7 +179,7 @@ def test_cache_salt_depends_on_key_or_group() -> None:
 
 
 def test_cache_salts_never_collide() -> None:
-    """Try names, groups and salts that look like another combination."""
+    """Test names, groups and salts that imitate other combinations."""
     words = ["a", "key", "group", 'a","b', '"', "\\", ",", '["key","a",""]', '["group","a",""]', "\u0000", "é"]
     keys = [Key(), *(Key(word) for word in words), *(Key("k", group=word) for word in words)]
     found = [key.cache_salt(salt) for key in keys for salt in ("", *words, *(each.cache_salt("") for each in keys))]

@@ -21,7 +21,7 @@ def make(**options: Any) -> ModelNames:
 
 
 def place(selection: ModelSelection) -> AdapterKey:
-    """Return the place of the selection's only adapter."""
+    """Return the key of the only selected adapter."""
     (ref,) = selection.refs
     return AdapterKey(ref.source, ref.name)
 
@@ -52,7 +52,7 @@ def test_static_adapter_replaces_base_model() -> None:
     expected = ModelSelection((AdapterRef(*STATIC),), None, "house-style", (AdapterKey(*STATIC),))
     assert expected.source == "local"
     for model in ("", BASE, "pretty"):
-        assert names.select_model(model, None, "token") == expected  # the caller's token is not for it
+        assert names.select_model(model, None, "token") == expected  # the caller's token is not passed
     for adapter_id in (None, "", BASE_MODEL, BASE):
         assert names.select_adapter_id(adapter_id, None, None) == expected
     assert place(names.select_model("poet", None, None)) == ("local", "poet")
@@ -101,7 +101,7 @@ def test_requested_source_overrides_listed_name() -> None:
 
 
 def test_access_is_checked_for_requested_name() -> None:
-    """A key needs permission for the name; if the request names the source too, for the place."""
+    """Permissions apply to the listed name, or to the adapter key if the request sets a source."""
     names = make()
     assert names.select_adapter_id("tutor", None, None).access_keys == (AdapterKey("hub", "tutor"),)
     assert names.select_adapter_id("tutor@v2", None, None).access_keys == (AdapterKey("hub", "tutor@v2"),)
@@ -120,7 +120,7 @@ def test_merged_adapters_keep_their_order() -> None:
 
 @pytest.mark.parametrize("name", ["poet", "./poet", "poet/", "poet//", "/srv/poet", "/srv/./poet/"])
 def test_spellings_of_local_path_select_same_adapter(name: str) -> None:
-    """Every spelling gives the same label, the same required permission and the same place."""
+    """Every spelling has the same label, permission and adapter key."""
     names = make(default_source="local", roots=[Path("/srv"), Path("/more")])
     expected = ModelSelection((AdapterRef("local", "poet"),), None, "poet", (AdapterKey("local", "poet"),))
     for selection in (
@@ -151,7 +151,7 @@ def test_alias_is_matched_before_normalization() -> None:
 
 
 def test_folder_named_like_base_model_is_not_listed(caplog: pytest.LogCaptureFixture) -> None:
-    """The name stays the base model's; the load route can give the folder another one."""
+    """The name selects the base model. The load route can assign an alias to the folder."""
     names = ModelNames("base", ("pretty",), default_source="local")
     names.set_folder_names(["base", "pretty", BASE_MODEL, "poet"])
     assert list(names.adapters) == ["poet"]
@@ -192,7 +192,7 @@ def test_hostile_name_is_truncated_and_escaped_in_error() -> None:
 
 
 def test_unknown_model_error_lists_no_names() -> None:
-    """An error lists no names: the key may not be allowed to use them."""
+    """The error lists no names, because the key may not be allowed to use them."""
     with pytest.raises(AdapterNotFoundError) as raised:
         make().select_model("nobody", None, None)
     assert "poet" not in str(raised.value)
@@ -209,7 +209,7 @@ def test_aliases_are_added_and_removed() -> None:
     assert place(names.select_model("tutor", None, None)) == ("hub", "owner/tutor")
     assert names.remove_alias("tutor")
     assert not names.remove_alias("tutor")
-    assert not names.remove_alias("poet")  # only the folder can take that one away
+    assert not names.remove_alias("poet")  # folder names cannot be removed
     with pytest.raises(AdapterNotFoundError):
         names.select_model("tutor", None, None)
 
@@ -247,7 +247,7 @@ def test_number_of_aliases_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     names.add_alias("second", "hub", "a/b")
     with pytest.raises(InputError, match="unload some"):
         names.add_alias("third", "hub", "a/b")
-    names.add_alias("second", "hub", "a/c")  # a name that is there may change
+    names.add_alias("second", "hub", "a/c")  # an existing alias can be changed
     names.remove_alias("tutor")
     names.add_alias("third", "hub", "a/b")
 
@@ -264,5 +264,5 @@ def test_folder_names_can_be_set_from_another_thread() -> None:
     changing.start()
     while not is_done.is_set():
         folder = [name for name in names.adapters if name.startswith(("one-", "two-"))]
-        assert len({name.partition("-")[2] for name in folder}) <= 1  # both of the same moment
+        assert len({name.partition("-")[2] for name in folder}) <= 1  # both from the same snapshot
     changing.join()

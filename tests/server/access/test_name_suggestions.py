@@ -1,4 +1,4 @@
-"""Names that may have been meant by one that does not exist."""
+"""Suggestions for unknown adapter names."""
 
 from typing import Any
 

@@ -93,7 +93,7 @@ def test_key_at_limit_does_not_block_others() -> None:
 def test_requests_per_minute_are_limited(clock: Clock) -> None:
     rate_limits = RateLimits(10, clock)
     key = Key("k", requests_per_minute=2)
-    rate_limits.acquire(key, 5).release()  # several answers are one request
+    rate_limits.acquire(key, 5).release()  # several completions count as one request
     rate_limits.acquire(key).release()
     assert retry_after(rate_limits, key) == pytest.approx(30.0)
     clock.now += 20
@@ -181,7 +181,7 @@ def charge(quota: AdapterQuota, key: Key, name: AdapterKey = NAME) -> None:
         charge.charge()
 
 
-def retry_new_after(quota: AdapterQuota, key: Key, match: str = "new adapters a minute") -> float:
+def retry_new_after(quota: AdapterQuota, key: Key, match: str = "new adapters per minute") -> float:
     with pytest.raises(OverloadedError, match=match) as caught:
         charge(quota, key)
     assert caught.value.retry_after_s is not None

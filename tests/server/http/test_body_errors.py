@@ -1,4 +1,4 @@
-"""Errors of OpenAI's routes: in OpenAI's words, with the field and a code that programs look for."""
+"""Errors on OpenAI routes: message, field and error code."""
 
 from typing import Any, Union, get_args, get_origin
 
@@ -141,7 +141,7 @@ def test_models_route_accepts_trailing_slash(routes: Templated) -> None:
 
 
 def test_every_union_field_has_expected_form() -> None:
-    """Without a sentence of its own, an error would tell callers about our types."""
+    """Without a description, the error would expose internal type names."""
     schemas: tuple[type[BaseModel], ...] = (ChatCompletionRequest, CompletionRequest, Message)
     for schema in schemas:
         for name, field in schema.model_fields.items():

@@ -1,4 +1,4 @@
-"""Pages of other origins: SDKs ask for many headers before they send them."""
+"""CORS: SDKs send many headers, which the preflight must allow."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -22,14 +22,14 @@ STAINLESS = (
 
 @cache
 def app_of(cors: CorsConfig) -> FastAPI:
-    """Make an application once for each setting: it takes long."""
+    """Create one application per CORS setting, because it is slow."""
     return make_app(ServiceHarness(cors=cors).service)
 
 
 def ask_before(
     cors: CorsConfig, origin: str = PAGE, headers: str = STAINLESS, method: str = "POST", path: str = CHAT
 ) -> Reply:
-    """Send a preflight, as a browser does."""
+    """Send a preflight request."""
     asked = {"origin": origin, "access-control-request-method": method, "access-control-request-headers": headers}
     return send(cors, "OPTIONS", path, asked)
 

@@ -179,7 +179,7 @@ def test_json_response_writes_nan_as_null() -> None:
     ],
 )
 def test_messages_use_field_names_of_route(path: str, message: str) -> None:
-    """Translate fields in messages: all parts of the server, the engine too, name fields in LoRAX's words."""
+    """Messages use LoRAX field names internally and are translated for OpenAI routes."""
     error = InputError("`inputs` + `max_new_tokens`, `min_new_tokens`, `stop`")
     assert make_error_response(error, path).message == message
     assert make_error_response(ForbiddenError("`inputs`"), path).message == "`inputs`"  # a name, such as an adapter's

@@ -1,4 +1,4 @@
-"""The middleware before all routes, on a socket: without a key no body is read, and each refusal is logged."""
+"""The request middleware over a socket: keys, hosts, origins and the audit log."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ SECRET, GUESS = "s3cret-that-nobody-knows", "a-guess-that-may-be-somebody-elses"
 
 @pytest.fixture(scope="module")
 def keyed() -> Iterator[SharedServer]:
-    """Make a server whose callers need a key."""
+    """Start a server that requires a key."""
     with pytest.MonkeyPatch.context() as patch, closing(SharedServer(api_keys=("good",), admin_key=SECRET)) as shared:
         patch.setattr(middleware, "DISCARD_TIMEOUT_S", 0.01)
         patch.setattr(info, "STATUS_TIMEOUT_S", 0.01)  # the engine never reports its status
@@ -37,21 +37,21 @@ def keyed() -> Iterator[SharedServer]:
 
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[SharedServer]:
-    """Make a server that waits only briefly for headers and bodies, for tests of that timeout."""
+    """Start a server with short header and body timeouts."""
     with closing(SharedServer(api_keys=("good",), body_timeout_s=0.2)) as shared:
         yield shared
 
 
 @pytest.fixture(scope="module")
 def unlocked() -> Iterator[SharedServer]:
-    """Make a server whose callers need no key, as on a laptop."""
+    """Start a server without keys."""
     with closing(SharedServer()) as shared:
         yield shared
 
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
-    """Return a function that finds the fields of log lines with a message."""
+    """Return a function that returns the fields of log lines with a given message."""
     with caplog.at_level(logging.INFO):
         yield lambda message: [getattr(each, EXTRA_KEY) for each in caplog.records if each.message == message]
 
@@ -77,7 +77,7 @@ Lines = Callable[[str], list[dict[str, Any]]]
     ids=lambda headers: headers[0][0] if headers else "nothing else",
 )
 def test_body_is_not_read_without_key(headers: tuple[tuple[str, str], ...], keyed: SharedServer) -> None:
-    """The server answers though the body never comes, whatever else is wrong with the request."""
+    """The server responds although the body never arrives."""
     given = {name for name, _ in headers}
     length = () if given & {"content-length", "transfer-encoding"} else (("content-length", "1000"),)
 
@@ -92,7 +92,7 @@ def test_body_is_not_read_without_key(headers: tuple[tuple[str, str], ...], keye
 
 
 def test_rejected_body_is_discarded(keyed: SharedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that goes on sending after its answer is cut off."""
+    """A client that keeps sending after the response is disconnected."""
     monkeypatch.setattr(middleware, "MAX_DISCARDED_BYTES", 2**16)
     monkeypatch.setattr(middleware, "DISCARD_TIMEOUT_S", 1000.0)
 
@@ -124,7 +124,7 @@ def test_public_paths_need_no_key(path: str, keyed: SharedServer) -> None:
 
 
 def test_all_other_routes_need_key(keyed: SharedServer) -> None:
-    """Ask for all routes of the schema, so that routes added later are covered too."""
+    """Test all routes in the OpenAPI schema, including routes added later."""
     paths = keyed.app.openapi()["paths"]
     asked = [(method.upper(), path) for path, methods in paths.items() for method in methods]
     run_program = [(method, path) for method, path in asked if method != "GET" or path not in (*OPEN_PATHS, "/startup")]
@@ -148,7 +148,7 @@ def test_query_is_not_validated_without_key(method: str, path: str, keyed: Share
 
 
 def test_startup_probes_share_one_token(unlocked: SharedServer) -> None:
-    """One token answers many probes, at the same time and soon after, unless the engine is lost meanwhile."""
+    """Concurrent and later probes share one token unless the engine is lost."""
     engine, probe = unlocked.harness.engine, request("GET", "/startup")
 
     async def check(server: SocketServer) -> None:
@@ -194,13 +194,15 @@ def test_startup_probes_share_one_token(unlocked: SharedServer) -> None:
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_repeated_authorization_header_is_rejected(path: str, headers: list[str], status: int, keyed: SharedServer) -> None:
+def test_repeated_authorization_header_is_rejected(
+    path: str, headers: list[str], status: int, keyed: SharedServer
+) -> None:
     async def check(server: SocketServer) -> None:
         given = [header.partition(": ")[::2] for header in headers]
         data = request("POST", path, [("content-type", "application/json"), ("content-length", "2"), *given], b"{}")
         answer = await server.fetch(data)
         wrong = 400 if path.startswith("/v1/") else 422
-        assert answer.status == (wrong if status == 200 else status)  # nothing is asked for in `{}`
+        assert answer.status == (wrong if status == 200 else status)  # `{}` is an invalid body
 
     keyed.run(check)
 
@@ -230,7 +232,7 @@ def test_dns_rebinding_is_rejected(path: str, unlocked: SharedServer) -> None:
         ([b"host: localhost", b"host: evil"], 400),
         ([b"host: evil", b"x-forwarded-host: localhost"], 403),
         ([b"host: evil", b"forwarded: host=localhost"], 403),
-        ([], 200),  # no browser leaves it out
+        ([], 200),  # browsers always send it
     ],
     ids=str,
 )
@@ -314,7 +316,7 @@ def test_rejection_is_counted_and_logged_once(
         before = [server.count(*name) for name in names]
         assert (await server.fetch(data)).status == status
         after = [server.count(*name) for name in names]
-        assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1, 0]  # and no key is billed for it
+        assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1, 0]  # no key is charged
 
     (impatient if status == 408 else keyed).run(check)
     (line,) = lines("request")
@@ -417,7 +419,7 @@ def test_log_lines_for_invalid_keys_are_limited(lines: Lines, keyed: SharedServe
 def test_log_lines_for_anonymous_callers_are_limited(
     data: bytes, status: int, messages: list[str], lines: Lines, unlocked: SharedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log is limited also on a server without keys."""
+    """Log lines are also limited on a server without keys."""
     monkeypatch.setattr(audit, "MAX_LINES_PER_MINUTE", 3)
 
     async def check(server: SocketServer) -> None:

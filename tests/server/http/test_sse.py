@@ -1,4 +1,4 @@
-"""The writer of events, against a client that is as slow, as silent or as gone as a test wants."""
+"""EventStream with slow, idle and disconnected clients."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ NEVER_S = 1000.0
 
 
 class Source:
-    """Events of a test, and a record of how far they were read."""
+    """Test events that record how many were read."""
 
     def __init__(self, *pieces: bytes, then: Callable[[], Awaitable[None]] | None = None) -> None:
         self.num_taken = 0

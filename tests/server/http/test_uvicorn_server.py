@@ -27,7 +27,7 @@ ASK_LONG = head("GET", "/long", [b"host: localhost"])
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Answer, at length for `/long`; for `/stay`, wait until the client leaves."""
+    """Respond; `/long` has a long body and `/stay` waits for a disconnect."""
     while scope["path"] == "/stay" and (await receive())["type"] != "http.disconnect":
         pass
     body = LONG if scope["path"] == "/long" else b""
@@ -37,7 +37,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 @asynccontextmanager
 async def limited(max_connections: int, keep_alive_s: float) -> AsyncIterator[SocketServer]:
-    """Serve without timers that close a connection in the place of what is tested."""
+    """Run a server whose other timeouts do not interfere with the test."""
     metrics = Metrics(max_input_length=1, max_total_tokens=2)
     config = ServerConfig(EngineConfig(ModelConfig(Path("nowhere"))), "base")
     config = replace(config, max_connections=max_connections, body_timeout_s=1000.0)
@@ -48,7 +48,7 @@ async def limited(max_connections: int, keep_alive_s: float) -> AsyncIterator[So
 
 
 def run(check: Callable[[SocketServer], Awaitable[None]], max_connections: int = 2, keep_alive_s: float = 75.0) -> None:
-    """Run a check on the server's event loop, whose transports are not those of asyncio."""
+    """Run a check on uvloop, as the server does."""
 
     async def inside() -> None:
         async with limited(max_connections, keep_alive_s) as edge:
@@ -59,7 +59,7 @@ def run(check: Callable[[SocketServer], Awaitable[None]], max_connections: int =
 
 
 async def stay(edge: SocketServer, address: str = "127.0.0.1") -> ClientConnection:
-    """Open a connection whose request the server has, and does not answer."""
+    """Open a connection with a request that gets no response."""
     wire = await edge.connect(address)
     await wire.send(HEALTH)
     await wire.read_responses(1)
@@ -135,16 +135,14 @@ async def until_open(edge: SocketServer, count: int) -> None:
 
 
 async def until_written(edge: SocketServer) -> None:
-    """Wait until each answer has begun and its writing is blocked."""
+    """Wait until each response has started and its writing is blocked."""
     async with asyncio.timeout(30):
         while not all(each.transport.get_write_buffer_size() for each in edge.state.connections):
             await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("kind", ["kept", "close"])
-def test_unread_response_does_not_keep_connection(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unread_response_does_not_keep_connection(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uvicorn_server, "WRITE_TIMEOUT_S", 0.05)
 
     async def check(edge: SocketServer) -> None:
@@ -159,7 +157,7 @@ def test_unread_response_does_not_keep_connection(
 
 
 def test_unread_small_response_does_not_keep_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer too small to pause writing: the connection is closed as idle, but not at once."""
+    """The response is too small to pause writing, so the connection is closed as idle later."""
     monkeypatch.setattr(uvicorn_server, "WRITE_TIMEOUT_S", 0.05)
 
     async def check(edge: SocketServer) -> None:
@@ -175,7 +173,7 @@ def test_unread_small_response_does_not_keep_connection(monkeypatch: pytest.Monk
 
 
 def test_slow_reader_gets_complete_response(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each check of the timer finds less to write than the one before."""
+    """Each timeout check finds fewer buffered bytes than the previous one."""
     monkeypatch.setattr(uvicorn_server, "WRITE_TIMEOUT_S", 1000.0)
 
     async def check(edge: SocketServer) -> None:
@@ -234,7 +232,7 @@ def test_unread_body_does_not_keep_connection() -> None:
 
 
 def test_responding_connection_is_not_closed_as_idle() -> None:
-    """End the first answer while the headers of the second request are on their way."""
+    """Finish the first response while the second request's headers arrive."""
 
     async def check(edge: SocketServer) -> None:
         wire = await edge.connect()

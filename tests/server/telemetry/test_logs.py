@@ -20,7 +20,7 @@ LINE_ENDS = re.compile("[\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
 
 @pytest.fixture(autouse=True)
 def own_logging() -> Iterator[None]:
-    """Begin as a new process does, and restore the loggers: `configure` changes the root, a test's server uvicorn's."""
+    """Reset the root and uvicorn loggers as in a new process, and restore them afterwards."""
     loggers = [logging.getLogger(name) for name in ("", *UVICORN)]
     before = [(each, each.handlers, each.level, each.propagate) for each in loggers]
     for each in loggers:

@@ -73,7 +73,7 @@ def families(metrics: Metrics) -> dict[str, Metric]:
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """Return values by name, as written, and labels. The parser ends every counter in `_total`."""
+    """Return values by original name and labels. The parser appends `_total` to counters."""
     return {
         (
             family.name if family.name in LORAX_COUNTERS else sample.name,

@@ -1,4 +1,4 @@
-"""Spans are sent to a real HTTP server, which reads the messages of OTLP."""
+"""Traces exported to a real HTTP server that parses OTLP messages."""
 
 import logging
 import socket
@@ -25,7 +25,7 @@ GUARD_S = 120
 
 
 class Collector(ThreadingHTTPServer):
-    """A server that keeps the spans sent to it. While `is_slow`, it does not answer."""
+    """A server that stores received spans. While `is_slow`, it does not respond."""
 
     daemon_threads = True
 
@@ -265,9 +265,7 @@ def test_opentelemetry_is_not_imported_without_endpoint() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=GUARD_S)
 
 
-def test_unresponsive_collector_does_not_block(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unresponsive_collector_does_not_block(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "CLOSE_TIMEOUT_S", 0.05)
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "64")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "8")
@@ -301,9 +299,7 @@ def test_close_has_timeout(collector: Collector, monkeypatch: pytest.MonkeyPatch
     assert ended.wait(GUARD_S)
 
 
-def test_unreachable_collector_is_harmless(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unreachable_collector_is_harmless(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(tracing, "CLOSE_TIMEOUT_S", 0.05)
     caplog.set_level(logging.CRITICAL, logger="opentelemetry")
     with socket.socket() as unused:

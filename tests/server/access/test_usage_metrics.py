@@ -1,4 +1,4 @@
-"""Counts by adapter and by tenant: a refused request counts for the adapter it names, if the server knows it."""
+"""Metrics by adapter and tenant. Rejected requests count for their adapter if the server knows it."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ REFUSED = {
 
 
 def booked(routes: Routes, name: str) -> dict[str, float]:
-    """Return a metric's counts by adapter."""
+    """Return metric values by adapter."""
     text = routes.metrics.render_prometheus().decode()
     found = re.findall(rf'^{name}{{.*?adapter="([^"]*)".*?}} (\S+)$', text, re.MULTILINE)
     return {adapter: float(count) for adapter, count in found if float(count)}
@@ -105,7 +105,7 @@ def test_scored_prompt_has_no_generated_tokens() -> None:
 
 
 class Elsewhere(Routes):
-    """Routes whose requests come from a given address."""
+    """Routes with a given client address."""
 
     def __init__(self, address: str, **options: Any) -> None:
         super().__init__(["poet"], **options)
@@ -116,7 +116,7 @@ class Elsewhere(Routes):
         await self._inner({**scope, "client": (self._address, 7)}, receive, send)
 
     def ask_thrice(self, key: str | None = None) -> tuple[set[str], int]:
-        """Send requests; return the tenants that the engine saw, and the number of completions."""
+        """Send requests. Return the tenants seen by the engine and the number of completions."""
         for path, body in ((NATIVE, generate(adapter_id="poet")), (COMPLETIONS, complete("poet", n=2))):
             assert self.post(path, body, key).status == 200
         assert self.post(COMPLETIONS, complete(prompt=["ask", "ask"], n=2), key).status == 200
@@ -128,7 +128,7 @@ class Elsewhere(Routes):
     [("10.0.0.7", "10.0.0.7"), ("::ffff:10.0.0.7", "10.0.0.7"), ("2001:db8::1", "20010db800000000")],
 )
 def test_tenant_is_client_address_without_keys(address: str, tenant: str) -> None:
-    """Every request of an address has its tenant."""
+    """All requests from one address have the same tenant."""
     assert Elsewhere(address).ask_thrice() == ({tenant}, 7)
 
 
