@@ -1,4 +1,4 @@
-"""Random batches of adapters, and what a linear must make of them, in float32."""
+"""Random adapter batches, and the expected linear outputs in float32."""
 
 import random
 from collections.abc import Sequence
@@ -9,19 +9,19 @@ import torch
 from lorax_server.adapters.batch import find_segments
 from lorax_server.kernels.ops import Field, LinearWeights, LoraBatch, LoraTarget
 
-UNIT = 128  # elements: factors begin on 256 bytes
+ALIGNMENT_ELEMENTS = 128  # 256 bytes, the alignment of LoRA factors
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter's ranks by target, 0 where it lacks one, and whether it has factors and shifts."""
+    """Adapter ranks by target (0: not adapted), and whether the adapter has factors and shifts."""
 
     ranks: Sequence[int]
     vectors: bool = False
 
 
-class World:
-    """One linear of several slices, and adapters for it, all random. Memory between the factors is NaN."""
+class LinearCase:
+    """A random linear layer with several slices, and adapters. Memory between the factors is NaN."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class World:
         self.table[..., Field.RANK :] = 0
         self.scales = torch.rand(len(adapters) + 1, num_targets, generator=self.draw, device=device) + 0.5
         self._pieces: list[tuple[int, torch.Tensor]] = []
-        self._end = UNIT
+        self._end = ALIGNMENT_ELEMENTS
         for index, adapter in enumerate(adapters, 1):
             self._place(index, adapter)
         self.buffer = torch.full((self._end + 16 * max(inputs, *widths),), torch.nan, dtype=dtype, device=device)
@@ -74,7 +74,7 @@ class World:
     def _store(self, values: torch.Tensor) -> int:
         at = self._end
         self._pieces.append((at, values))
-        self._end += -(-values.numel() // UNIT) * UNIT + UNIT
+        self._end += -(-values.numel() // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS + ALIGNMENT_ELEMENTS
         return at
 
     def batch(self, indices: Sequence[int]) -> LoraBatch:
@@ -88,7 +88,7 @@ class World:
         )
 
     def expected(self, x: torch.Tensor, indices: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute in float32; with `out`, the LoRA that is added to it, without factors and shifts."""
+        """Compute the output in float32. With `out`, add only LoRA to `out`."""
         wide = x.float()
         if out is None:
             y = wide @ self.weights.plain.float().t()
@@ -116,13 +116,13 @@ class World:
         return self.buffer[at : at + rows * width].view(rows, width).float()
 
 
-def spread(rows: int, adapters: int) -> list[int]:
-    """Give each adapter about as many rows as the others."""
+def spread_adapters(rows: int, adapters: int) -> list[int]:
+    """Distribute rows evenly over adapters."""
     return [1 + row * adapters // rows for row in range(rows)]
 
 
-def mix(rows: int, adapters: int, seed: int) -> list[int]:
-    """Draw adapters for rows, base rows among them, in the order of their indices."""
+def draw_adapters(rows: int, adapters: int, seed: int) -> list[int]:
+    """Draw sorted random adapter indices, including the base model."""
     draw = random.Random(seed)
     return sorted(draw.randint(0, adapters) for _ in range(rows))
 

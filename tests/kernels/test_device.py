@@ -6,7 +6,7 @@ from lorax_server.machine import resident_bytes
 CPU = torch.device("cpu")
 
 
-def test_zeros_take_memory_only_where_they_are_written() -> None:
+def test_allocate_zeros_uses_memory_on_write() -> None:
     before = resident_bytes()
     zeros = allocate_zeros([2**20, 256], torch.float32, CPU)  # 1 GiB
     assert zeros.shape == (2**20, 256)
@@ -16,7 +16,7 @@ def test_zeros_take_memory_only_where_they_are_written() -> None:
     assert not zeros[2**17].any()
 
 
-def test_zeros_of_any_dtype_and_shape() -> None:
+def test_allocate_zeros_dtypes_and_shapes() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         for shape in ([3, 5], [0, 4], [1]):
             zeros = allocate_zeros(shape, dtype, CPU)

@@ -1,4 +1,4 @@
-"""Outside of `kernels/` nothing asks which device or which kernels there are: `Ops` and `kernels.device` tell."""
+"""Only `kernels/` may check device types. Other code uses `Ops` and `kernels.device`."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import lorax_server
 
 ROOT = Path(lorax_server.__file__).parent
 FORBIDDEN = re.compile(r"device\.type|\.is_cuda|isinstance\([\w.]*\bops\b|\bops is (not )?reference")
-# Modules that choose a device, or tell a library which one was chosen.
+# Modules that select a device or pass it to a library.
 SELECTION = {
     "distributed.py",
     "models/padded_lm.py",
@@ -17,7 +17,7 @@ SELECTION = {
 }
 
 
-def test_only_kernels_know_devices() -> None:
+def test_only_kernels_check_device_type() -> None:
     found = {
         f"{path.relative_to(ROOT)}:{number}"
         for path in ROOT.rglob("*.py")

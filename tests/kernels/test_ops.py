@@ -3,7 +3,7 @@ import torch
 from lorax_server.kernels import PagedBatch
 
 
-def test_what_a_batch_derives_it_derives_once() -> None:
+def test_derived_value_is_computed_once() -> None:
     nothing = torch.zeros(0, dtype=torch.long)
     batch = PagedBatch(nothing, nothing, nothing, nothing)
     calls: list[str] = []
@@ -18,7 +18,7 @@ def test_what_a_batch_derives_it_derives_once() -> None:
     assert calls == ["first", "third"]
 
 
-def test_batches_share_nothing() -> None:
+def test_batches_have_separate_derived_values() -> None:
     nothing = torch.zeros(0, dtype=torch.long)
     first, second = (PagedBatch(nothing, nothing, nothing, nothing) for _ in range(2))
     first.cached("a", lambda: 1)

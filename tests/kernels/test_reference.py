@@ -1,4 +1,4 @@
-"""The reference ops against loops that are too simple to be wrong."""
+"""Reference ops against naive loops."""
 
 import math
 import random
@@ -41,7 +41,7 @@ def as_fp8(x: torch.Tensor, scale: float) -> torch.Tensor:
 def random_cache(
     kv_heads: int, block_size: int, head_dim: int, seed: int, *, dtype: torch.dtype = torch.float32, scale: float = 1.0
 ) -> torch.Tensor:
-    """Make a cache full of other sequences' tokens, so that a wrong read shows."""
+    """Make a cache filled with random tokens, so wrong reads change the result."""
     values = normal(NUM_BLOCKS, kv_heads, block_size, head_dim, seed=seed)
     return as_fp8(values, scale) if dtype == FP8 else values.to(dtype)
 
@@ -60,20 +60,20 @@ def attend_one(
     soft_cap: float | None = None,
     slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with one query `[heads, head_dim]`, the last among its keys, each `[kv_heads, head_dim]`."""
+    """Compute attention for one query `[heads, head_dim]` at the last position of its keys."""
     num_heads, num_kv_heads = len(q), len(keys[0])
     first = 0 if window is None else max(0, len(keys) - window)
     out = torch.zeros(q.shape, dtype=torch.float64)
     for head in range(num_heads):
-        shared = head * num_kv_heads // num_heads
-        scores = [float(q[head].double() @ key[shared]) * scale for key in keys[first:]]
+        shared_prefix = head * num_kv_heads // num_heads
+        scores = [float(q[head].double() @ key[shared_prefix]) * scale for key in keys[first:]]
         if soft_cap is not None:
             scores = [soft_cap * math.tanh(score / soft_cap) for score in scores]
         if slopes is not None:
             scores = [score - float(slopes[head]) * (len(scores) - 1 - at) for at, score in enumerate(scores)]
         weights = [math.exp(score) for score in scores]
         for weight, value in zip(weights, values[first:], strict=True):
-            out[head] += weight / sum(weights) * value[shared]
+            out[head] += weight / sum(weights) * value[shared_prefix]
     return out
 
 
@@ -82,11 +82,11 @@ def table_tensor(tables: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], dtype=torch.int32)
 
 
-Shapes = Sequence[tuple[int, int]]  # numbers of new and of cached tokens of each sequence
+Shapes = Sequence[tuple[int, int]]  # new and cached tokens per sequence
 
 
 def new_tokens(shapes: Shapes) -> list[tuple[int, int]]:
-    """Return each new token's sequence, and its position there."""
+    """Return the sequence and the position of each new token."""
     return [(row, position) for row, (new, cached) in enumerate(shapes) for position in range(cached, cached + new)]
 
 
@@ -99,44 +99,44 @@ def paged_batch(tables: Sequence[Sequence[int]], shapes: Shapes, block_size: int
 
 
 def decode_batch(tables: Sequence[Sequence[int]], lengths: Sequence[int], block_size: int) -> PagedBatch:
-    """Make a batch of one new token per sequence, the last of `lengths`."""
+    """Make a batch with one new token per sequence; `lengths` include it."""
     return paged_batch(tables, [(1, length - 1) for length in lengths], block_size)
 
 
-# --- where the blocks of a few sequences lie
+# --- block layouts
 
 
-def hand_out(blocks: Sequence[int], lengths: Sequence[int], block_size: int) -> list[list[int]]:
+def assign_blocks(blocks: Sequence[int], lengths: Sequence[int], block_size: int) -> list[list[int]]:
     remaining = iter(blocks)
     return [[next(remaining) for _ in range(-(-length // block_size))] for length in lengths]
 
 
 def contiguous(lengths: Sequence[int], block_size: int) -> list[list[int]]:
-    return hand_out(range(3, NUM_BLOCKS), lengths, block_size)
+    return assign_blocks(range(3, NUM_BLOCKS), lengths, block_size)
 
 
-def backwards(lengths: Sequence[int], block_size: int) -> list[list[int]]:
-    return hand_out(range(NUM_BLOCKS - 1, 0, -1), lengths, block_size)
+def descending(lengths: Sequence[int], block_size: int) -> list[list[int]]:
+    return assign_blocks(range(NUM_BLOCKS - 1, 0, -1), lengths, block_size)
 
 
 def shuffled(lengths: Sequence[int], block_size: int) -> list[list[int]]:
     count = sum(-(-length // block_size) for length in lengths)
-    return hand_out((torch.randperm(count, generator=generator()) + 2).tolist(), lengths, block_size)
+    return assign_blocks((torch.randperm(count, generator=generator()) + 2).tolist(), lengths, block_size)
 
 
 def with_gaps(lengths: Sequence[int], block_size: int) -> list[list[int]]:
-    """Hand out all blocks but every third, which another sequence has."""
-    return hand_out([block for block in range(1, NUM_BLOCKS) if block % 3 != 0], lengths, block_size)
+    """Assign blocks, skipping every third block."""
+    return assign_blocks([block for block in range(1, NUM_BLOCKS) if block % 3 != 0], lengths, block_size)
 
 
 def scattered(lengths: Sequence[int], block_size: int) -> list[list[int]]:
     count = sum(-(-length // block_size) for length in lengths)
     step = (NUM_BLOCKS - 1) // count
-    return hand_out(range(0, NUM_BLOCKS, step), lengths, block_size)
+    return assign_blocks(range(0, NUM_BLOCKS, step), lengths, block_size)
 
 
-def shared(lengths: Sequence[int], block_size: int) -> list[list[int]]:
-    """Share the first block among all sequences, and all blocks but the last between the last two."""
+def shared_prefix(lengths: Sequence[int], block_size: int) -> list[list[int]]:
+    """Share the first block among all sequences, and all but the last block between the last two."""
     tables = contiguous(lengths, block_size)
     for table in tables[1:]:
         table[0] = tables[0][0]
@@ -146,7 +146,7 @@ def shared(lengths: Sequence[int], block_size: int) -> list[list[int]]:
 
 
 Layout = Callable[[Sequence[int], int], list[list[int]]]
-LAYOUTS: list[Layout] = [contiguous, backwards, shuffled, with_gaps, scattered, shared]
+LAYOUTS: list[Layout] = [contiguous, descending, shuffled, with_gaps, scattered, shared_prefix]
 
 
 MIXED = [(5, 0), (1, 7), (3, 6), (5, 0), (1, 1), (2, 9), (3, 6), (1, 0), (4, 4)]
@@ -162,7 +162,7 @@ def written_cache(
     shapes: Shapes,
     kept: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return the expected cache once the new tokens, or only those in `kept`, are stored."""
+    """Return the expected cache after storing the new tokens (or only the tokens in `kept`)."""
     cache, block_size = cache.clone(), cache.shape[2]
     tokens = new_tokens(shapes)
     kept = range(len(tokens)) if kept is None else kept
@@ -174,12 +174,12 @@ def written_cache(
 
 
 def check_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare bits, so that a NaN is equal to itself."""
+    """Compare bits, so NaN equals NaN."""
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 def used_caches(block_size: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """Make caches that other sequences have used, with NaNs among the values."""
+    """Make used caches that contain NaN."""
     caches = [random_cache(2, block_size, 8, seed + index, dtype=dtype) for index in range(2)]
     for cache in caches:
         cache[::3, :, ::2] = math.nan
@@ -189,9 +189,7 @@ def used_caches(block_size: int, dtype: torch.dtype, seed: int) -> list[torch.Te
 @pytest.mark.parametrize("layout", [contiguous, scattered])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
-def test_write_kv_stores_each_token_and_leaves_the_rest_of_the_cache(
-    layout: Layout, block_size: int, dtype: torch.dtype
-) -> None:
+def test_write_kv_stores_only_new_tokens(layout: Layout, block_size: int, dtype: torch.dtype) -> None:
     tables = layout([new + cached for new, cached in MIXED], block_size)
     batch = paged_batch(tables, MIXED, block_size)
     for layer in range(2):
@@ -207,9 +205,7 @@ def test_write_kv_stores_each_token_and_leaves_the_rest_of_the_cache(
 @pytest.mark.parametrize("kept", [[0, 2, 4], [3, 4, 6], [5, 7], [1], [], list(range(8))])
 @pytest.mark.parametrize("by", ["slots", "indices", "both"])
 @pytest.mark.parametrize("dtype", [torch.float32, FP8])
-def test_write_kv_touches_no_block_of_tokens_that_it_is_not_to_store(
-    cached: int, kept: list[int], by: str, dtype: torch.dtype
-) -> None:
+def test_write_kv_skips_tokens_without_slot(cached: int, kept: list[int], by: str, dtype: torch.dtype) -> None:
     shapes, tables = [(5, cached), (3, 0)], [[7, 2, 12], [5]]
     whole = paged_batch(tables, shapes, 4)
     named = kept if by == "indices" else list(range(8)) if by == "slots" else sorted({*kept, 0, 6})
@@ -224,18 +220,18 @@ def test_write_kv_touches_no_block_of_tokens_that_it_is_not_to_store(
     check_bits(v_cache, expected[1])
 
 
-def test_write_kv_divides_by_the_scales_and_stays_finite_in_float8() -> None:
+def test_write_kv_scales_and_saturates_float8() -> None:
     k, v = torch.tensor([3.0, 1e6, -1e6, 0.25]).view(1, 1, 4), torch.tensor([1.0, 2.0, 4.0, -300.0]).view(1, 1, 4)
     k_cache, v_cache = torch.zeros(1, 1, 1, 4, dtype=FP8), torch.zeros(1, 1, 1, 4, dtype=FP8)
     batch = paged_batch([[0]], [(1, 0)], 1)
     reference.write_kv(k, v, (k_cache, v_cache), batch, AttentionSpec(1.0, None, 0.5, 4.0))
     assert k_cache.float().flatten().tolist() == [6.0, 448.0, -448.0, 0.5]
-    # 75 lies between 72 and 80, the nearest values of three mantissa bits.
+    # 75 is between 72 and 80, the nearest values with three mantissa bits.
     assert v_cache.float().flatten().tolist() == [0.25, 0.5, 1.0, -72.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_norm_with_a_float32_weight_is_gemmas(dtype: torch.dtype) -> None:
+def test_rms_norm_float32_weight_matches_gemma(dtype: torch.dtype) -> None:
     theirs = GemmaRMSNorm(48, eps=1e-6).to(dtype)
     theirs.weight.data = normal(48, seed=3, dtype=dtype)
     x = normal(40, 48, seed=4, dtype=dtype)
@@ -281,14 +277,14 @@ def check_decode(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
-def test_decode_wherever_the_blocks_lie(layout: Layout, block_size: int, window: int | None) -> None:
+def test_decode_with_any_block_layout(layout: Layout, block_size: int, window: int | None) -> None:
     lengths = [7, 1, 10, 4, 9]
     check_decode(layout(lengths, block_size), lengths, block_size, window=window)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1), (8, 2), (1, 1)])
 @pytest.mark.parametrize("layout", [with_gaps, scattered])
-def test_decode_with_heads_that_share_keys(heads: tuple[int, int], layout: Layout) -> None:
+def test_decode_grouped_query_heads(heads: tuple[int, int], layout: Layout) -> None:
     lengths = [5, 12, 3]
     check_decode(layout(lengths, 4), lengths, 4, heads=heads)
 
@@ -296,14 +292,14 @@ def test_decode_with_heads_that_share_keys(heads: tuple[int, int], layout: Layou
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 33])
 @pytest.mark.parametrize("layout", [contiguous, with_gaps, scattered])
 @pytest.mark.parametrize("window", [None, 4])
-def test_decode_of_one_sequence(length: int, layout: Layout, window: int | None) -> None:
+def test_decode_single_sequence(length: int, layout: Layout, window: int | None) -> None:
     check_decode(layout([length], 4), [length], 4, window=window)
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.02)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("window", [None, 5])
-def test_decode_over_a_float8_cache(scales: tuple[float, float], layout: Layout, window: int | None) -> None:
+def test_decode_float8_cache(scales: tuple[float, float], layout: Layout, window: int | None) -> None:
     lengths = [7, 1, 10, 4]
     check_decode(layout(lengths, 4), lengths, 4, cache_dtype=FP8, scales=scales, window=window)
 
@@ -311,7 +307,7 @@ def test_decode_over_a_float8_cache(scales: tuple[float, float], layout: Layout,
 @pytest.mark.parametrize("soft_cap", [0.5, 3.0])
 @pytest.mark.parametrize("layout", [contiguous, with_gaps, scattered])
 @pytest.mark.parametrize("window", [None, 5])
-def test_decode_with_a_soft_cap(soft_cap: float, layout: Layout, window: int | None) -> None:
+def test_decode_soft_cap(soft_cap: float, layout: Layout, window: int | None) -> None:
     lengths = [7, 1, 10, 4]
     check_decode(layout(lengths, 4), lengths, 4, soft_cap=soft_cap, window=window)
     check_decode(layout([9], 4), [9], 4, soft_cap=soft_cap, window=window, cache_dtype=FP8, scales=(0.05, 0.02))
@@ -320,12 +316,12 @@ def test_decode_with_a_soft_cap(soft_cap: float, layout: Layout, window: int | N
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("window", [None, 5])
-def test_decode_in_half_precision(dtype: torch.dtype, layout: Layout, window: int | None) -> None:
+def test_decode_half_precision(dtype: torch.dtype, layout: Layout, window: int | None) -> None:
     lengths = [7, 1, 10, 4]
     check_decode(layout(lengths, 4), lengths, 4, dtype=dtype, window=window, tolerance=2e-2)
 
 
-def test_decode_shares_its_plan_only_between_layers_of_one_window() -> None:
+def test_decode_plan_depends_on_window() -> None:
     lengths = [9, 6]
     tables = contiguous(lengths, 4)
     batch = decode_batch(tables, lengths, 4)
@@ -341,7 +337,7 @@ def test_decode_shares_its_plan_only_between_layers_of_one_window() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("layout", [contiguous, with_gaps, scattered])
-def test_decode_does_not_see_another_sequences_broken_blocks(bad: float, layout: Layout) -> None:
+def test_decode_ignores_nan_in_other_sequences(bad: float, layout: Layout) -> None:
     lengths = [8, 12]
     tables = layout(lengths, 4)
     k_cache, v_cache = random_cache(2, 4, 8, 1), random_cache(2, 4, 8, 2)
@@ -360,10 +356,10 @@ def test_decode_does_not_see_another_sequences_broken_blocks(bad: float, layout:
     [[(6, 4), (1, 1)], [(2, 3), (4, 1), (1, 1)], [(4, 1), (1, 2), (1, 1), (1, 1)], [(1, 1)] * 5],
     ids=["a prompt", "chunks that continue a block", "chunks that end with one", "token by token"],
 )
-def test_decode_does_not_see_what_the_last_owner_of_its_block_left(
+def test_decode_ignores_stale_block_contents(
     bad: float, layout: Layout, window: int | None, chunks: list[tuple[int, int]]
 ) -> None:
-    """Decode two sequences in blocks that all belonged to others before."""
+    """Decode two sequences in blocks with stale contents."""
     lengths = [sum(new) for new in zip(*chunks, strict=True)]
     tables = layout(lengths, 4)
     keys, values = ([normal(length, 2, 8, seed=seed + length) for length in lengths] for seed in (10, 20))
@@ -438,26 +434,26 @@ def check_prefill(
 
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
-def test_prefill_of_any_mixture(shapes: list[tuple[int, int]], window: int | None) -> None:
+def test_prefill_mixed_lengths(shapes: list[tuple[int, int]], window: int | None) -> None:
     check_prefill(shapes, window=window)
 
 
-@pytest.mark.parametrize("layout", [contiguous, backwards, shuffled, with_gaps, scattered])
+@pytest.mark.parametrize("layout", [contiguous, descending, shuffled, with_gaps, scattered])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_prefill_wherever_the_blocks_lie(layout: Layout, block_size: int) -> None:
+def test_prefill_with_any_block_layout(layout: Layout, block_size: int) -> None:
     check_prefill([(5, 0), (1, 7), (3, 6), (1, 1), (3, 6)], layout=layout, block_size=block_size)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1), (8, 2)])
 @pytest.mark.parametrize("window", [None, 4])
-def test_prefill_with_heads_that_share_keys(heads: tuple[int, int], window: int | None) -> None:
+def test_prefill_grouped_query_heads(heads: tuple[int, int], window: int | None) -> None:
     check_prefill(MIXED, heads=heads, window=window)
 
 
 @pytest.mark.parametrize("max_scores", [1, 200, 2**27])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
-def test_prefill_with_a_soft_cap(
+def test_prefill_soft_cap(
     heads: tuple[int, int], window: int | None, max_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference, "MAX_SCORES", max_scores)
@@ -467,7 +463,7 @@ def test_prefill_with_a_soft_cap(
 
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 4])
-def test_slopes(window: int | None, soft_cap: float | None) -> None:
+def test_alibi_slopes(window: int | None, soft_cap: float | None) -> None:
     slopes, lengths = torch.tensor([0.7, 0.1, -0.2, 0.0]), [7, 1, 10, 4]
     for layout in (contiguous, with_gaps, scattered):
         check_decode(layout(lengths, 4), lengths, 4, window=window, soft_cap=soft_cap, slopes=slopes)
@@ -478,20 +474,18 @@ def test_slopes(window: int | None, soft_cap: float | None) -> None:
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.02)])
 @pytest.mark.parametrize("window", [None, 4])
-def test_prefill_sees_its_own_tokens_as_a_float8_cache_stores_them(
-    scales: tuple[float, float], window: int | None
-) -> None:
+def test_prefill_rounds_new_tokens_to_float8_cache(scales: tuple[float, float], window: int | None) -> None:
     check_prefill(MIXED, cache_dtype=FP8, scales=scales, window=window)
 
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("window", [None, 4])
-def test_prefill_in_half_precision(dtype: torch.dtype, window: int | None) -> None:
+def test_prefill_half_precision(dtype: torch.dtype, window: int | None) -> None:
     check_prefill(MIXED, dtype=dtype, window=window, tolerance=2e-2)
 
 
-def test_prefill_reads_the_keys_it_is_given_where_they_are_not_stored() -> None:
-    """A prompt longer than its window stores only the end of it."""
+def test_prefill_uses_given_keys_without_slots() -> None:
+    """A prompt longer than its window stores only its last tokens."""
     q, k, v = normal(6, 2, 8, seed=1), normal(6, 2, 8, seed=2), normal(6, 2, 8, seed=3)
     k_cache, v_cache = random_cache(2, 4, 8, 4), random_cache(2, 4, 8, 5)
     batch = PagedBatch(
@@ -505,7 +499,7 @@ def test_prefill_reads_the_keys_it_is_given_where_they_are_not_stored() -> None:
         torch.testing.assert_close(out[position].double(), expected, rtol=0, atol=1e-5)
 
 
-def test_prefill_of_a_single_token_reads_the_key_it_is_given_where_it_is_not_stored() -> None:
+def test_prefill_single_token_uses_given_key_without_slot() -> None:
     q, k, v = normal(1, 2, 8, seed=1), normal(1, 2, 8, seed=2), normal(1, 2, 8, seed=3)
     k_cache, v_cache = random_cache(2, 4, 8, 4), random_cache(2, 4, 8, 5)
     batch = PagedBatch(torch.tensor([[7]]), torch.tensor([1]), torch.tensor([2]), torch.tensor([-1]))
@@ -522,7 +516,7 @@ def test_prefill_of_a_single_token_reads_the_key_it_is_given_where_it_is_not_sto
 
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("shape", [(3, 8), (2, 4, 16)])
-def test_rms_norm_row_by_row(with_residual: bool, shape: tuple[int, ...]) -> None:
+def test_rms_norm_matches_loop(with_residual: bool, shape: tuple[int, ...]) -> None:
     x, weight = normal(*shape, seed=1), normal(shape[-1], seed=2)
     residual = normal(*shape, seed=3) if with_residual else None
     before = x.clone()
@@ -537,7 +531,7 @@ def test_rms_norm_row_by_row(with_residual: bool, shape: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_rms_norm_in_half_precision_is_that_of_transformers(dtype: torch.dtype) -> None:
+def test_rms_norm_half_precision_matches_transformers(dtype: torch.dtype) -> None:
     x, residual = normal(16, 64, seed=1, dtype=dtype), normal(16, 64, seed=2, dtype=dtype)
     theirs = LlamaRMSNorm(64, eps=1e-5).to(dtype)
     theirs.weight.data = normal(64, seed=3, dtype=dtype)
@@ -548,7 +542,7 @@ def test_rms_norm_in_half_precision_is_that_of_transformers(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("head_dim", [8, 12])
-def test_rotary_turns_pairs_and_leaves_the_rest(head_dim: int) -> None:
+def test_rotary_rotates_only_leading_dimensions(head_dim: int) -> None:
     x = normal(3, 2, head_dim, seed=1)
     angles = normal(3, 4, seed=2)
     expected = x.clone()
@@ -565,7 +559,7 @@ def test_rotary_turns_pairs_and_leaves_the_rest(head_dim: int) -> None:
     assert torch.equal(rotated[..., 8:], x[..., 8:])
 
 
-def test_rotary_writes_through_a_view() -> None:
+def test_rotary_modifies_view_in_place() -> None:
     whole = normal(3, 6, 8, seed=1)
     before = whole.clone()
     angles = normal(3, 4, seed=2)
@@ -576,7 +570,7 @@ def test_rotary_writes_through_a_view() -> None:
     assert torch.equal(whole[:, [0, 4, 5]], before[:, [0, 4, 5]])
 
 
-def test_rotary_keeps_the_dtype() -> None:
+def test_rotary_keeps_dtype() -> None:
     x, angles = normal(3, 2, 8, seed=1), normal(3, 4, seed=2)
     half = x.bfloat16()
     reference.rotary(half, angles.cos(), angles.sin())
@@ -585,7 +579,7 @@ def test_rotary_keeps_the_dtype() -> None:
     torch.testing.assert_close(half.float(), x, rtol=0, atol=3e-2)
 
 
-def test_gated_linear_gates_the_second_half_by_the_first() -> None:
+def test_gated_linear_multiplies_activation_and_up() -> None:
     x, weights = normal(3, 6, seed=1), LinearWeights(normal(10, 6, seed=2), normal(10, seed=3))
     gate_up = reference.linear(x, weights, None, ())
     out = reference.gated_linear(x, weights, Activation("silu", torch.nn.functional.silu), None, ())
@@ -597,18 +591,18 @@ def test_gated_linear_gates_the_second_half_by_the_first() -> None:
 
 # --- LoRA
 
-# Two layers: one target from 12 to 9, then three from 10 to 7, 4 and 5.
+# Inputs and outputs of each target: one layer with one target, one with three.
 LORA_WIDTHS = ((12, 9), (10, 7), (10, 4), (10, 5))
 LORA_LAYERS = {
     "one target": [LoraTarget(0, slice(0, 9))],
     "three targets": [LoraTarget(1, slice(0, 7)), LoraTarget(2, slice(7, 11)), LoraTarget(3, slice(11, 16))],
 }
-LONG = 8  # tokens of a long run
+LONG_SEGMENT_TOKENS = 8  # tokens
 Runs = Sequence[tuple[int, int]]  # adapter, number of tokens
 
 
 class NanBuffer:
-    """A buffer with pieces at odd places, and NaNs between them that nothing may read."""
+    """A buffer with tensors at odd offsets and NaN between them."""
 
     def __init__(self) -> None:
         self.parts = [torch.full((3,), math.nan)]
@@ -654,7 +648,7 @@ def lora_batch(
 
 
 def token_fields(batch: LoraBatch, targets: Sequence[LoraTarget]) -> Iterator[tuple[int, LoraTarget, list[int], float]]:
-    """Yield every token with every target, and its adapter's fields and scale there."""
+    """Yield each token and target with the adapter's table fields and scale."""
     for adapter, start, stop in zip(batch.adapters, batch.bounds, batch.bounds[1:], strict=False):
         for token in range(start, stop):
             for target in targets:
@@ -674,7 +668,7 @@ def naive_lora(out: torch.Tensor, x: torch.Tensor, batch: LoraBatch, targets: Se
 
 
 def check_lora(batch: LoraBatch, targets: Sequence[LoraTarget], tolerance: float = 5e-6) -> None:
-    """Check some columns of a wider output, whose other columns must not change."""
+    """Check some columns of `out`. Other columns must not change."""
     x = normal(batch.bounds[-1], LORA_WIDTHS[targets[0].index][0], seed=1, dtype=batch.buffer.dtype)
     wide = normal(len(x), targets[-1].columns.stop + 5, seed=2, dtype=x.dtype)
     before, columns = wide.clone(), slice(3, 3 + targets[-1].columns.stop)
@@ -691,13 +685,13 @@ def check_lora(batch: LoraBatch, targets: Sequence[LoraTarget], tolerance: float
 def random_mix(seed: int, ranks: Sequence[int]) -> tuple[Runs, list[list[int]]]:
     draw = random.Random(seed)
     of_adapters = [[draw.choice(ranks) for _ in LORA_WIDTHS] for _ in range(6)]
-    lengths = (1, 1, 1, 2, 3, LONG - 1, LONG, LONG + 1, 20)
+    lengths = (1, 1, 1, 2, 3, LONG_SEGMENT_TOKENS - 1, LONG_SEGMENT_TOKENS, LONG_SEGMENT_TOKENS + 1, 20)
     return [(draw.randrange(7), draw.choice(lengths)) for _ in range(9)], of_adapters
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("layer", LORA_LAYERS)
-def test_each_token_goes_through_its_own_adapter(seed: int, layer: str) -> None:
+def test_lora_applies_adapter_of_each_token(seed: int, layer: str) -> None:
     check_lora(lora_batch(*random_mix(seed, (0, 1, 3, 8, 16, 17, 64))), LORA_LAYERS[layer])
 
 
@@ -714,21 +708,28 @@ SINGLE_TOKENS = [(1, 1), (3, 1), (2, 1), (4, 1), (1, 1)]
     [
         SINGLE_TOKENS,
         [(0, 1), *SINGLE_TOKENS, (0, 2)],
-        [(1, LONG * 3)],
-        [(1, LONG - 1), (2, LONG), (3, LONG + 1), (1, LONG - 1)],
-        [(4, 1), (2, LONG + 4), (0, 2), (1, LONG), (3, 1), (1, 2)],
-        [(0, 4), (3, 2), (4, LONG), (0, 9)],
-        [(1, 3), (2, 3), (3, 3)],  # all runs of one length, in order
-        [(1, 1), (2, 3), (0, 2)],  # as many tokens as two runs of three
+        [(1, LONG_SEGMENT_TOKENS * 3)],
+        [
+            (1, LONG_SEGMENT_TOKENS - 1),
+            (2, LONG_SEGMENT_TOKENS),
+            (3, LONG_SEGMENT_TOKENS + 1),
+            (1, LONG_SEGMENT_TOKENS - 1),
+        ],
+        [(4, 1), (2, LONG_SEGMENT_TOKENS + 4), (0, 2), (1, LONG_SEGMENT_TOKENS), (3, 1), (1, 2)],
+        [(0, 4), (3, 2), (4, LONG_SEGMENT_TOKENS), (0, 9)],
+        [(1, 3), (2, 3), (3, 3)],  # segments of equal length, in order
+        [(1, 1), (2, 3), (0, 2)],  # as many tokens as two segments of three
     ],
     ids=["tokens", "and base", "one long", "around the limit", "long and short", "base around", "even", "uneven"],
 )
-def test_runs_and_ranks_of_every_shape(layer: str, ranks: list[list[int]], runs: Runs) -> None:
+def test_lora_segment_and_rank_combinations(layer: str, ranks: list[list[int]], runs: Runs) -> None:
     check_lora(lora_batch(runs, ranks), LORA_LAYERS[layer])
 
 
-@pytest.mark.parametrize("runs", [[], [(0, 5)], [(0, LONG + 5)], [(4, 3), (0, 1), (4, LONG)]])
-def test_without_anything_to_add_the_output_stays_as_it_is(runs: Runs) -> None:
+@pytest.mark.parametrize(
+    "runs", [[], [(0, 5)], [(0, LONG_SEGMENT_TOKENS + 5)], [(4, 3), (0, 1), (4, LONG_SEGMENT_TOKENS)]]
+)
+def test_lora_without_weights_keeps_output(runs: Runs) -> None:
     batch = lora_batch(runs, MIXED_RANKS, factors=[1], shifts=[2])
     out = normal(batch.bounds[-1], 16, seed=2)
     before = out.clone()
@@ -738,8 +739,8 @@ def test_without_anything_to_add_the_output_stays_as_it_is(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_token_does_not_feel_its_neighbours(seed: int) -> None:
-    """Compare with each run alone."""
+def test_lora_is_batch_invariant(seed: int) -> None:
+    """Compare with each segment alone."""
     runs, ranks = random_mix(seed, (0, 3, 16, 17))
     batch, targets = lora_batch(runs, ranks), LORA_LAYERS["three targets"]
     x, together = normal(batch.bounds[-1], 10, seed=1), torch.zeros(batch.bounds[-1], 16)
@@ -750,9 +751,16 @@ def test_a_token_does_not_feel_its_neighbours(seed: int) -> None:
         torch.testing.assert_close(together[start:stop], alone, rtol=1e-6, atol=1e-6)
 
 
-def test_tokens_that_are_not_numbers_stay_among_themselves() -> None:
-    batch, targets = lora_batch([(1, 2), (0, 1), (2, 3), (3, LONG)], MIXED_RANKS), LORA_LAYERS["three targets"]
-    x, out, clean = normal(6 + LONG, 10, seed=1), torch.zeros(6 + LONG, 16), torch.zeros(6 + LONG, 16)
+def test_lora_nan_stays_in_its_segment() -> None:
+    batch, targets = (
+        lora_batch([(1, 2), (0, 1), (2, 3), (3, LONG_SEGMENT_TOKENS)], MIXED_RANKS),
+        LORA_LAYERS["three targets"],
+    )
+    x, out, clean = (
+        normal(6 + LONG_SEGMENT_TOKENS, 10, seed=1),
+        torch.zeros(6 + LONG_SEGMENT_TOKENS, 16),
+        torch.zeros(6 + LONG_SEGMENT_TOKENS, 16),
+    )
     reference.add_lora(clean, x, batch, targets)
     x[[0, 2, 4]] = math.nan
     reference.add_lora(out, x, batch, targets)
@@ -763,18 +771,16 @@ def test_tokens_that_are_not_numbers_stay_among_themselves() -> None:
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("layer", LORA_LAYERS)
-def test_lora_in_half_precision(layer: str, dtype: torch.dtype) -> None:
-    runs = [(1, 1), (2, LONG), (0, 2), (1, 3), (3, 2)]
+def test_lora_half_precision(layer: str, dtype: torch.dtype) -> None:
+    runs = [(1, 1), (2, LONG_SEGMENT_TOKENS), (0, 2), (1, 3), (3, 2)]
     check_lora(lora_batch(runs, MIXED_RANKS, dtype=dtype), LORA_LAYERS[layer], tolerance=4e-2)
 
 
 @pytest.mark.parametrize("layer", LORA_LAYERS)
 @pytest.mark.parametrize(("factors", "shifts"), [([1, 3], []), ([], [1, 3]), ([1, 2], [2, 3])])
-@pytest.mark.parametrize("length", [1, 3, LONG - 1, LONG, LONG + 9])
-def test_outputs_are_multiplied_and_then_shifted(
-    layer: str, factors: list[int], shifts: list[int], length: int
-) -> None:
-    runs = [(1, length), (0, 2), (3, 1), (2, length), (4, 2), (3, length), (0, LONG)]
+@pytest.mark.parametrize("length", [1, 3, LONG_SEGMENT_TOKENS - 1, LONG_SEGMENT_TOKENS, LONG_SEGMENT_TOKENS + 9])
+def test_factor_is_applied_before_shift(layer: str, factors: list[int], shifts: list[int], length: int) -> None:
+    runs = [(1, length), (0, 2), (3, 1), (2, length), (4, 2), (3, length), (0, LONG_SEGMENT_TOKENS)]
     batch, targets = lora_batch(runs, [[0] * 4] * 4, factors=factors, shifts=shifts), LORA_LAYERS[layer]
     wide = normal(batch.bounds[-1], 24, seed=1)
     expected, local = wide.clone(), wide[:, 3 : 3 + targets[-1].columns.stop]
@@ -787,7 +793,7 @@ def test_outputs_are_multiplied_and_then_shifted(
             if fields[Field.SHIFT] >= 0:
                 expected[token, at] += batch.buffer[fields[Field.SHIFT] + column]
     reference.scale_and_shift(local, batch, targets)
-    assert torch.equal(wide, expected)  # so that tokens and columns without are the same bit for bit
+    assert torch.equal(wide, expected)  # unchanged tokens and columns must be bitwise equal
 
 
 # --- linear
@@ -795,7 +801,7 @@ def test_outputs_are_multiplied_and_then_shifted(
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 9])
-def test_a_linear_multiplies(bias: bool, rows: int) -> None:
+def test_linear_without_adapters(bias: bool, rows: int) -> None:
     weight, added, x = normal(10, 6, seed=1), normal(10, seed=2) if bias else None, normal(rows, 6, seed=3)
     out = reference.linear(x, LinearWeights(weight, added), None, ())
     torch.testing.assert_close(out, F.linear(x, weight, added), rtol=1e-5, atol=1e-5)
@@ -803,7 +809,7 @@ def test_a_linear_multiplies(bias: bool, rows: int) -> None:
 
 @pytest.mark.parametrize("with_rank", [False, True])
 @pytest.mark.parametrize("with_vectors", [False, True])
-def test_a_linear_adds_lora_and_then_vectors(with_rank: bool, with_vectors: bool) -> None:
+def test_linear_adds_lora_before_factor_and_shift(with_rank: bool, with_vectors: bool) -> None:
     having = [1] if with_vectors else []
     batch = lora_batch([(0, 2), (1, 3)], [[4 * with_rank] * 4], factors=having, shifts=having)
     weights, x = LinearWeights(normal(9, 12, seed=1)), normal(5, 12, seed=2)

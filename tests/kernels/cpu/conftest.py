@@ -1,4 +1,4 @@
-"""The native kernels. Where they were not built, the tests of this folder fail: they must not be left out unseen."""
+"""Fixtures for native kernels. Without a built library, the tests fail instead of being skipped."""
 
 from collections.abc import Iterator
 
@@ -17,13 +17,13 @@ def library() -> Library:
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> CpuOps:
-    """Linears of bfloat16 as AMX computes them, on any CPU."""
+    """CPU ops with emulated AMX tiles, on any CPU."""
     return CpuOps(build_emulated(tmp_path_factory.mktemp("emulated")))
 
 
 @pytest.fixture
 def restored_threads() -> Iterator[None]:
-    """Let a test change the number of threads."""
+    """Restore the number of torch threads after the test."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

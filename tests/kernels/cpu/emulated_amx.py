@@ -1,4 +1,4 @@
-"""Linears with an emulation of the tiles of AMX, built for tests."""
+"""Build the linear kernels with emulated AMX tiles, for tests on any CPU."""
 
 import ctypes
 import shutil
@@ -26,7 +26,7 @@ OPS = ("linear", "look_up_rows", "get_cpu_features")
 
 
 class EmulatedLibrary(Library):
-    """A library that has nothing but linears."""
+    """A library with only the linear kernels."""
 
     def __init__(self, path: Path) -> None:
         native = ctypes.CDLL(str(path))
@@ -39,7 +39,7 @@ class EmulatedLibrary(Library):
 
 
 def build_emulated(folder: Path) -> EmulatedLibrary:
-    Library()  # its threads are torch's
+    Library()  # OpenMP comes from torch
     path, compiler = folder / "emulated.so", shutil.which("c++") or shutil.which("g++")
     assert compiler, "the native kernels were built, so there is a C++ compiler"
     subprocess.run([compiler, *FLAGS, f"-I{PACKAGE_DIR / 'native'}", str(SOURCE), "-o", str(path)], check=True)

@@ -1,4 +1,4 @@
-"""A declaration that differs between Python and C++ is an error when the library is loaded."""
+"""Tests that loading the library checks all declarations."""
 
 import ctypes
 from collections.abc import Mapping
@@ -24,13 +24,13 @@ GATE = abi.FUNCTIONS["gate"]
     ],
     ids=["swapped arguments of one type", "swapped arguments", "too few", "too many", "another type"],
 )
-def test_a_wrong_signature_is_an_error(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signature_mismatch_raises_abi_error(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(abi.FUNCTIONS, "gate", wrong)
     with pytest.raises(AbiError, match=r"`gate` is declared as .* in C[+][+], but as .* in Python"):
         Library()
 
 
-def test_a_wrong_field_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_field_mismatch_raises_abi_error(monkeypatch: pytest.MonkeyPatch) -> None:
     swapped = abi.STRUCTS["Matrix"].replace("int64_t outputs; int64_t inputs;", "int64_t inputs; int64_t outputs;")
     monkeypatch.setitem(abi.STRUCTS, "Matrix", swapped)
     with pytest.raises(AbiError, match="`Matrix` is declared as"):
@@ -38,14 +38,14 @@ def test_a_wrong_field_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("enum", "member"), [("Dtype", "FLOAT16"), ("Gate", "SILU"), ("Field", "FIELDS")])
-def test_a_wrong_number_is_an_error(enum: str, member: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enum_mismatch_raises_abi_error(enum: str, member: str, monkeypatch: pytest.MonkeyPatch) -> None:
     members: Mapping[str, int] = {**abi.ENUMS[enum], member: 77}
     monkeypatch.setitem(abi.ENUMS, enum, members)
     with pytest.raises(AbiError, match=rf"`{enum}.{member}` is .* in C[+][+], but 77 in Python"):
         Library()
 
 
-def test_structs_have_the_fields_of_their_declarations() -> None:
+def test_structs_match_declarations() -> None:
     assert [name for name, *_ in Lora._fields_][:3] == ["buffer", "table", "scales"]
     assert ctypes.sizeof(Lora) == 8 * 8
     assert dict(abi.struct_fields("Matrix"))["stored"] is ctypes.c_int32

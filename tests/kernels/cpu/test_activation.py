@@ -1,4 +1,4 @@
-"""The native gate against torch, and against float64."""
+"""Native gated activations against torch and float64."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from lorax_server.kernels.cpu.library import Library
 from lorax_server.kernels.cpu.ops import CpuOps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # half a step of a value's last place
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # about half an ulp
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -34,7 +34,7 @@ def activate(library: Library, values: torch.Tensor, kind: Gate) -> torch.Tensor
 
 @pytest.mark.parametrize(("kind", "function"), KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gate(kind: Gate, function: Function, dtype: torch.dtype, library: Library) -> None:
+def test_gate_matches_torch(kind: Gate, function: Function, dtype: torch.dtype, library: Library) -> None:
     for rows, width in [(0, 8), (1, 1), (1, 1536), (3, 5), (7, 67), (2, 3000)]:
         x = 3 * normal(rows, 2 * width, seed=width, dtype=dtype)
         left, right = x.double().chunk(2, dim=-1)
@@ -47,7 +47,7 @@ def test_gate(kind: Gate, function: Function, dtype: torch.dtype, library: Libra
 
 
 @pytest.mark.parametrize(("kind", "function"), KINDS)
-def test_activations_are_exact_everywhere(kind: Gate, function: Function, library: Library) -> None:
+def test_activation_precision_over_range(kind: Gate, function: Function, library: Library) -> None:
     x = torch.linspace(-100, 100, 400_001)
     found = activate(library, x, kind).double()
     torch.testing.assert_close(found, function(x.double()), rtol=3e-7, atol=1e-6)
@@ -56,17 +56,17 @@ def test_activations_are_exact_everywhere(kind: Gate, function: Function, librar
 
 
 @pytest.mark.parametrize(("kind", "function"), KINDS)
-def test_activations_at_the_ends(kind: Gate, function: Function, library: Library) -> None:
+def test_activation_extreme_values(kind: Gate, function: Function, library: Library) -> None:
     x = torch.tensor([-math.inf, math.inf, math.nan, -100, -89, -88, 88, 89, 0.0, -0.0, 1e20, -1e20, 1e-40])
     torch.testing.assert_close(activate(library, x, kind), function(x), rtol=1e-6, atol=1e-35, equal_nan=True)
 
 
-def test_an_odd_number_has_no_halves(library: Library) -> None:
-    with pytest.raises(ValueError, match="no two halves"):
+def test_gate_rejects_odd_width(library: Library) -> None:
+    with pytest.raises(ValueError, match="even number of columns"):
         CpuOps(library).apply_gate(torch.zeros(2, 7), Gate.SILU)
 
 
-def test_a_row_is_alone(library: Library) -> None:
+def test_gate_rows_are_independent(library: Library) -> None:
     x = normal(9, 134, seed=1)
     expected = CpuOps(library).apply_gate(x, Gate.SILU)
     x[4] = math.nan
@@ -79,7 +79,7 @@ def test_a_row_is_alone(library: Library) -> None:
 
 @pytest.mark.usefixtures("restored_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threads_change_no_bit(dtype: torch.dtype, library: Library) -> None:
+def test_result_is_independent_of_threads(dtype: torch.dtype, library: Library) -> None:
     x, found = normal(11, 5002, seed=1, dtype=dtype), []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""bfloat16 by the tiles of AMX, bit for bit as Intel says; emulated, and by this CPU where it has them."""
+"""AMX products against Intel's specification, bit for bit: emulated, and native if the CPU has AMX."""
 
 import pytest
 import torch
@@ -8,10 +8,10 @@ from lorax_server.kernels import Activation
 from lorax_server.kernels.cpu.abi import Dtype
 from lorax_server.kernels.cpu.ops import CpuOps
 from lorax_server.kernels.panels import PanelMatrix, to_paired_panels
-from tests.kernels.batches import Adapter, World, error, mix
+from tests.kernels.batches import Adapter, LinearCase, draw_adapters, error
 
 ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 257, 300)
-# Inputs and outputs: less than a tile, whole tiles, some more; over 1024 inputs sums go through memory.
+# Inputs and outputs: partial and whole tiles. With more than 1024 inputs, sums are stored between blocks.
 SHAPES = [(1, 1), (31, 33), (32, 32), (64, 160), (100, 70), (1056, 40)]
 TINY = torch.finfo(torch.float32).tiny
 SILU = Activation("silu", F.silu)
@@ -20,7 +20,7 @@ SILU = Activation("silu", F.silu)
 NATIVE = CpuOps()
 
 
-# The emulation is compiled first, for seconds.
+# Compiling the emulation takes seconds.
 EMULATED = pytest.param("emulated", marks=pytest.mark.slow)
 
 
@@ -35,7 +35,7 @@ def flush(x: torch.Tensor) -> torch.Tensor:
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply as `tdpbf16ps` is specified. A product of two bfloat16 numbers is exact in float64."""
+    """Multiply as specified for `tdpbf16ps`. Products of bfloat16 values are exact in float64."""
     missing = -x.shape[1] % 32
     left, right = (flush(F.pad(one, (0, missing)).float()).double() for one in (x, weight))
     total = torch.zeros(len(x), len(weight))
@@ -48,10 +48,10 @@ def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_the_bits_are_those_of_the_instruction(ops: CpuOps, inputs: int, outputs: int) -> None:
-    # Of few bits, so that a sum of float64 is exact before it is rounded to float32, once.
+def test_amx_product_matches_instruction_bits(ops: CpuOps, inputs: int, outputs: int) -> None:
+    # Inputs have few bits, so float64 sums are exact and are rounded to float32 only once.
     weight, x = (torch.randn(n, inputs).mul(64).round().div(16).bfloat16() for n in (outputs, max(ROWS)))
-    scales = torch.randint(-6, 6, (inputs,)).exp2()  # sums of float32 must be rounded
+    scales = torch.randint(-6, 6, (inputs,)).exp2()  # float32 sums must round
     weight, x = (weight * scales).bfloat16(), (x * scales.flip(0)).bfloat16()
     weights, expected = ops.make_linear(weight, None), multiply(x, weight).bfloat16()
     assert isinstance(weights.weight, PanelMatrix)
@@ -61,21 +61,21 @@ def test_the_bits_are_those_of_the_instruction(ops: CpuOps, inputs: int, outputs
 
 
 def draw_powers(*shape: int) -> torch.Tensor:
-    """Draw powers of two, some of them too small for a normal float."""
+    """Draw powers of two, including denormals."""
     exponents = torch.tensor([-133, -128, -126, -125, -66, -64, -63, -62, -61, -60, -1, 0])
     sign = torch.randint(0, 2, shape) * 2 - 1
     return (exponents[torch.randint(len(exponents), shape)].float().exp2() * sign).bfloat16()
 
 
-def test_what_is_too_small_for_a_normal_float_is_zero(ops: CpuOps) -> None:
+def test_amx_flushes_denormals_to_zero(ops: CpuOps) -> None:
     x, weight = draw_powers(20, 64), draw_powers(40, 64)
-    x[:10, ::2] = 2.0**-64  # whose sums are about the smallest normal float
+    x[:10, ::2] = 2.0**-64  # sums are near the smallest normal float
     weight[:20] = weight[:20].sign() * 2.0**-63
     found = ops.linear(x, ops.make_linear(weight, None), None, ())
     assert torch.equal(found, multiply(x, weight).bfloat16())
 
 
-def test_a_row_of_infinities_or_nans_leaves_the_others(ops: CpuOps) -> None:
+def test_infinite_and_nan_rows_do_not_affect_others(ops: CpuOps) -> None:
     x, weights = torch.randn(40, 50).bfloat16(), ops.make_linear(torch.randn(70, 50).bfloat16(), None)
     clean = ops.linear(x, weights, None, ())
     x[7], x[23, 49] = torch.inf, torch.nan
@@ -87,11 +87,11 @@ def test_a_row_of_infinities_or_nans_leaves_the_others(ops: CpuOps) -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_adapters_and_gates(ops: CpuOps, gated: bool) -> None:
+def test_amx_adapters_and_gates(ops: CpuOps, gated: bool) -> None:
     adapters = [Adapter([8, 4]), Adapter([0, 3], vectors=True), Adapter([17, 0], vectors=True)]
-    world = World(96, [160, 160], adapters, dtype=torch.bfloat16, bias=True, seed=3, device="cpu")
+    world = LinearCase(96, [160, 160], adapters, dtype=torch.bfloat16, bias=True, seed=3, device="cpu")
     weights = ops.make_linear(world.weights.plain, world.weights.bias)
-    x, indices = world.normal(300, world.inputs), mix(300, len(adapters), seed=5)
+    x, indices = world.normal(300, world.inputs), draw_adapters(300, len(adapters), seed=5)
 
     def run(rows: slice) -> torch.Tensor:
         batch = world.batch(indices[rows])
@@ -110,18 +110,18 @@ def test_adapters_and_gates(ops: CpuOps, gated: bool) -> None:
     assert torch.equal(run(slice(300)), together)
 
 
-def test_rows_that_lie_apart(ops: CpuOps) -> None:
+def test_strided_inputs(ops: CpuOps) -> None:
     wide, weights = torch.randn(20, 200).bfloat16(), ops.make_linear(torch.randn(70, 64).bfloat16(), None)
     for x in (wide[:, 3:67], wide[:, 8:136:2]):
         assert torch.equal(ops.linear(x, weights, None, ()), ops.linear(x.contiguous(), weights, None, ()))
 
 
-def test_no_rows(ops: CpuOps) -> None:
+def test_empty_batch(ops: CpuOps) -> None:
     weights = ops.make_linear(torch.randn(70, 64).bfloat16(), None)
     assert ops.linear(torch.empty(0, 64, dtype=torch.bfloat16), weights, None, ()).shape == (0, 70)
 
 
-def test_rows_of_pairs(ops: CpuOps) -> None:
+def test_look_up_rows_in_paired_panels(ops: CpuOps) -> None:
     weight = torch.randn(75, 37).bfloat16()
     matrix = ops.make_linear(weight, None).weight
     assert isinstance(matrix, PanelMatrix)
@@ -134,8 +134,8 @@ def test_rows_of_pairs(ops: CpuOps) -> None:
     assert torch.equal(ops.look_up_rows(matrix[5:], ids[1]), weight[5:][ids[1]])
 
 
-def test_float32_stays_exact(ops: CpuOps) -> None:
-    """What bfloat16 holds is stored so, but never multiplied by tiles in a float32 model."""
+def test_float32_model_does_not_use_amx(ops: CpuOps) -> None:
+    """Weights that are exact in bfloat16 are stored in bfloat16, but float32 models do not use AMX."""
     x, weight = torch.randn(5, 64), torch.randn(40, 64).bfloat16().float()
     weights = ops.make_linear(weight, None)
     assert isinstance(weights.weight, PanelMatrix)
@@ -143,7 +143,7 @@ def test_float32_stays_exact(ops: CpuOps) -> None:
     assert error(ops.linear(x, weights, None, ()), x @ weight.t()) < 2e-6
 
 
-def test_pairs_are_beside_each_other() -> None:
+def test_paired_panel_layout() -> None:
     weight = torch.arange(40 * 34).view(40, 34).bfloat16()
     panels = to_paired_panels(weight, 32).panels
     assert (panels.shape, Dtype.BFLOAT16_PAIRS) == ((2, 32, 32, 2), 3)

@@ -1,4 +1,4 @@
-"""Native rotation, cache writes and attention against the reference."""
+"""Native RoPE, KV cache writes and attention against the reference."""
 
 import math
 from collections.abc import Sequence
@@ -10,11 +10,20 @@ import torch
 from lorax_server.kernels import AttentionSpec, HostLengths, LayerCache, PagedBatch, reference
 from lorax_server.kernels.cpu.library import Library
 from lorax_server.kernels.cpu.ops import CpuOps
-from tests.kernels.triton.cases import BF16, DTYPES, FP16, FP32, cover_pairs
-from tests.kernels.triton.paging import BAD, FP8, attend_plainly, check_bits, fill, make_batch, normal, without_bad
+from tests.kernels.triton.cases import BF16, DTYPES, FP16, FP32, pairwise_cases
+from tests.kernels.triton.paging import (
+    FP8,
+    STALE_VALUE,
+    attend_in_float64,
+    check_bits,
+    fill_cache,
+    make_batch,
+    nan_to_zero,
+    normal,
+)
 
-Heads = tuple[int, int, int]  # query heads, key heads, head_dim
-Shapes = list[tuple[int, int]]  # new and cached tokens of each sequence
+Heads = tuple[int, int, int]  # query heads, KV heads, head_dim
+Shapes = list[tuple[int, int]]  # new and cached tokens per sequence
 
 TOLERANCE = {FP32: 1e-5, FP16: 2e-3, BF16: 2e-2}
 HEADS: list[Heads] = [(3, 3, 5), (4, 1, 16), (9, 3, 64), (10, 2, 80), (5, 1, 96), (7, 7, 128), (20, 1, 24)]
@@ -26,7 +35,7 @@ MIX: Shapes = [(70, 0), (3, 130), (1, 12), (40, 64)]
 
 
 class Case:
-    """Sequences, caches that are NaN wherever they have no token, and views of one tensor of queries, keys, values."""
+    """Sequences with a NaN-filled cache, and strided views for queries, keys and values."""
 
     def __init__(
         self,
@@ -42,7 +51,9 @@ class Case:
         self.shapes = shapes
         self.spec = AttentionSpec(head_dim**-0.5, window)
         self.batch, blocks = make_batch(shapes, block_size, seed=seed)
-        self.cache = fill(self.batch, (blocks, num_kv_heads, block_size, head_dim), dtype, bad=BAD, seed=1)
+        self.cache = fill_cache(
+            self.batch, (blocks, num_kv_heads, block_size, head_dim), dtype, stale=STALE_VALUE, seed=1
+        )
         tokens = sum(max(new, not new + cached) for new, cached in shapes)
         fused = normal(tokens, num_heads + 2 * num_kv_heads, head_dim, seed=2, dtype=dtype)
         self.q, self.k, self.v = fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -54,8 +65,8 @@ class Case:
         return CpuOps(library).prefill_attention(self.q, self.k, self.v, self.cache, self.batch, self.spec)
 
 
-def cut(case: Case, rows: Sequence[int]) -> Case:
-    """Return the same sequences without the others."""
+def select_sequences(case: Case, rows: Sequence[int]) -> Case:
+    """Return a case with only the given sequences."""
     part = object.__new__(Case)
     starts = [sum(new for new, _ in case.shapes[:row]) for row in range(len(case.shapes))]
     tokens = [start + i for row in rows for start in [starts[row]] for i in range(case.shapes[row][0])]
@@ -74,8 +85,8 @@ def tokens_of(case: Case, row: int) -> slice:
     return slice(start, start + case.shapes[row][0])
 
 
-def wide(cache: LayerCache) -> LayerCache:
-    keys, values = without_bad(cache)
+def widen_cache(cache: LayerCache) -> LayerCache:
+    keys, values = nan_to_zero(cache)
     return keys.float(), values.float()
 
 
@@ -86,56 +97,58 @@ def check_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize(
-    ("heads", "dtype", "window", "block_size"), cover_pairs(HEADS, DTYPES, WINDOWS, BLOCK_SIZES), ids=str
+    ("heads", "dtype", "window", "block_size"), pairwise_cases(HEADS, DTYPES, WINDOWS, BLOCK_SIZES), ids=str
 )
-def test_decode_attention(
+def test_decode_attention_matches_reference(
     library: Library, heads: Heads, dtype: torch.dtype, window: int | None, block_size: int
 ) -> None:
     case = Case([(1, n - 1) for n in LENGTHS], heads, block_size=block_size, dtype=dtype, window=window)
-    expected = reference.decode_attention(case.q.float(), wide(case.cache), replace(case.batch, derived={}), case.spec)
+    expected = reference.decode_attention(
+        case.q.float(), widen_cache(case.cache), replace(case.batch, derived={}), case.spec
+    )
     check_close(case.decode(library), expected, dtype)
 
 
 @pytest.mark.parametrize(
-    ("heads", "dtype", "window", "block_size"), cover_pairs(HEADS, DTYPES, WINDOWS, BLOCK_SIZES), ids=str
+    ("heads", "dtype", "window", "block_size"), pairwise_cases(HEADS, DTYPES, WINDOWS, BLOCK_SIZES), ids=str
 )
-def test_prefill_attention(
+def test_prefill_attention_matches_reference(
     library: Library, heads: Heads, dtype: torch.dtype, window: int | None, block_size: int
 ) -> None:
     case = Case(PROMPTS, heads, block_size=block_size, dtype=dtype, window=window)
     CpuOps(library).write_kv(case.k, case.v, case.cache, case.batch, case.spec)
     q, k, v = (x.float() for x in (case.q, case.k, case.v))
-    expected = reference.prefill_attention(q, k, v, wide(case.cache), replace(case.batch, derived={}), case.spec)
+    expected = reference.prefill_attention(q, k, v, widen_cache(case.cache), replace(case.batch, derived={}), case.spec)
     check_close(case.prefill(library), expected, dtype)
 
 
-def test_many_lengths(library: Library) -> None:
+def test_decode_attention_of_many_lengths(library: Library) -> None:
     lengths = [*range(1, 40), *range(61, 68), *range(125, 132), *range(255, 258), 513]
     case = Case([(1, n - 1) for n in lengths], (2, 1, 8))
-    expected = reference.decode_attention(case.q, wide(case.cache), replace(case.batch, derived={}), case.spec)
+    expected = reference.decode_attention(case.q, widen_cache(case.cache), replace(case.batch, derived={}), case.spec)
     check_close(case.decode(library), expected, FP32)
     case = Case([(n % 97 + 1, n) for n in range(0, 200, 11)], (2, 1, 8))
     CpuOps(library).write_kv(case.k, case.v, case.cache, case.batch, case.spec)
     expected = reference.prefill_attention(
-        case.q, case.k, case.v, wide(case.cache), replace(case.batch, derived={}), case.spec
+        case.q, case.k, case.v, widen_cache(case.cache), replace(case.batch, derived={}), case.spec
     )
     check_close(case.prefill(library), expected, FP32)
 
 
-def test_new_tokens_need_not_be_stored(library: Library) -> None:
+def test_prefill_attention_without_slots(library: Library) -> None:
     case = Case(PROMPTS, window=40)
     cached = Case(PROMPTS, window=40)
     CpuOps(library).write_kv(cached.k, cached.v, cached.cache, cached.batch, cached.spec)
     check_bits(case.prefill(library), cached.prefill(library))
 
 
-def test_rows_of_padding_are_zeros(library: Library) -> None:
+def test_padding_rows_are_zero(library: Library) -> None:
     out = Case([(0, 0), (1, 40), (0, 0)]).decode(library)
     assert not out[[0, 2]].any()
-    check_bits(out[1:2], cut_padding(library))
+    check_bits(out[1:2], attend_padded_batch(library))
 
 
-def cut_padding(library: Library) -> torch.Tensor:
+def attend_padded_batch(library: Library) -> torch.Tensor:
     case = Case([(0, 0), (1, 40), (0, 0)])
     batch = case.batch
     alone = PagedBatch(batch.block_tables[1:2], batch.input_lengths[1:2], batch.cache_lengths[1:2], batch.slots[1:2])
@@ -143,7 +156,7 @@ def cut_padding(library: Library) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_not_a_number_stays_in_its_sequence(library: Library, dtype: torch.dtype) -> None:
+def test_nan_stays_in_its_sequence(library: Library, dtype: torch.dtype) -> None:
     clean, broken = Case(MIX, dtype=dtype), Case(MIX, dtype=dtype)
     broken.k[tokens_of(broken, 1)], broken.v[tokens_of(broken, 1)] = math.nan, math.inf
     broken.q[tokens_of(broken, 2)] = math.nan
@@ -161,20 +174,20 @@ def test_what_is_not_a_number_stays_in_its_sequence(library: Library, dtype: tor
 
 
 @pytest.mark.parametrize(("dtype", "window"), [(FP32, None), (BF16, 50), (FP16, None)], ids=str)
-def test_a_row_has_the_same_bits_alone_and_in_a_mix(library: Library, dtype: torch.dtype, window: int | None) -> None:
+def test_attention_bits_are_batch_invariant(library: Library, dtype: torch.dtype, window: int | None) -> None:
     case = Case(MIX, (9, 3, 64), dtype=dtype, window=window)
     CpuOps(library).write_kv(case.k, case.v, case.cache, case.batch, case.spec)
     together = case.prefill(library)
     for row in range(len(MIX)):
-        check_bits(cut(case, [row]).prefill(library), together[tokens_of(case, row)])
-    check_bits(cut(case, [2]).decode(library), together[tokens_of(case, 2)])
+        check_bits(select_sequences(case, [row]).prefill(library), together[tokens_of(case, row)])
+    check_bits(select_sequences(case, [2]).decode(library), together[tokens_of(case, 2)])
     case = Case([(1, n) for n in (3, 600, 127, 128)], (9, 3, 64), dtype=dtype, window=window)
     together = case.decode(library)
     for row in range(4):
-        check_bits(cut(case, [row]).decode(library), together[row : row + 1])
+        check_bits(select_sequences(case, [row]).decode(library), together[row : row + 1])
 
 
-def test_bits_do_not_depend_on_the_cut_of_a_prompt(library: Library) -> None:
+def test_attention_bits_are_independent_of_prompt_chunks(library: Library) -> None:
     whole = Case([(300, 0)], (9, 3, 64), window=150)
     expected, found = whole.prefill(library), []
     CpuOps(library).write_kv(whole.k, whole.v, whole.cache, whole.batch, whole.spec)
@@ -190,7 +203,7 @@ def test_bits_do_not_depend_on_the_cut_of_a_prompt(library: Library) -> None:
 
 
 @pytest.mark.usefixtures("restored_threads")
-def test_bits_do_not_depend_on_threads(library: Library) -> None:
+def test_attention_bits_are_independent_of_threads(library: Library) -> None:
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -205,7 +218,7 @@ def test_bits_do_not_depend_on_threads(library: Library) -> None:
             check_bits(other, one)
 
 
-def test_lengths_tables_and_slots_of_other_dtypes(library: Library) -> None:
+def test_other_index_dtypes(library: Library) -> None:
     case = Case(PROMPTS)
     expected = case.prefill(library)
     batch = case.batch
@@ -229,7 +242,7 @@ def angles(tokens: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (5, 2), (80, 20), (24, 11), (128, 64)])
-def test_rotary(library: Library, dtype: torch.dtype, head_dim: int, half: int) -> None:
+def test_rotary_matches_reference(library: Library, dtype: torch.dtype, head_dim: int, half: int) -> None:
     fused = normal(9, 7, head_dim, seed=3, dtype=dtype)
     expected, (cos, sin) = fused.clone(), angles(9, half)
     CpuOps(library).rotary(fused[:, 1:5], cos, sin)
@@ -241,7 +254,7 @@ def test_rotary(library: Library, dtype: torch.dtype, head_dim: int, half: int) 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("stored", [None, [1, 4, 6, 69]], ids=str)
-def test_write_kv(library: Library, dtype: torch.dtype, stored: list[int] | None) -> None:
+def test_write_kv_matches_reference(library: Library, dtype: torch.dtype, stored: list[int] | None) -> None:
     case = Case(MIX, (3, 3, 5), dtype=dtype, block_size=7)
     slots = case.batch.slots.clone()
     slots[[2, 6]] = -1
@@ -257,10 +270,10 @@ def test_write_kv(library: Library, dtype: torch.dtype, stored: list[int] | None
         check_bits(found, kept)
 
 
-def test_a_float8_cache_goes_through_the_reference(library: Library) -> None:
+def test_float8_cache_uses_reference(library: Library) -> None:
     case, same = Case(MIX), Case(MIX)
     for each in (case, same):
-        keys, values = without_bad(each.cache)
+        keys, values = nan_to_zero(each.cache)
         each.cache, each.spec = (keys.to(FP8), values.to(FP8)), AttentionSpec(0.2, None, 0.5, 0.25)
     CpuOps(library).write_kv(case.k, case.v, case.cache, case.batch, case.spec)
     reference.write_kv(same.k, same.v, same.cache, same.batch, same.spec)
@@ -272,15 +285,17 @@ def test_a_float8_cache_goes_through_the_reference(library: Library) -> None:
 @pytest.mark.parametrize("has_slopes", [False, True])
 @pytest.mark.parametrize("soft_cap", [None, 1.5, 50.0])
 @pytest.mark.parametrize("window", [None, 9])
-def test_soft_cap_and_slopes(library: Library, window: int | None, soft_cap: float | None, has_slopes: bool) -> None:
-    """Caches are NaN all over: kernels read no more than is stored."""
+def test_soft_cap_and_alibi_slopes(
+    library: Library, window: int | None, soft_cap: float | None, has_slopes: bool
+) -> None:
+    """Unused cache slots are NaN: kernels must not read them."""
     case = Case([(20, 0), (3, 0), (1, 0), (133, 0)])
     slopes = torch.linspace(-0.1, 0.4, case.q.shape[1]) if has_slopes else None
     case.spec = AttentionSpec(0.9, window, soft_cap=soft_cap, slopes=slopes)
     for cache in case.cache:
-        cache.fill_(BAD)
+        cache.fill_(STALE_VALUE)
     CpuOps(library).write_kv(case.k, case.v, case.cache, case.batch, case.spec)
-    expected = attend_plainly(case.q, case.cache, case.batch, case.spec)
+    expected = attend_in_float64(case.q, case.cache, case.batch, case.spec)
     check_close(case.prefill(library), expected.float(), FP32)
     ends = case.batch.input_lengths.cumsum(0) - 1
     one = torch.ones_like(ends)
@@ -289,8 +304,8 @@ def test_soft_cap_and_slopes(library: Library, window: int | None, soft_cap: flo
     check_close(found, expected[ends].float(), FP32)
 
 
-def test_numbers_of_a_head_lie_side_by_side(library: Library) -> None:
+def test_strided_heads_are_rejected(library: Library) -> None:
     case = Case(MIX)
     case.q = case.q.transpose(1, 2).contiguous().transpose(1, 2)
-    with pytest.raises(ValueError, match="side by side"):
+    with pytest.raises(ValueError, match="must have stride 1"):
         case.decode(library)

@@ -1,4 +1,4 @@
-"""Programs: what is recorded is called again on other numbers, and what cannot be recorded is refused."""
+"""CpuGraph tests: replay with other inputs, and errors for unrecordable operations."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,14 +26,14 @@ def record(run: Callable[[], torch.Tensor], buffers: BufferPool | None = None) -
         return OPS.record(run, ROWS, buffers or BufferPool(2 * ROWS))
 
 
-def replay(program: CpuGraph) -> torch.Tensor:
+def replay(graph: CpuGraph) -> torch.Tensor:
     with torch.inference_mode():
-        program.replay()
-        return program.output.clone()
+        graph.replay()
+        return graph.output.clone()
 
 
-def run_some(x: torch.Tensor, layers: list[LinearWeights], norm: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """Run kernels with operations of torch between them, as models do, on views of what others have returned."""
+def run_layers(x: torch.Tensor, layers: list[LinearWeights], norm: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+    """Run kernels, torch ops and views, as model layers do."""
     residual = None
     for weights in layers:
         x, residual = OPS.rms_norm(x, residual, norm, eps)
@@ -45,38 +45,38 @@ def run_some(x: torch.Tensor, layers: list[LinearWeights], norm: torch.Tensor, e
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_program_gives_the_bits_of_the_run(threads: int, restored_threads: None) -> None:
+def test_replay_matches_eager_run(threads: int, restored_threads: None) -> None:
     torch.set_num_threads(threads)
     x, norm, eps = torch.randn(ROWS, SIZE), torch.randn(SIZE), torch.tensor(1e-5)
     layers = [make_weights(seed) for seed in range(4)]
-    program = record(lambda: run_some(x, layers, norm, eps))
+    graph = record(lambda: run_layers(x, layers, norm, eps))
     for _ in range(3):
         x.copy_(torch.randn(ROWS, SIZE))
-        assert torch.equal(replay(program), run_some(x, layers, norm, eps))
+        assert torch.equal(replay(graph), run_layers(x, layers, norm, eps))
 
 
-def test_nothing_runs_while_it_is_recorded() -> None:
+def test_recording_runs_no_kernel() -> None:
     x, weights = torch.randn(ROWS, SIZE), make_weights()
     buffers = BufferPool(ROWS)
-    program = record(lambda: OPS.linear(x, weights, None, ()), buffers)
+    graph = record(lambda: OPS.linear(x, weights, None, ()), buffers)
     with torch.inference_mode():
-        program.output.fill_(7)
+        graph.output.fill_(7)
     record(lambda: OPS.linear(x, weights, None, ()), buffers)
-    assert bool((program.output == 7).all())
-    assert torch.equal(replay(program), OPS.linear(x, weights, None, ()))
+    assert bool((graph.output == 7).all())
+    assert torch.equal(replay(graph), OPS.linear(x, weights, None, ()))
 
 
-def test_wide_matrices_are_shared_by_threads(restored_threads: None) -> None:
+def test_replay_of_wide_matrices_with_threads(restored_threads: None) -> None:
     torch.set_num_threads(4)
     weights = OPS.make_linear(torch.randn(1000, 300), None)
     x = torch.randn(ROWS, 300)
-    program = record(lambda: OPS.linear(x, weights, None, ()))
+    graph = record(lambda: OPS.linear(x, weights, None, ()))
     expected = OPS.linear(x, weights, None, ())
     for _ in range(50):
-        assert torch.equal(replay(program), expected)
+        assert torch.equal(replay(graph), expected)
 
 
-REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
+UNRECORDABLE: dict[str, Callable[[torch.Tensor], Any]] = {
     "a number on the host": lambda x: x * x.sum().item(),
     "numbers on the host": lambda x: x * x[0].tolist()[0],
     "an array": lambda x: torch.from_numpy(x.numpy() + 1),
@@ -88,16 +88,16 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_a_program_cannot_hold(what: str) -> None:
+@pytest.mark.parametrize("what", UNRECORDABLE)
+def test_unrecordable_operations_raise(what: str) -> None:
     x = torch.randn(ROWS, SIZE)
     with pytest.raises(UnrecordableError):
-        record(lambda: REFUSED[what](x))
+        record(lambda: UNRECORDABLE[what](x))
     weights = make_weights()
-    assert torch.isfinite(OPS.linear(x, weights, None, ())).all()  # kernels run again
+    assert torch.isfinite(OPS.linear(x, weights, None, ())).all()  # recording has ended, so kernels execute
 
 
-def test_buffers_serve_again_as_soon_as_they_are_free() -> None:
+def test_released_buffers_are_reused() -> None:
     x, weights = torch.randn(ROWS, SIZE), make_weights()
 
     def run(depth: int) -> torch.Tensor:
@@ -109,16 +109,16 @@ def test_buffers_serve_again_as_soon_as_they_are_free() -> None:
     buffers = BufferPool(2 * ROWS)
     programs = [record(partial(run, depth), buffers) for depth in (2, 9)]
     assert buffers.num_bytes == 2 * 2 * ROWS * SIZE * 4
-    for program, depth in zip(programs, (2, 9), strict=True):
-        assert torch.equal(replay(program), run(depth))
+    for graph, depth in zip(programs, (2, 9), strict=True):
+        assert torch.equal(replay(graph), run(depth))
 
 
-def test_buffers_of_fewer_rows_are_those_of_more() -> None:
+def test_smaller_runs_share_buffers_of_larger_runs() -> None:
     buffers, weights = BufferPool(8), make_weights()
     with torch.inference_mode():
         for rows in (8, 1, 5):
             x = torch.randn(rows, SIZE)
-            program = OPS.record(partial(OPS.linear, x, weights, None, ()), rows, buffers)
-            program.replay()
-            assert torch.equal(program.output, OPS.linear(x, weights, None, ()))
+            graph = OPS.record(partial(OPS.linear, x, weights, None, ()), rows, buffers)
+            graph.replay()
+            assert torch.equal(graph.output, OPS.linear(x, weights, None, ()))
     assert buffers.num_bytes == 8 * SIZE * 4

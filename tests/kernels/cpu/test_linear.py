@@ -1,4 +1,4 @@
-"""Native linears: against float32 sums of torch, on mixes of adapters, and bit for bit against themselves."""
+"""Native linear layers against torch in float32, with mixed adapters, and bitwise invariance."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from lorax_server.kernels import Activation, LinearWeights, LoraBatch, reference
 from lorax_server.kernels.cpu.ops import CpuOps
 from lorax_server.kernels.panels import PanelMatrix, to_panels
-from tests.kernels.batches import Adapter, World, error, mix
+from tests.kernels.batches import Adapter, LinearCase, draw_adapters, error
 
 OPS = CpuOps()
-ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 17, 33, 70, 205)  # the last is more than a block
-# inputs, widths of the targets, ranks of adapters by target: of some a target begins and ends within a panel.
+ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 17, 33, 70, 205)  # the last exceeds one block
+# inputs, target widths, adapter ranks by target; some targets start or end inside a panel.
 SHAPES = [
     (5, [3], [[2], [0], [7]]),
     (64, [64, 32, 32], [[8, 0, 3], [1, 1, 1], [16, 16, 16]]),
@@ -33,24 +33,24 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def make_world(shape: int, dtype: torch.dtype = torch.float32) -> World:
+def make_case(shape: int, dtype: torch.dtype = torch.float32) -> LinearCase:
     inputs, widths, ranks = SHAPES[shape]
     adapters = [Adapter(each, vectors=index != 1) for index, each in enumerate(ranks)]
-    return World(inputs, widths, adapters, dtype=dtype, bias=True, seed=shape, device="cpu")
+    return LinearCase(inputs, widths, adapters, dtype=dtype, bias=True, seed=shape, device="cpu")
 
 
-def load(world: World) -> LinearWeights:
+def load(world: LinearCase) -> LinearWeights:
     assert isinstance(world.weights.weight, torch.Tensor)
     return OPS.make_linear(world.weights.weight, world.weights.bias)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("shape", range(len(SHAPES)))
-def test_any_mix_of_adapters(shape: int, dtype: torch.dtype) -> None:
-    world = make_world(shape, dtype)
+def test_linear_with_mixed_adapters(shape: int, dtype: torch.dtype) -> None:
+    world = make_case(shape, dtype)
     weights = load(world)
     for rows in ROWS:
-        x, indices = world.normal(rows, world.inputs), mix(rows, len(world.adapters), seed=rows)
+        x, indices = world.normal(rows, world.inputs), draw_adapters(rows, len(world.adapters), seed=rows)
         found = OPS.linear(x, weights, world.batch(indices), world.targets)
         assert found.dtype == dtype
         assert error(found, world.expected(x, indices)) < TOLERANCES[dtype]
@@ -59,10 +59,10 @@ def test_any_mix_of_adapters(shape: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("shape", range(len(SHAPES)))
-def test_a_row_has_the_same_bits_alone_in_any_batch_and_on_any_threads(shape: int, dtype: torch.dtype) -> None:
-    world = make_world(shape, dtype)
+def test_linear_bits_are_independent_of_batch_and_threads(shape: int, dtype: torch.dtype) -> None:
+    world = make_case(shape, dtype)
     weights, rows = load(world), max(ROWS)
-    x, indices = world.normal(rows, world.inputs), mix(rows, len(world.adapters), seed=1)
+    x, indices = world.normal(rows, world.inputs), draw_adapters(rows, len(world.adapters), seed=1)
     together = OPS.linear(x, weights, world.batch(indices), world.targets)
     for row in range(rows):
         alone = OPS.linear(x[row : row + 1], weights, world.batch(indices[row : row + 1]), world.targets)
@@ -74,9 +74,9 @@ def test_a_row_has_the_same_bits_alone_in_any_batch_and_on_any_threads(shape: in
     assert torch.equal(OPS.linear(x, weights, world.batch(indices), world.targets), together)
 
 
-def test_a_nan_stays_in_its_row() -> None:
-    world = make_world(1)
-    x, indices = world.normal(20, world.inputs), mix(20, len(world.adapters), seed=3)
+def test_nan_stays_in_its_row() -> None:
+    world = make_case(1)
+    x, indices = world.normal(20, world.inputs), draw_adapters(20, len(world.adapters), seed=3)
     weights = load(world)
     clean = OPS.linear(x, weights, world.batch(indices), world.targets)
     x[7, 3] = torch.nan
@@ -95,12 +95,12 @@ ACTIVATIONS = [
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.name)
-@pytest.mark.parametrize(("inputs", "width"), [(96, 128), (96, 24), (96, 19), (600, 24)])  # the last: more than a block
-def test_gates(inputs: int, width: int, activation: Activation, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("inputs", "width"), [(96, 128), (96, 24), (96, 19), (600, 24)])  # the last exceeds one block
+def test_gated_linear_matches_torch(inputs: int, width: int, activation: Activation, dtype: torch.dtype) -> None:
     adapters = [Adapter([8, 4]), Adapter([0, 3], vectors=True)]
-    world = World(inputs, [width, width], adapters, dtype=dtype, seed=width, device="cpu")
+    world = LinearCase(inputs, [width, width], adapters, dtype=dtype, seed=width, device="cpu")
     weights = load(world)
-    x, indices = world.normal(max(ROWS), world.inputs), mix(max(ROWS), 2, seed=5)
+    x, indices = world.normal(max(ROWS), world.inputs), draw_adapters(max(ROWS), 2, seed=5)
     alone = OPS.gated_linear(x[-1:], weights, activation, world.batch(indices[-1:]), world.targets)
     for rows in ROWS:
         found = OPS.gated_linear(x[:rows], weights, activation, world.batch(indices[:rows]), world.targets)
@@ -113,27 +113,23 @@ def test_gates(inputs: int, width: int, activation: Activation, dtype: torch.dty
         )
 
 
-def gated(world: World, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+def gated(world: LinearCase, x: torch.Tensor, activation: Activation) -> torch.Tensor:
     gate, up = world.expected(x, [0] * len(x)).chunk(2, dim=-1)
     return activation(gate) * up
 
 
 @pytest.mark.parametrize("rows", [1, 5, 9, 40])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_a_narrow_dtype_holds_exactly_takes_half_the_memory_and_changes_no_bit(
-    dtype: torch.dtype, rows: int
-) -> None:
+def test_exact_narrow_storage_halves_memory_and_keeps_bits(dtype: torch.dtype, rows: int) -> None:
     weight = torch.randn(50, 40).to(dtype).float()
-    weight[0, :3] = torch.tensor(
-        [0.0, -0.0, 2.0**-24 if dtype == torch.float16 else 2.0**-130]
-    )  # the last is subnormal
+    weight[0, :3] = torch.tensor([0.0, -0.0, 2.0**-24 if dtype == torch.float16 else 2.0**-130])  # the last is denormal
     narrow, wide = OPS.make_linear(weight, None), OPS.make_linear(weight + weight * 2**-20, None)
     assert isinstance(narrow.weight, PanelMatrix)
     assert isinstance(wide.weight, PanelMatrix)
     stored = dtype if dtype in OPS._library.narrow_dtypes else torch.float32
     assert (narrow.weight.panels.dtype, wide.weight.panels.dtype) == (stored, torch.float32)
     assert torch.equal(narrow.plain, weight)
-    # Whatever this CPU stores by itself, it multiplies by both.
+    # Both storage dtypes are tested, independent of the CPU's preference.
     cut = LinearWeights(to_panels(weight, OPS._library.panel, (dtype,)))
     assert isinstance(cut.weight, PanelMatrix)
     assert cut.weight.panels.dtype == dtype
@@ -141,7 +137,7 @@ def test_what_a_narrow_dtype_holds_exactly_takes_half_the_memory_and_changes_no_
     assert torch.equal(OPS.linear(x, cut, None, ()), OPS.linear(x, same, None, ()))
 
 
-def test_rows_of_panels() -> None:
+def test_look_up_rows_in_panels() -> None:
     weight = torch.randn(50, 7)
     matrix = OPS.make_linear(weight, None).weight
     assert isinstance(matrix, PanelMatrix)
@@ -153,22 +149,22 @@ def test_rows_of_panels() -> None:
         matrix[::2]
 
 
-def test_rows_that_lie_apart() -> None:
-    world = make_world(1)
+def test_strided_inputs() -> None:
+    world = make_case(1)
     wide = world.normal(9, 2 * world.inputs)
     for x in (wide[:, : world.inputs], wide[:, ::2]):
         found = OPS.linear(x, load(world), None, ())
         assert torch.equal(found, OPS.linear(x.contiguous(), load(world), None, ()))
 
 
-def test_no_rows() -> None:
-    world = make_world(1)
+def test_empty_batch() -> None:
+    world = make_case(1)
     empty: LoraBatch = world.batch([])
     assert OPS.linear(world.normal(0, world.inputs), load(world), empty, world.targets).shape == (0, sum(world.widths))
 
 
-def test_a_plain_matrix_is_left_to_torch() -> None:
-    world = make_world(1)
+def test_matrix_without_panels_uses_torch() -> None:
+    world = make_case(1)
     x, batch = world.normal(5, world.inputs), world.batch([0, 1, 1, 2, 3])
     assert torch.equal(
         OPS.linear(x, world.weights, batch, world.targets), reference.linear(x, world.weights, batch, world.targets)
@@ -177,14 +173,14 @@ def test_a_plain_matrix_is_left_to_torch() -> None:
     assert isinstance(double.weight, torch.Tensor)
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    world = make_world(1)
+def test_mismatched_shapes_are_rejected() -> None:
+    world = make_case(1)
     weights, x = load(world), world.normal(4, world.inputs)
-    with pytest.raises(ValueError, match="cannot be multiplied"):
+    with pytest.raises(ValueError, match="x must have"):
         OPS.linear(x[:, :-1], weights, None, ())
-    with pytest.raises(ValueError, match="cannot be multiplied"):
+    with pytest.raises(ValueError, match="x must have"):
         OPS.linear(x.bfloat16(), weights, None, ())
-    with pytest.raises(ValueError, match="are not those of 4 rows"):
+    with pytest.raises(ValueError, match="must have 4 tokens"):
         OPS.linear(x, weights, world.batch([1, 1, 2]), world.targets)
     with pytest.raises(ValueError, match="a bias of"):
         OPS.linear(x, OPS.make_linear(world.weights.plain, torch.zeros(3)), None, ())

@@ -1,4 +1,4 @@
-"""Native norms against the reference, and against float64."""
+"""Native norms against the reference and float64."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from lorax_server.kernels.cpu.library import Library
 from lorax_server.kernels.cpu.ops import CpuOps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# In half precision one step of a value's last place: a sum that differs in its last bit may round to the other side.
+# One ulp in half precision: sums that differ in the last bit can round differently.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 SIZES = [1, 5, 16, 64, 67, 100, 576, 4096]
 EPS = torch.tensor(1e-5)
@@ -30,7 +30,7 @@ def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def both_norms(library: Library, weight: torch.Tensor, bias: torch.Tensor) -> list[Norm]:
-    """Return functions of rows, residuals and adapters."""
+    """Return both norms as functions with the same signature."""
     targets = [LoraTarget(1, slice(0, len(weight)))]
     return [
         lambda x, residual, lora: CpuOps(library).rms_norm(x, residual, weight, EPS, lora, targets)[0],
@@ -40,7 +40,7 @@ def both_norms(library: Library, weight: torch.Tensor, bias: torch.Tensor) -> li
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_residual", [False, True])
-def test_rms_norm(dtype: torch.dtype, has_residual: bool, library: Library) -> None:
+def test_rms_norm_matches_reference(dtype: torch.dtype, has_residual: bool, library: Library) -> None:
     for size in SIZES:
         for rows in (0, 1, 3, 20):
             x, weight = normal(rows, size, seed=1, dtype=dtype), normal(size, seed=2, dtype=dtype)
@@ -53,8 +53,8 @@ def test_rms_norm(dtype: torch.dtype, has_residual: bool, library: Library) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rms_norm_rounds_as_the_reference(dtype: torch.dtype, library: Library) -> None:
-    """Nearly all values are the same: a rounding more or less would change a tenth of them."""
+def test_rms_norm_rounding_matches_reference(dtype: torch.dtype, library: Library) -> None:
+    """Nearly all values are equal. A missing rounding step would change about 10 % of them."""
     x, residual, weight = (normal(*shape, seed=4, dtype=dtype) for shape in ((64, 576), (64, 576), (576,)))
     found, _ = CpuOps(library).rms_norm(x, residual, weight, EPS)
     expected, _ = reference.rms_norm(x, residual, weight, EPS)
@@ -62,7 +62,7 @@ def test_rms_norm_rounds_as_the_reference(dtype: torch.dtype, library: Library) 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_weight_of_float32_multiplies_before_rounding(dtype: torch.dtype, library: Library) -> None:
+def test_float32_weight_multiplies_before_rounding(dtype: torch.dtype, library: Library) -> None:
     x, residual = (normal(64, 576, seed=seed, dtype=dtype) for seed in (4, 5))
     weight = normal(576, seed=6) + 1
     found, total = CpuOps(library).rms_norm(x, residual, weight, EPS)
@@ -71,12 +71,12 @@ def test_a_weight_of_float32_multiplies_before_rounding(dtype: torch.dtype, libr
     assert (found != expected).float().mean() < 1e-3
     narrow, _ = reference.rms_norm(x, residual, weight.to(dtype), EPS)
     assert (found != narrow).float().mean() > 0.1
-    with pytest.raises(ValueError, match="needs a weight of as many"):
+    with pytest.raises(ValueError, match="norm weight must have shape"):
         CpuOps(library).rms_norm(x, residual, weight[1:], EPS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layer_norm(dtype: torch.dtype, library: Library) -> None:
+def test_layer_norm_matches_reference(dtype: torch.dtype, library: Library) -> None:
     for size in SIZES:
         for rows in (0, 1, 20):
             x = normal(rows, size, seed=1, dtype=dtype)
@@ -86,15 +86,15 @@ def test_layer_norm(dtype: torch.dtype, library: Library) -> None:
                 check_close(CpuOps(library).layer_norm(x, weight, bias, 1e-5), expected)
 
 
-def test_a_mean_far_from_zero_costs_no_precision(library: Library) -> None:
+def test_layer_norm_large_mean_keeps_precision(library: Library) -> None:
     x = normal(3, 4000, seed=1) * 0.1 + 300
     expected = F.layer_norm(x.double(), (4000,), eps=1e-5)
     found = CpuOps(library).layer_norm(x, None, None, 1e-5)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-3)  # of the rounding of x itself
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-3)  # rounding of x
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_may_lie_apart(dtype: torch.dtype, library: Library) -> None:
+def test_strided_rows(dtype: torch.dtype, library: Library) -> None:
     whole, weight = normal(4, 6, 20, seed=1, dtype=dtype), normal(20, seed=2, dtype=dtype)
     layouts = [whole, whole[:, 1:4], whole[:, 2], whole[1:, :, :].transpose(0, 1), normal(20, 6, seed=3, dtype=dtype).T]
     for x in layouts:
@@ -107,21 +107,27 @@ def test_rows_may_lie_apart(dtype: torch.dtype, library: Library) -> None:
             check_close(ours, theirs)
 
 
-def test_a_residual_of_another_shape_or_dtype_is_refused(library: Library) -> None:
+def test_mismatched_residual_is_rejected(library: Library) -> None:
     x, weight = normal(3, 8, seed=1), normal(8, seed=2)
     for residual in (normal(2, 8, seed=3), normal(3, 8, seed=3).half()):
-        with pytest.raises(ValueError, match="same shape and dtype"):
+        with pytest.raises(ValueError, match="shape and dtype of x"):
             CpuOps(library).rms_norm(x, residual, weight, EPS)
 
 
 # --- adapters
 
-KINDS = [[], [], [Field.FACTOR], [Field.SHIFT], [Field.FACTOR, Field.SHIFT]]  # of each adapter; 0 is the base model
+KINDS = [
+    [],
+    [],
+    [Field.FACTOR],
+    [Field.SHIFT],
+    [Field.FACTOR, Field.SHIFT],
+]  # vectors of each adapter; 0 is the base model
 RUNS = [(0, 1), (1, 2), (2, 12), (3, 1), (4, 3), (2, 1)]  # adapter, tokens
 
 
 def adapters(size: int, dtype: torch.dtype, runs: list[tuple[int, int]] = RUNS) -> LoraBatch:
-    """Make a batch of adapters with vectors at target 1. NaNs lie around the vectors."""
+    """Make an adapter batch with vectors at target 1, surrounded by NaN."""
     buffer = torch.full((len(KINDS) * 4 * size + 8,), math.nan)
     table = torch.full((len(KINDS), 3, len(Field)), -1)
     table[..., Field.RANK :] = 0
@@ -146,7 +152,7 @@ def adapters(size: int, dtype: torch.dtype, runs: list[tuple[int, int]] = RUNS) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [20, 131])
-def test_each_row_is_changed_by_its_adapter(dtype: torch.dtype, size: int, library: Library) -> None:
+def test_norm_applies_adapter_of_each_row(dtype: torch.dtype, size: int, library: Library) -> None:
     x, residual = normal(20, size, seed=1, dtype=dtype), normal(20, size, seed=2, dtype=dtype)
     weight, bias = normal(size, seed=3, dtype=dtype), normal(size, seed=4, dtype=dtype)
     lora, targets = adapters(size, dtype), [LoraTarget(1, slice(0, size))]
@@ -162,18 +168,18 @@ def test_each_row_is_changed_by_its_adapter(dtype: torch.dtype, size: int, libra
     check_close(CpuOps(library).layer_norm(x, weight, bias, 1e-5, lora, targets), expected)
 
 
-def test_adapters_of_other_tokens_or_columns_are_refused(library: Library) -> None:
+def test_mismatched_adapters_are_rejected(library: Library) -> None:
     x, weight = normal(20, 8, seed=1), normal(8, seed=2)
     for rows, columns in ((x[:19], slice(0, 8)), (x, slice(0, 4))):
-        with pytest.raises(ValueError, match="cannot change"):
+        with pytest.raises(ValueError, match="must cover all columns"):
             CpuOps(library).rms_norm(rows, None, weight, EPS, adapters(8, x.dtype), [LoraTarget(1, columns)])
 
 
-# --- one row and its neighbours
+# --- batch invariance
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype, library: Library) -> None:
+def test_norm_bits_are_batch_invariant(dtype: torch.dtype, library: Library) -> None:
     size = 131
     x, residual = normal(20, size, seed=1, dtype=dtype), normal(20, size, seed=2, dtype=dtype)
     for norm in both_norms(library, normal(size, seed=3, dtype=dtype), normal(size, seed=4, dtype=dtype)):
@@ -185,7 +191,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype, libr
             assert torch.equal(together[one], alone)
 
 
-def test_a_nan_stays_in_its_row(library: Library) -> None:
+def test_nan_stays_in_its_row(library: Library) -> None:
     x, residual = normal(20, 67, seed=1), normal(20, 67, seed=2)
     for norm in both_norms(library, normal(67, seed=3), normal(67, seed=4)):
         expected = norm(x, residual, None)
@@ -200,7 +206,7 @@ def test_a_nan_stays_in_its_row(library: Library) -> None:
 
 @pytest.mark.usefixtures("restored_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threads_change_no_bit(dtype: torch.dtype, library: Library) -> None:
+def test_result_is_independent_of_threads(dtype: torch.dtype, library: Library) -> None:
     size, runs = 2051, [(2, 17), (0, 9), (4, 1), (3, 14)]
     x, residual = normal(41, size, seed=1, dtype=dtype), normal(41, size, seed=2, dtype=dtype)
     norms = both_norms(library, normal(size, seed=3, dtype=dtype), normal(size, seed=4, dtype=dtype))
@@ -212,8 +218,8 @@ def test_threads_change_no_bit(dtype: torch.dtype, library: Library) -> None:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found[0], others, strict=True))
 
 
-@pytest.mark.parametrize("bits", [0x7FFF, 0x7F81, -1, -0x7F])  # the last two are negative NaNs
-def test_no_nan_of_bfloat16_is_rounded_to_a_number(bits: int, library: Library) -> None:
+@pytest.mark.parametrize("bits", [0x7FFF, 0x7F81, -1, -0x7F])  # the last two are negative NaN
+def test_bfloat16_nan_stays_nan(bits: int, library: Library) -> None:
     x = torch.full((1, 20), bits, dtype=torch.int16).view(torch.bfloat16)
     assert x.isnan().all()
     normed, total = CpuOps(library).rms_norm(x, torch.ones_like(x), torch.ones(20, dtype=x.dtype), EPS)
@@ -224,8 +230,8 @@ def test_no_nan_of_bfloat16_is_rounded_to_a_number(bits: int, library: Library) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 5, 67, 576, 4096])
-def test_rows_are_scaled_and_shifted_as_the_reference_does(size: int, dtype: torch.dtype, library: Library) -> None:
-    """Three targets side by side, of which the second has vectors, in rows with gaps between them."""
+def test_scale_and_shift_matches_reference(size: int, dtype: torch.dtype, library: Library) -> None:
+    """Three adjacent targets in strided rows. Only the second target has vectors."""
     lora = adapters(size, dtype)
     targets = [LoraTarget(i, slice(2 + i * size, 2 + (i + 1) * size)) for i in range(3)]
     rows = normal(len(lora.adapter_indices), 3 * size + 4, seed=7, dtype=dtype)
@@ -237,9 +243,9 @@ def test_rows_are_scaled_and_shifted_as_the_reference_does(size: int, dtype: tor
         assert torch.equal(found, rows) == (some == targets[:1])
 
 
-def test_rows_of_other_tokens_are_not_scaled(library: Library) -> None:
+def test_scale_and_shift_rejects_mismatched_rows(library: Library) -> None:
     lora, targets = adapters(8, torch.float32), [LoraTarget(1, slice(0, 8))]
     tokens = len(lora.adapter_indices)
     for rows in (normal(tokens - 1, 8, seed=1), normal(tokens, 8, seed=1).half(), normal(8, tokens, seed=1).t()):
-        with pytest.raises(ValueError, match=f"adapters of {tokens} tokens"):
+        with pytest.raises(ValueError, match=f"must be {tokens} rows"):
             CpuOps(library).scale_and_shift(rows, lora, targets)

@@ -18,7 +18,7 @@ def make_logits() -> torch.Tensor:
 
 @pytest.mark.usefixtures("restored_threads")
 @pytest.mark.parametrize("threads", [1, 2, 5, 20])
-def test_any_number_of_threads(threads: int, library: Library) -> None:
+def test_result_with_any_number_of_threads(threads: int, library: Library) -> None:
     logits = make_logits()
     torch.set_num_threads(1)
     expected = CpuOps(library).choose_greedy(logits)
@@ -28,14 +28,14 @@ def test_any_number_of_threads(threads: int, library: Library) -> None:
 
 
 @pytest.mark.usefixtures("restored_threads")
-def test_several_callers_at_once(library: Library) -> None:
+def test_concurrent_callers(library: Library) -> None:
     torch.set_num_threads(1)
     logits = make_logits()
     token_ids = torch.arange(400).view(40, 10)
     expected, stop = CpuOps(library).gather_logprobs(logits, token_ids), Event()
 
     def call() -> int:
-        torch.set_num_threads(2)  # OpenMP keeps it for each thread
+        torch.set_num_threads(2)  # OpenMP stores the value per thread
         count = 0
         while not stop.is_set():
             assert torch.equal(CpuOps(library).gather_logprobs(logits, token_ids), expected)
@@ -48,8 +48,8 @@ def test_several_callers_at_once(library: Library) -> None:
         assert sum(caller.result() for caller in [callers.submit(call) for _ in range(3)]) >= 50
 
 
-def test_memory_that_cannot_be_allocated_is_an_error() -> None:
-    """In every thread: each piece of the second call needs more memory than the process may have."""
+def test_failed_allocation_raises_memory_error() -> None:
+    """In every thread: the second call needs more memory than the process limit."""
     program = """
 import resource
 import torch

@@ -1,4 +1,4 @@
-"""Attention from one new token of each sequence, on Hopper, against float32."""
+"""Hopper decode attention against float32."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def ops() -> HopperOps:
 
 @dataclass
 class Paged:
-    """Sequences of some lengths, the new token included, in blocks of a cache that is NaN wherever no token lies."""
+    """Sequences (lengths include the new token) in a NaN-filled paged cache."""
 
     lengths: Sequence[int]
     heads: int = 32
@@ -39,7 +39,7 @@ class Paged:
     dtype: torch.dtype = BF16
     cache_dtype: torch.dtype | None = None
     block_size: int = 16
-    rotated: int | None = None  # dimensions of a head; None for all, 0 for none
+    rotated: int | None = None  # rotated dimensions; None: all, 0: none
     width: int = 0
     seed: int = 0
 
@@ -80,7 +80,7 @@ class Paged:
         return q, k, v
 
     def expect(self, spec: AttentionSpec) -> tuple[torch.Tensor, LayerCache]:
-        """Return the results, and the cache with the new tokens, one sequence after the other in float32."""
+        """Return the expected output and cache, computed sequence by sequence in float32."""
         q, k, v = self.split()
         if self.angles is not None:
             reference.rotary(q, *self.angles)
@@ -117,7 +117,7 @@ class Paged:
 
 
 def _write_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> None:
-    """Store as the reference does on a CPU: on a GPU torch multiplies by the inverse of a scale."""
+    """Store like the reference on a CPU. On a GPU, torch multiplies by the inverse scale."""
     host = cache[0].cpu(), cache[1].cpu()
     columns = (x.cpu() for x in (batch.block_tables, batch.input_lengths, batch.cache_lengths, batch.slots))
     tables, new, cached, slots = columns
@@ -140,16 +140,16 @@ def check_result(ops: HopperOps, paged: Paged, spec: AttentionSpec) -> None:
     wrong = (
         (found.float() - expected).abs() > TOLERANCE[paged.dtype] * max(1.0, float(expected.abs().max()))
     ) | found.isnan()
-    assert not wrong.any(), describe(wrong, found, expected)
+    assert not wrong.any(), describe_difference(wrong, found, expected)
     for part, expected_part in zip(cache, expected_cache, strict=True):
-        # The reference clears a block when a sequence first writes into it; the kernel need not.
+        # The reference clears new blocks; the kernel does not.
         written = expected_part.float().isfinite() & (expected_part.float() != 0)
         bits, expected_bits = (x.view(torch.uint8).view(*x.shape, -1) for x in (part, expected_part))
         assert torch.equal(bits[written], expected_bits[written])
         assert part.float().isnan()[~expected_part.float().isfinite()].all(), "where no token lies, nothing is written"
 
 
-def describe(wrong: torch.Tensor, found: torch.Tensor, expected: torch.Tensor) -> str:
+def describe_difference(wrong: torch.Tensor, found: torch.Tensor, expected: torch.Tensor) -> str:
     places = wrong.nonzero()
     first = tuple(places[0].tolist())
     rows, heads, dims = (sorted(set(column.tolist()))[:20] for column in places.unbind(1))
@@ -159,15 +159,15 @@ def describe(wrong: torch.Tensor, found: torch.Tensor, expected: torch.Tensor) -
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("heads", [(8, 8), (32, 8), (28, 4), (16, 2), (12, 1)], ids=str)
-def test_a_step(ops: HopperOps, heads: tuple[int, int], head_dim: int) -> None:
+def test_decode_step_matches_reference(ops: HopperOps, heads: tuple[int, int], head_dim: int) -> None:
     for dtype, window, cap in ((BF16, None, None), (FP16, 100, 5.0), (BF16, 300, 20.0)):
         paged = Paged(LENGTHS, *heads, head_dim, dtype)
         check(ops, paged, AttentionSpec(head_dim**-0.5, window, soft_cap=cap))
 
 
 @pytest.mark.parametrize("heads", [(71, 1, 64), (48, 1, 128), (12, 12, 112), (4, 2, 72)], ids=str)
-def test_heads_that_are_left_to_triton(ops: HopperOps, heads: tuple[int, int, int]) -> None:
-    """Those of Falcon 7b and StarCoder, which share too many, and sizes that have no kernel here."""
+def test_unsupported_heads_use_triton(ops: HopperOps, heads: tuple[int, int, int]) -> None:
+    """Falcon-7B and StarCoder have too many query heads per KV head; other head sizes have no kernel."""
     for window, cap in ((None, None), (100, 5.0)):
         paged = Paged(LENGTHS, *heads)
         assert not ops._decode.supports(*paged.split(), paged.cache, paged.batch)
@@ -176,9 +176,7 @@ def test_heads_that_are_left_to_triton(ops: HopperOps, heads: tuple[int, int, in
 
 @pytest.mark.parametrize("heads", [(32, 32, 128), (16, 16, 64), (8, 8, 80), (4, 4, 256)], ids=str)
 @pytest.mark.parametrize("cache_dtype", [None, FP8])
-def test_slopes_are_left_to_triton(
-    ops: HopperOps, cache_dtype: torch.dtype | None, heads: tuple[int, int, int]
-) -> None:
+def test_alibi_slopes_use_triton(ops: HopperOps, cache_dtype: torch.dtype | None, heads: tuple[int, int, int]) -> None:
     slopes = torch.tensor([2.0 ** (-8 * (head + 1) / heads[0]) for head in range(heads[0])], device=DEVICE)
     for dtype in (BF16, FP16):
         paged = Paged(LENGTHS, *heads, dtype, cache_dtype, rotated=0)
@@ -189,13 +187,13 @@ def test_slopes_are_left_to_triton(
 
 
 @pytest.mark.parametrize(("head_dim", "rotated"), [(80, 20), (80, 32), (256, 64), (64, 16), (128, 64), (96, 96)])
-def test_parts_of_heads_as_models_rotate_them(ops: HopperOps, head_dim: int, rotated: int) -> None:
+def test_partial_rotary_dimensions(ops: HopperOps, head_dim: int, rotated: int) -> None:
     check(ops, Paged(LENGTHS, 8, 4, head_dim, rotated=rotated), AttentionSpec(head_dim**-0.5))
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("heads", [(32, 8), (4, 4), (24, 2)], ids=str)
-def test_a_float8_cache(ops: HopperOps, heads: tuple[int, int], head_dim: int) -> None:
+def test_decode_float8_cache(ops: HopperOps, heads: tuple[int, int], head_dim: int) -> None:
     for dtype, window in ((BF16, None), (FP16, 200)):
         paged = Paged(LENGTHS, *heads, head_dim, dtype, FP8)
         check(ops, paged, AttentionSpec(head_dim**-0.5, window, 0.5, 0.3))
@@ -203,12 +201,12 @@ def test_a_float8_cache(ops: HopperOps, heads: tuple[int, int], head_dim: int) -
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 24, 256])
 @pytest.mark.parametrize("rotated", [0, 32, None])
-def test_blocks_of_any_size_and_parts_of_heads(ops: HopperOps, block_size: int, rotated: int | None) -> None:
+def test_block_sizes_with_partial_rotary(ops: HopperOps, block_size: int, rotated: int | None) -> None:
     check(ops, Paged(LENGTHS, block_size=block_size, rotated=rotated), AttentionSpec(0.1))
 
 
-def test_heads_of_three_kinds_may_lie_in_turn(ops: HopperOps) -> None:
-    """Query, key and value of a head side by side, as GPT-NeoX has them."""
+def test_interleaved_qkv_heads(ops: HopperOps) -> None:
+    """Query, key and value are interleaved per head, as in GPT-NeoX."""
     paged = Paged(LENGTHS, 8, 8, 64, rotated=16)
     spec = AttentionSpec(0.125)
     expected, _ = paged.run(ops, spec)
@@ -220,13 +218,13 @@ def test_heads_of_three_kinds_may_lie_in_turn(ops: HopperOps) -> None:
 
 @pytest.mark.parametrize("lengths", [[32768], [32768, 5, 20000], [8192] * 3 + [8193, 8194], [1] * 300])
 @pytest.mark.parametrize("cache_dtype", [None, FP8])
-def test_long_contexts_and_many_rows(ops: HopperOps, lengths: list[int], cache_dtype: torch.dtype | None) -> None:
+def test_long_contexts_and_large_batches(ops: HopperOps, lengths: list[int], cache_dtype: torch.dtype | None) -> None:
     check(ops, Paged(lengths, cache_dtype=cache_dtype), AttentionSpec(128**-0.5))
 
 
 @pytest.mark.parametrize("cache_dtype", [None, FP8])
-def test_neighbours_change_no_bit(ops: HopperOps, cache_dtype: torch.dtype | None) -> None:
-    """A row alone, in a batch, and in a wide table has the same bits."""
+def test_decode_bits_are_batch_invariant(ops: HopperOps, cache_dtype: torch.dtype | None) -> None:
+    """A row has equal bits alone, in a batch, and with a wide block table."""
     many = Paged([40, 600, 9, 3000, *range(100, 3000, 40)], cache_dtype=cache_dtype)
     spec = AttentionSpec(0.1)
     together = many.run(ops, spec)[0]
@@ -246,8 +244,8 @@ def test_neighbours_change_no_bit(ops: HopperOps, cache_dtype: torch.dtype | Non
             assert torch.equal(alone[0], together[row])
 
 
-def test_a_captured_step_serves_other_lengths(ops: HopperOps) -> None:
-    """A graph of several layers is replayed with other lengths, blocks and padding."""
+def test_graph_replay_with_other_lengths(ops: HopperOps) -> None:
+    """Replay a graph with several layers for other lengths, blocks and padding."""
     batches = [Paged([(37 * row + 411 * step) % 2000 for row in range(70)], width=130, seed=step) for step in range(3)]
     spec, held = AttentionSpec(0.1), batches[0]
     room = max(len(paged.cache[0]) for paged in batches)
@@ -284,10 +282,10 @@ def test_a_captured_step_serves_other_lengths(ops: HopperOps) -> None:
 
 @pytest.mark.parametrize("cache_dtype", [None, FP8])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_single_tokens_among_prompts_have_the_bits_of_a_decode_step(
+def test_single_tokens_in_mixed_step_match_decode_bits(
     ops: HopperOps, head_dim: int, cache_dtype: torch.dtype | None
 ) -> None:
-    """A step of prompts and single tokens: those have one stretch or many, and a first token of its own."""
+    """A step with prompts and single tokens, with one or more splits."""
     paged = Paged([300, 4001, 1, 329, 700, 2], head_dim=head_dim, cache_dtype=cache_dtype)
     new = [300, 1, 1, 129, 1, 1]
     spec = AttentionSpec(head_dim**-0.5, k_scale=0.5, v_scale=0.3)
@@ -323,7 +321,7 @@ def test_single_tokens_among_prompts_have_the_bits_of_a_decode_step(
     assert torch.equal(out[at], decoded)
 
 
-def test_a_nan_stays_with_its_row(ops: HopperOps) -> None:
+def test_nan_stays_in_its_row(ops: HopperOps) -> None:
     paged = Paged([50, 700, 90])
     paged.qkv[1] = math.nan
     found, _ = paged.run(ops, AttentionSpec(0.1))

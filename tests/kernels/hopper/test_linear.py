@@ -1,4 +1,4 @@
-"""A linear with its adapters in one launch, against float32; on a Hopper GPU."""
+"""Fused linear layers with adapters against float32. Requires a Hopper GPU."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lorax_server.kernels.ops import LoraBatch
-from tests.kernels.batches import Adapter, World, error, mix, spread
+from tests.kernels.batches import Adapter, LinearCase, draw_adapters, error, spread_adapters
 
 pytest.importorskip("cuda.bindings", reason="needs cuda-core")
 from lorax_server.kernels.hopper.driver import Kernels
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 Fused = dict[torch.dtype, FusedLinear]
 
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
-# Inputs and outputs: the linears of an 8B, narrow ones, widths that no tile fits.
+# Inputs and outputs: 8B model layers, narrow layers, and widths that are no multiple of a tile.
 SHAPES = [
     (4096, (4096, 1024, 1024)),
     (4096, (14336, 14336)),
@@ -38,7 +38,7 @@ def fused() -> Fused:
 
 
 def make_adapters(count: int, slices: int) -> list[Adapter]:
-    """Make adapters of all ranks, some with factors and shifts, some that lack targets."""
+    """Make adapters with all ranks, with and without vectors and with missing targets."""
     adapters = [Adapter([rank] * slices) for rank in RANKS]
     adapters[1] = Adapter([8] * slices, vectors=True)
     adapters[2] = Adapter([0] * slices, vectors=True)
@@ -48,7 +48,7 @@ def make_adapters(count: int, slices: int) -> list[Adapter]:
 
 
 def poison(fused: FusedLinear) -> None:
-    """Fill the scratch memory with NaN, and memory that outputs may get."""
+    """Fill scratch memory and freed output memory with NaN."""
     for scratch in (fused.low_rank, *fused.deltas.values()):
         scratch.fill_(torch.nan)
     torch.full((1 << 24,), torch.nan, device="cuda")
@@ -57,12 +57,12 @@ def poison(fused: FusedLinear) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("inputs", "widths"), SHAPES)
 @pytest.mark.parametrize("rows", ROWS)
-def test_a_linear_with_all_kinds_of_adapters(
+def test_fused_linear_matches_float32(
     fused: Fused, inputs: int, widths: Sequence[int], rows: int, dtype: torch.dtype
 ) -> None:
-    world = World(inputs, widths, make_adapters(9, len(widths)), dtype=dtype, bias=rows % 2 == 0, seed=rows)
+    world = LinearCase(inputs, widths, make_adapters(9, len(widths)), dtype=dtype, bias=rows % 2 == 0, seed=rows)
     x, linear = world.normal(rows, inputs), fused[dtype]
-    for indices in (mix(rows, 9, rows), spread(rows, min(rows, 9)), [7] * rows, [0] * rows):
+    for indices in (draw_adapters(rows, 9, rows), spread_adapters(rows, min(rows, 9)), [7] * rows, [0] * rows):
         poison(linear)
         got = linear.linear(x, world.weights, world.batch(indices), world.targets)
         assert error(got, world.expected(x, indices)) < TOLERANCE[dtype]
@@ -90,14 +90,14 @@ def set_adapters(linear: FusedLinear, batch: LoraBatch, indices: Sequence[int]) 
 
 
 @pytest.mark.parametrize("rows", [1, 13, 64, 128])
-def test_one_graph_serves_all_mixtures(fused: Fused, rows: int) -> None:
-    """Captured without adapters; then none, some, all, such that lack targets, and rank 512."""
-    world = World(1024, (1024, 256, 256), make_adapters(9, 3))
+def test_graph_replay_with_any_adapter_mix(fused: Fused, rows: int) -> None:
+    """Capture without adapters, then replay with none, some, all, missing targets, and rank 512."""
+    world = LinearCase(1024, (1024, 256, 256), make_adapters(9, 3))
     x, linear = world.normal(rows, 1024), fused[torch.bfloat16]
     batch = world.batch([0] * rows)
     graph, out = capture(lambda: linear.linear(x, world.weights, batch, world.targets))
     for seed in range(6):
-        indices = mix(rows, 9, seed) if seed else [0] * rows
+        indices = draw_adapters(rows, 9, seed) if seed else [0] * rows
         set_adapters(linear, batch, indices)
         x.copy_(world.normal(rows, 1024))
         poison(linear)
@@ -107,11 +107,11 @@ def test_one_graph_serves_all_mixtures(fused: Fused, rows: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "adapters"), [(64, 64), (64, 1), (64, 8), (37, 5), (16, 16), (1, 1), (128, 64)])
-def test_replays_are_bit_for_bit_what_one_launch_at_a_time_gives(fused: Fused, rows: int, adapters: int) -> None:
-    """Overlapping launches race where single ones do not: a chain of linears, each fed by the one before."""
+def test_graph_replays_match_single_launches(fused: Fused, rows: int, adapters: int) -> None:
+    """A chain of linear layers, whose launches overlap and could race."""
     size, layers = 2048, 12
-    worlds = [World(size, (size,), [Adapter([16])] * adapters, seed=seed) for seed in range(layers)]
-    linear, indices = fused[torch.bfloat16], spread(rows, adapters)
+    worlds = [LinearCase(size, (size,), [Adapter([16])] * adapters, seed=seed) for seed in range(layers)]
+    linear, indices = fused[torch.bfloat16], spread_adapters(rows, adapters)
     batches, first = [world.batch(indices) for world in worlds], worlds[0].normal(rows, size)
 
     def run(after: Callable[[], None] = lambda: None) -> torch.Tensor:
@@ -131,14 +131,14 @@ def test_replays_are_bit_for_bit_what_one_launch_at_a_time_gives(fused: Fused, r
 
 
 @pytest.mark.parametrize("rows", [8, 64, 128])
-def test_a_row_keeps_its_bits_among_other_neighbours(fused: Fused, rows: int) -> None:
-    """Other neighbours, another place, one neighbour that is NaN: the same row, bit for bit."""
-    world = World(1024, (1024, 256, 256), make_adapters(9, 3), bias=True)
+def test_linear_bits_are_batch_invariant(fused: Fused, rows: int) -> None:
+    """A row keeps its bits with other rows, at another position, and with NaN in another row."""
+    world = LinearCase(1024, (1024, 256, 256), make_adapters(9, 3), bias=True)
     linear, x = fused[torch.bfloat16], world.normal(rows, 1024)
     for adapter in (0, 1, 4, 7):
         alone = [0] * (rows - 1) + [adapter] if adapter else [0] * rows
         expected = linear.linear(x, world.weights, world.batch(alone), world.targets)[-1]
-        others = sorted([adapter, *mix(rows - 1, 9, adapter)])
+        others = sorted([adapter, *draw_adapters(rows - 1, 9, adapter)])
         place = others.index(adapter)
         moved = world.normal(rows, 1024)
         moved[place], moved[place - 1] = x[-1], torch.nan

@@ -1,4 +1,4 @@
-"""The op table on Hopper, against float32 and against the reference."""
+"""Hopper ops against float32 and the reference."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from lorax_server.kernels import reference
 from lorax_server.kernels.ops import Activation
-from tests.kernels.batches import Adapter, World, error, mix
+from tests.kernels.batches import Adapter, LinearCase, draw_adapters, error
 
 pytest.importorskip("cuda.bindings", reason="needs cuda-core")
 pytest.importorskip("triton", reason="needs Triton")
@@ -34,12 +34,12 @@ def ops() -> HopperOps:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 64, 65, 128, 129, 256, 257, 300, 1000, 2500])
 @pytest.mark.parametrize(("inputs", "widths"), [(1024, (1024, 256, 256)), (520, (136,)), (512, (2048, 2048))])
-def test_a_linear_of_any_number_of_tokens(
+def test_linear_with_any_number_of_tokens(
     ops: HopperOps, inputs: int, widths: Sequence[int], tokens: int, bias: bool, dtype: torch.dtype
 ) -> None:
-    world = World(inputs, widths, make_adapters(9, len(widths)), dtype=dtype, bias=bias, seed=tokens)
+    world = LinearCase(inputs, widths, make_adapters(9, len(widths)), dtype=dtype, bias=bias, seed=tokens)
     x = world.normal(tokens, inputs)
-    for indices in (mix(tokens, 9, tokens), [7] * tokens, [0] * tokens):
+    for indices in (draw_adapters(tokens, 9, tokens), [7] * tokens, [0] * tokens):
         got = ops.linear(x, world.weights, world.batch(indices), world.targets)
         assert error(got, world.expected(x, indices)) < 2 * TOLERANCE[dtype]
     plain = ops.linear(x, world.weights, None, ())
@@ -48,17 +48,17 @@ def test_a_linear_of_any_number_of_tokens(
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("tokens", [1, 64, 200, 300, 2500])
-def test_a_gate(ops: HopperOps, tokens: int, name: str) -> None:
-    world = World(512, (1032, 1032), make_adapters(9, 2), bias=True, seed=tokens)
+def test_gated_linear_matches_float32(ops: HopperOps, tokens: int, name: str) -> None:
+    world = LinearCase(512, (1032, 1032), make_adapters(9, 2), bias=True, seed=tokens)
     x, activation = world.normal(tokens, 512), Activation(name, ACTIVATIONS[name])
-    for indices in (mix(tokens, 9, tokens), [0] * tokens):
+    for indices in (draw_adapters(tokens, 9, tokens), [0] * tokens):
         gate, up = world.expected(x, indices).chunk(2, dim=-1)
         got = ops.gated_linear(x, world.weights, activation, world.batch(indices), world.targets)
         assert error(got, ACTIVATIONS[name](gate) * up) < 0.01
 
 
-def test_a_nan_stays_with_its_token(ops: HopperOps) -> None:
-    world = World(512, (1024, 1024), [Adapter([16, 16]), Adapter([40, 0])])
+def test_nan_stays_with_its_token(ops: HopperOps) -> None:
+    world = LinearCase(512, (1024, 1024), [Adapter([16, 16]), Adapter([40, 0])])
     indices = [1] * 150 + [2] * 150
     x = world.normal(300, 512)
     x[7] = torch.nan
@@ -73,24 +73,22 @@ def test_a_nan_stays_with_its_token(ops: HopperOps) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("width", [8, 520, 4096, 16384])
 @pytest.mark.parametrize("rows", [1, 64, 256])
-def test_a_norm_is_the_references_but_for_the_last_bit_of_a_few(
-    ops: HopperOps, rows: int, width: int, dtype: torch.dtype
-) -> None:
+def test_rms_norm_matches_reference_within_last_bit(ops: HopperOps, rows: int, width: int, dtype: torch.dtype) -> None:
     x, residual, weight = (torch.randn(n, width, device="cuda").to(dtype) for n in (rows, rows, 1))
     eps = torch.tensor(1e-5, device="cuda")
     for added in (None, residual):
         got, total = ops.rms_norm(x, added, weight[0], eps)
         expected, sum_ = reference.rms_norm(x, added, weight[0], eps)
         assert torch.equal(total, sum_)
-        assert (got != expected).float().mean() < 0.02  # sums in another order: the last bit of a few
+        assert (got != expected).float().mean() < 0.02  # another summation order can change the last bit
         torch.testing.assert_close(got, expected, rtol=0.02, atol=1e-3)
 
 
 @pytest.mark.parametrize("rows", [3, 64])
-def test_a_norm_with_factors_and_shifts(ops: HopperOps, rows: int) -> None:
-    world = World(64, (1024,), [Adapter([0], vectors=True), Adapter([8])])
+def test_rms_norm_with_factors_and_shifts(ops: HopperOps, rows: int) -> None:
+    world = LinearCase(64, (1024,), [Adapter([0], vectors=True), Adapter([8])])
     x, weight = world.normal(rows, 1024), world.normal(1024)
-    indices = mix(rows, 2, 5)
+    indices = draw_adapters(rows, 2, 5)
     eps = torch.tensor(1e-5, device="cuda")
     got = ops.rms_norm(x, None, weight, eps, world.batch(indices), world.targets)[0]
     expected = reference.rms_norm(x, None, weight, eps, world.batch(indices), world.targets)[0]
@@ -99,8 +97,8 @@ def test_a_norm_with_factors_and_shifts(ops: HopperOps, rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("width", [3584, 5120, 2304])
-def test_a_norm_whose_weight_is_wider(ops: HopperOps, width: int, dtype: torch.dtype) -> None:
-    """Gemma's norms multiply in float32, and then round: the kernel for weights of the same type is not theirs."""
+def test_rms_norm_float32_weight(ops: HopperOps, width: int, dtype: torch.dtype) -> None:
+    """Gemma multiplies by the weight in float32 before rounding, so it uses the Triton kernel."""
     x, residual = (torch.randn(16, width, device="cuda").to(dtype) for _ in range(2))
     weight, eps = 1 + 0.1 * torch.randn(width, device="cuda"), torch.tensor(1e-6, device="cuda")
     got, total = ops.rms_norm(x, residual, weight, eps)
@@ -114,7 +112,7 @@ def test_a_norm_whose_weight_is_wider(ops: HopperOps, width: int, dtype: torch.d
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("rows", "width"), [(16, 4544), (300, 8192), (1, 1024)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_layer_norm(ops: HopperOps, has_bias: bool, rows: int, width: int, dtype: torch.dtype) -> None:
+def test_layer_norm_matches_float32(ops: HopperOps, has_bias: bool, rows: int, width: int, dtype: torch.dtype) -> None:
     x, weight, bias = (torch.randn(n, width, device="cuda").to(dtype) for n in (rows, 1, 1))
     got = ops.layer_norm(x, weight[0], bias[0] if has_bias else None, 1e-5)
     wide = F.layer_norm(x.double(), (width,), weight[0].double(), bias[0].double() if has_bias else None, 1e-5)

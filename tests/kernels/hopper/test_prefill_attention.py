@@ -1,4 +1,4 @@
-"""Attention of sequences with several new tokens, against float32; on a Hopper GPU."""
+"""Hopper prefill attention against float32. Requires a Hopper GPU."""
 
 import io
 import itertools
@@ -25,7 +25,7 @@ from lorax_server.kernels.hopper.prefill_attention import (
 
 gpu = pytest.mark.gpu
 
-Shapes = Sequence[tuple[int, int]]  # new and cached tokens of each sequence
+Shapes = Sequence[tuple[int, int]]  # new and cached tokens per sequence
 
 BF16, FP16 = torch.bfloat16, torch.float16
 TOLERANCE = {BF16: 8e-3, FP16: 1e-3}
@@ -35,13 +35,13 @@ UNTOUCHED = 7.0
 
 @dataclass(frozen=True)
 class Prompts:
-    """Sequences in random blocks of a cache that is NaN wherever no token lies, and their queries."""
+    """Queries, and sequences in random blocks of a NaN-filled cache."""
 
     batch: PagedBatch
     cache: LayerCache
     q: torch.Tensor
     shapes: Shapes
-    tokens: list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each sequence, [tokens, kv_heads, head_dim]
+    tokens: list[tuple[torch.Tensor, torch.Tensor]]  # keys and values per sequence, [tokens, kv_heads, head_dim]
 
 
 def make_cache(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -57,10 +57,10 @@ def make_prompts(
     dtype: torch.dtype = BF16,
     seed: int = 0,
 ) -> Prompts:
-    """Make sequences whose tokens are the same for the same seed, whatever is cached."""
+    """Make sequences. Equal seeds give equal tokens for any split into cached and new tokens."""
     counts = [-(-(new + cached) // block_size) for new, cached in shapes]
     places = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed)).int()
-    tables = torch.full((len(shapes), max(counts) + 2), 10**9, dtype=torch.int32)  # past the end: no block at all
+    tables = torch.full((len(shapes), max(counts) + 2), 10**9, dtype=torch.int32)  # no block past the end
     keys, values = (make_cache((len(places), heads[1], block_size, head_dim), dtype) for _ in range(2))
     queries, tokens = [], []
     for row, (new, cached) in enumerate(shapes):
@@ -88,8 +88,8 @@ def attend(prefill: PrefillAttention, prompts: Prompts, spec: AttentionSpec) -> 
     return out
 
 
-def expect(prompts: Prompts, spec: AttentionSpec) -> list[torch.Tensor]:
-    """Return the results of each sequence in float32."""
+def expected_rows(prompts: Prompts, spec: AttentionSpec) -> list[torch.Tensor]:
+    """Return the expected output of each sequence in float32."""
     results = []
     bounds = itertools.pairwise(itertools.accumulate((new for new, _ in prompts.shapes), initial=0))
     for (start, end), (k, v), (new, cached) in zip(bounds, prompts.tokens, prompts.shapes, strict=True):
@@ -108,14 +108,14 @@ def expect(prompts: Prompts, spec: AttentionSpec) -> list[torch.Tensor]:
 
 
 def check(prompts: Prompts, got: torch.Tensor, spec: AttentionSpec) -> None:
-    """Compare each row of each head, and that rows of sequences with one new token are left alone."""
+    """Compare all rows, and check that rows of single-token sequences are unchanged."""
     parts = got.split([new for new, _ in prompts.shapes])
-    for part, expected, (new, _) in zip(parts, expect(prompts, spec), prompts.shapes, strict=True):
+    for part, expected, (new, _) in zip(parts, expected_rows(prompts, spec), prompts.shapes, strict=True):
         if new == 1:
             assert (part == UNTOUCHED).all()
         else:
             error = (part.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
-            assert error.max() < TOLERANCE[got.dtype]  # a NaN is not
+            assert error.max() < TOLERANCE[got.dtype]  # NaN fails
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def prefill() -> PrefillAttention:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2), (8, 1), (14, 2)])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_sequences_of_odd_lengths(
+def test_prefill_odd_lengths(
     prefill: PrefillAttention,
     head_dim: int,
     heads: tuple[int, int],
@@ -145,7 +145,7 @@ def test_sequences_of_odd_lengths(
 @gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("block_size", [8, 16, 24, 32, 64, 128, 256])
-def test_block_sizes(prefill: PrefillAttention, block_size: int, head_dim: int) -> None:
+def test_prefill_block_sizes(prefill: PrefillAttention, block_size: int, head_dim: int) -> None:
     prompts = make_prompts(MIXED, head_dim=head_dim, block_size=block_size, seed=block_size)
     spec = AttentionSpec(head_dim**-0.5)
     check(prompts, attend(prefill, prompts, spec), spec)
@@ -154,15 +154,15 @@ def test_block_sizes(prefill: PrefillAttention, block_size: int, head_dim: int) 
 @gpu
 @pytest.mark.parametrize("window", [None, 4096])
 @pytest.mark.parametrize("shapes", [[(8329, 0)], [(2048, 8000), (3000, 0), (700, 4001)]])
-def test_long_sequences(prefill: PrefillAttention, shapes: Shapes, window: int | None) -> None:
+def test_prefill_long_sequences(prefill: PrefillAttention, shapes: Shapes, window: int | None) -> None:
     prompts = make_prompts(shapes, heads=(4, 1))
     spec = AttentionSpec(128**-0.5, window)
     check(prompts, attend(prefill, prompts, spec), spec)
 
 
 @gpu
-def test_high_and_low_scores(prefill: PrefillAttention) -> None:
-    """Scores far from zero: softmax looks at differences alone."""
+def test_prefill_large_scores(prefill: PrefillAttention) -> None:
+    """Scores far from zero: softmax depends only on differences."""
     for factor in (30.0, 1e-3):
         prompts = make_prompts([(700, 0), (200, 300)], dtype=FP16)
         spec = AttentionSpec(factor * 128**-0.5)
@@ -179,22 +179,20 @@ def test_lengths_are_read_from_the_device_where_the_host_has_none(prefill: Prefi
 @gpu
 @pytest.mark.parametrize("window", [None, 130, 700])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_a_prompt_keeps_its_bits_however_it_is_cut(
-    prefill: PrefillAttention, head_dim: int, window: int | None
-) -> None:
-    """A prompt in one piece, and its end in chunks that begin anywhere: the same rows, bit for bit."""
+def test_prefill_bits_are_independent_of_chunks(prefill: PrefillAttention, head_dim: int, window: int | None) -> None:
+    """A whole prompt and chunks with any boundaries give equal bits."""
     total, spec = 1500, AttentionSpec(head_dim**-0.5, window)
     whole = attend(prefill, make_prompts([(total, 0)], head_dim=head_dim), spec)
     for cached in (1, 17, 128, 640, 1000, 1377, total - 2):
         piece = attend(prefill, make_prompts([(total - cached, cached)], head_dim=head_dim), spec)
         assert torch.equal(piece, whole[cached:])
     for end in (2, 128, 129, 1000):
-        first = attend(prefill, cut(make_prompts([(total, 0)], head_dim=head_dim), end), spec)
+        first = attend(prefill, truncate(make_prompts([(total, 0)], head_dim=head_dim), end), spec)
         assert torch.equal(first, whole[:end])
 
 
-def cut(prompts: Prompts, end: int) -> Prompts:
-    """Forget all tokens of one sequence from `end` on, as if they had not come yet."""
+def truncate(prompts: Prompts, end: int) -> Prompts:
+    """Return the sequence without the tokens from `end` on."""
     lengths = HostLengths([end], [0])
     batch = replace(prompts.batch, host_lengths=lengths, derived={})
     block_size = prompts.cache[0].shape[2]
@@ -208,7 +206,7 @@ def cut(prompts: Prompts, end: int) -> Prompts:
 @pytest.mark.parametrize(
     "shapes", [[(400, 77)], [(400, 77), (513, 0), (1, 9), (90, 3000)], [(400, 77)] + [(9, 9)] * 300]
 )
-def test_a_sequence_keeps_its_bits_among_other_neighbours(prefill: PrefillAttention, shapes: Shapes) -> None:
+def test_prefill_bits_are_batch_invariant(prefill: PrefillAttention, shapes: Shapes) -> None:
     spec = AttentionSpec(128**-0.5)
     alone = attend(prefill, make_prompts([(400, 77)]), spec)
     among = make_prompts(shapes)
@@ -217,8 +215,8 @@ def test_a_sequence_keeps_its_bits_among_other_neighbours(prefill: PrefillAttent
 
 
 @gpu
-def test_many_launches_in_a_row_give_the_same_bits(prefill: PrefillAttention) -> None:
-    """Kernels that start early overlap: each launch reads what the one before it has written."""
+def test_consecutive_launches_give_equal_bits(prefill: PrefillAttention) -> None:
+    """Early launches overlap: each launch reads the output of the previous launch."""
     prompts, spec = make_prompts([(900, 100), (350, 0)], heads=(8, 8)), AttentionSpec(128**-0.5)
 
     def run(wait: bool) -> torch.Tensor:
@@ -236,7 +234,7 @@ def test_many_launches_in_a_row_give_the_same_bits(prefill: PrefillAttention) ->
         assert torch.equal(run(wait=False), expected)
 
 
-def test_tiles_cover_each_token_once_and_the_longest_come_first() -> None:
+def test_tiles_cover_tokens_once_longest_first() -> None:
     tiles = list_prefill_tiles([40, 1, 2, 0, 65], [0, 10, 5, 0, 100], 32)
     assert tiles.tolist() == [
         [4, 107, 164, 1],
@@ -249,7 +247,7 @@ def test_tiles_cover_each_token_once_and_the_longest_come_first() -> None:
     assert list_prefill_tiles([1, 1], [0, 3], 32).shape == (0, 4)
 
 
-def test_heads_are_packed_where_they_fill_the_rows() -> None:
+def test_head_packing_leaves_few_idle_rows() -> None:
     assert [choose_packed_heads(group, 128) for group in (1, 2, 4, 8, 16, 7, 6, 12, 71, 256)] == [
         1,
         2,
@@ -267,8 +265,8 @@ def test_heads_are_packed_where_they_fill_the_rows() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("soft_cap", [False, True])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_a_kernel_stays_in_registers_and_its_products_overlap(head_dim: int, soft_cap: bool) -> None:
-    """The assembler says where it has to spill, or lets each product end before the next one."""
+def test_prefill_kernel_has_no_spills(head_dim: int, soft_cap: bool) -> None:
+    """ptxas reports register spills and serialized WGMMA instructions."""
     log = io.StringIO()
     options = ProgramOptions(std="c++17", arch="sm_90a", ptxas_options=["-v"])
     compiled = Program(PrefillVariant(BF16, head_dim, soft_cap).source, "c++", options).compile("cubin", logs=log)

@@ -1,4 +1,4 @@
-"""The CUDA sources compile, for every shape of the table, without a GPU."""
+"""Compile the CUDA sources with NVRTC, without a GPU."""
 
 import ctypes
 from pathlib import Path
@@ -39,7 +39,7 @@ MORE_VARIANTS: list[Variant] = [
     PromptLoraVariant(BF16, "expand_prompt"),
     *(PromptLoraVariant(BF16, "gate_prompt", name) for name in ACTIVATIONS),
     *(SampleVariant(dtype, step) for dtype in LOGITS_CUDA_TYPES for step in ("apply_penalties", "sample")),
-    PrefillVariant(FP16, 128, False),  # test_prefill.py compiles those of bfloat16
+    PrefillVariant(FP16, 128, False),  # test_prefill_attention.py compiles the bfloat16 variants
     DecodePlanVariant(),
     *(
         DecodeVariant(BF16, is_float8, head_dim, tiles)
@@ -53,18 +53,18 @@ MORE_VARIANTS: list[Variant] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [*VARIANTS, *MORE_VARIANTS], ids=str)
-def test_a_variant_compiles(variant: Variant, tmp_path: Path) -> None:
+def test_variant_compiles(variant: Variant, tmp_path: Path) -> None:
     assert Compiler("sm_90a", tmp_path).compile(variant.source)[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("height", HEIGHTS)
-def test_stages_fit_into_shared_memory(height: int) -> None:
+def test_stages_fit_in_shared_memory(height: int) -> None:
     assert LinearVariant(BF16, height, ONE_BLOCK_STAGES[height], 1, True).shared_bytes <= MAX_SHARED_BYTES
     if height < 128:
         assert LinearVariant(BF16, height, TWO_BLOCK_STAGES[height], 1, True).blocks_per_sm == 2
 
 
-def test_a_struct_of_another_layout_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_struct_layout_mismatch_fails_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class GateArgs(ctypes.Structure):
         _fields_ = (("out", ctypes.c_void_p), ("gate_up", ctypes.c_void_p), ("n", ctypes.c_int))
 
@@ -73,7 +73,7 @@ def test_a_struct_of_another_layout_is_an_error(tmp_path: Path, monkeypatch: pyt
         Compiler("sm_90a", tmp_path).compile(GateVariant(BF16, "silu").source)
 
 
-def test_a_compiled_kernel_is_kept_on_disk(tmp_path: Path) -> None:
+def test_compiled_kernel_is_cached_on_disk(tmp_path: Path) -> None:
     first, second = Compiler("sm_90a", tmp_path), Compiler("sm_90a", tmp_path)
     cubin = first.compile(PlanVariant().source)
     assert second.compile(PlanVariant().source) == cubin
@@ -81,7 +81,7 @@ def test_a_compiled_kernel_is_kept_on_disk(tmp_path: Path) -> None:
     assert Compiler("sm_90", tmp_path).compile(PlanVariant().source) != cubin
 
 
-def test_a_damaged_kernel_is_compiled_again(tmp_path: Path) -> None:
+def test_damaged_cache_entry_is_recompiled(tmp_path: Path) -> None:
     cubin = Compiler("sm_90a", tmp_path).compile(PlanVariant().source)
     (kept,) = tmp_path.iterdir()
     kept.write_bytes(kept.read_bytes()[:-1])
@@ -91,7 +91,7 @@ def test_a_damaged_kernel_is_compiled_again(tmp_path: Path) -> None:
     (kept,) = tmp_path.iterdir()
 
 
-def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_cache_still_compiles(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     Compiler("sm_90a", tmp_path / "file").compile(PlanVariant().source)
     assert "cannot write to the cache" in caplog.text

@@ -1,7 +1,6 @@
-"""Batches of adapters, and what the reference makes of them in float32.
+"""Adapter batches, and expected outputs of the reference in float32.
 
-Tests of this folder run on a GPU where there is one, else on a CPU in Triton's interpreter, which is slow: a few small
-cases go through every kernel there.
+Tests run on a GPU if available. Otherwise they run a few small cases in Triton's interpreter on a CPU, which is slow.
 """
 
 import math
@@ -19,9 +18,9 @@ from tests.kernels.triton.interpreter import IS_INTERPRETED
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [BF16, FP16, FP32]
 TOLERANCES = {BF16: 4e-2, FP16: 6e-3, FP32: 2e-5}
-UNIT_BYTES = 256  # tensors in the buffer begin at multiples of this
+UNIT_BYTES = 256  # alignment of tensors in the buffer
 
-# Inputs of a layer, and outputs of its targets.
+# Layer inputs, and outputs of each target.
 Layer = tuple[int, tuple[int, ...]]
 SMALL_LAYERS: list[Layer] = [(40, (24, 8, 16)), (16, (72,)), (24, (40, 40))]
 LARGE_LAYERS: list[Layer] = [(4096, (4096, 1024, 1024)), (1000, (520,)), (1032, (1400, 1400)), (2048, (5632, 5632))]
@@ -35,7 +34,7 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = FP32) -> torch.Tensor:
 
 
 class NanBuffer:
-    """A buffer with NaNs between the pieces, which nothing may read."""
+    """A buffer with NaN between the tensors."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.unit = dtype, UNIT_BYTES // dtype.itemsize
@@ -90,7 +89,7 @@ def lora_batch(
 ) -> LoraBatch:
     """Make a batch: adapter `i + 1` has rank `ranks[i][slice]`, repeated if there are fewer ranks than slices.
 
-    `factors` and `shifts` list adapters with vectors. The layer's targets are not the first of the table.
+    `factors` and `shifts` list adapters with vectors. The layer's targets start at `FIRST_TARGET`.
     """
     inputs, outputs = layer
     buffer, table, seed = NanBuffer(dtype), empty_table(len(ranks), FIRST_TARGET + len(outputs)), 100
@@ -134,8 +133,8 @@ def inputs_of(layer: Layer, batch: LoraBatch, seed: int = 1) -> torch.Tensor:
 # --- cases
 
 
-def cover_pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Choose from the product of some axes so few cases that any two values of two axes meet in one of them."""
+def pairwise_cases(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return a small set of cases that covers all pairs of values of any two axes (pairwise testing)."""
     left = list(product(*(enumerate(axis) for axis in axes)))
     missing = {pair for case in left for pair in pairs_of(case)}
     chosen = []
@@ -151,8 +150,8 @@ def pairs_of(case: Sequence[tuple[int, Any]]) -> set[tuple[tuple[int, int], tupl
     return set(combinations(places, 2))
 
 
-def choose(interpreted: Sequence[Any], on_gpu: Sequence[Any], fast: int | None = None) -> list[Any]:
-    """Return the cases of a test. Of those for the interpreter, all but the first `fast` are slow."""
+def choose_cases(interpreted: Sequence[Any], on_gpu: Sequence[Any], fast: int | None = None) -> list[Any]:
+    """Return the test cases. For the interpreter, all but the first `fast` cases are marked slow."""
     if not IS_INTERPRETED:
         return list(on_gpu)
     first = len(interpreted) if fast is None else fast
@@ -160,7 +159,7 @@ def choose(interpreted: Sequence[Any], on_gpu: Sequence[Any], fast: int | None =
     return [*interpreted[:first], *(pytest.param(*case, marks=pytest.mark.slow) for case in rest)]
 
 
-# --- mixes of adapters
+# --- adapter mixes
 
 MIXED_RANKS = [[16, 0, 5], [0], [24, 64, 1], [40], [8]]
 RANKS = {str(rank): [[rank]] * 5 for rank in (1, 8, 16, 24, 64, 512)}
@@ -178,7 +177,7 @@ GROUPS = [(0, 2), (3, 17), (1, 1), (0, 1), (4, 3), (2, 4), (1, 2), (5, 2), (0, 1
 
 
 def widened(batch: LoraBatch) -> LoraBatch:
-    """Return the batch in float32 on a CPU, with nothing derived."""
+    """Return the batch in float32 on a CPU, without derived values."""
     return replace(
         batch,
         buffer=batch.buffer.float().cpu(),
@@ -201,7 +200,7 @@ def expected_linear(x: torch.Tensor, layer: Layer, batch: LoraBatch, *, bias: bo
 
 
 def check_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    """Compare with float32. Errors may be as large as a rounding of the other numbers of their row."""
+    """Compare with float32. The tolerance scales with the largest value of each row."""
     assert found.dtype == dtype
     error = (found.float().cpu() - expected).abs()
     allowed = expected.abs() + 2 * expected.square().mean(dim=1, keepdim=True).sqrt()
@@ -215,12 +214,12 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
 
 
-# --- memory that holds NaNs before it is written
+# --- uninitialized memory
 
 
 @pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new memory with NaNs, and with a number that is no row of anything."""
+def nan_filled_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill new memory with NaN, and integers with an invalid index."""
     make = torch.Tensor.new_empty
 
     def new_empty(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:

@@ -1,17 +1,17 @@
-"""Run the kernels on a GPU, or in Triton's interpreter where there is none."""
+"""Run kernels on a GPU if available, otherwise in Triton's interpreter."""
 
 from importlib.util import find_spec
 
 import pytest
 import torch
 
-from tests.kernels.triton.interpreter import IS_INTERPRETED, cut_small_shapes, repair_interpreter
+from tests.kernels.triton.interpreter import IS_INTERPRETED, patch_interpreter, use_small_tiles
 
 if find_spec("triton") is None:
-    collect_ignore_glob = ["test_*.py"]  # there is no Triton outside Linux
+    collect_ignore_glob = ["test_*.py"]  # Triton supports only Linux
 elif IS_INTERPRETED:
-    repair_interpreter()
-    cut_small_shapes()
+    patch_interpreter()
+    use_small_tiles()
 
 
 @pytest.fixture(params=["cpu" if IS_INTERPRETED else pytest.param("cuda", marks=pytest.mark.gpu)])

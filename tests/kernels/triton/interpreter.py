@@ -1,18 +1,17 @@
-"""Triton's interpreter, which runs kernels on a CPU. `tests/conftest.py` turns it on where there is no GPU."""
+"""Setup for Triton's interpreter, which runs kernels on a CPU. `tests/conftest.py` enables it without a GPU."""
 
 import os
 from typing import Any
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-SMALL_DECODE_ROWS = 40  # more tokens are a prompt there
+SMALL_DECODE_ROWS = 40  # in the interpreter
 
 
-def repair_interpreter() -> None:
-    """Mend two things of Triton 3.6.
+def patch_interpreter() -> None:
+    """Work around two problems in Triton 3.6.
 
-    It holds a number as an array of one element, which numpy from 2.4 on does not take for a number: loops could not
-    end at a number that a kernel has loaded. And it patches its language at every call of a kernel's function, on top
-    of the patches that are there: each call would be slower than the one before.
+    Scalars are arrays with one element, which NumPy 2.4 and later reject as loop bounds. And every call of a device
+    function patches the language again on top of earlier patches, so calls become slower and slower.
     """
     from triton.runtime import interpreter
 
@@ -23,7 +22,7 @@ def repair_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.fn.__module__.startswith("triton."):  # the patches of our kernel serve our functions
+        if not self.fn.__module__.startswith("triton."):  # device functions use the kernel's patches
             return self.rewrite()(*args, **kwargs)
         scope = interpreter._patch_lang(self.fn)
         try:
@@ -35,8 +34,8 @@ def repair_interpreter() -> None:
     interpreter.InterpretedFunction.__call__ = call
 
 
-def cut_small_shapes() -> None:
-    """Let kernels cut the interpreter's small shapes into a few parts, as they do large ones on a GPU."""
+def use_small_tiles() -> None:
+    """Use small tiles, so the interpreter's small shapes also have several parts and splits."""
     from lorax_server.kernels.triton import decode_attention, decode_lora, embedding, ops, prompt_lora
 
     decode_attention.SPLIT_TOKENS = 16

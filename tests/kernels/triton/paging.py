@@ -1,4 +1,4 @@
-"""Batches of sequences in random blocks, and caches whose every other value is a NaN."""
+"""Paged batches with random blocks, and caches with NaN in unused slots."""
 
 import math
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.
 def make_batch(
     shapes: Sequence[tuple[int, int]], block_size: int, *, width: int = 0, seed: int = 0, spare: int = 3
 ) -> tuple[PagedBatch, int]:
-    """Give sequences of so many new and cached tokens blocks in random places; return also the number of blocks.
+    """Make a batch with random block tables, and return it with the number of blocks.
 
-    A sequence of no tokens is padding. Tables are `width` blocks wide at least.
+    Sequences without tokens are padding. Block tables have at least `width` columns.
     """
     counts = [-(-(new + cached) // block_size) for new, cached in shapes]
     num_blocks = sum(counts) + spare
@@ -41,30 +41,30 @@ def make_batch(
     return PagedBatch(tables, new_lengths, cached_lengths, torch.tensor(slots)), num_blocks
 
 
-def fill(batch: PagedBatch, shape: Sequence[int], dtype: torch.dtype, *, bad: float, seed: int) -> LayerCache:
-    """Make caches of random values where the batch has tokens, and of `bad` everywhere else."""
+def fill_cache(batch: PagedBatch, shape: Sequence[int], dtype: torch.dtype, *, stale: float, seed: int) -> LayerCache:
+    """Make caches with random values for the batch's tokens and `stale` in all other slots."""
     _, num_kv_heads, block_size, head_dim = shape
-    keys, values = (torch.full(tuple(shape), bad) for _ in range(2))
+    keys, values = (torch.full(tuple(shape), stale) for _ in range(2))
     for row, length in enumerate((batch.input_lengths + batch.cache_lengths).tolist()):
-        blocks, offsets = places_of(batch, row, length, block_size)
+        blocks, offsets = block_offsets(batch, row, length, block_size)
         for cache, offset in ((keys, 0), (values, 1000)):
             cache[blocks, :, offsets] = normal(length, num_kv_heads, head_dim, seed=seed + row + offset)
     return keys.to(dtype), values.to(dtype)
 
 
-def places_of(batch: PagedBatch, row: int, length: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the blocks of a sequence's first tokens, and their offsets there."""
+def block_offsets(batch: PagedBatch, row: int, length: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the blocks and in-block offsets of a sequence's first `length` tokens."""
     positions = torch.arange(length)
     return batch.block_tables[row, positions // block_size].long(), positions % block_size
 
 
-def attend_plainly(q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> torch.Tensor:
-    """Restate attention in float64, one sequence at a time; all of its tokens are in the cache, on a CPU."""
+def attend_in_float64(q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> torch.Tensor:
+    """Compute attention in float64, sequence by sequence. The cache contains all tokens and is on a CPU."""
     block_size = cache[0].shape[2]
     out, start = torch.zeros(q.shape, dtype=torch.float64), 0
     lengths = zip(batch.input_lengths.tolist(), batch.cache_lengths.tolist(), strict=True)
     for row, (new, cached) in enumerate(lengths):
-        blocks, offsets = places_of(batch, row, new + cached, block_size)
+        blocks, offsets = block_offsets(batch, row, new + cached, block_size)
         keys, values = (x[blocks, :, offsets].double() for x in cache)
         if cache[0].dtype == FP8:
             keys, values = keys * spec.k_scale, values * spec.v_scale
@@ -82,14 +82,14 @@ def attend_plainly(q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: 
     return out
 
 
-def without_bad(cache: LayerCache) -> LayerCache:
-    """Return the caches with zeros for NaNs: the reference asks that of its caches."""
+def nan_to_zero(cache: LayerCache) -> LayerCache:
+    """Replace NaN by zero, because the reference requires finite caches."""
     keys, values = (torch.where(x.float().isnan(), 0.0, x.float()).to(x.dtype) for x in cache)
     return keys, values
 
 
 def move(batch: PagedBatch, device: torch.device) -> PagedBatch:
-    """Return the batch on a device, with nothing derived."""
+    """Return the batch on a device, without derived values."""
     return replace(
         batch,
         block_tables=batch.block_tables.to(device),
@@ -107,8 +107,8 @@ def move_cache(cache: LayerCache, device: torch.device) -> LayerCache:
 
 
 def check_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare bits, so that a NaN is equal to itself."""
+    """Compare bits, so NaN equals NaN."""
     assert torch.equal(found.cpu().contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
-BAD = math.nan
+STALE_VALUE = math.nan

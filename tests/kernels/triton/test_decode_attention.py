@@ -1,4 +1,4 @@
-"""Decode attention in Triton against the reference, or a plain restatement, which run on a CPU."""
+"""Triton decode attention against the reference and a float64 implementation on a CPU."""
 
 from dataclasses import replace
 
@@ -9,17 +9,17 @@ from lorax_server.kernels import AttentionSpec, LayerCache, PagedBatch, referenc
 from lorax_server.kernels.triton import decode_attention as decode_attention_module
 from lorax_server.kernels.triton import kv_cache
 from lorax_server.kernels.triton.decode_attention import decode_attention
-from tests.kernels.triton.cases import BF16, DTYPES, FP16, FP32, choose, cover_pairs
+from tests.kernels.triton.cases import BF16, DTYPES, FP16, FP32, choose_cases, pairwise_cases
 from tests.kernels.triton.paging import (
-    BAD,
     FP8,
-    attend_plainly,
-    fill,
+    STALE_VALUE,
+    attend_in_float64,
+    fill_cache,
     make_batch,
     move,
     move_cache,
+    nan_to_zero,
     normal,
-    without_bad,
 )
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -40,12 +40,14 @@ def check_decode(
     cache_dtype: torch.dtype | None = None,
     width: int = 0,
 ) -> torch.Tensor:
-    """Compare with a plain restatement, in caches that are NaN wherever no sequence has a token."""
+    """Compare with float64. Unused cache slots are NaN."""
     num_heads, num_kv_heads, head_dim = heads
     batch, num_blocks = make_batch(
         [(1, length - 1) if length else (0, 0) for length in lengths], block_size, width=width
     )
-    kv = fill(batch, (num_blocks, num_kv_heads, block_size, head_dim), cache_dtype or dtype, bad=BAD, seed=1)
+    kv = fill_cache(
+        batch, (num_blocks, num_kv_heads, block_size, head_dim), cache_dtype or dtype, stale=STALE_VALUE, seed=1
+    )
     fused = normal(len(lengths), num_heads + 2 * num_kv_heads, head_dim, seed=2, dtype=dtype)
     out = decode_attention(fused.to(device)[:, :num_heads], move_cache(kv, device), move(batch, device), spec).cpu()
     assert out.dtype == dtype
@@ -53,65 +55,65 @@ def check_decode(
     assert not out[[row for row, length in enumerate(lengths) if not length]].any()
     if not rows:
         return out
-    expected = attend_plainly(fused[rows, :num_heads], kv, take(batch, rows), spec)
+    expected = attend_in_float64(fused[rows, :num_heads], kv, select_sequences(batch, rows), spec)
     torch.testing.assert_close(out[rows].double(), expected, rtol=0, atol=TOLERANCE[dtype])
     return out
 
 
-def take(batch: PagedBatch, rows: list[int]) -> PagedBatch:
-    """Return a batch of some of the sequences, with nothing derived."""
+def select_sequences(batch: PagedBatch, rows: list[int]) -> PagedBatch:
+    """Return a batch with the given sequences, without derived values."""
     return PagedBatch(batch.block_tables[rows], batch.input_lengths[rows], batch.cache_lengths[rows], batch.slots)
 
 
 @pytest.mark.parametrize(
     ("dtype", "window"),
-    choose([(BF16, 20), (FP32, None), (FP16, 1)], cover_pairs(DTYPES, [None, 1, 20]), fast=1),
+    choose_cases([(BF16, 20), (FP32, None), (FP16, 1)], pairwise_cases(DTYPES, [None, 1, 20]), fast=1),
     ids=str,
 )
-def test_decode(dtype: torch.dtype, window: int | None, device: torch.device) -> None:
+def test_decode_matches_float64(dtype: torch.dtype, window: int | None, device: torch.device) -> None:
     check_decode(device, LENGTHS, dtype=dtype, spec=AttentionSpec(0.3, window))
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_decode_of_odd_heads(heads: tuple[int, int, int], device: torch.device) -> None:
+def test_decode_odd_head_shapes(heads: tuple[int, int, int], device: torch.device) -> None:
     check_decode(device, [7, 40], heads=heads)
 
 
-@pytest.mark.parametrize("block_size", choose([24, 1, 16, 256], [24, 1, 16, 256], fast=1))
-def test_decode_with_blocks_of_any_size(block_size: int, device: torch.device) -> None:
+@pytest.mark.parametrize("block_size", choose_cases([24, 1, 16, 256], [24, 1, 16, 256], fast=1))
+def test_decode_block_sizes(block_size: int, device: torch.device) -> None:
     check_decode(device, [7, 40, 24], block_size=block_size)
 
 
-@pytest.mark.parametrize("dtype", choose([BF16, FP16], DTYPES, fast=1))
-def test_decode_of_a_float8_cache(dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("dtype", choose_cases([BF16, FP16], DTYPES, fast=1))
+def test_decode_float8_cache(dtype: torch.dtype, device: torch.device) -> None:
     check_decode(device, [7, 40], dtype=dtype, cache_dtype=FP8, spec=AttentionSpec(0.3, None, 0.5, 0.3))
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
-def test_queries_of_any_size_over_a_float8_cache(size: float, device: torch.device) -> None:
-    """Float16, in which they are multiplied, could not hold these."""
+def test_large_queries_with_float8_cache(size: float, device: torch.device) -> None:
+    """The queries exceed the float16 range, in which products are computed."""
     batch, num_blocks = make_batch([(1, 8), (1, 20)], 8)
-    kv = fill(batch, (num_blocks, 2, 8, 16), FP8, bad=BAD, seed=1)
+    kv = fill_cache(batch, (num_blocks, 2, 8, 16), FP8, stale=STALE_VALUE, seed=1)
     q, spec = normal(2, 4, 16, seed=3).mul(size).to(BF16), AttentionSpec(0.3 / size)
-    expected = attend_plainly(q, kv, batch, spec)
+    expected = attend_in_float64(q, kv, batch, spec)
     out = decode_attention(q.to(device), move_cache(kv, device), move(batch, device), spec)
     torch.testing.assert_close(out.cpu().double(), expected, rtol=0, atol=TOLERANCE[BF16])
 
 
 @pytest.mark.parametrize("lengths", [[0], [0, 9, 0], pytest.param([3, 50, *[0] * 28], marks=pytest.mark.slow)])
-def test_padding_gets_zeros(lengths: list[int], device: torch.device) -> None:
+def test_padding_rows_are_zero(lengths: list[int], device: torch.device) -> None:
     check_decode(device, lengths, width=100)
 
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, 2.0), pytest.param(20, 0.5, marks=pytest.mark.slow)])
-def test_decode_with_a_soft_cap(window: int | None, soft_cap: float, device: torch.device) -> None:
+def test_decode_soft_cap(window: int | None, soft_cap: float, device: torch.device) -> None:
     spec = AttentionSpec(0.9, window, 0.5, 0.3, soft_cap)
     check_decode(device, [7, 40], spec=spec)
     check_decode(device, [7, 40], spec=spec, cache_dtype=FP8)
 
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), pytest.param(20, 2.0, marks=pytest.mark.slow)])
-def test_decode_with_slopes(
+def test_decode_alibi_slopes(
     window: int | None, soft_cap: float | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_attention_module, "SPLIT_TOKENS", 16)
@@ -122,10 +124,10 @@ def test_decode_with_slopes(
 
 
 @pytest.mark.parametrize("window", [None, pytest.param(7, marks=pytest.mark.slow)])
-def test_stretches_grow_with_a_sequence_and_are_all_listed(
+def test_split_size_grows_with_sequence_length(
     window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lengths around the bounds of stretches, of which there are four at most here."""
+    """Lengths near split boundaries, with at most four splits."""
     monkeypatch.setattr(decode_attention_module, "SPLIT_TOKENS", 4)
     monkeypatch.setattr(decode_attention_module, "MAX_SPLITS", 4)
     check_decode(
@@ -134,26 +136,26 @@ def test_stretches_grow_with_a_sequence_and_are_all_listed(
 
 
 @pytest.mark.slow
-def test_neighbours_change_no_bit(device: torch.device) -> None:
+def test_decode_bits_are_batch_invariant(device: torch.device) -> None:
     lengths = (
         [40, 0, 9, 16, 1, 33] if device.type == "cpu" else [3000, 0, 9, 256, 1, 513, 9000, 8193, *range(1, 900, 14)]
     )
     batch, num_blocks = make_batch([(1, length - 1) if length else (0, 0) for length in lengths], 8, width=8)
-    kv = move_cache(fill(batch, (num_blocks, 2, 8, 16), torch.float32, bad=BAD, seed=1), device)
+    kv = move_cache(fill_cache(batch, (num_blocks, 2, 8, 16), torch.float32, stale=STALE_VALUE, seed=1), device)
     q, held = normal(len(lengths), 4, 16, seed=2).to(device), move(batch, device)
     together = decode_attention(q, kv, held, SPEC)
     for rows in ([0], [3, 0], [5, 4, 1, 0], *([[row] for row in range(6, len(lengths))])):
-        assert torch.equal(decode_attention(q[rows], kv, take(held, rows), SPEC), together[rows])
+        assert torch.equal(decode_attention(q[rows], kv, select_sequences(held, rows), SPEC), together[rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_lengths_of_either_width(dtype: torch.dtype, device: torch.device) -> None:
+def test_int32_and_int64_lengths(dtype: torch.dtype, device: torch.device) -> None:
     batch, num_blocks = make_batch([(1, 8), (1, 20)], 8)
-    kv = fill(batch, (num_blocks, 2, 8, 16), torch.float32, bad=BAD, seed=1)
+    kv = fill_cache(batch, (num_blocks, 2, 8, 16), torch.float32, stale=STALE_VALUE, seed=1)
     narrow = PagedBatch(batch.block_tables, batch.input_lengths.to(dtype), batch.cache_lengths.to(dtype), batch.slots)
     q = normal(2, 4, 16, seed=3)
     out = decode_attention(q.to(device), move_cache(kv, device), move(narrow, device), AttentionSpec(0.3))
-    expected = reference.decode_attention(q, without_bad(kv), batch, AttentionSpec(0.3))
+    expected = reference.decode_attention(q, nan_to_zero(kv), batch, AttentionSpec(0.3))
     torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=2e-5)
 
 
@@ -164,7 +166,7 @@ def test_lengths_of_either_width(dtype: torch.dtype, device: torch.device) -> No
 @pytest.mark.parametrize(
     ("heads", "dtype", "block_size"), list(zip(MODEL_HEADS, DTYPES * 2, [16, 32] * 3, strict=True))
 )
-def test_decode_as_models_do(dtype: torch.dtype, heads: tuple[int, int, int], block_size: int) -> None:
+def test_decode_model_shapes(dtype: torch.dtype, heads: tuple[int, int, int], block_size: int) -> None:
     device = torch.device("cuda")
     for lengths in (
         [20000 if heads[2] > 128 else 32768],
@@ -178,8 +180,8 @@ def test_decode_as_models_do(dtype: torch.dtype, heads: tuple[int, int, int], bl
             check_decode(device, lengths, heads=heads, block_size=block_size, dtype=dtype, spec=fp8, cache_dtype=FP8)
 
 
-def step(q: torch.Tensor, kv: LayerCache, batch: PagedBatch, new: torch.Tensor) -> torch.Tensor:
-    """Store one token per sequence and attend from it. Nothing is derived yet, as at a capture."""
+def decode_step(q: torch.Tensor, kv: LayerCache, batch: PagedBatch, new: torch.Tensor) -> torch.Tensor:
+    """Store one token per sequence and compute attention, without derived values (as during capture)."""
     spec, batch = AttentionSpec(0.3), replace(batch, derived={})
     kv_cache.write_kv(new[:, :2], new[:, 2:], kv, batch, spec)
     return decode_attention(q, kv, batch, spec)
@@ -187,7 +189,7 @@ def step(q: torch.Tensor, kv: LayerCache, batch: PagedBatch, new: torch.Tensor) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_seqs", [4, 1100])
-def test_a_captured_step_is_replayed_with_other_lengths_and_blocks(num_seqs: int) -> None:
+def test_graph_replay_with_other_lengths_and_blocks(num_seqs: int) -> None:
     device = torch.device("cuda")
     batches = [
         make_batch(
@@ -204,11 +206,13 @@ def test_a_captured_step_is_replayed_with_other_lengths_and_blocks(num_seqs: int
         normal(num_seqs, 4, 32, seed=1).to(device),
         normal(num_seqs, 4, 32, seed=2).to(device),
     )
-    kv = move_cache(fill(batches[0][0], (num_blocks, 2, 16, 32), torch.float32, bad=BAD, seed=3), device)
-    step(q, kv, held, new)  # compiles
+    kv = move_cache(
+        fill_cache(batches[0][0], (num_blocks, 2, 16, 32), torch.float32, stale=STALE_VALUE, seed=3), device
+    )
+    decode_step(q, kv, held, new)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step(q, kv, held, new)
+        captured = decode_step(q, kv, held, new)
     for batch, _ in batches[1:]:
         for static, fresh in zip(
             (held.block_tables, held.input_lengths, held.cache_lengths, held.slots, *kv),
@@ -217,15 +221,15 @@ def test_a_captured_step_is_replayed_with_other_lengths_and_blocks(num_seqs: int
                 batch.input_lengths,
                 batch.cache_lengths,
                 batch.slots,
-                *fill(batch, kv[0].shape, torch.float32, bad=BAD, seed=4),
+                *fill_cache(batch, kv[0].shape, torch.float32, stale=STALE_VALUE, seed=4),
             ),
             strict=True,
         ):
             static.copy_(fresh)
-        captured.fill_(BAD)
+        captured.fill_(STALE_VALUE)
         graph.replay()
         found = captured.clone()
         assert found.isfinite().all()
-        assert torch.equal(found, step(q, kv, held, new))
+        assert torch.equal(found, decode_step(q, kv, held, new))
         assert not found[held.input_lengths == 0].any()
         assert found[held.input_lengths > 0].any(-1).all()

@@ -1,4 +1,4 @@
-"""LoRA of decode steps."""
+"""LoRA for decode steps."""
 
 import math
 import random
@@ -25,13 +25,13 @@ from tests.kernels.triton.cases import (
     Runs,
     bits,
     check_close,
-    choose,
-    cover_pairs,
+    choose_cases,
     expected_linear,
     inputs_of,
     linear_weights,
     lora_batch,
     normal,
+    pairwise_cases,
     targets_of,
     widened,
 )
@@ -44,7 +44,7 @@ RUNS: dict[str, Runs] = {
     "base": [(0, 4)],
     "full": [(adapter, 51) for adapter in range(1, 6)] + [(0, 1)],
 }
-CASES = choose(
+CASES = choose_cases(
     [
         (SMALL_LAYERS[1], FP16, "24", "one each"),
         (SMALL_LAYERS[0], FP32, "16", "base"),
@@ -53,12 +53,12 @@ CASES = choose(
         (SMALL_LAYERS[1], BF16, "512", "one"),
     ],
     [
-        *cover_pairs(SMALL_LAYERS, DTYPES, SOME_RANKS, RUNS),
-        *cover_pairs(LARGE_LAYERS, [BF16], ["16", "wide mix"], ["one", "groups", "full"]),
+        *pairwise_cases(SMALL_LAYERS, DTYPES, SOME_RANKS, RUNS),
+        *pairwise_cases(LARGE_LAYERS, [BF16], ["16", "wide mix"], ["one", "groups", "full"]),
     ],
     fast=2,
 )
-VECTOR_CASES = choose(
+VECTOR_CASES = choose_cases(
     [(SMALL_LAYERS[1], FP32, "mixed")], list(zip(LAYERS, DTYPES * 3, ["mixed", "8"] * 4, strict=False))
 )
 
@@ -79,22 +79,24 @@ def check_linear(layer: Layer, batch: LoraBatch, bias: bool = False) -> None:
 
 
 @pytest.mark.parametrize(("layer", "dtype", "ranks", "runs"), CASES, ids=str)
-def test_a_linear_with_each_rows_own_adapter(
+def test_linear_applies_adapter_of_each_row(
     device: torch.device, layer: Layer, dtype: torch.dtype, ranks: str, runs: str
 ) -> None:
     check_linear(layer, lora_batch(layer, RUNS[runs], RANKS[ranks], device=device, dtype=dtype))
 
 
 @pytest.mark.parametrize(("layer", "dtype", "ranks"), VECTOR_CASES, ids=str)
-def test_factors_shifts_and_biases(device: torch.device, layer: Layer, dtype: torch.dtype, ranks: str) -> None:
+def test_linear_with_factors_shifts_and_biases(
+    device: torch.device, layer: Layer, dtype: torch.dtype, ranks: str
+) -> None:
     batch = lora_batch(
         layer, RUNS["groups"], RANKS[ranks], device=device, dtype=dtype, factors=[1, 2, 3], shifts=[2, 3, 4]
     )
     check_linear(layer, batch, bias=True)
 
 
-@pytest.mark.parametrize("dtype", choose([BF16], DTYPES), ids=str)
-def test_add_lora_changes_only_the_columns_of_its_targets(device: torch.device, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", choose_cases([BF16], DTYPES), ids=str)
+def test_add_lora_changes_only_target_columns(device: torch.device, dtype: torch.dtype) -> None:
     layer = SMALL_LAYERS[1]
     batch = lora_batch(layer, RUNS["groups"], MIXED_RANKS, device=device, dtype=dtype, factors=[1], shifts=[2])
     x, width = inputs_of(layer, batch), sum(layer[1])
@@ -108,7 +110,7 @@ def test_add_lora_changes_only_the_columns_of_its_targets(device: torch.device, 
     assert torch.equal(out[is_base], before[is_base])
 
 
-def test_rows_and_adapters_that_are_not_numbers_stay_among_themselves(device: torch.device) -> None:
+def test_nan_rows_and_adapters_do_not_affect_others(device: torch.device) -> None:
     layer = SMALL_LAYERS[0]
     runs: Runs = [(1, 3), (3, 2), (0, 1), (4, 2), (3, 1)]
     batch = lora_batch(layer, runs, MIXED_RANKS, device=device, dtype=BF16)
@@ -129,11 +131,9 @@ def test_rows_and_adapters_that_are_not_numbers_stay_among_themselves(device: to
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layer", "dtype"), choose([(LAYERS[0], BF16)], cover_pairs([LAYERS[0], LAYERS[-1]], DTYPES)), ids=str
+    ("layer", "dtype"), choose_cases([(LAYERS[0], BF16)], pairwise_cases([LAYERS[0], LAYERS[-1]], DTYPES)), ids=str
 )
-def test_a_row_has_the_same_bits_in_every_mix_of_as_many_rows(
-    device: torch.device, dtype: torch.dtype, layer: Layer
-) -> None:
+def test_lora_bits_are_independent_of_adapter_mix(device: torch.device, dtype: torch.dtype, layer: Layer) -> None:
     targets, ops = targets_of(layer), TritonOps()
     mixes: list[tuple[Runs, int]] = [
         ([(3, 1), (0, 19)], 0),
@@ -154,7 +154,7 @@ def test_a_row_has_the_same_bits_in_every_mix_of_as_many_rows(
 
 
 def shuffle(batch: LoraBatch, seed: int) -> LoraBatch:
-    """Give the batch other adapters in place, and return the same as a new batch."""
+    """Change the adapters in place, and return an equal new batch."""
     draw = random.Random(seed)
     rows = len(batch.adapter_indices)
     indices = [adapter for _ in range(rows) for adapter in [draw.randrange(6)] * draw.choice((1, 2, 17))][:rows]
@@ -165,7 +165,7 @@ def shuffle(batch: LoraBatch, seed: int) -> LoraBatch:
 
 
 @pytest.mark.slow
-def test_a_changed_batch_is_planned_in_place(device: torch.device) -> None:
+def test_changed_batch_is_planned_in_place(device: torch.device) -> None:
     layer, ops = SMALL_LAYERS[0], TritonOps()
     made = lora_batch(layer, [(1, 20)], MIXED_RANKS, device=device, dtype=BF16)
     batch = replace(made, host_table=torch.zeros(0), bounds=[], adapters=[])  # as for a captured graph
@@ -182,7 +182,7 @@ def test_a_changed_batch_is_planned_in_place(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_one_graph_serves_every_mix(device: torch.device, layer: Layer) -> None:
+def test_graph_replay_with_any_adapter_mix(device: torch.device, layer: Layer) -> None:
     ops, targets, weights = TritonOps(), targets_of(layer), linear_weights(layer, BF16, device, bias=True)
     made = lora_batch(layer, [(1, 64)], MIXED_RANKS, device=device, dtype=BF16, factors=[1, 3], shifts=[2])
     batch = replace(made, host_table=torch.zeros(0), bounds=[], adapters=[])

@@ -1,4 +1,4 @@
-"""Embeddings of adapters: rows of their own, factors, vectors, added tokens."""
+"""Embedding adapters: replaced rows, LoRA, vectors and added tokens."""
 
 from typing import NamedTuple
 
@@ -15,29 +15,29 @@ from tests.kernels.triton.cases import (
     NanBuffer,
     Runs,
     check_close,
-    choose,
-    cover_pairs,
+    choose_cases,
     empty_table,
     make_batch,
     normal,
+    pairwise_cases,
 )
 from tests.kernels.triton.interpreter import IS_INTERPRETED
 
-TARGET, FIRST, HELD, VOCAB = 1, 20, 30, 70  # this rank holds tokens 20 to 49 of 70
+TARGET, FIRST, HELD, VOCAB = 1, 20, 30, 70  # this rank has tokens 20 to 49 of 70
 RUNS: dict[str, Runs] = {
     "decode": [(adapter, 5 if IS_INTERPRETED else 1 + 7 * adapter) for adapter in (2, 0, 1, 3, 6, 4, 5)],
     "prompt": [(3, 20), (0, 5), (4, 20), (2, 5)] if IS_INTERPRETED else [(3, 150), (0, 10), (4, 120), (2, 20)],
 }
-CASES = choose(
+CASES = choose_cases(
     [(BF16, 40, True, "decode"), (FP16, 40, False, "prompt"), (FP32, 40, True, "prompt")],
-    cover_pairs(DTYPES, [40, 1032, 4096], [True, False], RUNS),
+    pairwise_cases(DTYPES, [40, 1032, 4096], [True, False], RUNS),
     fast=2,
 )
 
 
 class Adapter(NamedTuple):
     rank: int = 0
-    row_ids: tuple[int, ...] = ()  # of tokens, counted from the first that this rank holds
+    row_ids: tuple[int, ...] = ()  # token IDs relative to the rank's first token
     new: int = 0
     has_factor: bool = False
     has_shift: bool = False
@@ -74,7 +74,7 @@ def embedding_batch(width: int, runs: Runs, dtype: torch.dtype, device: torch.de
 
 
 def expected_rows(rows: torch.Tensor, ids: list[int], batch: LoraBatch, adds_new_rows: bool) -> torch.Tensor:
-    """Change the rows token by token, in float32."""
+    """Apply adapters token by token, in float32."""
     out, buffer, width = rows.float().cpu(), batch.buffer.float().cpu(), rows.shape[1]
     for place, (token, index) in enumerate(zip(ids, batch.adapter_indices.tolist(), strict=True)):
         if index == 0:
@@ -99,7 +99,7 @@ def expected_rows(rows: torch.Tensor, ids: list[int], batch: LoraBatch, adds_new
 
 
 def tokens_of(runs: Runs) -> list[int]:
-    """Return ids that go through the whole vocabulary, and through what each adapter adds to it."""
+    """Return token IDs that cover the vocabulary and the tokens that each adapter adds."""
     ids = []
     for adapter, length in runs:
         size = VOCAB + (ADAPTERS[adapter - 1].new if adapter else 0)
@@ -108,7 +108,7 @@ def tokens_of(runs: Runs) -> list[int]:
 
 
 @pytest.mark.parametrize(("dtype", "width", "adds_new_rows", "name"), CASES, ids=str)
-def test_each_tokens_row_is_changed_by_its_adapter(
+def test_embedding_applies_adapter_of_each_token(
     device: torch.device, dtype: torch.dtype, width: int, adds_new_rows: bool, name: str
 ) -> None:
     runs = RUNS[name]
@@ -125,7 +125,7 @@ def test_each_tokens_row_is_changed_by_its_adapter(
     assert torch.equal(rows[is_base], before[is_base])
 
 
-def test_a_rank_without_a_part_of_the_vocabulary_has_only_new_rows(device: torch.device) -> None:
+def test_rank_without_vocabulary_has_only_new_rows(device: torch.device) -> None:
     batch = embedding_batch(40, [(4, 3)], torch.float32, device)
     batch.table[4, TARGET, Field.NUM_ROWS] = 0
     rows = torch.zeros(3, 40, device=device)

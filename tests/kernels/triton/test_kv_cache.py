@@ -1,4 +1,4 @@
-"""The cache's writes in Triton against the reference, which runs on a CPU."""
+"""Triton KV cache writes against the reference on a CPU."""
 
 import math
 
@@ -22,7 +22,7 @@ CASES = [
 
 
 def in_float8(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return values that survive float8, whose rounding in Triton's interpreter is not the hardware's."""
+    """Return values that are exact in float8, because the interpreter rounds float8 differently."""
     return normal(*shape, seed=seed).mul(4).to(FP8).to(dtype)
 
 
@@ -34,7 +34,7 @@ def check_write(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Write in poisoned caches; all that the reference does not store must stay poison. It clears fresh blocks."""
+    """Write into NaN-filled caches and compare with the reference. Other slots must not change."""
     num_kv_heads, head_dim = heads
     spec = AttentionSpec(1.0, None, 0.5, 0.25)
     shape = (num_blocks, num_kv_heads, 8, head_dim)
@@ -53,7 +53,7 @@ def check_write(
 
 
 @pytest.mark.parametrize(("dtype", "cache_dtype", "heads"), CASES)
-def test_tokens_are_stored(
+def test_write_kv_matches_reference(
     dtype: torch.dtype, cache_dtype: torch.dtype, heads: tuple[int, int], device: torch.device
 ) -> None:
     batch, num_blocks = make_batch(SHAPES, 8)
@@ -64,7 +64,7 @@ def test_tokens_are_stored(
 
 @pytest.mark.parametrize("by", ["slots", "indices", "both"])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_only_tokens_with_a_slot_are_stored(by: str, index_dtype: torch.dtype, device: torch.device) -> None:
+def test_write_kv_skips_tokens_without_slot(by: str, index_dtype: torch.dtype, device: torch.device) -> None:
     whole, num_blocks = make_batch([(9, 3), (6, 0)], 8)
     kept = [0, 4, 5, 9, 14]
     named = kept if by == "indices" else list(range(15)) if by == "slots" else [0, 2, *kept[1:], 11]
@@ -77,14 +77,14 @@ def test_only_tokens_with_a_slot_are_stored(by: str, index_dtype: torch.dtype, d
     check_write(batch, num_blocks, kv, (2, 16), torch.float32, device)
 
 
-def test_nothing_to_store(device: torch.device) -> None:
+def test_write_kv_without_tokens(device: torch.device) -> None:
     none = torch.zeros(0, dtype=torch.long)
     batch = PagedBatch(torch.zeros(1, 1, dtype=torch.int32), torch.tensor([1]), torch.tensor([0]), none, none)
     check_write(batch, 1, normal(1, 6, 16, seed=1), (2, 16), torch.float32, device)
 
 
 def write_four(values: list[float], scale: float, device: torch.device) -> list[float]:
-    """Store a value head of four in float8, and return it as it lies in the cache."""
+    """Store a value head of size four in float8, and return the cached values."""
     new = torch.tensor(values, device=device).view(1, 1, 4)
     keys, stored = (torch.zeros(1, 1, 1, 4, dtype=FP8, device=device) for _ in range(2))
     one = torch.tensor([1], device=device)
@@ -93,12 +93,12 @@ def write_four(values: list[float], scale: float, device: torch.device) -> list[
     return stored.float().flatten().tolist()
 
 
-def test_large_values_stay_finite_in_float8(device: torch.device) -> None:
+def test_float8_saturates_large_values(device: torch.device) -> None:
     assert write_four([3.0, 1e6, -1e6, 0.25], 0.5, device) == [6.0, 448.0, -448.0, 0.5]
     assert write_four([1.0, 2.0, -320.0, 0.0], 4.0, device) == [0.25, 0.5, -80.0, 0.0]
 
 
-# --- with a rotation
+# --- with RoPE
 
 
 def check_rotation(
@@ -109,7 +109,7 @@ def check_rotation(
     dtypes: tuple[torch.dtype, torch.dtype],
     device: torch.device,
 ) -> None:
-    """Compare with one op after the other, bit for bit. Both have tests of their own."""
+    """Compare with separate `rotary` and `write_kv`, bit for bit."""
     num_heads, num_kv_heads, head_dim = heads
     tokens = int(batch.input_lengths.sum()) + int((batch.input_lengths == 0).sum())
     spec, batch = AttentionSpec(1.0, None, 0.5, 0.25), move(batch, device)
@@ -145,17 +145,17 @@ def check_rotation(
         pytest.param((40, 33, 128), 128, (torch.bfloat16, torch.bfloat16), marks=pytest.mark.slow),
     ],
 )
-def test_rotation_and_write(
+def test_rotate_and_write_matches_separate_ops(
     heads: tuple[int, int, int],
     turning: int | None,
     dtypes: tuple[torch.dtype, torch.dtype],
     device: torch.device,
 ) -> None:
-    batch, num_blocks = make_batch(SHAPES, 8)  # one sequence is padding, whose slot is -1
+    batch, num_blocks = make_batch(SHAPES, 8)  # one sequence is padding, with slot -1
     check_rotation(batch, num_blocks, heads, turning, dtypes, device)
 
 
-def test_rotation_where_few_tokens_are_stored(device: torch.device) -> None:
+def test_rotate_and_write_with_partial_storage(device: torch.device) -> None:
     batch, num_blocks = make_batch([(9, 3), (6, 0)], 8)
     kept = torch.tensor([0, 4, 9, 14])
     batch = PagedBatch(batch.block_tables, batch.input_lengths, batch.cache_lengths, batch.slots[kept], kept)
@@ -165,14 +165,14 @@ def test_rotation_where_few_tokens_are_stored(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
 @pytest.mark.parametrize(("heads", "turning"), [((32, 8, 128), 128), ((32, 32, 80), 32), ((8, 1, 256), 256)])
-def test_rotation_and_write_of_models(heads: tuple[int, int, int], turning: int, cache_dtype: torch.dtype) -> None:
+def test_rotate_and_write_model_shapes(heads: tuple[int, int, int], turning: int, cache_dtype: torch.dtype) -> None:
     batch, num_blocks = make_batch([(100, 0), (1, 30), (0, 0)], 8)
     check_rotation(batch, num_blocks, heads, turning, (torch.bfloat16, cache_dtype), torch.device("cuda"))
 
 
 @pytest.mark.gpu
-def test_float8_keeps_a_nan_and_rounds_to_even() -> None:
-    """The interpreter does neither."""
+def test_float8_keeps_nan_and_rounds_to_even() -> None:
+    """The interpreter supports neither."""
     stored = write_four([math.nan, 76.0, -68.0, 75.0], 1.0, torch.device("cuda"))
     assert math.isnan(stored[0])
     assert stored[1:] == [80.0, -64.0, 72.0]
@@ -183,7 +183,7 @@ def test_float8_keeps_a_nan_and_rounds_to_even() -> None:
     ("heads", "dtype"),
     [((8, 128), torch.float16), ((32, 64), torch.bfloat16), ((71, 64), torch.float32), ((4, 256), torch.bfloat16)],
 )
-def test_float8_is_rounded_as_torch_does(dtype: torch.dtype, heads: tuple[int, int]) -> None:
+def test_float8_rounding_matches_torch(dtype: torch.dtype, heads: tuple[int, int]) -> None:
     batch, num_blocks = make_batch([(100, 0), (1, 30)], 8)
     kv = normal(101, 2 + 2 * heads[0], heads[1], seed=1).mul(100).to(dtype)
     check_write(batch, num_blocks, kv, heads, FP8, torch.device("cuda"))

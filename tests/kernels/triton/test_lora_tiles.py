@@ -1,4 +1,4 @@
-"""Tiles of one adapter's rows."""
+"""LoRA tiles."""
 
 import random
 from itertools import groupby
@@ -12,7 +12,7 @@ from tests.kernels.triton.cases import SMALL_LAYERS, lora_batch
 LAYER = SMALL_LAYERS[1]
 
 
-def cut(indices: list[int], height: int, *, with_base: bool) -> list[list[int]]:
+def list_expected_tiles(indices: list[int], height: int, *, with_base: bool) -> list[list[int]]:
     found = []
     for adapter, run in groupby(range(len(indices)), key=lambda row: indices[row]):
         rows = list(run)
@@ -33,16 +33,16 @@ MIXES = [
 
 
 @pytest.mark.parametrize("runs", MIXES, ids=str)
-def test_the_tiles_of_a_decode_step_are_made_on_the_device(device: torch.device, runs: list[tuple[int, int]]) -> None:
+def test_decode_tiles_are_listed_on_device(device: torch.device, runs: list[tuple[int, int]]) -> None:
     batch = lora_batch(LAYER, runs, [[1]] * 3, device=device, dtype=torch.bfloat16)
     made, count = lora_tiles.decode_tiles(batch)
-    expected = cut(batch.adapter_indices.tolist(), 16, with_base=False)
+    expected = list_expected_tiles(batch.adapter_indices.tolist(), 16, with_base=False)
     rest = [[0, 0, 0, 0]] * (len(batch.adapter_indices) - len(expected))
     assert made.tolist() == expected + rest
     assert count.tolist() == [len(expected)]
 
 
-def test_tiles_are_made_again_in_place(device: torch.device) -> None:
+def test_decode_tiles_are_refreshed_in_place(device: torch.device) -> None:
     batch = lora_batch(LAYER, [(1, 40)], [[1]] * 3, device=device, dtype=torch.bfloat16)
     before = lora_tiles.decode_tiles(batch)
     draw = random.Random(0)
@@ -50,15 +50,15 @@ def test_tiles_are_made_again_in_place(device: torch.device) -> None:
         indices = [draw.randrange(4) for _ in range(40)]
         batch.adapter_indices.copy_(torch.tensor(indices, dtype=torch.int32))
         lora_tiles.refresh_decode_tiles(batch)
-        expected = cut(indices, 16, with_base=False)
+        expected = list_expected_tiles(indices, 16, with_base=False)
         assert before.tiles.tolist()[: len(expected)] == expected
         assert not before.tiles[len(expected) :].any()
         assert before.num_tiles.tolist() == [len(expected)]
 
 
 @pytest.mark.parametrize(("runs", "height"), list(zip(MIXES, [16, 32, 64, 128, 16, 32], strict=True)), ids=str)
-def test_the_tiles_of_a_prompt_hold_every_token(device: torch.device, runs: list[tuple[int, int]], height: int) -> None:
+def test_prompt_tiles_cover_every_token(device: torch.device, runs: list[tuple[int, int]], height: int) -> None:
     batch = lora_batch(LAYER, runs, [[1]] * 3, device=device, dtype=torch.bfloat16)
     made = lora_tiles.prompt_tiles(batch, height)
-    assert made.tolist() == cut(batch.adapter_indices.tolist(), height, with_base=True)
+    assert made.tolist() == list_expected_tiles(batch.adapter_indices.tolist(), height, with_base=True)
     assert lora_tiles.prompt_tiles(batch, height) is made

@@ -1,4 +1,4 @@
-"""Norm and rotation in Triton against the reference, which runs on a CPU."""
+"""Triton norms and RoPE against the reference on a CPU."""
 
 import math
 
@@ -8,10 +8,10 @@ import torch
 from lorax_server.kernels import Field, LoraBatch, LoraTarget, reference
 from lorax_server.kernels.triton.norm import layer_norm, rms_norm, rotary
 from lorax_server.kernels.triton.ops import TritonOps
-from tests.kernels.triton.cases import cover_pairs
+from tests.kernels.triton.cases import pairwise_cases
 from tests.kernels.triton.paging import normal
 
-# One step of a value's last place and, in the interpreter, which cuts bfloat16 instead of rounding it, a few.
+# One ulp, or a few in the interpreter, which truncates bfloat16 instead of rounding.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 4e-2}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = torch.tensor(1e-5)
@@ -24,9 +24,11 @@ def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "has_residual"),
-    cover_pairs([(3, 64), (2, 100), (1, 1), (0, 8), (2, 3, 20)], DTYPES, [False, True]),
+    pairwise_cases([(3, 64), (2, 100), (1, 1), (0, 8), (2, 3, 20)], DTYPES, [False, True]),
 )
-def test_rms_norm(dtype: torch.dtype, has_residual: bool, shape: tuple[int, ...], device: torch.device) -> None:
+def test_rms_norm_matches_reference(
+    dtype: torch.dtype, has_residual: bool, shape: tuple[int, ...], device: torch.device
+) -> None:
     x, weight = normal(*shape, seed=1, dtype=dtype), normal(shape[-1], seed=2, dtype=dtype)
     residual = normal(*shape, seed=3, dtype=dtype) if has_residual else None
     expected = reference.rms_norm(x, residual, weight, EPS)
@@ -37,18 +39,18 @@ def test_rms_norm(dtype: torch.dtype, has_residual: bool, shape: tuple[int, ...]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_weight_of_float32_multiplies_before_rounding(dtype: torch.dtype, device: torch.device) -> None:
+def test_float32_weight_multiplies_before_rounding(dtype: torch.dtype, device: torch.device) -> None:
     x, weight = normal(8, 128, seed=1, dtype=dtype), normal(128, seed=2) + 1
     expected, _ = reference.rms_norm(x, None, weight, EPS)
     found, _ = rms_norm(x.to(device), None, weight.to(device), EPS.to(device))
     assert found.dtype == dtype
     check_close(found, expected)
-    if dtype == torch.float16:  # the interpreter cuts bfloat16 off
+    if dtype == torch.float16:  # the interpreter truncates bfloat16
         assert (found.cpu() != expected).float().mean() < 0.02
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm_of_some_heads(dtype: torch.dtype, device: torch.device) -> None:
+def test_rms_norm_strided_heads(dtype: torch.dtype, device: torch.device) -> None:
     x, weight = normal(4, 6, 16, seed=1, dtype=dtype), normal(16, seed=2, dtype=dtype)
     expected, _ = reference.rms_norm(x[:, 1:4], None, weight, EPS)
     given = x.to(device)
@@ -60,12 +62,12 @@ def test_rms_norm_of_some_heads(dtype: torch.dtype, device: torch.device) -> Non
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "has_weight", "has_bias"),
-    cover_pairs([(3, 64), (2, 100), (1, 1), (0, 8), (2, 3, 20)], DTYPES, [False, True], [False, True]),
+    pairwise_cases([(3, 64), (2, 100), (1, 1), (0, 8), (2, 3, 20)], DTYPES, [False, True], [False, True]),
 )
-def test_layer_norm(
+def test_layer_norm_matches_reference(
     dtype: torch.dtype, has_weight: bool, has_bias: bool, shape: tuple[int, ...], device: torch.device
 ) -> None:
-    """Rows are far from zero, as those are whose squares lose their digits."""
+    """Rows have a large mean, which costs precision in sums of squares."""
     x = normal(*shape, seed=1).add(30).to(dtype)
     weight = normal(shape[-1], seed=2, dtype=dtype) if has_weight else None
     bias = normal(shape[-1], seed=3, dtype=dtype) if has_bias else None
@@ -75,14 +77,14 @@ def test_layer_norm(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layer_norm_of_some_heads(dtype: torch.dtype, device: torch.device) -> None:
+def test_layer_norm_strided_heads(dtype: torch.dtype, device: torch.device) -> None:
     x, weight = normal(4, 6, 16, seed=1, dtype=dtype), normal(16, seed=2, dtype=dtype)
     expected = reference.layer_norm(x[:, 1:4], weight, None, 1e-5)
     check_close(layer_norm(x.to(device)[:, 1:4], weight.to(device), None, 1e-5), expected)
 
 
 def adapters(size: int, dtype: torch.dtype, device: torch.device) -> LoraBatch:
-    """Make four adapters: one has nothing, the others a factor, a shift, or both. NaNs lie around the vectors."""
+    """Make four adapters: without vectors, with a factor, a shift, or both. NaN surrounds the vectors."""
     buffer = torch.full((7 * size,), math.nan)
     table = torch.full((5, 3, len(Field)), -1)
     at = 0
@@ -108,7 +110,7 @@ def adapters(size: int, dtype: torch.dtype, device: torch.device) -> LoraBatch:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_residual", [False, True])
-def test_each_row_is_changed_by_its_adapter(dtype: torch.dtype, has_residual: bool, device: torch.device) -> None:
+def test_norm_applies_adapter_of_each_row(dtype: torch.dtype, has_residual: bool, device: torch.device) -> None:
     x, weight = normal(6, 20, seed=1, dtype=dtype), normal(20, seed=2, dtype=dtype)
     residual = normal(6, 20, seed=3, dtype=dtype) if has_residual else None
     targets = [LoraTarget(1, slice(0, 20))]
@@ -125,7 +127,7 @@ def test_each_row_is_changed_by_its_adapter(dtype: torch.dtype, has_residual: bo
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layer_norm_is_changed_by_each_rows_adapter(dtype: torch.dtype, device: torch.device) -> None:
+def test_layer_norm_applies_adapter_of_each_row(dtype: torch.dtype, device: torch.device) -> None:
     x, weight, bias = (normal(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate([(6, 20), (20,), (20,)]))
     targets = [LoraTarget(1, slice(0, 20))]
     expected = reference.layer_norm(x, weight, bias, 1e-5, adapters(20, dtype, torch.device("cpu")), targets)
@@ -134,9 +136,9 @@ def test_layer_norm_is_changed_by_each_rows_adapter(dtype: torch.dtype, device: 
     check_close(TritonOps().layer_norm(*given), reference.layer_norm(x, weight, bias, 1e-5))
 
 
-def test_an_adapter_changes_whole_rows_only(device: torch.device) -> None:
+def test_partial_norm_targets_are_rejected(device: torch.device) -> None:
     x, weight = normal(6, 20, seed=1).to(device), normal(20, seed=2).to(device)
-    with pytest.raises(ValueError, match="whole rows"):
+    with pytest.raises(ValueError, match="must cover whole rows"):
         rms_norm(x, None, weight, EPS.to(device), adapters(20, x.dtype, device), [LoraTarget(1, slice(0, 10))])
 
 
@@ -151,7 +153,7 @@ def test_an_adapter_changes_whole_rows_only(device: torch.device) -> None:
         (33, 128, 128, torch.bfloat16),
     ],
 )
-def test_rotary(dtype: torch.dtype, heads: int, dim: int, turning: int, device: torch.device) -> None:
+def test_rotary_matches_reference(dtype: torch.dtype, heads: int, dim: int, turning: int, device: torch.device) -> None:
     whole = normal(3, heads + 2, dim, seed=1, dtype=dtype)
     angles = normal(3, turning // 2, seed=2)
     found = whole.to(device)
@@ -167,7 +169,7 @@ def test_rotary(dtype: torch.dtype, heads: int, dim: int, turning: int, device: 
 @pytest.mark.parametrize(
     ("size", "dtype"), list(zip([128, 896, 896, 4096, 4096, 5120, 16384, 16384], DTYPES * 3, strict=False))
 )
-def test_rms_norm_as_models_do(dtype: torch.dtype, size: int) -> None:
+def test_rms_norm_model_shapes(dtype: torch.dtype, size: int) -> None:
     x, residual = (normal(70, size, seed=seed, dtype=dtype) for seed in (1, 2))
     weight = normal(size, seed=3, dtype=dtype)
     expected = reference.rms_norm(x, residual, weight, EPS)
@@ -181,7 +183,7 @@ def test_rms_norm_as_models_do(dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parametrize(
     ("size", "dtype"), list(zip([64, 768, 768, 4096, 4096, 5120, 16384, 16384], DTYPES * 3, strict=False))
 )
-def test_layer_norm_as_models_do(dtype: torch.dtype, size: int) -> None:
+def test_layer_norm_model_shapes(dtype: torch.dtype, size: int) -> None:
     shapes = [(70, size), (size,), (size,)]
     x, weight, bias = (normal(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))
     expected = reference.layer_norm(x.float(), weight.float(), bias.float(), 1e-5)
@@ -192,7 +194,7 @@ def test_layer_norm_as_models_do(dtype: torch.dtype, size: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("size", "dtype"), [(128, torch.bfloat16), (4096, torch.bfloat16), (1000, torch.float32)])
-def test_neighbours_change_no_bit_of_a_norm(dtype: torch.dtype, size: int) -> None:
+def test_norm_bits_are_batch_invariant(dtype: torch.dtype, size: int) -> None:
     x, weight = normal(70, size, seed=1, dtype=dtype).cuda(), normal(size, seed=2, dtype=dtype).cuda()
     together = rms_norm(x, x, weight, EPS.cuda())[0], layer_norm(x, weight, weight, 1e-5)
     for row in range(70):
@@ -203,7 +205,7 @@ def test_neighbours_change_no_bit_of_a_norm(dtype: torch.dtype, size: int) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rotary_rounds_as_the_reference(dtype: torch.dtype) -> None:
+def test_rotary_rounding_matches_reference(dtype: torch.dtype) -> None:
     x, angles = normal(70, 40, 128, seed=1, dtype=dtype), normal(70, 64, seed=2)
     found = x.cuda()
     rotary(found, angles.cos().cuda(), angles.sin().cuda())
@@ -212,7 +214,7 @@ def test_rotary_rounds_as_the_reference(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_norm_is_replayed_with_other_adapters() -> None:
+def test_norm_graph_replay_with_other_adapters() -> None:
     device = torch.device("cuda")
     x, weight, eps = (tensor.cuda() for tensor in (normal(6, 20, seed=1), normal(20, seed=2), EPS))
     lora, targets = adapters(20, x.dtype, device), [LoraTarget(1, slice(0, 20))]

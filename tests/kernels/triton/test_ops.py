@@ -1,4 +1,4 @@
-"""The table of ops."""
+"""Tests for `TritonOps` as a whole."""
 
 import pytest
 import torch
@@ -8,17 +8,17 @@ from lorax_server.kernels.triton.ops import TritonOps
 from tests.kernels.triton.cases import SMALL_LAYERS, linear_weights, lora_batch, targets_of
 
 
-def test_all_ops_are_there() -> None:
+def test_triton_ops_implement_all_ops() -> None:
     names = {name for name in vars(Ops) if not name.startswith("_")}
     assert {name for name in names if not hasattr(TritonOps, name)} == set()
 
 
 @pytest.mark.gpu
-def test_a_gpu_gets_them(device: torch.device) -> None:
+def test_gpu_selects_triton_ops(device: torch.device) -> None:
     assert isinstance(select_ops(device), TritonOps)
 
 
-def test_no_tokens_and_no_adapters(device: torch.device) -> None:
+def test_empty_batch_without_adapters(device: torch.device) -> None:
     layer, ops = SMALL_LAYERS[2], TritonOps()
     targets, weights = targets_of(layer), linear_weights(layer, torch.float32, device, bias=True)
     batch: LoraBatch = lora_batch(layer, [], [[4]], device=device, dtype=torch.float32)

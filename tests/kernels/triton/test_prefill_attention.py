@@ -1,4 +1,4 @@
-"""Prefill attention in Triton against a plain restatement, which runs on a CPU."""
+"""Triton prefill attention against a float64 implementation on a CPU."""
 
 import copy
 import warnings
@@ -14,28 +14,28 @@ from lorax_server.kernels import AttentionSpec, HostLengths, LayerCache, PagedBa
 from lorax_server.kernels.triton.decode_attention import decode_attention
 from lorax_server.kernels.triton.prefill_attention import choose_tile_shape, plan_tiles_on_device, prefill_attention
 from tests.grids import slow_except
-from tests.kernels.triton.cases import BF16, FP16, FP32, choose, cover_pairs
+from tests.kernels.triton.cases import BF16, FP16, FP32, choose_cases, pairwise_cases
 from tests.kernels.triton.paging import (
-    BAD,
     FP8,
-    attend_plainly,
-    fill,
+    STALE_VALUE,
+    attend_in_float64,
+    fill_cache,
     make_batch,
     move,
     move_cache,
+    nan_to_zero,
     normal,
-    without_bad,
 )
 
-Heads = tuple[int, int, int]  # query heads, key heads, head_dim
-Shapes = list[tuple[int, int]]  # new and cached tokens of each sequence
+Heads = tuple[int, int, int]  # query heads, KV heads, head_dim
+Shapes = list[tuple[int, int]]  # new and cached tokens per sequence
 
 TOLERANCE = {FP32: 2e-5, FP16: 2e-3, BF16: 2e-2}
 MIXED: Shapes = [(5, 0), (1, 7), (3, 6), (5, 0), (1, 1), (2, 9), (3, 6), (1, 0), (4, 4)]
 
 
 class Case:
-    """Sequences whose tokens are all in the cache, which is NaN elsewhere; keys and values are given as NaNs."""
+    """Sequences with all tokens in a NaN-filled cache. The `k` and `v` arguments are NaN."""
 
     def __init__(
         self, shapes: Shapes, heads: Heads, dtype: torch.dtype, cache_dtype: torch.dtype, block_size: int = 8
@@ -44,9 +44,11 @@ class Case:
         batch, num_blocks = make_batch(shapes, block_size)
         new, cached = (list(lengths) for lengths in zip(*shapes, strict=True))
         self.batch = replace(batch, host_lengths=HostLengths(new, cached), stores_all=True)
-        self.cache = fill(batch, (num_blocks, num_kv_heads, block_size, head_dim), cache_dtype, bad=BAD, seed=1)
+        self.cache = fill_cache(
+            batch, (num_blocks, num_kv_heads, block_size, head_dim), cache_dtype, stale=STALE_VALUE, seed=1
+        )
         fused = normal(sum(new), num_heads + 2 * num_kv_heads, head_dim, seed=2, dtype=dtype)
-        fused[:, num_heads:] = BAD
+        fused[:, num_heads:] = STALE_VALUE
         self.q, self.k, self.v = fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
 
     def attend(self, spec: AttentionSpec, device: torch.device) -> torch.Tensor:
@@ -56,55 +58,57 @@ class Case:
     def check(self, spec: AttentionSpec, device: torch.device) -> torch.Tensor:
         out = self.attend(spec, device)
         assert out.dtype == self.q.dtype
-        expected = attend_plainly(self.q, self.cache, self.batch, spec)
+        expected = attend_in_float64(self.q, self.cache, self.batch, spec)
         torch.testing.assert_close(out.cpu().double(), expected, rtol=0, atol=TOLERANCE[out.dtype])
         return out
 
 
 @pytest.mark.parametrize(
-    ("window", "cache_dtype", "soft_cap"), cover_pairs([None, 4, 1], [FP32, FP8], [None, 2.0]), ids=str
+    ("window", "cache_dtype", "soft_cap"), pairwise_cases([None, 4, 1], [FP32, FP8], [None, 2.0]), ids=str
 )
-def test_any_mixture(
+def test_prefill_mixed_lengths(
     window: int | None, cache_dtype: torch.dtype, soft_cap: float | None, device: torch.device
 ) -> None:
     Case(MIXED, (4, 2, 16), FP32, cache_dtype).check(AttentionSpec(0.3, window, 0.5, 0.25, soft_cap), device)
 
 
 @pytest.mark.parametrize(("window", "cache_dtype", "soft_cap"), [(None, FP32, None), (4, FP8, 2.0)], ids=str)
-def test_slopes(window: int | None, cache_dtype: torch.dtype, soft_cap: float | None, device: torch.device) -> None:
+def test_alibi_slopes(
+    window: int | None, cache_dtype: torch.dtype, soft_cap: float | None, device: torch.device
+) -> None:
     spec = AttentionSpec(0.3, window, 0.5, 0.25, soft_cap, torch.tensor([0.5, 0.02, -0.1, 0.0], device=device))
     Case(MIXED, (4, 2, 16), FP32, cache_dtype).check(spec, device)
 
 
 @pytest.mark.parametrize(
     ("heads", "dtype", "window", "block_size"),
-    choose(
+    choose_cases(
         [
             ((6, 2, 20), BF16, None, 5),
             ((5, 5, 8), FP16, 20, 16),
             ((22, 2, 40), FP32, 19, 1),
             ((9, 1, 16), FP32, None, 64),
         ],
-        cover_pairs([(6, 2, 20), (5, 5, 8), (22, 2, 40)], [BF16, FP16, FP32], [None, 20], [5, 16, 64]),
+        pairwise_cases([(6, 2, 20), (5, 5, 8), (22, 2, 40)], [BF16, FP16, FP32], [None, 20], [5, 16, 64]),
         fast=2,
     ),
 )
-def test_longer_prompts(
+def test_prefill_longer_prompts(
     heads: Heads, dtype: torch.dtype, window: int | None, block_size: int, device: torch.device
 ) -> None:
     shapes = [(40, 30), (2, 33), (17, 0), (16, 16), (1, 40)]
     Case(shapes, heads, dtype, dtype, block_size).check(AttentionSpec(0.3, window), device)
 
 
-def test_lengths_may_have_to_be_read_from_the_device(device: torch.device) -> None:
+def test_lengths_are_read_from_device_without_host_copy(device: torch.device) -> None:
     case = Case(MIXED, (4, 2, 16), FP32, FP32)
     expected = case.attend(AttentionSpec(0.3), device)
     case.batch = replace(case.batch, host_lengths=None)
     assert torch.equal(case.attend(AttentionSpec(0.3), device), expected)
 
 
-def test_nothing_is_read_back(device: torch.device) -> None:
-    """Slots, and lengths but those of one new token, are wrong on the device here: whoever read them would fail."""
+def test_prefill_uses_only_host_lengths(device: torch.device) -> None:
+    """Device slots and most device lengths are wrong, so reading them would fail."""
     case = Case(MIXED, (4, 2, 16), FP32, FP32)
     expected = case.attend(AttentionSpec(0.3), device)
     has_one = case.batch.input_lengths == 1
@@ -115,14 +119,14 @@ def test_nothing_is_read_back(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_the_host_does_not_wait_for_the_device() -> None:
+def test_prefill_does_not_synchronize() -> None:
     case, device = Case(MIXED, (4, 2, 16), FP32, FP32), torch.device("cuda")
     kv, batch = move_cache(case.cache, device), move(case.batch, device)
     q, k, v = (x.to(device) for x in (case.q, case.k, case.v))
     expected = prefill_attention(q, k, v, kv, replace(batch, derived={}), AttentionSpec(0.3))  # compiles
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that this mode is a prototype
+            warnings.simplefilter("ignore")  # this torch mode is a prototype
             torch.cuda.set_sync_debug_mode("error")
         out = prefill_attention(q, k, v, kv, batch, AttentionSpec(0.3))
     finally:
@@ -131,15 +135,15 @@ def test_the_host_does_not_wait_for_the_device() -> None:
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
-def test_queries_of_any_size_over_a_float8_cache(size: float, device: torch.device) -> None:
-    """Float16, in which they are multiplied, could not hold these."""
+def test_large_queries_with_float8_cache(size: float, device: torch.device) -> None:
+    """The queries exceed the float16 range, in which products are computed."""
     case = Case([(5, 3), (3, 0)], (4, 2, 16), BF16, FP8)
     case.q = case.q * size
     case.check(AttentionSpec(0.3 / size), device)
 
 
-def cut(case: Case, row: int, first: int, stop: int) -> Case:
-    """Return a case of some tokens of one sequence, of which those before are in the cache."""
+def take_chunk(case: Case, row: int, first: int, stop: int) -> Case:
+    """Return a chunk of one sequence, with all earlier tokens in the cache."""
     part = object.__new__(Case)
     starts = case.batch.input_lengths.cumsum(0) - case.batch.input_lengths
     cached, start = int(case.batch.cache_lengths[row]), int(starts[row])
@@ -156,24 +160,24 @@ def cut(case: Case, row: int, first: int, stop: int) -> Case:
     return part
 
 
-def check_cuts(case: Case, row: int, bounds: list[int], spec: AttentionSpec, device: torch.device) -> None:
+def check_chunks(case: Case, row: int, bounds: list[int], spec: AttentionSpec, device: torch.device) -> None:
     whole = case.attend(spec, device)
     start = int(case.batch.input_lengths[:row].sum())
     for first, stop in pairwise(bounds):
-        part = cut(case, row, first, stop).attend(spec, device)
+        part = take_chunk(case, row, first, stop).attend(spec, device)
         assert torch.equal(part, whole[start + first : start + stop]), (first, stop)
 
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), pytest.param(9, 2.0, marks=pytest.mark.slow)])
-def test_bits_depend_on_no_cut_and_no_neighbour(
+def test_prefill_bits_are_independent_of_chunks_and_batch(
     window: int | None, soft_cap: float | None, device: torch.device
 ) -> None:
     case = Case([(3, 6), (45, 5), (20, 0)], (4, 2, 16), FP32, FP32)
-    check_cuts(case, 1, [0, 45], AttentionSpec(0.3, window, soft_cap=soft_cap), device)
-    check_cuts(case, 1, [0, 2, 13, 29, 45], AttentionSpec(0.3, window, soft_cap=soft_cap), device)
+    check_chunks(case, 1, [0, 45], AttentionSpec(0.3, window, soft_cap=soft_cap), device)
+    check_chunks(case, 1, [0, 2, 13, 29, 45], AttentionSpec(0.3, window, soft_cap=soft_cap), device)
 
 
-def test_one_new_token_has_the_bits_of_a_decode_step(device: torch.device) -> None:
+def test_single_token_prefill_matches_decode_bits(device: torch.device) -> None:
     case = Case([(3, 6), (1, 40), (1, 0)], (4, 2, 16), FP32, FP32)
     out = case.attend(AttentionSpec(0.3), device)[3:]
     batch = case.batch
@@ -182,15 +186,15 @@ def test_one_new_token_has_the_bits_of_a_decode_step(device: torch.device) -> No
     assert torch.equal(out, decode_attention(q, kv, move(rows, device), AttentionSpec(0.3)))
 
 
-# --- in a graph, where the device alone knows the lengths
+# --- in a graph (lengths only on the device)
 
 
 def in_graph(case: Case, size: int) -> Case:
-    """Return the case padded to `size` tokens and sequences; the host's lengths are wrong."""
+    """Return the case padded to `size` tokens and sequences, with wrong host lengths."""
     padded, batch = copy.copy(case), case.batch
     new, cached, slots = (
-        F.pad(x, (0, size - len(x)), value=fill)
-        for x, fill in ((batch.input_lengths, 0), (batch.cache_lengths, 0), (batch.slots, -1))
+        F.pad(x, (0, size - len(x)), value=fill_cache)
+        for x, fill_cache in ((batch.input_lengths, 0), (batch.cache_lengths, 0), (batch.slots, -1))
     )
     padded.batch = replace(
         batch,
@@ -204,13 +208,14 @@ def in_graph(case: Case, size: int) -> Case:
         derived={},
     )
     padded.q, padded.k, padded.v = (
-        torch.cat([x, torch.full((size - len(x), *x.shape[1:]), BAD, dtype=x.dtype)]) for x in (case.q, case.k, case.v)
+        torch.cat([x, torch.full((size - len(x), *x.shape[1:]), STALE_VALUE, dtype=x.dtype)])
+        for x in (case.q, case.k, case.v)
     )
     return padded
 
 
 @pytest.mark.parametrize("shapes", slow_except([MIXED], [MIXED, [(1, 5)], [(30, 9), (1, 2)]]))
-def test_a_padded_batch_has_the_same_bits(shapes: Shapes, device: torch.device) -> None:
+def test_padded_graph_batch_gives_equal_bits(shapes: Shapes, device: torch.device) -> None:
     case = Case(shapes, (4, 2, 16), FP32, FP32)
     spec, count = AttentionSpec(0.3, window=7), len(case.q)
     assert torch.equal(in_graph(case, count + 5).attend(spec, device)[:count], case.attend(spec, device))
@@ -218,7 +223,7 @@ def test_a_padded_batch_has_the_same_bits(shapes: Shapes, device: torch.device) 
 
 @pytest.mark.parametrize("height", [2, 4, 16])
 @pytest.mark.parametrize("shapes", [MIXED, [(2, 0)] * 20, [(200, 1000), (1, 5), (55, 2000)], [(1, 5), (1, 9)]])
-def test_tiles_of_the_device_are_those_of_the_host(shapes: Shapes, height: int, device: torch.device) -> None:
+def test_device_tiles_match_host_tiles(shapes: Shapes, height: int, device: torch.device) -> None:
     case = Case(shapes, (4, 2, 16), FP32, FP32)
     size = len(case.q) + 7
     tiles = plan_tiles_on_device(move(in_graph(case, size).batch, device), height).cpu()
@@ -233,23 +238,25 @@ def test_tiles_of_the_device_are_those_of_the_host(shapes: Shapes, height: int, 
     assert not tiles[len(expected) :].any()
 
 
-# --- where not all tokens are in the cache
+# --- tokens outside the cache
 
 
-def given(shapes: Shapes, cache_dtype: torch.dtype) -> tuple[PagedBatch, LayerCache, tuple[torch.Tensor, ...]]:
+def make_given_case(
+    shapes: Shapes, cache_dtype: torch.dtype
+) -> tuple[PagedBatch, LayerCache, tuple[torch.Tensor, ...]]:
     batch, num_blocks = make_batch(shapes, 8)
-    kv = without_bad(fill(batch, (num_blocks, 2, 8, 16), cache_dtype, bad=BAD, seed=1))
+    kv = nan_to_zero(fill_cache(batch, (num_blocks, 2, 8, 16), cache_dtype, stale=STALE_VALUE, seed=1))
     fused = normal(sum(new for new, _ in shapes), 8, 16, seed=5)
     return batch, kv, fused.split([4, 2, 2], dim=1)
 
 
 @pytest.mark.parametrize(
-    ("window", "cache_dtype", "has_host_lengths"), cover_pairs([None, 4], [FP32, FP8], [False, True]), ids=str
+    ("window", "cache_dtype", "has_host_lengths"), pairwise_cases([None, 4], [FP32, FP8], [False, True]), ids=str
 )
-def test_keys_and_values_that_are_given(
+def test_prefill_uses_given_keys_and_values(
     window: int | None, cache_dtype: torch.dtype, has_host_lengths: bool, device: torch.device
 ) -> None:
-    batch, kv, (q, k, v) = given(MIXED, cache_dtype)
+    batch, kv, (q, k, v) = make_given_case(MIXED, cache_dtype)
     spec = AttentionSpec(0.3, window, 0.5, 0.25, 2.0 if window else None)
     reference.write_kv(k, v, kv, batch, spec)
     expected = reference.prefill_attention(q, k, v, kv, batch, spec)
@@ -259,9 +266,9 @@ def test_keys_and_values_that_are_given(
     torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=1e-4)
 
 
-def test_given_prompts_read_nothing_back(device: torch.device) -> None:
-    """Lengths on the device are wrong here: whoever read them would fail."""
-    batch, kv, (q, k, v) = given([(5, 0), (3, 0)], FP32)
+def test_given_prompts_use_only_host_lengths(device: torch.device) -> None:
+    """Device lengths are wrong, so reading them would fail."""
+    batch, kv, (q, k, v) = make_given_case([(5, 0), (3, 0)], FP32)
     expected = reference.prefill_attention(q, k, v, kv, batch, AttentionSpec(0.3))
     wrong = torch.full((2,), 10**6)
     batch = PagedBatch(batch.block_tables, wrong, wrong, wrong, host_lengths=HostLengths([5, 3], [0, 0]))
@@ -290,15 +297,15 @@ def test_given_prompts_read_nothing_back(device: torch.device) -> None:
         ((4, 2, 256), FP32, FP8, 100, None),
     ],
 )
-def test_prompts_of_models(
+def test_prefill_model_shapes(
     heads: Heads, dtype: torch.dtype, cache_dtype: torch.dtype, window: int | None, soft_cap: float | None
 ) -> None:
     device = torch.device("cuda")
     case = Case([(700, 0), (1, 600), (130, 333), (64, 64), (2, 1000), (129, 0)], heads, dtype, cache_dtype, 16)
     spec = AttentionSpec(heads[2] ** -0.5, window, 0.1, 0.2, soft_cap)
     case.check(spec, device)
-    check_cuts(case, 0, [0, 5, 64, 66, 200, 333, 640, 700], spec, device)  # one token would be a decode step
-    check_cuts(case, 2, [0, 130], spec, device)
+    check_chunks(case, 0, [0, 5, 64, 66, 200, 333, 640, 700], spec, device)  # one token would use the decode kernel
+    check_chunks(case, 2, [0, 130], spec, device)
 
 
 @pytest.mark.gpu
@@ -306,27 +313,27 @@ def test_prompts_of_models(
     ("heads", "dtype", "cache_dtype"),
     [((32, 32, 128), BF16, BF16), ((16, 16, 64), FP16, FP16), ((12, 12, 112), BF16, BF16), ((8, 8, 80), BF16, FP8)],
 )
-def test_prompts_of_models_with_slopes(heads: Heads, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+def test_prefill_model_shapes_with_alibi(heads: Heads, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     device = torch.device("cuda")
     slopes = torch.tensor([2.0 ** (-8 * (head + 1) / heads[0]) for head in range(heads[0])], device=device)
     case = Case([(700, 0), (1, 600), (130, 333), (2, 1000)], heads, dtype, cache_dtype, 16)
     spec = AttentionSpec(heads[2] ** -0.5, None, 0.1, 0.2, slopes=slopes)
     case.check(spec, device)
-    check_cuts(case, 0, [0, 5, 64, 66, 200, 640, 700], spec, device)
+    check_chunks(case, 0, [0, 5, 64, 66, 200, 640, 700], spec, device)
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 192, 256, 320, 512])
 @pytest.mark.parametrize(("per_processor", "per_program"), [(228, 227), (164, 163), (100, 99)])
-def test_tiles_fit_shared_memory(
+def test_prefill_tiles_fit_in_shared_memory(
     per_processor: int, per_program: int, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sizes in KiB of Hopper, of A100 and of GPUs with less. Queries are held once, keys and values for each stage."""
+    """Shared memory in KiB: Hopper, A100, and smaller GPUs. Keys and values are stored per stage, queries once."""
     properties = SimpleNamespace(shared_memory_per_multiprocessor=per_processor << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)  # noqa: ARG005
     q, cache = (torch.empty(4, 2, head_dim, dtype=dtype, device="meta") for _ in range(2))
     tiling = choose_tile_shape(q, cache)
     width = 2 ** (head_dim - 1).bit_length() * dtype.itemsize
     assert (tiling.rows + 2 * tiling.num_stages * tiling.keys) * width <= per_program << 10
-    assert min(tiling.rows, tiling.keys) >= 16  # the smallest side of a product
+    assert min(tiling.rows, tiling.keys) >= 16  # smallest dimension of `tl.dot`
     assert tiling.rows % 8 == 0

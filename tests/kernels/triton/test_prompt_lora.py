@@ -1,4 +1,4 @@
-"""LoRA of prompts: linears, and the gate of an MLP."""
+"""LoRA for prompts: linear layers and gated activations."""
 
 import itertools
 import math
@@ -28,14 +28,14 @@ from tests.kernels.triton.cases import (
     Runs,
     bits,
     check_close,
-    choose,
-    cover_pairs,
+    choose_cases,
     expected_linear,
     inputs_of,
     linear_weights,
     lora_batch,
+    nan_filled_memory,  # noqa: F401 - a fixture
     normal,
-    poisoned,  # noqa: F401 - a fixture
+    pairwise_cases,
     targets_of,
     widened,
     widened_weights,
@@ -43,8 +43,10 @@ from tests.kernels.triton.cases import (
 from tests.kernels.triton.interpreter import IS_INTERPRETED
 
 pytestmark = [
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),  # numpy, of a sigmoid
+    pytest.mark.usefixtures("nan_filled_memory"),
+    pytest.mark.filterwarnings(
+        "ignore:(overflow|invalid value) encountered:RuntimeWarning"
+    ),  # NumPy warning in the sigmoid
 ]
 
 RUNS: dict[str, Runs] = {
@@ -54,27 +56,27 @@ RUNS: dict[str, Runs] = {
     "5000": [(adapter, 35 + adapter) for adapter in range(6)] * 20 + [(1, 500), (0, 100)],
 }
 KERNEL_ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu"]
-CASES = choose(
+CASES = choose_cases(
     [(SMALL_LAYERS[1], FP32, "24", "one"), (SMALL_LAYERS[0], BF16, "mixed", "groups")],
     [
-        *cover_pairs(SMALL_LAYERS, DTYPES, SOME_RANKS, RUNS),
-        *cover_pairs(LARGE_LAYERS, [BF16], ["16", "wide mix"], ["groups", "5000"]),
+        *pairwise_cases(SMALL_LAYERS, DTYPES, SOME_RANKS, RUNS),
+        *pairwise_cases(LARGE_LAYERS, [BF16], ["16", "wide mix"], ["groups", "5000"]),
     ],
     fast=1,
 )
-GATED_CASES = choose(
+GATED_CASES = choose_cases(
     [
         (SMALL_LAYERS[2], FP16, "8", "one", "gelu"),
         (SMALL_LAYERS[2], BF16, "mixed", "groups", "silu"),
         (SMALL_LAYERS[2], FP32, "1", "one", "gelu_tanh"),
     ],
     [
-        *cover_pairs(SMALL_LAYERS[2:], DTYPES, ["16", "mixed", "512"], RUNS, KERNEL_ACTIVATIONS),
-        *cover_pairs(LARGE_LAYERS[2:], [BF16], ["mixed"], ["groups", "5000"], ["silu"]),
+        *pairwise_cases(SMALL_LAYERS[2:], DTYPES, ["16", "mixed", "512"], RUNS, KERNEL_ACTIVATIONS),
+        *pairwise_cases(LARGE_LAYERS[2:], [BF16], ["mixed"], ["groups", "5000"], ["silu"]),
     ],
     fast=1,
 )
-VECTOR_CASES = choose(
+VECTOR_CASES = choose_cases(
     [(SMALL_LAYERS[1], BF16, False), (SMALL_LAYERS[0], FP16, True)],
     list(zip(LAYERS, DTYPES * 3, [False, True] * 4, strict=False)),
     fast=1,
@@ -93,8 +95,8 @@ def activation_of(name: str) -> Activation:
     return Activation(name, ACTIVATIONS[name])
 
 
-def choose_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Treat the small prompts of the interpreter as long ones."""
+def treat_as_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat the interpreter's small prompts as long prompts."""
     monkeypatch.setattr(prompt_lora, "SHORT_PROMPT_TOKENS", 10)
 
 
@@ -106,18 +108,18 @@ def check_linear(layer: Layer, batch: LoraBatch, *, bias: bool) -> None:
 
 
 @pytest.mark.parametrize(("layer", "dtype", "ranks", "runs"), CASES, ids=str)
-def test_a_linear_with_each_tokens_own_adapter(
+def test_linear_applies_adapter_of_each_token(
     device: torch.device, layer: Layer, dtype: torch.dtype, ranks: str, runs: str
 ) -> None:
     check_linear(layer, lora_batch(layer, RUNS[runs], RANKS[ranks], device=device, dtype=dtype), bias=False)
 
 
 @pytest.mark.parametrize(("layer", "dtype", "is_long"), VECTOR_CASES, ids=str)
-def test_factors_shifts_and_biases(
+def test_linear_with_factors_shifts_and_biases(
     device: torch.device, layer: Layer, dtype: torch.dtype, is_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_long:
-        choose_long(monkeypatch)
+        treat_as_long_prompts(monkeypatch)
     batch = lora_batch(
         layer, RUNS["groups"], MIXED_RANKS, device=device, dtype=dtype, factors=[1, 2, 3], shifts=[2, 3, 4]
     )
@@ -125,7 +127,7 @@ def test_factors_shifts_and_biases(
 
 
 @pytest.mark.slow
-def test_a_head_with_padding_and_an_output_that_exists(device: torch.device) -> None:
+def test_lm_head_with_padding(device: torch.device) -> None:
     layer = SMALL_LAYERS[1]
     batch, width = lora_batch(layer, RUNS["groups"], MIXED_RANKS, device=device, dtype=BF16), sum(layer[1])
     x, ops, targets = inputs_of(layer, batch), TritonOps(), targets_of(layer)
@@ -151,47 +153,45 @@ def check_gated(layer: Layer, batch: LoraBatch, name: str) -> None:
 
 
 @pytest.mark.parametrize(("layer", "dtype", "ranks", "runs", "name"), GATED_CASES, ids=str)
-def test_a_gate_with_each_tokens_own_adapter(
+def test_gate_applies_adapter_of_each_token(
     device: torch.device, layer: Layer, dtype: torch.dtype, ranks: str, runs: str, name: str
 ) -> None:
     batch = lora_batch(layer, RUNS[runs], RANKS[ranks], device=device, dtype=dtype, factors=[1, 3], shifts=[3, 4])
     check_gated(layer, batch, name)
 
 
-@pytest.mark.parametrize("ranks", choose(["none", "mixed"], ["none", "mixed"], fast=1))
-def test_a_long_prompts_gate_and_factors_alone(
-    device: torch.device, ranks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    choose_long(monkeypatch)
+@pytest.mark.parametrize("ranks", choose_cases(["none", "mixed"], ["none", "mixed"], fast=1))
+def test_gate_and_vectors_of_long_prompts(device: torch.device, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    treat_as_long_prompts(monkeypatch)
     layer, of_adapters = SMALL_LAYERS[2], MIXED_RANKS if ranks == "mixed" else [[0]] * 5
     check_gated(
         layer, lora_batch(layer, RUNS["groups"], of_adapters, device=device, dtype=BF16, factors=[1, 3]), "relu"
     )
 
 
-@pytest.mark.parametrize("name", choose(["quick_gelu", "relu"], list(ACTIVATIONS), fast=1))
+@pytest.mark.parametrize("name", choose_cases(["quick_gelu", "relu"], list(ACTIVATIONS), fast=1))
 @pytest.mark.parametrize(
     "runs", [[(0, 3), (1, 2)], [(0, 40 if IS_INTERPRETED else 270), (1, 2)]], ids=["decode", "prompt"]
 )
-def test_gates_that_are_not_one_kernel(device: torch.device, name: str, runs: Runs) -> None:
-    """Check decode steps, activations that no kernel has, and gate and up as one target."""
+def test_gates_without_fused_kernel(device: torch.device, name: str, runs: Runs) -> None:
+    """Check decode steps, unsupported activations, and gate and up as one target."""
     for layer in ((16, (24, 24)), (16, (48,))):
         check_gated(layer, lora_batch(layer, runs, MIXED_RANKS, device=device, dtype=FP32), name)
 
 
-def find_places(batch: LoraBatch) -> dict[object, int]:
-    """Return where the tiles of a prompt lie."""
+def find_tile_addresses(batch: LoraBatch) -> dict[object, int]:
+    """Return the addresses of the prompt tiles."""
     return {key: tile.data_ptr() for key, tile in batch.derived.items() if lora_tiles.PROMPT_TILES in str(key)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", choose(SMALL_LAYERS[2:3], LAYERS), ids=str)
-def test_a_batch_in_a_graph_gets_other_adapters_in_place(
+@pytest.mark.parametrize("layer", choose_cases(SMALL_LAYERS[2:3], LAYERS), ids=str)
+def test_graph_batch_adapters_are_refreshed_in_place(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, layer: Layer
 ) -> None:
     monkeypatch.setattr(lora_tiles, "GRAPH_SEGMENTS", 3 if IS_INTERPRETED else 8)
     ranks = MIXED_RANKS
-    if IS_INTERPRETED:  # which runs empty programs, too
+    if IS_INTERPRETED:  # the interpreter also runs empty programs
         ranks = [[16, 0, 5], [0], [3, 16, 1], [9], [8]]
         monkeypatch.setattr("lorax_server.kernels.ops.GRAPH_RANK", 16)
     ops, targets, weights = TritonOps(), targets_of(layer), linear_weights(layer, BF16, device, bias=True)
@@ -200,7 +200,7 @@ def test_a_batch_in_a_graph_gets_other_adapters_in_place(
     batch = replace(made, host_table=torch.zeros(0), bounds=[], adapters=[], in_graph=True, derived={})
     x = inputs_of(layer, batch)
     ops.linear(x, weights, batch, targets)
-    places = find_places(batch)
+    places = find_tile_addresses(batch)
     assert places
     for runs in ([(4, num_tokens - 1), (2, 1)], [(0, num_tokens)], [(1, 3), (0, 5), (3, num_tokens - 8)]):
         indices = torch.tensor([adapter for adapter, count in runs for _ in range(count)], dtype=torch.int32)
@@ -211,18 +211,18 @@ def test_a_batch_in_a_graph_gets_other_adapters_in_place(
         found = ops.linear(x, weights, batch, targets)
         check_close(found, expected_linear(x, layer, current, bias=True), BF16)
         if not current.has_low_rank(targets):
-            continue  # alone, the base model is one product, in which the bias is added elsewhere
+            continue  # without adapters, the bias is added inside the product
         assert torch.equal(found, ops.linear(x, weights, current, targets))
         if len(targets) == 2:
             gated = [ops.gated_linear(x, weights, activation, each, targets) for each in (batch, current)]
             assert torch.equal(*gated)
-    assert places == find_places(batch)
+    assert places == find_tile_addresses(batch)
 
 
 @pytest.mark.slow
-def test_tokens_and_adapters_that_are_not_numbers_stay_among_themselves(device: torch.device) -> None:
+def test_nan_tokens_and_adapters_do_not_affect_others(device: torch.device) -> None:
     layer = SMALL_LAYERS[2]
-    more = 1 if IS_INTERPRETED else 130  # so that it is a prompt
+    more = 1 if IS_INTERPRETED else 130  # large enough for the prompt kernels
     runs: Runs = [(1, 9), (3, 20), (0, 5), (4, 6), (3, more), (1, more)]
     batch = lora_batch(layer, runs, [[16, 0], [0], [24, 8], [17], [8]], device=device, dtype=BF16)
     weights, ops, targets = linear_weights(layer, BF16, device, bias=False), TritonOps(), targets_of(layer)

@@ -1,4 +1,4 @@
-"""Factors and shifts on their own."""
+"""Adapter factors and shifts as a separate op."""
 
 import pytest
 import torch
@@ -17,29 +17,29 @@ from tests.kernels.triton.cases import (
     Layer,
     Runs,
     check_close,
-    choose,
-    cover_pairs,
+    choose_cases,
     lora_batch,
     normal,
+    pairwise_cases,
     targets_of,
     widened,
 )
 
 RUNS: dict[str, Runs] = {"decode": GROUPS, "prompt": PROMPT_GROUPS}
 VECTORS = [([1, 2], [2, 3]), ([1, 3], []), ([], [1, 3])]
-CASES = choose(
+CASES = choose_cases(
     [
         (SMALL_LAYERS[1], BF16, VECTORS[0], "decode"),
         (SMALL_LAYERS[1], FP16, VECTORS[1], "prompt"),
         (SMALL_LAYERS[2], FP32, VECTORS[2], "prompt"),
     ],
-    cover_pairs(LAYERS[::2], DTYPES, VECTORS, RUNS),
+    pairwise_cases(LAYERS[::2], DTYPES, VECTORS, RUNS),
     fast=2,
 )
 
 
 @pytest.mark.parametrize(("layer", "dtype", "vectors", "runs"), CASES, ids=str)
-def test_outputs_are_multiplied_and_then_shifted(
+def test_factor_is_applied_before_shift(
     device: torch.device, layer: Layer, dtype: torch.dtype, vectors: tuple[list[int], list[int]], runs: str
 ) -> None:
     factors, shifts = vectors
