@@ -1,4 +1,4 @@
-"""An engine that repeats prompts, in a process of its own; light, and it misbehaves when asked to."""
+"""A lightweight engine in a separate process that repeats prompts and fails on request."""
 
 import fcntl
 import logging
@@ -43,24 +43,24 @@ from lorax_server.types import (
 
 if TYPE_CHECKING:
     from lorax_server.engine.engine import Engine
-else:  # with numpy, for which a process that starts would have to wait
+else:  # imports numpy, which would slow down process start
     Engine = object
 
 
 def ask_for(request_id: int, tokens: Sequence[int] = (1, 2, 3), how: str = "") -> Request:
-    """Make a request to have these tokens repeated. `how` names one of the treatments of `FakeEngine` below."""
+    """Create a request that repeats these tokens. `how` selects a behavior of `FakeEngine`."""
     return Request(request_id, list(tokens), SamplingParams(), StopParams(), tenant=how)
 
 
 def fake_info(number: int, pid: int = 0) -> EngineInfo:
-    """Facts that tell which start of which process an engine is."""
+    """Return engine info that identifies the process and its start number."""
     return EngineInfo(128, 300, num_blocks=number, block_size=16, dtype="float32", device=f"process {pid}")
 
 
 class FakeEngine(Engine):
-    """An engine that gives each request a token of its prompt in each step."""
+    """An engine that returns one prompt token per request and step."""
 
-    idle_s = 1000.0  # what is not woken for does not happen
+    idle_s = 1000.0  # so long that only `wake` causes steps
 
     def __init__(self, channel: EngineChannel) -> None:
         self.wake = threading.Event()
@@ -86,7 +86,7 @@ class FakeEngine(Engine):
         match source:
             case "pid":
                 future.set_result(Resolved(str(os.getpid())))
-            case "aborted":  # known when it is
+            case "aborted":  # reports the abort
                 return self._aborted.setdefault(int(name), future)
             case "never":
                 pass
@@ -192,22 +192,22 @@ class FakeEngine(Engine):
 
 @dataclass(frozen=True)
 class FakeConfig:
-    folder: str  # where each start leaves a file, locked while the process lives
-    starts: tuple[str, ...] = ()  # the faults of the first, second, ... start; later ones succeed
+    folder: str  # each start creates a file there, locked while the process lives
+    starts: tuple[str, ...] = ()  # faults by start number; later starts succeed
     ignore_sigterm: bool = False
     orphan_s: float = channel_module.ORPHAN_EXIT_TIMEOUT_S
 
 
 def fake_target(config: FakeConfig, address: str) -> None:
     logging.disable()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the process that starts tests may ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent process may ignore SIGINT
     channel_module.ORPHAN_EXIT_TIMEOUT_S = config.orphan_s
     folder = Path(config.folder)
     number = len(list(folder.iterdir()))
     unseen = folder.parent / f"start-{os.getpid()}"
     with unseen.open("w") as alive:
         fcntl.flock(alive, fcntl.LOCK_EX)
-        unseen.rename(folder / f"{number}-{os.getpid()}")  # a test that sees it can wait for its lock
+        unseen.rename(folder / f"{number}-{os.getpid()}")  # tests can wait for its lock
         if config.ignore_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         how = config.starts[number] if number < len(config.starts) else ""

@@ -1,4 +1,4 @@
-"""Workers that obey plans on a model of their memory, at any timing that is legal, and notice every wrong use of it."""
+"""Fake workers that execute plans on a memory model with any legal timing and detect invalid use."""
 
 import random
 from collections import deque
@@ -21,7 +21,7 @@ from lorax_server.plan import Capabilities, Drop, Load, Move, Prepare, Prepared,
 from lorax_server.types import AdapterRef, Merge, Output, Request, Resolved, SamplingParams, StopParams
 
 VOCAB = 7
-SIZE = 4  # of a block
+SIZE = 4  # tokens per block
 UNIT_BYTES = 4
 MODULUS = 2**61 - 1
 RAW = parse_config({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}, "any")
@@ -40,7 +40,7 @@ def token_after(chained: int) -> int:
 
 
 def alone(identity: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """Return the tokens of a request that runs by itself."""
+    """Return the expected tokens of a request."""
     chained, tokens = seed_of(identity), []
     for token in prompt:
         chained = chain(chained, token)
@@ -51,7 +51,7 @@ def alone(identity: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 def make_spec(identity: str, units: int, name: str | None = None) -> AdapterSpec:
-    """Make a spec of an adapter that takes this many units."""
+    """Create a spec for an adapter with this many units."""
     return AdapterSpec(identity, name or identity.split("@", maxsplit=1)[0], (), units)
 
 
@@ -73,7 +73,7 @@ class _LoadedAdapter:
     identity: str
     start: int
     units: int
-    is_loaded: bool = False  # and the engine has been told
+    is_loaded: bool = False  # and reported to the engine
 
     @property
     def place(self) -> range:
@@ -115,9 +115,9 @@ class Workers:
         self.host_bytes = host_bytes
         self.rng = rng
         self.most_turns = most_turns
-        self.failing: dict[str, int] = {}  # identities, and how often they will fail to be prepared
-        self.lacks_memory: Callable[[StepPlan], bool] = lambda _: False  # tells whether a step has no memory
-        self.refused: list[StepPlan] = []  # for lack of it
+        self.failing: dict[str, int] = {}  # remaining preparation failures by identity
+        self.lacks_memory: Callable[[StepPlan], bool] = lambda _: False  # returns True if a step runs out of memory
+        self.refused: list[StepPlan] = []  # steps that ran out of memory
         self.host: dict[str, int] = {}  # bytes
         self.residents: dict[int, _LoadedAdapter] = {}
         self.num_unloads = 0
@@ -126,14 +126,14 @@ class Workers:
         self._prepared: list[Prepared] = []
         self._buffer: list[tuple[str, int] | None] = [None] * capabilities.num_adapter_units
         self._loads: dict[int, _Load] = {}
-        self._loaded: list[int] = []  # to be told
+        self._loaded: list[int] = []  # not yet reported
         self._steps: deque[_Step] = deque()
         self._tokens: dict[int, list[int]] = {}
         self._chains: dict[int, list[int]] = {}
         self._tables: dict[int, dict[int, int]] = {}
         self._cache: dict[int, int] = {}
 
-    # --- Calls of the engine ------------------------------------------------------------------------------------------
+    # --- Engine calls -------------------------------------------------------------------------------------------------
 
     def on_event(self, notify: Callable[[], None]) -> None:
         self._notify = notify
@@ -200,11 +200,11 @@ class Workers:
 
     @property
     def is_at_work(self) -> bool:
-        """Return True if a preparation or a load is under way, which will notify the engine."""
+        """Return True if a preparation or load is running, which will notify the engine."""
         return bool(self._preparing or self._loads)
 
     def tick(self) -> None:
-        """Let preparations, loads and steps make some progress beside the engine."""
+        """Advance preparations, loads and steps in parallel with the engine."""
         for identity in list(self._preparing):
             self._preparing[identity][1] -= 1
         ready = [identity for identity, (_, left) in self._preparing.items() if left <= 0]
@@ -274,7 +274,7 @@ class Workers:
             load.is_written = True
 
     def _end_loads(self) -> None:
-        """End the loads whose time has come."""
+        """Finish the loads that are due."""
         loaded = []
         for index, load in self._loads.items():
             load.turns_left -= 1
@@ -295,7 +295,7 @@ class Workers:
             if before is step:
                 break
             self._read(before)
-            before.reads = {}  # steps run in order, so it has ended
+            before.reads = {}  # steps run in order, so it is complete
         for source, target, units in step.moves:
             self._buffer[target : target + units] = self._buffer[source : source + units]
         self._read(step)
@@ -348,11 +348,11 @@ class Workers:
 
 @dataclass
 class Names:
-    """A stand-in for the resolver: the spec that each name means now."""
+    """A fake resolver with the current spec for each name."""
 
     specs: dict[str, AdapterSpec] = field(default_factory=dict)
     num_fetching: int = 0
-    is_new: bool = False  # they had to be fetched
+    is_new: bool = False  # their files were downloaded
 
     def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> "Future[tuple[AdapterSpec, Resolved]]":
         answer: Future[tuple[AdapterSpec, Resolved]] = Future()
@@ -369,7 +369,7 @@ class Names:
 
 @dataclass
 class Asked:
-    """A request of a test, from the moment its name is resolved."""
+    """A test request, starting with name resolution."""
 
     request_id: int
     spec: AdapterSpec | None
@@ -390,9 +390,9 @@ class Asked:
 
 
 class World:
-    """The real engine, its workers, and the loop around it, on a clock that is told the time.
+    """The real engine, fake workers and the engine loop, with a fake clock.
 
-    As in a server, the engine is called only when it is busy, was woken, or its deadline has come.
+    As in a server, the engine is called only when it is busy, was woken, or its deadline has expired.
     """
 
     def __init__(
@@ -427,7 +427,7 @@ class World:
         return self.now
 
     def put(self, name: str, version: int, units: int) -> AdapterSpec:
-        """Put another content under a name."""
+        """Replace the content of a name."""
         spec = self.names.specs[name] = make_spec(f"{name}@{version}", units)
         return spec
 
@@ -448,7 +448,7 @@ class World:
             self.engine.abort(asked.request_id)
 
     def turn(self, passes_s: float = 0.1) -> bool:
-        """Let time pass and call the engine if it is due; return True if it was."""
+        """Advance the clock, and call the engine if it is due. Return True if it was called."""
         self.num_turns += 1
         self.now += passes_s
         self.workers.tick()
@@ -473,7 +473,7 @@ class World:
                 continue
             if isinstance(error, LoraxError):
                 assert asked.spec is not None
-                assert asked.spec.num_elements * UNIT_BYTES > self.host_bytes, error  # the only reason there is
+                assert asked.spec.num_elements * UNIT_BYTES > self.host_bytes, error  # the only possible reason
                 self._fail(asked, str(error))
             else:
                 assert answer.result().identity == asked.identity
@@ -487,7 +487,7 @@ class World:
         raise AssertionError(f"{len(self.open)} requests are not finished after {most} turns")
 
     def settle(self, most: int = 200) -> None:
-        """Let time pass until the engine sleeps."""
+        """Advance the clock until the engine is idle."""
         while self.turn() or self.workers.is_at_work:
             most -= 1
             assert most > 0, "it never sleeps"
@@ -526,7 +526,7 @@ class World:
             assert asked.tokens == alone(asked.identity, asked.prompt, len(asked.tokens)), "stale tokens"
 
     def check_nothing_is_left(self) -> None:
-        """Check that all memory comes back once no request needs it."""
+        """Check that all memory is released once no request needs it."""
         assert not self.open
         self.settle()
         assert self.pool.num_free == self.pool.num_blocks

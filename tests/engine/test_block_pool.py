@@ -1,4 +1,4 @@
-"""The block pool: blocks that are found are right, blocks that are held stay, and none is lost."""
+"""The block pool: prefix matches are correct, referenced blocks stay, and no block is lost."""
 
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ SIZE = 2
 
 
 def chain(*tokens: int, root: bytes = BASE) -> list[bytes]:
-    """Return the hashes of the full blocks of these tokens."""
+    """Return the hashes of all full blocks."""
     hashes, before = [], root
     for start in range(0, len(tokens) - SIZE + 1, SIZE):
         before = chain_hash(before, tokens[start : start + SIZE])
@@ -23,7 +23,7 @@ def chain(*tokens: int, root: bytes = BASE) -> list[bytes]:
 
 
 def compute(pool: BlockPool, *tokens: int, root: bytes = BASE) -> list[int]:
-    """Return the blocks of a sequence that has computed these tokens and published its blocks."""
+    """Return the published blocks of a computed sequence."""
     hashes = chain(*tokens, root=root)
     blocks = pool.reuse(hashes)
     more = pool.allocate(-(-len(tokens) // SIZE) - len(blocks))
@@ -34,7 +34,7 @@ def compute(pool: BlockPool, *tokens: int, root: bytes = BASE) -> list[int]:
     return blocks
 
 
-# --- Dependencies of hashes -------------------------------------------------------------------------------------------
+# --- Hashes -----------------------------------------------------------------------------------------------------------
 
 
 def test_root_hash_depends_on_all_fields_and_boundaries() -> None:
@@ -54,7 +54,7 @@ def test_hash_depends_on_adapter() -> None:
     assert pool.reuse(chain(1, 2, 3, 4, root=root_hash("adapter"))) == []
 
 
-# --- Wrong keys and values that LoRAX's allocator gives ---------------------------------------------------------------
+# --- Errors in LoRAX's allocator --------------------------------------------------------------------------------------
 
 
 def test_prefix_match_stops_at_first_difference() -> None:
@@ -93,7 +93,7 @@ def test_unpublished_blocks_are_not_found() -> None:
     assert pool.reuse(chain(0, 1, 2, 3)) == []
 
 
-# --- Holding and releasing --------------------------------------------------------------------------------------------
+# --- Acquire and release ----------------------------------------------------------------------------------------------
 
 
 def test_failed_allocation_changes_nothing() -> None:
@@ -108,7 +108,7 @@ def test_failed_allocation_changes_nothing() -> None:
 
 def test_unpublished_blocks_are_allocated_first() -> None:
     pool = BlockPool(4, SIZE)
-    pool.release(compute(pool, 0, 1, 2, 3, 4))  # the third is not full
+    pool.release(compute(pool, 0, 1, 2, 3, 4))  # the third block is not full
     taken = pool.allocate(2)
     assert taken is not None
     assert pool.num_evictions == 0
@@ -119,7 +119,7 @@ def test_eviction_is_least_recently_used_and_last_block_first() -> None:
     pool = BlockPool(4, SIZE)
     pool.release(compute(pool, 0, 1, 2, 3))
     pool.release(compute(pool, 5, 6, 7, 8))
-    pool.release(pool.reuse(chain(0, 1, 2, 3)))  # used again: now 5, 6, 7, 8 is the oldest
+    pool.release(pool.reuse(chain(0, 1, 2, 3)))  # used again, so 5, 6, 7, 8 is now the oldest
     assert pool.allocate(1) is not None
     assert len(pool.reuse(chain(0, 1, 2, 3))) == 2
     assert len(pool.reuse(chain(5, 6, 7, 8))) == 1
@@ -152,12 +152,12 @@ def test_shared_block_is_free_after_last_release() -> None:
         pool.release(second)
 
 
-# --- Anything, in any order -------------------------------------------------------------------------------------------
+# --- Random operations ------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Held:
-    """A sequence of the model: its tokens, and the blocks it believes to hold them."""
+    """A model sequence: its tokens and expected blocks."""
 
     tokens: list[int]
     root: bytes
@@ -166,7 +166,7 @@ class Held:
 
 
 class Machine(RuleBasedStateMachine):
-    """A pool and a model of its device: `content` is that of each block, and must fit each block that is found."""
+    """A pool with a device model. `content` must match every block that is found."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def compute_some(self, data: st.DataObject) -> None:
-        """Write a block and publish it, as a step does."""
+        """Write and publish a block, as a step does."""
         sequence = data.draw(st.sampled_from(self.held))
         hashes = chain(*sequence.tokens, root=sequence.root)
         if sequence.published < len(hashes):
@@ -203,7 +203,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        """End a sequence: finished, aborted or preempted, computed or not."""
+        """Release a sequence that finished or was aborted or preempted."""
         sequence = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         self.pool.release(sequence.blocks)
 

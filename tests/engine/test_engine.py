@@ -1,4 +1,4 @@
-"""The engine's own wait; steps are tested with the scheduler, and against models in tests/parity."""
+"""`Engine.wait`. Steps are tested with the scheduler and in tests/parity."""
 
 from types import SimpleNamespace
 from typing import Any

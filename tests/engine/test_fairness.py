@@ -1,4 +1,4 @@
-"""Slots are shared between tenants: a newcomer begins at once, others keep their share, and no token changes."""
+"""Fair sharing of slots: new tenants start in the next step, others keep their share, and tokens do not change."""
 
 from collections import Counter
 from dataclasses import replace
@@ -20,7 +20,7 @@ LIMITS = make_limits(max_step_tokens=64, max_num_seqs=MAX_NUM_SEQS, max_length=1
 
 
 def flood(engine: Engine, count: int, first: int = 0, **more: object) -> list[Request]:
-    """Add long requests of one tenant, which take all slots."""
+    """Add long requests from one tenant, which use all slots."""
     requests = [
         make_request(i, [1, 2, 3, 1 + i % 5], 40, eos=False, **{"tenant": "big"} | more)
         for i in range(first, first + count)
@@ -160,7 +160,7 @@ def test_long_prompt_leaves_tokens_for_new_tenant() -> None:
     check(engine, long, small)
 
 
-# --- Requests of one tenant -------------------------------------------------------------------------------------------
+# --- One tenant -------------------------------------------------------------------------------------------------------
 
 
 def test_no_fairness_preemption_within_tenant() -> None:
@@ -174,7 +174,7 @@ def test_no_fairness_preemption_within_tenant() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_adapters_of_tenant_share_free_slots(depth: int) -> None:
-    """A flood for one adapter does not hold up another adapter of the same tenant, though no slot is taken back."""
+    """Many requests for one adapter do not delay another adapter of the same tenant, without preemption."""
     engine = Engine(replace(LIMITS, max_num_seqs=2), 64, depth)
     many = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter_identity="1") for i in range(20)]
     few = [make_request(i, [1, 2], 6, eos=False, tenant="one", adapter_identity="2") for i in range(100, 103)]
@@ -201,7 +201,7 @@ def test_new_adapters_do_not_starve_waiting_adapter() -> None:
         assert num_new < 250
 
 
-# --- The queue by itself ----------------------------------------------------------------------------------------------
+# --- FairQueue --------------------------------------------------------------------------------------------------------
 
 
 def test_shares_count_active_tenants_only() -> None:
@@ -225,11 +225,11 @@ def test_shares_count_active_tenants_only() -> None:
     assert queue.slot_share("light") == 64
 
 
-# --- Anything, in any order -------------------------------------------------------------------------------------------
+# --- Random operations ------------------------------------------------------------------------------------------------
 
 
 class Machine(RuleBasedStateMachine):
-    """Requests of several tenants, with enough blocks and tokens for all, so that they share nothing but slots."""
+    """Requests from several tenants with enough blocks and tokens, so that only slots are shared."""
 
     @initialize(depth=st.integers(1, 2), slots=st.integers(1, 5), weight=st.sampled_from([0.2, 1.0, 2.5]))
     def begin(self, depth: int, slots: int, weight: float) -> None:
@@ -266,7 +266,7 @@ class Machine(RuleBasedStateMachine):
             self.engine.scheduler.abort(request_id)
 
     def schedule(self) -> StepPlan | None:
-        """No request waits while a slot is free. No tenant waits for its share while another has more than its own."""
+        """No request is queued while a slot is free. No tenant is below its share while another is above."""
         scheduler = self.engine.scheduler
         plan = Scheduler.schedule(scheduler)
         queue, slots = scheduler._waiting, slots_of(self.engine)
@@ -285,7 +285,7 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        self.engine.finish(20 + 40 * len(self.requests))  # each request has its turn
+        self.engine.finish(20 + 40 * len(self.requests))  # every request gets a slot
         check(self.engine, *(each for i, each in self.requests.items() if i not in self.aborted))
         assert self.engine.pool.num_free == self.engine.pool.num_blocks
         queue = self.engine.scheduler._waiting

@@ -1,4 +1,4 @@
-"""A step for which there is no memory costs one request, and the others nothing but time."""
+"""Out-of-memory steps fail one request and only delay the others."""
 
 import random
 from dataclasses import replace
@@ -11,12 +11,12 @@ from tests.engine.fake_workers import Asked, World, alone
 
 
 def fail_at(world: World, *steps: int) -> None:
-    """Let steps of these numbers, counted from 1, have no memory."""
+    """Make these steps, counted from 1, run out of memory."""
     world.workers.lacks_memory = lambda plan: plan.step in steps
 
 
 def check_answers(world: World, failed: list[Asked]) -> None:
-    """Check that all requests but the failed ones have the tokens that they get alone, and that all memory is back."""
+    """Check that successful requests have the expected tokens, and that all memory is released."""
     for asked in world.asked.values():
         if asked in failed:
             assert asked.failure == "too little memory"
@@ -76,7 +76,7 @@ def test_requests_fail_until_step_fits() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_uncomputed_blocks_are_unpublished(depth: int) -> None:
-    """Two requests with the same beginning: of one a step is refused, after which the other may not find its blocks."""
+    """Two requests share a prefix. A step of one fails, so the other must not find its blocks."""
     world = World(8, 8, depth=depth)
     prompt = [1, 2, 3, 4, 5, 6, 1, 2, 3]
     fail_at(world, 1)
@@ -104,7 +104,7 @@ def test_failed_step_still_moves_adapters() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(12))
 def test_other_requests_are_unaffected(depth: int, seed: int) -> None:
-    """Requests for adapters with shared beginnings come and go, the cache is too small, and steps are refused."""
+    """Requests with adapters and shared prefixes, a small cache, and failing steps."""
     rng = random.Random(seed)
     world = World(6, 8, depth=depth, seed=seed, num_blocks=14)
     chance = rng.choice([0.05, 0.2, 0.5])

@@ -1,4 +1,4 @@
-"""The scheduler against a device that notices wrong blocks, and the rules: budgets, fairness, progress."""
+"""The scheduler on a fake device that detects wrong blocks: limits, fairness and progress."""
 
 import math
 import random
@@ -39,12 +39,12 @@ SIZE = 4
 
 
 def next_token(adapter: int, tokens: list[int]) -> int:
-    """Return the test model's next token, which depends on all tokens and on the adapter."""
+    """Return the next token of the test model, which depends on all tokens and the adapter."""
     return sha256(bytes([adapter, *tokens])).digest()[0] % VOCAB
 
 
 def alone(adapter: int, prompt: list[int], stop: StopParams) -> list[int]:
-    """Return the tokens of a request that runs by itself."""
+    """Return the expected tokens of a request."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < stop.max_new_tokens:
         tokens.append(next_token(adapter, tokens))
@@ -55,9 +55,9 @@ def alone(adapter: int, prompt: list[int], stop: StopParams) -> list[int]:
 
 @dataclass
 class Device:
-    """Slots of tokens, tables of blocks, and a cache that remembers the adapter and the tokens behind each slot.
+    """A fake device with tokens, block tables and a cache that stores the adapter and tokens behind each KV entry.
 
-    A step reads all keys and values of a sequence, as attention does, and so notices foreign ones.
+    Each step checks all cached entries of a sequence, as attention would read them.
     """
 
     max_num_seqs: int
@@ -95,7 +95,7 @@ class Device:
 
 @dataclass
 class Loaded(AdapterTable):
-    """Adapters by identity, each with the index in its name; some may not have arrived."""
+    """Adapters by identity. The index is part of the name; some adapters may not be loaded."""
 
     missing: set[str] = field(default_factory=set)
     wanted: set[str] = field(default_factory=set)
@@ -156,7 +156,7 @@ def make_limits(
 
 
 class Engine:
-    """The loop: schedule, submit, and collect the step before, or the one before that."""
+    """The engine loop: schedule, submit, and collect an earlier step."""
 
     def __init__(self, limits: Limits, num_blocks: int, depth: int = 1, **options: Any) -> None:
         self.pool, self.adapters, self.depth = BlockPool(num_blocks, SIZE), Loaded(), depth
@@ -202,7 +202,7 @@ def check(engine: Engine, *requests: Request) -> None:
 ROOMY = make_limits(max_step_tokens=64, max_num_seqs=8, max_length=100)
 
 
-# --- One thing at a time ----------------------------------------------------------------------------------------------
+# --- Single rules -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -229,7 +229,7 @@ def test_columns_are_reused_while_sequences_stay_the_same(depth: int) -> None:
     assert second.starts.tolist() == [start + 1 for start in first.starts.tolist()]
     requests.append(make_request(2, [5], 12, eos=False, adapter_identity="1"))
     engine.scheduler.add(requests[-1])
-    for slots in ([1, 2, 0], [1, 2, 0]):  # with its prompt, then with its own token
+    for slots in ([1, 2, 0], [1, 2, 0]):  # with the prompt, then with the sampled token
         engine.step()
         assert engine.plans[-1].slots.tolist() == slots
     engine.scheduler.abort(1)
@@ -250,7 +250,7 @@ def test_long_prompt_is_chunked(depth: int) -> None:
     check(engine, long, short)
     assert engine.scheduler.counters.chunks >= 3
     assert all(plan.num_tokens <= 8 for plan in engine.plans)
-    assert sum(len(plan.slots) == 2 for plan in engine.plans) >= 4  # the short one never waited
+    assert sum(len(plan.slots) == 2 for plan in engine.plans) >= 4  # the short request was never delayed
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -274,11 +274,11 @@ def test_max_mixed_tokens_limits_prompts_while_decoding(depth: int) -> None:
     engine.scheduler.add(long)
     engine.finish()
     check(engine, long, short)
-    assert engine.plans[0].num_tokens == 20  # nobody waits for a token
+    assert engine.plans[0].num_tokens == 20  # no sequence is decoding
     mixed = [plan for plan in engine.plans if len(plan.slots) == 2]
     assert len(mixed) >= 2
     assert all(plan.num_tokens == 6 for plan in mixed)
-    assert max(plan.num_tokens for plan in engine.plans) == 32  # once the short one has ended
+    assert max(plan.num_tokens for plan in engine.plans) == 32  # after the short request finished
 
 
 def test_short_prompt_starts_during_long_prompt() -> None:
@@ -331,7 +331,7 @@ def test_prefix_cache_is_per_salt() -> None:
     for i, salt in enumerate(("", "mine", "mine")):
         engine.scheduler.add(make_request(i, [1, 2, 3] * 5, salt=salt))
         engine.finish()
-    assert engine.scheduler.counters.prefix_tokens == 12  # the last one's only
+    assert engine.scheduler.counters.prefix_tokens == 12  # only for the last request
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -439,17 +439,18 @@ def test_request_larger_than_cache_is_rejected() -> None:
         Engine(ROOMY, 4).scheduler.add(make_request(0, [1] * 10, 7))
 
 
-# --- Reports, refusals and timeouts -----------------------------------------------------------------------------------
+# --- Outputs, rejections and timeouts ---------------------------------------------------------------------------------
 
 
 def code(tokens: list[int], position: int) -> float:
-    """Return the made-up logprob of the token at a position, which tells the token and the position."""
+    """Return a fake log probability that encodes token and position."""
     return -(position + tokens[position] / 10)
 
 
 @dataclass
 class ReportingDevice(Device):
-    """A device that reports prompts and alternatives. A sequence that begins with a 6 fails at its third new token."""
+    """A device that returns prompt log probabilities and alternatives. Prompts starting with 6 fail at the third
+    token."""
 
     prompts: dict[int, list[int]] = field(default_factory=dict)
 
@@ -474,7 +475,7 @@ class ReportingDevice(Device):
 
 
 class ReportingEngine(Engine):
-    """An engine that keeps all outputs, on a clock that a test sets."""
+    """An engine that records all outputs, with a fake clock."""
 
     def __init__(self, limits: Limits, num_blocks: int, depth: int = 1, **options: Any) -> None:
         self.now = 0.0
@@ -529,13 +530,13 @@ def test_full_queue_rejects_requests() -> None:
 
 def test_long_estimated_wait_is_rejected_with_retry_time() -> None:
     engine = ReportingEngine(replace(ROOMY, max_num_seqs=1, max_wait_s=10.0), 64, depth=2)
-    engine.scheduler.add(make_request(0, [1] * 8, 3, eos=False))  # at first no throughput is known
+    engine.scheduler.add(make_request(0, [1] * 8, 3, eos=False))  # throughput is unknown at first
     engine.step()
     while engine.scheduler.has_work:
         engine.now += 2.0
         engine.step()
-    cost, throughput = 5 + 3, engine.scheduler._backlog.estimate_seconds(1)  # requests have come to 3 tokens
-    assert 0.5 < throughput < 1.0  # 10 tokens have taken 6 s
+    cost, throughput = 5 + 3, engine.scheduler._backlog.estimate_seconds(1)  # mean completion length is 3 tokens
+    assert 0.5 < throughput < 1.0  # 10 tokens took 6 s
     num_taken = int(10.0 / (cost * throughput)) + 1
     for i in range(1, num_taken + 1):
         engine.scheduler.add(make_request(i, [1] * 5, 50, eos=False))
@@ -568,7 +569,7 @@ def test_throughput_counts_overlapping_steps_once() -> None:
     backlog.record_step(10, submitted=0.5, now=2.0)
     assert backlog.estimate_seconds(10) == pytest.approx(1.0)
     backlog.record_step(0, submitted=2.0, now=50.0)  # computes nothing
-    backlog.record_step(10, submitted=90.0, now=91.0)  # nor is it work to wait for some
+    backlog.record_step(10, submitted=90.0, now=91.0)  # an adapter wait is not work either
     assert backlog.estimate_seconds(10) == pytest.approx(1.0)
     for end in range(92, 500):
         backlog.record_step(10, submitted=end - 0.5, now=float(end))
@@ -618,14 +619,12 @@ def test_adapter_timeout_fails_request(depth: int) -> None:
 def test_started_request_has_no_adapter_timeout() -> None:
     engine = ReportingEngine(replace(ROOMY, adapter_timeout_s=10.0), 6)
     engine.adapters.missing |= {"1", "2"}
-    engine.scheduler.add(
-        make_request(0, [1], adapter_identity="2")
-    )  # keeps those behind it in the queue of who gives up
+    engine.scheduler.add(make_request(0, [1], adapter_identity="2"))  # keeps the timeout queue in order
     engine.scheduler.add(make_request(1, [2] * 4, 12, eos=False))
     engine.scheduler.add(make_request(2, [3] * 4, 12, eos=False, adapter_identity="1"))
     engine.adapters.missing.remove("1")
     engine.scheduler.queues.adapter_arrived("1")
-    while not engine.scheduler.counters.preemptions:  # the last gives way
+    while not engine.scheduler.counters.preemptions:  # the last sequence is preempted
         assert engine.step()
     engine.adapters.missing.add("1")
     while engine.step():
@@ -673,7 +672,7 @@ def test_grammar_tokens_exclude_finished_sequences() -> None:
     tokens, logprobs = [5, EOS, 5, 5, 5, 5, 5], [-1.0] * 4 + [math.nan] + [-1.0] * 2
     step = SubmittedStep(1, 7, 0.0, StepBuilder(0).build_columns(), sampled, [])
     chosen = step.list_grammar_tokens(StepResult(1, tokens, logprobs))
-    assert chosen == [(0, 5), (0, 2), (0, 3)]  # not one that ends, by its token or by its length, or has failed
+    assert chosen == [(0, 5), (0, 2), (0, 3)]  # without finished or failed sequences
 
 
 def test_adapter_failure_fails_waiting_requests() -> None:
@@ -708,7 +707,7 @@ def test_nan_logits_fail_only_their_request(depth: int) -> None:
 
 
 def test_nan_logits_of_merge_are_input_error() -> None:
-    """The request chose the weights, so the error is its own."""
+    """The request set the merge weights, so it is an input error."""
     engine = ReportingEngine(ROOMY, 64)
     engine.adapters.merged.add("1")
     engine.scheduler.add(make_request(0, [6, 1], 9, eos=False, adapter_identity="1"))
@@ -798,8 +797,8 @@ def test_alternatives_reach_their_request() -> None:
     [
         (RopeRule(), (13, 17), 12),
         (RopeRule(16), (13, 16), 12),
-        (RopeRule(16), (13, 17), 0),  # one is short and one is long
-        (RopeRule(16), (17, 30), 16),  # both are long
+        (RopeRule(16), (13, 17), 0),  # one short and one long prompt
+        (RopeRule(16), (17, 30), 16),  # two long prompts
         (RopeRule(16, by_length=True), (17, 30), 0),
         (RopeRule(16, by_length=True), (30, 30), 28),
         (RopeRule(16, by_length=True), (13, 16), 12),
@@ -821,7 +820,7 @@ def test_rope_variant_depends_on_prompt_length() -> None:
     engine.finish()
     check(engine, first, second)
     assert engine.scheduler.counters.preemptions > 0
-    assert engine.scheduler.counters.prefix_tokens > 8  # it found its own blocks again, beyond the prompt too
+    assert engine.scheduler.counters.prefix_tokens > 8  # it reused its blocks, including generated tokens
 
 
 def test_no_prefix_cache_without_can_reuse() -> None:
@@ -867,7 +866,7 @@ def test_empty_step_only_with_adapter_operations() -> None:
 
 @pytest.mark.parametrize(("num_blocks", "max_chunk"), [(14, 8), (13, None)])
 def test_later_requests_do_not_starve_long_prompt(num_blocks: int, max_chunk: int | None) -> None:
-    """Short requests never end to come, and take whatever block is free."""
+    """Short requests keep arriving and use every free block."""
     engine = Engine(make_limits(32, 8, 100, max_chunk=max_chunk), num_blocks)
     long = make_request(0, [1, 2, 3] * 16, 2, eos=False)
     num_short = 0
@@ -884,11 +883,11 @@ def test_later_requests_do_not_starve_long_prompt(num_blocks: int, max_chunk: in
     check(engine, long)
 
 
-# --- Many at once -----------------------------------------------------------------------------------------------------
+# --- Load -------------------------------------------------------------------------------------------------------------
 
 
 def crowd(seed: int) -> Engine:
-    """Run a hundred requests with few different beginnings, in a cache that holds a few of them."""
+    """Run a hundred requests with few distinct prefixes, in a small cache."""
     rng = random.Random(seed)
     limits = make_limits(rng.choice([4, 7, 16]), rng.choice([2, 4]), 40, rng.choice([None, 3]))
     engine = Engine(limits, rng.choice([10, 13, 20]), depth=rng.choice([1, 2]))
@@ -927,7 +926,7 @@ def test_random_workload_matches_single_requests(seeds: range) -> None:
     assert sum(engine.pool.num_evictions for engine in engines) > 80 * len(seeds)
 
 
-# --- Anything, in any order -------------------------------------------------------------------------------------------
+# --- Random operations ------------------------------------------------------------------------------------------------
 
 
 class Machine(RuleBasedStateMachine):
@@ -985,7 +984,7 @@ class Machine(RuleBasedStateMachine):
         for adapter in sorted(self.engine.adapters.missing):
             self.engine.adapters.missing.remove(adapter)
             self.engine.scheduler.queues.adapter_arrived(adapter)
-        bound = 20 + 40 * len(self.requests)  # every request that is left finishes
+        bound = 20 + 40 * len(self.requests)  # all remaining requests finish
         self.engine.finish(bound)
         check(self.engine, *(each for i, each in self.requests.items() if i not in self.aborted))
         assert self.engine.pool.num_free == self.engine.pool.num_blocks

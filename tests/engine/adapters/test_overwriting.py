@@ -1,4 +1,4 @@
-"""Folders whose files are being overwritten: the old version is served for a while, and never a mixture."""
+"""Overwritten adapter folders: the old version is served for a limited time, and never a mixture."""
 
 import logging
 import os
@@ -185,7 +185,7 @@ def test_merge_reports_stale_part(bench: Bench) -> None:
     assert resolved.stale is not None
 
 
-# --- The engine, which knows which adapters are in memory -------------------------------------------------------------
+# --- Engine, which knows which adapters are in memory -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", [*AdapterStage, None])

@@ -1,4 +1,4 @@
-"""Names become identities: never an outdated one, never another caller's, and no request waits for unrelated work."""
+"""Adapter resolution returns the current identity, respects tokens, and does not block on unrelated work."""
 
 import gc
 import itertools
@@ -54,14 +54,14 @@ RAW = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"
 NUM_ELEMENTS = 12
 SECRET = "hf_do_not_show_this"
 HUB_NAME = "owner/adapter"
-PATIENCE_S = 120  # only ever spent by a test that fails
+PATIENCE_S = 120  # only reached if a test fails
 
 
 # --- Helpers ----------------------------------------------------------------------------------------------------------
 
 
 def files_of(number: int, **changes: Any) -> dict[str, bytes]:
-    """Return the files of an adapter: one for each number, all of one size."""
+    """Return adapter files for a version number. All versions have the same size."""
     header = {"q": entry([2, 4], 0, 32), "v": entry([4], 32, 48)}
     data = random.Random(number).randbytes(48)
     return {CONFIG_FILE: json.dumps(RAW | changes).encode(), WEIGHTS_FILE: file_bytes(header, data)}
@@ -75,7 +75,7 @@ def write(folder: Path, files: Mapping[str, bytes]) -> Path:
 
 
 def replace(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Replace each file in one step."""
+    """Replace each file atomically."""
     for file, content in files.items():
         new = folder / f"{file}.{threading.get_ident()}"
         new.write_bytes(content)
@@ -101,7 +101,7 @@ def ignore(*arguments: object) -> None:
 
 
 class FakeSource(Source):
-    """A source of folders, like LocalSource, with any kind; `before` may wait or fail."""
+    """A folder source with any kind. `before` may block or fail."""
 
     def __init__(self, kind: str, root: Path) -> None:
         self.kind = kind
@@ -109,7 +109,7 @@ class FakeSource(Source):
         self.asked: list[str] = []
         self.bases_asked: list[str] = []
         self.base_types: dict[str, str] = {}
-        self.sizes: dict[str, int] = {}  # of files that are said to be there
+        self.sizes: dict[str, int] = {}  # existing files
         self.before: Callable[[str], None] = ignore
         self.after_fetch: Callable[[Sequence[str]], None] = ignore
 
@@ -134,7 +134,7 @@ class FakeSource(Source):
 
 
 class Gate:
-    """A gate that holds all callers until it is opened."""
+    """Blocks all callers until it is opened."""
 
     def __init__(self) -> None:
         self.arrived = threading.Semaphore(0)
@@ -150,7 +150,7 @@ class Gate:
 
 
 class Bench:
-    """A resolver, its sources and its clock."""
+    """A resolver with fake sources and a fake clock."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
@@ -225,7 +225,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 @pytest.fixture
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Collect the paths of weights that are read."""
+    """Record the weight files that are read."""
     read: list[Path] = []
 
     def counted(config: Any, path: Path, *rest: Any) -> str:
@@ -236,7 +236,7 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return read
 
 
-# --- One adapter ------------------------------------------------------------------------------------------------------
+# --- Single adapters --------------------------------------------------------------------------------------------------
 
 
 def test_resolve_local_adapter(bench: Bench) -> None:
@@ -261,7 +261,7 @@ def test_resolved_spec_is_picklable_after_pattern_use(bench: Bench) -> None:
         return [(config.rank(module), config.scale(module), config.is_target(module)) for module in modules]
 
     expected = answers(spec)
-    spec.checkpoints[0].config._patterns._seconds_left = 0.0  # a copy has a time budget of its own
+    spec.checkpoints[0].config._patterns._seconds_left = 0.0  # a copied pattern has a separate time budget
     copied = pickle.loads(pickle.dumps(spec))
     assert copied == spec
     assert answers(copied) == expected
@@ -288,7 +288,7 @@ def test_adapter_that_does_not_fit_base_model_is_rejected(
 
 
 def test_base_model_type_is_read_once(bench: Bench) -> None:
-    """Ask once for folders too, though each request looks at them: their base model may lie on a hub that hangs."""
+    """Even for local folders, the base model type is read once, because it may be on a hub that hangs."""
     bench.fake.base_types["owner/llama"] = "llama"
     for name, base in (("known", "owner/llama"), ("unknown", "owner/secret"), ("odd", "x" * 10**5)):
         bench.put(name, 1, base_model_name_or_path=base)
@@ -302,11 +302,11 @@ def test_base_model_type_is_read_once(bench: Bench) -> None:
     assert Counter(bench.fake.bases_asked) == {"owner/llama": 1, "owner/secret": 2}
 
 
-# --- Files that change ------------------------------------------------------------------------------------------------
+# --- Changed files ----------------------------------------------------------------------------------------------------
 
 
 def rewrite(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Rewrite the weights in place without a trace: same inode, same size, same time."""
+    """Rewrite the weights in place with the same inode, size and time."""
     path = folder / WEIGHTS_FILE
     times = os.stat(path)
     path.write_bytes(files[WEIGHTS_FILE])
@@ -314,7 +314,7 @@ def rewrite(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def swap_link(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Switch a link, as a deployment does that keeps its versions side by side."""
+    """Switch a symbolic link, as deployments with several versions do."""
     new = write(folder.with_name(f"version {random.getrandbits(64)}"), files)
     link = folder.with_name("new link")
     link.symlink_to(new.name)
@@ -343,7 +343,7 @@ def test_new_config_has_new_identity(bench: Bench) -> None:
     "ways", [*(pytest.param([way], marks=pytest.mark.slow) for way in (replace, rewrite)), [replace, rewrite]]
 )
 def test_concurrent_changes_never_return_old_identity(bench: Bench, ways: list[Any]) -> None:
-    """Changes come faster than the file system's clock ticks, so stamps repeat."""
+    """Change files faster than the file system clock ticks, so that stamps repeat."""
     chance = random.Random(7)
     versions = [files_of(number, lora_alpha=number % 3 + 1) for number in range(6)]
     identities = [identity_of(bench.tmp_path, files) for files in versions]
@@ -369,7 +369,7 @@ def test_request_after_change_gets_new_version(bench: Bench) -> None:
             try:
                 found = number_of[result(bench.begin("tuned", "local"))[0].identity]
             except SourceError:
-                # Changed too often while it was read: an error, but never an old one. It is not asked again for 1 s.
+                # Changed too often during the read: an error, but never an old version. Not retried for 1 s.
                 bench.resolver.forget("local", "tuned")
                 continue
             asked.append(found)
@@ -403,7 +403,7 @@ def test_request_during_local_fetch_starts_next_fetch(bench: Bench, monkeypatch:
     monkeypatch.setattr(finder, "identify", slow)
     first = bench.begin("tuned", "local")
     gate.wait_for()
-    swap_link(bench.root / "tuned", second)  # which the first cannot see
+    swap_link(bench.root / "tuned", second)  # invisible to the first fetch
     later = [bench.begin("tuned", "local") for _ in range(3)]
     assert not any(future.done() for future in later)
     gate.opened.set()
@@ -475,7 +475,7 @@ def test_change_during_read_is_not_reported_as_damage(bench: Bench, monkeypatch:
 
 
 def test_config_and_weights_are_consistent(bench: Bench) -> None:
-    """Replace both after the source's last look, the config first."""
+    """Replace config and weights after the source's last check, config first."""
     bench.put("tuned", 1)
     second = files_of(2, lora_alpha=99)
 
@@ -504,7 +504,7 @@ def test_file_deleted_during_fetch(bench: Bench, file: str) -> None:
         assert isinstance(bench.error("tuned"), AdapterError)
 
 
-# --- Several adapters -------------------------------------------------------------------------------------------------
+# --- Merges -----------------------------------------------------------------------------------------------------------
 
 
 def test_merge_resolves_to_one_adapter(bench: Bench) -> None:
@@ -533,7 +533,7 @@ def test_merge_needs_one_weight_per_adapter(bench: Bench, count: int, weights: i
 
 
 def test_pending_merge_uses_no_thread(bench: Bench) -> None:
-    """Use one thread, and more merges than that, all of which wait for one another's parts."""
+    """Use a single thread and several merges that share parts."""
     bench.resolver = bench.make(num_threads=1)
     names = [str(number) for number in range(6)]
     for number, name in enumerate(names):
@@ -555,7 +555,7 @@ def test_merge_fails_with_first_failed_part(bench: Bench) -> None:
     assert result(bench.begin("slow"))
 
 
-# --- Callers that wait ------------------------------------------------------------------------------------------------
+# --- Concurrent callers -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", ["fake", "local"])
@@ -575,7 +575,7 @@ def test_concurrent_requests_share_one_fetch(bench: Bench, source: str, monkeypa
     assert bench.resolver.num_fetching == 1
     gate.opened.set()
     assert {result(future)[0].identity for future in futures} == {identity}
-    # Callers that came after the first look share a second one.
+    # Callers after the first file check share a second fetch.
     assert len(looks) <= (1 if source == "fake" else 2)
     assert bench.resolver.num_fetching == 0
 
@@ -636,7 +636,7 @@ def test_cancelled_caller_does_not_affect_others(bench: Bench, caplog: Any) -> N
 
 
 def test_resolve_inside_done_callback(bench: Bench) -> None:
-    """Ask from a callback, on the resolver's thread, which holds no lock then."""
+    """Call `resolve` from a callback on the resolver's thread, which holds no lock then."""
     identities = [bench.put(name, number) for number, name in enumerate("ab")]
     bench.resolver = bench.make(num_threads=1)
     second: Future[Any] = Future()
@@ -659,7 +659,7 @@ def test_too_many_pending_fetches_are_rejected(bench: Bench, monkeypatch: pytest
     assert result(joined) == result(held[0])
 
 
-# --- Time -------------------------------------------------------------------------------------------------------------
+# --- Expiry -----------------------------------------------------------------------------------------------------------
 
 
 def test_resolution_is_revalidated_after_expiry(bench: Bench) -> None:
@@ -768,10 +768,10 @@ def test_unexpected_error_reaches_only_its_caller(bench: Bench) -> None:
     assert isinstance(error_of(bench.resolver.resolve([None])), AttributeError)  # type: ignore[list-item]
 
 
-# --- A source that is down --------------------------------------------------------------------------------------------
+# --- Unavailable sources ----------------------------------------------------------------------------------------------
 
 
-TOO_OLD_S = 60 * (1 + resolutions.MAX_STALE_FACTOR)  # for an answer that is served without asking its source
+TOO_OLD_S = 60 * (1 + resolutions.MAX_STALE_FACTOR)  # after which a resolution is not served without revalidation
 
 
 def test_unavailable_source_serves_cached_adapter(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -783,7 +783,7 @@ def test_unavailable_source_serves_cached_adapter(bench: Bench, caplog: pytest.L
         assert result(bench.begin("tuned")) == known
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
     assert "'tuned': it is down" in caplog.text
-    # It is left alone for a second, then two.
+    # Not queried for one second, then for two seconds.
     for wait_s, asked in ((0.9, 2), (0.1, 3), (1.9, 3), (0.1, 4)):
         bench.clock.now += wait_s
         assert bench.ask("tuned") == first
@@ -798,7 +798,7 @@ def test_unavailable_source_serves_cached_adapter(bench: Bench, caplog: pytest.L
 
 
 def test_token_access_expires_while_source_is_down(bench: Bench) -> None:
-    """Refuse the token: it may have been revoked, which only the source knows."""
+    """Reject the token, because it may have been revoked."""
     identity = bench.put("tuned", 1)
     assert bench.ask("tuned", token=SECRET) == identity
     bench.fake.before = fail_with(SourceError("it is down"))
@@ -836,7 +836,7 @@ def test_rejection_after_outage_is_reported(bench: Bench) -> None:
 
 
 def test_local_folder_has_no_outage_fallback(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version that is still there beside the new one must not be served because the folder changed just then."""
+    """A previous version that still exists must not be served just because the folder changed."""
     bench.put("tuned", 1)
     bench.ask("tuned", "local")
     monkeypatch.setattr(LocalSource, "fetch", lambda *_: fail_with(SourceError("it changed"))(""))
@@ -922,11 +922,11 @@ def test_caches_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch, is_kn
     assert bench.fake.asked == ["good1"], "those that are asked for stay"
 
 
-# --- Looks at files ---------------------------------------------------------------------------------------------------
+# --- File checks ------------------------------------------------------------------------------------------------------
 
 
 class Looks:
-    """Counters of reads and stats of files, and of the threads that do them."""
+    """Counts file reads and stats by thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stats: list[Path] = []
@@ -951,7 +951,7 @@ class Looks:
 
 
 def settled(bench: Bench) -> AdapterResolver:
-    """Make a resolver to which all present files are old."""
+    """Create a resolver for which all existing files are old."""
     now_ns = time.time_ns() + MIN_STAMP_AGE_NS + 10**9
     return bench.make(time_ns=lambda: now_ns)
 
@@ -1037,7 +1037,7 @@ def test_hanging_file_system_blocks_only_its_requests(bench: Bench, monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(finder.FoundAdapter, "is_unchanged", hang)
-        held = [bench.begin("tuned", "fake") for _ in range(5)]  # returns without waiting for the look
+        held = [bench.begin("tuned", "fake") for _ in range(5)]  # returns before the file check
         gate.wait_for(resolver_module.NUM_CHECK_THREADS)
         assert bench.ask("tuned", "other") == identity
         assert not any(future.done() for future in held)
@@ -1081,11 +1081,11 @@ def test_fetched_tier_only_for_waiting_requests(bench: Bench) -> None:
     assert result(merge)[1].tier == "fetched"
 
 
-# --- Old answers, while a source is asked -----------------------------------------------------------------------------
+# --- Stale resolutions during revalidation ----------------------------------------------------------------------------
 
 
 def settle(bench: Bench) -> None:
-    """Wait until no source is being asked: a second request for the same name would join the first."""
+    """Wait until no fetch is running, since a second request would share it."""
     while bench.resolver.num_fetching:
         time.sleep(0.001)
 
@@ -1186,7 +1186,7 @@ def test_hostile_adapter_names(bench: Bench, source: str, tmp_path: Path) -> Non
 
 
 def reachable(start: object) -> Iterator[object]:
-    """Yield all objects that an object keeps alive, but for modules and classes."""
+    """Yield all objects that an object references, except modules and classes."""
     seen, waiting = {id(start)}, [start]
     while waiting:
         found = waiting.pop()
@@ -1199,7 +1199,7 @@ def reachable(start: object) -> Iterator[object]:
 
 
 def test_token_is_not_stored_or_logged(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    secret = "".join(["hf_", "kept", "nowhere"])  # not a constant of this function
+    secret = "".join(["hf_", "kept", "nowhere"])  # built at run time, so it is not in the function's constants
     bench.put("tuned", 1, base_model_name_or_path="owner/base")
 
     def fail(name: str) -> None:
@@ -1215,7 +1215,7 @@ def test_token_is_not_stored_or_logged(bench: Bench, caplog: pytest.LogCaptureFi
             bench.begin(name, token=secret).exception(PATIENCE_S)
     bench.fake.before = ignore
     for threads in bench.resolver._threads.values():
-        threads.submit(lambda: None)  # a thread holds its last task until it gets another
+        threads.submit(lambda: None)  # a thread keeps its last task until it gets another
     bench.resolver.close()
     bench.resolver = bench.make()
     for name in ("tuned", "tuned", "down"):
@@ -1226,7 +1226,7 @@ def test_token_is_not_stored_or_logged(bench: Bench, caplog: pytest.LogCaptureFi
 
 
 def test_concurrent_resolves(bench: Bench) -> None:
-    """Mix all operations: each thread gets right answers, and nothing is left behind."""
+    """Mix all operations in several threads. Results must be correct, and all state must be released."""
     names = [f"adapter{number}" for number in range(8)]
     expected = {name: bench.put(name, number) for number, name in enumerate(names)}
     bench.resolver = bench.make(num_threads=3)
@@ -1263,7 +1263,7 @@ def test_concurrent_resolves(bench: Bench) -> None:
     assert not bench.resolver._fetches
 
 
-# --- The end ----------------------------------------------------------------------------------------------------------
+# --- Close ------------------------------------------------------------------------------------------------------------
 
 
 def test_close_fails_pending_resolves(bench: Bench, monkeypatch: Any) -> None:
@@ -1275,7 +1275,7 @@ def test_close_fails_pending_resolves(bench: Bench, monkeypatch: Any) -> None:
     monkeypatch.setattr(finder, "read_header", lambda _, name, *_rest: gate(name))
     futures = [bench.begin(name, source) for name in "ab" for source in ("fake", "local")]
     gate.wait_for(2)
-    futures.append(bench.begin("a", "local"))  # has a look of its own, after the first
+    futures.append(bench.begin("a", "local"))  # starts another fetch after the first
     futures.append(bench.resolver.resolve([AdapterRef("fake", "a"), AdapterRef("other", "known")], Merge((1, 1))))
     assert not any(thread.daemon is False for thread in threading.enumerate() if "adapters of" in thread.name)
     bench.resolver.close()
@@ -1300,12 +1300,12 @@ def test_close_stops_threads(bench: Bench) -> None:
         assert not thread.is_alive()
 
 
-# --- A real hub -------------------------------------------------------------------------------------------------------
+# --- Real hub ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True, scope="module")
 def near_hub() -> Iterator[None]:
-    """Use a hub on this machine, and one SSL context: reading the system's certificates takes longer than a test."""
+    """Use a local hub and one SSL context, because reading system certificates is slow."""
     context = httpx2.create_ssl_context()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_PROXY", "127.0.0.1")

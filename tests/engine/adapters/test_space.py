@@ -1,4 +1,4 @@
-"""Examples first; then a machine that plays random loads, moves and steps on buffers, at every timing that is legal."""
+"""Adapter space: examples, then random loads, moves and steps at all legal timings."""
 
 import random
 from collections import deque
@@ -16,7 +16,7 @@ from tests.grids import slow_except
 
 
 def filled(num_units: int, *sizes: int) -> AdapterSpace:
-    """Load adapters "a", "b", ... one after the other from unit 0."""
+    """Load adapters "a", "b", ... in order, starting at unit 0."""
     space = AdapterSpace(num_units)
     for key, units in zip("abcdefgh", sizes, strict=False):
         load(space, key, units)
@@ -129,7 +129,7 @@ def test_large_moves_take_several_steps() -> None:
     for key in "ace":
         space.free(key)
     space.compact(6)
-    space.compact(6)  # the next step has its share
+    space.compact(6)  # the next step has a new limit
     assert run_step(space) == [ExtentMove("b", 2, 0, 3)]
     assert space.largest_hole == 4
     space.compact(6)
@@ -266,7 +266,7 @@ def test_unknown_adapter_raises_key_error(method: Callable[[AdapterSpace, str], 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_allocation_succeeds_below_95_percent_usage(seed: int) -> None:
-    """Sizes go up to 5 % of the space, and adapters leave at random: refuse only if all free units are too few."""
+    """Adapters have up to 5 % of the space and are freed at random. Allocation fails only if free units are too few."""
     rng = random.Random(seed)
     space = AdapterSpace(10_000)
     resident: list[str] = []
@@ -284,12 +284,12 @@ def test_allocation_succeeds_below_95_percent_usage(seed: int) -> None:
     assert space.largest_hole == 10_000
 
 
-CHOICES = st.integers(0, 59)  # choices are made by the remainder
+CHOICES = st.integers(0, 59)  # random choices use the remainder
 
 
 @dataclass(frozen=True)
 class Content:
-    """The content of one load of a key; a key that comes back brings another content."""
+    """The content of one load. Loading a key again creates new content."""
 
     key: Hashable
     load: int
@@ -355,7 +355,7 @@ class Worker:
         self.reading = []
 
     def completed(self, num_in_flight: int) -> None:
-        """End the first of the steps in flight: it must have run, the others may have."""
+        """Complete the oldest step in flight. Later steps may have run too."""
         if len(self.waiting) == num_in_flight:
             self.run_next()
         if len(self.waiting) == num_in_flight - 1:
@@ -363,7 +363,7 @@ class Worker:
 
 
 class Machine(RuleBasedStateMachine):
-    """Random orders of the engine, played by workers at the extremes of timing and by one at random moments."""
+    """Runs random engine operations on workers with the earliest, latest and random timing."""
 
     NUM_UNITS = 32
     DEPTH = 3
@@ -379,7 +379,7 @@ class Machine(RuleBasedStateMachine):
         ]
         self.wanderer = Worker(False, False, [0] * self.NUM_UNITS)
         self.workers.append(self.wanderer)
-        self.contents: dict[Hashable, Content] = {}  # as the steps and moves find them, in order
+        self.contents: dict[Hashable, Content] = {}  # in the order of steps and moves
         self.loading: list[Hashable] = []
         self.in_flight: deque[int] = deque()
         self.num_loads = 0
@@ -390,7 +390,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(choices=st.lists(CHOICES, min_size=8, max_size=16))
     def fill(self, choices: list[int]) -> None:
-        """Load adapters, and remove every second one."""
+        """Load adapters, and free every second one."""
         for which in choices:
             self.allocate(which)
         while self.loading:
@@ -431,7 +431,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=CHOICES)
     def compact(self, which: int) -> None:
-        """Make one hole of all free units once steps have ended. If a load is in the way, nothing moves."""
+        """Join all free units into one hole after steps finish. A load in the way prevents moves."""
         num_free = self.space.num_free_units
         num_scattered = num_free - self.space.largest_hole
         if num_scattered == 0:
@@ -444,7 +444,7 @@ class Machine(RuleBasedStateMachine):
             self.end_all_steps()
             while self.MOST_MOVED is not None and not self.loading and self.space.largest_hole < units:
                 self.space.compact(units)
-                assert self.space.needs_step  # or it would never come to an end
+                assert self.space.needs_step  # otherwise the run would not terminate
                 self.end_all_steps()
             assert (self.MOST_MOVED is not None and self.loading) or self.space.largest_hole >= units
 
@@ -475,7 +475,7 @@ class Machine(RuleBasedStateMachine):
             worker.submit(moves, reads)
 
     def follow(self, move: ExtentMove) -> None:
-        """Apply a move, which must go down from its adapter's place and touch no other adapter."""
+        """Apply a move. It must go down and overlap no other adapter."""
         content = self.contents.pop(move.key)
         assert (content.start, content.units) == (move.source, move.units)
         assert 0 <= move.target < move.source
@@ -508,7 +508,7 @@ class Machine(RuleBasedStateMachine):
             worker.read()
 
     def teardown(self) -> None:
-        """Free everything and end all steps: the space is one hole, and nothing leaks."""
+        """Free all adapters and finish all steps. The space must be one hole."""
         while self.loading:
             self.finish_load(0)
         while self.contents:
@@ -524,7 +524,7 @@ RULES = [Machine.allocate, Machine.finish_load, Machine.free, Machine.compact, M
 
 
 class SlowMachine(Machine):
-    """A machine that moves little in one step."""
+    """The same with a small limit for moves per step."""
 
     MOST_MOVED = 4
 
@@ -532,7 +532,7 @@ class SlowMachine(Machine):
 @pytest.mark.parametrize("kind", [Machine, SlowMachine])
 @pytest.mark.parametrize("seed", slow_except(range(3), range(10)))
 def test_random_operations(seed: int, kind: type[Machine]) -> None:
-    """Play the machine's rules in mixes of all kinds, many times faster than hypothesis does."""
+    """Run the state machine's rules in random mixes, much faster than hypothesis."""
     rng = random.Random(seed)
     for _ in range(50):
         machine = kind()

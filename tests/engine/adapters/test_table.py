@@ -1,4 +1,4 @@
-"""The table of adapters, one rule at a time; then the real engine on workers that notice wrong use, at length."""
+"""The adapter table: single rules, then the real engine on fake workers that detect invalid use."""
 
 import random
 import sys
@@ -28,7 +28,7 @@ from tests.grids import slow_except
 
 
 class Desk:
-    """A table whose steps end at once, and whose workers obey within the step, unless held back."""
+    """A table with workers that finish every operation within the step, unless blocked."""
 
     def __init__(self, units: int = 10, host: int = 100, max_adapters: int = 2**31 - 1, **options: Any) -> None:
         self.now = 0.0
@@ -70,7 +70,7 @@ class Desk:
         self.table.prepared(Prepared(identity, units, units * UNIT_BYTES, VOCAB, error))
 
     def steps(self, count: int = 6) -> list[str]:
-        """Run some steps and return the identities of the adapters that have arrived."""
+        """Run steps, and return the identities of arrived adapters."""
         for _ in range(count):
             self.step()
         self.table.advance()
@@ -94,7 +94,7 @@ class Desk:
             self.table.remove_request(identity, has_started=True)
 
     def use(self, *identities: str) -> None:
-        """Run one request for each adapter, one after the other."""
+        """Run one request per adapter, in order."""
         for identity in identities:
             self.want(identity)
             self.steps()
@@ -114,7 +114,7 @@ class Desk:
         return set(self.table._host._entries)
 
 
-# --- One thing at a time ----------------------------------------------------------------------------------------------
+# --- Single rules -----------------------------------------------------------------------------------------------------
 
 
 def test_adapter_moves_from_disk_to_device() -> None:
@@ -427,7 +427,7 @@ def test_adapters_load_in_arrival_order() -> None:
     desk.steps()
     desk.begin("a")
     desk.want("b", "c")
-    assert desk.steps() == []  # `c` would fit into what is free when `b` does not; the room is for `b`
+    assert desk.steps() == []  # `c` would fit, but the space is reserved for `b`
     desk.end("a")
     assert desk.steps() == ["b"]
     desk.begin("b")
@@ -490,7 +490,7 @@ def test_unload_during_load_evicts_after_load(steps: int) -> None:
     desk = Desk()
     desk.know(a=4)
     desk.table.request_load("a", pin=True)
-    for _ in range(steps):  # it is being prepared, or loaded
+    for _ in range(steps):  # still preparing or loading
         desk.step(prepare=steps == 2, load=False)
     desk.table.unload_when_idle("a")
     desk.step()
@@ -528,7 +528,7 @@ def test_new_adapter_is_protected_until_first_run() -> None:
 
 
 def test_protection_of_unused_adapter_expires() -> None:
-    """A request of low priority that never runs must not keep out all other adapters."""
+    """A request that never runs must not block all other adapters."""
     desk = Desk(units=4, eviction_delay_s=1.0)
     desk.know(a=4, b=4)
     desk.now = 50.0
@@ -536,13 +536,13 @@ def test_protection_of_unused_adapter_expires() -> None:
     assert desk.steps() == ["a"]
     desk.now += UNUSED_ADAPTER_PROTECTION_S - 0.5
     desk.want("b")
-    desk.now += 0.5  # `a` is not fresh any more, but a request waits for it, and `b` has not waited for long
+    desk.now += 0.5  # the protection of `a` has expired, but it has a waiting request and `b` is not overdue
     assert desk.steps() == []
     desk.now += 0.5
     assert desk.steps() == ["b"]
     assert desk.on_device == {"b"}
     desk.table.ensure_loaded("a")
-    desk.now += UNUSED_ADAPTER_PROTECTION_S - 0.1  # the same for `b` now, and for `a` again once it is loaded
+    desk.now += UNUSED_ADAPTER_PROTECTION_S - 0.1  # now the same for `b`, and for `a` after loading
     assert desk.steps() == []
     desk.now += 0.1
     assert desk.steps() == ["a"]
@@ -557,21 +557,21 @@ def test_draining_unused_adapter_is_not_protected() -> None:
     desk.want("a")
     desk.steps()
     desk.begin("a")
-    desk.table.release("a")  # it gave way to another
+    desk.table.release("a")  # preempted
     desk.want("b")
     desk.now = 1.0
     assert desk.steps() == ["b"]
     desk.table.ensure_loaded("a")
     desk.begin("b")
     desk.end("b")
-    assert desk.steps() == ["a"]  # for a request that has begun with it, so it is fresh
+    assert desk.steps() == ["a"]  # for a started request, so it is protected
     desk.want("a", "b")
     desk.now = 2.0
     assert desk.steps() == []
-    assert desk.table.index_of("a", has_started=False) is None  # it drains, so that the second one waits for it
+    assert desk.table.index_of("a", has_started=False) is None  # it drains for the second adapter
     desk.table.ensure_loaded("a")
-    assert desk.steps() == []  # a request that has begun goes on
-    desk.table.remove_request("a", has_started=True)  # but is aborted before
+    assert desk.steps() == []  # a started request continues
+    desk.table.remove_request("a", has_started=True)  # aborted before it runs
     assert desk.steps() == ["b"]
 
 
@@ -588,7 +588,7 @@ def test_wanted_adapter_is_evicted_only_for_overdue_adapter() -> None:
     desk = Desk(units=4, eviction_delay_s=1.0)
     desk.know(a=4, b=4)
     desk.use("a")
-    desk.want("a", "b")  # the first is ready and waits for its turn
+    desk.want("a", "b")  # the first request is ready
     desk.now = 0.5
     assert desk.steps() == []
     assert desk.table.deadline_s == 0.5
@@ -624,7 +624,7 @@ def test_busy_adapter_drains_for_overdue_adapter() -> None:
     desk.steps()
     assert desk.table.index_of("a", has_started=False) is not None
     assert desk.table.index_of("b", has_started=False) is None
-    assert desk.table.index_of("b", has_started=True) is not None  # a request that has begun goes on
+    assert desk.table.index_of("b", has_started=True) is not None  # a started request continues
     desk.want("b")
     desk.now = 50.0
     assert desk.steps() == []
@@ -672,10 +672,10 @@ def test_pin_stops_draining() -> None:
 def test_adapter_without_host_copy_stays_for_started_requests() -> None:
     desk = Desk(units=8, host=4, eviction_delay_s=1.0)
     desk.know(a=4, b=4, c=4)
-    desk.use("a", "b")  # so `a` has no copy any more
+    desk.use("a", "b")  # so `a` has no host copy
     desk.want("a")
     desk.begin("a")
-    desk.table.release("a")  # it gave way to another
+    desk.table.release("a")  # preempted
     desk.want("b", "c")
     desk.begin("b")
     desk.now = 9.0
@@ -722,7 +722,7 @@ def test_host_copy_of_started_adapter_is_evicted_only_if_overdue() -> None:
 
 
 def test_freed_host_memory_is_reserved_for_overdue_adapter() -> None:
-    """Two adapters take turns on the device; without the reservation, a third would wait for ever."""
+    """Two adapters alternate on the device. Without the reservation, a third would starve."""
     desk = Desk(units=4, host=6, eviction_delay_s=1.0)
     desk.know(a=3, b=3, c=4)
     desk.want("a")
@@ -748,7 +748,7 @@ def test_only_copy_of_started_adapter_is_kept() -> None:
     desk.want("a")
     desk.steps()
     desk.begin("a")
-    desk.table.release("a")  # it gave way to another
+    desk.table.release("a")  # preempted
     desk.want("b")
     desk.now = 1.0
     assert desk.steps()[-1] == "b"
@@ -765,7 +765,7 @@ def test_same_content_is_read_from_new_folder() -> None:
     moved = replace(spec, checkpoints=(AdapterCheckpoint(Path("/elsewhere"), AdapterConfig("a", 1, 1.0), (1,)),))
     desk.table.register(spec)
     desk.steps()
-    desk.table.register(moved)  # though it is in host memory
+    desk.table.register(moved)  # although it is in host memory
     assert len(desk.ops) == 1
     desk.know(b=4)
     desk.use("b")
@@ -867,7 +867,7 @@ KINDS_OF_WAITING = [
     ],
 )
 def test_advance_scales_linearly_with_waiting_adapters(kind: str, limit: str) -> None:
-    """Count the lines that one `advance` runs: about ten times as many for ten times as many adapters."""
+    """Count the lines that `advance` executes: about ten times more for ten times more adapters."""
 
     def count(number: int) -> int:
         host = number if kind in ("to prepare", "to be named") else 3 * number
@@ -1093,9 +1093,9 @@ def test_load_future_completes() -> None:
 @pytest.mark.parametrize("host_units", slow_except([6], [3, 6, 30]))
 @pytest.mark.parametrize("cold", ["c", "cde"])
 def test_cold_adapters_are_served_under_load(depth: int, host_units: int, cold: str) -> None:
-    """Serve each of them within a bounded number of steps, again and again: no starvation."""
+    """Serve each cold adapter within a bounded number of steps, repeatedly."""
     for seed in range(4):
-        slots = 3 + 4 * (seed % 2)  # few, so that they give way to each other; or enough for all to run all the time
+        slots = 3 + 4 * (seed % 2)  # few slots cause preemptions; many let all sequences run
         world = World(6, host_units, depth=depth, seed=seed, num_blocks=8 * slots, max_num_seqs=slots)
         for name in "ab" + cold:
             world.put(name, 1, 3)
@@ -1121,7 +1121,7 @@ def test_cold_adapters_are_served_under_load(depth: int, host_units: int, cold: 
         world.check_nothing_is_left()
 
 
-# --- Many at once -----------------------------------------------------------------------------------------------------
+# --- Load -------------------------------------------------------------------------------------------------------------
 
 
 def is_excused(world: World, spec: AdapterSpec, failure: str, was_pinned: bool) -> bool:
@@ -1135,7 +1135,7 @@ def is_excused(world: World, spec: AdapterSpec, failure: str, was_pinned: bool) 
 
 
 def play(seed: int, num_actions: int) -> tuple[World, Counter[str]]:
-    """Replace the content of names at random, and request them, with room for a few adapters."""
+    """Replace adapters at random while requesting them, with space for a few adapters."""
     rng = random.Random(seed)
     num_units = rng.choice([6, 10, 16])
     world = World(
@@ -1205,7 +1205,7 @@ def test_reloads_never_produce_stale_tokens() -> None:
     assert done["failed"] > 0
 
 
-# --- Anything, in any order -------------------------------------------------------------------------------------------
+# --- Random operations ------------------------------------------------------------------------------------------------
 
 
 class Machine(RuleBasedStateMachine):
@@ -1321,7 +1321,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
-        world.finish(100 + 100 * len(world.open))  # every request that is left
+        world.finish(100 + 100 * len(world.open))  # remaining requests
         for asked in world.asked.values():
             if asked.failure is not None:
                 assert asked.spec is not None
