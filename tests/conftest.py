@@ -1,4 +1,4 @@
-"""Options and fixtures of the whole suite."""
+"""Options and fixtures for all tests."""
 
 import gc
 import logging
@@ -17,23 +17,23 @@ from tests.forks import engines_of, forking
 from tests.ranks import RankPool
 
 pytest_plugins = ["tests.leaks"]
-collect_ignore = ["clients"]  # they have an environment of their own: make test-clients
+collect_ignore = ["clients"]  # they use a separate environment: make test-clients
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: kernels run in its interpreter
-# Nothing is compiled by torch, but bitsandbytes asks for it on import: two seconds of each process, for its compiler.
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: run kernels in its interpreter
+# No test uses torch.compile, but bitsandbytes imports the compiler, which takes two seconds per process.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
-# What engines keep for the next start: not in the user's home.
+# Disk cache of the engines: not in the user's home.
 os.environ.setdefault("LORAX_CACHE", str(Path(__file__).parent.parent / ".cache/lorax"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where models run: cpu (the default) or cuda")
-    tqdm.monitor_interval = 0  # or the first bar leaves a thread that looks at bars
+    tqdm.monitor_interval = 0  # otherwise the first progress bar starts a monitor thread
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """Import without collections: modules make a million objects, of which hardly any is garbage."""
+    """Disable garbage collection during imports, which create a million objects and hardly any garbage."""
     gc.disable()
     try:
         return (yield)
@@ -44,18 +44,18 @@ def pytest_collection() -> Generator[None, Any, Any]:
 def pytest_collection_finish() -> None:
     let_torch_propagate()
     gc.collect()
-    gc.freeze()  # or every collection would go through a million objects of imported modules
+    gc.freeze()  # otherwise each collection scans a million objects of imported modules
 
 
 def let_torch_propagate() -> None:
-    """Let torch's loggers propagate: pytest adds its handlers to each of 80 that do not, six times for every test."""
+    """Let torch's loggers propagate. Otherwise pytest adds its handlers to 80 loggers, six times per test."""
     for name, logger in logging.getLogger().manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True
 
 
-# The slowest files. They come first, or one process would be left with them when the others have nothing to do: most of
-# all clusters of Ray, and the environment that the Dockerfile's commands make.
+# The slowest files run first, so that no process is left with them at the end. The slowest are Ray clusters
+# and the Dockerfile environment.
 LONG = (
     "tests/scale/",
     "tests/deploy/",
@@ -78,8 +78,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
-# Files that share slow fixtures: a browser and its server, the demo. They run in one process. So do those with a
-# cluster of Ray: two cores are too few for two of them.
+# Files that share slow fixtures, such as the browser or the demo, run in one process. So do files with a
+# Ray cluster, since two cores are not enough for two clusters.
 TOGETHER = {
     "tests/browser/": "browser",
     "tests/demo/": "demo",
@@ -108,7 +108,7 @@ AGREEMENT = pytest.StashKey[dict[str, tuple[float, float]]]()
 
 @pytest.fixture(scope="session")
 def agreement(request: pytest.FixtureRequest) -> dict[str, tuple[float, float]]:
-    """Collect the largest differences to transformers, by variant: of prefill and of decode. Printed at the end."""
+    """Collect the largest differences to transformers by variant, for prefill and decode. Printed at the end."""
     return request.config.stash.setdefault(AGREEMENT, {})
 
 
@@ -117,12 +117,12 @@ ADAPTER_SCORES = pytest.StashKey[dict[str, tuple[str, float]]]()
 
 @pytest.fixture(scope="session")
 def adapter_scores(request: pytest.FixtureRequest) -> dict[str, tuple[str, float]]:
-    """Collect by adapter its kind and the largest difference of logits to PEFT. Printed at the end."""
+    """Collect the largest logit differences to PEFT by adapter. Printed at the end."""
     return request.config.stash.setdefault(ADAPTER_SCORES, {})
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Hand this process's tables to the process that prints them, if tests run in several."""
+    """Send this process's tables to the process that prints them, if tests run in parallel."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         keys: list[pytest.StashKey[Any]] = [AGREEMENT, ADAPTER_SCORES]
@@ -161,7 +161,7 @@ def seeded() -> None:
 
 
 def seed() -> None:
-    """Seed torch as `torch.manual_seed` does, without its milliseconds for devices that are not there."""
+    """Seed torch as `torch.manual_seed` does, but skip missing devices, which takes milliseconds."""
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
@@ -169,7 +169,7 @@ def seed() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
-    """Seed before each shared fixture: its values must not depend on the test that asks for it first."""
+    """Seed before each shared fixture, so that its values do not depend on the first test that uses it."""
     if fixturedef.scope != "function":
         seed()
 
@@ -189,7 +189,7 @@ def forks() -> Iterator[ForkServerContext]:
 
 @pytest.fixture
 def forked_engines(forks: ForkServerContext) -> Iterator[None]:
-    """Fork the engines of this test: importing torch would take longer than the test."""
+    """Fork the test's engines, because importing torch takes longer than the test."""
     with engines_of(forks):
         yield
 

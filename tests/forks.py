@@ -1,4 +1,4 @@
-"""Fast processes for tests: forked from one that has imported torch already."""
+"""Fast test processes, forked from a process that has imported torch."""
 
 import multiprocessing
 import traceback
@@ -12,7 +12,7 @@ from typing import Any
 
 @contextmanager
 def forking() -> Iterator[ForkServerContext]:
-    """Start a process to fork from; it ends with the last of its children."""
+    """Start a fork server. It exits with its last child."""
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(["tests.preload"])
     forkserver.ensure_running()
@@ -24,7 +24,7 @@ def forking() -> Iterator[ForkServerContext]:
 
 @contextmanager
 def engines_of(made: ForkServerContext) -> Iterator[None]:
-    """Fork the engines that start meanwhile, instead of starting them from scratch."""
+    """Fork new engines instead of spawning them."""
     contexts = context._concrete_contexts  # type: ignore[attr-defined]
     spawn, contexts["spawn"] = contexts["spawn"], made
     try:
@@ -36,7 +36,7 @@ def engines_of(made: ForkServerContext) -> Iterator[None]:
 def run_apart(
     forks: ForkServerContext, folder: Path, function: Callable[..., Any], *args: Any
 ) -> tuple[int | None, str]:
-    """Call a function in a process; return the exit code and the output."""
+    """Call a function in a process, and return the exit code and output."""
     process = forks.Process(target=_run, args=(folder / "printed", function, args))
     process.start()
     process.join()

@@ -1,7 +1,7 @@
-"""A pytest plugin: no test leaves a thread, a process, a socket or a temporary file behind.
+"""A pytest plugin that fails tests that leak threads, processes, sockets or temporary files.
 
-A thing that is there after a test and was not there before it fails that test, by name. Fixtures of a module or of the
-session hold things until they end: a thing left then fails the last test before that, with the name of its maker.
+A resource that exists after a test, but not before it, fails the test and is named. Module and session fixtures may
+hold resources until they are torn down.
 """
 
 import gc
@@ -23,23 +23,23 @@ import psutil
 import pytest
 import torch
 
-GRACE_S = 30.0  # for threads and processes that are just ending, on a busy machine
+GRACE_S = 30.0  # time for threads and processes to exit, on a busy machine
 PAUSE_S = 0.002
-MARK = "LEAKS_OF"  # a variable that all descendants have, even when their parent has changed
-DATA = (Path, str, type(None))  # a fixture of this kind makes nothing after it was set up
-HELPERS = ("multiprocessing.resource_tracker",)  # processes that Python keeps until it ends
-CACHES = ("torchinductor_",)  # torch makes it on import, once for all processes
-FOREVER = ("pytest_timeout ",)  # without signals, it waits until the session is over
+MARK = "LEAKS_OF"  # environment variable that all descendants inherit
+DATA = (Path, str, type(None))  # fixtures with these types start nothing after setup
+HELPERS = ("multiprocessing.resource_tracker",)  # processes that Python keeps until exit
+CACHES = ("torchinductor_",)  # created when torch is imported, shared by all processes
+FOREVER = ("pytest_timeout ",)  # without signals, it lives until the session finishes
 
 
 class Thing(NamedTuple):
-    """Something that a test can leave behind: its kind, and its key among others of that kind."""
+    """A resource that a test can leak: its kind, and its key within that kind."""
 
     kind: str
     key: Any
 
 
-# --- Things that exist ------------------------------------------------------------------------------------------------
+# --- Existing resources -----------------------------------------------------------------------------------------------
 
 
 def find_all() -> set[Thing]:
@@ -57,30 +57,30 @@ def find_threads() -> Iterator[Thing]:
 
 
 def find_processes() -> Iterator[Thing]:
-    """Find children that run. One that has ended and was not reaped does no harm."""
+    """Find running children. Zombies are ignored."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return  # there is none, which costs a microsecond to find out
+        return  # no children, the fast case
     for child in _children():
         if _runs(child):
             yield Thing("process", child)
 
 
 def _children() -> Iterator[psutil.Process]:
-    """Find children by thread, where Linux lists them so. Else look at all processes: 3 ms, and after every test."""
+    """Find children by thread if Linux lists them. Otherwise scan all processes, which takes 3 ms per test."""
     lists = [*Path("/proc/self/task").glob("*/children")]
     if not lists:
         yield from psutil.Process().children()
     for path in lists:
-        with suppress(OSError):  # the thread has just ended
+        with suppress(OSError):  # the thread has exited
             for pid in path.read_text().split():
-                with suppress(psutil.Error):  # the child has
+                with suppress(psutil.Error):  # the child has exited
                     yield psutil.Process(int(pid))
 
 
 def find_orphans() -> Iterator[Thing]:
-    """Find descendants whose parents have ended. Reading the variables of all processes takes 10 ms."""
+    """Find descendants whose parents have exited. Reading the environment of all processes takes 10 ms."""
     mark = f"{MARK}={os.getpid()}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -106,7 +106,7 @@ def find_sockets() -> Iterator[Thing]:
         try:
             found = os.fstat(int(name))
         except OSError:
-            continue  # the descriptor of the listing itself
+            continue  # the descriptor of this listing
         if stat.S_ISSOCK(found.st_mode):
             yield Thing("socket", (found.st_dev, found.st_ino))
 
@@ -175,19 +175,19 @@ DESCRIBE: dict[str, Callable[[Any], str]] = {
 
 
 class Watch:
-    """A watch that knows the things from before a test and those of fixtures, and reports the rest."""
+    """Tracks existing resources and fixture resources, and reports the rest as leaks."""
 
     def __init__(self) -> None:
         self._known = find_all()
-        self._of_session: dict[Thing, str] = {}  # and the name of the fixture that made it
-        self._of_module: dict[Thing, str] = {}  # the same, or the test
+        self._of_session: dict[Thing, str] = {}  # by resource: the fixture that created it
+        self._of_module: dict[Thing, str] = {}  # by resource: the fixture or test that created it
 
     def hold(self, scope: str, owner: str, things: set[Thing]) -> None:
         held = self._of_session if scope in ("session", "package") else self._of_module
         held.update((thing, held.get(thing, owner)) for thing in things - self._known)
 
     def after_test(self, owner: str, is_shared: bool) -> str:
-        """Report a test's leftovers. If `is_shared`, a fixture may own them, so wait for the end of the module."""
+        """Report leaks of a test. If `is_shared`, a fixture may own them, so wait for the end of the module."""
         allowed = self._known | self._of_session.keys() | self._of_module.keys()
         left = find_all() - allowed
         if left and not is_shared:
@@ -198,7 +198,7 @@ class Watch:
         return "" if is_shared else self._report(dict.fromkeys(left, ""))
 
     def after_module(self, is_last: bool) -> str:
-        """Report leftovers of a module's fixtures and tests, and after the last one those of the session's fixtures."""
+        """Report leaks of a module, and after the last module leaks of session fixtures."""
         held = self._of_module | (self._of_session if is_last else {})
         allowed = self._known if is_last else self._known | self._of_session.keys()
         left = _wait_for(allowed, find_everything)
@@ -206,22 +206,22 @@ class Watch:
         return self._report({thing: f", made by {held[thing]}" if thing in held else "" for thing in left})
 
     def _report(self, left: dict[Thing, str]) -> str:
-        self._known |= left.keys()  # one test fails for it, not all that follow
+        self._known |= left.keys()  # only one test fails for each leak
         return "\n".join(sorted(f"  {describe(thing)}{origin}" for thing, origin in left.items()))
 
 
 def _wait_for(allowed: set[Thing], find: Callable[[], set[Thing]] = find_all) -> set[Thing]:
-    """Return the things left beside `allowed`: at once if there are none, else after a grace period."""
+    """Return the resources that are not in `allowed`. If there are any, check again after a grace period."""
     if not (left := find() - allowed):
         return left
-    gc.collect()  # closes unreferenced sockets; Python warns of its own ones, which fails the test
+    gc.collect()  # closes unreferenced sockets; Python warns about unclosed sockets, which fails the test
     end = time.monotonic() + GRACE_S
     while (left := find() - allowed) and time.monotonic() < end:
         time.sleep(PAUSE_S)
     return left
 
 
-# --- When to look -----------------------------------------------------------------------------------------------------
+# --- Hooks ------------------------------------------------------------------------------------------------------------
 
 WATCH = pytest.StashKey[Watch]()
 FOLDER = pytest.StashKey[tuple[str, str | None, str | None]]()
@@ -229,18 +229,18 @@ FOLDER = pytest.StashKey[tuple[str, str | None, str | None]]()
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Give each process of tests its own folder for temporary files, and mark its descendants."""
+    """Set a temporary folder for each test process, and mark its descendants."""
     config = session.config
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        return  # it runs no tests, and its folder would be gone before its workers have ended
+        return  # runs no tests, and would delete the folder before its workers exit
     config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # stays where it is looked for
-    multiprocessing.util.get_temp_dir()  # Python keeps it until it ends
-    folder = tempfile.mkdtemp(prefix="t-")  # short: paths of sockets have a limit
+    multiprocessing.util.get_temp_dir()  # Python keeps it until exit
+    folder = tempfile.mkdtemp(prefix="t-")  # short, because socket paths are limited
     config.stash[FOLDER] = folder, tempfile.tempdir, os.environ.get("TMPDIR")
     tempfile.tempdir = os.environ["TMPDIR"] = folder
     os.environ[MARK] = str(os.getpid())
     if torch.cuda.is_available():
-        torch.zeros(1, device="cuda")  # the driver opens a socket of its own, and keeps it
+        torch.zeros(1, device="cuda")  # the driver keeps a socket open
     config.stash[WATCH] = Watch()
 
 
@@ -289,6 +289,6 @@ def _fixtures(item: pytest.Item) -> list[Any]:
 
 
 def _may_grow(fixture: pytest.FixtureDef[Any]) -> bool:
-    """Return True if a module's fixture made something that may start a thread later, when a test uses it."""
+    """Return True if a module fixture created an object that may start a thread later."""
     made = fixture.cached_result
     return fixture.scope in ("module", "class") and made is not None and not isinstance(made[0], DATA)

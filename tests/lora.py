@@ -1,4 +1,4 @@
-"""Hand-made adapters: random factors for every target of a model, and the arena that holds them; PEFT's, saved."""
+"""Test adapters: random factors for all target modules, the arena that stores them, and saved PEFT adapters."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -83,7 +83,7 @@ def fill_arena(
     group: ProcessGroup,
     dtype: torch.dtype = torch.float32,
 ) -> AdapterArena:
-    """Adapter `i` of the list gets index `i + 1`; a unit is left free between two."""
+    """Adapter `i` gets index `i + 1`, with one free unit between adapters."""
     hosts = [prepare(adapter, targets, dtype, group) for adapter in adapters]
     memory = AdapterMemory(targets, dtype, device, 64 + sum(host.units + 1 for host in hosts), 1 + len(hosts))
     place = 1
@@ -103,5 +103,5 @@ def merged(oracle: Any, factors: Factors, scale: float) -> Any:
         module = model.get_submodule(name)
         delta = (lora_b @ lora_a * scale).to(module.weight.device)
         delta = delta.t() if isinstance(module, Conv1D) else delta
-        module.weight = nn.Parameter(module.weight + delta)  # a tied head gets a matrix of its own
+        module.weight = nn.Parameter(module.weight + delta)  # a tied head gets a separate matrix
     return model

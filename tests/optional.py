@@ -1,4 +1,4 @@
-"""Values that may be missing by their type, and are not in a test."""
+"""Helper for optional values that are always set in a test."""
 
 from typing import TypeVar
 

@@ -1,4 +1,4 @@
-"""A driver of paged models: hands out blocks, builds the inputs of a forward, returns logits."""
+"""A driver for paged models: allocates blocks, builds forward inputs and returns logits."""
 
 import random
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ Feed = tuple[int, Sequence[int]]  # sequence, its next tokens
 
 
 class PagedDriver:
-    """Sequences in a block cache whose blocks are handed out in random order."""
+    """Sequences in a KV cache with randomly ordered blocks."""
 
     def __init__(
         self, model: Any, *, num_blocks: int = 96, block_size: int = 4, seed: int = 0, as_served: bool = False
     ) -> None:
-        """With `as_served`, batches say all that the runner says: the lengths on the host, and that all is stored."""
+        """Create the driver. With `as_served`, batches contain the same host data as in the runner."""
         self.model = model
         self.as_served = as_served
         self.block_size = block_size
@@ -40,7 +40,7 @@ class PagedDriver:
 
     @torch.no_grad()
     def forward(self, feeds: Sequence[Feed], arena: AdapterArena | None = None, **kwargs: Any) -> list[torch.Tensor]:
-        """Return the logits of every token fed, one tensor per feed."""
+        """Return the logits of all tokens, one tensor per feed."""
         inputs = self.inputs(feeds, arena)
         logits, speculative = self.model(**inputs, **kwargs)
         assert speculative is None

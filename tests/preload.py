@@ -1,4 +1,4 @@
-"""Common imports of the processes of tests, done once by the process that they are forked from."""
+"""Common imports of the test processes, done once in the fork server."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Real processes for tests of tensor parallelism: one pool, joined once by gloo, used by the whole session."""
+"""Processes for tensor-parallel tests: one gloo pool for the whole session."""
 
 import pickle
 import tempfile
@@ -16,7 +16,7 @@ from lorax_server.distributed import TorchGroup, join_group
 
 POOL_SIZE = 4
 GROUP_SIZES = (2, 4)
-TIMEOUT_S = 300  # spent by tests that fail; the first one waits for all imports, which took 165 s on a busy machine
+TIMEOUT_S = 300  # only reached if a test fails; the first test includes all imports, which took 165 s on a busy machine
 
 
 class RankPool:

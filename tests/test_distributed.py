@@ -90,7 +90,7 @@ def test_adjacent_ranks_share_kv_head(heads: int, ranks: int) -> None:
     shards = [shard_kv_heads(FakeGroup(rank, ranks), heads, 5) for rank in range(ranks)]
     sharers = ranks // heads
     for rank, shard in enumerate(shards):
-        # The queries of a rank are those of its one key head: rank r has the r-th part of all query heads.
+        # A rank's queries belong to its key head: rank r has the r-th part of all query heads.
         head = rank // sharers
         assert shard == Shard(heads * 5, ((head * 5, head * 5 + 5),))
 
@@ -151,7 +151,7 @@ def talk_alone(meeting: Path) -> None:
 
 @pytest.mark.gpu
 def test_nccl_group_with_one_rank(tmp_path: Path) -> None:
-    """Use the real backend of a GPU, as far as one GPU goes; in a process of its own, since NCCL keeps its sockets."""
+    """Use the real backend with one GPU, in a separate process because NCCL keeps its sockets."""
     process = get_context("spawn").Process(target=talk_alone, args=(tmp_path / "meeting",))
     process.start()
     process.join()

@@ -1,4 +1,4 @@
-"""The documents keep up with the code."""
+"""The documentation matches the code."""
 
 import json
 import os

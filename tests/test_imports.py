@@ -1,4 +1,4 @@
-"""The cost of imports. Each test starts a fresh interpreter: this one has imported everything already."""
+"""Import cost. Each test starts a fresh interpreter."""
 
 import os
 import subprocess
@@ -86,7 +86,7 @@ def test_core_has_no_server_imports() -> None:
 
 @pytest.mark.slow
 def test_second_start_does_not_import_transformers_or_compiler() -> None:
-    """To import one takes seconds. The first start keeps what transformers says of a config."""
+    """Importing either takes seconds. The first start caches the model config."""
     start = "import sys\nfrom lorax_server.llm import LLM\n"
     start += (
         f"with LLM({str(DEMO / 'model')!r}, {str(DEMO / 'adapters')!r}, max_rows=2) as llm: llm.generate('hello')\n"

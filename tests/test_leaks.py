@@ -1,4 +1,4 @@
-"""The plugin that finds leftovers of tests, run on tests that leave some."""
+"""The leak detection plugin, run on tests that leak."""
 
 import os
 import re
@@ -79,7 +79,7 @@ def test_the_last_one(): pass
 
 
 def run(folder: Path, tests: str) -> dict[str, str]:
-    """Run tests; return the reported leftovers of each, empty for tests that passed."""
+    """Run tests, and return the reported leaks of each; empty for passed tests."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(tests)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "test_it.py"]

@@ -1,4 +1,4 @@
-"""The engine in a script, on tiny models and adapters in folders: its output is that of transformers and PEFT."""
+"""`LLM` on tiny models and adapters: the output matches transformers and PEFT."""
 
 import copy
 import gc
@@ -38,7 +38,7 @@ NEW_TOKENS = 12
 STOP = StopParams(max_new_tokens=NEW_TOKENS)
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
 ADDED = [f"<added-{i}>" for i in range(25)]  # more than the rows of the base model's embedding that are not used
-PATIENCE_S = 120  # only ever spent by a test that fails
+PATIENCE_S = 120  # only reached if a test fails
 TEXTS = ["the quick brown fox", "hello", "the lazy dog, and the world", "naïve 日本語 there"]
 SMALL: dict[str, Any] = {
     "device": "cpu",
@@ -59,7 +59,7 @@ def write_adapter(base: Any, folder: Path, seed: int, size: float = 0.2, **setti
     small: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"}
     config = LoraConfig(**small | settings)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT explains what it is doing
+        warnings.simplefilter("ignore")  # PEFT prints a warning
         model = get_peft_model(base, config)
         torch.manual_seed(seed)
         for name, parameter in model.named_parameters():
@@ -229,7 +229,7 @@ def test_one_adapter_for_all_prompts(world: World, llm: LLM) -> None:
 
 
 def test_no_queue_limit(llm: LLM) -> None:
-    """Take any number of prompts. A server lets 10,000 wait by default, and refuses more."""
+    """Accept any number of prompts. A server rejects more than 10,000 waiting requests by default."""
     assert llm._engine._scheduler.limits.max_waiting is None
     completions = llm.generate([[5, 6]] * 300, stop=StopParams(max_new_tokens=1))
     assert len({completion.text for completion in completions}) == 1
@@ -264,11 +264,11 @@ def check_logprobs(model: Any, prompts: Sequence[Sequence[int]], found: Sequence
         assert [each.token_ids for each in completion.alternatives] == best.indices.tolist()
 
 
-# --- Where text ends --------------------------------------------------------------------------------------------------
+# --- Stop conditions --------------------------------------------------------------------------------------------------
 
 
 def stop_within(text: str, tokens: Sequence[int], tokenizer: Any) -> str:
-    """Return a string of several tokens from the middle of an answer, cut within tokens where possible."""
+    """Return a string from the middle of a completion that spans several tokens."""
     middle = len(text) // 2
     assert len(tokenizer(text[middle - 1 : middle + 3])["input_ids"]) > 1
     return text[middle - 1 : middle + 3]
@@ -286,7 +286,7 @@ def test_stop_string_finishes_request(include_stop: bool, world: World, llm: LLM
     assert completion.finish_reason is FinishReason.STOP_SEQUENCE
     assert completion.token_ids == tokens[: len(completion.token_ids)]
     assert len(completion.token_ids) < len(tokens)
-    assert llm.status.generated_tokens - before == len(completion.token_ids)  # and not one more
+    assert llm.status.generated_tokens - before == len(completion.token_ids)  # exactly one
     assert_idle(llm)
     assert "".join(chunk.text for chunk in llm.stream(TEXTS[0], stop=stop, adapter="first")) == completion.text
 
@@ -424,7 +424,7 @@ def test_error_affects_only_its_thread(world: World, llm: LLM) -> None:
 
 
 def test_stream_is_complete_if_other_thread_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader sees a token's effects all at once, though the thread that applies them may stop anywhere in between."""
+    """A reader sees a token's effects atomically, although the applying thread may stop at any point."""
     expected = "".join(chunk.text for chunk in llm.stream(TEXTS[0], stop=STOP))
     stream = llm.stream(TEXTS[0], stop=STOP)
     parts = [next(stream).text]
@@ -569,7 +569,7 @@ def test_invalid_arguments(llm: LLM) -> None:
 
 
 def test_error_during_generation(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make scores NaN in the middle: the text so far is kept."""
+    """Make logits NaN during generation. The text so far is kept."""
     plain = llm.generate(TEXTS[:2], stop=STOP)
     executor = llm._engine._executor
     collect, count = executor.collect, itertools.count()
@@ -621,7 +621,7 @@ def test_invalid_output_does_not_affect_other_requests(
     "poison", [{"size": 1e18}, {"size": 3e10, "lora_alpha": 1e18}], ids=["huge weights", "huge scale"]
 )
 def test_nan_adapter_does_not_affect_other_adapters(world: World, tmp_path: Path, poison: dict[str, Any]) -> None:
-    """Its weights are numbers, but its scores are not. Neighbours share its steps, then get its blocks."""
+    """The weights are finite, but the logits are NaN. Other requests share its steps and later its blocks."""
     write_adapter(copy.deepcopy(world.base), tmp_path / "poison", 3, **poison)
     adapters = {"poison": tmp_path / "poison", "first": world.adapters["first"]}
     with LLM(world.model, adapters, **SMALL) as llm:
@@ -636,7 +636,7 @@ def test_nan_adapter_does_not_affect_other_adapters(world: World, tmp_path: Path
                     assert found.text == world.answer(prompt, name)[1]
 
 
-# --- Where adapters lie -----------------------------------------------------------------------------------------------
+# --- Adapter locations ------------------------------------------------------------------------------------------------
 
 
 def test_adapter_folder(world: World, tmp_path: Path) -> None:
@@ -669,7 +669,7 @@ def test_named_adapter_folders(world: World, tmp_path: Path, monkeypatch: pytest
             llm.generate("hello", adapter=str(world.adapters["second"]))
     expected = [world.answer("hello", name)[1] for name in ("first", "first", "the third", "second")]
     assert texts(found) == expected
-    assert status.adapters_prepared == 3  # the twins are one
+    assert status.adapters_prepared == 3  # both names share one adapter
 
 
 def test_no_adapters(world: World) -> None:
@@ -820,7 +820,7 @@ def _not_here(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("transformers was asked in this process")
 
 
-# --- Models without code of our own -----------------------------------------------------------------------------------
+# --- Fallback models --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -847,7 +847,7 @@ def test_other_architecture(tmp_path: Path, world: World) -> None:
         assert_idle(llm)
 
 
-# --- The bar ----------------------------------------------------------------------------------------------------------
+# --- Progress bar -----------------------------------------------------------------------------------------------------
 
 
 def test_progress_bar_on_request(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
@@ -875,7 +875,7 @@ def test_progress_counts_failures(llm: LLM, capfd: pytest.CaptureFixture[str]) -
     assert "5/5" in capfd.readouterr().err
 
 
-# --- Interrupts, failures and the end ---------------------------------------------------------------------------------
+# --- Interrupts, failures and close -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -894,7 +894,7 @@ def test_llm_is_usable_after_sigint(number: int, world: World, llm: LLM, in_subm
     in_submit(number, interrupt)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(TEXTS, stop=STOP, adapter="first")
-    assert llm.status.steps == steps + number + 1  # the one that it came in was done
+    assert llm.status.steps == steps + number + 1  # the interrupted step was completed
     assert_idle(llm)
     assert texts(llm.generate(TEXTS, stop=STOP, adapter="first")) == expected
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

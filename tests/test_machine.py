@@ -1,4 +1,4 @@
-"""The memory that there is: the machine's, unless a container has less of it."""
+"""Memory and CPU limits of the machine or its container."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The messages: generated from their description, numbered as LoRAX's, and imported only where one is used."""
+"""Protobuf messages: generated code, LoRAX field numbers, and lazy imports."""
 
 import math
 import os
@@ -57,7 +57,7 @@ KINDS = ["float", "uint32", "uint64", "bool", "string", "bytes", "enum", "messag
 OWN_FROM = 100
 
 
-# --- The description --------------------------------------------------------------------------------------------------
+# --- Definition -------------------------------------------------------------------------------------------------------
 
 
 def test_generated_modules_are_up_to_date(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_package_name_matches_lorax() -> None:
     assert pb.DESCRIPTOR.package == "generate.v1"
 
 
-# --- Messages that we send --------------------------------------------------------------------------------------------
+# --- Messages ---------------------------------------------------------------------------------------------------------
 
 
 def there_and_back(message: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Process settings. Each is checked in a process of its own, since it cannot be undone."""
+"""Process settings. Each is tested in a separate process, because it cannot be undone."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The README is true: its commands and its Python are run, its flags exist, its links lead somewhere."""
+"""The README: its commands and code run, its flags exist, its links work."""
 
 import json
 import os
@@ -74,7 +74,7 @@ def test_readme_scripts_run() -> None:
 
 @pytest.mark.parametrize("command", lines("sh"))
 def test_make_targets_exist(command: str) -> None:
-    """Check that each is a target of the Makefile. Running `make test` within a test would not end."""
+    """Check that each target exists in the Makefile. Running `make test` inside a test would not terminate."""
     program, target = command.split("#", maxsplit=1)[0].split()
     assert program == "make"
     assert run([program, "-n", target])
@@ -82,7 +82,7 @@ def test_make_targets_exist(command: str) -> None:
 
 @pytest.mark.parametrize("command", lines("shell"))
 def test_flags_exist(command: str) -> None:
-    """Parse and check the flags, as far as possible for models that have to be fetched first."""
+    """Parse and check the flags, without downloading models."""
     words = shlex.split(command)
     environ = dict(word.split("=", 1) for word in words if "=" in word and not word.startswith("-"))
     program, *flags = words[len(environ) :]

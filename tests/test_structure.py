@@ -1,4 +1,4 @@
-"""The shape of the package: a docstring for each folder, one meaning for each class name."""
+"""Package structure: every folder has a docstring, and class names are unique."""
 
 import ast
 from collections import Counter
@@ -11,7 +11,7 @@ import lorax_server
 
 PACKAGE = Path(lorax_server.__file__).parent
 GENERATED = "pb"
-# Second meanings that are not ours to rename: a contract of `CausalLM`, and a name of the OpenAPI document.
+# Allowed duplicates: the `CausalLM` contract, and a name in the OpenAPI document.
 TWO_MEANINGS = {"Generation", "Model"}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if GENERATED not in path.relative_to(PACKAGE).parts)
 

@@ -1,4 +1,4 @@
-"""Parameters of requests: bad values are refused with a message that names the parameter."""
+"""Request parameters: invalid values are rejected with a message that names the parameter."""
 
 import math
 import re
@@ -14,7 +14,7 @@ NOT_FINITE: list[Any] = [math.nan, math.inf, -math.inf, 10**400, -(10**400), 1e3
 NO_COUNT: list[Any] = [*NO_NUMBER, -1, -(10**400), 0.0, 1.0, 1.5, math.nan, math.inf]
 NO_FLAG: list[Any] = ["false", "", 0, 1, None, 0.0, []]
 
-# Each parameter, its name in messages, good values and bad ones.
+# Each parameter, its name in messages, valid values and invalid values.
 NUMBERS: dict[str, tuple[list[Any], list[Any]]] = {
     "temperature": ([0, 0.0, 1e-6, 1, 2.5, 1e6], [-1e-9, -1]),
     "top_p": ([1e-9, 0.5, 1, 1.0], [0, 0.0, -0.1, 1.0000001, 2]),

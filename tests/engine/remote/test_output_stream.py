@@ -1,4 +1,4 @@
-"""Outputs on their way to a reader, which another may handle in its place while it waits."""
+"""Output streams: buffering, and handlers that consume outputs while the reader waits."""
 
 import asyncio
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def test_outputs_are_drained_in_order() -> None:
         stream.close()
         await waiting
         assert (stream.drain(), stream.is_closed, stream.error) == ([Output(3)], True, None)
-        await stream.wait()  # there will be no more
+        await stream.wait()  # no more outputs
 
     asyncio.run(check())
 
@@ -41,7 +41,7 @@ def test_handler_runs_only_while_reader_waits(takes: bool) -> None:
 
         stream = OutputStream(take)
         stream.push([Output(1)])
-        assert not offered  # the reader is busy, and has not seen what came before
+        assert not offered  # the reader is busy and has older outputs
         await stream.wait()
         stream.drain()
         waiting = asyncio.create_task(stream.wait())
@@ -50,7 +50,7 @@ def test_handler_runs_only_while_reader_waits(takes: bool) -> None:
         stream.push([Output(3)])
         await settle()
         assert waiting.done() is not takes
-        # A reader that was woken must get the next one too, so that their order stays.
+        # A woken reader must also get the next output, to keep the order.
         assert offered == ([Output(2), Output(3)] if takes else [Output(2)])
         assert stream.drain() == ([] if takes else [Output(2), Output(3)])
         stream.close()
@@ -110,7 +110,7 @@ def test_no_outputs_after_handler_error() -> None:
         stream.push([Output(2)], is_last=True)
         stream.close()
         await waiting
-        assert not stream.drain()  # or the answer would lack a token in its middle
+        assert not stream.drain()  # otherwise a token would be missing
         assert isinstance(stream.error, ValueError)
 
     asyncio.run(check())

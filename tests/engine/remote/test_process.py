@@ -1,4 +1,4 @@
-"""The loop of the engine process, run in a thread so that tests can look at it."""
+"""The engine process loop, run in a thread."""
 
 import logging
 import queue
@@ -30,7 +30,7 @@ def ids_of(output: Output) -> list[int]:
 
 
 class Peer:
-    """The other end of the channel, which can also send garbage; `process.serve` runs in a thread."""
+    """The API side of the channel, which can also send garbage. `process.serve` runs in a thread."""
 
     def __init__(self, folder: str) -> None:
         self._context = zmq.Context()
@@ -81,7 +81,7 @@ class Peer:
 
 @pytest.fixture
 def waiting_peer() -> Iterator[Peer]:
-    """Its engine has not started. What is not woken for does not happen."""
+    """A peer whose engine is not started and steps only if it is woken."""
     with tempfile.TemporaryDirectory() as folder:
         peer = Peer(folder)
         yield peer
@@ -155,7 +155,7 @@ def test_undecodable_message_stops_engine_with_reason(peer: Peer) -> None:
     message = peer.receive()
     assert isinstance(message, messages.Failed)
     assert "cannot decode a message of 1 bytes" in message.message
-    peer.send(messages.Stop())  # it was heard
+    peer.send(messages.Stop())  # acknowledged
     assert isinstance(peer.ended_with.get(timeout=60), SystemExit)
     assert peer.engine.is_closed
 
@@ -185,7 +185,7 @@ def test_report_from_other_thread_stops_engine(peer: Peer) -> None:
 
 
 def test_receive_error_stops_engine_with_reason(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that cannot read messages ends: no client could stop it or get an answer."""
+    """An engine that cannot read messages must stop, because no client could stop it."""
     monkeypatch.setattr(messages, "decode_to_engine", lambda _: 1 / 0)
     peer.send(messages.GetStatus(1))
     assert peer.receive() == messages.Failed("ZeroDivisionError: division by zero")
@@ -206,7 +206,7 @@ def test_idle_engine_steps_periodically(waiting_peer: Peer) -> None:
 
 
 class WatchedEvent(threading.Event):
-    """An event that tells when a thread waits for it."""
+    """An event that records if a thread is waiting for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def test_reply_from_other_thread_is_sent_immediately(waiting_peer: Peer) -> None
 
 
 def in_a_step(peer: Peer) -> threading.Event:
-    """Hold the engine in the middle of a step until the returned event is set."""
+    """Block the engine inside a step until the returned event is set."""
     is_stepping, may_go_on, real_step = threading.Event(), threading.Event(), peer.engine.step
 
     def step() -> list[Output]:
@@ -299,7 +299,7 @@ def test_message_during_step_wakes_engine(waiting_peer: Peer) -> None:
     peer = waiting_peer
 
     def step() -> list[Output]:
-        peer.engine.wake.set()  # as another thread may, when the step has looked already
+        peer.engine.wake.set()  # as another thread may do after the check in the step
         return next(steps, [])
 
     steps = iter([[], [one(1, 5, 0.0)]])
@@ -322,7 +322,7 @@ def test_idle_engine_does_not_spin(peer: Peer) -> None:
     for query_id in range(2, 12):
         peer.send(messages.GetStatus(query_id))
         peer.receive()
-    assert len(steps) <= 3 * 10  # a message may be seen, then its wake, then its reply
+    assert len(steps) <= 3 * 10  # the message, its wake and its reply may each cause a step
     stop(peer)
 
 
@@ -333,13 +333,13 @@ def test_engine_does_not_remove_socket_folder(peer: Peer) -> None:
 
 
 def test_error_that_cannot_be_encoded_is_replaced(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
-    """An adapter's files may hold lone surrogates, which its errors then quote."""
+    """Adapter files may contain lone surrogates, which errors then quote."""
 
     def status() -> EngineStatus:
         raise InputError("config field \ud800 is not known")
 
     peer.engine.status = status  # type: ignore[method-assign]
-    with caplog.at_level(logging.CRITICAL):  # what is logged of it cannot be sent between processes of tests either
+    with caplog.at_level(logging.CRITICAL):  # its log record cannot be sent between test processes either
         peer.send(messages.GetStatus(1))
         reply = peer.receive()
     assert isinstance(reply, messages.QueryFailed)

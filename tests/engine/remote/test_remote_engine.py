@@ -57,7 +57,7 @@ logging.getLogger("lorax_server.engine.remote.remote_engine").setLevel(logging.C
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return the folder where each engine leaves a file. No socket and no process may be left after the test."""
+    """Return the folder with one file per engine. The test must leave no socket or process."""
     with tempfile.TemporaryDirectory() as whole:  # not `tmp_path`, which is too long for a socket
         starts, sockets = Path(whole, "s"), Path(whole, "t")
         starts.mkdir()
@@ -84,7 +84,7 @@ def run_with(config: FakeConfig, test: Test, restart: bool = True) -> None:
 
 
 def wait_for_end(folder: str | Path) -> None:
-    """Wait until all engines of this folder have ended: each holds a lock on its file. No zombies may be left."""
+    """Wait until all engines have exited, using the locks on their files, and check for zombies."""
     for path in Path(folder).iterdir():
         with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -106,11 +106,11 @@ async def until_healthy(client: RemoteEngine) -> None:
 
 
 async def aborted(client: RemoteEngine, request_id: int) -> None:
-    """Wait until the engine has been told to abort a request."""
+    """Wait until the engine has received an abort."""
     await client.resolve([AdapterRef("aborted", str(request_id))])
 
 
-# --- One engine for all tests that do not harm it ---------------------------------------------------------------------
+# --- Shared engine ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def shared() -> Iterator[Callable[[Test], None]]:
 
         yield lambda test: runner.run(run_program(test))
         runner.run(client.close())
-        assert len(list(Path(folder).iterdir())) == 1  # it never died
+        assert len(list(Path(folder).iterdir())) == 1  # no restarts
 
 
 Shared = Callable[[Test], None]
@@ -209,7 +209,7 @@ def test_abort_ends_stream(shared: Shared) -> None:
             client.abort(request.request_id)
         assert tokens == [1]
         await aborted(client, request.request_id)
-        client.abort(request.request_id)  # once more does nothing
+        client.abort(request.request_id)  # a second abort has no effect
 
     shared(test)
 
@@ -219,7 +219,7 @@ def test_finished_request_is_not_aborted(shared: Shared) -> None:
         request = ask_for(client.new_id())
         await read(client, request)
         looking = asyncio.create_task(aborted(client, request.request_id))
-        await client.status()  # comes after whatever was sent before it
+        await client.status()  # follows all previous messages
         await client.status()
         assert not looking.done()
         looking.cancel()
@@ -247,7 +247,7 @@ def test_failed_request_raises_error(
         assert type(caught.value) is kind
         assert (caught.value.status, caught.value.retry_after_s) == (status, retry_after_s)
         assert str(caught.value).startswith(message)
-        assert await good == list(range(50))  # and harms no other request
+        assert await good == list(range(50))  # other requests are unaffected
 
     shared(test)
 
@@ -345,7 +345,7 @@ def test_sigint_does_not_stop_engine(shared: Shared) -> None:
     shared(test)
 
 
-# --- Engines that die -------------------------------------------------------------------------------------------------
+# --- Crashes ----------------------------------------------------------------------------------------------------------
 
 
 def test_close_is_fast_and_cleans_up(folder: Path) -> None:
@@ -442,7 +442,7 @@ def test_requests_are_rejected_during_restart(folder: Path) -> None:
         with pytest.raises(EngineError, match="the engine is restarting"):
             await client.status()
 
-    run_with(FakeConfig(str(folder), starts=("", "hang")), test)  # closing the client ends also an engine that hangs
+    run_with(FakeConfig(str(folder), starts=("", "hang")), test)  # close also stops a hanging engine
 
 
 def test_failed_restart_is_retried(folder: Path) -> None:
@@ -567,7 +567,7 @@ def test_cancelled_close_can_be_repeated(folder: Path, monkeypatch: pytest.Monke
     run_with(FakeConfig(str(folder)), test)
 
 
-# --- When the API process dies ----------------------------------------------------------------------------------------
+# --- API process exit -------------------------------------------------------------------------------------------------
 
 PARENT = """
 import asyncio, sys
@@ -615,7 +615,7 @@ def test_engine_exits_with_parent_process(folder: Path, start: str, how: str) ->
         while not list(folder.iterdir()):
             time.sleep(0.005)
         parent.kill()
-    wait_for_end(folder)  # and its folder of sockets is removed, which the fixture looks at
+    wait_for_end(folder)  # the fixture checks that the socket folder is removed
 
 
 def test_process_exits_without_close(folder: Path) -> None:
@@ -626,7 +626,7 @@ def test_process_exits_without_close(folder: Path) -> None:
     wait_for_end(folder)
 
 
-# --- By itself --------------------------------------------------------------------------------------------------------
+# --- Units ------------------------------------------------------------------------------------------------------------
 
 
 def test_restart_delay_grows_and_resets() -> None:
