@@ -10,7 +10,7 @@ RUNTIME := $(VENV)/.runtime
 STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
-# What is imported is compiled when it is: most of what is installed never is.
+# Skip bytecode compilation at install time: most installed modules are never imported.
 PIP := python -m pip install --quiet --disable-pip-version-check --no-compile
 PIP_INSTALL := $(BIN)/$(PIP) -c constraints.txt
 EXTRAS := import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
@@ -21,7 +21,7 @@ EXTRAS := import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["p
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' Makefile
 
-venv: $(STAMP) ## Create .venv and install everything (again only when what it is made of changes)
+venv: $(STAMP) ## Create .venv and install everything (only if its inputs have changed)
 
 $(RUNTIME): pyproject.toml constraints.txt setup.py $(wildcard lorax_server/kernels/cpu/native/*)
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else "Python 3.11 to 3.13 needed, found %d.%d; choose one with: make PYTHON=python3.12 venv" % v)'
@@ -36,30 +36,30 @@ $(RUNTIME): pyproject.toml constraints.txt setup.py $(wildcard lorax_server/kern
 $(STAMP): $(RUNTIME)
 	@echo "venv: installing its test and dev tools"
 	@$(BIN)/python -c '$(EXTRAS); print(*extras["test"], *extras["dev"], sep="\n")' > $(VENV)/extras.txt
-	@$(PIP_INSTALL) -r $(VENV)/extras.txt # and not `-e .[test,dev]`, which would compile the kernels again
-	@$(PIP_INSTALL) --no-deps lorax-client # its pins clash with transformers 5; the tests run it as it is
+	@$(PIP_INSTALL) -r $(VENV)/extras.txt # not `-e .[test,dev]`, which would compile the kernels again
+	@$(PIP_INSTALL) --no-deps lorax-client # its pins conflict with transformers 5
 	@touch $(STAMP)
 
-serve: $(RUNTIME) ## Start a server with the model of the package, or with yours: make serve ARGS="--model-id ..."
+serve: $(RUNTIME) ## Start a server with the demo model, or with another: make serve ARGS="--model-id ..."
 	@$(BIN)/lorax serve $(ARGS)
 
-browser: venv ## Install Chromium for the tests in a browser, where there is none and it can be done
+browser: venv ## Install Chromium for the browser tests, if missing and supported
 	@$(BIN)/python tests/browser/install.py
 
-# Models in tests are tiny: a thread is enough for a process. There are more processes than a small machine has cores,
-# since tests also wait: for sockets, browsers, processes. Files go to them in the order that tests/conftest.py
-# gives them, those that take longest first. Some start dozens of processes, which need not compile what they import.
+# Test models are tiny, so each process uses one thread. There are more processes than cores, because tests also wait
+# for sockets, browsers and processes. tests/conftest.py orders files by duration, longest first. Bytecode is not
+# written, because some tests start dozens of processes.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-test: browser ## Run the tests but the slow ones, e.g. make test ARGS="-k llama -n 8"; in random order: ARGS="-p randomly"
+test: browser ## Run the fast tests, e.g. make test ARGS="-k llama -n 8"; in random order: ARGS="-p randomly"
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: browser ## Run all tests; the slow ones alone: make test-all ARGS="-m slow"
+test-all: browser ## Run all tests; only the slow ones: make test-all ARGS="-m slow"
 	$(PYTEST) $(ARGS)
 
 venv-clients: $(CLIENTS_STAMP) ## Create .venv-clients and install published clients
 
-test-clients: browser venv-clients ## Run published clients against a server; they get an environment of their own
+test-clients: browser venv-clients ## Run published clients against a server, in a separate environment
 	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 
 $(CLIENTS_STAMP): $(addprefix tests/clients/,requirements.txt constraints.txt package.json package-lock.json)
@@ -87,14 +87,14 @@ types: venv ## Type-check the package and its tests with mypy --strict
 imports: venv ## Check the import contracts (imports point down)
 	$(BIN)/lint-imports
 
-check: format-check lint types imports test-all test-clients ## Everything CI runs
+check: format-check lint types imports test-all test-clients ## Run all CI checks
 
-proto: venv ## Write lorax_server/pb from proto/generate.proto
+proto: venv ## Generate lorax_server/pb from proto/generate.proto
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=lorax_server/pb --pyi_out=lorax_server/pb proto/generate.proto
 
 bench: venv ## Run a benchmark, e.g. make bench SCRIPT=http_load ARGS="--json FILE"; benchmarks/README.md lists them
 	$(BIN)/python benchmarks/$(SCRIPT).py $(ARGS)
 
-clean: ## Remove caches and build products; environments stay
+clean: ## Remove caches and build outputs, but not environments
 	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name '.venv*' -prune -o -name node_modules -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-NATIVE = Path("lorax_server/kernels/cpu/native")  # setuptools wants paths relative to this folder
+NATIVE = Path("lorax_server/kernels/cpu/native")  # setuptools requires relative paths
 HEADERS = sorted(NATIVE.glob("*.h"))
 INSTRUCTION_SETS = {"aarch64": ["neon"], "arm64": ["neon"], "x86_64": ["avx2", "avx512"], "AMD64": ["avx2", "avx512"]}
 FLAGS = [
     "-std=c++17",
     "-O3",
-    "-fno-schedule-insns",  # it needs more registers than there are
+    "-fno-schedule-insns",  # scheduling would need too many registers
     "-fopenmp",
     "-fno-math-errno",
     "-fno-trapping-math",

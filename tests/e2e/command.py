@@ -32,7 +32,7 @@ class LoggedForkContext(ForkServerContext):
 def fork_engines_from(address: str) -> None:
     server: Any = forkserver._forkserver
     server._forkserver_address = address
-    server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # children of this process do not keep it alive
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # child processes do not keep the fork server alive
     server.ensure_running = resource_tracker.ensure_running
     context._concrete_contexts["spawn"] = LoggedForkContext()  # type: ignore[attr-defined]
 

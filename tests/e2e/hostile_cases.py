@@ -222,7 +222,7 @@ RAW: dict[str, RawCase] = {
     "a chunk's size beyond all": RawCase(chunked(NATIVE, b"f" * 20 + b"\r\nabc"), (400,)),
     "chunks without end": RawCase(chunked(NATIVE, b"10000\r\n%s\r\n" % (b" " * 65536) * 40), (413,)),
     "chunks that are good": RawCase(chunked(NATIVE, b"%x\r\n%s\r\n0\r\n\r\n" % (len(GOOD), GOOD)), (200,)),
-    "chunks of a byte each": RawCase(chunked(NATIVE, b"".join(b"1\r\n%c\r\n" % c for c in GOOD) + b"0\r\n\r\n"), (200,)),
+    "one-byte chunks": RawCase(chunked(NATIVE, b"".join(b"1\r\n%c\r\n" % c for c in GOOD) + b"0\r\n\r\n"), (200,)),
     "chunks and a length": RawCase(
         post(NATIVE, b"0\r\n\r\n", ("transfer-encoding", "chunked"), ("content-length", "3")), (400,)
     ),
@@ -243,7 +243,7 @@ RAW: dict[str, RawCase] = {
     "another host": RawCase(request("GET", "/health").replace(b"localhost", b"evil.example"), (403,)),
     "two hosts": RawCase(get(b"host: evil.example"), (400,)),
     "two bearers": RawCase(post(NATIVE, GOOD, ("authorization", "Bearer a"), ("authorization", "Bearer b")), (400,)),
-    "two content types": RawCase(post(NATIVE, GOOD, ("content-type", "text/plain"), ("content-type", "text/x")), (400,)),
+    "two types": RawCase(post(NATIVE, GOOD, ("content-type", "text/plain"), ("content-type", "text/x")), (400,)),
     "two lengths": RawCase(post(NATIVE, b"{}", ("content-length", "2"), ("content-length", "3")), (400,)),
     **{
         f"a length of {length}": RawCase(post(NATIVE, b"{}", ("content-length", length)), (400,))

@@ -1,4 +1,4 @@
-"""A hostile client: sends any bytes, and parses the responses."""
+"""A client that sends arbitrary bytes and parses the responses."""
 
 import json
 import socket
@@ -13,7 +13,7 @@ HOST = "127.0.0.1"
 
 
 class Answer:
-    """One response, as it came over the wire."""
+    """One raw HTTP response."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -27,7 +27,7 @@ class Answer:
 
 
 class _Reader:
-    """Callbacks of httptools' parser, which takes any number of responses one after the other."""
+    """httptools callbacks that collect consecutive responses."""
 
     def __init__(self) -> None:
         self.answers: list[Answer] = []

@@ -1,4 +1,4 @@
-"""A real server for tests: the command, its processes, a socket, with a tiny model and its adapters in folders."""
+"""Runs `lorax serve` with a tiny model and adapters for end-to-end tests."""
 
 import copy
 import http.client
@@ -30,7 +30,7 @@ from tests.text.tokenizers import byte_level
 
 ROOT = Path(__file__).parent.parent.parent
 READY = re.compile(r"ready: (http://\S+)")
-START_TIMEOUT_S = 240  # only ever spent by a test that fails
+START_TIMEOUT_S = 240  # only failing tests wait this long
 RANKS = {"first": 2, "second": 5}
 CHAT_TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
@@ -72,14 +72,14 @@ def write_model(folder: Path, name: str = "llama-gqa") -> Any:
 
 
 def with_adapter(model: Any, folder: Path) -> Any:
-    """Return transformers' model with an adapter that PEFT loads from a folder."""
+    """Load an adapter with PEFT and return the transformers model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return PeftModel.from_pretrained(copy.deepcopy(model), folder).eval().get_base_model()
 
 
 def write_variant_adapter(adapter: Path, folder: Path) -> None:
-    """Write an adapter of the same shape with other numbers."""
+    """Write an adapter with the same shape and different weights."""
     shutil.copytree(adapter, folder)
     tensors = load_file(adapter / "adapter_model.safetensors")
     save_file({name: tensor.flip(-1).contiguous() for name, tensor in tensors.items()}, folder / "new.safetensors")
@@ -92,7 +92,7 @@ def import_path() -> str:
 
 
 class Answer(NamedTuple):
-    """A response as it came over the wire; names of headers are in lower case."""
+    """A raw HTTP response with lower-case header names."""
 
     status: int
     headers: dict[str, str]

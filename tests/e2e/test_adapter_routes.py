@@ -1,4 +1,4 @@
-"""The server's lists of adapters, which must agree with the engine."""
+"""Adapter lists, which must agree with the engine."""
 
 import shutil
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def send_generate(server: Server, name: str) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def preloaded(server: Server) -> Any:
-    """Return the adapter `first` as listed before any other test: to every caller, and to the operator."""
+    """Return the initial listing of the adapter `first`, for clients and for the admin."""
     return listed(server)["first"], listed(server, ADMIN)["first"]
 
 
@@ -156,7 +156,7 @@ def test_merges_with_different_seeds_share_one_name(server: Server) -> None:
 
 
 def test_unlisted_adapter_is_visible_by_name_only(server: Server) -> None:
-    """An adapter without a listed name is shown only to clients that name it."""
+    """Unlisted adapters are shown only to clients that name them."""
     path = "/v1/adapters?also=deep&also=nobody&also=deep&also=second"
     assert "deep" not in {each["id"] for each in server.send("GET", path).json["data"]}
     send_generate(server, "deep")

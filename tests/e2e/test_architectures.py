@@ -29,7 +29,7 @@ ARCHITECTURES = (
 
 
 class LoraxClient:
-    """Either of the client's classes, called in the same way."""
+    """The sync or async LoRAX client with one interface."""
 
     def __init__(self, server: Server, is_async: bool, **headers: str) -> None:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -56,7 +56,7 @@ class LoraxClient:
         return asyncio.run(collect())
 
     def close(self) -> None:
-        """Close the session, which the client leaves to the garbage collector."""
+        """Close the session, which the client does not close."""
         if self._sync is not None and self._sync.session is not None:
             self._sync.session.close()
 

@@ -1,4 +1,4 @@
-"""Permission to use an adapter: keys of the server, and a hub's reply to each caller's token."""
+"""Adapter permissions by API key and by the client's hub token."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,7 +77,7 @@ def test_private_adapter_requires_authorized_token(adapter: str, open_server: Se
     )
     assert by_bearer.status == by_token.status == 200
     assert by_bearer.body == by_token.body
-    check_others()  # though it is on the device by now
+    check_others()  # even if the adapter is on the device
     merged: dict[str, Any]
     merged = {"adapter_id": None, "merged_adapters": {"ids": [PUBLIC, adapter], "weights": [1, 1]}}
     assert send_generate(open_server, "", **merged).status == 424

@@ -39,13 +39,13 @@ ARCHITECTURES = {
     "mistral-window": 2,
     "qwen2-bias": 2,
     "qwen3-head-norm": 2,
-}  # and how many heads keep keys and values
+}  # number of KV heads by architecture
 RANKS = (2, 5)
 NUM_BLOCKS, BLOCK_SIZE = 12, 4
 
 
 def write_models(name: str, folder: Path) -> list[Any]:
-    """Write a model and its adapters into folders; return transformers' model, plain and with each adapter."""
+    """Write a model and its adapters. Return the transformers model without and with each adapter."""
     oracle = make_oracle(name)
     oracle.save_pretrained(folder / "model")
     adapted = [write_adapter(copy.deepcopy(oracle), name, rank, folder / f"rank-{rank}") for rank in RANKS]
@@ -53,7 +53,7 @@ def write_models(name: str, folder: Path) -> list[Any]:
 
 
 def make_config(folder: Path, name: str = "llama-gqa", ranks: int = 1, **settings: Any) -> EngineConfig:
-    """Make a config with little of everything, so that requests have to share all of it."""
+    """Make a config with small limits, so that requests compete for all resources."""
     model = VARIANTS[name].config()
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     block_bytes = 2 * model.num_hidden_layers * ARCHITECTURES[name] // ranks * head_dim * BLOCK_SIZE * 4
@@ -74,7 +74,7 @@ def make_config(folder: Path, name: str = "llama-gqa", ranks: int = 1, **setting
 
 
 def adapter_units(name: str, folder: Path, ranks: int) -> list[int]:
-    """Return the number of adapter_units that each adapter takes on a rank."""
+    """Return the number of memory units per adapter on a rank."""
     group = FakeGroup(0, ranks)
     tensors = checkpoint(name, make_oracle(name))
     targets = collect_adapter_targets(build_model(VARIANTS[name].config(), make_weights(tensors, CPU, group)))
@@ -101,7 +101,7 @@ async def ask(client: RemoteEngine, prompt: Sequence[int], adapter: str | None =
 
 
 async def ask_and_leave(client: RemoteEngine, prompt: Sequence[int], count: int) -> None:
-    """Read a few tokens, and leave."""
+    """Read a few tokens and disconnect."""
     request = Request(client.new_id(), list(prompt), SamplingParams(), StopParams(max_new_tokens=NEW_TOKENS))
     answer = client.generate(request)
     async for _ in answer:
@@ -274,7 +274,7 @@ def engine_pid(client: RemoteEngine) -> int:
 
 
 def forked_pids() -> set[int]:
-    """Return the process ids of all engines and ranks, which are forked_pids from the process that has torch."""
+    """Return the process ids of all engines and ranks, forked from the process with torch."""
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     return {int(child) for child in Path(f"/proc/{server}/task/{server}/children").read_text().split()}
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_copy_only_step_waits_for_adapter_copies() -> None:
-    """The memory that a move frees goes to another adapter then, whose bytes come on another stream."""
+    """The freed memory is reused by another adapter, which is copied on another CUDA stream."""
     tensors = checkpoint("llama-gqa", make_oracle("llama-gqa"))
     model = build_model(VARIANTS["llama-gqa"].config(), make_weights(tensors, torch.device("cuda")))
     runner = PagedRunner(model, num_blocks=4, block_size=4, max_num_seqs=1, max_length=16)

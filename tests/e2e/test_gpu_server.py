@@ -1,4 +1,4 @@
-"""A real server whose engine has a GPU: requests for the base model and adapters together get what each gets alone."""
+"""A real server on a GPU, with concurrent requests for the base model and adapters."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

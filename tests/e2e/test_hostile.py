@@ -40,14 +40,12 @@ from tests.e2e.http_server import Server, serving, write_model
 from tests.grids import some_fast
 
 BODY_TIMEOUT_S = 6.0
-MAX_MEMORY_GROWTH_BYTES = (
-    300 * 2**20
-)  # of all processes together: memory that allocators keep after large requests, no leak
+MAX_MEMORY_GROWTH_BYTES = 300 * 2**20  # over all processes; allocators retain some memory after large requests
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Run one server for all tests, with a short timeout for bodies. It must survive all tests unharmed."""
+    """Run one server for all tests, with a short timeout for bodies. It must survive all tests."""
     folder = tmp_path_factory.mktemp("hostile")
     write_model(folder)
     outside = folder / "adapters" / "first"
@@ -64,7 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         assert _permanent_children(process) == children
         assert exchange(running.port, ALIVE)[0].status == 200
         assert _memory_bytes(process) - before < MAX_MEMORY_GROWTH_BYTES
-        assert process.num_fds() <= files + 4  # threads and late closing may hold some
+        assert process.num_fds() <= files + 4  # tolerance for threads and late closing
         log = "".join(running.log)
         assert "Traceback" not in log
         assert "failed with an internal error" not in log
@@ -75,7 +73,7 @@ def _memory_bytes(process: psutil.Process) -> int:
 
 
 def _permanent_children(process: psutil.Process) -> list[psutil.Process]:
-    """Return the children except sandbox workers, which start when they are needed."""
+    """Return child processes, except sandboxes, which start on demand."""
     children = process.children(recursive=True)
     return [child for child in children if "lorax_server.sandbox.worker" not in child.cmdline()]
 
@@ -134,12 +132,12 @@ def test_encoded_body_is_rejected(server: Server, encoding: str) -> None:
 
 @pytest.mark.parametrize(("path", "field"), some_fast(FIELDS))
 def test_wrong_field_types_are_rejected(server: Server, path: str, field: str) -> None:
-    """Send each field with a value of each type that it does not have."""
+    """Send each field with values of all wrong types."""
     schema = SCHEMAS[path].model_json_schema()["properties"][field]
     branches = schema.get("anyOf", [schema])
     allowed = {branch.get("type", "object" if "$ref" in branch else None) for branch in branches}
     if None in allowed:
-        return  # it takes anything
+        return  # accepts any type
     allowed |= {"integer"} if "number" in allowed else set()
     for kind, value in OTHERS.items():
         if kind not in allowed:
@@ -160,7 +158,7 @@ def test_invalid_field_values_are_rejected(server: Server, path: str, field: str
 
 @pytest.mark.parametrize(("path", "field"), FIELDS)
 def test_error_response_size_is_bounded(path: str, field: str) -> None:
-    """Finding and naming a million mistakes would take half a minute, in which no other request is served."""
+    """Reporting a million errors would block the server for half a minute."""
     whole = {NATIVE: {}, COMPLETIONS: PROMPT, CHAT: MESSAGES}[path]
     for value in ([None] * 1000, [[None]] * 1000, [{"role": "x", "content": [None] * 1000}], {"ids": [None] * 1000}):
         found = 0
@@ -244,7 +242,7 @@ def test_garbage_during_stream_does_not_corrupt_stream(server: Server) -> None:
     with connect(server.port) as connection:
         connection.sendall(keep_alive_request("POST", STREAM, *headers, body=body))
         assert connection.recv(2**16).startswith(b"HTTP/1.1 200")
-        with server.paused():  # so that there is more to come
+        with server.paused():  # so that the stream continues
             connection.sendall(b"\0\1\2garbage\r\n\r\n")
             rest = b""
             with suppress(ConnectionResetError):
@@ -306,7 +304,7 @@ def test_slow_clients_get_timeout_response(server: Server) -> None:
                 if _is_readable(connections[name]):
                     ended.add(name)
             assert exchange(server.port, ALIVE)[0].status == 200
-            time.sleep(0.05)  # as slow as they are
+            time.sleep(0.05)  # slow clients
         for name, connection in connections.items():
             path = {"chunks": COMPLETIONS, "a body that never comes": CHAT}.get(name, "/")
             check(read(connection), path, 408)

@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 class Hook:
-    """Stands before a function: counts its calls, and holds them up until they are released."""
+    """Wraps a function: counts its calls and blocks them until released."""
 
     def __init__(self, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
         module, _, name = target.rpartition(".")

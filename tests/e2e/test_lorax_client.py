@@ -1,4 +1,4 @@
-"""LoRAX's own Python client, as it is installed, against the server: every method that is about text."""
+"""Tests the published LoRAX Python client against the server."""
 
 import asyncio
 import copy
@@ -30,7 +30,7 @@ from tests.e2e.test_architectures import (
 from tests.parity.oracle import oracle_logits
 
 pytestmark = [
-    pytest.mark.slow,  # test_native_surface.py has the same routes
+    pytest.mark.slow,  # test_lorax_routes.py covers the same routes
     pytest.mark.filterwarnings("ignore:The `dict` method is deprecated"),  # the client calls it
 ]
 
@@ -38,7 +38,7 @@ pytestmark = [
 class ServerAndModels(NamedTuple):
     folder: Path
     server: Server
-    models: dict[str | None, Any]  # transformers', by the adapter's name
+    models: dict[str | None, Any]  # transformers models by adapter name
 
     def greedy(self, prompt: str = PROMPT, adapter: str | None = None) -> list[int]:
         return greedy(self.models[adapter], ids_of([prompt])[0])
@@ -181,7 +181,7 @@ def test_low_temperature_matches_greedy(world: ServerAndModels, client: LoraxCli
     assert client.generate(typical_p=0.5, seed=1).details.seed == 1
     expected = world.greedy()
     assert token_ids(client.generate(temperature=1e-4, seed=1))[: len(expected)] == expected
-    for temperature in (0.0, 1.0):  # LoRAX does not draw for these
+    for temperature in (0.0, 1.0):  # LoRAX uses greedy decoding for these values
         assert token_ids(client.generate(temperature=temperature)) == token_ids(client.generate())
 
 
@@ -223,7 +223,7 @@ def test_linear_merge_adds_adapter_deltas(world: ServerAndModels, client: LoraxC
 
 @torch.no_grad()
 def write_sum(world: ServerAndModels, weights: dict[str, float]) -> Any:
-    """Write the base model with a weighted sum of the adapters' changes to its matrices."""
+    """Return the base model plus a weighted sum of the adapter deltas."""
     base = {name: value.clone() for name, value in world.models[None].state_dict().items()}
     summed = {name: value.clone() for name, value in base.items()}
     for adapter, weight in weights.items():
@@ -259,7 +259,7 @@ def test_merge_strategies_match_peft(world: ServerAndModels, client: LoraxClient
         expected = greedy(merged_by_peft(world, strategy, both, density, sign), prompt)
         assert tokens(strategy, both, density, sign)[: len(expected)] == expected
     assert tokens("dare_ties", both) == tokens("ties", both)  # a density of 1 drops no values
-    assert tokens("ties", both, 0.0) == tokens("ties", both)  # LoRAX's clients send 0 for all
+    assert tokens("ties", both, 0.0) == tokens("ties", both)  # LoRAX clients send 0 for the default
     for strategy in ("ties", "dare_linear", "dare_ties"):
         assert tokens(strategy, both, 0.3) == tokens(strategy, both, 0.3) != tokens(strategy, both)
     ranks = lorax.MergedAdapters(ids=["first", "second"], weights=both, merge_strategy="ties", density=1.0)
@@ -296,7 +296,7 @@ def test_server_errors_raise_client_exceptions(
     for ask in (client.generate, client.stream):
         with pytest.raises(error, match=message):
             ask(**arguments)
-    assert client.generate().details.generated_tokens == NEW_TOKENS  # other requests do not notice
+    assert client.generate().details.generated_tokens == NEW_TOKENS  # other requests are not affected
 
 
 def test_too_long_prompt_is_rejected(client: LoraxClient) -> None:
@@ -323,7 +323,7 @@ def test_unsupported_features_are_reported(client: LoraxClient) -> None:
 
 
 def test_unsupported_batch_methods_are_reported(world: ServerAndModels) -> None:
-    """Test the one class of the client that has batches."""
+    """Test the client class with batch methods."""
     with pytest.raises(ValidationError, match="not supported yet"):
         lorax.Client(world.server.url).classify_batch(["a", "b"])
 

@@ -1,4 +1,4 @@
-"""OpenAI's Python SDK, as it is installed, against the server: completions, chat, models, and its errors."""
+"""Tests the published OpenAI Python SDK against the server: completions, chat, models and errors."""
 
 import asyncio
 import inspect
@@ -13,7 +13,7 @@ import torch
 from tests.e2e.http_server import Server, ids_of, make_tokenizer, serving, with_adapter, write_model
 from tests.parity.oracle import oracle_greedy, oracle_logits
 
-pytestmark = pytest.mark.slow  # test_openai_surface.py has the same routes
+pytestmark = pytest.mark.slow  # test_openai_routes.py covers the same routes
 PROMPT = "The quick brown fox"
 NEW_TOKENS = 12
 GREEDY: dict[str, Any] = {"max_tokens": NEW_TOKENS, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -28,7 +28,7 @@ RENDERED = "[system] Be brief.\n[user] Hi\n[assistant] Hello\n[user] Who are you
 
 
 class Sdk:
-    """Either of the SDK's classes, called in the same way. It does not try again by itself."""
+    """The sync or async SDK with one interface, without retries."""
 
     def __init__(self, server: Server, is_async: bool, key: str = "none") -> None:
         make = openai.AsyncOpenAI if is_async else openai.OpenAI
@@ -143,7 +143,7 @@ def test_n_and_best_of_return_sorted_completions(sdk: Sdk) -> None:
     assert answer.usage.completion_tokens == 3 * NEW_TOKENS
     assert sdk.complete(**how).choices[0].text == texts[0]
     means = [sum(choice.logprobs.token_logprobs) for choice in answer.choices]
-    assert means != sorted(means, reverse=True)  # else the next lines would not show much
+    assert means != sorted(means, reverse=True)  # otherwise the next check would be trivial
     ranked = [text for _, text in sorted(zip(means, texts, strict=True), reverse=True)]
     assert [choice.text for choice in sdk.complete(n=2, best_of=3, **how).choices] == ranked[:2]
     chunks = sdk.complete(n=3, stream=True, echo=True, **how)
@@ -171,7 +171,7 @@ def test_logprobs_ignore_sampling_parameters(adapter: str, world: ServerAndModel
         found = logs.top_logprobs[place]
         assert found[logs.tokens[place]] == logs.token_logprobs[place]
         for name, value in wanted.items():
-            if name != "\ufffd":  # stands for many
+            if name != "\ufffd":  # ambiguous
                 assert found[name] == pytest.approx(value, abs=1e-3)
 
 

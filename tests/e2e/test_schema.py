@@ -31,9 +31,9 @@ CONFIG: dict[str, Any] = {
     "seed": 6,
     "continue-on-failure": True,
     "generation": {"mode": "all", "database": "none", "deterministic": True, "max-examples": 25, "no-shrink": True},
-    # The document links no operations, so there are no sequences of them to try.
+    # The document has no links, so there are no stateful tests.
     "phases": {"stateful": {"enabled": False}},
-    # These take the same bodies as `/`, or as chats, so their mistakes are found there.
+    # These routes accept the same bodies as `/` or as chat, which are tested.
     "operations": [
         {"include-path": "/generate", "phases": {"coverage": {"generation": {"mode": "positive"}}}},
         {"include-path": "/v1/completions", "phases": {"coverage": {"generation": {"mode": "positive"}}}},
@@ -68,7 +68,7 @@ def test_server_matches_openapi_document(server: Server) -> None:
 
 
 def _with_events(document: Any) -> Any:
-    """Describe events instead of streams: schemathesis reads a stream's schema as that of each event."""
+    """Describe single events, because schemathesis applies a stream schema to each event."""
     event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
     for methods in document["paths"].values():
         for operation in methods.values():
@@ -79,7 +79,7 @@ def _with_events(document: Any) -> Any:
 
 
 def run(schema: BaseSchema) -> tuple[Counter[tuple[str, int]], list[str]]:
-    """Return how often each operation was answered by each status, and the failures."""
+    """Return the number of responses by operation and status, and the failures."""
     calls: Counter[tuple[str, int]] = Counter()
     failures: list[str] = []
     for event in from_schema(schema).execute():
@@ -186,7 +186,7 @@ def _openai(found: dict[str, Any]) -> dict[str, Any]:
         found["guided_choice"] = ["yes", "no"]
         for name in ("ignore_eos", "ignore_eos_token"):
             found.pop(name, None)
-    found.pop("tools", None)  # the model's template shows none
+    found.pop("tools", None)  # the chat template does not support tools
     found["max_tokens"] = found["max_completion_tokens"] = MAX_TOKENS
     found["min_tokens"] = min(found.get("min_tokens") or 0, 1)
     found["seed"] = _clamp_seed(found.get("seed"), 2**63 - 1)
@@ -214,7 +214,7 @@ def _source(found: dict[str, Any]) -> dict[str, str | None]:
 
 
 def _clamp_seed(seed: int | None, most: int) -> int | None:
-    """Limit a seed: schemathesis computes limits as floats, and so exceeds large ones a little."""
+    """Clamp a seed, because schemathesis computes limits as floats and slightly exceeds large ones."""
     return None if seed is None else max(-most, min(seed, most))
 
 

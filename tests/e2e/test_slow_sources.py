@@ -18,11 +18,11 @@ from lorax_server.worker.worker import build_paged_worker
 from tests.parity.oracle import oracle_greedy
 from tests.parity.test_engine import NEW_TOKENS, Crowd, Models, make_models, make_prompts
 
-THREAD_TIMEOUT_S = 60  # how long a test may wait for threads before it has failed
+THREAD_TIMEOUT_S = 60  # maximum wait for threads
 
 
 class HangingSource(LocalSource):
-    """A source that delivers when the gate is opened."""
+    """A source that blocks until the gate is opened."""
 
     def __init__(self, root: Path) -> None:
         super().__init__([root])
@@ -54,7 +54,7 @@ def test_engine_steps_while_sources_hang_or_fail(models: Models) -> None:
     )
     crowd = Crowd(engine, models.folders)
     prompts = make_prompts()
-    # More than there are threads, so that the queue behind them is tested too.
+    # More requests than threads, to test the queue too.
     far = [engine.resolve([AdapterRef("hanging", f"rank-{(2, 5)[i % 2]}", token=str(i))]) for i in range(100)]
     lost = engine.resolve([AdapterRef("failing", "rank-2")])
     for i, prompt in enumerate(prompts):

@@ -1,4 +1,4 @@
-"""Tools and responses over HTTP, by OpenAI's client: a random model calls functions, since a grammar makes it."""
+"""Tool calls and the Responses API with the OpenAI client. Grammars make a random model call functions."""
 
 import json
 from collections.abc import Iterator
@@ -35,8 +35,8 @@ TOOLS: list[Any] = [
 ]
 FUNCTIONS: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
 MESSAGES: list[Any] = [{"role": "user", "content": "?"}]
-LENGTH = 256  # tokens, since calls in XML are long
-LONG: dict[str, Any] = {"temperature": 1.0, "seed": 1}  # and as long as they allow
+LENGTH = 256  # tokens; XML calls are long
+LONG: dict[str, Any] = {"temperature": 1.0, "seed": 1}  # generates up to the limit
 
 
 class Person(BaseModel):
@@ -63,7 +63,9 @@ def write_template(folder: Path) -> Path:
 
 
 def flags() -> list[str]:
-    own = [f"{adapter}={form}" for adapter, form in PARSERS.items() if adapter]  # the base model's is its template's
+    own = [
+        f"{adapter}={form}" for adapter, form in PARSERS.items() if adapter
+    ]  # the base model's parser follows from its template
     return [word for value in own for word in ("--tool-parser", value)]
 
 
@@ -133,7 +135,7 @@ def test_auto_tool_choice_with_strict_functions(sdk: openai.OpenAI) -> None:
         model="", messages=MESSAGES, tools=TOOLS, n=4, temperature=1, seed=5, max_tokens=60
     )
     for choice in answer.choices:
-        if choice.finish_reason == "length":  # within its text or its call
+        if choice.finish_reason == "length":  # truncated text or call
             continue
         assert (choice.finish_reason == "tool_calls") == bool(choice.message.tool_calls)
         for call in choice.message.tool_calls or ():

@@ -1,4 +1,4 @@
-"""A cluster of one machine for tests: a driver with Ray, replicas of the demo model, and clients."""
+"""Runs a local Ray cluster with replicas of the demo model, for tests."""
 
 import http.client
 import json
@@ -20,7 +20,7 @@ from lorax_server.scale.command import NICENESS_VARIABLE
 from lorax_server.server.http.replica_protocol import SECRET_HEADER
 from tests.demo.server import FOLDER
 from tests.e2e.http_server import Server, import_path
-from tests.e2e.wire import children, num_unfinished, parse_metrics, wait_for
+from tests.e2e.streaming_client import children, num_unfinished, parse_metrics, wait_for
 
 ADMIN = "the-admins"
 SECRET = "the-deployments-secret"
@@ -29,7 +29,7 @@ ADAPTERS = ("answer", "json", "pirate", "redact", "sentiment", "sql")
 
 @dataclass(frozen=True)
 class Replica:
-    """A replica as the system sees it."""
+    """The processes of one replica."""
 
     port: int  # of its server
     server: psutil.Process

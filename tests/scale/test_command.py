@@ -13,7 +13,7 @@ import pytest
 
 from lorax_server import cli
 from tests.e2e.http_server import READY, import_path
-from tests.e2e.wire import WAIT_TIMEOUT_S, wait_for
+from tests.e2e.streaming_client import WAIT_TIMEOUT_S, wait_for
 from tests.scale.cluster import generate
 
 

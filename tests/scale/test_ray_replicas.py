@@ -15,8 +15,8 @@ import openai
 import pytest
 
 from tests.demo.server import FOLDER
-from tests.e2e.wire import COMPLETIONS, NATIVE, Client, close_all, native, wait_for
-from tests.e2e.wire import openai as completion
+from tests.e2e.streaming_client import COMPLETIONS, NATIVE, Client, close_all, native, wait_for
+from tests.e2e.streaming_client import openai as completion
 from tests.scale.cluster import ADAPTERS, SECRET, Cluster, Replica, generate, send, starting
 
 PROMPT = "Klonny Bardwell bought 12 pink kites on Tuesday for 45 coins."

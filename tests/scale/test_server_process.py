@@ -1,4 +1,4 @@
-"""Server processes that fail to start. See `test_pair.py` for running servers."""
+"""Server processes that fail to start. See `test_two_servers.py` for running servers."""
 
 import asyncio
 

@@ -1,5 +1,5 @@
 """The server as a process of its own in front of an engine that needs no torch, and whose streams last as long as a
-test wants: `python -m tests.e2e.light_server <folder of the model> <gate> <seconds to drain>`.
+test wants: `python -m tests.e2e.gated_engine_server <folder of the model> <gate> <seconds to drain>`.
 
 Every request gets its first token immediately, and the other tokens after the file `gate` exists.
 """
@@ -34,42 +34,42 @@ INFO = EngineInfo(max_length=10_000, vocab_size=300, num_blocks=1, block_size=16
 
 
 class GatedEngine(FakeEngine):
-    """An engine that repeats the prompt over and over."""
+    """An engine that repeats the prompt."""
 
     idle_s = 0.05
 
     def __init__(self, channel: EngineChannel, gate: Path) -> None:
         super().__init__(channel)
         self._gate = gate
-        self._begun: dict[int, tuple[Request, int]] = {}  # and how many tokens it has
+        self._started: dict[int, tuple[Request, int]] = {}  # request and number of generated tokens by ID
 
     @property
     def is_busy(self) -> bool:
-        return self._gate.exists() and bool(self._begun)
+        return self._gate.exists() and bool(self._started)
 
     def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> Future[Resolved]:
-        return Future()  # no adapter is ever found
+        return Future()  # adapters are never found
 
     def add(self, request: Request) -> None:
-        self._begun[request.request_id] = request, 0
+        self._started[request.request_id] = request, 0
 
     def abort(self, request_id: int) -> None:
-        self._begun.pop(request_id, None)
+        self._started.pop(request_id, None)
 
     def status(self) -> EngineStatus:
-        return replace(super().status(), running=len(self._begun), waiting=0)
+        return replace(super().status(), running=len(self._started), waiting=0)
 
     def step(self) -> list[Output]:
         is_open = self._gate.exists()
-        return [self._next(each) for each, (_, count) in list(self._begun.items()) if is_open or not count]
+        return [self._next(each) for each, (_, count) in list(self._started.items()) if is_open or not count]
 
     def _next(self, request_id: int) -> Output:
-        request, count = self._begun[request_id]
-        self._begun[request_id] = request, count + 1
+        request, count = self._started[request_id]
+        self._started[request_id] = request, count + 1
         token_id = next(itertools.islice(itertools.cycle(request.prompt_ids), count, None))
         is_last = count + 1 == request.stop.max_new_tokens
         if is_last:
-            del self._begun[request_id]
+            del self._started[request_id]
         return Output(request_id, (SampledToken(token_id, -0.5),), FinishReason.LENGTH if is_last else None)
 
 

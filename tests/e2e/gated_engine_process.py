@@ -1,4 +1,4 @@
-"""Starts and stops servers with an engine that tests control (`light_server.py`)."""
+"""Starts and stops servers with an engine that tests control (`gated_engine_server.py`)."""
 
 import os
 import subprocess
@@ -12,18 +12,18 @@ from pathlib import Path
 import psutil
 
 from tests.e2e.http_server import import_path, read_log
-from tests.e2e.wire import WAIT_TIMEOUT_S, wait_for
+from tests.e2e.streaming_client import WAIT_TIMEOUT_S, wait_for
 
 
 @contextmanager
 def starting(
     model: Path, gate: Path, drain_s: float = 600
 ) -> Iterator[tuple["subprocess.Popen[str]", list[str], list[str]]]:
-    """Start a light server. Yield its process, log and address, if it has one; fail if a process or a file stays."""
-    with tempfile.TemporaryDirectory(prefix="gated-") as scratch:  # short: sockets' paths have a limit
+    """Start a server. Yield its process, log and address (if any). Fail if processes or files remain."""
+    with tempfile.TemporaryDirectory(prefix="gated-") as scratch:  # socket paths must be short
         arguments = [str(model), str(gate), str(drain_s)]
         environ = {**os.environ, "PYTHONPATH": import_path(), "TMPDIR": scratch}
-        command = [sys.executable, "-m", "tests.e2e.light_server", *arguments]
+        command = [sys.executable, "-m", "tests.e2e.gated_engine_server", *arguments]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
         log, url, has_answer = list[str](), list[str](), threading.Event()
         reader = threading.Thread(target=read_log, args=(process, log, url, has_answer))

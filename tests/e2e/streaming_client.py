@@ -25,7 +25,7 @@ class Client:
     def __init__(self, server: Server, path: str, body: Any, *, is_slow: bool = False, **headers: str) -> None:
         self._socket = socket.socket()
         self._socket.settimeout(WAIT_TIMEOUT_S)
-        if is_slow:  # little fits between the two
+        if is_slow:  # small socket buffers
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
         try:
@@ -109,7 +109,7 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 
 def engine_metrics(server: Server) -> dict[str, float]:
-    """Return metrics with the engine's status. A busy engine may be too late with it: then its gauges are all 0."""
+    """Return metrics that include the engine status. If the engine is late, its gauges are 0, so retry."""
     found: dict[str, float] = {}
 
     def has_status() -> bool:
@@ -121,7 +121,7 @@ def engine_metrics(server: Server) -> dict[str, float]:
 
 
 def num_unfinished(metrics: Mapping[str, float]) -> float:
-    """Return the number of requests that the API process has not finished, which it knows without the engine."""
+    """Return the number of unfinished requests in the API process."""
     finished = [name for name in metrics if name.startswith(("lorax_request_success", "lorax_request_failure"))]
     return metrics["lorax_request_count"] - sum(metrics[name] for name in finished)
 
@@ -155,7 +155,7 @@ def children(pid: int) -> dict[str, int]:
     """Return the child process IDs by name: engine, sandbox, resource tracker."""
     kinds = {"engine": b"spawn_main", "sandbox": b"lorax_server.sandbox.worker", "tracker": b"resource_tracker"}
     found: dict[str, int] = {}
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):  # by the thread that started them
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):  # one file per thread
         for child in path.read_text().split():
             command = Path(f"/proc/{child}/cmdline").read_bytes()
             found |= {kind: int(child) for kind, mark in kinds.items() if mark in command}

@@ -1,4 +1,4 @@
-"""LoRAX's own routes on the wire, byte by byte: bodies, events, headers, errors and their order."""
+"""LoRAX routes at the HTTP level: bodies, events, headers and errors."""
 
 import http.client
 import json
@@ -93,7 +93,7 @@ def test_stream_events_are_single_lines(path: str, server: Server) -> None:
 
 
 def test_eos_token_is_reported_but_not_in_text(server: Server) -> None:
-    for seed in range(100):  # hot enough that every token is as likely as any
+    for seed in range(100):  # high temperature, so that all tokens are about equally likely
         how: dict[str, Any] = {
             "temperature": 1e6,
             "seed": seed,
@@ -379,7 +379,7 @@ def test_tokenize_and_detokenize(server: Server) -> None:
     tokens = server.post("/tokenize", {"inputs": PROMPT, "add_special_tokens": None}).json
     assert all(set(token) == {"id", "text", "start", "stop"} for token in tokens)
     assert "".join([PROMPT[token["start"] : token["stop"]] for token in tokens]) == PROMPT
-    assert tokens[1]["text"].startswith("\u0120")  # as the vocabulary spells a space
+    assert tokens[1]["text"].startswith("\u0120")  # space in the vocabulary
     ids = [token["id"] for token in tokens]
     assert server.post("/detokenize", {"ids": ids}).json == {"text": PROMPT}
     assert server.post("/detokenize", {"ids": [10**9]}).status == 422

@@ -15,7 +15,7 @@ from lorax_server.scale.placement import ReplicaChooser, hash_name
 from lorax_server.scale.server_process import ServerProcess
 from lorax_server.server.http.replica_protocol import CHANGE_HEADER, CLIENT_HEADER, SECRET_HEADER, AdapterChange
 from tests.adapters.sources.server import Request
-from tests.e2e.wire import wait_for
+from tests.e2e.streaming_client import wait_for
 from tests.scale.cluster import ADMIN, SECRET, generate, send
 from tests.scale.servers import HUB_TOKEN, LIMIT, LIMITED, Pair, following, listed, starting_pair
 from tests.scale.test_ingress import Chosen

@@ -13,9 +13,9 @@ import pytest
 
 from tests.adapters.sources.hub_server import HubServer, Repo
 from tests.adapters.sources.server import running
+from tests.e2e.gated_engine_process import starting
 from tests.e2e.http_server import Server, serving, write_model
-from tests.e2e.started import starting
-from tests.e2e.wire import (
+from tests.e2e.streaming_client import (
     CHAT,
     COMPLETIONS,
     NATIVE,
@@ -48,7 +48,7 @@ ADAPTER = "owner/adapter"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model that can generate for long."""
+    """Write a model with a long context."""
     folder = tmp_path_factory.mktemp("long")
     write_model(folder)
     path = folder / "model" / "config.json"
@@ -104,7 +104,7 @@ def test_killed_engine_fails_streams_and_restarts(server: Server) -> None:
         wait_for(lambda: engine_metrics(server)["lorax_batch_current_size"] == len(bodies) + 2, "all of them run")
         os.kill(engine, signal.SIGKILL)
         for (path, _), each in zip(bodies.values(), events, strict=True):
-            *_, last = each  # and no [DONE]
+            *_, last = each  # without [DONE]
             message = last["error"]["message"] if path.startswith("/v1") else last["error"]
             assert "the engine process exited (exit code -9, SIGKILL); the engine is restarting" in message
         assert whole.status == 503
@@ -154,23 +154,23 @@ def disconnect_clients(server: Server, count: int) -> None:
         if i < ROWS and path != "/generate":
             next(client.events())
         if i % 3 == 0:
-            client.close(RST if i % 2 else None)  # before it has got anything
+            client.close(RST if i % 2 else None)  # before the first event
         clients.append(client)
     with server.paused():
-        for i, client in enumerate(clients):  # in the middle, or in the queue
+        for i, client in enumerate(clients):  # running or queued
             client.close(RST if i % 2 else None)
         wait_for(lambda: num_unfinished(metrics(server)) == 0, "the API process has aborted all requests")
 
 
 def test_disconnected_clients_leak_no_resources(server: Server) -> None:
-    disconnect_clients(server, 40)  # makes everything that is made only once
+    disconnect_clients(server, 40)  # warm-up: allocate one-time resources
     wait_for(lambda: is_idle(server), "the first ones are gone")
     pids = (server.process.pid, children(server.process.pid)["engine"])
     before, old = [usage(pid) for pid in pids], engine_metrics(server)
     memory = sum(map(resident_bytes, pids))
 
     disconnect_clients(server, 200)
-    steps = engine_metrics(server)["lorax_engine_steps_total"]  # the engine gets this query after all aborts
+    steps = engine_metrics(server)["lorax_engine_steps_total"]  # ordered after all aborts
     wait_for(lambda: is_idle(server), "all are gone")
     new = engine_metrics(server)
     assert new["lorax_engine_steps_total"] - steps <= 2  # the running step, and possibly one more
@@ -183,12 +183,12 @@ def test_disconnected_clients_leak_no_resources(server: Server) -> None:
 
 def test_slow_reader_blocks_no_one_and_gets_all_events(server: Server) -> None:
     names = [f"slow-{i}" for i in range(6)]
-    body = native(900, details=True, return_k_alternatives=20)  # more than a kernel keeps for a slow reader
+    body = native(900, details=True, return_k_alternatives=20)  # larger than the socket buffers
     with close_all(*(Client(server, NATIVE, body, is_slow=True, x_request_id=name) for name in names)) as slow:
         with close_all(*(Client(server, NATIVE, native(40)) for _ in range(20))) as fast:
             answers = [tokens_of(client.events()) for client in fast]
         wait_for(lambda: is_idle(server), "the engine has done with the slow ones too")
-        assert not any(count_logged(server, name) for name in names)  # they wait to be read
+        assert not any(count_logged(server, name) for name in names)  # blocked by the slow reader
         expected = tokens_of(slow[0].events())
         assert len(expected) == 900
         assert answers == [expected[:40]] * 20
@@ -200,7 +200,7 @@ def test_request_timeout_header_limits_queue_time(server: Server) -> None:
     with close_all(*(Client(server, NATIVE, native(4000)) for _ in range(ROWS))) as long:
         for client in long:
             next(client.events())
-        with server.paused():  # or a stream might finish, and make room for a request in the queue
+        with server.paused():  # so that no stream finishes and frees a slot
             for path, body in ((NATIVE, native(5)), ("/generate", native(5)), (COMPLETIONS, openai(5))):
                 with closing(Client(server, path, body, x_request_timeout="0.2")) as client:
                     assert client.status == 504
@@ -214,7 +214,7 @@ def test_request_timeout_header_limits_queue_time(server: Server) -> None:
 
 
 def test_full_disk_fails_only_adapter_downloads(server: Server, hub: HubServer, folder: Path) -> None:
-    """Limit the engine's files to a few bytes for a while."""
+    """Simulate a full disk with a file size limit."""
     engine = children(server.process.pid)["engine"]
     weights = max(len(content) for content in hub.repos[ADAPTER].files.values())
     body, spoken = native(20, adapter_id=ADAPTER), openai(5, model=ADAPTER)
@@ -306,7 +306,7 @@ def test_running_streams_finish_during_drain(folder: Path, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_drain_timeout_fails_remaining_streams(folder: Path, tmp_path: Path) -> None:
-    lost = native(5, adapter_id="somewhere", adapter_source="local")  # which this engine never finds
+    lost = native(5, adapter_id="somewhere", adapter_source="local")  # never found by this engine
     with gated(folder, tmp_path, drain_s=1) as server, open_streams(server, 5000) as events:
         with close_all(Client(server, "/generate", native(5000)), Client(server, NATIVE, lost)) as waiting:
             wait_for(lambda: metrics(server)["lorax_request_count"] == 6, "all are in")

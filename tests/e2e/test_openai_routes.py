@@ -1,4 +1,4 @@
-"""The OpenAI routes, the adapters' routes and keys on the wire: names, templates, files that change, limits."""
+"""OpenAI and adapter routes at the HTTP level: names, chat templates, changed files, keys and limits."""
 
 import http.client
 import json
@@ -30,7 +30,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
 GREEDY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 JSON = {"content-type": "application/json"}
 ADMIN = "Bearer admin-secret"
-WAIT_S = 60.0  # a folder is looked at every few seconds
+WAIT_S = 60.0  # folders are polled every few seconds
 TEMPLATE = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
 LOOPING = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
 BROKEN = "{% for message in %}"
@@ -305,10 +305,10 @@ def empty_hub() -> Iterator[tuple[str, list[str]]]:
 
 
 class SecuredServer(NamedTuple):
-    """A server with keys, a hub as its default source, and settings of its model."""
+    """A server with keys, a hub as default source, and a generation config."""
 
     server: Server
-    asked: list[str]  # of the hub
+    hub_paths: list[str]  # requested from the hub
     expected: list[int]
 
     def sdk(self, key: str) -> openai.OpenAI:
@@ -339,10 +339,10 @@ def test_foreign_model_name_is_not_requested_from_hub(secured: SecuredServer) ->
         with pytest.raises(openai.NotFoundError, match=f"'{name}' does not exist; /v1/models lists") as caught:
             secured.complete(model=name)
         assert caught.value.code == "model_not_found"
-    assert secured.asked == []
+    assert secured.hub_paths == []
     with pytest.raises(openai.NotFoundError):
         secured.complete(model="owner/name@v1")
-    assert any("owner/name" in path and "v1" in path for path in secured.asked)
+    assert any("owner/name" in path and "v1" in path for path in secured.hub_paths)
 
 
 def test_api_keys_restrict_adapters(secured: SecuredServer) -> None:
@@ -356,7 +356,7 @@ def test_api_keys_restrict_adapters(secured: SecuredServer) -> None:
         secured.complete("poet-secret")
     allowed = secured.complete("poet-secret", model="first", extra_body={"adapter_source": "local"})
     assert allowed.model == "first"
-    assert secured.complete("poet-secret", model="second").model == "second"  # by the name that the operator gave it
+    assert secured.complete("poet-secret", model="second").model == "second"  # by the configured name
     with secured.sdk("poet-secret") as client:
         assert [model.id for model in client.models.list()] == ["second"]
     assert secured.server.send("GET", "/health").status == 200

@@ -1,4 +1,4 @@
-"""Structured output over HTTP: OpenAI's and LoRAX's clients as they are installed, and vLLM's words."""
+"""Structured output over HTTP with the OpenAI and LoRAX clients, and with vLLM fields."""
 
 import json
 import re
