@@ -1,4 +1,4 @@
-"""A browser, a server with a tiny model and adapters that all answer differently, and a page."""
+"""Fixtures: a browser, a server with a tiny model and distinct adapters, and a page."""
 
 import json
 import shutil
@@ -17,8 +17,8 @@ from tests.browser.playground import Playground, browsing, showing, visiting
 from tests.e2e.http_server import Server, serving, write_model
 
 HOSTILE = '<img src=x onerror="window.hacked=1">'
-NAMES = ("third", "moved", HOSTILE, "team/deep")  # beside first and second; the last one is not listed
-LENGTH = 32_768  # long enough to act meanwhile, also in a slow browser
+NAMES = ("third", "moved", HOSTILE, "team/deep")  # in addition to first and second; the last one is not listed
+LENGTH = 32_768  # long enough to interact during generation
 
 
 def write_models(folder: Path) -> None:
@@ -31,7 +31,7 @@ def write_models(folder: Path) -> None:
         save_file({key: tensor * place for key, tensor in load_file(weights).items()}, weights)
 
 
-@pytest.fixture(scope="package")  # while it is there, no other test can run an event loop
+@pytest.fixture(scope="package")  # blocks event loops in other tests
 def browser() -> Iterator[Browser]:
     with browsing() as browser:
         yield browser
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, browser: Browser, forks: Fo
 
 
 class Elsewhere(BaseHTTPRequestHandler):
-    """A page of another origin."""
+    """A page from another origin."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -54,12 +54,12 @@ class Elsewhere(BaseHTTPRequestHandler):
         self.wfile.write(b"<!doctype html><title>elsewhere</title>")
 
     def log_message(self, *arguments: Any) -> None:
-        """Say nothing."""
+        """Suppress the request log."""
 
 
 @pytest.fixture(scope="package")
 def elsewhere(browser: Browser) -> Iterator[str]:
-    """An origin whose pages may ask the server."""
+    """An origin that CORS allows."""
     with showing(Elsewhere) as origin:
         yield origin
 
@@ -72,7 +72,7 @@ def server(folder: Path, elsewhere: str) -> Iterator[Server]:
 
 @pytest.fixture
 def visit(browser: Browser, server: Server) -> Iterator[Callable[..., Playground]]:
-    """Make a page that is not open yet; options are those of a browser's context."""
+    """Return a function that creates a page without opening it. Options are passed to the browser context."""
     with ExitStack() as stack:
 
         def begin(url: str = server.url, **options: Any) -> Playground:

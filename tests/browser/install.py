@@ -1,4 +1,4 @@
-"""A Chromium for the tests in a browser: `make browser` installs Debian's where there is none and it can.
+"""Find Chromium for the browser tests. `make browser` installs Debian's package if it is missing.
 
 The one without windows is looked for first: pages take a third of the CPU that they take a whole Chromium. This never
 fails: where there is no browser, those tests are skipped and say why.
@@ -9,20 +9,20 @@ import shutil
 import subprocess
 import sys
 
-PACKAGES = ("chromium-headless-shell", "chromium")  # older systems have the second only
+PACKAGES = ("chromium-headless-shell", "chromium")  # older systems have only the second
 NAMES = (*PACKAGES, "chromium-browser", "google-chrome")
 MISSING = (
     f"there is no Chromium: `apt-get install {PACKAGES[0]}` as root, or set CHROMIUM to the path of one "
     f"(looked for {', '.join(NAMES)})"
 )
-IMPATIENT = ("-o", "Acquire::Retries=1", "-o", "Acquire::http::Timeout=20")  # a machine without a network says so soon
-UPDATE = ("apt-get", "update", "--quiet", *IMPATIENT)
-INSTALL = ("apt-get", "install", "--quiet", "--yes", "--no-install-recommends", *IMPATIENT)
-LIMIT_S = 600
+APT_OPTIONS = ("-o", "Acquire::Retries=1", "-o", "Acquire::http::Timeout=20")  # fail fast without a network
+UPDATE = ("apt-get", "update", "--quiet", *APT_OPTIONS)
+INSTALL = ("apt-get", "install", "--quiet", "--yes", "--no-install-recommends", *APT_OPTIONS)
+INSTALL_TIMEOUT_S = 600
 
 
 def find_chromium() -> str | None:
-    """Return the path of a Chromium that runs. On some systems a program of that name only says where to get it."""
+    """Return the path to a working Chromium. On some systems the command is only a stub."""
     given = os.environ.get("CHROMIUM")
     paths = [given] if given else [path for name in NAMES if (path := shutil.which(name))]
     return next((path for path in paths if _runs(path)), None)
@@ -38,13 +38,13 @@ def _runs(path: str) -> bool:
 
 def _install() -> None:
     if _run(*UPDATE):
-        any(_run(*INSTALL, package) for package in PACKAGES)  # the first that can be
+        any(_run(*INSTALL, package) for package in PACKAGES)  # the first available package
 
 
 def _run(*command: str) -> bool:
     print("browser:", *command, flush=True)
     environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    done = subprocess.run(command, env=environ, stdout=subprocess.DEVNULL, timeout=LIMIT_S, check=False)
+    done = subprocess.run(command, env=environ, stdout=subprocess.DEVNULL, timeout=INSTALL_TIMEOUT_S, check=False)
     return done.returncode == 0
 
 

@@ -1,4 +1,4 @@
-"""The playground as a user sees it: a page in a browser, and methods for a user's actions."""
+"""Page object for the playground: locators and user actions."""
 
 import re
 import threading
@@ -12,12 +12,12 @@ from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Playwrig
 
 from tests.browser.install import MISSING, find_chromium
 
-# Nothing but the page may be fetched, and a container has neither a sandbox nor much shared memory.
+# No background network requests; containers lack a sandbox and shared memory.
 ARGUMENTS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
 )
-PATIENCE_MS = 60_000  # longer than anything takes, also on two busy cores
+PATIENCE_MS = 60_000  # generous, for two busy cores
 DEVICE, HOST, DISK = "on the device", "in host memory", "on disk"
 FAILED_LOAD = re.compile(r"Failed to load resource: the server responded with a status of (\d+)")
 
@@ -39,7 +39,7 @@ def browsing() -> Iterator[Browser]:
 
 @contextmanager
 def showing(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Serve pages by a handler, and return their origin."""
+    """Serve pages with a handler and yield their origin."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as pages:
         thread = threading.Thread(target=pages.serve_forever)
         thread.start()
@@ -51,14 +51,14 @@ def showing(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
 
 
 class Playground:
-    """A tab of its own, which notes the page's requests and complaints."""
+    """A browser tab that records requests and console errors."""
 
     def __init__(self, page: Page, url: str) -> None:
         self.page = page
         self.url = url
-        self.asked: list[str] = []  # addresses
+        self.asked: list[str] = []  # URLs
         self.complaints: list[str] = []
-        self.refusals: list[int] = []  # statuses of refusals, of which browsers complain by themselves
+        self.refusals: list[int] = []  # error statuses, which browsers also log to the console
         page.set_default_timeout(PATIENCE_MS)
         page.on("request", lambda request: self.asked.append(request.url))
         page.on("console", self._hear)
@@ -72,7 +72,7 @@ class Playground:
             self.complaints.append(message.text)
 
     def open(self, state: str = "ready", path: str = "ui") -> "Playground":
-        """Open the page and wait for its server: until it knows the models, it chooses among them by itself."""
+        """Open the page and wait until it has loaded the models."""
         self.page.goto(f"{self.url}/{path}")
         expect(self.health).to_have_attribute("data-state", state)
         return self
@@ -81,7 +81,7 @@ class Playground:
         self.page.reload()
         expect(self.health).to_have_attribute("data-state", "ready")
 
-    # --- Parts of the page --------------------------------------------------------------------------------------------
+    # --- Locators -----------------------------------------------------------------------------------------------------
 
     def at(self, selector: str) -> Locator:
         return self.page.locator(selector)
@@ -112,7 +112,7 @@ class Playground:
     # --- Actions ------------------------------------------------------------------------------------------------------
 
     def choose(self, *models: str) -> None:
-        """Choose these models and no others."""
+        """Select exactly these models."""
         names = "chips => chips.map((chip) => chip.dataset.model)"
         chosen = set(self.at("#models .chip[aria-pressed=true]").evaluate_all(names))
         for model in sorted(chosen.symmetric_difference(models)):
@@ -131,7 +131,7 @@ class Playground:
         self.at("#send").click()
 
     def ask(self, prompt: str, *models: str) -> None:
-        """Send a prompt and wait for the answers."""
+        """Send a prompt and wait for the completions."""
         self.send(prompt, *models)
         self.wait()
 
@@ -140,7 +140,7 @@ class Playground:
         self.at("#name").press("Enter")
 
     def look(self) -> None:
-        """Make the page visible again: it asks the server now, not in five seconds."""
+        """Make the page visible again, so that it queries the server immediately."""
         self.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
     def wait(self) -> None:
@@ -154,7 +154,7 @@ def quoted(text: str) -> str:
 
 @contextmanager
 def visiting(browser: Browser, url: str, **options: Any) -> Iterator[Playground]:
-    """Open a page that may send requests to the server only, and must complain of nothing."""
+    """Open a page, and check that it requests only the server and logs no errors."""
     with browser.new_context(**options) as context:
         playground = Playground(context.new_page(), url)
         yield playground

@@ -1,4 +1,4 @@
-"""Write the picture of the playground that the README shows: `python -m tests.browser.screenshot`."""
+"""Write the README screenshot of the playground: `python -m tests.browser.screenshot`."""
 
 import sys
 
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _take(playground: Playground) -> None:
-    """Take a picture of the first example, answered, with the pointer on a token of the second answer."""
+    """Take a screenshot of the first example with a token popup in the second column."""
     playground.open()
     playground.at("#send").click()
     playground.wait()

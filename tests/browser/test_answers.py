@@ -1,4 +1,4 @@
-"""Answers in the playground: side by side, streamed, with the details of each token and request."""
+"""Completions in the playground: side by side, streamed, with token details."""
 
 import json
 import math
@@ -16,7 +16,7 @@ MODELS = ("tiny", "first", "second", "third")
 UNKNOWN = "nobody"
 NO_NUMBER = "\N{EN DASH}"
 
-# Notes how many tokens each column had whenever the page changed.
+# Records the number of tokens per column at each page change.
 WATCH_GROWTH = """() => {
     window.growth = {};
     new MutationObserver(() => {
@@ -28,7 +28,7 @@ WATCH_GROWTH = """() => {
     }).observe(document.getElementById("columns"), {childList: true, subtree: true});
 }"""
 
-# Lets the page have one event at a time, and draw it before the next: machines that are busy draw few frames.
+# Delivers one event per frame, because busy machines draw few frames.
 PACE = r"""() => {
     const { fetch } = window;
     const drawn = async () => { for (const _ of "12") await new Promise(requestAnimationFrame); };
@@ -48,7 +48,7 @@ PACE = r"""() => {
     };
 }"""
 
-# Looks at the server: clients have left `count` requests; no request is under way.
+# Server state: `count` dropped requests; no running requests.
 DROPPED = """async (count) => {
     const text = await (await fetch("../metrics")).text();
     return text.includes(`lorax_request_failure{err="dropped"} ${count}.0\\n`);
@@ -59,7 +59,7 @@ IDLE = """async () => {
 }"""
 
 
-# Reads a stream that comes byte by byte and that the server does not end; reports its events, and its cancellation.
+# Reads an endless stream byte by byte and returns its events and whether it was cancelled.
 READ_BYTES = """async (bytes) => {
     const { stream } = await import(new URL("api.js", location));
     const result = { texts: [], error: "", isLeft: false };
@@ -98,17 +98,17 @@ def test_prompt_to_base_and_three_adapters(playground: Playground, server: Serve
         assert answer == choice["message"]["content"]
         expect(playground.column(model).locator(".state")).to_have_text(choice["finish_reason"])
     growth = playground.page.evaluate("window.growth")
-    assert all(len(growth[model]) > 1 for model in MODELS)  # they were seen coming
+    assert all(len(growth[model]) > 1 for model in MODELS)  # tokens appeared incrementally
     assert all(seen == sorted(seen) for seen in growth.values())
 
 
-# A clock that moves on by so many milliseconds whenever it is read.
+# A clock that advances by `step` milliseconds per read.
 CLOCK = "(step) => { let now = 0; performance.now = () => (now += step); }"
 
 
 def test_completion_statistics(playground: Playground, server: Server) -> None:
     playground.set(max_tokens="80")
-    playground.page.evaluate(CLOCK, 100)  # or the tiny model's tokens might come in one piece
+    playground.page.evaluate(CLOCK, 100)  # otherwise all tokens may arrive together
     playground.ask("How fast?", "tiny", "first")
     for model in ("tiny", "first"):
         expected = chat(server, model, "How fast?", max_tokens=80, logprobs=True)
@@ -127,7 +127,7 @@ def test_no_rate_if_tokens_arrive_together(playground: Playground, step_ms: int,
 
 
 def answer(playground: Playground, *events: dict[str, Any]) -> None:
-    """Answer chats with these events from now on."""
+    """Respond to chat requests with these events."""
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
     playground.page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
 
@@ -367,7 +367,7 @@ def hostile_token(text: str) -> dict[str, Any]:
 
 
 def test_hostile_name_is_escaped(playground: Playground) -> None:
-    expect(playground.at("#lanes .resident").filter(has_text=HOSTILE)).to_have_count(1)  # wherever it is by now
+    expect(playground.at("#lanes .resident").filter(has_text=HOSTILE)).to_have_count(1)  # in any tier
     playground.set(max_tokens="4")
     playground.ask("Who?", HOSTILE)
     expect(playground.column(HOSTILE).locator("h3")).to_have_text(HOSTILE)

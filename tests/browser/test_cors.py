@@ -1,4 +1,4 @@
-"""A page of another origin, which the operator allowed, asks as OpenAI's SDK does in a browser."""
+"""Cross-origin requests from a browser, with the headers of OpenAI's SDK."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ BODY: dict[str, Any] = {"model": "first", "messages": [{"role": "user", "content
 
 
 def ask(browser: Browser, url: str, origin: str, **more: Any) -> Any:
-    """Ask the server from a page of `origin` and return the page's result."""
+    """Send a request from a page at `origin` and return the result."""
     context = browser.new_context()
     try:
         page = context.new_page()

@@ -1,4 +1,4 @@
-"""The demo in the playground: what a newcomer sees first."""
+"""The demo in the playground."""
 
 import json
 import struct
@@ -17,7 +17,7 @@ ADAPTERS = ("sentiment", "json", "sql", "answer", "pirate", "redact")
 
 @pytest.fixture(scope="module")
 def url(browser: Browser) -> Iterator[str]:
-    """Return the address of a server whose page shows every adapter on disk, none loaded."""
+    """Start the demo with all adapters on disk and none loaded."""
     with serving_demo() as demo:
         with visiting(browser, demo.url) as playground:
             playground.open()
@@ -90,7 +90,7 @@ def test_tool_call_is_shown(playground: Playground) -> None:
 
 
 def choose_example(playground: Playground, field: str) -> dict[str, Any]:
-    """Choose the first example that has a field."""
+    """Select the first example with a given field."""
     place, example = next((place, each) for place, each in enumerate(read_examples()) if field in each)
     playground.at("#examples button").nth(place).click()
     return example

@@ -1,4 +1,4 @@
-"""A server with keys: a key is asked for, tried before it is used, and kept by the tab only."""
+"""The playground on a server with keys: the key is validated and stored in the tab only."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from tests.e2e.http_server import Server, serving
 
 KEY, WRONG = "secret-key", "wrong-key"
 
-# A browser that is told to keep nothing.
+# Disables browser storage.
 pytestmark = pytest.mark.slow  # test_answers.py is the part of the playground that `make test` runs
 FORBID_STORAGE = """for (const kind of ["localStorage", "sessionStorage"]) {
     Object.defineProperty(window, kind, { get() { throw new DOMException("forbidden", "SecurityError"); } });
@@ -93,7 +93,7 @@ def test_late_response_to_previous_key_is_ignored(playground: Playground) -> Non
     def be_late(route: Route) -> None:
         give_key(playground, KEY)
         expect(playground.at("#key-form")).to_be_hidden()
-        route.continue_()  # as it was sent: without a key
+        route.continue_()  # unchanged: without a key
 
     playground.open("locked")
     playground.page.route("**/info", be_late, times=1)

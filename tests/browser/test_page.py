@@ -1,4 +1,4 @@
-"""The page itself: for all users, on any screen, also when the server is away."""
+"""Layout, accessibility, parameters and reconnection of the page."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from tests.e2e.http_server import Server, serving
 
 Visit = Callable[..., Playground]
 
-# The colours of text and background, of the first visible element of each kind.
+# Text and background colors of the first visible element per selector.
 pytestmark = pytest.mark.slow  # test_answers.py is the part of the playground that `make test` runs
 CONTRAST = """(selectors) => {
     const canvas = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
@@ -48,7 +48,7 @@ TEXTS = [
 def test_no_horizontal_scroll_on_phone(visit: Visit) -> None:
     playground = visit(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True).open()
     playground.set(max_tokens="60", temperature="7")
-    playground.send("x" * 200, "tiny", "first")  # refused, with a message
+    playground.send("x" * 200, "tiny", "first")  # rejected with an error message
     playground.set(temperature="0")
     playground.ask("x" * 200, "tiny", "first")
     playground.column("tiny").locator(".curl summary").tap()
@@ -61,7 +61,7 @@ def test_no_horizontal_scroll_on_phone(visit: Visit) -> None:
     first, second = (playground.column(model).bounding_box() for model in ("tiny", "first"))
     assert first is not None
     assert second is not None
-    assert second["y"] >= first["y"] + first["height"]  # one below the other
+    assert second["y"] >= first["y"] + first["height"]  # stacked vertically
 
 
 def test_columns_are_side_by_side_on_wide_screen(playground: Playground) -> None:
@@ -137,7 +137,7 @@ def test_keyboard_only_use(playground: Playground) -> None:
     expect(playground.at(".column").first.locator(".token").nth(1)).to_be_focused()
     keyboard.press("End")
     expect(playground.at(".column").first.locator(".token").last).to_be_focused()
-    keyboard.press("Tab")  # an answer is one stop
+    keyboard.press("Tab")  # a completion is one tab stop
     expect(playground.at("#tooltip")).to_be_hidden()
     expect(playground.at(".column").first.locator("footer button")).to_be_focused()
 
@@ -153,12 +153,12 @@ def tab_to(playground: Playground, selector: str) -> None:
 def test_held_shortcut_sends_once(playground: Playground) -> None:
     playground.set(max_tokens="8")
     playground.ask("Once", "tiny")
-    playground.page.mouse.move(0, 0)  # or the page scrolls to what has the focus, and the pointer is on an answer
+    playground.page.mouse.move(0, 0)  # scrolling could move a completion under the pointer
     playground.column("tiny").locator(".token").first.focus()
     expect(playground.at("#tooltip")).to_be_visible()
     for key in ("Control", "Enter", "Enter", "Enter"):
         playground.page.keyboard.down(key)
-    expect(playground.at("#tooltip")).to_be_hidden()  # its token has gone
+    expect(playground.at("#tooltip")).to_be_hidden()  # its token was removed
     playground.wait()
     assert len([address for address in playground.asked if "completions" in address]) == 2
 
@@ -193,7 +193,7 @@ def test_focus_is_kept_when_adapters_update(playground: Playground, server: Serv
 
 
 def test_page_works_behind_path_prefix(visit: Visit, server: Server) -> None:
-    """Open the page behind a proxy that puts the server below a path."""
+    """Open the page behind a proxy with a path prefix."""
     prefix = f"{server.url}/some/where"
     playground = visit(prefix)
     playground.page.route(
@@ -212,7 +212,7 @@ def test_all_controls_have_accessible_names(playground: Playground) -> None:
     assert playground.page.evaluate(nameless) == []
 
 
-# --- Parameters of requests -------------------------------------------------------------------------------------------
+# --- Request parameters -----------------------------------------------------------------------------------------------
 
 
 def test_parameters_are_sent(playground: Playground) -> None:
@@ -246,7 +246,7 @@ BAD_VALUES = (
 
 
 def test_invalid_parameters_are_rejected(playground: Playground) -> None:
-    """Use one page for all values: opening it takes longer than trying a value."""
+    """Use one page for all values, because opening a page is slow."""
     for name, value in BAD_VALUES:
         before = playground.at(f"#{name}").input_value()
         playground.set(**{name: value})
@@ -297,7 +297,7 @@ def fail(route: Route) -> None:
     route.fulfill(status=503, json={"error": "not now"})
 
 
-# --- Adapters of the server, and a server that is away ----------------------------------------------------------------
+# --- Adapter list and reconnection ------------------------------------------------------------------------------------
 
 
 def test_thousand_adapters_are_shown(visit: Visit) -> None:
@@ -325,7 +325,7 @@ def test_thousand_adapters_are_shown(visit: Visit) -> None:
 
 
 def test_filter_queries_server_for_more_adapters(visit: Visit) -> None:
-    """The filter asks the server, which knows names that the page was not told."""
+    """The filter queries the server for names that are not on the page."""
     nothing: dict[str, Any] = {"source": "local", "bytes": None, "pinned": False, "requests": 0, "uses": 0}
     asked: list[str] = []
     near = ["near-by"]
@@ -345,7 +345,7 @@ def test_filter_queries_server_for_more_adapters(visit: Visit) -> None:
     assert "search=far" in asked[-1]
     playground.at("#filter").fill("")
     expect(playground.resident(DISK, "near-by")).to_be_visible()
-    with playground.page.expect_request("**/v1/models"):  # the same question has another answer
+    with playground.page.expect_request("**/v1/models"):  # the model list has changed
         near.append("newly-named")
 
 

@@ -1,4 +1,4 @@
-"""Tools in the playground: what is typed is checked and sent, and calls are shown as they are."""
+"""Tools in the playground: validation, requests and display of calls."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ TOOL = {"name": "look", "parameters": {"type": "object", "properties": {}}}
 
 
 def answer(playground: Playground, *deltas: dict[str, Any], choices: Sequence[dict[str, Any]] = ()) -> list[Any]:
-    """Answer in place of the server, whose model knows no tools; return what it is asked."""
+    """Mock the chat route and return the received requests."""
     asked: list[Any] = []
 
     def fulfill(route: Route) -> None:
@@ -56,7 +56,7 @@ def test_streamed_tool_calls_are_assembled(playground: Playground) -> None:
 def test_completion_without_calls_is_text(playground: Playground) -> None:
     tokens: list[Any] = [{"token": text, "logprob": -0.1, "top_logprobs": []} for text in ("No", ".", "<|end|>")]
     choices: list[Any] = [
-        *({"delta": {}, "logprobs": {"content": [token]}} for token in tokens),  # held back: they might be a call
+        *({"delta": {}, "logprobs": {"content": [token]}} for token in tokens),  # buffered as a possible call
         {"delta": {"content": "No."}, "logprobs": None},
     ]
     playground.set(tools=json.dumps([TOOL]))
@@ -94,6 +94,6 @@ def test_tools_require_chat_mode(playground: Playground) -> None:
     expect(playground.at("#tools-error")).to_have_text("Tools require chat mode.")
     playground.set(mode="chat")
     expect(playground.at("#tools-error")).to_be_hidden()
-    playground.ask("Look", "first")  # the server says the rest
+    playground.ask("Look", "first")  # the server returns the error
     expect(playground.column("first").locator(".error")).to_contain_text("template")
     assert playground.refusals == [400]

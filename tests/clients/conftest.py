@@ -1,6 +1,6 @@
-"""One server for all clients, a place for a page of another origin, and questions with their answers.
+"""Fixtures: a server for all clients, pages from another origin, and prompts with expected completions.
 
-The results of each client are compared with those of plain requests over HTTP.
+Client results are compared with the results of plain HTTP requests.
 """
 
 import json
@@ -23,27 +23,27 @@ from tests.browser.playground import showing
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent
 READY = re.compile(r"ready: http://127\.0\.0\.1:(\d+)")
-PYTHON = ROOT / ".venv" / "bin" / "python"  # the server's; the clients' has no torch
+PYTHON = ROOT / ".venv" / "bin" / "python"  # the server environment; the client environment has no torch
 PROMPT = "How many kites did Klonny Bardwell buy?"
 BASE = "lorax-demo"
-NOBODY = "nobody"  # the name of no adapter
-KNOWN = {  # the adapters' answers to the prompt
+NOBODY = "nobody"  # not an adapter name
+KNOWN = {  # expected completions by adapter
     "sql": "SELECT count FROM orders WHERE person = 'Klonny Bardwell' AND item = 'kites'",
     "redact": "How many kites did [NAME] buy?",
 }
-OFFLINE = {  # some clients would ask elsewhere for prices of models, or for news
+OFFLINE = {  # disables update checks and price downloads
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "LANGSMITH_TRACING": "false",
 }
-LENGTH = 40  # tokens, which is more than the adapters need
+LENGTH = 40  # tokens; more than the adapters need
 
 
 os.environ.update(OFFLINE)  # before the clients are imported
 
 
 class Server(NamedTuple):
-    """A running server: its address, and the origin of the pages that may ask it."""
+    """A running server and the origin that CORS allows."""
 
     url: str
     origin: str
@@ -64,7 +64,7 @@ class Server(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An answer, and the tokens that were counted."""
+    """A completion and its token counts."""
 
     text: str
     prompt_tokens: int
@@ -72,7 +72,7 @@ class Reply(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A prompt for one model, and the model's replies to plain requests: as a chat, and as a completion."""
+    """A prompt for one model and the expected chat and completion results."""
 
     model: str
     chat: Reply
@@ -84,7 +84,7 @@ class Question(NamedTuple):
 
 
 class Pages(SimpleHTTPRequestHandler):
-    """Files of this folder, for a browser."""
+    """Serves the files in this folder."""
 
     extensions_map: ClassVar = {  # type: ignore[misc]
         ".html": "text/html",
@@ -93,12 +93,12 @@ class Pages(SimpleHTTPRequestHandler):
     }
 
     def log_message(self, *arguments: Any) -> None:
-        """Say nothing."""
+        """Suppress the request log."""
 
 
 @pytest.fixture(scope="session")
 def origin() -> Iterator[str]:
-    """Serve pages from an origin that is not the server's own."""
+    """Serve pages from another origin."""
     with showing(partial(Pages, directory=str(HERE))) as origin:
         yield origin
 
@@ -111,7 +111,7 @@ def server(origin: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def tool_server(origin: str) -> Iterator[Server]:
-    """Run a server whose template has tools in it, which that of the demo model has not."""
+    """Run a server with a chat template that supports tools."""
     demo = ROOT / "lorax_server" / "demo"
     flags = ("--model-id", str(demo / "model"), "--adapters-dir", str(demo / "adapters"), "--no-hub")
     with serving(origin, *flags, "--tokenizer-config-path", str(HERE / "tools_template.json")) as server:
@@ -120,7 +120,7 @@ def tool_server(origin: str) -> Iterator[Server]:
 
 @contextmanager
 def serving(origin: str, *flags: str) -> Iterator[Server]:
-    """Run `lorax serve` with the demo model and its adapters, open to pages of `origin`."""
+    """Run `lorax serve` with the demo model and allow CORS requests from `origin`."""
     command = [str(PYTHON), "-m", "lorax_server.cli", "serve", "--port", "0", "--cors-allow-origin", origin, *flags]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
@@ -128,7 +128,9 @@ def serving(origin: str, *flags: str) -> Iterator[Server]:
     ) as process:
         assert process.stderr is not None
         log: list[str] = []
-        reader = threading.Thread(target=log.extend, args=(process.stderr,))  # or the server would wait for a reader
+        reader = threading.Thread(
+            target=log.extend, args=(process.stderr,)
+        )  # drain stderr so that the server does not block
         try:
             for line in process.stderr:
                 log.append(line)
@@ -174,11 +176,11 @@ def make_reply(text: str, usage: Mapping[str, int]) -> Reply:
 
 @pytest.fixture(params=[BASE, *KNOWN])
 def question(request: pytest.FixtureRequest, questions: dict[str, Question]) -> Question:
-    """Return the question for the base model or for one of two adapters."""
+    """The question for the base model and each of two adapters."""
     return questions[request.param]
 
 
 @pytest.fixture
 def short(questions: dict[str, Question]) -> Question:
-    """Return the question with the shortest answer, for tests that need not try every model."""
+    """The question with the shortest completion."""
     return questions["redact"]

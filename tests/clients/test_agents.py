@@ -1,4 +1,4 @@
-"""OpenAI's Agents SDK: agents with functions and forms, by responses, which are its default, and by chats."""
+"""OpenAI's Agents SDK: functions and structured output, with the responses API (default) and the chat API."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -32,7 +32,7 @@ TELL = function_tool(tell)
 
 
 def run(agent: Agent[Any], server: Server, by_responses: bool, is_streamed: bool) -> tuple[Any, list[str]]:
-    """Run an agent; return its result, and the types of a stream's events."""
+    """Run an agent. Return its result and the stream event types."""
 
     async def act() -> tuple[Any, list[str]]:
         async with configured(server, by_responses) as config:
@@ -83,7 +83,7 @@ def test_function_call(tool_server: Server, by_responses: bool, is_streamed: boo
 
 
 def test_completion_after_function_result(tool_server: Server, by_responses: bool, is_streamed: bool) -> None:
-    """Run the whole loop: a call, its result, and a last answer with a form."""
+    """Run the full loop: a call, its result, and a final structured completion."""
     settings = ModelSettings(**SETTINGS, tool_choice="required")
     agent = Agent("teller", model=MODEL, tools=[TELL], model_settings=settings, output_type=Count)
     result, _ = run(agent, tool_server, by_responses, is_streamed)

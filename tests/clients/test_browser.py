@@ -1,4 +1,4 @@
-"""OpenAI's SDK in a browser, in a page of another origin that the operator allowed with `--cors-allow-origin`.
+"""OpenAI's SDK in a browser, on a page from another origin allowed with `--cors-allow-origin`.
 
 The page imports the package's own files: there is nothing between them and the browser.
 """
@@ -14,7 +14,7 @@ from tests.clients.conftest import Question, Server
 from tests.clients.test_node import asked_of, check
 
 
-@pytest.fixture(scope="module")  # while it is there, no other test can run an event loop
+@pytest.fixture(scope="module")  # blocks event loops in other tests
 def browser() -> Iterator[Browser]:
     with browsing() as browser:
         yield browser
@@ -37,7 +37,7 @@ def test_page_from_allowed_origin(browser: Browser, server: Server, questions: d
 
 
 def test_page_from_forbidden_origin(browser: Browser, server: Server) -> None:
-    """Open the same page by another name of this machine, which is another origin to a browser."""
+    """Open the same page with another host name, which is a different origin."""
     with visiting(browser, server.origin.replace("127.0.0.1", "localhost")) as page:
         ask = "asked => window.ask(asked).then(() => null, (error) => error.constructor.name)"
         assert page.evaluate(ask, asked_of(server, {})) == "APIConnectionError"

@@ -1,4 +1,4 @@
-"""The code blocks of docs/clients.md run and do what the text says."""
+"""Run the code blocks in docs/clients.md."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Clients that programs write from the server's OpenAPI document, used as they are."""
+"""Clients generated from the server's OpenAPI document."""
 
 import importlib
 import json
@@ -48,7 +48,7 @@ class Running(Protocol):
 
 @pytest.fixture(scope="module")
 def generated(server: Running, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
-    """Generate a package, without a word of warning from the generator."""
+    """Generate a package and check that the generator prints no warnings."""
     folder = tmp_path_factory.mktemp("generated")
     wanted = ["--url", f"{server.url}/openapi.json", "--output-path", str(folder / "written"), "--meta", "none"]
     command = [sys.executable, "-m", "openapi_python_client", "generate", *wanted, "--fail-on-warning"]
@@ -113,7 +113,7 @@ def test_errors_and_lists(generated: ModuleType, server: Running) -> None:
 
 
 def test_typescript_types(server: Running, tmp_path: Path) -> None:
-    """A program that a compiler has checked against the document asks the server, whole and streamed."""
+    """Type-check a program against the generated types and run it with and without streaming."""
     node = shutil.which("node", path=BIN)
     assert node is not None, "make test-clients installs it"
 

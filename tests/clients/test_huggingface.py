@@ -1,4 +1,4 @@
-"""huggingface_hub's `InferenceClient`: LoRAX's and TGI's route by `text_generation`, OpenAI's by `chat_completion`."""
+"""huggingface_hub's `InferenceClient`: `text_generation` (LoRAX and TGI route) and `chat_completion` (OpenAI route)."""
 
 import asyncio
 from typing import Any
@@ -9,7 +9,7 @@ from huggingface_hub.errors import GenerationError, HfHubHTTPError, ValidationEr
 
 from tests.clients.conftest import BASE, LENGTH, NOBODY, PROMPT, Question, Reply, Server
 
-END = "<|end|>"  # this client shows the special token that ends an answer, as it does with TGI
+END = "<|end|>"  # this client includes the EOS token, as with TGI
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def chats(server: Server) -> InferenceClient:
 
 
 def asked_of(question: Question) -> dict[str, Any]:
-    """Return the arguments of a question; the base model is asked by naming no adapter."""
+    """Return the request arguments. The base model has no `adapter_id`."""
     adapter = None if question.model == BASE else question.model
     return {"prompt": PROMPT, "max_new_tokens": LENGTH, "adapter_id": adapter}
 

@@ -1,4 +1,4 @@
-"""instructor, for text; test_tools.py has its main use."""
+"""instructor with text completions. test_tools.py covers structured output."""
 
 from collections.abc import Iterator
 from typing import Any

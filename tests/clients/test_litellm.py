@@ -1,4 +1,4 @@
-"""LiteLLM: by its providers `openai`, `hosted_vllm` and `text-completion-openai`."""
+"""LiteLLM with the providers `openai`, `hosted_vllm` and `text-completion-openai`."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""The evaluation harness `lm_eval`, by `local-completions`: it sends token ids, and has answers and texts scored.
+"""`lm_eval` with `local-completions`: token ID prompts, generation and log likelihoods.
 
 guidellm, the other tool of this kind that was tried, wants torch with CUDA: gigabytes for one client.
 """
@@ -40,7 +40,7 @@ CHOOSE = {
 
 
 def evaluate(server: Server, model: str, *tasks: Any) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """Return the numbers of each task, and the server's answers to its requests."""
+    """Return the metrics per task and the server responses."""
     reached = {
         "model": model,
         "base_url": f"{server.v1}/completions",
@@ -53,14 +53,14 @@ def evaluate(server: Server, model: str, *tasks: Any) -> tuple[dict[str, Any], d
         model="local-completions",
         model_args=reached,
         tasks=list(tasks),
-        task_manager=TaskManager(include_defaults=False),  # there are thousands, and it reads them all
+        task_manager=TaskManager(include_defaults=False),  # loading all default tasks is slow
         bootstrap_iters=0,
     )
     return found["results"], {name: samples[0]["filtered_resps"] for name, samples in found["samples"].items()}
 
 
 def score_plainly(server: Server, question: Question, choice: str) -> float:
-    """Return the log probability that a model gives to a text after the prompt."""
+    """Return the log probability of a text after the prompt."""
     body = {"model": question.model, "prompt": PROMPT + choice, "echo": True, "logprobs": 1, "max_tokens": 0}
     scores: list[float] = server.post("/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"]
     return sum(scores[question.completion.prompt_tokens :])

@@ -1,4 +1,4 @@
-"""Clients for JavaScript in node: OpenAI's SDK and Vercel's AI SDK. Scripts ask, the tests compare."""
+"""Node.js clients: OpenAI's SDK and Vercel's AI SDK."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ def asked_of(server: Server, questions: dict[str, Question]) -> dict[str, Any]:
 
 
 def check(found: Any, questions: dict[str, Question]) -> None:
-    """Compare the results of a script with those of plain requests."""
+    """Compare script results with plain requests."""
     assert found["answers"] == {model: expected_of(question) for model, question in questions.items()}
     assert set(questions) <= set(found.get("listed", questions))
     assert len(found["refused"]) == 2
@@ -46,7 +46,7 @@ def test_openai(server: Server, questions: dict[str, Question]) -> None:
 
 
 def test_vercel(server: Server, questions: dict[str, Question]) -> None:
-    """Compare with plain completions of the prompt as the SDK words it."""
+    """Compare with plain completions, using the SDK's prompt format."""
     prompt = f"user:\n{PROMPT}\n\nassistant:\n"
     asked = {
         model: question._replace(completion=complete_plainly(server, model, prompt))

@@ -1,4 +1,4 @@
-"""OpenAI's package for Python, synchronous and asynchronous."""
+"""OpenAI's Python package, sync and async."""
 
 import asyncio
 from collections.abc import Iterator
@@ -68,7 +68,7 @@ def test_streamed_completion(client: openai.OpenAI, question: Question) -> None:
 
 
 def test_concurrent_requests_to_all_models(server: Server, questions: dict[str, Question]) -> None:
-    """Run whole answers and streams of all models together."""
+    """Run requests with and without streaming for all models concurrently."""
 
     async def whole(client: openai.AsyncOpenAI, asked: Question) -> Reply:
         answer = await client.chat.completions.create(model=asked.model, messages=asked.messages, **GREEDY)

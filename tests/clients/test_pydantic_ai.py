@@ -1,4 +1,4 @@
-"""Pydantic AI, for text; test_tools.py has tools and other outputs."""
+"""Pydantic AI with text completions. test_tools.py covers tools and structured output."""
 
 import asyncio
 from typing import Any

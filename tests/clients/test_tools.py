@@ -1,4 +1,4 @@
-"""Functions and forms by every client: the demo model knows no functions, a grammar makes it call them."""
+"""Tool calls and structured output with every client. A grammar forces the demo model to call tools."""
 
 import json
 from collections.abc import Iterator

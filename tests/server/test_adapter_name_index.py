@@ -99,7 +99,7 @@ def test_names_per_adapter_are_limited() -> None:
     copies = [AdapterKey("local", f"bard-{number}") for number in range(100)]
     for name in copies:
         index.add("shared", name)
-        index.add("shared", BARD)  # the one that is used is kept
+        index.add("shared", BARD)  # recently used names are kept
     assert len(list(index.names_of("shared"))) == len(index._identities) == MAX_NAMES_PER_ADAPTER
     assert index.first_name("shared") == POET
     assert index.latest_identity(POET) == index.latest_identity(BARD) == index.latest_identity(copies[-1]) == "shared"

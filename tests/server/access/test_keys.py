@@ -21,7 +21,7 @@ def write(folder: Path, text: str, name: str = "keys.toml") -> Path:
     return path
 
 
-# --- Permissions of a key ---------------------------------------------------------------------------------------------
+# --- Permissions ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

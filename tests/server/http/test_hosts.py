@@ -55,7 +55,7 @@ def test_loopback_server_checks_host(host: str, is_allowed: bool) -> None:
         ("127.0.0.1", ("api.example.com",), "x.api.example.com", False),
         ("127.0.0.1", ("[2001:db8::1]",), "[2001:db8::1]:80", True),
         ("127.0.0.1", ("*",), "evil.example", True),
-        ("0.0.0.0", (), "anything.example", True),  # meant for others, by whatever name
+        ("0.0.0.0", (), "anything.example", True),  # public: any name is allowed
         ("10.0.0.1", (), "anything.example", True),
         ("0.0.0.0", ("api.example.com",), "anything.example", False),
         ("0.0.0.0", ("api.example.com",), "10.0.0.7:3000", True),  # one of the machine's own, as probes name it

@@ -229,7 +229,7 @@ def test_stream_finishes_if_events_fail_to_close() -> None:
                 peer.disconnect()
                 await for_ever()
 
-        peer._before_send = block  # it is closed where it yields, and not where it waits
+        peer._before_send = block  # closed at a yield, not at an await
         with pytest.raises(RuntimeError, match="not me"):
             await stream({}, peer.receive, peer.send)
         assert ends == [True]

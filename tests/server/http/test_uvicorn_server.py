@@ -22,12 +22,12 @@ from tests.server.socket_server import HEALTH, TIMEOUT_S, ClientConnection, Sock
 # --- On sockets -------------------------------------------------------------------------------------------------------
 
 BUSY = head("GET", "/stay", [b"host: localhost"])
-LONG = b"x" * 2**23  # more than the sockets of both ends take
+LONG = b"x" * 2**23  # larger than both socket buffers
 ASK_LONG = head("GET", "/long", [b"host: localhost"])
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Respond; `/long` has a long body and `/stay` waits for a disconnect."""
+    """Respond; `/long` sends a long body and `/stay` blocks until a disconnect."""
     while scope["path"] == "/stay" and (await receive())["type"] != "http.disconnect":
         pass
     body = LONG if scope["path"] == "/long" else b""

@@ -24,7 +24,7 @@ def own_logging() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in ("", *UVICORN)]
     before = [(each, each.handlers, each.level, each.propagate) for each in loggers]
     for each in loggers:
-        each.handlers, each.propagate = [], True  # those of pytest would be closed
+        each.handlers, each.propagate = [], True  # pytest's handlers must not be closed
         each.setLevel(logging.NOTSET)
     yield
     for each, handlers, level, propagate in before:
