@@ -311,7 +311,7 @@ def time_step(llm: LLM, adapters: Sequence[str | None]) -> float:
     stop = StopParams(max_new_tokens=DEMO_TOKENS + 4 * len(adapters), ignore_eos=True)
     streams = [llm.stream(DEMO_PROMPT, stop=stop, adapter=adapter) for adapter in adapters]
     for stream in streams:
-        next(stream)  # it begins
+        next(stream)  # start the stream
     times = []
     for _ in range(DEMO_TOKENS):
         start = time.perf_counter()

@@ -21,8 +21,8 @@ from lorax_server.cli.bench import RequestTiming, quantiles, summarize
 from lorax_server.config import ServerConfig
 from lorax_server.errors import ConfigError, EngineError
 
-WAIT_TIMEOUT_S = 120  # only ever spent by a test that fails
-FORBIDDEN = "\x1b]0;hacked\x07\x9b"  # a terminal would obey this
+WAIT_TIMEOUT_S = 120  # only failing tests wait this long
+FORBIDDEN = "\x1b]0;hacked\x07\x9b"  # terminal escape sequences
 
 
 class Server:
@@ -137,7 +137,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
-    """Collect the configs that the command would serve."""
+    """Collect the configs passed to the server."""
     configs: list[ServerConfig] = []
 
     def serve_forever(config: ServerConfig) -> int:
@@ -308,7 +308,7 @@ def test_download_includes_adapter(model: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_generate_prints_streamed_tokens(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    separators = "\u2028 \x85 \x0b"  # some programs end a line at these, ours must not
+    separators = "\u2028 \x85 \x0b"  # must not be treated as line ends
     server.replies["/generate_stream"] = answer("Hello", ", ", f"wörld{separators}")
     chosen = ["--adapter", "poet", "--adapter-source", "local", "--temperature", "0.5", "--seed", "7"]
     argv = [*chosen, "--max-new-tokens", "5", "--stop", "a", "--stop", "b"]

@@ -20,7 +20,7 @@ from tests.adapters.sources.server import Fault, Reply, running
 NAME = "owner/model"
 MODEL = {
     "config.json": b'{"model_type": "llama"}',
-    "model.safetensors": b"weights" * 3000,  # large enough to be kept apart, as the hub does
+    "model.safetensors": b"weights" * 3000,  # large enough for LFS on the hub
     "tokenizer.json": b"{}",
     "chat_template.jinja": b"{{ messages }}",
     "merges.txt": b"a b",
@@ -112,7 +112,7 @@ def test_private_model_requires_token(hub: HubServer, cache: Path) -> None:
 
 def test_stored_user_token_is_sent(hub: HubServer, cache: Path, tmp_path: Path) -> None:
     hub.repos[NAME].token = "hf_right"
-    (tmp_path / "token").write_text("hf_right")  # as `hf auth login` leaves it
+    (tmp_path / "token").write_text("hf_right")  # written by `hf auth login`
     assert contents(find_model(NAME, None, "hub", cache, endpoint=hub.url)).keys() >= MODEL.keys()
 
 
@@ -226,7 +226,7 @@ def bucket() -> Iterator[Any]:
 
 @pytest.fixture
 def one_client(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Share one client: making another takes long."""
+    """Share one client, because creating it is slow."""
     monkeypatch.setattr(s3, "_make_client", lambda *_: bucket)
 
 

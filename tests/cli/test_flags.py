@@ -76,7 +76,7 @@ def test_all_settings_have_flags_or_exceptions() -> None:
 
 
 def test_flags_need_no_docstrings() -> None:
-    """Some run Python without them."""
+    """Python may run with -OO."""
     for flag in filter(lambda flag: flag.field, FLAGS):
         assert flag.help
     code = "from lorax_server.cli.flags import FLAGS; print(*(flag.help for flag in FLAGS), sep='\\n')"
@@ -264,7 +264,7 @@ def test_invalid_values_are_rejected(line: str, environ: dict[str, str], message
 
 
 def test_settings_are_checked_before_download() -> None:
-    read("--max-batch-total-tokens 100").make_config(None)  # only the model's folder can tell
+    read("--max-batch-total-tokens 100").make_config(None)  # can be checked only with the model folder
     with pytest.raises(ConfigError, match="--port = 70000"):
         read("--port 70000").make_config(None)
 

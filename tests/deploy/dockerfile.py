@@ -18,7 +18,7 @@ class Stage:
 
 
 def read_stages(path: Path = ROOT / "Dockerfile") -> dict[str, Stage]:
-    """Return the stages by their names, in their order."""
+    """Return the stages by name, in order."""
     stages: dict[str, Stage] = {}
     stage: Stage | None = None
     for word, rest in _read_instructions(path.read_text()):

@@ -1,4 +1,4 @@
-"""The Dockerfile: checked as text, and its commands run in a clean environment. No image is built."""
+"""Checks the Dockerfile as text, and runs its commands in a clean environment. No image is built."""
 
 import ast
 import os
@@ -123,7 +123,7 @@ def test_apt_package_lists_are_removed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # two minutes of work, on a machine that may be busy
+@pytest.mark.timeout(600)  # two minutes on an idle machine
 def test_image_commands_install_healthy_server(tmp_path: Path) -> None:
     """Run the commands of the CPU image outside Docker, except apt and user commands, which need root."""
     prefix, sources = tmp_path / "lorax", tmp_path / "src"
@@ -150,7 +150,7 @@ def test_image_commands_install_healthy_server(tmp_path: Path) -> None:
 
 
 def make_hasty(folder: Path, compiler: str) -> str:
-    """Write a compiler that does not optimise, which takes a sixth of the time; other tests run fast kernels."""
+    """Write a compiler wrapper without optimization, which is six times as fast."""
     path = folder / f"hasty-{compiler}"
     path.write_text(f'#!/bin/sh\nexec {compiler} "$@" -O0\n')
     path.chmod(0o755)

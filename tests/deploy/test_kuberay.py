@@ -1,4 +1,4 @@
-"""The variant for KubeRay, and the config of `serve deploy`: valid by the schemas of Kubernetes and of Ray Serve."""
+"""Checks the KubeRay manifests and the `serve deploy` config against the schemas of Kubernetes and Ray Serve."""
 
 from typing import Any
 

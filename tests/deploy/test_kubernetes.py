@@ -1,4 +1,4 @@
-"""The manifests for Kubernetes: valid by its schemas, and true of this server. No cluster is needed."""
+"""Checks the Kubernetes manifests against the schemas and the server's flags, without a cluster."""
 
 from functools import cache
 from pathlib import Path
@@ -20,10 +20,10 @@ DEPLOYMENT = (ROOT / "docs/deployment.md").read_text()
 VARIANTS = ("cpu", "gpu")
 IMAGES = {"cpu": "cpu", "gpu": "cuda"}  # targets of the Dockerfile
 VERSIONS = ("1.29.0", "1.33.0", "1.37.0")
-REST_S = 20  # that a stop takes besides draining, docs/operations.md
+REST_S = 20  # shutdown time after draining, docs/operations.md
 # The ID `gpu` would mark a test as GPU test.
 BOTH = pytest.mark.parametrize("variant", VARIANTS, ids=[f"variant-{name}" for name in VARIANTS])
-OTHERS = {"OMP_NUM_THREADS"}  # variables that are not ours
+OTHERS = {"OMP_NUM_THREADS"}  # variables of other programs
 
 
 @cache

@@ -59,7 +59,7 @@ class Replica:
 
 
 class Cluster:
-    """A running driver. `port` is that of Ray's proxy."""
+    """A running driver. `port` is the port of Ray's proxy."""
 
     def __init__(self, process: "subprocess.Popen[str]", port: int, adapters: Path) -> None:
         self._process = process
@@ -102,7 +102,7 @@ class Cluster:
             self._deployed = {**settings, "servers": replicas}
 
     def replicas(self) -> list[Replica]:
-        """List the replicas whose servers listen."""
+        """List the replicas with listening servers."""
         found = []
         for process in psutil.process_iter(["cmdline"]):
             if "lorax_server.scale.server_main" in (process.info["cmdline"] or ()):
@@ -143,7 +143,7 @@ def generate(
 
 @contextmanager
 def starting() -> Iterator[Cluster]:
-    """Start a driver, with copies of the demo's adapters that a test may change."""
+    """Start a driver with copies of the demo adapters, which tests can change."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]

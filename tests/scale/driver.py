@@ -23,18 +23,18 @@ from lorax_server.scale.change_registry import STORE_NAMESPACE
 from tests.scale.cluster import SECRET
 
 APP = "lorax"
-DEPLOY_S = 240  # on a machine that other tests keep busy
+DEPLOY_S = 240  # long enough for a busy machine
 
 
 def run(arguments: dict[str, Any], name: str = APP, route: str = "/", version: str = __version__) -> None:
-    """Run an application, as a machine with some version of the package builds it."""
+    """Run an application that was built with a package version."""
     with patch.object(ray_app, "__version__", version):
         application = ray_app.build(arguments)
     serve.run(application, name=name, route_prefix=route, logging_config={"log_level": "WARNING"})
 
 
 def deploy(arguments: dict[str, Any], replicas: int | None) -> None:
-    """Deploy as `serve deploy` does with a file such as deploy/ray/serve.yaml, with or without a number of replicas."""
+    """Deploy like `serve deploy` with a config file. `replicas` is optional."""
     application: dict[str, Any] = {"name": APP, "import_path": "lorax_server.scale.ray_app:build", "args": arguments}
     if replicas is not None:
         application |= {"deployments": [{"name": "servers", "num_replicas": replicas}]}

@@ -1,4 +1,4 @@
-"""The order of changes, the replicas that confirm them, and the changes that are kept."""
+"""Change order, confirmations and stored changes."""
 
 import asyncio
 
@@ -42,7 +42,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def follow(registry_fixture: RegistryFixture, replica: str, count: int) -> list[str]:
-    """Confirm changes until there were `count`, and return their adapters."""
+    """Confirm `count` changes and return their adapters."""
     made, confirmed = list[str](), 0
     while len(made) < count:
         for entry in await registry_fixture.registry.poll(replica, confirmed, f"{replica}:1"):
@@ -154,7 +154,7 @@ def test_later_load_replaces_earlier_across_restart() -> None:
     [
         (load("x{}"), unload("x{}")),
         (load("x{}", pin=True), unload("x{}")),
-        (load("x{}"), unload("x{}", "x{}")),  # a name in a folder, which a request without a source gives
+        (load("x{}"), unload("x{}", "x{}")),  # local name in a request without a source
         (load("x", "my-{}", pin=True), unload("x", "my-{}")),
     ],
 )
@@ -198,7 +198,7 @@ def test_unload_removes_alias_and_unpins_other_aliases() -> None:
 
 
 def test_unload_applies_to_last_loaded_adapter() -> None:
-    """Another replica may have loaded another adapter under the alias since the unload was processed."""
+    """Another replica may have assigned the alias to another adapter in the meantime."""
 
     async def run() -> None:
         registry_fixture = RegistryFixture()
@@ -214,7 +214,7 @@ def test_late_replica_receives_unloads() -> None:
     async def run() -> None:
         registry_fixture = RegistryFixture()
         await record_pairs(registry_fixture, 2 * MAX_UNLOADS, load("x{}"), unload("x{}"))
-        behind = 2 * MAX_UNLOADS + 2  # the version of the first unload that is still kept
+        behind = 2 * MAX_UNLOADS + 2  # version of the oldest stored unload
         missed = await registry_fixture.registry.poll("behind", behind, "b:1")
         assert [entry.change.name for entry in missed] == [f"x{n}" for n in range(MAX_UNLOADS + 1, 2 * MAX_UNLOADS)]
 

@@ -11,7 +11,7 @@ REPLICAS, ROWS = 4, 8
 
 
 class FairReplica:
-    """Rows that are shared by keys: the next row goes to the key that has the fewest, or had the fewest so far."""
+    """A fair scheduler: the next slot goes to the key with the fewest slots."""
 
     def __init__(self) -> None:
         self.running: Counter[str] = Counter()
@@ -72,7 +72,7 @@ def test_adapter_count_does_not_affect_fairness() -> None:
 
 def test_heavy_key_does_not_slow_light_key() -> None:
     served = serve({"greedy": 400, "modest": 32}, {"greedy": 500, "modest": 50}, 8000)
-    assert served["modest"] / served.total() > 1 / 3  # of a half
+    assert served["modest"] / served.total() > 1 / 3  # fair share: 1/2
 
 
 def test_keys_with_one_adapter_get_equal_shares() -> None:

@@ -42,7 +42,7 @@ BODY = json.dumps({"inputs": "x", "parameters": {"adapter_id": "poet"}}).encode(
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RETRY_DELAY_S", 0.01)
-    monkeypatch.setattr(module, "get_or_create_secret", lambda app: f"the secret of {app}")  # which is in Ray's store
+    monkeypatch.setattr(module, "get_or_create_secret", lambda app: f"the secret of {app}")  # normally in Ray's store
     monkeypatch.setattr(module, "get_or_create_registry", lambda app: FakeRegistryHandle())  # noqa: ARG005
 
 
@@ -213,7 +213,7 @@ def test_adapter_error_is_retried_on_another_replica(kind: type[LoraxError], pat
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
 @pytest.mark.parametrize("kind", [ForbiddenError, AuthenticationError, InputError, OverloadedError])
 def test_other_errors_are_not_retried(kind: type[LoraxError], path: str) -> None:
-    """A key that may not use an adapter is the same at every replica."""
+    """Permissions of a key are the same on all replicas."""
     status, _, answer = make_error_handler(kind("no"), "one", path)
     assert asyncio.run(send_to_ingress({FIRST: answer, SECOND: respond_whole(200, "two", "{}")}, path))[::3] == (
         status,
@@ -257,7 +257,7 @@ Sent = list[Any]
 
 
 async def post(ingress: Ingress, *messages: Any, then: Awaitable[Any]) -> Sent:
-    """Send a request to an ingress: its messages, and then the message that `then` returns. Return the response."""
+    """Send request messages to an ingress, followed by the result of `then`. Return the response messages."""
     waiting, sent = list(messages), Sent()
 
     async def receive() -> Any:
@@ -319,7 +319,7 @@ LOAD_BODY = json.dumps({"adapter_id": "poet", "name": "mine"}).encode()
 
 
 class FakeRegistryHandle:
-    """A registry as an actor's handle shows it, without the actor."""
+    """A registry with the interface of an actor handle."""
 
     def __init__(self, fails_at: str = "") -> None:
         self.stored = b""

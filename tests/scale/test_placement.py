@@ -89,7 +89,7 @@ def test_sent_adapter_counts_as_loaded_until_reported(placement: ReplicaChooser)
     placement.set_load(first, 100)
     assert choose(placement, "x", now=0) == second
     placement.set_load(first, 0)
-    placement.set_report(second, Report(), 1)  # written before the request came there
+    placement.set_report(second, Report(), 1)  # written before the request arrived
     assert choose(placement, "x", now=1) == second
     placement.set_report(second, Report(), 100)
     assert choose(placement, "x", now=100) == first
@@ -136,7 +136,7 @@ def test_cold_adapter_moves_only_above_load_limit(placement: ReplicaChooser) -> 
     adapter = hash_name("x")
     first, second, *_ = placement.rank(adapter)
     placement.set_report(first, Report(device={adapter}), 0)
-    assert {choose(placement, f"another-{index}") for index in range(100)} == set(REPLICAS)  # so that none is hot
+    assert {choose(placement, f"another-{index}") for index in range(100)} == set(REPLICAS)  # so that no adapter is hot
     # All requests are there: the mean is a quarter of them.
     limit = COLD_EXTRA_REQUESTS / (1 - COLD_LOAD_RATIO / len(REPLICAS))
     placement.set_load(first, math.floor(limit))
@@ -152,7 +152,7 @@ def test_equal_prefixes_share_replica_unless_overloaded(placement: ReplicaChoose
     (first,) = chosen["0"]
     placement.set_load(first, 50)
     assert choose(placement, "", "0") != first
-    assert choose(placement, "") != first  # without a prompt the least loaded one
+    assert choose(placement, "") != first  # without a prefix: the least loaded replica
 
 
 def test_choose_without_replicas_returns_none() -> None:

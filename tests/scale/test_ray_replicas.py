@@ -1,4 +1,4 @@
-"""Replicas on a real Ray: both clients, adapters that come and change, replicas that die, come and go."""
+"""Replicas on a real Ray cluster: clients, adapter changes, failures and autoscaling."""
 
 import http.client
 import json
@@ -42,14 +42,14 @@ def cluster(machine: Cluster) -> Cluster:
 
 
 def pair(cluster: Cluster) -> list[Replica]:
-    """Wait until there are two replicas, and return them."""
+    """Wait for two replicas and return them."""
     wait_for(lambda: len(cluster.replicas()) == 2, "two replicas are there")
     wait_for(lambda: len(members(cluster)) == 2, "both follow")
     return cluster.replicas()
 
 
 def members(cluster: Cluster) -> set[str]:
-    """Return the names of the replicas whose metrics are in the one text."""
+    """Return the names of the replicas in the merged metrics."""
     text = send(cluster.port, "GET", "/metrics")[2]
     return {line.split('"')[1] for line in text.splitlines() if line.startswith("lorax_engine_healthy{")}
 
@@ -62,7 +62,7 @@ def test_ingress_and_replicas_return_same_completions(cluster: Cluster) -> None:
     assert len(headers.get_all("x-request-id")) == 1
     status, _, models = send(cluster.port, "GET", "/v1/models")
     assert status == 200
-    assert {model["id"] for model in models["data"]} >= {"lorax-demo", *ADAPTERS}  # others come by tests, in any order
+    assert {model["id"] for model in models["data"]} >= {"lorax-demo", *ADAPTERS}  # other tests add more
 
 
 def test_clients_work_unmodified(cluster: Cluster) -> None:
@@ -141,7 +141,7 @@ def test_client_disconnect_aborts_request(cluster: Cluster) -> None:
 
 
 def running(cluster: Cluster) -> list[float]:
-    """Return the number of requests that run at each replica."""
+    """Return the number of running requests on each replica."""
     lines = send(cluster.port, "GET", "/metrics")[2].splitlines()
     return [float(line.rpartition(" ")[2]) for line in lines if line.startswith("lorax_batch_current_size{")]
 
@@ -187,7 +187,7 @@ def test_dead_actor_fails_only_its_streams(cluster: Cluster) -> None:
     assert kept in cluster.replicas()
 
     def has_alias() -> bool:
-        assert generate(cluster.port, "captain", PROMPT)[0]  # it takes no request before it does
+        assert generate(cluster.port, "captain", PROMPT)[0]  # a new replica applies changes before it receives requests
         return send(new.port, "GET", "/v1/models/captain")[0] == 200
 
     wait_for(has_alias, "the new one has made all changes")

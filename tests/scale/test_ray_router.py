@@ -1,4 +1,4 @@
-"""Ray's router with our choice of replicas, without Ray: replicas are values. `test_ray_replicas.py` has a cluster."""
+"""`AdapterRouter` with fake replicas. See `test_ray_replicas.py` for a real cluster."""
 
 import asyncio
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def make_replica(name: str, device: Sequence[str] = (), is_draining: bool = Fals
 
 @pytest.fixture
 def router(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a router that Ray has not started."""
+    """Return a router without Ray."""
     monkeypatch.setattr(RequestRouter, "update_replicas", lambda *_: None)
     router: Any = AdapterRouter.__new__(AdapterRouter)
     router._use_replica_queue_len_cache = False

@@ -1,4 +1,4 @@
-"""A replica whose server and registry are in this process."""
+"""A replica with a fake server and a fake registry."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ class RunningServer:
 
 
 class Registry:
-    """A registry that has dropped an unload which this replica missed."""
+    """A registry that no longer stores an unload that the replica missed."""
 
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(remote=getattr(self, f"call_{method}"))

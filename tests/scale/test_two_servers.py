@@ -20,7 +20,7 @@ from tests.scale.cluster import ADMIN, SECRET, generate, send
 from tests.scale.servers import HUB_TOKEN, LIMIT, LIMITED, Pair, following, listed, starting_pair
 from tests.scale.test_ingress import Chosen
 
-pytestmark = pytest.mark.slow  # test_ingress.py and test_server_process.py test the parts
+pytestmark = pytest.mark.slow  # test_ingress.py and test_server_process.py have fast tests
 LOAD, UNLOAD = "/v1/adapters/load", "/v1/adapters/unload"
 CLIENT = "1.2.3.4"
 PROMPT = "Klonny Bardwell bought 12 pink kites on Tuesday for 45 coins."
@@ -135,7 +135,7 @@ def test_replacing_load_determines_pin(pair: Pair) -> None:
 
 
 def test_concurrent_alias_changes_converge(pair: Pair) -> None:
-    """Each server processes one of them first, and the registry records them in either order."""
+    """Each server processes one change first, and the registry records them in either order."""
 
     async def run() -> None:
         async with following(pair) as registry:
@@ -285,7 +285,7 @@ def test_only_replica_with_access_serves_adapter(pair: Pair, body: Any, refusal:
 
 
 def test_key_limits_apply_per_replica(pair: Pair) -> None:
-    """So over N replicas they are N times as much, as the documentation says."""
+    """Over N replicas, the total limit is N times as high."""
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 1}}
     for port in pair.ports:
         statuses = [send(port, "POST", "/generate", body, LIMITED)[0] for _ in range(LIMIT + 2)]

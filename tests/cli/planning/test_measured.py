@@ -116,7 +116,7 @@ def test_replica_throughput_matches_measurements(rows: int, measured: int) -> No
 
 
 def test_throughput_with_1000_adapters_matches_measurement() -> None:
-    """`benchmarks/gpu_adapters.py`: no figure of the plan comes from it."""
+    """`benchmarks/gpu_adapters.py`, which the constants do not use."""
     assert "6,863 against 7,301 tokens/s" in (DOCS / "engine.md").read_text()
     room = 200 * sizes().adapter_bytes(8, ALL)
     mix, traffic = AdapterMix.of_ranks(sizes(), [(8, 1000)], ALL), Traffic(1, 128, 80)

@@ -116,7 +116,7 @@ def test_falcon_with_alibi_is_rejected() -> None:
 
 
 def test_parameter_counts_match_hub_models(tmp_path: Path) -> None:
-    """BLOOM's config has names that transformers no longer writes."""
+    """BLOOM's config uses names that transformers no longer writes."""
     bloom = {"model_type": "bloom", "n_embed": 4096, "n_layer": 30, "num_attention_heads": 32, "vocab_size": 250880}
     for config, parameters in ((bloom, 7_069_016_064), (FALCON_7B, 6_921_720_704)):
         (tmp_path / "config.json").write_text(json.dumps(config))
