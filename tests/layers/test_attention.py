@@ -36,7 +36,7 @@ def paged(
     stored: torch.Tensor | None = None,
     prompt_lengths: torch.Tensor | None = None,
 ) -> PagedContext:
-    """Make a context with two blocks of 8 tokens per sequence, one after the other."""
+    """Create a context with two consecutive blocks of 8 tokens per sequence."""
     tables = torch.arange(2 * len(new)).view(-1, 2)
     positions = [at for start, count in zip(cached, new, strict=True) for at in range(start, start + count)]
     rows = [row for row, count in enumerate(new) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Linear layers over ranks: the parts of all ranks make the whole."""
+"""Sharded linear layers: the shards of all ranks combine to the full layer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,7 +45,7 @@ def adapted_batch(layer: nn.Module, adapters: Adapters) -> AdapterBatchData:
 
 
 def with_lora(x: torch.Tensor, base: torch.Tensor, adapters: Adapters, target: str) -> torch.Tensor:
-    """Return the whole layer's output, with the adapter of each of `TOKENS`."""
+    """Return the unsharded layer's output with each token's adapter."""
     out = base.clone()
     for row, index in enumerate(TOKENS):
         factors, scale = adapters[index - 1] if index else ({}, 0.0)
@@ -56,7 +56,7 @@ def with_lora(x: torch.Tensor, base: torch.Tensor, adapters: Adapters, target: s
 
 
 def place(parts: Sequence[torch.Tensor], shards: Sequence[Shard]) -> torch.Tensor:
-    """Put the full dimension together from the parts of all ranks."""
+    """Assemble the full dimension from the shards of all ranks."""
     full = torch.full((len(parts[0]), shards[0].full), torch.nan)
     for part, shard in zip(parts, shards, strict=True):
         full[:, [at for start, stop in shard.ranges for at in range(start, stop)]] = part
@@ -116,7 +116,7 @@ def test_sharded_head_covers_full_vocabulary(vocab_size: int, ranks: int) -> Non
 
 
 class LoopGroup:
-    """A group that gathers the parts of ranks within one process, in order."""
+    """A process group that gathers the shards of all ranks within one process."""
 
     def __init__(self, rank: int, parts: list[torch.Tensor]) -> None:
         self.parts = parts
@@ -138,7 +138,7 @@ class LoopGroup:
 
 @pytest.mark.parametrize("vocab_size", [5, 12, 13])
 def test_gathered_logits_keep_vocabulary_order(vocab_size: int) -> None:
-    """Unequal parts are padded to be gathered, and the padding must be removed again."""
+    """Unequal shards are padded before the all-gather, and the padding is removed afterwards."""
     weight, x = normal(vocab_size, INPUTS, seed=1), normal(3, INPUTS, seed=2)
     parts: list[torch.Tensor] = []
     for rank in range(4):
@@ -153,7 +153,7 @@ def test_gathered_logits_keep_vocabulary_order(vocab_size: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_adapters_on_fused_columns(ranks: int) -> None:
-    """Query, key and value as Llama has them: 8 query heads and 2 key heads, shared where there are more ranks."""
+    """Llama's query, key and value: 8 query heads and 2 key heads, which are replicated if there are more ranks."""
     sizes = {"q": 32, "k": 8, "v": 8}
     tensors = {f"{name}.weight": normal(size, INPUTS, seed=size) for name, size in sizes.items()}
     tensors |= {f"{name}.bias": normal(size, seed=size + 1) for name, size in sizes.items()}

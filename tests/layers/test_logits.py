@@ -1,4 +1,4 @@
-"""Embedding and head under adapters, against the one matrix that each adapter amounts to."""
+"""Embedding and LM head with adapters, compared with the merged matrix of each adapter."""
 
 import math
 import random
@@ -63,7 +63,7 @@ CASES = make_cases()
 def run_vocabulary(
     group: ProcessGroup, names: list[str], indices: list[int], ids: torch.Tensor, x: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return embedded rows and logits. The units between adapters are NaN, and must not be read."""
+    """Return embeddings and logits. Units between adapters are NaN, so that reading them is detected."""
     settings = how(dtype=dtype) | {"process_group": group}
     weights = Weights({"embedding.weight": BASE, "head.weight": BASE}, **settings)
     embedding = TensorParallelEmbedding(weights, "embedding", VOCAB, SIZE)
@@ -95,7 +95,7 @@ def expected_vocabulary(
 def make_batch(
     names: list[str], runs: list[tuple[int, int]]
 ) -> tuple[list[str], list[int], torch.Tensor, torch.Tensor]:
-    """Make a batch of random tokens, each within its adapter's vocabulary."""
+    """Create a batch of random tokens from each adapter's vocabulary."""
     indices = [index for index, length in runs for _ in range(length)]
     sizes = [VOCAB, *(CASES[name][1] for name in names)]
     draw = random.Random(0)

@@ -53,7 +53,7 @@ def test_norm_size_mismatch_is_rejected() -> None:
 
 def test_rms_norm_uses_adapter_weight_per_token() -> None:
     torch.manual_seed(0)
-    weights = torch.randn(4, 16)  # of the base model and three adapters, the last of which has none
+    weights = torch.randn(4, 16)  # the base model and three adapters, the last without norm weights
     weights[3] = weights[0]
     norm = RMSNorm("norm", memory_weights({"norm.weight": weights[0]}), 16)
     adapters = [GivenAdapter({"norm": ModuleWeights(weight=weight)}, 0) for weight in weights[1:3]]

@@ -22,7 +22,7 @@ EIGHT_POSITIONS = [1.0, 1.1, 1.3, 1.7, 2.0, 2.5, 3.0, 4.0]
 
 @dataclass
 class PositionContext:
-    """Positions of tokens, and the length of each one's sequence."""
+    """Token positions and sequence lengths."""
 
     position_ids: torch.Tensor
     lengths: torch.Tensor

@@ -1,4 +1,4 @@
-"""Requests, and the loop that a server runs: step, note the output, filter."""
+"""Test requests and a minimal server loop: step, collect output, filter."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ def request(
     fields: dict[str, Any] | None = None,
     **parameters: Any,
 ) -> pb.Request:
-    """Make a request: `parameters` choose tokens, `stop` ends it, `fields` are the request's own."""
+    """Create a request with sampling `parameters`, `stop` parameters and other `fields`."""
     text = prompt if isinstance(prompt, str) else ""
     ids = [] if isinstance(prompt, str) else prompt
     return pb.Request(
@@ -64,14 +64,14 @@ class RequestOutput:
 
 
 class Driver:
-    """A driver that steps batches and keeps the answers by request."""
+    """Steps batches and collects the output of each request."""
 
     def __init__(self, lm: CausalLM) -> None:
         self.lm = lm
         self.answers: dict[int, RequestOutput] = {}
 
     def step(self, batch: CausalLMBatch, *, keep_finished: bool = False) -> CausalLMBatch | None:
-        """Run one step; then remove finished requests, as a server does."""
+        """Run one step, then filter out finished requests."""
         generations, following = self.lm.generate_token(batch)
         for generation in generations:
             self.answers.setdefault(generation.request_id, RequestOutput()).add(generation)
@@ -96,7 +96,7 @@ class Driver:
 
 
 def run(lm: CausalLM, *requests: pb.Request) -> list[RequestOutput]:
-    """Run all requests in one batch, from beginning to end."""
+    """Run all requests in one batch until they finish."""
     driver = Driver(lm)
     driver.finish(batch_of(lm, *requests))
     return [driver.answers[each.id] for each in requests]

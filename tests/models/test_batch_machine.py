@@ -22,7 +22,7 @@ from tests.models.tiny import EOS_ID, TOKENS, Zoo
 
 @dataclass(frozen=True)
 class Spec:
-    """A request but for its id."""
+    """A request without its ID."""
 
     prompt: tuple[int, ...]
     max_new_tokens: int
@@ -34,7 +34,7 @@ class Spec:
 
     @property
     def is_plain(self) -> bool:
-        """Return True if `generate` can be asked the same."""
+        """Return True if `transformers.generate` supports the request."""
         return not self.parameters and not self.stop
 
 
@@ -76,7 +76,7 @@ SPECS = [random_spec(random.Random(i)) for i in range(100)]
 
 
 class Batches(RuleBasedStateMachine):
-    """Batches at random. Set `oracle`, `lm` and `alone` before it runs."""
+    """Random batch operations. Set `oracle`, `lm` and `alone` before running."""
 
     oracle: ClassVar[Any]
     lm: ClassVar[CausalLM]
@@ -112,7 +112,7 @@ class Batches(RuleBasedStateMachine):
     @precondition(lambda self: self.batches)
     @rule(data=st.data())
     def filter(self, data: st.DataObject) -> None:
-        """Remove some requests, finished or not, and shuffle the others; now and then remove all."""
+        """Remove some requests, finished or not, and shuffle the rest. Sometimes remove all."""
         batch = data.draw(st.sampled_from(self.batches))
         ids = [each.id for each in batch.requests]
         kept = data.draw(st.permutations(ids))[: data.draw(st.sampled_from([0, 1, 2, 3, 3, len(ids)]))]
@@ -121,7 +121,7 @@ class Batches(RuleBasedStateMachine):
     @precondition(lambda self: any(len(batch) > 1 for batch in self.batches))
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        """Remove one request; all others go on, finished ones too."""
+        """Remove one request and keep all others."""
         batch = data.draw(st.sampled_from([batch for batch in self.batches if len(batch) > 1]))
         ids = [each.id for each in batch.requests]
         ids.remove(data.draw(st.sampled_from(ids)))

@@ -1,4 +1,4 @@
-"""A model step by step: the output of each request, and the fate of bad ones."""
+"""`CausalLM` step by step: outputs and errors per request."""
 
 import logging
 import math
@@ -44,7 +44,7 @@ def log_probabilities(oracle: Any, ids: Sequence[int]) -> torch.Tensor:
 class Script:
     """A script that has the model answer every request with these tokens, in any batch.
 
-    The next token depends on the last one only, so no token may come twice.
+    The next token depends only on the last one, so tokens must be unique.
     """
 
     def __init__(self, lm: CausalLM, monkeypatch: pytest.MonkeyPatch, tokens: Sequence[int]) -> None:
@@ -313,7 +313,7 @@ def test_adapters_are_rejected(lm: CausalLM) -> None:
 
 
 def test_special_token_as_stop_string(lm: CausalLM) -> None:
-    """A special token is no text, so its name stands for its id."""
+    """Special tokens have no text, so the stop string is converted to a token ID."""
     stop = {"stop_sequences": ["</s>"], "ignore_eos_token": True}
     (answer,) = run(lm, request(0, PROMPT, stop=stop, logit_bias=bias(EOS_ID)))
     assert answer.end is not None

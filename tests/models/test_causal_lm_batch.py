@@ -1,4 +1,4 @@
-"""A padded batch: how requests come in, leave and join, field by field."""
+"""`CausalLMBatch` fields after `from_pb`, `filter` and `concatenate`."""
 
 import copy
 from dataclasses import MISSING, fields
@@ -360,7 +360,7 @@ def test_filter_keeps_all_fields_of_remaining_requests(lm: CausalLM, kept: list[
 
 
 def test_finished_request_reserves_no_columns(lm: CausalLM) -> None:
-    """The request was allowed more tokens than there is room for now: counting on them would shift all masks."""
+    """Counting the finished request's remaining tokens would shift all masks."""
     (alone,) = run(lm, request(0, LONG, 30))
     driver = Driver(lm)
     ending = request(0, LONG, 30, stop={"stop_token_ids": alone.token_ids[:1]})

@@ -1,4 +1,4 @@
-"""Configs as transformers reads them, kept for the next start."""
+"""The on-disk cache for model configs."""
 
 import json
 from pathlib import Path

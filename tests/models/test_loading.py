@@ -1,4 +1,4 @@
-"""Loading a `CausalLM`: files, configs, tokenizers, and models that are refused."""
+"""Loading `CausalLM`: files, configs, tokenizers and rejected models."""
 
 import logging
 import shutil
@@ -24,7 +24,7 @@ CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="about CPUs")
 
 @pytest.fixture
 def variant(zoo: Zoo, tmp_path: Path) -> Variant:
-    """Return a function that copies a model, whose files may then be changed."""
+    """Return a function that copies a model folder for modification."""
 
     def make(name: str = "llama", tokenizer: Any = None, **config: Any) -> Path:
         folder = shutil.copytree(zoo.folder(name), tmp_path / "model")
@@ -130,7 +130,7 @@ def test_unsupported_quantized_checkpoints_are_rejected(variant: Variant, stored
 
 
 def test_folder_with_adapter_is_rejected(variant: Variant) -> None:
-    """Refuse the folder: transformers would merge the adapter, or load the model that the adapter names."""
+    """transformers would merge the adapter or load the adapter's base model."""
     folder = variant("llama")
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "other/model"}')
     with pytest.raises(ConfigError, match="contains an adapter"):
@@ -280,7 +280,7 @@ class OwnModel(LlamaForCausalLM):
 
 @pytest.fixture
 def strange(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """Make a model with its own code; return its folder and the file that the code writes when it runs."""
+    """Create a model with remote code. Return its folder and the file that the code writes."""
     marker = tmp_path / "marker"
     auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     folder = variant(model_type="own", architectures=["OwnModel"], auto_map=auto_map)
@@ -346,7 +346,7 @@ def test_stateful_models_are_rejected(name: str, zoo: Zoo) -> None:
     ],
 )
 def test_models_that_fail_padding_check_are_rejected(name: str, why: str, zoo: Zoo) -> None:
-    """Bart ignores padding, an encoder sees the future, others keep nothing."""
+    """Bart ignores padding, encoders are not causal, others return no cache."""
     assert name in UNFIT
     with pytest.raises(UnsupportedModelError, match=f"cannot run in padded batches: .*{why}"):
         load(zoo.folder(name))

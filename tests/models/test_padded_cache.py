@@ -1,4 +1,4 @@
-"""Keys and values that grow, leave and join in buffers with room, against plain copies; and the memory they hold."""
+"""Padded KV caches compared with plain copies, and their memory usage."""
 
 import copy
 import gc
@@ -53,7 +53,7 @@ def same(past: LayerCache, expected: LayerCache) -> bool:
 
 
 def storages(pasts: Iterable[LayerCache]) -> dict[int, int]:
-    """Return the bytes of each storage: of the tensors, and of the buffers they are views of."""
+    """Return the size of each storage, including the buffers behind views."""
     tensors = [
         part for past in pasts for part in (*past, *(buffers_of(past) if isinstance(past, GrowableCache) else ()))
     ]
@@ -264,7 +264,7 @@ def test_growing_cache_accepts_plain_tensors() -> None:
 
 
 def needed_by(batch: CausalLMBatch) -> int:
-    """Return the bytes of all rows at the width of the longest, with room for new tokens."""
+    """Return the bytes for all rows padded to the longest row, including spare columns."""
     assert batch.past_key_values is not None
     columns = batch.max_input_length - 1
     with_room = columns + max(MIN_SPARE_COLUMNS, columns // 8)
@@ -323,7 +323,7 @@ def test_prompt_buffers_are_released_after_next_step(name: str, zoo: Zoo) -> Non
 
 
 def test_concatenate_releases_source_layer_by_layer(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more than one layer is in memory twice."""
+    """At most one layer is duplicated in memory."""
     driver = Driver(zoo.served("llama"))
     batches = [driver.steps(driver.start(request(i, [5] * 40)), 1) for i in range(2)]
     lists = [batch.past_key_values or [] for batch in batches]

@@ -401,7 +401,7 @@ def test_quantized_checkpoint_is_rejected(edited: Callable[..., Path]) -> None:
 
 
 def with_fields(config: PretrainedConfig, **fields: Any) -> PretrainedConfig:
-    """Set fields that transformers' own checks would refuse."""
+    """Set fields without transformers' validation."""
     for field, value in fields.items():
         setattr(config, field, value)
     return config

@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures in folders of their own, with a byte-level tokenizer."""
+"""Tiny random models of many architectures with a byte-level tokenizer."""
 
 import json
 from collections.abc import Callable
@@ -181,7 +181,7 @@ def make_tokenizer(**special: str | None) -> PreTrainedTokenizerFast:
 
 @torch.no_grad()
 def make_model(config: Any, seed: int = 1) -> Any:
-    """Make a random model. Its embeddings are small beside its layers' output, or it would repeat its input."""
+    """Create a random model with small embeddings, because large ones make it repeat its input."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():
@@ -219,7 +219,7 @@ class Zoo:
         self._pairs: dict[str, Pair] = {}
 
     def folder(self, name: str) -> Path:
-        """Return the folder of the model, which tests must not change."""
+        """Return the model folder. Tests must not modify it."""
         folder = self._folder / name
         if name not in self._oracles:
             self._oracles[name] = make_model(ALL[name]())

@@ -1,4 +1,4 @@
-"""transformers as the oracle, one request at a time."""
+"""transformers as the reference, one request at a time."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Variants of the architectures that have no seed, in the form of `variants.py`."""
+"""Test variants of architectures without a seed contract, see `variants.py`."""
 
 from dataclasses import replace
 from typing import Any

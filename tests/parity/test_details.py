@@ -1,4 +1,4 @@
-"""Behaviour of single architectures beyond their logits."""
+"""Behavior of single architectures beyond logits."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The engine on every architecture: each request gets what transformers and PEFT give it alone."""
+"""The engine with every architecture: each request matches transformers and PEFT."""
 
 import copy
 import random
@@ -37,7 +37,7 @@ ADAPTER_OF_REQUEST = [0, 1, 0, 2, 0, 0, 2, 1, 0, 0, 1, 2]  # 0: the base model
 
 
 class Models(NamedTuple):
-    """One architecture: ours, and transformers' plain and with each adapter."""
+    """One architecture in this server and in transformers, plain and with each adapter."""
 
     ours: PagedCausalLM
     oracles: list[Any]
@@ -83,7 +83,7 @@ def units(models: Models) -> list[int]:
 
 
 def make_engine(models: Models, depth: int = 2, **settings: Any) -> Engine:
-    """Too few blocks for all, steps too small for the longest prompts, and room for one adapter at a time."""
+    """Create an engine with few blocks, small steps and memory for one adapter at a time."""
     small: dict[str, Any] = {
         "max_rows": 4,
         "max_step_tokens": 12,
@@ -98,7 +98,7 @@ def make_engine(models: Models, depth: int = 2, **settings: Any) -> Engine:
 
 
 class Crowd:
-    """Requests that come at random times, some of which leave early."""
+    """Requests that arrive at random times. Some are canceled."""
 
     def __init__(self, engine: Engine, folders: Sequence[Path], seed: int = 0) -> None:
         self.engine = engine
@@ -141,7 +141,7 @@ class Crowd:
 
 
 def make_prompts() -> list[list[int]]:
-    """Return prompts: some begin alike, some are long, and together they exceed the cache."""
+    """Return prompts with shared prefixes and long prompts that together exceed the cache."""
     rng = random.Random(0)
     beginning = rng.choices(range(3, 97), k=9)
     return [
@@ -203,7 +203,7 @@ def test_adapters_of_other_methods(tmp_path: Path) -> None:
 
 
 def test_preemption_does_not_change_tokens(device: torch.device, tmp_path: Path) -> None:
-    """One tenant has all rows when others come, greedy and drawn, for the base model and for adapters."""
+    """One tenant uses all slots when others arrive, greedy and sampled, with and without adapters."""
     models = make_models("llama-gqa", tmp_path, device)
     drawn = SamplingParams(do_sample=True, temperature=0.9, seed=7, repetition_penalty=1.1)
     prompts = make_prompts()
@@ -280,7 +280,7 @@ def test_prompt_logprobs_and_alternatives(name: str, device: torch.device, tmp_p
 
 
 def test_sampling_depends_only_on_request(device: torch.device, tmp_path: Path) -> None:
-    """Run each request alone, and in crowds that come at other times."""
+    """Run each request alone and in batches with different arrival times."""
     models = make_models("llama-gqa", tmp_path, device)
     prompts = make_prompts()
     wishes: dict[str, Any]

@@ -62,7 +62,7 @@ MIN_ERROR = 1e-3  # of the logits' size
 
 
 class Watched:
-    """Stands before a kernel: counts its launches and what it left to others."""
+    """Wraps a kernel and counts its launches and fallbacks."""
 
     def __init__(self, kernel: Any) -> None:
         self.launches = self.refused = 0
@@ -136,7 +136,7 @@ def watched(ops: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Watched, Watched
 
 @pytest.fixture
 def best_kernels(watched: tuple[Watched, Watched], pair: Pair) -> Iterator[None]:
-    """All attention must have been Hopper's, or none of it where it has none."""
+    """Check that Hopper's kernels ran all attention, or none if they do not support the model."""
     yield
     for kernel in watched:
         if pair.name in LEFT_TO_TRITON:
@@ -184,7 +184,7 @@ def rms(x: torch.Tensor) -> float:
 def check_errors(
     found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor], peers: Sequence[torch.Tensor]
 ) -> tuple[float, float]:
-    """Compare row by row; return the largest of the rows' errors, and of their ratios to the peer's."""
+    """Compare row by row. Return the largest error and the largest ratio to transformers' error."""
     ratios, errors = [], []
     for row, (ours, oracle, peer) in enumerate(zip(found, exact, peers, strict=True)):
         assert ours.shape == oracle.shape

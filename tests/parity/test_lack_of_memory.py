@@ -1,4 +1,4 @@
-"""Steps of a real model that end in the middle for lack of memory: others' tokens are those of an undisturbed run."""
+"""Out-of-memory errors during model steps do not change the tokens of other requests."""
 
 import random
 from collections.abc import Callable
@@ -21,7 +21,7 @@ MAX_NUM_SEQS = 4
 
 
 class DisturbedCrowd(Crowd):
-    """Requests of which some may fail."""
+    """A crowd in which some requests may fail."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -92,7 +92,7 @@ def test_out_of_memory_does_not_change_other_requests(
 def test_out_of_memory_at_any_allocation_leaves_no_stale_state(
     seed: int, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any tensor that a step makes of numbers of the host may be one too many."""
+    """Every host-to-device allocation in a step may run out of memory."""
     models = make_models("llama-gqa", tmp_path, device)
     undisturbed = run_all(models, make_engine(models))
     rng, trying = random.Random(seed), [False]

@@ -1,4 +1,4 @@
-"""Two and four real processes give what one gives: logits with and without adapters, for every variant."""
+"""Two and four CPU processes match a single process, with and without adapters, for every variant."""
 
 import re
 from typing import Any
@@ -58,7 +58,7 @@ def limit(logits: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def stored(name: str) -> bytes:
-    """Store the variant's tensors once: a rank reads them faster than it makes them."""
+    """Save the variant's tensors once, because ranks read them faster than they create them."""
     return save(checkpoint(name, make_oracle(name)))
 
 

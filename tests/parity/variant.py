@@ -1,4 +1,4 @@
-"""A tiny random model of one architecture, and the change that must make a comparison fail."""
+"""A tiny random model and the change that must make its comparison fail."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Tokens that a kernel chooses on a GPU: those that a CPU chooses from the same logits."""
+"""The GPU sampling kernel matches CPU sampling."""
 
 import math
 import warnings
@@ -253,7 +253,7 @@ def test_sampled_frequencies_match_probabilities(ops: Ops, setting: dict[str, An
 @pytest.mark.parametrize("vocab", [257, 128_256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_logprobs_match_float64(ops: Ops, dtype: torch.dtype, vocab: int) -> None:
-    """Compare with float64: a CPU's own float32 sums lose digits of a large vocabulary."""
+    """Compare with float64, because float32 sums over a large vocabulary are inexact."""
     settings: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"temperature": 0.5, "raw_logprobs": True}]
     temperatures = torch.tensor([1, 0.7, 1, 1, 1, 1, 1])
     rows = make_rows(settings, GREEDY[:2])

@@ -1,4 +1,4 @@
-"""Masks: a row with one chooses as if all other tokens had a score of -infinity."""
+"""Token masks: disallowed tokens have a score of -inf."""
 
 import math
 from dataclasses import replace
@@ -95,7 +95,7 @@ def test_disallowed_tokens_have_no_probability(vocab: int, beyond: int, ops: Ops
 
 
 def test_masks_of_other_rows_change_no_bits(ops: Ops, device: torch.device) -> None:
-    """Also of rows that are drawn from many tokens, and ask how likely those were without masks."""
+    """Includes sampled rows with raw log probabilities."""
     drawn = SamplingParams(do_sample=True, temperature=2.0, top_p=0.99, raw_logprobs=True)
     rows = [SequenceSampling(replace(drawn, seed=seed)) for seed in range(40)]
     logits, history, allowed = make_batch(5000, len(rows))

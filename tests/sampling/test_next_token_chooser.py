@@ -1,4 +1,4 @@
-"""The next token of one sequence, chosen by the parameters of a message."""
+"""`NextTokenChooser` with parameters from protobuf messages."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Processors of scores, against transformers' classes that do the same to one row at a time."""
+"""Logits processors compared with transformers' classes, row by row."""
 
 import math
 from collections import Counter

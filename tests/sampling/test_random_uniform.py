@@ -1,4 +1,4 @@
-"""Numbers in [0, 1) for a seed and a position, against splitmix64 in whole numbers of Python."""
+"""Counter-based random numbers compared with splitmix64 in Python integers."""
 
 import random
 from collections.abc import Sequence

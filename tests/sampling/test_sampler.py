@@ -1,4 +1,4 @@
-"""Tokens of many sequences at once: each is that of its row alone, and has the right probability."""
+"""Batched sampling: rows are independent and have the right probabilities."""
 
 import math
 import warnings
@@ -35,7 +35,7 @@ INF = math.inf
 
 
 class Row(NamedTuple):
-    """One sequence, and the scores of its next token."""
+    """One sequence with the logits of its next token."""
 
     params: SamplingParams
     ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Tokens that are drawn from a few of the likeliest: those that a look at the whole vocabulary gives."""
+"""The top-k sampler matches sampling from the whole vocabulary."""
 
 import math
 from typing import Any
@@ -40,7 +40,7 @@ def make_history(rows: int) -> History:
 
 
 def make_logits(vocab: int, shape: str) -> torch.Tensor:
-    """Return scores of which a few have nearly all of the mass, as a model's do, or which are otherwise."""
+    """Return peaked logits like a model's, or other distributions."""
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(ROWS, vocab, generator=generator) * 2
     logits[:, : min(vocab, 20)] += 9

@@ -1,4 +1,4 @@
-"""The mark in generated text: its green half is the documented one, it is found, and it is cheap."""
+"""The watermark: documented green tokens, detection and cost."""
 
 import math
 from itertools import pairwise
@@ -33,7 +33,7 @@ def is_green(previous: int, token: int) -> bool:
 
 
 def z_score(tokens: list[int]) -> float:
-    """Return the excess of green tokens over text without a mark, in standard deviations."""
+    """Return the excess of green tokens over unmarked text in standard deviations."""
     green = sum(is_green(previous, token) for previous, token in pairwise(tokens))
     count = len(tokens) - 1
     return (green - GREEN_FRACTION * count) / math.sqrt(count * GREEN_FRACTION * (1 - GREEN_FRACTION))
@@ -73,7 +73,7 @@ def test_green_tokens_depend_on_previous_token() -> None:
 
 
 def test_green_tokens_do_not_depend_on_vocabulary_padding() -> None:
-    """A neighbour whose adapter brings tokens of its own makes the scores wider."""
+    """An adapter with added tokens in the batch pads the logits of all rows."""
     params = [SamplingParams(watermark=True)]
     scores, history = torch.randn(1, VOCAB), History(torch.tensor([2]), torch.tensor([1]), torch.tensor([[3, 5]]))
     wide = torch.cat([scores, torch.full((1, 40), -math.inf)], -1)
@@ -84,7 +84,7 @@ def test_green_tokens_do_not_depend_on_vocabulary_padding() -> None:
 
 
 def test_watermark_uses_no_rng_and_no_host_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mark all rows at once: a permutation for each row and step held up all requests."""
+    """Regression: a permutation per row and step delayed all requests."""
     for name in ("randperm", "rand", "randint"):
         monkeypatch.setattr(torch, name, None)
     for name in ("tolist", "item", "cpu"):
@@ -99,7 +99,7 @@ def test_watermark_uses_no_rng_and_no_host_sync(monkeypatch: pytest.MonkeyPatch)
 
 
 def generate(params: list[SamplingParams], num_tokens: int, device: torch.device) -> torch.Tensor:
-    """Generate sequences from random logits, each from a token of its own."""
+    """Generate sequences from random logits with different first tokens."""
     generator = torch.Generator().manual_seed(0)
     sampler = Sampler([SequenceSampling(each) for each in params], VOCAB, device)
     ids = torch.arange(len(params), device=device)[:, None] + 10

@@ -1,4 +1,4 @@
-"""A lane of copies without a GPU: nothing is copied before a test, or the end of a wait, lets it."""
+"""A fake copy stream without a GPU. Copies run only when a test or a wait finishes them."""
 
 import threading
 from collections import deque
@@ -12,7 +12,7 @@ from lorax_server.worker.copier import CopyStream
 
 @dataclass
 class FakeEvent:
-    """The end of one copy of a fake lane."""
+    """The event after one fake copy."""
 
     lane: "FakeCopyStream"
     number: int
@@ -27,7 +27,7 @@ class FakeEvent:
 
 @dataclass
 class FakeCopyStream(CopyStream):
-    """Copies as late as it may: the bytes that count are those at the end, so that a buffer used too early shows."""
+    """Copies as late as possible, so that a buffer that is reused too early is detected."""
 
     is_free: bool = True  # copies need no leave
     fails_at: int | None = None  # the number of the copy that fails
@@ -60,7 +60,7 @@ class FakeCopyStream(CopyStream):
             return FakeEvent(self, self.num_begun)
 
     def finish(self, count: int) -> None:
-        """Do so many of the copies that wait, once there are as many."""
+        """Run `count` pending copies, waiting until enough are submitted."""
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.waiting) >= count, 60)
             self._finish(count)

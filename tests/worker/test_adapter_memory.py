@@ -44,14 +44,14 @@ def make_host(rank: int, seed: int = 0, dtype: torch.dtype = torch.float32, voca
 
 
 def make_memory(num_units: int, dtype: torch.dtype = torch.float32) -> AdapterMemory:
-    """Make a memory whose free units are NaN, so that a read of one shows."""
+    """Create an adapter memory whose free units are NaN, so that reading them is detected."""
     memory = AdapterMemory(TARGETS, dtype, CPU, num_units)
     memory.arena.buffer.fill_(math.nan)
     return memory
 
 
 def check_place(memory: AdapterMemory, index: int, host: HostAdapter, first_unit: int) -> None:
-    """Check that an adapter's bytes lie there, and that the tables agree."""
+    """Check the adapter's bytes and table entries."""
     arena, start = memory.arena, first_unit * UNIT_BYTES // host.buffer.itemsize
     assert torch.equal(arena.buffer[start : start + host.buffer.numel()], host.buffer)
     expected = host.table.clone()
@@ -65,7 +65,7 @@ def check_place(memory: AdapterMemory, index: int, host: HostAdapter, first_unit
 
 
 def numbers(memory: AdapterMemory) -> int:
-    """Return the number of units that were written to."""
+    """Return the number of written units."""
     return int((~memory.arena.buffer.isnan()).sum()) * memory.arena.buffer.itemsize // UNIT_BYTES
 
 
@@ -107,7 +107,7 @@ def test_unloaded_index_is_empty_and_reusable() -> None:
 def test_move_copies_adapter_and_updates_table(
     source: int, target: int, move_units: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Move an adapter, mostly to a place that overlaps the old one."""
+    """Move an adapter, mostly to overlapping units."""
     monkeypatch.setattr(adapter_memory, "MOVE_UNITS", move_units)
     host, other = make_host(16, dtype=dtype), make_host(2, seed=5, dtype=dtype)
     assert host.units >= 5
@@ -162,7 +162,7 @@ def test_invalid_units_fail_assertions(index: int, first_unit: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_outputs_are_correct_after_loads_unloads_and_moves(seed: int) -> None:
-    """Load adapters in random places and at random indices, unload some, and move the rest together."""
+    """Load adapters at random units and indices, unload some, and compact the rest."""
     draw = random.Random(seed)
     memory = make_memory(600)
     weights = {index: make_weights(draw.choice([1, 3, 8, 17, 64]), index) for index in draw.sample(range(1, 64), 10)}
@@ -209,7 +209,7 @@ GPU = torch.device("cuda")
 def make_async_memory(
     lane: FakeCopyStream | CopyStream, num_units: int, buffer_bytes: int = 256, is_follower: bool = False
 ) -> Iterator[AdapterMemory]:
-    """Make a memory whose adapters come through small buffers, on a thread."""
+    """Create an adapter memory with a copier and small buffers."""
     device = CPU if isinstance(lane, FakeCopyStream) else GPU
     copier = Copier(lane, 2, buffer_bytes)
     memory = AdapterMemory(TARGETS, torch.float32, device, num_units, is_follower=is_follower, copier=copier)

@@ -89,7 +89,7 @@ def test_copies_are_ordered_and_notified(make: Make) -> None:
 
 
 def test_wait_for_blocks_host_until_copy_is_submitted(make: Make) -> None:
-    """The host waits until then: an event that is not recorded yet would hold up nothing."""
+    """The host waits until the event is recorded, because waiting on an unrecorded event has no effect."""
     lane = FakeCopyStream(is_free=False)
     copier = make(lane, 2, 64)
     copy_handle = copier.start(torch.zeros(96, dtype=torch.bfloat16), draw(96, 1))

@@ -1,4 +1,4 @@
-"""Programs of a CPU's kernels give the bits of steps that call the kernels one by one."""
+"""CPU graphs give bitwise the same results as eager steps."""
 
 import logging
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ UNRECORDED = "llama-fp8-kv"  # its attention is the reference's
 
 
 class WatchedRig(Rig):
-    """A rig that keeps the hidden states of its last step."""
+    """A rig that records the hidden states of its last step."""
 
     def __init__(self, model: PagedCausalLM, hosts: Sequence[HostAdapter], **options: Any) -> None:
         super().__init__(model, list(hosts), **options)
@@ -67,7 +67,7 @@ def make_pair(
 
 
 def check_step(eager: WatchedRig, recorded: WatchedRig, plan: StepPlan) -> None:
-    """Run a step on both, and compare the bits of its hidden states and what is chosen by them."""
+    """Run a step on both rigs and compare hidden states and sampled tokens bitwise."""
     assert eager.collect(plan) == recorded.collect(plan)
     assert torch.equal(eager.hidden.view(torch.uint8), recorded.hidden.view(torch.uint8))
 
@@ -157,7 +157,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 
 class TwoSequencePlans:
-    """Plans of two sequences whose blocks come one at a time, as an engine hands them out."""
+    """Plans for two sequences whose blocks are added one at a time, as in the engine."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -238,7 +238,7 @@ def test_rotary_tables_grow(monkeypatch: pytest.MonkeyPatch) -> None:
 def known_plan(
     step: int, starts: Sequence[int], counts: Sequence[int], ops: Sequence[Any] = (), samples: bool = False
 ) -> StepPlan:
-    """Plan a step of two sequences whose prompts have three tokens, and whose answers are known."""
+    """Plan a step for two sequences with prompts of three tokens and known completions."""
     new = tuple(NewSequence(row, [7 + row, *range(5, 18)], 3, SamplingParams(), StopParams()) for row in (0, 1))
     width = -(-MAX_LENGTH // BLOCK_SIZE)
     blocks = [[row, column, row * width + column] for row in (0, 1) for column in range(width)]

@@ -1,4 +1,4 @@
-"""Decode steps on fixed, padded inputs give the tokens of steps whose inputs are made anew."""
+"""Decode steps with static padded inputs match steps with new inputs."""
 
 import random
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def test_graph_sizes_end_with_largest_batch() -> None:
     [("gpt2", 2), ("opt-projection", 2), ("llama-gqa", 2), ("qwen3-window", 2), ("exaone4", 3)],
 )
 def test_warmup_layers_cover_all_layer_types(name: str, num_warmup_layers: int) -> None:
-    """EXAONE's third layer is the first that sees all tokens and rotates nothing."""
+    """EXAONE's third layer is the first one with full attention and without RoPE."""
     assert make_model(name, CPU).model.num_warmup_layers == num_warmup_layers
 
 
@@ -54,7 +54,7 @@ def test_warmup_layers_cover_all_layer_types(name: str, num_warmup_layers: int) 
 
 
 def make_hosts(model: PagedCausalLM) -> list[HostAdapter]:
-    """Prepare adapters of several ranks; the last two lack modules, or have nothing but a bias."""
+    """Prepare adapters with several ranks. The last two lack modules or have only a bias."""
     targets, vocab_size = collect_adapter_targets(model), model.config.vocab_size
     dtype, device = model.lm_head.linear.weight.dtype, model.device
     adapters = []
@@ -72,7 +72,7 @@ def make_hosts(model: PagedCausalLM) -> list[HostAdapter]:
 
 
 class Crowd:
-    """Makes plans: prompts, then a token at a time, for sequences that join and leave, with adapters that do."""
+    """Creates prefill and decode plans for sequences that join and leave, with changing adapters."""
 
     def __init__(self, num_adapters: int, seed: int, mixed: bool = True, sampling: bool = True) -> None:
         self._draw = random.Random(seed)
@@ -156,7 +156,7 @@ def close_rigs() -> Iterator[None]:
 
 
 class Rig:
-    """A runner with adapters, which it has at a place each, and blocks for all its slots."""
+    """A runner with loaded adapters and blocks for all slots."""
 
     made: ClassVar[list["Rig"]] = []  # in this test
 
@@ -254,7 +254,7 @@ GPU = torch.device("cuda")
 
 
 def half_model(dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> PagedCausalLM:
-    """Make a model with widths that the fastest kernels take, which are for half precision only."""
+    """Create a half-precision model with sizes that the fastest kernels support."""
     config = LlamaConfig(
         hidden_size=256,
         intermediate_size=512,
@@ -282,7 +282,7 @@ def gpu_model(name: str) -> PagedCausalLM:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", NAMES)
 def test_graphs_match_eager_tokens(name: str, seed: int) -> None:
-    """They are captured without any adapter, and replayed with adapters of any rank and with any modules."""
+    """Graphs are captured without adapters and replayed with adapters of any rank and target modules."""
     model = gpu_model(name)
     check_same(model, make_hosts(model), seed, capture=True)
 

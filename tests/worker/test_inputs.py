@@ -1,4 +1,4 @@
-"""The inputs of steps: what tables and plans say, against a look at each token."""
+"""Step inputs from tables and plans, compared with a per-token reference."""
 
 import random
 from typing import Any
@@ -83,7 +83,7 @@ def test_forced_tokens_are_split_and_prompts_are_not() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_tables_return_last_written_values(seed: int) -> None:
-    """Slots change hands and grow in any order; tokens are read and written beside them."""
+    """Slots are reused and grow in any order, while tokens are read and written."""
     some, tables = random.Random(seed), SlotTables(MAX_NUM_SEQS, LENGTH, BLOCK, CPU)
     tokens: dict[int, list[int]] = {}
     blocks: dict[int, dict[int, int]] = {}

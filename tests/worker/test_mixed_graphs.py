@@ -43,7 +43,7 @@ Check = Callable[[StepResult, StepResult, str], None]  # the last names the step
 
 @dataclass
 class Running:
-    """A running sequence: its tokens, as far as they are prompt, and how many of all its tokens are computed."""
+    """A running sequence: prompt tokens and the number of computed tokens."""
 
     slot: int
     adapter: int
@@ -99,7 +99,7 @@ class Traffic:
         return plan
 
     def share_out(self, order: Sequence[Running]) -> dict[int, int]:
-        """Give each sequence that decodes a token, and prompts what is left, in pieces."""
+        """Assign one token to each decoding sequence and the remaining tokens to prompt chunks."""
         counts = {each.slot: 1 for each in order if each.computed >= len(each.prompt)}
         left = self.draw.randint(0, self.most) - len(counts)
         for each in order:
@@ -140,7 +140,7 @@ class Traffic:
 
 
 def check_traffic(traffic: Traffic, rigs: tuple[Rig, Rig], steps: int, check: Check) -> set[int]:
-    """Run two runners side by side. Return the sizes of the mixed steps that had a graph in the second."""
+    """Run the same plans on two runners. Return the sizes of mixed steps that used a graph in the second runner."""
     graphs, sizes = rigs[1].runner._graphs, set()
     assert graphs is not None
     for _ in range(steps):
@@ -162,7 +162,7 @@ def is_close(first: StepResult, second: StepResult, note: str) -> None:
 
 
 def is_near(first: StepResult, second: StepResult, note: str) -> None:
-    """Allow for products of another height of tiles, whose operands a GPU rounds to 11 bits."""
+    """Allow for other tile sizes, whose operands a GPU rounds to 11 bits."""
     assert first.token_ids == second.token_ids, note
     np.testing.assert_allclose(first.logprobs, second.logprobs, atol=5e-3, err_msg=note)
 
@@ -278,7 +278,7 @@ HALF = pytest.mark.parametrize(
 def test_mixed_graphs_match_eager_launches_bitwise(
     dtype: torch.dtype, heads: tuple[int, int], head_dim: int, with_adapters: bool
 ) -> None:
-    """Adapters have all modules here: where none of a large step's has one, its linear is launched in another way."""
+    """All adapters target all modules here, because a large step launches linears without LoRA differently."""
     model = half_model(dtype, heads, head_dim)
     hosts = make_hosts(model)[:3] if with_adapters else []
     found = check_all_sizes(model, hosts, MIXED_GRAPH_SIZES, {"capture": False}, is_same)
@@ -298,7 +298,7 @@ def test_small_mixed_graphs_match_eager_with_any_adapters(
 @pytest.mark.gpu
 @pytest.mark.parametrize("most_rank", [64, 512])
 def test_graphs_of_all_sizes_match_eager_tokens(most_rank: int) -> None:
-    """Where an adapter of a step has a rank above 64, a large step has no graph."""
+    """Large steps with an adapter rank above 64 have no graph."""
     model = half_model(torch.float32, (8, 2), 64)
     hosts = [host for host in make_hosts(model) if int(host.table[:, Field.RANK].max()) <= most_rank]
     found = check_all_sizes(model, hosts, MIXED_GRAPH_SIZES, {"graph_sizes": None}, is_near)
@@ -308,7 +308,7 @@ def test_graphs_of_all_sizes_match_eager_tokens(most_rank: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [7, 15, 50])
 def test_decode_is_bitwise_equal_with_prompts_in_batch(count: int) -> None:
-    """Sizes between which the sums of linears do not change."""
+    """Uses sizes for which linear layers sum in the same order."""
     model = half_model(torch.bfloat16, (8, 2), 128)
     sizes = (8, 16, 64)
     shape: dict[str, Any] = {"max_num_seqs": 64, "max_length": 64, "block_size": 16}

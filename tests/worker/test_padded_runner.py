@@ -1,4 +1,4 @@
-"""Padded models behind plans: each sequence gets what transformers gives it alone, whatever shares its steps."""
+"""Padded models driven by plans: each sequence matches transformers, independent of the batch."""
 
 import math
 import random
@@ -78,7 +78,7 @@ def oracle(zoo: Zoo) -> Any:
 
 @dataclass(eq=False)
 class Running:
-    """A request and its output. Tokens that it had generated when it came in are in `token_ids` too."""
+    """A request and its output. `token_ids` includes tokens generated before a preemption."""
 
     prompt: Sequence[int] = PROMPT
     sampling: SamplingParams = GREEDY
@@ -100,7 +100,7 @@ class Running:
 
 
 class Engine:
-    """A stand-in for the engine: it gives away the slot that became free last, and orders plans at random."""
+    """A fake engine that reuses the most recently freed slot and orders plans randomly."""
 
     def __init__(self, lm: CausalLM, seed: int = 0) -> None:
         self.runner = PaddedRunner(lm)
@@ -181,7 +181,7 @@ def make_plan(
 
 
 def alone(lm: CausalLM, sequence: Running) -> Running:
-    """Run the same request by itself from its prompt on."""
+    """Run the same request in a batch of one."""
     again = Running(sequence.prompt, sequence.sampling, sequence.stop, sequence.asks)
     Engine(lm).finish(again)
     return again
@@ -248,7 +248,7 @@ def random_sequence(rng: random.Random) -> Running:
 
 
 def crowd(lm: CausalLM, seed: int, steps: int = 50) -> list[Running]:
-    """Run sequences that come and go at random. Some leave early, and some of those come back with their tokens."""
+    """Run sequences that join and leave randomly. Some are preempted and resume with their tokens."""
     engine, rng = Engine(lm, seed), random.Random(seed)
     everyone: list[Running] = []
     paused: list[Running] = []
@@ -297,7 +297,7 @@ def test_greedy_tokens_match_generate(pair: Pair) -> None:
 
 
 def test_sampling_depends_only_on_seed(lm: CausalLM) -> None:
-    """Run many sequences of one prompt in one batch, which join at different times."""
+    """Run many sequences with the same prompt that join the batch at different times."""
     sequences = [Running(PROMPT, replace(SAMPLED, seed=seed)) for seed in (*range(30), 2**63, 2**64 - 1)]
     engine = Engine(lm)
     for begin in range(0, len(sequences), 5):
@@ -389,7 +389,7 @@ def test_step_runs_one_decode_and_one_prefill_forward(lm: CausalLM, monkeypatch:
 
 
 def test_alternatives_are_returned_only_on_request(lm: CausalLM, oracle: Any) -> None:
-    """Ask for alternatives in steps of joining sequences, beside others, and in plans of any order."""
+    """Request alternatives while sequences join, together with other sequences, in plans of any order."""
     counts = [0, 3, 0, 1, 400]  # the last asks for more than there are
     for seed in range(5):
         engine = Engine(lm, seed)
@@ -406,7 +406,7 @@ def test_alternatives_are_returned_only_on_request(lm: CausalLM, oracle: Any) ->
 
 
 def test_prompt_logprobs_match_transformers(pair: Pair) -> None:
-    """Prompt logprobs are those of the model's own scores, whatever the sampling parameters."""
+    """Prompt logprobs use the model's logits, independent of sampling parameters."""
     engine = Engine(pair.served)
     engine.step(Running(SHORT))
     wild = SamplingParams(do_sample=True, temperature=3.0, repetition_penalty=2.0, logit_bias={9: 50.0})
@@ -437,7 +437,7 @@ def test_runner_ignores_eos_and_stop_strings(lm: CausalLM) -> None:
 
 @pytest.mark.parametrize("num_before", [0, 1, 3])
 def test_stop_tokens_are_forbidden_before_min_new_tokens(lm: CausalLM, num_before: int) -> None:
-    """Cover sequences that come in with some of their minimum generated."""
+    """Cover resumed sequences that have generated part of `min_new_tokens`."""
     stop = StopParams(
         max_new_tokens=6, min_new_tokens=3, eos_token_ids=frozenset([EOS_ID]), stop_token_ids=frozenset([7])
     )
@@ -448,7 +448,7 @@ def test_stop_tokens_are_forbidden_before_min_new_tokens(lm: CausalLM, num_befor
 
 
 def test_sequence_can_use_all_model_positions(zoo: Zoo) -> None:
-    """Run it beside another sequence that comes later and stays longer."""
+    """Another sequence joins later and runs longer."""
     pair = zoo.pair("gpt-neo-window")
     engine, rng = Engine(pair.served), random.Random(5)
     full = Running(rng.choices(range(2, VOCAB), k=MAX_POSITIONS - 6), stop=StopParams(max_new_tokens=6))
@@ -467,7 +467,7 @@ POISON = VOCAB - 1
 
 @pytest.fixture
 def poisoned(lm: CausalLM) -> Iterator[CausalLM]:
-    """A token whose embedding is not a number, so that neither are the keys and values after it."""
+    """A token with a NaN embedding, which makes the following keys and values NaN."""
     model: Any = lm.model
     weight = model.get_input_embeddings().weight
     kept = weight[POISON].detach().clone()

@@ -1,4 +1,4 @@
-"""Adapters prepared beside the steps: on one rank and on several, whatever happens to their files meanwhile."""
+"""Background adapter preparation on one rank and on several ranks, including changing files."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(originals: Path, tmp_path: Path) -> Path:
-    """Make a copy that tests may change."""
+    """Create a copy that tests may modify."""
     shutil.copytree(originals, tmp_path / "adapters")
     return tmp_path / "adapters"
 
@@ -136,7 +136,7 @@ def test_pause_is_limited(
 def test_ready_adapter_equals_direct_preparation(
     is_old: bool, preparer: Preparer, targets: dict[str, AdapterTarget], originals: Path
 ) -> None:
-    """Cover young files, which are read into memory as a whole first."""
+    """Cover recently modified files, which are read into memory first."""
     specs = [aged(make_spec(originals / name, targets), is_old) for name in NAMES]
     for spec in specs:
         preparer.enqueue(spec)
@@ -203,7 +203,7 @@ def test_dropped_adapter_can_be_prepared_again(preparer: Preparer, targets: Any,
 
 
 def test_dropped_adapter_is_freed_on_background_thread(preparer: Preparer, targets: Any, originals: Path) -> None:
-    """To return the memory takes a while, for which no step should wait."""
+    """Freeing memory is slow and must not block steps."""
     spec, freed = make_spec(originals / "plain", targets), threading.Event()
     freed_by: list[str] = []
 
@@ -220,7 +220,7 @@ def test_dropped_adapter_is_freed_on_background_thread(preparer: Preparer, targe
 
 
 def test_get_waits_for_late_rank(preparer: Preparer, targets: Any, originals: Path) -> None:
-    """The engine hears from the first rank; its next message may reach another rank whose thread is not done."""
+    """The engine follows rank 0, so its next plan may reach a rank that is not ready yet."""
     spec, resume = make_spec(originals / "plain", targets), threading.Event()
     found: list[Any] = []
 
@@ -314,7 +314,7 @@ def test_missing_changed_or_truncated_files_fail(
 def test_file_change_without_new_timestamp_is_detected(
     is_merged: bool, preparer: Preparer, targets: dict[str, AdapterTarget], folder: Path
 ) -> None:
-    """Change a file twice within a tick of the file system's clock: a young file is read again."""
+    """Change a file twice within one timestamp tick. Recently modified files are read again."""
     plain, stamp = folder / "plain", (1, 2, 3, 4)
     with (
         mock.patch("lorax_server.adapters.weights.read_stamp", return_value=stamp),
@@ -420,7 +420,7 @@ def test_unexpected_errors_do_not_affect_other_adapters(
 
 
 def beside(group: TorchGroup, size: int) -> HostGroup | None:
-    """Make a second group of the first ranks. All ranks have to call this."""
+    """Create a second process group. All ranks must call this."""
     if size == group.size():
         return group.make_host_group()
     made = dist.new_group(list(range(size)), backend="gloo")
@@ -428,7 +428,7 @@ def beside(group: TorchGroup, size: int) -> HostGroup | None:
 
 
 def on_ranks(group: TorchGroup, size: int, folder: Path, spoilt: str = "") -> Any:
-    """Prepare adapters on this rank: first, if `spoilt`, one that fails on the last rank, and then others."""
+    """Prepare adapters on this rank. If `spoilt`, the first one fails on the last rank."""
     second = beside(group, size)
     if second is None:
         return None
@@ -458,7 +458,7 @@ def make_specs(folder: Path) -> list[AdapterSpec]:
 
 
 def spoil_part(spec: AdapterSpec, folder: Path, how: str) -> AdapterSpec:
-    """Return the spec of the same adapter as another machine may see it."""
+    """Return the adapter's spec with a folder that cannot be read."""
     (part,) = spec.checkpoints
     parts = {
         "vanished": replace(part, folder=folder / "nowhere"),
@@ -474,7 +474,7 @@ def spoiling(how: str) -> Any:
 
 
 def expected_on(group: TorchGroup, size: int, folder: Path) -> list[HostAdapter] | None:
-    """Prepare the same adapters without threads and without reading files ahead."""
+    """Prepare the same adapters synchronously."""
     second = beside(group, size)
     if second is None:
         return None

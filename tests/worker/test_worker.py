@@ -1,4 +1,4 @@
-"""A rank carries out plans in their order, and reports its memory and capabilities."""
+"""The worker executes plans in order and reports memory and capabilities."""
 
 import multiprocessing
 import pickle
@@ -82,7 +82,7 @@ def make_plan(step: int, ops: Sequence[AdapterOp] = (), indices: Sequence[int] =
 
 @dataclass
 class Record:
-    """A stand-in for everything below a worker, which records its calls."""
+    """A fake for runner, memory and preparer that records calls."""
 
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     arrived: set[int] = field(default_factory=set)
@@ -114,7 +114,7 @@ class Record:
 
 
 def test_preparer_resumes_only_while_collect_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a step is made beside another one, which is under way, the thread that prepares rests."""
+    """The preparer is paused while a step is built and another one is in flight."""
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     record: Any = Record()
     worker = Worker(Capabilities(97, 2, 8, 2, 4), record, record, record, stream=cast(torch.cuda.Stream, object()))
@@ -229,7 +229,7 @@ def test_steps_are_collected_in_order(worker: Worker) -> None:
 
 
 class FullDevice:
-    """A runner that has no memory for some tries."""
+    """A runner that runs out of memory in some attempts."""
 
     def __init__(self, fails: list[bool]) -> None:
         self.fails = fails
@@ -376,7 +376,7 @@ def test_small_cache_limits_max_length() -> None:
 
 
 class Uneven(FakeGroup):
-    """The first of two ranks; the other has room for three blocks."""
+    """Rank 0 of two ranks. The other rank has memory for three blocks."""
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         return torch.cat([x, torch.full_like(x, 3)], dim)
@@ -397,7 +397,7 @@ def config_of(**settings: Any) -> EngineConfig:
 
 @pytest.mark.parametrize("ops", [None, reference])
 def test_model_bytes_counts_shared_tensors_once(tmp_path: Path, ops: Ops | None) -> None:
-    """The head of this model is its embedding; half precision, which holds its numbers, takes half the bytes."""
+    """The model has a tied head. Its weights are stored in half precision, which represents them exactly."""
     oracle = make_oracle("llama-tied-head").to(torch.bfloat16)
     oracle.save_pretrained(tmp_path)
     model = get_model(ModelConfig(tmp_path, dtype="float32"), ops=ops)
@@ -444,7 +444,7 @@ def test_cpu_cache_uses_quarter_of_free_memory(monkeypatch: pytest.MonkeyPatch) 
 
 
 class FakeGpu:
-    """The numbers of a GPU, of which some bytes are free."""
+    """A fake GPU with given free and total memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int, total: int) -> None:
         self.free, self.total_memory = free, total
@@ -521,7 +521,7 @@ def test_insufficient_memory_error_contains_sizes(monkeypatch: pytest.MonkeyPatc
 
 
 def test_run_sampling_uses_most_demanding_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them under masks, which are applied to all scores."""
+    """All rows have masks."""
     model, applied = make_paged("llama-gqa", CPU), list[tuple[int, ...]]()
     allowed = TokenMasks.allowed
 
@@ -540,7 +540,7 @@ def test_run_sampling_uses_most_demanding_parameters(monkeypatch: pytest.MonkeyP
     ("rows", "vocab_size", "num_mib"), [(1, 32, 40), (64, 128_256, 40), (512, 262_144, 40), (1024, 262_144, 80)]
 )
 def test_mask_bytes_round_up_to_segments(rows: int, vocab_size: int, num_mib: int) -> None:
-    """Two steps are under way: of 512 rows and 262,144 tokens the masks of one take 16 MiB."""
+    """Two steps are in flight. Masks for 512 rows and 262,144 tokens take 16 MiB per step."""
     assert count_mask_bytes(rows, vocab_size) == num_mib * 2**20
 
 
@@ -642,7 +642,7 @@ def test_unsupported_options_of_padded_models_are_rejected(codegen: Path) -> Non
 @pytest.mark.parametrize("name", ["gpt2", "opt-pre-norm", "llama-gqa"])
 @pytest.mark.parametrize(("step_tokens", "block_size"), [(5, 16), (128, 8), (300, 16)])
 def test_largest_warm_up_step_runs(name: str, step_tokens: int, block_size: int) -> None:
-    """Cover steps with more tokens than the model has positions, and decode steps with tables for the longest."""
+    """Cover steps with more tokens than positions, and decode steps with maximum-length block tables."""
     model = build_model(VARIANTS[name].config(), make_weights(checkpoint(name, make_oracle(name)), CPU))
     counted: list[int] = []
     model.register_forward_pre_hook(lambda _, arguments: counted.append(len(arguments[0])))

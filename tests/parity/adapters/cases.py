@@ -1,4 +1,4 @@
-"""The adapters we are compared with PEFT on, by name: a base model, a config, and how PEFT comes to write it."""
+"""Adapters for comparison with PEFT: base model, adapter config and how PEFT saves it."""
 
 import json
 import warnings
@@ -123,7 +123,7 @@ def train_and_save(model: Any, case: Case, folder: Path) -> None:
 
 @torch.no_grad()
 def randomize(model: Any) -> None:
-    """Make the adapter look trained: every parameter is random and none is zero."""
+    """Set all adapter parameters to random non-zero values."""
     torch.manual_seed(7)
     for name, parameter in model.named_parameters():
         if "lora_magnitude_vector" in name:
@@ -185,7 +185,7 @@ def add_noise(model: Any) -> None:
 
 
 def save_eva(model: Any, case: Case, folder: Path) -> None:
-    """Save an EVA adapter, in which every module has a rank of its own."""
+    """Save an EVA adapter with a different rank per module."""
     peft_model = get_peft_model(model, case.config)
     batches = [{"input_ids": torch.randint(3, VOCAB, (4, 16))} for _ in range(4)]
     initialize_lora_eva_weights(peft_model, batches, show_progress_bar=False)

@@ -1,4 +1,4 @@
-"""Adapters of different kinds and ranks for one base model, to be mixed in one batch."""
+"""Adapters with different methods and ranks for one base model, for mixed batches."""
 
 from dataclasses import replace
 from pathlib import Path

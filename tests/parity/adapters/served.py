@@ -1,4 +1,4 @@
-"""Our side: a base model and the adapters in a folder each, ready to be driven."""
+"""A base model with adapters loaded from folders."""
 
 import json
 from collections.abc import Sequence

@@ -48,6 +48,6 @@ def test_logits_and_text_match_peft(
     assert ours[: len(text)] == text
     assert len(text) >= 4  # or there is nothing to compare
 
-    # The adapter does something, so that the comparison means something.
+    # The adapter must have an effect, otherwise the comparison is meaningless.
     base = driver.forward([(driver.add(0), ids[:2])], arena)[0][:, :VOCAB]
     assert (base[:, : case.vocab] - expected[:2, :VOCAB]).abs().max() > 0.01

@@ -1,4 +1,4 @@
-"""The whole way: PEFT writes an adapter, a hub has it, a request names it, and the numbers are PEFT's."""
+"""End to end: PEFT saves an adapter, a hub serves it, and a request's logits match PEFT."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""1,000 adapters on disk, room for 50, 5,000 uses: memory stays within its budget and every answer is right."""
+"""1,000 adapters, memory for 50, 5,000 uses: memory stays within budget and logits are correct."""
 
 import json
 import random
@@ -36,7 +36,7 @@ KINDS = [
 
 
 def write_many(folder: Path) -> list[Path]:
-    """Write one adapter of each kind by PEFT; the others are copies with numbers of their own."""
+    """Save one adapter of each method with PEFT. The others are copies with different weights."""
     templates = []
     for number, case in enumerate(KINDS):
         case.write(folder / f"template{number}")
@@ -56,7 +56,7 @@ def write_many(folder: Path) -> list[Path]:
 
 
 class Residency:
-    """A memory that loads adapters and evicts the longest unused, with two steps in flight."""
+    """An LRU adapter memory with two steps in flight."""
 
     def __init__(self, memory: AdapterMemory, hosts: list[HostAdapter]) -> None:
         self.memory, self.hosts = memory, hosts

@@ -36,7 +36,7 @@ MERGES = {
 
 
 def write(folder: Path, settings: list[dict[str, Any]], base: str = "llama-gqa") -> list[Path]:
-    """Write adapters, made by PEFT, into folders of their own; each has its own seed, or they would be equal."""
+    """Save adapters with PEFT in separate folders, with different seeds."""
     folders = []
     for number, changes in enumerate(settings):
         folders.append(folder / f"adapter{number}")

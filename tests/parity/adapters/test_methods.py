@@ -1,4 +1,4 @@
-"""Adapters of all of PEFT's methods in one batch, on one rank and on two, by native kernels and the reference."""
+"""Adapters with all PEFT methods in one batch, on one and two ranks, with native and reference kernels."""
 
 from pathlib import Path
 
@@ -77,7 +77,7 @@ def load_kasa(group: ProcessGroup, folder: Path) -> str:
 
 
 def test_kasa_on_replicated_heads_is_rejected(tmp_path: Path, ranks: RankPool) -> None:
-    """Two heads of keys lie on four ranks: the products of their rows would count twice."""
+    """Two key heads on four ranks are replicated, so products of their rows would count twice."""
     CASES["kasa"].write(tmp_path)
     for refusal in ranks.run(4, load_kasa, tmp_path):
         assert (

@@ -1,4 +1,4 @@
-"""One batch of 32 rows with 22 adapters of different kinds, and the base model: each row is as it is alone."""
+"""A batch with 32 rows, 22 different adapters and the base model: each row equals its single run."""
 
 from pathlib import Path
 from typing import Any

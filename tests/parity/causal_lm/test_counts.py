@@ -1,4 +1,4 @@
-"""The amount of computing: each prompt once, then one token per row and step. Joining computes nothing again."""
+"""Forward sizes: each prompt once, then one token per row and step, without recomputation after joins."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -80,7 +80,7 @@ def test_head_runs_only_on_last_prompt_column(name: str, zoo: Zoo, monkeypatch: 
 
 
 def computing_anew(batches: Sequence[CausalLMBatch]) -> CausalLMBatch:
-    """Join batches the wasteful way: the result is right, but every token of every request is computed again."""
+    """Join batches by recomputing every token. The result is correct but wasteful."""
     lists = {
         name: [each for batch in batches for each in getattr(batch, name)]
         for name in ("requests", "next_token_choosers", "stopping_criterias", "prefix_offsets", "read_offsets")
