@@ -456,7 +456,7 @@ def test_prefill_grouped_query_heads(heads: tuple[int, int], window: int | None)
 def test_prefill_soft_cap(
     heads: tuple[int, int], window: int | None, max_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference, "MAX_SCORES", max_scores)
+    monkeypatch.setattr(reference, "MAX_SCORE_ELEMENTS", max_scores)
     check_prefill(MIXED, heads=heads, window=window, soft_cap=1.5)
     check_prefill(MIXED, heads=heads, window=window, soft_cap=1.5, dtype=torch.bfloat16, tolerance=2e-2)
 

@@ -182,7 +182,7 @@ def test_mismatched_shapes_are_rejected() -> None:
         OPS.linear(x.bfloat16(), weights, None, ())
     with pytest.raises(ValueError, match="must have 4 tokens"):
         OPS.linear(x, weights, world.batch([1, 1, 2]), world.targets)
-    with pytest.raises(ValueError, match="a bias of"):
+    with pytest.raises(ValueError, match="bias must be"):
         OPS.linear(x, OPS.make_linear(world.weights.plain, torch.zeros(3)), None, ())
     matrix = weights.weight
     assert isinstance(matrix, PanelMatrix)
