@@ -75,7 +75,7 @@ class Tokenizers:
     async def find(self, adapter: Resolved) -> TextTokenizer:
         """Return the adapter's tokenizer, or the base model's if the adapter has no tokenizer files."""
         files = find_tokenizer_files(adapter)
-        return self.base if files is None else self._adapters.recall(files) or await self._load_once(files)
+        return self.base if files is None else self._adapters.get_cached(files) or await self._load_once(files)
 
     async def encode(
         self, tokenizer: TextTokenizer, text: str, add_special_tokens: bool, truncate: int | None = None
@@ -152,10 +152,10 @@ class Tokenizers:
 
     async def _load(self, files: TokenizerFolder) -> TextTokenizer:
         # Looking for a shared vocabulary only reads files, so a slow tokenizer must not delay it.
-        shared = await self._file_threads.run(partial(self._adapters.share, files))
+        shared = await self._file_threads.run(partial(self._adapters.load_shared, files))
         if shared is not None:
             return shared
-        return await self._adapter_threads.run(partial(self._adapters.build, files))
+        return await self._adapter_threads.run(partial(self._adapters.load_own, files))
 
 
 def _run_and_trim_malloc(work: Callable[[], _T]) -> _T:

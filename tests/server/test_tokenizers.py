@@ -375,13 +375,13 @@ def test_close_does_not_wait_for_stuck_threads(
 @pytest.mark.parametrize(
     ("file", "content", "expected"),
     [
-        ("tokenizer.json", b"{", "cannot be used: tokenizer.json: is not a tokenizer"),
+        ("tokenizer.json", b"{", "cannot be used: tokenizer.json: not a valid tokenizer"),
         ("tokenizer_config.json", b"[]", "cannot be used: tokenizer_config.json: is invalid"),
         ("chat_template.jinja", b"\xff", "cannot be used: chat_template.jinja: is not UTF-8"),
         (
             "added_tokens.json",
             b'{"<x>": 900}',
-            "its tokenizer cannot be converted: OSError: no 'config.json' of model </s> in",
+            "the tokenizer cannot be converted: OSError: no 'config.json' of model </s> in",
         ),
     ],
 )

@@ -82,7 +82,7 @@ async def prepare(
     if output_format is not None:
         if tools is not None:
             structure = await asyncio.to_thread(output_format.build_grammar, model.tokenizer, prompt, structure)
-        model = model._replace(tokenizer=model.tokenizer.showing(output_format.markers))
+        model = model._replace(tokenizer=model.tokenizer.with_visible_tokens(output_format.markers))
     options = replace(options, structure=structure)
     return PreparedChat(await context.prepare(model, prompt, options), prompt, output_format)
 

@@ -115,7 +115,7 @@ async def _locate_prompt(
         return _PromptCompletions(generations)
     tokenizers = service.tokenizers
     if isinstance(prompt, str):
-        text, locate = prompt, partial(tokenizer.locate, prompt, body.add_special_tokens is not False)
+        text, locate = prompt, partial(tokenizer.find_token_starts, prompt, body.add_special_tokens is not False)
     else:
         text = await tokenizers.decode(tokenizer, prompt)
         locate = partial(find_token_offsets, tokenizer.detokenizer, prompt)

@@ -31,7 +31,7 @@ from lorax_server.server.schemas.lorax import (
 from lorax_server.server.schemas.openai import Model, ModelList
 from lorax_server.server.service import Service
 from lorax_server.server.telemetry.metrics import Metrics
-from lorax_server.text.tokenizer import Piece
+from lorax_server.text.tokenizer import TokenSpan
 from lorax_server.types import Request as EngineRequest
 from lorax_server.types import SamplingParams, StopParams
 
@@ -174,7 +174,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
             return json_response({"text": await service.tokenizers.decode(tokenizer, body.ids, skip_special)})
 
 
-def encode_pieces(pieces: Sequence[Piece]) -> Response:
+def encode_pieces(pieces: Sequence[TokenSpan]) -> Response:
     """Encode token pieces as JSON in batches, because one large call would hold the GIL for too long."""
     batches = (pieces[start : start + ENCODE_BATCH_TOKENS] for start in range(0, len(pieces), ENCODE_BATCH_TOKENS))
     written = [msgspec.json.encode([piece._asdict() for piece in batch])[1:-1] for batch in batches]

@@ -1,4 +1,4 @@
-"""`ChangeReplicator` during loads and engine restarts. `tests/scale/test_pair.py` uses real servers."""
+"""`ChangeReplicator` during loads and engine restarts. `tests/scale/test_two_servers.py` uses real servers."""
 
 import asyncio
 from types import SimpleNamespace

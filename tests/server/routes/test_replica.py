@@ -1,4 +1,4 @@
-"""Replica access control and the actor routes. `tests/scale/test_pair.py` uses real servers."""
+"""Replica access control and the actor routes. `tests/scale/test_two_servers.py` uses real servers."""
 
 import asyncio
 import json

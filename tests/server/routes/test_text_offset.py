@@ -136,7 +136,7 @@ def test_locate_and_locate_tokens_agree(kind: str) -> None:
         ids = tokenizer.encode(text)
         if tokenizer.decode(ids) == text and not text.startswith(" ") and ids:
             found = find_token_offsets(tokenizer.detokenizer, ids)
-            assert tokenizer.locate(text) == found
+            assert tokenizer.find_token_starts(text) == found
             assert all(before <= after for before, after in pairwise(found))
             compared += 1
     assert compared > 5
@@ -145,6 +145,6 @@ def test_locate_and_locate_tokens_agree(kind: str) -> None:
 def test_offsets_of_lossy_tokenizer_stay_within_text() -> None:
     tokenizer = with_special_tokens("word-piece")
     for text in random_texts(100, seed=6):
-        starts = tokenizer.locate(text)
+        starts = tokenizer.find_token_starts(text)
         assert starts == sorted(starts)
         assert all(0 <= start <= len(text) for start in starts)
