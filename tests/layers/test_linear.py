@@ -72,7 +72,7 @@ def place(parts: Sequence[torch.Tensor], shards: Sequence[Shard]) -> torch.Tenso
 def test_column_shards_concatenate_to_full_output(ranks: int, bias: bool, fan_in_fan_out: bool) -> None:
     weight, added, x = normal(24, INPUTS, seed=1), normal(24, seed=2), normal(5, INPUTS, seed=3)
     tensors = {"fc.weight": weight.t().contiguous() if fan_in_fan_out else weight, "fc.bias": added}
-    # Three fused parts, each cut on its own.
+    # Three fused matrices, sharded separately.
     shards = [shard_units(FakeGroup(rank, ranks), [(4, 2)] * 3, "heads") for rank in range(ranks)]
     parts = []
     for rank, shard in enumerate(shards):

@@ -181,7 +181,7 @@ def test_partial_rope_matches_transformers(scaling: dict[str, Any], rotary_pct: 
     check_angles(load_rotary(config, 32, CPU, partial=True)(at(positions)), positions, theirs, 1.0)
 
 
-# --- a sequence's angles are its own
+# --- independence of other sequences
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
@@ -194,7 +194,7 @@ def test_angles_do_not_depend_on_other_sequences(scaling: str) -> None:
     for row, length in enumerate(lengths):
         own = slice(2 * row, 2 * row + 2)
         torch.testing.assert_close((cos[own], sin[own]), alone[length], rtol=0, atol=0)
-    # The last and the first differ, or the test would say nothing.
+    # The first and last must differ, otherwise the test is meaningless.
     assert not torch.allclose(cos[0], cos[8], atol=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""Random operations on batches: every request gets what it gets alone.
+"""Random batch operations do not change the output of any request.
 
 Requests come in alone or together, batches step, lose requests, change their order and are joined, all at random; a
 finished request may stay for a while. Each answer is compared with the request's own run in a batch of one, and if it

@@ -193,7 +193,7 @@ def test_stop_token_stops_request_and_may_be_excluded(lm: CausalLM) -> None:
         ({"stop_sequences": ["de"], "min_new_tokens": 4}, "bcdefgh", 8),
         ({"stop_sequences": ["gh", "ghi"]}, "bcdefgh", 7),
         ({"stop_sequences": ["ab"]}, "bcdefgh", 8),  # the prompt is not looked at
-        ({"stop_sequences": ["ghx"], "exclude_stop": True}, "bcdefgh", 8),  # held back, and shown in the end
+        ({"stop_sequences": ["ghx"], "exclude_stop": True}, "bcdefgh", 8),  # held back and emitted at the end
     ],
 )
 def test_stop_strings_across_tokens(

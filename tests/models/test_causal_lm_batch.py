@@ -425,7 +425,7 @@ def test_batch_before_first_step_cannot_merge(lm: CausalLM) -> None:
     started = Driver(lm).start(request(9))
     with pytest.raises(ValueError, match="first step"):
         CausalLMBatch.concatenate([started, three(lm)])
-    assert started.past_key_values is not None  # and the other can go on
+    assert started.past_key_values is not None  # the other batch is still usable
 
 
 def test_duplicate_request_ids_cannot_merge(lm: CausalLM) -> None:

@@ -227,7 +227,7 @@ def test_random_operations_equal_plain_copies(data: st.DataObject) -> None:
             kept = list(range(first, first + count)) if action == "run" else draw(st.permutations(range(rows)))[:count]
             length = draw(st.integers(0, columns))
             held[i] = (select_rows(past, kept, length), reference_select(expected, kept, length))
-        assert all(same(*both) for both in held)  # also pasts that nothing was done to
+        assert all(same(*both) for both in held)  # includes unchanged caches
 
 
 # --- At the edge to transformers --------------------------------------------------------------------------------------

@@ -344,7 +344,7 @@ def test_transformers_validation_error_is_reported(
 
 
 def test_odd_rotary_dim_is_rejected(edited: Callable[..., Path]) -> None:
-    """Refuse it in transformers or, if an older version lets it through, in our code."""
+    """Either transformers or this server rejects it, depending on the transformers version."""
     with pytest.raises(ConfigError, match="head_dim"):
         get_model(ModelConfig(edited(head_dim=7)))
 

@@ -143,7 +143,7 @@ STATEFUL: dict[str, Callable[[], Any]] = {
     "rwkv": lambda: t.RwkvConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, eos_token_id=EOS_ID),
 }
 
-# Models that cannot be padded, see the future, or keep nothing.
+# Models without padding support, causal attention or a KV cache.
 UNFIT: dict[str, Callable[[], Any]] = {
     "bart": lambda: t.BartConfig(
         vocab_size=VOCAB,

@@ -212,7 +212,7 @@ OTHER_VARIANTS = {
         off=rope("default"),
     ),
 }
-# Those of these are stored less one.
+# These models store norm weights minus one.
 OTHER_VARIANTS |= {
     n: replace(v, norm_mean=0.0) for n, v in OTHER_VARIANTS.items() if n.startswith(("gemma", "nemotron"))
 }

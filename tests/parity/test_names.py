@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 IDS = [5, 9, 33, 60, 7, 7, 81, 12]
 
 
-# Fields of today with None, and those of before instead.
+# New fields are None, and legacy fields are set.
 LONGROPE = {"type": "longrope", "short_factor": LONG["short_factor"], "long_factor": LONG["long_factor"]}
 OLD_CONFIGS: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": None, "n_embed": 32, "n_head": None, "num_attention_heads": 4},

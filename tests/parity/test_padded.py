@@ -1,4 +1,4 @@
-"""The padded classes of the seeds against transformers, and against their own paged form."""
+"""The padded seed contract classes compared with transformers and with the paged models."""
 
 from typing import Any
 

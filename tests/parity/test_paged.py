@@ -76,7 +76,7 @@ def test_parity_fails_when_feature_is_disabled(name: str, pair: Pair, device: to
     try:
         model = build_model(config, make_weights(tensors, device))
     except WeightsError:
-        return  # refused: the checkpoint lacks tensors that the config asks for
+        return  # rejected: the checkpoint lacks tensors that the config requires
     driver = PagedDriver(model)
     seq = driver.add(prompt_length=PROMPT)
     feeds = [ids[:PROMPT], *([token] for token in ids[PROMPT:])]
@@ -124,7 +124,7 @@ def test_batch_equals_single_sequences(pair: Pair) -> None:
 
 @pytest.mark.parametrize("name", slow_except(QUICK, LENGTH_DEPENDENT), scope="module")
 def test_long_sequence_does_not_change_angles_of_others(pair: Pair) -> None:
-    """A long neighbour in the batch leaves a short sequence with the angles of its own length."""
+    """A long sequence in the batch does not change the angles of a short sequence."""
     short, long = random_ids(10, seed=1), random_ids(60, seed=2)
     driver = pair.driver()
     seqs = [driver.add(prompt_length=10), driver.add(prompt_length=60)]

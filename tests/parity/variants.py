@@ -87,7 +87,7 @@ VARIANTS: dict[str, Variant] = {
         GPT2 | {"scale_attn_by_inverse_layer_idx": True},
         off={"scale_attn_by_inverse_layer_idx": False},
     ),
-    # In float32 there is nothing to upcast: test_details.py has the half precision in which it matters.
+    # In float32, upcasting has no effect: test_details.py has the half precision in which it matters.
     "gpt2-reorder-and-upcast": Variant(
         GPT2Config, GPT2 | {"reorder_and_upcast_attn": True}, off={"layer_norm_epsilon": 0.5}
     ),

@@ -349,14 +349,14 @@ def probabilities_of(params: SamplingParams) -> np.ndarray:
 
 
 def is_drawn_from(tokens: np.ndarray, probabilities: np.ndarray) -> bool:
-    """Test by Pearson's method; one honest sample in a thousand fails."""
+    """Run Pearson's chi-squared test with a false positive rate of 1e-3."""
     counts = np.bincount(tokens, minlength=len(probabilities))
     if counts[probabilities == 0].any():
         return False
     possible = probabilities > 0
     counts, expected = counts[possible], probabilities[possible] * len(tokens)
     rare = expected < 5
-    if rare.any():  # too rare by themselves
+    if rare.any():  # merge rare outcomes
         counts = np.append(counts[~rare], counts[rare].sum())
         expected = np.append(expected[~rare], expected[rare].sum())
     freedom = len(counts) - 1
@@ -533,7 +533,7 @@ def test_nan_logits_give_token_with_nan_logprob(kind: str, params: SamplingParam
         assert all(0 <= token < 57 for token in found.alternatives.by_row()[1].token_ids)
 
 
-# --- Ends that come too early
+# --- Minimum number of tokens
 
 
 @pytest.mark.parametrize("num_generated", range(6))
@@ -639,7 +639,7 @@ def test_sampler_does_not_synchronize_with_gpu() -> None:
     logits = torch.randn(rows, vocab, device="cuda")
     sampler(logits, history)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this mode does not see everything
+        warnings.simplefilter("ignore")  # this mode does not detect all synchronizations
         torch.cuda.set_sync_debug_mode("error")
         try:
             sampler(logits, history)

@@ -29,7 +29,7 @@ class FakeEvent:
 class FakeCopyStream(CopyStream):
     """Copies as late as possible, so that a buffer that is reused too early is detected."""
 
-    is_free: bool = True  # copies need no leave
+    is_free: bool = True  # copies run immediately
     fails_at: int | None = None  # the number of the copy that fails
     num_done: int = 0
     num_begun: int = 0

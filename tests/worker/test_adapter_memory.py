@@ -299,7 +299,7 @@ def test_step_in_flight_sees_old_table() -> None:
         torch.cuda.synchronize()
         before = memory.arena.table[1].clone(), memory.arena.scales[1].clone()
         torch.cuda._sleep(BUSY_CYCLES)
-        seen = memory.arena.table[1].clone(), memory.arena.scales[1].clone()  # by a step that has not begun yet
+        seen = memory.arena.table[1].clone(), memory.arena.scales[1].clone()  # a later step
         memory.unload(1)
         memory.load(1, new, 40)
         memory.move(1, 40, 30)

@@ -105,7 +105,7 @@ def test_wait_for_blocks_host_until_copy_is_submitted(make: Make) -> None:
     lane.finish(2)
     wait_until(lambda: copy_handle.is_done)
     copier.wait_for(copy_handle)
-    assert lane.waits == [3]  # there is nothing to wait for
+    assert lane.waits == [3]  # returns immediately
 
 
 @pytest.mark.parametrize("fails_at", [1, 3])
@@ -149,7 +149,7 @@ BUSY_CYCLES = 1_000_000_000  # cycles: about half a second
 @pytest.mark.gpu
 def test_many_copies_through_small_buffers(make: Make) -> None:
     copier = make(CopyStream(torch.device("cuda")), 3, 2**16)
-    sources = [draw(1 + 20011 * i, i) for i in range(40)]  # of pieces that do not divide
+    sources = [draw(1 + 20011 * i, i) for i in range(40)]  # sizes are not multiples of the buffer size
     targets = [torch.zeros(len(source), dtype=torch.bfloat16, device="cuda") for source in sources]
     copier.wait_for_caller_stream()
     copy_handles = [copier.start(*pair) for pair in zip(targets, sources, strict=True)]
@@ -164,7 +164,7 @@ def test_copy_waits_for_caller_stream(make: Make) -> None:
     source, target = draw(100_000, 1), torch.zeros(100_000, dtype=torch.bfloat16, device="cuda")
     torch.cuda.synchronize()
     torch.cuda._sleep(BUSY_CYCLES)
-    seen = target.clone()  # by a step that has not begun yet
+    seen = target.clone()  # a later step
     copier.wait_for_caller_stream()
     copy_handle = copier.start(target, source)
     assert not copy_handle.is_done

@@ -115,7 +115,7 @@ def make_mixed_host_adapters(model: PagedCausalLM) -> list[HostAdapter]:
 def test_cpu_graphs_match_eager_steps_bitwise(name: str) -> None:
     """Rows join and leave, adapters come and go, sequences reach the greatest length.
 
-    All rows are greedy: a program ends with hidden states, what is drawn from them is none of a variant's concern.
+    All rows are greedy, because sampling is not part of the graph.
     """
     model = make_model(name, CPU)
     recorded = run_crowd(model, make_hosts(model), seed=125, steps=32, sampling=False)
@@ -283,7 +283,7 @@ def test_forced_tokens_are_not_split_without_graphs() -> None:
     assert rig.runner._layout.counts == [5, 2]
 
 
-# --- What has programs, and what they take ----------------------------------------------------------------------------
+# --- Availability and memory of CPU graphs ----------------------------------------------------------------------------
 
 
 def test_unrecordable_model_runs_without_graphs(caplog: pytest.LogCaptureFixture) -> None:

@@ -64,7 +64,7 @@ class Traffic:
     most: int
     num_hosts: int
     seed: int
-    leave: float = 0.04  # the chance of a sequence to end before its time
+    leave: float = 0.04  # probability that a sequence is canceled
     vocab_size: int = 90
     step: int = 0
     running: list[Running] = field(default_factory=list)

@@ -348,7 +348,7 @@ def test_masked_rows_sample_allowed_tokens(lm: CausalLM) -> None:
     words = np.zeros((2, -(-lm.vocab_size // 32)), np.int32)
     words[0, 1] = 1 << 5  # token 37 alone
     words[1] = -1
-    words[1, free[0] // 32] &= ~(1 << free[0] % 32)  # any but the one that it would choose
+    words[1, free[0] // 32] &= ~(1 << free[0] % 32)  # all tokens except the unmasked choice
     result = runner.collect(runner.mask(ticket, StepMasks(np.array([2, 0]), [*words])))
     other, chosen, forced = result.token_ids
     assert forced == 37
@@ -390,7 +390,7 @@ def test_step_runs_one_decode_and_one_prefill_forward(lm: CausalLM, monkeypatch:
 
 def test_alternatives_are_returned_only_on_request(lm: CausalLM, oracle: Any) -> None:
     """Request alternatives while sequences join, together with other sequences, in plans of any order."""
-    counts = [0, 3, 0, 1, 400]  # the last asks for more than there are
+    counts = [0, 3, 0, 1, 400]  # the last request exceeds the vocabulary
     for seed in range(5):
         engine = Engine(lm, seed)
         sequences = [
@@ -426,7 +426,7 @@ def test_running_sequence_reports_no_prompt_logprobs(lm: CausalLM) -> None:
     assert runner.collect(runner.submit(make_plan(1, [3], [5], [1], asks=[True]))).prompt_logprobs == [[]]
 
 
-# --- Ends, which are not decided here ---------------------------------------------------------------------------------
+# --- Stop conditions, which the engine handles ---------------------------------------------------------------------------------
 
 
 def test_runner_ignores_eos_and_stop_strings(lm: CausalLM) -> None:

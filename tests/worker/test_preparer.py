@@ -305,7 +305,7 @@ def test_missing_changed_or_truncated_files_fail(
     assert isinstance(failed.error, AdapterError)
     assert message in str(failed.error)
     assert (failed.units, failed.num_bytes) == (0, 0)
-    assert failed.error.__traceback__ is None  # a traceback would keep all that was read
+    assert failed.error.__traceback__ is None  # a traceback would keep the tensors alive
     assert fine.error is None
     assert list(preparer._ready) == [other.identity]
 

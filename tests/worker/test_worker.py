@@ -123,7 +123,7 @@ def test_preparer_resumes_only_while_collect_waits(monkeypatch: pytest.MonkeyPat
     worker.collect()
     worker.submit(make_plan(3))
     worker.collect()
-    worker.collect()  # nothing is under way after it
+    worker.collect()  # no step is in flight afterwards
     turns = ["submit", "submit", "resume", "pause", "submit", "resume", "pause", "resume"]
     assert [name for name, *_ in record.calls if name in turns] == turns
 

@@ -103,7 +103,7 @@ class Case:
 
     def write(self, folder: Path) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT explains what it is doing
+            warnings.simplefilter("ignore")  # PEFT logs warnings here
             (self.make or train_and_save)(self.base_model(), self, folder)
 
     def oracle(self, folder: Path) -> Any:
@@ -364,7 +364,7 @@ CASES = {
         },
         vocab=VOCAB + 3,
     ),
-    # Ranks that divide nothing, and large ones.
+    # Ranks that are not multiples of any tile size, and large ranks.
     **{f"rank-{rank}": Case("LoRA", "llama-gqa", {"r": rank, "lora_alpha": 3}) for rank in (1, 7, 33, 128, 512)},
 }
 # The other architectures, each with the special cases of its matrices.
@@ -454,7 +454,7 @@ CASES["gpt2-saved-norms-bias-all"] = Case(
 )
 CASES["gpt2-untied-saved"] = Case("modules_to_save: head", "gpt2-untied-head", {"modules_to_save": ["lm_head"]})
 CASES["neox-saved-norms"] = Case("modules_to_save: norms", "neox-parallel", {"modules_to_save": ["final_layer_norm"]})
-# PEFT's other methods, and what is replaced as a whole.
+# PEFT's other methods, and `modules_to_save`.
 KASA = {"kasa_config": KasaConfig(), "r": 4}
 GATED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES |= {

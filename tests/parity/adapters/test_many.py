@@ -120,14 +120,14 @@ def test_many_adapters_with_evictions(tmp_path: Path, device: torch.device) -> N
     first_seen: dict[int, torch.Tensor] = {}
     worst = 0.0
     for _ in range(-(-NUM_USES // ROWS)):
-        # Some adapters are in demand, as they are in life; most are seldom asked for.
+        # A few popular adapters, and many that are rarely used.
         adapters = [min(int(chooser.paretovariate(0.25)), NUM_ADAPTERS) - 1 for _ in range(ROWS)]
         indices = residency.use(adapters)
         driver = PagedDriver(model)
         feeds = [(driver.add(indices[adapter], 4), prompts[adapter]) for adapter in adapters]
         for adapter, logits in zip(adapters, driver.forward(feeds, residency.memory.arena), strict=True):
             worst = max(worst, float((first_seen.setdefault(adapter, logits) - logits).abs().max()))
-    assert worst < 1e-4  # whatever its neighbours, wherever it lay: always the same answer
+    assert worst < 1e-4  # logits must not depend on the batch or on the adapter's units
     assert residency.loads > 1000
     assert residency.moves > 10
     assert residency.most_units <= budget

@@ -101,7 +101,7 @@ def test_recomputation_is_detected_by_counts(zoo: Zoo, monkeypatch: pytest.Monke
     tokens_anew, expected = one_joins_after_another(lm)
     assert tokens_anew == tokens
     assert counted.shapes != expected
-    assert len(counted.shapes) == len(expected)  # as many forwards: only their sizes tell
+    assert len(counted.shapes) == len(expected)  # the number of forwards is equal, only their sizes differ
 
 
 def without_padding(batches: Sequence[CausalLMBatch], join: Callable[..., CausalLMBatch]) -> CausalLMBatch:

@@ -48,7 +48,7 @@ def _keep(batch: CausalLMBatch, request_ids: list[int]) -> CausalLMBatch:
 
 
 def check(answer: RequestOutput, expected: Sequence[int]) -> int:
-    """Compare an answer with the expected tokens and return the number compared."""
+    """Compare the output with the expected tokens. Return the number of compared tokens."""
     compared = min(len(answer.token_ids), len(expected))
     assert answer.token_ids[:compared] == list(expected[:compared])
     return compared
