@@ -190,7 +190,7 @@ def test_gpu_detection_does_not_import_torch(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_device_probe_code(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(cli.PROBE)
+    exec(cli.DEVICE_PROBE_CODE)
     assert (capsys.readouterr().out == "cuda\n") == torch.cuda.is_available()
 
 

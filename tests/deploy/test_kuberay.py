@@ -8,7 +8,7 @@ from kubernetes_validate import ValidationError, validate
 from ray.serve.schema import ServeDeploySchema
 
 from lorax_server.cli.flags import FLAGS
-from lorax_server.cli.lorax_flags import TOKENS
+from lorax_server.cli.lorax_flags import TOKEN_VARIABLES
 from lorax_server.cli.settings import parse
 from lorax_server.scale.ray_app import build, read_arguments
 from tests.deploy.dockerfile import ROOT, read_stages, values, whole
@@ -86,7 +86,7 @@ def test_replica_resources_fit_workers() -> None:
 
 
 def test_secrets_and_permissions_match_other_variants() -> None:
-    known = {name for flag in FLAGS for name in flag.variables} | set(TOKENS)
+    known = {name for flag in FLAGS for name in flag.variables} | set(TOKEN_VARIABLES)
     assert {one["name"] for one in container("workers")["env"]} <= known
     references = [one["valueFrom"]["secretKeyRef"] for one in container("workers")["env"] if "valueFrom" in one]
     assert {one["name"] for one in references} == {"lorax-keys"}

@@ -9,7 +9,7 @@ import yaml
 from kubernetes_validate import ValidationError, validate
 
 from lorax_server.cli.flags import FLAGS
-from lorax_server.cli.lorax_flags import TOKENS
+from lorax_server.cli.lorax_flags import TOKEN_VARIABLES
 from lorax_server.cli.settings import ParsedSettings, parse
 from lorax_server.server.app import make_app
 from tests.deploy.dockerfile import ROOT, read_stages, values, whole, words
@@ -88,7 +88,7 @@ def test_manifest_flags_and_variables_exist(variant: str) -> None:
     assert config.admin_key == "secret"
     assert config.json_logs
     assert parsed.token == "secret"
-    known = {name for flag in FLAGS for name in flag.variables} | set(TOKENS) | OTHERS
+    known = {name for flag in FLAGS for name in flag.variables} | set(TOKEN_VARIABLES) | OTHERS
     assert {one["name"] for one in container(variant)["env"]} <= known
     assert container(variant)["image"] == f"lorax:{IMAGES[variant]}"
 

@@ -28,7 +28,7 @@ from lorax_server.types import AdapterRef, EngineStatus, Merge, Output, Request,
 from tests.builders import CPU
 from tests.parity.adapters.served import open_adapter
 from tests.parity.oracle import oracle_greedy
-from tests.parity.test_engine import NEW_TOKENS, WHO, make_prompts, write_adapter
+from tests.parity.test_engine import ADAPTER_OF_REQUEST, NEW_TOKENS, make_prompts, write_adapter
 from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
 ARCHITECTURES = {
@@ -79,7 +79,7 @@ def adapter_units(name: str, folder: Path, ranks: int) -> list[int]:
     tensors = checkpoint(name, make_oracle(name))
     targets = collect_adapter_targets(build_model(VARIANTS[name].config(), make_weights(tensors, CPU, group)))
     adapters = [open_adapter(folder / f"rank-{rank}", targets) for rank in RANKS]
-    return [prepare(adapter, targets, torch.float32, group).adapter_units for adapter in adapters]
+    return [prepare(adapter, targets, torch.float32, group).units for adapter in adapters]
 
 
 @asynccontextmanager
@@ -133,7 +133,9 @@ def check_concurrent_requests(config: EngineConfig, oracles: list[Any]) -> Engin
             os.kill(engine_pid(client), signal.SIGSTOP)
             try:
                 for i, prompt in enumerate(prompts):
-                    tasks.append(asyncio.create_task(ask(client, prompt, adapter_identity=identities[WHO[i]])))
+                    tasks.append(
+                        asyncio.create_task(ask(client, prompt, adapter_identity=identities[ADAPTER_OF_REQUEST[i]]))
+                    )
                     tasks.append(asyncio.create_task(ask_and_leave(client, prompt, chance.randrange(5))))
                     await asyncio.sleep(chance.choice([0, 0, 0.005]))
                     if i == len(prompts) // 2:
@@ -146,7 +148,7 @@ def check_concurrent_requests(config: EngineConfig, oracles: list[Any]) -> Engin
     answers, status = asyncio.run(crowd())
     tensors, compared = dict(oracles[0].state_dict()), 0
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        expected = oracle_greedy(oracles[WHO[i]], prompt, NEW_TOKENS, tensors)
+        expected = oracle_greedy(oracles[ADAPTER_OF_REQUEST[i]], prompt, NEW_TOKENS, tensors)
         assert [output.tokens[0].token_id for output in answer][: len(expected)] == expected
         compared += len(expected)
     assert compared > 100
@@ -192,7 +194,7 @@ def test_sampling_depends_only_on_request(ranks: int, tmp_path: Path) -> None:
         async with started(make_config(tmp_path, ranks=ranks)) as client:
 
             async def draw(i: int) -> list[int]:
-                adapter = f"rank-{RANKS[WHO[i] - 1]}" if WHO[i] else None
+                adapter = f"rank-{RANKS[ADAPTER_OF_REQUEST[i] - 1]}" if ADAPTER_OF_REQUEST[i] else None
                 sampling = SamplingParams(do_sample=True, temperature=0.9, top_p=0.9, seed=i)
                 answer = await ask(client, prompts[i], adapter, sampling=sampling)
                 return [output.tokens[0].token_id for output in answer]

@@ -18,7 +18,7 @@ from tests.adapters.sources.server import Request
 from tests.e2e.streaming_client import wait_for
 from tests.scale.cluster import ADMIN, SECRET, generate, send
 from tests.scale.servers import HUB_TOKEN, LIMIT, LIMITED, Pair, following, listed, starting_pair
-from tests.scale.test_ingress import Chosen
+from tests.scale.test_ingress import FakeHandle
 
 pytestmark = pytest.mark.slow  # test_ingress.py and test_server_process.py have fast tests
 LOAD, UNLOAD = "/v1/adapters/load", "/v1/adapters/unload"
@@ -249,7 +249,7 @@ async def ask(pair: Pair, body: dict[str, Any], key: str = ADMIN) -> int:
     order = ReplicaChooser()
     order.set_replicas(("a", "b"))
     first, second = order.rank(hash_name(body["parameters"]["adapter_id"]))
-    chosen = Chosen({first: pair.ports[1], second: pair.ports[0]})
+    chosen = FakeHandle({first: pair.ports[1], second: pair.ports[0]})
     ingress = module.Ingress(chosen, "app", ["lorax-demo"], 10**6, body_timeout_s=30.0)
     sent: list[Any] = []
 
