@@ -15,7 +15,16 @@ from lorax_server.worker import inputs, runner
 from lorax_server.worker.runner import PagedRunner
 from lorax_server.worker.worker import Worker
 from tests.grids import slow_except
-from tests.parity.test_engine import NEW_TOKENS, NUM_BLOCKS, WHO, Crowd, Models, make_engine, make_models, make_prompts
+from tests.parity.test_engine import (
+    ADAPTER_OF_REQUEST,
+    NEW_TOKENS,
+    NUM_BLOCKS,
+    Crowd,
+    Models,
+    make_engine,
+    make_models,
+    make_prompts,
+)
 
 MAX_NUM_SEQS = 4
 
@@ -59,7 +68,7 @@ def run_all(models: Models, engine: Engine) -> DisturbedCrowd:
     crowd = DisturbedCrowd(engine, models.folders)
     for i, prompt in enumerate(make_prompts()):
         more: dict[str, Any] = {"prompt_logprobs": True} if i % 5 == 0 else {}
-        crowd.add(i, prompt, adapter=WHO[i], sampling=drawn if i % 3 == 0 else SamplingParams(), **more)
+        crowd.add(i, prompt, adapter=ADAPTER_OF_REQUEST[i], sampling=drawn if i % 3 == 0 else SamplingParams(), **more)
     status = crowd.finish()
     assert status.free_blocks == NUM_BLOCKS
     assert len(engine._scheduler._free_slots) == MAX_NUM_SEQS
@@ -77,11 +86,11 @@ def test_out_of_memory_does_not_change_other_requests(
     # Whenever adapters come, some answers have all of their steps between two that fail.
     disturb(monkeypatch, place, lambda step, _: step % (NEW_TOKENS + 4) == 1)
     crowd = run_all(models, make_engine(models, depth))
-    assert 0 < len(crowd.failures) < len(WHO)
+    assert 0 < len(crowd.failures) < len(ADAPTER_OF_REQUEST)
     for failure in crowd.failures.values():
         assert failure.to_error().status == 503
         assert "not enough device memory for this request" in failure.message
-    for i in set(range(len(WHO))) - set(crowd.failures):
+    for i in set(range(len(ADAPTER_OF_REQUEST))) - set(crowd.failures):
         assert crowd.tokens(i) == undisturbed.tokens(i)
         for output, other in zip(crowd.answers[i], undisturbed.answers[i], strict=True):
             assert output.tokens[0].logprob == pytest.approx(other.tokens[0].logprob, abs=1e-5)
@@ -105,7 +114,7 @@ def test_out_of_memory_at_any_allocation_leaves_no_stale_state(
             return whole(*args)
 
         monkeypatch.setattr(module, name, may_fail)
-    attempt = Worker._try
+    attempt = Worker._try_run
 
     def try_and_watch(worker: Worker, work: Callable[[], None]) -> bool:
         trying[0] = True
@@ -114,9 +123,9 @@ def test_out_of_memory_at_any_allocation_leaves_no_stale_state(
         finally:
             trying[0] = False
 
-    monkeypatch.setattr(Worker, "_try", try_and_watch)
+    monkeypatch.setattr(Worker, "_try_run", try_and_watch)
     crowd = run_all(models, make_engine(models))
-    for i in set(range(len(WHO))) - set(crowd.failures):
+    for i in set(range(len(ADAPTER_OF_REQUEST))) - set(crowd.failures):
         assert crowd.tokens(i) == undisturbed.tokens(i)
 
 
@@ -128,4 +137,6 @@ def test_retry_after_out_of_memory_succeeds(
     disturb(monkeypatch, "_forward", lambda _, number: number == 1)
     crowd = run_all(models, make_engine(models))
     assert not crowd.failures
-    assert [crowd.tokens(i) for i in range(len(WHO))] == [undisturbed.tokens(i) for i in range(len(WHO))]
+    assert [crowd.tokens(i) for i in range(len(ADAPTER_OF_REQUEST))] == [
+        undisturbed.tokens(i) for i in range(len(ADAPTER_OF_REQUEST))
+    ]

@@ -426,7 +426,7 @@ def test_running_sequence_reports_no_prompt_logprobs(lm: CausalLM) -> None:
     assert runner.collect(runner.submit(make_plan(1, [3], [5], [1], asks=[True]))).prompt_logprobs == [[]]
 
 
-# --- Stop conditions, which the engine handles ---------------------------------------------------------------------------------
+# --- Stop conditions, which the engine handles ------------------------------------------------------------------------
 
 
 def test_runner_ignores_eos_and_stop_strings(lm: CausalLM) -> None:
