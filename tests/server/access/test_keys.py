@@ -314,17 +314,17 @@ def test_keys_file_with_admins_only_requires_keys(tmp_path: Path) -> None:
         (f"[keys.a]\nkey = '{SECRET}'\nrequests_per_minute = 1.5", r"'a': .*\$\.requests_per_minute"),
         (f"[keys.a]\nkey = '{SECRET}'\ntokens_per_minute = -1", r"'a': .*\$\.tokens_per_minute"),
         (f"[keys.a]\nkey = '{SECRET}'\ngroup = ''", "'a': group must have"),
-        (f"[keys.a]\nkey = '{SECRET}'\ngroup = 'a\x07'", "not TOML"),
+        (f"[keys.a]\nkey = '{SECRET}'\ngroup = 'a\x07'", "invalid TOML"),
         (f'[keys.a]\nkey = "{SECRET}"\ngroup = "a\\u0007"', "'a': group must have"),
         (f"[keys.a]\nkey = '{SECRET}'\ngroup = ['team']", r"'a': .*\$\.group"),
         (f"[keys.a]\nkey = '{SECRET}'\nweight = 0", "'a': weight"),
         (f"[keys.a]\nkey = '{SECRET}'\nweight = nan", "'a': weight"),
         (f"[keys.a]\nkey = '{SECRET}'\nweight = inf", "'a': weight"),
-        (f"[keys.a]\nkey = '{SECRET}'\n[keys.b]\nsha256 = '{DIGEST}'", "'b' is the same as that of 'a'"),
-        (f"[keys.a]\nkey = '{SECRET}'\n[keys.a]\nkey = 'b'", "not TOML"),
-        (f"[keys.a]\nkey = {SECRET}", "not TOML.*line 2"),
-        (f"[keys.admin]\nkey = '{SECRET}'", "'admin' is taken"),
-        (f"[keys.key-1]\nkey = '{SECRET}'", "'key-1' is taken"),
+        (f"[keys.a]\nkey = '{SECRET}'\n[keys.b]\nsha256 = '{DIGEST}'", "'b' has the same secret as key 'a'"),
+        (f"[keys.a]\nkey = '{SECRET}'\n[keys.a]\nkey = 'b'", "invalid TOML"),
+        (f"[keys.a]\nkey = {SECRET}", "invalid TOML.*line 2"),
+        (f"[keys.admin]\nkey = '{SECRET}'", "'admin' is already used"),
+        (f"[keys.key-1]\nkey = '{SECRET}'", "'key-1' is already used"),
         (f"[keys.'']\nkey = '{SECRET}'", "the name must have"),
         (f'[keys."a\\nb"]\nkey = "{SECRET}"', "the name must have"),
         (f"[keys.{'a' * 65}]\nkey = '{SECRET}'", "the name must have"),
@@ -346,7 +346,7 @@ def test_invalid_keys_file_error_contains_no_secrets(tmp_path: Path, text: str, 
 def test_invalid_json_keys_file_is_rejected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "keys.json"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="not JSON"):
+    with pytest.raises(ConfigError, match="invalid JSON"):
         KeyRing(keys_file=path)
 
 
@@ -356,8 +356,8 @@ def test_unreadable_keys_file_is_rejected(tmp_path: Path) -> None:
     for name, said in (
         ("absent.toml", "No such file"),
         ("folder.toml", "directory"),
-        ("binary.toml", "not TOML"),
-        ("keys.yaml", "ends in .toml or .json"),
+        ("binary.toml", "invalid TOML"),
+        ("keys.yaml", "must end in .toml or .json"),
     ):
         with pytest.raises(ConfigError, match=said):
             KeyRing(keys_file=tmp_path / name)
@@ -372,7 +372,7 @@ def test_world_readable_plain_keys_cause_warning(tmp_path: Path, caplog: pytest.
         assert caplog.text == ""
         plain.chmod(0o644)
         KeyRing(keys_file=plain)
-    assert "chmod 600" in caplog.text
+    assert "chmod it to 600" in caplog.text
     assert SECRET not in caplog.text
 
 

@@ -173,7 +173,7 @@ def test_folder_named_like_base_model_is_not_listed(caplog: pytest.LogCaptureFix
     ],
 )
 def test_invalid_hub_name_is_rejected_without_lookup(model: str) -> None:
-    with pytest.raises(AdapterNotFoundError, match="does not exist; /v1/models lists"):
+    with pytest.raises(AdapterNotFoundError, match="does not exist; use a name from /v1/models"):
         make().select_model(model, None, None)
 
 

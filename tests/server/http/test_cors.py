@@ -60,7 +60,7 @@ def test_only_configured_headers_are_allowed() -> None:
     assert ask_before(cors, headers="authorization,content-type").status == 200
     refused = ask_before(cors)
     assert refused.status == 400
-    assert refused.message.endswith("because of its headers; the server's operator can allow it by --cors-allow-header")
+    assert refused.message.endswith("because of its headers; the server operator can allow it with --cors-allow-header")
 
 
 @pytest.mark.parametrize("path", [CHAT, "/generate"])
@@ -69,7 +69,7 @@ def test_preflight_rejection_uses_route_error_format(path: str, cors: CorsConfig
     refused = ask_before(cors, path=path)
     assert (refused.status, refused.headers["content-type"]) == (400, "application/json")
     assert "access-control-allow-origin" not in refused.headers
-    assert "its origin; the server's operator can allow it by --cors-allow-origin" in refused.message
+    assert "its origin; the server operator can allow it with --cors-allow-origin" in refused.message
     assert isinstance(refused.json["error"], dict) == (path == CHAT)
 
 
