@@ -99,10 +99,10 @@ class Loaded(AdapterTable):
 
     missing: set[str] = field(default_factory=set)
     wanted: set[str] = field(default_factory=set)
-    held: dict[str, int] = field(default_factory=dict)
+    acquired: dict[str, int] = field(default_factory=dict)
 
     requests: dict[str, int] = field(default_factory=dict)
-    begun: dict[str, int] = field(default_factory=dict)
+    started: dict[str, int] = field(default_factory=dict)
     merged: set[str] = field(default_factory=set)
     needs_step: bool = False
 
@@ -111,8 +111,8 @@ class Loaded(AdapterTable):
 
     def remove_request(self, identity: str, has_started: bool) -> None:
         self.requests[identity] -= 1
-        self.begun[identity] = self.begun.get(identity, 0) - has_started
-        assert 0 <= self.begun[identity] <= self.requests[identity]
+        self.started[identity] = self.started.get(identity, 0) - has_started
+        assert 0 <= self.started[identity] <= self.requests[identity]
 
     def is_merged(self, identity: str) -> bool:
         return identity in self.merged
@@ -121,8 +121,8 @@ class Loaded(AdapterTable):
         assert identity not in self.missing
         return VOCAB
 
-    def begin(self, identity: str) -> None:
-        self.begun[identity] = self.begun.get(identity, 0) + 1
+    def start_request(self, identity: str) -> None:
+        self.started[identity] = self.started.get(identity, 0) + 1
 
     def submit(self) -> tuple[AdapterOp, ...]:
         return ()
@@ -132,16 +132,16 @@ class Loaded(AdapterTable):
     def index_of(self, identity: str, has_started: bool) -> int | None:
         return None if identity in self.missing else int(identity or 0)
 
-    def bring(self, identity: str) -> None:
+    def ensure_loaded(self, identity: str) -> None:
         self.wanted.add(identity)
 
-    def hold(self, identity: str) -> None:
+    def acquire(self, identity: str) -> None:
         assert identity not in self.missing
-        self.held[identity] = self.held.get(identity, 0) + 1
+        self.acquired[identity] = self.acquired.get(identity, 0) + 1
 
     def release(self, identity: str) -> None:
-        self.held[identity] -= 1
-        assert self.held[identity] >= 0
+        self.acquired[identity] -= 1
+        assert self.acquired[identity] >= 0
 
 
 def make_request(request_id: int, prompt: list[int], max_new_tokens: int = 5, eos: bool = True, **more: Any) -> Request:
@@ -350,7 +350,7 @@ def test_abort_at_any_step(depth: int) -> None:
         assert engine.answers.get(aborted.request_id, []) == before
         check(engine, *(request for request in requests if request is not aborted))
         assert engine.pool.num_free == 8
-        assert not any(engine.adapters.held.values())
+        assert not any(engine.adapters.acquired.values())
 
 
 def test_abort_of_unknown_request_does_nothing() -> None:
@@ -912,7 +912,7 @@ def crowd(seed: int) -> Engine:
     check(engine, *(request for request in requests if request.request_id not in aborted))
     assert engine.pool.num_free == engine.pool.num_blocks
     assert all(plan.num_tokens <= limits.max_step_tokens for plan in engine.plans)
-    assert not any(engine.adapters.held.values())
+    assert not any(engine.adapters.acquired.values())
     return engine
 
 
@@ -960,7 +960,7 @@ class Machine(RuleBasedStateMachine):
         if adapter in adapters.missing:
             adapters.missing.remove(adapter)
             self.engine.scheduler.queues.adapter_arrived(adapter)
-        elif not adapters.held.get(adapter):
+        elif not adapters.acquired.get(adapter):
             adapters.missing.add(adapter)
 
     @rule(data=st.data())
@@ -988,7 +988,7 @@ class Machine(RuleBasedStateMachine):
         self.engine.finish(bound)
         check(self.engine, *(each for i, each in self.requests.items() if i not in self.aborted))
         assert self.engine.pool.num_free == self.engine.pool.num_blocks
-        assert not any(self.engine.adapters.held.values())
+        assert not any(self.engine.adapters.acquired.values())
 
 
 TestMachine = Machine.TestCase
