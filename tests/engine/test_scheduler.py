@@ -668,7 +668,7 @@ def test_grammar_tokens_exclude_finished_sequences() -> None:
         return Sequence(make_request(request_id, [1], max_new_tokens, structure=Structure("any")), 0, **more)
 
     plain = Sequence(make_request(9, [1]), 0)
-    sampled = [begin(0, forced=(2, 3)), begin(1), begin(2, 1), begin(3, finished=True), begin(4), None, plain]
+    sampled = [begin(0, forced_tokens=(2, 3)), begin(1), begin(2, 1), begin(3, finished=True), begin(4), None, plain]
     tokens, logprobs = [5, EOS, 5, 5, 5, 5, 5], [-1.0] * 4 + [math.nan] + [-1.0] * 2
     step = SubmittedStep(1, 7, 0.0, StepBuilder(0).build_columns(), sampled, [])
     chosen = step.list_grammar_tokens(StepResult(1, tokens, logprobs))
@@ -848,7 +848,7 @@ def test_no_chunks_without_can_chunk(depth: int) -> None:
 
 
 def test_limits_require_step_tokens_for_whole_prompt() -> None:
-    with pytest.raises(AssertionError, match="a prompt must fit"):
+    with pytest.raises(AssertionError, match="too small for one prompt"):
         make_limits(40, 4, 40, can_chunk=False)
 
 
