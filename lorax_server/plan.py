@@ -143,7 +143,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class RopeRule:
-    """How rotary embeddings depend on the prompt length."""
+    """Scaling of rotary embeddings by prompt length."""
 
     unscaled_length: int | None = None  # no scaling up to this length; None: never scaled
     by_length: bool = False  # each longer prompt length has different angles
