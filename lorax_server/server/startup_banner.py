@@ -25,7 +25,7 @@ BANNER = """
 
     {commands}
 
-  Press Ctrl+C to stop. To serve your model: {program} serve --model-id MODEL --adapters-dir FOLDER
+  Ctrl+C stops the server. To serve your model: {program} serve --model-id MODEL --adapters-dir FOLDER
 """
 NUM_COMMANDS = 3  # the last one uses curl
 DEFAULT_URL = "http://127.0.0.1:3000"  # default of the lorax client commands

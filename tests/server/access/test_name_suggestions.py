@@ -67,8 +67,8 @@ def test_suggestions_come_from_requested_source() -> None:
 def test_snapshot_is_built_on_watcher_thread() -> None:
     names = ModelNames("base")
     names.set_folder_names(["poet"])
-    listing = names.snapshot
-    assert {"names", "named"} <= vars(listing).keys()
+    snapshot = names.snapshot
+    assert {"names", "adapter_keys"} <= vars(snapshot).keys()
 
 
 def test_many_patterns_reduce_number_of_compared_names(monkeypatch: pytest.MonkeyPatch) -> None:
