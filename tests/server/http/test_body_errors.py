@@ -52,7 +52,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     "a value": (CHAT, chat(temperature=5), "temperature", "invalid_value", "`temperature` must be"),
     "a type": (CHAT, chat(temperature="hot"), "temperature", "invalid_type", "temperature: Input should be a valid"),
     "too few": (CHAT, chat(n=0), "n", "invalid_value", "n: Input should be greater"),
-    "too many": (CHAT, chat(n=1000), "n", "invalid_value", "at most 128 answers"),
+    "too many": (CHAT, chat(n=1000), "n", "invalid_value", "at most 128 completions"),
     "nothing": (CHAT, {"model": ""}, "messages", "missing_required_parameter", "messages: Field required"),
     "no prompt": (COMPLETIONS, {"model": ""}, "prompt", "missing_required_parameter", "prompt: Field required"),
     "within": (
@@ -79,7 +79,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
         *("messages[1].content[1]", "unsupported_parameter", "content of type 'image_url' is not supported yet"),
     ),
     "half a character": (CHAT, saying("a\ud800"), "messages", "invalid_value", "lone surrogate (\\ud800"),
-    "half a prompt": (COMPLETIONS, complete(prompt="\udc00"), "prompt", "invalid_value", "`prompt` has half of"),
+    "half a prompt": (COMPLETIONS, complete(prompt="\udc00"), "prompt", "invalid_value", "`prompt` contains a lone surrogate"),
     "no such token": (COMPLETIONS, complete(prompt=[10**6]), "prompt", "invalid_value", "beyond the vocabulary"),
     "a format": (
         *(CHAT, chat(response_format={"type": "xml"})),
