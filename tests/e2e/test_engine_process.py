@@ -100,7 +100,7 @@ async def ask(client: RemoteEngine, prompt: Sequence[int], adapter: str | None =
     return [output async for output in client.generate(request)]
 
 
-async def ask_and_leave(client: RemoteEngine, prompt: Sequence[int], count: int) -> None:
+async def generate_and_disconnect(client: RemoteEngine, prompt: Sequence[int], count: int) -> None:
     """Read a few tokens and disconnect."""
     request = Request(client.new_id(), list(prompt), SamplingParams(), StopParams(max_new_tokens=NEW_TOKENS))
     answer = client.generate(request)
@@ -136,7 +136,7 @@ def check_concurrent_requests(config: EngineConfig, oracles: list[Any]) -> Engin
                     tasks.append(
                         asyncio.create_task(ask(client, prompt, adapter_identity=identities[ADAPTER_OF_REQUEST[i]]))
                     )
-                    tasks.append(asyncio.create_task(ask_and_leave(client, prompt, chance.randrange(5))))
+                    tasks.append(asyncio.create_task(generate_and_disconnect(client, prompt, chance.randrange(5))))
                     await asyncio.sleep(chance.choice([0, 0, 0.005]))
                     if i == len(prompts) // 2:
                         os.kill(engine_pid(client), signal.SIGCONT)

@@ -209,7 +209,7 @@ def test_pad_token_unknown_to_tokenizer_is_accepted(variant: Variant, special: d
 
 
 def test_missing_pad_and_eos_is_rejected(variant: Variant) -> None:
-    with pytest.raises(ConfigError, match="pad or eos token"):
+    with pytest.raises(ConfigError, match="pad or EOS token"):
         load(variant(tokenizer=make_tokenizer(bos_token="<s>"), eos_token_id=None))
 
 
