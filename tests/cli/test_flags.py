@@ -232,8 +232,8 @@ def test_repeated_flags() -> None:
         ("--dtype int8", {}, "--dtype 'int8' is not supported; use one of float32"),
         ("--device tpu", {}, "--device 'tpu' is not supported"),
         ("--quantize awq", {}, "--quantize 'awq' is not supported; use one of fp8-kv"),
-        ("--trust-remote-code", {}, "--trust-remote-code: code that comes with a checkpoint is never run"),
-        ("", {"TRUST_REMOTE_CODE": "1"}, "TRUST_REMOTE_CODE: code that comes"),
+        ("--trust-remote-code", {}, "--trust-remote-code: checkpoint code is never executed"),
+        ("", {"TRUST_REMOTE_CODE": "1"}, "TRUST_REMOTE_CODE: checkpoint code"),
         ("--embedding-dim 256", {}, "--embedding-dim: embeddings are not supported"),
         ("--watermark-gamma 0.25", {}, "--watermark-gamma = 0.25 cannot be changed"),
         ("", {"ROPE_SCALING": "linear"}, "ROPE_SCALING: set rope scaling in the model's config.json"),
@@ -243,8 +243,8 @@ def test_repeated_flags() -> None:
             "--max-batch-prefill-tokens = 3 must be at least --max-rows = 4",
         ),
         ("--max-input-length 8 --max-total-tokens 8", {}, "--max-input-length = 8 must be less than the 8 tokens"),
-        ("--cors-allow-credentials", {}, "needs --cors-allow-origin"),
-        ("--cors-allow-credentials --cors-allow-origin *", {}, "needs --cors-allow-origin"),
+        ("--cors-allow-credentials", {}, "requires --cors-allow-origin"),
+        ("--cors-allow-credentials --cors-allow-origin *", {}, "requires --cors-allow-origin"),
         ("--allowed-host https://api.example.com", {}, "--allowed-host 'https://api.example.com' must be a name"),
         ("--allowed-host api.example.com:80", {}, "--allowed-host 'api.example.com:80' must be a name"),
         ("--max-connections 0", {}, "--max-connections = 0 must be at least 1"),
@@ -344,7 +344,7 @@ def test_model_flags_require_model_id(shipped: Path, line: str) -> None:
 
 def test_missing_demo_model_is_reported(shipped: Path) -> None:
     (shipped / "model" / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"--model-id is missing.*came without the demo model"):
+    with pytest.raises(ConfigError, match=r"--model-id is missing.*does not include the demo model"):
         parse([], {}, "serve")
 
 
@@ -365,9 +365,9 @@ def test_model_revisions(line: str, expected: tuple[str, str | None]) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--model-id a/b@v1 --revision v2", "leave --revision out"),
-        ("--model-id a/b@", "after it"),
-        ("--model-id @v1", "before"),
+        ("--model-id a/b@v1 --revision v2", "omit --revision"),
+        ("--model-id a/b@", "ID@REVISION"),
+        ("--model-id @v1", "ID@REVISION"),
     ],
 )
 def test_invalid_revisions_are_rejected(line: str, message: str) -> None:
@@ -478,11 +478,11 @@ def test_named_folders_become_local_roots(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--adapter-source local", "give --local-adapters or --adapters-dir"),
-        ("--default-adapter-source s3", "give --s3-bucket"),
+        ("--adapter-source local", "set --local-adapters or --adapters-dir"),
+        ("--default-adapter-source s3", "set --s3-bucket"),
         ("--no-hub --adapter-id a/x --local-adapters /x", "--no-hub is set"),
         ("--no-hub --adapter-source hub", "--no-hub is set"),
-        ("--preloaded-adapter-ids x --preloaded-adapter-source s3", "give --s3-bucket"),
+        ("--preloaded-adapter-ids x --preloaded-adapter-source s3", "set --s3-bucket"),
     ],
 )
 def test_unavailable_sources_are_rejected(line: str, message: str) -> None:

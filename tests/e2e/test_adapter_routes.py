@@ -100,8 +100,8 @@ def test_identical_adapters_share_memory_under_two_names(server: Server) -> None
     assert both["second"]["hash"] == both["twin"]["hash"]
     assert both["second"]["state"] == both["twin"]["state"] == "on the device"
     change(server, "load", "twin", pin=True)
-    refused = server.send("POST", "/v1/adapters/unload", {"adapter_id": "second"}, ADMIN)  # `twin` holds it
-    assert (refused.status, "'twin', which is pinned" in refused.json["error"]["message"]) == (409, True)
+    rejected = server.send("POST", "/v1/adapters/unload", {"adapter_id": "second"}, ADMIN)  # `twin` holds it
+    assert (rejected.status, "'twin', which is pinned" in rejected.json["error"]["message"]) == (409, True)
     twin = listed(server)["twin"]
     assert (twin["state"], twin["pinned"]) == ("on the device", True)
     change(server, "unload", "twin")

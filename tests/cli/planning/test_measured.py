@@ -57,13 +57,13 @@ def read_table(page: str, after: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[0].splitlines()[2:]]
 
 
-STEPS = read_table("kernels.md", "## Whole steps")
+STEPS = read_table("kernels.md", "at 4.1 TB/s. vLLM was measured earlier")
 
 
 def adapters_of(case: str) -> float:
     """Return the adapter bytes for a table row, from its first cell."""
     model = sizes()
-    if "ranks 8 to 64" in case:  # benchmarks/gpu_decode.py, MIXED
+    if "ranks 8-64" in case:  # benchmarks/gpu_decode.py, MIXED
         ranks = {8: 30, 16: 16, 32: 10, 64: 6, 512: 1}
         partial = model.adapter_bytes(16, ("q_proj", "v_proj"))
         return partial + sum(count * model.adapter_bytes(rank, ALL) for rank, count in ranks.items())
@@ -83,20 +83,18 @@ def test_step_times_match_measurements(row: list[str]) -> None:
 def test_constants_match_documentation() -> None:
     measured = {row[0]: float(row[1]) for row in STEPS}
     assert len(measured) == 12
-    assert dict(BASE_STEP_TIMES) == {rows: measured[f"{rows} / none"] for rows in (1, 64, 256)}
+    assert dict(BASE_STEP_TIMES) == {rows: measured[f"{rows} / 0"] for rows in (1, 64, 256)}
     own = {rows: measured[f"{rows} / {rows}"] for rows in (1, 16, 64, 256)}
     assert dict(ADAPTER_STEP_TIMES) == own
     model = sizes()
     assert (model.read_bytes, model.token_bytes, model.layers) == (WEIGHT_BYTES, TOKEN_BYTES, MEASURED_LAYERS)
     assert model.adapter_bytes(16, ALL) == ADAPTER_BYTES
-    assert (
-        f"{1e6 / API_TOKENS_PER_S:.0f} us of the API process's CPU for each token" in (DOCS / "engine.md").read_text()
-    )
+    assert f"{1e6 / API_TOKENS_PER_S:.0f} us of API process CPU time per token" in (DOCS / "engine.md").read_text()
 
 
-@pytest.mark.parametrize("row", read_table("kernels.md", "## Prompts on a GPU"), ids=lambda row: row[0])
+@pytest.mark.parametrize("row", read_table("kernels.md", "### Prefill"), ids=lambda row: row[0])
 def test_prefill_rates_match_measurements(row: list[str]) -> None:
-    rate = prefill_tokens_per_s(H200, sizes().prompt_flop(1024), row[0] != "none")
+    rate = prefill_tokens_per_s(H200, sizes().prompt_flop(1024), row[0] != "0")
     assert rate == pytest.approx(float(row[1].replace(",", "")), rel=0.02)
 
 
@@ -117,7 +115,7 @@ def test_replica_throughput_matches_measurements(rows: int, measured: int) -> No
 
 def test_throughput_with_1000_adapters_matches_measurement() -> None:
     """`benchmarks/gpu_adapters.py`, which the constants do not use."""
-    assert "6,863 against 7,301 tokens/s" in (DOCS / "engine.md").read_text()
+    assert "6,863 and 7,301 tokens/s" in (DOCS / "engine.md").read_text()
     room = 200 * sizes().adapter_bytes(8, ALL)
     mix, traffic = AdapterMix.of_ranks(sizes(), [(8, 1000)], ALL), Traffic(1, 128, 80)
     assert plan_tokens(mix, traffic, max_rows=64, adapter_bytes=room) == pytest.approx(6863, rel=TOLERANCE)
