@@ -33,7 +33,7 @@ from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.structured_output.trials import TRIAL, GrammarTrials
 from lorax_server.text.adapter_tokenizers import AdapterTokenizers
 from lorax_server.text.generation_defaults import load_generation_defaults
-from lorax_server.text.prompt import Prompt, encode_prompt, list_prompts, spread
+from lorax_server.text.prompt import Prompt, broadcast, encode_prompt, list_prompts
 from lorax_server.text.tokenizer import load_tokenizer
 from lorax_server.threads import failed_future
 from lorax_server.types import AdapterRef, EngineStatus, Request, Resolved, SamplingParams, StopParams, Structure
@@ -110,10 +110,10 @@ class LLM:
         if on_error not in ("raise", "return"):
             raise InputError(f"on_error must be 'raise' or 'return' (got {on_error!r})")
         listed = list_prompts(prompts)
-        adapter_ids = spread(adapter, str, "adapters", len(listed))
-        samplings = spread(params, SamplingParams, "params", len(listed))
-        stops = spread(stop, StopParams, "stops", len(listed))
-        structures = spread(structure, Structure, "structures", len(listed))
+        adapter_ids = broadcast(adapter, str, "adapters", len(listed))
+        samplings = broadcast(params, SamplingParams, "params", len(listed))
+        stops = broadcast(stop, StopParams, "stops", len(listed))
+        structures = broadcast(structure, Structure, "structures", len(listed))
         if progress is None:
             progress = sys.stderr.isatty() and len(listed) > 1
         runs: list[Generation] = []

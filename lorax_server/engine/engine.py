@@ -304,7 +304,7 @@ class Engine:
         masked = step.list_masked()
         wait_s = MASK_WAIT_S if self.capabilities.can_chunk else math.inf  # a padded step cannot be repeated
         ids, num_others = [request_id for _, request_id in masked], step.count_unfinished() - len(masked)
-        found = self._structured_output.gather(ids, wait_s, ALONE_MASK_WAIT_S, num_others)
+        found = self._structured_output.collect_masks(ids, wait_s, ALONE_MASK_WAIT_S, num_others)
         ready = [(number, found[request_id]) for number, request_id in masked if request_id in found]
         late = [number for number, request_id in masked if request_id not in found]
         masks = _build_masks(ready, step)

@@ -104,7 +104,8 @@ class _StopStringMatcher:
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0
-        self.fallback = [0] * len(text)  # [i]: length of the longest proper prefix of text[: i + 1] that is also its suffix
+        # [i]: length of the longest proper prefix of text[: i + 1] that is also its suffix
+        self.fallback = [0] * len(text)
         for i in range(1, len(text)):
             self.fallback[i] = self._longest(text[i], self.fallback[i - 1])
 

@@ -76,7 +76,9 @@ class Sandbox:
             async with asyncio.timeout(wait_s):
                 return await asyncio.wrap_future(future)
         except TimeoutError:
-            raise BusyError(f"the sandbox task did not finish within {wait_s:g} s: the machine is busy", RETRY_AFTER_S) from None
+            raise BusyError(
+                f"the sandbox task did not finish within {wait_s:g} s: the machine is busy", RETRY_AFTER_S
+            ) from None
 
     def close(self) -> None:
         """Kill the workers. Tasks that are queued or running fail with `BusyError`."""

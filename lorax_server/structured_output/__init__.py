@@ -1,1 +1,1 @@
-"""Structured output: answers whose text has a form that the request asks for."""
+"""Structured output: completions that match a JSON schema, regex, choice list or grammar."""

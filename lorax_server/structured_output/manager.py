@@ -186,7 +186,7 @@ class StructuredOutput:
                 if (compiled := self._compiled.get(completion.key)) is not None:
                     self._store(completion.key, compiled)  # update its weight
 
-    def gather(
+    def collect_masks(
         self, request_ids: Collection[int], wait_s: float, alone_s: float = 0.0, num_others: int = 0
     ) -> dict[int, GrammarState]:
         """Return the states of requests whose next masks are ready, after waiting up to `wait_s` for all of them.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lorax_server.structured_output.vocabulary import Vocabulary, Words
+from lorax_server.structured_output.vocabulary import TokenMask, Vocabulary
 from lorax_server.types import StopParams
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class GrammarState:
         if not any(token_id < compiled.vocabulary.num_ids for token_id in stop.eos_token_ids):
             raise GrammarError("the model has no end-of-sequence token in its vocabulary")
         self.compiled = compiled
-        self.words: Words  # mask of the token after `forced`
+        self.words: TokenMask  # mask of the token after `forced`
         self.forced: list[int] = []  # consumed tokens that the model has not computed
         self.history: list[int] = []  # all consumed tokens
         self.spent_s = 0.0  # CPU time of masks that were computed outside batches
@@ -137,7 +137,7 @@ class GrammarState:
                 self.matcher.consume_tokens(self.forced)
                 self.record(*self.forced)
 
-    def finish(self, mask: Words, may_end: bool) -> None:
+    def finish(self, mask: TokenMask, may_end: bool) -> None:
         """Set the mask of the next token. Raise `GrammarError` if the matcher failed or no token is allowed."""
         _check(self.matcher)
         self._set_mask(mask, may_end)
@@ -156,7 +156,7 @@ class GrammarState:
         is_end = token_id in stop.eos_token_ids or token_id in stop.stop_token_ids
         return token_id < self._fast_forward_below and not is_end
 
-    def _set_mask(self, mask: Words, may_end: bool) -> None:
+    def _set_mask(self, mask: TokenMask, may_end: bool) -> None:
         """Allow or forbid the tokens that end the completion. Raise `GrammarError` if no token is allowed."""
         stop, self.words = self._stop, mask[: self.compiled.vocabulary.num_words]
         # An eos token may also match as text, so it is forbidden where the text cannot end.
@@ -194,7 +194,7 @@ def consume_batch(
     return errors
 
 
-def _compute_mask(vocabulary: Vocabulary, matcher: "LLMatcher") -> tuple[Words, bool]:
+def _compute_mask(vocabulary: Vocabulary, matcher: "LLMatcher") -> tuple[TokenMask, bool]:
     """Return the mask of the next token, and whether the text may end here."""
     masks = vocabulary.make_masks(1)
     matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
@@ -202,7 +202,7 @@ def _compute_mask(vocabulary: Vocabulary, matcher: "LLMatcher") -> tuple[Words, 
     return masks[0], bool(may_end)
 
 
-def _set_tokens(words: Words, token_ids: Iterable[int], is_allowed: bool) -> None:
+def _set_tokens(words: TokenMask, token_ids: Iterable[int], is_allowed: bool) -> None:
     bits = words.view(np.uint32)
     for token_id in token_ids:
         word, bit = token_id // 32, np.uint32(1 << token_id % 32)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from lorax_server.errors import BusyError, LoraxError, NotSupportedError, OverloadedError
 from lorax_server.types import TokenTable
 
-Words = npt.NDArray[np.int32]  # a token mask: one bit per token, lowest bit first
+TokenMask = npt.NDArray[np.int32]  # a token mask: one bit per token, lowest bit first
 Encode = Callable[[str], list[int]]
 
 # llguidance groups tokens by these patterns and allows whole groups where a string may continue freely. The lengths
@@ -70,11 +70,11 @@ class Vocabulary:
         )
         return Vocabulary.from_table(table, self.encode if is_extension else None)
 
-    def make_masks(self, count: int) -> Words:
+    def make_masks(self, count: int) -> TokenMask:
         """Return `count` empty masks with a bit for each token and for the end-of-text token."""
         return np.zeros((count, self.mask_bytes // 4), np.int32)
 
-    def pop_ends(self, masks: Words) -> npt.NDArray[np.bool_]:
+    def pop_ends(self, masks: TokenMask) -> npt.NDArray[np.bool_]:
         """Clear the end-of-text bit in each mask. Return the cleared bits."""
         word, bit = divmod(self.num_ids, 32)
         last = masks[:, word].astype(np.uint32)

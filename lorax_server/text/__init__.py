@@ -1,1 +1,1 @@
-"""Text to tokens and back: tokenizers, detokenizers, chat templates."""
+"""Tokenizers, detokenizers and chat templates."""

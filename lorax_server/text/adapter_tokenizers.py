@@ -1,4 +1,4 @@
-"""The tokenizers that adapters bring, loaded once and kept up to a number: for the server and for scripts alike."""
+"""Load and cache the tokenizers that adapters include. Used by the server and by `LLM`."""
 
 import logging
 import re
@@ -16,18 +16,18 @@ from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.text.tokenizer import TextTokenizer, load_own_tokenizer, share_base_tokenizer
 from lorax_server.types import Resolved
 
-MAX_SHARED_TOKENIZERS = 1024  # tokenizers that share the base model's vocabulary and have at most
-MAX_SHARED_TEMPLATE_CHARACTERS = 2**16  # characters of templates
-MAX_OWN_TOKENIZERS = 32  # others, each of which may take tens of megabytes
+MAX_SHARED_TOKENIZERS = 1024  # tokenizers with the base model's vocabulary
+MAX_SHARED_TEMPLATE_CHARACTERS = 2**16  # a tokenizer with larger templates counts as its own
+MAX_OWN_TOKENIZERS = 32  # other tokenizers; each may take tens of megabytes
 MAX_FAILURES = 1024
-FAILURE_TTL_S = 10.0  # a failure may be due to the machine, and pass
-MAX_REASON = 500  # characters: files may make an error quote anything
+FAILURE_TTL_S = 10.0  # a failure may be temporary
+MAX_REASON_CHARACTERS = 500  # errors may quote untrusted files
 FOLDERS = re.compile(r"""(?<![^\s'"(=])/(?:[^\s/'":]+/)+""")  # the folders of an absolute path
 logger = logging.getLogger(__name__)
 
 
 def find_tokenizer_files(adapter: Resolved) -> TokenizerFolder | None:
-    """Return the files of an adapter's own tokenizer, as its source has seen them; None if it brings none."""
+    """Return the tokenizer files that the adapter's source has listed, or None if the adapter has no tokenizer."""
     if adapter.folder is None or not adapter.tokenizer_files:
         return None
     stamps = dict(zip(adapter.tokenizer_files, adapter.tokenizer_stamps, strict=True))
@@ -35,9 +35,9 @@ def find_tokenizer_files(adapter: Resolved) -> TokenizerFolder | None:
 
 
 class AdapterTokenizers:
-    """Keeps the tokenizers used last, and remembers failures for a while. Any thread may use it.
+    """Cache recently used tokenizers, and failures for a short time. Thread-safe.
 
-    The key is not the adapter's identity, which covers its weights only.
+    The cache key is not the adapter identity, which covers only the weights.
     """
 
     def __init__(
@@ -48,22 +48,24 @@ class AdapterTokenizers:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Use `sandbox` to convert tokenizers; whoever made it closes it."""
+        """`sandbox` converts tokenizers. The caller closes it."""
         self._base = base
         self._base_folder = base_folder
         self._sandbox = sandbox
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards the fields below
         self._light: LRUCache[FolderKey, TextTokenizer] = LRUCache(MAX_SHARED_TOKENIZERS)
         self._heavy: LRUCache[FolderKey, TextTokenizer] = LRUCache(MAX_OWN_TOKENIZERS)
         self._failures: TTLCache[FolderKey, str] = TTLCache(MAX_FAILURES, FAILURE_TTL_S, timer=clock)
 
     def find(self, adapter: Resolved) -> TextTokenizer:
-        """Return the tokenizer of an adapter, the base model's if it brings none. May take seconds."""
+        """Return the adapter's tokenizer, or the base model's if the adapter has none. May take seconds."""
         files = find_tokenizer_files(adapter)
-        return self._base if files is None else self.recall(files) or self.share(files) or self.build(files)
+        if files is None:
+            return self._base
+        return self.get_cached(files) or self.load_shared(files) or self.load_own(files)
 
-    def recall(self, files: TokenizerFolder) -> TextTokenizer | None:
-        """Return a tokenizer that was loaded before, or raise the failure of a moment ago."""
+    def get_cached(self, files: TokenizerFolder) -> TextTokenizer | None:
+        """Return a cached tokenizer or None. Raise a cached failure."""
         with self._lock:
             tokenizer = self._light.get(files.key) or self._heavy.get(files.key)
             failure = self._failures.get(files.key)
@@ -71,19 +73,19 @@ class AdapterTokenizers:
             raise AdapterError(failure)
         return tokenizer
 
-    def share(self, files: TokenizerFolder) -> TextTokenizer | None:
-        """Load a tokenizer that has the base model's vocabulary; None if it has its own. Files are only compared."""
-        with self._remembering_failures(files):
+    def load_shared(self, files: TokenizerFolder) -> TextTokenizer | None:
+        """Load a tokenizer with the base model's vocabulary, or return None if it has another. Only compares files."""
+        with self._caching_failures(files):
             tokenizer = share_base_tokenizer(files, self._base, self._base_folder)
-        return None if tokenizer is None else self._keep(files, tokenizer)
+        return None if tokenizer is None else self._store(files, tokenizer)
 
-    def build(self, files: TokenizerFolder) -> TextTokenizer:
-        """Load a tokenizer with a vocabulary of its own. May take as long as its patterns make it."""
-        with self._remembering_failures(files):
+    def load_own(self, files: TokenizerFolder) -> TextTokenizer:
+        """Load a tokenizer with its own vocabulary. Its regex patterns may make this slow."""
+        with self._caching_failures(files):
             tokenizer = load_own_tokenizer(files, self._base_folder, self._sandbox)
-        return self._keep(files, tokenizer)
+        return self._store(files, tokenizer)
 
-    def _keep(self, files: TokenizerFolder, tokenizer: TextTokenizer) -> TextTokenizer:
+    def _store(self, files: TokenizerFolder, tokenizer: TextTokenizer) -> TextTokenizer:
         size = sum(map(len, tokenizer.chat_templates.values()))
         shares = tokenizer.shares_vocabulary(self._base) and size <= MAX_SHARED_TEMPLATE_CHARACTERS
         with self._lock:
@@ -91,12 +93,12 @@ class AdapterTokenizers:
         return tokenizer
 
     @contextmanager
-    def _remembering_failures(self, files: TokenizerFolder) -> Iterator[None]:
-        """Tell the client why a tokenizer cannot be used. Where the server keeps its files is for its log only."""
+    def _caching_failures(self, files: TokenizerFolder) -> Iterator[None]:
+        """Cache the failure and raise it for the client. Server paths appear only in the log."""
         try:
             yield
         except (ConfigError, OSError) as error:
-            logger.warning("the tokenizer in %s cannot be used: %s", files.path, error)
+            logger.warning("cannot use the tokenizer in %s: %s", files.path, error)
             reason = str(error) if isinstance(error, ConfigError) else f"a file cannot be read: {error.strerror}"
             failure = f"adapter {files.path.name!r}: its tokenizer cannot be used: {self._hide_folders(files, reason)}"
             with self._lock:
@@ -107,4 +109,4 @@ class AdapterTokenizers:
         for folder in (files.path, files.path.absolute(), self._base_folder, self._base_folder.absolute()):
             reason = reason.replace(f"{folder}/", "").replace(f"{folder}: ", "")
             reason = reason.replace(str(folder), folder.name) if folder.is_absolute() else reason
-        return FOLDERS.sub("", reason)[:MAX_REASON]
+        return FOLDERS.sub("", reason)[:MAX_REASON_CHARACTERS]

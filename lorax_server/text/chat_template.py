@@ -1,4 +1,4 @@
-"""Turn messages into a prompt with a chat template. Templates are untrusted code, so they run in the sandbox."""
+"""Render chat templates. Templates are untrusted code, so they run in the sandbox."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.sandbox.task import SandboxTask, TaskError, TaskKilledError, TaskTimeError
 
 RENDER_MODULE = "lorax_server.text.render_task"
-MAX_CHARACTERS = 4_000_000  # of a prompt
+MAX_CHARACTERS = 4_000_000  # per prompt
 RENDER = SandboxTask(f"{RENDER_MODULE}:render", cpu_s=2.0, memory_bytes=2**29, max_reply_bytes=4 * MAX_CHARACTERS)
 WAIT_S = 30.0
 REJECT_S = 60.0
@@ -23,16 +23,16 @@ MAX_REJECTED = 256
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template, and the special tokens by their names in it."""
+    """A chat template, and special tokens by their template variable names."""
 
     source: str
     special_tokens: Mapping[str, str]
 
 
 class TemplateRenderer:
-    """Render templates in a sandbox. Belongs to one event loop.
+    """Render templates in a sandbox. Each renderer belongs to one event loop.
 
-    A template that exceeds its CPU time is rejected for `reject_s` without another try.
+    A template that exceeds its CPU time is rejected for `reject_s` seconds.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class TemplateRenderer:
         self._max_characters = max_characters
         self._reject_s = reject_s
         self._wait_s = wait_s
-        self._turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()  # by source and tenant
+        self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()  # by source and tenant
         self._rejected: TTLCache[str, bool] = TTLCache(MAX_REJECTED, reject_s, timer=clock)  # by source
 
     async def render(
         self, template: ChatTemplate, messages: list[dict[str, Any]], tenant: str = "", /, **variables: Any
     ) -> str:
-        """Return the prompt. The template also sees `variables`: `add_generation_prompt`, `tools` and others."""
+        """Return the prompt. `variables` are template variables such as `add_generation_prompt` and `tools`."""
         if not messages:
             raise TemplateError("a chat needs at least one message")
         if not all(isinstance(message, dict) for message in messages):
@@ -65,8 +65,8 @@ class TemplateRenderer:
         args = (template.source, messages, values, self._max_characters)
         if not self._reject_s:
             return await self._render(template, args, tenant)
-        turn = self._turns.setdefault((template.source, tenant), asyncio.Lock())
-        async with turn:  # so that a slow template is rejected before its other requests use as much time
+        lock = self._locks.setdefault((template.source, tenant), asyncio.Lock())
+        async with lock:  # one request at a time, so a slow template is rejected after its first request
             if template.source in self._rejected:
                 raise TemplateError(
                     f"the chat template took longer than {self._task.cpu_s:g} s and is not tried again for "

@@ -1,4 +1,4 @@
-"""The tokens that a `tokenizer_config.json` names, read as transformers reads them."""
+"""Read the tokens in `tokenizer_config.json` in the same way as transformers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +10,9 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def add_config_tokens(backend: Tokenizer, config: Mapping[str, Any]) -> dict[str, str]:
-    """Add the config's tokens to a tokenizer, and return the named ones.
+    """Add the config's tokens to a tokenizer, and return the named tokens.
 
-    Tokens that the tokenizer lacks get the next ids; the others get the flags of the config.
+    New tokens get the next ids. Existing tokens get the flags from the config.
     """
     added = read_added_tokens(config) or dict(sorted(backend.get_added_tokens_decoder().items()))
     named, tokens = _read_named(config), list(added.values())
@@ -29,12 +29,12 @@ def add_config_tokens(backend: Tokenizer, config: Mapping[str, Any]) -> dict[str
 
 
 def read_named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return `bos_token` and so on, first the usual ones; also a model's own, such as `image_token`."""
+    """Return named tokens: standard ones such as `bos_token`, then model-specific ones such as `image_token`."""
     return {name: _content(token) for name, token in _read_named(config).items()}
 
 
 def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """Return the added tokens in the order of their ids."""
+    """Return the added tokens in id order."""
     decoder = config.get("added_tokens_decoder", {})
     if not isinstance(decoder, dict):
         raise TypeError("added_tokens_decoder is not an object")
@@ -44,7 +44,7 @@ def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
 def _read_named(config: Mapping[str, Any]) -> dict[str, str | AddedToken]:
     named = {name: config[name] for name in USUAL_NAMES if config.get(name) is not None}
     own = {key: value for key, value in config.items() if key.endswith("_token") and key not in USUAL_NAMES}
-    for kind in (dict, str):  # in this order new ones get their ids
+    for kind in (dict, str):  # new tokens get their ids in this order
         named |= {key: value for key, value in own.items() if isinstance(value, kind)}
     extra = config.get("extra_special_tokens")
     named |= extra if isinstance(extra, dict) else {}
@@ -66,10 +66,10 @@ def _to_token(name: str, value: object) -> str | AddedToken:
 
 def _to_added(name: str, value: object) -> AddedToken:
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
-        raise TypeError(f"{name} holds {str(value)[:64]!r}, not a token")
+        raise TypeError(f"{name} contains {str(value)[:64]!r}, which is not a token")
     flags = {flag: value[flag] for flag in FLAGS if flag in value}
     if not all(isinstance(flag, bool) for flag in flags.values()):
-        raise TypeError(f"{name} holds a token whose flags are not true or false")
+        raise TypeError(f"{name} contains a token whose flags are not true or false")
     return AddedToken(value["content"], **flags)
 
 

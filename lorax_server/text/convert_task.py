@@ -1,4 +1,4 @@
-"""Convert a tokenizer that only transformers reads, as a sandbox task: adapter files are untrusted."""
+"""Sandbox task that converts tokenizers that only transformers can load. Adapter files are untrusted."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from lorax_server.sandbox.task import SandboxTask
 CONVERT = SandboxTask(
     "lorax_server.text.convert_task:convert", cpu_s=60.0, memory_bytes=2**32, wall_s=600.0, is_long=True
 )
-MAX_FILE_BYTES = 2**28  # of each file that the task writes
-# Texts that tokenizers treat differently: spaces, cases, digits, scripts, bytes, special tokens.
+MAX_FILE_BYTES = 2**28  # per file that the task writes
+# Texts on which tokenizers differ: spaces, case, digits, scripts, bytes, special tokens.
 SAMPLES = (
     "The quick brown fox, isn't it?  Two spaces\tand a tab.\n\n  Größe 日本語 👍🏽 1234567 don't",
     " leading space",
@@ -31,9 +31,9 @@ def convert(folder: Path, out: Path, config_path: Path | None) -> bytes:
 
     The tokenizer class depends on the model's config.json, which is `config_path` if it is not in `folder`.
     """
-    with suppress(ValueError, OSError):  # the system's own limit is lower
+    with suppress(ValueError, OSError):  # the system limit is lower
         resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
-    # tiktoken would keep a copy elsewhere.
+    # Otherwise tiktoken writes a copy to its cache.
     os.environ.update({"HOME": str(out), "TMPDIR": str(out), "TIKTOKEN_CACHE_DIR": ""})
     from transformers import AutoConfig  # noqa: PLC0415 - in the sandbox only
 
@@ -45,9 +45,9 @@ def convert(folder: Path, out: Path, config_path: Path | None) -> bytes:
     backend.no_truncation()
     backend.no_padding()
     backend.save(str(out / "tokenizer.json"))
-    facts = {"special_tokens": loaded.special_tokens_map, "split_special_tokens": bool(loaded.split_special_tokens)}
-    (out / "converted.json").write_text(json.dumps(facts))
-    _check(loaded, Tokenizer.from_file(str(out / "tokenizer.json")), facts["split_special_tokens"])
+    metadata = {"special_tokens": loaded.special_tokens_map, "split_special_tokens": bool(loaded.split_special_tokens)}
+    (out / "converted.json").write_text(json.dumps(metadata))
+    _check(loaded, Tokenizer.from_file(str(out / "tokenizer.json")), metadata["split_special_tokens"])
     return b""
 
 

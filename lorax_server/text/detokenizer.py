@@ -1,9 +1,7 @@
-"""From token ids to text, token by token.
+"""Decode token ids to text incrementally.
 
-The text of a request continues its prompt: it is what decoding prompt and tokens together adds to decoding the prompt.
-So a leading space is kept, and a character whose first bytes end the prompt is completed. Special tokens are skipped. A
-request's position in its tokens is two numbers: the text of all tokens before `read_offset`
-is out, and decoding continues from the tokens from `prefix_offset` on.
+The text continues the prompt: a leading space is kept, and a character that starts in the prompt is completed. Special
+tokens are skipped. `read_offset` is the number of decoded tokens; decoding resumes at `prefix_offset` for context.
 """
 
 import codecs
@@ -16,14 +14,14 @@ from typing import Any, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 
-REPLACEMENT = "\ufffd"  # stands for bytes that are no character
-CONTEXT_TOKENS = 6  # before the prompt's end, for a decoder that needs its neighbours
-LONGEST_INCOMPLETE = 3  # bytes of a character that is not complete
-MAX_HELD_TOKENS = LONGEST_INCOMPLETE  # a token is at least a byte: text before the last three never changes
+REPLACEMENT = "\ufffd"  # replaces invalid bytes
+CONTEXT_TOKENS = 6  # at the end of the prompt, for decoders that depend on adjacent tokens
+MAX_INCOMPLETE_BYTES = 3  # of a UTF-8 character
+MAX_HELD_TOKENS = MAX_INCOMPLETE_BYTES  # a token has at least one byte, so earlier text never changes
 
 
 class Progress(NamedTuple):
-    """The text that a token added, and the new position of its request."""
+    """The text that a token added, and the new offsets."""
 
     text: str
     prefix_offset: int
@@ -31,35 +29,35 @@ class Progress(NamedTuple):
 
 
 class Detokenizer(Protocol):
-    """Decodes the ids of one tokenizer."""
+    """Decodes the token ids of one tokenizer."""
 
     _special: frozenset[int]
 
     def start(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
-        """Return the offsets of a request that has generated nothing."""
+        """Return the initial offsets of a request."""
 
     def advance(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> Progress:
-        """Decode the text that the ids from `read_offset` on complete. `ids` begins with the prompt."""
+        """Decode the ids from `read_offset` on, except for an incomplete character. `ids` starts with the prompt."""
 
     def pending(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> str:
-        """Decode the rest where no token follows. An incomplete character becomes U+FFFD."""
+        """Decode the remaining text if no token follows. An incomplete character becomes U+FFFD."""
 
-    def showing(self, token_ids: Set[int]) -> "Detokenizer":
-        """Return a detokenizer to which these special tokens are text."""
+    def with_visible_tokens(self, token_ids: Set[int]) -> "Detokenizer":
+        """Return a detokenizer that decodes these special tokens as text."""
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
 
     def token_text(self, token_id: int) -> str:
-        """Decode one token by itself, also a special one."""
+        """Decode a single token, which may be special."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token, which may be only part of a character."""
+        """Return the bytes of a single token, which may be part of a character."""
         return self.token_text(token_id).encode()
 
 
 def make_detokenizer(tokenizer: Any) -> Detokenizer:
-    """Make a detokenizer for a tokenizer of `tokenizers` or of transformers."""
+    """Make a detokenizer for a `tokenizers` or transformers tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     special = frozenset(special_tokens(tokenizer).values())
     if not isinstance(backend, Tokenizer):
@@ -68,8 +66,8 @@ def make_detokenizer(tokenizer: Any) -> Detokenizer:
             special,
             frozenset(tokenizer.get_vocab().values()),
         )
-    # Only the decoder's part of tokenizer.json: all of a large vocabulary takes half a second.
-    scheme = _recognise(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
+    # Serialize only the decoder: the whole tokenizer takes half a second with a large vocabulary.
+    scheme = _detect_scheme(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
     if scheme is None:
         vocabulary = frozenset(backend.get_vocab().values())
         return WindowDetokenizer(lambda ids: backend.decode(ids, skip_special_tokens=False), special, vocabulary)
@@ -77,7 +75,7 @@ def make_detokenizer(tokenizer: Any) -> Detokenizer:
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return the ids of the tokens that are no text, by name."""
+    """Return special token ids by name."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not isinstance(backend, Tokenizer):
         return dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
@@ -89,16 +87,16 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 class Scheme(NamedTuple):
-    """The rules by which the names of tokens become bytes."""
+    """Rules to convert token names to bytes."""
 
     to_bytes: Callable[[str], bytes]
-    first: Callable[[bytes], bytes] = bytes  # removes the space that the encoder put before the text
+    first: Callable[[bytes], bytes] = bytes  # removes the space that the encoder prepends
 
 
 class ByteDetokenizer(Detokenizer):
-    """Byte-level and sentencepiece tokenizers: tokens are bytes, text is their UTF-8.
+    """Detokenizer for byte-level and SentencePiece tokenizers, whose tokens are UTF-8 bytes.
 
-    Whether bytes end within a character depends on the last three only, so decoding can continue from any token.
+    Only the last three bytes decide whether a character is incomplete, so decoding can resume at any token.
     """
 
     def __init__(self, name_of: Callable[[int], str | None], scheme: Scheme, special: frozenset[int]) -> None:
@@ -108,7 +106,7 @@ class ByteDetokenizer(Detokenizer):
         self._bytes_of = cache(self._read_bytes)
         self._text_of = cache(self._read_text)
 
-    def showing(self, token_ids: Set[int]) -> "ByteDetokenizer":
+    def with_visible_tokens(self, token_ids: Set[int]) -> "ByteDetokenizer":
         return ByteDetokenizer(self._name_of, self._scheme, self._special - token_ids)
 
     def start(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
@@ -118,10 +116,10 @@ class ByteDetokenizer(Detokenizer):
         end = len(ids)
         if prefix_offset < read_offset == end - 1 and self._text_of(ids[read_offset - 1]):
             whole = self._text_of(ids[read_offset])
-            if whole:  # whole characters after whole characters: nothing is incomplete between and after them
+            if whole:  # complete characters after complete characters
                 return Progress(whole, read_offset, end)
         added = [text for token_id in ids[read_offset:] if (text := self._bytes_of(token_id))]
-        if not added:  # looking back over a long run of special tokens once per token would be quadratic
+        if not added:  # scanning back over special tokens for each token would be quadratic
             return Progress("", prefix_offset, len(ids))
         decoder, begun = self._resume(ids, prefix_offset, read_offset)
         if not begun:
@@ -141,22 +139,22 @@ class ByteDetokenizer(Detokenizer):
         return super().token_bytes(token_id) if self.is_special(token_id) else self._bytes_of(token_id)
 
     def _resume(self, ids: Sequence[int], prefix: int, read: int) -> tuple[codecs.IncrementalDecoder, bool]:
-        """Return a decoder that has read the end of the tokens before `read`, and whether they have any text."""
+        """Return a decoder in the state before `read`, and whether the tokens before it have text."""
         before = b"".join([self._bytes_of(token_id) for token_id in ids[prefix:read]])
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        decoder.decode(before[-LONGEST_INCOMPLETE:])
+        decoder.decode(before[-MAX_INCOMPLETE_BYTES:])
         return decoder, bool(before)
 
     def _context(self, ids: Sequence[int], end: int) -> int:
-        """Return the position of the first token before `end` whose bytes can be part of an incomplete character."""
+        """Return the position of the first token before `end` that can be part of an incomplete character."""
         count = 0
-        while end > 0 and count < LONGEST_INCOMPLETE:
+        while end > 0 and count < MAX_INCOMPLETE_BYTES:
             end -= 1
             count += len(self._bytes_of(ids[end]))
         return end
 
     def _read_text(self, token_id: int) -> str:
-        """Return the text of a token that is whole characters, and of any other an empty one."""
+        """Return the token text, or an empty string if the token contains an incomplete character."""
         try:
             return self._read_bytes(token_id).decode()
         except UnicodeDecodeError:
@@ -167,8 +165,8 @@ class ByteDetokenizer(Detokenizer):
         return b"" if name is None else self._scheme.to_bytes(name)
 
 
-def _recognise(decoder: Any) -> Scheme | None:
-    """Return the scheme of a decoder of `tokenizer.json`; None if its tokens are not bytes."""
+def _detect_scheme(decoder: Any) -> Scheme | None:
+    """Return the scheme of a `tokenizer.json` decoder, or None if its tokens are not bytes."""
     steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder]
     types = [step and step["type"] for step in steps]
     if types == ["ByteLevel"]:
@@ -192,17 +190,17 @@ def _strips_a_space(step: dict[str, Any]) -> bool:
 def _byte_level(name: str) -> bytes:
     try:
         return bytes([_BYTE_OF[character] for character in name])
-    except KeyError:  # an added token, which is stored as it reads
+    except KeyError:  # an added token, which is stored as text
         return name.encode()
 
 
 def _sentencepiece(name: str) -> bytes:
-    byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", name)  # int() alone would also take "<0x 1>"
+    byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", name)  # int() would also accept "<0x 1>"
     return bytes([int(byte[1], 16)]) if byte else name.encode()
 
 
 def _byte_names() -> dict[str, int]:
-    """Return the bytes by their names in byte-level tokenizers: the visible character itself, or one from U+0100 on."""
+    """Return bytes by their names in byte-level tokenizers: visible characters, or characters from U+0100 on."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
@@ -215,15 +213,15 @@ _BYTE_OF = _byte_names()
 
 
 class WindowDetokenizer(Detokenizer):
-    """Any other tokenizer: the text is what the new tokens add to the decoding of those just before."""
+    """Detokenizer for all other tokenizers: decodes a window with and without the new tokens and compares."""
 
     def __init__(self, decode: Callable[[list[int]], str], special: frozenset[int], vocabulary: frozenset[int]) -> None:
         self._decode = decode
         self._special = special
         self._vocabulary = vocabulary
-        self._text_ids = vocabulary - special  # an id may be neither: the rows that pad an embedding have one too
+        self._text_ids = vocabulary - special  # padded embedding rows have ids that are in neither set
 
-    def showing(self, token_ids: Set[int]) -> "WindowDetokenizer":
+    def with_visible_tokens(self, token_ids: Set[int]) -> "WindowDetokenizer":
         return WindowDetokenizer(self._decode, self._special - token_ids, self._vocabulary)
 
     def start(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
@@ -233,7 +231,7 @@ class WindowDetokenizer(Detokenizer):
 
     def advance(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> Progress:
         text_at = [at for at in range(read_offset, len(ids)) if ids[at] in self._text_ids]
-        if not text_at:  # looking back over a long run of special tokens once per token would be quadratic
+        if not text_at:  # scanning back over special tokens for each token would be quadratic
             return Progress("", prefix_offset, len(ids))
         for end in (len(ids), *reversed(text_at[-MAX_HELD_TOKENS:])):
             text = self._added(ids[prefix_offset:end], read_offset - prefix_offset)
@@ -248,10 +246,10 @@ class WindowDetokenizer(Detokenizer):
         return self._decode([token_id]) if token_id in self._vocabulary else ""
 
     def _added(self, window: Sequence[int], num_read: int) -> str:
-        """Return the text that the tokens of `window` after the first `num_read` add to those."""
+        """Return the text that the tokens in `window` add after the first `num_read`."""
         before = self._decode([token_id for token_id in window[:num_read] if token_id in self._text_ids])
         after = self._decode([token_id for token_id in window if token_id in self._text_ids])
-        if before.endswith(REPLACEMENT):  # the prompt ended within a character, which may now be complete
+        if before.endswith(REPLACEMENT):  # the prompt ended with an incomplete character
             while not after.startswith(before):
                 before = before[:-1]
         return after[len(before) :]

@@ -1,4 +1,4 @@
-"""The defaults of a model's `generation_config.json`."""
+"""Read default sampling settings from `generation_config.json`."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -7,19 +7,19 @@ from lorax_server.errors import ConfigError
 from lorax_server.files.names import GENERATION_CONFIG_FILE, MODEL_CONFIG_FILE
 from lorax_server.files.tokenizer_folder import read_json
 
-# Types of the settings that are read.
+# Supported settings and their types.
 SETTINGS: dict[str, tuple[type, ...]] = {
     **{"do_sample": (bool,), "top_k": (int,), "max_new_tokens": (int,)},
     **dict.fromkeys(("temperature", "top_p", "min_p", "typical_p", "repetition_penalty"), (int, float)),
 }
-# The `eos_token_id` of model types whose config leaves it out.
+# The `eos_token_id` of model types whose config may omit it.
 DEFAULT_EOS = {"gpt2": 50256, "gpt_neox": 2, "llama": 2, "mistral": 2, "opt": 2}
 
 
 class GenerationDefaults(NamedTuple):
-    """Settings of `generation_config.json`; None where it has none."""
+    """Settings in `generation_config.json`. None if not set."""
 
-    eos_token_ids: frozenset[int] = frozenset()  # also those of config.json
+    eos_token_ids: frozenset[int] = frozenset()  # including config.json
     do_sample: bool | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -31,7 +31,7 @@ class GenerationDefaults(NamedTuple):
 
 
 def load_generation_defaults(folder: Path) -> GenerationDefaults:
-    """Load the defaults from a model's folder. A damaged file is an error: it would go unnoticed."""
+    """Load the defaults from a model folder. Raise ConfigError for an invalid file instead of ignoring it."""
     path = folder / GENERATION_CONFIG_FILE
     generation = read_json(path) or {}
     settings = {name: generation[name] for name in SETTINGS if generation.get(name) is not None}
@@ -45,9 +45,9 @@ def load_generation_defaults(folder: Path) -> GenerationDefaults:
 
 
 def _read_ids(path: Path, value: Any) -> list[int]:
-    """Read one token id or several; -1 means none."""
+    """Read one or more token ids. Negative ids are ignored."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token_id in ids:
         if type(token_id) is not int:
-            raise ConfigError(f"{path}: eos_token_id is {str(token_id)[:64]!r}, not a token's id")
+            raise ConfigError(f"{path}: eos_token_id is {str(token_id)[:64]!r}, which is not a token id")
     return [token_id for token_id in ids if token_id >= 0]

@@ -1,4 +1,4 @@
-"""Prompts of a script: text, or token ids of any integer type."""
+"""Prompts for `LLM`: text, or token ids of any integer type."""
 
 from collections.abc import Sequence
 from operator import index
@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 def list_prompts(prompts: Any) -> list[Prompt]:
-    """Return several prompts as a list. A list of token ids is one prompt."""
+    """Return the prompts as a list. A list of token ids is one prompt."""
     is_one = isinstance(prompts, str) or (len(prompts) > 0 and _is_id(prompts[0]))
     return [prompts] if is_one else list(prompts)
 
@@ -24,19 +24,19 @@ def encode_prompt(tokenizer: TextTokenizer, prompt: Any) -> list[int]:
     try:
         ids = [index(token_id) for token_id in prompt]
     except TypeError as error:
-        raise InputError(f"a prompt is a text or a list of token ids: {error}") from error
-    if ids and not 0 <= min(ids) <= max(ids) <= MAX_ID:  # no tokenizer can look up others
-        raise InputError("a prompt has tokens beyond the vocabulary")
+        raise InputError(f"a prompt must be text or a list of token ids: {error}") from error
+    if ids and not 0 <= min(ids) <= max(ids) <= MAX_ID:  # tokenizers cannot look up other ids
+        raise InputError("a prompt has token ids beyond the vocabulary")
     return ids
 
 
 def _is_id(value: Any) -> bool:
-    """Accept integers of Python and numpy, and tensors of one integer."""
+    """Return True for Python and numpy integers, and for scalar integer tensors."""
     return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
 
 
-def spread(values: Any, kind: type[_T], what: str, count: int) -> list[_T | None]:
-    """Return one value for each prompt, given one for all of them or a list."""
+def broadcast(values: Any, kind: type[_T], what: str, count: int) -> list[_T | None]:
+    """Return one value per prompt, from a single value or a list."""
     listed = [values] * count if values is None or isinstance(values, kind) else list(values)
     if len(listed) != count:
         raise InputError(f"{count} prompts, but {len(listed)} {what}")

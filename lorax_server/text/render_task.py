@@ -1,4 +1,4 @@
-"""Render chat templates as a sandbox task: a template is untrusted code."""
+"""Sandbox task that renders chat templates, which are untrusted code."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ from jinja2.utils import Namespace
 
 from lorax_server.sandbox.task import TaskError
 
-NUM_COMPILED = 32
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field, the usual one first
+MAX_COMPILED_TEMPLATES = 32
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names of the same field, most common first
 
 
 # --- Template functions, as in transformers ----------------------------------------------------------------
@@ -38,7 +38,7 @@ class GenerationTag(Extension):
 
 
 class PlainNamespace(Namespace):
-    """A namespace that rejects names with a meaning to Python."""
+    """A namespace that rejects names with leading underscores."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
@@ -79,7 +79,7 @@ def _make_namespace(*args: Any, **kwargs: Any) -> Namespace:
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace takes no name that starts with an underscore: {name!r}")
+        raise jinja2.exceptions.SecurityError(f"namespace names must not start with an underscore: {name!r}")
 
 
 def _raise_exception(message: str) -> None:
@@ -93,7 +93,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Encode JSON without the HTML escapes that Jinja's own filter adds."""
+    """Encode JSON without the HTML escapes of Jinja's `tojson` filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -105,7 +105,7 @@ def render(source: str, messages: Sequence[dict[str, Any]], variables: Mapping[s
     try:
         json.dumps([messages, variables], ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise TaskError("the messages hold lone surrogates, which are not text") from None
+        raise TaskError("the messages contain lone surrogates, which are not valid text") from None
     values = {"tools": None, "documents": None, "add_generation_prompt": False, **variables}
     values["messages"] = [_with_reasoning(message) for message in messages]
     texts, count = [], 0
@@ -119,21 +119,21 @@ def render(source: str, messages: Sequence[dict[str, Any]], variables: Mapping[s
     except (MemoryError, TaskError):
         raise
     except RecursionError:
-        raise TaskError("the template is nested too deeply, or calls itself without end") from None
+        raise TaskError("the template is nested too deeply, or recurses without end") from None
     except UnicodeEncodeError:
-        raise TaskError("the template writes lone surrogates, which are not text") from None
-    except Exception as error:  # a template may raise anything
+        raise TaskError("the template writes lone surrogates, which are not valid text") from None
+    except Exception as error:  # a template may raise any exception
         raise TaskError(_describe(error)) from None
 
 
-@lru_cache(NUM_COMPILED)
+@lru_cache(MAX_COMPILED_TEMPLATES)
 def _compile(source: str) -> jinja2.Template:
     return _environment().from_string(source)
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose reasoning has all names that templates use."""
-    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    """Return the message with its reasoning under all field names that templates use."""
+    reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 

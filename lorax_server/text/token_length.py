@@ -1,8 +1,7 @@
-"""The reach of a tokenizer: the most characters that one of its tokens can stand for.
+"""Find the maximum number of characters per token, to reject long prompts without tokenizing them.
 
-A text is refused by its length only where the reach is sure, so every component of a tokenizer is checked. Some shorten
-a text before it is cut, some leave out unknown characters, and some make one token of a word of any length. A tokenizer
-with an unknown component has no reach.
+All components of the tokenizer are checked, because some shorten the text, drop unknown characters or map a word of any
+length to one token. A tokenizer with an unknown component has no maximum.
 """
 
 import json
@@ -12,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel
 
-LONGEST_DECOMPOSITION = 4  # characters that become one when a text is composed, as in U+1F82
+MAX_COMPOSED_CHARACTERS = 4  # characters that NFC composes into one, for example U+1F82
 COMPOSED = ("NFC", "NFKC")
 KEEPING_NORMALIZERS = ("Prepend", "ByteLevel")
 KEEPING_SPLITTERS = ("ByteLevel", "Digits", "Metaspace")
@@ -21,12 +20,12 @@ BYTE_LEVEL = "ByteLevel"
 
 
 def max_token_characters(backend: Tokenizer) -> int | None:
-    """Return the most characters of a text that one token can stand for; None where there may be no limit."""
+    """Return the maximum number of text characters per token, or None if it is not known."""
     normalizers, splitters = list(_steps(backend.normalizer)), list(_steps(backend.pre_tokenizer))
     shrinkage = 1
     for step in normalizers:
         if step["type"] in COMPOSED:
-            shrinkage *= LONGEST_DECOMPOSITION
+            shrinkage *= MAX_COMPOSED_CHARACTERS
         elif not _keeps_length(step):
             return None
     is_sure = (
@@ -39,7 +38,7 @@ def max_token_characters(backend: Tokenizer) -> int | None:
 
 
 def _steps(component: Any) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a tokenizer's component, as `tokenizer.json` describes them."""
+    """Yield the steps of a tokenizer component in `tokenizer.json` format."""
     return _flatten(json.loads(component.__getstate__())) if component is not None else iter(())
 
 
@@ -52,7 +51,7 @@ def _flatten(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _keeps_length(step: dict[str, Any]) -> bool:
-    """Tell whether a normalizer never makes a text shorter."""
+    """Return True if a normalizer never shortens text."""
     if step["type"] == "Replace":
         replaced = step["pattern"].get("String")
         return replaced is not None and len(replaced) <= len(step["content"])
@@ -60,19 +59,19 @@ def _keeps_length(step: dict[str, Any]) -> bool:
 
 
 def _keeps_all(step: dict[str, Any]) -> bool:
-    """Tell whether a splitter keeps all of a text."""
+    """Return True if a pre-tokenizer keeps all characters."""
     return step["type"] in KEEPING_SPLITTERS or (step["type"] == "Split" and step["behavior"] != "Removed")
 
 
 def _keeps_text(step: dict[str, Any]) -> bool:
-    """Tell whether a post-processor keeps the tokens of a text."""
+    """Return True if a post-processor keeps all tokens."""
     if step["type"] == "TemplateProcessing":
         return any("Sequence" in piece for piece in step["single"])
     return step["type"] in KEEPING_PROCESSORS
 
 
 def _knows_every_byte(model: Any, is_byte_level: bool) -> bool:
-    """Tell whether every byte has a token, so that no unknown characters are left out or become one token."""
+    """Return True if every byte has a token, so unknown characters are neither dropped nor merged."""
     if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
     if is_byte_level:

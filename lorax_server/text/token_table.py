@@ -1,4 +1,4 @@
-"""Token tables: a vocabulary as bytes, which structured output works on."""
+"""Token tables: vocabularies as bytes, for structured output."""
 
 import hashlib
 from array import array
@@ -7,12 +7,12 @@ from lorax_server.errors import NotSupportedError
 from lorax_server.text.detokenizer import ByteDetokenizer, Detokenizer
 from lorax_server.types import TokenTable
 
-MAX_IDS = 2**20  # an adapter's ids can be sparse
-MAX_BYTES = 2**23  # of all tokens: a table goes to the engine with each request of its adapter
+MAX_IDS = 2**20  # adapter token ids can be sparse
+MAX_BYTES = 2**23  # all tokens; the table is sent to the engine with each adapter request
 
 
 def make_token_table(detokenizer: Detokenizer, num_ids: int) -> TokenTable:
-    """Return the tokens of a vocabulary. Takes about 0.4 s for 129k tokens.
+    """Return the tokens as bytes. Takes about 0.4 s for 129k tokens.
 
     Raise `NotSupportedError` if the tokens are not bytes of the text.
     """

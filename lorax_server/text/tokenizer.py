@@ -1,10 +1,7 @@
-"""From text to tokens and back, without transformers and with the same tokens.
+"""Tokenizers that produce the same tokens as transformers, without importing it.
 
-Where transformers takes `tokenizer.json` as it is, this module does with it and `tokenizer_config.json` what
-transformers does. Many classes of transformers build a tokenizer of their own from the file's vocabulary. Those, and
-vocabularies in other formats, are converted by transformers in the sandbox (`convert_task`).
-
-An adapter's files are untrusted. Only those that its source has seen are read, each up to a limit, and checked.
+If transformers would load `tokenizer.json` unchanged, this module loads it directly. Tokenizer classes that rebuild the
+tokenizer, and other vocabulary formats, are converted by transformers in the sandbox (`convert_task`).
 """
 
 import copy
@@ -39,63 +36,63 @@ from lorax_server.types import TokenTable
 
 VOCABULARIES = (VOCABULARY_FILE, *OTHER_VOCABULARIES)
 
-# Classes that take `tokenizer.json` as it is, and the types of model for which transformers believes the name.
+# Tokenizer classes that load `tokenizer.json` unchanged, and model types for which transformers uses these classes.
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 PLAIN_MODEL_TYPES = (None, "gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen3")
-ELABORATE = ("auto_map", "fast_tokenizer_files", "fix_mistral_regex", "gguf_file", "init_inputs")
-# transformers calls `from_pretrained` of whatever class it finds by this name.
+UNSUPPORTED_SETTINGS = ("auto_map", "fast_tokenizer_files", "fix_mistral_regex", "gguf_file", "init_inputs")
+# transformers looks up this class name and calls its `from_pretrained`.
 CLASS_NAME = re.compile(r"\w+Tokenizer(Fast)?|TokenizersBackend|PythonBackend|SentencePieceBackend")
-# Settings that do not change the tokens of a text.
-HARMLESS = {
+# Settings that do not change tokenization.
+NON_TOKEN_SETTINGS = {
     *("chat_template", "model_max_length", "name_or_path", "pad_token", "padding_side", "truncation_side"),
     *("max_length", "stride", "truncation_strategy", "pad_to_multiple_of", "local_files_only", "is_local"),
 }
-# Besides "..._token", the settings that do, where transformers takes `tokenizer.json` as it is.
+# Settings, besides "..._token", that change tokenization if `tokenizer.json` is loaded unchanged.
 TOKEN_SETTINGS = ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "split_special_tokens")
 
 
-class Piece(NamedTuple):
-    """A token of a text, and its characters there. Tokens that are added around the text have none."""
+class TokenSpan(NamedTuple):
+    """A token and its character range in the text. The range is empty for tokens added around the text."""
 
     id: int
-    text: str  # as the vocabulary spells it
+    text: str  # token name in the vocabulary
     start: int
     stop: int
 
 
 class TextTokenizer:
-    """A model's or an adapter's tokenizer. Any thread may use it."""
+    """The tokenizer of a model or an adapter. Thread-safe."""
 
     def __init__(
         self, backend: Tokenizer, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]
     ) -> None:
         self._backend = backend
-        self.special_tokens = special_tokens  # by their names in templates
-        self.chat_templates = chat_templates  # by name; "default" is the usual one
+        self.special_tokens = special_tokens  # by template variable name
+        self.chat_templates = chat_templates  # by name; "default" is the standard template
         self.detokenizer: Detokenizer = make_detokenizer(backend)
-        self._table: list[TokenTable] = []  # computed once for all copies, which share the vocabulary
-        self._showing: dict[frozenset[int], Detokenizer] = {}  # by the special tokens that are shown
-        self.eos_token_ids = self._find_eos()
+        self._table: list[TokenTable] = []  # computed once and shared by all copies
+        self._visible_detokenizers: dict[frozenset[int], Detokenizer] = {}  # by visible special tokens
+        self.eos_token_ids = self._find_eos_ids()
         self.num_ids = max(backend.get_vocab().values(), default=-1) + 1
-        self._reach = max_token_characters(backend)
+        self._max_token_characters = max_token_characters(backend)
 
-    # The backend's calls for batches release Python's lock, also for a batch of one; `encode` and `decode` do not.
+    # The backend's batch functions release the GIL, even for one text. `encode` and `decode` do not.
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._encode(self._backend.encode_batch_fast, text, add_special_tokens).ids
 
-    def pieces(self, text: str, add_special_tokens: bool = True) -> list[Piece]:
+    def pieces(self, text: str, add_special_tokens: bool = True) -> list[TokenSpan]:
         encoding = self._encode(self._backend.encode_batch, text, add_special_tokens)
         ids = encoding.ids  # unlike `tokens` and `offsets`, which hold the GIL for 0.3 s with a million tokens
         name_of = {token_id: self._backend.id_to_token(token_id) or "" for token_id in set(ids)}
         spans = [encoding.token_to_chars(position) or (0, 0) for position in range(len(ids))]  # None: not in the text
-        return [Piece(token_id, name_of[token_id], *span) for token_id, span in zip(ids, spans, strict=True)]
+        return [TokenSpan(token_id, name_of[token_id], *span) for token_id, span in zip(ids, spans, strict=True)]
 
-    def locate(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the position in a text at which each of its tokens begins.
+    def find_token_starts(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the character position at which each token starts.
 
-        That is where the token before it ends, since the space before a word belongs to the word. Tokens that share a
-        character begin at it. Tokens that are not in the text take no room.
+        This is the end of the previous token, because the space before a word belongs to the word. Tokens that share a
+        character start at the same position. Added special tokens have no length.
         """
         starts, end = [], 0
         for piece in self.pieces(text, add_special_tokens):
@@ -107,35 +104,35 @@ class TextTokenizer:
         for token_id in dict.fromkeys(ids) if set(map(type, ids)) <= {int} else ids:
             is_id = type(token_id) is int and 0 <= token_id < self.num_ids
             if not is_id or self._backend.id_to_token(token_id) is None:
-                raise InputError(f"{token_id!r} is not a token of the model; its tokens are 0 to {self.num_ids - 1}")
+                raise InputError(f"{token_id!r} is not a token id; the model has ids 0 to {self.num_ids - 1}")
         return str(self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0])
 
     def min_token_count(self, text: str) -> int:
-        """Return a lower bound of a text's tokens by its length alone; 0 where there is none."""
-        return 0 if self._reach is None else -(-len(text) // self._reach)
+        """Return a lower bound on the number of tokens from the text length, or 0 if it is not known."""
+        return 0 if self._max_token_characters is None else -(-len(text) // self._max_token_characters)
 
     def with_overrides(self, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]) -> "TextTokenizer":
-        """Return a tokenizer that shares this one's vocabulary."""
+        """Return a tokenizer with the same vocabulary and other special token names and templates."""
         if special_tokens == self.special_tokens and chat_templates == self.chat_templates:
             return self
         other = copy.copy(self)
         other.special_tokens, other.chat_templates = special_tokens, chat_templates
-        other.eos_token_ids = other._find_eos()
+        other.eos_token_ids = other._find_eos_ids()
         return other
 
-    def showing(self, names: Sequence[str]) -> "TextTokenizer":
-        """Return a tokenizer with the same tokens, of which some special ones are text where they are decoded."""
+    def with_visible_tokens(self, names: Sequence[str]) -> "TextTokenizer":
+        """Return a tokenizer that decodes the named special tokens as text."""
         ids = (self._backend.token_to_id(name) for name in names)
         shown = frozenset(each for each in ids if each is not None and self.detokenizer.is_special(each))
         if not shown:
             return self
         other = copy.copy(self)
-        other.detokenizer = self._showing.get(shown) or self.detokenizer.showing(shown)
-        self._showing[shown] = other.detokenizer
+        other.detokenizer = self._visible_detokenizers.get(shown) or self.detokenizer.with_visible_tokens(shown)
+        self._visible_detokenizers[shown] = other.detokenizer
         return other
 
     def shares_vocabulary(self, other: "TextTokenizer") -> bool:
-        """Tell whether both use one vocabulary, not only equal ones."""
+        """Return True if both share one vocabulary object."""
         return self._backend is other._backend
 
     def token_table(self) -> TokenTable:
@@ -150,20 +147,20 @@ class TextTokenizer:
     def _encode(self, encode_batch: Callable[..., list[Encoding]], text: str, add_special_tokens: bool) -> Encoding:
         try:
             return encode_batch([text], add_special_tokens=add_special_tokens)[0]
-        except BaseException as error:  # a panic in Rust is no Exception
-            _reraise_unless_ours(error)
+        except BaseException as error:  # Rust panics are not subclasses of Exception
+            _reraise_critical(error)
             raise InputError(f"the text cannot be made into tokens: {error}") from error
 
-    def _find_eos(self) -> frozenset[int]:
+    def _find_eos_ids(self) -> frozenset[int]:
         eos = self.special_tokens.get("eos_token")
         eos_id = None if eos is None else self._backend.token_to_id(eos)
         return frozenset() if eos_id is None else frozenset([eos_id])
 
 
 def load_tokenizer(folder: Path, *, template_config: Path | None = None) -> TextTokenizer:
-    """Load the tokenizer of a model. May take seconds, and starts a process where transformers is needed.
+    """Load a model tokenizer. May take seconds, and starts a process if transformers is needed.
 
-    `template_config` is a tokenizer_config.json whose chat template replaces the folder's own.
+    `template_config` is a tokenizer_config.json whose chat template replaces the one in the folder.
     """
     files = TokenizerFolder(folder)
     config = files.read_json(TOKENIZER_CONFIG_FILE) or {}
@@ -171,33 +168,33 @@ def load_tokenizer(folder: Path, *, template_config: Path | None = None) -> Text
     if template_config is not None:
         other = read_json(template_config)
         if other is None:
-            raise ConfigError(f"{template_config}: there is no such file")
+            raise ConfigError(f"{template_config}: the file does not exist")
         templates = _read_templates(TokenizerFolder(template_config.parent), other)
     with closing(Sandbox(1)) as sandbox:
         return TextTokenizer(*_load(files, config, folder / MODEL_CONFIG_FILE, sandbox), templates)
 
 
 def share_base_tokenizer(files: TokenizerFolder, base: TextTokenizer, base_folder: Path) -> TextTokenizer | None:
-    """Load an adapter's tokenizer if it has the base model's vocabulary, else return None. Files are only compared.
+    """Load an adapter tokenizer if it has the base model's vocabulary, otherwise return None. Only compares files.
 
-    An adapter may bring any part of a tokenizer: only a template, other names for the base model's tokens, or, as PEFT
-    saves it, a copy of the base model's. Where nothing differs, this is `base`.
+    An adapter may include only a template, other special token names, or (as PEFT saves it) a copy of the base model's
+    tokenizer. Return `base` if there is no difference.
     """
     config = files.read_json(TOKENIZER_CONFIG_FILE) or {}
-    if any(map(files.has, VOCABULARIES)) and not _is_the_same(files, config, TokenizerFolder(base_folder)):
+    if any(map(files.has, VOCABULARIES)) and not _has_same_tokens(files, config, TokenizerFolder(base_folder)):
         return None
     templates = _read_templates(files, config)
-    return base.with_overrides(_names_in(base, files, config), templates or base.chat_templates)
+    return base.with_overrides(_read_special_names(base, files, config), templates or base.chat_templates)
 
 
 def load_own_tokenizer(files: TokenizerFolder, base_folder: Path, sandbox: Sandbox) -> TextTokenizer:
-    """Load an adapter's tokenizer with a vocabulary of its own. Its patterns may make it slow to use."""
+    """Load an adapter tokenizer with its own vocabulary. Its regex patterns may make it slow."""
     config = files.read_json(TOKENIZER_CONFIG_FILE) or {}
     templates = _read_templates(files, config)
     backend, special_tokens = _load(files, config, base_folder / MODEL_CONFIG_FILE, sandbox)
-    if backend.decoder and b'"Regex":' in backend.decoder.__getstate__():  # answers are decoded on the event loop
+    if backend.decoder and b'"Regex":' in backend.decoder.__getstate__():  # decoding runs on the event loop
         path = files.path / VOCABULARY_FILE
-        raise ConfigError(f"{path}: its decoder has a regular expression, which an adapter's may not")
+        raise ConfigError(f"{path}: an adapter's decoder must not contain a regular expression")
     return TextTokenizer(backend, special_tokens, templates)
 
 
@@ -215,11 +212,11 @@ def _load(
     return backend, special_tokens
 
 
-def _is_the_same(files: TokenizerFolder, config: Mapping[str, Any], other: TokenizerFolder) -> bool:
-    """Tell whether two folders make the same tokens of every text."""
+def _has_same_tokens(files: TokenizerFolder, config: Mapping[str, Any], other: TokenizerFolder) -> bool:
+    """Return True if the tokenizers in two folders tokenize every text equally."""
     other_config = other.read_json(TOKENIZER_CONFIG_FILE) or {}
     model_type = (read_json(other.path / MODEL_CONFIG_FILE) or {}).get("model_type")
-    keys = {*config, *other_config} - HARMLESS
+    keys = {*config, *other_config} - NON_TOKEN_SETTINGS
     if _is_plain(files, config, model_type) and _is_plain(other, other_config, model_type):
         keys = {key for key in keys if key in TOKEN_SETTINGS or key.endswith("_token")}
     if any(config.get(key) != other_config.get(key) for key in keys):
@@ -230,18 +227,18 @@ def _is_the_same(files: TokenizerFolder, config: Mapping[str, Any], other: Token
     return all(files.read(name) == other.read(name) for name in filter(files.has, names))
 
 
-# --- Files that transformers takes as they are ------------------------------------------------------------------------
+# --- Files that transformers loads unchanged --------------------------------------------------------------------------
 
 
 def _is_plain(files: TokenizerFolder, config: Mapping[str, Any], model_type: object) -> bool:
-    """Tell whether this module does all that transformers does with the folder."""
+    """Return True if this module can load the folder without transformers."""
     legacy = files.has(SPECIAL_TOKENS_FILE) or files.has(ADDED_TOKENS_FILE)
     return (
         files.has(VOCABULARY_FILE)
         and not files.has("tekken.json")
         and config.get("tokenizer_class") in PLAIN_CLASSES
         and model_type in PLAIN_MODEL_TYPES
-        and not any(key in config for key in ELABORATE)
+        and not any(key in config for key in UNSUPPORTED_SETTINGS)
         and ("added_tokens_decoder" in config or not legacy)
     )
 
@@ -256,11 +253,11 @@ def _load_plain(files: TokenizerFolder, config: Mapping[str, Any]) -> tuple[Toke
     return backend, special_tokens
 
 
-# --- An adapter that ships no vocabulary ------------------------------------------------------------------------------
+# --- Adapters without a vocabulary ------------------------------------------------------------------------------------
 
 
-def _names_in(base: TextTokenizer, files: TokenizerFolder, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return an adapter's names for the base model's tokens. Tokens that the base model lacks need a vocabulary."""
+def _read_special_names(base: TextTokenizer, files: TokenizerFolder, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return an adapter's special token names. Raise ConfigError for tokens that the base model does not have."""
     special_map = {} if "added_tokens_decoder" in config else files.read_json(SPECIAL_TOKENS_FILE) or {}
     ids = files.read_json(ADDED_TOKENS_FILE) or {}
     try:
@@ -272,7 +269,7 @@ def _names_in(base: TextTokenizer, files: TokenizerFolder, config: Mapping[str, 
     unknown += [token for token in named.values() if base.token_to_id(token) is None]
     if unknown:
         raise ConfigError(
-            f"{files.path}: {unknown[0][:64]!r} is not so in the base model's tokens; ship {VOCABULARY_FILE} too"
+            f"{files.path}: {unknown[0][:64]!r} differs from the base model's tokens; include {VOCABULARY_FILE}"
         )
     return {**base.special_tokens, **named}
 
@@ -284,14 +281,14 @@ def _check_class(files: TokenizerFolder, config: Mapping[str, Any]) -> None:
     name = config.get("tokenizer_class")
     if name is not None and not (isinstance(name, str) and CLASS_NAME.fullmatch(name)):
         raise ConfigError(
-            f"{files.path / TOKENIZER_CONFIG_FILE}: tokenizer_class {str(name)[:64]!r} is not a tokenizer's class"
+            f"{files.path / TOKENIZER_CONFIG_FILE}: tokenizer_class {str(name)[:64]!r} is not a tokenizer class"
         )
     for file in filter(files.has, TOKENIZER_FILES):
         files.check(file)
 
 
 def _convert(files: TokenizerFolder, model_config: Path, sandbox: Sandbox) -> tuple[Tokenizer, dict[str, str]]:
-    """Convert a tokenizer by transformers. It reads whatever it finds, so it gets a copy of an adapter's files."""
+    """Convert a tokenizer with transformers, which may read any file in the folder, so adapter files are copied."""
     with tempfile.TemporaryDirectory(prefix="lorax-tokenizer-") as scratch:
         folder, out = files.path, Path(scratch, "out")
         out.mkdir()
@@ -303,12 +300,12 @@ def _convert(files: TokenizerFolder, model_config: Path, sandbox: Sandbox) -> tu
         try:
             sandbox.submit(CONVERT, *args, tenant=f"tokenizer {files.path}").result()
         except (TaskError, TaskKilledError) as error:
-            raise ConfigError(f"{files.path}: its tokenizer cannot be converted: {str(error)[:500]}") from error
+            raise ConfigError(f"{files.path}: the tokenizer cannot be converted: {str(error)[:500]}") from error
         backend = _make_backend(out / VOCABULARY_FILE, TokenizerFolder(out).read(VOCABULARY_FILE))
-        facts = read_json(out / "converted.json")
-    assert facts is not None
-    backend.encode_special_tokens = facts["split_special_tokens"]
-    return backend, facts["special_tokens"]
+        metadata = read_json(out / "converted.json")
+    assert metadata is not None
+    backend.encode_special_tokens = metadata["split_special_tokens"]
+    return backend, metadata["special_tokens"]
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------
@@ -317,34 +314,35 @@ def _convert(files: TokenizerFolder, model_config: Path, sandbox: Sandbox) -> tu
 def _make_backend(path: Path, content: bytes) -> Tokenizer:
     try:
         return Tokenizer.from_buffer(content)
-    except BaseException as error:  # a panic in Rust is no Exception
-        _reraise_unless_ours(error)
-        raise ConfigError(f"{path}: is not a tokenizer: {error}") from error
+    except BaseException as error:  # Rust panics are not subclasses of Exception
+        _reraise_critical(error)
+        raise ConfigError(f"{path}: not a valid tokenizer: {error}") from error
 
 
-def _reraise_unless_ours(error: BaseException) -> None:
+def _reraise_critical(error: BaseException) -> None:
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | MemoryError):
         raise error
 
 
 def _read_templates(files: TokenizerFolder, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates by name: those in files of their own, or else those in the config."""
+    """Return chat templates by name, from separate files or else from the config."""
     names = {"default": TEMPLATE_FILE} if files.has(TEMPLATE_FILE) else {}
     names |= {Path(name).stem: name for name in files.list_templates()}
-    templates = {key: files.read_template(name) for key, name in names.items()} or _templates_in(files.path, config)
+    templates = {key: files.read_template(name) for key, name in names.items()}
+    templates = templates or _read_config_templates(files.path, config)
     if len(templates) > MAX_TEMPLATES:
-        raise ConfigError(f"{files.path}: has more than {MAX_TEMPLATES} chat templates")
+        raise ConfigError(f"{files.path}: more than {MAX_TEMPLATES} chat templates")
     return templates
 
 
-def _templates_in(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _read_config_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     value = config.get("chat_template")
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
         value = {item.get("name"): item.get("template") for item in value}
     named = value if isinstance(value, dict) else {} if value is None else {"default": value}
     for name, template in named.items():
         if not (isinstance(name, str) and isinstance(template, str)):
-            raise ConfigError(f"{folder / TOKENIZER_CONFIG_FILE}: chat_template is neither a text nor texts by name")
+            raise ConfigError(f"{folder / TOKENIZER_CONFIG_FILE}: chat_template must be text, or texts by name")
         if len(template) > MAX_TEMPLATE_BYTES:
             raise ConfigError(
                 f"{folder / TOKENIZER_CONFIG_FILE}: a chat template has more than {MAX_TEMPLATE_BYTES} characters"

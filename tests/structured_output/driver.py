@@ -13,7 +13,7 @@ from lorax_server.errors import LoraxError
 from lorax_server.sandbox.sandbox import Sandbox
 from lorax_server.structured_output.manager import StructuredOutput
 from lorax_server.structured_output.trials import GrammarTrials
-from lorax_server.structured_output.vocabulary import Vocabulary, Words
+from lorax_server.structured_output.vocabulary import TokenMask, Vocabulary
 from lorax_server.text.tokenizer import TextTokenizer, load_tokenizer
 from lorax_server.types import Request, SamplingParams, StopParams, Structure, TokenTable
 
@@ -22,7 +22,7 @@ STOP = StopParams(max_new_tokens=1000, eos_token_ids=frozenset([EOS_ID]))
 TIMEOUT_S = 120.0
 
 
-def list_allowed(words: Words) -> list[int]:
+def list_allowed(words: TokenMask) -> list[int]:
     return [int(each) for each in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]
 
 
@@ -90,7 +90,7 @@ class Driver:
 
     def allowed(self, request_id: int) -> list[int]:
         """Wait for the next mask and list its tokens; none if the completion has failed."""
-        found = self.structured_output.gather([request_id], TIMEOUT_S).get(request_id)
+        found = self.structured_output.collect_masks([request_id], TIMEOUT_S).get(request_id)
         return [] if found is None else list_allowed(found.words)
 
     def consume(self, request_id: int, *token_ids: int) -> None:

@@ -86,9 +86,9 @@ def test_slow_masks_do_not_delay_fast_ones(driver: Driver, monkeypatch: pytest.M
     for _ in range(5):
         assert driver.advance(fast, random)
     assert driver.allowed(fast)
-    assert driver.structured_output.gather(slow, 0.0, num_others=1) == {}
+    assert driver.structured_output.collect_masks(slow, 0.0, num_others=1) == {}
     gate.may_pass.set()
-    assert set(driver.structured_output.gather(slow, TIMEOUT_S)) == set(slow)
+    assert set(driver.structured_output.collect_masks(slow, TIMEOUT_S)) == set(slow)
 
 
 def test_grammar_whose_masks_take_long_is_not_fast(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,16 +124,16 @@ def test_gather_returns_without_late_masks(driver: Driver, monkeypatch: pytest.M
     gate = Gate(monkeypatch)
     driver.structured_output.advance([(late, driver.allowed(late)[0])])
     assert gate.is_blocked.wait(TIMEOUT_S)
-    assert list(driver.structured_output.gather([late, ready], 0.0)) == [ready]
-    assert list(driver.structured_output.gather([late], 0.0, 0.001)) == []
+    assert list(driver.structured_output.collect_masks([late, ready], 0.0)) == [ready]
+    assert list(driver.structured_output.collect_masks([late], 0.0, 0.001)) == []
     gate.may_pass.set()
-    assert set(driver.structured_output.gather([late, ready], TIMEOUT_S)) == {late, ready}
+    assert set(driver.structured_output.collect_masks([late, ready], TIMEOUT_S)) == {late, ready}
 
 
 def test_late_mask_is_awaited_longer_while_no_sequence_could_continue(driver: Driver) -> None:
     request_id = driver.start(LETTERS)
     driver.structured_output.advance([(request_id, driver.allowed(request_id)[0])])
-    assert driver.structured_output.gather([request_id], 0.0, TIMEOUT_S)
+    assert driver.structured_output.collect_masks([request_id], 0.0, TIMEOUT_S)
 
 
 def test_eos_token_that_is_not_special_cannot_cut_off_the_text(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_completion_whose_masks_take_too_long_fails_alone(driver: Driver, monkey
     monkeypatch.setattr(matcher, "MIN_TOTAL_S", -1.0)
     monkeypatch.setattr(matcher, "MAX_TOKEN_S", -1.0)
     driver.structured_output.advance([(slow, driver.allowed(slow)[0])])
-    assert driver.structured_output.gather([slow], TIMEOUT_S) == {}
+    assert driver.structured_output.collect_masks([slow], TIMEOUT_S) == {}
     monkeypatch.undo()
     assert "ms per token" in str(driver.find_error(slow))
     assert driver.advance(other, np.random.default_rng(0))
@@ -191,7 +191,7 @@ def test_masks_are_the_same_in_a_batch_and_alone(
         for request_id, grammar in requests.items()
     }
     for _ in range(12):
-        found = driver.structured_output.gather(requests, TIMEOUT_S)
+        found = driver.structured_output.collect_masks(requests, TIMEOUT_S)
         assert set(found) == set(requests)
         tokens = []
         for request_id, following in found.items():
@@ -207,7 +207,7 @@ def test_masks_are_the_same_in_a_batch_and_alone(
 def test_forced_tokens_are_consumed_ahead(driver: Driver) -> None:
     request_id = driver.start(from_regex("[ab]Q{12}[ab]"), fast_forward=True)
     driver.consume(request_id, driver.allowed(request_id)[0])
-    following = driver.structured_output.gather([request_id], TIMEOUT_S)[request_id]
+    following = driver.structured_output.collect_masks([request_id], TIMEOUT_S)[request_id]
     assert driver.tokenizer.decode(following.forced) == "Q" * 12
     assert driver.tokenizer.decode([list_allowed(following.words)[0]]) == "a"
 
@@ -216,7 +216,7 @@ def test_forced_tokens_are_limited_at_a_stretch(driver: Driver, monkeypatch: pyt
     monkeypatch.setattr(manager, "MAX_FORCED_TOKENS", 5)
     request_id = driver.start(from_regex("[ab]Q{12}[ab]"), fast_forward=True)
     driver.consume(request_id, driver.allowed(request_id)[0])
-    following = driver.structured_output.gather([request_id], TIMEOUT_S)[request_id]
+    following = driver.structured_output.collect_masks([request_id], TIMEOUT_S)[request_id]
     assert len(following.forced) == 5
     assert len(list_allowed(following.words)) == 1
 
@@ -227,10 +227,10 @@ def test_many_completions_do_not_fast_forward(model: Path) -> None:
     try:
         first, second = (driver.start(from_regex("[ab]Q{12}[ab]"), fast_forward=True) for _ in range(2))
         driver.consume(first, driver.allowed(first)[0])
-        assert not driver.structured_output.gather([first], TIMEOUT_S)[first].forced
+        assert not driver.structured_output.collect_masks([first], TIMEOUT_S)[first].forced
         driver.end(second)
         driver.consume(first, driver.allowed(first)[0])
-        assert driver.structured_output.gather([first], TIMEOUT_S)[first].forced
+        assert driver.structured_output.collect_masks([first], TIMEOUT_S)[first].forced
     finally:
         driver.close()
 
@@ -241,12 +241,12 @@ def test_token_that_is_not_the_forced_one_fails_its_request_alone(
     wrong, right = (driver.start(from_regex("[ab]Q{6}[ab]{9}"), fast_forward=True) for _ in range(2))
     for each in (wrong, right):
         driver.consume(each, driver.allowed(each)[0])
-    found = driver.structured_output.gather([wrong, right], TIMEOUT_S)
+    found = driver.structured_output.collect_masks([wrong, right], TIMEOUT_S)
     bad, forced = found[wrong].forced[0] + 1, list(found[right].forced)
     driver.structured_output.advance([(wrong, bad), *((right, token_id) for token_id in forced), (wrong, bad)])
     assert isinstance(driver.find_error(wrong), EngineError)
     assert f"token {bad} was sampled" in caplog.text
-    assert driver.structured_output.gather([wrong], TIMEOUT_S) == {}
+    assert driver.structured_output.collect_masks([wrong], TIMEOUT_S) == {}
     assert driver.advance(right, np.random.default_rng(0))
 
 
@@ -255,7 +255,7 @@ def test_forced_tokens_are_those_that_masks_would_force_one_by_one(pattern: str,
     ahead, alone = driver.start(from_regex(pattern), fast_forward=True), driver.start(from_regex(pattern))
     random, forced = np.random.default_rng(0), 0
     while True:
-        following = driver.structured_output.gather([ahead], TIMEOUT_S)[ahead]
+        following = driver.structured_output.collect_masks([ahead], TIMEOUT_S)[ahead]
         for token_id in list(following.forced):
             assert driver.allowed(alone) == [token_id]
             driver.structured_output.advance([(ahead, token_id), (alone, token_id)])
@@ -384,7 +384,7 @@ def test_sparse_token_ids_are_rejected(driver: Driver) -> None:
 def test_padded_step_waits_for_its_masks(driver: Driver) -> None:
     request_id = driver.start(LETTERS)
     driver.structured_output.advance([(request_id, driver.allowed(request_id)[0])])
-    assert driver.structured_output.gather([request_id], math.inf, 0.05)
+    assert driver.structured_output.collect_masks([request_id], math.inf, 0.05)
 
 
 def test_one_tenant_cannot_use_all_adapter_vocabularies(driver: Driver) -> None:
@@ -436,7 +436,7 @@ def follow(driver: Driver, request_id: int) -> list[int]:
     """Consume the first allowed token until the end of the text. Return all tokens before it."""
     token_ids: list[int] = []
     while True:
-        following = driver.structured_output.gather([request_id], TIMEOUT_S)[request_id]
+        following = driver.structured_output.collect_masks([request_id], TIMEOUT_S)[request_id]
         token_id = following.forced[0] if following.forced else list_allowed(following.words)[0]
         if token_id == EOS_ID:
             return token_ids
