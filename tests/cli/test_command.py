@@ -182,9 +182,9 @@ def test_gpu_is_used_if_available(served: list[ServerConfig], model: Path, monke
 def test_gpu_detection_does_not_import_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda _: "/bin/nvidia-smi")
     for device in ("cuda", "cpu"):
-        monkeypatch.setattr(cli, "PROBE", f"print('{device}')")
+        monkeypatch.setattr(cli, "DEVICE_PROBE_CODE", f"print('{device}')")
         assert cli.detect_device() == device
-    monkeypatch.setattr(cli, "PROBE", "1 / 0")
+    monkeypatch.setattr(cli, "DEVICE_PROBE_CODE", "1 / 0")
     with pytest.raises(ConfigError, match="give --device cpu or --device cuda"):
         cli.detect_device()
 
@@ -512,7 +512,7 @@ def test_ctrl_c_stops_response(server: Server, monkeypatch: pytest.MonkeyPatch) 
         if said == ["on ", "on "]:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli_client, "say", say)
+    monkeypatch.setattr(cli_client, "write_output", say)
     assert talk(monkeypatch, "Count!\nThanks\n") == 0
     assert server.is_gone.wait(WAIT_TIMEOUT_S)
     assert said == ["on ", "on ", " ...", "\n", "ok", "", "", "", "\n"]
@@ -544,7 +544,7 @@ def test_adapter_list_table(server: Server, capsys: pytest.CaptureFixture[str]) 
     assert json.loads(capsys.readouterr().out) == LISTED
     server.replies["/v1/adapters"] = lambda _: (200, {"data": []})
     assert main(["adapters"]) == 0
-    assert capsys.readouterr().out == "no adapters are known\n"
+    assert capsys.readouterr().out == "no adapters\n"
 
 
 def test_adapter_list_joins_pages(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

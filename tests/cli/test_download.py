@@ -69,7 +69,7 @@ def test_local_folder_is_used(tmp_path: Path, cache: Path) -> None:
 
 
 def test_folder_without_config_is_rejected(tmp_path: Path, cache: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no config\.json in it"):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
         find_model(str(tmp_path), None, "hub", cache)
 
 
@@ -141,7 +141,7 @@ def test_interrupted_download_is_resumed(hub: HubServer, cache: Path) -> None:
     hub.faults["model.safetensors"] = Fault(cut_after=100)
     with pytest.raises(SourceError, match="model 'owner/model': the hub cannot be reached"):
         find_model(NAME, None, "hub", cache, endpoint=hub.url)
-    with pytest.raises(ConfigError, match="not in the cache"):
+    with pytest.raises(ConfigError, match="not found in the cache"):
         find_model(NAME, None, "hub", cache, endpoint=hub.url, offline=True)
     hub.faults.clear()
     hub.seen.clear()

@@ -425,7 +425,7 @@ def test_invalid_shard_settings_are_rejected() -> None:
         ("--sharded --num-shard 1", {}),
         ("--sharded", {"CUDA_VISIBLE_DEVICES": "all"}),
     ):
-        with pytest.raises(ConfigError, match="--sharded needs more than one GPU"):
+        with pytest.raises(ConfigError, match="--sharded requires more than one GPU"):
             read(line, environ)
     with pytest.raises(ConfigError, match="--num-shard = 0 must be at least 1"):
         read("--num-shard 0")
