@@ -801,7 +801,7 @@ def test_failed_tokenizer_is_retried(
             assert tried.call_count == 1
         assert [type(each.error) for each in failed] == [AdapterError] * 3
         assert len({str(each.error) for each in failed}) == 1
-        clock.now += adapter_tokenizers.FAILURE_S
+        clock.now += adapter_tokenizers.FAILURE_TTL_S
         (completion,) = llm.generate("hello", stop=STOP, adapter="own")
     assert completion.text == world.answer("hello", "first")[1]
 
