@@ -179,7 +179,7 @@ NOT_THERE = [
 
 def test_missing_names_are_not_found(source: S3Source) -> None:
     for name in NOT_THERE:
-        with pytest.raises(AdapterError, match="has no|no such folder") as caught:
+        with pytest.raises(AdapterError, match=r"has no|no such folder") as caught:
             fetch(source, name)
         assert repr(name) in str(caught.value)
         assert source.base_model_type(name, None) is None
