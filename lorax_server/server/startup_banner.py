@@ -36,7 +36,10 @@ def announce_ready(config: ServerConfig, names: ModelNames, keys: KeyRing, url: 
     logger.info("ready: %s serves %s; try it at %s/ui", url, config.model_id, url)
     if config.examples is not None and not config.json_logs:
         listed = sorted(names.adapters)
-        print(format_banner(url, config.model_id, listed, config.examples, needs_key=not keys.allows_anonymous), flush=True)
+        print(
+            format_banner(url, config.model_id, listed, config.examples, needs_key=not keys.allows_anonymous),
+            flush=True,
+        )
 
 
 def format_banner(url: str, model: str, names: Sequence[str], examples: Path, *, needs_key: bool = False) -> str:

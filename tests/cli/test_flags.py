@@ -141,7 +141,7 @@ def test_only_launcher_allows_all_origins_and_hosts() -> None:
     assert (launched.cors.allow_origins, launched.allowed_hosts) == (("*",), ("*",))
     chosen = read("--cors-allow-origin http://a --allowed-host b", command="launcher").make_config(Path("/model"))
     assert (chosen.cors.allow_origins, chosen.allowed_hosts) == (("http://a",), ("b",))
-    for command, shown in (("serve", "only the server's own pages"), ("launcher", "*")):
+    for command, shown in (("serve", "same origin only"), ("launcher", "*")):
         assert f"; repeatable (default: {shown}) [CORS_ALLOW_ORIGIN]" in re.sub(
             r"\s+", " ", build_parser(command).format_help()
         )

@@ -39,7 +39,7 @@ FALCON_7B = {  # as on the hub, without fields that do not affect sizes
     "parallel_attn": True,
     "vocab_size": 65024,
 }
-UNUSABLE = "config.json: a model config must be a JSON object with a `model_type`"
+UNUSABLE = "config.json: cannot be used as a model config"
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**LLAMA),
     "llama-biased": lambda: transformers.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True),
@@ -293,7 +293,10 @@ def test_incomplete_model_sizes_are_rejected(capsys: pytest.CaptureFixture[str])
         (b"{}", UNUSABLE),
         (b'{"model_type": ["llama"]}', "is not supported"),
         (b'{"model_type": "mamba"}', "use one of arcee, bloom, cohere"),
-        (json.dumps(LLAMA_8B | {"num_hidden_layers": -3}).encode(), "num_hidden_layers = -3"),
+        (
+            json.dumps(LLAMA_8B | {"num_hidden_layers": -3}).encode(),
+            "num_hidden_layers must be a positive integer (got -3)",
+        ),
         (json.dumps(LLAMA_8B | {"num_hidden_layers": 2.5}).encode(), "num_hidden_layers"),
         (json.dumps(LLAMA_8B | {"num_hidden_layers": True}).encode(), "num_hidden_layers"),
         (json.dumps(LLAMA_8B | {"num_hidden_layers": 10**6}).encode(), "num_hidden_layers must be at most 1000"),

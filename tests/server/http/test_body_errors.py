@@ -79,7 +79,13 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
         *("messages[1].content[1]", "unsupported_parameter", "content of type 'image_url' is not supported yet"),
     ),
     "half a character": (CHAT, saying("a\ud800"), "messages", "invalid_value", "lone surrogate (\\ud800"),
-    "half a prompt": (COMPLETIONS, complete(prompt="\udc00"), "prompt", "invalid_value", "`prompt` contains a lone surrogate"),
+    "half a prompt": (
+        COMPLETIONS,
+        complete(prompt="\udc00"),
+        "prompt",
+        "invalid_value",
+        "`prompt` contains a lone surrogate",
+    ),
     "no such token": (COMPLETIONS, complete(prompt=[10**6]), "prompt", "invalid_value", "beyond the vocabulary"),
     "a format": (
         *(CHAT, chat(response_format={"type": "xml"})),
