@@ -185,7 +185,7 @@ def test_gpu_detection_does_not_import_torch(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(cli, "DEVICE_PROBE_CODE", f"print('{device}')")
         assert cli.detect_device() == device
     monkeypatch.setattr(cli, "DEVICE_PROBE_CODE", "1 / 0")
-    with pytest.raises(ConfigError, match="give --device cpu or --device cuda"):
+    with pytest.raises(ConfigError, match="set --device cpu or --device cuda"):
         cli.detect_device()
 
 
