@@ -53,12 +53,12 @@ def test_every_architecture_is_documented() -> None:
 
 def test_readme_adapter_counts() -> None:
     readme = (DOCS.parent / "README.md").read_text()
-    assert f"{len(CASES)} adapters of {len({case.kind for case in CASES.values()})} kinds" in readme
+    assert f"{len(CASES)} adapters with {len({case.kind for case in CASES.values()})} configurations" in readme
 
 
 def test_readme_fallback_architecture_count() -> None:
     types = {make().model_type for make in SERVED.values()} - set(MODELS)
-    assert f"{len(types)} such architectures" in (DOCS.parent / "README.md").read_text()
+    assert f"{len(types)} other architectures" in (DOCS.parent / "README.md").read_text()
 
 
 def test_model_example_runs(tmp_path: Path, forks: ForkServerContext) -> None:

@@ -11,8 +11,8 @@ import lorax_server
 
 PACKAGE = Path(lorax_server.__file__).parent
 GENERATED = "pb"
-# Allowed duplicates: the `CausalLM` contract, and a name in the OpenAPI document.
-TWO_MEANINGS = {"Generation", "Model"}
+# Allowed duplicates: the `CausalLM` contract, and names in the OpenAPI document.
+TWO_MEANINGS = {"ErrorResponse", "Generation", "Model"}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if GENERATED not in path.relative_to(PACKAGE).parts)
 
 

@@ -39,7 +39,7 @@ STORED_DTYPES = {
 
 
 class _TensorLocation(NamedTuple):
-    """Where a tensor is stored in its file."""
+    """A tensor's location in its file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -243,7 +243,7 @@ def test_padding_rows_write_no_kv_slots() -> None:
     assert 0 < count < 4
     assert inputs.input_lengths.tolist() == [1] * count + [0] * (4 - count)
     assert inputs.cache_lengths.tolist() == [*plans[-1].starts, *[0] * (4 - count)]
-    assert inputs.slots[count:].tolist() == [-1] * (4 - count)
+    assert inputs.kv_slots[count:].tolist() == [-1] * (4 - count)
     for column in (inputs.position_ids, inputs.adapter_indices, inputs.prompt_lengths):
         assert column[count:].tolist() == [0] * (4 - count)
 

@@ -17,7 +17,7 @@ from lorax_server.weights import Weights
 
 
 class BiasFlags(NamedTuple):
-    """Which matrices of a layer have a bias."""
+    """Flags for the layer matrices that have a bias."""
 
     qkv: bool = False
     output: bool = False

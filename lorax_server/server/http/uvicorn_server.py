@@ -46,7 +46,7 @@ TOO_MANY_CONNECTIONS = ErrorResponse(
 )
 
 
-class _RejectedError(Exception):
+class _ProtocolError(Exception):
     """Raised in a parser callback to reject a request."""
 
     def __init__(self, error_response: ErrorResponse) -> None:
@@ -119,7 +119,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             cause = error.__context__
-            error_response = cause.error_response if isinstance(cause, _RejectedError) else INVALID_REQUEST
+            error_response = cause.error_response if isinstance(cause, _ProtocolError) else INVALID_REQUEST
             self._reject(HEADERS_TOO_LARGE if self._are_headers_too_large else error_response)
         if self._are_headers_too_large:
             self._reject(HEADERS_TOO_LARGE)
@@ -134,9 +134,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._num_header_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if self._are_headers_too_large:
-            raise _RejectedError(HEADERS_TOO_LARGE)
+            raise _ProtocolError(HEADERS_TOO_LARGE)
         if self.parser.should_upgrade():
-            raise _RejectedError(UPGRADE_NOT_SUPPORTED)
+            raise _ProtocolError(UPGRADE_NOT_SUPPORTED)
         self._stop_header_timer()
         self._unset_keepalive_if_required()  # set again if the previous response has completed
         super().on_headers_complete()

@@ -128,12 +128,12 @@ class CommonRequest(CommonOptions):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether to send usage in a separate last chunk, as the client requested."""
+        """Return True if the client requested usage in a separate last chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def usage_in_last_chunk(self) -> bool:
-        """Whether to add usage to the last choice chunk, as in LoRAX: the client did not set `include_usage`."""
+        """Return True if usage goes into the last choice chunk, as in LoRAX: the client did not set `include_usage`."""
         return self.stream_options is None or self.stream_options.include_usage is None
 
 
@@ -158,7 +158,7 @@ class CompletionRequest(CommonRequest):
 
     @property
     def is_scoring(self) -> bool:
-        """Whether only the prompt is scored. One token is generated and not returned."""
+        """Return True if only the prompt is scored. One token is generated and not returned."""
         return self.max_tokens == 0
 
 

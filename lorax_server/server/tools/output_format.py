@@ -1,4 +1,4 @@
-"""How a chat request's output is constrained and parsed: text, reasoning and tool calls."""
+"""Constrains and parses a chat request's output: text, reasoning and tool calls."""
 
 import json
 import secrets

@@ -93,7 +93,7 @@ class ObjectReader(BracketScanner):
         elif self._start is not None and self._end is None and self.depth == self._arguments_depth - 1:
             self._end = end + self._offset
 
-    def to_call(self) -> "ToolCall":
+    def to_call(self) -> "ParsedToolCall":
         """Return the call. The object must be complete."""
         value = parse_json("".join(self._parts))
         if self._arguments_depth == 1:
@@ -106,10 +106,10 @@ class ObjectReader(BracketScanner):
             arguments = parse_json(arguments)
         if not isinstance(arguments, dict):
             raise MalformedCallError
-        return ToolCall(name, dump_json(arguments))
+        return ParsedToolCall(name, dump_json(arguments))
 
 
-class ToolCall(NamedTuple):
+class ParsedToolCall(NamedTuple):
     """A function name, and arguments as JSON text."""
 
     name: str
@@ -212,6 +212,6 @@ class JsonToolCallParser(ToolCallParser):
         return self.closer.startswith(left) or left == self._separator
 
 
-def append_call_events(call: ToolCall, events: list[ParsedEvent]) -> None:
+def append_call_events(call: ParsedToolCall, events: list[ParsedEvent]) -> None:
     """Append the events of a complete call."""
     events += [ToolCallStart(call.name), ArgumentsDelta(call.arguments), ToolCallEnd()]

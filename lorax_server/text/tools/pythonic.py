@@ -15,7 +15,7 @@ from lorax_server.text.tools.grammar import (
     check_strict_keywords,
     to_lark_string,
 )
-from lorax_server.text.tools.json_tool_calls import BracketScanner, ToolCall, append_call_events, dump_json
+from lorax_server.text.tools.json_tool_calls import BracketScanner, ParsedToolCall, append_call_events, dump_json
 from lorax_server.text.tools.parser import MAX_CALL_CHARACTERS, MalformedCallError, ParsedEvent, ToolCallParser, ToolSet
 from lorax_server.text.tools.references import Definitions
 
@@ -51,7 +51,7 @@ class PythonicToolCallParser(ToolCallParser):
         return count
 
 
-def read_calls(text: str) -> list[ToolCall]:
+def read_calls(text: str) -> list[ParsedToolCall]:
     """Parse a list of calls with literal arguments without executing code. Return an empty list if it is invalid."""
     try:
         tree = ast.parse(ESCAPES.sub(_escape, text.strip()), mode="eval").body
@@ -65,11 +65,11 @@ def _escape(found: re.Match[str]) -> str:
     return found[0] if found[1] in KNOWN_ESCAPES else "\\" + found[0]
 
 
-def _read_call(node: ast.expr) -> ToolCall:
+def _read_call(node: ast.expr) -> ParsedToolCall:
     if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
         raise MalformedCallError
     arguments = {each.arg: ast.literal_eval(_JsonConstants().visit(each.value)) for each in node.keywords}
-    return ToolCall(ast.unparse(node.func), dump_json(arguments))
+    return ParsedToolCall(ast.unparse(node.func), dump_json(arguments))
 
 
 class _JsonConstants(ast.NodeTransformer):

@@ -20,7 +20,7 @@ from lorax_server.text.tools.grammar import (
     escape,
     to_lark_string,
 )
-from lorax_server.text.tools.json_tool_calls import ToolCall, append_call_events, dump_json
+from lorax_server.text.tools.json_tool_calls import ParsedToolCall, append_call_events, dump_json
 from lorax_server.text.tools.parameter_text import JsonTypeFinder, is_text, to_json
 from lorax_server.text.tools.parser import MAX_CALL_CHARACTERS, MalformedCallError, ParsedEvent, ToolCallParser, ToolSet
 from lorax_server.text.tools.references import Definitions
@@ -83,7 +83,7 @@ class Qwen3CoderToolCallParser(ToolCallParser):
         if arguments is not None:
             self._has_call = True
             written = ", ".join(f"{dump_json(key)}: {value}" for key, value in arguments.items())
-            append_call_events(ToolCall(self._function, f"{{{written}}}"), events)
+            append_call_events(ParsedToolCall(self._function, f"{{{written}}}"), events)
         elif self._num_attempts == MAX_PARSE_ATTEMPTS:
             raise MalformedCallError
 
