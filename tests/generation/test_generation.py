@@ -40,7 +40,7 @@ def feed(answer: Generation, ids: Sequence[int]) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_the_text_is_that_of_all_tokens(name: str) -> None:
+def test_text_equals_text_decoded_with_all_tokens(name: str) -> None:
     """Compare with a detokenizer that sees all tokens: an answer forgets those it no longer needs."""
     tokenizer, chance = TOKENIZERS[name](), random.Random(1)
     detokenizer = make_detokenizer(tokenizer)
@@ -57,7 +57,7 @@ def test_the_text_is_that_of_all_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BYTE_KINDS)
-def test_the_text_is_that_of_the_bytes(name: str) -> None:
+def test_text_equals_decoded_bytes(name: str) -> None:
     kind, chance = BYTE_KINDS[name](), random.Random(3)
     detokenizer = make_detokenizer(kind.tokenizer)
     for text in random_texts(100, seed=4, longest=60):
@@ -70,7 +70,7 @@ def test_the_text_is_that_of_the_bytes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_long_answer_takes_no_more_room(name: str) -> None:
+def test_decoded_tokens_are_dropped(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
     detokenizer = make_detokenizer(tokenizer)
     ids = [token_id for text in random_texts(200, seed=6) for token_id in encode(tokenizer, text)][:3000]
@@ -88,7 +88,7 @@ def test_a_long_answer_takes_no_more_room(name: str) -> None:
     )
 
 
-def test_tokens_without_text_in_between() -> None:
+def test_special_tokens_between_text_tokens() -> None:
     kind = byte_level()
     eos, detokenizer = kind.token_id(EOS), make_detokenizer(kind.tokenizer)
     ids = encode(kind.tokenizer, "naïve 日本語")
@@ -115,7 +115,7 @@ def plain_stop(kind: Kind, prompt: Sequence[int], ids: Sequence[int], stop: Stop
 
 @pytest.mark.parametrize("include_stop", [True, False])
 @pytest.mark.parametrize("name", BYTE_KINDS)
-def test_stop_strings_are_found_wherever_they_end(name: str, include_stop: bool) -> None:
+def test_stop_strings_match_reference_search(name: str, include_stop: bool) -> None:
     kind, chance, num_stopped = BYTE_KINDS[name](), random.Random(7), 0
     detokenizer = make_detokenizer(kind.tokenizer)
     for text in random_texts(200, seed=8):
@@ -132,7 +132,7 @@ def test_stop_strings_are_found_wherever_they_end(name: str, include_stop: bool)
 
 
 @pytest.mark.parametrize("include_stop", [True, False])
-def test_a_token_that_ends_it(include_stop: bool) -> None:
+def test_eos_and_stop_tokens_finish_completion(include_stop: bool) -> None:
     kind = byte_level()
     eos, detokenizer = kind.token_id(EOS), make_detokenizer(kind.tokenizer)
     ids = encode(kind.tokenizer, "The quick brown fox")
@@ -144,7 +144,7 @@ def test_a_token_that_ends_it(include_stop: bool) -> None:
     assert stopped.completion.finish_reason is FinishReason.STOP_SEQUENCE
 
 
-def test_half_a_character_at_the_end_is_shown_as_such() -> None:
+def test_incomplete_final_character_is_replaced() -> None:
     kind = byte_level()
     token = {kind.bytes_of(i): i for i in range(kind.tokenizer.get_vocab_size())}
     ids = [token[bytes([byte])] for byte in "é日".encode()]

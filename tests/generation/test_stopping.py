@@ -43,7 +43,7 @@ def fed(texts: Iterable[str], *stop: str, include: bool = True, max_new_tokens: 
 # --- Tokens -----------------------------------------------------------------------------------------------------------
 
 
-def test_it_goes_on_until_the_length_is_reached() -> None:
+def test_completion_stops_at_max_new_tokens() -> None:
     criteria = rules(max_new_tokens=3)
     assert criteria.remaining_tokens == criteria.max_new_tokens == 3
     assert [criteria(OTHER, text) for text in "abc"] == [(False, None), (False, None), (True, LENGTH)]
@@ -51,52 +51,52 @@ def test_it_goes_on_until_the_length_is_reached() -> None:
 
 
 @pytest.mark.parametrize("eos", [{2}, {1, 2}])
-def test_any_of_the_eos_tokens_ends_it(eos: set[int]) -> None:
+def test_any_eos_token_stops_completion(eos: set[int]) -> None:
     criteria = rules(eos)
     assert criteria(OTHER, "a") == (False, None)
     assert criteria(EOS, "") == (True, EOS_TOKEN)
     assert criteria.finish_reason is EOS_TOKEN
 
 
-def test_without_eos_tokens_none_ends_it() -> None:
+def test_no_token_stops_without_eos_tokens() -> None:
     criteria = rules()
     assert [criteria(token, "")[0] for token in range(10)] == [False] * 10
 
 
 @pytest.mark.parametrize("include", [True, False])
-def test_the_text_of_eos_is_never_shown(include: bool) -> None:
+def test_eos_text_is_never_shown(include: bool) -> None:
     criteria = rules([EOS], include_stop=include)
     criteria(OTHER, "a")
     criteria(EOS, "</s>")
     assert (criteria.current_output, criteria.new_text) == ("a", "")
 
 
-def test_eos_that_is_ignored_is_text() -> None:
+def test_ignored_eos_token_is_text() -> None:
     criteria = rules([EOS], max_new_tokens=2, ignore_eos=True)
     assert criteria(EOS, "</s>") == (False, None)
     assert criteria(EOS, "</s>") == (True, LENGTH)
     assert criteria.current_output == "</s></s>"
 
 
-def test_a_stop_token_ends_it_also_when_eos_is_ignored() -> None:
+def test_stop_token_applies_with_ignore_eos() -> None:
     criteria = rules([EOS], ignore_eos=True, stop_token_ids=[5, 6])
     assert criteria(EOS, "") == (False, None)
     assert criteria(6, "") == (True, STOP_SEQUENCE)
 
 
 @pytest.mark.parametrize(("include", "output"), [(True, "ab"), (False, "a")])
-def test_the_text_of_a_stop_token_is_shown_if_asked_for(include: bool, output: str) -> None:
+def test_include_stop_shows_stop_token_text(include: bool, output: str) -> None:
     criteria = rules(stop_token_ids=[5], include_stop=include)
     criteria(OTHER, "a")
     assert criteria(5, "b") == (True, STOP_SEQUENCE)
     assert criteria.current_output == output
 
 
-def test_a_token_that_is_both_is_eos() -> None:
+def test_eos_takes_precedence_over_stop_token() -> None:
     assert rules([EOS], stop_token_ids=[EOS])(EOS, "") == (True, EOS_TOKEN)
 
 
-def test_a_token_that_is_both_is_a_stop_token_when_eos_is_ignored() -> None:
+def test_ignored_eos_token_can_be_stop_token() -> None:
     criteria = rules([EOS], ignore_eos=True, stop_token_ids=[EOS])
     assert criteria(EOS, "") == (True, STOP_SEQUENCE)
 
@@ -104,23 +104,23 @@ def test_a_token_that_is_both_is_a_stop_token_when_eos_is_ignored() -> None:
 @pytest.mark.parametrize(
     ("token", "text", "reason"), [(EOS, "", EOS_TOKEN), (5, "", STOP_SEQUENCE), (7, "x", STOP_SEQUENCE)]
 )
-def test_what_ends_it_counts_more_than_the_length(token: int, text: str, reason: FinishReason) -> None:
+def test_stop_rule_takes_precedence_over_length(token: int, text: str, reason: FinishReason) -> None:
     assert rules([EOS], ["x"], 1, stop_token_ids=[5])(token, text) == (True, reason)
 
 
-def test_nothing_ends_it_before_there_are_enough_tokens() -> None:
+def test_min_new_tokens_suppresses_stop_rules() -> None:
     criteria = rules([EOS], ["x"], stop_token_ids=[5], min_new_tokens=3)
     assert [criteria(*token)[0] for token in [(EOS, "</s>"), (5, "five"), (OTHER, "x")]] == [False] * 3
     assert criteria.current_output == "</s>fivex"
     assert criteria(EOS, "") == (True, EOS_TOKEN)
 
 
-def test_of_a_stop_string_nothing_may_be_among_the_first_tokens() -> None:
+def test_stop_string_must_start_after_min_new_tokens() -> None:
     criteria = rules(stop=["ab"], min_new_tokens=1)
     assert [criteria(OTHER, text)[0] for text in ("a", "b", "a", "b")] == [False, False, False, True]
 
 
-def test_a_minimum_that_is_the_maximum_ends_by_length() -> None:
+def test_equal_min_and_max_stops_by_length() -> None:
     criteria = rules([EOS], min_new_tokens=2, max_new_tokens=2)
     assert [criteria(EOS, "") for _ in range(2)] == [(False, None), (True, LENGTH)]
 
@@ -153,7 +153,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("texts", "stop", "included", "excluded"), CASES)
-def test_a_stop_string_ends_it_wherever_it_ends(
+def test_stop_strings_are_found_across_tokens(
     texts: Sequence[str], stop: Sequence[str], included: str, excluded: str
 ) -> None:
     for include, output in ((True, included), (False, excluded)):
@@ -162,12 +162,12 @@ def test_a_stop_string_ends_it_wherever_it_ends(
 
 
 @pytest.mark.parametrize("include", [True, False])
-def test_what_is_not_quite_a_stop_string_does_not(include: bool) -> None:
+def test_similar_text_is_not_a_stop_string(include: bool) -> None:
     criteria = fed(["one ", "tw", "", "a two-", "tow Two"], "two ", "TWO", include=include)
     assert (criteria.finish_reason, criteria.current_output) == (None, "one twa two-tow Two")
 
 
-def test_what_may_become_a_hidden_stop_string_is_held_back_until_it_cannot() -> None:
+def test_possible_stop_string_is_held_back() -> None:
     criteria = rules(stop=["<|end|>"], include_stop=False)
     shown = []
     for text in ("a <", "|e", "nd", "x<", "<|", "end", "|>b"):
@@ -176,7 +176,7 @@ def test_what_may_become_a_hidden_stop_string_is_held_back_until_it_cannot() -> 
     assert shown == ["a ", "", "", "<|endx", "<", "", ""]
 
 
-def test_what_may_become_a_stop_string_that_is_shown_anyway_is_not_held_back() -> None:
+def test_included_stop_string_is_not_held_back() -> None:
     criteria = rules(stop=["<|end|>"])
     for text in ("a <", "|e", "nd", "|>"):
         criteria(OTHER, text)
@@ -186,7 +186,7 @@ def test_what_may_become_a_stop_string_that_is_shown_anyway_is_not_held_back() -
 @pytest.mark.parametrize(
     ("token", "last", "reason"), [(OTHER, "", LENGTH), (EOS, "", EOS_TOKEN), (5, "x", STOP_SEQUENCE)]
 )
-def test_what_was_held_back_is_shown_when_it_ends_otherwise(token: int, last: str, reason: FinishReason) -> None:
+def test_held_back_text_is_shown_at_other_finish(token: int, last: str, reason: FinishReason) -> None:
     criteria = rules([EOS], ["stop"], 2, stop_token_ids=[5], include_stop=False)
     criteria(OTHER, "a sto")
     assert criteria.current_output == "a "
@@ -194,7 +194,7 @@ def test_what_was_held_back_is_shown_when_it_ends_otherwise(token: int, last: st
     assert (criteria.new_text, criteria.current_output) == ("sto", "a sto")
 
 
-def test_what_is_pending_is_shown_only_at_the_end() -> None:
+def test_pending_text_is_shown_only_at_finish() -> None:
     criteria = rules(max_new_tokens=2)
     criteria(OTHER, "a", "\ufffd")
     assert criteria.current_output == "a"
@@ -203,13 +203,13 @@ def test_what_is_pending_is_shown_only_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("include", [True, False])
-def test_what_is_pending_is_not_shown_after_a_stop_string(include: bool) -> None:
+def test_pending_text_is_dropped_after_stop_string(include: bool) -> None:
     criteria = rules(stop=["b"], include_stop=include)
     assert criteria(OTHER, "abc", "\ufffd")[0]
     assert criteria.current_output == ("ab" if include else "a")
 
 
-def test_what_is_pending_comes_after_what_was_held_back() -> None:
+def test_pending_text_follows_held_back_text() -> None:
     criteria = rules([EOS], ["stop"], include_stop=False)
     criteria(OTHER, "a st", "\ufffd")
     criteria(EOS, "", "\ufffd")
@@ -217,7 +217,7 @@ def test_what_is_pending_comes_after_what_was_held_back() -> None:
 
 
 @pytest.mark.parametrize(("include", "output"), [(True, "ab\ufffd"), (False, "a")])
-def test_a_stop_string_may_end_in_what_is_pending(include: bool, output: str) -> None:
+def test_pending_text_can_complete_stop_string(include: bool, output: str) -> None:
     criteria = rules([EOS], ["b\ufffd"], 2, include_stop=include)
     assert criteria(OTHER, "ab", "\ufffd") == (False, None)
     assert criteria(OTHER, "", "\ufffd and more") == (True, STOP_SEQUENCE)
@@ -225,7 +225,7 @@ def test_a_stop_string_may_end_in_what_is_pending(include: bool, output: str) ->
 
 
 @pytest.mark.parametrize("include", [True, False])
-def test_a_huge_stop_string_that_nearly_matches_all_the_time(include: bool) -> None:
+def test_long_repetitive_stop_string_takes_linear_time(include: bool) -> None:
     """Comparing it again at every character would take hours."""
     huge = "a" * 100_000
     text = (huge[:-1] + "b") * 2 + huge
@@ -234,7 +234,7 @@ def test_a_huge_stop_string_that_nearly_matches_all_the_time(include: bool) -> N
     assert criteria.current_output == (text if include else text[: -len(huge)])
 
 
-def test_many_stop_strings() -> None:
+def test_one_of_thousand_stop_strings_is_found() -> None:
     stop = [f"<{i}>" for i in range(1000)]
     criteria = fed([*"text <1000> more <999> text"], *stop, include=False)
     assert (criteria.finish_reason, criteria.current_output) == (STOP_SEQUENCE, "text <1000> more ")
@@ -287,20 +287,20 @@ def cut_texts(draw: st.DrawFn) -> list[str]:
 
 @settings(max_examples=500, deadline=None)
 @given(cut_texts(), st.lists(letters.filter(len).map(lambda text: text[:5]), max_size=3), st.booleans())
-def test_what_is_shown_is_what_the_definition_says(pieces: list[str], stop: list[str], include: bool) -> None:
+def test_output_matches_reference_definition(pieces: list[str], stop: list[str], include: bool) -> None:
     check(pieces, stop, include)
 
 
 @settings(max_examples=300, deadline=None)
 @given(cut_texts(), st.lists(letters.filter(len).map(lambda text: text[:5]), max_size=3), st.booleans())
-def test_how_the_text_is_cut_changes_nothing(pieces: list[str], stop: list[str], include: bool) -> None:
+def test_output_does_not_depend_on_token_boundaries(pieces: list[str], stop: list[str], include: bool) -> None:
     whole = "".join(pieces)
     outputs = {fed(cut, *stop, include=include, max_new_tokens=len(cut)).current_output for cut in (pieces, [whole])}
     outputs |= {fed(whole, *stop, include=include, max_new_tokens=max(1, len(whole))).current_output}
     assert len(outputs) == 1
 
 
-def test_stop_strings_taken_from_the_text_itself() -> None:
+def test_stop_strings_sampled_from_text() -> None:
     rng = random.Random(0)
     for _ in range(1000):
         text = "".join(rng.choices("ab", k=rng.randint(1, 40)))
@@ -315,6 +315,6 @@ def test_stop_strings_taken_from_the_text_itself() -> None:
 # --- The rest ---------------------------------------------------------------------------------------------------------
 
 
-def test_reasons_are_numbered_as_in_the_messages() -> None:
+def test_finish_reasons_match_protobuf_enum() -> None:
     names = {f"FINISH_REASON_{reason.name}": int(reason) for reason in FinishReason}
     assert names == dict(generate_pb2.FinishReason.items())

@@ -69,7 +69,7 @@ def test_worker_inherits_no_secrets(sandbox: Sandbox, monkeypatch: pytest.Monkey
     assert names <= {*ENVIRONMENT, *ours, "LC_CTYPE"}  # Python sets the last one
 
 
-def test_task_error_carries_its_message_and_keeps_the_worker(sandbox: Sandbox) -> None:
+def test_task_error_keeps_message_and_worker(sandbox: Sandbox) -> None:
     pid = find_pid(sandbox)
     with pytest.raises(TaskError, match=r"^roles must alternate$"):
         sandbox.submit(make_task("reject"), "roles must alternate").result(TIMEOUT_S)
@@ -83,7 +83,7 @@ def test_task_error_carries_its_message_and_keeps_the_worker(sandbox: Sandbox) -
     assert find_pid(sandbox) == pid
 
 
-def test_arguments_nested_too_deeply_are_rejected(sandbox: Sandbox) -> None:
+def test_deeply_nested_arguments_are_rejected(sandbox: Sandbox) -> None:
     deep: list[object] = []
     for _ in range(100_000):
         deep = [deep]
@@ -93,7 +93,7 @@ def test_arguments_nested_too_deeply_are_rejected(sandbox: Sandbox) -> None:
         (deep,) = deep  # type: ignore[assignment]
 
 
-def test_cpu_limit_kills_the_worker_and_the_next_task_gets_a_new_one(sandbox: Sandbox) -> None:
+def test_cpu_limit_replaces_the_worker(sandbox: Sandbox) -> None:
     pid = find_pid(sandbox)
     with pytest.raises(TaskTimeError, match=r"longer than 0\.05 s"):
         sandbox.submit(make_task("spin", cpu_s=0.05)).result(TIMEOUT_S)
@@ -101,7 +101,7 @@ def test_cpu_limit_kills_the_worker_and_the_next_task_gets_a_new_one(sandbox: Sa
     assert not psutil.pid_exists(pid)  # it was reaped
 
 
-def test_time_in_which_a_worker_cannot_run_is_not_charged(sandbox: Sandbox) -> None:
+def test_cpu_limit_ignores_time_without_cpu(sandbox: Sandbox) -> None:
     pid = find_pid(sandbox)
     os.kill(pid, signal.SIGSTOP)
     done = sandbox.submit(make_task("echo", cpu_s=0.5), "late")
@@ -111,7 +111,7 @@ def test_time_in_which_a_worker_cannot_run_is_not_charged(sandbox: Sandbox) -> N
     assert done.result(TIMEOUT_S) == b"late"
 
 
-def test_wall_limit_blames_the_machine(sandbox: Sandbox) -> None:
+def test_wall_time_limit_fails_as_busy(sandbox: Sandbox) -> None:
     pid = find_pid(sandbox)
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(BusyError, match="the machine is busy"):
@@ -127,13 +127,13 @@ def test_memory_limit_fails_the_task_and_replaces_the_worker(sandbox: Sandbox) -
     assert sandbox.submit(make_task("allocate", memory_bytes=2**28), 2**26).result(TIMEOUT_S) == b"67108864"
 
 
-def test_crash_fails_one_task_only(sandbox: Sandbox) -> None:
+def test_crash_fails_only_one_task(sandbox: Sandbox) -> None:
     with pytest.raises(TaskKilledError, match="SIGSEGV"):
         sandbox.submit(make_task("crash")).result(TIMEOUT_S)
     assert sandbox.submit(ECHO, "next").result(TIMEOUT_S) == b"next"
 
 
-def test_reply_beyond_its_limit_fails_the_task(sandbox: Sandbox) -> None:
+def test_oversized_reply_fails_the_task(sandbox: Sandbox) -> None:
     assert sandbox.submit(make_task("write_much", max_reply_bytes=100), 100).result(TIMEOUT_S) == bytes(100)
     with pytest.raises(TaskKilledError):
         sandbox.submit(make_task("write_much", max_reply_bytes=100), 101).result(TIMEOUT_S)
@@ -145,13 +145,13 @@ def test_task_output_does_not_reach_the_log(sandbox: Sandbox, capfd: pytest.Capt
     assert "noise" not in "".join(capfd.readouterr())
 
 
-def test_task_has_its_own_stack_and_priority(sandbox: Sandbox) -> None:
+def test_task_sets_stack_size_and_priority(sandbox: Sandbox) -> None:
     assert sandbox.submit(make_task("tell_stack", stack_bytes=2**22)).result(TIMEOUT_S) == str(2**22).encode()
     assert sandbox.submit(make_task("tell_priority", niceness=4)).result(TIMEOUT_S) == b"4"
     assert sandbox.submit(make_task("tell_priority")).result(TIMEOUT_S) == b"0"
 
 
-def test_worker_that_dies_while_idle_is_replaced(sandbox: Sandbox) -> None:
+def test_dead_idle_worker_is_replaced(sandbox: Sandbox) -> None:
     pid = find_pid(sandbox)
     process = psutil.Process(pid)
     os.kill(pid, signal.SIGKILL)
@@ -159,7 +159,7 @@ def test_worker_that_dies_while_idle_is_replaced(sandbox: Sandbox) -> None:
     assert find_pid(sandbox) != pid
 
 
-def test_worker_that_does_not_start_is_reported(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_start_failure_is_reported(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(BusyError, match="failed to start"):
         sandbox.submit(ECHO, "x").result(TIMEOUT_S)
@@ -197,7 +197,7 @@ def test_pending_tasks_are_limited_per_tenant(sandbox: Sandbox, tmp_path: Path) 
     assert sandbox.submit(task, str(tmp_path / "go"), tenant="a").result(TIMEOUT_S)
 
 
-def test_long_task_leaves_a_worker_for_others(pair: Sandbox, tmp_path: Path) -> None:
+def test_long_tasks_occupy_at_most_one_worker(pair: Sandbox, tmp_path: Path) -> None:
     task = make_task("wait_for", is_long=True)
     running = pair.submit(task, str(tmp_path / "go"), tenant="a")
     queued = pair.submit(task, str(tmp_path / "go"), tenant="b")
@@ -227,7 +227,7 @@ def test_cancelled_task_is_skipped(sandbox: Sandbox, tmp_path: Path) -> None:
     assert blocked.done()
 
 
-def test_event_loop_gives_up_waiting(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_run_raises_busy_after_wait_timeout(sandbox: Sandbox, tmp_path: Path) -> None:
     blocked = block(sandbox, tmp_path / "go")
     with pytest.raises(BusyError, match="did not finish within"):
         asyncio.run(sandbox.run(ECHO, "x", wait_s=0.05))
@@ -239,7 +239,7 @@ def test_event_loop_gives_up_waiting(sandbox: Sandbox, tmp_path: Path) -> None:
 # --- The end ----------------------------------------------------------------------------------------------------------
 
 
-def test_closing_fails_queued_and_running_tasks_and_reaps_workers(tmp_path: Path) -> None:
+def test_close_fails_tasks_and_reaps_workers(tmp_path: Path) -> None:
     sandbox = Sandbox(1)
     pid = find_pid(sandbox)
     running = block(sandbox, tmp_path / "never")
@@ -262,7 +262,7 @@ def test_killed_workers_leave_no_zombies(sandbox: Sandbox) -> None:
     assert not [child for child in children if child.status() == psutil.STATUS_ZOMBIE]
 
 
-def test_worker_exits_when_its_parent_is_gone() -> None:
+def test_worker_exits_with_its_parent() -> None:
     script = (
         "import os, sys; sys.path.insert(0, '.')\n"
         "from lorax_server.sandbox.sandbox import Sandbox\n"

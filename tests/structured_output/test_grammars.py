@@ -112,7 +112,7 @@ def deepest(wrap: Wrap, per_definition: int) -> dict[str, Any]:
     return chain(wrap, low, per_definition)
 
 
-def test_deepest_accepted_schemas_and_grammars_compile_on_a_small_stack() -> None:
+def test_deepest_accepted_grammars_compile_on_small_stack() -> None:
     schemas = {f"{name}, {count} in each": deepest(wrap, count) for name, wrap in WRAPS.items() for count in (1, 50)}
     found = {name: from_json_schema(schema).grammar for name, schema in schemas.items()}
     levels = MAX_RULES // 2 - 1
@@ -132,12 +132,12 @@ def test_deepest_accepted_schemas_and_grammars_compile_on_a_small_stack() -> Non
 
 @pytest.mark.parametrize("name", WRAPS)
 @pytest.mark.parametrize("per_definition", [1, 10])
-def test_long_chain_of_references_is_rejected(name: str, per_definition: int) -> None:
+def test_long_reference_chain_is_rejected(name: str, per_definition: int) -> None:
     with pytest.raises(InputError, match=f"more than {MAX_LEVELS} levels"):
         from_json_schema(chain(WRAPS[name], 2600, per_definition))
 
 
-def test_deep_json_is_rejected_however_it_comes() -> None:
+def test_deep_json_is_rejected_in_every_input_format() -> None:
     deep: dict[str, Any] = {}
     for _ in range(MAX_LEVELS):
         deep = {"items": deep}
@@ -155,7 +155,7 @@ def test_recursive_schema_has_finite_depth() -> None:
     check_depth({**tree, "$defs": {"a": {"items": {"$ref": "#/$defs/b"}}, "b": {"items": {"$ref": "#/$defs/a"}}}})
 
 
-def test_depth_is_measured_once_per_part() -> None:
+def test_depth_is_measured_once_per_subschema() -> None:
     class Counted(dict[str, Any]):
         num_read = 0
 
@@ -175,14 +175,14 @@ def test_depth_is_measured_once_per_part() -> None:
     "line",
     ['r{}: "a" r{}', '  ?r{} : "a"', 'r{}[lazy]: "a"', "R{}.5: /a/", '!r{}: "("', 'r{}{{x}}: "a"'],
 )
-def test_rules_are_counted_in_all_spellings(line: str) -> None:
+def test_rules_are_counted_in_all_syntax_variants(line: str) -> None:
     lines = [line.format(index, index + 1) for index in range(MAX_RULES + 1)]
     with pytest.raises(InputError, match=f"more than {MAX_RULES} rules"):
         from_grammar('start: "a"\n' + "\n".join(lines))
     assert from_grammar('start: "a"\n' + "\n".join(lines[: MAX_RULES // 2])).grammar
 
 
-def test_rules_cannot_be_hidden() -> None:
+def test_quotes_cannot_hide_rules_from_count() -> None:
     rules = "\n".join(f"r{index}: r{index + 1}" for index in range(MAX_RULES))
     for before in (
         'start: <"> r0',
@@ -196,7 +196,7 @@ def test_rules_cannot_be_hidden() -> None:
             from_grammar(f"{before}\n{rules}\n")
 
 
-def test_text_in_strings_and_regexes_is_not_counted() -> None:
+def test_strings_and_regexes_do_not_count_as_rules() -> None:
     hidden = ['"(("', "/[(][[]/", "// ((((", "# ((((", '%json {"enum": [[], [[]], "r0: (("]}']
     text = "\n".join(f"r{index}: {hidden[index % len(hidden)]}" for index in range(MAX_RULES - 1))
     assert from_grammar(f"start: r0\n{text}").grammar
@@ -214,13 +214,13 @@ def test_text_in_strings_and_regexes_is_not_counted() -> None:
     ],
     ids=["quotes", "slashes", "angles", "strings", "blanks", "schemas"],
 )
-def test_odd_grammars_are_scanned_once(text: str) -> None:
+def test_malformed_grammars_are_scanned_in_linear_time(text: str) -> None:
     """A pattern that searches for a missing end from each start would take minutes, and hit the test timeout."""
     with suppress(InputError):
         from_grammar(text)
 
 
-def test_deeply_nested_groups_are_rejected_by_the_library() -> None:
+def test_llguidance_rejects_deeply_nested_groups() -> None:
     """It has limits of its own for brackets of regexes and of rules."""
     texts = {}
     for depth in (300, 100_000):
@@ -234,7 +234,7 @@ def test_deeply_nested_groups_are_rejected_by_the_library() -> None:
     assert [name for name, error in errors.items() if not error] == []
 
 
-def test_gbnf_with_many_rules_is_rejected_before_it_is_converted() -> None:
+def test_gbnf_with_many_rules_is_rejected_before_conversion() -> None:
     """The converter passes over the whole grammar once for each rule of a chain."""
     rules = "".join(f"a{index}::=a{index + 1}\n" for index in range(500)) + 'a500::="x"\n'
     text = f"root::=b\nb::={'.' * 8000}a0\n{rules}"
@@ -260,7 +260,7 @@ def test_gbnf_with_many_rules_is_rejected_before_it_is_converted() -> None:
         lambda text: from_grammar(f"root ::= {text}"),
     ],
 )
-def test_large_texts_are_rejected(make: Callable[[str], object]) -> None:
+def test_oversized_grammars_are_rejected(make: Callable[[str], object]) -> None:
     with pytest.raises(InputError, match="characters"):
         make("x" * (MAX_GRAMMAR_CHARACTERS + 1))
 
@@ -271,7 +271,7 @@ def test_lone_surrogates_are_rejected(make: Callable[[str], object]) -> None:
         make("a\ud800")
 
 
-def test_numbers_that_json_does_not_have_are_rejected() -> None:
+def test_non_json_numbers_are_rejected() -> None:
     for value in (float("nan"), float("inf")):
         with pytest.raises(InputError, match="cannot be written as JSON"):
             from_json_schema({"const": value})
@@ -281,7 +281,7 @@ def test_numbers_that_json_does_not_have_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("form", [PythonicFormat(), Qwen3CoderFormat()], ids=["pythonic", "qwen3_coder"])
-def test_many_parameters_do_not_make_deep_grammars(form: ToolFormat) -> None:
+def test_many_parameters_do_not_nest_grammar_rules(form: ToolFormat) -> None:
     """As many as fit the size limit: a chain of rules would overflow the stack."""
     grammar, count = "", 256
     while True:

@@ -39,12 +39,12 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     sandbox.close()
 
 
-def test_there_are_enough_cases() -> None:
+def test_hostile_case_count() -> None:
     assert len(CASES) >= 60
 
 
 @pytest.mark.parametrize("name", some_fast((name,) for name in CASES))
-def test_hostile_grammar_is_followed_or_rejected_alone(name: str, driver: Driver) -> None:
+def test_hostile_grammar_does_not_affect_other_requests(name: str, driver: Driver) -> None:
     random = np.random.default_rng(0)
     other = driver.start(from_regex("[a-z]{300,400}"))
     try:
@@ -66,14 +66,14 @@ def test_hostile_grammar_is_followed_or_rejected_alone(name: str, driver: Driver
 # --- Trials -----------------------------------------------------------------------------------------------------------
 
 
-def test_rejected_grammar_is_not_tried_again(driver: Driver) -> None:
+def test_rejected_grammar_is_not_compiled_again(driver: Driver) -> None:
     structure = from_json_schema(SCHEMAS["allOf of patterns"])
     for _ in range(2):
         with pytest.raises(InputError, match="to compile"):
             driver.check(structure).result(TIMEOUT_S)
 
 
-def test_deep_grammar_cannot_overflow_the_engine(driver: Driver) -> None:
+def test_deep_grammar_cannot_overflow_engine_stack(driver: Driver) -> None:
     """The trial has a quarter of the stack, so whatever passes it compiles in the engine."""
     assert TRIAL.stack_bytes * 4 <= STACK_BYTES
     results = set()
@@ -90,15 +90,13 @@ def test_deep_grammar_cannot_overflow_the_engine(driver: Driver) -> None:
     assert results == {"the grammar is too deep", "compiled"}
 
 
-def test_large_grammar_is_weighed(driver: Driver) -> None:
+def test_large_grammar_size_is_measured(driver: Driver) -> None:
     small = driver.check(from_regex("[a-z]{3}")).result(TIMEOUT_S)
     large = driver.check(from_json_schema({"const": "x" * 60_000})).result(TIMEOUT_S)
     assert 0 < small.num_bytes < 2**20 < 10 * 2**20 < large.num_bytes
 
 
-def test_pending_trials_are_limited_and_other_tenants_are_served(
-    driver: Driver, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_pending_trials_are_limited_per_tenant(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> None:
     go = tmp_path_factory.mktemp("go") / "go"
     sandbox = Sandbox(1)
     try:
@@ -144,7 +142,7 @@ def can_follow(compiled: matcher.CompiledGrammar, token_ids: list[int]) -> bool:
     return True
 
 
-def test_every_completion_has_the_lexer_limits_to_itself(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completions_do_not_share_lexer_limits(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of a grammar share its lexer, whose states add up: many completions exceed what one may use."""
     texts = [make_sentences(driver, seed) for seed in range(NUM_COMPLETIONS)]
     vocabulary = Vocabulary.from_table(driver.tokenizer.token_table())
@@ -166,7 +164,7 @@ def test_every_completion_has_the_lexer_limits_to_itself(driver: Driver, monkeyp
         driver.end(request_id)
 
 
-def test_trial_measures_a_small_grammar_and_rejects_one_without_a_match(driver: Driver) -> None:
+def test_trial_measures_size_and_rejects_unmatchable_grammar(driver: Driver) -> None:
     schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
     assert 0 < driver.check(from_json_schema(schema)).result(TIMEOUT_S).num_bytes < 2**20
     with pytest.raises(InputError, match="no text matches"):

@@ -91,7 +91,7 @@ def test_slow_masks_do_not_delay_fast_ones(driver: Driver, monkeypatch: pytest.M
     assert set(driver.structured_output.collect_masks(slow, TIMEOUT_S)) == set(slow)
 
 
-def test_grammar_whose_masks_take_long_is_not_fast(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_with_slow_masks_is_not_fast(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matcher, "MAX_FAST_MASK_S", -1.0)
     request_id, random = driver.start(LETTERS), np.random.default_rng(0)
     for _ in range(3 * matcher.NUM_TIMED_MASKS):
@@ -104,7 +104,7 @@ def test_grammar_whose_masks_take_long_is_not_fast(driver: Driver, monkeypatch: 
     assert driver.allowed(request_id)
 
 
-def test_batch_that_takes_long_has_its_grammars_timed_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_batch_times_its_grammars_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matcher, "MAX_FAST_MASK_S", 60.0)
     monkeypatch.setattr(manager, "MAX_BATCH_S", -60.0)
     request_id, random = driver.start(LETTERS), np.random.default_rng(0)
@@ -130,13 +130,13 @@ def test_gather_returns_without_late_masks(driver: Driver, monkeypatch: pytest.M
     assert set(driver.structured_output.collect_masks([late, ready], TIMEOUT_S)) == {late, ready}
 
 
-def test_late_mask_is_awaited_longer_while_no_sequence_could_continue(driver: Driver) -> None:
+def test_mask_wait_is_longer_if_no_sequence_can_continue(driver: Driver) -> None:
     request_id = driver.start(LETTERS)
     driver.structured_output.advance([(request_id, driver.allowed(request_id)[0])])
     assert driver.structured_output.collect_masks([request_id], 0.0, TIMEOUT_S)
 
 
-def test_eos_token_that_is_not_special_cannot_cut_off_the_text(tmp_path: Path) -> None:
+def test_non_special_eos_token_cannot_truncate_text(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<|im_end|>"])  # as users add it: not special
     eos_id = tokenizer.get_vocab()["<|im_end|>"]
@@ -154,7 +154,7 @@ def test_eos_token_that_is_not_special_cannot_cut_off_the_text(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("one_by_one")
-def test_completion_whose_masks_take_too_long_fails_alone(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_masks_fail_only_their_completion(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, other = driver.start(LETTERS), driver.start(from_regex("[a-c]{9}"))
     monkeypatch.setattr(matcher, "MIN_TOTAL_S", -1.0)
     monkeypatch.setattr(matcher, "MAX_TOKEN_S", -1.0)
@@ -165,7 +165,7 @@ def test_completion_whose_masks_take_too_long_fails_alone(driver: Driver, monkey
     assert driver.advance(other, np.random.default_rng(0))
 
 
-def test_request_that_ends_while_its_grammar_compiles_leaves_nothing(driver: Driver) -> None:
+def test_request_removed_during_compile_is_cleaned_up(driver: Driver) -> None:
     first, ended, last = (driver.begin(LETTERS) for _ in range(3))
     driver.end(ended)
     assert driver.settle(first) is None
@@ -175,9 +175,7 @@ def test_request_that_ends_while_its_grammar_compiles_leaves_nothing(driver: Dri
 
 
 @pytest.mark.parametrize("num_timed", [2, 10**9])
-def test_masks_are_the_same_in_a_batch_and_alone(
-    num_timed: int, driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batched_masks_equal_single_masks(num_timed: int, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matcher, "NUM_TIMED_MASKS", num_timed)
     monkeypatch.setattr(matcher, "MAX_FAST_MASK_S", 60.0)
     random, table = np.random.default_rng(0), driver.tokenizer.token_table()._replace(digest="other")
@@ -212,7 +210,7 @@ def test_forced_tokens_are_consumed_ahead(driver: Driver) -> None:
     assert driver.tokenizer.decode([list_allowed(following.words)[0]]) == "a"
 
 
-def test_forced_tokens_are_limited_at_a_stretch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_tokens_per_step_are_limited(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager, "MAX_FORCED_TOKENS", 5)
     request_id = driver.start(from_regex("[ab]Q{12}[ab]"), fast_forward=True)
     driver.consume(request_id, driver.allowed(request_id)[0])
@@ -221,7 +219,7 @@ def test_forced_tokens_are_limited_at_a_stretch(driver: Driver, monkeypatch: pyt
     assert len(list_allowed(following.words)) == 1
 
 
-def test_many_completions_do_not_fast_forward(model: Path) -> None:
+def test_fast_forward_is_disabled_for_many_completions(model: Path) -> None:
     driver = Driver(model)
     driver.structured_output.max_fast_forward = 1
     try:
@@ -235,9 +233,7 @@ def test_many_completions_do_not_fast_forward(model: Path) -> None:
         driver.close()
 
 
-def test_token_that_is_not_the_forced_one_fails_its_request_alone(
-    driver: Driver, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_wrong_forced_token_fails_only_its_request(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     wrong, right = (driver.start(from_regex("[ab]Q{6}[ab]{9}"), fast_forward=True) for _ in range(2))
     for each in (wrong, right):
         driver.consume(each, driver.allowed(each)[0])
@@ -251,7 +247,7 @@ def test_token_that_is_not_the_forced_one_fails_its_request_alone(
 
 
 @pytest.mark.parametrize("pattern", ["(foo|bar) don't QQQQ 12 (1|2)", r'\{"name": "[ab]{2}", "über": \[1, [23]\]\}'])
-def test_forced_tokens_are_those_that_masks_would_force_one_by_one(pattern: str, driver: Driver) -> None:
+def test_forced_tokens_equal_single_token_masks(pattern: str, driver: Driver) -> None:
     ahead, alone = driver.start(from_regex(pattern), fast_forward=True), driver.start(from_regex(pattern))
     random, forced = np.random.default_rng(0), 0
     while True:
@@ -271,7 +267,7 @@ def test_forced_tokens_are_those_that_masks_would_force_one_by_one(pattern: str,
 # --- Compiled grammars ------------------------------------------------------------------------------------------------
 
 
-def test_grammar_is_compiled_once_for_requests_that_share_it(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_grammar_is_compiled_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     compiles = Compiles(monkeypatch)
     request_ids = [driver.begin(LETTERS) for _ in range(4)]
     assert [driver.settle(each) for each in request_ids] == [None] * 4
@@ -279,7 +275,7 @@ def test_grammar_is_compiled_once_for_requests_that_share_it(driver: Driver, mon
     assert len(compiles.grammars) == 1
 
 
-def test_cache_of_grammars_is_bounded_in_bytes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_cache_is_bounded_in_bytes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager, "GRAMMAR_CACHE_BYTES", 40 * 2**20)
     driver, compiles = Driver(model), Compiles(monkeypatch)
     try:
@@ -308,9 +304,7 @@ def test_grammar_is_compiled_again_after_many_tokens(driver: Driver, monkeypatch
 
 
 @pytest.mark.usefixtures("one_by_one")
-def test_grammar_that_fails_is_dropped_and_the_completion_repeated(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_grammar_is_dropped_and_completion_repeated(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit that earlier completions used up must not fail a later one."""
     compiles, consume = Compiles(monkeypatch), GrammarState.consume
 
@@ -330,7 +324,7 @@ def test_grammar_that_fails_is_dropped_and_the_completion_repeated(
     assert len(compiles.grammars) == 3
 
 
-def test_panic_of_the_library_fails_its_grammar_alone(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rust_panic_fails_only_its_grammar(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     class Panic(BaseException):
         """Not an Exception, like pyo3's."""
 
@@ -353,7 +347,7 @@ def make_table(driver: Driver, number: int) -> TokenTable:
     return driver.tokenizer.token_table()._replace(digest=f"adapter {number}")
 
 
-def test_adapter_vocabularies_never_displace_the_base_vocabulary(driver: Driver) -> None:
+def test_adapter_vocabularies_never_evict_base_vocabulary(driver: Driver) -> None:
     busy = [
         driver.start(LETTERS, vocabulary=make_table(driver, number), tenant=f"tenant {number}")
         for number in range(MAX_VOCABULARIES)
@@ -365,7 +359,7 @@ def test_adapter_vocabularies_never_displace_the_base_vocabulary(driver: Driver)
     driver.start(LETTERS, vocabulary=make_table(driver, 100), tenant="another tenant")  # it evicts an idle one
 
 
-def test_evicted_vocabulary_takes_its_grammars_along(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vocabulary_eviction_removes_its_grammars(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     compiles = Compiles(monkeypatch)
     for number in (
         *range(MAX_VOCABULARIES + 1),
@@ -400,7 +394,7 @@ def test_one_tenant_cannot_use_all_adapter_vocabularies(driver: Driver) -> None:
     driver.start(LETTERS, vocabulary=make_table(driver, 100), tenant="greedy")
 
 
-def test_vocabulary_that_cannot_be_built_is_reported() -> None:
+def test_vocabulary_build_error_is_reported() -> None:
     calls = []
 
     def build() -> Vocabulary:
@@ -421,7 +415,7 @@ def test_vocabulary_that_cannot_be_built_is_reported() -> None:
         structured_output.close()
 
 
-def test_adapter_that_adds_tokens_may_use_them(tmp_path: Path, driver: Driver) -> None:
+def test_added_adapter_tokens_are_allowed(tmp_path: Path, driver: Driver) -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["abcdef", "ADDED"])
     tokenizer.save_pretrained(tmp_path)
@@ -445,7 +439,7 @@ def follow(driver: Driver, request_id: int) -> list[int]:
 
 
 @pytest.mark.parametrize("fast_forward", [False, True])
-def test_forced_text_is_split_into_tokens_of_an_unrelated_vocabulary(fast_forward: bool, driver: Driver) -> None:
+def test_forced_text_uses_unrelated_adapter_vocabulary(fast_forward: bool, driver: Driver) -> None:
     table, last = driver.tokenizer.token_table(), b"hello"
     lengths = table.lengths[:-4] + len(last).to_bytes(4, "little")  # the last token becomes another one
     content = table.content[: -int.from_bytes(table.lengths[-4:], "little")] + last
@@ -457,7 +451,7 @@ def test_forced_text_is_split_into_tokens_of_an_unrelated_vocabulary(fast_forwar
 
 
 @pytest.mark.parametrize("fast_forward", [False, True])
-def test_text_of_a_special_token_is_written_as_text(fast_forward: bool, driver: Driver) -> None:
+def test_special_token_text_is_generated_as_text(fast_forward: bool, driver: Driver) -> None:
     table = driver.tokenizer.token_table()
     special_id, special = table.special_ids[-1], table.special_tokens[-1].decode()
     text = f"a {special} b"
@@ -467,7 +461,7 @@ def test_text_of_a_special_token_is_written_as_text(fast_forward: bool, driver: 
     assert driver.tokenizer.decode(token_ids) == text
 
 
-def test_failed_vocabulary_is_built_again_later(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_vocabulary_build_is_retried(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "RETRY_S", 0.0)
     errors = [MemoryError("at the moment")]
 

@@ -119,7 +119,7 @@ def tokenizer() -> TextTokenizer:
 
 
 @pytest.mark.parametrize("name", UNIONS)
-def test_unions_of_pydantic(name: str, tokenizer: TextTokenizer) -> None:
+def test_pydantic_discriminated_unions(name: str, tokenizer: TextTokenizer) -> None:
     union, right, wrong = UNIONS[name]
     schema = TypeAdapter(union).json_schema()
     assert "oneOf" in json.dumps(schema)
@@ -133,18 +133,18 @@ def test_unions_of_pydantic(name: str, tokenizer: TextTokenizer) -> None:
         assert (is_accepted, is_valid) == (instance in right, instance in right), instance
 
 
-def test_without_a_name_of_the_tag() -> None:
+def test_one_of_without_discriminator_is_rewritten() -> None:
     assert rewrite_one_of({"not": {"oneOf": [A, B]}}) == {"not": {"anyOf": [A, B]}}
     within = {"items": {"oneOf": [A, {"oneOf": [B, {**A, "properties": {"t": {"const": 1}}}]}]}}
     assert "oneOf" not in json.dumps(rewrite_one_of(within))
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_may_overlap_stays_as_it_is(name: str) -> None:
+def test_overlapping_one_of_is_not_rewritten(name: str) -> None:
     assert rewrite_one_of(OTHERS[name]) == OTHERS[name]
 
 
-def test_what_may_overlap_is_refused_by_name(tokenizer: TextTokenizer) -> None:
+def test_overlapping_one_of_error_suggests_any_of(tokenizer: TextTokenizer) -> None:
     with pytest.raises(GrammarError, match=r"oneOf.*anyOf"):
         compile_matcher(Vocabulary.from_table(tokenizer.token_table()), from_json_schema(OTHERS["the same"]).grammar)
 
@@ -205,7 +205,7 @@ def test_union_of_large_models_is_within_the_limit() -> None:
     assert prepare_schema({"oneOf": parts}) == {"anyOf": parts}
 
 
-def test_properties_of_the_first_part_are_not_all_listed() -> None:
+def test_only_first_properties_are_checked_as_tags() -> None:
     properties = CountedDict({f"p{i}": {} for i in range(1000)})
     first = {"type": "object", "properties": properties, "required": ["p0"]}
     schema = {"allOf": [{"oneOf": [{"$ref": "#/$defs/a"}]}] * 100, "$defs": {"a": first}}
@@ -233,7 +233,7 @@ class Unprintable:
         raise AssertionError("it is written")
 
 
-def test_only_short_texts_are_references() -> None:
+def test_resolve_rejects_invalid_references() -> None:
     root = {"a/b": {"~": 1}, "c": [{}]}
     assert resolve("#", root) is root
     assert resolve("#/a~1b/~0", root) == 1
@@ -251,13 +251,13 @@ def test_only_short_texts_are_references() -> None:
     assert rewrite_one_of({"oneOf": [{"$ref": Unprintable()}]})["oneOf"]
 
 
-def test_missing_target_ends_the_path() -> None:
+def test_resolve_stops_at_missing_target() -> None:
     root = CountedDict()
     assert resolve("#/none" + "/none" * 40, root) is None
     assert root.num_read == 1
 
 
-def test_a_schema_with_a_resource_of_its_own_stays_as_it_is() -> None:
+def test_one_of_with_embedded_id_is_not_rewritten() -> None:
     """References in it mean that resource, not the whole."""
     union = {"oneOf": [A, B]}
     assert "anyOf" in from_json_schema({**union, "$id": "urn:whole"}).grammar
@@ -266,7 +266,7 @@ def test_a_schema_with_a_resource_of_its_own_stays_as_it_is() -> None:
         assert "anyOf" not in from_json_schema(schema).grammar
 
 
-def test_a_schema_that_is_too_large_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_schema_is_rejected_before_rewriting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorax_server.structured_output.grammars.rewrite_one_of", None)
     with pytest.raises(InputError, match=f"{MAX_GRAMMAR_CHARACTERS} characters"):
         from_json_schema({"const": "x" * MAX_GRAMMAR_CHARACTERS})

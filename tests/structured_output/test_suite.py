@@ -60,7 +60,9 @@ def is_written_otherwise(keyword: str, group: str, test: str) -> bool:
     return (keyword in ("const", "enum", "type") and is_number) or is_order
 
 
-def test_every_case(vocabulary: Vocabulary, tokenizer: TextTokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_schema_test_suite(
+    vocabulary: Vocabulary, tokenizer: TextTokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
     counts: Counter[str] = Counter()
     refused: Counter[str] = Counter()
     for keyword, groups in json.loads(gzip.decompress(SUITE.read_bytes())).items():
@@ -93,13 +95,13 @@ def test_every_case(vocabulary: Vocabulary, tokenizer: TextTokenizer, capsys: py
 
 
 @pytest.mark.parametrize("keyword", sorted(REFUSED))
-def test_what_cannot_be_enforced_is_refused_by_name(keyword: str, vocabulary: Vocabulary) -> None:
+def test_unsupported_keyword_error_names_keyword(keyword: str, vocabulary: Vocabulary) -> None:
     number = keyword.endswith("Contains")
     schema: dict[str, Any] = {"type": "object", "properties": {"a": {keyword: 1 if number else {"type": "string"}}}}
     with pytest.raises(GrammarError, match=keyword.replace("$", r"\$")):
         compile_matcher(vocabulary, from_json_schema(schema).grammar)
 
 
-def test_a_format_that_cannot_be_enforced_is_refused_by_name(vocabulary: Vocabulary) -> None:
+def test_unsupported_format_error_names_format(vocabulary: Vocabulary) -> None:
     with pytest.raises(GrammarError, match="Unknown format: iri"):
         compile_matcher(vocabulary, from_json_schema({"type": "string", "format": "iri"}).grammar)

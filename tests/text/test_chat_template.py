@@ -232,13 +232,13 @@ def test_strftime_now_returns_current_time(shared: Sandbox) -> None:
     assert len(year) == 4
 
 
-def test_variables_may_have_any_name(lone: Lone) -> None:
+def test_template_variables_may_have_any_name(lone: Lone) -> None:
     names = {"self": 1, "template": 2, "messages": 3, "source": 4, "tenant": 5}
     source = "{{ template }}{{ source }}{{ tenant }}{{ messages[0].content }}"
     assert run(lone.renderer.render(template(source), HI, **names)) == "245Hi"
 
 
-def test_concurrent_renders_return_their_own_prompts(shared: Sandbox) -> None:
+def test_concurrent_renders_do_not_mix_prompts(shared: Sandbox) -> None:
     async def work() -> None:
         renderer = TemplateRenderer(shared, PATIENT, wait_s=LONG_S)
         chats = [[{"role": "user", "content": f"Größe {i} 日本語 👍🏽"}] for i in range(50)]
@@ -251,7 +251,7 @@ def test_concurrent_renders_return_their_own_prompts(shared: Sandbox) -> None:
     run(work())
 
 
-def test_chat_of_three_megabytes_renders(lone: Lone) -> None:
+def test_three_megabyte_chat_renders(lone: Lone) -> None:
     chat = [{"role": "user", "content": "x" * 1000}] * 3000
     source = template("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert run(lone.renderer.render(source, chat)) == "x" * 3 * 10**6
@@ -297,7 +297,7 @@ def test_unusable_template_is_rejected_with_reason(source: str, reason: str, sha
         render_short(shared, source)
 
 
-def test_prompt_may_have_max_characters(shared: Sandbox) -> None:
+def test_prompt_at_character_limit_renders(shared: Sandbox) -> None:
     assert len(render_short(shared, "{{ 'a' * 10000 }}")) == 10_000
 
 
@@ -308,13 +308,13 @@ def test_default_limit_counts_characters_not_bytes(character: str, lone: Lone) -
         lone.render(f"{{{{ '{character}' * {MAX_CHARACTERS + 1} }}}}")
 
 
-def test_long_reason_is_truncated(shared: Sandbox) -> None:
+def test_long_template_error_is_truncated(shared: Sandbox) -> None:
     with pytest.raises(TemplateError) as rejected:
         render_short(shared, "{{ raise_exception('a' * 9999) }}")
     assert len(str(rejected.value)) == MAX_ERROR_CHARACTERS
 
 
-def test_template_cannot_change_variables_of_next_render(lone: Lone) -> None:
+def test_template_cannot_change_next_render_variables(lone: Lone) -> None:
     assert lone.render("{% set bos_token = 'x' %}{{ bos_token }}") == "x"
     assert lone.render("{{ bos_token }}") == "<s>"
 
@@ -333,7 +333,7 @@ def test_invalid_messages_are_rejected(messages: Any, variables: Any, reason: st
         render_short(shared, "{{ messages[0].content }}{{ name }}", messages, **variables)
 
 
-def test_messages_nested_too_deeply_fail_alone(lone: Lone) -> None:
+def test_deeply_nested_messages_fail_only_their_render(lone: Lone) -> None:
     deep: Any = "end"
     for _ in range(100_000):
         deep = [deep]
@@ -347,7 +347,7 @@ def test_messages_nested_too_deeply_fail_alone(lone: Lone) -> None:
 # --- Hostile templates ------------------------------------------------------------------------------------------------
 
 
-def test_endless_template_is_killed_and_rejected_for_a_while(lone: Lone) -> None:
+def test_endless_template_is_killed_and_temporarily_rejected(lone: Lone) -> None:
     now = [0.0]
     impatient = lone.make_renderer(IMPATIENT, clock=lambda: now[0])
 
@@ -368,7 +368,7 @@ def test_endless_template_is_killed_and_rejected_for_a_while(lone: Lone) -> None
     run(work())
 
 
-def test_template_that_is_not_to_blame_is_never_rejected(lone: Lone) -> None:
+def test_template_with_zero_reject_time_is_retried(lone: Lone) -> None:
     """Messages may make the base model's template slow, so `reject_s` is 0 there."""
     source = template("{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}done")
     renderer = lone.make_renderer(PATIENT._replace(cpu_s=1.0), reject_s=0)
@@ -406,7 +406,7 @@ def test_renders_queued_behind_endless_templates_finish(lone: Lone) -> None:
         "{{ 'a' | center(10**9) }}",
     ],
 )
-def test_template_that_exceeds_memory_is_stopped(source: str, lone: Lone) -> None:
+def test_template_memory_limit_replaces_worker(source: str, lone: Lone) -> None:
     async def work() -> None:
         first = await lone.start_worker()
         with pytest.raises(TemplateError, match="memory"):
@@ -419,7 +419,7 @@ def test_template_that_exceeds_memory_is_stopped(source: str, lone: Lone) -> Non
 # --- Busy machines and lost workers -----------------------------------------------------------------------------------
 
 
-def test_template_is_not_rejected_because_the_machine_is_busy(lone: Lone) -> None:
+def test_busy_machine_fails_render_as_busy(lone: Lone) -> None:
     stalled = lone.make_renderer(PATIENT._replace(wall_s=0.2))
 
     async def work() -> None:
@@ -433,7 +433,7 @@ def test_template_is_not_rejected_because_the_machine_is_busy(lone: Lone) -> Non
     run(work())
 
 
-def test_time_without_cpu_is_not_charged_to_template(lone: Lone) -> None:
+def test_template_time_limit_counts_cpu_time_only(lone: Lone) -> None:
     task = PATIENT._replace(cpu_s=1.0)
 
     async def work() -> None:
@@ -448,7 +448,7 @@ def test_time_without_cpu_is_not_charged_to_template(lone: Lone) -> None:
     run(work())
 
 
-def test_render_that_waits_too_long_fails_as_busy(lone: Lone) -> None:
+def test_render_queue_timeout_fails_as_busy(lone: Lone) -> None:
     async def work() -> None:
         worker = await lone.start_worker()
         worker.send_signal(signal.SIGSTOP)
@@ -478,7 +478,7 @@ def test_killed_worker_fails_its_render_and_is_replaced(lone: Lone) -> None:
     run(work())
 
 
-def test_cancelled_render_leaves_no_reply_for_the_next(lone: Lone) -> None:
+def test_cancelled_render_does_not_affect_next_render(lone: Lone) -> None:
     async def work() -> None:
         worker = await lone.start_worker()
         slow = template("{% for i in range(99999) %}{% endfor %}cancelled")
@@ -494,7 +494,7 @@ def test_cancelled_render_leaves_no_reply_for_the_next(lone: Lone) -> None:
     run(work())
 
 
-def test_closing_the_sandbox_fails_waiting_renders_as_busy(lone: Lone) -> None:
+def test_sandbox_close_fails_queued_renders_as_busy(lone: Lone) -> None:
     async def work() -> None:
         worker = await lone.start_worker()
         renders = [asyncio.create_task(lone.renderer.render(template(ENDLESS), HI)) for _ in range(3)]
@@ -510,7 +510,7 @@ def test_closing_the_sandbox_fails_waiting_renders_as_busy(lone: Lone) -> None:
     run(work())
 
 
-def test_worker_has_no_secrets(lone: Lone, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_render_worker_has_no_secrets(lone: Lone, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("LANG", "C.UTF-8")
     environment = run(lone.start_worker()).environ()
@@ -519,7 +519,7 @@ def test_worker_has_no_secrets(lone: Lone, monkeypatch: pytest.MonkeyPatch) -> N
     assert set(environment) < {*os.environ, "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "HF_HUB_OFFLINE"}
 
 
-def test_worker_imports_jinja_and_nothing_heavy() -> None:
+def test_render_worker_has_no_heavy_imports() -> None:
     modules = imported_by("import lorax_server.sandbox.worker, lorax_server.text.render_task")
     assert "jinja2" in modules
     assert not modules & {"torch", "numpy", "transformers", "tokenizers", "asyncio.base_events", "msgspec"}

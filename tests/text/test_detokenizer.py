@@ -56,14 +56,14 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", BYTE_KINDS)
-def test_tokens_that_are_bytes_are_recognised(name: str) -> None:
+def test_byte_tokenizers_are_detected(name: str) -> None:
     tokenizer = BYTE_KINDS[name]().tokenizer
     assert isinstance(make_detokenizer(tokenizer), ByteDetokenizer)
     assert isinstance(make_detokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer)), ByteDetokenizer)
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, BYTE_KINDS))
-def test_a_text_that_is_streamed_is_the_text(name: str) -> None:
+def test_streamed_text_equals_decoded_text(name: str) -> None:
     kind, rng, within = BYTE_KINDS[name](), random.Random(1), 0
     for text in random_texts(NUM_TEXTS, seed=0):
         ids = encode(kind.tokenizer, text)
@@ -75,7 +75,7 @@ def test_a_text_that_is_streamed_is_the_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, BYTE_KINDS))
-def test_nothing_is_lost_between_prompt_and_text(name: str) -> None:
+def test_prompt_and_streamed_text_add_up(name: str) -> None:
     kind, rng = BYTE_KINDS[name](), random.Random(2)
     detokenizer = make_detokenizer(kind.tokenizer)
     for text in random_texts(NUM_TEXTS, seed=3):
@@ -91,7 +91,7 @@ def test_nothing_is_lost_between_prompt_and_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, BYTE_KINDS))
-def test_several_tokens_at_once_are_the_same_as_one_by_one(name: str) -> None:
+def test_multi_token_steps_stream_the_same_text(name: str) -> None:
     kind, rng = BYTE_KINDS[name](), random.Random(4)
     detokenizer = make_detokenizer(kind.tokenizer)
     for text in random_texts(NUM_TEXTS // 2, seed=5):
@@ -103,7 +103,7 @@ def test_several_tokens_at_once_are_the_same_as_one_by_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BYTE_KINDS)
-def test_any_tokens_in_any_order(name: str) -> None:
+def test_random_token_sequences_stream_correctly(name: str) -> None:
     """Mix special tokens, unknown ids, and bytes that are no character."""
     kind, rng = BYTE_KINDS[name](), random.Random(6)
     size = kind.tokenizer.get_vocab_size()
@@ -113,7 +113,7 @@ def test_any_tokens_in_any_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_BYTES)
-def test_bytes_that_are_no_character(name: str) -> None:
+def test_invalid_utf8_is_replaced(name: str) -> None:
     kind, rng = BYTE_KINDS[name](), random.Random(7)
     token = {kind.bytes_of(i): i for i in reversed(range(kind.tokenizer.get_vocab_size()))}
     spellings = [a + bad + b for bad in NO_CHARACTER for a in (b"", b"x", b"\xc3\xa9") for b in (b"", b"x")]
@@ -127,7 +127,7 @@ def test_bytes_that_are_no_character(name: str) -> None:
             assert decode(kind.tokenizer, ids) == spelled.decode(errors="replace")
 
 
-def test_of_bytes_that_are_no_character_only_those_are_replaced() -> None:
+def test_valid_characters_near_invalid_bytes_are_kept() -> None:
     """Replace invalid bytes only. `tokenizers` would replace the whole run, whose first character was shown already."""
     kind = sentencepiece(strip=False)
     ids = [kind.token_id(name) for name in ("<0xC3>", "<0xA9>", "<0xFF>", "<0xC3>", "<0xA9>")]
@@ -137,7 +137,7 @@ def test_of_bytes_that_are_no_character_only_those_are_replaced() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=12), st.data())
-def test_any_bytes_cut_anywhere(spelled: bytes, data: st.DataObject) -> None:
+def test_random_bytes_stream_correctly(spelled: bytes, data: st.DataObject) -> None:
     kind = byte_level()
     token = {kind.bytes_of(i): i for i in range(kind.tokenizer.get_vocab_size())}
     ids, prompt = [token[bytes([byte])] for byte in spelled], data.draw(st.integers(0, len(spelled)))
@@ -145,7 +145,7 @@ def test_any_bytes_cut_anywhere(spelled: bytes, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, BYTE_KINDS))
-def test_special_tokens_and_unknown_ones_add_nothing(name: str) -> None:
+def test_special_and_unknown_tokens_add_no_text(name: str) -> None:
     kind, rng = BYTE_KINDS[name](), random.Random(8)
     detokenizer, skipped = make_detokenizer(kind.tokenizer), [kind.token_id(EOS), UNKNOWN_ID]
     for text in random_texts(NUM_TEXTS // 4, seed=9):
@@ -156,7 +156,7 @@ def test_special_tokens_and_unknown_ones_add_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BYTE_KINDS)
-def test_a_leading_space_is_kept_after_text_but_not_before_all_text(name: str) -> None:
+def test_leading_space_is_kept_only_after_text(name: str) -> None:
     kind = BYTE_KINDS[name]()
     detokenizer, (bos, eos) = make_detokenizer(kind.tokenizer), map(kind.token_id, (BOS, EOS))
     the = min(i for i in range(kind.tokenizer.get_vocab_size()) if kind.bytes_of(i).startswith(b" t"))
@@ -168,13 +168,13 @@ def test_a_leading_space_is_kept_after_text_but_not_before_all_text(name: str) -
 
 
 @pytest.mark.parametrize("name", BYTE_KINDS)
-def test_added_tokens_that_are_not_special_are_text(name: str) -> None:
+def test_non_special_added_tokens_are_text(name: str) -> None:
     kind = BYTE_KINDS[name]()
     call, detokenizer = kind.token_id("<tool_call>"), make_detokenizer(kind.tokenizer)
     assert streamed(detokenizer, [call, call], [1, 2]) == detokenizer.token_text(call) == "<tool_call>"
 
 
-def test_added_tokens_are_read_as_their_tokenizer_reads_them() -> None:
+def test_added_tokens_decode_as_in_tokenizers() -> None:
     tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "Ã": 1, "©": 2}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([AddedToken(name) for name in ("é", "<｜fim▁hole｜>", "a b", "日本")])  # noqa: RUF001
@@ -185,20 +185,20 @@ def test_added_tokens_are_read_as_their_tokenizer_reads_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["<0x 1>", "<0x+1>", "<0x1_>", "<0xGG>", "<0x１２>", "<0x>", "<0x123>", "0x41"])  # noqa: RUF001
-def test_what_only_looks_like_a_byte_is_text(name: str) -> None:
+def test_malformed_byte_token_is_text(name: str) -> None:
     tokenizer = Tokenizer(models.BPE(vocab={name: 0, "<0x41>": 1, "<0xe9>": 2}, merges=[]))
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     assert streamed(make_detokenizer(tokenizer), [1, 0, 1], range(4)) == f"A{name}A"
 
 
-def test_a_byte_may_be_spelled_in_small_letters() -> None:
+def test_lowercase_byte_token_is_a_byte() -> None:
     tokenizer = Tokenizer(models.BPE(vocab={"<0xc3>": 0, "<0xa9>": 1}, merges=[]))
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     assert streamed(make_detokenizer(tokenizer), [0, 1], range(3)) == tokenizer.decode([0, 1]) == "é"
 
 
 @pytest.mark.parametrize("name", BYTE_KINDS)
-def test_a_tokenizer_of_transformers_is_the_same(name: str) -> None:
+def test_wrapped_tokenizer_streams_the_same_text(name: str) -> None:
     kind = BYTE_KINDS[name]()
     wrapped = PreTrainedTokenizerFast(tokenizer_object=kind.tokenizer, bos_token=BOS, eos_token=EOS)
     detokenizer = make_detokenizer(wrapped)
@@ -208,7 +208,7 @@ def test_a_tokenizer_of_transformers_is_the_same(name: str) -> None:
         assert generated == wrapped.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def test_a_token_that_transformers_calls_special_is_skipped() -> None:
+def test_special_token_added_by_transformers_is_skipped() -> None:
     wrapped = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(byte_level().tokenizer.to_str()))
     wrapped.add_special_tokens({"pad_token": "<pad>"})
     detokenizer = make_detokenizer(wrapped)
@@ -218,7 +218,7 @@ def test_a_token_that_transformers_calls_special_is_skipped() -> None:
     assert detokenizer.token_text(wrapped.pad_token_id) == "<pad>"
 
 
-def test_a_token_by_itself_keeps_its_space_and_shows_what_is_not_complete() -> None:
+def test_token_text_keeps_space_and_replaces_incomplete_bytes() -> None:
     kind = sentencepiece()
     detokenizer = make_detokenizer(kind.tokenizer)
     assert detokenizer.token_text(kind.token_id("▁the")) == " the"
@@ -232,12 +232,12 @@ def test_a_token_by_itself_keeps_its_space_and_shows_what_is_not_complete() -> N
 
 
 @pytest.mark.parametrize("name", OTHER_KINDS)
-def test_other_tokenizers_are_asked_to_decode(name: str) -> None:
+def test_other_tokenizers_use_window_detokenizer(name: str) -> None:
     assert isinstance(make_detokenizer(OTHER_KINDS[name]()), WindowDetokenizer)
 
 
 @pytest.mark.parametrize("name", OTHER_KINDS)
-def test_what_other_tokenizers_stream_is_what_they_decode(name: str) -> None:
+def test_window_streams_decoded_text(name: str) -> None:
     tokenizer, rng = OTHER_KINDS[name](), random.Random(12)
     detokenizer = make_detokenizer(tokenizer)
     for text in random_texts(NUM_TEXTS, seed=13, longest=12):
@@ -249,7 +249,7 @@ def test_what_other_tokenizers_stream_is_what_they_decode(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHER_KINDS)
-def test_other_tokenizers_never_take_back_what_they_showed(name: str) -> None:
+def test_window_never_retracts_text(name: str) -> None:
     tokenizer = OTHER_KINDS[name]()
     for text in random_texts(NUM_TEXTS // 4, seed=14, longest=12):
         ids = encode(tokenizer, text)
@@ -261,7 +261,7 @@ def test_other_tokenizers_never_take_back_what_they_showed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHER_KINDS)
-def test_special_and_unknown_tokens_add_nothing_to_others(name: str) -> None:
+def test_window_skips_special_and_unknown_tokens(name: str) -> None:
     tokenizer, rng = OTHER_KINDS[name](), random.Random(15)
     special = getattr(tokenizer, "eos_token_id", None) or tokenizer.token_to_id(EOS)
     detokenizer, skipped = make_detokenizer(tokenizer), [special, UNKNOWN_ID]
@@ -273,21 +273,21 @@ def test_special_and_unknown_tokens_add_nothing_to_others(name: str) -> None:
     assert detokenizer.token_text(special) == EOS
 
 
-def test_a_window_holds_no_more_than_a_character() -> None:
+def test_window_holds_back_only_incomplete_character() -> None:
     """Many tokens come at once, and the last begins a character: all the others are shown."""
     tokenizer = PythonTokenizer()
     detokenizer, ids = make_detokenizer(tokenizer), [*b"many tokens \xe2\x82\xac"]
     assert [progress.text for progress, _ in stream(detokenizer, ids, [0, 13, 14, 15])] == ["many tokens ", "", "€"]
 
 
-def test_a_window_does_not_wait_for_ever_for_what_is_no_character() -> None:
+def test_window_emits_invalid_bytes_after_limit() -> None:
     detokenizer = make_detokenizer(PythonTokenizer())
     steps = [(progress.text, pending) for progress, pending in stream(detokenizer, [0xFF] * 6, range(7))]
     assert steps[:3] == [("", "\ufffd" * count) for count in (1, 2, 3)]
     assert steps[3:] == [("\ufffd", "\ufffd" * 3)] * 3
 
 
-def test_random_bytes_through_a_window() -> None:
+def test_window_streams_random_bytes() -> None:
     rng, detokenizer = random.Random(17), make_detokenizer(PythonTokenizer())
     for _ in range(NUM_TEXTS):
         spelled = bytes(rng.choices(b"a \x80\xbf\xc3\xe2\xed\xf0\xf4\x90\x9f", k=10))
@@ -295,7 +295,7 @@ def test_random_bytes_through_a_window() -> None:
         assert streamed(detokenizer, spelled, random_ends(rng, 0, 10)) == spelled.decode(errors="replace")
 
 
-def test_a_decoder_that_tidies_up_loses_no_words() -> None:
+def test_decoder_cleanup_loses_no_words() -> None:
     """The decoder changes text that was shown, so the streamed text may differ from its own, but not in words."""
     tokenizer = Tokenizer.from_str(word_piece().to_str())
     tokenizer.decoder = decoders.WordPiece(cleanup=True)
@@ -307,7 +307,7 @@ def test_a_decoder_that_tidies_up_loses_no_words() -> None:
 
 
 @pytest.mark.parametrize("name", slow_except([*QUICK, *OTHER_KINDS], [*BYTE_KINDS, *OTHER_KINDS]))
-def test_the_offsets_stay_close(name: str) -> None:
+def test_offsets_stay_near_the_last_token(name: str) -> None:
     tokenizer = BYTE_KINDS[name]().tokenizer if name in BYTE_KINDS else OTHER_KINDS[name]()
     ids = [t for text in random_texts(200, seed=18) for t in encode(tokenizer, text) if t != 0][:3000]
     detokenizer = make_detokenizer(tokenizer)
@@ -317,7 +317,7 @@ def test_the_offsets_stay_close(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", slow_except([*QUICK, *OTHER_KINDS], [*BYTE_KINDS, *OTHER_KINDS]))
-def test_the_tokens_before_the_prefix_are_not_needed(name: str) -> None:
+def test_tokens_before_prefix_offset_can_be_dropped(name: str) -> None:
     tokenizer = BYTE_KINDS[name]().tokenizer if name in BYTE_KINDS else OTHER_KINDS[name]()
     detokenizer, rng = make_detokenizer(tokenizer), random.Random(19)
     special = getattr(tokenizer, "eos_token_id", None) or present(tokenizer.token_to_id(EOS))
@@ -345,7 +345,7 @@ class CountingList(list[int]):
 
 @pytest.mark.parametrize("make", [lambda: byte_level().tokenizer, lambda: metaspace().tokenizer, words])
 @pytest.mark.parametrize("opening", ["", "dog"])
-def test_a_long_run_of_special_tokens_costs_no_more_than_one_look_each(make: Any, opening: str) -> None:
+def test_many_special_tokens_take_linear_time(make: Any, opening: str) -> None:
     """A request that ignores the end token may repeat it for ever."""
     tokenizer = make()
     special, detokenizer, length = tokenizer.token_to_id(EOS), make_detokenizer(make()), 2000

@@ -112,11 +112,11 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 # --- Streams ----------------------------------------------------------------------------------------------------------
 
 
-def test_its_tokens_are_recognised_as_bytes(kind: Kind) -> None:
+def test_real_tokenizers_use_byte_detokenizer(kind: Kind) -> None:
     assert isinstance(make_detokenizer(kind.tokenizer), ByteDetokenizer)
 
 
-def test_they_are_also_recognised_as_transformers_wraps_it() -> None:
+def test_wrapped_tokenizer_uses_byte_detokenizer() -> None:
     wrapped = PreTrainedTokenizerFast(tokenizer_object=REAL["deepseek"]().tokenizer)
     detokenizer = make_detokenizer(wrapped)
     assert isinstance(detokenizer, ByteDetokenizer)
@@ -124,14 +124,14 @@ def test_they_are_also_recognised_as_transformers_wraps_it() -> None:
     assert streamed(detokenizer, ids, range(len(ids) + 1)) == wrapped.decode(ids, skip_special_tokens=True)
 
 
-def test_the_text_of_every_token(kind: Kind) -> None:
+def test_token_text_matches_token_bytes(kind: Kind) -> None:
     detokenizer = make_detokenizer(kind.tokenizer)
     for token_id in range(kind.tokenizer.get_vocab_size()):
         if not detokenizer.is_special(token_id):
             assert detokenizer.token_text(token_id) == kind.bytes_of(token_id).decode(errors="replace")
 
 
-def test_a_text_that_is_streamed_is_the_text(kind: Kind) -> None:
+def test_streamed_text_equals_decoded_text(kind: Kind) -> None:
     detokenizer, rng = make_detokenizer(kind.tokenizer), random.Random(1)
     for text in random_texts(NUM_TEXTS, seed=2):
         ids = kind.tokenizer.encode(text, add_special_tokens=False).ids
@@ -139,7 +139,7 @@ def test_a_text_that_is_streamed_is_the_text(kind: Kind) -> None:
         check_every_step(detokenizer, kind, ids, rng.randint(0, len(ids)))
 
 
-def test_several_tokens_at_once_are_the_same_as_one_by_one(kind: Kind) -> None:
+def test_multi_token_steps_stream_the_same_text(kind: Kind) -> None:
     detokenizer, rng = make_detokenizer(kind.tokenizer), random.Random(3)
     for text in random_texts(NUM_TEXTS // 4, seed=4):
         ids = kind.tokenizer.encode(text, add_special_tokens=False).ids
@@ -148,7 +148,7 @@ def test_several_tokens_at_once_are_the_same_as_one_by_one(kind: Kind) -> None:
         assert streamed(detokenizer, ids, random_ends(rng, prompt, len(ids))) == one_by_one
 
 
-def test_any_tokens_in_any_order(kind: Kind) -> None:
+def test_random_token_sequences_stream_correctly(kind: Kind) -> None:
     """Stream random tokens, as of an untrained model."""
     detokenizer, rng = make_detokenizer(kind.tokenizer), random.Random(5)
     size = kind.tokenizer.get_vocab_size()

@@ -99,7 +99,7 @@ def without_a_byte(tokenizer: Tokenizer, name: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", SURE)
-def test_no_text_has_fewer_tokens_than_is_said(name: str) -> None:
+def test_min_token_count_is_a_lower_bound(name: str) -> None:
     backend = SURE[name]()
     tokenizer = TextTokenizer(backend, {}, {})
     assert max_token_characters(backend) is not None
@@ -107,20 +107,20 @@ def test_no_text_has_fewer_tokens_than_is_said(name: str) -> None:
         assert tokenizer.min_token_count(text) <= len(backend.encode(text, add_special_tokens=False).ids)
 
 
-def test_it_says_something_of_a_long_text() -> None:
+def test_min_token_count_for_long_text() -> None:
     tokenizer = load_tokenizer(DEMO)
     assert tokenizer.min_token_count("word " * 380_000) == -(-1_900_000 // 13)
 
 
 @pytest.mark.parametrize("name", UNSURE)
-def test_nothing_is_said_where_it_is_not_sure(name: str) -> None:
+def test_min_token_count_is_zero_for_unsupported_tokenizers(name: str) -> None:
     backend = UNSURE[name]()
     assert max_token_characters(backend) is None
     assert TextTokenizer(backend, {}, {}).min_token_count("word " * 10_000) == 0
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_pieces_are_what_the_tokenizer_says(name: str) -> None:
+def test_pieces_match_backend_encoding(name: str) -> None:
     backend = NAMED[name]()
     tokenizer = TextTokenizer(backend, {}, {})
     for text in ("  <mask> a dog, a Dog <s> <tool_call> \U0001f9ff", "", *random_texts(50, seed=2)):

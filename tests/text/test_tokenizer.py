@@ -153,7 +153,7 @@ del KINDS["python"]
 
 @pytest.mark.usefixtures("never_converts")
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokenizers_of_every_kind(kind: str, tmp_path: Path) -> None:
+def test_tokenizer_types_match_transformers(kind: str, tmp_path: Path) -> None:
     made = KINDS[kind]()
     check_parity(save(tmp_path, getattr(made, "tokenizer", made)))
 
@@ -161,7 +161,7 @@ def test_tokenizers_of_every_kind(kind: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("never_converts")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["deepseek", "mistral"])  # the other two take seconds to make
-def test_tokenizers_of_real_models(kind: str, tmp_path: Path) -> None:
+def test_real_tokenizers_match_transformers(kind: str, tmp_path: Path) -> None:
     check_parity(save(tmp_path, REAL[kind]().tokenizer))
 
 
@@ -198,13 +198,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.usefixtures("never_converts")
 @pytest.mark.parametrize("changes", CONFIGS)
-def test_what_its_config_says(changes: str, tmp_path: Path) -> None:
+def test_tokenizer_config_options_match_transformers(changes: str, tmp_path: Path) -> None:
     check_parity(save(tmp_path, byte_level().tokenizer, **CONFIGS[changes]))
 
 
 @pytest.mark.usefixtures("never_converts")
 @pytest.mark.parametrize("model_type", [each for each in tokenizer.PLAIN_MODEL_TYPES if each])
-def test_models_whose_tokenizer_is_taken_as_it_is(model_type: str, tmp_path: Path) -> None:
+def test_plain_model_types_need_no_conversion(model_type: str, tmp_path: Path) -> None:
     assert model_type not in MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
     check_parity(save(tmp_path, byte_level().tokenizer, model_type=model_type), TEXTS[-5:])
 
@@ -222,14 +222,14 @@ def full(backend: Tokenizer) -> Tokenizer:
 
 
 @pytest.mark.usefixtures("never_converts")
-def test_nothing_is_cut_or_filled_up_and_what_goes_around_is_added(tmp_path: Path) -> None:
+def test_truncation_and_padding_settings_are_ignored(tmp_path: Path) -> None:
     ours = check_parity(save(tmp_path, full(byte_level().tokenizer)))
     ids = ours.encode("The quick brown fox jumps over the lazy dog")
     assert len(ids) > 8
     assert (ids[0], ids[-1]) == (ours.token_to_id(BOS), ours.token_to_id(EOS))
 
 
-def test_pieces_say_which_characters_they_are(tmp_path: Path) -> None:
+def test_pieces_have_character_offsets(tmp_path: Path) -> None:
     ours = load_tokenizer(save(tmp_path, full(byte_level().tokenizer)))
     text = "Größe 日 dog"
     first, *middle, last = ours.pieces(text)
@@ -270,7 +270,7 @@ REBUILT = ("llama", "llama of bytes", "qwen2", "gpt2", "bert", "t5", "no class",
 
 
 @pytest.mark.parametrize("kind", REBUILT)
-def test_tokenizers_that_transformers_builds_anew(kind: str, tmp_path: Path, converts: list[tuple[Any, ...]]) -> None:
+def test_rebuilt_tokenizers_are_converted(kind: str, tmp_path: Path, converts: list[tuple[Any, ...]]) -> None:
     check_parity(rebuilt(tmp_path, kind))
     assert len(converts) == 1
 
@@ -294,7 +294,7 @@ def test_folder_without_tokenizer_json_is_converted_in_sandbox(tmp_path: Path) -
 # --- Limits of conversions --------------------------------------------------------------------------------------------
 
 
-def test_reason_of_failed_conversion_is_truncated(
+def test_conversion_error_message_is_truncated(
     tmp_path: Path, converts: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -313,7 +313,9 @@ def test_reason_of_failed_conversion_is_truncated(
         (OVERFILL, "[Ff]ile too large"),
     ],
 )
-def test_conversion_has_limits(task: SandboxTask, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion_limits_cpu_time_and_file_size(
+    task: SandboxTask, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tokenizer, "CONVERT", task)
     with pytest.raises(ConfigError, match=f"the tokenizer cannot be converted: .*{reason}"):
         load_tokenizer(words_and_merges(tmp_path))
@@ -325,7 +327,7 @@ def test_hanging_conversion_fails_as_busy(tmp_path: Path, monkeypatch: pytest.Mo
         load_tokenizer(words_and_merges(tmp_path))
 
 
-def test_conversion_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion_environment_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("HOME", "/home/of/the/server")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
@@ -349,7 +351,7 @@ def test_closed_sandbox_starts_no_conversion(tmp_path: Path) -> None:
         load_own_tokenizer(vouch_for(words_and_merges(tmp_path)), tmp_path, sandbox)
 
 
-def test_the_models_config_may_be_elsewhere(tmp_path: Path, converts: list[tuple[Any, ...]]) -> None:
+def test_adapter_tokenizer_uses_base_model_config(tmp_path: Path, converts: list[tuple[Any, ...]]) -> None:
     model = save(tmp_path / "model", byte_level().tokenizer, model_type="qwen2")
     folder = save(tmp_path / "adapter", byte_level(500).tokenizer)
     base = load_tokenizer(save(tmp_path / "base", byte_level().tokenizer))
@@ -361,7 +363,7 @@ def test_the_models_config_may_be_elsewhere(tmp_path: Path, converts: list[tuple
 
 
 @pytest.mark.parametrize("name", ["AutoModelForCausalLM", "pipeline", "Tokenizer/../x", "", 7, ["LlamaTokenizer"]])
-def test_a_class_that_is_no_tokenizers_is_not_even_asked_for(
+def test_invalid_tokenizer_class_is_rejected_before_conversion(
     name: Any, tmp_path: Path, converts: list[tuple[Any, ...]]
 ) -> None:
     with pytest.raises(ConfigError, match="is not a tokenizer class"):
@@ -369,7 +371,7 @@ def test_a_class_that_is_no_tokenizers_is_not_even_asked_for(
     assert not converts
 
 
-def test_a_class_that_does_more_than_its_file_is_refused(
+def test_tokenizer_that_differs_from_backend_is_rejected(
     tmp_path: Path, converts: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = rebuilt(tmp_path, "gpt2")
@@ -379,7 +381,7 @@ def test_a_class_that_does_more_than_its_file_is_refused(
         load_tokenizer(folder)
 
 
-def test_sentencepiece_is_asked_for(
+def test_missing_sentencepiece_error_names_package(
     tmp_path: Path, converts: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
@@ -402,19 +404,19 @@ def plain(plain_folder: Path) -> TextTokenizer:
     return load_tokenizer(plain_folder)
 
 
-def test_text_that_is_none(plain: TextTokenizer) -> None:
+def test_encode_rejects_lone_surrogates(plain: TextTokenizer) -> None:
     for cut in (plain.encode, plain.pieces):
         with pytest.raises(InputError, match="cannot be made into tokens"):
             cut("a\ud800b")
 
 
 @pytest.mark.parametrize("token_id", [-1, 538, 2**32, 2**70, True, "1", None, 1.0])
-def test_ids_that_are_no_tokens(token_id: Any, plain: TextTokenizer) -> None:
+def test_decode_rejects_invalid_token_ids(token_id: Any, plain: TextTokenizer) -> None:
     with pytest.raises(InputError, match="is not a token"):
         plain.decode([0, token_id])
 
 
-def test_an_id_between_others_that_is_no_token(tmp_path: Path) -> None:
+def test_decode_rejects_unused_token_id(tmp_path: Path) -> None:
     backend = Tokenizer(models.WordLevel({"a": 0, "b": 5}, unk_token="a"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     ours = TextTokenizer(backend, {}, {})
@@ -423,13 +425,13 @@ def test_an_id_between_others_that_is_no_token(tmp_path: Path) -> None:
         ours.decode([3])
 
 
-def test_text_that_the_vocabulary_has_nothing_for() -> None:
+def test_encode_rejects_text_outside_vocabulary() -> None:
     backend = Tokenizer(models.WordPiece({"a": 0}, unk_token="[UNK]"))
     with pytest.raises(InputError, match="cannot be made into tokens"):
         TextTokenizer(backend, {}, {}).encode("b")
 
 
-def test_threads_share_it(plain: TextTokenizer) -> None:
+def test_tokenizer_is_thread_safe(plain: TextTokenizer) -> None:
     wanted = [plain.encode(text) for text in TEXTS]
     wrong: list[str] = []
 
@@ -458,7 +460,7 @@ def oracle_templates(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     "files", [[], ["chat_template.jinja"], ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"]]
 )
-def test_where_templates_are(in_config: Any, files: list[str], tmp_path: Path) -> None:
+def test_chat_template_files_match_transformers(in_config: Any, files: list[str], tmp_path: Path) -> None:
     save(tmp_path, byte_level().tokenizer, chat_template=in_config)
     for file in files:
         (tmp_path / file).parent.mkdir(exist_ok=True)
@@ -471,7 +473,7 @@ def test_where_templates_are(in_config: Any, files: list[str], tmp_path: Path) -
 # --- Adapters that ship some of the files -----------------------------------------------------------------------------
 
 
-def test_an_adapter_with_a_template_only(plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
+def test_adapter_template_overrides_base_template(plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("its own")
     ours = load_adapter_tokenizer(tmp_path, plain, plain_folder)
     assert ours.chat_templates == {"default": "its own"}
@@ -480,7 +482,7 @@ def test_an_adapter_with_a_template_only(plain: TextTokenizer, plain_folder: Pat
     assert plain.chat_templates == {"default": "of the base"}
 
 
-def test_an_adapter_with_all_of_the_base_models_tokenizer_shares_it(
+def test_adapter_with_base_vocabulary_shares_it(
     plain: TextTokenizer, plain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save(tmp_path, byte_level().tokenizer, chat_template="of the adapter", padding_side="left")
@@ -492,7 +494,7 @@ def test_an_adapter_with_all_of_the_base_models_tokenizer_shares_it(
     assert ours.detokenizer is plain.detokenizer
 
 
-def test_an_adapters_tokenizer_that_differs_in_nothing_is_the_base_models(
+def test_identical_adapter_tokenizer_returns_base_tokenizer(
     plain: TextTokenizer, plain_folder: Path, tmp_path: Path
 ) -> None:
     folder = save(tmp_path, byte_level().tokenizer, chat_template="of the base", padding_side="left")
@@ -517,7 +519,7 @@ def test_an_adapters_tokenizer_that_differs_in_nothing_is_the_base_models(
         ({"tokenizer_class": "GPT2Tokenizer"}, False),
     ],
 )
-def test_what_of_a_config_makes_other_tokens(
+def test_config_changes_that_prevent_tokenizer_sharing(
     changes: dict[str, Any], is_shared: bool, plain: TextTokenizer, plain_folder: Path, tmp_path: Path
 ) -> None:
     folder = save(tmp_path, byte_level().tokenizer, **changes)
@@ -528,7 +530,7 @@ def test_what_of_a_config_makes_other_tokens(
         assert [shared.encode(text) for text in TEXTS] == [wanted(text)["input_ids"] for text in TEXTS]
 
 
-def test_a_chat_template_from_another_file(tmp_path: Path) -> None:
+def test_chat_template_from_separate_config(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", byte_level().tokenizer, chat_template="of the model")
     other = save(tmp_path / "other", byte_level().tokenizer, chat_template="of the file")
     assert load_tokenizer(folder).chat_templates == {"default": "of the model"}
@@ -538,7 +540,7 @@ def test_a_chat_template_from_another_file(tmp_path: Path) -> None:
         load_tokenizer(folder, template_config=tmp_path / "none.json")
 
 
-def test_an_adapter_with_other_names_for_tokens(plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
+def test_adapter_config_overrides_special_tokens(plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
     decoder = {str(plain.token_to_id(EOS)): added(EOS, special=True)}
     config = {"tokenizer_class": "LlamaTokenizer", "eos_token": "<tool_call>", "added_tokens_decoder": decoder}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -549,7 +551,7 @@ def test_an_adapter_with_other_names_for_tokens(plain: TextTokenizer, plain_fold
     assert ours.chat_templates == plain.chat_templates
 
 
-def test_an_adapters_special_tokens_map(plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
+def test_special_tokens_map_overrides_special_tokens(plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": added("<tool_call>"), "pad_token": EOS}))
     ours = load_adapter_tokenizer(tmp_path, plain, plain_folder)
     assert ours.eos_token_ids == {plain.token_to_id("<tool_call>")}
@@ -566,7 +568,7 @@ def test_an_adapters_special_tokens_map(plain: TextTokenizer, plain_folder: Path
         ("special_tokens_map.json", {"eos_token": "<|im_end|>"}),
     ],
 )
-def test_tokens_that_the_base_does_not_have(
+def test_adapter_with_new_tokens_needs_tokenizer_json(
     file: str, content: Any, plain: TextTokenizer, plain_folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / file).write_text(json.dumps(content))
@@ -574,9 +576,7 @@ def test_tokens_that_the_base_does_not_have(
         load_adapter_tokenizer(tmp_path, plain, plain_folder)
 
 
-def test_an_adapter_with_a_vocabulary_does_not_use_the_base(
-    plain: TextTokenizer, plain_folder: Path, tmp_path: Path
-) -> None:
+def test_adapter_vocabulary_replaces_base_vocabulary(plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
     backend = Tokenizer.from_str(byte_level().tokenizer.to_str())
     backend.add_tokens([AddedToken("<New>", normalized=False)])
     ours = load_adapter_tokenizer(save(tmp_path, backend), plain, plain_folder)
@@ -585,7 +585,7 @@ def test_an_adapter_with_a_vocabulary_does_not_use_the_base(
     assert not ours.shares_vocabulary(plain)
 
 
-def test_an_adapters_decoder_has_no_pattern(plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
+def test_adapter_decoder_with_regex_is_rejected(plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
     backend = Tokenizer.from_str(byte_level().tokenizer.to_str())
     backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace('"Regex":', "")])
     load_adapter_tokenizer(save(tmp_path, backend), plain, plain_folder)
@@ -626,7 +626,7 @@ def test_an_adapters_decoder_has_no_pattern(plain: TextTokenizer, plain_folder: 
     ],
 )
 @pytest.mark.usefixtures("never_converts")
-def test_a_damaged_config(content: bytes, tmp_path: Path) -> None:
+def test_malformed_tokenizer_config_is_rejected(content: bytes, tmp_path: Path) -> None:
     save(tmp_path, byte_level().tokenizer)
     if content.startswith(b'{"') and b'a": 2' not in content:
         content = b'{"tokenizer_class": "TokenizersBackend", ' + content[1:]
@@ -650,7 +650,7 @@ def test_a_damaged_config(content: bytes, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("never_converts")
-def test_a_damaged_vocabulary(content: bytes, tmp_path: Path) -> None:
+def test_malformed_tokenizer_json_is_rejected(content: bytes, tmp_path: Path) -> None:
     save(tmp_path, byte_level().tokenizer)
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
@@ -660,7 +660,7 @@ def test_a_damaged_vocabulary(content: bytes, tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"])
 @pytest.mark.parametrize("what", ["huge", "folder", "pipe"])
 @pytest.mark.usefixtures("never_converts")
-def test_what_is_no_file_or_too_large(file: str, what: str, tmp_path: Path) -> None:
+def test_oversized_or_irregular_file_is_rejected(file: str, what: str, tmp_path: Path) -> None:
     path = save(tmp_path, byte_level().tokenizer) / file
     path.unlink(missing_ok=True)
     if what == "folder":
@@ -674,7 +674,7 @@ def test_what_is_no_file_or_too_large(file: str, what: str, tmp_path: Path) -> N
         load_tokenizer(tmp_path)
 
 
-def test_a_vocabulary_that_is_too_large_is_not_converted(tmp_path: Path, converts: list[tuple[Any, ...]]) -> None:
+def test_oversized_vocabulary_is_not_converted(tmp_path: Path, converts: list[tuple[Any, ...]]) -> None:
     (tmp_path / "tokenizer.model").touch()
     os.truncate(tmp_path / "tokenizer.model", 2**26 + 1)
     with pytest.raises(ConfigError, match=r"tokenizer\.model: has"):
@@ -682,7 +682,7 @@ def test_a_vocabulary_that_is_too_large_is_not_converted(tmp_path: Path, convert
     assert not converts
 
 
-def test_files_of_an_adapter_that_are_large_together_are_not_copied(
+def test_oversized_adapter_tokenizer_files_are_not_read(
     tmp_path: Path, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for file, size in (("tokenizer.model", 2**26), ("spiece.model", 2**26), ("vocab.txt", 1)):
@@ -694,9 +694,7 @@ def test_files_of_an_adapter_that_are_large_together_are_not_copied(
     assert not find_workers()
 
 
-def test_templates_that_are_no_text_too_large_or_too_many(
-    plain: TextTokenizer, plain_folder: Path, tmp_path: Path
-) -> None:
+def test_invalid_chat_template_files_are_rejected(plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="not UTF-8"):
         load_adapter_tokenizer(tmp_path, plain, plain_folder)
@@ -724,9 +722,7 @@ STRAY += ["additional_chat_templates/default.jinja"]
 
 @pytest.mark.parametrize("file", STRAY)
 @pytest.mark.usefixtures("never_converts")
-def test_a_file_that_no_source_vouched_for_is_not_read(
-    file: str, plain: TextTokenizer, plain_folder: Path, tmp_path: Path
-) -> None:
+def test_unlisted_adapter_file_is_not_read(file: str, plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("what only the server may read")
     (tmp_path / "adapter" / file).parent.mkdir(parents=True)
     (tmp_path / "adapter" / file).symlink_to(tmp_path / "secret")
@@ -734,9 +730,7 @@ def test_a_file_that_no_source_vouched_for_is_not_read(
 
 
 @pytest.mark.parametrize("kind", ["link", "other bytes", "fifo", "nothing"])
-def test_a_file_that_took_the_place_of_what_was_vouched_for(
-    kind: str, plain: TextTokenizer, plain_folder: Path, tmp_path: Path
-) -> None:
+def test_replaced_adapter_file_is_rejected(kind: str, plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "adapter" / "additional_chat_templates" / "default.jinja"
     path.parent.mkdir(parents=True)
     path.write_text("what was vouched for")
@@ -756,7 +750,7 @@ def test_a_file_that_took_the_place_of_what_was_vouched_for(
 
 
 @pytest.mark.usefixtures("converts")
-def test_transformers_sees_only_what_was_vouched_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion_sees_only_listed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path / "adapter", byte_level(500).tokenizer, tokenizer_class="GPT2Tokenizer")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "more.jinja").write_text("a template")
@@ -785,11 +779,11 @@ def write(folder: Path, **files: Any) -> Path:
     return folder
 
 
-def test_nothing_is_said(tmp_path: Path) -> None:
+def test_missing_generation_config_has_no_defaults(tmp_path: Path) -> None:
     assert load_generation_defaults(tmp_path) == GenerationDefaults()
 
 
-def test_all_that_is_said(tmp_path: Path) -> None:
+def test_generation_config_sets_defaults(tmp_path: Path) -> None:
     said: dict[str, Any] = {
         "do_sample": True,
         "temperature": 0.6,
@@ -811,14 +805,14 @@ def test_all_that_is_said(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("of_model", [{}, {"eos_token_id": None}, {"eos_token_id": 5}, {"eos_token_id": [5, -1]}])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
-def test_the_tokens_that_end(of_generation: Any, of_model: Any, model_type: str, tmp_path: Path) -> None:
+def test_eos_token_ids_match_transformers(of_generation: Any, of_model: Any, model_type: str, tmp_path: Path) -> None:
     write(tmp_path, generation_config=of_generation, config={"model_type": model_type, **of_model})
     wanted = load_generation_eos(str(tmp_path), None) | eos_token_ids(AutoConfig.from_pretrained(tmp_path))
     assert load_generation_defaults(tmp_path).eos_token_ids == wanted
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3"])
-def test_what_it_means_that_no_token_is_named(model_type: str, tmp_path: Path) -> None:
+def test_default_eos_token_ids_match_transformers(model_type: str, tmp_path: Path) -> None:
     write(tmp_path, config={"model_type": model_type})
     wanted = eos_token_ids(AutoConfig.from_pretrained(tmp_path))
     assert load_generation_defaults(tmp_path).eos_token_ids == wanted
@@ -843,12 +837,12 @@ def test_what_it_means_that_no_token_is_named(model_type: str, tmp_path: Path) -
         [],
     ],
 )
-def test_damaged_defaults(content: Any, tmp_path: Path) -> None:
+def test_malformed_generation_config_is_rejected(content: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
         load_generation_defaults(write(tmp_path, generation_config=content))
 
 
-def test_a_models_config_may_hold_infinity(tmp_path: Path) -> None:
+def test_model_config_may_contain_infinity(tmp_path: Path) -> None:
     write(tmp_path, config={"eos_token_id": 3, "time_step_limit": [0, float("inf")]})
     assert load_generation_defaults(tmp_path).eos_token_ids == {3}
     (tmp_path / "config.json").write_text('{"eos_token_id": "x"}')
@@ -859,7 +853,7 @@ def test_a_models_config_may_hold_infinity(tmp_path: Path) -> None:
 # --- Costs ------------------------------------------------------------------------------------------------------------
 
 
-def test_it_needs_neither_torch_nor_transformers() -> None:
+def test_tokenizer_imports_neither_torch_nor_transformers() -> None:
     modules = imported_by("import lorax_server.text.tokenizer, lorax_server.text.chat_template")
     assert "tokenizers" in modules
     assert not modules & {"torch", "numpy", "transformers", "safetensors"}

@@ -23,12 +23,12 @@ def test_every_format_has_a_template() -> None:
 
 
 @pytest.mark.parametrize("tool_format", TEMPLATES)
-def test_the_template_chooses(tool_format: str) -> None:
+def test_format_is_detected_from_template(tool_format: str) -> None:
     assert renders_tools(TEMPLATES[tool_format])
     assert detect_format(TEMPLATES[tool_format]) == tool_format
 
 
-def test_templates_without_tools_and_with_calls_in_other_forms() -> None:
+def test_templates_without_supported_tool_format() -> None:
     assert not renders_tools("{% for message in messages %}{{ message.content }}{% endfor %} toolset")
     for calls in ("<function=name>{...}</function>", "<tool_call>name\n<arg_key>", '<invoke name="'):
         assert detect_format("{% if tools %}" + calls + "{% endif %}") == ""

@@ -28,7 +28,7 @@ from lorax_server.text.tools.parameter_text import ALL_TYPES, MAX_DEPTH, JsonTyp
 from lorax_server.text.tools.parser import ToolOutputParser, ToolSet
 from tests.text.test_real_tokenizers import installed
 from tests.text.tokenizers import byte_level
-from tests.text.tools.answers import CODER, read
+from tests.text.tools.tool_completions import CODER, read
 
 PARAMETERS = {
     "type": "object",
@@ -149,7 +149,7 @@ def grammar(write: Callable[..., str], tool_format: str, kind: str, reasoning: b
 
 @pytest.mark.parametrize(("tool_format", "texts", "kind"), CASES)
 @pytest.mark.parametrize("before", THOUGHTS)
-def test_required_tool_calls(tool_format: str, texts: Texts, kind: str, before: str) -> None:
+def test_required_tool_call_grammar(tool_format: str, texts: Texts, kind: str, before: str) -> None:
     accepts, reasoning = vocabulary(kind).accepts, THOUGHTS[before]
     many, one = (grammar(write_required, tool_format, kind, reasoning, is_parallel=each) for each in (True, False))
     assert accepts(many, before + texts.right)
@@ -164,7 +164,7 @@ def test_required_tool_calls(tool_format: str, texts: Texts, kind: str, before: 
 
 @pytest.mark.parametrize(("tool_format", "texts", "kind"), CASES)
 @pytest.mark.parametrize("before", THOUGHTS)
-def test_calls_that_are_free_to_come(tool_format: str, texts: Texts, kind: str, before: str) -> None:
+def test_optional_tool_call_grammar(tool_format: str, texts: Texts, kind: str, before: str) -> None:
     accepts, reasoning = vocabulary(kind).accepts, THOUGHTS[before]
     many, one = (grammar(write_optional, tool_format, kind, reasoning, is_parallel=each) for each in (True, False))
     for text in ("", "Just text, {nothing} [else] <here>.", "\n  Two\n\nlines.\n", texts.right, texts.two):
@@ -178,7 +178,7 @@ def test_calls_that_are_free_to_come(tool_format: str, texts: Texts, kind: str, 
 
 
 @pytest.mark.parametrize("tool_format", ["hermes", "granite", "mistral", "pythonic", "qwen3_coder"])
-def test_an_answer_that_is_calls_or_has_a_form_of_its_own(tool_format: str) -> None:
+def test_grammar_allows_calls_or_structured_text(tool_format: str) -> None:
     text = 'start: %json {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]}'
     either = grammar(write_required, tool_format, "special", text=text)
     accepts = vocabulary("special").accepts
@@ -188,7 +188,7 @@ def test_an_answer_that_is_calls_or_has_a_form_of_its_own(tool_format: str) -> N
         assert not accepts(either, wrong)
 
 
-def test_only_strict_schemas_are_refused_for_what_cannot_be_enforced() -> None:
+def test_unsupported_keywords_are_rejected_only_if_strict() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     for is_strict in (False, True):
         functions = [FunctionSchema("f", schema, is_strict)]
@@ -199,14 +199,14 @@ def test_only_strict_schemas_are_refused_for_what_cannot_be_enforced() -> None:
             assert "uniqueItems" in matcher.get_error()
 
 
-def test_parameters_that_python_cannot_name_are_refused() -> None:
+def test_python_keyword_as_parameter_name_is_rejected() -> None:
     functions = [FunctionSchema("f", {"type": "object", "properties": {"class": {}}}, False)]
     with pytest.raises(InputError, match="'class'"):
         write_required(FORMATS["pythonic"](), functions, False, MarkerWriter(lambda _: None), None)
 
 
 @pytest.mark.parametrize("tool_format", FORMATS)
-def test_what_a_grammar_allows_is_read_as_calls(tool_format: str) -> None:
+def test_grammar_output_parses_as_tool_calls(tool_format: str) -> None:
     """Walk at random through a grammar, byte by byte: whatever it allows is a call with valid arguments."""
     known = Bytes()
     text = write_required(FORMATS[tool_format](), FUNCTIONS, False, MarkerWriter(lambda _: None), None)
@@ -244,9 +244,7 @@ TEXT_SCHEMAS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [  # with
 
 
 @pytest.mark.parametrize(("schema", "right", "wrong"), TEXT_SCHEMAS)
-def test_texts_between_tags_keep_to_their_schema(
-    schema: dict[str, Any], right: dict[str, Any], wrong: list[str]
-) -> None:
+def test_text_parameters_match_their_schema(schema: dict[str, Any], right: dict[str, Any], wrong: list[str]) -> None:
     """Follow values of a parameter through the grammar, and read them back."""
     definitions = {"ab": {"enum": ["ab"]}}
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": definitions}
@@ -275,7 +273,7 @@ def test_texts_between_tags_keep_to_their_schema(
         ({}, {"minProperties": 1}, "minProperties"),
     ],
 )
-def test_strict_schemas_of_texts_are_refused_for_what_cannot_be_enforced(
+def test_strict_text_parameter_rejects_unsupported_keywords(
     properties: dict[str, Any], more: dict[str, Any], word: str
 ) -> None:
     parameters = {"type": "object", "properties": properties, **more}
@@ -295,7 +293,7 @@ def test_strict_schemas_of_texts_are_refused_for_what_cannot_be_enforced(
         {"properties": {"a": {"type": "string", "minLength": 3, "maxLength": 2}}},
     ],
 )
-def test_parameters_that_tags_cannot_have_are_refused(schema: dict[str, Any]) -> None:
+def test_invalid_tag_parameters_are_rejected(schema: dict[str, Any]) -> None:
     functions = [FunctionSchema("f", {"type": "object", **schema}, False)]
     with pytest.raises(InputError, match="`tools`"):
         write_required(FORMATS["qwen3_coder"](), functions, False, MarkerWriter(lambda _: None), None)
@@ -321,7 +319,7 @@ class CountedParts(dict[str, Any]):
         return super().get(key, default)
 
 
-def test_types_of_parameters() -> None:
+def test_find_parameter_types() -> None:
     finder = JsonTypeFinder({})
     assert finder.find({"anyOf": [{"type": "string"}] * 10_000}) == {"string"}
     assert finder.find({"enum": ["a", 1, 1.5, None, True, [], {}]}) == ALL_TYPES
@@ -343,7 +341,7 @@ def test_types_of_parameters() -> None:
     ],
     ids=["an enum", "many parts", "a cycle", "many keywords"],
 )
-def test_shared_definition_is_read_once(definition: dict[str, Any], types: set[str]) -> None:
+def test_shared_definition_is_analyzed_once(definition: dict[str, Any], types: set[str]) -> None:
     shared, null = CountedParts(definition), CountedParts(type="null")
     properties: dict[str, Any] = {
         f"p{index}": {"$ref": "#/$defs/shared", **({"minLength": 1} if index % 2 else {})} for index in range(100)
@@ -353,7 +351,7 @@ def test_shared_definition_is_read_once(definition: dict[str, Any], types: set[s
     assert (shared.num_read, null.num_read) in ((1, 0), (1, 1))
 
 
-def test_sections_share_the_types_that_the_format_has_prepared() -> None:
+def test_parsers_share_prepared_parameter_types() -> None:
     """Answers are read on the event loop, where no schema is analyzed again."""
     part = CountedParts({"type": "string"})
     schemas = {"weather": {"type": "object", "properties": {"city": part, "days": {"type": "integer"}}}}
@@ -376,7 +374,7 @@ def write(tool_format: str, parameters: dict[str, Any], is_strict: bool = False)
 
 
 @pytest.mark.parametrize("tool_format", FORMATS)
-def test_too_large_grammar_is_rejected_while_it_is_written(tool_format: str) -> None:
+def test_oversized_grammar_is_rejected_during_writing(tool_format: str) -> None:
     """10,000 parameters refer to one definition of 100,000 characters: 1 GB if it is copied to each."""
     properties = {f"p{index}": {"$ref": "#/$defs/large"} for index in range(10_000)}
     parameters = {"properties": properties, "$defs": {"large": {"const": ["x" * 100_000]}}}
@@ -390,7 +388,7 @@ def test_too_large_grammar_is_rejected_while_it_is_written(tool_format: str) -> 
 
 
 @pytest.mark.parametrize("tool_format", ["pythonic", "qwen3_coder"])
-def test_only_definitions_that_a_parameter_reaches_are_copied(tool_format: str) -> None:
+def test_only_referenced_definitions_are_copied(tool_format: str) -> None:
     definitions: dict[str, Any] = {
         "a": {"items": {"$ref": "#/$defs/b"}},
         "b": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}},
@@ -418,7 +416,7 @@ class CountedNames(list[str]):
 
 
 @pytest.mark.parametrize("tool_format", ["pythonic", "qwen3_coder"])
-def test_required_names_are_not_searched_for_each_parameter(tool_format: str) -> None:
+def test_required_list_is_not_searched_per_parameter(tool_format: str) -> None:
     required = CountedNames(f"p{index}" for index in range(100))
     text = write(tool_format, {"properties": {name: {} for name in required}, "required": required})
     assert "p99" in text
@@ -430,7 +428,7 @@ def test_required_names_are_not_searched_for_each_parameter(tool_format: str) ->
 
 @pytest.mark.parametrize("tool_format", ["pythonic", "qwen3_coder"])
 @pytest.mark.parametrize("required", ["", "a", "c", "e", "bd", "abcde"])
-def test_every_choice_of_optional_parameters(tool_format: str, required: str) -> None:
+def test_all_combinations_of_optional_parameters(tool_format: str, required: str) -> None:
     names = "abcde"
     properties = {name: {"type": "integer"} for name in names}
     known = LLTokenizer(TokenizerWrapper(Bytes()))

@@ -24,7 +24,7 @@ from lorax_server.text.tools.parser import (
     ToolOutputParser,
     ToolSet,
 )
-from tests.text.tools.answers import CALLS, CODER, NO_CALLS, OSLO, SCHEMAS, Example, read
+from tests.text.tools.tool_completions import CALLS, CODER, NO_CALLS, OSLO, SCHEMAS, Example, read
 
 PIECES = [
     *("<tool_call>", "</tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<tool", "_call>"),
@@ -52,18 +52,18 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(edges)]
 
 
-def test_every_parser_has_a_name_that_can_be_set() -> None:
+def test_config_lists_all_tool_parsers() -> None:
     assert tuple(FORMATS) == TOOL_PARSERS
 
 
 @pytest.mark.parametrize("example", CALLS, ids=lambda example: example.text[:40])
-def test_calls_are_found(example: Example) -> None:
+def test_tool_calls_are_parsed(example: Example) -> None:
     assert read(example.tool_format, [example.text]) == example.meaning
     assert read(example.tool_format, example.text) == example.meaning  # character by character
 
 
 @pytest.mark.parametrize(("tool_format", "text"), NO_CALLS, ids=lambda value: str(value)[:40])
-def test_what_is_no_call_comes_back_as_text(tool_format: str, text: str) -> None:
+def test_invalid_tool_calls_are_returned_as_text(tool_format: str, text: str) -> None:
     expected = [text] if text else []
     assert read(tool_format, [text]) == expected
     assert read(tool_format, text) == expected
@@ -76,7 +76,7 @@ def test_what_is_no_call_comes_back_as_text(tool_format: str, text: str) -> None
     places=st.lists(st.integers(0, 1000), max_size=8),
     live=...,
 )
-def test_any_cut_gives_the_same(tool_format: str, text: str, places: list[int], live: bool) -> None:
+def test_result_does_not_depend_on_chunking(tool_format: str, text: str, places: list[int], live: bool) -> None:
     whole = read(tool_format, [text], live)
     assert read(tool_format, cut(text, places), live) == whole
     assert read(tool_format, text, live) == whole
@@ -84,7 +84,7 @@ def test_any_cut_gives_the_same(tool_format: str, text: str, places: list[int], 
 
 @settings(deadline=None, max_examples=300)
 @given(tool_format=st.sampled_from(list(FORMATS)), text=answers)
-def test_an_answer_without_calls_is_whole(tool_format: str, text: str) -> None:
+def test_completion_without_calls_is_unchanged(tool_format: str, text: str) -> None:
     meaning = read(tool_format, [text])
     if all(isinstance(each, str) for each in meaning):
         assert meaning == ([text] if text else [])
@@ -92,11 +92,11 @@ def test_an_answer_without_calls_is_whole(tool_format: str, text: str) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(st.sampled_from(CALLS), st.lists(st.integers(0, 1000), max_size=8))
-def test_calls_are_found_at_any_cut(example: Example, places: list[int]) -> None:
+def test_tool_calls_are_parsed_with_any_chunking(example: Example, places: list[int]) -> None:
     assert read(example.tool_format, cut(example.text, places)) == example.meaning
 
 
-def test_arguments_come_piece_by_piece_where_a_grammar_vouches_for_them() -> None:
+def test_enforced_arguments_are_streamed() -> None:
     text = f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>'
     sent = {}
     for is_enforced in (True, False):
@@ -113,7 +113,7 @@ def test_arguments_come_piece_by_piece_where_a_grammar_vouches_for_them() -> Non
     ("tool_format", "text"), [("qwen3_coder", CODER), ("pythonic", '[weather(city="Oslo", days=2)]')]
 )
 @pytest.mark.parametrize("is_enforced", [True, False])
-def test_buffered_formats_send_arguments_in_one_piece(tool_format: str, text: str, is_enforced: bool) -> None:
+def test_buffered_formats_send_arguments_as_one_delta(tool_format: str, text: str, is_enforced: bool) -> None:
     parser = ToolOutputParser(FORMATS[tool_format](), ToolSet(SCHEMAS, is_enforced))
     events = [event for character in text for event in parser.feed(character)]
     assert [event.text for event in events if isinstance(event, ArgumentsDelta)] == [OSLO]
@@ -126,7 +126,7 @@ def test_buffered_formats_send_arguments_in_one_piece(tool_format: str, text: st
         ("pythonic", '[weather(city="', '")]'),
     ],
 )
-def test_buffered_call_over_the_size_limit_is_text(tool_format: str, start: str, end: str) -> None:
+def test_oversized_buffered_call_is_text(tool_format: str, start: str, end: str) -> None:
     for length, num_calls in ((MAX_CALL_CHARACTERS - 200, 1), (MAX_CALL_CHARACTERS, 0)):
         text = start + "x" * length + end
         for pieces in ([text], [text[at : at + 999] for at in range(0, len(text), 999)]):
@@ -136,7 +136,7 @@ def test_buffered_call_over_the_size_limit_is_text(tool_format: str, start: str,
                 assert meaning == [text]
 
 
-def test_end_tags_in_values_are_part_of_the_values() -> None:
+def test_end_tags_in_values_are_parsed_up_to_limit() -> None:
     for count, num_calls in ((3, 1), (100, 0)):
         value = "</function>" * count
         text = f"<tool_call><function=weather><parameter=city>{value}</parameter></function></tool_call>"
@@ -145,14 +145,14 @@ def test_end_tags_in_values_are_part_of_the_values() -> None:
 
 
 @pytest.mark.parametrize("tool_format", ["hermes", "llama3_json", "mistral", "json"])
-def test_a_call_that_is_cut_off_keeps_its_arguments_where_they_are_out_already(tool_format: str) -> None:
+def test_truncated_call_keeps_streamed_arguments(tool_format: str) -> None:
     text = next(
         example.text for example in CALLS if example.tool_format == tool_format and example.text.count(OSLO) == 1
     )
     assert read(tool_format, text[: text.index("Oslo") + 4], True) == [("weather", '{"city": "Oslo')]
 
 
-def test_many_blanks_are_text_although_a_call_follows() -> None:
+def test_long_whitespace_before_call_is_text() -> None:
     blanks = "\n" * 1000
     expected = ["x" + blanks[MAX_DROPPED_WHITESPACE:], ("now", "{}")]
     text = f'x{blanks}<tool_call>{{"name": "now"}}</tool_call>'
@@ -168,7 +168,7 @@ def test_many_blanks_are_text_although_a_call_follows() -> None:
         *("<function=now><parameter=text>", "<function=now><parameter=list>[", "<parameter=text></parameter>"),
     ],
 )
-def test_hostile_answers_take_time_in_proportion(tool_format: str, piece: str) -> None:
+def test_hostile_completions_keep_parser_buffer_small(tool_format: str, piece: str) -> None:
     """Text that is looked at again with every piece stays short."""
     count = 2000
     parser = ToolOutputParser(FORMATS[tool_format](), ToolSet(SCHEMAS))
@@ -197,7 +197,7 @@ class OpenersOnly(CallFormat):
         return NoCalls()
 
 
-def test_whole_answer_of_openers_is_read_in_linear_time() -> None:
+def test_repeated_openers_are_parsed_in_linear_time() -> None:
     """Each section gets a window of the answer, not all of the rest."""
     text = "<tool_call>" * 10_000
     parser = ToolOutputParser(OpenersOnly(), ToolSet({}))

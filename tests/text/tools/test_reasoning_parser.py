@@ -35,7 +35,7 @@ def split(has_begun: bool, pieces: list[str]) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize(("has_begun", "answer", "reasoning", "text"), CASES)
-def test_reasoning_is_told_apart(has_begun: bool, answer: str, reasoning: str, text: str) -> None:
+def test_reasoning_is_separated_from_content(has_begun: bool, answer: str, reasoning: str, text: str) -> None:
     assert split(has_begun, [answer]) == (reasoning, text, answer)
     assert split(has_begun, list(answer)) == (reasoning, text, answer)
 
@@ -45,5 +45,5 @@ def test_reasoning_is_told_apart(has_begun: bool, answer: str, reasoning: str, t
     st.booleans(),
     st.lists(st.sampled_from(["<think>", "</think>", "<", "/", "think", ">", " ", "\n", "x", "\n" * 64]), max_size=9),
 )
-def test_any_cut_gives_the_same(has_begun: bool, pieces: list[str]) -> None:
+def test_result_does_not_depend_on_chunking(has_begun: bool, pieces: list[str]) -> None:
     assert split(has_begun, pieces) == split(has_begun, ["".join(pieces)])

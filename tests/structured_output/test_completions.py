@@ -67,7 +67,7 @@ def check(completion: Completion, schema: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_is_kept(form: str, llm: LLM) -> None:
+def test_completion_matches_each_format(form: str, llm: LLM) -> None:
     for answer in llm.generate(["the quick"] * 8, drawn(8), LONG, structure=FORMS[form]):
         if form == "json":
             check(answer, PERSON)
@@ -89,16 +89,16 @@ def check_schemas(llm: LLM, count: int) -> int:
     return ended
 
 
-def test_answers_of_many_schemas_are_valid(llm: LLM) -> None:
+def test_completions_match_many_schemas(llm: LLM) -> None:
     assert check_schemas(llm, 1) > 0.8 * len(SCHEMAS)
 
 
 @pytest.mark.slow
-def test_a_thousand_answers_are_valid(llm: LLM) -> None:
+def test_thousand_completions_match_their_schemas(llm: LLM) -> None:
     assert check_schemas(llm, 24) >= 1000
 
 
-def test_rows_without_a_structure_are_not_touched(llm: LLM) -> None:
+def test_unconstrained_sequences_are_unchanged_in_mixed_batch(llm: LLM) -> None:
     prompts, params = ["the quick brown fox"] * 4, [SamplingParams(), SamplingParams(), *drawn(2)]
     alone = llm.generate(prompts[::2], params[::2], LONG)
     mixed = llm.generate(prompts, params, LONG, structure=[None, FORMS["json"]] * 2)
@@ -107,7 +107,7 @@ def test_rows_without_a_structure_are_not_touched(llm: LLM) -> None:
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-def test_a_greedy_answer_that_has_the_form_already_stays_as_it_is(llm: LLM) -> None:
+def test_matching_greedy_completion_is_unchanged(llm: LLM) -> None:
     stop = StopParams(max_new_tokens=8)
     for prompt in ("the quick brown fox", "hello", "and the world"):
         (plain,) = llm.generate(prompt, stop=stop)
@@ -121,14 +121,14 @@ def test_a_greedy_answer_that_has_the_form_already_stays_as_it_is(llm: LLM) -> N
         assert all(masked >= own - 1e-4 for masked, own in zip(answer.logprobs, plain.logprobs, strict=True))
 
 
-def test_adapters_answer_in_form(llm: LLM, world: World) -> None:
+def test_adapter_completions_match_schema(llm: LLM, world: World) -> None:
     names = [*world.adapters, None]
     answers = llm.generate(["hello"] * 4, drawn(4), LONG, adapter=names, structure=FORMS["json"])
     for answer in answers:
         check(answer, PERSON)
 
 
-def test_an_adapter_with_a_larger_vocabulary_answers_in_form(world: World, tmp_path: Path) -> None:
+def test_adapter_with_larger_vocabulary_matches_schema(world: World, tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(['{"name":', "ADDED"] + [f"<added-{i}>" for i in range(25)])
     base = make_model(SERVED["llama"]())
@@ -148,7 +148,7 @@ def test_an_adapter_with_a_larger_vocabulary_answers_in_form(world: World, tmp_p
     assert biased.token_ids[0] == added  # a token that the base model does not have is in the mask
 
 
-def test_stop_strings_and_lengths_end_an_answer_within_its_form(llm: LLM) -> None:
+def test_stop_string_and_length_finish_before_match(llm: LLM) -> None:
     stops = [StopParams(max_new_tokens=100, stop_strings=(" ",)), StopParams(max_new_tokens=3)]
     stopped, short = llm.generate(["the"] * 2, drawn(2), stops, structure=WORDS)
     assert stopped.finish_reason is FinishReason.STOP_SEQUENCE
@@ -157,7 +157,7 @@ def test_stop_strings_and_lengths_end_an_answer_within_its_form(llm: LLM) -> Non
     assert len(short.token_ids) == 3
 
 
-def test_min_new_tokens_holds_as_long_as_the_form_can_go_on(llm: LLM) -> None:
+def test_min_new_tokens_applies_while_grammar_can_continue(llm: LLM) -> None:
     stop = StopParams(max_new_tokens=100, min_new_tokens=12)
     letters, choice = from_regex("[a-z]{1,40}"), from_choices(["yes"])
     answers = llm.generate(["the"] * 6, drawn(6), stop, structure=[letters, choice] * 3)
@@ -177,12 +177,12 @@ def test_min_new_tokens_holds_as_long_as_the_form_can_go_on(llm: LLM) -> None:
         (from_json_schema(False), "not"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(structure: Structure, message: str, llm: LLM) -> None:
+def test_unsupported_grammar_is_rejected(structure: Structure, message: str, llm: LLM) -> None:
     with pytest.raises(InputError, match=message):
         llm.generate("the", stop=LONG, structure=structure)
 
 
-def test_a_rule_of_gbnf_that_is_named_start_is_refused_and_lark_is_not_mistaken_for_it() -> None:
+def test_gbnf_detection_and_reserved_rule_name() -> None:
     for text in ('start ::= "a"', 'root ::= start\n  start ::= "a"'):
         with pytest.raises(InputError, match="another name"):
             from_grammar(text)
@@ -191,7 +191,7 @@ def test_a_rule_of_gbnf_that_is_named_start_is_refused_and_lark_is_not_mistaken_
     assert "st_start" in from_grammar('root ::= st-start [a-z]\nst-start ::= "start:" root').grammar.lower()
 
 
-def test_an_answer_that_may_not_end_has_no_form(llm: LLM) -> None:
+def test_ignore_eos_with_grammar_is_rejected(llm: LLM) -> None:
     with pytest.raises(InputError, match="ignore_eos"):
         llm.generate("the", stop=StopParams(max_new_tokens=9, ignore_eos=True), structure=FORMS["json"])
 
@@ -221,7 +221,7 @@ def answer_all(llm: LLM) -> list[list[int]]:
         pytest.param({"cache_bytes": 3 * 2**14}, id="preempted"),
     ],
 )
-def test_steps_of_all_kinds_give_the_same_answers(
+def test_completions_do_not_depend_on_step_settings(
     settings: dict[str, Any], world: World, expected: list[list[int]]
 ) -> None:
     with LLM(world.model, **SETTINGS | settings) as other:
@@ -289,7 +289,7 @@ JUMP_STOPS = [
         pytest.param({"cache_bytes": 3 * 2**14}, id="preempted"),
     ],
 )
-def test_tokens_that_are_forced_come_several_at_once_and_are_the_same(settings: dict[str, Any], world: World) -> None:
+def test_fast_forward_gives_same_completions_in_fewer_steps(settings: dict[str, Any], world: World) -> None:
     count = 2 * len(JUMP_STOPS)
     names = [None, *world.adapters] * count
     with LLM(world.model, world.adapters, **SETTINGS | settings) as llm:
@@ -310,7 +310,7 @@ def test_tokens_that_are_forced_come_several_at_once_and_are_the_same(settings: 
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_request_that_asks_how_likely_tokens_were_before_the_mask_has_all_steps(llm: LLM) -> None:
+def test_raw_logprobs_disable_fast_forward(llm: LLM) -> None:
     params = [SamplingParams(raw_logprobs=True), SamplingParams(num_alternatives=2)]
     for each in params:
         generate = partial(llm.generate, "the", each, LONG, structure=RECORD)
@@ -321,14 +321,14 @@ def test_a_request_that_asks_how_likely_tokens_were_before_the_mask_has_all_step
         assert num_jumped == num_walked
 
 
-def test_every_forced_token_is_an_event_of_its_own(llm: LLM) -> None:
+def test_each_forced_token_is_a_separate_event(llm: LLM) -> None:
     with walking(llm):
         walked = list(llm.stream("the", stop=LONG, structure=RECORD))
     jumped = list(llm.stream("the", stop=LONG, structure=RECORD))
     assert [event._replace(logprob=0) for event in jumped] == [event._replace(logprob=0) for event in walked]
 
 
-def test_masks_that_are_late_hold_up_nobody(
+def test_late_masks_do_not_change_completions(
     llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (plain,) = llm.generate("the", stop=LONG)
@@ -340,7 +340,7 @@ def test_masks_that_are_late_hold_up_nobody(
 
 
 @pytest.mark.slow  # transformers converts its tokenizer, twice
-def test_a_model_without_paging_answers_in_form(tmp_path: Path) -> None:
+def test_padded_model_matches_grammar(tmp_path: Path) -> None:
     folder = save(tmp_path / "bloom", make_model(SERVED["bloom"]()), make_tokenizer())
     with LLM(folder, device="cpu", max_rows=4) as padded:
         answers = padded.generate(["the quick"] * 6, drawn(6), LONG, structure=[FORMS["json"], WORDS, None] * 2)
@@ -350,13 +350,13 @@ def test_a_model_without_paging_answers_in_form(tmp_path: Path) -> None:
             assert re.fullmatch("([a-z]{1,8} ){2,6}end", answer.text)
 
 
-def test_several_ranks_give_the_same_answers(world: World, expected: list[list[int]]) -> None:
+def test_tensor_parallel_gives_same_completions(world: World, expected: list[list[int]]) -> None:
     with LLM(world.model, tensor_parallel=2, **SETTINGS) as both:
         answers = both.generate(PROMPTS[:2], drawn(2), LONG, structure=[WORDS, FORMS["json"]])
     assert [answer.token_ids for answer in answers] == expected[:2]
 
 
-def test_the_demo_model_keeps_to_the_schema_of_its_example_at_any_temperature() -> None:
+def test_demo_model_matches_example_schema_at_any_temperature() -> None:
     example = next(each for each in read_examples() if "schema" in each)
     schema, form = example["schema"], from_json_schema(example["schema"])
     prompt = f"<|user|>{example['prompt']}<|end|><|assistant|>"
