@@ -1,4 +1,4 @@
-"""Several answers to one request."""
+"""Tests for `best_of` candidate seeds and ranking."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_candidate_seeds_are_stable() -> None:
         ([[-2.0], [-1.0], [-3.0]], 1),
         ([[-1.0, -1.0, -1.0, -1.0], [-2.0]], 0),  # the mean, not the sum
         ([[-2.0], [-1.0, -1.0, -1.0, -1.0]], 1),
-        ([[-1.0, -3.0], [-2.0], [-2.0, -2.0]], 0),  # the first of equals
+        ([[-1.0, -3.0], [-2.0], [-2.0, -2.0]], 0),  # ties keep their order
         ([[], [-50.0]], 1),
         ([[-50.0], []], 0),
         ([[], []], 0),

@@ -1,4 +1,4 @@
-"""Tokens that come one by one give the text that all of them give at once."""
+"""Text streamed token by token equals the text of all tokens decoded together."""
 
 import random
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def append(answer: Generation, token_id: int) -> str:
 
 
 def feed(answer: Generation, ids: Sequence[int]) -> tuple[str, int]:
-    """All that was shown, and how many tokens it took."""
+    """Append tokens until the completion finishes. Return its text and the number of tokens."""
     parts = []
     for token_id in ids:
         parts.append(append(answer, token_id))
@@ -41,7 +41,7 @@ def feed(answer: Generation, ids: Sequence[int]) -> tuple[str, int]:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_text_equals_text_decoded_with_all_tokens(name: str) -> None:
-    """Compare with a detokenizer that sees all tokens: an answer forgets those it no longer needs."""
+    """Compare with a detokenizer that sees all tokens, because `Generation` drops decoded tokens."""
     tokenizer, chance = TOKENIZERS[name](), random.Random(1)
     detokenizer = make_detokenizer(tokenizer)
     for text in random_texts(100, seed=2, longest=40):
@@ -97,11 +97,11 @@ def test_special_tokens_between_text_tokens() -> None:
     assert feed(answer, mixed)[0] == "naïve 日本語"
 
 
-# --- Where it ends ----------------------------------------------------------------------------------------------------
+# --- Stop rules -------------------------------------------------------------------------------------------------------
 
 
 def plain_stop(kind: Kind, prompt: Sequence[int], ids: Sequence[int], stop: StopParams) -> tuple[str, int]:
-    """Decode all tokens after each one, and look for the stop string that ends first."""
+    """Decode all tokens after each step and search for the earliest stop string."""
     before = len(shown(kind.joined(prompt)))
     for count in range(1, len(ids) + 1):
         spelled = kind.joined([*prompt, *ids[:count]])

@@ -1,4 +1,4 @@
-"""Ends of requests and the text shown: examples first, then against the definition, on every cut."""
+"""Tests for stop rules: examples, then a comparison with a reference definition for random token boundaries."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ def rules(eos: Iterable[int] = (), stop: Sequence[str] = (), max_new_tokens: int
 
 
 def fed(texts: Iterable[str], *stop: str, include: bool = True, max_new_tokens: int = ENOUGH) -> StoppingCriteria:
-    """Return the criteria after these texts, each of a token, or after fewer if they ended."""
+    """Return the criteria after these token texts, up to the first stop."""
     criteria = rules([EOS], stop, max_new_tokens, include_stop=include)
     for text in texts:
         if criteria(OTHER, text)[0]:
@@ -129,7 +129,7 @@ def test_equal_min_and_max_stops_by_length() -> None:
 
 
 CASES = [
-    # Texts of the tokens, stop strings, the text shown with the stop string, and without it.
+    # Token texts, stop strings, output with the stop string, output without it.
     (["one ", "two ", "three"], ["two"], "one two", "one "),
     (["one t", "w", "o three"], ["two"], "one two", "one "),
     (["one two three"], ["two"], "one two", "one "),
@@ -137,16 +137,16 @@ CASES = [
     (["aaab"], ["aab"], "aaab", "a"),
     ([*"aaaaab"], ["aab"], "aaaaab", "aaa"),
     ([*"abababac"], ["ababac"], "abababac", "ab"),
-    (["abc"], ["abc", "b"], "ab", "a"),  # the one that ends first
-    (["xabc"], ["c", "abc", "bc"], "xabc", "x"),  # the longest of those that end there
+    (["abc"], ["abc", "b"], "ab", "a"),  # the earliest end position applies
+    (["xabc"], ["c", "abc", "bc"], "xabc", "x"),  # the longest match at this position applies
     ([*"xabc"], ["abc", "bc", "c"], "xabc", "x"),
-    (["ab", "cd"], ["ab", "abcd"], "ab", ""),  # one begins the other
+    (["ab", "cd"], ["ab", "abcd"], "ab", ""),  # one is a prefix of the other
     ([*"xstopx"], ["stop", "top", "st"], "xst", "x"),
     (["abc", "abd", "ab"], ["abd"], "abcabd", "abc"),
     (["a\n", "\nb"], ["\n\n"], "a\n\n", "a"),
     (["x</", "s>y"], ["</s>", "<|end|>"], "x</s>", "x"),
     (["👩", "\u200d", "👧 x"], ["\u200d👧"], "👩\u200d👧", "👩"),
-    (["e", "\u0301x"], ["é", "e\u0301"], "e\u0301", ""),  # as it is written, not as it looks
+    (["e", "\u0301x"], ["é", "e\u0301"], "e\u0301", ""),  # compared by code point, without normalization
     (["a", "", "", "b"], ["ab"], "ab", ""),
     (["aXaX"], ["X", "X"], "aX", "a"),
 ]
@@ -226,7 +226,7 @@ def test_pending_text_can_complete_stop_string(include: bool, output: str) -> No
 
 @pytest.mark.parametrize("include", [True, False])
 def test_long_repetitive_stop_string_takes_linear_time(include: bool) -> None:
-    """Comparing it again at every character would take hours."""
+    """Comparing the whole stop string at each character would take hours."""
     huge = "a" * 100_000
     text = (huge[:-1] + "b") * 2 + huge
     criteria = fed([text[i : i + 1000] for i in range(0, len(text), 1000)], huge, huge + "b", include=include)
@@ -240,11 +240,11 @@ def test_one_of_thousand_stop_strings_is_found() -> None:
     assert (criteria.finish_reason, criteria.current_output) == (STOP_SEQUENCE, "text <1000> more ")
 
 
-# --- By the definition ------------------------------------------------------------------------------------------------
+# --- Reference definition ---------------------------------------------------------------------------------------------
 
 
 def by_definition(text: str, stop: Sequence[str], include: bool) -> tuple[bool, str]:
-    """Cut the text at the stop string that ends first; of several that end there, at the longest."""
+    """Cut the text at the stop string with the earliest end position. The longest one applies if several match."""
     for end in range(1, len(text) + 1):
         lengths = [len(string) for string in stop if text[:end].endswith(string)]
         if lengths:
@@ -253,7 +253,7 @@ def by_definition(text: str, stop: Sequence[str], include: bool) -> tuple[bool, 
 
 
 def held(text: str, stop: Sequence[str]) -> str:
-    """Return the longest end of a text that begins a stop string."""
+    """Return the longest text suffix that is a stop string prefix."""
     starts = {"", *(string[:length] for string in stop for length in range(len(string)))}
     return next(text[start:] for start in range(len(text) + 1) if text[start:] in starts)
 
@@ -279,7 +279,7 @@ letters = st.text(alphabet="ab", max_size=14) | st.text(alphabet="abé👧 ", ma
 
 @st.composite
 def cut_texts(draw: st.DrawFn) -> list[str]:
-    """Draw a text, cut anywhere, also into tokens without text."""
+    """Draw a text split at random positions. Some tokens have no text."""
     text = draw(letters)
     cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=8)))
     return [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
@@ -312,7 +312,7 @@ def test_stop_strings_sampled_from_text() -> None:
         check(pieces, stop, include=True)
 
 
-# --- The rest ---------------------------------------------------------------------------------------------------------
+# --- Finish reasons ---------------------------------------------------------------------------------------------------
 
 
 def test_finish_reasons_match_protobuf_enum() -> None:

@@ -1,4 +1,4 @@
-"""Tasks for the tests, imported by sandbox workers."""
+"""Test tasks, imported by sandbox workers."""
 
 import os
 import resource
@@ -11,7 +11,7 @@ from lorax_server.sandbox.task import SandboxTask, TaskError
 
 
 def make_task(name: str, **limits: object) -> SandboxTask:
-    """Return a task of this module with generous limits, which a busy machine does not reach."""
+    """Return a task in this module with limits that a busy machine does not reach."""
     values = {"cpu_s": 60.0, "memory_bytes": 2**28, "wall_s": 120.0} | limits
     return SandboxTask(f"{__name__}:{name}", **values)  # type: ignore[arg-type]
 

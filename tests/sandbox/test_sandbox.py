@@ -1,4 +1,4 @@
-"""The sandbox: limits, killed workers, fairness between tenants, and closing."""
+"""Tests for the sandbox: limits, killed workers, fairness between tenants, and closing."""
 
 import asyncio
 import os
@@ -89,7 +89,7 @@ def test_deeply_nested_arguments_are_rejected(sandbox: Sandbox) -> None:
         deep = [deep]
     with pytest.raises(TaskError, match="nested too deeply"):
         sandbox.submit(ECHO, deep).result(TIMEOUT_S)
-    while deep:  # freeing it at once would recurse as deeply
+    while deep:  # freeing the nested list in one step would also recurse
         (deep,) = deep  # type: ignore[assignment]
 
 
@@ -98,7 +98,7 @@ def test_cpu_limit_replaces_the_worker(sandbox: Sandbox) -> None:
     with pytest.raises(TaskTimeError, match=r"longer than 0\.05 s"):
         sandbox.submit(make_task("spin", cpu_s=0.05)).result(TIMEOUT_S)
     assert find_pid(sandbox) != pid
-    assert not psutil.pid_exists(pid)  # it was reaped
+    assert not psutil.pid_exists(pid)  # the process was reaped
 
 
 def test_cpu_limit_ignores_time_without_cpu(sandbox: Sandbox) -> None:
@@ -236,7 +236,7 @@ def test_run_raises_busy_after_wait_timeout(sandbox: Sandbox, tmp_path: Path) ->
     assert asyncio.run(sandbox.run(ECHO, "y", wait_s=TIMEOUT_S)) == b"y"
 
 
-# --- The end ----------------------------------------------------------------------------------------------------------
+# --- Closing ----------------------------------------------------------------------------------------------------------
 
 
 def test_close_fails_tasks_and_reaps_workers(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Stands in for the engine: follows completions with tokens that the masks allow."""
+"""A driver that replaces the engine: it advances completions with allowed tokens."""
 
 import threading
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def list_allowed(words: TokenMask) -> list[int]:
 
 
 class Driver:
-    """Starts requests and advances them, as the engine would."""
+    """Starts and advances requests like the engine."""
 
     def __init__(
         self, model: Path, sandbox: Sandbox | None = None, build: Callable[[], Vocabulary] | None = None
@@ -44,7 +44,7 @@ class Driver:
         self.structured_output.close()
 
     def check(self, structure: Structure, tenant: str = "") -> "Future[Structure]":
-        """Try a grammar in the sandbox, as the API process does before the engine gets it."""
+        """Run a trial compile in the sandbox, like the API process."""
         assert self._trials is not None
         return self._trials.submit(structure, self.tokenizer.token_table(), tenant)
 
@@ -84,12 +84,12 @@ class Driver:
         return request_id
 
     def find_error(self, request_id: int) -> LoraxError | None:
-        """Return the error of a request that has started."""
+        """Return the error for a started request."""
         errors = dict(self.structured_output.pop_settled())
         return errors.get(request_id)
 
     def allowed(self, request_id: int) -> list[int]:
-        """Wait for the next mask and list its tokens; none if the completion has failed."""
+        """Wait for the next mask and list its tokens. Return an empty list if the completion has failed."""
         found = self.structured_output.collect_masks([request_id], TIMEOUT_S).get(request_id)
         return [] if found is None else list_allowed(found.words)
 
@@ -99,13 +99,13 @@ class Driver:
             self.structured_output.advance([(request_id, token_id)])
 
     def write(self, request_id: int, text: str) -> None:
-        """Consume a text character by character, in tokens of one character each."""
+        """Consume a text as single-character tokens."""
         for character in text:
             (token_id,) = self.tokenizer.encode(character, add_special_tokens=False)
             self.consume(request_id, token_id)
 
     def advance(self, request_id: int, random: np.random.Generator) -> bool:
-        """Consume a random allowed token. Return False if the completion has ended or failed."""
+        """Consume a random allowed token. Return False if the completion has finished or failed."""
         allowed = self.allowed(request_id)
         token_id = int(random.choice(allowed)) if allowed else EOS_ID
         if token_id == EOS_ID:

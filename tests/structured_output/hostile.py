@@ -1,4 +1,4 @@
-"""Schemas, patterns and grammars that are meant to hurt: deep, huge, ambiguous, exponential, senseless."""
+"""Hostile schemas, patterns and grammars: deep, huge, ambiguous, exponential or malformed."""
 
 import json
 from typing import Any
@@ -14,7 +14,7 @@ def nest(depth: int, keyword: str = "items") -> Json:
 
 
 def doubling(depth: int) -> Json:
-    """Each definition refers twice to the next: 2**depth if they are written out."""
+    """Return definitions that each refer twice to the next, so expanding them gives 2**depth copies."""
     definitions: dict[str, Any] = {
         f"d{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(depth)
     }
@@ -26,7 +26,7 @@ def all_of(parts: list[Json]) -> Json:
 
 
 def refer_far(length: int, count: int) -> Json:
-    """Have many parts refer to one reference of so many names, none of which there is."""
+    """Return a schema in which many subschemas use one long reference to a missing target."""
     part = {"oneOf": [{"$ref": "#/$defs/a"}], "discriminator": {"propertyName": "t"}}
     return {"$defs": {"a": {"$ref": "#" + "/" * length}}, "allOf": [part] * count}
 

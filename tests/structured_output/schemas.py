@@ -1,4 +1,4 @@
-"""Fifty schemas of the kinds that people ask models for, bounded so that even a random model comes to an end."""
+"""Fifty typical JSON schemas, bounded so that even a random model finishes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Answers with a structure, of tiny random models: whatever they would rather say, the form is kept."""
+"""Tests that constrained completions of tiny random models match their grammar."""
 
 import json
 import math
@@ -61,7 +61,7 @@ def drawn(count: int, first: int = 0) -> list[SamplingParams]:
 def check(completion: Completion, schema: dict[str, Any]) -> None:
     assert completion.finish_reason is FinishReason.EOS_TOKEN, completion.text
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
-    # A leap second may come in any minute, as the docs say; the library that checks here knows none.
+    # Grammars allow a leap second in every minute (see docs/structured-output.md), but jsonschema rejects it.
     answer = json.loads(re.sub(r"(T|\")(\d\d:\d\d):60", r"\1\2:59", completion.text))
     jsonschema.validate(answer, schema, jsonschema.Draft202012Validator, format_checker=checker)
 
@@ -77,7 +77,7 @@ def test_completion_matches_each_format(form: str, llm: LLM) -> None:
 
 
 def check_schemas(llm: LLM, count: int) -> int:
-    """Check so many answers of each schema, and return how many came to an end: others are longer than they may be."""
+    """Check `count` completions for each schema. Return how many finished before the length limit."""
     names = [name for name in SCHEMAS for _ in range(count)]
     structures = [from_json_schema(SCHEMAS[name]) for name in names]
     answers = llm.generate(["the lazy dog"] * len(names), drawn(len(names)), LONG, structure=structures)
@@ -116,7 +116,7 @@ def test_matching_greedy_completion_is_unchanged(llm: LLM) -> None:
         params = [SamplingParams(), SamplingParams(raw_logprobs=True)]
         answer, raw = llm.generate([prompt] * 2, params, stop, structure=from_choices([plain.text, "other"]))
         assert answer.token_ids == raw.token_ids == plain.token_ids
-        # After the mask by default: what is not allowed has no probability. Raw ones are the model's own.
+        # By default, log probabilities are computed after the mask. Raw log probabilities are not masked.
         assert raw.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
         assert all(masked >= own - 1e-4 for masked, own in zip(answer.logprobs, plain.logprobs, strict=True))
 
@@ -145,7 +145,7 @@ def test_adapter_with_larger_vocabulary_matches_schema(world: World, tmp_path: P
         )
     for answer in (drawn_answer, biased, plain):
         check(answer, PERSON)
-    assert biased.token_ids[0] == added  # a token that the base model does not have is in the mask
+    assert biased.token_ids[0] == added  # the mask includes tokens that only the adapter has
 
 
 def test_stop_string_and_length_finish_before_match(llm: LLM) -> None:
@@ -196,7 +196,7 @@ def test_ignore_eos_with_grammar_is_rejected(llm: LLM) -> None:
         llm.generate("the", stop=StopParams(max_new_tokens=9, ignore_eos=True), structure=FORMS["json"])
 
 
-# --- The ways of steps ------------------------------------------------------------------------------------------------
+# --- Steps and forced tokens ------------------------------------------------------------------------------------------
 
 PROMPTS = ["the quick brown fox", "hello hello hello hello hello hello there", "and", "the world saw them there; and"]
 
@@ -225,7 +225,7 @@ def test_completions_do_not_depend_on_step_settings(
     settings: dict[str, Any], world: World, expected: list[list[int]]
 ) -> None:
     with LLM(world.model, **SETTINGS | settings) as other:
-        for _ in range(2):  # the second time the forms are known, and all answers begin at once
+        for _ in range(2):  # in the second round all grammars are cached
             assert answer_all(other) == expected
         assert other.status.preemptions > 0 or "cache_bytes" not in settings
         assert other.status.chunks > 0 or "max_step_tokens" not in settings
@@ -240,14 +240,14 @@ RECORD = from_json_schema(
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let steps wait for masks on a busy machine too, so that their number says how many tokens came at once."""
+    """Wait for late masks, so that the number of steps does not depend on machine load."""
     for name in ("MASK_WAIT_S", "ALONE_MASK_WAIT_S"):
         monkeypatch.setattr(engine, name, 60.0)
 
 
 @contextmanager
 def walking(llm: LLM) -> Iterator[None]:
-    """Let every token have a step of its own."""
+    """Disable fast-forward, so that each token takes one step."""
     structures = llm._engine._structured_output
     assert structures is not None
     structures.max_fast_forward = 0
@@ -264,7 +264,7 @@ def count_steps(llm: LLM, answer: Callable[[], Completions]) -> tuple[Completion
 
 def check_same(jumped: Completions, walked: Completions) -> None:
     for one, other in zip(jumped, walked, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)  # a longer batch rounds otherwise
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)  # rounding depends on the batch length
         for alternatives, others in zip(one.alternatives, other.alternatives, strict=True):
             assert alternatives.token_ids == others.token_ids
         assert replace(one, logprobs=[], alternatives=[]) == replace(other, logprobs=[], alternatives=[])
@@ -339,7 +339,7 @@ def test_late_masks_do_not_change_completions(
     assert answers[0].token_ids == plain.token_ids
 
 
-@pytest.mark.slow  # transformers converts its tokenizer, twice
+@pytest.mark.slow  # transformers converts the tokenizer twice
 def test_padded_model_matches_grammar(tmp_path: Path) -> None:
     folder = save(tmp_path / "bloom", make_model(SERVED["bloom"]()), make_tokenizer())
     with LLM(folder, device="cpu", max_rows=4) as padded:
@@ -367,7 +367,7 @@ def test_demo_model_matches_example_schema_at_any_temperature() -> None:
         (plain,) = demo.generate(prompt, stop=LONG, adapter="json")
         (greedy,) = demo.generate(prompt, stop=LONG, adapter="json", structure=form)
         answers = demo.generate([prompt] * 64, hot, StopParams(max_new_tokens=250), adapter=adapters, structure=form)
-    check(plain, schema)  # it was trained for this
+    check(plain, schema)  # the adapter was trained on this schema
     assert greedy.token_ids == plain.token_ids
     for answer in answers:
         check(answer, schema)

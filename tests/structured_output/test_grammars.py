@@ -1,4 +1,4 @@
-"""Limits of schemas and grammars: what passes them compiles on a small stack, and the rest is rejected as text."""
+"""Tests for schema and grammar limits: accepted grammars compile on a small stack, others are rejected."""
 
 import json
 import subprocess
@@ -60,7 +60,7 @@ print(json.dumps(errors))
 
 
 def compile_in_process(texts: dict[str, str]) -> dict[str, str]:
-    """Compile grammars in another process, on a small stack; return their errors. Fail if the stack overflows."""
+    """Compile grammars in a child process with a small stack. Return their errors. Fail if the stack overflows."""
     command = [sys.executable, "-c", COMPILE, str(STACK)]
     done = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr.splitlines()[-1]
@@ -85,7 +85,7 @@ WRAPS: dict[str, Wrap] = {
 
 
 def chain(wrap: Wrap, count: int, per_definition: int) -> dict[str, Any]:
-    """Nest parts `count` times, cut into a chain of definitions."""
+    """Nest subschemas `count` times, split into a chain of definitions."""
     part: dict[str, Any] = {}
     definitions: dict[str, Any] = {}
     for index in range(count):
@@ -104,7 +104,7 @@ def fits(schema: dict[str, Any]) -> bool:
 
 
 def deepest(wrap: Wrap, per_definition: int) -> dict[str, Any]:
-    """Return the longest chain that is accepted."""
+    """Return the longest accepted chain."""
     low, high = 1, 2 * MAX_LEVELS
     while high - low > 1:
         middle = (low + high) // 2
@@ -160,7 +160,7 @@ def test_depth_is_measured_once_per_subschema() -> None:
         num_read = 0
 
         def get(self, key: str, default: Any = None) -> Any:
-            self.num_read += key == "$ref"  # asked for once per reading
+            self.num_read += key == "$ref"  # looked up once per read
             return super().get(key, default)
 
     parts = {f"d{i}": Counted({"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2}) for i in range(40)}
@@ -215,13 +215,13 @@ def test_strings_and_regexes_do_not_count_as_rules() -> None:
     ids=["quotes", "slashes", "angles", "strings", "blanks", "schemas"],
 )
 def test_malformed_grammars_are_scanned_in_linear_time(text: str) -> None:
-    """A pattern that searches for a missing end from each start would take minutes, and hit the test timeout."""
+    """Searching for a missing delimiter from each start would take minutes and exceed the test timeout."""
     with suppress(InputError):
         from_grammar(text)
 
 
 def test_llguidance_rejects_deeply_nested_groups() -> None:
-    """It has limits of its own for brackets of regexes and of rules."""
+    """llguidance limits nesting in regexes and in rules."""
     texts = {}
     for depth in (300, 100_000):
         texts[f"regex {depth}"] = from_regex("(" * depth + "a" + ")" * depth).grammar
@@ -235,7 +235,7 @@ def test_llguidance_rejects_deeply_nested_groups() -> None:
 
 
 def test_gbnf_with_many_rules_is_rejected_before_conversion() -> None:
-    """The converter passes over the whole grammar once for each rule of a chain."""
+    """The converter scans the whole grammar once for each rule in a chain."""
     rules = "".join(f"a{index}::=a{index + 1}\n" for index in range(500)) + 'a500::="x"\n'
     text = f"root::=b\nb::={'.' * 8000}a0\n{rules}"
     assert len(text) < MAX_GBNF_CHARACTERS
@@ -282,7 +282,7 @@ def test_non_json_numbers_are_rejected() -> None:
 
 @pytest.mark.parametrize("form", [PythonicFormat(), Qwen3CoderFormat()], ids=["pythonic", "qwen3_coder"])
 def test_many_parameters_do_not_nest_grammar_rules(form: ToolFormat) -> None:
-    """As many as fit the size limit: a chain of rules would overflow the stack."""
+    """With as many parameters as the size limit allows, a chain of rules would overflow the stack."""
     grammar, count = "", 256
     while True:
         properties: dict[str, Any] = {f"p{index}": {"type": "string"} for index in range(count)}

@@ -1,4 +1,4 @@
-"""Hostile grammars: each is rejected or followed, and no other request notices."""
+"""Tests for hostile grammars, which are enforced or rejected without affecting other requests."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -74,7 +74,7 @@ def test_rejected_grammar_is_not_compiled_again(driver: Driver) -> None:
 
 
 def test_deep_grammar_cannot_overflow_engine_stack(driver: Driver) -> None:
-    """The trial has a quarter of the stack, so whatever passes it compiles in the engine."""
+    """The trial compile has a quarter of the engine's stack, so grammars that pass it also compile in the engine."""
     assert TRIAL.stack_bytes * 4 <= STACK_BYTES
     results = set()
     for depth in (300, 600, 900, 1200, 1250, 1300, 1350, 1500, 2600):
@@ -105,7 +105,7 @@ def test_pending_trials_are_limited_per_tenant(driver: Driver, tmp_path_factory:
         hostile = [trials.submit(from_regex(f"{i}a"), table, "hostile") for i in range(TRIAL.max_pending or 0)]
         with pytest.raises(OverloadedError):
             trials.submit(from_regex("b"), table, "hostile")
-        hostile += [trials.submit(from_regex("0a"), table, "hostile") for _ in range(40)]  # they share a trial
+        hostile += [trials.submit(from_regex("0a"), table, "hostile") for _ in range(40)]  # one shared trial
         finished: list[str] = []
         for each in hostile:
             each.add_done_callback(lambda _: finished.append("hostile"))
@@ -114,20 +114,20 @@ def test_pending_trials_are_limited_per_tenant(driver: Driver, tmp_path_factory:
         go.touch()
         for each in (*hostile, other):
             each.result(TIMEOUT_S)
-        assert finished.index("other") <= 41  # after the first of the queued trials, not after all
+        assert finished.index("other") <= 41  # after the first queued trial, not after all of them
         assert blocked.done()
     finally:
         sandbox.close()
 
 
-# --- Limits that completions share ------------------------------------------------------------------------------------
+# --- Shared lexer limits ----------------------------------------------------------------------------------------------
 
 SENTENCES = from_regex(r"(.*[.!?].{0,300})X")
 NUM_COMPLETIONS = 12
 
 
 def make_sentences(driver: Driver, seed: int) -> list[int]:
-    """Make a text with many sentence ends, which adds many lexer states."""
+    """Make a text with many sentences, which adds many lexer states."""
     text = np.random.default_rng(seed).choice([*"ab.!?"], 60)
     return [token_id for each in text for token_id in driver.tokenizer.encode(each, add_special_tokens=False)]
 
@@ -143,7 +143,7 @@ def can_follow(compiled: matcher.CompiledGrammar, token_ids: list[int]) -> bool:
 
 
 def test_completions_do_not_share_lexer_limits(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of a grammar share its lexer, whose states add up: many completions exceed what one may use."""
+    """Grammar copies share a lexer, so many completions together exceed the state limit for one completion."""
     texts = [make_sentences(driver, seed) for seed in range(NUM_COMPLETIONS)]
     vocabulary = Vocabulary.from_table(driver.tokenizer.token_table())
 

@@ -1,4 +1,4 @@
-"""Structured output as the engine uses it: masks, forced tokens, vocabularies and the cache of grammars."""
+"""Tests for `StructuredOutput`: masks, forced tokens, vocabularies and the grammar cache."""
 
 import math
 import threading
@@ -51,12 +51,12 @@ class Compiles:
 
 @pytest.fixture
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no grammar count as fast, so that masks are computed one by one."""
+    """Treat all grammars as slow, so that masks are computed one by one."""
     monkeypatch.setattr(matcher, "NUM_TIMED_MASKS", 10**9)
 
 
 class Gate:
-    """Holds up masks that are computed one by one."""
+    """Blocks masks that are computed one by one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_blocked, self.may_pass = threading.Event(), threading.Event()
@@ -74,7 +74,7 @@ class Gate:
 
 
 def test_slow_masks_do_not_delay_fast_ones(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matcher, "MAX_FAST_MASK_S", 60.0)  # however busy this machine is
+    monkeypatch.setattr(matcher, "MAX_FAST_MASK_S", 60.0)  # independent of machine load
     fast, random = driver.start(LETTERS), np.random.default_rng(0)
     for _ in range(matcher.NUM_TIMED_MASKS):
         assert driver.advance(fast, random)
@@ -86,7 +86,7 @@ def test_slow_masks_do_not_delay_fast_ones(driver: Driver, monkeypatch: pytest.M
     for _ in range(5):
         assert driver.advance(fast, random)
     assert driver.allowed(fast)
-    assert driver.structured_output.collect_masks(slow, 0.0, num_others=1) == {}
+    assert driver.structured_output.collect_masks(slow, 0.0, num_unmasked=1) == {}
     gate.may_pass.set()
     assert set(driver.structured_output.collect_masks(slow, TIMEOUT_S)) == set(slow)
 
@@ -108,7 +108,7 @@ def test_slow_batch_times_its_grammars_again(driver: Driver, monkeypatch: pytest
     monkeypatch.setattr(matcher, "MAX_FAST_MASK_S", 60.0)
     monkeypatch.setattr(manager, "MAX_BATCH_S", -60.0)
     request_id, random = driver.start(LETTERS), np.random.default_rng(0)
-    for _ in range(matcher.NUM_TIMED_MASKS + 1):  # the last one in a batch
+    for _ in range(matcher.NUM_TIMED_MASKS + 1):  # the last mask is computed in a batch
         assert driver.advance(request_id, random)
     assert driver.allowed(request_id)
     gate = Gate(monkeypatch)
@@ -138,7 +138,7 @@ def test_mask_wait_is_longer_if_no_sequence_can_continue(driver: Driver) -> None
 
 def test_non_special_eos_token_cannot_truncate_text(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
-    tokenizer.add_tokens(["<|im_end|>"])  # as users add it: not special
+    tokenizer.add_tokens(["<|im_end|>"])  # not special, as users often add it
     eos_id = tokenizer.get_vocab()["<|im_end|>"]
     tokenizer.save_pretrained(tmp_path)
     driver = Driver(tmp_path)
@@ -305,7 +305,7 @@ def test_grammar_is_compiled_again_after_many_tokens(driver: Driver, monkeypatch
 
 @pytest.mark.usefixtures("one_by_one")
 def test_failed_grammar_is_dropped_and_completion_repeated(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit that earlier completions used up must not fail a later one."""
+    """A shared limit that earlier completions reached must not fail a later completion."""
     compiles, consume = Compiles(monkeypatch), GrammarState.consume
 
     def fail_when_shared(state: GrammarState, token_id: int, max_forced: int = 0) -> None:
@@ -326,7 +326,7 @@ def test_failed_grammar_is_dropped_and_completion_repeated(driver: Driver, monke
 
 def test_rust_panic_fails_only_its_grammar(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     class Panic(BaseException):
-        """Not an Exception, like pyo3's."""
+        """Like pyo3's PanicException, not a subclass of Exception."""
 
     def panic(vocabulary: Vocabulary, grammar: str, num_bytes: int) -> CompiledGrammar:
         if grammar == LETTERS.grammar:
@@ -356,7 +356,7 @@ def test_adapter_vocabularies_never_evict_base_vocabulary(driver: Driver) -> Non
         driver.begin(LETTERS, vocabulary=make_table(driver, 100), tenant="another tenant")
     assert driver.advance(driver.start(LETTERS, tenant="another tenant"), np.random.default_rng(0))
     driver.end(busy[0])
-    driver.start(LETTERS, vocabulary=make_table(driver, 100), tenant="another tenant")  # it evicts an idle one
+    driver.start(LETTERS, vocabulary=make_table(driver, 100), tenant="another tenant")  # evicts an idle vocabulary
 
 
 def test_vocabulary_eviction_removes_its_grammars(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +365,7 @@ def test_vocabulary_eviction_removes_its_grammars(driver: Driver, monkeypatch: p
         *range(MAX_VOCABULARIES + 1),
         MAX_VOCABULARIES,
         0,
-    ):  # the last one evicts the first, the first returns
+    ):  # the last vocabulary evicts the first, which is then built again
         driver.end(driver.start(LETTERS, vocabulary=make_table(driver, number)))
     assert len(compiles.grammars) == MAX_VOCABULARIES + 2
 
@@ -388,7 +388,7 @@ def test_one_tenant_cannot_use_all_adapter_vocabularies(driver: Driver) -> None:
     ]
     with pytest.raises(OverloadedError, match="one client"):
         driver.begin(LETTERS, vocabulary=make_table(driver, 100), tenant="greedy")
-    driver.start(LETTERS, vocabulary=make_table(driver, 0), tenant="greedy")  # a vocabulary that it uses already
+    driver.start(LETTERS, vocabulary=make_table(driver, 0), tenant="greedy")  # this tenant already uses this vocabulary
     driver.start(LETTERS, vocabulary=make_table(driver, 101), tenant="other")
     driver.end(busy[1])
     driver.start(LETTERS, vocabulary=make_table(driver, 100), tenant="greedy")
@@ -408,7 +408,7 @@ def test_vocabulary_build_error_is_reported() -> None:
         structured_output.start(Request(1, [0], SamplingParams(), STOP, structure=LETTERS))
         assert settled.wait(TIMEOUT_S)
         assert "not bytes" in str(dict(structured_output.pop_settled())[1])
-        with pytest.raises(NotSupportedError, match="not bytes"):  # at once
+        with pytest.raises(NotSupportedError, match="not bytes"):  # immediately
             structured_output.start(Request(2, [0], SamplingParams(), STOP, structure=LETTERS))
         assert len(calls) == 1
     finally:
@@ -427,7 +427,7 @@ def test_added_adapter_tokens_are_allowed(tmp_path: Path, driver: Driver) -> Non
 
 
 def follow(driver: Driver, request_id: int) -> list[int]:
-    """Consume the first allowed token until the end of the text. Return all tokens before it."""
+    """Consume the first allowed token until the text ends. Return all tokens except for the end token."""
     token_ids: list[int] = []
     while True:
         following = driver.structured_output.collect_masks([request_id], TIMEOUT_S)[request_id]
@@ -441,7 +441,7 @@ def follow(driver: Driver, request_id: int) -> list[int]:
 @pytest.mark.parametrize("fast_forward", [False, True])
 def test_forced_text_uses_unrelated_adapter_vocabulary(fast_forward: bool, driver: Driver) -> None:
     table, last = driver.tokenizer.token_table(), b"hello"
-    lengths = table.lengths[:-4] + len(last).to_bytes(4, "little")  # the last token becomes another one
+    lengths = table.lengths[:-4] + len(last).to_bytes(4, "little")  # replace the last token
     content = table.content[: -int.from_bytes(table.lengths[-4:], "little")] + last
     other = table._replace(digest="unrelated", lengths=lengths, content=content)
     token_ids = follow(driver, driver.start(from_choices(["hello world"]), vocabulary=other, fast_forward=fast_forward))

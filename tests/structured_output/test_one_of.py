@@ -1,4 +1,4 @@
-"""`oneOf` becomes `anyOf` where a tag tells its parts apart, and only there."""
+"""Tests for rewriting `oneOf` as `anyOf` where a tag property distinguishes all alternatives."""
 
 import json
 from collections.abc import Iterator
@@ -74,7 +74,7 @@ class Branch(BaseModel):
 
 Pet = Annotated[Cat | Dog, Field(discriminator="kind")]
 CAT, DOG, LEAF = {"kind": "kitten", "lives": 9}, {"kind": "dog", "size": 2}, {"kind": "leaf", "value": 1}
-UNIONS: dict[str, tuple[Any, list[Any], list[Any]]] = {  # with instances that are right and wrong
+UNIONS: dict[str, tuple[Any, list[Any], list[Any]]] = {  # union, valid instances, invalid instances
     "texts": (Pet, [CAT, DOG], [{"kind": "dog", "lives": 9}, {"kind": "cow"}]),
     "numbers": (
         Annotated[Version1 | Version2, Field(discriminator="version")],
@@ -92,7 +92,7 @@ UNIONS: dict[str, tuple[Any, list[Any], list[Any]]] = {  # with instances that a
     "recursive": (Branch, [{"kind": "branch", "parts": [LEAF, {"kind": "branch", "parts": []}]}], [LEAF]),
 }
 A, B = ({"type": "object", "properties": {"t": {"const": tag}}, "required": ["t"]} for tag in "ab")
-NO_TYPE = {"properties": {"t": {"const": "b"}}, "required": ["t"]}  # accepts whatever is no object
+NO_TYPE = {"properties": {"t": {"const": "b"}}, "required": ["t"]}  # accepts all values that are not objects
 NOT_REQUIRED = {"type": "object", "properties": {"t": {"const": "b"}}}
 OTHERS: dict[str, dict[str, Any]] = {
     "the same": {"oneOf": [A, A]},
@@ -199,7 +199,7 @@ def test_shared_enum_is_read_in_bounded_steps(count: int) -> None:
 
 
 def test_union_of_large_models_is_within_the_limit() -> None:
-    """100 parts that require 100 properties each."""
+    """Each of the 100 alternatives requires 100 properties."""
     names = [f"p{i}" for i in range(100)]
     parts = [{"type": "object", "properties": {"t": {"const": i}}, "required": [*names, "t"]} for i in range(100)]
     assert prepare_schema({"oneOf": parts}) == {"anyOf": parts}
@@ -214,7 +214,7 @@ def test_only_first_properties_are_checked_as_tags() -> None:
 
 
 def test_hostile_references_take_bounded_steps() -> None:
-    """Let each part refer to all others, so that there are exponentially many paths."""
+    """Each subschema refers to all others, so there are exponentially many paths."""
     parts = CountedDict(
         {f"p{index}": {"anyOf": [{"$ref": f"#/$defs/p{other}"} for other in range(60)]} for index in range(60)}
     )
@@ -227,10 +227,10 @@ def test_hostile_references_take_bounded_steps() -> None:
 
 
 class Unprintable:
-    """Stands for an object that is too large to be written."""
+    """Stands for an object that is too large to convert to a string."""
 
     def __str__(self) -> str:
-        raise AssertionError("it is written")
+        raise AssertionError("the object is converted to a string")
 
 
 def test_resolve_rejects_invalid_references() -> None:
@@ -258,7 +258,7 @@ def test_resolve_stops_at_missing_target() -> None:
 
 
 def test_one_of_with_embedded_id_is_not_rewritten() -> None:
-    """References in it mean that resource, not the whole."""
+    """References in a subschema with an `$id` refer to that subschema, not to the root."""
     union = {"oneOf": [A, B]}
     assert "anyOf" in from_json_schema({**union, "$id": "urn:whole"}).grammar
     inner = {"$id": "urn:part", "$defs": {"a": A}, "oneOf": [{"$ref": "#/$defs/a"}, B]}

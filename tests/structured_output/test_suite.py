@@ -1,5 +1,5 @@
-"""The JSON-Schema-Test-Suite, draft 2020-12: of every schema that is not refused, a valid instance can be generated
-token by token, and an invalid one cannot."""
+"""Run the JSON-Schema-Test-Suite (draft 2020-12): for each accepted schema, valid instances can be generated and
+invalid instances cannot."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ from lorax_server.text.tokenizer import TextTokenizer
 from tests.models.tiny import make_tokenizer
 
 SUITE = Path(__file__).with_name("json-schema-test-suite.json.gz")
-# Instances that are valid and cannot be generated: there is one way to write a value.
+# Valid instances that cannot be generated, because each value has only one spelling.
 OTHER_ORDER = ("allOf", "valid", "same object with different property order is valid")
 OTHER_NUMBER = "float"  # 1.0 for 1
 REFUSED = {
@@ -54,7 +54,7 @@ def is_accepted(compiled: LLMatcher, tokenizer: TextTokenizer, instance: Any) ->
 
 
 def is_written_otherwise(keyword: str, group: str, test: str) -> bool:
-    """Tell whether an instance is valid, and would be written in another way: its keys in another order, 1.0 for 1."""
+    """Return True if a valid instance has another spelling: another key order, or 1.0 instead of 1."""
     is_number = OTHER_NUMBER in test or "[0.0]" in test or "[1.0]" in test
     is_order = test == OTHER_ORDER[2] or (keyword == "allOf" and group.startswith("allOf") and test in OTHER_ORDER)
     return (keyword in ("const", "enum", "type") and is_number) or is_order
@@ -78,13 +78,13 @@ def test_json_schema_test_suite(
                 found = is_accepted(compiled, tokenizer, test["data"])
                 where = f"{keyword}: {group['description']}: {test['description']}"
                 if found and not test["valid"]:
-                    pytest.fail(f"{where}: is not valid, and could be generated")
+                    pytest.fail(f"{where}: is invalid, but can be generated")
                 if not found and test["valid"]:
-                    # `format` only describes, by default; asked of an answer, it is what the text must be.
+                    # In the test suite `format` is only an annotation, but a grammar enforces it.
                     is_known = keyword == "format" or is_written_otherwise(
                         keyword, group["description"], test["description"]
                     )
-                    assert is_known, f"{where}: is valid, and cannot be generated"
+                    assert is_known, f"{where}: is valid, but cannot be generated"
                     counts["written otherwise"] += 1
     with capsys.disabled():
         print(f"\nJSON-Schema-Test-Suite: {dict(counts)}; refused:")

@@ -1,4 +1,4 @@
-"""Sandbox tasks in place of tokenizer conversion: tasks that look around, hang or write too much."""
+"""Sandbox tasks that replace tokenizer conversion: they record their environment, hang, or write too much."""
 
 import json
 import os
@@ -18,13 +18,13 @@ OVERFILL = PATIENT._replace(function="tests.text.conversions:overfill")
 
 
 def record(folder: Path, out: Path, config_path: Path | None) -> bytes:
-    """Start a conversion, and write the environment and the limits that it has to `folder`."""
+    """Start a conversion, and write its environment and limits to `folder`."""
 
     def load(folder: Path, config: Any) -> Any:
         limits = {name: resource.getrlimit(getattr(resource, name)) for name in ("RLIMIT_FSIZE", "RLIMIT_CORE")}
         seen = {"environment": dict(os.environ), "limits": limits, "out": str(out)}
         (folder / "seen.json").write_text(json.dumps(seen))
-        raise TaskError("all is recorded")
+        raise TaskError("recorded")
 
     convert_task._load = load
     return convert_task.convert(folder, out, config_path)

@@ -22,8 +22,8 @@ def _is_worker(process: psutil.Process) -> bool:
 
 
 async def wait_until_busy(worker: psutil.Process) -> None:
-    """Wait until a worker runs a task, which has a thread of its own."""
+    """Wait until a worker runs a task, which starts a second thread."""
     deadline = time.monotonic() + WAIT_S
     while worker.num_threads() < 2:
-        assert time.monotonic() < deadline, "the worker runs no task"
+        assert time.monotonic() < deadline, "the worker does not run a task"
         await asyncio.sleep(PAUSE_S)

@@ -1,4 +1,4 @@
-"""Chat templates: the same prompts as transformers, and hostile templates."""
+"""Tests for chat templates: parity with transformers, and hostile templates."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ def run(work: Coroutine[Any, Any, _T]) -> _T:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Sandbox]:
-    """A sandbox for renders that do not look at its workers."""
+    """A sandbox shared by tests that do not inspect its workers."""
     with closing(Sandbox(2)) as sandbox:
         yield sandbox
 
@@ -62,7 +62,7 @@ class Lone:
         return [worker for worker in find_workers() if worker not in self._others]
 
     async def start_worker(self) -> psutil.Process:
-        """Render, so that the sandbox has a worker, and return the worker."""
+        """Render a template to start the worker. Return the worker."""
         assert await self.renderer.render(template("ready"), HI) == "ready"
         (worker,) = self.find_workers()
         return worker
@@ -340,7 +340,7 @@ def test_deeply_nested_messages_fail_only_their_render(lone: Lone) -> None:
     with pytest.raises(TemplateError, match="nested too deeply"):
         lone.render("x", [{"content": deep}])
     assert lone.render("x") == "x"
-    while isinstance(deep, list):  # freeing it in one go would recurse as deeply
+    while isinstance(deep, list):  # freeing the nested list in one step would also recurse
         deep = deep[0]
 
 
@@ -369,7 +369,7 @@ def test_endless_template_is_killed_and_temporarily_rejected(lone: Lone) -> None
 
 
 def test_template_with_zero_reject_time_is_retried(lone: Lone) -> None:
-    """Messages may make the base model's template slow, so `reject_s` is 0 there."""
+    """`reject_s` is 0 for the base model's template, because messages can make it slow."""
     source = template("{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}done")
     renderer = lone.make_renderer(PATIENT._replace(cpu_s=1.0), reject_s=0)
     with pytest.raises(TemplateError, match="takes longer than"):
@@ -453,7 +453,7 @@ def test_render_queue_timeout_fails_as_busy(lone: Lone) -> None:
         worker = await lone.start_worker()
         worker.send_signal(signal.SIGSTOP)
         first = asyncio.create_task(lone.renderer.render(template("first"), HI))
-        await asyncio.sleep(0)  # it is queued first
+        await asyncio.sleep(0)  # queue the first render
         with pytest.raises(BusyError, match="did not finish within") as rejected:
             await lone.make_renderer(wait_s=0.2).render(template("second"), HI)
         assert rejected.value.retry_after_s is not None

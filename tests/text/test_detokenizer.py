@@ -1,4 +1,4 @@
-"""Text streamed token by token equals text decoded at once: exactly so for any bytes."""
+"""Text streamed token by token equals the text of all tokens decoded together, also for invalid UTF-8."""
 
 import random
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from tests.text.tokenizers import (
 
 QUICK = ("byte-level", "metaspace-always")
 NUM_TEXTS = 1000
-# Tokenizers with tokens of bytes: these can be cut within a character, and can spell invalid text.
+# Tokenizers with byte tokens, which can split a character and produce invalid UTF-8.
 WITH_BYTES = ["byte-level", "sentencepiece", "sentencepiece-no-strip"]
 NO_CHARACTER = [
     *(b"\x80", b"\xff", b"\xc0\x80", b"\xc3", b"\xe2\x82", b"\xed\xa0\x80", b"\xf0\x9f\x98", b"\xf4\x90\x80\x80"),
@@ -52,7 +52,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return list(getattr(encoded, "ids", encoded))
 
 
-# --- Tokens that are bytes --------------------------------------------------------------------------------------------
+# --- Byte tokenizers --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", BYTE_KINDS)
@@ -67,11 +67,11 @@ def test_streamed_text_equals_decoded_text(name: str) -> None:
     kind, rng, within = BYTE_KINDS[name](), random.Random(1), 0
     for text in random_texts(NUM_TEXTS, seed=0):
         ids = encode(kind.tokenizer, text)
-        assert kind.joined(ids).decode() == decode(kind.tokenizer, ids)  # the oracle of the next lines
+        assert kind.joined(ids).decode() == decode(kind.tokenizer, ids)  # the reference for the next checks
         prompt = rng.randint(0, len(ids))
         check_every_step(make_detokenizer(kind.tokenizer), kind, ids, prompt)
         within += shown(kind.joined(ids[:prompt])) != kind.joined(ids[:prompt]).decode(errors="replace")
-    assert (within > 50) == (name in WITH_BYTES)  # many a prompt ended within a character
+    assert (within > 50) == (name in WITH_BYTES)  # many prompts stop within a character
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, BYTE_KINDS))
@@ -83,7 +83,7 @@ def test_prompt_and_streamed_text_add_up(name: str) -> None:
         prompt = rng.randint(0, len(ids))
         whole, before = decode(kind.tokenizer, ids), decode(kind.tokenizer, ids[:prompt])
         generated = streamed(detokenizer, ids, range(prompt, len(ids) + 1))
-        if before.endswith("\ufffd"):  # within a character, which is the text's
+        if before.endswith("\ufffd"):  # the completion contains the split character
             assert whole.endswith(generated)
             assert not generated or whole[: -len(generated)] == shown(kind.joined(ids[:prompt]))
         else:
@@ -104,7 +104,7 @@ def test_multi_token_steps_stream_the_same_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", BYTE_KINDS)
 def test_random_token_sequences_stream_correctly(name: str) -> None:
-    """Mix special tokens, unknown ids, and bytes that are no character."""
+    """Mix special tokens, unknown ids and invalid bytes."""
     kind, rng = BYTE_KINDS[name](), random.Random(6)
     size = kind.tokenizer.get_vocab_size()
     for _ in range(NUM_TEXTS // 2):
@@ -118,7 +118,7 @@ def test_invalid_utf8_is_replaced(name: str) -> None:
     token = {kind.bytes_of(i): i for i in reversed(range(kind.tokenizer.get_vocab_size()))}
     spellings = [a + bad + b for bad in NO_CHARACTER for a in (b"", b"x", b"\xc3\xa9") for b in (b"", b"x")]
     spellings += [rng.randbytes(rng.randint(1, 10)) for _ in range(NUM_TEXTS)]
-    # Bytes that begin or continue a character: harder cases.
+    # Only lead and continuation bytes, which are harder cases.
     spellings += [bytes(rng.choices(b"a\x80\xbf\xc3\xe2\xed\xf0\xf4\x90\x9f", k=8)) for _ in range(NUM_TEXTS)]
     for spelled in spellings:
         ids = [token[bytes([byte])] for byte in spelled]
@@ -128,7 +128,7 @@ def test_invalid_utf8_is_replaced(name: str) -> None:
 
 
 def test_valid_characters_near_invalid_bytes_are_kept() -> None:
-    """Replace invalid bytes only. `tokenizers` would replace the whole run, whose first character was shown already."""
+    """`tokenizers` would replace the whole run of bytes, although its first character was already streamed."""
     kind = sentencepiece(strip=False)
     ids = [kind.token_id(name) for name in ("<0xC3>", "<0xA9>", "<0xFF>", "<0xC3>", "<0xA9>")]
     assert decode(kind.tokenizer, ids) == "\ufffd" * 5
@@ -228,7 +228,7 @@ def test_token_text_keeps_space_and_replaces_incomplete_bytes() -> None:
     assert not detokenizer.is_special(UNKNOWN_ID)
 
 
-# --- The others -------------------------------------------------------------------------------------------------------
+# --- Other tokenizers -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OTHER_KINDS)
@@ -274,7 +274,7 @@ def test_window_skips_special_and_unknown_tokens(name: str) -> None:
 
 
 def test_window_holds_back_only_incomplete_character() -> None:
-    """Many tokens come at once, and the last begins a character: all the others are shown."""
+    """If the last of several tokens is an incomplete character, the text before it is still emitted."""
     tokenizer = PythonTokenizer()
     detokenizer, ids = make_detokenizer(tokenizer), [*b"many tokens \xe2\x82\xac"]
     assert [progress.text for progress, _ in stream(detokenizer, ids, [0, 13, 14, 15])] == ["many tokens ", "", "€"]
@@ -296,14 +296,14 @@ def test_window_streams_random_bytes() -> None:
 
 
 def test_decoder_cleanup_loses_no_words() -> None:
-    """The decoder changes text that was shown, so the streamed text may differ from its own, but not in words."""
+    """Cleanup changes text that was already streamed, so only words can be compared."""
     tokenizer = Tokenizer.from_str(word_piece().to_str())
     tokenizer.decoder = decoders.WordPiece(cleanup=True)
     ids = encode(tokenizer, "The dog does not mind ; it was there first .")
     assert streamed(make_detokenizer(tokenizer), ids, range(len(ids) + 1)).split()[:4] == ["The", "dog", "does", "not"]
 
 
-# --- Cost of looking back ---------------------------------------------------------------------------------------------
+# --- Cost per token ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", slow_except([*QUICK, *OTHER_KINDS], [*BYTE_KINDS, *OTHER_KINDS]))
@@ -333,7 +333,7 @@ def test_tokens_before_prefix_offset_can_be_dropped(name: str) -> None:
 
 
 class CountingList(list[int]):
-    """A list of ids that counts how many are read."""
+    """Counts how many ids are read."""
 
     looked_at = 0
 
@@ -346,7 +346,7 @@ class CountingList(list[int]):
 @pytest.mark.parametrize("make", [lambda: byte_level().tokenizer, lambda: metaspace().tokenizer, words])
 @pytest.mark.parametrize("opening", ["", "dog"])
 def test_many_special_tokens_take_linear_time(make: Any, opening: str) -> None:
-    """A request that ignores the end token may repeat it for ever."""
+    """With `ignore_eos`, a completion may consist of eos tokens only."""
     tokenizer = make()
     special, detokenizer, length = tokenizer.token_to_id(EOS), make_detokenizer(make()), 2000
     ids, CountingList.looked_at = CountingList(encode(tokenizer, opening)), 0

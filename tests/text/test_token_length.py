@@ -1,4 +1,4 @@
-"""A lower bound on the tokens of a text, known without asking the tokenizer."""
+"""Tests for the lower bound on a text's token count that does not require tokenizing."""
 
 import json
 from collections.abc import Callable
@@ -82,7 +82,7 @@ def framed(single: str, *others: tuple[str, int]) -> processors.TemplateProcessi
 
 
 def changed(tokenizer: Tokenizer, added: list[AddedToken] | None = None, **parts: Any) -> Tokenizer:
-    """Return a copy with other parts."""
+    """Return a copy with replaced components."""
     copied = Tokenizer.from_str(tokenizer.to_str())
     for name, part in parts.items():
         setattr(copied, name, part)

@@ -1,4 +1,4 @@
-"""The API process's tokenizer: the same tokens as transformers', from files that may be anything."""
+"""Tests for the API process's tokenizer: parity with transformers, and untrusted tokenizer files."""
 
 import json
 import os
@@ -55,7 +55,7 @@ TEXTS = [*random_texts(20, seed=1), "", " ", "<s>a</s> <tool_call> b<unk>", "a <
 def save(
     folder: Path, backend: Tokenizer, *, model_type: str | None = None, drop: tuple[str, ...] = (), **config: Any
 ) -> Path:
-    """Save a folder as transformers does, with some changes to its config."""
+    """Save a tokenizer folder with transformers, then change its config."""
     PreTrainedTokenizerFast(tokenizer_object=backend, **NAMES).save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     changed = json.loads(path.read_text()) | config
@@ -83,7 +83,7 @@ def check_parity(folder: Path, texts: list[str] = TEXTS) -> TextTokenizer:
 
 
 def vouch_for(folder: Path) -> TokenizerFolder:
-    """Return an adapter's folder in which a source vouches for all tokenizer files."""
+    """Return an adapter folder whose source lists all tokenizer files."""
     found = [str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()]
     return TokenizerFolder(folder, {file: read_stamp(folder / file) for file in select_tokenizer_files(found)})
 
@@ -100,7 +100,7 @@ def _patient_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class InlineSandbox(Sandbox):
-    """Run conversions in this process. In another, each would import transformers first."""
+    """Run conversions in this process, because a sandbox worker would have to import transformers first."""
 
     conversions: ClassVar[list[tuple[Any, ...]] | None] = None  # their arguments
 
@@ -120,11 +120,11 @@ class InlineSandbox(Sandbox):
 
 @pytest.fixture
 def converts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Convert in this process and collect the arguments of conversions."""
+    """Convert in this process and collect the conversion arguments."""
     conversions: list[tuple[Any, ...]] = []
     monkeypatch.setattr(InlineSandbox, "conversions", conversions)
     monkeypatch.setattr(tokenizer, "Sandbox", InlineSandbox)
-    # A conversion limits its process and changes its environment; here both are restored after the test.
+    # A conversion sets process limits and environment variables, which must not outlast the test.
     monkeypatch.setattr("resource.setrlimit", lambda *_: None)
     for name in ("HOME", "TMPDIR", "TIKTOKEN_CACHE_DIR"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
@@ -140,7 +140,7 @@ def sandbox() -> Iterator[Sandbox]:
 @pytest.fixture
 def never_converts(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
-        raise AssertionError("it is converted")
+        raise AssertionError("the tokenizer is converted")
 
     monkeypatch.setattr("lorax_server.text.tokenizer._convert", refuse)
 
@@ -160,7 +160,7 @@ def test_tokenizer_types_match_transformers(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("never_converts")
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["deepseek", "mistral"])  # the other two take seconds to make
+@pytest.mark.parametrize("kind", ["deepseek", "mistral"])  # the other two take seconds to build
 def test_real_tokenizers_match_transformers(kind: str, tmp_path: Path) -> None:
     check_parity(save(tmp_path, REAL[kind]().tokenizer))
 
@@ -210,7 +210,7 @@ def test_plain_model_types_need_no_conversion(model_type: str, tmp_path: Path) -
 
 
 def full(backend: Tokenizer) -> Tokenizer:
-    """Return a copy with everything that a file can hold."""
+    """Return a copy with a post-processor, truncation and padding."""
     copy = Tokenizer.from_str(backend.to_str())
     ids = [(name, copy.token_to_id(name)) for name in (BOS, EOS)]
     copy.post_processor = processors.TemplateProcessing(
@@ -245,7 +245,7 @@ def test_pieces_have_character_offsets(tmp_path: Path) -> None:
 
 
 def rebuilt(folder: Path, kind: str) -> Path:
-    """Save a folder for which transformers has a class that does not take the file as it is."""
+    """Save a folder whose tokenizer class in transformers rebuilds the tokenizer."""
     byte, spm = byte_level().tokenizer, sentencepiece().tokenizer
     kinds: dict[str, tuple[Tokenizer, str | None, dict[str, Any]]] = {
         "llama": (spm, "llama", {"tokenizer_class": "LlamaTokenizerFast"}),
@@ -291,7 +291,7 @@ def test_folder_without_tokenizer_json_is_converted_in_sandbox(tmp_path: Path) -
     assert sorted(os.listdir(folder)) == before
 
 
-# --- Limits of conversions --------------------------------------------------------------------------------------------
+# --- Conversion limits ------------------------------------------------------------------------------------------------
 
 
 def test_conversion_error_message_is_truncated(
@@ -332,7 +332,7 @@ def test_conversion_environment_has_no_secrets(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("HOME", "/home/of/the/server")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
     monkeypatch.setattr(tokenizer, "CONVERT", RECORD)
-    with pytest.raises(ConfigError, match="all is recorded"):
+    with pytest.raises(ConfigError, match="recorded"):
         load_tokenizer(words_and_merges(tmp_path))
     seen = json.loads((tmp_path / "seen.json").read_text())
     environment = seen["environment"]
@@ -391,7 +391,7 @@ def test_missing_sentencepiece_error_names_package(
         load_tokenizer(tmp_path)
 
 
-# --- Impossible text and ids ------------------------------------------------------------------------------------------
+# --- Invalid text and ids ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -486,7 +486,7 @@ def test_adapter_with_base_vocabulary_shares_it(
     plain: TextTokenizer, plain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save(tmp_path, byte_level().tokenizer, chat_template="of the adapter", padding_side="left")
-    monkeypatch.setattr(tokenizer, "_load", None)  # nothing is read again
+    monkeypatch.setattr(tokenizer, "_load", None)  # no file is loaded
     ours = load_adapter_tokenizer(folder, plain, plain_folder)
     assert ours.chat_templates == {"default": "of the adapter"}
     assert ours.encode("Hello dog") == plain.encode("Hello dog")
@@ -688,7 +688,7 @@ def test_oversized_adapter_tokenizer_files_are_not_read(
     for file, size in (("tokenizer.model", 2**26), ("spiece.model", 2**26), ("vocab.txt", 1)):
         (tmp_path / file).touch()
         os.truncate(tmp_path / file, size)
-    monkeypatch.setattr(TokenizerFolder, "read", lambda *_: pytest.fail("it is read"))
+    monkeypatch.setattr(TokenizerFolder, "read", lambda *_: pytest.fail("a file is read"))
     with pytest.raises(ConfigError, match="can be converted"):
         load_own_tokenizer(vouch_for(tmp_path), tmp_path, sandbox)
     assert not find_workers()
@@ -712,7 +712,7 @@ def test_invalid_chat_template_files_are_rejected(plain: TextTokenizer, plain_fo
         load_adapter_tokenizer(tmp_path, plain, plain_folder)
 
 
-# --- Files that no source vouched for ---------------------------------------------------------------------------------
+# --- Files that the source has not listed -----------------------------------------------------------------------------
 
 
 STRAY = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"]
@@ -723,7 +723,7 @@ STRAY += ["additional_chat_templates/default.jinja"]
 @pytest.mark.parametrize("file", STRAY)
 @pytest.mark.usefixtures("never_converts")
 def test_unlisted_adapter_file_is_not_read(file: str, plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("what only the server may read")
+    (tmp_path / "secret").write_text("server secrets")
     (tmp_path / "adapter" / file).parent.mkdir(parents=True)
     (tmp_path / "adapter" / file).symlink_to(tmp_path / "secret")
     assert share_base_tokenizer(TokenizerFolder(tmp_path / "adapter", {}), plain, plain_folder) is plain
@@ -733,16 +733,16 @@ def test_unlisted_adapter_file_is_not_read(file: str, plain: TextTokenizer, plai
 def test_replaced_adapter_file_is_rejected(kind: str, plain: TextTokenizer, plain_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "adapter" / "additional_chat_templates" / "default.jinja"
     path.parent.mkdir(parents=True)
-    path.write_text("what was vouched for")
-    (tmp_path / "secret").write_text("what only the server")
+    path.write_text("the listed file")
+    (tmp_path / "secret").write_text("server secrets!")
     files = vouch_for(tmp_path / "adapter")
     path.unlink()
     if kind == "link":
         path.symlink_to(tmp_path / "secret")
     elif kind == "other bytes":
-        path.write_text("what was vouched FOR")
+        path.write_text("the listed FILE")
     elif kind == "fifo":
-        os.mkfifo(path)  # and no process ever writes to it
+        os.mkfifo(path)  # without a writer
     with pytest.raises(
         SourceError, match=r"^adapter 'adapter': .*/default\.jinja changed after it was resolved; try again"
     ):
@@ -770,7 +770,7 @@ def test_conversion_sees_only_listed_files(tmp_path: Path, monkeypatch: pytest.M
     assert seen == [{"tokenizer.json", "tokenizer_config.json", "additional_chat_templates/more.jinja"}]
 
 
-# --- Generation defaults of a model -----------------------------------------------------------------------------------
+# --- Generation defaults ----------------------------------------------------------------------------------------------
 
 
 def write(folder: Path, **files: Any) -> Path:
@@ -850,7 +850,7 @@ def test_model_config_may_contain_infinity(tmp_path: Path) -> None:
         load_generation_defaults(tmp_path)
 
 
-# --- Costs ------------------------------------------------------------------------------------------------------------
+# --- Imports ----------------------------------------------------------------------------------------------------------
 
 
 def test_tokenizer_imports_neither_torch_nor_transformers() -> None:

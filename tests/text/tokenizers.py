@@ -1,4 +1,4 @@
-"""Tokenizers of every kind, made here from a few sentences, and random text for them."""
+"""Small tokenizers of all types, trained on a few sentences, and random test texts."""
 
 import codecs
 import json
@@ -25,7 +25,7 @@ BOS, EOS = "<s>", "</s>"
 SPECIAL = ["<unk>", BOS, EOS]
 UNKNOWN_ID = 1_000_000  # beyond every vocabulary here
 
-# Every plane that has characters, and awkward ones: joiners, combining marks, right to left, spaces, controls.
+# All Unicode planes in use, including joiners, combining marks, right-to-left text, spaces and controls.
 RANGES = [
     *((0x20, 0x7E), (0x20, 0x7E), (0x20, 0x7E), (0xA0, 0x24F), (0x300, 0x36F), (0x400, 0x4FF), (0x590, 0x5FF)),
     *((0x600, 0x6FF), (0x900, 0x97F), (0xE00, 0xE7F), (0x2000, 0x206F), (0x3040, 0x30FF), (0x4E00, 0x9FFF)),
@@ -40,7 +40,7 @@ PIECES = [
 
 
 def random_texts(count: int, seed: int, longest: int = 24) -> Iterator[str]:
-    """Make texts of words, of single characters of all planes, and of awkward sequences; never U+FFFD."""
+    """Make texts from words, characters of all planes and unusual sequences, without U+FFFD."""
     rng = random.Random(seed)
     words = " ".join(CORPUS[:5]).split(" ")
     makers: list[Callable[[], str]] = [
@@ -53,7 +53,7 @@ def random_texts(count: int, seed: int, longest: int = 24) -> Iterator[str]:
 
 
 def stream(detokenizer: Detokenizer, ids: Sequence[int], ends: Iterable[int]) -> Iterator[tuple[Progress, str]]:
-    """Feed `ids` up to each of `ends`, the first being the prompt's; yield each progress with the pending text."""
+    """Feed `ids` up to each position in `ends`, starting with the prompt length. Yield progress and pending text."""
     ends = iter(ends)
     prefix, read = detokenizer.start(ids[: next(ends)])
     for end in ends:
@@ -63,18 +63,18 @@ def stream(detokenizer: Detokenizer, ids: Sequence[int], ends: Iterable[int]) ->
 
 
 def streamed(detokenizer: Detokenizer, ids: Sequence[int], ends: Iterable[int]) -> str:
-    """Return all text of a stream."""
+    """Return the streamed text, including pending text."""
     steps = list(stream(detokenizer, ids, ends))
     return "".join([progress.text for progress, _ in steps]) + (steps[-1][1] if steps else "")
 
 
 def random_ends(rng: random.Random, prompt: int, end: int) -> list[int]:
-    """Draw ends for `stream`: a way through the tokens, several at once."""
+    """Draw random positions for `stream`, with one or more tokens per step."""
     return [prompt, *sorted(rng.sample(range(prompt + 1, end), rng.randint(0, max(0, end - prompt - 1)))), end]
 
 
 class Kind(NamedTuple):
-    """A tokenizer and its meaning: the bytes of each token, and its changes to the beginning of a text."""
+    """A tokenizer, its token bytes, and its rule for leading spaces."""
 
     tokenizer: Tokenizer
     bytes_of: Callable[[int], bytes]
@@ -88,12 +88,12 @@ class Kind(NamedTuple):
 
 
 def shown(spelled: bytes) -> str:
-    """Return the text that can be shown when more may follow: all but an incomplete character at the end."""
+    """Decode bytes up to the last complete character."""
     return codecs.utf_8_decode(spelled, "replace", False)[0]
 
 
 def check_every_step(detokenizer: Detokenizer, kind: Kind, ids: Sequence[int], prompt: int) -> None:
-    """Check that after every token all final text was shown, and nothing that the next token could change."""
+    """Check after each token that exactly the text that cannot change any more has been streamed."""
     before, text = shown(kind.joined(ids[:prompt])), ""
     for end, (progress, pending) in enumerate(stream(detokenizer, ids, range(prompt, len(ids) + 1)), prompt + 1):
         text += progress.text
@@ -115,7 +115,7 @@ def _names(tokenizer: Tokenizer) -> dict[int, str]:
 
 @cache
 def byte_level(vocab_size: int = 600) -> Kind:
-    """Make a byte-level BPE tokenizer, as of GPT-2, Llama 3 and Qwen."""
+    """Make a byte-level BPE tokenizer, as in GPT-2, Llama 3 and Qwen."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -139,7 +139,7 @@ def _sentencepiece_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
 
 @cache
 def sentencepiece(strip: bool = True) -> Kind:
-    """Make a BPE tokenizer that falls back to bytes: as of Llama 2 and Mistral, or without `strip` as of Gemma."""
+    """Make a BPE tokenizer with byte fallback, as in Llama 2 and Mistral, or as in Gemma without `strip`."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=400, limit_alphabet=60, show_progress=False)
@@ -168,7 +168,7 @@ def _without_a_space(pieces: list[bytes]) -> list[bytes]:
 
 @cache
 def metaspace(prepend_scheme: str = "always") -> Kind:
-    """Make a Unigram tokenizer, as of T5 and XLM-R."""
+    """Make a Unigram tokenizer, as in T5 and XLM-R."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=prepend_scheme)
@@ -193,12 +193,12 @@ BYTE_KINDS: dict[str, Callable[[], Kind]] = {
 }
 
 
-# --- Others: the text of a token depends on its neighbours ------------------------------------------------------------
+# --- Tokenizers whose token text depends on adjacent tokens -----------------------------------------------------------
 
 
 @cache
 def word_piece() -> Tokenizer:
-    """Make a tokenizer as of BERT. Its decoder does not tidy up, which would change text that was shown."""
+    """Make a tokenizer as in BERT, without decoder cleanup, which would change text that was already streamed."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
@@ -209,7 +209,7 @@ def word_piece() -> Tokenizer:
 
 @cache
 def word_ends() -> Tokenizer:
-    """Make a BPE tokenizer whose tokens mark ends of words, as of OpenAI's first GPT and CLIP."""
+    """Make a BPE tokenizer with end-of-word suffixes, as in the first GPT and CLIP."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
@@ -222,7 +222,7 @@ def word_ends() -> Tokenizer:
 
 @cache
 def words() -> Tokenizer:
-    """Make a tokenizer of whole words, without a decoder."""
+    """Make a word-level tokenizer without a decoder."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.train_from_iterator(CORPUS, trainers.WordLevelTrainer(special_tokens=SPECIAL, show_progress=False))
@@ -230,7 +230,7 @@ def words() -> Tokenizer:
 
 
 class PythonTokenizer(PreTrainedTokenizer):
-    """A tokenizer in Python: every byte is a token, and so are some pairs that are no whole characters."""
+    """A slow tokenizer whose tokens are all single bytes and some byte pairs that split characters."""
 
     PAIRS = (b"th", b"e ", b" \xe6", b"a\xc3", b"\xa9b", b"\xf0\x9f", b"\x98\x80", b"\x80x", b"\xe2\x80")
 

@@ -1,4 +1,4 @@
-"""The tool_format of calls that a chat template asks for."""
+"""Tests for detecting the tool call format from a chat template."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Grammars of calls, followed by llguidance token by token: right answers pass, others do not."""
+"""Tests for tool call grammars: llguidance accepts valid completions and rejects others."""
 
 import json
 import random
@@ -45,7 +45,7 @@ THOUGHTS = {"": None, "I muse.\n</think>\n\n": True, "<think>\nhm</think>\n": Fa
 
 
 class Texts(NamedTuple):
-    """Answers of a format: right, wrong by the function's schema, and with two calls."""
+    """Completions in one format: valid, invalid by the function's schema, and with two calls."""
 
     right: str
     wrong: str
@@ -96,7 +96,7 @@ NEWER_MISTRAL = Texts(
 
 
 class Vocabulary:
-    """A vocabulary, with markers as special tokens, as plain added ones, or as text."""
+    """A vocabulary with markers as special tokens, as added tokens, or as text."""
 
     def __init__(self, backend: Tokenizer, special: tuple[str, ...] = (), added: tuple[str, ...] = ()) -> None:
         backend.add_special_tokens([AddedToken(name, normalized=False) for name in special])
@@ -112,7 +112,7 @@ class Vocabulary:
         return self.tokenizer.encode(text.decode(), add_special_tokens=False)
 
     def accepts(self, grammar: str, text: str) -> bool:
-        """Tell whether a grammar takes a text, token by token, and lets the answer end there."""
+        """Return True if the text matches the whole grammar, token by token."""
         found = set()
         ids = self(text.encode())
         for tokens in self.known:
@@ -131,7 +131,7 @@ def vocabulary(kind: str) -> Vocabulary:
     made = {"text": (), "special": (GRANITE, "[TOOL_CALLS]"), "newer": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")}[kind]
     copied = Tokenizer.from_str(byte_level(500).tokenizer.to_str())
     found = Vocabulary(copied, made, ("<tool_call>", "</tool_call>", "<think>", "</think>"))
-    found.known.append(LLTokenizer(found.tokenizer._backend.to_str()))  # to it, added tokens with brackets are special
+    found.known.append(LLTokenizer(found.tokenizer._backend.to_str()))  # treats added tokens with brackets as special
     return found
 
 
@@ -207,7 +207,7 @@ def test_python_keyword_as_parameter_name_is_rejected() -> None:
 
 @pytest.mark.parametrize("tool_format", FORMATS)
 def test_grammar_output_parses_as_tool_calls(tool_format: str) -> None:
-    """Walk at random through a grammar, byte by byte: whatever it allows is a call with valid arguments."""
+    """Sample random allowed bytes. The result must parse as a call with valid arguments."""
     known = Bytes()
     text = write_required(FORMATS[tool_format](), FUNCTIONS, False, MarkerWriter(lambda _: None), None)
     for seed in range(20):
@@ -227,12 +227,14 @@ def test_grammar_output_parses_as_tool_calls(tool_format: str) -> None:
 
 
 def next_of(answer: bytes, end: bytes = b"\n</parameter>") -> int:
-    """Return the byte that brings an answer closer to the end of a text."""
+    """Return the next byte of `end`, given the part that the completion already ends with."""
     return next(end[count] for count in reversed(range(len(end))) if answer.endswith(end[:count]))
 
 
 ODD = ["a b", "null", "x|y*(z)\n/", '-#&~"\\', "\N{SNOWMAN}", "</param>", ""]
-TEXT_SCHEMAS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [  # with values as they are written and meant
+TEXT_SCHEMAS: list[
+    tuple[dict[str, Any], dict[str, Any], list[str]]
+] = [  # schema, valid texts and values, invalid texts
     ({"enum": ODD}, {text: text for text in ODD}, ["a", "a  b", "x", "\n"]),
     ({"const": "1"}, {"1": "1"}, ["2", '"1"']),
     ({"type": "string", "minLength": 2, "maxLength": 3}, {"ab": "ab", "\n\n": "\n\n"}, ["a", "abcd", "\n"]),
@@ -245,7 +247,7 @@ TEXT_SCHEMAS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [  # with
 
 @pytest.mark.parametrize(("schema", "right", "wrong"), TEXT_SCHEMAS)
 def test_text_parameters_match_their_schema(schema: dict[str, Any], right: dict[str, Any], wrong: list[str]) -> None:
-    """Follow values of a parameter through the grammar, and read them back."""
+    """Match parameter values with the grammar, and parse the accepted values."""
     definitions = {"ab": {"enum": ["ab"]}}
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": definitions}
     text = write_required(
@@ -300,7 +302,7 @@ def test_invalid_tag_parameters_are_rejected(schema: dict[str, Any]) -> None:
 
 
 class Bytes:
-    """A vocabulary of all bytes."""
+    """A vocabulary with one token per byte."""
 
     tokens = [*(bytes([byte]) for byte in range(256)), b"<|end|>"]  # noqa: RUF012 - never changed
     special_token_ids, eos_token_id, bos_token_id = (256,), 256, None
@@ -310,12 +312,12 @@ class Bytes:
 
 
 class CountedParts(dict[str, Any]):
-    """A part of a schema that counts how often it is read."""
+    """A subschema that counts how often it is read."""
 
     num_read = 0
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.num_read += key == "type"  # asked for once per reading
+        self.num_read += key == "type"  # looked up once per read
         return super().get(key, default)
 
 
@@ -324,7 +326,7 @@ def test_find_parameter_types() -> None:
     assert finder.find({"anyOf": [{"type": "string"}] * 10_000}) == {"string"}
     assert finder.find({"enum": ["a", 1, 1.5, None, True, [], {}]}) == ALL_TYPES
     assert finder.find({"type": ["integer", {}, "null"]}) == {"number", "null"}
-    assert finder.find({"type": "string", "const": 1}) == ALL_TYPES  # nothing is possible
+    assert finder.find({"type": "string", "const": 1}) == ALL_TYPES  # no value matches
     deep: dict[str, Any] = {"type": "string"}
     for _ in range(2 * MAX_DEPTH):
         deep = {"anyOf": [deep]}
@@ -352,7 +354,7 @@ def test_shared_definition_is_analyzed_once(definition: dict[str, Any], types: s
 
 
 def test_parsers_share_prepared_parameter_types() -> None:
-    """Answers are read on the event loop, where no schema is analyzed again."""
+    """Parsers run on the event loop, so they must not analyze schemas again."""
     part = CountedParts({"type": "string"})
     schemas = {"weather": {"type": "object", "properties": {"city": part, "days": {"type": "integer"}}}}
     tool_format = FORMATS["qwen3_coder"]()
@@ -375,7 +377,7 @@ def write(tool_format: str, parameters: dict[str, Any], is_strict: bool = False)
 
 @pytest.mark.parametrize("tool_format", FORMATS)
 def test_oversized_grammar_is_rejected_during_writing(tool_format: str) -> None:
-    """10,000 parameters refer to one definition of 100,000 characters: 1 GB if it is copied to each."""
+    """10,000 parameters refer to a definition with 100,000 characters, which is 1 GB if copied for each."""
     properties = {f"p{index}": {"$ref": "#/$defs/large"} for index in range(10_000)}
     parameters = {"properties": properties, "$defs": {"large": {"const": ["x" * 100_000]}}}
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""Calls in the text of an answer: found in the forms of all families, however the text is cut, and never lost."""
+"""Tests for tool call parsers: all formats, any chunking, and no lost text."""
 
 import json
 from itertools import pairwise
@@ -169,7 +169,7 @@ def test_long_whitespace_before_call_is_text() -> None:
     ],
 )
 def test_hostile_completions_keep_parser_buffer_small(tool_format: str, piece: str) -> None:
-    """Text that is looked at again with every piece stays short."""
+    """Buffered text is scanned again with each chunk, so the buffer must stay short."""
     count = 2000
     parser = ToolOutputParser(FORMATS[tool_format](), ToolSet(SCHEMAS))
     most = 0
@@ -181,7 +181,7 @@ def test_hostile_completions_keep_parser_buffer_small(tool_format: str, piece: s
 
 
 class NoCalls(ToolCallParser):
-    """Finds no call, and records how much text it could have read."""
+    """Rejects each call, and records the length of the text that it receives."""
 
     lengths: ClassVar[list[int]] = []
 
@@ -198,7 +198,7 @@ class OpenersOnly(CallFormat):
 
 
 def test_repeated_openers_are_parsed_in_linear_time() -> None:
-    """Each section gets a window of the answer, not all of the rest."""
+    """Each call parser gets a window of the text, not all remaining text."""
     text = "<tool_call>" * 10_000
     parser = ToolOutputParser(OpenersOnly(), ToolSet({}))
     events = [*parser.feed(text), *parser.finish()]

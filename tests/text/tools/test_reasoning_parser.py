@@ -1,4 +1,4 @@
-"""Reasoning before an answer is told apart from it, however the text is cut."""
+"""Tests for separating reasoning from content, with any chunking."""
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +18,7 @@ CASES = [
     (True, "\nI see.\n\nSo: a < b\n</think>\n\nHello.\n", "I see.\n\nSo: a < b", "Hello.\n"),
     (True, "no end", "no end", ""),
     (True, "</think>", "", ""),
-    (True, "a" + " " * 70 + "</think>b", "a" + " " * 6, "b"),  # a stream does not wait for more than 64 blanks
+    (True, "a" + " " * 70 + "</think>b", "a" + " " * 6, "b"),  # at most 64 whitespace characters are buffered
     (True, "a" + "\n" * 70 + "</thin", "a" + "\n" * 70 + "</thin", ""),
     (True, " " * 70 + "a" + " " * 70, "a" + " " * 6, ""),
     (False, " " * 70 + "<think>a</think>b", "a", " " * 6 + "b"),

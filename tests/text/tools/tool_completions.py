@@ -1,4 +1,4 @@
-"""Answers with calls, as models of each family write them, and what they mean."""
+"""Completions with tool calls in each model family's format, and the expected parse results."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,11 +29,11 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
 }
 OSLO = '{"city": "Oslo", "days": 2}'
-Meaning = Sequence[str | tuple[str, str]]  # texts and calls
+Meaning = Sequence[str | tuple[str, str]]  # text and (function name, arguments)
 
 
 class Example(NamedTuple):
-    """An answer in a format, and its meaning."""
+    """A completion in a tool call format, and its parse result."""
 
     tool_format: str
     text: str
@@ -43,7 +43,7 @@ class Example(NamedTuple):
 def read(
     example_form: str, pieces: Iterable[str], is_enforced: bool = False, schemas: Mapping[str, Any] = SCHEMAS
 ) -> Meaning:
-    """Read an answer that comes in pieces; check that its events are in order."""
+    """Parse a chunked completion, and check the order of its events."""
     parser = ToolOutputParser(FORMATS[example_form](), ToolSet(schemas, is_enforced))
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
     return to_meaning(events)
@@ -84,7 +84,7 @@ CODER = f"<tool_call>\n<function=weather>\n{CITY}{DAYS}</function>\n</tool_call>
 
 
 def coder(name: str, value: str) -> str:
-    """Write a call of `now` with one parameter."""
+    """Write a call to `now` with one parameter."""
     return f"<tool_call>\n<function=now>\n<parameter={name}>\n{value}\n</parameter>\n</function>\n</tool_call>"
 
 
@@ -152,7 +152,7 @@ CALLS = [
     Example("json", f'{{"name": "weather", "arguments": {OSLO}}}', [WEATHER]),
     Example("json", '[{"name": "now", "arguments": {}}, {"name": "now", "parameters": {}}]', [NOW, NOW]),
 ]
-# Answers that are no calls, or no right ones: all of their text comes back, and text only.
+# Completions without valid calls, which are returned unchanged as text.
 NO_CALLS = [
     *(
         (tool_format, text)
