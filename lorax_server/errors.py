@@ -144,4 +144,4 @@ class BusyError(LoraxError):
 
 
 class EngineError(LoraxError):
-    """The engine failed, including all its requests."""
+    """The engine failed, and all its requests fail with it."""

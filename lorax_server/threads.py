@@ -64,7 +64,10 @@ def gather(
     combine: Callable[[list[T]], Combined],
     copy_error: Callable[[BaseException], BaseException],
 ) -> "Future[Combined]":
-    """Return a future for the combined results, or a copy of the first error. Raising an error modifies it."""
+    """Return a future for the combined results or the first error.
+
+    The error is copied, because raising an exception modifies its traceback.
+    """
     outcome: Future[Combined] = Future()
     lock, num_missing = threading.Lock(), len(futures)
 

@@ -112,7 +112,7 @@ def test_unsupported_dtype_is_rejected(tmp_path: Path) -> None:
         weights.get_tensor("x")
 
 
-def test_file_truncated_after_opening_is_named(tmp_path: Path) -> None:
+def test_error_names_file_truncated_after_opening(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors = write_tensors(path)
     with open_streamed(path, list(tensors)) as weights:
@@ -122,7 +122,7 @@ def test_file_truncated_after_opening_is_named(tmp_path: Path) -> None:
             [weights.get_tensor(name) for name in tensors]
 
 
-def test_file_replaced_after_opening_is_named(tmp_path: Path) -> None:
+def test_error_names_file_replaced_after_opening(tmp_path: Path) -> None:
     path, other = tmp_path / "model.safetensors", tmp_path / "other.safetensors"
     tensors = write_tensors(path)
     save_file({"matrix": torch.zeros(3, 3)}, other)

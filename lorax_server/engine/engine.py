@@ -303,8 +303,8 @@ class Engine:
         step = self._scheduler.in_flight[-1]
         masked = step.list_masked()
         wait_s = MASK_WAIT_S if self.capabilities.can_chunk else math.inf  # a padded step cannot be repeated
-        ids, num_others = [request_id for _, request_id in masked], step.count_unfinished() - len(masked)
-        found = self._structured_output.collect_masks(ids, wait_s, ALONE_MASK_WAIT_S, num_others)
+        ids, num_unmasked = [request_id for _, request_id in masked], step.count_unfinished() - len(masked)
+        found = self._structured_output.collect_masks(ids, wait_s, ALONE_MASK_WAIT_S, num_unmasked)
         ready = [(number, found[request_id]) for number, request_id in masked if request_id in found]
         late = [number for number, request_id in masked if request_id not in found]
         masks = _build_masks(ready, step)

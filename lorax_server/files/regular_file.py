@@ -1,4 +1,4 @@
-"""Open untrusted files safely, and detect replaced files by their stamps."""
+"""Open untrusted files safely, and detect replaced files by inode, size and timestamps."""
 
 import os
 import stat

@@ -41,7 +41,7 @@ class AttentionSpec:
 
 
 class Activation(NamedTuple):
-    """An activation function and its name in model configs. Kernels fuse the names that they know."""
+    """An activation function and its name in model configs. Kernels fuse activations whose name they know."""
 
     name: str
     function: Callable[[torch.Tensor], torch.Tensor]

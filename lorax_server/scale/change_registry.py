@@ -50,7 +50,7 @@ class RegistryEntry(NamedTuple):
 
 
 class ReplicaLease(NamedTuple):
-    """The last call from one replica."""
+    """A replica's address, last applied change and time of last contact."""
 
     confirmed: int  # version of the last change that the replica has applied
     seen_at: float

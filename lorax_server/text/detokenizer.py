@@ -40,7 +40,7 @@ class Detokenizer(Protocol):
         """Decode the ids from `read_offset` on, except for an incomplete character. `ids` starts with the prompt."""
 
     def pending(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> str:
-        """Decode the remaining text if no token follows. An incomplete character becomes U+FFFD."""
+        """Decode the remaining text, assuming that no more tokens follow. An incomplete character becomes U+FFFD."""
 
     def with_visible_tokens(self, token_ids: Set[int]) -> "Detokenizer":
         """Return a detokenizer that decodes these special tokens as text."""

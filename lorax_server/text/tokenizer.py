@@ -213,7 +213,7 @@ def _load(
 
 
 def _has_same_tokens(files: TokenizerFolder, config: Mapping[str, Any], other: TokenizerFolder) -> bool:
-    """Return True if the tokenizers in two folders tokenize every text equally."""
+    """Return True if the tokenizers in two folders produce the same tokens for any text."""
     other_config = other.read_json(TOKENIZER_CONFIG_FILE) or {}
     model_type = (read_json(other.path / MODEL_CONFIG_FILE) or {}).get("model_type")
     keys = {*config, *other_config} - NON_TOKEN_SETTINGS

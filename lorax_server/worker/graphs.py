@@ -53,7 +53,7 @@ def _truncate_sizes(ladder: Sequence[int], most: int) -> list[int]:
 
 
 class GraphSizes(NamedTuple):
-    """Token counts with a graph, in ascending order. Empty: no graphs."""
+    """Token counts for which graphs are captured, in ascending order. Empty sequences disable graphs."""
 
     decode: Sequence[int] = ()
     mixed: Sequence[int] = ()

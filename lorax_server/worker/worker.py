@@ -209,7 +209,7 @@ def build_worker(config: EngineConfig, group: ProcessGroup | None = None, phases
 
 
 def is_paged(config: EngineConfig) -> bool:
-    """Return True if the model has a paged implementation. Invalid configs are reported when they are loaded."""
+    """Return True if the model has a paged implementation or an invalid config, which loading the model reports."""
     try:
         stored = json.loads((config.model.path / MODEL_CONFIG_FILE).read_text())
         model_type = stored.get("model_type")

@@ -150,7 +150,7 @@ def test_segments_yield_head_rows(arena: AdapterArena) -> None:
     assert (len(runs[1][2].row_ids), len(runs[1][2].rows)) == (0, 0)
 
 
-def test_segments_yield_new_head_rows(arena: AdapterArena) -> None:
+def test_segments_include_added_lm_head_rows(arena: AdapterArena) -> None:
     [(tokens, adapter, found)] = adapter_batch([4, 0], arena).iterate_segments("head")
     assert (tokens, adapter) == (slice(0, 1), 4)
     assert found.row_ids.dtype == torch.int32

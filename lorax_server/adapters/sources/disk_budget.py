@@ -58,7 +58,7 @@ def mark_used(folder: Path, min_age_s: float = 0.0) -> None:
 
 @dataclass(frozen=True)
 class CachedVersion:
-    """A marked version in a cache."""
+    """A cached adapter version with a mark file, whose modification time is `used_at`."""
 
     folder: Path
     used_at: float

@@ -129,9 +129,9 @@ class AdapterFinder:
         return base_model_type(key[1])
 
     def _identify(self, name: str, fetched: FetchedAdapter) -> FoundAdapter | None:
-        """Compute the adapter identity. Return None if a file changed since.
+        """Compute the adapter identity, or return None if a file changed after the source validated it.
 
-        Config and weights must be consistent and must be the files that the source validated.
+        Config and weights must be consistent, so a file change while they are read returns None, too.
         """
         folder, config = fetched.folder, parse_config(fetched.config, name)
         weights = folder / WEIGHTS_FILE

@@ -172,7 +172,10 @@ class AdapterSources:
         self._sources[ref.source].authorize(ref.name, ref.token)
 
     def _base_model_type(self, source: str, token: str | None, name: str) -> str | None:
-        """Query the adapter's source first. The token is not sent to other sources."""
+        """Return the `model_type` of base model `name`, or None if it is unknown.
+
+        The adapter's source is queried first. The token is not sent to other sources.
+        """
         if not _is_valid_name(name):
             return None
         others = (other for kind, other in self._sources.items() if kind != source)

@@ -61,7 +61,7 @@ class AdapterEntry:
 
 
 class AdapterRegistry:
-    """Entries by identity, in the order of last use."""
+    """Adapter entries by identity, least recently used first."""
 
     def __init__(self) -> None:
         self.entries: OrderedDict[str, AdapterEntry] = OrderedDict()

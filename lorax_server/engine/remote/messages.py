@@ -124,7 +124,7 @@ class QueryFailed(Reply[Failure], frozen=True):
 
 
 class Failed(EngineMessage, frozen=True):
-    """The last message: why the engine stops."""
+    """The engine's final message, with the reason why it stopped."""
 
     message: str
 

@@ -93,7 +93,7 @@ def _shrink(
     INPUTS: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, V_STRIDE: tl.constexpr, HEIGHT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Store one part of V for one tile and one slice, 16 ranks per iteration."""
+    """Store one part (a range of inputs) of `V = x @ A.T` for one tile and one target, 16 ranks per iteration."""
     part, index = tl.program_id(0), tl.program_id(1)
     first, count, adapter = load_tile(tiles, tl.program_id(2))
     if adapter == 0:

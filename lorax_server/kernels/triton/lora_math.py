@@ -115,9 +115,9 @@ def multiply_b(
     v, row_stride, part_stride, num_parts, is_row, buffer, fields, scale, columns, width,
     PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Return the scaled `V @ B` for a tile and some columns, float32.
+    """Return `scale * (V @ B)` in float32 for one tile and the given columns.
 
-    `v` points to the slice of the tile's first row. V has at most `PARTS` parts.
+    `v` points to the target's slice of V in the tile's first row. V is the sum of `num_parts` parts, at most `PARTS`.
     """
     rank = tl.load(fields + RANK).to(tl.int32)
     b = buffer + tl.multiple_of(tl.load(fields + B), ALIGNMENT)

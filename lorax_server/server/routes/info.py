@@ -84,11 +84,11 @@ def make_router(service: Service) -> APIRouter:
                 return json_response(described)
         raise await with_suggestions(make_unknown_model_error(model), model, None, names, key)
 
-    def reject(http: Request) -> Response:
+    def reject_unsupported_route(http: Request) -> Response:
         raise NotSupportedError(f"{UNSUPPORTED_FEATURES[http.url.path]} not supported yet")
 
     for path in UNSUPPORTED_FEATURES:
-        router.post(path, include_in_schema=False)(reject)
+        router.post(path, include_in_schema=False)(reject_unsupported_route)
     router.api_route("/v1/responses/{rest:path}", methods=METHODS, include_in_schema=False)(_reject_stored_responses)
     return router
 

@@ -28,7 +28,7 @@ class TextOptions(OpenSchema):
 
 
 class ReasoningOptions(Schema):
-    """Returns reasoning as separate items. `effort` is passed to the chat template."""
+    """Reasoning options. Reasoning is returned as separate items, and `effort` is passed to the chat template."""
 
     effort: str | None = None
     summary: str | None = None

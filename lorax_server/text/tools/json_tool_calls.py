@@ -39,18 +39,18 @@ class BracketScanner:
             found = (self._inside if self._quote else self._outside).search(text, at)
             if found is None:
                 return len(text)
-            at, mark = found.end(), found[0]
-            if mark == "\\":
+            at, character = found.end(), found[0]
+            if character == "\\":
                 self._is_escaped = True
-            elif mark in "\"'":
-                self._quote = "" if mark == self._quote else self._quote or mark
+            elif character in "\"'":
+                self._quote = "" if character == self._quote else self._quote or character
             else:
-                self.depth += 1 if mark in "{[(" else -1
+                self.depth += 1 if character in "{[(" else -1
                 self.is_done = self.depth <= 0
-                self.on_bracket(mark, at)
+                self.on_bracket(character, at)
         return at
 
-    def on_bracket(self, mark: str, end: int) -> None:
+    def on_bracket(self, bracket: str, end: int) -> None:
         """Handle a bracket outside of strings. `end` is the position after it."""
 
 
@@ -87,8 +87,8 @@ class ObjectReader(BracketScanner):
                 self.new_arguments = text[max(at, self._start - self._offset) : max(at, last - self._offset)]
         return end
 
-    def on_bracket(self, mark: str, end: int) -> None:
-        if mark == "{" and self._start is None and self.depth == self._arguments_depth:
+    def on_bracket(self, bracket: str, end: int) -> None:
+        if bracket == "{" and self._start is None and self.depth == self._arguments_depth:
             self._start = end - 1 + self._offset
         elif self._start is not None and self._end is None and self.depth == self._arguments_depth - 1:
             self._end = end + self._offset
