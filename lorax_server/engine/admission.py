@@ -6,18 +6,18 @@ from lorax_server.errors import ContextLengthError, InputError, LoraxError, Over
 from lorax_server.plan import Capabilities
 from lorax_server.types import Request, SchedulerCounters
 
-AVERAGE_DECAY = 0.98  # factor applied to the moving averages at each new step or completion
+AVERAGE_DECAY = 0.98  # decay of the moving averages per step or completion
 
 
 @dataclass(frozen=True)
 class Limits(Capabilities):
     """Scheduler limits: the executor's capabilities and the operator's settings.
 
-    If `can_chunk` is False, a prompt is always computed in one step and sequences are never preempted.
+    If `can_chunk` is False, each prompt is computed in one step, and sequences are never preempted.
     """
 
-    max_chunk: int | None = None  # tokens per sequence and step; keeps long prompts from delaying other prompts
-    max_waiting: int | None = None  # waiting requests; further requests are rejected
+    max_chunk: int | None = None  # maximum tokens per sequence and step; limits the delay for other prompts
+    max_waiting: int | None = None  # maximum number of waiting requests; more requests are rejected
     max_wait_s: float | None = None  # requests with a longer estimated wait are rejected
     adapter_timeout_s: float | None = None  # time limit for loading a request's adapter
 
@@ -41,9 +41,10 @@ def check_request(request: Request, max_length: int) -> None:
 
 
 def find_token_error(request: Request, vocab_size: int) -> InputError | None:
-    """Return an error if token IDs exceed the vocabulary, since they would fail every sequence in the step.
+    """Return an error if token IDs are not in the vocabulary, because they would fail every sequence in the step.
 
-    Call this after the adapter is loaded: an adapter may change the vocabulary size.
+    Also return an error if all tokens are stop tokens and `min_new_tokens` is set. Call this after the adapter is
+    loaded, because an adapter may change the vocabulary size.
     """
     if max(request.prompt_ids) >= vocab_size or min(request.prompt_ids) < 0:
         return InputError(f"`inputs` has tokens beyond the vocabulary of {vocab_size}")
@@ -55,7 +56,7 @@ def find_token_error(request: Request, vocab_size: int) -> InputError | None:
 
 
 def make_nan_error(is_merged: bool) -> LoraxError:
-    """Return the error for NaN logits: the request's fault if it set merge weights, otherwise the model's."""
+    """Return the error for NaN logits. For merged adapters, it is an input error about the merge weights."""
     if is_merged:
         return InputError("the logits with these merged adapters are NaN; use smaller merge weights")
     return LoraxError("the model's logits are NaN (overflow in its dtype?)")
@@ -71,7 +72,7 @@ class Backlog:
         self.num_tokens = 0.0
         self._limits = limits
         self._counters = counters
-        self._computed = 0.0  # tokens, computed in `_seconds`
+        self._computed = 0.0  # decayed number of tokens that were computed in `_seconds`
         self._seconds = 0.0
         self._last_end = float("-inf")
         self._mean_generated: float | None = None
@@ -89,16 +90,16 @@ class Backlog:
             )
 
     def estimate_tokens(self, request: Request) -> float:
-        """Estimate the prompt and completion tokens of a request."""
+        """Estimate a request's total number of prompt and completion tokens."""
         most = request.stop.max_new_tokens
         return len(request.prompt_ids) + (most if self._mean_generated is None else min(most, self._mean_generated))
 
     def estimate_seconds(self, num_tokens: float) -> float:
-        """Estimate the time for computing `num_tokens`; 0 before the first step."""
+        """Estimate the time for computing `num_tokens` in seconds. The estimate is 0 before the first step."""
         return num_tokens * self._seconds / self._computed if self._computed else 0.0
 
     def record_step(self, num_tokens: int, submitted: float, now: float) -> None:
-        """Record a finished step. Overlapping steps count only the time after the previous step finished."""
+        """Record a finished step. Time that overlaps with the previous step counts only once."""
         seconds = now - max(submitted, self._last_end)
         self._last_end = now
         if num_tokens:

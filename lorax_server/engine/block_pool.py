@@ -15,18 +15,18 @@ from hashlib import sha256
 
 
 def root_hash(identity: str, rope_variant: str = "", salt: str = "") -> bytes:
-    """Hash the inputs other than tokens. Prompts share blocks only if they have the same salt."""
+    """Return the root of a sequence's hash chain. Sequences share blocks only if their root hashes are equal."""
     fields = [text.encode() for text in (identity, rope_variant, salt)]
     return sha256(b"".join(len(field).to_bytes(8, "big") + field for field in fields)).digest()
 
 
 def chain_hash(before: bytes, token_ids: Sequence[int]) -> bytes:
-    """Hash a full block. `before` is the hash of the previous block or the root hash."""
+    """Return a full block's hash. `before` is the hash of the previous block, or the root hash for the first block."""
     return sha256(before + array("q", token_ids).tobytes()).digest()
 
 
 class BlockPool:
-    """Counts references to each block. An unreferenced block keeps its content until it is reallocated."""
+    """Allocates reference-counted KV blocks. An unreferenced block keeps its content until it is reallocated."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         assert num_blocks > 0, num_blocks
@@ -37,7 +37,7 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._published: dict[bytes, int] = {}  # blocks by hash
-        # Unreferenced blocks in allocation order: first unpublished blocks, then least recently used.
+        # Unreferenced blocks in allocation order: unpublished blocks, then published blocks, least recently used first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     @property
@@ -46,7 +46,7 @@ class BlockPool:
         return len(self._free)
 
     def reuse(self, hashes: Sequence[bytes]) -> list[int]:
-        """Acquire the published blocks for the longest prefix of `hashes`."""
+        """Acquire and return the published blocks for the longest prefix of `hashes`."""
         blocks = []
         for block_hash in hashes:
             block = self._published.get(block_hash)
@@ -57,13 +57,13 @@ class BlockPool:
         return blocks
 
     def allocate(self, count: int) -> list[int] | None:
-        """Acquire `count` blocks; return None and change nothing if too few are free."""
+        """Acquire and return `count` blocks, or return None if too few blocks are free."""
         if count > len(self._free):
             return None
         return [self._pop_free() for _ in range(count)]
 
     def publish(self, block: int, block_hash: bytes) -> None:
-        """Make a block available to other sequences. The step that computes its last token must be submitted."""
+        """Make a full block available to other sequences. The step that fills the block must already be submitted."""
         assert self._ref_counts[block] > 0, f"block {block} is not allocated"
         assert self._hashes[block] in (None, block_hash), f"block {block} has a different hash"
         if block_hash not in self._published:  # otherwise another sequence has published the same content
@@ -71,7 +71,7 @@ class BlockPool:
             self._published[block_hash] = block
 
     def unpublish(self, block: int) -> None:
-        """Undo `publish` for a block that was not computed. No other sequence may have acquired it."""
+        """Undo `publish` for a block that was not computed. No other sequence may have acquired the block."""
         assert self._ref_counts[block] == 1, f"block {block} has {self._ref_counts[block]} references"
         block_hash = self._hashes[block]
         if block_hash is not None:

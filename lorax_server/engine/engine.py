@@ -22,9 +22,9 @@ from lorax_server.structured_output.manager import StructuredOutput
 from lorax_server.structured_output.matcher import GrammarState
 from lorax_server.types import AdapterRef, AdapterStage, AdapterState, EngineStatus, Merge, Output, Request, Resolved
 
-MASK_WAIT_S = 0.005  # maximum wait for late masks if other sequences in the batch are ready
-ALONE_MASK_WAIT_S = 0.05  # the same if no other sequence is ready
-MAX_IDLE_WAIT_S = 0.05  # another thread may have cleared `wake`, so do not wait longer
+MASK_WAIT_S = 0.005  # maximum wait for late token masks if other sequences in the batch are ready
+ALONE_MASK_WAIT_S = 0.05  # maximum wait for late token masks if no other sequence in the batch is ready
+MAX_IDLE_WAIT_S = 0.05  # limits the delay if another thread has cleared `wake`
 TIERS = ("device", "host", "disk")  # adapter weight locations, fastest first
 _TIER_OF_STATE = {AdapterStage.DEVICE: "device", AdapterStage.LOADING: "host", AdapterStage.HOST: "host"}
 
@@ -36,21 +36,21 @@ class Executor(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     def on_event(self, notify: Callable[[], None]) -> None:
-        """Register `notify`, called on any thread when `pop_prepared` or `pop_loaded` has results."""
+        """Register a callback. It is called on any thread when `pop_prepared` or `pop_loaded` has results."""
 
     def submit(self, plan: StepPlan) -> LoraxError | None:
-        """Start a step. On an out-of-memory error, return the error and run the step without sequences."""
+        """Start a step. If memory is exhausted, run the step without sequences and return the error."""
 
     def mask(self, masks: StepMasks) -> LoraxError | None:
-        """Sample the last step with these masks. Return an error as `submit` does."""
+        """Sample the tokens of the last submitted step with these masks. Return the same errors as `submit`."""
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step and return its result."""
+        """Wait for the oldest step in flight and return its result."""
 
     def pop_prepared(self) -> list[Prepared]: ...
 
     def pop_loaded(self) -> list[int]:
-        """Return adapter indices whose load has finished and that no step result has reported."""
+        """Return the indices of loaded adapters that no step result has reported yet."""
 
     def close(self) -> None: ...
 
@@ -80,8 +80,8 @@ class Engine:
         self._table = table
         self._resolver = resolver
         self._structured_output = structured_output
-        self._resolved: deque[AdapterSpec] = deque()  # not yet registered in the table; appended on any thread
-        self._loads: dict[str, list[Future[None]]] = {}  # by identity
+        self._resolved: deque[AdapterSpec] = deque()  # resolved, but not in the table yet; any thread may append
+        self._loads: dict[str, list[Future[None]]] = {}  # pending loads by adapter identity
         executor.on_event(self.wake.set)
         if structured_output is not None:
             structured_output.on_event = self.wake.set
@@ -96,7 +96,7 @@ class Engine:
 
     @property
     def deadline_s(self) -> float | None:
-        """Seconds until `step` must be called even if `wake` is not set; None: no deadline."""
+        """Return the seconds until `step` must be called even if `wake` is not set, or None if there is no deadline."""
         deadlines = (self._scheduler.queues.deadline_s, self._table.deadline_s)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
@@ -115,7 +115,7 @@ class Engine:
     def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> "Future[Resolved]":
         """Resolve adapter names to an identity, and start preparing the adapter.
 
-        The future completes on the resolver's thread. After that, all other methods accept the identity.
+        The future completes on the resolver's thread. The other methods accept the identity after that.
         """
         future: Future[Resolved] = Future()
         self._resolver.resolve(refs, merge).add_done_callback(lambda done: self._settle_resolve(done, future))
@@ -144,7 +144,10 @@ class Engine:
             self._structured_output.end(request_id)
 
     def load(self, identity: str, pin: bool | None = None) -> "Future[None]":
-        """Load a resolved adapter to the device. `pin=True` keeps it there; None leaves the pin unchanged."""
+        """Load a resolved adapter to the device, and return a future that completes when the adapter is loaded.
+
+        A pinned adapter is not evicted. `pin=None` leaves the pin unchanged.
+        """
         done: Future[None] = Future()
         self._register_resolved()
         try:
@@ -163,16 +166,16 @@ class Engine:
         self._settle_loads(identity, AdapterError("the adapter was unloaded before it finished loading"))
 
     def forget(self, source: str, name: str) -> None:
-        """Drop the cached resolution of this name, so that the source is queried next time."""
+        """Drop the cached resolution of an adapter name, so that the next request queries the source."""
         self._resolver.forget(source, name)
 
     def list_adapters(self, identities: Sequence[str]) -> list[AdapterState]:
-        """Return the state of each known adapter."""
+        """Return the states of these adapters. Unknown adapters are omitted."""
         self._register_resolved()
         return self._table.list_adapters(identities)
 
     def step(self) -> list[Output]:
-        """Submit the next step and collect the oldest one if `depth` steps are in flight."""
+        """Submit the next step, collect the oldest step if `depth` steps are in flight, and return the outputs."""
         self._process_adapter_events()
         self._process_grammar_events()
         plan = self._scheduler.schedule()
@@ -194,7 +197,7 @@ class Engine:
     def _collect(self) -> list[Output]:
         result = self._executor.collect()
         chosen = self._scheduler.in_flight[0].list_grammar_tokens(result)
-        if chosen and self._structured_output is not None:  # first, so that the next masks are computed in parallel
+        if chosen and self._structured_output is not None:  # before `update`, to compute the next masks in parallel
             self._structured_output.advance(chosen)
         outputs = self._scheduler.update(result)
         self._release_grammars(outputs)
@@ -226,8 +229,10 @@ class Engine:
             self._settle_loads(identity, EngineError("the engine is stopped"))
 
     def _settle_resolve(self, done: "Future[tuple[AdapterSpec, Resolved]]", future: "Future[Resolved]") -> None:
-        """Complete `future` on the resolver's thread. Before that, queue the spec for the engine thread, which owns
-        the table."""
+        """Complete `future` on the resolver's thread, after queueing the adapter for registration.
+
+        The engine thread registers the adapter, because only that thread may change the table.
+        """
         if not future.set_running_or_notify_cancel():
             return  # cancelled by the caller
         try:
@@ -246,7 +251,7 @@ class Engine:
         self.wake.set()
 
     def _find_tier(self, spec: AdapterSpec) -> str:
-        """Return the adapter's tier. For a merge that is not in memory, return the slowest tier of its parts."""
+        """Return the adapter's tier. For a merge that is not in memory, return the slowest tier of its adapters."""
         tier = self._tier_of(spec.identity)
         if tier != TIERS[-1] or spec.merge is None:
             return tier
@@ -264,7 +269,7 @@ class Engine:
         self._register_resolved()
         for prepared in self._executor.pop_prepared():
             self._table.prepared(prepared)
-        if self._table.is_loading and not self._scheduler.in_flight:  # otherwise the step result reports it
+        if self._table.is_loading and not self._scheduler.in_flight:  # step results also report finished loads
             self._table.loaded(self._executor.pop_loaded())
         self._table.advance()
         for identity in self._table.pop_arrived():
@@ -298,7 +303,10 @@ class Engine:
                     self._structured_output.end(output.request_id)
 
     def _mask(self) -> LoraxError | None:
-        """Send masks for the last step. Sampling is deferred for sequences whose mask is late."""
+        """Sample the last step with its token masks, and return an error if memory is exhausted.
+
+        Sampling is deferred for sequences whose mask is late.
+        """
         assert self._structured_output is not None
         step = self._scheduler.in_flight[-1]
         masked = step.list_masked()
@@ -321,7 +329,7 @@ class Engine:
 
 
 def _build_masks(ready: Sequence[tuple[int, GrammarState]], step: SubmittedStep) -> StepMasks:
-    """Build the masks. A sequence with forced tokens gets a mask that allows only the first of them."""
+    """Return the token masks for a step. For forced tokens, the mask allows only the first forced token."""
     words, forced = [], []
     for number, state in ready:
         mask, tokens = state.words, state.forced

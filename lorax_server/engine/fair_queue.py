@@ -10,15 +10,16 @@ from collections.abc import Sequence as Sequences
 
 from lorax_server.engine.sequence import Sequence
 
-MAX_IDLE_NAMES = 10_000  # names without waiting sequences to remember
-SHARE_TOLERANCE = 1e-6  # rounding error of weight sums, in slots
+MAX_IDLE_NAMES = 10_000  # counts to keep for names without waiting sequences
+SHARE_TOLERANCE = 1e-6  # maximum rounding error of a share, in slots
 
 
 class _ServedTokens:
     """Counts served tokens per name (tenant or adapter).
 
-    Idle names gain no credit: a returning name starts at the lowest count of the waiting names. Each served token
-    raises the start level of new names, so that a stream of new names cannot starve waiting names.
+    Idle names gain no credit: a name that starts waiting again gets at least the lowest count of the waiting names.
+    Each served token also raises the initial count of new names, so that a stream of new names cannot starve waiting
+    names.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class _ServedTokens:
         self.served[name] = max(self.served.get(name, 0.0), self._start, least)
 
     def charge(self, name: str, amount: float, rise: float, waiting: Collection[str]) -> None:
-        """Add `amount` to a name's count, and `rise` to the start level of new names."""
+        """Add `amount` to a name's count, and `rise` to the initial count of new names."""
         self._start += rise
         if name in self.served:
             self.served[name] += amount
@@ -41,10 +42,10 @@ class _ServedTokens:
 
 
 class _Tenant:
-    """The slot count and waiting sequences of one tenant, with a heap per adapter. Adapters share equally."""
+    """One tenant's slot count and waiting sequences. Its adapters have equal priority."""
 
     def __init__(self) -> None:
-        self._heaps: dict[str, list[tuple[int, Sequence]]] = {}  # by adapter identity, ordered by arrival
+        self._heaps: dict[str, list[tuple[int, Sequence]]] = {}  # by adapter identity; each heap is ordered by arrival
         self._served_tokens = _ServedTokens()
         self.num_waiting = 0
         self.num_slots = 0
@@ -79,10 +80,10 @@ class _Tenant:
 
 
 class FairQueue:
-    """Waiting sequences and slot counts by tenant.
+    """Queue of waiting sequences that divides slots fairly among tenants.
 
-    Slots are divided among the tenants with running or waiting sequences, by weight. Tenants below their share come
-    first. The other tenants follow in the order of served tokens divided by weight.
+    Tenants with running or waiting sequences share the slots by weight. Tenants below their share come first. The
+    other tenants follow in the order of served tokens divided by weight.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None, num_slots: int = 1) -> None:
@@ -92,7 +93,7 @@ class FairQueue:
         self._served_tokens = _ServedTokens()
         self._active: dict[str, _Tenant] = {}  # tenants with running or waiting sequences
         self._waiting: dict[str, _Tenant] = {}  # active tenants with waiting sequences
-        self._total_weight = 0.0  # of active tenants
+        self._total_weight = 0.0  # total weight of active tenants
         self._count = 0
         self.version = 0  # incremented when slot counts or shares change
 
@@ -105,11 +106,11 @@ class FairQueue:
         return len(self._active) > 1
 
     def slot_share(self, tenant: str) -> int:
-        """Return the tenant's share of slots by weight, rounded down. It can be 0 with many tenants."""
+        """Return the tenant's share of slots by weight, rounded down. The share can be 0 if there are many tenants."""
         return int(self._num_slots * self._weight(tenant) / self._total_weight + SHARE_TOLERANCE)
 
     def guaranteed_slots(self, tenant: str) -> int:
-        """Return the number of slots that the tenant never loses: its share, but at least 1."""
+        """Return the number of slots that the tenant never loses. This is its share, but at least 1."""
         return max(1, self.slot_share(tenant))
 
     @property
@@ -125,7 +126,7 @@ class FairQueue:
 
     @property
     def num_missing_slots(self) -> int:
-        """Return how many more slots waiting tenants need to reach their shares."""
+        """Return how many more slots the waiting tenants need to reach their shares."""
         if self._num_slots * self._most_weight < self._total_weight:
             return 0  # every share is less than one slot
         return sum(
@@ -134,7 +135,7 @@ class FairQueue:
         )
 
     def sort_running(self, running: Sequences[Sequence]) -> list[Sequence]:
-        """Sort sequences within their tenant's share before the rest. `running` is sorted by arrival.
+        """Sort running sequences: first the sequences within their tenant's share. `running` is sorted by arrival.
 
         The first sequence stays first, so it always makes progress.
         """
@@ -146,14 +147,14 @@ class FairQueue:
     def select_preemptions(self, running: Sequences[Sequence], head: Sequence, num_free: int) -> list[Sequence]:
         """Return the sequences to preempt, newest first. `head` is the next sequence in the queue.
 
-        Only slots above a tenant's share are preempted, so slots move only when requests arrive or finish. If every
-        share is less than one slot, return at most one sequence, for `head`.
+        Only sequences above their tenant's share are preempted, so slots change only when requests arrive or finish.
+        If every share is less than one slot, return at most one sequence, to free a slot for `head`.
         """
         num_missing_slots = self.num_missing_slots or int(self._waiting[head.request.tenant].num_slots == 0)
         return self._split_by_share(running)[1][::-1][: max(0, num_missing_slots - num_free)]
 
     def _split_by_share(self, running: Sequences[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Split sequences into those within and those above their tenant's share, keeping the order."""
+        """Return the sequences within their tenant's share, and the sequences above it. Both lists keep the order."""
         left: dict[str, int] = {}  # remaining guaranteed slots by tenant
         within, beyond = list[Sequence](), list[Sequence]()
         for sequence in running:
@@ -201,7 +202,7 @@ class FairQueue:
         self._deactivate_if_idle(tenant)
 
     def charge(self, num_tokens: Mapping[tuple[str, str], int]) -> None:
-        """Charge tokens to running tenants and their adapters."""
+        """Add computed tokens to the counts of tenants and adapters. Keys are (tenant, adapter identity)."""
         for (tenant, identity), count in num_tokens.items():
             self._active[tenant].charge(identity, count)
             rise = count / self._total_weight

@@ -22,9 +22,10 @@ class KvCache:
         return self._pool.num_free * self._pool.block_size
 
     def reuse_prefix(self, sequence: Sequence) -> None:
-        """Acquire cached blocks for the prefix of a sequence without blocks.
+        """Acquire the cached blocks that match the start of a sequence. The sequence must have no blocks yet.
 
-        At least one token is left to compute, for sampling. Prompts with log probabilities are computed in full.
+        At least one token remains to be computed, because sampling needs its logits. If prompt log probabilities are
+        requested, no blocks are reused.
         """
         block_size, num_blocks = self._pool.block_size, 0
         if self._can_reuse and sequence.prompt_logprobs is None:
@@ -34,7 +35,7 @@ class KvCache:
         sequence.num_computed = sequence.capacity = len(sequence.blocks) * block_size
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate blocks for `num_tokens` more tokens; return False and change nothing if too few are free."""
+        """Allocate blocks for `num_tokens` more tokens. Change nothing and return False if too few are free."""
         block_size, num_missing = self._pool.block_size, sequence.num_computed + num_tokens - sequence.capacity
         if num_missing > 0:
             blocks = self._pool.allocate(-(-num_missing // block_size))
@@ -58,7 +59,7 @@ class KvCache:
             sequence.num_published = max(num_published, num_full)
 
     def rollback(self, sequence: Sequence, num_computed: int) -> None:
-        """Reset the number of computed tokens after a failed step. The sequence keeps its blocks."""
+        """Reset a sequence's number of computed tokens after a failed step. The sequence keeps its blocks."""
         num_published = min(sequence.num_published, num_computed // self._pool.block_size)
         for block in sequence.blocks[num_published : sequence.num_published]:
             self._pool.unpublish(block)

@@ -11,7 +11,7 @@ from lorax_server.errors import LoraxError, SourceError
 
 
 class Queues:
-    """Each sequence without a slot is in exactly one queue."""
+    """Queues of sequences without a slot. Each such sequence is in exactly one queue."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Queues:
 
     @property
     def deadline_s(self) -> float | None:
-        """Seconds until the next adapter timeout."""
+        """Return the seconds until the next adapter timeout, or None if no sequence has a timeout."""
         deadline = next(iter(self._deadlines.values()), None)
         return None if deadline is None else max(0.0, deadline - self._clock())
 
@@ -47,13 +47,13 @@ class Queues:
         self._blocked.add(sequence)
 
     def unblock(self, sequence: Sequence) -> None:
-        """Queue a blocked sequence, unless it has a token in flight. Ignore other sequences."""
+        """Queue a blocked sequence, unless it has a token in flight. Do nothing if the sequence is not blocked."""
         if self._blocked and sequence in self._blocked and not sequence.num_in_flight:
             self._blocked.remove(sequence)
             self.enqueue(sequence)
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Queue a sequence as ready, or request its adapter first."""
+        """Queue a sequence as ready, or request its adapter if the adapter is not loaded."""
         identity = sequence.request.adapter_identity
         if self._adapters.index_of(identity, sequence.has_started) is not None:
             self._make_ready(sequence)
@@ -78,7 +78,7 @@ class Queues:
             self.ready.remove(sequence)
 
     def peek_ready(self) -> Sequence | None:
-        """Return the next ready sequence. Sequences whose adapter was evicted wait for it again."""
+        """Return the next ready sequence, or None. Sequences whose adapter was evicted wait for their adapter again."""
         while (sequence := self.ready.peek()) is not None:
             if self._adapters.index_of(sequence.request.adapter_identity, sequence.has_started) is not None:
                 return sequence
@@ -103,14 +103,14 @@ class Queues:
             self._fail(sequence, SourceError(f"the adapter was not loaded within {limit_s:g} s; try again"))
 
     def _pop_all(self, identity: str) -> list[Sequence]:
-        """Remove and return the sequences waiting for an adapter."""
+        """Remove and return all sequences that wait for this adapter."""
         sequences = list(self._waiting_for_adapter.pop(identity, ()))
         for sequence in sequences:
             self._deadlines.pop(sequence, None)
         return sequences
 
     def _make_ready(self, sequence: Sequence) -> None:
-        """Queue a sequence whose adapter is loaded; fail it if its tokens exceed the adapter's vocabulary."""
+        """Queue a sequence whose adapter is loaded, or fail it if its token IDs are not in the adapter's vocabulary."""
         problem = None
         if sequence.adapter_wait_start is not None:
             sequence.adapter_wait_s += self._clock() - sequence.adapter_wait_start

@@ -1,4 +1,4 @@
-"""Schedules sequences: decides which tokens each step computes. Uses no tensors."""
+"""The scheduler decides which tokens each step computes. It uses no tensors."""
 
 import math
 import time
@@ -20,7 +20,7 @@ from lorax_server.types import Output, Request, SampledToken, SchedulerCounters,
 
 
 class Scheduler:
-    """Schedules prefill and decode uniformly, as a number of tokens per sequence and step.
+    """Assigns each step a number of tokens per sequence, for prefill and decode alike.
 
     `schedule` may be called before the previous step has finished, since it needs only token counts. If a sequence
     turns out to be finished, its extra token is dropped.
@@ -42,13 +42,13 @@ class Scheduler:
         self._backlog = Backlog(limits, self.counters)
         self.queues = Queues(limits, adapters, FairQueue(weights, limits.max_num_seqs), self._fail, clock)
         self._waiting = self.queues.ready
-        self._failed: list[Output] = []  # not reported yet
-        self._running: list[Sequence] = []  # by arrival
-        self._sorted: tuple[int, list[Sequence]] = 0, []  # in scheduling order, with the queue version
+        self._failed: list[Output] = []  # failed requests that are not reported yet
+        self._running: list[Sequence] = []  # in order of arrival
+        self._sorted: tuple[int, list[Sequence]] = 0, []  # queue version, and running sequences in scheduling order
         self._decode_batch: CachedDecodeBatch | None = None  # from the last step
         self._by_id: dict[int, Sequence] = {}
         self._free_slots = list(reversed(range(limits.max_num_seqs)))
-        self.in_flight: deque[SubmittedStep] = deque()  # the oldest first
+        self.in_flight: deque[SubmittedStep] = deque()  # oldest first
         self._num_arrived = 0
 
     @property
@@ -61,7 +61,7 @@ class Scheduler:
 
     @property
     def num_ready(self) -> int:
-        """Sequences that are ready to run."""
+        """The number of waiting sequences that are ready to run."""
         return len(self._waiting)
 
     @property
@@ -111,13 +111,13 @@ class Scheduler:
         for sequence in self._sort_running():
             num_tokens = sequence.num_uncomputed
             if num_tokens == 1:
-                self._schedule_running(builder, sequence, 1, samples=True)  # the budget suffices for all
+                self._schedule_running(builder, sequence, 1, samples=True)  # the token budget suffices for all slots
             elif num_tokens > 1:  # scheduled after single-token sequences
                 (forced if sequence.has_forced_tokens else long).append(sequence)
         num_single = len(builder.sequences)
         self._decode_batch = builder.reuse_or_build(self._waiting.version, self._decode_batch)
         self._waiting.charge(self._decode_batch.sums)
-        if num_single:  # prompts in the same step delay their next token
+        if num_single:  # limit prompt tokens, which delay the next decode tokens
             builder.budget = min(builder.budget, self.limits.max_mixed_tokens or builder.budget)
         is_short_of_blocks = False  # a running sequence needs blocks, so admit no new sequences
         reserve = builder.budget // 2 if long and self._must_reserve_tokens() else 0
@@ -158,13 +158,13 @@ class Scheduler:
         return self.pop_failed() + outputs
 
     def rollback(self, error: LoraxError) -> None:
-        """Undo the last step after an out-of-memory error. Fail its largest sequence; retry the other sequences."""
+        """Undo the last step after an out-of-memory error. Fail its largest sequence and retry the other sequences."""
         step = self.in_flight.pop()
         self.in_flight.append(step.rollback(self._cache))
         self.fail(step.find_largest_sequence().request.request_id, error)
 
     def pop_failed(self) -> list[Output]:
-        """Return and clear the unreported failures."""
+        """Return the outputs of failed requests that are not reported yet, and clear the list."""
         failed, self._failed = self._failed, []
         return failed
 
@@ -189,7 +189,7 @@ class Scheduler:
     # --- Scheduling ---------------------------------------------------------------------------------------------------
 
     def _schedule_running(self, builder: StepBuilder, sequence: Sequence, count: int, samples: bool) -> bool:
-        """Add a running sequence to the step. Return False if it has no blocks or was preempted."""
+        """Add a running sequence to the step. Return False if it was preempted or too few KV blocks are free."""
         if sequence.slot is None:
             return False
         if sequence.num_computed + count > sequence.capacity and not self._allocate_or_preempt(
@@ -210,9 +210,10 @@ class Scheduler:
         return bool(self._free_slots) and self._waiting.has_several_tenants and self._waiting.has_tenant_under_share
 
     def _allocate_or_preempt(self, builder: StepBuilder, sequence: Sequence, count: int) -> bool:
-        """Allocate blocks, preempting later sequences that are not in this step if needed.
+        """Allocate KV blocks. If necessary, preempt later sequences that are not in this step.
 
-        Return False if that is not enough; the sequence then keeps its blocks. The first sequence always succeeds.
+        Return False if too few blocks can be freed; the sequence then keeps its blocks. For the first running sequence,
+        this always succeeds.
         """
         while not self._cache.allocate(sequence, count):
             columns = set(builder.sequences)
@@ -228,7 +229,7 @@ class Scheduler:
         head = self.queues.peek_ready() if len(self._waiting) and self._waiting.has_tenant_over_share else None
         if head is None:
             return
-        # A free slot is useless if the step would have no blocks left for the head of the queue.
+        # Free slots do not count if too few blocks are free for the next waiting sequence.
         num_tokens = min(len(head.token_ids), self.limits.max_step_tokens) + len(self._running)
         num_free = 0 if self._cache.num_free_tokens < num_tokens else len(self._free_slots)
         for sequence in self._waiting.select_preemptions(self._running, head, num_free):
@@ -244,7 +245,7 @@ class Scheduler:
             self.queues.enqueue(sequence)
 
     def _admit(self, builder: StepBuilder) -> bool:
-        """Add the next waiting sequence. Return False if none is ready or blocks are short."""
+        """Add the next waiting sequence to the step. Return False if no sequence is ready or blocks are missing."""
         sequence = self.queues.peek_ready()
         if sequence is None:
             return False
@@ -257,7 +258,7 @@ class Scheduler:
         self._waiting.remove(sequence)
         self._start_running(builder, sequence)
         builder.add_tokens(sequence, count, samples=count == num_tokens)
-        self._waiting.charge({sequence.fairness_key: count})  # before the next sequence is selected
+        self._waiting.charge({sequence.fairness_key: count})  # now, because it affects which sequence is next
         return True
 
     def _submit(self, builder: StepBuilder, columns: BatchColumns) -> StepPlan:
@@ -303,7 +304,7 @@ class Scheduler:
         self._adapters.release(sequence.request.adapter_identity)
 
     def _fail(self, sequence: Sequence, error: LoraxError) -> None:
-        """Fail a sequence that has left its queue."""
+        """Fail a sequence that was already removed from its queue."""
         self._failed.append(Output.failed(sequence.request.request_id, error))
         self._remove_request(sequence)
 

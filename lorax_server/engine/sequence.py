@@ -1,4 +1,4 @@
-"""The engine's state for one completion. Only the scheduler and its parts change it."""
+"""The engine's state for one completion. Only the scheduler and its helper classes modify it."""
 
 import math
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ class Sequence:
     arrival: int
     token_ids: list[int] = field(init=False)
     num_in_flight: int = 0  # tokens sampled by steps in flight; their values are not known yet
-    forced_tokens: tuple[int, ...] = ()  # appended after the token in flight
+    forced_tokens: tuple[int, ...] = ()  # forced tokens that follow the token in flight
     has_forced_tokens: bool = False  # forced tokens are waiting to be computed
     num_computed: int = 0  # tokens in the KV cache once the steps in flight finish
     num_published: int = 0  # leading blocks that are published in the prefix cache
-    num_sent_blocks: int = 0  # blocks that the workers have received
+    num_sent_blocks: int = 0  # blocks that were sent to the workers
     slot: int | None = None  # set while the sequence is running
     adapter_index: int = 0  # set while the sequence is running
     blocks: list[int] = field(default_factory=list)
@@ -29,11 +29,11 @@ class Sequence:
     finished: bool = False
     arrived_at: float = 0.0
     adapter_wait_start: float | None = None  # set while the adapter is being loaded
-    adapter_wait_s: float = 0.0  # total of finished adapter waits
+    adapter_wait_s: float = 0.0  # total time of finished waits for the adapter
     started: StartInfo | None = None  # reported with the first token
-    expected_tokens: float = 0.0  # estimate at arrival
-    prompt_logprobs: list[float] | None = field(init=False)  # from the second token on; filled as chunks finish
-    prompt_alternatives: list[Alternatives] | None = field(init=False)  # same positions
+    expected_tokens: float = 0.0  # estimated prompt and completion tokens, at arrival
+    prompt_logprobs: list[float] | None = field(init=False)  # from the second prompt token on; filled by prefill chunks
+    prompt_alternatives: list[Alternatives] | None = field(init=False)  # at the same positions
     rope_variant: str = ""
     fairness_key: tuple[str, str] = field(init=False)  # (tenant, adapter) charged for its tokens
     _max_tokens: int = field(init=False)
@@ -54,7 +54,7 @@ class Sequence:
     def record_prompt_logprobs(
         self, start: int, logprobs: list[float], alternatives: list[Alternatives] | None
     ) -> None:
-        """Store log probabilities of the prompt tokens after `start`."""
+        """Store log probabilities for the prompt tokens that follow token `start`."""
         assert self.prompt_logprobs is not None
         self.prompt_logprobs[start : start + len(logprobs)] = logprobs
         if alternatives is not None:
@@ -62,7 +62,7 @@ class Sequence:
             self.prompt_alternatives[start : start + len(alternatives)] = alternatives
 
     def attach_start_report(self, output: Output) -> Output:
-        """Add start times and prompt log probabilities to the first output."""
+        """Return the first output with start information and prompt log probabilities added."""
         output = output._replace(
             started=self.started, prompt_logprobs=self.prompt_logprobs, prompt_alternatives=self.prompt_alternatives
         )
@@ -71,22 +71,22 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens to compute before the next one can be sampled; 0 if the last token is in flight."""
+        """The number of tokens to compute before the next token can be sampled, or 0 if the last token is in flight."""
         num_tokens = len(self.token_ids) + self.num_in_flight + len(self.forced_tokens)
         return num_tokens - self.num_computed if num_tokens < self._max_tokens else 0
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that may be generated after the tokens in flight."""
+        """The number of tokens that may be generated after the tokens in flight."""
         return self._max_tokens - len(self.token_ids) - self.num_in_flight
 
     def continues_after(self, token_id: int) -> bool:
-        """Return True if the sequence cannot finish with this token and the forced tokens after it."""
+        """Return True if the sequence continues after this token and the forced tokens that follow it."""
         num_tokens = len(self.token_ids) + 1 + len(self.forced_tokens)
         return token_id not in self._all_stop_token_ids and num_tokens < self._max_tokens
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Append a token and the forced tokens after it. Return the finish reason, if any.
+        """Append a token and the forced tokens that follow it. Return the finish reason, if any.
 
         Stop strings are checked by the detokenizer.
         """

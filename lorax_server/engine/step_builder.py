@@ -14,7 +14,7 @@ from lorax_server.plan import AdapterOp, Bools, Ints, NewSequence, StepPlan, Ste
 
 
 class BatchColumns(NamedTuple):
-    """The sequences in a step, in plan order, and the matching plan columns."""
+    """The sequences in a step, in plan order, and the `StepPlan` columns with one entry per sequence."""
 
     sequences: list[Sequence]
     slots: Ints
@@ -32,8 +32,8 @@ class SubmittedStep(NamedTuple):
     num_tokens: int
     submitted_at: float
     columns: BatchColumns
-    sampled: list[Sequence | None]  # sequences that sample a token; None: deferred to a later step
-    scored_prompts: list[tuple[Sequence, int]]  # with the index of the first computed token
+    sampled: list[Sequence | None]  # sequences that sample a token; None if sampling is deferred to a later step
+    scored_prompts: list[tuple[Sequence, int]]  # with the index of the first token that this step computes
     is_masked: bool = True  # some sampled sequences have a grammar
 
     def rollback(self, cache: KvCache) -> "SubmittedStep":
@@ -46,7 +46,7 @@ class SubmittedStep(NamedTuple):
         return self._replace(num_tokens=0, sampled=[], scored_prompts=[])
 
     def list_masked(self) -> list[tuple[int, int]]:
-        """List the sampled sequences that need a token mask, as (index in `sampled`, request ID)."""
+        """Return the sampled sequences that need a token mask, as (index in `sampled`, request ID)."""
         return [
             (number, sequence.request.request_id)
             for number, sequence in enumerate(self.sampled)
@@ -54,7 +54,7 @@ class SubmittedStep(NamedTuple):
         ]
 
     def list_grammar_tokens(self, result: StepResult) -> list[tuple[int, int]]:
-        """List new tokens of unfinished sequences with a grammar, as (request ID, token ID)."""
+        """Return the new tokens of unfinished sequences with a grammar, as (request ID, token ID)."""
         if not self.is_masked:
             return []
         return [
@@ -66,26 +66,29 @@ class SubmittedStep(NamedTuple):
         ]
 
     def count_unfinished(self) -> int:
-        """Count the sampled sequences that are not finished."""
+        """Return the number of sampled sequences that are not finished."""
         return sum(sequence is not None and not sequence.finished for sequence in self.sampled)
 
     def max_forced_tokens(self, number: int) -> int:
         """Return how many forced tokens may follow the token that a sequence samples in this step.
 
-        Return 0 if another step in flight also samples for this sequence, since its token would come in between.
+        Return 0 if another step in flight also samples for this sequence, because that token would come first.
         """
         sequence = self.sampled[number]
         return 0 if sequence is None or sequence.num_in_flight > 1 else sequence.num_remaining
 
     def append_forced_tokens(self, forced: Iterable[tuple[int, tuple[int, ...]]]) -> None:
-        """Append forced tokens after the sampled token. Entries are (index in `sampled`, token IDs)."""
+        """Append forced tokens after the sampled tokens. Entries in `forced` are (index in `sampled`, token IDs)."""
         for number, token_ids in forced:
             sequence = self.sampled[number]
             assert sequence is not None
             sequence.forced_tokens, sequence.has_forced_tokens = token_ids, True
 
     def defer_sampling(self, numbers: Iterable[int]) -> None:
-        """Skip sampling for some sequences. A later step computes their last token again and samples then."""
+        """Skip sampling for some sequences, given as indices in `sampled`.
+
+        A later step recomputes their last token and samples.
+        """
         for number in numbers:
             sequence = self.sampled[number]
             assert sequence is not None
@@ -95,7 +98,7 @@ class SubmittedStep(NamedTuple):
                 sequence.num_computed -= 1
 
     def find_largest_sequence(self) -> Sequence:
-        """Return the sequence that probably needs the most memory; on a tie, the one that arrived last."""
+        """Return the sequence that probably needs the most memory, or the newest of several such sequences."""
         columns = self.columns
         counts, scores_prompt = columns.counts.tolist(), columns.scores_prompt.tolist()
         return max(zip(columns.sequences, counts, scores_prompt, strict=True), key=_memory_rank)[0]
@@ -107,12 +110,12 @@ def _memory_rank(entry: tuple[Sequence, int, bool]) -> tuple[bool, int, int, int
 
 
 class CachedDecodeBatch(NamedTuple):
-    """The single-token sequences in a step. Consecutive decode steps usually reuse it."""
+    """The sequences that decode one token in a step. Consecutive decode steps usually reuse the batch."""
 
-    version: int  # `FairQueue.version`: changes with slots and shares
+    version: int  # `FairQueue.version`, which changes with slot assignments and shares
     added: list[Sequence]  # in scheduling order
     columns: BatchColumns
-    sums: Mapping[tuple[str, str], int]  # tokens by tenant and adapter
+    sums: Mapping[tuple[str, str], int]  # number of tokens by tenant and adapter
 
 
 @dataclass
@@ -120,7 +123,7 @@ class StepBuilder:
     """Collects the sequences for one step, and the slot and block updates for the workers."""
 
     budget: int  # tokens that can still be added
-    max_chunk: int | None = None  # tokens per sequence
+    max_chunk: int | None = None  # maximum tokens per sequence
     can_chunk: bool = True
     sequences: list[Sequence] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)  # tokens per sequence
@@ -156,7 +159,7 @@ class StepBuilder:
         sequence.num_sent_blocks = len(sequence.blocks)
 
     def sum_tokens(self, first: int = 0) -> Mapping[tuple[str, str], int]:
-        """Sum tokens by tenant and adapter over the sequences added since index `first`."""
+        """Return token counts by tenant and adapter, for `sequences[first:]`."""
         sums: dict[tuple[str, str], int] = {}
         for sequence, count in zip(self.sequences[first:], self.counts[first:], strict=True):
             sums[sequence.fairness_key] = sums.get(sequence.fairness_key, 0) + count
@@ -170,24 +173,26 @@ class StepBuilder:
         return min(num_tokens, available, self.max_chunk or self.budget)
 
     def reuse_or_build(self, version: int, known: CachedDecodeBatch | None) -> CachedDecodeBatch:
-        """Return the batch for the sequences so far, which all decode one token. Reuse `known` if it has the same
-        sequences and slots."""
+        """Return the decode batch with all sequences added so far. Each sequence must have one token.
+
+        Reuse `known` if it has the same sequences and slots.
+        """
         if known is None or known.version != version or known.added != self.sequences:
             return CachedDecodeBatch(version, self.sequences.copy(), self.build_columns(), self.sum_tokens())
         starts = np.array([sequence.num_computed - 1 for sequence in known.columns.sequences], np.int64)
         return known._replace(columns=known.columns._replace(starts=starts))
 
     def build_columns(self) -> BatchColumns:
-        """Sort the sequences by adapter and build the plan columns."""
+        """Return the plan columns, with the sequences sorted by adapter."""
         indices = [sequence.adapter_index for sequence in self.sequences]
-        places = sorted(range(len(indices)), key=indices.__getitem__)
-        sequences = [self.sequences[place] for place in places]
-        counts = [self.counts[place] for place in places]
+        order = sorted(range(len(indices)), key=indices.__getitem__)
+        sequences = [self.sequences[position] for position in order]
+        counts = [self.counts[position] for position in order]
         slots, starts = [sequence.slot for sequence in sequences], [sequence.num_computed for sequence in sequences]
         # One array for all columns: creating a small array costs as much as filling dozens of entries.
-        numbers = np.array([slots, starts, counts, [indices[place] for place in places]], dtype=np.int64)
+        numbers = np.array([slots, starts, counts, [indices[position] for position in order]], dtype=np.int64)
         numbers[1] -= numbers[2]
-        flags = [self.samples[place] for place in places], [each in self.scored_prompts for each in sequences]
+        flags = [self.samples[position] for position in order], [each in self.scored_prompts for each in sequences]
         samples, scores_prompt = np.array(flags, dtype=np.bool_)
         return BatchColumns(sequences, numbers[0], numbers[1], numbers[2], samples, scores_prompt, numbers[3])
 

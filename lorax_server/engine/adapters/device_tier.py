@@ -1,4 +1,4 @@
-"""Adapters on the device. Each has one extent in the adapter buffer, and an index for step plans."""
+"""The device tier: each adapter has one extent in the adapter buffer, and an index for step plans."""
 
 import heapq
 import math
@@ -14,8 +14,8 @@ from lorax_server.types import AdapterCounters
 # Protects a new adapter from eviction until its request runs. The time is limited, because a request that never runs
 # must not block other adapters.
 UNUSED_ADAPTER_PROTECTION_S = 30.0
-MAX_MOVED_BYTES_PER_STEP = 2**29  # copied in a fraction of a millisecond on a GPU
-EXTRA_FREE_FRACTION = 0.03  # fraction of the buffer to free beyond the need, so that moves are rare
+MAX_MOVED_BYTES_PER_STEP = 2**29  # a GPU copies this in a fraction of a millisecond
+EXTRA_FREE_FRACTION = 0.03  # fraction of the buffer to free in addition, so that moves are rare
 
 
 class EvictionCandidates:
@@ -37,7 +37,7 @@ class EvictionCandidates:
         found = self._found[include_wanted]
         while found:
             entry = found.pop()
-            if self._is_evictable(entry, include_wanted):  # may have changed since
+            if self._is_evictable(entry, include_wanted):  # its state may have changed after the list was built
                 return entry
         return None
 
@@ -45,16 +45,16 @@ class EvictionCandidates:
         is_free = entry.is_loaded and not entry.is_pinned and not entry.num_running
         # A draining adapter without started requests cannot be used, so it needs no protection.
         is_fresh = self._now < entry.protected_until and (entry.num_started or not entry.is_draining)
-        # Without a host copy, it must stay for the requests that have started with it.
+        # Without a host copy, the adapter must stay for its started requests.
         can_return = entry.is_prepared or not entry.num_started
         return is_free and not is_fresh and can_return and (include_wanted or not entry.num_requests)
 
 
 class DeviceTier:
-    """Manages the device buffer and adapter indices.
+    """Manages adapter space in the device buffer, and adapter indices.
 
-    An adapter is not evicted while it is running, pinned, loading, or protected as new, or if it is the only copy for
-    started requests.
+    An adapter is not evicted while it is running, pinned, loading or protected after loading, or while it has started
+    requests and no host copy.
 
     Space is freed in three stages. First, adapters without requests are evicted, least recently used first. If the
     loading adapter is overdue, adapters with waiting requests are evicted too. If that is not enough, the least
@@ -93,7 +93,7 @@ class DeviceTier:
         return len(self._entries) < self._max_adapters
 
     def submit(self) -> list[Move]:
-        """Return the moves to execute before the next step and before all other operations."""
+        """Return the moves to execute before the next step and before its other adapter operations."""
         _, moves = self._space.submit()
         self._counters.adapter_moves += len(moves)
         ops = []
@@ -104,11 +104,11 @@ class DeviceTier:
         return ops
 
     def completed(self, step: int) -> None:
-        """Record a finished step. Space that it read may be overwritten."""
+        """Record a finished step. Loads may now overwrite freed space that the step has read."""
         self._space.completed(step)
 
     def loaded(self, indices: Iterable[int], now: float) -> list[AdapterEntry]:
-        """Record finished loads, and return their entries."""
+        """Record finished loads, and return the entries of the loaded adapters."""
         entries = []
         for index in indices:
             entry = self._by_index[index]
@@ -121,7 +121,7 @@ class DeviceTier:
         return entries
 
     def load(self, entry: AdapterEntry) -> bool:
-        """Start copying an adapter to the device. Return False if there is no space."""
+        """Start copying an adapter to the device. Return False if no space or no index is free."""
         if not self._has_index:
             return False
         start = self._space.allocate(entry.identity, entry.units)
@@ -156,7 +156,7 @@ class DeviceTier:
         entry.is_pinned = is_pinned
 
     def find_error(self, entry: AdapterEntry) -> AdapterError | None:
-        """Return an error if the adapter does not fit next to the pinned adapters."""
+        """Return an error if the adapter does not fit on the device together with the pinned adapters."""
         unit, pinned = self._unit_bytes, self._num_pinned_units
         if entry.index is None and self._num_pinned >= self._max_adapters:
             return AdapterError(
@@ -171,14 +171,16 @@ class DeviceTier:
         )
 
     def find_eviction_candidates(self, now: float) -> EvictionCandidates:
-        """Return the eviction candidates. They are valid until a request or worker event."""
+        """Return the eviction candidates. They become invalid after the next request or worker event."""
         return EvictionCandidates(self._entries, now)
 
     def free_space(self, units: int, is_overdue: bool, candidates: EvictionCandidates) -> list[AdapterEntry]:
-        """Evict adapters to free `units`, and compact the buffer. Return the evicted adapters, even if they are too
-        few."""
+        """Evict adapters to free `units`, and compact the buffer. Return the evicted adapters.
+
+        The caller must check whether enough space is free.
+        """
         evicted = []
-        is_short = self._space.num_free_units < units  # otherwise space is fragmented or still being read
+        is_short = self._space.num_free_units < units  # if False, space is fragmented or still being read
         if is_short or not self._has_index:
             evicted = self._evict_some(units + int(self._num_units * EXTRA_FREE_FRACTION) * is_short, candidates, False)
             if is_overdue:
@@ -188,7 +190,7 @@ class DeviceTier:
         return evicted
 
     def _evict_some(self, units: int, candidates: EvictionCandidates, include_wanted: bool) -> list[AdapterEntry]:
-        """Evict until `units` and an index are free, or no candidates remain."""
+        """Evict adapters until `units` and an index are free, or no candidates remain. Return the evicted adapters."""
         victims: list[AdapterEntry] = []
         while self._space.num_free_units < units or not self._has_index:
             victim = candidates.pop(include_wanted)
@@ -199,7 +201,7 @@ class DeviceTier:
         return victims
 
     def _drain(self, missing: int) -> None:
-        """Drain running adapters: no new sequence starts with them, so that their space becomes free."""
+        """Drain adapters until `missing` units become free. No new sequence starts with a draining adapter."""
         if missing <= 0 and self._has_index:
             return
         draining = [entry.units for entry in self._entries.values() if entry.is_draining]

@@ -1,4 +1,4 @@
-"""Adapters in host memory, prepared for copying to the device."""
+"""The host tier: adapters in host memory, prepared for copying to the device."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from lorax_server.types import AdapterCounters
 
 
 class HostTier:
-    """Manages the host memory budget. During preparation, an adapter counts with its maximum size.
+    """Manages the host memory budget. An adapter counts with its maximum size while it is being prepared.
 
     Adapters without started requests are evicted, least recently used first, unless they are about to be loaded. For an
-    overdue adapter, host copies of adapters on the device are evicted too, even with started requests: those adapters
-    stay on the device until the requests finish.
+    overdue adapter, host copies of adapters with started requests are evicted too, if the adapters are on the device.
+    These adapters stay on the device until the requests finish.
     """
 
     def __init__(self, num_bytes: int, itemsize: int, counters: AdapterCounters, ops: list[AdapterOp]) -> None:
@@ -32,7 +32,7 @@ class HostTier:
         return len(self._entries)
 
     def start_preparing(self, entry: AdapterEntry, is_overdue: bool) -> bool:
-        """Start preparing an adapter. Return False if there is no space."""
+        """Start preparing an adapter. Return False if host memory is full."""
         num_bytes = self._max_bytes(entry.spec)
         if not self.free_space(num_bytes, is_overdue):
             return False
@@ -44,7 +44,7 @@ class HostTier:
         return True
 
     def find_error(self, spec: AdapterSpec) -> AdapterError | None:
-        """Return an error if the adapter exceeds the host memory budget. Called before the files are read."""
+        """Return an error if the adapter may exceed the host memory budget. The files need not be read yet."""
         num_bytes = self._max_bytes(spec)
         if num_bytes <= self._num_bytes:
             return None
@@ -78,8 +78,10 @@ class HostTier:
         entry.is_prepared, entry.num_bytes = False, 0
 
     def free_space(self, num_bytes: int, is_overdue: bool) -> bool:
-        """Evict adapters until `num_bytes` are free. Evict nothing if that cannot succeed, unless the adapter is
-        overdue."""
+        """Evict adapters until `num_bytes` are free, and return True on success.
+
+        If too few bytes can be freed, evict adapters only for an overdue adapter.
+        """
         left, victims = self.bytes_used, []
         droppable = self._find_droppable(include_started=is_overdue)
         while left + num_bytes > self._num_bytes and (victim := next(droppable, None)) is not None:

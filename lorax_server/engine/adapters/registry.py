@@ -9,9 +9,9 @@ from lorax_server.adapters.spec import AdapterSpec
 from lorax_server.errors import AdapterError, InputError, LoraxError
 from lorax_server.types import AdapterStage, AdapterState
 
-MAX_KNOWN_ADAPTERS = 100_000  # adapters that are only on disk
-MAX_MERGES = 1000  # merges that are only on disk; a request can recreate them from their parts
-MAX_DESCRIBED_ADAPTERS = 2000  # per call, so that a listing does not delay steps
+MAX_KNOWN_ADAPTERS = 100_000  # maximum number of entries; entries that are only on disk are removed
+MAX_MERGES = 1000  # maximum number of merges; requests can recreate removed merges
+MAX_DESCRIBED_ADAPTERS = 2000  # maximum per call, so that a listing does not delay steps
 
 
 @dataclass(eq=False, slots=True)
@@ -19,12 +19,12 @@ class AdapterEntry:
     """The state of one adapter, updated by the table and the tiers."""
 
     spec: AdapterSpec
-    num_requests: int = 0  # waiting or running
-    num_uses: int = 0  # total requests
-    num_started: int = 0  # requests that have run and may need the adapter again
+    num_requests: int = 0  # waiting or running requests
+    num_uses: int = 0  # all requests so far
+    num_started: int = 0  # unfinished requests that have run at least once
     num_running: int = 0  # running sequences
     is_wanted: bool = False  # needed on the device since `waiting_since`
-    is_load_requested: bool = False  # by `request_load`
+    is_load_requested: bool = False  # `request_load` was called, and the load has not finished
     should_unload: bool = False  # unload as soon as no request uses it
     waiting_since: float = 0.0
     error: LoraxError | None = None
@@ -34,7 +34,7 @@ class AdapterEntry:
     is_preparing: bool = False
     preparing_spec: AdapterSpec | None = None  # spec of the current or last preparation
     is_prepared: bool = False  # has a host copy
-    num_bytes: int = 0  # in host memory, or the maximum during preparation
+    num_bytes: int = 0  # host memory size; during preparation, the maximum size
     units: int = 0
     vocab_size: int = 0
 
@@ -77,7 +77,7 @@ class AdapterRegistry:
         return identity in self._merges
 
     def add(self, spec: AdapterSpec) -> tuple[AdapterEntry, list[str]]:
-        """Add an adapter or update its location. Return its entry and the evicted identities."""
+        """Add an adapter, or update its file location. Return its entry, and the identities of removed entries."""
         entry, forgotten = self.entries.get(spec.identity), []
         if entry is None:
             entry = self.entries[spec.identity] = AdapterEntry(spec)
@@ -93,7 +93,7 @@ class AdapterRegistry:
         return entry, forgotten
 
     def find_usable(self, identity: str, now: float) -> AdapterEntry:
-        """Return an adapter's entry. Raise if it is unknown or has just failed."""
+        """Return an adapter's entry. Raise if the adapter is unknown or has just failed."""
         entry = self.entries.get(identity)
         if entry is None:
             raise AdapterError(f"adapter {identity[:64]!r} is no longer known; resolve its name again")
@@ -105,7 +105,7 @@ class AdapterRegistry:
         return entry
 
     def describe(self, identities: Sequence[str], itemsize: int) -> list[AdapterState]:
-        """Return the state of each known adapter."""
+        """Return the states of these adapters. Unknown adapters are omitted."""
         if len(identities) > MAX_DESCRIBED_ADAPTERS:
             raise InputError(
                 f"at most {MAX_DESCRIBED_ADAPTERS} adapters can be listed per call (got {len(identities)})"
@@ -119,7 +119,7 @@ class AdapterRegistry:
             self._merges.move_to_end(identity)
 
     def _evict_idle_entries(self, among: OrderedDict[str, AdapterEntry], limit: int) -> list[str]:
-        """Remove adapters that are only on disk, least recently used first."""
+        """Remove entries that are only on disk, least recently used first, down to `limit`. Return their identities."""
         forgotten = []
         while len(among) > limit:
             identity, entry = next(iter(among.items()))

@@ -31,12 +31,12 @@ LOCAL_RETRY_S = 0.1  # short, because checking a local folder is cheap
 
 
 class Resolution(NamedTuple):
-    """A resolved adapter name."""
+    """A cached result of resolving an adapter name, with expiry times."""
 
     adapter: FoundAdapter
     revalidate_at: float  # after this time, query the source in the background
     valid_until: float  # after this time, query the source before responding
-    failing_since: float | None = None  # when a local folder became invalid
+    failing_since: float | None = None  # time when the local folder became invalid
 
 
 class RecentFailure(NamedTuple):
@@ -46,9 +46,10 @@ class RecentFailure(NamedTuple):
 
 
 class ResolutionCache:
-    """Resolutions and recent failures by adapter key.
+    """Caches resolutions and recent failures by adapter key.
 
-    The first group of methods requires the resolver's lock. The second group reads files and must not hold it.
+    The caller must hold the resolver's lock for the first group of methods, but not for the second group, which reads
+    files.
     """
 
     def __init__(self, sources: AdapterSources, revalidate_s: float, clock: Callable[[], float]) -> None:
@@ -64,13 +65,13 @@ class ResolutionCache:
         return self._resolutions.get(key)
 
     def get_recent_failure(self, key: RefKey) -> RecentFailure | None:
-        """Return the recent failure, or None if the source may be queried."""
+        """Return the last failure, or None if the source may be queried again."""
         failure = self._failures.get(key)
         return failure if failure is not None and self._clock() < failure.retry_at else None
 
     def put(self, key: RefKey, adapter: FoundAdapter) -> None:
         if is_local(key):
-            # A file change within the timestamp resolution is visible only in the contents, so always check again.
+            # Another change to a file that was modified just now may keep the timestamp, so query the source again.
             revalidate_at = valid_until = math.inf if adapter.is_settled else -math.inf
         else:
             revalidate_at = self._clock() + self._revalidate_s
@@ -101,7 +102,7 @@ class ResolutionCache:
             self._resolutions.pop(key, None)
 
     def forget(self, source: str, name: str) -> None:
-        """Drop all entries for a name, with any token."""
+        """Drop all resolutions and failures for an adapter name, for all access tokens."""
         remembered: MutableMapping[RefKey, Any]
         for remembered in (self._resolutions, self._failures):
             for key in [key for key in remembered if key[:2] == (source, name)]:
@@ -114,22 +115,22 @@ class ResolutionCache:
     # --- Without the lock: reads files --------------------------------------------------------------------------------
 
     def is_current(self, key: RefKey, adapter: FoundAdapter) -> bool:
-        """Return True if no file has changed. Mark the files as used, so that they are not evicted from disk."""
+        """Return True if the adapter's files have not changed. Mark the files as used, so that they stay on disk."""
         self._sources.mark_used(key[0], adapter.spec.checkpoints[0].folder)
         return adapter.is_unchanged()
 
     def find_fallback(self, key: RefKey, resolution: Resolution | None, error: LoraxError) -> FoundAdapter | None:
-        """Return an adapter to serve despite a source error, or None."""
+        """Return the cached adapter if it may be served despite the error, otherwise None."""
         if resolution is None:
             return None
-        if is_local(key):  # local folders change but do not fail
+        if is_local(key):  # a local folder is never unreachable, but may contain incomplete files
             return self._find_previous(resolution, error)
         has_token = key[2] is not None
         can_fall_back = isinstance(error, SourceError) and not has_token and self.is_current(key, resolution.adapter)
         return resolution.adapter if can_fall_back else None
 
     def _find_previous(self, resolution: Resolution, error: LoraxError) -> FoundAdapter | None:
-        """Return the previous adapter of a local folder while its files may be incomplete."""
+        """Return a local folder's previous adapter while the new files may be incomplete, otherwise None."""
         since, adapter = resolution.failing_since, resolution.adapter
         if since is None or self._clock() >= since + INCOMPLETE_WRITE_S or not adapter.is_overwritten():
             return None
@@ -139,7 +140,7 @@ class ResolutionCache:
 def is_incomplete_write(key: RefKey, resolution: Resolution | None, error: LoraxError) -> bool:
     """Return True if an error may be caused by incomplete writes to a local folder.
 
-    Files that changed during reading are not a sign of incomplete writes, but truncated weights are.
+    A file change during reading is not a sign of incomplete writes, unless the weights are truncated.
     """
     if not is_local(key) or not isinstance(error, AdapterError) or isinstance(error, AdapterNotFoundError):
         return False
@@ -151,7 +152,7 @@ def is_local(key: RefKey) -> bool:
 
 
 def copy_error(error: LoraxError, retry_after_s: float | None) -> LoraxError:
-    """Return a copy of the error without its traceback, which may contain tokens."""
+    """Return a copy of the error with this `retry_after_s`. The traceback, which may contain secrets, is not copied."""
     same = copy.copy(error)
     same.retry_after_s = retry_after_s
     return same

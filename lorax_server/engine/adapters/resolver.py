@@ -1,7 +1,7 @@
 """Resolves adapter names to identities and local files.
 
 A cached resolution is returned after a file check on a separate thread. A recent failure is returned immediately.
-Otherwise a fetch queries the source, and all requests for the same name share it. `resolutions.py` defines how long
+Otherwise a fetch queries the source. All requests for the same name share one fetch. `resolutions.py` defines how long
 results are valid.
 """
 
@@ -32,8 +32,8 @@ from lorax_server.types import MAX_MERGED_ADAPTERS, AdapterRef, Merge, Resolved
 logger = logging.getLogger(__name__)
 
 FETCHED = "fetched"  # tier of an adapter that was downloaded for this request
-MAX_PENDING_FETCHES = 10_000  # running or waiting for a thread
-NUM_CHECK_THREADS = 2  # threads per source that check files
+MAX_PENDING_FETCHES = 10_000  # maximum number of running and queued fetches
+NUM_CHECK_THREADS = 2  # number of threads per source that check files
 
 SpecAndResolved = tuple[AdapterSpec, Resolved]
 
@@ -46,7 +46,7 @@ class _Fetch:
     ref: AdapterRef
     result: "Future[FoundAdapter]" = field(default_factory=Future)
     has_started: bool = False
-    next_fetch: "_Fetch | None" = None  # starts when this fetch finishes
+    next_fetch: "_Fetch | None" = None  # fetch for later requests, starts when this fetch finishes
 
 
 class AdapterResolver:
@@ -68,7 +68,7 @@ class AdapterResolver:
         sources = finder.sources
         self._threads = {kind: DaemonThreads(f"adapter fetch {kind}", num_threads) for kind in sources.kinds}
         self._other_threads = DaemonThreads("unknown adapter source", 1)  # for unknown sources
-        # Separate from fetch threads, which may be slow. Callers must not block on the file system.
+        # File checks have separate threads, because fetches may be slow and callers must not wait for the file system.
         self._check_threads = {
             kind: DaemonThreads(f"adapter check {kind}", NUM_CHECK_THREADS) for kind in sources.kinds
         }
@@ -81,11 +81,11 @@ class AdapterResolver:
 
     @property
     def num_fetching(self) -> int:
-        """Number of fetches that are running or waiting for a thread."""
+        """The number of fetches that are running or waiting for a thread."""
         return len(self._unfinished)
 
     def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> "Future[SpecAndResolved]":
-        """Resolve adapter names. Errors are set on the future, which the caller may cancel."""
+        """Resolve adapter names, and return a future. Errors are set on the future. The caller may cancel it."""
         try:
             _check_request(refs, merge)
             adapters = [self._find(ref) for ref in refs]
@@ -94,14 +94,14 @@ class AdapterResolver:
         return gather(adapters, partial(_combine, merge), _copy)
 
     def forget(self, source: str, name: str) -> None:
-        """Drop the cached resolution. Running fetches still serve the requests that already wait for them."""
+        """Drop the cached resolution of an adapter name. Later requests do not share running fetches."""
         with self._lock:
             self._resolutions.forget(source, name)
             for key in [key for key in self._fetches if key[:2] == (source, name)]:
                 del self._fetches[key]
 
     def close(self) -> None:
-        """Fail all pending futures. Threads that are fetching keep running, but do not block process exit."""
+        """Fail all pending futures. Running fetches continue, but do not block process exit."""
         with self._lock:
             self._is_closed = True
             unfinished, self._unfinished = self._unfinished, set()
@@ -123,7 +123,7 @@ class AdapterResolver:
         return self._fetch_or_fail(key, ref, None)
 
     def _fetch_or_fail(self, key: RefKey, ref: AdapterRef, resolution: Resolution | None) -> "Future[FoundAdapter]":
-        """Return the recent failure or a fallback; otherwise fetch from the source."""
+        """Fetch from the source. After a recent failure, do not fetch, and return a fallback or the failure."""
         with self._lock:
             failure = self._resolutions.get_recent_failure(key)
             if failure is None:
@@ -137,7 +137,10 @@ class AdapterResolver:
     # --- File checks --------------------------------------------------------------------------------------------------
 
     def _schedule_file_check(self, key: RefKey, ref: AdapterRef, resolution: Resolution) -> "Future[FoundAdapter]":
-        """Check the files on another thread, and complete with the resolution if they are unchanged."""
+        """Return a future for the cached adapter, after another thread has checked that its files are unchanged.
+
+        If the files have changed, the adapter is fetched again.
+        """
         self._check_open(len(self._pending_checks))
         result: Future[FoundAdapter] = Future()
         self._check_threads[ref.source].submit(partial(self._check_files, key, ref, resolution, result))
@@ -161,7 +164,7 @@ class AdapterResolver:
         outcome.add_done_callback(partial(self._settle_check, result))
 
     def _revalidate_in_background(self, key: RefKey, ref: AdapterRef) -> None:
-        """Start a fetch without a waiting request, unless one is running or has just failed."""
+        """Start a fetch for the cache, unless a fetch is running or has just failed. No request waits for it."""
         with self._lock:
             is_due = self._resolutions.get_recent_failure(key) is None
             if is_due and key not in self._fetches and len(self._unfinished) < MAX_PENDING_FETCHES:
@@ -186,7 +189,7 @@ class AdapterResolver:
             self._start_fetch(fetch)
             self._fetches[key] = fetch
         elif fetch.has_started and is_local(key):
-            # The running fetch may have read the old version; later requests must get the new one.
+            # The running fetch may have read the old version, but later requests must get the new version.
             fetch.next_fetch = fetch.next_fetch or _Fetch(key, ref)
             return fetch.next_fetch
         return fetch
@@ -202,7 +205,7 @@ class AdapterResolver:
         self._unfinished.add(fetch)
 
     def _run_fetch(self, fetch: _Fetch) -> None:
-        """Query the source on one of its threads."""
+        """Query the source and complete the fetch. Runs on one of the source's threads."""
         with self._lock:
             if fetch not in self._unfinished:
                 return
@@ -248,7 +251,7 @@ class AdapterResolver:
         with self._lock:
             resolution = self._resolutions.get(key)
         is_writing = is_incomplete_write(key, resolution, error)
-        # Failures of unknown sources or with overlong names are not cached.
+        # Failures for unknown sources or overlong names are not cached.
         is_worth_keeping = fetch.ref.source in self._threads and len(fetch.ref.name) <= MAX_NAME_LENGTH
         with self._lock:
             failure = self._resolutions.make_failure(key, error)

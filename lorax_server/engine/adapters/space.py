@@ -10,9 +10,9 @@ Steps are numbered and run in order; several may be in flight. Three kinds of ac
 
 1. Freed or vacated space may still be read by steps in flight and by moves of the next step. It becomes a hole,
    available to loads, when the last of these steps completes.
-2. A move may write such space immediately, because it runs after all of them.
+2. A move may overwrite such space immediately, because it runs after all these steps and moves.
 3. An extent that is loading is not moved, overwritten by moves, or freed.
-4. A move goes down (`target < source`) and never overlaps another adapter after the moves before it are done. It may
+4. A move goes down (`target < source`). After all earlier moves, its target overlaps no other adapter. It may
    overlap its source: copy from the lowest unit up, or in pieces of at most `source - target` units.
 """
 
@@ -56,10 +56,10 @@ class AdapterSpace:
         assert num_units >= 0, num_units
         self.num_units = num_units
         self._max_moved_units = num_units if max_moved_units is None else max_moved_units
-        self.num_free_units = num_units  # not allocated, but steps may still read them
+        self.num_free_units = num_units  # unallocated units; steps in flight may still read them
         self._extents: dict[Hashable, _Extent] = {}
         self._holes = [(0, num_units)] if num_units else []  # (start, stop), sorted and not adjacent
-        self._vacated: deque[tuple[int, int, int]] = deque()  # (last step that accesses it, start, stop), by step
+        self._vacated: deque[tuple[int, int, int]] = deque()  # (last step with access, start, stop), sorted by step
         self._moves: list[ExtentMove] = []  # to execute before the next step
         self._num_submitted = 0
         self._num_completed = 0
@@ -67,7 +67,7 @@ class AdapterSpace:
 
     @property
     def largest_hole(self) -> int:
-        """Return the size of the largest extent that `allocate` can return."""
+        """The size of the largest hole, in units."""
         return max((stop - start for start, stop in self._holes), default=0)
 
     @property
@@ -95,7 +95,7 @@ class AdapterSpace:
         self._extents[key].is_loading = False
 
     def free(self, key: Hashable) -> None:
-        """Free an adapter. Steps submitted later do not read it."""
+        """Free an adapter's extent. Steps that are submitted later do not read the adapter."""
         assert not self._extents[key].is_loading, f"{key} is being loaded"
         extent = self._extents.pop(key)
         self.num_free_units += extent.units
@@ -103,7 +103,7 @@ class AdapterSpace:
         self._vacate(extent.start, extent.stop)
 
     def submit(self) -> tuple[int, list[ExtentMove]]:
-        """Return the next step number, and the moves to execute before it, in order."""
+        """Record a submitted step. Return its number, and the moves to execute before the step, in order."""
         self._num_submitted += 1
         self._last_step = self._num_submitted
         moves, self._moves = self._moves, []
@@ -118,13 +118,13 @@ class AdapterSpace:
             self._add_hole(start, stop)
 
     def compact(self, units: int) -> None:
-        """Plan the smallest moves that create a hole of `units`, if moves are needed and no load blocks them.
+        """Plan the cheapest moves that create a hole of `units`. Plan nothing if no moves are needed or possible.
 
-        If one step cannot move that much, the next call plans more moves.
+        If the moves exceed the limit per step, the next call plans more moves.
         """
         assert 0 < units <= self.num_units, f"{units} of {self.num_units} units"
         if units > self.num_free_units or units <= self.largest_hole:
-            return  # the common cases need no search
+            return  # too few free units, or no moves needed
         if any(stop - start >= units for _, start, stop in self._vacated):
             return
         start, extents, stop = self._find_cheapest_move(units)
@@ -143,7 +143,7 @@ class AdapterSpace:
         self._vacate(start, stop)
 
     def _count_movable(self, extents: list[_Extent]) -> int:
-        """Count the leading extents that the next step may move."""
+        """Return how many of the extents, from the first, fit into the next step's move limit."""
         num_moved = sum(move.units for move in self._moves)
         for count, extent in enumerate(extents):
             if num_moved and num_moved + extent.units > self._max_moved_units:
@@ -152,13 +152,13 @@ class AdapterSpace:
         return len(extents)
 
     def _find_cheapest_move(self, units: int) -> tuple[int, list[_Extent], int]:
-        """Find adjacent extents to move down to `start`, so that `units` are free before `stop`."""
+        """Return (start, extents, stop). Moving the extents down to `start` frees `units` before `stop`."""
         end = _Extent(None, self.num_units, 0, is_loading=False)
         extents = [*sorted(self._extents.values(), key=lambda extent: extent.start), end]
         gaps: list[int] = []  # free units below each extent
         best: tuple[int, list[_Extent], int] = (0, [], 0)
         below, fewest = 0, self.num_units
-        first = num_free = num_moved = 0  # moving extents[first:last] joins the gaps from first to last
+        first = num_free = num_moved = 0  # moving extents[first:last] down joins gaps[first : last + 1]
         for last, extent in enumerate(extents):
             gaps.append(extent.start - below)
             below = extent.stop

@@ -1,11 +1,11 @@
-"""Moves adapters from disk to host memory to the device for waiting requests.
+"""Moves adapters from disk to host memory and to the device, for waiting requests.
 
-Adapters are known by identity, so a replaced adapter is a different entry. The table decides and counts; the workers
+Entries are keyed by identity, so a replaced adapter has a new entry. The table makes the decisions, and the workers
 prepare, copy and drop adapters.
 
-Waiting adapters are served in order. An adapter that has waited longer than `eviction_delay_s` is overdue: the tiers
-then evict more for it (see `host_tier` and `device_tier`). This bounds the wait, and lets loaded adapters be used until
-then.
+Waiting adapters are served in order. An adapter that has waited longer than `eviction_delay_s` is overdue, and the
+tiers may evict adapters with requests for it (see `host_tier` and `device_tier`). The delay bounds the wait, and keeps
+adapters in use from being evicted too early.
 """
 
 import math
@@ -22,11 +22,11 @@ from lorax_server.plan import AdapterOp, Capabilities, Prepared
 from lorax_server.types import AdapterCounters, AdapterStage, AdapterState
 
 BASE_MODEL = ""
-MAX_PREPARING = 4  # concurrent preparations: keeps workers busy without a long queue ahead of new adapters
+MAX_PREPARING = 4  # maximum concurrent preparations; enough to keep workers busy without a long queue
 
 
 class AdapterTable:
-    """All adapters of one engine. Only the engine thread may call it, except for `find_error` and `state`."""
+    """All adapters in one engine. Only the engine thread may use the table, except for `find_error` and `state`."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class AdapterTable:
         self._eviction_delay_s = eviction_delay_s
         self._retry_s = retry_s
         self._clock = clock
-        self._ops: list[AdapterOp] = []  # for the next step
+        self._ops: list[AdapterOp] = []  # operations for the next step
         self._host = HostTier(host_bytes, capabilities.itemsize, self.counters, self._ops)
         self._device = DeviceTier(capabilities, self.counters, self._ops)
         self._registry = AdapterRegistry()
@@ -50,7 +50,7 @@ class AdapterTable:
         self._to_load: OrderedDict[str, AdapterEntry] = OrderedDict()  # prepared and wanted, in order of arrival
         self._prefetch: OrderedDict[str, AdapterEntry] = OrderedDict()  # prepared only if host memory is free
         self._advanced_at = -math.inf  # time of the last `advance`
-        self._has_changed = False  # since the last `advance`
+        self._has_changed = False  # True if `advance` may make progress
         self._arrived: list[str] = []
         self._failed: list[tuple[str, LoraxError]] = []
 
@@ -63,7 +63,7 @@ class AdapterTable:
         return self._host.find_error(spec)
 
     def register(self, spec: AdapterSpec, prefetch: bool = True) -> None:
-        """Register an adapter, and prefetch it to host memory if there is space."""
+        """Register an adapter. With `prefetch`, prepare it in host memory when space is free."""
         problem = self.find_error(spec)
         if problem is not None:
             raise problem
@@ -88,7 +88,7 @@ class AdapterTable:
         return len(self._device)
 
     def state(self, identity: str) -> AdapterStage | None:
-        """Return an adapter's stage, or None if it is unknown."""
+        """Return an adapter's stage, or None if the adapter is unknown."""
         entry = self._registry.get(identity)
         return None if entry is None else entry.state
 
@@ -96,7 +96,7 @@ class AdapterTable:
         return self._registry.describe(identities, self._capabilities.itemsize)
 
     def request_load(self, identity: str, pin: bool | None = None) -> None:
-        """Load an adapter to the device. `pin=True` keeps it there; None leaves the pin unchanged."""
+        """Load an adapter to the device. A pinned adapter is not evicted. `pin=None` leaves the pin unchanged."""
         entry = self._registry.find_usable(identity, self._clock())
         self._device.pin(entry, entry.is_pinned if pin is None else pin)
         entry.should_unload = False
@@ -127,7 +127,7 @@ class AdapterTable:
             if entry.is_wanted:
                 self._to_load[entry.identity] = entry
             self._unload_if_idle(entry)
-            self._host.free_space(0, is_overdue=False)  # it may be larger than estimated
+            self._host.free_space(0, is_overdue=False)  # the adapter may be larger than estimated
         elif entry.spec == entry.preparing_spec:
             self._fail(entry, result.error)
         elif entry.is_wanted:  # its files moved during preparation
@@ -136,7 +136,7 @@ class AdapterTable:
     def advance(self) -> None:
         """Start preparing and loading waiting adapters while there is space.
 
-        Adapters are processed in order of arrival; freed space goes to the first one.
+        Adapters are processed in order of arrival, so freed space goes to the adapter that has waited longest.
         """
         now = self._advanced_at = self._clock()
         self._has_changed = False
@@ -161,31 +161,31 @@ class AdapterTable:
 
     @property
     def deadline_s(self) -> float | None:
-        """Seconds until the first waiting adapter becomes overdue.
+        """Return the seconds until the first waiting adapter becomes overdue, or None.
 
-        The protection of new adapters needs no deadline: the sequence that it serves is ready, so the engine is
-        stepping.
+        The end of a new adapter's eviction protection needs no deadline: a sequence with the adapter is ready, so the
+        engine is stepping.
         """
         firsts = [next(iter(queue.values())) for queue in (self._to_load, self._to_prepare) if queue]
-        # Compare with the last `advance`, not the clock: an adapter that became overdue since then needs another call.
+        # Compare with the last `advance`, because an adapter that became overdue after it needs another `advance`.
         patient = [entry for entry in firsts if not self._is_overdue(entry, self._advanced_at)]
         now = self._clock()
         return min((max(0.0, entry.waiting_since + self._eviction_delay_s - now) for entry in patient), default=None)
 
     def pop_arrived(self) -> list[str]:
-        """Return and clear the adapters that became usable."""
+        """Return the identities of adapters that became usable since the last call."""
         arrived, self._arrived = self._arrived, []
         return arrived
 
     def pop_failed(self) -> list[tuple[str, LoraxError]]:
-        """Return and clear the failed adapters with their errors."""
+        """Return the identities and errors of adapters that failed since the last call."""
         failed, self._failed = self._failed, []
         return failed
 
-    # --- For the scheduler: every call has a counterpart when the request or sequence finishes ------------------------
+    # --- For the scheduler: each `add_request` needs a `remove_request`, and each `acquire` a `release` ---------------
 
     def index_of(self, identity: str, has_started: bool) -> int | None:
-        """Return the index for step plans, or None if a sequence cannot run with the adapter now."""
+        """Return the adapter's index in step plans, or None if a sequence cannot run with the adapter now."""
         if identity == BASE_MODEL:
             return 0
         entry = self._registry[identity]
@@ -196,11 +196,11 @@ class AdapterTable:
         return self._registry.is_merged(identity)
 
     def vocab_size(self, identity: str) -> int:
-        """Return the vocabulary size with a loaded adapter."""
+        """Return the vocabulary size of the model with this adapter. The adapter must be loaded."""
         return self._capabilities.vocab_size if identity == BASE_MODEL else self._registry[identity].vocab_size
 
     def add_request(self, identity: str) -> None:
-        """Count a request. Raise if the adapter is unknown or has just failed."""
+        """Count a new request for an adapter. Raise if the adapter is unknown or has just failed."""
         if identity != BASE_MODEL:
             entry = self._registry.find_usable(identity, self._clock())
             entry.num_requests += 1
@@ -220,7 +220,7 @@ class AdapterTable:
             self._unload_if_idle(entry)
 
     def ensure_loaded(self, identity: str) -> None:
-        """Load an adapter. `Queues.adapter_arrived` or `adapter_failed` is called when done."""
+        """Queue an adapter for loading. `pop_arrived` or `pop_failed` reports the result."""
         entry = self._registry[identity]
         if entry.is_wanted:
             return
@@ -228,11 +228,11 @@ class AdapterTable:
         self._has_changed = True
         if entry.is_loaded or entry.state is AdapterStage.HOST:
             self._to_load[identity] = entry
-        elif entry.index is None and not entry.is_preparing:  # otherwise it is being prepared or loaded
+        elif entry.index is None and not entry.is_preparing:  # it is not being prepared or loaded yet
             self._to_prepare[identity] = entry
 
     def start_request(self, identity: str) -> None:
-        """Count a request that runs for the first time. The adapter then stays in host or device memory."""
+        """Count a request that runs for the first time. Its adapter stays in memory until the request finishes."""
         if identity != BASE_MODEL:
             self._registry[identity].num_started += 1
 
@@ -254,7 +254,7 @@ class AdapterTable:
 
     @property
     def needs_step(self) -> bool:
-        """Return True if operations or moves need a step, even without sequences."""
+        """Return True if adapter operations need a step, even without sequences."""
         return bool(self._ops) or self._device.needs_step
 
     @property
@@ -268,13 +268,13 @@ class AdapterTable:
         return ops
 
     def completed(self, step: int, loaded: Iterable[int]) -> None:
-        """Record a finished step and finished loads."""
+        """Record a finished step and the loads that it reports."""
         self._has_changed = True
         self._device.completed(step)
         self.loaded(loaded)
 
     def loaded(self, indices: Iterable[int]) -> None:
-        """Record finished loads."""
+        """Record finished loads, given as adapter indices."""
         for entry in self._device.loaded(indices, self._clock()):
             self._has_changed = True
             if entry.is_wanted:
@@ -287,7 +287,7 @@ class AdapterTable:
         return now - entry.waiting_since >= self._eviction_delay_s
 
     def _start_preparing(self, entry: AdapterEntry, is_overdue: bool) -> bool:
-        """Start preparing an adapter. Return False if there is no space yet."""
+        """Start preparing an adapter. Return False if host memory is full."""
         if not self._host.start_preparing(entry, is_overdue):
             return False
         self._to_prepare.pop(entry.identity, None)
@@ -295,7 +295,7 @@ class AdapterTable:
         return True
 
     def _start_loading(self, entry: AdapterEntry, candidates: EvictionCandidates, now: float) -> bool:
-        """Start loading an adapter. Return False if there is no space yet."""
+        """Start loading an adapter, mark it as loaded, or fail it. Return False if it must wait for device memory."""
         if entry.is_loaded:
             self._mark_arrived(entry)
             return True
@@ -306,7 +306,7 @@ class AdapterTable:
             return True
         if not self._device.load(entry):
             for evicted in self._device.free_space(entry.units, self._is_overdue(entry, now), candidates):
-                if evicted.is_wanted and not evicted.is_prepared:  # its host copy was evicted too
+                if evicted.is_wanted and not evicted.is_prepared:  # without a host copy, it must be prepared again
                     self._to_prepare[evicted.identity] = self._to_load.pop(evicted.identity)
             if not self._device.load(entry):
                 return False

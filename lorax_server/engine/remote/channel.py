@@ -4,7 +4,7 @@
     ClientChannel  PUSH ──> to_engine    (the engine listens)      ──> PULL  EngineChannel
                    PULL <── from_engine  (the API process listens) <── PUSH
 
-Each process listens before the other one sends, so no message waits for a reconnect. The sockets
+Each process listens before the other process sends, so no message waits for a reconnect. The sockets
 have no high-water mark: the scheduler limits the queue and tells rejected callers when to retry.
 """
 
@@ -33,8 +33,8 @@ from lorax_server.types import EngineInfo
 logger = logging.getLogger(__name__)
 
 TO_ENGINE, FROM_ENGINE = "to_engine", "from_engine"  # socket names in the folder
-STOP_GRACE_S = 10.0  # wait before the next, stronger signal
-LINGER_MS = 1000  # for unsent messages at shutdown
+STOP_GRACE_S = 10.0  # wait for the process to exit before the next, stronger signal
+LINGER_MS = 1000  # maximum wait for unsent messages at shutdown
 ACKNOWLEDGE_TIMEOUT_S = 5.0  # maximum wait until the API process has received the failure
 ORPHAN_EXIT_TIMEOUT_S = 10.0  # maximum shutdown time after the API process exited
 
@@ -42,8 +42,8 @@ ORPHAN_EXIT_TIMEOUT_S = 10.0  # maximum shutdown time after the API process exit
 class ClientChannel:
     """The API process's side of the channel, for one engine process and one event loop.
 
-    The event loop watches the socket directly: `zmq.asyncio` costs 0.2 ms per message, and every step sends one. The
-    process sentinel becomes readable when the engine process exits.
+    The event loop watches the socket directly, because `zmq.asyncio` takes 0.2 ms per message, and every step sends a
+    message. The process sentinel becomes readable when the engine process exits.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class ClientChannel:
         raise EngineError(f"the engine process exited during startup ({describe_exit(exit_code)}){reason}")
 
     def open(self) -> str:
-        """Listen, and return the address for the engine."""
+        """Open the receiving socket, and return the address for the engine process."""
         self._folder = tempfile.TemporaryDirectory(prefix="lorax-")  # with mode 0700
         bind(self._from_engine, self._folder.name, FROM_ENGINE)
         self._loop.add_reader(self._from_engine.fileno(), self._read_socket)
@@ -86,18 +86,18 @@ class ClientChannel:
         """Return the next message, or None after the last message of a stopped engine."""
         data = await self._inbox.get()
         if data is None:
-            self._inbox.put_nowait(None)  # for the next call
+            self._inbox.put_nowait(None)  # put back for the next call
             return None
         self._has_received = True
         return messages.decode_from_engine(data)
 
     @property
     def has_more(self) -> bool:
-        """True if the next message has already arrived."""
+        """Return True if the next message has already arrived."""
         return not self._inbox.empty()
 
     def send(self, message: messages.ToEngine) -> None:
-        """Send a message without blocking. The engine must have sent its first message."""
+        """Send a message without blocking. Call this only after the engine's first message has arrived."""
         data = messages.encode(message)
         if self._to_engine is None:
             assert self._folder is not None, "the channel is not open"
@@ -106,7 +106,7 @@ class ClientChannel:
         self._to_engine.send(data, zmq.NOBLOCK)
 
     async def stop(self) -> int | None:
-        """Stop the process, clean up, and return the exit code. Can be called again after cancellation."""
+        """Stop the process, clean up, and return the exit code. After a cancellation, it can be called again."""
         if self._process is not None:
             await self._stop_process(self._process)
         self.close()
@@ -141,13 +141,13 @@ class ClientChannel:
             self._exited.set_result(None)
 
     def _read_socket(self) -> None:
-        """Read all messages, because the file descriptor does not signal leftover messages again."""
+        """Read all messages, because the event loop is not notified again about unread messages."""
         with suppress(zmq.Again):
             while not self._from_engine.closed:
                 self._inbox.put_nowait(self._from_engine.recv(zmq.NOBLOCK))
 
     async def _stop_process(self, process: multiprocessing.process.BaseProcess) -> None:
-        """Send `Stop` if the process is listening, then terminate it, then kill it."""
+        """Send `Stop` if the engine accepts messages, then SIGTERM, then SIGKILL, until the process exits."""
         request: list[Callable[[], None]] = [partial(self.send, messages.Stop())] if self._has_received else []
         for stop in (*request, process.terminate, process.kill):
             if not self._exited.done():
@@ -164,12 +164,12 @@ class ClientChannel:
 class EngineChannel:
     """The engine process's side of the channel. A thread receives messages and sets `wake`. `send` is thread-safe.
 
-    Messages that `handle_urgent` accepts are handled on that thread and not returned by `receive_all`.
+    Messages that `handle_urgent` accepts are handled on the receiving thread. `receive_all` returns all other messages.
     """
 
     def __init__(self, address: str) -> None:
         self.wake = threading.Event()
-        # Returns True if it handled the message.
+        # Called on the receiving thread. Returns True if it has handled the message.
         self.handle_urgent: Callable[[messages.ToEngine], bool] = lambda _: False
         self._address = address
         self._context = zmq.Context()
@@ -196,7 +196,10 @@ class EngineChannel:
                 self._from_engine.send(data, zmq.NOBLOCK)
 
     def report(self, error: Exception) -> None:
-        """Send the failure reason. Thread-safe, even if a step hangs. Only the first call has an effect."""
+        """Send a fatal error to the API process. Only the first call has an effect.
+
+        Any thread may call this, even if the engine thread hangs in a step.
+        """
         with self._sending:
             if self.has_failed:
                 return
@@ -205,7 +208,7 @@ class EngineChannel:
         self.send(messages.Failed(reason.encode(errors="backslashreplace").decode()))
 
     def fail(self, error: Exception) -> None:
-        """Report a failure, and wait for the acknowledgment: unsent messages could be lost at process exit."""
+        """Report a fatal error and wait for the acknowledgment, because unsent messages may be lost at process exit."""
         self.report(error)
         until = time.monotonic() + ACKNOWLEDGE_TIMEOUT_S
         with suppress(queue.Empty):
@@ -245,7 +248,7 @@ class EngineChannel:
         self.wake.set()
 
     def _stop_after_parent_exit(self) -> None:
-        """Clean up and stop after the API process exited. Force the exit after a timeout."""
+        """Stop the engine after the API process exited. Kill this process after a timeout."""
         shutil.rmtree(self._address, ignore_errors=True)
         self._inbox.put(messages.Stop())
         self.wake.set()
@@ -258,7 +261,7 @@ class EngineChannel:
         except messages.ChannelError as error:
             reply = messages.reply_to_unreadable(data, error)
             if reply is None:
-                raise  # the caller cannot be notified
+                raise  # the sender cannot be notified
             logger.exception("rejected an unreadable message")
             self.send(reply)
         else:
@@ -268,7 +271,7 @@ class EngineChannel:
 
 
 def describe_exit(exit_code: int | None) -> str:
-    """Format an exit code, with the signal name if there is a signal."""
+    """Return a description of an exit code, with the signal name if a signal killed the process."""
     name = ""
     if exit_code is not None and exit_code < 0:
         with suppress(ValueError):

@@ -23,14 +23,14 @@ Result = TypeVar("Result")
 
 
 class ChannelError(EngineError):
-    """A message that cannot be sent or decoded."""
+    """Raised for a message that cannot be sent or decoded."""
 
 
 # --- To the engine ----------------------------------------------------------------------------------------------------
 
 
 class EngineMessage(msgspec.Struct, frozen=True, tag=True):
-    """Base class of all messages, tagged with the class name."""
+    """Base class of all messages. The encoded message contains the class name."""
 
 
 class Query(EngineMessage, frozen=True):
@@ -75,7 +75,7 @@ class ListAdapters(Query, frozen=True):
 
 
 class Stop(EngineMessage, frozen=True):
-    """Stop the engine. Also acknowledges `Failed`."""
+    """Stops the engine. The API process also sends it to acknowledge `Failed`."""
 
 
 Queries = Resolve | LoadAdapter | UnloadAdapter | ForgetAdapter | ListAdapters | GetStatus
@@ -85,7 +85,7 @@ ToEngine = Add | Abort | Queries | Stop
 
 
 class Ready(EngineMessage, frozen=True):
-    """The first message: the engine accepts requests."""
+    """The engine's first message. The engine now accepts requests."""
 
     info: EngineInfo
 
@@ -114,7 +114,7 @@ class AdaptersReply(Reply[list[AdapterState]], frozen=True):
 
 
 class Done(Reply[None], frozen=True):
-    """The adapter was loaded, unloaded or forgotten."""
+    """Reply: the adapter was loaded, unloaded or forgotten."""
 
     result: None = None
 
@@ -154,7 +154,7 @@ def decode_from_engine(data: bytes) -> FromEngine:
 
 
 def reply_to_unreadable(data: bytes, error: ChannelError) -> FromEngine | None:
-    """Return an error reply to an unreadable message, or None if the sender cannot be determined."""
+    """Return an error reply to an unreadable message, or None if the message has no readable ID."""
     failure = EngineError(str(error))
     try:
         message = msgspec.msgpack.decode(data)

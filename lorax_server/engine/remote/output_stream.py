@@ -9,9 +9,9 @@ Handler = Callable[[Sequence[Output]], bool]  # returns True if it has handled t
 
 
 class OutputStream:
-    """Buffers outputs until the reader drains them. While the reader waits, `handler` may consume them instead.
+    """Buffers outputs until the reader drains them. While the reader waits, a handler may process outputs directly.
 
-    The handler avoids waking one task per stream in every decode step, which would cost more than writing the data.
+    The handler avoids waking one task per stream in every decode step, which would take longer than writing the data.
     """
 
     __slots__ = ("_handler", "_waiter", "error", "is_closed", "outputs")
@@ -39,21 +39,24 @@ class OutputStream:
         return outputs
 
     def push(self, outputs: Sequence[Output], is_last: bool = False) -> None:
-        """Add outputs. The last outputs always go to the reader, which must finish. A closed stream ignores outputs."""
+        """Buffer outputs, or pass them to the handler. A closed stream ignores outputs.
+
+        The last outputs are always buffered, so that the reader wakes up.
+        """
         if self.is_closed:
             return
         if self._handler is not None and not is_last and self._waiter is not None and not self._waiter.done():
             try:
                 if self._handler(outputs):
                     return
-            except Exception as error:  # affects only this reader
+            except Exception as error:  # fails only this request
                 self.close(error)
                 return
         self.outputs += outputs
         self._wake()
 
     def close(self, error: Exception | None = None) -> None:
-        """Tell the reader that no more outputs follow. Only the first error counts."""
+        """Tell the reader that no more outputs follow. Later calls do not change the error."""
         if not self.is_closed:
             self.is_closed, self.error = True, error
         self._wake()

@@ -1,7 +1,7 @@
 """The engine process: receives messages, steps the engine, and sends outputs.
 
-Name resolution runs on other threads, in parallel with steps, so that a request for an adapter does not wait for a step
-before it can be sent.
+Name resolution runs on other threads, in parallel with steps, because the API process sends a request only
+after its adapter is resolved.
 """
 
 import gc
@@ -31,10 +31,9 @@ IDLE_TURNS_BEFORE_TRIM = 20  # idle loop iterations before freed memory is retur
 
 @contextmanager
 def connected(address: str) -> Iterator[EngineChannel]:
-    """Open the channel to the API process, and report errors raised in the context, for example while building an
-    engine.
+    """Open the channel to the API process, and report exceptions in the `with` block to the API process.
 
-    SIGINT is ignored: the API process decides when the engine stops.
+    SIGINT is ignored, because the API process decides when the engine stops.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = EngineChannel(address)
@@ -54,7 +53,7 @@ def connected(address: str) -> Iterator[EngineChannel]:
 def serve(engine: "Engine", channel: EngineChannel, info: EngineInfo) -> None:
     """Run the engine loop until the API process sends `Stop` or exits. Errors in `step` are reported and raised.
 
-    Other threads report a fatal error with `channel.report`.
+    Other threads can report a fatal error with `channel.report`. The API process then stops the engine.
     """
     try:
         _EngineLoop(engine, channel).run(info)
@@ -71,7 +70,7 @@ class _EngineLoop:
     def __init__(self, engine: "Engine", channel: EngineChannel) -> None:
         self._engine = engine
         self._channel = channel
-        self._rejected: list[Output] = []  # sent with the next outputs
+        self._rejected: list[Output] = []  # failures of rejected requests, sent with the next outputs
         self._is_stopping = False
         self._idle_s = 0.0
         self._num_idle = 0  # idle iterations since the last output
@@ -92,16 +91,18 @@ class _EngineLoop:
             if is_idle:
                 self._idle_s += time.monotonic() - since
                 self._num_idle += 1
-                if (
-                    self._num_idle == IDLE_TURNS_BEFORE_TRIM
-                ):  # only once: it takes milliseconds, and the next step allocates memory again
+                # Once per idle period: this takes milliseconds, and the next step allocates memory again.
+                if self._num_idle == IDLE_TURNS_BEFORE_TRIM:
                     gc.collect()  # full collections are rare while steps are running
                     trim_malloc()
 
     # --- Messages to the engine ---------------------------------------------------------------------------------------
 
     def _handle_urgent(self, message: messages.ToEngine) -> bool:
-        """Handle name resolution on the channel thread, since it needs no step. This must not block."""
+        """Handle name resolution messages on the channel thread, without waiting for a step. This must not block.
+
+        Return False for other messages, which the engine loop handles.
+        """
         is_urgent = isinstance(message, messages.Resolve | messages.ForgetAdapter)
         if is_urgent:
             self._handle(message)
@@ -155,7 +156,7 @@ class _EngineLoop:
     # --- Messages from the engine -------------------------------------------------------------------------------------
 
     def _send(self, outputs: list[Output]) -> None:
-        """Send all outputs in one message."""
+        """Send all outputs to the API process in one message."""
         outputs, self._rejected = self._rejected + outputs, []
         if outputs:
             self._num_idle = 0
@@ -166,7 +167,7 @@ class _EngineLoop:
 
 
 def _to_user_error(error: BaseException) -> LoraxError:
-    """Return user errors unchanged. Log other errors, which are bugs, and wrap them."""
+    """Return user errors unchanged. Other errors are bugs: log them and return an `EngineError`."""
     if isinstance(error, LoraxError) and not isinstance(error, messages.ChannelError):
         return error
     logger.error("a request failed because of an internal engine error", exc_info=error)

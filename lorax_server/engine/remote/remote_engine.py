@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 FIRST_RESTART_DELAY_S = 1.0
 MAX_RESTART_DELAY_S = 60.0
-STABLE_AFTER_S = 300.0  # an engine that ran this long restarts without delay
+STABLE_AFTER_S = 300.0  # an engine that ran at least this long restarts without delay
 
 
 class RemoteEngine:
@@ -56,7 +56,7 @@ class RemoteEngine:
         self._retry_after_s: float | None = None
 
     def new_id(self) -> int:
-        """Return a unique request ID, also across engine restarts."""
+        """Return a request ID that is unique, even across engine restarts."""
         return next(self._ids)
 
     # --- Start and stop -----------------------------------------------------------------------------------------------
@@ -79,17 +79,17 @@ class RemoteEngine:
     # --- Requests and queries -----------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        """Yield outputs one by one, like `stream`."""
+        """Yield one output at a time. Otherwise the same as `stream`."""
         async with aclosing(self.stream(request)) as stream:
             async for outputs in stream:
                 for output in outputs:
                     yield output
 
     async def stream(self, request: Request, handler: Handler | None = None) -> AsyncGenerator[list[Output], None]:
-        """Yield lists of outputs as they arrive, or raise the request's error. Closing the generator aborts the
-        request.
+        """Yield lists of outputs as they arrive, or raise the request's error.
 
-        While the reader waits, outputs other than the last are passed to `handler` first.
+        Closing the generator aborts the request. While the caller waits, outputs other than the last are passed to
+        `handler` first.
         """
         request_id = request.request_id
         assert request_id not in self._streams, f"request {request_id} was already added"
@@ -154,8 +154,8 @@ class RemoteEngine:
     # --- Outputs and replies ------------------------------------------------------------------------------------------
 
     async def _deliver_all(self, channel: ClientChannel) -> str:
-        """Deliver messages until the engine stops, and return the reason."""
-        steps: list[list[Output]] = []  # not yet delivered
+        """Deliver outputs and replies until the engine stops. Return the reason why it stopped."""
+        steps: list[list[Output]] = []  # outputs that are not delivered yet
         while True:
             try:
                 message = await channel.receive()
@@ -181,7 +181,7 @@ class RemoteEngine:
                     return f"unexpected message from the engine: {type(message).__name__}"
 
     def _deliver_steps(self, steps: Sequence[Sequence[Output]]) -> None:
-        """Deliver the outputs from several steps, combined per request."""
+        """Group the outputs from several steps by request, and deliver them."""
         if len(steps) == 1:
             for output in steps[0]:
                 self._deliver(output)
@@ -194,7 +194,7 @@ class RemoteEngine:
             self._deliver(*outputs)
 
     def _deliver(self, *outputs: Output) -> None:
-        """Deliver outputs of one request."""
+        """Push one request's outputs to its stream."""
         last = outputs[-1]
         stream = self._streams.get(last.request_id)
         if stream is None:
@@ -218,7 +218,7 @@ class RemoteEngine:
     # --- Crash and restart --------------------------------------------------------------------------------------------
 
     async def _launch(self) -> float:
-        """Start a process. Return the startup time in seconds."""
+        """Start an engine process. Return its startup time in seconds."""
         began = time.monotonic()
         channel = ClientChannel()
         self.info = await channel.start(self._target)
@@ -236,16 +236,16 @@ class RemoteEngine:
                 pause_s = next_restart_delay_s(pause_s, time.monotonic() - began, self._first_pause_s)
                 logger.error("%s; %d requests failed", problem, len(self._streams))
                 self._fail_all(problem, pause_s + start_s if self._restart else None)
-                await self._channel.stop()  # release its resources before the next start
+                await self._channel.stop()  # release the old process's resources before the next start
                 if not self._restart:
                     return
                 start_s, pause_s = await self._relaunch(start_s, pause_s)
-        finally:  # callers must not hang after a bug here
+        finally:  # even after a bug in this task, callers must not hang
             if self.is_healthy:
                 self._fail_all("the engine supervisor stopped", None)
 
     async def _relaunch(self, start_s: float, pause_s: float) -> tuple[float, float]:
-        """Retry until a start succeeds. Return its startup time and the delay before it."""
+        """Start a new engine process. Retry until a start succeeds. Return its startup time and the last delay."""
         while True:
             await asyncio.sleep(pause_s)
             try:
@@ -274,7 +274,7 @@ class RemoteEngine:
 
 
 def next_restart_delay_s(last_s: float, lived_s: float, first_s: float) -> float:
-    """Return the delay before a restart: 0 after a long run, otherwise doubling up to a limit."""
+    """Return the delay before a restart. It is 0 after a long run, and otherwise doubles up to a limit."""
     if lived_s >= STABLE_AFTER_S:
         return 0.0
     return min(max(first_s, 2 * last_s), MAX_RESTART_DELAY_S)
