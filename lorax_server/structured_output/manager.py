@@ -68,12 +68,14 @@ class _MaskJob(NamedTuple):
     token_id: int
 
 
-def _weigh(compiled: "Future[CompiledGrammar]") -> int:
-    """Estimate the memory of a compiled grammar in bytes: its trial measurement, and growth by use."""
-    if not compiled.done():
-        return MIN_GRAMMAR_BYTES
-    grammar = compiled.result()
-    return grammar.num_bytes + MIN_GRAMMAR_BYTES + TOKEN_BYTES * grammar.num_tokens
+class _CachedGrammar(NamedTuple):
+    compiled: "Future[CompiledGrammar]"
+    num_bytes: int  # measured by the trial compile
+
+    def weigh(self) -> int:
+        """Estimate the memory in bytes, including growth by use."""
+        num_tokens = self.compiled.result().num_tokens if self.compiled.done() else 0
+        return self.num_bytes + MIN_GRAMMAR_BYTES + TOKEN_BYTES * num_tokens
 
 
 def _submit(thread: ThreadPoolExecutor, work: Callable[..., None], *args: object) -> None:
@@ -101,7 +103,7 @@ class StructuredOutput:
         self._vocabularies = VocabularyCache(build_base)
         self._completions: dict[int, _Completion] = {}
         self._changed = threading.Condition()  # guards the fields below
-        self._compiled: LRUCache[_Key, Future[CompiledGrammar]] = LRUCache(GRAMMAR_CACHE_BYTES, _weigh)
+        self._cache: LRUCache[_Key, _CachedGrammar] = LRUCache(GRAMMAR_CACHE_BYTES, _CachedGrammar.weigh)
         self._settled: deque[Settled] = deque()
 
     @classmethod
@@ -137,13 +139,13 @@ class StructuredOutput:
         evicted = self._vocabularies.acquire(request.vocabulary, request.request_id, request.tenant)
         self._completions[request.request_id] = completion
         with self._changed:
-            for stale in [other for other in self._compiled if other[0] == evicted]:
-                del self._compiled[stale]  # otherwise the vocabulary stays in memory
-            compiled = self._compiled.get(key)
-            if compiled is None or (compiled.done() and compiled.result().num_tokens > MAX_SHARED_TOKENS):
-                compiled = self._threads.compile.submit(self._compile, key, request.structure.num_bytes)
-                self._store(key, compiled)
-        compiled.add_done_callback(partial(self._start, request.request_id))
+            for stale in [other for other in self._cache if other[0] == evicted]:
+                del self._cache[stale]  # otherwise the vocabulary stays in memory
+            cached = self._cache.get(key)
+            if cached is None or (cached.compiled.done() and cached.compiled.result().num_tokens > MAX_SHARED_TOKENS):
+                cached = _CachedGrammar(self._threads.compile.submit(self._compile, key), request.structure.num_bytes)
+                self._store(key, cached)
+        cached.compiled.add_done_callback(partial(self._start, request.request_id))
 
     def pop_settled(self) -> list[Settled]:
         settled = []
@@ -183,15 +185,15 @@ class StructuredOutput:
         if completion is not None:
             self._vocabularies.release(completion.key[0], request_id)
             with self._changed:
-                if (compiled := self._compiled.get(completion.key)) is not None:
-                    self._store(completion.key, compiled)  # update its weight
+                if (cached := self._cache.get(completion.key)) is not None:
+                    self._store(completion.key, cached)  # update its weight
 
     def collect_masks(
-        self, request_ids: Collection[int], wait_s: float, alone_s: float = 0.0, num_others: int = 0
+        self, request_ids: Collection[int], wait_s: float, alone_s: float = 0.0, num_unmasked: int = 0
     ) -> dict[int, GrammarState]:
         """Return the states of requests whose next masks are ready, after waiting up to `wait_s` for all of them.
 
-        While no sequence can continue (neither these requests nor `num_others` others), wait up to `alone_s` for one.
+        While no sequence can continue (no mask is ready and `num_unmasked` is 0), wait up to `alone_s` for a mask.
         """
         completions = [self._completions[request_id] for request_id in request_ids]
 
@@ -201,7 +203,7 @@ class StructuredOutput:
         wait_s = min(wait_s, threading.TIMEOUT_MAX)
         with self._changed:
             self._changed.wait_for(lambda: all(map(is_done, completions)), wait_s)
-            if completions and not num_others and alone_s > wait_s:
+            if completions and not num_unmasked and alone_s > wait_s:
                 self._changed.wait_for(lambda: any(map(is_done, completions)), alone_s - wait_s)
             return {each.request.request_id: each.state for each in completions if each.state is not None}
 
@@ -209,7 +211,7 @@ class StructuredOutput:
         if "_threads" in self.__dict__:
             self._threads.close()
         self._completions.clear()
-        self._compiled.clear()
+        self._cache.clear()
 
     # --- Compiling ----------------------------------------------------------------------------------------------------
 
@@ -218,19 +220,23 @@ class StructuredOutput:
         """Start the threads with the first request that has a grammar."""
         return MaskThreads(self._num_threads)
 
-    def _compile(self, key: _Key, num_bytes: int) -> CompiledGrammar:
-        """Compile a grammar on the compile thread."""
+    def _compile(self, key: _Key) -> CompiledGrammar:
+        """Compile a grammar on the compile thread, unless all requests with the grammar have ended."""
+        with self._changed:
+            if all(each.key != key for each in list(self._completions.values())):
+                self._cache.pop(key, None)  # under the same lock, so a new request compiles the grammar again
+                raise EngineError("the request has ended")
         try:
-            return CompiledGrammar(self._vocabularies.find(key[0]), key[1], num_bytes)
+            return CompiledGrammar(self._vocabularies.find(key[0]), key[1])
         except BaseException:  # including Rust panics
             with self._changed:
-                self._compiled.pop(key, None)
+                self._cache.pop(key, None)
             raise
 
-    def _store(self, key: _Key, compiled: "Future[CompiledGrammar]") -> None:
-        self._compiled.pop(key, None)
+    def _store(self, key: _Key, cached: _CachedGrammar) -> None:
+        self._cache.pop(key, None)
         with suppress(ValueError):  # larger than the cache
-            self._compiled[key] = compiled
+            self._cache[key] = cached
 
     def _start(self, request_id: int, compiled: "Future[CompiledGrammar]", state: GrammarState | None = None) -> None:
         """Set a completion's first mask, which takes microseconds, or repeat `state` with another grammar."""
@@ -284,13 +290,13 @@ class StructuredOutput:
     def _recover(self, job: _MaskJob, error: BaseException) -> None:
         """Repeat a completion with a new grammar if other completions share its limits. Otherwise fail it."""
         completion, state, _ = job
+        with self._changed:
+            self._cache.pop(completion.key, None)
         if completion.request.request_id not in self:
             return
-        with self._changed:
-            self._compiled.pop(completion.key, None)
         is_limit = isinstance(error, GrammarError) and not isinstance(error, SlowGrammarError)
         if is_limit and state.compiled.num_completions > 1:
-            compiled = self._threads.compile.submit(self._compile, completion.key, 0)
+            compiled = self._threads.compile.submit(self._compile, completion.key)
             compiled.add_done_callback(partial(self._start, completion.request.request_id, state=state))
         else:
             self._fail(completion, error)

@@ -66,10 +66,9 @@ class CompiledGrammar:
     so the grammar can be replaced before llguidance's state limit is reached.
     """
 
-    def __init__(self, vocabulary: Vocabulary, grammar: str, num_bytes: int = 0) -> None:
-        """Raise `GrammarError` if no text matches. `num_bytes` is the size that the trial compile measured."""
+    def __init__(self, vocabulary: Vocabulary, grammar: str) -> None:
+        """Raise `GrammarError` if no text matches."""
         self.vocabulary = vocabulary
-        self.num_bytes = num_bytes
         self.matcher = compile_matcher(vocabulary, grammar)
         self.mask, self.may_end = _compute_mask(vocabulary, self.matcher)
         _check(self.matcher)
@@ -172,25 +171,28 @@ class GrammarState:
 
 def consume_batch(
     executor: "LLExecutor", items: Sequence[tuple[GrammarState, int]], max_forced: int
-) -> list[GrammarError | None]:
+) -> list[BaseException | None]:
     """Consume a token in each state and compute the next masks without the GIL. Return an error or None for each.
 
     All states share a vocabulary.
     """
     vocabulary = items[0][0].compiled.vocabulary
     executor.consume_token_par([(state.matcher, token_id) for state, token_id in items])
-    for state, token_id in items:
+    errors: list[BaseException | None] = [None] * len(items)
+    for index, (state, token_id) in enumerate(items):
         state.record(token_id)
-        state.consume_forced(max_forced)
+        try:
+            state.consume_forced(max_forced)
+        except BaseException as error:  # including Rust panics, which must not fail the other completions
+            errors[index] = error
     masks = vocabulary.make_masks(len(items))
     matchers = [(state.matcher, index) for index, (state, _) in enumerate(items)]
     executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, vocabulary.mask_bytes, len(items))
-    errors: list[GrammarError | None] = [None] * len(items)
     for index, may_end in enumerate(vocabulary.pop_ends(masks).tolist()):
         try:
             items[index][0].finish(masks[index], may_end)
         except GrammarError as error:
-            errors[index] = error
+            errors[index] = errors[index] or error
     return errors
 
 

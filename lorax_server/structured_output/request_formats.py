@@ -72,4 +72,6 @@ def _find_schema(response_format: Mapping[str, Any]) -> Any:
         if not isinstance(nested, Mapping):
             raise InputError("`response_format.json_schema` must be an object with a `name` and a `schema`")
         schema = nested.get("schema")
+    if isinstance(schema, str):
+        raise InputError("`response_format`: a JSON schema is an object (got str)")
     return ANY_OBJECT if schema is None else schema

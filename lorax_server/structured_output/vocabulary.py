@@ -1,8 +1,10 @@
 """Vocabularies in the form that llguidance needs, and the cache of vocabularies in use."""
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakMethod
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +47,7 @@ class Vocabulary:
         self.num_words = -(-self.num_ids // 32)
         self.mask_bytes = 4 * (self.num_ids // 32 + 1)  # all tokens and the end-of-text token
         self._special_ids = frozenset(special_ids)
-        wrapped = _LLGuidanceTokens(tokens, special_ids, self._encode)
+        wrapped = _LLGuidanceTokens(tokens, special_ids, WeakMethod(self._encode))
         self.tokenizer = LLTokenizer(wrapped, slices=list(slices))  # type: ignore[arg-type]  # it has the same attributes
         wrapped.tokens = []  # llguidance has its own copy
 
@@ -93,20 +95,22 @@ class Vocabulary:
 class _LLGuidanceTokens:
     """Token bytes in the form that `LLTokenizer` reads, with an additional end-of-text token.
 
-    The mask bit of that token says whether the completion may end, regardless of the model's eos tokens.
+    The mask bit of that token says whether the completion may end, regardless of the model's eos tokens. The garbage
+    collector cannot see references held by llguidance, so a strong reference to the vocabulary would leak it.
     """
 
     is_tokenizer_wrapper = True  # required by llguidance
     bos_token_id = None
 
-    def __init__(self, tokens: Sequence[bytes], special_ids: Sequence[int], encode: Encode) -> None:
+    def __init__(self, tokens: Sequence[bytes], special_ids: Sequence[int], encode: WeakMethod[Encode]) -> None:
         self.eos_token_id = len(tokens)
         self.tokens = [*tokens, b"<|end of text|>"]
         self.special_token_ids = [*special_ids, self.eos_token_id]
         self.encode = encode
 
     def __call__(self, text: str) -> list[int]:
-        return self.encode(text)
+        encode = self.encode()
+        return [] if encode is None else encode(text)
 
 
 @dataclass
@@ -131,7 +135,8 @@ class VocabularyCache:
 
     def __init__(self, build_base: Callable[[], Vocabulary]) -> None:
         self._build_base = build_base
-        self._entries = {"": _CachedVocabulary()}  # by digest, least recently used first; "" is the base model's
+        # By digest, least recently used first. "" is the base model's.
+        self._entries = OrderedDict({"": _CachedVocabulary()})
 
     def acquire(self, table: TokenTable | None, request_id: int, tenant: str) -> str | None:
         """Reserve a vocabulary for a request, or raise. Return the digest of the vocabulary evicted for it."""
@@ -145,7 +150,8 @@ class VocabularyCache:
                 self._check_tenant(tenant)
             if entry is None:
                 evicted = self._evict()
-            self._entries[digest] = self._entries.pop(digest, _CachedVocabulary(table))
+            self._entries.setdefault(digest, _CachedVocabulary(table))
+            self._entries.move_to_end(digest)  # never remove the entry, since `find` may run at the same time
         self._entries[digest].tenants[request_id] = tenant
         return evicted
 

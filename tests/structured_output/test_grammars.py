@@ -18,6 +18,7 @@ from lorax_server.structured_output.grammars import (
     from_json_schema,
     from_regex,
 )
+from lorax_server.structured_output.request_formats import read_structure
 from lorax_server.text.tools.grammar import (
     MAX_GRAMMAR_CHARACTERS,
     FunctionSchema,
@@ -269,6 +270,19 @@ def test_oversized_grammars_are_rejected(make: Callable[[str], object]) -> None:
 def test_lone_surrogates_are_rejected(make: Callable[[str], object]) -> None:
     with pytest.raises(InputError, match="lone surrogates"):
         make("a\ud800")
+
+
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {"type": "json_object", "schema": '{"type": "object"}'},
+        {"type": "json_schema", "json_schema": {"name": "person", "schema": '{"type": "object"}'}},
+    ],
+)
+def test_response_format_schema_as_text_is_rejected(response_format: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="`response_format`: a JSON schema is an object"):
+        read_structure({"response_format": response_format})
+    assert read_structure({"guided_json": '{"type": "object"}'}) == from_json_schema({"type": "object"})
 
 
 def test_non_json_numbers_are_rejected() -> None:

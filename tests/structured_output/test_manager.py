@@ -1,7 +1,10 @@
 """Tests for `StructuredOutput`: masks, forced tokens, vocabularies and the grammar cache."""
 
+import gc
 import math
+import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +18,12 @@ from lorax_server.structured_output import manager, matcher, vocabulary
 from lorax_server.structured_output.grammars import from_choices, from_json_schema, from_regex
 from lorax_server.structured_output.manager import StructuredOutput
 from lorax_server.structured_output.matcher import CompiledGrammar, GrammarError, GrammarState
-from lorax_server.structured_output.vocabulary import MAX_TENANT_VOCABULARIES, MAX_VOCABULARIES, Vocabulary
+from lorax_server.structured_output.vocabulary import (
+    MAX_TENANT_VOCABULARIES,
+    MAX_VOCABULARIES,
+    Vocabulary,
+    VocabularyCache,
+)
 from lorax_server.text.token_table import MAX_IDS, make_token_table
 from lorax_server.text.tokenizer import load_tokenizer
 from lorax_server.types import Request, SamplingParams, StopParams, TokenTable
@@ -44,9 +52,9 @@ class Compiles:
         self.grammars: list[str] = []
         monkeypatch.setattr(manager, "CompiledGrammar", self._compile)
 
-    def _compile(self, vocabulary: Vocabulary, grammar: str, num_bytes: int) -> CompiledGrammar:
+    def _compile(self, vocabulary: Vocabulary, grammar: str) -> CompiledGrammar:
         self.grammars.append(grammar)
-        return CompiledGrammar(vocabulary, grammar, num_bytes)
+        return CompiledGrammar(vocabulary, grammar)
 
 
 @pytest.fixture
@@ -246,6 +254,31 @@ def test_wrong_forced_token_fails_only_its_request(driver: Driver, caplog: pytes
     assert driver.advance(right, np.random.default_rng(0))
 
 
+def test_panic_in_forced_tokens_fails_only_its_completion(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher, "MAX_FAST_MASK_S", 60.0)
+    wrong, right = (driver.start(from_regex(f"[ab]{{{count}}}"), fast_forward=True) for count in (30, 31))
+    random, consume_forced = np.random.default_rng(0), GrammarState.consume_forced
+    for _ in range(matcher.NUM_TIMED_MASKS):  # so that both masks are computed in one batch
+        assert driver.advance(wrong, random)
+        assert driver.advance(right, random)
+    found = driver.structured_output.collect_masks([wrong, right], TIMEOUT_S)
+    assert found[wrong].compiled.is_fast
+    assert found[right].compiled.is_fast
+
+    def panic(state: GrammarState, max_forced: int) -> None:
+        if state is found[wrong]:
+            raise BaseException("index out of bounds")  # like pyo3's PanicException
+        consume_forced(state, max_forced)
+
+    monkeypatch.setattr(GrammarState, "consume_forced", panic)
+    driver.structured_output.advance([(each, list_allowed(found[each].words)[0]) for each in (wrong, right)])
+    assert driver.allowed(right)
+    assert not driver.allowed(wrong)
+    errors = dict(driver.structured_output.pop_settled())
+    assert list(errors) == [wrong]
+    assert "index out of bounds" in str(errors[wrong])
+
+
 @pytest.mark.parametrize("pattern", ["(foo|bar) don't QQQQ 12 (1|2)", r'\{"name": "[ab]{2}", "über": \[1, [23]\]\}'])
 def test_forced_tokens_equal_single_token_masks(pattern: str, driver: Driver) -> None:
     ahead, alone = driver.start(from_regex(pattern), fast_forward=True), driver.start(from_regex(pattern))
@@ -291,6 +324,39 @@ def test_grammar_cache_is_bounded_in_bytes(model: Path, monkeypatch: pytest.Monk
         driver.close()
 
 
+def test_running_completions_do_not_exceed_grammar_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "GRAMMAR_CACHE_BYTES", 40 * 2**20)
+    driver, compiles = Driver(model), Compiles(monkeypatch)
+    try:
+        sized = [replace(from_choices([f"choice {i}"]), num_bytes=15 * 2**20) for i in range(3)]
+        for structure in (*sized, sized[0]):  # the third grammar evicts the first
+            driver.start(structure)
+        assert [compiles.grammars.count(each.grammar) for each in sized] == [2, 1, 1]
+    finally:
+        driver.close()
+
+
+def test_grammar_of_ended_requests_is_not_compiled(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_build, ended_grammar = threading.Event(), from_regex("[a-c]{9}")
+
+    def build() -> Vocabulary:
+        assert may_build.wait(TIMEOUT_S)
+        return build_vocabulary(model)
+
+    driver, compiles = Driver(model, build=build), Compiles(monkeypatch)
+    try:
+        first, ended = driver.begin(LETTERS), driver.begin(ended_grammar)
+        driver.end(ended)
+        may_build.set()
+        assert driver.settle(first) is None
+        driver.start(from_regex("[d-f]{9}"))
+        assert ended_grammar.grammar not in compiles.grammars
+        driver.start(ended_grammar)
+        assert len(compiles.grammars) == 3
+    finally:
+        driver.close()
+
+
 def test_grammar_is_compiled_again_after_many_tokens(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager, "MAX_SHARED_TOKENS", 10)
     compiles, random = Compiles(monkeypatch), np.random.default_rng(0)
@@ -328,7 +394,7 @@ def test_rust_panic_fails_only_its_grammar(driver: Driver, monkeypatch: pytest.M
     class Panic(BaseException):
         """Like pyo3's PanicException, not a subclass of Exception."""
 
-    def panic(vocabulary: Vocabulary, grammar: str, num_bytes: int) -> CompiledGrammar:
+    def panic(vocabulary: Vocabulary, grammar: str) -> CompiledGrammar:
         if grammar == LETTERS.grammar:
             raise Panic("index out of bounds")
         return CompiledGrammar(vocabulary, grammar)
@@ -368,6 +434,42 @@ def test_vocabulary_eviction_removes_its_grammars(driver: Driver, monkeypatch: p
     ):  # the last vocabulary evicts the first, which is then built again
         driver.end(driver.start(LETTERS, vocabulary=make_table(driver, number)))
     assert len(compiles.grammars) == MAX_VOCABULARIES + 2
+
+
+def test_unused_vocabulary_is_freed(driver: Driver) -> None:
+    unused = Vocabulary.from_table(driver.tokenizer.token_table())
+    reference = weakref.ref(unused)
+    del unused
+    gc.collect()
+    assert reference() is None
+
+
+def test_vocabulary_in_use_is_always_found(driver: Driver) -> None:
+    """The compile thread reads the cache while the engine's thread reserves the vocabulary for other requests."""
+    table = driver.tokenizer.token_table()
+    cache, errors, is_done = VocabularyCache(lambda: Vocabulary.from_table(table)), [], threading.Event()
+    cache.acquire(table, 0, "")
+    cache.find(table.digest)
+
+    def find() -> None:
+        while not is_done.is_set():
+            try:
+                cache.find(table.digest)
+            except BusyError as error:
+                errors.append(error)
+
+    interval_s, thread = sys.getswitchinterval(), threading.Thread(target=find)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for request_id in range(5000):
+            cache.acquire(table, request_id, "")
+            cache.release(table.digest, request_id)
+    finally:
+        is_done.set()
+        thread.join()
+        sys.setswitchinterval(interval_s)
+    assert not errors
 
 
 def test_sparse_token_ids_are_rejected(driver: Driver) -> None:
