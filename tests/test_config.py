@@ -84,7 +84,7 @@ def test_values_below_one_are_rejected(name: str, value: int) -> None:
 
 
 @pytest.mark.parametrize("name", [*COUNTS, *SIZES])
-def test_one_is_accepted(name: str) -> None:
+def test_minimum_of_one_is_accepted(name: str) -> None:
     assert getattr(engine_config(**{"max_rows": 1, name: 1}), name) == 1
 
 

@@ -91,7 +91,7 @@ def test_flags_exist(command: str) -> None:
     parse(flags, environ, kind).make_config(None)
 
 
-def test_links_lead_somewhere() -> None:
+def test_relative_links_exist() -> None:
     links = re.findall(r"\]\((?!https)(.*?)\)", README)
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []

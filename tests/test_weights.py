@@ -204,16 +204,18 @@ ALIASES = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "stored"), ALIASES)
+@pytest.mark.parametrize(("requested_name", "stored"), ALIASES)
 @pytest.mark.parametrize("write", FORMATS)
-def test_inner_model_checkpoint_lacks_prefix(tmp_path: Path, write: Writer, asked: str, stored: str) -> None:
+def test_inner_model_checkpoint_lacks_prefix(tmp_path: Path, write: Writer, requested_name: str, stored: str) -> None:
     tensor = some_tensors()["matrix"]
     write(tmp_path, {stored: tensor})
     weights = open_weights(tmp_path, **how())
-    assert weights.has(asked)
-    assert weights.get_shape(asked) == (8, 6)
-    assert torch.equal(weights.get_tensor(asked, (8, 6)), tensor)
-    assert torch.equal(weights.get_sharded(asked, 1, shard_evenly(FakeGroup(1, 2), 6, "x"), (8, 6)), tensor[:, 3:])
+    assert weights.has(requested_name)
+    assert weights.get_shape(requested_name) == (8, 6)
+    assert torch.equal(weights.get_tensor(requested_name, (8, 6)), tensor)
+    assert torch.equal(
+        weights.get_sharded(requested_name, 1, shard_evenly(FakeGroup(1, 2), 6, "x"), (8, 6)), tensor[:, 3:]
+    )
 
 
 @pytest.mark.parametrize(("long", "short"), ALIASES)

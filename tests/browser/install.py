@@ -1,7 +1,7 @@
 """Find Chromium for the browser tests. `make browser` installs Debian's package if it is missing.
 
-The one without windows is looked for first: pages take a third of the CPU that they take a whole Chromium. This never
-fails: where there is no browser, those tests are skipped and say why.
+The headless shell is preferred: it uses a third of the CPU time. The script never fails. Without a browser, the tests
+are skipped.
 """
 
 import os

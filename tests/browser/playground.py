@@ -56,11 +56,11 @@ class Playground:
     def __init__(self, page: Page, url: str) -> None:
         self.page = page
         self.url = url
-        self.asked: list[str] = []  # URLs
+        self.requested_urls: list[str] = []  # URLs
         self.complaints: list[str] = []
         self.refusals: list[int] = []  # error statuses, which browsers also log to the console
         page.set_default_timeout(PATIENCE_MS)
-        page.on("request", lambda request: self.asked.append(request.url))
+        page.on("request", lambda request: self.requested_urls.append(request.url))
         page.on("console", self._hear)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
 
@@ -130,7 +130,7 @@ class Playground:
         self.at("#prompt").fill(prompt)
         self.at("#send").click()
 
-    def ask(self, prompt: str, *models: str) -> None:
+    def send_prompt(self, prompt: str, *models: str) -> None:
         """Send a prompt and wait for the completions."""
         self.send(prompt, *models)
         self.wait()
@@ -158,6 +158,6 @@ def visiting(browser: Browser, url: str, **options: Any) -> Iterator[Playground]
     with browser.new_context(**options) as context:
         playground = Playground(context.new_page(), url)
         yield playground
-        outside = [each for each in playground.asked if not each.startswith(f"{url}/")]
+        outside = [each for each in playground.requested_urls if not each.startswith(f"{url}/")]
         assert outside == []
         assert playground.complaints == []

@@ -19,7 +19,7 @@ ASK = """async ({ url, body }) => {
 BODY: dict[str, Any] = {"model": "first", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 
 
-def ask(browser: Browser, url: str, origin: str, **more: Any) -> Any:
+def send_prompt(browser: Browser, url: str, origin: str, **more: Any) -> Any:
     """Send a request from a page at `origin` and return the result."""
     context = browser.new_context()
     try:
@@ -31,12 +31,12 @@ def ask(browser: Browser, url: str, origin: str, **more: Any) -> Any:
 
 
 def test_allowed_page_may_send_sdk_headers(browser: Browser, server: Server, elsewhere: str) -> None:
-    whole = ask(browser, server.url, elsewhere)
+    whole = send_prompt(browser, server.url, elsewhere)
     assert (whole["status"], bool(whole["id"])) == (200, True)
-    streamed = ask(browser, server.url, elsewhere, stream=True)
+    streamed = send_prompt(browser, server.url, elsewhere, stream=True)
     assert streamed["text"].endswith("data: [DONE]\n\n")
 
 
 def test_forbidden_page_gets_no_response(browser: Browser, server: Server, elsewhere: str) -> None:
     with pytest.raises(Error, match="Failed to fetch"):
-        ask(browser, server.url, elsewhere.replace("127.0.0.1", "localhost"))  # another origin
+        send_prompt(browser, server.url, elsewhere.replace("127.0.0.1", "localhost"))  # another origin

@@ -35,7 +35,7 @@ def playground(browser: Browser, url: str) -> Iterator[Playground]:
 @pytest.mark.slow
 def test_three_adapters_give_different_completions(playground: Playground) -> None:
     chosen = ("json", "sql", "pirate")
-    playground.ask(read_examples()[0]["prompt"], *chosen)
+    playground.send_prompt(read_examples()[0]["prompt"], *chosen)
     for name in chosen:
         expect(playground.column(name)).to_have_attribute("data-state", "done")
         expect(playground.resident(DEVICE, name)).to_be_visible()

@@ -13,7 +13,7 @@ from tests.e2e.http_server import Server, serving
 KEY, WRONG = "secret-key", "wrong-key"
 
 # Disables browser storage.
-pytestmark = pytest.mark.slow  # test_answers.py is the part of the playground that `make test` runs
+pytestmark = pytest.mark.slow  # `make test` runs only test_completions.py
 FORBID_STORAGE = """for (const kind of ["localStorage", "sessionStorage"]) {
     Object.defineProperty(window, kind, { get() { throw new DOMException("forbidden", "SecurityError"); } });
 }"""
@@ -51,7 +51,7 @@ def test_key_is_stored_in_tab_only(playground: Playground) -> None:
     give_key(playground, KEY)
     check_is_let_in(playground)
     playground.set(max_tokens="8")
-    playground.ask("May I?", "tiny", "first")
+    playground.send_prompt("May I?", "tiny", "first")
     assert playground.answer("first")
     curl = playground.column("first").locator(".curl code").text_content() or ""
     assert "Bearer $LORAX_API_KEY" in curl
@@ -71,7 +71,7 @@ def test_invalid_key_is_not_sent(playground: Playground) -> None:
         give_key(playground, key)
         expect(playground.at("#key-error")).to_contain_text(reason)
         expect(playground.at("#key")).to_have_attribute("aria-invalid", "true")
-    assert not any(address.endswith("/v1/models") for address in playground.asked)
+    assert not any(address.endswith("/v1/models") for address in playground.requested_urls)
 
 
 def test_key_is_replaced_only_by_accepted_key(playground: Playground) -> None:
@@ -123,5 +123,5 @@ def test_page_works_without_storage(playground: Playground) -> None:
     playground.at("#theme").click()
     expect(playground.at("#theme")).to_have_text("Theme: light")
     playground.set(max_tokens="4")
-    playground.ask("Even so?", "tiny")
+    playground.send_prompt("Even so?", "tiny")
     assert playground.answer("tiny")

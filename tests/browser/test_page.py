@@ -15,7 +15,7 @@ from tests.e2e.http_server import Server, serving
 Visit = Callable[..., Playground]
 
 # Text and background colors of the first visible element per selector.
-pytestmark = pytest.mark.slow  # test_answers.py is the part of the playground that `make test` runs
+pytestmark = pytest.mark.slow  # `make test` runs only test_completions.py
 CONTRAST = """(selectors) => {
     const canvas = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
     const over = (colours) => {
@@ -50,7 +50,7 @@ def test_no_horizontal_scroll_on_phone(visit: Visit) -> None:
     playground.set(max_tokens="60", temperature="7")
     playground.send("x" * 200, "tiny", "first")  # rejected with an error message
     playground.set(temperature="0")
-    playground.ask("x" * 200, "tiny", "first")
+    playground.send_prompt("x" * 200, "tiny", "first")
     playground.column("tiny").locator(".curl summary").tap()
     playground.column("first").locator(".token").last.tap()
     tooltip = playground.at("#tooltip").bounding_box()
@@ -66,7 +66,7 @@ def test_no_horizontal_scroll_on_phone(visit: Visit) -> None:
 
 def test_columns_are_side_by_side_on_wide_screen(playground: Playground) -> None:
     playground.set(max_tokens="4")
-    playground.ask("Stand in line", "tiny", "first", "second")
+    playground.send_prompt("Stand in line", "tiny", "first", "second")
     boxes = [playground.column(model).bounding_box() for model in ("tiny", "first", "second")]
     assert len({box["y"] for box in boxes if box}) == 1
     assert len({box["x"] for box in boxes if box}) == 3
@@ -97,7 +97,7 @@ def test_text_has_sufficient_contrast(visit: Visit, scheme: str) -> None:
             route.fulfill(status=424, body=refused) if "second" in asked(route)["model"] else route.continue_()
         ),
     )
-    playground.ask("Can you read this?", "first", "second")
+    playground.send_prompt("Can you read this?", "first", "second")
     expect(playground.resident(DEVICE, "first")).to_be_visible()
     contrast = playground.page.evaluate(CONTRAST, TEXTS)
     assert {name: ratio for name, ratio in contrast.items() if ratio < 4.5} == {}
@@ -127,7 +127,7 @@ def test_keyboard_only_use(playground: Playground) -> None:
     keyboard.type("20")
     keyboard.press("Control+Enter")
     playground.wait()
-    assert playground.answer("second")
+    assert playground.respond("second")
     tab_to(playground, ".column .token")
     expect(playground.at("#tooltip")).to_be_visible()
     keyboard.press("ArrowRight")
@@ -152,7 +152,7 @@ def tab_to(playground: Playground, selector: str) -> None:
 
 def test_held_shortcut_sends_once(playground: Playground) -> None:
     playground.set(max_tokens="8")
-    playground.ask("Once", "tiny")
+    playground.send_prompt("Once", "tiny")
     playground.page.mouse.move(0, 0)  # scrolling could move a completion under the pointer
     playground.column("tiny").locator(".token").first.focus()
     expect(playground.at("#tooltip")).to_be_visible()
@@ -201,8 +201,8 @@ def test_page_works_behind_path_prefix(visit: Visit, server: Server) -> None:
     )
     playground.open(path="ui/")
     playground.set(max_tokens="4")
-    playground.ask("Where am I?", "first")
-    assert playground.answer("first")
+    playground.send_prompt("Where am I?", "first")
+    assert playground.respond("first")
     assert [each for each in playground.asked if not each.startswith(f"{prefix}/")] == []
 
 
@@ -218,7 +218,7 @@ def test_all_controls_have_accessible_names(playground: Playground) -> None:
 def test_parameters_are_sent(playground: Playground) -> None:
     playground.set(max_tokens="7", temperature="0.5", top_p="0.9", top_k="40", seed="-3", system=" Be brief. ")
     with playground.page.expect_request("**/v1/chat/completions") as sent:
-        playground.ask("Say it", "first")
+        playground.send_prompt("Say it", "first")
     assert sent.value.post_data_json == {
         "model": "first",
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say it"}],
@@ -231,7 +231,7 @@ def test_parameters_are_sent(playground: Playground) -> None:
     playground.set(top_p="", top_k="", seed="", system="", temperature="", mode="text")
     expect(playground.at("#max_tokens")).to_have_value("7")
     with playground.page.expect_request("**/v1/completions") as sent:
-        playground.ask("Go on", "first")
+        playground.send_prompt("Go on", "first")
     assert sent.value.post_data_json == {
         **{"model": "first", "prompt": "Go on", "max_tokens": 7, "logprobs": 5},
         **{"stream": True, "stream_options": {"include_usage": True}},
@@ -330,14 +330,14 @@ def test_filter_queries_server_for_more_adapters(visit: Visit) -> None:
     asked: list[str] = []
     near = ["near-by"]
 
-    def answer(route: Route) -> None:
+    def respond(route: Route) -> None:
         asked.append(route.request.url.partition("?")[2])
         names = ["far-away"] if "search=far" in asked[-1] else near
         data = [{"id": name, "state": DISK, "error": None, **nothing} for name in names]
         route.fulfill(json={"data": data, "has_more": names is near, "next": "name:near-by"})
 
     playground = visit()
-    playground.page.route("**/v1/adapters*", answer)
+    playground.page.route("**/v1/adapters*", respond)
     playground.open()
     expect(playground.at("#residency-note")).to_contain_text("shown; use the filter")
     playground.at("#filter").fill("far")
@@ -356,7 +356,7 @@ def test_reconnect_to_different_server(visit: Visit, server: Server) -> None:
     playground.open()
     expect(playground.at("#max_tokens")).to_have_value("32")
     playground.page.route("**/v1/chat/completions", refuse_chat)
-    playground.ask("With a template?", "tiny", "first")
+    playground.send_prompt("With a template?", "tiny", "first")
     expect(playground.column("first")).to_contain_text("No chat template")
     playground.page.unroute("**/v1/chat/completions")
 
@@ -372,7 +372,7 @@ def test_reconnect_to_different_server(visit: Visit, server: Server) -> None:
     expect(playground.at("#models .chip[aria-pressed=true]")).to_have_text(["other (base)", "first"])
     expect(playground.at("#max_tokens")).to_have_value("128")
     with playground.page.expect_request("**/v1/chat/completions"):
-        playground.ask("And now?", "first")
+        playground.send_prompt("And now?", "first")
 
 
 def refuse_chat(route: Route) -> None:
@@ -404,8 +404,8 @@ def chosen(playground: Playground) -> list[str]:
 
 def ask_without_template(playground: Playground, server: Server) -> None:
     playground.set(max_tokens="8")
-    playground.ask("Once", "first")
+    playground.send_prompt("Once", "first")
     body = {"model": "first", "prompt": "Once", "max_tokens": 8, "temperature": 0}
-    assert playground.answer("first") == server.post("/v1/completions", body).json["choices"][0]["text"]
+    assert playground.respond("first") == server.post("/v1/completions", body).json["choices"][0]["text"]
     expect(playground.column("first")).to_contain_text("No chat template")
     expect(playground.column("first").locator(".curl code")).to_contain_text("v1/completions")

@@ -10,23 +10,23 @@ from playwright.sync_api import Route, expect
 from tests.browser.conftest import HOSTILE
 from tests.browser.playground import Playground
 
-pytestmark = pytest.mark.slow  # test_answers.py is the part of the playground that `make test` runs
+pytestmark = pytest.mark.slow  # `make test` runs only test_completions.py
 TOOL = {"name": "look", "parameters": {"type": "object", "properties": {}}}
 
 
-def answer(playground: Playground, *deltas: dict[str, Any], choices: Sequence[dict[str, Any]] = ()) -> list[Any]:
+def mock_chat(playground: Playground, *deltas: dict[str, Any], choices: Sequence[dict[str, Any]] = ()) -> list[Any]:
     """Mock the chat route and return the received requests."""
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     def fulfill(route: Route) -> None:
-        asked.append(route.request.post_data_json)
+        requests.append(route.request.post_data_json)
         events = [{"choices": [choice]} for choice in (*({"index": 0, "delta": delta} for delta in deltas), *choices)]
         events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
         body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
         route.fulfill(body=body, content_type="text/event-stream")
 
     playground.page.route("**/v1/chat/completions", fulfill)
-    return asked
+    return requests
 
 
 def piece(index: int, **function: str) -> dict[str, Any]:
@@ -35,12 +35,12 @@ def piece(index: int, **function: str) -> dict[str, Any]:
 
 def test_streamed_tool_calls_are_assembled(playground: Playground) -> None:
     deltas = [piece(0, name="look", arguments=""), piece(0, arguments='{"at": '), piece(0, arguments='["<b>", 1]}')]
-    asked = answer(playground, *deltas, piece(1, name=HOSTILE, arguments='{"cut": "of'))
+    requests = mock_chat(playground, *deltas, piece(1, name=HOSTILE, arguments='{"cut": "of'))
     playground.set(tools=json.dumps([TOOL]), tool_choice="required")
     expect(playground.at("#parameters-note")).to_contain_text("tools: required")
-    playground.ask("Look", "first")
-    assert asked[0]["tools"] == [{"type": "function", "function": TOOL}]
-    assert asked[0]["tool_choice"] == "required"
+    playground.send_prompt("Look", "first")
+    assert requests[0]["tools"] == [{"type": "function", "function": TOOL}]
+    assert requests[0]["tool_choice"] == "required"
     calls = playground.column("first").get_by_role("list", name="Tool calls of first").locator(".call")
     expect(calls.locator("> .name")).to_have_text(["look", HOSTILE])
     expect(calls.first.locator(".leaf")).to_have_text(['0: "<b>"', "1: 1"])
@@ -48,8 +48,8 @@ def test_streamed_tool_calls_are_assembled(playground: Playground) -> None:
     expect(playground.column("first").locator(".state")).to_have_text("tool_calls")
     assert playground.page.evaluate("window.hacked") is None
     playground.set(tools="")
-    answer(playground, {"content": "No."})
-    playground.ask("And now?", "first")
+    mock_chat(playground, {"content": "No."})
+    playground.send_prompt("And now?", "first")
     expect(playground.column("first").locator(".calls")).to_be_hidden()
 
 
@@ -60,21 +60,21 @@ def test_completion_without_calls_is_text(playground: Playground) -> None:
         {"delta": {"content": "No."}, "logprobs": None},
     ]
     playground.set(tools=json.dumps([TOOL]))
-    answer(playground, choices=choices)
-    playground.ask("Look", "first")
-    assert playground.answer("first") == "No."
+    mock_chat(playground, choices=choices)
+    playground.send_prompt("Look", "first")
+    assert playground.mock_chat("first") == "No."
     expect(playground.column("first").locator(".token")).to_have_text(["No", ".", ""])
     expect(playground.column("first").locator(".calls")).to_be_hidden()
 
 
 def test_example_tools_are_sent_unchanged(playground: Playground) -> None:
-    asked = answer(playground)
+    requests = mock_chat(playground)
     playground.set(max_tokens="8")
     playground.page.get_by_role("button", name="Fill in example tools").click()
     expect(playground.at("#tools-error")).to_be_hidden()
-    playground.ask("Look", "first")
-    (tool,) = asked[0]["tools"]
-    assert (tool["type"], tool["function"]["name"], asked[0]["tool_choice"]) == ("function", "weather", "auto")
+    playground.send_prompt("Look", "first")
+    (tool,) = requests[0]["tools"]
+    assert (tool["type"], tool["function"]["name"], requests[0]["tool_choice"]) == ("function", "weather", "auto")
     playground.page.reload()
     expect(playground.at("#parameters-note")).to_contain_text("tools: auto")
 
@@ -94,6 +94,6 @@ def test_tools_require_chat_mode(playground: Playground) -> None:
     expect(playground.at("#tools-error")).to_have_text("Tools require chat mode.")
     playground.set(mode="chat")
     expect(playground.at("#tools-error")).to_be_hidden()
-    playground.ask("Look", "first")  # the server returns the error
+    playground.send_prompt("Look", "first")  # the server returns the error
     expect(playground.column("first").locator(".error")).to_contain_text("template")
     assert playground.refusals == [400]

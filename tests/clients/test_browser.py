@@ -1,6 +1,6 @@
 """OpenAI's SDK in a browser, on a page from another origin allowed with `--cors-allow-origin`.
 
-The page imports the package's own files: there is nothing between them and the browser.
+The page imports the package files directly, without a bundler.
 """
 
 from collections.abc import Iterator
@@ -39,5 +39,5 @@ def test_page_from_allowed_origin(browser: Browser, server: Server, questions: d
 def test_page_from_forbidden_origin(browser: Browser, server: Server) -> None:
     """Open the same page with another host name, which is a different origin."""
     with visiting(browser, server.origin.replace("127.0.0.1", "localhost")) as page:
-        ask = "asked => window.ask(asked).then(() => null, (error) => error.constructor.name)"
-        assert page.evaluate(ask, asked_of(server, {})) == "APIConnectionError"
+        send_requests = "asked => window.ask(asked).then(() => null, (error) => error.constructor.name)"
+        assert page.evaluate(send_requests, asked_of(server, {})) == "APIConnectionError"

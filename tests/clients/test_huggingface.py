@@ -49,12 +49,12 @@ def test_text_without_details(native: InferenceClient, short: Question) -> None:
 
 
 def test_async_text(server: Server, short: Question) -> None:
-    async def ask() -> tuple[str, list[str]]:
+    async def send_requests() -> tuple[str, list[str]]:
         async with AsyncInferenceClient(server.url) as client:
             stream = await client.text_generation(**asked_of(short), stream=True)
             return await client.text_generation(**asked_of(short)), [text async for text in stream]
 
-    whole, texts = asyncio.run(ask())
+    whole, texts = asyncio.run(send_requests())
     assert whole == "".join(texts).removesuffix(END) == short.completion.text
 
 

@@ -34,11 +34,11 @@ def test_streamed_chat(server: Server, question: Question) -> None:
 
 
 def test_async_chats(server: Server, short: Question) -> None:
-    async def ask() -> tuple[Any, Any]:
+    async def send_requests() -> tuple[Any, Any]:
         model = chat_with(server, short.model)
         return await model.ainvoke(PROMPT), reduce(add, [chunk async for chunk in model.astream(PROMPT)])
 
-    assert [reply_of(message) for message in asyncio.run(ask())] == [short.chat] * 2
+    assert [reply_of(message) for message in asyncio.run(send_requests())] == [short.chat] * 2
 
 
 def test_batch(server: Server, short: Question) -> None:

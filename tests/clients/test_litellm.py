@@ -44,12 +44,12 @@ def test_vllm_provider(server: Server, short: Question) -> None:
 
 
 def test_async_chats(server: Server, short: Question) -> None:
-    async def ask() -> tuple[Any, list[Any]]:
+    async def send_requests() -> tuple[Any, list[Any]]:
         asked = {**reach(server, "openai", short.model), "messages": short.messages}
         stream = await litellm.acompletion(**asked, **WITH_USAGE)
         return await litellm.acompletion(**asked), [chunk async for chunk in stream]
 
-    answer, chunks = asyncio.run(ask())
+    answer, chunks = asyncio.run(send_requests())
     assert reply_of(answer.choices[0].message.content, answer.usage) == join(chunks) == short.chat
 
 

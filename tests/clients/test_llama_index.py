@@ -41,12 +41,12 @@ def test_streamed_chat(server: Server, question: Question) -> None:
 
 
 def test_async_chats(server: Server, short: Question) -> None:
-    async def ask() -> tuple[str | None, list[str]]:
+    async def send_requests() -> tuple[str | None, list[str]]:
         model = reach(server, short.model)
         answer = await model.achat(MESSAGES)
         return answer.message.content, [piece.delta or "" async for piece in await model.astream_chat(MESSAGES)]
 
-    whole, pieces = asyncio.run(ask())
+    whole, pieces = asyncio.run(send_requests())
     assert whole == "".join(pieces) == short.chat.text
 
 

@@ -1,6 +1,6 @@
 """`lm_eval` with `local-completions`: token ID prompts, generation and log likelihoods.
 
-guidellm, the other tool of this kind that was tried, wants torch with CUDA: gigabytes for one client.
+guidellm is not tested, because it requires torch with CUDA.
 """
 
 from typing import Any

@@ -34,8 +34,8 @@ def expected_of(question: Question) -> dict[str, list[Any]]:
     return {"chat": chat, "chatStream": chat, "completion": completion, "completionStream": completion}
 
 
-def run(script: str, asked: dict[str, Any]) -> Any:
-    command = [str(NODE), "--input-type=module", "-e", RUN, f"./{script}", json.dumps(asked)]
+def run(script: str, payload: dict[str, Any]) -> Any:
+    command = [str(NODE), "--input-type=module", "-e", RUN, f"./{script}", json.dumps(payload)]
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -48,11 +48,11 @@ def test_openai(server: Server, questions: dict[str, Question]) -> None:
 def test_vercel(server: Server, questions: dict[str, Question]) -> None:
     """Compare with plain completions, using the SDK's prompt format."""
     prompt = f"user:\n{PROMPT}\n\nassistant:\n"
-    asked = {
+    payload = {
         model: question._replace(completion=complete_plainly(server, model, prompt))
         for model, question in questions.items()
     }
-    check(run("ask_vercel.mjs", asked_of(server, asked)), asked)
+    check(run("ask_vercel.mjs", asked_of(server, payload)), payload)
 
 
 def test_vercel_tools(tool_server: Server) -> None:

@@ -70,23 +70,29 @@ def test_streamed_completion(client: openai.OpenAI, question: Question) -> None:
 def test_concurrent_requests_to_all_models(server: Server, questions: dict[str, Question]) -> None:
     """Run requests with and without streaming for all models concurrently."""
 
-    async def whole(client: openai.AsyncOpenAI, asked: Question) -> Reply:
-        answer = await client.chat.completions.create(model=asked.model, messages=asked.messages, **GREEDY)
+    async def whole(client: openai.AsyncOpenAI, each_question: Question) -> Reply:
+        answer = await client.chat.completions.create(
+            model=each_question.model, messages=each_question.messages, **GREEDY
+        )
         return reply_of(answer.choices[0].message.content or "", answer.usage)
 
-    async def streamed(client: openai.AsyncOpenAI, asked: Question) -> Reply:
+    async def streamed(client: openai.AsyncOpenAI, each_question: Question) -> Reply:
         stream = await client.chat.completions.create(
-            model=asked.model, messages=asked.messages, **GREEDY, **WITH_USAGE
+            model=each_question.model, messages=each_question.messages, **GREEDY, **WITH_USAGE
         )
         return join_chats([chunk async for chunk in stream])
 
-    async def crowd() -> list[Reply]:
+    async def run_all() -> list[Reply]:
         async with openai.AsyncOpenAI(base_url=server.v1, api_key="none", max_retries=0) as client:
             return await asyncio.gather(
-                *(ask(client, asked) for asked in questions.values() for ask in (whole, streamed))
+                *(
+                    send_requests(client, each_question)
+                    for each_question in questions.values()
+                    for send_requests in (whole, streamed)
+                )
             )
 
-    assert asyncio.run(crowd()) == [asked.chat for asked in questions.values() for _ in range(2)]
+    assert asyncio.run(run_all()) == [each_question.chat for each_question in questions.values() for _ in range(2)]
 
 
 def test_unknown_model_error(client: openai.OpenAI, server: Server, questions: dict[str, Question]) -> None:
@@ -95,12 +101,12 @@ def test_unknown_model_error(client: openai.OpenAI, server: Server, questions: d
         with pytest.raises(openai.NotFoundError, match=NOBODY):
             client.chat.completions.create(model=NOBODY, messages=messages, **options)
 
-    async def ask() -> None:
+    async def send_requests() -> None:
         async with openai.AsyncOpenAI(base_url=server.v1, api_key="none", max_retries=0) as other:
             await other.chat.completions.create(model=NOBODY, messages=messages)
 
     with pytest.raises(openai.NotFoundError, match=NOBODY):
-        asyncio.run(ask())
+        asyncio.run(send_requests())
 
 
 def test_tools_without_template_support_are_rejected(client: openai.OpenAI) -> None:
@@ -110,11 +116,16 @@ def test_tools_without_template_support_are_rejected(client: openai.OpenAI) -> N
 
 
 def test_responses_api(client: openai.OpenAI, question: Question) -> None:
-    asked: dict[str, Any] = {"model": question.model, "input": PROMPT, "temperature": 0, "max_output_tokens": LENGTH}
-    whole = client.responses.create(**asked)
+    each_question: dict[str, Any] = {
+        "model": question.model,
+        "input": PROMPT,
+        "temperature": 0,
+        "max_output_tokens": LENGTH,
+    }
+    whole = client.responses.create(**each_question)
     assert whole.usage is not None
     assert Reply(whole.output_text, whole.usage.input_tokens, whole.usage.output_tokens) == question.chat
-    with client.responses.stream(**asked) as stream:
+    with client.responses.stream(**each_question) as stream:
         deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
         assert stream.get_final_response().output_text == question.chat.text
     assert len(deltas) > 3

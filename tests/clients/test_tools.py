@@ -38,8 +38,8 @@ class Unknown(BaseModel):
     reason: Literal["forgotten", "never known"]
 
 
-class Answer(BaseModel):
-    """One of two, by a number: a union that pydantic writes as `oneOf`."""
+class Verdict(BaseModel):
+    """A discriminated union, which pydantic writes as `oneOf`."""
 
     found: Annotated[Known | Unknown, Field(discriminator="version")]
 
@@ -86,13 +86,13 @@ def test_openai_responses(client: openai.OpenAI) -> None:
 
 def test_openai_union_types(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": MODEL, "temperature": 1, "max_tokens": 100, "n": 8}
-    answers = client.chat.completions.parse(messages=MESSAGES, response_format=Answer, **asked).choices
+    answers = client.chat.completions.parse(messages=MESSAGES, response_format=Verdict, **asked).choices
     found = [answer.message.parsed.found for answer in answers if answer.message.parsed]
     assert len(found) == 8
     assert {type(each) for each in found} <= {Known, Unknown}
 
 
-# --- Others -----------------------------------------------------------------------------------------------------------
+# --- Other clients ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA])

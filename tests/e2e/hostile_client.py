@@ -12,7 +12,7 @@ TIMEOUT_S = 60  # shorter than the server's idle timeout of 75 s
 HOST = "127.0.0.1"
 
 
-class Answer:
+class HttpResponse:
     """One raw HTTP response."""
 
     def __init__(self) -> None:
@@ -30,34 +30,34 @@ class _Reader:
     """httptools callbacks that collect consecutive responses."""
 
     def __init__(self) -> None:
-        self.answers: list[Answer] = []
+        self.responses: list[HttpResponse] = []
         self.parser = httptools.HttpResponseParser(self)
 
     def on_message_begin(self) -> None:
-        self.answers.append(Answer())
+        self.responses.append(HttpResponse())
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.answers[-1].headers[name.decode().lower()] = value.decode("latin-1")
-        self.answers[-1].header_names.append(name.decode().lower())
+        self.responses[-1].headers[name.decode().lower()] = value.decode("latin-1")
+        self.responses[-1].header_names.append(name.decode().lower())
 
     def on_headers_complete(self) -> None:
-        self.answers[-1].status = self.parser.get_status_code()
+        self.responses[-1].status = self.parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        self.answers[-1].body += body
+        self.responses[-1].body += body
 
     def on_message_complete(self) -> None:
-        self.answers[-1].is_complete = True
+        self.responses[-1].is_complete = True
 
 
 def connect(port: int) -> socket.socket:
     return socket.create_connection((HOST, port), TIMEOUT_S)
 
 
-def read(connection: socket.socket, count: int | None = None) -> list[Answer]:
+def read(connection: socket.socket, count: int | None = None) -> list[HttpResponse]:
     """Read `count` responses, or all responses until the server closes the connection."""
     reader = _Reader()
-    while count is None or sum(answer.is_complete for answer in reader.answers) < count:
+    while count is None or sum(response.is_complete for response in reader.responses) < count:
         try:
             data = connection.recv(2**16)
         except (ConnectionResetError, BrokenPipeError):
@@ -65,10 +65,10 @@ def read(connection: socket.socket, count: int | None = None) -> list[Answer]:
         if not data:
             break
         reader.parser.feed_data(data)
-    return reader.answers
+    return reader.responses
 
 
-def exchange(port: int, *pieces: bytes, count: int | None = None, half_close: bool = False) -> list[Answer]:
+def exchange(port: int, *pieces: bytes, count: int | None = None, half_close: bool = False) -> list[HttpResponse]:
     """Send data until the server stops reading, and read the responses."""
     with connect(port) as connection:
         with suppress(ConnectionResetError, BrokenPipeError):

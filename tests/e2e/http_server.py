@@ -91,7 +91,7 @@ def import_path() -> str:
     return os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
-class Answer(NamedTuple):
+class HttpResponse(NamedTuple):
     """A raw HTTP response with lower-case header names."""
 
     status: int
@@ -128,18 +128,18 @@ class Server:
 
     def send(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, timeout_s: float = 60
-    ) -> Answer:
+    ) -> HttpResponse:
         """Send a request on a new connection. Bytes are sent unchanged, other bodies as JSON."""
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         kind = {} if body is None else {"content-type": "application/json"}
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)) as connection:
             connection.request(method, path, content, {**kind, **(headers or {})})
             response = connection.getresponse()
-            return Answer(
+            return HttpResponse(
                 response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
             )
 
-    def post(self, path: str, body: Any, **headers: str) -> Answer:
+    def post(self, path: str, body: Any, **headers: str) -> HttpResponse:
         return self.send("POST", path, body, {name.replace("_", "-"): value for name, value in headers.items()})
 
     @contextmanager

@@ -36,9 +36,9 @@ def listed(server: Server, headers: dict[str, str] | None = None) -> dict[str, d
 
 
 def change(server: Server, action: str, name: str, **more: Any) -> Any:
-    answer = server.send("POST", f"/v1/adapters/{action}", {"adapter_id": name, **more}, ADMIN)
-    assert answer.status == 200, answer.body
-    return answer.json
+    response = server.send("POST", f"/v1/adapters/{action}", {"adapter_id": name, **more}, ADMIN)
+    assert response.status == 200, response.body
+    return response.json
 
 
 def send_generate(server: Server, name: str) -> None:
@@ -126,10 +126,10 @@ def test_old_adapter_is_served_until_overwrite_is_complete(server: Server, folde
         for piece in (new[:100], new[100:1000]):
             file.write(piece)
             file.flush()
-            answer = server.post("/generate", body)
-            assert (answer.status, answer.headers["x-adapter-version"]) == (200, "previous")
-            assert answer.headers["x-adapter-hash"] == before.headers["x-adapter-hash"]
-            assert answer.json == before.json
+            response = server.post("/generate", body)
+            assert (response.status, response.headers["x-adapter-version"]) == (200, "previous")
+            assert response.headers["x-adapter-hash"] == before.headers["x-adapter-hash"]
+            assert response.json == before.json
         assert "slow" in listed(server)["slow"]["error"]
         file.write(new[1000:])
     change(server, "load", "slow")  # checks the folder immediately
@@ -143,9 +143,9 @@ def test_merges_with_different_seeds_share_one_name(server: Server) -> None:
     def merged(seed: int | None, **more: Any) -> str:
         merge = {"ids": ["second", "slow"], "merge_strategy": "dare_linear", "density": 0.5, **more}
         parameters = {"merged_adapters": merge, "seed": seed, "max_new_tokens": 1}
-        answer = server.post("/generate", {"inputs": "hello", "parameters": parameters})
-        assert (answer.status, answer.headers.get("x-adapter-id")) == (200, "second,slow"), answer.body
-        return answer.headers["x-adapter-hash"]
+        response = server.post("/generate", {"inputs": "hello", "parameters": parameters})
+        assert (response.status, response.headers.get("x-adapter-id")) == (200, "second,slow"), response.body
+        return response.headers["x-adapter-hash"]
 
     assert merged(None) == merged(None) == merged(0)
     assert len({merged(seed) for seed in (0, 1, 2)}) == 3

@@ -71,8 +71,8 @@ def make_models(folder: Path, name: str = "llama-gqa") -> dict[str | None, Any]:
     return {None: model} | {adapter.name: with_adapter(model, adapter) for adapter in adapters}
 
 
-def token_ids(answer: Any) -> list[int]:
-    return [token.id for token in answer.details.tokens]
+def token_ids(response: Any) -> list[int]:
+    return [token.id for token in response.details.tokens]
 
 
 def text_of(tokens: list[Any]) -> str:
@@ -82,17 +82,17 @@ def text_of(tokens: list[Any]) -> str:
 def check_answers(client: LoraxClient, model: Any, adapter: str | None) -> int:
     """Compare completions with transformers. Return the number of compared tokens."""
     expected = greedy(model, ids_of([PROMPT])[0])
-    answer = client.generate(adapter_id=adapter)
-    assert token_ids(answer)[: len(expected)] == expected
-    assert text_of(answer.details.tokens) == answer.generated_text
-    assert answer.details.generated_tokens == len(answer.details.tokens) == NEW_TOKENS
-    assert answer.details.finish_reason == "length"
+    response = client.generate(adapter_id=adapter)
+    assert token_ids(response)[: len(expected)] == expected
+    assert text_of(response.details.tokens) == response.generated_text
+    assert response.details.generated_tokens == len(response.details.tokens) == NEW_TOKENS
+    assert response.details.finish_reason == "length"
     events = client.stream(adapter_id=adapter)
-    assert [event.token.id for event in events] == token_ids(answer)
-    assert [event.token.text for event in events] == [token.text for token in answer.details.tokens]
-    assert [event.generated_text for event in events] == [None] * (NEW_TOKENS - 1) + [answer.generated_text]
+    assert [event.token.id for event in events] == token_ids(response)
+    assert [event.token.text for event in events] == [token.text for token in response.details.tokens]
+    assert [event.generated_text for event in events] == [None] * (NEW_TOKENS - 1) + [response.generated_text]
     assert events[-1].details.generated_tokens == NEW_TOKENS
-    assert events[-1].details.prompt_tokens == answer.details.prompt_tokens == len(ids_of([PROMPT])[0])
+    assert events[-1].details.prompt_tokens == response.details.prompt_tokens == len(ids_of([PROMPT])[0])
     return len(expected)
 
 
@@ -114,5 +114,5 @@ def test_every_architecture_matches_transformers_and_peft(name: str, tmp_path: P
                     client.generate(adapter_id="first")
             client.close()
             assert min(compared) > NEW_TOKENS // 2
-    answers = {tuple(greedy(model, ids_of([PROMPT])[0])) for model in models.values()}
-    assert len(answers) == len(models)
+    responses = {tuple(greedy(model, ids_of([PROMPT])[0])) for model in models.values()}
+    assert len(responses) == len(models)

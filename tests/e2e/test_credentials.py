@@ -9,7 +9,7 @@ import pytest
 
 from tests.adapters.sources.hub_server import HubServer, Repo
 from tests.adapters.sources.server import running
-from tests.e2e.http_server import Answer, Server, serving, write_model
+from tests.e2e.http_server import HttpResponse, Server, serving, write_model
 
 SECRET, KEY = "hf-secret", "sk-of-the-server"
 PRIVATE, GATED, PUBLIC = "owner/private", "owner/gated", "owner/public"
@@ -48,7 +48,7 @@ def open_server(hub: HubServer, folder: Path, tmp_path_factory: pytest.TempPathF
         yield server
 
 
-def send_generate(server: Server, adapter: str, bearer: str | None = None, **parameters: Any) -> Answer:
+def send_generate(server: Server, adapter: str, bearer: str | None = None, **parameters: Any) -> HttpResponse:
     body = {"inputs": "hello", "parameters": {"max_new_tokens": 4, "adapter_id": adapter, **parameters}}
     return server.post("/generate", body, **({} if bearer is None else {"authorization": f"Bearer {bearer}"}))
 
@@ -63,10 +63,10 @@ def tokens_seen(hub: HubServer) -> set[str | None]:
 def test_private_adapter_requires_authorized_token(adapter: str, open_server: Server, hub: HubServer) -> None:
     def check_others() -> None:
         for bearer, token in ((None, None), ("wrong", None), (None, "wrong"), (SECRET, "wrong"), ("", None)):
-            answer = send_generate(open_server, adapter, bearer, api_token=token)
-            assert answer.status == 424, (bearer, token)
-            assert "the hub denies access" in answer.json["error"]
-            assert "x-adapter-hash" not in answer.headers
+            response = send_generate(open_server, adapter, bearer, api_token=token)
+            assert response.status == 424, (bearer, token)
+            assert "the hub denies access" in response.json["error"]
+            assert "x-adapter-hash" not in response.headers
         model = {"model": adapter, "prompt": "hello", "max_tokens": 4}
         assert open_server.post("/v1/completions", model).status == 403
 
@@ -96,9 +96,11 @@ def test_bearer_token_is_sent_only_to_gated_repositories(open_server: Server, hu
     assert tokens_seen(hub) == {None}
     merged = {"adapter_id": None, "merged_adapters": {"ids": [f"{PUBLIC}@shown", PRIVATE], "weights": [1, 1]}}
     send_generate(open_server, "", "another's", **merged)
-    told = {request.path for request in hub.seen if request.headers.get("authorization") == "Bearer another's"}
-    assert told
-    assert all("private" in path for path in told)
+    paths_with_token = {
+        request.path for request in hub.seen if request.headers.get("authorization") == "Bearer another's"
+    }
+    assert paths_with_token
+    assert all("private" in path for path in paths_with_token)
     hub.reset()
 
 

@@ -92,7 +92,9 @@ async def started(config: EngineConfig, **options: Any) -> AsyncIterator[RemoteE
         await client.close()
 
 
-async def ask(client: RemoteEngine, prompt: Sequence[int], adapter: str | None = None, **more: Any) -> list[Output]:
+async def run_request(
+    client: RemoteEngine, prompt: Sequence[int], adapter: str | None = None, **more: Any
+) -> list[Output]:
     if adapter is not None:
         more["adapter_identity"] = (await client.resolve([AdapterRef("local", adapter)])).identity
     stop = StopParams(max_new_tokens=more.pop("max_new_tokens", NEW_TOKENS))
@@ -103,12 +105,12 @@ async def ask(client: RemoteEngine, prompt: Sequence[int], adapter: str | None =
 async def generate_and_disconnect(client: RemoteEngine, prompt: Sequence[int], count: int) -> None:
     """Read a few tokens and disconnect."""
     request = Request(client.new_id(), list(prompt), SamplingParams(), StopParams(max_new_tokens=NEW_TOKENS))
-    answer = client.generate(request)
-    async for _ in answer:
+    response = client.generate(request)
+    async for _ in response:
         count -= 1
         if count <= 0:
             break
-    await answer.aclose()
+    await response.aclose()
 
 
 async def until_healthy(client: RemoteEngine) -> None:
@@ -124,7 +126,7 @@ def check_concurrent_requests(config: EngineConfig, oracles: list[Any]) -> Engin
     """
     prompts, chance = make_prompts(), random.Random(0)
 
-    async def crowd() -> tuple[list[list[Output]], EngineStatus]:
+    async def run_requests() -> tuple[list[list[Output]], EngineStatus]:
         async with started(config) as client:
             names = [f"rank-{rank}" for rank in RANKS]
             found = [await client.resolve([AdapterRef("local", name)]) for name in names]
@@ -134,7 +136,9 @@ def check_concurrent_requests(config: EngineConfig, oracles: list[Any]) -> Engin
             try:
                 for i, prompt in enumerate(prompts):
                     tasks.append(
-                        asyncio.create_task(ask(client, prompt, adapter_identity=identities[ADAPTER_OF_REQUEST[i]]))
+                        asyncio.create_task(
+                            run_request(client, prompt, adapter_identity=identities[ADAPTER_OF_REQUEST[i]])
+                        )
                     )
                     tasks.append(asyncio.create_task(generate_and_disconnect(client, prompt, chance.randrange(5))))
                     await asyncio.sleep(chance.choice([0, 0, 0.005]))
@@ -142,14 +146,14 @@ def check_concurrent_requests(config: EngineConfig, oracles: list[Any]) -> Engin
                         os.kill(engine_pid(client), signal.SIGCONT)
             finally:
                 os.kill(engine_pid(client), signal.SIGCONT)
-            answers = [answer for answer in await asyncio.gather(*tasks) if answer is not None]
-            return answers, await client.status()
+            responses = [response for response in await asyncio.gather(*tasks) if response is not None]
+            return responses, await client.status()
 
-    answers, status = asyncio.run(crowd())
+    responses, status = asyncio.run(run_requests())
     tensors, compared = dict(oracles[0].state_dict()), 0
-    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         expected = oracle_greedy(oracles[ADAPTER_OF_REQUEST[i]], prompt, NEW_TOKENS, tensors)
-        assert [output.tokens[0].token_id for output in answer][: len(expected)] == expected
+        assert [output.tokens[0].token_id for output in response][: len(expected)] == expected
         compared += len(expected)
     assert compared > 100
     return status
@@ -196,8 +200,8 @@ def test_sampling_depends_only_on_request(ranks: int, tmp_path: Path) -> None:
             async def draw(i: int) -> list[int]:
                 adapter = f"rank-{RANKS[ADAPTER_OF_REQUEST[i] - 1]}" if ADAPTER_OF_REQUEST[i] else None
                 sampling = SamplingParams(do_sample=True, temperature=0.9, top_p=0.9, seed=i)
-                answer = await ask(client, prompts[i], adapter, sampling=sampling)
-                return [output.tokens[0].token_id for output in answer]
+                response = await run_request(client, prompts[i], adapter, sampling=sampling)
+                return [output.tokens[0].token_id for output in response]
 
             alone = [await draw(i) for i in range(len(prompts))]
             assert await asyncio.gather(*(draw(i) for i in range(len(prompts)))) == alone
@@ -219,20 +223,20 @@ def test_bad_requests_do_not_affect_other_requests(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with started(make_config(tmp_path)) as client:
-            alone = [output.tokens[0].token_id for output in await ask(client, prompt)]
+            alone = [output.tokens[0].token_id for output in await run_request(client, prompt)]
             with pytest.raises(InputError, match="beyond the vocabulary of 97"):
-                await ask(client, [5, 97])
+                await run_request(client, [5, 97])
             with pytest.raises(InputError, match="must be <= 48"):
-                await ask(client, [5] * 40)
+                await run_request(client, [5] * 40)
             with pytest.raises(InputError, match="cannot be empty"):
-                await ask(client, [])
+                await run_request(client, [])
             with pytest.raises(AdapterNotFoundError):
-                await ask(client, prompt, "../../etc")
+                await run_request(client, prompt, "../../etc")
             with pytest.raises(AdapterError, match="adapter_config"):
-                await ask(client, prompt, "broken")
+                await run_request(client, prompt, "broken")
             with pytest.raises(InputError, match="logit_bias"):
-                await ask(client, prompt, sampling=SamplingParams(logit_bias={97: 1.0}))
-            assert [output.tokens[0].token_id for output in await ask(client, prompt)] == alone
+                await run_request(client, prompt, sampling=SamplingParams(logit_bias={97: 1.0}))
+            assert [output.tokens[0].token_id for output in await run_request(client, prompt)] == alone
             assert client.is_healthy
 
     asyncio.run(run())
@@ -245,22 +249,22 @@ def test_dead_rank_restarts_all_ranks(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with started(make_config(tmp_path, ranks=2, max_length=None, cache_bytes=2**20)) as client:
-            alone = [output.tokens[0].token_id for output in await ask(client, prompt)]
+            alone = [output.tokens[0].token_id for output in await run_request(client, prompt)]
             engine = engine_pid(client)
             (rank,) = forked_pids() - others - {engine}
             os.kill(rank, signal.SIGSTOP)  # no step finishes, so both requests keep running
-            running = [asyncio.create_task(ask(client, prompt)) for _ in range(2)]
+            running = [asyncio.create_task(run_request(client, prompt)) for _ in range(2)]
             while len(client._streams) < len(running):
                 await asyncio.sleep(0.01)
             os.kill(rank, signal.SIGKILL)
             for each in running:
-                with pytest.raises(EngineError, match="rank 1 ended with exit code -9"):
+                with pytest.raises(EngineError, match="rank 1 exited with code -9"):
                     await each
             assert not client.is_healthy
             await until_healthy(client)
             assert not is_alive(engine)
             assert not is_alive(rank)
-            assert [output.tokens[0].token_id for output in await ask(client, prompt)] == alone
+            assert [output.tokens[0].token_id for output in await run_request(client, prompt)] == alone
             last = forked_pids() - others
             assert len(last) == 2
         assert not any(is_alive(process) for process in last)
@@ -317,13 +321,13 @@ def test_request_can_merge_adapters(tmp_path: Path) -> None:
     async def run() -> None:
         async with started(make_config(tmp_path)) as client:
             one, other = AdapterRef("local", "rank-2"), AdapterRef("local", "rank-5")
-            answers = []
+            responses = []
             for refs, weights in (([one], (0.5,)), ([one, other], (0.5, 0.0)), ([one, other], (0.5, 0.5))):
                 merged = await client.resolve(refs, Merge(weights))
                 request = Request(client.new_id(), prompt, SamplingParams(), StopParams(max_new_tokens=8))
                 request = replace(request, adapter_identity=merged.identity)
-                answers.append([output.tokens[0].token_id async for output in client.generate(request)])
-            assert answers[0] == answers[1] != answers[2]
+                responses.append([output.tokens[0].token_id async for output in client.generate(request)])
+            assert responses[0] == responses[1] != responses[2]
 
     asyncio.run(run())
 

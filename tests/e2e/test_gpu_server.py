@@ -18,18 +18,21 @@ NEW_TOKENS = 16
 def test_concurrent_requests_match_single_requests(name: str, tmp_path: Path) -> None:
     model = write_model(tmp_path, name)
     models = {None: model} | {each: with_adapter(model, tmp_path / "adapters" / each) for each in ("first", "second")}
-    asked = [(prompt, adapter) for prompt in PROMPTS for adapter in models]
-    with serving(tmp_path, "--device", "cuda", "--dtype", "float32") as server, ThreadPoolExecutor(len(asked)) as pool:
+    request_body = [(prompt, adapter) for prompt in PROMPTS for adapter in models]
+    with (
+        serving(tmp_path, "--device", "cuda", "--dtype", "float32") as server,
+        ThreadPoolExecutor(len(request_body)) as pool,
+    ):
 
-        def ask(prompt: str, adapter: str | None) -> list[int]:
+        def send_requests(prompt: str, adapter: str | None) -> list[int]:
             parameters = {"adapter_id": adapter, "max_new_tokens": NEW_TOKENS, "ignore_eos_token": True}
             body = {"inputs": prompt, "parameters": parameters}
             return [event["token"]["id"] for event in server.post("/generate_stream", body).events]
 
-        answers = list(pool.map(lambda pair: ask(*pair), asked))
+        responses = list(pool.map(lambda pair: send_requests(*pair), request_body))
         assert server.send("GET", "/info").json["model_device_type"] == "cuda"
         assert server.send("GET", "/health").status == 200
-    for (prompt, adapter), answer in zip(asked, answers, strict=True):
+    for (prompt, adapter), response in zip(request_body, responses, strict=True):
         wanted = oracle_greedy(models[adapter], ids_of([prompt])[0], NEW_TOKENS, {})  # up to the first tie
         assert len(wanted) > 1
-        assert answer[: len(wanted)] == wanted
+        assert response[: len(wanted)] == wanted

@@ -35,7 +35,7 @@ from tests.e2e.hostile_cases import (
     keep_alive_request,
     with_field,
 )
-from tests.e2e.hostile_client import TIMEOUT_S, Answer, connect, exchange, post, read, request
+from tests.e2e.hostile_client import TIMEOUT_S, HttpResponse, connect, exchange, post, read, request
 from tests.e2e.http_server import Server, serving, write_model
 from tests.grids import some_fast
 
@@ -81,31 +81,31 @@ def _permanent_children(process: psutil.Process) -> list[psutil.Process]:
 @pytest.fixture(autouse=True)
 def _server_still_responds(server: Server) -> Iterator[None]:
     yield
-    (answer,) = exchange(server.port, post(NATIVE, INPUTS))
-    assert answer.status == 200
-    assert "generated_text" in answer.json()
+    (response,) = exchange(server.port, post(NATIVE, INPUTS))
+    assert response.status == 200
+    assert "generated_text" in response.json()
 
 
-def check(answers: list[Answer], path: str, *statuses: int) -> None:
+def check(responses: list[HttpResponse], path: str, *statuses: int) -> None:
     """Check for one response with an expected status, in the format of the route."""
-    assert len(answers) == 1, [(answer.status, answer.body[:200]) for answer in answers]
-    (answer,) = answers
-    assert answer.is_complete
-    assert answer.status in statuses, (answer.status, answer.body[:500])
-    if answer.status >= 400:
-        assert answer.headers["content-type"] == "application/json"
-        check_style(answer, path)
+    assert len(responses) == 1, [(response.status, response.body[:200]) for response in responses]
+    (response,) = responses
+    assert response.is_complete
+    assert response.status in statuses, (response.status, response.body[:500])
+    if response.status >= 400:
+        assert response.headers["content-type"] == "application/json"
+        check_style(response, path)
 
 
-def check_style(answer: Answer, path: str) -> None:
-    error = answer.json()["error"]
+def check_style(response: HttpResponse, path: str) -> None:
+    error = response.json()["error"]
     if path.startswith("/v1/"):
         assert set(error) == {"message", "type", "param", "code"}
         assert error["message"]
     else:
-        assert set(answer.json()) == {"error", "error_type"}
+        assert set(response.json()) == {"error", "error_type"}
         assert error
-    assert len(answer.body) < 10_000  # the response does not repeat a large request
+    assert len(response.body) < 10_000  # the response does not repeat a large request
 
 
 # --- Bodies -----------------------------------------------------------------------------------------------------------
@@ -151,9 +151,9 @@ def _parameter_id(value: Any) -> str:
 
 @pytest.mark.parametrize(("path", "field", "value", "status"), some_fast(VALUES), ids=_parameter_id)
 def test_invalid_field_values_are_rejected(server: Server, path: str, field: str, value: Any, status: int) -> None:
-    answers = exchange(server.port, with_field(path, field, value))
-    check(answers, path, status)
-    assert "x-evil" not in answers[0].headers
+    responses = exchange(server.port, with_field(path, field, value))
+    check(responses, path, status)
+    assert "x-evil" not in responses[0].headers
 
 
 @pytest.mark.parametrize(("path", "field"), FIELDS)
@@ -186,27 +186,27 @@ def test_unusual_characters_are_accepted(server: Server, text: str) -> None:
 @pytest.mark.parametrize("name", RAW)
 def test_malformed_http_is_rejected(server: Server, name: str) -> None:
     data, statuses, path = RAW[name]
-    answers = exchange(server.port, data)
-    check(answers, path, *statuses)
-    assert "set-cookie" not in answers[0].headers
-    assert answers[0].headers.get("x-request-id", "x").isascii()
+    responses = exchange(server.port, data)
+    check(responses, path, *statuses)
+    assert "set-cookie" not in responses[0].headers
+    assert responses[0].headers.get("x-request-id", "x").isascii()
 
 
 @pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "TRACE", "PUT", "DELETE", "PATCH", "PROPFIND", "M-SEARCH"])
 def test_unsupported_methods_are_rejected(server: Server, method: str) -> None:
     """Unsupported methods get 405 with the supported methods, and have no effect."""
     for path in (*GET_PATHS, *POST_PATHS):
-        (answer,) = exchange(server.port, request(method, path))
+        (response,) = exchange(server.port, request(method, path))
         if method == "HEAD" and path in GET_PATHS:
-            assert answer.status == (404 if path == "/v1/models/x" else 200)
-            assert answer.body == b""
+            assert response.status == (404 if path == "/v1/models/x" else 200)
+            assert response.body == b""
             continue
-        assert answer.status == 405, path
+        assert response.status == 405, path
         expected = {"GET", "HEAD"} if path in GET_PATHS else set()
         expected |= {"POST"} if path in (*POST_PATHS, "/") else set()
-        assert set(answer.headers["allow"].split(", ")) == expected
+        assert set(response.headers["allow"].split(", ")) == expected
         if method != "HEAD":
-            check_style(answer, path)
+            check_style(response, path)
 
 
 @pytest.mark.parametrize("path", GET_PATHS[1:])
@@ -217,22 +217,22 @@ def test_post_to_get_route_is_rejected(server: Server, path: str) -> None:
 @pytest.mark.parametrize("method", ["POST", "DELETE"])
 def test_cross_origin_preflight_is_rejected(server: Server, method: str) -> None:
     headers = (("origin", "http://evil"), ("access-control-request-method", method))
-    (answer,) = exchange(server.port, request("OPTIONS", NATIVE, headers))
-    assert answer.status == 400
-    assert "access-control-allow-origin" not in answer.headers
+    (response,) = exchange(server.port, request("OPTIONS", NATIVE, headers))
+    assert response.status == 400
+    assert "access-control-allow-origin" not in response.headers
 
 
 # --- Connections ------------------------------------------------------------------------------------------------------
 
 
 def test_pipelined_requests_are_served_in_order(server: Server) -> None:
-    answers = exchange(server.port, keep_alive_request("GET", "/health") * 1000 + ALIVE)
-    assert [answer.status for answer in answers] == [200] * 1001
+    responses = exchange(server.port, keep_alive_request("GET", "/health") * 1000 + ALIVE)
+    assert [response.status for response in responses] == [200] * 1001
 
 
 def test_garbage_after_request_is_rejected(server: Server) -> None:
-    answers = exchange(server.port, keep_alive_request("GET", "/health"), b"\0\1\2garbage\r\n\r\n")
-    assert [answer.status for answer in answers] in ([200, 400], [400])
+    responses = exchange(server.port, keep_alive_request("GET", "/health"), b"\0\1\2garbage\r\n\r\n")
+    assert [response.status for response in responses] in ([200, 400], [400])
 
 
 def test_garbage_during_stream_does_not_corrupt_stream(server: Server) -> None:
@@ -271,15 +271,15 @@ def test_expect_continue_is_supported(server: Server) -> None:
         connection.sendall(head)
         assert connection.recv(2**16).startswith(b"HTTP/1.1 100 ")
         connection.sendall(GOOD)
-        (answer,) = read(connection, 1)
-    assert answer.status == 200
+        (response,) = read(connection, 1)
+    assert response.status == 200
 
 
 def test_half_closed_incomplete_request_is_closed(server: Server) -> None:
     """A client that half-closes the connection before its request is complete has disconnected."""
     for data in (b"", ALIVE[:10], post(NATIVE, GOOD, ("content-length", "1000"))):
-        answers = exchange(server.port, data, half_close=True)
-        assert [answer.status for answer in answers] in ([], [400])
+        responses = exchange(server.port, data, half_close=True)
+        assert [response.status for response in responses] in ([], [400])
 
 
 def test_connect_and_disconnect_is_harmless(server: Server) -> None:

@@ -29,7 +29,7 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 TOOLS: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required"}
 FUNCTIONS: dict[str, Any] = {"tools": [{"type": "function", **WEATHER["function"]}], "tool_choice": "required"}  # type: ignore[dict-item]
 # Functions that analyze requests.
-JOIN = "lorax_server.structured_output.grammars.join_disjoint"
+JOIN = "lorax_server.structured_output.grammars.rewrite_one_of"
 CONVERT = "llguidance.gbnf_to_lark.gbnf_to_lark"
 OFFER = "lorax_server.server.routes.chat.parse_tool_definitions"
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -68,7 +68,7 @@ def test_analysis_does_not_block_the_event_loop(case: str, monkeypatch: pytest.M
     path, body, target = CASES[case]
     hook, server = Hook(target, monkeypatch), ScriptedServer()
 
-    async def ask() -> tuple[Reply, Reply]:
+    async def send_requests() -> tuple[Reply, Reply]:
         asking = asyncio.create_task(server._send("POST", path, {"model": "", **body}, {}))
         assert await asyncio.to_thread(hook.entered.wait, 30)
         health = await server._send("GET", "/health", None, {})
@@ -76,7 +76,7 @@ def test_analysis_does_not_block_the_event_loop(case: str, monkeypatch: pytest.M
         hook.released.set()
         return health, await asking
 
-    health, reply = asyncio.run(ask())
+    health, reply = asyncio.run(send_requests())
     assert hook.was_released  # by this test, during the analysis
     assert (health.status, reply.status) == (200, 200)
     assert server.grammar
@@ -89,12 +89,12 @@ def test_only_admitted_requests_are_analyzed(case: str, monkeypatch: pytest.Monk
     keys.write_text(f'[keys.alice]\nkey = "{KEY}"\nrequests_per_minute = 1\n')
     hook, server = Hook(target, monkeypatch), ScriptedServer(keys_file=keys)
     hook.released.set()
-    asked = {"model": "", **body}
-    assert server.post(path, asked, "wrong").status == 401
+    request_body = {"model": "", **body}
+    assert server.post(path, request_body, "wrong").status == 401
     assert hook.num_calls == 0
-    assert server.post(path, asked, KEY).status == 200
+    assert server.post(path, request_body, KEY).status == 200
     assert hook.num_calls == 1
-    assert server.post(path, asked, KEY).status == 429
+    assert server.post(path, request_body, KEY).status == 429
     assert hook.num_calls == 1
 
 

@@ -64,12 +64,12 @@ def client(request: pytest.FixtureRequest, world: ServerAndModels) -> Iterator[L
 
 
 def test_details_can_be_disabled(world: ServerAndModels, client: LoraxClient) -> None:
-    answer = client.generate(details=False)
-    assert answer.details is None
-    assert answer.generated_text == client.generate().generated_text
+    reply = client.generate(details=False)
+    assert reply.details is None
+    assert reply.generated_text == client.generate().generated_text
     events = client.stream(details=False)
     assert [event.details for event in events] == [None] * NEW_TOKENS
-    assert events[-1].generated_text == answer.generated_text
+    assert events[-1].generated_text == reply.generated_text
 
 
 def test_unlimited_completion_stops_at_eos_or_context_length(client: LoraxClient) -> None:
@@ -124,24 +124,24 @@ def test_prompt_logprobs_match_transformers(world: ServerAndModels, client: Lora
 def test_stop_sequence_is_included_in_text(client: LoraxClient) -> None:
     whole = client.generate()
     stop = whole.generated_text[3:5]
-    answer = client.generate(stop_sequences=["never to be seen", stop])
-    assert answer.details.finish_reason == "stop_sequence"
-    assert answer.generated_text == whole.generated_text[: whole.generated_text.index(stop) + len(stop)]
-    assert text_of(answer.details.tokens) == answer.generated_text
+    reply = client.generate(stop_sequences=["never to be seen", stop])
+    assert reply.details.finish_reason == "stop_sequence"
+    assert reply.generated_text == whole.generated_text[: whole.generated_text.index(stop) + len(stop)]
+    assert text_of(reply.details.tokens) == reply.generated_text
     events = client.stream(stop_sequences=[stop])
-    assert events[-1].generated_text == answer.generated_text
+    assert events[-1].generated_text == reply.generated_text
     assert events[-1].details.finish_reason == "stop_sequence"
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
 def test_seed_makes_completion_reproducible(seed: int, client: LoraxClient) -> None:
-    answers = [client.generate(do_sample=True, seed=seed, temperature=1.5, top_k=50, top_p=0.99) for _ in range(2)]
-    assert token_ids(answers[0]) == token_ids(answers[1])
-    assert answers[0].details.seed == seed
+    responses = [client.generate(do_sample=True, seed=seed, temperature=1.5, top_k=50, top_p=0.99) for _ in range(2)]
+    assert token_ids(responses[0]) == token_ids(responses[1])
+    assert responses[0].details.seed == seed
     events = client.stream(do_sample=True, seed=seed, temperature=1.5, top_k=50, top_p=0.99)
-    assert [event.token.id for event in events] == token_ids(answers[0])
+    assert [event.token.id for event in events] == token_ids(responses[0])
     assert events[-1].details.seed == seed
-    assert token_ids(client.generate(do_sample=True, seed=5, temperature=1.5)) != token_ids(answers[0])
+    assert token_ids(client.generate(do_sample=True, seed=5, temperature=1.5)) != token_ids(responses[0])
 
 
 def test_random_seed_is_returned(client: LoraxClient) -> None:
@@ -155,9 +155,9 @@ def test_random_seed_is_returned(client: LoraxClient) -> None:
 def test_truncate_keeps_prompt_end(world: ServerAndModels, client: LoraxClient) -> None:
     prompt = ids_of([PROMPT])[0]
     expected = greedy(world.models[None], prompt[-3:])
-    answer = client.generate(truncate=3)
-    assert answer.details.prompt_tokens == 3
-    assert token_ids(answer)[: len(expected)] == expected
+    reply = client.generate(truncate=3)
+    assert reply.details.prompt_tokens == 3
+    assert token_ids(reply)[: len(expected)] == expected
     long = client.generate("very " * 200 + PROMPT, truncate=20)
     assert long.details.prompt_tokens == 20
 
@@ -192,10 +192,10 @@ def test_low_temperature_matches_greedy(world: ServerAndModels, client: LoraxCli
 def test_adapter_source_and_token_are_accepted(source: str | None, world: ServerAndModels, client: LoraxClient) -> None:
     for adapter in ("first", "second"):
         expected = world.greedy(adapter=adapter)
-        answer = client.generate(adapter_id=adapter, adapter_source=source, api_token="what-the-hub-would-want")
-        assert token_ids(answer)[: len(expected)] == expected
+        reply = client.generate(adapter_id=adapter, adapter_source=source, api_token="what-the-hub-would-want")
+        assert token_ids(reply)[: len(expected)] == expected
         events = client.stream(adapter_id=adapter, adapter_source=source, api_token="what-the-hub-would-want")
-        assert [event.token.id for event in events] == token_ids(answer)
+        assert [event.token.id for event in events] == token_ids(reply)
     for name in ("", "__base_model__"):
         assert token_ids(client.generate(adapter_id=name)) == token_ids(client.generate())
 
@@ -215,8 +215,8 @@ def test_linear_merge_adds_adapter_deltas(world: ServerAndModels, client: LoraxC
     expected = greedy(model, ids_of([PROMPT])[0])
     for strategy in (None, "linear"):
         for density in (0.0, 1.0):
-            answer = client.generate(merged_adapters=merged(strategy, [0.7, 0.4], density))
-            assert token_ids(answer)[: len(expected)] == expected
+            reply = client.generate(merged_adapters=merged(strategy, [0.7, 0.4], density))
+            assert token_ids(reply)[: len(expected)] == expected
     events = client.stream(merged_adapters=merged("linear", [0.7, 0.4]))
     assert [event.token.id for event in events][: len(expected)] == expected
 
@@ -293,26 +293,26 @@ def test_merge_strategies_match_peft(world: ServerAndModels, client: LoraxClient
 def test_server_errors_raise_client_exceptions(
     arguments: dict[str, Any], error: type[Exception], message: str, client: LoraxClient
 ) -> None:
-    for ask in (client.generate, client.stream):
+    for generate_tokens in (client.generate, client.stream):
         with pytest.raises(error, match=message):
-            ask(**arguments)
+            generate_tokens(**arguments)
     assert client.generate().details.generated_tokens == NEW_TOKENS  # other requests are not affected
 
 
 def test_too_long_prompt_is_rejected(client: LoraxClient) -> None:
-    for ask in (client.generate, client.stream):
+    for generate_tokens in (client.generate, client.stream):
         with pytest.raises(ValidationError, match=r"`inputs` tokens \+ `max_new_tokens` must be <= 128\. Given: "):
-            ask("very " * 200)
+            generate_tokens("very " * 200)
         with pytest.raises(ValidationError, match=r"`inputs` must have less than 127 tokens\. Given: "):
-            ask("very " * 200, max_new_tokens=None)
+            generate_tokens("very " * 200, max_new_tokens=None)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_request_timeout_raises_client_error(is_async: bool, world: ServerAndModels) -> None:
     client = LoraxClient(world.server, is_async, x_request_timeout="0.000001")
-    for ask in (client.generate, client.stream):
+    for generate_tokens in (client.generate, client.stream):
         with pytest.raises(ShardTimeoutError, match="the request timed out after 1e-06 s"):
-            ask()
+            generate_tokens()
     client.close()
 
 
@@ -341,9 +341,9 @@ def test_too_many_concurrent_requests_are_rejected(tmp_path: Path) -> None:
             first.request("POST", "/", body, {"content-type": "application/json"})
             response = first.getresponse()
             for client in clients:
-                for ask in (client.generate, client.stream):
+                for generate_tokens in (client.generate, client.stream):
                     with pytest.raises(OverloadedError, match="Model is overloaded"):
-                        ask()
+                        generate_tokens()
         assert response.read().count(b"data: ") == NEW_TOKENS
         clients[0].close()
 
@@ -354,16 +354,16 @@ def test_concurrent_threads_get_correct_completions(method: str, world: ServerAn
     wanted: list[str | None] = [None, "first", "second"] * 4
     alone = {adapter: world.greedy(adapter=adapter) for adapter in world.models}
 
-    async def ask(client: lorax.AsyncClient, adapter: str | None) -> list[int]:
+    async def generate_tokens(client: lorax.AsyncClient, adapter: str | None) -> list[int]:
         if method == "generate":
             return token_ids(await client.generate(PROMPT, adapter_id=adapter, **LENGTH))
         return [event.token.id async for event in client.generate_stream(PROMPT, adapter_id=adapter, **LENGTH)]
 
-    async def crowd() -> list[list[int]]:
+    async def run_requests() -> list[list[int]]:
         client = lorax.AsyncClient(world.server.url)
-        return await asyncio.gather(*(ask(client, adapter) for adapter in wanted))
+        return await asyncio.gather(*(generate_tokens(client, adapter) for adapter in wanted))
 
-    for adapter, tokens in zip(wanted, asyncio.run(crowd()), strict=True):
+    for adapter, tokens in zip(wanted, asyncio.run(run_requests()), strict=True):
         assert tokens[: len(alone[adapter])] == alone[adapter]
 
 
@@ -373,6 +373,6 @@ def test_metrics_are_available_as_text_and_json(world: ServerAndModels) -> None:
     text = world.server.send("GET", "/metrics", headers={"accept": "text/plain"})
     assert text.headers["content-type"].startswith("text/plain")
     assert b"\nlorax_request_count" in text.body
-    answer = world.server.send("GET", "/metrics", headers={"accept": "application/json"}).json
-    assert answer["lorax_queue_length"]["data"][0]["value"] == 0.0
-    assert all(set(each) == {"type", "data"} for each in answer.values())
+    reply = world.server.send("GET", "/metrics", headers={"accept": "application/json"}).json
+    assert reply["lorax_queue_length"]["data"][0]["value"] == 0.0
+    assert all(set(each) == {"type", "data"} for each in reply.values())

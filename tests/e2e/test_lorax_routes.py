@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.http_server import Answer, Server, serving, write_model
+from tests.e2e.http_server import HttpResponse, Server, serving, write_model
 
 PROMPT = "The quick brown fox"
 LENGTH = {"max_new_tokens": 6, "ignore_eos_token": True}
@@ -37,7 +37,7 @@ def server(folder: Path) -> Iterator[Server]:
         yield started
 
 
-def generate(server: Server, path: str = "/generate", inputs: str = PROMPT, **parameters: Any) -> Answer:
+def generate(server: Server, path: str = "/generate", inputs: str = PROMPT, **parameters: Any) -> HttpResponse:
     return server.post(path, {"inputs": inputs, "parameters": {**LENGTH, **parameters}})
 
 
@@ -78,18 +78,18 @@ def test_all_fields_accept_null(server: Server) -> None:
 @pytest.mark.parametrize("path", ["/generate_stream", "/", "/invocations"])
 def test_stream_events_are_single_lines(path: str, server: Server) -> None:
     body = {"inputs": PROMPT, "stream": True, "parameters": {**LENGTH, "details": True}}
-    answer = server.post(path, body)
+    reply = server.post(path, body)
     whole = generate(server, details=True).json
-    assert b"[DONE]" not in answer.body
-    assert b"\r" not in answer.body
-    assert all(set(event) == {"token", "generated_text", "details"} for event in answer.events)
-    assert [event["token"] for event in answer.events] == whole["details"]["tokens"]
-    *others, last = answer.events
+    assert b"[DONE]" not in reply.body
+    assert b"\r" not in reply.body
+    assert all(set(event) == {"token", "generated_text", "details"} for event in reply.events)
+    assert [event["token"] for event in reply.events] == whole["details"]["tokens"]
+    *others, last = reply.events
     assert all(event["generated_text"] is None and event["details"] is None for event in others)
     assert last["generated_text"] == whole["generated_text"]
     assert last["details"] == {"finish_reason": "length", "prompt_tokens": 15, "generated_tokens": 6, "seed": None}
-    first = json.dumps(answer.events[0], ensure_ascii=False, separators=(",", ":"))
-    assert f"data: {first}\n\n".encode() in answer.body
+    first = json.dumps(reply.events[0], ensure_ascii=False, separators=(",", ":"))
+    assert f"data: {first}\n\n".encode() in reply.body
 
 
 def test_eos_token_is_reported_but_not_in_text(server: Server) -> None:
@@ -101,21 +101,21 @@ def test_eos_token_is_reported_but_not_in_text(server: Server) -> None:
             "details": True,
             "ignore_eos_token": False,
         }
-        answer = generate(server, **how).json
-        if answer["details"]["finish_reason"] == "eos_token":
+        reply = generate(server, **how).json
+        if reply["details"]["finish_reason"] == "eos_token":
             break
-    last = answer["details"]["tokens"][-1]
+    last = reply["details"]["tokens"][-1]
     assert (last["text"], last["special"]) == ("</s>", True)
-    assert "</s>" not in answer["generated_text"]
-    assert answer["details"]["generated_tokens"] == len(answer["details"]["tokens"]) < 100
+    assert "</s>" not in reply["generated_text"]
+    assert reply["details"]["generated_tokens"] == len(reply["details"]["tokens"]) < 100
     assert generate(server, "/generate_stream", **how).events[-1]["token"] == last
     assert generate(server, **how | {"ignore_eos_token": True}).json["details"]["generated_tokens"] == 100
 
 
 def test_non_finite_numbers_become_null(server: Server) -> None:
     """Tokens outside top-k have a log probability of minus infinity."""
-    answer = generate(server, details=True, return_k_alternatives=3, top_k=1, seed=0)
-    for token in answer.json["details"]["tokens"]:
+    reply = generate(server, details=True, return_k_alternatives=3, top_k=1, seed=0)
+    for token in reply.json["details"]["tokens"]:
         assert [each["logprob"] for each in token["alternative_tokens"]] == [0.0, None, None]
         assert token["logprob"] == 0.0
 
@@ -142,8 +142,8 @@ def test_silent_stream_sends_keepalives_and_final_error(server: Server) -> None:
 
 @pytest.mark.parametrize("path", ["/generate", "/", "/invocations"])
 def test_response_headers(path: str, server: Server, folder: Path) -> None:
-    answer = generate(server, path)
-    headers = answer.headers
+    reply = generate(server, path)
+    headers = reply.headers
     assert headers["x-compute-type"] == "cpu+optimized"
     assert headers["x-model-id"] == str(folder / "model")
     assert all(re.fullmatch(r"\d+", headers[f"x-{name}"]) for name in (*TIMES, *COUNTS))
@@ -186,8 +186,8 @@ def test_compute_characters_counts_characters(server: Server) -> None:
 def test_request_id_is_returned(given: bytes, is_kept: bool, server: Server) -> None:
     for path in ("/health", "/nowhere"):
         head = b"GET %s HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx-request-id: %s\r\n\r\n"
-        answer = raw(server, head % (path.encode(), given))
-        (found,) = re.findall(rb"(?im)^x-request-id: ([^\r\n]*)\r$", answer)
+        reply = raw(server, head % (path.encode(), given))
+        (found,) = re.findall(rb"(?im)^x-request-id: ([^\r\n]*)\r$", reply)
         assert (found == given) == is_kept
         assert is_kept or re.fullmatch(rb"[0-9a-f]{32}", found)
 
@@ -204,10 +204,10 @@ def raw(server: Server, request: bytes) -> bytes:
 def test_hostile_adapter_name_is_escaped_in_headers(server: Server) -> None:
     for name in ("naïve", "a\r\nx-evil: 1", "\x00", "🙂" * 50, "../../etc", "/etc", "a" * 10_000, "first\n"):
         for path in ROUTES:
-            answer = generate(server, path, adapter_id=name)
-            assert answer.status == 424
-            assert answer.json["error_type"] == "generation"
-            assert "x-evil" not in answer.headers
+            reply = generate(server, path, adapter_id=name)
+            assert reply.status == 424
+            assert reply.json["error_type"] == "generation"
+            assert "x-evil" not in reply.headers
     assert generate(server, adapter_id="first").status == 200
 
 
@@ -250,10 +250,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_validation_errors_have_messages(path: str, server: Server) -> None:
     for parameters, message in WRONG:
         given = dict(parameters)
-        answer = generate(server, path, given.pop("inputs", PROMPT), **given)
-        assert answer.status == 422
+        reply = generate(server, path, given.pop("inputs", PROMPT), **given)
+        assert reply.status == 422
         assert (
-            answer.body
+            reply.body
             == json.dumps(
                 {"error": f"Input validation error: {message}", "error_type": "validation"}, separators=(",", ":")
             ).encode()
@@ -273,8 +273,8 @@ def test_first_validation_error_is_reported(server: Server) -> None:
             given.pop("temperature", None)
         if parameters == {"best_of": 2}:
             given = {name: value for name, value in given.items() if name in ("best_of", "stop", "truncate", "inputs")}
-        answer = generate(server, "/generate", given.pop("inputs", PROMPT), **given)
-        assert answer.json["error"] == f"Input validation error: {message}"
+        reply = generate(server, "/generate", given.pop("inputs", PROMPT), **given)
+        assert reply.json["error"] == f"Input validation error: {message}"
 
 
 @pytest.mark.parametrize(
@@ -296,11 +296,11 @@ def test_first_validation_error_is_reported(server: Server) -> None:
     ids=str,
 )
 def test_invalid_stream_request_gets_error_status(parameters: dict[str, Any], message: str, server: Server) -> None:
-    answer = generate(server, "/generate_stream", **parameters)
-    assert answer.status == 422
-    assert message in answer.json["error"]
-    assert answer.json["error"].startswith("Input validation error: ")
-    assert answer.json["error_type"] == "validation"
+    reply = generate(server, "/generate_stream", **parameters)
+    assert reply.status == 422
+    assert message in reply.json["error"]
+    assert reply.json["error"].startswith("Input validation error: ")
+    assert reply.json["error_type"] == "validation"
 
 
 @pytest.mark.parametrize(
@@ -324,20 +324,20 @@ def test_routing_errors_are_json(
     request_line: str, content_type: str, body: bytes, status: int, message: str, server: Server
 ) -> None:
     method, path = request_line.split()
-    answer = server.send(method, path, body, {"content-type": content_type})
-    assert answer.status == status
-    assert set(answer.json) == {"error", "error_type"}
-    assert message in answer.json["error"]
-    assert "allow" in answer.headers or status != 405
+    reply = server.send(method, path, body, {"content-type": content_type})
+    assert reply.status == status
+    assert set(reply.json) == {"error", "error_type"}
+    assert message in reply.json["error"]
+    assert "allow" in reply.headers or status != 405
 
 
 def test_too_large_body_is_rejected_before_upload(server: Server) -> None:
     head = (
         b"POST /generate HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\ncontent-length: 2097153\r\n\r\n"
     )
-    answer = raw(server, head)
-    assert answer.startswith(b"HTTP/1.1 413 ")
-    assert b'{"error":"Failed to buffer the request body: it must be at most 2097152 bytes"' in answer
+    reply = raw(server, head)
+    assert reply.startswith(b"HTTP/1.1 413 ")
+    assert b'{"error":"Failed to buffer the request body: it must be at most 2097152 bytes"' in reply
 
 
 def test_json_suffix_and_charset_are_accepted(server: Server) -> None:
@@ -346,19 +346,19 @@ def test_json_suffix_and_charset_are_accepted(server: Server) -> None:
         assert server.send("POST", "/generate", body, {"content-type": kind}).status == 200
 
 
-@pytest.mark.parametrize("asked", ["0", "-1", "nan", "inf", "soon", ""])
-def test_invalid_deadline_is_rejected(asked: str, server: Server) -> None:
+@pytest.mark.parametrize("timeout_value", ["0", "-1", "nan", "inf", "soon", ""])
+def test_invalid_deadline_is_rejected(timeout_value: str, server: Server) -> None:
     for path in ROUTES:
-        answer = server.post(path, {"inputs": PROMPT}, x_request_timeout=asked)
-        assert answer.status == 422
-        assert "x-request-timeout" in answer.json["error"]
+        reply = server.post(path, {"inputs": PROMPT}, x_request_timeout=timeout_value)
+        assert reply.status == 422
+        assert "x-request-timeout" in reply.json["error"]
 
 
 def test_deadline_before_first_token_gets_error_status(server: Server) -> None:
     with server.paused():
-        answer = server.post("/generate", {"inputs": PROMPT}, x_request_timeout="0.2")
-    assert answer.status == 504
-    assert answer.json == {"error": "the request timed out after 0.2 s", "error_type": "timeout"}
+        reply = server.post("/generate", {"inputs": PROMPT}, x_request_timeout="0.2")
+    assert reply.status == 504
+    assert reply.json == {"error": "the request timed out after 0.2 s", "error_type": "timeout"}
 
 
 # --- Other routes -----------------------------------------------------------------------------------------------------
@@ -366,8 +366,8 @@ def test_deadline_before_first_token_gets_error_status(server: Server) -> None:
 
 def test_health_and_info_routes(server: Server, folder: Path) -> None:
     for path in ("/health", "/ping", "/", "/startup"):
-        answer = server.send("GET", path)
-        assert (answer.status, answer.body) == (200, b"")
+        reply = server.send("GET", path)
+        assert (reply.status, reply.body) == (200, b"")
     assert server.send("HEAD", "/health").status == 200
     info = server.send("GET", "/info").json
     assert info["model_id"] == str(folder / "model")
@@ -387,7 +387,7 @@ def test_tokenize_and_detokenize(server: Server) -> None:
 
 @pytest.mark.parametrize("path", ["/embed", "/classify", "/classify_batch"])
 def test_unsupported_routes_are_rejected(path: str, server: Server) -> None:
-    answer = server.post(path, {"inputs": "a", "parameters": None, "stream": False})
-    assert answer.status == 422
-    assert answer.json["error_type"] == "validation"
-    assert answer.json["error"].endswith("not supported yet")
+    reply = server.post(path, {"inputs": "a", "parameters": None, "stream": False})
+    assert reply.status == 422
+    assert reply.json["error_type"] == "validation"
+    assert reply.json["error"].endswith("not supported yet")

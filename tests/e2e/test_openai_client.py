@@ -35,12 +35,12 @@ class Sdk:
         self._client: Any = make(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
         self._runner = asyncio.Runner()
 
-    def call(self, ask: Callable[[Any], Any]) -> Any:
+    def call(self, send_request: Callable[[Any], Any]) -> Any:
         """Return the SDK response, or the list of chunks for a stream."""
-        answer = ask(self._client)
-        if inspect.isawaitable(answer):
-            return self._runner.run(self._finish(answer))
-        return list(answer) if isinstance(answer, openai.Stream) else answer
+        response = send_request(self._client)
+        if inspect.isawaitable(response):
+            return self._runner.run(self._finish(response))
+        return list(response) if isinstance(response, openai.Stream) else response
 
     def complete(self, prompt: Any = PROMPT, **more: Any) -> Any:
         arguments = {"model": "", **GREEDY, **more}
@@ -50,11 +50,11 @@ class Sdk:
         arguments = {"model": "", **GREEDY, **more}
         return self.call(lambda client: client.chat.completions.create(messages=messages or MESSAGES, **arguments))
 
-    async def _finish(self, answer: Any) -> Any:
-        answer = await answer
-        if isinstance(answer, openai.AsyncStream):
-            return [chunk async for chunk in answer]
-        return answer
+    async def _finish(self, response: Any) -> Any:
+        response = await response
+        if isinstance(response, openai.AsyncStream):
+            return [chunk async for chunk in response]
+        return response
 
     def close(self) -> None:
         self.call(lambda client: client.close())
@@ -104,19 +104,19 @@ def text_of(chunks: list[Any], index: int = 0) -> str:
 @pytest.mark.parametrize("adapter", ["", "first", "second"])
 def test_completion_matches_transformers_and_peft(adapter: str, world: ServerAndModels, sdk: Sdk) -> None:
     expected = world.text(adapter=adapter)
-    answer = sdk.complete(model=adapter)
+    response = sdk.complete(model=adapter)
     assert len(expected) > 4
-    assert answer.choices[0].text.startswith(expected)
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.object == "text_completion"
-    assert (answer.model == adapter) or not adapter
+    assert response.choices[0].text.startswith(expected)
+    assert response.choices[0].finish_reason == "length"
+    assert response.object == "text_completion"
+    assert (response.model == adapter) or not adapter
     num_prompt = len(ids_of([PROMPT])[0])
-    assert answer.usage.prompt_tokens == num_prompt
-    assert answer.usage.completion_tokens == NEW_TOKENS
-    assert answer.usage.total_tokens == num_prompt + NEW_TOKENS
+    assert response.usage.prompt_tokens == num_prompt
+    assert response.usage.completion_tokens == NEW_TOKENS
+    assert response.usage.total_tokens == num_prompt + NEW_TOKENS
     chunks = sdk.complete(model=adapter, stream=True)
-    assert text_of(chunks) == answer.choices[0].text
-    assert {chunk.id for chunk in chunks} == {chunks[0].id} != {answer.id}
+    assert text_of(chunks) == response.choices[0].text
+    assert {chunk.id for chunk in chunks} == {chunks[0].id} != {response.id}
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
 
 
@@ -127,22 +127,22 @@ def test_all_prompt_forms_are_accepted(world: ServerAndModels, sdk: Sdk) -> None
     assert alone[0].startswith(world.text())
     assert sdk.complete(ids[0]).choices[0].text == alone[0]
     for several in (prompts, ids):
-        answer = sdk.complete(several)
-        assert [choice.text for choice in answer.choices] == alone
-        assert [choice.index for choice in answer.choices] == [0, 1]
-        assert answer.usage.prompt_tokens == len(ids[0]) + len(ids[1])
+        response = sdk.complete(several)
+        assert [choice.text for choice in response.choices] == alone
+        assert [choice.index for choice in response.choices] == [0, 1]
+        assert response.usage.prompt_tokens == len(ids[0]) + len(ids[1])
         chunks = sdk.complete(several, stream=True)
         assert [text_of(chunks, index) for index in (0, 1)] == alone
 
 
 def test_n_and_best_of_return_sorted_completions(sdk: Sdk) -> None:
     how = SAMPLED | {"seed": 5, "logprobs": 0}
-    answer = sdk.complete(n=3, **how)
-    texts = [choice.text for choice in answer.choices]
+    response = sdk.complete(n=3, **how)
+    texts = [choice.text for choice in response.choices]
     assert len(set(texts)) == 3
-    assert answer.usage.completion_tokens == 3 * NEW_TOKENS
+    assert response.usage.completion_tokens == 3 * NEW_TOKENS
     assert sdk.complete(**how).choices[0].text == texts[0]
-    means = [sum(choice.logprobs.token_logprobs) for choice in answer.choices]
+    means = [sum(choice.logprobs.token_logprobs) for choice in response.choices]
     assert means != sorted(means, reverse=True)  # otherwise the next check would be trivial
     ranked = [text for _, text in sorted(zip(means, texts, strict=True), reverse=True)]
     assert [choice.text for choice in sdk.complete(n=2, best_of=3, **how).choices] == ranked[:2]
@@ -191,13 +191,13 @@ def _choose_ids(world: ServerAndModels, adapter: str, prompt: list[int], logs: A
 def test_echo_scores_prompt_without_generation(world: ServerAndModels, sdk: Sdk) -> None:
     prompt = ids_of([PROMPT])[0]
     for given in (PROMPT, prompt):
-        answer = sdk.complete(given, max_tokens=0, echo=True, logprobs=1)
-        (choice,) = answer.choices
+        response = sdk.complete(given, max_tokens=0, echo=True, logprobs=1)
+        (choice,) = response.choices
         assert choice.text == PROMPT
         expected = world.logprobs(prompt, len(prompt))[:-1].gather(-1, torch.tensor(prompt[1:])[:, None])
         assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected.flatten().tolist(), abs=1e-3)
-        assert answer.usage.completion_tokens == 0
-        assert answer.usage.total_tokens == len(prompt)
+        assert response.usage.completion_tokens == 0
+        assert response.usage.total_tokens == len(prompt)
 
 
 def test_logit_bias_forces_and_bans_tokens(world: ServerAndModels, sdk: Sdk) -> None:
@@ -215,11 +215,11 @@ def test_stop_string_is_excluded_from_text(sdk: Sdk) -> None:
     whole = sdk.complete().choices[0].text
     stop = whole[3:5]
     for given in (stop, ["never to be seen", stop]):
-        answer = sdk.complete(stop=given)
-        assert answer.choices[0].text == whole[: whole.index(stop)]
-        assert answer.choices[0].finish_reason == "stop"
+        response = sdk.complete(stop=given)
+        assert response.choices[0].text == whole[: whole.index(stop)]
+        assert response.choices[0].finish_reason == "stop"
         chunks = sdk.complete(stop=given, stream=True)
-        assert text_of(chunks) == answer.choices[0].text
+        assert text_of(chunks) == response.choices[0].text
         assert chunks[-1].choices[0].finish_reason == "stop"
 
 
@@ -236,14 +236,14 @@ def test_only_seeded_completions_are_reproducible(sdk: Sdk) -> None:
 
 @pytest.mark.parametrize("adapter", ["", "second"])
 def test_chat_matches_completion_of_rendered_template(adapter: str, world: ServerAndModels, sdk: Sdk) -> None:
-    answer = sdk.chat(model=adapter)
-    (choice,) = answer.choices
+    response = sdk.chat(model=adapter)
+    (choice,) = response.choices
     expected = world.text(RENDERED, adapter)
     assert len(expected) > 4
     assert choice.message.content.startswith(expected)
     assert choice.message.role == "assistant"
-    assert answer.object == "chat.completion"
-    assert answer.usage.prompt_tokens == len(ids_of([RENDERED])[0])
+    assert response.object == "chat.completion"
+    assert response.usage.prompt_tokens == len(ids_of([RENDERED])[0])
     assert sdk.complete(RENDERED, model=adapter).choices[0].text == choice.message.content
     chunks = sdk.chat(model=adapter, stream=True)
     assert text_of(chunks) == choice.message.content
@@ -255,22 +255,22 @@ def test_chat_matches_completion_of_rendered_template(adapter: str, world: Serve
 
 
 def test_stream_usage_comes_last_if_requested(sdk: Sdk) -> None:
-    for ask in (sdk.chat, sdk.complete):
-        *chunks, last = ask(stream=True, stream_options={"include_usage": True})
+    for send_request in (sdk.chat, sdk.complete):
+        *chunks, last = send_request(stream=True, stream_options={"include_usage": True})
         assert all(chunk.usage is None for chunk in chunks)
         assert last.choices == []
         assert last.usage.completion_tokens == NEW_TOKENS
         assert last.usage.total_tokens == last.usage.prompt_tokens + NEW_TOKENS
-        chunks = ask(stream=True, stream_options={"include_usage": False})
+        chunks = send_request(stream=True, stream_options={"include_usage": False})
         assert not any(chunk.usage for chunk in chunks)
 
 
 def test_chat_returns_n_choices(sdk: Sdk) -> None:
-    answer = sdk.chat(n=3, seed=11, **SAMPLED)
-    texts = [choice.message.content for choice in answer.choices]
+    response = sdk.chat(n=3, seed=11, **SAMPLED)
+    texts = [choice.message.content for choice in response.choices]
     assert len(set(texts)) == 3
-    assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    assert answer.usage.completion_tokens == 3 * NEW_TOKENS
+    assert [choice.index for choice in response.choices] == [0, 1, 2]
+    assert response.usage.completion_tokens == 3 * NEW_TOKENS
     chunks = sdk.chat(n=3, seed=11, stream=True, **SAMPLED)
     assert [text_of(chunks, index) for index in range(3)] == texts
     assert sorted(c.choices[0].index for c in chunks if c.choices[0].finish_reason) == [0, 1, 2]
@@ -304,10 +304,10 @@ def test_chat_length_limits(sdk: Sdk) -> None:
 def test_chat_stop_string_is_excluded_from_text(sdk: Sdk) -> None:
     whole = sdk.chat().choices[0].message.content
     stop = whole[3:5]
-    answer = sdk.chat(stop=[stop])
-    assert answer.choices[0].message.content == whole[: whole.index(stop)]
-    assert answer.choices[0].finish_reason == "stop"
-    assert text_of(sdk.chat(stop=stop, stream=True)) == answer.choices[0].message.content
+    response = sdk.chat(stop=[stop])
+    assert response.choices[0].message.content == whole[: whole.index(stop)]
+    assert response.choices[0].finish_reason == "stop"
+    assert text_of(sdk.chat(stop=stop, stream=True)) == response.choices[0].message.content
 
 
 # --- Models and headers -----------------------------------------------------------------------------------------------
@@ -326,17 +326,17 @@ def test_models_can_be_listed_and_retrieved(world: ServerAndModels, sdk: Sdk) ->
 
 
 def test_response_headers(sdk: Sdk) -> None:
-    def ask(**more: Any) -> Any:
+    def send_request(**more: Any) -> Any:
         arguments = {"model": "first", "prompt": PROMPT, **GREEDY, **more}
         return sdk.call(lambda client: client.completions.with_raw_response.create(**arguments))
 
-    answer = ask(extra_headers={"X-Request-ID": "mine-1"})
-    assert answer.headers["x-request-id"] == "mine-1"
-    assert len(answer.headers["x-adapter-hash"]) == 64
-    assert answer.headers["x-adapter-id"] == "first"
-    assert answer.parse().choices[0].finish_reason == "length"
-    assert "x-adapter-hash" not in ask(model="").headers
-    assert ask().headers["x-request-id"] != ask().headers["x-request-id"]
+    response = send_request(extra_headers={"X-Request-ID": "mine-1"})
+    assert response.headers["x-request-id"] == "mine-1"
+    assert len(response.headers["x-adapter-hash"]) == 64
+    assert response.headers["x-adapter-id"] == "first"
+    assert response.parse().choices[0].finish_reason == "length"
+    assert "x-adapter-hash" not in send_request(model="").headers
+    assert send_request().headers["x-request-id"] != send_request().headers["x-request-id"]
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from tests.e2e.http_server import (
-    Answer,
+    HttpResponse,
     Server,
     ids_of,
     serving,
@@ -54,17 +54,17 @@ def server(folder: Path) -> Iterator[Server]:
         yield started
 
 
-def complete(server: Server, model: str, prompt: str = PROMPT, **more: Any) -> Answer:
+def complete(server: Server, model: str, prompt: str = PROMPT, **more: Any) -> HttpResponse:
     return server.post("/v1/completions", {"model": model, "prompt": prompt, **GREEDY, **more})
 
 
-def chat(server: Server, model: str, **more: Any) -> Answer:
+def chat(server: Server, model: str, **more: Any) -> HttpResponse:
     return server.post("/v1/chat/completions", {"model": model, "messages": MESSAGES, **GREEDY, **more})
 
 
-def text(answer: Answer) -> str:
-    assert answer.status == 200, answer.body
-    choice = answer.json["choices"][0]
+def text(reply: HttpResponse) -> str:
+    assert reply.status == 200, reply.body
+    choice = reply.json["choices"][0]
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
@@ -100,8 +100,8 @@ def test_errors_have_openai_format(server: Server) -> None:
     refused = complete(server, "first", best_of=1, n=2)
     assert refused.status == 400
     message = "`best_of` (1) must be at least `n` (2)"
-    told = {"message": message, "type": "invalid_request_error", "param": "best_of", "code": "invalid_value"}
-    assert refused.json == {"error": told}
+    expected_error = {"message": message, "type": "invalid_request_error", "param": "best_of", "code": "invalid_value"}
+    assert refused.json == {"error": expected_error}
     assert server.send("GET", "/v1/nothing").json["error"]["type"] == "not_found_error"
 
 
@@ -137,10 +137,10 @@ def test_model_name_spellings(server: Server, folder: Path) -> None:
     base, first = text(complete(server, "")), text(complete(server, "first"))
     assert base != first
     for name in ("shown", "org/also", model_id):
-        answer = complete(server, name)
-        assert text(answer) == base
-        assert answer.json["model"] == name
-        assert "x-adapter-id" not in answer.headers
+        reply = complete(server, name)
+        assert text(reply) == base
+        assert reply.json["model"] == name
+        assert "x-adapter-id" not in reply.headers
         adapted = complete(server, f"{name}:first")
         assert text(adapted) == first
         assert adapted.headers["x-adapter-id"] == "first"
@@ -158,9 +158,9 @@ def test_model_name_spellings(server: Server, folder: Path) -> None:
 
 def test_local_adapter_rejects_revision(server: Server) -> None:
     for model in ("first@main", "shown:first@main"):
-        answer = complete(server, model)
-        assert answer.status == 404
-        assert "first@main" in answer.json["error"]["message"]
+        reply = complete(server, model)
+        assert reply.status == 404
+        assert "first@main" in reply.json["error"]["message"]
     native = server.post("/generate", {"inputs": PROMPT, "parameters": {"adapter_id": "first@main"}})
     assert native.status == 424
 
@@ -177,17 +177,17 @@ def test_adapter_chat_template_is_used(server: Server) -> None:
 def test_bad_templates_do_not_affect_other_chats(server: Server) -> None:
     """An infinite and an invalid template do not affect other chats."""
     before = text(chat(server, "first"))
-    answers: list[Answer] = []
-    threads = [threading.Thread(target=lambda: answers.append(chat(server, "looping"))) for _ in range(2)]
+    responses: list[HttpResponse] = []
+    threads = [threading.Thread(target=lambda: responses.append(chat(server, "looping"))) for _ in range(2)]
     for thread in threads:
         thread.start()
     assert text(chat(server, "first")) == before
     for thread in threads:
         thread.join()
-    answers.append(chat(server, "broken", stream=True))
-    for answer in answers:
-        assert answer.status == 400
-        assert answer.json["error"]["message"].startswith("Failed applying chat template to messages: ")
+    responses.append(chat(server, "broken", stream=True))
+    for reply in responses:
+        assert reply.status == 400
+        assert reply.json["error"]["message"].startswith("Failed applying chat template to messages: ")
     assert text(complete(server, "looping")) == text(complete(server, "first"))
     assert text(chat(server, "polite")) == text(complete(server, "polite", "<Hi>"))
 
@@ -210,7 +210,7 @@ def test_added_and_replaced_adapter_folders_are_detected(server: Server, folder:
     wait_until(lambda: server.send("GET", "/v1/models/late").status == 404)
 
 
-def admin(server: Server, path: str, key: str = ADMIN, **body: Any) -> Answer:
+def admin(server: Server, path: str, key: str = ADMIN, **body: Any) -> HttpResponse:
     return server.send("POST", path, body, {"authorization": key} if key else {})
 
 
@@ -223,9 +223,9 @@ def test_admin_can_load_pin_and_unload(server: Server) -> None:
     wanted: dict[str, Any] = {"adapter_id": "second", "adapter_source": "local", "name": "deux", "pin": True}
     loaded = admin(server, "/v1/adapters/load", **wanted)
     assert (loaded.json["pinned"], loaded.json["source"], loaded.json["object"]) == (True, "local", "adapter")
-    answer = complete(server, "deux")
-    assert answer.headers["x-adapter-hash"] == loaded.json["hash"]
-    assert text(answer) == text(complete(server, "second"))
+    reply = complete(server, "deux")
+    assert reply.headers["x-adapter-hash"] == loaded.json["hash"]
+    assert text(reply) == text(complete(server, "second"))
     found = listed(server, "deux")
     assert found is not None
     assert (found["state"], found["pinned"], found["uses"] >= 1) == (loaded.json["state"], True, True)
@@ -281,11 +281,11 @@ requests_per_minute = 1
 @contextmanager
 def empty_hub() -> Iterator[tuple[str, list[str]]]:
     """Run an empty hub. Yield its address and the requested paths."""
-    asked: list[str] = []
+    requested_paths: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(self.path)
+            requested_paths.append(self.path)
             self.send_response(404)
             self.send_header("x-error-code", "RepoNotFound")
             self.send_header("content-length", "0")
@@ -299,7 +299,7 @@ def empty_hub() -> Iterator[tuple[str, list[str]]]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as hub:
         thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
-        yield f"http://127.0.0.1:{hub.server_port}", asked
+        yield f"http://127.0.0.1:{hub.server_port}", requested_paths
         hub.shutdown()
         thread.join()
 
@@ -328,10 +328,10 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredServer]
     (folder / "keys.toml").write_text(KEYS)
     (folder / "keys.toml").chmod(0o600)
     flags = ("--keys-file", str(folder / "keys.toml"), "--default-adapter-source", "hub")
-    with empty_hub() as (url, asked):
+    with empty_hub() as (url, requested_paths):
         cache = ("--hub-endpoint", url, "--huggingface-hub-cache", str(folder / "cache"))
         with serving(folder, *flags, *cache, has_hub=True, environ={"HF_HUB_OFFLINE": "0"}) as server:
-            yield SecuredServer(server, asked, oracle_greedy(model, ids_of([PROMPT])[0], 8, {}))
+            yield SecuredServer(server, requested_paths, oracle_greedy(model, ids_of([PROMPT])[0], 8, {}))
 
 
 def test_foreign_model_name_is_not_requested_from_hub(secured: SecuredServer) -> None:

@@ -138,7 +138,7 @@ def check_is_down(server: Server) -> None:
         with closing(Client(server, path, body)) as client:
             assert client.status == 503
             assert int(client.response.headers["retry-after"]) >= 1
-            assert "started again" in str(client.json()["error"])
+            assert "is restarting" in str(client.json()["error"])
     assert "lorax_engine_healthy 0.0" in get(server, "/metrics")[1]
 
 
@@ -186,12 +186,12 @@ def test_slow_reader_blocks_no_one_and_gets_all_events(server: Server) -> None:
     body = native(900, details=True, return_k_alternatives=20)  # larger than the socket buffers
     with close_all(*(Client(server, NATIVE, body, is_slow=True, x_request_id=name) for name in names)) as slow:
         with close_all(*(Client(server, NATIVE, native(40)) for _ in range(20))) as fast:
-            answers = [tokens_of(client.events()) for client in fast]
+            responses = [tokens_of(client.events()) for client in fast]
         wait_for(lambda: is_idle(server), "the engine has done with the slow ones too")
         assert not any(count_logged(server, name) for name in names)  # blocked by the slow reader
         expected = tokens_of(slow[0].events())
         assert len(expected) == 900
-        assert answers == [expected[:40]] * 20
+        assert responses == [expected[:40]] * 20
         for client in slow[1:]:
             assert tokens_of(client.events()) == expected
 

@@ -60,11 +60,11 @@ def test_server_matches_openapi_document(server: Server) -> None:
     with registered_hook(make_valid):
         calls, failures = run(schema)
     assert not failures, f"{len(failures)} failures, such as\n" + "\n\n".join(failures[:5])
-    asked = Counter({key: count for key, count in calls.items() if key[0] in TEXT})
-    answered = Counter({label: count for (label, status), count in asked.items() if status == 200})
-    assert set(answered) == TEXT
-    assert answered.total() >= asked.total() / 2
-    assert min(answered.values()) >= 10
+    text_calls = Counter({key: count for key, count in calls.items() if key[0] in TEXT})
+    successful = Counter({label: count for (label, status), count in text_calls.items() if status == 200})
+    assert set(successful) == TEXT
+    assert successful.total() >= text_calls.total() / 2
+    assert min(successful.values()) >= 10
 
 
 def _with_events(document: Any) -> Any:
@@ -85,19 +85,17 @@ def run(schema: BaseSchema) -> tuple[Counter[tuple[str, int]], list[str]]:
     for event in from_schema(schema).execute():
         assert not isinstance(event, events.NonFatalError | events.FatalError), event
         if isinstance(event, events.ScenarioFinished):
-            answers = {name: call.response for name, call in event.recorder.interactions.items()}
-            calls.update(
-                (event.recorder.label, answer.status_code) for answer in answers.values() if answer is not None
-            )
+            responses = {name: call.response for name, call in event.recorder.interactions.items()}
+            calls.update((event.recorder.label, reply.status_code) for reply in responses.values() if reply is not None)
             for name, checks in event.recorder.checks.items():
                 found = [(check.name, check.failure_info) for check in checks if check.failure_info is not None]
-                failures += [_describe(event.recorder.label, *each, answers.get(name)) for each in found]
+                failures += [_describe(event.recorder.label, *each, responses.get(name)) for each in found]
     return calls, failures
 
 
-def _describe(label: str, check: str, info: Any, answer: Any) -> str:
-    said = "no answer" if answer is None else f"{answer.status_code} {answer.content[:300]!r}"
-    return f"{label}, {check}: {info.failure.message}\n{said}\n{info.code_sample}"
+def _describe(label: str, check: str, info: Any, reply: Any) -> str:
+    summary = "no answer" if reply is None else f"{reply.status_code} {reply.content[:300]!r}"
+    return f"{label}, {check}: {info.failure.message}\n{summary}\n{info.code_sample}"
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from lorax_server.errors import SourceError
 from lorax_server.types import AdapterRef, Request, SamplingParams, StopParams
 from lorax_server.worker.worker import build_paged_worker
 from tests.parity.oracle import oracle_greedy
-from tests.parity.test_engine import NEW_TOKENS, Crowd, Models, make_models, make_prompts
+from tests.parity.test_engine import NEW_TOKENS, Models, Workload, make_models, make_prompts
 
 THREAD_TIMEOUT_S = 60  # maximum wait for threads
 
@@ -52,31 +52,31 @@ def test_engine_steps_while_sources_hang_or_fail(models: Models) -> None:
         build_paged_worker(models.ours, config, FakeGroup()),
         {"local": LocalSource([root]), "hanging": hanging, "failing": failing},
     )
-    crowd = Crowd(engine, models.folders)
+    workload = Workload(engine, models.folders)
     prompts = make_prompts()
     # More requests than threads, to test the queue too.
     far = [engine.resolve([AdapterRef("hanging", f"rank-{(2, 5)[i % 2]}", token=str(i))]) for i in range(100)]
     lost = engine.resolve([AdapterRef("failing", "rank-2")])
     for i, prompt in enumerate(prompts):
-        crowd.add(i, prompt, adapter=i % 3)
+        workload.add(i, prompt, adapter=i % 3)
     while engine.has_work:
-        crowd.step()
+        workload.step()
     for i, prompt in enumerate(prompts):
         expected = oracle_greedy(models.oracles[i % 3], prompt, NEW_TOKENS, models.tensors)
-        assert crowd.tokens(i)[: len(expected)] == expected
+        assert workload.tokens(i)[: len(expected)] == expected
     assert not any(each.done() for each in far)
     while not lost.done():
-        crowd.step()
+        workload.step()
     with pytest.raises(SourceError, match="nobody answers"):
         lost.result()
 
     hanging.gate.set()
     while not all(each.done() for each in far):
-        crowd.step()
+        workload.step()
     stop = StopParams(max_new_tokens=NEW_TOKENS)
     for i, found in enumerate(far[:2]):
         engine.add(Request(100 + i, prompts[1], SamplingParams(), stop, adapter_identity=found.result().identity))
-    crowd.finish()
+    workload.finish()
     for i in range(2):
         expected = oracle_greedy(models.oracles[1 + i], prompts[1], NEW_TOKENS, models.tensors)
-        assert crowd.tokens(100 + i)[: len(expected)] == expected
+        assert workload.tokens(100 + i)[: len(expected)] == expected

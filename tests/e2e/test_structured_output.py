@@ -51,15 +51,15 @@ def check(text: str, schema: dict[str, Any] = PERSON) -> None:
 
 
 def test_all_choices_follow_json_schema(sdk: openai.OpenAI) -> None:
-    answer = sdk.chat.completions.create(messages=MESSAGES, response_format=SCHEMA, n=4, **LONG)  # type: ignore[call-overload]
-    assert len({choice.message.content for choice in answer.choices}) > 1
-    for choice in answer.choices:
+    response = sdk.chat.completions.create(messages=MESSAGES, response_format=SCHEMA, n=4, **LONG)  # type: ignore[call-overload]
+    assert len({choice.message.content for choice in response.choices}) > 1
+    for choice in response.choices:
         assert choice.finish_reason == "stop"
         check(choice.message.content)
     events = list(sdk.chat.completions.create(messages=MESSAGES, response_format=SCHEMA, stream=True, **LONG))  # type: ignore[call-overload]
     texts = [event.choices[0].delta.content or "" for event in events if event.choices]
     check("".join(texts))
-    assert "".join(texts) == answer.choices[0].message.content  # the same seed
+    assert "".join(texts) == response.choices[0].message.content  # the same seed
 
 
 def test_sdk_parses_structured_output(sdk: openai.OpenAI) -> None:
@@ -74,10 +74,10 @@ def test_sdk_parses_structured_output(sdk: openai.OpenAI) -> None:
 
 def test_json_object_mode(sdk: openai.OpenAI) -> None:
     bias: dict[str, Any] = {"response_format": {"type": "json_object"}, "logit_bias": {}}
-    answer = sdk.chat.completions.create(messages=MESSAGES, **LONG | bias)
-    text = answer.choices[0].message.content or ""
+    response = sdk.chat.completions.create(messages=MESSAGES, **LONG | bias)
+    text = response.choices[0].message.content or ""
     assert text.startswith("{")
-    if answer.choices[0].finish_reason == "stop":
+    if response.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(text), dict)
 
 
@@ -103,17 +103,17 @@ def test_json_object_mode(sdk: openai.OpenAI) -> None:
 )
 @pytest.mark.parametrize("adapter", ["", "first", "other"])
 def test_vllm_structured_output_fields(words: dict[str, Any], pattern: str, adapter: str, sdk: openai.OpenAI) -> None:
-    asked = {**LONG, "model": adapter, "extra_body": words}
-    chat = sdk.chat.completions.create(messages=MESSAGES, **asked).choices[0]
-    completion = sdk.completions.create(prompt="The", best_of=2, n=1, **asked).choices[0]
+    arguments = {**LONG, "model": adapter, "extra_body": words}
+    chat = sdk.chat.completions.create(messages=MESSAGES, **arguments).choices[0]
+    completion = sdk.completions.create(prompt="The", best_of=2, n=1, **arguments).choices[0]
     for text, reason in ((chat.message.content, chat.finish_reason), (completion.text, completion.finish_reason)):
         assert re.fullmatch(pattern, text or ""), text
         assert reason == "stop"
 
 
 def test_logprobs_are_computed_before_mask(sdk: openai.OpenAI) -> None:
-    asked: dict[str, Any] = LONG | {"logprobs": True, "top_logprobs": 3, "extra_body": {"guided_choice": ["zzzz"]}}
-    logprobs = sdk.chat.completions.create(messages=MESSAGES, **asked).choices[0].logprobs
+    arguments: dict[str, Any] = LONG | {"logprobs": True, "top_logprobs": 3, "extra_body": {"guided_choice": ["zzzz"]}}
+    logprobs = sdk.chat.completions.create(messages=MESSAGES, **arguments).choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
     assert logprobs.content[0].logprob < -1e-3  # the only allowed token, but not the only likely token
@@ -151,10 +151,10 @@ def test_lorax_client_response_format(server: Server) -> None:
     client = lorax.Client(server.url)
     form: Any = {"type": "json_object", "schema": PERSON}
     for adapter in (None, "first", "other"):
-        answer = client.generate(
+        response = client.generate(
             "Who?", max_new_tokens=90, seed=3, do_sample=True, response_format=form, adapter_id=adapter
         )
-        check(answer.generated_text)
+        check(response.generated_text)
     best = client.generate("Who?", max_new_tokens=90, do_sample=True, best_of=2, response_format=form)
     assert best.details is not None
     assert best.details.best_of_sequences is not None
@@ -179,6 +179,6 @@ def test_response_format_schema_may_be_null(kind: str, server: Server) -> None:
 def test_unenforceable_schema_gets_status_422(server: Server) -> None:
     form = {"type": "json_object", "schema": {"type": "array", "uniqueItems": True}}
     for path in ("/generate", "/generate_stream"):
-        answer = server.post(path, {"inputs": "Who?", "parameters": {"response_format": form}})
-        assert answer.status == 422
-        assert "uniqueItems" in answer.json["error"]
+        response = server.post(path, {"inputs": "Who?", "parameters": {"response_format": form}})
+        assert response.status == 422
+        assert "uniqueItems" in response.json["error"]

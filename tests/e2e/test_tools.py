@@ -82,19 +82,24 @@ def check(name: str, arguments: str) -> None:
 
 @pytest.mark.parametrize("model", PARSERS)
 def test_required_tool_calls(model: str, sdk: openai.OpenAI) -> None:
-    asked: dict[str, Any] = LONG | {"model": model, "messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
-    asked["parallel_tool_calls"] = False
-    answer = sdk.chat.completions.create(n=3, **asked)
-    for choice in answer.choices:
+    call_arguments: dict[str, Any] = LONG | {
+        "model": model,
+        "messages": MESSAGES,
+        "tools": TOOLS,
+        "tool_choice": "required",
+    }
+    call_arguments["parallel_tool_calls"] = False
+    reply = sdk.chat.completions.create(n=3, **call_arguments)
+    for choice in reply.choices:
         assert choice.finish_reason == "tool_calls", choice
         (call,) = list(choice.message.tool_calls or ())
         assert call.type == "function"
         check(call.function.name, call.function.arguments)
-    with sdk.chat.completions.stream(**asked) as stream:
+    with sdk.chat.completions.stream(**call_arguments) as stream:
         for _ in stream:
             pass
         (streamed,) = list(stream.get_final_completion().choices[0].message.tool_calls or ())
-    (whole,) = list(answer.choices[0].message.tool_calls or ())
+    (whole,) = list(reply.choices[0].message.tool_calls or ())
     assert whole.type == "function"
     assert (streamed.function.name, streamed.function.arguments) == (whole.function.name, whole.function.arguments)
 
@@ -102,8 +107,8 @@ def test_required_tool_calls(model: str, sdk: openai.OpenAI) -> None:
 @pytest.mark.parametrize("model", PARSERS)
 def test_named_tool_choice(model: str, sdk: openai.OpenAI) -> None:
     choice: Any = {"type": "function", "function": {"name": "w"}}
-    answer = sdk.chat.completions.create(model=model, messages=MESSAGES, tools=TOOLS, tool_choice=choice, **LONG)
-    (call,) = list(answer.choices[0].message.tool_calls or ())
+    reply = sdk.chat.completions.create(model=model, messages=MESSAGES, tools=TOOLS, tool_choice=choice, **LONG)
+    (call,) = list(reply.choices[0].message.tool_calls or ())
     assert call.type == "function"
     assert call.function.name == "w"
     check("w", call.function.arguments)
@@ -111,11 +116,13 @@ def test_named_tool_choice(model: str, sdk: openai.OpenAI) -> None:
 
 def test_conversation_continues_after_tool_call(sdk: openai.OpenAI) -> None:
     choice: Any = {"type": "function", "function": {"name": "w"}}
-    asked: dict[str, Any] = {"model": "first", "tools": TOOLS}
-    message = sdk.chat.completions.create(messages=MESSAGES, tool_choice=choice, **asked, **LONG).choices[0].message
+    call_arguments: dict[str, Any] = {"model": "first", "tools": TOOLS}
+    message = (
+        sdk.chat.completions.create(messages=MESSAGES, tool_choice=choice, **call_arguments, **LONG).choices[0].message
+    )
     (call,) = list(message.tool_calls or ())
     result: Any = {"role": "tool", "tool_call_id": call.id, "content": "3"}
-    more = sdk.chat.completions.create(messages=[*MESSAGES, message.to_dict(), result], max_tokens=4, **asked)
+    more = sdk.chat.completions.create(messages=[*MESSAGES, message.to_dict(), result], max_tokens=4, **call_arguments)
     assert more.choices[0].finish_reason == "length"
 
 
@@ -131,17 +138,17 @@ def test_unenforceable_strict_schema_is_rejected(sdk: openai.OpenAI) -> None:
 
 def test_auto_tool_choice_with_strict_functions(sdk: openai.OpenAI) -> None:
     """The model can generate text or tool calls, which follow the schema."""
-    answer = sdk.chat.completions.create(
+    reply = sdk.chat.completions.create(
         model="", messages=MESSAGES, tools=TOOLS, n=4, temperature=1, seed=5, max_tokens=60
     )
-    for choice in answer.choices:
+    for choice in reply.choices:
         if choice.finish_reason == "length":  # truncated text or call
             continue
         assert (choice.finish_reason == "tool_calls") == bool(choice.message.tool_calls)
         for call in choice.message.tool_calls or ():
             assert call.type == "function"
             check(call.function.name, call.function.arguments)
-    assert any(choice.message.content for choice in answer.choices)
+    assert any(choice.message.content for choice in reply.choices)
 
 
 # --- Responses --------------------------------------------------------------------------------------------------------
@@ -151,14 +158,20 @@ SHORT: dict[str, Any] = {"temperature": 1.0}
 
 @pytest.mark.parametrize("model", PARSERS)
 def test_responses_with_tool_calls(model: str, sdk: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": model, "input": "?", "tools": FUNCTIONS, "tool_choice": "required", **SHORT}
-    asked |= {"parallel_tool_calls": False, "extra_body": {"seed": 7}}
-    response = sdk.responses.create(**asked)
+    call_arguments: dict[str, Any] = {
+        "model": model,
+        "input": "?",
+        "tools": FUNCTIONS,
+        "tool_choice": "required",
+        **SHORT,
+    }
+    call_arguments |= {"parallel_tool_calls": False, "extra_body": {"seed": 7}}
+    response = sdk.responses.create(**call_arguments)
     assert response.status == "completed"
     (call,) = response.output
     assert call.type == "function_call"
     check(call.name, call.arguments)
-    with sdk.responses.stream(**asked) as stream:
+    with sdk.responses.stream(**call_arguments) as stream:
         kinds = [event.type for event in stream]
         (streamed,) = stream.get_final_response().output
     assert streamed.type == "function_call"
@@ -168,16 +181,16 @@ def test_responses_with_tool_calls(model: str, sdk: openai.OpenAI) -> None:
 
 
 def test_responses_with_json_schema(sdk: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {
+    call_arguments: dict[str, Any] = {
         "model": "first",
         "input": "Who?",
         "text_format": Person,
         **SHORT,
         "extra_body": {"seed": 7},
     }
-    parsed = sdk.responses.parse(**asked).output_parsed
+    parsed = sdk.responses.parse(**call_arguments).output_parsed
     assert isinstance(parsed, Person)
-    with sdk.responses.stream(**asked) as stream:
+    with sdk.responses.stream(**call_arguments) as stream:
         for _ in stream:
             pass
         assert stream.get_final_response().output_parsed == parsed
@@ -202,12 +215,12 @@ def test_responses_with_plain_text(stream: bool, sdk: openai.OpenAI) -> None:
 def test_response_format_combined_with_tools(sdk: openai.OpenAI) -> None:
     """The completion is a tool call or text in the response format."""
     form: Any = {"format": {"type": "json_schema", "name": "it", "schema": {"enum": ["cat", "dog"]}, "strict": True}}
-    asked: dict[str, Any] = {"input": "Who?", "text": form, "tools": FUNCTIONS, **SHORT}
+    call_arguments: dict[str, Any] = {"input": "Who?", "text": form, "tools": FUNCTIONS, **SHORT}
     for seed in range(4):
-        response = sdk.responses.create(model="", extra_body={"seed": seed}, **asked)
+        response = sdk.responses.create(model="", extra_body={"seed": seed}, **call_arguments)
         for item in response.output:
             if item.type == "function_call" and response.status == "completed":
                 check(item.name, item.arguments)
         assert response.output_text in ("", '"cat"', '"dog"')
     with pytest.raises(openai.BadRequestError, match="plain JSON"):
-        sdk.responses.create(model="first", **asked)
+        sdk.responses.create(model="first", **call_arguments)

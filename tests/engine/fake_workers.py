@@ -368,7 +368,7 @@ class Names:
 
 
 @dataclass
-class Asked:
+class SubmittedRequest:
     """A test request, starting with name resolution."""
 
     request_id: int
@@ -409,10 +409,10 @@ class World:
     ) -> None:
         self.now = 0.0
         self.names = Names()
-        self.asked: dict[int, Asked] = {}
-        self.open: dict[int, Asked] = {}
+        self.submitted: dict[int, SubmittedRequest] = {}
+        self.open: dict[int, SubmittedRequest] = {}
         self.num_turns = 0
-        self._resolving: list[tuple[Asked, Future[Resolved]]] = []
+        self._resolving: list[tuple[SubmittedRequest, Future[Resolved]]] = []
         of = make_capabilities(num_units, depth, **capabilities)
         host_bytes = self.host_bytes = host_units * UNIT_BYTES
         self.workers = Workers(of, host_bytes, random.Random(seed), most_turns)
@@ -431,21 +431,21 @@ class World:
         spec = self.names.specs[name] = make_spec(f"{name}@{version}", units)
         return spec
 
-    def ask(self, name: str | None, prompt: list[int], num_tokens: int = 4, **options: Any) -> Asked:
+    def submit(self, name: str | None, prompt: list[int], num_tokens: int = 4, **options: Any) -> SubmittedRequest:
         spec = self.names.specs[name] if name else None
-        asked = Asked(len(self.asked), spec, prompt, num_tokens, options)
-        self.asked[asked.request_id] = self.open[asked.request_id] = asked
+        submitted = SubmittedRequest(len(self.submitted), spec, prompt, num_tokens, options)
+        self.submitted[submitted.request_id] = self.open[submitted.request_id] = submitted
         if name is None:
-            self._add(asked)
+            self._add(submitted)
         else:
-            self._resolving.append((asked, self.engine.resolve([AdapterRef("local", name)])))
-        return asked
+            self._resolving.append((submitted, self.engine.resolve([AdapterRef("local", name)])))
+        return submitted
 
-    def abort(self, asked: Asked) -> None:
-        if not asked.is_done:
-            asked.is_aborted = True
-            del self.open[asked.request_id]
-            self.engine.abort(asked.request_id)
+    def abort(self, submitted: SubmittedRequest) -> None:
+        if not submitted.is_done:
+            submitted.is_aborted = True
+            del self.open[submitted.request_id]
+            self.engine.abort(submitted.request_id)
 
     def turn(self, passes_s: float = 0.1) -> bool:
         """Advance the clock, and call the engine if it is due. Return True if it was called."""
@@ -466,18 +466,18 @@ class World:
         return is_called
 
     def _add_resolved(self) -> None:
-        for asked, answer in [each for each in self._resolving if each[1].done()]:
-            self._resolving.remove((asked, answer))
+        for submitted, answer in [each for each in self._resolving if each[1].done()]:
+            self._resolving.remove((submitted, answer))
             error = answer.exception()
-            if asked.is_aborted:
+            if submitted.is_aborted:
                 continue
             if isinstance(error, LoraxError):
-                assert asked.spec is not None
-                assert asked.spec.num_elements * UNIT_BYTES > self.host_bytes, error  # the only possible reason
-                self._fail(asked, str(error))
+                assert submitted.spec is not None
+                assert submitted.spec.num_elements * UNIT_BYTES > self.host_bytes, error  # the only possible reason
+                self._fail(submitted, str(error))
             else:
-                assert answer.result().identity == asked.identity
-                self._add(asked)
+                assert answer.result().identity == submitted.identity
+                self._add(submitted)
 
     def finish(self, most: int) -> None:
         for _ in range(most):
@@ -492,45 +492,54 @@ class World:
             most -= 1
             assert most > 0, "it never sleeps"
 
-    def _add(self, asked: Asked) -> None:
-        stop = StopParams(max_new_tokens=asked.num_tokens)
+    def _add(self, submitted: SubmittedRequest) -> None:
+        stop = StopParams(max_new_tokens=submitted.num_tokens)
         request = Request(
-            asked.request_id, asked.prompt, SamplingParams(), stop, adapter_identity=asked.identity, **asked.options
+            submitted.request_id,
+            submitted.prompt,
+            SamplingParams(),
+            stop,
+            adapter_identity=submitted.identity,
+            **submitted.options,
         )
         try:
             self.engine.add(request)
         except LoraxError as error:
-            self._fail(asked, str(error))
+            self._fail(submitted, str(error))
         else:
             self.engine.wake.set()
 
     def _take(self, outputs: list[Output]) -> None:
         for output in outputs:
-            asked = self.open[output.request_id]
+            submitted = self.open[output.request_id]
             if output.failure is not None:
-                self._fail(asked, output.failure.message)
+                self._fail(submitted, output.failure.message)
                 continue
-            asked.tokens.extend(token.token_id for token in output.tokens)
-            is_last = len(asked.tokens) == asked.num_tokens
+            submitted.tokens.extend(token.token_id for token in output.tokens)
+            is_last = len(submitted.tokens) == submitted.num_tokens
             assert (output.finish_reason is not None) == is_last
             if is_last:
                 del self.open[output.request_id]
-                assert asked.tokens == alone(asked.identity, asked.prompt, asked.num_tokens), "stale tokens"
+                assert submitted.tokens == alone(submitted.identity, submitted.prompt, submitted.num_tokens), (
+                    "stale tokens"
+                )
 
-    def _fail(self, asked: Asked, message: str) -> None:
-        asked.failure = message
-        del self.open[asked.request_id]
+    def _fail(self, submitted: SubmittedRequest, message: str) -> None:
+        submitted.failure = message
+        del self.open[submitted.request_id]
 
     def check_tokens_so_far(self) -> None:
-        for asked in self.open.values():
-            assert asked.tokens == alone(asked.identity, asked.prompt, len(asked.tokens)), "stale tokens"
+        for submitted in self.open.values():
+            assert submitted.tokens == alone(submitted.identity, submitted.prompt, len(submitted.tokens)), (
+                "stale tokens"
+            )
 
     def check_nothing_is_left(self) -> None:
         """Check that all memory is released once no request needs it."""
         assert not self.open
         self.settle()
         assert self.pool.num_free == self.pool.num_blocks
-        for identity in {asked.identity for asked in self.asked.values()} - {""}:
+        for identity in {submitted.identity for submitted in self.submitted.values()} - {""}:
             self.engine.unload(identity)
         self.settle()
         assert not self.workers.host

@@ -175,7 +175,7 @@ class Machine(RuleBasedStateMachine):
         self.held: list[Held] = []
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), adapter=st.sampled_from(["", "a"]))
-    def begin(self, tokens: list[int], adapter: str) -> None:
+    def start_sequence(self, tokens: list[int], adapter: str) -> None:
         root = root_hash(adapter)
         hashes = chain(*tokens, root=root)
         blocks = self.pool.reuse(hashes)

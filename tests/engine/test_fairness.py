@@ -48,7 +48,7 @@ def test_new_tenant_starts_in_next_step(depth: int) -> None:
     small = make_request(100, [4, 5], 3, eos=False, tenant="small", adapter_identity="1")
     engine.scheduler.add(small)
     run(engine, depth)
-    assert len(engine.answers[100]) == 1
+    assert len(engine.token_ids[100]) == 1
     engine.finish()
     check(engine, *many, small)
     assert engine.scheduler.counters.fairness_preemptions == 1
@@ -141,7 +141,7 @@ def test_new_tenants_do_not_wait_for_full_completions(others: int) -> None:
     for request in small:
         engine.scheduler.add(request)
     run(engine, MAX_NUM_SEQS + 3 * (1 + others // (MAX_NUM_SEQS - 1)))
-    assert all(request.request_id in engine.answers for request in small)
+    assert all(request.request_id in engine.token_ids for request in small)
     engine.finish()
     check(engine, *many, *small)
 
@@ -154,8 +154,8 @@ def test_long_prompt_leaves_tokens_for_new_tenant() -> None:
     small = make_request(1, [4, 5], 2, eos=False, tenant="small")
     engine.scheduler.add(small)
     run(engine, 3)
-    assert 1 in engine.answers
-    assert 0 not in engine.answers
+    assert 1 in engine.token_ids
+    assert 0 not in engine.token_ids
     engine.finish()
     check(engine, long, small)
 
@@ -232,7 +232,7 @@ class Machine(RuleBasedStateMachine):
     """Requests from several tenants with enough blocks and tokens, so that only slots are shared."""
 
     @initialize(depth=st.integers(1, 2), slots=st.integers(1, 5), weight=st.sampled_from([0.2, 1.0, 2.5]))
-    def begin(self, depth: int, slots: int, weight: float) -> None:
+    def start(self, depth: int, slots: int, weight: float) -> None:
         self.engine = Engine(make_limits(200, slots, 24), 100, depth, weights={"a": weight})
         self.engine.scheduler.schedule = self.schedule  # type: ignore[method-assign]
         self.requests: dict[int, Request] = {}
@@ -245,7 +245,7 @@ class Machine(RuleBasedStateMachine):
         tenant=st.sampled_from("abc"),
         count=st.integers(1, 6),
     )
-    def ask(self, prompt: list[int], new: int, eos: bool, tenant: str, count: int) -> None:
+    def submit(self, prompt: list[int], new: int, eos: bool, tenant: str, count: int) -> None:
         first = len(self.requests)
         for number in range(count):
             request = make_request(first + number, prompt, new, eos, tenant=tenant)

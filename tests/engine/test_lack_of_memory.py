@@ -7,7 +7,7 @@ import pytest
 
 from lorax_server.plan import StepPlan
 from lorax_server.types import SamplingParams
-from tests.engine.fake_workers import Asked, World, alone
+from tests.engine.fake_workers import SubmittedRequest, World, alone
 
 
 def fail_at(world: World, *steps: int) -> None:
@@ -15,13 +15,13 @@ def fail_at(world: World, *steps: int) -> None:
     world.workers.lacks_memory = lambda plan: plan.step in steps
 
 
-def check_answers(world: World, failed: list[Asked]) -> None:
+def check_answers(world: World, failed: list[SubmittedRequest]) -> None:
     """Check that successful requests have the expected tokens, and that all memory is released."""
-    for asked in world.asked.values():
-        if asked in failed:
-            assert asked.failure == "too little memory"
+    for submitted in world.submitted.values():
+        if submitted in failed:
+            assert submitted.failure == "too little memory"
         else:
-            assert asked.tokens == alone(asked.identity, asked.prompt, asked.num_tokens)
+            assert submitted.tokens == alone(submitted.identity, submitted.prompt, submitted.num_tokens)
     world.check_nothing_is_left()
     assert len(world.scheduler._free_slots) == world.scheduler.limits.max_num_seqs
 
@@ -29,13 +29,13 @@ def check_answers(world: World, failed: list[Asked]) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_longest_prompt_in_step_fails(depth: int) -> None:
     world = World(8, 8, depth=depth)
-    first = world.ask(None, [1, 2, 3], 8)
+    first = world.submit(None, [1, 2, 3], 8)
     for _ in range(3):
         world.turn()
     assert first.tokens
     steps = world.scheduler.counters.steps
     fail_at(world, steps + 1)
-    longest, short = world.ask(None, [4] * 7, 4), world.ask(None, [5] * 3, 4)
+    longest, short = world.submit(None, [4] * 7, 4), world.submit(None, [5] * 3, 4)
     world.finish(100)
     assert [plan.step for plan in world.workers.refused] == [steps + 1]
     assert sorted(world.workers.refused[0].counts.tolist()) == [1, 3, 7]
@@ -47,7 +47,7 @@ def test_longest_prompt_in_step_fails(depth: int) -> None:
 def test_request_with_prompt_logprobs_fails_first(depth: int) -> None:
     world = World(8, 8, depth=depth)
     fail_at(world, 1)
-    long, asking = world.ask(None, [4] * 7, 4), world.ask(None, [5, 5], 4, prompt_logprobs=True)
+    long, asking = world.submit(None, [4] * 7, 4), world.submit(None, [5, 5], 4, prompt_logprobs=True)
     world.finish(100)
     assert not long.failure
     check_answers(world, [asking])
@@ -55,7 +55,7 @@ def test_request_with_prompt_logprobs_fails_first(depth: int) -> None:
 
 def test_last_of_equal_requests_fails() -> None:
     world = World(8, 8, depth=2)
-    requests = [world.ask(None, [i, i], 6) for i in range(3)]
+    requests = [world.submit(None, [i, i], 6) for i in range(3)]
     fail_at(world, 3)
     world.finish(100)
     assert all(len(request.tokens) == 6 for request in requests[:2])
@@ -65,11 +65,11 @@ def test_last_of_equal_requests_fails() -> None:
 def test_requests_fail_until_step_fits() -> None:
     world = World(8, 8, depth=2)
     world.workers.lacks_memory = lambda plan: len(plan.slots) > 1
-    requests = [world.ask(None, [i] * (i + 2), 5) for i in range(3)]
+    requests = [world.submit(None, [i] * (i + 2), 5) for i in range(3)]
     world.finish(100)
     check_answers(world, requests[1:])
     world.workers.lacks_memory = lambda _: True
-    last = world.ask(None, [1, 2, 3], 5)
+    last = world.submit(None, [1, 2, 3], 5)
     world.finish(100)
     check_answers(world, [*requests[1:], last])
 
@@ -80,11 +80,11 @@ def test_uncomputed_blocks_are_unpublished(depth: int) -> None:
     world = World(8, 8, depth=depth)
     prompt = [1, 2, 3, 4, 5, 6, 1, 2, 3]
     fail_at(world, 1)
-    first = world.ask(None, prompt, 3)
+    first = world.submit(None, prompt, 3)
     world.turn()
     world.turn()
     assert first.failure
-    second, third = world.ask(None, prompt, 3), world.ask(None, prompt[:8], 3)
+    second, third = world.submit(None, prompt, 3), world.submit(None, prompt[:8], 3)
     world.finish(100)
     check_answers(world, [first])
     assert not second.failure
@@ -95,7 +95,7 @@ def test_failed_step_still_moves_adapters() -> None:
     world = World(8, 8, depth=2)
     world.put("a", 0, 3)
     world.workers.lacks_memory = lambda plan: bool(plan.adapter_ops)
-    base, adapted = world.ask(None, [1, 2], 12), world.ask("a", [3, 4], 4)
+    base, adapted = world.submit(None, [1, 2], 12), world.submit("a", [3, 4], 4)
     world.finish(200)
     assert world.workers.refused
     check_answers(world, [each for each in (base, adapted) if each.failure])
@@ -119,15 +119,15 @@ def test_other_requests_are_unaffected(depth: int, seed: int) -> None:
     for _ in range(60):
         name = rng.choice([None, "adapter 0", "adapter 1", "adapter 2"])
         prompt = beginning[: rng.randint(0, 9)] + rng.choices(range(7), k=rng.randint(1, 8))
-        asked = world.ask(name, prompt, rng.randint(1, 8), prompt_logprobs=False)
+        submitted = world.submit(name, prompt, rng.randint(1, 8), prompt_logprobs=False)
         for _ in range(rng.randint(0, 4)):
             world.turn()
             world.check_tokens_so_far()
         if rng.random() < 0.1:
-            world.abort(asked)
+            world.abort(submitted)
     world.workers.lacks_memory = lambda _: False
     world.finish(2000)
-    failed = [asked for asked in world.asked.values() if asked.failure]
+    failed = [submitted for submitted in world.submitted.values() if submitted.failure]
     assert len(failed) == len(world.workers.refused) > 0
     world.check_nothing_is_left()
     assert len(world.scheduler._free_slots) == world.scheduler.limits.max_num_seqs
@@ -135,7 +135,7 @@ def test_other_requests_are_unaffected(depth: int, seed: int) -> None:
 
 def test_alternatives_count_as_memory() -> None:
     world = World(8, 8)
-    listed, plain = world.ask(None, [1, 1], 3), world.ask(None, [2, 2], 3)
+    listed, plain = world.submit(None, [1, 1], 3), world.submit(None, [2, 2], 3)
     sequence = world.scheduler._by_id[listed.request_id]
     sequence.request = replace(sequence.request, sampling=SamplingParams(num_alternatives=5))
     fail_at(world, 1)

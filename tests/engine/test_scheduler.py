@@ -163,7 +163,7 @@ class Engine:
         self.scheduler = Scheduler(limits, self.pool, self.adapters, **options)
         self.device = Device(limits.max_num_seqs)
         self.results: deque[StepResult] = deque()
-        self.answers: dict[int, list[int]] = {}
+        self.token_ids: dict[int, list[int]] = {}
         self.reasons: dict[int, FinishReason] = {}
         self.plans: list[StepPlan] = []
 
@@ -179,7 +179,7 @@ class Engine:
     def collect(self) -> None:
         for emitted in self.scheduler.update(self.results.popleft()):
             assert emitted.request_id not in self.reasons, "a token after the last"
-            self.answers.setdefault(emitted.request_id, []).extend(token.token_id for token in emitted.tokens)
+            self.token_ids.setdefault(emitted.request_id, []).extend(token.token_id for token in emitted.tokens)
             if emitted.finish_reason is not None:
                 self.reasons[emitted.request_id] = emitted.finish_reason
 
@@ -194,7 +194,7 @@ class Engine:
 def check(engine: Engine, *requests: Request) -> None:
     for request in requests:
         expected = alone(int(request.adapter_identity or 0), list(request.prompt_ids), request.stop)
-        assert engine.answers[request.request_id] == expected
+        assert engine.token_ids[request.request_id] == expected
         last_is_eos = expected[-1] in request.stop.all_stop_token_ids
         assert engine.reasons[request.request_id] == (FinishReason.EOS_TOKEN if last_is_eos else FinishReason.LENGTH)
 
@@ -262,7 +262,7 @@ def test_long_prompt_does_not_delay_decoding(depth: int) -> None:
     engine.scheduler.add(long)
     engine.finish()
     check(engine, long, short)
-    assert all(0 in plan.slots for plan in engine.plans[: len(engine.answers[0])])
+    assert all(0 in plan.slots for plan in engine.plans[: len(engine.token_ids[0])])
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -345,9 +345,9 @@ def test_abort_at_any_step(depth: int) -> None:
             engine.step()
         aborted = requests[steps % 4]
         engine.scheduler.abort(aborted.request_id)
-        before = list(engine.answers.get(aborted.request_id, []))
+        before = list(engine.token_ids.get(aborted.request_id, []))
         engine.finish()
-        assert engine.answers.get(aborted.request_id, []) == before
+        assert engine.token_ids.get(aborted.request_id, []) == before
         check(engine, *(request for request in requests if request is not aborted))
         assert engine.pool.num_free == 8
         assert not any(engine.adapters.acquired.values())
@@ -485,7 +485,7 @@ class ReportingEngine(Engine):
 
     def step(self) -> bool:
         plan = self.scheduler.schedule()
-        self.tell(self.scheduler.pop_failed())
+        self.record_outputs(self.scheduler.pop_failed())
         if plan is not None:
             self.plans.append(plan)
             self.results.append(self.device.run(plan))
@@ -494,13 +494,13 @@ class ReportingEngine(Engine):
         return plan is not None
 
     def collect(self) -> None:
-        self.tell(self.scheduler.update(self.results.popleft()))
+        self.record_outputs(self.scheduler.update(self.results.popleft()))
 
-    def tell(self, outputs: list[Output]) -> None:
+    def record_outputs(self, outputs: list[Output]) -> None:
         for output in outputs:
             self.outputs.setdefault(output.request_id, []).append(output)
             if output.failure is None:
-                self.answers.setdefault(output.request_id, []).extend(token.token_id for token in output.tokens)
+                self.token_ids.setdefault(output.request_id, []).extend(token.token_id for token in output.tokens)
             if output.finish_reason is not None:
                 self.reasons[output.request_id] = output.finish_reason
 
@@ -637,7 +637,7 @@ def test_started_request_has_no_adapter_timeout() -> None:
     engine.adapters.missing.remove("1")
     engine.scheduler.queues.adapter_arrived("1")
     engine.finish()
-    assert len(engine.answers[2]) == 12
+    assert len(engine.token_ids[2]) == 12
 
 
 def test_preemption_clears_forced_tokens_flag() -> None:
@@ -664,11 +664,19 @@ def test_no_forced_tokens_with_two_steps_in_flight() -> None:
 
 
 def test_grammar_tokens_exclude_finished_sequences() -> None:
-    def begin(request_id: int, max_new_tokens: int = 9, **more: Any) -> Sequence:
+    def start_sequence(request_id: int, max_new_tokens: int = 9, **more: Any) -> Sequence:
         return Sequence(make_request(request_id, [1], max_new_tokens, structure=Structure("any")), 0, **more)
 
     plain = Sequence(make_request(9, [1]), 0)
-    sampled = [begin(0, forced_tokens=(2, 3)), begin(1), begin(2, 1), begin(3, finished=True), begin(4), None, plain]
+    sampled = [
+        start_sequence(0, forced_tokens=(2, 3)),
+        start_sequence(1),
+        start_sequence(2, 1),
+        start_sequence(3, finished=True),
+        start_sequence(4),
+        None,
+        plain,
+    ]
     tokens, logprobs = [5, EOS, 5, 5, 5, 5, 5], [-1.0] * 4 + [math.nan] + [-1.0] * 2
     step = SubmittedStep(1, 7, 0.0, StepBuilder(0).build_columns(), sampled, [])
     chosen = step.list_grammar_tokens(StepResult(1, tokens, logprobs))
@@ -779,7 +787,7 @@ def test_prompt_logprobs_survive_chunks_and_preemption(depth: int, max_chunk: in
     assert num_preempted_in_the_prompt > 0
 
 
-def test_alternatives_reach_their_request() -> None:
+def test_outputs_contain_alternatives_of_their_request() -> None:
     engine = ReportingEngine(ROOMY, 64, depth=2)
     requests = [make_request(i, [1 + i], 4, eos=False, adapter_identity=str(2 - i or "")) for i in range(3)]
     for request in requests:
@@ -823,7 +831,7 @@ def test_rope_variant_depends_on_prompt_length() -> None:
     assert engine.scheduler.counters.prefix_tokens > 8  # it reused its blocks, including generated tokens
 
 
-def test_no_prefix_cache_without_can_reuse() -> None:
+def test_prefix_cache_is_disabled_without_can_reuse() -> None:
     engine = ReportingEngine(replace(ROOMY, can_reuse=False), 64)
     requests = [make_request(i, [1, 2, 3] * 5, 3) for i in range(3)]
     for request in requests:
@@ -886,15 +894,15 @@ def test_later_requests_do_not_starve_long_prompt(num_blocks: int, max_chunk: in
 # --- Load -------------------------------------------------------------------------------------------------------------
 
 
-def crowd(seed: int) -> Engine:
+def run_random_requests(seed: int) -> Engine:
     """Run a hundred requests with few distinct prefixes, in a small cache."""
     rng = random.Random(seed)
     limits = make_limits(rng.choice([4, 7, 16]), rng.choice([2, 4]), 40, rng.choice([None, 3]))
     engine = Engine(limits, rng.choice([10, 13, 20]), depth=rng.choice([1, 2]))
-    beginnings = [[rng.randint(1, 6) for _ in range(rng.choice([1, 4, 8, 9, 12]))] for _ in range(4)]
+    prefixes = [[rng.randint(1, 6) for _ in range(rng.choice([1, 4, 8, 9, 12]))] for _ in range(4)]
     requests, aborted = [], set()
     for i in range(100):
-        prompt = [*rng.choice(beginnings), *(rng.randint(1, 6) for _ in range(rng.choice([0, 0, 1, 5])))]
+        prompt = [*rng.choice(prefixes), *(rng.randint(1, 6) for _ in range(rng.choice([0, 0, 1, 5])))]
         options = {
             "adapter_identity": rng.choice(["", "1"]),
             "tenant": rng.choice("ab"),
@@ -918,7 +926,7 @@ def crowd(seed: int) -> Engine:
 
 @pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 60), marks=pytest.mark.slow)], ids=len)
 def test_random_workload_matches_single_requests(seeds: range) -> None:
-    engines = [crowd(seed) for seed in seeds]
+    engines = [run_random_requests(seed) for seed in seeds]
     counters = [engine.scheduler.counters for engine in engines]
     assert sum(each.preemptions for each in counters) > 8 * len(seeds)
     assert sum(each.chunks for each in counters) > 8 * len(seeds)
@@ -931,7 +939,7 @@ def test_random_workload_matches_single_requests(seeds: range) -> None:
 
 class Machine(RuleBasedStateMachine):
     @initialize(depth=st.integers(1, 2), budget=st.integers(3, 12), blocks=st.integers(6, 14))
-    def begin(self, depth: int, budget: int, blocks: int) -> None:
+    def start_sequence(self, depth: int, budget: int, blocks: int) -> None:
         self.engine = Engine(make_limits(budget, 3, 24), blocks, depth)
         self.requests: dict[int, Request] = {}
         self.aborted: set[int] = set()

@@ -1,4 +1,4 @@
-"""Tests for stop rules: examples, then a comparison with a reference definition for random token boundaries."""
+"""Tests for stopping criteria: examples, then a comparison with a reference definition for random token boundaries."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -15,10 +15,12 @@ from lorax_server.types import StopParams
 
 LENGTH, EOS_TOKEN, STOP_SEQUENCE = FinishReason.LENGTH, FinishReason.EOS_TOKEN, FinishReason.STOP_SEQUENCE
 EOS, OTHER = 2, 7
-ENOUGH = 10_000
+NO_LENGTH_LIMIT = 10_000
 
 
-def rules(eos: Iterable[int] = (), stop: Sequence[str] = (), max_new_tokens: int = 20, **more: Any) -> StoppingCriteria:
+def make_criteria(
+    eos: Iterable[int] = (), stop: Sequence[str] = (), max_new_tokens: int = 20, **more: Any
+) -> StoppingCriteria:
     ids = frozenset(more.pop("stop_token_ids", ()))
     return StoppingCriteria(
         StopParams(
@@ -31,9 +33,11 @@ def rules(eos: Iterable[int] = (), stop: Sequence[str] = (), max_new_tokens: int
     )
 
 
-def fed(texts: Iterable[str], *stop: str, include: bool = True, max_new_tokens: int = ENOUGH) -> StoppingCriteria:
+def feed(
+    texts: Iterable[str], *stop: str, include: bool = True, max_new_tokens: int = NO_LENGTH_LIMIT
+) -> StoppingCriteria:
     """Return the criteria after these token texts, up to the first stop."""
-    criteria = rules([EOS], stop, max_new_tokens, include_stop=include)
+    criteria = make_criteria([EOS], stop, max_new_tokens, include_stop=include)
     for text in texts:
         if criteria(OTHER, text)[0]:
             break
@@ -44,7 +48,7 @@ def fed(texts: Iterable[str], *stop: str, include: bool = True, max_new_tokens: 
 
 
 def test_completion_stops_at_max_new_tokens() -> None:
-    criteria = rules(max_new_tokens=3)
+    criteria = make_criteria(max_new_tokens=3)
     assert criteria.remaining_tokens == criteria.max_new_tokens == 3
     assert [criteria(OTHER, text) for text in "abc"] == [(False, None), (False, None), (True, LENGTH)]
     assert (criteria.current_output, criteria.current_tokens, criteria.remaining_tokens) == ("abc", 3, 0)
@@ -52,52 +56,52 @@ def test_completion_stops_at_max_new_tokens() -> None:
 
 @pytest.mark.parametrize("eos", [{2}, {1, 2}])
 def test_any_eos_token_stops_completion(eos: set[int]) -> None:
-    criteria = rules(eos)
+    criteria = make_criteria(eos)
     assert criteria(OTHER, "a") == (False, None)
     assert criteria(EOS, "") == (True, EOS_TOKEN)
     assert criteria.finish_reason is EOS_TOKEN
 
 
 def test_no_token_stops_without_eos_tokens() -> None:
-    criteria = rules()
+    criteria = make_criteria()
     assert [criteria(token, "")[0] for token in range(10)] == [False] * 10
 
 
 @pytest.mark.parametrize("include", [True, False])
 def test_eos_text_is_never_shown(include: bool) -> None:
-    criteria = rules([EOS], include_stop=include)
+    criteria = make_criteria([EOS], include_stop=include)
     criteria(OTHER, "a")
     criteria(EOS, "</s>")
     assert (criteria.current_output, criteria.new_text) == ("a", "")
 
 
 def test_ignored_eos_token_is_text() -> None:
-    criteria = rules([EOS], max_new_tokens=2, ignore_eos=True)
+    criteria = make_criteria([EOS], max_new_tokens=2, ignore_eos=True)
     assert criteria(EOS, "</s>") == (False, None)
     assert criteria(EOS, "</s>") == (True, LENGTH)
     assert criteria.current_output == "</s></s>"
 
 
 def test_stop_token_applies_with_ignore_eos() -> None:
-    criteria = rules([EOS], ignore_eos=True, stop_token_ids=[5, 6])
+    criteria = make_criteria([EOS], ignore_eos=True, stop_token_ids=[5, 6])
     assert criteria(EOS, "") == (False, None)
     assert criteria(6, "") == (True, STOP_SEQUENCE)
 
 
 @pytest.mark.parametrize(("include", "output"), [(True, "ab"), (False, "a")])
 def test_include_stop_shows_stop_token_text(include: bool, output: str) -> None:
-    criteria = rules(stop_token_ids=[5], include_stop=include)
+    criteria = make_criteria(stop_token_ids=[5], include_stop=include)
     criteria(OTHER, "a")
     assert criteria(5, "b") == (True, STOP_SEQUENCE)
     assert criteria.current_output == output
 
 
 def test_eos_takes_precedence_over_stop_token() -> None:
-    assert rules([EOS], stop_token_ids=[EOS])(EOS, "") == (True, EOS_TOKEN)
+    assert make_criteria([EOS], stop_token_ids=[EOS])(EOS, "") == (True, EOS_TOKEN)
 
 
 def test_ignored_eos_token_can_be_stop_token() -> None:
-    criteria = rules([EOS], ignore_eos=True, stop_token_ids=[EOS])
+    criteria = make_criteria([EOS], ignore_eos=True, stop_token_ids=[EOS])
     assert criteria(EOS, "") == (True, STOP_SEQUENCE)
 
 
@@ -105,23 +109,23 @@ def test_ignored_eos_token_can_be_stop_token() -> None:
     ("token", "text", "reason"), [(EOS, "", EOS_TOKEN), (5, "", STOP_SEQUENCE), (7, "x", STOP_SEQUENCE)]
 )
 def test_stop_rule_takes_precedence_over_length(token: int, text: str, reason: FinishReason) -> None:
-    assert rules([EOS], ["x"], 1, stop_token_ids=[5])(token, text) == (True, reason)
+    assert make_criteria([EOS], ["x"], 1, stop_token_ids=[5])(token, text) == (True, reason)
 
 
 def test_min_new_tokens_suppresses_stop_rules() -> None:
-    criteria = rules([EOS], ["x"], stop_token_ids=[5], min_new_tokens=3)
+    criteria = make_criteria([EOS], ["x"], stop_token_ids=[5], min_new_tokens=3)
     assert [criteria(*token)[0] for token in [(EOS, "</s>"), (5, "five"), (OTHER, "x")]] == [False] * 3
     assert criteria.current_output == "</s>fivex"
     assert criteria(EOS, "") == (True, EOS_TOKEN)
 
 
 def test_stop_string_must_start_after_min_new_tokens() -> None:
-    criteria = rules(stop=["ab"], min_new_tokens=1)
+    criteria = make_criteria(stop=["ab"], min_new_tokens=1)
     assert [criteria(OTHER, text)[0] for text in ("a", "b", "a", "b")] == [False, False, False, True]
 
 
 def test_equal_min_and_max_stops_by_length() -> None:
-    criteria = rules([EOS], min_new_tokens=2, max_new_tokens=2)
+    criteria = make_criteria([EOS], min_new_tokens=2, max_new_tokens=2)
     assert [criteria(EOS, "") for _ in range(2)] == [(False, None), (True, LENGTH)]
 
 
@@ -157,18 +161,18 @@ def test_stop_strings_are_found_across_tokens(
     texts: Sequence[str], stop: Sequence[str], included: str, excluded: str
 ) -> None:
     for include, output in ((True, included), (False, excluded)):
-        criteria = fed(texts, *stop, include=include)
+        criteria = feed(texts, *stop, include=include)
         assert (criteria.finish_reason, criteria.current_output) == (STOP_SEQUENCE, output)
 
 
 @pytest.mark.parametrize("include", [True, False])
 def test_similar_text_is_not_a_stop_string(include: bool) -> None:
-    criteria = fed(["one ", "tw", "", "a two-", "tow Two"], "two ", "TWO", include=include)
+    criteria = feed(["one ", "tw", "", "a two-", "tow Two"], "two ", "TWO", include=include)
     assert (criteria.finish_reason, criteria.current_output) == (None, "one twa two-tow Two")
 
 
 def test_possible_stop_string_is_held_back() -> None:
-    criteria = rules(stop=["<|end|>"], include_stop=False)
+    criteria = make_criteria(stop=["<|end|>"], include_stop=False)
     shown = []
     for text in ("a <", "|e", "nd", "x<", "<|", "end", "|>b"):
         criteria(OTHER, text)
@@ -177,7 +181,7 @@ def test_possible_stop_string_is_held_back() -> None:
 
 
 def test_included_stop_string_is_not_held_back() -> None:
-    criteria = rules(stop=["<|end|>"])
+    criteria = make_criteria(stop=["<|end|>"])
     for text in ("a <", "|e", "nd", "|>"):
         criteria(OTHER, text)
         assert criteria.new_text == text
@@ -187,7 +191,7 @@ def test_included_stop_string_is_not_held_back() -> None:
     ("token", "last", "reason"), [(OTHER, "", LENGTH), (EOS, "", EOS_TOKEN), (5, "x", STOP_SEQUENCE)]
 )
 def test_held_back_text_is_shown_at_other_finish(token: int, last: str, reason: FinishReason) -> None:
-    criteria = rules([EOS], ["stop"], 2, stop_token_ids=[5], include_stop=False)
+    criteria = make_criteria([EOS], ["stop"], 2, stop_token_ids=[5], include_stop=False)
     criteria(OTHER, "a sto")
     assert criteria.current_output == "a "
     assert criteria(token, last) == (True, reason)
@@ -195,7 +199,7 @@ def test_held_back_text_is_shown_at_other_finish(token: int, last: str, reason: 
 
 
 def test_pending_text_is_shown_only_at_finish() -> None:
-    criteria = rules(max_new_tokens=2)
+    criteria = make_criteria(max_new_tokens=2)
     criteria(OTHER, "a", "\ufffd")
     assert criteria.current_output == "a"
     criteria(OTHER, "b", "\ufffd")
@@ -204,13 +208,13 @@ def test_pending_text_is_shown_only_at_finish() -> None:
 
 @pytest.mark.parametrize("include", [True, False])
 def test_pending_text_is_dropped_after_stop_string(include: bool) -> None:
-    criteria = rules(stop=["b"], include_stop=include)
+    criteria = make_criteria(stop=["b"], include_stop=include)
     assert criteria(OTHER, "abc", "\ufffd")[0]
     assert criteria.current_output == ("ab" if include else "a")
 
 
 def test_pending_text_follows_held_back_text() -> None:
-    criteria = rules([EOS], ["stop"], include_stop=False)
+    criteria = make_criteria([EOS], ["stop"], include_stop=False)
     criteria(OTHER, "a st", "\ufffd")
     criteria(EOS, "", "\ufffd")
     assert criteria.current_output == "a st\ufffd"
@@ -218,7 +222,7 @@ def test_pending_text_follows_held_back_text() -> None:
 
 @pytest.mark.parametrize(("include", "output"), [(True, "ab\ufffd"), (False, "a")])
 def test_pending_text_can_complete_stop_string(include: bool, output: str) -> None:
-    criteria = rules([EOS], ["b\ufffd"], 2, include_stop=include)
+    criteria = make_criteria([EOS], ["b\ufffd"], 2, include_stop=include)
     assert criteria(OTHER, "ab", "\ufffd") == (False, None)
     assert criteria(OTHER, "", "\ufffd and more") == (True, STOP_SEQUENCE)
     assert criteria.current_output == output
@@ -229,21 +233,21 @@ def test_long_repetitive_stop_string_takes_linear_time(include: bool) -> None:
     """Comparing the whole stop string at each character would take hours."""
     huge = "a" * 100_000
     text = (huge[:-1] + "b") * 2 + huge
-    criteria = fed([text[i : i + 1000] for i in range(0, len(text), 1000)], huge, huge + "b", include=include)
+    criteria = feed([text[i : i + 1000] for i in range(0, len(text), 1000)], huge, huge + "b", include=include)
     assert criteria.finish_reason is STOP_SEQUENCE
     assert criteria.current_output == (text if include else text[: -len(huge)])
 
 
 def test_one_of_thousand_stop_strings_is_found() -> None:
     stop = [f"<{i}>" for i in range(1000)]
-    criteria = fed([*"text <1000> more <999> text"], *stop, include=False)
+    criteria = feed([*"text <1000> more <999> text"], *stop, include=False)
     assert (criteria.finish_reason, criteria.current_output) == (STOP_SEQUENCE, "text <1000> more ")
 
 
 # --- Reference definition ---------------------------------------------------------------------------------------------
 
 
-def by_definition(text: str, stop: Sequence[str], include: bool) -> tuple[bool, str]:
+def reference_output(text: str, stop: Sequence[str], include: bool) -> tuple[bool, str]:
     """Cut the text at the stop string with the earliest end position. The longest one applies if several match."""
     for end in range(1, len(text) + 1):
         lengths = [len(string) for string in stop if text[:end].endswith(string)]
@@ -252,24 +256,24 @@ def by_definition(text: str, stop: Sequence[str], include: bool) -> tuple[bool, 
     return False, text
 
 
-def held(text: str, stop: Sequence[str]) -> str:
+def find_held_back(text: str, stop: Sequence[str]) -> str:
     """Return the longest text suffix that is a stop string prefix."""
     starts = {"", *(string[:length] for string in stop for length in range(len(string)))}
     return next(text[start:] for start in range(len(text) + 1) if text[start:] in starts)
 
 
 def check(pieces: Sequence[str], stop: Sequence[str], include: bool) -> None:
-    criteria = rules([EOS], stop, len(pieces), include_stop=include)
-    stopped, output = by_definition("".join(pieces), stop, include)
+    criteria = make_criteria([EOS], stop, len(pieces), include_stop=include)
+    stopped, output = reference_output("".join(pieces), stop, include)
     so_far = streamed = ""
     for piece in pieces:
         finished, reason = criteria(OTHER, piece)
         so_far, streamed = so_far + piece, streamed + criteria.new_text
         assert output.startswith(streamed) and criteria.current_output == streamed  # noqa: PT018
-        assert (reason is STOP_SEQUENCE) == by_definition(so_far, stop, include)[0]
+        assert (reason is STOP_SEQUENCE) == reference_output(so_far, stop, include)[0]
         if finished:
             break
-        assert streamed + ("" if include else held(so_far, stop)) == so_far
+        assert streamed + ("" if include else find_held_back(so_far, stop)) == so_far
     assert criteria.finish_reason is (STOP_SEQUENCE if stopped else LENGTH)
     assert streamed == output
 
@@ -295,8 +299,8 @@ def test_output_matches_reference_definition(pieces: list[str], stop: list[str],
 @given(cut_texts(), st.lists(letters.filter(len).map(lambda text: text[:5]), max_size=3), st.booleans())
 def test_output_does_not_depend_on_token_boundaries(pieces: list[str], stop: list[str], include: bool) -> None:
     whole = "".join(pieces)
-    outputs = {fed(cut, *stop, include=include, max_new_tokens=len(cut)).current_output for cut in (pieces, [whole])}
-    outputs |= {fed(whole, *stop, include=include, max_new_tokens=max(1, len(whole))).current_output}
+    outputs = {feed(cut, *stop, include=include, max_new_tokens=len(cut)).current_output for cut in (pieces, [whole])}
+    outputs |= {feed(whole, *stop, include=include, max_new_tokens=max(1, len(whole))).current_output}
     assert len(outputs) == 1
 
 

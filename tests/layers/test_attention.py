@@ -17,7 +17,7 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 # --- Seqlen
 
 
-def test_seqlen_keeps_lengths() -> None:
+def test_seqlen_stores_boundaries_and_maximums() -> None:
     boundaries = torch.tensor([0, 2, 5], dtype=torch.int32)
     seqlen = Seqlen(torch.tensor([2, 3]), torch.tensor([0, 4]), boundaries, 3, 7)
     assert seqlen.cu_seqlen_q is boundaries

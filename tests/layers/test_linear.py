@@ -33,7 +33,7 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-Adapters = list[tuple[Factors, float]]  # with the scale of each
+Adapters = list[tuple[Factors, float]]  # with the scale of each adapter
 
 
 def lora(inputs: int, outputs: int, rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,7 +148,7 @@ def test_gathered_logits_keep_vocabulary_order(vocab_size: int) -> None:
     torch.testing.assert_close(logits, x @ weight.t(), rtol=1e-5, atol=1e-5)
 
 
-# --- with adapters
+# --- Adapters
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -182,7 +182,7 @@ def test_adapters_on_fused_columns(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_adapters_on_fused_transposed_matrix(ranks: int) -> None:
-    """GPT-2's c_attn: one matrix and one adapter target, cut in three places."""
+    """GPT-2's c_attn: one matrix and one adapter target with three sharded parts."""
     weight, added = normal(INPUTS, 36, seed=1), normal(36, seed=2)
     adapters: Adapters = [({"c_attn": lora(INPUTS, 36, rank, 10 + rank)}, 0.5 + rank) for rank in (3, 16, 1)]
     x = normal(len(TOKENS), INPUTS, seed=3)
@@ -344,7 +344,7 @@ def test_only_first_rank_adds_bias() -> None:
         assert embedding.adds_bias == (rank == 0)
 
 
-# --- what does not fit
+# --- Invalid checkpoints
 
 
 @pytest.mark.parametrize("bias", [(10,), (9,)])
@@ -366,6 +366,6 @@ def test_transposed_matrix_is_rejected() -> None:
 def test_missing_bias_is_rejected_on_all_ranks() -> None:
     weights = memory_weights({"fc.weight": torch.zeros(10, INPUTS)}, rank=1, ranks=2)
     shard = shard_evenly(weights.process_group, INPUTS, "inputs")
-    # Rank 1 does not add it, but a checkpoint without it is wrong on every rank.
+    # Rank 1 does not add the bias, but must reject a checkpoint without it.
     with pytest.raises(WeightsError, match=r"'fc.bias' is missing"):
         TensorParallelAdapterRowLinear(weights, "fc", shard, 10, bias=True)

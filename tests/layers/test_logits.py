@@ -132,7 +132,7 @@ def test_base_model_tokens_are_bitwise_unchanged(name: str) -> None:
     base = torch.tensor(indices) == 0
     rows, logits = run_vocabulary(ALONE, [name], indices, ids, x, torch.float32)
     plain_rows, plain_logits = run_vocabulary(ALONE, [name], [0] * len(ids), ids.clamp(max=VOCAB - 1), x, torch.float32)
-    assert plain_logits.shape == (len(ids), VOCAB)  # as wide as the batch needs
+    assert plain_logits.shape == (len(ids), VOCAB)  # the batch's largest vocabulary
     assert torch.equal(rows[base], plain_rows[base])
     assert torch.equal(logits[base, :VOCAB], plain_logits[base])
     assert (logits[base, VOCAB:] == -math.inf).all()

@@ -56,7 +56,7 @@ def check_angles(found: CosSin, positions: Sequence[int], inv_freq: torch.Tensor
     torch.testing.assert_close(found[1], angles.sin() * factor, rtol=0, atol=1e-4)
 
 
-# --- the table
+# --- Rotary table
 
 
 def test_growing_table_keeps_existing_rows() -> None:
@@ -77,7 +77,7 @@ def test_int32_positions_are_supported() -> None:
     assert cos[:, 0].tolist() == pytest.approx([math.cos(3), 1.0])
 
 
-# --- each scaling is that of transformers
+# --- Comparison with transformers
 
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.5},
@@ -181,7 +181,7 @@ def test_partial_rope_matches_transformers(scaling: dict[str, Any], rotary_pct: 
     check_angles(load_rotary(config, 32, CPU, partial=True)(at(positions)), positions, theirs, 1.0)
 
 
-# --- independence of other sequences
+# --- Independence of other sequences
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
@@ -198,7 +198,7 @@ def test_angles_do_not_depend_on_other_sequences(scaling: str) -> None:
     assert not torch.allclose(cos[0], cos[8], atol=1e-3)
 
 
-# --- however a config spells it
+# --- Config formats
 
 
 def spelled(**fields: Any) -> SimpleNamespace:
@@ -267,7 +267,7 @@ def test_rope_parameters_win_and_config_is_unchanged() -> None:
     assert parameters == {"rope_type": "linear", "rope_theta": 77.0, "factor": 2.0}
 
 
-# --- what cannot be honoured
+# --- Unsupported configs
 
 
 def test_contradicting_rope_fields_are_rejected() -> None:

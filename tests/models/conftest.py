@@ -1,4 +1,4 @@
-"""Tiny models, each made once for all tests."""
+"""Fixture: tiny models, created once per session."""
 
 import pytest
 

@@ -10,8 +10,8 @@ from lorax_server.models.causal_lm import CausalLM, CausalLMBatch
 from lorax_server.models.contract.types import GeneratedText, Generation, NextTokens
 from lorax_server.pb import generate_pb2 as pb
 
-NO_TOKEN = 1_000_000  # beyond every vocabulary here
-MAX_TIE_GAP = 1e-4  # two logits this close may be told apart by rounding
+NO_TOKEN = 1_000_000  # larger than every test vocabulary
+MAX_TIE_GAP = 1e-4  # closer logits may be ordered by rounding
 
 
 def request(
@@ -47,7 +47,7 @@ class RequestOutput:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)  # of the tokens that are not special
+    texts: list[str] = field(default_factory=list)  # without special tokens
     prompt: NextTokens | None = None
     end: GeneratedText | None = None
     generations: list[Generation] = field(default_factory=list)
@@ -68,16 +68,16 @@ class Driver:
 
     def __init__(self, lm: CausalLM) -> None:
         self.lm = lm
-        self.answers: dict[int, RequestOutput] = {}
+        self.outputs: dict[int, RequestOutput] = {}
 
     def step(self, batch: CausalLMBatch, *, keep_finished: bool = False) -> CausalLMBatch | None:
         """Run one step, then filter out finished requests."""
         generations, following = self.lm.generate_token(batch)
         for generation in generations:
-            self.answers.setdefault(generation.request_id, RequestOutput()).add(generation)
+            self.outputs.setdefault(generation.request_id, RequestOutput()).add(generation)
         if following is None or keep_finished:
             return following
-        return following.filter([each.id for each in following.requests if self.answers[each.id].end is None])
+        return following.filter([each.id for each in following.requests if self.outputs[each.id].end is None])
 
     def start(self, *requests: pb.Request, steps: int = 1) -> CausalLMBatch:
         batch = batch_of(self.lm, *requests)
@@ -99,7 +99,7 @@ def run(lm: CausalLM, *requests: pb.Request) -> list[RequestOutput]:
     """Run all requests in one batch until they finish."""
     driver = Driver(lm)
     driver.finish(batch_of(lm, *requests))
-    return [driver.answers[each.id] for each in requests]
+    return [driver.outputs[each.id] for each in requests]
 
 
 @torch.no_grad()

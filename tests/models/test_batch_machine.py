@@ -1,8 +1,7 @@
 """Random batch operations do not change the output of any request.
 
-Requests come in alone or together, batches step, lose requests, change their order and are joined, all at random; a
-finished request may stay for a while. Each answer is compared with the request's own run in a batch of one, and if it
-is greedy also with `transformers.generate`.
+Batches are stepped, filtered, reordered and joined at random, and finished requests may stay for a while. Each output
+is compared with the same request in a batch of one and, if it is greedy, with `transformers.generate`.
 """
 
 import random
@@ -71,7 +70,7 @@ def random_spec(rng: random.Random) -> Spec:
     return Spec(prompt, count, some(STOP, rng.choice([0, 0.5])), some(PARAMETERS, rng.choice([0, 0.3])))
 
 
-# Few enough that each has to run alone only once.
+# Few specs, so that each one runs alone only once.
 SPECS = [random_spec(random.Random(i)) for i in range(100)]
 
 
@@ -145,7 +144,7 @@ class Batches(RuleBasedStateMachine):
             assert batch.attention_mask.shape == (len(batch), width)
             seen = batch.attention_mask[:, : batch.max_input_length].sum(1).tolist()
             assert seen == batch.input_lengths == [len(ids) for ids in batch.all_input_ids]
-            assert batch.attention_mask.sum().item() == sum(seen)  # no room for later tokens is seen
+            assert batch.attention_mask.sum().item() == sum(seen)  # no columns for later tokens are visible
             assert batch.max_tokens >= len(batch) * batch.max_input_length
             assert list(batch.requests_idx_mapping) == [each.id for each in batch.requests]
             assert len(batch.adapter_meta.adapter_indices) == batch.input_ids.numel()
@@ -156,15 +155,15 @@ class Batches(RuleBasedStateMachine):
                 }
 
     def _step(self, batch: CausalLMBatch, keep_finished: bool) -> None:
-        before = {i: len(answer.token_ids) for i, answer in self.driver.answers.items()}
+        before = {i: len(output.token_ids) for i, output in self.driver.outputs.items()}
         running = [each.id for each in batch.requests if not self._is_finished(each.id)]
         self._replace(batch, self.driver.step(batch, keep_finished=keep_finished))
         for request_id in running:
-            assert len(self.driver.answers[request_id].token_ids) == before.get(request_id, 0) + 1
+            assert len(self.driver.outputs[request_id].token_ids) == before.get(request_id, 0) + 1
             self._compare(request_id)
 
     def _is_finished(self, request_id: int) -> bool:
-        return request_id in self.driver.answers and self.driver.answers[request_id].end is not None
+        return request_id in self.driver.outputs and self.driver.outputs[request_id].end is not None
 
     def _replace(self, batch: CausalLMBatch, following: CausalLMBatch | None) -> None:
         self.batches = [each for each in self.batches if each is not batch]
@@ -172,7 +171,7 @@ class Batches(RuleBasedStateMachine):
             self.batches.append(following)
 
     def _compare(self, request_id: int) -> None:
-        found, expected = self.driver.answers[request_id], self.alone(self.specs[request_id])
+        found, expected = self.driver.outputs[request_id], self.alone(self.specs[request_id])
         count = len(found.token_ids)
         assert found.token_ids == expected.token_ids[:count]
         assert found.logprobs == pytest.approx(expected.logprobs[:count], abs=1e-3)
@@ -188,7 +187,7 @@ class Batches(RuleBasedStateMachine):
             assert "".join(found.texts) == found.end.text
 
 
-SLOW = ("deepseek-v3", "falcon-new", "gemma3-window", "gpt2")  # test_padded_cache.py has their kinds of cache
+SLOW = ("deepseek-v3", "falcon-new", "gemma3-window", "gpt2")  # test_padded_cache.py covers their caches
 
 
 @pytest.mark.parametrize(
@@ -200,11 +199,11 @@ def test_requests_are_independent_of_batch(name: str, max_examples: int, zoo: Zo
 
     @cache
     def alone(spec: Spec) -> RequestOutput:
-        (answer,) = run(lm, spec.request(0))
+        (output,) = run(lm, spec.request(0))
         if spec.is_plain:
             tokens = generate(oracle, spec.prompt, spec.max_new_tokens, [EOS_ID])
-            assert answer.token_ids[: len(tokens)] == tokens
-        return answer
+            assert output.token_ids[: len(tokens)] == tokens
+        return output
 
     machine = type("Machine", (Batches,), {"oracle": oracle, "lm": lm, "alone": staticmethod(alone)})
     run_state_machine_as_test(

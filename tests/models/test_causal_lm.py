@@ -22,7 +22,7 @@ from tests.models.tiny import EOS_ID, VOCAB, Zoo
 
 PROMPT, SHORT = [5, 9, 20, 33, 41], [7, 8]
 ENDLESS = {"ignore_eos_token": True}
-LARGE_BIAS = 1e4  # a bias that decides
+LARGE_BIAS = 1e4  # a bias that always decides the token
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +42,7 @@ def log_probabilities(oracle: Any, ids: Sequence[int]) -> torch.Tensor:
 
 
 class Script:
-    """A script that has the model answer every request with these tokens, in any batch.
+    """Makes the model generate these tokens for every request, in any batch.
 
     The next token depends only on the last one, so tokens must be unique.
     """
@@ -72,50 +72,50 @@ def bytes_of(lm: CausalLM, text: str) -> list[int]:
     return [lm.tokenizer.convert_tokens_to_ids(names[byte]) for byte in text.encode()]
 
 
-# --- Against transformers ---------------------------------------------------------------------------------------------
+# --- Comparison with transformers -------------------------------------------------------------------------------------
 
 
 def test_token_logprobs_match_transformers(lm: CausalLM, oracle: Any) -> None:
-    answers = run(lm, request(0, PROMPT, stop=ENDLESS), request(1, SHORT, stop=ENDLESS))
-    for prompt, answer in zip((PROMPT, SHORT), answers, strict=True):
-        expected = log_probabilities(oracle, [*prompt, *answer.token_ids])[len(prompt) - 1 : -1]
-        chosen = expected.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
-        assert answer.logprobs == pytest.approx(chosen.tolist(), abs=1e-4)
+    outputs = run(lm, request(0, PROMPT, stop=ENDLESS), request(1, SHORT, stop=ENDLESS))
+    for prompt, result in zip((PROMPT, SHORT), outputs, strict=True):
+        expected = log_probabilities(oracle, [*prompt, *result.token_ids])[len(prompt) - 1 : -1]
+        chosen = expected.gather(-1, torch.tensor(result.token_ids)[:, None])[:, 0]
+        assert result.logprobs == pytest.approx(chosen.tolist(), abs=1e-4)
 
 
 def test_prompt_logprobs_come_with_first_token(lm: CausalLM, oracle: Any) -> None:
     asking = {"prefill_logprobs": True}
-    answers = run(
+    outputs = run(
         lm, request(0, PROMPT, fields=asking), request(1, SHORT), request(2, [250], fields=asking), request(3, PROMPT)
     )
-    for prompt, answer in ((PROMPT, answers[0]), ([250], answers[2])):
-        assert answer.prompt is not None
-        assert answer.prompt.token_ids == prompt
-        assert math.isnan(answer.prompt.logprobs[0])
+    for prompt, result in ((PROMPT, outputs[0]), ([250], outputs[2])):
+        assert result.prompt is not None
+        assert result.prompt.token_ids == prompt
+        assert math.isnan(result.prompt.logprobs[0])
         expected = log_probabilities(oracle, prompt)[:-1].gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0]
-        assert answer.prompt.logprobs[1:] == pytest.approx(expected.tolist(), abs=1e-4)
-        assert answer.prompt.texts == [lm.detokenizer.token_text(token_id) for token_id in prompt]
-    assert answers[1].prompt is None
-    assert answers[3].prompt is None
+        assert result.prompt.logprobs[1:] == pytest.approx(expected.tolist(), abs=1e-4)
+        assert result.prompt.texts == [lm.detokenizer.token_text(token_id) for token_id in prompt]
+    assert outputs[1].prompt is None
+    assert outputs[3].prompt is None
 
 
 def test_prompt_length_comes_with_first_token(lm: CausalLM) -> None:
-    for answer, length in zip(run(lm, request(0, PROMPT), request(1, SHORT)), (5, 2), strict=True):
-        assert [each.prefill_tokens_length for each in answer.generations] == [length] + [0] * 7
+    for result, length in zip(run(lm, request(0, PROMPT), request(1, SHORT)), (5, 2), strict=True):
+        assert [each.prefill_tokens_length for each in result.generations] == [length] + [0] * 7
 
 
 def test_prompt_tokens_come_once_after_merge(lm: CausalLM) -> None:
     driver = Driver(lm)
     batches = [driver.start(request(i, PROMPT, fields={"prefill_logprobs": True})) for i in range(2)]
     driver.finish(CausalLMBatch.concatenate(batches))
-    for answer in driver.answers.values():
-        assert [each.prefill_tokens is not None for each in answer.generations] == [True] + [False] * 7
+    for result in driver.outputs.values():
+        assert [each.prefill_tokens is not None for each in result.generations] == [True] + [False] * 7
 
 
 def test_alternatives_are_sorted_by_probability(lm: CausalLM, oracle: Any) -> None:
-    answer, silent = run(lm, request(0, PROMPT, return_k_alternatives=3, stop=ENDLESS), request(1, SHORT))
-    expected = log_probabilities(oracle, [*PROMPT, *answer.token_ids])[len(PROMPT) - 1 : -1].topk(3)
-    for i, each in enumerate(answer.generations):
+    result, silent = run(lm, request(0, PROMPT, return_k_alternatives=3, stop=ENDLESS), request(1, SHORT))
+    expected = log_probabilities(oracle, [*PROMPT, *result.token_ids])[len(PROMPT) - 1 : -1].topk(3)
+    for i, each in enumerate(result.generations):
         (alternatives,) = each.next_tokens.alternative_tokens
         assert alternatives.token_ids == expected.indices[i].tolist()
         assert alternatives.logprobs == pytest.approx(expected.values[i].tolist(), abs=1e-4)
@@ -125,8 +125,8 @@ def test_alternatives_are_sorted_by_probability(lm: CausalLM, oracle: Any) -> No
 
 
 def test_alternatives_are_limited_to_vocabulary(lm: CausalLM) -> None:
-    (answer,) = run(lm, request(0, PROMPT, 1, return_k_alternatives=1000))
-    (alternatives,) = answer.generations[0].next_tokens.alternative_tokens
+    (result,) = run(lm, request(0, PROMPT, 1, return_k_alternatives=1000))
+    (alternatives,) = result.generations[0].next_tokens.alternative_tokens
     assert sorted(alternatives.token_ids) == list(range(VOCAB))
 
 
@@ -141,47 +141,47 @@ def test_raw_logprobs_match_model_logits(lm: CausalLM, oracle: Any) -> None:
     assert raw.logprobs != pytest.approx(processed.logprobs, abs=1e-2)
 
 
-# --- Where it ends ----------------------------------------------------------------------------------------------------
+# --- Stop conditions --------------------------------------------------------------------------------------------------
 
 
 def bias(*token_ids: int) -> list[pb.LogitBias]:
     return [pb.LogitBias(token_id=token_id, bias=LARGE_BIAS) for token_id in token_ids]
 
 
-def end_of(answer: RequestOutput) -> tuple[str, int, FinishReason]:
-    assert answer.end is not None
-    return answer.end.text, answer.end.generated_tokens, answer.end.finish_reason
+def end_of(result: RequestOutput) -> tuple[str, int, FinishReason]:
+    assert result.end is not None
+    return result.end.text, result.end.generated_tokens, result.end.finish_reason
 
 
 def test_eos_stops_request_and_is_excluded_from_text(lm: CausalLM) -> None:
-    (answer,) = run(lm, request(0, PROMPT, logit_bias=bias(EOS_ID)))
-    assert answer.token_ids == [EOS_ID]
-    assert end_of(answer) == ("", 1, FinishReason.EOS_TOKEN)
-    (shown,) = [each.next_tokens for each in answer.generations]
+    (result,) = run(lm, request(0, PROMPT, logit_bias=bias(EOS_ID)))
+    assert result.token_ids == [EOS_ID]
+    assert end_of(result) == ("", 1, FinishReason.EOS_TOKEN)
+    (shown,) = [each.next_tokens for each in result.generations]
     assert (shown.texts, shown.is_special) == (["</s>"], [True])
 
 
 def test_ignored_eos_does_not_stop_request(lm: CausalLM) -> None:
-    (answer,) = run(lm, request(0, PROMPT, 4, logit_bias=bias(EOS_ID), stop=ENDLESS))
-    assert answer.token_ids == [EOS_ID] * 4
-    assert end_of(answer) == ("", 4, FinishReason.LENGTH)
+    (result,) = run(lm, request(0, PROMPT, 4, logit_bias=bias(EOS_ID), stop=ENDLESS))
+    assert result.token_ids == [EOS_ID] * 4
+    assert end_of(result) == ("", 4, FinishReason.LENGTH)
 
 
 def test_min_new_tokens_delays_eos_and_stop_tokens(lm: CausalLM) -> None:
     stop = {"min_new_tokens": 3, "stop_token_ids": [77]}
     for ending in (EOS_ID, 77):
-        (answer,) = run(lm, request(0, PROMPT, logit_bias=bias(ending), stop=stop))
-        assert len(answer.token_ids) == 4
-        assert answer.token_ids.index(ending) == 3
+        (result,) = run(lm, request(0, PROMPT, logit_bias=bias(ending), stop=stop))
+        assert len(result.token_ids) == 4
+        assert result.token_ids.index(ending) == 3
 
 
 def test_stop_token_stops_request_and_may_be_excluded(lm: CausalLM) -> None:
     (letter,) = tokens_of(lm, "q")
     for exclude, text in ((False, "q"), (True, "")):
         stop = {"stop_token_ids": [letter], "exclude_stop": exclude}
-        (answer,) = run(lm, request(0, PROMPT, logit_bias=bias(letter), stop=stop))
-        assert answer.token_ids == [letter]
-        assert end_of(answer) == (text, 1, FinishReason.STOP_SEQUENCE)
+        (result,) = run(lm, request(0, PROMPT, logit_bias=bias(letter), stop=stop))
+        assert result.token_ids == [letter]
+        assert end_of(result) == (text, 1, FinishReason.STOP_SEQUENCE)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_stop_token_stops_request_and_may_be_excluded(lm: CausalLM) -> None:
         ({"stop_sequences": ["fg", "de"]}, "bcde", 4),
         ({"stop_sequences": ["de"], "min_new_tokens": 4}, "bcdefgh", 8),
         ({"stop_sequences": ["gh", "ghi"]}, "bcdefgh", 7),
-        ({"stop_sequences": ["ab"]}, "bcdefgh", 8),  # the prompt is not looked at
+        ({"stop_sequences": ["ab"]}, "bcdefgh", 8),  # stop strings in the prompt are ignored
         ({"stop_sequences": ["ghx"], "exclude_stop": True}, "bcdefgh", 8),  # held back and emitted at the end
     ],
 )
@@ -200,16 +200,16 @@ def test_stop_strings_across_tokens(
     lm: CausalLM, monkeypatch: pytest.MonkeyPatch, stop: dict[str, Any], text: str, count: int
 ) -> None:
     script = Script(lm, monkeypatch, [tokens_of(lm, letter)[0] for letter in "abcdefgh"])
-    answer, _ = run(lm, request(0, script.prompt, 12, stop=stop), request(1, SHORT, 12))
-    assert end_of(answer)[:2] == (text, count)
-    assert "".join(answer.texts) == text
+    result, _ = run(lm, request(0, script.prompt, 12, stop=stop), request(1, SHORT, 12))
+    assert end_of(result)[:2] == (text, count)
+    assert "".join(result.texts) == text
 
 
 def test_multibyte_characters_are_emitted_when_complete(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "é日👋"
     script = Script(lm, monkeypatch, [250, *bytes_of(lm, text)])
-    answer, other = run(lm, request(0, [250], 20), request(1, [*SHORT, 250], 20))
-    for each in (answer, other):
+    result, other = run(lm, request(0, [250], 20), request(1, [*SHORT, 250], 20))
+    for each in (result, other):
         assert end_of(each) == (text, 10, FinishReason.EOS_TOKEN)
         assert each.texts == ["", "é", "", "", "日", "", "", "", "👋"]
     assert script.prompt == [250]
@@ -217,16 +217,16 @@ def test_multibyte_characters_are_emitted_when_complete(lm: CausalLM, monkeypatc
 
 def test_incomplete_character_is_emitted_at_end(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     Script(lm, monkeypatch, [250, *tokens_of(lm, "x"), *bytes_of(lm, "日")])
-    (answer,) = run(lm, request(0, [250], 3))
-    assert end_of(answer) == ("x\ufffd", 3, FinishReason.LENGTH)
-    assert "".join(answer.texts) == "x\ufffd"
+    (result,) = run(lm, request(0, [250], 3))
+    assert end_of(result) == ("x\ufffd", 3, FinishReason.LENGTH)
+    assert "".join(result.texts) == "x\ufffd"
 
 
 def test_prompt_with_incomplete_character_is_completed(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     first, *rest = bytes_of(lm, "é")
     Script(lm, monkeypatch, [first, *rest])
-    (answer,) = run(lm, request(0, [5, first], 4))
-    assert end_of(answer)[0] == "é"
+    (result,) = run(lm, request(0, [5, first], 4))
+    assert end_of(result)[0] == "é"
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -237,12 +237,12 @@ def test_non_special_texts_join_to_full_text(lm: CausalLM, seed: int) -> None:
         request(i, PROMPT[: i + 1], 20, do_sample=True, temperature=2.0, seed=seed * 10 + i, stop=stop)
         for i, stop in enumerate(stops)
     ]
-    for answer in run(lm, *requests):
-        assert "".join(answer.texts) == end_of(answer)[0]
-        assert len(answer.generations) == end_of(answer)[1] == len(answer.token_ids)
+    for result in run(lm, *requests):
+        assert "".join(result.texts) == end_of(result)[0]
+        assert len(result.generations) == end_of(result)[1] == len(result.token_ids)
 
 
-# --- Drawing ----------------------------------------------------------------------------------------------------------
+# --- Sampling ---------------------------------------------------------------------------------------------------------
 
 
 def test_seed_is_reproducible_in_any_batch(lm: CausalLM) -> None:
@@ -253,15 +253,15 @@ def test_seed_is_reproducible_in_any_batch(lm: CausalLM) -> None:
     batch = driver.start(request(0, PROMPT, 12, stop=ENDLESS, **drawn), request(1, SHORT, 12, stop=ENDLESS), steps=3)
     batch = driver.steps(CausalLMBatch.concatenate([driver.start(request(2, [9] * 9, 12, stop=ENDLESS)), batch]), 2)
     driver.finish(batch.filter([0, 2]))
-    assert alone.token_ids == together.token_ids == driver.answers[0].token_ids
-    assert alone.end == together.end == driver.answers[0].end
+    assert alone.token_ids == together.token_ids == driver.outputs[0].token_ids
+    assert alone.end == together.end == driver.outputs[0].end
     assert alone.end is not None
     assert alone.end.seed == 2**64 - 1
 
 
 def test_requests_with_different_seeds_differ(lm: CausalLM) -> None:
-    answers = run(lm, *(request(i, PROMPT, do_sample=True, temperature=2.0, seed=i, stop=ENDLESS) for i in range(4)))
-    assert len({tuple(answer.token_ids) for answer in answers}) == 4
+    outputs = run(lm, *(request(i, PROMPT, do_sample=True, temperature=2.0, seed=i, stop=ENDLESS) for i in range(4)))
+    assert len({tuple(result.token_ids) for result in outputs}) == 4
 
 
 def test_temperature_zero_is_greedy_in_mixed_batch(lm: CausalLM) -> None:
@@ -275,7 +275,7 @@ def test_temperature_zero_is_greedy_in_mixed_batch(lm: CausalLM) -> None:
     assert warm.token_ids != greedy.token_ids
 
 
-# --- Several ranks ----------------------------------------------------------------------------------------------------
+# --- Tensor parallelism -----------------------------------------------------------------------------------------------
 
 
 def test_each_request_is_returned_by_one_rank(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +291,7 @@ def test_each_request_is_returned_by_one_rank(lm: CausalLM, monkeypatch: pytest.
             assert [each.request_id for each in generations] == list(range(rank, 5, 2))
             for each in generations:
                 seen.setdefault(each.request_id, []).extend(each.next_tokens.token_ids)
-    assert seen == {i: answer.token_ids for i, answer in enumerate(whole)}
+    assert seen == {i: result.token_ids for i, result in enumerate(whole)}
 
 
 # --- Failures ---------------------------------------------------------------------------------------------------------
@@ -315,10 +315,10 @@ def test_adapters_are_rejected(lm: CausalLM) -> None:
 def test_special_token_as_stop_string(lm: CausalLM) -> None:
     """Special tokens have no text, so the stop string is converted to a token ID."""
     stop = {"stop_sequences": ["</s>"], "ignore_eos_token": True}
-    (answer,) = run(lm, request(0, PROMPT, stop=stop, logit_bias=bias(EOS_ID)))
-    assert answer.end is not None
-    assert (answer.end.text, answer.end.finish_reason.name) == ("", "STOP_SEQUENCE")
-    assert answer.token_ids == [EOS_ID]
+    (result,) = run(lm, request(0, PROMPT, stop=stop, logit_bias=bias(EOS_ID)))
+    assert result.end is not None
+    assert (result.end.text, result.end.finish_reason.name) == ("", "STOP_SEQUENCE")
+    assert result.token_ids == [EOS_ID]
 
 
 def test_logit_bias_outside_vocabulary_is_rejected_early(lm: CausalLM) -> None:
@@ -349,7 +349,7 @@ def test_nan_logits_error_names_request(lm: CausalLM, monkeypatch: pytest.Monkey
     driver = Driver(lm)
     kept = batch.filter([0])
     driver.finish(kept)
-    assert driver.answers[0].token_ids == expected.token_ids
+    assert driver.outputs[0].token_ids == expected.token_ids
 
 
 def test_nan_logits_leave_batch_unchanged(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +362,7 @@ def test_nan_logits_leave_batch_unchanged(lm: CausalLM, monkeypatch: pytest.Monk
             with pytest.raises(LoraxError, match="request 1: the logits are NaN"):
                 lm.generate_token(batch)
     driver.finish(batch.filter([0]))
-    assert driver.answers[0].token_ids == expected.token_ids
+    assert driver.outputs[0].token_ids == expected.token_ids
 
 
 def test_nan_logits_of_finished_request_are_ignored(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +371,7 @@ def test_nan_logits_of_finished_request_are_ignored(lm: CausalLM, monkeypatch: p
     spoil(lm, monkeypatch, 0)
     while batch is not None:
         batch = driver.step(batch, keep_finished=True)
-    assert len(driver.answers[1].token_ids) == 5
+    assert len(driver.outputs[1].token_ids) == 5
 
 
 def test_step_logs_no_messages(lm: CausalLM, caplog: pytest.LogCaptureFixture) -> None:

@@ -33,7 +33,7 @@ def three(lm: CausalLM) -> CausalLMBatch:
     return batch_of(lm, request(0, LONG, 4), request(1, SHORT, 6), request(2, ONE, 3), batch_id=7)
 
 
-# --- The contract -----------------------------------------------------------------------------------------------------
+# --- Contract ---------------------------------------------------------------------------------------------------------
 
 
 def test_batch_fields_match_contract_order() -> None:
@@ -66,7 +66,7 @@ def test_contract_import_paths(lm: CausalLM) -> None:
     assert lm.batch_type is CausalLMBatch
 
 
-# --- Coming in --------------------------------------------------------------------------------------------------------
+# --- from_pb ----------------------------------------------------------------------------------------------------------
 
 
 def test_prompts_are_padded_on_the_left(lm: CausalLM) -> None:
@@ -216,7 +216,7 @@ def test_batches_from_different_models_cannot_merge(zoo: Zoo) -> None:
         batches.append(driver.start(request(i)))
     with pytest.raises(ValueError, match="batches from different models"):
         CausalLMBatch.concatenate(batches)
-    assert all(batch.past_key_values for batch in batches)  # nothing was lost
+    assert all(batch.past_key_values for batch in batches)  # the batch is unchanged
 
 
 def test_images_are_rejected(lm: CausalLM) -> None:
@@ -228,9 +228,9 @@ def test_images_are_rejected(lm: CausalLM) -> None:
 
 def test_prompt_at_length_limit_completes(zoo: Zoo) -> None:
     for name in ("gpt2", "llama", "mpt"):
-        (answer,) = run(zoo.served(name), request(0, [5] * 120, 8, stop={"ignore_eos_token": True}))
-        assert answer.end is not None
-        assert answer.end.generated_tokens == 8
+        (output,) = run(zoo.served(name), request(0, [5] * 120, 8, stop={"ignore_eos_token": True}))
+        assert output.end is not None
+        assert output.end.generated_tokens == 8
 
 
 def test_to_pb_describes_batch(lm: CausalLM) -> None:
@@ -246,7 +246,7 @@ def test_to_pb_describes_batch(lm: CausalLM) -> None:
 def test_step_advances_all_fields_by_one(lm: CausalLM) -> None:
     batch, driver = three(lm), Driver(lm)
     batch = driver.steps(batch, 1)
-    first = [driver.answers[i].token_ids for i in range(3)]
+    first = [driver.outputs[i].token_ids for i in range(3)]
     assert batch.input_ids.tolist() == first
     assert batch.position_ids.tolist() == [[5], [2], [1]]
     assert batch.attention_mask.tolist() == [
@@ -271,7 +271,7 @@ def test_finished_request_returns_no_tokens_until_filtered(lm: CausalLM) -> None
         assert following is not None
         batch = following
     assert ids_of(batch) == [0, 1, 2]
-    assert [len(driver.answers[i].token_ids) for i in range(3)] == [4, 5, 3]
+    assert [len(driver.outputs[i].token_ids) for i in range(3)] == [4, 5, 3]
     generations, following = lm.generate_token(batch)
     assert [each.request_id for each in generations] == [1]
     assert following is None
@@ -294,10 +294,10 @@ def test_finished_request_at_limit_does_not_block_batch(name: str, zoo: Zoo) -> 
     batch: Any = batch_of(lm, request(0, [20] * 120, 8, stop=endless), request(1, SHORT, 30, stop=endless))
     while batch is not None:
         batch = driver.step(batch, keep_finished=True)
-    assert driver.answers[1].token_ids == run(lm, request(1, SHORT, 30, stop=endless))[0].token_ids
+    assert driver.outputs[1].token_ids == run(lm, request(1, SHORT, 30, stop=endless))[0].token_ids
 
 
-# --- Leaving ----------------------------------------------------------------------------------------------------------
+# --- filter -----------------------------------------------------------------------------------------------------------
 
 
 def test_filter_with_all_requests_returns_same_batch(lm: CausalLM) -> None:
@@ -330,7 +330,7 @@ def test_filter_before_first_step_removes_padding(lm: CausalLM) -> None:
     assert batch.requests_idx_mapping == {2: 0, 1: 1}
     driver = Driver(lm)
     driver.finish(batch)
-    assert driver.answers[1].token_ids == run(lm, request(1, SHORT, 6))[0].token_ids
+    assert driver.outputs[1].token_ids == run(lm, request(1, SHORT, 6))[0].token_ids
 
 
 @pytest.mark.parametrize("kept", [[0], [1], [2], [0, 1], [1, 2], [0, 2], [2, 0], [2, 1, 0], [1, 0, 2]])
@@ -372,12 +372,12 @@ def test_finished_request_reserves_no_columns(lm: CausalLM) -> None:
     assert batch.attention_mask.shape[1] == batch.max_input_length + 7
     while batch is not None:
         batch = driver.step(batch, keep_finished=True)
-    assert driver.answers[1].token_ids == run(lm, request(1, SHORT, 10))[0].token_ids
-    assert driver.answers[0].end is not None
-    assert driver.answers[0].end.finish_reason is FinishReason.STOP_SEQUENCE
+    assert driver.outputs[1].token_ids == run(lm, request(1, SHORT, 10))[0].token_ids
+    assert driver.outputs[0].end is not None
+    assert driver.outputs[0].end.finish_reason is FinishReason.STOP_SEQUENCE
 
 
-# --- Joining ----------------------------------------------------------------------------------------------------------
+# --- concatenate ------------------------------------------------------------------------------------------------------
 
 
 def test_merged_batches_are_right_aligned(lm: CausalLM) -> None:
@@ -418,7 +418,7 @@ def test_merged_batches_are_right_aligned(lm: CausalLM) -> None:
 def test_merging_one_batch_continues(lm: CausalLM) -> None:
     driver = Driver(lm)
     driver.finish(CausalLMBatch.concatenate([driver.steps(three(lm), 1)]))
-    assert driver.answers[1].token_ids == run(lm, request(1, SHORT, 6))[0].token_ids
+    assert driver.outputs[1].token_ids == run(lm, request(1, SHORT, 6))[0].token_ids
 
 
 def test_batch_before_first_step_cannot_merge(lm: CausalLM) -> None:
@@ -441,13 +441,13 @@ def test_batches_with_different_key_layouts_cannot_merge(lm: CausalLM) -> None:
         CausalLMBatch.concatenate(batches)
 
 
-# --- The other layout of keys -----------------------------------------------------------------------------------------
+# --- Transposed key layout --------------------------------------------------------------------------------------------
 
 HEADS, SIZE = 2, 3
 
 
 def hand_made(lm: CausalLM, ids: list[int], folded: bool) -> CausalLMBatch:
-    """Make a batch after its first step, with keys [rows, heads, size, columns], or [rows * heads, ...] if folded."""
+    """Create a batch after its first step, with keys [rows, heads, size, columns], or [rows * heads, ...] if folded."""
     prompts = {0: LONG, 1: SHORT, 2: ONE}
     batch = Driver(lm).start(*(request(i, prompts[i]) for i in ids))
     columns = batch.max_input_length - 1
@@ -505,4 +505,4 @@ def test_folded_heads_with_standard_layout(lm: CausalLM) -> None:
     assert expected.past_key_values is not None
     reference = Driver(lm)
     reference.finish(expected)
-    assert driver.answers[1].token_ids == reference.answers[1].token_ids
+    assert driver.outputs[1].token_ids == reference.outputs[1].token_ids

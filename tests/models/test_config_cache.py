@@ -37,7 +37,7 @@ def test_cached_config_has_all_transformers_fields(name: str, tmp_path: Path, mo
     monkeypatch.setattr(config_cache, "_read_with_transformers", never)
     assert vars(read_config(tmp_path)) == vars(first)
     fields = {name for name in vars(expected) if not name.startswith("_")} | set(expected.attribute_map)
-    # Keys of JSON are texts; the last is of transformers' own checks.
+    # JSON keys are strings. transformers adds the last field during validation.
     for field in fields - {"dtype", "quantize", "transformers_version", "id2label", "ignore_keys_at_rope_validation"}:
         value = getattr(expected, field)
         if isinstance(value, PretrainedConfig):
@@ -53,7 +53,7 @@ def test_changed_config_or_version_is_read_again(
 ) -> None:
     read_config(folder)
     (kept,) = own_folder.iterdir()
-    kept.write_bytes(kept.read_bytes()[:-1])  # it was cut off
+    kept.write_bytes(kept.read_bytes()[:-1])  # truncated
     assert read_config(folder).hidden_size == VARIANTS["llama-gqa"].config().hidden_size
     monkeypatch.setattr(config_cache, "version", lambda _: "another")
     read_config(folder)

@@ -56,8 +56,8 @@ def test_cpu_default_dtype_is_float32(zoo: Zoo) -> None:
 def test_requested_dtype_is_used(zoo: Zoo) -> None:
     lm = load(zoo.folder("llama"), dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in lm.model.parameters()} == {torch.bfloat16}
-    answers = run(lm, request(0, [5] * 30), request(1, [7]))
-    assert all(answer.end is not None for answer in answers)
+    outputs = run(lm, request(0, [5] * 30), request(1, [7]))
+    assert all(output.end is not None for output in outputs)
 
 
 def test_model_properties(zoo: Zoo) -> None:
@@ -98,8 +98,8 @@ def test_8_bit_logits_are_close_to_float32(zoo: Zoo) -> None:
     logits, _ = lm.forward(ids, torch.ones_like(ids), positions)
     expected, _ = reference.forward(ids, torch.ones_like(ids), positions)
     assert 0 < (logits.float() - expected).abs().mean() < 0.1 * expected.std()
-    answers = run(lm, request(0), request(1, [7, 8]))
-    assert all(answer.end is not None and answer.end.generated_tokens == 8 for answer in answers)
+    outputs = run(lm, request(0), request(1, [7, 8]))
+    assert all(output.end is not None and output.end.generated_tokens == 8 for output in outputs)
     assert any("8bit" in type(module).__name__ for module in lm.model.modules())
 
 
@@ -150,7 +150,7 @@ def test_damaged_generation_config_is_rejected(variant: Variant, text: str) -> N
         load(folder)
 
 
-# --- Pad and eos ------------------------------------------------------------------------------------------------------
+# --- Pad and EOS tokens -----------------------------------------------------------------------------------------------
 
 
 def named(pad: int | None = None, eos: Any = None) -> Any:
@@ -191,8 +191,8 @@ def test_eos_comes_from_configs_and_tokenizer(variant: Variant) -> None:
     lm = load(folder)
     assert lm.config.eos_token_id == [1, 7, 9, 11]
     for eos in (1, 7, 9, 11):
-        (answer,) = run(lm, request(0, logit_bias=[{"token_id": eos, "bias": 1e4}]))
-        assert answer.token_ids == [eos]
+        (output,) = run(lm, request(0, logit_bias=[{"token_id": eos, "bias": 1e4}]))
+        assert output.token_ids == [eos]
 
 
 def test_eos_of_minus_one_is_ignored(variant: Variant) -> None:
@@ -204,8 +204,8 @@ def test_eos_of_minus_one_is_ignored(variant: Variant) -> None:
 @pytest.mark.parametrize("special", [{"bos_token": "<s>"}, {"bos_token": "<s>", "eos_token": "</s>"}])
 def test_pad_token_unknown_to_tokenizer_is_accepted(variant: Variant, special: dict[str, str]) -> None:
     lm = load(variant(tokenizer=make_tokenizer(**special), pad_token_id=VOCAB - 1, eos_token_id=None))
-    answers = run(lm, request(0), request(1, [7, 8]))
-    assert answers[1].token_ids == run(lm, request(1, [7, 8]))[0].token_ids
+    outputs = run(lm, request(0), request(1, [7, 8]))
+    assert outputs[1].token_ids == run(lm, request(1, [7, 8]))[0].token_ids
 
 
 def test_missing_pad_and_eos_is_rejected(variant: Variant) -> None:
@@ -216,9 +216,9 @@ def test_missing_pad_and_eos_is_rejected(variant: Variant) -> None:
 def test_pad_token_is_not_treated_as_special(variant: Variant) -> None:
     lm = load(variant(tokenizer=make_tokenizer(bos_token="<s>"), eos_token_id=None, pad_token_id=66))
     letter = lm.tokenizer.convert_ids_to_tokens(66)
-    (answer,) = run(lm, request(0, "hello", 3, logit_bias=[{"token_id": 66, "bias": 1e4}]))
-    assert answer.end is not None
-    assert answer.end.text == 3 * letter
+    (output,) = run(lm, request(0, "hello", 3, logit_bias=[{"token_id": 66, "bias": 1e4}]))
+    assert output.end is not None
+    assert output.end.text == 3 * letter
     assert lm.tokenizer(f"b{letter}b")["input_ids"] == make_tokenizer()(f"b{letter}b")["input_ids"]
 
 
@@ -263,7 +263,7 @@ def test_max_positions_of_configs(variant: Variant, name: str, config: dict[str,
         run(lm, request(0, [5] * limit, 1))
 
 
-# --- Code that comes with models --------------------------------------------------------------------------------------
+# --- Remote code ------------------------------------------------------------------------------------------------------
 
 OWN_CODE = """
 from pathlib import Path
@@ -320,14 +320,14 @@ def test_pickled_code_does_not_run(variant: Variant, tmp_path: Path) -> None:
     tensors: dict[str, Any] = dict(load_file(folder / "model.safetensors"))
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
-    load(folder)  # without code it is a checkpoint as any other
+    load(folder)  # without code it is an ordinary checkpoint
     torch.save(tensors | {"planted": Planted(marker)}, folder / "pytorch_model.bin")
     with pytest.raises(WeightsError):
         load(folder)
     assert not marker.exists()
 
 
-# --- Refused ----------------------------------------------------------------------------------------------------------
+# --- Rejected models --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", STATEFUL)

@@ -24,7 +24,7 @@ from lorax_server.models.padded_cache import (
 from tests.models.driving import Driver, request
 from tests.models.tiny import Zoo
 
-HEADS, KEY, VALUE = 2, 3, 5  # some models' values are not as large as their keys
+HEADS, KEY, VALUE = 2, 3, 5  # in some models, values and keys differ in size
 
 
 def make(rows: int, columns: int, room: int = 0) -> GrowableCache:
@@ -60,7 +60,7 @@ def storages(pasts: Iterable[LayerCache]) -> dict[int, int]:
     return {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in tensors}
 
 
-# --- One past ---------------------------------------------------------------------------------------------------------
+# --- Append -----------------------------------------------------------------------------------------------------------
 
 
 def test_cache_is_tuple_of_column_views() -> None:
@@ -103,7 +103,7 @@ def test_growth_by_single_tokens_rarely_reallocates() -> None:
 
 def test_append_can_be_repeated_after_failed_step() -> None:
     past, new = make(2, 4, room=3), step(2)
-    past.append(*step(2))  # of a step whose scores were not numbers
+    past.append(*step(2))  # from a step with NaN logits
     grown = past.append(*new)
     assert torch.equal(grown[0][:, :, -1:], new[0])
     assert grown.length == 5
@@ -150,14 +150,14 @@ def test_copied_batch_continues_independently(zoo: Zoo) -> None:
     one = Driver(lm)
     batch = one.steps(one.start(request(0), request(1, [7, 8], 12)), 2)
     other = Driver(lm)
-    other.answers = copy.deepcopy(one.answers)
+    other.outputs = copy.deepcopy(one.outputs)
     copied = copy.deepcopy(batch)
     one.finish(batch)
     other.finish(copied)
-    assert one.answers[1].token_ids == other.answers[1].token_ids
+    assert one.outputs[1].token_ids == other.outputs[1].token_ids
 
 
-# --- Leaving and joining ----------------------------------------------------------------------------------------------
+# --- Select and concatenate -------------------------------------------------------------------------------------------
 
 
 def test_selected_rows_are_copied() -> None:
@@ -230,7 +230,7 @@ def test_random_operations_equal_plain_copies(data: st.DataObject) -> None:
         assert all(same(*both) for both in held)  # includes unchanged caches
 
 
-# --- At the edge to transformers --------------------------------------------------------------------------------------
+# --- transformers cache interface -------------------------------------------------------------------------------------
 
 
 def test_growing_cache_returns_appended_layers() -> None:
@@ -272,7 +272,7 @@ def needed_by(batch: CausalLMBatch) -> int:
 
 
 def join_and_leave(lm: CausalLM, count: int, seed: int) -> tuple[float, float]:
-    """Return the largest ratios of bytes held: to bytes needed with room, and to bytes of the columns alone."""
+    """Return the largest ratios of allocated bytes to needed bytes, with and without spare columns."""
     rng, driver = random.Random(seed), Driver(lm)
     batch: CausalLMBatch | None = None
     worst = worst_bare = 0.0
@@ -304,18 +304,17 @@ def live_tensors() -> int:
 @pytest.mark.parametrize("name", ["falcon-new", "gpt2", "llama"])
 def test_memory_is_bounded_over_many_joins_and_filters(name: str, zoo: Zoo) -> None:
     lm = zoo.served(name)
-    join_and_leave(lm, 5, seed=0)  # makes everything that is made only once
+    join_and_leave(lm, 5, seed=0)  # allocate one-time buffers
     before = live_tensors()
     worst, worst_bare = join_and_leave(lm, 200, seed=1)
     print(f"\n{name}: at most {worst:.2f} times the columns and their room, {worst_bare:.2f} times the columns alone")
     assert worst <= 2
-    assert live_tensors() - before <= 20  # the sampler of the last batch
+    assert live_tensors() - before <= 20  # last batch's sampler
 
 
 @pytest.mark.parametrize("name", ["falcon-new", "gpt2", "llama"])
 def test_prompt_buffers_are_released_after_next_step(name: str, zoo: Zoo) -> None:
-    """After its prompt a batch holds whatever the model returned, even a fused projection; after the next step it
-    does not."""
+    """After prefill, a batch holds the model's buffers, for example a fused projection."""
     driver = Driver(zoo.served(name))
     batch = driver.steps(driver.start(request(0, [5] * 60), request(1, [5] * 60)), 1)
     assert batch.past_key_values is not None
@@ -335,4 +334,4 @@ def test_concatenate_releases_source_layer_by_layer(zoo: Zoo, monkeypatch: pytes
 
     monkeypatch.setattr("lorax_server.models.padded_batch.join_rows", watching)
     CausalLMBatch.concatenate(batches)
-    assert held == [2, 0]  # of the two layers of two batches, those not yet released
+    assert held == [2, 0]  # layers of both batches that are not released yet

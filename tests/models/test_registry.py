@@ -48,7 +48,7 @@ def gpt2_config(**fields: Any) -> GPT2Config:
 
 
 def saved(model: PreTrainedModel, folder: Path) -> Path:
-    # Well away from 0, or a layer that is left out would hardly show.
+    # Well away from 0, so that a missing layer changes the logits.
     for parameter in model.parameters():
         parameter.data = parameter.data + 0.1 * torch.randn_like(parameter)
     model.eval().save_pretrained(folder)
@@ -81,7 +81,7 @@ def edited(llama: Path, tmp_path: Path) -> Callable[..., Path]:
     return edit
 
 
-# --- from a folder to logits
+# --- Loading from a folder
 
 
 @pytest.mark.parametrize(("folder", "theirs"), [("llama", LlamaForCausalLM), ("gpt2", GPT2LMHeadModel)])
@@ -114,7 +114,7 @@ def test_registered_classes_are_importable(model_type: str) -> None:
     assert callable(find_model_class(model_type))
 
 
-# --- settings
+# --- Settings
 
 
 @pytest.mark.parametrize("is_fast", [False, True])
@@ -181,7 +181,7 @@ def test_per_head_kv_scale_is_rejected(llama: Path, tmp_path: Path) -> None:
         get_model(ModelConfig(folder, quantize="fp8-kv"))
 
 
-# --- a config.json that cannot be used
+# --- Invalid config.json
 
 
 def test_weights_larger_than_gpu_memory_are_rejected(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +288,7 @@ def test_remote_code_prompt_is_never_shown(edited: Callable[..., Path], monkeypa
     assert asked == []
 
 
-# --- fields of a config that cannot be honoured
+# --- Unsupported config fields
 
 
 def test_invalid_numbers_are_rejected_with_field(edited: Callable[..., Path]) -> None:

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lorax_server.models.causal_lm import CausalLM
 
-VOCAB = 300  # more than the tokenizer knows, as embeddings are often padded
+VOCAB = 300  # larger than the tokenizer's vocabulary, because embeddings are often padded
 TOKENS = 280
 BOS_ID, EOS_ID = 0, 1
-SPREAD = 0.3  # generous, so that greedy text is not one token again and again
+SPREAD = 0.3  # large, so that greedy text does not repeat one token
 CORPUS = "the quick brown fox jumps over the lazy dog, and the world saw them there; naïve, 日本語, 👋🌍 hello hello"
 
 COMMON: dict[str, Any] = {
@@ -61,7 +61,7 @@ LINEAR_HEADS: dict[str, Any] = {f"linear_num_{kind}_heads": 2 for kind in ("key"
 }
 WINDOW = 4  # shorter than the prompts
 
-# Models that are served. Each is made when a test needs it: some configs are slow to make.
+# Supported models, created on demand because some configs are slow to create.
 SERVED: dict[str, Callable[[], Any]] = {
     "bert-decoder": lambda: t.BertConfig(**NO_GQA | {"pad_token_id": 0}, is_decoder=True),
     "biogpt": lambda: t.BioGptConfig(**NO_GQA),
@@ -130,7 +130,7 @@ SERVED: dict[str, Callable[[], Any]] = {
     ),
 }
 
-# Models that keep other state than keys and values.
+# Models with state other than keys and values.
 STATEFUL: dict[str, Callable[[], Any]] = {
     "jamba": lambda: t.JambaConfig(**LLAMA, attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4, num_experts=2),
     "mamba": lambda: t.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, eos_token_id=EOS_ID),
@@ -164,7 +164,7 @@ ALL = SERVED | STATEFUL | UNFIT
 
 
 def make_tokenizer(**special: str | None) -> PreTrainedTokenizerFast:
-    """Make a tokenizer of 256 bytes, a few merges and two special tokens: by default `bos_token` and `eos_token`."""
+    """Create a tokenizer with 256 bytes, some merges and two special tokens, by default `bos_token` and `eos_token`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -204,14 +204,14 @@ def change_json(path: Path, **changes: Any) -> None:
 
 
 class Pair(NamedTuple):
-    """A model as it was made, and as it is served."""
+    """A transformers model and the loaded `CausalLM`."""
 
     oracle: Any
     served: CausalLM
 
 
 class Zoo:
-    """Models, each made once."""
+    """Model cache: creates each model once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

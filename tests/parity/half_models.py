@@ -91,5 +91,5 @@ MODELS = {
     "bloom-128": Variant(BloomConfig, BLOOM),
     "mpt-64": Variant(MptConfig, MPT),
 }  # fmt: skip
-# Hopper's attention has no slopes, and no more than 16 query heads for one of keys: Triton serves these.
+# Hopper attention supports neither ALiBi nor more than 16 query heads per key head. These models use Triton.
 LEFT_TO_TRITON = ("bigcode-64", "bloom-128", "mpt-64")

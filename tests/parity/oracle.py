@@ -27,7 +27,7 @@ def through_float8(x: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 class Request:
-    """One request: a prompt, then the tokens after it, one or several at a time; the logits of each."""
+    """Computes logits for a prompt and the following tokens, with a KV cache."""
 
     def __init__(self, model: Any, tensors: dict[str, torch.Tensor]) -> None:
         self._model = model
@@ -41,15 +41,15 @@ class Request:
         tokens = torch.tensor([list(ids)], device=self._model.device)
         return self._model(tokens, past_key_values=self._cache, use_cache=True).logits[0]  # type: ignore[no-any-return]
 
-    def begin(self, prompt: Sequence[int]) -> torch.Tensor:
-        """Feed the prompt. Rotary angles that depend on the length stay the prompt's, as for a served request."""
+    def prefill(self, prompt: Sequence[int]) -> torch.Tensor:
+        """Feed the prompt and freeze length-dependent rotary angles at the prompt length, as the server does."""
         logits = self.feed(prompt)
         self._rotary = _rotary(self._model)
         if self._rotary is not None:
-            self._kind, self._rotary.rope_type = self._rotary.rope_type, "default"  # no more updates of its frequencies
+            self._kind, self._rotary.rope_type = self._rotary.rope_type, "default"  # disable frequency updates
         return logits
 
-    def end(self) -> None:
+    def close(self) -> None:
         if self._rotary is not None:
             self._rotary.rope_type = self._kind
             _reset(self._rotary)
@@ -57,12 +57,12 @@ class Request:
 
 @torch.no_grad()
 def oracle_logits(model: Any, ids: Sequence[int], prompt_length: int, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the logits of every token of one request. Those after the prompt are fed together, which is faster."""
+    """Return the logits of every token. Tokens after the prompt are fed together, which is faster."""
     request = Request(model, tensors)
-    logits = request.begin(ids[:prompt_length])
+    logits = request.prefill(ids[:prompt_length])
     if len(ids) > prompt_length:
         logits = torch.cat([logits, request.feed(ids[prompt_length:])])
-    request.end()
+    request.close()
     return logits
 
 
@@ -71,30 +71,30 @@ def _rotary(model: Any) -> Any:
 
 
 def _reset(rotary: Any) -> None:
-    """Forget this request's length, for the next request."""
+    """Reset the rotary embedding for the next request."""
     rotary.inv_freq = rotary.original_inv_freq.clone()
     rotary.max_seq_len_cached = rotary.original_max_seq_len
 
 
 @torch.no_grad()
 def oracle_greedy(model: Any, prompt: Sequence[int], count: int, tensors: dict[str, torch.Tensor]) -> list[int]:
-    """Return the greedy tokens of one request, up to where two tokens are so close that rounding may decide."""
+    """Return the greedy tokens of one request, up to the first near tie."""
     request, tokens = Request(model, tensors), list[int]()
-    last = request.begin(prompt)[-1]
+    last = request.prefill(prompt)[-1]
     for _ in range(count):
         first, second = last.topk(2).values
         if first - second < 1e-4:
             break
         tokens.append(int(last.argmax()))
         last = request.feed(tokens[-1:])[-1]
-    request.end()
+    request.close()
     return tokens
 
 
 def oracle_text(model: Any, prompt: Sequence[int], ours: Sequence[int], tensors: dict[str, torch.Tensor]) -> list[int]:
-    """Return the greedy tokens of one request, as `oracle_greedy` does, up to the first that is not ours.
+    """Return the greedy tokens of one request, as `oracle_greedy` does, up to the first difference from `ours`.
 
-    Each is what follows the prompt and ours before it, so that they are fed together, which is faster.
+    All tokens of `ours` are fed together, which is faster.
     """
     logits = oracle_logits(model, [*prompt, *ours[:-1]], len(prompt), tensors)[len(prompt) - 1 :]
     tokens = list[int]()

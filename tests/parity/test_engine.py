@@ -30,9 +30,9 @@ from tests.parity.oracle import oracle_logits, oracle_text
 from tests.parity.variants import VARIANTS, checkpoint, make_oracle, make_weights
 
 BLOCK_SIZE = 4
-NUM_BLOCKS = 12  # as many as the longest request takes
+NUM_BLOCKS = 12  # enough for the longest request
 NEW_TOKENS = 14
-RANKS = (2, 5)  # of the adapters that each model gets
+RANKS = (2, 5)  # adapter ranks for each model
 ADAPTER_OF_REQUEST = [0, 1, 0, 2, 0, 0, 2, 1, 0, 0, 1, 2]  # 0: the base model
 
 
@@ -51,7 +51,7 @@ def make_models(name: str, folder: Path, device: torch.device) -> Models:
     ours = build_model(VARIANTS[name].config(), make_weights(tensors, device))
     folders = [folder / f"rank-{rank}" for rank in RANKS]
     adapted = [write_adapter(copy.deepcopy(oracle), name, *each) for each in zip(RANKS, folders, strict=True)]
-    return Models(ours, [oracle, *adapted], folders, tensors)  # oracles stay on the CPU, where tiny models are quick
+    return Models(ours, [oracle, *adapted], folders, tensors)  # tiny oracles are fast on the CPU
 
 
 def write_adapter(oracle: Any, name: str, rank: int, folder: Path) -> Any:
@@ -97,14 +97,14 @@ def make_engine(models: Models, depth: int = 2, **settings: Any) -> Engine:
     return assemble(config, build_paged_worker(models.ours, config, FakeGroup()))
 
 
-class Crowd:
+class Workload:
     """Requests that arrive at random times. Some are canceled."""
 
     def __init__(self, engine: Engine, folders: Sequence[Path], seed: int = 0) -> None:
         self.engine = engine
         self.folders = folders
         self.rng = random.Random(seed)
-        self.answers: dict[int, list[Output]] = {}
+        self.request_outputs: dict[int, list[Output]] = {}
 
     def step(self) -> None:
         if not self.engine.is_busy:
@@ -112,7 +112,7 @@ class Crowd:
         self.engine.wake.clear()
         for output in self.engine.step():
             assert output.failure is None, output.failure
-            self.answers.setdefault(output.request_id, []).append(output)
+            self.request_outputs.setdefault(output.request_id, []).append(output)
 
     def add(self, request_id: int, prompt: list[int], adapter: int, aborted: bool = False, **more: Any) -> None:
         identity = ""
@@ -137,7 +137,7 @@ class Crowd:
         return status
 
     def tokens(self, request_id: int) -> list[int]:
-        return [output.tokens[0].token_id for output in self.answers[request_id]]
+        return [output.tokens[0].token_id for output in self.request_outputs[request_id]]
 
 
 def make_prompts() -> list[list[int]]:
@@ -150,22 +150,22 @@ def make_prompts() -> list[list[int]]:
     ]
 
 
-# Variants that the engine itself notices, by their length or their cache. Architectures are compared in test_paged.py.
+# Variants with special lengths or caches. test_paged.py compares all architectures.
 QUICK = ("gpt2", "llama-fp8-kv", "mistral-window")
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, VARIANTS))
 def test_batched_requests_match_single_requests(name: str, device: torch.device, tmp_path: Path) -> None:
     models = make_models(name, tmp_path, device)
-    crowd = Crowd(make_engine(models), models.folders)
+    workload = Workload(make_engine(models), models.folders)
     prompts = make_prompts()
     for i, prompt in enumerate(prompts):
-        crowd.add(i, prompt, adapter=ADAPTER_OF_REQUEST[i])
-        crowd.add(100 + i, prompt, adapter=ADAPTER_OF_REQUEST[-i], aborted=True)
-    status = crowd.finish()
+        workload.add(i, prompt, adapter=ADAPTER_OF_REQUEST[i])
+        workload.add(100 + i, prompt, adapter=ADAPTER_OF_REQUEST[-i], aborted=True)
+    status = workload.finish()
     compared = 0
     for i, prompt in enumerate(prompts):
-        ours = crowd.tokens(i)
+        ours = workload.tokens(i)
         expected = oracle_text(models.oracles[ADAPTER_OF_REQUEST[i]], prompt, ours, models.tensors)
         assert len(ours) == NEW_TOKENS
         assert ours[: len(expected)] == expected
@@ -189,17 +189,17 @@ def test_adapters_of_other_methods(tmp_path: Path) -> None:
     ours = build_model(VARIANTS["llama-gqa"].config(), make_weights(tensors, torch.device("cpu")))
     oracles = [oracle, *(case.oracle(folder) for case, folder in zip(cases, folders, strict=True))]
     models = Models(ours, oracles, folders, tensors)
-    crowd = Crowd(make_engine(models), folders)
+    workload = Workload(make_engine(models), folders)
     prompts = make_prompts()[:8]
     for i, prompt in enumerate(prompts):
-        crowd.add(i, prompt, adapter=i % len(oracles))
-    assert crowd.finish().adapters_evicted_from_device > 0
+        workload.add(i, prompt, adapter=i % len(oracles))
+    assert workload.finish().adapters_evicted_from_device > 0
     for i, prompt in enumerate(prompts):
-        answer = crowd.tokens(i)
-        expected = oracle_text(oracles[i % len(oracles)], prompt, answer, tensors)
-        assert len(answer) == NEW_TOKENS
+        response = workload.tokens(i)
+        expected = oracle_text(oracles[i % len(oracles)], prompt, response, tensors)
+        assert len(response) == NEW_TOKENS
         assert len(expected) > 3
-        assert answer[: len(expected)] == expected
+        assert response[: len(expected)] == expected
 
 
 def test_preemption_does_not_change_tokens(device: torch.device, tmp_path: Path) -> None:
@@ -208,13 +208,13 @@ def test_preemption_does_not_change_tokens(device: torch.device, tmp_path: Path)
     drawn = SamplingParams(do_sample=True, temperature=0.9, seed=7, repetition_penalty=1.1)
     prompts = make_prompts()
 
-    def run(is_alone: bool) -> tuple[Crowd, EngineStatus]:
+    def run(is_alone: bool) -> tuple[Workload, EngineStatus]:
         room = {"cache_bytes": 8 * NUM_BLOCKS * block_bytes(models.ours, BLOCK_SIZE)}
         engine = make_engine(models, adapter_bytes=2 * max(units(models)) * UNIT_BYTES, **room)
-        crowd = Crowd(engine, models.folders)
+        workload = Workload(engine, models.folders)
         for i, prompt in enumerate(prompts):
             tenant = "big" if i < 6 else f"small {i}"
-            crowd.add(
+            workload.add(
                 i,
                 prompt,
                 adapter=ADAPTER_OF_REQUEST[i],
@@ -222,35 +222,35 @@ def test_preemption_does_not_change_tokens(device: torch.device, tmp_path: Path)
                 tenant=tenant,
             )
             while is_alone and engine.has_work:
-                crowd.step()
-        return crowd, crowd.finish()
+                workload.step()
+        return workload, workload.finish()
 
-    (crowd, status), (alone, status_alone) = run(is_alone=False), run(is_alone=True)
+    (workload, status), (alone, status_alone) = run(is_alone=False), run(is_alone=True)
     assert status.fairness_preemptions > 0
     assert status.preemptions == status_alone.preemptions == status_alone.fairness_preemptions == 0
     for i in range(len(prompts)):
-        assert crowd.tokens(i) == alone.tokens(i)
+        assert workload.tokens(i) == alone.tokens(i)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
 def test_prompt_logprobs_and_alternatives(name: str, device: torch.device, tmp_path: Path) -> None:
     models = make_models(name, tmp_path, device)
-    crowd = Crowd(make_engine(models), models.folders)
+    workload = Workload(make_engine(models), models.folders)
     prompts = make_prompts()
     for i, prompt in enumerate(prompts):
-        crowd.add(
+        workload.add(
             i,
             prompt,
             adapter=ADAPTER_OF_REQUEST[i],
             prompt_logprobs=i % 2 == 1,
             sampling=SamplingParams(num_alternatives=i % 4),
         )
-    status = crowd.finish()
+    status = workload.finish()
     assert status.preemptions > 0
     assert status.chunks > 0
     for i, prompt in enumerate(prompts):
-        outputs = crowd.answers[i]
-        ids = [*prompt, *crowd.tokens(i)]
+        outputs = workload.request_outputs[i]
+        ids = [*prompt, *workload.tokens(i)]
         logprobs = oracle_logits(models.oracles[ADAPTER_OF_REQUEST[i]], ids, len(prompt), models.tensors).log_softmax(
             -1
         )
@@ -286,14 +286,14 @@ def test_sampling_depends_only_on_request(device: torch.device, tmp_path: Path) 
     wishes: dict[str, Any]
     wishes = {"do_sample": True, "temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.2}
 
-    def run(wanted: Sequence[int], depth: int, seed: int) -> Crowd:
-        crowd = Crowd(make_engine(models, depth), models.folders, seed)
+    def run(wanted: Sequence[int], depth: int, seed: int) -> Workload:
+        workload = Workload(make_engine(models, depth), models.folders, seed)
         for i in wanted:
-            crowd.add(i, prompts[i], adapter=ADAPTER_OF_REQUEST[i], sampling=SamplingParams(seed=i, **wishes))
-        crowd.finish()
-        return crowd
+            workload.add(i, prompts[i], adapter=ADAPTER_OF_REQUEST[i], sampling=SamplingParams(seed=i, **wishes))
+        workload.finish()
+        return workload
 
-    crowds = [run(range(len(prompts)), depth, seed) for depth, seed in ((1, 0), (2, 1), (2, 2))]
+    workloads = [run(range(len(prompts)), depth, seed) for depth, seed in ((1, 0), (2, 1), (2, 2))]
     for i in range(len(prompts)):
         alone = run([i], 1, 0).tokens(i)
-        assert all(crowd.tokens(i) == alone for crowd in crowds)
+        assert all(workload.tokens(i) == alone for workload in workloads)

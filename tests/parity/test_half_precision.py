@@ -1,7 +1,7 @@
-"""Every architecture in half precision on a Hopper GPU, where the fastest kernels serve it, against transformers.
+"""Every architecture in half precision with Hopper kernels, compared with transformers.
 
-The oracle is transformers in float32, on weights that half precision holds exactly: all error is that of computing.
-transformers in half precision, with adapters as PEFT computes them, says how much error there has to be.
+The oracle is transformers in float32 with weights that are exact in half precision. The error limit is the error of
+transformers and PEFT in half precision.
 """
 
 import random
@@ -37,11 +37,11 @@ pytestmark = pytest.mark.gpu
 
 BF16, FP16 = torch.bfloat16, torch.float16
 GPU = torch.device("cuda")
-SPREAD = 0.05  # of the parameters: scores of attention and outputs of layers are then about one
+SPREAD = 0.05  # parameter scale that gives attention scores and layer outputs of about one
 CASES = [*((name, BF16) for name in MODELS), ("llama-gqa-64", FP16), ("gpt2-64", FP16)]
 
-# The tokens of each sequence in each forward. 0: it has not come yet. So prompts run in one piece and in chunks, alone
-# and beside sequences that decode.
+# Number of tokens of each sequence in each forward (0: not started). Prompts run whole and in chunks, alone and mixed
+# with decode.
 DECODE = [1] * 6
 FEEDS = [
     [1, *DECODE],
@@ -52,13 +52,13 @@ FEEDS = [
     [0, 0, 0, 5, 129, *DECODE],
     [33, *DECODE],
 ]
-ADAPTERS = [1, 0, 3, 2, 2, 4, 1]  # of each sequence; 0: none
+ADAPTERS = [1, 0, 3, 2, 2, 4, 1]  # adapter index of each sequence; 0: base model
 RANKS = (1, 3, 16)
-# The queries of one layer change little here: Gemma multiplies its embedding, beside which attention is small, and the
-# feed-forward of Phi and GPT-J does not read what attention returns.
+# Models whose logits hardly depend on one layer's queries: Gemma scales its embedding up, and the feed-forward layers
+# of Phi and GPT-J do not read the attention output.
 FAINT_QUERIES = ("gemma-256", "phi-80", "gptj-256")
-MAX_ERROR_RATIO = 1.5  # times the error that transformers has
-MIN_ERROR = 1e-3  # of the logits' size
+MAX_ERROR_RATIO = 1.5  # ratio to transformers' error
+MIN_ERROR = 1e-3  # relative to the largest logit
 
 
 class Watched:
@@ -126,7 +126,7 @@ def pair(request: pytest.FixtureRequest, ops: Ops) -> Pair:
 
 @pytest.fixture
 def watched(ops: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Watched, Watched]:
-    """Watch the kernels of attention, of single tokens and of prompts."""
+    """Watch the decode and prefill attention kernels."""
     assert type(ops).__name__ == "HopperOps"
     decode, prefill = Watched(ops._decode), Watched(ops._prefill)
     monkeypatch.setattr(ops, "_decode", decode)
@@ -171,8 +171,8 @@ def run_batches(
 
 
 @torch.no_grad()
-def ask(model: Any, ids: Sequence[int], **options: Any) -> torch.Tensor:
-    """Return the logits that a model of transformers gives each token."""
+def compute_logits(model: Any, ids: Sequence[int], **options: Any) -> torch.Tensor:
+    """Return a transformers model's logits for each token."""
     logits: torch.Tensor = model(torch.tensor([list(ids)], device=GPU), **options).logits[0]
     return logits.float()
 
@@ -207,13 +207,13 @@ def check_errors(
 def test_logits(pair: Pair, record_property: Any) -> None:
     rows = make_rows()
     found = run_batches(pair.ours, rows)
-    exact, peers = ([ask(model, row) for row in rows] for model in (pair.oracle, pair.peer))
+    exact, peers = ([compute_logits(model, row) for row in rows] for model in (pair.oracle, pair.peer))
     error, ratio = check_errors(found, exact, peers)
     record_property("seen", f"error {error:.1e} of the logits, {ratio:.2f} x transformers")
 
 
 def adapted(peer: Any, factors: Factors, scale: float) -> Any:
-    """Return a model that adds LoRA after each of its linears, as PEFT does, in its own precision."""
+    """Return a model with LoRA hooks on its linear layers, computed as in PEFT in the model's dtype."""
 
     def add(a: torch.Tensor, b: torch.Tensor, _: Any, inputs: tuple[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
         return out + F.linear(F.linear(inputs[0], a), b) * scale
@@ -226,7 +226,7 @@ def adapted(peer: Any, factors: Factors, scale: float) -> Any:
 
 
 def make_adapters(pair: Pair) -> list[tuple[Factors, float]]:
-    """Make adapters that half precision holds exactly; the last changes one target alone."""
+    """Create adapters that are exact in half precision. The last one has a single target."""
     targets, adapters = collect_adapter_targets(pair.ours), []
     for rank in RANKS:
         factors = random_factors(targets, rank, seed=rank)
@@ -244,11 +244,13 @@ def test_adapters(pair: Pair, record_property: Any) -> None:
     found = run_batches(pair.ours, rows, arena)
     oracles = [pair.oracle, *(merged(pair.oracle, *adapter) for adapter in adapters)]
     peers = [pair.peer, *(adapted(pair.peer, *adapter) for adapter in adapters)]
-    exact, near = ([ask(models[i], row) for i, row in zip(ADAPTERS, rows, strict=True)] for models in (oracles, peers))
+    exact, near = (
+        [compute_logits(models[i], row) for i, row in zip(ADAPTERS, rows, strict=True)] for models in (oracles, peers)
+    )
     error, ratio = check_errors(found, exact, near)
     record_property("seen", f"error {error:.1e} of the logits, {ratio:.2f} x transformers")
-    plain = ask(pair.oracle, rows[1])
-    effects = [rms(ask(oracle, rows[1]) - plain) / rms(plain) for oracle in oracles[1:]]
+    plain = compute_logits(pair.oracle, rows[1])
+    effects = [rms(compute_logits(oracle, rows[1]) - plain) / rms(plain) for oracle in oracles[1:]]
     assert min(effects[:-1]) > 0.1, "they do something"
     assert effects[-1] > (0.05 if pair.name in FAINT_QUERIES else 0.1), "so does the one at a single target"
 
@@ -279,16 +281,13 @@ def generate(model: PagedCausalLM, prompts: Sequence[list[int]], count: int) -> 
 
 @pytest.mark.usefixtures("best_kernels")
 def test_greedy_text(pair: Pair, record_property: Any) -> None:
-    """Each token is the one that transformers would choose after the same text, in float32 and in half precision.
-
-    Where the two best tokens are closer than transformers' error there, either is right: both are so close to the best.
-    """
+    """Tokens equal transformers' greedy tokens in float32 and half precision, except near ties."""
     prompts = [row[:length] for row, length in zip(make_rows()[1:], (1, 9, 150, 40), strict=False)]
     compared = same = 0
     for prompt, tokens in zip(prompts, generate(pair.ours, prompts, 40), strict=True):
         assert len(tokens) == 40
         ids, chosen = [*prompt, *tokens[:-1]], torch.tensor(tokens, device=GPU)
-        exact, peer = (ask(model, ids)[len(prompt) - 1 :] for model in (pair.oracle, pair.peer))
+        exact, peer = (compute_logits(model, ids)[len(prompt) - 1 :] for model in (pair.oracle, pair.peer))
         error = (peer - exact).abs().amax(-1)
         first, second = exact.topk(2).values.unbind(-1)
         is_clear = first - second > 2 * error
@@ -302,7 +301,7 @@ def test_greedy_text(pair: Pair, record_property: Any) -> None:
 
 
 def test_float8_cache(ops: Ops, watched: tuple[Watched, Watched], record_property: Any) -> None:
-    """The error is that of float8 and that of half precision, with our kernels and with plain torch."""
+    """The error is at most the sum of the float8 and half precision errors, with fused kernels and plain torch."""
     pair = Pair("llama-gqa-64", BF16, ops)
     scales = [(0.01 * (layer + 1), 0.02 * (layer + 1)) for layer in range(3)]
     names = [f"model.layers.{layer}.self_attn.{kind}_scale" for layer in range(3) for kind in "kv"]
@@ -314,11 +313,13 @@ def test_float8_cache(ops: Ops, watched: tuple[Watched, Watched], record_propert
     decode, prefill = watched
     assert decode.launches
     assert not decode.refused
-    assert prefill.refused  # a float8 cache is not for the kernel of prompts
+    assert prefill.refused  # the prefill kernel does not support float8 caches
     seen = []
     for row, ids in enumerate(rows):
-        exact, half = ask(pair.oracle, ids), ask(pair.peer, ids)
-        rounded = ask(pair.oracle, ids, past_key_values=Float8Cache(scales, pair.oracle.config), use_cache=True)
+        exact, half = compute_logits(pair.oracle, ids), compute_logits(pair.peer, ids)
+        rounded = compute_logits(
+            pair.oracle, ids, past_key_values=Float8Cache(scales, pair.oracle.config), use_cache=True
+        )
         size = rms(exact)
         errors = [rms(x) / size for x in (rounded - exact, half - exact, ours[row] - exact, ours[row] - rounded)]
         float8, bf16, found, beyond = errors

@@ -40,11 +40,11 @@ def test_batch_of_adapters_equals_merged_models(name: str, device: torch.device)
     targets = collect_adapter_targets(model)
     adapters = [(random_factors(targets, rank, seed=rank), 2.0 / rank) for rank in RANKS]
     one = next(iter(adapters[0][0]))
-    adapters.append(({one: adapters[0][0][one]}, 0.5))  # one target alone
+    adapters.append(({one: adapters[0][0][one]}, 0.5))  # a single target
     arena = make_arena(targets, adapters, device)
     oracles = [oracle, *(merged(oracle, factors, scale) for factors, scale in adapters)]
 
-    # Prompts long and short (runs of one adapter and scattered tokens), the base model among them, then decode.
+    # Long and short prompts with adapters and the base model, then decode.
     indices, lengths = [1, 0, 3, 2, 2, 4, 1], [11, 4, 2, 1, 9, 5, 3]
     rows = [torch.randint(3, 97, (length + 4,)).tolist() for length in lengths]
     driver = PagedDriver(model)
@@ -77,7 +77,7 @@ def test_every_matrix_is_a_target(name: str) -> None:
 
 
 def test_head_rows_keep_their_adapter(device: torch.device) -> None:
-    """`lm_head_indices` picks rows out of the batch; each keeps its own adapter on the head."""
+    """`lm_head_indices` selects rows from the batch. The head uses each row's adapter."""
     oracle = make_oracle("llama-gqa").to(device)
     model = build_model(VARIANTS["llama-gqa"].config(), make_weights(checkpoint("llama-gqa", oracle), device))
     targets = collect_adapter_targets(model)

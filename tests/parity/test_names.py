@@ -1,5 +1,4 @@
-"""Checkpoints as people store them: without the first word of their names, and a tied matrix under the head's name.
-And configs as older versions of transformers wrote them."""
+"""Checkpoints without the tensor name prefix or with tied weights stored as head, and legacy configs."""
 
 import json
 from pathlib import Path
@@ -38,10 +37,10 @@ OLD_CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def run(name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    return ask(build_model(VARIANTS[name].config(), make_weights(tensors, CPU)))
+    return compute_logits(build_model(VARIANTS[name].config(), make_weights(tensors, CPU)))
 
 
-def ask(model: Any) -> torch.Tensor:
+def compute_logits(model: Any) -> torch.Tensor:
     driver = PagedDriver(model)
     return driver.forward([(driver.add(), IDS)])[0]
 
@@ -70,4 +69,4 @@ def test_configs_from_older_transformers(name: str, tmp_path: Path) -> None:
     config = {field: value for field, value in config.items() if value is not None}
     config.pop("transformers_version")
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
-    assert torch.equal(ask(get_model(ModelConfig(tmp_path, dtype="float32"))), run(name, tensors))
+    assert torch.equal(compute_logits(get_model(ModelConfig(tmp_path, dtype="float32"))), run(name, tensors))

@@ -1,4 +1,4 @@
-"""Every architecture, paged, against transformers: prefill, chunks, decode, mixed batches, greedy text."""
+"""Every paged architecture compared with transformers: prefill, chunks, decode, mixed batches, greedy text."""
 
 import random
 from collections import deque
@@ -29,7 +29,7 @@ class Pair:
         self._logits: dict[tuple[int, ...], torch.Tensor] = {}
 
     def expected(self, ids: list[int], prompt_length: int = PROMPT) -> torch.Tensor:
-        """Return the logits of every token of one request; a request that tests share is answered once."""
+        """Return the logits of every token of one request. Results are cached."""
         key = (prompt_length, *ids)
         if key not in self._logits:
             self._logits[key] = oracle_logits(self.oracle, ids, prompt_length, self.tensors)
@@ -93,7 +93,7 @@ def test_greedy_text(pair: Pair) -> None:
 
 @pytest.mark.parametrize("chunk", slow_except([7, 16], [1, 7, 16, 17]))
 def test_chunked_prefill(pair: Pair, chunk: int) -> None:
-    # Blocks of 8 against chunks of 1, 7, 16 and 17: prefixes that end inside a block and at its edge.
+    # With blocks of 8, these chunks end inside blocks and at block boundaries.
     ids = random_ids(36)
     driver = pair.driver(block_size=8)
     seq = driver.add(prompt_length=len(ids))
@@ -103,7 +103,7 @@ def test_chunked_prefill(pair: Pair, chunk: int) -> None:
 
 def test_batch_equals_single_sequences(pair: Pair) -> None:
     """Prompts, chunks and single tokens of sequences of different lengths in one forward, for several forwards."""
-    prompts = [[1], [5], [7, 5], [9, 1, 21], [18]]  # the chunks each prompt comes in
+    prompts = [[1], [5], [7, 5], [9, 1, 21], [18]]  # chunk sizes per prompt
     lengths = [sum(chunks) for chunks in prompts]
     rows = [random_ids(length + 6, seed=length) for length in lengths]
     driver = pair.driver(num_blocks=128)

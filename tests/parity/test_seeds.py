@@ -1,4 +1,4 @@
-"""The contracts of the seed documents: import paths, class names, parameters and their order."""
+"""Seed contracts: import paths, class names, parameters and their order."""
 
 import inspect
 from importlib import import_module

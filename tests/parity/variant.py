@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-VOCAB = 97  # divides by none of the world sizes
+VOCAB = 97  # not divisible by any tested world size
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 GATED = SIZES | {"intermediate_size": 48, "max_position_embeddings": 128}
 GQA = GATED | {"num_key_value_heads": 2}
@@ -23,10 +23,10 @@ class Variant:
     settings: dict[str, Any]
     off: dict[str, Any] = field(default_factory=dict)
     spoil: tuple[str, float] | None = None
-    norm_mean: float = 1.0  # of the weights of norms, as they are stored
+    norm_mean: float = 1.0  # mean of stored norm weights
 
     def config(self) -> Any:
-        # A generous spread, so that a wrong sign or a dropped term shows; fixed token ids, so that none is special.
+        # The large initializer range makes wrong signs and dropped terms visible.
         ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
         return self.config_class(**self.settings, **ids, initializer_range=0.3, attn_implementation="eager")
 

@@ -1,8 +1,7 @@
-"""The tiny random models that our architectures are compared on: one for each thing an architecture can do.
+"""Tiny random models, one for each architecture feature.
 
-`off` are the changes of the config that switch the thing off again. `spoil` are the tensors that do it where no config
-can, and their new values. A model built that way must be refused or disagree with the oracle, or the comparison would
-prove nothing.
+`off` holds config changes that disable the feature. `spoil` is a tensor name pattern and a value that disable it if no
+config field does. With the feature disabled, the comparison with the oracle must fail.
 """
 
 import warnings
@@ -87,7 +86,7 @@ VARIANTS: dict[str, Variant] = {
         GPT2 | {"scale_attn_by_inverse_layer_idx": True},
         off={"scale_attn_by_inverse_layer_idx": False},
     ),
-    # In float32, upcasting has no effect: test_details.py has the half precision in which it matters.
+    # Upcasting has no effect in float32. test_details.py covers half precision.
     "gpt2-reorder-and-upcast": Variant(
         GPT2Config, GPT2 | {"reorder_and_upcast_attn": True}, off={"layer_norm_epsilon": 0.5}
     ),
@@ -151,9 +150,9 @@ VARIANTS: dict[str, Variant] = {
 
 VARIANTS |= OTHER_VARIANTS
 
-# A float8 cache rounds coarsely: a difference in the last digit of float32 can become a step of float8.
+# A rounding difference in float32 can change a float8 cache value by a whole step.
 TOLERANCE = {name: 2e-2 if "fp8" in name else 1e-4 for name in VARIANTS}
-# What `make test` compares: the first variant of each architecture, and variants with caches or angles of their own.
+# Variants in `make test`: the first one per architecture, and variants with special caches or rotary angles.
 QUICK = {
     *{variant.config().model_type: name for name, variant in reversed(VARIANTS.items())}.values(),
     *("llama-gqa", "llama-fp8-kv", "llama-rope-dynamic-beyond", "llama-rope-longrope-beyond", "gemma3-window"),
@@ -193,10 +192,10 @@ def make_weights(tensors: dict[str, torch.Tensor], device: torch.device, group: 
 
 
 def checkpoint(name: str, oracle: Any) -> dict[str, torch.Tensor]:
-    """Return the oracle's tensors, and those that only our model reads."""
+    """Return the oracle's tensors and the KV cache scales, which only the server reads."""
     tensors = dict(oracle.state_dict())
     if oracle.config.tie_word_embeddings:
-        del tensors["lm_head.weight"]  # stored once, as the embedding
+        del tensors["lm_head.weight"]  # stored once, in the embedding
     if "fp8" in name:
         for layer in range(oracle.config.num_hidden_layers):
             tensors[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor(0.02 * (layer + 1))

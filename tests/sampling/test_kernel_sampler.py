@@ -84,7 +84,7 @@ def make_logits(rows: int, vocab: int, shape: str, dtype: torch.dtype) -> torch.
         logits[:, vocab // 3] = 2.0
     elif shape == "tiny":
         logits *= 1e-30 if dtype is torch.float32 else 1e-3
-    elif shape == "cliff":  # scores as far apart as they can be
+    elif shape == "cliff":  # extreme scores
         logits[:, ::2] -= 6e4
     return logits.to(dtype)
 
@@ -132,8 +132,8 @@ def describe_differences(found: Sampled, expected: Sampled, rows: Sequence[Seque
             is_same = is_same and all(is_close(a, b) for a, b in pairs)
         if not is_same:
             default = vars(SamplingParams())
-            asked = {name: value for name, value in vars(sampling.params).items() if value != default[name]}
-            differences.append(f"row {row}: {ours} not {theirs}: {asked}")
+            parameters = {name: value for name, value in vars(sampling.params).items() if value != default[name]}
+            differences.append(f"row {row}: {ours} not {theirs}: {parameters}")
     return differences
 
 

@@ -36,7 +36,7 @@ def make_rows() -> list[SequenceSampling]:
 
 
 def pack(allowed: np.ndarray, beyond: int) -> torch.Tensor:
-    """Pack [rows, vocabulary] bool, bit by bit; bits beyond the vocabulary are `beyond`."""
+    """Pack a [rows, vocabulary] bool tensor into bits. Bits beyond the vocabulary are set to `beyond`."""
     rows, vocab = allowed.shape
     words = np.zeros((rows, -(-vocab // 32)), np.uint32)
     for row in range(rows):

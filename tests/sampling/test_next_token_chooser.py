@@ -172,10 +172,10 @@ def test_sampling_position_ignores_prompt_length(device: torch.device) -> None:
 def test_repetition_counts_prompt_and_frequency_does_not(device: torch.device) -> None:
     ids, scores = torch.tensor([[0, 0, 0, 1]], device=device), torch.tensor([[4.0, 3.5, 3.0]], device=device)
 
-    def chosen(**asked: Any) -> int:
-        return int(NextTokenChooser(SamplingParams(**asked), prompt_length=3)(ids, scores).token_ids)
+    def chosen(**parameters: Any) -> int:
+        return int(NextTokenChooser(SamplingParams(**parameters), prompt_length=3)(ids, scores).token_ids)
 
     assert chosen() == 0
-    assert chosen(repetition_penalty=1.5) == 2  # both were seen
+    assert chosen(repetition_penalty=1.5) == 2  # prompt and generated token
     assert chosen(frequency_penalty=1.0) == 0  # only token 1 was generated
     assert chosen(presence_penalty=1.0) == 0

@@ -36,7 +36,7 @@ VOCABS = [1, 2, 7, 257, 5003]
 
 
 def hard_scores(vocab: int, device: torch.device, seed: int = 0) -> torch.Tensor:
-    """Make rows of scores, each hard for some processor."""
+    """Create score rows with edge cases for the processors."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(14, vocab, generator=generator)
     normal[1] *= 10
@@ -44,7 +44,7 @@ def hard_scores(vocab: int, device: torch.device, seed: int = 0) -> torch.Tensor
     normal[3] *= 1e30  # all probability on one token
     normal[4] *= 1e-30  # equal probabilities with different scores
     normal[5] = (normal[5] * 2).round()  # ties
-    normal[6] = (normal[6] > 1).float() * 5  # two values only
+    normal[6] = (normal[6] > 1).float() * 5  # only two distinct values
     normal[7] = 0
     normal[8] = -3.25
     normal[9, torch.rand(vocab, generator=generator) < 0.5] = -INF
@@ -71,7 +71,7 @@ def of_each(scores: torch.Tensor, value: float, dtype: torch.dtype = torch.float
 
 
 def check(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare bit for bit on a CPU; a GPU multiplies by the inverse where transformers divides."""
+    """Compare bitwise on a CPU. On a GPU, division is replaced by multiplication with the inverse."""
     rtol = 0 if found.device.type == "cpu" else 1e-6
     torch.testing.assert_close(found, expected, rtol=rtol, atol=0, equal_nan=True)
 
@@ -130,7 +130,7 @@ def test_min_p(vocab: int, p: float, device: torch.device) -> None:
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("p", [1e-30, 1e-6, 0.1, 0.25, 0.5, 0.75, 0.9, 0.999, 1 - 2**-20])
 def test_typical(vocab: int, p: float, device: torch.device) -> None:
-    """In float64, as ours; transformers' own float32 finds equals in what is not the same."""
+    """Compare in float64, because float32 in transformers creates false ties."""
     scores = hard_scores(vocab, device)
     found = keep_typical(scores.clone(), of_each(scores, p))
     check(found, processed_one_by_one(scores.double(), TypicalLogitsWarper(p)).float())

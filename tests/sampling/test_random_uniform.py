@@ -22,7 +22,7 @@ def mix(x: int) -> int:
 
 
 def reference(seed: int, position: int) -> float:
-    """Return the upper 32 bits of the position-th number of the generator that a mixed seed starts."""
+    """Return the upper 32 bits of the generator's output at `position`."""
     start = mix((seed + STEP) % WORD)
     return (mix((start + (position + 1) * STEP) % WORD) >> 32) / 2**32
 
@@ -95,7 +95,7 @@ def test_uniforms_rarely_repeat(device: torch.device) -> None:
     count = 200
     seeds = [seed for seed in range(count) for _ in range(count)]
     found = draw(seeds, list(range(count)) * count, device)
-    assert count**2 - len(set(found.tolist())) < 3  # 0.2 are to be expected of 32 bits
+    assert count**2 - len(set(found.tolist())) < 3  # 0.2 repeats are expected with 32 bits
 
 
 def test_seed_zero_position_zero_is_not_special(device: torch.device) -> None:

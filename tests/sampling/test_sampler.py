@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 def choose(rows: Sequence[Row], device: torch.device, garbage: int = 0, extra: int = 0) -> Sampled:
-    """Sample all rows in one batch; cells beyond a row's length are `garbage`."""
+    """Sample all rows in one batch, with `garbage` tokens beyond each row's length."""
     width = max(len(row.ids) for row in rows) + extra
     ids = torch.tensor([[*row.ids, *[garbage] * (width - len(row.ids))] for row in rows], device=device)
     lengths = torch.tensor([len(row.ids) for row in rows], device=device)
@@ -81,7 +81,7 @@ def of_row(sampled: Sampled, row: int) -> tuple[Any, ...]:
     return int(sampled.token_ids[row]), bits(sampled.logprobs[row]), None if found is None else bits(found)
 
 
-# --- One row is many rows
+# --- Batch independence
 
 
 def params_of(vocab: int) -> st.SearchStrategy[SamplingParams]:
@@ -160,13 +160,13 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("vocab", [32_000, 50_257])  # a CPU splits the sum of one row over threads from 32,768 on
+@pytest.mark.parametrize("vocab", [32_000, 50_257])  # CPUs split row sums over threads from 32,768 elements
 def test_large_vocabulary_row_in_batch_equals_single_row(vocab: int, device: torch.device, two_threads: None) -> None:
     logits = torch.randn(3 * len(VARIED), vocab, generator=torch.Generator().manual_seed(0)) * 3
     rows = [Row(VARIED[i % len(VARIED)], (1, 2, 3 + i, 2), 2, row.bfloat16().float()) for i, row in enumerate(logits)]
     together = choose(rows, device, garbage=2, extra=2)
     alone = [choose_alone(row, device) for row in rows]
-    if device.type != "cpu" and vocab % 4:  # a GPU reads four at once, and sums otherwise where a row starts in between
+    if device.type != "cpu" and vocab % 4:  # GPUs read four elements together, so unaligned rows sum differently
         assert together.token_ids.tolist() == [int(each.token_ids) for each in alone]
         torch.testing.assert_close(together.logprobs, torch.cat([each.logprobs for each in alone]), rtol=0, atol=4e-6)
     else:
@@ -233,7 +233,7 @@ def test_very_low_temperature_is_greedy(temperature: float, device: torch.device
         assert sampled.logprobs.tolist() == [0.0]
 
 
-# --- Against the chain of transformers' classes
+# --- Comparison with transformers
 
 CHAINS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.5, "logit_bias": {3: 2.0, 200: -4.0}},
@@ -258,7 +258,7 @@ ENDING = [7, 9]
 
 
 def chain(params: SamplingParams, vocab: int, prompt_length: int) -> list[LogitsProcessor]:
-    """Return transformers' processors for all but the watermark, whose green half is our own."""
+    """Return transformers' processors for all parameters except the watermark."""
     biases: Any = {(token,): bias for token, bias in params.logit_bias.items()}
     listed: list[tuple[Any, Callable[[], Any]]] = [
         (params.watermark, lambda: lambda ids, scores: scores + 2.0 * green_mask(ids[:, -1], hash_tokens(vocab))),
@@ -274,13 +274,13 @@ def chain(params: SamplingParams, vocab: int, prompt_length: int) -> list[Logits
     return [make() for is_wanted, make in listed if is_wanted]
 
 
-@pytest.mark.parametrize("asked", CHAINS, ids=" ".join)
+@pytest.mark.parametrize("parameters", CHAINS, ids=" ".join)
 @pytest.mark.parametrize("num_generated", [0, 3, 4, 6])
 def test_combined_parameters_match_transformers(
-    asked: dict[str, Any], num_generated: int, device: torch.device
+    parameters: dict[str, Any], num_generated: int, device: torch.device
 ) -> None:
     vocab = 257
-    params = SamplingParams(do_sample=True, num_alternatives=vocab, **asked)
+    params = SamplingParams(do_sample=True, num_alternatives=vocab, **parameters)
     for seed in range(10):
         generator = torch.Generator().manual_seed(seed)
         logits = torch.randn(1, vocab, generator=generator) * 3
@@ -294,7 +294,7 @@ def test_combined_parameters_match_transformers(
         torch.testing.assert_close(in_order, expected.log_softmax(-1), rtol=1e-5, atol=1e-5)
 
 
-# --- Against probabilities of numpy's making
+# --- Comparison with numpy probabilities
 
 LOGITS = np.array([2.0, 1.5, 1.5, 0.3, -0.2, -1.0, -INF, 0.9, -2.5, 1.1, -0.7, 0.0])
 PROMPT, GENERATED = [0, 3, 3, 9], [1, 1, 1, 4, 7]
@@ -312,7 +312,7 @@ def keep(scores: np.ndarray, kept: Sequence[int]) -> np.ndarray:
 
 
 def until(order: Sequence[int], probabilities: np.ndarray, mass: float) -> list[int]:
-    """Return the first tokens of an order whose probabilities reach the mass."""
+    """Return the shortest prefix of `order` whose probabilities sum to at least `mass`."""
     kept: list[int] = []
     for token in order:
         if kept and probabilities[kept].sum() >= mass:
@@ -366,9 +366,11 @@ def is_drawn_from(tokens: np.ndarray, probabilities: np.ndarray) -> bool:
     return bool(((counts - expected) ** 2 / expected).sum() < freedom * (1 - spread + 3.09 * spread**0.5) ** 3)
 
 
-def draw_seeds(asked: dict[str, Any], device: torch.device) -> np.ndarray:
+def draw_seeds(parameters: dict[str, Any], device: torch.device) -> np.ndarray:
     """Draw a token for each of many seeds, at one position."""
-    sequence_sampling = [SequenceSampling(SamplingParams(do_sample=True, seed=seed, **asked)) for seed in range(DRAWS)]
+    sequence_sampling = [
+        SequenceSampling(SamplingParams(do_sample=True, seed=seed, **parameters)) for seed in range(DRAWS)
+    ]
     prompts = torch.full((DRAWS,), len(PROMPT), device=device)
     ids = torch.tensor([PROMPT + GENERATED], device=device).expand(DRAWS, -1)
     logits = torch.tensor(LOGITS, dtype=torch.float32, device=device).expand(DRAWS, -1)
@@ -376,11 +378,11 @@ def draw_seeds(asked: dict[str, Any], device: torch.device) -> np.ndarray:
     return sampled.token_ids.cpu().numpy()
 
 
-def draw_positions(asked: dict[str, Any], device: torch.device) -> np.ndarray:
+def draw_positions(parameters: dict[str, Any], device: torch.device) -> np.ndarray:
     """Draw a token for each of many positions, with one seed."""
     lengths = torch.arange(DRAWS, device=device) + 3
     sampler = Sampler(
-        [SequenceSampling(SamplingParams(do_sample=True, seed=1234, **asked))] * DRAWS, len(LOGITS), device
+        [SequenceSampling(SamplingParams(do_sample=True, seed=1234, **parameters))] * DRAWS, len(LOGITS), device
     )
     logits = torch.tensor(LOGITS, dtype=torch.float32, device=device).expand(DRAWS, -1)
     return sampler(logits, History(lengths, torch.full_like(lengths, 3))).token_ids.cpu().numpy()
@@ -413,8 +415,8 @@ def test_frequencies_over_positions_match_probabilities(name: str, device: torch
 
 @pytest.mark.parametrize("name", slow_except(["all", "bias"], [*WARPERS, *PENALTIES]))
 def test_frequencies_over_seeds_match_probabilities(name: str, device: torch.device) -> None:
-    asked = (WARPERS | PENALTIES)[name]
-    assert is_drawn_from(draw_seeds(asked, device), probabilities_of(SamplingParams(**asked)))
+    parameters = (WARPERS | PENALTIES)[name]
+    assert is_drawn_from(draw_seeds(parameters, device), probabilities_of(SamplingParams(**parameters)))
 
 
 def test_frequency_test_detects_wrong_distribution(device: torch.device) -> None:
@@ -422,26 +424,26 @@ def test_frequency_test_detects_wrong_distribution(device: torch.device) -> None
     assert is_drawn_from(plain, probabilities_of(SamplingParams()))
     for wrong in ({"temperature": 1.1}, {"top_p": 0.99}, {"top_k": 11, "logit_bias": {8: -50.0}}, {"min_p": 0.02}):
         assert not is_drawn_from(plain, probabilities_of(SamplingParams(**wrong))), wrong
-    for name, asked in (WARPERS | PENALTIES).items():
+    for name, parameters in (WARPERS | PENALTIES).items():
         if name != "plain":
-            assert not is_drawn_from(plain, probabilities_of(SamplingParams(**asked))), name
+            assert not is_drawn_from(plain, probabilities_of(SamplingParams(**parameters))), name
     off = probabilities_of(SamplingParams())
     off[[0, 1]] += [0.01, -0.01]
     assert not is_drawn_from(plain, off)
 
 
-# --- Reports
+# --- Logprobs and alternatives
 
 
 def test_logprobs_are_processed_or_raw(device: torch.device) -> None:
     logits = torch.randn(50)
-    asked: dict[str, Any]
-    asked = {"do_sample": True, "temperature": 0.5, "top_k": 3, "logit_bias": {4: 1.0}, "num_alternatives": 6}
+    parameters: dict[str, Any]
+    parameters = {"do_sample": True, "temperature": 0.5, "top_k": 3, "logit_bias": {4: 1.0}, "num_alternatives": 6}
     biased = logits.clone()
     biased[4] += 1
     warped = TopKLogitsWarper(3)(None, biased[None] / 0.5)[0].log_softmax(-1)
     for is_raw, expected in ((False, warped), (True, logits.log_softmax(-1))):
-        found = choose_alone(Row(SamplingParams(**asked, raw_logprobs=is_raw), (0,), 1, logits), device)
+        found = choose_alone(Row(SamplingParams(**parameters, raw_logprobs=is_raw), (0,), 1, logits), device)
         token = int(found.token_ids)
         torch.testing.assert_close(found.logprobs.cpu(), expected[token, None])
         best = expected.sort(descending=True, stable=True)
@@ -500,7 +502,7 @@ def test_logits_are_not_modified(dtype: torch.dtype, device: torch.device) -> No
         assert [of_row(found, i) for i in range(len(rows))] == [of_row(as_wide, i) for i in range(len(rows))]
 
 
-# --- Scores that are no numbers
+# --- NaN logits
 
 ASKED = [
     SamplingParams(),
@@ -567,7 +569,7 @@ def test_forbidden_tokens_are_per_row(device: torch.device) -> None:
     assert 2 not in choose(rows + free, device).token_ids.tolist()[:200]
 
 
-# --- Values that are refused
+# --- Invalid values
 
 
 @pytest.mark.parametrize("token", [7, 8, 2**31, 2**70])

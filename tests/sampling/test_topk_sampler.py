@@ -47,7 +47,7 @@ def make_logits(vocab: int, shape: str) -> torch.Tensor:
     logits = logits[:, torch.randperm(vocab, generator=generator)]
     if shape == "ties":
         return logits.round()
-    if shape == "flat":  # no small set has most of the mass
+    if shape == "flat":  # flat: no small set has most of the probability
         return logits / 100
     return logits
 

@@ -69,7 +69,7 @@ def test_green_tokens_depend_on_previous_token() -> None:
     halves = green_mask(torch.arange(50), hash_tokens(VOCAB))
     assert len({tuple(half.tolist()) for half in halves}) == 50
     shared = [int((one & other).sum()) for one, other in pairwise(halves)]
-    assert all(35 < count < 95 for count in shared)  # 64 are to be expected
+    assert all(35 < count < 95 for count in shared)  # 64 are expected
 
 
 def test_green_tokens_do_not_depend_on_vocabulary_padding() -> None:

@@ -20,15 +20,15 @@ def echo(text: str) -> bytes:
     return text.encode()
 
 
-def tell_pid() -> bytes:
+def get_pid() -> bytes:
     return str(os.getpid()).encode()
 
 
-def tell_environment() -> bytes:
+def get_environment() -> bytes:
     return "\n".join(os.environ).encode()
 
 
-def tell_priority() -> bytes:
+def get_priority() -> bytes:
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     return f"{own - os.getpriority(os.PRIO_PROCESS, os.getpid())}".encode()
 
@@ -64,7 +64,7 @@ def crash() -> bytes:
     return b""
 
 
-def write_much(num_bytes: int) -> bytes:
+def return_many_bytes(num_bytes: int) -> bytes:
     return bytes(num_bytes)
 
 
@@ -74,7 +74,7 @@ def print_text() -> bytes:
     return b"done"
 
 
-def tell_stack() -> bytes:
+def get_stack_size() -> bytes:
     return str(threading.stack_size()).encode()
 
 
@@ -85,5 +85,5 @@ def wait_for(path: str) -> bytes:
     return path.encode()
 
 
-def tell_core_limit() -> bytes:
+def get_core_limit() -> bytes:
     return str(resource.getrlimit(resource.RLIMIT_CORE)).encode()

@@ -19,7 +19,7 @@ from lorax_server.sandbox.task import ENVIRONMENT, MAX_ERROR_CHARACTERS, TaskErr
 from tests.sandbox.tasks import make_task
 
 TIMEOUT_S = 120.0
-ECHO, PID = make_task("echo"), make_task("tell_pid")
+ECHO, PID = make_task("echo"), make_task("get_pid")
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_task_returns_bytes_and_worker_is_reused(sandbox: Sandbox) -> None:
 
 def test_worker_inherits_no_secrets(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    names = set(sandbox.submit(make_task("tell_environment")).result(TIMEOUT_S).decode().split("\n"))
+    names = set(sandbox.submit(make_task("get_environment")).result(TIMEOUT_S).decode().split("\n"))
     ours = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "HF_HUB_OFFLINE"}
     assert names <= {*ENVIRONMENT, *ours, "LC_CTYPE"}  # Python sets the last one
 
@@ -134,9 +134,9 @@ def test_crash_fails_only_one_task(sandbox: Sandbox) -> None:
 
 
 def test_oversized_reply_fails_the_task(sandbox: Sandbox) -> None:
-    assert sandbox.submit(make_task("write_much", max_reply_bytes=100), 100).result(TIMEOUT_S) == bytes(100)
+    assert sandbox.submit(make_task("return_many_bytes", max_reply_bytes=100), 100).result(TIMEOUT_S) == bytes(100)
     with pytest.raises(TaskKilledError):
-        sandbox.submit(make_task("write_much", max_reply_bytes=100), 101).result(TIMEOUT_S)
+        sandbox.submit(make_task("return_many_bytes", max_reply_bytes=100), 101).result(TIMEOUT_S)
     assert sandbox.submit(ECHO, "next").result(TIMEOUT_S) == b"next"
 
 
@@ -146,9 +146,9 @@ def test_task_output_does_not_reach_the_log(sandbox: Sandbox, capfd: pytest.Capt
 
 
 def test_task_sets_stack_size_and_priority(sandbox: Sandbox) -> None:
-    assert sandbox.submit(make_task("tell_stack", stack_bytes=2**22)).result(TIMEOUT_S) == str(2**22).encode()
-    assert sandbox.submit(make_task("tell_priority", niceness=4)).result(TIMEOUT_S) == b"4"
-    assert sandbox.submit(make_task("tell_priority")).result(TIMEOUT_S) == b"0"
+    assert sandbox.submit(make_task("get_stack_size", stack_bytes=2**22)).result(TIMEOUT_S) == str(2**22).encode()
+    assert sandbox.submit(make_task("get_priority", niceness=4)).result(TIMEOUT_S) == b"4"
+    assert sandbox.submit(make_task("get_priority")).result(TIMEOUT_S) == b"0"
 
 
 def test_dead_idle_worker_is_replaced(sandbox: Sandbox) -> None:
@@ -267,7 +267,7 @@ def test_worker_exits_with_its_parent() -> None:
         "import os, sys; sys.path.insert(0, '.')\n"
         "from lorax_server.sandbox.sandbox import Sandbox\n"
         "from tests.sandbox.tasks import make_task\n"
-        "print(Sandbox(1).submit(make_task('tell_pid')).result().decode(), flush=True)\n"
+        "print(Sandbox(1).submit(make_task('get_pid')).result().decode(), flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)

@@ -100,8 +100,8 @@ def test_draining_and_failed_replicas_are_avoided(placement: ReplicaChooser) -> 
     first, second, third, _ = placement.rank(adapter)
     placement.set_report(first, Report(device={adapter}, is_draining=True), 0)
     assert choose(placement, "x") == second
-    assert choose(placement, "x", avoided={second}) == third
-    assert choose(placement, "", "text", avoided={second, third}) not in {first, second, third}
+    assert choose(placement, "x", failed_replicas={second}) == third
+    assert choose(placement, "", "text", failed_replicas={second, third}) not in {first, second, third}
     for name in REPLICAS:
         placement.set_report(name, Report(is_draining=True), 0)
     assert placement.choose(RoutingKey(adapter), 0) is None
@@ -112,7 +112,7 @@ def test_replica_with_broken_adapter_is_chosen_last(placement: ReplicaChooser) -
     first, second, *_ = placement.rank(adapter)
     placement.set_report(first, Report(broken={adapter}), 0)
     assert choose(placement, "x") == second
-    assert choose(placement, "x", avoided=set(REPLICAS) - {first}) == first
+    assert choose(placement, "x", failed_replicas=set(REPLICAS) - {first}) == first
 
 
 def test_only_hot_adapters_are_replicated(placement: ReplicaChooser) -> None:

@@ -14,7 +14,7 @@ from lorax_server.server.app import make_app
 from lorax_server.server.http.uvicorn_server import make_uvicorn_config
 from lorax_server.server.telemetry.audit import AuditLog
 from lorax_server.server.telemetry.metrics import Metrics
-from tests.e2e.hostile_client import Answer, _Reader, post, request
+from tests.e2e.hostile_client import HttpResponse, _Reader, post, request
 from tests.server.service_harness import ServiceHarness
 
 GOOD = {"inputs": "ask", "parameters": {"max_new_tokens": 1}}
@@ -39,18 +39,18 @@ class ClientConnection:
         self._writer.write(data)
         await self._writer.drain()
 
-    async def read_responses(self, count: int | None = None) -> list[Answer]:
+    async def read_responses(self, count: int | None = None) -> list[HttpResponse]:
         """Read the next `count` responses, or all responses until the server closes the connection."""
-        done = 0 if count is None else sum(answer.is_complete for answer in self._parser.answers) + count
+        done = 0 if count is None else sum(response.is_complete for response in self._parser.responses) + count
         async with asyncio.timeout(TIMEOUT_S):
-            while count is None or sum(answer.is_complete for answer in self._parser.answers) < done:
+            while count is None or sum(response.is_complete for response in self._parser.responses) < done:
                 data = b""
                 with suppress(ConnectionError):
                     data = await self._reader.read(2**16)
                 if not data:
                     break
                 self._parser.parser.feed_data(data)
-        return self._parser.answers if count is None else self._parser.answers[-count:]
+        return self._parser.responses if count is None else self._parser.responses[-count:]
 
     async def read_up_to(self, count: int) -> int:
         """Read up to `count` bytes and return their number, or 0 if the server closed the connection."""
@@ -85,23 +85,23 @@ class SocketServer:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self._port))
-        wire = ClientConnection(*await asyncio.open_connection(sock=sock, limit=1024))
-        self._wires.append(wire)
-        return wire
+        client = ClientConnection(*await asyncio.open_connection(sock=sock, limit=1024))
+        self._wires.append(client)
+        return client
 
     async def connect(self, address: str = "127.0.0.1") -> ClientConnection:
-        wire = ClientConnection(*await asyncio.open_connection("127.0.0.1", self._port, local_addr=(address, 0)))
-        self._wires.append(wire)
-        return wire
+        client = ClientConnection(*await asyncio.open_connection("127.0.0.1", self._port, local_addr=(address, 0)))
+        self._wires.append(client)
+        return client
 
-    async def fetch(self, data: bytes, address: str = "127.0.0.1") -> Answer:
+    async def fetch(self, data: bytes, address: str = "127.0.0.1") -> HttpResponse:
         """Send a request on a new connection and return the response."""
-        wire = await self.connect(address)
+        client = await self.connect(address)
         with suppress(ConnectionError):
-            await wire.send(data)
-        (answer,) = await wire.read_responses(1)
-        await wire.close()
-        return answer
+            await client.send(data)
+        (response,) = await client.read_responses(1)
+        await client.close()
+        return response
 
     def count(self, name: str, label: str = "") -> float:
         """Return a metric's value, or 0 if it has no samples."""
@@ -110,8 +110,8 @@ class SocketServer:
         return sum(values)
 
     async def close(self) -> None:
-        for wire in self._wires:
-            await wire.close()
+        for client in self._wires:
+            await client.close()
 
 
 @asynccontextmanager
@@ -180,5 +180,5 @@ def head(method: str, path: str, headers: Iterable[bytes]) -> bytes:
     return b"\r\n".join([f"{method} {path} HTTP/1.1".encode(), *headers, b"", b""])
 
 
-def parse_error(answer: Answer) -> Any:
-    return json.loads(answer.body)["error"]
+def parse_error(response: HttpResponse) -> Any:
+    return json.loads(response.body)["error"]

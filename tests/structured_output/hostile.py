@@ -6,14 +6,14 @@ from typing import Any
 Json = dict[str, Any] | bool
 
 
-def nest(depth: int, keyword: str = "items") -> Json:
+def nest_keyword(depth: int, keyword: str = "items") -> Json:
     schema: dict[str, Any] = {}
     for _ in range(depth):
         schema = {"type": "array" if keyword == "items" else "object", keyword: schema}
     return schema
 
 
-def doubling(depth: int) -> Json:
+def make_doubling_definitions(depth: int) -> Json:
     """Return definitions that each refer twice to the next, so expanding them gives 2**depth copies."""
     definitions: dict[str, Any] = {
         f"d{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(depth)
@@ -25,7 +25,7 @@ def all_of(parts: list[Json]) -> Json:
     return {"allOf": parts}
 
 
-def refer_far(length: int, count: int) -> Json:
+def make_long_reference(length: int, count: int) -> Json:
     """Return a schema in which many subschemas use one long reference to a missing target."""
     part = {"oneOf": [{"$ref": "#/$defs/a"}], "discriminator": {"propertyName": "t"}}
     return {"$defs": {"a": {"$ref": "#" + "/" * length}}, "allOf": [part] * count}
@@ -36,18 +36,18 @@ def many_properties(count: int, **more: Any) -> Json:
 
 
 SCHEMAS: dict[str, Json] = {
-    "deep arrays": nest(120),
-    "deep objects": {"type": "object", "properties": {"a": nest(100, "additionalProperties")}},
+    "deep arrays": nest_keyword(120),
+    "deep objects": {"type": "object", "properties": {"a": nest_keyword(100, "additionalProperties")}},
     "itself": {"$ref": "#"},
     "a ring": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
     "nowhere": {"$ref": "#/$defs/nothing"},
-    "far away": refer_far(100_000, 100),
+    "far away": make_long_reference(100_000, 100),
     "another machine": {"$ref": "http://169.254.169.254/latest"},
     "a file": {"$ref": "file:///etc/passwd"},
     "a strange id": {"$id": "\x00::not a uri", "type": "string"},
     "an endless list": {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
-    "doubling": doubling(12),
-    "doubling for ever": doubling(60),
+    "make_doubling_definitions": make_doubling_definitions(12),
+    "make_doubling_definitions for ever": make_doubling_definitions(60),
     "a huge enum": {"enum": [f"value {i}" for i in range(10_000)]},
     "an enum of objects": {"enum": [{"a": [i, {"b": i}]} for i in range(2_000)]},
     "a long const": {"const": "x" * 100_000},
@@ -108,7 +108,7 @@ GRAMMARS: dict[str, str] = {
     "many words": "start: " + " | ".join(f'"v{i}"' for i in range(8_000)),
     "an intersection": "start: /(.*a.{40})&(.*b.{40})&(.*c.{40})/",
     "lenient": 'start: %json {"x-guidance": {"lenient": "yes"}, "type": "nothing"}',
-    "a schema in it": "start: %json " + json.dumps(nest(200)),
+    "a schema in it": "start: %json " + json.dumps(nest_keyword(200)),
     "special tokens": "start: <|im_end|> <[0-999999999]>",
     "GBNF, unclosed": 'root ::= "a" (' * 50,
     "GBNF, deep": "root ::= " + "(" * 900 + '"a"' + ")" * 900,

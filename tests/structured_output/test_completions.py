@@ -28,7 +28,7 @@ Completions = list[Completion]
 LONG = StopParams(max_new_tokens=100)
 SETTINGS: dict[str, Any] = SMALL | {"max_rows": 8, "cache_bytes": 2**20, "max_step_tokens": 64}
 WORDS = from_regex("([a-z]{1,8} ){2,6}end")
-FORMS: dict[str, Structure] = {
+STRUCTURES: dict[str, Structure] = {
     "json": from_json_schema(PERSON),
     "regex": from_regex(r"[a-c]{3,5}-\d{1,3}"),
     "choice": from_choices(["yes", "no", "perhaps, or 日本語"]),
@@ -54,7 +54,7 @@ def llm(world: World) -> Iterator[LLM]:
         yield made
 
 
-def drawn(count: int, first: int = 0) -> list[SamplingParams]:
+def sampled_params(count: int, first: int = 0) -> list[SamplingParams]:
     return [SamplingParams(do_sample=True, seed=first + seed) for seed in range(count)]
 
 
@@ -62,30 +62,30 @@ def check(completion: Completion, schema: dict[str, Any]) -> None:
     assert completion.finish_reason is FinishReason.EOS_TOKEN, completion.text
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     # Grammars allow a leap second in every minute (see docs/structured-output.md), but jsonschema rejects it.
-    answer = json.loads(re.sub(r"(T|\")(\d\d:\d\d):60", r"\1\2:59", completion.text))
-    jsonschema.validate(answer, schema, jsonschema.Draft202012Validator, format_checker=checker)
+    instance = json.loads(re.sub(r"(T|\")(\d\d:\d\d):60", r"\1\2:59", completion.text))
+    jsonschema.validate(instance, schema, jsonschema.Draft202012Validator, format_checker=checker)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_completion_matches_each_format(form: str, llm: LLM) -> None:
-    for answer in llm.generate(["the quick"] * 8, drawn(8), LONG, structure=FORMS[form]):
-        if form == "json":
-            check(answer, PERSON)
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_completion_matches_each_format(name: str, llm: LLM) -> None:
+    for completion in llm.generate(["the quick"] * 8, sampled_params(8), LONG, structure=STRUCTURES[name]):
+        if name == "json":
+            check(completion, PERSON)
         else:
-            assert answer.finish_reason is FinishReason.EOS_TOKEN
-            assert re.fullmatch(PATTERNS[form], answer.text)
+            assert completion.finish_reason is FinishReason.EOS_TOKEN
+            assert re.fullmatch(PATTERNS[name], completion.text)
 
 
 def check_schemas(llm: LLM, count: int) -> int:
     """Check `count` completions for each schema. Return how many finished before the length limit."""
     names = [name for name in SCHEMAS for _ in range(count)]
     structures = [from_json_schema(SCHEMAS[name]) for name in names]
-    answers = llm.generate(["the lazy dog"] * len(names), drawn(len(names)), LONG, structure=structures)
+    completions = llm.generate(["the lazy dog"] * len(names), sampled_params(len(names)), LONG, structure=structures)
     ended = 0
-    for name, answer in zip(names, answers, strict=True):
-        if answer.finish_reason is FinishReason.EOS_TOKEN:
+    for name, completion in zip(names, completions, strict=True):
+        if completion.finish_reason is FinishReason.EOS_TOKEN:
             ended += 1
-            check(answer, SCHEMAS[name])
+            check(completion, SCHEMAS[name])
     return ended
 
 
@@ -99,9 +99,9 @@ def test_thousand_completions_match_their_schemas(llm: LLM) -> None:
 
 
 def test_unconstrained_sequences_are_unchanged_in_mixed_batch(llm: LLM) -> None:
-    prompts, params = ["the quick brown fox"] * 4, [SamplingParams(), SamplingParams(), *drawn(2)]
+    prompts, params = ["the quick brown fox"] * 4, [SamplingParams(), SamplingParams(), *sampled_params(2)]
     alone = llm.generate(prompts[::2], params[::2], LONG)
-    mixed = llm.generate(prompts, params, LONG, structure=[None, FORMS["json"]] * 2)
+    mixed = llm.generate(prompts, params, LONG, structure=[None, STRUCTURES["json"]] * 2)
     for one, other in zip(alone, mixed[::2], strict=True):
         assert one.token_ids == other.token_ids
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
@@ -114,18 +114,18 @@ def test_matching_greedy_completion_is_unchanged(llm: LLM) -> None:
         if "\ufffd" in plain.text:
             continue
         params = [SamplingParams(), SamplingParams(raw_logprobs=True)]
-        answer, raw = llm.generate([prompt] * 2, params, stop, structure=from_choices([plain.text, "other"]))
-        assert answer.token_ids == raw.token_ids == plain.token_ids
+        completion, raw = llm.generate([prompt] * 2, params, stop, structure=from_choices([plain.text, "other"]))
+        assert completion.token_ids == raw.token_ids == plain.token_ids
         # By default, log probabilities are computed after the mask. Raw log probabilities are not masked.
         assert raw.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
-        assert all(masked >= own - 1e-4 for masked, own in zip(answer.logprobs, plain.logprobs, strict=True))
+        assert all(masked >= own - 1e-4 for masked, own in zip(completion.logprobs, plain.logprobs, strict=True))
 
 
 def test_adapter_completions_match_schema(llm: LLM, world: World) -> None:
     names = [*world.adapters, None]
-    answers = llm.generate(["hello"] * 4, drawn(4), LONG, adapter=names, structure=FORMS["json"])
-    for answer in answers:
-        check(answer, PERSON)
+    completions = llm.generate(["hello"] * 4, sampled_params(4), LONG, adapter=names, structure=STRUCTURES["json"])
+    for completion in completions:
+        check(completion, PERSON)
 
 
 def test_adapter_with_larger_vocabulary_matches_schema(world: World, tmp_path: Path) -> None:
@@ -137,20 +137,24 @@ def test_adapter_with_larger_vocabulary_matches_schema(world: World, tmp_path: P
     tokenizer.save_pretrained(folder)
     added = len(make_tokenizer())
     assert tokenizer.convert_tokens_to_ids('{"name":') == added
-    form = from_json_schema(PERSON)
+    structure = from_json_schema(PERSON)
     with LLM(world.model, {"larger": folder}, **SETTINGS) as llm:
         params = SamplingParams(logit_bias={added: 50.0})
-        drawn_answer, biased, plain = llm.generate(
-            ["hello"] * 3, [*drawn(1), params, *drawn(1)], LONG, adapter=["larger", "larger", None], structure=form
+        sampled, biased, plain = llm.generate(
+            ["hello"] * 3,
+            [*sampled_params(1), params, *sampled_params(1)],
+            LONG,
+            adapter=["larger", "larger", None],
+            structure=structure,
         )
-    for answer in (drawn_answer, biased, plain):
-        check(answer, PERSON)
+    for completion in (sampled, biased, plain):
+        check(completion, PERSON)
     assert biased.token_ids[0] == added  # the mask includes tokens that only the adapter has
 
 
 def test_stop_string_and_length_finish_before_match(llm: LLM) -> None:
     stops = [StopParams(max_new_tokens=100, stop_strings=(" ",)), StopParams(max_new_tokens=3)]
-    stopped, short = llm.generate(["the"] * 2, drawn(2), stops, structure=WORDS)
+    stopped, short = llm.generate(["the"] * 2, sampled_params(2), stops, structure=WORDS)
     assert stopped.finish_reason is FinishReason.STOP_SEQUENCE
     assert re.fullmatch("[a-z]{1,8} ", stopped.text)
     assert short.finish_reason is FinishReason.LENGTH
@@ -160,8 +164,8 @@ def test_stop_string_and_length_finish_before_match(llm: LLM) -> None:
 def test_min_new_tokens_applies_while_grammar_can_continue(llm: LLM) -> None:
     stop = StopParams(max_new_tokens=100, min_new_tokens=12)
     letters, choice = from_regex("[a-z]{1,40}"), from_choices(["yes"])
-    answers = llm.generate(["the"] * 6, drawn(6), stop, structure=[letters, choice] * 3)
-    for long, short in zip(answers[::2], answers[1::2], strict=True):
+    completions = llm.generate(["the"] * 6, sampled_params(6), stop, structure=[letters, choice] * 3)
+    for long, short in zip(completions[::2], completions[1::2], strict=True):
         assert len(long.token_ids) >= 12
         assert short.text == "yes"
         assert short.finish_reason is FinishReason.EOS_TOKEN
@@ -193,7 +197,7 @@ def test_gbnf_detection_and_reserved_rule_name() -> None:
 
 def test_ignore_eos_with_grammar_is_rejected(llm: LLM) -> None:
     with pytest.raises(InputError, match="ignore_eos"):
-        llm.generate("the", stop=StopParams(max_new_tokens=9, ignore_eos=True), structure=FORMS["json"])
+        llm.generate("the", stop=StopParams(max_new_tokens=9, ignore_eos=True), structure=STRUCTURES["json"])
 
 
 # --- Steps and forced tokens ------------------------------------------------------------------------------------------
@@ -203,13 +207,13 @@ PROMPTS = ["the quick brown fox", "hello hello hello hello hello hello there", "
 
 @pytest.fixture(scope="module")
 def expected(llm: LLM) -> list[list[int]]:
-    answers = llm.generate(PROMPTS * 2, drawn(8), LONG, structure=[WORDS, FORMS["json"]] * 4)
-    return [answer.token_ids for answer in answers]
+    completions = llm.generate(PROMPTS * 2, sampled_params(8), LONG, structure=[WORDS, STRUCTURES["json"]] * 4)
+    return [completion.token_ids for completion in completions]
 
 
-def answer_all(llm: LLM) -> list[list[int]]:
-    answers = llm.generate(PROMPTS * 2, drawn(8), LONG, structure=[WORDS, FORMS["json"]] * 4)
-    return [answer.token_ids for answer in answers]
+def generate_all(llm: LLM) -> list[list[int]]:
+    completions = llm.generate(PROMPTS * 2, sampled_params(8), LONG, structure=[WORDS, STRUCTURES["json"]] * 4)
+    return [completion.token_ids for completion in completions]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +230,7 @@ def test_completions_do_not_depend_on_step_settings(
 ) -> None:
     with LLM(world.model, **SETTINGS | settings) as other:
         for _ in range(2):  # in the second round all grammars are cached
-            assert answer_all(other) == expected
+            assert generate_all(other) == expected
         assert other.status.preemptions > 0 or "cache_bytes" not in settings
         assert other.status.chunks > 0 or "max_step_tokens" not in settings
 
@@ -239,14 +243,14 @@ RECORD = from_json_schema(
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def wait_for_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for late masks, so that the number of steps does not depend on machine load."""
     for name in ("MASK_WAIT_S", "ALONE_MASK_WAIT_S"):
         monkeypatch.setattr(engine, name, 60.0)
 
 
 @contextmanager
-def walking(llm: LLM) -> Iterator[None]:
+def fast_forward_disabled(llm: LLM) -> Iterator[None]:
     """Disable fast-forward, so that each token takes one step."""
     structures = llm._engine._structured_output
     assert structures is not None
@@ -257,20 +261,20 @@ def walking(llm: LLM) -> Iterator[None]:
         structures.max_fast_forward = math.inf
 
 
-def count_steps(llm: LLM, answer: Callable[[], Completions]) -> tuple[Completions, int]:
+def count_steps(llm: LLM, generate: Callable[[], Completions]) -> tuple[Completions, int]:
     before = llm.status.steps
-    return answer(), llm.status.steps - before
+    return generate(), llm.status.steps - before
 
 
-def check_same(jumped: Completions, walked: Completions) -> None:
-    for one, other in zip(jumped, walked, strict=True):
+def check_same(fast_forwarded: Completions, stepped: Completions) -> None:
+    for one, other in zip(fast_forwarded, stepped, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)  # rounding depends on the batch length
         for alternatives, others in zip(one.alternatives, other.alternatives, strict=True):
             assert alternatives.token_ids == others.token_ids
         assert replace(one, logprobs=[], alternatives=[]) == replace(other, logprobs=[], alternatives=[])
 
 
-JUMP_STOPS = [
+FAST_FORWARD_STOPS = [
     *(StopParams(max_new_tokens=count) for count in (1, 3, 7, 12, 30)),
     StopParams(max_new_tokens=100, min_new_tokens=70),
     StopParams(max_new_tokens=100, stop_strings=("_name_of",)),
@@ -278,7 +282,7 @@ JUMP_STOPS = [
 ]
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("wait_for_masks")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -290,42 +294,42 @@ JUMP_STOPS = [
     ],
 )
 def test_fast_forward_gives_same_completions_in_fewer_steps(settings: dict[str, Any], world: World) -> None:
-    count = 2 * len(JUMP_STOPS)
+    count = 2 * len(FAST_FORWARD_STOPS)
     names = [None, *world.adapters] * count
     with LLM(world.model, world.adapters, **SETTINGS | settings) as llm:
         generate = partial(
             llm.generate,
             (PROMPTS * count)[:count],
-            drawn(count),
-            JUMP_STOPS * 2,
+            sampled_params(count),
+            FAST_FORWARD_STOPS * 2,
             adapter=names[:count],
-            structure=[RECORD, RECORD, RECORD, FORMS["json"]] * (count // 4),
+            structure=[RECORD, RECORD, RECORD, STRUCTURES["json"]] * (count // 4),
         )
-        with walking(llm):
-            walked, num_walked = count_steps(llm, generate)
-        jumped, num_jumped = count_steps(llm, generate)
+        with fast_forward_disabled(llm):
+            stepped, num_stepped = count_steps(llm, generate)
+        fast_forwarded, num_fast_forwarded = count_steps(llm, generate)
         assert llm.status.preemptions > 0 or "cache_bytes" not in settings
-    check_same(jumped, walked)
-    assert num_jumped < 0.8 * num_walked
+    check_same(fast_forwarded, stepped)
+    assert num_fast_forwarded < 0.8 * num_stepped
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("wait_for_masks")
 def test_raw_logprobs_disable_fast_forward(llm: LLM) -> None:
     params = [SamplingParams(raw_logprobs=True), SamplingParams(num_alternatives=2)]
     for each in params:
         generate = partial(llm.generate, "the", each, LONG, structure=RECORD)
-        with walking(llm):
-            walked, num_walked = count_steps(llm, generate)
-        jumped, num_jumped = count_steps(llm, generate)
-        check_same(jumped, walked)
-        assert num_jumped == num_walked
+        with fast_forward_disabled(llm):
+            stepped, num_stepped = count_steps(llm, generate)
+        fast_forwarded, num_fast_forwarded = count_steps(llm, generate)
+        check_same(fast_forwarded, stepped)
+        assert num_fast_forwarded == num_stepped
 
 
 def test_each_forced_token_is_a_separate_event(llm: LLM) -> None:
-    with walking(llm):
-        walked = list(llm.stream("the", stop=LONG, structure=RECORD))
-    jumped = list(llm.stream("the", stop=LONG, structure=RECORD))
-    assert [event._replace(logprob=0) for event in jumped] == [event._replace(logprob=0) for event in walked]
+    with fast_forward_disabled(llm):
+        stepped = list(llm.stream("the", stop=LONG, structure=RECORD))
+    fast_forwarded = list(llm.stream("the", stop=LONG, structure=RECORD))
+    assert [event._replace(logprob=0) for event in fast_forwarded] == [event._replace(logprob=0) for event in stepped]
 
 
 def test_late_masks_do_not_change_completions(
@@ -334,41 +338,47 @@ def test_late_masks_do_not_change_completions(
     (plain,) = llm.generate("the", stop=LONG)
     monkeypatch.setattr(engine, "MASK_WAIT_S", 0.0)
     monkeypatch.setattr(engine, "ALONE_MASK_WAIT_S", 0.0)
-    assert answer_all(llm) == expected
-    answers = llm.generate(["the"] * 3, [SamplingParams(), *drawn(2)], LONG, structure=[None, WORDS, WORDS])
-    assert answers[0].token_ids == plain.token_ids
+    assert generate_all(llm) == expected
+    completions = llm.generate(
+        ["the"] * 3, [SamplingParams(), *sampled_params(2)], LONG, structure=[None, WORDS, WORDS]
+    )
+    assert completions[0].token_ids == plain.token_ids
 
 
 @pytest.mark.slow  # transformers converts the tokenizer twice
 def test_padded_model_matches_grammar(tmp_path: Path) -> None:
     folder = save(tmp_path / "bloom", make_model(SERVED["bloom"]()), make_tokenizer())
     with LLM(folder, device="cpu", max_rows=4) as padded:
-        answers = padded.generate(["the quick"] * 6, drawn(6), LONG, structure=[FORMS["json"], WORDS, None] * 2)
-        for answer in answers[::3]:
-            check(answer, PERSON)
-        for answer in answers[1::3]:
-            assert re.fullmatch("([a-z]{1,8} ){2,6}end", answer.text)
+        completions = padded.generate(
+            ["the quick"] * 6, sampled_params(6), LONG, structure=[STRUCTURES["json"], WORDS, None] * 2
+        )
+        for completion in completions[::3]:
+            check(completion, PERSON)
+        for completion in completions[1::3]:
+            assert re.fullmatch("([a-z]{1,8} ){2,6}end", completion.text)
 
 
 def test_tensor_parallel_gives_same_completions(world: World, expected: list[list[int]]) -> None:
     with LLM(world.model, tensor_parallel=2, **SETTINGS) as both:
-        answers = both.generate(PROMPTS[:2], drawn(2), LONG, structure=[WORDS, FORMS["json"]])
-    assert [answer.token_ids for answer in answers] == expected[:2]
+        completions = both.generate(PROMPTS[:2], sampled_params(2), LONG, structure=[WORDS, STRUCTURES["json"]])
+    assert [completion.token_ids for completion in completions] == expected[:2]
 
 
 def test_demo_model_matches_example_schema_at_any_temperature() -> None:
     example = next(each for each in read_examples() if "schema" in each)
-    schema, form = example["schema"], from_json_schema(example["schema"])
+    schema, structure = example["schema"], from_json_schema(example["schema"])
     prompt = f"<|user|>{example['prompt']}<|end|><|assistant|>"
     temperatures = [1.0] * 50 + [1.1 + 0.1 * (seed % 7) for seed in range(14)]
     hot = [SamplingParams(do_sample=True, temperature=each, seed=seed) for seed, each in enumerate(temperatures)]
     adapters = ["json"] * 50 + ["json", None] * 7
     with LLM(FOLDER / "model", FOLDER / "adapters", device="cpu") as demo:
         (plain,) = demo.generate(prompt, stop=LONG, adapter="json")
-        (greedy,) = demo.generate(prompt, stop=LONG, adapter="json", structure=form)
-        answers = demo.generate([prompt] * 64, hot, StopParams(max_new_tokens=250), adapter=adapters, structure=form)
+        (greedy,) = demo.generate(prompt, stop=LONG, adapter="json", structure=structure)
+        completions = demo.generate(
+            [prompt] * 64, hot, StopParams(max_new_tokens=250), adapter=adapters, structure=structure
+        )
     check(plain, schema)  # the adapter was trained on this schema
     assert greedy.token_ids == plain.token_ids
-    for answer in answers:
-        check(answer, schema)
-    assert len({answer.text for answer in answers}) > 10
+    for completion in completions:
+        check(completion, schema)
+    assert len({completion.text for completion in completions}) > 10

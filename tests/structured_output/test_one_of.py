@@ -18,7 +18,7 @@ from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.text.tools.grammar import MAX_GRAMMAR_CHARACTERS
 from lorax_server.text.tools.references import MAX_REFERENCE_CHARACTERS, resolve
 from tests.models.tiny import make_tokenizer
-from tests.structured_output.hostile import refer_far
+from tests.structured_output.hostile import make_long_reference
 
 
 class Size(IntEnum):
@@ -94,7 +94,7 @@ UNIONS: dict[str, tuple[Any, list[Any], list[Any]]] = {  # union, valid instance
 A, B = ({"type": "object", "properties": {"t": {"const": tag}}, "required": ["t"]} for tag in "ab")
 NO_TYPE = {"properties": {"t": {"const": "b"}}, "required": ["t"]}  # accepts all values that are not objects
 NOT_REQUIRED = {"type": "object", "properties": {"t": {"const": "b"}}}
-OTHERS: dict[str, dict[str, Any]] = {
+NOT_REWRITTEN: dict[str, dict[str, Any]] = {
     "the same": {"oneOf": [A, A]},
     "no type": {"oneOf": [A, NO_TYPE]},
     "not required": {"oneOf": [A, NOT_REQUIRED]},
@@ -139,14 +139,16 @@ def test_one_of_without_discriminator_is_rewritten() -> None:
     assert "oneOf" not in json.dumps(rewrite_one_of(within))
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", NOT_REWRITTEN)
 def test_overlapping_one_of_is_not_rewritten(name: str) -> None:
-    assert rewrite_one_of(OTHERS[name]) == OTHERS[name]
+    assert rewrite_one_of(NOT_REWRITTEN[name]) == NOT_REWRITTEN[name]
 
 
 def test_overlapping_one_of_error_suggests_any_of(tokenizer: TextTokenizer) -> None:
     with pytest.raises(GrammarError, match=r"oneOf.*anyOf"):
-        compile_matcher(Vocabulary.from_table(tokenizer.token_table()), from_json_schema(OTHERS["the same"]).grammar)
+        compile_matcher(
+            Vocabulary.from_table(tokenizer.token_table()), from_json_schema(NOT_REWRITTEN["the same"]).grammar
+        )
 
 
 class CountedList(list[Any]):
@@ -221,7 +223,7 @@ def test_hostile_references_take_bounded_steps() -> None:
     many = {"allOf": [tagged("p0")] * 1000, "$defs": parts}
     assert rewrite_one_of(many) == many
     assert parts.num_read <= MAX_STEPS
-    for each in (refer_far(200, 1000), refer_far(100_000, 1000)):
+    for each in (make_long_reference(200, 1000), make_long_reference(100_000, 1000)):
         assert isinstance(each, dict)
         assert rewrite_one_of(each) == each
 

@@ -22,7 +22,7 @@ SUITE = Path(__file__).with_name("json-schema-test-suite.json.gz")
 # Valid instances that cannot be generated, because each value has only one spelling.
 OTHER_ORDER = ("allOf", "valid", "same object with different property order is valid")
 OTHER_NUMBER = "float"  # 1.0 for 1
-REFUSED = {
+UNSUPPORTED_KEYWORDS = {
     *(
         "$dynamicAnchor",
         "$dynamicRef",
@@ -53,7 +53,7 @@ def is_accepted(compiled: LLMatcher, tokenizer: TextTokenizer, instance: Any) ->
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-def is_written_otherwise(keyword: str, group: str, test: str) -> bool:
+def has_other_spelling(keyword: str, group: str, test: str) -> bool:
     """Return True if a valid instance has another spelling: another key order, or 1.0 instead of 1."""
     is_number = OTHER_NUMBER in test or "[0.0]" in test or "[1.0]" in test
     is_order = test == OTHER_ORDER[2] or (keyword == "allOf" and group.startswith("allOf") and test in OTHER_ORDER)
@@ -64,14 +64,14 @@ def test_json_schema_test_suite(
     vocabulary: Vocabulary, tokenizer: TextTokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     counts: Counter[str] = Counter()
-    refused: Counter[str] = Counter()
+    rejected: Counter[str] = Counter()
     for keyword, groups in json.loads(gzip.decompress(SUITE.read_bytes())).items():
         for group in groups:
             try:
                 compiled = compile_matcher(vocabulary, from_json_schema(group["schema"]).grammar)
             except (GrammarError, InputError) as error:
-                counts["refused"] += 1
-                refused[re.split(r"[.'(]", str(error).removeprefix("failed to compile JSON schema: "))[0]] += 1
+                counts["rejected"] += 1
+                rejected[re.split(r"[.'(]", str(error).removeprefix("failed to compile JSON schema: "))[0]] += 1
                 continue
             for test in group["tests"]:
                 counts["cases"] += 1
@@ -81,20 +81,20 @@ def test_json_schema_test_suite(
                     pytest.fail(f"{where}: is invalid, but can be generated")
                 if not found and test["valid"]:
                     # In the test suite `format` is only an annotation, but a grammar enforces it.
-                    is_known = keyword == "format" or is_written_otherwise(
+                    is_known = keyword == "format" or has_other_spelling(
                         keyword, group["description"], test["description"]
                     )
                     assert is_known, f"{where}: is valid, but cannot be generated"
-                    counts["written otherwise"] += 1
+                    counts["other spelling"] += 1
     with capsys.disabled():
-        print(f"\nJSON-Schema-Test-Suite: {dict(counts)}; refused:")
-        for reason, count in refused.most_common():
+        print(f"\nJSON-Schema-Test-Suite: {dict(counts)}; rejected:")
+        for reason, count in rejected.most_common():
             print(f"{count:4} {reason}")
     assert counts["cases"] > 500
-    assert counts["written otherwise"] < 30
+    assert counts["other spelling"] < 30
 
 
-@pytest.mark.parametrize("keyword", sorted(REFUSED))
+@pytest.mark.parametrize("keyword", sorted(UNSUPPORTED_KEYWORDS))
 def test_unsupported_keyword_error_names_keyword(keyword: str, vocabulary: Vocabulary) -> None:
     number = keyword.endswith("Contains")
     schema: dict[str, Any] = {"type": "object", "properties": {"a": {keyword: 1 if number else {"type": "string"}}}}

@@ -21,23 +21,23 @@ from tests.text.tokenizers import (
     UNKNOWN_ID,
     PythonTokenizer,
     byte_level,
-    check_every_step,
+    check_each_step,
+    decode_complete,
     metaspace,
     random_ends,
     random_texts,
     sentencepiece,
-    shown,
     stream,
     streamed,
     word_piece,
     words,
 )
 
-QUICK = ("byte-level", "metaspace-always")
+FAST_KINDS = ("byte-level", "metaspace-always")
 NUM_TEXTS = 1000
 # Tokenizers with byte tokens, which can split a character and produce invalid UTF-8.
 WITH_BYTES = ["byte-level", "sentencepiece", "sentencepiece-no-strip"]
-NO_CHARACTER = [
+INVALID_UTF8 = [
     *(b"\x80", b"\xff", b"\xc0\x80", b"\xc3", b"\xe2\x82", b"\xed\xa0\x80", b"\xf0\x9f\x98", b"\xf4\x90\x80\x80"),
     *(b"\xe0\x80\xaf", b"\xf0\x80\x80\x80", b"\xc3\xc3\xa9", b"\xe2\xe2\x82\xac", b"\xf0\x9f\xf0\x9f\x98\x80"),
 ]
@@ -62,19 +62,19 @@ def test_byte_tokenizers_are_detected(name: str) -> None:
     assert isinstance(make_detokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer)), ByteDetokenizer)
 
 
-@pytest.mark.parametrize("name", slow_except(QUICK, BYTE_KINDS))
+@pytest.mark.parametrize("name", slow_except(FAST_KINDS, BYTE_KINDS))
 def test_streamed_text_equals_decoded_text(name: str) -> None:
     kind, rng, within = BYTE_KINDS[name](), random.Random(1), 0
     for text in random_texts(NUM_TEXTS, seed=0):
         ids = encode(kind.tokenizer, text)
         assert kind.joined(ids).decode() == decode(kind.tokenizer, ids)  # the reference for the next checks
         prompt = rng.randint(0, len(ids))
-        check_every_step(make_detokenizer(kind.tokenizer), kind, ids, prompt)
-        within += shown(kind.joined(ids[:prompt])) != kind.joined(ids[:prompt]).decode(errors="replace")
+        check_each_step(make_detokenizer(kind.tokenizer), kind, ids, prompt)
+        within += decode_complete(kind.joined(ids[:prompt])) != kind.joined(ids[:prompt]).decode(errors="replace")
     assert (within > 50) == (name in WITH_BYTES)  # many prompts stop within a character
 
 
-@pytest.mark.parametrize("name", slow_except(QUICK, BYTE_KINDS))
+@pytest.mark.parametrize("name", slow_except(FAST_KINDS, BYTE_KINDS))
 def test_prompt_and_streamed_text_add_up(name: str) -> None:
     kind, rng = BYTE_KINDS[name](), random.Random(2)
     detokenizer = make_detokenizer(kind.tokenizer)
@@ -85,12 +85,12 @@ def test_prompt_and_streamed_text_add_up(name: str) -> None:
         generated = streamed(detokenizer, ids, range(prompt, len(ids) + 1))
         if before.endswith("\ufffd"):  # the completion contains the split character
             assert whole.endswith(generated)
-            assert not generated or whole[: -len(generated)] == shown(kind.joined(ids[:prompt]))
+            assert not generated or whole[: -len(generated)] == decode_complete(kind.joined(ids[:prompt]))
         else:
             assert before + generated == whole
 
 
-@pytest.mark.parametrize("name", slow_except(QUICK, BYTE_KINDS))
+@pytest.mark.parametrize("name", slow_except(FAST_KINDS, BYTE_KINDS))
 def test_multi_token_steps_stream_the_same_text(name: str) -> None:
     kind, rng = BYTE_KINDS[name](), random.Random(4)
     detokenizer = make_detokenizer(kind.tokenizer)
@@ -109,20 +109,20 @@ def test_random_token_sequences_stream_correctly(name: str) -> None:
     size = kind.tokenizer.get_vocab_size()
     for _ in range(NUM_TEXTS // 2):
         ids = [rng.choice([rng.randrange(size), rng.randrange(300), UNKNOWN_ID]) for _ in range(rng.randint(1, 12))]
-        check_every_step(make_detokenizer(kind.tokenizer), kind, ids, rng.randint(0, len(ids)))
+        check_each_step(make_detokenizer(kind.tokenizer), kind, ids, rng.randint(0, len(ids)))
 
 
 @pytest.mark.parametrize("name", WITH_BYTES)
 def test_invalid_utf8_is_replaced(name: str) -> None:
     kind, rng = BYTE_KINDS[name](), random.Random(7)
     token = {kind.bytes_of(i): i for i in reversed(range(kind.tokenizer.get_vocab_size()))}
-    spellings = [a + bad + b for bad in NO_CHARACTER for a in (b"", b"x", b"\xc3\xa9") for b in (b"", b"x")]
+    spellings = [a + bad + b for bad in INVALID_UTF8 for a in (b"", b"x", b"\xc3\xa9") for b in (b"", b"x")]
     spellings += [rng.randbytes(rng.randint(1, 10)) for _ in range(NUM_TEXTS)]
     # Only lead and continuation bytes, which are harder cases.
     spellings += [bytes(rng.choices(b"a\x80\xbf\xc3\xe2\xed\xf0\xf4\x90\x9f", k=8)) for _ in range(NUM_TEXTS)]
     for spelled in spellings:
         ids = [token[bytes([byte])] for byte in spelled]
-        check_every_step(make_detokenizer(kind.tokenizer), kind, ids, rng.randint(0, len(ids)))
+        check_each_step(make_detokenizer(kind.tokenizer), kind, ids, rng.randint(0, len(ids)))
         if name == "byte-level":
             assert decode(kind.tokenizer, ids) == spelled.decode(errors="replace")
 
@@ -141,10 +141,10 @@ def test_random_bytes_stream_correctly(spelled: bytes, data: st.DataObject) -> N
     kind = byte_level()
     token = {kind.bytes_of(i): i for i in range(kind.tokenizer.get_vocab_size())}
     ids, prompt = [token[bytes([byte])] for byte in spelled], data.draw(st.integers(0, len(spelled)))
-    check_every_step(make_detokenizer(kind.tokenizer), kind, ids, prompt)
+    check_each_step(make_detokenizer(kind.tokenizer), kind, ids, prompt)
 
 
-@pytest.mark.parametrize("name", slow_except(QUICK, BYTE_KINDS))
+@pytest.mark.parametrize("name", slow_except(FAST_KINDS, BYTE_KINDS))
 def test_special_and_unknown_tokens_add_no_text(name: str) -> None:
     kind, rng = BYTE_KINDS[name](), random.Random(8)
     detokenizer, skipped = make_detokenizer(kind.tokenizer), [kind.token_id(EOS), UNKNOWN_ID]
@@ -240,7 +240,7 @@ def test_other_tokenizers_use_window_detokenizer(name: str) -> None:
 def test_window_streams_decoded_text(name: str) -> None:
     tokenizer, rng = OTHER_KINDS[name](), random.Random(12)
     detokenizer = make_detokenizer(tokenizer)
-    for text in random_texts(NUM_TEXTS, seed=13, longest=12):
+    for text in random_texts(NUM_TEXTS, seed=13, max_pieces=12):
         ids = encode(tokenizer, text)
         prompt = rng.randint(0, len(ids))
         whole, before = decode(tokenizer, ids), decode(tokenizer, ids[:prompt]).rstrip("\ufffd")
@@ -251,7 +251,7 @@ def test_window_streams_decoded_text(name: str) -> None:
 @pytest.mark.parametrize("name", OTHER_KINDS)
 def test_window_never_retracts_text(name: str) -> None:
     tokenizer = OTHER_KINDS[name]()
-    for text in random_texts(NUM_TEXTS // 4, seed=14, longest=12):
+    for text in random_texts(NUM_TEXTS // 4, seed=14, max_pieces=12):
         ids = encode(tokenizer, text)
         whole, so_far = decode(tokenizer, ids), ""
         for progress, pending in stream(make_detokenizer(tokenizer), ids, range(len(ids) + 1)):
@@ -265,7 +265,7 @@ def test_window_skips_special_and_unknown_tokens(name: str) -> None:
     tokenizer, rng = OTHER_KINDS[name](), random.Random(15)
     special = getattr(tokenizer, "eos_token_id", None) or tokenizer.token_to_id(EOS)
     detokenizer, skipped = make_detokenizer(tokenizer), [special, UNKNOWN_ID]
-    for text in random_texts(NUM_TEXTS // 4, seed=16, longest=6):
+    for text in random_texts(NUM_TEXTS // 4, seed=16, max_pieces=6):
         ids = encode(tokenizer, text)
         mixed = [t for token_id in ids for t in (*rng.choices(skipped, k=rng.randint(0, 3)), token_id)] + skipped
         assert streamed(detokenizer, mixed, range(len(mixed) + 1)) == decode(tokenizer, ids)
@@ -306,7 +306,7 @@ def test_decoder_cleanup_loses_no_words() -> None:
 # --- Cost per token ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", slow_except([*QUICK, *OTHER_KINDS], [*BYTE_KINDS, *OTHER_KINDS]))
+@pytest.mark.parametrize("name", slow_except([*FAST_KINDS, *OTHER_KINDS], [*BYTE_KINDS, *OTHER_KINDS]))
 def test_offsets_stay_near_the_last_token(name: str) -> None:
     tokenizer = BYTE_KINDS[name]().tokenizer if name in BYTE_KINDS else OTHER_KINDS[name]()
     ids = [t for text in random_texts(200, seed=18) for t in encode(tokenizer, text) if t != 0][:3000]
@@ -316,7 +316,7 @@ def test_offsets_stay_near_the_last_token(name: str) -> None:
         assert 0 <= progress.read_offset - progress.prefix_offset <= 6
 
 
-@pytest.mark.parametrize("name", slow_except([*QUICK, *OTHER_KINDS], [*BYTE_KINDS, *OTHER_KINDS]))
+@pytest.mark.parametrize("name", slow_except([*FAST_KINDS, *OTHER_KINDS], [*BYTE_KINDS, *OTHER_KINDS]))
 def test_tokens_before_prefix_offset_can_be_dropped(name: str) -> None:
     tokenizer = BYTE_KINDS[name]().tokenizer if name in BYTE_KINDS else OTHER_KINDS[name]()
     detokenizer, rng = make_detokenizer(tokenizer), random.Random(19)
@@ -335,11 +335,11 @@ def test_tokens_before_prefix_offset_can_be_dropped(name: str) -> None:
 class CountingList(list[int]):
     """Counts how many ids are read."""
 
-    looked_at = 0
+    num_read = 0
 
     def __getitem__(self, at: Any) -> Any:
         found = super().__getitem__(at)
-        CountingList.looked_at += len(found) if isinstance(at, slice) else 1
+        CountingList.num_read += len(found) if isinstance(at, slice) else 1
         return found
 
 
@@ -349,7 +349,7 @@ def test_many_special_tokens_take_linear_time(make: Any, opening: str) -> None:
     """With `ignore_eos`, a completion may consist of eos tokens only."""
     tokenizer = make()
     special, detokenizer, length = tokenizer.token_to_id(EOS), make_detokenizer(make()), 2000
-    ids, CountingList.looked_at = CountingList(encode(tokenizer, opening)), 0
+    ids, CountingList.num_read = CountingList(encode(tokenizer, opening)), 0
     prefix, read = detokenizer.start(ids)
     for _ in range(length):
         ids.append(special)
@@ -357,4 +357,4 @@ def test_many_special_tokens_take_linear_time(make: Any, opening: str) -> None:
         assert text == ""
     ids.extend(encode(tokenizer, "dog"))
     assert detokenizer.advance(ids, prefix, read).text.strip() == "dog"
-    assert CountingList.looked_at < 6 * length
+    assert CountingList.num_read < 6 * length

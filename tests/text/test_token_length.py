@@ -23,17 +23,17 @@ from tests.text.tokenizers import (
 )
 
 DEMO = Path(lorax_server.__file__).parent / "demo" / "model"
-AWKWARD = ["", "\u03b1\u0313\u0300\u0345" * 500, "\u1100\u1161\u11a8" * 500, " " * 3000, "dog" * 1000, "\0" * 999]
+UNUSUAL_TEXTS = ["", "\u03b1\u0313\u0300\u0345" * 500, "\u1100\u1161\u11a8" * 500, " " * 3000, "dog" * 1000, "\0" * 999]
 ENDS = ("</s>", 536), ("<s>", 535)
-SURE: dict[str, Callable[[], Tokenizer]] = {
+BOUNDED: dict[str, Callable[[], Tokenizer]] = {
     "byte-level": lambda: byte_level().tokenizer,
     "sentencepiece": lambda: sentencepiece().tokenizer,
-    "composed": lambda: changed(byte_level().tokenizer, normalizer=normalizers.NFC()),
-    "composed-sentencepiece": lambda: changed(
+    "composed": lambda: with_components(byte_level().tokenizer, normalizer=normalizers.NFC()),
+    "composed-sentencepiece": lambda: with_components(
         sentencepiece().tokenizer,
         normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(" ", "▁")]),
     ),
-    "split": lambda: changed(
+    "split": lambda: with_components(
         byte_level().tokenizer,
         pre_tokenizer=pre_tokenizers.Sequence(
             [
@@ -43,45 +43,51 @@ SURE: dict[str, Callable[[], Tokenizer]] = {
             ]
         ),
     ),
-    "framed": lambda: changed(byte_level().tokenizer, post_processor=framed("<s> $A </s>")),
-    "framed-otherwise": lambda: changed(byte_level().tokenizer, post_processor=processors.RobertaProcessing(*ENDS)),
+    "make_template": lambda: with_components(byte_level().tokenizer, post_processor=make_template("<s> $A </s>")),
+    "make_template-otherwise": lambda: with_components(
+        byte_level().tokenizer, post_processor=processors.RobertaProcessing(*ENDS)
+    ),
 }
-UNSURE: dict[str, Callable[[], Tokenizer]] = {
+UNBOUNDED: dict[str, Callable[[], Tokenizer]] = {
     "unigram": lambda: metaspace().tokenizer,
     "word-piece": word_piece,
     "word-ends": word_ends,
     "words": words,
     "empty": lambda: Tokenizer(models.BPE()),
-    "strip": lambda: changed(byte_level().tokenizer, normalizer=normalizers.Strip()),
-    "shorten": lambda: changed(byte_level().tokenizer, normalizer=normalizers.Replace("  ", " ")),
-    "accents": lambda: changed(
+    "strip": lambda: with_components(byte_level().tokenizer, normalizer=normalizers.Strip()),
+    "shorten": lambda: with_components(byte_level().tokenizer, normalizer=normalizers.Replace("  ", " ")),
+    "accents": lambda: with_components(
         byte_level().tokenizer, normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.StripAccents()])
     ),
-    "whitespace": lambda: changed(byte_level().tokenizer, pre_tokenizer=pre_tokenizers.Whitespace()),
-    "removed": lambda: changed(
+    "whitespace": lambda: with_components(byte_level().tokenizer, pre_tokenizer=pre_tokenizers.Whitespace()),
+    "removed": lambda: with_components(
         byte_level().tokenizer,
         pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()]),
     ),
-    "takes-spaces": lambda: changed(byte_level().tokenizer, added=[AddedToken("<mask>", lstrip=True)]),
-    "no-text": lambda: changed(byte_level().tokenizer, post_processor=framed("<s>")),
-    "no-space": lambda: without_a_byte(byte_level().tokenizer, "Ġ"),
-    "no-fallback": lambda: without_a_byte(sentencepiece().tokenizer, "<0xF0>"),
+    "takes-spaces": lambda: with_components(byte_level().tokenizer, added=[AddedToken("<mask>", lstrip=True)]),
+    "no-text": lambda: with_components(byte_level().tokenizer, post_processor=make_template("<s>")),
+    "no-space": lambda: without_byte_token(byte_level().tokenizer, "Ġ"),
+    "no-fallback": lambda: without_byte_token(sentencepiece().tokenizer, "<0xF0>"),
 }
-ODD = [AddedToken("<mask>", lstrip=True, normalized=False), AddedToken("Dog", normalized=True)]
-NAMED: dict[str, Callable[[], Tokenizer]] = {
+UNUSUAL_ADDED_TOKENS = [AddedToken("<mask>", lstrip=True, normalized=False), AddedToken("Dog", normalized=True)]
+ALL_TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     **{name: lambda make=make: make().tokenizer for name, make in BYTE_KINDS.items()},  # type: ignore[misc]
-    **SURE,
-    **UNSURE,
-    "odd": lambda: changed(byte_level().tokenizer, added=ODD, normalizer=normalizers.Lowercase()),
-    "other-names": lambda: changed(byte_level().tokenizer, post_processor=framed("<other> $A", ("<other>", 9999))),
+    **BOUNDED,
+    **UNBOUNDED,
+    "odd": lambda: with_components(
+        byte_level().tokenizer, added=UNUSUAL_ADDED_TOKENS, normalizer=normalizers.Lowercase()
+    ),
+    "other-names": lambda: with_components(
+        byte_level().tokenizer, post_processor=make_template("<other> $A", ("<other>", 9999))
+    ),
 }
 
 
-def framed(single: str, *others: tuple[str, int]) -> processors.TemplateProcessing:
+def make_template(single: str, *others: tuple[str, int]) -> processors.TemplateProcessing:
     return processors.TemplateProcessing(single=single, special_tokens=[("<s>", 535), ("</s>", 536), *others])
 
 
-def changed(tokenizer: Tokenizer, added: list[AddedToken] | None = None, **parts: Any) -> Tokenizer:
+def with_components(tokenizer: Tokenizer, added: list[AddedToken] | None = None, **parts: Any) -> Tokenizer:
     """Return a copy with replaced components."""
     copied = Tokenizer.from_str(tokenizer.to_str())
     for name, part in parts.items():
@@ -90,7 +96,7 @@ def changed(tokenizer: Tokenizer, added: list[AddedToken] | None = None, **parts
     return copied
 
 
-def without_a_byte(tokenizer: Tokenizer, name: str) -> Tokenizer:
+def without_byte_token(tokenizer: Tokenizer, name: str) -> Tokenizer:
     state = json.loads(tokenizer.to_str())
     vocabulary = state["model"]["vocab"]
     vocabulary[f"no longer {name}"] = vocabulary.pop(name)
@@ -98,12 +104,12 @@ def without_a_byte(tokenizer: Tokenizer, name: str) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(state))
 
 
-@pytest.mark.parametrize("name", SURE)
+@pytest.mark.parametrize("name", BOUNDED)
 def test_min_token_count_is_a_lower_bound(name: str) -> None:
-    backend = SURE[name]()
+    backend = BOUNDED[name]()
     tokenizer = TextTokenizer(backend, {}, {})
     assert max_token_characters(backend) is not None
-    for text in (*AWKWARD, *random_texts(200, seed=1)):
+    for text in (*UNUSUAL_TEXTS, *random_texts(200, seed=1)):
         assert tokenizer.min_token_count(text) <= len(backend.encode(text, add_special_tokens=False).ids)
 
 
@@ -112,16 +118,16 @@ def test_min_token_count_for_long_text() -> None:
     assert tokenizer.min_token_count("word " * 380_000) == -(-1_900_000 // 13)
 
 
-@pytest.mark.parametrize("name", UNSURE)
+@pytest.mark.parametrize("name", UNBOUNDED)
 def test_min_token_count_is_zero_for_unsupported_tokenizers(name: str) -> None:
-    backend = UNSURE[name]()
+    backend = UNBOUNDED[name]()
     assert max_token_characters(backend) is None
     assert TextTokenizer(backend, {}, {}).min_token_count("word " * 10_000) == 0
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", ALL_TOKENIZERS)
 def test_pieces_match_backend_encoding(name: str) -> None:
-    backend = NAMED[name]()
+    backend = ALL_TOKENIZERS[name]()
     tokenizer = TextTokenizer(backend, {}, {})
     for text in ("  <mask> a dog, a Dog <s> <tool_call> \U0001f9ff", "", *random_texts(50, seed=2)):
         for special in (True, False):

@@ -36,7 +36,7 @@ from tests.optional import present
 from tests.test_imports import imported_by
 from tests.text.conversions import HANG, OVERFILL, PATIENT, RECORD
 from tests.text.sandbox_workers import find_workers
-from tests.text.test_real_tokenizers import REAL
+from tests.text.test_real_tokenizers import REAL_TOKENIZERS
 from tests.text.tokenizers import (
     BYTE_KINDS,
     OTHER_KINDS,
@@ -82,14 +82,14 @@ def check_parity(folder: Path, texts: list[str] = TEXTS) -> TextTokenizer:
     return ours
 
 
-def vouch_for(folder: Path) -> TokenizerFolder:
+def list_adapter_files(folder: Path) -> TokenizerFolder:
     """Return an adapter folder whose source lists all tokenizer files."""
     found = [str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()]
     return TokenizerFolder(folder, {file: read_stamp(folder / file) for file in select_tokenizer_files(found)})
 
 
 def load_adapter_tokenizer(folder: Path, base: TextTokenizer, base_folder: Path) -> TextTokenizer:
-    files = vouch_for(folder)
+    files = list_adapter_files(folder)
     with closing(InlineSandbox(1)) as sandbox:
         return share_base_tokenizer(files, base, base_folder) or load_own_tokenizer(files, base_folder, sandbox)
 
@@ -139,10 +139,10 @@ def sandbox() -> Iterator[Sandbox]:
 
 @pytest.fixture
 def never_converts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
+    def fail_conversion(*_: Any) -> None:
         raise AssertionError("the tokenizer is converted")
 
-    monkeypatch.setattr("lorax_server.text.tokenizer._convert", refuse)
+    monkeypatch.setattr("lorax_server.text.tokenizer._convert", fail_conversion)
 
 
 # --- The same tokens as transformers ----------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_tokenizer_types_match_transformers(kind: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["deepseek", "mistral"])  # the other two take seconds to build
 def test_real_tokenizers_match_transformers(kind: str, tmp_path: Path) -> None:
-    check_parity(save(tmp_path, REAL[kind]().tokenizer))
+    check_parity(save(tmp_path, REAL_TOKENIZERS[kind]().tokenizer))
 
 
 def added(content: str, **flags: bool) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def added(content: str, **flags: bool) -> dict[str, Any]:
     return {"content": content, **off, **flags}
 
 
-def typed(content: str, **flags: bool) -> dict[str, Any]:
+def typed_token(content: str, **flags: bool) -> dict[str, Any]:
     return {"__type": "AddedToken", **added(content, **flags)}
 
 
@@ -180,13 +180,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "named but not special": {"added_tokens_decoder": {"537": added("<tool_call>")}, "pad_token": "<tool_call>"},
     "named in the file only": {"pad_token": "<tool_call>"},
     "named and nowhere": {"pad_token": "<new>"},
-    "named with flags": {"pad_token": typed("<new>", lstrip=True, rstrip=True)},
+    "named with flags": {"pad_token": typed_token("<new>", lstrip=True, rstrip=True)},
     "named a word": {"pad_token": "the"},
-    "extra": {"extra_special_tokens": ["<new>", typed("<New>", normalized=True)]},
+    "extra": {"extra_special_tokens": ["<new>", typed_token("<New>", normalized=True)]},
     "extra by name": {"extra_special_tokens": {"image_token": "<image>"}},
     "additional": {"additional_special_tokens": ["<new>", "<tool_call>"]},
     "both": {"additional_special_tokens": ["<new>"], "extra_special_tokens": ["<New>"]},
-    "of its own": {"image_token": "<image>", "boi_token": typed("<new>")},
+    "of its own": {"image_token": "<image>", "boi_token": typed_token("<new>")},
     "null": {"pad_token": None, "additional_special_tokens": None, "extra_special_tokens": None},
     "split": {"split_special_tokens": True},
     "begin and end": {"add_bos_token": True, "add_eos_token": True},
@@ -209,7 +209,7 @@ def test_plain_model_types_need_no_conversion(model_type: str, tmp_path: Path) -
     check_parity(save(tmp_path, byte_level().tokenizer, model_type=model_type), TEXTS[-5:])
 
 
-def full(backend: Tokenizer) -> Tokenizer:
+def with_all_settings(backend: Tokenizer) -> Tokenizer:
     """Return a copy with a post-processor, truncation and padding."""
     copy = Tokenizer.from_str(backend.to_str())
     ids = [(name, copy.token_to_id(name)) for name in (BOS, EOS)]
@@ -223,14 +223,14 @@ def full(backend: Tokenizer) -> Tokenizer:
 
 @pytest.mark.usefixtures("never_converts")
 def test_truncation_and_padding_settings_are_ignored(tmp_path: Path) -> None:
-    ours = check_parity(save(tmp_path, full(byte_level().tokenizer)))
+    ours = check_parity(save(tmp_path, with_all_settings(byte_level().tokenizer)))
     ids = ours.encode("The quick brown fox jumps over the lazy dog")
     assert len(ids) > 8
     assert (ids[0], ids[-1]) == (ours.token_to_id(BOS), ours.token_to_id(EOS))
 
 
 def test_pieces_have_character_offsets(tmp_path: Path) -> None:
-    ours = load_tokenizer(save(tmp_path, full(byte_level().tokenizer)))
+    ours = load_tokenizer(save(tmp_path, with_all_settings(byte_level().tokenizer)))
     text = "Größe 日 dog"
     first, *middle, last = ours.pieces(text)
     assert first == TokenSpan(present(ours.token_to_id(BOS)), BOS, 0, 0)
@@ -244,14 +244,14 @@ def test_pieces_have_character_offsets(tmp_path: Path) -> None:
 # --- Files that transformers changes ----------------------------------------------------------------------------------
 
 
-def rebuilt(folder: Path, kind: str) -> Path:
+def save_rebuilt(folder: Path, kind: str) -> Path:
     """Save a folder whose tokenizer class in transformers rebuilds the tokenizer."""
     byte, spm = byte_level().tokenizer, sentencepiece().tokenizer
     kinds: dict[str, tuple[Tokenizer, str | None, dict[str, Any]]] = {
         "llama": (spm, "llama", {"tokenizer_class": "LlamaTokenizerFast"}),
         "llama of bytes": (byte, "llama", {"tokenizer_class": "LlamaTokenizer"}),
         "qwen2": (byte, "qwen2", {}),
-        "gpt2": (full(byte), "gpt2", {"tokenizer_class": "GPT2TokenizerFast"}),
+        "gpt2": (with_all_settings(byte), "gpt2", {"tokenizer_class": "GPT2TokenizerFast"}),
         "bert": (word_piece(), "bert", {"tokenizer_class": "BertTokenizer"}),
         "t5": (metaspace().tokenizer, "t5", {"tokenizer_class": "T5Tokenizer"}),
         "no class": (byte, "gpt_neox", {"drop": ("tokenizer_class",)}),
@@ -271,11 +271,11 @@ REBUILT = ("llama", "llama of bytes", "qwen2", "gpt2", "bert", "t5", "no class",
 
 @pytest.mark.parametrize("kind", REBUILT)
 def test_rebuilt_tokenizers_are_converted(kind: str, tmp_path: Path, converts: list[tuple[Any, ...]]) -> None:
-    check_parity(rebuilt(tmp_path, kind))
+    check_parity(save_rebuilt(tmp_path, kind))
     assert len(converts) == 1
 
 
-def words_and_merges(folder: Path) -> Path:
+def save_vocab_and_merges(folder: Path) -> Path:
     save(folder, byte_level().tokenizer, model_type="gpt2", tokenizer_class="GPT2Tokenizer")
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
@@ -285,7 +285,7 @@ def words_and_merges(folder: Path) -> Path:
 
 
 def test_folder_without_tokenizer_json_is_converted_in_sandbox(tmp_path: Path) -> None:
-    folder = words_and_merges(tmp_path)
+    folder = save_vocab_and_merges(tmp_path)
     before = sorted(os.listdir(folder))
     check_parity(folder)
     assert sorted(os.listdir(folder)) == before
@@ -302,7 +302,7 @@ def test_conversion_error_message_is_truncated(
 
     monkeypatch.setattr(convert_task, "convert", fail)
     with pytest.raises(ConfigError, match=r"cannot be converted: a{500}$") as raised:
-        load_tokenizer(words_and_merges(tmp_path))
+        load_tokenizer(save_vocab_and_merges(tmp_path))
     assert str(raised.value).startswith(f"{tmp_path}: ")
 
 
@@ -318,13 +318,13 @@ def test_conversion_limits_cpu_time_and_file_size(
 ) -> None:
     monkeypatch.setattr(tokenizer, "CONVERT", task)
     with pytest.raises(ConfigError, match=f"the tokenizer cannot be converted: .*{reason}"):
-        load_tokenizer(words_and_merges(tmp_path))
+        load_tokenizer(save_vocab_and_merges(tmp_path))
 
 
 def test_hanging_conversion_fails_as_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "CONVERT", HANG._replace(wall_s=0.1))
     with pytest.raises(BusyError, match=r"took more than 0\.1 s"):
-        load_tokenizer(words_and_merges(tmp_path))
+        load_tokenizer(save_vocab_and_merges(tmp_path))
 
 
 def test_conversion_environment_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +333,7 @@ def test_conversion_environment_has_no_secrets(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
     monkeypatch.setattr(tokenizer, "CONVERT", RECORD)
     with pytest.raises(ConfigError, match="recorded"):
-        load_tokenizer(words_and_merges(tmp_path))
+        load_tokenizer(save_vocab_and_merges(tmp_path))
     seen = json.loads((tmp_path / "seen.json").read_text())
     environment = seen["environment"]
     assert environment["HF_HUB_OFFLINE"] == "1"
@@ -348,7 +348,7 @@ def test_conversion_environment_has_no_secrets(tmp_path: Path, monkeypatch: pyte
 def test_closed_sandbox_starts_no_conversion(tmp_path: Path) -> None:
     (sandbox := Sandbox(1)).close()
     with pytest.raises(BusyError, match="the server is stopping"):
-        load_own_tokenizer(vouch_for(words_and_merges(tmp_path)), tmp_path, sandbox)
+        load_own_tokenizer(list_adapter_files(save_vocab_and_merges(tmp_path)), tmp_path, sandbox)
 
 
 def test_adapter_tokenizer_uses_base_model_config(tmp_path: Path, converts: list[tuple[Any, ...]]) -> None:
@@ -374,7 +374,7 @@ def test_invalid_tokenizer_class_is_rejected_before_conversion(
 def test_tokenizer_that_differs_from_backend_is_rejected(
     tmp_path: Path, converts: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = rebuilt(tmp_path, "gpt2")
+    folder = save_rebuilt(tmp_path, "gpt2")
     loaded = AutoTokenizer.from_pretrained(folder)
     monkeypatch.setattr(type(loaded), "__call__", lambda *_, **__: {"input_ids": [1]})
     with pytest.raises(ConfigError, match="encodes this text differently than its `tokenizers` backend"):
@@ -523,7 +523,7 @@ def test_config_changes_that_prevent_tokenizer_sharing(
     changes: dict[str, Any], is_shared: bool, plain: TextTokenizer, plain_folder: Path, tmp_path: Path
 ) -> None:
     folder = save(tmp_path, byte_level().tokenizer, **changes)
-    shared = share_base_tokenizer(vouch_for(folder), plain, plain_folder)
+    shared = share_base_tokenizer(list_adapter_files(folder), plain, plain_folder)
     assert (shared is not None) == is_shared
     if shared is not None:
         wanted = AutoTokenizer.from_pretrained(folder)
@@ -658,14 +658,14 @@ def test_malformed_tokenizer_json_is_rejected(content: bytes, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"])
-@pytest.mark.parametrize("what", ["huge", "folder", "pipe"])
+@pytest.mark.parametrize("file_type", ["huge", "folder", "pipe"])
 @pytest.mark.usefixtures("never_converts")
-def test_oversized_or_irregular_file_is_rejected(file: str, what: str, tmp_path: Path) -> None:
+def test_oversized_or_irregular_file_is_rejected(file: str, file_type: str, tmp_path: Path) -> None:
     path = save(tmp_path, byte_level().tokenizer) / file
     path.unlink(missing_ok=True)
-    if what == "folder":
+    if file_type == "folder":
         path.mkdir()
-    elif what == "pipe":
+    elif file_type == "pipe":
         os.mkfifo(path)
     else:
         path.touch()
@@ -690,7 +690,7 @@ def test_oversized_adapter_tokenizer_files_are_not_read(
         os.truncate(tmp_path / file, size)
     monkeypatch.setattr(TokenizerFolder, "read", lambda *_: pytest.fail("a file is read"))
     with pytest.raises(ConfigError, match="can be converted"):
-        load_own_tokenizer(vouch_for(tmp_path), tmp_path, sandbox)
+        load_own_tokenizer(list_adapter_files(tmp_path), tmp_path, sandbox)
     assert not find_workers()
 
 
@@ -735,7 +735,7 @@ def test_replaced_adapter_file_is_rejected(kind: str, plain: TextTokenizer, plai
     path.parent.mkdir(parents=True)
     path.write_text("the listed file")
     (tmp_path / "secret").write_text("server secrets!")
-    files = vouch_for(tmp_path / "adapter")
+    files = list_adapter_files(tmp_path / "adapter")
     path.unlink()
     if kind == "link":
         path.symlink_to(tmp_path / "secret")
@@ -754,7 +754,7 @@ def test_conversion_sees_only_listed_files(tmp_path: Path, monkeypatch: pytest.M
     folder = save(tmp_path / "adapter", byte_level(500).tokenizer, tokenizer_class="GPT2Tokenizer")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "more.jinja").write_text("a template")
-    files = vouch_for(folder)
+    files = list_adapter_files(folder)
     for stray in ("config.json", "processor_config.json", "tokenizer.1.0.json", "vocab.txt"):
         (folder / stray).symlink_to("/etc/passwd")
     seen: list[set[str]] = []
@@ -784,7 +784,7 @@ def test_missing_generation_config_has_no_defaults(tmp_path: Path) -> None:
 
 
 def test_generation_config_sets_defaults(tmp_path: Path) -> None:
-    said: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "do_sample": True,
         "temperature": 0.6,
         "top_k": 20,
@@ -794,19 +794,21 @@ def test_generation_config_sets_defaults(tmp_path: Path) -> None:
         "repetition_penalty": 1.05,
         "max_new_tokens": 2048,
     }
-    write(tmp_path, generation_config={**said, "eos_token_id": 7, "transformers_version": "4.1", "bos_token_id": None})
-    assert load_generation_defaults(tmp_path) == GenerationDefaults(frozenset([7]), **said)
-    write(tmp_path, generation_config=dict.fromkeys(said))
+    write(
+        tmp_path, generation_config={**settings, "eos_token_id": 7, "transformers_version": "4.1", "bos_token_id": None}
+    )
+    assert load_generation_defaults(tmp_path) == GenerationDefaults(frozenset([7]), **settings)
+    write(tmp_path, generation_config=dict.fromkeys(settings))
     assert load_generation_defaults(tmp_path) == GenerationDefaults()
 
 
 @pytest.mark.parametrize(
-    "of_generation", [{}, {"eos_token_id": None}, {"eos_token_id": -1}, {"eos_token_id": [9, 8, 9]}]
+    "generation_eos", [{}, {"eos_token_id": None}, {"eos_token_id": -1}, {"eos_token_id": [9, 8, 9]}]
 )
-@pytest.mark.parametrize("of_model", [{}, {"eos_token_id": None}, {"eos_token_id": 5}, {"eos_token_id": [5, -1]}])
+@pytest.mark.parametrize("model_eos", [{}, {"eos_token_id": None}, {"eos_token_id": 5}, {"eos_token_id": [5, -1]}])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
-def test_eos_token_ids_match_transformers(of_generation: Any, of_model: Any, model_type: str, tmp_path: Path) -> None:
-    write(tmp_path, generation_config=of_generation, config={"model_type": model_type, **of_model})
+def test_eos_token_ids_match_transformers(generation_eos: Any, model_eos: Any, model_type: str, tmp_path: Path) -> None:
+    write(tmp_path, generation_config=generation_eos, config={"model_type": model_type, **model_eos})
     wanted = load_generation_eos(str(tmp_path), None) | eos_token_ids(AutoConfig.from_pretrained(tmp_path))
     assert load_generation_defaults(tmp_path).eos_token_ids == wanted
 

@@ -39,7 +39,7 @@ PIECES = [
 ]
 
 
-def random_texts(count: int, seed: int, longest: int = 24) -> Iterator[str]:
+def random_texts(count: int, seed: int, max_pieces: int = 24) -> Iterator[str]:
     """Make texts from words, characters of all planes and unusual sequences, without U+FFFD."""
     rng = random.Random(seed)
     words = " ".join(CORPUS[:5]).split(" ")
@@ -49,7 +49,7 @@ def random_texts(count: int, seed: int, longest: int = 24) -> Iterator[str]:
         lambda: rng.choice(PIECES),
     ]
     for _ in range(count):
-        yield "".join([rng.choice(makers)() for _ in range(rng.randint(1, longest))])
+        yield "".join([rng.choice(makers)() for _ in range(rng.randint(1, max_pieces))])
 
 
 def stream(detokenizer: Detokenizer, ids: Sequence[int], ends: Iterable[int]) -> Iterator[tuple[Progress, str]]:
@@ -87,18 +87,18 @@ class Kind(NamedTuple):
         return b"".join(self.strip([piece for token_id in ids if (piece := self.bytes_of(token_id))]))
 
 
-def shown(spelled: bytes) -> str:
+def decode_complete(spelled: bytes) -> str:
     """Decode bytes up to the last complete character."""
     return codecs.utf_8_decode(spelled, "replace", False)[0]
 
 
-def check_every_step(detokenizer: Detokenizer, kind: Kind, ids: Sequence[int], prompt: int) -> None:
+def check_each_step(detokenizer: Detokenizer, kind: Kind, ids: Sequence[int], prompt: int) -> None:
     """Check after each token that exactly the text that cannot change any more has been streamed."""
-    before, text = shown(kind.joined(ids[:prompt])), ""
+    before, text = decode_complete(kind.joined(ids[:prompt])), ""
     for end, (progress, pending) in enumerate(stream(detokenizer, ids, range(prompt, len(ids) + 1)), prompt + 1):
         text += progress.text
         spelled = kind.joined(ids[:end])
-        assert before + text == shown(spelled)
+        assert before + text == decode_complete(spelled)
         assert before + text + pending == spelled.decode(errors="replace")
 
 

@@ -199,9 +199,9 @@ def check_outputs(memory: AdapterMemory, weights: dict[int, ModuleWeights], draw
         torch.testing.assert_close(out[row], delta, rtol=1e-4, atol=1e-4)
 
 
-# --- Beside the steps -------------------------------------------------------------------------------------------------
+# --- Copies during steps ----------------------------------------------------------------------------------------------
 
-BUSY_CYCLES = 2_000_000_000  # cycles: about a second, in which the stream of the steps is busy
+BUSY_CYCLES = 2_000_000_000  # cycles, about one second on the step stream
 GPU = torch.device("cuda")
 
 
@@ -224,18 +224,18 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def test_adapter_is_loaded_after_last_chunk() -> None:
-    lane, host, told = FakeCopyStream(is_free=False), make_host(8), threading.Event()
+    lane, host, notified = FakeCopyStream(is_free=False), make_host(8), threading.Event()
     with make_async_memory(lane, 64) as memory:
-        memory.on_loaded(told.set)
+        memory.on_loaded(notified.set)
         memory.load(1, host, 4)
         assert not memory.is_loaded(1)
         pieces = -(-host.buffer.nbytes // 256)
         for _ in range(pieces - 1):
             lane.finish(1)
         assert not memory.is_loaded(1)
-        assert not told.is_set()
+        assert not notified.is_set()
         lane.finish(1)
-        assert told.wait(60)
+        assert notified.wait(60)
         assert memory.is_loaded(1)
         check_place(memory, 1, host, 4)
 
@@ -244,7 +244,7 @@ def test_adapter_is_loaded_after_last_chunk() -> None:
 def test_loads_wait_for_steps_only_on_followers(is_follower: bool) -> None:
     lane = FakeCopyStream()
     with make_async_memory(lane, 64, is_follower=is_follower) as memory:
-        assert lane.num_follows == 1  # after the zeros
+        assert lane.num_follows == 1  # after zeroing
         for index in (1, 2):
             memory.load(index, make_host(3), index * 10)
         wait_until(lambda: memory.is_loaded(2))
@@ -262,11 +262,11 @@ def test_steps_wait_for_load_before_move_or_unload(what: str) -> None:
 
 
 def test_failed_load_raises_in_all_queries() -> None:
-    lane, told = FakeCopyStream(fails_at=2), threading.Event()
+    lane, notified = FakeCopyStream(fails_at=2), threading.Event()
     with make_async_memory(lane, 64) as memory:
-        memory.on_loaded(told.set)
+        memory.on_loaded(notified.set)
         memory.load(1, make_host(8), 4)
-        assert told.wait(60)
+        assert notified.wait(60)
         for ask in (memory.is_loaded, memory.wait_for, memory.unload, lambda i: memory.load(i + 1, make_host(3), 40)):
             with pytest.raises(EngineError, match="copying adapters to the device failed"):
                 ask(1)
@@ -285,7 +285,7 @@ def test_adapter_loads_while_step_runs() -> None:
         torch.cuda._sleep(BUSY_CYCLES)
         memory.load(1, host, 4)
         wait_until(lambda: memory.is_loaded(1))
-        assert not torch.cuda.current_stream().query()  # the step runs on: neither did we wait for it, nor the copy
+        assert not torch.cuda.current_stream().query()  # neither the host nor the copy waited for the step
         torch.cuda.synchronize()
         check_bytes(memory, host, 4)
 
@@ -335,6 +335,6 @@ def test_many_loads_during_steps(is_follower: bool) -> None:
             x = (x @ x).clamp(-1, 1)
         for index, host in enumerate(hosts, start=1):
             memory.wait_for(index)
-            check_bytes(memory, host, (index - 1) * room)  # on the stream of the steps
+            check_bytes(memory, host, (index - 1) * room)  # on the step stream
             assert torch.equal(memory.arena.table[index].cpu(), memory.arena.host_table[index])
         wait_until(lambda: all(memory.is_loaded(index) for index in range(1, 61)))

@@ -1,4 +1,4 @@
-"""Copies through a ring of pinned buffers: order, waiting and failure with a fake lane; bytes and overlap on a GPU."""
+"""Copies through a ring of pinned buffers: order, waiting and failure with a fake stream; data and overlap on a GPU."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ Make = Callable[..., Copier]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Make copiers that are closed at the end."""
+    """Create copiers and close them after the test."""
     made: list[Copier] = []
 
     def make_one(lane: FakeCopyStream | CopyStream, num_buffers: int, buffer_bytes: int) -> Copier:
@@ -98,7 +98,7 @@ def test_wait_for_blocks_host_until_copy_is_submitted(make: Make) -> None:
     lane.wait_for_started(2)
     assert waiter.is_alive()
     assert lane.waits == []
-    lane.finish(1)  # the third piece finds its buffer
+    lane.finish(1)  # the third chunk gets a buffer
     waiter.join(WAIT_S)
     assert lane.waits == [3]
     assert not copy_handle.is_done

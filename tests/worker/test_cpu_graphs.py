@@ -29,10 +29,10 @@ from tests.grids import slow_except
 from tests.lora import GivenAdapter, random_factors
 from tests.parity.adapters.served import make_model
 from tests.parity.variants import QUICK, VARIANTS
-from tests.worker.test_graphs import BLOCK_SIZE, CPU, MAX_LENGTH, Crowd, Rig, make_hosts
+from tests.worker.test_graphs import BLOCK_SIZE, CPU, MAX_LENGTH, RandomPlans, Rig, make_hosts
 
 SIZES = GraphSizes.choose_for_cpu()
-UNRECORDED = "llama-fp8-kv"  # its attention is the reference's
+UNRECORDED = "llama-fp8-kv"  # uses reference attention
 
 
 class WatchedRig(Rig):
@@ -41,7 +41,7 @@ class WatchedRig(Rig):
     def __init__(self, model: PagedCausalLM, hosts: Sequence[HostAdapter], **options: Any) -> None:
         super().__init__(model, list(hosts), **options)
         self.hidden = torch.empty(0)
-        self.longest = 0  # of the sequences of all steps
+        self.longest = 0  # sequences of all steps
         forward: Any = self.runner._forward
 
         def keep(*arguments: Any) -> torch.Tensor:
@@ -72,19 +72,18 @@ def check_step(eager: WatchedRig, recorded: WatchedRig, plan: StepPlan) -> None:
     assert torch.equal(eager.hidden.view(torch.uint8), recorded.hidden.view(torch.uint8))
 
 
-def run_crowd(
+def run_random_plans(
     model: PagedCausalLM, hosts: Sequence[HostAdapter], seed: int = 28, steps: int = 40, sampling: bool = True
 ) -> WatchedRig:
     eager, recorded = make_pair(model, hosts)
-    for plan in Crowd(len(hosts), seed, sampling=sampling).plans(steps):
+    for plan in RandomPlans(len(hosts), seed, sampling=sampling).plans(steps):
         check_step(eager, recorded, plan)
         recorded.longest = max([recorded.longest, *(plan.starts + plan.counts)])
     return recorded
 
 
 def make_mixed_host_adapters(model: PagedCausalLM) -> list[HostAdapter]:
-    """Prepare adapters with magnitudes and biases, with an embedding, rows and tokens of their own, and with norms and
-    scales for all else."""
+    """Prepare adapters with DoRA magnitudes, biases, embedding rows, trained tokens, norm weights and output scales."""
     targets, vocab_size = collect_adapter_targets(model), model.config.vocab_size
     generator = torch.Generator().manual_seed(0)
 
@@ -113,26 +112,26 @@ def make_mixed_host_adapters(model: PagedCausalLM) -> list[HostAdapter]:
 
 @pytest.mark.parametrize("name", slow_except(QUICK, sorted({*VARIANTS} - {UNRECORDED})))
 def test_cpu_graphs_match_eager_steps_bitwise(name: str) -> None:
-    """Rows join and leave, adapters come and go, sequences reach the greatest length.
+    """Sequences join and leave, adapters are loaded and unloaded, and sequences reach the maximum length.
 
     All rows are greedy, because sampling is not part of the graph.
     """
     model = make_model(name, CPU)
-    recorded = run_crowd(model, make_hosts(model), seed=125, steps=32, sampling=False)
+    recorded = run_random_plans(model, make_hosts(model), seed=125, steps=32, sampling=False)
     assert len(recorded.kinds) > 3
     assert {kind.has_adapters for kind in recorded.kinds} == {False, True}
-    assert recorded.longest == MAX_LENGTH - 1, "the crowd lets go of a sequence then"
+    assert recorded.longest == MAX_LENGTH - 1, "sequences stop at this length"
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "opt-projection", "neox-parallel", "qwen3-window"])
 def test_adapters_of_all_kinds(name: str) -> None:
     model = make_model(name, CPU)
-    assert run_crowd(model, [*make_mixed_host_adapters(model), *make_hosts(model)[:2]], steps=60).kinds
+    assert run_random_plans(model, [*make_mixed_host_adapters(model), *make_hosts(model)[:2]], steps=60).kinds
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
 def test_model_without_adapter_memory(name: str) -> None:
-    assert len(run_crowd(make_model(name, CPU), [], seed=14).kinds) > 3
+    assert len(run_random_plans(make_model(name, CPU), [], seed=14).kinds) > 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -150,10 +149,10 @@ def test_half_precision(dtype: torch.dtype) -> None:
     tensors = {name: tensor * 10 for name, tensor in LlamaForCausalLM(config).state_dict().items()}
     weights = Weights(tensors, device=CPU, dtype=dtype, process_group=FakeGroup(), ops=select_ops(CPU))
     model = FlashLlamaForCausalLM("", config, weights)
-    assert len(run_crowd(model, make_hosts(model)).kinds) > 3
+    assert len(run_random_plans(model, make_hosts(model)).kinds) > 3
 
 
-# --- Between two steps ------------------------------------------------------------------------------------------------
+# --- Changes between steps --------------------------------------------------------------------------------------------
 
 
 class TwoSequencePlans:
@@ -227,7 +226,7 @@ def test_rotary_tables_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotary, "INITIAL_TABLE_ROWS", 8)
     eager, recorded = make_pair(make_model("llama-gqa", CPU), [])
     rows = recorded.graphs._room
-    recorded.graphs._model = make_model("llama-gqa", CPU)  # with tables of its own
+    recorded.graphs._model = make_model("llama-gqa", CPU)  # with separate tables
     duet = TwoSequencePlans()
     for _ in range(MAX_LENGTH - 2):
         check_step(eager, recorded, duet.plan([0, 0]))
@@ -289,7 +288,7 @@ def test_forced_tokens_are_not_split_without_graphs() -> None:
 def test_unrecordable_model_runs_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model(UNRECORDED, CPU)
     with caplog.at_level(logging.INFO):
-        assert not run_crowd(model, make_hosts(model)).kinds
+        assert not run_random_plans(model, make_hosts(model)).kinds
     assert [record.message for record in caplog.records if "without CPU graphs" in record.message]
 
 

@@ -50,7 +50,7 @@ def test_warmup_layers_cover_all_layer_types(name: str, num_warmup_layers: int) 
     assert make_model(name, CPU).model.num_warmup_layers == num_warmup_layers
 
 
-# --- A crowd of sequences that come and go ----------------------------------------------------------------------------
+# --- Random step plans ------------------------------------------------------------------------------------------------
 
 
 def make_hosts(model: PagedCausalLM) -> list[HostAdapter]:
@@ -71,7 +71,7 @@ def make_hosts(model: PagedCausalLM) -> list[HostAdapter]:
     return [prepare(adapter, targets, dtype, FakeGroup()) for adapter in adapters]
 
 
-class Crowd:
+class RandomPlans:
     """Creates prefill and decode plans for sequences that join and leave, with changing adapters."""
 
     def __init__(self, num_adapters: int, seed: int, mixed: bool = True, sampling: bool = True) -> None:
@@ -83,7 +83,7 @@ class Crowd:
         self._lengths: dict[int, int] = {}  # by slot
         self._adapters: dict[int, int] = {}  # index of each slot's adapter
         self._new: list[NewSequence] = []
-        self.loaded: dict[int, int] = {}  # by index: the adapter there
+        self.loaded: dict[int, int] = {}  # adapter at each index
 
     def plans(self, count: int) -> Iterator[StepPlan]:
         for _ in range(count):
@@ -215,7 +215,7 @@ def check_same(model: PagedCausalLM, hosts: list[HostAdapter], seed: int, *, ste
         model, hosts, graph_sizes=GraphSizes(graph_sizes(MAX_NUM_SEQS - 1)), capture=capture
     )  # the largest batch has none
     num_tokens = 0
-    for plan in Crowd(len(hosts), seed).plans(steps):
+    for plan in RandomPlans(len(hosts), seed).plans(steps):
         expected = eager.run(plan)
         assert padded.run(plan) == expected
         num_tokens += len(expected)
@@ -234,8 +234,8 @@ def test_padded_inputs_without_adapters() -> None:
 
 def test_padding_rows_write_no_kv_slots() -> None:
     rig = Rig(make_model("llama-gqa", CPU), [], graph_sizes=GraphSizes([4]), capture=False)
-    crowd = Crowd(0, seed=1, mixed=False)
-    plans = list(crowd.plans(3))
+    run_random_sequences = RandomPlans(0, seed=1, mixed=False)
+    plans = list(run_random_sequences.plans(3))
     for plan in plans:
         rig.run(plan)
     assert rig.runner._graphs is not None
@@ -301,9 +301,9 @@ def test_half_precision_graphs_match_eager_tokens(dtype: torch.dtype) -> None:
 def test_decode_step_does_not_synchronize_host(sampling: bool, with_adapters: bool) -> None:
     model = gpu_model("llama-gqa")
     rig = Rig(model, make_hosts(model) if with_adapters else [], graph_sizes=GraphSizes(graph_sizes(MAX_NUM_SEQS)))
-    crowd = Crowd(len(RANKS) * with_adapters, seed=3, sampling=sampling)
+    run_random_sequences = RandomPlans(len(RANKS) * with_adapters, seed=3, sampling=sampling)
     num_checked = 0
-    for number, plan in enumerate(crowd.plans(40)):
+    for number, plan in enumerate(run_random_sequences.plans(40)):
         checked = number > 5 and bool((plan.counts == 1).all()) and len(plan.slots) > 0
         num_checked += checked
         torch.cuda.synchronize()

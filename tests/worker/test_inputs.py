@@ -76,7 +76,7 @@ def test_forced_tokens_are_split_and_prompts_are_not() -> None:
     assert found.samples.tolist() == [True, False, False, False, True, False, True]
     assert found.scores_prompt.tolist() == [False, True, *[False] * 5]
     assert found.adapter_indices.tolist() == [0, 3, 4, 4, 4, 4, 4]
-    assert split_forced_tokens(plan, np.array([4, 7, 9, 6])) is plan  # the prompts of the last two end in this step
+    assert split_forced_tokens(plan, np.array([4, 7, 9, 6])) is plan  # the last two prompts end here
     long = make_plan([0, 1], [MAX_SPLIT_KEYS // 2, MAX_SPLIT_KEYS // 2 - 2], [2, 2])
     assert split_forced_tokens(long, np.array([4, 5])).slots.tolist() == [0, 1, 1]
 
@@ -109,7 +109,7 @@ def test_tables_return_last_written_values(seed: int) -> None:
             new_blocks=np.array(new_blocks, np.int64).reshape(-1, 3),
         )
         tables.write_new(plan)
-        for _ in range(2):  # also from what is remembered
+        for _ in range(2):  # also from the cached layout
             selected = tables.select(plan.slots)
             assert selected.slots.tolist() == slots
             assert selected.prompt_lengths.tolist() == [prompts[slot] for slot in slots]
@@ -144,7 +144,7 @@ def test_reused_slot_has_new_sampling_parameters() -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_uploaded_masks_are_padded_to_vocabulary(device: str) -> None:
     lane, words = MaskUploader(torch.device(device)), [[7], [1, -1], [3, 4, 5]]
-    for _ in range(3):  # in memory that was used before
+    for _ in range(3):  # in reused memory
         masks = StepMasks(np.array([4, 0, 2]), [np.array(each, np.int32) for each in words])
         sent = lane.upload(masks, vocab_size=60)
         assert sent.rows.tolist() == [4, 0, 2]

@@ -1,5 +1,5 @@
-"""Steps of prompts, pieces of prompts and single tokens, on fixed, padded inputs, against steps whose inputs are made
-anew; on a GPU, also graphs against the same launches one by one."""
+"""Mixed steps (prefill and decode) with static padded inputs match steps with new inputs. On a GPU, graphs match eager
+launches."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ def test_mixed_graph_sizes_end_with_largest_step() -> None:
     assert GraphSizes.choose(4, 600).mixed == [16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 600]
 
 
-Check = Callable[[StepResult, StepResult, str], None]  # the last names the step
+Check = Callable[[StepResult, StepResult, str], None]  # the string names the step
 
 
 @dataclass
@@ -53,9 +53,9 @@ class Running:
 
 @dataclass
 class Traffic:
-    """Makes plans of up to `most` tokens: prompts in pieces of any length beside sequences that decode.
+    """Creates plans of up to `most` tokens, with prompt chunks of any length and decoding sequences.
 
-    Sequences join and leave, and so do adapters, of which index `i` holds host `(i + shift) % number`.
+    Sequences and adapters join and leave. Index `i` holds host adapter `(i + shift) % number`.
     """
 
     max_num_seqs: int
@@ -68,7 +68,7 @@ class Traffic:
     vocab_size: int = 90
     step: int = 0
     running: list[Running] = field(default_factory=list)
-    loaded: dict[int, int] = field(default_factory=dict)  # by index: the number of the adapter
+    loaded: dict[int, int] = field(default_factory=dict)  # adapter number at each index
 
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
@@ -162,7 +162,7 @@ def is_close(first: StepResult, second: StepResult, note: str) -> None:
 
 
 def is_near(first: StepResult, second: StepResult, note: str) -> None:
-    """Allow for other tile sizes, whose operands a GPU rounds to 11 bits."""
+    """Compare with a tolerance for other tile sizes: tensor cores round operands to 11 bits."""
     assert first.token_ids == second.token_ids, note
     np.testing.assert_allclose(first.logprobs, second.logprobs, atol=5e-3, err_msg=note)
 
@@ -256,7 +256,7 @@ def check_all_sizes(
     others: dict[str, Any],
     check: Check,
 ) -> set[int]:
-    """Compare graphs of these sizes, captured without any adapter and any prompt, with a runner with other options."""
+    """Compare graphs of these sizes, captured without adapters and prompts, with an eager runner."""
     options = {"graph_sizes": GraphSizes([4, 16, LARGE["max_num_seqs"]], sizes)}
     rigs = make_rigs(model, hosts, LARGE, options | others, options)
     traffic = Traffic(**LARGE, most=0, num_hosts=len(hosts), seed=len(hosts))

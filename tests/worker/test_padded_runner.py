@@ -21,7 +21,7 @@ from tests.grids import slow_except
 from tests.models.driving import generate
 from tests.models.tiny import EOS_ID, VOCAB, Pair, Zoo
 
-# Positions by ALiBi, learned in a table beside a window, by rotation; and one whose layers choose among experts.
+# ALiBi, learned positions with a sliding window, RoPE, and a mixture of experts.
 NAMES = ["bloom", "gpt-neo-window", "gpt-j", "mixtral"]
 PROMPT, SHORT = (5, 9, 20, 33, 41), (7, 8)
 TOLERANCE = 1e-4
@@ -59,7 +59,7 @@ def test_log_names_missing_features_and_similar_types(
     build_padded_runner(EngineConfig(ModelConfig(zoo.folder(name), device=device)))
     (record,) = (record for record in caplog.records if "padded batches" in record.getMessage())
     assert record.levelname == "WARNING"
-    assert "is served in padded batches, without adapters and tensor parallelism" in record.getMessage()
+    assert "runs in padded batches, without adapters and tensor parallelism" in record.getMessage()
     assert f"similar types with full support: {relatives}" in record.getMessage()
 
 
@@ -73,7 +73,7 @@ def oracle(zoo: Zoo) -> Any:
     return zoo.pair("gpt-j").oracle
 
 
-# --- A stand-in for the engine ----------------------------------------------------------------------------------------
+# --- Fake engine ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -187,7 +187,7 @@ def alone(lm: CausalLM, sequence: Running) -> Running:
     return again
 
 
-# --- Right answers ----------------------------------------------------------------------------------------------------
+# --- Comparison with transformers -------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -202,7 +202,7 @@ def check(oracle: Any, sequence: Running) -> None:
     assert ids[len(ids) - num_new :] == expected.token_ids.tolist()
     found, wanted = torch.tensor(sequence.logprobs), expected.logprobs
     if not torch.allclose(found, wanted, rtol=0, atol=TOLERANCE):
-        # Rounding decides which of two tokens at a limit is let in, and so changes the probabilities of all others.
+        # Rounding decides whether a token at the top-p limit is included, which changes all probabilities.
         near = [logits + ROUNDING * torch.randn_like(logits) for _ in range(8)]
         choices = torch.stack([sampler(each[lengths - 1], history).logprobs for each in near])
         wanted = choices.gather(0, (choices - found).abs().argmin(0, keepdim=True))[0]
@@ -229,7 +229,7 @@ def check_prompt(logits: torch.Tensor, sequence: Running, found: list[float], to
     assert tops is None or len(tops) == len(found)
 
 
-# --- Crowds -----------------------------------------------------------------------------------------------------------
+# --- Concurrent sequences ---------------------------------------------------------------------------------------------
 
 
 def random_sequence(rng: random.Random) -> Running:
@@ -247,7 +247,7 @@ def random_sequence(rng: random.Random) -> Running:
     )
 
 
-def crowd(lm: CausalLM, seed: int, steps: int = 50) -> list[Running]:
+def run_random_sequences(lm: CausalLM, seed: int, steps: int = 50) -> list[Running]:
     """Run sequences that join and leave randomly. Some are preempted and resume with their tokens."""
     engine, rng = Engine(lm, seed), random.Random(seed)
     everyone: list[Running] = []
@@ -272,7 +272,7 @@ def crowd(lm: CausalLM, seed: int, steps: int = 50) -> list[Running]:
 
 @pytest.mark.parametrize("seed", slow_except([0], range(3)))
 def test_batched_sequences_match_transformers(pair: Pair, seed: int) -> None:
-    everyone = crowd(pair.served, seed)
+    everyone = run_random_sequences(pair.served, seed)
     for sequence in everyone:
         check(pair.oracle, sequence)
     assert sum(len(each.logprobs) for each in everyone) > 100
@@ -385,7 +385,7 @@ def test_step_runs_one_decode_and_one_prefill_forward(lm: CausalLM, monkeypatch:
     assert shapes == [(2, 5), (2, 1), (2, 1), (3, 7), (5, 1)]
 
 
-# --- Reports ----------------------------------------------------------------------------------------------------------
+# --- Logprobs and alternatives ----------------------------------------------------------------------------------------
 
 
 def test_alternatives_are_returned_only_on_request(lm: CausalLM, oracle: Any) -> None:
@@ -460,7 +460,7 @@ def test_sequence_can_use_all_model_positions(zoo: Zoo) -> None:
         check(pair.oracle, sequence)
 
 
-# --- Scores that are NaN ----------------------------------------------------------------------------------------------
+# --- NaN logits -------------------------------------------------------------------------------------------------------
 
 POISON = VOCAB - 1
 
@@ -496,7 +496,7 @@ def test_nan_logits_are_reported_and_isolated(poisoned: CausalLM, oracle: Any, s
         check(oracle, sequence)
 
 
-# --- Impossible plans -------------------------------------------------------------------------------------------------
+# --- Invalid plans ----------------------------------------------------------------------------------------------------
 
 
 def new_sequence(slot: int, prompt: Sequence[int] = PROMPT) -> NewSequence:
@@ -534,9 +534,9 @@ def test_invalid_plans_fail_assertions(lm: CausalLM, name: str) -> None:
 # --- Capabilities -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("asked", "expected"), [(None, 128), (100, 100), (500, 128)])
-def test_capabilities(lm: CausalLM, asked: int | None, expected: int) -> None:
-    found = padded_capabilities(lm, max_num_seqs=5, max_length=asked)
+@pytest.mark.parametrize(("requested", "expected"), [(None, 128), (100, 100), (500, 128)])
+def test_capabilities(lm: CausalLM, requested: int | None, expected: int) -> None:
+    found = padded_capabilities(lm, max_num_seqs=5, max_length=requested)
     assert (found.vocab_size, found.max_num_seqs, found.max_length) == (VOCAB, 5, expected)
     assert (found.depth, found.can_chunk, found.can_reuse, found.num_adapter_units) == (1, False, False, 0)
     assert (found.model_type, found.model_class) == ("gptj", "GPTJForCausalLM")

@@ -39,7 +39,7 @@ from tests.ranks import RankPool
 
 BASE = "llama-gqa"
 CPU = torch.device("cpu")
-NAMES = ["plain", "dora", "saved-head", "rank-pattern"]  # DoRA at o_proj is cut by its inputs: its norms are summed
+NAMES = ["plain", "dora", "saved-head", "rank-pattern"]  # sharded by inputs: norms are summed
 WAIT_S = 60
 
 
@@ -238,7 +238,7 @@ def test_get_waits_for_late_rank(preparer: Preparer, targets: Any, originals: Pa
         preparer.enqueue(spec)
         reader = threading.Thread(target=load)
         reader.start()
-        reader.join(0.1)  # time enough to fail
+        reader.join(0.1)  # long enough to detect an early return
         resume.set()
         reader.join()
     assert isinstance(found[0], HostAdapter)
@@ -329,7 +329,7 @@ def test_file_change_without_new_timestamp_is_detected(
         preparer.enqueue(spec)
         (before,) = take(preparer, 1)
         assert before.error is None
-        with (plain / WEIGHTS_FILE).open("r+b") as file:  # of the same size
+        with (plain / WEIGHTS_FILE).open("r+b") as file:  # same size
             file.seek(-4, os.SEEK_END)
             file.write(bytes(4))
         preparer.enqueue(spec)
@@ -394,8 +394,8 @@ def test_merged_rank_is_sum_of_ranks(targets: dict[str, AdapterTarget], folder: 
     ("problem", "said"),
     [
         (ZeroDivisionError, "ZeroDivisionError"),
-        (MemoryError, "out of memory; try again"),
-        (torch.OutOfMemoryError, "out of memory on the GPU; try again"),
+        (MemoryError, "out of memory; retry"),
+        (torch.OutOfMemoryError, "out of memory on the GPU; retry"),
     ],
 )
 @pytest.mark.parametrize("where", ["StoredAdapter", "prepare"])
@@ -443,7 +443,7 @@ def on_ranks(group: TorchGroup, size: int, folder: Path, spoilt: str = "") -> An
                 taken = take(preparer, 1)
         for spec in specs[:-1]:
             preparer.enqueue(spec)
-        if size == group.size():  # the steps have the other group, at the same time
+        if size == group.size():  # steps use the other group concurrently
             assert all(int(group.all_reduce(torch.ones(1))) == size for _ in range(200))
         taken += take(preparer, len(specs) - 1)
         return taken, [preparer.get(spec.identity) for spec in specs[:-1]]
@@ -496,7 +496,7 @@ def test_ranks_prepare_consistently(
         for host, each, direct in zip(hosts, taken, wanted, strict=True):
             assert_same(host, direct)
             assert each.units == direct.units
-    # A matrix that is cut by its inputs has the norms of the whole matrix.
+    # A matrix sharded by inputs has the norms of the full matrix.
     whole = prepare(open_adapter(originals / "dora", targets), targets, torch.float32, FakeGroup())
     index = list(targets).index("model.layers.1.self_attn.o_proj")
     factors = [_factor(host, index) for host in (whole, *[hosts[0] for _, hosts in found])]

@@ -150,7 +150,7 @@ def test_adapter_ops_run_in_order_before_step(worker: Worker, record: Record) ->
         ("drop", "c"),
         ("load", 3, "host b", 9),
     ]
-    assert sorted(record.calls[5:7]) == [("wait_for", 2), ("wait_for", 3)]  # each once, the base model never
+    assert sorted(record.calls[5:7]) == [("wait_for", 2), ("wait_for", 3)]  # each adapter once, never the base model
     assert record.calls[7:] == [("submit", 5)]
 
 
@@ -171,7 +171,7 @@ def test_load_is_reported_once_after_completion(worker: Worker, record: Record) 
     worker.submit(make_plan(3))
     assert worker.collect().loaded == []
     worker.submit(make_plan(4, [Unload(2), Load("d", 2, 5)]))
-    assert worker.collect().loaded == [2]  # the index again
+    assert worker.collect().loaded == [2]  # the same index again
 
 
 def test_load_is_reported_without_step(worker: Worker, record: Record) -> None:
@@ -310,7 +310,7 @@ def test_model_step_with_and_without_sequences() -> None:
     worker.close()
 
 
-# --- Capabilities of a model ------------------------------------------------------------------------------------------
+# --- Model capabilities -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_model_step_with_and_without_sequences() -> None:
         ("gpt2", RopeRule(), 128),
     ],
 )
-def test_rope_rule_of_length_dependent_models(name: str, rope: RopeRule, max_length: int) -> None:
+def test_length_dependent_models_have_rope_rule(name: str, rope: RopeRule, max_length: int) -> None:
     model = make_paged(name, CPU)
     config = EngineConfig(CONFIG.model, max_rows=2, block_size=4, cache_bytes=2**24, adapter_bytes=0)
     capabilities = build_paged_worker(model, config, FakeGroup()).capabilities
@@ -355,16 +355,16 @@ def test_capabilities() -> None:
     assert found.max_adapters == 63
     assert (found.depth, found.max_step_tokens, found.max_mixed_tokens) == (1, 512, None)
     assert (found.can_chunk, found.can_reuse) == (True, True)
-    assert (found.model_type, found.model_class) == ("llama", "")  # its config names none
+    assert (found.model_type, found.model_class) == ("llama", "")  # its config has no limit
 
 
 def test_capabilities_follow_configuration() -> None:
-    assert capabilities(max_rows=600).max_step_tokens == 600  # a token of each
+    assert capabilities(max_rows=600).max_step_tokens == 600  # one token per sequence
     assert capabilities(max_step_tokens=7).max_step_tokens == 7
     assert capabilities(max_mixed_tokens=5).max_mixed_tokens == 5
     assert capabilities(depth=3).depth == 3
     assert capabilities(max_length=50).max_length == 50
-    assert capabilities(max_length=5000).max_length == 128  # what it was made for
+    assert capabilities(max_length=5000).max_length == 128  # its original length
     assert capabilities(adapter_bytes=0).num_adapter_units == 0
     assert capabilities(adapter_bytes=UNIT_BYTES - 1).num_adapter_units == 0
 
@@ -408,7 +408,7 @@ def test_model_bytes_counts_shared_tensors_once(tmp_path: Path, ops: Ops | None)
     matrices = oracle.num_parameters() - sum(norm.weight.numel() for norm in norms)
     if ops is reference:
         assert model_bytes(model) == tables + small + 4 * matrices
-    else:  # a few panels are filled up
+    else:  # some panels are padded
         assert 2 * matrices <= model_bytes(model) - tables - small < 2.5 * matrices
 
 
@@ -496,7 +496,7 @@ def test_gpu_memory_report(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     in_use = {row.name: row.in_use for row in rows}
     assert in_use[f"KV cache for {4 * blocks} tokens"] == blocks * block_bytes(model, 4)
     assert (in_use["step"], in_use["graphs"], in_use["tables"]) == needs
-    assert in_use["left free"] == 76 * 10**9  # the largest step comes and goes
+    assert in_use["left free"] == 76 * 10**9  # the largest step allocates and frees its memory
     assert caplog.records[-1].message.endswith("76000 MB of up to 100000 MB")
 
 
@@ -578,9 +578,9 @@ def test_adapter_tables_are_small_fraction_of_memory() -> None:
     assert memory.count_adapter_rows(0, 300) == memory.count_adapter_rows(2**20, 300) == 64
 
 
-@pytest.mark.parametrize("asked", [None, False])
-def test_cuda_graphs_are_rejected_on_cpu(asked: bool | None) -> None:
-    assert capabilities(cuda_graphs=asked).num_blocks > 0
+@pytest.mark.parametrize("requested", [None, False])
+def test_cuda_graphs_are_rejected_on_cpu(requested: bool | None) -> None:
+    assert capabilities(cuda_graphs=requested).num_blocks > 0
     with pytest.raises(ConfigError, match="CUDA graphs require a GPU; remove the cuda_graphs setting"):
         capabilities(cuda_graphs=True)
 
@@ -601,7 +601,7 @@ def test_default_adapter_memory() -> None:
     assert memory.adapter_host_bytes(config_of(adapter_host_bytes=7)) == 7
 
 
-# --- Which models -----------------------------------------------------------------------------------------------------
+# --- Model selection --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"model_type": []}'])
@@ -630,7 +630,7 @@ def test_unknown_model_type_runs_padded(codegen: Path) -> None:
 
 
 def test_unsupported_options_of_padded_models_are_rejected(codegen: Path) -> None:
-    with pytest.raises(ConfigError, match="without tensor parallelism"):
+    with pytest.raises(ConfigError, match="does not support tensor parallelism"):
         build_worker(EngineConfig(ModelConfig(codegen), tensor_parallel=2))
     with pytest.raises(ConfigError, match="do not support quantize = fp8-kv"):
         build_worker(EngineConfig(ModelConfig(codegen, quantize="fp8-kv")))
@@ -654,7 +654,7 @@ def test_largest_warm_up_step_runs(name: str, step_tokens: int, block_size: int)
 
 def test_idle_rank_trims_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given_back: list[None] = []
-    monkeypatch.setattr(executor, "REST_S", 0.0)
+    monkeypatch.setattr(executor, "IDLE_BEFORE_TRIM_S", 0.0)
 
     def give_back() -> None:
         given_back.append(None)

@@ -55,7 +55,7 @@ class HubServer(Server):
     def key(self, request: Request) -> str:
         return "info" if request.path.startswith("/api/") else request.file
 
-    def answer(self, request: Request) -> Reply:
+    def respond(self, request: Request) -> Reply:
         path = request.path.partition("?")[0]
         if found := re.fullmatch(r"/api/models/(.+)/revision/([^/]+)", path):
             return self.describe(request, found[1], unquote(found[2]))

@@ -22,7 +22,7 @@ class S3Proxy(Server):
             return "list"
         return "head" if request.method == "HEAD" else request.file
 
-    def answer(self, request: Request) -> Reply:
+    def respond(self, request: Request) -> Reply:
         ignored = {"connection"} if self.knows_ranges else {"connection", "range"}
         headers = {name: self._real(value) for name, value in request.headers.items() if name not in ignored}
         connection = http.client.HTTPConnection(*self._address)

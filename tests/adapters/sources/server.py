@@ -55,7 +55,7 @@ class Server:
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()
 
-    def answer(self, request: Request) -> Reply:
+    def respond(self, request: Request) -> Reply:
         raise NotImplementedError
 
     def key(self, request: Request) -> str:
@@ -114,7 +114,7 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
                 server.closed.wait(30)
                 self.close_connection = True
                 return
-            self.send(fault.reply or server.answer(request), fault)
+            self.send(fault.reply or server.respond(request), fault)
 
         do_GET = do_HEAD = handle_any
 

@@ -109,7 +109,7 @@ def plan_tokens(mix: AdapterMix, traffic: Traffic, max_rows: int, adapter_bytes:
 def test_replica_throughput_matches_measurements(rows: int, measured: int) -> None:
     """`benchmarks/gpu_serving.py`: streams over HTTP, 64 alternating adapters, prompts of 128 tokens."""
     assert f"{measured:,}" in (DOCS / "engine.md").read_text()
-    tokens = plan_tokens(AdapterMix.of_ranks(sizes(), [(16, 64)], ALL), Traffic(1, 128, 192, zipf=0), max_rows=rows)
+    tokens = plan_tokens(AdapterMix.from_ranks(sizes(), [(16, 64)], ALL), Traffic(1, 128, 192, zipf=0), max_rows=rows)
     assert tokens == pytest.approx(measured, rel=TOLERANCE)
 
 
@@ -117,7 +117,7 @@ def test_throughput_with_1000_adapters_matches_measurement() -> None:
     """`benchmarks/gpu_adapters.py`, which the constants do not use."""
     assert "6,863 and 7,301 tokens/s" in (DOCS / "engine.md").read_text()
     room = 200 * sizes().adapter_bytes(8, ALL)
-    mix, traffic = AdapterMix.of_ranks(sizes(), [(8, 1000)], ALL), Traffic(1, 128, 80)
+    mix, traffic = AdapterMix.from_ranks(sizes(), [(8, 1000)], ALL), Traffic(1, 128, 80)
     assert plan_tokens(mix, traffic, max_rows=64, adapter_bytes=room) == pytest.approx(6863, rel=TOLERANCE)
 
 
@@ -141,10 +141,10 @@ def test_popularity_follows_zipf() -> None:
     shares = [1 / k for k in range(1, 5001)]
     popularity = Popularity(5000, 1.0)
     for count in (0, 1, 10, 999, 1000, 3000, 5000, 9000):
-        assert popularity.share_of_first(count) == pytest.approx(sum(shares[:count]) / sum(shares), abs=1e-3)
+        assert popularity.request_share_of_top(count) == pytest.approx(sum(shares[:count]) / sum(shares), abs=1e-3)
     exact = sum(1 - (1 - share / sum(shares)) ** 256 for share in shares)
     assert popularity.expected_distinct(256) == pytest.approx(exact, rel=1e-3)
     assert Popularity(64, 0).expected_distinct(1) == pytest.approx(1)
     assert Popularity(1, 1).expected_distinct(7) == 1
     assert Popularity(10**6, 0.5).expected_distinct(256) == pytest.approx(256, rel=0.01)
-    assert Popularity(0, 1).share_of_first(5) == 0
+    assert Popularity(0, 1).request_share_of_top(5) == 0

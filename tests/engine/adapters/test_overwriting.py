@@ -17,144 +17,144 @@ from lorax_server.engine.engine import Engine
 from lorax_server.errors import AdapterError, AdapterNotFoundError, SourceError
 from lorax_server.files.names import CONFIG_FILE, WEIGHTS_FILE
 from lorax_server.types import AdapterRef, AdapterStage, Failure, Merge, Resolved
-from tests.engine.adapters.test_resolver import Bench, files_of, identity_of, result
+from tests.engine.adapters.test_resolver import ResolverHarness, files_of, identity_of, result
 
 OLD, NEW = files_of(1), files_of(2)
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
+def harness(tmp_path: Path) -> Iterator[ResolverHarness]:
+    made = ResolverHarness(tmp_path)
     made.put("tuned", 1)
-    made.ask("tuned", "local")
+    made.resolve_identity("tuned", "local")
     yield made
     made.close()
 
 
-def overwrite(bench: Bench, file: str, content: bytes) -> None:
+def overwrite(harness: ResolverHarness, file: str, content: bytes) -> None:
     """Overwrite a file in place, as `cp` does."""
-    with (bench.root / "tuned" / file).open("wb") as opened:
+    with (harness.root / "tuned" / file).open("wb") as opened:
         opened.write(content)
 
 
-def ask(bench: Bench) -> Resolved:
-    return result(bench.begin("tuned", "local"))[1]
+def resolve(harness: ResolverHarness) -> Resolved:
+    return result(harness.submit("tuned", "local"))[1]
 
 
 @pytest.mark.parametrize("file", [WEIGHTS_FILE, CONFIG_FILE])
-def test_overwrite_serves_old_or_new_version_at_every_byte(bench: Bench, file: str) -> None:
+def test_overwrite_serves_old_or_new_version_at_every_byte(harness: ResolverHarness, file: str) -> None:
     files = {**OLD, file: files_of(2, lora_alpha=77)[file]}
-    old, new = identity_of(bench.tmp_path, OLD), identity_of(bench.tmp_path, files)
+    old, new = identity_of(harness.tmp_path, OLD), identity_of(harness.tmp_path, files)
     content = files[file]
     for size in range(0, len(content), 7):
-        overwrite(bench, file, content[:size])
-        bench.clock.now += RETRY_S / 100
-        found = ask(bench)
+        overwrite(harness, file, content[:size])
+        harness.clock.now += RETRY_S / 100
+        found = resolve(harness)
         assert found.identity == old
         assert found.stale is not None
         assert (found.stale.kind, found.stale.status) == ("AdapterError", 424)
         assert "'tuned'" in found.stale.message
-    overwrite(bench, file, content)
-    bench.clock.now += RETRY_S
-    assert ask(bench)._replace(folder=None, tier="") == Resolved(new)
+    overwrite(harness, file, content)
+    harness.clock.now += RETRY_S
+    assert resolve(harness)._replace(folder=None, tier="") == Resolved(new)
 
 
-def test_stale_adapter_is_logged(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    overwrite(bench, WEIGHTS_FILE, b"half")
+def test_stale_adapter_is_logged(harness: ResolverHarness, caplog: pytest.LogCaptureFixture) -> None:
+    overwrite(harness, WEIGHTS_FILE, b"half")
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
-            ask(bench)
+            resolve(harness)
     (line,) = [each.getMessage() for each in caplog.records]
     assert line.startswith("adapter 'tuned': ")
     assert line.endswith("; serving the previous version of the adapter")
 
 
-def test_incomplete_folder_fails_after_timeout(bench: Bench) -> None:
-    overwrite(bench, WEIGHTS_FILE, b"half")
-    first = ask(bench)
-    bench.clock.now += INCOMPLETE_WRITE_S - RETRY_S / 2
-    assert ask(bench).identity == first.identity
-    bench.clock.now += RETRY_S / 2
+def test_incomplete_folder_fails_after_timeout(harness: ResolverHarness) -> None:
+    overwrite(harness, WEIGHTS_FILE, b"half")
+    first = resolve(harness)
+    harness.clock.now += INCOMPLETE_WRITE_S - RETRY_S / 2
+    assert resolve(harness).identity == first.identity
+    harness.clock.now += RETRY_S / 2
     for _ in range(3):
-        error = bench.error("tuned", "local")
+        error = harness.error("tuned", "local")
         assert type(error) is AdapterError
         assert first.stale is not None
         assert str(error) == first.stale.message
-        bench.clock.now += RETRY_S
-    overwrite(bench, WEIGHTS_FILE, NEW[WEIGHTS_FILE])
-    assert bench.ask("tuned", "local") == identity_of(bench.tmp_path, NEW)
-    overwrite(bench, WEIGHTS_FILE, b"half")
-    assert ask(bench).identity == identity_of(bench.tmp_path, NEW)  # the time starts again
+        harness.clock.now += RETRY_S
+    overwrite(harness, WEIGHTS_FILE, NEW[WEIGHTS_FILE])
+    assert harness.resolve_identity("tuned", "local") == identity_of(harness.tmp_path, NEW)
+    overwrite(harness, WEIGHTS_FILE, b"half")
+    assert resolve(harness).identity == identity_of(harness.tmp_path, NEW)  # the time starts again
 
 
 @pytest.mark.parametrize("file", [WEIGHTS_FILE, CONFIG_FILE, None])
-def test_deleted_adapter_is_not_served(bench: Bench, file: str | None) -> None:
+def test_deleted_adapter_is_not_served(harness: ResolverHarness, file: str | None) -> None:
     if file is None:
-        shutil.rmtree(bench.root / "tuned")
-        assert isinstance(bench.error("tuned", "local"), AdapterNotFoundError)
+        shutil.rmtree(harness.root / "tuned")
+        assert isinstance(harness.error("tuned", "local"), AdapterNotFoundError)
     else:
-        (bench.root / "tuned" / file).unlink()
-        assert f"has no {file}" in str(bench.error("tuned", "local"))
+        (harness.root / "tuned" / file).unlink()
+        assert f"has no {file}" in str(harness.error("tuned", "local"))
 
 
-def test_link_outside_root_is_not_served(bench: Bench) -> None:
-    shutil.move(bench.root / "tuned", bench.tmp_path / "elsewhere")
-    (bench.root / "tuned").symlink_to(bench.tmp_path / "elsewhere")
-    assert "such links are not allowed" in str(bench.error("tuned", "local"))
+def test_link_outside_root_is_not_served(harness: ResolverHarness) -> None:
+    shutil.move(harness.root / "tuned", harness.tmp_path / "elsewhere")
+    (harness.root / "tuned").symlink_to(harness.tmp_path / "elsewhere")
+    assert "such links are not allowed" in str(harness.error("tuned", "local"))
 
 
-def test_incomplete_new_adapter_is_rejected(bench: Bench) -> None:
-    bench.put("other", 1)
-    (bench.root / "other" / WEIGHTS_FILE).write_bytes(b"half")
-    assert type(bench.error("other", "local")) is AdapterError
+def test_incomplete_new_adapter_is_rejected(harness: ResolverHarness) -> None:
+    harness.put("other", 1)
+    (harness.root / "other" / WEIGHTS_FILE).write_bytes(b"half")
+    assert type(harness.error("other", "local")) is AdapterError
 
 
-def test_explicit_load_of_stale_adapter_fails(bench: Bench) -> None:
-    overwrite(bench, WEIGHTS_FILE, b"half")
-    ask(bench)
-    bench.resolver.forget("local", "tuned")
-    assert type(bench.error("tuned", "local")) is AdapterError
+def test_explicit_load_of_stale_adapter_fails(harness: ResolverHarness) -> None:
+    overwrite(harness, WEIGHTS_FILE, b"half")
+    resolve(harness)
+    harness.resolver.forget("local", "tuned")
+    assert type(harness.error("tuned", "local")) is AdapterError
 
 
-def test_changed_files_are_checked_again_soon(bench: Bench, monkeypatch: Any) -> None:
+def test_changed_files_are_checked_again_soon(harness: ResolverHarness, monkeypatch: Any) -> None:
     """Changed files may be complete: the old version is served only if the new one is damaged."""
     fetch = LocalSource.fetch
 
     def changed(*_: Any) -> Path:
         raise SourceError("it changed")
 
-    overwrite(bench, WEIGHTS_FILE, NEW[WEIGHTS_FILE])
+    overwrite(harness, WEIGHTS_FILE, NEW[WEIGHTS_FILE])
     monkeypatch.setattr(LocalSource, "fetch", changed)
-    error = bench.error("tuned", "local")
+    error = harness.error("tuned", "local")
     assert isinstance(error, SourceError)
     assert error.retry_after_s == LOCAL_RETRY_S
     monkeypatch.setattr(LocalSource, "fetch", fetch)
-    bench.clock.now += LOCAL_RETRY_S
-    overwrite(bench, WEIGHTS_FILE, b"half")
-    old = ask(bench).identity
+    harness.clock.now += LOCAL_RETRY_S
+    overwrite(harness, WEIGHTS_FILE, b"half")
+    old = resolve(harness).identity
     monkeypatch.setattr(LocalSource, "fetch", changed)
     for _ in range(10):
-        bench.clock.now += RETRY_S
-        assert ask(bench).identity == old
+        harness.clock.now += RETRY_S
+        assert resolve(harness).identity == old
 
 
-def test_truncated_files_count_as_incomplete_write(bench: Bench, monkeypatch: Any) -> None:
-    old = ask(bench).identity
-    overwrite(bench, WEIGHTS_FILE, NEW[WEIGHTS_FILE][:-1])
+def test_truncated_files_count_as_incomplete_write(harness: ResolverHarness, monkeypatch: Any) -> None:
+    old = resolve(harness).identity
+    overwrite(harness, WEIGHTS_FILE, NEW[WEIGHTS_FILE][:-1])
 
     def changed(*_: Any) -> Path:
         raise SourceError("it changed")
 
     monkeypatch.setattr(LocalSource, "fetch", changed)
     for _ in range(10):
-        found = ask(bench)
+        found = resolve(harness)
         assert (found.identity, found.stale and found.stale.kind) == (old, "SourceError")
-        bench.clock.now += RETRY_S
-    bench.clock.now += INCOMPLETE_WRITE_S
-    assert isinstance(bench.error("tuned", "local"), SourceError)
+        harness.clock.now += RETRY_S
+    harness.clock.now += INCOMPLETE_WRITE_S
+    assert isinstance(harness.error("tuned", "local"), SourceError)
 
 
-def test_file_check_is_repeated_after_change(bench: Bench, monkeypatch: Any) -> None:
+def test_file_check_is_repeated_after_change(harness: ResolverHarness, monkeypatch: Any) -> None:
     fetch, disturbed = LocalSource.fetch, iter([True, True])
 
     def sometimes(*arguments: Any) -> Path:
@@ -162,26 +162,26 @@ def test_file_check_is_repeated_after_change(bench: Bench, monkeypatch: Any) -> 
             raise SourceError("it changed")
         return fetch(*arguments)
 
-    overwrite(bench, WEIGHTS_FILE, NEW[WEIGHTS_FILE])
+    overwrite(harness, WEIGHTS_FILE, NEW[WEIGHTS_FILE])
     monkeypatch.setattr(LocalSource, "fetch", sometimes)
-    assert bench.ask("tuned", "local") == identity_of(bench.tmp_path, NEW)
+    assert harness.resolve_identity("tuned", "local") == identity_of(harness.tmp_path, NEW)
 
 
-def test_atomic_replace_is_served_immediately(bench: Bench) -> None:
-    half, whole = bench.tmp_path / "half", bench.tmp_path / "whole"
+def test_atomic_replace_is_served_immediately(harness: ResolverHarness) -> None:
+    half, whole = harness.tmp_path / "half", harness.tmp_path / "whole"
     half.write_bytes(NEW[WEIGHTS_FILE][:40])
     whole.write_bytes(NEW[WEIGHTS_FILE])
-    os.replace(whole, bench.root / "tuned" / WEIGHTS_FILE)
-    assert bench.ask("tuned", "local") == identity_of(bench.tmp_path, NEW)
-    os.replace(half, bench.root / "tuned" / WEIGHTS_FILE)
-    assert ask(bench).identity == identity_of(bench.tmp_path, NEW)
+    os.replace(whole, harness.root / "tuned" / WEIGHTS_FILE)
+    assert harness.resolve_identity("tuned", "local") == identity_of(harness.tmp_path, NEW)
+    os.replace(half, harness.root / "tuned" / WEIGHTS_FILE)
+    assert resolve(harness).identity == identity_of(harness.tmp_path, NEW)
 
 
-def test_merge_reports_stale_part(bench: Bench) -> None:
-    overwrite(bench, WEIGHTS_FILE, b"half")
+def test_merge_with_stale_adapter_is_marked_stale(harness: ResolverHarness) -> None:
+    overwrite(harness, WEIGHTS_FILE, b"half")
     refs = [AdapterRef("local", "tuned"), AdapterRef("fake", "whole")]
-    bench.put("whole", 3)
-    _, resolved = result(bench.resolver.resolve(refs, Merge((1.0, 1.0))))
+    harness.put("whole", 3)
+    _, resolved = result(harness.resolver.resolve(refs, Merge((1.0, 1.0))))
     assert resolved.stale is not None
 
 

@@ -106,7 +106,7 @@ class FakeSource(Source):
     def __init__(self, kind: str, root: Path) -> None:
         self.kind = kind
         self.root = root
-        self.asked: list[str] = []
+        self.resolved_names: list[str] = []
         self.bases_asked: list[str] = []
         self.base_types: dict[str, str] = {}
         self.sizes: dict[str, int] = {}  # existing files
@@ -117,7 +117,7 @@ class FakeSource(Source):
         pass
 
     def find(self, name: str, token: str | None) -> AdapterFiles:
-        self.asked.append(name)
+        self.resolved_names.append(name)
         self.before(name)
         if not (self.root / name).is_dir():
             raise AdapterNotFoundError(f"adapter {name!r}: there is none")
@@ -149,7 +149,7 @@ class Gate:
             assert self.arrived.acquire(timeout=PATIENCE_S)
 
 
-class Bench:
+class ResolverHarness:
     """A resolver with fake sources and a fake clock."""
 
     def __init__(self, tmp_path: Path) -> None:
@@ -182,14 +182,14 @@ class Bench:
         write(self.root / name, files)
         return identity_of(self.tmp_path, files)
 
-    def begin(self, name: str, source: str = "fake", token: str | None = None) -> "Future[Any]":
+    def submit(self, name: str, source: str = "fake", token: str | None = None) -> "Future[Any]":
         return self.resolver.resolve([AdapterRef(source, name, token)])
 
-    def ask(self, name: str, source: str = "fake", token: str | None = None) -> str:
-        return result(self.begin(name, source, token))[0].identity
+    def resolve_identity(self, name: str, source: str = "fake", token: str | None = None) -> str:
+        return result(self.submit(name, source, token))[0].identity
 
     def error(self, name: str, source: str = "fake", token: str | None = None) -> Any:
-        return error_of(self.begin(name, source, token))
+        return error_of(self.submit(name, source, token))
 
     def close(self) -> None:
         for gate in self.gates:
@@ -217,8 +217,8 @@ def fail_with(error: BaseException) -> Callable[[str], None]:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
+def harness(tmp_path: Path) -> Iterator[ResolverHarness]:
+    made = ResolverHarness(tmp_path)
     yield made
     made.close()
 
@@ -239,10 +239,10 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 # --- Single adapters --------------------------------------------------------------------------------------------------
 
 
-def test_resolve_local_adapter(bench: Bench) -> None:
-    identity = bench.put("team/tuned", 1)
-    folder = write(bench.root / "team/tuned", {"tokenizer.json": b"{}", "README.md": b"no"})
-    spec, resolved = result(bench.begin("team/tuned", "local"))
+def test_resolve_local_adapter(harness: ResolverHarness) -> None:
+    identity = harness.put("team/tuned", 1)
+    folder = write(harness.root / "team/tuned", {"tokenizer.json": b"{}", "README.md": b"no"})
+    spec, resolved = result(harness.submit("team/tuned", "local"))
     config = parse_config(RAW, "team/tuned")
     part = AdapterCheckpoint(folder, config, read_stamp(folder / WEIGHTS_FILE), identity, is_settled=False)
     assert spec == AdapterSpec(identity, "team/tuned", (part,), NUM_ELEMENTS)
@@ -250,22 +250,22 @@ def test_resolve_local_adapter(bench: Bench) -> None:
     assert resolved == Resolved(identity, str(folder), ("tokenizer.json",), tokenizer_stamps=stamps)
 
 
-def test_resolved_spec_is_picklable_after_pattern_use(bench: Bench) -> None:
+def test_resolved_spec_is_picklable_after_pattern_use(harness: ResolverHarness) -> None:
     pattern = {"target_modules": r".*\.(q|v)_proj", "rank_pattern": {"1.*": 2}, "modules_to_save": ["head"]}
-    bench.put("tuned", 1, **pattern)
-    spec, _ = result(bench.begin("tuned", "local"))
+    harness.put("tuned", 1, **pattern)
+    spec, _ = result(harness.submit("tuned", "local"))
     modules = [f"model.layers.{index}.self_attn.{name}_proj" for index in range(3) for name in "qkv"]
 
-    def answers(spec: AdapterSpec) -> list[Any]:
+    def query_all(spec: AdapterSpec) -> list[Any]:
         config = spec.checkpoints[0].config
         return [(config.rank(module), config.scale(module), config.is_target(module)) for module in modules]
 
-    expected = answers(spec)
+    expected = query_all(spec)
     spec.checkpoints[0].config._patterns._seconds_left = 0.0  # a copied pattern has a separate time budget
     copied = pickle.loads(pickle.dumps(spec))
     assert copied == spec
-    assert answers(copied) == expected
-    assert answers(pickle.loads(pickle.dumps(copied))) == expected
+    assert query_all(copied) == expected
+    assert query_all(pickle.loads(pickle.dumps(copied))) == expected
 
 
 @pytest.mark.parametrize("source", ["local", "fake"])
@@ -278,28 +278,28 @@ def test_resolved_spec_is_picklable_after_pattern_use(bench: Bench) -> None:
     ],
 )
 def test_adapter_that_does_not_fit_base_model_is_rejected(
-    bench: Bench, source: str, changes: dict[str, Any], reason: str
+    harness: ResolverHarness, source: str, changes: dict[str, Any], reason: str
 ) -> None:
-    bench.fake.base_types["owner/gpt2"] = "gpt2"
-    write(bench.root / "tuned", files_of(1, **changes))
+    harness.fake.base_types["owner/gpt2"] = "gpt2"
+    write(harness.root / "tuned", files_of(1, **changes))
     with pytest.raises(AdapterError, match=reason) as caught:
-        bench.ask("tuned", source)
+        harness.resolve_identity("tuned", source)
     assert caught.value.retry_after_s == 1
 
 
-def test_base_model_type_is_read_once(bench: Bench) -> None:
+def test_base_model_type_is_read_once(harness: ResolverHarness) -> None:
     """Even for local folders, the base model type is read once, because it may be on a hub that hangs."""
-    bench.fake.base_types["owner/llama"] = "llama"
+    harness.fake.base_types["owner/llama"] = "llama"
     for name, base in (("known", "owner/llama"), ("unknown", "owner/secret"), ("odd", "x" * 10**5)):
-        bench.put(name, 1, base_model_name_or_path=base)
+        harness.put(name, 1, base_model_name_or_path=base)
     for _ in range(5):
         for name in ("known", "unknown", "odd"):
-            bench.ask(name, "local")
-    assert Counter(bench.fake.bases_asked) == {"owner/llama": 1, "owner/secret": 1}
-    bench.clock.now += finder.UNKNOWN_BASE_TTL_S
+            harness.resolve_identity(name, "local")
+    assert Counter(harness.fake.bases_asked) == {"owner/llama": 1, "owner/secret": 1}
+    harness.clock.now += finder.UNKNOWN_BASE_TTL_S
     for name in ("known", "unknown"):
-        bench.ask(name, "local")
-    assert Counter(bench.fake.bases_asked) == {"owner/llama": 1, "owner/secret": 2}
+        harness.resolve_identity(name, "local")
+    assert Counter(harness.fake.bases_asked) == {"owner/llama": 1, "owner/secret": 2}
 
 
 # --- Changed files ----------------------------------------------------------------------------------------------------
@@ -324,59 +324,59 @@ def swap_link(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 @pytest.mark.parametrize("change", [replace, rewrite, swap_link])
-def test_new_weights_have_new_identity(bench: Bench, change: Any) -> None:
-    first = bench.put("tuned", 1)
-    assert bench.ask("tuned", "local") == first
+def test_new_weights_have_new_identity(harness: ResolverHarness, change: Any) -> None:
+    first = harness.put("tuned", 1)
+    assert harness.resolve_identity("tuned", "local") == first
     files = files_of(2)
-    change(bench.root / "tuned", files)
-    assert bench.ask("tuned", "local") == identity_of(bench.tmp_path, files) != first
+    change(harness.root / "tuned", files)
+    assert harness.resolve_identity("tuned", "local") == identity_of(harness.tmp_path, files) != first
 
 
-def test_new_config_has_new_identity(bench: Bench) -> None:
-    first = bench.put("tuned", 1)
-    assert bench.ask("tuned", "local") == first
-    replace(bench.root / "tuned", {CONFIG_FILE: json.dumps(RAW | {"lora_alpha": 9}).encode()})
-    assert bench.ask("tuned", "local") != first
+def test_new_config_has_new_identity(harness: ResolverHarness) -> None:
+    first = harness.put("tuned", 1)
+    assert harness.resolve_identity("tuned", "local") == first
+    replace(harness.root / "tuned", {CONFIG_FILE: json.dumps(RAW | {"lora_alpha": 9}).encode()})
+    assert harness.resolve_identity("tuned", "local") != first
 
 
 @pytest.mark.parametrize(
     "ways", [*(pytest.param([way], marks=pytest.mark.slow) for way in (replace, rewrite)), [replace, rewrite]]
 )
-def test_concurrent_changes_never_return_old_identity(bench: Bench, ways: list[Any]) -> None:
+def test_concurrent_changes_never_return_old_identity(harness: ResolverHarness, ways: list[Any]) -> None:
     """Change files faster than the file system clock ticks, so that stamps repeat."""
     chance = random.Random(7)
     versions = [files_of(number, lora_alpha=number % 3 + 1) for number in range(6)]
-    identities = [identity_of(bench.tmp_path, files) for files in versions]
-    folder, now = write(bench.root / "tuned", versions[0]), 0
+    identities = [identity_of(harness.tmp_path, files) for files in versions]
+    folder, now = write(harness.root / "tuned", versions[0]), 0
     for _ in range(1000):
         if chance.random() < 0.5:
             now = chance.randrange(len(versions))
             replace(folder, {CONFIG_FILE: versions[now][CONFIG_FILE]})
             chance.choice(ways)(folder, versions[now])
         else:
-            assert bench.ask("tuned", "local") == identities[now]
+            assert harness.resolve_identity("tuned", "local") == identities[now]
 
 
-def test_request_after_change_gets_new_version(bench: Bench) -> None:
+def test_request_after_change_gets_new_version(harness: ResolverHarness) -> None:
     versions = [files_of(number) for number in range(300)]
-    number_of = {identity_of(bench.tmp_path, files): number for number, files in enumerate(versions)}
-    folder = write(bench.root / "tuned", versions[0])
-    done, wrong, asked = 0, [], []
+    number_of = {identity_of(harness.tmp_path, files): number for number, files in enumerate(versions)}
+    folder = write(harness.root / "tuned", versions[0])
+    done, wrong, found_versions = 0, [], []
 
-    def keep_asking() -> None:
+    def resolve_repeatedly() -> None:
         while done < len(versions) - 1:
             least = done
             try:
-                found = number_of[result(bench.begin("tuned", "local"))[0].identity]
+                found = number_of[result(harness.submit("tuned", "local"))[0].identity]
             except SourceError:
                 # Changed too often during the read: an error, but never an old version. Not retried for 1 s.
-                bench.resolver.forget("local", "tuned")
+                harness.resolver.forget("local", "tuned")
                 continue
-            asked.append(found)
+            found_versions.append(found)
             if found < least:
                 wrong.append((found, least))
 
-    threads = [threading.Thread(target=keep_asking) for _ in range(4)]
+    threads = [threading.Thread(target=resolve_repeatedly) for _ in range(4)]
     for thread in threads:
         thread.start()
     for number in range(1, len(versions)):
@@ -384,15 +384,15 @@ def test_request_after_change_gets_new_version(bench: Bench) -> None:
         done = number
     for thread in threads:
         thread.join(PATIENCE_S)
-    assert asked
+    assert found_versions
     assert not wrong
-    assert number_of[bench.ask("tuned", "local")] == len(versions) - 1
+    assert number_of[harness.resolve_identity("tuned", "local")] == len(versions) - 1
 
 
-def test_request_during_local_fetch_starts_next_fetch(bench: Bench, monkeypatch: Any) -> None:
-    bench.put("tuned", 1)
-    swap_link(bench.root / "tuned", files_of(1))
-    gate, second = bench.gate(), files_of(2)
+def test_request_during_local_fetch_starts_next_fetch(harness: ResolverHarness, monkeypatch: Any) -> None:
+    harness.put("tuned", 1)
+    swap_link(harness.root / "tuned", files_of(1))
+    gate, second = harness.gate(), files_of(2)
 
     def slow(*args: Any) -> str:
         identity = identify(*args)
@@ -401,47 +401,47 @@ def test_request_during_local_fetch_starts_next_fetch(bench: Bench, monkeypatch:
         return identity
 
     monkeypatch.setattr(finder, "identify", slow)
-    first = bench.begin("tuned", "local")
+    first = harness.submit("tuned", "local")
     gate.wait_for()
-    swap_link(bench.root / "tuned", second)  # invisible to the first fetch
-    later = [bench.begin("tuned", "local") for _ in range(3)]
+    swap_link(harness.root / "tuned", second)  # invisible to the first fetch
+    later = [harness.submit("tuned", "local") for _ in range(3)]
     assert not any(future.done() for future in later)
     gate.opened.set()
-    assert {result(future)[0].identity for future in later} == {identity_of(bench.tmp_path, second)}
-    assert result(first)[0].identity == identity_of(bench.tmp_path, files_of(1))
+    assert {result(future)[0].identity for future in later} == {identity_of(harness.tmp_path, second)}
+    assert result(first)[0].identity == identity_of(harness.tmp_path, files_of(1))
 
 
 @pytest.mark.parametrize("source", ["local", "fake"])
-def test_unchanged_weights_are_read_once(bench: Bench, source: str, count_reads: list[Path]) -> None:
-    first = bench.put("tuned", 1)
-    now_ns = read_stamp(bench.root / "tuned" / WEIGHTS_FILE)[-1] + MIN_STAMP_AGE_NS + 1
-    bench.resolver = bench.make(time_ns=lambda: now_ns, revalidate_s=0)
+def test_unchanged_weights_are_read_once(harness: ResolverHarness, source: str, count_reads: list[Path]) -> None:
+    first = harness.put("tuned", 1)
+    now_ns = read_stamp(harness.root / "tuned" / WEIGHTS_FILE)[-1] + MIN_STAMP_AGE_NS + 1
+    harness.resolver = harness.make(time_ns=lambda: now_ns, revalidate_s=0)
     for token in (None, None, "other"):
-        assert bench.ask("tuned", source, token) == first
+        assert harness.resolve_identity("tuned", source, token) == first
     assert len(count_reads) == 1
-    replace(bench.root / "tuned", {CONFIG_FILE: json.dumps(RAW | {"lora_dropout": 0.5}).encode()})
-    assert bench.ask("tuned", source) == first
+    replace(harness.root / "tuned", {CONFIG_FILE: json.dumps(RAW | {"lora_dropout": 0.5}).encode()})
+    assert harness.resolve_identity("tuned", source) == first
     assert len(count_reads) == 1, "what only mattered for training is no reason to read"
-    replace(bench.root / "tuned", {CONFIG_FILE: json.dumps(RAW | {"lora_alpha": 9}).encode()})
-    second = bench.ask("tuned", source)
+    replace(harness.root / "tuned", {CONFIG_FILE: json.dumps(RAW | {"lora_alpha": 9}).encode()})
+    second = harness.resolve_identity("tuned", source)
     assert second != first
-    os.utime(bench.root / "tuned" / WEIGHTS_FILE)
-    assert bench.ask("tuned", source) == second
+    os.utime(harness.root / "tuned" / WEIGHTS_FILE)
+    assert harness.resolve_identity("tuned", source) == second
     assert len(count_reads) == 3
 
 
 @pytest.mark.parametrize("age_ns", [-(10**12), 0, MIN_STAMP_AGE_NS])
-def test_recently_changed_file_is_read_again(bench: Bench, count_reads: list[Path], age_ns: int) -> None:
-    bench.put("tuned", 1)
-    now_ns = read_stamp(bench.root / "tuned" / WEIGHTS_FILE)[-1] + age_ns
-    bench.resolver = bench.make(time_ns=lambda: now_ns)
-    assert bench.ask("tuned", "local") == bench.ask("tuned", "local")
+def test_recently_changed_file_is_read_again(harness: ResolverHarness, count_reads: list[Path], age_ns: int) -> None:
+    harness.put("tuned", 1)
+    now_ns = read_stamp(harness.root / "tuned" / WEIGHTS_FILE)[-1] + age_ns
+    harness.resolver = harness.make(time_ns=lambda: now_ns)
+    assert harness.resolve_identity("tuned", "local") == harness.resolve_identity("tuned", "local")
     assert len(count_reads) == 2
 
 
 @pytest.mark.parametrize("times", [1, 2, 3, 100])
-def test_file_changed_during_read(bench: Bench, monkeypatch: Any, times: int) -> None:
-    bench.put("tuned", 0)
+def test_file_changed_during_read(harness: ResolverHarness, monkeypatch: Any, times: int) -> None:
+    harness.put("tuned", 0)
     numbers = iter(range(1, times + 1))
 
     def disturbed(config: Any, path: Path, *rest: Any) -> str:
@@ -452,16 +452,16 @@ def test_file_changed_during_read(bench: Bench, monkeypatch: Any, times: int) ->
 
     monkeypatch.setattr(finder, "identify", disturbed)
     if times < finder.MAX_ATTEMPTS:
-        spec, _ = result(bench.begin("tuned", "local"))
-        assert spec.identity == identity_of(bench.tmp_path, files_of(times))
-        assert spec.checkpoints[0].stamp == read_stamp(bench.root / "tuned" / WEIGHTS_FILE)
+        spec, _ = result(harness.submit("tuned", "local"))
+        assert spec.identity == identity_of(harness.tmp_path, files_of(times))
+        assert spec.checkpoints[0].stamp == read_stamp(harness.root / "tuned" / WEIGHTS_FILE)
     else:
         with pytest.raises(SourceError, match=r"'tuned'.* changed while it was read; try again"):
-            bench.ask("tuned", "local")
+            harness.resolve_identity("tuned", "local")
 
 
-def test_change_during_read_is_not_reported_as_damage(bench: Bench, monkeypatch: Any) -> None:
-    first = bench.put("tuned", 1)
+def test_change_during_read_is_not_reported_as_damage(harness: ResolverHarness, monkeypatch: Any) -> None:
+    first = harness.put("tuned", 1)
     broken = iter([True])
 
     def cut(path: Path, *rest: Any) -> Any:
@@ -471,97 +471,97 @@ def test_change_during_read_is_not_reported_as_damage(bench: Bench, monkeypatch:
         return read_header(path, *rest)
 
     monkeypatch.setattr(finder, "read_header", cut)
-    assert bench.ask("tuned", "local") == first
+    assert harness.resolve_identity("tuned", "local") == first
 
 
-def test_config_and_weights_are_consistent(bench: Bench) -> None:
+def test_config_and_weights_are_consistent(harness: ResolverHarness) -> None:
     """Replace config and weights after the source's last check, config first."""
-    bench.put("tuned", 1)
+    harness.put("tuned", 1)
     second = files_of(2, lora_alpha=99)
 
     def change(wanted: Sequence[str]) -> None:
         if WEIGHTS_FILE in wanted:
-            bench.fake.after_fetch = ignore
-            replace(bench.root / "tuned", second)
+            harness.fake.after_fetch = ignore
+            replace(harness.root / "tuned", second)
 
-    bench.fake.after_fetch = change
-    assert bench.ask("tuned") == identity_of(bench.tmp_path, second)
+    harness.fake.after_fetch = change
+    assert harness.resolve_identity("tuned") == identity_of(harness.tmp_path, second)
 
 
 @pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE, "tokenizer.json"])
-def test_file_deleted_during_fetch(bench: Bench, file: str) -> None:
-    bench.put("tuned", 1)
-    write(bench.root / "tuned", {"tokenizer.json": b"{}"})
+def test_file_deleted_during_fetch(harness: ResolverHarness, file: str) -> None:
+    harness.put("tuned", 1)
+    write(harness.root / "tuned", {"tokenizer.json": b"{}"})
 
     def remove(wanted: Sequence[str]) -> None:
         if len(wanted) > 1:
-            (bench.root / "tuned" / file).unlink(missing_ok=True)
+            (harness.root / "tuned" / file).unlink(missing_ok=True)
 
-    bench.fake.after_fetch = remove
+    harness.fake.after_fetch = remove
     if file == "tokenizer.json":
-        assert result(bench.begin("tuned"))[1].tokenizer_files == ()
+        assert result(harness.submit("tuned"))[1].tokenizer_files == ()
     else:
-        assert isinstance(bench.error("tuned"), AdapterError)
+        assert isinstance(harness.error("tuned"), AdapterError)
 
 
 # --- Merges -----------------------------------------------------------------------------------------------------------
 
 
-def test_merge_resolves_to_one_adapter(bench: Bench) -> None:
-    identities = [bench.put(name, number) for number, name in enumerate("ab")]
+def test_merge_resolves_to_one_adapter(harness: ResolverHarness) -> None:
+    identities = [harness.put(name, number) for number, name in enumerate("ab")]
     merge = Merge((0.5, 2.0), "ties", 0.5)
-    spec, resolved = result(bench.resolver.resolve([AdapterRef("local", "a"), AdapterRef("fake", "b")], merge))
-    parts = [result(bench.begin(name))[0].checkpoints[0] for name in "ab"]
+    spec, resolved = result(harness.resolver.resolve([AdapterRef("local", "a"), AdapterRef("fake", "b")], merge))
+    parts = [result(harness.submit(name))[0].checkpoints[0] for name in "ab"]
     assert spec == AdapterSpec(merge.identity(identities), "a,b", tuple(parts), 2 * NUM_ELEMENTS, merge)
     assert resolved == Resolved(spec.identity)
 
 
-def test_merge_of_one_adapter_or_duplicates(bench: Bench) -> None:
-    identity = bench.put("a", 1)
+def test_merge_of_one_adapter_or_duplicates(harness: ResolverHarness) -> None:
+    identity = harness.put("a", 1)
     for count in (1, 2):
         merge = Merge((0.5,) * count)
-        spec, _ = result(bench.resolver.resolve([AdapterRef("fake", "a")] * count, merge))
+        spec, _ = result(harness.resolver.resolve([AdapterRef("fake", "a")] * count, merge))
         assert (spec.identity, len(spec.checkpoints)) == (merge.identity([identity] * count), count)
-    assert bench.fake.asked == ["a"]
+    assert harness.fake.resolved_names == ["a"]
 
 
 @pytest.mark.parametrize(("count", "weights"), [(0, None), (2, None), (1, 2), (3, 2), (0, 1)])
-def test_merge_needs_one_weight_per_adapter(bench: Bench, count: int, weights: int | None) -> None:
+def test_merge_needs_one_weight_per_adapter(harness: ResolverHarness, count: int, weights: int | None) -> None:
     merge = None if weights is None else Merge((1.0,) * weights)
-    assert isinstance(error_of(bench.resolver.resolve([AdapterRef("fake", "a")] * count, merge)), InputError)
-    assert not bench.fake.asked
+    assert isinstance(error_of(harness.resolver.resolve([AdapterRef("fake", "a")] * count, merge)), InputError)
+    assert not harness.fake.resolved_names
 
 
-def test_pending_merge_uses_no_thread(bench: Bench) -> None:
+def test_pending_merge_uses_no_thread(harness: ResolverHarness) -> None:
     """Use a single thread and several merges that share parts."""
-    bench.resolver = bench.make(num_threads=1)
+    harness.resolver = harness.make(num_threads=1)
     names = [str(number) for number in range(6)]
     for number, name in enumerate(names):
-        bench.put(name, number)
-    gate = bench.fake.before = bench.gate()
+        harness.put(name, number)
+    gate = harness.fake.before = harness.gate()
     pairs = list(itertools.permutations(names, 2))
-    merges = [bench.resolver.resolve([AdapterRef("fake", name) for name in pair], Merge((1, 1))) for pair in pairs]
+    merges = [harness.resolver.resolve([AdapterRef("fake", name) for name in pair], Merge((1, 1))) for pair in pairs]
     gate.opened.set()
     assert len({result(future)[0].identity for future in merges}) == len(pairs)
-    assert sorted(bench.fake.asked) == names
+    assert sorted(harness.fake.resolved_names) == names
 
 
-def test_merge_fails_with_first_failed_part(bench: Bench) -> None:
-    bench.put("slow", 1)
-    gate = bench.fake.before = bench.gate()
-    future = bench.resolver.resolve([AdapterRef("fake", "slow"), AdapterRef("other", "missing")], Merge((1, 1)))
+def test_merge_fails_with_first_failed_part(harness: ResolverHarness) -> None:
+    harness.put("slow", 1)
+    gate = harness.fake.before = harness.gate()
+    future = harness.resolver.resolve([AdapterRef("fake", "slow"), AdapterRef("other", "missing")], Merge((1, 1)))
     assert isinstance(error_of(future), AdapterNotFoundError)
     gate.opened.set()
-    assert result(bench.begin("slow"))
+    assert result(harness.submit("slow"))
 
 
 # --- Concurrent callers -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", ["fake", "local"])
-def test_concurrent_requests_share_one_fetch(bench: Bench, source: str, monkeypatch: Any) -> None:
-    identity = bench.put("tuned", 1)
-    gate, looks = bench.gate(), []
+def test_concurrent_requests_share_one_fetch(harness: ResolverHarness, source: str, monkeypatch: Any) -> None:
+    identity = harness.put("tuned", 1)
+    gate, looks = harness.gate(), []
 
     def slow(path: Path, name: str, *rest: Any) -> Any:
         looks.append(name)
@@ -569,61 +569,61 @@ def test_concurrent_requests_share_one_fetch(bench: Bench, source: str, monkeypa
         return read_header(path, name, *rest)
 
     monkeypatch.setattr(finder, "read_header", slow)
-    futures = [bench.begin("tuned", source) for _ in range(100)]
+    futures = [harness.submit("tuned", source) for _ in range(100)]
     gate.wait_for()
-    futures += [bench.begin("tuned", source) for _ in range(100)]
-    assert bench.resolver.num_fetching == 1
+    futures += [harness.submit("tuned", source) for _ in range(100)]
+    assert harness.resolver.num_fetching == 1
     gate.opened.set()
     assert {result(future)[0].identity for future in futures} == {identity}
     # Callers after the first file check share a second fetch.
     assert len(looks) <= (1 if source == "fake" else 2)
-    assert bench.resolver.num_fetching == 0
+    assert harness.resolver.num_fetching == 0
 
 
-def test_tokens_do_not_share_fetches(bench: Bench) -> None:
-    bench.put("tuned", 1)
-    gate = bench.fake.before = bench.gate()
-    futures = [bench.begin("tuned", token=token) for token in (None, "", "a", "b", "a")]
+def test_tokens_do_not_share_fetches(harness: ResolverHarness) -> None:
+    harness.put("tuned", 1)
+    gate = harness.fake.before = harness.gate()
+    futures = [harness.submit("tuned", token=token) for token in (None, "", "a", "b", "a")]
     gate.wait_for(3)
-    assert bench.resolver.num_fetching == 3
+    assert harness.resolver.num_fetching == 3
     gate.opened.set()
     assert len({result(future)[0].identity for future in futures}) == 1
-    assert len(bench.fake.asked) == 3
+    assert len(harness.fake.resolved_names) == 3
 
 
-def test_hanging_source_does_not_block_other_sources(bench: Bench) -> None:
-    bench.resolver = bench.make(num_threads=2)
-    identity, held = bench.put("tuned", 1), []
+def test_hanging_source_does_not_block_other_sources(harness: ResolverHarness) -> None:
+    harness.resolver = harness.make(num_threads=2)
+    identity, held = harness.put("tuned", 1), []
     for number in range(50):
-        bench.put(f"slow{number}", number)
-    for source in (bench.fake, bench.other):
-        source.before = bench.gate()
-        held += [bench.begin(f"slow{number}", source.kind) for number in range(50) for _ in range(3)]
+        harness.put(f"slow{number}", number)
+    for source in (harness.fake, harness.other):
+        source.before = harness.gate()
+        held += [harness.submit(f"slow{number}", source.kind) for number in range(50) for _ in range(3)]
         source.before.wait_for(2)
-    assert bench.resolver.num_fetching == 100
+    assert harness.resolver.num_fetching == 100
     for _ in range(5):
-        assert bench.ask("tuned", "local") == identity
-    assert isinstance(bench.error("tuned", "nowhere"), AdapterError)
+        assert harness.resolve_identity("tuned", "local") == identity
+    assert isinstance(harness.error("tuned", "nowhere"), AdapterError)
     assert not any(future.done() for future in held)
 
 
-def test_cached_adapter_resolves_while_source_hangs(bench: Bench) -> None:
-    bench.resolver = bench.make(num_threads=1)
-    identity = bench.put("tuned", 1)
-    assert bench.ask("tuned") == identity
-    gate = bench.fake.before = bench.gate()
-    held = bench.begin("slow")
+def test_cached_adapter_resolves_while_source_hangs(harness: ResolverHarness) -> None:
+    harness.resolver = harness.make(num_threads=1)
+    identity = harness.put("tuned", 1)
+    assert harness.resolve_identity("tuned") == identity
+    gate = harness.fake.before = harness.gate()
+    held = harness.submit("slow")
     gate.wait_for()
-    known = bench.begin("tuned")
+    known = harness.submit("tuned")
     assert result(known)[0].identity == identity
     assert not held.done()
 
 
-def test_cancelled_caller_does_not_affect_others(bench: Bench, caplog: Any) -> None:
-    identity = bench.put("tuned", 1)
-    gate = bench.fake.before = bench.gate()
-    futures = [bench.begin("tuned") for _ in range(3)]
-    merge = bench.resolver.resolve([AdapterRef("fake", "tuned")] * 2, Merge((1, 1)))
+def test_cancelled_caller_does_not_affect_others(harness: ResolverHarness, caplog: Any) -> None:
+    identity = harness.put("tuned", 1)
+    gate = harness.fake.before = harness.gate()
+    futures = [harness.submit("tuned") for _ in range(3)]
+    merge = harness.resolver.resolve([AdapterRef("fake", "tuned")] * 2, Merge((1, 1)))
     gate.wait_for()
     assert futures[0].cancel()
     assert merge.cancel()
@@ -631,30 +631,30 @@ def test_cancelled_caller_does_not_affect_others(bench: Bench, caplog: Any) -> N
     assert [result(future)[0].identity for future in futures[1:]] == [identity] * 2
     with pytest.raises(CancelledError):
         futures[0].result(PATIENCE_S)
-    assert bench.ask("tuned") == identity
+    assert harness.resolve_identity("tuned") == identity
     assert not caplog.records
 
 
-def test_resolve_inside_done_callback(bench: Bench) -> None:
+def test_resolve_inside_done_callback(harness: ResolverHarness) -> None:
     """Call `resolve` from a callback on the resolver's thread, which holds no lock then."""
-    identities = [bench.put(name, number) for number, name in enumerate("ab")]
-    bench.resolver = bench.make(num_threads=1)
+    identities = [harness.put(name, number) for number, name in enumerate("ab")]
+    harness.resolver = harness.make(num_threads=1)
     second: Future[Any] = Future()
-    first = bench.begin("a")
-    first.add_done_callback(lambda _: second.set_result(bench.begin("b")))
+    first = harness.submit("a")
+    first.add_done_callback(lambda _: second.set_result(harness.submit("b")))
     assert result(first)[0].identity == identities[0]
     assert result(second.result(PATIENCE_S))[0].identity == identities[1]
 
 
-def test_too_many_pending_fetches_are_rejected(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_pending_fetches_are_rejected(harness: ResolverHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolver_module, "MAX_PENDING_FETCHES", 3)
-    bench.put("0", 1)
-    gate = bench.fake.before = bench.gate()
-    held = [bench.begin(str(number)) for number in range(3)]
-    error = bench.error("4")
+    harness.put("0", 1)
+    gate = harness.fake.before = harness.gate()
+    held = [harness.submit(str(number)) for number in range(3)]
+    error = harness.error("4")
     assert isinstance(error, OverloadedError)
     assert error.retry_after_s == 1
-    joined = bench.begin("0")
+    joined = harness.submit("0")
     gate.opened.set()
     assert result(joined) == result(held[0])
 
@@ -662,110 +662,110 @@ def test_too_many_pending_fetches_are_rejected(bench: Bench, monkeypatch: pytest
 # --- Expiry -----------------------------------------------------------------------------------------------------------
 
 
-def test_resolution_is_revalidated_after_expiry(bench: Bench) -> None:
-    first = bench.put("tuned", 1)
-    assert [bench.ask("tuned", token=SECRET) for _ in range(3)] == [first] * 3
-    assert len(bench.fake.asked) == 1
-    bench.clock.now += 59.9
-    assert bench.ask("tuned", token=SECRET) == first
-    assert len(bench.fake.asked) == 1
-    bench.clock.now += 0.1
-    assert bench.ask("tuned", token=SECRET) == first
-    assert len(bench.fake.asked) == 2
-    bench.clock.now += 59.9
-    assert bench.ask("tuned", token=SECRET) == first
-    assert len(bench.fake.asked) == 2
+def test_resolution_is_revalidated_after_expiry(harness: ResolverHarness) -> None:
+    first = harness.put("tuned", 1)
+    assert [harness.resolve_identity("tuned", token=SECRET) for _ in range(3)] == [first] * 3
+    assert len(harness.fake.resolved_names) == 1
+    harness.clock.now += 59.9
+    assert harness.resolve_identity("tuned", token=SECRET) == first
+    assert len(harness.fake.resolved_names) == 1
+    harness.clock.now += 0.1
+    assert harness.resolve_identity("tuned", token=SECRET) == first
+    assert len(harness.fake.resolved_names) == 2
+    harness.clock.now += 59.9
+    assert harness.resolve_identity("tuned", token=SECRET) == first
+    assert len(harness.fake.resolved_names) == 2
 
 
 @pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE, "tokenizer.json"])
 @pytest.mark.parametrize("change", ["gone", "other"])
-def test_deleted_files_are_not_served(bench: Bench, file: str, change: str) -> None:
-    bench.put("tuned", 1)
-    path = write(bench.root / "tuned", {"tokenizer.json": b"{}"}) / file
-    bench.ask("tuned")
+def test_deleted_files_are_not_served(harness: ResolverHarness, file: str, change: str) -> None:
+    harness.put("tuned", 1)
+    path = write(harness.root / "tuned", {"tokenizer.json": b"{}"}) / file
+    harness.resolve_identity("tuned")
     if change == "gone":
         path.unlink()
 
         def write_again(_: str) -> None:
             write(path.parent, files_of(1) | {"tokenizer.json": b"{}"})
 
-        bench.fake.before = write_again
+        harness.fake.before = write_again
     else:
         replace(path.parent, {file: (files_of(2, r=2) | {"tokenizer.json": b"[]"})[file]})
-    bench.ask("tuned")
-    assert len(bench.fake.asked) == 2
+    harness.resolve_identity("tuned")
+    assert len(harness.fake.resolved_names) == 2
 
 
-def test_source_failure_delay_doubles(bench: Bench) -> None:
-    identity = bench.put("tuned", 1)
-    bench.fake.before = fail_with(SourceError("it is down"))
+def test_source_failure_delay_doubles(harness: ResolverHarness) -> None:
+    identity = harness.put("tuned", 1)
+    harness.fake.before = fail_with(SourceError("it is down"))
     for count, delay_s in enumerate((1, 2, 4, 8, 16, 30, 30), start=1):
-        errors = [bench.error("tuned")]
-        bench.clock.now += delay_s - 0.25
-        errors.append(bench.error("tuned"))
-        assert len(bench.fake.asked) == count
+        errors = [harness.error("tuned")]
+        harness.clock.now += delay_s - 0.25
+        errors.append(harness.error("tuned"))
+        assert len(harness.fake.resolved_names) == count
         assert [type(error) for error in errors] == [SourceError] * 2
         assert [error.retry_after_s for error in errors] == [delay_s, 0.25]
         assert len({id(error) for error in errors}) == 2, "raising an error changes it"
-        bench.clock.now += 0.25
-    bench.fake.before = ignore
-    assert bench.ask("tuned") == identity
-    bench.fake.before = fail_with(SourceError("it is down"))
-    bench.resolver.forget("fake", "tuned")
-    assert bench.error("tuned").retry_after_s == 1
+        harness.clock.now += 0.25
+    harness.fake.before = ignore
+    assert harness.resolve_identity("tuned") == identity
+    harness.fake.before = fail_with(SourceError("it is down"))
+    harness.resolver.forget("fake", "tuned")
+    assert harness.error("tuned").retry_after_s == 1
 
 
-def test_success_resets_failure_delay(bench: Bench) -> None:
-    bench.put("tuned", 1)
-    bench.fake.before = fail_with(SourceError("it is down"))
-    assert [bench.error("tuned").retry_after_s, bench.clock.now] == [1, 1000]
-    bench.clock.now += 1
-    assert bench.error("tuned").retry_after_s == 2
-    bench.clock.now += 2
-    bench.fake.before = ignore
-    bench.ask("tuned")
-    shutil.rmtree(bench.root / "tuned")
-    bench.fake.before = fail_with(SourceError("it is down"))
-    assert bench.error("tuned").retry_after_s == 1
+def test_success_resets_failure_delay(harness: ResolverHarness) -> None:
+    harness.put("tuned", 1)
+    harness.fake.before = fail_with(SourceError("it is down"))
+    assert [harness.error("tuned").retry_after_s, harness.clock.now] == [1, 1000]
+    harness.clock.now += 1
+    assert harness.error("tuned").retry_after_s == 2
+    harness.clock.now += 2
+    harness.fake.before = ignore
+    harness.resolve_identity("tuned")
+    shutil.rmtree(harness.root / "tuned")
+    harness.fake.before = fail_with(SourceError("it is down"))
+    assert harness.error("tuned").retry_after_s == 1
 
 
 @pytest.mark.parametrize("error", [AdapterError, AdapterNotFoundError, AdapterAccessError, LoraxError])
-def test_adapter_failure_is_cached_for_one_second(bench: Bench, error: type[LoraxError]) -> None:
-    identity = bench.put("tuned", 1)
-    bench.fake.before = fail_with(error("it is no good"))
+def test_adapter_failure_is_cached_for_one_second(harness: ResolverHarness, error: type[LoraxError]) -> None:
+    identity = harness.put("tuned", 1)
+    harness.fake.before = fail_with(error("it is no good"))
     for count in (1, 2, 3):
-        assert bench.error("tuned").retry_after_s == 1
-        bench.clock.now += 0.75
-        again = bench.error("tuned")
+        assert harness.error("tuned").retry_after_s == 1
+        harness.clock.now += 0.75
+        again = harness.error("tuned")
         assert (type(again), str(again), again.retry_after_s) == (error, "it is no good", 0.25)
-        assert len(bench.fake.asked) == count
-        bench.clock.now += 0.25
-    bench.fake.before = ignore
-    assert bench.ask("tuned") == identity
+        assert len(harness.fake.resolved_names) == count
+        harness.clock.now += 0.25
+    harness.fake.before = ignore
+    assert harness.resolve_identity("tuned") == identity
 
 
-def test_failures_are_cached_per_token(bench: Bench) -> None:
-    identity = bench.put("tuned", 1)
-    bench.fake.before = fail_with(AdapterAccessError("not for you"))
-    assert isinstance(bench.error("tuned", token="a"), AdapterAccessError)
-    bench.fake.before = ignore
-    assert bench.ask("tuned", token="b") == identity
-    assert isinstance(bench.error("tuned", token="a"), AdapterAccessError)
+def test_failures_are_cached_per_token(harness: ResolverHarness) -> None:
+    identity = harness.put("tuned", 1)
+    harness.fake.before = fail_with(AdapterAccessError("not for you"))
+    assert isinstance(harness.error("tuned", token="a"), AdapterAccessError)
+    harness.fake.before = ignore
+    assert harness.resolve_identity("tuned", token="b") == identity
+    assert isinstance(harness.error("tuned", token="a"), AdapterAccessError)
 
 
-def test_unexpected_error_reaches_only_its_caller(bench: Bench) -> None:
-    identity, bug = bench.put("tuned", 1), ZeroDivisionError("ours")
-    bench.resolver = bench.make(num_threads=1)
+def test_unexpected_error_reaches_only_its_caller(harness: ResolverHarness) -> None:
+    identity, bug = harness.put("tuned", 1), ZeroDivisionError("ours")
+    harness.resolver = harness.make(num_threads=1)
     for error in (bug, SystemExit(1)):
-        bench.fake.before = fail_with(error)
-        assert bench.error("tuned", token=SECRET) is error
-    bench.fake.before = ignore
-    assert bench.ask("tuned", token=SECRET) == identity
-    bench.fake.before = fail_with(bug)
-    bench.clock.now += 60
-    assert bench.error("tuned", token=SECRET) is bug
-    assert bench.resolver.num_fetching == 0
-    assert isinstance(error_of(bench.resolver.resolve([None])), AttributeError)  # type: ignore[list-item]
+        harness.fake.before = fail_with(error)
+        assert harness.error("tuned", token=SECRET) is error
+    harness.fake.before = ignore
+    assert harness.resolve_identity("tuned", token=SECRET) == identity
+    harness.fake.before = fail_with(bug)
+    harness.clock.now += 60
+    assert harness.error("tuned", token=SECRET) is bug
+    assert harness.resolver.num_fetching == 0
+    assert isinstance(error_of(harness.resolver.resolve([None])), AttributeError)  # type: ignore[list-item]
 
 
 # --- Unavailable sources ----------------------------------------------------------------------------------------------
@@ -774,152 +774,152 @@ def test_unexpected_error_reaches_only_its_caller(bench: Bench) -> None:
 TOO_OLD_S = 60 * (1 + resolutions.MAX_STALE_FACTOR)  # after which a resolution is not served without revalidation
 
 
-def test_unavailable_source_serves_cached_adapter(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    first = bench.put("tuned", 1)
-    known = result(bench.begin("tuned"))
-    bench.clock.now += TOO_OLD_S
-    bench.fake.before = fail_with(SourceError("adapter 'tuned': it is down"))
+def test_unavailable_source_serves_cached_adapter(harness: ResolverHarness, caplog: pytest.LogCaptureFixture) -> None:
+    first = harness.put("tuned", 1)
+    known = result(harness.submit("tuned"))
+    harness.clock.now += TOO_OLD_S
+    harness.fake.before = fail_with(SourceError("adapter 'tuned': it is down"))
     with caplog.at_level(logging.DEBUG):
-        assert result(bench.begin("tuned")) == known
+        assert result(harness.submit("tuned")) == known
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
     assert "'tuned': it is down" in caplog.text
     # Not queried for one second, then for two seconds.
-    for wait_s, asked in ((0.9, 2), (0.1, 3), (1.9, 3), (0.1, 4)):
-        bench.clock.now += wait_s
-        assert bench.ask("tuned") == first
-        assert len(bench.fake.asked) == asked
+    for wait_s, num_queries in ((0.9, 2), (0.1, 3), (1.9, 3), (0.1, 4)):
+        harness.clock.now += wait_s
+        assert harness.resolve_identity("tuned") == first
+        assert len(harness.fake.resolved_names) == num_queries
     # Callers with other tokens get an error.
-    assert isinstance(bench.error("tuned", token="other"), SourceError)
-    second = bench.put("tuned", 2)
-    assert isinstance(bench.error("tuned"), SourceError), "its files are others now"
-    bench.fake.before = ignore
-    bench.clock.now += 30
-    assert bench.ask("tuned") == second
+    assert isinstance(harness.error("tuned", token="other"), SourceError)
+    second = harness.put("tuned", 2)
+    assert isinstance(harness.error("tuned"), SourceError), "its files are others now"
+    harness.fake.before = ignore
+    harness.clock.now += 30
+    assert harness.resolve_identity("tuned") == second
 
 
-def test_token_access_expires_while_source_is_down(bench: Bench) -> None:
+def test_token_access_expires_while_source_is_down(harness: ResolverHarness) -> None:
     """Reject the token, because it may have been revoked."""
-    identity = bench.put("tuned", 1)
-    assert bench.ask("tuned", token=SECRET) == identity
-    bench.fake.before = fail_with(SourceError("it is down"))
-    bench.clock.now += 59
-    assert bench.ask("tuned", token=SECRET) == identity
+    identity = harness.put("tuned", 1)
+    assert harness.resolve_identity("tuned", token=SECRET) == identity
+    harness.fake.before = fail_with(SourceError("it is down"))
+    harness.clock.now += 59
+    assert harness.resolve_identity("tuned", token=SECRET) == identity
     for wait_s in (1, 0.5, 3600, 86400):
-        bench.clock.now += wait_s
-        error = bench.error("tuned", token=SECRET)
+        harness.clock.now += wait_s
+        error = harness.error("tuned", token=SECRET)
         assert isinstance(error, SourceError)
         assert error.retry_after_s
-    bench.fake.before = ignore
-    bench.clock.now += 30
-    assert bench.ask("tuned", token=SECRET) == identity
+    harness.fake.before = ignore
+    harness.clock.now += 30
+    assert harness.resolve_identity("tuned", token=SECRET) == identity
 
 
 @pytest.mark.parametrize("error", [AdapterAccessError, AdapterNotFoundError, AdapterError])
-def test_rejected_adapter_is_not_served_after_outage(bench: Bench, error: type[LoraxError]) -> None:
-    bench.put("tuned", 1)
-    bench.ask("tuned", token=SECRET)
+def test_rejected_adapter_is_not_served_after_outage(harness: ResolverHarness, error: type[LoraxError]) -> None:
+    harness.put("tuned", 1)
+    harness.resolve_identity("tuned", token=SECRET)
     for failure in (error("no more"), SourceError("it is down"), SourceError("it is down")):
-        bench.clock.now += 60
-        bench.fake.before = fail_with(failure)
-        assert type(bench.error("tuned", token=SECRET)) is type(failure)
+        harness.clock.now += 60
+        harness.fake.before = fail_with(failure)
+        assert type(harness.error("tuned", token=SECRET)) is type(failure)
 
 
-def test_rejection_after_outage_is_reported(bench: Bench) -> None:
-    identity = bench.put("tuned", 1)
-    bench.ask("tuned")
-    bench.clock.now += TOO_OLD_S
-    bench.fake.before = fail_with(SourceError("it is down"))
-    assert bench.ask("tuned") == identity
-    bench.clock.now += 1
-    bench.fake.before = fail_with(AdapterAccessError("no more"))
-    assert isinstance(bench.error("tuned"), AdapterAccessError)
+def test_rejection_after_outage_is_reported(harness: ResolverHarness) -> None:
+    identity = harness.put("tuned", 1)
+    harness.resolve_identity("tuned")
+    harness.clock.now += TOO_OLD_S
+    harness.fake.before = fail_with(SourceError("it is down"))
+    assert harness.resolve_identity("tuned") == identity
+    harness.clock.now += 1
+    harness.fake.before = fail_with(AdapterAccessError("no more"))
+    assert isinstance(harness.error("tuned"), AdapterAccessError)
 
 
-def test_local_folder_has_no_outage_fallback(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_folder_has_no_outage_fallback(harness: ResolverHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """A previous version that still exists must not be served just because the folder changed."""
-    bench.put("tuned", 1)
-    bench.ask("tuned", "local")
+    harness.put("tuned", 1)
+    harness.resolve_identity("tuned", "local")
     monkeypatch.setattr(LocalSource, "fetch", lambda *_: fail_with(SourceError("it changed"))(""))
     for _ in range(2):
-        assert isinstance(bench.error("tuned", "local"), SourceError)
+        assert isinstance(harness.error("tuned", "local"), SourceError)
 
 
 # --- Forgetting -------------------------------------------------------------------------------------------------------
 
 
-def test_forget_queries_source_again(bench: Bench) -> None:
+def test_forget_queries_source_again(harness: ResolverHarness) -> None:
     for name in ("tuned", "other"):
-        bench.put(name, 1)
+        harness.put(name, 1)
         for token in (None, "a", "b"):
-            bench.ask(name, token=token)
-    bench.fake.asked.clear()
-    bench.resolver.forget("fake", "tuned")
-    bench.resolver.forget("local", "other")
-    bench.resolver.forget("fake", "unheard of")
+            harness.resolve_identity(name, token=token)
+    harness.fake.resolved_names.clear()
+    harness.resolver.forget("fake", "tuned")
+    harness.resolver.forget("local", "other")
+    harness.resolver.forget("fake", "unheard of")
     for name in ("tuned", "other"):
         for token in (None, "a", "b"):
-            bench.ask(name, token=token)
-    assert bench.fake.asked == ["tuned"] * 3
+            harness.resolve_identity(name, token=token)
+    assert harness.fake.resolved_names == ["tuned"] * 3
 
 
-def test_forget_clears_failure(bench: Bench) -> None:
-    bench.error("tuned")
-    identity = bench.put("tuned", 1)
-    assert isinstance(bench.error("tuned"), AdapterNotFoundError)
-    bench.resolver.forget("fake", "tuned")
-    assert bench.ask("tuned") == identity
+def test_forget_clears_failure(harness: ResolverHarness) -> None:
+    harness.error("tuned")
+    identity = harness.put("tuned", 1)
+    assert isinstance(harness.error("tuned"), AdapterNotFoundError)
+    harness.resolver.forget("fake", "tuned")
+    assert harness.resolve_identity("tuned") == identity
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_forget_discards_result_of_running_fetch(bench: Bench, fails: bool) -> None:
-    bench.put("tuned", 1)
-    gate = bench.gate()
+def test_forget_discards_result_of_running_fetch(harness: ResolverHarness, fails: bool) -> None:
+    harness.put("tuned", 1)
+    gate = harness.gate()
 
     def before(name: str) -> None:
         gate()
         if fails:
             raise AdapterError("it is no good")
 
-    bench.fake.before = before
-    old = bench.begin("tuned", token=SECRET)
+    harness.fake.before = before
+    old = harness.submit("tuned", token=SECRET)
     gate.wait_for()
-    bench.resolver.forget("fake", "tuned")
-    bench.fake.before = ignore
-    second = bench.put("tuned", 2)
-    assert bench.ask("tuned", token=SECRET) == second, "it does not wait for the old one either"
-    bench.clock.now += 30
+    harness.resolver.forget("fake", "tuned")
+    harness.fake.before = ignore
+    second = harness.put("tuned", 2)
+    assert harness.resolve_identity("tuned", token=SECRET) == second, "it does not wait for the old one either"
+    harness.clock.now += 30
     gate.opened.set()
     assert (old.exception(PATIENCE_S) is not None) == fails
-    assert bench.ask("tuned", token=SECRET) == second
-    assert len(bench.fake.asked) == 2
-    bench.clock.now += 30
-    assert bench.ask("tuned", token=SECRET) == second
-    assert len(bench.fake.asked) == 3, "it did not make what is known look younger"
-    assert bench.resolver.num_fetching == 0
+    assert harness.resolve_identity("tuned", token=SECRET) == second
+    assert len(harness.fake.resolved_names) == 2
+    harness.clock.now += 30
+    assert harness.resolve_identity("tuned", token=SECRET) == second
+    assert len(harness.fake.resolved_names) == 3, "it did not make what is known look younger"
+    assert harness.resolver.num_fetching == 0
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_caches_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
+def test_caches_are_bounded(harness: ResolverHarness, monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
     for module, limit in (
         *((resolutions, name) for name in ("MAX_RESOLUTIONS", "MAX_FAILURES")),
         *((finder, name) for name in ("MAX_IDENTITIES", "MAX_BASE_TYPES")),
     ):
         monkeypatch.setattr(module, limit, 3)
-    bench.resolver = bench.make(time_ns=lambda: 2**63)
-    bench.fake.base_types = {f"base{number}": "llama" for number in range(6) if is_known}
+    harness.resolver = harness.make(time_ns=lambda: 2**63)
+    harness.fake.base_types = {f"base{number}": "llama" for number in range(6) if is_known}
     for number in range(6):
-        bench.put(f"good{number}", number, base_model_name_or_path=f"base{number}")
-        bench.ask("good0")
-        bench.ask(f"good{number}")
-        bench.error(f"bad{number}")
-    remembered = {**vars(bench.resolver._resolutions), **vars(bench.resolver._finder)}
+        harness.put(f"good{number}", number, base_model_name_or_path=f"base{number}")
+        harness.resolve_identity("good0")
+        harness.resolve_identity(f"good{number}")
+        harness.error(f"bad{number}")
+    remembered = {**vars(harness.resolver._resolutions), **vars(harness.resolver._finder)}
     sizes = {name: len(held) for name, held in remembered.items() if isinstance(held, Cache)}
     assert sizes == {"_resolutions": 3, "_failures": 3, "_identities": 3, "_base_types": 3}
-    assert bench.fake.asked.count("good0") == 1
-    bench.fake.asked.clear()
+    assert harness.fake.resolved_names.count("good0") == 1
+    harness.fake.resolved_names.clear()
     for name in ("good0", "good5", "good1"):
-        bench.ask(name)
-    assert bench.fake.asked == ["good1"], "those that are asked for stay"
+        harness.resolve_identity(name)
+    assert harness.fake.resolved_names == ["good1"], "those that are asked for stay"
 
 
 # --- File checks ------------------------------------------------------------------------------------------------------
@@ -950,20 +950,20 @@ class Looks:
         self.reads.clear()
 
 
-def settled(bench: Bench) -> AdapterResolver:
+def settled(harness: ResolverHarness) -> AdapterResolver:
     """Create a resolver for which all existing files are old."""
     now_ns = time.time_ns() + MIN_STAMP_AGE_NS + 10**9
-    return bench.make(time_ns=lambda: now_ns)
+    return harness.make(time_ns=lambda: now_ns)
 
 
 @pytest.mark.parametrize("source", ["local", "fake"])
 def test_cached_resolution_checks_each_file_once_off_caller_thread(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, source: str
+    harness: ResolverHarness, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
-    identity = bench.put("tuned", 1)
-    folder = write(bench.root / "tuned", {"tokenizer.json": b"{}"})
-    bench.resolver = settled(bench)
-    assert bench.ask("tuned", source) == identity
+    identity = harness.put("tuned", 1)
+    folder = write(harness.root / "tuned", {"tokenizer.json": b"{}"})
+    harness.resolver = settled(harness)
+    assert harness.resolve_identity("tuned", source) == identity
     looks, real = Looks(monkeypatch), LocalSource.find
     found: list[str] = []
 
@@ -972,40 +972,42 @@ def test_cached_resolution_checks_each_file_once_off_caller_thread(
         return real(source, name, token)
 
     monkeypatch.setattr(LocalSource, "find", find)
-    bench.fake.asked.clear()
+    harness.fake.resolved_names.clear()
     for _ in range(3):
         looks.clear()
-        assert bench.ask("tuned", source) == identity
+        assert harness.resolve_identity("tuned", source) == identity
         folders = {folder, folder / TEMPLATES_FOLDER} if source == "local" else set()
         assert sorted(looks.stats) == sorted({folder / file for file in (*REQUIRED_FILES, "tokenizer.json")} | folders)
         assert not looks.reads
     assert not found
-    assert not bench.fake.asked
+    assert not harness.fake.resolved_names
     assert threading.get_ident() not in looks.threads, "a file system that hangs would stop whoever asks"
 
 
-def put_earlier(bench: Bench) -> None:
-    write(bench.tmp_path / "earlier" / "tuned", files_of(2))
+def put_earlier(harness: ResolverHarness) -> None:
+    write(harness.tmp_path / "earlier" / "tuned", files_of(2))
 
 
 @pytest.mark.parametrize(
     ("change", "is_another"),
     [
-        (lambda bench: replace(bench.root / "tuned", files_of(2)), True),
-        (lambda bench: rewrite(bench.root / "tuned", files_of(2)), True),
-        (lambda bench: swap_link(bench.root / "tuned", files_of(2)), True),
-        (lambda bench: replace(bench.root / "tuned", {CONFIG_FILE: files_of(1, lora_alpha=9)[CONFIG_FILE]}), True),
+        (lambda harness: replace(harness.root / "tuned", files_of(2)), True),
+        (lambda harness: rewrite(harness.root / "tuned", files_of(2)), True),
+        (lambda harness: swap_link(harness.root / "tuned", files_of(2)), True),
+        (lambda harness: replace(harness.root / "tuned", {CONFIG_FILE: files_of(1, lora_alpha=9)[CONFIG_FILE]}), True),
         (put_earlier, True),
-        (lambda bench: write(bench.root / "tuned", {"tokenizer.json": b"{}"}), False),
-        (lambda bench: write(bench.root / "tuned" / TEMPLATES_FOLDER, {"tools.jinja": b"{}"}), False),
-        (lambda bench: write(bench.root / "tuned", {"README.md": b""}), False),
+        (lambda harness: write(harness.root / "tuned", {"tokenizer.json": b"{}"}), False),
+        (lambda harness: write(harness.root / "tuned" / TEMPLATES_FOLDER, {"tools.jinja": b"{}"}), False),
+        (lambda harness: write(harness.root / "tuned", {"README.md": b""}), False),
     ],
     ids=["replaced", "rewritten", "link swapped", "config", "an earlier root", "tokenizer", "template", "readme"],
 )
-def test_next_request_sees_changed_file(bench: Bench, change: Callable[[Bench], None], is_another: bool) -> None:
-    first = bench.put("tuned", 1)
-    (bench.root / "tuned" / TEMPLATES_FOLDER).mkdir()
-    sources = {"local": LocalSource([bench.tmp_path / "earlier", bench.root])}
+def test_next_request_sees_changed_file(
+    harness: ResolverHarness, change: Callable[[ResolverHarness], None], is_another: bool
+) -> None:
+    first = harness.put("tuned", 1)
+    (harness.root / "tuned" / TEMPLATES_FOLDER).mkdir()
+    sources = {"local": LocalSource([harness.tmp_path / "earlier", harness.root])}
     now_ns = time.time_ns() + MIN_STAMP_AGE_NS + 10**9
     found_by = finder.AdapterFinder(
         AdapterSources(sources, max_bytes=2**30),
@@ -1013,23 +1015,25 @@ def test_next_request_sees_changed_file(bench: Bench, change: Callable[[Bench], 
         model_class="LlamaForCausalLM",
         time_ns=lambda: now_ns,
     )
-    bench.resolver = AdapterResolver(found_by)
-    bench.made.append(bench.resolver)
-    known = result(bench.begin("tuned", "local"))
-    assert result(bench.begin("tuned", "local")) == known
-    change(bench)
-    spec, resolved = result(bench.begin("tuned", "local"))
+    harness.resolver = AdapterResolver(found_by)
+    harness.made.append(harness.resolver)
+    known = result(harness.submit("tuned", "local"))
+    assert result(harness.submit("tuned", "local")) == known
+    change(harness)
+    spec, resolved = result(harness.submit("tuned", "local"))
     assert (spec.identity != first) == is_another
     listed = ("tokenizer.json", f"{TEMPLATES_FOLDER}/tools.jinja")
-    assert resolved.tokenizer_files == tuple(file for file in listed if (bench.root / "tuned" / file).exists())
+    assert resolved.tokenizer_files == tuple(file for file in listed if (harness.root / "tuned" / file).exists())
 
 
-def test_hanging_file_system_blocks_only_its_requests(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    identity = bench.put("tuned", 1)
-    bench.ask("tuned", "fake")
-    bench.resolver = settled(bench)
-    bench.ask("tuned", "fake")
-    gate = bench.gate()
+def test_hanging_file_system_blocks_only_its_requests(
+    harness: ResolverHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = harness.put("tuned", 1)
+    harness.resolve_identity("tuned", "fake")
+    harness.resolver = settled(harness)
+    harness.resolve_identity("tuned", "fake")
+    gate = harness.gate()
 
     def hang(found: finder.FoundAdapter) -> bool:
         gate()
@@ -1037,18 +1041,18 @@ def test_hanging_file_system_blocks_only_its_requests(bench: Bench, monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(finder.FoundAdapter, "is_unchanged", hang)
-        held = [bench.begin("tuned", "fake") for _ in range(5)]  # returns before the file check
+        held = [harness.submit("tuned", "fake") for _ in range(5)]  # returns before the file check
         gate.wait_for(resolver_module.NUM_CHECK_THREADS)
-        assert bench.ask("tuned", "other") == identity
+        assert harness.resolve_identity("tuned", "other") == identity
         assert not any(future.done() for future in held)
         gate.opened.set()
         assert {result(future)[0].identity for future in held} == {identity}
 
 
-def test_too_many_pending_checks_are_rejected(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.put("tuned", 1)
-    bench.ask("tuned")
-    gate = bench.gate()
+def test_too_many_pending_checks_are_rejected(harness: ResolverHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness.put("tuned", 1)
+    harness.resolve_identity("tuned")
+    gate = harness.gate()
     monkeypatch.setattr(resolver_module, "MAX_PENDING_FETCHES", 3)
 
     def is_unchanged(_: finder.FoundAdapter) -> bool:
@@ -1056,62 +1060,62 @@ def test_too_many_pending_checks_are_rejected(bench: Bench, monkeypatch: pytest.
         return True
 
     monkeypatch.setattr(finder.FoundAdapter, "is_unchanged", is_unchanged)
-    held = [bench.begin("tuned") for _ in range(3)]
-    assert isinstance(bench.error("tuned"), OverloadedError)
+    held = [harness.submit("tuned") for _ in range(3)]
+    assert isinstance(harness.error("tuned"), OverloadedError)
     gate.opened.set()
     for future in held:
         result(future)
 
 
-def test_fetched_tier_only_for_waiting_requests(bench: Bench) -> None:
-    bench.put("tuned", 1)
-    write(bench.root / "empty", {CONFIG_FILE: files_of(1)[CONFIG_FILE]})
-    assert result(bench.begin("tuned"))[1].tier == "", "it was here already"
-    bench.fake.sizes = {file: len(content) for file, content in files_of(1).items()}
+def test_fetched_tier_only_for_waiting_requests(harness: ResolverHarness) -> None:
+    harness.put("tuned", 1)
+    write(harness.root / "empty", {CONFIG_FILE: files_of(1)[CONFIG_FILE]})
+    assert result(harness.submit("tuned"))[1].tier == "", "it was here already"
+    harness.fake.sizes = {file: len(content) for file, content in files_of(1).items()}
 
     def bring(wanted: Sequence[str]) -> None:
         if WEIGHTS_FILE in wanted:
-            write(bench.root / "empty", files_of(1))
+            write(harness.root / "empty", files_of(1))
 
-    bench.fake.after_fetch = bring
-    assert result(bench.begin("empty"))[1].tier == "fetched"
-    assert result(bench.begin("empty"))[1].tier == ""
-    (bench.root / "empty" / WEIGHTS_FILE).unlink()
-    merge = bench.resolver.resolve([AdapterRef("fake", name) for name in ("tuned", "empty")], Merge((1, 1)))
+    harness.fake.after_fetch = bring
+    assert result(harness.submit("empty"))[1].tier == "fetched"
+    assert result(harness.submit("empty"))[1].tier == ""
+    (harness.root / "empty" / WEIGHTS_FILE).unlink()
+    merge = harness.resolver.resolve([AdapterRef("fake", name) for name in ("tuned", "empty")], Merge((1, 1)))
     assert result(merge)[1].tier == "fetched"
 
 
 # --- Stale resolutions during revalidation ----------------------------------------------------------------------------
 
 
-def settle(bench: Bench) -> None:
+def settle(harness: ResolverHarness) -> None:
     """Wait until no fetch is running, since a second request would share it."""
-    while bench.resolver.num_fetching:
+    while harness.resolver.num_fetching:
         time.sleep(0.001)
 
 
-def test_stale_resolution_is_served_during_revalidation(bench: Bench) -> None:
-    first = bench.put("tuned", 1)
-    assert bench.ask("tuned") == first
-    bench.clock.now += 60
-    gate = bench.fake.before = bench.gate()
-    assert [bench.ask("tuned") for _ in range(5)] == [first] * 5, "it waits for the source"
+def test_stale_resolution_is_served_during_revalidation(harness: ResolverHarness) -> None:
+    first = harness.put("tuned", 1)
+    assert harness.resolve_identity("tuned") == first
+    harness.clock.now += 60
+    gate = harness.fake.before = harness.gate()
+    assert [harness.resolve_identity("tuned") for _ in range(5)] == [first] * 5, "it waits for the source"
     gate.wait_for()
-    assert len(bench.fake.asked) == 2, "once is enough"
+    assert len(harness.fake.resolved_names) == 2, "once is enough"
     gate.opened.set()
-    settle(bench)
-    bench.clock.now += 59
-    assert bench.ask("tuned") == first
-    assert len(bench.fake.asked) == 2
+    settle(harness)
+    harness.clock.now += 59
+    assert harness.resolve_identity("tuned") == first
+    assert len(harness.fake.resolved_names) == 2
 
 
 @pytest.mark.parametrize(("token", "age_s"), [(SECRET, 60), (None, TOO_OLD_S)], ids=["a token", "too old"])
-def test_request_with_token_waits_for_revalidation(bench: Bench, token: str | None, age_s: float) -> None:
-    bench.put("tuned", 1)
-    bench.ask("tuned", token=token)
-    bench.clock.now += age_s
-    gate = bench.fake.before = bench.gate()
-    held = bench.begin("tuned", token=token)
+def test_request_with_token_waits_for_revalidation(harness: ResolverHarness, token: str | None, age_s: float) -> None:
+    harness.put("tuned", 1)
+    harness.resolve_identity("tuned", token=token)
+    harness.clock.now += age_s
+    gate = harness.fake.before = harness.gate()
+    held = harness.submit("tuned", token=token)
     gate.wait_for()
     assert not held.done()
     gate.opened.set()
@@ -1119,35 +1123,35 @@ def test_request_with_token_waits_for_revalidation(bench: Bench, token: str | No
 
 
 @pytest.mark.parametrize("error", [AdapterAccessError, AdapterNotFoundError])
-def test_stale_resolution_ends_with_source_rejection(bench: Bench, error: type[LoraxError]) -> None:
-    first = bench.put("tuned", 1)
-    bench.ask("tuned")
-    bench.clock.now += 60
-    bench.fake.before = fail_with(error("no more"))
-    assert bench.ask("tuned") == first
-    settle(bench)
-    assert isinstance(bench.error("tuned"), error)
+def test_stale_resolution_ends_with_source_rejection(harness: ResolverHarness, error: type[LoraxError]) -> None:
+    first = harness.put("tuned", 1)
+    harness.resolve_identity("tuned")
+    harness.clock.now += 60
+    harness.fake.before = fail_with(error("no more"))
+    assert harness.resolve_identity("tuned") == first
+    settle(harness)
+    assert isinstance(harness.error("tuned"), error)
 
 
-def test_unavailable_source_is_not_queried_for_every_request(bench: Bench) -> None:
-    first = bench.put("tuned", 1)
-    bench.ask("tuned")
-    bench.clock.now += 60
-    bench.fake.before = fail_with(SourceError("it is down"))
+def test_unavailable_source_is_not_queried_for_every_request(harness: ResolverHarness) -> None:
+    first = harness.put("tuned", 1)
+    harness.resolve_identity("tuned")
+    harness.clock.now += 60
+    harness.fake.before = fail_with(SourceError("it is down"))
     for _ in range(5):
-        assert bench.ask("tuned") == first
-        settle(bench)
-    assert len(bench.fake.asked) == 2
+        assert harness.resolve_identity("tuned") == first
+        settle(harness)
+    assert len(harness.fake.resolved_names) == 2
 
 
-def test_new_hub_version_is_found_in_background(bench: Bench, hub: HubServer) -> None:
-    first, second = (identity_of(bench.tmp_path, files_of(number)) for number in (1, 2))
-    assert result(bench.begin(HUB_NAME, "hub"))[1].tier == "fetched"
+def test_new_hub_version_is_found_in_background(harness: ResolverHarness, hub: HubServer) -> None:
+    first, second = (identity_of(harness.tmp_path, files_of(number)) for number in (1, 2))
+    assert result(harness.submit(HUB_NAME, "hub"))[1].tier == "fetched"
     hub.repos[HUB_NAME] = Repo(files_of(2))
-    bench.clock.now += 60
-    assert bench.ask(HUB_NAME, "hub") == first
-    settle(bench)
-    spec, resolved = result(bench.begin(HUB_NAME, "hub"))
+    harness.clock.now += 60
+    assert harness.resolve_identity(HUB_NAME, "hub") == first
+    settle(harness)
+    spec, resolved = result(harness.submit(HUB_NAME, "hub"))
     assert spec.identity == second
     assert resolved.tier == "", "it was fetched for nobody"
 
@@ -1174,14 +1178,14 @@ NAMES = [
 
 
 @pytest.mark.parametrize("source", ["local", "hub", "nowhere", "", "\ud800", "x" * 10**6])
-def test_hostile_adapter_names(bench: Bench, source: str, tmp_path: Path) -> None:
+def test_hostile_adapter_names(harness: ResolverHarness, source: str, tmp_path: Path) -> None:
     write(tmp_path / "outside", files_of(1))
-    identity = bench.put("tuned", 1)
-    bench.resolver = bench.make(HubSource(tmp_path / "cache", "http://127.0.0.1:9", offline=True))
+    identity = harness.put("tuned", 1)
+    harness.resolver = harness.make(HubSource(tmp_path / "cache", "http://127.0.0.1:9", offline=True))
     for name, token in itertools.product(NAMES, [None, "a\r\nb: c", "\ud800", "x" * 10**5]):
-        assert isinstance(bench.error(name, source, token), AdapterError)
-    assert bench.ask("tuned", "local") == identity
-    kept = [key for key in bench.resolver._resolutions._failures if len(key[0]) + len(key[1]) > 1000]
+        assert isinstance(harness.error(name, source, token), AdapterError)
+    assert harness.resolve_identity("tuned", "local") == identity
+    kept = [key for key in harness.resolver._resolutions._failures if len(key[0]) + len(key[1]) > 1000]
     assert not kept, "what is no name is not worth remembering"
 
 
@@ -1198,9 +1202,9 @@ def reachable(start: object) -> Iterator[object]:
                 waiting.append(child)
 
 
-def test_token_is_not_stored_or_logged(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_token_is_not_stored_or_logged(harness: ResolverHarness, caplog: pytest.LogCaptureFixture) -> None:
     secret = "".join(["hf_", "kept", "nowhere"])  # built at run time, so it is not in the function's constants
-    bench.put("tuned", 1, base_model_name_or_path="owner/base")
+    harness.put("tuned", 1, base_model_name_or_path="owner/base")
 
     def fail(name: str) -> None:
         if name != "tuned":
@@ -1209,27 +1213,27 @@ def test_token_is_not_stored_or_logged(bench: Bench, caplog: pytest.LogCaptureFi
             except ValueError as error:
                 raise SourceError("it is down") from error
 
-    bench.fake.before = fail
+    harness.fake.before = fail
     with caplog.at_level(logging.DEBUG):
         for name in ("tuned", "tuned", "down", "down"):
-            bench.begin(name, token=secret).exception(PATIENCE_S)
-    bench.fake.before = ignore
-    for threads in bench.resolver._threads.values():
+            harness.submit(name, token=secret).exception(PATIENCE_S)
+    harness.fake.before = ignore
+    for threads in harness.resolver._threads.values():
         threads.submit(lambda: None)  # a thread keeps its last task until it gets another
-    bench.resolver.close()
-    bench.resolver = bench.make()
+    harness.resolver.close()
+    harness.resolver = harness.make()
     for name in ("tuned", "tuned", "down"):
-        bench.begin(name, token=secret).exception(PATIENCE_S)
-    held = [text for text in reachable(vars(bench.resolver)) if isinstance(text, str) and secret in text]
+        harness.submit(name, token=secret).exception(PATIENCE_S)
+    held = [text for text in reachable(vars(harness.resolver)) if isinstance(text, str) and secret in text]
     assert not held
     assert secret not in caplog.text
 
 
-def test_concurrent_resolves(bench: Bench) -> None:
+def test_concurrent_resolves(harness: ResolverHarness) -> None:
     """Mix all operations in several threads. Results must be correct, and all state must be released."""
     names = [f"adapter{number}" for number in range(8)]
-    expected = {name: bench.put(name, number) for number, name in enumerate(names)}
-    bench.resolver = bench.make(num_threads=3)
+    expected = {name: harness.put(name, number) for number, name in enumerate(names)}
+    harness.resolver = harness.make(num_threads=3)
     wrong: list[Any] = []
 
     def hammer(seed: int) -> None:
@@ -1238,10 +1242,10 @@ def test_concurrent_resolves(bench: Bench) -> None:
             chosen = chance.choices(names, k=chance.choice([1, 1, 2, 3]))
             refs = [AdapterRef(chance.choice(["fake", "local"]), name, chance.choice([None, "a"])) for name in chosen]
             merge = Merge((1.0,) * len(chosen)) if len(chosen) > 1 else None
-            future = bench.resolver.resolve(refs, merge)
+            future = harness.resolver.resolve(refs, merge)
             action = chance.random()
             if action < 0.1:
-                bench.resolver.forget(refs[0].source, refs[0].name)
+                harness.resolver.forget(refs[0].source, refs[0].name)
             if action > 0.9:
                 future.cancel()
                 continue
@@ -1258,43 +1262,43 @@ def test_concurrent_resolves(bench: Bench) -> None:
     assert not any(thread.is_alive() for thread in threads)
     assert not wrong
     for name in names:
-        bench.ask(name, "local")
-    assert bench.resolver.num_fetching == 0
-    assert not bench.resolver._fetches
+        harness.resolve_identity(name, "local")
+    assert harness.resolver.num_fetching == 0
+    assert not harness.resolver._fetches
 
 
 # --- Close ------------------------------------------------------------------------------------------------------------
 
 
-def test_close_fails_pending_resolves(bench: Bench, monkeypatch: Any) -> None:
-    bench.resolver = bench.make(num_threads=1)
-    gate = bench.fake.before = bench.gate()
+def test_close_fails_pending_resolves(harness: ResolverHarness, monkeypatch: Any) -> None:
+    harness.resolver = harness.make(num_threads=1)
+    gate = harness.fake.before = harness.gate()
     for name in ("a", "b", "known"):
-        bench.put(name, 1)
-    bench.ask("known", "other")
+        harness.put(name, 1)
+    harness.resolve_identity("known", "other")
     monkeypatch.setattr(finder, "read_header", lambda _, name, *_rest: gate(name))
-    futures = [bench.begin(name, source) for name in "ab" for source in ("fake", "local")]
+    futures = [harness.submit(name, source) for name in "ab" for source in ("fake", "local")]
     gate.wait_for(2)
-    futures.append(bench.begin("a", "local"))  # starts another fetch after the first
-    futures.append(bench.resolver.resolve([AdapterRef("fake", "a"), AdapterRef("other", "known")], Merge((1, 1))))
+    futures.append(harness.submit("a", "local"))  # starts another fetch after the first
+    futures.append(harness.resolver.resolve([AdapterRef("fake", "a"), AdapterRef("other", "known")], Merge((1, 1))))
     assert not any(thread.daemon is False for thread in threading.enumerate() if "adapters of" in thread.name)
-    bench.resolver.close()
+    harness.resolver.close()
     assert all(isinstance(error_of(future), EngineError) for future in futures)
-    assert isinstance(bench.error("known", "other"), EngineError)
-    assert bench.resolver.num_fetching == 0
+    assert isinstance(harness.error("known", "other"), EngineError)
+    assert harness.resolver.num_fetching == 0
     gate.opened.set()
-    bench.resolver.close()
+    harness.resolver.close()
 
 
-def test_close_stops_threads(bench: Bench) -> None:
-    bench.resolver = bench.make(num_threads=4)
+def test_close_stops_threads(harness: ResolverHarness) -> None:
+    harness.resolver = harness.make(num_threads=4)
     before = set(threading.enumerate())
     for number in range(8):
-        bench.put(str(number), number)
-        bench.ask(str(number))
+        harness.put(str(number), number)
+        harness.resolve_identity(str(number))
     started = set(threading.enumerate()) - before
     assert len(started) == 4
-    bench.resolver.close()
+    harness.resolver.close()
     for thread in started:
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
@@ -1315,70 +1319,70 @@ def near_hub() -> Iterator[None]:
 
 
 @pytest.fixture
-def hub(bench: Bench) -> Iterator[HubServer]:
+def hub(harness: ResolverHarness) -> Iterator[HubServer]:
     with running(HubServer()) as server:
         server.repos[HUB_NAME] = Repo(files_of(1) | {"tokenizer.json": b"{}", "README.md": b"a"})
-        bench.resolver = bench.make(HubSource(bench.tmp_path / "cache", server.url, timeout_s=PATIENCE_S))
+        harness.resolver = harness.make(HubSource(harness.tmp_path / "cache", server.url, timeout_s=PATIENCE_S))
         yield server
 
 
-def test_hub_is_revalidated_after_expiry(bench: Bench, hub: HubServer) -> None:
-    first, second = (identity_of(bench.tmp_path, files_of(number)) for number in (1, 2))
-    spec, resolved = result(bench.begin(HUB_NAME, "hub", SECRET))
+def test_hub_is_revalidated_after_expiry(harness: ResolverHarness, hub: HubServer) -> None:
+    first, second = (identity_of(harness.tmp_path, files_of(number)) for number in (1, 2))
+    spec, resolved = result(harness.submit(HUB_NAME, "hub", SECRET))
     assert spec.identity == first
     assert resolved.folder is not None
     assert (Path(resolved.folder) / "tokenizer.json").read_bytes() == b"{}"
     num_requests = len(hub.seen)
     hub.repos[HUB_NAME] = Repo(files_of(2))
-    assert bench.ask(HUB_NAME, "hub", SECRET) == first
+    assert harness.resolve_identity(HUB_NAME, "hub", SECRET) == first
     assert len(hub.seen) == num_requests
-    bench.clock.now += 60
-    assert bench.ask(HUB_NAME, "hub", SECRET) == second
+    harness.clock.now += 60
+    assert harness.resolve_identity(HUB_NAME, "hub", SECRET) == second
     assert read_stamp(spec.checkpoints[0].folder / WEIGHTS_FILE) == spec.checkpoints[0].stamp, (
         "who uses the first may go on"
     )
 
 
-def test_emptied_cache_is_downloaded_again(bench: Bench, hub: HubServer) -> None:
-    first = bench.ask(HUB_NAME, "hub")
-    shutil.rmtree(bench.tmp_path / "cache")
-    spec, _ = result(bench.begin(HUB_NAME, "hub"))
+def test_emptied_cache_is_downloaded_again(harness: ResolverHarness, hub: HubServer) -> None:
+    first = harness.resolve_identity(HUB_NAME, "hub")
+    shutil.rmtree(harness.tmp_path / "cache")
+    spec, _ = result(harness.submit(HUB_NAME, "hub"))
     assert spec.identity == first
     assert spec.checkpoints[0].stamp == read_stamp(spec.checkpoints[0].folder / WEIGHTS_FILE)
 
 
-def test_hub_outage(bench: Bench, hub: HubServer) -> None:
+def test_hub_outage(harness: ResolverHarness, hub: HubServer) -> None:
     hub.repos["owner/late"] = Repo(files_of(2))
-    first = bench.ask(HUB_NAME, "hub")
-    bench.clock.now += 60
+    first = harness.resolve_identity(HUB_NAME, "hub")
+    harness.clock.now += 60
     for fault in ("info", CONFIG_FILE):
         hub.faults[fault] = Fault(reply=Reply(503))
-    assert bench.ask(HUB_NAME, "hub") == first
-    assert isinstance(bench.error("owner/late", "hub"), SourceError)
+    assert harness.resolve_identity(HUB_NAME, "hub") == first
+    assert isinstance(harness.error("owner/late", "hub"), SourceError)
     hub.close()
-    bench.clock.now += 30
-    assert bench.ask(HUB_NAME, "hub") == first
-    shutil.rmtree(bench.tmp_path / "cache")
-    bench.clock.now += 30
-    assert isinstance(bench.error(HUB_NAME, "hub"), SourceError)
+    harness.clock.now += 30
+    assert harness.resolve_identity(HUB_NAME, "hub") == first
+    shutil.rmtree(harness.tmp_path / "cache")
+    harness.clock.now += 30
+    assert isinstance(harness.error(HUB_NAME, "hub"), SourceError)
 
 
-def test_revoked_hub_access(bench: Bench, hub: HubServer) -> None:
+def test_revoked_hub_access(harness: ResolverHarness, hub: HubServer) -> None:
     hub.repos[HUB_NAME].token = SECRET
-    first = bench.ask(HUB_NAME, "hub", SECRET)
+    first = harness.resolve_identity(HUB_NAME, "hub", SECRET)
     for token in (None, "another"):
-        assert isinstance(bench.error(HUB_NAME, "hub", token), AdapterAccessError)
+        assert isinstance(harness.error(HUB_NAME, "hub", token), AdapterAccessError)
     hub.repos[HUB_NAME].token = "a new one"
-    assert bench.ask(HUB_NAME, "hub", SECRET) == first, "for as long as an answer holds"
-    bench.clock.now += 60
-    assert isinstance(bench.error(HUB_NAME, "hub", SECRET), AdapterAccessError)
+    assert harness.resolve_identity(HUB_NAME, "hub", SECRET) == first, "for as long as an answer holds"
+    harness.clock.now += 60
+    assert isinstance(harness.error(HUB_NAME, "hub", SECRET), AdapterAccessError)
     hub.faults["info"] = hub.faults[CONFIG_FILE] = Fault(reply=Reply(500))
-    bench.clock.now += 60
-    assert isinstance(bench.error(HUB_NAME, "hub", SECRET), SourceError)
+    harness.clock.now += 60
+    assert isinstance(harness.error(HUB_NAME, "hub", SECRET), SourceError)
 
 
-def test_adapter_deleted_on_hub(bench: Bench, hub: HubServer) -> None:
-    bench.ask(HUB_NAME, "hub", SECRET)
+def test_adapter_deleted_on_hub(harness: ResolverHarness, hub: HubServer) -> None:
+    harness.resolve_identity(HUB_NAME, "hub", SECRET)
     del hub.repos[HUB_NAME]
-    bench.clock.now += 60
-    assert isinstance(bench.error(HUB_NAME, "hub", SECRET), AdapterNotFoundError)
+    harness.clock.now += 60
+    assert isinstance(harness.error(HUB_NAME, "hub", SECRET), AdapterNotFoundError)

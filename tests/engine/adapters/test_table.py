@@ -27,7 +27,7 @@ from tests.engine.fake_workers import UNIT_BYTES, VOCAB, World, make_capabilitie
 from tests.grids import slow_except
 
 
-class Desk:
+class TableHarness:
     """A table with workers that finish every operation within the step, unless blocked."""
 
     def __init__(self, units: int = 10, host: int = 100, max_adapters: int = 2**31 - 1, **options: Any) -> None:
@@ -60,10 +60,10 @@ class Desk:
         if load:
             self.loading = []
         while prepare and self.preparing:
-            self.answer(self.preparing[0].identity)
+            self.finish_prepare(self.preparing[0].identity)
         return ops
 
-    def answer(self, identity: str, error: LoraxError | None = None) -> None:
+    def finish_prepare(self, identity: str, error: LoraxError | None = None) -> None:
         spec = next(spec for spec in self.preparing if spec.identity == identity)
         self.preparing.remove(spec)
         units = 0 if error else spec.num_elements
@@ -76,13 +76,13 @@ class Desk:
         self.table.advance()
         return self.table.pop_arrived()
 
-    def want(self, *identities: str) -> None:
+    def request(self, *identities: str) -> None:
         for identity in identities:
             self.table.add_request(identity)
             if self.table.index_of(identity, has_started=False) is None:
                 self.table.ensure_loaded(identity)
 
-    def begin(self, *identities: str) -> None:
+    def start(self, *identities: str) -> None:
         for identity in identities:
             assert self.table.index_of(identity, has_started=False) is not None
             self.table.start_request(identity)
@@ -96,9 +96,9 @@ class Desk:
     def use(self, *identities: str) -> None:
         """Run one request per adapter, in order."""
         for identity in identities:
-            self.want(identity)
+            self.request(identity)
             self.steps()
-            self.begin(identity)
+            self.start(identity)
             self.end(identity)
 
     def state(self, *identities: str) -> list[AdapterStage | None]:
@@ -118,30 +118,34 @@ class Desk:
 
 
 def test_adapter_moves_from_disk_to_device() -> None:
-    desk = Desk()
-    assert desk.state("a") == [None]
-    desk.know(a=3)
-    assert desk.state("a") == [AdapterStage.DISK]
-    desk.want("a")
-    assert [type(op) for op in desk.step(prepare=False)] == [Prepare]
-    assert desk.state("a") == [AdapterStage.PREPARING]
-    assert desk.table.num_preparing == 1
-    desk.answer("a")
-    assert desk.state("a") == [AdapterStage.HOST]
-    assert desk.step(load=False) == [Load("a", 1, 0)]
-    assert desk.state("a") == [AdapterStage.LOADING]
-    assert desk.table.is_loading
-    assert desk.table.index_of("a", has_started=False) is None
-    desk.step()
-    assert desk.state("a") == [AdapterStage.DEVICE]
-    assert desk.table.index_of("a", has_started=False) == 1
-    assert desk.table.vocab_size("a") == VOCAB
-    assert desk.table.pop_arrived() == ["a"]
-    assert (desk.table.num_on_host, desk.table.num_on_device, desk.table._host.bytes_used) == (1, 1, 3 * UNIT_BYTES)
+    harness = TableHarness()
+    assert harness.state("a") == [None]
+    harness.know(a=3)
+    assert harness.state("a") == [AdapterStage.DISK]
+    harness.request("a")
+    assert [type(op) for op in harness.step(prepare=False)] == [Prepare]
+    assert harness.state("a") == [AdapterStage.PREPARING]
+    assert harness.table.num_preparing == 1
+    harness.finish_prepare("a")
+    assert harness.state("a") == [AdapterStage.HOST]
+    assert harness.step(load=False) == [Load("a", 1, 0)]
+    assert harness.state("a") == [AdapterStage.LOADING]
+    assert harness.table.is_loading
+    assert harness.table.index_of("a", has_started=False) is None
+    harness.step()
+    assert harness.state("a") == [AdapterStage.DEVICE]
+    assert harness.table.index_of("a", has_started=False) == 1
+    assert harness.table.vocab_size("a") == VOCAB
+    assert harness.table.pop_arrived() == ["a"]
+    assert (harness.table.num_on_host, harness.table.num_on_device, harness.table._host.bytes_used) == (
+        1,
+        1,
+        3 * UNIT_BYTES,
+    )
 
 
 def test_base_model_is_always_loaded() -> None:
-    table = Desk(units=0).table
+    table = TableHarness(units=0).table
     table.add_request("")
     assert table.index_of("", has_started=False) == 0
     assert table.vocab_size("") == VOCAB
@@ -156,11 +160,11 @@ def test_base_model_is_always_loaded() -> None:
 
 def test_adapters_need_device_memory() -> None:
     with pytest.raises(AdapterError, match="does not support adapters"):
-        Desk(units=0).know(a=1)
+        TableHarness(units=0).know(a=1)
 
 
 def test_unknown_adapter_is_rejected() -> None:
-    table = Desk().table
+    table = TableHarness().table
     for call in (table.add_request, lambda identity: table.request_load(identity, pin=True)):
         with pytest.raises(AdapterError, match="resolve its name again"):
             call("nobody")
@@ -168,685 +172,685 @@ def test_unknown_adapter_is_rejected() -> None:
 
 
 def test_device_evicts_least_recently_used() -> None:
-    desk = Desk(units=10)
-    desk.know(a=4, b=4, c=4)
-    desk.use("a", "b", "a")
-    desk.use("c")
-    assert desk.on_device == {"a", "c"}
-    assert desk.on_host == {"a", "b", "c"}
-    desk.use("b")
-    assert desk.on_device == {"b", "c"}
-    assert desk.table.counters.adapters_evicted_from_device == 2
+    harness = TableHarness(units=10)
+    harness.know(a=4, b=4, c=4)
+    harness.use("a", "b", "a")
+    harness.use("c")
+    assert harness.on_device == {"a", "c"}
+    assert harness.on_host == {"a", "b", "c"}
+    harness.use("b")
+    assert harness.on_device == {"b", "c"}
+    assert harness.table.counters.adapters_evicted_from_device == 2
 
 
 def test_index_is_reused() -> None:
-    desk = Desk(units=10)
-    desk.know(a=4, b=4, c=4)
-    desk.use("a", "b", "c")
-    assert [op.index for op in desk.ops if isinstance(op, Load)] == [1, 2, 1]
-    assert [op for op in desk.ops if isinstance(op, Unload)] == [Unload(1)]
+    harness = TableHarness(units=10)
+    harness.know(a=4, b=4, c=4)
+    harness.use("a", "b", "c")
+    assert [op.index for op in harness.ops if isinstance(op, Load)] == [1, 2, 1]
+    assert [op for op in harness.ops if isinstance(op, Unload)] == [Unload(1)]
 
 
 def test_device_evicts_if_indices_run_out() -> None:
-    desk = Desk(units=1000, max_adapters=3)
+    harness = TableHarness(units=1000, max_adapters=3)
     names = [f"adapter-{number}" for number in range(8)]
-    desk.know(**dict.fromkeys(names, 2))
+    harness.know(**dict.fromkeys(names, 2))
     for name in names:
-        desk.use(name)
-        assert name in desk.on_device
-        assert len(desk.on_device) <= 3
-    assert desk.on_device == set(names[-3:])
-    assert {op.index for op in desk.ops if isinstance(op, Load)} == {1, 2, 3}
-    assert desk.table.counters.adapters_evicted_from_device == 5
+        harness.use(name)
+        assert name in harness.on_device
+        assert len(harness.on_device) <= 3
+    assert harness.on_device == set(names[-3:])
+    assert {op.index for op in harness.ops if isinstance(op, Load)} == {1, 2, 3}
+    assert harness.table.counters.adapters_evicted_from_device == 5
 
 
 def test_waiting_adapter_gets_index_of_draining_adapter() -> None:
-    desk = Desk(units=1000, max_adapters=1, eviction_delay_s=1.0)
-    desk.know(a=2, b=2)
-    desk.want("a")
-    desk.steps()
-    desk.begin("a")
-    desk.want("b")
-    desk.now = 2.0
-    assert desk.steps() == []
-    desk.end("a")
-    desk.now = 60.0
-    assert desk.steps() == ["b"]
+    harness = TableHarness(units=1000, max_adapters=1, eviction_delay_s=1.0)
+    harness.know(a=2, b=2)
+    harness.request("a")
+    harness.steps()
+    harness.start("a")
+    harness.request("b")
+    harness.now = 2.0
+    assert harness.steps() == []
+    harness.end("a")
+    harness.now = 60.0
+    assert harness.steps() == ["b"]
 
 
 def test_load_fails_if_pinned_adapters_use_all_indices() -> None:
-    desk = Desk(units=1000, max_adapters=1)
-    desk.know(pinned=2, a=2)
-    desk.table.request_load("pinned", pin=True)
-    desk.steps()
-    desk.want("a")
-    assert desk.steps() == []
-    [(identity, error)] = desk.table.pop_failed()
+    harness = TableHarness(units=1000, max_adapters=1)
+    harness.know(pinned=2, a=2)
+    harness.table.request_load("pinned", pin=True)
+    harness.steps()
+    harness.request("a")
+    assert harness.steps() == []
+    [(identity, error)] = harness.table.pop_failed()
     assert identity == "a"
     assert "device holds at most 1 adapters, and all are pinned" in str(error)
 
 
 def test_host_evicts_least_recently_used() -> None:
-    desk = Desk(units=100, host=10)
-    desk.know(a=4, b=4, c=4)
-    desk.use("a", "b", "a", "c")
-    assert desk.on_host == {"a", "c"}
-    assert desk.on_device == {"a", "b", "c"}
-    assert desk.table._host.bytes_used == 8 * UNIT_BYTES
-    assert [op for op in desk.ops if isinstance(op, Drop)] == [Drop("b")]
+    harness = TableHarness(units=100, host=10)
+    harness.know(a=4, b=4, c=4)
+    harness.use("a", "b", "a", "c")
+    assert harness.on_host == {"a", "c"}
+    assert harness.on_device == {"a", "b", "c"}
+    assert harness.table._host.bytes_used == 8 * UNIT_BYTES
+    assert [op for op in harness.ops if isinstance(op, Drop)] == [Drop("b")]
 
 
 def test_evicted_adapter_without_host_copy_is_prepared_again() -> None:
-    desk = Desk(units=8, host=4)
-    desk.know(a=4, b=4, c=4)
-    desk.use("a", "b", "c", "a")
-    assert Counter(op.spec.identity for op in desk.ops if isinstance(op, Prepare)) == {"a": 2, "b": 1, "c": 1}
+    harness = TableHarness(units=8, host=4)
+    harness.know(a=4, b=4, c=4)
+    harness.use("a", "b", "c", "a")
+    assert Counter(op.spec.identity for op in harness.ops if isinstance(op, Prepare)) == {"a": 2, "b": 1, "c": 1}
 
 
 def test_adapter_larger_than_host_memory_is_rejected_unread() -> None:
-    desk = Desk(units=30, host=10)
+    harness = TableHarness(units=30, host=10)
     with pytest.raises(AdapterError, match="'big': may need 44 bytes"):
-        desk.know(big=11)
-    assert desk.table.state("big") is None
-    desk.know(a=10)
-    desk.use("a")
-    assert desk.on_device == {"a"}
+        harness.know(big=11)
+    assert harness.table.state("big") is None
+    harness.know(a=10)
+    harness.use("a")
+    assert harness.on_device == {"a"}
 
 
 def test_moved_adapter_is_prepared_from_new_folder() -> None:
-    desk = Desk()
-    desk.know(a=4)
-    desk.table.add_request("a")
-    desk.table.ensure_loaded("a")
-    desk.step(prepare=False)
+    harness = TableHarness()
+    harness.know(a=4)
+    harness.table.add_request("a")
+    harness.table.ensure_loaded("a")
+    harness.step(prepare=False)
     part = AdapterCheckpoint(Path("/elsewhere"), AdapterConfig("a", 1, 1.0), (1,))
-    desk.table.register(replace(make_spec("a", 4), checkpoints=(part,)))
-    desk.answer("a", AdapterError("changed while it was read"))
-    assert desk.table.pop_failed() == []
-    assert desk.steps() == ["a"]
+    harness.table.register(replace(make_spec("a", 4), checkpoints=(part,)))
+    harness.finish_prepare("a", AdapterError("changed while it was read"))
+    assert harness.table.pop_failed() == []
+    assert harness.steps() == ["a"]
 
 
 def test_larger_than_estimated_adapter_evicts_others() -> None:
-    desk = Desk(host=10)
-    desk.know(a=5, b=5)
-    desk.use("a")
-    desk.want("b")
-    desk.step(prepare=False)
-    desk.table.prepared(Prepared("b", 6, 6 * UNIT_BYTES, VOCAB))
-    assert desk.on_host == {"b"}
-    assert desk.table._host.bytes_used == 6 * UNIT_BYTES
+    harness = TableHarness(host=10)
+    harness.know(a=5, b=5)
+    harness.use("a")
+    harness.request("b")
+    harness.step(prepare=False)
+    harness.table.prepared(Prepared("b", 6, 6 * UNIT_BYTES, VOCAB))
+    assert harness.on_host == {"b"}
+    assert harness.table._host.bytes_used == 6 * UNIT_BYTES
 
 
 def test_pinned_adapter_is_not_evicted() -> None:
-    desk = Desk(units=10)
-    desk.know(pinned=4, a=4, b=4, c=6)
-    desk.table.request_load("pinned", pin=True)
-    assert desk.steps() == ["pinned"]
-    desk.now = 100.0
-    desk.use("a", "b", "a", "c")
-    assert desk.on_device == {"pinned", "c"}
+    harness = TableHarness(units=10)
+    harness.know(pinned=4, a=4, b=4, c=6)
+    harness.table.request_load("pinned", pin=True)
+    assert harness.steps() == ["pinned"]
+    harness.now = 100.0
+    harness.use("a", "b", "a", "c")
+    assert harness.on_device == {"pinned", "c"}
 
 
 def test_load_of_loaded_adapter_completes_immediately() -> None:
-    desk = Desk()
-    desk.know(a=4)
-    desk.table.request_load("a", pin=False)
-    assert desk.steps() == ["a"]
-    desk.table.request_load("a", pin=True)
-    assert desk.table.has_events
-    assert desk.table.pop_arrived() == ["a"]
-    assert not desk.table.has_events
+    harness = TableHarness()
+    harness.know(a=4)
+    harness.table.request_load("a", pin=False)
+    assert harness.steps() == ["a"]
+    harness.table.request_load("a", pin=True)
+    assert harness.table.has_events
+    assert harness.table.pop_arrived() == ["a"]
+    assert not harness.table.has_events
 
 
 def test_unpinned_load_can_be_evicted() -> None:
-    desk = Desk(units=6)
-    desk.know(a=4, b=4)
-    desk.table.request_load("a", pin=False)
-    desk.steps()
-    desk.use("b")
-    assert desk.on_device == {"b"}
+    harness = TableHarness(units=6)
+    harness.know(a=4, b=4)
+    harness.table.request_load("a", pin=False)
+    harness.steps()
+    harness.use("b")
+    assert harness.on_device == {"b"}
 
 
 def test_load_fails_if_pinned_adapters_use_memory() -> None:
-    desk = Desk(units=10)
-    desk.know(pinned=6, a=5, b=4)
-    desk.table.request_load("pinned", pin=True)
-    desk.steps()
-    desk.want("a", "b")
-    assert desk.steps() == ["b"]
-    [(identity, error)] = desk.table.pop_failed()
+    harness = TableHarness(units=10)
+    harness.know(pinned=6, a=5, b=4)
+    harness.table.request_load("pinned", pin=True)
+    harness.steps()
+    harness.request("a", "b")
+    assert harness.steps() == ["b"]
+    [(identity, error)] = harness.table.pop_failed()
     assert identity == "a"
     assert "needs 20 bytes of device memory; the adapter buffer has 40 bytes, 24 of them pinned" in str(error)
-    assert desk.state("a") == [AdapterStage.FAILED]
-    assert desk.on_host == {"pinned", "b"}
-    desk.table.remove_request("a", has_started=False)
-    desk.table.unload_when_idle("pinned")
-    desk.now = 60.0
-    desk.use("a")
-    assert "a" in desk.on_device
+    assert harness.state("a") == [AdapterStage.FAILED]
+    assert harness.on_host == {"pinned", "b"}
+    harness.table.remove_request("a", has_started=False)
+    harness.table.unload_when_idle("pinned")
+    harness.now = 60.0
+    harness.use("a")
+    assert "a" in harness.on_device
 
 
 def test_adapter_larger_than_device_is_rejected() -> None:
-    desk = Desk(units=10)
-    desk.know(big=11)
-    desk.table.request_load("big", pin=True)
-    assert desk.steps() == []
-    [(identity, error)] = desk.table.pop_failed()
+    harness = TableHarness(units=10)
+    harness.know(big=11)
+    harness.table.request_load("big", pin=True)
+    assert harness.steps() == []
+    [(identity, error)] = harness.table.pop_failed()
     assert identity == "big"
     assert isinstance(error, AdapterError)
-    assert desk.table._host.bytes_used == 0
+    assert harness.table._host.bytes_used == 0
 
 
 def test_failed_adapter_is_rejected_until_retry() -> None:
-    desk = Desk(retry_s=10.0)
-    desk.know(a=4)
-    desk.want("a")
-    desk.step(prepare=False)
-    desk.answer("a", SourceError("gone"))
-    assert desk.table.pop_failed()[0][0] == "a"
-    assert desk.state("a") == [AdapterStage.FAILED]
-    assert desk.table._host.bytes_used == 0
-    desk.table.remove_request("a", has_started=False)
-    desk.now = 4.0
+    harness = TableHarness(retry_s=10.0)
+    harness.know(a=4)
+    harness.request("a")
+    harness.step(prepare=False)
+    harness.finish_prepare("a", SourceError("gone"))
+    assert harness.table.pop_failed()[0][0] == "a"
+    assert harness.state("a") == [AdapterStage.FAILED]
+    assert harness.table._host.bytes_used == 0
+    harness.table.remove_request("a", has_started=False)
+    harness.now = 4.0
     with pytest.raises(SourceError, match="gone") as refused:
-        desk.table.add_request("a")
+        harness.table.add_request("a")
     assert refused.value.retry_after_s == 6.0
     with pytest.raises(SourceError, match="gone"):
-        desk.table.request_load("a", pin=False)
-    desk.now = 10.0
-    desk.use("a")
-    assert desk.on_device == {"a"}
+        harness.table.request_load("a", pin=False)
+    harness.now = 10.0
+    harness.use("a")
+    assert harness.on_device == {"a"}
 
 
 def test_failed_load_clears_pin() -> None:
-    desk = Desk(units=6, retry_s=10.0)
-    desk.know(a=4, b=4)
-    desk.table.request_load("a", pin=True)
-    desk.step(prepare=False)
-    desk.answer("a", AdapterError("damaged"))
-    desk.now = 10.0
-    desk.use("a", "b")
-    assert desk.on_device == {"b"}
+    harness = TableHarness(units=6, retry_s=10.0)
+    harness.know(a=4, b=4)
+    harness.table.request_load("a", pin=True)
+    harness.step(prepare=False)
+    harness.finish_prepare("a", AdapterError("damaged"))
+    harness.now = 10.0
+    harness.use("a", "b")
+    assert harness.on_device == {"b"}
 
 
 def test_resolved_adapter_is_prefetched() -> None:
-    desk = Desk()
-    desk.table.register(make_spec("a", 4))
-    assert desk.table.has_events
-    desk.step()
-    assert desk.state("a") == [AdapterStage.HOST]
-    desk.table.register(make_spec("a", 4))
-    assert desk.steps() == []
-    assert desk.state("a") == [AdapterStage.HOST]
-    assert len(desk.ops) == 1
+    harness = TableHarness()
+    harness.table.register(make_spec("a", 4))
+    assert harness.table.has_events
+    harness.step()
+    assert harness.state("a") == [AdapterStage.HOST]
+    harness.table.register(make_spec("a", 4))
+    assert harness.steps() == []
+    assert harness.state("a") == [AdapterStage.HOST]
+    assert len(harness.ops) == 1
 
 
 def test_waiting_adapter_is_prepared_before_prefetch() -> None:
-    desk = Desk()
-    desk.table.register(make_spec("named", 4))
-    desk.know(**{f"w{i}": 1 for i in range(MAX_PREPARING)})
-    desk.want(*(f"w{i}" for i in range(MAX_PREPARING)))
-    ops = desk.step()
+    harness = TableHarness()
+    harness.table.register(make_spec("named", 4))
+    harness.know(**{f"w{i}": 1 for i in range(MAX_PREPARING)})
+    harness.request(*(f"w{i}" for i in range(MAX_PREPARING)))
+    ops = harness.step()
     assert [op.spec.identity for op in ops if isinstance(op, Prepare)] == [f"w{i}" for i in range(MAX_PREPARING)]
-    desk.step()
-    assert desk.state("named") == [AdapterStage.HOST]
+    harness.step()
+    assert harness.state("named") == [AdapterStage.HOST]
 
 
 def test_prefetch_does_not_evict_uselessly() -> None:
-    desk = Desk(units=100, host=10)
-    desk.know(idle=5, busy=5)
-    desk.use("idle")
-    desk.want("busy")
-    desk.steps()
-    desk.begin("busy")
-    desk.table.register(make_spec("named", 6))
-    desk.now = 100.0
-    desk.steps()
-    assert desk.on_host == {"idle", "busy"}
-    desk.end("busy")
-    desk.steps()
-    assert desk.on_host == {"named"}
+    harness = TableHarness(units=100, host=10)
+    harness.know(idle=5, busy=5)
+    harness.use("idle")
+    harness.request("busy")
+    harness.steps()
+    harness.start("busy")
+    harness.table.register(make_spec("named", 6))
+    harness.now = 100.0
+    harness.steps()
+    assert harness.on_host == {"idle", "busy"}
+    harness.end("busy")
+    harness.steps()
+    assert harness.on_host == {"named"}
 
 
 def test_concurrent_preparations_are_limited() -> None:
-    desk = Desk()
-    desk.know(**{f"a{i}": 1 for i in range(MAX_PREPARING + 2)})
-    desk.want(*(f"a{i}" for i in range(MAX_PREPARING + 2)))
-    desk.step(prepare=False)
-    desk.step(prepare=False)
-    assert desk.table.num_preparing == len(desk.preparing) == MAX_PREPARING
-    desk.answer("a2")
-    desk.step(prepare=False)
-    assert [spec.identity for spec in desk.preparing] == ["a0", "a1", "a3", "a4"]
+    harness = TableHarness()
+    harness.know(**{f"a{i}": 1 for i in range(MAX_PREPARING + 2)})
+    harness.request(*(f"a{i}" for i in range(MAX_PREPARING + 2)))
+    harness.step(prepare=False)
+    harness.step(prepare=False)
+    assert harness.table.num_preparing == len(harness.preparing) == MAX_PREPARING
+    harness.finish_prepare("a2")
+    harness.step(prepare=False)
+    assert [spec.identity for spec in harness.preparing] == ["a0", "a1", "a3", "a4"]
 
 
 def test_adapters_load_in_arrival_order() -> None:
-    desk = Desk(units=4, host=100)
-    desk.know(a=4, b=4, c=1)
-    desk.want("a")
-    desk.steps()
-    desk.begin("a")
-    desk.want("b", "c")
-    assert desk.steps() == []  # `c` would fit, but the space is reserved for `b`
-    desk.end("a")
-    assert desk.steps() == ["b"]
-    desk.begin("b")
-    desk.end("b")
-    assert desk.steps() == ["c"]
+    harness = TableHarness(units=4, host=100)
+    harness.know(a=4, b=4, c=1)
+    harness.request("a")
+    harness.steps()
+    harness.start("a")
+    harness.request("b", "c")
+    assert harness.steps() == []  # `c` would fit, but the space is reserved for `b`
+    harness.end("a")
+    assert harness.steps() == ["b"]
+    harness.start("b")
+    harness.end("b")
+    assert harness.steps() == ["c"]
 
 
 def test_unload_of_idle_adapter_evicts_immediately() -> None:
-    desk = Desk()
-    desk.know(a=4)
-    desk.table.request_load("a", pin=True)
-    desk.steps()
-    desk.table.unload_when_idle("a")
-    assert desk.table.needs_step
-    assert desk.step() == [Unload(1), Drop("a")]
-    assert desk.state("a") == [AdapterStage.DISK]
-    assert desk.table._host.bytes_used == 0
+    harness = TableHarness()
+    harness.know(a=4)
+    harness.table.request_load("a", pin=True)
+    harness.steps()
+    harness.table.unload_when_idle("a")
+    assert harness.table.needs_step
+    assert harness.step() == [Unload(1), Drop("a")]
+    assert harness.state("a") == [AdapterStage.DISK]
+    assert harness.table._host.bytes_used == 0
 
 
 def test_unload_during_requests_evicts_after_them() -> None:
-    desk = Desk()
-    desk.know(a=4)
-    desk.want("a", "a")
-    desk.steps()
-    desk.begin("a")
-    desk.table.unload_when_idle("a")
-    desk.steps()
-    assert desk.on_device == {"a"}
-    desk.begin("a")
-    desk.end("a")
-    assert desk.on_device == {"a"}
-    desk.end("a")
-    assert desk.state("a") == [AdapterStage.DISK]
+    harness = TableHarness()
+    harness.know(a=4)
+    harness.request("a", "a")
+    harness.steps()
+    harness.start("a")
+    harness.table.unload_when_idle("a")
+    harness.steps()
+    assert harness.on_device == {"a"}
+    harness.start("a")
+    harness.end("a")
+    assert harness.on_device == {"a"}
+    harness.end("a")
+    assert harness.state("a") == [AdapterStage.DISK]
 
 
 def test_request_after_unload_keeps_adapter() -> None:
-    desk = Desk()
-    desk.know(a=4)
-    desk.want("a")
-    desk.steps()
-    desk.begin("a")
-    desk.table.unload_when_idle("a")
-    desk.want("a")
-    desk.begin("a")
-    desk.end("a", "a")
-    assert desk.on_device == {"a"}
+    harness = TableHarness()
+    harness.know(a=4)
+    harness.request("a")
+    harness.steps()
+    harness.start("a")
+    harness.table.unload_when_idle("a")
+    harness.request("a")
+    harness.start("a")
+    harness.end("a", "a")
+    assert harness.on_device == {"a"}
 
 
 def test_resolve_after_unload_keeps_adapter() -> None:
-    desk = Desk()
-    desk.know(a=4)
-    desk.table.unload_when_idle("a")
-    desk.table.register(make_spec("a", 4))
-    desk.steps()
-    assert desk.on_host == {"a"}
+    harness = TableHarness()
+    harness.know(a=4)
+    harness.table.unload_when_idle("a")
+    harness.table.register(make_spec("a", 4))
+    harness.steps()
+    assert harness.on_host == {"a"}
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_unload_during_load_evicts_after_load(steps: int) -> None:
-    desk = Desk()
-    desk.know(a=4)
-    desk.table.request_load("a", pin=True)
+    harness = TableHarness()
+    harness.know(a=4)
+    harness.table.request_load("a", pin=True)
     for _ in range(steps):  # still preparing or loading
-        desk.step(prepare=steps == 2, load=False)
-    desk.table.unload_when_idle("a")
-    desk.step()
-    assert desk.steps() == []
-    assert desk.state("a") == [AdapterStage.DISK]
-    assert not desk.table.needs_step
-    assert desk.table._host.bytes_used == 0
+        harness.step(prepare=steps == 2, load=False)
+    harness.table.unload_when_idle("a")
+    harness.step()
+    assert harness.steps() == []
+    assert harness.state("a") == [AdapterStage.DISK]
+    assert not harness.table.needs_step
+    assert harness.table._host.bytes_used == 0
 
 
 def test_abort_during_load_does_not_block_next_request() -> None:
-    desk = Desk()
-    desk.know(a=4)
-    desk.want("a")
-    desk.step()
-    desk.step(load=False)
-    assert desk.state("a") == [AdapterStage.LOADING]
-    desk.table.remove_request("a", has_started=False)
-    desk.want("a")
-    desk.step(load=False)
-    assert desk.steps() == ["a"]
-    assert Counter(type(op) for op in desk.ops) == {Prepare: 1, Load: 1}
+    harness = TableHarness()
+    harness.know(a=4)
+    harness.request("a")
+    harness.step()
+    harness.step(load=False)
+    assert harness.state("a") == [AdapterStage.LOADING]
+    harness.table.remove_request("a", has_started=False)
+    harness.request("a")
+    harness.step(load=False)
+    assert harness.steps() == ["a"]
+    assert Counter(type(op) for op in harness.ops) == {Prepare: 1, Load: 1}
 
 
 def test_new_adapter_is_protected_until_first_run() -> None:
-    desk = Desk(units=4, eviction_delay_s=1.0)
-    desk.know(a=4, b=4)
-    desk.want("a", "b")
-    assert desk.steps() == ["a"]
-    desk.now = UNUSED_ADAPTER_PROTECTION_S - 0.1
-    assert desk.steps() == []
-    assert desk.on_device == {"a"}
-    desk.begin("a")
-    desk.end("a")
-    assert desk.steps() == ["b"]
+    harness = TableHarness(units=4, eviction_delay_s=1.0)
+    harness.know(a=4, b=4)
+    harness.request("a", "b")
+    assert harness.steps() == ["a"]
+    harness.now = UNUSED_ADAPTER_PROTECTION_S - 0.1
+    assert harness.steps() == []
+    assert harness.on_device == {"a"}
+    harness.start("a")
+    harness.end("a")
+    assert harness.steps() == ["b"]
 
 
 def test_protection_of_unused_adapter_expires() -> None:
     """A request that never runs must not block all other adapters."""
-    desk = Desk(units=4, eviction_delay_s=1.0)
-    desk.know(a=4, b=4)
-    desk.now = 50.0
-    desk.want("a")
-    assert desk.steps() == ["a"]
-    desk.now += UNUSED_ADAPTER_PROTECTION_S - 0.5
-    desk.want("b")
-    desk.now += 0.5  # the protection of `a` has expired, but it has a waiting request and `b` is not overdue
-    assert desk.steps() == []
-    desk.now += 0.5
-    assert desk.steps() == ["b"]
-    assert desk.on_device == {"b"}
-    desk.table.ensure_loaded("a")
-    desk.now += UNUSED_ADAPTER_PROTECTION_S - 0.1  # now the same for `b`, and for `a` after loading
-    assert desk.steps() == []
-    desk.now += 0.1
-    assert desk.steps() == ["a"]
-    desk.now += UNUSED_ADAPTER_PROTECTION_S - 0.1
-    desk.table.ensure_loaded("b")
-    assert desk.steps() == []
+    harness = TableHarness(units=4, eviction_delay_s=1.0)
+    harness.know(a=4, b=4)
+    harness.now = 50.0
+    harness.request("a")
+    assert harness.steps() == ["a"]
+    harness.now += UNUSED_ADAPTER_PROTECTION_S - 0.5
+    harness.request("b")
+    harness.now += 0.5  # the protection of `a` has expired, but it has a waiting request and `b` is not overdue
+    assert harness.steps() == []
+    harness.now += 0.5
+    assert harness.steps() == ["b"]
+    assert harness.on_device == {"b"}
+    harness.table.ensure_loaded("a")
+    harness.now += UNUSED_ADAPTER_PROTECTION_S - 0.1  # now the same for `b`, and for `a` after loading
+    assert harness.steps() == []
+    harness.now += 0.1
+    assert harness.steps() == ["a"]
+    harness.now += UNUSED_ADAPTER_PROTECTION_S - 0.1
+    harness.table.ensure_loaded("b")
+    assert harness.steps() == []
 
 
 def test_draining_unused_adapter_is_not_protected() -> None:
-    desk = Desk(units=4, eviction_delay_s=1.0)
-    desk.know(a=4, b=4)
-    desk.want("a")
-    desk.steps()
-    desk.begin("a")
-    desk.table.release("a")  # preempted
-    desk.want("b")
-    desk.now = 1.0
-    assert desk.steps() == ["b"]
-    desk.table.ensure_loaded("a")
-    desk.begin("b")
-    desk.end("b")
-    assert desk.steps() == ["a"]  # for a started request, so it is protected
-    desk.want("a", "b")
-    desk.now = 2.0
-    assert desk.steps() == []
-    assert desk.table.index_of("a", has_started=False) is None  # it drains for the second adapter
-    desk.table.ensure_loaded("a")
-    assert desk.steps() == []  # a started request continues
-    desk.table.remove_request("a", has_started=True)  # aborted before it runs
-    assert desk.steps() == ["b"]
+    harness = TableHarness(units=4, eviction_delay_s=1.0)
+    harness.know(a=4, b=4)
+    harness.request("a")
+    harness.steps()
+    harness.start("a")
+    harness.table.release("a")  # preempted
+    harness.request("b")
+    harness.now = 1.0
+    assert harness.steps() == ["b"]
+    harness.table.ensure_loaded("a")
+    harness.start("b")
+    harness.end("b")
+    assert harness.steps() == ["a"]  # for a started request, so it is protected
+    harness.request("a", "b")
+    harness.now = 2.0
+    assert harness.steps() == []
+    assert harness.table.index_of("a", has_started=False) is None  # it drains for the second adapter
+    harness.table.ensure_loaded("a")
+    assert harness.steps() == []  # a started request continues
+    harness.table.remove_request("a", has_started=True)  # aborted before it runs
+    assert harness.steps() == ["b"]
 
 
 def test_adapter_without_requests_is_not_protected() -> None:
-    desk = Desk(units=4)
-    desk.know(a=4, b=4)
-    desk.want("a", "b")
-    desk.steps()
-    desk.table.remove_request("a", has_started=False)
-    assert desk.steps() == ["b"]
+    harness = TableHarness(units=4)
+    harness.know(a=4, b=4)
+    harness.request("a", "b")
+    harness.steps()
+    harness.table.remove_request("a", has_started=False)
+    assert harness.steps() == ["b"]
 
 
 def test_wanted_adapter_is_evicted_only_for_overdue_adapter() -> None:
-    desk = Desk(units=4, eviction_delay_s=1.0)
-    desk.know(a=4, b=4)
-    desk.use("a")
-    desk.want("a", "b")  # the first request is ready
-    desk.now = 0.5
-    assert desk.steps() == []
-    assert desk.table.deadline_s == 0.5
-    desk.now = 1.0
-    assert desk.steps() == ["b"]
-    assert desk.table.deadline_s is None
+    harness = TableHarness(units=4, eviction_delay_s=1.0)
+    harness.know(a=4, b=4)
+    harness.use("a")
+    harness.request("a", "b")  # the first request is ready
+    harness.now = 0.5
+    assert harness.steps() == []
+    assert harness.table.deadline_s == 0.5
+    harness.now = 1.0
+    assert harness.steps() == ["b"]
+    assert harness.table.deadline_s is None
 
 
 def test_overdue_adapter_triggers_advance() -> None:
-    desk = Desk(units=4, eviction_delay_s=1.0)
-    desk.know(a=4, b=4)
-    desk.use("a")
-    desk.want("a", "b")
-    desk.now = 0.9
-    assert desk.steps() == []
-    desk.now = 1.5
-    assert not desk.table.has_events
-    assert desk.table.deadline_s == 0.0
-    assert desk.steps() == ["b"]
-    assert desk.table.deadline_s is None
+    harness = TableHarness(units=4, eviction_delay_s=1.0)
+    harness.know(a=4, b=4)
+    harness.use("a")
+    harness.request("a", "b")
+    harness.now = 0.9
+    assert harness.steps() == []
+    harness.now = 1.5
+    assert not harness.table.has_events
+    assert harness.table.deadline_s == 0.0
+    assert harness.steps() == ["b"]
+    assert harness.table.deadline_s is None
 
 
 def test_busy_adapter_drains_for_overdue_adapter() -> None:
-    desk = Desk(units=8, eviction_delay_s=1.0)
-    desk.know(a=4, b=4, c=4)
-    desk.want("a", "b", "c")
-    desk.steps()
-    desk.begin("b", "a")  # so `b` was used less recently
-    desk.now = 0.9
-    desk.steps()
-    assert desk.table.index_of("b", has_started=False) is not None
-    desk.now = 1.0
-    desk.steps()
-    assert desk.table.index_of("a", has_started=False) is not None
-    assert desk.table.index_of("b", has_started=False) is None
-    assert desk.table.index_of("b", has_started=True) is not None  # a started request continues
-    desk.want("b")
-    desk.now = 50.0
-    assert desk.steps() == []
-    desk.end("b")
-    assert desk.steps() == ["c"]
-    assert desk.on_device == {"a", "c"}
-    desk.begin("c")
-    desk.now = 51.0
-    assert desk.steps() == []
-    desk.end("a")
-    assert desk.steps() == ["b"]
+    harness = TableHarness(units=8, eviction_delay_s=1.0)
+    harness.know(a=4, b=4, c=4)
+    harness.request("a", "b", "c")
+    harness.steps()
+    harness.start("b", "a")  # so `b` was used less recently
+    harness.now = 0.9
+    harness.steps()
+    assert harness.table.index_of("b", has_started=False) is not None
+    harness.now = 1.0
+    harness.steps()
+    assert harness.table.index_of("a", has_started=False) is not None
+    assert harness.table.index_of("b", has_started=False) is None
+    assert harness.table.index_of("b", has_started=True) is not None  # a started request continues
+    harness.request("b")
+    harness.now = 50.0
+    assert harness.steps() == []
+    harness.end("b")
+    assert harness.steps() == ["c"]
+    assert harness.on_device == {"a", "c"}
+    harness.start("c")
+    harness.now = 51.0
+    assert harness.steps() == []
+    harness.end("a")
+    assert harness.steps() == ["b"]
 
 
 def test_draining_stops_if_not_needed() -> None:
-    desk = Desk(units=4, eviction_delay_s=1.0)
-    desk.know(a=4, b=4)
-    desk.want("a", "b")
-    desk.steps()
-    desk.begin("a")
-    desk.now = 1.0
-    desk.steps()
-    desk.want("a")
-    desk.table.remove_request("b", has_started=False)
-    assert desk.steps() == ["a"]
-    desk.begin("a")
+    harness = TableHarness(units=4, eviction_delay_s=1.0)
+    harness.know(a=4, b=4)
+    harness.request("a", "b")
+    harness.steps()
+    harness.start("a")
+    harness.now = 1.0
+    harness.steps()
+    harness.request("a")
+    harness.table.remove_request("b", has_started=False)
+    assert harness.steps() == ["a"]
+    harness.start("a")
 
 
 def test_pin_stops_draining() -> None:
-    desk = Desk(units=8, eviction_delay_s=1.0)
-    desk.know(a=4, b=4, c=4)
-    desk.want("a", "b", "c")
-    desk.steps()
-    desk.begin("a", "b")
-    desk.now = 1.0
-    desk.steps()
-    assert desk.table.index_of("a", has_started=False) is None
-    desk.want("a")
-    desk.table.request_load("a", pin=True)
-    assert desk.steps() == ["a"]
-    assert desk.table.index_of("b", has_started=False) is None
-    desk.end("b")
-    assert desk.steps() == ["c"]
+    harness = TableHarness(units=8, eviction_delay_s=1.0)
+    harness.know(a=4, b=4, c=4)
+    harness.request("a", "b", "c")
+    harness.steps()
+    harness.start("a", "b")
+    harness.now = 1.0
+    harness.steps()
+    assert harness.table.index_of("a", has_started=False) is None
+    harness.request("a")
+    harness.table.request_load("a", pin=True)
+    assert harness.steps() == ["a"]
+    assert harness.table.index_of("b", has_started=False) is None
+    harness.end("b")
+    assert harness.steps() == ["c"]
 
 
 def test_adapter_without_host_copy_stays_for_started_requests() -> None:
-    desk = Desk(units=8, host=4, eviction_delay_s=1.0)
-    desk.know(a=4, b=4, c=4)
-    desk.use("a", "b")  # so `a` has no host copy
-    desk.want("a")
-    desk.begin("a")
-    desk.table.release("a")  # preempted
-    desk.want("b", "c")
-    desk.begin("b")
-    desk.now = 9.0
-    assert desk.steps() == []
-    assert desk.table.index_of("a", has_started=True) is not None
-    desk.table.remove_request("a", has_started=True)
-    assert desk.steps() == ["c"]
+    harness = TableHarness(units=8, host=4, eviction_delay_s=1.0)
+    harness.know(a=4, b=4, c=4)
+    harness.use("a", "b")  # so `a` has no host copy
+    harness.request("a")
+    harness.start("a")
+    harness.table.release("a")  # preempted
+    harness.request("b", "c")
+    harness.start("b")
+    harness.now = 9.0
+    assert harness.steps() == []
+    assert harness.table.index_of("a", has_started=True) is not None
+    harness.table.remove_request("a", has_started=True)
+    assert harness.steps() == ["c"]
 
 
 def test_drained_adapter_without_host_copy_is_prepared_again() -> None:
-    desk = Desk(units=4, host=4, eviction_delay_s=1.0)
-    desk.know(a=4, b=4)
-    desk.use("a")
-    desk.table.register(make_spec("b", 4))
-    desk.steps()
-    assert desk.on_host == {"b"}
-    desk.want("a")
-    desk.begin("a")
-    desk.want("b")
-    desk.now = 1.0
-    desk.steps()
-    desk.want("a")
-    desk.end("a")
-    assert desk.steps() == ["b"]
-    desk.begin("b")
-    desk.end("b")
-    desk.now = 2.0
-    assert desk.steps() == ["a"]
+    harness = TableHarness(units=4, host=4, eviction_delay_s=1.0)
+    harness.know(a=4, b=4)
+    harness.use("a")
+    harness.table.register(make_spec("b", 4))
+    harness.steps()
+    assert harness.on_host == {"b"}
+    harness.request("a")
+    harness.start("a")
+    harness.request("b")
+    harness.now = 1.0
+    harness.steps()
+    harness.request("a")
+    harness.end("a")
+    assert harness.steps() == ["b"]
+    harness.start("b")
+    harness.end("b")
+    harness.now = 2.0
+    assert harness.steps() == ["a"]
 
 
 def test_host_copy_of_started_adapter_is_evicted_only_if_overdue() -> None:
-    desk = Desk(units=8, host=4, eviction_delay_s=1.0)
-    desk.know(a=4, b=4)
-    desk.want("a")
-    desk.steps()
-    desk.begin("a")
-    desk.want("b")
-    desk.now = 0.9
-    assert desk.steps() == []
-    assert desk.on_host == {"a"}
-    desk.now = 1.0
-    assert desk.steps() == ["b"]
-    assert desk.on_device == {"a", "b"}
+    harness = TableHarness(units=8, host=4, eviction_delay_s=1.0)
+    harness.know(a=4, b=4)
+    harness.request("a")
+    harness.steps()
+    harness.start("a")
+    harness.request("b")
+    harness.now = 0.9
+    assert harness.steps() == []
+    assert harness.on_host == {"a"}
+    harness.now = 1.0
+    assert harness.steps() == ["b"]
+    assert harness.on_device == {"a", "b"}
 
 
 def test_freed_host_memory_is_reserved_for_overdue_adapter() -> None:
     """Two adapters alternate on the device. Without the reservation, a third would starve."""
-    desk = Desk(units=4, host=6, eviction_delay_s=1.0)
-    desk.know(a=3, b=3, c=4)
-    desk.want("a")
-    desk.steps()
-    desk.begin("a")
-    desk.want("b")
-    desk.steps()
-    desk.want("c")
-    desk.now = 5.0
-    desk.steps()
-    assert desk.on_host == {"b"}
-    desk.want("a")
-    desk.end("a")
-    assert desk.steps() == ["b"]
-    desk.begin("b")
-    desk.steps()
-    assert desk.on_host == {"c"}
+    harness = TableHarness(units=4, host=6, eviction_delay_s=1.0)
+    harness.know(a=3, b=3, c=4)
+    harness.request("a")
+    harness.steps()
+    harness.start("a")
+    harness.request("b")
+    harness.steps()
+    harness.request("c")
+    harness.now = 5.0
+    harness.steps()
+    assert harness.on_host == {"b"}
+    harness.request("a")
+    harness.end("a")
+    assert harness.steps() == ["b"]
+    harness.start("b")
+    harness.steps()
+    assert harness.on_host == {"c"}
 
 
 def test_only_copy_of_started_adapter_is_kept() -> None:
-    desk = Desk(units=4, host=8, eviction_delay_s=1.0)
-    desk.know(a=4, b=4, c=4)
-    desk.want("a")
-    desk.steps()
-    desk.begin("a")
-    desk.table.release("a")  # preempted
-    desk.want("b")
-    desk.now = 1.0
-    assert desk.steps()[-1] == "b"
-    desk.begin("b")
-    desk.want("c")
-    desk.now = 50.0
-    desk.steps()
-    assert "a" in desk.on_host
+    harness = TableHarness(units=4, host=8, eviction_delay_s=1.0)
+    harness.know(a=4, b=4, c=4)
+    harness.request("a")
+    harness.steps()
+    harness.start("a")
+    harness.table.release("a")  # preempted
+    harness.request("b")
+    harness.now = 1.0
+    assert harness.steps()[-1] == "b"
+    harness.start("b")
+    harness.request("c")
+    harness.now = 50.0
+    harness.steps()
+    assert "a" in harness.on_host
 
 
 def test_same_content_is_read_from_new_folder() -> None:
-    desk = Desk(units=100, host=4)
+    harness = TableHarness(units=100, host=4)
     spec = make_spec("a", 4)
     moved = replace(spec, checkpoints=(AdapterCheckpoint(Path("/elsewhere"), AdapterConfig("a", 1, 1.0), (1,)),))
-    desk.table.register(spec)
-    desk.steps()
-    desk.table.register(moved)  # although it is in host memory
-    assert len(desk.ops) == 1
-    desk.know(b=4)
-    desk.use("b")
-    assert desk.on_host == {"b"}
-    desk.use("a")
-    assert [op.spec for op in desk.ops if isinstance(op, Prepare)][-1] is moved
+    harness.table.register(spec)
+    harness.steps()
+    harness.table.register(moved)  # although it is in host memory
+    assert len(harness.ops) == 1
+    harness.know(b=4)
+    harness.use("b")
+    assert harness.on_host == {"b"}
+    harness.use("a")
+    assert [op.spec for op in harness.ops if isinstance(op, Prepare)][-1] is moved
 
 
 def test_new_folder_clears_failure() -> None:
-    desk = Desk()
+    harness = TableHarness()
     spec = make_spec("a", 4)
     moved = replace(spec, checkpoints=(AdapterCheckpoint(Path("/elsewhere"), AdapterConfig("a", 1, 1.0), (1,)),))
-    desk.table.register(spec)
-    desk.step(prepare=False)
-    desk.answer("a", AdapterError("gone"))
-    desk.table.register(spec)
-    assert desk.state("a") == [AdapterStage.FAILED]
-    desk.table.register(moved)
-    assert desk.state("a") == [AdapterStage.DISK]
-    desk.use("a")
-    assert desk.on_device == {"a"}
+    harness.table.register(spec)
+    harness.step(prepare=False)
+    harness.finish_prepare("a", AdapterError("gone"))
+    harness.table.register(spec)
+    assert harness.state("a") == [AdapterStage.FAILED]
+    harness.table.register(moved)
+    assert harness.state("a") == [AdapterStage.DISK]
+    harness.use("a")
+    assert harness.on_device == {"a"}
 
 
 def test_registry_evicts_least_recently_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "MAX_KNOWN_ADAPTERS", 3)
-    desk = Desk()
-    desk.know(a=1, b=1, c=1)
-    desk.use("a")
-    desk.want("b")
-    desk.table.register(make_spec("c", 1))
-    desk.know(d=1, e=1, f=1, g=1)
-    assert desk.state("a", "b", "c", "d") == [AdapterStage.DEVICE, AdapterStage.DISK, None, None]
-    desk.steps()
-    assert desk.state("b") == [AdapterStage.DEVICE]
+    harness = TableHarness()
+    harness.know(a=1, b=1, c=1)
+    harness.use("a")
+    harness.request("b")
+    harness.table.register(make_spec("c", 1))
+    harness.know(d=1, e=1, f=1, g=1)
+    assert harness.state("a", "b", "c", "d") == [AdapterStage.DEVICE, AdapterStage.DISK, None, None]
+    harness.steps()
+    assert harness.state("b") == [AdapterStage.DEVICE]
     with pytest.raises(AdapterError, match="resolve its name again"):
-        desk.table.add_request("c")
+        harness.table.add_request("c")
 
 
 def test_registry_limits_idle_merges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "MAX_MERGES", 2)
-    desk = Desk()
+    harness = TableHarness()
     merges = [replace(make_spec(f"m{number}", 1), merge=Merge((1.0, 0.5))) for number in range(50)]
-    desk.know(x=1, y=1, z=1)
-    desk.table.register(merges[0])
-    desk.use("m0")
+    harness.know(x=1, y=1, z=1)
+    harness.table.register(merges[0])
+    harness.use("m0")
     for spec in merges:
-        desk.table.register(spec)
-    states = desk.state(*(spec.identity for spec in merges))
+        harness.table.register(spec)
+    states = harness.state(*(spec.identity for spec in merges))
     assert (states[0], states[-1]) == (AdapterStage.DEVICE, AdapterStage.DISK)
     assert len(states) - states.count(None) <= 3
-    assert desk.state("x", "y", "z") == [AdapterStage.DISK] * 3
-    assert [desk.table.is_merged(name) for name in ("m0", "m1", "x", "")] == [True, False, False, False]
+    assert harness.state("x", "y", "z") == [AdapterStage.DISK] * 3
+    assert [harness.table.is_merged(name) for name in ("m0", "m1", "x", "")] == [True, False, False, False]
 
 
 def test_list_adapters_returns_requested_adapters() -> None:
-    desk = Desk()
-    desk.know(a=1, b=1, c=1)
-    assert [each.identity for each in desk.table.list_adapters(["c", "nobody", "a"])] == ["c", "a"]
+    harness = TableHarness()
+    harness.know(a=1, b=1, c=1)
+    assert [each.identity for each in harness.table.list_adapters(["c", "nobody", "a"])] == ["c", "a"]
     with pytest.raises(InputError, match=r"at most 2000 adapters can be listed per call \(got 2001\)"):
-        desk.table.list_adapters(["a"] * 2001)
+        harness.table.list_adapters(["a"] * 2001)
 
 
 def test_has_events_until_events_are_popped() -> None:
-    desk = Desk(units=4)
-    desk.know(a=4, b=4)
-    has_events = [desk.table.has_events]
-    desk.want("a")
-    has_events.append(desk.table.has_events)
-    desk.table.advance()
-    has_events.append(desk.table.has_events)
+    harness = TableHarness(units=4)
+    harness.know(a=4, b=4)
+    has_events = [harness.table.has_events]
+    harness.request("a")
+    has_events.append(harness.table.has_events)
+    harness.table.advance()
+    has_events.append(harness.table.has_events)
     assert has_events == [False, True, False]
-    desk.steps()
-    desk.begin("a")
-    desk.want("b")
-    desk.steps()
-    desk.table.advance()
-    has_events = [desk.table.has_events]  # it cannot be loaded now
-    desk.end("a")
-    has_events.append(desk.table.has_events)
+    harness.steps()
+    harness.start("a")
+    harness.request("b")
+    harness.steps()
+    harness.table.advance()
+    has_events = [harness.table.has_events]  # it cannot be loaded now
+    harness.end("a")
+    has_events.append(harness.table.has_events)
     assert has_events == [False, True]
-    assert desk.steps() == ["b"]
+    assert harness.steps() == ["b"]
 
 
 KINDS_OF_WAITING = [
@@ -872,31 +876,31 @@ def test_advance_scales_linearly_with_waiting_adapters(kind: str, limit: str) ->
     def count(number: int) -> int:
         host = number if kind in ("to prepare", "to be named") else 3 * number
         if limit == "units":
-            desk = Desk(units=number, host=host)
+            harness = TableHarness(units=number, host=host)
         else:
-            desk = Desk(units=3 * number, host=host, max_adapters=number)
+            harness = TableHarness(units=3 * number, host=host, max_adapters=number)
         for i in range(number):
-            desk.know(**{f"old{i}": 1, f"new{i}": 1})
+            harness.know(**{f"old{i}": 1, f"new{i}": 1})
         olds, news = [f"old{i}" for i in range(number)], [f"new{i}" for i in range(number)]
-        desk.want(*olds)
-        while len(desk.on_device) < number:
-            desk.steps(number // MAX_PREPARING + 2)
+        harness.request(*olds)
+        while len(harness.on_device) < number:
+            harness.steps(number // MAX_PREPARING + 2)
         for i, old in enumerate(olds if kind != "to load where others wait too" else ()):
-            desk.begin(old)
+            harness.start(old)
             if kind != "to load where nothing leaves" and not (kind == "to load where half run" and i < number // 2):
-                desk.end(old)
+                harness.end(old)
         if kind.startswith("to load"):
             for i in range(number):
-                desk.table.register(make_spec(f"new{i}", 1))
-            while len(desk.on_host) < 2 * number:
-                desk.step()
+                harness.table.register(make_spec(f"new{i}", 1))
+            while len(harness.on_host) < 2 * number:
+                harness.step()
         if kind == "to be named":
             for new in news:
-                desk.table.register(make_spec(new, 1))
+                harness.table.register(make_spec(new, 1))
         else:
-            desk.want(*news)
-        desk.now = 100.0
-        return count_lines(desk.table.advance)
+            harness.request(*news)
+        harness.now = 100.0
+        return count_lines(harness.table.advance)
 
     few, many = count(200), count(2000)
     assert many < 15 * few, (few, many)
@@ -929,9 +933,9 @@ def test_idle_engine_loads_adapter(depth: int) -> None:
     world = World(10, 10, depth=depth)
     for name in "abcd":
         world.put(name, 1, 4)
-        asked = world.ask(name, [1, 2, 3])
+        submitted = world.submit(name, [1, 2, 3])
         world.finish(100)
-        assert asked.failure is None
+        assert submitted.failure is None
     world.check_nothing_is_left()
 
 
@@ -946,10 +950,10 @@ def test_no_empty_steps_during_load(depth: int) -> None:
         world.workers._loads[index].turns_left = 50
 
     world.workers._load = load_slowly  # type: ignore[method-assign]
-    asked = world.ask("a", [1, 2, 3], num_tokens=3)
+    submitted = world.submit("a", [1, 2, 3], num_tokens=3)
     world.finish(100)
     assert world.num_turns > 50
-    assert asked.failure is None
+    assert submitted.failure is None
     steps = world.engine.status().steps
     assert steps <= 2 + 3 + depth, "one to prepare it, one to load it, and its own"
     world.check_nothing_is_left()
@@ -958,10 +962,10 @@ def test_no_empty_steps_during_load(depth: int) -> None:
 def test_resolve_needs_no_step() -> None:
     world = World(10, 10)
     world.put("a", 1, 4)
-    answer = world.engine.resolve([AdapterRef("local", "a")])
-    assert answer.done()
+    finish_prepare = world.engine.resolve([AdapterRef("local", "a")])
+    assert finish_prepare.done()
     assert world.engine.status().steps == 0
-    world.ask("a", [1, 2, 3])
+    world.submit("a", [1, 2, 3])
     world._add_resolved()  # before any step
     assert world.engine.has_work
     world.finish(100)
@@ -1046,11 +1050,11 @@ def test_idle_engine_compacts_for_load() -> None:
         for name, units in (("a", 2), ("b", 3), ("c", 2), ("d", 3), ("e", 4)):
             world.put(name, 1, units)
         for name in "abcd":
-            world.ask(name, [1])
+            world.submit(name, [1])
             world.finish(100)
         pins = [world.engine.load(f"{name}@1", pin=True) for name in "bd"]
         world.settle()
-        world.ask("e", [1])
+        world.submit("e", [1])
         world.finish(100)
         assert all(pin.result(0) is None for pin in pins)
         assert world.table.counters.adapter_moves == 1
@@ -1059,7 +1063,7 @@ def test_idle_engine_compacts_for_load() -> None:
 def test_unload_fails_pending_load() -> None:
     world = World(10, 10)
     world.put("a", 1, 4)
-    world.ask("a", [1])
+    world.submit("a", [1])
     world.finish(100)
     world.engine.unload("a@1")
     world.settle()
@@ -1104,11 +1108,11 @@ def test_cold_adapters_are_served_under_load(depth: int, host_units: int, cold: 
         served: Counter[str] = Counter()
         for turn in range(400):
             for name in "ab":
-                if sum(asked.identity == f"{name}@1" for asked in world.open.values()) < 4:
-                    world.ask(name, [rng.randrange(VOCAB) for _ in range(5)], rng.randint(2, 9))
+                if sum(submitted.identity == f"{name}@1" for submitted in world.open.values()) < 4:
+                    world.submit(name, [rng.randrange(VOCAB) for _ in range(5)], rng.randint(2, 9))
             for place, name in enumerate(cold):
                 if place not in waiting:
-                    waiting[place] = world.ask(name, [1, 2, 3], 3), turn
+                    waiting[place] = world.submit(name, [1, 2, 3], 3), turn
                 elif waiting[place][0].is_done:
                     assert waiting.pop(place)[0].failure is None
                     served[name] += 1
@@ -1116,7 +1120,7 @@ def test_cold_adapters_are_served_under_load(depth: int, host_units: int, cold: 
                     assert turn - waiting[place][1] < 60 + 40 * len(cold), f"{name} is not served"
             world.turn()
         assert min(served[name] for name in cold) >= 3
-        assert sum(asked.is_done for asked in world.asked.values()) > 40
+        assert sum(submitted.is_done for submitted in world.submitted.values()) > 40
         world.finish(500)
         world.check_nothing_is_left()
 
@@ -1169,19 +1173,19 @@ def play(seed: int, num_actions: int) -> tuple[World, Counter[str]]:
             prompt = [*rng.choice(beginnings), *(rng.randrange(VOCAB) for _ in range(rng.choice([0, 0, 3])))]
             name = rng.choice([*names, None]) if rng.random() < 0.6 else names[0]
             options = {"tenant": rng.choice("ab")}
-            world.ask(name, prompt, rng.randint(1, 12), **options)
+            world.submit(name, prompt, rng.randint(1, 12), **options)
         if rng.random() < 0.05 and world.open:
             world.abort(rng.choice(list(world.open.values())))
         for _ in range(rng.choice([0, 0, 1, 2, 4]) if len(world.open) < 12 else 6):
             world.turn()
     world.finish(300 + 200 * len(world.open))
     done: Counter[str] = Counter()
-    for asked in world.asked.values():
-        if asked.failure is not None:
-            assert asked.spec is not None
-            assert is_excused(world, asked.spec, asked.failure, was_pinned=False)
+    for submitted in world.submitted.values():
+        if submitted.failure is not None:
+            assert submitted.spec is not None
+            assert is_excused(world, submitted.spec, submitted.failure, was_pinned=False)
             done["failed"] += 1
-        done["finished"] += not asked.is_aborted and asked.failure is None
+        done["finished"] += not submitted.is_aborted and submitted.failure is None
     world.check_nothing_is_left()
     scheduled, moved = world.scheduler.counters, world.table.counters
     done["preemptions"] = scheduled.preemptions
@@ -1219,7 +1223,7 @@ class Machine(RuleBasedStateMachine):
         most_turns=st.integers(0, 3),
         sizes=st.lists(st.integers(1, 5), min_size=4, max_size=4),
     )
-    def begin(
+    def start(
         self,
         num_units: int,
         host_units: int,
@@ -1259,8 +1263,8 @@ class Machine(RuleBasedStateMachine):
         num_tokens=st.integers(1, 9),
         tenant=st.sampled_from("ab"),
     )
-    def ask(self, name: str | None, prompt: list[int], num_tokens: int, tenant: str) -> None:
-        self.world.ask(name, prompt, num_tokens, tenant=tenant)
+    def submit(self, name: str | None, prompt: list[int], num_tokens: int, tenant: str) -> None:
+        self.world.submit(name, prompt, num_tokens, tenant=tenant)
 
     @rule(count=st.integers(1, 6))
     def turns(self, count: int) -> None:
@@ -1290,7 +1294,7 @@ class Machine(RuleBasedStateMachine):
             self.world.engine.unload(identity)
 
     def pick(self, which: int) -> str | None:
-        identities = sorted({asked.identity for asked in self.world.asked.values()} - {""})
+        identities = sorted({submitted.identity for submitted in self.world.submitted.values()} - {""})
         return identities[which % len(identities)] if identities else None
 
     @invariant()
@@ -1322,10 +1326,10 @@ class Machine(RuleBasedStateMachine):
             return
         world = self.world
         world.finish(100 + 100 * len(world.open))  # remaining requests
-        for asked in world.asked.values():
-            if asked.failure is not None:
-                assert asked.spec is not None
-                assert is_excused(world, asked.spec, asked.failure, self.was_pinned)
+        for submitted in world.submitted.values():
+            if submitted.failure is not None:
+                assert submitted.spec is not None
+                assert is_excused(world, submitted.spec, submitted.failure, self.was_pinned)
         world.settle()
         assert all(load.done() for load in self.loads)
         world.check_nothing_is_left()

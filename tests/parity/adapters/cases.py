@@ -117,7 +117,7 @@ class Case:
 def train_and_save(model: Any, case: Case, folder: Path) -> None:
     peft_model = get_peft_model(model, case.config)
     randomize(peft_model)
-    # Trained rows must be kept even where PEFT, offline, cannot see that the vocabulary has changed.
+    # Save embeddings explicitly: offline, PEFT cannot detect a changed vocabulary.
     save_adapter(peft_model, folder, save_embedding_layers=True if case.vocab != VOCAB else "auto")
 
 
@@ -137,10 +137,10 @@ def randomize(model: Any) -> None:
 
 
 def save_converted(model: Any, case: Case, folder: Path) -> None:
-    """Save PiSSA and its like as PEFT converts them: they change the base model, the adapter fits the unchanged one."""
+    """Save PiSSA and similar methods, which change the base model, converted by PEFT for the unchanged base model."""
     config = case.config
     if config.loftq_config:
-        config.init_lora_weights = "loftq"  # set from the start, PEFT would ask for scipy, which it does not use
+        config.init_lora_weights = "loftq"  # if set earlier, PEFT requires scipy without using it
     if config.init_lora_weights == "corda":
         run = lambda: model(torch.arange(3, 90)[None])  # noqa: E731
         preprocess_corda(model, config, run_model=run, hooked_model=None)
@@ -153,7 +153,7 @@ def save_converted(model: Any, case: Case, folder: Path) -> None:
 
 
 def save_loftq(model: Any, case: Case, folder: Path) -> None:
-    """Save LoftQ, which quantizes with bitsandbytes on a GPU: coarse rounding stands in, the rest is PEFT's."""
+    """Save LoftQ. Coarse rounding replaces bitsandbytes quantization, which needs a GPU."""
 
     def quantize(weight: torch.Tensor, num_bits: int, reduced_rank: int, num_iter: int) -> tuple[torch.Tensor, ...]:
         step = weight.abs().max() / 2 ** (num_bits - 1)
@@ -166,12 +166,12 @@ def save_loftq(model: Any, case: Case, folder: Path) -> None:
 
 
 def save_renamed(rename: Callable[[str], str], model: Any, case: Case, folder: Path) -> None:
-    """Save tensors under names of other versions and programs; PEFT gets its own names."""
+    """Save tensors with the names of other versions and tools. The oracle loads PEFT's names."""
     train_and_save(model, case, folder / PEFTS_OWN)
     tensors = load_file(folder / PEFTS_OWN / "adapter_model.safetensors")
     save_file({rename(key): tensor for key, tensor in tensors.items()}, folder / "adapter_model.safetensors")
     config = json.loads((folder / PEFTS_OWN / "adapter_config.json").read_text())
-    for patterns in ("alpha_pattern", "rank_pattern"):  # these speak of modules by the names of their time
+    for patterns in ("alpha_pattern", "rank_pattern"):  # older versions use different module names
         config[patterns] = {rename(f".{name}.")[1:-1]: value for name, value in config[patterns].items()}
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
@@ -199,7 +199,7 @@ def on(family: str, *names: str) -> dict[str, Any]:
 
 LAYER_1_V = r".*\.1\..*(v_proj|c_attn|query_key_value)"
 CASES = {
-    # Different kinds, on Llama.
+    # All adapter kinds on Llama.
     "plain": Case("LoRA", "llama-gqa"),
     "rslora": Case("rsLoRA", "llama-gqa", {"use_rslora": True, "lora_alpha": 3}),
     "rank-pattern": Case(

@@ -9,7 +9,7 @@ from tests.parity.variant import VOCAB
 NORM = {"gpt2": "ln_1", "neox": "input_layernorm", "opt": "self_attn_layer_norm"}
 
 
-# Of the base model's weights: small, because a batch is compared to five digits, and rounding grows layer by layer.
+# Base model weight scale. Small, because rounding errors grow per layer and batches are compared to five digits.
 SPREAD = 0.12
 
 

@@ -60,7 +60,7 @@ def test_hub_and_folder_adapters_match_peft(name: str, tmp_path: Path, device: t
         ]
     model = make_model(case.base, device)
     targets = collect_adapter_targets(model)
-    # Two names, one content: the identity does not depend on the source, nor on the name of the base model.
+    # Equal content has equal identities, independent of source and base model name.
     assert len({open_adapter(found.folder, targets).identify() for found in fetched}) == 1
     arena = load_adapters(model, [fetched[0].folder], device)
     driver = PagedDriver(model)

@@ -61,7 +61,7 @@ class Residency:
     def __init__(self, memory: AdapterMemory, hosts: list[HostAdapter]) -> None:
         self.memory, self.hosts = memory, hosts
         self.space = AdapterSpace(memory.num_units)
-        self.indices: OrderedDict[int, int] = OrderedDict()  # adapter: index, the longest unused first
+        self.indices: OrderedDict[int, int] = OrderedDict()  # index by adapter, least recently used first
         self.free_indices = list(range(1, len(hosts) + 1))
         self.in_flight: list[int] = []
         self.loads = self.moves = self.most_units = 0

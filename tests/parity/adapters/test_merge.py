@@ -1,4 +1,4 @@
-"""Merged adapters against PEFT's `add_weighted_adapter`."""
+"""Merged adapters compared with PEFT's `add_weighted_adapter`."""
 
 import warnings
 from functools import partial
@@ -72,7 +72,7 @@ def peft_merged(folders: list[Path], merge: Merge, base: str = "llama-gqa") -> A
 
 
 def _merge_again_with_our_seeds(model: Any, names: list[str], merge: Merge) -> None:
-    """Merge again with a seed for each module, as we do; PEFT draws all modules from one stream."""
+    """Merge with one seed per module, as the server does. PEFT uses one random stream for all modules."""
     for module, layer in model.get_base_model().named_modules():
         if isinstance(layer, LoraLayer):
             torch.manual_seed(module_seed(merge.seed, module))
@@ -154,7 +154,7 @@ def test_other_methods_are_not_merged(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"weights": ()}, "at least one weight"),
+        ({"weights": ()}, "not empty"),
         ({"weights": (1.0, float("nan"))}, "finite"),
         ({"weights": (1.0,), "strategy": "svd"}, "merge_strategy"),
         ({"weights": (1.0,), "strategy": "ties", "density": 0.0}, "density"),

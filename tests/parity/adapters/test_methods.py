@@ -28,7 +28,7 @@ LENGTHS, STEPS = (9, 1, 4), 3
 
 
 def run(base: str, folders: list[Path], device: torch.device, group: ProcessGroup | None = None) -> list[torch.Tensor]:
-    """Return the logits of rows of each adapter and of the base model, in one batch: prompts, then decode."""
+    """Return the logits of a batch with all adapters and the base model: prefill, then decode."""
     model = make_model(base, device, group)
     arena = load_adapters(model, folders, device, group)
     driver = PagedDriver(model)

@@ -25,7 +25,7 @@ PADDED = {"neox-parallel": GPTNeoxForCausalLM, "opt-pre-norm": OPTForCausalLM}
 
 
 def make_rows(base: str) -> list[tuple[int, int, list[int]]]:
-    """Return adapter, prompt length and tokens of each row: every adapter, some twice, and the base model."""
+    """Return adapter, prompt length and tokens per row, with every adapter and the base model."""
     generator = torch.Generator().manual_seed(11)
     cases = mixed_cases(base)
     adapters = [*range(1, len(cases) + 1), 0, 0, 0, 0, 0, 1, 6, 15, 17, 18]
@@ -40,7 +40,7 @@ def make_rows(base: str) -> list[tuple[int, int, list[int]]]:
 
 
 def run_paged(model: Any, arena: AdapterArena, rows: list[tuple[int, int, list[int]]]) -> list[torch.Tensor]:
-    """Return the logits of every token of every row: the prompts together, then decode."""
+    """Return all logits of every row: prefill in one batch, then decode."""
     driver = PagedDriver(model, num_blocks=256)
     seqs = [driver.add(adapter, length) for adapter, length, _ in rows]
     steps = [[(seq, ids[:length]) for seq, (_, length, ids) in zip(seqs, rows, strict=True)]]
@@ -68,7 +68,7 @@ def test_paged(base: str, tmp_path: Path, device: torch.device) -> None:
     rows = make_rows(base)
     batched = run_paged(model, arena, rows)
     compare(base, rows, batched, [run_paged(model, arena, [row])[0] for row in rows])
-    for adapter, length, ids in rows[:8]:  # and alone it is as PEFT has it
+    for adapter, length, ids in rows[:8]:  # the single run equals PEFT
         case, folder = written[adapter - 1]
         oracle = case.oracle(folder).to(device) if adapter else make_oracle(base, SPREAD).to(device)
         expected = oracle_logits(oracle, ids, length, {})
@@ -143,7 +143,7 @@ def test_tensor_parallel_padded(base: str, tmp_path: Path, ranks: RankPool) -> N
             assert torch.allclose(padded, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow  # the models themselves over several ranks: tests/parity/test_tensor_parallel.py
+@pytest.mark.slow  # tests/parity/test_tensor_parallel.py covers base models
 @pytest.mark.parametrize("base", ["llama-attention-bias", "gpt2", "neox-parallel", "opt-pre-norm"])
 def test_tensor_parallel(base: str, tmp_path: Path, ranks: RankPool) -> None:
     folders = [folder for _, folder in write_mixed(base, tmp_path)]

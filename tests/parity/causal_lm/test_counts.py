@@ -15,8 +15,8 @@ NAMES = ["bloom", "gemma3-window", "gpt2", "llama"]
 COUNT = 9
 
 
-class Counted:
-    """A record of the shapes of the ids of every forward."""
+class ForwardRecorder:
+    """Records the input shape of every forward."""
 
     def __init__(self, lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.shapes: list[tuple[int, int]] = []
@@ -29,8 +29,8 @@ class Counted:
         monkeypatch.setattr(lm.model, "forward", counting)
 
 
-def one_joins_after_another(lm: CausalLM) -> tuple[dict[int, list[int]], list[tuple[int, int]]]:
-    """Return the tokens, and the expected shapes of ids."""
+def join_one_by_one(lm: CausalLM) -> tuple[dict[int, list[int]], list[tuple[int, int]]]:
+    """Return the tokens and the expected input shapes."""
     driver, expected = Driver(lm), []
     requests = [request(i, prompt, COUNT, stop=ENDLESS) for i, prompt in enumerate(PROMPTS)]
     batch = driver.start(requests[0], requests[1])
@@ -44,30 +44,30 @@ def one_joins_after_another(lm: CausalLM) -> tuple[dict[int, list[int]], list[tu
     while kept is not None:
         expected.append((len(kept), 1))
         kept = driver.step(kept)
-    return {i: answer.token_ids for i, answer in driver.answers.items()}, expected
+    return {i: output.token_ids for i, output in driver.outputs.items()}, expected
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_are_computed_once(name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = zoo.served(name)
-    counted = Counted(lm, monkeypatch)
-    tokens, expected = one_joins_after_another(lm)
-    assert counted.shapes == expected
-    prompts = 2 * 5 + sum(len(prompt) for prompt in PROMPTS[2:])  # the first two are padded to the longer
-    decoded = sum(len(ids) - 1 for ids in tokens.values())  # the first token of each comes with its prompt
-    assert sum(rows * columns for rows, columns in counted.shapes) == prompts + decoded
+    recorder = ForwardRecorder(lm, monkeypatch)
+    tokens, expected = join_one_by_one(lm)
+    assert recorder.shapes == expected
+    prompts = 2 * 5 + sum(len(prompt) for prompt in PROMPTS[2:])  # the first two prompts are padded to equal length
+    decoded = sum(len(ids) - 1 for ids in tokens.values())  # prefill returns the first token
+    assert sum(rows * columns for rows, columns in recorder.shapes) == prompts + decoded
 
 
 def test_prompts_in_one_batch_share_one_forward(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = zoo.served("llama")
-    counted = Counted(lm, monkeypatch)
+    recorder = ForwardRecorder(lm, monkeypatch)
     Driver(lm).start(*(request(i, prompt) for i, prompt in enumerate(PROMPTS)))
-    assert counted.shapes == [(6, 14)]
+    assert recorder.shapes == [(6, 14)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_head_runs_only_on_last_prompt_column(name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models that support it score one column only: scores for every token of a long prompt take a lot of memory."""
+    """Logits for every token of a long prompt would take a lot of memory."""
     lm = zoo.served(name)
     model: Any = lm.model
     head, seen = model.get_output_embeddings(), []
@@ -79,7 +79,7 @@ def test_head_runs_only_on_last_prompt_column(name: str, zoo: Zoo, monkeypatch: 
     assert seen == [1, 1, 5]
 
 
-def computing_anew(batches: Sequence[CausalLMBatch]) -> CausalLMBatch:
+def concatenate_by_recomputing(batches: Sequence[CausalLMBatch]) -> CausalLMBatch:
     """Join batches by recomputing every token. The result is correct but wasteful."""
     lists = {
         name: [each for batch in batches for each in getattr(batch, name)]
@@ -95,17 +95,17 @@ def computing_anew(batches: Sequence[CausalLMBatch]) -> CausalLMBatch:
 
 def test_recomputation_is_detected_by_counts(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = zoo.served("llama")
-    tokens, _ = one_joins_after_another(lm)
-    counted = Counted(lm, monkeypatch)
-    monkeypatch.setattr(CausalLMBatch, "concatenate", computing_anew)
-    tokens_anew, expected = one_joins_after_another(lm)
-    assert tokens_anew == tokens
-    assert counted.shapes != expected
-    assert len(counted.shapes) == len(expected)  # the number of forwards is equal, only their sizes differ
+    tokens, _ = join_one_by_one(lm)
+    recorder = ForwardRecorder(lm, monkeypatch)
+    monkeypatch.setattr(CausalLMBatch, "concatenate", concatenate_by_recomputing)
+    recomputed_tokens, expected = join_one_by_one(lm)
+    assert recomputed_tokens == tokens
+    assert recorder.shapes != expected
+    assert len(recorder.shapes) == len(expected)  # equal number of forwards with different sizes
 
 
-def without_padding(batches: Sequence[CausalLMBatch], join: Callable[..., CausalLMBatch]) -> CausalLMBatch:
-    """Join batches, but let the model see the padding of the shorter one."""
+def join_without_padding_mask(batches: Sequence[CausalLMBatch], join: Callable[..., CausalLMBatch]) -> CausalLMBatch:
+    """Join batches without masking the padding."""
     joined = join(batches)
     joined.attention_mask = torch.cat(
         [
@@ -117,14 +117,14 @@ def without_padding(batches: Sequence[CausalLMBatch], join: Callable[..., Causal
     return joined
 
 
-def shifted(batches: Sequence[CausalLMBatch], join: Callable[..., CausalLMBatch]) -> CausalLMBatch:
-    """Join batches, but take all rows to be as long as the longest."""
+def join_with_shifted_positions(batches: Sequence[CausalLMBatch], join: Callable[..., CausalLMBatch]) -> CausalLMBatch:
+    """Join batches with the longest row's positions for all rows."""
     joined = join(batches)
     joined.position_ids = torch.full_like(joined.position_ids, joined.max_input_length - 1)
     return joined
 
 
-@pytest.mark.parametrize("spoiled", [without_padding, shifted])
+@pytest.mark.parametrize("spoiled", [join_without_padding_mask, join_with_shifted_positions])
 def test_wrong_mask_or_positions_change_tokens(
     spoiled: Callable[..., CausalLMBatch], zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +135,6 @@ def test_wrong_mask_or_positions_change_tokens(
     def agrees(tokens: dict[int, list[int]]) -> bool:
         return all(ids == expected[i][: len(ids)] for i, ids in tokens.items())
 
-    assert agrees(one_joins_after_another(lm)[0])
+    assert agrees(join_one_by_one(lm)[0])
     monkeypatch.setattr(CausalLMBatch, "concatenate", lambda batches: spoiled(batches, join))
-    assert not agrees(one_joins_after_another(lm)[0])
+    assert not agrees(join_one_by_one(lm)[0])

@@ -1,4 +1,4 @@
-"""Any causal model in batches that requests join and leave, token for token against `transformers.generate`."""
+"""Greedy tokens of causal models equal `transformers.generate` while requests join and leave the batch."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ PROMPTS: list[list[int]] = [
     [30, 200, 31, 201, 32, 202, 33, 203, 34, 204, 35, 205, 36, 206],
 ]
 COUNTS = [14, 6, 9, 12, 10, 7]
-# Plain attention, absolute positions, compressed keys, a window in some layers, experts.
+# Plain attention, absolute positions, compressed keys, sliding windows, mixture of experts.
 QUICK = ("llama", "gpt2", "deepseek-v3", "gemma3-window", "mixtral")
 ENDLESS = {"ignore_eos_token": True}
 
@@ -38,7 +38,7 @@ def join_and_leave(lm: CausalLM) -> dict[int, RequestOutput]:
     batch = driver.steps(_keep(batch, [5, 2, 3, 0]), 1)  # 4 leaves the front and is not finished
     batch = driver.steps(_keep(batch, [5, 2, 3]), 1)  # 0 leaves the end
     driver.finish(batch)
-    return driver.answers
+    return driver.outputs
 
 
 def _keep(batch: CausalLMBatch, request_ids: list[int]) -> CausalLMBatch:
@@ -47,31 +47,31 @@ def _keep(batch: CausalLMBatch, request_ids: list[int]) -> CausalLMBatch:
     return kept
 
 
-def check(answer: RequestOutput, expected: Sequence[int]) -> int:
+def check(output: RequestOutput, expected: Sequence[int]) -> int:
     """Compare the output with the expected tokens. Return the number of compared tokens."""
-    compared = min(len(answer.token_ids), len(expected))
-    assert answer.token_ids[:compared] == list(expected[:compared])
+    compared = min(len(output.token_ids), len(expected))
+    assert output.token_ids[:compared] == list(expected[:compared])
     return compared
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, SERVED))
 def test_joining_and_leaving_does_not_change_tokens(name: str, zoo: Zoo) -> None:
     oracle, lm = zoo.pair(name)
-    answers = join_and_leave(lm)
-    assert len(answers) == len(PROMPTS)
+    outputs = join_and_leave(lm)
+    assert len(outputs) == len(PROMPTS)
     compared = 0
     for i, prompt in enumerate(PROMPTS):
-        compared += check(answers[i], generate(oracle, prompt, COUNTS[i]))
-    assert compared >= 25  # of 46: not all was too close to tell
-    tokens = [token_id for answer in answers.values() for token_id in answer.token_ids]
-    assert len(set(tokens)) >= 5  # nor one token again and again
+        compared += check(outputs[i], generate(oracle, prompt, COUNTS[i]))
+    assert compared >= 25  # of 46 tokens, the rest may be ties
+    tokens = [token_id for output in outputs.values() for token_id in output.token_ids]
+    assert len(set(tokens)) >= 5  # the text does not repeat one token
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, SERVED))
 def test_prompts_of_all_lengths_in_one_batch(name: str, zoo: Zoo) -> None:
     oracle, lm = zoo.pair(name)
-    answers = run(lm, *(request(i, prompt, 5) for i, prompt in enumerate(PROMPTS)))
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
+    outputs = run(lm, *(request(i, prompt, 5) for i, prompt in enumerate(PROMPTS)))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
         expected = generate(oracle, prompt, 5, lm.config.eos_token_id)
-        assert answer.token_ids[: len(expected)] == expected
-        assert answer.end is not None
+        assert output.token_ids[: len(expected)] == expected
+        assert output.end is not None

@@ -46,11 +46,11 @@ def test_scan_skips_external_links_and_warns_once(tmp_path: Path, caplog: pytest
     put(tmp_path / "here", "near")
     (tmp_path / "here" / "linked").symlink_to(tmp_path / "elsewhere" / "far")
     (tmp_path / "here" / "beside").symlink_to("near")
-    told: list[list[str]] = []
-    watch = FolderWatcher(tmp_path / "here", lambda names: told.append(list(names)))
+    expected: list[list[str]] = []
+    watch = FolderWatcher(tmp_path / "here", lambda names: expected.append(list(names)))
     watch.scan()
     watch.scan()
-    assert told == [["beside", "near"]]
+    assert expected == [["beside", "near"]]
     (line,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     assert line.startswith(
         "'linked' in the adapters folder is not served: it is a symlink to a path outside the folder"
@@ -66,8 +66,8 @@ def test_number_of_scanned_adapters_is_limited(tmp_path: Path, monkeypatch: pyte
 
 
 def test_watcher_reports_only_changes(tmp_path: Path) -> None:
-    told: list[list[str]] = []
-    watch = FolderWatcher(tmp_path, lambda names: told.append(list(names)))
+    expected: list[list[str]] = []
+    watch = FolderWatcher(tmp_path, lambda names: expected.append(list(names)))
     watch.scan()
     watch.scan()
     put(tmp_path, "one")
@@ -75,15 +75,15 @@ def test_watcher_reports_only_changes(tmp_path: Path) -> None:
     watch.scan()
     (tmp_path / "one" / "adapter_config.json").unlink()
     watch.scan()
-    assert told == [[], ["one"], []]
+    assert expected == [[], ["one"], []]
 
 
 def test_unreadable_folder_keeps_known_adapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[list[str]] = []
+    expected: list[list[str]] = []
     put(tmp_path, "one")
-    watch = FolderWatcher(tmp_path, lambda names: told.append(list(names)))
+    watch = FolderWatcher(tmp_path, lambda names: expected.append(list(names)))
     watch.scan()
 
     def fail(folder: Path) -> FolderScan:
@@ -95,13 +95,13 @@ def test_unreadable_folder_keeps_known_adapters(
         watch.scan()
     put(tmp_path, "two")
     watch.scan()
-    assert told == [["one"], ["one", "two"]]
+    assert expected == [["one"], ["one", "two"]]
     assert sum("cannot read the adapters folder" in each.getMessage() for each in caplog.records) == 1
 
 
 def test_missing_folder_has_no_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    told: list[list[str]] = []
-    watch = FolderWatcher(tmp_path / "later", lambda names: told.append(list(names)))
+    expected: list[list[str]] = []
+    watch = FolderWatcher(tmp_path / "later", lambda names: expected.append(list(names)))
     with caplog.at_level(logging.WARNING):
         watch.scan()
         watch.scan()
@@ -110,23 +110,23 @@ def test_missing_folder_has_no_adapters(tmp_path: Path, caplog: pytest.LogCaptur
     watch.scan()
     (tmp_path / "later").rename(tmp_path / "gone")
     watch.scan()
-    assert told == [[], ["one"], []]
+    assert expected == [[], ["one"], []]
     assert "cannot read the adapters folder" in caplog.text
 
 
 def test_watcher_rescans_until_closed(tmp_path: Path) -> None:
     put(tmp_path, "one")
-    told: list[list[str]] = []
+    expected: list[list[str]] = []
     has_two = threading.Event()
 
     def tell(names: Iterable[str]) -> None:
-        told.append(list(names))
-        if told[-1] == ["one", "two"]:
+        expected.append(list(names))
+        if expected[-1] == ["one", "two"]:
             has_two.set()
 
     watch = FolderWatcher(tmp_path, tell, interval_s=0.001)
     watch.start()
-    assert told == [["one"]]  # the first look comes before `start` returns
+    assert expected == [["one"]]  # the first look comes before `start` returns
     put(tmp_path, "two")
     assert has_two.wait(PATIENCE_S)
     (thread,) = [each for each in threading.enumerate() if each.name == "adapters-dir"]

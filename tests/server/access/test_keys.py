@@ -289,7 +289,7 @@ def test_keys_file_with_admins_only_requires_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "no keys"),
         ("[keys]", "no keys"),
@@ -330,9 +330,9 @@ def test_keys_file_with_admins_only_requires_keys(tmp_path: Path) -> None:
         (f"[keys.{'a' * 65}]\nkey = '{SECRET}'", "the name must have"),
     ],
 )
-def test_invalid_keys_file_error_contains_no_secrets(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_keys_file_error_contains_no_secrets(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         KeyRing(["plain"], "boss", path)
     assert str(path) in str(caught.value)
     assert "tops3cret" not in str(caught.value)
@@ -353,13 +353,13 @@ def test_invalid_json_keys_file_is_rejected(tmp_path: Path, content: bytes) -> N
 def test_unreadable_keys_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "binary.toml").write_bytes(b"\xff\x00")
-    for name, said in (
+    for name, message in (
         ("absent.toml", "No such file"),
         ("folder.toml", "directory"),
         ("binary.toml", "invalid TOML"),
         ("keys.yaml", "must end in .toml or .json"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             KeyRing(keys_file=tmp_path / name)
 
 

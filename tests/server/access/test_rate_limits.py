@@ -192,8 +192,8 @@ def test_new_adapters_have_separate_limit(clock: Clock) -> None:
     quota, key = AdapterQuota(None, clock), Key("k", new_adapters_per_minute=2)
     charge(quota, key)
     charge(quota, key)
-    said = r"this API key has reached the limit of 2 new adapters per minute \(new_adapters_per_minute\)"
-    assert retry_new_after(quota, key, said) == pytest.approx(30.0)
+    message = r"this API key has reached the limit of 2 new adapters per minute \(new_adapters_per_minute\)"
+    assert retry_new_after(quota, key, message) == pytest.approx(30.0)
     charge(quota, Key("other", new_adapters_per_minute=1))
     clock.now += 30
     charge(quota, key)

@@ -30,7 +30,7 @@ def routes() -> Templated:
     return Templated()
 
 
-def told(reply: Reply) -> tuple[int, str, str]:
+def expected(reply: Reply) -> tuple[int, str, str]:
     error = reply.json["error"]
     return reply.status, error["param"], error["code"]
 
@@ -98,7 +98,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
 def test_invalid_request_returns_field_and_code(what: str, routes: Templated) -> None:
     path, body, param, code, message = WRONG[what]
     refused = routes.post(path, body)
-    assert told(refused) == (400, param, code)
+    assert expected(refused) == (400, param, code)
     assert message in refused.message
     assert "inputs" not in refused.message
     assert "new_tokens" not in refused.message
@@ -108,7 +108,7 @@ def test_invalid_request_returns_field_and_code(what: str, routes: Templated) ->
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, complete("peot")), (CHAT, chat("peot"))])
 def test_unknown_model_returns_model_not_found(path: str, body: dict[str, Any], routes: Templated) -> None:
     refused = routes.post(path, body)
-    assert told(refused) == (404, "model", "model_not_found")
+    assert expected(refused) == (404, "model", "model_not_found")
     sentence = "the model 'peot' does not exist; /v1/models lists the available models; did you mean 'poet'?"
     assert refused.message == sentence
     assert "no such folder" in routes.post(NATIVE, generate(adapter_id="peot")).message  # where folders are known

@@ -117,11 +117,11 @@ def test_internal_error_hides_details() -> None:
 # --- Headers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("wait_s", "told"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (7.1, "8"), (1e9, "3600")])
+@pytest.mark.parametrize(("wait_s", "expected"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (7.1, "8"), (1e9, "3600")])
 @pytest.mark.parametrize("path", [NATIVE, OPENAI])
-def test_retry_after_header_is_rounded_and_bounded(wait_s: float, told: str, path: str) -> None:
+def test_retry_after_header_is_rounded_and_bounded(wait_s: float, expected: str, path: str) -> None:
     response = make_error_response(OverloadedError("no", wait_s), path).to_response(path)
-    assert response.headers["retry-after"] == told
+    assert response.headers["retry-after"] == expected
     assert "retry-after" not in make_error_response(OverloadedError("no"), path).to_response(path).headers
 
 

@@ -97,13 +97,13 @@ def test_rejected_body_is_discarded(keyed: SharedServer, monkeypatch: pytest.Mon
     monkeypatch.setattr(middleware, "DISCARD_TIMEOUT_S", 1000.0)
 
     async def check(server: SocketServer) -> None:
-        wire = await server.connect()
-        await wire.send(post("/generate", b"", ("content-length", str(10**12))))
-        (answer,) = await wire.read_responses(1)
+        connection = await server.connect()
+        await connection.send(post("/generate", b"", ("content-length", str(10**12))))
+        (answer,) = await connection.read_responses(1)
         assert answer.status == 401
         with suppress(ConnectionError):
             while True:
-                await wire.send(b"x" * 2**16)
+                await connection.send(b"x" * 2**16)
 
     keyed.run(check)
 
@@ -328,8 +328,8 @@ def test_rejection_is_counted_and_logged_once(
 def test_idle_connection_is_not_counted_as_request(lines: Lines, impatient: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
         before = server.count("lorax_request_count")
-        wire = await server.connect()
-        (answer,) = await wire.read_responses()
+        connection = await server.connect()
+        (answer,) = await connection.read_responses()
         assert answer.status == 408
         assert server.count("lorax_request_count") == before
 
@@ -339,11 +339,11 @@ def test_idle_connection_is_not_counted_as_request(lines: Lines, impatient: Shar
 
 def test_unused_body_does_not_break_next_request(keyed: SharedServer) -> None:
     async def check(server: SocketServer) -> None:
-        wire = await server.connect()
-        await wire.send(head("GET", "/health", [b"host: localhost", b"content-length: 3"]))
-        assert [answer.status for answer in await wire.read_responses(1)] == [200]
-        await wire.send(b"xxx" + HEALTH)
-        assert [answer.status for answer in await wire.read_responses(1)] == [200]
+        connection = await server.connect()
+        await connection.send(head("GET", "/health", [b"host: localhost", b"content-length: 3"]))
+        assert [answer.status for answer in await connection.read_responses(1)] == [200]
+        await connection.send(b"xxx" + HEALTH)
+        assert [answer.status for answer in await connection.read_responses(1)] == [200]
 
     keyed.run(check)
 
@@ -361,13 +361,13 @@ def test_admin_actions_are_logged(lines: Lines, keyed: SharedServer) -> None:
             (SECRET, "/v1/unload_lora_adapter", {"lora_name": "nobody"}, 404),
         ):
             assert (await server.fetch(with_key(path, body, key))).status == status
-        wire = await server.connect()
-        await wire.send(with_key("/v1/adapters/load", poet, SECRET, ("x-request-id", "it")))
+        connection = await server.connect()
+        await connection.send(with_key("/v1/adapters/load", poet, SECRET, ("x-request-id", "it")))
         while not keyed.harness.engine.sent:
             await asyncio.sleep(0.001)
         for call in list(keyed.harness.engine._queries.values()):
             call.set_exception(AdapterError("it is broken"))
-        await wire.read_responses(1)
+        await connection.read_responses(1)
 
     keyed.run(check)
     found = [(each["action"], each["adapter"], each["key"], each["status"]) for each in lines("audit")]

@@ -41,10 +41,10 @@ FUNCTIONS = [
     FunctionSchema("weather", PARAMETERS, True),
     FunctionSchema("now", {"type": "object", "properties": {}}, False),
 ]
-THOUGHTS = {"": None, "I muse.\n</think>\n\n": True, "<think>\nhm</think>\n": False}
+REASONING_PREFIXES = {"": None, "I muse.\n</think>\n\n": True, "<think>\nhm</think>\n": False}
 
 
-class Texts(NamedTuple):
+class ExampleCompletions(NamedTuple):
     """Completions in one format: valid, invalid by the function's schema, and with two calls."""
 
     right: str
@@ -54,41 +54,43 @@ class Texts(NamedTuple):
 
 OSLO, WRONG = '{"city": "Oslo", "days": 2}', '{"days": 2}'
 TEXTS = {
-    "hermes": Texts(
+    "hermes": ExampleCompletions(
         f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>',
         f'<tool_call>\n{{"name": "weather", "arguments": {WRONG}}}\n</tool_call>',
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n'
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     ),
-    "llama3_json": Texts(
+    "llama3_json": ExampleCompletions(
         f'{{"name": "weather", "parameters": {OSLO}}}',
         f'{{"name": "weather", "parameters": {WRONG}}}',
         '{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}',
     ),
-    "json": Texts(
+    "json": ExampleCompletions(
         f'{{"name": "weather", "arguments": {OSLO}}}',
         f'{{"name": "weather", "arguments": {WRONG}}}',
         '[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]',
     ),
-    "granite": Texts(
+    "granite": ExampleCompletions(
         f'<|tool_call|>[{{"name": "weather", "arguments": {OSLO}}}]',
         '<|tool_call|>[{"name": "nobody", "arguments": {}}]',
         '<|tool_call|>[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]',
     ),
-    "mistral": Texts(
+    "mistral": ExampleCompletions(
         f'[TOOL_CALLS][{{"name": "weather", "arguments": {OSLO}}}]',
         f'[TOOL_CALLS][{{"name": "weather", "arguments": {WRONG}}}]',
         '[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]',
     ),
-    "qwen3_coder": Texts(
+    "qwen3_coder": ExampleCompletions(
         CODER,
         CODER.replace("<parameter=city>\nOslo\n</parameter>\n", ""),
         "<tool_call>\n<function=now>\n</function>\n</tool_call>\n"
         "<tool_call>\n<function=now>\n</function>\n</tool_call>",
     ),
-    "pythonic": Texts('[weather(city="Oslo", days=2)]', "[weather(days=2)]", '[weather(city="Oslo"), now()]'),
+    "pythonic": ExampleCompletions(
+        '[weather(city="Oslo", days=2)]', "[weather(days=2)]", '[weather(city="Oslo"), now()]'
+    ),
 }
-NEWER_MISTRAL = Texts(
+NEWER_MISTRAL = ExampleCompletions(
     f"[TOOL_CALLS]weather[ARGS]{OSLO}",
     f"[TOOL_CALLS]weather[ARGS]{WRONG}",
     "[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now[ARGS]{}",
@@ -148,9 +150,9 @@ def grammar(write: Callable[..., str], tool_format: str, kind: str, reasoning: b
 
 
 @pytest.mark.parametrize(("tool_format", "texts", "kind"), CASES)
-@pytest.mark.parametrize("before", THOUGHTS)
-def test_required_tool_call_grammar(tool_format: str, texts: Texts, kind: str, before: str) -> None:
-    accepts, reasoning = vocabulary(kind).accepts, THOUGHTS[before]
+@pytest.mark.parametrize("before", REASONING_PREFIXES)
+def test_required_tool_call_grammar(tool_format: str, texts: ExampleCompletions, kind: str, before: str) -> None:
+    accepts, reasoning = vocabulary(kind).accepts, REASONING_PREFIXES[before]
     many, one = (grammar(write_required, tool_format, kind, reasoning, is_parallel=each) for each in (True, False))
     assert accepts(many, before + texts.right)
     assert accepts(one, before + texts.right)
@@ -163,9 +165,9 @@ def test_required_tool_call_grammar(tool_format: str, texts: Texts, kind: str, b
 
 
 @pytest.mark.parametrize(("tool_format", "texts", "kind"), CASES)
-@pytest.mark.parametrize("before", THOUGHTS)
-def test_optional_tool_call_grammar(tool_format: str, texts: Texts, kind: str, before: str) -> None:
-    accepts, reasoning = vocabulary(kind).accepts, THOUGHTS[before]
+@pytest.mark.parametrize("before", REASONING_PREFIXES)
+def test_optional_tool_call_grammar(tool_format: str, texts: ExampleCompletions, kind: str, before: str) -> None:
+    accepts, reasoning = vocabulary(kind).accepts, REASONING_PREFIXES[before]
     many, one = (grammar(write_optional, tool_format, kind, reasoning, is_parallel=each) for each in (True, False))
     for text in ("", "Just text, {nothing} [else] <here>.", "\n  Two\n\nlines.\n", texts.right, texts.two):
         assert accepts(many, before + text), text
@@ -208,27 +210,27 @@ def test_python_keyword_as_parameter_name_is_rejected() -> None:
 @pytest.mark.parametrize("tool_format", FORMATS)
 def test_grammar_output_parses_as_tool_calls(tool_format: str) -> None:
     """Sample random allowed bytes. The result must parse as a call with valid arguments."""
-    known = Bytes()
+    known = ByteVocabulary()
     text = write_required(FORMATS[tool_format](), FUNCTIONS, False, MarkerWriter(lambda _: None), None)
     for seed in range(20):
-        rng, answer = random.Random(seed), b""
+        rng, completion = random.Random(seed), b""
         matcher = LLMatcher(LLTokenizer(TokenizerWrapper(known)), text, log_level=0)
         while not matcher.is_stopped():
             allowed = [byte for byte, bias in enumerate(matcher.compute_logit_bias()[:256]) if bias]
             if not allowed:
                 break
-            closers = [next_of(answer)] if tool_format == "qwen3_coder" else b'"})]'
-            ends = [byte for byte in closers if byte in allowed and len(answer) > 60]
-            answer += bytes([ends[0] if ends else rng.choice(allowed)])
-            matcher.consume_token(answer[-1])
-        (call,) = read(tool_format, [answer.decode()])
+            closers = [next_end_byte(completion)] if tool_format == "qwen3_coder" else b'"})]'
+            ends = [byte for byte in closers if byte in allowed and len(completion) > 60]
+            completion += bytes([ends[0] if ends else rng.choice(allowed)])
+            matcher.consume_token(completion[-1])
+        (call,) = read(tool_format, [completion.decode()])
         assert call[0] in ("weather", "now")
         assert isinstance(json.loads(call[1]), dict)
 
 
-def next_of(answer: bytes, end: bytes = b"\n</parameter>") -> int:
+def next_end_byte(completion: bytes, end: bytes = b"\n</parameter>") -> int:
     """Return the next byte of `end`, given the part that the completion already ends with."""
-    return next(end[count] for count in reversed(range(len(end))) if answer.endswith(end[:count]))
+    return next(end[count] for count in reversed(range(len(end))) if completion.endswith(end[:count]))
 
 
 ODD = ["a b", "null", "x|y*(z)\n/", '-#&~"\\', "\N{SNOWMAN}", "</param>", ""]
@@ -254,12 +256,12 @@ def test_text_parameters_match_their_schema(schema: dict[str, Any], right: dict[
         FORMATS["qwen3_coder"](), [FunctionSchema("f", parameters, True)], False, MarkerWriter(lambda _: None), None
     )
     for value in (*right, *wrong):
-        answer = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
-        matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes())), text, log_level=0)
-        pending = matcher.try_consume_tokens(list(answer.encode()))
-        assert (pending == len(answer.encode()) and matcher.is_accepting()) == (value in right), value
+        completion = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        matcher = LLMatcher(LLTokenizer(TokenizerWrapper(ByteVocabulary())), text, log_level=0)
+        pending = matcher.try_consume_tokens(list(completion.encode()))
+        assert (pending == len(completion.encode()) and matcher.is_accepting()) == (value in right), value
         if value in right:
-            (call,) = read("qwen3_coder", answer, True, {"f": parameters})
+            (call,) = read("qwen3_coder", completion, True, {"f": parameters})
             arguments = json.loads(call[1])
             jsonschema.validate(arguments, parameters)
             assert arguments == {"a": right[value]}
@@ -301,7 +303,7 @@ def test_invalid_tag_parameters_are_rejected(schema: dict[str, Any]) -> None:
         write_required(FORMATS["qwen3_coder"](), functions, False, MarkerWriter(lambda _: None), None)
 
 
-class Bytes:
+class ByteVocabulary:
     """A vocabulary with one token per byte."""
 
     tokens = [*(bytes([byte]) for byte in range(256)), b"<|end|>"]  # noqa: RUF012 - never changed
@@ -311,7 +313,7 @@ class Bytes:
         return list(text)
 
 
-class CountedParts(dict[str, Any]):
+class CountedSubschema(dict[str, Any]):
     """A subschema that counts how often it is read."""
 
     num_read = 0
@@ -344,7 +346,7 @@ def test_find_parameter_types() -> None:
     ids=["an enum", "many parts", "a cycle", "many keywords"],
 )
 def test_shared_definition_is_analyzed_once(definition: dict[str, Any], types: set[str]) -> None:
-    shared, null = CountedParts(definition), CountedParts(type="null")
+    shared, null = CountedSubschema(definition), CountedSubschema(type="null")
     properties: dict[str, Any] = {
         f"p{index}": {"$ref": "#/$defs/shared", **({"minLength": 1} if index % 2 else {})} for index in range(100)
     }
@@ -355,7 +357,7 @@ def test_shared_definition_is_analyzed_once(definition: dict[str, Any], types: s
 
 def test_parsers_share_prepared_parameter_types() -> None:
     """Parsers run on the event loop, so they must not analyze schemas again."""
-    part = CountedParts({"type": "string"})
+    part = CountedSubschema({"type": "string"})
     schemas = {"weather": {"type": "object", "properties": {"city": part, "days": {"type": "integer"}}}}
     tool_format = FORMATS["qwen3_coder"]()
     tool_format.prepare([FunctionSchema("weather", schemas["weather"], False)])
@@ -407,7 +409,7 @@ def test_only_referenced_definitions_are_copied(tool_format: str) -> None:
         assert ("xxx" in text, "yyy" in text) == (True, True)
 
 
-class CountedNames(list[str]):
+class CountedRequired(list[str]):
     """Counts how often it is searched."""
 
     num_searches = 0
@@ -419,7 +421,7 @@ class CountedNames(list[str]):
 
 @pytest.mark.parametrize("tool_format", ["pythonic", "qwen3_coder"])
 def test_required_list_is_not_searched_per_parameter(tool_format: str) -> None:
-    required = CountedNames(f"p{index}" for index in range(100))
+    required = CountedRequired(f"p{index}" for index in range(100))
     text = write(tool_format, {"properties": {name: {} for name in required}, "required": required})
     assert "p99" in text
     assert required.num_searches == 0
@@ -433,14 +435,14 @@ def test_required_list_is_not_searched_per_parameter(tool_format: str) -> None:
 def test_all_combinations_of_optional_parameters(tool_format: str, required: str) -> None:
     names = "abcde"
     properties = {name: {"type": "integer"} for name in names}
-    known = LLTokenizer(TokenizerWrapper(Bytes()))
+    known = LLTokenizer(TokenizerWrapper(ByteVocabulary()))
     matcher = LLMatcher(known, write(tool_format, {"properties": properties, "required": [*required]}), log_level=0)
     for bits in range(2 ** len(names)):
         given = [name for index, name in enumerate(names) if bits >> index & 1]
-        answer = write_call(tool_format, given)
+        completion = write_call(tool_format, given)
         copy = matcher.deep_copy()
-        is_accepted = copy.try_consume_tokens(list(answer)) == len(answer) and copy.is_accepting()
-        assert is_accepted == (set(required) <= set(given)), answer
+        is_accepted = copy.try_consume_tokens(list(completion)) == len(completion) and copy.is_accepting()
+        assert is_accepted == (set(required) <= set(given)), completion
     wrong = write_call(tool_format, "ba")
     assert matcher.try_consume_tokens(list(wrong)) < len(wrong)
 

@@ -44,10 +44,10 @@ PIECES = [
     *("<function=now>", "</function>", "<function=", "<parameter=text>", "<parameter=list>", "</parameter>", "</para"),
     *("now", "now()", "[now()]", "weather(city='Oslo')", " ", "\n", ",", "text", "ä", "👍", "<", "("),
 ]
-answers = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
+completions = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 
 
-def cut(text: str, places: list[int]) -> list[str]:
+def split_at(text: str, places: list[int]) -> list[str]:
     edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
     return [text[start:end] for start, end in pairwise(edges)]
 
@@ -72,18 +72,18 @@ def test_invalid_tool_calls_are_returned_as_text(tool_format: str, text: str) ->
 @settings(deadline=None, max_examples=300)
 @given(
     tool_format=st.sampled_from(list(FORMATS)),
-    text=answers,
+    text=completions,
     places=st.lists(st.integers(0, 1000), max_size=8),
-    live=...,
+    is_enforced=...,
 )
-def test_result_does_not_depend_on_chunking(tool_format: str, text: str, places: list[int], live: bool) -> None:
-    whole = read(tool_format, [text], live)
-    assert read(tool_format, cut(text, places), live) == whole
-    assert read(tool_format, text, live) == whole
+def test_result_does_not_depend_on_chunking(tool_format: str, text: str, places: list[int], is_enforced: bool) -> None:
+    whole = read(tool_format, [text], is_enforced)
+    assert read(tool_format, split_at(text, places), is_enforced) == whole
+    assert read(tool_format, text, is_enforced) == whole
 
 
 @settings(deadline=None, max_examples=300)
-@given(tool_format=st.sampled_from(list(FORMATS)), text=answers)
+@given(tool_format=st.sampled_from(list(FORMATS)), text=completions)
 def test_completion_without_calls_is_unchanged(tool_format: str, text: str) -> None:
     meaning = read(tool_format, [text])
     if all(isinstance(each, str) for each in meaning):
@@ -93,7 +93,7 @@ def test_completion_without_calls_is_unchanged(tool_format: str, text: str) -> N
 @settings(deadline=None, max_examples=100)
 @given(st.sampled_from(CALLS), st.lists(st.integers(0, 1000), max_size=8))
 def test_tool_calls_are_parsed_with_any_chunking(example: Example, places: list[int]) -> None:
-    assert read(example.tool_format, cut(example.text, places)) == example.meaning
+    assert read(example.tool_format, split_at(example.text, places)) == example.meaning
 
 
 def test_enforced_arguments_are_streamed() -> None:
@@ -102,10 +102,12 @@ def test_enforced_arguments_are_streamed() -> None:
     for is_enforced in (True, False):
         parser = ToolOutputParser(FORMATS["hermes"](), ToolSet(SCHEMAS, is_enforced))
         events = [parser.feed(character) for character in text]
-        begun = next(i for i, each in enumerate(events) if any(isinstance(event, ToolCallStart) for event in each))
+        start_index = next(
+            i for i, each in enumerate(events) if any(isinstance(event, ToolCallStart) for event in each)
+        )
         pieces = [event for each in events for event in each if isinstance(event, ArgumentsDelta)]
         assert "".join(piece.text for piece in pieces) == OSLO
-        sent[is_enforced] = (begun, len(pieces))
+        sent[is_enforced] = (start_index, len(pieces))
     assert sent == {True: (text.index(OSLO), len(OSLO)), False: (text.index("}}") + 1, 1)}
 
 
@@ -180,7 +182,7 @@ def test_hostile_completions_keep_parser_buffer_small(tool_format: str, piece: s
     assert most <= 2 * MAX_DROPPED_WHITESPACE
 
 
-class NoCalls(ToolCallParser):
+class RejectingParser(ToolCallParser):
     """Rejects each call, and records the length of the text that it receives."""
 
     lengths: ClassVar[list[int]] = []
@@ -190,18 +192,18 @@ class NoCalls(ToolCallParser):
         raise MalformedCallError
 
 
-class OpenersOnly(CallFormat):
+class OpenerFormat(CallFormat):
     openers = ("<tool_call>",)
 
     def make_call_parser(self, tools: ToolSet) -> ToolCallParser:
-        return NoCalls()
+        return RejectingParser()
 
 
 def test_repeated_openers_are_parsed_in_linear_time() -> None:
     """Each call parser gets a window of the text, not all remaining text."""
     text = "<tool_call>" * 10_000
-    parser = ToolOutputParser(OpenersOnly(), ToolSet({}))
+    parser = ToolOutputParser(OpenerFormat(), ToolSet({}))
     events = [*parser.feed(text), *parser.finish()]
     assert "".join(event.text for event in events if isinstance(event, TextDelta)) == text
-    assert len(NoCalls.lengths) > 9_000
-    assert max(NoCalls.lengths) <= PARSE_WINDOW_CHARACTERS
+    assert len(RejectingParser.lengths) > 9_000
+    assert max(RejectingParser.lengths) <= PARSE_WINDOW_CHARACTERS

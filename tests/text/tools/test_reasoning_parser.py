@@ -26,18 +26,18 @@ CASES = [
 ]
 
 
-def split(has_begun: bool, pieces: list[str]) -> tuple[str, str, str]:
-    splitter = ReasoningParser(has_begun)
+def split(is_open: bool, pieces: list[str]) -> tuple[str, str, str]:
+    splitter = ReasoningParser(is_open)
     parts = [part for piece in pieces for part in splitter.feed(piece)] + splitter.finish()
     reasoning = "".join(part.text for part in parts if part.is_reasoning)
     text = "".join(part.text for part in parts if not part.is_reasoning)
     return reasoning, text, "".join(part.raw for part in parts)
 
 
-@pytest.mark.parametrize(("has_begun", "answer", "reasoning", "text"), CASES)
-def test_reasoning_is_separated_from_content(has_begun: bool, answer: str, reasoning: str, text: str) -> None:
-    assert split(has_begun, [answer]) == (reasoning, text, answer)
-    assert split(has_begun, list(answer)) == (reasoning, text, answer)
+@pytest.mark.parametrize(("is_open", "completion", "reasoning", "text"), CASES)
+def test_reasoning_is_separated_from_content(is_open: bool, completion: str, reasoning: str, text: str) -> None:
+    assert split(is_open, [completion]) == (reasoning, text, completion)
+    assert split(is_open, list(completion)) == (reasoning, text, completion)
 
 
 @settings(deadline=None)
@@ -45,5 +45,5 @@ def test_reasoning_is_separated_from_content(has_begun: bool, answer: str, reaso
     st.booleans(),
     st.lists(st.sampled_from(["<think>", "</think>", "<", "/", "think", ">", " ", "\n", "x", "\n" * 64]), max_size=9),
 )
-def test_result_does_not_depend_on_chunking(has_begun: bool, pieces: list[str]) -> None:
-    assert split(has_begun, pieces) == split(has_begun, ["".join(pieces)])
+def test_result_does_not_depend_on_chunking(is_open: bool, pieces: list[str]) -> None:
+    assert split(is_open, pieces) == split(is_open, ["".join(pieces)])

@@ -90,7 +90,7 @@ def test_prompt_to_base_and_three_adapters(playground: Playground, server: Serve
     playground.set(max_tokens="80")
     playground.page.evaluate(WATCH_GROWTH)
     playground.page.evaluate(PACE)
-    playground.ask("Hello there", *MODELS)
+    playground.send_prompt("Hello there", *MODELS)
     answers = {model: playground.answer(model) for model in MODELS}
     assert len(set(answers.values())) == 4
     for model, answer in answers.items():
@@ -109,7 +109,7 @@ CLOCK = "(step) => { let now = 0; performance.now = () => (now += step); }"
 def test_completion_statistics(playground: Playground, server: Server) -> None:
     playground.set(max_tokens="80")
     playground.page.evaluate(CLOCK, 100)  # otherwise all tokens may arrive together
-    playground.ask("How fast?", "tiny", "first")
+    playground.send_prompt("How fast?", "tiny", "first")
     for model in ("tiny", "first"):
         expected = chat(server, model, "How fast?", max_tokens=80, logprobs=True)
         assert playground.number(model, "count") == len(expected["logprobs"]["content"])
@@ -121,7 +121,7 @@ def test_completion_statistics(playground: Playground, server: Server) -> None:
 def test_no_rate_if_tokens_arrive_together(playground: Playground, step_ms: int, rate: str) -> None:
     answer(playground, *({"choices": [{"delta": {"content": text}}]} for text in "abc"))
     playground.page.evaluate(CLOCK, step_ms)
-    playground.ask("How fast?", "tiny")
+    playground.send_prompt("How fast?", "tiny")
     expect(playground.column("tiny").locator("[data-number=count]")).to_have_text("3")
     expect(playground.column("tiny").locator("[data-number=rate]")).to_have_text(rate)
 
@@ -134,10 +134,10 @@ def answer(playground: Playground, *events: dict[str, Any]) -> None:
 
 def test_all_finish_reasons_are_shown(playground: Playground) -> None:
     playground.set(max_tokens="4")
-    playground.ask("The end?", "tiny", "first", "second")
+    playground.send_prompt("The end?", "tiny", "first", "second")
     states = playground.at(".column .state").all_text_contents()
-    told = [f"{model}: {state}" for model, state in zip(("tiny", "first", "second"), states, strict=True)]
-    expect(playground.at("#status")).to_have_text("; ".join(told))
+    statuses = [f"{model}: {state}" for model, state in zip(("tiny", "first", "second"), states, strict=True)]
+    expect(playground.at("#status")).to_have_text("; ".join(statuses))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_stream_split_into_small_chunks(playground: Playground, last: str, error
 
 def test_token_probabilities_are_shown(playground: Playground, server: Server) -> None:
     playground.set(max_tokens="12")
-    playground.ask("Why?", "first")
+    playground.send_prompt("Why?", "first")
     expected = chat(server, "first", "Why?", max_tokens=12, logprobs=True, top_logprobs=5)["logprobs"]["content"]
     tokens, tooltip = playground.column("first").locator(".token"), playground.at("#tooltip")
     expect(tooltip).to_be_hidden()
@@ -187,7 +187,7 @@ def probability(token: dict[str, Any]) -> float:
 
 def test_plain_text_mode(playground: Playground, server: Server) -> None:
     playground.set(mode="text", max_tokens="30")
-    playground.ask("Once upon", "second")
+    playground.send_prompt("Once upon", "second")
     body = {"model": "second", "prompt": "Once upon", "max_tokens": 30, "temperature": 0, "logprobs": 5}
     choice = server.post("/v1/completions", body).json["choices"][0]
     assert playground.answer("second") == choice["text"]
@@ -201,7 +201,7 @@ def test_plain_text_mode(playground: Playground, server: Server) -> None:
 @pytest.mark.slow
 def test_tint_can_be_disabled(playground: Playground) -> None:
     playground.set(max_tokens="60")
-    playground.ask("Surprise me", "tiny")
+    playground.send_prompt("Surprise me", "tiny")
     colours = "[...document.querySelectorAll('.token')].map((token) => getComputedStyle(token).backgroundColor)"
     assert len(set(playground.page.evaluate(colours))) > 1
     playground.at("#tint").uncheck()
@@ -213,11 +213,11 @@ def test_tint_can_be_disabled(playground: Playground) -> None:
 def test_adapters_move_between_tiers(playground: Playground) -> None:
     playground.set(max_tokens="8")
     expect(playground.resident(DISK, "moved")).to_be_visible()
-    playground.ask("Where are you?", "moved")
+    playground.send_prompt("Where are you?", "moved")
     expect(playground.resident(DEVICE, "moved")).to_contain_text("1 use")
     expect(playground.resident(DISK, "moved")).to_have_count(0)
     expect(playground.column("moved").locator("header")).to_contain_text("was on disk")
-    playground.ask("And now?", "moved")
+    playground.send_prompt("And now?", "moved")
     expect(playground.resident(DEVICE, "moved")).to_contain_text("2 uses")
     expect(playground.column("moved").locator("header")).to_contain_text("was on the device")
 
@@ -230,7 +230,7 @@ def test_adapter_is_loaded_by_name(playground: Playground) -> None:
     expect(playground.at("#name")).to_be_focused()
     expect(playground.resident(DEVICE, "team/deep")).to_be_visible()
     playground.set(max_tokens="8")
-    playground.ask("Who are you?", "team/deep")
+    playground.send_prompt("Who are you?", "team/deep")
     assert playground.answer("team/deep")
 
 
@@ -295,7 +295,7 @@ def test_missing_adapter_fails_only_its_column(playground: Playground) -> None:
 
     playground.page.route("**/v1/chat/completions", refuse)
     playground.set(max_tokens="8")
-    playground.ask("Still there?", "first", "second")
+    playground.send_prompt("Still there?", "first", "second")
     expect(playground.column("second").locator(".error")).to_have_text(f"no such adapter {HOSTILE}")
     expect(playground.column("second")).to_have_attribute("data-state", "failed")
     assert playground.answer("first")
@@ -307,7 +307,7 @@ def test_error_during_stream_is_shown(playground: Playground) -> None:
     failed = {"error": {"message": "the engine failed", "type": "server_error"}}
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in (begun, failed))
     playground.page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
-    playground.ask("Go on", "tiny")
+    playground.send_prompt("Go on", "tiny")
     assert playground.answer("tiny") == "So far"
     expect(playground.column("tiny").locator(".error")).to_have_text("the engine failed")
 
@@ -336,15 +336,18 @@ def test_structured_completion_is_shown_as_tree(playground: Playground) -> None:
     schema = {"type": "object", "properties": record, "required": ["name", "tags"], "additionalProperties": False}
     playground.set(max_tokens="60", schema=json.dumps(schema))
     with playground.page.expect_request("**/v1/chat/completions") as sent:
-        playground.ask("Hello", "first")
-    asked = (sent.value.post_data_json or {})["response_format"]
-    assert asked == {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+        playground.send_prompt("Hello", "first")
+    response_format = (sent.value.post_data_json or {})["response_format"]
+    assert response_format == {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": schema, "strict": True},
+    }
     answer, tree = playground.answer("first"), playground.column("first").locator(".tree")
     assert json.loads(answer) == {"name": "<b>x</b>", "tags": [1, 1]}
     expect(tree.locator("summary").first).to_have_text("2 fields")
     expect(tree.locator(".leaf").first).to_have_text('name: "<b>x</b>"')
     playground.set(schema="")
-    playground.ask("Hello", "first")
+    playground.send_prompt("Hello", "first")
     expect(playground.column("first").locator(".tree")).to_be_hidden()
 
 
@@ -354,7 +357,7 @@ def test_hostile_completion_is_escaped(playground: Playground) -> None:
         {"choices": [{"delta": {"content": text}, "logprobs": {"content": [hostile_token(text)]}}]} for text in pieces
     ]
     answer(playground, *events, {"choices": [{"delta": {}, "finish_reason": "stop"}]})
-    playground.ask("Attack", "tiny")
+    playground.send_prompt("Attack", "tiny")
     assert playground.answer("tiny") == "".join(pieces)
     playground.column("tiny").locator(".token").nth(1).hover()
     expect(playground.at("#tooltip tr th")).to_have_text(HOSTILE.replace(" ", "␣"))
@@ -369,7 +372,7 @@ def hostile_token(text: str) -> dict[str, Any]:
 def test_hostile_name_is_escaped(playground: Playground) -> None:
     expect(playground.at("#lanes .resident").filter(has_text=HOSTILE)).to_have_count(1)  # in any tier
     playground.set(max_tokens="4")
-    playground.ask("Who?", HOSTILE)
+    playground.send_prompt("Who?", HOSTILE)
     expect(playground.column(HOSTILE).locator("h3")).to_have_text(HOSTILE)
     expect(playground.resident(DEVICE, HOSTILE)).to_be_visible()
     assert playground.answer(HOSTILE)
