@@ -12,7 +12,7 @@ from lorax_server.kernels import Field, LoraBatch, LoraTarget
 
 
 def find_segments(adapter_indices: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Group consecutive tokens by adapter. Return the segment boundaries (`n + 1`) and the adapter of each segment."""
+    """Group consecutive tokens by adapter. Return the boundaries of the segments and their adapter indices."""
     if adapter_indices.numel() == 0:
         return [0], []
     values, counts = torch.unique_consecutive(adapter_indices, return_counts=True)
@@ -34,7 +34,7 @@ class AdapterBatchMetadata:
 
 @dataclass(frozen=True)
 class AdapterArena:
-    """All adapters on the device in one flat buffer, without rank padding. Row 0 of the tables is the base model.
+    """Memory for all adapters on the device: one flat buffer, without rank padding. Table row 0 is the base model.
 
     The buffer and the tables are never reallocated, so recorded graphs stay valid when adapters are loaded or evicted.
     """
@@ -43,7 +43,7 @@ class AdapterArena:
     table: torch.Tensor  # [num_adapters, num_targets, len(Field)]
     scales: torch.Tensor  # [num_adapters, num_targets] float32
     host_table: torch.Tensor  # CPU copy of `table`: reading the device table would synchronize
-    vocab_sizes: list[int]  # per adapter; the base model's size unless the adapter changes it
+    vocab_sizes: list[int]  # vocabulary size of each adapter (usually the base model's)
     targets: Mapping[str, AdapterTarget]
 
     @cached_property
@@ -52,12 +52,12 @@ class AdapterArena:
 
     @cached_property
     def widths(self) -> torch.Tensor:
-        """Return the input and output sizes on this rank, [num_targets, 2]."""
+        """Return each target's input and output sizes on this rank, `[num_targets, 2]`."""
         sizes = [(target.inputs.size, target.outputs.size) for target in self.targets.values()]
         return torch.tensor(sizes, device=self.table.device).view(-1, 2)
 
     def head_rows(self, adapter: int, name: str) -> "HeadRows":
-        """Return the rows that an adapter replaces in or adds to the head."""
+        """Return the LM head rows that an adapter replaces or adds. `name` is the head's module name."""
         target, index = self.targets[name], self.lora_targets[name].index
         fields: list[int] = self.host_table[adapter, index].tolist()
         count, new, size = fields[Field.NUM_ROWS], fields[Field.NUM_NEW_ROWS], target.inputs.size
@@ -72,16 +72,16 @@ class AdapterArena:
 
 
 class HeadRows(NamedTuple):
-    """Head rows of one adapter, as views into the arena buffer. May be empty."""
+    """LM head rows that an adapter replaces or adds, as views into the arena buffer. May be empty."""
 
-    row_ids: torch.Tensor  # replaced tokens in this rank's vocabulary shard, ascending
+    row_ids: torch.Tensor  # IDs of replaced tokens, relative to this rank's vocabulary shard, ascending
     rows: torch.Tensor  # [rows, size]
-    new_rows: torch.Tensor  # [new rows, size] tokens added after the base model's vocabulary
+    new_rows: torch.Tensor  # [new rows, size] rows for tokens added after the base model's vocabulary
 
 
 @dataclass(frozen=True)
 class AdapterBatchData:
-    """Adapter inputs for the layers: token assignment and the arena."""
+    """Adapter inputs for model layers: the adapter of each token, and the arena with all adapter weights."""
 
     meta: AdapterBatchMetadata
     arena: AdapterArena
@@ -103,16 +103,16 @@ class AdapterBatchData:
         )
 
     def find_targets(self, targets: Sequence[AdapterTarget]) -> list[LoraTarget]:
-        """Return the table positions of the given targets."""
+        """Return the adapter table indices and output columns of the given targets."""
         return [self.arena.lora_targets[target.name] for target in targets]
 
     def iterate_segments(self, name: str) -> Iterator[tuple[slice, int, HeadRows]]:
-        """Yield token slice, adapter index and head rows for each segment that uses an adapter."""
+        """Yield the token slice, adapter index and LM head rows of each segment that uses an adapter."""
         bounds = self.meta.adapter_segments
         for adapter, start, stop in zip(self.meta.segment_indices, bounds, bounds[1:], strict=False):
             if adapter != 0:
                 yield slice(start, stop), adapter, self.arena.head_rows(adapter, name)
 
     def select(self, tokens: torch.Tensor) -> "AdapterBatchData":
-        """Return the batch for a subset of the tokens."""
+        """Return adapter inputs for a subset of the batch's tokens."""
         return AdapterBatchData(AdapterBatchMetadata.from_indices(self.meta.adapter_indices[tokens]), self.arena)

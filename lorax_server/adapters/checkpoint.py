@@ -30,7 +30,7 @@ WRAPPER_PREFIXES = {"base_model", "model", "module", "_forward_module", "_fsdp_w
 
 
 class TensorRole(Enum):
-    """The purpose that a tensor has within its module."""
+    """The purpose of an adapter tensor within its module. Values are the names in PEFT."""
 
     LORA_A = "lora_A"
     LORA_B = "lora_B"
@@ -48,11 +48,11 @@ class TensorRole(Enum):
 
     @property
     def field(self) -> str:
-        """The corresponding `ModuleWeights` field."""
+        """Return the name of the `ModuleWeights` field for this role."""
         return self.name.lower()
 
 
-# `NAME` is the adapter name, which early PEFT versions did not remove.
+# `NAME` is the adapter name, which early PEFT versions did not remove from tensor names.
 ROLE_PATTERNS = (
     (TensorRole.LORA_A, r"\.lora_A(NAME)?\.weight|\.lora_embedding_A(NAME)?"),
     (TensorRole.LORA_B, r"\.lora_B(NAME)?\.weight|\.lora_embedding_B(NAME)?"),
@@ -65,7 +65,7 @@ ROLE_PATTERNS = (
     (TensorRole.TUNED_WEIGHT, r"\.ln_tuning_layers(NAME)?\.weight"),
     (TensorRole.TUNED_BIAS, r"\.ln_tuning_layers(NAME)?\.bias"),
     (TensorRole.TOKEN_ROWS, r"(\.token_adapter)?\.trainable_tokens_delta(NAME)?"),
-    (None, r"\.lora_velora_embed(NAME)?|\.lora_monteclora_sampler\..*|\.original_module\..*"),  # training only
+    (None, r"\.lora_velora_embed(NAME)?|\.lora_monteclora_sampler\..*|\.original_module\..*"),  # used only for training
     (TensorRole.WEIGHT, r"((\.token_adapter)?\.base_layer|\.modules_to_save(NAME)?)?\.weight"),
     (TensorRole.BIAS, r"(\.base_layer|\.modules_to_save(NAME)?)?\.bias"),
 )
@@ -86,9 +86,9 @@ class TensorInfo:
 
 
 def read_header(path: Path, name: str, stamp: Stamp | None = None) -> dict[str, TensorInfo]:
-    """Read tensor metadata of adapter `name` and check it against the file size.
+    """Return tensor metadata by tensor name, checked against the file size. `name` is the adapter name.
 
-    Raises an error if `stamp` is given and the file has another stamp.
+    If `stamp` is given, raise SourceError if the file changed after that stamp was read.
     """
     label = f"adapter {name!r}"
     try:
@@ -148,7 +148,8 @@ def assign_tensors(
 ) -> tuple[dict[str, dict[TensorRole, str]], dict[str, str]]:
     """Return the tensor keys by base model module and role, and the checkpoint's name for each module.
 
-    Patterns in the adapter config match checkpoint names. Raises AdapterError for unknown keys.
+    The checkpoint's names are returned because patterns in the adapter config refer to them. Raise AdapterError for
+    unknown keys.
     """
     base_modules = set(modules)
     assigned: dict[str, dict[TensorRole, str]] = {}
@@ -171,7 +172,7 @@ def assign_tensors(
             raise AdapterError(f"adapter {name!r}: tensors {other!r} and {key!r} are duplicates")
         if checkpoint_names[module] != checkpoint_name:
             raise AdapterError(f"adapter {name!r}: tensor {key!r} uses a second name for module {module!r}")
-        if _is_modules_to_save_key(other):  # PEFT writes some tensors twice and ignores this copy
+        if _is_modules_to_save_key(other):  # PEFT writes some tensors twice and ignores the `modules_to_save` copy
             roles[role] = key
     return assigned, checkpoint_names
 

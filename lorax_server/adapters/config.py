@@ -13,7 +13,7 @@ from lorax_server.errors import AdapterError
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Adapter settings. Methods take module names as in transformers."""
+    """Settings from `adapter_config.json`. Methods take module names as in transformers."""
 
     name: str
     r: int = 0
@@ -47,7 +47,7 @@ class AdapterConfig:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def count_blocks(self, module: str) -> tuple[int, int]:
-        """Return the number of diagonal blocks in A and in B."""
+        """Return the numbers of diagonal blocks in LoRA A and in LoRA B (1 unless the adapter is BD-LoRA)."""
         blocks = self.block_diagonal
         if blocks is not None and any(name in module for name in blocks.a):
             return blocks.blocks, 1
@@ -56,7 +56,7 @@ class AdapterConfig:
         return 1, 1
 
     def is_target(self, module: str) -> bool | None:
-        """Return True if PEFT adapts this module, or None if that depends on PEFT's defaults for the model type."""
+        """Return True if PEFT adapts this module, or None if PEFT's defaults for the model type decide."""
         if self._is_excluded(module):
             return False
         if self.target_modules is None or self.target_modules == "all-linear":
@@ -87,7 +87,7 @@ class AdapterConfig:
             **{name: value for name, value in optional.items() if value not in (None, False, Method.LORA.value)},
             **{name: _sort_names(getattr(self, name)) for name in module_settings},
             "layers_pattern": self.layers_pattern,
-            "rank_pattern": list(self.rank_pattern.items()),  # the first match wins, so the order matters
+            "rank_pattern": list(self.rank_pattern.items()),  # the first matching pattern wins, so the order matters
             "alpha_pattern": list(self.alpha_pattern.items()),
             "block_diagonal": None if blocks is None else [blocks.a, blocks.b, blocks.blocks],
             "modules_to_save": sorted(self.modules_to_save),
@@ -119,7 +119,7 @@ class AdapterConfig:
         return PatternMatcher(self.name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Exclude compiled patterns, so that the receiving process starts with a full time budget."""
+        """Return the state to pickle, without compiled patterns, so the receiver has a full time budget."""
         return {key: value for key, value in vars(self).items() if key != "_patterns"}
 
 
@@ -153,7 +153,7 @@ def parse_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
 
 
 def _read_method_fields(reader: ConfigReader, method: Method) -> dict[str, Any]:
-    """Read the fields that are specific to one method."""
+    """Return the values of config fields that are specific to the PEFT method."""
     raw, flags = reader.raw, ("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying")
     if method is Method.LORA:
         return {

@@ -27,15 +27,15 @@ NORM_BLOCK_ROWS = 1024  # rows cast to float32 at a time to compute DoRA norms
 class HostAdapter:
     """An adapter shard for one rank. Offsets are relative to the start of `buffer`."""
 
-    buffer: torch.Tensor  # [num_elements], a multiple of the unit
+    buffer: torch.Tensor  # [num_elements], padded to a multiple of `UNIT_BYTES`
     table: torch.Tensor  # [num_targets, len(Field)]
     scales: torch.Tensor  # [num_targets]
     vocab_size: int
-    units: int  # equal on all ranks, which use the same arena address; some ranks may need fewer
+    units: int  # size in `UNIT_BYTES`; the maximum over all ranks, because they use the same arena address
 
 
 def empty_table(num_targets: int) -> torch.Tensor:
-    """Return the table for the base model, without adapter weights."""
+    """Return the base model's adapter table, which has no adapter weights."""
     table = torch.zeros(num_targets, len(Field), dtype=torch.long)
     table[:, :NUM_OFFSETS] = -1
     return table
@@ -64,12 +64,12 @@ def prepare(
     group: ProcessGroup,
     pause: Callable[[], object] = lambda: None,
 ) -> HostAdapter:
-    """Convert an adapter for this rank. All ranks call this together and agree on the size and on errors.
+    """Return an adapter in this rank's device layout. All ranks call this together and agree on size and errors.
 
     `pause` is called about every millisecond and may block, so that decode steps take priority. Large modules, VeRA's
     random matrices and KaSA's decompositions (up to 30 seconds) run without a pause.
     """
-    # Python lists: writing single tensor elements would take longer than everything else here.
+    # Python lists, because writing single tensor elements would dominate the run time.
     table, scales = empty_table(len(targets)).tolist(), [0.0] * len(targets)
     modules = set(adapter.modules)
     layout, failure = _BufferLayout(UNIT_BYTES // dtype.itemsize), None
@@ -85,10 +85,10 @@ def prepare(
                 table[index][field] = number
             for field, tensor in module.cast_tensors().items():
                 table[index][field] = layout.add(tensor)
-        except AdapterError as error:  # continue: other ranks may wait for this rank at the next module
+        except AdapterError as error:  # do not stop here: other ranks may wait for this rank at the next module
             failure = failure or error
         del weights, module  # free the float32 copies before the next module is loaded
-    buffer = layout.fill(dtype, pause)  # before ranks agree, so that afterwards all ranks have the adapter
+    buffer = layout.fill(dtype, pause)  # before ranks agree, so that agreement means that every rank has the adapter
     device = next((target.weight.device for target in targets.values() if target.weight is not None), None)
     units, is_rejected = _agree_across_ranks(-(-buffer.numel() // layout.unit), failure is not None, group, device)
     if is_rejected:
@@ -98,7 +98,7 @@ def prepare(
 
 
 class _BufferLayout:
-    """Consecutive tensors, each aligned to a unit."""
+    """Collects tensors and copies them to one buffer, where each tensor starts at a multiple of `UNIT_BYTES`."""
 
     def __init__(self, unit: int) -> None:
         self.unit = unit
@@ -106,7 +106,7 @@ class _BufferLayout:
         self.end = 0
 
     def add(self, tensor: torch.Tensor) -> int:
-        """Append a tensor and return its offset, or -1 if the tensor is empty."""
+        """Append a tensor and return its offset in the buffer, or -1 if the tensor is empty."""
         if tensor.numel() == 0:
             return -1
         offset = self.end
@@ -153,7 +153,7 @@ def _agree_across_ranks(
 
 
 class _PreparedModule:
-    """Adapter fields for one module on one rank. Computed in float32 and cast at the end."""
+    """The adapter table fields for one module on one rank. They are computed in float32 and cast at the end."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class _PreparedModule:
             Field.NEW_ROWS: self.new_rows,
         }
         cast = {field: tensor.to("cpu", self.dtype) for field, tensor in tensors.items() if tensor is not None}
-        # Half precision tensors that were not converted were checked when the file was read.
+        # Half precision tensors that were not cast have been checked already, when the file was read.
         changed = [new for field, new in cast.items() if new is not tensors[field] or new.dtype == torch.float32]
         if not all(map(is_finite, changed)):
             raise self._error(f"has values that overflow {self.dtype}")
@@ -219,7 +219,7 @@ class _PreparedModule:
         return self.target.inputs if self.target.kind is TargetKind.EMBEDDING else self.target.outputs
 
     def _find_changed_rows(self) -> None:
-        """Find rows that differ from the base model, and rows for added tokens."""
+        """Set `row_ids` and `rows` (rows that differ from the base model), and `new_rows` (rows of added tokens)."""
         (start, stop), vocab_size = self._vocabulary.ranges[0], self._vocabulary.full
         weight, token_rows = self.weights.weight, self.weights.token_rows
         if weight is not None:
@@ -255,7 +255,7 @@ class _PreparedModule:
         return self.target.shard_factors(lora_a, lora_b)
 
     def _shard_kasa_factors(self, lora_a: torch.Tensor, lora_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the factors extended by factors that subtract the base matrix's smallest singular components."""
+        """Return KaSA factors that also subtract the smallest singular components from the base model matrix."""
         self.scale, outputs = 1.0, self.target.outputs
         sizes = torch.tensor([outputs.size], device=self._base.device)
         if outputs.size != outputs.full and int(self.group.all_reduce(sizes)) != outputs.full:
@@ -284,7 +284,7 @@ class _PreparedModule:
         return numerator / denominator
 
     def _squared_norms(self) -> torch.Tensor:
-        """Return the squared norm of the adapted matrix per output, over this rank's inputs."""
+        """Return the squared norm of each output's weights in the adapted matrix, over this rank's inputs."""
         assert self.lora_a is not None
         assert self.lora_b is not None
         base, scale = self._base, self.weights.scale
@@ -305,13 +305,13 @@ class _PreparedModule:
         return torch.stack(squares).sum(0)
 
     def _num_rows(self) -> int:
-        """Return the number of local rows that the adapter has: its vocabulary may be smaller."""
+        """Return the number of rows on this rank, which is lower if the adapter has a smaller vocabulary."""
         if self.target.kind is not TargetKind.EMBEDDING or self.weights.weight is None:
             return len(self._base)
         return min(len(self._base), max(0, len(self.weights.weight) - self._vocabulary.ranges[0][0]))
 
     def _replaced_rows(self, rows: slice) -> torch.Tensor:
-        """Return base model rows in float32, with rows that the adapter replaces."""
+        """Return base model rows in float32, after substituting the rows that the adapter replaces."""
         matrix = self.target.read(rows).to(torch.float32, copy=True)
         is_local = (self.row_ids >= rows.start) & (self.row_ids < rows.stop)
         if bool(is_local.any()):
@@ -327,7 +327,7 @@ class _PreparedModule:
         return self.new_rows + self.weights.scale * (lora_b[-count:].float() @ lora_a.float())
 
     def _complete_new_rows(self) -> None:
-        """Apply factors and magnitude to the rows of added tokens, which have no base model row."""
+        """Apply LoRA factors and DoRA magnitude to the rows of added tokens, which have no base model row."""
         rows, magnitude = self._adapted_new_rows(), self.weights.magnitude
         if magnitude is not None and len(rows):
             if self.target.kind is TargetKind.EMBEDDING:
@@ -338,7 +338,7 @@ class _PreparedModule:
         self.new_rows = rows
 
     def _compute_shift(self) -> torch.Tensor | None:
-        """Return the vector to add to the base model output after applying the factor."""
+        """Return the vector that is added to the module output after multiplication by the output factor, or None."""
         target, weights = self.target, self.weights
         if not target.adds_bias:
             return None
@@ -353,7 +353,7 @@ class _PreparedModule:
         return shift
 
     def _resize_bias(self, bias: torch.Tensor) -> torch.Tensor:
-        """Resize the adapter's bias to the base model outputs. Added tokens must have a zero bias."""
+        """Return the adapter's bias, resized to the base model's outputs. The bias of added tokens must be zero."""
         size = self.target.outputs.full
         if bool((bias[size:] != 0).any()):
             raise self._error("has a nonzero bias for added tokens, which is not supported")
@@ -361,6 +361,6 @@ class _PreparedModule:
 
 
 def _resize_rows(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Truncate or zero-pad rows to `size`."""
+    """Return the matrix truncated or zero-padded to `size` rows."""
     missing = size - len(x)
     return F.pad(x, (0,) * (2 * x.dim() - 1) + (missing,)) if missing > 0 else x[:size]

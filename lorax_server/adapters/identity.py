@@ -20,9 +20,9 @@ NamedTensor = tuple[str, TensorInfo]
 
 
 def identify(config: AdapterConfig, path: Path, tensors: Mapping[str, TensorInfo], stamp: Stamp | None = None) -> str:
-    """Hash adapter tensors and settings, independent of their order in the file.
+    """Return a hash of the adapter's tensors and settings. Tensor order in the file does not matter.
 
-    Raises an error if `stamp` is given and the file has another stamp.
+    If `stamp` is given, raise SourceError if the file changed after that stamp was read.
     """
     label = f"adapter {config.name!r}"
     groups = _split_evenly(sorted(tensors.items(), key=lambda item: item[1].start))
@@ -41,7 +41,7 @@ def identify(config: AdapterConfig, path: Path, tensors: Mapping[str, TensorInfo
 
 
 def _split_evenly(tensors: Sequence[NamedTensor]) -> list[list[NamedTensor]]:
-    """Split tensors, in file order, into groups of about equal size, one per thread."""
+    """Split tensors, in file order, into groups of about equal size, one group per thread."""
     total = sum(info.stop - info.start for _, info in tensors)
     size = max(MIN_THREAD_BYTES, -(-total // NUM_HASH_THREADS))
     groups: list[list[NamedTensor]] = [[]]
@@ -55,7 +55,7 @@ def _split_evenly(tensors: Sequence[NamedTensor]) -> list[list[NamedTensor]]:
 
 
 def _hash_tensors(label: str, path: Path, stamp: Stamp | None, tensors: Sequence[NamedTensor]) -> dict[str, bytes]:
-    """Hash the name, dtype, shape and data of each tensor."""
+    """Return each tensor's hash, which covers name, dtype, shape and data."""
     digests = {}
     chunk = memoryview(bytearray(CHUNK_BYTES))
     with open_regular_file(path, stamp) as file:

@@ -16,7 +16,7 @@ from lorax_server.types import Merge
 
 
 class MergedAdapter:
-    """A lazily computed merge: tensors are combined when a module is loaded."""
+    """A merge of several adapters, computed lazily: `load` combines the tensors of one module."""
 
     def __init__(self, adapters: Sequence[StoredAdapter], merge: Merge) -> None:
         for adapter in adapters:
@@ -43,7 +43,7 @@ class MergedAdapter:
 
     @property
     def _concatenates(self) -> bool:
-        """True if the factors are concatenated instead of combined."""
+        """Return True if LoRA factors are concatenated instead of added."""
         return self._merge.strategy == "linear" or len(self._adapters) == 1
 
     def load(self, module: str) -> ModuleWeights:
@@ -67,7 +67,7 @@ class MergedAdapter:
                 f"adapters {self.name!r} have ranks {ranks} at {module!r}; {self._merge.strategy} requires equal "
                 "ranks, linear does not"
             )
-        # Scale both factors by the square root of the weight, and one by its sign, so the product has the weight.
+        # Multiply both factors by sqrt(abs(weight)) and A by the weight's sign, so B @ A is scaled by the weight.
         roots = [math.sqrt(abs(scale)) for scale in scales]
         signed = [math.copysign(root, scale) for root, scale in zip(roots, scales, strict=True)]
         generator = torch.Generator().manual_seed(module_seed(self._merge.seed, module))
@@ -76,7 +76,7 @@ class MergedAdapter:
         return ModuleWeights(lora_a, lora_b, 1.0, weight=replaced)
 
     def _find_common_weight(self, module: str, loaded: Sequence[ModuleWeights]) -> torch.Tensor | None:
-        """Return the base model matrix that PEFT saves together with embedding or head factors."""
+        """Return the base model matrix that PEFT saves together with embedding or head factors, or None."""
         matrices = [weights.weight for weights in loaded if weights.weight is not None]
         if any(not torch.equal(matrix, matrices[0]) for matrix in matrices):
             raise InputError(f"adapters {self.name!r} cannot be merged: they replace {module!r} by different weights")
@@ -91,7 +91,7 @@ def module_seed(seed: int, module: str) -> int:
 def combine(
     tensors: Sequence[torch.Tensor], weights: Sequence[float], merge: Merge, generator: torch.Generator
 ) -> torch.Tensor:
-    """Prune and combine tensors of equal shape."""
+    """Return the weighted combination of tensors with equal shapes, after pruning each one."""
     if merge.strategy.startswith("dare"):
         pruned = torch.stack([_drop_random(tensor, merge.density, generator) for tensor in tensors])
     else:
@@ -115,7 +115,7 @@ def _drop_smallest(tensor: torch.Tensor, density: float) -> torch.Tensor:
 
 
 def _drop_random(tensor: torch.Tensor, density: float, generator: torch.Generator) -> torch.Tensor:
-    """Drop random elements and rescale the rest to keep the mean."""
+    """Return the tensor with random elements set to zero, and the rest rescaled to keep the mean."""
     if density >= 1:
         return tensor
     return tensor * torch.bernoulli(torch.full_like(tensor, density), generator=generator) / density

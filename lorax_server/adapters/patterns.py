@@ -10,8 +10,8 @@ import regex
 from lorax_server.errors import AdapterError
 
 MAX_PATTERN_LENGTH = 2000
-MATCH_BUDGET_S = 10.0  # for all patterns of one adapter
-# `regex` needs up to 2 us and 300 bytes to compile each pattern node and offers no limit for either.
+MATCH_BUDGET_S = 10.0  # limit for all patterns of one adapter together
+# `regex` needs up to 2 us and 300 bytes to compile each pattern node, and cannot limit time or memory.
 MAX_PATTERN_NODES = 20_000
 # PEFT uses `re`, which has no timeout. `regex` has one, but it interprets this syntax differently. With the flag `x`,
 # `regex` ignores different characters than `re`, including in repeat counts, so nodes cannot be counted.
@@ -19,7 +19,7 @@ INCOMPATIBLE_SYNTAX = re.compile(r"\{[^{}]*[a-z][^{}]*\}|\[:|(?s:\(\?[a-zA-Z-]*x
 
 
 class PatternMatcher:
-    """Compile each pattern once. Raise AdapterError if all matches together exceed the time budget."""
+    """Matches module names and compiles each pattern once. Raises AdapterError if the time budget is exceeded."""
 
     def __init__(self, adapter_id: str) -> None:
         self._adapter_id = adapter_id
@@ -63,7 +63,7 @@ class PatternMatcher:
 
 
 def _count_nodes(node: Any) -> int:
-    """Count pattern nodes after unrolling required repeats, as `regex` compiles it."""
+    """Return the number of pattern nodes that `regex` compiles, after unrolling required repeats."""
     if isinstance(node, re_parser.SubPattern):
         return sum(map(_count_nodes, node.data))
     match node:

@@ -9,7 +9,7 @@ from lorax_server.adapters.methods.matrices import find_gram_size
 from lorax_server.adapters.target import AdapterTarget, TargetKind
 from lorax_server.errors import AdapterError
 
-MAX_KASA_WORK = 2**35  # sum of cubed matrix sizes: about 30 seconds on one core
+MAX_KASA_WORK = 2**35  # sum of cubed Gram matrix sizes; takes about 30 seconds on one core
 FACTORS = (TensorRole.LORA_A, TensorRole.LORA_B)
 # Tensors that each method trains at its target modules.
 TRAINED_ROLES = {
@@ -23,7 +23,7 @@ LORA_ROLES = {TensorRole.LORA_BIAS, TensorRole.MAGNITUDE, TensorRole.DIAGONAL, T
 
 
 class AdapterContents:
-    """Adapter tensors by module. The constructor raises AdapterError for tensors that do not fit."""
+    """Adapter tensors by module. The constructor raises AdapterError if they do not match config or base model."""
 
     def __init__(
         self, config: AdapterConfig, tensors: Mapping[str, TensorInfo], targets: Mapping[str, AdapterTarget]
@@ -49,7 +49,7 @@ class AdapterContents:
         self._share_tied_rows()
         self._check_complete()
         self.vocab_size = self._find_vocab_size()
-        self.input_scales = self._assign_input_scales()  # by target: module whose inputs it scales, first output
+        self.input_scales = self._assign_input_scales()  # see `_assign_input_scales`
         for module, keys in self.keys.items():
             self._check_roles(targets[module], keys)
             for role, key in keys.items():
@@ -58,11 +58,11 @@ class AdapterContents:
         self._check_kasa()
 
     def count_blocks(self, module: str) -> tuple[int, int]:
-        """Return the number of diagonal blocks in A and in B."""
+        """Return the numbers of diagonal blocks in LoRA A and in LoRA B (1 unless the adapter is BD-LoRA)."""
         return self.config.count_blocks(self._checkpoint_names.get(module, module))
 
     def find_rank(self, module: str) -> int:
-        """Return the LoRA rank at a module on this tensor-parallel rank, or 0 without factors."""
+        """Return the LoRA rank at a module on this tensor-parallel rank, or 0 if the module has no LoRA factors."""
         keys = self.keys[module]
         if TensorRole.VERA_B in keys:
             return self.config.r
@@ -102,7 +102,7 @@ class AdapterContents:
         if None in matches and self.config.target_modules == "all-linear":
             return target.kind is TargetKind.LINEAR
         if self.config.ensure_weight_tying and target in (self._embedding, self._head):
-            return None  # PEFT may adapt both if they are tied
+            return None  # PEFT may adapt embedding and head if they are tied
         return matches[0]
 
     def _share_tied_rank(self) -> None:
@@ -136,7 +136,10 @@ class AdapterContents:
         return any(".".join(words[: i + 1]).endswith(self.config.modules_to_save) for i in range(len(words)))
 
     def _assign_input_scales(self) -> dict[str, tuple[str, int]]:
-        """Map each target that applies an IA3 input scale to the scaled module and the first scaled output."""
+        """Return the IA3 input scales, keyed by the target that produces the scaled inputs.
+
+        Values are the module whose inputs are scaled, and the first of the target's outputs that the scale applies to.
+        """
         assigned: dict[str, tuple[str, int]] = {}
         for module, keys in tuple(self.keys.items()):
             if TensorRole.IA3 not in keys:
@@ -146,19 +149,19 @@ class AdapterContents:
                 is_feedforward = self.tensors[key].shape[:1] == (1,)
             if not is_feedforward:
                 continue
-            place = self._targets[module].input_scale_target
-            if place is None:
+            scale_target = self._targets[module].input_scale_target
+            if scale_target is None:
                 raise self._error(key, "scales inputs, which is supported only for the last linear layer of an MLP")
-            self.keys.setdefault(place[0], {})
-            assigned[place[0]] = module, place[1]
+            self.keys.setdefault(scale_target[0], {})
+            assigned[scale_target[0]] = module, scale_target[1]
         return assigned
 
     def scales_inputs(self, module: str) -> bool:
-        """Return True if the IA3 vector of this module scales its inputs, which an earlier target applies."""
+        """Return True if this module's IA3 vector scales its inputs. A preceding target then applies the vector."""
         return any(reader == module for reader, _ in self.input_scales.values())
 
     def _share_tied_rows(self) -> None:
-        """If embedding and head are tied, apply replaced rows to both.
+        """If embedding and head are tied, apply rows that the adapter replaces in one of them to both.
 
         `modules_to_save` is excluded, because PEFT copies the weight for that module only.
         """
@@ -175,7 +178,7 @@ class AdapterContents:
             self.token_ids.setdefault(head.name, self.token_ids.get(embedding.name, ()))
 
     def _check_complete(self) -> None:
-        """Reject a file without the tensors that the config announces, instead of using base model weights for them."""
+        """Raise AdapterError if the file lacks tensors that the config requires."""
         for module, target in self._targets.items():
             required = [TensorRole.TOKEN_ROWS] if self.token_ids.get(module) else []
             if module in self._replaced_modules:
@@ -189,7 +192,7 @@ class AdapterContents:
                     )
 
     def _find_vocab_size(self) -> int:
-        """Return the vocabulary size, which the adapter can change."""
+        """Return the vocabulary size with this adapter. Embedding and head must agree."""
         base = self._head.outputs.full
         sizes = {target.name: self._count_tokens(target.name, base) for target in (self._embedding, self._head)}
         changed = {name: size for name, size in sizes.items() if size is not None}
@@ -202,7 +205,7 @@ class AdapterContents:
         return next(iter(changed.values()), base)
 
     def _count_tokens(self, module: str, base: int) -> int | None:
-        """Return the adapter's number of tokens in an embedding or head, or None if it keeps the base model's."""
+        """Return the number of tokens in the adapter's embedding or head, or None if the adapter does not change it."""
         keys = self.keys.get(module, {})
         stored = base
         if TensorRole.WEIGHT in keys:
@@ -219,7 +222,7 @@ class AdapterContents:
         return None if size == base and TensorRole.WEIGHT not in keys else size
 
     def _check_roles(self, target: AdapterTarget, keys: Mapping[TensorRole, str]) -> None:
-        """Reject tensors that do not fit together or do not fit this module."""
+        """Reject combinations of tensors that are invalid for this module."""
         method = self.config.method
         served = {*TRAINED_ROLES[method], *OTHER_ROLES, *(LORA_ROLES if method is Method.LORA else ())}
         for role, key in keys.items():
@@ -269,7 +272,7 @@ class AdapterContents:
                 raise self._error(keys[role], "requires lora_A and lora_B")
 
     def projection_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return the shapes of VeRA's shared matrices, which fit the largest module."""
+        """Return the shapes of VeRA's shared matrices. They are sized for the largest target module."""
         adapted = [self._targets[module] for module, keys in self.keys.items() if TensorRole.VERA_B in keys]
         inputs = max((target.inputs.full for target in adapted), default=0)
         outputs = max((self._expected_shape(target, TensorRole.VERA_B)[0] for target in adapted), default=0)
@@ -289,7 +292,7 @@ class AdapterContents:
                 self._check_shape(self.projections[matrix], expected)
 
     def _check_kasa(self) -> None:
-        """Reject KaSA for large matrices, whose decomposition would block loading of other adapters."""
+        """Reject KaSA for large matrices, because decomposing them would block the loading of other adapters."""
         modules = [module for module, keys in self.keys.items() if TensorRole.DIAGONAL in keys]
         for module in modules:
             size = min(self._targets[module].inputs.full, self._targets[module].outputs.full)
@@ -340,7 +343,7 @@ class AdapterContents:
 
 
 def _find_token_ids(config: AdapterConfig, embedding: AdapterTarget, head: AdapterTarget) -> dict[str, tuple[int, ...]]:
-    """Return trained token IDs by module. A plain list refers to the embedding."""
+    """Return the trained token IDs by module. A list in the config refers to the embedding."""
     indices = config.token_indices
     if not isinstance(indices, Mapping):
         return {embedding.name: indices}

@@ -13,7 +13,7 @@ from lorax_server.errors import AdapterError
 
 
 class Method(Enum):
-    """A PEFT method. Values are `peft_type` in the config."""
+    """A PEFT method. Values are the possible values of `peft_type` in the adapter config."""
 
     LORA = "LORA"
     IA3 = "IA3"
@@ -23,14 +23,14 @@ class Method(Enum):
 
 @dataclass(frozen=True)
 class MethodFields:
-    """Config fields of one method."""
+    """The adapter config fields of one PEFT method, by how the server treats them."""
 
     served: set[str]
     training: set[str]  # no effect on inference
     unsupported: Mapping[str, str] = field(default_factory=dict)  # field name -> feature description
 
 
-# Fields of every method.
+# Fields that all methods have.
 SERVED_BY_ALL = {"base_model_name_or_path", "modules_to_save", "target_modules"}
 TRAINING_OF_ALL = {
     *("auto_mapping", "fan_in_fan_out", "inference_mode", "peft_type", "peft_version", "revision", "runtime_config"),
@@ -82,7 +82,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class BlockDiagonal:
-    """BD-LoRA: modules whose name contains one of these have a factor that is zero outside of its diagonal blocks."""
+    """BD-LoRA settings: LoRA A is block-diagonal in modules whose name contains an entry of `a`, LoRA B for `b`."""
 
     a: tuple[str, ...]
     b: tuple[str, ...]
@@ -90,7 +90,7 @@ class BlockDiagonal:
 
 
 class ConfigReader:
-    """Read typed fields from the parsed JSON. Errors name the adapter and the field."""
+    """Reads typed fields from a parsed adapter config. Errors name the adapter and the field."""
 
     def __init__(self, raw: Mapping[str, Any], name: str) -> None:
         self.raw = raw
@@ -131,7 +131,7 @@ class ConfigReader:
             raise self.error("bias", f"must be one of {biases[0]}, {biases[1]} and {biases[2]}")
 
     def read_kasa(self) -> bool:
-        """Return True for KaSA, which PEFT does not combine with DoRA or BD-LoRA."""
+        """Return True if the config enables KaSA. Reject its combination with DoRA or BD-LoRA, as PEFT does."""
         value = self.raw.get("kasa_config")
         if value is None:  # an empty object enables KaSA with PEFT's defaults
             return False

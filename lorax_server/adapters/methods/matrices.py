@@ -41,9 +41,9 @@ def find_gram_size(target: AdapterTarget) -> int:
 def compute_smallest_components(
     target: AdapterTarget, rank: int, group: ProcessGroup, pause: Pause
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return factors of the base model matrix restricted to its `rank` smallest singular values.
+    """Return factors whose product is the base model matrix restricted to its `rank` smallest singular values.
 
-    Uses the eigenvectors of the Gram matrix, which ranks sum. Float64 compensates for the squared condition number.
+    Uses eigenvectors of the Gram matrix, all-reduced over ranks. Float64 compensates for its squared condition number.
     All ranks call this together.
     """
     inputs, outputs = target.inputs, target.outputs
@@ -73,9 +73,9 @@ def draw_vera_projections(seed: int, rank: int, inputs: int, outputs: int) -> tu
 
 
 def _uses_input_gram(target: AdapterTarget) -> bool:
-    """Return True to use the Gram matrix over inputs, False over outputs.
+    """Return True if the Gram matrix is computed over inputs, False if over outputs.
 
-    The dimension must not be sharded. If neither is, use the smaller one.
+    The dimension must not be sharded. If neither dimension is sharded, the smaller one is used.
     """
     inputs, outputs = target.inputs, target.outputs
     can_multiply_rows = outputs.size == outputs.full

@@ -9,7 +9,7 @@ from lorax_server.adapters.methods.fields import BlockDiagonal, Method
 
 
 def count_elements(config: AdapterConfig, tensors: Mapping[str, TensorInfo], max_inputs: int) -> int:
-    """Return an upper estimate of the elements, in the model's dtype, that an adapter needs during and after loading.
+    """Return an upper bound for the number of elements, in the model's dtype, that loading an adapter requires.
 
     `max_inputs` is the largest input size of any linear layer in the base model.
     """
@@ -26,7 +26,7 @@ def count_elements(config: AdapterConfig, tensors: Mapping[str, TensorInfo], max
 
 
 def _count_block_diagonal(blocks: BlockDiagonal, tensors: Mapping[str, TensorInfo]) -> int:
-    """Count the zeros outside of the diagonal blocks, which the file omits.
+    """Return the number of elements for BD-LoRA's zeros outside of the diagonal blocks, which the file omits.
 
     Tensor keys contain module names, so every expanded factor is counted. While a module is converted, its expanded
     factor is float32, which counts as two half precision elements. Afterwards all expanded factors are copied once.
@@ -44,7 +44,7 @@ def _count_block_diagonal(blocks: BlockDiagonal, tensors: Mapping[str, TensorInf
 
 
 def _count_vera(config: AdapterConfig, tensors: Mapping[str, TensorInfo], max_inputs: int) -> int:
-    """Count the shared projections and the factors that each module derives from them.
+    """Return the number of elements for VeRA's shared projections and the factors that each module derives from them.
 
     Both are float32 at first, which counts as two half precision elements: either all factors (if the file is read in
     one block), or one pair plus all pairs that were cast before.
