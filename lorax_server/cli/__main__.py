@@ -1,4 +1,4 @@
-"""`python -m lorax_server.cli` is `lorax`."""
+"""Runs the `lorax` command for `python -m lorax_server.cli`."""
 
 import sys
 

@@ -41,7 +41,7 @@ class RequestTiming:
 
     @property
     def per_token_s(self) -> float | None:
-        """Mean time between two tokens."""
+        """Mean time between two tokens, or None if fewer than two tokens arrived."""
         if self.first_s is None or self.tokens < 2:
             return None
         return (self.total_s - self.first_s) / (self.tokens - 1)
@@ -84,7 +84,7 @@ def bench(api: ApiClient, args: Namespace) -> int:
 
 
 def make_bodies(args: Namespace) -> Iterator[dict[str, Any]]:
-    """Make request bodies. Each prompt starts with a different word, so that the prefix cache is not used."""
+    """Yield request bodies. Each prompt starts with a different number, to avoid prefix cache hits."""
     generator = random.Random(0)  # the same prompts in every run
     adapter_ids = itertools.cycle(args.adapter or [None])
     for number, adapter_id in zip(range(args.requests), adapter_ids, strict=False):
@@ -96,7 +96,7 @@ def make_bodies(args: Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _measure(api: ApiClient, body: Mapping[str, Any]) -> RequestTiming:
-    """Send a request and read its stream."""
+    """Send a streaming request and return its timing."""
     sample, last = RequestTiming(), None
     started = time.perf_counter()
     try:
@@ -112,7 +112,7 @@ def _measure(api: ApiClient, body: Mapping[str, Any]) -> RequestTiming:
 
 
 def summarize(samples: Sequence[RequestTiming], wall_s: float) -> dict[str, Any]:
-    """Count failed requests by reason, and compute throughput and latency of the successful requests."""
+    """Return the number of failed requests by reason, and throughput and latency of the successful requests."""
     done = [sample for sample in samples if not sample.error]
     tokens = sum(sample.tokens for sample in done)
     return {

@@ -55,7 +55,10 @@ def launcher(argv: Sequence[str] | None = None) -> int:
 
 
 def run_program(program: str, run: Callable[[], int]) -> int:
-    """Run a command and return its exit code: 2 for a configuration error, 1 for another error, each on one line."""
+    """Run a command and return its exit code: 2 for a configuration error, 1 for other errors.
+
+    Error messages are printed on one line.
+    """
     try:
         return run()
     except SystemExit as error:  # raised by --help and --version
@@ -127,7 +130,7 @@ def _resolve_config(parsed: ParsedSettings) -> ServerConfig:
 
 
 def _serve_replicas(argv: list[str], count: int) -> int:
-    """Replace this process by `lorax_server.scale.command`, which imports Ray."""
+    """Replace this process with `lorax_server.scale.command`, which imports Ray."""
     if count < 1:
         raise ConfigError(f"--replicas = {count} must be at least 1")
     if find_spec("ray") is None:
@@ -159,7 +162,7 @@ def _download_weights(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str], environ: Mapping[str, str], command: str) -> ParsedSettings:
-    """Parse and check the settings before any download."""
+    """Parse flags and environment variables, check them before any download, and return the settings."""
     parsed = parse(argv, environ, command)
     for warning in parsed.warnings:
         logger.warning(warning)
@@ -170,11 +173,11 @@ def _parse(argv: list[str], environ: Mapping[str, str], command: str) -> ParsedS
 
 
 def _download(parsed: ParsedSettings) -> int:
-    """Download the model and the adapters that the server loads at startup."""
+    """Download the model and the adapters that the server loads at startup. Return the exit code."""
     folder = _find_model(parsed)
     config = parsed.make_config(folder)
     if config.engine.preload:
-        from lorax_server.adapters.sources.source import AdapterSources  # noqa: PLC0415 - slow, like the next
+        from lorax_server.adapters.sources.source import AdapterSources  # noqa: PLC0415 - both imports are slow
         from lorax_server.build import build_sources  # noqa: PLC0415
 
         sources = AdapterSources(build_sources(config.engine.sources), max_bytes=config.engine.sources.max_bytes)
@@ -218,7 +221,7 @@ def detect_device() -> str:
 
 
 def describe_installation() -> str:
-    """Return versions and hardware, for bug reports."""
+    """Return software versions and hardware as text, for bug reports."""
     lines = [f"lorax_server {__version__}", f"Python {platform.python_version()}", platform.platform()]
     for package in PACKAGES:
         try:

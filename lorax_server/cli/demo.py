@@ -24,13 +24,13 @@ SETTINGS: Mapping[str, Any] = {
     "adapter_bytes": 2**26,
     "adapter_host_bytes": 2**26,
 }
-# Settings that replace one of the sizes above.
+# Operator settings, and the demo setting that each of them replaces.
 REPLACED_SETTINGS = {"max_batch_total_tokens": "cache_bytes", "adapter_memory_fraction": "adapter_bytes"}
 MODEL_FLAGS = ("revision", "source", "weights_cache_override", "tokenizer_config_path")
 
 
 def add_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the demo settings. Values that the operator set take precedence."""
+    """Return `values` and the demo settings combined. Values that the operator set take precedence."""
     if any(name in values for name in MODEL_FLAGS):
         raise ConfigError(MISSING_MODEL_MESSAGE)
     if not (FOLDER / "model" / MODEL_CONFIG_FILE).is_file():

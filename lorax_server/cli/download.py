@@ -1,4 +1,4 @@
-"""Find a base model: a local folder, or a download from a hub or a bucket. Pickled weights are never downloaded."""
+"""Finds a base model in a local folder, or downloads it from the hub or S3. Pickled weights are never downloaded."""
 
 import logging
 from collections.abc import Callable, Collection, Sequence
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 INCLUDED_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 EXCLUDED_PATTERNS = ("*/*", "consolidated*.safetensors", "adapter_*", "training_args*", "trainer_state*", "optimizer*")
 PICKLED_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-NUM_THREADS = 8  # concurrent files, as in huggingface_hub
+NUM_THREADS = 8  # concurrent downloads, as in huggingface_hub
 HINTS = {
     "hub": "There is no local folder with this name either. Private models require HF_TOKEN; gated models also require "
     "access, which you can request on the model page",
@@ -69,7 +69,7 @@ def find_model(
 
 
 def _find_on_hub(make: Callable[..., HubSource], name: str, offline: bool) -> Path:
-    """Download a model. If the hub is offline or fails, use the version in the cache."""
+    """Download a model and return its folder. If `offline` is set or the hub fails, return the cached version."""
     failure = None
     if not offline:
         try:
@@ -93,7 +93,7 @@ def _download(source: RemoteSource, name: str) -> Path:
 
 
 def select_model_files(model_id: str, names: Collection[str]) -> list[str]:
-    """Select the files that are needed to load a model."""
+    """Return the names of the files that are needed to load a model."""
     chosen = [name for name in names if _matches(name, INCLUDED_PATTERNS) and not _matches(name, EXCLUDED_PATTERNS)]
     if not any(name.endswith(".safetensors") for name in chosen):
         if any(_matches(name, PICKLED_PATTERNS) for name in names):

@@ -19,7 +19,7 @@ from lorax_server.config import SOURCES
 from lorax_server.errors import ConfigError
 
 PROGRAMS = {"serve": "lorax serve", "launcher": "lorax-launcher"}
-# LoRAX accepts requests from every host and web page.
+# Defaults for `lorax-launcher`. Like LoRAX, it accepts requests from every host and web page.
 LAUNCHER_DEFAULTS: Mapping[str, Any] = {
     "model_id": "mistralai/Mistral-7B-Instruct-v0.1",
     "hostname": "0.0.0.0",
@@ -36,7 +36,7 @@ SHOWN_DEFAULTS = {
     "huggingface_hub_cache": "~/.cache/lorax",
 }
 SHORT_NAMES = {"--port": ("-p",), "--env": ("-e",)}
-LEVELS = {"warn": "warning", "trace": "debug"}  # names that LoRAX uses
+LEVELS = {"warn": "warning", "trace": "debug"}  # log levels by their LoRAX name
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 EXAMPLES = """\
 examples:
@@ -51,7 +51,7 @@ Each flag can also be set with the environment variable in brackets. The flag ta
 
 @dataclass(frozen=True)
 class Flag:
-    """A command-line flag, with an environment variable as alternative."""
+    """A command-line flag, which can also be set with an environment variable."""
 
     name: str
     help: str = ""
@@ -72,14 +72,14 @@ class Flag:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Environment variables, in order of precedence."""
+        """Environment variables that set this flag, in order of precedence."""
         if self.name == "--env":  # ENV is often set for other purposes
             return ()
         own = "LORAX_" * self.has_env_prefix + self.key.upper()
         return (own, VARIABLES[self.field]) if self.field in VARIABLES else (own,)
 
     def convert(self, text: str, origin: str) -> Any:
-        """Convert a flag value. `origin` is the flag or the environment variable, for error messages."""
+        """Convert and check a flag value. `origin` names the flag or environment variable in error messages."""
         kind = VALUE_KINDS[self.kind]
         try:
             value = kind.convert(text)
@@ -96,7 +96,7 @@ class Flag:
         return value
 
 
-# --- Value kinds --- --------------------------------------------------------------------------------------------------
+# --- Value kinds ------------------------------------------------------------------------------------------------------
 
 
 class ValueKind(NamedTuple):
@@ -135,13 +135,13 @@ VALUE_KIND_BY_TYPE = {bool: "switch", float: "number", int: "integer", Path: "pa
 
 
 def make_flags(settings: type) -> Iterator[Flag]:
-    """Make a flag for each field with a `Setting`, except inherited fields."""
+    """Yield a flag for each field with a `Setting`, except inherited fields."""
     for field in fields(settings):
         setting: config.Setting | None = field.metadata.get("setting")
         if setting is None or field.name not in settings.__annotations__:
             continue
         repeats = isinstance(field.default, tuple)
-        stem = field.name.removesuffix("s") if repeats else field.name  # each value is a separate flag
+        stem = field.name.removesuffix("s") if repeats else field.name  # singular, because each flag sets one value
         value_type = (get_args(field.type) or (field.type,))[0]  # int for `int | None` and `tuple[int, ...]`
         kind = VALUE_KIND_BY_TYPE.get(value_type, "text")
         yield Flag(
@@ -222,10 +222,10 @@ FLAGS = tuple(flag for group in FLAG_GROUPS.values() for flag in group)
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `ConfigError` for invalid arguments and suggests the most similar flag."""
+    """Argument parser that raises `ConfigError` for invalid arguments and suggests the most similar flag."""
 
     def __init__(self, **settings: Any) -> None:
-        # Wider flag column; keep line breaks in descriptions.
+        # Widen the flag column, and keep line breaks in descriptions.
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=36)
         super().__init__(allow_abbrev=False, formatter_class=formatter, **settings)
 
@@ -250,7 +250,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def write_json(figures: Mapping[str, Any], path: str) -> None:
-    """Write figures as JSON to a file; - is standard output."""
+    """Write figures as JSON to a file, or to standard output if `path` is `-`."""
     text = json.dumps(figures, indent=2)
     if path == "-":
         print(text)
@@ -262,7 +262,7 @@ def write_json(figures: Mapping[str, Any], path: str) -> None:
 
 
 def build_parser(command: str) -> Parser:
-    """Build the parser for `serve` or `launcher`. All values stay strings."""
+    """Build the parser for `serve` or `launcher`. It leaves all values as strings."""
     program = PROGRAMS[command]
     parser = Parser(
         prog=program,
@@ -292,7 +292,7 @@ def _add_flag(group: Any, flag: Flag, command: str) -> None:
 
 
 def _list_ignored_flags() -> str:
-    """List ignored flags by reason."""
+    """Return a help text that lists the ignored flags by reason."""
     entries = (
         textwrap.wrap(f"{', '.join(names)}: {reason}", 100, break_on_hyphens=False, subsequent_indent="    ")
         for reason, names in IGNORED_FLAGS.items()

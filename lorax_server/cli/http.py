@@ -30,7 +30,7 @@ def add_connection_flags(parser: Parser, environ: Mapping[str, str]) -> None:
 
 
 class ApiClient:
-    """A thread-safe client for the server's HTTP API. Raises one-line `LoraxError`s."""
+    """A thread-safe client for the server's HTTP API. Errors are raised as one-line `LoraxError`s."""
 
     def __init__(self, args: Namespace) -> None:
         self._url, self._timeout_s, key = args.url.rstrip("/"), args.timeout, args.api_key
@@ -65,7 +65,10 @@ class ApiClient:
             return _parse_json(response.read())
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Any]:
-        """Yield server-sent events; `[DONE]` becomes None. Closing the generator closes the connection."""
+        """Send a request and yield its server-sent events, with None for `[DONE]`.
+
+        Closing the generator closes the connection.
+        """
         with self._send(path, body) as response:
             for line in _split_lines(response.iter_bytes()):
                 if line.startswith(b"data:"):
@@ -97,7 +100,7 @@ class ApiClient:
 
 
 def _split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Split at line feeds only, because generated text may contain other line separators."""
+    """Yield lines, split at line feeds only, because generated text may contain other line separators."""
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")

@@ -24,21 +24,21 @@ WATERMARK_VALUES = {"watermark_gamma": 0.5, "watermark_delta": 2.0}
 
 @dataclass(frozen=True)
 class ParsedSettings:
-    """Values that the operator set, and values derived from them."""
+    """Parsed flags and environment variables: values that the operator set, and values derived from them."""
 
     values: Mapping[str, Any] = field(repr=False)  # by `Flag.key`; includes secrets
-    origins: Mapping[str, str]  # flag or environment variable by `Flag.key`
+    origins: Mapping[str, str]  # the flag or environment variable that set each value, by `Flag.key`
     warnings: tuple[str, ...]
     model_id: str
     revision: str | None
     cache: Path
-    token: str | None = field(repr=False)  # for the base model
+    token: str | None = field(repr=False)  # hub token for the base model
     num_shard: int | None
     num_visible: int  # GPUs listed in the environment
 
     @property
     def adapter_token(self) -> str | None:
-        """The hub token for requests without a token."""
+        """The hub token for adapters if the request contains no token, or None."""
         return self.token if self.values.get("use_global_hf_token") else None
 
     @property
@@ -47,14 +47,14 @@ class ParsedSettings:
 
     @property
     def model_location(self) -> str:
-        """The model name for its source. S3 models may be given without bucket and prefix."""
+        """The model name in its source. For S3 models, the bucket and prefix are added if they are missing."""
         bucket, prefix = self.values.get("s3_bucket"), self.values.get("s3_prefix", "").strip("/")
         if self.model_source != "s3" or self.model_id.startswith("s3://"):
             return self.model_id
         return "/".join(filter(None, ("s3:/", bucket, bucket and prefix, self.model_id)))
 
     def make_config(self, model_folder: Path | None, device: str = "cpu") -> ServerConfig:
-        """Make the server configuration. Without a model folder, only check the settings, before any download.
+        """Return the server configuration. Without a model folder, it is only used to check settings before a download.
 
         `device` is used for `--device auto`. Errors name the flag or environment variable.
         """
@@ -91,13 +91,15 @@ class ParsedSettings:
         return ServerConfig(engine, self.model_id, **self._fields_of(*ServerConfig.__mro__) | computed)
 
     def _fields_of(self, *settings: type) -> dict[str, Any]:
-        """Return the values that were set for fields of these classes."""
+        """Return the values that the operator set for fields of these settings classes."""
         flags = [flag for flag in FLAGS if flag.settings in settings and flag.key in self.values]
         return {flag.field: self.values[flag.key] for flag in flags}
 
     def _make_source_config(self, local: Sequence[str]) -> SourceConfig:
-        """Make roots of all local folders that the operator named. `--adapters-dir` comes first, because its adapters
-        are listed by name."""
+        """Return the adapter source configuration. All local folders that the operator named become roots.
+
+        `--adapters-dir` is the first root, because its adapters are listed by name.
+        """
         roots = [self.values.get("adapters_dir"), *self.values.get("local_adapters", ()), *filter(_is_folder, local)]
         computed = {
             "roots": tuple(dict.fromkeys(Path(root).absolute() for root in roots if root is not None)),
@@ -136,7 +138,7 @@ def _check_source(source: str, sources: SourceConfig) -> None:
 
 
 def _explain_missing_sources(sources: SourceConfig) -> dict[str, str]:
-    """Return for each source the reason why it is unavailable, or an empty string."""
+    """Return the reason why each source is unavailable, or an empty string for available sources."""
     return {
         "hub": "" if sources.hub else "--no-hub is set",
         "local": "" if sources.roots else "set --local-adapters or --adapters-dir",
@@ -145,7 +147,7 @@ def _explain_missing_sources(sources: SourceConfig) -> dict[str, str]:
 
 
 def check_model_folder(folder: Path) -> Path:
-    """Return a model folder. Raise ConfigError if it has no config.json."""
+    """Return the folder, or raise ConfigError if it has no config.json."""
     if not (folder / MODEL_CONFIG_FILE).is_file():
         raise ConfigError(f"model {str(folder)!r}: not a model folder, because it has no config.json")
     return folder
@@ -234,7 +236,7 @@ def _check_values(values: Mapping[str, Any], origins: Mapping[str, str], environ
 
 
 def _split_revision(model_id: str, revision: str | None) -> tuple[str, str | None]:
-    """Split a hub ID of the form `id@revision`. Paths are not split."""
+    """Return the model ID and revision. Hub IDs of the form `id@revision` are split, paths are not."""
     if "@" not in model_id or model_id.startswith(("/", ".", "~", "s3:")):
         return model_id, revision
     name, _, own_revision = model_id.partition("@")
@@ -261,7 +263,7 @@ def _choose_num_shard(values: Mapping[str, Any], num_visible: int) -> int | None
 def _count_gpus(environ: Mapping[str, str]) -> int:
     """Count the GPUs listed in the environment. Values such as `all` count as 0."""
     text = environ.get("CUDA_VISIBLE_DEVICES") or environ.get("NVIDIA_VISIBLE_DEVICES") or ""
-    # CUDA also ignores all entries after the first invalid name.
+    # Like CUDA, ignore all entries after the first invalid name.
     return len(list(takewhile(GPU_NAME.fullmatch, text.split(","))))
 
 

@@ -19,11 +19,11 @@ from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from lorax_server.errors import EngineError
 from lorax_server.server.http.replica_protocol import AdapterChange
 
-STORE_NAMESPACE = "lorax_server"  # for actors and keys in Ray
+STORE_NAMESPACE = "lorax_server"  # Ray namespace for actors and stored keys
 POLL_S = 1.0  # longest wait for changes in one poll
-LEASE_S = 5.0  # a replica without a call for this long is considered dead
+LEASE_S = 5.0  # a replica that does not call for this long is considered dead
 CONFIRM_TIMEOUT_S = 30.0
-MAX_UNLOADS = 100  # stored for replicas that are behind; new replicas do not need them
+MAX_UNLOADS = 100  # unloads stored for replicas that are behind; new replicas do not need them
 
 
 class RegistryError(EngineError):
@@ -37,7 +37,7 @@ class MissedUnloadError(Exception):
 
 
 class RegistryEntry(NamedTuple):
-    """A numbered change."""
+    """An adapter load or unload, with its version number in the registry."""
 
     version: int
     change: AdapterChange
@@ -76,13 +76,13 @@ class ChangeRegistry:
     # --- Replicas -----------------------------------------------------------------------------------------------------
 
     async def join(self, replica: str, confirmed: int, address: str) -> list[RegistryEntry]:
-        """Register a replica or renew its lease. Return the changes that it must apply first."""
+        """Register a replica or renew its lease. Return the changes that it has not applied yet."""
         self._members[replica] = ReplicaLease(confirmed, self._clock(), address)
         await self._notify()
         return self._entries_after(confirmed)
 
     async def poll(self, replica: str, confirmed: int, address: str) -> list[RegistryEntry]:
-        """Record that a replica has applied all changes up to a version, and wait for new changes.
+        """Record that a replica has applied all changes up to `confirmed`. Wait for newer changes and return them.
 
         Raise MissedUnloadError if the replica may have missed unloads that are no longer stored.
         """
@@ -97,7 +97,7 @@ class ChangeRegistry:
         await self._notify()
 
     async def members(self) -> dict[str, str]:
-        """Return the addresses of all live replicas."""
+        """Return the addresses of all live replicas, by replica name."""
         return {name: member.address for name, member in self._live_members().items()}
 
     def _live_members(self) -> dict[str, ReplicaLease]:
@@ -118,9 +118,9 @@ class ChangeRegistry:
     # --- Changes ------------------------------------------------------------------------------------------------------
 
     async def record(self, change: AdapterChange, served_by: str = "") -> list[str]:
-        """Record a change and wait until all replicas have applied it. Return the replicas that did not in time.
+        """Record a change and wait until all replicas have applied it. Return the names of late replicas.
 
-        The replica that processed the request applies the change too, so that all replicas use the same order.
+        The replica that processed the request applies the change too, so that the order is the same on all replicas.
         """
         self._version += 1
         entry = RegistryEntry(self._version, change, served_by)
@@ -136,7 +136,7 @@ class ChangeRegistry:
         return late
 
     def _record_unload(self, entry: RegistryEntry) -> None:
-        """Remove loads under the alias and the adapter name, and unpin the adapter under other aliases."""
+        """Store an unload. Remove loads of its alias and adapter name, and unpin the adapter under other aliases."""
         removed = self._loads.pop(entry.key, None)
         if removed is not None:  # a later load may have assigned the alias to another adapter
             change = entry.change._replace(source=removed.change.source, name=removed.change.name)
@@ -153,7 +153,7 @@ class ChangeRegistry:
 
 
 class RegistryActor(ChangeRegistry):
-    """A `ChangeRegistry` as a Ray actor."""
+    """A Ray actor that runs a `ChangeRegistry` and stores its changes in Ray."""
 
     def __init__(self, app: str) -> None:
         key = f"registry:{app}".encode()
@@ -164,7 +164,7 @@ class RegistryActor(ChangeRegistry):
 
 
 def get_or_create_registry(app: str) -> ActorHandle:
-    """Return the deployment's registry, and start it if necessary. The handle stays valid after restarts."""
+    """Return the deployment's registry, and start it if necessary. The handle stays valid if the registry restarts."""
     options: dict[str, Any] = {"name": f"{STORE_NAMESPACE}:{app}", "namespace": STORE_NAMESPACE, "lifetime": "detached"}
     options |= {"get_if_exists": True, "num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
     registry: ActorHandle = ray.remote(RegistryActor).options(max_concurrency=10_000, **options).remote(app)

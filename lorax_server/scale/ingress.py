@@ -50,7 +50,7 @@ SCRAPE_TIMEOUT_S = 5.0
 REGISTRY_TIMEOUT_S = 5.0  # for registry calls that do not wait for replicas
 RETRY_TIMEOUT_S = 10.0  # total time for attempts to forward a request
 RETRY_DELAY_S = 0.2  # before a second attempt on the same replica
-# Limit for buffered request bodies per ingress. API keys are checked later, by replicas.
+# Limit for buffered request bodies per ingress. It also applies to clients without a key: replicas check keys.
 MAX_BUFFERED_BYTES = 2**30
 PROBES = ("/", "/health", "/ping", "/startup")
 # Adapter errors that are retried on another replica, which may have the adapter or a token for it.
@@ -76,7 +76,7 @@ EVENT_STREAM = "text/event-stream"
 EVENT_END = b"\n\n"
 CONNECT_TIMEOUT_S = 5.0
 # TCP keep-alive detects replicas whose machine lost power. All values are seconds, except the number of probes
-# (KEEPCNT) and TCP_USER_TIMEOUT (milliseconds). Some systems lack some options.
+# (KEEPCNT) and TCP_USER_TIMEOUT (milliseconds). Not every system supports every option.
 KEEP_ALIVE_SECONDS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 KEEP_ALIVE_OPTIONS = {
     getattr(socket, name): value for name, value in KEEP_ALIVE_SECONDS.items() if hasattr(socket, name)
@@ -85,7 +85,7 @@ DISCONNECT_ERRORS = (aiohttp.ClientError, OSError)  # raised if a replica discon
 
 
 class Ingress:
-    """A Ray actor that receives all requests from Ray's proxies."""
+    """A Ray actor that receives all requests from Ray's proxies and forwards them to replicas."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class Ingress:
 
     @asynccontextmanager
     async def _choose(self, key: RoutingKey, tried: Sequence[str], path: str) -> AsyncIterator[Any]:
-        """Choose a replica and count the request in Ray's queue length while the context is open."""
+        """Yield the chosen replica. The request counts in Ray's queue length while the context is open."""
         async with AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(PROBE_CHOOSE_TIMEOUT_S if path in PROBES else CHOOSE_TIMEOUT_S):
@@ -224,7 +224,7 @@ class Ingress:
     # --- Registry -------------------------------------------------------------------------------------------------
 
     async def _replica_addresses(self) -> dict[str, str]:
-        """Return the addresses of all replicas."""
+        """Return the addresses of all replicas, by replica name."""
         try:
             async with asyncio.timeout(REGISTRY_TIMEOUT_S):
                 return dict(await self._registry.members.remote())
@@ -232,7 +232,7 @@ class Ingress:
             raise RegistryError("the adapter registry is unavailable, and no adapter was changed; try again") from error
 
     async def _record_change(self, body: bytearray, change: str, replica: str) -> Headers:
-        """Apply an adapter change on all replicas. Return additional response headers."""
+        """Record an adapter change and wait until all replicas apply it. Return additional response headers."""
         try:
             async with asyncio.timeout(CONFIRM_TIMEOUT_S + REGISTRY_TIMEOUT_S):
                 late = await self._registry.record.remote(AdapterChange(**json.loads(change)), replica)
@@ -254,7 +254,7 @@ class Ingress:
             async with asyncio.timeout(SCRAPE_TIMEOUT_S), self._forward(address, request, bytearray()) as response:
                 return await response.text()
         except DISCONNECT_ERRORS:
-            return ""  # return the metrics of the other replicas
+            return ""  # skip this replica and return the metrics of the others
 
 
 def _make_socket(address: tuple[Any, ...]) -> socket.socket:
@@ -267,7 +267,7 @@ def _make_socket(address: tuple[Any, ...]) -> socket.socket:
 
 
 def _raw_path(request: Request) -> str:
-    """Return the percent-encoded path."""
+    """Return the percent-encoded request path."""
     path: str = (request.scope.get("raw_path") or request.scope["path"].encode()).decode("latin-1")
     if not path.startswith("/"):
         raise InputError("the request path must start with /")
@@ -302,7 +302,7 @@ async def _send_stream(send: Send, response: aiohttp.ClientResponse, headers: He
 
 
 async def _read_events(response: aiohttp.ClientResponse, path: str) -> AsyncIterator[bytes]:
-    """Yield complete events. If the replica disconnects after the first event, yield an error event."""
+    """Yield chunks of complete events. If the replica disconnects after the first event, yield an error event."""
     has_started, rest = False, b""
     try:
         async for chunk in response.content.iter_any():
@@ -330,7 +330,7 @@ async def _send_chunk(send: Send, body: bytes, more_body: bool = True) -> None:
 
 
 def merge_metrics(texts: Mapping[str, str]) -> str:
-    """Merge the metrics of all replicas and add a `replica` label. Samples with the same name must be adjacent."""
+    """Return the metrics of all replicas with a `replica` label, grouped by metric as Prometheus requires."""
     families: dict[str, dict[str, None]] = {}  # lines by metric; a dict removes duplicate comments
     for replica, text in sorted(texts.items()):
         family = ""

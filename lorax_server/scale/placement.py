@@ -14,22 +14,22 @@ from typing import NamedTuple
 # loading an adapter elsewhere may take longer than a few more requests in a batch.
 HOT_LOAD_RATIO, HOT_EXTRA_REQUESTS = 1.05, 2
 COLD_LOAD_RATIO, COLD_EXTRA_REQUESTS = 1.15, 6
-HOT_LOAD_SHARE = 0.1  # share of one replica's fair load above which an adapter is hot
-COPIES_PER_FILLED_REPLICA = 4  # replicas that a hot adapter is spread over
+HOT_LOAD_SHARE = 0.1  # an adapter is hot if it causes more than this share of one replica's mean load
+COPIES_PER_FILLED_REPLICA = 4  # copies of a hot adapter, per replica that its requests would fill
 WINDOW_REQUESTS = 20_000  # requests over which adapter shares are measured
-SENT_EXPIRY_S = 3.0  # by then, the replica's report includes the adapter
+SENT_EXPIRY_S = 3.0  # when the replica's report should include the adapter of a request
 MASK = 2**64 - 1
 
 
 class RoutingKey(NamedTuple):
     """Hashes that determine the replica for a request."""
 
-    adapter: int = 0  # adapter name; 0 is the base model
-    prefix: int = 0  # prompt prefix; 0 for short prompts
+    adapter: int = 0  # hash of the adapter name; 0 is the base model
+    prefix: int = 0  # hash of the prompt prefix; 0 for short prompts
 
 
 class Report(NamedTuple):
-    """Adapters on a replica by tier, as hashes of their names."""
+    """A replica's adapters by tier, as name hashes, and its state."""
 
     device: Set[int] = frozenset()
     host: Set[int] = frozenset()
@@ -41,19 +41,19 @@ class Report(NamedTuple):
 
 @dataclass(eq=False)
 class ReplicaView:
-    """A router's view of one replica."""
+    """What a router knows about one replica: its load and adapters."""
 
     name: str
     load: float = 0.0  # running and queued requests
     report: Report = field(default_factory=Report)
     device: set[int] = field(default_factory=set)  # adapters in the report, and adapters of recent requests
-    sent: dict[int, float] = field(default_factory=dict)  # time of the last request by adapter
+    sent: dict[int, float] = field(default_factory=dict)  # time of the last request for each adapter
 
     def __post_init__(self) -> None:
         self.seed = hash_name(self.name)
 
     def score(self, number: int) -> int:
-        """Return the rendezvous score for a hash on this replica (splitmix64 finalizer)."""
+        """Return this replica's rendezvous score for an adapter or prefix hash (splitmix64 finalizer)."""
         number ^= self.seed
         number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & MASK
         number = (number ^ number >> 27) * 0x94D049BB133111EB & MASK
@@ -68,7 +68,7 @@ class ReplicaView:
 
 
 def hash_name(name: str) -> int:
-    """Return a stable, nonzero 64-bit hash."""
+    """Return a stable, nonzero 64-bit hash of a name."""
     return int.from_bytes(blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest(), "little") or 1
 
 
@@ -98,21 +98,21 @@ class ReplicaChooser:
         self._shares = AdapterShares()
 
     def set_replicas(self, names: Iterable[str]) -> None:
-        """Set the replicas. Existing replicas keep their state."""
+        """Replace the list of replicas. Replicas that were in the old list keep their state."""
         self.views = {name: self.views.get(name) or ReplicaView(name) for name in sorted(names)}
 
     def set_load(self, name: str, load: float) -> None:
         self.views[name].load = load
 
     def set_report(self, name: str, report: Report, now: float) -> None:
-        """Store a report, and add the adapters of recent requests, which may not be in the report yet."""
+        """Store a replica's report, and add the adapters of recent requests, which may not be in the report yet."""
         view = self.views[name]
         view.report = report
         view.sent = {adapter: at for adapter, at in view.sent.items() if now - at < SENT_EXPIRY_S}
         view.device = {*report.device, *view.sent} - report.broken
 
     def choose(self, key: RoutingKey, now: float, failed_replicas: Collection[str] = ()) -> str | None:
-        """Choose a replica, or return None if all replicas are draining.
+        """Return the name of the replica for a request, or None if all replicas are draining.
 
         `failed_replicas` could not serve this request. They are chosen only if no other replica is left.
         """
@@ -133,11 +133,11 @@ class ReplicaChooser:
         return self._replicas_filled(adapter) >= HOT_LOAD_SHARE
 
     def rank(self, adapter: int) -> list[str]:
-        """Return all replica names, in the order of preference for an adapter."""
+        """Return all replica names in order of preference for an adapter."""
         return [view.name for view in _rank(self.views.values(), adapter)]
 
     def _replicas_filled(self, adapter: int) -> float:
-        """Return an adapter's load in units of one replica's fair load."""
+        """Return how many replicas the requests for an adapter would fill, if load is spread evenly."""
         return self._shares.of(adapter) * len(self.views)
 
     def _choose_by_adapter(self, key: RoutingKey, candidates: list[ReplicaView], mean: float) -> ReplicaView:
@@ -167,7 +167,7 @@ def _rank(views: Iterable[ReplicaView], adapter: int) -> list[ReplicaView]:
 
 
 def _sort_by_load(views: list[ReplicaView], prefix: int) -> list[ReplicaView]:
-    """Sort the replicas with a hot adapter by load. Similar loads are ordered by prompt prefix."""
+    """Return replicas sorted by load. Replicas with similar load are ranked by prompt prefix, for prefix cache hits."""
     if not prefix or not views:
         return sorted(views, key=lambda view: view.load)
     least = min(view.load for view in views)
@@ -175,7 +175,7 @@ def _sort_by_load(views: list[ReplicaView], prefix: int) -> list[ReplicaView]:
 
 
 def _choose_by_prefix(prefix: int, candidates: list[ReplicaView], mean: float) -> ReplicaView:
-    """Choose by prompt prefix, for prefix cache hits, or the least loaded replica for short prompts."""
+    """Return a replica by prompt prefix, for prefix cache hits. Short prompts go to the least loaded replica."""
     if not prefix:
         return min(candidates, key=lambda view: view.load)
     bound = mean * HOT_LOAD_RATIO + HOT_EXTRA_REQUESTS

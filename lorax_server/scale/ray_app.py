@@ -27,12 +27,12 @@ ROUTERS: Mapping[str, type | None] = {"adapters": AdapterRouter, "ray": None, "r
 REPORT_INTERVAL_S = 1.0  # between routing reports
 REPORTS_PER_LOOK_BACK = 3  # autoscaling reports per averaging period
 HEALTH_CHECK_INTERVAL_S = 5.0
-UNLIMITED_REQUESTS = 100_000  # replicas reject excess requests themselves
+UNLIMITED_REQUESTS = 100_000  # no limit in Ray, because replicas reject excess requests
 
 
 @dataclass(frozen=True)
 class ScaleConfig(Settings):
-    """Settings for routing, autoscaling and resources."""
+    """Ray deployment settings for routing, autoscaling and resources."""
 
     name: str = setting("lorax", "registry name, unique for each application in a cluster")
     replicas: int = setting(1, "number of replicas")
@@ -61,7 +61,7 @@ def build(arguments: Mapping[str, Any]) -> serve.Application:
 
 
 def read_arguments(arguments: Mapping[str, Any]) -> tuple[ScaleConfig, list[str]]:
-    """Split arguments into application settings and `lorax serve` flags."""
+    """Return the arguments, split into application settings and `lorax serve` flags."""
     own_flags = {flag.field: flag for flag in make_flags(ScaleConfig)}
     own, flags = dict[str, Any](), list[str]()
     for name, value in arguments.items():
@@ -128,7 +128,7 @@ def _count_gpus(scale: ScaleConfig, parsed: ParsedSettings) -> float:
 
 
 class QueueAndTokenPolicy:
-    """A Ray Serve autoscaling policy that keeps the mean load per replica below both targets.
+    """A Ray Serve autoscaling policy that keeps waiting requests and tokens per replica below their targets.
 
     Ray calls the policy periodically, and applies delays and bounds to the result.
     """

@@ -32,7 +32,7 @@ class AdapterRouter(RequestRouter):  # type: ignore[misc] # Ray is untyped
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the chosen replica first, then all others as fallback."""
+        """Return the chosen replica first, then all other available replicas as fallback."""
         if pending_request is None or not candidate_replicas:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True

@@ -57,7 +57,7 @@ class ServerReplica:
         return {"address": self._server.address}
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return adapter locations, for request routers."""
+        """Return the adapters in each memory tier, for request routers."""
         state = await self._server.read_state()
         self._max_on_device = max(self._max_on_device, state["on_device"])
         # The device capacity is unknown until the first eviction.
@@ -65,7 +65,7 @@ class ServerReplica:
         return pack_report(state["names"], capacity, state["is_draining"])
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the load, for `ray_app.QueueAndTokenPolicy`."""
+        """Return waiting requests and running tokens, for `ray_app.QueueAndTokenPolicy`."""
         state = await self._server.read_state()
         return {"waiting": state["waiting"], "tokens": state["tokens"]}
 
@@ -87,7 +87,7 @@ class ServerReplica:
         os._exit(1)
 
     async def _apply_changes(self) -> None:
-        """Apply adapter changes. While the registry is unavailable, adapters stay unchanged."""
+        """Poll the registry and apply adapter changes. While the registry is unavailable, adapters stay unchanged."""
         while True:
             try:
                 await self._apply(await self._registry.poll.remote(self._name, self._confirmed, self._server.address))
@@ -104,7 +104,7 @@ class ServerReplica:
             self._confirmed = entry.version
 
     async def _renew_lease(self) -> None:
-        """Renew the lease, also while a slow change is applied."""
+        """Renew the lease periodically, even while a slow change is applied."""
         while True:
             await asyncio.sleep(LEASE_S / 3)
             with suppress(ray.exceptions.RayError):

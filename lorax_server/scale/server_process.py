@@ -17,7 +17,7 @@ import aiohttp
 from lorax_server.errors import LoraxError
 from lorax_server.server.http.replica_protocol import SECRET_HEADER, AdapterChange
 
-KEPT_LOG_LINES = 20  # shown if the server stops
+KEPT_LOG_LINES = 20  # log lines shown if the server stops
 POLL_S = 0.1
 STOP_TIMEOUT_S = 15.0  # between SIGTERM and SIGKILL
 REQUEST_TIMEOUT_S = 30.0
@@ -53,7 +53,7 @@ class ServerProcess:
         )
         assert self._process.stdin is not None
         assert self._process.stderr is not None
-        flags = [*options.flags, f"--hostname={host}", f"--port={self.port}"]  # override earlier flags
+        flags = [*options.flags, f"--hostname={host}", f"--port={self.port}"]  # these override earlier flags
         self._process.stdin.write(json.dumps({"flags": flags, "secret": secret}) + "\n")
         self._process.stdin.flush()
         threading.Thread(target=self._copy_log, args=(self._process.stderr,), daemon=True).start()
@@ -85,7 +85,7 @@ class ServerProcess:
         return "".join(self._log_lines).strip()[-2000:] or f"exit code {self._process.returncode}, without a message"
 
     async def stop(self) -> None:
-        """Stop the server after its requests have finished."""
+        """Stop the server. Running requests have `STOP_TIMEOUT_S` to finish."""
         self._process.send_signal(signal.SIGTERM)  # no effect if the process has exited
         try:
             await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
@@ -100,7 +100,7 @@ class ServerProcess:
         return state
 
     async def apply(self, change: AdapterChange, is_own: bool) -> None:
-        """Apply an adapter change. `is_own` is True if this server processed the request."""
+        """Send an adapter change to the server. `is_own` is True if this server processed the client's request."""
         await self._request("POST", "/replica/changes", {"change": change._asdict(), "is_own": is_own})
 
     async def _request(self, method: str, path: str, body: Any = None) -> bytes:

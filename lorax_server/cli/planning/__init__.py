@@ -1,1 +1,1 @@
-"""`lorax plan`: estimates memory use, latency and the number of GPUs for some traffic, without running a model."""
+"""`lorax plan`: estimates memory use, latency and the number of GPUs for expected traffic, without running a model."""

@@ -22,12 +22,12 @@ from lorax_server.weights import Weights
 from lorax_server.worker.memory import block_bytes
 from lorax_server.worker.model_info import find_max_length
 
-MAX_LAYERS = 1000  # larger models would take minutes to build, and do not exist
+MAX_LAYERS = 1000  # no real model has more layers, and building one would take minutes
 HALF_BYTES = 2  # per bfloat16 or float16 value
 
 
 class MatrixSize(NamedTuple):
-    """Size of one linear layer. `name` is the target module name."""
+    """Dimensions of one linear layer. `name` is the target module name."""
 
     name: str
     outputs: int
@@ -35,7 +35,7 @@ class MatrixSize(NamedTuple):
 
 
 class MetaWeights(Weights):
-    """Returns a meta tensor for each tensor that a model loads, and counts the parameters."""
+    """Stand-in for model weights that returns a meta tensor for each tensor, and counts the parameters."""
 
     def __init__(self) -> None:
         device, group = torch.device("meta"), FakeGroup()
@@ -55,10 +55,10 @@ class MetaWeights(Weights):
 
 
 class ModelSizes:
-    """Model sizes in half precision."""
+    """Sizes of model weights, KV cache and adapters in half precision."""
 
     def __init__(self, config: Any) -> None:
-        """Build the model on the meta device."""
+        """Build the model on the meta device and measure it."""
         if config.num_hidden_layers > MAX_LAYERS:
             raise ConfigError(f"config field num_hidden_layers must be at most {MAX_LAYERS}")
         weights = MetaWeights()
@@ -75,7 +75,7 @@ class ModelSizes:
         self.max_length = find_max_length(model)
         self.weight_bytes = HALF_BYTES * weights.parameters
         self.token_bytes = block_bytes(model, 1)  # KV cache bytes per token
-        # Decode steps read all weights; embeddings, norms and biases are negligible.
+        # A decode step reads all linear layers and the output head. Embeddings, norms and biases are negligible.
         self._linear = sum(matrix.outputs * matrix.inputs for matrix in self.matrices)
         self.read_bytes = HALF_BYTES * (self._linear + head.outputs.full * head.inputs.full)
         self._attention_width: int = config.num_attention_heads * model.kv_shape[1]
@@ -93,7 +93,7 @@ class ModelSizes:
 
 
 def read_sizes(path: Path) -> ModelSizes:
-    """Read model sizes from a model folder or config.json."""
+    """Return the sizes of a model, given its folder or its config.json."""
     folder = path.parent if path.name == MODEL_CONFIG_FILE else path
     if not (folder / MODEL_CONFIG_FILE).is_file():
         raise ConfigError(
@@ -104,7 +104,7 @@ def read_sizes(path: Path) -> ModelSizes:
 
 
 def make_llama_sizes(fields: dict[str, Any]) -> ModelSizes:
-    """Return Llama model sizes for these config fields."""
+    """Return the sizes of a Llama model with these config fields."""
     with TemporaryDirectory() as folder:
         config = {"model_type": "llama", "max_position_embeddings": 2**31, **fields}
         Path(folder, MODEL_CONFIG_FILE).write_text(json.dumps(config))

@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 class Gpu(NamedTuple):
-    """Memory in bytes, bandwidth in bytes per second, and dense bfloat16 operations per second."""
+    """A GPU: memory in bytes, bandwidth in bytes per second, and dense bfloat16 operations per second."""
 
     name: str
     memory: float
@@ -49,18 +49,19 @@ GPUS = {
 
 MEASURED_GPU = GPUS["H200"]
 BANDWIDTH_SHARE = 4.1 / 4.8  # share of the published bandwidth that kernels reach: 4.1 TB/s on an H200
-WEIGHT_BYTES, TOKEN_BYTES, ADAPTER_BYTES = 15_009_316_864, 131_072, 83_886_080  # read per step by the measured model
-MEASURED_CONTEXT_TOKENS = 196  # per sequence
+# The measured model's weights, KV cache bytes per token, and adapter size.
+WEIGHT_BYTES, TOKEN_BYTES, ADAPTER_BYTES = 15_009_316_864, 131_072, 83_886_080
+MEASURED_CONTEXT_TOKENS = 196  # KV cache tokens per sequence in the measurements
 ATTENTION_TIME_RATIO = 1.15  # attention time relative to reading the KV cache: 1.05 to 1.25, from 512 to 8,192 tokens
 FLOAT8_TIME_RATIO = 0.8  # attention time with a float8 cache relative to bfloat16: 0.72 to 0.80
-HTTP_THROUGHPUT_SHARE = 0.9  # throughput over HTTP relative to the engine limit: 0.90 and 0.91
-# Share of peak FLOPS: 43,730 and 41,110 tokens/s for 1,024-token prompts.
+HTTP_THROUGHPUT_SHARE = 0.9  # throughput over HTTP relative to the engine limit; 0.90 and 0.91 were measured
+# Share of peak FLOPS in prefills without and with adapters: 43,730 and 41,110 tokens/s for 1,024-token prompts.
 PREFILL_FLOPS_SHARE, ADAPTER_PREFILL_FLOPS_SHARE = 0.629, 0.591
-MEASURED_LAYERS = 32  # of the measured model
-ENGINE_MS, ENGINE_ROW_MS = 0.2, 0.0042  # scheduling time per step and per row: 0.47 ms for 64 rows, 1.26 for 256
+MEASURED_LAYERS = 32  # number of layers in the measured model
+ENGINE_MS, ENGINE_ROW_MS = 0.2, 0.0042  # scheduling time per step and sequence: 0.47 ms for 64 sequences, 1.26 for 256
 API_TOKENS_PER_S = 1 / 36e-6  # the API process needs 36 us of CPU time per streamed token
 HOST_COPY_BYTES_PER_S = 12e9  # from host memory to the device: 12 to 15 GB/s
-# Batch size and decode step time in milliseconds, without adapters and with a different adapter in each row.
+# Batch size and decode step time in milliseconds, without adapters and with a different adapter for each sequence.
 BASE_STEP_TIMES = ((1, 4.12), (64, 5.13), (256, 9.27))
 ADAPTER_STEP_TIMES = ((1, 4.17), (16, 4.70), (64, 6.85), (256, 15.73))
 
@@ -80,11 +81,14 @@ def find_gpu(name: str) -> Gpu:
 def decode_step_ms(
     gpu: Gpu, rows: float, read: Mapping[str, float], layers: int, is_float8: bool = False
 ) -> dict[str, float]:
-    """Return decode step milliseconds by cause. `read` has the bytes of `weights`, `adapters` and `cache`."""
+    """Return the decode step time in milliseconds, by cause.
+
+    `read` contains the bytes that the step reads for `weights`, `adapters` and `cache`.
+    """
     parts = {name: read_ms(gpu, num_bytes) for name, num_bytes in read.items()}
     parts["cache"] *= ATTENTION_TIME_RATIO * (FLOAT8_TIME_RATIO if is_float8 else 1)
     scheduling = ENGINE_MS + ENGINE_ROW_MS * rows  # overlaps with the step, so only the longer time counts
-    # The batch size with the same ratio of compute to bandwidth on the measured GPU.
+    # The batch size for which the measured GPU has the same ratio of compute time to memory time.
     equivalent = rows * (MEASURED_GPU.flop / MEASURED_GPU.bandwidth) / (gpu.flop / gpu.bandwidth)
     points = _excess_ratios(has_adapters=read["adapters"] > 0)
     single, weights = points[0][1], parts["weights"]
@@ -95,7 +99,7 @@ def decode_step_ms(
 
 
 def read_ms(gpu: Gpu, num_bytes: float) -> float:
-    """Return the time to read bytes from device memory once."""
+    """Return the time in milliseconds to read `num_bytes` from device memory once."""
     return num_bytes / (gpu.bandwidth * BANDWIDTH_SHARE) * 1e3
 
 
@@ -116,6 +120,6 @@ def _excess_ratios(has_adapters: bool) -> list[tuple[int, float]]:
 
 
 def _interpolate(points: list[tuple[int, float]], x: float) -> float:
-    """Interpolate linearly. Extrapolate above the last point, and clamp below the first."""
+    """Return the linearly interpolated value at `x`, extrapolated above the last point and clamped below the first."""
     (x0, y0), (x1, y1) = next((pair for pair in pairwise(points) if x <= pair[1][0]), points[-2:])
     return y0 + max(x - x0, 0) * (y1 - y0) / (x1 - x0)
