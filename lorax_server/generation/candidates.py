@@ -6,7 +6,7 @@ from hashlib import sha256
 
 
 def candidate_seed(seed: int, index: int) -> int:
-    """Return the seed of a candidate. The first candidate uses the request seed."""
+    """Return a candidate's seed. The first candidate uses the request seed."""
     if index == 0:
         return seed
     digest = sha256(seed.to_bytes(8, "big") + index.to_bytes(8, "big")).digest()

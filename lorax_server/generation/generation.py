@@ -23,7 +23,7 @@ class TokenEvent(NamedTuple):
 
 @dataclass
 class Completion:
-    """The completion of a prompt."""
+    """A completion and its token data."""
 
     prompt_ids: list[int]
     text: str = ""

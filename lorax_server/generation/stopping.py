@@ -18,7 +18,7 @@ class StoppingCriteria:
     """The stop rules and progress of one request. Called with each token and its text.
 
     Stop strings are found within a token and across tokens. The stop string that ends first applies, so the result does
-    not depend on token boundaries. Text that may be the start of a stop string is held back, unless stop strings are
+    not depend on token boundaries. A possible stop string prefix is held back, unless stop strings are
     included in the output.
     """
 
@@ -52,7 +52,7 @@ class StoppingCriteria:
         return self._num_shown + len(self._held)
 
     def may_end_with(self, token_id: int) -> bool:
-        """Return True if the completion ends with this token regardless of its text. Pending text is then shown."""
+        """Return True if the completion stops at this token regardless of its text. Pending text is then shown."""
         return self.params.max_new_tokens <= self.current_tokens + 1 or token_id in self._all_stop_token_ids
 
     def __call__(self, last_token: int, last_text: str, pending_text: str = "") -> tuple[bool, FinishReason | None]:

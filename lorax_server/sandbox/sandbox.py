@@ -156,7 +156,7 @@ class _WorkerProcess:
         self._connection: socket.socket | None = None
 
     def run(self, task: SandboxTask, args: Sequence[Any]) -> bytes:
-        """Run a task. Start a worker if there is none."""
+        """Run a task. Start a worker if necessary."""
         try:
             request = pickle.dumps((task, args), protocol=5)
         except RecursionError:

@@ -1,7 +1,7 @@
 """Run tasks in a child process of the server, one at a time, until the parent closes the socket.
 
 Usage: `python -m lorax_server.sandbox.worker FD [MODULE ...]`, with the socket and modules to import before the first
-task. A frame is an eight-byte length and a body. The first byte of a reply is its kind.
+task. A frame is an eight-byte length and a body. The first reply byte is the reply type.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from lorax_server.sandbox.task import MAX_ERROR_CHARACTERS, SandboxTask, TaskErr
 LENGTH = struct.Struct(">Q")
 PR_SET_PDEATHSIG = 1
 OK, ERROR, OUT_OF_MEMORY = b"o", b"e", b"m"
-LAST = b"l"  # second byte of a reply if the worker exits after it
+LAST = b"l"  # second reply byte if the worker exits after the reply
 TIME_SIGNAL = signal.SIGPROF  # kills a worker whose task exceeds its CPU time
 MAX_RESIDENT_BYTES = 2**28  # a worker that uses more is replaced after its task
 

@@ -19,7 +19,7 @@ MAX_GBNF_STEPS = 2**20  # characters times rules: the converter's second pass, w
 MIN_ONE_OF_STEPS = 1000  # plus one per character of the schema
 MAX_CHOICES = 1000
 # Rules and groups in a user's grammar. llguidance compiles both by recursion, with up to 3.2 KB of stack for each, so
-# a chain of all of them that ends in the deepest JSON schema fits the 4 MiB stack of a trial compile.
+# a chain of all of them that ends in the deepest JSON schema fits the trial compile's 4 MiB stack.
 MAX_RULES = 800
 
 # Strings, regexes, comments and special tokens hide rules and groups. They also match if the closing delimiter is
@@ -51,7 +51,7 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str) -> Structure:
 
 
 def prepare_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the size and depth of a schema, and replace `oneOf` with `anyOf` where both are equivalent."""
+    """Check the schema's size and depth, and replace `oneOf` with `anyOf` where both are equivalent."""
     try:
         text = json.dumps({**schema}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

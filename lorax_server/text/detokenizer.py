@@ -34,7 +34,7 @@ class Detokenizer(Protocol):
     _special: frozenset[int]
 
     def start(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
-        """Return the initial offsets of a request."""
+        """Return the initial offsets for a prompt."""
 
     def advance(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> Progress:
         """Decode the ids from `read_offset` on, except for an incomplete character. `ids` starts with the prompt."""
@@ -52,7 +52,7 @@ class Detokenizer(Protocol):
         """Decode a single token, which may be special."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a single token, which may be part of a character."""
+        """Return a single token's bytes, which may be part of a character."""
         return self.token_text(token_id).encode()
 
 
@@ -166,7 +166,7 @@ class ByteDetokenizer(Detokenizer):
 
 
 def _detect_scheme(decoder: Any) -> Scheme | None:
-    """Return the scheme of a `tokenizer.json` decoder, or None if its tokens are not bytes."""
+    """Return the scheme for a `tokenizer.json` decoder, or None if its tokens are not bytes."""
     steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder]
     types = [step and step["type"] for step in steps]
     if types == ["ByteLevel"]:

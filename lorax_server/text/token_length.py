@@ -38,7 +38,7 @@ def max_token_characters(backend: Tokenizer) -> int | None:
 
 
 def _steps(component: Any) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a tokenizer component in `tokenizer.json` format."""
+    """Yield a tokenizer component's steps, in `tokenizer.json` format."""
     return _flatten(json.loads(component.__getstate__())) if component is not None else iter(())
 
 

@@ -61,7 +61,7 @@ class TokenSpan(NamedTuple):
 
 
 class TextTokenizer:
-    """The tokenizer of a model or an adapter. Thread-safe."""
+    """A model or adapter tokenizer. Thread-safe."""
 
     def __init__(
         self, backend: Tokenizer, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]

@@ -43,8 +43,8 @@ BOUNDED: dict[str, Callable[[], Tokenizer]] = {
             ]
         ),
     ),
-    "make_template": lambda: with_components(byte_level().tokenizer, post_processor=make_template("<s> $A </s>")),
-    "make_template-otherwise": lambda: with_components(
+    "template": lambda: with_components(byte_level().tokenizer, post_processor=make_template("<s> $A </s>")),
+    "roberta-template": lambda: with_components(
         byte_level().tokenizer, post_processor=processors.RobertaProcessing(*ENDS)
     ),
 }

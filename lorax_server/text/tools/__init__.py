@@ -1,1 +1,1 @@
-"""Calls of functions in the text of an answer: the forms that model families write them in, read as the text grows."""
+"""Tool calls: streaming parsers and grammars for each model family's format."""

@@ -13,7 +13,7 @@ from lorax_server.text.tools.references import DEFINITIONS
 
 ANY_TEXT = r"(.|\n)*"
 OPTIONAL_WHITESPACE = r"[ \n]*"
-OBJECT_START = rf'(\[{OPTIONAL_WHITESPACE})?\{{{OPTIONAL_WHITESPACE}"(name|type)"'  # start of a call in plain JSON
+OBJECT_START = rf'(\[{OPTIONAL_WHITESPACE})?\{{{OPTIONAL_WHITESPACE}"(name|type)"'  # how a call in plain JSON starts
 OPTIONS = "x-guidance"  # llguidance's options keyword
 # A line break with indentation, or up to two spaces. Without a limit, a model can write whitespace without end.
 WHITESPACE = r"\r?\n[ \t]{0,32}|[ \t]{1,2}"
@@ -67,7 +67,7 @@ class CallGrammar(NamedTuple):
 
 
 class CallRules(NamedTuple):
-    """Inputs for the grammar rules of a tool call format."""
+    """Inputs for a tool call format's grammar rules."""
 
     calls: Sequence[CallGrammar]
     is_parallel: bool  # allow several calls

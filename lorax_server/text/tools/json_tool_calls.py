@@ -213,5 +213,5 @@ class JsonToolCallParser(ToolCallParser):
 
 
 def append_call_events(call: ParsedToolCall, events: list[ParsedEvent]) -> None:
-    """Append the events of a complete call."""
+    """Append the events for a complete call."""
     events += [ToolCallStart(call.name), ArgumentsDelta(call.arguments), ToolCallEnd()]

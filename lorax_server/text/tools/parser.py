@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 PARSE_WINDOW_CHARACTERS = 4096  # parsers copy the rest of the window, so larger windows take quadratic time
-MAX_CALL_CHARACTERS = 2**16  # size of a call that is buffered and parsed at once on the event loop
+MAX_CALL_CHARACTERS = 2**16  # limit for buffered calls, which are parsed in one step on the event loop
 MAX_DROPPED_WHITESPACE = 64  # characters before a call that are not content; more would delay the stream
 
 
@@ -25,7 +25,7 @@ class ReasoningDelta(NamedTuple):
 
 
 class ToolCallStart(NamedTuple):
-    """The start of a call. All `ArgumentsDelta`s up to `ToolCallEnd` belong to it."""
+    """A call starts. All `ArgumentsDelta`s up to `ToolCallEnd` belong to it."""
 
     name: str
 
@@ -37,7 +37,7 @@ class ArgumentsDelta(NamedTuple):
 
 
 class ToolCallEnd(NamedTuple):
-    """The end of a call. Its arguments are complete, or truncated by the end of the completion."""
+    """A call has finished. Its arguments are complete, or truncated by the end of the completion."""
 
 
 ParsedEvent = TextDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta | ToolCallEnd
@@ -109,7 +109,7 @@ class ToolCallParser(ABC):
 
 
 class CallFormat(ABC):
-    """The tool call format of a model family."""
+    """A model family's tool call format."""
 
     openers: tuple[str, ...] = ()
     """Texts that start a call anywhere in a completion."""
@@ -131,7 +131,7 @@ class ToolOutputParser:
     def __init__(self, tool_format: CallFormat, tools: ToolSet) -> None:
         self._tool_format = tool_format
         self._tools = tools
-        self._buffer = ""  # a possible part of an opener, and the whitespace before it
+        self._buffer = ""  # a possible opener prefix, and the whitespace before it
         self._call_parser: ToolCallParser | None = None
         self._opener = ""  # the current opener, with the whitespace before it
         self._is_at_start = bool(tool_format.start_characters)

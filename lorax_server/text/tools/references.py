@@ -7,7 +7,7 @@ from lorax_server.errors import InputError
 
 MAX_REFERENCE_CHARACTERS = 256
 # JSON levels, counted through references. llguidance compiles schemas by recursion, with up to 5 KB of stack per level,
-# so the deepest schema needs a third of the 4 MiB stack of a trial compile.
+# so the deepest schema needs a third of the trial compile's 4 MiB stack.
 MAX_LEVELS = 256
 DEFINITIONS = ("$defs", "definitions")
 
