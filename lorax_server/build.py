@@ -38,9 +38,10 @@ def build_engine(
     phases: Phases | None = None,
     make_vocabulary: Callable[[], Vocabulary] | None = None,
 ) -> Engine:
-    """Load the model on all ranks, build the engine, and preload adapters. `on_rank_exit` is called if a rank dies.
+    """Load the model on all ranks, build the engine, preload adapters, and return the engine.
 
-    `phases` may already contain earlier startup phases. `make_vocabulary` replaces `build_vocabulary`.
+    `on_rank_exit` is called if a rank exits unexpectedly. `phases` may already contain earlier startup phases.
+    `make_vocabulary` replaces `build_vocabulary`.
     """
     phases = phases or Phases()
     engine = assemble(config, build_executor(config, on_rank_exit, phases), make_vocabulary=make_vocabulary)
@@ -61,7 +62,7 @@ def assemble(
     sources: Mapping[str, Source] | None = None,
     make_vocabulary: Callable[[], Vocabulary] | None = None,
 ) -> Engine:
-    """Build an engine on an executor. `sources` replaces the adapter sources in the config."""
+    """Build and return an engine that uses this executor. `sources` replaces the adapter sources in the config."""
     capabilities = executor.capabilities
     pool = BlockPool(capabilities.num_blocks, capabilities.block_size)
     table = AdapterTable(
@@ -91,15 +92,15 @@ def assemble(
 
 
 def build_vocabulary(model: Path) -> Vocabulary:
-    """Build the base model's vocabulary for structured output."""
+    """Return the base model's vocabulary for structured output."""
     tokenizer = load_tokenizer(model)
     return Vocabulary.from_table(tokenizer.token_table(), partial(tokenizer.encode, add_special_tokens=False))
 
 
 def preload(engine: Engine, config: EngineConfig) -> None:
-    """Load the configured adapters, and wait for them. Raise if an adapter cannot be loaded.
+    """Load the configured adapters, and wait until they are loaded. Raise if an adapter cannot be loaded.
 
-    An unavailable source is only logged, so that the engine can still restart.
+    An unavailable source only logs a warning, so that the engine can restart without it.
     """
     resolving = [engine.resolve([AdapterRef(source, name)]) for source, name in config.preload]
     _wait_for(engine, resolving)
@@ -134,9 +135,9 @@ def _wait_for(engine: Engine, futures: Sequence["Future[Any]"]) -> None:
 
 
 def build_sources(config: SourceConfig, adapter_timeout_s: float = 0.0) -> dict[str, Source]:
-    """Build the enabled adapter sources. Their libraries are imported only if needed.
+    """Return the enabled adapter sources by name. Client libraries are imported only for enabled sources.
 
-    Files in use stay on disk for at least `adapter_timeout_s`, since a request may wait that long.
+    Used files stay on disk for at least `adapter_timeout_s`, because a request may wait that long for its adapter.
     """
     sources: dict[str, Source] = {}
     if config.roots:

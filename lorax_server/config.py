@@ -21,23 +21,23 @@ T = TypeVar("T")
 
 
 class Setting(NamedTuple):
-    """Help text and bounds of a field. Each field with a setting has a command-line flag."""
+    """Help text and bounds of a config field. Each field with a setting has a command-line flag."""
 
     help: str
-    none: str = ""  # what None or an empty value means
-    flag: str = ""  # flag name, if not derived from the field name
+    none: str = ""  # help text for the value None or an empty value
+    flag: str = ""  # flag name, if different from the field name
     choices: tuple[str, ...] = ()
-    at_least: int | None = None  # None: 1 for integers, otherwise no bound
+    at_least: int | None = None  # minimum; None means 1 for integers, otherwise no bound
     above: int | None = None
 
 
 def setting(default: T, help: str, *, is_secret: bool = False, **more: Any) -> T:
-    """Declare a field with a `Setting`."""
+    """Declare a dataclass field with a `Setting` as metadata."""
     return field(default=default, repr=not is_secret, metadata={"setting": Setting(help, **more)})
 
 
 class Settings:
-    """Base class that validates the bounds of all fields."""
+    """Base class of config dataclasses. Validates the bounds of all fields."""
 
     def __post_init__(self) -> None:
         for declared in fields(self):  # type: ignore[arg-type] # every subclass is a dataclass
@@ -60,7 +60,7 @@ DTYPE_DEFAULT = "the stored dtype on a GPU; float32 on a CPU, or bfloat16 if sto
 class ModelConfig(Settings):
     """The model to load, and its weight format."""
 
-    path: Path  # the folder with config.json and the weights
+    path: Path  # folder with config.json and the weights
     dtype: str | None = setting(None, "float32, float16 or bfloat16", none=DTYPE_DEFAULT)
     device: str = setting("cpu", "cpu, cuda or cuda:<index>; auto uses a GPU if available")
     quantize: str | None = setting(None, "fp8-kv stores the KV cache as float8")
@@ -77,7 +77,7 @@ class ModelConfig(Settings):
 
 @dataclass(frozen=True)
 class SourceConfig(Settings):
-    """Adapter sources. All are disabled by default."""
+    """Adapter sources, which are all disabled by default."""
 
     roots: tuple[Path, ...] = setting((), "root folder for local adapters", flag="--local-adapters")
     cache: Path | None = setting(None, "cache folder for downloaded models and adapters; required for the hub and S3")
@@ -107,7 +107,7 @@ class SourceConfig(Settings):
 
 @dataclass(frozen=True)
 class EngineConfig(Settings):
-    """Memory, batching and queueing. None means a default for this machine."""
+    """Engine settings for memory, batching and queueing. None selects a default for this machine."""
 
     model: ModelConfig
     tensor_parallel: int = setting(1, "number of GPUs for tensor parallelism")
@@ -174,7 +174,7 @@ class EngineConfig(Settings):
     )
     tenant_weights: Mapping[str, float] = field(
         default_factory=dict
-    )  # default 1; set by `weight` in the keys file, so it has no flag
+    )  # 1 if missing; set by `weight` in the keys file, so it has no flag
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -238,7 +238,7 @@ class AccessConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class LimitsConfig(Settings):
-    """Limits for connections and requests."""
+    """Server limits for connections and requests."""
 
     max_connections: int = setting(8192, "maximum open connections; more are rejected with status 503")
     max_concurrent_requests: int = setting(1024, "maximum concurrent completions; more are rejected")
@@ -264,7 +264,7 @@ class LimitsConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig(Settings):
-    """Logs and traces."""
+    """Settings for logs and traces."""
 
     log_level: str = setting("info", "minimum log level", choices=LOG_LEVELS)
     log_prompts: bool = setting(False, "log prompts and completions")
@@ -277,7 +277,7 @@ class ServerConfig(AccessConfig, LimitsConfig, LogConfig):
     """The complete server configuration."""
 
     engine: EngineConfig
-    model_id: str  # base model name
+    model_id: str  # base model name in API responses
     model_revision: str | None = setting(None, "branch, tag or commit of the model on the hub")
     served_names: tuple[str, ...] = setting(
         (), "another name for the model; responses use the first one", flag="--served-model-name"

@@ -12,7 +12,7 @@ from lorax_server.errors import ConfigError
 
 
 class ProcessGroup(Protocol):
-    """The collective operations that layers use."""
+    """A tensor-parallel process group with the collective operations that layers use."""
 
     def rank(self) -> int: ...
 
@@ -29,7 +29,7 @@ class ProcessGroup(Protocol):
 
 @dataclass(frozen=True)
 class FakeGroup:
-    """A group without communication: a single process, or one rank's view in sharding tests."""
+    """A process group without communication, for a single process or for one rank in sharding tests."""
 
     _rank: int = 0
     _size: int = 1
@@ -48,13 +48,13 @@ class FakeGroup:
 
 
 class TorchGroup:
-    """Ranks in separate processes, with gloo on CPUs and NCCL on GPUs."""
+    """A process group with one process per rank. It uses gloo on CPUs and NCCL on GPUs."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def make_host_group(self) -> "HostGroup":
-        """Create another group with the same ranks, for use on another thread. All ranks must call this together."""
+        """Return another group with the same ranks, for use on another thread. All ranks must call this together."""
         return HostGroup(dist.new_group(dist.get_process_group_ranks(self._group), backend="gloo"))
 
     def rank(self) -> int:
@@ -74,7 +74,7 @@ class TorchGroup:
 
 
 class HostGroup(TorchGroup):
-    """Ranks that communicate through host memory, on any device."""
+    """A process group whose ranks communicate through host memory, on any device."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return super().all_reduce(x.cpu()).to(x.device)
@@ -84,7 +84,10 @@ class HostGroup(TorchGroup):
 
 
 def join_group(rank: int, size: int, init_method: str, device: torch.device, timeout_s: float = 60) -> TorchGroup:
-    """Join the process group at `init_method` (`tcp://host:port` or `file:///path`). Blocks until all ranks joined."""
+    """Join and return the process group at `init_method` (`tcp://host:port` or `file:///path`).
+
+    Blocks until all ranks have joined.
+    """
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend, init_method=init_method, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
@@ -96,15 +99,15 @@ def join_group(rank: int, size: int, init_method: str, device: torch.device, tim
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a dimension, as ranges of the full dimension in storage order.
+    """One rank's part of a weight dimension, as index ranges of the full dimension in storage order.
 
     A weight, its bias, LoRA factor and DoRA magnitude along the same dimension use the same shard.
     """
 
     full: int
     ranges: tuple[tuple[int, int], ...]
-    # (head_dim, rotary_dim) if RoPE pairs are adjacent dimensions. They are stored with the first elements of all pairs
-    # before the second elements, as the kernels expect.
+    # (head_dim, rotary_dim) if the checkpoint stores RoPE pairs as adjacent elements. In the shard, the first elements
+    # of all pairs precede the second elements, as the kernels expect.
     interleaved: tuple[int, int] | None = None
 
     @property
@@ -116,7 +119,7 @@ class Shard:
         return self.ranges == ((0, self.full),) and self.interleaved is None
 
     def select(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's part of a full tensor."""
+        """Return this rank's part of the full tensor `x` along `dim`."""
         if self.is_whole:
             return x
         return self.reorder(
@@ -124,7 +127,7 @@ class Shard:
         )
 
     def reorder(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Reorder interleaved RoPE dimensions, after the ranges are joined."""
+        """Return a tensor with interleaved RoPE elements reordered along `dim`. `x` is this rank's part."""
         if self.interleaved is None:
             return x
         head_dim, rotary_dim = self.interleaved
@@ -134,19 +137,20 @@ class Shard:
 
 
 def unsharded(size: int) -> Shard:
-    """Return a shard with the full dimension on every rank."""
+    """Return a shard that is the full dimension on every rank."""
     return Shard(size, ((0, size),))
 
 
 def shard_evenly(group: ProcessGroup, size: int, name: str) -> Shard:
-    """Split a dimension into equal ranges, one per rank."""
+    """Return this rank's shard of a dimension that is split evenly. Raise `ConfigError` if that is not possible."""
     return shard_units(group, [(size, 1)], name)
 
 
 def shard_units(group: ProcessGroup, parts: Sequence[tuple[int, int]], name: str) -> Shard:
-    """Split a dimension that consists of `parts`, each (number of units, unit size), without splitting units.
+    """Return this rank's shard of a dimension that consists of `parts`, each (number of units, unit size).
 
-    A unit is usually a head. Parts are split separately: GPT-2's fused query, key and value are three parts.
+    A unit, usually a head, is not split. Parts are split separately. For example, GPT-2's fused query, key and value
+    are three parts.
     """
     rank, ranks = group.rank(), group.size()
     ranges, offset = [], 0
@@ -160,7 +164,7 @@ def shard_units(group: ProcessGroup, parts: Sequence[tuple[int, int]], name: str
 
 
 def shard_kv_heads(group: ProcessGroup, num_kv_heads: int, head_dim: int) -> Shard:
-    """Split key and value heads over the ranks. If there are fewer heads than ranks, several ranks share a head."""
+    """Return this rank's shard of the KV heads. With fewer heads than ranks, several ranks have the same head."""
     rank, ranks = group.rank(), group.size()
     if num_kv_heads < ranks and ranks % num_kv_heads == 0:
         head = rank * num_kv_heads // ranks
@@ -169,19 +173,19 @@ def shard_kv_heads(group: ProcessGroup, num_kv_heads: int, head_dim: int) -> Sha
 
 
 def shard_vocab(group: ProcessGroup, vocab_size: int) -> Shard:
-    """Split a vocabulary into equal ranges; the last ranges may be shorter or empty."""
+    """Return this rank's shard of the vocabulary. The shards of the last ranks may be smaller or empty."""
     block = vocab_block(group, vocab_size)
     start = min(group.rank() * block, vocab_size)
     return Shard(vocab_size, ((start, min(start + block, vocab_size)),))
 
 
 def vocab_block(group: ProcessGroup, vocab_size: int) -> int:
-    """Return the vocabulary rows per rank, including padding on the last ranks."""
+    """Return the number of vocabulary rows per rank, including padding on the last ranks."""
     return -(-vocab_size // group.size())
 
 
 def join_shards(shards: Sequence[Shard]) -> Shard:
-    """Return the shard of a matrix that concatenates several matrices."""
+    """Return the shard of a dimension that concatenates the dimensions of several shards."""
     ranges, offset = [], 0
     for shard in shards:
         ranges += [(offset + start, offset + stop) for start, stop in shard.ranges]
@@ -204,7 +208,7 @@ def shard_grouped(heads: range, kv_heads: range, counts: tuple[int, int], head_d
 
 
 def _merge_adjacent(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Merge adjacent ranges, so that a single rank's shard is one range."""
+    """Return the ranges with adjacent ranges merged, so that the shard of a single rank is one range."""
     joined = ranges[:1]
     for start, stop in ranges[1:]:
         if start == joined[-1][1]:

@@ -29,7 +29,7 @@ class LoraxError(Exception):
 
     status = 500
     request_ids: tuple[int, ...] = ()  # the requests at fault, if several share a batch
-    retry_after_s: float | None = None  # when a retry may succeed
+    retry_after_s: float | None = None  # seconds until a retry may succeed
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         # The message may contain text that cannot be encoded, such as a lone surrogate from a file.
@@ -38,7 +38,7 @@ class LoraxError(Exception):
             self.retry_after_s = retry_after_s
 
     def for_requests(self, *request_ids: int) -> "LoraxError":
-        """Return the error with the request IDs in its message."""
+        """Return a copy of the error for these requests, with the request IDs in its message."""
         named = type(self)(f"request {', '.join(map(str, request_ids))}: {self}")
         named.request_ids = request_ids
         return named

@@ -38,7 +38,7 @@ def check_files(config: ServerConfig) -> None:
 
 
 def serve_forever(config: ServerConfig) -> int:
-    """Run the server until a signal arrives, and return the exit code."""
+    """Run the server until it receives a signal, and return the exit code."""
     from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
     from lorax_server.server.run import run  # noqa: PLC0415
 
@@ -50,7 +50,7 @@ def serve_forever(config: ServerConfig) -> int:
 
 
 def make_client(config: EngineConfig, *, restart: bool = True, logs: LogFormat | None = None) -> RemoteEngine:
-    """Create a client that starts its engine in `start` and restarts it after a crash."""
+    """Return a client whose `start` starts the engine process. With `restart`, it restarts the engine after a crash."""
     return RemoteEngine(partial(run_engine, logs), config, restart=restart)
 
 
@@ -66,7 +66,7 @@ def run_engine(logs: LogFormat | None, config: EngineConfig, address: str) -> No
     with connected(address) as channel, ThreadPoolExecutor(1) as thread:
         make_vocabulary = cache(partial(build_vocabulary, config.model.path))
         engine = build_engine(config, on_rank_exit=channel.report, make_vocabulary=make_vocabulary)
-        # Before the first request, because it holds the GIL and would delay every sequence.
+        # Build the vocabulary before the first request, because building it holds the GIL and would delay steps.
         building = thread.submit(make_vocabulary)
         warm_up(engine)
         wait([building])

@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 
 class LLM:
-    """A model with its adapters, for offline use. Thread-safe: concurrent requests share steps."""
+    """A model with its adapters, for offline inference. Thread-safe: concurrent calls share a batch."""
 
     def __init__(
         self,
@@ -63,10 +63,11 @@ class LLM:
         named = adapters if isinstance(adapters, Mapping) else {}
         self._folders = {adapter_id: Path(folder).resolve() for adapter_id, folder in named.items()}
         roots = [Path(adapters).resolve()] if isinstance(adapters, str | os.PathLike) else []
-        # Only these folders are requested. Their files may be links to any location, as in the hub cache.
+        # The root folder is allowed, because files may be links to any location, as in the hub cache. Only the named
+        # folders are requested.
         roots += [Path(folder.anchor) for folder in self._folders.values()]
         settings.setdefault("sources", SourceConfig(tuple(dict.fromkeys(roots))))
-        # Scripts submit all prompts together and wait for all of them.
+        # Scripts submit all prompts together, so requests must not be rejected or time out while they wait.
         settings.setdefault("max_waiting", None)
         settings.setdefault("adapter_timeout_s", math.inf)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -81,7 +82,7 @@ class LLM:
         config = EngineConfig(ModelConfig(path, dtype=dtype, device=device, quantize=quantize), **settings)
         self._open_engine: Engine | None = build_engine(config, phases=phases)
         self.start_seconds: Mapping[str, float] = phases.seconds  # startup time by phase
-        self._closed_error = EngineError("this LLM is closed")  # raised if there is no engine
+        self._closed_error = EngineError("this LLM is closed")  # raised after the engine is closed
         self._generations: dict[int, Generation] = {}
         self._to_abort: deque[Generation] = deque()  # abandoned requests, to be aborted
         self._ids = itertools.count()
@@ -100,12 +101,12 @@ class LLM:
         progress: bool | None = None,
         on_error: str = "raise",
     ) -> list[Completion]:
-        """Generate completions for prompts (text or token IDs) in one batch.
+        """Generate completions for prompts (text or token IDs) in one batch. Return one completion per prompt.
 
         `params`, `stop`, `adapter` and `structure` apply to all prompts, or are lists with one entry per prompt. The
-        adapter None is the base model. `structured_output.grammars` creates structures. `progress` shows a progress
-        bar; None shows it on a terminal. `on_error="return"` stores errors in their completions instead of raising the
-        first one.
+        adapter None selects the base model. The functions in `structured_output.grammars` create structures.
+        `progress=True` shows a progress bar; None shows it on a terminal. `on_error="return"` stores each error in its
+        completion, instead of raising the first error.
         """
         if on_error not in ("raise", "return"):
             raise InputError(f"on_error must be 'raise' or 'return' (got {on_error!r})")
@@ -139,7 +140,7 @@ class LLM:
         adapter: str | None = None,
         structure: Structure | None = None,
     ) -> Iterator[TokenEvent]:
-        """Generate one completion, token by token. Closing the iterator aborts the request."""
+        """Generate one completion and yield an event per token. Closing the iterator aborts the request."""
         run = self._make_generation(prompt, self._resolve_all([adapter], "raise")[0], params, stop, structure, False)
         try:
             self._start(run, "raise")
@@ -156,7 +157,7 @@ class LLM:
             self._stop([run])
 
     def load_adapter(self, adapter_id: str, *, pin: bool = False) -> None:
-        """Load an adapter to the device in advance. `pin` keeps it there."""
+        """Load an adapter to the device before the first request. `pin` protects it from eviction."""
         identity = self._wait_for(self._resolve(adapter_id)).identity
         with self._lock_engine():
             loading = self._engine.load(identity, pin or None)
@@ -164,7 +165,7 @@ class LLM:
         self._wait_for(loading)
 
     def unload_adapter(self, adapter_id: str) -> None:
-        """Unload an adapter, including earlier versions, as soon as no request uses it."""
+        """Unload all versions of an adapter, as soon as no request uses them."""
         identities = self._loaded.pop(adapter_id, set())
         try:
             identities.add(self._wait_for(self._resolve(adapter_id)).identity)
@@ -250,13 +251,11 @@ class LLM:
                 raise failure
             bar.update(len(unfinished) - len(running))
             unfinished = running
-            while (
-                unfinished and num_finished == self._num_finished
-            ):  # checking all of them after each step would be slow
+            while unfinished and num_finished == self._num_finished:  # check the requests only after one has finished
                 self._step()
 
     def _stop(self, runs: Sequence[Generation]) -> None:
-        """Abort requests without blocking: Python may close an abandoned iterator anywhere, even during a step."""
+        """Abort requests. This must not block, because Python may close an abandoned iterator even during a step."""
         self._to_abort.extend(run for run in runs if run.request.request_id in self._generations)
         if self._to_abort and self._lock.acquire(blocking=False):
             try:
@@ -271,7 +270,7 @@ class LLM:
                 self._engine.abort(request_id)
 
     def _step(self) -> None:
-        """Run one engine step for all waiting threads."""
+        """Run one engine step, and deliver its outputs to the requests of all threads."""
         self._engine.wait()
         with self._lock_engine():
             engine = self._engine
@@ -304,7 +303,7 @@ class LLM:
 
     @contextmanager
     def _lock_engine(self) -> Iterator[None]:
-        """Lock the engine and delay SIGINT."""
+        """Lock the engine, delay SIGINT, and abort abandoned requests."""
         with _delay_sigint(), self._lock:
             self._abort_abandoned()
             yield
@@ -312,7 +311,7 @@ class LLM:
     # --- Adapters and text --------------------------------------------------------------------------------------------
 
     def _resolve_all(self, adapter_ids: Sequence[str | None], on_error: str) -> list[Resolved | LoraxError]:
-        """Resolve all distinct adapters concurrently."""
+        """Resolve the adapters concurrently. Return one result or error per adapter ID."""
         futures = {
             adapter_id: self._resolve(adapter_id) for adapter_id in dict.fromkeys(adapter_ids) if adapter_id is not None
         }
@@ -327,7 +326,7 @@ class LLM:
         return [resolved[adapter_id] for adapter_id in adapter_ids]
 
     def _resolve(self, adapter_id: str) -> "Future[Resolved]":
-        """Resolve an adapter ID. All errors are set on the future."""
+        """Resolve an adapter ID, and return a future. Adapter errors are set on the future."""
         if self._folders and adapter_id not in self._folders:
             names = ", ".join(sorted(self._folders))
             return failed_future(AdapterNotFoundError(f"adapter {adapter_id!r} is unknown; known adapters: {names}"))

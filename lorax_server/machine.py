@@ -7,14 +7,14 @@ from pathlib import Path
 
 CGROUP_ROOT, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 CGROUP_V2_FILES, CGROUP_V1_FILES = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
-DEFAULT_MAX_NUM_SEQS, LARGE_GPU_DEFAULT_MAX_NUM_SEQS = 64, 256  # default number of running sequences
+DEFAULT_MAX_NUM_SEQS, LARGE_GPU_DEFAULT_MAX_NUM_SEQS = 64, 256  # default maximum number of running sequences
 LARGE_GPU_BYTES = 40 * 10**9
-GPU_ADAPTER_DIVISOR = 4  # divides the GPU memory that the weights leave free
-MIN_GPU_ADAPTER_BYTES = 2**28  # lower bound
-HOST_ADAPTER_DIVISOR = 4  # divides the host memory
-GRAMMAR_CACHE_BYTES = 2**28  # compiled grammars per engine process
-ADAPTER_TABLE_DIVISOR = 64  # divides the adapter memory, for the adapter tables
-RECLAIMABLE_FIELDS = ("inactive_file", "total_inactive_file")  # cgroup v2 and v1 names in memory.stat
+GPU_ADAPTER_DIVISOR = 4  # adapter memory = free GPU memory after loading the weights / this
+MIN_GPU_ADAPTER_BYTES = 2**28  # minimum adapter memory on a GPU
+HOST_ADAPTER_DIVISOR = 4  # adapter memory on the host = host memory / this
+GRAMMAR_CACHE_BYTES = 2**28  # cache size for compiled grammars, per engine process
+ADAPTER_TABLE_DIVISOR = 64  # adapter table size = adapter memory / this
+RECLAIMABLE_FIELDS = ("inactive_file", "total_inactive_file")  # field names in memory.stat, in cgroup v2 and v1
 
 
 def count_cores() -> int:
@@ -24,13 +24,13 @@ def count_cores() -> int:
 
 
 def machine_bytes() -> int:
-    """Return the total memory, limited by cgroups."""
+    """Return the machine's total memory in bytes, limited by cgroups."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *(limit for limit, _ in _cgroup_memory())])
 
 
 def free_bytes() -> int:
-    """Return the available memory, including reclaimable file cache."""
+    """Return the available memory in bytes, including reclaimable file cache."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             fields = dict(line.split(":", 1) for line in file)
@@ -41,7 +41,7 @@ def free_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """Return the resident set size (RSS) of this process."""
+    """Return the resident set size (RSS) of this process in bytes."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -84,7 +84,7 @@ def _cgroup_folders() -> set[Path]:
         lines = OWN_CGROUPS.read_text().splitlines()
     except OSError:
         return folders
-    for line in lines:  # number:controllers:/path
+    for line in lines:  # each line is number:controllers:/path
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
             own = (CGROUP_ROOT / controllers).joinpath(path.lstrip("/"))

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class Phases:
-    """Collects the duration of named phases. A repeated phase adds up."""
+    """Measures the duration of named phases. The durations of a repeated phase are added."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -22,7 +22,7 @@ class Phases:
             self.seconds[name] += time.monotonic() - began
 
     def __str__(self) -> str:
-        """Format the total and all phases, including unmeasured time, in one line."""
+        """Return the total time and the time of each phase, including unmeasured time, as one line."""
         total = time.monotonic() - self._began
         phases = {**self.seconds, "other": max(0.0, total - sum(self.seconds.values()))}
         return f"{total:.1f} s: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items())

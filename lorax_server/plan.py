@@ -45,7 +45,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """Free an adapter index. Later steps do not use it until another adapter gets it."""
+    """Free an adapter index. Later steps do not use the index until another adapter is loaded with it."""
 
     index: int
 
@@ -65,8 +65,8 @@ class Prepared:
     """The result of `Prepare` on all ranks: adapter sizes, or the error."""
 
     identity: str
-    units: int = 0  # in the device buffer
-    num_bytes: int = 0  # in host memory
+    units: int = 0  # size in the device buffer
+    num_bytes: int = 0  # size in host memory
     vocab_size: int = 0
     error: LoraxError | None = None
 
@@ -86,21 +86,21 @@ class NewSequence(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One forward pass. Each column has one entry per sequence, sorted by adapter; a plan may have no sequences.
+    """One step as data. Each column has one entry per sequence, sorted by adapter. A plan may have no sequences.
 
-    A plan contains positions, not token IDs: the workers store the tokens, including sampled tokens that the engine has
-    not received yet.
+    A plan contains token positions, not token IDs, because the workers store the tokens. Sampled tokens may not have
+    reached the engine yet.
     """
 
     step: int
     slots: Ints
-    starts: Ints  # tokens computed in earlier steps
-    counts: Ints  # tokens to compute in this step
-    samples: Bools  # sample the next token
-    scores_prompt: Bools  # return log probabilities of the prompt tokens
+    starts: Ints  # number of tokens computed in earlier steps
+    counts: Ints  # number of tokens to compute in this step
+    samples: Bools  # True if the step samples the next token
+    scores_prompt: Bools  # True if the step returns log probabilities of prompt tokens
     adapter_indices: Ints
     new_sequences: tuple[NewSequence, ...]
-    new_blocks: Ints  # [blocks, 3] slot, index in the block table, block
+    new_blocks: Ints  # [blocks, 3]: slot, index in the slot's block table, block
     adapter_ops: tuple[AdapterOp, ...] = ()  # executed before the step, in this order
     is_masked: bool = False  # sampling waits for `StepMasks`
 
@@ -118,23 +118,23 @@ class StepPlan:
 class StepMasks(NamedTuple):
     """Token masks for some sampled sequences in a step."""
 
-    rows: Ints  # of the logits: indices among the sequences with `samples`
-    words: Sequence[npt.NDArray[np.int32]]  # one bit per token; missing words mean not allowed
-    forced: tuple[tuple[int, tuple[int, ...]], ...] = ()  # rows that get more tokens after the sampled one
+    rows: Ints  # rows of the logits, which are indices among the sequences with `samples`
+    words: Sequence[npt.NDArray[np.int32]]  # one bit per token; tokens in missing words are not allowed
+    forced: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (row, forced tokens after the sampled token)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Sampled tokens, one for each sequence with `samples`, in plan order."""
+    """The result of a step: one sampled token for each sequence with `samples`, in plan order."""
 
     step: int
     token_ids: list[int]
     logprobs: list[float]
     alternatives: Mapping[int, Alternatives] = field(default_factory=dict)  # by index in `token_ids`
     prompt_logprobs: list[list[float]] = field(default_factory=list)
-    """For each sequence with `scores_prompt`: log probabilities of the prompt tokens after each computed token."""
+    """One list per sequence with `scores_prompt`: log probabilities of the prompt token after each computed token."""
     prompt_alternatives: Mapping[int, list[Alternatives]] = field(default_factory=dict)
-    """By index in `prompt_logprobs`, for sequences with alternatives: one entry per log probability."""
+    """Maps indices in `prompt_logprobs` to one entry per log probability, for sequences that request alternatives."""
     loaded: list[int] = field(default_factory=list)  # adapter indices whose load has finished
 
 
@@ -143,13 +143,13 @@ class StepResult:
 
 @dataclass(frozen=True)
 class RopeRule:
-    """Scaling of rotary embeddings by prompt length."""
+    """How RoPE scaling depends on the prompt length."""
 
-    unscaled_length: int | None = None  # no scaling up to this length; None: never scaled
-    by_length: bool = False  # each longer prompt length has different angles
+    unscaled_length: int | None = None  # prompts up to this length are not scaled; None if no prompt is scaled
+    by_length: bool = False  # True if each longer prompt length has different angles
 
     def variant(self, prompt_length: int) -> str:
-        """Return an ID for the rotary angles. Sequences share KV blocks only if it is equal."""
+        """Return an ID for the RoPE angles of a prompt. Sequences share KV blocks only if their IDs are equal."""
         if self.unscaled_length is None or prompt_length <= self.unscaled_length:
             return ""
         return str(prompt_length) if self.by_length else "long"
@@ -160,19 +160,19 @@ class Capabilities:
     """Sizes and features of an executor."""
 
     vocab_size: int
-    max_num_seqs: int  # running sequences
-    max_length: int  # tokens per sequence
+    max_num_seqs: int  # maximum number of running sequences
+    max_length: int  # maximum number of tokens per sequence
     num_blocks: int
     block_size: int
-    max_step_tokens: int = 512  # tokens per step
-    max_mixed_tokens: int | None = None  # prompt tokens in a step with decoding sequences; None: no limit
-    depth: int = 1  # steps in flight
-    is_synchronous: bool = False  # `submit` returns after the forward pass
+    max_step_tokens: int = 512  # maximum number of tokens per step
+    max_mixed_tokens: int | None = None  # maximum prompt tokens in a step that also decodes; None if unlimited
+    depth: int = 1  # maximum number of steps in flight
+    is_synchronous: bool = False  # `submit` blocks until the forward pass is done
     can_chunk: bool = True  # supports chunked prefill and preemption
     can_reuse: bool = True  # supports prefix caching
-    num_adapter_units: int = 0  # 0: no adapter support
+    num_adapter_units: int = 0  # size of the adapter buffer; 0 if adapters are not supported
     adapter_unit_bytes: int = 256
-    max_adapters: int = 2**31 - 1  # on the device, with indices 1 to max_adapters
+    max_adapters: int = 2**31 - 1  # maximum number on the device; their indices are 1 to max_adapters
     itemsize: int = 4  # bytes per adapter element
     max_inputs: int = 0  # largest input dimension of the target modules
     model_type: str = ""

@@ -13,7 +13,7 @@ GIL_SWITCH_INTERVAL_S = 1e-5  # Python's default is 5 ms
 PR_SET_TIMERSLACK, TIMER_SLACK_NS = 29, 1000  # Linux's default is 50 us
 FULL_COLLECTION_THRESHOLD = 1000  # collections of generation 1 between full collections; Python's default is 10
 M_ARENA_MAX, MAX_ARENAS = -8, 2  # glibc's default is 8 per core
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES = -1, -3, 2**20  # glibc adapts both, up to 64 MiB
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES = -1, -3, 2**20  # glibc's defaults grow up to 64 MiB
 MIMALLOC_PURGE_DELAY, PURGE_DELAY_MS = "MIMALLOC_PURGE_DELAY", 1000  # mimalloc's default is 10 ms
 
 
@@ -22,10 +22,10 @@ def is_enabled() -> bool:
 
 
 def set_gil_switch_interval() -> None:
-    """Reduce the time that threads wait for the GIL and timers.
+    """Reduce the time that threads wait for the GIL and for timers.
 
-    A step releases the GIL in each operation, and would wait for threads that prepare adapters every time. The timer
-    setting applies to this thread and the threads that it starts.
+    A step releases the GIL in each operation. With Python's default interval, it could wait 5 ms each time for a
+    thread that prepares adapters. The timer setting applies to this thread and to threads that it starts later.
     """
     if is_enabled():
         sys.setswitchinterval(GIL_SWITCH_INTERVAL_S)
@@ -47,7 +47,7 @@ def tune_gc() -> None:
 
 
 def limit_malloc_arenas() -> None:
-    """Make new threads share a few malloc arenas, since threads cannot reuse free memory in other arenas."""
+    """Make new threads share a few malloc arenas, because a thread cannot reuse free memory in another arena."""
     if is_enabled():
         _call_libc("mallopt", M_ARENA_MAX, MAX_ARENAS)
 
@@ -60,7 +60,7 @@ def set_malloc_thresholds() -> None:
 
 
 def set_mimalloc_purge_delay() -> None:
-    """Make child processes keep freed memory between steps. PyTorch uses mimalloc on ARM."""
+    """Make mimalloc in child processes keep freed memory between steps. PyTorch uses mimalloc on ARM."""
     if is_enabled():
         os.environ.setdefault(MIMALLOC_PURGE_DELAY, str(PURGE_DELAY_MS))
 
@@ -72,7 +72,7 @@ def trim_malloc() -> None:
 
 
 def _call_libc(name: str, *args: int) -> None:
-    """Call a C library function if it exists. macOS and musl lack some of them."""
+    """Call a C library function if it exists. macOS and musl lack some functions."""
     function = getattr(ctypes.CDLL(None), name, None)
     if function is not None:
         function(*args)

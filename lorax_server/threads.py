@@ -27,7 +27,7 @@ class DaemonThreads:
         self._work.put(work)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` on a thread and await its result. Cancellation does not stop work that has started."""
+        """Run `work` on a pool thread and return its result. Cancellation does not stop work that has started."""
         result: Future[T] = Future()
         self.submit(partial(_settle, result, work))
         return await asyncio.wrap_future(result)
@@ -47,7 +47,7 @@ class DaemonThreads:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
-            del work  # release its arguments and result while the thread is idle
+            del work  # release the function and its arguments while the thread is idle
 
 
 def _settle(future: "Future[T]", work: Callable[[], T]) -> None:

@@ -12,7 +12,7 @@ from lorax_server import errors
 from lorax_server.errors import InputError, LoraxError
 
 MAX_SEED = 2**64 - 1
-MAX_FLOAT = 3.4028234663852886e38  # float32, in which models compute
+MAX_FLOAT = 3.4028234663852886e38  # largest float32, because models compute in float32
 MAX_LOGIT_BIAS = 1e6  # larger than any logit, and far from overflow
 REPETITION_PENALTY_RANGE = (1e-3, 1e3)
 MERGE_STRATEGIES = ("linear", "ties", "dare_linear", "dare_ties")
@@ -25,19 +25,19 @@ class SamplingParams:
     """Sampling parameters. The defaults select the most likely token (greedy)."""
 
     do_sample: bool = False
-    temperature: float = 1.0  # 0 is always greedy
-    top_k: int = 0  # 0: no limit
+    temperature: float = 1.0  # 0 selects greedy decoding
+    top_k: int = 0  # 0 disables top-k
     top_p: float = 1.0
     min_p: float = 0.0
     typical_p: float = 1.0
-    repetition_penalty: float = 1.0  # for tokens in the prompt and completion
-    frequency_penalty: float = 0.0  # for completion tokens, per occurrence
-    presence_penalty: float = 0.0  # for completion tokens, once
+    repetition_penalty: float = 1.0  # applies to tokens in the prompt and completion
+    frequency_penalty: float = 0.0  # applies to completion tokens, per occurrence
+    presence_penalty: float = 0.0  # applies to completion tokens, once per token
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     watermark: bool = False
     seed: int = 0
     num_alternatives: int = 0  # number of most likely tokens to report for each position
-    raw_logprobs: bool = False  # report log probabilities before these parameters are applied
+    raw_logprobs: bool = False  # report log probabilities of the unmodified logits
 
     def __post_init__(self) -> None:
         if type(self.temperature) is float and self.temperature > MAX_FLOAT:
@@ -102,7 +102,7 @@ class StopParams:
 
     @property
     def all_stop_token_ids(self) -> frozenset[int]:
-        """Stop tokens, including EOS unless it is ignored."""
+        """The stop token IDs, including EOS unless EOS is ignored."""
         return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | self.eos_token_ids
 
 
@@ -118,7 +118,7 @@ class TokenTable(NamedTuple):
     """A vocabulary's tokens as bytes, for structured output."""
 
     digest: str
-    lengths: bytes  # int32 per token
+    lengths: bytes  # token lengths in bytes, as int32
     content: bytes  # concatenated bytes of all tokens
     special_ids: list[int]
     special_tokens: list[bytes]  # bytes of the special tokens
@@ -126,18 +126,18 @@ class TokenTable(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """A generation request for the engine. The adapter identity is a content hash."""
+    """A request for one completion, as the engine receives it."""
 
     request_id: int
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     stop: StopParams
-    adapter_identity: str = ""  # empty: the base model
+    adapter_identity: str = ""  # hash of the adapter; empty for the base model
     tenant: str = ""  # the unit of fairness
     salt: str = ""  # prompts share KV blocks only if their salts are equal
     prompt_logprobs: bool = False  # report log probabilities of the prompt tokens
     structure: Structure | None = None
-    vocabulary: TokenTable | None = None  # with a structure, if the adapter changes the vocabulary
+    vocabulary: TokenTable | None = None  # set with `structure` if the adapter changes the vocabulary
 
 
 class FinishReason(IntEnum):
@@ -156,7 +156,7 @@ class Alternatives(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A serializable error."""
+    """A `LoraxError` in serializable form."""
 
     kind: str  # class name in `errors`
     status: int
@@ -168,7 +168,7 @@ class Failure(NamedTuple):
         return cls(type(error).__name__, error.status, str(error), error.retry_after_s)
 
     def to_error(self) -> LoraxError:
-        """Return an error with the original class."""
+        """Return the error, with its original class."""
         kind = getattr(errors, self.kind, None)
         if not (isinstance(kind, type) and issubclass(kind, LoraxError)):
             kind = LoraxError
@@ -181,7 +181,7 @@ class StartInfo(NamedTuple):
     """Waiting times and cache hits before a request's first step."""
 
     queue_s: float  # total queueing time, including `adapter_s`
-    adapter_s: float  # time until the adapter was on the device
+    adapter_s: float  # time spent waiting until the adapter was on the device
     cached_tokens: int  # prompt tokens found in the prefix cache
 
 
@@ -190,17 +190,17 @@ class SampledToken(NamedTuple):
 
     token_id: int
     logprob: float
-    alternatives: Alternatives | None = None  # if the request wants alternatives
+    alternatives: Alternatives | None = None  # set if the request asks for alternatives
 
 
 class Output(NamedTuple):
     """One step's result for one request: new tokens, or a failure."""
 
     request_id: int
-    tokens: tuple[SampledToken, ...] = ()  # empty with a failure; several with forced tokens
+    tokens: tuple[SampledToken, ...] = ()  # empty for a failure; several tokens if tokens are forced
     finish_reason: FinishReason | None = None  # set with the last token
     failure: Failure | None = None
-    started: StartInfo | None = None  # with the first token, like the next two fields
+    started: StartInfo | None = None  # set with the first token, like the next two fields
     prompt_logprobs: list[float] | None = None  # from the second prompt token on
     prompt_alternatives: list[Alternatives] | None = None  # at the same positions
 
@@ -210,7 +210,7 @@ class Output(NamedTuple):
 
 
 class AdapterRef(NamedTuple):
-    """An adapter key: what a request names."""
+    """An adapter as named in a request: source, name and access token."""
 
     source: str
     name: str
@@ -254,7 +254,7 @@ class Merge:
         _check(_is_non_negative_int(self.seed) and self.seed <= MAX_SEED, "`seed` must be >= 0 and < 2**64")
 
     def identity(self, identities: Sequence[str]) -> str:
-        """Return the identity of the merged adapter."""
+        """Return the identity of the merged adapter, given the identities of its adapters."""
         return hashlib.sha256(json.dumps(["lorax merge", 1, list(identities), astuple(self)]).encode()).hexdigest()
 
 
@@ -262,12 +262,12 @@ class Merge:
 class EngineInfo:
     """Constant properties of an engine."""
 
-    max_length: int  # tokens per sequence
+    max_length: int  # maximum tokens per sequence
     vocab_size: int
     num_blocks: int
     block_size: int
     dtype: str
-    device: str  # without the index
+    device: str  # device type, for example cuda
 
 
 @dataclass
@@ -277,11 +277,11 @@ class SchedulerCounters:
     steps: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
-    prefix_tokens: int = 0  # found in the prefix cache
+    prefix_tokens: int = 0  # prompt tokens found in the prefix cache
     chunks: int = 0  # prefill chunks that did not complete a prompt
-    preemptions: int = 0  # because KV blocks were short
-    fairness_preemptions: int = 0  # for tenants below their share
-    rejected: int = 0  # because of overload
+    preemptions: int = 0  # preemptions because of too few free KV blocks
+    fairness_preemptions: int = 0  # preemptions for tenants below their share
+    rejected: int = 0  # requests rejected because of overload
 
 
 @dataclass
@@ -305,7 +305,7 @@ class EngineStatus(SchedulerCounters, AdapterCounters):
     waiting_for_adapters: int
     free_blocks: int
     num_blocks: int
-    cache_evictions: int  # evicted KV blocks
+    cache_evictions: int  # evicted blocks in the prefix cache
     adapters_fetching: int
     adapters_preparing: int
     adapters_on_host: int
@@ -330,22 +330,22 @@ class AdapterState(NamedTuple):
     identity: str
     name: str
     state: str
-    num_bytes: int  # host memory, or the estimate if not loaded
+    num_bytes: int  # host memory size, or an estimate if the adapter is not in memory
     is_pinned: bool
-    num_requests: int  # waiting or running
-    num_uses: int  # total requests
+    num_requests: int  # waiting and running requests
+    num_uses: int  # all requests so far
     error: str | None = None
 
 
 class Resolved(NamedTuple):
-    """A resolved adapter name, with its tokenizer files."""
+    """The result of resolving an adapter name: the adapter identity and its tokenizer files."""
 
     identity: str
     folder: str | None = None  # folder with the tokenizer files
     tokenizer_files: tuple[str, ...] = ()
     tier: str = ""  # weight location at resolution: device, host, disk or fetched
-    tokenizer_stamps: tuple[tuple[int, ...], ...] = ()  # file stamps when the source checked the files
-    stale: Failure | None = None  # error of the current version, if the previous version is served
+    tokenizer_stamps: tuple[tuple[int, ...], ...] = ()  # inode, size and timestamps when the files were checked
+    stale: Failure | None = None  # error of the new version, if the previous version is served
 
 
 def _check(is_valid: bool, message: str) -> None:
@@ -366,5 +366,5 @@ def _are_non_negative_ints(values: object) -> bool:
 
 
 def _are_strings(values: object) -> bool:
-    """Return True for lists and tuples of strings, but not for a single string."""
+    """Return True if `values` is a list or tuple of strings, but not a single string."""
     return isinstance(values, tuple | list) and all(isinstance(value, str) for value in values)
