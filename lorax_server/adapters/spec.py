@@ -12,24 +12,24 @@ MIN_STAMP_AGE_NS = 2 * 10**9
 
 
 def is_settled(stamp: Stamp, now_ns: int) -> bool:
-    """Return True if the stamp is old enough that any later change to the file changes it."""
+    """Return True if the file stamp is old enough that any later change to the file changes the stamp."""
     return now_ns - stamp[-1] > MIN_STAMP_AGE_NS
 
 
 @dataclass(frozen=True)
 class AdapterCheckpoint:
-    """One adapter in a local folder."""
+    """An adapter checkpoint in a local folder, with its parsed config."""
 
     folder: Path
     config: AdapterConfig
-    stamp: Stamp  # of the weights file when the identity was computed
+    stamp: Stamp  # the weights file's stamp when the identity was computed
     identity: str = ""
     is_settled: bool = True  # if False, the file may have changed without a new stamp
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """One adapter, or a merge of several."""
+    """An adapter to load: one checkpoint, or a merge of several checkpoints."""
 
     identity: str
     name: str

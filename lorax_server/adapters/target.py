@@ -19,7 +19,7 @@ class TargetKind(Enum):
 
 @dataclass(frozen=True, eq=False)
 class AdapterTarget:
-    """A base model module, named as in transformers, and this rank's shard of it.
+    """A base model module that adapters can change, named as in transformers, with this rank's shard of its weights.
 
     For embeddings, the inputs are the vocabulary and the weight is `[inputs, outputs]`.
     """
@@ -35,24 +35,25 @@ class AdapterTarget:
     # If rank outputs are summed, only one rank adds the bias and the rows of added tokens.
     adds_bias: bool = True
     offset: float = 0.0  # added to a norm weight from the checkpoint, e.g. 1 for Gemma
-    # Shape in the checkpoint if it differs: a transposed linear weight, or a norm with one row per head.
+    # The weight's shape in the checkpoint if it differs: a transposed linear weight, or a norm with one row per head.
     checkpoint_shape: tuple[int, ...] | None = None
-    # The target, and its first output, whose outputs are this module's inputs. IA3 input scales are applied there.
+    # The preceding target that produces this module's inputs, and the first of its outputs that is an input. IA3 input
+    # scales are applied to these outputs.
     input_scale_target: tuple[str, int] | None = None
 
     def read(self, rows: slice = slice(None)) -> torch.Tensor:
-        """Return rows of the base model weight."""
+        """Return rows of this rank's base model weight."""
         assert self.weight is not None
         part = self.weight[rows]
         return part.read() if isinstance(part, PanelMatrix) else part
 
     def to_linear_layout(self, weight: torch.Tensor) -> torch.Tensor:
-        """Convert a checkpoint weight to `[outputs, inputs]`, or `[outputs]` for a norm."""
+        """Return a checkpoint weight in the layout `[outputs, inputs]`, or `[outputs]` for a norm."""
         if self.checkpoint_shape is None:
             return weight
         return weight.t() if self.kind is TargetKind.LINEAR else weight.flatten()
 
     def shard_factors(self, lora_a: torch.Tensor, lora_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's shard of PEFT's factors `[rank, in]` and `[out, rank]`, in arena layout."""
+        """Return this rank's shard of PEFT's factors `[rank, in]` and `[out, rank]`, in the layout of `Field`."""
         local_a, local_b = self.inputs.select(lora_a, dim=1), self.outputs.select(lora_b, dim=0).t()
         return (local_a.t() if self.kind is TargetKind.EMBEDDING else local_a), local_b

@@ -24,12 +24,12 @@ class _ReadBlock:
     def __init__(self, dtype: str, start: int) -> None:
         self.dtype = DTYPES[dtype]
         self.start = self.stop = start
-        self.keys: set[str] = set()  # of tensors that were not returned yet
-        self.elements: torch.Tensor | None = None  # None before the first read and after the last
+        self.keys: set[str] = set()  # tensors that were not returned yet
+        self.elements: torch.Tensor | None = None  # None before the first tensor and after the last tensor is returned
         self.is_finite = False
 
     def read(self, path: Path, stamp: Stamp) -> torch.Tensor:
-        """Read the whole block. The file is not mapped, because truncating a mapped file kills the process."""
+        """Return all elements. The file is not memory-mapped, because truncating a mapped file kills the process."""
         if self.elements is None:
             content = torch.empty(self.stop - self.start, dtype=torch.uint8)
             array: Any = content.numpy()
@@ -43,7 +43,7 @@ class _ReadBlock:
 
 
 class TensorReader:
-    """Read tensors by name. A block stays in memory until each of its tensors was read once."""
+    """Reads tensors by name. A block stays in memory until each of its tensors has been read once."""
 
     def __init__(self, path: Path, stamp: Stamp, tensors: Mapping[str, TensorInfo]) -> None:
         self._path = path

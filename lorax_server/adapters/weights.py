@@ -37,16 +37,16 @@ class ModuleWeights:
     scale: float = 0.0
     magnitude: torch.Tensor | None = None  # [out], DoRA
     diagonal: torch.Tensor | None = None  # [rank], KaSA
-    output_scale: torch.Tensor | None = None  # [out], IA3: scales the module output including the bias
+    output_scale: torch.Tensor | None = None  # [out], (IA)³: multiplies the module output, including the bias
     lora_bias: torch.Tensor | None = None  # [out], multiplied by `scale`
     bias: torch.Tensor | None = None  # [out], replaces the base model bias
     weight: torch.Tensor | None = None  # replaces the base model weight
     token_ids: tuple[int, ...] = ()
-    token_rows: torch.Tensor | None = None  # [token ids, size], replaces these rows
+    token_rows: torch.Tensor | None = None  # [token ids, size], replaces the rows of `token_ids`
 
 
 class AdapterWeights(Protocol):
-    """Tensors of one adapter or of a merge."""
+    """The weights of one adapter, or of a merge of several adapters."""
 
     name: str
     vocab_size: int
@@ -55,21 +55,21 @@ class AdapterWeights(Protocol):
     def modules(self) -> list[str]: ...
 
     def find_rank(self, module: str) -> int:
-        """Return the LoRA rank at a module, or 0. Does not read the file."""
+        """Return the LoRA rank at a module, or 0 if the module has no LoRA factors. Does not read the file."""
         ...
 
     def load(self, module: str) -> ModuleWeights: ...
 
 
 class StoredAdapter:
-    """An adapter in a local folder. Opening it checks names and shapes; tensors are read when a module is loaded."""
+    """An adapter in a local folder. The constructor checks tensor names and shapes; `load` reads a module's tensors."""
 
     def __init__(
         self,
         folder: Path,
         config: AdapterConfig,
         targets: Mapping[str, AdapterTarget],
-        stamp: Stamp | None = None,  # required stamp of the weights file
+        stamp: Stamp | None = None,  # the stamp that the weights file must have
     ) -> None:
         self.name = config.name
         self.config = config
@@ -93,7 +93,7 @@ class StoredAdapter:
             return identify(self.config, self.path, self.tensors)
 
     def find_unmergeable(self) -> str | None:
-        """Describe a setting or tensor that prevents merging, or return None."""
+        """Return a description of a setting or tensor that prevents merging, or None."""
         if self.config.method is not Method.LORA:
             return f"peft_type = {self.config.method.value}"
         if self.config.modules_to_save:
@@ -132,7 +132,7 @@ class StoredAdapter:
         return self._contents.scales[module]
 
     def _find_output_scale(self, module: str, vector: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the IA3 output scale, combined with a later module's input scale if it is applied here."""
+        """Return the module's (IA)³ output scale, multiplied by a later module's input scale if any, or None."""
         scale = None if vector is None or self._contents.scales_inputs(module) else vector.flatten()
         if module not in self._contents.input_scales:
             return scale
@@ -144,7 +144,7 @@ class StoredAdapter:
 
     @cached_property
     def _projections(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """VeRA's shared matrices A and B, read from the file or generated from the seed as in PEFT."""
+        """Return VeRA's shared matrices A and B, read from the file or generated from the seed as in PEFT."""
         (rank, inputs), (outputs, _) = self._contents.projection_shapes().values()
         if self.config.projection_seed is not None:
             return draw_vera_projections(self.config.projection_seed, rank, inputs, outputs)
@@ -153,7 +153,7 @@ class StoredAdapter:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Raise SourceError if the file changes, because identity and tensors must come from the same bytes."""
+        """Raise SourceError if the file changes while the context is active. The tensors must match the identity."""
         with convert_read_errors(f"adapter {self.name!r}", self.path):
             try:
                 yield

@@ -25,7 +25,7 @@ TOKENIZER_FILES = (
     *OTHER_VOCABULARIES,
     TEMPLATE_FILE,
 )
-# Sources ignore all other files except templates.
+# Sources ignore all other files, except chat templates.
 KNOWN_FILES = (*REQUIRED_FILES, *PICKLE_FILES, *TOKENIZER_FILES, MODEL_CONFIG_FILE)
 
 TEMPLATES_FOLDER = "additional_chat_templates"
@@ -38,17 +38,17 @@ MAX_TOKENIZER_BYTES = 2**26
 
 
 def is_known_file(file: str) -> bool:
-    """Return True if a relative path is an adapter file."""
+    """Return True if a path, relative to the adapter folder, is a file that the server may use."""
     return file in KNOWN_FILES or is_template_file(file)
 
 
 def is_template_file(file: str) -> bool:
-    """Return True if a relative path is an additional chat template."""
+    """Return True if a path, relative to the adapter folder, is an additional chat template."""
     return TEMPLATE_PATTERN.fullmatch(file) is not None
 
 
 def select_known_files(files: Collection[str]) -> list[str]:
-    """Return the adapter files in `files`, in a fixed order."""
+    """Return the entries of `files` that the server may use, in a fixed order."""
     return [*(file for file in KNOWN_FILES if file in files), *sorted(filter(is_template_file, files))]
 
 
@@ -58,7 +58,7 @@ def select_tokenizer_files(files: Collection[str]) -> list[str]:
 
 
 def max_file_bytes(file: str) -> int | None:
-    """Return the file size limit in bytes, or None if only the total size is limited."""
+    """Return the size limit for a file in bytes, or None if only the adapter's total size is limited."""
     if file == CONFIG_FILE:
         return MAX_CONFIG_BYTES
     if file == TEMPLATE_FILE or is_template_file(file):

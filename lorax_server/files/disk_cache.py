@@ -18,12 +18,12 @@ def cache_folder(name: str) -> Path:
     try:
         root = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lorax"
     except RuntimeError:  # the user has no home directory
-        root = Path(os.devnull)  # reads and writes fail
+        root = Path(os.devnull)  # so that reads and writes fail
     return root / name
 
 
 def make_key(*parts: str | bytes) -> str:
-    """Return a hash of the parts. Part boundaries matter."""
+    """Return a cache key: a hash of the strings, including their lengths."""
     digest = hashlib.sha256()
     for part in parts:
         content = part.encode() if isinstance(part, str) else part
@@ -42,7 +42,7 @@ def load(path: Path) -> bytes | None:
 
 
 def store(path: Path, content: bytes) -> None:
-    """Write a file atomically. Log a warning if the folder is not writable."""
+    """Write content to the cache atomically. Log a warning if the folder is not writable."""
     part = path.with_name(f".{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

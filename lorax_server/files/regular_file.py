@@ -13,11 +13,11 @@ Stamp = tuple[int, ...]
 
 
 class FileChangedError(OSError):
-    """The file changed since it was resolved."""
+    """The file changed after the adapter was resolved."""
 
 
 def read_stamp(file: Path | int) -> Stamp:
-    """Return the stamp of a path or open file.
+    """Return a file stamp (inode, size, mtime and ctime) for a path or file descriptor.
 
     The stamp changes with every file change, except for two changes within one tick of the file system clock.
     """
@@ -25,7 +25,7 @@ def read_stamp(file: Path | int) -> Stamp:
 
 
 def stat_or_none(path: Path) -> os.stat_result | None:
-    """Return the file status, or None if it cannot be read."""
+    """Return the `os.stat` result, or None if the path cannot be read."""
     try:
         return os.stat(path)
     except OSError:
@@ -39,7 +39,7 @@ def read_stamp_or_none(path: Path) -> Stamp | None:
 
 
 def stamp_from_stat(status: os.stat_result) -> Stamp:
-    """Return inode, size, mtime and ctime. Programs such as `cp -p` can set mtime, but not ctime."""
+    """Return a file stamp: inode, size, mtime and ctime. Programs such as `cp -p` can set mtime, but not ctime."""
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
@@ -67,7 +67,7 @@ def open_regular_file(path: Path, stamp: Stamp | None = None) -> BufferedReader:
 
 @contextmanager
 def convert_read_errors(label: str, path: Path) -> Iterator[None]:
-    """Convert OSError to AdapterError, or to SourceError if the file changed. `label` names the adapter."""
+    """Convert OSError to AdapterError, or to SourceError if the file changed. `label` starts the message."""
     try:
         yield
     except FileChangedError as error:

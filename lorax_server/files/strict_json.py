@@ -25,7 +25,7 @@ def parse_json(content: bytes) -> dict[str, Any]:
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Parsers differ in which value they use.
+    # JSON parsers differ in which value of a duplicate key they use.
     unique = dict(pairs)
     if len(unique) != len(pairs):
         raise ValueError("it has duplicate keys")

@@ -18,20 +18,20 @@ from lorax_server.files.names import MODEL_CONFIG_FILE, VOCABULARY_FILE
 from lorax_server.files.regular_file import FileChangedError, Stamp, open_regular_file, read_stamp_or_none, stamped_size
 from lorax_server.files.strict_json import parse_json
 
-MAX_COPIED_BYTES = 2**27  # per adapter
+MAX_COPIED_BYTES = 2**27  # limit for all files of one adapter
 FolderKey = tuple[Path, tuple[tuple[str, Stamp], ...]]  # folder, file stamps
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object from a model folder, or return None if the file does not exist."""
+    """Return the JSON object in a model folder's file, or None if the file does not exist."""
     return TokenizerFolder(path.parent).read_json(path.name)
 
 
 class TokenizerFolder:
-    """Tokenizer files in a folder.
+    """Tokenizer files in a model or adapter folder.
 
-    In a model folder, all files may be read. In an adapter folder, only files that still have the stamp from the
-    adapter source may be read.
+    In a model folder, all files may be read. In an adapter folder, only files that are unchanged since the adapter was
+    resolved may be read. `stamps` contains their file stamps.
     """
 
     def __init__(self, path: Path, stamps: Mapping[str, Stamp] | None = None) -> None:
@@ -44,14 +44,14 @@ class TokenizerFolder:
 
     @property
     def is_restricted(self) -> bool:
-        """True if only files with a stamp may be read."""
+        """Return True if only files in `stamps` may be read."""
         return self._stamps is not None
 
     def has(self, name: str) -> bool:
         return (self.path / name).exists() if self._stamps is None else name in self._stamps
 
     def check(self, name: str, limit: int | None = None) -> int:
-        """Raise ConfigError if a path is not a file or is too large. Return the limit."""
+        """Return the file's size limit. Raise ConfigError if the path is not a file or the file is too large."""
         path, stamp = self.path / name, self._stamp(name)
         limit = limit or max_file_bytes(path.name) or MAX_TOKENIZER_BYTES
         if stamp is None and not path.is_file():
@@ -71,11 +71,11 @@ class TokenizerFolder:
             is_changed = isinstance(error, FileChangedError) or read_stamp_or_none(path) != stamp
             if stamp is None or not is_changed:
                 raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-            # The next request resolves the new file.
+            # The next request resolves the adapter again and reads the new file.
             raise SourceError(f"adapter {self.path.name!r}: {name} changed after it was resolved; try again") from error
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Read a JSON object, or return None if the file does not exist."""
+        """Return the JSON object in a file, or None if the file does not exist."""
         if not self.has(name):
             return None
         path, content = self.path / name, self.read(name)
@@ -95,7 +95,7 @@ class TokenizerFolder:
             raise ConfigError(f"{self.path / name}: is not UTF-8") from error
 
     def list_templates(self) -> list[str]:
-        """List additional chat templates, up to one more than the limit."""
+        """Return the paths of additional chat templates, at most `MAX_TEMPLATES` + 1."""
         if self._stamps is None:
             paths = (self.path / TEMPLATES_FOLDER).glob("*.jinja")
             templates = sorted(f"{TEMPLATES_FOLDER}/{path.name}" for path in paths)
@@ -104,7 +104,7 @@ class TokenizerFolder:
         return templates[: MAX_TEMPLATES + 1]
 
     def copy_to(self, folder: Path) -> None:
-        """Copy the files with a stamp, for libraries that read from a folder."""
+        """Copy an adapter's files to `folder`, for libraries that read from a folder."""
         stamps = self._stamps or {}
         total = sum(map(stamped_size, stamps.values()))
         if total > MAX_COPIED_BYTES:

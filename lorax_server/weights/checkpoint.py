@@ -18,9 +18,9 @@ from lorax_server.kernels.device import is_host
 from lorax_server.weights.progress import LoadProgress
 from lorax_server.weights.reader import WeightsReader
 
-# Checkpoints saved from the inner model lack this prefix.
+# Checkpoints saved from the inner model (without LM head) lack these tensor name prefixes.
 OPTIONAL_PREFIXES = ("model.", "transformer.", "gpt_neox.")
-# Same order as transformers: a checkpoint saved over a sharded one leaves the old index behind.
+# In the order that transformers uses, because saving a single file over a sharded checkpoint keeps the old index.
 CHECKPOINT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -46,8 +46,8 @@ class Weights:
         self,
         tensors: Mapping[str, "torch.Tensor | StoredTensor"],
         *,
-        source: str = "tensors in memory",  # named in errors for missing tensors
-        reader: WeightsReader | None = None,  # closed on exit
+        source: str = "tensors in memory",  # shown in error messages for missing tensors
+        reader: WeightsReader | None = None,  # closed when the context exits
         **placement: Unpack[Placement],
     ) -> None:
         self._tensors = tensors
@@ -73,7 +73,7 @@ class Weights:
         return self._reader.read(stored.path, stored.name, stored.shape, index)
 
     def location(self, name: str) -> str:
-        """Return the file that contains a tensor, for error messages."""
+        """Return the path of the file that contains a tensor, for error messages."""
         stored = self._tensors.get(name)
         return str(stored.path) if isinstance(stored, StoredTensor) else self._source
 
@@ -92,7 +92,7 @@ class Weights:
         return tensor.clone() if is_host(self.device) else tensor
 
     def get_scalar(self, name: str) -> float:
-        """Return a one-element tensor at its stored precision."""
+        """Return the value of a one-element tensor at its stored precision."""
         name = self._resolve(name)
         tensor = self._read(name, ())
         if tensor.numel() != 1:
@@ -132,7 +132,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file. Indexing reads only the selected part."""
+    """A tensor in a safetensors file. Indexing reads only the selected elements."""
 
     file: Any
     name: str
@@ -156,7 +156,7 @@ class StoredTensor:
 
 
 def open_weights(folder: Path, **placement: Unpack[Placement]) -> Weights:
-    """Open a model folder with safetensors or, as a fallback, PyTorch files (tensors only)."""
+    """Return the weights in a model folder, from safetensors files or, as a fallback, PyTorch files."""
     checkpoint = _find_checkpoint(folder)
     is_index = checkpoint.suffix == ".json"
     paths = _read_index(checkpoint) if is_index else {}
@@ -171,7 +171,7 @@ def open_weights(folder: Path, **placement: Unpack[Placement]) -> Weights:
 
 
 def open_tensors(paths: Mapping[str, Path]) -> dict[str, StoredTensor]:
-    """Open safetensors files. `paths` maps tensor names to files."""
+    """Return lazily read tensors by name. `paths` maps tensor names to safetensors files."""
     files = {path: _open_safetensors(path) for path in sorted(set(paths.values()))}
     tensors = {name: StoredTensor(files[path], name, path) for name, path in paths.items()}
     for path, file in files.items():
@@ -233,7 +233,7 @@ def _load_pickles(paths: list[Path]) -> dict[str, torch.Tensor]:
         try:
             # Files written before torch 1.6 are not zip archives and cannot be mapped.
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-        except Exception as error:  # a damaged or hostile pickle may raise anything
+        except Exception as error:  # a damaged or malicious pickle may raise any exception
             raise WeightsError(f"{path}: cannot be loaded as plain tensors: {error}") from error
         if not isinstance(loaded, dict) or not all(_is_dense_tensor(value) for value in loaded.values()):
             raise WeightsError(f"{path}: is not a plain dictionary of tensors")

@@ -9,7 +9,7 @@ LOG_INTERVAL_S = 5.0
 
 
 class LoadProgress:
-    """Log the bytes loaded so far, at most once per interval."""
+    """Counts the loaded bytes and logs them, at most once per interval."""
 
     def __init__(self, total_bytes: int) -> None:
         self._total_bytes = total_bytes
@@ -17,7 +17,7 @@ class LoadProgress:
         self._start_s = self._last_log_s = time.monotonic()
 
     def add(self, num_bytes: int) -> None:
-        """Count the bytes of another loaded tensor."""
+        """Add the size of a loaded tensor, and log the progress if the interval has passed."""
         self._loaded_bytes += num_bytes
         now_s = time.monotonic()
         if now_s - self._last_log_s >= LOG_INTERVAL_S:

@@ -47,16 +47,16 @@ class _TensorLocation(NamedTuple):
 
 
 class _StagingBuffer(NamedTuple):
-    """Host memory for one chunk. With a GPU, the memory is free after the event."""
+    """Host memory for one chunk. With a GPU, the memory can be reused after the event `copied`."""
 
     memory: torch.Tensor
     copied: torch.cuda.Event | None
 
 
 class WeightsReader:
-    """Read tensors by file and name to one device.
+    """Reads tensors from safetensors files to one device.
 
-    When `read` returns, copies may still run on a separate stream. The caller's stream waits for them.
+    When `read` returns, copies may still run on a separate stream. The caller's stream waits for these copies.
     """
 
     def __init__(self, device: torch.device, *, buffer_bytes: int = BUFFER_BYTES) -> None:
@@ -64,7 +64,7 @@ class WeightsReader:
         self._buffer_bytes = buffer_bytes
         self._stream = make_stream(device)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="read weights")
-        self._free_buffers: SimpleQueue[_StagingBuffer] = SimpleQueue()  # least recently used first
+        self._free_buffers: SimpleQueue[_StagingBuffer] = SimpleQueue()  # the least recently used buffer is first
         for _ in range(NUM_BUFFERS):
             memory = torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
             self._free_buffers.put(_StagingBuffer(memory, None if self._stream is None else torch.cuda.Event()))
@@ -99,7 +99,7 @@ class WeightsReader:
         return out[(slice(None), *index[1:])].contiguous() if len(index) > 1 else out
 
     def _fill(self, out: torch.Tensor, file: "_SafetensorsFile", start: int) -> None:
-        """Fill a device tensor with file content."""
+        """Fill a device tensor with file content, starting at the file offset `start`."""
         flat = out.view(-1).view(torch.uint8)
         if self._stream is not None:  # earlier kernels may still use this memory
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -107,7 +107,7 @@ class WeightsReader:
             self._threads.submit(self._copy_chunk, file, start + done, flat[done : done + self._buffer_bytes])
             for done in range(0, len(flat), self._buffer_bytes)
         ]
-        wait(copies)  # before raising an error: the other copies write to the tensor
+        wait(copies)  # wait before raising an error, because the other copies write to the tensor
         for copy in copies:
             copy.result()
         if self._stream is not None:
@@ -115,7 +115,7 @@ class WeightsReader:
 
     @torch.inference_mode()
     def _copy_chunk(self, file: "_SafetensorsFile", start: int, destination: torch.Tensor) -> None:
-        """Read a chunk and start copying it to the device."""
+        """Read a chunk at file offset `start` and start copying it to `destination` on the device."""
         buffer = self._free_buffers.get()
         try:
             if buffer.copied is not None:
@@ -131,7 +131,7 @@ class WeightsReader:
 
 
 class _SafetensorsFile:
-    """An open safetensors file."""
+    """An open safetensors file, read without the safetensors library."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -162,7 +162,7 @@ class _SafetensorsFile:
         return _TensorLocation(STORED_DTYPES[dtype], shape, self._data_start + start)
 
     def read_into(self, memory: memoryview, start: int) -> None:
-        """Fill memory from a file offset. Thread-safe."""
+        """Fill memory with file content at offset `start`. Thread-safe."""
         done = 0
         while done < len(memory):
             try:
@@ -174,7 +174,7 @@ class _SafetensorsFile:
             done += count
 
     def _read_header(self) -> tuple[Mapping[str, Any], int]:
-        """Return the tensor entries and the data offset. safetensors already validated the file."""
+        """Return the tensor entries and the file offset of the data. The safetensors library has validated the file."""
         length_bytes = bytearray(8)
         self.read_into(memoryview(length_bytes), 0)
         length = int.from_bytes(length_bytes, "little")

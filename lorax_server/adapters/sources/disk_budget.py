@@ -24,32 +24,32 @@ from lorax_server.files.regular_file import stat_or_none
 
 logger = logging.getLogger(__name__)
 
-MIN_IN_USE_S = 300.0  # minimum; a longer adapter timeout extends it
-MAX_IN_USE_S = 86400.0  # without an adapter timeout, files must still become evictable
-MARK_INTERVAL_S = 60.0  # how often marks in use are renewed
-MEASURE_INTERVAL_S = 60.0  # how often changes by other processes are detected
+MIN_IN_USE_S = 300.0  # how long a version is protected after its last use; a longer adapter timeout extends it
+MAX_IN_USE_S = 86400.0  # upper limit, so that files become evictable even without an adapter timeout
+MARK_INTERVAL_S = 60.0  # how often the marks of versions in use are renewed
+MEASURE_INTERVAL_S = 60.0  # how often disk usage is measured again, because other processes can change it
 EVICTION_TARGET_FRACTION = 0.9  # evict below the limit, so that the next downloads fit without eviction
 
 
 def compute_in_use_s(adapter_timeout_s: float) -> float:
-    """Return how long a version is protected after its last use: the adapter timeout plus the mark interval."""
+    """Return for how many seconds after its last use a cached version is protected from eviction."""
     return max(MIN_IN_USE_S, min(adapter_timeout_s + MARK_INTERVAL_S, MAX_IN_USE_S))
 
 
 def mark_path(folder: Path) -> Path:
-    """Return the path of the mark file."""
+    """Return the path of a cached version's mark file, whose modification time is the time of last use."""
     return folder.parent.parent / ".lorax" / folder.name
 
 
 def mark_downloaded(folder: Path) -> None:
-    """Create the mark file after a download."""
+    """Create the mark file of a downloaded version, so that the version counts towards the disk budget."""
     mark = mark_path(folder)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.touch()
 
 
 def mark_used(folder: Path, min_age_s: float = 0.0) -> None:
-    """Renew the mark if it exists and is at least `min_age_s` old."""
+    """Set the version's time of last use to now, if its mark file exists and is at least `min_age_s` old."""
     mark = mark_path(folder)
     with suppress(OSError):  # versions without a mark can be served too
         if abs(time.time() - mark.stat().st_mtime) >= min_age_s:
@@ -58,7 +58,7 @@ def mark_used(folder: Path, min_age_s: float = 0.0) -> None:
 
 @dataclass(frozen=True)
 class CachedVersion:
-    """A cached adapter version with a mark file, whose modification time is `used_at`."""
+    """A cached adapter version. `used_at` is the time of last use."""
 
     folder: Path
     used_at: float
@@ -86,18 +86,18 @@ class DiskBudget:
         self._now = now
         self._caches: list[Path] = []
         self._lock = threading.Lock()  # guards the fields below
-        self._used = 0  # bytes, without current downloads
+        self._used = 0  # bytes in the caches, without current downloads
         self._downloads: list[tuple[int, Collection[Path]]] = []
         self._limit = 0
         self._measured_at = float("-inf")
 
     def add_cache(self, cache: Path) -> None:
-        """Include a cache in the budget."""
+        """Include a cache folder in the budget."""
         self._caches.append(cache)
 
     @contextmanager
     def reserve_space(self, label: str, num_bytes: int, files: Collection[Path] = ()) -> Iterator[None]:
-        """Reserve space for files during their download, after evicting idle versions if necessary."""
+        """Reserve disk space while the context is active, for a download. Evicts idle versions if necessary."""
         download, is_finished = (num_bytes, files), False
         try:
             with self._lock:
@@ -111,10 +111,10 @@ class DiskBudget:
                 if is_finished:
                     self._used += num_bytes
                 else:
-                    self._measured_at = float("-inf")  # partial files may use space
+                    self._measured_at = float("-inf")  # measure again, because partial files may use space
 
     def remove_interrupted_downloads(self) -> dict[Path, int]:
-        """Remove old files of interrupted downloads. Return the sizes of recent ones."""
+        """Remove old files of interrupted downloads. Return the sizes of recent files, which are kept, by path."""
         sizes = {}
         for path, used_at in self._find_unfinished():
             blob = path.with_name(path.name.removesuffix(PART_SUFFIX))
@@ -133,7 +133,7 @@ class DiskBudget:
 
     @property
     def _excess(self) -> int:
-        """Bytes to evict."""
+        """Return the number of bytes by which caches and current downloads exceed the limit."""
         return self._used + sum(num_bytes for num_bytes, _ in self._downloads) - self._limit
 
     def _free_space(self, label: str, num_bytes: int) -> None:
@@ -153,7 +153,7 @@ class DiskBudget:
             raise SourceError(f"{size} and the other adapters are in use; try again in a few minutes")
 
     def _measure(self, versions: Collection[CachedVersion], sizes: dict[Path, int]) -> None:
-        """Add version files to `sizes`, and remove files of current downloads, which are counted separately."""
+        """Update the limit and the used bytes. Adds the versions' files to `sizes` and removes current downloads."""
         for version in versions:
             sizes.update(version.files)
         space = sum(sizes.values()) + shutil.disk_usage(self._folder).free
@@ -207,7 +207,7 @@ class DiskBudget:
         except OSError as error:
             logger.warning("%s cannot be removed: %s", version.folder, error)
             return freed
-        with suppress(OSError):  # not empty: it contains another version
+        with suppress(OSError):  # the folder contains another version
             for folder in (repo / ".lorax", repo / "snapshots", repo / "blobs"):
                 folder.rmdir()
             shutil.rmtree(repo / "refs", ignore_errors=True)
@@ -222,7 +222,7 @@ class DiskBudget:
                 yield CachedVersion(folder, _mtime_of(mark), {blob: _size_of(blob) for blob in _find_blobs(folder)})
 
     def _find_unfinished(self) -> Iterator[tuple[Path, float]]:
-        """Yield partial downloads and blobs without links, with the time of their last use."""
+        """Yield path and time of last use of each partial download and of each blob that no version links to."""
         for repo in self._list_repos():
             marks = _list(repo / ".lorax")
             used_at = max(map(_mtime_of, marks), default=0.0)
@@ -239,7 +239,7 @@ class DiskBudget:
 
 @contextmanager
 def _locked(blobs: Collection[Path]) -> Iterator[None]:
-    """Lock blobs against downloads by other threads and processes. Raises Timeout if one is being downloaded."""
+    """Prevent downloads of these blobs while the context is active. Raise Timeout if a blob is being downloaded."""
     with ExitStack() as locks:
         for blob in blobs:
             locks.enter_context(FileLock(f"{blob}{LOCK_SUFFIX}", timeout=0))
@@ -251,7 +251,7 @@ def _find_blobs(folder: Path) -> set[Path]:
     blobs = set()
     for parent, _, names in os.walk(folder):
         for name in names:
-            with suppress(OSError):  # not a link, or removed
+            with suppress(OSError):  # the path is not a link, or was removed
                 blobs.add(folder.parent.parent / "blobs" / os.path.basename(os.readlink(os.path.join(parent, name))))
     return blobs
 

@@ -25,19 +25,19 @@ MIN_BYTES_PER_S = 50_000
 
 @dataclass(frozen=True)
 class Download:
-    """A file to download. `open_at` returns the start offset of the response, and its chunks."""
+    """A file to download. `open_at(offset)` requests the file and returns the response's start offset and chunks."""
 
-    label: str  # for error messages
+    label: str  # describes the file in error messages
     path: Path
     size: int
     is_valid: Callable[[Path], bool]
     open_at: Callable[[int], AbstractContextManager[tuple[int, Iterator[bytes]]]]
-    timeout_s: float  # per network operation
+    timeout_s: float  # for each network operation
     on_chunk: Callable[[], None] = lambda: None
 
 
 def is_complete(path: Path, size: int) -> bool:
-    """Return True if a file is complete. Its checksum was verified before the rename, so only the size is compared."""
+    """Return True if the file exists and has this size. Checksums are verified before a file gets its final name."""
     return os.path.isfile(path) and os.path.getsize(path) == size
 
 
@@ -52,7 +52,7 @@ def convert_disk_errors(label: str) -> Iterator[None]:
 
 
 def download(file: Download) -> None:
-    """Download a file unless it is complete. Other threads and processes that need it wait for this download."""
+    """Download a file unless it is complete. Other threads and processes that need the file wait for this download."""
     deadline = time.monotonic() + file.timeout_s + file.size / MIN_BYTES_PER_S
     with convert_disk_errors(file.label):
         file.path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def _download_and_verify(file: Download, deadline: float) -> None:
             part_file.flush()
             os.fsync(part_file.fileno())
     except OSError:
-        # Remove the partial file: a full disk affects all adapters.
+        # The disk may be full, which affects all adapters, so remove the partial file.
         part.unlink(missing_ok=True)
         raise
     if part.stat().st_size != file.size or not file.is_valid(part):
@@ -82,7 +82,7 @@ def _download_and_verify(file: Download, deadline: float) -> None:
 
 
 def _receive(part_file: BinaryIO, file: Download, deadline: float) -> None:
-    """Receive the file, with retries as long as each attempt makes progress."""
+    """Append the missing bytes to the partial file. Retry up to `MAX_ATTEMPTS` times if attempts make progress."""
     for attempts_left in reversed(range(MAX_ATTEMPTS)):
         before = part_file.tell()
         if before >= file.size:
@@ -114,6 +114,6 @@ def _receive_once(part_file: BinaryIO, file: Download, deadline: float) -> None:
 
 
 def count_downloaded_bytes(path: Path) -> int:
-    """Return the size of a complete or partial file."""
+    """Return the size of the complete or partial file at `path`, or 0 if neither exists."""
     sizes = (os.path.getsize(candidate) for candidate in (path, f"{path}{PART_SUFFIX}") if os.path.exists(candidate))
     return next(sizes, 0)

@@ -36,42 +36,42 @@ from lorax_server.types import AdapterRef, Resolved
 
 MAX_IDENTITIES = 100_000
 MAX_BASE_TYPES = 10_000
-MAX_ATTEMPTS = 3  # if files change while they are read
+MAX_ATTEMPTS = 3  # attempts if files change while they are read
 # Unknown base models are not looked up again for this time, because an unreachable hub is slow.
 UNKNOWN_BASE_TTL_S = 600.0
 
 
 @dataclass(frozen=True)
 class FoundAdapter:
-    """A local adapter, with the stamps of its files when the identity was computed."""
+    """A resolved adapter in a local folder, with file stamps to detect later changes."""
 
     spec: AdapterSpec
     resolved: Resolved
-    files: Mapping[Path, Stamp | None]  # adapter files and watched folders
-    roots: Mapping[Path, Stamp | None] = field(default_factory=dict)  # device and inode
-    is_settled: bool = False  # any later change changes a stamp
+    files: Mapping[Path, Stamp | None]  # stamps of adapter files and watched folders
+    roots: Mapping[Path, Stamp | None] = field(default_factory=dict)  # device and inode of each root folder
+    is_settled: bool = False  # the stamps are old enough that any later change is detected
     is_new: bool = False  # some files were downloaded
 
     def is_unchanged(self) -> bool:
-        """Return True if no file changed. May block on the file system."""
+        """Return True if no file changed after the adapter was resolved. May block on the file system."""
         is_same = all(_find_inode(root) == inode for root, inode in self.roots.items())
         return is_same and all(read_stamp_or_none(path) == stamp for path, stamp in self.files.items())
 
     def is_overwritten(self) -> bool:
-        """Return True if the config or the weights were replaced, but not if one is missing."""
+        """Return True if the config or weights file was replaced. Return False if either file is missing."""
         paths = [self.spec.checkpoints[0].folder / file for file in REQUIRED_FILES]
         now = _read_stamps(paths)
         return None not in now.values() and any(now[path] != self.files.get(path) for path in paths)
 
     def is_truncated(self) -> bool:
-        """Return True if the weights file is shorter than before: another process may be rewriting it."""
+        """Return True if the weights file became shorter, for example because another process is rewriting it."""
         path = self.spec.checkpoints[0].folder / WEIGHTS_FILE
         before, now = self.files.get(path), read_stamp_or_none(path)
         return before is not None and now is not None and stamped_size(now) < stamped_size(before)
 
 
 class AdapterFinder:
-    """Resolve adapters for one base model. Thread-safe."""
+    """Resolves adapters for one base model. Thread-safe."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class AdapterFinder:
         model_class: str,
         max_inputs: int = 0,  # largest input size of any adapter target
         clock: Callable[[], float] = time.monotonic,
-        time_ns: Callable[[], int] = time.time_ns,  # compared with file times
+        time_ns: Callable[[], int] = time.time_ns,  # clock to compare with file times
     ) -> None:
         self.sources = sources
         self._model_type = model_type
@@ -93,7 +93,7 @@ class AdapterFinder:
         self._base_types: TLRUCache[RefKey, str | None] = TLRUCache(MAX_BASE_TYPES, _expires_at, timer=clock)
 
     def find(self, ref: AdapterRef) -> FoundAdapter:
-        """Download an adapter and compute its identity. Blocks on the source."""
+        """Download an adapter if necessary and compute its identity. Blocks until the source responds."""
         check = partial(self._check_config, make_ref_key(ref))
         failure = SourceError(f"adapter {ref.name!r}: a file changed while it was read; try again")
         for _ in range(MAX_ATTEMPTS):
@@ -129,9 +129,9 @@ class AdapterFinder:
         return base_model_type(key[1])
 
     def _identify(self, name: str, fetched: FetchedAdapter) -> FoundAdapter | None:
-        """Compute the adapter identity, or return None if a file changed after the source validated it.
+        """Return the adapter with its identity, or None if a file changed after the source validated it.
 
-        Config and weights must be consistent, so a file change while they are read returns None, too.
+        Also returns None if a file changes during this call, because config and weights must be consistent.
         """
         folder, config = fetched.folder, parse_config(fetched.config, name)
         weights = folder / WEIGHTS_FILE
@@ -158,7 +158,7 @@ class AdapterFinder:
         return FoundAdapter(spec, resolved, files, is_new=fetched.is_new)
 
     def _read_identity(self, config: AdapterConfig, path: Path, stamp: Stamp) -> tuple[str, int]:
-        """Return the identity and the number of elements, from the cache if the stamp is known."""
+        """Return the adapter identity and the number of elements to reserve, cached by file stamp."""
         settings = hashlib.sha256(json.dumps(config.identity_settings(), sort_keys=True).encode()).digest()
         key = (path, stamp, settings)
         with self._lock:
@@ -180,7 +180,7 @@ def _expires_at(_: RefKey, base_type: str | None, now: float) -> float:
 
 
 def _find_inode(path: Path) -> Stamp | None:
-    """Return the folder's device and inode. They change if a link is switched, not if files change."""
+    """Return the folder's device and inode. They change if the path, a link, points to another folder."""
     status = stat_or_none(path)
     return None if status is None else (status.st_dev, status.st_ino)
 

@@ -34,7 +34,7 @@ MAX_INFO_BYTES = 1 << 22
 
 
 class HubSource(RemoteSource):
-    """Hub repositories. A name is `owner/name` or `owner/name@revision`.
+    """Adapters in hub repositories. A name is `owner/name` or `owner/name@revision`.
 
     Requests use the caller's token or the configured token, never a token stored on this machine. In offline mode, all
     clients may use the files in the cache.
@@ -51,7 +51,7 @@ class HubSource(RemoteSource):
         **options: Any,
     ) -> None:
         super().__init__(cache_dir, **options)
-        if self._budget is not None and not offline:  # offline, evicted files could not be downloaded again
+        if self._budget is not None and not offline:  # in offline mode, evicted files could not be downloaded again
             self._budget.add_cache(cache_dir)
         self._endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
         self._token = token
@@ -59,7 +59,7 @@ class HubSource(RemoteSource):
         self._tls = httpx2.create_ssl_context()
 
     def authorize(self, name: str, token: str | None) -> None:
-        """Check access by requesting a file, because the file list of gated repositories is public."""
+        """Raise an error unless the token can read a file. The file list is no check: gated repositories publish it."""
         repo, revision = self._parse(name)
         if self._offline:
             return
@@ -76,13 +76,13 @@ class HubSource(RemoteSource):
         files = self._read_info(repo, self._request_info(name, token))
         if not COMMIT_PATTERN.fullmatch(revision):
             ref = self._repo_folder(repo) / "refs" / revision
-            with suppress(OSError):  # only needed in offline mode
+            with suppress(OSError):  # the file is needed only in offline mode
                 ref.parent.mkdir(parents=True, exist_ok=True)
                 ref.write_text(files.version)
         return files
 
     def base_model_type(self, name: str, token: str | None) -> str | None:
-        """Read `model_type` from the repository info, which is public even if the files are gated."""
+        """Return `model_type` from the repository info, which is public even if the files are gated, or None."""
         try:
             config = None if self._offline else self._request_info(name, token).get("config")
         except AdapterError:
@@ -108,7 +108,7 @@ class HubSource(RemoteSource):
             raise _invalid_response(label) from error
 
     def _read_info(self, repo: str, info: Mapping[str, Any]) -> AdapterFiles:
-        """Parse and validate repository info. The commit and digests become path components."""
+        """Return the files in validated repository info. Commit and digests must be safe, since they become paths."""
         try:
             siblings = {sibling["rfilename"]: sibling for sibling in info["siblings"]}
             chosen = {file: siblings[file].get("lfs") or siblings[file] for file in self._select_files(siblings)}
@@ -208,7 +208,7 @@ def _invalid_response(label: str) -> SourceError:
 
 
 def _has_digest(path: Path, size: int, digest: str) -> bool:
-    """Verify a file digest: SHA-256 for LFS files, the Git blob hash for others."""
+    """Return True if the file has this digest, which is SHA-256 for LFS files and the Git blob hash otherwise."""
     start = partial(hashlib.sha1, b"blob %d\0" % size, usedforsecurity=False)
     with path.open("rb") as file:
         return hashlib.file_digest(file, hashlib.sha256 if len(digest) == 64 else start).hexdigest() == digest

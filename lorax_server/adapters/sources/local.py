@@ -13,14 +13,14 @@ from lorax_server.errors import AdapterError, AdapterNotFoundError, SourceError
 from lorax_server.files.adapter_files import KNOWN_FILES, TEMPLATES_FOLDER, is_template_file
 from lorax_server.files.regular_file import Stamp, stamp_from_stat, stamped_size
 
-MAX_TEMPLATE_ENTRIES = 1000  # directory entries in the template folder
+MAX_TEMPLATE_ENTRIES = 1000  # limit for directory entries in the template folder
 SUBFOLDER_FLAGS = (
     os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
 )  # open a subfolder without following links
 
 
 class LocalSource(Source):
-    """Folders below `roots`. A name is a path relative to a root, or an absolute path inside a root.
+    """Adapter folders below `roots`. A name is a path relative to a root, or an absolute path inside a root.
 
     A root may be a symbolic link. It is resolved for each request, so it can be switched atomically.
     """
@@ -34,9 +34,10 @@ class LocalSource(Source):
         self._folder(name)
 
     def find_watched_paths(self, name: str) -> WatchedPaths:
-        """Return the adapter folder and its template folder below each root.
+        """Return the possible adapter and template folders below each root.
 
-        Roots after the first match are skipped: they do not matter, and a root that hangs must not block the request.
+        Roots after the first match are skipped. They cannot contain the adapter, and a hanging file system must not
+        block the request.
         """
         roots = []
         for root in self._roots if is_unambiguous_name(name) else ():
@@ -64,7 +65,7 @@ class LocalSource(Source):
         return folder, AdapterFiles(self.kind, name, version, sizes, stamps=stamps)
 
     def _folder(self, name: str) -> tuple[Path, Path]:
-        """Return the adapter folder and its root."""
+        """Return the adapter folder and its root, both with links resolved."""
         roots = self._roots if is_unambiguous_name(name) else []
         for root in roots:
             folder_and_root = _find_below_root(root, name)
@@ -72,7 +73,7 @@ class LocalSource(Source):
                 return folder_and_root
         if any(_links_outside_root(root, name) for root in roots):
             raise AdapterError(f"adapter {name!r}: its folder is outside of its root, and such links are not allowed")
-        # The same message in all other cases, so that it does not reveal which paths exist outside of the roots.
+        # All other cases have the same message, so that it does not reveal which paths exist outside of the roots.
         raise AdapterNotFoundError(
             f"adapter {name!r}: no such folder below the server's adapter roots; use a path relative to a root"
         )
@@ -95,7 +96,7 @@ def normalize_local_name(name: str, roots: Sequence[Path]) -> str:
 
 
 def is_unambiguous_name(name: str) -> bool:
-    """Return True if proxies in front of this server cannot interpret the name differently."""
+    """Return True if proxies cannot interpret the adapter name as a different path."""
     is_special = name.startswith("~") or any(text in name for text in ("\\", "%", "://"))
     return name.isprintable() and not is_special and ".." not in PurePath(name).parts
 
@@ -119,7 +120,7 @@ def _links_outside_root(root: Path, name: str) -> bool:
 
 
 def _resolve_links(path: Path, name: str) -> Path | None:
-    """Resolve links. Return None without permission to read them."""
+    """Return the path with links resolved, or None without permission to read the links."""
     try:
         return Path(os.path.realpath(path))
     except PermissionError:
@@ -130,7 +131,7 @@ def _resolve_links(path: Path, name: str) -> Path | None:
 
 @contextmanager
 def _open_folder(folder: Path, root: Path) -> Iterator[int]:
-    """Open a folder below the root without following links, even if a link is created concurrently."""
+    """Yield a descriptor for a folder below the root. Links are not followed, even if created concurrently."""
     descriptor = os.open(root, SUBFOLDER_FLAGS)
     try:
         for name in folder.relative_to(root).parts:
@@ -143,7 +144,7 @@ def _open_folder(folder: Path, root: Path) -> Iterator[int]:
 
 
 def _list_templates(folder: Path, root: Path, name: str) -> list[str]:
-    """List chat templates in the template folder, which must also be below the root."""
+    """Return the chat templates in the adapter's template folder, which must also be below the root."""
     path = folder / TEMPLATES_FOLDER
     if not (os.path.isdir(path) or os.path.islink(path)):
         return []
@@ -162,7 +163,7 @@ def _list_templates(folder: Path, root: Path, name: str) -> list[str]:
 
 
 def _list_folder(folder: Path, root: Path) -> list[str]:
-    """List a folder, up to one entry more than the limit."""
+    """Return the entry names in a folder, at most `MAX_TEMPLATE_ENTRIES` + 1."""
     with _open_folder(folder, root) as descriptor:
         readable = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=descriptor)
     try:
@@ -175,7 +176,7 @@ def _list_folder(folder: Path, root: Path) -> list[str]:
 def _stamp_file_below_root(path: Path, root: Path, name: str) -> Stamp:
     """Return the stamp of a regular file below the root.
 
-    Readers compare the stamp with the file that they open, because the path may point to another file by then.
+    Readers compare the stamp with the file that they open, because the file may have been replaced by then.
     """
     real = _resolve_links(path, name)
     with suppress(OSError):

@@ -31,16 +31,17 @@ EVICTION_ATTEMPTS = 3  # retries if a version is evicted during its download
 
 
 class RemoteSource(Source):
-    """A source with a disk cache in huggingface_hub layout.
+    """A remote source with a disk cache in huggingface_hub layout.
 
-    `lorax download` uses the same classes for base models, with `noun="model"`, other files and no budget.
+    `lorax download` uses the same classes for base models, with `noun="model"`, a different `select_files` and no
+    disk budget.
     """
 
     def __init__(
         self,
         cache_dir: Path,
         *,
-        timeout_s: float = 10.0,  # per network operation
+        timeout_s: float = 10.0,  # for each network operation
         budget: DiskBudget | None = None,
         noun: str = "adapter",
         select_files: Callable[[Collection[str]], Sequence[str]] = select_known_files,
@@ -56,7 +57,7 @@ class RemoteSource(Source):
     def fetch(self, files: AdapterFiles, names: Sequence[str], token: str | None) -> Path:
         folder = self._repo_folder(files.name) / "snapshots" / files.version
         for _ in range(EVICTION_ATTEMPTS):
-            mark_used(folder)  # before checking the files, so that they are not evicted
+            mark_used(folder)  # before checking the files, so that they are not evicted after the check
             missing = [file for file in names if not is_complete(folder / file, files.sizes[file])]
             if not missing:
                 return folder
@@ -68,11 +69,11 @@ class RemoteSource(Source):
 
     @abstractmethod
     def _repo_folder(self, name: str) -> Path:
-        """Return the cache folder that contains all versions."""
+        """Return the cache folder that contains all versions of the adapter `name`."""
 
     @abstractmethod
     def _blob_name(self, files: AdapterFiles, file: str) -> str:
-        """Return the file's blob name, which identifies its content."""
+        """Return the file's name in the `blobs` folder, which identifies its content."""
 
     @abstractmethod
     def _connect(self, token: str | None) -> AbstractContextManager[Any]:
@@ -82,17 +83,17 @@ class RemoteSource(Source):
     def _open(
         self, client: Any, files: AdapterFiles, file: str, offset: int
     ) -> AbstractContextManager[tuple[int, Iterator[bytes]]]:
-        """Request a file from an offset. Return the start offset of the response, and its chunks."""
+        """Request a file, starting at an offset. Yield the response's start offset and its chunks."""
 
     @abstractmethod
     def _make_check(self, client: Any, files: AdapterFiles, file: str) -> Callable[[Path], bool]:
-        """Return a function that verifies a downloaded file."""
+        """Return a function that returns True if a downloaded file has the right content."""
 
     def _label(self, name: str) -> str:
         return f"{self._noun} {name!r}"
 
     def _download_missing(self, files: AdapterFiles, folder: Path, names: Sequence[str], token: str | None) -> None:
-        """Download files, then link them, so that interrupted downloads have no links."""
+        """Download files, then link them into `folder`, so that an interrupted download does not appear in it."""
         label = self._label(files.name)
         blobs = {file: folder.parent.parent / "blobs" / self._blob_name(files, file) for file in names}
         with self._reserve_space(label, folder, {blob: files.sizes[file] for file, blob in blobs.items()}):
@@ -113,7 +114,7 @@ class RemoteSource(Source):
                 mark_downloaded(folder)
             yield
             with convert_disk_errors(label):
-                mark_downloaded(folder)  # again: an eviction may have removed the mark
+                mark_downloaded(folder)  # repeated, because an eviction may have removed the mark
 
     def _download_all(self, client: Any, files: AdapterFiles, folder: Path, blobs: dict[str, Path]) -> None:
         failures: list[BaseException] = []
@@ -141,7 +142,7 @@ class RemoteSource(Source):
         with ThreadPoolExecutor(self._num_threads) as pool:
             try:
                 list(pool.map(download_one, blobs))
-            except KeyboardInterrupt as interrupt:  # raised in this thread only; stop the downloads too
+            except KeyboardInterrupt as interrupt:  # raised only in this thread, so stop the others
                 failures.append(interrupt)
         if failures:
             raise failures[0]

@@ -21,12 +21,12 @@ from lorax_server.files.adapter_files import TEMPLATES_FOLDER
 CHUNK_BYTES = 2**16
 MD5_PATTERN = re.compile(r"[0-9a-f]{32}")
 MAX_KEYS = 10_000
-MAX_PAGES = 100  # per listing: a faulty server may return pages forever
+MAX_PAGES = 100  # limit for one listing, because a faulty server may return pages forever
 RETRY_ADVICE = "try again later, or check the bucket's address and the server's credentials"
 
 
 class S3Source(RemoteSource):
-    """Folders in one bucket below `prefix`. A name is `path/of/adapter` or `s3://bucket/prefix/path/of/adapter`."""
+    """Adapters in a bucket below `prefix`. A name is `path/of/adapter` or `s3://bucket/prefix/path/of/adapter`."""
 
     kind = "s3"
 
@@ -48,7 +48,7 @@ class S3Source(RemoteSource):
         self._client = client or _make_client(endpoint_url, self._timeout_s)
 
     def authorize(self, name: str, token: str | None) -> None:  # noqa: ARG002 - see the module's docstring
-        """Check that the folder exists. All clients have access."""
+        """Raise an error if the adapter folder does not exist. All clients have access."""
         with self._convert_s3_errors(name):
             listed = self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._folder(name), MaxKeys=1)
         if not listed.get("Contents"):
@@ -94,7 +94,7 @@ class S3Source(RemoteSource):
         return {"Bucket": self._bucket, "Key": self._folder(files.name) + file, "IfMatch": files.tags[file]}
 
     def _list(self, folder: str, name: str) -> tuple[dict[str, tuple[int, str]], set[str]]:
-        """List a folder: size and ETag of each file, and the subfolder names."""
+        """Return the size and ETag of each file in a folder, and the subfolder names."""
         # The delimiter excludes subfolder contents.
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket, Prefix=folder, Delimiter="/", PaginationConfig={"MaxItems": MAX_KEYS}
@@ -109,7 +109,7 @@ class S3Source(RemoteSource):
         return listed, subfolders
 
     def _folder(self, name: str) -> str:
-        """Return the key prefix for a name."""
+        """Return the S3 key prefix for an adapter name."""
         path = name
         if name.startswith("s3://"):
             start = f"s3://{self._bucket}/{self._prefix}".rstrip("/") + "/"
@@ -163,12 +163,12 @@ def _make_client(endpoint_url: str | None, timeout_s: float) -> Any:
 
 
 def _is_valid(path: Path, head: Mapping[str, Any]) -> bool:
-    """Verify the SHA-256 checksum if available, else the MD5 if the ETag is one. Otherwise return True."""
+    """Return True if the file matches the SHA-256 checksum or the MD5 in the ETag, or if there is neither."""
     expected, etag = str(head.get("ChecksumSHA256", "")), str(head.get("ETag", "")).strip('"')
-    # With customer encryption keys, the ETag looks like an MD5 but is not.
+    # With customer encryption keys, the ETag looks like an MD5 checksum but is not.
     is_encrypted = head.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in head
     with path.open("rb") as file:
-        # A dash marks a multipart upload, whose values are checksums of part checksums.
+        # A dash marks a multipart upload, whose checksum is computed from the checksums of its parts.
         if expected and "-" not in expected + etag:
             return base64.b64encode(hashlib.file_digest(file, "sha256").digest()).decode() == expected
         if MD5_PATTERN.fullmatch(etag) and not is_encrypted:

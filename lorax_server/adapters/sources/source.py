@@ -40,7 +40,7 @@ RefKey = tuple[str, str, str | None]  # source, name, token hash
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """The files in the current adapter version."""
+    """Metadata of the files in an adapter's current version."""
 
     source: str
     name: str  # without a revision
@@ -52,16 +52,16 @@ class AdapterFiles:
 
 
 class WatchedPaths(NamedTuple):
-    """Paths to check for adapter changes."""
+    """Paths whose stamps or inodes change if an adapter changes."""
 
     # The stamp of at least one folder changes if the name resolves to another folder below the same roots, or if a
     # known file is added, removed or replaced. Folders may be missing.
     folders: Sequence[Path] = ()
-    roots: Sequence[Path] = ()  # must keep their inode; changes inside are ignored
+    roots: Sequence[Path] = ()  # the adapter is unchanged only if these folders keep their inodes
 
 
 class Source(ABC):
-    """An adapter source. Methods raise AdapterError with the adapter name."""
+    """An adapter source. Methods raise AdapterError, with the adapter name in the message."""
 
     kind: str
 
@@ -71,18 +71,18 @@ class Source(ABC):
 
     @abstractmethod
     def find(self, name: str, token: str | None) -> AdapterFiles:
-        """Return the files for a name with an optional revision."""
+        """Return metadata of the adapter's files. `name` may include a revision."""
 
     @abstractmethod
     def fetch(self, files: AdapterFiles, names: Sequence[str], token: str | None) -> Path:
         """Download the named files if necessary, verify them, and return their folder."""
 
     def find_watched_paths(self, name: str) -> WatchedPaths:  # noqa: ARG002
-        """Return paths to check for changes. Empty if changes are only visible to the remote source."""
+        """Return paths to check for adapter changes. Empty if only the remote source can detect changes."""
         return WatchedPaths()
 
     def mark_used(self, folder: Path) -> None:  # noqa: B027 - only remote sources need it
-        """Protect a downloaded version from eviction for a while. May block on the file system."""
+        """Mark a downloaded version as used now, which protects it from eviction. May block on the file system."""
 
     def base_model_type(self, name: str, token: str | None) -> str | None:
         """Look up a base model in this source and return its `model_type`, or None if it is unknown."""
@@ -104,18 +104,18 @@ CheckConfig = Callable[[Mapping[str, Any], BaseModelType], None]
 
 @dataclass(frozen=True)
 class FetchedAdapter:
-    """An adapter with local files."""
+    """An adapter whose files are in a local folder."""
 
     folder: Path
     version: str
     config: dict[str, Any]
     tokenizer_files: tuple[str, ...]
-    stamps: Mapping[str, Stamp] = field(default_factory=dict)  # of files that the source validated
+    stamps: Mapping[str, Stamp] = field(default_factory=dict)  # stamps of files that the source validated
     is_new: bool = field(default=False, compare=False)  # some files were downloaded by this call
 
 
 class AdapterSources:
-    """The enabled sources with their limits. Checks access before reading, and the config before the weights."""
+    """The enabled sources. Checks access before downloading, and the config before the weights."""
 
     def __init__(
         self,
@@ -136,17 +136,17 @@ class AdapterSources:
         return tuple(self._sources)
 
     def find_watched_paths(self, source: str, name: str) -> WatchedPaths:
-        """Return paths to check for adapter changes. Empty if changes are only visible to the remote source."""
+        """Return paths to check for adapter changes. Empty if only the remote source can detect changes."""
         is_allowed = source in self._sources and _is_valid_name(name)
         return self._sources[source].find_watched_paths(name) if is_allowed else WatchedPaths()
 
     def mark_used(self, source: str, folder: Path) -> None:
-        """Protect a downloaded version from eviction for a while."""
+        """Mark a downloaded version as used now, which protects it from eviction."""
         if source in self._sources:
             self._sources[source].mark_used(folder)
 
     def fetch(self, source: str, name: str, token: str | None, check_config: CheckConfig) -> FetchedAdapter:
-        """Download an adapter. `check_config` can reject it by raising before its weights are downloaded."""
+        """Download an adapter. `check_config` may raise an error to reject it before its weights are downloaded."""
         started = self._clock()
         origin = self._sources.get(source)
         if origin is None:
@@ -174,7 +174,7 @@ class AdapterSources:
     def _base_model_type(self, source: str, token: str | None, name: str) -> str | None:
         """Return the `model_type` of base model `name`, or None if it is unknown.
 
-        The adapter's source is queried first. The token is not sent to other sources.
+        The adapter's source is queried first, then the other sources without the token.
         """
         if not _is_valid_name(name):
             return None
@@ -228,7 +228,7 @@ def _select_files(files: AdapterFiles, max_bytes: int) -> list[str]:
 
 
 def read_json(path: Path, label: str, stamp: Stamp | None = None) -> dict[str, Any]:
-    """Read a JSON object from an untrusted file. Raises an error if the file does not have `stamp`."""
+    """Return the JSON object in an untrusted file. Raise SourceError if the file changed after `stamp` was read."""
     try:
         with convert_read_errors(label, path), open_regular_file(path, stamp) as file:
             content = file.read(MAX_CONFIG_BYTES + 1)
