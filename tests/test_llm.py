@@ -542,10 +542,10 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([5, 2**31], "beyond the vocabulary"),
     ([5, 2**70], "beyond the vocabulary"),
     ([-1, 5], "beyond the vocabulary"),
-    (["a", "b"], "a text or a list of token ids"),
-    ([5.0, 6.0], "a text or a list of token ids"),
-    ([5, None], "a text or a list of token ids"),
-    (7.5, "a text or a list of token ids"),
+    (["a", "b"], "text or a list of token ids"),
+    ([5.0, 6.0], "text or a list of token ids"),
+    ([5, None], "text or a list of token ids"),
+    (7.5, "text or a list of token ids"),
 ]
 
 

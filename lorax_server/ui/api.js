@@ -1,24 +1,24 @@
-// Calls to the server that this page came from, wherever that is mounted.
+// HTTP calls to the server of this page, including its path prefix.
 
 import { tab } from "./store.js";
 
 const ROOT = new URL("..", import.meta.url);
 const KEY = "key";
-const PATIENCE_MS = 10_000; // for what is not an answer of a model
+const PATIENCE_MS = 10_000; // timeout for requests other than completions
 
 export const UNREACHABLE = 0;
 export const UNAUTHORIZED = 401;
 
-/** What the server said is wrong, or that it said nothing. */
+/** An error response, or a missing response. */
 export class ApiError extends Error {
   constructor(status, message, code = null) {
     super(message);
     this.status = status;
-    this.code = code; // what programs go by
+    this.code = code; // machine-readable error code
   }
 }
 
-/** Tells of "unauthorized": the key that is used, or that there is none, will not do. */
+/** Dispatches "unauthorized" if the key is missing or invalid. */
 export const news = new EventTarget();
 
 export const urlOf = (path) => new URL(path, ROOT).href;
@@ -36,11 +36,11 @@ export async function postJson(path, body, signal) {
   return response.json();
 }
 
-/** What a stream's events say, until it is done. */
+/** Yields the parsed events of a stream. */
 export async function* stream(path, body, signal) {
   const response = await post(path, body, signal);
   for await (const line of linesOf(response)) {
-    if (!line.startsWith("data: ")) continue; // a sign of life
+    if (!line.startsWith("data: ")) continue; // keep-alive comment
     const content = line.slice("data: ".length);
     if (content === "[DONE]") return;
     const event = JSON.parse(content);
@@ -59,7 +59,7 @@ async function send(path, options, key) {
   const headers = { ...options.headers, ...(key && { authorization: `Bearer ${key}` }) };
   const response = await reach(() => fetch(urlOf(path), { ...options, headers, cache: "no-store" }));
   if (response.ok) return response;
-  const isCurrent = key === getKey(); // there may be another one since
+  const isCurrent = key === getKey(); // the key may have changed since
   if (response.status === UNAUTHORIZED && isCurrent) news.dispatchEvent(new Event("unauthorized"));
   const body = await response.json().catch(() => null);
   throw new ApiError(response.status, messageOf(body) ?? response.statusText, body?.error?.code);
@@ -77,11 +77,11 @@ async function* linesOf(response) {
       yield* lines;
     }
   } finally {
-    reader.cancel().catch(() => {}); // whoever has read enough: the server need not go on
+    reader.cancel().catch(() => {}); // stop generation on the server if the reader stops early
   }
 }
 
-/** Browsers have many words for a server that is not there; who stops a request did so on purpose. */
+/** Converts browser-specific network errors to one message. Aborts are passed on. */
 async function reach(act) {
   try {
     return await act();
@@ -91,7 +91,7 @@ async function reach(act) {
   }
 }
 
-/** Routes of LoRAX have a string where those of OpenAI have an object. */
+/** LoRAX routes return the error as a string, OpenAI routes as an object. */
 function messageOf(body) {
   const error = body?.error;
   return typeof error === "string" ? error : error?.message;

@@ -1,4 +1,4 @@
-// A question to one model, and its answer as tokens. The routes are OpenAI's; both are read alike from here on.
+// Sends a prompt to one model and yields the completion as tokens, for both OpenAI routes.
 
 import { ApiError, getKey, postJson, stream, urlOf } from "./api.js";
 
@@ -6,10 +6,10 @@ const ALTERNATIVES = 5;
 const NO_TEMPLATE = "no_chat_template";
 const withoutTemplate = new Set();
 
-/** There may be another server now, with other models of the same names. */
+/** Call after a reconnect: another server may have different models with the same names. */
 export const forgetTemplates = () => withoutTemplate.clear();
 
-/** Whether the model is asked by messages: not if it has shown that it cannot, unless it is to call functions. */
+/** Returns true for the chat route. Models without a chat template use it only for tools. */
 export const isChat = (model, { mode, tools }) => mode === "chat" && (tools || !withoutTemplate.has(model));
 
 export function requestOf(model, prompt, parameters) {
@@ -31,8 +31,8 @@ export function requestOf(model, prompt, parameters) {
 }
 
 /**
- * Yields `{tokens, text, calls, reason, usage, tier}`, of which all but the first may be missing; `tier` is where the
- * adapter was.
+ * Yields `{tokens, text, calls, reason, usage, tier}`. All fields except `tokens` are optional. `tier` is the adapter's
+ * tier at the start of the request.
  */
 export async function* ask(model, prompt, parameters, signal) {
   const request = requestOf(model, prompt, parameters);
@@ -46,10 +46,10 @@ export async function* ask(model, prompt, parameters, signal) {
   }
 }
 
-/** Naming an adapter loads it: one token is asked for, by the route that needs no chat template. */
+/** Loads an adapter by generating one token with the completions route, which needs no chat template. */
 export const load = (model, signal) => postJson("v1/completions", { model, prompt: "Hello", max_tokens: 1 }, signal);
 
-/** The same for a shell. The key stays out of it. */
+/** Returns the request as a curl command, without the API key. */
 export function curlOf({ path, body }) {
   const key = getKey() ? [`-H "authorization: Bearer $LORAX_API_KEY"`] : [];
   const data = `'${JSON.stringify(body).replaceAll("'", `'\\''`)}'`;
@@ -62,7 +62,7 @@ function read(event, tools) {
   if (!choice) return { tokens: [], usage: event.usage, tier };
   const text = choice.delta ? choice.delta.content ?? "" : choice.text;
   const tokens = tokensOf(choice.logprobs);
-  // Where there may be calls, an event's text is not that of its tokens: they are shown as the model wrote them.
+  // With tools, the event text can differ from the token text. Show the tokens.
   const parts = tools && tokens.length ? tokens.map((token) => ({ ...token, text: token.token })) : null;
   const calls = choice.delta?.tool_calls ?? [];
   return { tokens: parts ?? divide(tools ? "" : text, tokens), text, calls, reason: choice.finish_reason, tier };
@@ -82,8 +82,8 @@ function tokensOf(logprobs) {
 }
 
 /**
- * Which part of an event's text each of its tokens stands for. All parts together are the text, also where a token is
- * half a character or says nothing: what lies before the next one that is found goes to the one before it.
+ * Splits an event's text into one part per token. The parts join to the text, even if tokens are empty or end inside a
+ * character: text before the next token that is found belongs to the previous token.
  */
 export function divide(text, tokens) {
   if (!tokens.length) return text ? [{ token: text, text, logprob: null, top: [] }] : [];

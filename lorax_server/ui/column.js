@@ -1,4 +1,4 @@
-// One model's answer: its tokens as they come, how fast, and how it ended.
+// One model's completion: streamed tokens, speed and finish reason.
 
 import { ask, curlOf, divide, isChat, requestOf } from "./ask.js";
 import { button, make, oncePerFrame } from "./dom.js";
@@ -6,23 +6,23 @@ import { milliseconds, rate } from "./numbers.js";
 import { Calls } from "./tools.js";
 import { treeOf } from "./tree.js";
 
-const LEVELS = 5; // of the tint
+const LEVELS = 5; // number of tint levels
 const NOTHING = "–";
 const TIERS = { device: "on the device", host: "in host memory", disk: "on disk", fetched: "fetched for this request" };
-const SHORTEST_MS = 20; // in which a rate can be told: tokens that come in one piece have none
+const SHORTEST_MS = 20; // minimum duration for showing a token rate
 
 export class Column {
   constructor({ model, label, kind, tooltip }) {
     this.model = model;
     this.label = label;
     this.tooltip = tooltip;
-    this.waiting = []; // tokens that have not been drawn yet
+    this.waiting = []; // tokens that are not rendered yet
     this.count = 0;
     this.draw = oncePerFrame(() => this.#draw());
     this.#build(kind);
   }
 
-  /** Resolves to what is to be told of it when it has ended; never rejects. */
+  /** Resolves to a status text when the completion ends. Never rejects. */
   async run(prompt, parameters, signal) {
     this.sentAt = performance.now();
     this.curl.textContent = curlOf(requestOf(this.model, prompt, parameters));
@@ -41,7 +41,7 @@ export class Column {
     } catch (error) {
       this.#fail(error);
     }
-    // A model without a chat template has been asked otherwise than it was at first.
+    // Models without a chat template are retried with the completions route.
     this.curl.textContent = curlOf(requestOf(this.model, prompt, parameters));
     this.plain.hidden = parameters.mode !== "chat" || isChat(this.model, parameters);
     this.#draw();
@@ -70,7 +70,7 @@ export class Column {
     this.numbers.count.textContent = String(this.count);
     if (this.firstAt === undefined) return;
     this.numbers.first.textContent = milliseconds(this.firstAt - this.sentAt);
-    const elapsed = this.lastAt - this.firstAt; // for all tokens but the first
+    const elapsed = this.lastAt - this.firstAt; // for all tokens except the first
     if (elapsed >= SHORTEST_MS) this.numbers.rate.textContent = rate((1000 * (this.count - 1)) / elapsed);
   }
 
@@ -82,14 +82,14 @@ export class Column {
     return span;
   }
 
-  /** An answer that might have had calls, and is text: its tokens have that text, without marks of its end. */
+  /** Shows a completion without tool calls as text, without end markers. */
   #retell(text) {
     const spans = [...this.answer.children];
     const parts = divide(text, spans.map((span) => this.tooltip.tokens.get(span)));
     spans.forEach((span, i) => (span.textContent = parts[i].text));
   }
 
-  /** An answer by a schema is shown as a tree as well, if it came to its end. */
+  /** Also shows a complete structured completion as a tree. */
   #showTree(schema) {
     const tree = schema ? treeOf(this.answer.textContent) : null;
     this.tree.hidden = !tree;
@@ -110,7 +110,7 @@ export class Column {
   async #copy(control) {
     const text = this.answer.textContent;
     const isCopied = await navigator.clipboard?.writeText(text).then(() => true, () => false);
-    if (!isCopied) getSelection().selectAllChildren(this.answer); // without leave, or without https
+    if (!isCopied) getSelection().selectAllChildren(this.answer); // no permission or no https
     control.textContent = isCopied ? "Copied" : "Selected";
     setTimeout(() => (control.textContent = "Copy"), 1500);
   }

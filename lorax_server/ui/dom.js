@@ -1,8 +1,8 @@
-// Elements. Whatever a server or a model says goes in as text, never as markup.
+// DOM helpers. Server and model text is inserted as text, never as markup.
 
 export const byId = (id) => document.getElementById(id);
 
-/** An element with attributes and children; a child may be a string. What is null, undefined or false is left out. */
+/** Creates an element with attributes and children or strings. Skips null, undefined and false. */
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -19,7 +19,7 @@ export function button(label, onClick, attributes = {}) {
   return element;
 }
 
-/** One frame later, once, however often it is asked for. */
+/** Returns a function that runs `act` at most once per frame. */
 export function oncePerFrame(act) {
   let isDue = false;
   return () => {

@@ -1,18 +1,18 @@
-// The API key: asked for when the server wants one, used once the server has taken it, kept by this tab only.
+// The API key form. Keys are used after the server accepts them, and are stored in this tab only.
 
 import { UNAUTHORIZED, getJson, getKey, news, setKey } from "./api.js";
 import { byId } from "./dom.js";
 
-const POSSIBLE = /^[!-~]+$/; // what the server takes, and a header can carry
+const POSSIBLE = /^[!-~]+$/; // characters allowed in a key
 const UNKNOWN = "The server rejected this key.";
 
-/** `onAccepted` is called when a key has been found to be right. The result is to be called when the server answers. */
+/** Calls `onAccepted` when the server accepts a key. Returns a function that closes the form after a response. */
 export function startKey(onAccepted) {
   const [form, field, error, opener, cancel] = ["key-form", "key", "key-error", "key-open", "key-cancel"].map(byId);
-  let isDemanded = false; // by the server; a form that was opened by hand can be closed again
+  let isDemanded = false; // the server requires a key; manually opened forms can be closed
 
   const refuse = (message) => {
-    if (error.textContent !== message) error.textContent = message; // is read out when it changes
+    if (error.textContent !== message) error.textContent = message; // screen readers announce changes
     field.setAttribute("aria-invalid", String(Boolean(message)));
   };
   const show = (isShown) => {
@@ -28,7 +28,7 @@ export function startKey(onAccepted) {
   };
 
   news.addEventListener("unauthorized", () => {
-    if (isDemanded) return; // and may have been refused for another reason since
+    if (isDemanded) return; // the form is already open and may show another error
     isDemanded = true;
     if (getKey()) refuse(UNKNOWN);
     show(true);
@@ -59,7 +59,7 @@ export function startKey(onAccepted) {
   return () => isDemanded && close();
 }
 
-/** What is wrong with a key; empty if the server takes it. Until then the one that is used stays. */
+/** Returns the error for a key, or an empty string. The current key stays until the new one is accepted. */
 async function problemOf(key) {
   if (!key) return "Enter a key.";
   if (!POSSIBLE.test(key)) return "Invalid key: keys contain only ASCII characters without spaces.";

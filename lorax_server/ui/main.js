@@ -1,4 +1,4 @@
-// The page: what is asked, who answers, and what is seen of the server meanwhile.
+// The page: prompt, model selection, completions and server status.
 
 import { UNAUTHORIZED, UNREACHABLE, getJson } from "./api.js";
 import { forgetTemplates } from "./ask.js";
@@ -16,17 +16,17 @@ import { Watch } from "./watch.js";
 const tooltip = new Tooltip(byId("tooltip"));
 const parameters = new Parameters();
 const residency = new Residency(() => hasMore && watch.poke());
-let listed = []; // what the server said last of its adapters
-let hasMore = false; // whether it has more of them than it says at once
-let lastAsked = ""; // which of them it was asked for
-let running = null; // what stops the requests under way
-let isKnown = false; // whether the server has said what it serves
+let listed = []; // last adapter list from the server
+let hasMore = false; // the server has more adapters than listed
+let lastAsked = ""; // last adapter list query
+let running = null; // AbortController of running requests
+let isKnown = false; // server info is loaded
 
 const models = new Models(showAdapters, showBusy);
 const watch = new Watch(look, isBusy);
 const closeKeyForm = startKey(() => watch.poke());
 
-// --- Asking ----------------------------------------------------------------------------------------------------------
+// --- Requests --------------------------------------------------------------------------------------------------------
 
 async function send() {
   const prompt = byId("prompt").value;
@@ -39,13 +39,13 @@ async function send() {
   const mine = new AbortController();
   setRunning(mine);
   const columns = chosen.map(makeColumn);
-  tooltip.hide(); // its token goes
+  tooltip.hide(); // its token is removed
   byId("status").textContent = "";
   byId("columns").replaceChildren(...columns.map((column) => column.element));
   const ends = await Promise.all(columns.map((column) => run(column, prompt, asked, mine.signal)));
   if (running !== mine) return;
   setRunning(null);
-  byId("status").textContent = ends.join("; "); // is read out: one by one, each would hide the one before
+  byId("status").textContent = ends.join("; "); // screen readers announce only the last of several updates
 }
 
 async function run(column, ...question) {
@@ -80,7 +80,7 @@ function showBusy() {
   watch.poke();
 }
 
-// --- What the server says of itself ----------------------------------------------------------------------------------
+// --- Server status ---------------------------------------------------------------------------------------------------
 
 async function look() {
   try {
@@ -90,13 +90,13 @@ async function look() {
     showHealth("ready", "ready");
     closeKeyForm();
   } catch (error) {
-    isKnown = false; // who answers next may be another server
+    isKnown = false; // the next response may come from another server
     forgetTemplates();
     showProblem(error);
   }
 }
 
-/** The first page of adapters. Where there are more: of those that the filter asks for, with those that are chosen. */
+/** Loads the first adapter page, filtered by the search field if there are more, with the chosen adapters. */
 async function list() {
   const search = hasMore ? residency.wanted : "";
   const names = hasMore ? [...new Set([...models.named, ...models.chosenAdapters])].slice(-MOST_NAMED) : models.named;
@@ -104,7 +104,7 @@ async function list() {
   const { data, has_more } = await getJson(asked.size ? `v1/adapters?${asked}` : "v1/adapters");
   const isOther = data.length !== listed.length || data.some((adapter, i) => adapter.id !== listed[i].id);
   const isSameQuestion = !hasMore || asked.toString() === lastAsked;
-  if (isOther && isSameQuestion) await models.refresh(); // else it is what was asked for that has changed
+  if (isOther && isSameQuestion) await models.refresh(); // otherwise the query has changed
   listed = data;
   lastAsked = asked.toString();
   hasMore = Boolean(has_more) || search !== "";
@@ -134,7 +134,7 @@ function showProblem(error) {
 
 function showHealth(state, text) {
   byId("health").dataset.state = state;
-  if (byId("health").textContent !== text) byId("health").textContent = text; // is read out when it changes
+  if (byId("health").textContent !== text) byId("health").textContent = text; // screen readers announce changes
 }
 
 // --- Examples --------------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ function fillIn({ prompt, models: names, schema, tools, tool_choice: choice, tem
   if (names?.length) models.choose(names);
 }
 
-// --- The page itself -------------------------------------------------------------------------------------------------
+// --- Page ------------------------------------------------------------------------------------------------------------
 
 function startTint() {
   const control = byId("tint");

@@ -1,22 +1,22 @@
-// Who answers: the base model and adapters as buttons that are on or off, and a field for any other adapter.
+// Model selection: toggle buttons for the base model and adapters, and a field for other adapter names.
 
 import { UNAUTHORIZED, getJson } from "./api.js";
 import { load } from "./ask.js";
 import { button, byId, make } from "./dom.js";
 
-const SHOWN = 24; // of those that are not chosen
-const CHOSEN_AT_FIRST = 2; // beside the base model
-export const MOST_NAMED = 20; // in an address, which has not much room
+const SHOWN = 24; // maximum number of unselected adapters shown
+const CHOSEN_AT_FIRST = 2; // adapters selected in addition to the base model
+export const MOST_NAMED = 20; // limit for names in a URL
 
 export class Models {
   constructor(onChange, onLoading) {
     this.base = null;
-    this.names = []; // of adapters
-    this.loaded = new Set(); // that were asked for by name here
+    this.names = []; // adapter names
+    this.loaded = new Set(); // loaded by name on this page
     this.chosen = new Set();
-    this.loading = null; // what stops a load under way
+    this.loading = null; // AbortController of the running load
     this.onChange = onChange;
-    this.onLoading = onLoading; // when a load begins or ends
+    this.onLoading = onLoading; // called when a load starts or ends
     this.form = byId("load");
     this.list = byId("models");
     this.field = byId("name");
@@ -37,17 +37,17 @@ export class Models {
     return this.#all().filter((name) => this.chosen.has(name));
   }
 
-  /** A model that is called by its folder is shown by the folder's last name. */
+  /** Shortens a folder path to its last component. */
   labelOf(model) {
     return model.startsWith("/") ? model.split("/").filter(Boolean).at(-1) : model;
   }
 
-  /** Adapters that are wanted, whether the server lists them or not. */
+  /** Selected adapters, whether listed by the server or not. */
   get chosenAdapters() {
     return this.chosenInOrder.filter((name) => name !== this.base);
   }
 
-  /** Adapters that the server tells of if it is asked for them by name: the latest. */
+  /** The most recent adapters that must be queried by name. */
   get named() {
     return this.#others().slice(-MOST_NAMED);
   }
@@ -55,7 +55,7 @@ export class Models {
   async refresh() {
     const { data } = await getJson("v1/models");
     const isFirst = !this.base && !this.names.length;
-    const wasChosen = this.chosen.delete(this.base); // whatever it is called now
+    const wasChosen = this.chosen.delete(this.base); // the base model may have a new name
     this.base = data.find((model) => model.parent === null)?.id ?? null;
     if (wasChosen && this.base !== null) this.chosen.add(this.base);
     this.names = data.filter((model) => model.parent !== null).map((model) => model.id);
@@ -63,7 +63,7 @@ export class Models {
     this.#render();
   }
 
-  /** Those of the names that there are; "base" is the base model, whatever it is called. */
+  /** Selects the names that exist. "base" selects the base model. */
   choose(names) {
     const all = new Set(this.#all());
     const known = names.map((name) => (name === "base" && !all.has("base") ? this.base : name));
@@ -75,7 +75,7 @@ export class Models {
     return [...(this.base === null ? [] : [this.base]), ...this.names, ...this.#others()];
   }
 
-  /** That the server does not name by itself. */
+  /** Adapters that the server does not list. */
   #others() {
     return [...this.loaded].filter((name) => name !== this.base && !this.names.includes(name));
   }
@@ -98,7 +98,7 @@ export class Models {
     this.onChange();
   }
 
-  /** Whoever was on a chip with the keyboard still is. */
+  /** Keeps the keyboard focus on the same chip. */
   #replace(chips, more) {
     const before = this.list.contains(document.activeElement) ? document.activeElement.dataset.model : null;
     this.list.replaceChildren(...chips, ...more);
@@ -153,7 +153,7 @@ export class Models {
   #setLoading(controller) {
     this.loading = controller;
     const control = this.form.querySelector("button");
-    control.setAttribute("aria-disabled", String(this.isLoading)); // a disabled one would lose the focus
+    control.setAttribute("aria-disabled", String(this.isLoading)); // a disabled control would lose focus
     control.textContent = this.isLoading ? "Loading" : "Load";
     this.field.readOnly = this.isLoading;
     if (!this.isLoading && this.form.contains(document.activeElement)) this.field.focus();

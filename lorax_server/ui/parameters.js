@@ -1,4 +1,4 @@
-// How answers are drawn. Remembered by this browser; what the server would refuse is refused here.
+// Sampling parameters, stored in this browser and validated before sending.
 
 import { byId } from "./dom.js";
 import { recall, remember } from "./store.js";
@@ -16,7 +16,7 @@ const TEXTS = {
   schema: { holds: isObject, rule: () => "Must be a JSON object." },
   tools: {
     holds: (value) => isTools(value) && byId("mode").value === "chat",
-    rule: (value) => (isTools(value) ? "Tools require chat mode." : "Must be a JSON list of functions, each with a name."),
+    rule: (value) => (isTools(value) ? "Tools require chat mode." : "Must be a JSON list of named functions."),
   },
 };
 const NAMES = [...Object.keys(NUMBERS), ...Object.keys(TEXTS), "mode", "system", "tool_choice"];
@@ -29,14 +29,14 @@ export class Parameters {
       byId(name).addEventListener("input", () => this.#changed());
     }
     for (const name of ["mode", "tool_choice"]) {
-      if (!byId(name).value) byId(name).selectedIndex = 0; // what was remembered is no choice any more
+      if (!byId(name).value) byId(name).selectedIndex = 0; // the stored option no longer exists
     }
     byId("tools-example").addEventListener("click", () => this.fill("tools", EXAMPLE));
-    this.fitted = byId("max_tokens").defaultValue; // what nobody typed
+    this.fitted = byId("max_tokens").defaultValue; // default value
     this.#summarize();
   }
 
-  /** Leave room for a prompt where a request may have few tokens in all. */
+  /** Reduces the default `max_tokens` to fit the context length. */
   fit(maxTotalTokens) {
     const field = byId("max_tokens");
     const isTyped = field.value !== this.fitted;
@@ -45,20 +45,20 @@ export class Parameters {
     this.#summarize();
   }
 
-  /** Put a value in a field, as if it were typed. */
+  /** Sets a field value like user input. */
   fill(name, value) {
     byId(name).value = typeof value === "string" ? value : value ? JSON.stringify(value) : "";
     byId(name).dispatchEvent(new Event("input"));
   }
 
-  /** An example's own temperature, until there is another example; a typed one stays otherwise. */
+  /** Sets an example's temperature until the next example. Keeps a user value otherwise. */
   fillTemperature(given) {
     const isGiven = typeof given === "number";
     if (isGiven || this.isLent) this.fill("temperature", isGiven ? String(given) : byId("temperature").defaultValue);
     this.isLent = isGiven;
   }
 
-  /** What to ask with; null if something is wrong, which is then shown. */
+  /** Returns the request parameters, or null after showing an error. */
   read() {
     const wrong = Object.keys(NUMBERS).filter((name) => !this.#check(name));
     wrong.push(...Object.keys(TEXTS).filter((name) => !this.#checkText(name)));
@@ -94,7 +94,7 @@ export class Parameters {
   #check(name) {
     const field = byId(name);
     const { holds, rule, isNeeded } = NUMBERS[name];
-    const isEmpty = field.value === "" && !field.validity.badInput; // what is no number is empty too
+    const isEmpty = field.value === "" && !field.validity.badInput; // invalid numbers are also empty
     const isRight = isEmpty ? !isNeeded : !field.validity.badInput && holds(Number(field.value));
     byId(`${name}-error`).textContent = isRight ? "" : `Must be ${rule}.`;
     field.setAttribute("aria-invalid", String(!isRight));
@@ -116,7 +116,7 @@ export class Parameters {
   }
 }
 
-/** The JSON that is typed; null if nothing is, undefined if it is no JSON, or null itself. */
+/** Returns the parsed JSON, null if empty, or undefined if invalid or null. */
 function jsonOf(name) {
   const text = byId(name).value.trim();
   if (!text) return null;

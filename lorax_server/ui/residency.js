@@ -1,9 +1,9 @@
-// Where adapters are: a lane for each place, a chip for each adapter, which moves when the adapter does.
+// Adapter tiers: one lane per tier and one chip per adapter. Chips move with their adapters.
 
 import { byId, make } from "./dom.js";
 import { bytes, count } from "./numbers.js";
 
-const SHOWN = 24; // chips of a lane
+const SHOWN = 24; // maximum chips per lane
 const MOVING = "on the way";
 const UNSEEN = "not shown";
 const LANES = [
@@ -18,8 +18,8 @@ const LANES = [
 export class Residency {
   constructor(onFilter) {
     this.adapters = [];
-    this.hasMore = false; // than the server has told of
-    this.chips = new Map(); // by what they stand for
+    this.hasMore = false; // the server has more adapters than listed
+    this.chips = new Map(); // by adapter
     this.lanes = new Map(LANES.map((lane) => [lane.place, makeLane(lane)]));
     byId("lanes").append(...[...this.lanes.values()].map((lane) => lane.element));
     this.filter = byId("filter");
@@ -29,7 +29,7 @@ export class Residency {
     });
   }
 
-  /** Adapters as the server lists them, and the names of others that were chosen here. */
+  /** Shows the server's adapter list and the names of other selected adapters. */
   show(adapters, chosen, hasMore) {
     this.hasMore = hasMore;
     const listed = new Set(adapters.map((adapter) => adapter.id));
@@ -87,7 +87,7 @@ export class Residency {
     return new Map([...this.chips.values()].map((chip) => [chip, here(chip)]));
   }
 
-  /** From the lane where it was to the one where it is. */
+  /** Animates a chip from its old lane to its new lane. */
   #move(before) {
     if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
     for (const chip of this.chips.values()) {

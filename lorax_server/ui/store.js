@@ -1,8 +1,8 @@
-// What this browser remembers. One that may not remember anything works all the same, until the page is closed.
+// Browser storage, with an in-memory fallback if storage is disabled.
 
 const PREFIX = "lorax-";
 
-/** One of the browser's storages, and a copy for where that is full or forbidden: then even to name it throws. */
+/** A browser storage with an in-memory copy. Access throws if storage is forbidden or full. */
 class Shelf {
   constructor(kind) {
     this.kind = kind;
@@ -35,7 +35,7 @@ class Shelf {
 
 const shelf = new Shelf("localStorage");
 
-/** A tab's own: what is there is gone with the tab. */
+/** Session storage, deleted when the tab closes. */
 export const tab = new Shelf("sessionStorage");
 
 export const remember = (name, value) => shelf.set(name, JSON.stringify(value));
@@ -44,6 +44,6 @@ export function recall(name, otherwise) {
   try {
     return JSON.parse(shelf.get(name)) ?? otherwise;
   } catch {
-    return otherwise; // somebody else wrote it
+    return otherwise; // not written by this page
   }
 }

@@ -1,4 +1,4 @@
-// Light, dark, or as the system has it. Runs before the page is drawn, so that it does not flash.
+// Light, dark or system theme. Runs before the first paint to avoid a flash.
 
 import { recall, remember } from "./store.js";
 
@@ -10,7 +10,7 @@ function show(theme) {
   if (control) control.textContent = `Theme: ${theme}`;
 }
 
-/** To be called once there is a button. */
+/** Call after the button exists. */
 export function startTheme() {
   show(document.documentElement.dataset.theme);
   document.getElementById("theme").addEventListener("click", () => {

@@ -1,9 +1,9 @@
-// Functions that a model may call, and the calls in its answer.
+// Tool definitions and tool calls in completions.
 
 import { make } from "./dom.js";
 import { treeOf } from "./tree.js";
 
-/** A function to begin with. */
+/** An example tool. */
 export const EXAMPLE = JSON.stringify(
   [
     {
@@ -21,11 +21,11 @@ export const EXAMPLE = JSON.stringify(
   2,
 );
 
-/** Whether it is a list of functions, in the words of OpenAI's chats or of its responses. */
+/** Returns true for a list of tools in the format of the chat or responses API. */
 export const isTools = (value) =>
   Array.isArray(value) && value.length > 0 && value.every((tool) => typeof functionOf(tool)?.name === "string");
 
-/** As chats want them. */
+/** Converts tools to the chat format. */
 export const namedTools = (tools) => tools.map((tool) => ({ type: "function", function: functionOf(tool) }));
 
 function functionOf(tool) {
@@ -34,7 +34,7 @@ function functionOf(tool) {
   return bare;
 }
 
-/** The calls of an answer, put together from the deltas of a stream. */
+/** Tool calls assembled from stream deltas. */
 export class Calls {
   constructor(label) {
     this.list = [];
@@ -49,7 +49,7 @@ export class Calls {
     }
   }
 
-  /** Arguments as a tree; those that were cut off as they are. */
+  /** Shows arguments as a tree, or as text if they are truncated. */
   show() {
     this.element.hidden = !this.list.length;
     this.element.replaceChildren(...this.list.map(itemOf));

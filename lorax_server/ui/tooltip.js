@@ -1,4 +1,4 @@
-// What the model thought of a token: shown while a pointer is on it, or the keyboard, or after a tap.
+// Token details (probability and alternatives), shown on hover, focus or tap.
 
 import { make } from "./dom.js";
 import { percent } from "./numbers.js";
@@ -9,11 +9,11 @@ const STEPS = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity };
 export class Tooltip {
   constructor(element) {
     this.element = element;
-    this.tokens = new WeakMap(); // by their elements
+    this.tokens = new WeakMap(); // tokens by element
     addEventListener("scroll", () => this.#place(), { passive: true, capture: true });
   }
 
-  /** Of an element whose children are tokens. It is one stop for the Tab key; arrows go from token to token. */
+  /** Attaches to an element with token children. It is one tab stop; arrow keys move between tokens. */
   attach(answer) {
     answer.addEventListener("pointerover", (event) => this.show(event.target));
     answer.addEventListener("pointerout", () => this.show(document.activeElement));
@@ -46,7 +46,7 @@ export class Tooltip {
     target?.setAttribute("aria-describedby", this.element.id);
   }
 
-  /** Beside the first line of the token. */
+  /** Positions the tooltip next to the token's first line. */
   #place() {
     if (!this.described) return;
     const at = this.described.getClientRects()[0] ?? this.described.getBoundingClientRect();
@@ -70,13 +70,13 @@ export class Tooltip {
   }
 }
 
-/** With another key an arrow is the browser's: back, to the top, or one more letter of a selection. */
+/** Arrow keys with modifiers are left to the browser. */
 const isModified = (event) => event.altKey || event.ctrlKey || event.metaKey || event.shiftKey;
 
 function describe({ token, logprob, top }) {
   const title = make("p", { class: "said" }, make("code", {}, visible(token)), make("strong", {}, percent(logprob)));
   if (!top.length) return [title];
-  // Halves of characters all look alike.
+  // Incomplete characters look the same.
   const rows = top.map((other) => row(other, other.token === token && other.logprob === logprob));
   return [title, make("table", {}, make("caption", {}, "Most likely tokens"), make("tbody", {}, ...rows))];
 }
@@ -88,7 +88,7 @@ function row({ token, logprob }, isChosen) {
   return make("tr", { class: isChosen && "chosen" }, name, make("td", {}, bar), make("td", {}, percent(logprob)));
 }
 
-/** White space, so that it can be told from nothing. */
+/** Makes white space visible. */
 function visible(text) {
   const shown = text.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
   return shown || "(empty)";

@@ -1,10 +1,10 @@
-// JSON as a tree that can be folded. Every word of it goes in as text.
+// JSON as a collapsible tree. All content is inserted as text.
 
 import { make } from "./dom.js";
 
-const DEPTH = 64; // deeper parts are shown as they are written
+const DEPTH = 64; // deeper values are shown as text
 
-/** A tree of the text, or null if it is not JSON. */
+/** Returns a tree for JSON text, or null if the text is not JSON. */
 export function treeOf(text) {
   try {
     return branch(null, JSON.parse(text), 0);

@@ -1,10 +1,10 @@
-// Looks every now and then: often while something happens, seldom otherwise, never while nobody sees the page.
+// Polls the server: often during activity, rarely when idle, never while the page is hidden.
 
 const BUSY_MS = 1000;
 const IDLE_MS = 5000;
 
 export class Watch {
-  /** `look` is awaited, and never rejects. */
+  /** `look` is awaited and must not reject. */
   constructor(look, isBusy) {
     this.look = look;
     this.isBusy = isBusy;
@@ -13,14 +13,14 @@ export class Watch {
     document.addEventListener("visibilitychange", () => this.poke());
   }
 
-  /** Now, and from then on. While a look is under way: once more after it. */
+  /** Polls now and schedules the next poll. During a poll, schedules another one after it. */
   async poke() {
     if (this.isLooking) {
       this.isDue = true;
       return;
     }
     clearTimeout(this.timer);
-    if (document.visibilityState === "hidden") return; // until it is seen again
+    if (document.visibilityState === "hidden") return; // until the page is visible again
     this.isLooking = true;
     await this.look();
     this.isLooking = false;

@@ -83,7 +83,7 @@ def test_example_tools_are_sent_unchanged(playground: Playground) -> None:
 def test_invalid_tools_show_error(playground: Playground, typed: str) -> None:
     playground.set(tools=typed)
     playground.send("Look", "first")
-    expect(playground.at("#tools-error")).to_have_text("Must be a JSON list of functions, each with a name.")
+    expect(playground.at("#tools-error")).to_have_text("Must be a JSON list of named functions.")
     expect(playground.at("#tools")).to_be_focused()
     expect(playground.at(".column")).to_have_count(0)
 

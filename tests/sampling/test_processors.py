@@ -113,7 +113,7 @@ def test_top_p_candidate_search_matches_full_sort(p: float, monkeypatch: pytest.
     scores = torch.cat([hard_scores(5003, torch.device("cpu")), torch.randn(8, 5003) * 4])
     found = []
     for few in (1, 64, 256, 5003):
-        monkeypatch.setattr(processors, "FEW", few)
+        monkeypatch.setattr(processors, "TOP_P_SEARCH_TOKENS", few)
         found.append(keep_top_p(scores.clone(), of_each(scores, 1 - p)))
     assert all(torch.equal(each, found[-1]) for each in found)
 

@@ -112,7 +112,7 @@ def test_truncated_text_is_never_too_long(spy: Spy) -> None:
 
 
 def test_text_is_tokenized_without_length_bound(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer(), "_reach", None)
+    monkeypatch.setattr(tokenizer(), "_max_token_characters", None)
     routes = Routes()
     assert "at least" not in send_text(routes, NATIVE, TOO_LONG).message
     assert spy.calls == ["encode_batch_fast"]
