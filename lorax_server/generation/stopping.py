@@ -107,14 +107,14 @@ class _StopStringMatcher:
         # [i]: length of the longest proper prefix of text[: i + 1] that is also its suffix
         self.fallback = [0] * len(text)
         for i in range(1, len(text)):
-            self.fallback[i] = self._longest(text[i], self.fallback[i - 1])
+            self.fallback[i] = self._longest_match(text[i], self.fallback[i - 1])
 
     def append(self, character: str) -> int:
         """Return the length of the stop string if it ends with this character, otherwise 0."""
-        self.matched = self._longest(character, self.matched)
+        self.matched = self._longest_match(character, self.matched)
         return self.matched if self.matched == len(self.text) else 0
 
-    def _longest(self, character: str, matched: int) -> int:
+    def _longest_match(self, character: str, matched: int) -> int:
         while matched and character != self.text[matched]:
             matched = self.fallback[matched - 1]
         return matched + (character == self.text[matched])

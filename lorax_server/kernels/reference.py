@@ -119,9 +119,9 @@ def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: Att
     positions = torch.arange(num_keys, device=q.device)
     count = max(1, MAX_SCORE_ELEMENTS // (num_heads * num_keys))
     pieces = []
-    for queries, at in zip(q.split(count), positions[num_keys - len(q) :].split(count), strict=True):
+    for queries, query_positions in zip(q.split(count), positions[num_keys - len(q) :].split(count), strict=True):
         scores = attention_scores(queries.float().transpose(0, 1), keys, spec)  # [heads, queries, keys]
-        distances = positions - at[:, None]
+        distances = positions - query_positions[:, None]
         if spec.slopes is not None:
             scores += spec.slopes[:, None, None] * distances
         scores.masked_fill_((distances > 0) | (distances <= -spec.window_or_max), -torch.inf)

@@ -81,10 +81,12 @@ class TokenMasks(NamedTuple):
     def select(self, rows: torch.Tensor, num_rows: int) -> "TokenMasks":
         """Return the masks of some of the batch's `num_rows` rows, renumbered from 0."""
         numbers = torch.arange(len(rows), device=rows.device)
-        places = torch.full((num_rows,), len(rows), device=rows.device)  # unselected rows map to an extra last row
-        places[rows] = numbers
+        mask_indices = torch.full(
+            (num_rows,), len(rows), device=rows.device
+        )  # unselected rows map to an extra last row
+        mask_indices[rows] = numbers
         words = self.words.new_full((len(rows) + 1, self.words.shape[1]), -1)
-        words[places[self.rows]] = self.words
+        words[mask_indices[self.rows]] = self.words
         return TokenMasks(numbers, words[:-1])
 
 

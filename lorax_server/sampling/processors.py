@@ -98,9 +98,9 @@ def make_sortable(scores: torch.Tensor) -> torch.Tensor:
     return (ordered.long() << 32) - torch.arange(scores.shape[-1], device=scores.device)
 
 
-def count_tokens(token_ids: torch.Tensor, counted: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Count each token's occurrences per row where `counted` is True. Returns `[rows, vocabulary]`."""
-    counted = counted & (token_ids < vocab_size)
-    ids = torch.where(counted, token_ids, vocab_size)  # other tokens are counted in an extra column
+def count_tokens(token_ids: torch.Tensor, is_counted: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Count each token's occurrences per row where `is_counted` is True. Returns `[rows, vocabulary]`."""
+    is_counted = is_counted & (token_ids < vocab_size)
+    ids = torch.where(is_counted, token_ids, vocab_size)  # other tokens are counted in an extra column
     counts = torch.zeros(len(ids), vocab_size + 1, device=ids.device)
     return counts.scatter_add_(-1, ids, torch.ones_like(ids, dtype=counts.dtype))[:, :vocab_size]

@@ -31,7 +31,7 @@ class _MethodGroup(NamedTuple):
 
     method: _Method
     rows: list[int]
-    places: torch.Tensor
+    row_indices: torch.Tensor
     sampler: TopKSampler | GeneralSampler | None
 
 
@@ -80,11 +80,11 @@ class Sampler:
         token_ids = torch.empty(len(logits), dtype=torch.int64)
         logprobs, alternatives = torch.empty(len(logits)), None
         for group in self._groups:
-            places = group.places
-            row_history = None if history is None else history.select(places)
-            row_masks = None if masks is None else masks.select(places, len(logits))
-            sampled = self._sample_group(group, logits[places], row_history, row_masks)
-            token_ids[places], logprobs[places] = sampled.token_ids, sampled.logprobs
+            row_indices = group.row_indices
+            row_history = None if history is None else history.select(row_indices)
+            row_masks = None if masks is None else masks.select(row_indices, len(logits))
+            sampled = self._sample_group(group, logits[row_indices], row_history, row_masks)
+            token_ids[row_indices], logprobs[row_indices] = sampled.token_ids, sampled.logprobs
             if sampled.alternatives is not None:
                 alternatives = sampled.alternatives.renumber(group.rows)
         return Sampled(token_ids, logprobs, alternatives)
@@ -105,7 +105,7 @@ class Sampler:
 
     def _set_raw_logprobs(self, group: _MethodGroup, logits: torch.Tensor, sampled: Sampled) -> None:
         """Replace log probabilities by unmasked ones in rows with `raw_logprobs`."""
-        raw = [place for place, row in enumerate(group.rows) if self._sequence_sampling[row].params.raw_logprobs]
+        raw = [index for index, row in enumerate(group.rows) if self._sequence_sampling[row].params.raw_logprobs]
         if raw:
             rows = slice(None) if len(raw) == len(group.rows) else torch.tensor(raw)
             sampled.logprobs[rows] = self._ops.gather_logprobs(logits[rows], sampled.token_ids[rows, None]).squeeze(-1)

@@ -134,9 +134,9 @@ class TopKSampler:
         weights = np.take_along_axis(candidates.weights[:, :width] * kept[:, :width], order, -1)
         summed = weights.cumsum(-1)
         shares = self._uniforms.at((history.lengths - history.prompt_lengths).numpy()) * summed[:, -1]
-        places = np.minimum((summed <= shares[:, None]).sum(-1), np.maximum(kept.sum(-1), 1) - 1)
-        chosen = token_ids[numbers, order[numbers, places]]
-        return chosen, np.log(weights[numbers, places] / summed[:, -1]).astype(np.float32)
+        candidate_indices = np.minimum((summed <= shares[:, None]).sum(-1), np.maximum(kept.sum(-1), 1) - 1)
+        chosen = token_ids[numbers, order[numbers, candidate_indices]]
+        return chosen, np.log(weights[numbers, candidate_indices] / summed[:, -1]).astype(np.float32)
 
     def _set_raw_logprobs(self, logits: torch.Tensor, token_ids: Ints, logprobs: npt.NDArray[np.float32]) -> None:
         if len(self._raw):

@@ -26,10 +26,10 @@ class BatchedUpload:
         tensor = torch.tensor(values, dtype=dtype)
         if self._is_direct:
             return tensor
-        place = slice(self._num_used, self._num_used + tensor.nbytes)
-        self._host[place] = tensor.view(torch.uint8)
-        self._num_used = -(-place.stop // _ALIGNMENT) * _ALIGNMENT
-        return self._sent[place].view(dtype)
+        byte_range = slice(self._num_used, self._num_used + tensor.nbytes)
+        self._host[byte_range] = tensor.view(torch.uint8)
+        self._num_used = -(-byte_range.stop // _ALIGNMENT) * _ALIGNMENT
+        return self._sent[byte_range].view(dtype)
 
     def send(self) -> None:
         if not self._is_direct:

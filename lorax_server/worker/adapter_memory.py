@@ -14,7 +14,7 @@ from lorax_server.worker.copier import Copier, CopyHandle
 
 # Chunk size for overlapping moves, in units. Limits the size of the temporary buffer.
 MOVE_UNITS = 65536
-PINNED_ROWS = 32  # roughly the number of adapters that can load during the steps in flight
+PINNED_ROWS = 32  # about the number of adapters that can load while steps are in flight
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class _LoadedAdapter:
     table: torch.Tensor
     scales: torch.Tensor
     num_elements: int
-    copy_handle: CopyHandle | None  # None: copied synchronously
+    copy_handle: CopyHandle | None  # None if the copy was synchronous
 
 
 class AdapterMemory:
-    """One flat buffer for all adapters, divided into units, and a table with the offsets of each adapter's weights.
+    """A buffer for all adapter weights, divided into units, and a table with the offsets of each adapter's weights.
 
-    Adapters occupy only the bytes they need, without padding to a maximum rank. Index 0 is the base model.
+    Adapters are not padded to a maximum rank. Index 0 is the base model.
 
     On a GPU, a copier copies weights while steps run. Table updates and moves run on the caller's stream, which must
     be the step stream. Each step therefore sees the table as it was when the step was submitted, and an index can be
@@ -47,10 +47,10 @@ class AdapterMemory:
         is_follower: bool = False,
         copier: Copier | None = None,
     ) -> None:
-        """`num_rows` is the number of table rows, one per adapter index including the base model.
+        """Allocate the buffer, and a table with `num_rows` rows: one row for each adapter index and the base model.
 
-        The engine learns only from rank 0 when steps and loads are complete. On the other ranks (`is_follower`) they
-        may still be running, so loads wait for earlier steps and steps wait for the loads they need.
+        Only rank 0 tells the engine when steps and loads are complete. On the other ranks (`is_follower`), these steps
+        and loads may still be running, so loads wait for earlier steps, and steps wait for the loads they need.
         """
         self._is_follower = is_follower
         self.num_units = num_units
@@ -79,7 +79,7 @@ class AdapterMemory:
             _reserve_pinned_rows(table[0], self.arena.scales[0].cpu())
 
     def on_loaded(self, notify: Callable[[], None]) -> None:
-        """Call `notify`, on any thread, when an asynchronous load completes."""
+        """Register a callback. It is called on any thread when an asynchronous load completes."""
         if self._copier is not None:
             self._copier.notify = notify
 
@@ -89,7 +89,7 @@ class AdapterMemory:
             self._copier.close()
 
     def load(self, index: int, adapter: HostAdapter, first_unit: int) -> None:
-        """Start loading an adapter. Steps in flight must not read these units."""
+        """Start copying an adapter to the buffer, at `first_unit`. Steps in flight must not read these units."""
         assert index > 0, "index 0 is the base model"
         assert index < len(self.arena.host_table), f"index {index} is outside the table"
         assert index not in self._loaded, f"index {index} is in use"
@@ -124,19 +124,19 @@ class AdapterMemory:
         return False
 
     def unload(self, index: int) -> None:
-        """Free an index that no later step uses. Its table row on the device keeps stale values."""
+        """Free an adapter index. No later step may use it, because the table on the device keeps the old values."""
         self.wait_for(index)  # the pending copy must not overwrite the next adapter
         del self._loaded[index]
         self.arena.host_table[index] = self._empty_row
         self.arena.vocab_sizes[index] = self._base_vocab
 
     def move(self, index: int, source: int, target: int) -> None:
-        """Move an adapter to a lower unit. Source and target may overlap."""
+        """Move an adapter from unit `source` down to unit `target`. The two ranges may overlap."""
         self.wait_for(index)
         assert 0 <= target < source, "adapters can only move to lower units"
         buffer, count = self.arena.buffer, self._loaded[index].num_elements
         old, new = source * self._unit, target * self._unit
-        is_far = source - target >= MOVE_UNITS  # chunks do not overlap their targets
+        is_far = source - target >= MOVE_UNITS  # no chunk overlaps its target
         piece = old - new if is_far else MOVE_UNITS * self._unit
         for done in range(0, count, piece):
             stop = min(done + piece, count)
@@ -155,5 +155,5 @@ class AdapterMemory:
 
 def _reserve_pinned_rows(*rows: torch.Tensor) -> None:
     """Fill torch's pinned memory cache with table rows, because pinning during a load is slow."""
-    held = [row.pin_memory() for row in rows for _ in range(PINNED_ROWS)]  # all alive, so that none is reused
+    held = [row.pin_memory() for row in rows for _ in range(PINNED_ROWS)]  # all alive, so that memory is not reused
     del held

@@ -16,7 +16,7 @@ import torch
 from lorax_server.errors import EngineError
 
 NUM_BUFFERS, BUFFER_BYTES = 4, 8 * 2**20
-COPIER_CHECK_INTERVAL_S = 0.1  # how often a waiting thread checks that the copier still works
+COPIER_CHECK_INTERVAL_S = 0.1  # interval at which a waiting thread checks for a copier failure
 
 
 class CopyStream:
@@ -34,7 +34,7 @@ class CopyStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
-        """Start a copy. Return an event that is recorded after it."""
+        """Start a copy, and return an event that is recorded after the copy."""
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             end = torch.cuda.Event(blocking=True)  # waiting threads sleep instead of spinning
@@ -43,7 +43,7 @@ class CopyStream:
 
 
 class CopyHandle:
-    """State of one copy."""
+    """The state of one copy, returned by `Copier.start`."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -58,7 +58,7 @@ class _Task(NamedTuple):
 
 
 class _Buffer:
-    """A pinned staging buffer. It can be reused after `copied_event`."""
+    """A pinned staging buffer. The buffer can be reused after `copied_event`."""
 
     def __init__(self, pinned: torch.Tensor) -> None:
         self.pinned = pinned
@@ -67,7 +67,7 @@ class _Buffer:
 
 
 class Copier:
-    """Runs copies in order on a background thread."""
+    """Copies adapters to the GPU in order, on a background thread."""
 
     def __init__(
         self, copy_stream: CopyStream, num_buffers: int = NUM_BUFFERS, buffer_bytes: int = BUFFER_BYTES
@@ -123,12 +123,12 @@ class Copier:
                 self._copy_task(task)
                 self.notify()
                 del task  # release the adapter's memory while waiting for the next task
-        except Exception as error:  # `check` raises it in other threads
+        except Exception as error:  # reported by `check`
             self._failure = error
             self.notify()
 
     def _copy_task(self, task: _Task) -> None:
-        """Run one copy. Stages the next chunk while previous chunks are being copied."""
+        """Copy one adapter. The next chunk is staged while previous chunks are being copied."""
         source, target = task.source.view(torch.uint8), task.target.view(torch.uint8)
         staged = source.numpy()
         copied_event: torch.cuda.Event | None = None

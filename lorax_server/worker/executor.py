@@ -28,14 +28,14 @@ from lorax_server.worker.worker import Worker, build_worker
 
 logger = logging.getLogger(__name__)
 
-RANK_EXIT_TIMEOUT_S = 5.0  # then the rank is killed
-IDLE_BEFORE_TRIM_S = 1.0  # an idle rank then returns free memory to the system
-RANK_ERROR_WAIT_S = 5.0  # for the error message from a rank that exited
-GROUP_TIMEOUT_S = 600.0  # for collectives, for example while another rank loads weights
+RANK_EXIT_TIMEOUT_S = 5.0  # a rank that takes longer to exit is killed
+IDLE_BEFORE_TRIM_S = 1.0  # idle time after which a rank returns free memory to the system
+RANK_ERROR_WAIT_S = 5.0  # maximum wait for the error message from a rank that exited
+GROUP_TIMEOUT_S = 600.0  # timeout of collectives, for example while another rank loads weights
 
 
 class TensorParallelExecutor:
-    """Runs rank 0 in this process and every other rank in a child process. If one rank exits, all are stopped."""
+    """Runs rank 0 in this process and every other rank in a child process. If one rank exits, all ranks are stopped."""
 
     def __init__(
         self,
@@ -43,7 +43,10 @@ class TensorParallelExecutor:
         on_rank_exit: Callable[[EngineError], None] | None = None,
         phases: Phases | None = None,
     ) -> None:
-        """`on_rank_exit` is called on a background thread if a rank exits unexpectedly. `phases` measures rank 0."""
+        """Start all ranks and load the model. `phases` measures the startup of rank 0.
+
+        `on_rank_exit` is called on a background thread if a rank exits unexpectedly.
+        """
         self._on_rank_exit = on_rank_exit
         self._failure: EngineError | None = None
         self._is_closing = False
@@ -82,7 +85,7 @@ class TensorParallelExecutor:
         return self._worker.pop_loaded()
 
     def submit(self, plan: StepPlan) -> LoraxError | None:
-        """Start a step on all ranks. If one rank runs out of memory, all ranks stop, because steps cannot be undone."""
+        """Start a step on all ranks. An out-of-memory error stops all ranks, because steps cannot be undone."""
         return self._run_on_all_ranks(plan, lambda: self._worker.submit(plan))
 
     def mask(self, masks: StepMasks) -> LoraxError | None:
@@ -121,12 +124,12 @@ class TensorParallelExecutor:
         self._folder.cleanup()
 
     def _find_cause(self, error: BaseException) -> BaseException:
-        """Return the error of the rank that exited first, or `error` if no rank reports one in time."""
+        """Return the error of the rank that exited first, or `error` if no rank reports an error in time."""
         self._watcher.join(timeout=RANK_ERROR_WAIT_S)
         return self._failure or error
 
     def _watch_ranks(self) -> None:
-        """Wait until a rank exits, then kill the others, which may be blocked in a collective."""
+        """Wait until a rank exits, then kill the other ranks, which may be blocked in a collective."""
         exited = wait([process.sentinel for process in self._ranks])
         if self._is_closing:
             return
@@ -163,7 +166,7 @@ def _build_rank_worker(config: EngineConfig, rank: int, rendezvous: str, phases:
 
 
 def _run_rank(config: EngineConfig, rank: int, rendezvous: str, connection: Connection) -> None:
-    """Run a rank in a child process: execute plans from the pipe until it is closed."""
+    """Run a rank in a child process. It executes step plans from the pipe until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process stops the ranks
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:
@@ -188,7 +191,7 @@ def _run_rank(config: EngineConfig, rank: int, rendezvous: str, connection: Conn
 
 
 def receive_plan(connection: Connection) -> StepPlan:
-    """Wait for the next plan. When idle, return free memory to the system once."""
+    """Wait for the next step plan and return it. If the wait is long, return free memory to the system."""
     if not connection.poll(IDLE_BEFORE_TRIM_S):
         trim_malloc()
     plan: StepPlan = pickle.loads(connection.recv_bytes())

@@ -1,4 +1,4 @@
-"""Record all layers of a step as a graph and replay it with one call.
+"""Record all layers of a step as a graph, and replay the graph with one call.
 
 On a GPU, CUDA graphs for decode steps and mixed steps are captured at startup for some sizes, and steps are padded to
 the next size. On a CPU, `CpuGraph`s for decode steps are recorded on first use, one per size. Embedding and LM head are
@@ -31,19 +31,19 @@ _Segments = tuple[list[int], list[int]]
 STEP_PRIORITY = -1  # CUDA stream priority, higher than adapter preparation (0, the lowest)
 
 DECODE_GRAPH_SIZES: tuple[int, ...] = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
-# Coarse steps, because some padding is cheap compared with prompts. Larger steps do not benefit from graphs.
+# Sizes are coarse, because padding is cheap compared with prompts. Larger steps do not benefit from graphs.
 MIXED_GRAPH_SIZES: tuple[int, ...] = (
     *(16, 32, 64, 96, 128, 192),
     *range(256, 512, 64),
     *range(512, 1024, 128),
     *range(1024, 2305, 256),
 )
-MAX_GRAPH_SEQS = 256  # maximum sequences in a mixed step with a graph
+MAX_GRAPH_SEQS = 256  # maximum number of sequences in a step with a graph
 MAX_CPU_GRAPH_TOKENS = 64  # in larger steps, the Python overhead is negligible
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Return the decode batch sizes with a graph, in ascending order."""
+    """Return the decode batch sizes for which graphs are captured, in ascending order."""
     return _truncate_sizes(DECODE_GRAPH_SIZES, max_num_seqs)
 
 
@@ -67,14 +67,14 @@ class GraphSizes(NamedTuple):
         return cls(range(1, MAX_CPU_GRAPH_TOKENS + 1))
 
     def for_step(self, tokens: StepTokens) -> Sequence[int]:
-        """Return the sizes for decode steps or for mixed steps."""
+        """Return the graph sizes for this kind of step (decode or mixed)."""
         return self.decode if tokens.is_single else self.mixed
 
 
 class GraphKey(NamedTuple):
-    """Identifies a graph."""
+    """Identifies a graph by size, kind of step and use of adapters."""
 
-    size: int  # tokens
+    size: int  # number of tokens
     is_mixed: bool = False
     has_adapters: bool = False
 
@@ -84,7 +84,7 @@ class GraphKey(NamedTuple):
 
     @property
     def is_large(self) -> bool:
-        """True if prefill kernels run the step. Their LoRA part is planned on the host, and is not free if unused."""
+        """Return True if the step uses prefill kernels. They plan LoRA on the host, and unused LoRA would take time."""
         return self.size > DECODE_GRAPH_SIZES[-1]
 
 
@@ -97,7 +97,7 @@ class _Graph(NamedTuple):
 
 
 class StepGraphs:
-    """Graphs of a model's layers, with and without adapters for each size.
+    """The graphs of a model's layers. Each size has one graph with adapters and one graph without adapters.
 
     Small mixed steps have only one graph per size, with adapters if adapters are enabled. With `capture=False` (for
     tests), the layers run eagerly on the same padded inputs.
@@ -121,11 +121,11 @@ class StepGraphs:
         self._inputs = StaticInputs(tables, most, min(most, MAX_GRAPH_SEQS))
         self._embedding: PagedContext | None = None  # context of the last embedding call
         self._longest = tables.token_ids.shape[1] - 1
-        self._x = self._embed(torch.zeros_like(self._inputs.places), None).clone()
+        self._x = self._embed(torch.zeros_like(self._inputs.token_indices), None).clone()
         self._graphs: dict[GraphKey, _Graph] = {}
-        self._planned: dict[GraphKey, bytes] = {}  # adapters of the last replay
+        self._planned: dict[GraphKey, bytes] = {}  # adapters of each graph's last replay
         self._capture = capture
-        self._recorder = model.ops.make_recorder(most) if capture else None  # None: CUDA graphs
+        self._recorder = model.ops.make_recorder(most) if capture else None  # None for CUDA graphs
         # Graph memory per size in descending order of size: decode steps, then mixed steps.
         self.num_bytes: list[int] = []
         self._room = rotary_capacity(model)
@@ -134,11 +134,11 @@ class StepGraphs:
 
     @property
     def has_cpu_graphs(self) -> bool:
-        """True if decode steps run as CPU graphs."""
+        """Return True if decode steps run as CPU graphs."""
         return self._recorder is not None and bool(self._sizes.decode)
 
     def find(self, tokens: StepTokens, adapter_data: AdapterBatchData | None) -> GraphKey | None:
-        """Return the key of the graph for a step, or None."""
+        """Return the key of the graph for a step, or None if the step must run without a graph."""
         count, is_mixed, sizes = len(tokens.slots), not tokens.is_single, self._sizes.for_step(tokens)
         if not sizes or count > sizes[-1] or len(tokens.lengths) > MAX_GRAPH_SEQS:
             return None
@@ -172,7 +172,7 @@ class StepGraphs:
         self._planned.clear()
 
     def _plan(self, key: GraphKey, graph: _Graph, adapters: bytes, adapter_data: AdapterBatchData | None) -> None:
-        """Refresh the graph's LoRA plan if the batch uses other adapters than in the last replay."""
+        """Refresh the graph's LoRA plan if the batch has different adapters than in the last replay."""
         if self._planned.get(key) != adapters:
             assert graph.context.adapter_data is not None
             self._planned.pop(key, None)  # stays invalid if the refresh runs out of memory
@@ -181,7 +181,10 @@ class StepGraphs:
             self._planned[key] = adapters
 
     def _run_eager(self, key: GraphKey, adapter_data: AdapterBatchData | None) -> torch.Tensor:
-        """Run the layers of this graph eagerly. Ops that cannot record graphs need the batch's adapters on the host."""
+        """Run the layers of this graph eagerly, and return the hidden states.
+
+        Ops that cannot record graphs need the batch's adapters on the host.
+        """
         layers, x = self._model.model, self._x[: key.size]
         data = self._describe(key.size, _pad(adapter_data, key.size)) if key.has_adapters else None
         if data is not None and self._model.ops.records_graphs:
@@ -204,14 +207,14 @@ class StepGraphs:
             slots=inputs.kv_slots[tokens],
             cu_seqlens=inputs.cu_seqlens[: key.num_seqs + 1] if key.is_mixed else None,
             token_prompt_lengths=inputs.prompt_lengths[tokens],
-            stores_all=key.is_mixed,  # except padding
+            stores_all=key.is_mixed,  # all keys and values except padding are stored
             in_graph=True,
             max_position=max_position,
             adapter_data=adapter_data,
         )
 
     def _describe(self, size: int, segments: _Segments | None = None) -> AdapterBatchData:
-        """Return the adapter data of a padded batch. `segments` is None in graphs."""
+        """Return the adapter data of a padded batch. `segments` is None in graphs, because segments change."""
         assert self._memory is not None
         padded = AdapterBatchMetadata(self._inputs.adapter_indices[:size], *(segments or ([], [])))
         return AdapterBatchData(padded, self._memory.arena, in_graph=segments is None)
@@ -225,11 +228,11 @@ class StepGraphs:
     # --- CPU graphs ---------------------------------------------------------------------------------------------------
 
     def _record(self, key: GraphKey) -> bool:
-        """Record a CPU graph. If recording fails, disable graphs and return False."""
+        """Record a CPU graph and return True. If recording fails, disable graphs and return False."""
         assert self._recorder is not None
         adapter_data = self._describe(key.size) if key.has_adapters else None
         if adapter_data is not None:
-            self._model.ops.refresh_lora_plan(adapter_data.lora, adapter_data.lora)  # not part of the graph
+            self._model.ops.refresh_lora_plan(adapter_data.lora, adapter_data.lora)  # before recording starts
         context = self._context(key, adapter_data)
         run = partial(self._model.model.run_layers, self._x[: key.size], context)
         try:
@@ -242,7 +245,7 @@ class StepGraphs:
         return True
 
     def _reserve_rotary(self, length: int) -> None:
-        """Grow the RoPE tables if necessary. Discards all graphs, which contain the old addresses."""
+        """Grow the RoPE tables if necessary. This discards all graphs, because they contain the old addresses."""
         if length > self._room:
             self._room = max(length, 2 * self._room)
             reserve_rotary(self._model, self._room)
@@ -253,11 +256,11 @@ class StepGraphs:
 
     @torch.inference_mode()
     def _capture_all(self) -> None:
-        """Capture all graphs, largest first, so that smaller graphs reuse its memory pool."""
+        """Capture all graphs, largest first, so that smaller graphs reuse the memory of the largest graph."""
         device, start = self._model.device, time.monotonic()
         used = [_get_used_bytes(device)]
         pool: Any = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(device, priority=STEP_PRIORITY)  # captured kernels keep the priority
+        stream = torch.cuda.Stream(device, priority=STEP_PRIORITY)  # captured kernels keep the stream's priority
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for keys in self._list_keys():
@@ -291,14 +294,14 @@ class StepGraphs:
     def _capture_one(self, key: GraphKey, pool: Any) -> _Graph:
         layers, x = self._model.model, self._x[: key.size]
         adapter_data = self._describe(key.size) if key.has_adapters else None
-        # The first graph of each type runs all layers. Later ones only need kernels that depend on the size.
+        # The first graph of each type runs all layers. Later graphs only need the kernels that depend on the size.
         is_first = all(key._replace(size=0) != known._replace(size=0) for known in self._graphs)
         count = None if is_first else layers.num_warmup_layers
         layers.run_layers(x, self._context(key, adapter_data), count)  # compile kernels before the capture
         torch.cuda.current_stream().synchronize()
         # A new context, so that values derived from lengths are computed inside the graph.
         context, graph = self._context(key, adapter_data), torch.cuda.CUDAGraph()
-        # Not `torch.cuda.graph`, which runs the garbage collector. "thread_local": other threads may use the device.
+        # `torch.cuda.graph` would run the garbage collector. With "thread_local", other threads may use the device.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         hidden = layers.run_layers(x, context)
         graph.capture_end()
@@ -306,7 +309,7 @@ class StepGraphs:
 
 
 def _pad(adapter_data: AdapterBatchData | None, size: int) -> _Segments:
-    """Return segment bounds and adapters of a padded batch. Padding uses the base model."""
+    """Return the segment bounds and adapters of a padded batch. Padding tokens use the base model."""
     if adapter_data is None:
         return [0, size], [0]
     meta = adapter_data.meta
@@ -314,10 +317,10 @@ def _pad(adapter_data: AdapterBatchData | None, size: int) -> _Segments:
 
 
 def measure_graphs(model: PagedCausalLM, memory: AdapterMemory | None, sizes: GraphSizes, tables: SlotTables) -> int:
-    """Estimate the memory of all graphs before the KV cache is allocated.
+    """Return the estimated memory of all graphs in bytes, before the KV cache is allocated.
 
-    Captures the two largest sizes with a KV cache of one block and discards them. The largest graph determines the
-    shared memory pool. Every other graph is assumed to take as much as the second largest.
+    This captures graphs for the two largest sizes with a KV cache of one block, and discards them. The largest graph
+    determines the shared memory pool. Each smaller graph is assumed to take as much memory as the second largest.
     """
     if not sizes.decode:
         return 0

@@ -14,11 +14,11 @@ from lorax_server.sampling.sampler import SequenceSampling, TokenMasks
 from lorax_server.types import SamplingParams
 
 CUDA_SEGMENT_BYTES = 20 * 2**20  # allocation granularity of torch's CUDA allocator, per stream
-MAX_SPLIT_KEYS = 8192  # per sequence; with more keys, one attention call for all its tokens is faster
+MAX_SPLIT_KEYS = 8192  # limit per sequence; with more keys, one attention call for all tokens is faster
 
 
 class SelectedSlots(NamedTuple):
-    """Table entries of the selected slots. Valid until one of these slots is written."""
+    """The `SlotTables` entries of some slots. They are valid until one of these slots is written."""
 
     key: bytes
     slots: torch.Tensor
@@ -28,7 +28,7 @@ class SelectedSlots(NamedTuple):
 
 
 class SlotTables:
-    """Tokens, KV blocks, prompt length and sampling parameters of each slot.
+    """The tokens, KV blocks, prompt length and sampling parameters of each slot.
 
     The host has copies of all values except sampled tokens, because reading device memory would synchronize. Derived
     values are computed in numpy, which is faster than torch for small arrays.
@@ -41,14 +41,14 @@ class SlotTables:
         self.host_prompt_lengths = np.zeros(max_num_seqs, np.int64)
         self._host_tokens = host_view(self.token_ids.view(-1))
         self._host_blocks = host_view(self.blocks)
-        self._shifts = np.zeros(self.blocks.shape, np.int64)  # KV slot minus token position, per block
+        self._shifts = np.zeros(self.blocks.shape, np.int64)  # KV slot minus token position, for each block
         self._sequence_sampling = [SequenceSampling(SamplingParams())] * max_num_seqs
-        self._selected: SelectedSlots | None = None  # slots of the last step
+        self._selected: SelectedSlots | None = None  # cached selection of the last step
         self._block_tables: tuple[bytes, int, torch.Tensor] | None = None  # (slots key, width, blocks) of the last step
         self.version = 0  # incremented when slots or blocks change
 
     def write_new(self, plan: StepPlan) -> None:
-        """Write the new sequences and blocks of a step."""
+        """Write a step's new sequences and KV blocks to the tables."""
         device = self.blocks.device
         self.version += bool(plan.new_sequences) or len(plan.new_blocks) > 0
         for new in plan.new_sequences:
@@ -68,7 +68,7 @@ class SlotTables:
                 self.blocks[on_device[0], on_device[1]] = on_device[2].int()
 
     def select(self, slots: Ints) -> SelectedSlots:
-        """Return the entries of these slots. Reuses the last selection if the slots are unchanged."""
+        """Return the table entries of these slots. The last selection is reused if the slots are the same."""
         key = slots.tobytes()
         if self._selected is None or self._selected.key != key:
             on_device, prompt_lengths = columns_to_device([slots, self.host_prompt_lengths[slots]], self.blocks.device)
@@ -87,25 +87,25 @@ class SlotTables:
         return known[2]
 
     def compute_kv_slots(self, slots: Ints, positions: Ints) -> Ints:
-        """Return the KV cache slot of each token."""
+        """Return the KV cache position of each token, given its slot and position in the sequence."""
         kv_slots: Ints = self._shifts[slots, positions // self.block_size] + positions
         return kv_slots
 
-    def read_tokens(self, places: Ints) -> torch.Tensor:
+    def read_tokens(self, token_indices: Ints) -> torch.Tensor:
         """Return the tokens at these indices of the flattened `token_ids`."""
         if self._host_tokens is not None:
-            return torch.from_numpy(self._host_tokens[places])
-        return self.token_ids.view(-1)[to_device(places, self.token_ids.device)]
+            return torch.from_numpy(self._host_tokens[token_indices])
+        return self.token_ids.view(-1)[to_device(token_indices, self.token_ids.device)]
 
-    def write_tokens(self, places: Ints, token_ids: torch.Tensor) -> None:
+    def write_tokens(self, token_indices: Ints, token_ids: torch.Tensor) -> None:
         if self._host_tokens is not None:
-            self._host_tokens[places] = token_ids.numpy()
+            self._host_tokens[token_indices] = token_ids.numpy()
         else:
-            self.token_ids.view(-1)[to_device(places, token_ids.device)] = token_ids
+            self.token_ids.view(-1)[to_device(token_indices, token_ids.device)] = token_ids
 
 
 class StepLayout(NamedTuple):
-    """Token counts of a step and values derived from them, on the host. Consecutive decode steps share a layout."""
+    """A step's token counts and derived indices, on the host. Consecutive decode steps share a layout."""
 
     key: bytes
     counts: list[int]  # tokens per sequence
@@ -118,21 +118,21 @@ class StepLayout(NamedTuple):
 
 
 class StepTokens(NamedTuple):
-    """Token positions of a step, on the host."""
+    """The slots and positions of a step's tokens, on the host."""
 
     layout: StepLayout
-    slots: Ints  # [tokens]
-    positions: Ints  # [tokens]
-    lengths: Ints  # [sequences] including this step's tokens
+    slots: Ints  # [tokens] slot of each token
+    positions: Ints  # [tokens] position in the sequence
+    lengths: Ints  # [sequences] sequence length, including this step's tokens
 
     @property
     def is_single(self) -> bool:
-        """True if every sequence has exactly one token."""
+        """Return True if every sequence has exactly one token in the step."""
         return self.layout.max_count == 1
 
 
 def build_step_tokens(plan: StepPlan, known: StepLayout | None = None) -> StepTokens:
-    """Compute slots and positions of a step's tokens. `known` is reused if it fits this step."""
+    """Return the slots and positions of a step's tokens. The layout `known` is reused if it fits this step."""
     layout = known
     if layout is None or layout.key != plan.counts.tobytes() + plan.samples.tobytes():
         layout = _build_layout(plan)
@@ -160,10 +160,11 @@ def _build_layout(plan: StepPlan) -> StepLayout:
 
 
 def split_forced_tokens(plan: StepPlan, prompt_lengths: Ints) -> StepPlan:
-    """Split forced completion tokens into one plan entry per token.
+    """Return a plan in which each forced token is a separate entry, like a decode token.
 
-    The tokens then run through the same CPU graphs as single decode tokens, with bitwise equal results. Prompts and
-    long sequences are not split. The decision depends only on the sequence. `prompt_lengths` is indexed by slot.
+    The forced tokens then use the same CPU graphs as decode tokens, with bitwise equal results. Prompts and long
+    sequences are not split. Whether a sequence is split does not depend on other sequences. `prompt_lengths` is
+    indexed by slot.
     """
     num_keys = plan.counts * (plan.starts + plan.counts)
     several = (plan.counts > 1) & (num_keys <= MAX_SPLIT_KEYS) & (plan.starts >= prompt_lengths[plan.slots])
@@ -171,20 +172,20 @@ def split_forced_tokens(plan: StepPlan, prompt_lengths: Ints) -> StepPlan:
         return plan
     repeats = np.where(several, plan.counts, 1)
     sequences, ends = np.repeat(np.arange(len(repeats)), repeats), repeats.cumsum()
-    places = np.arange(len(sequences))
+    token_indices = np.arange(len(sequences))
     return replace(
         plan,
         slots=plan.slots[sequences],
-        starts=plan.starts[sequences] + places - (ends - repeats)[sequences],
+        starts=plan.starts[sequences] + token_indices - (ends - repeats)[sequences],
         counts=np.where(several, 1, plan.counts)[sequences],
-        samples=plan.samples[sequences] & (places + 1 == ends[sequences]),
+        samples=plan.samples[sequences] & (token_indices + 1 == ends[sequences]),
         scores_prompt=plan.scores_prompt[sequences],
         adapter_indices=plan.adapter_indices[sequences],
     )
 
 
 def count_mask_bytes(max_num_seqs: int, vocab_size: int) -> int:
-    """Return the maximum GPU memory for `MaskUploader`, whose stream has a separate memory pool.
+    """Return the maximum GPU memory for `MaskUploader` in bytes. Its stream has a separate memory pool.
 
     Masks of two steps can be in flight.
     """
@@ -197,14 +198,14 @@ def count_mask_words(vocab_size: int) -> int:
 
 
 class MaskUploader:
-    """Uploads token masks. On a GPU, the copy overlaps the forward pass; only sampling waits for it."""
+    """Uploads token masks. On a GPU, the upload overlaps the forward pass, and only sampling waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = make_stream(device)
 
     def upload(self, masks: StepMasks, vocab_size: int) -> TokenMasks:
-        """Return masks on the device, padded to `vocab_size` tokens."""
+        """Copy token masks to the device, and return them padded to `vocab_size` tokens."""
         words = self._write(masks, count_mask_words(vocab_size))
         if self._stream is None:
             return TokenMasks(to_device(masks.rows, self._device), words)
@@ -217,7 +218,7 @@ class MaskUploader:
         return sent
 
     def _write(self, masks: StepMasks, width: int) -> torch.Tensor:
-        """Copy masks to (pinned) host memory and pad them to `width` words."""
+        """Return the masks in one host tensor, padded to `width` words. The tensor is pinned if there is a GPU."""
         written = torch.empty(len(masks.rows), width, dtype=torch.int32, pin_memory=self._stream is not None)
         for row, mask in zip(written.numpy(), masks.words, strict=True):
             row[: len(mask)] = mask[:width]
@@ -226,11 +227,11 @@ class MaskUploader:
 
 
 class _ColumnSlices(NamedTuple):
-    """Slices of one int64 array that holds all step inputs. int32 columns are packed in pairs."""
+    """The position of each column in the int64 array of step inputs. Pairs of int32 values are packed into int64."""
 
-    sequences: slice  # three columns: slots, cached tokens, new tokens
-    bounds: slice  # sequence bounds, int32
-    tokens: slice  # three columns: KV slots, prompt lengths, token table indices
+    sequences: slice  # three columns: slots, numbers of cached tokens, numbers of new tokens
+    bounds: slice  # one int32 column: sequence bounds
+    tokens: slice  # three columns: KV slots, prompt lengths, indices in the token table
     small: slice  # two int32 columns: positions, adapter indices
 
     @classmethod
@@ -241,7 +242,7 @@ class _ColumnSlices(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """Step inputs on the host. All arrays are views of `numbers`."""
+    """A step's inputs on the host. All arrays are views of `numbers`."""
 
     numbers: Ints
     by_seq: Ints  # [3, sequences]
@@ -259,28 +260,28 @@ class _Columns(NamedTuple):
 class StaticInputs:
     """Step inputs at fixed device addresses, for graphs.
 
-    One copy uploads all values that the host knows; on CPUs they are written in place. Tokens and block tables are
-    gathered on the device. Padding sequences have length 0, and keys and values of padding tokens are not stored.
+    On a GPU, one copy uploads all values that the host knows. On CPUs, they are written in place. Tokens and block
+    tables are gathered on the device. Padding sequences have length 0. Padding tokens have no KV cache entries.
     """
 
     def __init__(self, tables: SlotTables, num_tokens: int, num_seqs: int) -> None:
-        """`num_tokens` and `num_seqs` are the maximum per step."""
+        """Allocate the inputs for steps with at most `num_tokens` tokens and `num_seqs` sequences."""
         device = tables.blocks.device
         self._tables = tables
         self._at = at = _ColumnSlices.lay_out(num_tokens, num_seqs)
         self._numbers = torch.zeros(at.small.stop, dtype=torch.int64, device=device)
         numbers = host_view(self._numbers)
         self._in_place = None if numbers is None else _Columns.split(numbers, at)
-        self._written: tuple[object, ...] = ()  # identifies the contents that the next step may reuse
+        self._written: tuple[object, ...] = ()  # key of the current contents, which the next step may reuse
         self.slots, self.cache_lengths, self.input_lengths = self._numbers[at.sequences].view(3, -1)
         self.cu_seqlens = self._numbers[at.bounds].view(torch.int32)[: num_seqs + 1]
-        self.kv_slots, self.prompt_lengths, self.places = self._numbers[at.tokens].view(3, -1)
+        self.kv_slots, self.prompt_lengths, self.token_indices = self._numbers[at.tokens].view(3, -1)
         self.position_ids, self.adapter_indices = self._numbers[at.small].view(torch.int32).view(2, -1)
         self.block_tables = torch.zeros(num_seqs, tables.blocks.shape[1], dtype=torch.int32, device=device)
         self.kv_slots.fill_(-1)
 
     def write(self, plan: StepPlan, tokens: StepTokens, padded_seqs: int) -> torch.Tensor:
-        """Write the inputs of a step. Return its token IDs."""
+        """Write the inputs of a step, and return its token IDs on the device."""
         count, tables, columns = len(tokens.slots), self._tables, self._in_place
         if columns is not None:
             key = plan.slots.tobytes(), plan.adapter_indices.tobytes(), tokens.layout.key, padded_seqs, tables.version
@@ -297,10 +298,10 @@ class StaticInputs:
         self._write_positions(columns, plan, tokens)
         self._numbers.copy_(torch.from_numpy(columns.numbers).pin_memory(), non_blocking=True)
         self._select_blocks(padded_seqs)
-        return tables.token_ids.view(-1).index_select(0, self.places[:count])
+        return tables.token_ids.view(-1).index_select(0, self.token_indices[:count])
 
     def _write_composition(self, columns: _Columns, plan: StepPlan, tokens: StepTokens) -> None:
-        """Write the columns that stay the same while the same sequences decode."""
+        """Write the columns that do not change while the same sequences decode."""
         num_seqs, count = len(plan.slots), len(tokens.slots)
         columns.by_seq[0, :num_seqs] = plan.slots
         columns.by_seq[2, :num_seqs] = plan.counts

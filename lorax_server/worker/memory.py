@@ -1,4 +1,4 @@
-"""Divide device memory between KV cache, adapters and steps. Reject configurations that do not fit."""
+"""Divide device memory between the KV cache, adapters and steps. Reject configurations that do not fit."""
 
 import logging
 from collections.abc import Callable
@@ -39,26 +39,26 @@ from lorax_server.worker.warm_up import (
 
 logger = logging.getLogger(__name__)
 
-CPU_ADAPTER_BYTES = 2**30  # upper limit; memory is committed on first use
-CPU_CACHE_DIVISOR = 4  # the KV cache may use free memory / 4
+CPU_ADAPTER_BYTES = 2**30  # maximum; the system allocates memory on first use
+CPU_CACHE_DIVISOR = 4  # KV cache size = free memory / this
 MIN_ADAPTER_ROWS = 64
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return True for GPU out-of-memory errors from torch or from CUDA libraries."""
+    """Return True if the error is a GPU out-of-memory error from torch or a CUDA library."""
     return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error) or "out of memory" in str(error)
 
 
 class StepMemory(NamedTuple):
-    """GPU memory for steps in bytes, in addition to weights, adapters and KV cache."""
+    """GPU memory for steps, in bytes. Weights, adapters and KV cache are not included."""
 
-    step: int = 0  # peak of the largest step
+    step: int = 0  # peak memory of the largest step
     graphs: int = 0
     tables: int = 0  # slot tables and token masks
 
 
 def find_max_num_seqs(config: EngineConfig, device: torch.device) -> int:
-    """Return the maximum number of running sequences."""
+    """Return the maximum number of running sequences, from the config or a default for the device."""
     if config.max_rows is not None:
         return config.max_rows
     is_large = not is_host(device) and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU_BYTES
@@ -67,7 +67,7 @@ def find_max_num_seqs(config: EngineConfig, device: torch.device) -> int:
 
 
 def resolve_sizes(config: EngineConfig, model: PagedCausalLM) -> EngineConfig:
-    """Convert sizes given in tokens or as a GPU memory fraction to bytes."""
+    """Return the config with all sizes in bytes. They can be given in tokens or as a fraction of GPU memory."""
     if config.cache_tokens is not None:
         num_blocks = -(-config.cache_tokens // config.block_size)
         num_bytes = num_blocks * block_bytes(model, config.block_size)
@@ -82,7 +82,7 @@ def resolve_sizes(config: EngineConfig, model: PagedCausalLM) -> EngineConfig:
 
 
 def adapter_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Return the device memory for adapters. Call this after loading the weights."""
+    """Return the device memory for adapters in bytes. Call this after loading the weights."""
     if config.adapter_bytes is not None:
         return config.adapter_bytes
     if is_host(device):
@@ -98,12 +98,12 @@ def count_adapter_rows(num_bytes: int, num_targets: int) -> int:
 
 
 def adapter_host_bytes(config: EngineConfig) -> int:
-    """Return the host memory for adapters per rank. All ranks run on the same machine."""
+    """Return the host memory for adapters per rank, in bytes. All ranks run on the same machine."""
     return config.adapter_host_bytes or machine_bytes() // HOST_ADAPTER_DIVISOR // config.tensor_parallel
 
 
 def model_bytes(model: PagedCausalLM) -> int:
-    """Return the size of all model tensors. Shared tensors count once."""
+    """Return the total size of the model's tensors in bytes. Shared tensors count once."""
     tensors: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for value in vars(module).values():
@@ -133,7 +133,7 @@ def measure_step_memory(
         return StepMemory()
     data = None if memory is None else make_dummy_lora_batch(memory, step_tokens)
     prompts = _measure_peak(model, lambda: run_prompts(model, step_tokens, shape, data))
-    blocks = count_prompt_blocks(step_tokens, shape)  # part of the KV cache, not of the step
+    blocks = count_prompt_blocks(step_tokens, shape)  # subtracted, because they belong to the KV cache
     prompts -= blocks * block_bytes(model, shape.block_size)
     row_bytes = model.lm_head.linear.weight.shape[1] * model.lm_head.linear.weight.dtype.itemsize
     hidden = step_tokens * row_bytes
@@ -141,7 +141,7 @@ def measure_step_memory(
     choice = _measure_peak(model, lambda: run_sampling(model, max_num_seqs, shape.max_length, masks))
     tables = SlotTables(max_num_seqs, shape.max_length, shape.block_size, model.device)
     graphs = measure_graphs(model, memory, graph_sizes, tables)
-    # Block tables exist three times: slot tables, step inputs and graph inputs. Graphs also hold embedded tokens.
+    # Block tables exist three times: in slot tables, step inputs and graph inputs. Graphs also store token embeddings.
     held = tables.token_ids.nbytes + 3 * tables.blocks.nbytes + max((0, *graph_sizes.mixed)) * row_bytes
     held += count_mask_bytes(max_num_seqs, model.lm_head.vocab_size)
     return StepMemory(max(prompts, hidden + choice), graphs, held)
@@ -154,7 +154,10 @@ def count_blocks(
     max_length: int,
     step_memory: StepMemory | None = None,
 ) -> int:
-    """Return the number of KV blocks that fit, limited by the maximum demand. Raise ConfigError if none fits."""
+    """Return how many KV blocks fit into memory, up to the number that all slots can use.
+
+    Raise ConfigError if no block fits.
+    """
     size, needed = block_bytes(model, config.block_size), sum(step_memory or ())
     most = -(-max_num_seqs * max_length // config.block_size)
     if is_host(model.device):
@@ -188,7 +191,7 @@ class MemoryReportLine(NamedTuple):
 def report_memory(
     model: PagedCausalLM, config: EngineConfig, memory: AdapterMemory | None, num_blocks: int, step_memory: StepMemory
 ) -> list[MemoryReportLine]:
-    """Log and return the memory usage of the device. On a CPU, the lines add up to the process's RSS."""
+    """Log and return the device's memory usage. On a CPU, the last line is the process's RSS."""
     cache, arena = num_blocks * block_bytes(model, config.block_size), None if memory is None else memory.arena
     buffer = 0 if arena is None else arena.buffer.nbytes
     tables = 0 if arena is None else arena.host_table.nbytes + arena.scales.nbytes
@@ -224,7 +227,7 @@ def out_of_memory_error(model: PagedCausalLM, num_adapter_bytes: int) -> ConfigE
 
 
 def _get_free_gpu_bytes(config: EngineConfig, device: torch.device) -> tuple[int, int]:
-    """Return the free bytes within `gpu_memory_fraction`, and all free bytes."""
+    """Return the free bytes within the limit `gpu_memory_fraction`, and the total free bytes."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

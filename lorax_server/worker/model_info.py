@@ -12,7 +12,7 @@ from lorax_server.plan import Capabilities, RopeRule
 
 
 def describe_model(model: PagedCausalLM) -> Capabilities:
-    """Return the model's capabilities. Fields that depend on configuration are 0."""
+    """Return the model's capabilities. Sizes that depend on the engine configuration are 0."""
     dtype, targets = model.lm_head.linear.weight.dtype, collect_adapter_targets(model).values()
     return Capabilities(
         vocab_size=model.config.vocab_size,
@@ -31,7 +31,7 @@ def describe_model(model: PagedCausalLM) -> Capabilities:
 
 
 def find_max_length(model: PagedCausalLM) -> int:
-    """Return the maximum sequence length, including dynamic RoPE scaling."""
+    """Return the model's maximum sequence length, including dynamic RoPE scaling."""
     fields = ("max_position_embeddings", "max_seq_len", "seq_length")
     length = next((limit for field in fields if (limit := getattr(model.config, field, None))), DEFAULT_MAX_POSITIONS)
     stretch = max((m.factor for m in model.modules() if isinstance(m, DynamicRotaryEmbedding)), default=1.0)

@@ -27,7 +27,7 @@ BLOCK_SIZE = 16
 
 
 def build_padded_runner(config: EngineConfig) -> tuple[Capabilities, "PaddedRunner"]:
-    """Load a model that has no paged implementation."""
+    """Load a model that has no paged implementation. Return its capabilities and runner."""
     if config.tensor_parallel > 1:
         raise ConfigError(f"{config.model.path}: this model type does not support tensor parallelism")
     if config.model.quantize is not None:
@@ -49,7 +49,7 @@ def build_padded_runner(config: EngineConfig) -> tuple[Capabilities, "PaddedRunn
 
 
 def padded_capabilities(model: PaddedLM, max_num_seqs: int, max_length: int | None) -> Capabilities:
-    """Return the capabilities of a `PaddedRunner`. It has no KV blocks, so `num_blocks` covers the maximum demand."""
+    """Return the capabilities of a `PaddedRunner`. It has no KV blocks, so `num_blocks` suffices for all slots."""
     longest = max_positions(model.config)
     max_length = longest if max_length is None else min(max_length, longest)
     return Capabilities(
@@ -77,7 +77,7 @@ class _Request(NamedTuple):
 
 
 class _SequenceResult(NamedTuple):
-    """Step result of one sequence."""
+    """One sequence's result in a step."""
 
     token_id: int
     logprob: float
@@ -93,11 +93,12 @@ class MaskedPlan(NamedTuple):
 
 
 class PaddedRunner:
-    """Runs one padded batch.
+    """Runs all sequences in one padded batch.
 
     Every step adds a column to the whole batch, so every plan must contain all running sequences. A sequence that is
-    missing from a plan is removed and its slot is free. The scheduler fulfills this if `max_step_tokens` is at least
-    the number of slots and blocks do not run out, because it schedules running sequences before new ones.
+    missing from a plan is removed, and its slot becomes free. The scheduler includes all running sequences if
+    `max_step_tokens` is at least the number of slots and enough blocks are free, because it schedules running
+    sequences before new sequences.
     """
 
     def __init__(self, model: PaddedLM) -> None:
@@ -107,7 +108,7 @@ class PaddedRunner:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> StepResult | MaskedPlan:
-        """Run a step synchronously. The returned ticket is the result. A masked step runs when `mask` is called."""
+        """Run a step synchronously and return its result. A masked step runs later, in `mask`."""
         _check_plan(plan)
         return MaskedPlan(plan) if plan.is_masked else self._run(plan, {})
 
@@ -129,7 +130,7 @@ class PaddedRunner:
         return ticket
 
     def _continue(self, plan: StepPlan) -> PaddedBatch | None:
-        """Remove finished sequences from the batch. Keep the batch's order, because reordering would copy the cache."""
+        """Return the batch without finished sequences. The order is kept, because reordering would copy the cache."""
         new_sequences = {new.slot for new in plan.new_sequences}
         starts = zip(plan.slots.tolist(), plan.starts.tolist(), strict=True)
         running = {slot: start for slot, start in starts if slot not in new_sequences}
@@ -157,7 +158,7 @@ class PaddedRunner:
         )
 
     def _step(self, batch: PaddedBatch, masks: Mapping[int, npt.NDArray[np.int32]]) -> dict[int, _SequenceResult]:
-        """Sample a token for each row and prepare the batch for the next step."""
+        """Sample a token for each sequence, and prepare the batch for the next step. Return the results by slot."""
         is_first = batch.past_key_values is None
         masked = [row for row, request in enumerate(batch.requests) if request.id in masks]
         token_masks = None
@@ -191,13 +192,16 @@ def _check_plan(plan: StepPlan) -> None:
 
 
 def _remaining_tokens(new: NewSequence) -> StoppingCriteria:
-    """Return stopping criteria with the remaining token count, which sizes the batch. The engine detects stops."""
+    """Return stopping criteria with the number of remaining tokens, which determines the batch's memory size.
+
+    The engine checks all other stop conditions.
+    """
     num_generated = len(new.token_ids) - new.prompt_length
     return StoppingCriteria(StopParams(max_new_tokens=new.stop.max_new_tokens - num_generated))
 
 
 def _score_prompt(batch: PaddedBatch, row: int, logits: torch.Tensor) -> tuple[list[float], list[Alternatives] | None]:
-    """Return prompt log probabilities and alternatives, without generated tokens of a preempted sequence."""
+    """Return log probabilities and alternatives for the prompt tokens. Previously generated tokens are excluded."""
     chooser = batch.next_token_choosers[row]
     prompt_length, count = chooser.prompt_length, chooser.sequence_sampling.params.num_alternatives
     num_generated = batch.input_lengths[row] - prompt_length

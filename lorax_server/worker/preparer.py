@@ -1,4 +1,4 @@
-"""Prepare adapters on a background thread: read files, convert weights and compute norms without blocking steps."""
+"""Prepare adapters on a background thread: read files, convert weights and compute norms while steps run."""
 
 import logging
 import threading
@@ -22,14 +22,14 @@ from lorax_server.plan import Prepared
 
 logger = logging.getLogger(__name__)
 
-RANK_READY_TIMEOUT_S = 60.0  # for this rank to prepare an adapter that is ready on rank 0
+RANK_READY_TIMEOUT_S = 60.0  # maximum time to prepare an adapter that is ready on rank 0
 MAX_PAUSE_S = 0.02  # maximum pause while the engine thread is busy
 
 
 class Preparer:
     """Prepares adapters for one rank and keeps them in host memory.
 
-    All ranks prepare the same adapters in the same order. They use a separate process group, so that collectives here
+    All ranks prepare the same adapters in the same order. They use a separate process group, so that these collectives
     do not interfere with collectives in steps.
     """
 
@@ -56,7 +56,7 @@ class Preparer:
         self._is_resumed = threading.Event()
         self._is_resumed.set()
         self._results: deque[Prepared] = deque()
-        self._tasks: SimpleQueue[AdapterSpec | HostAdapter | None] = SimpleQueue()  # adapters to prepare or to free
+        self._tasks: SimpleQueue[AdapterSpec | HostAdapter | None] = SimpleQueue()  # to prepare, or to free
         self._thread = threading.Thread(target=self._run, name="prepare adapters", daemon=True)
         self._thread.start()
 
@@ -64,19 +64,19 @@ class Preparer:
         self._tasks.put(spec)
 
     def get(self, identity: str) -> HostAdapter:
-        """Return an adapter that is ready on rank 0. Wait if this rank has not finished it yet."""
+        """Return an adapter that is ready on rank 0. Wait until this rank has prepared it, too."""
         with self._added:
             self._added.wait_for(lambda: identity in self._ready, RANK_READY_TIMEOUT_S)
             return self._ready[identity]
 
     def drop(self, identity: str) -> None:
-        """Drop an adapter. The background thread frees the memory, because that takes milliseconds."""
+        """Drop an adapter. The background thread frees the memory, because freeing takes milliseconds."""
         host = self.get(identity)
         del self._ready[identity]
         self._tasks.put(host)
 
     def pop_results(self) -> list[Prepared]:
-        """Return the adapters that became ready or failed since the last call."""
+        """Return the results of preparations that finished or failed since the last call."""
         if self._failure is not None:
             raise EngineError("preparing an adapter failed on a tensor-parallel rank") from self._failure
         return [self._results.popleft() for _ in range(len(self._results))]
@@ -84,7 +84,7 @@ class Preparer:
     def pause(self) -> None:
         """Pause the background thread while the engine thread is busy.
 
-        Both compete for the GIL. Without pauses, steps take up to three times as long.
+        The threads compete for the GIL. Without pauses, steps take up to three times as long.
         """
         self._is_resumed.clear()
 
@@ -123,14 +123,14 @@ class Preparer:
         return Prepared(spec.identity, host.units, host.buffer.nbytes, host.vocab_size)
 
     def _open(self, spec: AdapterSpec) -> AdapterWeights:
-        """Open an adapter, or fail on all ranks if one rank cannot read it."""
+        """Open and return an adapter. If one rank cannot read it, raise on all ranks."""
         adapter: AdapterWeights | None = None
         failure: LoraxError | None = None
         try:
             adapter = self._read(spec)
         except LoraxError as error:
             failure = error
-        except Exception as error:  # report it to the other ranks, which wait for this one
+        except Exception as error:  # reported to the other ranks, which wait for this rank
             failure = _unexpected_error(spec, error)
         if self._group.size() > 1:
             flags = self._group.all_gather(torch.tensor([failure is not None]), dim=0)
@@ -169,7 +169,7 @@ def _unexpected_error(spec: AdapterSpec, error: Exception) -> AdapterError:
 
 
 class _InMemoryAdapter:
-    """An adapter with all tensors in memory."""
+    """Adapter weights that were read into memory completely."""
 
     def __init__(self, adapter: AdapterWeights) -> None:
         self.name = adapter.name
@@ -185,4 +185,4 @@ class _InMemoryAdapter:
         return self._ranks[module]
 
     def load(self, module: str) -> ModuleWeights:
-        return self._modules.pop(module)  # each module is loaded once, so release it
+        return self._modules.pop(module)  # release the weights, because each module is loaded only once

@@ -1,4 +1,4 @@
-"""Run steps of a paged model, from the step plan to sampled tokens. Results are copied to the host asynchronously."""
+"""Run steps of a paged model, from the step plan to the sampled tokens. The host receives results asynchronously."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,8 +33,8 @@ PROMPT_LOGPROB_CHUNK_TOKENS = 256
 class ScoredPrompts(NamedTuple):
     """Log probabilities and alternatives of prompt tokens, concatenated over prompts."""
 
-    counts: list[int]  # tokens of each prompt
-    num_alternatives: list[int]  # requested alternatives of each prompt
+    counts: list[int]  # number of scored tokens per prompt
+    num_alternatives: list[int]  # number of requested alternatives per prompt
     logprobs: torch.Tensor  # [tokens]
     top_ids: torch.Tensor  # [tokens, maximum number of alternatives]
     top_logprobs: torch.Tensor
@@ -88,7 +88,10 @@ class PagedRunner:
         graph_sizes: GraphSizes | None = None,
         capture: bool = True,
     ) -> None:
-        """Steps up to the largest of `graph_sizes` run as graphs. See `StepGraphs` for `capture`."""
+        """Allocate the KV cache and slot tables. Steps up to the largest size in `graph_sizes` run as graphs.
+
+        `StepGraphs` describes `capture`.
+        """
         self._model = model
         self._device = model.device
         self._memory = memory
@@ -100,16 +103,16 @@ class PagedRunner:
             self._graphs = StepGraphs(model, self._kv_cache, self._tables, memory, graph_sizes, capture=capture)
         self._layout: StepLayout | None = None  # layout of the last step
         self._sampler: tuple[int, list[SequenceSampling], Sampler] | None = None
-        self._adapter_data: dict[bytes, AdapterBatchData | None] = {}  # of the last step; keys are token adapters
+        self._adapter_data: dict[bytes, AdapterBatchData | None] = {}  # by adapter indices and counts
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Ticket | MaskedTicket:
-        """Start a step. On a GPU, return before it is complete. A masked step stops before sampling."""
+        """Start a step and return its ticket. On a GPU, this does not wait. A masked step stops before sampling."""
         if plan.adapter_ops:
             self._invalidate_adapters(plan.adapter_ops)
         self._tables.write_new(plan)
         if not len(plan.slots):
-            return self._fetch(Ticket(plan.step))  # completes after the plan's adapter moves
+            return self._fetch(Ticket(plan.step))  # its event is recorded after the plan's adapter moves
         tokens = build_step_tokens(plan, self._layout)
         if not tokens.is_single and self._graphs is not None and self._graphs.has_cpu_graphs:
             plan = split_forced_tokens(plan, self._tables.host_prompt_lengths)
@@ -125,7 +128,7 @@ class PagedRunner:
 
     @torch.inference_mode()
     def mask(self, ticket: MaskedTicket, masks: StepMasks) -> Ticket:
-        """Sample the tokens of a masked step."""
+        """Sample the tokens of a masked step, and return the ticket for `collect`."""
         token_masks = self._mask_uploader.upload(masks, ticket.logits.shape[-1]) if len(masks.rows) else None
         sampled = self._choose(ticket.plan, ticket.tokens, ticket.logits, token_masks)
         if masks.forced:
@@ -133,12 +136,12 @@ class PagedRunner:
         return self._fetch(Ticket(ticket.plan.step, sampled, ticket.prompts))
 
     def _write_forced(self, ticket: MaskedTicket, masks: StepMasks) -> None:
-        """Write the forced tokens after the sampled tokens."""
+        """Write the forced tokens to the token table, after the sampled tokens."""
         slots, lengths = ticket.plan.slots[ticket.plan.samples], ticket.tokens.lengths[ticket.plan.samples]
         firsts = self._tables.select(slots).token_offsets + lengths + 1
-        places = [firsts[number] + np.arange(len(token_ids)) for number, token_ids in masks.forced]
+        offsets = [firsts[number] + np.arange(len(token_ids)) for number, token_ids in masks.forced]
         token_ids = np.concatenate([np.array(token_ids, np.int64) for _, token_ids in masks.forced])
-        self._tables.write_tokens(np.concatenate(places), to_device(token_ids, self._device))
+        self._tables.write_tokens(np.concatenate(offsets), to_device(token_ids, self._device))
 
     def collect(self, ticket: Ticket | MaskedTicket) -> StepResult:
         """Wait for a step and return its result."""
@@ -155,7 +158,7 @@ class PagedRunner:
         return result
 
     def _forward(self, plan: StepPlan, tokens: StepTokens) -> torch.Tensor:
-        """Return the hidden states of all tokens. Uses a graph if one fits the step."""
+        """Run the model, and return the hidden states of all tokens. Use a graph if the step fits one."""
         adapter_data = self._adapt_tokens(plan.adapter_indices, plan.counts)
         if self._graphs is not None and (kind := self._graphs.find(tokens, adapter_data)) is not None:
             return self._graphs.run(kind, plan, tokens, adapter_data)
@@ -203,7 +206,7 @@ class PagedRunner:
         key = adapter_indices.tobytes() + b"|" + counts.tobytes()
         if key not in self._adapter_data:
             data, known = None, [other for other in self._adapter_data.values() if other is not None]
-            if len(self._adapter_data) >= 2:  # one entry for all tokens, one for the LM head
+            if len(self._adapter_data) >= 2:  # a step needs one entry for all tokens and one for the LM head
                 self._adapter_data = {}
             if adapter_indices.any():
                 indices = to_device(np.repeat(adapter_indices, counts), self._device)
@@ -211,11 +214,11 @@ class PagedRunner:
                 data = AdapterBatchData(meta, self._memory.arena)
                 for other in known:
                     data.lora.copy_derived_from(other.lora)
-            self._adapter_data[key] = data  # stored last, in case of an out-of-memory error above
+            self._adapter_data[key] = data  # stored last, because the code above may run out of memory
         return self._adapter_data[key]
 
     def _invalidate_adapters(self, ops: Sequence[AdapterOp]) -> None:
-        """Drop cached adapter data that refers to loaded, moved or unloaded adapters."""
+        """Drop cached data of adapters that these operations load, move or unload."""
         assert self._memory is not None
         touched = {op.index for op in ops if isinstance(op, Load | Move | Unload)}
         if self._graphs is not None and touched:
@@ -225,7 +228,7 @@ class PagedRunner:
                 del self._adapter_data[key]
 
     def _score(self, hidden: torch.Tensor, chosen: Ints, plan: StepPlan, tokens: StepTokens) -> torch.Tensor:
-        """Return the logits of the chosen tokens."""
+        """Return the logits for the tokens with indices `chosen`."""
         adapter_indices, counts = plan.adapter_indices, plan.counts
         if len(chosen) < len(hidden):
             hidden = hidden[to_device(chosen, self._device)]
@@ -261,7 +264,7 @@ class PagedRunner:
         return self._sampler[2]
 
     def _score_prompts(self, plan: StepPlan, tokens: StepTokens, hidden: torch.Tensor) -> ScoredPrompts:
-        """Compute prompt log probabilities for the sequences that request them."""
+        """Return prompt log probabilities for the sequences that request them."""
         sequences, slots, starts = (
             tokens.layout.sequences,
             plan.slots[plan.scores_prompt],
@@ -274,8 +277,8 @@ class PagedRunner:
         pieces = []
         for start in range(0, len(scored), PROMPT_LOGPROB_CHUNK_TOKENS):
             piece = scored[start : start + PROMPT_LOGPROB_CHUNK_TOKENS]
-            places = self._tables.select(plan.slots).token_offsets[sequences[piece]] + tokens.positions[piece] + 1
-            following = self._tables.read_tokens(places)
+            offsets = self._tables.select(plan.slots).token_offsets[sequences[piece]] + tokens.positions[piece] + 1
+            following = self._tables.read_tokens(offsets)
             all_logprobs = self._score(hidden, piece, plan, tokens).float().log_softmax(-1)
             logprobs = all_logprobs.gather(-1, following[:, None]).squeeze(-1)
             top_logprobs, top_ids = all_logprobs.topk(min(max(most), all_logprobs.shape[-1]), dim=-1)
@@ -283,7 +286,10 @@ class PagedRunner:
         return ScoredPrompts(counts, most, *map(torch.cat, zip(*pieces, strict=True)))
 
     def _fetch(self, ticket: Ticket) -> Ticket:
-        """Start copying results to the host and record an event, so that `collect` does not wait for later steps."""
+        """Start copying the results to the host, and return a ticket for the copies.
+
+        The ticket's event lets `collect` wait for this step only.
+        """
         if is_host(self._device):
             return ticket
         ticket = cast(Ticket, _to_host(ticket))
@@ -292,14 +298,14 @@ class PagedRunner:
 
 
 def _find_runs(adapter_indices: Ints, counts: Ints) -> tuple[list[int], list[int]]:
-    """Return segment bounds and adapters like `find_segments`, for `counts[i]` tokens of each entry."""
+    """Return segment bounds and adapters, as `find_segments` does. Entry `i` stands for `counts[i]` tokens."""
     firsts = np.flatnonzero(np.diff(adapter_indices, prepend=-1))
     bounds = np.concatenate([[0], counts.cumsum()])
     return [*bounds[firsts].tolist(), int(bounds[-1])], adapter_indices[firsts].tolist()
 
 
 def _to_host(value: Any) -> Any:
-    """Start copying a tensor, or all tensors in nested named tuples, to the host."""
+    """Start copying a tensor, or all tensors in nested named tuples, to the host. Return the copies."""
     if isinstance(value, torch.Tensor):
         return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
     if isinstance(value, Ticket | Sampled | TopTokens | ScoredPrompts):

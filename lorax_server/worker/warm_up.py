@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 # Kernels have variants for small steps, short prompts and long prompts.
 PROMPT_TOKEN_COUNTS = (200, 1024, 2304)
-MAX_LOGIT_ROWS = 256  # rows of logits in warm-up steps
+MAX_LOGIT_ROWS = 256  # maximum rows of logits in warm-up steps
 MAX_MEMORY_SAMPLING = SamplingParams(
     do_sample=True, temperature=0.7, top_k=50, top_p=0.9, typical_p=0.9, repetition_penalty=1.1, num_alternatives=20
 )
 
 
 class CacheShape(NamedTuple):
-    """Maximum sequence length and block size, in tokens."""
+    """The maximum sequence length and the KV block size, in tokens."""
 
     max_length: int
     block_size: int
@@ -47,7 +47,7 @@ def warm_up(
 ) -> None:
     """Run prefill and decode steps, with and without a dummy adapter that targets every module.
 
-    `decode_batch_sizes` excludes sizes with graphs, which run again before they are captured.
+    `decode_batch_sizes` does not include sizes with graphs, which run a warm-up before their capture.
     """
     if is_host(model.device):
         return
@@ -59,7 +59,7 @@ def warm_up(
         run_prompts(model, tokens, shape)
         if memory is not None:
             run_prompts(model, tokens, shape, make_dummy_lora_batch(memory, tokens))
-    for rows in sorted(decode_batch_sizes, reverse=True):  # the largest first, to reserve memory for all
+    for rows in sorted(decode_batch_sizes, reverse=True):  # largest first, so that smaller batches reuse its memory
         run_decode(model, rows, shape)
     run_decode(model, 1, CacheShape(1, shape.block_size))  # short sequences use unsplit attention kernels
     if memory is not None:
@@ -85,7 +85,7 @@ def make_dummy_lora_batch(memory: AdapterMemory, tokens: int) -> AdapterBatchDat
 
 
 def _run_head_lora(model: PagedCausalLM, data: AdapterBatchData) -> None:
-    """Run the separate LoRA kernels for the LM head, which adapters with replaced rows use."""
+    """Run the separate LoRA kernels for the LM head, which are used for adapters that replace LM head rows."""
     head = model.lm_head
     outputs, inputs = head.linear.weight.shape
     x = head.linear.plain.new_zeros(len(data.meta.adapter_indices), inputs)
@@ -98,7 +98,7 @@ def _run_head_lora(model: PagedCausalLM, data: AdapterBatchData) -> None:
 def run_decode(
     model: PagedCausalLM, rows: int, shape: CacheShape, adapter_data: AdapterBatchData | None = None
 ) -> None:
-    """Run a decode step with `rows` sequences and block tables for the maximum length."""
+    """Run a decode step with `rows` sequences, and block tables for the maximum sequence length."""
     numbers = torch.arange(rows, device=model.device)
     ones = torch.ones_like(numbers)
     lengths = Seqlen(ones, torch.zeros_like(ones), None, 1, 1, ones)
@@ -143,7 +143,7 @@ def count_prompt_blocks(step_tokens: int, shape: CacheShape) -> int:
 
 
 def _split_into_prompts(step_tokens: int, shape: CacheShape) -> list[int]:
-    """Return the lengths of the fewest prompts that fill a step."""
+    """Return prompt lengths that fill a step with as few prompts as possible."""
     full, rest = divmod(step_tokens, shape.max_length)
     return [shape.max_length] * full + [rest] * (rest > 0)
 
@@ -151,10 +151,10 @@ def _split_into_prompts(step_tokens: int, shape: CacheShape) -> list[int]:
 def run_prompts(
     model: PagedCausalLM, step_tokens: int, shape: CacheShape, adapter_data: AdapterBatchData | None = None
 ) -> None:
-    """Run a prefill step with the fewest, longest prompts, including the LM head."""
+    """Run a prefill step, including the LM head, with as few and long prompts as possible."""
     block_size, device = shape.block_size, model.device
     lengths = _split_into_prompts(step_tokens, shape)
-    blocks = [-(-length // block_size) for length in lengths]  # blocks per prompt, consecutive
+    blocks = [-(-length // block_size) for length in lengths]  # number of consecutive blocks per prompt
     firsts = list(itertools.accumulate(blocks, initial=0))
     table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32, device=device)
     for row, (first, count) in enumerate(zip(firsts, blocks, strict=False)):

@@ -55,11 +55,11 @@ from lorax_server.worker.warm_up import CacheShape, warm_up
 logger = logging.getLogger(__name__)
 
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 4096
-GPU_MIXED_TOKENS = 2048  # about 50 ms for an 8B model on an H200
+GPU_MIXED_TOKENS = 2048  # takes about 50 ms with an 8B model on an H200
 
 
 class Runner(Protocol):
-    """Runs steps in order."""
+    """Runs the steps of one model, in order."""
 
     def submit(self, plan: StepPlan) -> Any: ...
 
@@ -70,7 +70,7 @@ class Runner(Protocol):
 
 
 class Worker:
-    """Executes step plans: first the adapter operations, then the step."""
+    """Executes step plans on one rank. A plan's adapter operations run before its step."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Worker:
         can_retry: bool = False,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """With `can_retry`, a step that runs out of memory is submitted again.
+        """Create the worker. With `can_retry`, a step that runs out of memory is retried.
 
         On a GPU, steps and adapter operations run in order on `stream`.
         """
@@ -96,14 +96,14 @@ class Worker:
         self._tickets: deque[Any] = deque()
 
     def on_event(self, notify: Callable[[], None]) -> None:
-        """Call `notify`, on any thread, when `pop_prepared` or `pop_loaded` has new results."""
+        """Register a callback. It is called on any thread when `pop_prepared` or `pop_loaded` has results."""
         if self.preparer is not None:
             self.preparer.notify = notify
         if self._memory is not None:
             self._memory.on_loaded(notify)
 
     def submit(self, plan: StepPlan) -> LoraxError | None:
-        """Start a step. If it runs out of memory even with an empty cache, run no sequence and return an error."""
+        """Start a step. If the retry also runs out of memory, run the step without sequences and return an error."""
         with use_stream(self._stream):
             for op in plan.adapter_ops:
                 self._apply_adapter_op(op)
@@ -113,7 +113,7 @@ class Worker:
             return self._run_with_retry(lambda: self._tickets.append(self._runner.submit(plan)), plan)
 
     def mask(self, masks: StepMasks) -> LoraxError | None:
-        """Sample the tokens of the last step. Returns the same errors as `submit`."""
+        """Sample the tokens of the last submitted step with these masks. Return the same errors as `submit`."""
         ticket = self._tickets.pop()
         with use_stream(self._stream):
             return self._run_with_retry(lambda: self._tickets.append(self._runner.mask(ticket, masks)), ticket.plan)
@@ -132,7 +132,10 @@ class Worker:
         )
 
     def _try_run(self, work: Callable[[], None]) -> bool:
-        """Return False if `work` runs out of memory. The exception is released here, because it references tensors."""
+        """Run `work`, and return False if it runs out of memory.
+
+        The exception is released here, because it references tensors.
+        """
         try:
             work()
         except RuntimeError as error:
@@ -153,7 +156,7 @@ class Worker:
         return replace(result, loaded=loaded) if loaded else result
 
     def pop_loaded(self) -> list[int]:
-        """Return the adapter indices that finished loading since the last call or step result."""
+        """Return the indices of adapters that finished loading after the last call or step result."""
         if not self._loading:
             return []
         loaded = [index for index in self._loading if self._memory and self._memory.is_loaded(index)]
@@ -161,7 +164,7 @@ class Worker:
         return loaded
 
     def discard_oldest(self) -> None:
-        """Discard the result of the oldest step, which rank 0 reports."""
+        """Discard the result of the oldest step, because only rank 0 reports results."""
         self._tickets.popleft()
         self._loading.clear()
 
@@ -193,7 +196,7 @@ class Worker:
 
 
 def build_worker(config: EngineConfig, group: ProcessGroup | None = None, phases: Phases | None = None) -> Worker:
-    """Load this rank's shard of the model and allocate its memory."""
+    """Load this rank's shard of the model, and return a worker with allocated memory."""
     if is_paged(config):
         group, phases = group or FakeGroup(), phases or Phases()
         with phases.measure("imports"):
@@ -221,7 +224,7 @@ def is_paged(config: EngineConfig) -> bool:
 def build_paged_worker(
     model: PagedCausalLM, config: EngineConfig, group: ProcessGroup, phases: Phases | None = None
 ) -> Worker:
-    """Build a worker for this rank's shard of a model. Raise ConfigError if device memory is not sufficient."""
+    """Return a worker for this rank's shard of a model. Raise ConfigError if device memory is not sufficient."""
     config = resolve_sizes(config, model)
     num_units = _min_over_ranks(adapter_bytes(config, model.device) // UNIT_BYTES, group, model.device)
     copier = Copier(CopyStream(model.device)) if num_units and not is_host(model.device) else None
@@ -326,12 +329,12 @@ def uses_graphs(model: PagedCausalLM, config: EngineConfig, group: ProcessGroup)
 def uses_cpu_graphs(model: PagedCausalLM, group: ProcessGroup) -> bool:
     """Return True if decode steps run as CPU graphs.
 
-    CPU graphs cannot contain collectives, or the torch ops that read a float8 KV cache.
+    CPU graphs support neither collectives nor the torch ops that read a float8 KV cache.
     """
     has_own_dtype = model.kv_dtype == model.lm_head.linear.weight.dtype
     return is_host(model.device) and model.ops.records_graphs and has_own_dtype and group.size() == 1
 
 
 def _min_over_ranks(count: int, group: ProcessGroup, device: torch.device) -> int:
-    """Return the minimum over all ranks, because the engine manages the same blocks and units on every rank."""
+    """Return the minimum of `count` over all ranks, because the engine manages the same memory on every rank."""
     return count if group.size() == 1 else int(group.all_gather(torch.tensor([count], device=device), dim=0).min())

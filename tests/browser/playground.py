@@ -96,7 +96,7 @@ class Playground:
     def column(self, model: str) -> Locator:
         return self.at(f".column[data-model={quoted(model)}]")
 
-    def answer(self, model: str) -> str:
+    def completion_text(self, model: str) -> str:
         return self.column(model).locator(".answer").text_content() or ""
 
     def number(self, model: str, name: str) -> float:

@@ -91,7 +91,7 @@ def test_prompt_to_base_and_three_adapters(playground: Playground, server: Serve
     playground.page.evaluate(WATCH_GROWTH)
     playground.page.evaluate(PACE)
     playground.send_prompt("Hello there", *MODELS)
-    answers = {model: playground.answer(model) for model in MODELS}
+    answers = {model: playground.completion_text(model) for model in MODELS}
     assert len(set(answers.values())) == 4
     for model, answer in answers.items():
         choice = chat(server, model, "Hello there", max_tokens=80)
@@ -190,7 +190,7 @@ def test_plain_text_mode(playground: Playground, server: Server) -> None:
     playground.send_prompt("Once upon", "second")
     body = {"model": "second", "prompt": "Once upon", "max_tokens": 30, "temperature": 0, "logprobs": 5}
     choice = server.post("/v1/completions", body).json["choices"][0]
-    assert playground.answer("second") == choice["text"]
+    assert playground.completion_text("second") == choice["text"]
     tokens = playground.column("second").locator(".token")
     expect(tokens).to_have_count(len(choice["logprobs"]["tokens"]))
     tokens.first.hover()
@@ -231,7 +231,7 @@ def test_adapter_is_loaded_by_name(playground: Playground) -> None:
     expect(playground.resident(DEVICE, "team/deep")).to_be_visible()
     playground.set(max_tokens="8")
     playground.send_prompt("Who are you?", "team/deep")
-    assert playground.answer("team/deep")
+    assert playground.completion_text("team/deep")
 
 
 @pytest.mark.slow
@@ -298,7 +298,7 @@ def test_missing_adapter_fails_only_its_column(playground: Playground) -> None:
     playground.send_prompt("Still there?", "first", "second")
     expect(playground.column("second").locator(".error")).to_have_text(f"no such adapter {HOSTILE}")
     expect(playground.column("second")).to_have_attribute("data-state", "failed")
-    assert playground.answer("first")
+    assert playground.completion_text("first")
     assert playground.page.evaluate("window.hacked") is None
 
 
@@ -308,7 +308,7 @@ def test_error_during_stream_is_shown(playground: Playground) -> None:
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in (begun, failed))
     playground.page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
     playground.send_prompt("Go on", "tiny")
-    assert playground.answer("tiny") == "So far"
+    assert playground.completion_text("tiny") == "So far"
     expect(playground.column("tiny").locator(".error")).to_have_text("the engine failed")
 
 
@@ -342,7 +342,7 @@ def test_structured_completion_is_shown_as_tree(playground: Playground) -> None:
         "type": "json_schema",
         "json_schema": {"name": "answer", "schema": schema, "strict": True},
     }
-    answer, tree = playground.answer("first"), playground.column("first").locator(".tree")
+    answer, tree = playground.completion_text("first"), playground.column("first").locator(".tree")
     assert json.loads(answer) == {"name": "<b>x</b>", "tags": [1, 1]}
     expect(tree.locator("summary").first).to_have_text("2 fields")
     expect(tree.locator(".leaf").first).to_have_text('name: "<b>x</b>"')
@@ -358,7 +358,7 @@ def test_hostile_completion_is_escaped(playground: Playground) -> None:
     ]
     answer(playground, *events, {"choices": [{"delta": {}, "finish_reason": "stop"}]})
     playground.send_prompt("Attack", "tiny")
-    assert playground.answer("tiny") == "".join(pieces)
+    assert playground.completion_text("tiny") == "".join(pieces)
     playground.column("tiny").locator(".token").nth(1).hover()
     expect(playground.at("#tooltip tr th")).to_have_text(HOSTILE.replace(" ", "␣"))
     assert playground.page.evaluate("window.hacked") is None
@@ -375,5 +375,5 @@ def test_hostile_name_is_escaped(playground: Playground) -> None:
     playground.send_prompt("Who?", HOSTILE)
     expect(playground.column(HOSTILE).locator("h3")).to_have_text(HOSTILE)
     expect(playground.resident(DEVICE, HOSTILE)).to_be_visible()
-    assert playground.answer(HOSTILE)
+    assert playground.completion_text(HOSTILE)
     assert playground.page.evaluate("window.hacked") is None

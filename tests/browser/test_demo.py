@@ -39,8 +39,8 @@ def test_three_adapters_give_different_completions(playground: Playground) -> No
     for name in chosen:
         expect(playground.column(name)).to_have_attribute("data-state", "done")
         expect(playground.resident(DEVICE, name)).to_be_visible()
-    assert len({playground.answer(name).strip() for name in chosen}) == 3
-    assert all(playground.answer(name).strip() for name in chosen)
+    assert len({playground.completion_text(name).strip() for name in chosen}) == 3
+    assert all(playground.completion_text(name).strip() for name in chosen)
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_structured_completion_at_temperature_1(playground: Playground) -> None:
     for _ in range(3):
         playground.at("#send").click()
         playground.wait()
-        answer = json.loads(playground.answer("json"))
+        answer = json.loads(playground.completion_text("json"))
         jsonschema.validate(answer, example["schema"])
         leaves = playground.column("json").locator(".tree .leaf")
         expect(leaves).to_have_text([f"{name}: {json.dumps(value)}" for name, value in answer.items()])

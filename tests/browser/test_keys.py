@@ -52,7 +52,7 @@ def test_key_is_stored_in_tab_only(playground: Playground) -> None:
     check_is_let_in(playground)
     playground.set(max_tokens="8")
     playground.send_prompt("May I?", "tiny", "first")
-    assert playground.answer("first")
+    assert playground.completion_text("first")
     curl = playground.column("first").locator(".curl code").text_content() or ""
     assert "Bearer $LORAX_API_KEY" in curl
     assert KEY not in playground.page.content()
@@ -124,4 +124,4 @@ def test_page_works_without_storage(playground: Playground) -> None:
     expect(playground.at("#theme")).to_have_text("Theme: light")
     playground.set(max_tokens="4")
     playground.send_prompt("Even so?", "tiny")
-    assert playground.answer("tiny")
+    assert playground.completion_text("tiny")

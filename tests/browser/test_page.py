@@ -127,7 +127,7 @@ def test_keyboard_only_use(playground: Playground) -> None:
     keyboard.type("20")
     keyboard.press("Control+Enter")
     playground.wait()
-    assert playground.respond("second")
+    assert playground.completion_text("second")
     tab_to(playground, ".column .token")
     expect(playground.at("#tooltip")).to_be_visible()
     keyboard.press("ArrowRight")
@@ -160,7 +160,7 @@ def test_held_shortcut_sends_once(playground: Playground) -> None:
         playground.page.keyboard.down(key)
     expect(playground.at("#tooltip")).to_be_hidden()  # its token was removed
     playground.wait()
-    assert len([address for address in playground.asked if "completions" in address]) == 2
+    assert len([address for address in playground.requested_urls if "completions" in address]) == 2
 
 
 def test_escape_does_one_action_per_press(playground: Playground, server: Server) -> None:
@@ -202,8 +202,8 @@ def test_page_works_behind_path_prefix(visit: Visit, server: Server) -> None:
     playground.open(path="ui/")
     playground.set(max_tokens="4")
     playground.send_prompt("Where am I?", "first")
-    assert playground.respond("first")
-    assert [each for each in playground.asked if not each.startswith(f"{prefix}/")] == []
+    assert playground.completion_text("first")
+    assert [each for each in playground.requested_urls if not each.startswith(f"{prefix}/")] == []
 
 
 def test_all_controls_have_accessible_names(playground: Playground) -> None:
@@ -256,7 +256,7 @@ def test_invalid_parameters_are_rejected(playground: Playground) -> None:
         expect(playground.at("[id$=-error]:not(:empty)")).to_have_count(1)
         playground.set(**{name: before})
     expect(playground.at(".column")).to_have_count(0)
-    assert not any("completions" in address for address in playground.asked)
+    assert not any("completions" in address for address in playground.requested_urls)
 
 
 def test_prompt_and_model_are_required(playground: Playground) -> None:
@@ -406,6 +406,6 @@ def ask_without_template(playground: Playground, server: Server) -> None:
     playground.set(max_tokens="8")
     playground.send_prompt("Once", "first")
     body = {"model": "first", "prompt": "Once", "max_tokens": 8, "temperature": 0}
-    assert playground.respond("first") == server.post("/v1/completions", body).json["choices"][0]["text"]
+    assert playground.completion_text("first") == server.post("/v1/completions", body).json["choices"][0]["text"]
     expect(playground.column("first")).to_contain_text("No chat template")
     expect(playground.column("first").locator(".curl code")).to_contain_text("v1/completions")

@@ -62,7 +62,7 @@ def test_completion_without_calls_is_text(playground: Playground) -> None:
     playground.set(tools=json.dumps([TOOL]))
     mock_chat(playground, choices=choices)
     playground.send_prompt("Look", "first")
-    assert playground.mock_chat("first") == "No."
+    assert playground.completion_text("first") == "No."
     expect(playground.column("first").locator(".token")).to_have_text(["No", ".", ""])
     expect(playground.column("first").locator(".calls")).to_be_hidden()
 

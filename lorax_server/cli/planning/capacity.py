@@ -1,4 +1,4 @@
-"""Computes memory layout and batch size per replica, and the number of replicas for some traffic."""
+"""Computes memory layout and batch size per replica, and the number of replicas for the expected traffic."""
 
 import math
 from bisect import bisect_left
@@ -15,15 +15,15 @@ from lorax_server.config import EngineConfig
 from lorax_server.errors import ConfigError
 
 MAX_STEP_TOKENS = 4096  # assumed maximum number of tokens in a step
-# Activations per token, in units of the hidden size and of the widest matrix.
+# Estimated activations per token, as multiples of the hidden size and of the widest matrix.
 HIDDEN_ACTIVATIONS, WIDEST_ACTIVATIONS = 6, 3
 LOGIT_BYTES = 16  # per logit during sampling
-GRAPH_BYTES = 2**30  # CUDA graphs and the CUDA context
+GRAPH_BYTES = 2**30  # estimate for CUDA graphs and the CUDA context
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests per second over all replicas, and mean request lengths."""
+    """Expected traffic: request rate over all replicas, mean lengths in tokens, and adapter popularity."""
 
     requests_per_s: float
     prompt_tokens: int
@@ -41,10 +41,10 @@ class AdapterMix:
     largest_bytes: int
 
     @classmethod
-    def of_ranks(
+    def from_ranks(
         cls, sizes: ModelSizes, ranks: list[tuple[int, int]], modules: Collection[str], has_magnitudes: bool = False
     ) -> "AdapterMix":
-        """Sum up adapters, given as pairs of rank and count."""
+        """Return the mix for adapters that are given as pairs of rank and count."""
         each = [(count, sizes.adapter_bytes(rank, modules, has_magnitudes)) for rank, count in ranks if count]
         total = sum(count * num_bytes for count, num_bytes in each)
         return cls(sum(count for count, _ in each), total, max((num_bytes for _, num_bytes in each), default=0))
@@ -55,24 +55,24 @@ class AdapterMix:
 
 
 class Popularity:
-    """Adapter popularity according to Zipf's law, most popular first."""
+    """Each adapter's share of requests according to Zipf's law, most popular adapter first."""
 
     def __init__(self, count: int, exponent: float) -> None:
         weights = np.arange(1.0, count + 1) ** -exponent
         self._shares = np.minimum(weights / weights.sum(), 1 - 1e-12)  # avoid log(0)
 
-    def share_of_first(self, count: int) -> float:
+    def request_share_of_top(self, count: int) -> float:
         """Return the share of requests for the `count` most popular adapters."""
         return float(self._shares[:count].sum())
 
     def expected_distinct(self, requests: float) -> float:
-        """Return the expected number of distinct adapters in a number of requests."""
+        """Return the expected number of distinct adapters among this many requests."""
         return float(-np.expm1(requests * np.log1p(-self._shares)).sum())
 
 
 @dataclass
 class Planner:
-    """Plans a model with its adapters and traffic on one type of GPU. None means the server default."""
+    """Plans how to serve a model with its adapters on one type of GPU. Settings that are None use server defaults."""
 
     sizes: ModelSizes
     mix: AdapterMix
@@ -97,10 +97,13 @@ class Planner:
         self._memory = self._plan_memory()
 
     def plan(self, goal_ms: float | None = None, load: float = 0.8) -> dict[str, Any]:
-        """Return all figures. `load` is the highest allowed replica utilization."""
+        """Return memory layout, replica performance and number of replicas.
+
+        `goal_ms` is the highest allowed time between tokens, and `load` the highest allowed replica utilization.
+        """
         memory = self._memory
         device_share, host_share = (
-            self._popularity.share_of_first(count) if self._has_adapters else 1.0
+            self._popularity.request_share_of_top(count) if self._has_adapters else 1.0
             for count in (memory["device_adapters"], memory["device_adapters"] + memory["host_adapters"])
         )
         rows, limit = self._find_batch_size(goal_ms)
@@ -122,10 +125,10 @@ class Planner:
         }
 
     def _find_batch_size(self, goal_ms: float | None) -> tuple[int, str]:
-        """Return the largest batch size, and the limit that prevents a larger one."""
-        if goal_ms is not None and self._token_ms(1) > goal_ms:
+        """Return the largest possible batch size, and the limit that prevents a larger batch."""
+        if goal_ms is not None and self._ms_per_token(1) > goal_ms:
             raise ConfigError(
-                f"--token-ms {goal_ms:g} cannot be reached: a single sequence takes {self._token_ms(1):.1f} ms per "
+                f"--token-ms {goal_ms:g} cannot be reached: a single sequence takes {self._ms_per_token(1):.1f} ms per "
                 "token on this GPU; raise the goal, or use a faster GPU"
             )
         batch_sizes = range(1, self._rows + 1)
@@ -139,10 +142,13 @@ class Planner:
             return "rows"
         if self._expected_adapters(rows) > max(self._memory["device_adapters"], 1):
             return "adapters"
-        return "latency" if goal_ms is not None and self._token_ms(rows) > goal_ms else None
+        return "latency" if goal_ms is not None and self._ms_per_token(rows) > goal_ms else None
 
     def _plan_replica(self, rows: int, limit: str, miss_share: float) -> dict[str, Any]:
-        """Return the figures for one replica. `miss_share` of adapter requests need a copy from host memory."""
+        """Return latency and throughput for one replica.
+
+        `miss_share` is the share of adapter requests whose adapter must be copied from host memory.
+        """
         traffic, step = self.traffic, self._decode_step_ms(rows)
         requests_per_s = self._requests_per_s(rows)
         copied = (1 - traffic.base_share) * miss_share * self.mix.mean_bytes
@@ -170,7 +176,7 @@ class Planner:
         return self._popularity.expected_distinct(rows * (1 - self.traffic.base_share)) if self._has_adapters else 0.0
 
     def _bytes_read(self, rows: int) -> dict[str, float]:
-        """Return the bytes that a decode step reads."""
+        """Return the bytes of weights, adapters and KV cache that a decode step reads."""
         return {
             "weights": self.sizes.read_bytes,
             "adapters": self._expected_adapters(rows) * self.mix.mean_bytes,
@@ -181,16 +187,16 @@ class Planner:
         return step_time.decode_step_ms(self.gpu, rows, self._bytes_read(rows), self.sizes.layers, self.is_float8)
 
     def _requests_per_s(self, rows: int) -> float:
-        """Return the request rate that keeps `rows` sequences running. Each prefill delays all of them."""
+        """Return the request rate that keeps `rows` sequences running. Each prefill delays all sequences."""
         answer_s = self.traffic.answer_tokens * sum(self._decode_step_ms(rows).values()) / 1e3
         prefill_s = self.traffic.prompt_tokens / self._prefill_tokens_per_s
         return step_time.HTTP_THROUGHPUT_SHARE * rows / (answer_s + rows * prefill_s)
 
-    def _token_ms(self, rows: int) -> float:
+    def _ms_per_token(self, rows: int) -> float:
         return 1e3 * rows / (self._requests_per_s(rows) * self.traffic.answer_tokens)
 
     def _plan_memory(self) -> dict[str, int]:
-        """Divide GPU memory like `worker/memory.py`, but estimate the step memory instead of measuring it."""
+        """Return how GPU memory is divided, as in `worker/memory.py`. The step memory is estimated, not measured."""
         sizes, gpu = self.sizes, self.gpu.name
         weights, usable = sizes.weight_bytes, int(self.gpu.memory * self.gpu_memory_fraction)
         free = usable - weights

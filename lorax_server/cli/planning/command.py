@@ -1,4 +1,4 @@
-"""Flags and report of `lorax plan`."""
+"""Flags and report for `lorax plan`."""
 
 import argparse
 import math
@@ -178,7 +178,7 @@ def _read_mix(args: Namespace, sizes: ModelSizes) -> AdapterMix:
     unknown = [name[:40] for name in modules if name not in names]
     if unknown:
         raise ConfigError(f"--modules: the model has no module {unknown[0]!r}; its modules are {', '.join(names)}")
-    return AdapterMix.of_ranks(sizes, ranks, modules, args.dora)
+    return AdapterMix.from_ranks(sizes, ranks, modules, args.dora)
 
 
 def _read_ranks(text: str) -> list[tuple[int, int]]:
@@ -209,7 +209,7 @@ replicas      {replicas:,} for {wanted:g} requests/s, at {used:.0%} utilization 
 
 
 def format_plan(figures: dict[str, Any], gpu_memory_fraction: float) -> str:
-    """Describe what fits, how fast a replica is and what limits it, and how many replicas are needed."""
+    """Return the report text: memory use, performance and bottleneck of a replica, and the number of replicas."""
     memory, replica, wanted = figures["memory"], figures["replica"], figures["traffic"]["requests_per_s"]
     return REPORT.format(
         **replica,

@@ -184,5 +184,5 @@ def _only_tensors(result: Any) -> bool:
 
 def _are_views_of(result: Any, arguments: Any) -> bool:
     """Return True if all result tensors share storage with an argument."""
-    places = {x.untyped_storage().data_ptr() for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)}
-    return all(x.untyped_storage().data_ptr() in places for x in tree_leaves(result))
+    argument_addresses = {x.untyped_storage().data_ptr() for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)}
+    return all(x.untyped_storage().data_ptr() in argument_addresses for x in tree_leaves(result))

@@ -136,21 +136,25 @@ def write_constants() -> str:
 
 def assert_layout(struct: type[ctypes.Structure]) -> str:
     """Return static assertions that the CUDA struct has the same fields, offsets and size."""
-    places = {field[0]: getattr(struct, field[0]).offset for field in struct._fields_ if not field[0].startswith("_")}
-    return _write_assertions(struct.__name__, ctypes.sizeof(struct), places)
+    field_offsets = {
+        field[0]: getattr(struct, field[0]).offset for field in struct._fields_ if not field[0].startswith("_")
+    }
+    return _write_assertions(struct.__name__, ctypes.sizeof(struct), field_offsets)
 
 
 def assert_row_params_layout() -> str:
     """Return the same assertions for `RowParams`."""
     assert ROW_PARAMS_DTYPE.fields is not None
     return _write_assertions(
-        "RowParams", ROW_PARAMS_DTYPE.itemsize, {name: place[1] for name, place in ROW_PARAMS_DTYPE.fields.items()}
+        "RowParams",
+        ROW_PARAMS_DTYPE.itemsize,
+        {name: field_info[1] for name, field_info in ROW_PARAMS_DTYPE.fields.items()},
     )
 
 
-def _write_assertions(name: str, size: int, places: dict[str, int]) -> str:
+def _write_assertions(name: str, size: int, field_offsets: dict[str, int]) -> str:
     # NVRTC has no `offsetof`; `__INTADDR__` is the built-in equivalent.
-    offsets = {f"__INTADDR__(&(({name}*)0)->{field})": at for field, at in places.items()}
+    offsets = {f"__INTADDR__(&(({name}*)0)->{field})": field_offset for field, field_offset in field_offsets.items()}
     checks = {f"sizeof({name})": size, **offsets}
     reason = f"Python has another layout of {name}"
     return "\n".join(f'static_assert({found} == {expected}, "{reason}");' for found, expected in checks.items())

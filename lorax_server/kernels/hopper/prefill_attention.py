@@ -149,8 +149,8 @@ class PrefillAttention:
         variant, heads = PrefillVariant(q.dtype, head_dim, spec.soft_cap is not None), q.shape[1]
         pack = choose_packed_heads(heads // num_kv_heads, variant.rows)
         tokens = variant.rows // pack
-        place = plan_tiles_on_device if batch.in_graph else _copy_tiles_to_device
-        tiles = batch.cached(("packed tiles", tokens), place, batch, tokens)
+        plan_tiles = plan_tiles_on_device if batch.in_graph else _copy_tiles_to_device
+        tiles = batch.cached(("packed tiles", tokens), plan_tiles, batch, tokens)
         args = PrefillArgs(tiles=tiles.data_ptr(), tables=batch.block_tables.data_ptr())
         args.items, args.heads, args.group = len(tiles) * (heads // pack), heads, heads // num_kv_heads
         args.pack, args.tokens = pack, tokens
@@ -170,12 +170,12 @@ def _cached_map(
     maps: dict[int, _TensorMap], make: Callable[..., bytes], tensor: torch.Tensor, box: object
 ) -> _TensorMap:
     """Return the tensor map for `tensor`, cached by address."""
-    place = tensor.data_ptr()
-    found = maps.get(place)
+    address = tensor.data_ptr()
+    found = maps.get(address)
     if found is None:
         if len(maps) >= MAX_MAPS_PER_SHAPE:
             maps.clear()
-        found = maps[place] = _TensorMap.from_buffer_copy(make(tensor, box))
+        found = maps[address] = _TensorMap.from_buffer_copy(make(tensor, box))
     return found
 
 

@@ -184,9 +184,9 @@ def _list_splits_kernel(
 
 
 @triton.jit
-def load_query(places: tl.tensor, mask: tl.tensor, COMPUTE: tl.constexpr, IS_RESCALED: tl.constexpr) -> tl.tensor:
+def load_query(pointers: tl.tensor, mask: tl.tensor, COMPUTE: tl.constexpr, IS_RESCALED: tl.constexpr) -> tl.tensor:
     """Return query rows, and the power of two that each row was divided by to fit into float16."""
-    query = tl.load(places, mask=mask, other=0.0)
+    query = tl.load(pointers, mask=mask, other=0.0)
     power = tl.full([query.shape[0]], 1.0, tl.float32)
     if IS_RESCALED:
         query = query.to(tl.float32)
@@ -232,10 +232,10 @@ def _attend(
         seen = positions < stop
         blocks = tl.load(table + positions // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
         rows = (blocks * NUM_KV_HEADS + head) * BLOCK_SIZE + positions % BLOCK_SIZE
-        places = rows[:, None] * HEAD_DIM + dims[None, :]
+        cache_offsets = rows[:, None] * HEAD_DIM + dims[None, :]
         # Masked loads are 0, so stale values past the end of the sequence (even NaN) do not affect the sums.
         loaded = seen[:, None] & (dims < HEAD_DIM)[None, :]
-        keys = tl.load(k_cache + places, mask=loaded, other=0.0).to(query.dtype)
+        keys = tl.load(k_cache + cache_offsets, mask=loaded, other=0.0).to(query.dtype)
         scores = multiply_keys(query, power, keys, inner, IS_RESCALED, HAS_CAP) * scale
         if HAS_SLOPES:
             scores += slope[:, None] * (positions - last).to(tl.float32)[None, :]
@@ -244,7 +244,7 @@ def _attend(
         weights = tl.exp2(scores - higher[:, None])
         rescale = tl.exp2(highest - higher)
         total = total * rescale + tl.sum(weights, axis=1)
-        values = tl.load(v_cache + places, mask=loaded, other=0.0).to(query.dtype)
+        values = tl.load(v_cache + cache_offsets, mask=loaded, other=0.0).to(query.dtype)
         acc = tl.dot(weights.to(query.dtype), values, acc * rescale[:, None], input_precision="ieee")
         highest = higher
     return acc, total, highest
@@ -271,8 +271,8 @@ def _decode_kernel(
         start = first + split * split_size
         stop = tl.minimum(start + split_size, length)
         heads = head * HEADS_PER_KV + queries
-        places = q + seq * q_token + heads[:, None] * q_head + dims[None, :]
-        query, power = load_query(places, own, COMPUTE, IS_RESCALED)
+        pointers = q + seq * q_token + heads[:, None] * q_head + dims[None, :]
+        query, power = load_query(pointers, own, COMPUTE, IS_RESCALED)
         slope = load_slopes(slopes, heads, queries < HEADS_PER_KV, HAS_SLOPES)
         table = tables + seq * table_row
         acc, total, highest = _attend(

@@ -101,8 +101,8 @@ def _shrink(
     fields = find_fields(table, adapter, num_targets, first_target + index)
     rank = tl.load(fields + RANK).to(tl.int32)
     a = buffer + tl.multiple_of(tl.load(fields + A), ALIGNMENT)
-    place = tl.arange(0, HEIGHT)
-    rows, is_row = (first + place).to(tl.int64), place < count
+    row_offsets = tl.arange(0, HEIGHT)
+    rows, is_row = (first + row_offsets).to(tl.int64), row_offsets < count
     v += ((part.to(tl.int64) * num_rows + rows) * SLICES + index) * V_STRIDE
     for start in range(0, rank, RANKS):
         ranks = start + tl.arange(0, RANKS)
@@ -126,7 +126,7 @@ def _expand(
     """Update one block of columns for every n-th tile, where n is the number of row programs."""
     index, width, slice_start, start = find_slice(tl.program_id(0), WIDTHS, SLICES, BLOCK_N)
     columns = start + tl.arange(0, BLOCK_N)
-    place = tl.arange(0, HEIGHT)
+    row_offsets = tl.arange(0, HEIGHT)
     for tile in range(tl.program_id(1), tl.load(num_tiles), tl.num_programs(1)):
         first, count, adapter = load_tile(tiles, tile)
         fields = find_fields(table, adapter, num_targets, first_target + index)
@@ -135,15 +135,15 @@ def _expand(
             is_changed = is_changed | (tl.load(fields + FACTOR) >= 0) | (tl.load(fields + SHIFT) >= 0)
         if is_changed:
             scale = tl.load(scales + adapter * num_targets + first_target + index)
-            is_row = place < count
+            is_row = row_offsets < count
             v_tile = v + (first.to(tl.int64) * SLICES + index) * V_STRIDE
-            at = out + (first + place).to(tl.int64)[:, None] * stride + (slice_start + columns)[None, :]
+            pointers = out + (first + row_offsets).to(tl.int64)[:, None] * stride + (slice_start + columns)[None, :]
             mask = is_row[:, None] & (columns < width)[None, :]
-            total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            total = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
             total += multiply_b(
                 v_tile, SLICES * V_STRIDE, num_rows.to(tl.int64) * SLICES * V_STRIDE, num_parts, is_row, buffer, fields,
                 scale, columns, width, PARTS, INTERPRETED,
             )  # fmt: skip
             if VECTORS:
                 total = scale_and_shift_tile(total, buffer, fields, columns, width)
-            tl.store(at, total.to(out.dtype.element_ty), mask=mask)
+            tl.store(pointers, total.to(out.dtype.element_ty), mask=mask)

@@ -54,13 +54,13 @@ def _adapt_embedding(
     if adapter == 0:
         return
     fields = find_fields(table, adapter, num_targets, target)
-    columns, place = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, HEIGHT)
-    is_row, is_column = place < count, columns < WIDTH
+    columns, row_offsets = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, HEIGHT)
+    is_row, is_column = row_offsets < count, columns < WIDTH
     mask = is_row[:, None] & is_column[None, :]
-    token = tl.load(ids + first + place, mask=is_row, other=-1).to(tl.int64)
+    token = tl.load(ids + first + row_offsets, mask=is_row, other=-1).to(tl.int64)
     local = token - vocab_start
-    at = out + (first + place).to(tl.int64)[:, None] * stride + columns[None, :]
-    value = tl.load(at, mask=mask, other=0.0)
+    pointers = out + (first + row_offsets).to(tl.int64)[:, None] * stride + columns[None, :]
+    value = tl.load(pointers, mask=mask, other=0.0)
     position, has_row = _find_row(buffer, fields, local)
     value = _replace_rows(value, buffer, tl.load(fields + ROWS), position, has_row & is_row, columns, WIDTH)
     is_held = (local >= 0) & (local < num_held) & is_row
@@ -72,7 +72,7 @@ def _adapt_embedding(
         new = tl.maximum(tl.minimum(token - vocab_size, num_new - 1), 0)
         is_new = (token >= vocab_size) & (num_new > 0) & is_row
         value = _replace_rows(value, buffer, tl.load(fields + NEW_ROWS), new, is_new, columns, WIDTH)
-    tl.store(at, value, mask=mask)
+    tl.store(pointers, value, mask=mask)
 
 
 @triton.jit
@@ -96,8 +96,8 @@ def _find_row(buffer, fields, local):
 @triton.jit
 def _replace_rows(value, buffer, offset, position, is_there, columns, WIDTH: tl.constexpr):
     """Return `value` with the rows at `is_there` replaced by adapter rows."""
-    at = buffer + tl.multiple_of(offset, ALIGNMENT) + position.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-    row = tl.load(at, mask=is_there[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    pointers = buffer + tl.multiple_of(offset, ALIGNMENT) + position.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    row = tl.load(pointers, mask=is_there[:, None] & (columns < WIDTH)[None, :], other=0.0)
     return tl.where(is_there[:, None], row, value)
 
 

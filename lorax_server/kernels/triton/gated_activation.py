@@ -95,9 +95,9 @@ def _gate(
     rows = (tl.program_id(1) * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)[:, None]
     columns = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     mask = (rows < num_rows) & (columns < WIDTH)
-    at = gate_up + rows * (2 * WIDTH) + columns
-    first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
+    pointers = gate_up + rows * (2 * WIDTH) + columns
+    first = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(pointers + WIDTH, mask=mask, other=0.0).to(tl.float32)
     value = _activate(first, ACTIVATION) * second
     tl.store(out + rows * WIDTH + columns, value.to(out.dtype.element_ty), mask=mask)
 
@@ -114,8 +114,8 @@ def _gate_with_lora(
     first, count, adapter = load_tile(tiles, tl.program_id(1))
     fields = find_fields(table, adapter, num_targets, first_target)
     scales += adapter * num_targets + first_target
-    place = tl.arange(0, HEIGHT)
-    is_row, rows = place < count, (first + place).to(tl.int64)[:, None]
+    row_offsets = tl.arange(0, HEIGHT)
+    is_row, rows = row_offsets < count, (first + row_offsets).to(tl.int64)[:, None]
     padded_rank = tl.multiple_of(padded_rank, RANKS)
     row_stride, part_stride = 2 * padded_rank, num_rows.to(tl.int64) * 2 * padded_rank
     v += first.to(tl.int64) * row_stride
@@ -131,9 +131,9 @@ def _gate_with_lora(
     for block in range(BLOCKS):
         columns = (tl.program_id(0) * BLOCKS + block) * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = is_row[:, None] & (columns < WIDTH)[None, :]
-        at = gate_up + rows * (2 * WIDTH) + columns[None, :]
-        gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
+        pointers = gate_up + rows * (2 * WIDTH) + columns[None, :]
+        gate = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(pointers + WIDTH, mask=mask, other=0.0).to(tl.float32)
         gate = multiply(low_rank, load_b(b, 0, rank, columns, WIDTH), gate, INTERPRETED)
         up = multiply(up_low_rank, load_b(up_b, 0, up_rank, columns, WIDTH), up, INTERPRETED)
         for more in range(RANKS, rank, RANKS):

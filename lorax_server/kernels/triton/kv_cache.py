@@ -120,11 +120,11 @@ def _write_kernel(
     heads = tl.arange(0, HEADS)[:, None]
     dims = tl.arange(0, DIM)[None, :]
     mask = (heads < NUM_KV_HEADS) & (dims < HEAD_DIM) & (slot >= 0)
-    places = ((slot // BLOCK_SIZE * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM + dims
+    cache_offsets = ((slot // BLOCK_SIZE * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM + dims
     key = tl.load(k + token * k_token + heads * k_head + dims, mask=mask, other=0.0)
     value = tl.load(v + token * v_token + heads * v_head + dims, mask=mask, other=0.0)
-    _store(k_cache + places, key, k_scale, mask, LIMIT)
-    _store(v_cache + places, value, v_scale, mask, LIMIT)
+    _store(k_cache + cache_offsets, key, k_scale, mask, LIMIT)
+    _store(v_cache + cache_offsets, value, v_scale, mask, LIMIT)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -146,29 +146,29 @@ def _rotate_and_write_kernel(
     is_head = heads < NUM_KV_HEADS
     slot = tl.load(slots + token).to(tl.int64)
     is_stored = is_head & (slot >= 0)
-    at = ((slot // BLOCK_SIZE * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
+    cache_offsets = ((slot // BLOCK_SIZE * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
     keys = k + token * k_token + heads * k_head
     first, second = rotate(keys, cos, sin, is_head, HALF, BLOCK)
     pairs = tl.arange(0, BLOCK)[None, :]
     is_rotated = is_stored & (pairs < HALF)
-    _store(k_cache + at + pairs, first, k_scale, is_rotated, LIMIT)
-    _store(k_cache + at + HALF + pairs, second, k_scale, is_rotated, LIMIT)
+    _store(k_cache + cache_offsets + pairs, first, k_scale, is_rotated, LIMIT)
+    _store(k_cache + cache_offsets + HALF + pairs, second, k_scale, is_rotated, LIMIT)
     if HEAD_DIM > 2 * HALF:
         rest = 2 * HALF + tl.arange(0, REST)[None, :]
         mask = is_stored & (rest < HEAD_DIM)
-        _store(k_cache + at + rest, tl.load(keys + rest, mask=mask, other=0.0), k_scale, mask, LIMIT)
+        _store(k_cache + cache_offsets + rest, tl.load(keys + rest, mask=mask, other=0.0), k_scale, mask, LIMIT)
     dims = tl.arange(0, DIM)[None, :]
     mask = is_stored & (dims < HEAD_DIM)
     value = tl.load(v + token * v_token + heads * v_head + dims, mask=mask, other=0.0)
-    _store(v_cache + at + dims, value, v_scale, mask, LIMIT)
+    _store(v_cache + cache_offsets + dims, value, v_scale, mask, LIMIT)
 
 
 @triton.jit
-def _store(places: tl.tensor, x: tl.tensor, scale: tl.tensor, mask: tl.tensor, LIMIT: tl.constexpr) -> None:
+def _store(pointers: tl.tensor, x: tl.tensor, scale: tl.tensor, mask: tl.tensor, LIMIT: tl.constexpr) -> None:
     """Store in the cache dtype. `LIMIT` is the largest finite value, or None if the dtype does not change."""
     if LIMIT is not None:
         x = _scale_and_clamp(x, scale, LIMIT)
-    tl.store(places, x.to(places.dtype.element_ty), mask=mask)
+    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit

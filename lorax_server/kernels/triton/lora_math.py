@@ -36,8 +36,8 @@ def elements_in(x: torch.Tensor, size: int) -> int:
 @triton.jit
 def load_tile(tiles, tile):
     """Return the tile's first row, number of rows and adapter."""
-    at = tiles + tile * 4
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    pointers = tiles + tile * 4
+    return tl.load(pointers), tl.load(pointers + 1), tl.load(pointers + 2)
 
 
 @triton.jit
@@ -94,11 +94,11 @@ def load_v(v, row_stride, part_stride, num_parts, is_row, first, rank, scale, PA
     Ranks beyond the adapter's rank are masked, since stale memory can contain NaN.
     """
     ranks = first + tl.arange(0, RANKS)
-    at = v + tl.arange(0, is_row.shape[0])[:, None] * row_stride + ranks[None, :]
+    pointers = v + tl.arange(0, is_row.shape[0])[:, None] * row_stride + ranks[None, :]
     mask = is_row[:, None] & (ranks < rank)[None, :]
-    low_rank = tl.load(at, mask=mask, other=0.0)
+    low_rank = tl.load(pointers, mask=mask, other=0.0)
     for part in tl.static_range(1, PARTS):  # unrolled, so the loads overlap
-        low_rank += tl.load(at + part * part_stride, mask=mask & (part < num_parts), other=0.0)
+        low_rank += tl.load(pointers + part * part_stride, mask=mask & (part < num_parts), other=0.0)
     return low_rank * scale
 
 
@@ -106,8 +106,8 @@ def load_v(v, row_stride, part_stride, num_parts, is_row, first, rank, scale, PA
 def load_b(b, first, rank, columns, width):
     """Return 16 ranks of B, starting at `first`, for the given columns."""
     ranks = first + tl.arange(0, RANKS)
-    at = b + ranks[:, None].to(tl.int64) * width + columns[None, :]
-    return tl.load(at, mask=(ranks < rank)[:, None] & (columns < width)[None, :], other=0.0)
+    pointers = b + ranks[:, None].to(tl.int64) * width + columns[None, :]
+    return tl.load(pointers, mask=(ranks < rank)[:, None] & (columns < width)[None, :], other=0.0)
 
 
 @triton.jit
@@ -135,9 +135,9 @@ def scale_and_shift_tile(value, buffer, fields, columns, width):
     factor, shift = tl.load(fields + FACTOR), tl.load(fields + SHIFT)
     is_column = columns < width
     if factor >= 0:
-        at = buffer + tl.multiple_of(factor, ALIGNMENT) + columns
-        value *= tl.load(at, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        pointers = buffer + tl.multiple_of(factor, ALIGNMENT) + columns
+        value *= tl.load(pointers, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if shift >= 0:
-        at = buffer + tl.multiple_of(shift, ALIGNMENT) + columns
-        value += tl.load(at, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        pointers = buffer + tl.multiple_of(shift, ALIGNMENT) + columns
+        value += tl.load(pointers, mask=is_column, other=0.0).to(tl.float32)[None, :]
     return value

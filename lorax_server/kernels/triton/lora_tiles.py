@@ -59,14 +59,14 @@ def _plan_tiles_kernel(adapters, tiles, count, num_rows, BLOCK: tl.constexpr, HE
     before = tl.load(adapters + rows - 1, mask=is_row & (rows > 0), other=-1)
     after = tl.load(adapters + rows + 1, mask=rows + 1 < num_rows, other=-1)
     run_start = tl.associative_scan(tl.where(adapter != before, rows, 0), 0, _maximum)
-    place = (rows - run_start) % HEIGHT
+    row_offsets = (rows - run_start) % HEIGHT
     is_adapted = is_row & (adapter != 0)
-    is_first = is_adapted & (place == 0)
-    is_last = is_adapted & ((place == HEIGHT - 1) | (adapter != after))
+    is_first = is_adapted & (row_offsets == 0)
+    is_last = is_adapted & ((row_offsets == HEIGHT - 1) | (adapter != after))
     number = tl.cumsum(is_first.to(tl.int32), 0) - 1
     total = tl.sum(is_first.to(tl.int32), 0)
     tl.store(tiles + number * 4, rows, mask=is_first)
-    tl.store(tiles + number * 4 + 1, place + 1, mask=is_last)
+    tl.store(tiles + number * 4 + 1, row_offsets + 1, mask=is_last)
     tl.store(tiles + number * 4 + 2, adapter, mask=is_first)
     tl.store(tiles + number * 4 + 3, 0, mask=is_first)
     is_rest = is_row & (rows >= total)
@@ -103,8 +103,8 @@ def _list_tiles(lora: LoraBatch, height: int) -> npt.NDArray[np.int32]:
     bounds = np.array(lora.bounds)
     counts = -(-np.diff(bounds) // height)  # tiles per segment
     segments = np.repeat(np.arange(len(counts)), counts)
-    places = np.arange(len(segments)) - (counts.cumsum() - counts)[segments]
-    first = bounds[segments] + places * height
+    tile_numbers = np.arange(len(segments)) - (counts.cumsum() - counts)[segments]
+    first = bounds[segments] + tile_numbers * height
     rows = np.minimum(bounds[segments + 1] - first, height)
     adapters = np.array(lora.adapters)[segments]
     return np.stack([first, rows, adapters, np.zeros_like(first)], axis=1).astype(np.int32)

@@ -225,8 +225,8 @@ def _rotary_kernel(
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    at = x + token * x_token + heads * x_head
-    rotate(at, cos + token * angle_token, sin + token * angle_token, heads < NUM_HEADS, HALF, BLOCK)
+    pointers = x + token * x_token + heads * x_head
+    rotate(pointers, cos + token * angle_token, sin + token * angle_token, heads < NUM_HEADS, HALF, BLOCK)
 
 
 @triton.jit

@@ -100,10 +100,10 @@ def _list_tiles(batch: PagedBatch, height: int) -> torch.Tensor:
     new, cached = batch.read_lengths()
     starts = [0, *accumulate(new)]
     tiles = [
-        (row, starts[row] + at, cached[row] + at, min(height, count - at))
+        (row, starts[row] + offset, cached[row] + offset, min(height, count - offset))
         for row, count in enumerate(new)
         if count > 1
-        for at in range(0, count, height)
+        for offset in range(0, count, height)
     ]
     tiles.sort(key=lambda tile: -tile[2] - tile[3])
     return _copy_to_device(torch.tensor(tiles, dtype=torch.int32).view(-1, 4), batch.block_tables.device)
@@ -136,11 +136,11 @@ def _plan_kernel(input_lengths, cache_lengths, bounds, tiles, num_seqs, most, he
     counts = tl.where(new > 1, tl.cdiv(new, height), 0)  # tiles per sequence
     first, total = tl.cumsum(counts, 0) - counts, tl.sum(counts, 0)
     for number in range(tl.max(counts, 0)):
-        at, offset, is_tile = tiles + (first + number) * 4, number * height, number < counts
-        tl.store(at, seqs, mask=is_tile)
-        tl.store(at + 1, token + offset, mask=is_tile)
-        tl.store(at + 2, cached + offset, mask=is_tile)
-        tl.store(at + 3, new - offset, mask=is_tile)
+        tile, offset, is_tile = tiles + (first + number) * 4, number * height, number < counts
+        tl.store(tile, seqs, mask=is_tile)
+        tl.store(tile + 1, token + offset, mask=is_tile)
+        tl.store(tile + 2, cached + offset, mask=is_tile)
+        tl.store(tile + 3, new - offset, mask=is_tile)
     for start in range(0, most, MAX_SEQS_POW2):
         is_empty = (start + seqs >= total) & (start + seqs < most)
         for field in tl.static_range(4):
@@ -162,8 +162,8 @@ def _find_decode_rows(batch: PagedBatch) -> _DecodeRows | None:
     single = [row for row, count in enumerate(new) if count == 1]
     if not single:
         return None
-    at = _copy_to_device(torch.tensor(single), device)
-    own = PagedBatch(batch.block_tables[at], batch.input_lengths[at], batch.cache_lengths[at], batch.slots)
+    rows = _copy_to_device(torch.tensor(single), device)
+    own = PagedBatch(batch.block_tables[rows], batch.input_lengths[rows], batch.cache_lengths[rows], batch.slots)
     tokens = _copy_to_device(torch.tensor([starts[row] for row in single]), device)
     return _DecodeRows(own, tokens, tokens)
 
@@ -209,9 +209,9 @@ def _launch(
 
 
 @triton.jit
-def _load(cache, places, mask, IS_MASKED: tl.constexpr):
+def _load(cache, cache_offsets, mask, IS_MASKED: tl.constexpr):
     # Masked loads are 0, so stale values past the end of the sequence (even NaN) do not affect the sums.
-    return tl.load(cache + places, mask=mask, other=0.0) if IS_MASKED else tl.load(cache + places)
+    return tl.load(cache + cache_offsets, mask=mask, other=0.0) if IS_MASKED else tl.load(cache + cache_offsets)
 
 
 @triton.jit
@@ -232,9 +232,9 @@ def _attend(
         within = positions < end
         blocks = _load(table, positions // BLOCK_SIZE, within, IS_EDGE).to(tl.int64)
         rows = blocks * (NUM_KV_HEADS * BLOCK_SIZE) + positions % BLOCK_SIZE
-        places = rows[:, None] * HEAD_DIM + dims[None, :]
+        cache_offsets = rows[:, None] * HEAD_DIM + dims[None, :]
         loaded = within[:, None] & (dims < HEAD_DIM)[None, :]
-        keys = _load(k_cache, places, loaded, is_masked).to(query.dtype)
+        keys = _load(k_cache, cache_offsets, loaded, is_masked).to(query.dtype)
         scores = multiply_keys(query, power, keys, inner, IS_RESCALED, HAS_CAP)
         if HAS_SLOPES:  # scaled below
             scores += slope[:, None] * (positions[None, :] - at_row[:, None]).to(tl.float32)
@@ -250,7 +250,7 @@ def _attend(
         weights = tl.exp2(tl.fma(scores, scale, -base[:, None]))
         rescale = tl.exp2(highest - base)
         total = tl.fma(total, rescale, tl.sum(weights, axis=1))
-        values = _load(v_cache, places, loaded, is_masked).to(query.dtype)
+        values = _load(v_cache, cache_offsets, loaded, is_masked).to(query.dtype)
         acc = tl.dot(weights.to(query.dtype), values, acc * rescale[:, None], input_precision="ieee")
         highest = higher
     return acc, total, highest
@@ -273,8 +273,8 @@ def _prefill_kernel(
     lines, dims = tl.arange(0, ROWS), tl.arange(0, DIM)
     offsets, heads = lines // PACKED, group * PACKED + lines % PACKED
     own = (offsets < count)[:, None] & (dims < HEAD_DIM)[None, :]
-    places = q + (token + offsets)[:, None] * q_token + heads[:, None] * q_head + dims[None, :]
-    query, power = load_query(places, own, COMPUTE, IS_RESCALED)
+    pointers = q + (token + offsets)[:, None] * q_token + heads[:, None] * q_head + dims[None, :]
+    query, power = load_query(pointers, own, COMPUTE, IS_RESCALED)
     slope = load_slopes(slopes, heads, offsets < count, HAS_SLOPES) / scale
     at_row, end = position + tl.minimum(offsets, count - 1), position + count
     acc, total = tl.zeros([ROWS, DIM], tl.float32), tl.zeros([ROWS], tl.float32)

@@ -144,16 +144,16 @@ def _shrink(
     if tl.max(rank, 0) <= start:
         return
     is_rank = ranks < rank
-    place = tl.arange(0, HEIGHT)
-    rows, is_row = (first + place).to(tl.int64), place < count
+    row_offsets = tl.arange(0, HEIGHT)
+    rows, is_row = (first + row_offsets).to(tl.int64), row_offsets < count
     a = buffer + (tl.multiple_of(tl.load(fields + A), ALIGNMENT) + ranks.to(tl.int64) * INPUTS)
     low_rank = multiply_a(x + rows * stride, is_row, a, is_rank, part, num_parts, INPUTS, BLOCK_K, INTERPRETED)
-    at = (
+    pointers = (
         v
         + ((part.to(tl.int64) * num_rows + rows) * SLICES * padded_rank)[:, None]
         + (index * padded_rank + ranks)[None, :]
     )
-    tl.store(at, low_rank, mask=is_row[:, None] & is_rank[None, :])
+    tl.store(pointers, low_rank, mask=is_row[:, None] & is_rank[None, :])
 
 
 @triton.jit(
@@ -171,15 +171,15 @@ def _expand(
     rank = tl.load(fields + RANK).to(tl.int32)
     if ADDS and rank == 0:
         return
-    place = tl.arange(0, HEIGHT)
-    is_row = place < count
+    row_offsets = tl.arange(0, HEIGHT)
+    is_row = row_offsets < count
     padded_rank = tl.multiple_of(padded_rank, RANKS)
     row_stride, part_stride = SLICES * padded_rank, num_rows.to(tl.int64) * SLICES * padded_rank
     v += first.to(tl.int64) * row_stride + index * padded_rank
     scale = tl.load(scales + adapter * num_targets + first_target + index)
     b = buffer + tl.multiple_of(tl.load(fields + B), ALIGNMENT)
     low_rank = load_v(v, row_stride, part_stride, num_parts, is_row, 0, rank, scale, PARTS).to(out.dtype.element_ty)
-    out += (first + place).to(tl.int64)[:, None] * stride + slice_start
+    out += (first + row_offsets).to(tl.int64)[:, None] * stride + slice_start
     for block in range(BLOCKS):
         columns = start + block * BLOCK_N + tl.arange(0, BLOCK_N)
         is_column = columns < width
@@ -188,9 +188,9 @@ def _expand(
         for more in range(RANKS, rank, RANKS):
             part = load_v(v, row_stride, part_stride, num_parts, is_row, more, rank, scale, PARTS)
             total = multiply(part.to(low_rank.dtype), load_b(b, more, rank, columns, width), total, INTERPRETED)
-        at, mask = out + columns[None, :], is_row[:, None] & is_column[None, :]
+        pointers, mask = out + columns[None, :], is_row[:, None] & is_column[None, :]
         if ADDS:
-            total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            total += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
         if HAS_BIAS:
             total += tl.load(bias + slice_start + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        tl.store(at, total.to(low_rank.dtype), mask=mask)
+        tl.store(pointers, total.to(low_rank.dtype), mask=mask)

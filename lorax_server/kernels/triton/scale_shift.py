@@ -45,10 +45,10 @@ def _scale_and_shift(
         return
     columns = start + tl.arange(0, BLOCK_N)
     is_column = (columns < width)[None, :]
-    at = out + rows.to(tl.int64)[:, None] * stride + (slice_start + columns)[None, :]
-    value = tl.load(at, mask=is_changed[:, None] & is_column, other=0.0).to(tl.float32)
+    pointers = out + rows.to(tl.int64)[:, None] * stride + (slice_start + columns)[None, :]
+    value = tl.load(pointers, mask=is_changed[:, None] & is_column, other=0.0).to(tl.float32)
     at_factor = buffer + tl.multiple_of(factor, ALIGNMENT)[:, None] + columns[None, :]
     value *= tl.load(at_factor, mask=has_factor[:, None] & is_column, other=1.0).to(tl.float32)
     at_shift = buffer + tl.multiple_of(shift, ALIGNMENT)[:, None] + columns[None, :]
     value += tl.load(at_shift, mask=has_shift[:, None] & is_column, other=0.0).to(tl.float32)
-    tl.store(at, value.to(out.dtype.element_ty), mask=is_changed[:, None] & is_column)
+    tl.store(pointers, value.to(out.dtype.element_ty), mask=is_changed[:, None] & is_column)

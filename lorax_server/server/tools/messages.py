@@ -107,12 +107,14 @@ def _enumerate_calls(index: int, message: Mapping[str, Any]) -> list[tuple[int, 
     return list(enumerate(message["tool_calls"]))
 
 
-def _normalize_call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize_call(field_path: str, call: Mapping[str, Any]) -> dict[str, Any]:
     kind, function = call.get("type", "function"), call.get("function")
     if kind != "function":
-        raise NotSupportedError(f"{where}: tool calls of type {str(kind)[:32]!r} are not supported; use 'function'")
+        raise NotSupportedError(
+            f"{field_path}: tool calls of type {str(kind)[:32]!r} are not supported; use 'function'"
+        )
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InputError(f"{where} must have a `function` with a `name`")
+        raise InputError(f"{field_path} must have a `function` with a `name`")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:

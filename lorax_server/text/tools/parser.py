@@ -179,7 +179,7 @@ class ToolOutputParser:
                 self._open(text[: len(text) - len(first)])
                 return first
         openers = self._tool_format.openers
-        found = min((place for opener in openers if (place := text.find(opener)) >= 0), default=-1)
+        found = min((position for opener in openers if (position := text.find(opener)) >= 0), default=-1)
         if found < 0:
             self._buffer = text[find_partial_marker(text, openers) :]
             self._add_text(text[: len(text) - len(self._buffer)], events)

@@ -112,9 +112,9 @@ def _write_keywords(rule: str, call: CallGrammar) -> Iterator[str]:
     for index, (name, schema) in enumerate(properties.items()):
         if not name.isidentifier() or keyword.iskeyword(name):
             raise InputError(f"`tools`: {call.name!r} has a parameter {name[:64]!r}, which is not a Python identifier")
-        place, value = f"{index}_{index + 1}", {**definitions.complete(schema), OPTIONS: call.schema[OPTIONS]}
-        yield f"{rule}_first_{place}: {to_lark_string(name + '=')} %json {json.dumps(value)}\n"
-        yield f'{rule}_more_{place}: (", " {rule}_first_{place}){"?" if optional[index] else ""}\n'
+        suffix, value = f"{index}_{index + 1}", {**definitions.complete(schema), OPTIONS: call.schema[OPTIONS]}
+        yield f"{rule}_first_{suffix}: {to_lark_string(name + '=')} %json {json.dumps(value)}\n"
+        yield f'{rule}_more_{suffix}: (", " {rule}_first_{suffix}){"?" if optional[index] else ""}\n'
     count = len(optional)
     ranges = [(0, count)]
     while ranges:

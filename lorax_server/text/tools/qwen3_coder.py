@@ -67,10 +67,10 @@ class Qwen3CoderToolCallParser(ToolCallParser):
     def _consume_body(self, text: str, at: int, events: list[ParsedEvent]) -> int:
         length = len(self._body)
         body = self._body + text[at : at + MAX_CALL_CHARACTERS - length]
-        place = body.find(FUNCTION_END, max(0, length - len(FUNCTION_END) + 1))
-        self._body = body if place < 0 else body[: place + len(FUNCTION_END)]
+        position = body.find(FUNCTION_END, max(0, length - len(FUNCTION_END) + 1))
+        self._body = body if position < 0 else body[: position + len(FUNCTION_END)]
         try:
-            if place >= 0:
+            if position >= 0:
                 self._end_call(events)
             self.is_malformed = len(self._body) == MAX_CALL_CHARACTERS and not self._has_call
         except MalformedCallError:

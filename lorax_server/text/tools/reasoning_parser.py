@@ -61,14 +61,14 @@ class ReasoningParser:
 
     def _parse_reasoning(self, text: str, parts: list[CompletionPart]) -> str:
         """Parse reasoning. Return the text after the closing tag."""
-        place = text.find(THINK_END)
-        if place < 0:
+        position = text.find(THINK_END)
+        if position < 0:
             start = find_partial_marker(text, (THINK_END,))
             self._buffer = text[start:]
             self._add(text[:start], text[:start], parts)
             return ""
-        end = place + len(THINK_END)
-        self._add(text[: find_whitespace_start(text, place)], text[:end], parts)
+        end = position + len(THINK_END)
+        self._add(text[: find_whitespace_start(text, position)], text[:end], parts)
         self.is_reasoning, self._drops_whitespace = False, True
         return text[end:]
 
