@@ -1,4 +1,4 @@
-"""Ops for each device. `reference` is the specification and runs on every device."""
+"""Kernel backends. Each backend implements the same ops. `reference` is the specification and runs on every device."""
 
 from lorax_server.kernels.ops import (
     MAX_RANK,

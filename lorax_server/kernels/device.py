@@ -16,18 +16,18 @@ def is_host(device: torch.device) -> bool:
 
 
 def host_view(tensor: torch.Tensor) -> npt.NDArray[Any] | None:
-    """Return a host tensor as a NumPy array; None for tensors on other devices."""
+    """Return a host tensor as a NumPy array, or None for tensors on other devices."""
     return tensor.numpy() if tensor.is_cpu else None
 
 
 def to_device(column: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy an array to `device`, through pinned memory for a GPU. On a CPU, the tensor shares the array's memory."""
+    """Return an array as a tensor on `device`, copied through pinned memory for a GPU, or sharing memory on a CPU."""
     host = torch.from_numpy(column)
     return host if is_host(device) else host.pin_memory().to(device, non_blocking=True)
 
 
 def columns_to_device(columns: Sequence[npt.NDArray[np.int64]], device: torch.device) -> Sequence[torch.Tensor]:
-    """Copy several arrays of equal length in one transfer."""
+    """Return several arrays of equal length as tensors on `device`, copied in one transfer."""
     return [torch.from_numpy(x) for x in columns] if is_host(device) else to_device(np.stack(columns), device).unbind()
 
 
@@ -37,7 +37,7 @@ def write(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def allocate_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros. On a CPU, pages are allocated on first write (`torch.zeros` would touch all of them)."""
+    """Return a zero tensor. On a CPU, pages are allocated on first write (`torch.zeros` allocates all pages)."""
     num_bytes = int(np.prod(shape)) * dtype.itemsize
     if not is_host(device) or not num_bytes:
         return torch.zeros(*shape, dtype=dtype, device=device)
@@ -46,7 +46,7 @@ def allocate_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
 
 
 def make_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream | None:
-    """Return a new stream that starts after the work queued on the current stream; None on a CPU."""
+    """Return a new stream that starts after the work queued on the current stream, or None on a CPU."""
     if is_host(device):
         return None
     stream = torch.cuda.Stream(device, priority=priority)
@@ -55,5 +55,5 @@ def make_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream | 
 
 
 def use_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    """Return a context that runs work on `stream`, or an empty context without a stream."""
+    """Return a context manager that runs work on `stream`, or does nothing if `stream` is None."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)

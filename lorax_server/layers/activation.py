@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from lorax_server.errors import ConfigError
 from lorax_server.kernels import Activation
 
-# Most models use these. Importing transformers for the others adds seconds to the start.
+# Activations of most models. Importing transformers for other activations adds seconds to the start.
 TORCH_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -21,7 +21,7 @@ TANH_GELU_NAMES = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate"
 
 
 def get_activation(name: str, field: str) -> Activation:
-    """Return the activation called `name`. Errors mention `field`, the config field it comes from."""
+    """Return the activation called `name`. Error messages mention `field`, the config field that contains the name."""
     if name in TANH_GELU_NAMES:
         return Activation("gelu_tanh", partial(F.gelu, approximate="tanh"))
     if name in TORCH_ACTIVATIONS:

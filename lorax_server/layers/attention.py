@@ -1,4 +1,4 @@
-"""The context that a paged forward pass hands to its layers.
+"""The context that a paged forward pass provides to its layers.
 
 Layers take flat `[num_tokens, hidden]` tensors and call `ctx.attend`, which reads and writes the KV cache.
 """
@@ -15,7 +15,7 @@ KVCache = list[LayerCache]  # indexed by layer
 
 @dataclass
 class Seqlen:
-    """Sequence lengths for a paged forward pass."""
+    """Sequence lengths for a paged forward pass, on the device and optionally on the host."""
 
     input_lengths: torch.Tensor  # [num_seqs] tokens in this forward pass
     cache_lengths: torch.Tensor  # [num_seqs] tokens already in the cache
@@ -30,7 +30,7 @@ class Seqlen:
 
 @dataclass(frozen=True, kw_only=True)
 class PagedContext(PagedBatch):
-    """A `PagedBatch` with its KV cache, positions and adapters."""
+    """The batch of a forward pass, with its KV cache, positions and adapters."""
 
     ops: Ops
     kv_cache: KVCache
@@ -42,7 +42,7 @@ class PagedContext(PagedBatch):
     cross_attention_states: torch.Tensor | None = None  # only for custom layers from `create_layer_fn`
 
     def rope_lengths(self) -> torch.Tensor:
-        """Return the sequence length that selects the RoPE scaling, for each token."""
+        """Return, for each token, the sequence length that selects the RoPE scaling."""
         if self.token_prompt_lengths is not None:
             return self.token_prompt_lengths
         lengths = self.prompt_lengths

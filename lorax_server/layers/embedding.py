@@ -41,7 +41,7 @@ class TensorParallelEmbedding(nn.Module):
         )
 
     def replace_weight(self, weight: torch.Tensor | PanelMatrix) -> None:
-        """Use `weight` instead of the loaded matrix, for example the matrix of a tied head in the head's layout."""
+        """Replace the loaded matrix by `weight`, for example by the matrix of a tied LM head."""
         self.weight = weight
         self.targets = tuple(replace(target, weight=weight) for target in self.targets)
 

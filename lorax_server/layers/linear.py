@@ -24,7 +24,7 @@ from lorax_server.weights import Weights
 def get_lora_args(
     adapter_data: AdapterBatchData | None, targets: Sequence[AdapterTarget]
 ) -> tuple[LoraBatch | None, Sequence[LoraTarget]]:
-    """Return the LoRA arguments of a linear op: the batch's adapters and the layer's targets."""
+    """Return the LoRA arguments for a linear op: the batch's adapters and the layer's target modules."""
     return (None, ()) if adapter_data is None else (adapter_data.lora, adapter_data.find_targets(targets))
 
 
@@ -41,7 +41,7 @@ class TensorParallelMultiAdapterLinear(nn.Module):
         bias: bool,
         fan_in_fan_out: bool = False,
     ) -> None:
-        """`outputs` has one shard per name. `fan_in_fan_out` means that weights are stored as `[in, out]`."""
+        """Load the matrices. `outputs` has one shard per name. With `fan_in_fan_out`, their layout is `[in, out]`."""
         super().__init__()
         matrices, biases = [], []
         for name, shard in zip(names, outputs, strict=True):
@@ -95,7 +95,7 @@ class TensorParallelAdapterRowLinear(nn.Module):
     ) -> None:
         """Load the layer. (IA)³ adapters scale its inputs, in one of two places.
 
-        `input_scale_target` names a preceding matrix and its first output to scale instead of this layer's inputs.
+        `input_scale_target` is a preceding matrix, whose outputs are scaled instead, and its first output to scale.
         With `scales_input`, `forward` scales its argument in place, so the caller must not use the argument afterwards.
         """
         super().__init__()
@@ -143,9 +143,9 @@ class MultiAdapterHead(nn.Module):
         bias: torch.Tensor | None = None,
         is_tied: bool = True,
     ) -> None:
-        """`matrix` and `bias` are this rank's shards. With `is_tied`, the embedding uses the same matrix.
+        """Create the head from this rank's matrix and bias shards. With `is_tied`, the embedding uses the same matrix.
 
-        `target_name` is the module name in adapters.
+        `target_name` is the head's module name in adapters.
         """
         super().__init__()
         shard = shard_vocab(weights.process_group, vocab_size)
@@ -178,7 +178,7 @@ class MultiAdapterHead(nn.Module):
     def forward(
         self, x: torch.Tensor, adapter_data: AdapterBatchData | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return logits and speculative logits (always None)."""
+        """Return logits, and None for speculative logits, which are not supported."""
         if adapter_data is None:
             return self._gather(self.ops.linear(x, self.linear, None, ())), None
         (target,), lora_targets = self.targets, adapter_data.find_targets(self.targets)

@@ -10,13 +10,13 @@ from lorax_server.adapters.target import AdapterTarget
 
 
 class LogitTransform(NamedTuple):
-    """Multiply all logits, then apply a soft cap."""
+    """Settings that a model applies to all logits: a multiplier, then a soft cap."""
 
     multiplier: float = 1.0
     soft_cap: float | None = None
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """Transform logits in place."""
+        """Apply multiplier and soft cap to logits in place, and return the logits."""
         if self.multiplier != 1.0:
             logits.mul_(self.multiplier)
         return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
@@ -25,7 +25,7 @@ class LogitTransform(NamedTuple):
 def replace_row_logits(
     logits: torch.Tensor, x: torch.Tensor, target: AdapterTarget, adapter_data: AdapterBatchData
 ) -> None:
-    """Recompute, in place, this rank's logits of vocabulary rows that an adapter replaces."""
+    """Recompute this rank's logits in place for tokens whose LM head rows are replaced by an adapter."""
     for tokens, _, adapter in adapter_data.iterate_segments(target.name):
         if len(adapter.row_ids):
             ids = adapter.row_ids.long()
@@ -40,7 +40,7 @@ def resize_logits(
     adapter_data: AdapterBatchData,
     transform: LogitTransform | None = None,
 ) -> torch.Tensor:
-    """Pad logits to the largest vocabulary in the batch. Tokens outside an adapter's vocabulary get -inf.
+    """Return logits padded to the largest vocabulary in the batch. Tokens outside an adapter's vocabulary get -inf.
 
     The caller has already applied `transform` to the base vocabulary. This function applies it to added tokens.
     """

@@ -14,7 +14,7 @@ from lorax_server.weights import Weights
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm. Adds the residual first, if given, and returns the normalized tensor and the sum."""
+    """RMSNorm over `hidden_states + residual`. `forward` returns the normalized tensor and the sum."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
         offset: float = 0.0,
         upcast: bool = False,
     ) -> None:
-        """With `upcast`, multiply in float32 before rounding, and add `offset` to the stored weight."""
+        """Load the weight. With `upcast`, `offset` is added to it, and it multiplies in float32 before rounding."""
         super().__init__()
         weight = weights.get_tensor(f"{prefix}.weight", (size,))
         self.weight = weight.float() + offset if upcast else weight
@@ -62,7 +62,7 @@ class LayerNorm(nn.Module):
         bias: bool = True,
         offset: float = 0.0,
     ) -> None:
-        """`offset` is added to the stored weight."""
+        """Load weight and bias. `offset` is added to the stored weight."""
         super().__init__()
         self.weight = weights.get_tensor(f"{prefix}.weight", (size,)) + offset if affine else None
         self.bias = weights.get_tensor(f"{prefix}.bias", (size,)) if affine and bias else None
@@ -78,7 +78,7 @@ class LayerNorm(nn.Module):
 
 
 class ResidualLayerNorm(LayerNorm):
-    """Layer norm with the interface of `RMSNorm`: adds the residual first and returns the sum as well."""
+    """Layer norm over `hidden_states + residual`. Like `RMSNorm`, `forward` returns the result and the sum."""
 
     def forward(  # type: ignore[override]
         self,
@@ -91,10 +91,10 @@ class ResidualLayerNorm(LayerNorm):
 
 
 class HeadNorm(nn.Module):
-    """Layer norm over each head, without bias, with a separate weight per head."""
+    """Layer norm over each attention head, without bias, with a separate weight per head."""
 
     def __init__(self, weight: torch.Tensor, eps: float, weights: Weights) -> None:
-        """`weight` is this rank's shard, `[heads, head_dim]`."""
+        """Create the norm. `weight` is this rank's shard, `[heads, head_dim]`."""
         super().__init__()
         self.weight, self.eps, self.ops = weight, eps, weights.ops
 
@@ -103,7 +103,7 @@ class HeadNorm(nn.Module):
 
 
 def concat_head_norm_targets(norms: Sequence[AdapterTarget]) -> tuple[AdapterTarget, ...]:
-    """Assign consecutive columns to the adapter targets of query and key norms."""
+    """Return the adapter targets of query and key norms, with consecutive output columns."""
     stops = accumulate(target.outputs.size for target in norms)
     return tuple(
         replace(target, columns=slice(stop - target.outputs.size, stop))
@@ -114,7 +114,7 @@ def concat_head_norm_targets(norms: Sequence[AdapterTarget]) -> tuple[AdapterTar
 def make_head_norm_target(
     name: str, norm: "RMSNorm | LayerNorm", heads: int, head_dim: int, offset: float = 0.0
 ) -> AdapterTarget:
-    """Return the adapter target of a norm that `heads` heads share, with its weight repeated for each head."""
+    """Return the adapter target for a norm that `heads` attention heads share. Its weight is repeated for each head."""
     outputs = Shard(head_dim, ((0, head_dim),) * heads)
     assert norm.weight is not None
     bias = getattr(norm, "bias", None)

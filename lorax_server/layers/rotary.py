@@ -39,7 +39,7 @@ class RotaryEmbedding(nn.Module):
         self.cos, self.sin = self._table(min(max_positions, INITIAL_TABLE_ROWS))
 
     def reserve(self, count: int) -> None:
-        """Grow the table to `count` positions, so that graphs can record its address."""
+        """Grow the table to at least `count` positions, so that its address stays valid for recorded graphs."""
         if count > len(self.cos):
             self.cos, self.sin = self._table(count)
 
@@ -54,7 +54,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class DynamicRotaryEmbedding(nn.Module):
-    """Dynamic NTK scaling, for sequences longer than the training length."""
+    """RoPE with dynamic NTK scaling for sequences that are longer than the training length."""
 
     def __init__(self, dim: int, base: float, factor: float, max_positions: int, device: torch.device) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class DynamicRotaryEmbedding(nn.Module):
 
 
 class LongRotaryEmbedding(nn.Module):
-    """LongRoPE: one set of frequencies up to the original length, another for longer sequences."""
+    """LongRoPE. Sequences up to the original length use the short frequencies, longer ones the long frequencies."""
 
     def __init__(
         self, short: torch.Tensor, long: torch.Tensor, original: int, attention_factor: float, device: torch.device
@@ -105,7 +105,7 @@ def load_rotary(
         return ROPE_TYPES[rope_type](parameters, config, dim, device)
     except KeyError as missing:
         raise ConfigError(f"config field rope_parameters lacks {missing} for rope_type {rope_type!r}") from missing
-    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # from implausible values
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # caused by implausible config values
         raise ConfigError(f"config field rope_parameters cannot be used: {error}") from error
 
 
@@ -115,7 +115,7 @@ def partial_rotary_dim(config: Any, head_dim: int, layer_type: str | None = None
 
 
 def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any]:
-    """Collect the RoPE settings of a config in one dictionary, including legacy field names."""
+    """Return the RoPE settings of a config, including legacy fields, as a dictionary with current names."""
     stored = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if isinstance(stored, Mapping) and layer_type in stored:
         stored = stored[layer_type]
@@ -133,7 +133,7 @@ def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any
         for field in fields:
             value = getattr(config, field, None)
             if value is None or (key == "partial_rotary_factor" and stored.get(key) is not None):
-                continue  # some transformers versions add a default; the stored value wins
+                continue  # some transformers versions add a default value; the stored value takes precedence
             if parameters.setdefault(key, value) != value:
                 stored = parameters[key]
                 raise ConfigError(f"config field {field} = {value!r} contradicts {stored!r} in rope_parameters")
@@ -162,17 +162,17 @@ def _dynamic(parameters: Mapping[str, Any], config: Any, dim: int, device: torch
 
 
 def _llama3(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
-    """Scale down low frequencies, keep high frequencies, and interpolate between them."""
+    """Build Llama 3's RoPE: low frequencies are divided by a factor, high ones are kept, others are interpolated."""
     inv_freq = _frequencies(parameters, dim)
     low, high, factor = parameters["low_freq_factor"], parameters["high_freq_factor"], parameters["factor"]
-    turns = _original_length(parameters, config) * inv_freq / (2 * math.pi)  # within the original length
+    turns = _original_length(parameters, config) * inv_freq / (2 * math.pi)  # rotations within the original length
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
     blended = (1 - smooth) * inv_freq / factor + smooth * inv_freq
     return RotaryEmbedding(blended, config.max_position_embeddings, device)
 
 
 def _yarn(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
-    """Keep high frequencies and interpolate low ones."""
+    """Build YaRN RoPE: high frequencies are kept and low frequencies are divided by a factor, with a ramp between."""
     original = _original_length(parameters, config)
     if "factor" not in parameters and "original_max_position_embeddings" not in parameters:
         raise KeyError("factor")

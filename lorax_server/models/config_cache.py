@@ -9,7 +9,7 @@ from typing import Any
 from lorax_server.files.disk_cache import cache_folder, load, make_key, store
 from lorax_server.files.names import MODEL_CONFIG_FILE
 
-FORMAT = "1"  # change this when the cached fields change
+FORMAT = "1"  # increase this when the cached fields change
 
 
 def read_config(folder: Path) -> SimpleNamespace:

@@ -36,7 +36,7 @@ class PaddedBatch:
         "stopping_criterias",
     )
 
-    requests: list[Any]  # with attributes `id` and `prefill_logprobs`
+    requests: list[Any]  # objects with attributes `id` and `prefill_logprobs`
     input_ids: torch.Tensor  # [rows, max_input_length] before the first step, [rows, 1] after it
     attention_mask: torch.Tensor
     position_ids: torch.Tensor
@@ -62,7 +62,7 @@ class PaddedBatch:
         device: torch.device,
         **more: Any,
     ) -> Self:
-        """Create a batch from tokenized prompts. `more` are additional subclass fields."""
+        """Create a batch from tokenized prompts. `more` contains additional fields of subclasses."""
         _check_ids(requests)
         rows = [torch.tensor(ids, dtype=torch.long) for ids in prompts]
         lengths = [len(row) for row in rows]
@@ -145,7 +145,7 @@ class PaddedBatch:
         return len(self.requests)
 
     def _count_future_tokens(self) -> int:
-        """Return the most tokens that any unfinished request can still generate."""
+        """Return the maximum number of tokens that any unfinished request can still generate."""
         running = [stop for stop in self.stopping_criterias if stop.finish_reason is None]
         return max((stop.remaining_tokens for stop in running), default=0)
 
@@ -179,7 +179,7 @@ def _check_ids(requests: Sequence[Any]) -> None:
 
 
 def _join_layers(batches: Sequence[PaddedBatch], length: int) -> list[LayerCache]:
-    """Merge the KV caches. Release the sources layer by layer, to keep only one layer's copy in memory."""
+    """Return the merged KV caches. Releases the sources layer by layer, so that only one layer is in memory twice."""
     caches = [batch.past_key_values or [] for batch in batches]
     joined: list[LayerCache] = []
     for layer in range(len(caches[0])):

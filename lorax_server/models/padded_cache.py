@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from lorax_server.kernels import LayerCache
 
 COLUMN_AXIS = 2
-MIN_SPARE_COLUMNS = 16  # free columns in new buffers
+MIN_SPARE_COLUMNS = 16  # minimum number of free columns in new buffers
 
 
 @dataclass
@@ -43,12 +43,12 @@ class GrowableCache(tuple[torch.Tensor, torch.Tensor]):
 
     @classmethod
     def wrap(cls, cache: LayerCache) -> "GrowableCache":
-        """Use these tensors as full buffers."""
+        """Return a cache that uses these tensors as buffers without free columns."""
         length = int(cache[0].shape[COLUMN_AXIS])
         return cls(KVBuffers(*cache, length), length)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> "GrowableCache":
-        """Append columns. Writes in place if the buffers have free columns that no other view has filled."""
+        """Return a cache with columns appended, in place if the next columns of the buffers are free."""
         length, total = self.length, self.length + int(keys.shape[COLUMN_AXIS])
         buffers = self.buffers
         if buffers.num_filled != length or buffers.keys.shape[COLUMN_AXIS] < total:
@@ -59,13 +59,13 @@ class GrowableCache(tuple[torch.Tensor, torch.Tensor]):
 
 
 def select_rows(cache: LayerCache, rows: Sequence[int], length: int) -> GrowableCache:
-    """Return the last `length` columns of these rows."""
+    """Return a copy of the last `length` columns of these rows."""
     keys, values = (tensor[list(rows)] for tensor in cache)
     return join_rows([(keys, values)], length)
 
 
 def join_rows(caches: Sequence[LayerCache], length: int, num_new: int = 0) -> GrowableCache:
-    """Copy all rows of several caches to new right-aligned buffers with at least `num_new` free columns."""
+    """Return the rows of several caches, right-aligned in new buffers with at least `num_new` free columns."""
     num_rows, row = sum(len(keys) for keys, _ in caches), 0
     room = num_new + max(MIN_SPARE_COLUMNS, length // 8)
     keys, values = (like.new_empty(num_rows, like.shape[1], length + room, like.shape[3]) for like in caches[0])

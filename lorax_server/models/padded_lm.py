@@ -98,7 +98,7 @@ class PaddedLM:
 
     @torch.inference_mode()
     def compute(self, batch: PaddedBatch, masks: TokenMasks | None = None) -> PaddedStepOutput:
-        """Sample the next token of every row without modifying the batch."""
+        """Run one step and sample the next token of every row, without modifying the batch."""
         is_first = batch.past_key_values is None
         logits, caches = self.forward(
             batch.input_ids,
@@ -116,7 +116,7 @@ class PaddedLM:
         batch.attention_mask[:, batch.attention_mask.shape[1] - batch.padding_right_offset] = 1
         batch.position_ids = batch.position_ids[:, -1:] + 1
         for row, stop in enumerate(batch.stopping_criterias):
-            if stop.finish_reason is not None:  # a higher position might exceed the model's limit
+            if stop.finish_reason is not None:  # a finished sequence's position might exceed the model's limit
                 batch.position_ids[row] -= 1
         batch.past_key_values = caches
         batch.max_input_length += 1

@@ -15,7 +15,7 @@ LONG_PROMPT_TOKENS, SHORT_PROMPT_TOKENS = 6, 2
 MAX_DIFFERENCE_BY_DTYPE = {
     torch.float32: 1e-3,
     torch.float64: 1e-3,
-}  # mean difference / standard deviation of the logits
+}  # limit for the mean difference / standard deviation of the logits
 MAX_DIFFERENCE = 0.05  # for other dtypes
 
 
@@ -41,7 +41,7 @@ def check_padding(forward: Forward, name: str, vocab_size: int, pad: int, dtype:
         at_once, _ = forward(
             tokens[None], torch.ones_like(tokens)[None], torch.arange(LONG_PROMPT_TOKENS + 1, device=device)[None]
         )
-    except Exception as error:  # a model that is not made for this may raise anything
+    except Exception as error:  # an incompatible model may raise any exception
         raise UnsupportedModelError(f"{name}: cannot run in padded batches: {error}") from error
     comparisons = {
         "when a shorter prompt is padded": (together, torch.cat(alone, dim=1)),
@@ -56,7 +56,7 @@ def check_padding(forward: Forward, name: str, vocab_size: int, pad: int, dtype:
 
 
 def _two_steps(forward: Forward, prompts: Sequence[torch.Tensor], then: torch.Tensor, pad: int) -> torch.Tensor:
-    """Return logits `[2, rows, vocabulary]`: after the prompts, and after one more token."""
+    """Return logits `[2, rows, vocabulary]` of two steps: after the prompts, and after one more token."""
     width = max(len(prompt) for prompt in prompts)
     ids = prompts[0].new_full((len(prompts), width), pad)
     mask = torch.zeros_like(ids)

@@ -30,7 +30,7 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 def load_config(model_id: str, revision: str | None, trust_remote_code: bool) -> Any:
     try:
         config = AutoConfig.from_pretrained(model_id, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises many types for invalid names and files
+    except Exception as error:  # transformers raises many exception types for invalid names and files
         raise ConfigError(f"{model_id}: the model config cannot be read: {error}") from error
     if find_adapter_config_file(model_id, revision=revision):
         raise ConfigError(f"{model_id}: contains an adapter; load the base model and request the adapter by its ID")
@@ -55,7 +55,7 @@ def is_stored_in_8_bits(model_id: str, config: Any) -> bool:
 
 
 def load_generation_eos(model_id: str, revision: str | None) -> frozenset[int]:
-    """Return the EOS tokens in `generation_config.json`, if the file exists."""
+    """Return the EOS token IDs in `generation_config.json`, or none if the file does not exist."""
     path = cached_file(model_id, GENERATION_CONFIG_FILE, revision=revision, _raise_exceptions_for_missing_entries=False)
     if path is None:
         return frozenset()
@@ -115,7 +115,7 @@ def load_model(
 
 
 def resolve_pad_token(tokenizer: Any, config: Any, vocab_size: int) -> int:
-    """Return the padding token. Padding is masked, so any token in the model's vocabulary works."""
+    """Return a padding token ID. Padding is masked, so any token in the model's vocabulary is allowed."""
     eos = sorted(eos_token_ids(config, tokenizer))
     for token_id in (tokenizer.pad_token_id, getattr(config, "pad_token_id", None), *eos):
         if token_id is not None and 0 <= token_id < vocab_size:
@@ -127,7 +127,7 @@ def resolve_pad_token(tokenizer: Any, config: Any, vocab_size: int) -> int:
 
 
 def eos_token_ids(*sources: Any) -> frozenset[int]:
-    """Return all EOS tokens of these tokenizers and configs. Negative IDs in configs mean that no token is set."""
+    """Return all EOS token IDs of these tokenizers and configs. Negative IDs in configs mean that no token is set."""
     eos: set[Any] = set()
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
@@ -156,7 +156,7 @@ def max_positions(config: Any) -> int:
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """Return one set of parameters, or one set per layer type."""
+    """Return the config's RoPE parameters: one dictionary, one per layer type, or none."""
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict):
         return []

@@ -54,9 +54,9 @@ MODELS = {
     "starcoder2": "flash_starcoder2_modeling.FlashStarCoder2ForCausalLM",
 }
 
-# Model type to a config field. Models with this field set run in padded batches.
+# Maps a model type to a config field. Models that set this field run in padded batches.
 PADDED_ONLY_FIELDS = {"falcon": "alibi"}
-DEFAULT_MAX_POSITIONS = 2**17  # for models without a position limit
+DEFAULT_MAX_POSITIONS = 2**17  # default for models without a position limit
 
 POSITIVE_INT_FIELDS = (
     "head_dim",
@@ -77,7 +77,7 @@ EPSILON_FIELDS = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps")
 def get_model(
     settings: ModelConfig, process_group: ProcessGroup | None = None, ops: Ops | None = None
 ) -> PagedCausalLM:
-    """Load this rank's shard of a model. Defaults: a single rank, and the fastest ops for the device."""
+    """Load this rank's shard of a model. By default, there is one rank and the fastest ops for the device are used."""
     config = load_config(settings)
     device = torch.device(settings.device)
     ops, process_group = ops or select_ops(device), process_group or FakeGroup()
@@ -146,7 +146,7 @@ def load_config(settings: ModelConfig) -> Any:
     path, model_type = settings.path / MODEL_CONFIG_FILE, _read_model_type(settings)
     try:
         config = read_config(settings.path)
-    except Exception as error:  # transformers raises many types for invalid values
+    except Exception as error:  # transformers raises many exception types for invalid values
         raise ConfigError(f"{path}: cannot be used as a model config: {error}") from error
     if config.model_type != model_type:
         raise ConfigError(f"{path}: transformers reads it as {config.model_type!r}, which is not supported")
@@ -170,7 +170,7 @@ def _check_config(config: Any) -> None:
 
 
 def _choose_dtype(settings: ModelConfig, config: Any, ops: Ops) -> torch.dtype:
-    """Choose the dtype and log the reason."""
+    """Return the model's dtype, and log the reason for this choice."""
     stored = str(getattr(config, "dtype", None) or torch.float16).removeprefix("torch.")
     if settings.dtype is not None:
         name, reason = settings.dtype, "requested"
@@ -189,7 +189,7 @@ def _choose_dtype(settings: ModelConfig, config: Any, ops: Ops) -> torch.dtype:
 
 
 def _get_free_bytes(device: torch.device) -> int:
-    """Return the free GPU memory after releasing cached memory of earlier engines in this process."""
+    """Return the free GPU memory in bytes, after releasing memory that torch cached for earlier engines."""
     gc.collect()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)

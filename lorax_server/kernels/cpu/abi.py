@@ -51,7 +51,7 @@ void prefill_attention(const Paged* batch, const void* q, int64_t q_token, int64
   const void* values, void* out, int64_t heads, float scale, int64_t window, float cap, const float* slopes);
 void run_graph(const int64_t* calls, int64_t count, int64_t words);
 """
-POINTER_OR_INT = ctypes.c_void_p  # also for int64_t: ctypes converts c_void_p arguments three times as fast
+POINTER_OR_INT = ctypes.c_void_p  # also for int64_t, because ctypes converts c_void_p arguments three times as fast
 FIELD_TYPES = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}
 
 
@@ -100,11 +100,11 @@ def struct_fields(struct: str) -> list[tuple[str, Any]]:
 
 
 class AbiError(Exception):
-    """A declaration differs between Python and the native library."""
+    """A struct, enum or function declaration differs between Python and the native library."""
 
 
 def check_abi(read: Callable[[str], str]) -> None:
-    """Raise `AbiError` if a declaration of the library differs from this module. `read` returns it by name."""
+    """Raise `AbiError` if a library declaration differs from this module. `read(name)` returns a declaration."""
     for name, expected in (STRUCTS | FUNCTIONS).items():
         if read(name) != expected:
             raise AbiError(f"`{name}` is declared as ({read(name)}) in C++, but as ({expected}) in Python")

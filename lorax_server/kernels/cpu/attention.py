@@ -1,4 +1,4 @@
-"""RoPE, KV cache writes and attention on a CPU, one native call each.
+"""RoPE, KV cache writes and attention on a CPU. Each op is one native call.
 
 The native kernels require a KV cache in the model dtype. Float8 caches use the reference ops.
 """
@@ -23,7 +23,7 @@ class Paged(ctypes.Structure):
 
 
 class CpuAttention:
-    """Attention ops with the same signatures as in `reference`."""
+    """Attention ops for CPUs, with the same signatures as in `reference`."""
 
     _library: Library
 
@@ -82,7 +82,7 @@ class CpuAttention:
     def decode_attention(
         self, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Compute decode attention. Results are bitwise batch-invariant; empty sequences produce zeros."""
+        """Return decode attention outputs. Results are bitwise batch-invariant. Empty sequences produce zeros."""
         keys, values = cache
         if q.dtype != keys.dtype:
             return reference.decode_attention(q, cache, batch, spec)
@@ -108,7 +108,7 @@ class CpuAttention:
         batch: PagedBatch,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        """Compute prefill attention.
+        """Return prefill attention outputs.
 
         Results are bitwise independent of the batch and of prefill chunk boundaries, with one exception: a chunk of one
         token uses `decode_attention`, which sums in a different order.
@@ -135,7 +135,7 @@ class CpuAttention:
 
 
 def _join_heads(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return queries and keys as one tensor if they are adjacent in memory, so one call rotates both."""
+    """Return queries and keys as one tensor if they are adjacent in memory, so that one call rotates both."""
     end = q.data_ptr() + q.shape[1] * q.stride(1) * q.itemsize
     if q.stride() != k.stride() or k.data_ptr() != end:
         return q, k
@@ -143,7 +143,7 @@ def _join_heads(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _score_args(spec: AttentionSpec) -> tuple[float, int, float, int | None]:
-    """Return scale, window, soft cap (0: none) and the address of the ALiBi slopes, which the model keeps alive."""
+    """Return a layer's scale, window, soft cap (0 if none) and ALiBi slope address, as native arguments."""
     slopes = None if spec.slopes is None else spec.slopes.data_ptr()
     return spec.scale, spec.window or UNLIMITED_WINDOW, spec.soft_cap or 0.0, slopes
 
@@ -156,7 +156,7 @@ def _strides(x: torch.Tensor) -> tuple[int, int]:
 
 
 def _paged_struct(batch: PagedBatch, keys: torch.Tensor) -> NativeStruct:
-    """Return the struct for a batch, cached for all layers with the same cache shape."""
+    """Return the `Paged` struct for a batch, cached for all layers with the same cache shape."""
     return batch.cached(("cpu", keys.shape), _make_paged_struct, batch, keys)
 
 

@@ -21,7 +21,7 @@ from lorax_server.kernels.cpu.abi import ARGUMENT_TYPES
 from lorax_server.kernels.cpu.library import Library
 from lorax_server.kernels.ops import UnrecordableError
 
-# Kernels that decode layers call. Other kernels write to temporary memory.
+# The kernels in a decode step's layers. Other kernels write to temporary memory, so they cannot be recorded.
 RECORDABLE_KERNELS = (
     "linear",
     "rms_norm",
@@ -32,7 +32,7 @@ RECORDABLE_KERNELS = (
     "write_kv",
     "decode_attention",
 )
-# Function address and arguments, 8 bytes each.
+# A recorded call: function address and arguments, 8 bytes each.
 WORDS_PER_CALL = 1 + max(len(ARGUMENT_TYPES[op]) for op in RECORDABLE_KERNELS)
 aten = torch.ops.aten
 ALLOCATION_OPS = (aten.empty.memory_format, aten.empty_like.default)
@@ -56,7 +56,7 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 class BufferPool:
-    """Reusable memory for intermediate tensors of runs with up to `max_rows` rows.
+    """Reusable memory for intermediate tensors of recorded runs with up to `max_rows` rows.
 
     A buffer returns to the pool when the last tensor view on it is deleted.
     """
@@ -71,7 +71,7 @@ class BufferPool:
         return sum(len(made) for made in self._made.values())
 
     def take(self, like: torch.Tensor, rows: int) -> torch.Tensor:
-        """Return a pooled tensor with the shape, strides and dtype of `like`, for a run with `rows` rows."""
+        """Return a tensor in a pooled buffer, shaped like `like` (with its strides), for a run with `rows` rows."""
         num_bytes = like.untyped_storage().nbytes()
         row_bytes = -(-num_bytes // rows)
         free = self._free.setdefault(row_bytes, [])
@@ -95,7 +95,7 @@ class BufferPool:
 
 
 class CpuGraph:
-    """A recorded run. Its inputs and weights must outlive the graph."""
+    """A recorded model run that can be replayed. Its inputs and weights must outlive the graph."""
 
     def __init__(self, steps: Sequence[_Step], output: torch.Tensor) -> None:
         self._steps = steps
@@ -107,7 +107,7 @@ class CpuGraph:
 
 
 class RecordingLibrary(Library):
-    """A library whose functions record calls instead of executing them."""
+    """A kernel library whose functions record their calls instead of executing them."""
 
     def __init__(self, library: Library, note: Callable[..., None]) -> None:
         self.panel, self.has_tiles = library.panel, library.has_tiles
@@ -120,7 +120,7 @@ class Recording(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Prevent torch from importing Dynamo, which takes seconds and 100 MB."""
+        """Return False, which prevents torch from importing Dynamo. The import takes seconds and 100 MB."""
         return False
 
     def __init__(self, library: Library, buffers: BufferPool, rows: int) -> None:
@@ -183,6 +183,6 @@ def _only_tensors(result: Any) -> bool:
 
 
 def _are_views_of(result: Any, arguments: Any) -> bool:
-    """Return True if all result tensors share storage with an argument."""
+    """Return True if all result tensors are views of an argument, that is, share its storage."""
     argument_addresses = {x.untyped_storage().data_ptr() for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)}
     return all(x.untyped_storage().data_ptr() in argument_addresses for x in tree_leaves(result))

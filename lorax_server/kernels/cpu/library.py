@@ -28,7 +28,7 @@ class LibraryUnavailableError(Exception):
 
 
 class Library:
-    """The kernels for one instruction set, as functions of addresses and integers. Calls release the GIL.
+    """The native kernels for one instruction set. Arguments are addresses and integers. Calls release the GIL.
 
     The functions do not validate arguments: callers check shapes, strides and dtypes.
     """
@@ -84,7 +84,7 @@ def _is_arm() -> bool:
 
 
 def _check_digest(native: ctypes.CDLL, name: str) -> None:
-    """Raise an error if the library was built from other sources than the installed ones."""
+    """Raise an error if the library was not built from the installed sources."""
     native.digest.restype = ctypes.c_char_p
     source = PACKAGE_DIR / "native" / f"{name}.cpp"
     if source.exists():
@@ -115,7 +115,7 @@ def _load_torch_openmp() -> ctypes.CDLL:
     found = [path for path in _loaded_libraries() if os.path.basename(path).startswith(OPENMP_PREFIXES)]
     if not found:
         raise LibraryUnavailableError("torch has no OpenMP library, which sets the number of threads")
-    beside_torch = str(Path(torch.__file__).parent)  # in torch/ or in torch.libs/
+    beside_torch = str(Path(torch.__file__).parent)  # the library is in torch/ or in torch.libs/
     ours = [path for path in found if path.startswith(beside_torch)]
     return ctypes.CDLL((ours or found)[0], mode=ctypes.RTLD_GLOBAL)
 

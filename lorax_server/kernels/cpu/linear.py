@@ -16,7 +16,7 @@ GATES = {"silu": Gate.SILU, "swish": Gate.SILU, "gelu_tanh": Gate.GELU_TANH}
 
 
 class CpuLinears:
-    """Linear layers, gates and embedding lookups."""
+    """Linear layers, gated activations and embedding lookups for CPUs."""
 
     _library: Library
 
@@ -30,7 +30,7 @@ class CpuLinears:
         return LinearWeights(matrix, None if bias is None else bias.contiguous())
 
     def look_up_rows(self, weight: torch.Tensor | PanelMatrix, ids: torch.Tensor) -> torch.Tensor:
-        """Return embedding rows. A matrix that is shared with a tied head is stored in panels."""
+        """Return the embedding rows for `ids`. A matrix that is shared with a tied LM head is stored in panels."""
         if not isinstance(weight, PanelMatrix) or not ids.numel():
             return reference.look_up_rows(weight, ids)
         rows = ids.to(torch.int64).contiguous().view(-1)
@@ -52,7 +52,7 @@ class CpuLinears:
         targets: Sequence[LoraTarget],
         gate: Gate = Gate.NONE,
     ) -> torch.Tensor:
-        """Return the product, or with a gate `activation(gate) * up`. Matrices without panels use the reference."""
+        """Return `Ops.linear`, or `Ops.gated_linear` with a gate. Matrices without panels use the reference ops."""
         if not isinstance(weights.weight, PanelMatrix):
             return reference.linear(x, weights, lora, targets)
         address = weights.cached("cpu", _make_matrix_struct, weights).address

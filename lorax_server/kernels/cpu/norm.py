@@ -13,7 +13,7 @@ from lorax_server.kernels.ops import LoraBatch, LoraTarget
 
 
 class CpuNorms:
-    """Norms, and adapter factors and shifts."""
+    """Norms for CPUs, and the op that applies adapter factors and shifts."""
 
     _library: Library
 
@@ -131,7 +131,7 @@ def _as_rows(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, in
 
 
 def _target_args(x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> tuple[int, int]:
-    """Return the LoRA struct address and the norm's target index."""
+    """Return the address of the `Lora` struct and the norm's index in the adapter table, as native arguments."""
     (target,) = targets
     tokens, size = x.shape
     adapters = lora_struct(lora)

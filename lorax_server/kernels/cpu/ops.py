@@ -16,7 +16,7 @@ from lorax_server.kernels.ops import SampleTokens
 
 
 class CpuOps(CpuAttention, CpuLinears, CpuNorms, CpuSampling):
-    """CPU ops. Kernels use `torch.get_num_threads()` threads."""
+    """All ops for CPUs. Kernels use `torch.get_num_threads()` threads."""
 
     def __init__(self, library: Library | None = None) -> None:
         """Load the library for this CPU unless one is given. Raise `LibraryUnavailableError` if there is no library."""
@@ -40,7 +40,7 @@ class CpuOps(CpuAttention, CpuLinears, CpuNorms, CpuSampling):
         return CpuRecorder(self, max_rows)
 
     def record(self, run: Callable[[], torch.Tensor], rows: int, buffers: BufferPool) -> CpuGraph:
-        """Record a run as documented in `Recorder.record`, with the caller's buffers."""
+        """Record a model run as documented in `Recorder.record`. Intermediate tensors use `buffers`."""
         library, recording = self._library, Recording(self._library, buffers, rows)
         self._library = recording.library
         try:
@@ -52,7 +52,7 @@ class CpuOps(CpuAttention, CpuLinears, CpuNorms, CpuSampling):
 
 
 class CpuRecorder:
-    """A recorder whose graphs share one buffer pool."""
+    """Records graphs for CPUs. All graphs share one buffer pool."""
 
     def __init__(self, ops: CpuOps, max_rows: int) -> None:
         self._ops = ops

@@ -9,7 +9,7 @@ from lorax_server.kernels.cpu.library import DTYPES, Library
 
 
 class CpuSampling:
-    """Sampling ops over logits `[rows, vocabulary]` of any dtype."""
+    """Sampling ops for CPUs. Logits are `[rows, vocabulary]` of any dtype."""
 
     _library: Library
 
@@ -19,7 +19,7 @@ class CpuSampling:
         words: torch.Tensor | None = None,
         numbers: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Ops.choose_greedy`. A row with a NaN returns the first NaN token, with log probability NaN."""
+        """Implement `Ops.choose_greedy`. A row with NaN returns the first NaN token, with log probability NaN."""
         logits = _with_unit_stride(logits)
         rows, vocabulary = logits.shape
         words, numbers = _check_masks(logits, words, numbers)
@@ -39,7 +39,7 @@ class CpuSampling:
         words: torch.Tensor | None = None,
         numbers: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `Ops.gather_logprobs`. Token IDs outside the vocabulary have log probability NaN."""
+        """Implement `Ops.gather_logprobs`. Token IDs outside the vocabulary have log probability NaN."""
         logits, token_ids = _with_unit_stride(logits), token_ids.contiguous()
         rows, count = token_ids.shape
         if token_ids.dtype != torch.int64 or rows != len(logits):
@@ -64,7 +64,7 @@ class CpuSampling:
         words: torch.Tensor | None = None,
         numbers: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Ops.top_k_scores`. Ties go to the lowest token ID. Missing tokens are 0 with score -infinity."""
+        """Implement `Ops.top_k_scores`. Ties go to the lowest ID. Missing tokens have ID 0 and score -infinity."""
         logits = _with_unit_stride(logits)
         rows, vocabulary = logits.shape
         words, numbers = _check_masks(logits, words, numbers)
@@ -88,7 +88,7 @@ def _with_unit_stride(logits: torch.Tensor) -> torch.Tensor:
 def _check_masks(
     logits: torch.Tensor, words: torch.Tensor | None, numbers: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return contiguous masks. Raise `ValueError` if the kernels would read out of bounds."""
+    """Return contiguous token masks. Raise `ValueError` if the kernels would read out of bounds."""
     if words is None or numbers is None:
         return None, None
     rows, vocabulary = logits.shape

@@ -11,19 +11,19 @@ from lorax_server.kernels.ops import LoraBatch
 
 
 class Matrix(ctypes.Structure):
-    """A weight matrix in panels, with its bias."""
+    """The C++ struct for a weight matrix in panels, with its bias."""
 
     _fields_ = struct_fields("Matrix")
 
 
 class Lora(ctypes.Structure):
-    """The adapter table and LoRA segments for one batch."""
+    """The C++ struct for one batch's adapter table and LoRA segments."""
 
     _fields_ = struct_fields("Lora")
 
 
 class NativeStruct(NamedTuple):
-    """A struct address, and the objects that must outlive it."""
+    """The address of a C++ struct, and the objects that must outlive the struct."""
 
     address: int
     owned: tuple[object, ...]
@@ -42,7 +42,7 @@ class NativeLora(NamedTuple):
         """Write the LoRA segments. Tokens after the last segment are padding and use the base model."""
         if bounds[-1] < self.tokens:
             bounds, adapters = [*bounds, self.tokens], [*adapters, 0]
-        elif len(adapters) > 1 and bounds[-2] == bounds[-1]:  # a padded batch without padding
+        elif len(adapters) > 1 and bounds[-2] == bounds[-1]:  # the last segment is for padding, and there is no padding
             bounds, adapters = bounds[:-1], adapters[:-1]
         count, capacity = len(adapters), len(self.segment_data) // 2
         self.segment_data[: count + 1] = [*bounds]
@@ -51,12 +51,12 @@ class NativeLora(NamedTuple):
 
 
 def lora_struct(lora: LoraBatch) -> NativeLora:
-    """Return the `Lora` struct for a batch. In a graph it has capacity for one segment per token."""
+    """Return the `Lora` struct for a batch. In a graph, the struct has capacity for one segment per token."""
     return lora.cached("cpu", _make_lora_struct, lora)
 
 
 def refresh_lora_plan(lora: LoraBatch, current: LoraBatch) -> None:
-    """Write the segments of `current`, which can have fewer tokens, into the struct of `lora`, a batch in a graph."""
+    """Update the struct of `lora`, a batch in a graph, with the segments of `current`, which can have fewer tokens."""
     lora_struct(lora).write(*_segments(current))
 
 

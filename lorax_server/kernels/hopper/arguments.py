@@ -9,9 +9,9 @@ from typing import Any
 from lorax_server.kernels.ops import MAX_RANK, Field
 from lorax_server.kernels.sampling import MAX_ALTERNATIVES, MAX_VOCAB, RAW, ROW_PARAMS_DTYPE, SAMPLED, WATERMARK
 
-MAP_BYTES = 128  # CUDA tensor map
-MAX_SLICES = 3  # target modules per linear layer
-THREADS = 288  # per block of the linear kernel
+MAP_BYTES = 128  # size of a CUDA tensor map
+MAX_SLICES = 3  # maximum number of target modules per linear layer
+THREADS = 288  # threads per block of the linear kernel
 PLAN_THREADS = 256  # equals the maximum number of rows in a plan
 PROMPT_THREADS = 256
 SAMPLE_THREADS = 1024
@@ -40,7 +40,7 @@ class LinearArgs(ctypes.Structure):
         *_fields(
             INT, "slices x_stride y_stride M T max_items max_parts target num_targets lora_blocks steps early zero"
         ),
-        ("_padding", ctypes.c_ubyte * 60),  # to a multiple of the alignment
+        ("_padding", ctypes.c_ubyte * 60),  # pads the struct to a multiple of its alignment
     ]
 
 
@@ -143,7 +143,7 @@ def assert_layout(struct: type[ctypes.Structure]) -> str:
 
 
 def assert_row_params_layout() -> str:
-    """Return the same assertions for `RowParams`."""
+    """Return static assertions that the CUDA struct `RowParams` matches `ROW_PARAMS_DTYPE`."""
     assert ROW_PARAMS_DTYPE.fields is not None
     return _write_assertions(
         "RowParams",

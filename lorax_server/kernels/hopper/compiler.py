@@ -21,10 +21,10 @@ class Compiler:
     def __init__(self, arch: str, folder: Path | None = None) -> None:
         self._arch = arch
         self._folder = folder or cache_folder("kernels")
-        self.num_compiled = 0  # without cache hits
+        self.num_compiled = 0  # number of compilations, without cache hits
 
     def compile_all(self, sources: Iterable[str]) -> list[bytes]:
-        """Compile several sources in parallel."""
+        """Compile several CUDA sources in parallel and return the cubins in the same order."""
         with ThreadPoolExecutor(COMPILE_THREADS) as threads:
             return list(threads.map(self.compile, sources))
 

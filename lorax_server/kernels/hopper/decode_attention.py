@@ -18,14 +18,14 @@ from lorax_server.kernels.ops import AttentionSpec, CosSin, LayerCache, PagedBat
 
 SOURCES = ("primitives.cu", "decode_attention.cu", "mma_warps.cu", "epilogue_warps.cu")
 HEAD_DIMS = (64, 80, 96, 128, 256)
-MAX_HEADS_PER_KV = 16  # query heads per KV head
+MAX_HEADS_PER_KV = 16  # maximum number of query heads per KV head
 ENTRY_BYTES = 32  # size of `Entry` in decode_attention.cu
 THREADS = 256
 
 
 @dataclass(frozen=True)
 class DecodePlanVariant:
-    """The kernel that lists the KV splits of sequences with one new token."""
+    """Settings of the kernel that lists the KV splits of sequences with one new token."""
 
     shared_bytes: int = 0
 
@@ -37,16 +37,16 @@ class DecodePlanVariant:
 
 @dataclass(frozen=True)
 class DecodeVariant:
-    """Decode attention. `tiles` is the number of groups of eight query heads per KV head."""
+    """Settings of a decode attention kernel. `tiles` is the number of groups of eight query heads per KV head."""
 
     dtype: torch.dtype
-    is_float8: bool  # dtype of the KV cache
+    is_float8: bool  # True if the KV cache is float8
     head_dim: int
     tiles: int
 
     @property
     def stages(self) -> int:
-        """The number of pipeline stages: two blocks per SM if at least three stages fit, otherwise one block."""
+        """Return the number of pipeline stages: for two blocks per SM if three stages fit, otherwise for one block."""
         for limit in (TWO_BLOCKS_SHARED_BYTES, MAX_SHARED_BYTES):
             stages = (limit - self._fixed_bytes) // self._stage_bytes
             if stages >= 3:
@@ -85,14 +85,14 @@ class DecodeVariant:
 
 
 class _Plan(NamedTuple):
-    """The batch's KV splits, at fixed device addresses. A graph replay lists them again."""
+    """The batch's KV splits, at fixed device addresses. A graph replay updates them."""
 
     entries: torch.Tensor  # [most, ENTRY_BYTES]
     num_entries: torch.Tensor
 
 
 class _Scratch(NamedTuple):
-    """Partial results of splits, merged by the last block of each sequence. Counters are 0 between launches."""
+    """Partial results of KV splits, merged by the last block of each sequence. Counters are 0 between launches."""
 
     sums: torch.Tensor
     softmax_stats: torch.Tensor
@@ -105,7 +105,7 @@ class DecodeAttention:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self._num_sms: int = torch.cuda.get_device_properties(kernels.device).multi_processor_count
-        self._scratch: list[_Scratch] = []  # largest last; captured graphs can use the smaller ones
+        self._scratch: list[_Scratch] = []  # the largest is last; captured graphs can use smaller allocations
 
     @staticmethod
     def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBatch) -> bool:

@@ -26,7 +26,7 @@ def check(result: tuple[Any, ...]) -> Any:
 
 
 class Kernel:
-    """A loaded kernel on one device. Not thread-safe: launches share their launch configs."""
+    """A loaded kernel on one device. Not thread-safe, because launches share launch configs."""
 
     def __init__(self, device: torch.device, cubin: bytes, name: str, shared_bytes: int) -> None:
         index: int | None = device.index
@@ -45,7 +45,7 @@ class Kernel:
         args: Sequence[ctypes.Structure | ctypes.Array[Any]],
         early: bool,
     ) -> None:
-        """Launch on torch's current stream.
+        """Launch the kernel on torch's current stream.
 
         With `early`, the kernel starts before the previous kernel finishes (programmatic dependent launch).
         """
@@ -61,7 +61,7 @@ class Kernel:
 
 
 def _make_launch_config(shared_bytes: int, early: bool) -> driver.CUlaunchConfig:
-    """Return a launch config without grid, threads and stream. Creating a config takes longer than a launch."""
+    """Return a launch config without grid, threads and stream. It is reused, since creating one is slow."""
     config = driver.CUlaunchConfig()
     config.gridDimZ = config.blockDimY = config.blockDimZ = 1
     config.sharedMemBytes = shared_bytes
@@ -74,7 +74,7 @@ def _make_launch_config(shared_bytes: int, early: bool) -> driver.CUlaunchConfig
 
 
 class Kernels:
-    """The kernels of one device, compiled on first use or in advance by `compile`."""
+    """The kernels of one device. A kernel is compiled on first use or in advance by `compile`."""
 
     def __init__(self, device: torch.device) -> None:
         properties = torch.cuda.get_device_properties(device)
@@ -109,12 +109,12 @@ class Kernels:
 
 
 def matrix_map(matrix: torch.Tensor, rows: int) -> bytes:
-    """Return a tensor map with boxes of `rows` x 64 elements."""
+    """Return a tensor map for a matrix, with boxes of `rows` x 64 elements."""
     return tensor_map(matrix, (matrix.shape[1], matrix.shape[0]), (matrix.stride(0) * matrix.itemsize,), (64, rows))
 
 
 def lora_factor_maps(buffer: torch.Tensor, stride: int, width: int) -> bytes:
-    """Return tensor maps with boxes of 16 and of 8 rows x `width` in a flat buffer, with row stride `stride`.
+    """Return two tensor maps for LoRA factors in a flat buffer: boxes of 16 and of 8 rows x `width`, `stride` apart.
 
     The dimensions overlap: a box starts at any multiple of 64 elements and extends `15 * stride` elements further. The
     buffer has that much padding after the last factor.

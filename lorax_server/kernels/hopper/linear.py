@@ -38,7 +38,7 @@ class LoraPlan:
     """LoRA tiles and work items for one batch, at fixed device addresses."""
 
     rows: int
-    records: torch.Tensor  # [targets, rows] one record per tile
+    records: torch.Tensor  # [targets, rows], one record per tile
     items: torch.Tensor  # [targets, max_items] shrink work items of 16 ranks
     parts: torch.Tensor  # [targets, max_parts] expand work items of 64 ranks
     num_items: torch.Tensor
@@ -66,7 +66,8 @@ class LoraPlan:
 class FusedLinear:
     """Launches linear layers on one device, and owns their shared scratch memory.
 
-    All launches share the counters, V and D: run one step at a time, on one stream.
+    All launches share the counters, V (the product `x @ A.T`) and D (the LoRA output), so only one step may run at a
+    time, on one stream.
     """
 
     def __init__(self, kernels: Kernels, dtype: torch.dtype) -> None:
@@ -81,7 +82,7 @@ class FusedLinear:
         self.low_rank = torch.empty(MAX_ROWS, MAX_SLICES * MAX_RANK, dtype=dtype, device=device)
 
     def supports(self, weights: LinearWeights, targets: Sequence[LoraTarget]) -> bool:
-        """Return True if the fused kernel supports the layer. Otherwise cuBLAS and Triton are used."""
+        """Return True if the fused kernel supports this layer. Otherwise cuBLAS and Triton are used."""
         outputs, inputs = weights.plain.shape
         widths = [target.columns.stop - target.columns.start for target in targets] or [outputs]
         return (
@@ -106,7 +107,7 @@ class FusedLinear:
         )
 
     def variants(self, inputs: int, outputs: int, with_lora: bool) -> set[Variant]:
-        """Return the kernel variants for a linear layer, for all batch heights."""
+        """Return the kernel variants that a linear layer needs for all batch sizes."""
         variants: set[Variant] = {PlanVariant(), AddLoraVariant(self.dtype)} if with_lora else set()
         for height in HEIGHTS:
             setting = find_setting(inputs, outputs, height, self.num_sms)
@@ -117,7 +118,7 @@ class FusedLinear:
         return lora.cached("fused plan", lambda: self._make_plan(lora))
 
     def refresh_plan(self, lora: LoraBatch) -> None:
-        """Update the LoRA plan in place."""
+        """Update the batch's LoRA plan in place, for its current adapters."""
         plan, num_targets = self.plan(lora), lora.table.shape[1]
         args = PlanArgs(
             lora.adapter_indices.data_ptr(),
@@ -152,7 +153,7 @@ class FusedLinear:
         targets: Sequence[LoraTarget],
         setting: LinearLaunchSetting | None = None,
     ) -> torch.Tensor:
-        """Return the output for up to 128 rows, with adapters applied."""
+        """Return the linear layer's output for up to 128 rows, with adapters applied."""
         rows, (outputs, inputs) = len(x), weights.plain.shape
         height = next(height for height in HEIGHTS if rows <= height)
         setting = setting or find_setting(inputs, outputs, height, self.num_sms)
@@ -174,7 +175,7 @@ class FusedLinear:
     def add_lora(
         self, out: torch.Tensor, x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget], early: int = 0
     ) -> None:
-        """Add LoRA for up to 256 rows to a product that cuBLAS computed."""
+        """Add LoRA to `out`, a product of up to 256 rows that cuBLAS computed."""
         args = self._make_args(out, x, None, lora, targets, 1024)
         args.lora_blocks, args.early = self.num_sms, early
         self._kernels.get(AddLoraVariant(self.dtype)).launch(self.num_sms, THREADS, [args], early=early > 0)
@@ -196,7 +197,7 @@ class FusedLinear:
         plan, first = self.plan(lora), targets[0].index
         widths = [target.columns.stop - target.columns.start for target in targets]
         maps = [self._factor_maps_for(lora.buffer, stride, width) for stride in (x.shape[1], *widths)]
-        ctypes.memmove(ctypes.addressof(args), b"".join(maps), len(maps) * 2 * MAP_BYTES)  # `a`, then `b`
+        ctypes.memmove(ctypes.addressof(args), b"".join(maps), len(maps) * 2 * MAP_BYTES)  # maps for A, then B
         args.N[: len(widths)], args.slices = widths, len(widths)
         args.buffer, args.table = lora.buffer.data_ptr(), lora.table.data_ptr()
         args.adapters, args.v = lora.adapter_indices.data_ptr(), self.low_rank.data_ptr()

@@ -9,11 +9,11 @@ TABLE = "linear_settings.json"  # measured on an H200
 
 
 class LinearLaunchSetting(NamedTuple):
-    """Launch settings for one linear layer at one batch height."""
+    """Launch settings for one linear layer and one maximum number of batch rows (height)."""
 
     stages: int  # pipeline stages
     cluster: int  # blocks per cluster, which share 128 columns
-    lora_blocks: int  # blocks for LoRA
+    lora_blocks: int  # number of blocks that compute LoRA
     early_with_lora: int  # overlap with adjacent kernels (see `LinearArgs.early` in lora.cu)
     early: int
 
@@ -32,9 +32,9 @@ def find_setting(inputs: int, outputs: int, height: int, num_sms: int) -> Linear
 
 
 def estimate_setting(outputs: int, height: int, num_sms: int) -> LinearLaunchSetting:
-    """Return settings similar to the measured ones: the product on up to two thirds of the SMs, LoRA on the rest.
+    """Return settings for a shape that was not measured: the product uses up to two thirds of the SMs, LoRA the rest.
 
-    Larger products run two blocks per SM, together with LoRA.
+    Larger products run two blocks per SM, together with the LoRA blocks.
     """
     tiles = -(-outputs // 128)
     if tiles > num_sms * 2 // 3:

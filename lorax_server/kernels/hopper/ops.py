@@ -42,10 +42,10 @@ MAX_FUSED_BASE_ROWS = 64  # without adapters; cuBLAS is faster for larger batche
 
 
 class HopperOps(TritonOps):
-    """Ops for one Hopper GPU."""
+    """All ops for one Hopper GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        """Compile two kernels, so that compiler problems raise an error here."""
+        """Create the ops. Two kernels are compiled immediately, so that compiler problems raise an error here."""
         super().__init__()
         self._kernels = Kernels(device)
         self._kernels.compile(

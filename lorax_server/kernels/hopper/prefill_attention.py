@@ -18,16 +18,16 @@ from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
 from lorax_server.kernels.triton.prefill_attention import plan_tiles_on_device
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
-MAX_CACHED_SHAPES = 256  # tensor map cache
-MAX_MAPS_PER_SHAPE = 4096  # of one shape
-MAX_IDLE_ROWS = 8  # per block, if the packed heads do not divide the rows
+MAX_CACHED_SHAPES = 256  # limit for the tensor map cache
+MAX_MAPS_PER_SHAPE = 4096  # limit for tensors of one shape
+MAX_IDLE_ROWS = 8  # maximum per block, if the packed heads do not divide the rows
 STAGES = 2  # pipeline stages for keys and values
 Tiles = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class PrefillVariant:
-    """Attention for sequences with several new tokens."""
+    """Settings of an attention kernel for sequences with several new tokens."""
 
     dtype: torch.dtype
     head_dim: int
@@ -80,13 +80,13 @@ class PrefillVariant:
 
 
 class _TensorMap(ctypes.Structure):
-    """A tensor map as a kernel argument."""
+    """A CUDA tensor map as a kernel argument."""
 
     _fields_ = (("words", ctypes.c_ubyte * MAP_BYTES),)
 
 
 class _Launch(NamedTuple):
-    """Launch parameters that all layers share."""
+    """Launch parameters that all layers in a forward pass share."""
 
     kernel: Kernel
     tiles: torch.Tensor
@@ -142,7 +142,7 @@ class PrefillAttention:
         launch.kernel.launch(launch.blocks, launch.threads, [queries, keys, values, args], early=True)
 
     def _prepare(self, q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> _Launch:
-        """Return the launch parameters that all layers share."""
+        """Return the launch parameters that all layers in a forward pass share."""
         if batch.block_tables.dtype != torch.int32 or batch.block_tables.stride(1) != 1:
             raise EngineError("block tables must be int32 with unit row stride")
         num_blocks, num_kv_heads, block_size, head_dim = cache[0].shape
@@ -180,13 +180,13 @@ def _cached_map(
 
 
 def _query_map(q: torch.Tensor, box: tuple[int, int]) -> bytes:
-    """Return a query map with boxes of (heads, tokens), 64 columns each."""
+    """Return a tensor map for queries, with boxes of (heads, tokens) and 64 columns."""
     strides = [stride * q.itemsize for stride in (q.stride(1), q.stride(0))]
     return tensor_map(q, q.shape[::-1], strides, (64, *box))
 
 
 def _cache_map(cache: torch.Tensor, rows: int) -> bytes:
-    """Return a cache map with boxes of `rows` tokens of one head: groups of eight rows with chunks of 64 columns.
+    """Return a tensor map for the KV cache. A box is `rows` tokens of one head, in groups of eight rows x 64 columns.
 
     If the width is not a multiple of 64, a box has one chunk, and columns past the end read as zero.
     """
@@ -204,7 +204,7 @@ def choose_packed_heads(group: int, rows: int) -> int:
 
 
 def list_prefill_tiles(inputs: Iterable[int], cached: Iterable[int], tokens: int) -> Tiles:
-    """List tiles of sequences with several new tokens, `[tiles, 4]`, with the longest work first.
+    """Return the tiles of sequences with several new tokens, `[tiles, 4]`, with the longest work first.
 
     The columns are: sequence, first token in the batch, its position, and the number of tokens up to the sequence end.
     """
@@ -219,7 +219,7 @@ def list_prefill_tiles(inputs: Iterable[int], cached: Iterable[int], tokens: int
 
 
 def _copy_tiles_to_device(batch: PagedBatch, tokens: int) -> torch.Tensor:
-    """Copy the tile list to the device. Synchronizes only if the host does not know the lengths."""
+    """Return the tile list on the device. Synchronizes only if the host does not know the sequence lengths."""
     inputs, cached = batch.read_lengths()
     tiles = torch.from_numpy(list_prefill_tiles(inputs, cached, tokens))
     return tiles.pin_memory().to(batch.block_tables.device, non_blocking=True) if len(tiles) else tiles

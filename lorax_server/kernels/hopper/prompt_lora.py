@@ -1,4 +1,4 @@
-"""Launch LoRA for prompts. Triton computes V (shrink); CUDA kernels sum its parts and expand."""
+"""Launch LoRA for prompts. Triton computes `V = x @ A.T` in parts; CUDA kernels sum the parts and multiply by B."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ TILE_TOKENS = 128
 def linear(
     kernels: Kernels, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch, targets: Sequence[LoraTarget]
 ) -> torch.Tensor:
-    """Write LoRA and bias first, then accumulate the base product."""
+    """Return the linear layer's output. LoRA and bias are written first, then the base product is accumulated."""
     out = torch.empty(len(x), weights.plain.shape[0], dtype=x.dtype, device=x.device)
     args = _make_args(out, _shrink(kernels, x, lora, targets), lora, targets)
     args.bias = 0 if weights.bias is None else weights.bias.data_ptr()
@@ -35,7 +35,7 @@ def gated_linear(
     lora: LoraBatch,
     targets: Sequence[LoraTarget],
 ) -> torch.Tensor:
-    """Return the gated activation. The activation kernel also adds LoRA, without extra memory traffic."""
+    """Return `activation(gate) * up` with adapters applied. The activation kernel also adds LoRA."""
     low_rank = _shrink(kernels, x, lora, targets)
     gate_up = F.linear(x, weights.plain, weights.bias)
     width = gate_up.shape[1] // 2
@@ -47,7 +47,7 @@ def gated_linear(
 
 
 def _shrink(kernels: Kernels, x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> torch.Tensor:
-    """Return V, scaled and summed over its parts, `[tokens, slices, room]`."""
+    """Return `V = x @ A.T` for each target, scaled and summed over its parts, `[tokens, targets, padded rank]`."""
     parts = shrink(x, lora, targets).v
     count, tokens, slices, room = parts.shape
     v = torch.empty(tokens, slices, room, dtype=x.dtype, device=x.device)

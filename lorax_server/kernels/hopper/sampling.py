@@ -1,4 +1,4 @@
-"""Launch the sampling kernels."""
+"""Launch the CUDA sampling kernels."""
 
 from dataclasses import dataclass
 

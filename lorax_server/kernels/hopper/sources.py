@@ -24,7 +24,7 @@ CUDA_TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 ACTIVATIONS = {"silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh", "relu": "Relu"}
 GATE_THREADS = 256
 PROMPT_COLUMNS = 512  # per block
-HEIGHTS = (8, 16, 32, 64, 128)  # maximum batch rows of each linear variant
+HEIGHTS = (8, 16, 32, 64, 128)  # maximum numbers of batch rows, one per linear variant
 TILE_BYTES = 128 * 128  # 128 columns x 64 weights x 2 bytes
 MAX_SHARED_BYTES = 227 * 1024  # per block
 TWO_BLOCKS_SHARED_BYTES = 113 * 1024  # per block, with two blocks per SM
@@ -32,22 +32,22 @@ ADD_LORA_SHARED_BYTES = 150 * 1024  # shared memory of the LoRA-only kernel
 
 
 class Variant(Protocol):
-    """One kernel, compiled separately. Variants are hashable and compare by their fields."""
+    """The settings of one kernel, which is compiled separately. Variants are hashable and compare by their fields."""
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory per block."""
+        """Return the dynamic shared memory per block, in bytes."""
         ...
 
     @property
     def source(self) -> str:
-        """Complete CUDA source of the kernel."""
+        """Return the complete CUDA source of the kernel."""
         ...
 
 
 @dataclass(frozen=True)
 class LinearVariant:
-    """A linear layer for up to `height` rows, with or without LoRA."""
+    """Settings of a kernel for linear layers with up to `height` rows, with or without LoRA."""
 
     dtype: torch.dtype
     height: int
@@ -85,7 +85,7 @@ class LinearVariant:
 
 @dataclass(frozen=True)
 class AddLoraVariant:
-    """LoRA alone, added to a cuBLAS product."""
+    """Settings of the kernel that adds LoRA to a cuBLAS product."""
 
     dtype: torch.dtype
 
@@ -101,7 +101,7 @@ class AddLoraVariant:
 
 @dataclass(frozen=True)
 class PlanVariant:
-    """The LoRA plan kernel."""
+    """Settings of the kernel that writes the LoRA plan (see `LoraPlan`)."""
 
     shared_bytes: int = 0
 
@@ -113,7 +113,7 @@ class PlanVariant:
 
 @dataclass(frozen=True)
 class NormVariant:
-    """RMSNorm. Each thread handles `chunks` x 8 elements."""
+    """Settings of an RMSNorm kernel. Each thread handles `chunks` x 8 elements."""
 
     dtype: torch.dtype
     chunks: int
@@ -127,7 +127,7 @@ class NormVariant:
 
 @dataclass(frozen=True)
 class GateVariant:
-    """`activation(gate) * up`."""
+    """Settings of a kernel that computes `activation(gate) * up`."""
 
     dtype: torch.dtype
     activation: str
@@ -142,7 +142,7 @@ class GateVariant:
 
 @dataclass(frozen=True)
 class PromptLoraVariant:
-    """A prompt LoRA kernel. `step` is `sum_parts`, `expand_prompt`, or `gate_prompt` with an activation."""
+    """Settings of a prompt LoRA kernel. `step` is `sum_parts`, `expand_prompt`, or `gate_prompt` with an activation."""
 
     dtype: torch.dtype
     step: str
@@ -158,7 +158,7 @@ class PromptLoraVariant:
 
 
 def write_kernel(bounds: str, args: type[ctypes.Structure], call: str) -> str:
-    """Return a kernel that executes `call`. The kernel name is the function name plus `_kernel`."""
+    """Return the CUDA source of a kernel that executes `call`. Its name is the called function plus `_kernel`."""
     name = re.split(r"\W", call, maxsplit=1)[0] + "_kernel"
     head = f'extern "C" __global__ void __launch_bounds__({bounds}) {name}(const __grid_constant__ {args.__name__} p)'
     return f"{assert_layout(args)}\n{head} {{ {call} }}"
@@ -177,7 +177,7 @@ def read_source(name: str) -> str:
 
 
 def _write_wgmma(height: int) -> str:
-    """Return the WGMMA function for 64 columns of W and `height` rows of x, with explicit registers."""
+    """Return the source of a WGMMA function for 64 columns of W and `height` rows of x, with explicit registers."""
     count = height // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))

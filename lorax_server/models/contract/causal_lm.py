@@ -57,7 +57,7 @@ class CausalLMBatch(PaddedBatch, Batch):
 
     next_token_choosers: list[NextTokenChooser]
     stopping_criterias: list[StoppingCriteria]
-    adapter_meta: AdapterBatchMetadata  # one index per element of `input_ids`
+    adapter_meta: AdapterBatchMetadata  # one adapter index per element of `input_ids`
 
     max_input_length: int
     padding_right_offset: int
@@ -141,7 +141,7 @@ class CausalLMBatch(PaddedBatch, Batch):
         return self
 
     def _standardize_keys(self) -> None:
-        """Convert all caches to `[rows, heads, columns, size]`. Old models merge rows and heads into one axis."""
+        """Convert KV caches to `[rows, heads, columns, size]`, also from old models that merge rows and heads."""
         for layer, cache in enumerate(self.past_key_values or []):
             keys, values = (each if each.dim() == 4 else each.unflatten(0, (len(self), -1)) for each in cache)
             if cache[0].dim() == 3 or not self.keys_head_dim_last:
@@ -154,7 +154,7 @@ class CausalLMBatch(PaddedBatch, Batch):
 
 
 class CausalLM(PaddedLM, Model):
-    """Any model that `AutoModelForCausalLM` can load, without adapters."""
+    """A model loaded by `AutoModelForCausalLM`, with the seed contract's interface. Adapters are not supported."""
 
     dynamic_adapter_loading_enabled = False
 
@@ -170,7 +170,7 @@ class CausalLM(PaddedLM, Model):
         if compile:
             logger.warning("%s: compile is not supported here and has no effect", model_id)
         super().__init__(model_id, revision, quantize, dtype, trust_remote_code)
-        self.tokenizer.pad_token_id = self.pad_token_id  # as in LoRAX; stays None if the tokenizer lacks the ID
+        self.tokenizer.pad_token_id = self.pad_token_id  # as in LoRAX; None if the tokenizer has no such token ID
         self.tokenizers = TokenizerManager()
         self.detokenizer = make_detokenizer(self.tokenizer)
         self.requires_padding = True
@@ -227,7 +227,7 @@ class CausalLM(PaddedLM, Model):
         return AdapterError(f"{self.model_id}: padded batches do not support adapters")
 
     def _append_text(self, batch: CausalLMBatch, row: int, token_id: int) -> tuple[str, bool]:
-        """Detokenize a new token and update the stopping criteria. Return its text and whether it is special."""
+        """Detokenize a new token and update the stopping criteria. Return the text, and True for a special token."""
         stop, prefix, read = batch.stopping_criterias[row], batch.prefix_offsets[row], batch.read_offsets[row]
         if stop.current_tokens == 0:
             prefix, read = self.detokenizer.start(batch.all_input_ids[row][:-1, 0].tolist())
@@ -251,7 +251,7 @@ class CausalLM(PaddedLM, Model):
     def _make_generation(
         self, batch: CausalLMBatch, row: int, token: NextTokens, prompt_logits: torch.Tensor | None
     ) -> Generation:
-        """Build the step result of one request. `prompt_logits` is given only in the first step."""
+        """Return the step result of one request. `prompt_logits` is given only in the first step."""
         request, stop, chooser = batch.requests[row], batch.stopping_criterias[row], batch.next_token_choosers[row]
         prompt, prompt_length, text = None, 0, None
         if prompt_logits is not None:

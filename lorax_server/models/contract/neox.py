@@ -18,23 +18,23 @@ from lorax_server.weights import Weights
 
 
 class GPTNeoXAttention(FlashLlamaAttention):
-    """Attention, named by the seed contract."""
+    """GPT-NeoX attention, under the name that the seed contract requires."""
 
 
 class GPTNeoXMLP(PlainMLP):
-    """MLP, named by the seed contract."""
+    """GPT-NeoX MLP, under the name that the seed contract requires."""
 
 
 class GPTNeoXLayer(FlashLlamaLayer):
-    """Decoder layer, named by the seed contract."""
+    """GPT-NeoX decoder layer, under the name that the seed contract requires."""
 
 
 class GPTNeoXModel(FlashLlamaModel):
-    """Decoder, named by the seed contract."""
+    """GPT-NeoX decoder, under the name that the seed contract requires."""
 
 
 class GPTNeoXPreTrainedModel(PaddedCausalLM):
-    """Base class, named by the seed contract."""
+    """GPT-NeoX base class, under the name that the seed contract requires."""
 
 
 class GPTNeoxForCausalLM(GPTNeoXPreTrainedModel):

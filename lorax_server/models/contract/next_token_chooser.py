@@ -19,18 +19,18 @@ class NextTokenChooser:
 
     @classmethod
     def from_pb(cls, pb: Any, stop: StopParams | None = None, prompt_length: int = 0) -> "NextTokenChooser":
-        """Read a `NextTokenChooserParameters`."""
+        """Create a chooser from a `NextTokenChooserParameters` message."""
         return cls(params_from_pb(pb), stop, prompt_length)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Sampled:
-        """Sample a token. `scores` is `[1, vocabulary]`; `input_ids` `[1, tokens]` is prompt and completion so far."""
+        """Sample a token. `scores` is `[1, vocabulary]`; `input_ids`, `[1, tokens]`, is prompt plus completion."""
         length, prompt_length = torch.tensor([[input_ids.shape[1]], [self.prompt_length]], device=scores.device)
         sampler = Sampler([self.sequence_sampling], scores.shape[-1], scores.device)
         return sampler(scores, History(length, prompt_length, input_ids))
 
 
 def params_from_pb(pb: Any) -> SamplingParams:
-    """Convert protobuf sampling parameters. Proto3 does not distinguish 0 from unset, so an invalid 0 is the default.
+    """Convert protobuf sampling parameters. Proto3 cannot tell 0 from unset, so an invalid 0 selects the default.
 
     As in LoRAX, any sampling parameter that differs from its default turns sampling on.
     """

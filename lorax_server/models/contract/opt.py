@@ -15,11 +15,11 @@ from lorax_server.weights import Weights
 
 
 class OPTAttention(FlashLlamaAttention):
-    """Attention, named by the seed contract."""
+    """OPT attention, under the name that the seed contract requires."""
 
 
 class OPTPreTrainedModel(PaddedCausalLM):
-    """Base class, named by the seed contract."""
+    """OPT base class, under the name that the seed contract requires."""
 
 
 class OPTModel(nn.Module):

@@ -43,7 +43,7 @@ class PaddedInputs(NamedTuple):
 
 
 class OutputOptions(NamedTuple):
-    """Requested outputs of a padded forward pass. None selects the config's setting."""
+    """Options that select the outputs of a padded forward pass. None selects the config's setting."""
 
     labels: torch.Tensor | None
     use_cache: bool | None
@@ -105,7 +105,7 @@ class PaddedContext:
 
     @cached_property
     def _visible_keys(self) -> torch.Tensor:
-        """Mask of the keys that each new token attends to: `[num_seqs, 1, new, cached and new]`."""
+        """Return a mask of the keys that each new token attends to, `[num_seqs, 1, new, cached and new]`."""
         num_keys = self.attention_mask.shape[1]
         keys = torch.arange(num_keys, device=self.attention_mask.device)
         queries = keys[num_keys - self.num_new :]
@@ -170,7 +170,7 @@ class PaddedCausalLM(nn.Module):
         return x
 
     def _choose(self, option: bool | None, name: str, default: bool) -> bool:
-        """Return `option`, or the config's value if it is None."""
+        """Return `option`, or the config field `name` if `option` is None."""
         return bool(getattr(self.config, name, default)) if option is None else option
 
 

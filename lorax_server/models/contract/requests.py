@@ -13,7 +13,7 @@ BASE_MODEL_IDS = ("", "__base_model__")
 
 
 def stop_from_pb(pb: Any, tokenizer: Any, config: Any) -> StopParams:
-    """Convert `StoppingCriteriaParameters`. Special tokens among the stop sequences become stop token IDs."""
+    """Convert a `StoppingCriteriaParameters` message. Stop sequences that are special tokens become stop token IDs."""
     special = special_tokens(tokenizer) if pb.stop_sequences else {}
     special_ids = frozenset(special[text] for text in pb.stop_sequences if text in special)
     return StopParams(
@@ -31,7 +31,7 @@ def prompt_ids(request: Any, tokenizer: Any) -> list[int]:
     """Return the prompt's token IDs, truncated to the last `truncate` tokens."""
     ids = list(request.tokenized_inputs.ids)
     if not ids and not request.inputs:
-        raise InputError("`inputs` cannot be empty")  # even if the tokenizer would add a BOS token
+        raise InputError("`inputs` cannot be empty")  # although the tokenizer may add a BOS token
     ids = ids or list(tokenizer(request.inputs)["input_ids"])
     if not ids:
         raise InputError("`inputs` cannot be empty: the text has no tokens")
@@ -39,7 +39,7 @@ def prompt_ids(request: Any, tokenizer: Any) -> list[int]:
 
 
 def parse_request(request: Any, tokenizer: Any, config: Any) -> tuple[list[int], NextTokenChooser, StoppingCriteria]:
-    """Return prompt, sampling parameters and stopping criteria. Reject invalid requests."""
+    """Return a request's prompt token IDs, sampling parameters and stopping criteria. Reject invalid requests."""
     check_supported(request)
     stop = stop_from_pb(request.stopping_parameters, tokenizer, config)
     ids = prompt_ids(request, tokenizer)
@@ -49,7 +49,7 @@ def parse_request(request: Any, tokenizer: Any, config: Any) -> tuple[list[int],
 
 
 def find_pad_token(tokenizer: Any, config: Any) -> int:
-    """Return the padding token. Padding is masked, so any token works if there is no config."""
+    """Return the padding token ID. Without a config, any token is allowed, because padding is masked."""
     if config is not None:
         return resolve_pad_token(tokenizer, config, config.get_text_config(decoder=True).vocab_size)
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def message_types() -> Any:
-    """Import the protobuf message types lazily, because only some callers need protobuf."""
+    """Return the module with protobuf message types. Imported lazily, because only some callers need protobuf."""
     from lorax_server.pb import generate_pb2  # noqa: PLC0415
 
     return generate_pb2
 
 
 class Batch(ABC):
-    """Requests that run together."""
+    """A batch of requests that run in the same steps."""
 
     @classmethod
     @abstractmethod
@@ -41,7 +41,7 @@ class Batch(ABC):
 
 
 class Model(ABC):
-    """A model that runs batches."""
+    """A model that generates tokens for batches of requests."""
 
     @property
     @abstractmethod
@@ -67,7 +67,7 @@ class TokenizerManager:
 
 @dataclass
 class GeneratedText:
-    """A finished request."""
+    """The completion of a finished request."""
 
     text: str
     generated_tokens: int
@@ -94,7 +94,7 @@ class AlternativeTokens:
 
 @dataclass
 class NextTokens:
-    """Generated or prompt tokens. Joining the texts of all non-special tokens gives the request's text."""
+    """Generated or prompt tokens. The completion is the concatenated text of all non-special tokens."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -117,13 +117,13 @@ class NextTokens:
 
 @dataclass
 class Generation:
-    """Step result of one request."""
+    """The result of one step for one request."""
 
     request_id: int
-    prefill_tokens: NextTokens | None  # in the first step, if requested
-    prefill_tokens_length: int  # in the first step, otherwise 0
+    prefill_tokens: NextTokens | None  # set in the first step, if requested
+    prefill_tokens_length: int  # 0 after the first step
     next_tokens: NextTokens
-    generated_text: GeneratedText | None  # with the last token
+    generated_text: GeneratedText | None  # set with the last token
 
     def to_pb(self) -> Any:
         return message_types().Generation(

@@ -17,7 +17,7 @@ from lorax_server.weights import Weights
 
 
 class BiasFlags(NamedTuple):
-    """Flags for the layer matrices that have a bias."""
+    """Flags that say which linear layers have a bias."""
 
     qkv: bool = False
     output: bool = False
@@ -25,41 +25,41 @@ class BiasFlags(NamedTuple):
 
 
 class ModuleNames(NamedTuple):
-    """Module names in checkpoints and in transformers."""
+    """A model's module names, which are the same in checkpoints and in transformers."""
 
     model: str = "model"
     embedding: str = "embed_tokens"
     layers: str = "layers"
     input_norm: str = "input_layernorm"
-    second_norm: str | None = "post_attention_layernorm"  # before the MLP; None: the MLP reads the attention's input
-    added_norms: tuple[str, str] | None = None  # on the outputs of attention and MLP
+    second_norm: str | None = "post_attention_layernorm"  # norm before the MLP; None: `input_norm` is shared
+    added_norms: tuple[str, str] | None = None  # norms on the outputs of attention and MLP
     final_norm: str | None = "norm"
     attention: str = "self_attn"
-    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # in `attention`; a single name means a fused matrix
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # inside `attention`; one name: a fused matrix
     output: str = "o_proj"
-    mlp: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # the last name is the output
+    mlp: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # the last name is the output projection
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """An architecture with Llama's dataflow. The defaults are Llama's without biases."""
+    """Describes a model architecture by its differences from Llama. The defaults describe Llama without biases."""
 
     names: ModuleNames = field(default_factory=ModuleNames)
     biases: BiasFlags = field(default_factory=BiasFlags)
-    # Submodule classes. None: Llama's.
+    # Submodule classes. None selects Llama's class.
     attention_class: Callable[..., Any] | None = None
     mlp_class: Callable[..., Any] | None = None
     layer_class: Callable[..., Any] | None = None
     model_class: Callable[..., Any] | None = None
 
-    # `(name, weights, size)` loads a norm over the hidden size. None: RMSNorm with the config's `rms_norm_eps`.
+    # A function `(name, weights, size)` that loads a norm. None selects RMSNorm with the config's `rms_norm_eps`.
     norm: Callable[[str, Weights, int], nn.Module] | None = None
     is_parallel: bool = False  # attention and MLP read the same residual, each with a separate norm
     fan_in_fan_out: bool = False  # matrices are stored as [in, out]
 
     # Attention
     num_kv_heads: int | None = None  # None: the config's `num_key_value_heads`
-    grouped_qkv: bool = False  # a fused matrix stores queries, key and value group by group
+    grouped_qkv: bool = False  # the fused QKV matrix is stored group by group: queries, key, value
     scale: float | None = None  # multiplier for attention scores; None: head_dim**-0.5
     soft_cap: float | None = None  # soft cap on attention scores
     windows: Sequence[int | None] | None = None  # tokens including the current one, per layer; None: no limit
@@ -69,8 +69,8 @@ class Architecture:
     uses_rope: bool = True
     interleaved: bool = False  # RoPE pairs are adjacent dimensions, instead of half a head apart
     partial_rotary: bool = False  # `partial_rotary_factor` is supported
-    rotary_dim: int | None = None  # before `partial_rotary_factor`; None: the whole head
-    # Per layer: the layer type that selects the RoPE settings in the config, or None for a layer without RoPE.
+    rotary_dim: int | None = None  # head dimensions that `partial_rotary_factor` applies to; None: the whole head
+    # For each layer, the layer type that selects the RoPE settings in the config, or None for a layer without RoPE.
     rope_kinds: Sequence[str | None] | None = None
 
     # MLP

@@ -1,4 +1,4 @@
-"""Building blocks that several architectures share: MLPs, head norms, layer forms, ALiBi slopes, learned positions."""
+"""Building blocks that several architectures share: MLPs, head norms, layers, ALiBi slopes, learned positions."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from lorax_server.weights import Weights
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """Return the attention window of each layer, from the config's `layer_types`."""
+    """Return each layer's sliding window from the config's `layer_types`, or None for full attention."""
     kinds, window = config.layer_types[: config.num_hidden_layers], config.sliding_window
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention") or (kind == "sliding_attention" and window is None):
@@ -33,9 +33,10 @@ def layer_windows(config: Any) -> list[int | None]:
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
-    """Return the ALiBi slopes for all heads: a geometric sequence.
+    """Return the ALiBi slopes for all heads, a geometric sequence.
 
-    If the number of heads is not a power of 2, the remaining slopes interleave the slopes for the next lower power.
+    If the number of heads is not a power of 2, the slopes for the next lower power come first. The remaining slopes
+    lie between them.
     """
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8 * (head + 1) / power) for head in range(power)]

@@ -22,7 +22,7 @@ class CohereAttention(FlashLlamaAttention):
             self.k_norm = self._load_head_norm(f"{prefix}.k_norm", config, weights, self.kv_heads)
 
     def _load_head_norm(self, name: str, config: Any, weights: Weights, heads: range) -> HeadNorm:
-        """Load one norm and add its adapter target. Weights are reordered to the head layout that RoPE kernels use."""
+        """Load a head norm and add its adapter target. Weights are reordered to the head layout of RoPE kernels."""
         size = self.head_dim
         count = config.num_attention_heads if heads is self.heads else config.num_key_value_heads
         shard = replace(unsharded(size), interleaved=(size, size))

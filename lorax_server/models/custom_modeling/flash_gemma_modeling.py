@@ -1,4 +1,4 @@
-"""Gemma: RMSNorm weights stored minus one, scaled embeddings."""
+"""Gemma: Llama with scaled embeddings, and RMSNorm weights to which 1 is added after loading."""
 
 from functools import partial
 from typing import Any

@@ -23,7 +23,7 @@ from lorax_server.weights import Weights
 
 
 class FlashGPT2PreTrainedModel(FlashLlamaForCausalLM):
-    """Base class, named by the seed contract."""
+    """GPT-2 base class, under the name that the seed contract requires."""
 
 
 class FlashGPT2Attention(FlashLlamaAttention):
@@ -36,15 +36,15 @@ class FlashGPT2Attention(FlashLlamaAttention):
 
 
 class GPT2MLP(PlainMLP):
-    """MLP, named by the seed contract."""
+    """GPT-2 MLP, under the name that the seed contract requires."""
 
 
 class GPT2Block(FlashLlamaLayer):
-    """Decoder layer, named by the seed contract."""
+    """GPT-2 decoder layer, under the name that the seed contract requires."""
 
 
 class FlashGPT2Model(LearnedPositionsModel):
-    """Decoder, named by the seed contract."""
+    """GPT-2 decoder, under the name that the seed contract requires."""
 
 
 class FlashGPT2ForCausalLM(FlashGPT2PreTrainedModel):
@@ -93,7 +93,7 @@ class FlashGPT2ForCausalLM(FlashGPT2PreTrainedModel):
 
 
 def describe_gpt2(config: Any) -> Architecture:
-    """Describe the architecture that GPT-2 and GPT-BigCode share."""
+    """Return the architecture description that GPT-2 and GPT-BigCode share."""
     if config.add_cross_attention:
         raise ConfigError("config field add_cross_attention = true is not supported: only decoders are")
     names = ModuleNames(

@@ -52,7 +52,7 @@ class FlashLlamaAttention(nn.Module):
         group = weights.process_group
         heads = shard_units(group, [(num_heads, self.head_dim)], "num_attention_heads")
         kv_heads = shard_kv_heads(group, num_kv_heads, self.head_dim)
-        # The heads on this rank.
+        # Indices of the heads on this rank.
         self.heads, self.kv_heads = (
             range(shard.ranges[0][0] // self.head_dim, shard.ranges[0][1] // self.head_dim)
             for shard in (heads, kv_heads)
@@ -85,10 +85,10 @@ class FlashLlamaAttention(nn.Module):
         self.load_head_norms(prefix, config, weights)
 
     def load_head_norms(self, prefix: str, config: Any, weights: Weights) -> None:
-        """Set `q_norm`, `k_norm` and `targets`. Llama has no head norms."""
+        """Set `q_norm`, `k_norm` and `targets` in subclasses. Llama has no head norms."""
 
     def _shard_qkv(self, config: Any, arch: Architecture, heads: Shard, kv_heads: Shard) -> list[Shard]:
-        """Return one shard per matrix in `arch.names.qkv`."""
+        """Return this rank's output shard of each matrix in `arch.names.qkv`."""
         if arch.grouped_qkv:
             counts = config.num_attention_heads, arch.get_num_kv_heads(config)
             return [shard_grouped(self.heads, self.kv_heads, counts, self.head_dim)]
@@ -209,7 +209,7 @@ class FlashLlamaModel(nn.Module):
         return self.transform_embeddings(self.embed_tokens(input_ids, ctx.adapter_data), ctx)
 
     def transform_embeddings(self, x: torch.Tensor, ctx: PagedContext) -> torch.Tensor:  # noqa: ARG002 - for subclasses
-        """Convert token embeddings to the first layer's input."""
+        """Return the first layer's input for the given token embeddings."""
         return x if self.embedding_multiplier is None else x * self.embedding_multiplier
 
     def run_layers(self, x: torch.Tensor, ctx: PagedContext, count: int | None = None) -> torch.Tensor:
@@ -223,7 +223,7 @@ class FlashLlamaModel(nn.Module):
 
 
 def _count_warmup_layers(rope_kinds: Sequence[str | None], layers: Iterable[nn.Module]) -> int:
-    """Return the number of leading layers that cover every layer type (all layers, if they are custom)."""
+    """Return the number of leading layers that include every layer type. Each custom layer counts as its own type."""
     kinds: list[Any] = []
     for rope, layer in zip(rope_kinds, layers, strict=True):
         spec = layer.self_attn.spec if isinstance(layer, FlashLlamaLayer) else None
@@ -233,9 +233,9 @@ def _count_warmup_layers(rope_kinds: Sequence[str | None], layers: Iterable[nn.M
 
 class FlashLlamaForCausalLM(PagedCausalLM):
     def __init__(self, prefix: str, config: Any, weights: Weights, create_layer_fn: LayerFactory | None = None) -> None:
-        """`create_layer_fn(layer_id, prefix=, config=, weights=)` builds custom layers."""
+        """Load the model. `create_layer_fn(layer_id, prefix=, config=, weights=)` builds custom layers."""
         arch = self.describe(config)
-        # Check this first: the next error mentions `num_key_value_heads`, which some configs lack.
+        # Check this first, because the next check mentions `num_key_value_heads`, which some configs lack.
         shard_evenly(weights.process_group, config.num_attention_heads, "num_attention_heads")
         kv_heads = shard_kv_heads(weights.process_group, arch.get_num_kv_heads(config), 1)
         super().__init__(config, weights, (kv_heads.size, head_dim(config)))
@@ -248,5 +248,5 @@ class FlashLlamaForCausalLM(PagedCausalLM):
 
     @staticmethod
     def describe(config: Any) -> Architecture:
-        """Return the architecture that a config describes. Reject unsupported values."""
+        """Return the architecture that a model config describes. Reject unsupported values."""
         return Architecture(biases=read_biases(config))

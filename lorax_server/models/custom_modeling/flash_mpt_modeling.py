@@ -53,7 +53,7 @@ class FlashMPTForCausalLM(FlashLlamaForCausalLM):
 
 
 def _read_attention(config: Any) -> dict[str, Any]:
-    """Return the `attn_config` section as a dictionary."""
+    """Return the model config's `attn_config` section as a dictionary."""
     section = config.attn_config
     return section if isinstance(section, dict) else vars(section)
 

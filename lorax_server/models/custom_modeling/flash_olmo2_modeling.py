@@ -16,7 +16,7 @@ from lorax_server.weights import Weights
 
 
 class JointHeadNorm(nn.Module):
-    """RMSNorm over all heads jointly. The heads are sharded over ranks, so their squares are all-reduced."""
+    """RMSNorm over all heads jointly. Heads are sharded over ranks, so the sums of squares are all-reduced."""
 
     def __init__(self, name: str, weights: Weights, num_heads: int, head_dim: int, eps: float) -> None:
         super().__init__()

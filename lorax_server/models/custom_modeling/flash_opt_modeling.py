@@ -27,7 +27,7 @@ POSITION_OFFSET = 2
 
 
 class OPTLearnedPositionalEmbedding(nn.Module):
-    """Learned position embedding. Positions are computed from the attention mask; padding has position -1."""
+    """Learned position embeddings. Positions are computed from the attention mask; padding has position -1."""
 
     def __init__(self, weights: Weights, prefix: str, num_positions: int, size: int) -> None:
         super().__init__()
@@ -117,5 +117,5 @@ class FlashOPTForCausalLM(FlashLlamaForCausalLM):
 def _load_projection(
     weights: Weights, name: str, in_features: int, out_features: int
 ) -> TensorParallelMultiAdapterLinear:
-    """Load a projection that is replicated on every rank."""
+    """Load a linear projection that is replicated on every rank."""
     return TensorParallelMultiAdapterLinear(weights, [name], in_features, [unsharded(out_features)], bias=False)

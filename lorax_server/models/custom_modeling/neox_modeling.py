@@ -1,4 +1,7 @@
-"""GPT-NeoX names from the seed contract (`docs/seed-contract.md`). The server uses `flash_neox_modeling`."""
+"""Re-exports of GPT-NeoX names that the seed contract requires (`docs/seed-contract.md`).
+
+The server uses `flash_neox_modeling`.
+"""
 
 from lorax_server.layers.rotary import RotaryEmbedding as RotaryEmbedding
 from lorax_server.models.contract.neox import GPTNeoXAttention as GPTNeoXAttention

@@ -1,4 +1,7 @@
-"""OPT names from the seed contract (`docs/seed-contract.md`). The server uses `flash_opt_modeling`."""
+"""Re-exports of OPT names that the seed contract requires (`docs/seed-contract.md`).
+
+The server uses `flash_opt_modeling`.
+"""
 
 from lorax_server.models.contract.opt import OPTAttention as OPTAttention
 from lorax_server.models.contract.opt import OPTForCausalLM as OPTForCausalLM

@@ -15,7 +15,7 @@ from lorax_server.layers.embedding import TensorParallelEmbedding
 from lorax_server.layers.linear import MultiAdapterHead
 from lorax_server.weights import Weights
 
-MIN_WARMUP_LAYERS = 2  # the first layer has no residual and runs other kernels than the second
+MIN_WARMUP_LAYERS = 2  # the first layer has no residual, so it runs different kernels than the second
 
 PagedOutput = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -44,7 +44,7 @@ class PagedCausalLM(nn.Module):
     lm_head: MultiAdapterHead
 
     def __init__(self, config: Any, weights: Weights, kv_shape: tuple[int, int]) -> None:
-        """`kv_shape` is (key and value heads on this rank, head dimension)."""
+        """Store the model's settings. `kv_shape` is (number of KV heads on this rank, head dimension)."""
         super().__init__()
         self.config = config
         self.ops = weights.ops
@@ -55,7 +55,7 @@ class PagedCausalLM(nn.Module):
         self.num_layers: int = config.num_hidden_layers
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Allocate the KV cache of every layer. On CPUs, pages are committed on first use.
+        """Return a KV cache for every layer. On CPUs, memory is allocated on first use.
 
         The cache is zeroed, because attention kernels read past the last token with weight 0.
         """
@@ -68,7 +68,7 @@ class PagedCausalLM(nn.Module):
         return [(zeros(), zeros()) for _ in range(self.num_layers)]
 
     def make_context(self, kv_cache: KVCache, seqlen: Seqlen, position_ids: torch.Tensor, **more: Any) -> PagedContext:
-        """Create the context for a forward pass. `more` are further `PagedContext` fields."""
+        """Return the context for a forward pass. `more` contains additional `PagedContext` fields."""
         return PagedContext(
             input_lengths=seqlen.input_lengths,
             cache_lengths=seqlen.cache_lengths,
