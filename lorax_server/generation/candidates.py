@@ -14,7 +14,7 @@ def candidate_seed(seed: int, index: int) -> int:
 
 
 def sort_candidates(logprobs: Sequence[Sequence[float]]) -> list[int]:
-    """Return candidate indices by descending mean log probability. Ties keep their order.
+    """Return the candidate indices in descending order of mean log probability. Ties keep their order.
 
     Candidates without tokens or with NaN log probabilities come last.
     """

@@ -29,8 +29,8 @@ class Completion:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    alternatives: list[Alternatives] = field(default_factory=list)  # for each token, if requested
-    prompt_logprobs: list[float] | None = None  # from the second token on, if requested
+    alternatives: list[Alternatives] = field(default_factory=list)  # one entry per token, if requested
+    prompt_logprobs: list[float] | None = None  # from the second prompt token on, if requested
     finish_reason: FinishReason | None = None
     error: LoraxError | None = None
     prompt_alternatives: list[Alternatives] | None = None  # for the same tokens as `prompt_logprobs`
@@ -42,7 +42,7 @@ class Generation:
     def __init__(self, request: Request, detokenizer: Detokenizer) -> None:
         self.request = request
         self.completion = Completion(list(request.prompt_ids))
-        self.events: list[TokenEvent] = []  # not yet returned by `pop_events`
+        self.events: list[TokenEvent] = []  # events that `pop_events` has not returned yet
         self._detokenizer = detokenizer
         self._criteria = StoppingCriteria(request.stop)
         self._prefix, self._read = detokenizer.start(request.prompt_ids)
@@ -51,12 +51,12 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """The text so far, without text that is held back."""
+        """The completion text so far, without text that is held back as a possible stop string."""
         return self._criteria.current_output
 
     @property
     def num_characters(self) -> int:
-        """The character offset of the next token, including text that is held back."""
+        """The character offset of the next token. It includes text that is held back as a possible stop string."""
         return self._criteria.num_characters
 
     @property
@@ -105,12 +105,15 @@ class Generation:
         return criteria.new_text
 
     def pop_events(self) -> list[TokenEvent]:
-        """Return the events since the last call."""
+        """Return the token events since the last call."""
         events, self.events = self.events, []
         return events
 
     def _drop_decoded_tokens(self, count: int) -> None:
-        """Drop tokens that the next text does not depend on. Runs rarely, because it copies the remaining tokens."""
+        """Drop the first `count` tokens, because the next text does not depend on them.
+
+        Most calls do nothing, because dropping copies the remaining tokens.
+        """
         if count > 2 * len(self._ids) // 3:
             del self._ids[:count]
             self._shift += count

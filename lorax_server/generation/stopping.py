@@ -6,7 +6,7 @@ __all__ = ["FinishReason", "StoppingCriteria", "find_stop_reason"]
 
 
 def find_stop_reason(token_id: int, num_generated: int, params: StopParams) -> FinishReason | None:
-    """Return the finish reason if the last of `num_generated` tokens is an eos or stop token."""
+    """Return the finish reason if the last of `num_generated` tokens is an EOS or stop token, otherwise None."""
     if num_generated <= params.min_new_tokens:
         return None
     if token_id in params.eos_token_ids and not params.ignore_eos:
@@ -15,11 +15,11 @@ def find_stop_reason(token_id: int, num_generated: int, params: StopParams) -> F
 
 
 class StoppingCriteria:
-    """The stop rules and progress of one request. Called with each token and its text.
+    """The stop rules and progress of one request. An instance is called with each token and its text.
 
-    Stop strings are found within a token and across tokens. The stop string that ends first applies, so the result does
-    not depend on token boundaries. A possible stop string prefix is held back, unless stop strings are
-    included in the output.
+    Stop strings may span several tokens. If several stop strings match, the match that ends first is used, so the
+    result does not depend on token boundaries. Text that may be the start of a stop string is held back, unless stop
+    strings are included in the output.
     """
 
     def __init__(self, params: StopParams) -> None:
@@ -29,7 +29,7 @@ class StoppingCriteria:
         self.new_text = ""  # text that the last token added
         self.finish_reason: FinishReason | None = None
         self._shown: list[str] = []
-        self._num_shown = 0  # characters in `_shown`
+        self._num_shown = 0  # number of characters in `_shown`
         self._held = ""
         self._matchers = [_StopStringMatcher(text) for text in params.stop_strings]
 
@@ -43,20 +43,23 @@ class StoppingCriteria:
 
     @property
     def current_output(self) -> str:
-        """The text that is not held back."""
+        """The completion text so far, without text that is held back."""
         return "".join(self._shown)
 
     @property
     def num_characters(self) -> int:
-        """The length of the text, including text that is held back."""
+        """The number of characters in the completion, including text that is held back."""
         return self._num_shown + len(self._held)
 
     def may_end_with(self, token_id: int) -> bool:
-        """Return True if the completion stops at this token regardless of its text. Pending text is then shown."""
+        """Return True if the completion may stop at this token regardless of its text. Pending text is then needed."""
         return self.params.max_new_tokens <= self.current_tokens + 1 or token_id in self._all_stop_token_ids
 
     def __call__(self, last_token: int, last_text: str, pending_text: str = "") -> tuple[bool, FinishReason | None]:
-        """Append a token and its text. `pending_text` follows if this is the last token."""
+        """Append a token and its text. Return whether the completion stops, and the finish reason.
+
+        If this is the last token, `pending_text` is appended, too.
+        """
         self.current_tokens += 1
         reason = None
         if last_token in self._all_stop_token_ids:
@@ -71,7 +74,7 @@ class StoppingCriteria:
         elif reason is None and self.current_tokens == self.params.max_new_tokens:
             reason = FinishReason.LENGTH
         if reason is not None and not stopped:
-            more, stopped = self._show(pending_text)  # it may complete a stop string
+            more, stopped = self._show(pending_text)  # pending text may complete a stop string
             shown += more + self._held
             reason = FinishReason.STOP_SEQUENCE if stopped else reason
         self.new_text, self.finish_reason = shown, reason
@@ -80,7 +83,7 @@ class StoppingCriteria:
         return reason is not None, reason
 
     def _show(self, text: str) -> tuple[str, bool]:
-        """Return the text that can be shown, and whether a stop string was found in it."""
+        """Append text, and return the text that is not held back and whether a stop string was found."""
         if not self._matchers or self.current_tokens <= self.params.min_new_tokens:
             return text, False
         num_held = len(self._held)
@@ -110,7 +113,7 @@ class _StopStringMatcher:
             self.fallback[i] = self._longest_match(text[i], self.fallback[i - 1])
 
     def append(self, character: str) -> int:
-        """Return the length of the stop string if it ends with this character, otherwise 0."""
+        """Append a character. Return the length of the stop string if the text now ends with it, otherwise 0."""
         self.matched = self._longest_match(character, self.matched)
         return self.matched if self.matched == len(self.text) else 0
 

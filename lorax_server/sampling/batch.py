@@ -1,4 +1,4 @@
-"""Inputs and outputs of samplers: parameters, token history, token masks, sampled tokens."""
+"""Inputs and outputs of samplers: parameters, token history, token masks and sampled tokens."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +16,9 @@ MIN_TEMPERATURE = 1e-6  # dividing by a lower temperature would overflow to infi
 
 @dataclass(frozen=True)
 class SequenceSampling(DerivedCache):
-    """Sampling parameters of one sequence, with cached values that samplers derive from them.
+    """One sequence's sampling parameters, with a cache for values that samplers derive from them.
 
-    `all_stop_token_ids` are not sampled before `min_new_tokens` tokens have been generated.
+    Tokens in `all_stop_token_ids` are not sampled before `min_new_tokens` tokens have been generated.
     """
 
     params: SamplingParams
@@ -37,12 +37,12 @@ class SequenceSampling(DerivedCache):
 
     @property
     def modifies_logits(self) -> bool:
-        """True if penalties, biases, a watermark or forbidden tokens change the logits, also for greedy decoding."""
+        """Return True if penalties, biases, a watermark or forbidden tokens change the logits, also when greedy."""
         is_limited = self.min_new_tokens > 0 and bool(self.all_stop_token_ids)
         return is_limited or self.has_penalties or self.params.watermark or bool(self.params.logit_bias)
 
     def list_biases(self, vocab_size: int) -> list[tuple[int, float]]:
-        """Return (token ID, bias) pairs."""
+        """Return the logit biases as (token ID, bias) pairs. Raise if a token ID is not in the vocabulary."""
         for token_id in self.params.logit_bias:
             if token_id >= vocab_size:
                 raise InputError(f"`logit_bias`: token ID {token_id} is outside the vocabulary of {vocab_size}")
@@ -50,9 +50,9 @@ class SequenceSampling(DerivedCache):
 
 
 class History(NamedTuple):
-    """Previous tokens of each row. `token_ids` beyond a row's length are ignored."""
+    """The previous tokens of each row. Entries of `token_ids` beyond a row's length are ignored."""
 
-    lengths: torch.Tensor  # [rows] prompt and generated tokens
+    lengths: torch.Tensor  # [rows] number of prompt and generated tokens
     prompt_lengths: torch.Tensor  # [rows]
     token_ids: torch.Tensor | None = None  # [rows, tokens]; required if `Sampler.needs_tokens`
 
@@ -63,27 +63,25 @@ class History(NamedTuple):
 
 
 class TokenMasks(NamedTuple):
-    """Allowed tokens for some rows. Other tokens get a score of -inf. Raw log probabilities ignore masks."""
+    """Token masks for some rows. Forbidden tokens get a score of -inf. Raw log probabilities ignore masks."""
 
     rows: torch.Tensor  # [masked rows] int64, unique
     words: torch.Tensor  # [masked rows, words] int32: one bit per token, lowest bit first; 1 means allowed
 
     def allowed(self, vocab_size: int) -> torch.Tensor:
-        """Return the masks as bool, `[masked rows, vocabulary]`."""
+        """Return the masks as a bool tensor, `[masked rows, vocabulary]`."""
         return unpack_masks(self.words, vocab_size)
 
     def to_op_args(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mask words, and the mask index of each row `[num_rows]` (-1: no mask)."""
+        """Return the mask words, and each row's mask index `[num_rows]`, which is -1 for rows without a mask."""
         numbers = torch.full((num_rows,), -1, device=self.rows.device)
         numbers[self.rows] = torch.arange(len(self.rows), device=self.rows.device)
         return self.words, numbers
 
     def select(self, rows: torch.Tensor, num_rows: int) -> "TokenMasks":
-        """Return the masks of some of the batch's `num_rows` rows, renumbered from 0."""
+        """Return the masks of `rows`, renumbered from 0. The batch has `num_rows` rows."""
         numbers = torch.arange(len(rows), device=rows.device)
-        mask_indices = torch.full(
-            (num_rows,), len(rows), device=rows.device
-        )  # unselected rows map to an extra last row
+        mask_indices = torch.full((num_rows,), len(rows), device=rows.device)  # unselected rows map to an extra row
         mask_indices[rows] = numbers
         words = self.words.new_full((len(rows) + 1, self.words.shape[1]), -1)
         words[mask_indices[self.rows]] = self.words
@@ -101,12 +99,12 @@ class Sampled(NamedTuple):
 class TopTokens(NamedTuple):
     """The most likely tokens, for rows with `num_alternatives`."""
 
-    counts: dict[int, int]  # row to number of alternatives, in tensor order
+    counts: dict[int, int]  # number of alternatives by row, in tensor order
     token_ids: torch.Tensor  # [rows with alternatives, maximum count]
     logprobs: torch.Tensor
 
     def renumber(self, rows: Sequence[int]) -> "TopTokens":
-        """Replace row numbers by the corresponding rows in a larger batch."""
+        """Return a copy in which row `i` becomes row `rows[i]` of a larger batch."""
         return self._replace(counts={rows[row]: count for row, count in self.counts.items()})
 
     def by_row(self) -> dict[int, Alternatives]:

@@ -25,12 +25,12 @@ from lorax_server.sampling.upload import BatchedUpload
 from lorax_server.sampling.watermark import boost_green_tokens, hash_tokens
 from lorax_server.types import SamplingParams
 
-_MAX_COLUMNS = 24  # upper bound for the columns that a sampler uploads
+_MAX_COLUMNS = 24  # maximum number of columns that a sampler uploads
 _Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # rows, token IDs and values
 
 
 class _RowGroup(NamedTuple):
-    """Rows that set a parameter, with its values."""
+    """The rows that set a sampling parameter, with the parameter's values."""
 
     rows: torch.Tensor
     is_all: bool
@@ -45,10 +45,10 @@ class _RowGroup(NamedTuple):
 
 
 class GeneralSampler:
-    """Sampler for one batch composition, with all parameters.
+    """Sampler for one batch composition. It supports all sampling parameters.
 
-    The order after token masks is the same as in LoRAX: watermark, repetition penalty, frequency and presence
-    penalty, logit bias, forbidden tokens, then for sampled rows temperature, top-k, top-p, min-p, typical-p.
+    After token masks, the order is the same as in LoRAX: watermark, repetition penalty, frequency and presence
+    penalty, logit bias, forbidden tokens, and for sampled rows temperature, top-k, top-p, min-p, typical-p.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class GeneralSampler:
 
     @property
     def needs_tokens(self) -> bool:
-        """True if any parameter depends on previous tokens."""
+        """Return True if any sampling parameter depends on previous tokens."""
         return any(group is not None for group in (self._watermark, self._repetition, self._counts))
 
     @torch.inference_mode()
@@ -107,7 +107,7 @@ class GeneralSampler:
         return Sampled(token_ids, logprobs, self._find_alternatives(scores, all_logprobs))
 
     def _apply_penalties(self, raw: torch.Tensor, history: History | None, masks: TokenMasks | None) -> torch.Tensor:
-        """Apply masks, penalties and biases. Return `raw` itself if no row uses them."""
+        """Return the scores with masks, penalties and biases applied, or `raw` itself if no row has any."""
         if masks is None and not self.needs_tokens and self._bias is None and self._forbidden is None:
             return raw
         scores = raw.clone()
@@ -173,7 +173,7 @@ class GeneralSampler:
         return self._entries(entries, torch.float32)
 
     def _list_forbidden(self, sequence_sampling: Sequence[SequenceSampling]) -> _Entries | None:
-        """List stop tokens with the number of tokens that must be generated before they are allowed."""
+        """Return the stop tokens, each with the number of tokens that must be generated before it is allowed."""
         entries = [
             (row, token_id, sampling.min_new_tokens)
             for row, sampling in enumerate(sequence_sampling)
@@ -190,7 +190,7 @@ class GeneralSampler:
         return self._tensor(rows, torch.int64), self._tensor(token_ids, torch.int64), self._tensor(values, dtype)
 
     def _list_warpers(self, sampled: Sequence[SamplingParams]) -> list[tuple[Callable[..., torch.Tensor], _RowGroup]]:
-        """Return the warpers in application order. Row indices count sampled rows only."""
+        """Return the logits warpers in application order. Row indices count only sampled rows, not greedy rows."""
         temperatures = [max(p.temperature, MIN_TEMPERATURE) for p in sampled]
         counts = [min(p.top_k, self._vocab_size) for p in sampled]
         top_k = self._group([count > 0 for count in counts], counts, dtype=torch.int64)
@@ -207,6 +207,6 @@ class GeneralSampler:
 
 
 def _max_upload_elements(sequence_sampling: Sequence[SequenceSampling]) -> int:
-    """Return an upper bound for the number of uploaded elements."""
+    """Return an upper bound for the number of elements that a sampler uploads."""
     entries = sum(len(sampling.params.logit_bias) + len(sampling.all_stop_token_ids) for sampling in sequence_sampling)
     return _MAX_COLUMNS * len(sequence_sampling) + 3 * (entries + 2)

@@ -25,10 +25,10 @@ _UNSET, _MAX_INT32 = -1.0, 2**31 - 1
 
 
 class _PackedParams(NamedTuple):
-    """Sampling parameters of one sequence as the kernel reads them, independent of the batch."""
+    """One sequence's sampling parameters in the kernel's format. Fields that depend on the batch are not set."""
 
     record: bytes  # one `ROW_PARAMS_DTYPE` element
-    depends_on_batch: bool  # some fields depend on the batch
+    depends_on_batch: bool  # True if some fields depend on the batch
     needs_tokens: bool
 
 
@@ -55,13 +55,13 @@ def _pack(sampling: SequenceSampling) -> _PackedParams:
 
 
 def can_sample(sequence_sampling: Sequence[SequenceSampling], vocab_size: int) -> bool:
-    """Return True if vocabulary size and number of alternatives are within the kernel's limits."""
+    """Return True if the vocabulary size and the number of alternatives are within the kernel's limits."""
     most = max((sampling.params.num_alternatives for sampling in sequence_sampling), default=0)
     return vocab_size <= MAX_VOCAB and min(most, vocab_size) <= MAX_ALTERNATIVES
 
 
 class KernelSampler:
-    """Kernel sampler for one batch composition. `GeneralSampler` is the reference implementation."""
+    """Samples one batch composition with a GPU kernel. `GeneralSampler` is the reference implementation."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class KernelSampler:
         np.minimum(table["top_k"], vocab_size, out=table["top_k"])
         np.minimum(table["num_alternatives"], vocab_size, out=table["num_alternatives"])
         self._num_alternatives: dict[int, int] = {}
-        self._entries: list[tuple[int, float]] = []  # token IDs and values
+        self._entries: list[tuple[int, float]] = []  # (token ID, value) of biases and forbidden tokens
         num_changed = 0
         for number in (number for number, each in enumerate(packed) if each.depends_on_batch):
             sampling, row = sequence_sampling[number], table[number]

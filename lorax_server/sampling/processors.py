@@ -1,6 +1,6 @@
 """Logits processors: penalties, temperature, top-k, top-p, min-p and typical-p.
 
-Scores are float32 `[rows, vocabulary]` and parameters `[rows]`. Functions modify scores in place, each row separately.
+Scores are float32 `[rows, vocabulary]`, and parameters are `[rows]`. The processors modify the scores in place.
 """
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from lorax_server.kernels.device import is_host
 
 NEG_INF = float("-inf")
-TOP_P_SEARCH_TOKENS = 1024  # candidates per row before a full sort
+TOP_P_SEARCH_TOKENS = 1024  # candidates per row to try before a full sort
 
 
 def penalize_repetition(scores: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
@@ -29,13 +29,13 @@ def apply_temperature(scores: torch.Tensor, temperature: torch.Tensor) -> torch.
 
 
 def keep_top_k(scores: torch.Tensor, k: torch.Tensor, most: int) -> torch.Tensor:
-    """Keep the k best tokens and ties with the last one. `most` is the largest k in the batch."""
+    """Keep the k best tokens, and tokens with the same score as the k-th. `most` is the largest k in the batch."""
     worst_kept = scores.topk(most, dim=-1).values.gather(-1, k[:, None] - 1)
     return scores.masked_fill_(scores < worst_kept, NEG_INF)
 
 
 def keep_top_p(scores: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Keep the smallest set of best tokens with probability p = 1 - `rest`. Ties favor higher token IDs."""
+    """Keep the smallest set of best tokens whose probability is at least 1 - `rest`. Ties favor higher token IDs."""
     weights = (scores - scores.amax(-1, keepdim=True)).exp()  # exactly 1 for all tokens that share the best score
     mass = weights.sum(-1, keepdim=True, dtype=torch.float64) * (1 - rest[:, None].double())
     best, ids = _sort_until(scores, weights, mass)
@@ -49,9 +49,10 @@ def keep_top_p(scores: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
 
 
 def _sort_until(scores: torch.Tensor, weights: torch.Tensor, mass: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores in descending order, at least until their weights reach `mass`, and the token IDs.
+    """Return the best scores in descending order, and their token IDs. Their total weight is at least `mass`.
 
-    CPUs sort slowly, and the best candidates are nearly always enough. On GPUs, checking would synchronize the host.
+    CPUs sort slowly, so a few candidates are tried first, which are nearly always enough. On GPUs, this check would
+    synchronize the host.
     """
     if is_host(scores.device):
         best, ids = scores.topk(min(TOP_P_SEARCH_TOKENS, scores.shape[-1]), dim=-1)
@@ -69,7 +70,8 @@ def keep_min_p(scores: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
 def keep_typical(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     """Keep tokens whose information content is closest to the entropy, up to the probability `mass`.
 
-    Computed in float64 and then rounded, so that results do not depend on the device, batch size or thread count.
+    Distances are computed in float64 and then rounded, so that results do not depend on the device, batch size or
+    thread count.
     """
     log_probabilities = scores.double().log_softmax(-1)
     probabilities = log_probabilities.exp()
@@ -82,18 +84,18 @@ def keep_typical(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
 
 
 def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Sample tokens by inverse transform: the first token whose cumulative probability exceeds `uniform` (float64)."""
+    """Return one sampled token per row: the first token whose cumulative probability exceeds `uniform` (float64)."""
     summed = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
     drawn = (uniform * summed[:, -1])[:, None]
     return torch.searchsorted(summed, drawn, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)
 
 
 def make_sortable(scores: torch.Tensor) -> torch.Tensor:
-    """Map scores to unique int64 keys in the same order. Ties favor lower token IDs.
+    """Return unique int64 keys in the same order as the scores. Ties favor lower token IDs.
 
     `topk` of these keys is deterministic, unlike `topk` of scores with ties.
     """
-    bits = (scores + 0.0).view(torch.int32)  # turns -0.0 into 0.0
+    bits = (scores + 0.0).view(torch.int32)  # adding 0.0 turns -0.0 into 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # flip negative floats, whose bits are in reverse order
     return (ordered.long() << 32) - torch.arange(scores.shape[-1], device=scores.device)
 
@@ -101,6 +103,6 @@ def make_sortable(scores: torch.Tensor) -> torch.Tensor:
 def count_tokens(token_ids: torch.Tensor, is_counted: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Count each token's occurrences per row where `is_counted` is True. Returns `[rows, vocabulary]`."""
     is_counted = is_counted & (token_ids < vocab_size)
-    ids = torch.where(is_counted, token_ids, vocab_size)  # other tokens are counted in an extra column
+    ids = torch.where(is_counted, token_ids, vocab_size)  # excluded tokens are counted in an extra column
     counts = torch.zeros(len(ids), vocab_size + 1, device=ids.device)
     return counts.scatter_add_(-1, ids, torch.ones_like(ids, dtype=counts.dtype))[:, :vocab_size]

@@ -1,4 +1,4 @@
-"""Counter-based random numbers in [0, 1): a function of seed and position, equal on all devices and in all batches."""
+"""Counter-based random numbers in [0, 1). They depend only on seed and position, not on the device or batch."""
 
 from collections.abc import Sequence
 
@@ -13,16 +13,16 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return float64 `[rows]` for int64 seeds and positions, with 32 random bits.
+    """Return random numbers in [0, 1) for int64 seeds and positions, as float64 `[rows]`.
 
-    32 bits ensure that `uniform * total < total` in float64.
+    The numbers have only 32 random bits, so that `uniform * total < total` in float64.
     """
     bits = _mix(_mix(seeds + _STEP) + (positions + 1) * _STEP)
     return _shift(bits, 32).double() / 2**32
 
 
 class HostUniforms:
-    """`uniforms` for fixed seeds on the host, in numpy, which is faster than torch for small batches."""
+    """Computes `uniforms` for fixed seeds in numpy, which is faster than torch for small batches."""
 
     def __init__(self, seeds: Sequence[int]) -> None:
         self._mixed = _mix_unsigned(np.array(seeds, np.uint64) + np.uint64(_STEP + 2**64))
@@ -34,7 +34,7 @@ class HostUniforms:
 
 
 def as_signed(seed: int) -> int:
-    """Reinterpret an unsigned 64-bit seed as int64."""
+    """Return an unsigned 64-bit seed reinterpreted as int64."""
     return seed - 2**64 if seed >= 2**63 else seed
 
 
@@ -51,5 +51,5 @@ def _mix_unsigned(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift (`>>` is arithmetic)."""
+    """Return the logical right shift of `x`, because `>>` is an arithmetic shift."""
     return (x >> bits).bitwise_and(2 ** (64 - bits) - 1)

@@ -22,7 +22,7 @@ __all__ = ["History", "Sampled", "Sampler", "SequenceSampling", "TokenMasks", "T
 
 class _Method(Enum):
     GREEDY = auto()
-    TOP_K = auto()  # sampled from a few candidates
+    TOP_K = auto()  # samples from a few candidates
     GENERAL = auto()
 
 
@@ -71,7 +71,7 @@ class Sampler:
         return self.sample(logits, history, masks)
 
     def sample(self, logits: torch.Tensor, history: History | None, masks: TokenMasks | None = None) -> Sampled:
-        """Like `__call__`, for callers that are already in inference mode (entering it takes microseconds)."""
+        """Sample as `__call__` does. The caller must be in inference mode, because entering it takes microseconds."""
         assert history is not None or not self.needs_history, "`history` is required for these sampling parameters"
         if self._batch_sampler is not None:
             return self._batch_sampler(logits, history, masks)
@@ -104,14 +104,14 @@ class Sampler:
         return group.sampler(logits, history, masks)
 
     def _set_raw_logprobs(self, group: _MethodGroup, logits: torch.Tensor, sampled: Sampled) -> None:
-        """Replace log probabilities by unmasked ones in rows with `raw_logprobs`."""
+        """Replace the log probabilities of rows with `raw_logprobs` by log probabilities without masks."""
         raw = [index for index, row in enumerate(group.rows) if self._sequence_sampling[row].params.raw_logprobs]
         if raw:
             rows = slice(None) if len(raw) == len(group.rows) else torch.tensor(raw)
             sampled.logprobs[rows] = self._ops.gather_logprobs(logits[rows], sampled.token_ids[rows, None]).squeeze(-1)
 
     def _group_by_method(self, methods: Sequence[_Method]) -> list[_MethodGroup]:
-        """Group the rows of a batch on a CPU."""
+        """Return the rows grouped by sampling method. Each group has its own sampler. CPU only."""
         groups = []
         for method in dict.fromkeys(methods) or [_Method.GENERAL]:
             rows = [row for row, row_method in enumerate(methods) if row_method is method]

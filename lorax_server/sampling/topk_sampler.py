@@ -1,7 +1,7 @@
 """Top-k, top-p and min-p sampling on CPUs from a small set of candidate tokens.
 
 These filters nearly always keep few tokens, so working on the best candidates avoids several passes over the whole
-vocabulary. Rows for which the candidates are not sufficient fall back to `GeneralSampler`.
+vocabulary. If a row needs more candidates, it falls back to `GeneralSampler`.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from lorax_server.sampling.batch import MIN_TEMPERATURE, History, Sampled, Seque
 from lorax_server.sampling.general_sampler import GeneralSampler
 from lorax_server.sampling.random_uniform import HostUniforms
 
-NUM_CANDIDATES = 256  # per row; finding twice as many takes 50% longer
+NUM_CANDIDATES = 256  # candidates per row; finding twice as many takes 50% longer
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -28,14 +28,14 @@ class _Candidates(NamedTuple):
     """The most likely tokens of each row in descending order. All arrays are `[rows, tokens]`."""
 
     token_ids: Ints
-    scores: Floats  # divided by the temperature
-    weights: Floats  # probabilities relative to the best token
+    scores: Floats  # logits divided by the temperature
+    weights: Floats  # probabilities divided by the best token's probability
 
 
 class TopKSampler:
     """Sampler for rows that set only temperature, top-k, top-p and min-p.
 
-    Sums are sequential in float64, so results do not depend on threads or on other rows.
+    Sums are computed sequentially in float64, so results do not depend on thread count or other rows.
     """
 
     def __init__(self, sequence_sampling: Sequence[SequenceSampling], vocab_size: int, ops: Ops) -> None:
@@ -51,14 +51,14 @@ class TopKSampler:
         # Rounded to float32 to match `GeneralSampler`.
         self._mass = 1 - np.array([1 - p.top_p for p in params], np.float32).astype(np.float64)
         self._min_p = np.array([p.min_p for p in params], np.float32).astype(np.float64)
-        self._top_p_rows = np.flatnonzero(self._uses_p & ~self._uses_k)  # rows with top-p over all tokens
+        self._top_p_rows = np.flatnonzero(self._uses_p & ~self._uses_k)  # rows with top-p and without top-k
         self._raw = np.flatnonzero([p.raw_logprobs for p in params])
         self._uniforms = HostUniforms([p.seed for p in params])
 
     def __call__(self, logits: torch.Tensor, history: History, masks: TokenMasks | None = None) -> Sampled:
         numbered = () if masks is None else masks.to_op_args(len(logits))
         candidates = self._find_candidates(logits, numbered)
-        with np.errstate(invalid="ignore", divide="ignore"):  # rows with NaN fall back below
+        with np.errstate(invalid="ignore", divide="ignore"):  # rows with NaN fall back to GeneralSampler below
             kept = self._filter(candidates, self._sum_weights(logits, candidates, numbered))
             token_ids, logprobs = self._draw(candidates, kept, history)
         self._set_raw_logprobs(logits, token_ids, logprobs)
@@ -78,7 +78,7 @@ class TopKSampler:
             return _Candidates(token_ids.numpy(), scores, np.exp(scores - scores[:, :1]))
 
     def _sum_weights(self, logits: torch.Tensor, candidates: _Candidates, masks: _Masks) -> Floats:
-        """Return the total weight of all tokens for rows with top-p, `[rows]`."""
+        """Return each row's total weight over all tokens, `[rows]`. Only rows with top-p need it."""
         if self._num_candidates == self._vocab_size:
             return candidates.weights.cumsum(-1)[:, -1]
         totals = np.ones(len(logits))
@@ -93,7 +93,7 @@ class TopKSampler:
         return totals
 
     def _filter(self, candidates: _Candidates, totals: Floats) -> Bools:
-        """Apply top-k, top-p and min-p. Return a mask of the tokens to keep."""
+        """Return True for candidates that top-k, top-p and min-p keep, `[rows, candidates]`."""
         numbers = np.arange(len(candidates.scores))
         worst = candidates.scores[numbers, np.minimum(self._top_k, self._num_candidates) - 1]
         kept: Bools = (candidates.scores >= worst[:, None]) | ~self._uses_k[:, None]
@@ -107,7 +107,7 @@ class TopKSampler:
         return kept & (candidates.weights >= self._min_p[:, None])
 
     def _keep_best(self, candidates: _Candidates, kept: Bools, counts: Ints) -> Bools:
-        """Keep the `counts` best tokens of each row. Ties are resolved in favor of higher token IDs."""
+        """Return `kept`, reduced to the `counts` best tokens of each row. Ties favor higher token IDs."""
         last = candidates.scores[np.arange(len(counts)), counts - 1][:, None]
         kept = kept & (candidates.scores >= last)
         for row in np.flatnonzero(kept.sum(-1) > counts):

@@ -8,14 +8,14 @@ import torch
 
 from lorax_server.kernels.device import is_host
 
-_ALIGNMENT = 8  # bytes, the size of the largest element type
+_ALIGNMENT = 8  # in bytes; the size of the largest element type
 
 
 class BatchedUpload:
-    """Collects tensors. `add` returns device tensors whose contents are valid after `send`."""
+    """Collects tensors for one upload. `add` returns device tensors whose contents are valid after `send`."""
 
     def __init__(self, max_elements: int, device: torch.device) -> None:
-        """`max_elements` is the maximum number of elements in all tensors together."""
+        """Allocate memory for tensors with at most `max_elements` elements in total."""
         self._is_direct = is_host(device)
         self._num_used = 0
         if not self._is_direct:

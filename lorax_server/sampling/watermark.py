@@ -17,18 +17,18 @@ _MIX_1, _MIX_2 = 0x7FEB352D, 0x846CA68B - 2**32  # lowbias32 constants as signed
 def boost_green_tokens(scores: torch.Tensor, previous: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
     """Raise the scores `[rows, vocabulary]` of green tokens in place.
 
-    `previous` `[rows]` are the preceding tokens, `hashes` `[vocabulary]` come from `hash_tokens`.
+    `previous` `[rows]` contains the preceding token of each row, and `hashes` is the result of `hash_tokens`.
     """
-    # `product >> 31` is -1 for green tokens and 0 for others. This is twice as fast as comparing and casting.
+    # `product >> 31` is -1 for green tokens, otherwise 0. This is twice as fast as comparing and casting.
     return scores.add_(_products(previous, hashes) >> 31, alpha=-GREEN_BIAS)
 
 
 def green_mask(previous: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
-    """Return True for green tokens, `[rows, vocabulary]`."""
+    """Return a bool tensor `[rows, vocabulary]` that is True for green tokens."""
     return _products(previous, hashes) < 0
 
 
-@functools.lru_cache(maxsize=4)  # a sampler is created for each batch
+@functools.lru_cache(maxsize=4)  # cached, because each new batch creates a sampler
 def hash_tokens(vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return the hash of every token, `[vocabulary]` int32."""
     return _hash(torch.arange(vocab_size, device=device))
@@ -39,7 +39,7 @@ def _products(previous: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
 
 
 def _hash(numbers: torch.Tensor) -> torch.Tensor:
-    """Hash the lowest 32 bits of int64 values to odd int32 values."""
+    """Return odd int32 hashes of the lowest 32 bits of int64 values."""
     x = numbers.to(torch.int32)
     x = (x ^ _shift(x, 16)) * _MIX_1
     x = (x ^ _shift(x, 15)) * _MIX_2
@@ -47,5 +47,5 @@ def _hash(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift (`>>` is arithmetic)."""
+    """Return the logical right shift of `x`, because `>>` is an arithmetic shift."""
     return (x >> bits).bitwise_and_(2 ** (32 - bits) - 1)

@@ -1,4 +1,4 @@
-"""Run untrusted tasks in a small pool of worker processes, with fair turns across tenants.
+"""Run untrusted tasks in a small pool of worker processes, with fair scheduling across tenants.
 
 A worker is a new Python interpreter, so it inherits neither threads nor secrets. It runs one task at a time. If a task
 exceeds a limit or crashes, its worker is killed and the next task starts a new one.
@@ -37,17 +37,17 @@ class _Job(NamedTuple):
 
 
 class Sandbox:
-    """Run tasks in up to `num_workers` processes. Any thread may submit tasks."""
+    """Runs tasks in up to `num_workers` worker processes. Any thread may submit tasks."""
 
     def __init__(self, num_workers: int = 2, preload: Sequence[str] = ()) -> None:
-        """`preload` names modules that each worker imports before its first task."""
+        """Create the sandbox. Each worker imports the modules in `preload` before its first task."""
         self._num_workers = num_workers
         self._preload = preload
         self._changed = threading.Condition()  # guards the fields below
-        self._queues: dict[str, deque[_Job]] = {}  # by tenant, longest waiting tenant first
-        self._num_pending: Counter[tuple[str, str]] = Counter()  # queued or running, by function and tenant
+        self._queues: dict[str, deque[_Job]] = {}  # queued jobs by tenant, longest waiting tenant first
+        self._num_pending: Counter[tuple[str, str]] = Counter()  # queued and running jobs, by function and tenant
         self._num_idle = 0
-        self._has_long = False  # a long task is running
+        self._has_long = False  # True while a long task is running
         self._is_closed = False
         self._processes: list[_WorkerProcess] = []
         self._threads: list[threading.Thread] = []
@@ -63,14 +63,14 @@ class Sandbox:
                     f"this client already has {task.max_pending} queued tasks; retry later", RETRY_AFTER_S
                 )
             if self._num_idle <= self._num_queued and len(self._threads) < self._num_workers:
-                self._start_thread()  # may raise, so before the job is queued
+                self._start_thread()  # before the job is queued, because this may raise
             self._num_pending[key] += 1
             self._queues.setdefault(tenant, deque()).append(job)
             self._changed.notify_all()
         return job.future
 
     async def run(self, task: SandboxTask, *args: Any, tenant: str = "", wait_s: float | None = None) -> bytes:
-        """Run a task from an event loop. Raise `BusyError` if it has not finished after `wait_s`."""
+        """Run a task from an event loop and return its result. Raise `BusyError` if it takes longer than `wait_s`."""
         future = self.submit(task, *args, tenant=tenant)
         try:
             async with asyncio.timeout(wait_s):
@@ -121,11 +121,11 @@ class Sandbox:
                 self._num_pending -= Counter([(job.task.function, job.tenant)])
                 self._has_long = self._has_long and not job.task.is_long
                 self._changed.notify_all()
-            del job  # free its arguments and result while waiting
+            del job  # free the task's arguments while waiting
         process.stop()
 
     def _next_job(self) -> _Job | None:
-        """Wait for the next task. Return None after `close`."""
+        """Wait for the next job and return it, or return None after `close`."""
         with self._changed:
             self._num_idle += 1
             try:
@@ -156,7 +156,7 @@ class _WorkerProcess:
         self._connection: socket.socket | None = None
 
     def run(self, task: SandboxTask, args: Sequence[Any]) -> bytes:
-        """Run a task. Start a worker if necessary."""
+        """Run a task and return its result. Start the process if necessary."""
         try:
             request = pickle.dumps((task, args), protocol=5)
         except RecursionError:
@@ -232,7 +232,8 @@ class _WorkerProcess:
         return self._connection
 
     def _diagnose_exit(self, task: SandboxTask) -> Exception:
-        # The process closed its socket or sent a malformed reply. Wait for it to exit, to get its own exit status.
+        # The process closed its socket or sent a malformed reply. Wait until it exits, to get its exit status before
+        # `stop` kills it.
         process = self._process
         if process is not None:
             try:

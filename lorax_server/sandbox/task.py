@@ -2,23 +2,23 @@
 
 from typing import NamedTuple
 
-# Environment variables that a worker inherits. Others may contain secrets.
+# Environment variables that a worker inherits. Other variables may contain secrets.
 ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
-MAX_ERROR_CHARACTERS = 2000  # untrusted code may raise errors with long messages
+MAX_ERROR_CHARACTERS = 2000  # longer messages are truncated, because untrusted code may raise any error
 
 
 class SandboxTask(NamedTuple):
     """A function that runs in a sandbox worker, and its limits."""
 
-    function: str  # "module:name"; it returns bytes and raises `TaskError` for errors that the user caused
-    cpu_s: float  # CPU time does not depend on other load, unlike wall time
-    memory_bytes: int  # in addition to the worker's memory at task start
+    function: str  # "module:name"; the function returns bytes, and raises `TaskError` for user errors
+    cpu_s: float  # limit for CPU time, which does not depend on other load
+    memory_bytes: int  # limit in addition to the worker's memory at task start
     wall_s: float = 30.0
     stack_bytes: int = 8 * 2**20
     max_reply_bytes: int = 2**26
     niceness: int = 0
-    is_long: bool = False  # at most one long task runs at a time, so they cannot occupy all workers
-    max_pending: int | None = None  # queued or running tasks per tenant; None: unlimited
+    is_long: bool = False  # only one long task runs at a time, so that long tasks cannot occupy all workers
+    max_pending: int | None = None  # maximum queued and running tasks per tenant; None means unlimited
 
 
 class TaskError(Exception):

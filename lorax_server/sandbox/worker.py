@@ -1,7 +1,7 @@
 """Run tasks in a child process of the server, one at a time, until the parent closes the socket.
 
-Usage: `python -m lorax_server.sandbox.worker FD [MODULE ...]`, with the socket and modules to import before the first
-task. A frame is an eight-byte length and a body. The first reply byte is the reply type.
+Usage: `python -m lorax_server.sandbox.worker FD [MODULE ...]`, with the socket's file descriptor, and modules to import
+before the first task. A frame is an eight-byte length and a body. The first reply byte is the reply type.
 """
 
 import ctypes
@@ -25,12 +25,12 @@ LENGTH = struct.Struct(">Q")
 PR_SET_PDEATHSIG = 1
 OK, ERROR, OUT_OF_MEMORY = b"o", b"e", b"m"
 LAST = b"l"  # second reply byte if the worker exits after the reply
-TIME_SIGNAL = signal.SIGPROF  # kills a worker whose task exceeds its CPU time
-MAX_RESIDENT_BYTES = 2**28  # a worker that uses more is replaced after its task
+TIME_SIGNAL = signal.SIGPROF  # sent when a task exceeds its CPU time; kills the worker
+MAX_RESIDENT_BYTES = 2**28  # a worker that uses more memory is replaced after its task
 
 
 def read_exactly(connection: socket.socket, count: int) -> bytes:
-    """Read `count` bytes. Raise `EOFError` if the other side closes the socket first."""
+    """Read and return `count` bytes. Raise `EOFError` if the other process closes the socket first."""
     parts = bytearray()
     while len(parts) < count:
         part = connection.recv(min(count - len(parts), 2**20))
@@ -41,7 +41,7 @@ def read_exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def read_frame(connection: socket.socket, max_bytes: int) -> bytes:
-    """Read a frame. Raise `EOFError` if the socket is closed or the frame is longer than `max_bytes`."""
+    """Read a frame and return its body. Raise `EOFError` if the socket is closed or the body exceeds `max_bytes`."""
     (length,) = LENGTH.unpack(read_exactly(connection, LENGTH.size))
     if length > max_bytes:
         raise EOFError
@@ -53,9 +53,9 @@ def write_frame(connection: socket.socket, body: bytes) -> None:
 
 
 def run_task(task: SandboxTask, args: Sequence[Any]) -> bytes:
-    """Run a task under its limits and return the reply. Exceeding the CPU time kills this process."""
+    """Run a task under its limits and return the reply. If the task exceeds its CPU time, this process is killed."""
     module, name = task.function.split(":")
-    function: Callable[..., bytes] = getattr(importlib.import_module(module), name)  # imported before the limits apply
+    function: Callable[..., bytes] = getattr(importlib.import_module(module), name)  # imported before limits apply
     replies: list[bytes] = []
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
 
@@ -93,14 +93,14 @@ def _call(function: Callable[..., bytes], args: Sequence[Any]) -> bytes:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Limit heap memory. RLIMIT_AS would also count mapped libraries, which take gigabytes with torch."""
-    with suppress(ValueError, OSError):  # some systems have no such limit
+    """Limit the heap memory of this process. RLIMIT_AS would also count libraries, which take gigabytes with torch."""
+    with suppress(ValueError, OSError):  # some systems do not support this limit
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, most))
 
 
 def _used_bytes(field: str) -> int:
-    """Return a field of /proc/self/status in bytes, or 0 if it is not available."""
+    """Return the value of a field in /proc/self/status in bytes, or 0 if the field is not available."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -122,7 +122,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for module in sys.argv[2:]:
         importlib.import_module(module)
-    write_frame(connection, OK)  # ready
+    write_frame(connection, OK)  # tells the parent that the worker is ready
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)  # untrusted code must not write to the server's log
