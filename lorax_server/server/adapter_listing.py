@@ -1,4 +1,4 @@
-"""Pagination for `/v1/adapters`. The page size bounds the cost.
+"""Pagination for `/v1/adapters`. The page size bounds the cost of a request.
 
 Listed names come first, sorted by name. Admins also see all other resolved adapters, sorted by identity. The engine is
 queried only for the adapters on the page.
@@ -17,10 +17,10 @@ from lorax_server.server.service import Service
 from lorax_server.types import AdapterStage, AdapterState
 
 MAX_PAGE_SIZE = 1000  # adapters per page
-MAX_QUERY_CHARACTERS = 1024  # characters of `search` and `after`
+MAX_QUERY_CHARACTERS = 1024  # maximum length of `search` and `after`
 MAX_ALSO_NAMES = 100
 NAME_CURSOR, HASH_CURSOR = "name:", "hash:"
-CURSOR_PATTERN = f"^({NAME_CURSOR}|{HASH_CURSOR})"  # prefix of `after`
+CURSOR_PATTERN = f"^({NAME_CURSOR}|{HASH_CURSOR})"  # valid prefixes of `after`
 
 
 class PageQuery(NamedTuple):
@@ -33,7 +33,7 @@ class PageQuery(NamedTuple):
 class _Entry(NamedTuple):
     alias: str  # "" for adapters that are not listed
     name: AdapterKey | None
-    identity: str  # "" if it was never resolved
+    identity: str  # "" if the name was never resolved
     is_listed: bool = True  # shown even if the engine does not know the adapter
 
 
@@ -51,7 +51,7 @@ async def list_page(service: Service, key: Key, query: PageQuery = PageQuery()) 
     for entry in page:
         state, is_merged = states.get(entry.identity), entry.name is not None and entry.name.source == MERGE_SOURCE
         if is_merged and (state is None or state.state not in IN_MEMORY_STAGES):
-            index.remove(entry.identity)  # the next request merges again
+            index.remove(entry.identity)  # the next request merges the adapters again
         elif entry.is_listed or state is not None:
             data.append(adapter_to_json(entry.alias, entry.name, state, index.find_error(entry.name)))
     return {"object": "list", "data": data, "has_more": following is not None, "next": following}
@@ -70,11 +70,11 @@ async def select_names(
         matching = (pair for pair in following if text in pair[0].casefold() and names.may_use(key, *pair))
         return list(islice(matching, count))
 
-    return await asyncio.to_thread(select)  # there may be a hundred thousand names
+    return await asyncio.to_thread(select)  # on a thread, because there may be a hundred thousand names
 
 
 async def _list_by_name(service: Service, key: Key, query: PageQuery) -> list[_Entry]:
-    """Return listed adapters: at most one entry more than the page size, which shows that there is a next page."""
+    """Return listed adapters, at most one more than the page size. The extra entry indicates a next page."""
     after, count = query.after.removeprefix(NAME_CURSOR), query.limit + 1
     names = await select_names(service.model_names, key, query.search, after, count)
     return [_Entry(alias, name, service.adapter_index.latest_identity(name)) for alias, name in names]
@@ -121,7 +121,7 @@ def adapter_to_json(
 ) -> dict[str, Any]:
     """Return an adapter as a response body. `alias` is "" for unlisted adapters.
 
-    `error` is the last error for the name. The files behind the name may differ from the adapter in memory.
+    `error` is the last error for the name. Its files may have changed after the adapter in memory was loaded.
     """
     is_unloaded = state is None or state.state not in IN_MEMORY_STAGES
     return {

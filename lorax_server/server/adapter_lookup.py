@@ -30,18 +30,18 @@ LOCAL_SOURCE, FETCHED_TIER = (
     "fetched",
 )  # LOCAL_SOURCE needs no fetch; FETCHED_TIER marks an adapter fetched by this request
 TRANSIENT_ERRORS = (SourceError, OverloadedError, EngineError)  # a retry may succeed
-MAX_LABEL_CHARACTERS = 256  # merge labels are truncated to this
+MAX_LABEL_CHARACTERS = 256  # labels of merged adapters are truncated to this length
 
 
 class ResolvedModel(NamedTuple):
-    """An adapter and its tokenizer. The base model has an empty identity."""
+    """A resolved adapter and its tokenizer. The base model has an empty identity."""
 
     adapter: Resolved
     tokenizer: TextTokenizer
 
 
 class AdapterLookup:
-    """Resolves adapters for one caller."""
+    """Resolves adapters for one caller, with the caller's API key and bearer token."""
 
     def __init__(self, service: Service, key: Key, bearer: str | None, path: str) -> None:
         self._service = service
@@ -50,7 +50,7 @@ class AdapterLookup:
         self._path = path
 
     async def resolve(self, selection: ModelSelection) -> Resolved:
-        """Resolve the selected adapters. Raises if the caller may not use them."""
+        """Return the selected adapter, merged if there are several. Raise if the caller may not use it."""
         if not selection.refs:
             self._key.check_may_use_base()
             return Resolved("")
@@ -64,7 +64,7 @@ class AdapterLookup:
                 is_folder = ref.source == LOCAL_SOURCE and self._path.startswith(OPENAI_PREFIX)
                 unknown = (
                     make_unknown_model_error(allowed.name) if is_folder else error
-                )  # OpenAI routes do not expose folders
+                )  # OpenAI routes do not reveal folder paths
                 raise await self.add_suggestions(unknown, allowed.name, selection.requested_source) from None
             refs.append(authorized_ref)
             adapters.append(adapter)
@@ -76,7 +76,7 @@ class AdapterLookup:
         )
         is_fetched = any(
             adapter.tier == FETCHED_TIER for adapter in adapters
-        )  # the merge itself finds all of them in memory
+        )  # not `merged.tier`, because the merge finds all adapters in memory
         return merged._replace(tier=FETCHED_TIER) if is_fetched else merged
 
     async def check_may_use(self, name: AdapterKey, has_revisions: bool, source: str | None) -> None:
@@ -87,11 +87,14 @@ class AdapterLookup:
             raise await self.add_suggestions(error, name.name, source) from None
 
     async def add_suggestions(self, error: LoraxError, name: str, source: str | None) -> LoraxError:
-        """Return the error with similar names appended."""
+        """Return the error with similar adapter names appended to its message."""
         return await with_suggestions(error, name, source, self._service.model_names, self._key)
 
     async def _resolve_one(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
-        """Resolve one adapter. New names are charged to the caller's quota unless a transient error occurs."""
+        """Resolve one adapter, and return it with the ref that was used, which may include the caller's token.
+
+        New names are charged to the caller's quota unless a transient error occurs.
+        """
         service, name = self._service, AdapterKey(ref.source, ref.name)
         with service.adapter_quota.open_charge(self._key, name) as quota:
             if ref.source != LOCAL_SOURCE and not service.adapter_index.latest_identity(name):
@@ -115,7 +118,7 @@ class AdapterLookup:
         return ref, adapter
 
     async def _query_source(self, ref: AdapterRef) -> tuple[AdapterRef, Resolved]:
-        """Resolve without the caller's bearer token first, and retry with it only if the source requires a token.
+        """Resolve an adapter without the caller's bearer token, and retry with it only if the source requires a token.
 
         The hub returns 404 for private repositories that the server's token may not read.
         """
@@ -131,5 +134,5 @@ class AdapterLookup:
                 return ref, await engine.resolve([ref])
             except (AdapterAccessError, AdapterNotFoundError):
                 if is_hidden:
-                    raise error from None  # the bearer token may be invalid: keep the first error
+                    raise error from None  # raise the first error, because the bearer token may be invalid
                 raise

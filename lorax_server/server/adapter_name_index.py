@@ -12,7 +12,7 @@ from lorax_server.types import AdapterRef, AdapterStage
 
 MAX_ADAPTERS = 10_000
 MAX_MERGES = 1000
-MAX_NAMES_PER_ADAPTER = 16  # copies of a folder have the same identity
+MAX_NAMES_PER_ADAPTER = 16  # an adapter has several names if its folder is copied
 MAX_FAILED_NAMES = 1000
 MERGE_SOURCE = ""  # the source of merged adapters
 IN_MEMORY_STAGES = frozenset(
@@ -23,7 +23,7 @@ IN_MEMORY_STAGES = frozenset(
 def is_adapter_fault(ref: AdapterRef, error: AdapterError) -> bool:
     """Return True if the error is caused by the adapter and should appear in listings.
 
-    Errors with a caller's token are not shown to other callers. Unreachable sources are not the adapter's fault.
+    Errors of requests with a caller's token are not shown to other callers. Adapters do not cause source failures.
     """
     return ref.token is None and not isinstance(error, AdapterAccessError | SourceError | AdapterNotFoundError)
 
@@ -36,21 +36,21 @@ class AdapterNameIndex:
     """
 
     def __init__(self) -> None:
-        self._names: OrderedDict[str, dict[AdapterKey, None]] = OrderedDict()  # by identity
-        self._identities: dict[AdapterKey, dict[str, None]] = {}  # by name, the latest last
-        self._merges: OrderedDict[str, None] = OrderedDict()  # identities
+        self._names: OrderedDict[str, dict[AdapterKey, None]] = OrderedDict()  # names by identity
+        self._identities: dict[AdapterKey, dict[str, None]] = {}  # identities by name, the latest last
+        self._merges: OrderedDict[str, None] = OrderedDict()  # identities of merged adapters
         self._pins: dict[str, set[AdapterKey]] = {}  # pinned names by identity
         self._errors: FIFOCache[AdapterKey, str] = FIFOCache(MAX_FAILED_NAMES)  # last errors by name
         self._private: set[AdapterKey] = set()  # names resolved only with a caller's token
 
     def add(self, identity: str, name: AdapterKey, needs_token: bool = False) -> None:
-        """Record that a name resolved to an identity. It is private if it was never resolved without a token."""
+        """Record that a name resolved to an identity. Names that always needed a caller's token are private."""
         if not needs_token:
             self._private.discard(name)
         elif name not in self._identities:
             self._private.add(name)
         names = self._names.setdefault(identity, {})
-        if name != next(iter(names), None):  # listings show the first name
+        if name != next(iter(names), None):  # keep the first name in front, because listings show it
             names.pop(name, None)
             names[name] = None
         self._names.move_to_end(identity)
@@ -69,14 +69,14 @@ class AdapterNameIndex:
             self._evict_adapter()
 
     def is_private(self, name: AdapterKey) -> bool:
-        """Return True if the source required a caller's token for this adapter."""
+        """Return True if this name was never resolved without a caller's token."""
         return name in self._private
 
     def first_name(self, identity: str) -> AdapterKey | None:
         return next(iter(self._names.get(identity, ())), None)
 
     def names_of(self, identity: str) -> Iterable[AdapterKey]:
-        """Return the adapter's first and most recent names."""
+        """Return the adapter's first name and its most recent names."""
         return self._names.get(identity, ())
 
     def newest_identities(self, count: int) -> list[str]:
@@ -84,7 +84,7 @@ class AdapterNameIndex:
         return list(islice(reversed(self._names), count))
 
     def identities_after(self, identity: str) -> list[str]:
-        """Return the identities greater than `identity`, sorted."""
+        """Return all identities that sort after `identity`, in sorted order."""
         return sorted(each for each in self._names if each > identity)
 
     def identities_of(self, name: AdapterKey) -> list[str]:
@@ -111,7 +111,7 @@ class AdapterNameIndex:
     # --- Pins and errors ----------------------------------------------------------------------------------------------
 
     def pin(self, identity: str, name: AdapterKey) -> None:
-        """Record that an adapter was pinned by this name."""
+        """Record that an adapter was pinned under this name."""
         self._pins.setdefault(identity, set()).add(name)
 
     def unpin(self, identity: str) -> None:

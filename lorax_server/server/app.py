@@ -63,7 +63,7 @@ def make_app(service: Service, address: str = "") -> FastAPI:
 
 
 def _add_openapi(app: FastAPI, service: Service) -> None:
-    """Serve the OpenAPI document. Generating it takes almost a second, so a thread does it on first use."""
+    """Add the OpenAPI routes. A thread generates the document on first use, because it takes almost a second."""
     lock = Lock()
     app.openapi = partial(_make_openapi, app, service, lock)  # type: ignore[method-assign]
 
@@ -80,14 +80,14 @@ def _make_openapi(app: FastAPI, service: Service, lock: Lock) -> dict[str, Any]:
     with lock:
         if app.openapi_schema is None:
             document = FastAPI.openapi(app)
-            app.openapi_schema = None  # until it is complete
+            app.openapi_schema = None  # reset until the document is complete
             describe_limits(document, service)
             app.openapi_schema = document
         return app.openapi_schema
 
 
 def _add_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Convert exceptions to JSON error responses in the format of the route (LoRAX or OpenAI)."""
+    """Add handlers that convert exceptions to JSON error responses in the route's format (LoRAX or OpenAI)."""
 
     @app.exception_handler(LoraxError)
     async def handle_lorax_error(http: Request, error: LoraxError) -> Response:
@@ -118,7 +118,7 @@ def _add_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 
 def _reject(http: Request, error_response: ErrorResponse) -> Response:
-    """Reject a request that has no `RequestContext` yet. `RequestMiddleware` logs the error."""
+    """Return the error response for a request without a `RequestContext`. `RequestMiddleware` logs the error."""
     http.state.error_response = error_response
     return error_response.to_response(http.url.path)
 

@@ -7,7 +7,7 @@ from typing import Any
 from lorax_server.config import ServerConfig
 from lorax_server.errors import InputError, NotSupportedError
 
-MAX_STOP_CHARACTERS = 1024  # building a stop string's matcher blocks the event loop
+MAX_STOP_CHARACTERS = 1024  # building the matcher for a longer stop string would block the event loop
 MAX_LOGPROBS_PER_REQUEST = 1_000_000  # held in memory until the response is written
 MAX_LOGIT_BIASES = 1024
 TIMEOUT_HEADER = "x-request-timeout"
@@ -21,7 +21,7 @@ def check(holds: bool, message: str) -> None:
 
 
 def reject_unsupported_value(is_set: object, feature: str) -> None:
-    """Reject a value that would change the completion and cannot be honored."""
+    """Reject an unsupported value that would change the completion."""
     if is_set:
         raise NotSupportedError(f"{feature} is not supported yet; ignoring it would change the output")
 
@@ -46,7 +46,7 @@ def check_stop_strings(stops: Sequence[str], config: ServerConfig) -> None:
 
 
 def parse_logit_bias(logit_bias: Mapping[str, Any] | None) -> dict[int, float]:
-    """Convert the keys of `logit_bias` to token IDs. JSON keys are always strings."""
+    """Check `logit_bias` and return it by token ID. JSON keys are always strings."""
     biases = logit_bias or {}
     check(
         len(biases) <= MAX_LOGIT_BIASES, f"`logit_bias` supports up to {MAX_LOGIT_BIASES} tokens. Given: {len(biases)}"
@@ -59,7 +59,7 @@ def parse_logit_bias(logit_bias: Mapping[str, Any] | None) -> dict[int, float]:
 
 
 def collect_sampling_fields(*sources: object) -> dict[str, Any]:
-    """Return the `SamplingParams` fields that are set on any source. Earlier sources take precedence."""
+    """Return the `SamplingParams` fields that are set on one of the objects. Earlier objects take precedence."""
     picked: dict[str, Any] = {}
     for source in reversed(sources):
         values = {name: getattr(source, name, None) for name in (*SAMPLING_FIELDS, *PENALTY_FIELDS)}
@@ -68,7 +68,7 @@ def collect_sampling_fields(*sources: object) -> dict[str, Any]:
 
 
 def check_logprobs(count: int) -> None:
-    """Reject a request that could return too many log probabilities for its prompts and completions together."""
+    """Reject a request that could return too many log probabilities. `count` includes all prompts and completions."""
     check(
         count <= MAX_LOGPROBS_PER_REQUEST,
         f"the request could return {count} log probabilities; the limit is {MAX_LOGPROBS_PER_REQUEST}. Lower "

@@ -50,20 +50,20 @@ class RemoteGeneration(Generation):
                     if self.is_done:
                         return
         finally:
-            self._write = None  # it refers to this generation: break the reference cycle
+            self._write = None  # break a reference cycle: `_write` refers to this generation
 
     def set_direct_writer(self, direct_writer: DirectWriter, write: Callable[[list[TokenEvent]], bytes]) -> None:
         """Write events directly to the open connection. The first and last events still go through `stream`."""
         self._direct_writer, self._write = direct_writer, write
 
     def _try_direct_write(self, outputs: Sequence[Output]) -> bool:
-        """Write outputs directly to the connection. Return False if the `stream` reader must handle them."""
+        """Write outputs directly to the connection. Return False if the reader of `stream` must handle them."""
         direct_writer, write = self._direct_writer, self._write
         if direct_writer is None or write is None or self.first_output_at is None or not direct_writer.is_open:
             return False
         for output in outputs:
             self.append_output(output)
-            if self.is_done:  # a stop string matched: the reader gets the last events
+            if self.is_done:  # a stop string matched, so the `stream` reader handles the last events
                 return False
         direct_writer.write(write(self.pop_events()))
         return True
@@ -84,7 +84,7 @@ def count_cached_tokens(generations: Sequence[RemoteGeneration]) -> int:
 
 
 async def finish_all(generations: Sequence[RemoteGeneration]) -> list[Completion]:
-    """Run all generations to completion and set their `events`. If one fails, the others are aborted."""
+    """Run all generations, set their `events` and return their completions. If one fails, the others are aborted."""
     events: list[list[TokenEvent]] = [[] for _ in generations]
     async with aclosing(interleave(generations)) as stream:
         async for index, new_events in stream:

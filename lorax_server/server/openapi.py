@@ -22,7 +22,7 @@ BEARER_SCHEME = {
     "description": "A server API key. If the server has no keys, a token for the adapter source.",
 }
 EVENT_SCHEMA = "x-event-schema"  # OpenAPI 3.2 has a standard field, but tools do not support it yet
-# The event schema of each stream, and the schema of its last event after an error.
+# The event schema of each streaming route, and the schema of the last event after an error.
 STREAM_EVENTS: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {
     "/": (StreamResponse, ErrorResponse),
     "/invocations": (StreamResponse, ErrorResponse),
@@ -34,7 +34,7 @@ STREAM_EVENTS: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {
 
 
 def describe_limits(document: dict[str, Any], service: Service) -> None:
-    """Add the limits that are only known after the model is loaded."""
+    """Add limits that are only known after the model is loaded, stream events and authentication to the document."""
     config, schemas = service.config, document["components"]["schemas"]
     max_id = service.tokenizers.base.num_ids - 1
     lengths = ("max_new_tokens", "max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -42,7 +42,7 @@ def describe_limits(document: dict[str, Any], service: Service) -> None:
     limits |= dict.fromkeys(("return_k_alternatives", "logprobs", "top_logprobs"), config.max_logprobs)
     limits |= dict.fromkeys(("n", "best_of"), config.max_choices)
     limits["truncate"] = service.max_input_length
-    limits["prompt"] = max(service.engine.info.vocab_size - 1, max_id)  # a prompt may be token ids
+    limits["prompt"] = max(service.engine.info.vocab_size - 1, max_id)  # prompts may be lists of token IDs
     for name in ("GenerateParameters", "CompletionRequest", "ChatCompletionRequest", "ResponsesRequest"):
         fields = schemas[name]["properties"]
         for field in limits.keys() & fields.keys():
@@ -81,7 +81,7 @@ def _describe_streams(document: dict[str, Any]) -> None:
 
 
 def _describe_operations(document: dict[str, Any], keys: KeyRing) -> None:
-    """Mark operations that require or accept a key, because the page at `/docs` sends keys only to those.
+    """Mark operations that require or accept a key, because the page at `/docs` sends keys only to marked operations.
 
     Also remove the 422 response that FastAPI adds to OpenAI routes, which respond with 400 instead.
     """

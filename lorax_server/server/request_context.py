@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 CLIENT_DISCONNECTED_STATUS = 499  # for the log only
 BEARER_PREFIX = "bearer "
-SAFE_HEADER_CHARACTERS = "/@:,.-_ +"  # not percent-encoded in headers
-MAX_INLINE_TOKENS = 2000  # including alternatives; encoding this many is faster than a thread switch
+SAFE_HEADER_CHARACTERS = "/@:,.-_ +"  # these characters are not percent-encoded in headers
+MAX_INLINE_TOKENS = 2000  # including alternatives; encoding fewer tokens is faster than a thread switch
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ EncodeEvents = Callable[[int, list[TokenEvent], bool], bytes]
 
 
 class RequestContext:
-    """A generation request and its resources."""
+    """A running generation request: its permit, timeout, generations and log record."""
 
     def __init__(self, service: Service, http: HttpRequest) -> None:
         self.service = service
@@ -96,8 +96,8 @@ class RequestContext:
         self._adapter_tier = ""  # tier of the adapter when the request arrived
         self._is_stale = False  # the newest adapter version cannot be served, so an older one is used
         self._is_scoring = False
-        self._num_logprobs = 0  # upper bound for the response
-        # Encodes an error in a stream. None writes an event with the error body.
+        self._num_logprobs = 0  # upper bound for log probabilities in the response
+        # Encodes an error in a stream. If None, the stream sends an event with the error body.
         self.encode_failure: Callable[[ErrorResponse], bytes] | None = None
 
     # --- Lifecycle ----------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class RequestContext:
     async def run(self, handler: RouteHandler) -> Response:
         """Run the route handler and return its response. Exceptions become error responses.
 
-        A stream keeps running after this returns and finishes the request itself.
+        If the response is a stream, the request finishes when the stream ends.
         """
         self.service.metrics.count_request()
         self.service.running.add(self)
@@ -165,7 +165,7 @@ class RequestContext:
         record, service = self.record, self.service
         record.adapter_id, record.source = selection.label, selection.source
         is_listed = selection.requested_source is None and selection.label in service.model_names.adapters
-        is_single = len(selection.refs) == 1  # clients can invent any number of merges
+        is_single = len(selection.refs) == 1  # not for merges: clients can invent any number of them
         record.is_known_adapter = is_single and (
             is_listed or bool(service.adapter_index.latest_identity(selection.adapter_keys[0]))
         )
@@ -177,21 +177,21 @@ class RequestContext:
 
     @cached_property
     def lookup(self) -> AdapterLookup:
-        """The lookup for this caller. On a server without keys, the bearer token is meant for the adapter source."""
+        """The caller's adapter lookup. On a server without keys, the bearer token is meant for the adapter source."""
         authorization, is_open = self._http.headers.get("authorization", ""), self.service.keys.allows_anonymous
         is_for_source = is_open and not self.key.is_admin and authorization.lower().startswith(BEARER_PREFIX)
         bearer = authorization[len(BEARER_PREFIX) :].strip() if is_for_source else ""
         return AdapterLookup(self.service, self.key, bearer or None, self.path)
 
     async def resolve(self, selection: ModelSelection) -> ResolvedModel:
-        """Resolve the selected model. Raises if the caller may not use it."""
+        """Return the selected adapter and its tokenizer. Raise if the caller may not use the model."""
         adapter = await self.lookup.resolve(selection)
         self.record.identity, self._adapter_tier = adapter.identity, adapter.tier
         self._is_stale = adapter.stale is not None
         return ResolvedModel(adapter, await self.service.tokenizers.find(adapter))
 
     async def prepare(self, model: ResolvedModel, prompt: Prompt, options: RequestOptions) -> list[RemoteGeneration]:
-        """Create a generation for each completion without submitting it to the engine."""
+        """Return a generation for each completion of a prompt. Generations are not submitted to the engine yet."""
         service, record = self.service, self.record
         if isinstance(prompt, str):
             self._num_characters += len(prompt)
@@ -230,7 +230,7 @@ class RequestContext:
     # --- Responses ----------------------------------------------------------------------------------------------------
 
     async def build_response(self, make: Callable[[], Response]) -> Response:
-        """Build a complete response. Large responses are built on a thread, to keep the event loop responsive."""
+        """Return the response from `make`. Large responses are built on a thread, to keep the event loop responsive."""
         size = 0
         for generation in self.generations:
             completion, sampling = generation.completion, generation.request.sampling
@@ -239,7 +239,7 @@ class RequestContext:
         return make() if size <= MAX_INLINE_TOKENS else await asyncio.to_thread(make)
 
     async def stream_events(self, encode: EncodeEvents, encode_end: Callable[[], bytes] = lambda: b"") -> EventStream:
-        """Stream the events of all generations as they arrive, followed by `encode_end()`."""
+        """Return a stream of the events of all generations as they arrive, followed by `encode_end()`."""
         direct_writer, keep_alive_s = DirectWriter(), self.service.config.keep_alive_s
         if len(self.generations) == 1:  # DirectWriter does not support interleaved generations
             self.generations[0].set_direct_writer(direct_writer, lambda token_events: encode(0, token_events, False))
@@ -260,9 +260,9 @@ class RequestContext:
             yield end
 
     async def await_first_event(self, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-        """Return the events once the first one is available or `keep_alive_s` has passed.
+        """Return the events once the first event is available or `keep_alive_s` has passed.
 
-        Errors before that are raised, so the response can have an error status. Later errors become the last event.
+        Errors until then are raised, so the response can have an error status. Later errors become the last event.
         """
         first = asyncio.ensure_future(anext(events))
         try:
@@ -424,7 +424,7 @@ async def encode_prompt(
 def fit_stop_params(
     service: Service, tokenizer: TextTokenizer, options: RequestOptions, num_ids: int, count_prefix: str = ""
 ) -> StopParams:
-    """Return the stop parameters for a prompt with `num_ids` tokens. Raises if it exceeds the context length."""
+    """Return the stop parameters for a prompt with `num_ids` tokens. Raise if the prompt exceeds the context length."""
     total, max_new_tokens = service.max_total_tokens, options.stop.max_new_tokens
     if options.may_clamp_max_new_tokens:
         max_new_tokens = min(max_new_tokens, max(total - num_ids, 1))

@@ -28,8 +28,8 @@ PROGRESS_LOG_INTERVAL_S = 15.0
 def run(config: ServerConfig, engine: RemoteEngine, keys: KeyRing) -> int:
     """Run the server until a signal stops it, and return the exit code.
 
-    The port is bound before the model is loaded, so a port conflict fails early. It does not listen until the server is
-    ready, so health probes fail until then.
+    The port is bound before the model is loaded, so a port conflict fails early. The socket does not listen until the
+    server is ready, so health probes fail until then.
     """
     configure_logging(config.log_level, config.json_logs)
     raise_open_file_limit()
@@ -64,7 +64,7 @@ async def _serve(config: ServerConfig, engine: RemoteEngine, keys: KeyRing, list
 
 
 async def _start_service(config: ServerConfig, engine: RemoteEngine, keys: KeyRing) -> Service | None:
-    """Start the service. Return None if a stop signal arrives first."""
+    """Start and return the service, or return None if a stop signal arrives first."""
     starting = asyncio.create_task(Service.start(config, engine, keys))
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
@@ -91,7 +91,7 @@ def make_url(listener: socket.socket) -> str:
 
 
 def bind_port(config: ServerConfig) -> socket.socket:
-    """Bind the port without listening."""
+    """Return a socket that is bound to the port but does not listen."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -106,6 +106,6 @@ def bind_port(config: ServerConfig) -> socket.socket:
 
 
 def raise_open_file_limit() -> None:
-    """Raise the open file limit to the maximum. Every connection uses a file descriptor."""
+    """Raise the open file limit to the maximum, because every connection uses a file descriptor."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

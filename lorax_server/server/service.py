@@ -50,7 +50,7 @@ class Service:
     defaults: GenerationDefaults
     tracer: Tracer
     adapter_index: AdapterNameIndex = field(default_factory=AdapterNameIndex)
-    created: int = field(default_factory=lambda: int(time.time()))  # `created` of all models
+    created: int = field(default_factory=lambda: int(time.time()))  # the `created` field of all models
     is_draining: bool = False
     running: set[Stoppable] = field(default_factory=set)  # requests that `drain` may stop
     _closing: AsyncExitStack = field(default_factory=AsyncExitStack)
@@ -97,9 +97,9 @@ class Service:
         return service
 
     async def _index_preloaded(self) -> None:
-        """Add the adapters that the engine preloaded and pinned to the index."""
+        """Add preloaded adapters to the index. The engine has already pinned them."""
         for source, name in self.config.engine.preload:
-            with suppress(SourceError):  # the engine has logged it
+            with suppress(SourceError):  # the engine has logged the error
                 identity = (await self.engine.resolve([AdapterRef(source, name)])).identity
                 named = self.model_names.normalize(source, name)
                 self.adapter_index.add(identity, named)
@@ -143,7 +143,7 @@ class Service:
             self.adapter_index.set_error(AdapterKey(ref.source, ref.name), str(error))
 
     async def forget_unloaded(self, name: AdapterKey) -> None:
-        """Remove a name's adapter versions that are no longer in memory from the index."""
+        """Remove adapter versions of this name from the index if they are no longer in memory."""
         identities = self.adapter_index.identities_of(name)[-MAX_IDENTITIES_PER_QUERY:]
         if identities:
             states = await self.engine.list_adapters(identities)
@@ -169,7 +169,7 @@ def _make_names(config: ServerConfig) -> ModelNames:
 def _shutting_down() -> EngineError:
     return EngineError(
         "the server is shutting down", retry_after_s=SHUTDOWN_RETRY_S
-    )  # another server may be up by then
+    )  # another server may be running by then
 
 
 def _check_defaults(defaults: GenerationDefaults) -> None:

@@ -27,8 +27,8 @@ BANNER = """
 
   Ctrl+C stops the server. To serve your model: {program} serve --model-id MODEL --adapters-dir FOLDER
 """
-NUM_COMMANDS = 3  # the last one uses curl
-DEFAULT_URL = "http://127.0.0.1:3000"  # default of the lorax client commands
+NUM_COMMANDS = 3  # the last command uses curl
+DEFAULT_URL = "http://127.0.0.1:3000"  # default URL of the lorax client commands
 
 
 def announce_ready(config: ServerConfig, names: ModelNames, keys: KeyRing, url: str) -> None:

@@ -18,17 +18,17 @@ from lorax_server.text.tokenizer import TextTokenizer
 from lorax_server.threads import DaemonThreads
 from lorax_server.types import Resolved, Structure, TokenTable
 
-MAX_INLINE_CHARACTERS = 1000  # tokenizing this many characters is faster than a thread switch
-LONG_TEXT_CHARACTERS = 2**16  # longer texts take long and need hundreds of bytes per character
+MAX_INLINE_CHARACTERS = 1000  # tokenizing fewer characters is faster than a thread switch
+LONG_TEXT_CHARACTERS = 2**16  # tokenizing longer texts is slow and needs hundreds of bytes per character
 NUM_THREADS = 2
-NUM_SANDBOX_WORKERS = 2  # one slow task does not block the others
+NUM_SANDBOX_WORKERS = 2  # two, so that one slow task does not block other tasks
 _T = TypeVar("_T")
 
 
 class Tokenizers:
     """The server's tokenizers. An instance belongs to one event loop.
 
-    Adapter tokenizers are untrusted: a regex in `tokenizer.json` can run very long on a short text and cannot be
+    Adapter tokenizers are untrusted: a regex in `tokenizer.json` can run for a long time on a short text and cannot be
     interrupted. They run on separate threads, never on the event loop. If slow tokenizers occupy all of these threads,
     other adapters with custom vocabularies are blocked, but requests for the base vocabulary are not.
 
@@ -37,12 +37,12 @@ class Tokenizers:
 
     def __init__(self, base: TextTokenizer, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.base = base
-        # Adapter templates, tokenizer files and grammars are untrusted.
+        # Adapter templates, tokenizer files and grammars are untrusted, so they are processed in a sandbox.
         self._sandbox = Sandbox(NUM_SANDBOX_WORKERS, preload=(RENDER_MODULE,))
         self._trials = GrammarTrials(self._sandbox)
         self._adapters = AdapterTokenizers(base, folder, self._sandbox, clock=clock)
         self._loading: dict[FolderKey, asyncio.Task[TextTokenizer]] = {}
-        # Daemon threads: the process exits without joining them, because a tokenizer may hang.
+        # The process exits without joining daemon threads, because a tokenizer may hang.
         self._base_threads = DaemonThreads("tokenizer", NUM_THREADS)
         self._adapter_threads = DaemonThreads("adapter-tokenizer", NUM_THREADS)
         self._file_threads = DaemonThreads("tokenizer-files", NUM_THREADS)
@@ -59,7 +59,7 @@ class Tokenizers:
         await self._sandbox.run(RENDER, "", [{}], {}, 1)
 
     async def close(self) -> None:
-        """Close without waiting for running tokenizers."""
+        """Stop all threads and the sandbox, without waiting for running tokenizers."""
         for task in self._loading.values():
             task.cancel()
         for threads in (
@@ -80,7 +80,7 @@ class Tokenizers:
     async def encode(
         self, tokenizer: TextTokenizer, text: str, add_special_tokens: bool, truncate: int | None = None
     ) -> list[int]:
-        """Tokenize a text and keep at most its last `truncate` tokens."""
+        """Return the token IDs of a text, at most the last `truncate` tokens."""
 
         def work() -> list[int]:
             ids = tokenizer.encode(text, add_special_tokens)
@@ -92,7 +92,7 @@ class Tokenizers:
         return await self.run(tokenizer, len(ids), partial(tokenizer.decode, ids, skip_special_tokens))
 
     async def run(self, tokenizer: TextTokenizer, size: int, work: Callable[[], _T]) -> _T:
-        """Run `work` on the thread pool for this tokenizer. `size` is the cost, in characters to tokenize."""
+        """Run `work` on the thread pool for this tokenizer. `size` is its cost in characters."""
         is_base = tokenizer.shares_vocabulary(self.base)
         if size > LONG_TEXT_CHARACTERS:
             threads = self._long_text_thread if is_base else self._adapter_long_text_thread
@@ -133,7 +133,7 @@ class Tokenizers:
     # --- Adapter tokenizers -------------------------------------------------------------------------------------------
 
     async def _load_once(self, files: TokenizerFolder) -> TextTokenizer:
-        """Load a tokenizer once for all concurrent requests. A client that disconnects does not cancel the load."""
+        """Load a tokenizer once for all concurrent requests and return it. Disconnects do not cancel the load."""
         task = self._loading.get(files.key)
         if task is None:
             task = self._loading[files.key] = asyncio.create_task(self._load(files))
@@ -148,10 +148,10 @@ class Tokenizers:
     def _forget(self, key: FolderKey, task: asyncio.Task[TextTokenizer]) -> None:
         del self._loading[key]
         if not task.cancelled():
-            task.exception()  # mark as retrieved: asyncio logs unretrieved exceptions
+            task.exception()  # retrieve the exception, because asyncio logs unretrieved exceptions
 
     async def _load(self, files: TokenizerFolder) -> TextTokenizer:
-        # Looking for a shared vocabulary only reads files, so a slow tokenizer must not delay it.
+        # The search for a shared vocabulary only reads files, on its own threads, so slow tokenizers do not delay it.
         shared = await self._file_threads.run(partial(self._adapters.load_shared, files))
         if shared is not None:
             return shared

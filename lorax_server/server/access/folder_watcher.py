@@ -15,13 +15,13 @@ from lorax_server.files.names import CONFIG_FILE
 
 logger = logging.getLogger(__name__)
 
-SCAN_INTERVAL_S = 2.0  # short enough for users, long enough for a network file system
+SCAN_INTERVAL_S = 2.0  # short enough for users, and long enough not to burden a network file system
 MAX_ADAPTERS = 100_000
 MAX_LOGGED_FOLDERS = 100  # limits the warnings about skipped folders
 
 
 class FolderScan(NamedTuple):
-    """Subfolders that contain an adapter."""
+    """Names of subfolders that contain an adapter."""
 
     names: list[str]
     skipped: dict[str, str]  # name and reason of each folder that requests cannot name
@@ -30,7 +30,8 @@ class FolderScan(NamedTuple):
 class FolderWatcher:
     """Calls `on_change` with the adapter names in a folder, at the start and after each change.
 
-    Later calls run on a background thread. Only names are compared; adapter files are read when a request names them.
+    After the first call, `on_change` runs on a background thread. Only names are compared. Adapter files are read
+    when a request names the adapter.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class FolderWatcher:
         self._is_closed.set()
 
     def scan(self) -> None:
-        """Scan the folder once and report changes."""
+        """Scan the folder once, and call `on_change` if the adapter names changed."""
         was_unreadable, self._is_unreadable = self._is_unreadable, False
         try:
             names, skipped = find_adapters(self._folder)
@@ -61,7 +62,7 @@ class FolderWatcher:
                 logger.warning("cannot read the adapters folder: %s", error)
             self._is_unreadable = True
             if not isinstance(error, FileNotFoundError):
-                return  # may be temporary: keep serving the known adapters
+                return  # the error may be temporary, so keep serving the known adapters
             names, skipped = [], {}
         for name, reason in skipped.items():
             if name not in self._skipped:
@@ -78,7 +79,7 @@ class FolderWatcher:
 
 
 def find_adapters(folder: Path) -> FolderScan:
-    """List the subfolders that contain an adapter. Unreadable subfolders are ignored."""
+    """Return the subfolders that contain an adapter. Unreadable subfolders are ignored."""
     root, names = os.path.realpath(folder), []
     skipped: dict[str, str] = {}
     with os.scandir(folder) as entries:

@@ -37,7 +37,7 @@ HUB = "hub"  # the only source that supports revisions (`name@revision`)
 MAX_HEADER_CHARACTERS = 4096
 MAX_SECRET_CHARACTERS = MAX_HEADER_CHARACTERS // 2
 MAX_NAME_CHARACTERS = 64
-MAX_SHOWN_NAME_CHARACTERS = 128  # client-supplied names are truncated to this in error messages
+MAX_SHOWN_NAME_CHARACTERS = 128  # client-supplied names are truncated to this length in error messages
 BEARER_PATTERN = re.compile(r"bearer +([!-~]+) *", re.IGNORECASE)
 SECRET_PATTERN = re.compile(r"[!-~]+")  # visible ASCII, as a header allows
 HEX_DIGEST_PATTERN = re.compile(r"[0-9a-fA-F]{64}")
@@ -47,7 +47,7 @@ AdapterPattern = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class Permissions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Key permissions and limits. The fields match the keys file."""
+    """An API key's permissions and limits. The fields match the keys file."""
 
     adapters: tuple[AdapterPattern, ...] | None = None
     """Patterns of allowed adapters. None allows all."""
@@ -162,7 +162,7 @@ class KeyRing:
             raise ForbiddenError("this API key is not an admin key")
 
     def _find_key(self, authorization: str | None) -> Key | None:
-        """Look up a key by the digest of the bearer token. The cost does not depend on the number of keys.
+        """Return the key for a bearer token, looked up by digest. The cost does not depend on the number of keys.
 
         A constant-time comparison is not needed: lookup time can only leak digest bits. Clients cannot choose the
         digest of a guess, and a digest does not reveal the secret.
@@ -216,7 +216,7 @@ def _read_keys_file(path: Path) -> list[tuple[bytes, Key]]:
 
 
 def _parse_keys_file(path: Path) -> dict[str, Any]:
-    """Parse a keys file. Errors give only the position, because parser messages may quote secrets."""
+    """Return the content of a keys file. Errors give only the position, because parser messages may quote secrets."""
     parsers = {".toml": lambda content: tomllib.loads(content.decode()), ".json": parse_json}
     parse = parsers.get(path.suffix.lower())
     if parse is None:
@@ -236,7 +236,7 @@ def _parse_keys_file(path: Path) -> dict[str, Any]:
 def _parse_key(where: str, name: str, table: object) -> tuple[bytes, Key]:
     try:
         entry = msgspec.convert(table, _KeyEntry)
-    except msgspec.ValidationError as error:  # names types and fields, never values
+    except msgspec.ValidationError as error:  # its message names types and fields, never values
         raise ConfigError(f"{where}: {error}") from None
     if not (math.isfinite(entry.weight) and entry.weight > 0):
         raise ConfigError(f"{where}: weight must be a finite number above 0")

@@ -22,15 +22,15 @@ from lorax_server.server.access.keys import HUB, Key
 from lorax_server.types import AdapterRef, Merge
 
 MAX_COMPARED_NAMES = 2000  # if there are more, the alphabetically closest names are compared
-MAX_COMPARED_CHARACTERS = 128  # per name
-MAX_PATTERN_CHECKS = 20_000  # key patterns times names
+MAX_COMPARED_CHARACTERS = 128  # compared characters per name
+MAX_PATTERN_CHECKS = 20_000  # limit for key patterns times compared names
 NUM_SUGGESTIONS = 3
 MIN_SIMILARITY = 0.6
 
 
 logger = logging.getLogger(__name__)
 
-BASE_MODEL = "__base_model__"  # the name that LoRAX clients use
+BASE_MODEL = "__base_model__"  # LoRAX clients use this name for the base model
 MAX_ALIASES = 100_000
 HUB_NAME_PATTERN = re.compile(r"[\w.-]+/[\w.-]+(@.+)?", re.ASCII)
 
@@ -41,7 +41,7 @@ def make_unknown_model_error(name: str) -> AdapterNotFoundError:
 
 
 class AdapterKey(NamedTuple):
-    """An adapter name in a source."""
+    """An adapter name and the source that it refers to."""
 
     source: str
     name: str
@@ -73,12 +73,12 @@ class NameSnapshot:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Sorted names."""
+        """The listed names in sorted order."""
         return tuple(sorted(self.adapters))
 
     @cached_property
     def adapter_keys(self) -> frozenset[AdapterKey]:
-        """The adapters behind the names."""
+        """The adapters that the listed names refer to."""
         return frozenset(self.adapters.values())
 
 
@@ -110,7 +110,7 @@ class ModelNames:
 
     @property
     def snapshot(self) -> NameSnapshot:
-        """The listed names. Returns the same object until they change."""
+        """A snapshot of the listed names. The same object is returned until the names change."""
         with self._lock:
             if self._snapshot is None:
                 self._snapshot = NameSnapshot({**self._folder_names, **self._aliases})
@@ -122,7 +122,7 @@ class ModelNames:
 
     @property
     def aliases(self) -> Mapping[str, AdapterKey]:
-        """Aliases, without folder names."""
+        """Adapters by alias, without folder names."""
         return self._aliases
 
     def add_alias(self, alias: str, source: str, name: str) -> None:
@@ -145,7 +145,7 @@ class ModelNames:
             return self._aliases.pop(alias, None) is not None
 
     def set_folder_names(self, names: Iterable[str]) -> None:
-        """Replace the folder names. Base model names take precedence."""
+        """Replace the folder names. Folders with the name of the base model are not listed."""
         folder = {name: AdapterKey(LocalSource.kind, name) for name in names}
         for name in sorted(folder.keys() & {BASE_MODEL, *self.base_names}):
             del folder[name]
@@ -154,14 +154,14 @@ class ModelNames:
             self._folder_names = folder
             self._snapshot = None
         snapshot = self.snapshot
-        # Fill the cached properties on the watcher thread, so that no request has to.
+        # Compute the cached properties on the watcher thread, so that requests do not have to.
         _ = snapshot.names, snapshot.adapter_keys
 
     # --- Requested names ----------------------------------------------------------------------------------------------
 
     @property
     def base_selection(self) -> ModelSelection:
-        """The selection for requests without an adapter."""
+        """The selection for requests that name no adapter: the base model, or the static adapter."""
         if self._static_adapter is None:
             return ModelSelection()
         return ModelSelection(
@@ -169,7 +169,7 @@ class ModelNames:
         )
 
     def select_model(self, model: str, source: str | None, token: str | None) -> ModelSelection:
-        """Select by OpenAI's `model`: the base model, an adapter, or `base:adapter`."""
+        """Return the selection for OpenAI's `model` field: the base model, an adapter, or `base:adapter`."""
         name = self.strip_base_name(model)
         if self._is_base_model(name, source):
             return self.base_selection
@@ -180,7 +180,7 @@ class ModelNames:
         return self.select_adapter(name, source, token)
 
     def select_adapter_id(self, adapter_id: str | None, source: str | None, token: str | None) -> ModelSelection:
-        """Select by LoRAX's `adapter_id`."""
+        """Return the selection for LoRAX's `adapter_id` field."""
         if adapter_id is None or self._is_base_model(adapter_id, source):
             return self.base_selection
         return self.select_adapter(adapter_id, source, token)
@@ -198,14 +198,14 @@ class ModelNames:
         )
 
     def select_adapter(self, name: str, source: str | None, token: str | None = None) -> ModelSelection:
-        """Select an adapter. Unlike `select_model`, the name cannot mean the base model."""
+        """Return the selection for an adapter name. Unlike in `select_model`, the name cannot mean the base model."""
         named = self._find_listed(name) if source is None else None
         if named is None:
             is_path, name = name.startswith("/"), self._normalize_name(name, source)
-            look_up = self._folder_names.get if is_path else self._find_listed  # a path is not the alias of its name
+            look_up = self._folder_names.get if is_path else self._find_listed  # paths never refer to aliases
             named = look_up(name) if source is None else None
         if named is not None:
-            # Key permissions apply to the listed name, not to the adapter behind it.
+            # Key permissions apply to the listed name, not to the adapter that it refers to.
             allowed = AdapterKey(self.default_source, name)
             return ModelSelection((AdapterRef(*named, token),), None, name, (allowed,))
         named = AdapterKey((source or self.default_source).lower(), name)
@@ -229,7 +229,7 @@ class ModelNames:
         )
 
     def _find_listed(self, name: str) -> AdapterKey | None:
-        """Return the adapter behind a listed name, which may have a revision suffix."""
+        """Return the adapter that a listed name refers to, or None. The name may have a revision suffix."""
         named = self._aliases.get(name) or self._folder_names.get(name)
         if named is not None:
             return named
@@ -238,7 +238,7 @@ class ModelNames:
         return None if named is None else AdapterKey(named.source, f"{named.name}@{revision}")
 
     def strip_base_name(self, model: str) -> str:
-        """Strip the base model from `base:adapter`. Return "" for the base model. Listed names may contain colons."""
+        """Return `adapter` for `base:adapter`, and "" for the base model. Listed names are not split."""
         if model in ("", BASE_MODEL) or model in self.base_names:
             return ""
         if self._find_listed(model) is None:

@@ -15,15 +15,15 @@ from lorax_server.server.access.keys import Key
 from lorax_server.server.access.model_names import AdapterKey
 
 MINUTE_S = 60.0
-DEFAULT_NEW_ADAPTERS_PER_MINUTE = 60  # per key, if neither the key nor the server sets a limit
-BUSY_RETRY_S = 1.0  # an estimate: finish times are unknown
+DEFAULT_NEW_ADAPTERS_PER_MINUTE = 60  # limit per key, if neither the key nor the server sets one
+BUSY_RETRY_S = 1.0  # an estimate, because it is unknown when running requests finish
 ROUNDING_TOLERANCE = 1e-6  # a retry after exactly the returned delay must not fail because of rounding
 
 Clock = Callable[[], float]
 
 
 class TokenBucket:
-    """A token bucket. The level may be negative (debt). A rate of None disables the limit."""
+    """A token bucket. The level may be negative (debt). There is no limit if `per_minute` is None."""
 
     def __init__(self, per_minute: int | None, clock: Clock) -> None:
         self.per_minute = per_minute
@@ -32,7 +32,7 @@ class TokenBucket:
         self._updated_at = clock()
 
     def seconds_until_available(self) -> float:
-        """Return the seconds until one unit is available, 0 if it is available now."""
+        """Return the seconds until one unit is available, or 0 if one is available now."""
         if not self.per_minute:
             return 0.0
         self.consume(0)
@@ -77,7 +77,7 @@ class RateLimits:
     def acquire(self, key: Key, count: int = 1) -> "Permit":
         """Return a permit for a request with `count` completions, or raise if it exceeds a limit."""
         limit = min(self._max_concurrent, key.max_concurrent or self._max_concurrent)
-        if not 1 <= count <= limit:  # a retry would fail again
+        if not 1 <= count <= limit:  # not an OverloadedError, because a retry would fail again
             raise InputError(f"a request must have 1 to {limit} completions (got {count})")
         usage = self._usages.get(key.name)
         if usage is None:
@@ -98,7 +98,7 @@ class RateLimits:
 
 
 class Permit:
-    """Counts a request as running until it is released."""
+    """Permission for a request to run. Its completions count as running until the permit is released."""
 
     def __init__(self, rate_limits: RateLimits, usage: _KeyUsage, count: int) -> None:
         self._rate_limits = rate_limits
@@ -131,7 +131,7 @@ class AdapterQuota:
 
     @contextmanager
     def open_charge(self, key: Key, name: AdapterKey) -> Iterator["AdapterCharge"]:
-        """Return the charge shared by all requests that resolve the same adapter with the same key."""
+        """Yield the charge shared by all requests that resolve the same adapter with the same key."""
         charge = self._charges.get((key.name, name))
         if charge is None:
             charge = self._charges[key.name, name] = AdapterCharge(self._bucket(key), bool(key.name))
@@ -144,7 +144,7 @@ class AdapterQuota:
                 del self._charges[key.name, name]
 
     def _bucket(self, key: Key) -> TokenBucket:
-        """Return the bucket for a key. The key's limit takes precedence over the server's, which exempts admins."""
+        """Return the bucket for a key. The key's limit takes precedence. The server's limit exempts admins."""
         if key.name not in self._buckets:
             per_minute = key.new_adapters_per_minute
             if per_minute is None and not key.is_admin:

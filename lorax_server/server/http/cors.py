@@ -19,7 +19,7 @@ class JsonCorsMiddleware(CORSMiddleware):
 
 
 class _JsonRejection(Response):
-    """Converts a plain-text rejection to the error format of the route."""
+    """Response that rejects a preflight request with a JSON error in the route's format."""
 
     def __init__(self, rejection: Response) -> None:
         _, _, failures = bytes(rejection.body).decode().partition("CORS ")

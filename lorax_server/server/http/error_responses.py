@@ -22,7 +22,7 @@ ERROR_TYPE_BY_STATUS = {
     405: "method_not_allowed",
     408: "timeout",
     503: "healthcheck",
-}  # else "validation"
+}  # "validation" for other statuses
 # OpenAI field names by LoRAX field name. Errors are raised with LoRAX names and translated for OpenAI routes.
 CHAT_FIELDS = {
     "inputs": "messages",
@@ -53,7 +53,7 @@ FIELD_NAMES_BY_PATH = {
     "/v1/completions": COMPLETION_FIELDS,
 }
 FIELD_PATTERN = re.compile(r"`(\w+)`")
-PARAM_PATTERN = re.compile(r"`([\w.\[\]]+)`")  # the first field in a message is the invalid one
+PARAM_PATTERN = re.compile(r"`([\w.\[\]]+)`")  # the first field in an error message is the invalid field
 OPENAI_TYPE_BY_STATUS = {
     401: "authentication_error",
     403: "permission_error",
@@ -63,14 +63,14 @@ OPENAI_TYPE_BY_STATUS = {
 
 
 class ErrorFormat(NamedTuple):
-    """Error type, code and message prefix for an error class."""
+    """How an error class is reported: error type, code and message prefix."""
 
     error_type: str  # in LoRAX responses
     code: str | None = None  # in OpenAI responses
     prefix: str = ""  # message prefix in LoRAX responses
 
 
-# The first matching class applies.
+# Error formats by class. The first matching class is used, so subclasses come first.
 ERROR_FORMATS: dict[type[errors.LoraxError], ErrorFormat] = {
     errors.MissingVariableError: ErrorFormat("missing_template_variable", "missing_template_variable"),
     errors.NoTemplateError: ErrorFormat("no_chat_template", "no_chat_template", TEMPLATE_PREFIX),
@@ -90,7 +90,7 @@ ERROR_FORMATS: dict[type[errors.LoraxError], ErrorFormat] = {
 
 
 class ErrorResponse(NamedTuple):
-    """An error as the client sees it."""
+    """An HTTP error response, which can be encoded in LoRAX or OpenAI format."""
 
     status: int
     error_type: str  # LoRAX's error type, also used in metrics and logs
@@ -137,7 +137,7 @@ def make_error_response(error: BaseException, path: str) -> ErrorResponse:
     is_openai = path.startswith(OPENAI_PREFIX)
     error_format = next(error_format for kind, error_format in ERROR_FORMATS.items() if isinstance(error, kind))
     status, message, param = error.status, str(error), None
-    # Template messages are passed through. NotSupportedError messages already use the route's field names.
+    # TemplateError messages are kept as they are. NotSupportedError messages already use the route's field names.
     if isinstance(error, errors.InputError) and not isinstance(error, errors.TemplateError | errors.NotSupportedError):
         names = FIELD_NAMES_BY_PATH.get(path, {})
         message = FIELD_PATTERN.sub(lambda field: f"`{names.get(field[1], field[1])}`", message)
@@ -163,7 +163,7 @@ def make_error_response(error: BaseException, path: str) -> ErrorResponse:
 # --- Validation errors ------------------------------------------------------------------------------------------------
 
 
-# Union fields: pydantic reports one error per alternative, which are replaced by this description.
+# Descriptions for union fields. They replace pydantic's errors, which it reports for every alternative.
 EXPECTED_FORMS = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of such lists",
     "stop": "a string or a list of strings",
@@ -174,7 +174,7 @@ EXPECTED_FORMS = {
 
 
 def make_validation_error(errors: Sequence[Any], path: str) -> ErrorResponse:
-    """Return the response for the first invalid field."""
+    """Return the response for pydantic validation errors. It reports only the first invalid field."""
     is_openai = path.startswith(OPENAI_PREFIX)
     forms = EXPECTED_FORMS if is_openai else {}
     location = _find_field_path(errors[0], forms)

@@ -18,7 +18,7 @@ class AllowedHosts:
     """Checks `Host` headers. Disabled if `*` is allowed, or if the server is reachable from other machines and no names
     are configured.
 
-    `bound` is the configured host and `address` the socket address, because many host names resolve to loopback.
+    `bound` is the configured host. `address` is the socket address, which shows if the host resolves to loopback.
     """
 
     def __init__(self, bound: str, allowed: Sequence[str], address: str = "") -> None:
@@ -26,7 +26,7 @@ class AllowedHosts:
         ip = parse_address(address)
         self._names = frozenset(name.strip("[]").lower() for name in (*LOOPBACK_NAMES, bound, address, *allowed))
         self._is_checked = ANY_HOST not in allowed and (bool(allowed) or is_loopback(address))
-        self._allows_any_address = ip is not None and ip.is_unspecified  # listens on all interfaces
+        self._allows_any_address = ip is not None and ip.is_unspecified  # the server listens on all interfaces
 
     def is_allowed(self, host: str) -> bool:
         if not self._is_checked:
@@ -43,7 +43,7 @@ def is_loopback(host: str) -> bool:
 
 
 def parse_address(name: str) -> IPv4Address | IPv6Address | None:
-    """Parse an IP address. Return None if the name is not an address. IPv4-mapped IPv6 addresses become IPv4."""
+    """Return the IP address, or None if the name is not an address. IPv4-mapped IPv6 addresses become IPv4."""
     try:
         address = ip_address(name)
     except ValueError:

@@ -24,16 +24,16 @@ from lorax_server.server.telemetry.request_record import RequestRecord
 
 MAX_DISCARDED_BYTES = 16 * 2**20
 DISCARD_TIMEOUT_S = 2.0
-LARGE_BODY_BYTES = 2**15  # parsing a larger body takes milliseconds
+LARGE_BODY_BYTES = 2**15  # parsing a larger body would block the event loop for milliseconds
 REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
 JSON_CONTENT_TYPE = re.compile(r"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
-# If one of these is repeated, a proxy and this server might use different values.
+# If one of these headers is repeated, a proxy and this server might use different values.
 SINGLE_VALUE_HEADERS = ("host", "authorization", "content-type")
-PUBLIC_PATHS = re.compile(r"/(|health|ping|startup|metrics|ui(/.*)?)")  # GET without a key
+PUBLIC_PATHS = re.compile(r"/(|health|ping|startup|metrics|ui(/.*)?)")  # GET requests to these paths need no key
 
 
 def find_methods(path: str, routes: Sequence[BaseRoute]) -> set[str]:
-    """Return the methods that a path supports. GET implies HEAD."""
+    """Return the HTTP methods that a path supports. GET implies HEAD."""
     matching = (route for route in routes if isinstance(route, Route) and route.path_regex.match(path))
     methods = {method for route in matching for method in route.methods or ()}
     return methods | {"HEAD"} if "GET" in methods else methods
@@ -128,7 +128,7 @@ class RequestMiddleware:
         for name in SINGLE_VALUE_HEADERS:
             if len(headers.getlist(name)) > 1:
                 raise _RejectedError(make_http_error(400, f"the header `{name.title()}` must not be repeated"))
-        if not self._hosts.is_allowed(headers.get("host", "localhost")):  # browsers always send it
+        if not self._hosts.is_allowed(headers.get("host", "localhost")):  # browsers always send this header
             message = f"the host {headers['host'][:64]!r} is not allowed; allow it with --allowed-host"
             raise _RejectedError(ErrorResponse(403, "permission", message))
 
@@ -165,8 +165,10 @@ class RequestMiddleware:
             raise _RejectedError(error_response) from None
 
     async def _reject(self, record: RequestRecord, error_response: ErrorResponse, receive: Receive, send: Send) -> None:
-        """Send the error, then keep reading for a while: clients that are still sending may miss the response
-        otherwise."""
+        """Send the error response, then read and discard the rest of the body for a short time.
+
+        Otherwise, a client that is still sending might miss the response.
+        """
         self._service.audit_log.log_rejection(
             record, error_response.status, error_response.error_type, error_response.message
         )
@@ -196,7 +198,7 @@ async def _discard_body(receive: Receive) -> None:
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that yields the body again before further messages."""
+    """Return a `receive` function that returns the body again before further messages."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:

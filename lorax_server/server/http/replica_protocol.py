@@ -14,16 +14,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lorax_server.errors import ForbiddenError
 from lorax_server.server.http.error_responses import make_error_response
 
-SECRET_HEADER = "x-lorax-secret"  # on every request to a replica's server
+SECRET_HEADER = "x-lorax-secret"  # the deployment's secret, on every request to a replica's server
 CLIENT_HEADER = "x-lorax-client"  # the client address, on every request that the ingress forwards
 CHANGE_HEADER = "x-lorax-change"  # an `AdapterChange` as JSON, on responses to loads and unloads
-# Requests that change adapters, on all replicas.
+# Paths of requests that change adapters on all replicas.
 CHANGE_PATHS = ("/v1/adapters/load", "/v1/adapters/unload", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-CONTROL_PREFIX = "/replica/"  # routes for the replica's actor
+CONTROL_PREFIX = "/replica/"  # prefix of the routes for the replica's actor
 
 
 class AdapterChange(NamedTuple):
-    """A load or unload by API, as the server that processed the request understood it."""
+    """An adapter load or unload through the API, as resolved by the server that processed the request."""
 
     is_load: bool
     source: str
@@ -33,7 +33,7 @@ class AdapterChange(NamedTuple):
 
 
 class ReplicaAccess:
-    """ASGI middleware that admits requests from the ingress and from the replica's actor only.
+    """ASGI middleware that accepts requests only from the ingress and from the replica's actor.
 
     Requests without a client address come from the actor and may use the routes of the `control` application.
     """

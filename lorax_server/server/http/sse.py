@@ -28,7 +28,7 @@ def encode_events(contents: Iterable[Any]) -> bytes:
 
 
 class ChunkWriter(Protocol):
-    """A connection whose response has started."""
+    """Writes body chunks to a connection whose response has started."""
 
     @property
     def is_writable(self) -> bool:
@@ -77,7 +77,7 @@ class EventStream(Response):
         headers: dict[str, str] | None = None,
         direct_writer: DirectWriter | None = None,
     ) -> None:
-        # Not as `media_type`: Starlette would add a charset.
+        # `media_type` is not used, because Starlette would add a charset.
         kind = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(None, 200, {**kind, **(headers or {})})
         del self.headers["content-length"]
@@ -118,9 +118,9 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             self._is_sending = False
             self._num_sent += 1
-        # Release resources before the last message: the client may send its next request as soon as it arrives.
+        # Release resources before the last message, because the client may send its next request immediately after.
         self._finish(is_disconnected=False)
-        self._is_sending = True  # no keep-alive comment after the last message
+        self._is_sending = True  # prevents a keep-alive comment after the last message
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _finish(self, is_disconnected: bool) -> None:

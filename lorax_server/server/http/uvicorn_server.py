@@ -30,8 +30,8 @@ from lorax_server.server.telemetry.metrics import Metrics
 from lorax_server.server.telemetry.request_record import RequestRecord
 
 BACKLOG = 4096
-KEEP_ALIVE_TIMEOUT_S = 75  # longer than load balancers keep idle connections, so that they close first
-SHUTDOWN_GRACE_S = 5.0  # after the drain deadline, for final events
+KEEP_ALIVE_TIMEOUT_S = 75  # longer than the idle timeout of load balancers, so that they close idle connections first
+SHUTDOWN_GRACE_S = 5.0  # time to send final events after the drain deadline
 MAX_HEADER_BYTES = 64 * 1024
 WRITE_TIMEOUT_S = 120.0  # close the connection if the client reads no data for this long
 OVERLOAD_RETRY_S = 1.0
@@ -111,7 +111,7 @@ class LimitedProtocol(HttpToolsProtocol):
     # --- Requests -----------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parse data. The parser buffers incomplete headers, so their size is checked here too."""
+        """Parse received data. The parser buffers incomplete headers, so their size is also checked here."""
         if self.transport.is_closing():
             return
         self._num_header_bytes += len(data)
@@ -126,7 +126,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._unset_keepalive_if_required()  # not in data_received: stray bytes must not keep a connection open
+        self._unset_keepalive_if_required()  # not in data_received, because stray bytes must not keep a connection open
         self._num_header_bytes = 0
         if self._header_timer is None:
             self._start_header_timer()
@@ -138,9 +138,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             raise _ProtocolError(UPGRADE_NOT_SUPPORTED)
         self._stop_header_timer()
-        self._unset_keepalive_if_required()  # set again if the previous response has completed
+        self._unset_keepalive_if_required()  # the timer was set again if the previous response completed
         super().on_headers_complete()
-        self.cycle.__class__ = _ChunkedCycle  # uvicorn has no hook for its class
+        self.cycle.__class__ = _ChunkedCycle  # uvicorn has no hook to set the cycle class
         self.cycle.scope["extensions"] = {CHUNK_WRITER: weakref.ref(self.cycle)}  # type: ignore[dict-item]
 
     def on_response_complete(self) -> None:
@@ -168,7 +168,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._header_timer = None
 
     def _on_header_timeout(self) -> None:
-        if self._is_responding:  # to the previous pipelined request
+        if self._is_responding:  # a response to the previous pipelined request
             self._start_header_timer()
         else:
             self._reject(make_http_error(408, f"the headers did not arrive within {self._header_timeout_s:g} s"))
@@ -186,7 +186,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop_write_timer()
 
     def _start_write_timer(self) -> None:
-        """Start the write timeout. No data is written until it stops, so the buffer only shrinks."""
+        """Start the write timer. No data is written while it runs, so the buffer shrinks if the client reads."""
         if self._write_timer is None:
             self._num_unwritten_bytes = self.transport.get_write_buffer_size()
             self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self._on_write_timeout)
@@ -216,7 +216,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if not (self._is_responding and self.cycle.response_started):
             self._write_error_response(error_response)
-            if self._num_header_bytes or hasattr(self, "url"):  # skip the log for idle connections
+            if self._num_header_bytes or hasattr(self, "url"):  # idle connections are not logged
                 record = RequestRecord("", self._path, address=self._address)
                 self._audit_log.log_rejection(
                     record, error_response.status, error_response.error_type, error_response.message
@@ -232,7 +232,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _path(self) -> str:
-        """The path without its query, which may contain secrets that must not be logged."""
+        """The request path without the query, which may contain secrets that must not be logged."""
         return getattr(self, "url", b"").partition(b"?")[0].decode("latin-1")
 
     @property

@@ -33,7 +33,7 @@ from lorax_server.server.schemas.openai import (
 from lorax_server.server.service import Service
 
 TAG = "Adapters"
-MAX_LISTED_HOLDERS = 5  # in an error message
+MAX_LISTED_HOLDERS = 5  # number of names in an error message
 ERRORS_AND_CONFLICT: dict[int | str, dict[str, Any]] = {**ERRORS, 409: {"model": OpenAIErrorResponse}}
 Limit = Annotated[int, Query(ge=1, le=MAX_PAGE_SIZE, description="Maximum number of adapters per page.")]
 After = Annotated[
@@ -128,7 +128,10 @@ def _add_vllm_routes(router: APIRouter, service: Service) -> None:
 
 
 async def load_adapter(service: Service, key: Key, choice: ModelSelection, pin: bool | None) -> str:
-    """Resolve a name without the cache and load its adapter. Unload versions that the name resolved to before."""
+    """Resolve a name without the cache, load the adapter and return its identity.
+
+    Older versions that the name resolved to are unloaded.
+    """
     engine, (ref,), (name,) = service.engine, choice.refs, choice.adapter_keys
     old_identities = service.adapter_index.identities_of(name)
     await engine.forget(ref.source, ref.name)
@@ -148,7 +151,7 @@ async def load_adapter(service: Service, key: Key, choice: ModelSelection, pin: 
 
 
 async def pin_adapter(service: Service, identity: str, name: AdapterKey, pin: bool | None) -> None:
-    """Load an adapter to the device, and pin or unpin it. None leaves the pin unchanged."""
+    """Load an adapter to the device, and pin or unpin it. If `pin` is None, the pin stays unchanged."""
     await service.engine.load(identity, pin)
     if pin:
         service.adapter_index.pin(identity, name)
@@ -178,7 +181,7 @@ async def unload_adapter(service: Service, key: Key, adapter_id: str, source: st
 
 
 async def _find_other_pins(service: Service, identity: str, name: AdapterKey) -> list[str]:
-    """List other names that have pinned this adapter. Queries the engine, because a restarted engine has no pins."""
+    """Return other names that have pinned this adapter. The engine is queried, because restarts remove its pins."""
     others = service.adapter_index.pinning_names(identity) - {name}
     if not others or not any(state.is_pinned for state in await service.engine.list_adapters([identity])):
         return []

@@ -47,7 +47,7 @@ class PreparedChat(NamedTuple):
 
     generations: list[RemoteGeneration]
     prompt: str
-    output_format: OutputFormat | None  # None: completions are plain text
+    output_format: OutputFormat | None  # None if completions are plain text
 
 
 async def _chat(context: RequestContext, body: ChatCompletionRequest) -> Response:
@@ -66,7 +66,7 @@ async def _chat(context: RequestContext, body: ChatCompletionRequest) -> Respons
 async def prepare(
     context: RequestContext, body: ChatCompletionRequest, choice: ModelSelection | LoraxError
 ) -> PreparedChat:
-    """Check a chat request, render its prompt and create its generations."""
+    """Check a chat request, render its prompt and create its generations. Return them ready to run."""
     service, options = context.service, _to_options(context.service, body)
     await context.admit(len(options.seeds), bool(body.stream))
     structure, tools = await openai.read_structure(body), None
@@ -117,7 +117,7 @@ async def _render(
     tools: ToolDefinitions | None,
 ) -> str:
     if body.guideline is None and re.search(r"\bguideline\b", template):
-        raise MissingVariableError("Missing template vatiable: guideline")  # LoRAX has this typo
+        raise MissingVariableError("Missing template vatiable: guideline")  # LoRAX's message has the same typo
     variables = dict(body.chat_template_kwargs or {})
     for name in RESERVED_VARIABLES:
         check(name not in variables, f"`chat_template_kwargs` must not contain `{name}`")
@@ -134,12 +134,12 @@ async def _render(
 
 
 def _to_template_message(index: int, message: Message, has_developer: bool) -> dict[str, Any]:
-    """Convert a message for the chat template: null fields are dropped and text parts are joined.
+    """Return a message as chat template input. Null fields are dropped, and text parts are joined.
 
     The role `developer`, OpenAI's newer name for `system`, is kept only if the template supports it.
     """
     content = _join_text(index, message.content) if isinstance(message.content, list) else message.content
-    content = content or ""  # templates concatenate it with strings
+    content = content or ""  # not None, because templates concatenate the content with strings
     role = "system" if message.role == "developer" and not has_developer else message.role
     if message.has_only_text:
         return {"role": role, "content": content}  # fast path: a chat may have thousands of such messages
@@ -202,7 +202,7 @@ def _write_deltas(
         new_deltas = [{"content": ""}]
     for new_delta in new_deltas:
         deltas.append(_make_choice(index, new_delta, logprobs))
-        logprobs = None  # only the first delta carries them
+        logprobs = None  # only the first delta contains log probabilities
     if reason is not None:
         deltas.append(_make_choice(index, {}, None, reason))
     return deltas

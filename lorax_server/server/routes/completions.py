@@ -60,7 +60,7 @@ async def _complete(context: RequestContext, body: CompletionRequest) -> Respons
     for prompt in prompts:
         generations = await context.prepare(model, prompt, options)
         completions.append(await _locate_prompt(context.service, body, model.tokenizer, prompt, generations))
-        await asyncio.sleep(0)  # short prompts are tokenized inline: let other requests run in between
+        await asyncio.sleep(0)  # let other requests run, because short prompts are tokenized inline
     envelope = openai.make_envelope(context, body, "cmpl", "text_completion")
     if body.stream:
         pairs = [
@@ -93,7 +93,7 @@ def _to_options(
     default = service.defaults.max_new_tokens or DEFAULT_MAX_TOKENS
     has_logprobs = (
         body.logprobs is not None or num_candidates > num_choices
-    )  # needed to choose the most likely candidates
+    )  # also needed to choose the most likely candidates
     return replace(
         openai.to_options(service, body, num_candidates, body.logprobs or 0, max_new_tokens, default, has_logprobs),
         add_special_tokens=body.add_special_tokens is not False,
@@ -110,7 +110,7 @@ async def _locate_prompt(
     prompt: Prompt,
     generations: list[RemoteGeneration],
 ) -> _PromptCompletions:
-    """Find the prompt text for `echo` and, with `logprobs`, the offsets of its tokens."""
+    """Return the prompt's completions. For `echo`, add the prompt text, and with `logprobs` its token offsets."""
     if not body.echo:
         return _PromptCompletions(generations)
     tokenizers = service.tokenizers
@@ -146,7 +146,7 @@ def _write(
 
 
 def _choose(completions: _PromptCompletions, count: int) -> list[RemoteGeneration]:
-    """Return the `count` most likely completions, or all of them in their original order."""
+    """Return the `count` most likely completions. If that is all of them, their order is unchanged."""
     generations = completions.generations
     if count == len(generations):
         return generations
@@ -163,14 +163,14 @@ def _choice(
     is_first: bool = True,
     length: int = sys.maxsize,
 ) -> dict[str, Any]:
-    """Return a choice with new tokens. `length` is the number of characters in the whole completion."""
+    """Return a response choice with the new tokens. `length` is the number of characters in the completion."""
     is_echoed = is_first and bool(body.echo)
     return {
         "index": index,
         "text": (completions.echo_text if is_echoed else "")
         + "".join([token_event.text for token_event in token_events]),
         "logprobs": _write_logprobs(body, completions, generation, token_events, is_echoed, length),
-        # From the event: the generation may have finished while these events were queued for a slow client.
+        # Not from the generation, which may have finished while these events were queued for a slow client.
         "finish_reason": "length" if body.is_scoring else openai.finish_reason(token_events[-1].finish_reason),
     }
 
@@ -186,7 +186,7 @@ def _write_logprobs(
     is_echoed: bool,
     length: int,
 ) -> dict[str, Any] | None:
-    """Return OpenAI's token lists. Offsets are limited to `length`, because a stop string may be cut from the text."""
+    """Return OpenAI's `logprobs` object, or None. Offsets are at most `length`, because stop strings may be cut off."""
     if body.logprobs is None:
         return None
     tokens: list[tuple[int, int, float | None, Alternatives | None]] = []
@@ -215,5 +215,5 @@ def _top_logprobs(
     top = dict[str, float]()
     for token_id, other in zip(*(alternatives or ((), ())), strict=True):
         top.setdefault(token_text(token_id), other)
-    top[token_text(chosen_id)] = logprob  # overrides other tokens with the same text, such as partial UTF-8 bytes
+    top[token_text(chosen_id)] = logprob  # overrides tokens with the same text, such as partial UTF-8 characters
     return top

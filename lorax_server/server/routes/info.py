@@ -36,10 +36,10 @@ from lorax_server.types import Request as EngineRequest
 from lorax_server.types import SamplingParams, StopParams
 
 JSON = "application/json"
-MAX_TOKENIZE_CHARACTERS = 2**18  # each becomes up to 50 characters of the response
-LISTING_COST_FACTOR = 4  # listing tokens takes this many times as long as tokenizing
-ENCODE_BATCH_TOKENS = 4096  # encoding more in one call holds the GIL for too long
-PROBE_VALID_S = 5.0  # cache a successful probe, so that callers without a key cannot load the engine
+MAX_TOKENIZE_CHARACTERS = 2**18  # each character adds up to 50 characters to the response
+LISTING_COST_FACTOR = 4  # listing tokens takes this many times longer than tokenizing
+ENCODE_BATCH_TOKENS = 4096  # encoding more tokens in one call would hold the GIL for too long
+PROBE_VALID_S = 5.0  # a successful probe is cached, so that callers without a key cannot overload the engine
 STATUS_TIMEOUT_S = 2.0  # a slow engine must not block the other metrics
 METHODS = ["GET", "POST", "DELETE", "PUT", "PATCH"]
 NOT_STORED = "responses are not stored and cannot be retrieved; use POST /v1/responses to create one"
@@ -94,7 +94,7 @@ def make_router(service: Service) -> APIRouter:
 
 
 def _reject_stored_responses() -> Response:
-    """Explain the 404, because SDKs report only that the response was not found."""
+    """Respond with 404 and an explanation, because SDKs report only that the response was not found."""
     raise HTTPException(HTTPStatus.NOT_FOUND, NOT_STORED)
 
 
@@ -175,7 +175,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
 
 
 def encode_pieces(pieces: Sequence[TokenSpan]) -> Response:
-    """Encode token pieces as JSON in batches, because one large call would hold the GIL for too long."""
+    """Return token pieces as a JSON response, encoded in batches to avoid holding the GIL for too long."""
     batches = (pieces[start : start + ENCODE_BATCH_TOKENS] for start in range(0, len(pieces), ENCODE_BATCH_TOKENS))
     written = [msgspec.json.encode([piece._asdict() for piece in batch])[1:-1] for batch in batches]
     return Response(b"[" + b",".join(written) + b"]", media_type=JSON)
@@ -207,7 +207,7 @@ def _info(service: Service) -> dict[str, Any]:
 
 
 def _models(service: Service, key: Key, allowed: list[tuple[str, AdapterKey]]) -> list[dict[str, Any]]:
-    """Return the base model, if the caller may use it, and the allowed adapters."""
+    """Return descriptions of the base model, if the caller may use it, and of the allowed adapters."""
     names, config = service.model_names, service.config
     common = {
         "object": "model",

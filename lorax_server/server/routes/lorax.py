@@ -153,7 +153,7 @@ def _token(generation: RemoteGeneration, token_event: TokenEvent) -> dict[str, A
 
 
 def _prefill(generation: RemoteGeneration) -> list[dict[str, Any]]:
-    """Return the prompt tokens with log probabilities. The first token has none."""
+    """Return the prompt tokens with log probabilities. The first token has no log probability."""
     logprobs = generation.completion.prompt_logprobs
     if logprobs is None:
         return []
@@ -186,7 +186,7 @@ def choose_merged(
     )
     weights = merged.weights or [1.0] * len(merged.ids)
     check(len(merged.ids) == len(weights), "number of adapter IDs must match number of adapter weights")
-    if len(merged.ids) == 1:  # use the adapter unchanged
+    if len(merged.ids) == 1:  # nothing to merge, so use the adapter unchanged
         return names.select_adapter_id(merged.ids[0], source, token)
     return names.select_merged(merged.ids, _merge(merged, weights, seed), source, token)
 
@@ -232,9 +232,9 @@ def to_options(service: Service, inputs: str, parameters: GenerateParameters, is
 
 
 async def read_structure(parameters: GenerateParameters) -> Structure | None:
-    """Return the request's grammar, or None. Call it after admission: it analyzes schemas on a thread.
+    """Return the request's grammar, or None. Call this after admission, because analyzing schemas is expensive.
 
-    Unlike LoRAX, the type matters: `text` applies no constraint.
+    Unlike in LoRAX, the response format `text` applies no constraint.
     """
     response_format = parameters.response_format
     if response_format is None:
@@ -244,12 +244,12 @@ async def read_structure(parameters: GenerateParameters) -> Structure | None:
 
 
 def _merge(merged: MergedAdapters, weights: list[float], seed: int | None) -> Merge:
-    """Use the request's seed only for DARE, which drops weights at random.
+    """Return the merge parameters. The request's seed is used only for DARE, which drops weights at random.
 
-    Without a seed, DARE always uses seed 0, so that requests can share the merged adapter.
+    Without a seed, DARE uses seed 0, so that requests can share the merged adapter.
     """
     strategy = (merged.merge_strategy or "linear").lower()
-    # LoRAX's default of 0 would drop all weights; clients that leave `density` out expect to keep all.
+    # LoRAX's default of 0 would drop all weights; clients that omit `density` expect to keep all weights.
     density = merged.density or 1.0
     is_random = strategy.startswith("dare") and density < 1
     sign_method = (merged.majority_sign_method or "total").lower()
@@ -298,9 +298,9 @@ def _is_penalty(value: float) -> bool:
 
 
 def _uses_sampling(parameters: GenerateParameters, any_temperature: bool = False) -> bool:
-    """Return True if the parameters enable sampling, with LoRAX's rules.
+    """Return True if the parameters enable sampling, according to LoRAX's rules.
 
-    `any_temperature` also accepts values without effect, such as a temperature of 1, as `best_of` does in LoRAX.
+    With `any_temperature`, values without effect count too, such as a temperature of 1. LoRAX does this for `best_of`.
     """
     temperature = parameters.temperature
     by_temperature = temperature is not None and (any_temperature or temperature not in (0, 1))

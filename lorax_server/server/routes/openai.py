@@ -42,7 +42,7 @@ FINGERPRINT = f"lorax-{__version__}"
 def choose_model(context: RequestContext, body: CommonRequest) -> ModelSelection | LoraxError:
     """Return the model that a request names, or the error that `resolve` raises after the request is admitted.
 
-    The name is recorded here, so that metrics count a rejected request for its adapter.
+    The name is recorded here, so that metrics also count rejected requests for the adapter.
     """
     try:
         choice = _select_model(body, context.service.model_names)
@@ -65,7 +65,7 @@ async def resolve(context: RequestContext, body: CommonRequest, choice: ModelSel
 
 
 def _select_model(body: CommonRequest, names: ModelNames) -> ModelSelection:
-    """Select the model by `model`, or by LoRAX's `adapter_id` or `merged_adapters` if `model` names no adapter."""
+    """Return the model selected by `model`, or by `adapter_id` or `merged_adapters` if `model` names no adapter."""
     model, token = names.strip_base_name(body.model), body.api_token or None
     if body.merged_adapters is not None:
         check(not model, "`model` and `merged_adapters` name different adapters; use only one of them")
@@ -102,7 +102,7 @@ def to_options(
     default_new_tokens: int | None,
     raw_logprobs: bool,
 ) -> RequestOptions:
-    """Return the options that the OpenAI routes share.
+    """Return the request options that all OpenAI routes have in common.
 
     `raw_logprobs` is set only if log probabilities are needed, because it disables forced tokens in structured output.
     """
@@ -123,7 +123,7 @@ def to_options(
 
 
 async def read_structure(body: CommonRequest) -> Structure | None:
-    """Return the request's grammar, or None. Call it after admission: it analyzes schemas on a thread."""
+    """Return the request's grammar, or None. Call this after admission, because analyzing schemas is expensive."""
     fields = {name: value for name in request_formats.FIELDS if (value := getattr(body, name)) is not None}
     return await asyncio.to_thread(request_formats.read_structure, fields) if fields else None
 
@@ -192,7 +192,7 @@ WriteChoices = Callable[[int, list[TokenEvent], bool], list[dict[str, Any]]]
 async def stream_choices(
     context: RequestContext, body: CommonRequest, envelope: dict[str, Any], write: WriteChoices
 ) -> EventStream:
-    """Stream the chunks of all generations as they arrive."""
+    """Return a stream with the chunks of all generations as they arrive."""
     num_running, extra = len(context.generations), dict(context.first_event_fields)
     null_usage = {"usage": None} if body.wants_usage else {}
 

@@ -13,12 +13,12 @@ UI_FOLDER = Path(__file__).parents[2] / "ui"
 CONTENT_TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
-}  # `mimetypes` differs between machines
+}  # explicit, because `mimetypes` differs between machines
 CONTENT_SECURITY_POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
 )
 HEADERS = {
-    "cache-control": "no-cache",  # cached but revalidated: an upgraded server may have a new page
+    "cache-control": "no-cache",  # cached but revalidated, because an upgraded server may have a new page
     "content-security-policy": CONTENT_SECURITY_POLICY,
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
@@ -43,7 +43,7 @@ def make_router(service: Service) -> APIRouter:
     async def serve_examples() -> Response:
         return Response(examples, headers=HEADERS, media_type="application/json")
 
-    @router.get("/ui/{name}")  # no slashes in names: each file has exactly one path
+    @router.get("/ui/{name}")  # names contain no slashes, so each file has exactly one path
     async def serve_file(name: str, http: Request) -> Response:
         response = await files.get_response(name, http.scope)
         response.headers.update(HEADERS)

@@ -24,20 +24,20 @@ from lorax_server.types import AdapterStage
 logger = logging.getLogger(__name__)
 
 LOAD_RETRY_S = 0.5
-MAX_LOAD_ATTEMPTS = 20  # covers an engine restart
+MAX_LOAD_ATTEMPTS = 20  # enough for an engine restart
 UNAVAILABLE_ERRORS = (EngineError, BusyError)
 REPLICA_KEY = Key("replica")
-MAX_REPORTED_ADAPTERS = 2 * MAX_IDENTITIES_PER_QUERY  # the most recently resolved adapters
+MAX_REPORTED_ADAPTERS = 2 * MAX_IDENTITIES_PER_QUERY  # only the most recently resolved adapters are reported
 TIERS = {AdapterStage.DEVICE.value: "device", AdapterStage.LOADING.value: "device", AdapterStage.HOST.value: "host"}
 TIERS |= {AdapterStage.DISK.value: "disk", AdapterStage.PREPARING.value: "disk"}
 
 
 def make_control_app(service: Service) -> Starlette:
-    """Create the application that serves the actor. It needs no API key and also works while the server drains."""
+    """Create the application for the replica's actor. It needs no API key and also works while the server drains."""
     replicator = ChangeReplicator(service)
 
     async def state(_: Request) -> Response:
-        """Report the load for the autoscaler and the adapter locations for the request router."""
+        """Return the load for the autoscaler, and the adapters in each tier for the request router."""
         status, info = await service.engine.status(), service.engine.info
         content = {
             "is_draining": service.is_draining,
@@ -51,7 +51,7 @@ def make_control_app(service: Service) -> Starlette:
         return json_response(content)
 
     async def apply_change(http: Request) -> Response:
-        """Apply a load or unload. Respond before the adapter is loaded."""
+        """Apply an adapter load or unload. The response is sent before the adapter is loaded."""
         body = await http.json()
         await replicator.apply(AdapterChange(**body["change"]), body["is_own"])
         return Response()
@@ -64,7 +64,7 @@ def make_control_app(service: Service) -> Starlette:
 
 
 async def _list_names(service: Service) -> dict[str, list[str]]:
-    """List adapter names and aliases by tier."""
+    """Return adapter names and aliases by tier."""
     seen, listed = service.adapter_index, dict[str, list[str]]()
     aliases: dict[Any, list[str]] = {}
     for alias, named in service.model_names.aliases.items():
@@ -106,7 +106,7 @@ class ChangeReplicator:
         self._loads: dict[AdapterKey, PendingLoad] = {}
 
     async def apply(self, change: AdapterChange, is_own: bool) -> None:
-        """Apply a change, or log why it cannot be applied. Raise if the engine is unavailable."""
+        """Apply an adapter change, or log why it cannot be applied. Raise if the engine is unavailable."""
         name = AdapterKey(change.source, change.name)
         async with self._lock:
             pending = self._loads.pop(name, None)
@@ -124,7 +124,7 @@ class ChangeReplicator:
                 logger.warning("cannot apply the %s of adapter %r: %s", action, change.name[:64], error)
 
     async def _load(self, change: AdapterChange, name: AdapterKey, is_own: bool, pending: PendingLoad | None) -> None:
-        """Assign the alias. Start a background load to pin the adapter or to replace this server's older version."""
+        """Assign the change's alias. Start a background load if the adapter must be pinned or updated."""
         if change.alias:
             self._service.model_names.add_alias(change.alias, *name)
         if not is_own:

@@ -12,7 +12,7 @@ from lorax_server.server.schemas.unsupported_fields import GENERATE, describe_un
 from lorax_server.types import MAX_FLOAT
 
 _T = TypeVar("_T")
-# Report only the first invalid item: reporting a million takes half a minute.
+# Report only the first invalid item, because reporting a million items takes half a minute.
 FailFastList = Annotated[list[_T], Field(fail_fast=True)]
 
 Seed = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": 2**64 - 1})]

@@ -1,4 +1,4 @@
-"""Fields of other servers that would change the completion and that this server does not support under that name.
+"""Request fields of other servers that this server does not support, or supports under another name.
 
 Requests with such fields are rejected instead of silently returning a different completion. Other unknown fields are
 ignored. Sources, as of 2026:
@@ -25,19 +25,19 @@ ALL_ROUTES = (GENERATE, *OPENAI)
 
 
 class UnsupportedField(NamedTuple):
-    """A field to reject, with the routes and the dialects that have it."""
+    """A field that is rejected, with the routes that reject it and the dialects that define it."""
 
     name: str
     routes: tuple[str, ...]
     dialects: str
     replacement: str = ""  # the equivalent field of this server
     neutral_values: tuple[Any, ...] = ()  # values without effect, in addition to empty values
-    zero_is_set: bool = False  # 0 is a meaningful value
+    zero_is_set: bool = False  # True if 0 is a meaningful value, not an empty value
 
     def is_set(self, value: Any, fields: Mapping[str, Any]) -> bool:
         """Return True if `value` would change the completion. `fields` are the request's supported fields.
 
-        The field is harmless if its replacement is set to the same value, because some clients send the names of
+        The field has no effect if its replacement is set to the same value: some clients send the field names of
         several servers. If the default is true, only `false` has an effect.
         """
         if self.replacement and fields.get(self.replacement) is not None and fields[self.replacement] == value:
@@ -49,7 +49,7 @@ class UnsupportedField(NamedTuple):
 
     @property
     def defaults_to_true(self) -> bool:
-        return any(value is True for value in self.neutral_values)  # not `==`: 1 == True
+        return any(value is True for value in self.neutral_values)  # not `==`, because 1 == True
 
     @property
     def reason(self) -> str:

@@ -1,6 +1,6 @@
 """Audit log of rejected requests, rejected keys and admin actions.
 
-All of them are counted in metrics. Log lines caused by callers without a valid key are rate-limited; the field
+Metrics count all of these events. Log lines caused by callers without a valid key are rate-limited; the field
 `left_out` in the next line gives the number of suppressed lines.
 """
 
@@ -23,7 +23,7 @@ MINUTE_S = 60.0
 
 @dataclass
 class AdminAction:
-    """A request for a change that requires an admin key."""
+    """An adapter change requested by a client, which requires an admin key."""
 
     action: str
     adapter_id: str
@@ -41,8 +41,10 @@ class LogRateLimiter:
         self._num_suppressed = 0
 
     def acquire(self) -> dict[str, int] | None:
-        """Return None if the line must be suppressed. Otherwise return a field with the number of lines suppressed
-        before it, or an empty dict."""
+        """Return extra fields for the next log line, or None if the line must be suppressed.
+
+        The field `left_out` is the number of suppressed lines before it, if any.
+        """
         now = self._clock()
         if now - self._window_start >= MINUTE_S:
             self._window_start, self._count = now, 0

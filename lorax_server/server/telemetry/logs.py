@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 LEVELS = ("debug", "info", "warning", "error", "critical")
 EXTRA_KEY = "fields"  # key in `extra` for additional fields
 PLAIN_VALUE = re.compile(r"[\w./:@,+*~()\[\]-]+")
-MAX_VALUE_CHARACTERS = 1024  # per client-supplied value; prompts and completions are not truncated
+MAX_VALUE_CHARACTERS = 1024  # limit for client-supplied values; prompts and completions are not truncated
 HASH_CHARACTERS = 12
 # The messages of these errors may quote the request.
 ERROR_TYPES_QUOTING_REQUEST = ("validation", "template_error", "missing_template_variable", "tool_error")
 
 
 def configure_logging(level: str, json_logs: bool, stream: TextIO | None = None) -> None:
-    """Log to `stream` or stderr. uvicorn logs are included if its `log_config` is None."""
+    """Log to `stream` or stderr. This includes uvicorn's logs if its `log_config` is None."""
     if level.lower() not in LEVELS:
         raise ConfigError(f"unknown log level {level!r}; use one of {', '.join(LEVELS)}")
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
@@ -63,7 +63,7 @@ def log_request(record: RequestRecord, extra_fields: Mapping[str, Any] | None = 
 
 
 def truncate(text: str) -> str:
-    """Truncate a client-supplied value for the log."""
+    """Return a client-supplied value, truncated for the log."""
     return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[:MAX_VALUE_CHARACTERS]}... ({len(text)} characters)"
 
 
@@ -125,7 +125,7 @@ def _format_text_value(value: object) -> str:
 
 
 def _escape(text: str) -> str:
-    """Escape unprintable characters such as line breaks and terminal control codes."""
+    """Return the text with escaped unprintable characters, such as line breaks and terminal control codes."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

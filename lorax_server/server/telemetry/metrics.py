@@ -48,7 +48,7 @@ FAILURE_BY_ERROR_TYPE = {
     "tool_error": "validation",
     "validation": "validation",
 }
-ADAPTER_ERROR_STATUSES = (403, 404, 424)  # with `error_type` "generation": the adapter caused the failure
+ADAPTER_ERROR_STATUSES = (403, 404, 424)  # the adapter caused the failure if `error_type` is "generation"
 
 
 class Registry(CollectorRegistry):
@@ -87,7 +87,7 @@ class Metrics:
         )
         tokens = partial(Histogram, registry=registry)
         inputs, outputs = _token_buckets(max_input_length), _token_buckets(max_total_tokens)
-        self._histograms = {  # by request record field
+        self._histograms = {  # histograms by request record field
             "total_s": duration("lorax_request_duration", "Seconds from arrival to the end of the response"),
             "validation_s": duration("lorax_request_validation_duration", "Seconds until submission to the engine"),
             "queue_s": duration("lorax_request_queue_duration", "Seconds from submission to the first step"),
@@ -151,7 +151,7 @@ class Metrics:
         self._observe_throughput(record)
 
     def _observe_throughput(self, record: RequestRecord) -> None:
-        """Observe the time per token, averaged over the choices of the request."""
+        """Record the time to first token and the time per token, averaged over the request's choices."""
         per_choice = _clamp_to_finite(record.generated_tokens) / max(1, record.num_choices)
         if per_choice > 0:
             self._time_per_token.observe(_clamp_to_finite(record.inference_s) / per_choice)
@@ -166,7 +166,7 @@ class Metrics:
 
 
 class _AdapterMetrics:
-    """Usage by adapter and by key. Failed requests count with the tokens and times they reached."""
+    """Usage metrics by adapter and by key. Failed requests count with their tokens and times until the failure."""
 
     def __init__(self, registry: CollectorRegistry, max_labels: int) -> None:
         self._max_labels = max_labels
@@ -211,7 +211,7 @@ class _AdapterMetrics:
         return label if self._may_use_label(label, labels) else OTHER_LABEL
 
     def _may_use_label(self, label: Hashable, labels: set[Any]) -> bool:
-        """Return True if the label exists or the label limit is not reached."""
+        """Return True if the label exists or can be added within the label limit."""
         if label not in labels and len(labels) >= self._max_labels:
             return False
         labels.add(label)
@@ -230,7 +230,7 @@ def classify_failure(record: RequestRecord) -> str | None:
 
 
 def sanitize_label(name: str) -> str:
-    """Make a name short and printable. Changed names get a digest suffix so that they stay distinct."""
+    """Return a short, printable form of a name. Changed names get a digest suffix to keep them distinct."""
     if len(name) <= MAX_LABEL_CHARACTERS and name.isprintable() and name not in RESERVED_LABELS:
         return name
     digest = sha256(name.encode(errors="surrogatepass")).hexdigest()[:DIGEST_CHARACTERS]
@@ -251,7 +251,7 @@ def _token_buckets(limit: int) -> tuple[float, ...]:
 
 
 def _clamp_to_finite(value: float) -> float:
-    """Return 0 for NaN, infinite and negative values, which would corrupt sums permanently."""
+    """Return the value, or 0 for NaN, infinite and negative values, which would corrupt sums permanently."""
     return value if isfinite(value) and value > 0 else 0.0
 
 
@@ -263,7 +263,7 @@ class StatusMetric(NamedTuple):
 
     name: str
     help: str
-    fields: str | dict[str, str]  # a field, or fields by label value
+    fields: str | dict[str, str]  # one status field, or status fields by label value
     label: str = ""
 
 
@@ -324,19 +324,19 @@ ENGINE_GAUGES = (
 
 
 class EngineMetrics:
-    """Exports the engine status. Counters keep increasing after an engine restart, when the status starts from 0."""
+    """Exports the engine status as metrics. Counters keep increasing when an engine restart resets the status."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._healthy = Gauge("lorax_engine_healthy", "1 if the engine responds, otherwise 0", registry=registry)
         self._restarts = Counter("lorax_engine_restarts_total", "Engine restarts", registry=registry)
         self._gauges = _make_metrics(Gauge, ENGINE_GAUGES, registry)
         self._counters = _make_metrics(Counter, ENGINE_COUNTERS, registry)
-        self._last = {field: 0.0 for field, _ in self._counters}  # since the last engine restart
-        self._last_restarts = 0  # restart count at the last status
+        self._last = {field: 0.0 for field, _ in self._counters}  # last status values since the engine restart
+        self._last_restarts = 0  # number of restarts at the last status
         self._num_restarts = 0
 
     def update(self, status: EngineStatus | None, is_healthy: bool, num_restarts: int) -> None:
-        """Update all metrics from a status. None means that the engine does not respond."""
+        """Update all metrics from the engine status, which is None if the engine does not respond."""
         self._healthy.set(is_healthy)
         self._restarts.inc(max(0, num_restarts - self._num_restarts))
         self._num_restarts = max(num_restarts, self._num_restarts)
@@ -358,7 +358,7 @@ class EngineMetrics:
 def _make_metrics(
     kind: type[MetricT], specs: tuple[StatusMetric, ...], registry: CollectorRegistry
 ) -> list[tuple[str, MetricT]]:
-    """Create metrics of one kind. Return pairs of status field and series."""
+    """Create metrics of one kind. Return pairs of status field and metric."""
     series = []
     for spec in specs:
         metric = kind(spec.name, spec.help, (spec.label,) if spec.label else (), registry=registry)

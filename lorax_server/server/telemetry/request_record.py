@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class RequestRecord:
-    """Filled in while the request runs. Durations are in seconds; stages that never started stay None or 0."""
+    """A request's parameters, outcome and durations in seconds. Stages that never started stay None or 0."""
 
     request_id: str
     route: str  # the path, for example "/generate"
@@ -27,12 +27,12 @@ class RequestRecord:
     max_new_tokens: int = 0
     total_s: float = 0.0
     validation_s: float = 0.0  # until submission to the engine; includes adapter resolution and tokenization
-    adapter_s: float = 0.0  # waiting for the adapter weights on the device
+    adapter_s: float = 0.0  # time waiting for the adapter to be loaded to the device
     queue_s: float = 0.0  # from submission to the first step; includes adapter_s
     first_token_s: float | None = None  # from the first step to the first token
     inference_s: float = 0.0  # from the first step to the end
     prompt: str | None = None  # only with --log-prompts
     text: str | None = None
     trace_parent: str | None = None  # W3C `traceparent` header
-    started_at: float = 0.0  # time.time()
+    started_at: float = 0.0  # Unix time
     address: str = ""  # client or proxy address, for the audit log

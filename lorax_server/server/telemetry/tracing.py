@@ -24,7 +24,7 @@ TRACES_PATH = "/v1/traces"
 GRPC_PORT = 4317
 SEND_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
-MAX_ATTRIBUTE_CHARACTERS = 256  # per client-supplied value
+MAX_ATTRIBUTE_CHARACTERS = 256  # limit for client-supplied values
 NS_PER_S = 1_000_000_000
 SERVICE_NAME = "lorax.server"
 
@@ -47,14 +47,14 @@ class Tracer:
             logger.warning("could not trace a request", exc_info=True)
 
     def close(self) -> None:
-        """Export the queued spans within `CLOSE_TIMEOUT_S`; drop the rest."""
+        """Export the queued spans within `CLOSE_TIMEOUT_S` and drop the remaining spans."""
         if self._provider is None:
             return
         closing = threading.Thread(target=self._provider.shutdown, name="close-tracing", daemon=True)
         closing.start()
         closing.join(CLOSE_TIMEOUT_S)
         if closing.is_alive() and self._exporter is not None:
-            self._exporter.shutdown()  # drop the rest instead of retrying for half a minute
+            self._exporter.shutdown()  # drop the remaining spans instead of retrying for half a minute
         self._provider = None
 
     def _trace(self, provider: "TracerProvider", record: RequestRecord) -> None:
@@ -82,7 +82,7 @@ class Tracer:
 
 
 def list_stages(record: RequestRecord) -> list[tuple[str, float, float]]:
-    """List the stages that the request reached: name, start and end in seconds since its arrival."""
+    """Return the stages that the request reached: name, start and end, in seconds since its arrival."""
     queued_s = record.validation_s + record.queue_s
     stages = [("validation", 0.0, record.validation_s)]
     if record.queue_s > 0 or record.inference_s > 0:
@@ -129,7 +129,7 @@ def make_span_attributes(record: RequestRecord, model: str) -> "Mapping[str, Att
 
 
 def _truncate(text: str) -> str:
-    """Truncate a text and make it valid Unicode, because one invalid string would fail the whole batch."""
+    """Return a text truncated and as valid Unicode, because one invalid string would fail the whole batch."""
     return text[:MAX_ATTRIBUTE_CHARACTERS].encode(errors="replace").decode()
 
 

@@ -1,1 +1,1 @@
-"""Tool calling: request tools to a grammar, and model output to tool calls."""
+"""Tool calling: converts a request's tools to a grammar, and model output to tool calls."""

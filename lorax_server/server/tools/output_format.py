@@ -1,4 +1,4 @@
-"""Constrains and parses a chat request's output: text, reasoning and tool calls."""
+"""Constrains a chat request's output with a grammar, and parses it into text, reasoning and tool calls."""
 
 import json
 import secrets
@@ -34,7 +34,7 @@ class OutputFormat:
 
     tool_format: ToolFormat | None  # None if the request has no tools
     tools: ToolDefinitions | None
-    separate_reasoning: bool  # return reasoning apart from the content
+    separate_reasoning: bool  # return reasoning separately from the content
     has_reasoning: bool  # the model may write `<think>` blocks
 
     @property
@@ -46,7 +46,7 @@ class OutputFormat:
     def build_grammar(self, tokenizer: TextTokenizer, prompt: str, text_grammar: Structure | None) -> Structure | None:
         """Return the grammar for completions of `prompt`. `text_grammar` constrains completions without tool calls.
 
-        Analyzes schemas: call it on a thread, after the request is admitted.
+        Call this on a thread after the request is admitted, because analyzing schemas is expensive.
         """
         tool_format, tools = self.tool_format, self.tools
         if tool_format is None or tools is None:
@@ -61,7 +61,7 @@ class OutputFormat:
             )
         check_size(
             sum(len(json.dumps(function.parameters)) for function in tools.functions)
-        )  # before they are analyzed
+        )  # reject large schemas before they are analyzed
         functions = [_prepare_function(function) for function in tools.functions]
         grammar_args = (
             tool_format,
@@ -82,7 +82,7 @@ class OutputFormat:
         return ReasoningTags(THINK_START, THINK_END, is_inside_reasoning(prompt))
 
     def make_parser(self, prompt: str, is_enforced: bool) -> "OutputParser":
-        # Without tools, a grammar constrains the first character, so that the model cannot write reasoning.
+        # Without tools, a grammar constrains the output from the first character, so it contains no reasoning.
         excludes_reasoning = is_enforced and self.tool_format is None
         may_reason = self.has_reasoning and not excludes_reasoning
         splitter = ReasoningParser(is_inside_reasoning(prompt)) if may_reason else None
@@ -93,7 +93,7 @@ class OutputFormat:
         return OutputParser(splitter, parser, self.separate_reasoning)
 
     def make_call_id(self) -> str:
-        """Generate a tool call ID. Mistral templates require exactly nine letters and digits."""
+        """Return a new tool call ID. Mistral templates require exactly nine letters and digits."""
         is_short = self.tool_format is not None and self.tool_format.has_short_ids
         random_id = "".join(secrets.choice(ID_CHARACTERS) for _ in range(9 if is_short else 24))
         return random_id if is_short else f"call_{random_id}"
@@ -143,7 +143,7 @@ def _find_tool_format(config: ServerConfig, adapter: str | None, template: str) 
 
 
 def find_adapter_setting(settings: Sequence[str], adapter: str | None) -> str | None:
-    """Return the value of `adapter=value` if present, otherwise the default, written as `value`."""
+    """Return the value from `adapter=value` for this adapter, or the default value from an entry without `=`."""
     default = None
     for setting in settings:
         name, has_adapter, value = setting.rpartition("=")

@@ -23,7 +23,7 @@ class ToolDefinitions:
     rendered: list[dict[str, Any]]  # all tools, as chat template input
     functions: tuple[FunctionSchema, ...]  # the functions that `tool_choice` allows
     is_required: bool  # the completion must be a tool call
-    is_parallel: bool  # several calls are allowed
+    is_parallel: bool  # a completion may contain several calls
 
     @property
     def needs_grammar(self) -> bool:
@@ -34,9 +34,9 @@ class ToolDefinitions:
 def parse_tool_definitions(
     tools: Sequence[Mapping[str, Any]] | None, tool_choice: str | Mapping[str, Any] | None, is_parallel: bool
 ) -> ToolDefinitions | None:
-    """Validate the request's tool fields. Return None if the model may not call tools.
+    """Validate and return the request's tools. Return None if the model may not call tools.
 
-    Reads whole schemas: call it on a thread, after the request is admitted.
+    Call this on a thread after the request is admitted, because it reads whole schemas.
     """
     choice = tool_choice or "auto"
     if choice == "none" or (not tools and choice == "auto"):
@@ -86,7 +86,7 @@ def _check_properties(where: str, schema: Mapping[str, Any]) -> None:
 
 
 def _without_strict(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop `strict` and null fields, because templates write all fields into the prompt."""
+    """Return a tool without `strict` and null fields, because templates write all fields into the prompt."""
     return {name: value for name, value in function.items() if name != "strict" and value is not None}
 
 

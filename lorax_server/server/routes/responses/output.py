@@ -32,8 +32,8 @@ class ResponseWriter:
         self._parser = parser
         self._num_events = 0
         self._item: dict[str, Any] | None = None
-        self._pieces: list[str] = []  # the item's text or arguments, joined once: repeated concatenation is quadratic
-        self._logprobs: list[Mapping[str, Any]] = []  # of text that the parser still buffers
+        self._pieces: list[str] = []  # the item's text or arguments, joined at the end to avoid quadratic time
+        self._logprobs: list[Mapping[str, Any]] = []  # log probabilities of text that the parser still buffers
         self.num_reasoning_tokens = 0
 
     def start(self) -> list[Event]:
@@ -49,11 +49,11 @@ class ResponseWriter:
         written = self._write_parsed(parsed)
         self.num_reasoning_tokens += num_tokens * self._parser.is_reasoning
         if parsed or was_reasoning or self._parser.is_reasoning:
-            self._logprobs = []  # the rest does not belong to message text
+            self._logprobs = []  # the remaining log probabilities do not belong to message text
         return written
 
     def finish(self, is_truncated: bool, usage: Mapping[str, Any]) -> list[Event]:
-        """Finish the response. `is_truncated` means that it reached the token limit."""
+        """Finish the response and return the last events. `is_truncated` is True if the token limit was reached."""
         status = "incomplete" if is_truncated else "completed"
         events = self._write_parsed([] if self._parser is None else self._parser.finish(), status)
         if self._logprobs and self._item is not None and self._item["type"] == "message":
@@ -67,7 +67,7 @@ class ResponseWriter:
         return [*events, self._event(f"response.{status}", response=self._snapshot())]
 
     def fail(self, message: str) -> list[Event]:
-        """Fail the response. Clients expect `response.created` before `response.failed`."""
+        """Mark the response as failed and return the last events. Clients expect `response.created` first."""
         if self._item is not None:
             self._join_pieces(self._item)
         events = [] if self._num_events else self.start()
@@ -77,7 +77,7 @@ class ResponseWriter:
     # --- Items --------------------------------------------------------------------------------------------------------
 
     def _write_parsed(self, parsed: Sequence[ParsedEvent], status: str = "completed") -> list[Event]:
-        """Convert parsed events. `status` is the status for a tool call that finishes here."""
+        """Convert parser events to stream events. `status` is the status of tool calls that finish in these events."""
         events: list[Event] = []
         for parsed_event in parsed:
             kind = ITEM_TYPES.get(type(parsed_event))
@@ -165,7 +165,7 @@ class ResponseWriter:
 
 
 def _copy(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy an item with its content parts, because the originals are still appended to."""
+    """Return a copy of an item with its content parts, because text is still appended to the originals."""
     copied = dict(item)
     if "content" in copied:
         copied["content"] = [dict(part) for part in copied["content"]]

@@ -30,7 +30,7 @@ SUPPORTED_INCLUDES = (
     LOGPROBS,
     "reasoning.encrypted_content",
 )  # reasoning is returned unencrypted
-RESPONSES_FIELD_NAMES = {"messages": "input", "response_format": "text.format"}  # by chat field name
+RESPONSES_FIELD_NAMES = {"messages": "input", "response_format": "text.format"}  # field names by chat field name
 
 
 def make_router(service: Service) -> APIRouter:
@@ -90,7 +90,7 @@ def _reject_unsupported(body: ResponsesRequest) -> None:
 
 
 def _to_chat(body: ResponsesRequest) -> ChatCompletionRequest:
-    """Convert the request to an equivalent chat request."""
+    """Return an equivalent chat request."""
     fields = body.model_dump(include=set(CommonRequest.model_fields), exclude_unset=True)
     fields |= {"messages": to_messages(body.instructions, body.input)}
     fields |= {"max_completion_tokens": body.max_output_tokens, "parallel_tool_calls": body.parallel_tool_calls}
@@ -162,7 +162,7 @@ def _feed(
     if not chat_request.logprobs:
         return writer.feed("".join([token_event.text for token_event in token_events]), len(token_events))
     events: list[Event] = []
-    for token_event in token_events:  # one by one, so that each text delta gets its log probabilities
+    for token_event in token_events:  # fed one by one, so that each text delta gets its log probabilities
         logprobs = chat.write_logprobs(chat_request, generation, [token_event])
         events += writer.feed(token_event.text, 1, logprobs["content"] if logprobs is not None else ())
     return events
@@ -255,7 +255,7 @@ class MessageBuilder:
 
 
 def to_messages(instructions: str | None, input_items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert `instructions` and `input` to chat messages."""
+    """Return the chat messages for `instructions` and `input`."""
     builder = MessageBuilder()
     if instructions:
         builder.messages.append({"role": "system", "content": instructions})
@@ -288,7 +288,7 @@ def join_parts(where: str, content: Any) -> str:
 
 
 def to_tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a tool to the chat format. Reject built-in tools, which only OpenAI's servers can run."""
+    """Return a tool in the chat format. Reject built-in tools, which only OpenAI's servers can run."""
     kind = tool.get("type", "function")
     if kind != "function":
         raise NotSupportedError(f"`tools[{index}]`: tools of type {str(kind)[:32]!r} are not supported; use 'function'")
