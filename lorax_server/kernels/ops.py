@@ -24,7 +24,7 @@ CosSin = tuple[torch.Tensor, torch.Tensor]  # RoPE cosines and sines: each [num_
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Attention constants of one layer."""
+    """A layer's attention settings, which are constant after loading."""
 
     scale: float
     window: int | None = None  # sliding window in tokens, including the query; None for full attention
@@ -36,12 +36,12 @@ class AttentionSpec:
 
     @property
     def window_or_max(self) -> int:
-        """Return the window, or a number larger than any sequence length if there is no window."""
+        """Return the sliding window, or a number larger than any sequence length if there is no window."""
         return 2**30 if self.window is None else self.window
 
 
 class Activation(NamedTuple):
-    """An activation function and its name in model configs. Kernels fuse activations whose name they know."""
+    """An activation function and its name in model configs. Some kernels fuse activations, selected by name."""
 
     name: str
     function: Callable[[torch.Tensor], torch.Tensor]
@@ -51,7 +51,7 @@ class Activation(NamedTuple):
 
 
 class DerivedCache:
-    """Caches derived values. The first layer computes a value from a batch and later layers reuse it."""
+    """Caches values that are derived from a batch or a matrix, so that later layers or steps can reuse them."""
 
     derived: dict[Hashable, Any]
 
@@ -59,7 +59,7 @@ class DerivedCache:
         if key in self.derived:
             value: T = self.derived[key]
             return value
-        return cast(T, self.derived.setdefault(key, make(*arguments)))  # keeps the value if another thread was faster
+        return cast(T, self.derived.setdefault(key, make(*arguments)))  # another thread may have been faster
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ class LinearWeights(DerivedCache):
 
 
 class HostLengths(NamedTuple):
-    """Sequence lengths on the host."""
+    """The lengths of the batch's sequences, in host memory."""
 
     inputs: list[int]  # tokens in this forward pass
     cached: list[int]  # tokens in the cache before the forward pass
@@ -96,16 +96,16 @@ class PagedBatch(DerivedCache):
     block_tables: torch.Tensor  # [num_seqs, max_blocks]
     input_lengths: torch.Tensor  # [num_seqs] tokens in this forward pass
     cache_lengths: torch.Tensor  # [num_seqs] tokens in the cache before this forward pass
-    slots: torch.Tensor  # [num_stored] cache slots for keys and values; -1: not stored
+    slots: torch.Tensor  # [num_stored] cache slots for keys and values, or -1 to store nothing
     stored: torch.Tensor | None = None  # [num_stored] token index of each slot; None: all tokens
     cu_seqlens: torch.Tensor | None = None  # [num_seqs + 1] sequence boundaries; None if each sequence has one token
     host_lengths: "HostLengths | None" = None  # lengths on the host, if the caller has them
-    stores_all: bool = False  # whether every token has a slot, so attention can read all keys from the cache
+    stores_all: bool = False  # whether every token has a cache slot, so that attention can read all keys from the cache
     in_graph: bool = False  # whether the batch is captured in a graph, so host lengths are unknown at replay
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def read_lengths(self) -> "HostLengths":
-        """Return the lengths on the host. Synchronizes with the device unless `host_lengths` is set."""
+        """Return the sequence lengths on the host. Synchronizes with the device unless `host_lengths` is set."""
         return self.host_lengths or HostLengths(self.input_lengths.tolist(), self.cache_lengths.tolist())
 
 
@@ -136,7 +136,7 @@ MAX_RANK = 512  # largest LoRA rank in the GPU kernels for linear layers
 
 @dataclass(frozen=True)
 class LoraTarget:
-    """A target module: its index in the adapter table, and its output columns within the layer output."""
+    """A target module's index in the adapter table, and its columns within the layer's output."""
 
     index: int
     columns: slice
@@ -144,7 +144,7 @@ class LoraTarget:
 
 @dataclass(frozen=True)
 class EmbeddingTarget:
-    """An embedding: its index in the adapter table, and the vocabulary range of this tensor-parallel rank."""
+    """An embedding's index in the adapter table, and its vocabulary range on this tensor-parallel rank."""
 
     index: int
     vocab: range  # token IDs on this rank
@@ -153,7 +153,7 @@ class EmbeddingTarget:
 
 
 class _TargetFlags(NamedTuple):
-    """For each target: whether any adapter in the batch has weights of each kind."""
+    """Flags for each target module: whether any adapter in the batch has weights of each kind."""
 
     low_rank: list[bool]
     vectors: list[bool]
@@ -195,7 +195,7 @@ class LoraBatch(DerivedCache):
 
     @property
     def largest_ranks(self) -> list[int]:
-        """Return the largest adapter rank for each target."""
+        """Return the largest LoRA rank in the batch for each target module."""
         return self.cached("ranks", self._find_largest_ranks)
 
     @property
@@ -210,7 +210,7 @@ class LoraBatch(DerivedCache):
 
     @property
     def _field_maxima(self) -> npt.NDArray[np.int64]:
-        """Return the maximum over the batch's adapters for each target and field."""
+        """Return the maximum of each table field over the batch's adapters, `[num_targets, len(Field)]`."""
         return self.cached("most", lambda: self.host_table.numpy()[sorted({0, *self.adapters})].max(0))
 
     def _find_largest_ranks(self) -> list[int]:
@@ -234,11 +234,11 @@ class LoraBatch(DerivedCache):
 
 
 class UnrecordableError(Exception):
-    """The run called an operation that a graph cannot replay. The message names the operation."""
+    """The recorded model run called an operation that a graph cannot replay. The message names the operation."""
 
 
 class RecordedGraph(Protocol):
-    """A recorded run. Its input tensors must keep their addresses."""
+    """A recorded model run that can be replayed. Its input tensors must keep their addresses."""
 
     output: torch.Tensor  # result of the last replay
 
@@ -246,7 +246,7 @@ class RecordedGraph(Protocol):
 
 
 class Recorder(Protocol):
-    """Records runs of model layers. All graphs share memory for intermediate tensors."""
+    """Records runs of model layers as graphs. All graphs share memory for intermediate tensors."""
 
     def record(self, run: Callable[[], torch.Tensor], rows: int) -> RecordedGraph:
         """Record a run over `rows` rows without executing its kernels.
@@ -280,16 +280,16 @@ class Ops(Protocol):
 
     @property
     def max_lora_rank(self) -> int | None:
-        """Return the largest supported LoRA rank for linear layers; None if unlimited."""
+        """Return the largest supported LoRA rank for linear layers, or None if unlimited."""
         ...
 
     @property
     def sample_tokens(self) -> SampleTokens | None:
-        """Return a kernel that samples a whole batch with mixed parameters; None if unsupported."""
+        """Return a kernel that samples a whole batch with mixed parameters, or None if unsupported."""
         ...
 
     def make_recorder(self, max_rows: int) -> "Recorder | None":
-        """Return a recorder for steps of up to `max_rows` tokens; None if the device uses CUDA graphs or no graphs."""
+        """Return a recorder for steps of up to `max_rows` tokens, or None if the device uses CUDA graphs or none."""
         ...
 
     # --- layers ---
@@ -304,7 +304,7 @@ class Ops(Protocol):
         batch: PagedBatch,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        """Apply RoPE to queries and keys, store keys and values in the cache, and compute causal attention.
+        """Apply RoPE to queries and keys, store keys and values in the cache, and return the causal attention outputs.
 
         Each token attends to the cached tokens of its sequence and to the new tokens up to itself. With n / 2 angles,
         RoPE rotates the first n head dimensions: dimension i with dimension i + n / 2. Implementations may modify
@@ -366,7 +366,7 @@ class Ops(Protocol):
         ...
 
     def scale_and_shift(self, out: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
-        """Multiply each row by its adapter's factor and add the adapter's shift, if present."""
+        """Multiply each row of `out`, in place, by its adapter's factor and add the adapter's shift, if present."""
         ...
 
     def look_up_rows(self, weight: torch.Tensor | PanelMatrix, ids: torch.Tensor) -> torch.Tensor:
@@ -385,7 +385,7 @@ class Ops(Protocol):
         ...
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeights:
-        """Convert a matrix `[out, in]` to the layout of these kernels."""
+        """Return a matrix `[out, in]` and its bias in the layout that these kernels use."""
         ...
 
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:

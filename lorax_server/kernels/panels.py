@@ -19,7 +19,7 @@ class PanelMatrix:
     """
 
     panels: torch.Tensor
-    dtype: torch.dtype  # of the activations; the panels can have a narrower dtype
+    dtype: torch.dtype  # dtype of the activations; the panels can have a narrower dtype
     inputs: int
     start: int
     stop: int
@@ -46,7 +46,7 @@ class PanelMatrix:
         return replace(self, start=self.start + first, stop=self.start + max(first, stop))
 
     def look_up_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows with the given indices."""
+        """Return the matrix rows with the given indices."""
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
             raise IndexError(f"row indices must be in [0, {len(self)}) (got {int(rows.min())} to {int(rows.max())})")
         rows, width = rows + self.start, self.panels.shape[2]
@@ -54,7 +54,7 @@ class PanelMatrix:
         return found.flatten(rows.dim())[..., : self.inputs].to(self.dtype)
 
     def read(self) -> torch.Tensor:
-        """Return the rows as a contiguous matrix."""
+        """Return the whole matrix as a contiguous tensor."""
         width = self.panels.shape[2]
         first, last = self.start // width, -(-self.stop // width)
         rows = self.panels[first:last].transpose(1, 2).flatten(0, 1).flatten(1)
@@ -62,7 +62,7 @@ class PanelMatrix:
 
 
 def to_panels(weight: torch.Tensor, width: int, narrow_dtypes: Sequence[torch.dtype] = ()) -> PanelMatrix:
-    """Copy a matrix into panels. A float32 matrix that a narrow dtype represents exactly is stored in that dtype."""
+    """Return a matrix in panels. A float32 matrix that a narrow dtype represents exactly is stored in that dtype."""
     outputs, inputs = weight.shape
     filled = F.pad(narrow_if_exact(weight, narrow_dtypes), (0, 0, 0, -outputs % width))
     panels = filled.view(-1, width, inputs).transpose(1, 2).contiguous()
@@ -70,7 +70,7 @@ def to_panels(weight: torch.Tensor, width: int, narrow_dtypes: Sequence[torch.dt
 
 
 def to_paired_panels(weight: torch.Tensor, width: int) -> PanelMatrix:
-    """Copy a matrix into panels of input pairs, the AMX layout."""
+    """Return a matrix in panels with inputs stored in pairs, which is the layout for AMX."""
     outputs, inputs = weight.shape
     filled = F.pad(weight, (0, -inputs % TILE_INPUTS, 0, -outputs % width))
     panels = filled.view(-1, width, filled.shape[1] // 2, 2).transpose(1, 2).contiguous()
@@ -78,7 +78,7 @@ def to_paired_panels(weight: torch.Tensor, width: int) -> PanelMatrix:
 
 
 def narrow_if_exact(weight: torch.Tensor, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
-    """Return a float32 tensor in the first dtype that represents it exactly. Narrow weights are faster to read."""
+    """Return a float32 tensor in the first dtype that represents it exactly, because narrow weights load faster."""
     for dtype in dtypes if weight.dtype == torch.float32 else ():
         narrow = weight.to(dtype)
         if torch.equal(narrow.float(), weight):

@@ -24,7 +24,7 @@ from lorax_server.kernels.ops import (
 )
 from lorax_server.kernels.panels import PanelMatrix
 
-MAX_SCORE_ELEMENTS = 2**27  # per product; limits the memory for attention scores of long prompts
+MAX_SCORE_ELEMENTS = 2**27  # limits the memory for attention scores of long prompts
 
 # The properties of `Ops`.
 records_graphs = False
@@ -82,7 +82,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBa
 
 
 def decode_attention(q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> torch.Tensor:
-    """Compute attention for one new token per sequence. Its key and value are already in the cache."""
+    """Return attention outputs for one new token per sequence, whose key and value are already in the cache."""
     out = torch.zeros_like(q)
     for row, (new, cached) in enumerate(zip(*batch.read_lengths(), strict=True)):
         if new:
@@ -93,7 +93,7 @@ def decode_attention(q: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec
 def prefill_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
 ) -> torch.Tensor:
-    """Compute causal attention for any number of new tokens per sequence over cached and new tokens."""
+    """Return causal attention outputs for any number of new tokens per sequence, over cached and new tokens."""
     out, stop = torch.zeros_like(q), 0
     for row, (new, cached) in enumerate(zip(*batch.read_lengths(), strict=True)):
         tokens = slice(stop, stop + new)
@@ -113,7 +113,7 @@ def attention_scores(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> t
 
 
 def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """Compute attention from a sequence's last tokens to all its tokens, each `[tokens, heads, head_dim]`."""
+    """Return attention outputs of a sequence's last tokens over all its tokens, `[tokens, heads, head_dim]`."""
     num_keys, num_heads = len(keys), q.shape[1]
     keys, values = (x.transpose(0, 1).repeat_interleave(num_heads // x.shape[1], dim=0) for x in (keys, values))
     positions = torch.arange(num_keys, device=q.device)
@@ -139,12 +139,12 @@ def _read_cache(
 
 
 def _round_to_cache(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """Round to the cache dtype, so a token has the same key and value before and after it is cached."""
+    """Return `x` in float32, rounded to the cache dtype, so that uncached and cached keys and values are equal."""
     return _dequantize(_quantize(x, dtype, scale), scale)
 
 
 def _quantize(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """Convert to the cache dtype."""
+    """Return keys or values in the cache dtype, divided by `scale` if the dtype differs."""
     if x.dtype == dtype:
         return x
     limit = torch.finfo(dtype).max
@@ -152,7 +152,7 @@ def _quantize(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor
 
 
 def _dequantize(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """Convert from the cache dtype to float32; only float8 is scaled."""
+    """Return cached keys or values in float32. Only float8 values are multiplied by `scale`."""
     return x.float() * scale if x.dtype.itemsize == 1 else x.float()
 
 
@@ -214,7 +214,7 @@ def adapt_embedding(out: torch.Tensor, ids: torch.Tensor, lora: LoraBatch, targe
             out[tokens] = torch.where(ids[tokens, None] >= target.vocab_size, rows[new], out[tokens])
 
 
-def refresh_lora_plan(lora: LoraBatch, current: LoraBatch) -> None:  # noqa: ARG001 - the op table names it
+def refresh_lora_plan(lora: LoraBatch, current: LoraBatch) -> None:  # noqa: ARG001 - part of the op's signature
     lora.derived.clear()
 
 
@@ -226,7 +226,7 @@ def _adapter_segments(lora: LoraBatch, index: int) -> Iterator[tuple[slice, int,
 
 
 def _buffer_matrix(lora: LoraBatch, offset: int, rows: int, width: int) -> torch.Tensor:
-    """Return a matrix view of the adapter buffer."""
+    """Return a view of the adapter buffer as a matrix that starts at `offset`."""
     return lora.buffer[offset : offset + rows * width].view(rows, width)
 
 
@@ -263,7 +263,7 @@ def look_up_rows(weight: torch.Tensor | PanelMatrix, ids: torch.Tensor) -> torch
 
 
 def prepare(linears: Sequence[LinearWeights], with_lora: bool) -> None:
-    """Return immediately: torch needs no compilation."""
+    """Do nothing, because torch needs no compilation."""
 
 
 def rms_norm(
@@ -333,7 +333,7 @@ def top_k_scores(
 
 
 def argmax_scores(scores: torch.Tensor) -> torch.Tensor:
-    """Return the first token with the highest score of each row. On a CPU, NumPy's argmax is vectorized and faster."""
+    """Return each row's first token with the highest score. On a CPU, uses NumPy's argmax, which is faster."""
     return torch.from_numpy(scores.numpy().argmax(-1)) if scores.is_cpu else scores.argmax(-1)
 
 
@@ -347,7 +347,7 @@ def log_softmax(scores: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_masks(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Unpack bit masks [masks, words] int32, lowest bit first, to [masks, vocabulary] bool."""
+    """Return token masks as bool [masks, vocabulary], unpacked from int32 [masks, words], lowest bit first."""
     if words.is_cpu:
         flags = np.unpackbits(words.numpy().view(np.uint8), axis=1, bitorder="little", count=vocab_size)
         return torch.from_numpy(flags).view(torch.bool)

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 MAX_VOCAB = 2048 * 256  # 2,048 segments of 256 tokens
-MAX_ALTERNATIVES = 2048  # per row
-SAMPLED, RAW, WATERMARK = 1, 2, 4  # flags in `flags`
-# Sampling parameters of one row, as the CUDA struct `RowParams`.
+MAX_ALTERNATIVES = 2048  # maximum number of alternative tokens per row
+SAMPLED, RAW, WATERMARK = 1, 2, 4  # bits of the field `flags`
+# Sampling parameters of one row, in the layout of the CUDA struct `RowParams`.
 ROW_PARAMS_DTYPE = np.dtype(
     [
         ("seed", np.uint64),
@@ -21,20 +21,21 @@ ROW_PARAMS_DTYPE = np.dtype(
 
 
 class SamplingBatch(NamedTuple):
-    """Sampling parameters for all rows, on the device."""
+    """Sampling parameters for all rows in a batch, on the device."""
 
     params: torch.Tensor  # [rows] `ROW_PARAMS_DTYPE` records as raw bytes
     changed_rows: torch.Tensor  # [changed rows] int32, rows with penalties, biases or forbidden tokens
     entry_ids: torch.Tensor  # int32, token IDs of biases and forbidden tokens
     entry_values: torch.Tensor  # float32
-    num_listed_rows: int  # rows that return alternatives
+    num_listed_rows: int  # number of rows that return alternatives
     most: int  # maximum number of alternatives per row
 
 
 class SamplingInputs(NamedTuple):
-    """Tensors that change in each step. Optional tensors are int64, one entry per row, unless a comment says otherwise.
+    """Inputs of the sampling kernel that change in each step.
 
-    Tensors that no row needs are None.
+    Optional tensors are None if no row needs them. They are int64 with one entry per row, unless a comment says
+    otherwise.
     """
 
     logits: torch.Tensor  # [rows, vocabulary]
@@ -46,7 +47,7 @@ class SamplingInputs(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """Sampled tokens, and the alternatives of rows that return them."""
+    """Sampled tokens of all rows, and the most likely tokens of rows that return alternatives."""
 
     token_ids: torch.Tensor  # [rows]
     logprobs: torch.Tensor  # [rows] float32

@@ -13,13 +13,13 @@ import triton.language as tl
 
 from lorax_server.kernels.ops import AttentionSpec, LayerCache, PagedBatch
 
-SPLIT_TOKENS = 256  # minimum split size; longer sequences use multiples of it
-MAX_SPLITS = 32  # per sequence
+SPLIT_TOKENS = 256  # minimum split size; long sequences use multiples of this size
+MAX_SPLITS = 32  # maximum per sequence
 PROGRAMS_PER_SM = 8
 NUM_STAGES = 6
-TILE_BYTES = 8 << 10  # per key tile; value tiles have the same size
+TILE_BYTES = 8 << 10  # size of a key tile and of a value tile
 MAX_TILE = 128
-MIN_DOT_SIZE = 16  # smallest dimension of `tl.dot`
+MIN_DOT_SIZE = 16  # smallest dimension that `tl.dot` supports
 SEQS_PER_COUNT = tl.constexpr(1024)  # sequences per loop iteration when counting splits
 SPLITS_PER_MERGE = tl.constexpr(4)  # splits per loop iteration when merging
 
@@ -61,7 +61,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def dot_dtype(q: torch.Tensor, cache: torch.Tensor) -> tl.dtype:
-    """Return the operand dtype of matrix products. Accumulators are float32."""
+    """Return the dtype of the operands in matrix products. Accumulators are float32."""
     # Triton's interpreter (on a CPU) does not support bfloat16 products.
     if q.is_cpu or (cache.dtype != q.dtype and cache.dtype.itemsize > 1):
         return tl.float32
@@ -76,9 +76,9 @@ def is_query_rescaled(q: torch.Tensor, cache: torch.Tensor) -> bool:
 
 
 class ScoreScales(NamedTuple):
-    """Scale factors for query-key products and for value sums. Softmax weights are `2 ** score`."""
+    """Scale factors for query-key products and for value sums, chosen so that softmax weights are `2 ** score`."""
 
-    inner: float  # before the soft cap `1 - 2 / (1 + 2 ** x)`, which equals `tanh(log(2) * x / 2)`
+    inner: float  # applied before the soft cap `1 - 2 / (1 + 2 ** x)`, which equals `tanh(log(2) * x / 2)`
     score: float
     value: float
 
@@ -92,15 +92,15 @@ class ScoreScales(NamedTuple):
 
 
 class _SplitList(NamedTuple):
-    """The splits of all sequences. `items` is their number, then `sequence * MAX_SPLITS + split` for each."""
+    """All KV splits. `items` is the number of splits, then `sequence * MAX_SPLITS + split` for each split."""
 
     items: torch.Tensor
-    max_splits: int  # for the longest sequence that fits into the block tables
+    max_splits: int  # number of splits of the longest sequence that fits into the block tables
     programs: int
 
 
 def _list_splits(batch: PagedBatch, block_size: int, spec: AttentionSpec) -> _SplitList:
-    """Launch the kernel that lists the splits. A graph captures this launch with the first layer."""
+    """Return the KV splits, listed by a kernel. A graph captures this kernel together with the first layer."""
     num_seqs, width = batch.block_tables.shape
     max_splits = max(1, min(MAX_SPLITS, triton.cdiv(min(width * block_size, spec.window_or_max), SPLIT_TOKENS)))
     device = batch.block_tables.device
@@ -153,7 +153,7 @@ def _launch(
 def _find_splits(
     input_lengths, cache_lengths, seqs, mask, window, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Return the first visible position, the length, the split size and the number of splits.
+    """Return a sequence's first visible position, length, split size and number of splits.
 
     An empty sequence has one empty split.
     """
@@ -295,7 +295,7 @@ def _merge_splits_kernel(
     partial, lse, input_lengths, cache_lengths, out, window, max_splits,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one head and sequence. Single-split results are already final."""
+    """Merge the split results of one head and sequence. Results of sequences with one split are already final."""
     head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _, _, _, number = _find_splits(input_lengths, cache_lengths, seq, True, window, SPLIT_TOKENS, MAX_SPLITS)
     if number == 1:

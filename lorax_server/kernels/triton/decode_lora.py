@@ -29,9 +29,9 @@ from lorax_server.kernels.triton.lora_math import (
 )
 from lorax_server.kernels.triton.lora_tiles import DECODE_HEIGHT, DECODE_ROWS, decode_tiles
 
-MAX_PROGRAMS = 1024  # unless rows x slices is larger
+MAX_PROGRAMS = 1024  # limit for the number of programs, unless rows x slices is larger
 MAX_PARTS = 16
-SHRINK_BYTES = 512  # of one input row per iteration
+SHRINK_BYTES = 512  # bytes of an input row that one iteration reads
 NARROW_OUTPUTS, NARROW_BLOCK, WIDE_BLOCK = (
     8192,
     256,
@@ -40,13 +40,13 @@ NARROW_OUTPUTS, NARROW_BLOCK, WIDE_BLOCK = (
 
 
 def make_scratch(device: torch.device, slices: int) -> torch.Tensor:
-    """Allocate V (all parts) for the largest decode step with `slices` targets."""
+    """Return scratch memory for `V = x @ A.T`, sized for the largest decode step with `slices` targets."""
     rows = max(MAX_PROGRAMS, DECODE_ROWS * slices)
     return torch.empty(rows * MAX_RANK, dtype=torch.float32, device=device)
 
 
 def count_parts(rows: int, slices: int, inputs: int, block: int) -> int:
-    """Return the number of input parts. Small batches use more parts to occupy all SMs."""
+    """Return the number of parts that the inputs are split into. Small batches use more parts to occupy all SMs."""
     most = min(MAX_PARTS, -(-inputs // block), max(1, MAX_PROGRAMS // (rows * slices)))
     return 1 << (most.bit_length() - 1)
 
@@ -123,7 +123,7 @@ def _expand(
     WIDTHS: tl.constexpr, BLOCK_N: tl.constexpr, VECTORS: tl.constexpr, SLICES: tl.constexpr, V_STRIDE: tl.constexpr,
     HEIGHT: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Update one block of columns for every n-th tile, where n is the number of row programs."""
+    """Add `V @ B` to one block of columns for every n-th tile, where n is the second grid dimension."""
     index, width, slice_start, start = find_slice(tl.program_id(0), WIDTHS, SLICES, BLOCK_N)
     columns = start + tl.arange(0, BLOCK_N)
     row_offsets = tl.arange(0, HEIGHT)

@@ -28,7 +28,10 @@ NUM_NEW_ROWS = tl.constexpr(int(Field.NUM_NEW_ROWS))
 
 
 def adapt_embedding(out: torch.Tensor, ids: torch.Tensor, lora: LoraBatch, target: EmbeddingTarget) -> None:
-    """Launch over tiles of 16 rows. For decode steps the grid is the maximum, since tiles are listed on the device."""
+    """Implement `Ops.adapt_embedding`, with one program per tile of 16 rows.
+
+    For decode steps the grid has the maximum size, because tiles are listed on the device.
+    """
     (tokens, width), vocab = out.shape, target.vocab
     if not tokens:
         return
@@ -95,7 +98,7 @@ def _find_row(buffer, fields, local):
 
 @triton.jit
 def _replace_rows(value, buffer, offset, position, is_there, columns, WIDTH: tl.constexpr):
-    """Return `value` with the rows at `is_there` replaced by adapter rows."""
+    """Return `value`, with rows replaced by the adapter's rows where `is_there` is True."""
     pointers = buffer + tl.multiple_of(offset, ALIGNMENT) + position.to(tl.int64)[:, None] * WIDTH + columns[None, :]
     row = tl.load(pointers, mask=is_there[:, None] & (columns < WIDTH)[None, :], other=0.0)
     return tl.where(is_there[:, None], row, value)
@@ -103,7 +106,7 @@ def _replace_rows(value, buffer, offset, position, is_there, columns, WIDTH: tl.
 
 @triton.jit
 def _multiply_lora(buffer, fields, scale, local, is_held, columns, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return the scaled `A[token] @ B`; zeros for tokens on other ranks."""
+    """Return the scaled `A[token] @ B`, or zeros for tokens on other ranks."""
     rank = tl.load(fields + RANK).to(tl.int32)
     a = buffer + tl.load(fields + A)
     b = buffer + tl.multiple_of(tl.load(fields + B), ALIGNMENT)

@@ -28,7 +28,7 @@ from lorax_server.kernels.triton.lora_tiles import prompt_tiles
 FUSED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 BASE_HEIGHT, BASE_BLOCK_N = 4, 512
 BLOCK_N = 64
-BLOCKS = 8  # column blocks per program, which reuse the loaded V
+BLOCKS = 8  # column blocks per program, so that the loaded V is reused
 
 
 def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -47,7 +47,7 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def can_fuse_gate(weights: LinearWeights, activation: Activation, targets: Sequence[LoraTarget]) -> bool:
-    """Return True if gate and up are separate targets and the kernel supports the activation."""
+    """Return True if gate and up are separate target modules and the kernel supports the activation."""
     half = weights.plain.shape[0] // 2
     columns = [target.columns for target in targets]
     return activation.name in FUSED_ACTIVATIONS and columns == [slice(0, half), slice(half, 2 * half)]
@@ -60,7 +60,7 @@ def gated_linear(
     lora: LoraBatch,
     targets: Sequence[LoraTarget],
 ) -> torch.Tensor:
-    """Compute linear layer, adapters and gated activation for a prompt."""
+    """Return `activation(gate) * up` for a prompt, where gate and up are linear layers with adapters."""
     low_rank = prompt_lora.shrink(x, lora, targets)
     gate_up = F.linear(x, weights.plain, weights.bias)
     tokens, width = len(gate_up), gate_up.shape[1] // 2

@@ -53,7 +53,7 @@ def rotate_and_write(
     batch: PagedBatch,
     spec: AttentionSpec,
 ) -> None:
-    """Apply RoPE to queries and keys in place, then store keys and values: `rotary` and `write_kv` in one launch."""
+    """Apply RoPE to queries and keys in place, and store keys and values in the KV cache, in one launch."""
     if angles is None or not angles[0].shape[-1]:
         return write_kv(k, v, cache, batch, spec)
     if batch.stored is not None:  # slots are not indexed by token
@@ -134,7 +134,7 @@ def _rotate_and_write_kernel(
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
     REST: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Process one group of heads: rotate query heads, or rotate and store key heads and store their values."""
+    """Rotate one group of query heads, or rotate and store one group of key heads and store their values."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cos += token * angle_token
     sin += token * angle_token
@@ -165,7 +165,7 @@ def _rotate_and_write_kernel(
 
 @triton.jit
 def _store(pointers: tl.tensor, x: tl.tensor, scale: tl.tensor, mask: tl.tensor, LIMIT: tl.constexpr) -> None:
-    """Store in the cache dtype. `LIMIT` is the largest finite value, or None if the dtype does not change."""
+    """Store keys or values in the cache dtype. `LIMIT` is its largest finite value, or None if `x` has this dtype."""
     if LIMIT is not None:
         x = _scale_and_clamp(x, scale, LIMIT)
     tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
@@ -173,6 +173,6 @@ def _store(pointers: tl.tensor, x: tl.tensor, scale: tl.tensor, mask: tl.tensor,
 
 @triton.jit
 def _scale_and_clamp(x: tl.tensor, scale: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
-    """Divide by the scale with correct rounding, and clamp to the range of the cache dtype. NaN stays NaN."""
+    """Return `x / scale`, correctly rounded and clamped to the range of the cache dtype. NaN stays NaN."""
     scaled = tl.div_rn(x.to(tl.float32), tl.zeros_like(x).to(tl.float32) + scale)
     return tl.where(scaled > LIMIT, LIMIT, tl.where(scaled < -LIMIT, -LIMIT, scaled))

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from lorax_server.kernels.ops import Field
 
-RANKS = tl.constexpr(16)  # ranks per product
+RANKS = tl.constexpr(16)  # LoRA ranks per matrix product
 # In elements. The adapter buffer aligns every tensor to 256 bytes.
 ALIGNMENT = tl.constexpr(16)
 NUM_FIELDS = tl.constexpr(len(Field))
@@ -24,31 +24,31 @@ RANK = tl.constexpr(int(Field.RANK))
 
 
 def is_interpreted() -> bool:
-    """Return True if kernels run in Triton's interpreter, on a CPU."""
+    """Return True if kernels run on a CPU, in Triton's interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def elements_in(x: torch.Tensor, size: int) -> int:
-    """Return the number of elements of `x` in `size` bytes, so shared memory does not depend on the dtype."""
+    """Return how many elements of `x` fit into `size` bytes, so that shared memory does not depend on the dtype."""
     return size // x.element_size()
 
 
 @triton.jit
 def load_tile(tiles, tile):
-    """Return the tile's first row, number of rows and adapter."""
+    """Return the tile's first row, number of rows and adapter index."""
     pointers = tiles + tile * 4
     return tl.load(pointers), tl.load(pointers + 1), tl.load(pointers + 2)
 
 
 @triton.jit
 def find_fields(table, adapter, num_targets, target):
-    """Return a pointer to the table fields for an adapter and target."""
+    """Return a pointer to the adapter table fields of an adapter and target."""
     return table + (adapter.to(tl.int64) * num_targets + target) * NUM_FIELDS
 
 
 @triton.jit
 def find_slice(block, WIDTHS: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the slice index, slice width, first column of the slice, and first column of the block in the slice."""
+    """Return a column block's slice index, the slice's width and first column, and the block's first column in it."""
     index, width, start = 0, WIDTHS[0], 0
     first_block: tl.constexpr = 0
     first_column: tl.constexpr = 0
@@ -75,7 +75,7 @@ def multiply(left, right, total, INTERPRETED: tl.constexpr):
 def multiply_a(
     x, is_row, a, is_rank, part, num_parts, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """Return one part of `x @ A.T`, float32. `x` and `a` are row pointers."""
+    """Return one part of `x @ A.T` in float32. `x` and `a` are pointers to rows."""
     size = tl.cdiv(tl.cdiv(INPUTS, BLOCK_K), num_parts) * BLOCK_K
     total = tl.zeros((is_row.shape[0], is_rank.shape[0]), tl.float32)
     for start in range(part * size, tl.minimum(part * size + size, INPUTS), BLOCK_K):
@@ -89,7 +89,7 @@ def multiply_a(
 
 @triton.jit
 def load_v(v, row_stride, part_stride, num_parts, is_row, first, rank, scale, PARTS: tl.constexpr):
-    """Return 16 ranks of V for a tile, starting at `first`: the scaled float32 sum of up to `PARTS` parts.
+    """Return 16 ranks of V for a tile, starting at rank `first`, as the scaled float32 sum of up to `PARTS` parts.
 
     Ranks beyond the adapter's rank are masked, since stale memory can contain NaN.
     """
@@ -104,7 +104,7 @@ def load_v(v, row_stride, part_stride, num_parts, is_row, first, rank, scale, PA
 
 @triton.jit
 def load_b(b, first, rank, columns, width):
-    """Return 16 ranks of B, starting at `first`, for the given columns."""
+    """Return 16 ranks of B, starting at rank `first`, for the given columns."""
     ranks = first + tl.arange(0, RANKS)
     pointers = b + ranks[:, None].to(tl.int64) * width + columns[None, :]
     return tl.load(pointers, mask=(ranks < rank)[:, None] & (columns < width)[None, :], other=0.0)
@@ -131,7 +131,7 @@ def multiply_b(
 
 @triton.jit
 def scale_and_shift_tile(value, buffer, fields, columns, width):
-    """Apply the adapter's factor and shift at a target, if present."""
+    """Return the tile's values after multiplying by the adapter's factor and adding its shift, if present."""
     factor, shift = tl.load(fields + FACTOR), tl.load(fields + SHIFT)
     is_column = columns < width
     if factor >= 0:

@@ -14,13 +14,13 @@ import triton.language as tl
 
 from lorax_server.kernels.ops import GRAPH_SEGMENTS, LoraBatch
 
-DECODE_ROWS = 256  # largest decode step
+DECODE_ROWS = 256  # number of rows in the largest decode step
 DECODE_HEIGHT = 16
-PROMPT_TILES = "prompt tiles"  # with the height, the key in `LoraBatch.derived`
+PROMPT_TILES = "prompt tiles"  # key in `LoraBatch.derived`, together with the tile height
 
 
 class DecodeTiles(NamedTuple):
-    """Tiles for a decode step, without the rows of the base model."""
+    """LoRA tiles for a decode step. Rows that use the base model have no tile."""
 
     tiles: torch.Tensor  # [rows, 4] int32, zero-padded
     num_tiles: torch.Tensor  # [1] int32
@@ -37,7 +37,7 @@ def decode_tiles(lora: LoraBatch) -> DecodeTiles:
 
 
 def refresh_decode_tiles(lora: LoraBatch) -> None:
-    """List the decode tiles again, in place, for the current adapters."""
+    """Update the decode tiles in place for the batch's current adapters."""
     _write_tiles(lora, decode_tiles(lora))
 
 
@@ -76,7 +76,7 @@ def _plan_tiles_kernel(adapters, tiles, count, num_rows, BLOCK: tl.constexpr, HE
 
 
 def prompt_tiles(lora: LoraBatch, height: int) -> torch.Tensor:
-    """Return the prompt tiles, including tiles of the base model."""
+    """Return the LoRA tiles for a prompt, including tiles of rows that use the base model."""
     return lora.cached((PROMPT_TILES, height), lambda: _make_prompt_tiles(lora, height))
 
 

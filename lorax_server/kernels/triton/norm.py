@@ -12,7 +12,7 @@ from lorax_server.kernels.ops import Field, LoraBatch, LoraTarget
 FACTOR, SHIFT = tl.constexpr(int(Field.FACTOR)), tl.constexpr(int(Field.SHIFT))
 ELEMENTS_PER_WARP = 1024
 MIN_ELEMENTS_PER_PROGRAM = 1024  # narrow rows share a program
-MAX_ROTATED_PAIRS = 1024  # per program
+MAX_ROTATED_PAIRS = 1024  # maximum per program
 
 
 def rms_norm(
@@ -69,7 +69,7 @@ def layer_norm(
 def _kernel_args(
     x: torch.Tensor, unread: torch.Tensor, lora: LoraBatch | None, targets: Sequence[LoraTarget]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the adapter arguments and the compile-time constants."""
+    """Return a norm kernel's adapter arguments and its compile-time constants."""
     target = _find_target(x, targets) if lora is not None else None
     adapters: tuple[Any, ...] = (unread, unread, unread, 0, 0, 0)
     if lora is not None and target is not None:
@@ -89,7 +89,7 @@ def _kernel_args(
 
 
 def _find_target(x: torch.Tensor, targets: Sequence[LoraTarget]) -> LoraTarget | None:
-    """Return the norm's target. Raise `ValueError` if it does not cover whole rows."""
+    """Return the norm's target, or None. Raise `ValueError` if the target does not cover whole rows."""
     if not targets:
         return None
     (target,) = targets
@@ -161,7 +161,7 @@ def _layer_kernel(
 
 @triton.jit
 def _find_rows(BLOCK: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
-    """Return the program's row indices as a column vector, and all column indices as a row vector."""
+    """Return the indices of the program's rows as a column vector, and all column indices as a row vector."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     return rows[:, None], tl.arange(0, BLOCK)[None, :]
 

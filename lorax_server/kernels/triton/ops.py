@@ -32,7 +32,7 @@ from lorax_server.kernels.triton.prefill_attention import prefill_attention
 
 
 class TritonOps:
-    """Triton ops, with scratch memory for decode steps.
+    """All ops in Triton, with scratch memory for decode steps.
 
     Triton compiles a kernel at its first call with new layer widths, dtype or tile sizes; adapters and ranks do not
     matter. Three forward passes with adapters at all targets compile all LoRA kernels: with up to `DECODE_ROWS` tokens,
@@ -72,7 +72,7 @@ class TritonOps:
         return prefill_attention(q, k, v, cache, batch, spec)
 
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:
-        """Return immediately: Triton compiles kernels at their first launch."""
+        """Do nothing, because Triton compiles kernels at their first launch."""
 
     def linear(
         self, x: torch.Tensor, weights: LinearWeights, lora: LoraBatch | None, targets: Sequence[LoraTarget]

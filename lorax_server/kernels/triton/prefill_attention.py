@@ -25,14 +25,14 @@ from lorax_server.kernels.triton.decode_attention import (
     padded_head_dim,
 )
 
-MAX_PACKED_HEADS = 8  # per program
+MAX_PACKED_HEADS = 8  # maximum number of query heads per program
 HOPPER_SHARED_BYTES = 200 << 10  # shared memory per SM; older GPUs have less
 
 
 def prefill_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec
 ) -> torch.Tensor:
-    """Compute prefill attention. Sequences with one new token use `decode_attention`."""
+    """Return prefill attention outputs. Sequences with one new token use `decode_attention`."""
     if not batch.stores_all:
         return reference.prefill_attention(q, k, v, cache, batch, spec)
     # In a graph, sequences with several tokens write their unused decode result to an extra last row.
@@ -60,7 +60,7 @@ def attend_prefill(
 
 
 class TileShape(NamedTuple):
-    """The tile shape. It depends only on dtypes, head size and GPU, for batch invariance."""
+    """The size of an attention tile. It depends only on dtypes, head size and GPU, for batch invariance."""
 
     rows: int  # query rows: tokens x heads
     keys: int
@@ -78,7 +78,7 @@ def choose_tile_shape(q: torch.Tensor, cache: torch.Tensor) -> TileShape:
         return TileShape(64, 16, 8, 2) if dim <= 128 else TileShape(32, 16, 8, 2)
     if dim <= 128:
         return TileShape(64, 64, 4, 2)
-    if dim > 256:  # the tiles below would need 384 KiB (Hopper) or 132 KiB of shared memory
+    if dim > 256:  # the larger tiles below would need 384 KiB (Hopper) or 132 KiB of shared memory
         return TileShape(32, 16, 8, 2)
     shared = torch.cuda.get_device_properties(q.device).shared_memory_per_multiprocessor
     return TileShape(128, 64, 8, 2) if shared >= HOPPER_SHARED_BYTES else TileShape(64, 32, 4, 2)
@@ -89,13 +89,13 @@ class _DecodeRows(NamedTuple):
 
     batch: PagedBatch
     tokens: torch.Tensor
-    results: torch.Tensor  # output rows
+    results: torch.Tensor  # indices of the output rows
 
 
 def _list_tiles(batch: PagedBatch, height: int) -> torch.Tensor:
-    """List tiles of new tokens, with the longest work first for load balance.
+    """Return tiles of new tokens, with the longest work first for load balance.
 
-    Return [num_tiles, 4]: sequence, first token in the batch, its position, number of tokens.
+    The result is [num_tiles, 4]: sequence, first token in the batch, its position, and number of tokens.
     """
     new, cached = batch.read_lengths()
     starts = [0, *accumulate(new)]
@@ -110,7 +110,7 @@ def _list_tiles(batch: PagedBatch, height: int) -> torch.Tensor:
 
 
 def plan_tiles_on_device(batch: PagedBatch, height: int) -> torch.Tensor:
-    """List tiles like `_list_tiles`, but on the device, for a batch in a graph.
+    """Return tiles like `_list_tiles`, but computed on the device, for a batch in a graph.
 
     The result has the maximum number of tiles, in sequence order; unused tiles have no tokens. The last column is the
     number of tokens up to the end of the sequence. A graph captures this launch with the first layer.
@@ -221,7 +221,7 @@ def _attend(
     IS_RESCALED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Accumulate attention over keys `start` to `stop`. Edge tiles apply a mask per row.
+    """Return the attention state after accumulating keys `start` to `stop`. Edge tiles apply a mask to each row.
 
     Edge and inner tiles perform the same operations in the same order, so both produce equal bits.
     """

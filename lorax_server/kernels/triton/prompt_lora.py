@@ -31,11 +31,11 @@ from lorax_server.kernels.triton.lora_math import (
 )
 from lorax_server.kernels.triton.lora_tiles import prompt_tiles
 
-SHORT_PROMPT_TOKENS = 2048  # tokens
+SHORT_PROMPT_TOKENS = 2048  # longer prompts use larger tiles
 MAX_PROGRAMS = 512  # several per SM, to hide memory latency
-SHRINK_BYTES = 256  # of one input row per iteration
+SHRINK_BYTES = 256  # bytes of an input row that one iteration reads
 BLOCK_N = 128
-BLOCKS = 4  # column blocks per program, which reuse the loaded V
+BLOCKS = 4  # column blocks per program, so that the loaded V is reused
 
 
 class TileSizes(NamedTuple):
@@ -52,7 +52,7 @@ def choose_tile_sizes(tokens: int) -> TileSizes:
 
 
 class LowRank(NamedTuple):
-    """V (the products of tokens with A) and its location in the adapter table."""
+    """The product `V = x @ A.T` for all targets of a layer, and the targets' location in the adapter table."""
 
     v: torch.Tensor  # [parts, tokens, slices, padded_rank] float32
     num_targets: int
@@ -60,13 +60,13 @@ class LowRank(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return the numbers of targets, first target index, tokens, parts and padded rank."""
+        """Return the number of targets, first target index, number of tokens, number of parts and padded rank."""
         parts, tokens, _, padded_rank = self.v.shape
         return self.num_targets, self.first_target, tokens, parts, padded_rank
 
 
 def linear(x: torch.Tensor, weights: LinearWeights, lora: LoraBatch, targets: Sequence[LoraTarget]) -> torch.Tensor:
-    """Return the base output plus LoRA, without factors and shifts."""
+    """Return the linear layer's output plus LoRA. Adapter factors and shifts are not applied."""
     if not lora.has_low_rank(targets):
         return F.linear(x, weights.plain, weights.bias)
     width = weights.plain.shape[0]
@@ -80,7 +80,7 @@ def linear(x: torch.Tensor, weights: LinearWeights, lora: LoraBatch, targets: Se
 
 
 def shrink(x: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> LowRank:
-    """Compute V for all targets."""
+    """Return `V = x @ A.T` for all targets of a layer."""
     (tokens, inputs), slices = x.shape, len(targets)
     height, max_parts = choose_tile_sizes(tokens).shrink_height, choose_tile_sizes(tokens).max_parts
     chunks = -(-max(lora.largest_ranks[target.index] for target in targets) // RANKS.value)
@@ -108,7 +108,7 @@ def expand(
     *,
     adds: bool = False,
 ) -> None:
-    """Write LoRA and bias to `out`, or add them to `out` if `adds` is True."""
+    """Write the LoRA output `V @ B` plus bias to `out`, or add it to `out` if `adds` is True."""
     tile_sizes = choose_tile_sizes(len(out))
     height = tile_sizes.expand_height
     tiles = prompt_tiles(lora, height)
@@ -132,7 +132,7 @@ def _shrink(
     INPUTS: tl.constexpr, SLICES: tl.constexpr, LANES: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Store one part of V for one tile and 16 ranks of every slice. A lane is one rank of one slice."""
+    """Store one part of V for one tile and 16 ranks of every target. A lane is one rank of one target."""
     start, part = tl.program_id(0) * RANKS, tl.program_id(2)
     first, count, adapter = load_tile(tiles, tl.program_id(1))
     if adapter == 0:

@@ -1,4 +1,4 @@
-"""Adapter factors and shifts as a separate launch, for norms and prompts."""
+"""Apply adapter factors and shifts in a separate launch, for norms and prompts."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ HEIGHT, BLOCK_N = 16, 256
 
 
 def scale_and_shift(out: torch.Tensor, lora: LoraBatch, targets: Sequence[LoraTarget]) -> None:
-    """Launch over all rows. Each row reads its adapter index on the device."""
+    """Implement `Ops.scale_and_shift`. Each row reads its adapter index on the device, so graphs can be replayed."""
     if not len(out):
         return
     widths = tuple(target.columns.stop - target.columns.start for target in targets)
