@@ -1,4 +1,4 @@
-"""CORS middleware that rejects preflight requests with a JSON error."""
+"""CORS middleware whose error responses are JSON."""
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware

@@ -15,9 +15,9 @@ HOST_PATTERN = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:]*))(?::\d*)?", re.IGNO
 
 
 class AllowedHosts:
-    """Checks `Host` headers. Disabled if `*` is allowed, or if the server is reachable from other machines and no names
-    are configured.
+    """Checks `Host` headers.
 
+    The check is disabled if `*` is allowed, or if the server is reachable from other machines and no names are set.
     `bound` is the configured host. `address` is the socket address, which shows if the host resolves to loopback.
     """
 

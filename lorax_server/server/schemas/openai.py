@@ -133,7 +133,7 @@ class CommonRequest(CommonOptions):
 
     @property
     def usage_in_last_chunk(self) -> bool:
-        """Return True if usage goes into the last choice chunk, as in LoRAX: the client did not set `include_usage`."""
+        """Return True if `include_usage` is not set. As in LoRAX, the last choice chunk then contains the usage."""
         return self.stream_options is None or self.stream_options.include_usage is None
 
 

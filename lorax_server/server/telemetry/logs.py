@@ -125,7 +125,7 @@ def _format_text_value(value: object) -> str:
 
 
 def _escape(text: str) -> str:
-    """Return the text with escaped unprintable characters, such as line breaks and terminal control codes."""
+    """Return the text with unprintable characters escaped, such as line breaks and terminal control codes."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

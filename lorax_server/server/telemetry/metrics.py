@@ -110,7 +110,7 @@ class Metrics:
         self._count.inc()
 
     def record_finished(self, record: RequestRecord) -> None:
-        """Record a finished request, successful or not."""
+        """Record a finished request, whether it succeeded or failed."""
         failure = classify_failure(record)
         self._record_outcome(record, failure)
         self._adapters.record_finished(record, failure)

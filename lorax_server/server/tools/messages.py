@@ -1,4 +1,4 @@
-"""OpenAI chat messages with tool calls: whole messages, stream deltas, and the tool calls of earlier messages."""
+"""Builds OpenAI chat messages and stream deltas with tool calls, and normalizes tool calls in earlier messages."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class MessageWriter:
         self.num_calls = 0
 
     def write_deltas(self, text: str, is_last: bool) -> list[dict[str, Any]]:
-        """Return the deltas for the next text, in order."""
+        """Return the stream deltas for newly generated text, in order."""
         events = self._parser.feed(text)
         if is_last:
             events += self._parser.finish()
@@ -33,7 +33,7 @@ class MessageWriter:
 
     def write_message(self, text: str) -> dict[str, Any]:
         """Return the complete message, merged from its deltas."""
-        texts: dict[str, list[str]] = {"content": []}  # joined once: repeated concatenation is quadratic
+        texts: dict[str, list[str]] = {"content": []}  # joined at the end to avoid quadratic time
         calls: list[dict[str, Any]] = []
         arguments: list[list[str]] = []
         for delta in self.write_deltas(text, is_last=True):
@@ -76,7 +76,7 @@ class MessageWriter:
 
 
 def normalize_tool_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Convert tool calls and results to the form that chat templates expect.
+    """Return the messages with tool calls and results in the form that chat templates expect.
 
     Arguments are parsed to objects, because templates serialize them. Tool results get the name of their function,
     which many clients omit.
@@ -120,5 +120,5 @@ def _normalize_call(field_path: str, call: Mapping[str, Any]) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            arguments = function["arguments"]  # invalid JSON: keep the model's text
+            arguments = function["arguments"]  # invalid JSON, so keep the model's text
     return {**call, "type": "function", "function": {**function, "arguments": {} if arguments is None else arguments}}
