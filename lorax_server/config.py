@@ -1,4 +1,4 @@
-"""Configuration dataclasses. All are frozen.
+"""Frozen configuration dataclasses.
 
 Defaults and help texts are defined only here: the command-line flags are generated from these fields.
 """

@@ -91,11 +91,11 @@ class ContextLengthError(InputError):
 
 
 class TemplateError(InputError):
-    """Messages that cannot be rendered as a prompt."""
+    """Chat messages that cannot be rendered as a prompt."""
 
 
 class MissingVariableError(TemplateError):
-    """A chat template variable that the request does not set."""
+    """The chat template needs a variable that the request does not set."""
 
 
 class NoTemplateError(TemplateError):
@@ -103,7 +103,7 @@ class NoTemplateError(TemplateError):
 
 
 class NotSupportedError(InputError):
-    """A feature that is not implemented."""
+    """The request needs a feature that is not implemented."""
 
 
 class AuthenticationError(LoraxError):

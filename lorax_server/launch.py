@@ -29,7 +29,7 @@ class LogFormat(NamedTuple):
 
 
 def check_files(config: ServerConfig) -> None:
-    """Validate the files named in the settings before a model is downloaded."""
+    """Raise if a file that the settings name is invalid. This is called before the model is downloaded."""
     from lorax_server.server.access.keys import KeyRing  # noqa: PLC0415
     from lorax_server.server.schemas.examples import read_examples  # noqa: PLC0415
 

@@ -20,14 +20,14 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Start preparing an adapter in host memory. A `Prepared` message reports the result."""
+    """Tells the workers to prepare an adapter in host memory. `Prepared` reports the result."""
 
     spec: AdapterSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Start copying a prepared adapter to the device."""
+    """Tells the workers to copy a prepared adapter to the device."""
 
     identity: str
     index: int  # used in `StepPlan.adapter_indices`
@@ -36,7 +36,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Move an adapter to a lower position in the device buffer."""
+    """Tells the workers to move an adapter to a lower position in the device buffer."""
 
     index: int
     source: int
@@ -45,14 +45,14 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """Free an adapter index. Later steps do not use the index until another adapter is loaded with it."""
+    """Tells the workers to free an adapter index. Later steps do not use it until another adapter is loaded with it."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Drop a prepared adapter from host memory."""
+    """Tells the workers to drop a prepared adapter from host memory."""
 
     identity: str
 

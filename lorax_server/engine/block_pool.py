@@ -81,7 +81,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Release a sequence's blocks, given in token order.
 
-        Later blocks are reallocated first, since they are useless without the earlier blocks.
+        Later blocks are reallocated first, because they are useless without the earlier blocks.
         """
         for block in reversed(blocks):
             assert self._ref_counts[block] > 0, f"block {block} is not allocated"

@@ -135,9 +135,9 @@ class FairQueue:
         )
 
     def sort_running(self, running: Sequences[Sequence]) -> list[Sequence]:
-        """Sort running sequences: first the sequences within their tenant's share. `running` is sorted by arrival.
+        """Return the running sequences, with sequences within their tenant's share before all other sequences.
 
-        The first sequence stays first, so it always makes progress.
+        `running` is sorted by arrival. Its first sequence stays first, so that sequence always makes progress.
         """
         if not self.has_tenant_over_share:
             return list(running)

@@ -22,7 +22,7 @@ from lorax_server.types import Output, Request, SampledToken, SchedulerCounters,
 class Scheduler:
     """Assigns each step a number of tokens per sequence, for prefill and decode alike.
 
-    `schedule` may be called before the previous step has finished, since it needs only token counts. If a sequence
+    `schedule` may be called before the previous step has finished, because it needs only token counts. If a sequence
     turns out to be finished, its extra token is dropped.
     """
 

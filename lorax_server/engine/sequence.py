@@ -88,7 +88,7 @@ class Sequence:
     def append(self, token_id: int) -> FinishReason | None:
         """Append a token and the forced tokens that follow it. Return the finish reason, if any.
 
-        Stop strings are checked by the detokenizer.
+        Stop strings are checked outside the engine, by `Generation`.
         """
         token_ids = self.token_ids
         token_ids.append(token_id)

@@ -26,7 +26,7 @@ class BatchColumns(NamedTuple):
 
 
 class SubmittedStep(NamedTuple):
-    """A step in flight."""
+    """A submitted step whose result has not been applied yet."""
 
     number: int
     num_tokens: int

@@ -1,4 +1,4 @@
-"""Convert engine outputs of one request to text, until a stop rule applies."""
+"""Convert a request's engine outputs to text, until the completion stops."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

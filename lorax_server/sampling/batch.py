@@ -37,7 +37,7 @@ class SequenceSampling(DerivedCache):
 
     @property
     def modifies_logits(self) -> bool:
-        """Return True if penalties, biases, a watermark or forbidden tokens change the logits, also when greedy."""
+        """Return True if penalties, biases, a watermark or forbidden tokens change the logits of this sequence."""
         is_limited = self.min_new_tokens > 0 and bool(self.all_stop_token_ids)
         return is_limited or self.has_penalties or self.params.watermark or bool(self.params.logit_bias)
 
@@ -97,7 +97,7 @@ class Sampled(NamedTuple):
 
 
 class TopTokens(NamedTuple):
-    """The most likely tokens, for rows with `num_alternatives`."""
+    """The most likely tokens of each row that requests alternatives."""
 
     counts: dict[int, int]  # number of alternatives by row, in tensor order
     token_ids: torch.Tensor  # [rows with alternatives, maximum count]

@@ -107,7 +107,7 @@ class GeneralSampler:
         return Sampled(token_ids, logprobs, self._find_alternatives(scores, all_logprobs))
 
     def _apply_penalties(self, raw: torch.Tensor, history: History | None, masks: TokenMasks | None) -> torch.Tensor:
-        """Return the scores with masks, penalties and biases applied, or `raw` itself if no row has any."""
+        """Return the scores with masks, penalties and biases applied. Return `raw` itself if no row uses them."""
         if masks is None and not self.needs_tokens and self._bias is None and self._forbidden is None:
             return raw
         scores = raw.clone()

@@ -101,7 +101,7 @@ def make_sortable(scores: torch.Tensor) -> torch.Tensor:
 
 
 def count_tokens(token_ids: torch.Tensor, is_counted: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Count each token's occurrences per row where `is_counted` is True. Returns `[rows, vocabulary]`."""
+    """Return how often each token occurs in each row where `is_counted` is True, `[rows, vocabulary]`."""
     is_counted = is_counted & (token_ids < vocab_size)
     ids = torch.where(is_counted, token_ids, vocab_size)  # excluded tokens are counted in an extra column
     counts = torch.zeros(len(ids), vocab_size + 1, device=ids.device)

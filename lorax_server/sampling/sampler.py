@@ -111,7 +111,7 @@ class Sampler:
             sampled.logprobs[rows] = self._ops.gather_logprobs(logits[rows], sampled.token_ids[rows, None]).squeeze(-1)
 
     def _group_by_method(self, methods: Sequence[_Method]) -> list[_MethodGroup]:
-        """Return the rows grouped by sampling method. Each group has its own sampler. CPU only."""
+        """Return the rows of a CPU batch grouped by sampling method. Each group has its own sampler."""
         groups = []
         for method in dict.fromkeys(methods) or [_Method.GENERAL]:
             rows = [row for row, row_method in enumerate(methods) if row_method is method]

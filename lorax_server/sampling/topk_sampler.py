@@ -78,7 +78,7 @@ class TopKSampler:
             return _Candidates(token_ids.numpy(), scores, np.exp(scores - scores[:, :1]))
 
     def _sum_weights(self, logits: torch.Tensor, candidates: _Candidates, masks: _Masks) -> Floats:
-        """Return each row's total weight over all tokens, `[rows]`. Only rows with top-p need it."""
+        """Return each row's total weight over all tokens, `[rows]`. Only rows with top-p use the result."""
         if self._num_candidates == self._vocab_size:
             return candidates.weights.cumsum(-1)[:, -1]
         totals = np.ones(len(logits))

@@ -26,7 +26,7 @@ class CopyStream:
         self._stream = torch.cuda.Stream(device, priority=0)  # the lowest priority
 
     def pin(self, num_bytes: int) -> torch.Tensor:
-        """Allocate pinned host memory."""
+        """Allocate and return pinned host memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def wait_for_caller_stream(self) -> None:

@@ -126,7 +126,7 @@ class StepGraphs:
         self._planned: dict[GraphKey, bytes] = {}  # adapters of each graph's last replay
         self._capture = capture
         self._recorder = model.ops.make_recorder(most) if capture else None  # None for CUDA graphs
-        # Graph memory per size in descending order of size: decode steps, then mixed steps.
+        # Graph memory for each size, largest first, for decode steps and then for mixed steps.
         self.num_bytes: list[int] = []
         self._room = rotary_capacity(model)
         if capture and self._recorder is None:
@@ -155,7 +155,7 @@ class StepGraphs:
     def run(
         self, key: GraphKey, plan: StepPlan, tokens: StepTokens, adapter_data: AdapterBatchData | None
     ) -> torch.Tensor:
-        """Run a step with this graph. Return the hidden states of all tokens."""
+        """Run a step with this graph, and return the hidden states of all tokens."""
         count = len(tokens.slots)
         input_ids = self._inputs.write(plan, tokens, key.num_seqs)
         self._x[:count] = self._embed(input_ids, adapter_data)
@@ -214,7 +214,7 @@ class StepGraphs:
         )
 
     def _describe(self, size: int, segments: _Segments | None = None) -> AdapterBatchData:
-        """Return the adapter data of a padded batch. `segments` is None in graphs, because segments change."""
+        """Return the adapter data of a padded batch. In graphs, `segments` is None, because it changes per replay."""
         assert self._memory is not None
         padded = AdapterBatchMetadata(self._inputs.adapter_indices[:size], *(segments or ([], [])))
         return AdapterBatchData(padded, self._memory.arena, in_graph=segments is None)
@@ -282,7 +282,7 @@ class StepGraphs:
         )
 
     def _list_keys(self) -> Iterator[list[GraphKey]]:
-        """Yield the keys of each size in descending order of size: decode steps, then mixed steps."""
+        """Yield the graph keys of each size, largest first, for decode steps and then for mixed steps."""
         for is_mixed, sizes in ((False, self._sizes.decode), (True, self._sizes.mixed)):
             for size in reversed(sizes):
                 plain, adapted = GraphKey(size, is_mixed), GraphKey(size, is_mixed, has_adapters=True)

@@ -67,7 +67,7 @@ def find_max_num_seqs(config: EngineConfig, device: torch.device) -> int:
 
 
 def resolve_sizes(config: EngineConfig, model: PagedCausalLM) -> EngineConfig:
-    """Return the config with all sizes in bytes. They can be given in tokens or as a fraction of GPU memory."""
+    """Return the config with sizes in tokens, or as a fraction of GPU memory, converted to bytes."""
     if config.cache_tokens is not None:
         num_blocks = -(-config.cache_tokens // config.block_size)
         num_bytes = num_blocks * block_bytes(model, config.block_size)
@@ -128,7 +128,7 @@ def measure_step_memory(
     step_tokens: int,
     shape: CacheShape,
 ) -> StepMemory:
-    """Measure the step memory on a GPU by running the largest step and capturing the largest graphs."""
+    """Return the GPU memory for steps, measured by running the largest step and capturing the largest graphs."""
     if is_host(model.device):
         return StepMemory()
     data = None if memory is None else make_dummy_lora_batch(memory, step_tokens)

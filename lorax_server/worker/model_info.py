@@ -46,7 +46,7 @@ def reserve_rotary(model: PagedCausalLM, max_length: int) -> None:
 
 
 def rotary_capacity(model: PagedCausalLM) -> int:
-    """Return the number of positions that all RoPE tables cover."""
+    """Return the size of the smallest RoPE table, in positions."""
     return min((len(m.cos) for m in model.modules() if isinstance(m, RotaryEmbedding)), default=sys.maxsize)
 
 

@@ -49,7 +49,7 @@ def build_padded_runner(config: EngineConfig) -> tuple[Capabilities, "PaddedRunn
 
 
 def padded_capabilities(model: PaddedLM, max_num_seqs: int, max_length: int | None) -> Capabilities:
-    """Return the capabilities of a `PaddedRunner`. It has no KV blocks, so `num_blocks` suffices for all slots."""
+    """Return the capabilities of a `PaddedRunner`. It has no KV cache blocks, so `num_blocks` is never a limit."""
     longest = max_positions(model.config)
     max_length = longest if max_length is None else min(max_length, longest)
     return Capabilities(

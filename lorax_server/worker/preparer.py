@@ -29,8 +29,8 @@ MAX_PAUSE_S = 0.02  # maximum pause while the engine thread is busy
 class Preparer:
     """Prepares adapters for one rank and keeps them in host memory.
 
-    All ranks prepare the same adapters in the same order. They use a separate process group, so that these collectives
-    do not interfere with collectives in steps.
+    All ranks prepare the same adapters in the same order. They use a separate process group, because their collectives
+    must not interfere with collectives in steps.
     """
 
     def __init__(

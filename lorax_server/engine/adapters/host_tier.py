@@ -80,7 +80,7 @@ class HostTier:
     def free_space(self, num_bytes: int, is_overdue: bool) -> bool:
         """Evict adapters until `num_bytes` are free, and return True on success.
 
-        If too few bytes can be freed, evict adapters only for an overdue adapter.
+        If too few bytes can be freed, evict nothing, unless the waiting adapter is overdue.
         """
         left, victims = self.bytes_used, []
         droppable = self._find_droppable(include_started=is_overdue)

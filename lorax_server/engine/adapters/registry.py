@@ -1,4 +1,4 @@
-"""Registry of resolved adapters, up to a limit."""
+"""Registry of resolved adapters, with a size limit."""
 
 import math
 from collections import OrderedDict

@@ -85,7 +85,7 @@ class AdapterResolver:
         return len(self._unfinished)
 
     def resolve(self, refs: Sequence[AdapterRef], merge: Merge | None = None) -> "Future[SpecAndResolved]":
-        """Resolve adapter names, and return a future. Errors are set on the future. The caller may cancel it."""
+        """Resolve adapter names, and return a future. Errors are set on the future, which the caller may cancel."""
         try:
             _check_request(refs, merge)
             adapters = [self._find(ref) for ref in refs]

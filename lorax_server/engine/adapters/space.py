@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExtentMove:
-    """Moves an adapter's units from `source` down to `target`."""
+    """A planned move of an adapter's units from `source` down to `target`."""
 
     key: Hashable
     source: int
@@ -176,7 +176,7 @@ class AdapterSpace:
         return best
 
     def _vacate(self, start: int, stop: int) -> None:
-        """Turn a range into a hole as soon as no step can access it."""
+        """Turn a range of units into a hole, as soon as no step can access the range."""
         if self._last_step == self._num_completed:
             self._add_hole(start, stop)
         else:

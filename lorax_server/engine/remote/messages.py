@@ -114,7 +114,7 @@ class AdaptersReply(Reply[list[AdapterState]], frozen=True):
 
 
 class Done(Reply[None], frozen=True):
-    """Reply: the adapter was loaded, unloaded or forgotten."""
+    """The reply after an adapter was loaded, unloaded or forgotten."""
 
     result: None = None
 
@@ -176,7 +176,7 @@ def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[Received]) -> Received
 
 
 def _to_builtin(value: object) -> object:
-    """Convert mappings, sets and sequences to types that msgpack supports."""
+    """Return a mapping, set or sequence as a type that msgpack supports."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Set | Sequence):

@@ -79,7 +79,7 @@ class RemoteEngine:
     # --- Requests and queries -----------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        """Yield one output at a time. Otherwise the same as `stream`."""
+        """Yield the outputs of a request, one at a time. `stream` yields them in lists."""
         async with aclosing(self.stream(request)) as stream:
             async for outputs in stream:
                 for output in outputs:
