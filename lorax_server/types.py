@@ -277,7 +277,7 @@ class SchedulerCounters:
     steps: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
-    prefix_tokens: int = 0  # prompt tokens found in the prefix cache
+    prefix_tokens: int = 0  # tokens found in the prefix cache
     chunks: int = 0  # prefill chunks that did not complete a prompt
     preemptions: int = 0  # preemptions because of too few free KV blocks
     fairness_preemptions: int = 0  # preemptions for tenants below their share
