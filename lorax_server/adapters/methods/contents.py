@@ -49,7 +49,7 @@ class AdapterContents:
         self._share_tied_rows()
         self._check_complete()
         self.vocab_size = self._find_vocab_size()
-        self.input_scales = self._assign_input_scales()  # see `_assign_input_scales`
+        self.input_scales = self._assign_input_scales()
         for module, keys in self.keys.items():
             self._check_roles(targets[module], keys)
             for role, key in keys.items():

@@ -180,7 +180,7 @@ def _expires_at(_: RefKey, base_type: str | None, now: float) -> float:
 
 
 def _find_inode(path: Path) -> Stamp | None:
-    """Return the folder's device and inode. They change if the path, a link, points to another folder."""
+    """Return the folder's device and inode. They change if the path is a link and its target changes."""
     status = stat_or_none(path)
     return None if status is None else (status.st_dev, status.st_ino)
 

@@ -59,7 +59,7 @@ class HubSource(RemoteSource):
         self._tls = httpx2.create_ssl_context()
 
     def authorize(self, name: str, token: str | None) -> None:
-        """Raise an error unless the token can read a file. The file list is no check: gated repositories publish it."""
+        """Raise an error unless the token can read a file. (Even gated repositories have a public file list.)"""
         repo, revision = self._parse(name)
         if self._offline:
             return

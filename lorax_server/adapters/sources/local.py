@@ -36,7 +36,7 @@ class LocalSource(Source):
     def find_watched_paths(self, name: str) -> WatchedPaths:
         """Return the possible adapter and template folders below each root.
 
-        Roots after the first match are skipped. They cannot contain the adapter, and a hanging file system must not
+        Roots after the first match are skipped. They are not used, and a hanging file system must not
         block the request.
         """
         roots = []
