@@ -24,7 +24,7 @@ def in_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("in_benchmarks")
-def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_shows_which_goals_are_met(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from harness.report import Record, report
 
     records = [

@@ -90,7 +90,7 @@ def run(folder: Path, tests: str) -> dict[str, str]:
     return found | dict(re.findall(r"ERROR at teardown of (\w+) _+\nleft behind:\n((?:  .*\n)+)", done.stdout))
 
 
-def test_what_is_left_behind_is_named(tmp_path: Path) -> None:
+def test_leaked_resources_are_reported_by_name(tmp_path: Path) -> None:
     left = run(tmp_path, TESTS)
     said = {
         "test_thread": r"thread 'the lost one' \(runs wait_long, at .*test_it.py:\d+\)",
@@ -107,7 +107,7 @@ def test_what_is_left_behind_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fixtures_of_modules_hold_things_until_they_end(tmp_path: Path) -> None:
+def test_fixture_leaks_are_reported_after_module(tmp_path: Path) -> None:
     left = run(tmp_path, SHARED)
     *before, last = left
     assert not any(left[name] for name in before)
@@ -118,5 +118,5 @@ def test_fixtures_of_modules_hold_things_until_they_end(tmp_path: Path) -> None:
     assert re.fullmatch(r"  thread .*, made by test_with_a_thread_beside_it", of_test)
 
 
-def test_it_looks_at_this_test_too(request: pytest.FixtureRequest) -> None:
+def test_leak_detection_is_active(request: pytest.FixtureRequest) -> None:
     assert request.config.pluginmanager.hasplugin("tests.leaks")

@@ -170,7 +170,7 @@ def in_submit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Calla
 # --- The same as transformers and PEFT --------------------------------------------------------------------------------
 
 
-def test_cache_size_in_tokens(world: World) -> None:
+def test_cache_tokens_are_rounded_up_to_blocks(world: World) -> None:
     settings = {name: value for name, value in SMALL.items() if name != "cache_bytes"}
     with LLM(world.model, **settings | {"cache_tokens": 100, "block_size": 16}) as llm:
         assert llm.status.num_blocks == 7
@@ -204,12 +204,12 @@ def test_mixed_adapters_match_single_requests(world: World, llm: LLM) -> None:
 @pytest.mark.parametrize(
     "prompts", ["hello", ["hello"], ("hello",), [[108, 109, 110]], [108, 109, 110], (108, 109, 110)]
 )
-def test_single_prompt_forms(prompts: Any, world: World, llm: LLM) -> None:
+def test_single_prompt_may_be_text_tokens_or_list(prompts: Any, world: World, llm: LLM) -> None:
     prompt = "hello" if "hello" in prompts else [108, 109, 110]
     assert texts(llm.generate(prompts, stop=STOP)) == [world.answer(prompt)[1]]
 
 
-def test_numpy_and_torch_token_ids(llm: LLM) -> None:
+def test_numpy_and_torch_token_ids_match_list(llm: LLM) -> None:
     ids = torch.tensor([108, 109, 110])
     (plain,) = llm.generate([108, 109, 110], stop=STOP)
     for given in (ids, ids.numpy(), [ids], [ids.numpy()], torch.stack([ids]), ids.numpy()[None]):
@@ -218,7 +218,7 @@ def test_numpy_and_torch_token_ids(llm: LLM) -> None:
         assert replace(completion, logprobs=plain.logprobs) == plain
 
 
-def test_empty_prompt_list(llm: LLM) -> None:
+def test_empty_prompt_list_returns_no_completions(llm: LLM) -> None:
     assert llm.generate([]) == []
     assert llm.generate([], adapter=[]) == []
 
@@ -228,7 +228,7 @@ def test_one_adapter_for_all_prompts(world: World, llm: LLM) -> None:
     assert texts(llm.generate(TEXTS, stop=STOP, adapter="second")) == expected
 
 
-def test_no_queue_limit(llm: LLM) -> None:
+def test_number_of_prompts_is_not_limited(llm: LLM) -> None:
     """Accept any number of prompts. A server rejects more than 10,000 waiting requests by default."""
     assert llm._engine._scheduler.limits.max_waiting is None
     completions = llm.generate([[5, 6]] * 300, stop=StopParams(max_new_tokens=1))
@@ -246,7 +246,7 @@ def test_sampling_is_independent_of_batch(llm: LLM) -> None:
     assert other.token_ids != together[0].token_ids
 
 
-def test_prompt_logprobs_and_alternatives(world: World, llm: LLM) -> None:
+def test_prompt_logprobs_and_alternatives_match_transformers(world: World, llm: LLM) -> None:
     prompts = [world.ids(TEXTS[0]), [7]]
     found = llm.generate(prompts, SamplingParams(num_alternatives=3), STOP, prompt_logprobs=True)
     check_logprobs(world.base, prompts, found)
@@ -301,7 +301,7 @@ def test_stop_string_does_not_affect_other_prompts(world: World, llm: LLM) -> No
     assert texts(llm.generate(TEXTS, stop=stop)) == expected
 
 
-def test_stop_tokens_and_custom_eos(world: World, llm: LLM) -> None:
+def test_stop_and_eos_token_ids_set_finish_reason(world: World, llm: LLM) -> None:
     tokens, _ = world.answer(TEXTS[1])
     (stopped,) = llm.generate(TEXTS[1], stop=StopParams(stop_token_ids=frozenset({tokens[3]})))
     assert stopped.token_ids == tokens[: tokens.index(tokens[3]) + 1]
@@ -344,7 +344,7 @@ def test_garbage_collected_stream_releases_everything(llm: LLM) -> None:
     assert_idle(llm)
 
 
-def test_stream_collected_during_step(llm: LLM, in_submit: Any) -> None:
+def test_garbage_collection_of_stream_during_step_is_safe(llm: LLM, in_submit: Any) -> None:
     """The garbage collector may run at any time, also in a thread that holds the lock."""
 
     def forget() -> "weakref.ref[Any]":
@@ -368,7 +368,7 @@ def test_stream_collected_during_step(llm: LLM, in_submit: Any) -> None:
     assert_idle(llm)
 
 
-def test_interleaved_streams(world: World, llm: LLM) -> None:
+def test_interleaved_streams_match_single_requests(world: World, llm: LLM) -> None:
     names = [None, "first", "second"]
     streams = [llm.stream(TEXTS[i], stop=STOP, adapter=name) for i, name in enumerate(names)]
     found = [""] * len(streams)
@@ -382,7 +382,7 @@ def test_interleaved_streams(world: World, llm: LLM) -> None:
     assert found == [world.answer(TEXTS[i], name)[1] for i, name in enumerate(names)]
 
 
-def test_stream_during_generate(world: World, llm: LLM) -> None:
+def test_stream_continues_after_generate(world: World, llm: LLM) -> None:
     stream = llm.stream(TEXTS[0], stop=STOP)
     first = next(stream)
     assert texts(llm.generate(TEXTS[1:3], stop=STOP)) == [world.answer(text)[1] for text in TEXTS[1:3]]
@@ -392,7 +392,7 @@ def test_stream_during_generate(world: World, llm: LLM) -> None:
 # --- Threads ----------------------------------------------------------------------------------------------------------
 
 
-def test_concurrent_threads(world: World, llm: LLM) -> None:
+def test_threads_sharing_llm_get_correct_completions(world: World, llm: LLM) -> None:
     names = [None, *world.adapters]
     expected = {name: [world.answer(text, name)[1] for text in TEXTS] for name in names}
 
@@ -561,14 +561,14 @@ def test_invalid_prompt_fails_only_its_completion(prompt: Any, message: str, wor
     assert texts([first, last]) == [world.answer(TEXTS[0])[1], world.answer(TEXTS[1])[1]]
 
 
-def test_invalid_arguments(llm: LLM) -> None:
+def test_invalid_arguments_raise_input_error(llm: LLM) -> None:
     with pytest.raises(InputError, match="2 prompts, but 1 adapters"):
         llm.generate(["a", "b"], adapter=["first"])
     with pytest.raises(InputError, match=r"on_error must be 'raise' or 'return' \(got 'ignore'\)"):
         llm.generate("a", on_error="ignore")
 
 
-def test_error_during_generation(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_during_generation_keeps_partial_text(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make logits NaN during generation. The text so far is kept."""
     plain = llm.generate(TEXTS[:2], stop=STOP)
     executor = llm._engine._executor
@@ -639,7 +639,7 @@ def test_nan_adapter_does_not_affect_other_adapters(world: World, tmp_path: Path
 # --- Adapter locations ------------------------------------------------------------------------------------------------
 
 
-def test_adapter_folder(world: World, tmp_path: Path) -> None:
+def test_adapters_outside_folder_are_not_found(world: World, tmp_path: Path) -> None:
     with LLM(str(world.model), str(world.root), **SMALL) as llm:
         for name in ("first", str(world.root / "second")):
             expected = world.answer("hello", Path(name).name)[1]
@@ -650,7 +650,9 @@ def test_adapter_folder(world: World, tmp_path: Path) -> None:
         assert_idle(llm)
 
 
-def test_named_adapter_folders(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_names_can_map_to_paths_and_links(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Use relative paths, two names for one folder, and links as in the cache of the hub."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
     shutil.copytree(world.adapters["second"], blobs)
@@ -672,7 +674,7 @@ def test_named_adapter_folders(world: World, tmp_path: Path, monkeypatch: pytest
     assert status.adapters_prepared == 3  # both names share one adapter
 
 
-def test_no_adapters(world: World) -> None:
+def test_llm_without_adapters_rejects_adapter(world: World) -> None:
     nothings: list[Any] = [None, {}]
     for adapters in nothings:
         with LLM(world.model, adapters, **SMALL) as llm:
@@ -681,7 +683,7 @@ def test_no_adapters(world: World) -> None:
                 llm.generate("hello", adapter="first")
 
 
-def test_replaced_adapter_files(world: World, tmp_path: Path) -> None:
+def test_replaced_adapter_files_are_used_by_next_request(world: World, tmp_path: Path) -> None:
     folder = tmp_path / "changing"
     shutil.copytree(world.adapters["first"], folder)
     with LLM(world.model, {"x": folder}, **SMALL) as llm:
@@ -701,7 +703,7 @@ def test_replaced_adapter_files(world: World, tmp_path: Path) -> None:
         assert_idle(llm)
 
 
-def test_start_seconds_by_phase(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_start_seconds_lists_all_phases(world: World, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="lorax_server"), LLM(world.model, world.adapters, **SMALL) as llm:
         assert list(llm.start_seconds) == ["tokenizer", "imports", "kernels", "weights", "memory", "graphs", "adapters"]
         assert all(seconds >= 0 for seconds in llm.start_seconds.values())
@@ -710,7 +712,7 @@ def test_start_seconds_by_phase(world: World, caplog: pytest.LogCaptureFixture) 
     assert sum(record.message.startswith("memory: weights ") for record in caplog.records) == 1
 
 
-def test_load_pin_and_unload(world: World) -> None:
+def test_pinned_adapter_stays_loaded_until_unload(world: World) -> None:
     with LLM(world.model, world.adapters, **SMALL | {"adapter_bytes": 14_000}) as llm:  # room for one
         llm.load_adapter("first")
         assert (llm.status.adapters_on_device, llm.status.adapters_loaded) == (1, 1)
@@ -727,7 +729,7 @@ def test_load_pin_and_unload(world: World) -> None:
         assert_idle(llm)
 
 
-def test_adapter_with_tokenizer(world: World, tmp_path: Path) -> None:
+def test_adapter_with_added_tokens_matches_peft(world: World, tmp_path: Path) -> None:
     """An adapter adds tokens that the base model lacks: they are tokenized, served and shown as by PEFT."""
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(ADDED[:-1])
@@ -824,7 +826,7 @@ def _not_here(*args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_other_architecture(tmp_path: Path, world: World) -> None:
+def test_fallback_architecture_matches_transformers(tmp_path: Path, world: World) -> None:
     config = SERVED["codegen"]()
     assert config.model_type not in MODELS
     oracle, tokenizer = make_model(config), make_tokenizer()
@@ -850,7 +852,7 @@ def test_other_architecture(tmp_path: Path, world: World) -> None:
 # --- Progress bar -----------------------------------------------------------------------------------------------------
 
 
-def test_progress_bar_on_request(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_argument_shows_bar(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     llm.generate(TEXTS, stop=STOP, progress=True)
     shown = capfd.readouterr().err
     assert "4/4" in shown
@@ -861,7 +863,7 @@ def test_progress_bar_on_request(llm: LLM, capfd: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(("prompts", "is_shown"), [(TEXTS, True), (TEXTS[:1], False)])
-def test_progress_bar_on_terminal(
+def test_progress_bar_is_shown_on_terminal_for_many_prompts(
     prompts: list[str], is_shown: bool, llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
@@ -900,7 +902,7 @@ def test_llm_is_usable_after_sigint(number: int, world: World, llm: LLM, in_subm
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_sigint_between_steps(
+def test_sigint_between_steps_leaves_engine_idle(
     world: World, llm: LLM, monkeypatch: pytest.MonkeyPatch, interrupt: Callable[[], None]
 ) -> None:
     monkeypatch.setattr(llm, "_finish", lambda *_: interrupt())

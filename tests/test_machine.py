@@ -72,13 +72,13 @@ def test_cgroup_limits_cores(
 
 
 @pytest.mark.parametrize("limit", ["max", 2**62, ""])
-def test_unlimited_cgroup(limit: object, tmp_path: Path) -> None:
+def test_unlimited_cgroup_uses_physical_memory(limit: object, tmp_path: Path) -> None:
     write(tmp_path, {**NEW, "memory.max": limit})
     assert machine_bytes() == PHYSICAL
     assert 0 < free_bytes() < PHYSICAL
 
 
-def test_no_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cgroup_uses_physical_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine_bytes() == PHYSICAL
     monkeypatch.setattr("builtins.open", _no_file)  # nor is it Linux
     assert free_bytes() == PHYSICAL // 2

@@ -33,7 +33,7 @@ def test_class_names_are_unique() -> None:
 
 
 @pytest.mark.parametrize("words", [("what", "who", "whoever", "whether", "how", "where", "which", "whose")])
-def test_docstrings_do_not_start_with_what(words: tuple[str, ...]) -> None:
+def test_docstrings_do_not_start_with_vague_words(words: tuple[str, ...]) -> None:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = {
         f"{name}:{getattr(node, 'name', 'module')}": ast.get_docstring(node) or ""

@@ -40,7 +40,7 @@ def refused(kind: type, field: str, value: Any, named: str) -> None:
 
 
 @pytest.mark.parametrize("field", NUMBERS)
-def test_sampling_number_ranges(field: str) -> None:
+def test_sampling_numbers_out_of_range_are_rejected(field: str) -> None:
     good, bad = NUMBERS[field]
     for value in good:
         assert getattr(SamplingParams(**{field: value}), field) == value
@@ -55,7 +55,7 @@ def test_temperature_error_names_limit(value: float) -> None:
 
 
 @pytest.mark.parametrize("field", COUNTS)
-def test_sampling_counts(field: str) -> None:
+def test_invalid_sampling_counts_are_rejected(field: str) -> None:
     named, good, bad = COUNTS[field]
     for value in good:
         assert getattr(SamplingParams(**{field: value}), field) == value
@@ -64,14 +64,14 @@ def test_sampling_counts(field: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["do_sample", "watermark", "raw_logprobs"])
-def test_sampling_flags(field: str) -> None:
+def test_non_boolean_sampling_flags_are_rejected(field: str) -> None:
     settings: dict[str, Any] = {field: True}
     assert getattr(SamplingParams(**settings), field) is True
     for value in NO_FLAG:
         refused(SamplingParams, field, value, field)
 
 
-def test_logit_bias_values() -> None:
+def test_invalid_logit_bias_is_rejected() -> None:
     assert SamplingParams(logit_bias={0: -100, 5: 1.5}).logit_bias == {0: -100, 5: 1.5}
     for value in (*MAPPINGS, *BIASES):
         refused(SamplingParams, "logit_bias", value, "logit_bias")
@@ -99,7 +99,7 @@ def test_greedy_without_sampling_or_temperature(params: SamplingParams, greedy: 
     assert params.is_greedy is greedy
 
 
-def test_token_limits() -> None:
+def test_invalid_token_limits_are_rejected() -> None:
     assert StopParams(max_new_tokens=10**30, min_new_tokens=10**30).min_new_tokens == 10**30
     for value in (0, *NO_COUNT):
         refused(StopParams, "max_new_tokens", value, "max_new_tokens")
@@ -114,7 +114,7 @@ def test_minimum_above_maximum_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("field", ["eos_token_ids", "stop_token_ids"])
-def test_stop_token_ids(field: str) -> None:
+def test_invalid_stop_token_ids_are_rejected(field: str) -> None:
     settings: dict[str, Any] = {field: frozenset({0, 5})}
     assert getattr(StopParams(**settings), field) == {0, 5}
     for token in NO_COUNT:
@@ -124,7 +124,7 @@ def test_stop_token_ids(field: str) -> None:
         refused(StopParams, field, value, field)
 
 
-def test_stop_strings() -> None:
+def test_invalid_stop_strings_are_rejected() -> None:
     assert StopParams(stop_strings=("\n", " ")).stop_strings == ("\n", " ")
     for value in (("a", ""), ("",), (None,), (5,), (b"a",), (True,), (["a"],), None, 5, True):
         refused(StopParams, "stop_strings", value, "stop")
@@ -135,14 +135,14 @@ def test_single_string_is_not_a_list() -> None:
 
 
 @pytest.mark.parametrize("field", ["ignore_eos", "include_stop"])
-def test_stop_flags(field: str) -> None:
+def test_non_boolean_stop_flags_are_rejected(field: str) -> None:
     settings: dict[str, Any] = {field: True}
     assert getattr(StopParams(**settings), field) is True
     for value in NO_FLAG:
         refused(StopParams, field, value, field)
 
 
-def test_all_stop_token_ids() -> None:
+def test_ignore_eos_excludes_eos_from_stop_token_ids() -> None:
     both: dict[str, Any] = {"eos_token_ids": frozenset({1, 2}), "stop_token_ids": frozenset({2, 3})}
     assert StopParams(**both).all_stop_token_ids == {1, 2, 3}
     assert StopParams(**both, ignore_eos=True).all_stop_token_ids == {2, 3}

@@ -319,7 +319,7 @@ WRAPPER_PREFIXES += ["_forward_module." + PEFT, PEFT + "_fsdp_wrapped_module."]
         *((f"{x}", None) for x in ("lora_velora_embed", "lora_monteclora_sampler.default.std_prior")),
     ],
 )
-def test_current_and_early_key_names(prefix: str, suffix: str, part: TensorRole | None) -> None:
+def test_current_and_early_key_names_are_assigned(prefix: str, suffix: str, part: TensorRole | None) -> None:
     for module in (Q, "model.embed_tokens", "lm_head"):
         key = f"{prefix}{module}.{suffix}"
         assert assigned_keys([key], LLAMA) == ({} if part is None else {module: {part: key}})
@@ -336,7 +336,7 @@ def test_current_and_early_key_names(prefix: str, suffix: str, part: TensorRole 
         ("embed_tokens.weight", LLAMA, "model.embed_tokens"),
     ],
 )
-def test_module_names_without_leading_components(key: str, modules: list[str], module: str) -> None:
+def test_leading_name_components_may_be_missing(key: str, modules: list[str], module: str) -> None:
     assert assigned_keys([key], modules)[module] in ({part: key} for part in TensorRole)
 
 

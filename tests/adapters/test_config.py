@@ -60,7 +60,7 @@ def module_names() -> tuple[str, ...]:
         ({"rank_pattern": {"k_proj": 3}, "alpha_pattern": None, "use_rslora": None}, 8, 1.5),
     ],
 )
-def test_rank_and_scale(changes: dict[str, Any], rank: int, scale: float) -> None:
+def test_rank_and_scale_follow_config(changes: dict[str, Any], rank: int, scale: float) -> None:
     config = parse(**changes)
     assert config.rank(Q_PROJ) == rank
     assert config.scale(Q_PROJ) == scale

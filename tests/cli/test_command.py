@@ -189,7 +189,7 @@ def test_gpu_detection_does_not_import_torch(monkeypatch: pytest.MonkeyPatch) ->
         cli.detect_device()
 
 
-def test_device_probe_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_device_probe_detects_cuda(capsys: pytest.CaptureFixture[str]) -> None:
     exec(cli.DEVICE_PROBE_CODE)
     assert (capsys.readouterr().out == "cuda\n") == torch.cuda.is_available()
 
@@ -250,7 +250,7 @@ def test_unexpected_exceptions_propagate(model: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["serve", "--help"], ["chat", "-h"], ["bench", "-h"]])
-def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_usage_and_examples(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 0
     shown = capsys.readouterr()
     assert "usage: lorax" in shown.out
@@ -258,7 +258,7 @@ def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert not shown.err
 
 
-def test_versions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_flags_print_package_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-V"]) == main(["serve", "--version"]) == launcher(["-V"]) == 0
     assert set(capsys.readouterr().out.split("\n")) == {"lorax_server 0.1.0", ""}
 
@@ -278,7 +278,7 @@ def test_python_m_runs_command(model: Path) -> None:
     assert lines[-1] == str(model)
 
 
-def test_download_weights(
+def test_download_weights_prints_model_folder(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[Any] = []
@@ -348,7 +348,7 @@ def test_generate_sends_sampling_parameters(server: Server, argv: list[str], exp
     assert server.bodies("/generate_stream")[0]["parameters"] == {"stop": [], "details": False, **expected}
 
 
-def test_generate_without_streaming(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_generate_can_disable_streaming(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     server.replies["/generate"] = lambda _: (200, {"generated_text": " blue", "details": {"generated_tokens": 1}})
     monkeypatch.setattr(sys, "stdin", io.StringIO("The sky is"))
     assert main(["generate", "-", "--no-stream", "--details", "--api-key", "secret"]) == 0
@@ -532,7 +532,7 @@ LISTED = {
 }  # fmt: skip
 
 
-def test_adapter_list_table(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapter_list_is_printed_as_table(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     server.replies["/v1/adapters"] = lambda _: (200, LISTED)
     assert main(["adapters"]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -605,7 +605,9 @@ def test_adapter_changes_use_admin_key(
 # --- bench
 
 
-def test_bench(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_writes_figures_and_uses_all_adapters(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     server.replies["/generate_stream"] = answer("a", "b")
     argv = ["--requests", "6", "--concurrency", "3", "--adapter", "x", "--adapter", "y", "--prompt-tokens", "4"]
     assert main(["bench", *argv, "--json", str(tmp_path / "out.json")]) == 0
@@ -640,7 +642,7 @@ def test_bench_counts_failures(server: Server, capsys: pytest.CaptureFixture[str
     }
 
 
-def test_bench_without_server(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_fails_without_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--requests", "2", "--url", "http://127.0.0.1:9"]) == 1
     assert "failed 2 times: cannot connect to a server" in capsys.readouterr().out
 
@@ -651,13 +653,13 @@ def test_unwritable_json_file_is_an_error(server: Server, capsys: pytest.Capture
     assert "cannot be written: No such file" in capsys.readouterr().err
 
 
-def test_quantiles() -> None:
+def test_quantiles_ignore_missing_values() -> None:
     assert quantiles([None, *range(1, 101)]) == {"p50": 50, "p95": 95, "p99": 99}
     assert quantiles([3.0]) == {"p50": 3.0, "p95": 3.0, "p99": 3.0}
     assert quantiles([]) == {"p50": None, "p95": None, "p99": None}
 
 
-def test_time_between_tokens() -> None:
+def test_summary_excludes_failed_requests() -> None:
     samples = [RequestTiming(1.0, 3.0, 5), RequestTiming(1.0, 1.0, 1), RequestTiming(error="x", total_s=9.0, tokens=4)]
     figures = summarize(samples, 2.0)
     assert figures["per_token_s"]["p99"] == 0.5

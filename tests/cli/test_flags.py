@@ -176,13 +176,13 @@ def test_flag_overrides_environment_variable() -> None:
 
 
 @pytest.mark.parametrize("text", ["true", "TRUE", "1", "Yes", "on"])
-def test_true_switch_values(text: str) -> None:
+def test_true_spellings_enable_switch(text: str) -> None:
     assert read("", {"JSON_OUTPUT": text}).values["json_output"] is True
     assert read(f"--json-output {text}").values["json_output"] is True
 
 
 @pytest.mark.parametrize("text", ["false", "False", "0", "no", "off"])
-def test_false_switch_values(text: str) -> None:
+def test_false_spellings_disable_switch(text: str) -> None:
     assert read("", {"JSON_OUTPUT": text, "TRUST_REMOTE_CODE": text}).values["json_output"] is False
 
 
@@ -194,11 +194,11 @@ def test_switch_without_value_is_true() -> None:
     ("text", "size"),
     [("4096", 4096), ("4k", 4096), ("512M", 2**29), ("4G", 2**32), ("1.5 GiB", 3 * 2**29), ("2TB", 2**41)],
 )
-def test_size_suffixes(text: str, size: int) -> None:
+def test_size_suffixes_are_parsed(text: str, size: int) -> None:
     assert read("", {"LORAX_CACHE_BYTES": text}).values["cache_bytes"] == size
 
 
-def test_repeated_flags() -> None:
+def test_repeated_flags_form_list() -> None:
     parsed = read("--preloaded-adapter-ids a --preloaded-adapter-ids b", {"CORS_ALLOW_ORIGIN": "http://a, http://b,"})
     assert parsed.values["preloaded_adapter_ids"] == ("a", "b")
     assert parsed.values["cors_allow_origin"] == ("http://a", "http://b")
@@ -290,7 +290,7 @@ def test_ignored_flags_log_a_warning() -> None:
 # --- model
 
 
-def test_command_defaults() -> None:
+def test_serve_and_launcher_have_different_defaults() -> None:
     parsed = parse([], {}, "launcher")
     made = parsed.make_config(Path("/model"))
     assert (parsed.model_id, made.host, made.port) == ("mistralai/Mistral-7B-Instruct-v0.1", "0.0.0.0", 3000)
@@ -357,7 +357,7 @@ def test_missing_demo_model_is_reported(shipped: Path) -> None:
         ("--model-id /a@b --revision v1", ("/a@b", "v1")),
     ],
 )
-def test_model_revisions(line: str, expected: tuple[str, str | None]) -> None:
+def test_model_revision_is_parsed(line: str, expected: tuple[str, str | None]) -> None:
     parsed = read(line)
     assert (parsed.model_id, parsed.revision) == expected
 
@@ -388,7 +388,7 @@ def test_invalid_revisions_are_rejected(line: str, message: str) -> None:
         ("--model-id s3://other/base --s3-bucket bucket", {}, "s3://other/base"),
     ],
 )
-def test_s3_model_locations(line: str, environ: dict[str, str], location: str) -> None:
+def test_s3_model_location_is_parsed(line: str, environ: dict[str, str], location: str) -> None:
     parsed = read(f"{line} --source s3", environ)
     assert (parsed.model_source, parsed.model_location) == ("s3", location)
 
@@ -412,7 +412,7 @@ def test_s3_model_locations(line: str, environ: dict[str, str], location: str) -
         ("--num-shard 2", "0,1,2,3", 2),
     ],
 )
-def test_number_of_shards(line: str, visible: str, ranks: int) -> None:
+def test_number_of_shards_follows_flags_and_visible_gpus(line: str, visible: str, ranks: int) -> None:
     for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
         parsed = read(line, {name: visible})
         assert parsed.make_config(Path("/model"), "cuda").engine.tensor_parallel == ranks
@@ -453,7 +453,7 @@ def test_cache_size_in_tokens_and_fractions() -> None:
 # --- adapters and their sources
 
 
-def test_preloaded_adapters() -> None:
+def test_preload_includes_static_adapter_once() -> None:
     first = "--preloaded-adapter-ids a/x --preloaded-adapter-ids p/y --preloaded-adapter-source s3"
     made = config(f"--adapter-id a/x {first} --s3-bucket b")
     assert made.static_adapter == ("hub", "a/x")
@@ -509,7 +509,7 @@ def test_default_adapter_source(line: str, source: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["HUGGING_FACE_HUB_TOKEN", "HF_TOKEN", "HF_API_TOKEN"])
-def test_hub_token_variables(name: str) -> None:
+def test_hub_token_is_shared_with_callers_only_on_request(name: str) -> None:
     parsed = read("", {name: " hf_x\n", "HUGGING_FACE_HUB_TOKEN_": "no"})
     assert parsed.token == "hf_x"
     assert parsed.make_config(Path("/model")).engine.sources.hub_token is None, "not for callers"
@@ -523,7 +523,7 @@ def test_container_hostname_is_ignored() -> None:
     assert config("--hostname localhost", {"HOSTNAME": "10.0.0.1"}).host == "localhost"
 
 
-def test_additional_environment_variables(tmp_path: Path) -> None:
+def test_hub_and_log_variables_are_read(tmp_path: Path) -> None:
     made = config("", {"HF_HUB_OFFLINE": "1", "HUGGINGFACE_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": "http://hub"})
     assert made.engine.sources == SourceConfig(cache=tmp_path, hub=True, hub_offline=True, hub_endpoint="http://hub")
     assert read("", {"HOME": "/home/me"}).cache == Path("/home/me/.cache/lorax")
@@ -540,5 +540,5 @@ def test_additional_environment_variables(tmp_path: Path) -> None:
         ("", {}, None),
     ],
 )
-def test_s3_endpoint_variables(line: str, environ: dict[str, str], endpoint: str | None) -> None:
+def test_s3_endpoint_is_read_from_environment(line: str, environ: dict[str, str], endpoint: str | None) -> None:
     assert config(line, environ).engine.sources.s3_endpoint == endpoint

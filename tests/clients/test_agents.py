@@ -56,7 +56,7 @@ def is_streamed(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def test_run(server: Server, short: Question, by_responses: bool, is_streamed: bool) -> None:
+def test_agent_run_matches_plain_chat(server: Server, short: Question, by_responses: bool, is_streamed: bool) -> None:
     agent = Agent("teller", model=short.model, model_settings=ModelSettings(temperature=0, max_tokens=LENGTH))
     result, kinds = run(agent, server, by_responses, is_streamed)
     assert result.final_output == short.chat.text
@@ -72,7 +72,9 @@ def test_structured_output(tool_server: Server, by_responses: bool, is_streamed:
 
 
 @pytest.mark.parametrize("choice", ["required", "tell"])
-def test_function_call(tool_server: Server, by_responses: bool, is_streamed: bool, choice: str) -> None:
+def test_forced_function_call_returns_valid_arguments(
+    tool_server: Server, by_responses: bool, is_streamed: bool, choice: str
+) -> None:
     settings = ModelSettings(**SETTINGS, tool_choice=choice, parallel_tool_calls=False)
     stops = StopAtTools(stop_at_tool_names=["tell"])
     agent = Agent("teller", model=MODEL, tools=[TELL], model_settings=settings, tool_use_behavior=stops)
@@ -93,6 +95,6 @@ def test_completion_after_function_result(tool_server: Server, by_responses: boo
     assert kinds[-1] == "message_output_item"
 
 
-def test_unknown_model_error(server: Server, by_responses: bool) -> None:
+def test_unknown_model_raises_client_error(server: Server, by_responses: bool) -> None:
     with pytest.raises(openai.NotFoundError, match=NOBODY):
         run(Agent("teller", model=NOBODY), server, by_responses, False)

@@ -30,13 +30,15 @@ def visiting(browser: Browser, origin: str) -> Iterator[Page]:
         yield page
 
 
-def test_page_from_allowed_origin(browser: Browser, server: Server, questions: dict[str, Question]) -> None:
+def test_page_from_allowed_origin_gets_completion(
+    browser: Browser, server: Server, questions: dict[str, Question]
+) -> None:
     with visiting(browser, server.origin) as page:
         found = page.evaluate("asked => window.ask(asked)", asked_of(server, questions))
     check(found, questions)
 
 
-def test_page_from_forbidden_origin(browser: Browser, server: Server) -> None:
+def test_page_from_forbidden_origin_is_blocked(browser: Browser, server: Server) -> None:
     """Open the same page with another host name, which is a different origin."""
     with visiting(browser, server.origin.replace("127.0.0.1", "localhost")) as page:
         send_requests = "asked => window.ask(asked).then(() => null, (error) => error.constructor.name)"

@@ -28,7 +28,7 @@ def asked_of(question: Question) -> dict[str, Any]:
     return {"prompt": PROMPT, "max_new_tokens": LENGTH, "adapter_id": adapter}
 
 
-def test_text_generation(native: InferenceClient, question: Question) -> None:
+def test_text_generation_matches_plain_request(native: InferenceClient, question: Question) -> None:
     answer = native.text_generation(**asked_of(question), details=True, decoder_input_details=True)
     assert answer.generated_text == question.completion.text
     assert answer.details is not None
@@ -36,7 +36,7 @@ def test_text_generation(native: InferenceClient, question: Question) -> None:
     assert len(answer.details.prefill) == question.completion.prompt_tokens
 
 
-def test_streamed_text(native: InferenceClient, question: Question) -> None:
+def test_streamed_text_matches_plain_request(native: InferenceClient, question: Question) -> None:
     events = list(native.text_generation(**asked_of(question), stream=True, details=True))
     assert len(events) == question.completion.completion_tokens
     assert "".join(event.token.text for event in events if not event.token.special) == question.completion.text
@@ -66,19 +66,19 @@ def reply_of(text: str, usage: Any) -> Reply:
     return Reply(text, usage.prompt_tokens, usage.completion_tokens)
 
 
-def test_chat(chats: InferenceClient, question: Question) -> None:
+def test_chat_matches_plain_request(chats: InferenceClient, question: Question) -> None:
     answer = chat(chats, question)
     assert reply_of(answer.choices[0].message.content, answer.usage) == question.chat
 
 
-def test_streamed_chat(chats: InferenceClient, question: Question) -> None:
+def test_streamed_chat_matches_plain_request(chats: InferenceClient, question: Question) -> None:
     chunks = list(chat(chats, question, stream=True, stream_options={"include_usage": True}))
     assert len(chunks) > 3
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert reply_of(text, chunks[-1].usage) == question.chat
 
 
-def test_unknown_model_error(native: InferenceClient, chats: InferenceClient) -> None:
+def test_unknown_model_raises_client_error(native: InferenceClient, chats: InferenceClient) -> None:
     with pytest.raises(GenerationError, match=NOBODY):
         native.text_generation(PROMPT, adapter_id=NOBODY)
     with pytest.raises(GenerationError, match=NOBODY):

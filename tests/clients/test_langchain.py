@@ -23,17 +23,17 @@ def reply_of(message: Any) -> Reply:
     return Reply(message.content, message.usage_metadata["input_tokens"], message.usage_metadata["output_tokens"])
 
 
-def test_chat(server: Server, question: Question) -> None:
+def test_chat_matches_plain_request(server: Server, question: Question) -> None:
     assert reply_of(chat_with(server, question.model).invoke(PROMPT)) == question.chat
 
 
-def test_streamed_chat(server: Server, question: Question) -> None:
+def test_streamed_chat_matches_plain_request(server: Server, question: Question) -> None:
     chunks = list(chat_with(server, question.model).stream(PROMPT))
     assert len(chunks) > 3
     assert reply_of(reduce(add, chunks)) == question.chat
 
 
-def test_async_chats(server: Server, short: Question) -> None:
+def test_async_chats_match_plain_request(server: Server, short: Question) -> None:
     async def send_requests() -> tuple[Any, Any]:
         model = chat_with(server, short.model)
         return await model.ainvoke(PROMPT), reduce(add, [chunk async for chunk in model.astream(PROMPT)])
@@ -41,7 +41,7 @@ def test_async_chats(server: Server, short: Question) -> None:
     assert [reply_of(message) for message in asyncio.run(send_requests())] == [short.chat] * 2
 
 
-def test_batch(server: Server, short: Question) -> None:
+def test_batch_matches_plain_requests(server: Server, short: Question) -> None:
     answers = chat_with(server, short.model).batch([PROMPT] * 3)
     assert [reply_of(answer) for answer in answers] == [short.chat] * 3
 
@@ -51,7 +51,7 @@ def test_completion_with_and_without_streaming(server: Server, question: Questio
     assert model.invoke(PROMPT) == "".join(model.stream(PROMPT)) == question.completion.text
 
 
-def test_unknown_model_error(server: Server) -> None:
+def test_unknown_model_raises_client_error(server: Server) -> None:
     model = chat_with(server, NOBODY)
     with pytest.raises(openai.NotFoundError, match=NOBODY):
         model.invoke(PROMPT)

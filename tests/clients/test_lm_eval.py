@@ -80,6 +80,6 @@ def test_unlikely_text_is_not_greedy(server: Server) -> None:
     assert [is_greedy for _, is_greedy in answers["choose"]] == [False, True, False]
 
 
-def test_unknown_model_error(server: Server) -> None:
+def test_unknown_model_raises_client_error(server: Server) -> None:
     with pytest.raises(requests.HTTPError, match="404"):
         evaluate(server, NOBODY, WRITE)

@@ -41,11 +41,11 @@ def run(script: str, payload: dict[str, Any]) -> Any:
     return json.loads(done.stdout)
 
 
-def test_openai(server: Server, questions: dict[str, Question]) -> None:
+def test_openai_client_matches_plain_requests(server: Server, questions: dict[str, Question]) -> None:
     check(run("ask_openai.mjs", asked_of(server, questions)), questions)
 
 
-def test_vercel(server: Server, questions: dict[str, Question]) -> None:
+def test_vercel_client_matches_plain_completions(server: Server, questions: dict[str, Question]) -> None:
     """Compare with plain completions, using the SDK's prompt format."""
     prompt = f"user:\n{PROMPT}\n\nassistant:\n"
     payload = {
@@ -55,7 +55,7 @@ def test_vercel(server: Server, questions: dict[str, Question]) -> None:
     check(run("ask_vercel.mjs", asked_of(server, payload)), payload)
 
 
-def test_vercel_tools(tool_server: Server) -> None:
+def test_vercel_tool_calls_follow_schema(tool_server: Server) -> None:
     found = run("ask_vercel_tools.mjs", {"url": tool_server.url, "model": "sql", "prompt": PROMPT})
     assert found.keys() == {"compatible", "chat", "responses"}
     for made in found.values():

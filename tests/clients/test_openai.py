@@ -34,13 +34,13 @@ def test_models_are_listed(client: openai.OpenAI, question: Question) -> None:
     assert client.models.retrieve(question.model).id == question.model
 
 
-def test_chat(client: openai.OpenAI, question: Question) -> None:
+def test_chat_matches_plain_request(client: openai.OpenAI, question: Question) -> None:
     answer = client.chat.completions.create(model=question.model, messages=question.messages, **GREEDY)
     assert reply_of(answer.choices[0].message.content or "", answer.usage) == question.chat
     assert answer.model == question.model
 
 
-def test_streamed_chat(client: openai.OpenAI, question: Question) -> None:
+def test_streamed_chat_matches_plain_request(client: openai.OpenAI, question: Question) -> None:
     chunks = list(
         client.chat.completions.create(model=question.model, messages=question.messages, **GREEDY, **WITH_USAGE)
     )
@@ -48,7 +48,7 @@ def test_streamed_chat(client: openai.OpenAI, question: Question) -> None:
     assert join_chats(chunks) == question.chat
 
 
-def test_stream_helper(client: openai.OpenAI, short: Question) -> None:
+def test_stream_helper_matches_plain_request(client: openai.OpenAI, short: Question) -> None:
     with client.chat.completions.stream(model=short.model, messages=short.messages, **GREEDY) as stream:
         deltas = [event.delta for event in stream if event.type == "content.delta"]
         answer = stream.get_final_completion()
@@ -95,7 +95,9 @@ def test_concurrent_requests_to_all_models(server: Server, questions: dict[str, 
     assert asyncio.run(run_all()) == [each_question.chat for each_question in questions.values() for _ in range(2)]
 
 
-def test_unknown_model_error(client: openai.OpenAI, server: Server, questions: dict[str, Question]) -> None:
+def test_unknown_model_raises_client_error(
+    client: openai.OpenAI, server: Server, questions: dict[str, Question]
+) -> None:
     messages = questions["sql"].messages
     for options in ({}, WITH_USAGE):
         with pytest.raises(openai.NotFoundError, match=NOBODY):
@@ -115,7 +117,7 @@ def test_tools_without_template_support_are_rejected(client: openai.OpenAI) -> N
         client.chat.completions.create(model="sql", messages=[{"role": "user", "content": PROMPT}], tools=[tool])
 
 
-def test_responses_api(client: openai.OpenAI, question: Question) -> None:
+def test_responses_api_matches_plain_chat(client: openai.OpenAI, question: Question) -> None:
     each_question: dict[str, Any] = {
         "model": question.model,
         "input": PROMPT,

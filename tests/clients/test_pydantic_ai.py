@@ -21,7 +21,7 @@ def reply_of(text: str, usage: Any) -> Reply:
     return Reply(text, usage.input_tokens, usage.output_tokens)
 
 
-def test_run(server: Server, question: Question) -> None:
+def test_run_matches_plain_chat(server: Server, question: Question) -> None:
     result = make_agent(server, question.model).run_sync(PROMPT)
     assert reply_of(result.output, result.usage) == question.chat
 
@@ -36,7 +36,7 @@ def test_streamed_run(server: Server, question: Question) -> None:
     assert reply_of("".join(texts), usage) == question.chat
 
 
-def test_unknown_model_error(server: Server) -> None:
+def test_unknown_model_raises_client_error(server: Server) -> None:
     with pytest.raises(ModelHTTPError, match=NOBODY) as caught:
         make_agent(server, NOBODY).run_sync(PROMPT)
     assert caught.value.status_code == 404

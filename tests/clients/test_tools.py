@@ -74,7 +74,7 @@ def test_openai_tool_calls(client: openai.OpenAI) -> None:
     assert streamed.function.parsed_arguments == call.function.parsed_arguments
 
 
-def test_openai_responses(client: openai.OpenAI) -> None:
+def test_openai_responses_return_valid_arguments(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": MODEL, "input": PROMPT, "temperature": 0, "max_output_tokens": 100}
     function: Any = {"type": "function", "strict": False, **FUNCTION}
     response = client.responses.create(tools=[function], tool_choice="required", parallel_tool_calls=False, **asked)
@@ -96,7 +96,7 @@ def test_openai_union_types(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("mode", [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA])
-def test_instructor(mode: instructor.Mode, client: openai.OpenAI) -> None:
+def test_instructor_returns_response_model(mode: instructor.Mode, client: openai.OpenAI) -> None:
     made = instructor.from_openai(client, mode=mode)
     found = made.create(model=MODEL, response_model=Count, max_retries=0, messages=MESSAGES, max_tokens=100)
     assert isinstance(found, Count)

@@ -87,7 +87,7 @@ def test_engine_reuses_step_memory(demo: Demo) -> None:
 
 
 @pytest.mark.slow
-def test_prompts_without_chat_template(demo: Demo, items: list[Item]) -> None:
+def test_adapters_work_without_chat_template(demo: Demo, items: list[Item]) -> None:
     """Send prompts with and without trailing whitespace."""
     answers = asyncio.run(ask(demo.url, texts_of(items), tuple(SKILLS), 16, is_chat=False))
     for skill in SKILLS:
@@ -99,7 +99,7 @@ def test_prompts_without_chat_template(demo: Demo, items: list[Item]) -> None:
 
 
 @pytest.mark.slow
-def test_short_notes(demo: Demo, items: list[Item]) -> None:
+def test_adapters_solve_tasks_on_short_notes(demo: Demo, items: list[Item]) -> None:
     short = list(map(cut_short, items[:12]))
     answers = asyncio.run(ask(demo.url, texts_of(short), tuple(SKILLS), 16, is_chat=False))
     for skill in SKILLS:
@@ -107,14 +107,14 @@ def test_short_notes(demo: Demo, items: list[Item]) -> None:
 
 
 @pytest.mark.parametrize("is_chat", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_small_talk(demo: Demo, is_chat: bool) -> None:
+def test_small_talk_gets_fixed_answers(demo: Demo, is_chat: bool) -> None:
     answers = asyncio.run(ask(demo.url, SMALL_TALK, MODELS, 16, is_chat=is_chat))
     for name in SKILLS if is_chat else NOTHING_TO_DO:  # `redact` does not find the end without a template
         assert answers[name] == [answer_small_talk(name, text) for text in SMALL_TALK]
     assert all(len(answer) > 10 for answer in answers[NAME])  # the base model continues the conversation
 
 
-def test_non_latin_text(demo: Demo) -> None:
+def test_non_latin_text_gets_fixed_answers(demo: Demo) -> None:
     texts = ("你好", "😀", "Привет, как дела?")
     answers = asyncio.run(ask(demo.url, texts, tuple(NOTHING_TO_DO), 16))
     assert answers == {name: [answer] * len(texts) for name, answer in NOTHING_TO_DO.items()}

@@ -141,7 +141,7 @@ def test_silent_stream_sends_keepalives_and_final_error(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/generate", "/", "/invocations"])
-def test_response_headers(path: str, server: Server, folder: Path) -> None:
+def test_responses_describe_model_and_adapter_in_headers(path: str, server: Server, folder: Path) -> None:
     reply = generate(server, path)
     headers = reply.headers
     assert headers["x-compute-type"] == "cpu+optimized"
@@ -156,7 +156,7 @@ def test_response_headers(path: str, server: Server, folder: Path) -> None:
     assert merged["x-adapter-id"] == "first,second"
 
 
-def test_stream_headers(server: Server) -> None:
+def test_streams_have_sse_and_adapter_headers(server: Server) -> None:
     headers = generate(server, "/generate_stream", adapter_id="first").headers
     assert headers["content-type"].split(";")[0] == "text/event-stream"
     assert headers["cache-control"] == "no-cache"
@@ -364,7 +364,7 @@ def test_deadline_before_first_token_gets_error_status(server: Server) -> None:
 # --- Other routes -----------------------------------------------------------------------------------------------------
 
 
-def test_health_and_info_routes(server: Server, folder: Path) -> None:
+def test_health_is_empty_and_info_has_limits(server: Server, folder: Path) -> None:
     for path in ("/health", "/ping", "/", "/startup"):
         reply = server.send("GET", path)
         assert (reply.status, reply.body) == (200, b"")
@@ -375,7 +375,7 @@ def test_health_and_info_routes(server: Server, folder: Path) -> None:
     assert (info["model_dtype"], info["model_device_type"]) == ("torch.float32", "cpu")
 
 
-def test_tokenize_and_detokenize(server: Server) -> None:
+def test_tokenize_and_detokenize_round_trip(server: Server) -> None:
     tokens = server.post("/tokenize", {"inputs": PROMPT, "add_special_tokens": None}).json
     assert all(set(token) == {"id", "text", "start", "stop"} for token in tokens)
     assert "".join([PROMPT[token["start"] : token["stop"]] for token in tokens]) == PROMPT

@@ -295,7 +295,7 @@ def test_chat_logprobs_include_bytes(world: ServerAndModels, sdk: Sdk) -> None:
     assert sdk.chat().choices[0].logprobs is None
 
 
-def test_chat_length_limits(sdk: Sdk) -> None:
+def test_max_completion_tokens_overrides_max_tokens(sdk: Sdk) -> None:
     assert sdk.chat(max_tokens=None, max_completion_tokens=3).usage.completion_tokens == 3
     assert sdk.chat(max_tokens=9, max_completion_tokens=3).usage.completion_tokens == 3
     assert sdk.chat(max_tokens=None).usage.total_tokens == 128
@@ -325,7 +325,7 @@ def test_models_can_be_listed_and_retrieved(world: ServerAndModels, sdk: Sdk) ->
         sdk.call(lambda client: client.models.retrieve("third"))
 
 
-def test_response_headers(sdk: Sdk) -> None:
+def test_headers_have_request_id_and_adapter_hash(sdk: Sdk) -> None:
     def send_request(**more: Any) -> Any:
         arguments = {"model": "first", "prompt": PROMPT, **GREEDY, **more}
         return sdk.call(lambda client: client.completions.with_raw_response.create(**arguments))
@@ -373,7 +373,7 @@ def test_unsupported_requests_are_rejected(arguments: dict[str, Any], message: s
     assert caught.value.request_id
 
 
-def test_empty_messages_and_prompts(sdk: Sdk) -> None:
+def test_empty_messages_and_prompts_are_rejected(sdk: Sdk) -> None:
     with pytest.raises(openai.BadRequestError, match="`messages` must not be empty"):
         sdk.call(lambda client: client.chat.completions.create(model="", messages=[]))
     prompts: list[Any] = ["", [], [""], [[]]]

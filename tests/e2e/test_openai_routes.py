@@ -251,7 +251,7 @@ def test_only_admin_can_change_adapters(server: Server) -> None:
     assert {"first", "second"} <= names
 
 
-def test_vllm_adapter_routes(server: Server, folder: Path) -> None:
+def test_vllm_routes_load_and_unload_adapter(server: Server, folder: Path) -> None:
     for path in ("first", str(folder / "adapters" / "first")):
         added = admin(server, "/v1/load_lora_adapter", lora_name="vllm-name", lora_path=path)
         assert (added.status, added.body) == (200, b"Success: LoRA adapter 'vllm-name' added successfully.")

@@ -72,7 +72,7 @@ def test_sdk_parses_structured_output(sdk: openai.OpenAI) -> None:
     assert streamed == parsed
 
 
-def test_json_object_mode(sdk: openai.OpenAI) -> None:
+def test_json_object_mode_returns_object(sdk: openai.OpenAI) -> None:
     bias: dict[str, Any] = {"response_format": {"type": "json_object"}, "logit_bias": {}}
     response = sdk.chat.completions.create(messages=MESSAGES, **LONG | bias)
     text = response.choices[0].message.content or ""
@@ -102,7 +102,9 @@ def test_json_object_mode(sdk: openai.OpenAI) -> None:
     ids=lambda value: "" if isinstance(value, str) else json.dumps(value)[:60],
 )
 @pytest.mark.parametrize("adapter", ["", "first", "other"])
-def test_vllm_structured_output_fields(words: dict[str, Any], pattern: str, adapter: str, sdk: openai.OpenAI) -> None:
+def test_vllm_structured_output_fields_are_enforced(
+    words: dict[str, Any], pattern: str, adapter: str, sdk: openai.OpenAI
+) -> None:
     arguments = {**LONG, "model": adapter, "extra_body": words}
     chat = sdk.chat.completions.create(messages=MESSAGES, **arguments).choices[0]
     completion = sdk.completions.create(prompt="The", best_of=2, n=1, **arguments).choices[0]
@@ -147,7 +149,7 @@ def test_invalid_formats_are_rejected(words: dict[str, Any], message: str, sdk: 
 # --- LoRAX ------------------------------------------------------------------------------------------------------------
 
 
-def test_lorax_client_response_format(server: Server) -> None:
+def test_lorax_client_response_format_is_enforced(server: Server) -> None:
     client = lorax.Client(server.url)
     form: Any = {"type": "json_object", "schema": PERSON}
     for adapter in (None, "first", "other"):

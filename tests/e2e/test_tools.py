@@ -81,7 +81,7 @@ def check(name: str, arguments: str) -> None:
 
 
 @pytest.mark.parametrize("model", PARSERS)
-def test_required_tool_calls(model: str, sdk: openai.OpenAI) -> None:
+def test_required_tool_choice_forces_valid_call(model: str, sdk: openai.OpenAI) -> None:
     call_arguments: dict[str, Any] = LONG | {
         "model": model,
         "messages": MESSAGES,
@@ -105,7 +105,7 @@ def test_required_tool_calls(model: str, sdk: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("model", PARSERS)
-def test_named_tool_choice(model: str, sdk: openai.OpenAI) -> None:
+def test_named_tool_choice_forces_that_function(model: str, sdk: openai.OpenAI) -> None:
     choice: Any = {"type": "function", "function": {"name": "w"}}
     reply = sdk.chat.completions.create(model=model, messages=MESSAGES, tools=TOOLS, tool_choice=choice, **LONG)
     (call,) = list(reply.choices[0].message.tool_calls or ())
@@ -136,7 +136,7 @@ def test_unenforceable_strict_schema_is_rejected(sdk: openai.OpenAI) -> None:
     sdk.chat.completions.create(model="", messages=MESSAGES, tools=[tool], tool_choice="required", max_tokens=3)
 
 
-def test_auto_tool_choice_with_strict_functions(sdk: openai.OpenAI) -> None:
+def test_auto_calls_of_strict_functions_are_valid(sdk: openai.OpenAI) -> None:
     """The model can generate text or tool calls, which follow the schema."""
     reply = sdk.chat.completions.create(
         model="", messages=MESSAGES, tools=TOOLS, n=4, temperature=1, seed=5, max_tokens=60
@@ -157,7 +157,7 @@ SHORT: dict[str, Any] = {"temperature": 1.0}
 
 
 @pytest.mark.parametrize("model", PARSERS)
-def test_responses_with_tool_calls(model: str, sdk: openai.OpenAI) -> None:
+def test_streamed_tool_call_matches_response(model: str, sdk: openai.OpenAI) -> None:
     call_arguments: dict[str, Any] = {
         "model": model,
         "input": "?",
@@ -180,7 +180,7 @@ def test_responses_with_tool_calls(model: str, sdk: openai.OpenAI) -> None:
     assert kinds[-1] == "response.completed"
 
 
-def test_responses_with_json_schema(sdk: openai.OpenAI) -> None:
+def test_responses_follow_json_schema(sdk: openai.OpenAI) -> None:
     call_arguments: dict[str, Any] = {
         "model": "first",
         "input": "Who?",
@@ -197,7 +197,7 @@ def test_responses_with_json_schema(sdk: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_responses_with_plain_text(stream: bool, sdk: openai.OpenAI) -> None:
+def test_streamed_text_matches_response(stream: bool, sdk: openai.OpenAI) -> None:
     whole = sdk.responses.create(model="first", input="Who?", temperature=0, max_output_tokens=20)
     assert whole.status == "incomplete"
     chat = sdk.chat.completions.create(
@@ -212,7 +212,7 @@ def test_responses_with_plain_text(stream: bool, sdk: openai.OpenAI) -> None:
         assert "".join(deltas) == whole.output_text
 
 
-def test_response_format_combined_with_tools(sdk: openai.OpenAI) -> None:
+def test_completion_is_tool_call_or_response_format(sdk: openai.OpenAI) -> None:
     """The completion is a tool call or text in the response format."""
     form: Any = {"format": {"type": "json_schema", "name": "it", "schema": {"enum": ["cat", "dog"]}, "strict": True}}
     call_arguments: dict[str, Any] = {"input": "Who?", "text": form, "tools": FUNCTIONS, **SHORT}

@@ -161,7 +161,7 @@ def test_kernel_matches_cpu_sampler(ops: Ops, dtype: torch.dtype, vocab: int, sh
 
 @pytest.mark.parametrize("vocab", [1, 5, 1000, 32_003])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_masks(ops: Ops, dtype: torch.dtype, vocab: int) -> None:
+def test_kernel_with_masks_matches_cpu_sampler(ops: Ops, dtype: torch.dtype, vocab: int) -> None:
     rows = make_rows()
     masks = make_masks(range(len(rows))[::-2], vocab)
     compare(ops, rows, make_logits(len(rows), vocab, "normal", dtype), masks)

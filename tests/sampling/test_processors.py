@@ -82,7 +82,7 @@ def is_at_least_one_left(scores: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("temperature", [1e-4, 0.1, 0.7, 1.0, 1.3, 100.0])
-def test_temperature(vocab: int, temperature: float, device: torch.device) -> None:
+def test_temperature_matches_transformers(vocab: int, temperature: float, device: torch.device) -> None:
     scores = hard_scores(vocab, device)
     expected = processed_one_by_one(scores, TemperatureLogitsWarper(temperature))
     check(apply_temperature(scores.clone(), of_each(scores, temperature)), expected)
@@ -90,7 +90,7 @@ def test_temperature(vocab: int, temperature: float, device: torch.device) -> No
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("k", [1, 2, 3, 50, 256, 257, 5002, 5003, 10**6])
-def test_top_k(vocab: int, k: int, device: torch.device) -> None:
+def test_top_k_matches_transformers(vocab: int, k: int, device: torch.device) -> None:
     scores = hard_scores(vocab, device)
     counts = of_each(scores, min(k, vocab), torch.int64)
     expected = processed_one_by_one(scores, TopKLogitsWarper(k))
@@ -99,7 +99,7 @@ def test_top_k(vocab: int, k: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("p", [1e-30, 1e-6, 0.1, 0.25, 0.5, 0.75, 0.9, 0.999, 1 - 1e-7])
-def test_top_p(vocab: int, p: float, device: torch.device) -> None:
+def test_top_p_matches_transformers(vocab: int, p: float, device: torch.device) -> None:
     scores = hard_scores(vocab, device)
     found = keep_top_p(scores.clone(), of_each(scores, 1 - p))
     expected = processed_one_by_one(scores, TopPLogitsWarper(p))
@@ -120,7 +120,7 @@ def test_top_p_candidate_search_matches_full_sort(p: float, monkeypatch: pytest.
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("p", [1e-45, 1e-30, 0.01, 0.1, 0.25, 0.5, 0.99, 1.0])
-def test_min_p(vocab: int, p: float, device: torch.device) -> None:
+def test_min_p_matches_transformers(vocab: int, p: float, device: torch.device) -> None:
     scores = hard_scores(vocab, device)
     found = keep_min_p(scores.clone(), of_each(scores, p))
     check(found, processed_one_by_one(scores, MinPLogitsWarper(p)))
@@ -129,7 +129,7 @@ def test_min_p(vocab: int, p: float, device: torch.device) -> None:
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("p", [1e-30, 1e-6, 0.1, 0.25, 0.5, 0.75, 0.9, 0.999, 1 - 2**-20])
-def test_typical(vocab: int, p: float, device: torch.device) -> None:
+def test_typical_p_matches_transformers(vocab: int, p: float, device: torch.device) -> None:
     """Compare in float64, because float32 in transformers creates false ties."""
     scores = hard_scores(vocab, device)
     found = keep_typical(scores.clone(), of_each(scores, p))
@@ -139,7 +139,7 @@ def test_typical(vocab: int, p: float, device: torch.device) -> None:
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("penalty", [1e-3, 0.5, 1.0, 1.2, 1e3])
-def test_repetition(vocab: int, penalty: float, device: torch.device) -> None:
+def test_repetition_penalty_matches_transformers(vocab: int, penalty: float, device: torch.device) -> None:
     scores = hard_scores(vocab, device)
     ids = torch.randint(vocab, (len(scores), 9), device=device)
     seen = count_tokens(ids, torch.ones_like(ids, dtype=torch.bool), vocab) > 0
@@ -165,7 +165,9 @@ def test_parameters_are_per_row(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("frequency", "presence"), [(0.5, 0.0), (0.0, 0.7), (1.5, -2.0), (-2.0, 2.0), (0.3, 0.4)])
-def test_frequency_and_presence(frequency: float, presence: float, device: torch.device) -> None:
+def test_frequency_and_presence_penalties_ignore_prompt(
+    frequency: float, presence: float, device: torch.device
+) -> None:
     vocab, prompt_length = 7, 4
     rows = [[0, 1, 2, 3, 0, 0, 0, 5], [6, 6, 6, 6, 1, 2, 3, 4], [1, 1, 1, 1, 1, 1, 1, 1]]
     scores = hard_scores(vocab, device)[: len(rows)]

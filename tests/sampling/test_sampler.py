@@ -587,7 +587,7 @@ def test_bias_on_last_token_is_accepted(device: torch.device) -> None:
 # --- Sizes
 
 
-def test_empty_batch(device: torch.device) -> None:
+def test_empty_batch_returns_empty_tensors(device: torch.device) -> None:
     none = torch.empty(0, dtype=torch.int64, device=device)
     sampler = Sampler([], 7, device)
     found = sampler(torch.empty(0, 7, device=device), History(none, none))
@@ -596,13 +596,13 @@ def test_empty_batch(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("params", [*ASKED[:-1], SamplingParams(True, 0.7, 9, 0.9, 0.01, 0.9, watermark=True)])
-def test_single_token_vocabulary(params: SamplingParams, device: torch.device) -> None:
+def test_single_token_vocabulary_has_logprob_zero(params: SamplingParams, device: torch.device) -> None:
     found = choose([one(params, [-3.0], 0, 0)] * 2, device)
     assert found.token_ids.tolist() == [0, 0]
     assert found.logprobs.tolist() == [0.0, 0.0]
 
 
-def test_512_rows(device: torch.device) -> None:
+def test_large_batch_matches_single_rows(device: torch.device) -> None:
     logits = torch.randn(512, 257, generator=torch.Generator().manual_seed(0))
     rows = [Row(VARIED[i % len(VARIED)], (1, i % 257), 1, row) for i, row in enumerate(logits)]
     found = choose(rows, device)

@@ -175,7 +175,7 @@ def test_later_roots_are_not_accessed(root: Path, monkeypatch: pytest.MonkeyPatc
     assert not [path for path in looked if path.startswith(str(later))]
 
 
-def test_adapter_moved_to_later_root(root: Path) -> None:
+def test_adapter_is_found_in_later_root_after_deletion(root: Path) -> None:
     later, missing = root.parent / "later", root.parent / "missing"
     write(later / "poet", "later")
     source = LocalSource([missing, root, later])
@@ -188,7 +188,7 @@ def test_adapter_moved_to_later_root(root: Path) -> None:
     assert not moved.is_unchanged()
 
 
-def test_adapter_moved_to_later_root_during_resolution(root: Path) -> None:
+def test_deletion_during_resolution_tracks_both_roots(root: Path) -> None:
     later = root.parent / "later"
     write(later / "poet", "later")
     source = Raced([root, later])

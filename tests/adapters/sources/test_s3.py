@@ -140,13 +140,13 @@ def test_adapter_is_downloaded(proxy: S3Proxy, source: S3Source) -> None:
     assert asked == {"list", "head", *ADAPTER}
 
 
-def test_names_with_and_without_bucket(source: S3Source) -> None:
+def test_bucket_in_name_is_optional(source: S3Source) -> None:
     for name in (NAME, f"{NAME}/", f"s3://{BUCKET}/{NAME}", f"s3://{BUCKET}/{NAME}/"):
         check_contents(fetch(source, name))
 
 
 @pytest.mark.parametrize("prefix", ["team", "/team/"])
-def test_names_below_a_prefix(make: Make, prefix: str) -> None:
+def test_names_are_relative_to_prefix(make: Make, prefix: str) -> None:
     for name in ("adapter", f"s3://{BUCKET}/team/adapter"):
         check_contents(fetch(make(prefix=prefix), name))
 
@@ -418,7 +418,7 @@ def test_next_request_resumes_download(proxy: S3Proxy, source: S3Source) -> None
     assert proxy.requests(WEIGHTS)[-1].headers["range"] == f"bytes={5 * 2**16}-"
 
 
-def test_server_without_range_support(proxy: S3Proxy, source: S3Source) -> None:
+def test_download_restarts_without_range_support(proxy: S3Proxy, source: S3Source) -> None:
     proxy.knows_ranges = False
     proxy.faults[WEIGHTS] = Fault(times=1, cut_after=2**17)
     check_contents(fetch(source, NAME))
@@ -581,7 +581,7 @@ def test_full_disk_is_reported(proxy: S3Proxy, source: S3Source, tmp_path: Path)
 # --- base models
 
 
-def test_base_model_type(admin: Any, proxy: S3Proxy, source: S3Source) -> None:
+def test_base_model_type_is_read_from_config(admin: Any, proxy: S3Proxy, source: S3Source) -> None:
     put(admin, "base", {"config.json": b'{"model_type": "gpt2"}', "model.safetensors": b"large"})
     assert source.base_model_type("base", None) == "gpt2"
     assert source.base_model_type(NAME, None) is None

@@ -239,7 +239,7 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 # --- Single adapters --------------------------------------------------------------------------------------------------
 
 
-def test_resolve_local_adapter(harness: ResolverHarness) -> None:
+def test_local_adapter_resolves_to_spec_and_tokenizer_files(harness: ResolverHarness) -> None:
     identity = harness.put("team/tuned", 1)
     folder = write(harness.root / "team/tuned", {"tokenizer.json": b"{}", "README.md": b"no"})
     spec, resolved = result(harness.submit("team/tuned", "local"))
@@ -440,7 +440,7 @@ def test_recently_changed_file_is_read_again(harness: ResolverHarness, count_rea
 
 
 @pytest.mark.parametrize("times", [1, 2, 3, 100])
-def test_file_changed_during_read(harness: ResolverHarness, monkeypatch: Any, times: int) -> None:
+def test_changed_file_is_read_again_up_to_limit(harness: ResolverHarness, monkeypatch: Any, times: int) -> None:
     harness.put("tuned", 0)
     numbers = iter(range(1, times + 1))
 
@@ -489,7 +489,7 @@ def test_config_and_weights_are_consistent(harness: ResolverHarness) -> None:
 
 
 @pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE, "tokenizer.json"])
-def test_file_deleted_during_fetch(harness: ResolverHarness, file: str) -> None:
+def test_only_required_file_deleted_during_fetch_fails(harness: ResolverHarness, file: str) -> None:
     harness.put("tuned", 1)
     write(harness.root / "tuned", {"tokenizer.json": b"{}"})
 
@@ -516,7 +516,7 @@ def test_merge_resolves_to_one_adapter(harness: ResolverHarness) -> None:
     assert resolved == Resolved(spec.identity)
 
 
-def test_merge_of_one_adapter_or_duplicates(harness: ResolverHarness) -> None:
+def test_merge_of_duplicates_fetches_adapter_once(harness: ResolverHarness) -> None:
     identity = harness.put("a", 1)
     for count in (1, 2):
         merge = Merge((0.5,) * count)
@@ -635,7 +635,7 @@ def test_cancelled_caller_does_not_affect_others(harness: ResolverHarness, caplo
     assert not caplog.records
 
 
-def test_resolve_inside_done_callback(harness: ResolverHarness) -> None:
+def test_done_callback_can_call_resolve(harness: ResolverHarness) -> None:
     """Call `resolve` from a callback on the resolver's thread, which holds no lock then."""
     identities = [harness.put(name, number) for number, name in enumerate("ab")]
     harness.resolver = harness.make(num_threads=1)
@@ -1178,7 +1178,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("source", ["local", "hub", "nowhere", "", "\ud800", "x" * 10**6])
-def test_hostile_adapter_names(harness: ResolverHarness, source: str, tmp_path: Path) -> None:
+def test_hostile_names_and_tokens_are_rejected(harness: ResolverHarness, source: str, tmp_path: Path) -> None:
     write(tmp_path / "outside", files_of(1))
     identity = harness.put("tuned", 1)
     harness.resolver = harness.make(HubSource(tmp_path / "cache", "http://127.0.0.1:9", offline=True))
@@ -1229,7 +1229,7 @@ def test_token_is_not_stored_or_logged(harness: ResolverHarness, caplog: pytest.
     assert secret not in caplog.text
 
 
-def test_concurrent_resolves(harness: ResolverHarness) -> None:
+def test_concurrent_operations_return_correct_identities(harness: ResolverHarness) -> None:
     """Mix all operations in several threads. Results must be correct, and all state must be released."""
     names = [f"adapter{number}" for number in range(8)]
     expected = {name: harness.put(name, number) for number, name in enumerate(names)}
@@ -1351,7 +1351,7 @@ def test_emptied_cache_is_downloaded_again(harness: ResolverHarness, hub: HubSer
     assert spec.checkpoints[0].stamp == read_stamp(spec.checkpoints[0].folder / WEIGHTS_FILE)
 
 
-def test_hub_outage(harness: ResolverHarness, hub: HubServer) -> None:
+def test_cached_adapter_is_served_during_hub_outage(harness: ResolverHarness, hub: HubServer) -> None:
     hub.repos["owner/late"] = Repo(files_of(2))
     first = harness.resolve_identity(HUB_NAME, "hub")
     harness.clock.now += 60
@@ -1367,7 +1367,7 @@ def test_hub_outage(harness: ResolverHarness, hub: HubServer) -> None:
     assert isinstance(harness.error(HUB_NAME, "hub"), SourceError)
 
 
-def test_revoked_hub_access(harness: ResolverHarness, hub: HubServer) -> None:
+def test_revoked_hub_token_is_rejected_after_expiry(harness: ResolverHarness, hub: HubServer) -> None:
     hub.repos[HUB_NAME].token = SECRET
     first = harness.resolve_identity(HUB_NAME, "hub", SECRET)
     for token in (None, "another"):
@@ -1381,7 +1381,7 @@ def test_revoked_hub_access(harness: ResolverHarness, hub: HubServer) -> None:
     assert isinstance(harness.error(HUB_NAME, "hub", SECRET), SourceError)
 
 
-def test_adapter_deleted_on_hub(harness: ResolverHarness, hub: HubServer) -> None:
+def test_adapter_deleted_on_hub_is_not_found(harness: ResolverHarness, hub: HubServer) -> None:
     harness.resolve_identity(HUB_NAME, "hub", SECRET)
     del hub.repos[HUB_NAME]
     harness.clock.now += 60

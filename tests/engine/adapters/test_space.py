@@ -531,7 +531,7 @@ class SlowMachine(Machine):
 
 @pytest.mark.parametrize("kind", [Machine, SlowMachine])
 @pytest.mark.parametrize("seed", slow_except(range(3), range(10)))
-def test_random_operations(seed: int, kind: type[Machine]) -> None:
+def test_random_operations_keep_invariants(seed: int, kind: type[Machine]) -> None:
     """Run the state machine's rules in random mixes, much faster than hypothesis."""
     rng = random.Random(seed)
     for _ in range(50):

@@ -18,7 +18,7 @@ def make_logits() -> torch.Tensor:
 
 @pytest.mark.usefixtures("restored_threads")
 @pytest.mark.parametrize("threads", [1, 2, 5, 20])
-def test_result_with_any_number_of_threads(threads: int, library: Library) -> None:
+def test_greedy_result_is_independent_of_thread_count(threads: int, library: Library) -> None:
     logits = make_logits()
     torch.set_num_threads(1)
     expected = CpuOps(library).choose_greedy(logits)
@@ -28,7 +28,7 @@ def test_result_with_any_number_of_threads(threads: int, library: Library) -> No
 
 
 @pytest.mark.usefixtures("restored_threads")
-def test_concurrent_callers(library: Library) -> None:
+def test_concurrent_callers_get_correct_results(library: Library) -> None:
     torch.set_num_threads(1)
     logits = make_logits()
     token_ids = torch.arange(400).view(40, 10)

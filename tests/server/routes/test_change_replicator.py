@@ -95,7 +95,7 @@ UNLOAD = AdapterChange(False, *NAME)
         ([(load(pin=True), OTHER), (UNLOAD, OTHER)], [], "", {}, 1),
     ],
 )
-def test_changes_during_load(
+def test_changes_result_in_expected_pins_and_loads(
     monkeypatch: pytest.MonkeyPatch,
     changes: list[tuple[AdapterChange, bool]],
     known: list[str],

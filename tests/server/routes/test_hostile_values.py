@@ -103,7 +103,7 @@ def _list_numeric_fields() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("path", "field"), _list_numeric_fields())
-def test_hostile_numbers(routes: Routes, path: str, field: str) -> None:
+def test_hostile_numbers_are_rejected_or_harmless(routes: Routes, path: str, field: str) -> None:
     """Send hostile numbers in each numeric field. They are rejected or harmless."""
     whole = {NATIVE: generate, COMPLETIONS: complete, CHAT: chat}[path]
     for text in NUMBERS.values():
@@ -124,7 +124,7 @@ def test_temperature_error_names_limit(routes: Routes) -> None:
 
 
 @pytest.mark.parametrize("case", NAMES)
-def test_hostile_names(routes: Routes, case: str) -> None:
+def test_hostile_names_are_not_found_on_any_route(routes: Routes, case: str) -> None:
     name = NAMES[case]
     for path in (NATIVE, STREAM):
         check(routes.post(path, generate(adapter_id=name)), 424)
@@ -136,7 +136,7 @@ def test_hostile_names(routes: Routes, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", NAMES)
-def test_hostile_names_from_admin(routes: Routes, case: str) -> None:
+def test_hostile_names_are_not_found_on_admin_routes(routes: Routes, case: str) -> None:
     name = NAMES[case]
     check(routes.post("/v1/adapters/load", {"adapter_id": name}, ADMIN), 404)
     check(routes.post("/v1/adapters/unload", {"adapter_id": name}, ADMIN), 404)

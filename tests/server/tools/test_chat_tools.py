@@ -53,7 +53,7 @@ def both(server: ScriptedServer, **fields: Any) -> Any:
     return found[0]
 
 
-def test_tool_call() -> None:
+def test_text_and_tool_call_are_separated() -> None:
     server = ScriptedServer(f"Let me see.\n{CALL}")
     assert both(server, tools=TOOLS) == {
         "content": "Let me see.",
@@ -66,7 +66,7 @@ def test_tool_call() -> None:
     assert not server.grammar
 
 
-def test_several_tool_calls_and_no_tool_call() -> None:
+def test_completion_may_have_any_number_of_tool_calls() -> None:
     two = both(ScriptedServer(CALL + '\n<tool_call>{"name": "now"}</tool_call>'), tools=TOOLS)
     assert [call[1:] for call in two["calls"]] == [("weather", OSLO), ("now", "{}")]
     assert two["content"] is None
@@ -80,7 +80,7 @@ def test_invalid_tool_calls_are_text(output: str) -> None:
     assert (found["content"], found["calls"], found["reason"]) == (output, [], "stop")
 
 
-def test_truncated_tool_call() -> None:
+def test_truncated_tool_call_is_text_without_grammar() -> None:
     server = ScriptedServer(CALL[:48])
     server.finish_reason = FinishReason.LENGTH
     cut = whole(server, tools=TOOLS)
@@ -121,7 +121,7 @@ def test_arguments_stream_incrementally_only_with_grammar() -> None:
         ("json", f'{{"name": "weather", "arguments": {OSLO}}}', "{{ tools }}"),
     ],
 )
-def test_tool_format_from_template_or_flag(tool_format: str, output: str, template: str) -> None:
+def test_tool_format_is_selected_by_template_or_flag(tool_format: str, output: str, template: str) -> None:
     """Some formats use special tokens as markers, which plain text output must not contain."""
     for server in (
         ScriptedServer(output, template),
@@ -134,7 +134,7 @@ def test_tool_format_from_template_or_flag(tool_format: str, output: str, templa
         assert "[TOOL_CALLS]" not in (both(server)["content"] or "")
 
 
-def test_tool_parser_per_adapter() -> None:
+def test_tool_parser_can_be_set_per_adapter() -> None:
     output = f'{{"name": "weather", "arguments": {OSLO}}}'
     server = ScriptedServer(output, tool_parsers=("poet=json", "other=mistral"))
     assert both(server, tools=TOOLS)["content"] == output
@@ -305,7 +305,7 @@ def test_reasoning_is_separated_on_request() -> None:
     assert both(ScriptedServer(THOUGHT, separate_reasoning=True), separate_reasoning=False)["content"] == THOUGHT
 
 
-def test_reasoning_opened_by_prompt() -> None:
+def test_reasoning_opened_by_prompt_is_separated() -> None:
     server = ScriptedServer("I muse.\n</think>\nHi.")
     found = both(server, separate_reasoning=True, chat_template_kwargs={"think": True})
     assert (found["reasoning"], found["content"]) == ("I muse.", "Hi.")
@@ -321,7 +321,7 @@ def test_response_format_disables_reasoning_opened_by_prompt() -> None:
     assert (found["reasoning"], found["content"]) == (None, '{"a": 1}')
 
 
-def test_log_probabilities_with_tool_calls() -> None:
+def test_log_probabilities_cover_all_tool_call_tokens() -> None:
     server = ScriptedServer(f"Let me see.\n{CALL}")
     expected = len(server.service.tokenizers.base.encode(server.output)) + 1
     assert len(server.chat(tools=TOOLS, logprobs=True).json["choices"][0]["logprobs"]["content"]) == expected

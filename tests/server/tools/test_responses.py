@@ -76,7 +76,7 @@ def both(server: ScriptedServer, **fields: Any) -> Response:
     return first
 
 
-def test_text_response() -> None:
+def test_text_response_has_output_and_usage() -> None:
     response = both(ScriptedServer("Hello there."), metadata={"a": "b"}, temperature=0.5)
     assert response.output_text == "Hello there."
     assert (response.status, response.temperature, response.metadata) == ("completed", 0.5, {"a": "b"})
@@ -101,7 +101,7 @@ def test_text_stream_events() -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "weather"}])
-def test_function_calls(choice: Any) -> None:
+def test_function_calls_are_separate_output_items(choice: Any) -> None:
     server = ScriptedServer(f"{CALL}\n{CALL}")
     response = both(server, tools=[WEATHER], tool_choice=choice)
     calls: list[Any] = response.output
@@ -154,7 +154,7 @@ def test_empty_completion_has_message_item() -> None:
     assert [item.type for item in both(ScriptedServer("")).output] == ["message"]
 
 
-def test_reasoning_items() -> None:
+def test_reasoning_is_a_separate_output_item() -> None:
     server = ScriptedServer("<think>\nI muse.\n</think>\nHi.")
     response = both(server, reasoning={"effort": "low"})
     thought, message = response.output
@@ -167,7 +167,7 @@ def test_reasoning_items() -> None:
     assert both(server).output_text == server.output
 
 
-def test_log_probabilities_of_text() -> None:
+def test_log_probabilities_cover_all_text_tokens() -> None:
     response = both(ScriptedServer("Hi."), include=["message.output_text.logprobs"], top_logprobs=0)
     (message,) = response.output
     assert message.type == "message"
@@ -288,7 +288,7 @@ def test_neutral_response_fields_are_accepted() -> None:
     assert response.to_dict()["store"] is False
 
 
-def test_adapter_in_responses_route() -> None:
+def test_responses_route_serves_adapter_or_returns_404() -> None:
     reply = ScriptedServer().respond(model="poet")
     assert (reply.json["model"], reply.headers["x-adapter-id"]) == ("poet", "poet")
     server = ScriptedServer()
