@@ -51,12 +51,12 @@ def test_every_architecture_is_documented() -> None:
     assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(MODELS)
 
 
-def test_readme_adapter_counts() -> None:
+def test_readme_adapter_counts_are_current() -> None:
     readme = (DOCS.parent / "README.md").read_text()
     assert f"{len(CASES)} adapters with {len({case.kind for case in CASES.values()})} configurations" in readme
 
 
-def test_readme_fallback_architecture_count() -> None:
+def test_readme_fallback_architecture_count_is_current() -> None:
     types = {make().model_type for make in SERVED.values()} - set(MODELS)
     assert f"{len(types)} other architectures" in (DOCS.parent / "README.md").read_text()
 

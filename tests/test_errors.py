@@ -7,7 +7,7 @@ from lorax_server.errors import ConfigError, InputError, LoraxError, Unsupported
     ("error", "status"),
     [(LoraxError, 500), (ConfigError, 500), (UnsupportedModelError, 500), (WeightsError, 500), (InputError, 422)],
 )
-def test_error_status_codes(error: type[LoraxError], status: int) -> None:
+def test_every_error_has_its_status_code(error: type[LoraxError], status: int) -> None:
     assert issubclass(error, LoraxError)
     assert error("text").status == status
     assert str(error("text")) == "text"

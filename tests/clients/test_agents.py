@@ -65,7 +65,7 @@ def test_agent_run_matches_plain_chat(server: Server, short: Question, by_respon
     assert (kinds.count("response.output_text.delta") > 3) == is_streamed
 
 
-def test_structured_output(tool_server: Server, by_responses: bool, is_streamed: bool) -> None:
+def test_agent_returns_output_type(tool_server: Server, by_responses: bool, is_streamed: bool) -> None:
     agent = Agent("teller", model=MODEL, output_type=Count, model_settings=ModelSettings(**SETTINGS))
     result, _ = run(agent, tool_server, by_responses, is_streamed)
     assert isinstance(result.final_output, Count)
@@ -84,7 +84,7 @@ def test_forced_function_call_returns_valid_arguments(
     assert ("response.function_call_arguments.delta" in kinds) == is_streamed
 
 
-def test_completion_after_function_result(tool_server: Server, by_responses: bool, is_streamed: bool) -> None:
+def test_agent_continues_after_function_result(tool_server: Server, by_responses: bool, is_streamed: bool) -> None:
     """Run the full loop: a call, its result, and a final structured completion."""
     settings = ModelSettings(**SETTINGS, tool_choice="required")
     agent = Agent("teller", model=MODEL, tools=[TELL], model_settings=settings, output_type=Count)

@@ -70,7 +70,7 @@ def part(name: str) -> Any:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_chat_and_completions(model: str, generated: ModuleType, server: Running) -> None:
+def test_generated_client_can_chat_and_complete(model: str, generated: ModuleType, server: Running) -> None:
     models = part("models")
     messages = [models.Message(role="user", content=PROMPT)]
     with generated.Client(base_url=server.url) as client:
@@ -84,7 +84,7 @@ def test_chat_and_completions(model: str, generated: ModuleType, server: Running
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_lorax_routes(model: str, generated: ModuleType, server: Running) -> None:
+def test_generated_client_streams_same_text(model: str, generated: ModuleType, server: Running) -> None:
     models = part("models")
     body = models.GenerateRequest(
         inputs=PROMPT, parameters=models.GenerateParameters(adapter_id=model, max_new_tokens=8)
@@ -97,7 +97,7 @@ def test_lorax_routes(model: str, generated: ModuleType, server: Running) -> Non
         assert events[-1].generated_text == answer.generated_text
 
 
-def test_errors_and_lists(generated: ModuleType, server: Running) -> None:
+def test_generated_client_parses_errors_and_lists(generated: ModuleType, server: Running) -> None:
     models = part("models")
     with generated.Client(base_url=server.url) as client:
         listed = part("api.open_ai_compatible.list_models").sync(client=client)
@@ -112,7 +112,7 @@ def test_errors_and_lists(generated: ModuleType, server: Running) -> None:
 # --- openapi-typescript -----------------------------------------------------------------------------------------------
 
 
-def test_typescript_types(server: Running, tmp_path: Path) -> None:
+def test_typescript_program_compiles_and_streams_same_text(server: Running, tmp_path: Path) -> None:
     """Type-check a program against the generated types and run it with and without streaming."""
     node = shutil.which("node", path=BIN)
     assert node is not None, "make test-clients installs it"

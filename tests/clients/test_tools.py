@@ -57,7 +57,7 @@ def client(tool_server: Server) -> Iterator[openai.OpenAI]:
 # --- OpenAI -----------------------------------------------------------------------------------------------------------
 
 
-def test_openai_tool_calls(client: openai.OpenAI) -> None:
+def test_openai_streamed_tool_call_matches_response(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "tools": [openai.pydantic_function_tool(Count)]}
     asked |= {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 0, "max_tokens": 100}
     choice = client.chat.completions.parse(**asked).choices[0]
@@ -84,7 +84,7 @@ def test_openai_responses_return_valid_arguments(client: openai.OpenAI) -> None:
     assert isinstance(client.responses.parse(text_format=Count, **asked).output_parsed, Count)
 
 
-def test_openai_union_types(client: openai.OpenAI) -> None:
+def test_openai_parses_union_types(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": MODEL, "temperature": 1, "max_tokens": 100, "n": 8}
     answers = client.chat.completions.parse(messages=MESSAGES, response_format=Verdict, **asked).choices
     found = [answer.message.parsed.found for answer in answers if answer.message.parsed]
@@ -104,7 +104,7 @@ def test_instructor_returns_response_model(mode: instructor.Mode, client: openai
 
 @pytest.mark.parametrize("method", ["function_calling", "json_schema"])
 @pytest.mark.parametrize("uses_responses", [False, True])
-def test_langchain(method: Any, uses_responses: bool, tool_server: Server) -> None:
+def test_langchain_returns_tool_calls(method: Any, uses_responses: bool, tool_server: Server) -> None:
     llm = ChatOpenAI(
         base_url=tool_server.v1, api_key="none", model=MODEL, use_responses_api=uses_responses, max_retries=0
     )
@@ -118,7 +118,7 @@ def test_langchain(method: Any, uses_responses: bool, tool_server: Server) -> No
     assert [call["name"] for call in whole.tool_calls] == ["tell"]
 
 
-def test_litellm(tool_server: Server) -> None:
+def test_litellm_returns_valid_tool_calls(tool_server: Server) -> None:
     asked: dict[str, Any] = {"model": f"openai/{MODEL}", "api_base": tool_server.v1, "api_key": "none"}
     asked |= {"messages": MESSAGES, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "tell"}}}
     (call,) = litellm.completion(**asked).choices[0].message.tool_calls
@@ -130,7 +130,7 @@ def test_litellm(tool_server: Server) -> None:
 
 @pytest.mark.parametrize("kind", [ToolOutput, NativeOutput, PromptedOutput])
 @pytest.mark.parametrize("model", [OpenAIChatModel, OpenAIResponsesModel])
-def test_pydantic_ai(kind: Any, model: Any, tool_server: Server) -> None:
+def test_pydantic_ai_returns_output_type(kind: Any, model: Any, tool_server: Server) -> None:
     provider = OpenAIProvider(base_url=tool_server.v1, api_key="none")
     agent = Agent(model(MODEL, provider=provider), output_type=kind(Count), retries=0)
     if kind is PromptedOutput:  # any JSON object, and no schema

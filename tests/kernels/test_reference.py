@@ -463,7 +463,7 @@ def test_prefill_soft_cap(
 
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 4])
-def test_alibi_slopes(window: int | None, soft_cap: float | None) -> None:
+def test_alibi_slopes_match_loop(window: int | None, soft_cap: float | None) -> None:
     slopes, lengths = torch.tensor([0.7, 0.1, -0.2, 0.0]), [7, 1, 10, 4]
     for layout in (contiguous, with_gaps, scattered):
         check_decode(layout(lengths, 4), lengths, 4, window=window, soft_cap=soft_cap, slopes=slopes)
@@ -801,7 +801,7 @@ def test_factor_is_applied_before_shift(layer: str, factors: list[int], shifts: 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 9])
-def test_linear_without_adapters(bias: bool, rows: int) -> None:
+def test_linear_without_adapters_matches_torch(bias: bool, rows: int) -> None:
     weight, added, x = normal(10, 6, seed=1), normal(10, seed=2) if bias else None, normal(rows, 6, seed=3)
     out = reference.linear(x, LinearWeights(weight, added), None, ())
     torch.testing.assert_close(out, F.linear(x, weight, added), rtol=1e-5, atol=1e-5)

@@ -152,7 +152,7 @@ def test_gathered_logits_keep_vocabulary_order(vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_adapters_on_fused_columns(ranks: int) -> None:
+def test_adapters_on_fused_columns_match_lora_formula(ranks: int) -> None:
     """Llama's query, key and value: 8 query heads and 2 key heads, which are replicated if there are more ranks."""
     sizes = {"q": 32, "k": 8, "v": 8}
     tensors = {f"{name}.weight": normal(size, INPUTS, seed=size) for name, size in sizes.items()}
@@ -257,7 +257,7 @@ def test_dora_and_biases_on_fused_columns(ranks: int) -> None:
 
 @pytest.mark.parametrize("vocab_size", [5, 13])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_adapters_on_a_tied_head(vocab_size: int, ranks: int) -> None:
+def test_adapters_on_tied_head_match_lora_formula(vocab_size: int, ranks: int) -> None:
     weight = normal(vocab_size, INPUTS, seed=1)
     adapters: Adapters = [
         ({"lm_head": lora(INPUTS, vocab_size, 3, 10)}, 3.5),

@@ -104,7 +104,7 @@ def make_batch(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_batch_with_two_adapters_and_base_model(name: str) -> None:
+def test_two_adapters_and_base_model_match_reference(name: str) -> None:
     runs = [(1, 3), (0, 2), (2, 2), (1, 20), (0, 3), (2, 1)]
     batch = make_batch([name, "tokens replaced, rows"], runs)
     for got, expected in zip(run_vocabulary(ALONE, *batch, torch.float32), expected_vocabulary(*batch), strict=True):
@@ -112,7 +112,7 @@ def test_batch_with_two_adapters_and_base_model(name: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1), (torch.float16, 0.02)])
-def test_all_adapters_in_one_batch(dtype: torch.dtype, tolerance: float) -> None:
+def test_all_adapters_in_one_batch_match_reference(dtype: torch.dtype, tolerance: float) -> None:
     order = random.Random(1).sample(range(len(CASES) + 1), len(CASES) + 1)
     batch = make_batch(list(CASES), [(index, 1 + index % 11) for index in order])
     for got, expected in zip(run_vocabulary(ALONE, *batch, dtype), expected_vocabulary(*batch), strict=True):

@@ -9,7 +9,7 @@ from lorax_server.server.adapter_name_index import MAX_NAMES_PER_ADAPTER, Adapte
 POET, BARD = AdapterKey("hub", "owner/poet"), AdapterKey("local", "bard")
 
 
-def test_name_with_several_identities() -> None:
+def test_name_can_have_several_identities() -> None:
     index = AdapterNameIndex()
     for identity in ("old", "new", "newer", "new"):
         index.add(identity, POET)
@@ -19,7 +19,7 @@ def test_name_with_several_identities() -> None:
     assert index.first_name("unknown") is None
 
 
-def test_two_names_with_same_identity() -> None:
+def test_two_names_can_share_one_identity() -> None:
     index = AdapterNameIndex()
     index.add("shared", POET)
     index.add("shared", BARD)

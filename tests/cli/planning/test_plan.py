@@ -320,7 +320,7 @@ def test_missing_model_folder_is_rejected(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("name", ["H200", "h200", "NVIDIA H200", "nvidia-h200"])
-def test_gpu_name_spellings(name: str) -> None:
+def test_gpu_name_ignores_spelling_but_not_memory_size(name: str) -> None:
     assert find_gpu(name) is GPUS["H200"]
     with pytest.raises(ConfigError, match="A100-80GB"):
         find_gpu("A100")

@@ -326,7 +326,7 @@ def test_list_and_forget_adapters(shared: Shared) -> None:
     shared(test)
 
 
-def test_status_and_info(shared: Shared) -> None:
+def test_client_reports_status_and_info(shared: Shared) -> None:
     async def test(client: RemoteEngine) -> None:
         numbers = vars(await client.status())
         assert numbers.pop("idle_s") > 0
@@ -644,7 +644,7 @@ def test_unknown_error_class_keeps_message() -> None:
         assert (error.status, str(error), error.retry_after_s) == (418, "text", 1.0)
 
 
-def test_describe_exit_codes() -> None:
+def test_exit_codes_are_described_with_signal_names() -> None:
     assert [describe_exit(code) for code in (0, -11, -1000)] == [
         "exit code 0",
         "exit code -11, SIGSEGV",

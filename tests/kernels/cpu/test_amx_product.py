@@ -87,7 +87,7 @@ def test_infinite_and_nan_rows_do_not_affect_others(ops: CpuOps) -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_amx_adapters_and_gates(ops: CpuOps, gated: bool) -> None:
+def test_amx_bits_are_independent_of_batch_and_threads(ops: CpuOps, gated: bool) -> None:
     adapters = [Adapter([8, 4]), Adapter([0, 3], vectors=True), Adapter([17, 0], vectors=True)]
     world = LinearCase(96, [160, 160], adapters, dtype=torch.bfloat16, bias=True, seed=3, device="cpu")
     weights = ops.make_linear(world.weights.plain, world.weights.bias)
@@ -110,18 +110,18 @@ def test_amx_adapters_and_gates(ops: CpuOps, gated: bool) -> None:
     assert torch.equal(run(slice(300)), together)
 
 
-def test_strided_inputs(ops: CpuOps) -> None:
+def test_strided_inputs_match_contiguous_inputs(ops: CpuOps) -> None:
     wide, weights = torch.randn(20, 200).bfloat16(), ops.make_linear(torch.randn(70, 64).bfloat16(), None)
     for x in (wide[:, 3:67], wide[:, 8:136:2]):
         assert torch.equal(ops.linear(x, weights, None, ()), ops.linear(x.contiguous(), weights, None, ()))
 
 
-def test_empty_batch(ops: CpuOps) -> None:
+def test_empty_batch_has_empty_output(ops: CpuOps) -> None:
     weights = ops.make_linear(torch.randn(70, 64).bfloat16(), None)
     assert ops.linear(torch.empty(0, 64, dtype=torch.bfloat16), weights, None, ()).shape == (0, 70)
 
 
-def test_look_up_rows_in_paired_panels(ops: CpuOps) -> None:
+def test_look_up_rows_reads_paired_panels(ops: CpuOps) -> None:
     weight = torch.randn(75, 37).bfloat16()
     matrix = ops.make_linear(weight, None).weight
     assert isinstance(matrix, PanelMatrix)
@@ -143,7 +143,7 @@ def test_float32_model_does_not_use_amx(ops: CpuOps) -> None:
     assert error(ops.linear(x, weights, None, ()), x @ weight.t()) < 2e-6
 
 
-def test_paired_panel_layout() -> None:
+def test_paired_panels_are_padded_with_zeros() -> None:
     weight = torch.arange(40 * 34).view(40, 34).bfloat16()
     panels = to_paired_panels(weight, 32).panels
     assert (panels.shape, Dtype.BFLOAT16_PAIRS) == ((2, 32, 32, 2), 3)

@@ -135,7 +135,7 @@ def test_decode_attention_of_many_lengths(library: Library) -> None:
     check_close(case.prefill(library), expected, FP32)
 
 
-def test_prefill_attention_without_slots(library: Library) -> None:
+def test_prefill_attention_without_slots_matches_cached_bits(library: Library) -> None:
     case = Case(PROMPTS, window=40)
     cached = Case(PROMPTS, window=40)
     CpuOps(library).write_kv(cached.k, cached.v, cached.cache, cached.batch, cached.spec)
@@ -218,7 +218,7 @@ def test_attention_bits_are_independent_of_threads(library: Library) -> None:
             check_bits(other, one)
 
 
-def test_other_index_dtypes(library: Library) -> None:
+def test_index_dtype_does_not_change_bits(library: Library) -> None:
     case = Case(PROMPTS)
     expected = case.prefill(library)
     batch = case.batch
@@ -285,7 +285,7 @@ def test_float8_cache_uses_reference(library: Library) -> None:
 @pytest.mark.parametrize("has_slopes", [False, True])
 @pytest.mark.parametrize("soft_cap", [None, 1.5, 50.0])
 @pytest.mark.parametrize("window", [None, 9])
-def test_soft_cap_and_alibi_slopes(
+def test_soft_cap_and_alibi_slopes_match_reference(
     library: Library, window: int | None, soft_cap: float | None, has_slopes: bool
 ) -> None:
     """Unused cache slots are NaN: kernels must not read them."""

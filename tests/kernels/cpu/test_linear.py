@@ -46,7 +46,7 @@ def load(world: LinearCase) -> LinearWeights:
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("shape", range(len(SHAPES)))
-def test_linear_with_mixed_adapters(shape: int, dtype: torch.dtype) -> None:
+def test_linear_with_mixed_adapters_matches_reference(shape: int, dtype: torch.dtype) -> None:
     world = make_case(shape, dtype)
     weights = load(world)
     for rows in ROWS:
@@ -149,7 +149,7 @@ def test_look_up_rows_in_panels() -> None:
         matrix[::2]
 
 
-def test_strided_inputs() -> None:
+def test_strided_inputs_match_contiguous_inputs() -> None:
     world = make_case(1)
     wide = world.normal(9, 2 * world.inputs)
     for x in (wide[:, : world.inputs], wide[:, ::2]):
@@ -157,7 +157,7 @@ def test_strided_inputs() -> None:
         assert torch.equal(found, OPS.linear(x.contiguous(), load(world), None, ()))
 
 
-def test_empty_batch() -> None:
+def test_empty_batch_has_empty_output() -> None:
     world = make_case(1)
     empty: LoraBatch = world.batch([])
     assert OPS.linear(world.normal(0, world.inputs), load(world), empty, world.targets).shape == (0, sum(world.widths))

@@ -94,7 +94,7 @@ def test_layer_norm_large_mean_keeps_precision(library: Library) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_strided_rows(dtype: torch.dtype, library: Library) -> None:
+def test_strided_rows_match_reference(dtype: torch.dtype, library: Library) -> None:
     whole, weight = normal(4, 6, 20, seed=1, dtype=dtype), normal(20, seed=2, dtype=dtype)
     layouts = [whole, whole[:, 1:4], whole[:, 2], whole[1:, :, :].transpose(0, 1), normal(20, 6, seed=3, dtype=dtype).T]
     for x in layouts:

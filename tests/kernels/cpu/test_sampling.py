@@ -37,7 +37,7 @@ def test_greedy_matches_torch(dtype: torch.dtype, library: Library) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_strided_rows(dtype: torch.dtype, library: Library) -> None:
+def test_strided_rows_match_torch(dtype: torch.dtype, library: Library) -> None:
     whole = normal(3, 5000, seed=1, dtype=dtype)
     for logits in (whole[:, :4999], whole[::2], whole.T):
         check(library, logits)
@@ -54,7 +54,7 @@ def test_greedy_ties_choose_lowest_id(dtype: torch.dtype, library: Library) -> N
     check(library, logits)
 
 
-def test_greedy_infinite_and_nan_scores(library: Library) -> None:
+def test_greedy_nan_and_infinite_scores_give_nan_logprobs(library: Library) -> None:
     """Rows with NaN, mostly masked rows, and infinities."""
     logits = normal(9, 9000, seed=1)
     logits[0] = NEG_INFINITY
@@ -153,7 +153,7 @@ def test_top_k_matches_stable_sort(dtype: torch.dtype, library: Library) -> None
             check_top_k(library, normal(2, vocabulary, seed=vocabulary, dtype=dtype), count)
 
 
-def test_top_k_at_any_position(library: Library) -> None:
+def test_top_k_finds_tokens_at_any_position(library: Library) -> None:
     logits = normal(7, 20001, seed=1)
     logits[0] = logits[0].sort().values
     logits[1] = logits[1].sort(descending=True).values

@@ -64,7 +64,9 @@ def test_loopback_server_checks_host(host: str, is_allowed: bool) -> None:
         ("10.0.0.1", ("api.example.com",), "10.0.0.2", False),
     ],
 )
-def test_allowed_hosts_of_public_server(bound: str, allowed: tuple[str, ...], host: str, is_allowed: bool) -> None:
+def test_public_server_allows_configured_hosts(
+    bound: str, allowed: tuple[str, ...], host: str, is_allowed: bool
+) -> None:
     assert AllowedHosts(bound, allowed).is_allowed(host) is is_allowed
 
 

@@ -79,7 +79,7 @@ def fields_of(stream: io.StringIO) -> dict[str, Any]:
 # --- Form -------------------------------------------------------------------------------------------------------------
 
 
-def test_text_format() -> None:
+def test_text_format_is_one_line_with_fields() -> None:
     stream = start(json_logs=False)
     logging.getLogger("some.where").warning(
         "%d bottles", 99, extra={EXTRA_KEY: {"a": 1, "b": "x y", "c": "", "d": None}}
@@ -89,7 +89,7 @@ def test_text_format() -> None:
     assert rest == 'WARNING some.where 99 bottles a=1 b="x y" c="" d=null'
 
 
-def test_json_format() -> None:
+def test_json_format_contains_message_and_fields() -> None:
     stream = start(json_logs=True)
     fields = {"a": 1, "b": "x y", "c": None, "d": True, "e": float("nan"), "f": {1}}
     logging.getLogger("some.where").error("%d bottles", 99, extra={EXTRA_KEY: fields})
