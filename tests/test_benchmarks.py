@@ -61,7 +61,7 @@ def test_random_models_and_adapters_are_real_files(tmp_path: Path) -> None:
 def test_structured_output_is_measured_with_tiny_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("MASK_WAIT_S", "ALONE_MASK_WAIT_S"):
+    for name in ("MASK_WAIT_S", "BLOCKED_MASK_WAIT_S"):
         monkeypatch.setattr(engine, name, 60.0)  # on a busy machine, no step would have all masks
     made, bench, structured = map(importlib.import_module, ("harness.files", "harness.engine", "gpu_structured"))
     made.make_model(tmp_path / "model", made.TINY)

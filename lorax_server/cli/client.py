@@ -30,7 +30,7 @@ SAMPLING: Mapping[str, tuple[type, str]] = {
 }
 CHAT_HELP = "/adapter NAME selects an adapter (without NAME: the base model), /reset starts a new chat, /quit exits"
 ACTIONS = {"load": "loaded", "unload": "unloaded", "pin": "loaded and pinned", "unpin": "no longer pinned"}
-PIN_VALUES = {"load": None, "pin": True, "unpin": False}  # None does not change the pin
+PIN_BY_ACTION = {"load": None, "pin": True, "unpin": False}  # None does not change the pin
 COLUMNS = ("id", "source", "state", "bytes", "pinned", "requests", "hash")
 
 
@@ -239,9 +239,9 @@ def _adapters(api: ApiClient, args: Namespace) -> int:
         text = _format_table(response["data"])
     else:
         body = _without_none(adapter_id=args.name, adapter_source=args.source)
-        route = "load" if args.action in PIN_VALUES else "unload"
+        route = "load" if args.action in PIN_BY_ACTION else "unload"
         response = api.request(
-            f"/v1/adapters/{route}", body | ({"pin": PIN_VALUES[args.action]} if route == "load" else {})
+            f"/v1/adapters/{route}", body | ({"pin": PIN_BY_ACTION[args.action]} if route == "load" else {})
         )
         text = f"{args.name}: {ACTIONS[args.action]}"
     print(json.dumps(response, indent=2) if args.json else text)

@@ -23,7 +23,7 @@ from lorax_server.structured_output.matcher import GrammarState
 from lorax_server.types import AdapterRef, AdapterStage, AdapterState, EngineStatus, Merge, Output, Request, Resolved
 
 MASK_WAIT_S = 0.005  # maximum wait for late token masks if other sequences in the batch are ready
-ALONE_MASK_WAIT_S = 0.05  # maximum wait for late token masks if no other sequence in the batch is ready
+BLOCKED_MASK_WAIT_S = 0.05  # maximum wait for late token masks if no other sequence in the batch is ready
 MAX_IDLE_WAIT_S = 0.05  # limits the delay if another thread has cleared `wake`
 TIERS = ("device", "host", "disk")  # adapter weight locations, fastest first
 _TIER_OF_STATE = {AdapterStage.DEVICE: "device", AdapterStage.LOADING: "host", AdapterStage.HOST: "host"}
@@ -312,7 +312,7 @@ class Engine:
         masked = step.list_masked()
         wait_s = MASK_WAIT_S if self.capabilities.can_chunk else math.inf  # a padded step cannot be repeated
         ids, num_unmasked = [request_id for _, request_id in masked], step.count_unfinished() - len(masked)
-        found = self._structured_output.collect_masks(ids, wait_s, ALONE_MASK_WAIT_S, num_unmasked)
+        found = self._structured_output.collect_masks(ids, wait_s, BLOCKED_MASK_WAIT_S, num_unmasked)
         ready = [(number, found[request_id]) for number, request_id in masked if request_id in found]
         late = [number for number, request_id in masked if request_id not in found]
         masks = _build_masks(ready, step)

@@ -68,13 +68,13 @@ class StoppingCriteria:
             last_text = ""
         elif reason is FinishReason.STOP_SEQUENCE and not self.params.include_stop:
             last_text = pending_text = ""
-        shown, stopped = self._show(last_text) if self._matchers else (last_text, False)
+        shown, stopped = self._append_text(last_text) if self._matchers else (last_text, False)
         if stopped:
             reason = FinishReason.STOP_SEQUENCE
         elif reason is None and self.current_tokens == self.params.max_new_tokens:
             reason = FinishReason.LENGTH
         if reason is not None and not stopped:
-            more, stopped = self._show(pending_text)  # pending text may complete a stop string
+            more, stopped = self._append_text(pending_text)  # pending text may complete a stop string
             shown += more + self._held
             reason = FinishReason.STOP_SEQUENCE if stopped else reason
         self.new_text, self.finish_reason = shown, reason
@@ -82,7 +82,7 @@ class StoppingCriteria:
         self._num_shown += len(shown)
         return reason is not None, reason
 
-    def _show(self, text: str) -> tuple[str, bool]:
+    def _append_text(self, text: str) -> tuple[str, bool]:
         """Append text, and return the text that is not held back and whether a stop string was found."""
         if not self._matchers or self.current_tokens <= self.params.min_new_tokens:
             return text, False

@@ -41,7 +41,7 @@ class TensorParallelEmbedding(nn.Module):
         )
 
     def replace_weight(self, weight: torch.Tensor | PanelMatrix) -> None:
-        """Replace the loaded matrix by `weight`, for example by the matrix of a tied LM head."""
+        """Replace the loaded matrix with `weight`, for example with the matrix of a tied LM head."""
         self.weight = weight
         self.targets = tuple(replace(target, weight=weight) for target in self.targets)
 

@@ -90,37 +90,37 @@ def _add_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     """Add handlers that convert exceptions to JSON error responses in the route's format (LoRAX or OpenAI)."""
 
     @app.exception_handler(LoraxError)
-    async def handle_lorax_error(http: Request, error: LoraxError) -> Response:
-        return _reject(http, make_error_response(error, http.url.path))
+    async def handle_lorax_error(request: Request, error: LoraxError) -> Response:
+        return _reject(request, make_error_response(error, request.url.path))
 
     @app.exception_handler(RequestValidationError)
-    async def handle_validation_error(http: Request, error: RequestValidationError) -> Response:
+    async def handle_validation_error(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             reason = first.get("ctx", {}).get("error", "unexpected end of input")
-            return _reject(http, make_http_error(400, f"Failed to parse the request body as JSON: {reason}"))
-        return _reject(http, make_validation_error(error.errors(), http.url.path))
+            return _reject(request, make_http_error(400, f"Failed to parse the request body as JSON: {reason}"))
+        return _reject(request, make_validation_error(error.errors(), request.url.path))
 
     @app.exception_handler(HTTPException)
-    async def handle_http_error(http: Request, error: HTTPException) -> Response:
+    async def handle_http_error(request: Request, error: HTTPException) -> Response:
         headers = {name.lower(): value for name, value in (error.headers or {}).items()}
         message = str(error.detail)
-        allowed = find_methods(http.url.path, routes)
+        allowed = find_methods(request.url.path, routes)
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED and allowed:
             headers["allow"] = ", ".join(sorted(allowed))  # Starlette lists only the first matching route's methods
         if isinstance(error.__cause__, ValueError | RecursionError):  # FastAPI's JSON parser does not catch these
             message = f"Failed to parse the request body as JSON: {_describe_json_error(error.__cause__)}"
-        return _reject(http, make_http_error(error.status_code, message, headers))
+        return _reject(request, make_http_error(error.status_code, message, headers))
 
     @app.exception_handler(Exception)
-    async def handle_unexpected_error(http: Request, error: Exception) -> Response:
-        return make_error_response(error, http.url.path).to_response(http.url.path)
+    async def handle_unexpected_error(request: Request, error: Exception) -> Response:
+        return make_error_response(error, request.url.path).to_response(request.url.path)
 
 
-def _reject(http: Request, error_response: ErrorResponse) -> Response:
+def _reject(request: Request, error_response: ErrorResponse) -> Response:
     """Return the error response for a request without a `RequestContext`. `RequestMiddleware` logs the error."""
-    http.state.error_response = error_response
-    return error_response.to_response(http.url.path)
+    request.state.error_response = error_response
+    return error_response.to_response(request.url.path)
 
 
 def _describe_json_error(error: ValueError | RecursionError) -> str:

@@ -78,16 +78,16 @@ EncodeEvents = Callable[[int, list[TokenEvent], bool], bytes]
 class RequestContext:
     """A running generation request: its permit, timeout, generations and log record."""
 
-    def __init__(self, service: Service, http: HttpRequest) -> None:
+    def __init__(self, service: Service, http_request: HttpRequest) -> None:
         self.service = service
-        self.path = http.url.path
-        self.key: Key = http.state.key
+        self.path = http_request.url.path
+        self.key: Key = http_request.state.key
         self.generations: list[RemoteGeneration] = []
-        self.record: RequestRecord = http.state.record
+        self.record: RequestRecord = http_request.state.record
         self.record.status, self.record.started_at = HTTPStatus.OK, time.time()
-        self.record.trace_parent = http.headers.get("traceparent")
+        self.record.trace_parent = http_request.headers.get("traceparent")
         self.timeout_s = service.config.request_timeout_s
-        self._http = http
+        self._http_request = http_request
         self._started_at = time.monotonic()
         self._permit: Permit | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -126,13 +126,13 @@ class RequestContext:
 
     async def _run_handler(self, handler: RouteHandler) -> Response | None:
         """Return the handler's response, or None if the client disconnected."""
-        self.timeout_s = resolve_timeout(self.timeout_s, self._http.headers.get(TIMEOUT_HEADER))
+        self.timeout_s = resolve_timeout(self.timeout_s, self._http_request.headers.get(TIMEOUT_HEADER))
         if self.timeout_s is not None:
             timeout_error = DeadlineError(f"the request timed out after {self.timeout_s:g} s")
             self._timer = asyncio.get_running_loop().call_later(self.timeout_s, self.stop, timeout_error)
         handling, disconnecting = (
             asyncio.create_task(handler(self)),
-            asyncio.create_task(wait_for_disconnect(self._http.receive)),
+            asyncio.create_task(wait_for_disconnect(self._http_request.receive)),
         )
         try:
             await asyncio.wait((handling, disconnecting, self._stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -156,7 +156,8 @@ class RequestContext:
     @property
     def tenant(self) -> str:
         """The tenant for fair scheduling: the key name, or the client network if the server has no keys."""
-        return self.key.name or client_network(self._http.client.host if self._http.client is not None else "")
+        client = self._http_request.client
+        return self.key.name or client_network(client.host if client is not None else "")
 
     # --- Handler stages, in call order --------------------------------------------------------------------------------
 
@@ -178,7 +179,7 @@ class RequestContext:
     @cached_property
     def lookup(self) -> AdapterLookup:
         """The caller's adapter lookup. On a server without keys, the bearer token is meant for the adapter source."""
-        authorization, is_open = self._http.headers.get("authorization", ""), self.service.keys.allows_anonymous
+        authorization, is_open = self._http_request.headers.get("authorization", ""), self.service.keys.allows_anonymous
         is_for_source = is_open and not self.key.is_admin and authorization.lower().startswith(BEARER_PREFIX)
         bearer = authorization[len(BEARER_PREFIX) :].strip() if is_for_source else ""
         return AdapterLookup(self.service, self.key, bearer or None, self.path)

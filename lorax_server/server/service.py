@@ -127,10 +127,10 @@ class Service:
             raise _shutting_down()
         return self.keys.identify(headers.get("authorization"))
 
-    def check_admin(self, http: Request, action: str, adapter_id: str) -> Key:
+    def check_admin(self, request: Request, action: str, adapter_id: str) -> Key:
         """Return the caller's key, or raise if it is not an admin key. The audit log records the outcome."""
-        key: Key = http.state.key
-        admin_action = http.state.admin_action = AdminAction(action, adapter_id)
+        key: Key = request.state.key
+        admin_action = request.state.admin_action = AdminAction(action, adapter_id)
         self.keys.check_admin(key)
         admin_action.key = key.name
         return key

@@ -95,7 +95,7 @@ class StructuredOutput:
     ) -> None:
         """`build_base` builds the base model's vocabulary. It runs on another thread, when first needed.
 
-        Forced tokens are consumed several per step while at most `max_fast_forward` completions have a grammar.
+        Several forced tokens are consumed per step while at most `max_fast_forward` completions use a grammar.
         """
         self.on_event: Callable[[], None] = lambda: None  # called on any thread when `pop_settled` has results
         self.max_fast_forward = max_fast_forward
@@ -189,11 +189,11 @@ class StructuredOutput:
                     self._store(completion.key, cached)  # update its weight
 
     def collect_masks(
-        self, request_ids: Collection[int], wait_s: float, alone_s: float = 0.0, num_unmasked: int = 0
+        self, request_ids: Collection[int], wait_s: float, blocked_wait_s: float = 0.0, num_unmasked: int = 0
     ) -> dict[int, GrammarState]:
         """Return the states of requests whose next masks are ready, after waiting up to `wait_s` for all of them.
 
-        While no sequence can continue (no mask is ready and `num_unmasked` is 0), wait up to `alone_s` for a mask.
+        While no sequence can continue (no mask is ready and `num_unmasked` is 0), wait up to `blocked_wait_s` for one.
         """
         completions = [self._completions[request_id] for request_id in request_ids]
 
@@ -203,8 +203,8 @@ class StructuredOutput:
         wait_s = min(wait_s, threading.TIMEOUT_MAX)
         with self._changed:
             self._changed.wait_for(lambda: all(map(is_done, completions)), wait_s)
-            if completions and not num_unmasked and alone_s > wait_s:
-                self._changed.wait_for(lambda: any(map(is_done, completions)), alone_s - wait_s)
+            if completions and not num_unmasked and blocked_wait_s > wait_s:
+                self._changed.wait_for(lambda: any(map(is_done, completions)), blocked_wait_s - wait_s)
             return {each.request.request_id: each.state for each in completions if each.state is not None}
 
     def close(self) -> None:

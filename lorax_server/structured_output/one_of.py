@@ -20,8 +20,8 @@ MAX_TAG_NAMES = 8  # properties that are tried as the tag
 def rewrite_one_of(schema: Mapping[str, Any], max_steps: int = MAX_STEPS) -> dict[str, Any]:
     """Return an equivalent schema with `anyOf` in place of each `oneOf` whose alternatives cannot overlap.
 
-    Each alternative, tag value, required name and reference name that is read to compare alternatives is a step. After
-    `max_steps`, the remaining `oneOf` stay, and compiling rejects them.
+    Reading an alternative, tag value, required name or reference name counts as one step. After `max_steps`, the
+    remaining `oneOf` keywords are left unchanged, and the grammar compiler rejects them.
     """
     rewritten: dict[str, Any] = _Rewriter(schema, max_steps).rewrite(schema)
     return rewritten

@@ -314,7 +314,7 @@ def test_invalid_numbers_are_rejected_with_field(edited: Callable[..., Path]) ->
         ),
     ],
 )
-def test_unsupported_field_is_rejected_with_field(
+def test_error_names_unsupported_config_field(
     edited: Callable[..., Path], fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

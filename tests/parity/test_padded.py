@@ -119,7 +119,7 @@ def test_multiple_new_tokens_with_past(name: str, device: torch.device) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", BOTH)
-def test_outputs(name: str, device: torch.device) -> None:
+def test_output_fields_match_transformers(name: str, device: torch.device) -> None:
     """Compare hidden states, attentions, loss, embeddings as input, and tuples and dictionaries as output."""
     oracle, model = make_pair(name, device)
     ids = torch.randint(3, 97, (2, 11), device=device)

@@ -245,7 +245,7 @@ RECORD = from_json_schema(
 @pytest.fixture
 def wait_for_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for late masks, so that the number of steps does not depend on machine load."""
-    for name in ("MASK_WAIT_S", "ALONE_MASK_WAIT_S"):
+    for name in ("MASK_WAIT_S", "BLOCKED_MASK_WAIT_S"):
         monkeypatch.setattr(engine, name, 60.0)
 
 
@@ -337,7 +337,7 @@ def test_late_masks_do_not_change_completions(
 ) -> None:
     (plain,) = llm.generate("the", stop=LONG)
     monkeypatch.setattr(engine, "MASK_WAIT_S", 0.0)
-    monkeypatch.setattr(engine, "ALONE_MASK_WAIT_S", 0.0)
+    monkeypatch.setattr(engine, "BLOCKED_MASK_WAIT_S", 0.0)
     assert generate_all(llm) == expected
     completions = llm.generate(
         ["the"] * 3, [SamplingParams(), *sampled_params(2)], LONG, structure=[None, WORDS, WORDS]

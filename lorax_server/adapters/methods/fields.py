@@ -23,7 +23,7 @@ class Method(Enum):
 
 @dataclass(frozen=True)
 class MethodFields:
-    """The adapter config fields of one PEFT method, by how the server treats them."""
+    """Adapter config fields of one PEFT method, grouped by how the server handles them."""
 
     served: set[str]
     training: set[str]  # no effect on inference

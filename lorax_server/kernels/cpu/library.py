@@ -1,4 +1,4 @@
-"""Find and load the native kernel library, and call its functions with addresses."""
+"""Find and load the native kernel library, and bind its functions."""
 
 import ctypes
 import os

@@ -52,7 +52,7 @@ class CpuLinears:
         targets: Sequence[LoraTarget],
         gate: Gate = Gate.NONE,
     ) -> torch.Tensor:
-        """Return `Ops.linear`, or `Ops.gated_linear` with a gate. Matrices without panels use the reference ops."""
+        """Implement `Ops.linear` or, with a gate, `Ops.gated_linear`. Matrices without panels use the reference ops."""
         if not isinstance(weights.weight, PanelMatrix):
             return reference.linear(x, weights, lora, targets)
         address = weights.cached("cpu", _make_matrix_struct, weights).address

@@ -114,10 +114,10 @@ def matrix_map(matrix: torch.Tensor, rows: int) -> bytes:
 
 
 def lora_factor_maps(buffer: torch.Tensor, stride: int, width: int) -> bytes:
-    """Return two tensor maps for LoRA factors in a flat buffer: boxes of 16 and of 8 rows x `width`, `stride` apart.
+    """Return two TMA tensor maps for LoRA factors in a flat buffer, with boxes of 16 rows and of 8 rows.
 
-    The dimensions overlap: a box starts at any multiple of 64 elements and extends `15 * stride` elements further. The
-    buffer has that much padding after the last factor.
+    A row has `width` elements, and rows are `stride` elements apart. A box can start at any multiple of 64 elements, so
+    the map's dimensions overlap. The buffer must have `15 * stride` elements of padding after the last factor.
     """
     lines = (buffer.numel() - 15 * stride) // 64
     return b"".join(

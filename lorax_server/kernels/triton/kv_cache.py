@@ -34,7 +34,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: PagedBa
         v.stride(1),
         spec.k_scale,
         spec.v_scale,
-        LIMIT=torch.finfo(keys.dtype).max if is_converted else None,
+        DTYPE_MAX=torch.finfo(keys.dtype).max if is_converted else None,
         HAS_STORED=batch.stored is not None,
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
@@ -75,7 +75,7 @@ def rotate_and_write(
     _rotate_and_write_kernel[(len(q), groups + kv_groups)](
         *(q, k, v, cos, sin, *cache, batch.slots, q.stride(0), q.stride(1), k.stride(0), k.stride(1)),
         *(v.stride(0), v.stride(1), cos.stride(0), spec.k_scale, spec.v_scale),
-        LIMIT=torch.finfo(cache[0].dtype).max if k.dtype != cache[0].dtype else None,
+        DTYPE_MAX=torch.finfo(cache[0].dtype).max if k.dtype != cache[0].dtype else None,
         NUM_HEADS=q.shape[1],
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
@@ -104,7 +104,7 @@ def _write_kernel(
     v_head: tl.tensor,
     k_scale: tl.tensor,
     v_scale: tl.tensor,
-    LIMIT: tl.constexpr,
+    DTYPE_MAX: tl.constexpr,
     HAS_STORED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -123,14 +123,14 @@ def _write_kernel(
     cache_offsets = ((slot // BLOCK_SIZE * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM + dims
     key = tl.load(k + token * k_token + heads * k_head + dims, mask=mask, other=0.0)
     value = tl.load(v + token * v_token + heads * v_head + dims, mask=mask, other=0.0)
-    _store(k_cache + cache_offsets, key, k_scale, mask, LIMIT)
-    _store(v_cache + cache_offsets, value, v_scale, mask, LIMIT)
+    _store(k_cache + cache_offsets, key, k_scale, mask, DTYPE_MAX)
+    _store(v_cache + cache_offsets, value, v_scale, mask, DTYPE_MAX)
 
 
 @triton.jit(do_not_specialize=["slots"])
 def _rotate_and_write_kernel(
     q, k, v, cos, sin, k_cache, v_cache, slots, q_token, q_head, k_token, k_head, v_token, v_head, angle_token, k_scale,
-    v_scale, LIMIT: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    v_scale, DTYPE_MAX: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
     REST: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
@@ -151,28 +151,28 @@ def _rotate_and_write_kernel(
     first, second = rotate(keys, cos, sin, is_head, HALF, BLOCK)
     pairs = tl.arange(0, BLOCK)[None, :]
     is_rotated = is_stored & (pairs < HALF)
-    _store(k_cache + cache_offsets + pairs, first, k_scale, is_rotated, LIMIT)
-    _store(k_cache + cache_offsets + HALF + pairs, second, k_scale, is_rotated, LIMIT)
+    _store(k_cache + cache_offsets + pairs, first, k_scale, is_rotated, DTYPE_MAX)
+    _store(k_cache + cache_offsets + HALF + pairs, second, k_scale, is_rotated, DTYPE_MAX)
     if HEAD_DIM > 2 * HALF:
         rest = 2 * HALF + tl.arange(0, REST)[None, :]
         mask = is_stored & (rest < HEAD_DIM)
-        _store(k_cache + cache_offsets + rest, tl.load(keys + rest, mask=mask, other=0.0), k_scale, mask, LIMIT)
+        _store(k_cache + cache_offsets + rest, tl.load(keys + rest, mask=mask, other=0.0), k_scale, mask, DTYPE_MAX)
     dims = tl.arange(0, DIM)[None, :]
     mask = is_stored & (dims < HEAD_DIM)
     value = tl.load(v + token * v_token + heads * v_head + dims, mask=mask, other=0.0)
-    _store(v_cache + cache_offsets + dims, value, v_scale, mask, LIMIT)
+    _store(v_cache + cache_offsets + dims, value, v_scale, mask, DTYPE_MAX)
 
 
 @triton.jit
-def _store(pointers: tl.tensor, x: tl.tensor, scale: tl.tensor, mask: tl.tensor, LIMIT: tl.constexpr) -> None:
-    """Store keys or values in the cache dtype. `LIMIT` is its largest finite value, or None if `x` has this dtype."""
-    if LIMIT is not None:
-        x = _scale_and_clamp(x, scale, LIMIT)
+def _store(pointers: tl.tensor, x: tl.tensor, scale: tl.tensor, mask: tl.tensor, DTYPE_MAX: tl.constexpr) -> None:
+    """Store keys or values. `DTYPE_MAX` is the cache dtype's largest finite value, or None if `x` has this dtype."""
+    if DTYPE_MAX is not None:
+        x = _scale_and_clamp(x, scale, DTYPE_MAX)
     tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _scale_and_clamp(x: tl.tensor, scale: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
+def _scale_and_clamp(x: tl.tensor, scale: tl.tensor, DTYPE_MAX: tl.constexpr) -> tl.tensor:
     """Return `x / scale`, correctly rounded and clamped to the range of the cache dtype. NaN stays NaN."""
     scaled = tl.div_rn(x.to(tl.float32), tl.zeros_like(x).to(tl.float32) + scale)
-    return tl.where(scaled > LIMIT, LIMIT, tl.where(scaled < -LIMIT, -LIMIT, scaled))
+    return tl.where(scaled > DTYPE_MAX, DTYPE_MAX, tl.where(scaled < -DTYPE_MAX, -DTYPE_MAX, scaled))

@@ -18,23 +18,23 @@ from lorax_server.weights import Weights
 
 
 class GPTNeoXAttention(FlashLlamaAttention):
-    """GPT-NeoX attention, under the name that the seed contract requires."""
+    """GPT-NeoX attention with its LoRAX class name (see docs/seed-contract.md)."""
 
 
 class GPTNeoXMLP(PlainMLP):
-    """GPT-NeoX MLP, under the name that the seed contract requires."""
+    """GPT-NeoX MLP with its LoRAX class name (see docs/seed-contract.md)."""
 
 
 class GPTNeoXLayer(FlashLlamaLayer):
-    """GPT-NeoX decoder layer, under the name that the seed contract requires."""
+    """GPT-NeoX decoder layer with its LoRAX class name (see docs/seed-contract.md)."""
 
 
 class GPTNeoXModel(FlashLlamaModel):
-    """GPT-NeoX decoder, under the name that the seed contract requires."""
+    """GPT-NeoX decoder with its LoRAX class name (see docs/seed-contract.md)."""
 
 
 class GPTNeoXPreTrainedModel(PaddedCausalLM):
-    """GPT-NeoX base class, under the name that the seed contract requires."""
+    """GPT-NeoX base class with its LoRAX class name (see docs/seed-contract.md)."""
 
 
 class GPTNeoxForCausalLM(GPTNeoXPreTrainedModel):

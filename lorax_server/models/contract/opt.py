@@ -15,11 +15,11 @@ from lorax_server.weights import Weights
 
 
 class OPTAttention(FlashLlamaAttention):
-    """OPT attention, under the name that the seed contract requires."""
+    """OPT attention with its LoRAX class name (see docs/seed-contract.md)."""
 
 
 class OPTPreTrainedModel(PaddedCausalLM):
-    """OPT base class, under the name that the seed contract requires."""
+    """OPT base class with its LoRAX class name (see docs/seed-contract.md)."""
 
 
 class OPTModel(nn.Module):

@@ -23,7 +23,7 @@ from lorax_server.weights import Weights
 
 
 class FlashGPT2PreTrainedModel(FlashLlamaForCausalLM):
-    """GPT-2 base class, under the name that the seed contract requires."""
+    """GPT-2 base class with its LoRAX class name (see docs/seed-contract.md)."""
 
 
 class FlashGPT2Attention(FlashLlamaAttention):
@@ -36,15 +36,15 @@ class FlashGPT2Attention(FlashLlamaAttention):
 
 
 class GPT2MLP(PlainMLP):
-    """GPT-2 MLP, under the name that the seed contract requires."""
+    """GPT-2 MLP with its LoRAX class name (see docs/seed-contract.md)."""
 
 
 class GPT2Block(FlashLlamaLayer):
-    """GPT-2 decoder layer, under the name that the seed contract requires."""
+    """GPT-2 decoder layer with its LoRAX class name (see docs/seed-contract.md)."""
 
 
 class FlashGPT2Model(LearnedPositionsModel):
-    """GPT-2 decoder, under the name that the seed contract requires."""
+    """GPT-2 decoder with its LoRAX class name (see docs/seed-contract.md)."""
 
 
 class FlashGPT2ForCausalLM(FlashGPT2PreTrainedModel):

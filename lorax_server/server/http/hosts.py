@@ -18,13 +18,13 @@ class AllowedHosts:
     """Checks `Host` headers.
 
     The check is disabled if `*` is allowed, or if the server is reachable from other machines and no names are set.
-    `bound` is the configured host. `address` is the socket address, which shows if the host resolves to loopback.
+    `host` is the configured host. `address` is the socket address, which shows if the host resolves to loopback.
     """
 
-    def __init__(self, bound: str, allowed: Sequence[str], address: str = "") -> None:
-        address = address or bound
+    def __init__(self, host: str, allowed: Sequence[str], address: str = "") -> None:
+        address = address or host
         ip = parse_address(address)
-        self._names = frozenset(name.strip("[]").lower() for name in (*LOOPBACK_NAMES, bound, address, *allowed))
+        self._names = frozenset(name.strip("[]").lower() for name in (*LOOPBACK_NAMES, host, address, *allowed))
         self._is_checked = ANY_HOST not in allowed and (bool(allowed) or is_loopback(address))
         self._allows_any_address = ip is not None and ip.is_unspecified  # the server listens on all interfaces
 

@@ -67,33 +67,33 @@ def make_router(service: Service) -> APIRouter:
 def _add_adapter_routes(router: APIRouter, service: Service) -> None:
     @router.get("/v1/adapters", operation_id="list_adapters", response_model=AdapterList, responses=ERRORS)
     async def adapters(
-        http: Request, also: Also, limit: Limit = MAX_PAGE_SIZE, after: After = NAME_CURSOR, search: Search = ""
+        request: Request, also: Also, limit: Limit = MAX_PAGE_SIZE, after: After = NAME_CURSOR, search: Search = ""
     ) -> Response:
         """List adapters in pages, with their memory tier and usage. Admins see all adapters. Other callers see the
         named adapters that they may use, and the adapters in `also`."""
         query = PageQuery(limit, after, search, also)
-        return json_response(await list_page(service, http.state.key, query))
+        return json_response(await list_page(service, request.state.key, query))
 
     @router.post("/v1/adapters/load", operation_id="load_adapter", response_model=Adapter, responses=ERRORS)
-    async def load(http: Request, body: LoadRequest) -> Response:
+    async def load(request: Request, body: LoadRequest) -> Response:
         """Load the latest adapter version to the device, and pin or unpin it if `pin` is set."""
-        key = service.check_admin(http, "load", body.adapter_id)
+        key = service.check_admin(request, "load", body.adapter_id)
         names = service.model_names
         choice = names.select_adapter(body.adapter_id, body.adapter_source, body.api_token or None)
         identity = await load_adapter(service, key, choice, body.pin)
         if body.name:
             names.add_alias(body.name, *choice.adapter_keys[0])
-        http.state.adapter_change = AdapterChange(True, *choice.adapter_keys[0], body.name or "", body.pin)
+        request.state.adapter_change = AdapterChange(True, *choice.adapter_keys[0], body.name or "", body.pin)
         return json_response(await _describe(service, identity, body.name or body.adapter_id))
 
     @router.post(
         "/v1/adapters/unload", operation_id="unload_adapter", response_model=AdapterList, responses=ERRORS_AND_CONFLICT
     )
-    async def unload(http: Request, body: AdapterRequest) -> Response:
+    async def unload(request: Request, body: AdapterRequest) -> Response:
         """Unload an adapter when no request needs it any more, even if it is pinned under this name. A later request
         loads it again, unless its name was assigned by the load route."""
-        key = service.check_admin(http, "unload", body.adapter_id)
-        http.state.adapter_change = await unload_adapter(service, key, body.adapter_id, body.adapter_source)
+        key = service.check_admin(request, "unload", body.adapter_id)
+        request.state.adapter_change = await unload_adapter(service, key, body.adapter_id, body.adapter_source)
         return json_response(await list_page(service, key))
 
 
@@ -104,14 +104,14 @@ def _add_vllm_routes(router: APIRouter, service: Service) -> None:
     }
 
     @router.post("/v1/load_lora_adapter", operation_id="load_lora_adapter", response_class=Response, responses=as_text)
-    async def load(http: Request, body: VllmLoadRequest) -> Response:
+    async def load(request: Request, body: VllmLoadRequest) -> Response:
         """Load a folder or hub repository and assign a name to it, as in vLLM."""
-        key = service.check_admin(http, "load", f"{body.lora_name}={body.lora_path}")
+        key = service.check_admin(request, "load", f"{body.lora_name}={body.lora_path}")
         source = "hub" if HUB_NAME_PATTERN.fullmatch(body.lora_path) and service.config.engine.sources.hub else "local"
         choice = service.model_names.select_adapter(body.lora_path, source)
         await load_adapter(service, key, choice, None)
         service.model_names.add_alias(body.lora_name, source, body.lora_path)
-        http.state.adapter_change = AdapterChange(True, *choice.adapter_keys[0], body.lora_name)
+        request.state.adapter_change = AdapterChange(True, *choice.adapter_keys[0], body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
     @router.post(
@@ -120,10 +120,10 @@ def _add_vllm_routes(router: APIRouter, service: Service) -> None:
         response_class=Response,
         responses={**ERRORS_AND_CONFLICT, **as_text},
     )
-    async def unload(http: Request, body: VllmUnloadRequest) -> Response:
+    async def unload(request: Request, body: VllmUnloadRequest) -> Response:
         """Unload an adapter and remove its name, as in vLLM."""
-        key = service.check_admin(http, "unload", body.lora_name)
-        http.state.adapter_change = await unload_adapter(service, key, body.lora_name, None)
+        key = service.check_admin(request, "unload", body.lora_name)
+        request.state.adapter_change = await unload_adapter(service, key, body.lora_name, None)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
 

@@ -35,9 +35,9 @@ def make_router(service: Service) -> APIRouter:
     @router.post(
         "/v1/chat/completions", operation_id="chat", response_model=ChatCompletionResponse, responses=openai.ERRORS
     )
-    async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:
+    async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
         """Complete a chat. With `stream`, the events are `chat.completion.chunk` objects followed by `[DONE]`."""
-        return await RequestContext(service, http).run(lambda context: _chat(context, body))
+        return await RequestContext(service, request).run(lambda context: _chat(context, body))
 
     return router
 

@@ -40,9 +40,9 @@ def make_router(service: Service) -> APIRouter:
     router = APIRouter(tags=[openai.TAG])
 
     @router.post("/v1/completions", operation_id="complete", response_model=CompletionResponse, responses=openai.ERRORS)
-    async def completions(http: Request, body: CompletionRequest) -> Response:
+    async def completions(request: Request, body: CompletionRequest) -> Response:
         """Complete one or more prompts. With `stream`, the events are chunks in the same format and then `[DONE]`."""
-        return await RequestContext(service, http).run(lambda context: _complete(context, body))
+        return await RequestContext(service, request).run(lambda context: _complete(context, body))
 
     return router
 

@@ -65,18 +65,18 @@ def make_router(service: Service) -> APIRouter:
 
     @router.get("/v1/models/", include_in_schema=False)
     @router.get("/v1/models", operation_id="list_models", response_model=ModelList, **openai)
-    async def models(http: Request) -> Response:
+    async def models(request: Request) -> Response:
         """List the base model and the named adapters. Requests may also name any adapter in an adapter source."""
-        key: Key = http.state.key
+        key: Key = request.state.key
         allowed = await select_names(service.model_names, key)
 
         models = await asyncio.to_thread(_models, service, key, allowed)
         return await asyncio.to_thread(json_response, {"object": "list", "data": models})
 
     @router.get("/v1/models/{model:path}", operation_id="get_model", response_model=Model, **openai)
-    async def model(http: Request, model: str) -> Response:
+    async def model(request: Request, model: str) -> Response:
         """Return one model."""
-        key, names = http.state.key, service.model_names
+        key, names = request.state.key, service.model_names
         named = names.adapters.get(model)
         allowed = [(model, named)] if named is not None and names.may_use(key, model, named) else []
         for described in _models(service, key, allowed):
@@ -84,8 +84,8 @@ def make_router(service: Service) -> APIRouter:
                 return json_response(described)
         raise await with_suggestions(make_unknown_model_error(model), model, None, names, key)
 
-    def reject_unsupported_route(http: Request) -> Response:
-        raise NotSupportedError(f"{UNSUPPORTED_FEATURES[http.url.path]} not supported yet")
+    def reject_unsupported_route(request: Request) -> Response:
+        raise NotSupportedError(f"{UNSUPPORTED_FEATURES[request.url.path]} not supported yet")
 
     for path in UNSUPPORTED_FEATURES:
         router.post(path, include_in_schema=False)(reject_unsupported_route)
@@ -102,9 +102,9 @@ def _add_health(router: APIRouter, service: Service) -> None:
     unhealthy = ErrorResponse(503, "healthcheck", "unhealthy")
     responses: dict[int | str, dict[str, Any]] = {200: {"description": "Everything is working"}, **ERRORS}
 
-    async def health(http: Request) -> Response:
+    async def health(request: Request) -> Response:
         """Return 200 if the server can process requests, else 503."""
-        return Response() if service.is_ready else unhealthy.to_response(http.url.path)
+        return Response() if service.is_ready else unhealthy.to_response(request.url.path)
 
     empty: dict[str, Any] = {"response_class": Response, "responses": responses, "tags": ["LoRAX"]}
     for path, name in (("/health", "check_health"), ("/ping", "ping"), ("/", "check")):
@@ -133,14 +133,14 @@ def _add_metrics(router: APIRouter, service: Service) -> None:
     responses: dict[int | str, dict[str, Any]] = {200: {"content": as_text}}
 
     @router.get("/metrics", operation_id="get_metrics", response_class=Response, responses=responses, tags=["LoRAX"])
-    async def metrics(http: Request) -> Response:
+    async def metrics(request: Request) -> Response:
         """Return Prometheus metrics, or JSON if `Accept` contains `application/json`."""
         status, engine = None, service.engine
         with suppress(LoraxError, TimeoutError):
             async with asyncio.timeout(STATUS_TIMEOUT_S):
                 status = await engine.status()
         service.metrics.engine.update(status, engine.is_healthy, engine.num_restarts)
-        if JSON in http.headers.get("accept", ""):
+        if JSON in request.headers.get("accept", ""):
             return json_response(service.metrics.render_json())
         return Response(service.metrics.render_prometheus(), headers={"content-type": Metrics.content_type})
 
@@ -149,9 +149,9 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
     common: dict[str, Any] = {"responses": ERRORS, "tags": ["Tokenization"]}
 
     @router.post("/tokenize", operation_id="tokenize", response_model=list[SimpleToken], **common)
-    async def tokenize(http: Request, body: TokenizeRequest) -> Response:
+    async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         """Tokenize a text with the base model's tokenizer."""
-        key: Key = http.state.key
+        key: Key = request.state.key
         if len(body.inputs) > MAX_TOKENIZE_CHARACTERS:
             raise InputError(
                 f"`inputs` must have at most {MAX_TOKENIZE_CHARACTERS} characters here. Given: {len(body.inputs)}"
@@ -166,9 +166,9 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
             return await service.tokenizers.run(tokenizer, LISTING_COST_FACTOR * len(body.inputs), write)
 
     @router.post("/detokenize", operation_id="detokenize", response_model=DetokenizeResponse, **common)
-    async def detokenize(http: Request, body: DetokenizeRequest) -> Response:
+    async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         """Convert token ids to text."""
-        key: Key = http.state.key
+        key: Key = request.state.key
         tokenizer, skip_special = service.tokenizers.base, body.skip_special_tokens is not False
         with service.rate_limits.acquire(key):
             return json_response({"text": await service.tokenizers.decode(tokenizer, body.ids, skip_special)})

@@ -41,20 +41,20 @@ def make_router(service: Service) -> APIRouter:
     router = APIRouter(tags=[TAG])
 
     @router.post("/generate", operation_id="generate", response_model=GenerateResponse, responses=ERRORS)
-    async def generate(http: Request, body: GenerateRequest) -> Response:
+    async def generate(request: Request, body: GenerateRequest) -> Response:
         """Complete a prompt."""
-        return await RequestContext(service, http).run(lambda context: _generate_whole(context, body, as_list=False))
+        return await RequestContext(service, request).run(lambda context: _generate_whole(context, body, as_list=False))
 
     @router.post("/generate_stream", operation_id="generate_stream", response_class=Response, responses=ERRORS)
-    async def generate_stream(http: Request, body: GenerateRequest) -> Response:
+    async def generate_stream(request: Request, body: GenerateRequest) -> Response:
         """Complete a prompt and stream its tokens. Each event is a `StreamResponse`; the last has `generated_text`."""
-        return await RequestContext(service, http).run(lambda context: _generate_stream(context, body))
+        return await RequestContext(service, request).run(lambda context: _generate_stream(context, body))
 
-    async def compat(http: Request, body: CompatGenerateRequest) -> Response:
+    async def compat(request: Request, body: CompatGenerateRequest) -> Response:
         """Complete a prompt. The response is a list with one item, or a stream if `stream` is true."""
         if body.stream:
-            return await generate_stream(http, body)
-        return await RequestContext(service, http).run(lambda context: _generate_whole(context, body, as_list=True))
+            return await generate_stream(request, body)
+        return await RequestContext(service, request).run(lambda context: _generate_whole(context, body, as_list=True))
 
     for path, name in (("/", "answer"), ("/invocations", "invoke")):
         router.post(path, operation_id=name, response_model=list[GenerateResponse], responses=ERRORS)(compat)

@@ -36,16 +36,16 @@ def make_router(service: Service) -> APIRouter:
         return Response(status_code=307, headers={**HEADERS, "location": "ui/"})
 
     @router.get("/ui/")
-    async def serve_page(http: Request) -> Response:
-        return await serve_file("index.html", http)
+    async def serve_page(request: Request) -> Response:
+        return await serve_file("index.html", request)
 
     @router.get("/ui/examples.json")
     async def serve_examples() -> Response:
         return Response(examples, headers=HEADERS, media_type="application/json")
 
     @router.get("/ui/{name}")  # names contain no slashes, so each file has exactly one path
-    async def serve_file(name: str, http: Request) -> Response:
-        response = await files.get_response(name, http.scope)
+    async def serve_file(name: str, request: Request) -> Response:
+        response = await files.get_response(name, request.scope)
         response.headers.update(HEADERS)
         if Path(name).suffix in CONTENT_TYPES:
             response.headers["content-type"] = CONTENT_TYPES[Path(name).suffix]

@@ -50,9 +50,9 @@ def make_control_app(service: Service) -> Starlette:
         }
         return json_response(content)
 
-    async def apply_change(http: Request) -> Response:
+    async def apply_change(request: Request) -> Response:
         """Apply an adapter load or unload. The response is sent before the adapter is loaded."""
-        body = await http.json()
+        body = await request.json()
         await replicator.apply(AdapterChange(**body["change"]), body["is_own"])
         return Response()
 

@@ -155,7 +155,7 @@ def test_rotate_and_write_matches_separate_ops(
     check_rotation(batch, num_blocks, heads, turning, dtypes, device)
 
 
-def test_rotate_and_write_with_partial_storage(device: torch.device) -> None:
+def test_rotate_and_write_stores_only_selected_tokens(device: torch.device) -> None:
     batch, num_blocks = make_batch([(9, 3), (6, 0)], 8)
     kept = torch.tensor([0, 4, 9, 14])
     batch = PagedBatch(batch.block_tables, batch.input_lengths, batch.cache_lengths, batch.slots[kept], kept)

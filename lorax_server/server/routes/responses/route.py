@@ -37,9 +37,9 @@ def make_router(service: Service) -> APIRouter:
     router = APIRouter(tags=[openai.TAG])
 
     @router.post("/v1/responses", operation_id="respond", response_model=ResponseObject, responses=openai.ERRORS)
-    async def respond(http: Request, body: ResponsesRequest) -> Response:
+    async def respond(request: Request, body: ResponsesRequest) -> Response:
         """Create a response. With `stream`, send the events of OpenAI's Responses API. Responses are not stored."""
-        return await RequestContext(service, http).run(lambda context: _respond(context, body))
+        return await RequestContext(service, request).run(lambda context: _respond(context, body))
 
     return router
 
