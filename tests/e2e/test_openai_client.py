@@ -354,7 +354,7 @@ TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"ty
         ({"temperature": 2.5}, "`temperature` must be >= 0 and <= 2"),
         ({"top_p": 0.0}, "top_p"),
         ({"n": 0}, "n: Input should be greater than or equal to 1"),
-        ({"n": 1000}, "at most 128 answers"),
+        ({"n": 1000}, "at most 128 completions"),
         ({"logit_bias": {"a": 1}}, "`logit_bias` keys must be token ids"),
         ({"logit_bias": {"99999": 1}}, "`logit_bias` has tokens beyond the vocabulary"),
         ({"top_logprobs": 2}, "`top_logprobs` requires `logprobs`"),

@@ -75,9 +75,7 @@ def respond_whole(status: int, name: str, body: str, more_headers: str = "") -> 
 
 def respond_stream(name: str, *pieces: str, ends: bool = True) -> ReplicaHandler:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(
-            f"{HEAD.format(200, 'text/event-stream', name)}transfer-encoding: chunked\r\n\r\n".encode()
-        )
+        writer.write(f"{HEAD.format(200, 'text/event-stream', name)}transfer-encoding: chunked\r\n\r\n".encode())
         for piece in pieces:
             writer.write(f"{len(piece):x}\r\n{piece}\r\n".encode())
         if ends:
