@@ -65,17 +65,17 @@ class Watched:
     """Wraps a kernel and counts its launches and fallbacks."""
 
     def __init__(self, kernel: Any) -> None:
-        self.launches = self.refused = 0
+        self.launches = self.num_unsupported = 0
         self._kernel = kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self.launches += 1
         self._kernel(*args, **kwargs)
 
-    def fits(self, *args: Any) -> bool:
-        fits: bool = self._kernel.fits(*args)
-        self.refused += not fits
-        return fits
+    def supports(self, *args: Any) -> bool:
+        is_supported: bool = self._kernel.supports(*args)
+        self.num_unsupported += not is_supported
+        return is_supported
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernel, name)
@@ -143,7 +143,7 @@ def best_kernels(watched: tuple[Watched, Watched], pair: Pair) -> Iterator[None]
             assert not kernel.launches
         else:
             assert kernel.launches
-            assert not kernel.refused
+            assert not kernel.num_unsupported
 
 
 def make_rows() -> list[list[int]]:
@@ -312,8 +312,8 @@ def test_float8_cache(ops: Ops, watched: tuple[Watched, Watched], record_propert
     ours, plain = (run_batches(model, rows) for model in models)
     decode, prefill = watched
     assert decode.launches
-    assert not decode.refused
-    assert prefill.refused  # the prefill kernel does not support float8 caches
+    assert not decode.num_unsupported
+    assert prefill.num_unsupported  # the prefill kernel does not support float8 caches
     seen = []
     for row, ids in enumerate(rows):
         exact, half = compute_logits(pair.oracle, ids), compute_logits(pair.peer, ids)
