@@ -145,7 +145,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 def _agree_across_ranks(
     units: int, is_rejected: bool, group: ProcessGroup, device: torch.device | None
 ) -> tuple[int, bool]:
-    """Return the maximum number of units over all ranks, and True if any rank rejects the adapter."""
+    """Return the maximum number of memory units over all ranks, and True if any rank rejects the adapter."""
     if group.size() == 1:
         return units, is_rejected
     gathered = group.all_gather(torch.tensor([[units, int(is_rejected)]], device=device), dim=0)

@@ -1,4 +1,4 @@
-"""`lorax bench`: measure the latency and throughput of the running server."""
+"""`lorax bench`: measures the latency and throughput of a running server."""
 
 import itertools
 import math

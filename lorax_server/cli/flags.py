@@ -250,7 +250,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def write_json(figures: Mapping[str, Any], path: str) -> None:
-    """Write figures as JSON to a file, or to standard output if `path` is `-`."""
+    """Write results as JSON to a file, or to standard output if `path` is `-`."""
     text = json.dumps(figures, indent=2)
     if path == "-":
         print(text)

@@ -248,7 +248,7 @@ def _split_revision(model_id: str, revision: str | None) -> tuple[str, str | Non
 
 
 def _choose_num_shard(values: Mapping[str, Any], num_visible: int) -> int | None:
-    """Return the number of ranks that the operator set, or None."""
+    """Return the number of ranks according to `--num-shard` and `--sharded`, or None if neither flag is set."""
     is_sharded, count = values.get("sharded"), values.get("num_shard")
     if count is not None and count < 1:
         raise ConfigError(f"--num-shard = {count} must be at least 1")
@@ -261,7 +261,7 @@ def _choose_num_shard(values: Mapping[str, Any], num_visible: int) -> int | None
 
 
 def _count_gpus(environ: Mapping[str, str]) -> int:
-    """Count the GPUs listed in the environment. Values such as `all` count as 0."""
+    """Return the number of GPUs listed in the environment, or 0 for values such as `all`."""
     text = environ.get("CUDA_VISIBLE_DEVICES") or environ.get("NVIDIA_VISIBLE_DEVICES") or ""
     # Like CUDA, ignore all entries after the first invalid name.
     return len(list(takewhile(GPU_NAME.fullmatch, text.split(","))))

@@ -41,7 +41,7 @@ class Report(NamedTuple):
 
 @dataclass(eq=False)
 class ReplicaView:
-    """What a router knows about one replica: its load and adapters."""
+    """A router's copy of one replica's load and adapters."""
 
     name: str
     load: float = 0.0  # running and queued requests

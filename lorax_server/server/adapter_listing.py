@@ -121,7 +121,7 @@ def adapter_to_json(
 ) -> dict[str, Any]:
     """Return an adapter as a response body. `alias` is "" for unlisted adapters.
 
-    `error` is the last error for the name. Its files may have changed after the adapter in memory was loaded.
+    `error` is the last error for the name. A loaded adapter can have an error if its files changed later.
     """
     is_unloaded = state is None or state.state not in IN_MEMORY_STAGES
     return {

@@ -21,9 +21,9 @@ IN_MEMORY_STAGES = frozenset(
 
 
 def is_adapter_fault(ref: AdapterRef, error: AdapterError) -> bool:
-    """Return True if the error is caused by the adapter and should appear in listings.
+    """Return True if the adapter itself caused the error, so that listings should show it.
 
-    Errors of requests with a caller's token are not shown to other callers. Adapters do not cause source failures.
+    Errors of requests with a caller's token are excluded, because other callers must not see them.
     """
     return ref.token is None and not isinstance(error, AdapterAccessError | SourceError | AdapterNotFoundError)
 
@@ -96,7 +96,7 @@ class AdapterNameIndex:
         return next(reversed(self._identities.get(name, {})), "")
 
     def remove(self, identity: str, only: AdapterKey | None = None) -> None:
-        """Remove an adapter and its names, or only the name `only`."""
+        """Remove an adapter and all its names. If `only` is set, remove only that name."""
         for name in [each for each in self._names.get(identity, ()) if only in (None, each)]:
             names, identities = self._names[identity], self._identities[name]
             del names[name], identities[identity]

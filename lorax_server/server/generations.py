@@ -74,7 +74,7 @@ class RemoteGeneration(Generation):
 
 
 def count_cached_tokens(generations: Sequence[RemoteGeneration]) -> int:
-    """Count the prompt tokens found in the prefix cache. A prompt with several completions counts once."""
+    """Return the number of prompt tokens found in the prefix cache. A prompt with several completions counts once."""
     by_prompt: dict[int, int] = {}  # keyed by `id`: completions of one prompt share its token list
     for generation in generations:
         cached = 0 if generation.started is None else generation.started.cached_tokens

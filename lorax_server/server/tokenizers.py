@@ -110,7 +110,7 @@ class Tokenizers:
     async def render(
         self, tokenizer: TextTokenizer, messages: list[dict[str, Any]], tenant: str = "", /, **variables: Any
     ) -> str:
-        """Render messages to a prompt with the adapter's chat template, or the base model's."""
+        """Return the prompt, rendered with the adapter's chat template or the base model's template."""
         source = self.find_template(tokenizer, bool(variables.get("tools")))
         if source is None:
             raise NoTemplateError(
@@ -124,7 +124,7 @@ class Tokenizers:
     async def check_grammar(
         self, tokenizer: TextTokenizer, structure: Structure, tenant: str
     ) -> tuple[Structure, TokenTable | None]:
-        """Run a trial compile. Return the grammar with its size, and the token table if it is not the base model's."""
+        """Run a trial compile. Return the grammar with its size, and the token table unless it is the base model's."""
         is_base = tokenizer.shares_vocabulary(self.base)
         table = await self._file_threads.run(tokenizer.token_table)
         tried = self._trials.submit(structure, table, tenant)

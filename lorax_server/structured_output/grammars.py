@@ -34,7 +34,7 @@ DECODER = json.JSONDecoder()
 
 
 def from_json_schema(schema: Mapping[str, Any] | bool | str) -> Structure:
-    """Return a grammar for JSON that matches a draft 2020-12 schema. Compiling rejects unsupported keywords."""
+    """Return a grammar for JSON that matches a draft 2020-12 schema. The compiler rejects unsupported keywords."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)

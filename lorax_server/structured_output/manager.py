@@ -73,7 +73,7 @@ class _CachedGrammar(NamedTuple):
     num_bytes: int  # measured by the trial compile
 
     def weigh(self) -> int:
-        """Estimate the memory in bytes, including growth by use."""
+        """Return the estimated memory in bytes, which grows with the number of consumed tokens."""
         num_tokens = self.compiled.result().num_tokens if self.compiled.done() else 0
         return self.num_bytes + MIN_GRAMMAR_BYTES + TOKEN_BYTES * num_tokens
 
@@ -88,7 +88,7 @@ def _log_failure(job: "Future[None]") -> None:
 
 
 class StructuredOutput:
-    """Compile grammars and compute token masks. Only the engine's thread may call the public methods."""
+    """Compiles grammars and computes token masks. Only the engine's thread may call the public methods."""
 
     def __init__(
         self, build_base: Callable[[], Vocabulary], num_threads: int = 1, max_fast_forward: float = math.inf
@@ -108,7 +108,11 @@ class StructuredOutput:
 
     @classmethod
     def for_device(cls, build_base: Callable[[], Vocabulary], device: str) -> Self:
-        """On CPUs, leave the cores to the model. On GPUs, large steps with forced tokens are slow, so limit them."""
+        """Create an instance for a device.
+
+        On CPUs, one thread computes masks, because the model needs the cores. On GPUs, the number of completions with
+        forced tokens is limited, because large steps with forced tokens are slow.
+        """
         if device == "cpu":
             return cls(build_base)
         return cls(build_base, max(1, min(MAX_GPU_MASK_THREADS, count_cores() // 4)), MAX_GPU_FAST_FORWARD)
@@ -123,8 +127,8 @@ class StructuredOutput:
     def start(self, request: Request, fast_forward_below: int = 0) -> None:
         """Compile the request's grammar. `pop_settled` reports when it is ready. Raise if the request is invalid.
 
-        Forced tokens with ids below `fast_forward_below` may be consumed several per step, unless the request needs
-        log probabilities from before the mask.
+        Several forced tokens may be consumed per step if their ids are below `fast_forward_below` and the request does
+        not need log probabilities from before the mask.
         """
         assert request.structure is not None
         stop, sampling = request.stop, request.sampling
@@ -156,7 +160,7 @@ class StructuredOutput:
     def advance(self, tokens: Iterable[tuple[int, int]]) -> None:
         """Consume the sampled tokens of a step, given as (request id, token id), and start computing the next masks.
 
-        Forced tokens were consumed before, so their masks are ready.
+        Forced tokens were already consumed in an earlier call, so their masks are ready.
         """
         batches: dict[Vocabulary, list[_MaskJob]] = {}
         for request_id, token_id in tokens:
@@ -217,7 +221,7 @@ class StructuredOutput:
 
     @cached_property
     def _threads(self) -> MaskThreads:
-        """Start the threads with the first request that has a grammar."""
+        """The mask threads, which start with the first request that has a grammar."""
         return MaskThreads(self._num_threads)
 
     def _compile(self, key: _Key) -> CompiledGrammar:
@@ -239,7 +243,7 @@ class StructuredOutput:
             self._cache[key] = cached
 
     def _start(self, request_id: int, compiled: "Future[CompiledGrammar]", state: GrammarState | None = None) -> None:
-        """Set a completion's first mask, which takes microseconds, or repeat `state` with another grammar."""
+        """Publish a completion's first mask, or its current mask if `state` must be restarted with a new grammar."""
         completion = self._completions.get(request_id)
         if completion is None or compiled.cancelled():
             return
@@ -260,7 +264,7 @@ class StructuredOutput:
         return MAX_FORCED_TOKENS if len(self._completions) <= self.max_fast_forward else 0
 
     def _consume_batch(self, batch: Sequence[_MaskJob]) -> None:
-        """Consume tokens of fast grammars that share a vocabulary."""
+        """Consume one token for each completion in a batch of fast grammars that share a vocabulary."""
         started = time.monotonic()
         errors: Sequence[BaseException | None]
         try:
@@ -288,7 +292,7 @@ class StructuredOutput:
             self._publish([(job.completion, job.state)])
 
     def _recover(self, job: _MaskJob, error: BaseException) -> None:
-        """Repeat a completion with a new grammar if other completions share its limits. Otherwise fail it."""
+        """Restart the grammar state after an error if other completions used up the shared limits. Otherwise fail."""
         completion, state, _ = job
         with self._changed:
             self._cache.pop(completion.key, None)
@@ -302,7 +306,7 @@ class StructuredOutput:
             self._fail(completion, error)
 
     def _publish(self, ready: Sequence[tuple[_Completion, GrammarState]]) -> None:
-        """Pass the next masks to the engine's thread."""
+        """Make the next masks available to the engine's thread."""
         has_events = False
         with self._changed:
             for completion, state in ready:

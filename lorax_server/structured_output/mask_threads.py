@@ -12,8 +12,8 @@ COMPILE_NICENESS = 10  # forward passes have priority, but compiles must finish 
 class MaskThreads:
     """Three threads and an llguidance thread pool, all with large stacks.
 
-    Masks of fast grammars are computed in batches on one thread, all others one by one on a second thread, so fast
-    masks do not wait for slow ones.
+    Masks of fast grammars are computed in batches on one thread, all other masks one by one on a second thread, so
+    fast masks do not wait for slow masks.
     """
 
     def __init__(self, num_threads: int) -> None:

@@ -22,7 +22,7 @@ NUM_TIMED_MASKS, MAX_FAST_MASK_S = 4, 0.001
 
 
 class GrammarError(Exception):
-    """The grammar cannot be compiled or followed. The message is for the user."""
+    """The grammar failed to compile, or failed during a completion. The message is for the user."""
 
 
 class SlowGrammarError(GrammarError):
@@ -67,7 +67,7 @@ class CompiledGrammar:
     """
 
     def __init__(self, vocabulary: Vocabulary, grammar: str) -> None:
-        """Raise `GrammarError` if no text matches."""
+        """Compile the grammar. Raise `GrammarError` if the grammar is invalid or no text matches it."""
         self.vocabulary = vocabulary
         self.matcher = compile_matcher(vocabulary, grammar)
         self.mask, self.may_end = _compute_mask(vocabulary, self.matcher)
@@ -91,7 +91,7 @@ class GrammarState:
     """The grammar state of one completion: consumes tokens and holds the mask of the next token."""
 
     def __init__(self, compiled: CompiledGrammar, stop: StopParams, fast_forward_below: int = 0) -> None:
-        """Forced tokens with ids below `fast_forward_below` may be consumed before the model computes them."""
+        """Forced tokens with ids below `fast_forward_below` may be consumed before the model has computed them."""
         if not any(token_id < compiled.vocabulary.num_ids for token_id in stop.eos_token_ids):
             raise GrammarError("the model has no end-of-sequence token in its vocabulary")
         self.compiled = compiled
@@ -156,7 +156,7 @@ class GrammarState:
         return token_id < self._fast_forward_below and not is_end
 
     def _set_mask(self, mask: TokenMask, may_end: bool) -> None:
-        """Allow or forbid the tokens that end the completion. Raise `GrammarError` if no token is allowed."""
+        """Set the mask. End tokens are allowed only if `may_end`. Raise `GrammarError` if no token is allowed."""
         stop, self.words = self._stop, mask[: self.compiled.vocabulary.num_words]
         # An eos token may also match as text, so it is forbidden where the text cannot end.
         _set_tokens(self.words, stop.eos_token_ids, may_end)
@@ -172,7 +172,7 @@ class GrammarState:
 def consume_batch(
     executor: "LLExecutor", items: Sequence[tuple[GrammarState, int]], max_forced: int
 ) -> list[BaseException | None]:
-    """Consume a token in each state and compute the next masks without the GIL. Return an error or None for each.
+    """Consume a token in each state and compute the next masks without the GIL. Return an error or None for each state.
 
     All states share a vocabulary.
     """

@@ -28,7 +28,7 @@ def rewrite_one_of(schema: Mapping[str, Any], max_steps: int = MAX_STEPS) -> dic
 
 
 class _Rewriter:
-    """Visits each part of one schema once. All other work counts as steps."""
+    """Rewrites one schema. Each subschema is visited once, and all other work counts as steps."""
 
     def __init__(self, root: Mapping[str, Any], max_steps: int) -> None:
         self._root = root
@@ -58,7 +58,7 @@ class _Rewriter:
         return any(self._is_tag(name, alternatives) for name in self._find_tag_names(schema, alternatives[0]))
 
     def _find_tag_names(self, schema: Mapping[str, Any], first: Any) -> Iterable[str]:
-        """Return the discriminator, or the first properties of the first alternative."""
+        """Return the names of properties that may be tags: the discriminator, or the first alternative's properties."""
         discriminator = schema.get("discriminator")
         name = discriminator.get("propertyName") if isinstance(discriminator, Mapping) else None
         if isinstance(name, str):
@@ -105,6 +105,6 @@ class _Rewriter:
         return schema if is_allowed and isinstance(schema, Mapping) else None
 
     def _step(self, count: int) -> bool:
-        """Count steps. Return False if there are too many."""
+        """Add `count` steps. Return False if the maximum number of steps is exceeded."""
         self._steps_left -= count
         return self._steps_left >= 0

@@ -30,7 +30,7 @@ _Outcome = int | str  # size of the compiled grammar in bytes, or the reason why
 
 
 class GrammarTrials:
-    """Compile each grammar once and remember the outcome. Thread-safe."""
+    """Runs one trial compile per grammar and caches the outcome. Thread-safe."""
 
     def __init__(self, sandbox: Sandbox, task: SandboxTask = TRIAL) -> None:
         self._sandbox = sandbox
@@ -40,7 +40,7 @@ class GrammarTrials:
         self._running: dict[tuple[str, str], Future[bytes]] = {}  # by digest and tenant
 
     def submit(self, structure: Structure, table: TokenTable, tenant: str = "") -> "Future[Structure]":
-        """Return the structure with its size, or an `InputError` if the grammar does not compile under the limits."""
+        """Return a future with the structure and its size, or with an `InputError` if the trial compile fails."""
         result = Future[Structure]()
         digest = hashlib.sha256(f"{table.digest}\n{structure.grammar}".encode()).hexdigest()
         with self._lock:
@@ -64,7 +64,7 @@ class GrammarTrials:
                 self._outcomes[digest] = outcome
 
     def _read(self, trial: "Future[bytes]") -> _Outcome | BaseException:
-        """Return the outcome, or an error that does not depend on the grammar, such as a busy sandbox."""
+        """Return the trial's outcome, or the error if the grammar did not cause it (for example, a busy sandbox)."""
         error = trial.exception()
         if error is None:
             return int(trial.result())

@@ -38,7 +38,7 @@ class Vocabulary:
         encode: Encode | None = None,
         slices: Sequence[str] = SLICES,
     ) -> None:
-        """`encode` splits forced text into tokens as the model would. If None, the longest tokens are used."""
+        """`encode` tokenizes forced text like the model's tokenizer. If None, text is tokenized by longest match."""
         from llguidance import LLTokenizer  # noqa: PLC0415 - an engine can run without llguidance
 
         self.table: TokenTable | None = None
@@ -84,7 +84,7 @@ class Vocabulary:
         return (last >> np.uint32(bit) & np.uint32(1)).astype(np.bool_)
 
     def _encode(self, text: str) -> list[int]:
-        """Split text as the model would. The text of a special token is plain text to a grammar."""
+        """Return the token ids of a text, without special tokens, because grammars match their names as text."""
         token_ids = [] if self.encode is None else self.encode(text)
         if token_ids and self._special_ids.isdisjoint(token_ids):
             return token_ids
@@ -122,13 +122,13 @@ class _CachedVocabulary:
     tenants: dict[int, str] = field(default_factory=dict)  # by request
 
     def check(self) -> None:
-        """Raise the last build failure."""
+        """Raise the last build failure, until `retry_at`."""
         if self.failure and time.monotonic() < self.retry_at:
             raise NotSupportedError(self.failure)
 
 
 class VocabularyCache:
-    """Keep the base model's vocabulary and the adapter vocabularies that were used last.
+    """A cache for the base model's vocabulary and recently used adapter vocabularies.
 
     The engine's thread calls `acquire` and `release`, the compile thread calls `find`.
     """
@@ -139,7 +139,10 @@ class VocabularyCache:
         self._entries = OrderedDict({"": _CachedVocabulary()})
 
     def acquire(self, table: TokenTable | None, request_id: int, tenant: str) -> str | None:
-        """Reserve a vocabulary for a request, or raise. Return the digest of the vocabulary evicted for it."""
+        """Reserve a vocabulary for a request. Return the digest of the vocabulary that was evicted, or None.
+
+        Raise if the vocabulary cannot be built, or if a limit is reached.
+        """
         evicted = None
         digest = "" if table is None else table.digest
         entry = self._entries.get(digest)
@@ -160,7 +163,7 @@ class VocabularyCache:
             entry.tenants.pop(request_id, None)
 
     def find(self, digest: str) -> Vocabulary:
-        """Return a vocabulary. Build it if necessary."""
+        """Return the vocabulary with this digest, and build it if necessary."""
         entry = self._entries.get(digest)
         if entry is None:  # evicted after its request ended
             raise BusyError("the adapter's vocabulary was evicted; retry")

@@ -35,9 +35,9 @@ def find_tokenizer_files(adapter: Resolved) -> TokenizerFolder | None:
 
 
 class AdapterTokenizers:
-    """Cache recently used tokenizers, and failures for a short time. Thread-safe.
+    """Loads adapter tokenizers and caches them. Load failures are cached for a short time. Thread-safe.
 
-    The cache key is not the adapter identity, which covers only the weights.
+    The adapter identity is not used as cache key, because it does not cover the tokenizer files.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class AdapterTokenizers:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`sandbox` converts tokenizers. The caller closes it."""
+        """Tokenizers are converted in `sandbox`, which the caller must close."""
         self._base = base
         self._base_folder = base_folder
         self._sandbox = sandbox
@@ -65,7 +65,7 @@ class AdapterTokenizers:
         return self.get_cached(files) or self.load_shared(files) or self.load_own(files)
 
     def get_cached(self, files: TokenizerFolder) -> TextTokenizer | None:
-        """Return a cached tokenizer or None. Raise a cached failure."""
+        """Return the cached tokenizer, or None if it is not cached. Raise AdapterError for a cached failure."""
         with self._lock:
             tokenizer = self._light.get(files.key) or self._heavy.get(files.key)
             failure = self._failures.get(files.key)
@@ -74,13 +74,16 @@ class AdapterTokenizers:
         return tokenizer
 
     def load_shared(self, files: TokenizerFolder) -> TextTokenizer | None:
-        """Load a tokenizer with the base model's vocabulary, or return None if it has another. Only compares files."""
+        """Return a tokenizer that shares the base model's vocabulary, or None if the vocabularies differ.
+
+        This is fast, because only files are compared.
+        """
         with self._caching_failures(files):
             tokenizer = share_base_tokenizer(files, self._base, self._base_folder)
         return None if tokenizer is None else self._store(files, tokenizer)
 
     def load_own(self, files: TokenizerFolder) -> TextTokenizer:
-        """Load a tokenizer with its own vocabulary. Its regex patterns may make this slow."""
+        """Load and return a tokenizer with its own vocabulary. This can be slow, depending on its regex patterns."""
         with self._caching_failures(files):
             tokenizer = load_own_tokenizer(files, self._base_folder, self._sandbox)
         return self._store(files, tokenizer)
@@ -94,7 +97,7 @@ class AdapterTokenizers:
 
     @contextmanager
     def _caching_failures(self, files: TokenizerFolder) -> Iterator[None]:
-        """Cache the failure and raise it for the client. Server paths appear only in the log."""
+        """Cache a load failure and raise it as AdapterError. The message omits server paths, which are only logged."""
         try:
             yield
         except (ConfigError, OSError) as error:

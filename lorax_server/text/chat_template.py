@@ -30,7 +30,7 @@ class ChatTemplate:
 
 
 class TemplateRenderer:
-    """Render templates in a sandbox. Each renderer belongs to one event loop.
+    """Renders chat templates in a sandbox. Each renderer belongs to one event loop.
 
     A template that exceeds its CPU time is rejected for `reject_s` seconds.
     """
@@ -56,7 +56,7 @@ class TemplateRenderer:
     async def render(
         self, template: ChatTemplate, messages: list[dict[str, Any]], tenant: str = "", /, **variables: Any
     ) -> str:
-        """Return the prompt. `variables` are template variables such as `add_generation_prompt` and `tools`."""
+        """Return the rendered prompt. `variables` are passed to the template, for example `tools`."""
         if not messages:
             raise TemplateError("a chat needs at least one message")
         if not all(isinstance(message, dict) for message in messages):

@@ -27,7 +27,7 @@ SAMPLES = (
 
 
 def convert(folder: Path, out: Path, config_path: Path | None) -> bytes:
-    """Write `tokenizer.json` and `converted.json` to `out`. Raise an error if they differ from transformers.
+    """Write `tokenizer.json` and `converted.json` to `out`. Raise an error if the result differs from transformers.
 
     The tokenizer class depends on the model's config.json, which is `config_path` if it is not in `folder`.
     """

@@ -37,10 +37,13 @@ class Detokenizer(Protocol):
         """Return the initial offsets for a prompt."""
 
     def advance(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> Progress:
-        """Decode the ids from `read_offset` on, except for an incomplete character. `ids` starts with the prompt."""
+        """Return the text of the ids from `read_offset` on and the new offsets. `ids` includes the prompt.
+
+        An incomplete character at the end is not decoded yet.
+        """
 
     def pending(self, ids: Sequence[int], prefix_offset: int, read_offset: int) -> str:
-        """Decode the remaining text, assuming that no more tokens follow. An incomplete character becomes U+FFFD."""
+        """Return the remaining text, assuming that no more tokens follow. An incomplete character becomes U+FFFD."""
 
     def with_visible_tokens(self, token_ids: Set[int]) -> "Detokenizer":
         """Return a detokenizer that decodes these special tokens as text."""
@@ -49,7 +52,7 @@ class Detokenizer(Protocol):
         return token_id in self._special
 
     def token_text(self, token_id: int) -> str:
-        """Decode a single token, which may be special."""
+        """Return the text of a single token, which may be a special token."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return a single token's bytes, which may be part of a character."""
@@ -139,7 +142,7 @@ class ByteDetokenizer(Detokenizer):
         return super().token_bytes(token_id) if self.is_special(token_id) else self._bytes_of(token_id)
 
     def _resume(self, ids: Sequence[int], prefix: int, read: int) -> tuple[codecs.IncrementalDecoder, bool]:
-        """Return a decoder in the state before `read`, and whether the tokens before it have text."""
+        """Return a decoder that has read the tokens before `read`, and True if these tokens are not empty."""
         before = b"".join([self._bytes_of(token_id) for token_id in ids[prefix:read]])
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         decoder.decode(before[-MAX_INCOMPLETE_BYTES:])
@@ -200,7 +203,7 @@ def _sentencepiece(name: str) -> bytes:
 
 
 def _byte_names() -> dict[str, int]:
-    """Return bytes by their names in byte-level tokenizers: visible characters, or characters from U+0100 on."""
+    """Return the mapping from characters to bytes that byte-level tokenizers use in their token names."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
@@ -213,7 +216,7 @@ _BYTE_OF = _byte_names()
 
 
 class WindowDetokenizer(Detokenizer):
-    """Detokenizer for all other tokenizers: decodes a window with and without the new tokens and compares."""
+    """Detokenizer for all other tokenizers: decodes recent tokens with and without the new ones, and compares."""
 
     def __init__(self, decode: Callable[[list[int]], str], special: frozenset[int], vocabulary: frozenset[int]) -> None:
         self._decode = decode
@@ -246,7 +249,7 @@ class WindowDetokenizer(Detokenizer):
         return self._decode([token_id]) if token_id in self._vocabulary else ""
 
     def _added(self, window: Sequence[int], num_read: int) -> str:
-        """Return the text that the tokens in `window` add after the first `num_read`."""
+        """Return the text that is added by the tokens in `window` after the first `num_read` tokens."""
         before = self._decode([token_id for token_id in window[:num_read] if token_id in self._text_ids])
         after = self._decode([token_id for token_id in window if token_id in self._text_ids])
         if before.endswith(REPLACEMENT):  # the prompt ended with an incomplete character

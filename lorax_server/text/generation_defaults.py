@@ -17,7 +17,7 @@ DEFAULT_EOS = {"gpt2": 50256, "gpt_neox": 2, "llama": 2, "mistral": 2, "opt": 2}
 
 
 class GenerationDefaults(NamedTuple):
-    """Settings in `generation_config.json`. None if not set."""
+    """Settings in `generation_config.json`. Settings that are missing in the file are None."""
 
     eos_token_ids: frozenset[int] = frozenset()  # including config.json
     do_sample: bool | None = None
@@ -45,7 +45,7 @@ def load_generation_defaults(folder: Path) -> GenerationDefaults:
 
 
 def _read_ids(path: Path, value: Any) -> list[int]:
-    """Read one or more token ids. Negative ids are ignored."""
+    """Return the token ids in a config value (an id, a list or null). Negative ids are ignored."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token_id in ids:
         if type(token_id) is not int:

@@ -24,7 +24,7 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names of th
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's text for training. It does not change the text."""
+    """The Jinja tag `{% generation %}`, which marks the assistant's text for training. The text does not change."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 requires this form
 
@@ -101,7 +101,7 @@ def _to_json(
 
 
 def render(source: str, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any], max_characters: int) -> bytes:
-    """Return the prompt as UTF-8. Raise `TaskError` if the template rejects the messages or cannot be used."""
+    """Return the prompt as UTF-8. Raise `TaskError` if the template is invalid or rejects the messages."""
     try:
         json.dumps([messages, variables], ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -108,11 +108,11 @@ class TextTokenizer:
         return str(self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0])
 
     def min_token_count(self, text: str) -> int:
-        """Return a lower bound on the number of tokens from the text length, or 0 if it is not known."""
+        """Return a lower bound on the number of tokens from the text length, or 0 if no bound is known."""
         return 0 if self._max_token_characters is None else -(-len(text) // self._max_token_characters)
 
     def with_overrides(self, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]) -> "TextTokenizer":
-        """Return a tokenizer with the same vocabulary and other special token names and templates."""
+        """Return a tokenizer with the same vocabulary, but with these special token names and chat templates."""
         if special_tokens == self.special_tokens and chat_templates == self.chat_templates:
             return self
         other = copy.copy(self)
@@ -132,7 +132,7 @@ class TextTokenizer:
         return other
 
     def shares_vocabulary(self, other: "TextTokenizer") -> bool:
-        """Return True if both share one vocabulary object."""
+        """Return True if both tokenizers share one vocabulary object."""
         return self._backend is other._backend
 
     def token_table(self) -> TokenTable:
@@ -175,7 +175,7 @@ def load_tokenizer(folder: Path, *, template_config: Path | None = None) -> Text
 
 
 def share_base_tokenizer(files: TokenizerFolder, base: TextTokenizer, base_folder: Path) -> TextTokenizer | None:
-    """Load an adapter tokenizer if it has the base model's vocabulary, otherwise return None. Only compares files.
+    """Return an adapter tokenizer that shares the base model's vocabulary, or None if the vocabulary files differ.
 
     An adapter may include only a template, other special token names, or (as PEFT saves it) a copy of the base model's
     tokenizer. Return `base` if there is no difference.
@@ -188,7 +188,7 @@ def share_base_tokenizer(files: TokenizerFolder, base: TextTokenizer, base_folde
 
 
 def load_own_tokenizer(files: TokenizerFolder, base_folder: Path, sandbox: Sandbox) -> TextTokenizer:
-    """Load an adapter tokenizer with its own vocabulary. Its regex patterns may make it slow."""
+    """Load an adapter tokenizer with its own vocabulary. Tokenizing can be slow, depending on its regex patterns."""
     config = files.read_json(TOKENIZER_CONFIG_FILE) or {}
     templates = _read_templates(files, config)
     backend, special_tokens = _load(files, config, base_folder / MODEL_CONFIG_FILE, sandbox)
@@ -288,7 +288,10 @@ def _check_class(files: TokenizerFolder, config: Mapping[str, Any]) -> None:
 
 
 def _convert(files: TokenizerFolder, model_config: Path, sandbox: Sandbox) -> tuple[Tokenizer, dict[str, str]]:
-    """Convert a tokenizer with transformers, which may read any file in the folder, so adapter files are copied."""
+    """Convert a tokenizer with transformers. Return it with its named special tokens.
+
+    Adapter files are copied first, because transformers may read any file in the folder.
+    """
     with tempfile.TemporaryDirectory(prefix="lorax-tokenizer-") as scratch:
         folder, out = files.path, Path(scratch, "out")
         out.mkdir()

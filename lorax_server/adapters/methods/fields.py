@@ -82,7 +82,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class BlockDiagonal:
-    """BD-LoRA settings: LoRA A is block-diagonal in modules whose name contains an entry of `a`, LoRA B for `b`."""
+    """BD-LoRA settings.
+
+    LoRA A is block-diagonal in modules whose name contains an entry of `a`. The same applies to LoRA B and `b`.
+    """
 
     a: tuple[str, ...]
     b: tuple[str, ...]

@@ -28,8 +28,8 @@ def count_elements(config: AdapterConfig, tensors: Mapping[str, TensorInfo], max
 def _count_block_diagonal(blocks: BlockDiagonal, tensors: Mapping[str, TensorInfo]) -> int:
     """Return the number of elements for BD-LoRA's zeros outside of the diagonal blocks, which the file omits.
 
-    Tensor keys contain module names, so every expanded factor is counted. While a module is converted, its expanded
-    factor is float32, which counts as two half precision elements. Afterwards all expanded factors are copied once.
+    A factor is counted if its tensor key contains one of the configured module names. The peak is either all expanded
+    factors and a copy of them, or all factors and one float32 factor, which counts as two half precision factors.
     """
     expanded = [
         math.prod(info.shape) * blocks.blocks
@@ -46,8 +46,8 @@ def _count_block_diagonal(blocks: BlockDiagonal, tensors: Mapping[str, TensorInf
 def _count_vera(config: AdapterConfig, tensors: Mapping[str, TensorInfo], max_inputs: int) -> int:
     """Return the number of elements for VeRA's shared projections and the factors that each module derives from them.
 
-    Both are float32 at first, which counts as two half precision elements: either all factors (if the file is read in
-    one block), or one pair plus all pairs that were cast before.
+    A float32 element counts as two half precision elements. The peak is either all factors in float32 (if the file is
+    read in one block), or one pair of factors in float32 and all pairs in half precision.
     """
     projection = find_projections(tensors, config.name).get("A")
     inputs = max_inputs if projection is None else max(tensors[projection].shape, default=0)

@@ -153,7 +153,7 @@ class DiskBudget:
             raise SourceError(f"{size} and the other adapters are in use; try again in a few minutes")
 
     def _measure(self, versions: Collection[CachedVersion], sizes: dict[Path, int]) -> None:
-        """Update the limit and the used bytes. Adds the versions' files to `sizes` and removes current downloads."""
+        """Update the limit and the used bytes. In `sizes`, add the versions' files and remove current downloads."""
         for version in versions:
             sizes.update(version.files)
         space = sum(sizes.values()) + shutil.disk_usage(self._folder).free

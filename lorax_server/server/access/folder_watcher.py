@@ -1,4 +1,4 @@
-"""Watches the folder of `--adapters-dir` and reports the adapters in it, so that new adapters need no restart.
+"""Watches the folder in `--adapters-dir` for new and removed adapters, so that changes need no restart.
 
 The folder is polled: inotify misses changes that other machines make on a network file system, and replaced symlinks.
 """

@@ -146,7 +146,7 @@ def _write(
 
 
 def _choose(completions: _PromptCompletions, count: int) -> list[RemoteGeneration]:
-    """Return the `count` most likely completions. If that is all of them, their order is unchanged."""
+    """Return the `count` most likely completions. If all completions are returned, they keep their order."""
     generations = completions.generations
     if count == len(generations):
         return generations

@@ -106,7 +106,7 @@ def to_lark_string(text: str) -> str:
 
 
 def write_call_objects(calls: Sequence[CallGrammar], arguments_key: str, rule: str = "object", before: str = "") -> str:
-    """Write a rule for a call as a JSON object with the arguments in `arguments_key`, preceded by `before`.
+    """Return a rule for a call as a JSON object with the arguments in `arguments_key`, preceded by `before`.
 
     `before` and the start of the object must be one terminal: the lexer prefers the longest terminal, which may be
     free text.
@@ -118,7 +118,7 @@ def write_call_objects(calls: Sequence[CallGrammar], arguments_key: str, rule: s
 
 
 def write_call_list(rules: CallRules, arguments_key: str) -> list[str]:
-    """Write the rules `list` and `object`."""
+    """Return the rule `list`, which matches a JSON list of calls, and the rules that it uses."""
     calls, more = rules.calls, ' (", " object)*' if rules.is_parallel else ""
     first = write_call_objects(calls, arguments_key, "first", "[")
     return [f'list: first{more} "]"\n', first, write_call_objects(calls, arguments_key)]
@@ -132,9 +132,9 @@ def write_required(
     reasoning: ReasoningTags | None,
     text: str = "",
 ) -> str:
-    """Write a grammar that requires calls, or text that matches the grammar `text` if it is set.
+    """Return a grammar that requires tool calls or, if `text` is set, text that matches the grammar `text`.
 
-    Reasoning may come first.
+    The completion may start with reasoning.
     """
     before, rules = _write_reasoning(reasoning, markers, " BLANKS?")
     calls = "calls" if tool_format.start_pattern else f"{markers.write(tool_format.openers[0])} calls"
@@ -150,7 +150,7 @@ def write_optional(
     markers: MarkerWriter,
     reasoning: ReasoningTags | None,
 ) -> str:
-    """Write a grammar that allows free text and valid calls."""
+    """Return a grammar that allows free text and valid tool calls."""
     before, rules = _write_reasoning(reasoning, markers)
     wrong = [f"{ANY_TEXT}{escape(opener)}{ANY_TEXT}" for opener in tool_format.openers]
     if tool_format.start_pattern:
@@ -168,7 +168,7 @@ def write_optional(
 def _write_grammar(
     head: str, tool_format: ToolFormat, functions: Sequence[FunctionSchema], is_parallel: bool, markers: MarkerWriter
 ) -> str:
-    """Append the call rules. Raise InputError as soon as the grammar is too large."""
+    """Return the grammar: `head`, followed by the rules for calls. Raise InputError if the grammar is too large."""
     calls = []
     for index, function in enumerate(functions):
         options = {"whitespace_pattern": WHITESPACE} | ({} if function.is_strict else {"lenient": True})
@@ -209,7 +209,7 @@ def escape(text: str) -> str:
 
 
 def check_strict_keywords(call: CallGrammar) -> None:
-    """Reject a strict schema with keywords that span several arguments, if arguments are written one by one."""
+    """Reject a strict schema with keywords that a grammar for single arguments cannot enforce."""
     unknown = min(call.schema.keys() - KEYWORDS - ANNOTATIONS, default="")
     if call.is_strict and unknown:
         raise InputError(

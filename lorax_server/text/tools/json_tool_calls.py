@@ -20,7 +20,7 @@ MAX_HEAD_CHARACTERS = 1000  # before the arguments; function names are short
 
 
 class BracketScanner:
-    """Finds the bracket that closes the first bracket in chunked text. Ignores brackets in strings."""
+    """Finds the bracket that matches the first bracket in streamed text. Brackets in strings are ignored."""
 
     def __init__(self, quotes: str, brackets: str) -> None:
         self.depth = 0
@@ -51,7 +51,7 @@ class BracketScanner:
         return at
 
     def on_bracket(self, bracket: str, end: int) -> None:
-        """Handle a bracket outside of strings. `end` is the position after it."""
+        """Handle a bracket outside of strings. `end` is the position after the bracket."""
 
 
 class ObjectReader(BracketScanner):
@@ -72,7 +72,7 @@ class ObjectReader(BracketScanner):
         self._end: int | None = None
 
     def read(self, text: str, at: int) -> int:
-        """Read from `at` to the end of the object. Return the position after it."""
+        """Read from `at` to the end of the object. Return the position after the object."""
         before, self._offset = self._length, self._length - at
         end = self.scan(text, at)
         self._parts.append(text[at:end])
@@ -166,7 +166,7 @@ class JsonToolCallParser(ToolCallParser):
         return self._consume_separator(character)
 
     def _consume_separator(self, character: str) -> int:
-        """Consume a character after an object."""
+        """Consume a character after an object: a separator, the end of the list, or part of the closer."""
         if not self._has_object or self._has_separator:
             raise MalformedCallError
         if character == ("," if self._is_list else self._separator):

@@ -18,7 +18,7 @@ MAX_DEPTH = 32  # schema levels
 
 
 class TextSchema(NamedTuple):
-    """The constraints on text that a grammar can enforce."""
+    """Constraints on a text parameter that a grammar can enforce."""
 
     length: str  # regular expression
     choices: Sequence[str] | None
@@ -53,7 +53,7 @@ class JsonTypeFinder:
         return self._texts[id(schema)]
 
     def _find_inner(self, value: Any) -> Any:
-        """Follow a reference, or return the only alternative that allows text. Otherwise return None."""
+        """Return a reference's target, or the only alternative that allows text, or None if there is no such schema."""
         if not isinstance(value, list):
             return resolve(value, self._root)
         texts = [part for part in value if "string" in self.find(part)]
@@ -93,7 +93,7 @@ def _type_of(value: Any) -> str:
 
 
 def is_text(types: frozenset[str]) -> bool:
-    """Return True if all values are text or null."""
+    """Return True if a parameter with these JSON types can only be text or null."""
     return "string" in types and types <= {"string", "null"}
 
 

@@ -13,31 +13,31 @@ MAX_DROPPED_WHITESPACE = 64  # characters before a call that are not content; mo
 
 
 class TextDelta(NamedTuple):
-    """More content."""
+    """The next part of the content."""
 
     text: str
 
 
 class ReasoningDelta(NamedTuple):
-    """More reasoning."""
+    """The next part of the reasoning."""
 
     text: str
 
 
 class ToolCallStart(NamedTuple):
-    """A call starts. All `ArgumentsDelta`s up to `ToolCallEnd` belong to it."""
+    """The start of a tool call. All `ArgumentsDelta` events up to `ToolCallEnd` belong to this call."""
 
     name: str
 
 
 class ArgumentsDelta(NamedTuple):
-    """More JSON text of the call's arguments."""
+    """The next part of the call's arguments, as JSON text."""
 
     text: str
 
 
 class ToolCallEnd(NamedTuple):
-    """A call has finished. Its arguments are complete, or truncated by the end of the completion."""
+    """The end of a tool call. The arguments are complete, or truncated by the end of the completion."""
 
 
 ParsedEvent = TextDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta | ToolCallEnd
@@ -126,7 +126,7 @@ class CallFormat(ABC):
 
 
 class ToolOutputParser:
-    """Parses one completion."""
+    """Parses one streamed completion into text and tool calls."""
 
     def __init__(self, tool_format: CallFormat, tools: ToolSet) -> None:
         self._tool_format = tool_format
@@ -138,7 +138,7 @@ class ToolOutputParser:
         self._is_after_call = False
 
     def feed(self, text: str) -> list[ParsedEvent]:
-        """Parse more text. Return the events that cannot change any more."""
+        """Parse more text. Return the events that later text cannot change."""
         events: list[ParsedEvent] = []
         for start in range(0, len(text), PARSE_WINDOW_CHARACTERS):
             left = text[start : start + PARSE_WINDOW_CHARACTERS]
@@ -147,7 +147,7 @@ class ToolOutputParser:
         return events
 
     def finish(self) -> list[ParsedEvent]:
-        """Return the events of buffered text at the end of the completion."""
+        """Return the events for the buffered text at the end of the completion."""
         events: list[ParsedEvent] = []
         call_parser = self._call_parser
         if call_parser is None:
@@ -164,7 +164,7 @@ class ToolOutputParser:
     # --- Text ---------------------------------------------------------------------------------------------------------
 
     def _parse_text(self, text: str, events: list[ParsedEvent]) -> str:
-        """Parse content up to the next call. Return the text from there on."""
+        """Parse content up to the next call. Return the remaining text."""
         text, self._buffer = self._buffer + text, ""
         if self._is_at_start:
             first = text.lstrip()
@@ -204,7 +204,7 @@ class ToolOutputParser:
         self._call_parser = self._tool_format.make_call_parser(self._tools)
 
     def _parse_calls(self, text: str, events: list[ParsedEvent]) -> str:
-        """Parse calls. Return the text after them."""
+        """Parse calls. Return the text after the last call."""
         call_parser, count = self._call_parser, len(events)
         assert call_parser is not None
         left = call_parser.read(text, events)

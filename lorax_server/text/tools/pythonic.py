@@ -73,7 +73,7 @@ def _read_call(node: ast.expr) -> ParsedToolCall:
 
 
 class _JsonConstants(ast.NodeTransformer):
-    """Replaces `true`, `false` and `null`."""
+    """AST transformer that replaces the names `true`, `false` and `null` with Python constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(JSON_CONSTANTS[node.id]) if node.id in JSON_CONSTANTS else node

@@ -40,7 +40,7 @@ class Qwen3CoderToolCallParser(ToolCallParser):
     """Parses one call. Accepts calls without `<tool_call>` or `</tool_call>`."""
 
     def __init__(self, tools: ToolSet, finders: dict[int, JsonTypeFinder]) -> None:
-        """`finders`, by schema id, are shared by all parsers of a format."""
+        """`finders` maps schema ids to type finders, and is shared by all parsers of one format."""
         super().__init__(CLOSER)
         self._tools = tools
         self._finders = finders
@@ -55,7 +55,7 @@ class Qwen3CoderToolCallParser(ToolCallParser):
         return self._consume_body(text, at, events) if self._function else self._consume_head(text[at])
 
     def _consume_head(self, character: str) -> int:
-        """Consume one character of `<function=name>`. The opener may include the start of it."""
+        """Consume one character of the tag `<function=name>`. The opener may already include the start of the tag."""
         head = ("".join(self.pending) + character).lstrip()
         name = head.removeprefix(FUNCTION)
         if character == ">" and name[:-1].strip() in self._tools.names:
@@ -88,7 +88,7 @@ class Qwen3CoderToolCallParser(ToolCallParser):
             raise MalformedCallError
 
     def _parse(self, body: str) -> dict[str, str] | None:
-        """Return the arguments as JSON by name, or None if the end tag is part of a value."""
+        """Return each argument's JSON text by name, or None if the end tag is part of a value."""
         schema = self._tools.schemas[self._function]
         finder = self._finders.setdefault(id(schema), JsonTypeFinder(schema))
         arguments: dict[str, str] = {}

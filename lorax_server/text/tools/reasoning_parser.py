@@ -8,7 +8,7 @@ THINK_START, THINK_END = "<think>", "</think>"
 
 
 class CompletionPart(NamedTuple):
-    """More reasoning or content. `raw` also contains the tags and the whitespace around them."""
+    """The next part of the reasoning or content. `raw` also contains the tags and the whitespace around them."""
 
     text: str
     raw: str

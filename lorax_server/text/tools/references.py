@@ -1,4 +1,4 @@
-"""References within a JSON schema (`$ref`): resolve them, measure depth through them, and copy definitions."""
+"""References within a JSON schema (`$ref`): resolve references, limit schema depth, and copy definitions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,12 +37,12 @@ def resolve(reference: Any, root: Mapping[str, Any]) -> Any:
 
 
 def check_depth(schema: Mapping[str, Any]) -> None:
-    """Raise InputError if a schema is nested too deeply, counted through its references."""
+    """Raise InputError if a schema is nested too deeply. References count as nesting."""
     _DepthMeter(schema).measure(schema, 0)
 
 
 class _DepthMeter:
-    """Measures the depth of each subschema once."""
+    """Measures schema depth, visiting each subschema only once."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
@@ -73,7 +73,10 @@ class Definitions:
         self._references: dict[tuple[str, str], list[str]] = {}  # by definition
 
     def complete(self, part: Any) -> dict[str, Any]:
-        """Return a subschema with the definitions that it uses, or with all if a reference is not to a definition."""
+        """Return a subschema with the definitions that it uses.
+
+        All definitions are included if a reference does not point to a definition.
+        """
         own = part if isinstance(part, dict) else {}
         return {**own, **self._select(own)}
 

@@ -77,7 +77,7 @@ class ResponseWriter:
     # --- Items --------------------------------------------------------------------------------------------------------
 
     def _write_parsed(self, parsed: Sequence[ParsedEvent], status: str = "completed") -> list[Event]:
-        """Convert parser events to stream events. `status` is the status of tool calls that finish in these events."""
+        """Return the stream events for parser events. `status` applies to tool calls that finish in these events."""
         events: list[Event] = []
         for parsed_event in parsed:
             kind = ITEM_TYPES.get(type(parsed_event))
