@@ -127,7 +127,7 @@ class Shard:
         )
 
     def reorder(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return a tensor with interleaved RoPE elements reordered along `dim`. `x` is this rank's part."""
+        """Return `x`, this rank's part of a tensor, with interleaved RoPE pairs reordered into halves along `dim`."""
         if self.interleaved is None:
             return x
         head_dim, rotary_dim = self.interleaved
@@ -142,15 +142,18 @@ def unsharded(size: int) -> Shard:
 
 
 def shard_evenly(group: ProcessGroup, size: int, name: str) -> Shard:
-    """Return this rank's shard of a dimension that is split evenly. Raise `ConfigError` if that is not possible."""
+    """Return this rank's shard of a dimension that is split evenly.
+
+    Raise `ConfigError` if `size` is not a multiple of the number of ranks.
+    """
     return shard_units(group, [(size, 1)], name)
 
 
 def shard_units(group: ProcessGroup, parts: Sequence[tuple[int, int]], name: str) -> Shard:
-    """Return this rank's shard of a dimension that consists of `parts`, each (number of units, unit size).
+    """Return this rank's shard of a dimension that concatenates several parts.
 
-    A unit, usually a head, is not split. Parts are split separately. For example, GPT-2's fused query, key and value
-    are three parts.
+    `parts` contains (number of units, unit size) pairs. A unit, usually a head, is not split. Parts are split
+    separately. For example, GPT-2's fused query, key and value are three parts.
     """
     rank, ranks = group.rank(), group.size()
     ranges, offset = [], 0

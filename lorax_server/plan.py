@@ -45,7 +45,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """Tells the workers to free an adapter index. Later steps do not use it until another adapter is loaded with it."""
+    """Tells the workers to free an adapter index. Later steps do not use the index until another adapter is loaded."""
 
     index: int
 

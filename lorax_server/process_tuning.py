@@ -1,6 +1,6 @@
 """Process settings that affect speed or memory, but not results. See docs/process-tuning.md.
 
-`LORAX_PROCESS_TUNING=0` disables all of them.
+`LORAX_PROCESS_TUNING=0` disables these settings.
 """
 
 import ctypes

@@ -132,7 +132,7 @@ class StoredAdapter:
         return self._contents.scales[module]
 
     def _find_output_scale(self, module: str, vector: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the module's (IA)³ output scale, or None. A later module's input scale is multiplied into it."""
+        """Return the module's (IA)³ output scale, including the input scale of a later module, or None."""
         scale = None if vector is None or self._contents.scales_inputs(module) else vector.flatten()
         if module not in self._contents.input_scales:
             return scale

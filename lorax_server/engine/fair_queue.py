@@ -137,7 +137,7 @@ class FairQueue:
     def sort_running(self, running: Sequences[Sequence]) -> list[Sequence]:
         """Return the running sequences, with sequences within their tenant's share before all other sequences.
 
-        `running` is sorted by arrival. Its first sequence stays first, so that sequence always makes progress.
+        `running` is sorted by arrival. Its first sequence stays first, and therefore always makes progress.
         """
         if not self.has_tenant_over_share:
             return list(running)

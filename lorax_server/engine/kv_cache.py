@@ -35,7 +35,7 @@ class KvCache:
         sequence.num_computed = sequence.capacity = len(sequence.blocks) * block_size
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate blocks for `num_tokens` more tokens. Change nothing and return False if too few are free."""
+        """Allocate blocks for `num_tokens` more tokens. Return False, without changes, if too few blocks are free."""
         block_size, num_missing = self._pool.block_size, sequence.num_computed + num_tokens - sequence.capacity
         if num_missing > 0:
             blocks = self._pool.allocate(-(-num_missing // block_size))

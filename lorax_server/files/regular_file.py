@@ -67,7 +67,7 @@ def open_regular_file(path: Path, stamp: Stamp | None = None) -> BufferedReader:
 
 @contextmanager
 def convert_read_errors(label: str, path: Path) -> Iterator[None]:
-    """Convert OSError to AdapterError, or to SourceError if the file changed. `label` starts the message."""
+    """Convert OSError to AdapterError, or to SourceError if the file changed. Messages start with `label`."""
     try:
         yield
     except FileChangedError as error:

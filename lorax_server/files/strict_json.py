@@ -8,7 +8,7 @@ MAX_DEPTH = 32
 
 
 def parse_json(content: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raise ValueError for duplicate keys, non-finite numbers or deep nesting."""
+    """Parse and return a JSON object. Raise ValueError for duplicate keys, non-finite numbers or deep nesting."""
     try:
         parsed = json.loads(
             content.decode(),

@@ -1,4 +1,4 @@
-"""Stop rules: when a completion finishes, and which text is shown."""
+"""Stop rules: when a completion finishes, and which text is returned."""
 
 from lorax_server.types import FinishReason, StopParams
 
@@ -52,7 +52,10 @@ class StoppingCriteria:
         return self._num_shown + len(self._held)
 
     def may_end_with(self, token_id: int) -> bool:
-        """Return True if the completion may stop at this token regardless of its text. Pending text is then needed."""
+        """Return True if the completion may stop at this token regardless of its text.
+
+        Pass `pending_text` to `__call__` in this case.
+        """
         return self.params.max_new_tokens <= self.current_tokens + 1 or token_id in self._all_stop_token_ids
 
     def __call__(self, last_token: int, last_text: str, pending_text: str = "") -> tuple[bool, FinishReason | None]:

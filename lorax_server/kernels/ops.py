@@ -289,7 +289,10 @@ class Ops(Protocol):
         ...
 
     def make_recorder(self, max_rows: int) -> "Recorder | None":
-        """Return a recorder for steps of up to `max_rows` tokens, or None if the device uses CUDA graphs or none."""
+        """Return a recorder for steps of up to `max_rows` tokens.
+
+        Return None if the device uses CUDA graphs or no graphs.
+        """
         ...
 
     # --- layers ---
@@ -393,7 +396,7 @@ class Ops(Protocol):
         ...
 
     def refresh_lora_plan(self, lora: LoraBatch, current: LoraBatch) -> None:
-        """Update the values derived from `lora`, a batch in a graph, in place for the adapters of `current`."""
+        """Update the values derived from `lora`, a graph's padded batch, in place for the adapters of `current`."""
         ...
 
     # --- sampling ---

@@ -34,7 +34,7 @@ class SamplingBatch(NamedTuple):
 class SamplingInputs(NamedTuple):
     """Inputs of the sampling kernel that change in each step.
 
-    Optional tensors are None if no row needs them. They are int64 with one entry per row, unless a comment says
+    Optional tensors are None if no row needs them. Tensors are int64 with one entry per row, unless a comment says
     otherwise.
     """
 

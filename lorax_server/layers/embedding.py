@@ -20,7 +20,7 @@ class TensorParallelEmbedding(nn.Module):
     """
 
     def __init__(self, weights: Weights, name: str, vocab_size: int, dim: int, target_name: str | None = None) -> None:
-        """`target_name` is the module name in adapters, if it differs from the tensor name."""
+        """Load this rank's shard. `target_name` is the module name in adapters, if it differs from the tensor name."""
         super().__init__()
         self.process_group = weights.process_group
         self.ops = weights.ops

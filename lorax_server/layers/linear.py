@@ -93,10 +93,11 @@ class TensorParallelAdapterRowLinear(nn.Module):
         input_scale_target: tuple[str, int] | None = None,
         scales_input: bool = False,
     ) -> None:
-        """Load the layer. (IA)³ adapters scale its inputs, in one of two places.
+        """Load the layer, and choose where (IA)³ adapters scale its inputs.
 
-        `input_scale_target` is a preceding matrix, whose outputs are scaled instead, and its first output to scale.
-        With `scales_input`, `forward` scales its argument in place, so the caller must not use the argument afterwards.
+        `input_scale_target` is the name of a preceding matrix whose outputs are scaled instead, and the index of the
+        first scaled output. With `scales_input`, `forward` scales its argument in place, so the caller must not use the
+        argument afterwards.
         """
         super().__init__()
         if fan_in_fan_out:

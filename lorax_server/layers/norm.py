@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
         offset: float = 0.0,
         upcast: bool = False,
     ) -> None:
-        """Load the weight. With `upcast`, `offset` is added to it, and it multiplies in float32 before rounding."""
+        """Load the weight. With `upcast`, the norm multiplies by `weight + offset` in float32 before rounding."""
         super().__init__()
         weight = weights.get_tensor(f"{prefix}.weight", (size,))
         self.weight = weight.float() + offset if upcast else weight

@@ -69,7 +69,7 @@ class DynamicRotaryEmbedding(nn.Module):
 
 
 class LongRotaryEmbedding(nn.Module):
-    """LongRoPE. Sequences up to the original length use the short frequencies, longer ones the long frequencies."""
+    """LongRoPE. Sequences longer than the original length use the long frequencies, other sequences the short ones."""
 
     def __init__(
         self, short: torch.Tensor, long: torch.Tensor, original: int, attention_factor: float, device: torch.device
@@ -162,7 +162,10 @@ def _dynamic(parameters: Mapping[str, Any], config: Any, dim: int, device: torch
 
 
 def _llama3(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
-    """Build Llama 3's RoPE: low frequencies are divided by a factor, high ones are kept, others are interpolated."""
+    """Build Llama 3's RoPE.
+
+    High frequencies are kept, low frequencies are divided by a factor, and frequencies between them are interpolated.
+    """
     inv_freq = _frequencies(parameters, dim)
     low, high, factor = parameters["low_freq_factor"], parameters["high_freq_factor"], parameters["factor"]
     turns = _original_length(parameters, config) * inv_freq / (2 * math.pi)  # rotations within the original length

@@ -23,8 +23,8 @@ class PaddedBatch:
     """A left-padded batch: the last column holds the last token of every sequence.
 
     Between steps the attention mask has `max_input_length + padding_right_offset` columns. The last
-    `padding_right_offset` columns are for future tokens. The KV caches hold `max_input_length - 1` columns, all
-    tokens except those in `input_ids`.
+    `padding_right_offset` columns are for future tokens. The KV caches hold `max_input_length - 1` columns, because the
+    tokens in `input_ids` are not computed yet.
     """
 
     # Fields with one entry per request.

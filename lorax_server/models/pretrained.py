@@ -55,7 +55,7 @@ def is_stored_in_8_bits(model_id: str, config: Any) -> bool:
 
 
 def load_generation_eos(model_id: str, revision: str | None) -> frozenset[int]:
-    """Return the EOS token IDs in `generation_config.json`, or none if the file does not exist."""
+    """Return the EOS token IDs in `generation_config.json`, or an empty set if the file does not exist."""
     path = cached_file(model_id, GENERATION_CONFIG_FILE, revision=revision, _raise_exceptions_for_missing_entries=False)
     if path is None:
         return frozenset()
@@ -156,7 +156,7 @@ def max_positions(config: Any) -> int:
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """Return the config's RoPE parameters: one dictionary, one per layer type, or none."""
+    """Return the config's RoPE parameters: one dictionary per model or per layer type, or an empty list."""
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict):
         return []

@@ -121,7 +121,7 @@ def find_model_class(model_type: Any) -> type[Any]:
 
 
 def find_similar_types(model_type: str) -> list[str]:
-    """Return supported model types with names similar to this unsupported one."""
+    """Return supported model types with names similar to `model_type`, which is unsupported."""
     name = model_type.lower()
     stem = name[: len(name) - len(name.lstrip(ascii_lowercase))]
     same = [known for known in sorted(MODELS) if stem and known.startswith(stem)]

@@ -35,7 +35,10 @@ def keep_top_k(scores: torch.Tensor, k: torch.Tensor, most: int) -> torch.Tensor
 
 
 def keep_top_p(scores: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Keep the smallest set of best tokens whose probability is at least 1 - `rest`. Ties favor higher token IDs."""
+    """Keep the smallest set of best tokens with a total probability of at least 1 - `rest`.
+
+    Ties favor higher token IDs.
+    """
     weights = (scores - scores.amax(-1, keepdim=True)).exp()  # exactly 1 for all tokens that share the best score
     mass = weights.sum(-1, keepdim=True, dtype=torch.float64) * (1 - rest[:, None].double())
     best, ids = _sort_until(scores, weights, mass)
@@ -68,7 +71,7 @@ def keep_min_p(scores: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
 
 
 def keep_typical(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """Keep tokens whose information content is closest to the entropy, up to the probability `mass`.
+    """Keep tokens whose information content is closest to the entropy, up to a total probability of `mass`.
 
     Distances are computed in float64 and then rounded, so that results do not depend on the device, batch size or
     thread count.

@@ -104,7 +104,7 @@ class Sampler:
         return group.sampler(logits, history, masks)
 
     def _set_raw_logprobs(self, group: _MethodGroup, logits: torch.Tensor, sampled: Sampled) -> None:
-        """Replace the log probabilities of rows with `raw_logprobs` by log probabilities without masks."""
+        """Store log probabilities without masks in `sampled`, for rows that set `raw_logprobs`."""
         raw = [index for index, row in enumerate(group.rows) if self._sequence_sampling[row].params.raw_logprobs]
         if raw:
             rows = slice(None) if len(raw) == len(group.rows) else torch.tensor(raw)

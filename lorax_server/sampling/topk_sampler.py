@@ -93,7 +93,7 @@ class TopKSampler:
         return totals
 
     def _filter(self, candidates: _Candidates, totals: Floats) -> Bools:
-        """Return True for candidates that top-k, top-p and min-p keep, `[rows, candidates]`."""
+        """Return a bool array `[rows, candidates]` that is True for candidates that top-k, top-p and min-p keep."""
         numbers = np.arange(len(candidates.scores))
         worst = candidates.scores[numbers, np.minimum(self._top_k, self._num_candidates) - 1]
         kept: Bools = (candidates.scores >= worst[:, None]) | ~self._uses_k[:, None]
@@ -117,7 +117,7 @@ class TopKSampler:
         return kept
 
     def _is_complete(self, candidates: _Candidates, kept: Bools) -> Bools:
-        """Return True for rows where no token outside the candidates could be kept."""
+        """Return a bool array `[rows]` that is True for rows where no token outside the candidates could be kept."""
         complete: Bools = np.isfinite(candidates.scores[:, 0])
         if self._num_candidates < self._vocab_size:
             worst = np.where(kept, candidates.scores, np.inf).min(-1)

@@ -141,7 +141,7 @@ class AdapterNameIndex:
             self.remove(oldest)
 
     def _evict_name(self, identity: str) -> None:
-        """Remove the oldest name that is neither the first, nor the latest, nor pinned."""
+        """Remove the adapter's oldest name, except for the first, the latest and pinned names."""
         names, pinned = self._names[identity], self._pins.get(identity, ())
         oldest = next((name for name in islice(names, 1, len(names) - 1) if name not in pinned), None)
         if oldest is not None:

@@ -110,8 +110,8 @@ class StructuredOutput:
     def for_device(cls, build_base: Callable[[], Vocabulary], device: str) -> Self:
         """Create an instance for a device.
 
-        On CPUs, one thread computes masks, because the model needs the cores. On GPUs, the number of completions with
-        forced tokens is limited, because large steps with forced tokens are slow.
+        On CPUs, one thread computes masks, because the model needs the cores. On GPUs, forced
+        tokens are consumed one per step if many completions use a grammar, because large steps are slow.
         """
         if device == "cpu":
             return cls(build_base)

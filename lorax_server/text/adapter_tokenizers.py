@@ -37,7 +37,7 @@ def find_tokenizer_files(adapter: Resolved) -> TokenizerFolder | None:
 class AdapterTokenizers:
     """Loads adapter tokenizers and caches them. Load failures are cached for a short time. Thread-safe.
 
-    The adapter identity is not used as cache key, because it does not cover the tokenizer files.
+    The adapter identity is not used as the cache key, because it does not cover the tokenizer files.
     """
 
     def __init__(

@@ -142,14 +142,14 @@ class ByteDetokenizer(Detokenizer):
         return super().token_bytes(token_id) if self.is_special(token_id) else self._bytes_of(token_id)
 
     def _resume(self, ids: Sequence[int], prefix: int, read: int) -> tuple[codecs.IncrementalDecoder, bool]:
-        """Return a decoder that has read the tokens before `read`, and True if these tokens are not empty."""
+        """Return a decoder that has read the tokens before `read`, and True if these tokens contain text."""
         before = b"".join([self._bytes_of(token_id) for token_id in ids[prefix:read]])
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         decoder.decode(before[-MAX_INCOMPLETE_BYTES:])
         return decoder, bool(before)
 
     def _context(self, ids: Sequence[int], end: int) -> int:
-        """Return the position of the first token before `end` that can be part of an incomplete character."""
+        """Return the position of the first token that can be part of an incomplete character at `end`."""
         count = 0
         while end > 0 and count < MAX_INCOMPLETE_BYTES:
             end -= 1
@@ -216,7 +216,7 @@ _BYTE_OF = _byte_names()
 
 
 class WindowDetokenizer(Detokenizer):
-    """Detokenizer for all other tokenizers: decodes recent tokens with and without the new ones, and compares."""
+    """Detokenizer for all other tokenizers: compares the decoded text with and without the new tokens."""
 
     def __init__(self, decode: Callable[[list[int]], str], special: frozenset[int], vocabulary: frozenset[int]) -> None:
         self._decode = decode

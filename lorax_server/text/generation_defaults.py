@@ -17,7 +17,7 @@ DEFAULT_EOS = {"gpt2": 50256, "gpt_neox": 2, "llama": 2, "mistral": 2, "opt": 2}
 
 
 class GenerationDefaults(NamedTuple):
-    """Settings in `generation_config.json`. Settings that are missing in the file are None."""
+    """Settings in `generation_config.json`. Settings that are missing from the file are None."""
 
     eos_token_ids: frozenset[int] = frozenset()  # including config.json
     do_sample: bool | None = None

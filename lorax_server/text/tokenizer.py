@@ -175,7 +175,7 @@ def load_tokenizer(folder: Path, *, template_config: Path | None = None) -> Text
 
 
 def share_base_tokenizer(files: TokenizerFolder, base: TextTokenizer, base_folder: Path) -> TextTokenizer | None:
-    """Return an adapter tokenizer that shares the base model's vocabulary, or None if the vocabulary files differ.
+    """Return an adapter tokenizer that shares the base model's vocabulary, or None if the vocabularies differ.
 
     An adapter may include only a template, other special token names, or (as PEFT saves it) a copy of the base model's
     tokenizer. Return `base` if there is no difference.
@@ -288,7 +288,7 @@ def _check_class(files: TokenizerFolder, config: Mapping[str, Any]) -> None:
 
 
 def _convert(files: TokenizerFolder, model_config: Path, sandbox: Sandbox) -> tuple[Tokenizer, dict[str, str]]:
-    """Convert a tokenizer with transformers. Return it with its named special tokens.
+    """Convert a tokenizer with transformers. Return the tokenizer and its named special tokens.
 
     Adapter files are copied first, because transformers may read any file in the folder.
     """

@@ -183,7 +183,7 @@ def open_tensors(paths: Mapping[str, Path]) -> dict[str, StoredTensor]:
 
 
 def estimate_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """Return the size of all weights in a dtype. For PyTorch files, return a lower bound."""
+    """Return the total size of all weights in bytes, stored as `dtype`. For PyTorch files, return a lower bound."""
     checkpoint = _find_checkpoint(folder)
     paths = set(_read_index(checkpoint).values()) if checkpoint.suffix == ".json" else {checkpoint}
     if "safetensors" not in checkpoint.name:

@@ -53,7 +53,7 @@ def _truncate_sizes(ladder: Sequence[int], most: int) -> list[int]:
 
 
 class GraphSizes(NamedTuple):
-    """Token counts for which graphs are captured, in ascending order. Empty sequences disable graphs."""
+    """Token counts for which graphs are captured, in ascending order. An empty list disables graphs."""
 
     decode: Sequence[int] = ()
     mixed: Sequence[int] = ()
@@ -84,7 +84,10 @@ class GraphKey(NamedTuple):
 
     @property
     def is_large(self) -> bool:
-        """Return True if the step uses prefill kernels. They plan LoRA on the host, and unused LoRA would take time."""
+        """Return True if the step uses prefill kernels.
+
+        These kernels plan LoRA on the host, and unused LoRA takes time.
+        """
         return self.size > DECODE_GRAPH_SIZES[-1]
 
 

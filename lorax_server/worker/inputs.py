@@ -260,8 +260,8 @@ class _Columns(NamedTuple):
 class StaticInputs:
     """Step inputs at fixed device addresses, for graphs.
 
-    On a GPU, one copy uploads all values that the host knows. On CPUs, they are written in place. Tokens and block
-    tables are gathered on the device. Padding sequences have length 0. Padding tokens have no KV cache entries.
+    On a GPU, one copy uploads all values that the host knows. On CPUs, these values are written in place. Tokens and
+    block tables are gathered on the device. Padding sequences have length 0. Padding tokens have no KV cache entries.
     """
 
     def __init__(self, tables: SlotTables, num_tokens: int, num_seqs: int) -> None:

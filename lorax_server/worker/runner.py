@@ -90,7 +90,7 @@ class PagedRunner:
     ) -> None:
         """Allocate the KV cache and slot tables. Steps up to the largest size in `graph_sizes` run as graphs.
 
-        `StepGraphs` describes `capture`.
+        See `StepGraphs` for `capture`.
         """
         self._model = model
         self._device = model.device

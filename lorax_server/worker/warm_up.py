@@ -47,7 +47,7 @@ def warm_up(
 ) -> None:
     """Run prefill and decode steps, with and without a dummy adapter that targets every module.
 
-    `decode_batch_sizes` does not include sizes with graphs, which run a warm-up before their capture.
+    `decode_batch_sizes` excludes sizes with graphs, because each graph capture includes a warm-up run.
     """
     if is_host(model.device):
         return

@@ -212,7 +212,10 @@ def build_worker(config: EngineConfig, group: ProcessGroup | None = None, phases
 
 
 def is_paged(config: EngineConfig) -> bool:
-    """Return True if the model has a paged implementation or an invalid config, which loading the model reports."""
+    """Return True if the model has a paged implementation.
+
+    Also return True for an unreadable config, because loading the model reports the error.
+    """
     try:
         stored = json.loads((config.model.path / MODEL_CONFIG_FILE).read_text())
         model_type = stored.get("model_type")

@@ -267,7 +267,7 @@ def open_streams(server: Server, count: int) -> Iterator[list[Iterator[Any]]]:
 
 def tell_to_stop(server: Server, how: signal.Signals = signal.SIGTERM) -> None:
     server.process.send_signal(how)
-    wait_for(lambda: any("stopping:" in line for line in server.log), "it has heard")
+    wait_for(lambda: any("shutting down:" in line for line in server.log), "the shutdown is logged")
 
 
 def check_rejects_new_requests(server: Server) -> None:

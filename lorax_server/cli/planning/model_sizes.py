@@ -35,7 +35,7 @@ class MatrixSize(NamedTuple):
 
 
 class MetaWeights(Weights):
-    """Stand-in for model weights that returns a meta tensor for each tensor, and counts the parameters."""
+    """Replacement for model weights that returns meta tensors and counts the parameters."""
 
     def __init__(self) -> None:
         device, group = torch.device("meta"), FakeGroup()

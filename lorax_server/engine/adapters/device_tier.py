@@ -53,8 +53,8 @@ class EvictionCandidates:
 class DeviceTier:
     """Manages adapter space in the device buffer, and adapter indices.
 
-    An adapter is not evicted while it is running, pinned, loading or protected after loading, or while it has started
-    requests and no host copy.
+    An adapter is not evicted while a sequence is running with it, while it is pinned, loading or protected after
+    loading, or while it has started requests but no host copy.
 
     Space is freed in three stages. First, adapters without requests are evicted, least recently used first. If the
     loading adapter is overdue, adapters with waiting requests are evicted too. If that is not enough, the least
@@ -85,7 +85,7 @@ class DeviceTier:
 
     @property
     def needs_step(self) -> bool:
-        """Return True if moves need a step, even without sequences."""
+        """Return True if a step must run to execute planned moves, even if it has no sequences."""
         return self._space.needs_step
 
     @property
@@ -171,11 +171,11 @@ class DeviceTier:
         )
 
     def find_eviction_candidates(self, now: float) -> EvictionCandidates:
-        """Return the eviction candidates. They become invalid after the next request or worker event."""
+        """Return the eviction candidates, which are valid until the next request or worker event."""
         return EvictionCandidates(self._entries, now)
 
     def free_space(self, units: int, is_overdue: bool, candidates: EvictionCandidates) -> list[AdapterEntry]:
-        """Evict adapters to free `units`, and compact the buffer. Return the evicted adapters.
+        """Evict adapters to free `units` buffer units, and compact the buffer. Return the evicted adapters.
 
         The caller must check whether enough space is free.
         """
@@ -201,7 +201,10 @@ class DeviceTier:
         return victims
 
     def _drain(self, missing: int) -> None:
-        """Drain adapters until `missing` units become free. No new sequence starts with a draining adapter."""
+        """Mark adapters as draining until they cover `missing` units.
+
+        No new sequence starts with a draining adapter.
+        """
         if missing <= 0 and self._has_index:
             return
         draining = [entry.units for entry in self._entries.values() if entry.is_draining]

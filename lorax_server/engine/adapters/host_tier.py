@@ -11,7 +11,7 @@ from lorax_server.types import AdapterCounters
 
 
 class HostTier:
-    """Manages the host memory budget. An adapter counts with its maximum size while it is being prepared.
+    """Manages the host memory budget. While an adapter is being prepared, its maximum size counts against the budget.
 
     Adapters without started requests are evicted, least recently used first, unless they are about to be loaded. For an
     overdue adapter, host copies of adapters with started requests are evicted too, if the adapters are on the device.
@@ -44,7 +44,7 @@ class HostTier:
         return True
 
     def find_error(self, spec: AdapterSpec) -> AdapterError | None:
-        """Return an error if the adapter may exceed the host memory budget. The files need not be read yet."""
+        """Return an error if the adapter may exceed the host memory budget. This works before files are read."""
         num_bytes = self._max_bytes(spec)
         if num_bytes <= self._num_bytes:
             return None

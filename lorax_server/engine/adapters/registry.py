@@ -16,7 +16,7 @@ MAX_DESCRIBED_ADAPTERS = 2000  # maximum per call, so that a listing does not de
 
 @dataclass(eq=False, slots=True)
 class AdapterEntry:
-    """The state of one adapter, updated by the table and the tiers."""
+    """The state of one adapter, updated by `AdapterTable` and both tiers."""
 
     spec: AdapterSpec
     num_requests: int = 0  # waiting or running requests

@@ -48,8 +48,7 @@ class RecentFailure(NamedTuple):
 class ResolutionCache:
     """Caches resolutions and recent failures by adapter key.
 
-    The caller must hold the resolver's lock for the first group of methods, but not for the second group, which reads
-    files.
+    The caller must hold the resolver's lock, except for `is_current` and `find_fallback`, which read files.
     """
 
     def __init__(self, sources: AdapterSources, revalidate_s: float, clock: Callable[[], float]) -> None:

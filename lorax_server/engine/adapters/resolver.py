@@ -123,7 +123,10 @@ class AdapterResolver:
         return self._fetch_or_fail(key, ref, None)
 
     def _fetch_or_fail(self, key: RefKey, ref: AdapterRef, resolution: Resolution | None) -> "Future[FoundAdapter]":
-        """Fetch from the source. After a recent failure, do not fetch, and return a fallback or the failure."""
+        """Return a future for a fetch from the source.
+
+        After a recent failure, return a fallback or the failure instead.
+        """
         with self._lock:
             failure = self._resolutions.get_recent_failure(key)
             if failure is None:
@@ -164,7 +167,7 @@ class AdapterResolver:
         outcome.add_done_callback(partial(self._settle_check, result))
 
     def _revalidate_in_background(self, key: RefKey, ref: AdapterRef) -> None:
-        """Start a fetch for the cache, unless a fetch is running or has just failed. No request waits for it."""
+        """Start a fetch that updates the cached resolution, unless a fetch is running or has just failed."""
         with self._lock:
             is_due = self._resolutions.get_recent_failure(key) is None
             if is_due and key not in self._fetches and len(self._unfinished) < MAX_PENDING_FETCHES:

@@ -72,7 +72,7 @@ class AdapterSpace:
 
     @property
     def needs_step(self) -> bool:
-        """Return True if planned moves need a step, even without sequences."""
+        """Return True if a step must run to execute planned moves, even if it has no sequences."""
         return self._last_step > self._num_submitted
 
     def allocate(self, key: Hashable, units: int) -> int | None:
@@ -118,7 +118,7 @@ class AdapterSpace:
             self._add_hole(start, stop)
 
     def compact(self, units: int) -> None:
-        """Plan the cheapest moves that create a hole of `units`. Plan nothing if no moves are needed or possible.
+        """Plan the cheapest moves that create a hole of `units` units. Plan nothing if no moves are needed or possible.
 
         If the moves exceed the limit per step, the next call plans more moves.
         """
@@ -152,7 +152,7 @@ class AdapterSpace:
         return len(extents)
 
     def _find_cheapest_move(self, units: int) -> tuple[int, list[_Extent], int]:
-        """Return (start, extents, stop). Moving the extents down to `start` frees `units` before `stop`."""
+        """Return (start, extents, stop). Moving the extents down to `start` frees `units` units before `stop`."""
         end = _Extent(None, self.num_units, 0, is_loading=False)
         extents = [*sorted(self._extents.values(), key=lambda extent: extent.start), end]
         gaps: list[int] = []  # free units below each extent

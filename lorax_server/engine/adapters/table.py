@@ -254,7 +254,7 @@ class AdapterTable:
 
     @property
     def needs_step(self) -> bool:
-        """Return True if adapter operations need a step, even without sequences."""
+        """Return True if a step must run to execute adapter operations, even if it has no sequences."""
         return bool(self._ops) or self._device.needs_step
 
     @property

@@ -245,7 +245,10 @@ class RemoteEngine:
                 self._fail_all("the engine supervisor stopped", None)
 
     async def _relaunch(self, start_s: float, pause_s: float) -> tuple[float, float]:
-        """Start a new engine process. Retry until a start succeeds. Return its startup time and the last delay."""
+        """Start a new engine process.
+
+        Retry until a start succeeds. Return its startup time and the last retry delay.
+        """
         while True:
             await asyncio.sleep(pause_s)
             try:

@@ -17,7 +17,7 @@ UNLIMITED_WINDOW = 2**60  # larger than any sequence length
 
 
 class Paged(ctypes.Structure):
-    """Sequence lengths and cache locations for one batch. C++ definition: `native/rotary_kv_cache.h`."""
+    """Sequence lengths and cache locations for one batch. `native/rotary_kv_cache.h` defines the C++ struct."""
 
     _fields_ = struct_fields("Paged")
 

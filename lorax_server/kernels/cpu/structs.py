@@ -1,4 +1,4 @@
-"""ctypes structs that the native kernels read. C++ definitions: `native/product.h`."""
+"""ctypes structs that the native kernels read. `native/product.h` defines them in C++."""
 
 import ctypes
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def lora_struct(lora: LoraBatch) -> NativeLora:
 
 
 def refresh_lora_plan(lora: LoraBatch, current: LoraBatch) -> None:
-    """Update the struct of `lora`, a batch in a graph, with the segments of `current`, which can have fewer tokens."""
+    """Write the segments of `current` to the struct of `lora`, a graph's padded batch, before a replay."""
     lora_struct(lora).write(*_segments(current))
 
 

@@ -135,7 +135,7 @@ def write_constants() -> str:
 
 
 def assert_layout(struct: type[ctypes.Structure]) -> str:
-    """Return static assertions that the CUDA struct has the same fields, offsets and size."""
+    """Return static assertions that the CUDA struct has the same fields, offsets and size as the ctypes struct."""
     field_offsets = {
         field[0]: getattr(struct, field[0]).offset for field in struct._fields_ if not field[0].startswith("_")
     }

@@ -46,7 +46,10 @@ class DecodeVariant:
 
     @property
     def stages(self) -> int:
-        """Return the number of pipeline stages: for two blocks per SM if three stages fit, otherwise for one block."""
+        """Return how many pipeline stages fit into shared memory.
+
+        Two blocks run per SM if at least three stages fit.
+        """
         for limit in (TWO_BLOCKS_SHARED_BYTES, MAX_SHARED_BYTES):
             stages = (limit - self._fixed_bytes) // self._stage_bytes
             if stages >= 3:

@@ -127,7 +127,7 @@ def lora_factor_maps(buffer: torch.Tensor, stride: int, width: int) -> bytes:
 
 
 def tensor_map(tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
-    """Return a tensor map. `sizes` and `box` are innermost first; `strides` are in bytes, without the innermost."""
+    """Return a tensor map. `sizes` and `box` start with the innermost dimension. `strides` are in bytes and omit it."""
     kinds = driver.CUtensorMapDataType
     kind = {
         torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,

@@ -96,7 +96,7 @@ class FusedLinear:
         )
 
     def can_add_lora(self, out: torch.Tensor, targets: Sequence[LoraTarget]) -> bool:
-        """Return True if `add_lora` supports `out`: adjacent targets that start at the first column."""
+        """Return True if `add_lora` supports `out` and these targets, which must start at the first column."""
         widths = [target.columns.stop - target.columns.start for target in targets]
         return (
             targets[0].columns.start == 0

@@ -32,7 +32,9 @@ def find_setting(inputs: int, outputs: int, height: int, num_sms: int) -> Linear
 
 
 def estimate_setting(outputs: int, height: int, num_sms: int) -> LinearLaunchSetting:
-    """Return settings for a shape that was not measured: the product uses up to two thirds of the SMs, LoRA the rest.
+    """Return settings for a shape that was not measured.
+
+    The product uses up to two thirds of the SMs, and LoRA uses the rest.
 
     Larger products run two blocks per SM, together with the LoRA blocks.
     """

@@ -101,7 +101,7 @@ class _Launch(NamedTuple):
 class PrefillAttention:
     """Launches attention for all sequences with more than one new token. All keys and values are in the cache.
 
-    Query heads that share a KV head are packed into one block, so short chunks also fill the rows.
+    Query heads that share a KV head are packed into one block, so short prefill chunks also fill all rows of a block.
     """
 
     def __init__(self, kernels: Kernels) -> None:
@@ -188,7 +188,7 @@ def _query_map(q: torch.Tensor, box: tuple[int, int]) -> bytes:
 def _cache_map(cache: torch.Tensor, rows: int) -> bytes:
     """Return a tensor map for the KV cache. A box is `rows` tokens of one head, in groups of eight rows x 64 columns.
 
-    If the width is not a multiple of 64, a box has one chunk, and columns past the end read as zero.
+    If the width is not a multiple of 64, a box covers 64 columns, and columns past the end read as zero.
     """
     num_blocks, num_heads, block_size, width = cache.shape
     chunks = width // 64 if width % 64 == 0 else 1
@@ -204,7 +204,7 @@ def choose_packed_heads(group: int, rows: int) -> int:
 
 
 def list_prefill_tiles(inputs: Iterable[int], cached: Iterable[int], tokens: int) -> Tiles:
-    """Return the tiles of sequences with several new tokens, `[tiles, 4]`, with the longest work first.
+    """Return the tiles of sequences with several new tokens, `[tiles, 4]`, in descending order of work.
 
     The columns are: sequence, first token in the batch, its position, and the number of tokens up to the sequence end.
     """
@@ -246,10 +246,10 @@ def _write_attention_wgmma(head_dim: int, keys: int) -> str:
 
 
 def _write_wgmma(name: str, columns: int, argument: str, a: Sequence[str], adds: str | None) -> str:
-    """Return a WGMMA function for 64 rows. `a` is a shared memory descriptor or a list of registers.
+    """Return the source of a WGMMA function for 64 rows. `a` is a shared memory descriptor or a list of registers.
 
-    With registers, the other operand is transposed. `adds` is "1" to accumulate, "0" to overwrite, or None for an
-    `adds` argument.
+    With registers, the other operand is transposed. `adds` is "1" to accumulate, "0" to overwrite, or None if the
+    generated function has a parameter `adds`.
     """
     count = columns // 2
     sums, first = (

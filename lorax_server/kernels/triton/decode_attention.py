@@ -71,7 +71,10 @@ def dot_dtype(q: torch.Tensor, cache: torch.Tensor) -> tl.dtype:
 
 
 def is_query_rescaled(q: torch.Tensor, cache: torch.Tensor) -> bool:
-    """Return True if queries are converted to float16, because float8 converts to float16 in one instruction."""
+    """Return True if queries are rescaled and converted to float16.
+
+    This applies to bfloat16 queries with a float8 KV cache, because float8 converts to float16 in one instruction.
+    """
     return q.dtype == torch.bfloat16 and cache.dtype.itemsize == 1
 
 
@@ -92,7 +95,7 @@ class ScoreScales(NamedTuple):
 
 
 class _SplitList(NamedTuple):
-    """All KV splits. `items` is the number of splits, then `sequence * MAX_SPLITS + split` for each split."""
+    """All KV splits. `items` contains the number of splits, and `sequence * MAX_SPLITS + split` for each split."""
 
     items: torch.Tensor
     max_splits: int  # number of splits of the longest sequence that fits into the block tables
@@ -100,7 +103,10 @@ class _SplitList(NamedTuple):
 
 
 def _list_splits(batch: PagedBatch, block_size: int, spec: AttentionSpec) -> _SplitList:
-    """Return the KV splits, listed by a kernel. A graph captures this kernel together with the first layer."""
+    """Launch the kernel that lists the KV splits, and return the list.
+
+    A graph captures this launch with the first layer.
+    """
     num_seqs, width = batch.block_tables.shape
     max_splits = max(1, min(MAX_SPLITS, triton.cdiv(min(width * block_size, spec.window_or_max), SPLIT_TOKENS)))
     device = batch.block_tables.device

@@ -29,7 +29,7 @@ def is_interpreted() -> bool:
 
 
 def elements_in(x: torch.Tensor, size: int) -> int:
-    """Return how many elements of `x` fit into `size` bytes, so that shared memory does not depend on the dtype."""
+    """Return how many elements of `x` fit into `size` bytes, so that shared memory size is independent of the dtype."""
     return size // x.element_size()
 
 

@@ -81,7 +81,7 @@ def prompt_tiles(lora: LoraBatch, height: int) -> torch.Tensor:
 
 
 def refresh_prompt_tiles(lora: LoraBatch, current: LoraBatch) -> None:
-    """Update the prompt tiles of `lora`, a batch in a graph, in place for the adapters of `current`."""
+    """Update the prompt tiles of `lora`, a graph's padded batch, in place for the adapters of `current`."""
     for key, tiles in lora.derived.items():
         if isinstance(key, tuple) and key[0] == PROMPT_TILES:
             cut = torch.zeros(tiles.shape, dtype=torch.int32, pin_memory=tiles.is_cuda)

@@ -93,7 +93,7 @@ class _DecodeRows(NamedTuple):
 
 
 def _list_tiles(batch: PagedBatch, height: int) -> torch.Tensor:
-    """Return tiles of new tokens, with the longest work first for load balance.
+    """Return tiles of new tokens, in descending order of work for load balancing.
 
     The result is [num_tiles, 4]: sequence, first token in the batch, its position, and number of tokens.
     """

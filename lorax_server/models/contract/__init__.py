@@ -1,1 +1,1 @@
-"""Classes of the seed contract: LoRAX's padded batches, messages and models. The server does not use them."""
+"""LoRAX's padded batches, messages and models (see docs/seed-contract.md). The server does not use them."""

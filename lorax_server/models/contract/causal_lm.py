@@ -1,4 +1,4 @@
-"""`CausalLM` and `CausalLMBatch` from the seed contract: padded batches with protobuf requests and results."""
+"""LoRAX's `CausalLM` and `CausalLMBatch`, with protobuf requests and results (see docs/seed-contract.md)."""
 
 import logging
 import math
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class CausalLMBatch(PaddedBatch, Batch):
-    """A padded batch with the fields that the seed contract lists, in the same order."""
+    """A padded batch with the same fields, in the same order, as in LoRAX (see docs/seed-contract.md)."""
 
     per_row = (*PaddedBatch.per_row, "prefix_offsets", "read_offsets")
 
@@ -141,7 +141,7 @@ class CausalLMBatch(PaddedBatch, Batch):
         return self
 
     def _standardize_keys(self) -> None:
-        """Convert KV caches to `[rows, heads, columns, size]`, also from old models that merge rows and heads."""
+        """Convert KV caches to `[rows, heads, columns, size]`. Old models merge rows and heads into one dimension."""
         for layer, cache in enumerate(self.past_key_values or []):
             keys, values = (each if each.dim() == 4 else each.unflatten(0, (len(self), -1)) for each in cache)
             if cache[0].dim() == 3 or not self.keys_head_dim_last:
@@ -154,7 +154,7 @@ class CausalLMBatch(PaddedBatch, Batch):
 
 
 class CausalLM(PaddedLM, Model):
-    """A model loaded by `AutoModelForCausalLM`, with the seed contract's interface. Adapters are not supported."""
+    """A model loaded by `AutoModelForCausalLM`, with LoRAX's interface. Adapters are not supported."""
 
     dynamic_adapter_loading_enabled = False
 
@@ -227,7 +227,7 @@ class CausalLM(PaddedLM, Model):
         return AdapterError(f"{self.model_id}: padded batches do not support adapters")
 
     def _append_text(self, batch: CausalLMBatch, row: int, token_id: int) -> tuple[str, bool]:
-        """Detokenize a new token and update the stopping criteria. Return the text, and True for a special token."""
+        """Detokenize a new token and update the stopping criteria. Return its text, and whether it is special."""
         stop, prefix, read = batch.stopping_criterias[row], batch.prefix_offsets[row], batch.read_offsets[row]
         if stop.current_tokens == 0:
             prefix, read = self.detokenizer.start(batch.all_input_ids[row][:-1, 0].tolist())

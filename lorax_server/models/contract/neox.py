@@ -1,4 +1,4 @@
-"""GPT-NeoX classes with the names and signatures of the seed contract, for padded batches."""
+"""GPT-NeoX classes with LoRAX's names and signatures, for padded batches (see docs/seed-contract.md)."""
 
 from dataclasses import replace
 from typing import Any

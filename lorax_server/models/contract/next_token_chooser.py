@@ -1,4 +1,4 @@
-"""`NextTokenChooser` from the seed contract: a `Sampler` for one sequence."""
+"""LoRAX's `NextTokenChooser`, which samples tokens for one sequence (see docs/seed-contract.md)."""
 
 from typing import Any
 
@@ -30,9 +30,10 @@ class NextTokenChooser:
 
 
 def params_from_pb(pb: Any) -> SamplingParams:
-    """Convert protobuf sampling parameters. Proto3 cannot tell 0 from unset, so an invalid 0 selects the default.
+    """Return protobuf sampling parameters as `SamplingParams`.
 
-    As in LoRAX, any sampling parameter that differs from its default turns sampling on.
+    Proto3 cannot distinguish 0 from an unset field, so an invalid 0 selects the default. As in LoRAX, any sampling
+    parameter that differs from its default turns sampling on.
     """
     if getattr(pb, "schema", ""):
         raise InputError("`schema`: structured output is not supported yet")

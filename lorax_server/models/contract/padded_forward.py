@@ -1,4 +1,4 @@
-"""The padded forward pass of the seed contract, with transformers' inputs and outputs.
+"""LoRAX's padded forward pass, with transformers' inputs and outputs (see docs/seed-contract.md).
 
 It runs the layers of the paged models. `PaddedContext` replaces the paged context: it attends over `past_key_values`
 instead of KV blocks.
@@ -27,7 +27,7 @@ PaddedOutput = tuple[Any, ...] | CausalLMOutputWithPast
 
 
 class PaddedInputs(NamedTuple):
-    """Inputs of a padded forward pass, with the contract's names."""
+    """Inputs of a padded forward pass, with the same names as in LoRAX."""
 
     input_ids: torch.Tensor | None  # [num_seqs, num_new]; None if `inputs_embeds` is given
     inputs_embeds: torch.Tensor | None  # [num_seqs, num_new, size]
@@ -99,7 +99,7 @@ class PaddedContext:
         return (weights @ v).transpose(1, 2).reshape(self.num_seqs * self.num_new, -1)
 
     def to_padded(self, flat: torch.Tensor) -> torch.Tensor:
-        """Reshape flat tokens to `[num_seqs, num_new, ...]`."""
+        """Return a tensor with one row per token, reshaped to `[num_seqs, num_new, ...]`."""
         rows: torch.Tensor = flat.unflatten(0, (self.num_seqs, self.num_new))
         return rows
 

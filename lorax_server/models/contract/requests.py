@@ -13,7 +13,10 @@ BASE_MODEL_IDS = ("", "__base_model__")
 
 
 def stop_from_pb(pb: Any, tokenizer: Any, config: Any) -> StopParams:
-    """Convert a `StoppingCriteriaParameters` message. Stop sequences that are special tokens become stop token IDs."""
+    """Return a `StoppingCriteriaParameters` message as `StopParams`.
+
+    Stop sequences that are special tokens become stop token IDs.
+    """
     special = special_tokens(tokenizer) if pb.stop_sequences else {}
     special_ids = frozenset(special[text] for text in pb.stop_sequences if text in special)
     return StopParams(

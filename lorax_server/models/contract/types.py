@@ -1,4 +1,4 @@
-"""Base classes and step results of the seed contract."""
+"""LoRAX's base classes and step results (see docs/seed-contract.md)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

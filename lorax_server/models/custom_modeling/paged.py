@@ -97,10 +97,11 @@ class PagedCausalLM(nn.Module):
         cross_attention_states: torch.Tensor | None = None,
         skip_lm_head: bool = False,
     ) -> PagedOutput:
-        """Return logits of the tokens in `lm_head_indices` (None: all tokens), and speculative logits (None).
+        """Return logits, and None for speculative logits, which are not supported.
 
-        `cu_seqlen_prefill` is None if every sequence has exactly one token. With `skip_lm_head`, return hidden states
-        instead of logits. Outputs are inference tensors without gradients.
+        If `lm_head_indices` is given, only the logits of these tokens are computed. `cu_seqlen_prefill` is None if
+        every sequence has exactly one token. With `skip_lm_head`, return hidden states instead of logits. Outputs are
+        inference tensors without gradients.
         """
         stored = prefill_cache_indices
         ctx = self.make_context(
