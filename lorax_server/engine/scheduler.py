@@ -237,7 +237,10 @@ class Scheduler:
             self._preempt(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Release a sequence's slot and blocks and queue it again. It keeps its tokens and is recomputed later."""
+        """Release a sequence's slot and blocks, and queue the sequence again.
+
+        The sequence keeps its tokens and is recomputed later.
+        """
         self._stop_running(sequence)
         if sequence.num_in_flight:
             self.queues.block(sequence)

@@ -41,7 +41,10 @@ class TensorParallelMultiAdapterLinear(nn.Module):
         bias: bool,
         fan_in_fan_out: bool = False,
     ) -> None:
-        """Load the matrices. `outputs` has one shard per name. With `fan_in_fan_out`, their layout is `[in, out]`."""
+        """Load the matrices.
+
+        `outputs` has one shard per name. With `fan_in_fan_out`, the checkpoint layout is `[in, out]`.
+        """
         super().__init__()
         matrices, biases = [], []
         for name, shard in zip(names, outputs, strict=True):

@@ -1,7 +1,7 @@
 """Rotary position embeddings (RoPE) and their scaling methods.
 
-Dynamic NTK and LongRoPE scaling depend on the sequence length. They are chosen per sequence, so results do not depend
-on the other sequences in the batch.
+Dynamic NTK and LongRoPE scaling depend on the sequence length. Frequencies are chosen per sequence, so results do not
+depend on the other sequences in the batch.
 """
 
 import math

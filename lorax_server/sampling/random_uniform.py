@@ -1,4 +1,4 @@
-"""Counter-based random numbers in [0, 1). They depend only on seed and position, not on the device or batch."""
+"""Counter-based random numbers in [0, 1). Each number depends only on seed and position, not on device or batch."""
 
 from collections.abc import Sequence
 

@@ -245,9 +245,9 @@ class RemoteEngine:
                 self._fail_all("the engine supervisor stopped", None)
 
     async def _relaunch(self, start_s: float, pause_s: float) -> tuple[float, float]:
-        """Start a new engine process.
+        """Start a new engine process, and return its startup time and the last retry delay.
 
-        Retry until a start succeeds. Return its startup time and the last retry delay.
+        Failed starts are retried until a start succeeds.
         """
         while True:
             await asyncio.sleep(pause_s)

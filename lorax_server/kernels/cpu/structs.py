@@ -1,4 +1,4 @@
-"""ctypes structs that the native kernels read. `native/product.h` defines them in C++."""
+"""ctypes structs that the native kernels read. `native/product.h` defines the same structs in C++."""
 
 import ctypes
 from collections.abc import Sequence

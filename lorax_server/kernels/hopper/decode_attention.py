@@ -46,7 +46,7 @@ class DecodeVariant:
 
     @property
     def stages(self) -> int:
-        """Return how many pipeline stages fit into shared memory.
+        """Return how many pipeline stages fit into shared memory, at most 8.
 
         Two blocks run per SM if at least three stages fit.
         """

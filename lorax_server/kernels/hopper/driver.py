@@ -61,7 +61,10 @@ class Kernel:
 
 
 def _make_launch_config(shared_bytes: int, early: bool) -> driver.CUlaunchConfig:
-    """Return a launch config without grid, threads and stream. It is reused, since creating one is slow."""
+    """Return a launch config without grid, threads and stream.
+
+    Configs are reused, because creating a config is slow.
+    """
     config = driver.CUlaunchConfig()
     config.gridDimZ = config.blockDimY = config.blockDimZ = 1
     config.sharedMemBytes = shared_bytes
@@ -127,7 +130,10 @@ def lora_factor_maps(buffer: torch.Tensor, stride: int, width: int) -> bytes:
 
 
 def tensor_map(tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
-    """Return a tensor map. `sizes` and `box` start with the innermost dimension. `strides` are in bytes and omit it."""
+    """Return a tensor map.
+
+    `sizes` and `box` start with the innermost dimension. `strides` are in bytes and omit this dimension.
+    """
     kinds = driver.CUtensorMapDataType
     kind = {
         torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,

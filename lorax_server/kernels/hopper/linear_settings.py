@@ -1,4 +1,4 @@
-"""Launch settings for fused linear layers: measured for known shapes, estimated for others."""
+"""Launch settings for fused linear layers: measured for known shapes, estimated for other shapes."""
 
 import json
 from functools import cache

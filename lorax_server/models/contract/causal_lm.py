@@ -77,7 +77,7 @@ class CausalLMBatch(PaddedBatch, Batch):
     ) -> "CausalLMBatch":
         """Create a batch from protobuf requests, which contain token IDs or text.
 
-        Pass `CausalLM.config`, whose EOS tokens include the ones in `generation_config.json`. Without a config, prompt
+        Pass `CausalLM.config`, which includes the EOS tokens in `generation_config.json`. Without a config, prompt
         lengths are not checked.
         """
         prompts, choosers, stops = [], [], []
@@ -227,7 +227,10 @@ class CausalLM(PaddedLM, Model):
         return AdapterError(f"{self.model_id}: padded batches do not support adapters")
 
     def _append_text(self, batch: CausalLMBatch, row: int, token_id: int) -> tuple[str, bool]:
-        """Detokenize a new token and update the stopping criteria. Return its text, and whether it is special."""
+        """Detokenize a new token, and update the stopping criteria.
+
+        Return the new text, and whether the token is special.
+        """
         stop, prefix, read = batch.stopping_criterias[row], batch.prefix_offsets[row], batch.read_offsets[row]
         if stop.current_tokens == 0:
             prefix, read = self.detokenizer.start(batch.all_input_ids[row][:-1, 0].tolist())

@@ -1,1 +1,4 @@
-"""Model architectures, one file each. Most are subclasses of Llama with a different `Architecture` description."""
+"""Model architectures, one file each.
+
+Most architectures are subclasses of Llama with a different `Architecture` description.
+"""
