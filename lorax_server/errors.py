@@ -107,13 +107,13 @@ class NotSupportedError(InputError):
 
 
 class AuthenticationError(LoraxError):
-    """A missing or invalid API key."""
+    """The API key is missing or invalid."""
 
     status = 401
 
 
 class ForbiddenError(LoraxError):
-    """An API key without the required permission."""
+    """The API key lacks the required permission."""
 
     status = 403
 

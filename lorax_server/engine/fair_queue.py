@@ -202,7 +202,7 @@ class FairQueue:
         self._deactivate_if_idle(tenant)
 
     def charge(self, num_tokens: Mapping[tuple[str, str], int]) -> None:
-        """Add computed tokens to the counts of tenants and adapters. Keys are (tenant, adapter identity)."""
+        """Charge computed tokens, keyed by (tenant, adapter identity), to their tenants and adapters."""
         for (tenant, identity), count in num_tokens.items():
             self._active[tenant].charge(identity, count)
             rise = count / self._total_weight

@@ -103,7 +103,7 @@ class HeadNorm(nn.Module):
 
 
 def concat_head_norm_targets(norms: Sequence[AdapterTarget]) -> tuple[AdapterTarget, ...]:
-    """Return the adapter targets of query and key norms, with consecutive output columns."""
+    """Return copies of the query and key norm targets with consecutive output columns."""
     stops = accumulate(target.outputs.size for target in norms)
     return tuple(
         replace(target, columns=slice(stop - target.outputs.size, stop))

@@ -44,7 +44,7 @@ class AdapterMix:
     def from_ranks(
         cls, sizes: ModelSizes, ranks: list[tuple[int, int]], modules: Collection[str], has_magnitudes: bool = False
     ) -> "AdapterMix":
-        """Return the mix for adapters that are given as pairs of rank and count."""
+        """Create an adapter mix from (rank, count) pairs."""
         each = [(count, sizes.adapter_bytes(rank, modules, has_magnitudes)) for rank, count in ranks if count]
         total = sum(count * num_bytes for count, num_bytes in each)
         return cls(sum(count for count, _ in each), total, max((num_bytes for _, num_bytes in each), default=0))

@@ -93,7 +93,7 @@ class DeviceTier:
         return len(self._entries) < self._max_adapters
 
     def submit(self) -> list[Move]:
-        """Return the moves to execute before the next step and before its other adapter operations."""
+        """Return the adapter moves for the next step. The step must run them before its other adapter operations."""
         _, moves = self._space.submit()
         self._counters.adapter_moves += len(moves)
         ops = []

@@ -1,4 +1,4 @@
-"""EXAONE 4: Llama with norms after attention and MLP, head norms, and RoPE and sliding windows on some layers."""
+"""EXAONE 4: Llama with post-norm layers and QK norms. RoPE and sliding windows are set per layer."""
 
 from typing import Any
 

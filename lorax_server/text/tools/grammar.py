@@ -192,7 +192,7 @@ def check_size(num_characters: int) -> None:
 
 
 def _write_reasoning(reasoning: ReasoningTags | None, markers: MarkerWriter, after: str = "") -> tuple[str, str]:
-    """Return an expression for optional reasoning, followed by `after`, and the rules that it uses."""
+    """Return a grammar expression for optional reasoning followed by `after`, and the rules for this expression."""
     if reasoning is None:
         return "", ""
     closer, opener = escape(reasoning.closer), "" if reasoning.is_open else markers.write(reasoning.opener)

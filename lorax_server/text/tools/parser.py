@@ -122,7 +122,7 @@ class CallFormat(ABC):
 
     @abstractmethod
     def make_call_parser(self, tools: ToolSet) -> ToolCallParser:
-        """Return a parser for the text after an opener, or for the start of a completion."""
+        """Return a parser for tool calls that follow an opening marker or start the completion."""
 
 
 class ToolOutputParser:
