@@ -156,7 +156,7 @@ def _linear(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.
     return RotaryEmbedding(inv_freq, config.max_position_embeddings, device)
 
 
-def _dynamic(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
+def _dynamic_ntk(parameters: Mapping[str, Any], config: Any, dim: int, device: torch.device) -> nn.Module:
     base, factor = parameters["rope_theta"], parameters["factor"]
     return DynamicRotaryEmbedding(dim, base, factor, config.max_position_embeddings, device)
 
@@ -223,7 +223,7 @@ def _longrope(parameters: Mapping[str, Any], config: Any, dim: int, device: torc
 ROPE_TYPES: dict[str, Callable[[Mapping[str, Any], Any, int, torch.device], nn.Module]] = {
     "default": _default,
     "linear": _linear,
-    "dynamic": _dynamic,
+    "dynamic": _dynamic_ntk,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

@@ -111,9 +111,9 @@ class ServerReplica:
                 await self._registry.join.remote(self._name, self._confirmed, self._server.address)
 
 
-def check_version(built: str) -> None:
-    if built != __version__:
+def check_version(built_version: str) -> None:
+    if built_version != __version__:
         raise ReplicaError(
-            f"this machine has lorax_server {__version__}, and the application was built with {built}: install the "
-            "same version on all machines"
+            f"this machine has lorax_server {__version__}, but the application was built with {built_version}; "
+            "install the same version on all machines"
         )

@@ -221,7 +221,7 @@ def test_kasa_on_large_matrices_is_rejected(tmp_path: Path, monkeypatch: pytest.
         use(tmp_path, targets_of(LLAMA))
 
 
-def test_kasa_on_column_parallel_matrices_needs_more_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kasa_work_limit_counts_input_gram_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Column-parallel ranks must use the input Gram matrix, which is larger for `v_proj`."""
     store(tmp_path, OF_KASA, {}, {})
     monkeypatch.setattr(contents, "MAX_KASA_WORK", 6 * 32**3)

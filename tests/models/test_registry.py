@@ -189,9 +189,9 @@ def test_weights_larger_than_gpu_memory_are_rejected(llama: Path, monkeypatch: p
     size = 4 * sum(tensor.numel() for tensor in load_file(llama / "model.safetensors").values())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (123, 456))
-    with pytest.raises(ConfigError, match=f"take about {size // 2} bytes, and 123 are free of the 456 bytes of cuda"):
+    with pytest.raises(ConfigError, match=f"need about {size // 2} bytes, but only 123 of 456 bytes on cuda"):
         get_model(ModelConfig(llama, device="cuda", dtype="float16"), ops=reference)
-    with pytest.raises(ConfigError, match=f"take about {size // 4} bytes"):
+    with pytest.raises(ConfigError, match=f"need about {size // 4} bytes"):
         get_model(ModelConfig(llama, device="cuda", dtype="float16"), FakeGroup(0, 2), ops=reference)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10**9, 456))
 

@@ -289,7 +289,7 @@ def test_slow_tokenizer_load_blocks_only_adapter_tokenizers(
     run(work())
 
 
-def test_only_short_base_texts_run_inline(
+def test_base_tokenizer_runs_inline_only_for_short_texts(
     base: TextTokenizer, tokenizers: Tokenizers, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def thread_of(tokenizer: TextTokenizer, text: str) -> str:

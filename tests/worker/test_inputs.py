@@ -66,9 +66,11 @@ def test_layout_is_reused_only_for_equal_counts() -> None:
 
 
 def test_forced_tokens_are_split_and_prompts_are_not() -> None:
-    samples, asks = np.array([True, False, True, True]), np.array([False, True, False, False])
+    samples, scores = np.array([True, False, True, True]), np.array([False, True, False, False])
     adapters = np.array([0, 3, 4, 4])
-    plan = make_plan([2, 0, 3, 1], [9, 0, 5, 6], [1, 4, 3, 2], samples=samples, asks=asks, adapter_indices=adapters)
+    plan = make_plan(
+        [2, 0, 3, 1], [9, 0, 5, 6], [1, 4, 3, 2], samples=samples, scores_prompt=scores, adapter_indices=adapters
+    )
     found = split_forced_tokens(plan, np.array([4, 6, 9, 5]))
     assert found.slots.tolist() == [2, 0, 3, 3, 3, 1, 1]
     assert found.starts.tolist() == [9, 0, 5, 6, 7, 6, 7]

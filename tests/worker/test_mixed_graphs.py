@@ -217,7 +217,7 @@ def test_padding_tokens_write_no_kv_slots() -> None:
     assert inputs.input_lengths.tolist() == [4, 3, *[0] * 14]
     assert inputs.cache_lengths.tolist() == [0, 1, *[0] * 14]
     assert inputs.cu_seqlens.tolist() == [0, 4, *[7] * 15]
-    assert inputs.slots.tolist() == [36, 37, 38, 39, 29, 30, 31, *[-1] * 9]
+    assert inputs.kv_slots.tolist() == [36, 37, 38, 39, 29, 30, 31, *[-1] * 9]
     assert inputs.position_ids.tolist() == [0, 1, 2, 3, 1, 2, 3, *[0] * 9]
     assert inputs.prompt_lengths.tolist() == [4] * 7 + [0] * 9
     assert inputs.adapter_indices.tolist() == [0] * 16

@@ -632,10 +632,10 @@ def test_unknown_model_type_runs_padded(codegen: Path) -> None:
 def test_unsupported_options_of_padded_models_are_rejected(codegen: Path) -> None:
     with pytest.raises(ConfigError, match="does not support tensor parallelism"):
         build_worker(EngineConfig(ModelConfig(codegen), tensor_parallel=2))
-    with pytest.raises(ConfigError, match="do not support quantize = fp8-kv"):
+    with pytest.raises(ConfigError, match="does not support quantize = fp8-kv"):
         build_worker(EngineConfig(ModelConfig(codegen, quantize="fp8-kv")))
     other = "cpu" if torch.cuda.is_available() else "cuda"
-    with pytest.raises(ConfigError, match=f"run on a GPU where there is one, not on {other}"):
+    with pytest.raises(ConfigError, match=f"runs on the GPU if one is available, not on {other}"):
         build_worker(EngineConfig(ModelConfig(codegen, device=other)))
 
 

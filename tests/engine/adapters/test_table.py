@@ -1088,7 +1088,7 @@ def test_load_future_completes() -> None:
     well, badly = world.engine.load("a@1", pin=True), world.engine.load("big@1")
     world.settle()
     assert well.result(0) is None
-    with pytest.raises(AdapterError, match="takes 44 bytes"):
+    with pytest.raises(AdapterError, match="needs 44 bytes"):
         badly.result(0)
     assert world.engine.status().adapters_on_device == 1
 

@@ -187,7 +187,7 @@ def test_attention_bits_are_batch_invariant(library: Library, dtype: torch.dtype
         check_bits(select_sequences(case, [row]).decode(library), together[row : row + 1])
 
 
-def test_attention_bits_are_independent_of_prompt_chunks(library: Library) -> None:
+def test_attention_is_bitwise_equal_for_all_chunk_sizes(library: Library) -> None:
     whole = Case([(300, 0)], (9, 3, 64), window=150)
     expected, found = whole.prefill(library), []
     CpuOps(library).write_kv(whole.k, whole.v, whole.cache, whole.batch, whole.spec)

@@ -161,7 +161,7 @@ def test_gate_applies_adapter_of_each_token(
 
 
 @pytest.mark.parametrize("ranks", choose_cases(["none", "mixed"], ["none", "mixed"], fast=1))
-def test_gate_and_vectors_of_long_prompts(device: torch.device, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_prompt_lora_matches_reference(device: torch.device, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     treat_as_long_prompts(monkeypatch)
     layer, of_adapters = SMALL_LAYERS[2], MIXED_RANKS if ranks == "mixed" else [[0]] * 5
     check_gated(
