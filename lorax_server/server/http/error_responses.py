@@ -63,7 +63,7 @@ OPENAI_TYPE_BY_STATUS = {
 
 
 class ErrorFormat(NamedTuple):
-    """How an error class is reported: error type, code and message prefix."""
+    """Error type, code and message prefix for an error class."""
 
     error_type: str  # in LoRAX responses
     code: str | None = None  # in OpenAI responses
