@@ -57,7 +57,7 @@ def read_table(page: str, after: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[0].splitlines()[2:]]
 
 
-STEPS = read_table("kernels.md", "at 4.1 TB/s. vLLM was measured earlier")
+STEPS = read_table("kernels.md", "### Decode steps")
 
 
 def adapters_of(case: str) -> float:
