@@ -23,12 +23,12 @@ async def configured(server: Server, by_responses: bool) -> AsyncIterator[RunCon
         yield RunConfig(model_provider=provider, tracing_disabled=True)
 
 
-def report_count(count: Number) -> str:
+def tell(count: Number) -> str:
     """Tell the number of things."""
     return f"{count} kites"
 
 
-TELL = function_tool(report_count)
+TELL = function_tool(tell)
 
 
 def run(agent: Agent[Any], server: Server, by_responses: bool, is_streamed: bool) -> tuple[Any, list[str]]:
