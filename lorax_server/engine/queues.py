@@ -47,7 +47,7 @@ class Queues:
         self._blocked.add(sequence)
 
     def unblock(self, sequence: Sequence) -> None:
-        """Queue a blocked sequence, unless it has a token in flight. Do nothing if the sequence is not blocked."""
+        """Queue a blocked sequence, unless it has a token in flight. Ignore sequences that are not blocked."""
         if self._blocked and sequence in self._blocked and not sequence.num_in_flight:
             self._blocked.remove(sequence)
             self.enqueue(sequence)

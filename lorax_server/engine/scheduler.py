@@ -91,13 +91,13 @@ class Scheduler:
             self.queues.unblock(sequence)
 
     def fail(self, request_id: int, error: LoraxError) -> None:
-        """Fail a queued or running request. Do nothing if it has finished."""
+        """Fail a queued or running request. Ignore request IDs that have finished."""
         if request_id in self._by_id:
             self.abort(request_id)
             self._failed.append(Output.failed(request_id, error))
 
     def abort(self, request_id: int) -> None:
-        """Drop a queued or running request. Do nothing if it has finished."""
+        """Drop a queued or running request. Ignore request IDs that have finished."""
         sequence = self._by_id.get(request_id)
         if sequence is not None:
             self._finish(sequence)

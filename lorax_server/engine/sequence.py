@@ -29,7 +29,7 @@ class Sequence:
     finished: bool = False
     arrived_at: float = 0.0
     adapter_wait_start: float | None = None  # set while the adapter is being loaded
-    adapter_wait_s: float = 0.0  # total time of finished waits for the adapter
+    adapter_wait_s: float = 0.0  # total time spent waiting for the adapter, without the current wait
     started: StartInfo | None = None  # reported with the first token
     expected_tokens: float = 0.0  # estimated prompt and completion tokens, at arrival
     prompt_logprobs: list[float] | None = field(init=False)  # from the second prompt token on; filled by prefill chunks

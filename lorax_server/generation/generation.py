@@ -112,7 +112,7 @@ class Generation:
     def _drop_decoded_tokens(self, count: int) -> None:
         """Drop the first `count` tokens, because the next text does not depend on them.
 
-        Most calls do nothing, because dropping copies the remaining tokens.
+        Tokens are kept until two thirds can be dropped, because dropping copies the remaining tokens.
         """
         if count > 2 * len(self._ids) // 3:
             del self._ids[:count]

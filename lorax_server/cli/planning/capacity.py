@@ -72,7 +72,7 @@ class Popularity:
 
 @dataclass
 class Planner:
-    """Plans how to serve a model with its adapters on one type of GPU. Settings that are None use server defaults."""
+    """Plans how to serve a model with its adapters on one type of GPU. A setting of None selects the server default."""
 
     sizes: ModelSizes
     mix: AdapterMix

@@ -116,9 +116,9 @@ def _add_flags(parser: Parser) -> None:
     model.add_argument("--model", type=Path, metavar="PATH", help="model folder, or config.json")
     machine.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}")
     for group, flags in zip(groups, NUMBER_FLAGS.values(), strict=True):
-        for name, kind, least, most, default, text in flags:
+        for name, kind, minimum, maximum, default, text in flags:
             shown = text if default is None or kind is to_size else f"{text} (default: {default})"
-            number = _number(kind, least, most)
+            number = _number(kind, minimum, maximum)
             group.add_argument(name, type=number, metavar=METAVARS[kind], default=default, help=shown)
     model.add_argument("--quantize", choices=QUANTIZE, help="fp8-kv stores keys and values as float8")
     adapters.add_argument("--ranks", metavar="RANK:N,...", help="ranks with adapter counts, such as 8:700,64:100")
@@ -127,7 +127,7 @@ def _add_flags(parser: Parser) -> None:
     parser.add_json()
 
 
-def _number(convert: Callable[[str], float], least: float, most: float) -> Callable[[str], float]:
+def _number(convert: Callable[[str], float], minimum: float, maximum: float) -> Callable[[str], float]:
     """Return an argparse type for numbers in a range."""
 
     def parse(text: str) -> float:
@@ -135,8 +135,8 @@ def _number(convert: Callable[[str], float], least: float, most: float) -> Calla
             value = convert(text)
         except (ValueError, OverflowError):
             value = math.nan
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from {least} to {most}")
+        if not minimum <= value <= maximum:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from {minimum} to {maximum}")
         return value
 
     return parse

@@ -118,7 +118,7 @@ class AdapterSpace:
             self._add_hole(start, stop)
 
     def compact(self, units: int) -> None:
-        """Plan the cheapest moves that create a hole of `units` units. Plan nothing if no moves are needed or possible.
+        """Plan the cheapest moves that create a hole of `units` units, if moves are needed and possible.
 
         If the moves exceed the limit per step, the next call plans more moves.
         """

@@ -9,7 +9,7 @@ Handler = Callable[[Sequence[Output]], bool]  # returns True if it has handled t
 
 
 class OutputStream:
-    """Buffers outputs until the reader drains them. While the reader waits, a handler may process outputs directly.
+    """Buffers outputs until the reader drains them. A handler may process outputs directly while the reader is blocked.
 
     The handler avoids waking one task per stream in every decode step, which would take longer than writing the data.
     """

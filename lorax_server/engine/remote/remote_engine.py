@@ -109,7 +109,7 @@ class RemoteEngine:
             self.abort(request_id)
 
     def abort(self, request_id: int, error: LoraxError | None = None) -> None:
-        """Abort a request. Its reader gets `error`, if given. Do nothing if the request has finished."""
+        """Abort a request. Its reader gets `error`, if given. Ignore requests that have finished."""
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             stream.close(error)
