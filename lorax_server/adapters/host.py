@@ -16,7 +16,7 @@ from lorax_server.adapters.tensor_reader import is_finite
 from lorax_server.adapters.weights import AdapterWeights, ModuleWeights
 from lorax_server.distributed import ProcessGroup, Shard
 from lorax_server.errors import AdapterError
-from lorax_server.kernels import NUM_OFFSETS, Field, PanelMatrix
+from lorax_server.kernels import NUM_OFFSETS, Field, StoredMatrix
 
 UNIT_BYTES = 256
 COPY_BLOCK_ELEMENTS = 16384  # transposed matrices are copied in blocks that fit into the L1 cache
@@ -210,7 +210,7 @@ class _PreparedModule:
         return AdapterError(f"adapter {self.name!r}: module {self.target.name!r} {reason}")
 
     @property
-    def _base(self) -> torch.Tensor | PanelMatrix:
+    def _base(self) -> torch.Tensor | StoredMatrix:
         assert self.target.weight is not None
         return self.target.weight
 

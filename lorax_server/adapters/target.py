@@ -6,7 +6,7 @@ from enum import Enum
 import torch
 
 from lorax_server.distributed import Shard
-from lorax_server.kernels import PanelMatrix
+from lorax_server.kernels import StoredMatrix
 
 
 class TargetKind(Enum):
@@ -30,7 +30,7 @@ class AdapterTarget:
     outputs: Shard
     columns: slice  # output columns within the fused layer
     # This rank's shard of the base model weight: [outputs, inputs], or [outputs] for a norm.
-    weight: torch.Tensor | PanelMatrix | None
+    weight: torch.Tensor | StoredMatrix | None
     bias: torch.Tensor | None
     # If rank outputs are summed, only one rank adds the bias and the rows of added tokens.
     adds_bias: bool = True
@@ -45,7 +45,7 @@ class AdapterTarget:
         """Return rows of this rank's base model weight."""
         assert self.weight is not None
         part = self.weight[rows]
-        return part.read() if isinstance(part, PanelMatrix) else part
+        return part.read() if isinstance(part, StoredMatrix) else part
 
     def to_linear_layout(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a checkpoint weight in the layout `[outputs, inputs]`, or `[outputs]` for a norm."""

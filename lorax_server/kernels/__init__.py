@@ -1,5 +1,6 @@
 """Kernel backends. Each backend implements the same ops. `reference` is the specification and runs on every device."""
 
+from lorax_server.kernels.matrix import StoredMatrix
 from lorax_server.kernels.ops import (
     MAX_RANK,
     NUM_OFFSETS,
@@ -18,7 +19,7 @@ from lorax_server.kernels.ops import (
     RecordedGraph,
     UnrecordableError,
 )
-from lorax_server.kernels.panels import PanelMatrix
+from lorax_server.kernels.quantized import BlockMatrix, QuantizedMatrix
 from lorax_server.kernels.select import select_ops
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "NUM_OFFSETS",
     "Activation",
     "AttentionSpec",
+    "BlockMatrix",
     "CosSin",
     "EmbeddingTarget",
     "Field",
@@ -36,8 +38,9 @@ __all__ = [
     "LoraTarget",
     "Ops",
     "PagedBatch",
-    "PanelMatrix",
+    "QuantizedMatrix",
     "RecordedGraph",
+    "StoredMatrix",
     "UnrecordableError",
     "select_ops",
 ]

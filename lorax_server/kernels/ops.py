@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorax_server.kernels.panels import PanelMatrix
+from lorax_server.kernels.matrix import StoredMatrix
+from lorax_server.kernels.quantized import QuantizedMatrix
 from lorax_server.kernels.sampling import SampledTokens, SamplingBatch, SamplingInputs
 
 T = TypeVar("T")
@@ -66,14 +67,14 @@ class DerivedCache:
 class LinearWeights(DerivedCache):
     """Weights of `x @ weight.T + bias`, in the layout that `Ops.make_linear` chose."""
 
-    weight: torch.Tensor | PanelMatrix  # [out, in]
+    weight: torch.Tensor | StoredMatrix  # [out, in]
     bias: torch.Tensor | None = None
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
     def plain(self) -> torch.Tensor:
         """Return the matrix as a tensor (a copy if the matrix is stored in panels)."""
-        return self.weight.read() if isinstance(self.weight, PanelMatrix) else self.weight
+        return self.weight.read() if isinstance(self.weight, StoredMatrix) else self.weight
 
 
 class HostLengths(NamedTuple):
@@ -372,7 +373,7 @@ class Ops(Protocol):
         """Multiply each row of `out`, in place, by its adapter's factor and add the adapter's shift, if present."""
         ...
 
-    def look_up_rows(self, weight: torch.Tensor | PanelMatrix, ids: torch.Tensor) -> torch.Tensor:
+    def look_up_rows(self, weight: torch.Tensor | StoredMatrix, ids: torch.Tensor) -> torch.Tensor:
         """Return the embedding rows for `ids`, `[*ids, size]`.
 
         IDs outside the matrix are an error. A CPU raises `IndexError`; a GPU reports the error asynchronously.
@@ -387,8 +388,11 @@ class Ops(Protocol):
         """
         ...
 
-    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeights:
-        """Return a matrix `[out, in]` and its bias in the layout that these kernels use."""
+    def make_linear(self, weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> LinearWeights:
+        """Return a matrix `[out, in]` and its bias in the layout that these kernels use.
+
+        A quantized matrix stays quantized. Kernels that do not support its format use `read` for each product.
+        """
         ...
 
     def prepare(self, linears: Sequence[LinearWeights], with_lora: bool) -> None:

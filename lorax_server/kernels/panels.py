@@ -7,11 +7,13 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
+from lorax_server.kernels.matrix import StoredMatrix
+
 TILE_INPUTS = 32  # inputs per AMX instruction in the paired layout
 
 
 @dataclass(frozen=True, eq=False)
-class PanelMatrix:
+class PanelMatrix(StoredMatrix):
     """Rows `start` to `stop` of the matrix `[outputs, inputs]`, stored as panels `[panels, inputs, width]`.
 
     The last panel is zero-padded. The paired layout for AMX is `[panels, inputs / 2, width, 2]`, where inputs are
@@ -24,12 +26,9 @@ class PanelMatrix:
     start: int
     stop: int
 
-    def __len__(self) -> int:
-        return self.stop - self.start
-
     @cached_property
-    def shape(self) -> tuple[int, int]:
-        return len(self), self.inputs
+    def shape(self) -> tuple[int, int]:  # cached, because layers read it in every step
+        return self.stop - self.start, self.inputs
 
     @property
     def is_paired(self) -> bool:
@@ -39,22 +38,21 @@ class PanelMatrix:
     def device(self) -> torch.device:
         return self.panels.device
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.panels,)
+
     def __getitem__(self, rows: slice) -> "PanelMatrix":
-        first, stop, step = rows.indices(len(self))
-        if step != 1:
-            raise IndexError("a PanelMatrix slice must have step 1")
-        return replace(self, start=self.start + first, stop=self.start + max(first, stop))
+        start, stop = self.find_range(rows)
+        return replace(self, start=self.start + start, stop=self.start + stop)
 
     def look_up_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the matrix rows with the given indices."""
-        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
-            raise IndexError(f"row indices must be in [0, {len(self)}) (got {int(rows.min())} to {int(rows.max())})")
+        self.check_rows(rows)
         rows, width = rows + self.start, self.panels.shape[2]
         found: torch.Tensor = self.panels[rows // width, :, rows % width]
         return found.flatten(rows.dim())[..., : self.inputs].to(self.dtype)
 
     def read(self) -> torch.Tensor:
-        """Return the whole matrix as a contiguous tensor."""
         width = self.panels.shape[2]
         first, last = self.start // width, -(-self.stop // width)
         rows = self.panels[first:last].transpose(1, 2).flatten(0, 1).flatten(1)

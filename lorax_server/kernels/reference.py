@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from lorax_server.kernels.matrix import StoredMatrix
 from lorax_server.kernels.ops import (
     Activation,
     AttentionSpec,
@@ -22,7 +23,6 @@ from lorax_server.kernels.ops import (
     LoraTarget,
     PagedBatch,
 )
-from lorax_server.kernels.panels import PanelMatrix
 
 MAX_SCORE_ELEMENTS = 2**27  # limits the memory for attention scores of long prompts
 
@@ -254,12 +254,12 @@ def gated_linear(
     return activation(gate) * up
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeights:
+def make_linear(weight: torch.Tensor | StoredMatrix, bias: torch.Tensor | None) -> LinearWeights:
     return LinearWeights(weight, bias)
 
 
-def look_up_rows(weight: torch.Tensor | PanelMatrix, ids: torch.Tensor) -> torch.Tensor:
-    return weight.look_up_rows(ids) if isinstance(weight, PanelMatrix) else F.embedding(ids, weight)
+def look_up_rows(weight: torch.Tensor | StoredMatrix, ids: torch.Tensor) -> torch.Tensor:
+    return weight.look_up_rows(ids) if isinstance(weight, StoredMatrix) else F.embedding(ids, weight)
 
 
 def prepare(linears: Sequence[LinearWeights], with_lora: bool) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from lorax_server.adapters.batch import AdapterBatchData
 from lorax_server.adapters.target import AdapterTarget, TargetKind
 from lorax_server.distributed import shard_vocab, unsharded
-from lorax_server.kernels import EmbeddingTarget, PanelMatrix
+from lorax_server.kernels import EmbeddingTarget, StoredMatrix
 from lorax_server.weights import Weights
 
 
@@ -26,7 +26,7 @@ class TensorParallelEmbedding(nn.Module):
         self.ops = weights.ops
         shard = shard_vocab(self.process_group, vocab_size)
         self.start, self.stop = shard.ranges[0]
-        self.weight: torch.Tensor | PanelMatrix = weights.get_sharded(f"{name}.weight", 0, shard, (vocab_size, dim))
+        self.weight: torch.Tensor | StoredMatrix = weights.get_sharded(f"{name}.weight", 0, shard, (vocab_size, dim))
         self.targets: tuple[AdapterTarget, ...] = (
             AdapterTarget(
                 target_name or name,
@@ -40,7 +40,7 @@ class TensorParallelEmbedding(nn.Module):
             ),
         )
 
-    def replace_weight(self, weight: torch.Tensor | PanelMatrix) -> None:
+    def replace_weight(self, weight: torch.Tensor | StoredMatrix) -> None:
         """Replace the loaded matrix with `weight`, for example with the matrix of a tied LM head."""
         self.weight = weight
         self.targets = tuple(replace(target, weight=weight) for target in self.targets)

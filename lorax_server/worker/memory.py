@@ -9,7 +9,7 @@ import torch
 
 from lorax_server.config import EngineConfig
 from lorax_server.errors import ConfigError
-from lorax_server.kernels import Field, LinearWeights, PanelMatrix
+from lorax_server.kernels import Field, LinearWeights, StoredMatrix
 from lorax_server.kernels.device import is_host
 from lorax_server.machine import (
     ADAPTER_TABLE_DIVISOR,
@@ -109,9 +109,8 @@ def model_bytes(model: PagedCausalLM) -> int:
         for value in vars(module).values():
             held = (value.weight, value.bias) if isinstance(value, LinearWeights) else (value,)
             for one in held:
-                tensor = one.panels if isinstance(one, PanelMatrix) else one
-                if isinstance(tensor, torch.Tensor):
-                    tensors[tensor.data_ptr()] = tensor
+                parts = one.tensors if isinstance(one, StoredMatrix) else (one,)
+                tensors |= {part.data_ptr(): part for part in parts if isinstance(part, torch.Tensor)}
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
 
 

@@ -304,7 +304,7 @@ def test_buffered_bodies_share_memory_limit(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_version_mismatch_is_rejected() -> None:
-    with pytest.raises(ReplicaError, match=r"was built with 0\.0\.1: install the same version"):
+    with pytest.raises(ReplicaError, match=r"was built with 0\.0\.1; install the same version"):
         check_version("0.0.1")
 
 

@@ -9,8 +9,10 @@ from lorax_server.kernels import reference
 from lorax_server.kernels.cpu.abi import Dtype, Gate
 from lorax_server.kernels.cpu.library import DTYPES, Library
 from lorax_server.kernels.cpu.structs import Matrix, NativeStruct, lora_struct
+from lorax_server.kernels.matrix import StoredMatrix
 from lorax_server.kernels.ops import Activation, LinearWeights, LoraBatch, LoraTarget
 from lorax_server.kernels.panels import PanelMatrix, to_paired_panels, to_panels
+from lorax_server.kernels.quantized import QuantizedMatrix
 
 GATES = {"silu": Gate.SILU, "swish": Gate.SILU, "gelu_tanh": Gate.GELU_TANH}
 
@@ -20,8 +22,8 @@ class CpuLinears:
 
     _library: Library
 
-    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeights:
-        if weight.dtype not in DTYPES:
+    def make_linear(self, weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> LinearWeights:
+        if isinstance(weight, QuantizedMatrix) or weight.dtype not in DTYPES:
             return LinearWeights(weight, bias)
         if weight.dtype == torch.bfloat16 and self._library.has_tiles:
             matrix = to_paired_panels(weight, self._library.panel)
@@ -29,7 +31,7 @@ class CpuLinears:
             matrix = to_panels(weight, self._library.panel, self._library.narrow_dtypes)
         return LinearWeights(matrix, None if bias is None else bias.contiguous())
 
-    def look_up_rows(self, weight: torch.Tensor | PanelMatrix, ids: torch.Tensor) -> torch.Tensor:
+    def look_up_rows(self, weight: torch.Tensor | StoredMatrix, ids: torch.Tensor) -> torch.Tensor:
         """Return the embedding rows for `ids`. A matrix that is shared with a tied LM head is stored in panels."""
         if not isinstance(weight, PanelMatrix) or not ids.numel():
             return reference.look_up_rows(weight, ids)

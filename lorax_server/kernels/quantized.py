@@ -1,0 +1,161 @@
+"""Quantized weight matrices. There is one class per format, and its `read` method specifies the values.
+
+Layers treat these matrices like tensors: they slice, shard and concatenate them, and `Ops.make_linear` chooses the
+layout for the kernels.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+
+from lorax_server.kernels.matrix import StoredMatrix
+
+PACKED_INPUTS = 32  # inputs per group of packed 4-bit values
+
+
+class QuantizedMatrix(StoredMatrix):
+    """A quantized matrix as loaded from a checkpoint, before `Ops.make_linear` converts it for the kernels."""
+
+    @abstractmethod
+    def select_rows(self, rows: torch.Tensor) -> Self:
+        """Return a copy with the given rows, in this order."""
+
+    @abstractmethod
+    def select_inputs(self, start: int, stop: int) -> Self:
+        """Return a copy with the inputs `start` to `stop`. Raise `ValueError` if they split a quantization block."""
+
+    @classmethod
+    @abstractmethod
+    def concat(cls, matrices: Sequence[Self]) -> Self:
+        """Return one matrix with the rows of all matrices."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMatrix(QuantizedMatrix):
+    """A matrix of 8-bit or 4-bit integers with a scale per block of consecutive inputs.
+
+    With 8 bits, a weight is `scale * value + offset`. With 4 bits, it is `scale * (value - 8)` without offsets and
+    `scale * value + offset` with offsets, where values are 0 to 15. In each group of 32 inputs, 4-bit byte `i` holds
+    input `i` in its low bits and input `i + 16` in its high bits. All GGUF types can be stored exactly.
+    """
+
+    values: torch.Tensor  # 8 bits: int8 [outputs, inputs]; 4 bits: uint8 [outputs, inputs / 2]
+    scales: torch.Tensor  # [outputs, inputs / block], float16 or float32
+    offsets: torch.Tensor | None  # like `scales`
+    bits: int  # 4 or 8
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8) or self.block not in (16, 32) or self.inputs % PACKED_INPUTS:
+            raise ValueError(
+                f"blocks of {self.block} {self.bits}-bit values with {self.inputs} inputs are not supported"
+            )
+
+    @property
+    def inputs(self) -> int:
+        return self.values.shape[1] * (8 // self.bits)
+
+    @property
+    def block(self) -> int:
+        """Return the number of inputs per scale."""
+        return self.inputs // self.scales.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.values), self.inputs
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.values, self.scales) if self.offsets is None else (self.values, self.scales, self.offsets)
+
+    def __getitem__(self, rows: slice) -> Self:
+        start, stop = self.find_range(rows)
+        offsets = None if self.offsets is None else self.offsets[start:stop]
+        return replace(self, values=self.values[start:stop], scales=self.scales[start:stop], offsets=offsets)
+
+    def select_rows(self, rows: torch.Tensor) -> Self:
+        self.check_rows(rows)
+        offsets = None if self.offsets is None else self.offsets[rows]
+        return replace(self, values=self.values[rows], scales=self.scales[rows], offsets=offsets)
+
+    def select_inputs(self, start: int, stop: int) -> Self:
+        if start % PACKED_INPUTS or stop % PACKED_INPUTS:
+            raise ValueError(f"inputs {start} to {stop} split a block of {PACKED_INPUTS} quantized weights")
+        packed = slice(start * self.bits // 8, stop * self.bits // 8)
+        blocks = slice(start // self.block, stop // self.block)
+        offsets = None if self.offsets is None else self.offsets[:, blocks].contiguous()
+        values, scales = self.values[:, packed].contiguous(), self.scales[:, blocks].contiguous()
+        return replace(self, values=values, scales=scales, offsets=offsets)
+
+    @classmethod
+    def concat(cls, matrices: Sequence[Self]) -> Self:
+        """Return one matrix with all rows. Different types are converted, without loss, to a common type."""
+        if len(matrices) == 1:
+            return matrices[0]
+        bits, block = max(each.bits for each in matrices), min(each.block for each in matrices)
+        matrices = [each._convert(bits, block) for each in matrices]
+        offsets = None
+        if any(each.offsets is not None for each in matrices):
+            offsets = torch.cat([each._get_offsets() for each in matrices])
+            matrices = [each._convert(8, block) if each.offsets is None else each for each in matrices]
+            matrices = [each._convert(max(each.bits for each in matrices), block) for each in matrices]
+        scales = [each.scales for each in matrices]
+        if len({each.dtype for each in scales}) > 1:
+            scales = [each.float() for each in scales]
+        values = torch.cat([each.values for each in matrices])
+        return replace(matrices[0], values=values, scales=torch.cat(scales), offsets=offsets, bits=matrices[0].bits)
+
+    def look_up_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.select_rows(rows.flatten()).read().view(*rows.shape, self.inputs)
+
+    def read(self) -> torch.Tensor:
+        shape = (len(self), -1, self.block)
+        weights = self.unpack().view(shape).float() * self.scales.float()[..., None]
+        if self.offsets is not None:
+            weights += self.offsets.float()[..., None]
+        return weights.view(self.shape).to(self.dtype)
+
+    def unpack(self) -> torch.Tensor:
+        """Return the integers as int8 `[outputs, inputs]`. Without offsets, 4-bit values are -8 to 7."""
+        if self.bits == 8:
+            return self.values
+        packed = self.values.view(len(self), -1, PACKED_INPUTS // 2)
+        values = torch.stack([packed & 15, packed >> 4], dim=2).view(torch.int8).view(self.shape)
+        return values - 8 if self.offsets is None else values
+
+    def _convert(self, bits: int, block: int) -> Self:
+        """Return the same weights with at least these bits, and at most this block size."""
+        repeats = self.block // block
+        values = self.unpack() if bits == 8 else self.values
+        scales = self.scales.repeat_interleave(repeats, dim=1)
+        offsets = None if self.offsets is None else self.offsets.repeat_interleave(repeats, dim=1)
+        return replace(self, values=values, scales=scales, offsets=offsets, bits=bits)
+
+    def _get_offsets(self) -> torch.Tensor:
+        return torch.zeros_like(self.scales, dtype=torch.float32) if self.offsets is None else self.offsets.float()
+
+
+def quantize_blocks(weight: torch.Tensor, bits: int, block: int = 32) -> BlockMatrix:
+    """Quantize a matrix symmetrically in blocks, as the GGUF types Q8_0 and Q4_0 do. Scales are rounded to float16."""
+    outputs, inputs = weight.shape
+    blocks = weight.float().view(outputs, -1, block)
+    if bits == 8:
+        scales = blocks.abs().amax(-1) / 127
+    else:  # the value with the largest magnitude becomes -8
+        largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)).squeeze(-1)
+        scales = largest / -8
+    inverse = torch.where(scales == 0, 0, 1 / scales)
+    values = (blocks * inverse[..., None]).view(outputs, inputs)
+    if bits == 8:
+        packed = values.round().to(torch.int8)
+    else:
+        halves = (values + 8.5).clamp(0, 15).to(torch.uint8).view(outputs, -1, 2, PACKED_INPUTS // 2)
+        packed = (halves[:, :, 0] | (halves[:, :, 1] << 4)).view(outputs, inputs // 2)
+    return BlockMatrix(packed, scales.to(torch.float16), None, bits, weight.dtype)
