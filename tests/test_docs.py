@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lorax_server.adapters.methods.fields import FIELDS, Method
 from lorax_server.cli.flags import FLAGS
 from lorax_server.config import EngineConfig
-from lorax_server.models.registry import MODELS
+from lorax_server.model_types import MODELS
 from lorax_server.server.schemas.lorax import GenerateParameters
 from lorax_server.server.schemas.openai import (
     ChatCompletionRequest,

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from lorax_server.errors import AdapterError, AdapterNotFoundError, ConfigError, EngineError, InputError, LoraxError
 from lorax_server.generation.generation import Completion, Generation
 from lorax_server.llm import LLM
-from lorax_server.models.registry import MODELS
+from lorax_server.model_types import MODELS
 from lorax_server.text import adapter_tokenizers
 from lorax_server.types import FinishReason, SamplingParams, StopParams
 from tests.adapters.sources.test_source import Clock

@@ -11,10 +11,10 @@ import torch
 from lorax_server.config import EngineConfig
 from lorax_server.errors import ConfigError
 from lorax_server.generation.stopping import StoppingCriteria
+from lorax_server.model_types import find_similar_types
 from lorax_server.models.padded_batch import Chooser, PaddedBatch
 from lorax_server.models.padded_lm import PaddedLM, prompt_logprobs
 from lorax_server.models.pretrained import max_positions
-from lorax_server.models.registry import find_similar_types
 from lorax_server.plan import Capabilities, NewSequence, StepMasks, StepPlan, StepResult
 from lorax_server.sampling.batch import SequenceSampling
 from lorax_server.types import Alternatives, StopParams

@@ -17,8 +17,9 @@ from lorax_server.files.names import MODEL_CONFIG_FILE
 from lorax_server.kernels import select_ops
 from lorax_server.kernels.device import is_host, make_stream, use_stream
 from lorax_server.layers.targets import collect_adapter_targets
+from lorax_server.model_types import MODELS, PADDED_ONLY_FIELDS
 from lorax_server.models.custom_modeling.paged import PagedCausalLM
-from lorax_server.models.registry import MODELS, PADDED_ONLY_FIELDS, get_model, load_config
+from lorax_server.models.registry import get_model, load_config
 from lorax_server.phases import Phases
 from lorax_server.plan import (
     AdapterOp,

@@ -24,8 +24,9 @@ from lorax_server.distributed import FakeGroup
 from lorax_server.errors import ConfigError, UnsupportedModelError, WeightsError
 from lorax_server.kernels import reference
 from lorax_server.kernels.cpu.ops import CpuOps
+from lorax_server.model_types import MODELS, find_similar_types
 from lorax_server.models import get_model, registry
-from lorax_server.models.registry import MODELS, build_model, find_model_class, find_similar_types
+from lorax_server.models.registry import build_model, find_model_class
 from tests.builders import memory_weights
 from tests.paged import PagedDriver
 

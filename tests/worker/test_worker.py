@@ -22,7 +22,8 @@ from lorax_server.kernels import Ops, reference
 from lorax_server.layers.norm import RMSNorm
 from lorax_server.layers.rotary import DynamicRotaryEmbedding, RotaryEmbedding
 from lorax_server.machine import GRAMMAR_CACHE_BYTES, machine_bytes, resident_bytes
-from lorax_server.models.registry import MODELS, build_model, get_model
+from lorax_server.model_types import MODELS
+from lorax_server.models.registry import build_model, get_model
 from lorax_server.plan import (
     AdapterOp,
     Capabilities,

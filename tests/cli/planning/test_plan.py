@@ -20,7 +20,8 @@ from lorax_server.cli.planning.model_sizes import HALF_BYTES, ModelSizes, read_s
 from lorax_server.cli.planning.step_time import GPUS, find_gpu
 from lorax_server.errors import ConfigError
 from lorax_server.layers.targets import collect_adapter_targets
-from lorax_server.models.registry import DEFAULT_MAX_POSITIONS, MODELS, build_model
+from lorax_server.model_types import MODELS
+from lorax_server.models.registry import DEFAULT_MAX_POSITIONS, build_model
 from tests.cli.planning.test_measured import LLAMA_8B
 from tests.models.tiny import GPT2, LLAMA, NO_GQA, make_model
 from tests.parity.other_variants import OTHER_VARIANTS
