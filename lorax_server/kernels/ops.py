@@ -400,7 +400,10 @@ class Ops(Protocol):
         ...
 
     def refresh_lora_plan(self, lora: LoraBatch, current: LoraBatch) -> None:
-        """Update the values derived from `lora`, a graph's padded batch, in place for the adapters of `current`."""
+        """Recompute the LoRA plan of a captured graph in place.
+
+        `lora` is the graph's padded batch; `current` is the batch to replay.
+        """
         ...
 
     # --- sampling ---

@@ -65,7 +65,7 @@ class ServerReplica:
         return pack_report(state["names"], capacity, state["is_draining"])
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return waiting requests and running tokens, for `ray_app.QueueAndTokenPolicy`."""
+        """Return the numbers of waiting requests and of tokens in running sequences, for `ray_app.QueueAndTokenPolicy`."""
         state = await self._server.read_state()
         return {"waiting": state["waiting"], "tokens": state["tokens"]}
 

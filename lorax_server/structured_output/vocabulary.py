@@ -73,7 +73,7 @@ class Vocabulary:
         return Vocabulary.from_table(table, self.encode if is_extension else None)
 
     def make_masks(self, count: int) -> TokenMask:
-        """Return `count` empty masks with a bit for each token and for the end-of-text token."""
+        """Return `count` all-zero masks: one bit per token ID, plus one extra bit for end of text."""
         return np.zeros((count, self.mask_bytes // 4), np.int32)
 
     def pop_ends(self, masks: TokenMask) -> npt.NDArray[np.bool_]:

@@ -141,7 +141,10 @@ class StepGraphs:
         return self._recorder is not None and bool(self._sizes.decode)
 
     def find(self, tokens: StepTokens, adapter_data: AdapterBatchData | None) -> GraphKey | None:
-        """Return the key of the graph for a step, or None if the step must run without a graph."""
+        """Return the key of the graph for a step, or None if the step must run without a graph.
+
+        On CPUs, record the graph if it does not exist yet.
+        """
         count, is_mixed, sizes = len(tokens.slots), not tokens.is_single, self._sizes.for_step(tokens)
         if not sizes or count > sizes[-1] or len(tokens.lengths) > MAX_GRAPH_SEQS:
             return None

@@ -61,7 +61,7 @@ class ToolSet(NamedTuple):
 
 
 class ToolCallParser(ABC):
-    """Parses one or more calls after an opener."""
+    """Parses the tool calls that follow an opening marker such as `<tool_call>`."""
 
     def __init__(self, closer: str = "") -> None:
         self.closer = closer  # text after the last call
