@@ -111,7 +111,9 @@ class Ours:
 
     def __init__(self, folder: Path, dtype: str) -> None:
         most = max(case.batch for case in CASES)
-        self.llm = LLM(folder, folder / "adapters", device="cpu", dtype=dtype, max_rows=most, cache_bytes=CACHE_BYTES)
+        self.llm = LLM(
+            folder, folder / "adapters", device="cpu", dtype=dtype, max_num_seqs=most, cache_bytes=CACHE_BYTES
+        )
         self._clock = StepClock(self.llm)
 
     def decode(self, case: Case, names: Sequence[str], prompts: Sequence[list[int]]) -> Run:

@@ -85,7 +85,7 @@ def main() -> None:
         peer = make_models(folder)
         model, sources = ModelConfig(folder / "model"), SourceConfig((folder,))
         set_gil_switch_interval()  # as the engine process does
-        engine = build_engine(EngineConfig(model, max_rows=args.rows, sources=sources, adapter_bytes=2**28))
+        engine = build_engine(EngineConfig(model, max_num_seqs=args.rows, sources=sources, adapter_bytes=2**28))
         run_ours(engine, load[:2], [0.0] * 2)  # warm-up
         run_peer(peer, load[:2], [0.0] * 2, args.rows)
         at_once = [0.0] * len(load)

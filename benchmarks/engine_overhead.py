@@ -119,7 +119,7 @@ def make_engine(num_rows: int, vocab_size: int) -> Engine:
     capabilities = Capabilities(
         vocab_size, num_rows, LENGTH, num_blocks, BLOCK_SIZE, max_step_tokens=num_rows * PROMPT, num_adapter_units=64
     )
-    config = EngineConfig(ModelConfig(Path("none")), max_rows=num_rows)
+    config = EngineConfig(ModelConfig(Path("none")), max_num_seqs=num_rows)
     return assemble(config, Worker(capabilities, runner, memory, Ready()))  # type: ignore[arg-type]
 
 

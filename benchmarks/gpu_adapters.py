@@ -63,7 +63,7 @@ def make_engine(folder: Path, scale: Scale) -> tuple[Engine, Watch]:
     cold_bytes = 2 * COLD * num_bytes * COLD_RANK // scale.rank
     config = EngineConfig(
         settings,
-        max_rows=AT_ONCE + 1,
+        max_num_seqs=AT_ONCE + 1,
         max_length=1024,
         cache_bytes=(AT_ONCE + 1) * 1024 * model.num_layers * 2 * model.kv_shape[0] * model.kv_shape[1] * 4,
         adapter_bytes=num_bytes * scale.places,

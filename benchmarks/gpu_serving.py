@@ -44,7 +44,7 @@ class Setup:
     @property
     def settings(self) -> dict[str, Any]:
         """Engine settings, named as in `EngineConfig`."""
-        rows = {"device": self.device, "max_rows": max(self.streams), "max_length": MAX_LENGTH}
+        rows = {"device": self.device, "max_num_seqs": max(self.streams), "max_length": MAX_LENGTH}
         return {**rows, "cache_bytes": 2**28, "adapter_bytes": 2**26} if self.device == "cpu" else rows
 
     @property

@@ -112,14 +112,14 @@ def main() -> None:
 
 
 def make_flags(folder: Path, rows: int) -> dict[str, object]:
-    return {**local_flags(folder), "device": "cpu", "max-rows": rows, "cache-bytes": CACHE_BYTES}
+    return {**local_flags(folder), "device": "cpu", "max-num-seqs": rows, "cache-bytes": CACHE_BYTES}
 
 
 async def measure_pairs(folder: Path, server: Server, amounts: Amounts) -> tuple[list[Run], list[Run]]:
     """Measure the engine and the server in turn. The first pair is a warm-up."""
     bare, http = [], []
     sources = SourceConfig((folder / "adapters",))
-    config = EngineConfig(ModelConfig(folder / "model"), max_rows=ROWS, cache_bytes=CACHE_BYTES, sources=sources)
+    config = EngineConfig(ModelConfig(folder / "model"), max_num_seqs=ROWS, cache_bytes=CACHE_BYTES, sources=sources)
     client = make_client(config)
     await client.start()
     try:
@@ -184,7 +184,7 @@ def measure_shares(quick: bool, num_pairs: int) -> list[Record]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_files(folder, SMALL if quick else SIZE_135M)
-        settings = {"device": "cpu", "max_rows": 8, "cache_bytes": CACHE_BYTES}
+        settings = {"device": "cpu", "max_num_seqs": 8, "cache_bytes": CACHE_BYTES}
         with serving(folder / "log", make_flags(folder, 8)) as server, LLM(folder / "model", **settings) as llm:
             seeds = iter(range(10**6))
             for number in range(pairs + 1):

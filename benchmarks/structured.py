@@ -84,7 +84,7 @@ class Bench:
     def __init__(self, model: Path, sandbox: Sandbox) -> None:
         self.model = model
         self.engine: Engine = build_engine(
-            EngineConfig(ModelConfig(model, device="cpu"), max_rows=NUM_SEQUENCES),
+            EngineConfig(ModelConfig(model, device="cpu"), max_num_seqs=NUM_SEQUENCES),
             make_vocabulary=partial(build_vocabulary, model),
         )
         self._table = load_tokenizer(model).token_table()

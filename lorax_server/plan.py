@@ -166,7 +166,7 @@ class Capabilities:
     block_size: int
     max_step_tokens: int = 512  # maximum number of tokens per step
     max_mixed_tokens: int | None = None  # maximum prompt tokens in a step that also decodes; None if unlimited
-    depth: int = 1  # maximum number of steps in flight
+    max_steps_in_flight: int = 1
     is_synchronous: bool = False  # `submit` blocks until the forward pass is done
     can_chunk: bool = True  # supports chunked prefill and preemption
     can_reuse: bool = True  # supports prefix caching

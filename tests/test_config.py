@@ -60,10 +60,18 @@ def test_settings_are_frozen() -> None:
 # --- Engines ----------------------------------------------------------------------------------------------------------
 
 MODEL = ModelConfig(Path("model"))
-COUNTS = ["tensor_parallel", "depth", "max_rows", "max_step_tokens", "max_mixed_tokens", "max_chunk", "max_length"]
+COUNTS = [
+    "tensor_parallel",
+    "max_steps_in_flight",
+    "max_num_seqs",
+    "max_step_tokens",
+    "max_mixed_tokens",
+    "max_prefill_chunk_tokens",
+    "max_length",
+]
 COUNTS += ["block_size"]
 SIZES = ["cache_bytes", "adapter_host_bytes", "max_waiting"]
-NOT_NEGATIVE = ["adapter_bytes", "adapter_timeout_s", "adapter_patience_s", "max_wait_s"]
+NOT_NEGATIVE = ["adapter_bytes", "adapter_timeout_s", "adapter_eviction_delay_s", "max_wait_s"]
 
 
 def test_engine_config_needs_only_model() -> None:
@@ -85,7 +93,7 @@ def test_values_below_one_are_rejected(name: str, value: int) -> None:
 
 @pytest.mark.parametrize("name", [*COUNTS, *SIZES])
 def test_minimum_of_one_is_accepted(name: str) -> None:
-    assert getattr(engine_config(**{"max_rows": 1, name: 1}), name) == 1
+    assert getattr(engine_config(**{"max_num_seqs": 1, name: 1}), name) == 1
 
 
 @pytest.mark.parametrize("name", NOT_NEGATIVE)
@@ -114,9 +122,9 @@ def test_tenant_weights_must_be_positive(weight: float) -> None:
 
 
 def test_max_step_tokens_must_cover_max_rows() -> None:
-    with pytest.raises(ConfigError, match="max_step_tokens = 7 must be at least max_rows = 8"):
-        EngineConfig(MODEL, max_step_tokens=7, max_rows=8)
-    assert EngineConfig(MODEL, max_step_tokens=8, max_rows=8).max_rows == 8
+    with pytest.raises(ConfigError, match="max_step_tokens = 7 must be at least max_num_seqs = 8"):
+        EngineConfig(MODEL, max_step_tokens=7, max_num_seqs=8)
+    assert EngineConfig(MODEL, max_step_tokens=8, max_num_seqs=8).max_num_seqs == 8
 
 
 @pytest.mark.parametrize("settings", [{"hub": True}, {"s3_bucket": "bucket"}])

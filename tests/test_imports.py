@@ -90,7 +90,7 @@ def test_second_start_does_not_import_transformers_or_compiler() -> None:
     """Importing either takes seconds. The first start caches the model config."""
     start = "import sys\nfrom lorax_server.llm import LLM\n"
     start += (
-        f"with LLM({str(DEMO / 'model')!r}, {str(DEMO / 'adapters')!r}, max_rows=2) as llm: llm.generate('hello')\n"
+        f"with LLM({str(DEMO / 'model')!r}, {str(DEMO / 'adapters')!r}, max_num_seqs=2) as llm: llm.generate('hello')\n"
     )
     run(start)
     names = ("torch", "transformers", "torch._dynamo")

@@ -42,7 +42,7 @@ PATIENCE_S = 120  # only reached if a test fails
 TEXTS = ["the quick brown fox", "hello", "the lazy dog, and the world", "naïve 日本語 there"]
 SMALL: dict[str, Any] = {
     "device": "cpu",
-    "max_rows": 4,
+    "max_num_seqs": 4,
     "block_size": 4,
     "max_step_tokens": 24,
     "cache_bytes": 2**18,
@@ -831,7 +831,7 @@ def test_fallback_architecture_matches_transformers(tmp_path: Path, world: World
     assert config.model_type not in MODELS
     oracle, tokenizer = make_model(config), make_tokenizer()
     folder = save(tmp_path / "model", oracle, tokenizer)
-    with LLM(folder, world.adapters, max_rows=3) as llm:  # wherever such models run
+    with LLM(folder, world.adapters, max_num_seqs=3) as llm:  # wherever such models run
         prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
         found = llm.generate(TEXTS, SamplingParams(num_alternatives=3), STOP, prompt_logprobs=True)
         for prompt, completion in zip(prompts, found, strict=True):

@@ -146,7 +146,7 @@ def open_bench(args: argparse.Namespace, adapters: Sequence[Adapter], **settings
         if not args.tiny:
             settings |= {"adapter_bytes": ADAPTER_BYTES, "adapter_host_bytes": ADAPTER_HOST_BYTES}
         begin = time.monotonic()
-        with LLM(folder / "model", folder / "adapters", max_rows=MAX_NUM_SEQS, **settings) as llm:
+        with LLM(folder / "model", folder / "adapters", max_num_seqs=MAX_NUM_SEQS, **settings) as llm:
             print(f"engine started in {time.monotonic() - begin:.1f} s", flush=True)
             yield Bench(llm, StepClock(llm), shape, folder)
 

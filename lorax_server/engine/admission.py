@@ -16,13 +16,15 @@ class Limits(Capabilities):
     If `can_chunk` is False, each prompt is computed in one step, and sequences are never preempted.
     """
 
-    max_chunk: int | None = None  # maximum tokens per sequence and step; limits the delay for other prompts
+    max_prefill_chunk_tokens: int | None = (
+        None  # maximum tokens per sequence and step; limits the delay for other prompts
+    )
     max_waiting: int | None = None  # maximum number of waiting requests; more requests are rejected
     max_wait_s: float | None = None  # requests with a longer estimated wait are rejected
     adapter_timeout_s: float | None = None  # time limit for loading a request's adapter
 
     def __post_init__(self) -> None:
-        assert self.max_chunk is None or self.max_chunk > 0, self.max_chunk
+        assert self.max_prefill_chunk_tokens is None or self.max_prefill_chunk_tokens > 0, self.max_prefill_chunk_tokens
         assert self.max_step_tokens >= self.max_num_seqs > 0, "every running sequence needs one token per step"
         least = self.max_length + self.max_num_seqs
         assert self.can_chunk or self.max_step_tokens >= least, "max_step_tokens is too small for one prompt"

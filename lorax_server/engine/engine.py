@@ -175,7 +175,7 @@ class Engine:
         return self._table.list_adapters(identities)
 
     def step(self) -> list[Output]:
-        """Submit the next step, collect the oldest step if `depth` steps are in flight, and return the outputs."""
+        """Submit the next step, collect the oldest step if `max_steps_in_flight` is reached, and return the outputs."""
         self._process_adapter_events()
         self._process_grammar_events()
         plan = self._scheduler.schedule()
@@ -190,7 +190,7 @@ class Engine:
                 self._scheduler.rollback(problem)
                 outputs += self._take_failed()
         num_in_flight = len(self._scheduler.in_flight)
-        if num_in_flight and (plan is None or num_in_flight >= self.capabilities.depth):
+        if num_in_flight and (plan is None or num_in_flight >= self.capabilities.max_steps_in_flight):
             outputs += self._collect()
         return outputs
 
@@ -272,8 +272,8 @@ class Engine:
         if self._table.is_loading and not self._scheduler.in_flight:  # step results also report finished loads
             self._table.loaded(self._executor.pop_loaded())
         self._table.advance()
-        for identity in self._table.pop_arrived():
-            self._scheduler.queues.adapter_arrived(identity)
+        for identity in self._table.pop_loaded():
+            self._scheduler.queues.adapter_loaded(identity)
             self._settle_loads(identity, None)
         for identity, error in self._table.pop_failed():
             self._scheduler.queues.adapter_failed(identity, error)

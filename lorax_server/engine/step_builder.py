@@ -123,7 +123,7 @@ class StepBuilder:
     """Collects the sequences for one step, and the slot and block updates for the workers."""
 
     budget: int  # tokens that can still be added
-    max_chunk: int | None = None  # maximum tokens per sequence
+    max_prefill_chunk_tokens: int | None = None  # maximum tokens per sequence
     can_chunk: bool = True
     sequences: list[Sequence] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)  # tokens per sequence
@@ -170,7 +170,7 @@ class StepBuilder:
         if not self.can_chunk:
             return num_tokens if num_tokens <= self.budget else 0
         available = max(self.budget - reserve, min(self.budget, 1))
-        return min(num_tokens, available, self.max_chunk or self.budget)
+        return min(num_tokens, available, self.max_prefill_chunk_tokens or self.budget)
 
     def reuse_or_build(self, version: int, known: CachedDecodeBatch | None) -> CachedDecodeBatch:
         """Return the decode batch with all sequences added so far. Each sequence must have one token.

@@ -59,8 +59,8 @@ class StepMemory(NamedTuple):
 
 def find_max_num_seqs(config: EngineConfig, device: torch.device) -> int:
     """Return the maximum number of running sequences, from the config or a default for the device."""
-    if config.max_rows is not None:
-        return config.max_rows
+    if config.max_num_seqs is not None:
+        return config.max_num_seqs
     is_large = not is_host(device) and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU_BYTES
     max_num_seqs = LARGE_GPU_DEFAULT_MAX_NUM_SEQS if is_large else DEFAULT_MAX_NUM_SEQS
     return max_num_seqs if config.max_step_tokens is None else min(max_num_seqs, config.max_step_tokens)
@@ -168,13 +168,13 @@ def count_blocks(
         if min(available // size, most) * size > free - needed:
             raise ConfigError(
                 f"cache_bytes = {available} does not fit: {free} bytes of GPU memory are free and steps need {needed}; "
-                "lower cache_bytes, adapter_bytes, max_rows or max_step_tokens"
+                "lower cache_bytes, adapter_bytes, max_num_seqs or max_step_tokens"
             )
     count = min(available // size, most)
     if count < 1:
         raise ConfigError(
             f"{available} bytes for the KV cache are less than one block ({size} bytes): raise cache_bytes, or lower "
-            f"adapter_bytes, max_rows or max_step_tokens; weights take {model_bytes(model)} bytes, steps {needed}"
+            f"adapter_bytes, max_num_seqs or max_step_tokens; weights take {model_bytes(model)} bytes, steps {needed}"
         )
     return count
 
@@ -221,7 +221,7 @@ def out_of_memory_error(model: PagedCausalLM, num_adapter_bytes: int) -> ConfigE
     free, total = torch.cuda.mem_get_info(model.device)
     return ConfigError(
         f"GPU memory of {total} bytes is not sufficient: weights take {model_bytes(model)}, adapters may take "
-        f"{num_adapter_bytes}, {free} are free; lower cache_bytes, adapter_bytes, max_rows or max_step_tokens"
+        f"{num_adapter_bytes}, {free} are free; lower cache_bytes, adapter_bytes, max_num_seqs or max_step_tokens"
     )
 
 

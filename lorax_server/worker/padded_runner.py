@@ -59,7 +59,7 @@ def padded_capabilities(model: PaddedLM, max_num_seqs: int, max_length: int | No
         max_step_tokens=max_length + max_num_seqs,  # one full prompt and all running sequences
         num_blocks=max_num_seqs * -(-max_length // BLOCK_SIZE),
         block_size=BLOCK_SIZE,
-        depth=1,
+        max_steps_in_flight=1,
         can_chunk=False,
         can_reuse=False,
         num_adapter_units=0,

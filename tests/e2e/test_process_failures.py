@@ -66,7 +66,7 @@ def hub(folder: Path) -> Iterator[HubServer]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, hub: HubServer) -> Iterator[Server]:
-    flags = ("--max-rows", str(ROWS), "--cache-bytes", "16M", "--hub-endpoint", hub.url, "--hub", "--drain-s", "1")
+    flags = ("--max-num-seqs", str(ROWS), "--cache-bytes", "16M", "--hub-endpoint", hub.url, "--hub", "--drain-s", "1")
     with serving(folder, *flags, "--huggingface-hub-cache", str(folder / "cache"), from_scratch=True) as server:
         yield server
 

@@ -259,7 +259,7 @@ def generate(model: PagedCausalLM, prompts: Sequence[list[int]], count: int) -> 
     """Generate greedily in the engine, with graphs; steps are too small for the longest prompt."""
     config = EngineConfig(
         ModelConfig(Path("in-memory"), device="cuda"),
-        max_rows=len(prompts),
+        max_num_seqs=len(prompts),
         max_step_tokens=64,
         max_length=256,
         cache_bytes=2**26,

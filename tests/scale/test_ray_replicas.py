@@ -319,7 +319,7 @@ def test_failed_replica_start_reports_reason(cluster: Cluster) -> None:
 
 
 TOKENS = {"target_tokens": 40, "target_waiting": 10**6}
-QUEUE = {"target_tokens": 10**6, "target_waiting": 1, "max_rows": 1}  # runs requests one after the other
+QUEUE = {"target_tokens": 10**6, "target_waiting": 1, "max_num_seqs": 1}  # runs requests one after the other
 
 
 @pytest.mark.parametrize("targets", [TOKENS, QUEUE], ids=["tokens", "queue"])
