@@ -103,7 +103,7 @@ class SourceConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.cache is None and (self.hub or self.s3_bucket):
-            raise ConfigError("hub and S3 adapters need a cache folder: set cache")
+            raise ConfigError("adapters from the hub or S3 need a cache folder; set `cache` (--huggingface-hub-cache)")
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ class EngineConfig(Settings):
             raise ConfigError(f"adapter_memory_fraction = {self.adapter_memory_fraction} must be below 1")
         for one, other in (("cache_bytes", "cache_tokens"), ("adapter_bytes", "adapter_memory_fraction")):
             if getattr(self, one) is not None and getattr(self, other) is not None:
-                values = f"{one} = {getattr(self, one)} or {other} = {getattr(self, other)}"
-                raise ConfigError(f"set {values}, not both")
+                values = f"{one} = {getattr(self, one)} and {other} = {getattr(self, other)}"
+                raise ConfigError(f"{values} cannot both be set")
         if self.cache_tokens is not None and self.cache_tokens < (self.max_length or 0):
             raise ConfigError(f"cache_tokens = {self.cache_tokens} must be at least max_length = {self.max_length}")
         if not all(weight > 0 for weight in self.tenant_weights.values()):

@@ -121,7 +121,7 @@ def test_tenant_weights_must_be_positive(weight: float) -> None:
         EngineConfig(MODEL, tenant_weights={"a": 1.0, "b": weight})
 
 
-def test_max_step_tokens_must_cover_max_rows() -> None:
+def test_max_step_tokens_must_cover_max_num_seqs() -> None:
     with pytest.raises(ConfigError, match="max_step_tokens = 7 must be at least max_num_seqs = 8"):
         EngineConfig(MODEL, max_step_tokens=7, max_num_seqs=8)
     assert EngineConfig(MODEL, max_step_tokens=8, max_num_seqs=8).max_num_seqs == 8
@@ -129,7 +129,7 @@ def test_max_step_tokens_must_cover_max_rows() -> None:
 
 @pytest.mark.parametrize("settings", [{"hub": True}, {"s3_bucket": "bucket"}])
 def test_remote_sources_need_cache_folder(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="set cache"):
+    with pytest.raises(ConfigError, match="set `cache`"):
         SourceConfig(**settings)
     assert SourceConfig(cache=Path("cache"), **settings).cache == Path("cache")
 

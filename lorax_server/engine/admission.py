@@ -53,7 +53,7 @@ def find_token_error(request: Request, vocab_size: int) -> InputError | None:
     if max(request.sampling.logit_bias, default=0) >= vocab_size:
         return InputError(f"`logit_bias` has tokens beyond the vocabulary of {vocab_size}")
     if request.stop.min_new_tokens and request.stop.all_stop_token_ids.issuperset(range(vocab_size)):
-        return InputError("`min_new_tokens`: every token of the vocabulary would stop the request")
+        return InputError("`min_new_tokens` cannot be used because every token in the vocabulary is a stop token")
     return None
 
 

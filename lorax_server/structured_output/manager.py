@@ -225,11 +225,11 @@ class StructuredOutput:
         return MaskThreads(self._num_threads)
 
     def _compile(self, key: _Key) -> CompiledGrammar:
-        """Compile a grammar on the compile thread, unless all requests with the grammar have ended."""
+        """Compile a grammar on the compile thread, unless all requests with the grammar have finished."""
         with self._changed:
             if all(each.key != key for each in list(self._completions.values())):
                 self._cache.pop(key, None)  # under the same lock, so a new request compiles the grammar again
-                raise EngineError("the request has ended")
+                raise EngineError("all requests with this grammar have finished")
         try:
             return CompiledGrammar(self._vocabularies.find(key[0]), key[1])
         except BaseException:  # including Rust panics

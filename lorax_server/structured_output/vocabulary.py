@@ -185,8 +185,8 @@ class VocabularyCache:
         count = sum(tenant in entry.tenants.values() for digest, entry in self._entries.items() if digest)
         if tenant and count >= MAX_TENANT_VOCABULARIES:  # a script has no tenant
             raise OverloadedError(
-                f"structured output is running for {count} adapters with tokenizers of their own, the most for one "
-                "client; retry later",
+                f"this client already uses structured output with {count} custom-tokenizer adapters (limit "
+                f"{MAX_TENANT_VOCABULARIES}); retry later",
                 1.0,
             )
 
@@ -197,7 +197,8 @@ class VocabularyCache:
         idle = next((digest for digest in adapters if not self._entries[digest].tenants), None)
         if idle is None:
             raise BusyError(
-                f"structured output is running for {len(adapters)} adapters with tokenizers of their own; retry later"
+                f"structured output is already in use with {len(adapters)} custom-tokenizer adapters (limit "
+                f"{MAX_VOCABULARIES}); retry later"
             )
         del self._entries[idle]
         return idle

@@ -11,7 +11,7 @@ export function startKey(onAccepted) {
   const [form, field, error, opener, cancel] = ["key-form", "key", "key-error", "key-open", "key-cancel"].map(byId);
   let isDemanded = false; // the server requires a key; manually opened forms can be closed
 
-  const refuse = (message) => {
+  const showError = (message) => {
     if (error.textContent !== message) error.textContent = message; // screen readers announce changes
     field.setAttribute("aria-invalid", String(Boolean(message)));
   };
@@ -23,14 +23,14 @@ export function startKey(onAccepted) {
   const close = () => {
     isDemanded = false;
     field.value = "";
-    refuse("");
+    showError("");
     show(false);
   };
 
   news.addEventListener("unauthorized", () => {
     if (isDemanded) return; // the form is already open and may show another error
     isDemanded = true;
-    if (getKey()) refuse(UNKNOWN);
+    if (getKey()) showError(UNKNOWN);
     show(true);
   });
   opener.addEventListener("click", () => {
@@ -47,10 +47,10 @@ export function startKey(onAccepted) {
   });
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
-    refuse("");
+    showError("");
     const key = field.value.trim();
     const problem = await problemOf(key);
-    if (problem) return refuse(problem);
+    if (problem) return showError(problem);
     setKey(key);
     close();
     onAccepted();

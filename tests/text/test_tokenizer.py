@@ -406,7 +406,7 @@ def plain(plain_folder: Path) -> TextTokenizer:
 
 def test_encode_rejects_lone_surrogates(plain: TextTokenizer) -> None:
     for cut in (plain.encode, plain.pieces):
-        with pytest.raises(InputError, match="cannot be made into tokens"):
+        with pytest.raises(InputError, match="cannot be tokenized"):
             cut("a\ud800b")
 
 
@@ -427,7 +427,7 @@ def test_decode_rejects_unused_token_id(tmp_path: Path) -> None:
 
 def test_encode_rejects_text_outside_vocabulary() -> None:
     backend = Tokenizer(models.WordPiece({"a": 0}, unk_token="[UNK]"))
-    with pytest.raises(InputError, match="cannot be made into tokens"):
+    with pytest.raises(InputError, match="cannot be tokenized"):
         TextTokenizer(backend, {}, {}).encode("b")
 
 

@@ -100,7 +100,7 @@ class Metrics:
         }
         self._connections = Gauge("lorax_connections", "Open connections", registry=registry)
         self._rejected_connections = counter(
-            "lorax_connections_refused_total", "Rejected connections by reason", ("reason",)
+            "lorax_connections_rejected_total", "Rejected connections by reason", ("reason",)
         )
         self._adapters = _AdapterMetrics(registry, max_labels)
         self.engine = EngineMetrics(registry)
@@ -286,10 +286,12 @@ ENGINE_COUNTERS = (
     StatusMetric("lorax_prompt_chunks_total", "Prefill chunks of prompts that did not fit into one step", "chunks"),
     StatusMetric("lorax_preemptions_total", "Sequences preempted because KV blocks ran out", "preemptions"),
     StatusMetric(
-        "lorax_rows_taken_back_total", "Preemptions for tenants below their share of slots", "fairness_preemptions"
+        "lorax_fairness_preemptions_total", "Preemptions for tenants below their share of slots", "fairness_preemptions"
     ),
     StatusMetric("lorax_cache_evictions_total", "KV blocks evicted from the prefix cache", "cache_evictions"),
-    StatusMetric("lorax_engine_refused_total", "Requests rejected by the engine because of overload", "rejected"),
+    StatusMetric(
+        "lorax_engine_rejected_requests_total", "Requests rejected by the engine because of overload", "rejected"
+    ),
     StatusMetric("lorax_adapters_prepared_total", "Adapters prepared in host memory", "adapters_prepared"),
     StatusMetric("lorax_adapters_loaded_total", "Adapters loaded to the device", "adapters_loaded"),
     StatusMetric("lorax_adapters_failed_total", "Adapters that could not be prepared", "adapters_failed"),
