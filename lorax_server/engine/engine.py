@@ -284,7 +284,7 @@ class Engine:
     def _process_grammar_events(self) -> None:
         if self._structured_output is None or not self._structured_output.has_events:
             return
-        for request_id, error in self._structured_output.pop_settled():
+        for request_id, error in self._structured_output.pop_results():
             if error is None:
                 self._scheduler.grammar_ready(request_id)
             else:

@@ -38,7 +38,7 @@ class Driver:
         self.structured_output.on_event = self.news.set
         self._trials = None if sandbox is None else GrammarTrials(sandbox)
         self._next_id = 0
-        self._settled: dict[int, LoraxError | None] = {}
+        self._results: dict[int, LoraxError | None] = {}
 
     def close(self) -> None:
         self.structured_output.close()
@@ -72,11 +72,11 @@ class Driver:
 
     def settle(self, request_id: int) -> LoraxError | None:
         """Wait until a request has its first mask. Return its error."""
-        while request_id not in self._settled:
+        while request_id not in self._results:
             assert self.news.wait(TIMEOUT_S), "the request is neither rejected nor started"
             self.news.clear()
-            self._settled |= dict(self.structured_output.pop_settled())
-        return self._settled[request_id]
+            self._results |= dict(self.structured_output.pop_results())
+        return self._results[request_id]
 
     def start(self, structure: Structure, **options: object) -> int:
         request_id = self.begin(structure, **options)  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ class Driver:
 
     def find_error(self, request_id: int) -> LoraxError | None:
         """Return the error for a started request."""
-        errors = dict(self.structured_output.pop_settled())
+        errors = dict(self.structured_output.pop_results())
         return errors.get(request_id)
 
     def allowed(self, request_id: int) -> list[int]:

@@ -179,7 +179,7 @@ def test_request_removed_during_compile_is_cleaned_up(driver: Driver) -> None:
     assert driver.settle(first) is None
     assert driver.settle(last) is None
     assert ended not in driver.structured_output
-    assert ended not in dict(driver.structured_output.pop_settled())
+    assert ended not in dict(driver.structured_output.pop_results())
 
 
 @pytest.mark.parametrize("num_timed", [2, 10**9])
@@ -274,7 +274,7 @@ def test_panic_in_forced_tokens_fails_only_its_completion(driver: Driver, monkey
     driver.structured_output.advance([(each, list_allowed(found[each].words)[0]) for each in (wrong, right)])
     assert driver.allowed(right)
     assert not driver.allowed(wrong)
-    errors = dict(driver.structured_output.pop_settled())
+    errors = dict(driver.structured_output.pop_results())
     assert list(errors) == [wrong]
     assert "index out of bounds" in str(errors[wrong])
 
@@ -509,7 +509,7 @@ def test_vocabulary_build_error_is_reported() -> None:
         structured_output.on_event = settled.set
         structured_output.start(Request(1, [0], SamplingParams(), STOP, structure=LETTERS))
         assert settled.wait(TIMEOUT_S)
-        assert "not bytes" in str(dict(structured_output.pop_settled())[1])
+        assert "not bytes" in str(dict(structured_output.pop_results())[1])
         with pytest.raises(NotSupportedError, match="not bytes"):  # immediately
             structured_output.start(Request(2, [0], SamplingParams(), STOP, structure=LETTERS))
         assert len(calls) == 1
